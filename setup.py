@@ -4,7 +4,7 @@ Environment:
 
 - SWIFTSPEC_CUDA: 0 skips CUDA, 1 fails if CUDA cannot be built; unset builds CUDA if nvcc works.
 - SWIFTSPEC_CUDA_ARCHS: all, or some of 80, 86, 89, 90, 100, 120; fails if CUDA cannot be built. Unset builds for the
-  GPUs of this machine, or for 90 if there is none.
+  GPUs of this machine, or for 90 without a GPU.
 - SWIFTSPEC_WERROR: 1 turns compiler warnings into errors.
 - CXX, CUDACXX: the compilers.
 """

@@ -24,11 +24,11 @@ from bench.common.roles import growing_ahead, local_roles
 from bench.data.heldout import DEMO, read_prompts
 from swiftspec.config import EngineConfig
 from swiftspec.control.controller import Controller
-from swiftspec.control.round_stats import Measured
+from swiftspec.control.round_stats import RoundStats
 from swiftspec.control.step_times import DraftTimes, steps_for
 from swiftspec.decode import decode
 from swiftspec.llm import LLM
-from swiftspec.messages import Opening, Proposal, VerifyResult
+from swiftspec.messages import Proposal, RequestStart, VerifyResult
 from swiftspec.params import SamplingParams
 from swiftspec.runtime.ahead_drafter import AheadDrafter
 from swiftspec.runtime.drafter import Drafter
@@ -113,7 +113,7 @@ class TimedAhead:
     def draft_steps(self, steps: int) -> None:
         self._drafter.draft_steps = steps
 
-    def open(self, opening: Opening) -> None:
+    def open(self, opening: RequestStart) -> None:
         self._free = max(self._free, self._clock.now)
         self._spend(lambda: self._drafter.open(opening))
         self._answer()
@@ -185,14 +185,14 @@ def halves(limit: int, sets: int) -> list[list[Half]]:
 
 
 def speed(
-    half: Half, timed: TimedDrafter | TimedAhead, verifier: TimedVerifier, measured: Measured | None, tokens: int
+    half: Half, timed: TimedDrafter | TimedAhead, verifier: TimedVerifier, measured: RoundStats | None, tokens: int
 ) -> float:
     """Tokens a second of the clock. Without `measured` the drafter keeps its own shape."""
     clock = verifier.clock
     began, count = clock.now, 0
     for number, prompt in enumerate(half.prompts):
         drafter: Drafter = timed if measured is None else Controller(timed, lambda: measured, clock)
-        opening = Opening(number, tuple(prompt), half.sampling, len(prompt))
+        opening = RequestStart(number, tuple(prompt), half.sampling, len(prompt))
         drafter.open(opening)
         verifier.open(opening)
         there = count
@@ -215,7 +215,7 @@ def run(
     timed = TimedDrafter(drafter, clock)
     if plan.mode == "async":
         timed = TimedAhead(growing_ahead(drafter, plan, Counted), clock)
-    measured = Measured(plan) if adapting else None
+    measured = RoundStats(plan) if adapting else None
     found = []
     for half in texts:
         rate = speed(half, timed, TimedVerifier(verifier, clock), measured, tokens)
@@ -237,7 +237,7 @@ def compare(
         ratios = [b / a for a, b in zip(before, after, strict=True)]
         error = f" +- {stdev(ratios) / len(ratios) ** 0.5:.3f}" if len(ratios) > 1 else ""
         line = (
-            f"  {half.name:13} off {mean(before):6.1f} tok/s (d {plan.steps}), on {mean(after):6.1f}"
+            f"  {half.name:13} off {mean(before):6.1f} tok/s (d {plan.initial_draft_steps}), on {mean(after):6.1f}"
             f" ({mean(ratios):.3f}{error}, at the end {on[-1][at][1]})"
         )
         speeds = {shape: mean(one[at][0] for one in found) for shape, found in shapes.items()}
@@ -261,7 +261,11 @@ def main() -> None:
     sets = halves(args.limit, args.sets)
     for mode in args.modes.split(","):
         for name, times in TIMES.items():
-            d = steps_for(times[1], DraftTimes(TURN, times[2])) if mode == "async" else EngineConfig().steps
+            d = (
+                steps_for(times[1], DraftTimes(TURN, times[2]))
+                if mode == "async"
+                else EngineConfig().initial_draft_steps
+            )
             print(f"{mode}, {name}", flush=True)
             plan = EngineConfig(mode, draft_steps=d, self_switch=args.self_switch)
             compare(plan, times, sets, args.max_tokens, args.fixed)

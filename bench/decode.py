@@ -33,8 +33,8 @@ from bench.baselines.to_gguf import TYPES, write_gguf
 from bench.data import tasks
 from bench.data.heldout import DEMO, read_prompts
 from swiftspec.backends import cpu as host
-from swiftspec.config import PROPOSALS, VERIFY, EngineConfig
-from swiftspec.distributed.launch.world import available_cores, join_world, run_on
+from swiftspec.config import PROPOSAL_METHODS, VERIFY_METHODS, EngineConfig
+from swiftspec.distributed.launch.world import available_cores, join_world, pin_to_cores
 from swiftspec.errors import UserError
 from swiftspec.llm import LLM, serve_rank
 from swiftspec.model.checkpoint_files import read_config
@@ -118,11 +118,11 @@ def our_system(llm: LLM, args: argparse.Namespace, cores: set[int]) -> Generate:
 
     def generate(prompt: list[int]) -> Answer:
         every, threads = available_cores(), torch.get_num_threads()
-        run_on(cores)
+        pin_to_cores(cores)
         host.set_threads(min(len(cores), args.threads))
         torch.set_num_threads(1)  # as the command does beside native operators
         answer = llm.generate(prompt, sampling)
-        run_on(every)
+        pin_to_cores(every)
         torch.set_num_threads(threads)
         stats = answer.stats
         return Answer(answer.token_ids, stats.rounds, stats.tokens, stats.decode_time)
@@ -274,8 +274,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--verify-batch", type=int, default=DEFAULTS.verify_batch)
     parser.add_argument("--draft-leaves", type=int, default=DEFAULTS.draft_leaves)
     parser.add_argument("--draft-steps", type=int, default=DEFAULTS.draft_steps)
-    parser.add_argument("--verify", choices=VERIFY, default=DEFAULTS.verify)
-    parser.add_argument("--proposal", choices=PROPOSALS)
+    parser.add_argument("--verify", choices=VERIFY_METHODS, default=DEFAULTS.verify)
+    parser.add_argument("--proposal", choices=PROPOSAL_METHODS)
     parser.add_argument("--calibration", type=float)
     parser.add_argument("--json", type=Path)
     return parser.parse_args()
@@ -295,7 +295,7 @@ def main() -> None:
         serve_rank(world, args.model, args.draft_model, config_of("async", args), dtype=getattr(torch, args.dtype))
         return
     if world is not None:
-        run_on(set(world.cores))  # the others' threads may use them all
+        pin_to_cores(set(world.cores))  # the others' threads may use them all
     tokenizer = transformers.AutoTokenizer.from_pretrained(args.model)
     prompts = read_prompts(tokenizer)
     if args.prompts is not None or args.task is not None:

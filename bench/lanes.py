@@ -25,25 +25,25 @@ from torch.distributed.distributed_c10d import PrefixStore
 from transformers import AutoTokenizer
 
 from bench.data.heldout import DEMO, read_prompts
-from swiftspec.builder.load_options import Options
+from swiftspec.builder.load_options import LoadOptions
 from swiftspec.config import EngineConfig
-from swiftspec.distributed.launch.supervision import Keeping
+from swiftspec.distributed.launch.supervision import SupervisorLink
 from swiftspec.distributed.launch.world import World, join_world
-from swiftspec.distributed.transport.mailbox import SharedChannel
+from swiftspec.distributed.transport.mailbox import SharedMemoryChannel
 from swiftspec.llm import LLM, serve_rank
 from swiftspec.params import SamplingParams
-from swiftspec.runtime.executors.native import NativeSteps, NativeTree
+from swiftspec.runtime.executors.native import NativeExecutor, NativeTree
 from swiftspec.runtime.kv_cache import KVCache
 from swiftspec.runtime.runner import Runner
 from swiftspec.sampling.sampler import Sampler
-from swiftspec.serve.supervisor.control_protocol import first_message
-from swiftspec.serve.supervisor.supervisor_client import Kept
+from swiftspec.serve.supervisor.control_protocol import encode_first_message
+from swiftspec.serve.supervisor.supervisor_client import SupervisorClient
 from swiftspec.tree import acceptance as tree_walk
 from swiftspec.tree.tree import DraftTree
 
 TIMED: list[tuple[Any, str]] = [
-    (Runner, "_batch"), (Runner, "run"), (NativeSteps, "verify"), (NativeSteps, "expand"), (SharedChannel, "send"),
-    (SharedChannel, "recv"), (SharedChannel, "recv_or_reply"),
+    (Runner, "_batch"), (Runner, "run"), (NativeExecutor, "verify"), (NativeExecutor, "expand"), (SharedMemoryChannel, "send"),
+    (SharedMemoryChannel, "recv"), (SharedMemoryChannel, "recv_or_reply"),
     (KVCache, "commit"), (Sampler, "draw"), (Sampler, "children"), (DraftTree, "best_leaves"),
     (DraftTree, "add_children"), (tree_walk, "walk"),
     *((tree, name) for tree in (DraftTree, NativeTree) for name in ("best_subtree", "walk", "reroot")),
@@ -110,7 +110,7 @@ def table(lane: str, spans: list[Span], spots: list[tuple[float, float]]) -> Non
 
 
 def decode(
-    world: World, config: EngineConfig, options: Options, limit: int, temperature: float
+    world: World, config: EngineConfig, options: LoadOptions, limit: int, temperature: float
 ) -> tuple[LLM, float, float]:
     """On rank 0: the engine, the target's busy share of the decoding time, and tokens a round."""
     llm = LLM(*MODELS, config, world=world, **options)
@@ -146,12 +146,12 @@ def show(target: list[Span], draft: list[Span]) -> None:
                 print(f"  {lane:6} {1e6 * (a - begin):7.0f} .. {1e6 * (b - begin):7.0f}  {name}")
 
 
-def kept() -> Keeping:
+def kept() -> SupervisorLink:
     """As a keeper would have it: heartbeats, which here nobody reads, and a look out for ranks that come back."""
     here, there = socket.socketpair()
-    there.sendall(first_message(b""))
+    there.sendall(encode_first_message(b""))
     there.detach()  # stays open, or this process would end
-    return Kept(here, 0).keeping()
+    return SupervisorClient(here, 0).supervision()
 
 
 def main() -> None:
@@ -163,11 +163,11 @@ def main() -> None:
     parser.add_argument("--ops", default="auto", choices=("auto", "reference"))
     parser.add_argument("--kept", action="store_true", help="with what a rank does for its keeper")
     args = parser.parse_args()
-    whole = join_world(keeping=kept() if args.kept else None)
+    whole = join_world(supervisor=kept() if args.kept else None)
     if whole is None or whole.size != 2:
         parser.error("start it on two ranks: torchrun --standalone --nproc-per-node 2 -m bench.lanes")
     torch.set_num_threads(1)
-    options: Options = {"dtype": torch.bfloat16, "ops": args.ops}
+    options: LoadOptions = {"dtype": torch.bfloat16, "ops": args.ops}
     config, spans = EngineConfig("async", draft_steps=args.steps), []
     plain, close = (replace(whole, store=PrefixStore(name, whole.store)) for name in ("plain", "close"))
     if whole.rank:
@@ -178,7 +178,7 @@ def main() -> None:
         whole.store.get("shown")  # the store lives with rank 0
         return
     llm, busy, tokens = decode(plain, config, options, args.limit, args.temperature)
-    print(f"d = {llm.config.steps}: target busy {busy:.3f}, {tokens:.2f} tok/round")
+    print(f"d = {llm.config.initial_draft_steps}: target busy {busy:.3f}, {tokens:.2f} tok/round")
     with timed(spans):
         _, busy, _ = decode(close, config, options, args.limit, args.temperature)
     print(f"timed: target busy {busy:.3f}")

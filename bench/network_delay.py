@@ -25,9 +25,9 @@ from bench.workers import LEAVES, NODES, PACES, SHAPE, started, workers
 from swiftspec.lab import network_prediction, predict
 from swiftspec.lab.network_link import Link
 from swiftspec.lab.simulation import Acceptance, Times
-from swiftspec.serve.cli.arguments import parse
-from swiftspec.serve.remote_session import open_anywhere
-from swiftspec.serve.terminal import Phases
+from swiftspec.serve.cli.arguments import parse_command
+from swiftspec.serve.remote_session import open_local_or_remote
+from swiftspec.serve.terminal import StartupProgress
 
 PROMPTS = 12  # those whose rounds the prediction knows, and as many tokens of each
 MODES = ("serial", "async")
@@ -39,12 +39,12 @@ def measure(mode: str, urls: dict[str, str], tokens: int) -> dict[str, float]:
     flags = ["--target-url", urls["target"], "--draft-url", urls["draft"], "--mode", mode, "--raw", *SHAPE]
     flags += ["--temperature", "0", "--ignore-eos", "--max-tokens", str(tokens)]
     flags += ["--no-self-switch"]  # whose trials of plain rounds are many in a request so short
-    settings = parse(flags).settings
-    session = open_anywhere(settings, Phases(quiet=True))
+    settings = parse_command(flags).settings
+    session = open_local_or_remote(settings, StartupProgress(quiet=True))
     made = rounds = seconds = 0.0
     try:
         for prompt in texts()[:PROMPTS]:
-            session.llm.generate(session.encode(prompt, settings), session.sampling(settings))
+            session.llm.generate(session.encode(prompt, settings), session.sampling_params(settings))
             stats = session.llm.stats
             made += stats.tokens
             seconds += stats.decode_time

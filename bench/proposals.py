@@ -23,10 +23,10 @@ from transformers import AutoTokenizer
 
 from bench.common.roles import decode_on, growing_ahead, local_roles
 from bench.data.heldout import DEMO, read_prompts
-from swiftspec.config import PROPOSALS, EngineConfig
+from swiftspec.config import PROPOSAL_METHODS, EngineConfig
 from swiftspec.decode import decode
 from swiftspec.llm import LLM
-from swiftspec.messages import Opening
+from swiftspec.messages import RequestStart
 from swiftspec.params import SamplingParams
 from swiftspec.runtime.ahead_drafter import AheadDrafter
 
@@ -99,7 +99,7 @@ def same_text(args: argparse.Namespace) -> None:
                 # a seed of its own, so that the text so far tells nothing of the noise to come
                 fresh = replace(laws[temperature], seed=len(prompts) + seed)
                 for role in (drafter, verifier):
-                    role.open(Opening(1, tokens, fresh, len(prompt)))
+                    role.open(RequestStart(1, tokens, fresh, len(prompt)))
                 _, result = next(decode(drafter, verifier))
                 found[temperature].append(len(result.tokens))
         for temperature, counts in found.items():
@@ -141,7 +141,7 @@ def numbers(text: str) -> list[float]:
 def main() -> None:
     """Prints a row for each configuration."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--proposals", type=lambda text: text.split(","), default=list(PROPOSALS))
+    parser.add_argument("--proposals", type=lambda text: text.split(","), default=list(PROPOSAL_METHODS))
     parser.add_argument("--temperatures", type=numbers, default=[0, 0.3, 0.7, 1.0, 1.3])
     parser.add_argument("--top-p", type=numbers, default=[1.0, 0.9])
     parser.add_argument("--calibration", type=numbers, default=[None])

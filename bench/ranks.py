@@ -19,13 +19,13 @@ from transformers import AutoTokenizer
 
 from bench.data.heldout import DEMO, read_prompts
 from swiftspec.backends import cpu as host
-from swiftspec.builder.load_options import Options
+from swiftspec.builder.load_options import LoadOptions
 from swiftspec.config import EngineConfig
-from swiftspec.distributed.launch.world import World, join_world, run_on
+from swiftspec.distributed.launch.world import World, join_world, pin_to_cores
 from swiftspec.llm import LLM, serve_rank
 from swiftspec.params import SamplingParams
 
-OPTIONS: Options = {"dtype": torch.bfloat16}
+OPTIONS: LoadOptions = {"dtype": torch.bfloat16}
 DRAFT_STEPS = 3
 
 
@@ -74,7 +74,7 @@ def measure(llm: LLM, prompts: list[list[int]]) -> tuple[float, float, float, fl
 
 def run(system: System, world: World, prompts: list[list[int]]) -> None:
     """A pass of rank 0's. The others begin with the engine, when its turn has come."""
-    run_on(world.own_cores())  # leaving an engine gives them all back
+    pin_to_cores(world.own_cores())  # leaving an engine gives them all back
     if not system.alone:
         world.store.set(f"turn {len(system.passes)} of {system.name}", "")
     llm = LLM(*system.models, system.config, world=None if system.alone else world, **OPTIONS)
@@ -88,7 +88,7 @@ def follow(world: World, passes: int) -> None:
         for system in systems(world.size):
             if not system.alone:
                 world.store.get(f"turn {number} of {system.name}")
-                run_on(world.own_cores())
+                pin_to_cores(world.own_cores())
                 serve_rank(world, *system.models, system.config, **OPTIONS)
 
 

@@ -29,15 +29,15 @@ from google.protobuf.message import Message
 from bench import bare_grpc
 from bench.data.heldout import texts
 from bench.workers import LEAVES, NODES, PACES, workers
-from swiftspec.builder.load_options import Worker
-from swiftspec.builder.remote_roles import RemoteTarget, assemble_elsewhere
+from swiftspec.builder.load_options import WorkerAddress
+from swiftspec.builder.remote_roles import RemoteTarget, build_remote_roles
 from swiftspec.config import EngineConfig
-from swiftspec.distributed.rpc.connection import Stream
-from swiftspec.distributed.rpc.endpoint import Security
-from swiftspec.distributed.rpc.service import TARGET
-from swiftspec.llm import Running
+from swiftspec.distributed.rpc.connection import MessageStream
+from swiftspec.distributed.rpc.endpoint import RpcSecurity
+from swiftspec.distributed.rpc.service import TARGET_SERVICE
+from swiftspec.llm import LLMBase
 from swiftspec.params import SamplingParams
-from swiftspec.serve.model_resolution import embedded_model
+from swiftspec.serve.model_resolution import demo_model_path
 from swiftspec.serve.text.codec import TextCodec
 
 PROMPTS = slice(12, 16)  # none of those whose rounds a prediction knows
@@ -63,7 +63,7 @@ class Hops:
 @contextmanager
 def measured(hops: dict[str, Hops]) -> Iterator[None]:
     """Notes what goes through every stream meanwhile."""
-    send, recv = Stream.send, Stream.recv
+    send, recv = MessageStream.send, MessageStream.recv
 
     def of(stream: Any) -> Hops:
         return hops["target" if "--target-url" in stream._peer else "draft"]
@@ -85,24 +85,24 @@ def measured(hops: dict[str, Hops]) -> Iterator[None]:
             hop.expansion.append(1e-9 * answer.telemetry.wall / expansions)
         return answer
 
-    Stream.send, Stream.recv = timed_send, timed_recv  # type: ignore[method-assign]
+    MessageStream.send, MessageStream.recv = timed_send, timed_recv  # type: ignore[method-assign]
     try:
         yield
     finally:
-        Stream.send, Stream.recv = send, recv  # type: ignore[method-assign]
+        MessageStream.send, MessageStream.recv = send, recv  # type: ignore[method-assign]
 
 
 def rounds(mode: str, urls: dict[str, str], tokens: int) -> tuple[dict[str, Hops], int]:
     """What the rounds of a few answers have cost, openings left out, and how many there were."""
-    codec = TextCodec(Path(embedded_model("target")))
+    codec = TextCodec(Path(demo_model_path("target")))
     prompts = [codec.encode(text, 1024) for text in texts()[PROMPTS]]
     codec.close()
     found, count = {side: Hops() for side in PACES}, 0
-    remote = {side: Worker(urls[side], f"--{side}-url", Security(), 30.0) for side in PACES}
+    remote = {side: WorkerAddress(urls[side], f"--{side}-url", RpcSecurity(), 30.0) for side in PACES}
     plan = EngineConfig(mode, verify_batch=NODES, draft_leaves=LEAVES, target_remote=True, draft_remote=True)
     with tempfile.TemporaryDirectory() as folder:
         target = RemoteTarget(remote["target"])
-        running = Running(assemble_elsewhere(target, None, plan, Path(folder), draft_worker=remote["draft"]))
+        running = LLMBase(build_remote_roles(target, None, plan, Path(folder), draft_worker=remote["draft"]))
         for prompt in prompts:
             hops = {side: Hops() for side in PACES}
             with measured(hops):
@@ -118,7 +118,7 @@ def rounds(mode: str, urls: dict[str, str], tokens: int) -> tuple[dict[str, Hops
 def round_trip(url: str, rest: float = 0.0) -> float:
     """Seconds of a call that does nothing, median of 20, each after so many seconds of rest."""
     with grpc.insecure_channel(url) as channel:
-        ping, seconds = channel.unary_unary(f"/{TARGET}/Ping"), []
+        ping, seconds = channel.unary_unary(f"/{TARGET_SERVICE}/Ping"), []
         for _ in range(20):
             time.sleep(rest)
             began = time.perf_counter()

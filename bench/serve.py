@@ -70,12 +70,12 @@ def session(flags: Sequence[str]) -> Iterator[subprocess.Popen[str]]:
 def answer_here(flags: list[str]) -> None:
     """Answers each line of standard input, a JSON list of token ids and a number of tokens, as text in this process."""
     from swiftspec.params import SamplingParams
-    from swiftspec.serve.cli.arguments import parse
+    from swiftspec.serve.cli.arguments import parse_command
     from swiftspec.serve.session import open_session
-    from swiftspec.serve.terminal import Phases
+    from swiftspec.serve.terminal import StartupProgress
     from swiftspec.serve.text.stream import TextStream
 
-    opened = open_session(parse(flags).settings, Phases(quiet=True), warm_up=True)
+    opened = open_session(parse_command(flags).settings, StartupProgress(quiet=True), warm_up=True)
     print("ready", flush=True)
     for line in sys.stdin:
         prompt, tokens = json.loads(line)

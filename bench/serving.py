@@ -26,7 +26,7 @@ def options(doc: str | None) -> argparse.ArgumentParser:
 def flags(steps: str) -> list[str]:
     """Of rounds of a fixed shape, whose steps are emulated: so many milliseconds of the target's, a twentieth of that
     of the draft's; "full": as fast as it goes."""
-    fixed = ["--plan", "none", "--threads", "1", "--kept-memory", "0", "--no-adapt", "--no-self-switch"]
+    fixed = ["--plan", "none", "--threads", "1", "--prefix-cache-memory", "0", "--no-adapt", "--no-self-switch"]
     return fixed if steps == "full" else [*fixed, "--emulate", f"target={steps}ms,draft={float(steps) / 20:g}ms"]
 
 

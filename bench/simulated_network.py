@@ -2,7 +2,8 @@
 
     python -m bench.simulated_network [--delays 0.2,2,20] [--leaves 16,32] [--expansion 3.4] [--host 1]
 
-The worker's `TreeDeltaSender` and the orchestrator's `ReplicaDrafter` of the embedded draft run as they are; the target's text
+The worker's `TreeDeltaSender` and the orchestrator's `ReplicaDrafter` of the embedded draft run as they are; the
+target's text
 is known beforehand (greedy, the prompts of bench/network_delay.py), and every step, message and hop takes the time
 that it is
 said to take: so a minute shows what another rule of growing or proposing would be worth. Milliseconds; delays one way;
@@ -39,7 +40,8 @@ Text = tuple[list[int], list[int]]  # a prompt, and what follows
 
 
 class CountedLink:
-    """A `TreeDeltaLink` to a worker on the same clock. `now`: the orchestrator's moment; `_free`: when the draft has its
+    """A `TreeDeltaLink` to a worker on the same clock. `now`: the orchestrator's moment; `_free`: when the draft has
+    its
     next one."""
 
     busy, answer_timeout_s = 0.0, 1.0

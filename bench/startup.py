@@ -12,9 +12,9 @@ from pathlib import Path
 from bench.workload import WARM_UP, Measured, Task, answer, peak_of
 from swiftspec.errors import UserError
 from swiftspec.params import SamplingParams
-from swiftspec.serve.cli.arguments import parse
+from swiftspec.serve.cli.arguments import parse_command
 from swiftspec.serve.session import Session, open_session
-from swiftspec.serve.terminal import Phases
+from swiftspec.serve.terminal import StartupProgress
 
 QUIET, LONGEST = 3.0, 300.0  # seconds without a change after which a cache is written, and that this may take
 
@@ -22,11 +22,11 @@ QUIET, LONGEST = 3.0, 300.0  # seconds without a change after which a cache is w
 def main() -> None:
     """Does a task and says what it took."""
     task = Task.given()
-    settings = parse(task.what["flags"]).settings
+    settings = parse_command(task.what["flags"]).settings
     import swiftspec.llm  # noqa: F401 # torch, and all that the models need: what comes after is loading
 
     began = time.monotonic()
-    session = open_session(settings, Phases(quiet=True))
+    session = open_session(settings, StartupProgress(quiet=True))
     now = time.monotonic()
     measured = Measured(now - task.began, load=now - began)
     try:

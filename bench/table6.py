@@ -17,7 +17,7 @@ import torch
 from transformers import AutoTokenizer
 
 from bench.data.heldout import DEMO, read_prompts
-from swiftspec.builder.load_options import Options
+from swiftspec.builder.load_options import LoadOptions
 from swiftspec.config import EngineConfig
 from swiftspec.distributed.launch.world import join_world
 from swiftspec.lab import measurement, timeline
@@ -31,7 +31,7 @@ DEPTHS = (1, 2, 3, 4)
 
 def spec(side: str) -> tuple[str, float, float]:
     """Step times of one half of Table 6: as `--emulate` has them, and in seconds."""
-    row = emulation.paper()["table6"][side]
+    row = emulation.paper_figures()["table6"][side]
     text = f"target={row['target_ms']}ms,draft={row['draft_ms']}ms"
     return text, 1e-3 * row["target_ms"], 1e-3 * row["draft_ms"]
 
@@ -53,7 +53,7 @@ def main() -> None:
         parser.error("start it on two ranks: torchrun --standalone --nproc-per-node 2 -m bench.table6")
     torch.set_num_threads(1)
     text, target, draft = spec("parallel")
-    options: Options = {"dtype": torch.bfloat16, "emulate": emulation.parse(text)}
+    options: LoadOptions = {"dtype": torch.bfloat16, "emulate": emulation.parse_emulation(text)}
     pool = WorkerPool(Pair(DEMO / "target", DEMO / "draft", options, threads=1), world)
     if world.rank > 0:
         pool.follow()
@@ -71,11 +71,11 @@ def main() -> None:
             more = f", round {1e3 * length:.2f} ms, {1e3 * own:.3f} ms of it neither model's ({own / length:.1%})"
             ahead.append(show("parallel", d, run, more))
     pool.dismiss()
-    options["emulate"] = emulation.parse(spec("serial")[0])
+    options["emulate"] = emulation.parse_emulation(spec("serial")[0])
     for d in DEPTHS:
         llm = LLM(DEMO / "target", DEMO / "draft", EngineConfig("serial", draft_steps=d), **options)
         in_turn.append(show("serial", d, measurement.decode_all(llm, prompts, args.max_tokens)))
-    paper = emulation.paper()["table6"]
+    paper = emulation.paper_figures()["table6"]
     print(f"ratio of the best {max(ahead) / max(in_turn):.2f}; the paper's (quoted)"
           f" {paper['parallel']['tokens_per_second'] / paper['serial']['tokens_per_second']:.2f}")  # fmt: skip
 

@@ -23,7 +23,7 @@ struct Int4Source;  // cuda/linear/repack.h
 // ---- linear
 
 // Before the first launch, outside of any graph: makes the kernels ready on the current device.
-void prepare(const Device& device);
+void prepare_linear(const Device& device);
 
 // tiling.bytes() of tiles from a checkpoint's matrix, which is int4 with tiling.group or bf16 [n, k].
 void repack_int4(const tiles::Tiling& tiling, const tiles::Int4Source& source, void* out, Stream stream);
@@ -31,7 +31,7 @@ void repack_bf16(const tiles::Tiling& tiling, const uint16_t* matrix, void* out,
 
 // Outputs 16 first .. 16 first + half - 1 of a projection, and those half of all outputs further on, as rows of bf16:
 // out [2 half, k], for a library's product.
-void expand(const Weights& weights, int64_t first, int64_t half, void* out, Stream stream);
+void unpack_rows(const Weights& weights, int64_t first, int64_t half, void* out, Stream stream);
 
 // out = epilogue(norm(x) W^T + bias) for a bfloat16 model, sums in float32. A row's result does not depend, to the
 // bit, on the other rows or on their number. One of out and logits is given; no buffer is written that another is.
@@ -50,18 +50,18 @@ struct LinearArgs {
 void linear(const LinearArgs& args, Stream stream);
 
 // The arguments of some of the rows.
-LinearArgs rows_of(LinearArgs args, int64_t first, int64_t rows);
+LinearArgs slice_rows(LinearArgs args, int64_t first, int64_t rows);
 
 // The same of many rows, which read the weights together, in launches of up to 64 or 128; no channel. Returns how many
-// of the first rows that were: `linear` is to be asked for the others, which are few. `scratch` has `wide_scratch` bytes
+// of the first rows that were: `linear` is to be asked for the others, which are few. `scratch` has `large_m_scratch_bytes` bytes
 // in any state, and begins at a multiple of 128. cuda/linear/wide.h says how.
-int64_t wide_scratch(const Weights& weights, int64_t rows);
-int64_t linear_wide(const LinearArgs& args, void* scratch, Stream stream);
-void prepare_wide(const Device& device);
+int64_t large_m_scratch_bytes(const Weights& weights, int64_t rows);
+int64_t linear_large_m(const LinearArgs& args, void* scratch, Stream stream);
+void prepare_large_m(const Device& device);
 
 // The first of its launches: x to where tiles::part_at says.
-void arrange(const LinearArgs& args, int parts, int all, void* slabs, Stream stream);
-void prepare_arrange();
+void pack_activations(const LinearArgs& args, int parts, int all, void* slabs, Stream stream);
+void prepare_pack_activations();
 
 // All ranks of a group in one cooperative launch, for tests: every args has a channel. `delays` seeds pauses; 0: none.
 void linear_virtual(const LinearArgs* ranks, int count, uint32_t delays, Stream stream);
@@ -125,7 +125,7 @@ void draw_keyed(const ScoreArgs& args, const uint32_t* keys, int64_t* tokens, fl
 
 // Groups of particles weighed, and resampled where their weights are uneven: what a round ends with (swiftspec/smc).
 // Systematic resampling; rows are copied in place. swiftspec/backends/reference/resampling.py has the same in operators.
-constexpr int64_t kMostParticles = 1024;  // of a group
+constexpr int64_t kMaxParticles = 1024;  // of a group
 
 struct ResampleArgs {
   double* log_weights;  // [groups, count], zeros once a group is resampled

@@ -45,7 +45,7 @@ class Decoder:
         cache: Cache,
         logits: Array | None,
     ) -> None:
-        """Runs a batch (model/batch.py) whose rows are sorted by sequence. Skips the LM head if `logits` is None."""
+        """Runs a batch (model/batch.py) whose rows are sorted by sequence. Skips the LM head without `logits`."""
 
 class FastReply:
     """The state from which a draft replies without Python; see host/decoder/fast_reply.h."""

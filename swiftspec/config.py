@@ -10,43 +10,45 @@ from swiftspec.params import SamplingParams
 from swiftspec.settings_schema import check_fields, require, setting
 
 MODES = ("ar", "serial", "async", "smc")
-DEFAULT_STEPS = 3  # d where nothing else is said: the best for the embedded pair in mode serial (docs/decisions.md)
-MOST_STEPS = 16  # a measured d beyond this adds nodes that are hardly ever accepted
-MOST_REQUESTS = 256  # side by side
-MAX_TREE = 64  # bounds of bs, w and d: beyond them a round costs more than it can win back
-VERIFY = ("match", "reject")
-PROPOSALS = ("top", "coupled", "sample")
-CALIBRATION = {"greedy": 0.6, "top": 1.0, "coupled": 0.7, "sample": 0.2}
+DEFAULT_DRAFT_STEPS = (
+    3  # d where nothing else is said: the best for the embedded pair in mode serial (docs/decisions/tree-and-cache.md)
+)
+MAX_MEASURED_DRAFT_STEPS = 16  # a measured d beyond this adds nodes that are hardly ever accepted
+MAX_CONCURRENT_REQUESTS = 256  # side by side
+MAX_TREE_NODES = 64  # bounds of bs, w and d: beyond them a round costs more than it can win back
+VERIFY_METHODS = ("match", "reject")
+PROPOSAL_METHODS = ("top", "coupled", "sample")
+DEFAULT_CALIBRATION = {"greedy": 0.6, "top": 1.0, "coupled": 0.7, "sample": 0.2}
 
 # headings of --help, and what a setting shapes
 SPECULATION, PARTICLES = "speculation", "mode smc: a population of particles, approximate"
-DRAFT, TREE, AHEAD, POPULATION = "draft", "draft tree", "tree that grows during a verification", "population"
+DRAFT, TREE, LOOKAHEAD, POPULATION = "draft", "draft tree", "tree that grows during a verification", "population"
 
 
 @dataclass(frozen=True, slots=True)
 class PopulationConfig:
     """The shape of a population of particles (mode smc). Raises UserError on values that make none."""
 
-    particles: int = setting(4, "Texts that grow side by side.", PARTICLES, "N", least=1, most=1024, shapes=POPULATION)
+    particles: int = setting(4, "Texts that grow side by side.", PARTICLES, "N", ge=1, le=1024, applies_to=POPULATION)
     smc_draft_tokens: int = setting(
-        4, "Draft tokens per particle and round; the target adds one.", PARTICLES, "K", least=1, most=MAX_TREE,
-        shapes=POPULATION,
+        4, "Draft tokens per particle and round; the target adds one.", PARTICLES, "K", ge=1, le=MAX_TREE_NODES,
+        applies_to=POPULATION,
     )  # fmt: skip
     ess_threshold: float = setting(  # 0: never
-        0.5, "Resample when the effective sample size falls below this share of N.", PARTICLES, "X", least=0, most=1,
-        shapes=POPULATION,
+        0.5, "Resample when the effective sample size falls below this share of N.", PARTICLES, "X", ge=0, le=1,
+        applies_to=POPULATION,
     )  # fmt: skip
     power: float = setting(  # alpha
-        1.0, "The text follows the target's probability of whole texts to this power.", PARTICLES, "A", above=0,
-        most=100, shapes=POPULATION,
+        1.0, "The text follows the target's probability of whole texts to this power.", PARTICLES, "A", gt=0,
+        le=100, applies_to=POPULATION,
     )  # fmt: skip
     smc_exact: int = setting(  # the leading ones; K of them: nothing approximate
         0, "Draft tokens of a round that are verified exactly, by rejection; the rest is weighted.", PARTICLES, "K",
-        must="lie in 0..smc_draft_tokens", beside="smc_draft_tokens", shapes=POPULATION,
+        rule="lie in 0..smc_draft_tokens", depends_on="smc_draft_tokens", applies_to=POPULATION,
     )  # fmt: skip
     smc_groups: int = setting(
-        1, "Requests that are decoded side by side, each with its own particles.", PARTICLES, "G", least=1,
-        most=MOST_REQUESTS, shapes=POPULATION,
+        1, "Requests that are decoded side by side, each with its own particles.", PARTICLES, "G", ge=1,
+        le=MAX_CONCURRENT_REQUESTS, applies_to=POPULATION,
     )  # fmt: skip
     chains: str | None = None  # how chains of one particle are verified, match or reject, in place of weights
     deferred_bonus: bool = True  # False, to measure its worth: a forward of its own reads a round's last draft token
@@ -60,12 +62,12 @@ class PopulationConfig:
         )
 
     @property
-    def rejected(self) -> int:
+    def num_rejection_tokens(self) -> int:
         """How many leading draft tokens of a round are verified by rejection."""
         return self.smc_draft_tokens if self.chains == "reject" else self.smc_exact
 
     @property
-    def slots(self) -> int:
+    def slots_per_round(self) -> int:
         """Cache slots that a round hands out: one for each new token of each particle."""
         return self.particles * (self.smc_draft_tokens + 1)
 
@@ -81,41 +83,48 @@ class EngineConfig:
 
     mode: str = setting("serial", choices=MODES)
     verify_batch: int = setting(
-        8, "Tree nodes verified per round, the root counted.", SPECULATION, "BS", least=1, most=MAX_TREE, shapes=TREE
+        8,
+        "Tree nodes verified per round, the root counted.",
+        SPECULATION,
+        "BS",
+        ge=1,
+        le=MAX_TREE_NODES,
+        applies_to=TREE,
     )
     draft_leaves: int = setting(
-        4, "Leaves expanded per draft forward.", SPECULATION, "W", least=1, most=MAX_TREE, shapes=TREE
+        4, "Leaves expanded per draft forward.", SPECULATION, "W", ge=1, le=MAX_TREE_NODES, applies_to=TREE
     )
     draft_steps: int | None = setting(  # None: 3, and in mode async measured at start-up
         None, "Draft forwards per round.", SPECULATION, "D", "async: as many as fit into a target forward; serial: 3",
-        least=1, most=MAX_TREE, shapes=TREE,
+        ge=1, le=MAX_TREE_NODES, applies_to=TREE,
     )  # fmt: skip
     verify: str = setting(
         "match", "match: the target draws, and drafts that it drew are kept; the same text as without a draft. reject:"
-        " rejection sampling of drawn drafts; a text of the same distribution.", SPECULATION, choices=VERIFY,
-        shapes=TREE,
+        " rejection sampling of drawn drafts; a text of the same distribution.", SPECULATION, choices=VERIFY_METHODS,
+        applies_to=TREE,
     )  # fmt: skip
     proposal: str | None = setting(  # None: as verify needs
         None, "How the draft chooses. top: the likeliest. coupled: those under the target's own noise. sample: drawn"
-        " from its distribution.", SPECULATION, shown="coupled; sample with --verify reject", choices=PROPOSALS,
-        shapes=TREE,
+        " from its distribution.", SPECULATION, default_text="coupled; sample with --verify reject",
+        choices=PROPOSAL_METHODS,
+        applies_to=TREE,
     )  # fmt: skip
     calibration: float | None = setting(  # of the children's weights; None: see `calibrated`
         None, "How much the draft's confidence counts: below 1 its first choices count more.", SPECULATION, "C",
-        "what fits the embedded pair", least=0.05, most=20, shapes=TREE,
+        "what fits the embedded pair", ge=0.05, le=20, applies_to=TREE,
     )  # fmt: skip
     catch_up: bool = setting(
         True, "async: expand on after a result while that is worth its time; off: the paper's rule.", SPECULATION,
-        shapes=AHEAD,
+        applies_to=LOOKAHEAD,
     )  # fmt: skip
     max_num_seqs: int = setting(
         1, "Requests decoded side by side, in mode serial; above 1 each has a chain of D draft tokens in place of a"
-        " tree.", SPECULATION, "G", least=1, most=MOST_REQUESTS,
+        " tree.", SPECULATION, "G", ge=1, le=MAX_CONCURRENT_REQUESTS,
     )  # fmt: skip
     self_switch: bool = False  # go on without the draft while that is faster; rounds then depend on the clock
     adapt_steps: bool = False  # d follows what is measured while requests run; rounds then depend on the clock
     adapt_batch: bool = False  # so does bs, never above verify_batch
-    target_tp: int = setting(1, least=1)
+    target_tp: int = setting(1, ge=1)
     draft_tp: int = -1  # -1: as the mode has it (async 1, serial and smc that of the target, ar 0)
     target_remote: bool = False  # a worker runs it, and no rank of this job
     draft_remote: bool = False
@@ -147,7 +156,7 @@ class EngineConfig:
             " none: take proposal sample, or verify match",
         )
         require(
-            self.verify == "match" or not self.adapts,
+            self.verify == "match" or not self.adapts_shape,
             "verify reject has a text that follows the tree, which must not follow the clock: leave adapt_* out",
         )
 
@@ -155,12 +164,15 @@ class EngineConfig:
         """A chain is a tree with one leaf, all of which is verified; the same for every request."""
         here = self.mode == "serial" and not (self.target_remote or self.draft_remote)
         require(here, "max_num_seqs above 1 is for mode serial without workers; mode smc has smc_groups")
-        require(not self.decides, "max_num_seqs above 1 has rounds of one shape: leave self_switch and adapt_* out")
+        require(not self.is_adaptive, "max_num_seqs above 1 has rounds of one shape: leave self_switch and adapt_* out")
         fits = self.proposal == ("sample" if self.verify == "reject" else "coupled")
         require(fits, f"with max_num_seqs above 1 verify {self.verify} says what is proposed: leave proposal out")
-        require(self.steps < MAX_TREE, f"a chain has 1..{MAX_TREE - 1} draft_steps, not {self.steps}")
+        require(
+            self.initial_draft_steps < MAX_TREE_NODES,
+            f"a chain has 1..{MAX_TREE_NODES - 1} draft_steps, not {self.initial_draft_steps}",
+        )
         object.__setattr__(self, "draft_leaves", 1)
-        object.__setattr__(self, "verify_batch", self.steps + 1)
+        object.__setattr__(self, "verify_batch", self.initial_draft_steps + 1)
 
     def check_request(self, sampling: SamplingParams) -> None:
         """Raises UserError on a request that the tree cannot serve."""
@@ -171,7 +183,7 @@ class EngineConfig:
         )
         drafts = (sampling.verify_batch or 1) > 1 or sampling.draft_steps is not None
         require(self.mode != "ar" or not drafts, "mode ar has no draft: leave verify_batch and draft_steps out")
-        room = {"verify_batch": self.verify_batch, "draft_steps": self.most_steps}
+        room = {"verify_batch": self.verify_batch, "draft_steps": self.max_draft_steps}
         for name, most in room.items():
             asked = getattr(sampling, name)
             fits = asked is None or asked <= most
@@ -182,69 +194,69 @@ class EngineConfig:
         if sampling.verify_batch is None and sampling.draft_steps is None:
             return self
         shape = {"verify_batch": sampling.verify_batch or self.verify_batch}
-        shape["draft_steps"] = sampling.draft_steps or self.steps
+        shape["draft_steps"] = sampling.draft_steps or self.initial_draft_steps
         return replace(self, **shape, self_switch=False, adapt_steps=False, adapt_batch=False)
 
-    def calibrated(self, greedy: bool) -> float:
+    def calibration_for(self, greedy: bool) -> float:
         """What makes a child's weight the chance that the target agrees. For children ranked by likelihood a
         temperature on the draft's log-probabilities, for drawn ones an exponent of its confidence. The defaults fit the
         embedded pair."""
         if self.calibration is not None:
             return self.calibration
-        return CALIBRATION["greedy" if greedy else str(self.proposal)]
+        return DEFAULT_CALIBRATION["greedy" if greedy else str(self.proposal)]
 
     @property
-    def adapts(self) -> bool:
+    def adapts_shape(self) -> bool:
         """Whether the shape of a round follows measurements."""
         return self.adapt_steps or self.adapt_batch
 
     @property
-    def children(self) -> int:
+    def children_per_leaf(self) -> int:
         """k, children kept per expanded leaf: as many as could all be verified or expanded next."""
         return max(self.verify_batch, self.draft_leaves)
 
     @property
-    def steps(self) -> int:
+    def initial_draft_steps(self) -> int:
         """d, or where it is to be measured, what to begin with."""
-        return self.draft_steps if self.draft_steps is not None else DEFAULT_STEPS
+        return self.draft_steps if self.draft_steps is not None else DEFAULT_DRAFT_STEPS
 
     @property
-    def free_steps(self) -> bool:
+    def draft_steps_adaptive(self) -> bool:
         """Whether d is nobody's word, but as many expansions as come in time; rounds then depend on the clock."""
         return self.draft_steps is None or self.adapt_steps
 
     @property
-    def most_steps(self) -> int:
+    def max_draft_steps(self) -> int:
         """The largest d that the trees have room for."""
         measured = self.adapt_steps or (self.mode == "async" and self.draft_steps is None)
-        return max(MOST_STEPS, self.steps) if measured else self.steps
+        return max(MAX_MEASURED_DRAFT_STEPS, self.initial_draft_steps) if measured else self.initial_draft_steps
 
     @property
-    def decides(self) -> bool:
+    def is_adaptive(self) -> bool:
         """Whether the kind of a round follows measurements."""
-        return self.self_switch or self.adapts
+        return self.self_switch or self.adapts_shape
 
     @property
-    def ranks(self) -> int:
+    def num_ranks(self) -> int:
         """G, the ranks that the plan is for."""
         return self.target_tp + (self.draft_tp if self.mode == "async" else 0)
 
     @property
-    def grouped(self) -> PopulationConfig | None:
+    def effective_population(self) -> PopulationConfig | None:
         """The shape of the groups in which requests are decoded: in mode smc as it is set, with `max_num_seqs` above 1
         one particle each, whose draft tokens are verified. None: a tree, one request at a time."""
         if self.mode == "smc":
             return self.population
         if self.max_num_seqs == 1:
             return None
-        return PopulationConfig(1, self.steps, smc_groups=self.max_num_seqs, chains=self.verify)
+        return PopulationConfig(1, self.initial_draft_steps, smc_groups=self.max_num_seqs, chains=self.verify)
 
     @property
-    def sequences(self) -> int:
+    def num_sequences(self) -> int:
         """Sequences of a model's cache: one for each request at a time. A guided request takes a second one."""
-        return 1 if self.grouped is None else self.grouped.smc_groups
+        return 1 if self.effective_population is None else self.effective_population.smc_groups
 
     @property
-    def beside(self) -> bool:
+    def overlap_on_one_gpu(self) -> bool:
         """Whether both models run on one GPU at the same time."""
-        return self.mode == "async" and self.ranks == 1 and not (self.target_remote or self.draft_remote)
+        return self.mode == "async" and self.num_ranks == 1 and not (self.target_remote or self.draft_remote)

@@ -1,7 +1,7 @@
 """`python -m swiftspec.exactness`: whether speculation changes what the target says. See lab/exactness/command.py."""
 
 from swiftspec.lab.exactness.command import main
-from swiftspec.serve.__main__ import leave
+from swiftspec.serve.__main__ import exit_process
 
 if __name__ == "__main__":
-    leave(main())
+    exit_process(main())

@@ -10,34 +10,38 @@ from functools import partial
 from pathlib import Path
 from typing import Unpack
 
-from swiftspec.backends.cpu.packed_weight_cache import Writer
-from swiftspec.builder.load_options import Options
-from swiftspec.builder.locked_engine import OneAtATime
-from swiftspec.builder.model_pair import Models
-from swiftspec.builder.roles import MakeDrafter, Roles, assemble
+from swiftspec.backends.cpu.packed_weight_cache import BackgroundWriter
+from swiftspec.builder.load_options import LoadOptions
+from swiftspec.builder.locked_engine import LockedEngine
+from swiftspec.builder.model_pair import ModelPair
+from swiftspec.builder.roles import MakeRemoteDrafter, Roles, build_roles
 from swiftspec.config import EngineConfig
 from swiftspec.distributed.draft.failover import Outage
-from swiftspec.distributed.launch.config_check import telling
+from swiftspec.distributed.launch.config_check import report_startup_error
 from swiftspec.distributed.launch.world import World
-from swiftspec.distributed.rank_startup import Rank
-from swiftspec.engine import Chunk, Completion, Stats
-from swiftspec.observe.recorder import Listener
+from swiftspec.distributed.rank_startup import EngineRank
+from swiftspec.engine import Completion, Stats, TokenChunk
+from swiftspec.observe.recorder import TraceListener
 from swiftspec.params import SamplingParams
-from swiftspec.runtime.cancellation import Pause
-from swiftspec.smc.decoding import Request
+from swiftspec.runtime.cancellation import CancelCheck
+from swiftspec.smc.decoding import BatchRequest
 
 
-class Running:
+class LLMBase:
     """Roles that decode requests, one or several (`at_once`) at a time, wherever their models are."""
 
     def __init__(
-        self, roles: Roles, load_time: float = 0.0, writer: Writer | None = None, pause: Pause | None = None
+        self,
+        roles: Roles,
+        load_time: float = 0.0,
+        writer: BackgroundWriter | None = None,
+        pause: CancelCheck | None = None,
     ) -> None:
         """`load_time`: seconds until the models were there. `writer`: of what is kept for the next start. `pause`: what
         the runners of this process call while they read a prompt."""
         self.roles, self.load_time, self.writer = roles, load_time, writer
         self.config = roles.config
-        self.engine = OneAtATime(roles.decoding, roles.limits, writer, pause)
+        self.engine = LockedEngine(roles.decoding, roles.limits, writer, pause)
 
     @property
     def stats(self) -> Stats:
@@ -54,9 +58,9 @@ class Running:
         return self.roles.limits.max_model_len
 
     @property
-    def at_once(self) -> int:
+    def max_num_seqs(self) -> int:
         """How many requests can be decoded side by side."""
-        return self.config.sequences
+        return self.config.num_sequences
 
     @property
     def vocab_size(self) -> int:
@@ -75,7 +79,7 @@ class Running:
         prompt: Sequence[int],
         sampling: SamplingParams | None = None,
         cancelled: Callable[[], bool] = lambda: False,
-    ) -> Generator[Chunk]:
+    ) -> Generator[TokenChunk]:
         """Yields a chunk a round, as `Engine.stream` says; closing the iterator ends the request. While the prompt is
         read, which the first step does, `cancelled` is asked now and then: once it is true the stream just ends."""
         return self.engine.stream(prompt, sampling, cancelled)
@@ -104,34 +108,34 @@ class Running:
         prompts: Sequence[Sequence[int]],
         sampling: SamplingParams | Sequence[SamplingParams] | None = None,
         cancelled: Callable[[int], bool] = lambda index: False,
-    ) -> Generator[tuple[int, Chunk]]:
+    ) -> Generator[tuple[int, TokenChunk]]:
         """As `generate_batch`; yields chunks as they come, each with the index of its prompt. `cancelled` is asked
         between rounds and while a prompt is read: a request that it names ends with the finish reason "abort"."""
         _, chunks = self.engine.batch(prompts, sampling, cancelled)
         return _numbered(chunks)
 
-    def listen(self, listener: Listener | None) -> None:
+    def listen(self, listener: TraceListener | None) -> None:
         """From the next request on this hears, on the decoding thread and several rounds at a time, what a trace of it
         has; None: nobody does, and nothing is recorded. `observe.rounds.opened` makes a line of each, at any time and
         in any thread. See docs/reference/trace.md; arrays in a line are `observe.lines.plain`'s."""
         self.roles.recorder.listener = listener
 
-    def close(self, *, comes_again: bool = False) -> None:
+    def close(self, *, will_restart: bool = False) -> None:
         """Sends the other ranks home and closes the trace; writes on at what is kept, for a second at most. Any later
-        request raises UserError. `comes_again`: the ranks are to be started again, and so are not sent home."""
+        request raises UserError. `will_restart`: the ranks are to be started again, and so are not sent home."""
         self.engine.close()
-        self.roles.close(comes_again=comes_again)
+        self.roles.close(will_restart=will_restart)
         if self.writer is not None:
             self.writer.close()
 
 
-def _numbered(chunks: Generator[tuple[Request, Chunk]]) -> Generator[tuple[int, Chunk]]:
+def _numbered(chunks: Generator[tuple[BatchRequest, TokenChunk]]) -> Generator[tuple[int, TokenChunk]]:
     with closing(chunks):
         for request, chunk in chunks:
             yield request.number, chunk
 
 
-class LLM(Running):
+class LLM(LLMBase):
     """A target model and perhaps a draft, decoding requests one at a time, or several side by side (`at_once`).
 
     With a `world` this is its rank 0, and the other ranks run `serve_rank` with the same arguments. Raises UserError
@@ -145,41 +149,41 @@ class LLM(Running):
         config: EngineConfig | None = None,
         *,
         world: World | None = None,
-        **options: Unpack[Options],
+        **options: Unpack[LoadOptions],
     ) -> None:
         config = config if config is not None else EngineConfig(mode="serial" if draft is not None else "ar")
-        with telling(world):
-            models = Models.check(target, draft, config, world, options)
+        with report_startup_error(world):
+            models = ModelPair.check(target, draft, config, world, options)
         began = time.perf_counter()
-        roles = assemble(models, config, world, options.get("progress"), _drafter_elsewhere(options))
+        roles = build_roles(models, config, world, options.get("progress"), _drafter_elsewhere(options))
         writer = None if models.cache is None else models.cache.writer
-        super().__init__(roles, time.perf_counter() - began, writer, models.pause)
+        super().__init__(roles, time.perf_counter() - began, writer, models.cancel_check)
 
 
-def _drafter_elsewhere(options: Options) -> MakeDrafter | None:
+def _drafter_elsewhere(options: LoadOptions) -> MakeRemoteDrafter | None:
     """What makes the drafter of a worker, where one is named."""
     worker = options.get("draft_worker")
     if worker is None:
         return None
-    from swiftspec.builder.remote_roles import remote_drafter  # gRPC takes a while to import
+    from swiftspec.builder.remote_roles import build_remote_drafter  # gRPC takes a while to import
 
-    return partial(remote_drafter, worker, options.get("note") or (lambda line: None))
+    return partial(build_remote_drafter, worker, options.get("note") or (lambda line: None))
 
 
 def serve_rank(
-    world: World, target: str | Path, draft: str | Path | None, config: EngineConfig, **options: Unpack[Options]
+    world: World, target: str | Path, draft: str | Path | None, config: EngineConfig, **options: Unpack[LoadOptions]
 ) -> None:
     """The life of any rank but 0, until rank 0 leaves. Raises RankLost when that, or a group's leader, is just gone."""
-    with telling(world):
-        models = Models.check(target, draft, config, world, options)
-    rank = Rank(world, config, models, options.get("progress"))
+    with report_startup_error(world):
+        models = ModelPair.check(target, draft, config, world, options)
+    rank = EngineRank(world, config, models, options.get("progress"))
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 hears the user, and says when to leave
     try:
-        if world.keeping is not None:
-            world.keeping.ready()
-        rank.follow(traced=models.trace is not None)
+        if world.supervisor is not None:
+            world.supervisor.on_ready()
+        rank.run(traced=models.trace is not None)
         if models.cache is not None:
-            models.cache.writer.go()
+            models.cache.writer.resume()
             models.cache.writer.close()
     finally:
         signal.signal(signal.SIGINT, before)

@@ -11,7 +11,7 @@ from swiftspec.params import SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
-class Opening:
+class RequestStart:
     """What opens a request: its verified tokens, of which those from `prompt_len` on are output, and how to sample.
 
     The last token is the root. The leader of a group chooses for all its ranks `steps`, the kind of steps that run the
@@ -22,8 +22,8 @@ class Opening:
     tokens: tuple[int, ...]
     sampling: SamplingParams
     prompt_len: int
-    steps: str = ""
-    kept: tuple[int, ...] | None = None
+    executor: str = ""
+    num_cached_tokens: tuple[int, ...] | None = None
 
     @property
     def prompt(self) -> tuple[int, ...]:
@@ -35,7 +35,7 @@ class Opening:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Drawn:
+class DraftProbs:
     """The distributions that a proposal's children were drawn from, without replacement and in the order of the nodes.
 
     A row for each node that has children, in their order. A token that a row does not name was never drawn.
@@ -57,7 +57,7 @@ class Proposal:
     prefix_len: int
     tokens: tuple[int, ...]
     parents: tuple[int, ...]  # parents[0] == -1, parents[i] < i
-    drawn: Drawn | None = None  # where the children were drawn and will be verified by rejection
+    draft_probs: DraftProbs | None = None  # where the children were drawn and will be verified by rejection
 
     @staticmethod
     def root_only(request: int, round_: int, prefix_len: int, token: int) -> Proposal:
@@ -66,7 +66,7 @@ class Proposal:
 
 
 @dataclass(frozen=True, slots=True)
-class Likelihood:
+class Logprob:
     """A token's log-probability in the target's distribution, and the likeliest tokens with theirs there."""
 
     logprob: float
@@ -87,5 +87,7 @@ class VerifyResult:
     path: tuple[int, ...]  # accepted proposal nodes, the root first
     tokens: tuple[int, ...]  # len(path) of them
     overlaps: tuple[float, ...] = field(default=(), compare=False)  # see tree.walk.Accepted; no drafter needs them
-    likelihoods: tuple[Likelihood, ...] | None = field(default=None, compare=False)  # of the tokens; nor these
-    prompt: tuple[Likelihood, ...] | None = field(default=None, compare=False)  # in a first result: see engine.Chunk
+    logprobs: tuple[Logprob, ...] | None = field(default=None, compare=False)  # of the tokens; nor these
+    prompt_logprobs: tuple[Logprob, ...] | None = field(
+        default=None, compare=False
+    )  # in a first result: see engine.Chunk

@@ -6,7 +6,7 @@ from swiftspec.settings_schema import check_fields, require, setting
 
 MIN_TEMPERATURE = 0.001  # float32 logits divided by less may overflow
 MAX_BIAS = 1e9  # as good as infinite, and safe in float32
-MOST = 2**31 - 1  # of anything counted in tokens
+MAX_TOKEN_COUNT = 2**31 - 1  # of anything counted in tokens
 SAMPLING, STOPPING = "sampling", "length and stopping"  # headings of --help
 
 
@@ -24,53 +24,53 @@ class SamplingParams:
     """
 
     temperature: float = setting(
-        1.0, "0 is greedy.", SAMPLING, "T", least=MIN_TEMPERATURE, most=100, zero=True, finite=True,
-        must=f"be 0 (greedy) or lie in {MIN_TEMPERATURE}..100", from_model="temperature",
+        1.0, "0 is greedy.", SAMPLING, "T", ge=MIN_TEMPERATURE, le=100, allow_zero=True, finite=True,
+        rule=f"be 0 (greedy) or lie in {MIN_TEMPERATURE}..100", from_model="temperature",
     )  # fmt: skip
     top_p: float = setting(
-        1.0, "Keep the likeliest tokens that reach this mass.", SAMPLING, "P", above=0, most=1, finite=True,
+        1.0, "Keep the likeliest tokens that reach this mass.", SAMPLING, "P", gt=0, le=1, finite=True,
         from_model="top_p",
     )  # fmt: skip
     top_k: int = setting(
-        0, "Keep the K likeliest tokens.", SAMPLING, "K", "off", least=-1, most=MOST, from_model="top_k",
-        must=f"be 0 (off) or lie in 1..{MOST}",
+        0, "Keep the K likeliest tokens.", SAMPLING, "K", "off", ge=-1, le=MAX_TOKEN_COUNT, from_model="top_k",
+        rule=f"be 0 (off) or lie in 1..{MAX_TOKEN_COUNT}",
     )  # fmt: skip
     min_p: float = setting(
-        0.0, "Drop tokens less likely than P times the likeliest.", SAMPLING, "P", least=0, most=1, finite=True,
+        0.0, "Drop tokens less likely than P times the likeliest.", SAMPLING, "P", ge=0, le=1, finite=True,
         from_model="min_p",
     )  # fmt: skip
     repetition_penalty: float = setting(
-        1.0, "Above 1: tokens of prompt and answer become less likely.", SAMPLING, "X", least=0.01, most=100,
+        1.0, "Above 1: tokens of prompt and answer become less likely.", SAMPLING, "X", ge=0.01, le=100,
         finite=True, from_model="repetition_penalty",
     )  # fmt: skip
     presence_penalty: float = setting(
-        0.0, "Off the logit of a token that the answer holds.", SAMPLING, "X", least=-2, most=2, finite=True
+        0.0, "Off the logit of a token that the answer holds.", SAMPLING, "X", ge=-2, le=2, finite=True
     )
     frequency_penalty: float = setting(
-        0.0, "Off the logit for each time that the answer holds a token.", SAMPLING, "X", least=-2, most=2, finite=True
+        0.0, "Off the logit for each time that the answer holds a token.", SAMPLING, "X", ge=-2, le=2, finite=True
     )
     logit_bias: dict[int, float] = setting({}, 'Added to the logits, by token id: {"42": -5}.', SAMPLING, "JSON", "{}")  # noqa: RUF009
     guidance_scale: float = setting(  # s of l_u + s (l_c - l_u); 1: off
         1.0, "Above 1: away from what --negative-prompt leads to (classifier-free guidance).", SAMPLING, "S",
-        least=0, most=100, must="lie in 0..100 (1: off)", finite=True,
+        ge=0, le=100, rule="lie in 0..100 (1: off)", finite=True,
     )  # fmt: skip
     seed: int = setting(
         0, "Of the noise: same seed and prompt, same text, in every exact mode that verifies by match.", SAMPLING, "N",
-        least=0, most=2**64 - 1, must="lie in 0..2^64-1", place=-1,
+        ge=0, le=2**64 - 1, rule="lie in 0..2^64-1", order=-1,
     )  # fmt: skip
     max_tokens: int | None = setting(
-        None, "Longest answer in tokens.", STOPPING, "N", "to the end of the context", least=1,
-        most=MOST, from_model="max_new_tokens",
+        None, "Longest answer in tokens.", STOPPING, "N", "to the end of the context", ge=1,
+        le=MAX_TOKEN_COUNT, from_model="max_new_tokens",
     )  # fmt: skip
     stop: tuple[str, ...] = setting((), "End before this text. May be given several times.", STOPPING, "TEXT", "none")
     stop_token_ids: tuple[int, ...] = setting((), "End after one of these tokens.", STOPPING, "ID[,ID]", "none")
     ignore_eos: bool = setting(False, "Go on after an end-of-text token.", STOPPING)
-    logprobs: int | None = setting(None, least=0, most=20)
-    prompt_logprobs: int | None = setting(None, least=0, most=20)
+    logprobs: int | None = setting(None, ge=0, le=20)
+    prompt_logprobs: int | None = setting(None, ge=0, le=20)
     grammar: str | None = setting(None, "The answer's grammar, for llguidance: Lark or JSON.", SAMPLING, "TEXT", "none")
     negative_prompt_ids: tuple[int, ...] = ()  # what l_u follows; empty: the prompt's last token alone
-    verify_batch: int | None = setting(None, least=1)
-    draft_steps: int | None = setting(None, least=1)
+    verify_batch: int | None = setting(None, ge=1)
+    draft_steps: int | None = setting(None, ge=1)
 
     def __post_init__(self) -> None:
         check_fields(self)

@@ -14,16 +14,16 @@ from numbers import Integral, Real
 from types import UnionType
 from typing import Any, ClassVar, Protocol, TypeVar, cast, get_args, get_origin
 
-from swiftspec.errors import UserError, shown
+from swiftspec.errors import UserError, truncated_repr
 
 T = TypeVar("T")
-TAKES = {  # of each type of a field: what is meant by it, and how a message names that
+ACCEPTED_TYPES = {  # of each type of a field: what is meant by it, and how a message names that
     bool: (bool, "true or false"), int: (Integral, "a whole number"), float: (Real, "a number"), str: (str, "text"),
     dict: (Mapping, "numbers by token id"),
 }  # fmt: skip
 
 
-class Config(Protocol):
+class DataclassInstance(Protocol):
     """Any dataclass."""
 
     __dataclass_fields__: ClassVar[dict[str, Any]]
@@ -36,49 +36,49 @@ class Setting:
     help: str | None = None  # None: it has no flag, code sets it
     group: str = ""  # the heading in --help
     metavar: str | None = None  # the word for its value; None: its choices
-    shown: str | None = None  # its default in words, where the value says little
-    place: int = 0  # in its group: below 0 at the start, above 0 at the end, else as the fields stand
+    default_text: str | None = None  # its default in words, where the value says little
+    order: int = 0  # in its group: below 0 at the start, above 0 at the end, else as the fields stand
     from_model: str | None = None  # its name in a model's generation_config.json: left out, it is the model's own
-    shapes: str | None = None  # what it shapes; a mode that has no such thing refuses it
+    applies_to: str | None = None  # what it shapes; a mode that has no such thing refuses it
     profile: bool = False  # `python -m swiftspec.profile` has the flag too
 
     choices: tuple[str, ...] = ()
-    least: float | None = None
-    above: float | None = None
-    most: float | None = None
-    zero: bool = False  # 0 is fine too, outside the range
-    must: str | None = None  # the rule in words, where `least`, `above` and `most` do not say all
+    ge: float | None = None
+    gt: float | None = None
+    le: float | None = None
+    allow_zero: bool = False  # 0 is fine too, outside the range
+    rule: str | None = None  # the rule in words, where `least`, `above` and `most` do not say all
     finite: bool = False  # infinity and NaN are refused by name
-    beside: str | None = None  # the field that its check looks at too
+    depends_on: str | None = None  # the field that its check looks at too
 
     @property
-    def rule(self) -> str:
+    def rule_text(self) -> str:
         """What a value must do: `lie in 1..64`. Empty where any will do."""
-        if self.must is not None:
-            return self.must
+        if self.rule is not None:
+            return self.rule
         if self.choices:
             return f"be one of {', '.join(self.choices)}"
-        if self.above is not None:
-            return f"lie above {self.above:.15g}" + ("" if self.most is None else f" and at most {self.most:.15g}")
-        if self.least is not None and self.most is not None:
-            return f"lie in {self.least:.15g}..{self.most:.15g}"
-        if self.least is not None:
-            return f"be at least {self.least:.15g}"
-        return "" if self.most is None else f"be at most {self.most:.15g}"
+        if self.gt is not None:
+            return f"lie above {self.gt:.15g}" + ("" if self.le is None else f" and at most {self.le:.15g}")
+        if self.ge is not None and self.le is not None:
+            return f"lie in {self.ge:.15g}..{self.le:.15g}"
+        if self.ge is not None:
+            return f"be at least {self.ge:.15g}"
+        return "" if self.le is None else f"be at most {self.le:.15g}"
 
     def check(self, name: str, value: Any) -> None:
         """Raises UserError on a value that breaks the rule."""
         if self.finite:
             require(math.isfinite(value), f"{name} must be a finite number")
         if not self._allows(value):
-            raise UserError(f"{name} must {self.rule}, not {shown(value)}")
+            raise UserError(f"{name} must {self.rule_text}, not {truncated_repr(value)}")
 
     def _allows(self, value: Any) -> bool:
         if self.choices:
             return value in self.choices
-        high = self.most is None or value <= self.most
-        low = (self.least is None or value >= self.least) and (self.above is None or value > self.above)
-        return (low and high) or (self.zero and value == 0)
+        high = self.le is None or value <= self.le
+        low = (self.ge is None or value >= self.ge) and (self.gt is None or value > self.gt)
+        return (low and high) or (self.allow_zero and value == 0)
 
 
 def setting(default: T, *args: Any, **kwargs: Any) -> T:
@@ -89,38 +89,38 @@ def setting(default: T, *args: Any, **kwargs: Any) -> T:
     return cast(T, field(default=default, metadata=metadata))
 
 
-def declared(config: Config | type[Config]) -> Iterator[tuple[Field[Any], Setting]]:
+def declared_settings(config: DataclassInstance | type[DataclassInstance]) -> Iterator[tuple[Field[Any], Setting]]:
     """The fields of a dataclass that `setting` made, and what they declare."""
     return ((item, item.metadata["setting"]) for item in fields(config) if "setting" in item.metadata)
 
 
-def check_fields(config: Config) -> None:
+def check_fields(config: DataclassInstance) -> None:
     """Makes of each field's value what its type says, where that was meant: numpy's and torch's numbers for Python's, a
     whole one for any, a list or a single one for a tuple. Raises UserError on the first that is something else, or
     breaks its own rule; None is fine where it is the default."""
     for item in fields(config):  # whose types are types: their files leave annotations as they are, not as text
-        object.__setattr__(config, item.name, meant(item.name, item.type, getattr(config, item.name)))
-    for item, declaration in declared(config):
+        object.__setattr__(config, item.name, coerce(item.name, item.type, getattr(config, item.name)))
+    for item, declaration in declared_settings(config):
         value = getattr(config, item.name)
         if value is not None or item.default is not None:
             declaration.check(item.name, value)
 
 
-def meant(name: str, kind: Any, value: Any) -> Any:
+def coerce(name: str, kind: Any, value: Any) -> Any:
     """The value as a field of this type holds it. Raises UserError where it is none."""
     outer, inner = get_origin(kind), get_args(kind)
     value = value.item() if getattr(value, "ndim", None) == 0 else value  # numpy's and torch's scalars
     if outer is UnionType:  # of a type and None
-        return None if value is None else meant(name, inner[0], value)
+        return None if value is None else coerce(name, inner[0], value)
     if outer is tuple:
         items = value if hasattr(value, "__len__") and not isinstance(value, str) else [value]
         plain = all(type(item) is inner[0] for item in items)
-        return tuple(items if plain else (meant(name, inner[0], item) for item in items))
+        return tuple(items if plain else (coerce(name, inner[0], item) for item in items))
     if outer is dict and isinstance(value, Mapping):
-        return {meant(name, inner[0], key): meant(name, inner[1], item) for key, item in value.items()}
-    takes, words = TAKES.get(outer or kind) or (kind, f"a {kind.__name__}")
+        return {coerce(name, inner[0], key): coerce(name, inner[1], item) for key, item in value.items()}
+    takes, words = ACCEPTED_TYPES.get(outer or kind) or (kind, f"a {kind.__name__}")
     if not isinstance(value, takes) or (kind is bool) != isinstance(value, bool):
-        raise UserError(f"{name} takes {words}, not {shown(value)}")
+        raise UserError(f"{name} takes {words}, not {truncated_repr(value)}")
     if kind is float and abs(value) > 2**1000:  # float() would raise
         return math.inf if value > 0 else -math.inf
     return kind(value) if kind in (int, float) else value

@@ -15,7 +15,7 @@ from swiftspec.config import EngineConfig
 from swiftspec.decode import decode
 from swiftspec.errors import DrafterLost, UserError
 from swiftspec.llm import LLM
-from swiftspec.messages import Opening, Proposal, VerifyResult
+from swiftspec.messages import Proposal, RequestStart, VerifyResult
 from swiftspec.observe.acceptance import Acceptance
 from swiftspec.params import SamplingParams
 from swiftspec.runtime.drafter import Drafter
@@ -150,7 +150,7 @@ class Failing:
         if self.calls < 0:
             raise DrafterLost("the draft model left")
 
-    def open(self, opening: Opening) -> None:
+    def open(self, opening: RequestStart) -> None:
         self._count()
         self.inner.open(opening)
 
@@ -236,10 +236,10 @@ def test_rejection_goes_on_through_many_trees(pair: tuple[Path, Path], ahead: bo
     first = llm.generate(PROMPT, sampling)
     assert len(first.token_ids) == 50 and llm.generate(PROMPT, sampling).token_ids == first.token_ids
     assert first.stats.rounds < 38
-    seen = Acceptance.of(first.stats.verified)
+    seen = Acceptance.from_rounds(first.stats.verified)
     assert seen.judged == seen.tried_child[0] and seen.expected_rate is not None and 0 < seen.expected_rate < 1
     plainly = make_llm(*pair, **shape).generate(PROMPT, sampling)
-    assert Acceptance.of(plainly.stats.verified).expected_rate is None
+    assert Acceptance.from_rounds(plainly.stats.verified).expected_rate is None
     put(llm, Failing(drafter_of(llm), 40))
     answer = llm.generate(PROMPT, sampling)
     assert len(answer.token_ids) == 50 and answer.stats.drafter_lost == "the draft model left"

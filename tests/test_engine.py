@@ -13,7 +13,7 @@ from swiftspec.errors import UserError
 from swiftspec.llm import LLM
 from swiftspec.observe.acceptance import Acceptance
 from swiftspec.params import SamplingParams
-from swiftspec.serve.rank_plan import mismatch
+from swiftspec.serve.rank_plan import acceptance_advice
 from tests.support.roles import drafter_of
 from tests.support.tiny_checkpoints import make_checkpoint
 
@@ -99,7 +99,7 @@ def test_chunks_tell_draft_tokens_from_the_targets_own(llm: LLM) -> None:
 def test_the_books_balance(llm: LLM) -> None:
     answer = llm.generate(PROMPT, FREE)
     stats = answer.stats
-    histogram = Acceptance.of(stats.verified).histogram
+    histogram = Acceptance.from_rounds(stats.verified).histogram
     assert sum(histogram) == stats.rounds
     assert sum(j * n for j, n in enumerate(histogram)) == stats.accepted <= stats.drafted
     assert 0 <= stats.accepted + stats.rounds - stats.tokens < llm.config.verify_batch  # the last round may be cut
@@ -244,11 +244,11 @@ def test_nonsense_sampling_values_are_refused(values: dict[str, Any], message: s
 
 def test_plans_say_where_draft_and_target_sample_in_different_ways() -> None:
     sampled, greedy = SamplingParams(), SamplingParams(temperature=0)
-    assert "proposal coupled has more" in str(mismatch(EngineConfig(proposal="top"), sampled))
-    assert "verify reject, or proposal coupled" in str(mismatch(EngineConfig(proposal="sample"), sampled))
+    assert "proposal coupled has more" in str(acceptance_advice(EngineConfig(proposal="top"), sampled))
+    assert "verify reject, or proposal coupled" in str(acceptance_advice(EngineConfig(proposal="sample"), sampled))
     for plan in (EngineConfig(), EngineConfig(verify="reject"), EngineConfig(mode="ar", proposal="top")):
-        assert mismatch(plan, sampled) is None
-    assert mismatch(EngineConfig(proposal="top"), greedy) is None
+        assert acceptance_advice(plan, sampled) is None
+    assert acceptance_advice(EngineConfig(proposal="top"), greedy) is None
 
 
 @pytest.mark.parametrize("values", [{"mode": "magic"}, {"verify_batch": 0}, {"draft_leaves": 65}, {"calibration": 0.0}])

@@ -7,13 +7,23 @@ from pathlib import Path
 
 import pytest
 
-from swiftspec.errors import UserError, shown
-from swiftspec.file_io import DEPTH, Fields, expanded, is_file, is_folder, lines, parse_json, read_object, read_text
+from swiftspec.errors import UserError, truncated_repr
+from swiftspec.file_io import (
+    MAX_JSON_DEPTH,
+    Fields,
+    expand_user,
+    is_file,
+    is_folder,
+    parse_json,
+    read_lines,
+    read_object,
+    read_text,
+)
 
 
 def refusal(file: Path, most: int = 100) -> str:
     with pytest.raises(UserError) as caught:
-        read_object(file, most=most)
+        read_object(file, max_bytes=most)
     assert str(file) in str(caught.value) and str(caught.value).isprintable()
     return str(caught.value)
 
@@ -35,7 +45,7 @@ def test_names_that_no_file_can_have_are_no_error(tmp_path: Path) -> None:
     for name in ("x" * 300, "a\0b", "none"):
         assert not is_file(tmp_path / name) and not is_folder(tmp_path / name)
     with pytest.raises(UserError, match="no such user"):
-        expanded("~nosuchuser/x")
+        expand_user("~nosuchuser/x")
 
 
 @pytest.mark.parametrize(
@@ -55,11 +65,13 @@ def test_what_a_file_may_hold(tmp_path: Path, data: bytes, reason: str) -> None:
     assert reason in refusal(tmp_path / "x.json")
 
 
-@pytest.mark.parametrize("text", ["[" * 100_000, "[" * 100_000 + "]" * 100_000, "[" * (DEPTH + 1) + "]" * (DEPTH + 1)])
+@pytest.mark.parametrize(
+    "text", ["[" * 100_000, "[" * 100_000 + "]" * 100_000, "[" * (MAX_JSON_DEPTH + 1) + "]" * (MAX_JSON_DEPTH + 1)]
+)
 def test_endless_nesting_is_refused(text: str) -> None:
     with pytest.raises(UserError, match="as JSON"):
         parse_json(text, "it")
-    assert parse_json("[" * DEPTH + "]" * DEPTH, "it")
+    assert parse_json("[" * MAX_JSON_DEPTH + "]" * MAX_JSON_DEPTH, "it")
 
 
 def test_endless_digits_are_refused() -> None:
@@ -71,19 +83,19 @@ def test_endless_digits_are_refused() -> None:
 def test_lines_are_bounded(tmp_path: Path) -> None:
     file = tmp_path / "x.jsonl"
     file.write_bytes(b"ab\ncd\n" + b"e" * 50)
-    assert [len(line) for line in lines(file, most=100, longest=50)] == [3, 3, 50]
+    assert [len(line) for line in read_lines(file, max_bytes=100, max_line_bytes=50)] == [3, 3, 50]
     with pytest.raises(UserError, match="line 3, is longer than 49 bytes"):
-        list(lines(file, most=100, longest=49))
+        list(read_lines(file, max_bytes=100, max_line_bytes=49))
     with pytest.raises(UserError, match="larger than 55 bytes"):
-        list(lines(file, most=55))
+        list(read_lines(file, max_bytes=55))
     with pytest.raises(UserError, match="cannot be read"):
         read_text(tmp_path / "a\0b")
 
 
 def test_values_are_shown_on_a_line_and_cut() -> None:
-    assert shown("a\nb") == "'a\\nb'" and shown(3.5) == "3.5" and shown(True) == "True"
-    assert shown("x" * 5000) == "'" + "x" * 59 + "..." + "x" * 9 + "'"
-    assert shown(10**5000) == shown([10**5000]) == "a number of too many digits"
+    assert truncated_repr("a\nb") == "'a\\nb'" and truncated_repr(3.5) == "3.5" and truncated_repr(True) == "True"
+    assert truncated_repr("x" * 5000) == "'" + "x" * 59 + "..." + "x" * 9 + "'"
+    assert truncated_repr(10**5000) == truncated_repr([10**5000]) == "a number of too many digits"
 
 
 def test_fields_are_typed_and_bounded() -> None:
@@ -100,26 +112,31 @@ def test_fields_are_typed_and_bounded() -> None:
         },
         "f: ",
     )
-    assert fields.whole("n", least=1, most=4) == 4 and fields.whole("null", 7) == 7
-    assert fields.number("half", least=0, most=1) == 0.5 and fields.number("n", least=0, most=9) == 4.0
-    assert fields.flag("yes") and not fields.flag("null") and fields.text("word") == "w" and fields.texts("null") == []
-    assert fields.wholes("ids", least=0, most=9) == [1, 2] and fields.wholes("n", least=0, most=9) == [4]
-    assert fields.object("in").whole("x") == 1 and fields.objects("many")[0].whole("y") == 2
+    assert fields.integer("n", ge=1, le=4) == 4 and fields.integer("null", 7) == 7
+    assert fields.number("half", ge=0, le=1) == 0.5 and fields.number("n", ge=0, le=9) == 4.0
+    assert (
+        fields.boolean("yes")
+        and not fields.boolean("null")
+        and fields.string("word") == "w"
+        and fields.strings("null") == []
+    )
+    assert fields.integers("ids", ge=0, le=9) == [1, 2] and fields.integers("n", ge=0, le=9) == [4]
+    assert fields.object("in").integer("x") == 1 and fields.objects("many")[0].integer("y") == 2
     bad = {
-        "f: half must be a whole number in 1..9, not 0.5": lambda: fields.whole("half", least=1, most=9),
-        "f: n must be a whole number in 5..9, not 4.0": lambda: fields.whole("n", least=5, most=9),
-        "f: yes must be a number in 0..1, not True": lambda: fields.number("yes", least=0, most=1),
-        "f: n must be true or false, not 4.0": lambda: fields.flag("n"),
-        "f: n must be text, not 4.0": lambda: fields.text("n"),
-        "f: word must be a list of texts, not 'w'": lambda: fields.texts("word"),
-        "f: ids must be a whole number in 0..1, or a list of them, not [1, 2.0]": lambda: fields.wholes(
-            "ids", least=0, most=1
+        "f: half must be a whole number in 1..9, not 0.5": lambda: fields.integer("half", ge=1, le=9),
+        "f: n must be a whole number in 5..9, not 4.0": lambda: fields.integer("n", ge=5, le=9),
+        "f: yes must be a number in 0..1, not True": lambda: fields.number("yes", ge=0, le=1),
+        "f: n must be true or false, not 4.0": lambda: fields.boolean("n"),
+        "f: n must be text, not 4.0": lambda: fields.string("n"),
+        "f: word must be a list of texts, not 'w'": lambda: fields.strings("word"),
+        "f: ids must be a whole number in 0..1, or a list of them, not [1, 2.0]": lambda: fields.integers(
+            "ids", ge=0, le=1
         ),
         "f: ids must be an object, not [1, 2.0]": lambda: fields.object("ids"),
         "f: ids must be a list of objects, not [1, 2.0]": lambda: fields.objects("ids"),
-        "f: in.z is missing": lambda: fields.object("in").whole("z"),
-        "f: many[0].z is missing": lambda: fields.objects("many")[0].text("z"),
-        "f: none is missing": lambda: fields.whole("none"),
+        "f: in.z is missing": lambda: fields.object("in").integer("z"),
+        "f: many[0].z is missing": lambda: fields.objects("many")[0].string("z"),
+        "f: none is missing": lambda: fields.integer("none"),
     }
     for message, read in bad.items():
         with pytest.raises(UserError) as caught:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from swiftspec.config import EngineConfig, PopulationConfig
-from swiftspec.control.round_stats import Measured
+from swiftspec.control.round_stats import RoundStats
 from swiftspec.errors import UserError
 from swiftspec.llm import LLM
 from swiftspec.params import SamplingParams
@@ -76,7 +76,7 @@ def test_every_shape_has_the_same_text(pair: Pair, name: str, request_: str) -> 
         assert max(sizes) == (bs or config.verify_batch), (bs, d)
         told = answer_stats.metrics(llm.config.for_request(asked), got.stats, TOKENS)
         assert told["verify_batch"] == max(sizes) and told["policy"] is None
-        assert told["draft_steps"] == (0 if bs == 1 else d or config.steps)
+        assert told["draft_steps"] == (0 if bs == 1 else d or config.initial_draft_steps)
         if bs == 1:
             assert got.stats.rounds == TOKENS and got.stats.drafted == got.stats.draft_busy_time == 0
         else:
@@ -108,7 +108,7 @@ def test_the_next_request_is_as_if_none_had_been_before(pair: Pair, name: str) -
         llm.generate(LONG if shape["verify_batch"] > 1 else PROMPT, sampling("sampled", **shape))
         after = llm.generate(LONG, sampling("sampled"))
         assert after.token_ids == before.token_ids and after.stats.verified == before.stats.verified
-        assert after.stats.kept_tokens == len(LONG) - 1
+        assert after.stats.cached_tokens == len(LONG) - 1
 
 
 def test_a_plain_request_leaves_the_draft_and_what_it_keeps_alone(pair: Pair) -> None:
@@ -134,9 +134,9 @@ def test_a_stream_that_a_plain_request_ends_is_forgotten(pair: Pair) -> None:
 def test_nothing_is_learnt_from_a_request_that_says_its_shape(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """What was measured of ordinary requests goes on where it was."""
     llm = engine(pair, "serial, what was measured decides")
-    seen: list[Measured] = []
-    add = Measured.add
-    monkeypatch.setattr(Measured, "add", lambda self, round_: (seen.append(self), add(self, round_))[1])
+    seen: list[RoundStats] = []
+    add = RoundStats.add
+    monkeypatch.setattr(RoundStats, "add", lambda self, round_: (seen.append(self), add(self, round_))[1])
     assert llm.generate(PROMPT, sampling()).stats.policy is not None
     ordinary = seen[-1]
     shapes: list[Json] = [{"verify_batch": 2}, {"draft_steps": 16}]
@@ -166,7 +166,7 @@ def test_bounds_are_what_the_trees_hold(pair: Pair) -> None:
     for shape in none:
         with pytest.raises(UserError, match="must be at least 1, not 0"):
             SamplingParams(**shape)
-    assert EngineConfig(draft_steps=2, adapt_steps=True).most_steps == EngineConfig("async").most_steps == 16
+    assert EngineConfig(draft_steps=2, adapt_steps=True).max_draft_steps == EngineConfig("async").max_draft_steps == 16
 
 
 def test_without_a_draft_there_is_nothing_to_shape(pair: Pair) -> None:

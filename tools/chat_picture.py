@@ -19,8 +19,8 @@ from rich.text import Text
 
 from swiftspec.serve.cli.chat import Chat
 from swiftspec.serve.session import open_session
-from swiftspec.serve.settings.config_sources import load
-from swiftspec.serve.terminal import Phases
+from swiftspec.serve.settings.config_sources import load_settings
+from swiftspec.serve.terminal import StartupProgress
 
 PICTURE = Path(__file__).resolve().parent.parent / "docs" / "chat.svg"
 WIDTH = 100  # columns
@@ -59,8 +59,8 @@ def record() -> str:
     shown = io.StringIO()
     console = Console(file=shown, force_terminal=True, color_system="standard", width=WIDTH, highlight=False)
     console.print(Text(f"$ {COMMAND}", "dim"))
-    settings = load(SETTINGS)
-    session = open_session(settings, Phases(quiet=True), warm_up=True)
+    settings = load_settings(SETTINGS)
+    session = open_session(settings, StartupProgress(quiet=True), warm_up=True)
     Chat(session, settings, console, typist(console)).run()
     return shown.getvalue().rstrip()
 

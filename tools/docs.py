@@ -13,10 +13,10 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
-from swiftspec.runtime.executors.graph import ROWS
+from swiftspec.runtime.executors.graph import CAPTURED_ROWS
 from swiftspec.sampling.noise import PositionNoise
-from swiftspec.serve.cli.arguments import PRECEDENCE, run_flags
-from swiftspec.serve.settings.flags import GROUPS, Flag, Table
+from swiftspec.serve.cli.arguments import PRECEDENCE, add_run_flags
+from swiftspec.serve.settings.flags import GROUPS, Flag, SettingsTable
 from swiftspec.serve.settings.settings import env_name, flag_name
 from tools import execution_paths
 
@@ -57,9 +57,10 @@ PATHS_NOTES = f"""\
 
 Some single steps go another way than the request they belong to:
 
-- A graph holds at most {ROWS[-1]} rows. A larger batch runs eagerly.
+- A graph holds at most {CAPTURED_ROWS[-1]} rows. A larger batch runs eagerly.
 - The graph of expansions begins after the root's, whose batch has pending tokens in it. It also needs at least two
-  expansions to do, room for all of them, and a tree of at most {PositionNoise.BLOCK} levels. Other expansions run
+  expansions to do, room for all of them, and a tree of at most {PositionNoise.BLOCK_POSITIONS} levels. Other
+  expansions run
   as graph forwards.
 - In a verification graph a filter takes it that the few likeliest tokens settle it, and marks the rows where they do
   not. Then the draw is made once more outside of the graph, from the logits that it has left.
@@ -88,25 +89,28 @@ def flags_page() -> str:
     """Every flag, by group: values, default, environment variable."""
     once = [
         (_code(f"{', '.join(action.option_strings)} {action.metavar or ''}".rstrip()), str(action.help))
-        for action in run_flags(argparse.ArgumentParser(add_help=False))
+        for action in add_run_flags(argparse.ArgumentParser(add_help=False))
     ]
     parts = [FLAGS_HEAD, "## a single run\n", table(("flag", "what it does"), once)]
     head = ("flag", "what it does", "values", "default", "environment variable")
     for group in GROUPS:
-        rows = [_row(flag) for flag in Table().flags.values() if flag.group == group]
+        rows = [_row(flag) for flag in SettingsTable().flags.values() if flag.group == group]
         parts += [f"## {group}\n", table(head, rows)]
     return "\n".join(parts)
 
 
 def _row(flag: Flag) -> tuple[str, ...]:
     name, variable = flag_name(flag.name), _code(env_name(flag.name))
-    if flag.kind is bool:
+    if flag.value_type is bool:
         shown, values = f"{_code(name)}, {_code('--no-' + name[2:])}", "on or off"
     elif flag.choices:
         shown, values = _code(name), ", ".join(map(_code, flag.choices))
     else:
-        shown, values = _code(f"{name} {flag.metavar}"), f"must {flag.setting.rule}" if flag.setting.rule else ""
-    return shown, str(flag.setting.help), values, flag.shown, variable
+        shown, values = (
+            _code(f"{name} {flag.metavar}"),
+            f"must {flag.setting.rule_text}" if flag.setting.rule_text else "",
+        )
+    return shown, str(flag.setting.help), values, flag.default_text, variable
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

@@ -32,7 +32,7 @@ ARCHS = (80, 86, 89, 90, 100, 120)
 HOPPER, SMALL_BLACKWELL = 90, 120
 EVERYWHERE = {
     "linear_kernel": ("mma.sync.aligned.m16n8k16", "ld.relaxed.sys.global.v2.b64"),
-    "wide_kernel": ("mma.sync.aligned.m16n8k16",),
+    "large_m_kernel": ("mma.sync.aligned.m16n8k16",),
     "attention_kernel": ("mma.sync.aligned.m16n8k16", "ldmatrix.sync.aligned.m8n8.x4.trans", "cp.async.cg.shared"),
     "gather_kernel": ("ld.relaxed.sys.global.v2.b64", "st.relaxed.sys.global.v2.b64"),
 }
@@ -40,18 +40,18 @@ EVERYWHERE = {
 BULK = {
     "linear_kernel": ("cp.async.bulk.shared", "cp.async.bulk.prefetch.L2", WAIT, "mbarrier.try_wait",
                       "griddepcontrol.launch_dependents"),
-    "wide_kernel": ("cp.async.bulk.shared", "cp.async.bulk.prefetch.L2", WAIT, "fence.proxy.async.global",
+    "large_m_kernel": ("cp.async.bulk.shared", "cp.async.bulk.prefetch.L2", WAIT, "fence.proxy.async.global",
                     "mbarrier.try_wait", "griddepcontrol.launch_dependents"),
-    **dict.fromkeys(("attention_kernel", "gather_kernel", "children_kernel", "keyed_kernel", "list_kernel",
-                     "embed_kernel", "add_kernel", "claim_kernel", "leaves_kernel", "arrange_kernel",
+    **dict.fromkeys(("attention_kernel", "gather_kernel", "children_kernel", "draw_keyed_kernel", "list_keys_kernel",
+                     "embed_kernel", "add_kernel", "slot_owner_kernel", "leaves_kernel", "pack_activations_kernel",
                      "resample_kernel"), (WAIT,)),
 }  # fmt: skip
 # Of GPUs without.
-PLAIN = dict.fromkeys(("linear_kernel", "wide_kernel"),
+PLAIN = dict.fromkeys(("linear_kernel", "large_m_kernel"),
                       ("cp.async.cg.shared", "cp.async.mbarrier.arrive.noinc", "mbarrier.test_wait",
                        "prefetch.global.L2"))  # fmt: skip
-CLUSTERS = dict.fromkeys(("attention_kernel", "children_kernel", "keyed_kernel", "wide_kernel",
-                          "arrange_kernel"), ("mapa", "barrier.cluster.arrive", "barrier.cluster.wait"))  # fmt: skip
+CLUSTERS = dict.fromkeys(("attention_kernel", "children_kernel", "draw_keyed_kernel", "large_m_kernel",
+                          "pack_activations_kernel"), ("mapa", "barrier.cluster.arrive", "barrier.cluster.wait"))  # fmt: skip
 # blocks that wait for each other, and read nothing of each other
 CLUSTERS |= {"resample_kernel": ("barrier.cluster.arrive", "barrier.cluster.wait")}
 
@@ -111,7 +111,7 @@ def find_nvdisasm() -> str | None:
 
 
 def plain_names(mangled: list[str]) -> dict[str, str]:
-    """linear_kernel<true, 1, OneRank> for each mangled name."""
+    """linear_kernel<true, 1, SingleRank> for each mangled name."""
     run = subprocess.run(["c++filt"], input="\n".join(mangled), capture_output=True, text=True, check=True)
     return {name: plain_name(text) for name, text in zip(mangled, run.stdout.splitlines())}
 

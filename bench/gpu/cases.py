@@ -23,7 +23,7 @@ from bench.gpu.shapes import SPLITS, RankShape
 from bench.gpu.timing import Call
 from swiftspec.backends import library as unfused
 from swiftspec.backends import reference
-from swiftspec.backends.cuda.linear import Communicator, inbox, lines_of
+from swiftspec.backends.cuda.linear import PeerCommunicator, make_inbox, max_lines
 from swiftspec.backends.reference import Scores
 from swiftspec.model.batch import Batch
 from swiftspec.model.formats.int4 import Int4Weight
@@ -206,12 +206,12 @@ def projection(ops: Any, op: str, x: Tensor, norm: Any, packed: Any, residual: T
     return partial(ops.linear_residual, x, packed, residual, group)
 
 
-class Alone(Communicator):
+class Alone(PeerCommunicator):
     """A rank that sums with itself: every line is sent and received, on this GPU."""
 
     def __init__(self, outputs: int, device: str) -> None:
-        lines, trouble = lines_of(outputs), torch.zeros(1, dtype=torch.int64, pin_memory=True)
-        self.inbox = inbox(1, lines, device)
+        lines, trouble = max_lines(outputs), torch.zeros(1, dtype=torch.int64, pin_memory=True)
+        self.inbox = make_inbox(1, lines, device)
         super().__init__(0, [self.inbox.data_ptr()], lines, trouble, torch.device(device))
 
 

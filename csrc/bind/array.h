@@ -71,7 +71,7 @@ struct Element<Bfloat16> {
 // The memory in which an array lies: that of the CPU or of one GPU.
 struct Device {
   bool gpu;
-  int index;  // GPU ordinal, negative if there is no GPU
+  int index;  // GPU ordinal, negative without a GPU
   bool operator==(const Device&) const = default;
 };
 inline constexpr Device kCpu{false, 0};
@@ -135,7 +135,7 @@ class Array {
 
 using MaybeArray = std::optional<Array>;
 
-// The address, or null if there is no array.
+// The address, or null without an array.
 template <class T>
 typename Element<T>::C* at_or_null(const MaybeArray& array, Device device, const char* name, Shape shape) {
   return array ? array->at<T>(device, name, shape) : nullptr;

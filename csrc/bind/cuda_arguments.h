@@ -10,7 +10,7 @@
 namespace swiftspec::binding {
 
 // Where arrays must lie: on the current GPU, or, where a GPU is emulated (tests/simt), on the CPU.
-Place gpu();
+Device gpu();
 
 // An address whose memory is read so many bytes at a time.
 inline void* aligned(const char* name, void* address, uintptr_t bytes = 16) {
@@ -21,8 +21,8 @@ inline void* aligned(const char* name, void* address, uintptr_t bytes = 16) {
 }
 
 // Bfloat16 as kernels read it.
-inline void* bfloat16_arg(const char* name, const Array& array, Place place, Shape shape) {
-  return aligned(name, array.at<Bfloat16>(place, name, shape));
+inline void* bfloat16_arg(const char* name, const Array& array, Device device, Shape shape) {
+  return aligned(name, array.at<Bfloat16>(device, name, shape));
 }
 
 inline cuda::Stream stream_arg(uintptr_t address) { return reinterpret_cast<cuda::Stream>(address); }

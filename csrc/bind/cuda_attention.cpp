@@ -35,7 +35,7 @@ Attention make_attention(const Array& cos, const Array& sin, const Array& positi
                          const Array& arrived, const Array& part_values, const Array& part_sums) {
   const int64_t rows = mask.size(0), width = mask.size(1), dim = cache.head_dim, kv_heads = cache.kv_heads;
   check_sizes(cache, rows, width, heads, sequence.has_value());
-  const Place here = gpu();
+  const Device here = gpu();
   const bool float8 = cache.type == kUint8;
   const int64_t most = cuda::attention_groups(rows, heads, kv_heads, cache.sequences == 1);
   const int64_t lines = cuda::attention_lines(rows, heads, cache.capacity);
@@ -74,7 +74,7 @@ void prepare(const Attention& attention, uintptr_t stream) {
 void attend(const Attention& attention, const Array& qkv, int64_t layer, const Array& out, uintptr_t stream) {
   const cuda::AttentionSetup& setup = attention.setup;
   const CudaCache& cache = attention.cache;
-  const Place here = gpu();
+  const Device here = gpu();
   const int64_t skipped = cache.offset(layer, 0);
   const void* from = bfloat16_arg("qkv", qkv, here, {setup.rows, (setup.heads + 2 * setup.kv_heads) * setup.dim});
   void* to = bfloat16_arg("out", out, here, {setup.rows, setup.heads * setup.dim});

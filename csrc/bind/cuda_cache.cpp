@@ -40,7 +40,7 @@ void bind_cuda_cache(py::module_& m) {
                         "comes as uint8.")
       .def(py::init(&make_cache), py::arg("k"), py::arg("v"), py::keep_alive<1, 2>(), py::keep_alive<1, 3>())
       .def("move", &move, py::arg("sequence"), py::arg("source"), py::arg("start"), py::arg("stream"),
-           "Moves slots source[i] to start + i, in place and in every layer. The caller has checked `source`, which "
+           "Moves slots source[i] to start + i, in device and in every layer. The caller has checked `source`, which "
            "lies on the GPU.");
 }
 

@@ -22,7 +22,7 @@ using cuda::Channel;
 using cuda::LinearArgs;
 using cuda::Weights;
 
-constexpr uintptr_t kLine = 128;  // bytes, as tiles are aligned
+constexpr uintptr_t kTileAlignment = 128;  // bytes, as tiles are aligned
 
 void check_shape(int64_t k, int64_t n, int64_t group) {
   size_arg("k", k, 8);
@@ -35,25 +35,25 @@ void check_shape(int64_t k, int64_t n, int64_t group) {
 // As the current device cuts it.
 cuda::tiles::Tiling tiling_of(int64_t k, int64_t n, int64_t group) {
   check_shape(k, n, group);
-  const auto tiling = cuda::tiles::tiling_for(k, n, static_cast<int>(group), cuda::device_here());
+  const auto tiling = cuda::tiles::tiling_for(k, n, static_cast<int>(group), cuda::device_info());
   if (tiling.n == 0) throw std::runtime_error("this GPU has too little shared memory for the CUDA operators");
   return tiling;
 }
 
 std::unique_ptr<Weights> make_weights(const Array& data, const MaybeArray& bias, int64_t k, int64_t n, int64_t group) {
   const auto tiling = tiling_of(k, n, group);
-  const Place here = gpu();
-  const void* tiles = aligned("data", data.at<uint8_t>(here, "data", {tiling.bytes()}), kLine);
+  const Device here = gpu();
+  const void* tiles = aligned("data", data.at<uint8_t>(here, "data", {tiling.bytes()}), kTileAlignment);
   const float* first = at_or_null<float>(bias, here, "bias", {n});
-  cuda::prepare(cuda::device_here());
-  return std::make_unique<Weights>(Weights{cuda::device_here(), tiling, tiles, first});
+  cuda::prepare_linear(cuda::device_info());
+  return std::make_unique<Weights>(Weights{cuda::device_info(), tiling, tiles, first});
 }
 
 void precede(Weights& weights, const Array& tiles) {
   const auto* next = tiles.at<uint8_t>(gpu(), "tiles", {kAny});
-  check(tiles.bytes() % kLine == 0 && reinterpret_cast<uintptr_t>(next) % kLine == 0, "tiles are lines of 128 bytes");
+  check(tiles.bytes() % kTileAlignment == 0 && reinterpret_cast<uintptr_t>(next) % kTileAlignment == 0, "tiles are lines of 128 bytes");
   weights.next = tiles.bytes() == 0 ? nullptr : next;
-  weights.next_bytes = std::min(tiles.bytes(), cuda::tiles::ahead_bytes(weights.device));
+  weights.next_bytes = std::min(tiles.bytes(), cuda::tiles::prefetch_bytes(weights.device));
 }
 
 void repack_int4(const Array& codes, const Array& scales, const Array& zeros, int64_t group, const Array& out,
@@ -61,27 +61,27 @@ void repack_int4(const Array& codes, const Array& scales, const Array& zeros, in
   const int64_t k = codes.size(0), n = scales.size(1);
   check(group != 0, "int4 weights have groups");
   const auto tiling = tiling_of(k, n, group);
-  const Place here = gpu();
+  const Device here = gpu();
   const cuda::tiles::Int4Source source{codes.at<uint32_t>(here, "codes", {k, n / 8}),
                                        scales.at<float>(here, "scales", {k / group, n}),
                                        zeros.at<uint32_t>(here, "zeros", {k / group, n / 8})};
-  void* to = aligned("out", out.at<uint8_t>(here, "out", {tiling.bytes()}), kLine);
+  void* to = aligned("out", out.at<uint8_t>(here, "out", {tiling.bytes()}), kTileAlignment);
   cuda::repack_int4(tiling, source, to, stream_arg(stream));
 }
 
 void repack_bf16(const Array& matrix, const Array& out, uintptr_t stream) {
   const auto tiling = tiling_of(matrix.size(1), matrix.size(0), 0);
-  const Place here = gpu();
-  void* to = aligned("out", out.at<uint8_t>(here, "out", {tiling.bytes()}), kLine);
+  const Device here = gpu();
+  void* to = aligned("out", out.at<uint8_t>(here, "out", {tiling.bytes()}), kTileAlignment);
   cuda::repack_bf16(tiling, matrix.at<Bfloat16>(here, "matrix", {kAny, kAny}), to, stream_arg(stream));
 }
 
-void expand(const Weights& weights, int64_t first, const Array& out, uintptr_t stream) {
+void unpack_rows(const Weights& weights, int64_t first, const Array& out, uintptr_t stream) {
   const auto& tiling = weights.tiling;
   const int64_t half = out.size(0) / 2;
   check(tiling.n % 2 == 0 && first >= 0 && half >= 1, "an even number of outputs, some of them");
   check(16 * first + half <= tiling.half, "the weight has no such outputs");
-  cuda::expand(weights, first, half, bfloat16_arg("out", out, gpu(), {2 * half, tiling.k}), stream_arg(stream));
+  cuda::unpack_rows(weights, first, half, bfloat16_arg("out", out, gpu(), {2 * half, tiling.k}), stream_arg(stream));
 }
 
 // Checked for all rows; a launch takes some of them.
@@ -94,7 +94,7 @@ LinearArgs linear_args(const Weights& weights, const Array& x, const MaybeArray&
   const int64_t most = std::min<int64_t>(rows, cuda::tiles::kMaxRows);
   check(channel == nullptr || cuda::tiles::ll_lines(weights.tiling, most) <= channel->layout.lines,
         "the product is longer than the group's lines");
-  const Place here = gpu();
+  const Device here = gpu();
   return {&weights,
           bfloat16_arg("x", x, here, {kAny, k}),
           norm ? bfloat16_arg("norm", *norm, here, {k}) : nullptr,
@@ -112,13 +112,13 @@ void linear(const Weights& weights, const Array& x, const MaybeArray& norm, floa
             const Array& out, bool swiglu, std::optional<const Channel*> channel, const MaybeArray& scratch,
             uintptr_t stream) {
   const LinearArgs args = linear_args(weights, x, norm, eps, residual, out, swiglu, channel.value_or(nullptr));
-  const int64_t bytes = cuda::wide_scratch(weights, args.rows);
-  void* slabs = scratch ? aligned("scratch", scratch->at<uint8_t>(gpu(), "scratch", {bytes}), kLine) : nullptr;
+  const int64_t bytes = cuda::large_m_scratch_bytes(weights, args.rows);
+  void* slabs = scratch ? aligned("scratch", scratch->at<uint8_t>(gpu(), "scratch", {bytes}), kTileAlignment) : nullptr;
   const bool together = args.channel == nullptr && slabs != nullptr;
-  int64_t first = together ? cuda::linear_wide(args, slabs, stream_arg(stream)) : 0;
+  int64_t first = together ? cuda::linear_large_m(args, slabs, stream_arg(stream)) : 0;
   for (; first < args.rows; first += cuda::tiles::kMaxRows) {
     const int64_t rows = std::min<int64_t>(args.rows - first, cuda::tiles::kMaxRows);
-    cuda::linear(cuda::rows_of(args, first, rows), stream_arg(stream));
+    cuda::linear(cuda::slice_rows(args, first, rows), stream_arg(stream));
   }
 }
 
@@ -142,7 +142,7 @@ void linear_virtual(const std::vector<const Weights*>& weights, const std::vecto
 void embed(const Array& tokens, const Array& table, const Array& out, uintptr_t stream) {
   const int64_t rows = tokens.size(0), width = table.size(1), row_bytes = width * (kBfloat16.bits / 8);
   check(int32_sized(rows) && row_bytes >= 16 && row_bytes % 16 == 0, "rows must be multiples of 16 bytes");
-  const Place here = gpu();
+  const Device here = gpu();
   const void* from = bfloat16_arg("table", table, here, {kAny, kAny});
   cuda::embed(tokens.at<int64_t>(here, "tokens", {kAny}), from, rows, row_bytes,
               bfloat16_arg("out", out, here, {rows, width}), stream_arg(stream));
@@ -158,7 +158,7 @@ void bind_cuda_linear(py::module_& m) {
            py::keep_alive<1, 2>(), py::keep_alive<1, 3>(), "group 0 is bf16.")
       .def("precede", &precede, py::arg("tiles"), py::keep_alive<1, 2>(),
            "The tiles that L2 is to have when this projection ends.")
-      .def("scratch_bytes", &cuda::wide_scratch, py::arg("rows"),
+      .def("scratch_bytes", &cuda::large_m_scratch_bytes, py::arg("rows"),
            "What a product of so many rows wants for reading the weights once for many of them; 0: it does not.");
   m.def(
       "cuda_tile_bytes", [](int64_t k, int64_t n, int64_t group) { return tiling_of(k, n, group).bytes(); },
@@ -175,8 +175,8 @@ void bind_cuda_linear(py::module_& m) {
         py::arg("out"), py::arg("stream"), "Tiles of an int4 matrix; see cuda/linear/repack.h.");
   m.def("repack_bf16_cuda", &repack_bf16, py::arg("matrix"), py::arg("out"), py::arg("stream"),
         "Tiles of a matrix [n, k].");
-  m.def("expand_cuda", &expand, py::arg("weights"), py::arg("first"), py::arg("out"), py::arg("stream"),
-        "Rows [2 half, k] of bfloat16 from tiles; see cuda::expand in kernels_cuda.h.");
+  m.def("expand_cuda", &unpack_rows, py::arg("weights"), py::arg("first"), py::arg("out"), py::arg("stream"),
+        "Rows [2 half, k] of bfloat16 from tiles; see cuda::unpack_rows in kernels_cuda.h.");
   m.def("linear_cuda", &linear, py::arg("weights"), py::arg("x"), py::arg("norm"), py::arg("eps"), py::arg("residual"),
         py::arg("out"), py::arg("swiglu"), py::arg("channel"), py::arg("scratch"), py::arg("stream"),
         "A projection; see cuda::LinearArgs in kernels_cuda.h. A float32 `out` has logits. With scratch_bytes of "

@@ -11,9 +11,9 @@ void resample(const Array& log_weights, const Array& mask, const Array& ends, co
               int64_t width, uintptr_t stream) {
   const int64_t groups = log_weights.size(0), count = log_weights.size(1), slots = mask.size(2);
   check(groups < 65536, "at most 65535 groups");
-  check(count >= 1 && count <= cuda::kMostParticles, "between 1 and 1024 particles");
+  check(count >= 1 && count <= cuda::kMaxParticles, "between 1 and 1024 particles");
   check(width >= 0 && width <= slots, "the window is wider than the mask");
-  const Place here = gpu();
+  const Device here = gpu();
   auto* rows = path.at<int64_t>(here, "path", {groups, count, kAny});
   const cuda::ResampleArgs args{log_weights.at<double>(here, "log_weights", {groups, count}),
                                 mask.at<bool>(here, "mask", {groups, count, kAny}),

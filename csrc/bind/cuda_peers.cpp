@@ -10,7 +10,6 @@
 
 #include "bind/cuda_arguments.h"
 #include "bind/module.h"
-#include "bind/waits.h"
 #include "cuda/device/device.h"
 #include "cuda/peers/channel.h"
 #include "cuda/peers/peers.h"
@@ -22,25 +21,25 @@ namespace {
 
 using cuda::Channel;
 
-constexpr int64_t kWord = 4;  // bytes that a message counts in
+constexpr int64_t kWordBytes = 4;  // bytes that a message counts in
 
 // A word of shared memory that every rank's host and GPU see.
-class Word {
+class ErrorWord {
  public:
-  Word(const std::string& name, int rank, int size, double seconds)
+  ErrorWord(const std::string& name, int rank, int size, double seconds)
       : segment_(name, rank, size, sizeof(uint64_t), seconds, {false, &interrupted}),
         pinned_(segment_.data(), sizeof(uint64_t)) {}
   py::memoryview view() { return py::memoryview::from_memory(segment_.data(), sizeof(uint64_t)); }
 
  private:
   host::Segment segment_;
-  cuda::Pinned pinned_;
+  cuda::PinnedMemory pinned_;
 };
 
-std::unique_ptr<Word> make_word(const std::string& name, int rank, int size, double seconds) {
+std::unique_ptr<ErrorWord> make_error_word(const std::string& name, int rank, int size, double seconds) {
   check(size >= 1 && size <= ll::kMaxRanks && rank >= 0 && rank < size, "1 to 16 ranks, 0 <= rank < size");
   py::gil_scoped_release unlocked;
-  return std::make_unique<Word>(name, rank, size, seconds);
+  return std::make_unique<ErrorWord>(name, rank, size, seconds);
 }
 
 std::unique_ptr<cuda::Inbox> make_inbox(int64_t bytes) {
@@ -78,43 +77,43 @@ std::unique_ptr<Channel> make_channel(int rank, const std::vector<uintptr_t>& in
     channel.inbox[r] = static_cast<ll::Line*>(aligned("an inbox", reinterpret_cast<void*>(inboxes[r])));
   }
   void* word = trouble.at<int64_t>(kCpu, "trouble", {1});
-  const Place here = gpu();
+  const Device here = gpu();
   channel.epoch = reinterpret_cast<uint64_t*>(epoch.at<int64_t>(here, "epoch", {1}));
   channel.done = done.at<uint32_t>(here, "done", {1});
-  channel.trouble = static_cast<uint64_t*>(cuda::seen(word));
+  channel.error_word = static_cast<uint64_t*>(cuda::device_pointer(word));
   return std::make_unique<Channel>(channel);
 }
 
 int64_t inbox_bytes(int ranks, int64_t lines) {
-  return ll::Layout{ranks, 1, lines}.inbox_lines(cuda::rules()) * static_cast<int64_t>(sizeof(ll::Line));
+  return ll::Layout{ranks, 1, lines}.inbox_lines(cuda::protocol_params()) * static_cast<int64_t>(sizeof(ll::Line));
 }
 
 // Who gave up, on whom, in which slot and epoch; nobody: None.
-std::optional<std::tuple<int, int, int, uint64_t>> trouble_of(uint64_t word) {
-  const ll::Trouble t = ll::trouble_of(word);
+std::optional<std::tuple<int, int, int, uint64_t>> decode_fault(uint64_t word) {
+  const ll::Fault t = ll::decode_fault(word);
   if (t.reason == ll::Reason::kNone) return std::nullopt;
   return std::tuple<int, int, int, uint64_t>(t.rank, t.source, t.slot, t.epoch);
 }
 
 py::dict device() {
-  const cuda::Device& here = cuda::device_here();
+  const cuda::Device& here = cuda::device_info();
   py::dict out;
   out["arch"] = here.arch;
   out["shared"] = here.shared;
   out["half_shared"] = here.half_shared;
   out["l2"] = here.l2;
-  out["at_once"] = std::vector<int>(std::begin(here.at_once), std::end(here.at_once));
+  out["at_once"] = std::vector<int>(std::begin(here.max_clusters), std::end(here.max_clusters));
   return out;
 }
 
 cuda::GatherArgs gather_args(const Channel& channel, const Array& mine, const Array& out) {
-  const int64_t bytes = mine.bytes(), count = bytes / kWord, ranks = channel.layout.ranks;
-  check(bytes % kWord == 0, "a message is of whole words of 4 bytes");
+  const int64_t bytes = mine.bytes(), count = bytes / kWordBytes, ranks = channel.layout.ranks;
+  check(bytes % kWordBytes == 0, "a message is of whole words of 4 bytes");
   check(out.count() == ranks * mine.count(), "out must hold every rank's message");
-  const Place here = gpu();
+  const Device here = gpu();
   const Type type = mine.type();
-  return {&channel, static_cast<const uint32_t*>(aligned("mine", mine.flat(type, here, "mine"), kWord)),
-          static_cast<uint32_t*>(aligned("out", out.flat(type, here, "out"), kWord)), count};
+  return {&channel, static_cast<const uint32_t*>(aligned("mine", mine.flat(type, here, "mine"), kWordBytes)),
+          static_cast<uint32_t*>(aligned("out", out.flat(type, here, "out"), kWordBytes)), count};
 }
 
 void gather(const Channel& channel, const Array& mine, const Array& out, uintptr_t stream) {
@@ -145,16 +144,16 @@ void bind_cuda_peers(py::module_& m) {
   py::class_<cuda::PeerInbox>(m, "CudaPeerInbox", "Another process's inbox, as the current GPU reaches it.")
       .def(py::init([](const py::bytes& handle) { return open_inbox(handle); }), py::arg("handle"))
       .def_property_readonly("address", &address_of<cuda::PeerInbox>);
-  py::class_<Word>(m, "CudaWord", "8 bytes of shared memory that the ranks' hosts and GPUs see, zero at first.")
-      .def(py::init(&make_word), py::arg("name"), py::arg("rank"), py::arg("size"), py::arg("seconds"))
-      .def("view", &Word::view, "To be used no longer than the word.");
+  py::class_<ErrorWord>(m, "CudaWord", "8 bytes of shared memory that the ranks' hosts and GPUs see, zero at first.")
+      .def(py::init(&make_error_word), py::arg("name"), py::arg("rank"), py::arg("size"), py::arg("seconds"))
+      .def("view", &ErrorWord::view, "To be used no longer than the word.");
   m.def("use_cuda_device", &cuda::use_device, py::arg("ordinal"),
         "Says which GPU this thread's next calls are for.");
   m.def("cuda_device", &device, "What the kernels know of the current GPU: see cuda::Device in cuda/device/device.h.");
   m.def("cuda_bus_id", &cuda::bus_id, "The PCI bus id of the current GPU.");
-  m.def("cuda_reaches", &cuda::reaches, py::arg("bus_id"), "Whether the current GPU reaches that one's memory.");
+  m.def("cuda_reaches", &cuda::can_access_peer, py::arg("bus_id"), "Whether the current GPU reaches that one's memory.");
   py::class_<Channel>(m, "CudaChannel",
-                      "One rank's end of a group of GPUs; see cuda/peers/channel.h. Patience in seconds.")
+                      "One rank's end of a group of GPUs; see cuda/peers/channel.h. `patience`: seconds.")
       .def(py::init(&make_channel), py::arg("rank"), py::arg("inboxes"), py::arg("lines"), py::arg("epoch"),
            py::arg("done"), py::arg("trouble"), py::arg("patience"), py::keep_alive<1, 5>(), py::keep_alive<1, 6>(),
            py::keep_alive<1, 7>(),
@@ -162,7 +161,7 @@ void bind_cuda_peers(py::module_& m) {
            "int32, `trouble` [1] int64 in pinned memory.");
   m.def("cuda_inbox_bytes", &inbox_bytes, py::arg("ranks"), py::arg("lines"),
         "Bytes that a rank reads in, zero at first.");
-  m.def("cuda_trouble", &trouble_of, py::arg("word"), "(rank, source, slot, epoch) of a wait that gave up, or None.");
+  m.def("cuda_trouble", &decode_fault, py::arg("word"), "(rank, source, slot, epoch) of a wait that gave up, or None.");
   m.def("gather_cuda", &gather, py::arg("channel"), py::arg("mine"), py::arg("out"), py::arg("stream"),
         "Every rank's array, in the order of the ranks; see cuda::GatherArgs in kernels_cuda.h.");
   m.def("gather_cuda_virtual", &gather_virtual, py::arg("channels"), py::arg("mine"), py::arg("out"), py::arg("stream"),

@@ -3,6 +3,6 @@
 
 namespace swiftspec::binding {
 
-Place gpu() { return {true, cuda::current_device()}; }
+Device gpu() { return {true, cuda::current_device()}; }
 
 }  // namespace swiftspec::binding

@@ -12,12 +12,12 @@ void gumbel_rows(uint64_t seed, uint32_t noise_stream, const Array& positions, u
                  uintptr_t stream) {
   const int64_t rows = positions.size(0), count = out.size(1);
   check(rows >= 1 && rows < 65536 && int32_sized(count), "between 1 and 65535 rows");
-  const Place here = gpu();
+  const Device here = gpu();
   cuda::gumbel_rows(seed, noise_stream, positions.at<int64_t>(here, "positions", {kAny}), rows, first, count,
                     out.at<float>(here, "out", {rows, kAny}), stream_arg(stream));
 }
 
-ScoreArgs score_args(Place here, const Array& logits, int64_t vocab, const MaybeArray& bias, const MaybeArray& noise,
+ScoreArgs score_args(Device here, const Array& logits, int64_t vocab, const MaybeArray& bias, const MaybeArray& noise,
                      const MaybeArray& noise_rows, float temperature, float tau) {
   const int64_t rows = logits.size(0), columns = logits.size(1);
   check(temperature > 0 && tau > 0, "temperature and tau must be above 0");
@@ -39,7 +39,7 @@ ScoreArgs score_args(Place here, const Array& logits, int64_t vocab, const Maybe
 
 void draw(const Array& logits, int64_t vocab, const MaybeArray& bias, const MaybeArray& noise,
           const MaybeArray& noise_rows, float temperature, const Array& tokens, uintptr_t stream) {
-  const Place here = gpu();
+  const Device here = gpu();
   const ScoreArgs args = score_args(here, logits, vocab, bias, noise, noise_rows, temperature, 1.0f);
   cuda::children(args, 1, tokens.at<int64_t>(here, "tokens", {args.rows}), nullptr, stream_arg(stream));
 }
@@ -47,7 +47,7 @@ void draw(const Array& logits, int64_t vocab, const MaybeArray& bias, const Mayb
 void children(const Array& logits, int64_t vocab, const MaybeArray& bias, const MaybeArray& noise,
               const MaybeArray& noise_rows, float temperature, float tau, const Array& tokens, const Array& values,
               uintptr_t stream) {
-  const Place here = gpu();
+  const Device here = gpu();
   const ScoreArgs args = score_args(here, logits, vocab, bias, noise, noise_rows, temperature, tau);
   const int64_t k = tokens.size(1);
   check(k >= 1 && k <= 64 && k <= vocab, "1 to 64 children, and no more than the vocabulary has");
@@ -57,7 +57,7 @@ void children(const Array& logits, int64_t vocab, const MaybeArray& bias, const 
 
 void draw_keyed(const Array& logits, int64_t vocab, const MaybeArray& bias, float temperature, const MaybeArray& keys,
                 const Array& tokens, const Array& values, uintptr_t stream) {
-  const Place here = gpu();
+  const Device here = gpu();
   const ScoreArgs args = score_args(here, logits, vocab, bias, {}, {}, temperature, 1.0f);
   cuda::draw_keyed(args, at_or_null<uint32_t>(keys, here, "keys", {args.rows}),
                    tokens.at<int64_t>(here, "tokens", {args.rows}), values.at<float>(here, "values", {args.rows}),

@@ -8,20 +8,20 @@ namespace swiftspec::binding {
 
 namespace {
 
-struct Growing {
+struct DeviceTree {
   cuda::TreeState tree;
   cuda::Expansion rows;
   int32_t w, children;
 };
 
-std::unique_ptr<Growing> make_tree(const Array& token, const Array& parent, const Array& slot, const Array& weight,
+std::unique_ptr<DeviceTree> make_tree(const Array& token, const Array& parent, const Array& slot, const Array& weight,
                                    const Array& visible, const Array& used, const Array& node, const Array& tokens,
                                    const Array& positions, const Array& slots, const Array& mask, int64_t children) {
   const int64_t nodes = token.size(0), room = visible.size(1), w = node.size(0);
   check(nodes >= 1 && room >= 1 && int32_sized(nodes) && int32_sized(room), "nodes and slots must be above 0");
   check(w >= 1 && w <= 64 && w <= room, "w must lie in 1..64 and within the slots");
   check(children >= 1 && w * children < nodes, "w times the children must lie below the nodes");
-  const Place here = gpu();
+  const Device here = gpu();
   const cuda::TreeState tree{token.at<int64_t>(here, "token", {nodes}),
                              parent.at<int32_t>(here, "parent", {nodes}),
                              slot.at<int32_t>(here, "slot", {nodes}),
@@ -33,18 +33,18 @@ std::unique_ptr<Growing> make_tree(const Array& token, const Array& parent, cons
   const cuda::Expansion rows{node.at<int32_t>(here, "node", {w}), tokens.at<int64_t>(here, "tokens", {w}),
                              positions.at<int64_t>(here, "positions", {w}), slots.at<int64_t>(here, "slots", {w}),
                              mask.at<bool>(here, "mask", {w, room})};
-  return std::make_unique<Growing>(Growing{tree, rows, static_cast<int32_t>(w), static_cast<int32_t>(children)});
+  return std::make_unique<DeviceTree>(DeviceTree{tree, rows, static_cast<int32_t>(w), static_cast<int32_t>(children)});
 }
 
-void leaves(const Growing& growing, const Array& prefix, uintptr_t stream) {
-  cuda::tree_leaves(growing.tree, growing.w, prefix.at<int64_t>(gpu(), "prefix", {1}), growing.rows,
+void leaves(const DeviceTree& tree, const Array& prefix, uintptr_t stream) {
+  cuda::tree_leaves(tree.tree, tree.w, prefix.at<int64_t>(gpu(), "prefix", {1}), tree.rows,
                     stream_arg(stream));
 }
 
-void add(const Growing& growing, const Array& tokens, const Array& values, uintptr_t stream) {
-  const Place here = gpu();
-  const Shape shape{growing.w, growing.children};
-  cuda::tree_add(growing.tree, growing.w, growing.rows.node, growing.children, tokens.at<int64_t>(here, "tokens", shape),
+void add(const DeviceTree& tree, const Array& tokens, const Array& values, uintptr_t stream) {
+  const Device here = gpu();
+  const Shape shape{tree.w, tree.children};
+  cuda::tree_add(tree.tree, tree.w, tree.rows.node, tree.children, tokens.at<int64_t>(here, "tokens", shape),
                  values.at<float>(here, "values", shape), stream_arg(stream));
 }
 
@@ -52,7 +52,7 @@ void add(const Growing& growing, const Array& tokens, const Array& values, uintp
 
 void bind_cuda_tree(py::module_& m) {
   using py::keep_alive;
-  py::class_<Growing>(m, "CudaTree",
+  py::class_<DeviceTree>(m, "CudaTree",
                       "A draft tree on a GPU and the rows of its next expansion, which it keeps alive; see TreeState "
                       "and Expansion in kernels_cuda.h.")
       .def(py::init(&make_tree), py::kw_only(), py::arg("token"), py::arg("parent"), py::arg("slot"), py::arg("weight"),

@@ -137,7 +137,7 @@ void bind_decoder(py::module_& m) {
            "Each of `layers`: input norm, qkv, o, post norm, gate_up, down. Keeps all arguments alive.")
       .def("forward", &forward, py::arg("tokens"), py::arg("positions"), py::arg("slots"), py::arg("sequence"),
            py::arg("kv_len"), py::arg("mask"), py::arg("cache"), py::arg("logits"),
-           "Runs a batch (model/batch.py) whose rows are sorted by sequence. Skips the LM head if `logits` is None.");
+           "Runs a batch (model/batch.py) whose rows are sorted by sequence. Skips the LM head without `logits`.");
 }
 
 }  // namespace swiftspec::binding

@@ -18,7 +18,7 @@ SWIFTSPEC_HD uint16_t nearest(float x) {
 }
 
 // Eight of them, moved as one.
-struct alignas(16) Chunk {
+struct alignas(16) Vec8 {
   uint16_t x[8];
 };
 

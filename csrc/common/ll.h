@@ -31,26 +31,26 @@ struct alignas(16) Line {
 };
 
 // The constants of the protocol; only the model check uses others.
-struct Rules {
-  uint32_t slots = 2;
-  uint64_t flags = 0xffffffffu;         // how many flags there are: 1 to 2^32 - 1
-  uint64_t clean_every = 1ull << 30;    // epochs; at least twice in the life of a flag
+struct ProtocolParams {
+  uint32_t num_slots = 2;
+  uint64_t num_flags = 0xffffffffu;         // how many flags there are: 1 to 2^32 - 1
+  uint64_t cleaning_interval = 1ull << 30;    // epochs; at least twice in the life of a flag
 };
 
 // Never 0, which is what fresh memory holds. A flag returns after 2^32 - 1 epochs.
-SWIFTSPEC_HD uint32_t flag_of(uint64_t epoch, const Rules& rules = {}) {
-  return static_cast<uint32_t>(1 + epoch % rules.flags);
+SWIFTSPEC_HD uint32_t flag_of(uint64_t epoch, const ProtocolParams& params = {}) {
+  return static_cast<uint32_t>(1 + epoch % params.num_flags);
 }
 
-SWIFTSPEC_HD uint32_t slot_of(uint64_t epoch, const Rules& rules = {}) {
-  return static_cast<uint32_t>(epoch % rules.slots);
+SWIFTSPEC_HD uint32_t slot_of(uint64_t epoch, const ProtocolParams& params = {}) {
+  return static_cast<uint32_t>(epoch % params.num_slots);
 }
 
 // Messages differ in length, so the far lines of a slot may keep a flag until it returns and would be taken for new.
 // In these epochs a sender therefore writes every line of its slot. A line cleaned in epoch e holds the flag of e,
 // which is why once in the life of a flag is not enough.
-SWIFTSPEC_HD bool cleans(uint64_t epoch, const Rules& rules = {}) {
-  return epoch % rules.clean_every < rules.slots;
+SWIFTSPEC_HD bool is_cleaning_epoch(uint64_t epoch, const ProtocolParams& params = {}) {
+  return epoch % params.cleaning_interval < params.num_slots;
 }
 
 SWIFTSPEC_HD uint64_t pack(uint32_t data, uint32_t flag) { return static_cast<uint64_t>(flag) << 32 | data; }
@@ -65,16 +65,16 @@ struct Layout {
   int32_t blocks;
   int64_t lines;  // the longest message of a block
 
-  SWIFTSPEC_HD int64_t inbox_lines(const Rules& rules = {}) const { return ranks * rules.slots * blocks * lines; }
-  SWIFTSPEC_HD int64_t index(int source, uint32_t slot, int block, int64_t line, const Rules& rules = {}) const {
-    return ((static_cast<int64_t>(source) * rules.slots + slot) * blocks + block) * lines + line;
+  SWIFTSPEC_HD int64_t inbox_lines(const ProtocolParams& params = {}) const { return ranks * params.num_slots * blocks * lines; }
+  SWIFTSPEC_HD int64_t index(int source, uint32_t slot, int block, int64_t line, const ProtocolParams& params = {}) const {
+    return ((static_cast<int64_t>(source) * params.num_slots + slot) * blocks + block) * lines + line;
   }
 };
 
 // Why a rank gave up, in one word that all ranks can see. 0: nobody has.
 enum class Reason : uint8_t { kNone, kTimeout, kEnded, kLeft, kInterrupted };
 
-struct Trouble {
+struct Fault {
   Reason reason;
   uint8_t rank;    // who gave up
   uint8_t source;  // on whom
@@ -82,12 +82,12 @@ struct Trouble {
   uint32_t epoch;  // low 32 bits
 };
 
-SWIFTSPEC_HD uint64_t pack(const Trouble& t) {
-  return static_cast<uint64_t>(t.reason) << 56 | static_cast<uint64_t>(t.rank) << 48 |
-         static_cast<uint64_t>(t.source) << 40 | static_cast<uint64_t>(t.slot) << 32 | t.epoch;
+SWIFTSPEC_HD uint64_t encode_fault(const Fault& fault) {
+  return static_cast<uint64_t>(fault.reason) << 56 | static_cast<uint64_t>(fault.rank) << 48 |
+         static_cast<uint64_t>(fault.source) << 40 | static_cast<uint64_t>(fault.slot) << 32 | fault.epoch;
 }
 
-SWIFTSPEC_HD Trouble trouble_of(uint64_t word) {
+SWIFTSPEC_HD Fault decode_fault(uint64_t word) {
   return {static_cast<Reason>(word >> 56), static_cast<uint8_t>(word >> 48), static_cast<uint8_t>(word >> 40),
           static_cast<uint8_t>(word >> 32), static_cast<uint32_t>(word)};
 }
@@ -125,7 +125,7 @@ struct Bfloat16 {
 };
 
 // Whether both halves of a line, as it was seen, carry the flag, and if so their data.
-SWIFTSPEC_HD bool read(const Line& seen, uint32_t flag, uint64_t& payload) {
+SWIFTSPEC_HD bool parse_line(const Line& seen, uint32_t flag, uint64_t& payload) {
   if (!ready(seen.half[0], flag) || !ready(seen.half[1], flag)) return false;
   payload = static_cast<uint64_t>(data_of(seen.half[1])) << 32 | data_of(seen.half[0]);
   return true;
@@ -133,23 +133,23 @@ SWIFTSPEC_HD bool read(const Line& seen, uint32_t flag, uint64_t& payload) {
 
 // The same of a line in memory.
 template <class Memory>
-SWIFTSPEC_HD bool look(const Line& line, uint32_t flag, uint64_t& payload) {
-  return read(Memory::load(line), flag, payload);
+SWIFTSPEC_HD bool try_read(const Line& line, uint32_t flag, uint64_t& payload) {
+  return parse_line(Memory::load(line), flag, payload);
 }
 
 template <class Memory>
-SWIFTSPEC_HD void put(Line& line, uint32_t flag, uint64_t payload) {
+SWIFTSPEC_HD void write_line(Line& line, uint32_t flag, uint64_t payload) {
   Memory::store(line, {{pack(static_cast<uint32_t>(payload), flag), pack(static_cast<uint32_t>(payload >> 32), flag)}});
 }
 
-// Polls one line. `wait.again(source)` is called after each look that fails, `wait.rest()` before the first; when
+// Polls one line. `wait.keep_waiting(source)` is called after each look that fails, `wait.begin()` before the first; when
 // `again` gives up there is one last look, since a rank may end right after it has sent.
 template <class Memory, class Wait>
-SWIFTSPEC_HD bool await(const Line& line, uint32_t flag, int source, uint64_t& payload, Wait& wait) {
-  if (look<Memory>(line, flag, payload)) return true;
-  wait.rest();
-  while (!look<Memory>(line, flag, payload)) {
-    if (!wait.again(source)) return look<Memory>(line, flag, payload);
+SWIFTSPEC_HD bool poll_line(const Line& line, uint32_t flag, int source, uint64_t& payload, Wait& wait) {
+  if (try_read<Memory>(line, flag, payload)) return true;
+  wait.begin();
+  while (!try_read<Memory>(line, flag, payload)) {
+    if (!wait.keep_waiting(source)) return try_read<Memory>(line, flag, payload);
   }
   return true;
 }
@@ -164,7 +164,7 @@ struct Session {
   Line* inbox[kMaxRanks];  // inbox[r] is what rank r reads
 
   SWIFTSPEC_HD void send(int peer, int64_t line, uint64_t payload) const {
-    put<Memory>(inbox[peer][layout.index(rank, slot_of(epoch), block, line)], flag_of(epoch), payload);
+    write_line<Memory>(inbox[peer][layout.index(rank, slot_of(epoch), block, line)], flag_of(epoch), payload);
   }
 
   SWIFTSPEC_HD void broadcast(int64_t line, uint64_t payload) const {
@@ -176,7 +176,7 @@ struct Session {
   template <class Wait>
   SWIFTSPEC_HD bool receive(int source, int64_t line, uint64_t& payload, Wait& wait) const {
     const Line& from = inbox[rank][layout.index(source, slot_of(epoch), block, line)];
-    return await<Memory>(from, flag_of(epoch), source, payload, wait);
+    return poll_line<Memory>(from, flag_of(epoch), source, payload, wait);
   }
 
   // The sum of this line over all ranks, in the order of the ranks, so that it is the same to the bit on each of them.
@@ -200,7 +200,7 @@ struct Session {
 
   // After everything of this epoch has been received; `used` lines were sent to each peer.
   SWIFTSPEC_HD void finish(int64_t used) {
-    if (cleans(epoch)) {
+    if (is_cleaning_epoch(epoch)) {
       for (int64_t line = used; line < layout.lines; ++line) broadcast(line, 0);
     }
     ++epoch;

@@ -9,7 +9,7 @@
 
 namespace swiftspec::resample {
 
-SWIFTSPEC_HD double highest(const double* weights, int64_t count) {
+SWIFTSPEC_HD double max_weight(const double* weights, int64_t count) {
   double top = weights[0];
   for (int64_t i = 1; i < count; ++i) top = weights[i] > top ? weights[i] : top;
   return top;
@@ -23,14 +23,14 @@ SWIFTSPEC_HD double sum(const double* values, int64_t count) {
 
 // The logarithm of the sum of e^w; a NaN among them spoils it.
 SWIFTSPEC_HD double log_sum(const double* weights, int64_t count) {
-  const double top = highest(weights, count);
+  const double top = max_weight(weights, count);
   double total = 0.0;
   for (int64_t i = 0; i < count; ++i) total = ieee::add(total, exp(weights[i] - top));
   return ieee::add(top, log(total));
 }
 
 // The effective sample size of shares of the weight: 1 / the sum of their squares.
-SWIFTSPEC_HD double effective(const double* shares, int64_t count) {
+SWIFTSPEC_HD double effective_sample_size(const double* shares, int64_t count) {
   double total = 0.0;
   for (int64_t i = 0; i < count; ++i) total = ieee::add(total, ieee::mul(shares[i], shares[i]));
   return 1.0 / total;
@@ -38,7 +38,7 @@ SWIFTSPEC_HD double effective(const double* shares, int64_t count) {
 
 // Systematic resampling by one number in (0, 1): `source` says whose copy each row becomes. Survivors keep their rows,
 // and the surplus copies of the strong fill the rows of the weak, both in order; so rows may be copied in place.
-SWIFTSPEC_HD void systematic(const double* shares, int64_t count, double uniform, int64_t* source) {
+SWIFTSPEC_HD void systematic_resampling(const double* shares, int64_t count, double uniform, int64_t* source) {
   const auto rows = static_cast<double>(count);
   for (int64_t i = 0; i < count; ++i) source[i] = 0;  // how many copies of it are due
   double reached = shares[0];

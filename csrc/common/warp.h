@@ -17,9 +17,9 @@ namespace swiftspec::warp {
 template <class T>
 struct PerLane {
 #ifdef __CUDA_ARCH__
-  T here;
-  SWIFTSPEC_HD T& operator()(int) { return here; }
-  SWIFTSPEC_HD const T& operator()(int) const { return here; }
+  T value;
+  SWIFTSPEC_HD T& operator()(int) { return value; }
+  SWIFTSPEC_HD const T& operator()(int) const { return value; }
 #else
   T lanes[32];
   SWIFTSPEC_HD T& operator()(int lane) { return lanes[lane]; }
@@ -40,7 +40,7 @@ SWIFTSPEC_HD int popcount(uint32_t x) {
 #endif
 }
 
-SWIFTSPEC_HD int lowest(uint32_t x) {  // of the bits set; there is one
+SWIFTSPEC_HD int lowest_bit(uint32_t x) {  // of the bits set; there is one
 #ifdef __CUDA_ARCH__
   return __ffs(static_cast<int>(x)) - 1;
 #else
@@ -57,7 +57,7 @@ SWIFTSPEC_HD void sync() {
 
 SWIFTSPEC_HD uint32_t ballot(const PerLane<bool>& x) {
 #ifdef __CUDA_ARCH__
-  return __ballot_sync(0xffffffffu, x.here);
+  return __ballot_sync(0xffffffffu, x.value);
 #else
   uint32_t word = 0;
   for (int lane = 0; lane < 32; ++lane) word |= static_cast<uint32_t>(x(lane)) << lane;
@@ -66,9 +66,9 @@ SWIFTSPEC_HD uint32_t ballot(const PerLane<bool>& x) {
 }
 
 template <class T>
-SWIFTSPEC_HD T from_lane(const PerLane<T>& x, int lane) {
+SWIFTSPEC_HD T shuffle(const PerLane<T>& x, int lane) {
 #ifdef __CUDA_ARCH__
-  return __shfl_sync(0xffffffffu, x.here, lane);
+  return __shfl_sync(0xffffffffu, x.value, lane);
 #else
   return x(lane);
 #endif
@@ -76,10 +76,10 @@ SWIFTSPEC_HD T from_lane(const PerLane<T>& x, int lane) {
 
 // Each lane's x as the lane before has it; lane 0 keeps its own.
 template <class T>
-SWIFTSPEC_HD PerLane<T> from_before(const PerLane<T>& x) {
+SWIFTSPEC_HD PerLane<T> shuffle_up(const PerLane<T>& x) {
   PerLane<T> out;
 #ifdef __CUDA_ARCH__
-  out.here = __shfl_up_sync(0xffffffffu, x.here, 1);
+  out.value = __shfl_up_sync(0xffffffffu, x.value, 1);
 #else
   for (int lane = 0; lane < 32; ++lane) out(lane) = x(lane == 0 ? 0 : lane - 1);
 #endif
@@ -88,10 +88,10 @@ SWIFTSPEC_HD PerLane<T> from_before(const PerLane<T>& x) {
 
 // Each lane's x as the lane `step` (a power of 2) away has it.
 template <class T>
-SWIFTSPEC_HD PerLane<T> exchanged(const PerLane<T>& x, int step) {
+SWIFTSPEC_HD PerLane<T> shuffle_xor(const PerLane<T>& x, int step) {
   PerLane<T> out;
 #ifdef __CUDA_ARCH__
-  out.here = __shfl_xor_sync(0xffffffffu, x.here, step);
+  out.value = __shfl_xor_sync(0xffffffffu, x.value, step);
 #else
   for (int lane = 0; lane < 32; ++lane) out(lane) = x(lane ^ step);
 #endif
@@ -99,11 +99,11 @@ SWIFTSPEC_HD PerLane<T> exchanged(const PerLane<T>& x, int step) {
 }
 
 // x joined over all lanes by `join`, which commutes; always in the same order, and the same in every lane.
-template <class T, class Join>
-SWIFTSPEC_HD PerLane<T> joined(PerLane<T> x, Join join) {
+template <class T, class Combine>
+SWIFTSPEC_HD PerLane<T> all_reduce(PerLane<T> x, Combine combine) {
   for (int step = 16; step > 0; step /= 2) {
-    const PerLane<T> other = exchanged(x, step);
-    SWIFTSPEC_EACH_LANE(lane) { x(lane) = join(x(lane), other(lane)); }
+    const PerLane<T> other = shuffle_xor(x, step);
+    SWIFTSPEC_EACH_LANE(lane) { x(lane) = combine(x(lane), other(lane)); }
   }
   return x;
 }

@@ -15,7 +15,7 @@
 
 namespace swiftspec::float8 {
 
-constexpr uint32_t kMost = 0x7e, kNaN = 0x7f;
+constexpr uint32_t kMaxFinite = 0x7e, kNaN = 0x7f;
 
 // The nearest one; ties to even, beyond 448 that, and NaN stays NaN.
 SWIFTSPEC_HD uint8_t nearest(float x) {
@@ -27,15 +27,15 @@ SWIFTSPEC_HD uint8_t nearest(float x) {
   } else {
     code = ((size + 0x7ffffu + (size >> 20 & 1)) >> 20) - (120u << 3);
   }
-  return static_cast<uint8_t>(sign | (code < kMost ? code : kMost));
+  return static_cast<uint8_t>(sign | (code < kMaxFinite ? code : kMaxFinite));
 }
 
-// Eight of them.
-struct alignas(8) Eight {
+// Vec8 of them.
+struct alignas(8) Vec8 {
   uint8_t x[8];
 };
-SWIFTSPEC_HD Eight nearest(const bf16::Chunk& chunk) {
-  Eight out;
+SWIFTSPEC_HD Vec8 nearest(const bf16::Vec8& chunk) {
+  Vec8 out;
   for (int i = 0; i < 8; ++i) out.x[i] = nearest(bf16::widen(chunk.x[i]));
   return out;
 }
@@ -63,10 +63,10 @@ SWIFTSPEC_HD uint32_t widen_pair(uint32_t codes) {
 }
 
 // Sixteen of them, of which some may be NaN: then all become NaN, as what they are summed with would.
-struct Two {
-  bf16::Chunk x[2];
+struct Bf16x16 {
+  bf16::Vec8 x[2];
 };
-SWIFTSPEC_HD Two widened(const bf16::Chunk& codes) {
+SWIFTSPEC_HD Bf16x16 widened(const bf16::Vec8& codes) {
   uint32_t words[4], pairs[8], signs = 0;
   std::memcpy(words, &codes, sizeof words);
   SWIFTSPEC_UNROLL
@@ -79,7 +79,7 @@ SWIFTSPEC_HD Two widened(const bf16::Chunk& codes) {
     SWIFTSPEC_UNROLL
     for (uint32_t& pair : pairs) pair = 0x7fc07fc0u;
   }
-  Two out;
+  Bf16x16 out;
   std::memcpy(&out, pairs, sizeof out);
   return out;
 }

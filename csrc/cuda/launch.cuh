@@ -18,19 +18,19 @@ struct Launch {
   int cluster = 0;        // so many blocks, neighbours in x, reach each other's shared memory; 0 or 1: each has its own
   int64_t shared = 0;     // bytes of dynamic shared memory
   bool early = false;     // may start before the kernel in front of it has ended; see ptx::wait_for_dependencies
-  bool together = false;  // all blocks run at the same time
+  bool cooperative = false;  // all blocks run at the same time
 };
 
 // Whether any launch starts early: not with SWIFTSPEC_EARLY_STARTS=0, which shows what they gain, or are to blame for.
-inline bool early_starts() {
-  static const char* said = std::getenv("SWIFTSPEC_EARLY_STARTS");
-  return said == nullptr || std::string_view(said) != "0";
+inline bool early_launch_enabled() {
+  static const char* value = std::getenv("SWIFTSPEC_EARLY_STARTS");
+  return value == nullptr || std::string_view(value) != "0";
 }
 
 // A launch as CUDA wants it.
-class Config {
+class LaunchConfig {
  public:
-  Config(const Launch& how, Stream stream) {
+  LaunchConfig(const Launch& how, Stream stream) {
     config_.gridDim = how.grid;
     config_.blockDim = dim3(static_cast<unsigned>(how.threads));
     config_.dynamicSmemBytes = static_cast<size_t>(how.shared);
@@ -39,13 +39,13 @@ class Config {
     if (how.cluster > 1) {
       add(cudaLaunchAttributeClusterDimension).clusterDim = {static_cast<unsigned>(how.cluster), 1, 1};
     }
-    if (how.early && early_starts() && device_here().early()) {
+    if (how.early && early_launch_enabled() && device_info().has_early_launch()) {
       add(cudaLaunchAttributeProgrammaticStreamSerialization).programmaticStreamSerializationAllowed = 1;
     }
-    if (how.together) add(cudaLaunchAttributeCooperative).cooperative = 1;
+    if (how.cooperative) add(cudaLaunchAttributeCooperative).cooperative = 1;
   }
-  Config(const Config&) = delete;
-  Config& operator=(const Config&) = delete;
+  LaunchConfig(const LaunchConfig&) = delete;
+  LaunchConfig& operator=(const LaunchConfig&) = delete;
   const cudaLaunchConfig_t* get() const { return &config_; }
 
  private:
@@ -61,21 +61,21 @@ class Config {
 
 template <class... Parameters, class... Arguments>
 void launch(const char* name, void (*kernel)(Parameters...), const Launch& how, Stream stream, Arguments... arguments) {
-  check(cudaLaunchKernelEx(Config(how, stream).get(), kernel, Parameters(arguments)...), name);
+  check(cudaLaunchKernelEx(LaunchConfig(how, stream).get(), kernel, Parameters(arguments)...), name);
 }
 
 // How many clusters of this kind run at the same time.
 template <class... Parameters>
-int clusters_at_a_time(const char* name, void (*kernel)(Parameters...), const Launch& how) {
+int max_active_clusters(const char* name, void (*kernel)(Parameters...), const Launch& how) {
   int count = 0;
-  check(cudaOccupancyMaxActiveClusters(&count, kernel, Config(how, nullptr).get()), name);
+  check(cudaOccupancyMaxActiveClusters(&count, kernel, LaunchConfig(how, nullptr).get()), name);
   return count;
 }
 
 // So much dynamic shared memory, and an SM that has as much of it as it can: one that had less would have to run empty
 // before blocks that want more could come to it early.
 template <class... Parameters>
-void allow_shared(const char* name, void (*kernel)(Parameters...), int64_t bytes) {
+void allow_shared_memory(const char* name, void (*kernel)(Parameters...), int64_t bytes) {
   check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes)), name);
   check(cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared),
         name);

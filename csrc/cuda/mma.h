@@ -19,8 +19,8 @@ using C = warp::PerLane<warp::Regs<4, float>>;     // 16 x 8
 
 SWIFTSPEC_HD void multiply(C& c, const A& a, const B& b) {
 #ifdef __CUDA_ARCH__
-  const auto& left = a.here.r;
-  ptx::mma(c.here.r, left[0], left[1], left[2], left[3], b.here.r[0], b.here.r[1]);
+  const auto& left = a.value.r;
+  ptx::mma(c.value.r, left[0], left[1], left[2], left[3], b.value.r[0], b.value.r[1]);
 #else
   using namespace fragment;
   float left[16][16], right[16][8];
@@ -49,7 +49,7 @@ SWIFTSPEC_HD void multiply(C& c, const A& a, const B& b) {
 template <bool kTransposed>
 SWIFTSPEC_HD void load_matrices(A& a, const warp::PerLane<const uint16_t*>& rows) {
 #ifdef __CUDA_ARCH__
-  ptx::ldmatrix_x4<kTransposed>(a.here.r, rows.here);
+  ptx::ldmatrix_x4<kTransposed>(a.value.r, rows.value);
 #else
   for (int lane = 0; lane < 32; ++lane) {
     for (int i = 0; i < 4; ++i) {

@@ -22,7 +22,7 @@ from swiftspec.model.tensor_parallel import TensorParallelGroup
 from swiftspec.model.transformer import Transformer
 from swiftspec.observe.step_time_emulation import StepTimeEmulation
 
-KEPT_MEMORY = 1024  # MiB
+PREFIX_CACHE_MEMORY_MIB = 1024  # MiB
 OpsName = Literal["auto", "reference", "unfused", "cuda"]
 RoundingName = Literal["auto", "int8", "native"]
 CacheName = Literal["auto", "fp8"]
@@ -75,7 +75,7 @@ class LoadOptions(TypedDict, total=False):
     only: Side | None  # of the pair this process runs that one, as a worker
     sessions: int  # how many caches a worker's model has room for; 1 if left out
     draft_worker: WorkerAddress | None  # where the draft's model is, should it be at a worker's
-    kept_memory: int  # MiB for keys and values of earlier texts, of both models and all their ranks; 1024 if left out
+    prefix_cache_memory: int  # MiB for keys and values of earlier texts, of both models and all their ranks; 1024 if left out
 
 
 class LoadModel(Protocol):

@@ -32,7 +32,8 @@ class LoadedModel:
     capture: Callable[[], Capture] | None  # makes what captures graphs: each runner has its own
 
     def runner(self, tree_slots: int, cancel_check: CancelCheck) -> tuple[Runner, ExecutorDeps]:
-        """A runner on a new cache, and what faster steps on it are made of. `cancel_check`: what it calls while it reads."""
+        """A runner on a new cache, and what faster steps on it are made of. `cancel_check`: what it calls while it
+        reads."""
         group = self.model.group
         shard = None if group is None else VocabShard(group, self.model.head_rows, self.vocab)
         sizes: Any = {"context": self.context, "tree_slots": tree_slots, "shard": shard}

@@ -43,7 +43,8 @@ class LockedEngine(Engine):
         background: BackgroundWork | None = None,
         cancel_check: CancelCheck | None = None,
     ) -> None:
-        """`background`: work that rests while a request runs. `cancel_check`: what its runners call while they read a prompt."""
+        """`background`: work that rests while a request runs. `cancel_check`: what its runners call while they read a
+        prompt."""
         super().__init__(decoding, limits)
         self._background, self._cancel_check = background, cancel_check if cancel_check is not None else CancelCheck()
         self._lock = threading.RLock()  # held while a round is decoded

@@ -14,7 +14,7 @@ from swiftspec import __version__
 from swiftspec.backends import cpu, cuda
 from swiftspec.backends.cpu.packed_weight_cache import PackedWeightCache
 from swiftspec.builder.load_options import (
-    KEPT_MEMORY,
+    PREFIX_CACHE_MEMORY_MIB,
     HeadName,
     LoadModel,
     LoadOptions,
@@ -79,7 +79,7 @@ class ModelPair:
     load: LoadModel
     emulate: StepTimeEmulation
     trace: Path | None
-    kept_memory: int
+    prefix_cache_memory: int
     cache: PackedWeightCache | None
     grammars: GrammarCompiler
     only: Side | None = None  # what a worker runs of the pair, and for how many sessions
@@ -118,8 +118,8 @@ class ModelPair:
         activations, head = options.get("activations", "auto"), options.get("head", "auto")
         check_rounding(activations, head, ops, device)
         stored = resolve_cache_dtype(options.get("kv_cache_dtype", "auto"), ops, device)
-        kept = options.get("kept_memory", KEPT_MEMORY)
-        require(kept >= 0, f"kept_memory must be at least 0 MiB, not {kept}")
+        kept = options.get("prefix_cache_memory", PREFIX_CACHE_MEMORY_MIB)
+        require(kept >= 0, f"prefix_cache_memory must be at least 0 MiB, not {kept}")
         packed = options.get("packed_cache")
         models = ModelPair(
             Path(target), draft_path, options.get("dtype"), device, share, length, vocab, ops, activations, stored,
@@ -175,7 +175,7 @@ class ModelPair:
             "head": self.head,
             **{name: None if times is None else str(times.points) for name, times in paces.items()},
             "max_model_len": self.max_model_len,
-            "kept_memory": self.kept_memory,
+            "prefix_cache_memory": self.prefix_cache_memory,
             "trace": self.trace is not None,
             "version": __version__,
         }
@@ -226,7 +226,7 @@ class ModelPair:
         executors = selection.population_executors(target, draft, deps, draft_deps, config)
         return LocalPopulation(
             target, draft, executors, config,
-            max_tokens=self.max_model_len, lag=lag, reuse_prefixes=self.kept_memory > 0,
+            max_tokens=self.max_model_len, lag=lag, reuse_prefixes=self.prefix_cache_memory > 0,
         )  # fmt: skip
 
     def _runner(
@@ -283,7 +283,7 @@ class ModelPair:
         for path in self._paths(target=True, draft=plan.mode != "ar"):
             config = read_config(path)
             size += kv_bytes_per_token(config, self.cache_dtype or self._dtype_of(config))
-        return self.kept_memory * 2**20 // size
+        return self.prefix_cache_memory * 2**20 // size
 
     def _paths(self, *, target: bool, draft: bool) -> list[Path]:
         """Of the models that a group holds."""

@@ -10,8 +10,7 @@ from typing import Unpack
 
 from swiftspec.builder.load_options import LoadOptions, WorkerAddress
 from swiftspec.builder.model_pair import ModelPair, draft_tree_slots
-from swiftspec.builder.request_limits import RequestLimits
-from swiftspec.builder.roles import Roles, TreeRoles, check_request, make_tree_decoding
+from swiftspec.builder.roles import RequestLimits, Roles, TreeRoles, check_request, make_tree_decoding
 from swiftspec.config import EngineConfig
 from swiftspec.distributed.draft.failover import RemoteDraft
 from swiftspec.distributed.group.request_state import ModelLimits

@@ -8,7 +8,6 @@ from functools import partial
 from typing import Any
 
 from swiftspec.builder.model_pair import ModelPair
-from swiftspec.builder.request_limits import RequestLimits
 from swiftspec.config import EngineConfig
 from swiftspec.control.controller import Controller
 from swiftspec.control.round_stats import RoundStats
@@ -20,6 +19,7 @@ from swiftspec.distributed.group.request_state import ModelLimits
 from swiftspec.distributed.launch.world import World
 from swiftspec.distributed.rank_startup import EngineRank, Progress
 from swiftspec.engine import Decoding, TreeDecoding
+from swiftspec.errors import UserError
 from swiftspec.model.checkpoint_files import read_config
 from swiftspec.observe.recorder import Recorder
 from swiftspec.observe.rpc_latency import RpcLog, clock_reading
@@ -37,6 +37,36 @@ from swiftspec.sampling.grammar import GrammarCompiler
 from swiftspec.smc.decoding import ParticleDecoding
 from swiftspec.smc.limits import check_sampling
 from swiftspec.smc.population import LocalPopulation
+
+
+@dataclass(frozen=True, slots=True)
+class RequestLimits:
+    """The sizes of a pair of models. `check_sampling` raises UserError on parameters that the mode cannot serve."""
+
+    max_model_len: int
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    check_sampling: Callable[[SamplingParams], None]
+
+    def check(self, prompt: Sequence[int], sampling: SamplingParams) -> None:
+        """Raises UserError on a request that cannot be served; before anything is computed for it."""
+        length, vocab = self.max_model_len, self.vocab_size
+        if not prompt:
+            raise UserError("the prompt is empty: give at least one token")
+        negative = ("the negative prompt", sampling.negative_prompt_ids)
+        for name, ids in (("the prompt", prompt), negative):
+            if len(ids) >= length:
+                raise UserError(
+                    f"{name} of {len(ids)} tokens does not fit the context of {length} with room for an answer: shorten"
+                    " it or raise max_model_len"
+                )
+        others = ("logit_bias", sampling.logit_bias), ("stop_token_ids", sampling.stop_token_ids)
+        for name, ids in (("the prompt", prompt), negative, *others):
+            if not all(0 <= token < vocab for token in ids):
+                raise UserError(f"{name} names a token outside 0..{vocab - 1}")
+        if sampling.top_k > vocab:
+            raise UserError(f"top_k {sampling.top_k} is above the vocabulary of {vocab}: 0 turns it off")
+        self.check_sampling(sampling)
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +182,8 @@ def _tree(
 
 
 def make_tree_decoding(
-    parts: TreeRoles, config: EngineConfig, recorder: Recorder, probabilities: Probabilities, local: LocalDrafter | None,
+    parts: TreeRoles, config: EngineConfig, recorder: Recorder, probabilities: Probabilities, local: LocalDrafter |
+    None,
     away: RemoteDraft | None, hops: RpcLog | None = None,
 ) -> TreeDecoding:  # fmt: skip
     """Decoding on a drafter of this process (`local`) or another (`away`), or on none. `probabilities`: the target's,

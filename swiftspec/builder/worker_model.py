@@ -10,7 +10,7 @@ from typing import Any
 from swiftspec.builder.load_options import LoadOptions, Side
 from swiftspec.builder.model_pair import ModelPair, build_drafter, build_verifier
 from swiftspec.config import EngineConfig
-from swiftspec.distributed.collectives.join import TensorParallelGroup
+from swiftspec.distributed.collectives.join import RankGroup
 from swiftspec.distributed.group.follower_dispatch import FollowerDispatcher
 from swiftspec.distributed.group.leader import LeaderDrafter, LeaderVerifier
 from swiftspec.distributed.group.request_state import ModelLimits
@@ -77,12 +77,12 @@ class WorkerModel:
             settings = {"worker": side, "max_sessions": limits.sessions}
             self.rank = WorkerRank(world, limits.shape, models, settings, self._load_share)
 
-    def _load(self, models: ModelPair, group: TensorParallelGroup | None) -> None:
+    def _load(self, models: ModelPair, group: RankGroup | None) -> None:
         shapes = [replace(self.limits.shape, proposal=proposal) for proposal in ("coupled", "sample")]
         largest = max(shapes, key=lambda shape: models.tree_slots(self.side, shape))
         self.models, self.loaded = models, models.load_side(self.side, largest, group, self._progress)
 
-    def _load_share(self, models: ModelPair, group: TensorParallelGroup) -> set[str]:
+    def _load_share(self, models: ModelPair, group: RankGroup) -> set[str]:
         """Returns the kinds of steps that sessions could have here, as one on a small cache has them."""
         self._load(models, group)
         shape = self.limits.shape

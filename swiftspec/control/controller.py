@@ -7,13 +7,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from swiftspec.control import policy
-from swiftspec.control.round_stats import Decision, Measured, MeasuredRound
+from swiftspec.control.round_stats import Decision, RoundSample, RoundStats
 from swiftspec.control.step_times import SteppedDrafter
-from swiftspec.messages import Opening, Proposal, VerifyResult
+from swiftspec.messages import Proposal, RequestStart, VerifyResult
 from swiftspec.params import SamplingParams
 from swiftspec.runtime.drafter import NoDrafter
 
-SKIP = 2  # rounds after a change that are not measured: caches are cold, and a draft may have to catch up
+SKIPPED_ROUNDS = 2  # rounds after a change that are not measured: caches are cold, and a draft may have to catch up
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,10 +22,10 @@ class PolicyReport:
 
     steps: int  # d and bs of a speculative round, at the end
     nodes: int
-    plain_rounds: int
+    ar_rounds: int
     changes: tuple[tuple[int, Decision], ...]  # each decision with the first round that it holds for
-    tree_round: float | None
-    plain_round: float | None
+    speculative_round_time: float | None
+    ar_round_time: float | None
     break_even: float | None  # the tokens a speculative round must give to be as fast as plain rounds
     speedup: float | None  # of speculative rounds over plain ones
 
@@ -39,144 +39,149 @@ class Controller:
     """
 
     def __init__(
-        self, drafter: SteppedDrafter, make: Callable[[], Measured], clock: Callable[[], float] = time.perf_counter
+        self,
+        drafter: SteppedDrafter,
+        make_stats: Callable[[], RoundStats],
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """`make` is called for ordinary requests, and again for guided ones, whose rounds take longer."""
         self._drafter, self._none = drafter, NoDrafter()
-        self._clock, self._make = clock, make
-        self.measured = make()
-        self._all_measured = {False: self.measured}
+        self._clock, self._make_stats = clock, make_stats
+        self.round_stats = make_stats()
+        self._all_stats = {False: self.round_stats}
         self._reset()
 
     def _reset(self) -> None:
         """Nothing has happened yet in this request."""
-        self._plain_rounds = 0
+        self._ar_rounds = 0
         self._changes: list[tuple[int, Decision]] = []
         self._missed: list[VerifyResult] = []  # results that the sleeping drafter has not been told
         self._proposal: Proposal | None = None  # the drafter's, before it was cut; None in a plain round
         self._began = self._proposed = 0.0  # when the round began, and when its proposal was there
         self._busy = self._draft = 0.0  # seconds in the draft's forwards, in all and for this round
-        self._skip = SKIP  # rounds to come that are not measured
+        self._skip = SKIPPED_ROUNDS  # rounds to come that are not measured
 
     @property
     def busy(self) -> float:
         return self._drafter.busy
 
-    def open(self, opening: Opening) -> None:
+    def open(self, opening: RequestStart) -> None:
         self._reset()
-        self.measured = self._measured_so_far(opening.sampling)
-        self.measured.begin()
+        self.round_stats = self._stats_for(opening.sampling)
+        self.round_stats.start_request()
         self._none.open(opening)
         self._set_steps()
         self._drafter.open(opening)
         self._busy = self._drafter.busy
 
-    def _measured_so_far(self, sampling: SamplingParams) -> Measured:
+    def _stats_for(self, sampling: SamplingParams) -> RoundStats:
         """What was measured of requests like this one. One that says the shape of its rounds is like no other."""
-        guided, ours = sampling.guided, self._all_measured[False].config
+        guided, ours = sampling.guided, self._all_stats[False].config
         asked = ours.for_request(sampling)
         if asked is not ours:
-            return Measured(asked)
-        if guided not in self._all_measured:
-            self._all_measured[guided] = self._make()
-        return self._all_measured[guided]
+            return RoundStats(asked)
+        if guided not in self._all_stats:
+            self._all_stats[guided] = self._make_stats()
+        return self._all_stats[guided]
 
     def propose(self) -> Proposal:
         self._began = self._clock()
-        if self.measured.speculating:
+        if self.round_stats.speculating:
             self._catch_up()
             self._proposal = self._drafter.propose()
             self._draft, self._busy = self._drafter.busy - self._busy, self._drafter.busy
-            proposal = _leading(self._proposal, self.measured.nodes)
+            proposal = _truncate(self._proposal, self.round_stats.nodes)
         else:
             self._proposal, proposal = None, self._none.propose()
         self._proposed = self._clock()
         return proposal
 
     def grow(self) -> None:
-        if self.measured.speculating:
+        if self.round_stats.speculating:
             self._drafter.grow()
 
     def observe(self, result: VerifyResult) -> None:
         came = self._clock()
-        if self.measured.speculating:
+        if self.round_stats.speculating:
             self._drafter.observe(result)
         else:
             self._missed.append(result)
-            self._plain_rounds += 1
+            self._ar_rounds += 1
         self._none.observe(result)
         if self._skip > 0:
             self._skip -= 1
         else:
-            self.measured.add(self._round(result, came))
-        decision = policy.decide(self.measured)
-        if decision != self.measured.current:
-            self.measured.change(decision)
+            self.round_stats.add(self._sample(result, came))
+        decision = policy.decide(self.round_stats)
+        if decision != self.round_stats.current:
+            self.round_stats.apply(decision)
             self._changes.append((result.round + 1, decision))
-            self._skip = SKIP
+            self._skip = SKIPPED_ROUNDS
             self._set_steps()
 
     def catch_up(self, result: VerifyResult) -> None:
         """Rounds that were decoded without this drafter, as the result of one long round. They are not measured."""
-        if self.measured.speculating:
+        if self.round_stats.speculating:
             self._catch_up()
             self._drafter.observe(result)
         else:
             self._missed.append(result)
         self._none.observe(result)
-        self._skip = SKIP
+        self._skip = SKIPPED_ROUNDS
 
     def close(self) -> None:
         self._drafter.close()
 
     def report(self) -> PolicyReport | None:
         """The report of the request so far; None where it has left nothing to decide."""
-        m = self.measured
-        if not m.config.decides:
+        m = self.round_stats
+        if not m.config.is_adaptive:
             return None
-        tree, plain = m.tree_round, m.plain_round
+        tree, plain = m.speculative_round_time, m.ar_round_time
         break_even = tree / plain if tree is not None and plain else None
-        speedup = sum(seen.tokens for seen in m.trees) / len(m.trees) / break_even if break_even else None
-        return PolicyReport(
-            m.steps, m.nodes, self._plain_rounds, tuple(self._changes), tree, plain, break_even, speedup
+        speedup = (
+            sum(seen.tokens for seen in m.speculative_rounds) / len(m.speculative_rounds) / break_even
+            if break_even
+            else None
         )
+        return PolicyReport(m.steps, m.nodes, self._ar_rounds, tuple(self._changes), tree, plain, break_even, speedup)
 
     def _set_steps(self) -> None:
-        if self._drafter.draft_steps != self.measured.steps:
-            self._drafter.draft_steps = self.measured.steps
+        if self._drafter.draft_steps != self.round_stats.steps:
+            self._drafter.draft_steps = self.round_stats.steps
 
-    def _round(self, result: VerifyResult, came: float) -> MeasuredRound:
+    def _sample(self, result: VerifyResult, came: float) -> RoundSample:
         """The round that ends now and whose result came then."""
         seconds, target = self._clock() - self._began, came - self._proposed
         if self._proposal is None:
-            return MeasuredRound(seconds, target, 0.0, len(result.tokens), ())
-        whole = len(self._proposal.tokens) <= self.measured.nodes
-        hits = result.path[1:] if whole else _walk(self._proposal, result.tokens)
-        return MeasuredRound(seconds, target, self._draft, len(result.tokens), hits)
+            return RoundSample(seconds, target, 0.0, len(result.tokens), ())
+        whole = len(self._proposal.tokens) <= self.round_stats.nodes
+        hits = result.path[1:] if whole else _match_path(self._proposal, result.tokens)
+        return RoundSample(seconds, target, self._draft, len(result.tokens), hits)
 
     def _catch_up(self) -> None:
         """Tells the drafter what it missed, as the result of one long round."""
         if self._missed:
-            self._drafter.observe(merged(self._missed))
+            self._drafter.observe(merge_results(self._missed))
             self._missed.clear()
 
 
-def merged(results: Sequence[VerifyResult]) -> VerifyResult:
+def merge_results(results: Sequence[VerifyResult]) -> VerifyResult:
     """Consecutive results as that of one long round, for a drafter that missed them."""
     tokens = tuple(token for result in results for token in result.tokens)
     first, last = results[0], results[-1]
     return VerifyResult(last.request, last.round, first.prefix_len, tuple(range(len(tokens))), tokens)
 
 
-def _leading(proposal: Proposal, nodes: int) -> Proposal:
+def _truncate(proposal: Proposal, nodes: int) -> Proposal:
     """The proposal cut down to its likeliest nodes. One that carries the distributions its tokens were drawn from is
     never cut: leaving out a node because of its own draw would bias the text."""
-    if len(proposal.tokens) <= nodes or proposal.drawn is not None:
+    if len(proposal.tokens) <= nodes or proposal.draft_probs is not None:
         return proposal
     return replace(proposal, tokens=proposal.tokens[:nodes], parents=proposal.parents[:nodes])
 
 
-def _walk(proposal: Proposal, tokens: Sequence[int]) -> tuple[int, ...]:
+def _match_path(proposal: Proposal, tokens: Sequence[int]) -> tuple[int, ...]:
     """The nodes that spell as many of the first `tokens` as the proposal holds, including nodes that were cut off."""
     path, node = [], 0
     for token in tokens:

@@ -9,11 +9,13 @@ from typing import NamedTuple
 
 from swiftspec.config import EngineConfig
 
-WINDOW = 16  # speculative rounds that a judgement rests on
-PROBE = 4  # plain rounds that it rests on
-PATIENCE = 64  # plain rounds before speculation is tried again; this doubles whenever such a trial fails
-LONGEST = 16 * PATIENCE  # but never beyond this
-HOLD = 120  # rounds in which d and bs are not raised, after one of them was raised and soon lowered again
+WINDOW_ROUNDS = 16  # speculative rounds that a judgement rests on
+PROBE_ROUNDS = 4  # plain rounds that it rests on
+RETRY_AFTER_ROUNDS = 64  # plain rounds before speculation is tried again; this doubles whenever such a trial fails
+MAX_RETRY_ROUNDS = 16 * RETRY_AFTER_ROUNDS  # but never beyond this
+RAISE_COOLDOWN_ROUNDS = (
+    120  # rounds in which d and bs are not raised, after one of them was raised and soon lowered again
+)
 
 
 class Decision(NamedTuple):
@@ -24,10 +26,10 @@ class Decision(NamedTuple):
     speculate: bool  # whether the draft is asked at all
 
 
-PLAIN = Decision(0, 1, False)
+NO_SPECULATION = Decision(0, 1, False)
 
 
-class MeasuredRound(NamedTuple):
+class RoundSample(NamedTuple):
     """One round. Times are in seconds. A plain round has no draft, gives one token and has no hits."""
 
     seconds: float  # the whole round, without the time that the consumer of its tokens took
@@ -38,7 +40,7 @@ class MeasuredRound(NamedTuple):
 
 
 @dataclass(slots=True)
-class Measured:
+class RoundStats:
     """The kind of rounds in use and what was measured lately. It is kept from one request to the next."""
 
     config: EngineConfig  # says what may be decided
@@ -46,63 +48,69 @@ class Measured:
     nodes: int = field(init=False)
     speculating: bool = True
     rounds: int = 0  # measured since one of the three above changed
-    trees: deque[MeasuredRound] = field(default_factory=lambda: deque(maxlen=WINDOW))  # the latest speculative rounds
-    plains: deque[float] = field(default_factory=lambda: deque(maxlen=PROBE))  # seconds of the latest plain rounds
-    plain_age: int = 0  # rounds measured since the latest plain one
-    targets: dict[int, float] = field(default_factory=dict)  # by bs, seconds of a verification when it was last in use
-    patience: int = PATIENCE  # plain rounds before speculation is tried again
+    speculative_rounds: deque[RoundSample] = field(
+        default_factory=lambda: deque(maxlen=WINDOW_ROUNDS)
+    )  # the latest speculative rounds
+    ar_seconds: deque[float] = field(
+        default_factory=lambda: deque(maxlen=PROBE_ROUNDS)
+    )  # seconds of the latest plain rounds
+    ar_age: int = 0  # rounds measured since the latest plain one
+    verify_times: dict[int, float] = field(
+        default_factory=dict
+    )  # by bs, seconds of a verification when it was last in use
+    retry_after: int = RETRY_AFTER_ROUNDS  # plain rounds before speculation is tried again
     raised: bool = False  # d or bs is larger than before the latest change of shape
-    hold: int = 0  # rounds before d or bs may be raised
+    raise_cooldown: int = 0  # rounds before d or bs may be raised
 
     def __post_init__(self) -> None:
-        self.steps, self.nodes = self.config.steps, self.config.verify_batch
+        self.steps, self.nodes = self.config.initial_draft_steps, self.config.verify_batch
 
     @property
     def current(self) -> Decision:
         """The kind of rounds in use."""
-        return Decision(self.steps, self.nodes, True) if self.speculating else PLAIN
+        return Decision(self.steps, self.nodes, True) if self.speculating else NO_SPECULATION
 
     @property
-    def tree_round(self) -> float | None:
+    def speculative_round_time(self) -> float | None:
         """Seconds of a speculative round. This and all other times are medians, since a single round may be delayed."""
-        return median(tree.seconds for tree in self.trees) if self.trees else None
+        return median(tree.seconds for tree in self.speculative_rounds) if self.speculative_rounds else None
 
     @property
-    def plain_round(self) -> float | None:
+    def ar_round_time(self) -> float | None:
         """Seconds of a plain round."""
-        return median(self.plains) if self.plains else None
+        return median(self.ar_seconds) if self.ar_seconds else None
 
-    def begin(self) -> None:
+    def start_request(self) -> None:
         """A request begins. It speculates, with the d and bs that the request before it ended with. Where that one
         ended with plain rounds, speculation is judged only after a full window of new rounds. What was tried in vain on
         the text before may be tried again at once."""
         if not self.speculating:
             self.speculating, self.rounds = True, 0
-        self.patience, self.hold = PATIENCE, 0
+        self.retry_after, self.raise_cooldown = RETRY_AFTER_ROUNDS, 0
 
-    def add(self, seen: MeasuredRound) -> None:
+    def add(self, seen: RoundSample) -> None:
         """Takes in a round of the kind in use."""
         self.rounds += 1
-        self.hold -= 1
-        self.plain_age += 1
+        self.raise_cooldown -= 1
+        self.ar_age += 1
         if self.speculating:
-            self.trees.append(seen)
+            self.speculative_rounds.append(seen)
         else:
-            self.plains.append(seen.seconds)
-            self.plain_age = 0
+            self.ar_seconds.append(seen.seconds)
+            self.ar_age = 0
 
-    def change(self, to: Decision) -> None:
+    def apply(self, to: Decision) -> None:
         """The next rounds are of another kind."""
-        short = self.rounds <= 2 * WINDOW  # what is left now was not in use for long
+        short = self.rounds <= 2 * WINDOW_ROUNDS  # what is left now was not in use for long
         if not to.speculate and not short:
-            self.patience = PATIENCE
-        if to.speculate and not self.speculating and self.rounds >= self.patience:
-            self.patience = min(2 * self.patience, LONGEST)
+            self.retry_after = RETRY_AFTER_ROUNDS
+        if to.speculate and not self.speculating and self.rounds >= self.retry_after:
+            self.retry_after = min(2 * self.retry_after, MAX_RETRY_ROUNDS)
         if to.speculate and (to.steps, to.nodes) != (self.steps, self.nodes):
-            if self.trees:
-                self.targets[self.nodes] = median(tree.target for tree in self.trees)
+            if self.speculative_rounds:
+                self.verify_times[self.nodes] = median(tree.target for tree in self.speculative_rounds)
             if short and self.raised and (to.steps < self.steps or to.nodes < self.nodes):
-                self.hold = HOLD
+                self.raise_cooldown = RAISE_COOLDOWN_ROUNDS
             self.raised = to.steps > self.steps or to.nodes > self.nodes
             self.steps, self.nodes = to.steps, to.nodes
         self.speculating, self.rounds = to.speculate, 0

@@ -9,23 +9,25 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Protocol
 
-from swiftspec.config import MOST_STEPS
-from swiftspec.messages import Opening, Proposal, VerifyResult
+from swiftspec.config import MAX_MEASURED_DRAFT_STEPS
+from swiftspec.messages import Proposal, RequestStart, VerifyResult
 from swiftspec.params import SamplingParams
 from swiftspec.runtime.drafter import Drafter
 from swiftspec.runtime.verifier import Verifier
 
-TEXT = 256  # tokens that stand before what is measured: attention has its part in both steps
+CONTEXT_TOKENS = 256  # tokens that stand before what is measured: attention has its part in both steps
 GREEDY = SamplingParams(temperature=0)
 REPEATS = 8
-IN_A_ROW = 4  # verifications after each prefill, which leaves the caches in another state than rounds do
+VERIFICATIONS_PER_PREFILL = (
+    4  # verifications after each prefill, which leaves the caches in another state than rounds do
+)
 
 
 @dataclass(frozen=True, slots=True)
 class DraftTimes:
     """Seconds of a draft's round, typical ones: it spends one turn and d expansions."""
 
-    turn: float  # taking a result, re-rooting, answering
+    overhead: float  # taking a result, re-rooting, answering
     expansion: float  # of w leaves, the host's part included
 
 
@@ -39,12 +41,12 @@ class SteppedDrafter(Drafter, Protocol):
     def draft_steps(self, steps: int, /) -> None: ...
 
 
-def draft_times(drafter: SteppedDrafter, room: int) -> DraftTimes:
+def measure_draft_times(drafter: SteppedDrafter, max_model_len: int) -> DraftTimes:
     """Measured in a context of `room` tokens. Leaves no request open."""
-    text = (0,) * min(TEXT, room)
+    text = (0,) * min(CONTEXT_TOKENS, max_model_len)
     grows, rounds = [], []
     for _ in range(REPEATS):
-        drafter.open(Opening(0, text, GREEDY, len(text)))
+        drafter.open(RequestStart(0, text, GREEDY, len(text)))
         proposal = drafter.propose()
         grows.append(_seconds(drafter.grow))
         likely = proposal.tokens[1] if len(proposal.tokens) > 1 else 0
@@ -55,15 +57,15 @@ def draft_times(drafter: SteppedDrafter, room: int) -> DraftTimes:
     return DraftTimes(max(whole - grown, 0.0), grown / drafter.draft_steps)
 
 
-def verification_time(verifier: Verifier, bs: int, room: int) -> float:
+def measure_verification_time(verifier: Verifier, bs: int, max_model_len: int) -> float:
     """Seconds of one verification of bs nodes, the host's part included, in a context of `room` tokens. Leaves no
     request open."""
-    text = (0,) * max(min(TEXT, room - bs * IN_A_ROW), 1)
+    text = (0,) * max(min(CONTEXT_TOKENS, max_model_len - bs * VERIFICATIONS_PER_PREFILL), 1)
     times = []
     for _ in range(REPEATS):
-        verifier.open(Opening(0, text, GREEDY, len(text)))
+        verifier.open(RequestStart(0, text, GREEDY, len(text)))
         at, root = len(text) - 1, 0
-        for round_ in range(IN_A_ROW if room > bs * IN_A_ROW else 1):
+        for round_ in range(VERIFICATIONS_PER_PREFILL if max_model_len > bs * VERIFICATIONS_PER_PREFILL else 1):
             chain = Proposal(0, round_, at, (root,) * bs, tuple(range(-1, bs - 1)))
             began = time.perf_counter()
             result = verifier.submit(chain).wait()
@@ -77,7 +79,7 @@ def verification_time(verifier: Verifier, bs: int, room: int) -> float:
 def steps_for(target: float, draft: DraftTimes) -> int:
     """d for a verification of `target` seconds: as many expansions as fit beside a turn, so that the target never
     waits. The draft's times being typical ones and the target's its shortest, a draft is seldom late."""
-    return math.floor(min(max((target - draft.turn) / draft.expansion, 1), MOST_STEPS))
+    return math.floor(min(max((target - draft.overhead) / draft.expansion, 1), MAX_MEASURED_DRAFT_STEPS))
 
 
 def _seconds(act: Callable[[], object]) -> float:

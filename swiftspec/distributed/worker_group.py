@@ -11,30 +11,32 @@ from functools import partial
 from typing import Any
 
 from swiftspec.config import EngineConfig
-from swiftspec.distributed.collectives.join import AnyGroup, join_group
-from swiftspec.distributed.group.command_stream import Orders
-from swiftspec.distributed.group.follower_dispatch import Act, Follower
-from swiftspec.distributed.group.leader import Team, obey
-from swiftspec.distributed.launch.config_check import Facts, agree, telling
-from swiftspec.distributed.launch.supervision import Pulse
-from swiftspec.distributed.launch.world import World, run_on
-from swiftspec.distributed.rank_startup import Builder
+from swiftspec.distributed.collectives.join import RankGroup, join_group
+from swiftspec.distributed.group.command_stream import CommandStream
+from swiftspec.distributed.group.follower_dispatch import Action, FollowerDispatcher
+from swiftspec.distributed.group.leader import FollowerGroup, dispatch_loop
+from swiftspec.distributed.launch.config_check import RankConfig, check_consistent, report_startup_error
+from swiftspec.distributed.launch.supervision import Heartbeat
+from swiftspec.distributed.launch.world import World, pin_to_cores
+from swiftspec.distributed.rank_startup import RoleBuilder
 from swiftspec.distributed.transport.channel import Channel
-from swiftspec.distributed.transport.codec import Message, Words, one_word, to_text, to_words
-from swiftspec.distributed.transport.connections import Links
-from swiftspec.distributed.transport.opcodes import Call
+from swiftspec.distributed.transport.codec import Message, Words, single_word, text_to_words, words_to_text
+from swiftspec.distributed.transport.connections import Connections
+from swiftspec.distributed.transport.opcodes import Opcode
 from swiftspec.errors import RankLost, UserError
-from swiftspec.runtime.cancellation import Pause
+from swiftspec.runtime.cancellation import CancelCheck
 
-SHAPE = (
+SHAPE_FIELDS = (
     "mode", "verify_batch", "draft_leaves", "draft_steps", "verify", "proposal", "calibration", "catch_up",
     "adapt_steps",
 )  # fmt: skip
-SIGN = 0.2  # seconds in which the end of a process is noticed
-MakeFollower = Callable[[EngineConfig, Pause], Follower]  # the roles of a session of that shape, on caches of its own
+EXIT_POLL_S = 0.2  # seconds in which the end of a process is noticed
+MakeFollower = Callable[
+    [EngineConfig, CancelCheck], FollowerDispatcher
+]  # the roles of a session of that shape, on caches of its own
 
 
-class Crew:
+class WorkerGroup:
     """The followers of a worker's rank 0. They hear of a session in its first turn at the model, and of its end in the
     next turn of another one: until then its caches stay with them, which are no more than the worker has room for.
     Sessions begin and end in any thread; all else is for whoever has the turn at the model.
@@ -45,42 +47,42 @@ class Crew:
     def __init__(self, followers: Sequence[Channel]) -> None:
         self.followers = followers
         self.broken: str | None = None
-        self._lost: Callable[[str], None] = lambda why: None
+        self._on_lost: Callable[[str], None] = lambda why: None
         self._count = 0
-        self._here: SessionTeam | None = None  # whose calls the followers take
-        self._ended: list[SessionTeam] = []
+        self._selected: SessionFollowers | None = None  # whose calls the followers take
+        self._ended: list[SessionFollowers] = []
 
-    def team(self, shape: EngineConfig) -> SessionTeam:
+    def new_session(self, shape: EngineConfig) -> SessionFollowers:
         """The followers, as the leader of one more session leads them."""
         self._count += 1
-        return SessionTeam(self, self._count, shape)
+        return SessionFollowers(self, self._count, shape)
 
-    def end(self, team: SessionTeam) -> None:
+    def end_session(self, team: SessionFollowers) -> None:
         """The session is over, and its caches go."""
         self._ended.append(team)
 
-    def turn_to(self, team: SessionTeam) -> None:
+    def select_session(self, team: SessionFollowers) -> None:
         """Tells the followers whose calls come next. Raises ConnectionError."""
-        if self._here is team:
+        if self._selected is team:
             return
         while self._ended:
             over = self._ended.pop()
-            if over.known:
-                self._send(Call.SESSION_CLOSE, [over.number])
-        if not team.known:
-            values = {name: getattr(team.shape, name) for name in SHAPE}
-            self._send(Call.SESSION_OPEN, [team.number, *to_words(json.dumps(values))])
-            team.known = True
-        self._send(Call.SESSION_TURN, [team.number])
-        self._here = team
+            if over.opened:
+                self._send(Opcode.SESSION_CLOSE, [over.number])
+        if not team.opened:
+            values = {name: getattr(team.shape, name) for name in SHAPE_FIELDS}
+            self._send(Opcode.SESSION_OPEN, [team.number, *text_to_words(json.dumps(values))])
+            team.opened = True
+        self._send(Opcode.SESSION_SELECT, [team.number])
+        self._selected = team
 
-    def when_lost(self, lost: Callable[[str], None]) -> None:
+    def on_lost(self, lost: Callable[[str], None]) -> None:
         """`lost` hears why the group cannot go on, at once where it has come to that already."""
-        self._lost = lost
+        self._on_lost = lost
         if self.broken is not None:
             lost(self.broken)
 
-    def look(self, patience: float = SIGN) -> None:
+    def check_followers(self, patience: float = EXIT_POLL_S) -> None:
         """Whether the followers are all there; they say nothing, so one that is heard of is gone."""
         for follower in self.followers:
             try:
@@ -88,84 +90,84 @@ class Crew:
             except TimeoutError:
                 continue
             except ConnectionError as error:
-                self.fail(str(error))
+                self.mark_broken(str(error))
 
-    def fail(self, why: str) -> None:
+    def mark_broken(self, why: str) -> None:
         """Nobody knows any more how far the others have come."""
         if self.broken is None:
             self.broken = why
-            self._lost(why)
+            self._on_lost(why)
 
-    def _send(self, call: Call, words: Words) -> None:
+    def _send(self, call: Opcode, words: Words) -> None:
         for follower in self.followers:
             follower.send(call, words)
 
 
-class SessionTeam(Team):
+class SessionFollowers(FollowerGroup):
     """The followers in one session. `known`: whether they have been told of it."""
 
-    def __init__(self, crew: Crew, number: int, shape: EngineConfig) -> None:
+    def __init__(self, crew: WorkerGroup, number: int, shape: EngineConfig) -> None:
         super().__init__(crew.followers)
-        self.number, self.shape, self.known = number, shape, False
-        self._crew = crew
+        self.number, self.shape, self.opened = number, shape, False
+        self._group = crew
 
-    def tell(self, call: Call, message: Message | None = None) -> None:
-        if self._crew.broken is not None:
-            raise RankLost(self._crew.broken)
+    def broadcast(self, call: Opcode, message: Message | None = None) -> None:
+        if self._group.broken is not None:
+            raise RankLost(self._group.broken)
         try:
-            self._crew.turn_to(self)
+            self._group.select_session(self)
         except ConnectionError as error:
-            raise self.failed(call, error) from None
-        super().tell(call, message)
+            raise self.translate_error(call, error) from None
+        super().broadcast(call, message)
 
-    def failed(self, call: Call, error: BaseException) -> BaseException:
-        error = super().failed(call, error)
+    def translate_error(self, call: Opcode, error: BaseException) -> BaseException:
+        error = super().translate_error(call, error)
         if self.broken is not None:
-            self._crew.fail(self.broken)
+            self._group.mark_broken(self.broken)
         return error
 
 
-class FollowedSessions:
+class FollowerSessions:
     """A follower's sessions, as its leader's messages move them."""
 
-    def __init__(self, make: Callable[[EngineConfig], Follower]) -> None:
+    def __init__(self, make: Callable[[EngineConfig], FollowerDispatcher]) -> None:
         self._make = make
-        self._known: dict[int, Follower] = {}
-        self._here: Follower | None = None
+        self._sessions: dict[int, FollowerDispatcher] = {}
+        self._selected: FollowerDispatcher | None = None
 
-    def read(self, kind: int, words: Words) -> Act:
+    def decode(self, kind: int, words: Words) -> Action:
         """What a message asks for. Raises ValueError on what no leader sends."""
         match kind:
-            case Call.SESSION_OPEN:
+            case Opcode.SESSION_OPEN:
                 number, shape = words[0] if words else 0, _shape(words[1:])
-                if number in self._known:
+                if number in self._sessions:
                     raise ValueError("a session is opened twice")
                 return partial(self._open, number, shape)
-            case Call.SESSION_TURN:
-                self._here = self._of(words)
+            case Opcode.SESSION_SELECT:
+                self._selected = self._find(words)
                 return lambda: None
-            case Call.SESSION_CLOSE:
-                gone = self._of(words)
-                self._here = None if self._here is gone else self._here
-                return partial(self._known.pop, words[0])
-            case _ if self._here is None:
+            case Opcode.SESSION_CLOSE:
+                gone = self._find(words)
+                self._selected = None if self._selected is gone else self._selected
+                return partial(self._sessions.pop, words[0])
+            case _ if self._selected is None:
                 raise ValueError("no session is open")
             case _:
-                return self._here.read(kind, words)
+                return self._selected.decode(kind, words)
 
     def _open(self, number: int, shape: EngineConfig) -> None:
-        self._known[number] = self._make(shape)
+        self._sessions[number] = self._make(shape)
 
-    def _of(self, words: Words) -> Follower:
-        number = one_word(words, "session")
-        if number not in self._known:
+    def _find(self, words: Words) -> FollowerDispatcher:
+        number = single_word(words, "session")
+        if number not in self._sessions:
             raise ValueError("there is no such session")
-        return self._known[number]
+        return self._sessions[number]
 
 
 def _shape(words: Words) -> EngineConfig:
     try:
-        return EngineConfig(**json.loads(to_text(words)))
+        return EngineConfig(**json.loads(words_to_text(words)))
     except (ValueError, TypeError, UserError) as error:
         raise ValueError(f"a session's shape makes no sense ({str(error)[:200]})") from None
 
@@ -179,19 +181,19 @@ class WorkerRank:
     """
 
     def __init__(
-        self, world: World, plan: EngineConfig, builder: Builder, settings: Mapping[str, Any],
-        load: Callable[[Any, AnyGroup], set[str]],
+        self, world: World, plan: EngineConfig, builder: RoleBuilder, settings: Mapping[str, Any],
+        load: Callable[[Any, RankGroup], set[str]],
     ) -> None:  # fmt: skip
         """`settings`: what else all ranks must have been started with. `load` returns the kinds of steps that this one
         can use."""
         held = {"target": plan.mode == "ar", "draft": plan.mode != "ar"}
-        with telling(world):
-            facts = builder.facts(plan, **held)
+        with report_startup_error(world):
+            facts = builder.rank_config(plan, **held)
         self._world = world = world.next_job()
-        agree(world, plan, Facts({**facts.settings, **settings}, facts.files, facts.group_files))
-        self._links = Links.connect(world, plan)
-        vocab = self._links.share(builder.vocab_size)
-        self._group: AnyGroup | None = None
+        check_consistent(world, plan, RankConfig({**facts.settings, **settings}, facts.files, facts.group_files))
+        self._connections = Connections.connect(world, plan)
+        vocab = self._connections.broadcast_value(builder.vocab_size)
+        self._group: RankGroup | None = None
         error, kinds = None, set[str]()
         try:
             builder = builder.with_vocab(vocab)
@@ -205,32 +207,32 @@ class WorkerRank:
         except Exception as problem:  # no memory, no device, no group, a broken disk: rank 0 tells it
             error = f"rank {world.rank} cannot start: {str(problem) or type(problem).__name__}"
         try:
-            self.kinds = self._links.report(error, kinds)
+            self.executor_names = self._connections.wait_ready(error, kinds)
         except UserError:
             self.leave()
             raise
-        self.crew = Crew(self._links.followers)
+        self.worker_group = WorkerGroup(self._connections.followers)
 
-    def follow(self, make: MakeFollower) -> None:
+    def run_follower(self, make: MakeFollower) -> None:
         """The life of any rank but 0, until it is sent home. Raises RankLost when rank 0 is gone without a word."""
-        leader = self._links.leader
+        leader = self._connections.leader
         assert leader is not None
-        orders = Orders(leader)
+        orders = CommandStream(leader)
 
-        def made(shape: EngineConfig) -> Follower:
-            pause = Pause()
-            pause.cancelled = orders.given_up
+        def made(shape: EngineConfig) -> FollowerDispatcher:
+            pause = CancelCheck()
+            pause.cancelled = orders.prefill_aborted
             return make(shape, pause)
 
         try:
-            obey(leader, orders, FollowedSessions(made).read, Pulse())
+            dispatch_loop(leader, orders, FollowerSessions(made).decode, Heartbeat())
         finally:
             self.leave()
 
     def leave(self) -> None:
         """Sends the others home, where this is rank 0, and leaves the group."""
-        self._links.leave(home=True)
-        run_on(set(self._world.cores))
+        self._connections.close(shutdown=True)
+        pin_to_cores(set(self._world.cores))
         if self._group is not None:
             self._group.close()
             self._group = None

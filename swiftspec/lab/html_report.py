@@ -26,13 +26,13 @@ tr.best{background:#eef6ee;font-weight:600}tr.dropped{color:#888}p.note{color:#5
 
 def html(profile: Json) -> str:
     """The page. Raises UserError without matplotlib."""
-    key, winner = profile["key"], store.best(profile)
+    key, winner = profile["key"], store.best_run(profile)
     machine = f"{key['hardware']['count']} x {key['hardware']['name']}, {key['ranks']} ranks, {key['dtype']}"
     emulated = " Step times are emulated: models that wait." if any(key["emulate"].values()) else ""
     parts = [
         f"<h1>SwiftSpec profile</h1><p>{_text(machine)}.{emulated} Every figure was measured here.</p>",
-        "" if winner is None else f"<p>Recommended: <b>{_text(store.title(winner['plan']))}</b>, "
-        f"{store.speed(winner):.1f} tokens a second.</p>",
+        "" if winner is None else f"<p>Recommended: <b>{_text(store.plan_title(winner['plan']))}</b>, "
+        f"{store.median_speed(winner):.1f} tokens a second.</p>",
         "" if not profile["stopped"] else f"<p class=note>Ended early: {_text(profile['stopped'])}.</p>",
         *(f"<p>{_text(line.capitalize())}.</p>" for line in results.orchestration(profile)),
         "<h2>Runs</h2>", _table(profile, winner),
@@ -56,11 +56,11 @@ def _text(value: object) -> str:
 
 def _table(profile: Json, winner: Json | None) -> str:
     rows = []
-    for run in sorted(profile["runs"], key=store.speed, reverse=True):
+    for run in sorted(profile["runs"], key=store.median_speed, reverse=True):
         kind = " class=best" if run is winner else " class=dropped" if run["dropped"] else ""
-        cells = [store.title(run["plan"]), run["ops"]]
+        cells = [store.plan_title(run["plan"]), run["ops"]]
         if run["speeds"]:
-            median, least, most = store.spread(run["speeds"])
+            median, least, most = store.median_min_max(run["speeds"])
             cells += [f"{median:.1f}", f"{least:.1f}–{most:.1f}", len(run["speeds"]), f"{run['tokens_per_round']:.2f}"]
         else:
             cells += ["", "", 0, ""]
@@ -91,7 +91,7 @@ def _svg(profile: Json, draw: Callable[[Json, Axes], bool]) -> str | None:
 
 
 def _best_of(runs: Sequence[Json]) -> Json | None:
-    return max((run for run in runs if run["speeds"]), key=store.speed, default=None)
+    return max((run for run in runs if run["speeds"]), key=store.median_speed, default=None)
 
 
 def _default(profile: Json) -> list[Json]:
@@ -108,7 +108,7 @@ def draw_splits(profile: Json, axes: Axes) -> bool:
         groups.setdefault(f"{plan['mode']}\n{split}", []).append(run)
     bars = [(name, found) for name, runs in groups.items() if (found := _best_of(runs)) is not None]
     for place, (_, run) in enumerate(bars):
-        median, least, most = store.spread(run["speeds"])
+        median, least, most = store.median_min_max(run["speeds"])
         axes.bar(place, median, color=COLOURS[run["plan"]["mode"]], width=0.7)
         axes.errorbar(place, median, [[median - least], [most - median]], color="#222", capsize=3)
         d = run["plan"]["draft_steps"]
@@ -152,7 +152,7 @@ def draw_step_times(profile: Json, axes: Axes) -> bool:
     for side, colours in shades.items():
         for rows, colour in zip((1, 8, 32), colours):
             points = sorted(
-                (step["tp"], *store.spread(1e3 * s for s in step["seconds"]))
+                (step["tp"], *store.median_min_max(1e3 * s for s in step["seconds"]))
                 for step in profile["steps"] if step["side"] == side and step["rows"] == rows
             )  # fmt: skip
             if points:
@@ -212,8 +212,11 @@ def draw_ablation(profile: Json, axes: Axes) -> bool:
                 and (ops == "reference" or not r["variation"])]  # fmt: skip
         run = _best_of([r for r in mine if store.ranks_of(r["plan"]) == ranks] or mine)
         if run is not None:
-            axes.bar(place, store.speed(run), color=COLOURS[mode], alpha=1.0 if ops == "auto" else 0.5, width=0.6)
-            axes.annotate(f"{store.speed(run):.0f}", (place, store.speed(run)), (0, 3), textcoords="offset points",
+            axes.bar(
+                place, store.median_speed(run), color=COLOURS[mode], alpha=1.0 if ops == "auto" else 0.5, width=0.6
+            )
+            axes.annotate(f"{store.median_speed(run):.0f}", (place, store.median_speed(run)), (0, 3),
+            textcoords="offset points",
                           ha="center", fontsize=9)  # fmt: skip
     axes.set_xticks(range(4), list(systems))
     axes.set_ylabel("tokens a second")

@@ -78,7 +78,7 @@ def fitted(file: Path, gpu: Gpu) -> tuple[Constants, Constants]:
     points = Fields(file_io.read_object(file), f"{file}: ").objects("points")
     if not points:
         raise UserError(f"{file} does not hold measured operators: it has no points")
-    found = [(p.text("op"), p.number("bytes", least=0, most=1e15), p.number("us", least=0, most=1e9)) for p in points]
+    found = [(p.string("op"), p.number("bytes", ge=0, le=1e15), p.number("us", ge=0, le=1e9)) for p in points]
     lines = {kind: _fit([(size, 1e-6 * us) for op, size, us in found if op == kind]) for kind in KINDS}
     made = []
     for sign, base in zip((1, -1), constants(gpu)):

@@ -10,13 +10,13 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-from swiftspec.builder.roles import Tree
-from swiftspec.control.step_times import GREEDY, TEXT, verification_time
-from swiftspec.distributed.draft.client import GroupDrafter
+from swiftspec.builder.roles import TreeRoles
+from swiftspec.control.step_times import CONTEXT_TOKENS, GREEDY, measure_verification_time
+from swiftspec.distributed.draft.client import DraftGroupClient
 from swiftspec.lab import timeline
 from swiftspec.lab.timeline import Trace
 from swiftspec.llm import LLM
-from swiftspec.messages import Opening, Proposal
+from swiftspec.messages import Proposal, RequestStart
 from swiftspec.params import SamplingParams
 from swiftspec.runtime.verifier import Verifier
 
@@ -77,7 +77,7 @@ def decode_all(llm: LLM, prompts: Sequence[Sequence[int]], max_tokens: int, dead
     """Decodes all prompts, greedily where the mode can. Raises OutOfTime at the deadline (monotonic)."""
     temperature = 1.0 if llm.config.mode == "smc" else 0.0
     sampling = SamplingParams(temperature=temperature, max_tokens=max_tokens, ignore_eos=True)
-    if llm.at_once > 1:
+    if llm.max_num_seqs > 1:
         return _decode_together(llm, prompts, sampling, deadline)
     run = Run()
     for prompt in prompts:
@@ -95,7 +95,7 @@ def decode_all(llm: LLM, prompts: Sequence[Sequence[int]], max_tokens: int, dead
 def _decode_together(llm: LLM, prompts: Sequence[Sequence[int]], sampling: SamplingParams, deadline: float) -> Run:
     """Enough requests to fill an engine that takes several at once, twice over; a prompt comes again with another seed.
     Seconds are those of all together, without those in which prompts are read."""
-    count = max(2 * llm.at_once, len(prompts))
+    count = max(2 * llm.max_num_seqs, len(prompts))
     asked = [(prompts[i % len(prompts)], replace(sampling, seed=i)) for i in range(count)]
     run = Run(answers=[[] for _ in asked])
     requests, chunks = llm.engine.batch([prompt for prompt, _ in asked], [each for _, each in asked])
@@ -111,26 +111,26 @@ def _decode_together(llm: LLM, prompts: Sequence[Sequence[int]], sampling: Sampl
     return run
 
 
-def tree_of(llm: LLM) -> Tree:
+def tree_of(llm: LLM) -> TreeRoles:
     """The roles of an engine that decodes by a draft tree."""
-    assert isinstance(llm.roles.parts, Tree)
+    assert isinstance(llm.roles.parts, TreeRoles)
     return llm.roles.parts
 
 
 def lane_times(llm: LLM) -> tuple[float, float]:
     """Seconds of a verification and of an expansion of an asynchronous engine, both lanes at work at the same time."""
     roles, room = tree_of(llm), llm.max_model_len - 1
-    assert isinstance(roles.drafter, GroupDrafter)
+    assert isinstance(roles.drafter, DraftGroupClient)
     roles.drafter.measure(room)
-    return verification_time(roles.verifier, llm.config.verify_batch, room), roles.drafter.times().expansion
+    return measure_verification_time(roles.verifier, llm.config.verify_batch, room), roles.drafter.times().expansion
 
 
 def step_times(verifier: Verifier, rows: int, room: int, repeats: int) -> Iterator[float]:
     """Seconds of a forward over `rows`, sampling included, once a repeat after one to warm up."""
-    text = (0,) * min(TEXT, room)
+    text = (0,) * min(CONTEXT_TOKENS, room)
     chain = Proposal(0, 0, len(text) - 1, (0,) * rows, tuple(range(-1, rows - 1)))
     for repeat in range(repeats + 1):
-        verifier.open(Opening(0, text, GREEDY, len(text)))
+        verifier.open(RequestStart(0, text, GREEDY, len(text)))
         began = time.perf_counter()
         verifier.submit(chain).wait()
         if repeat > 0:

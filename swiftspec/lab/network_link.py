@@ -6,7 +6,7 @@ import math
 import re
 from dataclasses import dataclass
 
-from swiftspec.errors import UserError, shown
+from swiftspec.errors import UserError, truncated_repr
 
 SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 BITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
@@ -31,7 +31,7 @@ class Link:
         bandwidth = float(speed[1]) * BITS[speed[2].lower()] / 8 if speed else 0.0 if comma else math.inf
         if round_trip > LONGEST or bandwidth <= 0:
             raise UserError(
-                f"--link {shown(text)}: write a round trip of at most {LONGEST:g} s and, if you like, a bandwidth,"
+                f"--link {truncated_repr(text)}: write a round trip of at most {LONGEST:g} s and, if you like, a bandwidth,"
                 " such as 40ms or 40ms,1Gbit"
             )
         return Link(round_trip, bandwidth)

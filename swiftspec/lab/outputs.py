@@ -18,7 +18,7 @@ def write(profile: Mapping[str, Any], file: Path) -> Iterator[Path]:
     table_file = base.with_suffix(".csv") if "." not in base.name else base.with_name(base.name + ".csv")
     store.save(table_file, results.as_csv(profile))
     yield table_file
-    winner = store.best(profile)
+    winner = store.best_run(profile)
     if winner is not None:
         settings = base.with_name(base.name + ".best.yaml")
         store.save(settings, results.as_yaml(winner, file.name))

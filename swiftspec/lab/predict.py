@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from swiftspec.config import MOST_REQUESTS, PopulationConfig
+from swiftspec.config import MAX_CONCURRENT_REQUESTS, PopulationConfig
 from swiftspec.errors import UserError
 from swiftspec.lab import batching_prediction, latency_model, network_prediction, simulation
 from swiftspec.lab.network_link import Link
 from swiftspec.lab.simulation import Acceptance, Times
-from swiftspec.observe.step_time_emulation import Emulation
+from swiftspec.observe.step_time_emulation import StepTimeEmulation
 from swiftspec.profiles import emulation, store
 
 ACCEPTANCE = Path(__file__).with_name("acceptance.json")
@@ -118,8 +118,10 @@ def side_by_side(args: argparse.Namespace, acceptance: Acceptance, step_times: S
     except ValueError:
         groups = [0]
     config = PopulationConfig(args.particles, args.smc_draft_tokens)  # bounds, in one line
-    if not all(1 <= count <= MOST_REQUESTS for count in groups):
-        raise UserError(f"--groups {args.groups!r}: write numbers of requests in 1..{MOST_REQUESTS}, such as 1,2,4,8")
+    if not all(1 <= count <= MAX_CONCURRENT_REQUESTS for count in groups):
+        raise UserError(
+            f"--groups {args.groups!r}: write numbers of requests in 1..{MAX_CONCURRENT_REQUESTS}, such as 1,2,4,8"
+        )
 
     def forwards(rows: int, drafted: int, requests: int) -> tuple[Times, Times]:
         return step_times(1, 1, rows, drafted, requests)
@@ -134,16 +136,16 @@ def against(rows: Sequence[Row], profile: dict[str, Any], bs: int, w: int) -> st
     for row in rows:
         tree = {} if row.mode == "ar" else {"verify_batch": bs, "draft_leaves": w}
         wanted = {"mode": row.mode, "target_tp": row.target_tp, "draft_tp": row.draft_tp, **tree}
-        run = store.best(profile, wanted)
+        run = store.best_run(profile, wanted)
         if run is not None:
             found.append((row, run))
-            measured, d = store.speed(run), run["plan"]["draft_steps"]
+            measured, d = store.median_speed(run), run["plan"]["draft_steps"]
             lines.append(
                 f"{row.title:12} predicted {row.speed:7.1f}  measured {measured:7.1f}{'' if d is None else f' (d {d})'}"
                 f"  {row.speed / measured - 1:+.1%}"
             )
     if found:
-        picked, top = store.speed(found[0][1]), max(store.speed(run) for _, run in found)
+        picked, top = store.median_speed(found[0][1]), max(store.median_speed(run) for _, run in found)
         lines.append(f"the predicted best, {found[0][0].title}, is measured at {picked / top:.1%} of the measured best")
     return "\n".join(lines) or "no split of the profile is among these"
 
@@ -213,21 +215,21 @@ def _records(file: Path | None) -> list[dict[str, Any]]:
     return json.loads(ACCEPTANCE.read_text(encoding="utf-8"))["rounds"]
 
 
-def _emulation(args: argparse.Namespace, profile: dict[str, Any] | None) -> Emulation:
+def _emulation(args: argparse.Namespace, profile: dict[str, Any] | None) -> StepTimeEmulation:
     """The step times that are named, or those that a profile was measured at. Raises UserError where there are none."""
-    given = Emulation()
+    given = StepTimeEmulation()
     if args.emulate is not None:
-        given = emulation.parse(args.emulate)
+        given = emulation.parse_emulation(args.emulate)
     elif profile is not None:
-        given = Emulation.from_dict(profile["key"]["emulate"])
-    if args.emulate is None and given == Emulation():
+        given = StepTimeEmulation.from_dict(profile["key"]["emulate"])
+    if args.emulate is None and given == StepTimeEmulation():
         raise UserError("say for what: --hardware h200x8 --model ... --draft-model ..., or --emulate ... --ranks 4")
     if given.target is None or given.draft is None:
         raise UserError("--emulate must give step times of target and draft")
     return given
 
 
-def _table(args: argparse.Namespace, given: Emulation, around: dict[str, float]) -> StepTimesOf:
+def _table(args: argparse.Namespace, given: StepTimeEmulation, around: dict[str, float]) -> StepTimesOf:
     target, draft = given.target, given.draft
     assert target is not None and draft is not None
 

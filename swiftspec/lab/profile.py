@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any
 from swiftspec import file_io
 from swiftspec.errors import UserError
 from swiftspec.model.checkpoint_files import read_config
-from swiftspec.serve.__main__ import guarded, own_world
-from swiftspec.serve.settings.flags import Table
+from swiftspec.serve.__main__ import join_launched_world, run_guarded
+from swiftspec.serve.settings.flags import SettingsTable
 
 if TYPE_CHECKING:
     from swiftspec.distributed.launch.world import World
@@ -36,7 +36,7 @@ PROMPTS = Path(__file__).with_name("prompts.jsonl")
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command and returns its exit code."""
-    return guarded(lambda first: _run(list(sys.argv[1:] if argv is None else argv)))
+    return run_guarded(lambda first: _run(list(sys.argv[1:] if argv is None else argv)))
 
 
 def _run(argv: list[str]) -> int:
@@ -81,21 +81,21 @@ def parser() -> argparse.ArgumentParser:
 
 def model_settings() -> list[str]:
     """The settings of `serve` that a sweep takes too."""
-    return [name for name, flag in Table().flags.items() if flag.setting.profile]
+    return [name for name, flag in SettingsTable().flags.items() if flag.setting.profile]
 
 
 def sweep(args: argparse.Namespace) -> int:
     """The whole phase, on any rank."""
     from swiftspec.lab.worker_pool import Pair, WorkerPool
-    from swiftspec.serve.model_resolution import Found
+    from swiftspec.serve.model_resolution import ResolvedModels
     from swiftspec.serve.session import load_options
-    from swiftspec.serve.settings.config_sources import load
-    from swiftspec.serve.terminal import Phases
+    from swiftspec.serve.settings.config_sources import load_settings
+    from swiftspec.serve.terminal import StartupProgress
 
     given = {name: getattr(args, name) for name in model_settings() if getattr(args, name) is not None}
-    settings = load({**given, "plan": "none"})
-    world = own_world()
-    found = Found.of(settings, 1, Phases(quiet=True))
+    settings = load_settings({**given, "plan": "none"})
+    world = join_launched_world()
+    found = ResolvedModels.resolve(settings, 1, StartupProgress(quiet=True))
     if found.draft is None:
         raise UserError("a sweep needs a draft model: name one with --draft-model")
     options, dtype, _ = load_options(settings, found.target, world)
@@ -121,8 +121,8 @@ def _prepare(
     pair = crew.pair
     wish = _wish(args, crew.ranks, pair.target, pair.draft, settings)
     emulate, device = pair.options.get("emulate"), str(pair.options.get("device", "cpu"))
-    key = store.Key.of(device, crew.ranks, pair.target, pair.draft, dtype, settings.ops, emulate)
-    file = args.output / f"{store.name_of(key, 'embedded' if settings.model is None else Path(model).name)}.json"
+    key = store.ProfileKey.of(device, crew.ranks, pair.target, pair.draft, dtype, settings.ops, emulate)
+    file = args.output / f"{store.file_stem(key, 'embedded' if settings.model is None else Path(model).name)}.json"
     if args.dry_run:
         print("\n".join([*sweeps.outlook(wish, crew.ranks), f"into {file}, within {wish.budget:g} s"]))
         return None
@@ -185,9 +185,9 @@ def _measure(sweep: Sweep) -> int:
 def read_prompts(file: Path, family: str | None = None) -> list[str]:
     """The field `prompt` of every line. Raises UserError on a file that has none."""
     name, texts = f"--prompts {file}", []
-    for number, line in enumerate(file_io.lines(file, name, most=LARGEST_PROMPTS), 1):
+    for number, line in enumerate(file_io.read_lines(file, name, max_bytes=LARGEST_PROMPTS), 1):
         where = f"{name}, line {number},"
-        text = file_io.decoded(line, where).strip()
+        text = file_io.decode_utf8(line, where).strip()
         if text:
             data = file_io.parse_json(text, where)
             if not isinstance(data, dict) or not isinstance(data.get("prompt"), str):

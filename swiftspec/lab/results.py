@@ -11,7 +11,8 @@ from swiftspec.errors import UserError
 from swiftspec.profiles import schema, store
 
 COLUMNS = (
-    *store.PLAN, *schema.PARTICLES, "ops", "tokens_per_second", "least", "most", "repeats", "tokens_per_round",
+    *store.PLAN_FIELDS, *schema.PARTICLE_FIELDS, "ops", "tokens_per_second", "least", "most", "repeats",
+    "tokens_per_round",
     "target_busy", "verification_ms", "expansion_ms", "dropped",
 )  # fmt: skip
 
@@ -23,9 +24,10 @@ def as_csv(profile: Mapping[str, Any]) -> str:
     writer.writerow(COLUMNS)
     for run in profile["runs"]:
         plan, times = run["plan"], run["steps"] or (None, None)
-        speeds = store.spread(run["speeds"]) if run["speeds"] else (None, None, None)
+        speeds = store.median_min_max(run["speeds"]) if run["speeds"] else (None, None, None)
         writer.writerow(
-            [*(plan.get(name) for name in (*store.PLAN, *schema.PARTICLES)), run["ops"], *speeds, len(run["speeds"]),
+            [*(plan.get(name) for name in (*store.PLAN_FIELDS, *schema.PARTICLE_FIELDS)), run["ops"], *speeds,
+            len(run["speeds"]),
              run["tokens_per_round"], run["target_busy"], *(None if t is None else 1e3 * t for t in times),
              run["dropped"]]
         )  # fmt: skip
@@ -36,21 +38,21 @@ def as_yaml(run: Mapping[str, Any], source: str) -> str:
     """The settings of a run, for `serve --config`."""
     settings = store.settings_of(run["plan"])
     count = len(run["speeds"])
-    lines = [f"# {source}: {store.speed(run):.1f} tokens a second, {count} repeat{'s' if count > 1 else ''}"]
+    lines = [f"# {source}: {store.median_speed(run):.1f} tokens a second, {count} repeat{'s' if count > 1 else ''}"]
     return "\n".join([*lines, *(f"{name.replace('_', '-')}: {value}" for name, value in settings.items())]) + "\n"
 
 
 def table(profile: Mapping[str, Any]) -> str:
     """The runs as aligned text, fastest first, a star at the recommended one."""
-    winner = store.best(profile)
+    winner = store.best_run(profile)
     rows = [("", "run", "ops", "tok/s", "least..most", "tok/round", "busy", "")]
-    for run in sorted(profile["runs"], key=store.speed, reverse=True):
+    for run in sorted(profile["runs"], key=store.median_speed, reverse=True):
         if not run["speeds"]:
-            rows.append(("", store.title(run["plan"]), run["ops"], "-", "", "", "", run["dropped"] or ""))
+            rows.append(("", store.plan_title(run["plan"]), run["ops"], "-", "", "", "", run["dropped"] or ""))
             continue
-        median, least, most = store.spread(run["speeds"])
+        median, least, most = store.median_min_max(run["speeds"])
         rows.append(
-            ("*" if run is winner else "", store.title(run["plan"]), run["ops"], f"{median:.1f}",
+            ("*" if run is winner else "", store.plan_title(run["plan"]), run["ops"], f"{median:.1f}",
              f"{least:.1f}..{most:.1f}", f"{run['tokens_per_round']:.2f}", f"{run['target_busy']:.2f}",
              run["dropped"] or "")
         )  # fmt: skip

@@ -91,7 +91,7 @@ class Sweep:
 
     @property
     def _partial(self) -> Path:
-        return self.file.with_name(self.file.name.removesuffix(".json") + store.PARTIAL)
+        return self.file.with_name(self.file.name.removesuffix(".json") + store.PARTIAL_SUFFIX)
 
     def _first_reason(self) -> str:
         return next((run["dropped"] for run in self.profile["runs"] if run["dropped"]), "no mode is left")
@@ -121,12 +121,12 @@ class Sweep:
                 self._decode(trial, steps, variation=True)
 
     def _variations(self) -> list[Trial]:
-        winner = store.best(self.profile)
+        winner = store.best_run(self.profile)
         return [] if winner is None else trials.variations(winner["plan"])
 
     def _decode(self, trial: Trial, steps: tuple[int | None, ...], variation: bool) -> None:
         """Builds the engine of a trial and decodes the prompts at each d."""
-        self._step(store.title(trial.row(steps[0] if len(steps) == 1 else None)))
+        self._step(store.plan_title(trial.row(steps[0] if len(steps) == 1 else None)))
         known = [d for d in steps if d is not None]
         order = Order(trial.plan(max(known) if known else None), trial.ops)
         try:
@@ -147,7 +147,7 @@ class Sweep:
         except UserError as error:
             for d in steps:
                 self._entry(trial, d, variation)["dropped"] = str(error)
-            self._show.note(f"{store.title(trial.row(None))} is left out: {error}")
+            self._show.note(f"{store.plan_title(trial.row(None))} is left out: {error}")
         self._save()
 
     def _entry(self, trial: Trial, d: int | None, variation: bool) -> Json:
@@ -169,9 +169,9 @@ class Sweep:
         entry["speeds"].append(run.speed)
         entry["tokens_per_round"], entry["rounds"] = run.tokens_per_round, run.rounds
         entry["target_busy"], entry["steps"] = run.busy / run.seconds, times
-        leader = store.best(self.profile)
+        leader = store.best_run(self.profile)
         if leader is not None:
-            self._show.best(store.title(leader["plan"]), store.speed(leader))
+            self._show.best(store.plan_title(leader["plan"]), store.median_speed(leader))
 
     def _drop(self) -> None:
         """Ends the race for those that are hopelessly behind."""
@@ -205,9 +205,9 @@ class Sweep:
         runs = [run for run in self.profile["runs"] if run["speeds"] and not run["variation"]]
         plans = [run["plan"] for run in runs if run["plan"]["draft_steps"]]
         for plan in plans:
-            shape = {name: plan[name] for name in ("mode", *store.TREE)}
+            shape = {name: plan[name] for name in ("mode", *store.TREE_FIELDS)}
             if not any(same(known["plan"], shape) for known in self.profile["rounds"]):
-                self._step(f"rounds of {store.title(plan)}")
+                self._step(f"rounds of {store.plan_title(plan)}")
                 trial = replace(Trial.of(plan), target_tp=1, draft_tp=1)
                 trace = self._traced(trial, plan)
                 self.profile["rounds"].append({"plan": shape, "rounds": measurement.rounds_of(trace)})
@@ -215,7 +215,7 @@ class Sweep:
 
     def _lanes(self) -> None:
         """A few rounds of the best asynchronous run as they overlapped."""
-        winner = store.best(self.profile, {"mode": "async"})
+        winner = store.best_run(self.profile, {"mode": "async"})
         if winner is not None and not self.profile["lanes"]:
             self._step("both lanes")
             trace = self._traced(Trial.of(winner["plan"]), winner["plan"], paced=True)
@@ -283,7 +283,7 @@ def same(plan: Json, wanted: Json) -> bool:
 
 def resumed(file: Path, fresh: Json) -> Json:
     """What an interrupted sweep has left beside `file`. Raises UserError where there is none, or of something else."""
-    partial = file.with_name(file.name.removesuffix(".json") + store.PARTIAL)
+    partial = file.with_name(file.name.removesuffix(".json") + store.PARTIAL_SUFFIX)
     if not partial.exists():
         raise UserError(f"nothing to resume: there is no {partial}")
     found = store.load(partial)
@@ -299,7 +299,7 @@ def outlook(wish: Wish, ranks: int) -> Sequence[str]:
     lines = []
     for trial in contest:
         d = "d measured" if trial.mode == "async" else f"d in {', '.join(map(str, trial.steps))}" if trial.steps else ""
-        lines.append(f"{store.title(trial.row(None))} {d}".rstrip())
+        lines.append(f"{store.plan_title(trial.row(None))} {d}".rstrip())
     rows = f"{trials.ROWS[0]}..{trials.ROWS[-1]}"
     lines.append(f"step times of both models on 1..{ranks} ranks, {rows} rows")
     lines += ["the best serial and async once more on plain torch operators", "the winner's bs and w one at a time"]

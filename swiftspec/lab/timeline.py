@@ -31,12 +31,12 @@ class Trace:
         dropped."""
         head: Json = {}
         rounds: list[Json] = []
-        for name, data in trace_file.read(file, LARGEST):
+        for name, data in trace_file.read_trace(file, LARGEST):
             if not head:
-                schema.check(schema.Head, data, name)
+                schema.validate(schema.TraceHeader, data, name)
                 head = data
             elif "round" in data or not data.keys() & {"begin", "end"}:
-                schema.check(schema.Round, data, name)
+                schema.validate(schema.TraceRound, data, name)
                 rounds.append(data)
         return Trace(head, rounds)
 

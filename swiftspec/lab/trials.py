@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from swiftspec.config import MODES, MOST_STEPS, EngineConfig
+from swiftspec.config import MAX_MEASURED_DRAFT_STEPS, MODES, EngineConfig
 from swiftspec.control.step_times import DraftTimes, steps_for
 from swiftspec.errors import UserError
 from swiftspec.model.config import ModelConfig
@@ -25,7 +25,9 @@ PARTICLES = {  # each with the others at the usual value
     "particles": (1, 2, 8, 16), "smc_draft_tokens": (1, 2, 8), "smc_groups": (2, 4, 8),
 }  # fmt: skip
 USUAL = EngineConfig()
-ENGINE = tuple(name for name in store.PLAN if name != "draft_steps")  # what of a plan an engine keeps while d changes
+ENGINE = tuple(
+    name for name in store.PLAN_FIELDS if name != "draft_steps"
+)  # what of a plan an engine keeps while d changes
 LOSING = 0.85  # a run whose best repeat stays below this share of the leader's median is not repeated
 
 
@@ -47,16 +49,16 @@ class Trial:
     @staticmethod
     def of(plan: Mapping[str, Any], ops: str = "auto", steps: tuple[int, ...] = ()) -> Trial:
         """The engine of a profile's plan."""
-        particles = {name: plan[name] for name in schema.PARTICLES if plan.get(name) is not None}
+        particles = {name: plan[name] for name in schema.PARTICLE_FIELDS if plan.get(name) is not None}
         return Trial(ops=ops, steps=steps, **{name: plan[name] for name in ENGINE}, **particles)
 
     def plan(self, draft_steps: int | None) -> EngineConfig:
         """The plan of the engine."""
-        return schema.engine_of(self.row(draft_steps))
+        return schema.engine_config(self.row(draft_steps))
 
     def row(self, draft_steps: int | None) -> dict[str, Any]:
         """The plan as a profile holds it."""
-        names = (*ENGINE, *(schema.PARTICLES if self.mode == "smc" else ()))
+        names = (*ENGINE, *(schema.PARTICLE_FIELDS if self.mode == "smc" else ()))
         engine = {name: getattr(self, name) for name in names}
         return {**engine, "draft_steps": draft_steps if self.mode in ("serial", "async") else None}
 
@@ -176,7 +178,7 @@ def ablation(runs: Sequence[Mapping[str, Any]]) -> list[Trial]:
 def depths(target: float, draft: float) -> tuple[int, ...]:
     """d: floor and ceiling of the ratio of a verification to an expansion (paper, section 3.1)."""
     low = steps_for(target, DraftTimes(0.0, draft))
-    high = min(max(math.ceil(target / draft), 1), MOST_STEPS)
+    high = min(max(math.ceil(target / draft), 1), MAX_MEASURED_DRAFT_STEPS)
     return tuple(sorted({low, high}))
 
 

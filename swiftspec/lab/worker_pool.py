@@ -13,13 +13,13 @@ from typing import Any, Literal
 import torch
 
 from swiftspec.backends import cpu as host
-from swiftspec.builder.load_options import Options
+from swiftspec.builder.load_options import LoadOptions
 from swiftspec.config import EngineConfig, PopulationConfig
-from swiftspec.distributed.launch.world import World, available_cores, run_on
+from swiftspec.distributed.launch.world import World, available_cores, pin_to_cores
 from swiftspec.errors import RankLost, UserError
 from swiftspec.llm import LLM, serve_rank
-from swiftspec.observe.step_time_emulation import Emulation
-from swiftspec.serve.settings.flags import MOST_THREADS
+from swiftspec.observe.step_time_emulation import StepTimeEmulation
+from swiftspec.serve.settings.flags import MAX_THREADS
 
 Ops = Literal["auto", "reference"]
 
@@ -50,17 +50,17 @@ class Pair:
 
     target: Path
     draft: Path
-    options: Options
+    options: LoadOptions
     threads: int | None = None  # inside one operation; None: this rank's cores
 
-    def options_for(self, order: Order) -> Options:
+    def options_for(self, order: Order) -> LoadOptions:
         """Those of an order. No text is kept: each run reads its prompts, as the first one does."""
-        emulate = (self.options.get("emulate") if order.paced else None) or Emulation()
+        emulate = (self.options.get("emulate") if order.paced else None) or StepTimeEmulation()
         if order.alone == "draft":
-            emulate = Emulation(target=emulate.draft)
+            emulate = StepTimeEmulation(target=emulate.draft)
         trace = None if order.trace is None else Path(order.trace)
         ops: Ops = "reference" if order.ops == "reference" else "auto"
-        return {**self.options, "emulate": emulate, "trace": trace, "ops": ops, "kept_memory": 0}
+        return {**self.options, "emulate": emulate, "trace": trace, "ops": ops, "prefix_cache_memory": 0}
 
     def models(self, order: Order) -> tuple[Path, Path | None]:
         """The target and the draft of an order."""
@@ -123,11 +123,11 @@ class WorkerPool:
     def _part(self, order: Order) -> World | None:
         """The ranks of an order, this one on its cores; None for one that is alone."""
         number, self._orders = self._orders, self._orders + 1
-        part = None if self._world is None else self._world.part(order.plan.ranks, f"part {number}")
+        part = None if self._world is None else self._world.subworld(order.plan.num_ranks, f"part {number}")
         alone = part is None or part.size == 1
         cores = part.own_cores() if part is not None and part.rank < part.size else available_cores()
-        run_on(cores)
-        threads = self.pair.threads or min(len(cores) if part is None or part.spin else 1, MOST_THREADS)
+        pin_to_cores(cores)
+        threads = self.pair.threads or min(len(cores) if part is None or part.spin else 1, MAX_THREADS)
         host.set_threads(threads)
         torch.set_num_threads(threads if self._world is None and order.ops == "reference" else 1)
         if alone and part is not None and part.rank == 0:

@@ -11,8 +11,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from swiftspec.errors import UserError, shown
-from swiftspec.file_io import Fields, in_a_line, is_file, is_folder, read_object
+from swiftspec.errors import UserError, truncated_repr
+from swiftspec.file_io import Fields, is_file, is_folder, one_line, read_object
 from swiftspec.model.checkpoint import FLOATS
 from swiftspec.model.config import ModelConfig
 from swiftspec.model.config_json import parse_config, stop_tokens
@@ -73,10 +73,12 @@ class Tensors:
         try:
             found = list(handle.get_slice(name).get_shape())  # of the header: nothing is read, or made, before it fits
             if found != list(shape):
-                raise UserError(f"{self.folder / file}: {name} is {shown(found)}, config.json says {list(shape)}")
+                raise UserError(
+                    f"{self.folder / file}: {name} is {truncated_repr(found)}, config.json says {list(shape)}"
+                )
             tensor: Tensor = handle.get_tensor(name)
         except (SafetensorError, OSError, ValueError, RuntimeError) as error:
-            raise UserError(f"{self.folder / file}: cannot read {name} ({in_a_line(error)})") from None
+            raise UserError(f"{self.folder / file}: cannot read {name} ({one_line(error)})") from None
         if tensor.dtype not in kinds:
             raise UserError(f"{self.folder / file}: {name} is {tensor.dtype}, which is not supported here")
         self._left.discard(name)
@@ -111,7 +113,7 @@ class Tensors:
         redundant = ("rotary_emb.inv_freq", "lm_head.weight")
         extra = sorted(name for name in self._left if not name.endswith(redundant))
         if extra:
-            name = extra[0] if extra[0].isprintable() and len(extra[0]) <= 200 else shown(extra[0])
+            name = extra[0] if extra[0].isprintable() and len(extra[0]) <= 200 else truncated_repr(extra[0])
             order = " (activation order is not supported)" if extra[0].endswith("g_idx") else ""
             raise UserError(f"{self.folder}: tensor {name} has no place in this model{order}")
 
@@ -130,13 +132,13 @@ def open_tensors(path: str | Path, progress: Progress | None = None) -> Tensors:
 
 def _indexed_files(folder: Path) -> list[str]:
     """The files that the index names, in order."""
-    index = Fields(read_object(folder / _INDEX, most=LARGEST_INDEX), f"{folder / _INDEX}: ").object("weight_map")
+    index = Fields(read_object(folder / _INDEX, max_bytes=LARGEST_INDEX), f"{folder / _INDEX}: ").object("weight_map")
     if not index.data:
         raise UserError(f"{folder / _INDEX}: not a safetensors index (its weight_map names no file)")
-    files = sorted({index.text(tensor) for tensor in index.data})
+    files = sorted({index.string(tensor) for tensor in index.data})
     for file in files:
         if Path(file).name != file or not file.isprintable() or len(file) > 255:
-            raise UserError(f"{folder / _INDEX}: {shown(file)} is not a plain file name")
+            raise UserError(f"{folder / _INDEX}: {truncated_repr(file)} is not a plain file name")
         if not is_file(folder / file):
             raise UserError(f"{folder / file}: missing, though {_INDEX} names it")
     return files
@@ -155,4 +157,4 @@ def _open(file: Path) -> Any:
     try:
         return safe_open(file, framework="pt")
     except (SafetensorError, OSError, ValueError) as error:
-        raise UserError(f"{file}: damaged or cut short ({in_a_line(error)}); download it again") from None
+        raise UserError(f"{file}: damaged or cut short ({one_line(error)}); download it again") from None

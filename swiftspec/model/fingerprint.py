@@ -17,7 +17,7 @@ def fingerprint(path: Path) -> str:
     Raises UserError where one of them cannot be read; what is no regular file belongs to no model."""
     digest = hashlib.sha256()
     for file in _regular(path, "*.json"):
-        digest.update(os.fsencode(file.name) + file_io.read_bytes(file, most=LARGEST))
+        digest.update(os.fsencode(file.name) + file_io.read_bytes(file, max_bytes=LARGEST))
     for file in _regular(path, "*.safetensors"):
         with file_io.open_file(file) as stream:
             digest.update(os.fsencode(file.name) + f" {os.fstat(stream.fileno()).st_size}".encode())

@@ -30,7 +30,7 @@ SLACK = 1.0625  # what roundings on the way to the cache may add
 
 
 @dataclass(frozen=True, slots=True)
-class Fit:
+class Fp8KVScale:
     """The heads of a model, or of a rank's share of it, whose keys and values are to fit."""
 
     heads: int

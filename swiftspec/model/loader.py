@@ -11,25 +11,25 @@ import torch
 from swiftspec.errors import UserError
 from swiftspec.model.checkpoint import Checkpoint
 from swiftspec.model.checkpoint_files import Progress, open_tensors, read_config
-from swiftspec.model.float8 import FLOAT8, Fit
+from swiftspec.model.float8 import FLOAT8, Fp8KVScale
 from swiftspec.model.formats import format_of
 from swiftspec.model.formats.int8 import Rounding
-from swiftspec.model.packed_model import Stack
+from swiftspec.model.packed_model import PackedModel
 from swiftspec.model.shard import Shard
-from swiftspec.model.tensor_parallel import Group
-from swiftspec.model.transformer import Ops, Transformer
+from swiftspec.model.tensor_parallel import TensorParallelGroup
+from swiftspec.model.transformer import ModelOps, Transformer
 from swiftspec.model.weights import ModelWeights
 
 
 class Entry(Protocol):
     """One model among those whose packed weights are kept."""
 
-    def over(self, weights: ModelWeights, dtype: torch.dtype, skip: Callable[[str], object], /) -> ModelWeights:
+    def load(self, weights: ModelWeights, dtype: torch.dtype, skip: Callable[[str], object], /) -> ModelWeights:
         """The weights, with what is kept in place of what would be read. `skip` hears the prefix of the tensors that
         nobody will take then."""
         ...
 
-    def keep(self, stack: Stack, /) -> None:
+    def store(self, stack: PackedModel, /) -> None:
         """Keeps what had to be packed, at some time."""
         ...
 
@@ -50,9 +50,9 @@ def load_model(
     *,
     dtype: torch.dtype | None = None,
     device: torch.device | str = "cpu",
-    ops: Ops,
+    ops: ModelOps,
     max_positions: int,
-    group: Group | None = None,
+    group: TensorParallelGroup | None = None,
     rounding: Rounding = NO_ROUNDING,
     cache_dtype: torch.dtype | None = None,
     progress: Progress | None = None,
@@ -79,7 +79,7 @@ def load_model(
     if cache_dtype == FLOAT8:
         own = config if shard is None else shard
         kv_heads = config.num_kv_heads if shard is None else shard.kv_heads
-        weights = Fit(own.num_heads, kv_heads, config.head_dim).of_weights(weights)
+        weights = Fp8KVScale(own.num_heads, kv_heads, config.head_dim).of_weights(weights)
     kind: torch.dtype = dtype or getattr(torch, config.dtype)
     entry = None
     if kept is not None:
@@ -87,11 +87,11 @@ def load_model(
         facts = {"files": tensors.facts, "config": repr(config), "dtype": str(kind), "share": share}
         facts |= {} if cache_dtype is None else {"cache": str(cache_dtype)}
         entry = kept.entry({**facts, "rounding": repr(rounding)})
-        weights = entry.over(weights, kind, tensors.skip)
+        weights = entry.load(weights, kind, tensors.skip)
     model = Transformer(
         config, weights, ops, device, kind, max_positions, share=shard, group=group, cache_dtype=cache_dtype
     )
     tensors.check_all_taken()
     if entry is not None:
-        entry.keep(model.stack)
+        entry.store(model.stack)
     return model

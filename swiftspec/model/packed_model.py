@@ -9,11 +9,11 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from swiftspec.model.batch import Batch
-from swiftspec.model.tensor_parallel import Group
+from swiftspec.model.tensor_parallel import TensorParallelGroup
 
 
 @dataclass(frozen=True, slots=True)
-class Layer:
+class PackedLayer:
     """One layer made ready at load: two norms, four projections."""
 
     input_norm: Any
@@ -25,18 +25,18 @@ class Layer:
 
 
 @dataclass(frozen=True, slots=True)
-class Stack:
+class PackedModel:
     """All that a forward reads of a model, or of one rank's share of it."""
 
     embedding: Tensor  # [vocab, D]
-    layers: Sequence[Layer]
+    layers: Sequence[PackedLayer]
     norm: Any
     head: Any
     cos: Tensor  # [positions, hd]
     sin: Tensor
     num_heads: int
     kv_heads: int
-    group: Group | None  # the ranks that sum the outputs of O and down
+    group: TensorParallelGroup | None  # the ranks that sum the outputs of O and down
 
 
 class Cache(Protocol):

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 
-class Group(Protocol):
+class TensorParallelGroup(Protocol):
     """Ranks that share one model. Every rank calls the same operations in the same order."""
 
     rank: int

@@ -14,12 +14,12 @@ from torch import Tensor
 
 from swiftspec.model.batch import Batch
 from swiftspec.model.config import ModelConfig
-from swiftspec.model.packed_model import Cache, Fused, Layer, Stack
-from swiftspec.model.tensor_parallel import Group
+from swiftspec.model.packed_model import Cache, Fused, PackedLayer, PackedModel
+from swiftspec.model.tensor_parallel import TensorParallelGroup
 from swiftspec.model.weights import LayerWeights, ModelWeights, Weight
 
 
-class Ops(Protocol):
+class ModelOps(Protocol):
     """A module of fused operators; swiftspec.backends.reference defines them. What it packs is its own affair."""
 
     def pack(self, weight: Weight, dtype: torch.dtype, device: torch.device | str, /) -> Any: ...
@@ -27,7 +27,7 @@ class Ops(Protocol):
     def rope_tables(
         self, rope: Any, head_dim: int, length: int, dtype: torch.dtype, device: torch.device | str, /
     ) -> tuple[Tensor, Tensor]: ...
-    def fuse(self, stack: Stack, /) -> Fused | None: ...
+    def fuse(self, stack: PackedModel, /) -> Fused | None: ...
     def prepare(self, batch: Batch, cache: Any, cos: Tensor, sin: Tensor, num_heads: int, /) -> Any: ...
     def embed(self, tokens: Tensor, weight: Tensor, /) -> Tensor: ...
     def norm_linear(self, x: Tensor, norm: Any, packed: Any, /) -> Tensor: ...
@@ -39,7 +39,7 @@ class Ops(Protocol):
     def norm_head(self, x: Tensor, norm: Any, packed: Any, /) -> Tensor: ...
 
 
-class Share(Protocol):
+class ShardInfo(Protocol):
     """What of a model one rank of a group holds; shard.py computes it."""
 
     @property
@@ -57,8 +57,8 @@ class Transformer:
     """
 
     def __init__(
-        self, config: ModelConfig, weights: ModelWeights, ops: Ops, device: torch.device | str, dtype: torch.dtype,
-        max_positions: int, *, share: Share | None = None, group: Group | None = None,
+        self, config: ModelConfig, weights: ModelWeights, ops: ModelOps, device: torch.device | str, dtype: torch.dtype,
+        max_positions: int, *, share: ShardInfo | None = None, group: TensorParallelGroup | None = None,
         cache_dtype: torch.dtype | None = None,
     ) -> None:  # fmt: skip
         self.config, self.device, self.dtype = config, torch.device(device), dtype
@@ -70,15 +70,15 @@ class Transformer:
         head = ops.pack(weights.head(), dtype, device)  # the largest is held twice while there is little else
         embedding, layers = weights.embedding.to(device, dtype), [self._pack(read()) for read in weights.layers]
         norm = ops.pack_norm(weights.norm, config.rms_norm_eps, dtype, device)
-        self.stack = Stack(embedding, layers, norm, head, cos, sin, self.num_heads, self.kv_heads, group)
+        self.stack = PackedModel(embedding, layers, norm, head, cos, sin, self.num_heads, self.kv_heads, group)
         self.fused: Any = ops.fuse(self.stack)  # a `Fused` or None; steps that are native calls know more of it
 
-    def _pack(self, layer: LayerWeights) -> Layer:
+    def _pack(self, layer: LayerWeights) -> PackedLayer:
         norms = (layer.input_norm, layer.post_norm)
         first, second = (self._ops.pack_norm(norm, self.config.rms_norm_eps, self.dtype, self.device) for norm in norms)
         matrices = (layer.qkv, layer.o, layer.gate_up, layer.down)
         qkv, o, gate_up, down = (self._ops.pack(matrix, self.dtype, self.device) for matrix in matrices)
-        return Layer(first, qkv, o, second, gate_up, down)
+        return PackedLayer(first, qkv, o, second, gate_up, down)
 
     @torch.no_grad()
     def forward(self, batch: Batch, cache: Cache, *, head: bool = True) -> Tensor | None:

@@ -53,7 +53,8 @@ class Recorder:
         self._undelivered.append(entry)
 
     def draft(self, request: int, round_: int, timeline: Callable[[], Record]) -> None:
-        """What reads the draft's lane of a round (see `RoundRecord`); nothing where that comes late, after the next round or
+        """What reads the draft's lane of a round (see `RoundRecord`); nothing where that comes late, after the next
+        round or
         its request."""
         if request == self._request and (last := self._round_without_draft(round_)) is not None:
             last.draft = timeline

@@ -124,14 +124,16 @@ class DraftTimeline:
 class TreeTrace:
     """Watches the loop on rank 0.
 
-    `busy`: seconds that the target has spent in forwards so far. `drafter_active`: whether the last proposal was the drafter's,
+    `busy`: seconds that the target has spent in forwards so far. `drafter_active`: whether the last proposal was the
+    drafter's,
     who is not asked in plain rounds, nor anywhere in a plain request. `probabilities`: the target's, of the tokens of
     the proposal verified last. `lane`: of a drafter in this process. `hops`: exchanges with workers since it was asked
     last.
     """
 
     def __init__(
-        self, recorder: Recorder, busy: Callable[[], float], drafter_active: Callable[[], bool], probabilities: Probabilities,
+        self, recorder: Recorder, busy: Callable[[], float], drafter_active: Callable[[], bool], probabilities:
+        Probabilities,
         lane: DraftTimeline | None = None, hops: Callable[[], Sequence[RpcRecord]] = tuple,
     ) -> None:  # fmt: skip
         self._hops = hops

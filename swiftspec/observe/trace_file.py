@@ -60,7 +60,8 @@ class TraceFile:
 
 
 def read_trace(path: Path, max_bytes: int) -> Iterator[tuple[str, Record]]:
-    """The lines of a trace of at most `max_bytes` bytes, the head first, each with its name for an error. A last line that
+    """The lines of a trace of at most `max_bytes` bytes, the head first, each with its name for an error. A last line
+    that
     was cut off is left out. Raises UserError on a file that is no trace, and on a line that is none."""
     no_trace = UserError(f"{path} is no trace of this version: make one with `serve --trace {path.name}`")
     number, bad = 0, None

@@ -9,22 +9,22 @@ from pathlib import Path
 from typing import Any
 
 from swiftspec import file_io
-from swiftspec.errors import UserError, shown
+from swiftspec.errors import UserError, truncated_repr
 from swiftspec.file_io import Fields
-from swiftspec.observe.step_time_emulation import Emulation, StepTimes
+from swiftspec.observe.step_time_emulation import StepTimeEmulation, StepTimes
 
 UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
-BATCH = 8  # rows that Table 1 was measured at
-LEAST = 1e-9  # milliseconds in a file
-LONGEST = 60.0  # seconds of a step: beyond that somebody confused the units
+TABLE_ROWS = 8  # rows that Table 1 was measured at
+MIN_STEP_MS = 1e-9  # milliseconds in a file
+MAX_STEP_S = 60.0  # seconds of a step: beyond that somebody confused the units
 
 
-def paper() -> dict[str, Any]:
+def paper_figures() -> dict[str, Any]:
     """The paper's figures that ship with the package."""
     return json.loads(Path(__file__).with_name("paper.json").read_text(encoding="utf-8"))
 
 
-def parse(text: str) -> Emulation:
+def parse_emulation(text: str) -> StepTimeEmulation:
     """`target=10.48ms,draft=3.25ms`, with the name of a model in Table 1 in place of a time where that should depend on
     the number of ranks, or a JSON file `{"target": {"TP size": {"rows": milliseconds}}, "draft": ...}`. Raises
     UserError."""
@@ -34,34 +34,39 @@ def parse(text: str) -> Emulation:
     for part in text.split(","):
         side, _, value = part.strip().partition("=")
         if side not in ("target", "draft") or side in sides or not value:
-            raise UserError(f"--emulate {shown(text)}: write target=10.48ms,draft=3.25ms, or name a .json file")
+            raise UserError(
+                f"--emulate {truncated_repr(text)}: write target=10.48ms,draft=3.25ms, or name a .json file"
+            )
         sides[side] = _times(value)
-    return Emulation(sides.get("target"), sides.get("draft"))
+    return StepTimeEmulation(sides.get("target"), sides.get("draft"))
 
 
 def _times(value: str) -> StepTimes:
-    table = {name: times for name, times in paper()["step_ms"].items() if name != "note"}
+    table = {name: times for name, times in paper_figures()["step_ms"].items() if name != "note"}
     if value in table:
-        return StepTimes(tuple((int(tp), BATCH, ms * 1e-3) for tp, ms in table[value].items()))
+        return StepTimes(tuple((int(tp), TABLE_ROWS, ms * 1e-3) for tp, ms in table[value].items()))
     found = re.fullmatch(r"([0-9.]+(?:e-?\d+)?)(us|ms|s)", value)
     try:
         assert found is not None
-        return StepTimes(((1, BATCH, _checked(float(found[1]) * UNITS[found[2]])),))
+        return StepTimes(((1, TABLE_ROWS, _checked(float(found[1]) * UNITS[found[2]])),))
     except (AssertionError, ValueError):
         known = ", ".join(table)
         raise UserError(
-            f"--emulate: {shown(value)} is no step time: write 10.48ms (at most {LONGEST:g} s), or one of {known}"
+            f"--emulate: {truncated_repr(value)} is no step time: write 10.48ms (at most {MAX_STEP_S:g} s), or one of"
+            f" {known}"
         ) from None
 
 
-def _from_file(file: Path) -> Emulation:
+def _from_file(file: Path) -> StepTimeEmulation:
     name = f"--emulate {file}"
-    fields = Fields(file_io.read_object(file, name, file_io.SMALL))
+    fields = Fields(file_io.read_object(file, name, file_io.SMALL_FILE_BYTES))
     unknown = sorted(set(fields.data) - {"target", "draft"})
     try:
         if unknown or not fields.data:
-            raise ValueError(f"its keys must be target and draft, not {shown(unknown[0]) if unknown else 'none'}")
-        return Emulation(**{side: _from_table(fields.object(side)) for side in fields.data})
+            raise ValueError(
+                f"its keys must be target and draft, not {truncated_repr(unknown[0]) if unknown else 'none'}"
+            )
+        return StepTimeEmulation(**{side: _from_table(fields.object(side)) for side in fields.data})
     except (ValueError, UserError) as error:
         raise UserError(
             f'{name} must hold {{"target": {{"TP size": {{"rows": milliseconds}}}}, "draft": ...}} ({error})'
@@ -73,7 +78,7 @@ def _from_table(table: Fields) -> StepTimes:
     for tp in table.data:
         times = table.object(tp)
         for rows in times.data:
-            seconds = times.number(rows, least=LEAST, most=1e3 * LONGEST) * 1e-3
+            seconds = times.number(rows, ge=MIN_STEP_MS, le=1e3 * MAX_STEP_S) * 1e-3
             points.append((_count(tp), _count(rows), seconds))
     if not points:
         raise ValueError("it has no times")
@@ -82,11 +87,11 @@ def _from_table(table: Fields) -> StepTimes:
 
 def _count(text: str) -> int:
     if re.fullmatch("[0-9]{1,6}", text) is None or int(text) < 1:
-        raise ValueError(f"TP sizes and rows lie in 1..999999, and {shown(text)} does not")
+        raise ValueError(f"TP sizes and rows lie in 1..999999, and {truncated_repr(text)} does not")
     return int(text)
 
 
 def _checked(seconds: float) -> float:
-    if not (math.isfinite(seconds) and 0 < seconds <= LONGEST):
+    if not (math.isfinite(seconds) and 0 < seconds <= MAX_STEP_S):
         raise ValueError(f"{seconds:g} s is no step time")
     return seconds

@@ -11,35 +11,35 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, Strict, ValidationError, model_validator
 
 from swiftspec.config import EngineConfig, PopulationConfig
-from swiftspec.errors import UserError, shown
+from swiftspec.errors import UserError, truncated_repr
 
-MOST_RANKS = 4096
-LONGEST = 1e9  # seconds; of a clock that began with the machine, too
+MAX_RANKS = 4096
+MAX_TIME_S = 1e9  # seconds; of a clock that began with the machine, too
 
 Count = Annotated[int, Field(ge=0, le=2**31)]
-Ranks = Annotated[int, Field(ge=1, le=MOST_RANKS)]
-Whole = Annotated[int, Field(ge=-(2**31), le=2**31)]
-Word = Annotated[str, Field(max_length=10_000)]
+Ranks = Annotated[int, Field(ge=1, le=MAX_RANKS)]
+SignedInt = Annotated[int, Field(ge=-(2**31), le=2**31)]
+LongText = Annotated[str, Field(max_length=10_000)]
 Name = Annotated[str, Field(max_length=200)]
-Seconds = Annotated[float, Field(ge=-LONGEST, le=LONGEST)]
-Positive = Annotated[float, Field(gt=0, le=LONGEST)]
+Seconds = Annotated[float, Field(ge=-MAX_TIME_S, le=MAX_TIME_S)]
+Positive = Annotated[float, Field(gt=0, le=MAX_TIME_S)]
 Span = Annotated[tuple[Seconds, Seconds], Strict(False)]  # [begin, end]; JSON knows lists only
 Forward = Annotated[tuple[Seconds, Seconds, Count], Strict(False)]  # begin, end, rows
-PARTICLES = ("particles", "smc_draft_tokens", "smc_groups")  # of a plan in mode smc
-LEFT_OUT: Any = None  # what of a round may be missing; where it stands it is not null
+PARTICLE_FIELDS = ("particles", "smc_draft_tokens", "smc_groups")  # of a plan in mode smc
+OPTIONAL: Any = None  # what of a round may be missing; where it stands it is not null
 M = TypeVar("M", bound=BaseModel)
 
 
-class Part(BaseModel):
+class SchemaModel(BaseModel):
     """An object of the file."""
 
     model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
 
 
-def has(name: str, otherwise: str) -> AfterValidator:
+def requires_field(name: str, otherwise: str) -> AfterValidator:
     """Refuses a part whose field of that name is null or missing."""
 
-    def check(part: Part) -> Part:
+    def check(part: SchemaModel) -> SchemaModel:
         if getattr(part, name) is None:
             raise ValueError(otherwise)
         return part
@@ -47,43 +47,43 @@ def has(name: str, otherwise: str) -> AfterValidator:
     return AfterValidator(check)
 
 
-class Hardware(Part):
+class HardwareSchema(SchemaModel):
     kind: Name
     name: Name
     count: Annotated[int, Field(ge=1, le=2**20)]
 
 
-class Times(Part):
+class StepTimesSchema(SchemaModel):
     points: list[Annotated[tuple[Ranks, Annotated[int, Field(ge=1, le=2**31)], Positive], Strict(False)]] = Field(
         min_length=1
     )
 
 
-class Emulated(Part):
+class EmulationSchema(SchemaModel):
     model_config = ConfigDict(extra="forbid")
 
-    target: Times | None = None
-    draft: Times | None = None
+    target: StepTimesSchema | None = None
+    draft: StepTimesSchema | None = None
 
 
-class Key(Part):
-    hardware: Hardware
+class KeySchema(SchemaModel):
+    hardware: HardwareSchema
     ranks: Ranks
     target: Name
     draft: Name
     dtype: Name
     ops: Name
-    emulate: Emulated
+    emulate: EmulationSchema
 
 
-def engine_of(plan: Mapping[str, Any]) -> EngineConfig:
+def engine_config(plan: Mapping[str, Any]) -> EngineConfig:
     """The engine of a plan, whose particles may be left out. Raises UserError where it makes none."""
-    particles = {name: plan[name] for name in PARTICLES if plan.get(name) is not None}
-    engine = {name: value for name, value in plan.items() if name not in PARTICLES}
+    particles = {name: plan[name] for name in PARTICLE_FIELDS if plan.get(name) is not None}
+    engine = {name: value for name, value in plan.items() if name not in PARTICLE_FIELDS}
     return EngineConfig(**engine, population=PopulationConfig(**particles))
 
 
-class Shape(Part):
+class EngineShape(SchemaModel):
     """The mode and the tree or the particles of a plan: what makes an engine."""
 
     mode: Name
@@ -95,78 +95,78 @@ class Shape(Part):
     smc_groups: int | None = None
 
     @model_validator(mode="after")
-    def _makes_an_engine(self) -> Shape:
+    def _makes_an_engine(self) -> EngineShape:
         try:
-            engine_of(self.model_dump())
+            engine_config(self.model_dump())
         except UserError as error:  # pydantic wants a ValueError
             raise ValueError(str(error)) from None
         return self
 
 
-class Plan(Shape):
+class PlanSchema(EngineShape):
     target_tp: Ranks
-    draft_tp: Annotated[int, Field(ge=0, le=MOST_RANKS)]
+    draft_tp: Annotated[int, Field(ge=0, le=MAX_RANKS)]
 
 
-class Run(Part):
-    plan: Plan
+class RunSchema(SchemaModel):
+    plan: PlanSchema
     ops: Name
     variation: bool
     speeds: list[Positive]
     tokens_per_round: Positive | None
     rounds: Count
-    target_busy: Annotated[float, Field(ge=0, le=LONGEST)] | None
+    target_busy: Annotated[float, Field(ge=0, le=MAX_TIME_S)] | None
     steps: Span | None
-    dropped: Word | None
+    dropped: LongText | None
 
     @model_validator(mode="after")
-    def _tells_of_its_speeds(self) -> Run:
+    def _tells_of_its_speeds(self) -> RunSchema:
         if self.speeds and (self.tokens_per_round is None or self.target_busy is None):
             raise ValueError("a run with speeds has tokens_per_round and target_busy")
         return self
 
 
-class Step(Part):
+class StepSchema(SchemaModel):
     side: Literal["target", "draft"]
     tp: Ranks
     rows: Annotated[int, Field(ge=1, le=2**31)]
     seconds: list[Positive] = Field(min_length=1)
 
 
-class Recorded(Part):
-    plan: Annotated[Shape, has("draft_steps", "its draft_steps is open")]
+class RecordedRounds(SchemaModel):
+    plan: Annotated[EngineShape, requires_field("draft_steps", "its draft_steps is open")]
     rounds: list[Annotated[tuple[Count, Count], Strict(False)]]
 
 
-class TargetLane(Part):
-    open: Span = LEFT_OUT
-    verify: Span = LEFT_OUT
-    forward: Seconds = LEFT_OUT
+class TargetTimes(SchemaModel):
+    open: Span = OPTIONAL
+    verify: Span = OPTIONAL
+    forward: Seconds = OPTIONAL
     forwards: list[Forward] = []
 
 
-class DraftLane(Part):
-    open: Span = LEFT_OUT
-    observe: Span = LEFT_OUT
-    propose: Span = LEFT_OUT
-    grow: Span = LEFT_OUT
+class DraftRoundTimes(SchemaModel):
+    open: Span = OPTIONAL
+    observe: Span = OPTIONAL
+    propose: Span = OPTIONAL
+    grow: Span = OPTIONAL
     forwards: list[Forward] = []
     nodes: Count = 0
     expanded: Count = 0
-    reused: Whole = 0
-    wasted: Whole = 0
+    reused: SignedInt = 0
+    wasted: SignedInt = 0
 
 
-class Lane(Part):
+class RoundTimeline(SchemaModel):
     """A round as it went, drawn in the report."""
 
     wait: Span
-    target: Annotated[TargetLane, has("verify", "the round was not verified")]
+    target: Annotated[TargetTimes, requires_field("verify", "the round was not verified")]
     path: list[Count] = Field(min_length=1)
-    draft: DraftLane = LEFT_OUT
+    draft: DraftRoundTimes = OPTIONAL
 
 
-class Around(Part):
+class OverheadTimes(SchemaModel):
     model_config = ConfigDict(extra="forbid")
 
     verify: Seconds = Field(default=0.0, ge=0)
@@ -176,70 +176,70 @@ class Around(Part):
     link: Seconds = Field(default=0.0, ge=0)
 
 
-class Orchestration(Part):
+class Orchestration(SchemaModel):
     seconds: Seconds
     share: Seconds
 
 
-class Wanted(Part):
+class RunSettings(SchemaModel):
     prompts: Count
     max_tokens: Count
 
 
-class Profile(Part):
+class ProfileSchema(SchemaModel):
     """See store.py, which says what the parts mean."""
 
     swiftspec_profile: int
-    key: Key
-    environment: dict[Name, Word]
-    settings: Wanted
-    steps: list[Step]
-    runs: list[Run]
-    rounds: list[Recorded]
-    lanes: list[Lane]
-    around: Around
+    key: KeySchema
+    environment: dict[Name, LongText]
+    settings: RunSettings
+    steps: list[StepSchema]
+    runs: list[RunSchema]
+    rounds: list[RecordedRounds]
+    lanes: list[RoundTimeline]
+    around: OverheadTimes
     orchestration: Orchestration | None = None
-    stopped: Word | None
+    stopped: LongText | None
 
 
-class Head(Part):
+class TraceHeader(SchemaModel):
     """The first line of a trace."""
 
     mode: Literal["ar", "serial", "async", "smc"]
     target_tp: Ranks
-    draft_tp: Annotated[int, Field(ge=0, le=MOST_RANKS)]
+    draft_tp: Annotated[int, Field(ge=0, le=MAX_RANKS)]
     verify_batch: Count
     draft_leaves: Count
     draft_steps: Count
 
 
-class Proposed(Part):
+class ProposalSchema(SchemaModel):
     tokens: list[Count]
-    parents: list[Whole]
+    parents: list[SignedInt]
 
 
-class Round(Part):
+class TraceRound(SchemaModel):
     """A round of a trace; docs/reference/trace.md says what the parts mean."""
 
     request: Count
     round: Count
     tokens: list[Count]
-    target: TargetLane
-    draft: DraftLane = LEFT_OUT
-    wait: Span = LEFT_OUT
-    population: Span = LEFT_OUT
-    proposal: Proposed = LEFT_OUT
-    path: Annotated[list[Count], Field(min_length=1)] = LEFT_OUT
+    target: TargetTimes
+    draft: DraftRoundTimes = OPTIONAL
+    wait: Span = OPTIONAL
+    population: Span = OPTIONAL
+    proposal: ProposalSchema = OPTIONAL
+    path: Annotated[list[Count], Field(min_length=1)] = OPTIONAL
 
     @model_validator(mode="after")
-    def _is_whole(self) -> Round:
+    def _is_whole(self) -> TraceRound:
         verified = (self.target.verify, self.target.forward, self.proposal, self.path)
         if self.target.verify is not None and None in verified:
             raise ValueError("a verified round has forward, proposal and path")
         return self
 
 
-def check(kind: type[M], data: Mapping[str, Any], name: str) -> None:
+def validate(kind: type[M], data: Mapping[str, Any], name: str) -> None:
     """Raises UserError unless `data` is such an object; `name` stands at the front."""
     try:
         kind.model_validate(data)
@@ -247,5 +247,5 @@ def check(kind: type[M], data: Mapping[str, Any], name: str) -> None:
         first = error.errors(include_url=False)[0]
         place = ".".join(map(str, first["loc"])) or "it"
         raise UserError(
-            f"{name} is damaged ({shown(place, 120)[1:-1]}: {' '.join(first['msg'].split())[:200]})"
+            f"{name} is damaged ({truncated_repr(place, 120)[1:-1]}: {' '.join(first['msg'].split())[:200]})"
         ) from None

@@ -33,18 +33,18 @@ from typing import Any
 import torch
 
 from swiftspec import file_io
-from swiftspec.errors import UserError, shown
+from swiftspec.errors import UserError, truncated_repr
 from swiftspec.model.fingerprint import fingerprint
-from swiftspec.observe.step_time_emulation import Emulation
+from swiftspec.observe.step_time_emulation import StepTimeEmulation
 from swiftspec.profiles import schema
 
 Json = dict[str, Any]
 VERSION = 1
-PARTIAL = ".partial.json"  # a sweep under way; serve reads whole ones only
-SPLIT = ("target_tp", "draft_tp")
-TREE = ("verify_batch", "draft_leaves", "draft_steps")
-PLAN = ("mode", *SPLIT, *TREE)  # what a run's plan holds: settings of the engine, by their names
-EXACT = ("ar", "serial", "async")  # modes whose text is the target's own
+PARTIAL_SUFFIX = ".partial.json"  # a sweep under way; serve reads whole ones only
+SPLIT_FIELDS = ("target_tp", "draft_tp")
+TREE_FIELDS = ("verify_batch", "draft_leaves", "draft_steps")
+PLAN_FIELDS = ("mode", *SPLIT_FIELDS, *TREE_FIELDS)  # what a run's plan holds: settings of the engine, by their names
+EXACT_MODES = ("ar", "serial", "async")  # modes whose text is the target's own
 
 
 def hardware(device: str) -> Json:
@@ -63,12 +63,12 @@ def _cpu_name() -> str:
     return names[0] if names else platform.processor() or platform.machine()
 
 
-class NoProfile(UserError):
+class NotAProfile(UserError):
     """The file is JSON, and something else."""
 
 
 @dataclass(frozen=True, slots=True)
-class Key:
+class ProfileKey:
     """What a profile is of. Where any of it differs, its figures say nothing."""
 
     hardware: Json
@@ -80,10 +80,12 @@ class Key:
     emulate: Json
 
     @staticmethod
-    def of(device: str, ranks: int, target: Path, draft: Path, dtype: str, ops: str, emulate: Emulation | None) -> Key:
+    def of(
+        device: str, ranks: int, target: Path, draft: Path, dtype: str, ops: str, emulate: StepTimeEmulation | None
+    ) -> ProfileKey:
         """The key of a run here."""
-        paced = json.loads(json.dumps(asdict(emulate or Emulation())))  # as it will be read
-        return Key(hardware(device), ranks, fingerprint(target), fingerprint(draft), dtype, ops, paced)
+        paced = json.loads(json.dumps(asdict(emulate or StepTimeEmulation())))  # as it will be read
+        return ProfileKey(hardware(device), ranks, fingerprint(target), fingerprint(draft), dtype, ops, paced)
 
     def difference(self, other: Mapping[str, Any]) -> str | None:
         """Why a profile of that key is none for this one; None where it is."""
@@ -107,7 +109,7 @@ def environment() -> Json:
     return {"python": platform.python_version(), "torch": torch.__version__, "system": system}
 
 
-def name_of(key: Key, model: str) -> str:
+def file_stem(key: ProfileKey, model: str) -> str:
     """The file name of a profile, without its ending."""
     machine = re.sub(r"[^a-z0-9]+", "-", f"{key.hardware['count']}x-{key.hardware['name']}".lower()).strip("-")
     model = re.sub(r"[^A-Za-z0-9.]+", "-", model)
@@ -124,15 +126,17 @@ def load(file: Path) -> Json:
     except UserError as error:
         raise UserError(f"profile {file} is damaged ({error}): {again}") from None
     if not isinstance(data, dict) or "swiftspec_profile" not in data:
-        raise NoProfile(f"{file} is no profile: make one with `python -m swiftspec.profile`")
+        raise NotAProfile(f"{file} is no profile: make one with `python -m swiftspec.profile`")
     version = data["swiftspec_profile"]
     if version != VERSION:
-        raise UserError(f"profile {file} has version {shown(version)}, this program reads {VERSION}: measure again")
+        raise UserError(
+            f"profile {file} has version {truncated_repr(version)}, this program reads {VERSION}: measure again"
+        )
     try:
-        schema.check(schema.Profile, data, f"profile {file}")
+        schema.validate(schema.ProfileSchema, data, f"profile {file}")
     except UserError as error:
         raise UserError(f"{error}: {again}") from None
-    if not file.name.endswith(PARTIAL) and not all(run["speeds"] or run["dropped"] for run in data["runs"]):
+    if not file.name.endswith(PARTIAL_SUFFIX) and not all(run["speeds"] or run["dropped"] for run in data["runs"]):
         raise UserError(f"profile {file} is damaged (a run without speeds, and not dropped): {again}")
     return data
 
@@ -152,33 +156,33 @@ def save(file: Path, text: str) -> None:
         raise UserError(f"{file} cannot be written: {error.strerror}") from None
 
 
-def speed(run: Mapping[str, Any]) -> float:
+def median_speed(run: Mapping[str, Any]) -> float:
     """Tokens a second: the median over the repeats; 0 where none was made."""
     return statistics.median(run["speeds"]) if run["speeds"] else 0.0
 
 
-def spread(values: Iterable[float]) -> tuple[float, float, float]:
+def median_min_max(values: Iterable[float]) -> tuple[float, float, float]:
     """(median, least, most)."""
     values = list(values)
     return statistics.median(values), min(values), max(values)
 
 
-def best(profile: Mapping[str, Any], wanted: Mapping[str, Any] | None = None) -> Json | None:
+def best_run(profile: Mapping[str, Any], wanted: Mapping[str, Any] | None = None) -> Json | None:
     """The fastest run whose text is the target's own, on all ranks and the default operators, among those that have the
     `wanted` values of the plan."""
     ranks, ops = profile["key"]["ranks"], profile["key"]["ops"]
     runs = [
         run for run in profile["runs"]
-        if run["plan"]["mode"] in (EXACT if wanted is None or "mode" not in wanted else (wanted["mode"],))
+        if run["plan"]["mode"] in (EXACT_MODES if wanted is None or "mode" not in wanted else (wanted["mode"],))
         and run["speeds"] and run["ops"] == ops and ranks_of(run["plan"]) == ranks
         and all(run["plan"][name] == value for name, value in (wanted or {}).items())
     ]  # fmt: skip
-    return max(runs, key=speed, default=None)
+    return max(runs, key=median_speed, default=None)
 
 
 def settings_of(plan: Mapping[str, Any]) -> Json:
     """The settings for serve that a plan stands for: those that its mode has a use for, without what is open."""
-    names = ("mode", "target_tp") if plan["mode"] == "ar" else PLAN
+    names = ("mode", "target_tp") if plan["mode"] == "ar" else PLAN_FIELDS
     own_group = plan["mode"] == "async"  # of the draft; else its size follows from the target's
     return {name: plan[name] for name in names if plan[name] is not None and (own_group or name != "draft_tp")}
 
@@ -188,11 +192,11 @@ def ranks_of(plan: Mapping[str, Any]) -> int:
     return plan["target_tp"] + (plan["draft_tp"] if plan["mode"] == "async" else 0)
 
 
-def title(plan: Mapping[str, Any]) -> str:
+def plan_title(plan: Mapping[str, Any]) -> str:
     """`async 3+1 bs 8 w 8 d 4`; without d where that is open."""
     split = f"{plan['target_tp']}+{plan['draft_tp']}" if plan["mode"] == "async" else str(plan["target_tp"])
     if plan["mode"] == "smc":
-        words = zip(("N", "K", "G"), schema.PARTICLES, strict=True)
+        words = zip(("N", "K", "G"), schema.PARTICLE_FIELDS, strict=True)
         return " ".join([f"smc {split}", *(f"{letter} {plan[name]}" for letter, name in words if plan.get(name))])
     if plan["mode"] == "ar":
         return f"ar {split}"
@@ -200,16 +204,16 @@ def title(plan: Mapping[str, Any]) -> str:
     return f"{plan['mode']} {split} bs {plan['verify_batch']} w {plan['draft_leaves']}{d}"
 
 
-def find(folder: Path, key: Key) -> tuple[Json | None, Path | None, list[str]]:
+def find(folder: Path, key: ProfileKey) -> tuple[Json | None, Path | None, list[str]]:
     """The profile in `folder` for this key and its file; else why those of the same pair do not fit. Passed over are
     files that are no profile, and where nothing is emulated those of emulated step times."""
     reasons = []
     for file in sorted(folder.glob("*.json")):
-        if file.name.endswith(PARTIAL):
+        if file.name.endswith(PARTIAL_SUFFIX):
             continue
         try:
             profile = load(file)
-        except NoProfile:
+        except NotAProfile:
             continue
         except UserError as error:
             reasons.append(str(error))

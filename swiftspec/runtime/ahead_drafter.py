@@ -1,4 +1,4 @@
-"""The drafter that grows its tree while the target verifies a part of it (paper section 3.1)."""
+"""The lookahead drafter: expands its tree while the target verifies a part of it (paper section 3.1)."""
 
 from __future__ import annotations
 
@@ -13,21 +13,23 @@ from swiftspec.runtime.runner import Runner
 from swiftspec.tree.children import ChildSelector
 from swiftspec.tree.tree import DraftTree
 
-# What an expansion adds to a round's expected tokens, per probability of its leaves (docs/decisions/asynchronous-drafting.md).
+# What an expansion adds to a round's expected tokens, per probability of its leaves
+# (docs/decisions/asynchronous-drafting.md).
 EXPANSION_YIELD = 0.3
 
 
 def expansion_pays(tokens: float, leaves: float, d: int) -> bool:
-    """Whether one more expansion after a result, which takes a d-th of a round, would add more than a d-th of the
-    tokens that the round can expect without; both as `DraftTree.prospects` has them."""
+    """Whether one more expansion after a result, which takes 1/d of a round, is expected to add more than 1/d of the
+    tokens that the round has without it. `tokens` and `leaves`: as returned by `DraftTree.prospects`."""
     return EXPANSION_YIELD * leaves > tokens / d
 
 
 class AheadDrafter(LocalDrafter):
-    """Grows the tree while the target verifies a part of it (parallel tree generation, paper section 3.1).
+    """Expands the tree while the target verifies a part of it (parallel tree generation, paper section 3.1).
 
-    Each round expands d times ahead of the result, whenever that comes, and after it by the tree alone, so for a fixed
-    d the rounds of a request are always the same. `hooks` are called after expansions, with how many were asked for.
+    Each round expands d times ahead of the result, regardless of when the result arrives, and afterwards as the tree
+    alone requires. For a fixed d the rounds of a request are therefore always the same. `hooks` are called after
+    expansions with the requested number of expansions.
     """
 
     def __init__(
@@ -39,7 +41,7 @@ class AheadDrafter(LocalDrafter):
         config: EngineConfig,
     ) -> None:
         super().__init__(runner, executors, tree, children, config)
-        # Drawn children stay with the paper's rule: which of them are sent must not depend on their own draw.
+        # Sampled children follow the paper's rule: which of them are proposed must not depend on their own draw.
         self._catch_up = config.catch_up and not children.sampled
         self.hooks: list[Callable[[int], None]] = []
 
@@ -56,13 +58,13 @@ class AheadDrafter(LocalDrafter):
         best = self._best_proposal()
         if len(best.tokens) < self._nodes:
             there = self.tree.count
-            self.expand()  # the paper's rule: with too few nodes left to propose, one more expansion at once
+            self.expand()  # the paper's rule: expand once more if too few nodes are left to propose
             best = self._best_proposal(there if self._children.sampled else 0)
         while self._catch_up and self._worth_expanding():
-            self.settle()  # first, for a tree that loses as many nodes to its new root as it expands has grown
+            self.settle()  # first: compare expansion counts of the re-rooted tree
             before = self.tree.expanded
             self.expand()
-            if self.tree.expanded == before:  # no room
+            if self.tree.expanded == before:  # out of room
                 break
             best = self._best_proposal()
         return best

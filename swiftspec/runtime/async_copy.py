@@ -1,4 +1,4 @@
-"""Copies from a device to the host that the host waits for only when it reads them."""
+"""Asynchronous copies from device to host; the host waits only when it reads them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 class AsyncCopy:
-    """A tensor on its way into pinned memory, and an event behind it, which `read` waits for."""
+    """A copy of a tensor into pinned memory, followed by an event that `read` waits for."""
 
     def __init__(self, tensor: Tensor) -> None:
         pinned = tensor.device.type == "cuda"

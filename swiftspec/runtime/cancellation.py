@@ -1,4 +1,4 @@
-"""What ends a request while its prompt is read."""
+"""Cancellation of a request during its prefill."""
 
 from __future__ import annotations
 
@@ -8,15 +8,17 @@ from swiftspec.errors import RequestFailed
 
 
 class Cancelled(RequestFailed):
-    """Nobody waits for the request any more."""
+    """The request was cancelled by its client."""
 
 
 class CancelCheck:
-    """What a rank's runners call before each chunk of a prompt. Raises Cancelled where the request is to end; what has
-    been read by then stays in the cache and is right.
+    """Called by a rank's runners before each prefill chunk. Raises Cancelled if the request is to end; the chunks
+    prefilled by then stay valid in the cache.
 
-    `cancelled` says so, at a leader or in a process alone for the request's owner, at a follower for its leader. `on_continue`
-    is called where the request goes on, and `on_progress` before each chunk: a long prompt is progress.
+    `cancelled`: returns True to end the request. On a leader, or in a single process, it asks the request's owner; on a
+    follower it asks the leader.
+    `on_continue`: called if the request continues.
+    `on_progress`: called before each chunk, so that a long prefill counts as progress.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Drafters propose what the target might say. Here: the protocol, and the one that proposes nothing."""
+"""Drafters propose the tokens that the target verifies: the protocol, and the drafter that proposes nothing."""
 
 from __future__ import annotations
 
@@ -8,33 +8,34 @@ from swiftspec.messages import Proposal, RequestStart, VerifyResult
 
 
 class Drafter(Protocol):
-    """Proposes sub-trees of likely continuations. May raise DrafterLost at any call; `open` attaches it again.
+    """Proposes sub-trees of likely continuations. Any call may raise DrafterLost; `open` attaches the drafter again.
 
-    `busy`: seconds that the draft model has spent in forwards, as far as is known here.
+    `busy`: seconds that the draft model has spent in forwards, as far as this process knows.
     """
 
     @property
     def busy(self) -> float: ...
 
     def open(self, opening: RequestStart) -> None:
-        """Starts a request, or goes on with one, from its verified tokens."""
+        """Starts or resumes a request from its verified tokens."""
 
     def propose(self) -> Proposal:
         """The sub-tree to verify next. Called once after `open` and once after each `observe`."""
         ...
 
     def grow(self) -> None:
-        """Called while the target verifies: the place to expand ahead of the result."""
+        """Expands the tree ahead of the result. Called while the target verifies."""
 
     def observe(self, result: VerifyResult) -> None:
-        """Re-roots after a result; a drafter elsewhere starts to, and the caller has time until it asks."""
+        """Re-roots the tree after a verification. A drafter in another process may return early and finish before the
+        next `propose`."""
 
     def close(self) -> None:
         """Ends the request."""
 
 
 class NoDrafter:
-    """Proposes nothing but the root: plain decoding."""
+    """Proposes only the root: autoregressive decoding."""
 
     busy = 0.0
     draft_steps = 0

@@ -1,4 +1,4 @@
-"""Goes on without a drafter that is lost: the target's side owns the request, and a drafter only makes it faster."""
+"""Continues without a drafter that is lost: the request belongs to the target, a drafter only makes it faster."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from swiftspec.messages import Proposal, RequestStart, VerifyResult
 from swiftspec.runtime.drafter import Drafter, NoDrafter
 from swiftspec.sampling.grammar import GrammarTooComplex
 
-# torch reports a failed device or a full memory as RuntimeError
+# torch reports device failures and exhausted memory as RuntimeError
 FAILURES = (DrafterLost, GrammarTooComplex, RuntimeError, MemoryError)
 
 
 class FallbackDrafter:
-    """Stands for a drafter and, once that is lost, for none: the request goes on with root-only proposals.
+    """Delegates to a drafter and, once that is lost, continues with root-only proposals.
 
-    `lost` is the reason, for whoever reports it. The next `open` attaches the drafter again.
+    `lost` is the reason, None as long as the drafter works. The next `open` attaches the drafter again.
     """
 
     def __init__(self, drafter: Drafter) -> None:
@@ -54,7 +54,7 @@ class FallbackDrafter:
     def observe(self, result: VerifyResult) -> None:
         if self.lost is None:
             try:
-                self._drafter.observe(result)  # first: somebody waits for it
+                self._drafter.observe(result)  # first, since a remote draft waits for it
             except FAILURES as error:
                 self._mark_lost(error)
         self._none.observe(result)

@@ -1,4 +1,4 @@
-"""The KV cache of one model: verified tokens first (prefix), the tree right after them (paper section 3.2)."""
+"""The KV cache of one model: prefix region of verified tokens, then the tree region (paper section 3.2)."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ MakeMove = Callable[[Tensor, Tensor], MoveSlots]
 
 
 class KVCache:
-    """One buffer per tensor: `k` and `v` are [layers, S, kv_heads, capacity, head_dim].
+    """One buffer each for keys and values: `k` and `v` are [layers, S, kv_heads, capacity, head_dim].
 
-    Each of the S sequences has a region of `capacity` slots: `prefix_len[s]` verified ones, then `tree_len` of the
-    tree, the same in every sequence (but see `commit_sequence`). Tree slots are handed out in order and never reused in place,
-    so their order is topological and the root has tree slot 0; `commit` moves forward and recomputes nothing.
+    Each of the S sequences has `capacity` slots: `prefix_len[s]` slots of verified tokens, then `tree_len` slots of the
+    tree, the same number in every sequence (except after `commit_sequence`). Tree slots are handed out in order and
+    never reused in place, so their order is topological and the root has tree slot 0. `commit` moves slots forward and
+    recomputes nothing.
     """
 
     def __init__(
@@ -30,13 +31,13 @@ class KVCache:
         self.reset(sequences)
 
     def reset(self, sequences: int = 1) -> None:
-        """Forgets everything. For another number of sequences than before there is another buffer, no larger."""
+        """Empties the cache. A different number of sequences reallocates the buffers."""
         if sequences != len(self.prefix_len):
-            self.prefix_len = []  # should there be no memory, the next call tries again
-            self.k = self.v = torch.empty(0)  # the old buffer goes before the new one comes, so nobody holds it
+            self.prefix_len = []  # if the allocation fails, the next call tries again
+            self.k = self.v = torch.empty(0)  # frees the old buffer before the new one is allocated
             self._move: MoveSlots | None = None
-            # Zeros are handed out by the system untouched, so a long context costs memory only as it fills; and a free
-            # slot is finite, as it must be: a masked NaN would still spoil a sum.
+            # The system maps zero pages lazily, so a long context uses memory only as it fills. Free slots must be
+            # finite: a masked NaN would still propagate through sums.
             shape, kind, device = (self._shape[0], sequences, *self._shape[1:]), self._dtype, self._device
             self.k, self.v = (torch.zeros(shape, dtype=kind, device=device) for _ in range(2))
             self._move = self._mover(self.k, self.v)
@@ -53,22 +54,22 @@ class KVCache:
         return [p + self.tree_len for p in self.prefix_len]
 
     def append_prefix(self, count: int, sequence: int = 0) -> int:
-        """Hands out the next `count` prefix slots of a sequence, whose tree must be empty. Returns the first."""
+        """Allocates `count` prefix slots of a sequence whose tree is empty. Returns the first slot."""
         assert self.tree_len == 0 and self.prefix_len[sequence] + count <= self.capacity
         self.prefix_len[sequence] += count
         return self.prefix_len[sequence] - count
 
     def append_tree(self, count: int) -> int:
-        """Hands out the next `count` tree slots, in every sequence. Returns the first, from the tree's start."""
+        """Allocates `count` tree slots in every sequence. Returns the first, relative to the tree region."""
         assert count <= self.free_slots
         self.tree_len += count
         return self.tree_len - count
 
     def commit(self, path: Sequence[int], keep: Sequence[int] = ()) -> None:
-        """Moves the tree slots `path` to the end of the prefix and `keep` right after them; the other slots are free.
+        """Moves the tree slots `path` to the end of the prefix and `keep` right after them; frees all other tree slots.
 
-        Both ascend and every slot of `keep` lies after the path (descendants come after their ancestors), so the move
-        goes forward only.
+        Both lists ascend, and all slots of `keep` come after the path (descendants follow their ancestors), so data
+        only moves forward.
         """
         assert max((*path, *keep), default=-1) < self.tree_len
         for sequence in range(len(self.prefix_len)):
@@ -76,10 +77,12 @@ class KVCache:
         self.tree_len = len(keep)
 
     def commit_sequence(self, sequence: int, path: Sequence[int], keep: Sequence[int] = ()) -> None:
-        """`commit` in one sequence, whose tree slots somebody else counts."""
+        """`commit` in one sequence, whose tree slots the caller counts."""
         order, start = [*path, *keep], self.prefix_len[sequence]
         assert all(a < b for a, b in pairwise(order))
-        still = next((i for i, slot in enumerate(order) if slot != i), len(order))  # leading ones are where they belong
+        still = next(
+            (i for i, slot in enumerate(order) if slot != i), len(order)
+        )  # the leading slots are already in place
         if still < len(order):
             assert self._move is not None
             self._move(sequence, [slot + start for slot in order[still:]], start + still)

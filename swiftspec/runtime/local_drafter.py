@@ -1,4 +1,4 @@
-"""The drafter that grows its tree on a model in this process, in turn with the target (paper section 3.1)."""
+"""The serial drafter: expands its tree on a model in this process, alternately with the target (paper section 3.1)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from swiftspec.tree.tree import DraftTree
 
 
 class TreeConfig(Protocol):
-    """The shape of the tree; `EngineConfig` has it."""
+    """The shape of the draft tree, as `EngineConfig` defines it."""
 
     @property
     def verify_batch(self) -> int: ...  # bs
@@ -28,16 +28,16 @@ class TreeConfig(Protocol):
     @property
     def proposal(self) -> str | None: ...
     def calibration_for(self, greedy: bool) -> float:
-        """The temperature that makes a child's weight the chance that the target agrees."""
+        """The temperature at which a child's weight approximates the probability that the target accepts it."""
         ...
 
 
 class LocalDrafter:
-    """Grows the tree between the target's forwards (serial decoding).
+    """Expands the draft tree between the target's forwards (serial mode).
 
     The model's cache holds the prefix of verified tokens before the root, then the expanded nodes. `pending` are
     verified tokens before the root whose draft KV is missing, because the target accepted a node that was never
-    expanded here. They go with the root's forward, or are prefilled when there are more than w.
+    expanded. They are computed in the root's forward, or are prefilled if there are more than w of them.
     """
 
     def __init__(
@@ -51,9 +51,9 @@ class LocalDrafter:
         """`executors`: those that can expand `tree`, the fastest first."""
         self.runner, self.tree, self.executors = runner, tree, executors
         self._children, self._config = children, config
-        self.draft_steps = config.initial_draft_steps  # d, unless a request has its own
+        self.draft_steps = config.initial_draft_steps  # d, unless the request overrides it
         self.pending: list[int] = []
-        self._root = 0  # node that is the root by now; `settle` makes it node 0
+        self._root = 0  # node that is the current root; `settle` makes it node 0
 
     @property
     def busy(self) -> float:
@@ -65,7 +65,7 @@ class LocalDrafter:
         return self._request_steps or self.draft_steps
 
     def select_executor(self, opening: RequestStart) -> TreeExecutor:
-        """The steps that run a request."""
+        """The executor that runs a request."""
         drawn = ("drawn proposals",) if self._children.sampled else ()
         return select_executor(self.executors, features_of(opening.sampling, *drawn), opening.executor)
 
@@ -92,10 +92,11 @@ class LocalDrafter:
         return self._best_proposal()
 
     def grow(self) -> None:
-        pass  # in turn: the tree grows after the result
+        pass  # serial: the tree is expanded after the result
 
     def fast_reply(self) -> Any:
-        """What can answer the next result by itself, as `observe` and `propose` would; None where that takes Python."""
+        """A native object that answers the next result as `observe` and `propose` would, without Python. None if the
+        request needs Python."""
         return None
 
     def observe(self, result: VerifyResult) -> None:
@@ -107,7 +108,7 @@ class LocalDrafter:
         self._round = result.round + 1
 
     def settle(self) -> None:
-        """Re-roots tree and cache where `observe` only noted the new root; a proposal need not wait for that."""
+        """Re-roots tree and cache if `observe` only recorded the new root; a proposal need not wait for that."""
         if self._root != 0:
             path, kept = self.tree.reroot(self._root)
             self.runner.cache.commit(path, kept)
@@ -115,10 +116,10 @@ class LocalDrafter:
             self._children.retain_slots(kept)
 
     def close(self) -> None:
-        self.runner.cache.commit(())  # what is verified stays
+        self.runner.cache.commit(())  # keeps the prefix region
 
     def expand(self, count: int = 1) -> None:
-        """Expands the tree `count` times, or fewer where there is no room."""
+        """Expands the tree `count` times, or fewer if it runs out of room."""
         self.settle()
         if len(self.pending) > self._config.draft_leaves:
             self.runner.prefill(self.pending)
@@ -134,12 +135,12 @@ class LocalDrafter:
         return Proposal(self._request, self._round, self._root_at, tuple(tokens), tuple(parents), carried)
 
     def _reroot(self, tokens: Sequence[int]) -> None:
-        """Walks the verified tokens down the tree; the sub-tree under the last of them stays."""
+        """Follows the verified tokens down the tree; the sub-tree under the last one stays."""
         path = [0, *self.tree.match_prefix(tokens)]
-        if len(path) > len(tokens) and self._children.reroot():  # all of them are nodes
+        if len(path) > len(tokens) and self._children.reroot():  # all tokens are nodes of the tree
             self._root = path[-1]
             return
-        # The last token, and perhaps more, is not in the tree: a fresh root. The nodes on the way have KV if expanded.
+        # The last token, and possibly others, are not in the tree: start a new one. Expanded nodes on the path have KV.
         spelled = [int(self.tree.token[0]), *tokens[:-1]]
         slots = [slot for slot in self.tree.slot[path[: len(tokens)]].tolist() if slot < self.tree.slots]
         self.runner.cache.commit(slots)

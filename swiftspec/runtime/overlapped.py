@@ -1,6 +1,9 @@
-"""Both models on one GPU at the same time: the target verifies on a stream of its own, fed by a thread, while the draft
-grows on another, whose kernels go first. Without that a long product of the target, which fills the GPU, would hold up
-every small kernel of the draft."""
+"""Overlapped mode: both models on one GPU at the same time.
+
+The target verifies on its own stream, driven by a thread, while the draft expands on another stream whose kernels have
+priority. Without the priority, a large matrix product of the target, which fills the GPU, would delay every small
+kernel of the draft.
+"""
 
 from __future__ import annotations
 
@@ -21,27 +24,25 @@ from swiftspec.runtime.verifier import LocalVerifier
 from swiftspec.tree.children import ChildSelector
 from swiftspec.tree.tree import DraftTree
 
-DRAFT_STREAM_PRIORITY = (
-    -1
-)  # the priority of a stream, and of the graphs captured on it, whose kernels go before those of others
+DRAFT_STREAM_PRIORITY = -1  # of a stream and of graphs captured on it; its kernels are scheduled before others
 
 
 class StreamContext:
-    """A stream of its own for one of the two models; none where it is not on a GPU."""
+    """A CUDA stream for one of the two models; no-op on other devices."""
 
     def __init__(self, device: torch.device, priority: int = 0) -> None:
         self._stream: torch.cuda.Stream | None = None
         if device.type == "cuda":
-            torch.cuda.synchronize(device)  # what was loaded is there, whatever stream it came on
+            torch.cuda.synchronize(device)  # weights may have been copied on another stream
             self._stream = torch.cuda.Stream(device, priority)
 
     def __call__(self) -> AbstractContextManager[object]:
-        """To be entered around whatever is to run there."""
+        """A context in which work is launched on this stream."""
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
 
 class OverlappedDrafter(AheadDrafter):
-    """The draft beside the target."""
+    """A lookahead drafter that runs concurrently with the target on the same GPU."""
 
     def __init__(
         self,
@@ -76,8 +77,9 @@ class OverlappedDrafter(AheadDrafter):
 
 
 def warm_up(drafter: LocalDrafter, verifier: LocalVerifier) -> None:
-    """A round of both, one after the other, before they run at the same time: a kernel is loaded when it is launched
-    first, which may wait for all that runs on the GPU, and must not fall into the other's capture."""
+    """Runs one round of both models, one after the other, before they run concurrently. CUDA loads a kernel at its
+    first launch, which may wait for all work on the GPU and must not happen during a graph capture of the other model.
+    """
     opening = RequestStart(0, (0, 0), SamplingParams(max_tokens=2, ignore_eos=True), 2)
     verifier.open(opening)
     drafter.open(opening)
@@ -89,8 +91,8 @@ def warm_up(drafter: LocalDrafter, verifier: LocalVerifier) -> None:
 
 
 class ThreadedVerifier:
-    """A `Verifier` whose forward goes on while its caller does something else. Between two calls nothing of it runs but
-    that, so what it holds needs no lock. All that it does on a GPU is on one stream, so in order."""
+    """A `Verifier` whose forward runs in a thread. Only one call is in progress at any time, so its state needs no
+    lock. All its GPU work is on one stream and therefore ordered."""
 
     def __init__(self, verifier: LocalVerifier) -> None:
         self.verifier = verifier
@@ -115,7 +117,7 @@ class ThreadedVerifier:
             self.verifier.settle()
 
     def close(self) -> None:
-        """After an error of the drafter's a forward may still be under way."""
+        """Waits for a forward that may still run after an error of the drafter."""
         if self._running is not None:
             wait([self._running])
         with self._on_stream():
@@ -127,11 +129,11 @@ class ThreadedVerifier:
 
 
 class ThreadedVerification:
-    """A verification that runs, or has ended."""
+    """A verification that runs in the thread or has finished."""
 
     def __init__(self, running: Future[VerifyResult]) -> None:
         self._running = running
 
     def wait(self) -> VerifyResult:
-        """Raises what the verification has raised."""
+        """Returns the result, or raises the exception of the verification."""
         return self._running.result()

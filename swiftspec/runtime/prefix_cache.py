@@ -1,9 +1,9 @@
-"""A runner that keeps the texts it has read, so that a request reads only what is new.
+"""Prefix cache for KV reuse across requests, so that only new tokens are prefilled.
 
-The text of the last request lies in the cache anyway and stays there, which costs nothing. When another request is
-about to overwrite much of it, it is copied into a store. That has a budget of tokens, and the text that rested longest
-goes first. A text is known by its tokens. What is kept follows from the openings and their results alone, so the ranks
-of a group keep the same, and the leader says in each opening how much of it is used.
+The KV of the last request stays in the live cache at no cost. When another request is about to overwrite much of it, it
+is copied into the prefix cache, which has a budget in tokens and evicts the least recently used entry first. Entries
+are matched by their tokens. The contents follow from the requests and their results alone, so all ranks of a group hold
+the same entries, and the leader sends the number of cached tokens with each request.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from swiftspec.model.batch import HostBatch
 from swiftspec.runtime.runner import Runner
 from swiftspec.sampling.guidance import Guidance
 
-MIN_CACHED_TOKENS = 32  # tokens: fewer are read again sooner than kept
+MIN_CACHED_TOKENS = 32  # shorter prefixes are prefilled again faster than they are copied
 Tokens = NDArray[np.int64]
 TokenSequences = Sequence[Sequence[int]]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CachedPrefix:
-    """One text and its keys and values."""
+    """A token sequence with its keys and values."""
 
     tokens: Tokens
     k: Tensor  # [layers, kv_heads, tokens, head_dim]
@@ -36,7 +36,7 @@ class CachedPrefix:
 
 
 class PrefixCache:
-    """Copies of texts, at most `budget` tokens in all; the one that was used last at the end."""
+    """Copies of prefixes with at most `budget` tokens in total, in LRU order: the most recently used one is last."""
 
     def __init__(self, budget: int, min_tokens: int) -> None:
         self.budget, self.min_tokens = budget, min_tokens
@@ -44,20 +44,24 @@ class PrefixCache:
 
     @property
     def size(self) -> int:
-        """Tokens of all copies."""
+        """Tokens of all entries."""
         return sum(len(entry.tokens) for entry in self.entries)
 
     def fits(self, text: Tokens) -> bool:
-        """Whether a text is worth a copy and has room."""
+        """Whether a sequence is long enough to be worth a copy and fits the budget."""
         return self.min_tokens <= len(text) <= self.budget
 
     def contains(self, text: Tokens) -> bool:
-        """Whether a copy begins with this text."""
+        """Whether an entry has this sequence as a prefix."""
         return any(common_prefix_len(entry.tokens, text) == len(text) for entry in self.entries)
 
     def update(self, new: Sequence[CachedPrefix], used: Sequence[tuple[CachedPrefix, int]]) -> None:
-        """Takes in new copies. `used`: copies, new ones too, of which so many tokens go into the cache: where that is
-        as good as all the copy goes. So does an old copy that a new one begins with, and what is too much."""
+        """Inserts new entries and evicts old ones.
+
+        `used`: (entry, n) pairs, new entries included, whose first n tokens are moved back into the live KV cache. An
+        entry that is moved almost entirely is removed. Older entries that are prefixes of a new one are removed too,
+        and finally the least recently used ones until the budget is met.
+        """
         sources = [entry for entry, _ in used]
         gone = [entry for entry, count in used if len(entry.tokens) - count < self.min_tokens]
         rest = [
@@ -72,19 +76,23 @@ class PrefixCache:
 
 
 class PrefixCachingRunner(Runner):
-    """A runner whose requests begin with the longest prefix that the cache or its store has. The two texts of a guided
-    request are kept each by itself."""
+    """A runner whose requests start from the longest prefix found in its live cache or its prefix cache. The two
+    sequences of a guided request are cached separately."""
 
     def __init__(self, *args: Any, budget: int, min_tokens: int = MIN_CACHED_TOKENS, **kwargs: Any) -> None:
-        """As `Runner`. `budget`: tokens of all copies together; while texts change places there may be one text more.
-        `min_tokens`: what is shorter is not copied."""
+        """As `Runner`.
+
+        `budget`: tokens of all entries together; during a swap one extra copy is held.
+        `min_tokens`: shorter sequences are not copied.
+        """
         super().__init__(*args, **kwargs)
         self.prefix_cache = PrefixCache(budget, min_tokens)
         self._sequences: list[list[int]] = []  # the verified tokens of each sequence
-        self._incomplete = False  # a step has prefix slots that it has not filled yet
+        self._incomplete = False  # prefix slots were allocated and are not filled yet
 
     def cached_lengths(self, texts: TokenSequences, max_cached: Sequence[int] | None = None) -> list[int]:
-        """How many leading tokens of each text `match_prefix` will keep: never the last one, and no more than `max_cached` says."""
+        """The number of leading tokens of each sequence that `match_prefix` will find: never the last token, and at
+        most `max_cached`."""
         held, counts = self._live_tokens(), []
         for s, text in enumerate(texts):
             stored = [entry.tokens for entry in self.prefix_cache.entries]
@@ -99,12 +107,12 @@ class PrefixCachingRunner(Runner):
     def match_prefix(self, texts: TokenSequences, max_cached: Sequence[int] | None) -> list[int]:
         held, counts = self._live_tokens(), self.cached_lengths(texts, max_cached)
         wanted = [np.array(text[:count], np.int64) for text, count in zip(texts, counts, strict=True)]
-        same = len(held) == len(texts)  # else the cache gets another buffer
+        same = len(held) == len(texts)  # otherwise the live cache is reallocated
         stays = [same and common_prefix_len(held[s], each) == len(each) for s, each in enumerate(wanted)]
         lost = [len(each) - (len(wanted[s]) if same and stays[s] else 0) for s, each in enumerate(held)]
         new = self._copy_out({s: each for s, each in enumerate(held) if lost[s] >= self.prefix_cache.min_tokens})
         sources = [None if stays[s] else self._find_source(each, new) for s, each in enumerate(wanted)]
-        self._sequences = []  # should anything fail from here on, nothing in the cache is sure
+        self._sequences = []  # if anything below fails, the live cache is in an unknown state
         self.prefix_cache.update(new, [(entry, len(wanted[s])) for s, entry in enumerate(sources) if entry is not None])
         self.cache.reset(len(texts))
         for s, entry in enumerate(sources):
@@ -134,12 +142,12 @@ class PrefixCachingRunner(Runner):
         self._incomplete = False
 
     def _live_tokens(self) -> list[Tokens]:
-        """What the cache holds for sure of each sequence's text."""
+        """The tokens of each sequence whose KV in the live cache is known to be complete."""
         texts = [] if self._incomplete else self._sequences
         return [np.array(text[:count], np.int64) for text, count in zip(texts, self.cache.prefix_len)]
 
     def _copy_out(self, texts: dict[int, Tokens]) -> list[CachedPrefix]:
-        """Of what the sequences hold, where that fits and there is no copy yet."""
+        """Copies of the given live sequences, for those that fit and have no entry yet."""
         cache, copies = self.cache, []
         try:
             for s, text in texts.items():
@@ -148,27 +156,27 @@ class PrefixCachingRunner(Runner):
                     copies.append(CachedPrefix(text, k, v))
         except (MemoryError, RuntimeError):
             self.prefix_cache.entries = []
-            if self.model.group is not None:  # the other ranks have their copies
+            if self.model.group is not None:  # the other ranks have their copies; they must not diverge
                 raise
             return []
         return copies
 
     def _find_source(self, wanted: Tokens, new: Sequence[CachedPrefix]) -> CachedPrefix | None:
-        """The copy to take these tokens from."""
+        """The entry from which to copy these tokens."""
         every = (*new, *reversed(self.prefix_cache.entries))
         return next((entry for entry in every if common_prefix_len(entry.tokens, wanted) == len(wanted) > 0), None)
 
 
 def common_prefix_len(a: Tokens, b: Tokens) -> int:
-    """How many leading tokens two texts share."""
+    """The number of leading tokens that two sequences share."""
     length = min(len(a), len(b))
     different = np.flatnonzero(a[:length] != b[:length])
     return int(different[0]) if len(different) else length
 
 
 def with_cached_lengths(opening: RequestStart, *runners: Runner, guided: bool = False) -> RequestStart:
-    """The opening with how much all of the runners can keep, which a leader says to the ranks of its group. `guided`:
-    they run the unconditional text, too, where there is one."""
+    """The request with the number of cached tokens that all `runners` have; a leader sends it to its group. `guided`:
+    the runners also run the unconditional sequence, if there is one."""
     guidance = Guidance.of(opening.sampling, opening.tokens, opening.prompt_len) if guided else None
     texts = [opening.tokens] if guidance is None else [opening.tokens, guidance.tokens]
     found = [

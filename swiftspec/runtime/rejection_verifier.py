@@ -1,4 +1,4 @@
-"""The target with all that a request may ask of its verifications: rejection sampling, and log-probabilities."""
+"""The verifier of all requests: adds rejection sampling and log-probabilities to the local verifier."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from swiftspec.tree.acceptance import Accepted, AcceptFn
 
 
 class RejectionVerifier(LocalVerifier):
-    """A `LocalVerifier` of any request."""
+    """A `LocalVerifier` that also supports rejection sampling and log-probabilities of prompt and output."""
 
     def __init__(
         self, runner: Runner, executors: Sequence[TreeExecutor], rejection: Callable[[Sampler], AcceptFn] | None = None
     ) -> None:
-        """`rejection`: what verifies sampled requests, in place of Match."""
+        """`rejection`: makes the acceptance rule of sampled requests, instead of coupled verification."""
         super().__init__(runner, executors)
         self._rejection = rejection
         self._prompt_logprobs: tuple[Logprob, ...] | None = None  # for the next result
         self._logprobs: tuple[Logprob, ...] | None = None  # of the tokens last accepted
 
     def _rejects(self, sampling: SamplingParams) -> bool:
-        """Whether a request is verified by rejection. At temperature 0 both ways are the same, and only one needs to
-        know what the draft drew."""
+        """Whether a request is verified by rejection sampling. At temperature 0 both rules give the same result, and
+        coupled verification does not need the draft's probabilities."""
         return self._rejection is not None and not sampling.greedy
 
     def required_features(self, sampling: SamplingParams) -> Features:
@@ -46,7 +46,7 @@ class RejectionVerifier(LocalVerifier):
         return decide if params.logprobs is None else self._with_logprobs(decide, sampler, params.logprobs)
 
     def _with_logprobs(self, decide: AcceptFn, sampler: Sampler, k: int) -> AcceptFn:
-        """Decides likewise, and notes the log-probabilities of what it accepts."""
+        """Wraps an acceptance rule so that it also records the log-probabilities of the accepted tokens."""
 
         def accept(proposal: Proposal, logits: Tensor, paths: Paths | None, positions: Tensor) -> Accepted:
             accepted = decide(proposal, logits, paths, positions)
@@ -61,7 +61,7 @@ class RejectionVerifier(LocalVerifier):
         k = opening.sampling.prompt_logprobs
         if k is None:
             return super().open(opening)
-        plain = self.runner.sampler(SamplingParams(), ())  # the rows are the model's own, whatever the request
+        plain = self.runner.sampler(SamplingParams(), ())  # prompt logprobs use unprocessed logits
         prompt = PromptLogprobs(plain, opening.tokens, k)
         self.runner.on_prompt_logits = prompt.add_rows
         try:
@@ -72,8 +72,8 @@ class RejectionVerifier(LocalVerifier):
         return kept
 
     def probabilities(self, tokens: Sequence[int], parents: Sequence[int]) -> Sequence[float] | None:
-        """What the target gives each token of the proposal verified last after its parent, the root left out: by its
-        logits as they are. None where nobody has whole logits: in a group of ranks, and in a graph."""
+        """The target's probability of each token of the last proposal but the root, given its parent, from unprocessed
+        logits. None if no rank has the whole logits: in a tensor-parallel group, and in a CUDA graph."""
         return self.executor.probabilities(tokens, parents)
 
     def verify(self, proposal: Proposal) -> VerifyResult:

@@ -1,4 +1,4 @@
-"""One model with its cache and its books: runs forwards over a prefix and a tree."""
+"""Forwards of one model over a prefix and a tree, with its KV cache and its step statistics."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ from swiftspec.sampling.guidance import Guidance
 from swiftspec.sampling.sampler import Sampler, ShardedVocab, TokenConstraint
 from swiftspec.tree import mask as tree_mask
 
-PREFILL_CHUNK_TOKENS = 256  # rows: large enough to be bound by compute, small enough to be interrupted
-StepHook = Callable[[float, int], None]  # when a step began (perf_counter) and its rows; called as it ends
+PREFILL_CHUNK_TOKENS = 256  # large enough to be compute-bound, small enough to be interrupted
+StepHook = Callable[[float, int], None]  # start time of a step (perf_counter) and its rows; called when it ends
 
 
 class RunnerOps(sampler.SamplerOps, Protocol):
-    """What a round needs of the operators that the model was built with."""
+    """The operators that a runner needs in addition to those of the model."""
 
     def mover(self, k: Tensor, v: Tensor, /) -> MoveSlots: ...
 
 
 class Runner:
-    """Runs one model over a prefix and a tree, and keeps its books: slots and busy time.
+    """Runs one model over a prefix and a tree. Owns the KV cache and counts the time spent in steps.
 
     A guided request has two sequences, the conditional and the unconditional one, each with its own prefix and
-    positions, under one tree: every row runs in both, in one batch, and what comes out are the guided logits.
+    positions, and one tree: every row runs in both sequences, in one batch, and the result is the guided logits.
 
-    `hooks` look at every step of the model, prompt chunks too, or make it last longer. `busy` are the seconds that were
-    spent in steps.
+    `hooks` are called after every step, prefill chunks included; a hook may prolong the step. `busy` is the time spent
+    in steps, in seconds.
     """
 
     def __init__(
@@ -50,51 +50,55 @@ class Runner:
         tree_slots: int,
         shard: ShardedVocab | None = None,
     ) -> None:
-        """`vocab`: the base vocabulary; of a longer head the rows beyond count as -inf. `shard`: this rank's part."""
+        """`vocab`: size of the base vocabulary; logits of a longer head beyond it count as -inf.
+        `context`: slots of the prefix region.
+        `tree_slots`: slots of the tree region.
+        `shard`: this rank's part of the vocabulary, in a tensor-parallel group.
+        """
         config = model.config
         self.model, self.ops, self.vocab, self.shard, self.tree_slots = model, ops, vocab, shard, tree_slots
         shape = config.num_layers, model.kv_heads, config.head_dim, context + tree_slots
         self.cache = KVCache(*shape, ops.mover, dtype=model.cache_dtype, device=model.device)
         self.busy = 0.0
         self.hooks: list[StepHook] = []
-        self.cancel_check: Callable[[], None] = lambda: (
-            None
-        )  # called before each chunk of a prompt; may raise RequestEnds
-        self.make_constraint: Callable[[str], TokenConstraint] | None = None  # what makes a grammar's
+        self.cancel_check: Callable[[], None] = lambda: None  # called before each prefill chunk; may raise RequestEnds
+        self.make_constraint: Callable[[str], TokenConstraint] | None = None  # compiles a grammar
         self.guidance: Guidance | None = None
-        self.prefill_chunk_rows = PREFILL_CHUNK_TOKENS  # at a time, where nobody reads their logits
-        self.on_prompt_logits: Callable[[Tensor], None] | None = (
-            None  # takes the logits of a prompt's tokens, a chunk at a time
-        )
+        self.prefill_chunk_rows = PREFILL_CHUNK_TOKENS  # where no logits are needed
+        # receives the logits of a prompt's tokens, one chunk at a time
+        self.on_prompt_logits: Callable[[Tensor], None] | None = None
 
     def sampler(self, params: SamplingParams, prompt: Sequence[int]) -> Sampler:
-        """What makes tokens of this model's logits for one request."""
-        make_constraint = (
-            None if params.grammar is None or self.make_constraint is None else self.make_constraint(params.grammar)
-        )
-        return Sampler(params, prompt, self.vocab, self.model.device, self.ops, self.shard, make_constraint)
+        """The sampler of one request on this model's logits."""
+        constraint = None
+        if params.grammar is not None and self.make_constraint is not None:
+            constraint = self.make_constraint(params.grammar)
+        return Sampler(params, prompt, self.vocab, self.model.device, self.ops, self.shard, constraint)
 
     def open(
         self, tokens: Sequence[int], guidance: Guidance | None = None, max_cached: Sequence[int] | None = None
     ) -> int:
-        """Starts over from a text whose last token is the root. What stands before it, and before the root of the
-        unconditional text, becomes the prefixes. Returns how many of the text's tokens `match_prefix` has kept."""
-        texts = [tokens] if guidance is None else [tokens, guidance.tokens]
-        kept, self.guidance = self.match_prefix(texts, max_cached), guidance
-        for sequence, text in enumerate(texts):
-            self._prefill_sequence(text[kept[sequence] : -1], sequence)
-        return kept[0]
+        """Starts a request whose last token is the root: the tokens before it, and those before the root of the
+        unconditional sequence, become the prefixes. `max_cached` limits the cached tokens per sequence. Returns the
+        number of tokens of the first sequence that `match_prefix` found in the cache."""
+        sequences = [tokens] if guidance is None else [tokens, guidance.tokens]
+        cached, self.guidance = self.match_prefix(sequences, max_cached), guidance
+        for sequence, text in enumerate(sequences):
+            self._prefill_sequence(text[cached[sequence] : -1], sequence)
+        return cached[0]
 
     def match_prefix(self, texts: Sequence[Sequence[int]], max_cached: Sequence[int] | None) -> Sequence[int]:
-        """Empties the cache but for what it keeps of each text from earlier ones: of none here (see prefixes.py)."""
+        """Resets the cache, except for the prefix that each sequence shares with an earlier request, and returns the
+        lengths of these prefixes: 0 here (see prefix_cache.py)."""
         self.cache.reset(len(texts))
         return [0] * len(texts)
 
     def observe(self, tokens: Sequence[int]) -> None:
-        """Told of the verified tokens that follow."""
+        """Called with the verified tokens that follow the prompt. Does nothing here."""
 
     def prefill(self, tokens: Sequence[int], sequences: Sequence[int] | None = None) -> None:
-        """Appends `tokens` to the prefix of these sequences, or of all, whose tree is empty: in chunks, no logits."""
+        """Appends `tokens` to the prefix of the given sequences, or of all, in chunks and without logits. The tree must
+        be empty."""
         for sequence in range(len(self.cache.prefix_len)) if sequences is None else sequences:
             self._prefill_sequence(tokens, sequence)
 
@@ -113,44 +117,44 @@ class Runner:
             self.on_prompt_logits(logits)
 
     def chain_batch(self, tokens: Sequence[int]) -> HostBatch:
-        """The rows of verified tokens without KV and the root after them: the root becomes tree slot 0, the others join
-        the prefix."""
+        """The batch of verified tokens that have no KV yet, followed by the root: the root becomes tree slot 0, the
+        others join the prefix."""
         starts = {s: self.cache.append_prefix(len(tokens) - 1, s) for s in range(len(self.cache.prefix_len))}
         self.cache.append_tree(1)
         return self._batch(np.array(tokens), None, starts, 0, tree_mask.causal(len(tokens)))
 
     def tree_batch(self, tokens: Ints, depths: Ints, mask: tree_mask.MaskRows) -> HostBatch:
-        """Rows that join the tree: `tokens` and `depths` [n], `mask` [n, tree slots in use after it]."""
+        """The batch of rows that join the tree: `tokens` and `depths` [n], `mask` [n, tree slots in use afterwards]."""
         starts = dict(enumerate(self.cache.prefix_len))
         return self._batch(tokens, depths, starts, self.cache.append_tree(tokens.shape[0]), mask)
 
     def logits(self, batch: HostBatch) -> Tensor:
-        """Logits of a batch [n, vocab]; guided, where there are two sequences, of each pair of rows one."""
+        """Logits of a batch [n, vocab]. With guidance each pair of rows is combined into one."""
         logits = self.run(batch)
         assert logits is not None
         return logits if self.guidance is None else self.guidance.combine(logits)
 
     def run(self, batch: HostBatch, *, head: bool = True) -> Tensor | None:
-        """The model's forward, waited for. Without `head` it gives no logits."""
+        """The model's forward; waits for the result. Returns no logits if `head` is False."""
         device, began = self.model.device, time.perf_counter()
         with self.translate_peer_errors():
             logits = self.model.forward(batch.to(device), self.cache, head=head)
             if device.type == "cuda":
-                # the result is read at once; without this the time would be the launch's, and inputs be overwritten
+                # without this the measured time would be that of the launch, and inputs could be overwritten
                 torch.cuda.current_stream(device).synchronize()
         self.record_step(began, len(batch))
         return logits
 
     def record_step(self, began: float, rows: int, seconds: float | None = None) -> None:
-        """Books a step over so many rows that ends now. `seconds`: how long the model was at work in it, where that is
-        known and no hook has a say in it."""
+        """Records a step of `rows` rows that has just finished, and calls the hooks. `seconds`: measured model time; if
+        it is None, or if there are hooks, the wall time since `began` is used."""
         for hook in self.hooks:
             hook(began, rows)
         self.busy += time.perf_counter() - began if seconds is None or self.hooks else seconds
 
     @contextmanager
     def translate_peer_errors(self) -> Iterator[None]:
-        """Raises RankLost where a peer that did not come is why the device reports an error."""
+        """Raises RankLost instead of a device error that was caused by a peer that did not respond."""
         try:
             yield
         except RuntimeError as error:
@@ -162,8 +166,8 @@ class Runner:
     def _batch(
         self, tokens: Ints, depths: Ints | None, starts: dict[int, int], first: int, mask: tree_mask.MaskRows
     ) -> HostBatch:
-        """The same rows in some sequences, all counted from a slot `starts` of each: row i has slot `first` + i and
-        position `depths[i]`, without these the slot's."""
+        """The same rows in each of several sequences. `starts`: by sequence, the slot from which its rows are counted.
+        Row i has slot start + `first` + i and position start + `depths[i]`; without depths the position is the slot."""
         several = len(starts) > 1
         rows = [self._rows(sequence, start, tokens, depths, first) for sequence, start in starts.items()]
         token, position, slot, sequence = map(np.concatenate, zip(*rows, strict=True)) if several else rows[0]
@@ -173,11 +177,11 @@ class Runner:
     def _rows(
         self, sequence: int, start: int, tokens: Ints, depths: Ints | None, first: int
     ) -> tuple[Ints, Ints, Ints, Ints]:
-        """Tokens, positions, slots and sequence of one sequence's rows, [n] each."""
+        """Tokens, positions, slots and sequence indices of one sequence's rows, [n] each."""
         count = tokens.shape[0]
         slots = np.arange(start + first, start + first + count)
         positions = slots if depths is None else depths + start
-        if sequence == 1 and self.guidance is not None:  # the two texts may differ in their root at the start
+        if sequence == 1 and self.guidance is not None:  # the two sequences may begin with different roots
             text = self.guidance.tokens
             tokens = np.where(positions == len(text) - 1, text[-1], tokens)
         return tokens, positions, slots, np.full(count, sequence)

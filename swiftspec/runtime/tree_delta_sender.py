@@ -1,4 +1,4 @@
-"""The draft's end of a replica: what its tree grows, told as it grows (see tree/replica.py)."""
+"""The draft's side of a replica: sends the nodes that each expansion adds (see tree/replica.py)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from swiftspec.tree.replica import NodeIds, TreeDelta
 
 
 class GroupLedDrafter(Drafter, Protocol):
-    """A drafter as its group is led, d included."""
+    """A drafter as the leader of its group runs it, with d adjustable."""
 
     @property
     def draft_steps(self) -> int: ...
@@ -23,12 +23,11 @@ class GroupLedDrafter(Drafter, Protocol):
 
 
 class TreeDeltaSender:
-    """Has a drafter grow its tree ahead of the results, and sends what each growing adds.
+    """Drives a drafter that expands its tree ahead of the results, and sends what each expansion adds.
 
-    With d fixed a result is followed by the expansions that the tree alone asks for (`AheadDrafter.propose`), and
-    `grow` adds d more, at the latest when the next result is there. With d free the tree grows for as long as `grow` is
-    called, an expansion at a time. Drawn children are not for a feed: what of them is sent must not depend on the
-    clock.
+    With fixed d a result is followed by the expansions that the tree alone requires (`AheadDrafter.propose`), and
+    `grow` adds d more, at the latest when the next result arrives. With free d the tree is expanded once per call of
+    `grow`. Sampled children are not supported: which of them are sent must not depend on timing.
     """
 
     def __init__(
@@ -38,8 +37,8 @@ class TreeDeltaSender:
         config: EngineConfig,
         group_drafter: GroupLedDrafter | None = None,
     ) -> None:
-        """`group_drafter`: the same drafter with all ranks of its group, where there are several."""
-        assert config.proposal != "sample", "what is sent of drawn children must not depend on the clock"
+        """`group_drafter`: the same drafter on all ranks of its tensor-parallel group, if there are several."""
+        assert config.proposal != "sample", "which sampled children are sent must not depend on timing"
         self._drafter, self._send, self._config = drafter, send, config
         self._group_drafter: GroupLedDrafter = group_drafter or drafter
         self._ids = NodeIds()
@@ -47,8 +46,8 @@ class TreeDeltaSender:
         self.free = self._expansions_owed = False  # _owed: d expansions, where d is fixed
 
     def open(self, opening: RequestStart) -> None:
-        """Begins a request. The prompt is read, and the first growth sent."""
-        self._expansions_owed = False  # of a request that has ended
+        """Starts a request: prefills the prompt and sends the first delta."""
+        self._expansions_owed = False  # left over from an earlier request
         shape = self._config.for_request(opening.sampling)
         self.free, self._max_expansions = shape.draft_steps_adaptive, shape.max_draft_steps
         steps = 1 if self.free else shape.initial_draft_steps
@@ -61,7 +60,7 @@ class TreeDeltaSender:
         self._after_update()
 
     def observe(self, result: VerifyResult) -> None:
-        """Takes in a result."""
+        """Re-roots the tree after a result."""
         self._expand_owed()
         self._drafter.settle()
         self._ids.follow(self._drafter.tree, result.tokens)
@@ -70,8 +69,8 @@ class TreeDeltaSender:
         self._after_update()
 
     def grow(self) -> bool:
-        """To be called while there is nothing else to do. False: the tree is not to grow on before the next result,
-        which has been said."""
+        """Expands the tree; to be called while there is nothing else to do. Returns False if the tree is not to be
+        expanded again before the next result, after that was sent."""
         if not self.free:
             self._expand_owed()
             return False
@@ -101,7 +100,7 @@ class TreeDeltaSender:
             self._group_drafter.grow()
 
     def _send_delta(self, expansions: int) -> None:
-        """Sends what has been added by so many expansions, be it nothing."""
+        """Sends the nodes that the last `expansions` expansions added, possibly none."""
         tree, first, known = self._drafter.tree, self._ids.next, len(self._ids)
         new = slice(known, tree.count)
         self._ids.add(tree.count - known)

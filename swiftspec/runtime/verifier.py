@@ -1,4 +1,4 @@
-"""Verifiers say what the target makes of a proposal. A token is true when it has been sampled here, not before."""
+"""Verifiers: the target runs over a proposal and samples. Only tokens that are sampled here are output."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from swiftspec.tree.acceptance import AcceptFn, TokenMatching
 
 
 class PendingVerification(Protocol):
-    """A verification under way."""
+    """A verification in progress."""
 
     def wait(self) -> VerifyResult: ...
 
 
 class Verifier(Protocol):
-    """Verifies proposals on the target model, one at a time. `busy`: seconds that it has spent in forwards."""
+    """Verifies proposals on the target model, one at a time. `busy`: seconds spent in forwards."""
 
     @property
     def busy(self) -> float: ...
 
     def open(self, opening: RequestStart) -> int:
-        """Starts a request from its verified tokens. Returns how many of them were kept from earlier ones."""
+        """Starts a request from its verified tokens. Returns the number of cached tokens."""
         ...
 
     def submit(self, proposal: Proposal) -> PendingVerification:
@@ -36,16 +36,16 @@ class Verifier(Protocol):
         ...
 
     def settle(self) -> None:
-        """Called once a result is on its way to the drafter: does what that need not wait for."""
+        """Does the work that the drafter need not wait for. Called after a result was sent to the drafter."""
 
     def close(self) -> None:
         """Ends the request."""
 
 
 class LocalVerifier:
-    """The target model in this process. Its prefix holds every verified token before the root.
+    """The target model in this process. Its prefix holds all verified tokens before the root.
 
-    It is its own `PendingVerification`, as there is one verification at a time.
+    It implements `PendingVerification` itself, since there is one verification at a time.
     """
 
     def __init__(self, runner: Runner, executors: Sequence[TreeExecutor]) -> None:
@@ -57,17 +57,17 @@ class LocalVerifier:
         return self.runner.busy
 
     def required_features(self, sampling: SamplingParams) -> Features:
-        """What a request asks of the steps."""
+        """The features that a request needs of the executor."""
         shard, more = self.runner.shard, ["guidance"] if sampling.guided else []
         deep = shard is not None and sampling.filtered and sampling.top_k >= shard.num_exchanged
         return features_of(sampling, *more, *(["deep top-k"] if deep else []))
 
     def acceptance_rule(self, sampler: Sampler) -> AcceptFn:
-        """What decides over a request's proposals."""
+        """The function that decides which nodes of a proposal are accepted."""
         return TokenMatching(sampler)
 
     def select_executor(self, opening: RequestStart) -> TreeExecutor:
-        """The steps that run a request."""
+        """The executor that runs a request."""
         return select_executor(self.executors, self.required_features(opening.sampling), opening.executor)
 
     def open(self, opening: RequestStart) -> int:
@@ -84,15 +84,16 @@ class LocalVerifier:
         return self
 
     def wait(self) -> VerifyResult:
-        """Runs the forward only now: this process has nothing else to do meanwhile."""
+        """Runs the forward, synchronously: this process has no other work meanwhile."""
         return self.verify(self._submitted)
 
     def verify(self, proposal: Proposal) -> VerifyResult:
-        """Forward, then what stands. `settle` commits the accepted path."""
+        """Runs the target over a proposal and returns the accepted path with the bonus token. `settle` commits the
+        path. Raises NonFiniteLogits."""
         assert proposal.prefix_len == self.runner.cache.prefix_len[0], "proposal and target differ in their prefix"
         accepted = self._accepted = self.executor.verify(proposal)
         if accepted.tokens[-1] < 0:
-            self.runner.cache.reset(0)  # NaN would spoil the sums of a later request, even where it is masked
+            self.runner.cache.reset(0)  # NaN would propagate into later requests even where it is masked
             raise NonFiniteLogits
         about = proposal.request, proposal.round, proposal.prefix_len
         return VerifyResult(*about, tuple(accepted.path), tuple(accepted.tokens), accepted.overlaps)
@@ -103,4 +104,4 @@ class LocalVerifier:
         self.runner.observe(self._accepted.tokens)
 
     def close(self) -> None:
-        self.runner.cache.commit(())  # what is verified stays
+        self.runner.cache.commit(())  # keeps the prefix region

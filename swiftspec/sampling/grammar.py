@@ -16,27 +16,27 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from swiftspec.errors import RequestEnds, UserError
+from swiftspec.errors import RequestFailed, UserError
 from swiftspec.sampling.sampler import Paths
 from swiftspec.settings_schema import require
 
 T = TypeVar("T")
 Tokens = tuple[int, ...]
 
-LONGEST = 2**18  # characters of a grammar
-COMPILED = 4  # grammars that are kept ready
+MAX_GRAMMAR_CHARS = 2**18  # characters of a grammar
+MAX_COMPILED_GRAMMARS = 4  # grammars that are kept ready
 # a few seconds to read even the worst grammar, about 10 ms for a mask by the library's own measure, and 100 MB
-LIMITS: dict[str, Any] = {
+PARSER_LIMITS: dict[str, Any] = {
     "initial_lexer_fuel": 100_000, "step_lexer_fuel": 100_000, "step_max_items": 25_000, "max_lexer_states": 50_000,
     "verbose_errors": False,
 }  # fmt: skip
 
 
-class TooComplex(RequestEnds):
+class GrammarTooComplex(RequestFailed):
     """A parser cannot go on: on all ranks, which read the same tokens, at the same one."""
 
 
-class Grammars:
+class GrammarCompiler:
     """Makes the rules of grammars over one tokenizer, which is the one in the folder of the target."""
 
     def __init__(self, folder: Path, eos: Sequence[int], vocab: int) -> None:
@@ -45,19 +45,22 @@ class Grammars:
         self._tokenizer: Any = None
         self._ready: dict[str, Any] = {}  # parsers at their start, the one used last at the end
 
-    def rules(self, text: str) -> GrammarRules:
+    def compile(self, text: str) -> GrammarConstraint:
         """Those of one request. Raises UserError on what is no grammar."""
         parser = self._ready.pop(text, None) or self._compile(text)
         self._ready[text] = parser
-        if len(self._ready) > COMPILED:
+        if len(self._ready) > MAX_COMPILED_GRAMMARS:
             del self._ready[next(iter(self._ready))]
-        return GrammarRules(parser.deep_copy(), self._eos, self._vocab, self._read_tokenizer().vocab_size)
+        return GrammarConstraint(parser.deep_copy(), self._eos, self._vocab, self._read_tokenizer().vocab_size)
 
     def _compile(self, text: str) -> Any:
-        require(len(text) <= LONGEST, f"a grammar of {len(text)} characters is above the limit of {LONGEST}")
+        require(
+            len(text) <= MAX_GRAMMAR_CHARS,
+            f"a grammar of {len(text)} characters is above the limit of {MAX_GRAMMAR_CHARS}",
+        )
         from llguidance import LLMatcher, LLParserLimits
 
-        parser = LLMatcher(self._read_tokenizer(), text, log_level=0, limits=LLParserLimits(**LIMITS))
+        parser = LLMatcher(self._read_tokenizer(), text, log_level=0, limits=LLParserLimits(**PARSER_LIMITS))
         require(not parser.is_error(), f"the grammar cannot be read: {_reason(parser.get_error())}")
         return parser
 
@@ -75,7 +78,7 @@ class Grammars:
         return self._tokenizer
 
 
-class GrammarRules:
+class GrammarConstraint:
     """One grammar along one request's text, as `sampler.Rules`. Tokens that end the text end it: after one of them
     nothing but these may follow."""
 
@@ -93,15 +96,15 @@ class GrammarRules:
         path = tuple(tokens)
         self._ended = self._ended or not self._eos.isdisjoint(path)
         if not self._ended and not self._follow(path):
-            raise TooComplex("the text does not follow its grammar")
+            raise GrammarTooComplex("the text does not follow its grammar")
         self._at, self._masks = (), _below(self._masks, path)
 
-    def allowed(self, paths: Paths) -> Tensor:
+    def allowed_mask(self, paths: Paths) -> Tensor:
         """[n, V] bool. After a path that the grammar forbids every token is: nobody gets there."""
-        every = np.unpackbits(self.bits(paths), axis=-1, count=self._vocab, bitorder="little")
+        every = np.unpackbits(self.bitmask(paths), axis=-1, count=self._vocab, bitorder="little")
         return torch.from_numpy(every.view(np.bool_))
 
-    def bits(self, paths: Paths) -> NDArray[np.uint8]:
+    def bitmask(self, paths: Paths) -> NDArray[np.uint8]:
         """The same as rows of bits [n, bytes], the lowest of a byte first."""
         return np.stack([self._mask(tuple(path)) for path in paths])
 
@@ -114,7 +117,7 @@ class GrammarRules:
             found = np.frombuffer(self._parser.compute_bitmask(), np.uint8)
             self._check()
             if not found.any():  # the tokenizer cannot spell what the grammar wants
-                raise TooComplex("the grammar cannot be followed any further: no token fits")
+                raise GrammarTooComplex("the grammar cannot be followed any further: no token fits")
             mask = self._masks[path] = np.zeros_like(self._end)  # tokens beyond the tokenizer's are not allowed
             mask[: len(found)] = found[: len(mask)]
         return self._masks[path]
@@ -135,7 +138,7 @@ class GrammarRules:
     def _check(self) -> None:
         """Raises TooComplex where the parser has met its limits."""
         if self._parser.is_error():
-            raise TooComplex(f"the grammar cannot be followed any further: {_reason(self._parser.get_error())}")
+            raise GrammarTooComplex(f"the grammar cannot be followed any further: {_reason(self._parser.get_error())}")
 
 
 def _below(found: dict[Tokens, T], path: Tokens) -> dict[Tokens, T]:

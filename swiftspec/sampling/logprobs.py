@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from swiftspec.backends.reference import log_top_k
-from swiftspec.messages import Likelihood
+from swiftspec.messages import Logprob
 from swiftspec.sampling.sampler import Sampler
 
 
-def likelihoods(sampler: Sampler, logits: Tensor, tokens: Sequence[int], k: int) -> tuple[Likelihood, ...]:
+def token_logprobs(sampler: Sampler, logits: Tensor, tokens: Sequence[int], k: int) -> tuple[Logprob, ...]:
     """Of `tokens` [n], each after its row of raw logits [n, >= V, or this rank's width], with the k likeliest of the
     row. In a group of ranks all must ask, and all get the same."""
     vocab, shard = sampler.vocab, sampler.shard
@@ -26,18 +26,18 @@ def likelihoods(sampler: Sampler, logits: Tensor, tokens: Sequence[int], k: int)
         ids, values = shard.log_top_k(logits, min(k, vocab))
     logprobs = (own - total).clamp_max(0).squeeze(-1).tolist()
     tops = [tuple(zip(*row)) for row in zip(ids.tolist(), values.tolist())]
-    return tuple(map(Likelihood, logprobs, tops))
+    return tuple(map(Logprob, logprobs, tops))
 
 
-class PromptLikelihoods:
+class PromptLogprobs:
     """Those of a prompt's tokens but the first, from the rows of all but the last, which come a chunk at a time."""
 
     def __init__(self, sampler: Sampler, prompt: Sequence[int], k: int) -> None:
         self._sampler, self._prompt, self._k = sampler, prompt, k
-        self.known: list[Likelihood] = []
+        self.values: list[Logprob] = []
 
-    def read(self, logits: Tensor) -> None:
+    def add_rows(self, logits: Tensor) -> None:
         """Takes the next rows of raw logits, as `likelihoods` does."""
-        first = len(self.known) + 1
+        first = len(self.values) + 1
         tokens = self._prompt[first : first + logits.shape[0]]
-        self.known += likelihoods(self._sampler, logits, tokens, self._k)
+        self.values += token_logprobs(self._sampler, logits, tokens, self._k)

@@ -20,7 +20,7 @@ GumbelRows = Callable[[int, int, Tensor, range], Tensor]  # seed, stream, positi
 class PositionNoise:
     """Gumbel rows by position, made in blocks: the nodes of a tree share a few positions, round after round."""
 
-    BLOCK = 32
+    BLOCK_POSITIONS = 32
 
     def __init__(
         self, seed: int, device: torch.device | str, *, stream: int = TARGET_STREAM,
@@ -39,10 +39,10 @@ class PositionNoise:
         end = self._first + self._block.shape[0]
         if not (self._first <= low and high < end) or self._block.dtype != dtype or self._tokens != tokens:
             self._first, self._tokens = low, tokens
-            self._block = self.made(range(low, max(high + 1, low + self.BLOCK)), tokens, dtype)
+            self._block = self.generate(range(low, max(high + 1, low + self.BLOCK_POSITIONS)), tokens, dtype)
         return self._block, positions - self._first
 
-    def made(self, span: range, tokens: range, dtype: torch.dtype) -> Tensor:
+    def generate(self, span: range, tokens: range, dtype: torch.dtype) -> Tensor:
         """[span, tokens], anew."""
         if dtype == torch.float32:
             positions = torch.arange(span.start, span.stop, device=self._device)

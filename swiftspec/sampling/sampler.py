@@ -22,7 +22,7 @@ NoiseRows = Callable[[Tensor, range, torch.dtype], tuple[Tensor, Tensor]]  # as 
 Paths = Sequence[Sequence[int]]  # of each row, the tokens between the last verified one and the row's own, both ways
 
 
-class Ops(Protocol):
+class SamplerOps(Protocol):
     """The fused passes over whole rows of logits; swiftspec.backends.reference defines them."""
 
     def gumbel_rows(self, seed: int, stream: int, positions: Tensor, tokens: range, /) -> Tensor: ...
@@ -32,17 +32,19 @@ class Ops(Protocol):
     def log_probs(self, logits: Tensor, vocab: int, tokens: Tensor, scores: Scores, /) -> Tensor: ...
 
 
-class Shard(Protocol):
+class ShardedVocab(Protocol):
     """One rank's part of a vocabulary that is cut over a group of ranks; sampling/vocab.py defines it."""
 
     @property
     def tokens(self) -> range: ...  # of this rank
     @property
-    def exchanged(self) -> int: ...  # how many of the likeliest tokens the ranks exchange, which settle most filters
+    def num_exchanged(
+        self,
+    ) -> int: ...  # how many of the likeliest tokens the ranks exchange, which settle most filters
     def argmax(self, scores: Tensor, /) -> Tensor: ...
     def log_top_k(self, scores: Tensor, k: int, /) -> tuple[Tensor, Tensor]: ...
     def values(self, scores: Tensor, tokens: Tensor, /) -> tuple[Tensor, Tensor]: ...
-    def keep(self, logits: Tensor, params: SamplingParams, sure: filters.Sure, /) -> Tensor: ...
+    def apply_filters(self, logits: Tensor, params: SamplingParams, sure: filters.CheckAll, /) -> Tensor: ...
 
 
 class History:
@@ -67,11 +69,11 @@ class History:
         return counts
 
 
-class Rules(Protocol):
+class TokenConstraint(Protocol):
     """Which tokens may follow, of whoever has a word in that: a grammar (sampling/grammar.py)."""
 
-    def allowed(self, paths: Paths, /) -> Tensor: ...  # [n, V] bool, after each path below the last verified token
-    def bits(self, paths: Paths, /) -> Any: ...  # the same as numpy's uint8 [n, bytes], a byte's lowest bit first
+    def allowed_mask(self, paths: Paths, /) -> Tensor: ...  # [n, V] bool, after each path below the last verified token
+    def bitmask(self, paths: Paths, /) -> Any: ...  # the same as numpy's uint8 [n, bytes], a byte's lowest bit first
     def observe(self, tokens: Sequence[int], /) -> None: ...  # verified tokens
 
 
@@ -84,13 +86,13 @@ class Sampler:
 
     def __init__(
         self, params: SamplingParams, prompt: Sequence[int], vocab: int, device: torch.device | str,
-        ops: Ops = reference, shard: Shard | None = None, rules: Rules | None = None,
+        ops: SamplerOps = reference, shard: ShardedVocab | None = None, constraint: TokenConstraint | None = None,
     ) -> None:  # fmt: skip
-        self.params, self.vocab, self.shard, self.rules = params, vocab, shard, rules
+        self.params, self.vocab, self.shard, self.constraint = params, vocab, shard, constraint
         self.device, self._ops = device, ops
         self.noise = self.noise_of(TARGET_STREAM)
         self.noise_rows: NoiseRows = self.noise.rows
-        self.sure = filters.every  # whether filters may go their short way
+        self.check_all = filters.all_on_host  # whether filters may go their short way
         self.history = History(prompt, vocab, device) if params.penalised else None
         self.bias: Tensor | None = None  # [V] float32
         if params.logit_bias:
@@ -99,9 +101,9 @@ class Sampler:
             self.bias = bias.to(device)
 
     @property
-    def by_path(self) -> bool:
+    def needs_paths(self) -> bool:
         """Whether a row's logits depend on the tokens of its path."""
-        return self.history is not None or self.rules is not None
+        return self.history is not None or self.constraint is not None
 
     def noise_of(self, stream: int) -> PositionNoise:
         """The noise of one of the request's streams."""
@@ -109,36 +111,40 @@ class Sampler:
 
     def observe(self, tokens: Sequence[int]) -> None:
         """Told of verified tokens of the output."""
-        for follower in (self.history, self.rules):
+        for follower in (self.history, self.constraint):
             if follower is not None:
                 follower.observe(tokens)
 
-    def shape(self, logits: Tensor, paths: Paths | None) -> Tensor:
+    def process_logits(self, logits: Tensor, paths: Paths | None) -> Tensor:
         """Raw logits [n, >= V or width] to logits [n, m] of the distribution that is sampled; filtered tokens are -inf.
 
         `paths`: where `by_path`. Greedy requests keep their scale and are not filtered: the argmax is the same.
         """
         p, shard = self.params, self.shard
         here = slice(0, self.vocab) if shard is None else slice(shard.tokens.start, shard.tokens.stop)
-        logits = self._ruled(logits[:, : here.stop - here.start], paths, here)
+        logits = self._apply_constraint(logits[:, : here.stop - here.start], paths, here)
         if self.bias is not None:
             logits = logits + self.bias[here].to(logits.dtype)
         if self.history is not None:
             assert paths is not None
-            logits = self.penalise(logits, self.history.prompt[here], self.history.counts(paths)[:, here])
+            logits = self.apply_penalties(logits, self.history.prompt[here], self.history.counts(paths)[:, here])
         if p.greedy:
             return logits
         logits = logits / p.temperature
-        return filters.keep(logits, p, self.sure) if shard is None else shard.keep(logits, p, self.sure)
+        return (
+            filters.apply_filters(logits, p, self.check_all)
+            if shard is None
+            else shard.apply_filters(logits, p, self.check_all)
+        )
 
-    def _ruled(self, logits: Tensor, paths: Paths | None, here: slice) -> Tensor:
+    def _apply_constraint(self, logits: Tensor, paths: Paths | None, here: slice) -> Tensor:
         """Without the tokens that the rules forbid; logits [n, m] of the tokens `here`."""
-        if self.rules is None:
+        if self.constraint is None:
             return logits
         assert paths is not None
-        return logits.masked_fill(~self.rules.allowed(paths)[:, here].to(logits.device), filters.NEG_INF)
+        return logits.masked_fill(~self.constraint.allowed_mask(paths)[:, here].to(logits.device), filters.NEG_INF)
 
-    def penalise(self, logits: Tensor, prompt: Tensor, counts: Tensor) -> Tensor:
+    def apply_penalties(self, logits: Tensor, prompt: Tensor, counts: Tensor) -> Tensor:
         p = self.params
         seen = prompt | (counts > 0)
         scaled = torch.where(logits > 0, logits / p.repetition_penalty, logits * p.repetition_penalty)
@@ -150,8 +156,8 @@ class Sampler:
         """The target's tokens [n] after rows at `positions` [n], from raw logits."""
         noisy = not self.params.greedy
         if self.shard is None:
-            return self._ops.draw(*self._scored(logits, paths, positions if noisy else None, 1.0))
-        shaped = self.shape(logits, paths)
+            return self._ops.draw(*self._operator_inputs(logits, paths, positions if noisy else None, 1.0))
+        shaped = self.process_logits(logits, paths)
         return self.shard.argmax(shaped + self._noise(shaped, self.shard, positions) if noisy else shaped)
 
     def children(
@@ -165,29 +171,29 @@ class Sampler:
         k = min(k, self.vocab)
         noisy = coupled and not self.params.greedy
         if self.shard is None:
-            logits, vocab, scores = self._scored(logits, paths, positions if noisy else None, tau)
+            logits, vocab, scores = self._operator_inputs(logits, paths, positions if noisy else None, tau)
             return self._ops.children(logits, vocab, k, scores)
-        shaped = self.shape(logits, paths)
+        shaped = self.process_logits(logits, paths)
         if noisy:
             shaped = shaped + self._noise(shaped, self.shard, positions)
         return self.shard.log_top_k(shaped / tau, k)
 
-    def _scored(
+    def _operator_inputs(
         self, logits: Tensor, paths: Paths | None, positions: Tensor | None, tau: float
     ) -> tuple[Tensor, int, Scores]:
         """What the operators take: they apply bias and temperature themselves where nothing has to come in between."""
         p, temperature, bias = self.params, 1.0, None
         if self.history is not None or p.filtered:
-            logits = self.shape(logits, paths)
+            logits = self.process_logits(logits, paths)
         else:
-            logits = self._ruled(logits[:, : self.vocab], paths, slice(self.vocab))
+            logits = self._apply_constraint(logits[:, : self.vocab], paths, slice(self.vocab))
             temperature, bias = 1.0 if p.greedy else p.temperature, self.bias
         if positions is None:
             return logits, self.vocab, Scores(temperature * tau, bias)
         noise, rows = self.noise_rows(positions + 1, range(self.vocab), logits.dtype)
         return logits, self.vocab, Scores(temperature, bias, noise, rows, tau)
 
-    def _noise(self, shaped: Tensor, shard: Shard, positions: Tensor) -> Tensor:
+    def _noise(self, shaped: Tensor, shard: ShardedVocab, positions: Tensor) -> Tensor:
         """[n, m] for the tokens after `positions`."""
         block, rows = self.noise_rows(positions + 1, shard.tokens, shaped.dtype)
         return block[rows]

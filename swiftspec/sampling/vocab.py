@@ -16,12 +16,12 @@ from torch import Tensor
 
 from swiftspec.params import SamplingParams
 from swiftspec.sampling import filters
-from swiftspec.sampling.filters import NEG_INF, Sure, every
+from swiftspec.sampling.filters import NEG_INF, CheckAll, all_on_host
 
-HEAD = 64  # the likeliest tokens of each shard, which settle nearly every filter
+TOP_CANDIDATES = 64  # the likeliest tokens of each shard, which settle nearly every filter
 
 
-class Group(Protocol):
+class VocabGroup(Protocol):
     """The ranks that share a vocabulary."""
 
     @property
@@ -37,7 +37,7 @@ class Group(Protocol):
 class VocabShard:
     """One rank's columns of [n, V]: `width` of them, fewer or none at the end of the vocabulary."""
 
-    group: Group
+    group: VocabGroup
     width: int
     vocab: int  # V
 
@@ -48,9 +48,9 @@ class VocabShard:
         return range(min(first, self.vocab), min(first + self.width, self.vocab))
 
     @property
-    def exchanged(self) -> int:
+    def num_exchanged(self) -> int:
         """How many of the likeliest tokens the ranks exchange."""
-        return HEAD * self.group.size
+        return TOP_CANDIDATES * self.group.size
 
     def argmax(self, scores: Tensor) -> Tensor:
         """The best token [n] of all scores [n, m], as `backends.reference.best` has it for whole rows."""
@@ -69,7 +69,7 @@ class VocabShard:
         values, tokens = F.pad(best.values, missing, value=NEG_INF), F.pad(best.indices + self.tokens.start, missing)
         message = torch.cat((values.double(), tokens.double(), scores.logsumexp(-1, keepdim=True).double()), -1)
         values, tokens, total = self.group.all_gather(message).split((k, k, 1), -1)
-        values, tokens = _side_by_side(values), _side_by_side(tokens)
+        values, tokens = _concat_ranks(values), _concat_ranks(tokens)
         values, order = values.sort(dim=-1, descending=True, stable=True)
         logprobs = values[:, :k] - total.logsumexp(0)
         # never above 0 and never NaN
@@ -86,43 +86,43 @@ class VocabShard:
         values, totals = self.group.all_gather(message).split((tokens.shape[-1], 1), -1)
         return values.amax(0), totals.logsumexp(0)
 
-    def keep(self, logits: Tensor, params: SamplingParams, sure: Sure = every) -> Tensor:
+    def apply_filters(self, logits: Tensor, params: SamplingParams, check_all: CheckAll = all_on_host) -> Tensor:
         """`filters.keep` on [n, m]. Only where it is not `sure` that the shards' heads settle it are all gathered."""
         if not params.filtered:
             return logits
-        limit = self._limit(logits, params, sure)
+        limit = self._filter_threshold(logits, params, check_all)
         if limit is not None:
             return logits.masked_fill(logits < limit, NEG_INF)
         padded = F.pad(logits, (0, self.width - logits.shape[-1]), value=NEG_INF)
-        whole = _side_by_side(self.group.all_gather(padded))[:, : self.vocab]
-        return filters.keep(whole, params)[:, self.tokens.start : self.tokens.stop]
+        whole = _concat_ranks(self.group.all_gather(padded))[:, : self.vocab]
+        return filters.apply_filters(whole, params)[:, self.tokens.start : self.tokens.stop]
 
-    def _limit(self, logits: Tensor, params: SamplingParams, sure: Sure) -> Tensor | None:
+    def _filter_threshold(self, logits: Tensor, params: SamplingParams, check_all: CheckAll) -> Tensor | None:
         """The least logit [n, 1] that the filters keep; None if that lies among tokens nobody has named.
 
         Merged, the shards' heads are the true ranking as far as every value above the largest of their last ones.
         """
         head = _not_empty(logits)
         total = head.logsumexp(-1, keepdim=True)
-        head = head.topk(min(HEAD, head.shape[-1])).values
-        head = F.pad(head, (0, HEAD - head.shape[-1]), value=NEG_INF)
-        heads, totals = self.group.all_gather(torch.cat((head, total), -1)).split((HEAD, 1), -1)
+        head = head.topk(min(TOP_CANDIDATES, head.shape[-1])).values
+        head = F.pad(head, (0, TOP_CANDIDATES - head.shape[-1]), value=NEG_INF)
+        heads, totals = self.group.all_gather(torch.cat((head, total), -1)).split((TOP_CANDIDATES, 1), -1)
         floor = heads[:, :, -1:].amax(0)
-        ranked = _side_by_side(heads)
+        ranked = _concat_ranks(heads)
         if ranked.shape[-1] <= params.top_k < self.vocab:
             return None
-        kept = filters.keep_by_rank(ranked, params)
-        limit = _least(kept)
+        kept = filters.apply_min_p_top_k(ranked, params)
+        limit = _smallest_kept(kept)
         if params.top_p < 1:
             if kept is ranked:
                 total = totals.logsumexp(0)
-            elif sure(limit > floor):
+            elif check_all(limit > floor):
                 total = kept.logsumexp(-1, keepdim=True)
             else:
                 return None
-            limit = _least(filters.top_p(kept, params.top_p, total, sure=sure))
+            limit = _smallest_kept(filters.apply_top_p(kept, params.top_p, total, check_all=check_all))
         # above the floor the merged ranking is complete; the floor is -inf where all of it is
-        return limit if sure(limit > floor) else None
+        return limit if check_all(limit > floor) else None
 
 
 def _not_empty(x: Tensor) -> Tensor:
@@ -130,10 +130,10 @@ def _not_empty(x: Tensor) -> Tensor:
     return x if x.shape[-1] else x.new_full((x.shape[0], 1), NEG_INF)
 
 
-def _side_by_side(parts: Tensor) -> Tensor:
+def _concat_ranks(parts: Tensor) -> Tensor:
     """[size, n, j] -> [n, size * j], in rank order."""
     return parts.transpose(0, 1).flatten(1)
 
 
-def _least(kept: Tensor) -> Tensor:
+def _smallest_kept(kept: Tensor) -> Tensor:
     return kept.masked_fill(kept == NEG_INF, math.inf).amin(-1, keepdim=True)

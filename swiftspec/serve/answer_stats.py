@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 Json = dict[str, Any]
 
 
-def summary(
+def answer_summary(
     *, model: str, draft_model: str | None, plan: EngineConfig, stats: Stats, text: str, token_ids: Sequence[int],
     prompt_token_ids: Sequence[int], finish_reason: str, sampling: SamplingParams, load_time: float,
     outages: Sequence[Outage] = (),
@@ -37,18 +37,18 @@ def summary(
         },
         "timings": timings(stats, len(token_ids), load_time),
         "metrics": metrics(plan.for_request(sampling), stats, len(token_ids), outages),
-        **({"guidance": guidance(sampling)} if sampling.guided else {}),
-        **(population(plan, stats) if plan.mode == "smc" else {}),
+        **({"guidance": guidance_stats(sampling)} if sampling.guided else {}),
+        **(population_stats(plan, stats) if plan.mode == "smc" else {}),
     }
 
 
-def guidance(sampling: SamplingParams) -> Json:
+def guidance_stats(sampling: SamplingParams) -> Json:
     """The scale, and the negative prompt as it was read; without a token the prompt's last one stands in."""
     negative = list(sampling.negative_prompt_ids)
     return {"guidance_scale": sampling.guidance_scale, "negative_prompt_token_ids": negative}
 
 
-def population(plan: EngineConfig, stats: Stats) -> Json:
+def population_stats(plan: EngineConfig, stats: Stats) -> Json:
     """What a weighted population says of itself: that its text is not exactly the target's, and how far it was from
     falling apart. `log_z`: the estimate of log of the sum of p^alpha over all texts, which for power 1 is truly 0."""
     end = stats.population
@@ -69,8 +69,8 @@ def timings(stats: Stats, tokens: int, load_time: float) -> Json:
     accepted = {"draft_n": stats.drafted, "draft_n_accepted": stats.accepted} if stats.population is None else {}
     return {
         "load_ms": _ms(load_time),
-        "cache_n": stats.kept_tokens,
-        "prompt_n": stats.prompt_tokens - stats.kept_tokens,
+        "cache_n": stats.cached_tokens,
+        "prompt_n": stats.prompt_tokens - stats.cached_tokens,
         "prompt_ms": _ms(stats.prompt_time),
         "predicted_n": tokens,
         "predicted_ms": _ms(stats.decode_time),
@@ -88,36 +88,36 @@ def metrics(plan: EngineConfig, stats: Stats, tokens: int, outages: Sequence[Out
         "time_to_first_token_ms": _ms(stats.first_token_time),
         "generation_time_ms": _ms(stats.decode_time),
         "tokens_per_second": _share(tokens, stats.decode_time),
-        "speculative_decoding": speculative_decoding(plan, stats),
+        "speculative_decoding": speculation_stats(plan, stats),
         "mode": plan.mode,
         "split": {"target_tp": plan.target_tp, "draft_tp": plan.draft_tp},
         "target_busy": min(_share(stats.target_busy_time, stats.decode_time), 1.0),
         "draft_busy": min(_share(stats.draft_busy_time, stats.decode_time), 1.0),
         "drafter_lost": stats.drafter_lost,
-        "draft_outages": [outage(each) for each in outages],
-        **rounds(plan, stats),
-        "policy": policy(stats),
+        "draft_outages": [outage_record(each) for each in outages],
+        **final_round_shape(plan, stats),
+        "policy": policy_stats(stats),
     }
 
 
-def rounds(plan: EngineConfig, stats: Stats) -> Json:
+def final_round_shape(plan: EngineConfig, stats: Stats) -> Json:
     """bs and d in force at the end; 1 and 0 where the draft was not asked, null in mode smc."""
     if plan.mode == "smc":
         return {"verify_batch": None, "draft_steps": None}
     if plan.mode == "ar" or plan.verify_batch == 1:
         return {"verify_batch": 1, "draft_steps": 0}
     found = stats.policy
-    bs, d = (plan.verify_batch, plan.steps) if found is None else (found.nodes, found.steps)
+    bs, d = (plan.verify_batch, plan.initial_draft_steps) if found is None else (found.nodes, found.steps)
     return {"verify_batch": bs, "draft_steps": d}
 
 
-def outage(away: Outage) -> Json:
+def outage_record(away: Outage) -> Json:
     """Why the draft group was away, and when, in seconds since the request began; `to_s` is null while it is still."""
     until = None if away.until is None else round(away.until, 3)
     return {"reason": away.reason, "from_s": round(away.since, 3), "to_s": until}
 
 
-def speculative_decoding(plan: EngineConfig, stats: Stats) -> Json | None:
+def speculation_stats(plan: EngineConfig, stats: Stats) -> Json | None:
     """Always: sum(histogram) = steps, sum(j * histogram[j]) = accepted tokens. None where nothing is accepted or
     rejected.
 
@@ -129,7 +129,7 @@ def speculative_decoding(plan: EngineConfig, stats: Stats) -> Json | None:
     if plan.mode == "smc":
         return None
     most = 0 if plan.mode == "ar" else plan.verify_batch - 1
-    seen, times = Acceptance.of(stats.verified), stats.policy
+    seen, times = Acceptance.from_rounds(stats.verified), stats.policy
     return {
         "mean_acceptance_length": mean_acceptance_length(stats),
         "draft_acceptance_rate": _share(stats.accepted, stats.drafted),
@@ -148,7 +148,7 @@ def speculative_decoding(plan: EngineConfig, stats: Stats) -> Json | None:
     }
 
 
-def policy(stats: Stats) -> Json | None:
+def policy_stats(stats: Stats) -> Json | None:
     """d and bs in use at the end, and from which round on how many expansions and nodes were decided for."""
     found = stats.policy
     if found is None:
@@ -167,16 +167,16 @@ def mean_acceptance_length(stats: Stats) -> float:
     return 1 + stats.accepted / stats.rounds if stats.rounds else 0.0
 
 
-def footer(stats: Stats, tokens: int) -> str:
+def summary_line(stats: Stats, tokens: int) -> str:
     """`312 tok, 348 tok/s, TTFT 41 ms, 3.4 tok/round`."""
     parts = [
         f"{tokens} tok",
-        speed(_share(tokens, stats.decode_time)),
+        format_speed(_share(tokens, stats.decode_time)),
         f"TTFT {stats.first_token_time * 1e3:.0f} ms",
         f"{mean_acceptance_length(stats):.1f} tok/round",
     ]
-    if stats.kept_tokens:
-        parts.append(f"{stats.kept_tokens} of {stats.prompt_tokens} prompt tokens kept")
+    if stats.cached_tokens:
+        parts.append(f"{stats.cached_tokens} of {stats.prompt_tokens} prompt tokens kept")
     if stats.policy is not None and stats.policy.plain_rounds:
         parts.append(f"{stats.policy.plain_rounds} of {stats.rounds} rounds without the draft")
     if stats.policy is not None and stats.policy.changes:
@@ -190,7 +190,7 @@ def footer(stats: Stats, tokens: int) -> str:
     return ", ".join(parts)
 
 
-def speed(value: float) -> str:
+def format_speed(value: float) -> str:
     """`348 tok/s`, `2.5 tok/s`."""
     return f"{value:.0f} tok/s" if value >= 10 else f"{value:.2g} tok/s"
 

@@ -6,27 +6,27 @@ import os
 from pathlib import Path
 
 from swiftspec.errors import UserError
-from swiftspec.file_io import expanded
+from swiftspec.file_io import expand_user
 from swiftspec.model.checkpoint_files import read_config
-from swiftspec.serve.settings.flags import MOST_THREADS
+from swiftspec.serve.settings.flags import MAX_THREADS
 from swiftspec.serve.settings.settings import Settings
 
 
-def device_of(name: str) -> str:
+def resolve_device(name: str) -> str:
     """The device to run on. Raises UserError where a GPU is asked for and none is there."""
     import torch
 
     found = torch.cuda.is_available()
     if name == "cuda" and not found:
-        from swiftspec.backends.cuda.devices import missing
+        from swiftspec.backends.cuda.devices import why_no_gpu
 
         raise UserError(
-            f"--device cuda: PyTorch finds no NVIDIA GPU here; take --device cpu, or mend this: {missing()}"
+            f"--device cuda: PyTorch finds no NVIDIA GPU here; take --device cpu, or mend this: {why_no_gpu()}"
         )
     return ("cuda" if found else "cpu") if name == "auto" else name
 
 
-def dtype_of(settings: Settings, target: Path, device: str) -> str:
+def resolve_dtype(settings: Settings, target: Path, device: str) -> str:
     """The dtype to load with: what was asked for, else the target's own or, where that is faster, bfloat16."""
     if settings.dtype != "auto":
         return settings.dtype
@@ -46,7 +46,7 @@ def _cpu_has_bf16() -> bool:
     return bool(flags & {"avx512_bf16", "amx_bf16", "bf16"})
 
 
-def use_threads(settings: Settings, target: Path, dtype: str, device: str, ranks: int) -> int:
+def set_thread_counts(settings: Settings, target: Path, dtype: str, device: str, ranks: int) -> int:
     """Threads inside one operation; the `ranks` of this machine share its cores. Beside native operators torch keeps
     one: what it is left with is so small that a second one would only wait."""
     import torch
@@ -54,23 +54,23 @@ def use_threads(settings: Settings, target: Path, dtype: str, device: str, ranks
     from swiftspec.backends import cpu as host
 
     native = settings.ops == "auto" and host.fits(read_config(target), getattr(torch, dtype), device)
-    count = settings.threads or min(max(physical_cores() // ranks, 1), MOST_THREADS)
+    count = settings.threads or min(max(physical_cores() // ranks, 1), MAX_THREADS)
     torch.set_num_threads(1 if native else count)
     host.set_threads(count)
     return count
 
 
-def cache_folder(settings: Settings) -> Path | None:
+def packed_cache_folder(settings: Settings) -> Path | None:
     """Where packed weights are kept; None: nowhere."""
     if settings.packed_cache is not None:
-        return None if settings.packed_cache == "off" else expanded(settings.packed_cache)
+        return None if settings.packed_cache == "off" else expand_user(settings.packed_cache)
     try:
-        return expanded(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "swiftspec" / "packed"
+        return expand_user(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "swiftspec" / "packed"
     except UserError:  # nobody's home
         return None
 
 
-def cpus_here() -> set[int]:
+def available_cpus() -> set[int]:
     """The hardware threads that this process may run on."""
     affinity = getattr(os, "sched_getaffinity", None)
     return affinity(0) if affinity is not None else set(range(os.cpu_count() or 1))
@@ -79,7 +79,7 @@ def cpus_here() -> set[int]:
 def physical_cores() -> int:
     """Cores that this process may run on, two hardware threads of one core counted once."""
     cores = set()
-    for cpu in cpus_here():
+    for cpu in available_cpus():
         siblings = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
         try:
             cores.add(siblings.read_text(encoding="utf-8").strip())

@@ -8,25 +8,25 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from swiftspec.config import EngineConfig
 from swiftspec.errors import UserError
-from swiftspec.file_io import Fields, expanded, is_file, is_folder, read_object
+from swiftspec.file_io import Fields, expand_user, is_file, is_folder, read_object
 from swiftspec.model.checkpoint_files import read_config
 from swiftspec.params import SamplingParams
-from swiftspec.serve.hardware import device_of, dtype_of
+from swiftspec.serve.hardware import resolve_device, resolve_dtype
 from swiftspec.serve.settings.settings import Settings, UsageError, flag_name
-from swiftspec.serve.terminal import Phases
-from swiftspec.serve.text.codec import locate
+from swiftspec.serve.terminal import StartupProgress
+from swiftspec.serve.text.codec import locate_model
 
 if TYPE_CHECKING:
-    from swiftspec.observe.step_time_emulation import Emulation
+    from swiftspec.observe.step_time_emulation import StepTimeEmulation
 
-DEMO = Path(__file__).resolve().parent.parent / "demo"
-FROM_MODEL = {  # names in generation_config.json and ours
+DEMO_DIR = Path(__file__).resolve().parent.parent / "demo"
+GENERATION_CONFIG_NAMES = {  # names in generation_config.json and ours
     flag.setting.from_model: flag.name for flag in Settings.table.flags.values() if flag.setting.from_model is not None
 }
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class ResolvedModels:
     """The pair that the settings name, and how it is to run. The draft's are None in mode ar."""
 
     model: str
@@ -36,36 +36,36 @@ class Found:
     plan: EngineConfig
 
     @staticmethod
-    def of(settings: Settings, ranks: int, phases: Phases) -> Found:
+    def resolve(settings: Settings, ranks: int, phases: StartupProgress) -> ResolvedModels:
         """Finds the models, here or on the hub. Raises UserError where there is none, or the plan makes no sense."""
-        check_workers(settings, ranks)
+        check_worker_settings(settings, ranks)
         if settings.target_url is not None:
             raise UsageError("--target-url is for a chat and for one answer: leave it out, and name the --model")
-        model, draft_model = _names(settings)
-        if settings.revision is not None and is_folder(expanded(model)):
+        model, draft_model = _model_names(settings)
+        if settings.revision is not None and is_folder(expand_user(model)):
             raise UsageError(f"--revision {settings.revision} is of a hub id, and {model} is a directory: leave it out")
         drafts = draft_model is not None or settings.draft_url is not None
         plan = settings.make_plan(drafts, ranks)  # nonsense shows before anything is fetched
-        emulation_of(settings)
-        if not all(is_folder(expanded(name)) for name in (model, draft_model) if name is not None):
+        requested_emulation(settings)
+        if not all(is_folder(expand_user(name)) for name in (model, draft_model) if name is not None):
             phases.begin("download")
-        target = locate(model, settings.revision)
-        draft = None if draft_model is None else locate(draft_model)
+        target = locate_model(model, settings.revision)
+        draft = None if draft_model is None else locate_model(draft_model)
         for path in (target, draft):
             if path is not None:
                 read_config(path)  # what is no model shows at once
         if settings.plan not in ("auto", "none"):
-            _check_plan(settings, draft)
+            _check_profile_usable(settings, draft)
         if draft is not None and settings.mode != "ar":
-            plan = planned(settings, target, draft, ranks, phases).make_plan(True, ranks)
+            plan = apply_profile(settings, target, draft, ranks, phases).make_plan(True, ranks)
         if plan.mode == "ar":
             draft_model, draft = None, None
         elif plan.draft_remote:
             draft_model = settings.draft_url
-        return Found(model, draft_model, target, draft, plan)
+        return ResolvedModels(model, draft_model, target, draft, plan)
 
 
-def planned(settings: Settings, target: Path, draft: Path, ranks: int, phases: Phases) -> Settings:
+def apply_profile(settings: Settings, target: Path, draft: Path, ranks: int, phases: StartupProgress) -> Settings:
     """The settings with what is open of mode, split and tree filled in from a profile, and a word on which. Raises
     UserError where a profile is named and is damaged, or not of this machine and pair. One that only lies in ./profiles
     is passed over then, with a note."""
@@ -75,9 +75,9 @@ def planned(settings: Settings, target: Path, draft: Path, ranks: int, phases: P
         return settings
     from swiftspec.profiles import store
 
-    device = device_of(settings.device)
-    dtype, emulate = dtype_of(settings, target, device), emulation_of(settings)
-    key = store.Key.of(device, ranks, target, draft, dtype, settings.ops, emulate)
+    device = resolve_device(settings.device)
+    dtype, emulate = resolve_dtype(settings, target, device), requested_emulation(settings)
+    key = store.ProfileKey.of(device, ranks, target, draft, dtype, settings.ops, emulate)
     if named:
         file = Path(settings.plan)
         profile = store.load(file)
@@ -88,8 +88,8 @@ def planned(settings: Settings, target: Path, draft: Path, ranks: int, phases: P
         profile, file, reasons = store.find(folder, key)
         for reason in reasons:
             phases.note(reason)
-    fixed = {name: getattr(settings, name) for name in store.PLAN if name in settings.model_fields_set}
-    run = None if profile is None else store.best(profile, fixed)
+    fixed = {name: getattr(settings, name) for name in store.PLAN_FIELDS if name in settings.model_fields_set}
+    run = None if profile is None else store.best_run(profile, fixed)
     if run is None and named:
         given = " with ".join(["", *(f"{flag_name(name)} {value}" for name, value in fixed.items())])
         raise UsageError(f"--plan {settings.plan} has no run{given} whose text is the target's: leave one of them out")
@@ -105,11 +105,11 @@ def planned(settings: Settings, target: Path, draft: Path, ranks: int, phases: P
             raise UserError(f"--plan {file} is refused: {error}") from None
         phases.note(f"{file} is not used: {error}")
         return settings
-    phases.note(f"plan: {store.title(run['plan'])} of {file}, measured at {store.speed(run):.0f} tok/s")
+    phases.note(f"plan: {store.plan_title(run['plan'])} of {file}, measured at {store.median_speed(run):.0f} tok/s")
     return filled
 
 
-def _check_plan(settings: Settings, draft: Path | None) -> None:
+def _check_profile_usable(settings: Settings, draft: Path | None) -> None:
     """Raises UsageError where a named profile could fill nothing in."""
     why = None
     if draft is None:
@@ -122,23 +122,23 @@ def _check_plan(settings: Settings, draft: Path | None) -> None:
         raise UsageError(f"--plan {settings.plan} {why}; or leave it out")
 
 
-def _names(settings: Settings) -> tuple[str, str | None]:
+def _model_names(settings: Settings) -> tuple[str, str | None]:
     """Target and draft as the settings name them; the embedded pair where they name no target."""
     if settings.model is not None:
         return settings.model, settings.draft_model
-    embedded = embedded_model("draft") if settings.draft_url is None else None
-    return embedded_model("target"), settings.draft_model or embedded
+    embedded = demo_model_path("draft") if settings.draft_url is None else None
+    return demo_model_path("target"), settings.draft_model or embedded
 
 
-def embedded_model(side: Literal["target", "draft"]) -> str:
+def demo_model_path(side: Literal["target", "draft"]) -> str:
     """Where a model of the embedded pair lies. Raises UserError where it is missing."""
-    path = DEMO / side
+    path = DEMO_DIR / side
     if not (path / "config.json").is_file():
         raise UserError(f"the embedded models are missing ({path}): name yours with --model and --draft-model")
     return str(path)
 
 
-def check_workers(settings: Settings, ranks: int) -> None:
+def check_worker_settings(settings: Settings, ranks: int) -> None:
     """Raises UsageError where what is said of workers makes no sense."""
     for ours, url in (("model", "target_url"), ("draft_model", "draft_url")):
         if getattr(settings, url) is not None and getattr(settings, ours) is not None:
@@ -154,11 +154,11 @@ def check_workers(settings: Settings, ranks: int) -> None:
         raise UsageError("--port serves a target of this machine: start the server where the target is")
 
 
-def emulation_of(settings: Settings) -> Emulation | None:
+def requested_emulation(settings: Settings) -> StepTimeEmulation | None:
     """The step times that are asked for. Raises UserError on nonsense, at whatever point it is first asked."""
     from swiftspec.profiles import emulation
 
-    return None if settings.emulate is None else emulation.parse(settings.emulate)
+    return None if settings.emulate is None else emulation.parse_emulation(settings.emulate)
 
 
 def generation_defaults(path: Path) -> dict[str, Any]:
@@ -168,11 +168,11 @@ def generation_defaults(path: Path) -> dict[str, Any]:
         return {}
     fields = Fields(read_object(file))
     try:
-        given = {name: ours for name, ours in FROM_MODEL.items() if fields.data.get(name) is not None}
-        whole = {name for name, ours in given.items() if Settings.table.flags[ours].kind in (int, int | None)}
-        values: dict[str, Any] = {ours: fields.whole(name) for name, ours in given.items() if name in whole}
-        values |= {given[name]: fields.number(name, least=-1e9, most=1e9) for name in given if name not in whole}
-        if not fields.flag("do_sample", True):
+        given = {name: ours for name, ours in GENERATION_CONFIG_NAMES.items() if fields.data.get(name) is not None}
+        whole = {name for name, ours in given.items() if Settings.table.flags[ours].value_type in (int, int | None)}
+        values: dict[str, Any] = {ours: fields.integer(name) for name, ours in given.items() if name in whole}
+        values |= {given[name]: fields.number(name, ge=-1e9, le=1e9) for name in given if name not in whole}
+        if not fields.boolean("do_sample", True):
             values["temperature"] = 0.0
         SamplingParams(**values)
     except UserError as error:

@@ -6,11 +6,11 @@ from swiftspec.config import EngineConfig
 from swiftspec.params import SamplingParams
 from swiftspec.settings_schema import require
 
-MOST_RANKS = 64  # of a command without a launcher
+MAX_LOCAL_RANKS = 64  # of a command without a launcher
 
 
 def split_ranks(
-    mode: str, ranks: int, target_tp: int | None, draft_tp: int | None, *, alone: bool = False
+    mode: str, ranks: int, target_tp: int | None, draft_tp: int | None, *, single_rank_ok: bool = False
 ) -> tuple[int, int]:
     """(target_tp, draft_tp) for `ranks` ranks, where None is open. Raises UserError where it does not add up.
 
@@ -19,10 +19,10 @@ def split_ranks(
     """
     if mode != "async":
         require(target_tp in (None, ranks), f"mode {mode} takes all {ranks} ranks for the target, not {target_tp}")
-        usual = 0 if mode == "ar" else ranks
-        require(draft_tp in (None, usual), f"mode {mode} has no draft group of its own: leave --draft-tp out")
-        return ranks, usual
-    if alone and ranks == 1 and target_tp in (None, 1) and draft_tp in (None, 0):
+        expected = 0 if mode == "ar" else ranks
+        require(draft_tp in (None, expected), f"mode {mode} has no draft group of its own: leave --draft-tp out")
+        return ranks, expected
+    if single_rank_ok and ranks == 1 and target_tp in (None, 1) and draft_tp in (None, 0):
         return 1, 0
     require(ranks >= 2, "mode async needs two ranks or more: start it with torchrun --standalone --nproc-per-node 2")
     if target_tp is not None and draft_tp is not None:
@@ -39,7 +39,7 @@ def split_ranks(
     return ranks - draft_tp, draft_tp
 
 
-def ranks_asked(
+def requested_ranks(
     mode: str | None, target_tp: int | None, draft_tp: int | None, *, has_draft: bool, gpu: bool = False
 ) -> int:
     """How many ranks are asked for by number, which a command that no launcher has started starts itself. Raises
@@ -50,11 +50,11 @@ def ranks_asked(
     if mode == "async" and (target_tp, draft_tp) != (None, None):
         one_gpu = gpu and ranks == 1 and draft_tp is None
         ranks += draft_tp if draft_tp is not None else 0 if one_gpu else 1
-    require(ranks <= MOST_RANKS, f"{ranks} ranks are more than one command starts: start as many with torchrun")
+    require(ranks <= MAX_LOCAL_RANKS, f"{ranks} ranks are more than one command starts: start as many with torchrun")
     return ranks
 
 
-def mismatch(plan: EngineConfig, sampling: SamplingParams) -> str | None:
+def acceptance_advice(plan: EngineConfig, sampling: SamplingParams) -> str | None:
     """Why fewer tokens of such a request are accepted than could be: draft and target sample in different ways."""
     if plan.mode in ("ar", "smc") or sampling.greedy:
         return None

@@ -8,21 +8,21 @@ import socket
 import sys
 from typing import NoReturn
 
-from swiftspec.serve.__main__ import guarded, leave, run
-from swiftspec.serve.supervisor.supervisor_client import Kept
+from swiftspec.serve.__main__ import exit_process, run_guarded, run_rank
+from swiftspec.serve.supervisor.supervisor_client import SupervisorClient
 
 
 def main() -> NoReturn:
     """The life of the rank, from its start to its end."""
     control, life, _, *argv = sys.argv[1:]
-    kept = Kept(socket.socket(fileno=int(control)), int(life))
+    kept = SupervisorClient(socket.socket(fileno=int(control)), int(life))
 
     def part(first: bool) -> int:
-        from swiftspec.serve.cli.arguments import parse
+        from swiftspec.serve.cli.arguments import parse_command
 
-        return run(parse(argv), first, kept)
+        return run_rank(parse_command(argv), first, kept)
 
-    leave(guarded(part, kept=True))
+    exit_process(run_guarded(part, supervised=True))
 
 
 if __name__ == "__main__":

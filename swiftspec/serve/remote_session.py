@@ -8,14 +8,20 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
-from swiftspec.builder.load_options import Options
+from swiftspec.builder.load_options import LoadOptions
 from swiftspec.errors import UserError
-from swiftspec.serve.model_resolution import check_workers, generation_defaults
-from swiftspec.serve.session import Session, Weights, load_options, open_session
+from swiftspec.serve.model_resolution import check_worker_settings, generation_defaults
+from swiftspec.serve.session import Session, WeightProgress, load_options, open_session
 from swiftspec.serve.settings.settings import Settings
-from swiftspec.serve.terminal import Phases
-from swiftspec.serve.text.codec import TOKENIZER_FILES, TextCodec, check_pair, locate, may_have_template
-from swiftspec.serve.text.template import Renderer
+from swiftspec.serve.terminal import StartupProgress
+from swiftspec.serve.text.codec import (
+    TOKENIZER_FILES,
+    TextCodec,
+    check_same_vocabulary,
+    locate_model,
+    may_have_template,
+)
+from swiftspec.serve.text.template import TemplateRenderer
 from swiftspec.serve.worker_endpoints import draft_worker, target_worker
 
 if TYPE_CHECKING:
@@ -23,11 +29,13 @@ if TYPE_CHECKING:
     from swiftspec.distributed.launch.world import World
 
 
-def open_anywhere(settings: Settings, phases: Phases, world: World | None = None, *, warm_up: bool = False) -> Session:
+def open_local_or_remote(
+    settings: Settings, phases: StartupProgress, world: World | None = None, *, warm_up: bool = False
+) -> Session:
     """The session that the settings name. Raises UserError on whatever does not fit."""
     if settings.target_url is None:
         return open_session(settings, phases, world, warm_up=warm_up)
-    check_workers(settings, 1 if world is None else world.size)
+    check_worker_settings(settings, 1 if world is None else world.size)
     settings.make_plan(settings.draft_model is not None or settings.draft_url is not None)  # nonsense shows at once
     phases.begin("target worker")
     from swiftspec.builder.remote_roles import RemoteTarget
@@ -40,48 +48,52 @@ def open_anywhere(settings: Settings, phases: Phases, world: World | None = None
         raise
 
 
-def _open(settings: Settings, phases: Phases, target: RemoteTarget, folder: TemporaryDirectory[str]) -> Session:
+def _open(
+    settings: Settings, phases: StartupProgress, target: RemoteTarget, folder: TemporaryDirectory[str]
+) -> Session:
     path = Path(folder.name)
     for name, data in target.files().items():
         if name in TOKENIZER_FILES:  # and nothing else gets into a folder of ours
             (path / name).write_bytes(data)
     defaults = generation_defaults(path)
-    renderer = Renderer(path)
+    renderer = TemplateRenderer(path)
     if not settings.raw and may_have_template(path):
         renderer.start()  # its imports take as long as ours
     phases.begin("tokenizers")
     codec = TextCodec(path, renderer)
     if codec.digest != target.about.tokenizer:
         raise UserError(f"{target.link.peer} has sent another tokenizer than it speaks of: start it again")
-    draft = None if settings.draft_model is None or settings.mode == "ar" else locate(settings.draft_model)
+    draft = None if settings.draft_model is None or settings.mode == "ar" else locate_model(settings.draft_model)
     plan = settings.make_plan(draft is not None or settings.draft_url is not None)
-    plan.check_request(settings.sampling(defaults))
+    plan.check_request(settings.sampling_params(defaults))
     phases.begin("libraries")
     importlib.import_module("torch")
     began = time.perf_counter()
     options, threads = _options(settings, phases, draft, codec)
-    from swiftspec.builder.remote_roles import assemble_elsewhere
-    from swiftspec.llm import Running
+    from swiftspec.builder.remote_roles import build_remote_roles
+    from swiftspec.llm import LLMBase
 
-    roles = assemble_elsewhere(target, draft, plan, path, **options)
-    running = Running(roles, time.perf_counter() - began)
+    roles = build_remote_roles(target, draft, plan, path, **options)
+    running = LLMBase(roles, time.perf_counter() - began)
     if running.roles.recorder.file is not None:
-        running.roles.recorder.file.spell = lambda token: codec.spell([token])
+        running.roles.recorder.file.token_text = lambda token: codec.token_text([token])
     phases.ready()
     drafts = settings.draft_model or settings.draft_url if plan.mode != "ar" else None
     about = target.about
-    return Session(running, codec, about.name, drafts, False, about.dtype, threads, defaults, fetched=folder)
+    return Session(running, codec, about.name, drafts, False, about.dtype, threads, defaults, tokenizer_folder=folder)
 
 
-def _options(settings: Settings, phases: Phases, draft: Path | None, codec: TextCodec) -> tuple[Options, int]:
+def _options(
+    settings: Settings, phases: StartupProgress, draft: Path | None, codec: TextCodec
+) -> tuple[LoadOptions, int]:
     """How a draft of this process is loaded, should there be one, and what else shapes the roles; and its threads."""
     trace = None if settings.trace is None else Path(settings.trace)
     if draft is None:
         worker = draft_worker(settings)
         return {"draft_worker": worker, "max_model_len": settings.max_model_len, "note": phases.note, "trace": trace}, 1
-    check_pair(codec, TextCodec(draft))
+    check_same_vocabulary(codec, TextCodec(draft))
     phases.begin("draft weights")
     options, _, threads = load_options(settings, draft, None)
-    options["progress"] = Weights(phases, "draft weights")
+    options["progress"] = WeightProgress(phases, "draft weights")
     options["note"] = phases.note
     return options, threads

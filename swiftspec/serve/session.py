@@ -12,39 +12,45 @@ from typing import TYPE_CHECKING, Any
 
 from swiftspec.errors import UserError
 from swiftspec.params import SamplingParams
-from swiftspec.serve.hardware import cache_folder, cpus_here, device_of, dtype_of, use_threads
-from swiftspec.serve.model_resolution import Found, emulation_of, generation_defaults
-from swiftspec.serve.rank_plan import mismatch
+from swiftspec.serve.hardware import (
+    available_cpus,
+    packed_cache_folder,
+    resolve_device,
+    resolve_dtype,
+    set_thread_counts,
+)
+from swiftspec.serve.model_resolution import ResolvedModels, generation_defaults, requested_emulation
+from swiftspec.serve.rank_plan import acceptance_advice
 from swiftspec.serve.settings.settings import Settings
 from swiftspec.serve.stdio import warn
-from swiftspec.serve.terminal import Phases
-from swiftspec.serve.text.codec import Message, TextCodec, check_pair, may_have_template
+from swiftspec.serve.terminal import StartupProgress
+from swiftspec.serve.text.codec import ChatMessage, TextCodec, check_same_vocabulary, may_have_template
 from swiftspec.serve.text.stream import TextStream
-from swiftspec.serve.text.template import Renderer
+from swiftspec.serve.text.template import TemplateRenderer
 from swiftspec.serve.worker_endpoints import draft_worker
 
 if TYPE_CHECKING:
-    from swiftspec.builder.load_options import Options
+    from swiftspec.builder.load_options import LoadOptions
     from swiftspec.distributed.launch.world import World
-    from swiftspec.engine import Chunk
-    from swiftspec.llm import Running
+    from swiftspec.engine import TokenChunk
+    from swiftspec.llm import LLMBase
 
 
 @dataclass(frozen=True, slots=True)
 class Session:
     """A loaded pair. `embedded`: it is the one that comes with SwiftSpec."""
 
-    llm: Running
+    llm: LLMBase
     codec: TextCodec
     model: str
     draft_model: str | None
-    embedded: bool
+    uses_demo_models: bool
     dtype: str
     threads: int
-    defaults: Mapping[str, Any]  # sampling values of the target's generation_config.json
-    kept_in: str | None = None  # where the user wants packed weights to be kept
-    fetched: TemporaryDirectory[str] | None = None  # the tokenizer of a target elsewhere
-    around: Callable[[Iterator[Chunk]], Iterator[Chunk]] = lambda chunks: chunks  # looks at each answer
+    model_defaults: Mapping[str, Any]  # sampling values of the target's generation_config.json
+    packed_cache: str | None = None  # where the user wants packed weights to be kept
+    tokenizer_folder: TemporaryDirectory[str] | None = None  # the tokenizer of a target elsewhere
+    wrap_chunks: Callable[[Iterator[TokenChunk]], Iterator[TokenChunk]] = lambda chunks: chunks  # looks at each answer
 
     def encode(self, text: str, settings: Settings) -> list[int]:
         """One prompt alone: as it stands with --raw, else as the only turn of a chat."""
@@ -52,90 +58,90 @@ class Session:
             return self.codec.encode(text, self.llm.max_model_len)
         return self.encode_chat([{"role": "user", "content": text}])
 
-    def encode_chat(self, messages: Sequence[Message]) -> list[int]:
+    def encode_chat(self, messages: Sequence[ChatMessage]) -> list[int]:
         """A conversation through the chat template. Raises TooLong on one that cannot fit the context."""
         return self.codec.encode_chat(messages, self.llm.max_model_len)
 
-    def sampling(self, settings: Settings) -> SamplingParams:
+    def sampling_params(self, settings: Settings) -> SamplingParams:
         """How an answer is sampled. A negative prompt becomes tokens as a prompt alone does."""
         if settings.guidance_scale == 1:
-            return settings.sampling(self.defaults)
-        return settings.sampling(self.defaults, self.encode(settings.negative_prompt or "", settings))
+            return settings.sampling_params(self.model_defaults)
+        return settings.sampling_params(self.model_defaults, self.encode(settings.negative_prompt or "", settings))
 
     def answer(
         self,
         prompt: Sequence[int],
         settings: Settings,
-        watch: Callable[[Iterator[Chunk]], Iterator[Chunk]] = lambda chunks: chunks,
-        **other: Any,
+        wrap: Callable[[Iterator[TokenChunk]], Iterator[TokenChunk]] = lambda chunks: chunks,
+        **overrides: Any,
     ) -> TextStream:
         """The stream of one answer; its cost is in `llm.stats`. `watch` wraps the engine's chunks and may end them.
         `other`: sampling values that are not as the settings have them. Raises UserError on a prompt that is empty or
         does not fit."""
-        sampling = replace(self.sampling(settings), **other)
-        chunks = watch(self.around(self.llm.stream(prompt, sampling)))
+        sampling = replace(self.sampling_params(settings), **overrides)
+        chunks = wrap(self.wrap_chunks(self.llm.stream(prompt, sampling)))
         return TextStream(chunks, self.codec, sampling.stop, prompt[-16:] if settings.raw else ())
 
-    def close(self, *, comes_again: bool = False) -> None:
+    def close(self, *, will_restart: bool = False) -> None:
         """Sends the other ranks home, or see `LLM.close`, and ends what was started for this session. Says so if the
         trace is not whole."""
         try:
-            self.llm.close(comes_again=comes_again)
+            self.llm.close(will_restart=will_restart)
         finally:
             self.codec.close()
-            if self.fetched is not None:
-                self.fetched.cleanup()
+            if self.tokenizer_folder is not None:
+                self.tokenizer_folder.cleanup()
         writer = self.llm.writer
-        if writer is not None and writer.trouble is not None and self.kept_in is not None:
-            warn(f"--packed-cache {self.kept_in} is not complete, and the next start packs again: {writer.trouble}")
+        if writer is not None and writer.error is not None and self.packed_cache is not None:
+            warn(f"--packed-cache {self.packed_cache} is not complete, and the next start packs again: {writer.error}")
         trace = self.llm.roles.recorder.file
-        if trace is not None and trace.lost is not None:
-            warn(f"--trace {trace.path} is not whole: {trace.lost}")
+        if trace is not None and trace.error is not None:
+            warn(f"--trace {trace.path} is not whole: {trace.error}")
 
 
 def open_session(
     settings: Settings,
-    phases: Phases,
+    phases: StartupProgress,
     world: World | None = None,
     *,
     warm_up: bool = False,
-    renders: bool = True,
-    tell: Callable[[Found], None] = lambda found: None,
+    render_chats: bool = True,
+    on_resolved: Callable[[ResolvedModels], None] = lambda found: None,
 ) -> Session:
     """Finds, checks and loads the models that the settings name, and tells once they are found. `renders`: chats are
     written here, which in a server the front end does. Raises UserError on whatever does not fit."""
-    found = Found.of(settings, 1 if world is None else world.size, phases)
-    tell(found)
+    found = ResolvedModels.resolve(settings, 1 if world is None else world.size, phases)
+    on_resolved(found)
     defaults = generation_defaults(found.target)
-    sampling = settings.sampling(defaults)  # nonsense shows before the weights are read
+    sampling = settings.sampling_params(defaults)  # nonsense shows before the weights are read
     found.plan.check_request(sampling)
-    renderer = Renderer(found.target)
-    if renders and not settings.raw and may_have_template(found.target):
+    renderer = TemplateRenderer(found.target)
+    if render_chats and not settings.raw and may_have_template(found.target):
         renderer.start()  # its imports take as long as ours
     phases.begin("libraries")
     importlib.import_module("torch")  # most of a small pair's start
     phases.begin("tokenizers")
     codec = TextCodec(found.target, renderer)
     if found.draft is not None:
-        check_pair(codec, TextCodec(found.draft))
+        check_same_vocabulary(codec, TextCodec(found.draft))
 
     if world is not None and not world.spin:
         phases.warn(f"{world.local_size} ranks share this machine's cores and will wait for each other: start fewer")
-    for note in (settings.note(), mismatch(found.plan, sampling)):
+    for note in (settings.guidance_note(), acceptance_advice(found.plan, sampling)):
         if note is not None:
             phases.warn(note)
-    cpus = len(cpus_here())
+    cpus = len(available_cpus())
     if (settings.threads or 0) > cpus:
         phases.warn(f"--threads {settings.threads} on {cpus} CPUs: threads wait for each other, take {cpus} at most")
-    for line in settings.idle(found.plan.mode):
+    for line in settings.ignored_settings(found.plan.mode):
         phases.note(line)
-    if settings.share_gpus and device_of(settings.device) == "cpu":
+    if settings.share_gpus and resolve_device(settings.device) == "cpu":
         phases.note("--share-gpus does nothing: the models run on the CPU")
     phases.begin("target weights")
     from swiftspec.llm import LLM
 
     options, dtype, threads = load_options(settings, found.target, world)
-    options |= {"vocab_size": codec.size, "progress": Weights(phases), "note": phases.note}
+    options |= {"vocab_size": codec.size, "progress": WeightProgress(phases), "note": phases.note}
     if (worker := options.get("draft_worker")) is not None:
         options["draft_worker"] = replace(worker, tokenizer=codec.digest)
     try:
@@ -145,7 +151,7 @@ def open_session(
             raise
         raise UserError("not enough memory for these models: take a smaller --max-model-len, or --dtype") from None
     if llm.roles.recorder.file is not None:
-        llm.roles.recorder.file.spell = lambda token: codec.spell([token])
+        llm.roles.recorder.file.token_text = lambda token: codec.token_text([token])
     if warm_up:
         phases.begin("warm-up")
         llm.generate([0], SamplingParams(max_tokens=2, ignore_eos=True))
@@ -156,46 +162,46 @@ def open_session(
     )
 
 
-def serve_rank(settings: Settings, world: World) -> None:
+def run_follower_rank(settings: Settings, world: World) -> None:
     """What every rank but 0 does, until rank 0 leaves. Raises UserError as that would, and RankLost."""
     from swiftspec import llm
-    from swiftspec.distributed.launch.config_check import telling
+    from swiftspec.distributed.launch.config_check import report_startup_error
 
-    with telling(world):
-        found = Found.of(settings, world.size, Phases(quiet=True))
+    with report_startup_error(world):
+        found = ResolvedModels.resolve(settings, world.size, StartupProgress(quiet=True))
         options, _, _ = load_options(settings, found.target, world)
     llm.serve_rank(world, found.target, found.draft, found.plan, **options)
 
 
-def load_options(settings: Settings, target: Path, world: World | None) -> tuple[Options, str, int]:
+def load_options(settings: Settings, target: Path, world: World | None) -> tuple[LoadOptions, str, int]:
     """How to load the models; dtype and threads by name and number, for whoever tells the user."""
     import torch
 
-    device = device_of(settings.device)
-    dtype = dtype_of(settings, target, device)
-    threads = use_threads(settings, target, dtype, device, 1 if world is None else world.local_size)
-    options: Options = {
+    device = resolve_device(settings.device)
+    dtype = resolve_dtype(settings, target, device)
+    threads = set_thread_counts(settings, target, dtype, device, 1 if world is None else world.local_size)
+    options: LoadOptions = {
         "dtype": getattr(torch, dtype),
         "device": device,
         "max_model_len": settings.max_model_len,
-        "kept_memory": settings.kept_memory,
+        "prefix_cache_memory": settings.prefix_cache_memory,
         "share_device": settings.share_gpus,
         "ops": settings.ops,
         "activations": settings.activations,
         "kv_cache_dtype": settings.kv_cache_dtype,
         "head": settings.head,
-        "emulate": emulation_of(settings),
+        "emulate": requested_emulation(settings),
         "trace": None if settings.trace is None else Path(settings.trace),
-        "packed_cache": cache_folder(settings),
+        "packed_cache": packed_cache_folder(settings),
         "draft_worker": draft_worker(settings),
     }
     return options, dtype, threads
 
 
-class Weights:
+class WeightProgress:
     """The loader tells of bytes; whose they are follows from the order, in which each begins with none."""
 
-    def __init__(self, phases: Phases, *names: str) -> None:
+    def __init__(self, phases: StartupProgress, *names: str) -> None:
         """`names`: of the phases, in that order; those of a pair if left out."""
         self._phases, self._names = phases, names or ("target weights", "draft weights")
         self._models, self._began = 0, 0.0

@@ -11,11 +11,11 @@ from contextlib import suppress
 from types import FrameType
 from typing import Any
 
-GRACE = 10.0  # seconds in which a process puts all in order
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+SIGNAL_GRACE_S = 10.0  # seconds in which a process puts all in order
+TERMINATION_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
-class Ending:
+class TerminationGuard:
     """While it is open, a signal raises KeyboardInterrupt or SystemExit in the main thread, as ever. But native code
     makes another exception of that, and some code goes on after any exception; so `code` remembers the signal, as the
     exit code that it asks for. A process that still runs `grace` seconds later is ended on the spot.
@@ -24,61 +24,61 @@ class Ending:
     which never comes back from a native call is ended too. Signals that were ignored at the start stay ignored.
     """
 
-    def __init__(self, grace: float = GRACE, numbers: tuple[int, ...] = SIGNALS) -> None:
-        self.code: int | None = None
-        self._grace, self._numbers = grace, numbers
-        self._before: dict[int, Any] = {}
-        self._over = False
+    def __init__(self, grace_s: float = SIGNAL_GRACE_S, signals: tuple[int, ...] = TERMINATION_SIGNALS) -> None:
+        self.exit_code: int | None = None
+        self._grace_s, self._signals = grace_s, signals
+        self._previous_handlers: dict[int, Any] = {}
+        self._finished = False
 
-    def __enter__(self) -> Ending:
-        self._terminal = _terminal()
-        self._heard, self._told = os.pipe()
-        os.set_blocking(self._told, False)
-        self._wakeup = signal.set_wakeup_fd(self._told, warn_on_full_buffer=False)
+    def __enter__(self) -> TerminationGuard:
+        self._terminal_state = _read_terminal_state()
+        self._read_fd, self._write_fd = os.pipe()
+        os.set_blocking(self._write_fd, False)
+        self._previous_wakeup_fd = signal.set_wakeup_fd(self._write_fd, warn_on_full_buffer=False)
         threading.Thread(target=self._watch, daemon=True, name="signals").start()
-        for number in self._numbers:
+        for number in self._signals:
             if signal.getsignal(number) is not signal.SIG_IGN:
-                self._before[number] = signal.signal(number, self._take)
+                self._previous_handlers[number] = signal.signal(number, self._handle)
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._over = True
-        for number, handler in self._before.items():
+        self._finished = True
+        for number, handler in self._previous_handlers.items():
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
-        signal.set_wakeup_fd(self._wakeup)
-        os.close(self._told)
-        if self.code is not None:
-            _restore(self._terminal)
+        signal.set_wakeup_fd(self._previous_wakeup_fd)
+        os.close(self._write_fd)
+        if self.exit_code is not None:
+            _restore_terminal(self._terminal_state)
 
-    def _take(self, number: int, frame: FrameType | None) -> None:
-        self.code = self.code or 128 + number
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        self.exit_code = self.exit_code or 128 + number
         with suppress(BlockingIOError):
-            os.write(self._told, bytes([number]))  # asyncio may have put its own file in place of ours
+            os.write(self._write_fd, bytes([number]))  # asyncio may have put its own file in place of ours
         if number == signal.SIGINT:
             raise KeyboardInterrupt
-        raise SystemExit(self.code)
+        raise SystemExit(self.exit_code)
 
     def _watch(self) -> None:
         try:
-            while heard := os.read(self._heard, 64):
-                for number in heard:  # some other handler may have Ctrl-C at the time
-                    if number in self._before and signal.getsignal(number) == self._take:
-                        self._wait(128 + number)
+            while numbers := os.read(self._read_fd, 64):
+                for number in numbers:  # some other handler may have Ctrl-C at the time
+                    if number in self._previous_handlers and signal.getsignal(number) == self._handle:
+                        self._exit_after_grace(128 + number)
                         return
         finally:
-            os.close(self._heard)
+            os.close(self._read_fd)
 
-    def _wait(self, code: int) -> None:
+    def _exit_after_grace(self, code: int) -> None:
         """Until the command is over, or has had its time."""
         poll = select.poll()
-        poll.register(self._heard, 0)  # of the other end's close it tells anyway
-        poll.poll(self._grace * 1000)
-        if not self._over:
-            _restore(self._terminal)
-            os._exit(self.code or code)
+        poll.register(self._read_fd, 0)  # of the other end's close it tells anyway
+        poll.poll(self._grace_s * 1000)
+        if not self._finished:
+            _restore_terminal(self._terminal_state)
+            os._exit(self.exit_code or code)
 
 
-def _terminal() -> list[Any] | None:
+def _read_terminal_state() -> list[Any] | None:
     """How the terminal is set, if there is one."""
     try:
         return termios.tcgetattr(0)
@@ -86,7 +86,7 @@ def _terminal() -> list[Any] | None:
         return None
 
 
-def _restore(state: list[Any] | None) -> None:
+def _restore_terminal(state: list[Any] | None) -> None:
     """Sets the terminal as it was, shows the cursor; also from the background."""
     if state is None:
         return

@@ -17,32 +17,32 @@ class OutputLost(UserError):
     """Standard output takes nothing any more."""
 
 
-class _Answers(io.TextIOWrapper):
+class _AnswerStream(io.TextIOWrapper):
     """Standard output. The first write that fails says why; after it the file is nowhere, so that what is held back
     troubles nobody, not even the interpreter when it ends."""
 
-    lost: Exception | None = None
+    failure: Exception | None = None
 
     def write(self, text: str, /) -> int:
         try:
             return super().write(text)
         except OSError as error:
-            raise self._lose(error) from None
+            raise self._fail(error) from None
 
     def flush(self) -> None:
         try:
             super().flush()
         except OSError as error:
-            raise self._lose(error) from None
+            raise self._fail(error) from None
 
-    def _lose(self, error: OSError) -> Exception:
+    def _fail(self, error: OSError) -> Exception:
         os.dup2(os.open(os.devnull, os.O_WRONLY), self.fileno())
         broken = isinstance(error, BrokenPipeError)
-        self.lost = error if broken else OutputLost(f"standard output cannot be written: {error.strerror or error}")
-        return self.lost
+        self.failure = error if broken else OutputLost(f"standard output cannot be written: {error.strerror or error}")
+        return self.failure
 
 
-class _Messages(io.TextIOWrapper):
+class _MessageStream(io.TextIOWrapper):
     """Standard error, on which all goes well."""
 
     def write(self, text: str, /) -> int:
@@ -55,10 +55,10 @@ class _Messages(io.TextIOWrapper):
             super().flush()
 
 
-class Streams:
+class CommandStreams:
     """The streams of a running command."""
 
-    def __init__(self, answers: _Answers | None) -> None:
+    def __init__(self, answers: _AnswerStream | None) -> None:
         self._answers = answers
 
     def check(self) -> None:
@@ -70,12 +70,12 @@ class Streams:
         """Writes what is held back. Raises OutputLost or BrokenPipeError if that, or a write before, did not work."""
         if sys.stdout is not None:
             sys.stdout.flush()
-        if self._answers is not None and self._answers.lost is not None:
-            raise self._answers.lost
+        if self._answers is not None and self._answers.failure is not None:
+            raise self._answers.failure
 
 
 @contextmanager
-def taken(first: bool) -> Iterator[Streams]:
+def command_streams(first: bool) -> Iterator[CommandStreams]:
     """The streams as a command has them; those before come back afterwards. Streams that are not the process's own,
     such as a test's, stay as they are. `first`: this rank prints; the output of others goes nowhere."""
     before = sys.stdout, sys.stderr
@@ -87,24 +87,24 @@ def taken(first: bool) -> Iterator[Streams]:
     answers = messages = None
     if sys.stderr is sys.__stderr__:
         encoding = "utf-8" if sys.stderr is None else sys.stderr.encoding
-        messages = sys.stderr = _Messages(_file(2), encoding, "replace", line_buffering=True)
+        messages = sys.stderr = _MessageStream(_open_fd(2), encoding, "replace", line_buffering=True)
     if not first:
         sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115
     elif sys.stdout is not None and sys.stdout is sys.__stdout__:
-        like = sys.stdout
-        answers = sys.stdout = _Answers(
-            _file(1), like.encoding, "replace",  # a terminal that lacks a character shows ? for it
-            line_buffering=bool(like.line_buffering), write_through=bool(getattr(like, 'write_through', False)),
+        original = sys.stdout
+        answers = sys.stdout = _AnswerStream(
+            _open_fd(1), original.encoding, "replace",  # a terminal that lacks a character shows ? for it
+            line_buffering=bool(original.line_buffering), write_through=bool(getattr(original, 'write_through', False)),
         )  # fmt: skip
     try:
-        yield Streams(answers)
+        yield CommandStreams(answers)
     finally:
         if messages is not None:
             messages.flush()
         sys.stdout, sys.stderr = before
 
 
-def _file(number: int) -> io.BufferedWriter:
+def _open_fd(number: int) -> io.BufferedWriter:
     os.set_blocking(number, True)  # a pipe may come otherwise, and then it has no room now and then
     return io.BufferedWriter(io.FileIO(number, "w", closefd=False))
 

@@ -17,16 +17,16 @@ from rich.status import Status
 from rich.text import Text
 
 if TYPE_CHECKING:
-    from swiftspec.engine import Chunk
+    from swiftspec.engine import TokenChunk
 
-ACCEPTED = "underline green"
-C0 = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"}  # to their pictures
-CONTROLS = C0 | dict.fromkeys(range(0x7F, 0xA0), 0xFFFD)
+ACCEPTED_STYLE = "underline green"
+C0_PICTURES = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"}  # to their pictures
+VISIBLE_CONTROLS = C0_PICTURES | dict.fromkeys(range(0x7F, 0xA0), 0xFFFD)
 
 
 def visible(text: str) -> str:
     """Text whose control characters show instead of steering the terminal."""
-    return text.translate(CONTROLS)
+    return text.translate(VISIBLE_CONTROLS)
 
 
 def line_reader() -> Callable[[], str]:
@@ -51,7 +51,7 @@ def line_reader() -> Callable[[], str]:
     return session.prompt
 
 
-def note(console: Console, text: str, style: str = "dim") -> None:
+def print_note(console: Console, text: str, style: str = "dim") -> None:
     """A line that is no part of an answer."""
     console.print(Text(visible(text), style), soft_wrap=True)
 
@@ -62,7 +62,7 @@ class Painter:
     def __init__(self, console: Console) -> None:
         self._console = console
         with console.capture() as capture:  # rich knows what this terminal can do; asking once is enough
-            console.print(Text("x", ACCEPTED), end="")
+            console.print(Text("x", ACCEPTED_STYLE), end="")
         self._before, _, self._after = capture.get().partition("x")
 
     def write(self, text: str, accepted: bool) -> None:
@@ -94,7 +94,7 @@ class Interrupt:
             raise KeyboardInterrupt
         self.pressed = True
 
-    def watch(self, chunks: Iterator[Chunk]) -> Iterator[Chunk]:
+    def until_pressed(self, chunks: Iterator[TokenChunk]) -> Iterator[TokenChunk]:
         """The chunks, until Ctrl-C."""
         try:
             for chunk in chunks:
@@ -125,14 +125,14 @@ class KeyInterrupt(Interrupt):
         termios.tcsetattr(0, termios.TCSADRAIN, self._terminal)
         super().__exit__(*error)
 
-    def watch(self, chunks: Iterator[Chunk]) -> Iterator[Chunk]:
-        for chunk in super().watch(chunks):
+    def until_pressed(self, chunks: Iterator[TokenChunk]) -> Iterator[TokenChunk]:
+        for chunk in super().until_pressed(chunks):
             if select.select([0], [], [], 0)[0] and b"\x03" in os.read(0, 1024):
                 self.pressed = True
             yield chunk
 
 
-class Phases:
+class StartupProgress:
     """Says on stderr what the start is busy with: one live line in a terminal, else a line per phase; or nothing."""
 
     def __init__(self, quiet: bool = False) -> None:

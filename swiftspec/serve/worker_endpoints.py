@@ -5,46 +5,46 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from swiftspec import file_io
-from swiftspec.distributed.rpc.endpoint import Endpoint, Security
+from swiftspec.distributed.rpc.endpoint import Endpoint, RpcSecurity
 from swiftspec.errors import UserError
 from swiftspec.serve.settings.settings import Settings, UsageError
 
 if TYPE_CHECKING:
-    from swiftspec.builder.load_options import Worker
+    from swiftspec.builder.load_options import WorkerAddress
 
-MOST_TOKEN = 4096  # bytes
+MAX_TOKEN_BYTES = 4096  # bytes
 
 
-def draft_worker(settings: Settings) -> Worker | None:
+def draft_worker(settings: Settings) -> WorkerAddress | None:
     """The draft's, should one be named."""
     return None if settings.draft_url is None else _worker(settings, settings.draft_url, "--draft-url")
 
 
-def target_worker(settings: Settings) -> Worker:
+def target_worker(settings: Settings) -> WorkerAddress:
     """The target's, which is named."""
     assert settings.target_url is not None
     return _worker(settings, settings.target_url, "--target-url")
 
 
-def _worker(settings: Settings, url: str, flag: str) -> Worker:
-    from swiftspec.builder.load_options import Worker
+def _worker(settings: Settings, url: str, flag: str) -> WorkerAddress:
+    from swiftspec.builder.load_options import WorkerAddress
 
-    endpoint, security = Endpoint.of(url, flag), security_of(settings)
+    endpoint, security = Endpoint.parse(url, flag), load_security(settings)
     security.check_client(endpoint, flag)
-    return Worker(str(endpoint), flag, security, settings.remote_timeout)
+    return WorkerAddress(str(endpoint), flag, security, settings.remote_timeout)
 
 
-def security_of(settings: Settings) -> Security:
+def load_security(settings: Settings) -> RpcSecurity:
     """The token and the certificates. Raises UsageError where one cannot be read."""
     read = {name: _pem(getattr(settings, f"tls_{name}"), f"--tls-{name}") for name in ("cert", "key", "ca")}
-    return Security(_token(settings.token), **read)
+    return RpcSecurity(_token(settings.token), **read)
 
 
 def _pem(file: str | None, flag: str) -> bytes | None:
     if file is None:
         return None
     try:
-        data = file_io.read_bytes(file_io.expanded(file), f"{flag} {file}", file_io.SMALL)
+        data = file_io.read_bytes(file_io.expand_user(file), f"{flag} {file}", file_io.SMALL_FILE_BYTES)
     except UserError as error:
         raise UsageError(str(error)) from None
     if b"-----BEGIN" not in data:
@@ -55,7 +55,7 @@ def _pem(file: str | None, flag: str) -> bytes | None:
 def _token(token: str | None) -> str | None:
     if token is not None and token.startswith("@"):
         try:
-            token = file_io.read_text(file_io.expanded(token[1:]), f"--token {token}", MOST_TOKEN).strip()
+            token = file_io.read_text(file_io.expand_user(token[1:]), f"--token {token}", MAX_TOKEN_BYTES).strip()
         except UserError as error:
             raise UsageError(str(error)) from None
     if token is not None and not (token.isascii() and token.isprintable() and token.strip() == token and token):

@@ -1,1 +1,2 @@
-"""Many weighted particles in place of verification."""
+"""Sequence groups: sequential Monte Carlo decoding with weighted particles, and exact batches of one particle per
+request."""

@@ -1,4 +1,4 @@
-"""The second loop: requests as groups of particles, a round of all of them at a time."""
+"""The decoding loop of sequence groups: all requests of a batch advance by one round at a time."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from swiftspec.smc.population import EITHER_MODEL, SequenceGroup
 
 
 class Population(Protocol):
-    """What decodes requests in mode smc. `SMC` says what the methods do."""
+    """Decodes sequence groups; `LocalPopulation` documents the methods."""
 
     @property
     def busy(self) -> tuple[float, float]: ...
@@ -42,17 +42,18 @@ class Population(Protocol):
 def decode_population(
     population: Population, admit: Callable[[], bool] = lambda: False, on_event: Observer = no_observer
 ) -> Iterator[tuple[SequenceGroup, tuple[int, ...]]]:
-    """Decodes the groups of a population, a round of all of them at a time, until the last has left.
+    """Decodes the groups of a population, all of them round by round, until the last one is released.
 
-    A round gives the tokens that all particles of a group have come to share, often none: nothing else is certain to be
-    in its answer. The last ones, with `SequenceGroup.answer`, are what is left of the particle that was picked; the group has
-    left by then. One whose logits are no numbers leaves without an answer (`SequenceGroup.not_finite`), and the others go on. As
-    long as there is room `admit` is asked for another request; it says whether it has admitted one.
+    After a round it yields, for each group, the new tokens that all its particles share, often none: only these are
+    certain to be part of the answer. The last tokens of a group, with `SequenceGroup.answer` set, complete the particle
+    that was picked; the group has been released by then. A group whose logits are not finite is released without an
+    answer (`SequenceGroup.not_finite`); the others continue. While there is room, `admit` is called to admit another
+    request and returns whether it has.
     """
-    told: dict[SequenceGroup, int] = {}
+    num_sent: dict[SequenceGroup, int] = {}  # tokens yielded so far
 
     def new(group: SequenceGroup, tokens: Sequence[int]) -> tuple[SequenceGroup, tuple[int, ...]]:
-        since, told[group] = told.get(group, 0), len(tokens)
+        since, num_sent[group] = num_sent.get(group, 0), len(tokens)
         on_event("collected", tuple(tokens[since:]))
         return group, tuple(tokens[since:])
 
@@ -61,20 +62,20 @@ def decode_population(
             tokens = _last(population, group)
             population.release(group)
             yield new(group, tokens)
-            del told[group]
+            del num_sent[group]
         while population.has_room and admit():
             pass
         if not population.groups:
             return
         if population.launch():
             population.collect()
-            # one with an answer has come to its end in launching, and says all that is left at once
+            # a group with an answer finished during `launch`; its remaining tokens are yielded above
             for group in [group for group in population.groups if group.answer is None]:
                 yield new(group, group.tokens)
 
 
 def _last(population: Population, group: SequenceGroup) -> Sequence[int]:
-    """All tokens of a group that needs no further round."""
+    """All tokens of a finished group."""
     try:
         return population.finish(group).tokens
     except NonFiniteLogits:
@@ -83,36 +84,37 @@ def _last(population: Population, group: SequenceGroup) -> Sequence[int]:
 
 @dataclass(slots=True, eq=False)
 class BatchRequest:
-    """One request of a batch, which its opening numbers. Its times begin when it is admitted."""
+    """One request of a batch. Its times are measured from admission."""
 
     opening: RequestStart
     stop_criteria: StopCriteria
     stats: Stats
-    error: UserError | None = None  # what has ended it, where its finish reason is "error"
+    error: UserError | None = None  # set if its finish reason is "error"
     started_at: float = 0.0
     admitted_at: float = 0.0
-    busy_before: tuple[float, float] = (0.0, 0.0)  # by both models in forwards until it was admitted
+    busy_before: tuple[float, float] = (0.0, 0.0)  # busy time of both models at its admission
 
     @property
     def number(self) -> int:
         return self.opening.request
 
     def ended_chunk(self, reason: str) -> TokenChunk:
-        """The last chunk of a request that does not come to its own end."""
+        """The last chunk of a request that ends early, with its finish reason."""
         self.stats.finish_reason = reason
         return TokenChunk((), 0, reason)
 
 
-NextRequest = Callable[[], BatchRequest | None]  # the next request that waits, if there is one
+NextRequest = Callable[[], BatchRequest | None]  # the next waiting request, None if there is none
 IsCancelled = Callable[[BatchRequest], bool]
 
 
 class ParticleDecoding:
-    """Groups of particles. A chunk often has no token: only what all particles share. The rest comes last."""
+    """Decodes with sequence groups. A chunk often has no token, since it contains only what all particles share; the
+    remaining tokens come last."""
 
     def __init__(self, population: Population, on_event: Observer = no_observer) -> None:
         self.population, self._on_event = population, on_event
-        self._group: SequenceGroup | None = None  # that of a request alone
+        self._group: SequenceGroup | None = None  # of a single request
 
     @property
     def busy(self) -> tuple[float, float]:
@@ -138,14 +140,15 @@ class ParticleDecoding:
         self._on_event("closed", stats)
 
     def batch(self, next_request: NextRequest, cancelled: IsCancelled) -> Generator[tuple[BatchRequest, TokenChunk]]:
-        """Decodes requests side by side, as many as there are groups. Whenever there is room `next_request` is asked for
-        another; the batch is over once it has none and all that came have ended.
+        """Decodes requests concurrently, as many as there are groups. While there is room `next_request` is called for
+        another one; the batch ends once there is none and all admitted requests have ended.
 
-        A request's last chunk says why it is the last: beside "stop" and "length", "abort" where `cancelled` names it,
-        and "error" where its logits are no numbers (`BatchRequest.error`), of which the others notice nothing.
+        The finish reason of a request's last chunk is "stop", "length", "abort" if `cancelled` returned True for it, or
+        "error" if its logits are not finite (`BatchRequest.error`); the other requests are not affected.
         """
         self._release_all()
-        here, gone = dict[SequenceGroup, BatchRequest](), list[BatchRequest]()  # gone: before they had a group
+        active = dict[SequenceGroup, BatchRequest]()
+        gone = list[BatchRequest]()  # cancelled before they had a group
 
         def admit() -> bool:
             request = next_request()
@@ -154,8 +157,8 @@ class ParticleDecoding:
             try:
                 if cancelled(request):
                     raise Cancelled("the request was cancelled before its turn")
-                here[self._admit(request)] = request
-            except Cancelled:  # or in the midst of its prompt
+                active[self._admit(request)] = request
+            except Cancelled:  # before or during its prefill
                 gone.append(request)
             return True
 
@@ -163,7 +166,7 @@ class ParticleDecoding:
             for group, tokens in decode_population(self.population, admit):
                 while gone:
                     yield _aborted(gone.pop(0))
-                request = here[group]
+                request = active[group]
                 if group.not_finite:
                     request.error = NonFiniteLogits(EITHER_MODEL)
                     yield request, self._with_times(request, request.ended_chunk("error"))
@@ -214,20 +217,20 @@ class ParticleDecoding:
         return TokenChunk(tokens, accepted, stats.finish_reason)
 
     def _end(self, group: SequenceGroup, stats: Stats) -> None:
-        """Notes what became of a group, wherever it stands."""
-        with suppress(NonFiniteLogits):  # then there is nothing to pick from
+        """Records the outcome of a group in any state."""
+        with suppress(NonFiniteLogits):  # then no particle can be picked
             answer = self.population.finish(group)
             stats.population = None if self.population.exact else answer
 
     def _release_all(self) -> None:
-        """Ends whatever is left of earlier requests."""
+        """Releases all groups left over from earlier requests."""
         self._group = None
         for group in [*self.population.groups]:
             self.population.release(group)
 
 
 def chain_parents(steps: int) -> tuple[int, ...]:
-    """The parents of a root and so many draft tokens after it."""
+    """The parents of a chain: a root and `steps` draft tokens."""
     return tuple(range(-1, steps))
 
 

@@ -1,6 +1,6 @@
-"""What a group of particles ends with: its texts and their weights, one of which is the answer.
+"""The result of a sequence group: its texts and their weights, one of which is the answer.
 
-Letters: N particles.
+Symbol: N particles.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from swiftspec.smc import weights
 
 @dataclass(frozen=True, slots=True)
 class Particle:
-    """One of the texts that a group ends with, and its share of the weight."""
+    """One of the texts of a finished group, and its share of the weight."""
 
     tokens: tuple[int, ...]
     stopped: bool  # by a stop token
@@ -23,25 +23,27 @@ class Particle:
 
 @dataclass(frozen=True, slots=True)
 class GroupResult:
-    """The particle that was picked, and what became of its group."""
+    """The particle that was picked, and statistics of its group."""
 
     tokens: list[int]
     stopped: bool  # by a stop token
-    coalesced_prefix: int  # tokens that all particles shared in the end
-    ess_mean: float  # particles' worth of weight, mean over the rounds
-    resample_rate: float  # share of the rounds
+    coalesced_prefix: int  # tokens that all particles shared at the end
+    ess_mean: float  # effective sample size, mean over the rounds
+    resample_rate: float  # share of rounds with a resampling
     log_z: float  # estimate of the power target's log-normaliser
     full: bool  # the cache had no room for another round
     compactions: int
-    moved_slots: int  # by compactions; fan-out and resampling move none
+    moved_slots: int  # by compactions; fan-out and resampling move no KV
     particles: tuple[Particle, ...] = ()  # all of them; their weights add up to 1
-    uniform: float = 0.5  # in (0, 1), what the particle was picked by
+    uniform: float = 0.5  # in (0, 1), the number by which the particle was picked
 
     def choices(self, count: int, considered: int | None = None) -> list[Particle]:
-        """Up to `count` different texts in place of all, the heaviest first; copies of one text are one, and fewer come
-        where there are no more. On average over seeds each text weighs what it does in the population (`thinned` in
-        smc/weights.py). With more `considered` than `count` so many are drawn, of which the heaviest are left: these
-        are not like the population any more, and their weights say how much of it they are.
+        """Up to `count` different texts that represent all N, in order of descending weight. Copies of a text are
+        merged, so there may be fewer. Averaged over seeds, each text's weight equals its weight in the population
+        (`thin_weights` in smc/weights.py).
+
+        With `considered` > `count`, that many are drawn and the `count` heaviest of them are returned. These no longer
+        represent the population; their weights show which part of it they are.
         """
         whole = dict[tuple[int, ...], Particle]()
         for each in self.particles:

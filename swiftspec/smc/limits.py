@@ -1,4 +1,4 @@
-"""What a population has room for, and which requests its groups cannot follow."""
+"""Size limits of a population, and the sampling parameters that sequence groups do not support."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from swiftspec.errors import UserError
 from swiftspec.params import SamplingParams
 from swiftspec.tree.mask import MASK_WIDTHS
 
-MAX_REGION_SLOTS = 32768  # tree slots at most, of all groups
+MAX_REGION_SLOTS = 32768  # tree slots of all groups together, at most
 
 
 def region_slots(config: PopulationConfig, context: int) -> int:
-    """Tree slots of each group: all that N texts of `context` tokens could need, if that is not too many. A multiple of
-    the widest window. Raises UserError where two rounds of every group would not fit."""
+    """Tree slots of each group: enough for N texts of `context` tokens, if that fits MAX_REGION_SLOTS. A multiple of
+    the widest window. Raises UserError if two rounds of every group do not fit."""
     widest, groups = MASK_WIDTHS[-1], config.smc_groups
-    if config.chains is not None:  # a chain's slots are in the prefix two rounds later
+    if config.chains is not None:  # a chain is committed to the prefix within two rounds
         return -(-4 * config.slots_per_round // widest) * widest
     share = MAX_REGION_SLOTS // groups // widest * widest
     most = max(share - 1, 0) // (2 * (config.smc_draft_tokens + 1))
@@ -29,7 +29,8 @@ def region_slots(config: PopulationConfig, context: int) -> int:
 
 
 def check_sampling(sampling: SamplingParams, chains: bool = False) -> None:
-    """Refuses what groups of particles cannot follow. `chains`: those that are verified exactly."""
+    """Raises UserError for sampling parameters that sequence groups do not support. `chains`: exact batching, with one
+    verified chain per group."""
     who, instead = ("a batch", "take max_num_seqs 1") if chains else ("mode smc", "take mode serial")
     if sampling.greedy and not chains:
         raise UserError("mode smc samples, and temperature 0 leaves nothing to sample: raise it, or take mode serial")

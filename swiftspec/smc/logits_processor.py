@@ -110,7 +110,8 @@ def group_spans(processors: Sequence[LogitsProcessor | None]) -> list[GroupSpan]
 
 
 def penalise_spans(spans: Sequence[GroupSpan], logits: Tensor, prompts: Tensor, counts: Tensor) -> Tensor:
-    """Raw logits [A, ..., N, >= V] after the penalties of those requests that have any: `LogitsProcessor.penalise`, span by
+    """Raw logits [A, ..., N, >= V] after the penalties of those requests that have any: `LogitsProcessor.penalise`,
+    span by
     span."""
     return concatenate([s.processor.penalise(logits[s.groups], prompts[s.groups], counts[s.groups]) for s in spans])
 

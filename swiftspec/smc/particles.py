@@ -139,7 +139,8 @@ class Particles:
     ) -> None:
         """Appends a round to every row that is not finished, and ends those that met a stop token or their length.
 
-        `drafts` [G, N, K]; of them the first `accepted` [G, N] stay; `bonus` [G, N] comes after those: bonus or residual.
+        `drafts` [G, N, K]; of them the first `accepted` [G, N] stay; `bonus` [G, N] comes after those: bonus or
+        residual.
         `terms` [G, N, K + 1]: log-weights by place in the new text, the last one that counts being the extra token's.
         `stops` [G, V] bool. Hands out N (K + 1) slots of each group.
         """
@@ -187,7 +188,8 @@ class Particles:
         return torch.where(counts == 0, DEAD, torch.where(shared, SHARED, LIVE))
 
     def compact(self, group: int, path: Sequence[int], keep: Sequence[int]) -> None:
-        """Follows `KVCache.commit_sequence(path, keep)`: the path's columns leave the window, `keep` become slots 0, 1, ..."""
+        """Follows `KVCache.commit_sequence(path, keep)`: the path's columns leave the window, `keep` become slots 0,
+        1, ..."""
         mask, device = self.mask[group], self.mask.device
         accepted = torch.tensor(keep, dtype=torch.int64, device=device)
         place = torch.zeros(mask.shape[1], dtype=torch.int64, device=device)

@@ -4,7 +4,8 @@ A request is admitted when one of G cache sequences is free: its prompt is prefi
 particles fan out from it. It takes part in every round until all its particles have finished, and is then released with
 a result, which frees its sequence for the next request. A single request is a batch of one group.
 
-The host launches rounds and counts tree slots, N (K + 1) per round and group, without reading from the device. Everything
+The host launches rounds and counts tree slots, N (K + 1) per round and group, without reading from the device.
+Everything
 else that it needs (which particles have finished, which slots are free, which tokens all particles of a group share) it
 reads from an asynchronous copy, one round late if the device runs ahead.
 
@@ -182,7 +183,8 @@ class LocalPopulation:
             self._read_result()
 
     def finish(self, group: SequenceGroup) -> GroupResult:
-        """Picks one particle of a group as its answer, once. Waits for the device. Raises NonFiniteLogits if the group's
+        """Picks one particle of a group as its answer, once. Waits for the device. Raises NonFiniteLogits if the
+        group's
         logits or weights are not finite."""
         self._read_results_of(group)
         if group.not_finite:
@@ -232,7 +234,8 @@ class LocalPopulation:
         return sequence, num_cached
 
     def _move_to_front(self, sequences: list[int]) -> None:
-        """Moves the groups of these sequences, in this order, to the first positions, which the next round runs over."""
+        """Moves the groups of these sequences, in this order, to the first positions, which the next round runs
+        over."""
         if self._order[: len(sequences)] != sequences:
             order = [*self._order]
             for place, sequence in enumerate(sequences):

@@ -1,9 +1,8 @@
-"""The texts that lie in the sequences of a population's caches, so that a prompt reads only what is new.
+"""Prefix reuse between the cache sequences of a population, so that only new prompt tokens are prefilled.
 
-A sequence keeps its text when its request has left, until another one is read into it. A new request begins with the
-longest prefix that any sequence has, one whose request is under way too, and takes its keys and values from there. This
-needs no memory of its own. What lies where follows from the requests and their tokens alone, so the ranks of a group
-have the same.
+A sequence keeps the KV of its last request until another request uses it. A new request starts from the longest prefix
+that any sequence holds, including those of running requests, and copies the keys and values from there. This needs no
+additional memory. The contents follow from the requests and their tokens alone, so all ranks of a group hold the same.
 """
 
 from __future__ import annotations
@@ -17,23 +16,26 @@ from swiftspec.runtime.prefix_cache import MIN_CACHED_TOKENS, Tokens, common_pre
 
 
 class SequencePrefixes:
-    """What the sequences of some caches, which are filled alike, hold of texts. Without `enabled` every text is read from
-    its beginning."""
+    """The token prefixes whose KV the sequences of some caches hold. All caches are filled alike. With `enabled` False
+    every prompt is prefilled from its first token."""
 
     def __init__(self, caches: Sequence[KVCache], enabled: bool = True) -> None:
         self._caches, self._enabled = caches, enabled
         sequences = len(caches[0].prefix_len)
         self._tokens: list[Tokens] = [np.array([], np.int64)] * sequences
-        self._lru = [*range(sequences)]  # the one that was used last at the end
+        self._lru = [*range(sequences)]  # least recently used first
 
     def acquire(self, tokens: Sequence[int], busy: Collection[int]) -> tuple[int, int]:
-        """Chooses a sequence for a text, none of the `busy` ones, and has its prefix begin with as much of the text as
-        is known anywhere, but for the last token. Returns the sequence and that length; the rest is to be read."""
+        """Chooses a sequence for a prompt, none of the `busy` ones, and fills its prefix with the longest matching
+        prefix of any sequence, excluding the prompt's last token. Returns the sequence and the length; the rest is to
+        be prefilled."""
         wanted = np.array(tokens[:-1], np.int64)
         shared = {each: common_prefix_len(self._cached(each), wanted) for each in self._lru}
         source = max(self._lru, key=lambda each: (shared[each], each not in busy))
         sequence, count = source, shared[source]
-        if source in busy or len(self._cached(source)) - count >= MIN_CACHED_TOKENS:  # its text may be asked for again
+        if (
+            source in busy or len(self._cached(source)) - count >= MIN_CACHED_TOKENS
+        ):  # keep it: its text may be requested again
             sequence = next((each for each in self._lru if each not in (*busy, source)), source)
         for cache in self._caches:
             if sequence != source:
@@ -45,7 +47,7 @@ class SequencePrefixes:
         return sequence, count
 
     def set_prefix(self, sequence: int, text: Sequence[int]) -> None:
-        """The text that the prefix of a sequence begins with."""
+        """Records the tokens that the prefix of a sequence starts with."""
         self._tokens[sequence] = np.array(text if self._enabled else (), np.int64)
         self._touch(sequence)
 
@@ -54,5 +56,5 @@ class SequencePrefixes:
         self._lru.append(sequence)
 
     def _cached(self, sequence: int) -> Tokens:
-        """None of it any more where the prefix was wiped."""
+        """The recorded tokens that are still in the prefix; none after it was wiped."""
         return self._tokens[sequence][: self._caches[0].prefix_len[sequence]]

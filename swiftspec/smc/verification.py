@@ -1,10 +1,10 @@
-"""What the target makes of a round's draft tokens: how many stay, which token comes after them, and the weights.
+"""Verification of a round's draft tokens: the number of accepted tokens, the token after them, and the weights.
 
-This is where the two kinds of rounds differ. Particles are weighed by the law of smc/weights.py, and some of their
-tokens verified on the way; chains, one particle a group, are verified whole by smc/chain_verification.py and weigh
-nothing.
+This is where the two kinds of rounds differ. Particles are weighted as described in smc/weights.py, and some of their
+tokens may be verified; chains, one particle per group, are verified as a whole by smc/chain_verification.py and have no
+weights.
 
-Letters: A groups of N particles that share a shaper, K draft tokens a round, E of them verified, V tokens.
+Symbols: A groups of N particles that share a logits processor, K draft tokens per round, E of them verified, V tokens.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from swiftspec.smc.logits_processor import LogitsProcessor
 
 @dataclass(frozen=True, slots=True)
 class DraftedTokens:
-    """What the draft made of a round, and the noise of the token after it."""
+    """The draft's tokens of a round, and the noise of the token after them."""
 
     tokens: Tensor  # [A, N, K]
     log_q: Tensor  # [A, N, K]
@@ -36,7 +36,8 @@ class DraftedTokens:
 
 @dataclass(frozen=True, slots=True)
 class RoundVerdict:
-    """What became of it. `accepted`: how many leading draft tokens stay; `terms`: log-weights by place."""
+    """The outcome of a round. `accepted`: number of leading draft tokens that are kept; `terms`: log-weights by
+    position."""
 
     accepted: Tensor  # [A, N]
     bonus: Tensor  # [A, N]
@@ -46,7 +47,7 @@ class RoundVerdict:
 def verify_round(
     processor: LogitsProcessor, config: PopulationConfig, logits: Tensor, drafted: DraftedTokens
 ) -> RoundVerdict:
-    """By the target's raw logits [A, K + 1, N, >= V]."""
+    """Verifies a round by the target's raw logits [A, K + 1, N, >= V]."""
     if config.chains is not None:
         return (
             _verify_coupled(processor, logits, drafted)
@@ -59,9 +60,9 @@ def verify_round(
 
 
 def _verify_coupled(processor: LogitsProcessor, logits: Tensor, drafted: DraftedTokens) -> RoundVerdict:
-    """Tokens stay as long as plain decoding says them."""
+    """Accepts tokens as long as they equal those of autoregressive decoding."""
     keys = [each for each in drafted.keys if each is not None]
-    rows = logits.transpose(1, 2).flatten(0, 2)  # by group, then by step
+    rows = logits.transpose(1, 2).flatten(0, 2)  # ordered by group, then by step
     best = processor.draw_autoregressive(rows, torch.stack(keys, 1).flatten(0, 1) if keys else None)
     tokens = drafted.tokens.flatten(0, 1)
     return _without_weights(chain_verification.accept_matching_prefix(best.view(len(tokens), -1), tokens), drafted)
@@ -87,7 +88,7 @@ def _without_weights(found: chain_verification.ChainVerdict, drafted: DraftedTok
 
 
 def _accept_all(processor: LogitsProcessor, power: float, logits: Tensor, drafted: DraftedTokens) -> RoundVerdict:
-    """All draft tokens stay."""
+    """Accepts all draft tokens."""
     groups, particles, steps = drafted.tokens.shape
     ahead, last = (part.reshape(-1, logits.shape[-1]) for part in (logits[:, :-1], logits[:, -1]))
     log_p = processor.log_probs(ahead, drafted.tokens.transpose(1, 2).flatten())
@@ -104,7 +105,7 @@ def _accept_all(processor: LogitsProcessor, power: float, logits: Tensor, drafte
 def _accept_part(
     processor: LogitsProcessor, config: PopulationConfig, logits: Tensor, drafted: DraftedTokens
 ) -> RoundVerdict:
-    """Draft tokens may be rejected. Rows go by particle here: R = A N."""
+    """Draft tokens may be rejected. Rows are ordered by particle: R = A N."""
     power, exact = config.power, config.smc_exact
     groups, step, particles, _ = logits.shape
     logits = processor.target(logits.flatten(0, 2)).view(groups, step, particles, -1).transpose(1, 2).flatten(0, 1)
@@ -123,14 +124,14 @@ def _accept_part(
 
 
 def _bonus_keys(drafted: DraftedTokens) -> Tensor:
-    """The keys [A N] of the token after the draft's."""
+    """The noise keys [A N] of the token after the draft's."""
     keys = drafted.keys[-1]
     assert keys is not None
     return keys
 
 
 def _bonus_noise(drafted: DraftedTokens, logits: Tensor) -> Tensor:
-    """Its noise [A N, V], for logits [..., V]."""
+    """The noise [A N, V] of the token after the draft's, for logits [..., V]."""
     keys = _bonus_keys(drafted)
     return gumbel(row_bits(keys, counters(range(logits.shape[-1]), keys.device)), logits.dtype)
 
@@ -138,10 +139,10 @@ def _bonus_noise(drafted: DraftedTokens, logits: Tensor) -> Tensor:
 def _reject_drafts(
     config: PopulationConfig, logits: Tensor, draft: Tensor, drafted: DraftedTokens
 ) -> tuple[Tensor, Tensor]:
-    """How many leading draft tokens stay [R], and the scores [R, V] of the token after them, by shaped logits
+    """The number of accepted draft tokens [R], and the scores [R, V] of the token after them, given processed logits
     [R, K + 1, V] of the target and [R, K or E, V] of the draft.
 
-    The first `smc_exact` tokens are verified; the others must only be inside the target's filters.
+    The first `smc_exact` tokens are verified; the others must only pass the target's filters.
     """
     power, exact, tokens = config.power, config.smc_exact, drafted.tokens.flatten(0, 1)
     stays = logits[:, :-1].gather(-1, tokens.unsqueeze(-1)).squeeze(-1) > filters.NEG_INF
@@ -150,9 +151,9 @@ def _reject_drafts(
         verified = weights.accept_drafts(logits[:, :exact], draft[:, :exact], tokens[:, :exact], coins, power)
         stays = torch.cat((verified, stays[:, exact:]), 1)
     accepted = stays.cumprod(1).sum(1)
-    here = accepted[:, None, None].expand(-1, 1, logits.shape[-1])
-    target = logits.gather(1, here).squeeze(1)
+    at = accepted[:, None, None].expand(-1, 1, logits.shape[-1])
+    target = logits.gather(1, at).squeeze(1)
     if not exact:
         return accepted, power * target
-    rest = weights.log_residual(target, draft.gather(1, here.clamp_max(draft.shape[1] - 1)).squeeze(1), power)
+    rest = weights.log_residual(target, draft.gather(1, at.clamp_max(draft.shape[1] - 1)).squeeze(1), power)
     return accepted, torch.where((accepted < exact)[:, None], rest, power * target)

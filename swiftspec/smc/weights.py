@@ -29,7 +29,8 @@ Exact verification of the first tokens of a round (mixed mode) is the same with 
 of A. Its particles differ in length, which the weights bear: each is right for the text that it is about. With all K
 tokens verified and alpha = 1 nothing is approximate, for any N.
 
-Of the N texts a few can stand for all (`thin_weights`): the heavy ones for themselves, others drawn, each with a weight that
+Of the N texts a few can stand for all (`thin_weights`): the heavy ones for themselves, others drawn, each with a
+weight that
 is on average its share. So whatever the whole population estimates without bias, the few do too.
 
 Nothing of this needs more of p than a law over tokens after each prefix. Penalties, which follow a particle's own text,

@@ -23,10 +23,10 @@ class Accepted:
 
 # Decides by the target's logits what stands of a proposal: raw logits, a row for each node; paths of the rows, for
 # penalties; positions [n] of the nodes.
-Accept = Callable[[Proposal, Tensor, Paths | None, Tensor], Accepted]
+AcceptFn = Callable[[Proposal, Tensor, Paths | None, Tensor], Accepted]
 
 
-class Match:
+class TokenMatching:
     """Samples the target's token at every node and walks down while it is a child: the text is plain decoding's."""
 
     def __init__(self, sampler: Sampler) -> None:
@@ -34,10 +34,10 @@ class Match:
 
     def __call__(self, proposal: Proposal, logits: Tensor, paths: Paths | None, positions: Tensor) -> Accepted:
         drawn = self._sampler.draw(logits, paths, positions).tolist()
-        return Accepted(*walk(proposal.tokens, proposal.parents, drawn))
+        return Accepted(*match_path(proposal.tokens, proposal.parents, drawn))
 
 
-def walk(tokens: Sequence[int], parents: Sequence[int], sampled: Sequence[int]) -> tuple[list[int], list[int]]:
+def match_path(tokens: Sequence[int], parents: Sequence[int], sampled: Sequence[int]) -> tuple[list[int], list[int]]:
     """Walks down a proposal while the token that the target sampled after a node is one of its children.
 
     `tokens`, `parents`: the proposal's nodes in topological order, the root first; `sampled[i]`: the target's token

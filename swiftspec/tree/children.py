@@ -8,18 +8,18 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from swiftspec.messages import Drawn
+from swiftspec.messages import DraftProbs
 from swiftspec.sampling.sampler import Paths, Sampler
 from swiftspec.tree.tree import Ints, Leaves
 
 
-class Children(Protocol):
+class ChildSelector(Protocol):
     """The children of one request's tree. `drawn`: which nodes are expanded or sent must not depend on their own draw.
 
     `tau` makes a child's weight the chance that the target agrees.
     """
 
-    drawn: bool
+    sampled: bool
 
     def open(self, sampler: Sampler, position: int, tau: float) -> None:
         """Begins a request whose root stands at an absolute position."""
@@ -36,19 +36,19 @@ class Children(Protocol):
         """Told of a re-root within the tree. False: the tree has to start over."""
         ...
 
-    def keep(self, slots: list[int]) -> None:
+    def retain_slots(self, slots: list[int]) -> None:
         """Follows the tree, of whose slots these survive, ascending; none: it has started over."""
         ...
 
-    def carried(self, slots: Ints) -> Drawn | None:
+    def draft_probs(self, slots: Ints) -> DraftProbs | None:
         """What a proposal carries, of nodes with children in these tree slots, in the order of the nodes."""
         ...
 
 
-class BestChildren:
+class TopChildren:
     """The k likeliest children, or `coupled` those that are likeliest under the noise that the target draws with."""
 
-    drawn = False
+    sampled = False
 
     def __init__(self, k: int, coupled: bool) -> None:
         self.k, self.coupled = k, coupled
@@ -65,8 +65,8 @@ class BestChildren:
     def reroot(self) -> bool:
         return True
 
-    def keep(self, slots: list[int]) -> None:
+    def retain_slots(self, slots: list[int]) -> None:
         pass
 
-    def carried(self, slots: Ints) -> Drawn | None:
+    def draft_probs(self, slots: Ints) -> DraftProbs | None:
         return None

@@ -11,12 +11,19 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-Rows = NDArray[np.bool_]  # [n, W]
+MaskRows = NDArray[np.bool_]  # [n, W]
 
-WIDTHS = (8, 16, 32, 64, 128, 256)  # the few fixed shapes that masks are padded to, so that few graphs serve every tree
+MASK_WIDTHS = (
+    8,
+    16,
+    32,
+    64,
+    128,
+    256,
+)  # the few fixed shapes that masks are padded to, so that few graphs serve every tree
 
 
-def from_parents(parents: Sequence[int]) -> Rows:
+def from_parents(parents: Sequence[int]) -> MaskRows:
     """Rows of a whole tree in topological order: [n, n], row i = the ancestors of node i and itself.
 
     `parents[i] < i`; a negative parent marks a root.
@@ -28,18 +35,18 @@ def from_parents(parents: Sequence[int]) -> Rows:
     return rows
 
 
-def causal(n: int) -> Rows:
+def causal(n: int) -> MaskRows:
     """Rows of a chain, such as a prompt chunk: [n, n], lower triangular."""
     return np.tri(n, dtype=np.bool_)
 
 
-def pad_left(rows: Rows) -> Rows:
+def pad_left(rows: MaskRows) -> MaskRows:
     """Pads [n, W] with visible columns to the next fixed width (beyond the widest: to its next multiple).
 
     The added columns stand for older slots, which every row sees.
     """
     n, width = rows.shape
-    fixed = next((w for w in WIDTHS if w >= width), -(-width // WIDTHS[-1]) * WIDTHS[-1])
+    fixed = next((w for w in MASK_WIDTHS if w >= width), -(-width // MASK_WIDTHS[-1]) * MASK_WIDTHS[-1])
     padded = np.ones((n, fixed), dtype=np.bool_)
     padded[:, fixed - width :] = rows
     return padded

@@ -42,7 +42,7 @@ class TreeDelta:
         return len(self.tokens)
 
 
-def joined(deltas: Sequence[TreeDelta]) -> TreeDelta:
+def merge_deltas(deltas: Sequence[TreeDelta]) -> TreeDelta:
     """Consecutive ones of a round as one. Raises ValueError where ids do not go on."""
     if len(deltas) == 1:
         return deltas[0]
@@ -74,11 +74,11 @@ class NodeIds:
     def follow(self, tree: DraftTree, tokens: Sequence[int]) -> int | None:
         """To be called before the tree is re-rooted along verified tokens. Returns the node they lead to; None where
         the tree has to start over, since it does not hold them all."""
-        path = tree.walk(tokens)
+        path = tree.match_prefix(tokens)
         if len(path) < len(tokens):
             self._start_over()
             return None
-        self.ids = self.ids[tree.below(path[-1])]
+        self.ids = self.ids[tree.descendants(path[-1])]
         return path[-1]
 
     def _start_over(self) -> None:
@@ -86,7 +86,7 @@ class NodeIds:
         self.next += 1
 
 
-class Replica:
+class TreeReplica:
     """The copy. `tree` has as much room as the draft's; what it keeps of slots and masks is there to re-root by."""
 
     def __init__(self, tree: DraftTree, vocab: int) -> None:
@@ -112,9 +112,9 @@ class Replica:
         come from the draft of this tree."""
         if self._take_results(delta.round):
             self._find_root()
-        parents = self._places(delta)
+        parents = self._check_parents(delta)
         if len(delta) > 0:
-            self._hang(parents, delta)
+            self._add_nodes(parents, delta)
             if self._root is None:
                 self._find_root()
 
@@ -125,13 +125,13 @@ class Replica:
         _, tokens, parents = self.tree.best_subtree(bs, self._root)
         return tokens, parents
 
-    def prospects(self, bs: int, w: int) -> tuple[float, float]:
+    def expected_mass(self, bs: int, w: int) -> tuple[float, float]:
         """What the weights below the root promise: see `DraftTree.prospects`."""
-        return (1.0, 1.0) if self._root is None else self.tree.prospects(bs, w, self._root)
+        return (1.0, 1.0) if self._root is None else self.tree.expected_mass(bs, w, self._root)
 
     def _find_root(self) -> None:
         tokens = [token for _, path in self._ahead for token in path]
-        path = self.tree.walk(tokens)
+        path = self.tree.match_prefix(tokens)
         node = path[-1] if path else 0
         whole = len(path) == len(tokens) and self.tree.logprob[node] > NEG_INF  # the draft starts over from a dead one
         self._root = node if whole else None
@@ -148,7 +148,7 @@ class Replica:
                 self.tree.reroot(node)
         return len(self._ahead) < before
 
-    def _places(self, delta: TreeDelta) -> Ints:
+    def _check_parents(self, delta: TreeDelta) -> Ints:
         """The nodes that are the parents of a delta's, [n], which themselves come after those of the tree. Raises
         ValueError on a delta that does not fit."""
         tree, n, there = self.tree, len(delta), self.tree.count
@@ -171,7 +171,7 @@ class Replica:
             raise ValueError("growth by the same token twice under one node")
         return places
 
-    def _hang(self, parents: Ints, delta: TreeDelta) -> None:
+    def _add_nodes(self, parents: Ints, delta: TreeDelta) -> None:
         """Expands the parents into a delta's nodes."""
         tree, new = self.tree, slice(self.tree.count, self.tree.count + len(delta))
         expanded: NDArray[np.int64] = np.unique(parents)

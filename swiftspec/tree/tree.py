@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from swiftspec.tree.mask import Rows
+from swiftspec.tree.mask import MaskRows
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
@@ -22,7 +22,7 @@ class Leaves:
     nodes: Ints
     tokens: Ints
     depths: Ints
-    mask: Rows
+    mask: MaskRows
 
 
 class DraftTree:
@@ -60,7 +60,7 @@ class DraftTree:
         self.token[0], self.parent[0], self.logprob[0] = token, 0, 0.0
         self.slot.fill(self.slots)
 
-    def room(self, children: int) -> int:
+    def expandable_leaves(self, children: int) -> int:
         """How many more leaves can be expanded into `children` each."""
         return min(self.slots - self.expanded, (self.token.shape[0] - self.count) // children)
 
@@ -99,7 +99,7 @@ class DraftTree:
         """
         weights = self.logprob[: self.count]
         if root != 0:
-            weights = np.where(self.below(root), weights, NEG_INF)
+            weights = np.where(self.descendants(root), weights, NEG_INF)
         if first > 0:
             weights = np.where((np.arange(self.count) < first) & (weights > NEG_INF), 1.0, weights)
         near = np.flatnonzero(weights > NEG_INF)
@@ -110,16 +110,16 @@ class DraftTree:
         parents = [place[p] for p in self.parent[nodes[1:]].tolist()]
         return list(place), self.token[nodes].tolist(), [-1, *parents]
 
-    def prospects(self, bs: int, w: int, root: int = 0) -> tuple[float, float]:
+    def expected_mass(self, bs: int, w: int, root: int = 0) -> tuple[float, float]:
         """What weights promise from `root` down: the probabilities of the bs likeliest nodes, summed (with the root's 1
         the tokens that a round can expect), and those of the w likeliest leaves."""
         weights = np.exp(self.logprob[: self.count] - self.logprob[root])
         if root != 0:
-            weights = np.where(self.below(root), weights, 0.0)
+            weights = np.where(self.descendants(root), weights, 0.0)
         leaves = weights[self.slot[: self.count] == self.slots]
         return float(np.sort(weights)[::-1][:bs].sum()), float(np.sort(leaves)[::-1][:w].sum())
 
-    def walk(self, tokens: Sequence[int]) -> list[int]:
+    def match_prefix(self, tokens: Sequence[int]) -> list[int]:
         """The nodes that spell as many leading `tokens` as the tree holds, going down from the root (not included)."""
         path = [0]
         for token in tokens:
@@ -142,12 +142,12 @@ class DraftTree:
         if slot == self.slots:  # a leaf: nothing below it
             self.reset(int(self.token[node]))
             return above, []
-        inside = self.below(node)
+        inside = self.descendants(node)
         kept = np.flatnonzero(self.visible[: self.expanded, slot])
-        self._keep(np.flatnonzero(inside), kept)
+        self._compact(np.flatnonzero(inside), kept)
         return above, kept.tolist()
 
-    def below(self, node: int) -> NDArray[np.bool_]:
+    def descendants(self, node: int) -> NDArray[np.bool_]:
         """[count], which nodes lie below `node`, itself among them."""
         slot = int(self.slot[node])
         if slot == self.slots:
@@ -157,7 +157,7 @@ class DraftTree:
         inside[node] = True
         return inside
 
-    def _keep(self, nodes: Ints, slots: Ints) -> None:
+    def _compact(self, nodes: Ints, slots: Ints) -> None:
         """Drops all but these nodes and tree slots, both ascending, and renumbers; the first node becomes the root."""
         new_node = np.zeros(self.count, dtype=np.int64)
         new_node[nodes] = np.arange(nodes.shape[0])

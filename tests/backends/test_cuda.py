@@ -10,7 +10,7 @@ import torch
 from swiftspec import _C
 from swiftspec.backends import library as unfused
 from swiftspec.backends import reference
-from swiftspec.builder.load_options import operators
+from swiftspec.builder.load_options import select_operators
 from swiftspec.errors import UserError
 from swiftspec.model.config_json import parse_config
 
@@ -22,10 +22,10 @@ CPU = torch.device("cpu")
 def test_who_asks_for_them_where_they_cannot_run_is_told_why() -> None:
     config = parse_config(CONFIG)
     with pytest.raises(UserError, match="need a GPU, not cpu"):
-        operators("cuda", config, torch.bfloat16, CPU)
-    assert operators("reference", config, torch.bfloat16, torch.device("cuda")) is reference
+        select_operators("cuda", config, torch.bfloat16, CPU)
+    assert select_operators("reference", config, torch.bfloat16, torch.device("cuda")) is reference
     if not torch.cuda.is_available():
-        assert operators("auto", config, torch.bfloat16, torch.device("cuda")) is unfused
+        assert select_operators("auto", config, torch.bfloat16, torch.device("cuda")) is unfused
 
 
 @pytest.mark.skipif(not _C.cuda_built, reason=_C.build_info)

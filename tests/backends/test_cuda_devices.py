@@ -35,7 +35,7 @@ class Machine:
 
     def refusal(self, device: str = "cuda:0") -> str:
         with pytest.raises(UserError) as error:
-            devices.usable(device)
+            devices.require_usable(device)
         assert "\n" not in str(error.value)
         return str(error.value)
 
@@ -88,7 +88,7 @@ def test_a_gpu_takes_what_was_built_for_its_generation(
     for capability in ((8, 0), (8, 6), (8, 7), (8, 9), (9, 0), (10, 0), (10, 3), (11, 0), (12, 0), (12, 1)):
         machine.torch(get_device_capability=found(*capability))
         if capability in taken:
-            assert devices.usable("cuda") == torch.device("cuda", 0)
+            assert devices.require_usable("cuda") == torch.device("cuda", 0)
         else:
             major, minor = capability
             assert f"A GPU needs sm_{major}{minor}: install swiftspec again" in machine.refusal()

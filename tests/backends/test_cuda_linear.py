@@ -19,7 +19,7 @@ needs_cuda = pytest.mark.skipif(not _C.cuda_built, reason=_C.build_info)
 
 
 def test_other_dtypes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda_linear, "usable", torch.device)
+    monkeypatch.setattr(cuda_linear, "require_usable", torch.device)
     with pytest.raises(UserError, match="compute in bfloat16, not float16"):
         cuda_linear.pack(WEIGHT, torch.float16, "cuda:0")
 
@@ -31,14 +31,14 @@ def test_each_projection_names_the_tiles_of_the_one_behind_it() -> None:
         native = SimpleNamespace(precede=lambda found, name=name: named.update({name: found}))
         return SimpleNamespace(native=native, tiles=torch.empty(tiles, dtype=torch.uint8, device="meta"))
 
-    sizes = {"qkv": 3, "o": cuda.AHEAD + 256, "gate_up": cuda.AHEAD + 512, "down": 5}
+    sizes = {"qkv": 3, "o": cuda.PREFETCH_BYTES + 256, "gate_up": cuda.PREFETCH_BYTES + 512, "down": 5}
     layers = [SimpleNamespace(**{name: matrix(f"{name} {i}", size) for name, size in sizes.items()}) for i in (0, 1)]
-    stack: Any = SimpleNamespace(layers=layers, head=matrix("head", cuda.AHEAD + 1))
+    stack: Any = SimpleNamespace(layers=layers, head=matrix("head", cuda.PREFETCH_BYTES + 1))
     assert cuda.fuse(stack) is None
-    asked = {"qkv": cuda.AHEAD + 256, "o": cuda.AHEAD, "gate_up": 5, "down": 3}
-    expected = {f"{name} {i}": size for i in (0, 1) for name, size in asked.items()} | {"down 1": cuda.AHEAD}
+    asked = {"qkv": cuda.PREFETCH_BYTES + 256, "o": cuda.PREFETCH_BYTES, "gate_up": 5, "down": 3}
+    expected = {f"{name} {i}": size for i in (0, 1) for name, size in asked.items()} | {"down 1": cuda.PREFETCH_BYTES}
     assert {name: tiles.shape[0] for name, tiles in named.items()} == expected, "qkv for all of o"
-    cuda.ask_ahead(stack, on=False)
+    cuda.enable_weight_prefetch(stack, enabled=False)
     assert {tiles.shape[0] for tiles in named.values()} == {0}
 
 

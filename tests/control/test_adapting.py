@@ -13,35 +13,43 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from swiftspec.config import EngineConfig
-from swiftspec.control.controller import SKIP, Controller
-from swiftspec.control.cost_model import Forecast
+from swiftspec.control.controller import SKIPPED_ROUNDS, Controller
+from swiftspec.control.cost_model import CostModel
 from swiftspec.control.policy import decide
-from swiftspec.control.round_stats import HOLD, PLAIN, PROBE, WINDOW, Decision, Measured, MeasuredRound
-from swiftspec.messages import Opening, Proposal, VerifyResult
+from swiftspec.control.round_stats import (
+    NO_SPECULATION,
+    PROBE_ROUNDS,
+    RAISE_COOLDOWN_ROUNDS,
+    WINDOW_ROUNDS,
+    Decision,
+    RoundSample,
+    RoundStats,
+)
+from swiftspec.messages import Proposal, RequestStart, VerifyResult
 from swiftspec.params import SamplingParams
 from tests.support.roles import opening
 
 Hits = Callable[[int], tuple[int, ...]]  # round -> nodes that the text goes through
 
 
-def in_turn(m: Measured, round_: int, hits: Hits, expansion: float, target: Callable[[int], float]) -> MeasuredRound:
+def in_turn(m: RoundStats, round_: int, hits: Hits, expansion: float, target: Callable[[int], float]) -> RoundSample:
     """A round of serial decoding: nodes as deep as d and within bs count."""
     reached = hits(round_)[: m.steps]
     tokens = 1 + sum(place < m.nodes for place in reached)
     draft, verified = m.steps * expansion, target(m.nodes)
-    return MeasuredRound(draft + verified + 0.1, verified, draft, tokens, reached)
+    return RoundSample(draft + verified + 0.1, verified, draft, tokens, reached)
 
 
-def at_once(m: Measured, round_: int, hits: Hits, expansion: float, target: Callable[[int], float]) -> MeasuredRound:
+def at_once(m: RoundStats, round_: int, hits: Hits, expansion: float, target: Callable[[int], float]) -> RoundSample:
     """A round of a draft that grows ahead: of d expansions d - 1 depths are left below the root."""
     reached = hits(round_)[: max(m.steps - 1, 1)]
     tokens = 1 + sum(place < m.nodes for place in reached)
     draft, verified = m.steps * expansion, target(m.nodes)
     wait = 0.1 + max(draft - verified, 0.0)
-    return MeasuredRound(verified + wait, verified, draft, tokens, reached)
+    return RoundSample(verified + wait, verified, draft, tokens, reached)
 
 
-def run(measured: Measured, rounds: int, see: Callable[[Measured, int], MeasuredRound]) -> list[tuple[int, int]]:
+def run(measured: RoundStats, rounds: int, see: Callable[[RoundStats, int], RoundSample]) -> list[tuple[int, int]]:
     """The shapes that the rounds had."""
     shapes = []
     for round_ in range(rounds):
@@ -49,7 +57,7 @@ def run(measured: Measured, rounds: int, see: Callable[[Measured, int], Measured
         measured.add(see(measured, round_))
         decision = decide(measured)
         if decision.speculate and decision != measured.current:
-            measured.change(decision)
+            measured.apply(decision)
     return shapes
 
 
@@ -86,7 +94,7 @@ def test_in_turn_d_follows_what_is_accepted(
     chances: tuple[float, ...], expansion: float, wanted: tuple[int, int]
 ) -> None:
     assert wanted[0] <= best(chances, expansion, 10.0) <= wanted[1]
-    measured = Measured(EngineConfig("serial", verify_batch=16, adapt_steps=True))
+    measured = RoundStats(EngineConfig("serial", verify_batch=16, adapt_steps=True))
     shapes = run(measured, 800, lambda m, r: in_turn(m, r, chain(*chances), expansion, lambda _: 10.0))
     late = [d for d, _ in shapes[300:]]
     assert sum(wanted[0] <= d <= wanted[1] for d in late) > 0.85 * len(late)
@@ -94,36 +102,36 @@ def test_in_turn_d_follows_what_is_accepted(
 
 def test_in_turn_bs_shrinks_where_rows_cost_and_nobody_comes_that_far() -> None:
     """The text goes through the first three places at most; rows cost, as plain rounds have shown."""
-    measured = Measured(EngineConfig("serial", adapt_batch=True, self_switch=True))
+    measured = RoundStats(EngineConfig("serial", adapt_batch=True, self_switch=True))
 
-    def see(m: Measured, round_: int) -> MeasuredRound:
+    def see(m: RoundStats, round_: int) -> RoundSample:
         return in_turn(m, round_, chain(0.9, 0.5, 0.3), 0.2, lambda rows: 1.0 + rows)
 
-    shapes = run(measured, WINDOW, see)
-    assert set(shapes) == {(3, 8)} and decide(measured) == PLAIN, "what a plain round takes is not known"
-    measured.change(PLAIN)
-    for _ in range(PROBE):
-        measured.add(MeasuredRound(2.1, 2.0, 0.0, 1, ()))
+    shapes = run(measured, WINDOW_ROUNDS, see)
+    assert set(shapes) == {(3, 8)} and decide(measured) == NO_SPECULATION, "what a plain round takes is not known"
+    measured.apply(NO_SPECULATION)
+    for _ in range(PROBE_ROUNDS):
+        measured.add(RoundSample(2.1, 2.0, 0.0, 1, ()))
     assert decide(measured) == Decision(3, 2, True)
-    measured.change(decide(measured))
+    measured.apply(decide(measured))
     assert set(run(measured, 200, see)[50:]) <= {(3, 2), (3, 4)}
 
 
 def test_a_cut_proposal_is_judged_whole() -> None:
     """Node 3 was not verified, but it is the token that the target added."""
     drafter = FixedDrafter()
-    measured = Measured(EngineConfig("serial", verify_batch=6, draft_steps=4, adapt_batch=True))
+    measured = RoundStats(EngineConfig("serial", verify_batch=6, draft_steps=4, adapt_batch=True))
     measured.nodes = 3
     controller = Controller(drafter, lambda: measured, clock=lambda: 0.0)
     controller.open(opening([0], SamplingParams()))
     at = 0
-    for round_ in range(SKIP + 2):
+    for round_ in range(SKIPPED_ROUNDS + 2):
         proposal = controller.propose()
         assert (proposal.tokens, proposal.parents) == ((0, 11, 12), (-1, 0, 1))
         tokens = (11, 13) if round_ % 2 == 0 else (14,)
         controller.observe(VerifyResult(1, round_, at, tuple(range(len(tokens))), tokens))
         at += len(tokens)
-    assert [tree.hits for tree in controller.measured.trees] == [(1, 3), ()]
+    assert [tree.hits for tree in controller.round_stats.speculative_rounds] == [(1, 3), ()]
     assert drafter.draft_steps == 4
 
 
@@ -132,7 +140,7 @@ class FixedDrafter:
 
     busy, draft_steps = 0.0, 3
 
-    def open(self, opening: Opening) -> None:
+    def open(self, opening: RequestStart) -> None:
         self.round, self.at = 0, len(opening.tokens) - 1
 
     def propose(self) -> Proposal:
@@ -146,11 +154,11 @@ class FixedDrafter:
     def close(self) -> None: ...
 
 
-def ahead(m: Measured, target: float, expansion: float, extra: int = 0, turn: float = 0.2) -> MeasuredRound:
+def ahead(m: RoundStats, target: float, expansion: float, extra: int = 0, turn: float = 0.2) -> RoundSample:
     """A round of asynchronous decoding."""
     late = max(m.steps * expansion - target, 0.0)
     wait = turn + late + extra * expansion
-    return MeasuredRound(target + wait, target, (m.steps + extra) * expansion, 2, (1,))
+    return RoundSample(target + wait, target, (m.steps + extra) * expansion, 2, (1,))
 
 
 @pytest.mark.parametrize(
@@ -160,7 +168,7 @@ def ahead(m: Measured, target: float, expansion: float, extra: int = 0, turn: fl
 )  # fmt: skip
 def test_ahead_d_follows_the_ratio_of_step_times(start: int, target: float, expansion: float, wanted: int) -> None:
     """Near an edge, 3.97 here, d stays what it is."""
-    measured = Measured(EngineConfig("async", draft_steps=start, adapt_steps=True))
+    measured = RoundStats(EngineConfig("async", draft_steps=start, adapt_steps=True))
     shapes = run(measured, 100, lambda m, r: ahead(m, target, expansion, extra=2 * (r % 3 == 0)))
     assert {d for d, _ in shapes[-40:]} == {wanted}
     assert len(set(shapes)) <= 3
@@ -169,15 +177,15 @@ def test_ahead_d_follows_the_ratio_of_step_times(start: int, target: float, expa
 def test_ahead_the_target_waits_for_what_is_accepted() -> None:
     """Two expansions fit into a verification. Where nearly all is accepted a third is worth the wait, else not."""
     for chances, wanted in (((0.97,) * 6, (3, 4, 5)), ((0.5, 0.2), (2,))):
-        measured = Measured(EngineConfig("async", draft_steps=2, adapt_steps=True))
+        measured = RoundStats(EngineConfig("async", draft_steps=2, adapt_steps=True))
         shapes = run(measured, 400, lambda m, r, chances=chances: at_once(m, r, chain(*chances), 3.73, lambda _: 10.34))
         late = [d for d, _ in shapes[200:]]
         assert sum(d in wanted for d in late) > 0.85 * len(late)
 
 
 def test_ahead_bs_shrinks_where_rows_cost_and_d_with_it() -> None:
-    measured = Measured(EngineConfig("async", draft_steps=9, adapt_steps=True, adapt_batch=True))
-    measured.plains.append(4.0)
+    measured = RoundStats(EngineConfig("async", draft_steps=9, adapt_steps=True, adapt_batch=True))
+    measured.ar_seconds.append(4.0)
     law = chain(0.5, 0.1)
     shapes = run(measured, 400, lambda m, r: at_once(m, r, law, 1.0, lambda rows: 4 + 6 * (rows - 1) / 7))
     assert {bs for _, bs in shapes[200:]} == {2} and {d for d, _ in shapes[200:]} <= {3, 4, 5}
@@ -185,7 +193,7 @@ def test_ahead_bs_shrinks_where_rows_cost_and_d_with_it() -> None:
 
 SHAPES = st.tuples(st.integers(1, 16), st.sampled_from((8, 4, 2)))
 ROUNDS = st.builds(
-    lambda target, draft, wait, places: MeasuredRound(
+    lambda target, draft, wait, places: RoundSample(
         target + draft + wait, target, draft, 1 + len(places), tuple(sorted(places))
     ),
     st.floats(1e-6, 10), st.floats(0, 10), st.floats(0, 10), st.sets(st.integers(1, 7), max_size=7),
@@ -195,14 +203,14 @@ ROUNDS = st.builds(
 @given(SHAPES, st.lists(ROUNDS, min_size=1, max_size=60), st.booleans(), st.booleans(), st.booleans(), st.booleans())
 def test_nothing_is_decided_outside_the_limits(
     shape: tuple[int, int],
-    rounds: list[MeasuredRound],
+    rounds: list[RoundSample],
     steps_free: bool,
     batch_free: bool,
     ahead: bool,
     switches: bool,
 ) -> None:
     config = EngineConfig("async" if ahead else "serial", draft_steps=shape[0], self_switch=switches)
-    measured = Measured(replace(config, adapt_steps=steps_free, adapt_batch=batch_free))
+    measured = RoundStats(replace(config, adapt_steps=steps_free, adapt_batch=batch_free))
     measured.nodes = shape[1]
     for seen in rounds:
         measured.add(seen)
@@ -210,12 +218,12 @@ def test_nothing_is_decided_outside_the_limits(
         decision = decide(measured)
         assert decide(measured) == decision and measured == before, "it is a function of what was measured"
         if not decision.speculate:
-            assert switches and decision == PLAIN
+            assert switches and decision == NO_SPECULATION
         else:
             assert decision.steps == shape[0] if not steps_free else 1 <= decision.steps <= 16
             assert decision.nodes == shape[1] if not batch_free else decision.nodes in (8, 4, 2)
         if decision != measured.current:
-            measured.change(decision)
+            measured.apply(decision)
 
 
 @pytest.mark.parametrize(
@@ -230,9 +238,9 @@ def test_what_does_not_change_is_left_alone(
 ) -> None:
     """The shape comes to rest, but for a trial now and then."""
     mode = "async" if ahead else "serial"
-    measured = Measured(EngineConfig(mode, draft_steps=start, adapt_steps=True, adapt_batch=True))
+    measured = RoundStats(EngineConfig(mode, draft_steps=start, adapt_steps=True, adapt_batch=True))
     measured.nodes = 8 >> batch
-    measured.plains.append(1.0 + row)
+    measured.ar_seconds.append(1.0 + row)
     round_of = at_once if ahead else in_turn
 
     def hits(round_: int) -> tuple[int, ...]:
@@ -249,8 +257,8 @@ def test_any_law_is_left_alone_in_the_end(law: int) -> None:
     draw = random.Random(law)
     chances, step = [draw.random() for _ in range(8)], draw.choice((1, 2))
     expansion, row = 10 ** draw.uniform(-1.5, 0.5), 10 ** draw.uniform(-2, 0)
-    measured = Measured(EngineConfig("serial", adapt_steps=True, adapt_batch=True))
-    measured.plains.append(1.0 + row)
+    measured = RoundStats(EngineConfig("serial", adapt_steps=True, adapt_batch=True))
+    measured.ar_seconds.append(1.0 + row)
 
     def hits(round_: int) -> tuple[int, ...]:
         again, depth = random.Random(1000 * round_ + law), 0
@@ -263,36 +271,43 @@ def test_any_law_is_left_alone_in_the_end(law: int) -> None:
 
 
 def test_a_forecast_of_the_shape_at_hand_is_what_was_measured() -> None:
-    measured = Measured(EngineConfig("serial", adapt_steps=True))
-    for round_ in range(WINDOW):
+    measured = RoundStats(EngineConfig("serial", adapt_steps=True))
+    for round_ in range(WINDOW_ROUNDS):
         measured.add(in_turn(measured, round_, chain(0.9, 0.6, 0.3), 2.0, lambda _: 10.0))
-    trees = measured.trees
+    trees = measured.speculative_rounds
     rate = sum(tree.tokens for tree in trees) / sum(tree.seconds for tree in trees)
-    assert Forecast(measured).speed(3, 8) == pytest.approx(rate)
+    assert CostModel(measured).tokens_per_second(3, 8) == pytest.approx(rate)
 
 
 def test_a_larger_d_promises_no_depth_that_bs_has_no_room_for() -> None:
-    measured = Measured(EngineConfig("serial", draft_steps=1, adapt_steps=True, adapt_batch=True))
+    measured = RoundStats(EngineConfig("serial", draft_steps=1, adapt_steps=True, adapt_batch=True))
     measured.nodes = 2
-    for _ in range(WINDOW):
-        measured.add(MeasuredRound(2.0, 1.0, 1.0, 2, (1,)))
-    forecast = Forecast(measured)
-    assert forecast.tokens(3, 2) == forecast.tokens(1, 2) == 2
-    assert 2 < forecast.tokens(2, 4) < forecast.tokens(3, 4) == forecast.tokens(16, 4) < forecast.tokens(4, 8) < 6
+    for _ in range(WINDOW_ROUNDS):
+        measured.add(RoundSample(2.0, 1.0, 1.0, 2, (1,)))
+    forecast = CostModel(measured)
+    assert forecast.tokens_per_round(3, 2) == forecast.tokens_per_round(1, 2) == 2
+    assert (
+        2
+        < forecast.tokens_per_round(2, 4)
+        < forecast.tokens_per_round(3, 4)
+        == forecast.tokens_per_round(16, 4)
+        < forecast.tokens_per_round(4, 8)
+        < 6
+    )
 
 
 def test_what_was_raised_in_vain_is_not_raised_again_soon() -> None:
     """One depth is always accepted, a second one never: every trial of d = 2 ends after its first judgement."""
-    measured = Measured(EngineConfig("serial", draft_steps=1, adapt_steps=True))
+    measured = RoundStats(EngineConfig("serial", draft_steps=1, adapt_steps=True))
     steps = [d for d, _ in run(measured, 1000, lambda m, r: in_turn(m, r, chain(1.0), 0.1, lambda _: 1.0))]
     raised = [at for at, (before, after) in enumerate(pairwise(steps)) if after > before]
-    assert len(raised) > 5 and min(b - a for a, b in pairwise(raised)) >= HOLD
+    assert len(raised) > 5 and min(b - a for a, b in pairwise(raised)) >= RAISE_COOLDOWN_ROUNDS
 
 
 @pytest.mark.parametrize(("batch", "wanted"), [(12, {12, 6, 3}), (8, {8, 4, 2}), (3, {3}), (1, {1})])
 def test_bs_is_halved(batch: int, wanted: set[int]) -> None:
     """Rows cost, and nothing is accepted: bs goes down as far as it may."""
-    measured = Measured(EngineConfig("serial", verify_batch=batch, adapt_batch=True))
-    measured.plains.append(1.0)
-    shapes = run(measured, 200, lambda m, _: MeasuredRound(m.nodes + 1.0, m.nodes, 1.0, 1, ()))
+    measured = RoundStats(EngineConfig("serial", verify_batch=batch, adapt_batch=True))
+    measured.ar_seconds.append(1.0)
+    shapes = run(measured, 200, lambda m, _: RoundSample(m.nodes + 1.0, m.nodes, 1.0, 1, ()))
     assert measured.nodes == min(wanted) and {bs for _, bs in shapes} <= wanted

@@ -9,19 +9,27 @@ import pytest
 import torch
 
 from swiftspec.config import EngineConfig
-from swiftspec.control.controller import SKIP, Controller
-from swiftspec.control.policy import EVERY, FIRST, REFRESH, decide
-from swiftspec.control.round_stats import PATIENCE, PLAIN, PROBE, WINDOW, Decision, Measured, MeasuredRound
-from swiftspec.distributed.transport.codec import pack, read_result
+from swiftspec.control.controller import SKIPPED_ROUNDS, Controller
+from swiftspec.control.policy import DECISION_INTERVAL_ROUNDS, FIRST_DECISION_ROUNDS, REFRESH_ROUNDS, decide
+from swiftspec.control.round_stats import (
+    NO_SPECULATION,
+    PROBE_ROUNDS,
+    RETRY_AFTER_ROUNDS,
+    WINDOW_ROUNDS,
+    Decision,
+    RoundSample,
+    RoundStats,
+)
+from swiftspec.distributed.transport.codec import pack, unpack_result
 from swiftspec.llm import LLM
-from swiftspec.messages import Opening, Proposal, VerifyResult
+from swiftspec.messages import Proposal, RequestStart, VerifyResult
 from swiftspec.params import SamplingParams
 from tests.support.rank_jobs import switched_by_dice
 from tests.support.roles import drafter_of, make_drafter, opening, put
 from tests.support.tiny_checkpoints import make_checkpoint
 from tests.test_decode import GREEDY, PROMPT, SAMPLED
 
-TRIAL, GLANCE = SKIP + WINDOW, SKIP + PROBE
+TRIAL, GLANCE = SKIPPED_ROUNDS + WINDOW_ROUNDS, SKIPPED_ROUNDS + PROBE_ROUNDS
 
 
 class FakeDrafter:
@@ -29,7 +37,7 @@ class FakeDrafter:
 
     busy, draft_steps = 0.0, 3
 
-    def open(self, opening: Opening) -> None:
+    def open(self, opening: RequestStart) -> None:
         self.round, self.at, self.grown = 0, len(opening.tokens) - 1, 0
 
     def propose(self) -> Proposal:
@@ -40,7 +48,7 @@ class FakeDrafter:
 
     def observe(self, result: VerifyResult) -> None:
         assert result.prefix_len == self.at and result.tokens == tuple(range(self.at, self.at + len(result.tokens)))
-        assert read_result(pack(result)) == result
+        assert unpack_result(pack(result)) == result
         self.round, self.at = result.round + 1, result.prefix_len + len(result.tokens)
 
     def close(self) -> None:
@@ -50,9 +58,9 @@ class FakeDrafter:
 class Room:
     """A switch whose rounds take what `times` says: (seconds of a speculative round, its tokens, of a plain round)."""
 
-    def __init__(self, times: Callable[[int], tuple[float, int, float]], measured: Measured | None = None) -> None:
+    def __init__(self, times: Callable[[int], tuple[float, int, float]], measured: RoundStats | None = None) -> None:
         self.now, self.times, self.drafter = 0.0, times, FakeDrafter()
-        measured = measured or Measured(EngineConfig(self_switch=True))
+        measured = measured or RoundStats(EngineConfig(self_switch=True))
         self.switch = Controller(self.drafter, lambda: measured, clock=lambda: self.now)
         self.switch.open(opening([0], GREEDY))
         self.kinds = ""
@@ -77,18 +85,18 @@ class Room:
 
 def test_speculation_that_pays_costs_a_glance_at_plain_rounds() -> None:
     room = Room(lambda _: (1.5, 3, 1.0))
-    trusted = SKIP + REFRESH + EVERY
+    trusted = SKIPPED_ROUNDS + REFRESH_ROUNDS + DECISION_INTERVAL_ROUNDS
     assert room.run(600) == (TRIAL * "s" + GLANCE * "p" + trusted * "s" + GLANCE * "p" + 600 * "s")[:600]
     report = room.switch.report()
     assert report is not None
-    assert (report.break_even, report.speedup, report.plain_rounds) == (1.5, 2.0, 2 * GLANCE)
-    assert report.changes[:2] == ((TRIAL, PLAIN), (TRIAL + GLANCE, Decision(3, 8, True)))
+    assert (report.break_even, report.speedup, report.ar_rounds) == (1.5, 2.0, 2 * GLANCE)
+    assert report.changes[:2] == ((TRIAL, NO_SPECULATION), (TRIAL + GLANCE, Decision(3, 8, True)))
     assert room.drafter.grown == 600 - 2 * GLANCE
 
 
 def test_speculation_that_does_not_pay_is_given_up_and_tried_again_ever_later() -> None:
     room = Room(lambda _: (4.0, 2, 1.0))
-    waits = [GLANCE + (PATIENCE << doublings) for doublings in (0, 1, 2, 3, 4, 4)]
+    waits = [GLANCE + (RETRY_AFTER_ROUNDS << doublings) for doublings in (0, 1, 2, 3, 4, 4)]
     want = "".join(TRIAL * "s" + wait * "p" for wait in waits)
     assert room.run(len(want)) == want
     report = room.switch.report()
@@ -101,9 +109,9 @@ def test_times_that_change_bring_speculation_back() -> None:
     kinds = room.run(500)
     back = kinds.index("s", 200)
     assert kinds[back:] == "s" * (500 - back)
-    assert room.switch.measured.patience > PATIENCE
-    room.switch.measured.change(PLAIN)
-    assert room.switch.measured.patience == PATIENCE
+    assert room.switch.round_stats.retry_after > RETRY_AFTER_ROUNDS
+    room.switch.round_stats.apply(NO_SPECULATION)
+    assert room.switch.round_stats.retry_after == RETRY_AFTER_ROUNDS
 
 
 def test_a_hiccup_is_no_reason() -> None:
@@ -114,20 +122,20 @@ def test_a_hiccup_is_no_reason() -> None:
 def test_a_request_begins_with_speculation_and_keeps_what_plain_rounds_take() -> None:
     first = Room(lambda _: (4.0, 2, 1.0))
     assert first.run(30)[-1] == "p"
-    second = Room(lambda _: (1.5, 2, 1.0), first.switch.measured)
+    second = Room(lambda _: (1.5, 2, 1.0), first.switch.round_stats)
     assert second.run(100) == "s" * 100, "no need to look again"
-    third = Room(lambda _: (4.0, 2, 1.0), first.switch.measured)
-    kinds = third.run(TRIAL + GLANCE + PATIENCE)
+    third = Room(lambda _: (4.0, 2, 1.0), first.switch.round_stats)
+    kinds = third.run(TRIAL + GLANCE + RETRY_AFTER_ROUNDS)
     tried = kinds.index("p")
     assert tried <= TRIAL, "what the second one saw is outweighed"
-    assert kinds[tried:] == (GLANCE + PATIENCE) * "p" + (TRIAL - tried) * "s"
+    assert kinds[tried:] == (GLANCE + RETRY_AFTER_ROUNDS) * "p" + (TRIAL - tried) * "s"
 
 
 def test_decide_is_a_function_of_what_was_seen() -> None:
     config = EngineConfig(draft_steps=5, verify_batch=6, self_switch=True)
-    measured = Measured(config)
+    measured = RoundStats(config)
     assert decide(measured) == decide(measured) == Decision(5, 6, True)
-    assert measured == Measured(config)
+    assert measured == RoundStats(config)
 
 
 @pytest.fixture(scope="module")
@@ -150,14 +158,14 @@ def test_no_decision_changes_a_token(pair: tuple[Path, Path], ahead: bool, sampl
     plain = LLM(pair[0], dtype=torch.float64).generate(PROMPT, sampling).token_ids
     llm = LLM(*pair, EngineConfig(self_switch=True), dtype=torch.float64)
     drafter = make_drafter(drafter_of(llm).runner, llm.config, ahead=ahead)
-    switch = Controller(drafter, lambda: Measured(llm.config))
+    switch = Controller(drafter, lambda: RoundStats(llm.config))
     put(llm, switch)
     for chance in (0.5, 0.1):
         with switched_by_dice(chance):
             answer = llm.generate(PROMPT, sampling)
         assert answer.token_ids == plain and answer.stats.drafter_lost is None
         steering = switch.report()
-        assert steering is not None and 10 < steering.plain_rounds < answer.stats.rounds - 10
+        assert steering is not None and 10 < steering.ar_rounds < answer.stats.rounds - 10
         assert len(steering.changes) > 5
 
 
@@ -169,32 +177,32 @@ def test_the_switch_can_be_left_out(pair: tuple[Path, Path]) -> None:
 @pytest.mark.parametrize(("draft", "low", "high"), [(0.02, 5, 8), (0.2, 3, 4), (1.0, 1, 2)])
 def test_the_first_rounds_choose_d_by_what_forwards_cost(draft: float, low: int, high: int) -> None:
     """Of a draft forward, as a part of a verification; long before acceptance can be judged."""
-    m = Measured(EngineConfig(adapt_steps=True))
-    for _ in range(FIRST - 1):
-        m.add(MeasuredRound(1.0 + 3 * draft, 1.0, 3 * draft, 1, ()))
+    m = RoundStats(EngineConfig(adapt_steps=True))
+    for _ in range(FIRST_DECISION_ROUNDS - 1):
+        m.add(RoundSample(1.0 + 3 * draft, 1.0, 3 * draft, 1, ()))
         assert decide(m) == m.current
-    m.add(MeasuredRound(1.0 + 3 * draft, 1.0, 3 * draft, 1, ()))
+    m.add(RoundSample(1.0 + 3 * draft, 1.0, 3 * draft, 1, ()))
     decided = decide(m)
     assert low <= decided.steps <= high and decided.nodes == m.nodes and decided.speculate
-    fixed = Measured(EngineConfig(self_switch=True))
-    fixed.trees.extend(m.trees)
-    fixed.rounds = FIRST
+    fixed = RoundStats(EngineConfig(self_switch=True))
+    fixed.speculative_rounds.extend(m.speculative_rounds)
+    fixed.rounds = FIRST_DECISION_ROUNDS
     assert decide(fixed) == fixed.current
 
 
 @pytest.mark.parametrize(("row", "low", "high"), [(0.9, 8, 8), (0.3, 2, 2)])
 def test_a_glance_at_plain_rounds_lets_the_first_rounds_choose_bs_too(row: float, low: int, high: int) -> None:
     """`row`: the time of a verification of one row, as a part of one of eight."""
-    m = Measured(EngineConfig(self_switch=True, adapt_steps=True, adapt_batch=True))
-    for _ in range(FIRST):
-        m.add(MeasuredRound(1.3, 1.0, 0.3, 1, ()))
-    assert decide(m) == PLAIN
-    m.change(PLAIN)
-    for _ in range(PROBE):
-        assert decide(m) == PLAIN
-        m.add(MeasuredRound(row, row, 0.0, 1, ()))
+    m = RoundStats(EngineConfig(self_switch=True, adapt_steps=True, adapt_batch=True))
+    for _ in range(FIRST_DECISION_ROUNDS):
+        m.add(RoundSample(1.3, 1.0, 0.3, 1, ()))
+    assert decide(m) == NO_SPECULATION
+    m.apply(NO_SPECULATION)
+    for _ in range(PROBE_ROUNDS):
+        assert decide(m) == NO_SPECULATION
+        m.add(RoundSample(row, row, 0.0, 1, ()))
     decided = decide(m)
     assert decided.speculate and low <= decided.nodes <= high
-    m.change(decided)
-    m.add(MeasuredRound(1.3, 1.0, 0.3, 1, ()))
+    m.apply(decided)
+    m.add(RoundSample(1.3, 1.0, 0.3, 1, ()))
     assert decide(m) == decided, "from now on acceptance counts, once it is known"

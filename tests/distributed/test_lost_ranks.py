@@ -9,14 +9,14 @@ import pytest
 import torch
 
 from swiftspec.llm import LLM
-from swiftspec.runtime.runner import PREFILL_CHUNK
+from swiftspec.runtime.runner import PREFILL_CHUNK_TOKENS
 from tests.support.rank_jobs import Json, answer, sampling_from
 from tests.support.ranks import Pool
 from tests.support.tiny_checkpoints import make_checkpoint
 from tests.support.toy_pair import make_pair
 
 LIST = 'start: "[" item ("," item)* "]"\nitem: /[a-c]{1,5}/ | start'
-LONG = [(5 * i + i // 7) % 60 for i in range(2 * PREFILL_CHUNK + 9)]  # three chunks
+LONG = [(5 * i + i // 7) % 60 for i in range(2 * PREFILL_CHUNK_TOKENS + 9)]  # three chunks
 GREEDY = {"temperature": 0, "max_tokens": 12, "ignore_eos": True}
 SPLITS: dict[str, tuple[int, Json]] = {
     "async 2 + 1": (3, {"mode": "async", "target_tp": 2, "draft_tp": 1, "draft_steps": 2}),
@@ -78,7 +78,7 @@ def test_a_long_prompt_is_left_and_the_next_request_is_right(pool: Pool, long: t
     other = [*LONG[:300], 7, *LONG[301:]]
     turns = ((LONG, 1), (other, None), (LONG, 0), (other, 2), (LONG, None), (other, 4), (other, None))
     requests = [(prompt, GREEDY if looks is None else {**GREEDY, "looks": looks}) for prompt, looks in turns]
-    alone = LLM(long[0], dtype=torch.float64, kept_memory=0)
+    alone = LLM(long[0], dtype=torch.float64, prefix_cache_memory=0)
     want = {tuple(prompt): alone.generate(prompt, sampling_from(GREEDY)).token_ids for prompt in (LONG, other)}
     got = answers(pool, split, long, requests)
     assert got[0]["tokens"] == got[2]["tokens"] == [] and got[0]["looks"] == 2

@@ -19,7 +19,7 @@ from swiftspec.errors import UserError
 from swiftspec.model.checkpoint_files import read_config
 from swiftspec.model.loader import load_model
 from swiftspec.model.shard import Shard
-from swiftspec.model.tensor_parallel import Group
+from swiftspec.model.tensor_parallel import TensorParallelGroup
 from swiftspec.runtime.kv_cache import KVCache
 from tests.model.test_loader import quantise
 from tests.support.ranks import Pool
@@ -30,7 +30,9 @@ TOKENS = [5, 17, 3, 29, 11, 8, 2, 30, 44, 1]
 SIZES = range(1, 8)
 
 
-def logits(path: Path, group: Group | None, dtype: torch.dtype = torch.float64, ops: Any = reference) -> Tensor:
+def logits(
+    path: Path, group: TensorParallelGroup | None, dtype: torch.dtype = torch.float64, ops: Any = reference
+) -> Tensor:
     """All logits of a prompt, gathered: the first rows as one chunk, the others one by one."""
     model = load_model(path, dtype=dtype, ops=ops, max_positions=64, group=group)
     c = model.config

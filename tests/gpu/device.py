@@ -32,7 +32,7 @@ DEVICE = torch.device("cpu") if EMULATED else torch.device("cuda", 0)
 
 def _why_not() -> str:
     try:
-        devices.usable(DEVICE)
+        devices.require_usable(DEVICE)
     except UserError as error:
         return str(error)
     return ""

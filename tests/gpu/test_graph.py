@@ -16,9 +16,9 @@ from bench.data.heldout import DEMO
 from swiftspec import _C
 from swiftspec.backends import cuda
 from swiftspec.backends import library as unfused
-from swiftspec.backends.cuda.linear import Communicator, inbox
+from swiftspec.backends.cuda.linear import PeerCommunicator, make_inbox
 from swiftspec.config import EngineConfig
-from swiftspec.distributed.collectives.peers import PeerParallel
+from swiftspec.distributed.collectives.peers import PeerMemoryGroup
 from swiftspec.llm import LLM
 from swiftspec.model.checkpoint_files import read_config
 from swiftspec.model.loader import load_model
@@ -26,11 +26,11 @@ from swiftspec.model.shard import Shard
 from swiftspec.model.transformer import Transformer
 from swiftspec.model.weights import DenseWeight, LayerWeights, ModelWeights
 from swiftspec.params import SamplingParams
-from swiftspec.runtime.executors import Request
-from swiftspec.runtime.executors.eager import EagerSteps
-from swiftspec.runtime.executors.graph import Capture, CudaCapture, GraphForwards, Graphs
-from swiftspec.runtime.executors.graph_expansions import GraphExpansions
-from swiftspec.runtime.executors.graph_verifications import GraphVerifications
+from swiftspec.runtime.executors import ExecutorRequest
+from swiftspec.runtime.executors.eager import EagerExecutor
+from swiftspec.runtime.executors.graph import Capture, CudaCapture, GraphCache, GraphForwardExecutor
+from swiftspec.runtime.executors.graph_expansions import GraphExpansionExecutor
+from swiftspec.runtime.executors.graph_verifications import GraphVerificationExecutor
 from swiftspec.tree import mask as tree_mask
 from tests.gpu.device import DEVICE, EMULATED, most, needs_kernels, real
 from tests.support.fake_cuda_graphs import Rerun
@@ -50,12 +50,12 @@ def new_capture() -> Capture:
 def test_replay_equals_eager_twice_in_a_row(dtype: torch.dtype) -> None:
     model = load_model(DEMO / "target", dtype=dtype, device="cuda", ops=unfused, max_positions=256)
     runners = [make_runner(model, unfused, context=160, tree_slots=32) for _ in range(2)]
-    both = EagerSteps(runners[0]), GraphForwards(runners[1], Graphs(CudaCapture(Lock())))
+    both = EagerExecutor(runners[0]), GraphForwardExecutor(runners[1], GraphCache(CudaCapture(Lock())))
     noise = np.random.default_rng(1)
     prefix = noise.integers(0, 4096, 70).tolist()
     for steps in both:
         steps.runner.prefill(prefix)
-        steps.open(Request(steps.runner.sampler(SamplingParams(temperature=0), ())))
+        steps.open(ExecutorRequest(steps.runner.sampler(SamplingParams(temperature=0), ())))
     for rows in (8, 8, 3, 1, 8):
         tokens = noise.integers(0, 4096, rows)
         mask = tree_mask.from_parents([-1, *(int(noise.integers(0, i)) for i in range(1, rows))])
@@ -97,15 +97,15 @@ def random_model(group: Any = None, seed: int = 1) -> Transformer:
     return Transformer(config, weights, cuda, DEVICE, torch.bfloat16, 512, share=share, group=group)
 
 
-def group_of_one(gather: Any = None, rows: int = 32) -> PeerParallel:
+def group_of_one(gather: Any = None, rows: int = 32) -> PeerMemoryGroup:
     """A rank that sums so many rows at most and gathers, with itself, by the kernels of a group; `gather`: what is too
     long for these."""
     lines = _C.cuda_lines(256, rows)
-    box, trouble = inbox(1, lines, DEVICE), torch.zeros(1, dtype=torch.int64, pin_memory=not EMULATED)
-    own = SimpleNamespace(sums=Communicator(0, [box.data_ptr()], lines, trouble, DEVICE), kept=box)
+    box, trouble = make_inbox(1, lines, DEVICE), torch.zeros(1, dtype=torch.int64, pin_memory=not EMULATED)
+    own = SimpleNamespace(sums=PeerCommunicator(0, [box.data_ptr()], lines, trouble, DEVICE), kept=box)
     library = SimpleNamespace(name="draft", rank=0, size=1, all_reduce=lambda x: x, all_gather=gather)
     ends: tuple[Any, Any, Any] = (None, library, own)
-    return PeerParallel(*ends)
+    return PeerMemoryGroup(*ends)
 
 
 DRAFTS = [  # the first ones differ in all that the emulated GPU is asked for
@@ -137,9 +137,9 @@ def test_a_draft_round_as_one_graph(mode: str, sampling: SamplingParams, grouped
         for capture in (None, new_capture())
     )
     same_rounds(eager, graphed, sampling, VOCAB, rounds=ROUNDS)
-    steps = graphed.steps
-    assert isinstance(steps, GraphExpansions) and steps.graphs._families[steps._family].graphs
-    assert eager.steps.name == "eager"
+    steps = graphed.executor
+    assert isinstance(steps, GraphExpansionExecutor) and steps.graphs._families[steps._family].graphs
+    assert eager.executor.name == "eager"
 
 
 @needs_kernels
@@ -152,4 +152,4 @@ def test_a_verification_as_one_graph(sampling: SamplingParams, grouped: bool) ->
         for capture in (None, new_capture())
     )
     same_verdicts(eager, graphed, sampling, VOCAB, rounds=ROUNDS)
-    assert isinstance(graphed.steps, GraphVerifications) and eager.steps.name == "eager"
+    assert isinstance(graphed.executor, GraphVerificationExecutor) and eager.executor.name == "eager"

@@ -108,8 +108,8 @@ def test_products(k: int, n: int, group: int) -> None:
 @pytest.mark.parametrize(("k", "n"), most([(256, 144), (8192, 28672), (14336, 4096)], 1))
 def test_a_prompts_chunk(k: int, n: int, group: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """More rows than kernels of ours take, by a library's product over weights that become rows a part at a time."""
-    w, x, norm = weight(k, n, group, bias=True), rows_of(large_m.ROWS + 44, k), norm_of(k)
-    packed, residual = ops.pack(w, torch.bfloat16, DEVICE), rows_of(large_m.ROWS + 44, n, 3)
+    w, x, norm = weight(k, n, group, bias=True), rows_of(large_m.MAX_KERNEL_ROWS + 44, k), norm_of(k)
+    packed, residual = ops.pack(w, torch.bfloat16, DEVICE), rows_of(large_m.MAX_KERNEL_ROWS + 44, n, 3)
     monkeypatch.setattr(large_m, "SCRATCH", 2 * 32 * k * 2)  # two strips at a time
     want = exact(w)(x)
     rounded = (want.bfloat16().double() + residual.double()).bfloat16()

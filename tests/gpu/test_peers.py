@@ -15,8 +15,8 @@ from torch import Tensor
 from torch._C._distributed_c10d import FileStore
 
 from swiftspec.backends.cuda import linear as ops
-from swiftspec.backends.cuda.peers import Peers
-from swiftspec.distributed.collectives.peers import PeerParallel
+from swiftspec.backends.cuda.peers import PeerGroup
+from swiftspec.distributed.collectives.peers import PeerMemoryGroup
 from swiftspec.params import SamplingParams
 from tests.gpu.device import DEVICE, EMULATED, captured, most, needs_kernels
 from tests.gpu.test_graph import new_capture, random_model
@@ -29,7 +29,7 @@ K, N = 512, 1024
 HERE = DEVICE.type  # this process's GPU
 
 
-def open_peers(rank: int, size: int, file: str, patience: float) -> Peers:
+def open_peers(rank: int, size: int, file: str, patience: float) -> PeerGroup:
     """This process's end of the group; its GPU becomes the current one."""
     device = torch.device(f"{HERE}:{rank % torch.cuda.device_count()}" if HERE == "cuda" else HERE)
     torch.cuda.set_device(device)
@@ -39,7 +39,7 @@ def open_peers(rank: int, size: int, file: str, patience: float) -> Peers:
         store.set(f"{topic} {rank}", mine.hex())
         return [bytes.fromhex(store.get(f"{topic} {peer}").decode()) for peer in range(size)]
 
-    return Peers(rank, size, ops.lines_of(N), device, exchange, patience)
+    return PeerGroup(rank, size, ops.max_lines(N), device, exchange, patience)
 
 
 def sum_products(rank: int, size: int, file: str) -> None:
@@ -60,21 +60,24 @@ def sum_products(rank: int, size: int, file: str) -> None:
     for epoch in range(6 if EMULATED else 30):
         rows = (8, 1, 32, 3, 17, 16)[epoch % 6]
         x, residual = [draw(rows, K, 100 * epoch + r) for r in range(size)], draw(rows, N, epoch)
-        assert torch.equal(ops.linear_residual(x[rank], packed[rank], residual, peers.sums), expected(x, residual))
+        assert torch.equal(
+            ops.linear_residual(x[rank], packed[rank], residual, peers.communicator), expected(x, residual)
+        )
     x, residual = [draw(8, K, r) for r in range(size)], draw(8, N, 0)
     want, mine = expected(x, residual), packed[rank]
     everyone = torch.stack(x)
 
     def some() -> list[tuple[Tensor, Tensor]]:
         return [
-            (ops.linear_residual(x[rank], mine, residual, peers.sums), peers.sums.gather(x[rank])) for _ in range(3)
+            (ops.linear_residual(x[rank], mine, residual, peers.communicator), peers.communicator.gather(x[rank]))
+            for _ in range(3)
         ]
 
     replay = captured(some)
-    before = int(peers.sums.epoch)
+    before = int(peers.communicator.epoch)
     for _ in range(5):
         assert all(torch.equal(summed, want) and torch.equal(rows, everyone) for summed, rows in replay())
-    assert int(peers.sums.epoch) == before + 30
+    assert int(peers.communicator.epoch) == before + 30
     print("ok")
 
 
@@ -83,10 +86,10 @@ def decode_particles(rank: int, size: int, file: str) -> None:
     whole logits; then what the particles say."""
     peers, nothing = open_peers(rank, size, file, 30.0), None
     ends: tuple[Any, Any, Any] = (nothing, SimpleNamespace(name="both", rank=rank, size=size, all_reduce=None), peers)
-    group = PeerParallel(*ends)
+    group = PeerMemoryGroup(*ends)
     models = [random_model(group, seed) for seed in (1, 2)]
     workers = [population(models, *((2, 1) if EMULATED else (4, 3)), capture) for capture in (None, new_capture())]
-    assert [worker.steps_known[0].name for worker in workers] == ["eager", "graph"]
+    assert [worker.executors[0].name for worker in workers] == ["eager", "graph"]
     sampling = SamplingParams(temperature=1.5, seed=1)
     eager, graphed = (answer(worker, sampling, range(7), LIMIT // 2) for worker in workers)
     assert graphed == eager
@@ -102,10 +105,10 @@ def wait_in_vain(rank: int, size: int, file: str) -> None:
         return
     x, residual = (torch.zeros(3, columns, dtype=torch.bfloat16, device=HERE) for columns in (K, N))
     try:
-        ops.linear_residual(x, ops.pack(weight(K, N, 128), torch.bfloat16, HERE), residual, peers.sums)
+        ops.linear_residual(x, ops.pack(weight(K, N, 128), torch.bfloat16, HERE), residual, peers.communicator)
         torch.cuda.synchronize()
     except RuntimeError:
-        print(peers.sums.trouble())
+        print(peers.communicator.describe_fault())
     gave_up.touch()
 
 

@@ -15,7 +15,7 @@ from swiftspec.config import PopulationConfig
 from swiftspec.model.loader import load_model
 from swiftspec.params import SamplingParams
 from swiftspec.runtime.executors.graph import CudaCapture
-from swiftspec.smc.group_result import Answer
+from swiftspec.smc.group_result import GroupResult
 from tests.gpu.device import EMULATED, most, needs_kernels, real
 from tests.gpu.test_graph import VOCAB, group_of_one, new_capture, random_model
 from tests.support.roles import Alone, make_population, make_runner, opening
@@ -37,7 +37,7 @@ def test_replay_equals_eager_twice_in_a_row(exact: int, shaped: dict[str, Any]) 
         captures = (CudaCapture(turn), CudaCapture(turn)) if captured else (None, None)
         target, draft = (make_runner(model, unfused, context=256, tree_slots=768) for model in models)
         config = PopulationConfig(4, 4, 0.5, 1.0, exact)
-        workers.append(make_population(target, draft, config, longest=128, lag=1, captures=captures))
+        workers.append(make_population(target, draft, config, max_tokens=128, lag=1, captures=captures))
     for seed in (1, 2):
         sampling = SamplingParams(temperature=0.7, seed=seed, **shaped)
         eager, graphed = (answer(worker, sampling, range(50, 90), 60) for worker in workers)
@@ -58,7 +58,7 @@ def test_rounds_of_the_kernels_as_one_graph(particles: int, steps: int, shaped: 
     pieces, here with itself."""
     models = [random_model(group_of_one(rows=grouped) if grouped else None, seed) for seed in (1, 2)]
     workers = [population(models, particles, steps, capture) for capture in (None, new_capture())]
-    assert [worker.steps_known[0].name for worker in workers] == ["eager", "graph"]
+    assert [worker.executors[0].name for worker in workers] == ["eager", "graph"]
     for seed in SEEDS:
         sampling = SamplingParams(temperature=1.5, seed=seed, **shaped)
         eager, graphed = (answer(worker, sampling, range(7), LIMIT) for worker in workers)
@@ -69,10 +69,10 @@ def population(models: list[Any], particles: int, steps: int, capture: Any) -> A
     """On two models of the CUDA operators, with the host a round behind."""
     target, draft = (make_runner(model, cuda, VOCAB, context=64, tree_slots=256) for model in models)
     config = PopulationConfig(particles, steps, 0.9, 1.0)
-    return make_population(target, draft, config, longest=24, lag=1, captures=(capture, capture))
+    return make_population(target, draft, config, max_tokens=24, lag=1, captures=(capture, capture))
 
 
-def answer(worker: Alone, sampling: SamplingParams, prompt: range, limit: int) -> Answer:
+def answer(worker: Alone, sampling: SamplingParams, prompt: range, limit: int) -> GroupResult:
     worker.open(opening(prompt, sampling), (), limit)
     while worker.launch():
         worker.collect()

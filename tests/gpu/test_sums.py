@@ -29,11 +29,11 @@ class Ranks:
     def __init__(self, size: int, k: int, n: int, group: int, patience: float = 5.0) -> None:
         self.weights = [weight(k, n, group, seed) for seed in range(size)]
         self.packed = [ops.pack(w, torch.bfloat16, DEVICE) for w in self.weights]
-        lines = ops.lines_of(n)
-        self.inboxes = [ops.inbox(size, lines, DEVICE) for _ in range(size)]
+        lines = ops.max_lines(n)
+        self.inboxes = [ops.make_inbox(size, lines, DEVICE) for _ in range(size)]
         self.trouble = torch.zeros(1, dtype=torch.int64, pin_memory=not EMULATED)
         addresses = [box.data_ptr() for box in self.inboxes]
-        self.ends = [ops.Communicator(r, addresses, lines, self.trouble, DEVICE, patience) for r in range(size)]
+        self.ends = [ops.PeerCommunicator(r, addresses, lines, self.trouble, DEVICE, patience) for r in range(size)]
 
     def sum(self, x: list[Tensor], residual: Tensor, delays: int) -> list[Tensor]:
         out = [torch.full_like(residual, float("nan")) for _ in x]
@@ -70,7 +70,7 @@ def test_sums_over_virtual_ranks(size: int, group: int) -> None:
         for out in ranks.sum(x, residual, delays=epoch % 3 * (epoch + 1)):
             assert torch.equal(out, want), f"epoch {epoch}"
     assert [int(end.epoch) for end in ranks.ends] == [EPOCHS] * size
-    assert ranks.ends[0].trouble() is None
+    assert ranks.ends[0].describe_fault() is None
 
 
 def test_flags_that_return_on_virtual_ranks() -> None:
@@ -113,7 +113,7 @@ def test_gathers_over_virtual_ranks(size: int) -> None:
 def test_messages_longer_than_the_lines_go_in_pieces(size: int) -> None:
     """A launch and an epoch for each piece, the last of any length; between sums, and across flags that return."""
     ranks = Ranks(size, K, N, 128)
-    hold = 2 * ops.lines_of(N)  # words that the lines hold
+    hold = 2 * ops.max_lines(N)  # words that the lines hold
     for start in (0, 2**32 - 5):
         for end in ranks.ends:
             end.epoch.fill_(start)
@@ -140,11 +140,11 @@ def test_a_group_of_one_through_the_plain_entry() -> None:
     assert torch.equal(got, ranks.expected([x], residual))
     assert int(ranks.ends[0].epoch) == 2  # 32 rows, then 8
     message = torch.randn(8, 17, dtype=torch.float64, device=DEVICE)
-    assert ranks.ends[0].takes(message) and torch.equal(ranks.ends[0].gather(message), message[None])
+    assert ranks.ends[0].supports(message) and torch.equal(ranks.ends[0].gather(message), message[None])
     assert int(ranks.ends[0].epoch) == 3
-    message = torch.randn(3 * ops.lines_of(N) + 5, device=DEVICE)  # of two words to a line
-    assert ranks.ends[0].takes(message) and torch.equal(ranks.ends[0].gather(message), message[None])
-    assert int(ranks.ends[0].epoch) == 5 and not ranks.ends[0].takes(message.repeat(ops.PIECES))
+    message = torch.randn(3 * ops.max_lines(N) + 5, device=DEVICE)  # of two words to a line
+    assert ranks.ends[0].supports(message) and torch.equal(ranks.ends[0].gather(message), message[None])
+    assert int(ranks.ends[0].epoch) == 5 and not ranks.ends[0].supports(message.repeat(ops.MAX_GATHER_LAUNCHES))
 
 
 def test_launches_that_overlap() -> None:
@@ -165,7 +165,7 @@ try:
     ops.linear_residual(rows_of(3, K), ranks.packed[0], rows_of(3, N), ranks.ends[0])
     torch.cuda.synchronize()
 except RuntimeError:
-    print(ranks.ends[0].trouble())
+    print(ranks.ends[0].describe_fault())
 """
 
 

@@ -19,7 +19,7 @@ from swiftspec.messages import VerifyResult
 from swiftspec.params import SamplingParams
 from swiftspec.runtime.executors import selection
 from swiftspec.runtime.local_drafter import LocalDrafter
-from swiftspec.runtime.rejection_verifier import FullVerifier
+from swiftspec.runtime.rejection_verifier import RejectionVerifier
 from tests.serve.test_serve import bare_environment, pair
 from tests.support.biased_acceptance import LongestBranch
 from tests.support.roles import put, tools, verifier_of
@@ -82,7 +82,7 @@ def test_the_biased_verifier_is_caught_and_the_exact_one_is_not(pair: list[str])
     tree = LLM(target, draft, EngineConfig(verify="reject", draft_steps=2))
     assert trial.draw(plain, tree, [5, 17, 40], sampling, 300, lambda: None).same
     runner = verifier_of(tree).runner
-    put(tree, verifier=FullVerifier(runner, selection.for_target(runner, tools(runner)), LongestBranch))
+    put(tree, verifier=RejectionVerifier(runner, selection.target_executors(runner, tools(runner)), LongestBranch))
     assert not trial.draw(plain, tree, [5, 17, 40], sampling, 300, lambda: None).same
 
 

@@ -156,7 +156,7 @@ def test_every_split_is_as_fast_as_predicted(tmp_path: Path, pool: Pool) -> None
     file.write_text(json.dumps(TABLE))
     prompt = TextCodec(Path(__file__).parents[2] / "swiftspec" / "demo" / "target").encode("def fibonacci(n):\n")
     found = pool.run(3, "paced", emulate=str(file), plans=PLANS, prompts=[prompt], max_tokens=48)[0]
-    given = emulation.parse(str(file))
+    given = emulation.parse_emulation(str(file))
     assert given.target is not None and given.draft is not None
     speeds = {}
     for plan, run_ in zip(PLANS, found, strict=True):

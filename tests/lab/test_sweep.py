@@ -17,8 +17,8 @@ from swiftspec.lab.profile import main
 from swiftspec.lab.worker_pool import Order, Pair, WorkerPool
 from swiftspec.llm import LLM
 from swiftspec.serve import model_resolution as serve_found
-from swiftspec.serve.cli.arguments import parse
-from swiftspec.serve.terminal import Phases
+from swiftspec.serve.cli.arguments import parse_command
+from swiftspec.serve.terminal import StartupProgress
 from tests.support.ranks import Pool
 from tests.support.toy_pair import make_pair
 
@@ -95,13 +95,13 @@ def test_what_was_interrupted_goes_on_and_repeats_nothing(
     def counting(self: WorkerPool, order: Order) -> Any:
         if len(built) == stop_at:
             raise KeyboardInterrupt
-        built.append((order.plan.mode, order.plan.steps, str(order.alone)))
+        built.append((order.plan.mode, order.plan.initial_draft_steps, str(order.alone)))
         return engine(self, order)
 
     def by_rounds(llm: LLM, *args: Any) -> measurement.Run:
         """A clock of its own: what a sweep repeats and varies follows from the speeds, and they must not be chance."""
         run = decode_all(llm, *args)
-        run.seconds = run.rounds * (1 + llm.config.steps * 0.1 * (llm.config.mode == "serial"))
+        run.seconds = run.rounds * (1 + llm.config.initial_draft_steps * 0.1 * (llm.config.mode == "serial"))
         return run
 
     monkeypatch.setattr(WorkerPool, "engine", counting)
@@ -187,21 +187,26 @@ def test_serve_takes_the_plan_and_says_so(
 ) -> None:
     assert main([*pair, *short, "--modes", "serial", "--budget", "10s"]) == 0
     capsys.readouterr()
-    phases = Phases()
-    found = serve_found.Found.of(parse(pair).settings, 1, phases)
+    phases = StartupProgress()
+    found = serve_found.ResolvedModels.resolve(parse_command(pair).settings, 1, phases)
     assert found.plan.mode == "serial" and found.plan.draft_steps is not None
     assert "plan: serial 1" in capsys.readouterr().err
-    fixed = serve_found.Found.of(parse([*pair, "--draft-steps", "6"]).settings, 1, phases)
+    fixed = serve_found.ResolvedModels.resolve(parse_command([*pair, "--draft-steps", "6"]).settings, 1, phases)
     assert fixed.plan.draft_steps == 6
-    assert serve_found.Found.of(parse([*pair, "--plan", "none"]).settings, 1, phases).plan.draft_steps is None
+    assert (
+        serve_found.ResolvedModels.resolve(
+            parse_command([*pair, "--plan", "none"]).settings, 1, phases
+        ).plan.draft_steps
+        is None
+    )
     (file,) = (tmp_path / "profiles").glob("*[!l].json")
     other = [*pair, "--plan", str(file), "--dtype", "float64"]
     with pytest.raises(UserError, match="is refused: it was measured with other dtype float32, not float64"):
-        serve_found.Found.of(parse(other).settings, 1, phases)
+        serve_found.ResolvedModels.resolve(parse_command(other).settings, 1, phases)
     data = json.loads(file.read_text())
     data["key"]["hardware"]["name"] = "a faster one"
     file.write_text(json.dumps(data))
-    assert serve_found.Found.of(parse(pair).settings, 1, phases).plan.draft_steps is None
+    assert serve_found.ResolvedModels.resolve(parse_command(pair).settings, 1, phases).plan.draft_steps is None
     assert "is not used: it is of another machine" in capsys.readouterr().err
 
 

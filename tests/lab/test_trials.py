@@ -97,8 +97,10 @@ def test_populations_change_one_thing_at_a_time() -> None:
                       (4, 4, 2), (4, 4, 4), (4, 4, 8)]  # fmt: skip
     row = made[-1].row(None)
     assert trials.Trial.of(row) == made[-1] and made[-1].plan(None).population == PopulationConfig(smc_groups=8)
-    assert store.title(row) == "smc 1 N 4 K 4 G 8" and "particles" not in trials.Trial("ar", 1, 0, "auto").row(None)
-    assert store.title(run("smc", 1, 1)["plan"]) == "smc 1", "one of an older profile"
+    assert store.plan_title(row) == "smc 1 N 4 K 4 G 8" and "particles" not in trials.Trial("ar", 1, 0, "auto").row(
+        None
+    )
+    assert store.plan_title(run("smc", 1, 1)["plan"]) == "smc 1", "one of an older profile"
 
 
 def test_many_groups_leave_no_other_mode_behind() -> None:

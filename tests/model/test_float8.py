@@ -15,7 +15,7 @@ from swiftspec.errors import UserError
 from swiftspec.llm import LLM
 from swiftspec.model.checkpoint import Checkpoint
 from swiftspec.model.checkpoint_files import open_tensors, read_config
-from swiftspec.model.float8 import FLOAT8, LARGEST, Fit
+from swiftspec.model.float8 import FLOAT8, LARGEST, Fp8KVScale
 from swiftspec.model.loader import load_model
 from swiftspec.params import SamplingParams
 from swiftspec.runtime.runner import Runner
@@ -61,7 +61,7 @@ def test_no_text_makes_a_key_or_a_value_overflow(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, family="qwen2", dtype=torch.float32)
     c = read_config(tmp_path)
     weights = Checkpoint(c, open_tensors(tmp_path)).read()
-    for read in Fit(c.num_heads, c.num_kv_heads, c.head_dim).of_weights(weights).layers:
+    for read in Fp8KVScale(c.num_heads, c.num_kv_heads, c.head_dim).of_weights(weights).layers:
         layer = read()
         assert layer.qkv.bias is not None
         matrix = (layer.qkv.dequantize(torch.float32) * layer.input_norm)[c.num_heads * c.head_dim :]

@@ -29,10 +29,10 @@ void check(bool ok, const char* what) {
 }
 
 struct Wait {
-  int64_t looks = 0;
-  bool again(int) {
+  int64_t polls = 0;
+  bool keep_waiting(int) {
     std::this_thread::yield();
-    return ++looks < 20'000'000;
+    return ++polls < 20'000'000;
   }
 };
 
@@ -125,7 +125,7 @@ int main(int argc, char** argv) {
   const int ranks = std::atoi(argv[1]), epochs = std::atoi(argv[2]);
   const uint64_t first = std::strtoull(argv[3], nullptr, 10);
   const ll::Layout layout{ranks, 1, kLines};
-  std::vector<std::vector<ll::Line>> inboxes(ranks, std::vector<ll::Line>(layout.inbox_lines(cuda::rules())));
+  std::vector<std::vector<ll::Line>> inboxes(ranks, std::vector<ll::Line>(layout.inbox_lines(cuda::protocol_params())));
   std::vector<Rank> all(ranks);
   std::vector<std::thread> threads;
   for (int r = 0; r < ranks; ++r) {

@@ -64,7 +64,7 @@ inline void mma(WarpSums& d, const std::array<Words4, 32>& a, const std::array<s
 
 struct Launch {
   Tiling tiling;
-  Carve carve;
+  SmemLayout smem;
   int rows, rows8, clusters;
   std::vector<uint32_t> weights;
   std::vector<uint16_t> x;
@@ -75,7 +75,7 @@ struct Launch {
 struct Cta {
   std::vector<uint8_t> shared;
   std::array<std::vector<WarpSums>, kWarps> sums;  // [fragment * rows8 + j] of each warp
-  std::array<Walk, kWarps> fetched;
+  std::array<TileIterator, kWarps> fetched;
 
   template <class T>
   T& at(int offset, int64_t index) {
@@ -85,7 +85,7 @@ struct Cta {
   }
 };
 
-inline void stage(const Launch& l, Cta& cta, int64_t first, int blocks) {
+inline void stage_activations(const Launch& l, Cta& cta, int64_t first, int blocks) {
   const int log = l.tiling.group != 0 ? l.tiling.group_log : 1;
   for (int unit = 0; unit < (blocks >> log) * l.rows8; ++unit) {
     const int j = unit % l.rows8, block = unit / l.rows8 << log;
@@ -97,13 +97,13 @@ inline void stage(const Launch& l, Cta& cta, int64_t first, int blocks) {
         uint32_t piece[4] = {};
         if (row < l.rows && input < l.tiling.k) std::memcpy(piece, &l.x[row * l.tiling.k + input], sizeof piece);
         sums[lane] += sum8(piece);
-        std::memcpy(&cta.at<Words4>(l.carve.x, x_piece(block + b, l.rows8, j, lane)), piece, sizeof piece);
+        std::memcpy(&cta.at<Words4>(l.smem.x, x_piece(block + b, l.rows8, j, lane)), piece, sizeof piece);
       }
     }
     if (l.tiling.group == 0) continue;
     for (int lane = 0; lane < 32; lane += 4) {
       const float total = (sums[lane] + sums[lane + 1]) + (sums[lane + 2] + sums[lane + 3]);
-      cta.at<float>(l.carve.sums, (block >> log) * 8 * l.rows8 + x_row(j, lane)) = total;
+      cta.at<float>(l.smem.sums, (block >> log) * 8 * l.rows8 + x_row(j, lane)) = total;
     }
   }
 }
@@ -117,10 +117,10 @@ inline void multiply_block(const Launch& l, Cta& cta, const uint32_t* tile, int 
     for (int lane = 0; lane < 32; ++lane) {
       for (int i = 0; i < 4; ++i) {
         const int step = 2 * block + odd;
-        a[lane][i] = l.tiling.group != 0 ? expand(tile[code_word(step, lane, f)], i)
+        a[lane][i] = l.tiling.group != 0 ? codes_to_bf16(tile[code_word(step, lane, f)], i)
                                          : tile[dense_word(step, lane, f, i)];
       }
-      const Words4 piece = cta.at<Words4>(l.carve.x, x_piece(tile_block + block, l.rows8, j, lane));
+      const Words4 piece = cta.at<Words4>(l.smem.x, x_piece(tile_block + block, l.rows8, j, lane));
       b[lane] = {piece[2 * odd], piece[2 * odd + 1]};
     }
     mma(d, a, b);
@@ -133,7 +133,7 @@ inline void fold_group(const Launch& l, Cta& cta, const uint32_t* tile, int tile
     for (int i = 0; i < 4; ++i) {
       const int row = 8 * j + c_column(lane, i);
       const float x_sum =
-          cta.at<float>(l.carve.sums, (tile_in_chunk * l.tiling.groups() + group) * 8 * l.rows8 + row);
+          cta.at<float>(l.smem.sums, (tile_in_chunk * l.tiling.groups() + group) * 8 * l.rows8 + row);
       const uint32_t word = tile[group_words(group, lane) + 2 * f + i / 2];
       sums[lane][i] = fold(sums[lane][i], products[lane][i], word, x_sum);
     }
@@ -161,12 +161,12 @@ inline void multiply_tile(const Launch& l, Cta& cta, const uint32_t* tile, int t
 inline void multiply(const Launch& l, Cta& cta, int rank, int turn) {
   const int first = l.tiling.first_tile(rank), range = l.tiling.range(rank);
   for (auto& sums : cta.sums) sums.assign(2 * l.rows8, {});
-  for (int begin = 0; begin < range; begin += l.carve.chunk_tiles) {
-    const int here = std::min(l.carve.chunk_tiles, range - begin);
-    stage(l, cta, static_cast<int64_t>(first + begin) * l.tiling.tile_k, here * l.tiling.tile_k / kBlock);
+  for (int begin = 0; begin < range; begin += l.smem.chunk_tiles) {
+    const int here = std::min(l.smem.chunk_tiles, range - begin);
+    stage_activations(l, cta, static_cast<int64_t>(first + begin) * l.tiling.tile_k, here * l.tiling.tile_k / kBlock);
     for (int warp = 0; warp < kWarps; ++warp) {
       for (int tile = l.tiling.share_of(warp); tile < here; tile += l.tiling.warps_k()) {
-        Walk& walk = cta.fetched[warp];
+        TileIterator& walk = cta.fetched[warp];
         const int strip = (turn << l.tiling.n_log) + l.tiling.strip_of(warp);
         require(!walk.done() && walk.strip == strip && walk.tile == first + begin + tile, "another tile was fetched");
         const int64_t at = l.tiling.tile_at(walk.strip, walk.tile);
@@ -178,9 +178,9 @@ inline void multiply(const Launch& l, Cta& cta, int rank, int turn) {
   }
 }
 
-inline void join(const Launch& l, Cta& cta, int buffer) {
+inline void reduce_warps(const Launch& l, Cta& cta, int buffer) {
   const int share = l.tiling.warps_k(), strip_units = l.rows8 * 2 * 32;
-  const int joined = l.carve.joined + buffer * l.carve.joined_bytes, to = share > 1 ? l.carve.partial : joined;
+  const int joined = l.smem.joined + buffer * l.smem.joined_bytes, to = share > 1 ? l.smem.partial : joined;
   for (int warp = 0; warp < kWarps; ++warp) {
     for (int i = 0; i < 2 * l.rows8 * 32; ++i) {
       const int lane = i % 32, f = i / 32 % 2, j = i / 64;
@@ -189,9 +189,9 @@ inline void join(const Launch& l, Cta& cta, int buffer) {
   }
   for (int i = 0; share > 1 && i < strip_units << l.tiling.n_log; ++i) {
     const int from = i / strip_units * share * strip_units + i % strip_units;
-    Float4 total = cta.at<Float4>(l.carve.partial, from);
+    Float4 total = cta.at<Float4>(l.smem.partial, from);
     for (int warp = 1; warp < share; ++warp) {
-      for (int c = 0; c < 4; ++c) total[c] += cta.at<Float4>(l.carve.partial, from + warp * strip_units)[c];
+      for (int c = 0; c < 4; ++c) total[c] += cta.at<Float4>(l.smem.partial, from + warp * strip_units)[c];
     }
     cta.at<Float4>(joined, i) = total;
   }
@@ -203,7 +203,7 @@ inline Unit read_unit(const Launch& l, std::vector<Cta>& ctas, int buffer, int f
     float sums[4] = {};
     for (Cta& cta : ctas) {
       const int place = partial_at(strip - first_strip, l.rows8, j, f, lane);
-      const Float4 next = cta.at<Float4>(l.carve.joined + buffer * l.carve.joined_bytes, place);
+      const Float4 next = cta.at<Float4>(l.smem.joined + buffer * l.smem.joined_bytes, place);
       for (int c = 0; c < 4; ++c) sums[c] = &cta == ctas.data() ? next[c] : sums[c] + next[c];
     }
     set_sums(unit, f, sums);
@@ -232,19 +232,19 @@ inline void run(Launch& l) {
   for (int cluster = 0; cluster < l.clusters; ++cluster) {
     std::vector<Cta> ctas(static_cast<size_t>(l.tiling.cluster()));
     for (int rank = 0; rank < l.tiling.cluster(); ++rank) {
-      ctas[rank].shared.assign(static_cast<size_t>(l.carve.total), 0xff);  // NaN
-      for (int w = 0; w < kWarps; ++w) ctas[rank].fetched[w] = walk_of(l.tiling, cluster, l.clusters, rank, w);
+      ctas[rank].shared.assign(static_cast<size_t>(l.smem.total), 0xff);  // NaN
+      for (int w = 0; w < kWarps; ++w) ctas[rank].fetched[w] = tiles_of_warp(l.tiling, cluster, l.clusters, rank, w);
     }
     int count = 0;
     for (int turn = cluster; turn < l.tiling.turns(); turn += l.clusters, ++count) {
       for (int rank = 0; rank < l.tiling.cluster(); ++rank) {
         multiply(l, ctas[rank], rank, turn);
-        join(l, ctas[rank], count % 2);
+        reduce_warps(l, ctas[rank], count % 2);
       }
       finish(l, ctas, count % 2, turn, lines);
     }
     for (Cta& cta : ctas) {
-      for (const Walk& walk : cta.fetched) require(walk.done(), "a tile was fetched and not used");
+      for (const TileIterator& walk : cta.fetched) require(walk.done(), "a tile was fetched and not used");
     }
   }
   require(static_cast<int64_t>(lines.size()) == ll_lines(l.tiling, l.rows), "lines that nobody sends");

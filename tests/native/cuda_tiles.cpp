@@ -15,9 +15,9 @@
 // as rows [2 half, k] of bf16, as a library's product reads them.
 //
 // Leaves with 1 and one line when something does not fit.
-#include "cuda/linear/expand.h"
+#include "cuda/linear/unpack.h"
 #include "cuda/linear/repack.h"
-#include "cuda/linear/wide.h"
+#include "cuda/linear/large_m.h"
 #include "cuda_projection.h"
 
 using namespace projection;
@@ -57,16 +57,16 @@ void check_slices(int64_t bytes) {
 // Writes some strips as rows of bf16, each element once.
 void write_rows(const Launch& l, int64_t first, int64_t half) {
   const Strips strips = strips_of(first, half);
-  std::vector<Eight> out(static_cast<size_t>(2 * half * l.tiling.k / 8), Eight{{~0u, ~0u, ~0u, ~0u}});
-  const auto expand = l.tiling.group != 0 ? expand_tile<true> : expand_tile<false>;
+  std::vector<Bf16x8> out(static_cast<size_t>(2 * half * l.tiling.k / 8), Bf16x8{{~0u, ~0u, ~0u, ~0u}});
+  const auto expand = l.tiling.group != 0 ? unpack_tile<true> : unpack_tile<false>;
   for (int i = 0; i < 32 * strips.tiles(l.tiling); ++i) {
     expand(l.tiling, l.weights.data(), strips, i / 32, i % 32, reinterpret_cast<uint16_t*>(out.data()));
   }
-  std::fwrite(out.data(), sizeof(Eight), out.size(), stdout);
+  std::fwrite(out.data(), sizeof(Bf16x8), out.size(), stdout);
 }
 
 // A launch of many rows takes every tile once, and those of a strip in the order in which warps and CTAs join their sums.
-void check_course(const Tiling& t, int log) {
+void check_tile_order(const Tiling& t, int log) {
   constexpr int kClusters = 3;
   for (int cta = 0; cta < t.cluster(); ++cta) {
     std::vector<int> order;
@@ -75,7 +75,7 @@ void check_course(const Tiling& t, int log) {
     }
     std::set<int> strips;
     for (int i = 0; i < kClusters << log && !order.empty(); ++i) {
-      for (Course c = course_of(t, log, i >> log, kClusters, cta, i & ((1 << log) - 1)); !c.done();) {
+      for (LargeMTileIterator c = large_m_tiles(t, log, i >> log, kClusters, cta, i & ((1 << log) - 1)); !c.done();) {
         require(strips.insert(c.strip).second, "two warps have one strip");
         for (const int tile : order) require(c.tile == tile, "a tile out of turn"), c.next();
       }
@@ -86,15 +86,15 @@ void check_course(const Tiling& t, int log) {
 
 // Every part of every tile has a place of its own, and those of a launch's slab follow each other.
 void check_parts(const Tiling& t, int rows, const Device& device) {
-  const int most = wide_parts(t, rows, device), all = all_parts(t, rows, device);
+  const int most = large_m_parts(t, rows, device), all = total_parts(t, rows, device);
   require(rows - all * kMaxRows <= kMaxRows, "rows that no launch has");
   int64_t next = 0;
   for (int done = 0; done < all; done += most) {
-    const int parts = wide_parts(t, rows - done * kMaxRows, device);
+    const int parts = large_m_parts(t, rows - done * kMaxRows, device);
     require(parts == std::min(most, all - done), "a launch of other parts");
     for (int tile = 0; tile < t.tiles; ++tile) {
       for (int part = done; part < done + parts; ++part, next += part_bytes(t)) {
-        require(part_at(t, most, all, part, tile) == next, "a part that is not in its slab");
+        require(part_offset(t, most, all, part, tile) == next, "a part that is not in its slab");
       }
     }
   }
@@ -102,10 +102,10 @@ void check_parts(const Tiling& t, int rows, const Device& device) {
 
 // The rows of a launch that has `rows` to do.
 int wide_rows(const Tiling& t, int rows, const Device& device) {
-  const int parts = wide_parts(t, rows, device);
+  const int parts = large_m_parts(t, rows, device);
   if (parts == 0) return kMaxRows;
   for (const int some : {rows, rows + 8, rows + 40, rows + 300}) check_parts(t, some, device);
-  const WideCarve c = wide_carve(t, parts, device);
+  const LargeMSmemLayout c = large_m_smem_layout(t, parts, device);
   require(c.total <= device.shared && c.slab_count >= 2 && c.stages >= 2, "no room for many rows");
   require(c.slabs % 128 == 0 && c.ring % 128 == 0 && slab_bytes(t, parts) % 128 == 0, "slabs that are not aligned");
   return std::min(rows, parts * kMaxRows);
@@ -133,28 +133,28 @@ int main(int argc, char** argv) {
   if (argc == 9) {
     const auto device = device_of(number(1), number(5), number(6), number(7), number(8));
     const Tiling t = tiling_for(k, n, group, device);
-    require(t.n == n && has_room(t, device), "no tiling");
-    for (const int64_t bytes : {int64_t{0}, int64_t{t.tile_bytes}, t.bytes(), ahead_bytes(device)}) check_slices(bytes);
+    require(t.n == n && fits(t, device), "no tiling");
+    for (const int64_t bytes : {int64_t{0}, int64_t{t.tile_bytes}, t.bytes(), prefetch_bytes(device)}) check_slices(bytes);
     std::printf("%d %d %d", t.warps_n(), t.cluster(), t.turns());
     for (const int rows8 : {1, 2, 4}) {
-      const Carve c = carve(t, rows8, device);
+      const SmemLayout c = smem_layout(t, rows8, device);
       require(c.total <= device.shared, "more shared memory than there is");
       std::printf(" %d", c.stages);
     }
-    check_course(t, wide_log(device));
+    check_tile_order(t, large_m_warps_log(device));
     std::printf(" %d %d", wide_rows(t, 40, device), wide_rows(t, 320, device));
-    const bool clusters = device.at_once[3] > 0;
+    const bool clusters = device.max_clusters[3] > 0;
     const Tiling other = clusters ? tiling_for(k, n, group, usual) : t;
-    std::printf(" %lld %lld\n", static_cast<long long>(cost(t, device)), static_cast<long long>(cost(other, device)));
+    std::printf(" %lld %lld\n", static_cast<long long>(estimated_ns(t, device)), static_cast<long long>(estimated_ns(other, device)));
     return 0;
   }
   const int rows = number(5), clusters = number(6);
   Launch l{tiling_for(k, n, group, usual), {}, rows, rows <= 8 ? 1 : rows <= 16 ? 2 : 4, 0, {}, {}, argv[9], {}};
-  if (number(7) >= 0) l.tiling = cut(shape(k, n, group), number(7), number(8));
+  if (number(7) >= 0) l.tiling = with_split(shape(k, n, group), number(7), number(8));
   l.clusters = std::min(clusters, l.tiling.turns());
-  l.carve = carve(l.tiling, l.rows8, usual);
-  if (!has_room(l.tiling, usual)) return 2;
-  require(l.carve.stages >= 1 && l.carve.total <= usual.shared, "no room");
+  l.smem = smem_layout(l.tiling, l.rows8, usual);
+  if (!fits(l.tiling, usual)) return 2;
+  require(l.smem.stages >= 1 && l.smem.total <= usual.shared, "no room");
   read_weights(l);
   l.x = read<uint16_t>(rows * k);
   const bool logits = l.mode == "logits", swiglu = l.mode == "swiglu";

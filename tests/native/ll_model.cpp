@@ -26,11 +26,11 @@ constexpr int kRanks = 3, kWords = 2, kSlots = 4;
 
 struct Model {
   int ranks, epochs, words, ahead;
-  ll::Rules rules;
+  ll::ProtocolParams params;
   unsigned lengths;
 
   int length(int epoch) const { return lengths >> epoch & 1 ? words : 1; }
-  int sent(int epoch) const { return ll::cleans(epoch, rules) ? words : length(epoch); }
+  int sent(int epoch) const { return ll::is_cleaning_epoch(epoch, params) ? words : length(epoch); }
 };
 
 struct Rank {
@@ -54,12 +54,12 @@ bool is_full(const std::array<uint8_t, kRanks>& bits, int me, int ranks, int wor
 }
 
 uint64_t word_at(const Model& model, uint8_t cell) {
-  return cell == 0 ? 0 : ll::pack(cell - 1u, ll::flag_of(cell - 1u, model.rules));
+  return cell == 0 ? 0 : ll::pack(cell - 1u, ll::flag_of(cell - 1u, model.params));
 }
 
 State after_send(const Model& model, State state, int me, int peer, int word) {
   Rank& rank = state.rank[me];
-  state.memory[peer][me][ll::slot_of(rank.sends, model.rules)][word] = static_cast<uint8_t>(rank.sends + 1);
+  state.memory[peer][me][ll::slot_of(rank.sends, model.params)][word] = static_cast<uint8_t>(rank.sends + 1);
   rank.sent[peer] |= 1 << word;
   if (is_full(rank.sent, me, model.ranks, model.sent(rank.sends))) {
     rank.sent = {};
@@ -91,8 +91,8 @@ bool steps(const Model& model, const State& state, std::vector<State>& out) {
       }
       for (int word = 0; may_take && word < model.length(rank.takes); ++word) {
         if (rank.taken[peer] >> word & 1) continue;
-        const uint64_t found = word_at(model, state.memory[me][peer][ll::slot_of(rank.takes, model.rules)][word]);
-        if (!ll::ready(found, ll::flag_of(rank.takes, model.rules))) continue;
+        const uint64_t found = word_at(model, state.memory[me][peer][ll::slot_of(rank.takes, model.params)][word]);
+        if (!ll::ready(found, ll::flag_of(rank.takes, model.params))) continue;
         if (ll::data_of(found) != rank.takes) return false;
         out.push_back(after_take(model, state, me, peer, word));
       }
@@ -129,7 +129,7 @@ int main(int argc, char** argv) {
   Model model{a[0], a[1], a[2], a[4],
               {static_cast<uint32_t>(a[3]), static_cast<uint64_t>(a[5]), static_cast<uint64_t>(a[6])},
               static_cast<unsigned>(a[7])};
-  if (model.ranks > kRanks || model.words > kWords || model.rules.slots > kSlots) return 2;
+  if (model.ranks > kRanks || model.words > kWords || model.params.num_slots > kSlots) return 2;
   const unsigned first = a[7] < 0 ? 0 : model.lengths, last = a[7] < 0 ? (1u << model.epochs) - 1 : first;
   size_t states = 0;
   std::string outcome = "ok";

@@ -31,12 +31,12 @@ void check(bool ok, const char* what) {
   std::exit(1);
 }
 
-struct Wait {  // bounded by looks: 32 threads share two cores
-  int64_t looks = 0;
-  void rest() { looks = 0; }
-  bool again(int) {
+struct Wait {  // bounded by polls: 32 threads share two cores
+  int64_t polls = 0;
+  void begin() { polls = 0; }
+  bool keep_waiting(int) {
     sched_yield();
-    return ++looks < 2'000'000;
+    return ++polls < 2'000'000;
   }
 };
 
@@ -109,8 +109,8 @@ void sum(int ranks, int blocks, int epochs, uint64_t first) {
   for (std::thread& thread : threads) thread.join();
   // Every line was written in or after the last epochs that clean, if there were such.
   uint64_t cleaned = first + epochs;
-  while (cleaned > first && !ll::cleans(--cleaned)) continue;
-  if (!ll::cleans(cleaned)) return;
+  while (cleaned > first && !ll::is_cleaning_epoch(--cleaned)) continue;
+  if (!ll::is_cleaning_epoch(cleaned)) return;
   for (int r = 0; r < ranks; ++r) {
     for (int source = 0; source < ranks; ++source) {
       for (int64_t i = 0; source != r && i < 2 * blocks * layout.lines; ++i) {
@@ -154,8 +154,8 @@ void ring(int64_t lines, int messages, uint64_t first) {
 }
 
 void shm_rank(const std::string& name, int rank, int ranks) {
-  const host::Patience patience{true, nullptr};
-  host::Group group(name + "g", rank, ranks, 64, 60, patience);
+  const host::WaitPolicy policy{true, nullptr};
+  host::ShmGroup group(name + "g", rank, ranks, 64, 60, policy);
   for (int n : {0, 1, 7, 16, 17, 100}) {
     std::vector<float> x(n);
     for (int i = 0; i < n; ++i) x[i] = value(rank, 0, 0, i);
@@ -170,7 +170,7 @@ void shm_rank(const std::string& name, int rank, int ranks) {
     for (int i = 0; i < n * ranks; ++i) check(all[i] == i / n, "a gather is wrong");
   }
   if (ranks == 1 || rank > 1) return;  // a mailbox has two sides
-  host::Mailbox mailbox(name + "m", rank, 10, 60, patience);
+  host::Mailbox mailbox(name + "m", rank, 10, 60, policy);
   std::vector<int32_t> words(33, rank);
   if (rank == 0) mailbox.send(words.data(), 33, 60);
   check(mailbox.wait(60) == 33, "a wrong length");

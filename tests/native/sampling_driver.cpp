@@ -48,7 +48,7 @@ struct Scores {
   Scores(int64_t rows_, int64_t vocab_, bool biased, bool noisy) : rows(rows_), vocab(vocab_) {
     std::normal_distribution<float> normal(0, 4);
     const auto fill = [&](std::vector<float>& x, int64_t n) {
-      for (int64_t i = 0; i < n; ++i) x.push_back(std::round(normal(dice) * 64) / 64);  // coarse, so that there are ties
+      for (int64_t i = 0; i < n; ++i) x.push_back(std::round(normal(dice) * 64) / 64);  // coarse, to get ties
     };
     fill(logits, rows * (vocab + 3)), fill(bias, vocab), fill(noise, 2 * vocab);
     for (int64_t row = 0; row < rows; ++row) {

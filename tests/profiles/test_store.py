@@ -17,7 +17,7 @@ import yaml
 from swiftspec.errors import UserError
 from swiftspec.lab import outputs, results
 from swiftspec.profiles import store
-from swiftspec.serve.settings.config_sources import load as load_settings
+from swiftspec.serve.settings.config_sources import load_settings as load_settings
 from tests.support.profiles import KEY, profile, run
 
 
@@ -107,12 +107,12 @@ def test_a_folder_with_damaged_profiles_gives_reasons(tmp_path: Path) -> None:
     (tmp_path / "deep.json").write_text("[" * 100_000 + "]" * 100_000)
     (tmp_path / "nan.json").write_text('{"swiftspec_profile": NaN}')
     (tmp_path / "keys.json").write_text('{"swiftspec_profile": 1, "runs": []}')
-    found, _, reasons = store.find(tmp_path, store.Key(**KEY))
+    found, _, reasons = store.find(tmp_path, store.ProfileKey(**KEY))
     assert found is None and [reason.partition(".json ")[2][:14] for reason in reasons] == [
         "is damaged (it", "cannot be read", "is damaged (ke", "is damaged (it", "cannot be read",
     ]  # fmt: skip
     store.save(tmp_path / "sound.json", json.dumps(profile()))
-    assert store.find(tmp_path, store.Key(**KEY))[0] == profile()
+    assert store.find(tmp_path, store.ProfileKey(**KEY))[0] == profile()
 
 
 @pytest.mark.parametrize(
@@ -128,7 +128,7 @@ def test_a_folder_with_damaged_profiles_gives_reasons(tmp_path: Path) -> None:
     ],
 )
 def test_a_profile_of_something_else_says_why(change: dict[str, object], reason: str | None) -> None:
-    found = store.Key(**KEY).difference({**KEY, **change})
+    found = store.ProfileKey(**KEY).difference({**KEY, **change})
     assert found is None if reason is None else found is not None and reason in found
 
 
@@ -139,15 +139,15 @@ def test_the_best_run_is_exact_and_takes_all_ranks() -> None:
         run("serial", 4, 4, dropped="cannot be cut", d=2),
     ]  # fmt: skip
     whole = profile(*runs)
-    assert store.best(whole) is runs[2]
-    assert store.best(whole, {"mode": "async", "target_tp": 2}) is runs[3]
-    assert store.best(whole, {"mode": "ar"}) is runs[4]
-    assert store.best(whole, {"mode": "serial"}) is None
-    assert store.best(profile()) is None
+    assert store.best_run(whole) is runs[2]
+    assert store.best_run(whole, {"mode": "async", "target_tp": 2}) is runs[3]
+    assert store.best_run(whole, {"mode": "ar"}) is runs[4]
+    assert store.best_run(whole, {"mode": "serial"}) is None
+    assert store.best_run(profile()) is None
 
 
 def test_a_folder_gives_the_fitting_profile(tmp_path: Path) -> None:
-    key = store.Key(**KEY)
+    key = store.ProfileKey(**KEY)
     store.save(tmp_path / "a.json", json.dumps(profile(key={**KEY, "ranks": 2})))
     store.save(tmp_path / "b.json", json.dumps(profile(key={**KEY, "target": "other"})))
     store.save(tmp_path / "kernels.json", "{}")
@@ -164,15 +164,15 @@ def test_a_profile_of_emulated_times_is_no_news_to_others(tmp_path: Path) -> Non
     emulated = {**KEY, "emulate": {"target": {"points": [[1, 8, 0.01]]}, "draft": None}}
     elsewhere = {**emulated, "hardware": {"kind": "cpu", "name": "else", "count": 64}}
     store.save(tmp_path / "a.json", json.dumps(profile(key=elsewhere)))
-    assert store.find(tmp_path, store.Key(**KEY)) == (None, None, [])
-    _, _, reasons = store.find(tmp_path, store.Key(**emulated))
+    assert store.find(tmp_path, store.ProfileKey(**KEY)) == (None, None, [])
+    _, _, reasons = store.find(tmp_path, store.ProfileKey(**emulated))
     assert len(reasons) == 1 and "another machine (64 x else" in reasons[0]
 
 
 def test_titles_name_what_is_fixed() -> None:
-    assert store.title(run("async", 3, 1, d=4)["plan"]) == "async 3+1 bs 8 w 8 d 4"
-    assert store.title(run("serial", 1, 1)["plan"]) == "serial 1 bs 8 w 8"
-    assert store.title(run("ar", 4, 0)["plan"]) == "ar 4"
+    assert store.plan_title(run("async", 3, 1, d=4)["plan"]) == "async 3+1 bs 8 w 8 d 4"
+    assert store.plan_title(run("serial", 1, 1)["plan"]) == "serial 1 bs 8 w 8"
+    assert store.plan_title(run("ar", 4, 0)["plan"]) == "ar 4"
 
 
 def test_settings_and_table_say_what_was_found(tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 def make(pair: tuple[Path, Path], mode: str, kept: int = 1) -> LLM:
     few = PopulationConfig(particles=2, smc_draft_tokens=2)
     plan = EngineConfig(mode, population=few)
-    return LLM(pair[0], None if mode == "ar" else pair[1], plan, dtype=torch.float64, kept_memory=kept)
+    return LLM(pair[0], None if mode == "ar" else pair[1], plan, dtype=torch.float64, prefix_cache_memory=kept)
 
 
 def after(looks: int) -> tuple[Callable[[], bool], list[int]]:

@@ -123,7 +123,7 @@ def test_sampled_trees_equal_plain_decoding(pair: Pair, scale: float) -> None:
 
 def test_scale_1_is_no_guidance_and_costs_nothing(pair: Pair) -> None:
     target, draft, _ = pair
-    llm = LLM(target, draft, dtype=torch.float64, kept_memory=0)
+    llm = LLM(target, draft, dtype=torch.float64, prefix_cache_memory=0)
     runner = verifier_of(llm).runner
     cache, rows, forward = runner.cache, [], runner.model.forward
 

@@ -43,7 +43,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
 def make(pair: Pair, mode: str = "serial", kept: int = 1, **config: Any) -> LLM:
     draft = None if mode == "ar" else pair[1]
     plan = EngineConfig(mode, **config)
-    return LLM(pair[0], draft, plan, dtype=torch.float64, max_model_len=CONTEXT, kept_memory=kept)
+    return LLM(pair[0], draft, plan, dtype=torch.float64, max_model_len=CONTEXT, prefix_cache_memory=kept)
 
 
 def runners(llm: LLM) -> list[PrefixCachingRunner]:
@@ -273,7 +273,7 @@ def test_what_is_not_finite_is_not_kept(pair: Pair) -> None:
 
 def test_a_prompt_that_was_interrupted_leaves_whole_chunks(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     llm = LLM(pair[0], dtype=torch.float64)
-    fresh = LLM(pair[0], dtype=torch.float64, kept_memory=0)
+    fresh = LLM(pair[0], dtype=torch.float64, prefix_cache_memory=0)
     (runner,), calls = runners(llm), 0
     prompt = [7 * i % VOCAB for i in range(PREFILL_CHUNK_TOKENS + 100)]
     forward = runner.model.forward
@@ -312,7 +312,7 @@ def test_no_memory_for_a_copy_costs_the_copies(pair: Pair, monkeypatch: pytest.M
 @pytest.mark.skipif(_C.level() == "none", reason="this CPU has no AVX2")
 def test_on_native_operators_every_bit_is_that_of_a_fresh_read(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, vocab=64, layers=2, dtype=torch.float32, seed=3, hidden_size=64, intermediate_size=64)
-    llm, fresh = (LLM(tmp_path, tmp_path, kept_memory=kept) for kept in (1, 0))
+    llm, fresh = (LLM(tmp_path, tmp_path, prefix_cache_memory=kept) for kept in (1, 0))
     text = [11 * i % 61 for i in range(PREFILL_CHUNK_TOKENS + 45)]
     for _ in range(3):
         text = [*text, *ask(llm, text, GREEDY), 4, 2, 9]

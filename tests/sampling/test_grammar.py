@@ -22,7 +22,7 @@ from swiftspec.errors import UserError
 from swiftspec.llm import LLM
 from swiftspec.messages import Proposal
 from swiftspec.params import SamplingParams
-from swiftspec.sampling.grammar import GrammarRules, Grammars, TooComplex
+from swiftspec.sampling.grammar import GrammarCompiler, GrammarConstraint, GrammarTooComplex
 from tests.support.roles import drafter_of, make_drafter, put, verifier_of
 from tests.support.toy_pair import VOCAB, make_pair
 
@@ -65,15 +65,15 @@ def tokenizer(pair: tuple[Path, Path]) -> Tokenizer:
 
 
 @pytest.fixture(scope="module")
-def grammars(pair: tuple[Path, Path]) -> Grammars:
-    return Grammars(pair[0], (EOS,), VOCAB)
+def grammars(pair: tuple[Path, Path]) -> GrammarCompiler:
+    return GrammarCompiler(pair[0], (EOS,), VOCAB)
 
 
-def allowed(rules: GrammarRules, *path: int) -> set[int]:
-    return set(np.flatnonzero(rules.allowed([path])[0].numpy()).tolist())
+def allowed(rules: GrammarConstraint, *path: int) -> set[int]:
+    return set(np.flatnonzero(rules.allowed_mask([path])[0].numpy()).tolist())
 
 
-def walks(rules: GrammarRules, data: st.DataObject, length: int) -> Iterator[int]:
+def walks(rules: GrammarConstraint, data: st.DataObject, length: int) -> Iterator[int]:
     """Tokens that the grammar allows, one after the other."""
     path: list[int] = []
     for _ in range(length):
@@ -83,24 +83,26 @@ def walks(rules: GrammarRules, data: st.DataObject, length: int) -> Iterator[int
 
 @settings(max_examples=25, deadline=None)
 @given(data=st.data(), text=st.sampled_from([JSON, LIST]))
-def test_every_node_has_the_mask_of_a_fresh_parser(grammars: Grammars, data: st.DataObject, text: str) -> None:
+def test_every_node_has_the_mask_of_a_fresh_parser(grammars: GrammarCompiler, data: st.DataObject, text: str) -> None:
     """Whatever order the paths of a tree come in, and however the verified text has moved on below them."""
-    rules, verified = grammars.rules(text), list[int]()
+    rules, verified = grammars.compile(text), list[int]()
     for _ in range(data.draw(st.integers(1, 3))):
         paths = [list(walks(rules, data, data.draw(st.integers(0, 5)))) for _ in range(4)]
         wild = data.draw(st.lists(st.integers(0, VOCAB - 1), max_size=3))  # what no tree proposes
         order = data.draw(st.permutations([*paths, paths[0], wild]))
-        masks = dict(zip(map(tuple, order), rules.allowed(order), strict=True))
+        masks = dict(zip(map(tuple, order), rules.allowed_mask(order), strict=True))
         for path in paths:
-            fresh = grammars.rules(text)
+            fresh = grammars.compile(text)
             fresh.observe([*verified, *path])
-            assert torch.equal(masks[tuple(path)], fresh.allowed([[]])[0])
+            assert torch.equal(masks[tuple(path)], fresh.allowed_mask([[]])[0])
         verified += paths[0]
         rules.observe(paths[0])
 
 
-def test_the_end_comes_where_the_grammar_ends_and_nothing_after_it(grammars: Grammars, tokenizer: Tokenizer) -> None:
-    rules = grammars.rules(LIST)
+def test_the_end_comes_where_the_grammar_ends_and_nothing_after_it(
+    grammars: GrammarCompiler, tokenizer: Tokenizer
+) -> None:
+    rules = grammars.compile(LIST)
     a, comma = (tokenizer.encode(text).ids[0] for text in "a,")
     assert EOS not in allowed(rules) and EOS in allowed(rules, a) and EOS not in allowed(rules, a, comma)
     assert allowed(rules, a, EOS) == allowed(rules, a, EOS, a, EOS) == {EOS}
@@ -110,11 +112,11 @@ def test_the_end_comes_where_the_grammar_ends_and_nothing_after_it(grammars: Gra
     assert allowed(rules) == {EOS}
 
 
-def test_a_parser_catches_up_with_much_at_once(grammars: Grammars, tokenizer: Tokenizer) -> None:
+def test_a_parser_catches_up_with_much_at_once(grammars: GrammarCompiler, tokenizer: Tokenizer) -> None:
     """As a draft's must that has slept for a long while."""
-    rules, words = grammars.rules(LIST), tokenizer.encode("a").ids + tokenizer.encode(",a").ids * 1000
+    rules, words = grammars.compile(LIST), tokenizer.encode("a").ids + tokenizer.encode(",a").ids * 1000
     rules.observe(words)
-    assert allowed(rules) == allowed(grammars.rules(LIST), *words) and EOS in allowed(rules)
+    assert allowed(rules) == allowed(grammars.compile(LIST), *words) and EOS in allowed(rules)
 
 
 def make(pair: tuple[Path, Path], kind: str) -> LLM:
@@ -193,33 +195,33 @@ def test_what_is_no_grammar_is_said_in_one_line(plain: LLM, text: str) -> None:
 def test_a_target_without_a_tokenizer_or_an_end(pair: tuple[Path, Path], tmp_path: Path) -> None:
     for folder, eos, reason in ((tmp_path, (0,), "there is no"), (pair[0], (), "names none")):
         with pytest.raises(UserError, match=reason):
-            Grammars(folder, eos, VOCAB).rules(LIST)
+            GrammarCompiler(folder, eos, VOCAB).compile(LIST)
     (tmp_path / "tokenizer.json").write_text('{"model": 3}')
     with pytest.raises(UserError, match="no tokenizer that a grammar can use"):
-        Grammars(tmp_path, (0,), VOCAB).rules(LIST)
+        GrammarCompiler(tmp_path, (0,), VOCAB).compile(LIST)
 
 
 def test_where_no_token_fits_the_request_ends() -> None:
     parser: Any = SimpleNamespace(compute_bitmask=lambda: bytes(8), is_error=lambda: False)
-    with pytest.raises(TooComplex, match="no token fits"):
-        GrammarRules(parser, (EOS,), 64, 64).bits([()])
+    with pytest.raises(GrammarTooComplex, match="no token fits"):
+        GrammarConstraint(parser, (EOS,), 64, 64).bitmask([()])
 
 
 def test_a_parser_at_its_limits_ends_the_request_alone(
     pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     llm, failed = make(pair, "serial"), list[object]()
-    compute = GrammarRules._mask
+    compute = GrammarConstraint._mask
 
     def fail(self: Any, path: Any) -> Any:
         failed.append(path)
         if len(failed) > 20:
-            raise TooComplex("the grammar cannot be followed any further: too complex")
+            raise GrammarTooComplex("the grammar cannot be followed any further: too complex")
         return compute(self, path)
 
     want = llm.generate([5], ASKED).token_ids
     with monkeypatch.context() as patch:
-        patch.setattr(GrammarRules, "_mask", fail)
+        patch.setattr(GrammarConstraint, "_mask", fail)
         with pytest.raises(UserError, match="followed any further"):
             llm.generate([5], ASKED)
     assert llm.generate([5], ASKED).token_ids == want

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from swiftspec.config import EngineConfig
-from swiftspec.engine import Chunk
+from swiftspec.engine import TokenChunk
 from swiftspec.errors import UserError
 from swiftspec.llm import LLM
-from swiftspec.messages import Likelihood
+from swiftspec.messages import Logprob
 from swiftspec.params import SamplingParams
-from swiftspec.runtime.runner import PREFILL_CHUNK
-from swiftspec.sampling.logprobs import likelihoods
+from swiftspec.runtime.runner import PREFILL_CHUNK_TOKENS
+from swiftspec.sampling.logprobs import token_logprobs
 from swiftspec.sampling.sampler import Sampler
 from swiftspec.sampling.vocab import VocabShard
 from tests.support.roles import make_drafter, put, verifier_of
@@ -25,7 +25,7 @@ from tests.support.thread_group import on_ranks
 from tests.support.tiny_checkpoints import make_checkpoint
 
 VOCAB = 64
-PROMPT = [(7 * i + i // 9) % VOCAB for i in range(PREFILL_CHUNK + 40)]
+PROMPT = [(7 * i + i // 9) % VOCAB for i in range(PREFILL_CHUNK_TOKENS + 40)]
 ASKED = SamplingParams(max_tokens=21, ignore_eos=True, logprobs=3, prompt_logprobs=2)
 SHAPED = replace(ASKED, temperature=0.7, seed=5, top_p=0.9, presence_penalty=0.8, logit_bias={4: 2.0})
 REQUESTS = [replace(ASKED, temperature=0), SHAPED]
@@ -58,7 +58,7 @@ def rows_of(pair: tuple[Path, Path], text: list[int]) -> Tensor:
         return model(torch.tensor([text])).logits[0, :-1].log_softmax(-1)
 
 
-def check(found: tuple[Likelihood, ...] | None, tokens: list[int], rows: Tensor, k: int) -> None:
+def check(found: tuple[Logprob, ...] | None, tokens: list[int], rows: Tensor, k: int) -> None:
     assert found is not None and len(found) == len(tokens) == len(rows)
     for likelihood, token, row in zip(found, tokens, rows):  # transformers normalises in float32
         assert likelihood.logprob == pytest.approx(float(row[token]), abs=1e-5)
@@ -75,11 +75,11 @@ def test_they_are_those_of_transformers(pair: tuple[Path, Path], mode: str, samp
     tokens = [token for chunk in chunks for token in chunk.token_ids]
     rows = rows_of(pair, [*PROMPT, *tokens])
     for chunk in chunks:
-        assert chunk.likelihoods is not None and len(chunk.likelihoods) == len(chunk.token_ids)
-    answer = tuple(likelihood for chunk in chunks for likelihood in chunk.likelihoods or ())
+        assert chunk.logprobs is not None and len(chunk.logprobs) == len(chunk.token_ids)
+    answer = tuple(likelihood for chunk in chunks for likelihood in chunk.logprobs or ())
     check(answer, tokens, rows[len(PROMPT) - 1 :], 3)
-    check(chunks[0].prompt, PROMPT[1:], rows[: len(PROMPT) - 1], 2)
-    assert all(chunk.prompt is None for chunk in chunks[1:])
+    check(chunks[0].prompt_logprobs, PROMPT[1:], rows[: len(PROMPT) - 1], 2)
+    assert all(chunk.prompt_logprobs is None for chunk in chunks[1:])
     assert len(tokens) == 21 and (mode == "ar" or len(chunks) < 15)
 
 
@@ -90,42 +90,42 @@ def test_who_asks_gets_the_same_text_and_who_does_not_gets_none(pair: tuple[Path
         want = llm.generate(PROMPT, plain).token_ids
         chunks = list(llm.stream(PROMPT, asked))
         assert [token for chunk in chunks for token in chunk.token_ids] == want
-        assert all((chunk.likelihoods is not None) == (asked.logprobs is not None) for chunk in chunks)
-        assert (chunks[0].prompt is not None) == (asked.prompt_logprobs is not None)
+        assert all((chunk.logprobs is not None) == (asked.logprobs is not None) for chunk in chunks)
+        assert (chunks[0].prompt_logprobs is not None) == (asked.prompt_logprobs is not None)
     for chunk in llm.stream(PROMPT, plain):
-        assert chunk == Chunk(chunk.token_ids, chunk.accepted, chunk.finish_reason)
+        assert chunk == TokenChunk(chunk.token_ids, chunk.accepted, chunk.finish_reason)
 
 
 def test_a_prompt_that_was_read_before_is_read_afresh_for_them(pair: tuple[Path, Path]) -> None:
     llm = make(pair, "serial")
-    first, second = (next(iter(llm.stream(PROMPT, ASKED))).prompt for _ in range(2))
+    first, second = (next(iter(llm.stream(PROMPT, ASKED))).prompt_logprobs for _ in range(2))
     assert first == second and len(first or ()) == len(PROMPT) - 1
-    assert llm.stats.kept_tokens == 0
+    assert llm.stats.cached_tokens == 0
     llm.generate(PROMPT, replace(ASKED, prompt_logprobs=None))
-    assert llm.stats.kept_tokens == len(PROMPT) - 1
+    assert llm.stats.cached_tokens == len(PROMPT) - 1
 
 
 def test_a_prompt_of_one_token_has_none(pair: tuple[Path, Path]) -> None:
-    assert next(iter(make(pair, "ar").stream([5], ASKED))).prompt == ()
+    assert next(iter(make(pair, "ar").stream([5], ASKED))).prompt_logprobs == ()
 
 
 def test_none_but_the_token_itself(pair: tuple[Path, Path]) -> None:
     zero = next(iter(make(pair, "ar").stream(PROMPT[:5], replace(ASKED, logprobs=0))))
-    assert zero.likelihoods is not None and zero.likelihoods[0].top == () and zero.likelihoods[0].logprob < 0
+    assert zero.logprobs is not None and zero.logprobs[0].top == () and zero.logprobs[0].logprob < 0
 
 
 def test_a_stop_token_ends_them_too(pair: tuple[Path, Path]) -> None:
     llm = make(pair, "serial")
     tokens = llm.generate(PROMPT, REQUESTS[0]).token_ids
     ended = list(llm.stream(PROMPT, replace(REQUESTS[0], stop_token_ids=(tokens[2],))))
-    assert sum(len(chunk.likelihoods or ()) for chunk in ended) == tokens.index(tokens[2]) + 1
+    assert sum(len(chunk.logprobs or ()) for chunk in ended) == tokens.index(tokens[2]) + 1
 
 
 def test_only_the_verifications_need_other_steps(pair: tuple[Path, Path]) -> None:
     llm = LLM(*pair, EngineConfig("serial"), dtype=torch.float32)
     verifier, asked = verifier_of(llm), SamplingParams(temperature=0, logprobs=1)
-    assert verifier.asked(asked) == {"greedy", "log-probabilities"}
-    assert verifier.asked(replace(asked, logprobs=None, prompt_logprobs=1)) == {"greedy"}
+    assert verifier.required_features(asked) == {"greedy", "log-probabilities"}
+    assert verifier.required_features(replace(asked, logprobs=None, prompt_logprobs=1)) == {"greedy"}
 
 
 @pytest.mark.parametrize("size", [2, 3, 5])
@@ -134,13 +134,13 @@ def test_a_vocabulary_over_ranks_gives_those_of_one(size: int, k: int) -> None:
     vocab, rows, params = 23, 4, SamplingParams()
     logits = 3 * torch.randn(rows, vocab, dtype=torch.float64, generator=torch.Generator().manual_seed(size))
     tokens = [0, 22, 7, 11]
-    want = likelihoods(Sampler(params, (), vocab, "cpu"), logits, tokens, k)
+    want = token_logprobs(Sampler(params, (), vocab, "cpu"), logits, tokens, k)
     width = -(-vocab // size)
     padded = torch.nn.functional.pad(logits, (0, size * width - vocab))
 
-    def on_rank(group: Any) -> tuple[Likelihood, ...]:
+    def on_rank(group: Any) -> tuple[Logprob, ...]:
         sampler = Sampler(params, (), vocab, "cpu", shard=VocabShard(group, width, vocab))
-        return likelihoods(sampler, padded[:, group.rank * width : (group.rank + 1) * width], tokens, k)
+        return token_logprobs(sampler, padded[:, group.rank * width : (group.rank + 1) * width], tokens, k)
 
     ranks = on_ranks(size, on_rank)
     assert all(rank == ranks[0] for rank in ranks)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from swiftspec import _C
 from swiftspec.backends.reference.noise import gumbel, noise_bits, row_key
 from swiftspec.params import SamplingParams
-from swiftspec.sampling.filters import top_p
+from swiftspec.sampling.filters import apply_top_p
 from swiftspec.sampling.noise import PositionNoise
 from swiftspec.sampling.sampler import History, Sampler
 
@@ -117,24 +117,24 @@ def naive_filter(logits: torch.Tensor, p: SamplingParams) -> torch.Tensor:
 def test_filters(seed: int, temperature: float, k: int, p: float, m: float) -> None:
     logits = torch.randn(3, V, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) * 3
     params = SamplingParams(temperature=temperature, top_k=k, top_p=p, min_p=m)
-    shaped = Sampler(params, [0], V, "cpu").shape(logits, None)
+    shaped = Sampler(params, [0], V, "cpu").process_logits(logits, None)
     for row, out in zip(logits, shaped, strict=True):
         torch.testing.assert_close(out, naive_filter(row, params))
 
 
 def test_top_p_looks_beyond_its_first_256_candidates() -> None:
     logits = torch.zeros(1, 1000, dtype=torch.float64) - torch.arange(1000) * 1e-4
-    assert torch.isfinite(top_p(logits, 0.9)).sum() > 850
-    torch.testing.assert_close(top_p(logits, 0.9), naive_filter(logits[0], SamplingParams(top_p=0.9))[None])
+    assert torch.isfinite(apply_top_p(logits, 0.9)).sum() > 850
+    torch.testing.assert_close(apply_top_p(logits, 0.9), naive_filter(logits[0], SamplingParams(top_p=0.9))[None])
 
 
 def test_top_p_over_the_whole_row_reads_no_value() -> None:
     logits = 3 * torch.randn(4, 1000, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    assert torch.equal(top_p(logits, 0.9, head=1000), top_p(logits, 0.9))
+    assert torch.equal(apply_top_p(logits, 0.9, num_candidates=1000), apply_top_p(logits, 0.9))
     nowhere = logits.to("meta")
-    assert top_p(nowhere, 0.9, head=1000).shape == (4, 1000)
+    assert apply_top_p(nowhere, 0.9, num_candidates=1000).shape == (4, 1000)
     with pytest.raises(RuntimeError):
-        top_p(nowhere, 0.9)
+        apply_top_p(nowhere, 0.9)
 
 
 @given(st.lists(st.integers(0, V - 1), min_size=1, max_size=9), st.lists(st.integers(0, V - 1), max_size=9), st.data())
@@ -151,7 +151,7 @@ def test_penalties_follow_the_path(prompt: list[int], output: list[int], data: s
     for token in output:
         sampler.observe([token])
     logits = torch.randn(len(paths), V + 3, dtype=torch.float64)  # three padded rows of the head
-    shaped = sampler.shape(logits, paths)
+    shaped = sampler.process_logits(logits, paths)
     for row, path in enumerate(paths):
         for token in range(V):
             value = float(logits[row, token]) + {3: 2.0, 7: -5.0}.get(token, 0.0)

@@ -90,8 +90,8 @@ def test_filters(kind: str, size: int) -> None:
         SamplingParams(temperature=0.8, top_k=k, top_p=p, min_p=m)
         for k, p, m in itertools.product((0, 3, 64, 90), (1.0, 0.913, 0.0113), (0.0, 0.003, 0.2))
     ]
-    want = [samplers(p, vocab, None).shape(logits, paths) for p in some]
-    ranks = on_ranks(size, lambda g: [samplers(p, vocab, g).shape(piece(logits, g, 0), paths) for p in some])
+    want = [samplers(p, vocab, None).process_logits(logits, paths) for p in some]
+    ranks = on_ranks(size, lambda g: [samplers(p, vocab, g).process_logits(piece(logits, g, 0), paths) for p in some])
     for i, whole in enumerate(want):
         assert torch.equal(torch.cat([rank[i] for rank in ranks], 1), whole), some[i]
 

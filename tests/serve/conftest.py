@@ -1,4 +1,4 @@
-"""What the tests of serve/ share."""
+"""Fixtures of the tests of serve/."""
 
 from __future__ import annotations
 
@@ -7,23 +7,23 @@ from pathlib import Path
 import pytest
 
 from swiftspec.serve import session
-from swiftspec.serve.text.template import Renderer
+from swiftspec.serve.text.template import TemplateRenderer
 
 
-class Kept(Renderer):
-    """One process for all sessions of this run, as each takes a second to start. test_template.py has its own."""
+class SharedRenderer(TemplateRenderer):
+    """One process for all sessions of this run, since each takes a second to start. test_template.py has its own."""
 
     def close(self) -> None:
-        """Stays for the next one."""
+        """Does nothing: the next session uses the process too."""
 
 
-KEPT = Kept(Path())
+SHARED_RENDERER = SharedRenderer(Path())
 
 
 @pytest.fixture(autouse=True)
 def one_renderer(monkeypatch: pytest.MonkeyPatch) -> None:
-    def kept(model: Path) -> Renderer:
-        KEPT._model = model
-        return KEPT
+    def shared_renderer(model: Path) -> TemplateRenderer:
+        SHARED_RENDERER._model = model
+        return SHARED_RENDERER
 
-    monkeypatch.setattr(session, "Renderer", kept)
+    monkeypatch.setattr(session, "TemplateRenderer", shared_renderer)

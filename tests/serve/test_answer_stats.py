@@ -6,13 +6,15 @@ from swiftspec.config import EngineConfig
 from swiftspec.control.controller import PolicyReport
 from swiftspec.control.round_stats import Decision
 from swiftspec.engine import Stats
-from swiftspec.serve.answer_stats import footer, metrics
+from swiftspec.serve.answer_stats import metrics, summary_line
 
 
 def test_the_policy_tells_what_it_measured_and_decided() -> None:
     changes = ((18, Decision(0, 1, False)), (24, Decision(3, 8, True)))
     stats = Stats(
-        policy=PolicyReport(3, 8, 6, changes, tree_round=0.003, plain_round=0.002, break_even=1.5, speedup=2.0)
+        policy=PolicyReport(
+            3, 8, 6, changes, speculative_round_time=0.003, ar_round_time=0.002, break_even=1.5, speedup=2.0
+        )
     )
     told = metrics(EngineConfig(), stats, 0)
     assert told["policy"] == {
@@ -29,7 +31,7 @@ def test_the_policy_tells_what_it_measured_and_decided() -> None:
     spec = told["speculative_decoding"]
     assert (spec["break_even_acceptance_length"], spec["speedup_over_plain"]) == (1.5, 2.0)
     stats.rounds = 40
-    assert footer(stats, 90).endswith(", 6 of 40 rounds without the draft, now d 3, bs 8")
+    assert summary_line(stats, 90).endswith(", 6 of 40 rounds without the draft, now d 3, bs 8")
 
 
 def test_what_was_to_be_accepted_stands_beside_what_was() -> None:

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from swiftspec.errors import UserError
-from swiftspec.serve.rank_plan import ranks_asked, split_ranks
+from swiftspec.serve.rank_plan import requested_ranks, split_ranks
 
 SIZES = st.none() | st.integers(-3, 9)
 
@@ -48,12 +48,12 @@ def test_a_split_fits_or_is_refused(ranks: int, target: int | None, draft: int |
 def test_so_many_ranks_are_asked_for(
     mode: str | None, target: int | None, draft: int | None, has_draft: bool, ranks: int
 ) -> None:
-    assert ranks_asked(mode, target, draft, has_draft=has_draft) == ranks
+    assert requested_ranks(mode, target, draft, has_draft=has_draft) == ranks
     if ranks > 1:  # and they can be split so
         assert split_ranks(mode or ("async" if has_draft else "ar"), ranks, target, draft)[0] == (target or 1)
 
 
 def test_one_gpu_is_one_rank_and_a_slip_of_the_hand_is_refused() -> None:
-    assert ranks_asked("async", 1, None, has_draft=True, gpu=True) == 1
+    assert requested_ranks("async", 1, None, has_draft=True, gpu=True) == 1
     with pytest.raises(UserError, match="640 ranks are more than one command starts: start as many with torchrun"):
-        ranks_asked("ar", 640, None, has_draft=False)
+        requested_ranks("ar", 640, None, has_draft=False)

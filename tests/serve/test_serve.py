@@ -16,9 +16,9 @@ from swiftspec.engine import Stats
 from swiftspec.serve import answer_stats
 from swiftspec.serve.__main__ import main
 from swiftspec.serve.cli import generate
-from swiftspec.serve.cli.arguments import parse
+from swiftspec.serve.cli.arguments import parse_command
 from swiftspec.serve.settings.settings import Settings, env_name
-from swiftspec.serve.text.template import Renderer
+from swiftspec.serve.text.template import TemplateRenderer
 from tests.support.toy_pair import (
     CONTEXT,
     byte_level_tokenizer,
@@ -153,7 +153,7 @@ def test_the_process_of_the_template(command: Command, pair: list[str], monkeypa
         return started[-1]
 
     monkeypatch.setattr("swiftspec.serve.text.template.subprocess.Popen", noted)
-    monkeypatch.setattr("swiftspec.serve.session.Renderer", Renderer)
+    monkeypatch.setattr("swiftspec.serve.session.TemplateRenderer", TemplateRenderer)
     command.json(*pair, "--raw", "--prompt", "a", "--max-tokens", "1")
     assert not started
     command.json(*pair, "--prompt", "a", "--max-tokens", "1")
@@ -300,7 +300,7 @@ def test_models_that_are_no_pair(command: Command, pair: list[str], tmp_path: Pa
 
 
 def test_the_embedded_pair_may_be_missing(command: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("swiftspec.serve.model_resolution.DEMO", tmp_path)
+    monkeypatch.setattr("swiftspec.serve.model_resolution.DEMO_DIR", tmp_path)
     assert "the embedded models are missing" in command.refuses("--prompt", "a", code=1)
 
 
@@ -328,16 +328,16 @@ def test_the_prompt_decides_between_chat_and_one_answer(monkeypatch: pytest.Monk
 
     monkeypatch.setattr("sys.stdin", Terminal())
     monkeypatch.setattr("sys.stdout", Terminal())
-    assert generate.read_prompt(parse([])) is None
-    assert generate.read_prompt(parse(["--prompt", "a"])) == "a"
+    assert generate.read_prompt(parse_command([])) is None
+    assert generate.read_prompt(parse_command(["--prompt", "a"])) == "a"
     with pytest.raises(generate.UsageError, match="no prompt"):
-        generate.read_prompt(parse(["--json"]))
+        generate.read_prompt(parse_command(["--json"]))
     monkeypatch.setattr("sys.stdout", io.StringIO())
     with pytest.raises(generate.UsageError, match="no prompt"):
-        generate.read_prompt(parse([]))
+        generate.read_prompt(parse_command([]))
     monkeypatch.setattr("sys.stdin", None)
     with pytest.raises(generate.UsageError, match="no prompt"):
-        generate.read_prompt(parse([]))
+        generate.read_prompt(parse_command([]))
 
 
 def test_no_number_is_nan() -> None:
@@ -347,4 +347,4 @@ def test_no_number_is_nan() -> None:
     assert math.isfinite(len(numbers))
     lost = Stats(tokens=312, rounds=91, accepted=221, decode_time=0.897, first_token_time=0.041, drafter_lost="it fell")
     line = "312 tok, 348 tok/s, TTFT 41 ms, 3.4 tok/round, the drafter was lost (it fell), the target went on alone"
-    assert answer_stats.footer(lost, 312) == line
+    assert answer_stats.summary_line(lost, 312) == line

@@ -13,12 +13,12 @@ from swiftspec.config import EngineConfig, PopulationConfig
 from swiftspec.engine import Stats
 from swiftspec.errors import UserError
 from swiftspec.serve.__main__ import main
-from swiftspec.serve.answer_stats import footer, population
+from swiftspec.serve.answer_stats import population_stats, summary_line
 from swiftspec.serve.session import open_session
-from swiftspec.serve.settings.config_sources import load
+from swiftspec.serve.settings.config_sources import load_settings
 from swiftspec.serve.settings.settings import Settings, UsageError, env_name
-from swiftspec.serve.terminal import Phases
-from swiftspec.smc.group_result import Answer
+from swiftspec.serve.terminal import StartupProgress
+from swiftspec.smc.group_result import GroupResult
 from tests.support.toy_pair import make_pair
 
 ASK = ["--prompt", "def add(a, b):\n", "--threads", "1", "--temperature", "0.8"]
@@ -67,15 +67,15 @@ def test_text_and_footer(capsys: pytest.CaptureFixture[str], pair: list[str]) ->
 
 
 def test_a_full_cache_is_the_reason_that_is_told() -> None:
-    end = Answer([7, 8], False, 1, 2.0, 0.0, 0.0, full=True, compactions=0, moved_slots=0)
+    end = GroupResult([7, 8], False, 1, 2.0, 0.0, 0.0, full=True, compactions=0, moved_slots=0)
     stats = Stats(prompt_tokens=3, tokens=2, rounds=1, decode_time=0.1, population=end)
-    assert population(EngineConfig("smc"), stats)["cache_full"] is True
-    assert "approximate, ended because the cache holds no further round" in footer(stats, 2)
+    assert population_stats(EngineConfig("smc"), stats)["cache_full"] is True
+    assert "approximate, ended because the cache holds no further round" in summary_line(stats, 2)
 
 
 def test_a_chat_begins_with_a_warm_up(pair: list[str]) -> None:
-    settings = load({"model": pair[1], "draft_model": pair[3], "mode": "smc", "threads": 1})
-    llm = open_session(settings, Phases(quiet=True), warm_up=True).llm
+    settings = load_settings({"model": pair[1], "draft_model": pair[3], "mode": "smc", "threads": 1})
+    llm = open_session(settings, StartupProgress(quiet=True), warm_up=True).llm
     assert llm.stats.tokens == 2 and llm.stats.population is not None
 
 
@@ -108,17 +108,17 @@ def test_plain_operators_can_be_asked_for(
 )
 def test_settings_that_the_mode_does_not_use(given: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
-        load(given).make_plan(has_draft=True)
+        load_settings(given).make_plan(has_draft=True)
 
 
 def test_settings_make_the_plan() -> None:
-    plan = load({"mode": "smc", "particles": 7, "power": 1.5, "smc_exact": 1}).make_plan(has_draft=True)
+    plan = load_settings({"mode": "smc", "particles": 7, "power": 1.5, "smc_exact": 1}).make_plan(has_draft=True)
     assert plan.mode == "smc" and plan.population == PopulationConfig(7, power=1.5, smc_exact=1)
-    assert load({"mode": "smc"}).make_plan(has_draft=True, ranks=2).target_tp == 2
+    assert load_settings({"mode": "smc"}).make_plan(has_draft=True, ranks=2).target_tp == 2
     with pytest.raises(UserError, match="needs a draft model"):
-        load({"mode": "smc"}).make_plan(has_draft=False)
+        load_settings({"mode": "smc"}).make_plan(has_draft=False)
     with pytest.raises(UsageError, match=r"--smc-exact must lie in 0\.\.2"):
-        load({"mode": "smc", "smc_draft_tokens": 2, "smc_exact": 3})
+        load_settings({"mode": "smc", "smc_draft_tokens": 2, "smc_exact": 3})
 
 
 @pytest.mark.parametrize(

@@ -12,15 +12,15 @@ import pytest
 
 from swiftspec.errors import UserError
 from swiftspec.profiles import store
-from swiftspec.serve.model_resolution import DEMO, planned
+from swiftspec.serve.model_resolution import DEMO_DIR, apply_profile
 from swiftspec.serve.settings.settings import Settings, UsageError
-from swiftspec.serve.terminal import Phases
+from swiftspec.serve.terminal import StartupProgress
 from tests.support.profiles import profile, run
 
-TARGET, DRAFT = DEMO / "target", DEMO / "draft"
+TARGET, DRAFT = DEMO_DIR / "target", DEMO_DIR / "draft"
 
 
-class Heard(Phases):
+class Heard(StartupProgress):
     """Keeps what it is told."""
 
     def __init__(self) -> None:
@@ -35,7 +35,7 @@ class Heard(Phases):
 
 
 def plan(heard: Heard, ranks: int = 1, **given: Any) -> Settings:
-    return planned(Settings(dtype="float32", device="cpu", **given), TARGET, DRAFT, ranks, heard)
+    return apply_profile(Settings(dtype="float32", device="cpu", **given), TARGET, DRAFT, ranks, heard)
 
 
 @pytest.fixture
@@ -46,7 +46,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def write(folder: Path, name: str, *runs: dict[str, Any], ranks: int = 1) -> None:
-    key = asdict(store.Key.of("cpu", ranks, TARGET, DRAFT, "float32", "auto", None))
+    key = asdict(store.ProfileKey.of("cpu", ranks, TARGET, DRAFT, "float32", "auto", None))
     (folder / name).write_text(json.dumps(profile(*runs, key=key)))
 
 

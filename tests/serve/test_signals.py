@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from swiftspec.errors import UserError
-from swiftspec.serve.__main__ import guarded
+from swiftspec.serve.__main__ import run_guarded
 from tests.support.pty_terminal import Terminal
 from tests.support.toy_pair import make_pair
 
@@ -59,7 +59,7 @@ def plain(number: int) -> int:
 def test_the_exit_code_is_the_signals(
     call: Callable[[int], int], number: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert guarded(lambda first: call(number)) == CODES[signal.Signals(number)]
+    assert run_guarded(lambda first: call(number)) == CODES[signal.Signals(number)]
     assert capsys.readouterr() == ("", "")
     assert signal.getsignal(number) is signal.SIG_DFL, "as it was before"
 
@@ -68,16 +68,16 @@ def test_what_is_no_signal_is_told_as_ever(capsys: pytest.CaptureFixture[str]) -
     def damaged(first: bool) -> int:
         raise UserError("it is damaged")
 
-    assert guarded(damaged) == 1
+    assert run_guarded(damaged) == 1
     assert capsys.readouterr().err == "swiftspec: error: it is damaged\n"
     with pytest.raises(ZeroDivisionError):
-        guarded(lambda first: 1 // 0)
+        run_guarded(lambda first: 1 // 0)
 
 
 def test_ignored_signals_stay_ignored() -> None:
     for number in CODES:
         signal.signal(number, signal.SIG_IGN)
-        assert guarded(lambda first, number=number: plain(number)) == 0
+        assert run_guarded(lambda first, number=number: plain(number)) == 0
 
 
 STUBBORN = """

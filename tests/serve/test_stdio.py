@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from swiftspec.serve.stdio import OutputLost, taken
+from swiftspec.serve.stdio import OutputLost, command_streams
 from tests.support.toy_pair import make_pair
 
 ROOT = Path(__file__).parents[2]
@@ -88,11 +88,11 @@ def test_what_is_opened_later_is_no_standard_stream() -> None:
 
 def test_streams_of_a_test_stay_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
     streams = sys.stdout, sys.stderr
-    with taken(True) as ours:
+    with command_streams(True) as ours:
         assert (sys.stdout, sys.stderr) == streams
         ours.check()
         ours.flush()
-    with taken(False):
+    with command_streams(False):
         print("nothing")
     assert (sys.stdout, sys.stderr) == streams
     assert capsys.readouterr().out == ""

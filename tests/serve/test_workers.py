@@ -22,14 +22,14 @@ import grpc
 import httpx
 import pytest
 
-from swiftspec.builder.load_options import Worker as Named
-from swiftspec.distributed.rpc.endpoint import Security
+from swiftspec.builder.load_options import WorkerAddress as Named
+from swiftspec.distributed.rpc.endpoint import RpcSecurity
 from swiftspec.errors import UserError
 from swiftspec.params import SamplingParams
 from swiftspec.serve.__main__ import main
-from swiftspec.serve.cli.worker import run
+from swiftspec.serve.cli.worker import run_worker
 from swiftspec.serve.settings.settings import Settings
-from swiftspec.serve.worker_endpoints import security_of
+from swiftspec.serve.worker_endpoints import load_security
 from tests.support.collector import collecting
 from tests.support.server_process import ROOT, Served, hear
 from tests.support.workers import on_workers
@@ -39,7 +39,7 @@ PROMPT = ("--raw", "--prompt", "def read_lines(path):", "--json", "--max-tokens"
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "SWIFTSPEC_TOKEN": "secret"}
 
 
-class Worker:
+class WorkerAddress:
     """`swiftspec worker SIDE`, listening; `url` says where. `ranks`: several under torchrun."""
 
     def __init__(self, side: str, *flags: str, ranks: int = 1) -> None:
@@ -64,11 +64,11 @@ class Worker:
 
 
 @contextmanager
-def workers(*flags: str) -> Iterator[dict[str, Worker]]:
-    found: dict[str, Worker] = {}
+def workers(*flags: str) -> Iterator[dict[str, WorkerAddress]]:
+    found: dict[str, WorkerAddress] = {}
     try:
         for side in ("target", "draft"):
-            found[side] = Worker(side, *flags)
+            found[side] = WorkerAddress(side, *flags)
         yield found
     finally:
         for worker in found.values():
@@ -121,10 +121,10 @@ def test_a_split_over_processes_gives_the_text_of_one() -> None:
         assert code == 1 and not out and re.search(r"error: --target-url \S+ is gone: .*; start it with", err)
 
 
-def stop_and_continue(found: dict[str, Worker]) -> None:
+def stop_and_continue(found: dict[str, WorkerAddress]) -> None:
     """A drafter costs speed; a target is waited for, or ends the answer in a line and in time."""
     sampling, prompt = SamplingParams(temperature=0.7, seed=3, max_tokens=120, ignore_eos=True), [5, 17, 3]
-    security = Security(token="secret")
+    security = RpcSecurity(token="secret")
     there, helps = (Named(found[side].url, f"--{side}-url", security, 2.0) for side in ("target", "draft"))
     target, draft = found["target"].process, found["draft"].process
     with on_workers(there, helps) as running:
@@ -174,7 +174,7 @@ def test_either_side_may_be_stopped_or_killed_while_it_decodes() -> None:
 
 @pytest.mark.slow
 def test_a_worker_of_two_ranks_names_the_one_that_is_gone() -> None:
-    worker = Worker("target", ranks=2)
+    worker = WorkerAddress("target", ranks=2)
     try:
         told = answer(("generate", "--target-url", worker.url, *PROMPT))
         assert told["usage"]["completion_tokens"] == 48
@@ -195,9 +195,9 @@ def test_a_worker_that_cannot_listen_sends_its_other_ranks_home(monkeypatch: pyt
     model = SimpleNamespace(side="draft", path=Path("model"), rank=rank)
     service = SimpleNamespace(name="none", handlers=lambda: grpc.method_handlers_generic_handler("none", {}))
     monkeypatch.setattr("swiftspec.serve.cli.worker._load", lambda *args: (model, SimpleNamespace(digest=b"")))
-    monkeypatch.setattr("swiftspec.builder.worker_model.service_of", lambda *args: service)
+    monkeypatch.setattr("swiftspec.builder.worker_model.make_service", lambda *args: service)
     with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(UserError, match="nothing can listen there"):
-        run("draft", Settings(listen=f"127.0.0.1:{taken.getsockname()[1]}"), lambda: None)
+        run_worker("draft", Settings(listen=f"127.0.0.1:{taken.getsockname()[1]}"), lambda: None)
     assert left == ["home"]
 
 
@@ -223,12 +223,14 @@ def test_nonsense_is_told_in_a_line(flags: Sequence[str], told: str, capsys: pyt
 
 
 def test_tokens_and_certificates_are_read(tmp_path: Path) -> None:
-    from swiftspec.serve.cli.arguments import parse
+    from swiftspec.serve.cli.arguments import parse_command
 
     (tmp_path / "token").write_text("secret\n")
     (tmp_path / "ca.pem").write_text("-----BEGIN CERTIFICATE-----\n")
-    read = security_of(parse(["--token", f"@{tmp_path / 'token'}", "--tls-ca", str(tmp_path / "ca.pem")]).settings)
+    read = load_security(
+        parse_command(["--token", f"@{tmp_path / 'token'}", "--tls-ca", str(tmp_path / "ca.pem")]).settings
+    )
     assert read.token == "secret" and read.ca is not None and read.metadata == (("authorization", "Bearer secret"),)
     for flags in (["--token", f"@{tmp_path / 'none'}"], ["--tls-ca", str(tmp_path / "token")], ["--token", "a b\n"]):
         with pytest.raises(UserError):
-            security_of(parse(flags).settings)
+            load_security(parse_command(flags).settings)

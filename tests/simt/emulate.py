@@ -98,7 +98,7 @@ def install(module: Path, seed: int) -> None:
     gpu.synchronize = lambda *_: _synchronize()
     modules: tuple[Any, ...] = (cuda, cuda_linear, cuda_checks)
     for ops in modules:  # whichever of the two they have
-        ops.usable = lambda *_: cpu
+        ops.require_usable = lambda *_: cpu
         ops.on_gpu = lambda device: device == cpu
     torch.empty = _aligned(torch.empty)
     emulated.queues(True)

@@ -8,7 +8,7 @@
 
 namespace swiftspec::binding {
 
-Place gpu() { return kCpu; }
+Device gpu() { return kCpu; }
 
 }  // namespace swiftspec::binding
 

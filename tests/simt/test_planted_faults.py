@@ -1,5 +1,5 @@
 """Faults planted into copies of the kernels: tests/gpu on the emulated GPU must notice each. Without clusters and bulk
-copies (Ampere's form), in what reads a weight once for many rows and loads keys ahead, and for particles."""
+copies (Ampere's shape), in what reads a weight once for many rows and loads keys ahead, and for particles."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import pytest
 from tests.simt.emulate import AMPERE, CSRC, HOPPER, build
 from tests.simt.test_emulated_gpu import COMPILER, ROOT, run_tests
 
-LINEAR, WIDE, ARRANGE = "linear/linear.cu", "linear/wide.cu", "linear/arrange.cu"
+LINEAR, WIDE, ARRANGE = "linear/linear.cu", "linear/large_m.cu", "linear/pack_activations.cu"
 ATTENTION, RESAMPLE, GATHER = "attention/attention.cu", "particles/resample.cu", "peers/gather.cu"
 TESTS = {LINEAR: "test_products and 512-72", WIDE: "test_many_rows", ARRANGE: "test_many_rows", ATTENTION: "attention",
          RESAMPLE: "reference", GATHER: "pieces"}  # fmt: skip
@@ -53,9 +53,9 @@ MANY_PARTS = ("test_cuda_ops", "more_parts")
 LONG_ROW = ("test_float8", "test_tiles_of_a_long_row")
 FAULTS = [
     Fault("shares are read before all are there", HOPPER, RESAMPLE, RESAMPLE,
-          "exp(found.weights[i] - less);\n  __syncthreads();", "exp(found.weights[i] - less);"),
-    Fault("the ranks' pieces lie at their own length", HOPPER, GATHER, "peers/channel.h", "put_words(out + r * stride,",
-          "put_words(out + r * count,"),
+          "exp(found.weights[i] - offset);\n  __syncthreads();", "exp(found.weights[i] - offset);"),
+    Fault("the ranks' pieces lie at their own length", HOPPER, GATHER, "peers/channel.h", "store_words(out + r * stride,",
+          "store_words(out + r * count,"),
     Fault("a tile's place is filled before all lanes have read it", AMPERE, LINEAR, "linear/linear.cuh",
           "    __syncwarp();\n    if (lane_ < ptx::kLoaders) fetch(stage_);",
           "    if (lane_ < ptx::kLoaders) fetch(stage_);", MANY_TURNS),
@@ -65,7 +65,7 @@ FAULTS = [
           "    ptx::barrier_wait(full_ + stage_, parity_);\n"),
     Fault("the ring's parity stays", AMPERE, WIDE, "linear/linear.cuh", "    stage_ = 0;\n    parity_ ^= 1;",
           "    stage_ = 0;"),
-    Fault("the last tile is lost", AMPERE, LINEAR, "linear/linear.cuh", "tile < tiles_here;", "tile < tiles_here - 1;"),
+    Fault("the last tile is lost", AMPERE, LINEAR, "linear/linear.cuh", "tile < tile_count;", "tile < tile_count - 1;"),
     Fault("a slab is not waited for", AMPERE, WIDE, WIDE, "    ptx::barrier_wait(full_ + slot_, parity_);\n"),
     Fault("a slab's place is filled before all warps have read it", AMPERE, WIDE, WIDE,
           "    __syncthreads();\n    if (loads_) fetch(slot_);", "    if (loads_) fetch(slot_);"),
@@ -75,7 +75,7 @@ FAULTS = [
           "  ptx::wait_for_dependencies();\n  slabs.start();", "  slabs.start();\n  ptx::wait_for_dependencies();"),
     Fault("sums are added to while another block reads them", HOPPER, WIDE, WIDE,
           "    ptx::cluster_sync();  // nobody adds to sums that another still reads\n"),
-    Fault("all launches take the first one's rows", AMPERE, WIDE, WIDE, "slabs + tiles::part_at(t, most, all, done, 0)",
+    Fault("all launches take the first one's rows", AMPERE, WIDE, WIDE, "slabs + tiles::part_offset(t, most, all, done, 0)",
           "slabs"),
     Fault("four warps leave units to eight", AMPERE, WIDE, WIDE, "at, 1 << kLog, strip", "at, 8, strip"),
     Fault("a row is scaled by another's norm", AMPERE, ARRANGE, ARRANGE, "fragment::b_column(at.lane);",
@@ -84,22 +84,22 @@ FAULTS = [
     Fault("a block leaves while another reads its squares", HOPPER, ARRANGE, ARRANGE,
           "  if (task.norm != nullptr) ptx::cluster_meet();"),
     Fault("a share's sums replace those before it", AMPERE, WIDE, WIDE, "share == 0, joined", "true, joined"),
-    Fault("shares are taken in another order", HOPPER, WIDE, "linear/wide.h", "    tile += t.warps_k();",
+    Fault("shares are taken in another order", HOPPER, WIDE, "linear/large_m.h", "    tile += t.warps_k();",
           "    tile += 1;"),
-    Fault("a warp lists a key one place too far", AMPERE, ATTENTION, "attention/visible.h",
+    Fault("a warp lists a key one place too far", AMPERE, ATTENTION, "attention/key_lists.h",
           "warp::popcount(word & ((1u << lane) - 1))", "warp::popcount(word & ((2u << lane) - 1))"),
-    Fault("a row's run goes on over a gap in the second word", AMPERE, ATTENTION, "attention/visible.h",
+    Fault("a row's run goes on over a gap in the second word", AMPERE, ATTENTION, "attention/key_lists.h",
           "if (~word != 0) run", "if (~word != 0 && c == 0) run"),
     Fault("a part's tiles are all its first", AMPERE, ATTENTION, "attention/attention.cu",
           "j.tile = first / F::kTile + turn + rank;", "j.tile = first / F::kTile + rank;", MANY_PARTS),
     Fault("scores are taken before keys have come", AMPERE, ATTENTION, "attention/block.h",
-          "      await_tile<1>(how.another);", "      await_tile<3>(how.another);"),
-    Fault("what came ahead is not waited for", HOPPER, ATTENTION, "attention/block.h", "await_fetches<kLater + 2>()",
-          "await_fetches<kLater + 4>()", LONG_ROW),
+          "      wait_for_tile<1>(placement.prefetching);", "      wait_for_tile<3>(placement.prefetching);"),
+    Fault("what came ahead is not waited for", HOPPER, ATTENTION, "attention/block.h", "wait_for_copies<kLater + 2>()",
+          "wait_for_copies<kLater + 4>()", LONG_ROW),
     Fault("what came ahead is looked for on the wrong side", HOPPER, ATTENTION, "attention/block.h",
-          "  if (asked) staged.side = 1 - staged.side;\n", "", LONG_ROW),
+          "  if (asked) stage_state.side = 1 - stage_state.side;\n", "", LONG_ROW),
     Fault("what comes ahead overwrites what is computed", HOPPER, ATTENTION, "attention/block.h",
-          "2 * F::kUnits * (1 - staged.side)", "2 * F::kUnits * staged.side", LONG_ROW),
+          "2 * F::kUnits * (1 - stage_state.side)", "2 * F::kUnits * stage_state.side", LONG_ROW),
 ]  # fmt: skip
 
 

@@ -88,5 +88,5 @@ def test_a_batch_reads_what_is_new(pair: tuple[Path, Path], plan: EngineConfig) 
         assert least - 1 <= each.stats.cached_tokens < len(turn)
     assert next_turn[2].stats.cached_tokens == 0
     assert not population_of(engine).groups
-    forgetful = LLM(*pair, plan, kept_memory=0, **options).generate_batch(asks, sampling)
+    forgetful = LLM(*pair, plan, prefix_cache_memory=0, **options).generate_batch(asks, sampling)
     assert [(each.token_ids, each.stats.cached_tokens) for each in forgetful] == [(each.token_ids, 0) for each in first]

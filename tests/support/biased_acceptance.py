@@ -9,23 +9,23 @@ from torch import Tensor
 from swiftspec.messages import Proposal
 from swiftspec.sampling.sampler import Paths
 from swiftspec.tree.acceptance import Accepted
-from swiftspec.tree.rejection import Rejection
+from swiftspec.tree.rejection import RejectionSampling
 
 
-class LongestBranch(Rejection):
+class LongestBranch(RejectionSampling):
     """A coin for every node, by itself, and the longest branch that passed: what looks like rejection sampling, but a
     branch is kept for being long, no residual follows a rejection, and siblings are judged by a q that they have left.
     """
 
     def __call__(self, proposal: Proposal, logits: Tensor, paths: Paths | None, positions: Tensor) -> Accepted:
         """As `Rejection`, on one rank, and not exact."""
-        p = self._sampler.shape(logits, paths).softmax(-1)
+        p = self._sampler.process_logits(logits, paths).softmax(-1)
         noise = np.random.default_rng([self._sampler.params.seed, proposal.prefix_len])
         branches, above = [[0]], np.unique(np.array(proposal.parents[1:], np.int64)).tolist()
         for node, (parent, token) in enumerate(zip(proposal.parents[1:], proposal.tokens[1:], strict=True), 1):
-            assert proposal.drawn is not None
+            assert proposal.draft_probs is not None
             row = above.index(parent)
-            q = proposal.drawn.probs[row][proposal.drawn.tokens[row] == token].sum()
+            q = proposal.draft_probs.probs[row][proposal.draft_probs.tokens[row] == token].sum()
             branch = next((b for b in branches if b[-1] == parent), None)
             if branch is not None and noise.random() * q < float(p[parent, token]):
                 branches.append([*branch, node])

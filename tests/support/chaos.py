@@ -22,17 +22,17 @@ import httpx
 
 from tests.support.server_process import Served
 from tests.support.server_processes import Job, hurt
-from tests.support.server_request import BOUND, Asked, Told, ask, cutting, fault
+from tests.support.server_request import MAX_REQUEST_S, ClientRequest, RequestOutcome, send_request, disconnect_after, find_fault
 
 EXACT = ("--dtype", "float64", "--threads", "1")  # another order of sums must not change an answer
 REQUESTS = (
-    Asked("def add(a, b):", 160),
-    Asked("class Stack:\n", 120, seed=3),
-    Asked("import os\n", 60, seed=11, stream=False),
-    Asked("for line in", 24),
-    Asked("def fibonacci(n):", 90, seed=5, chat=True),
-    Asked("def main():", 40, stream=False, chat=True),
-    Asked("A word: ", 40, seed=7, regex="[a-z ]{20,60}"),
+    ClientRequest("def add(a, b):", 160),
+    ClientRequest("class Stack:\n", 120, seed=3),
+    ClientRequest("import os\n", 60, seed=11, stream=False),
+    ClientRequest("for line in", 24),
+    ClientRequest("def fibonacci(n):", 90, seed=5, chat=True),
+    ClientRequest("def main():", 40, stream=False, chat=True),
+    ClientRequest("A word: ", 40, seed=7, regex="[a-z ]{20,60}"),
 )
 CLIENTS = 3
 MOST, WITHIN = 7, 600.0  # deadly faults in so many seconds: keepers give a rank up that dies more often
@@ -71,7 +71,7 @@ class Chaos:
     trouble: list[str] = field(default_factory=list)
     restarts: dict[int, int] = field(default_factory=dict)
     back: float | None = None  # seconds from the last fault until all was whole
-    rights: dict[Asked, str] = field(default_factory=dict)
+    rights: dict[ClientRequest, str] = field(default_factory=dict)
     url: str = ""
     front_ends_died: list[float] = field(default_factory=list)
     over: threading.Event = field(default_factory=threading.Event)
@@ -99,7 +99,7 @@ class Chaos:
     def _disturb(self, job: Job) -> None:
         job.wait_until_up(2 * BACK)
         self.url = job.served.url
-        self.rights = {asked: self._undisturbed(asked) for _ in range(2) for asked in REQUESTS}
+        self.rights = {request: self._undisturbed(request) for _ in range(2) for request in REQUESTS}
         before = cost(job)
         clients = [threading.Thread(target=self._client, args=(number,), daemon=True) for number in range(CLIENTS)]
         for client in clients:
@@ -110,39 +110,39 @@ class Chaos:
             self.over.set()
         last = time.monotonic()
         for client in clients:
-            client.join(BOUND + 10)
+            client.join(MAX_REQUEST_S + 10)
         assert not any(client.is_alive() for client in clients), "a client has no answer"
         back = BACK if self.plan.apart > CALM else 2 * BACK
         job.wait_until_up(max(back - (time.monotonic() - last), 1.0))
         self.back = round(time.monotonic() - last, 2)
-        for asked, right in self.rights.items():
-            assert self._undisturbed(asked) == right, f"{asked} has another answer in the end"
+        for request, right in self.rights.items():
+            assert self._undisturbed(request) == right, f"{request} has another answer in the end"
         self.trouble += grown(before, cost(job))
         self.restarts = {rank["rank"]: rank["restarts"] for rank in job.ranks()}
 
-    def _undisturbed(self, asked: Asked) -> str:
+    def _undisturbed(self, request: ClientRequest) -> str:
         with httpx.Client(base_url=self.url) as client:
-            told = ask(client, asked)
-        assert told.end == "text" and told.text, f"{asked} has no answer: {told}"
-        return told.text
+            outcome = send_request(client, request)
+        assert outcome.end == "text" and outcome.text, f"{request} has no answer: {outcome}"
+        return outcome.text
 
     def _client(self, number: int) -> None:
         """One client, which asks one request after the other."""
         dice = random.Random(f"client {number} of {self.plan.seed}")
         with httpx.Client(base_url=self.url) as client:
             while not self.over.is_set():
-                asked = dice.choice(REQUESTS)
-                told = ask(client, asked, cutting(dice.randrange(1, 12) if dice.random() < CUTS else 0))
-                self._note(asked, told)
-                if told.end in ("refused", "disconnected"):
+                request = dice.choice(REQUESTS)
+                outcome = send_request(client, request, disconnect_after(dice.randrange(1, 12) if dice.random() < CUTS else 0))
+                self._note(request, outcome)
+                if outcome.end in ("refused", "disconnected"):
                     self.over.wait(0.2)
 
-    def _note(self, asked: Asked, told: Told) -> None:
-        died = any(told.began - 1 < moment < told.ended + 1 for moment in self.front_ends_died)
+    def _note(self, request: ClientRequest, outcome: RequestOutcome) -> None:
+        died = any(outcome.began - 1 < moment < outcome.ended + 1 for moment in self.front_ends_died)
         with self.noting:
-            self.ends[told.end] += 1
-            self.longest[told.end] = max(self.longest.get(told.end, 0.0), told.ended - told.began)
-            if wrong := fault(asked, told, self.rights[asked], died):
+            self.ends[outcome.end] += 1
+            self.longest[outcome.end] = max(self.longest.get(outcome.end, 0.0), outcome.ended - outcome.began)
+            if wrong := find_fault(request, outcome, self.rights[request], died):
                 self.trouble.append(f"{wrong} (after {dict(self.faults)})")
 
     def _hurt(self, job: Job) -> None:
@@ -151,7 +151,7 @@ class Chaos:
         ends = time.monotonic() + self.plan.seconds
         while (now := time.monotonic()) < ends:
             time.sleep(min(dice.uniform(0.5, 4.0), ends - now))
-            assert job.served.process.poll() is None, "it has ended: " + "".join(job.served.said)[-1500:]
+            assert job.served.process.poll() is None, "it has ended: " + "".join(job.served.error)[-1500:]
             now, rank, what = time.monotonic(), dice.randrange(self.plan.ranks), "slow"
             if (not deadly or now > deadly[-1] + self.plan.apart) and sum(m > now - WITHIN for m in deadly) < MOST:
                 what = dice.choice(("kill", "stop", "front end"))

@@ -44,21 +44,21 @@ def decoded(draft: bool) -> tuple[list[int], int]:
     from swiftspec.engine import Engine, TreeDecoding
     from swiftspec.params import SamplingParams
     from swiftspec.runtime.drafter import NoDrafter
-    from swiftspec.runtime.executors.eager import EagerSteps
+    from swiftspec.runtime.executors.eager import EagerExecutor
     from swiftspec.runtime.local_drafter import LocalDrafter
     from swiftspec.runtime.verifier import LocalVerifier
-    from swiftspec.tree.children import BestChildren
+    from swiftspec.tree.children import TopChildren
     from swiftspec.tree.tree import DraftTree
 
     target = make_runner(seed=0, noise=0.0)
     drafter: Any = NoDrafter()
     if draft:
         small = make_runner(seed=0, noise=0.05)
-        tree, children = DraftTree(400, 40), BestChildren(4, coupled=True)
+        tree, children = DraftTree(400, 40), TopChildren(4, coupled=True)
         shape: Any = SimpleNamespace(verify_batch=4, draft_leaves=4, children=4, steps=3, proposal="coupled")
         shape.calibrated = lambda greedy: 1.0
-        drafter = LocalDrafter(small, [EagerSteps(small)], tree, children, shape)
-    verifier = LocalVerifier(target, [EagerSteps(target)])
+        drafter = LocalDrafter(small, [EagerExecutor(small)], tree, children, shape)
+    verifier = LocalVerifier(target, [EagerExecutor(target)])
     limits: Any = SimpleNamespace(max_model_len=64, eos_token_ids=(), check=lambda prompt, sampling: None)
     engine = Engine(TreeDecoding(drafter, verifier), limits)
     answer = engine.generate([3, 1, 4, 1, 5], SamplingParams(temperature=0.9, seed=7, max_tokens=40))

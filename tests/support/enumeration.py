@@ -17,12 +17,12 @@ from torch import Tensor
 from swiftspec.backends import reference
 from swiftspec.config import EngineConfig
 from swiftspec.control.controller import Controller
-from swiftspec.distributed.transport.codec import pack, read_proposal
+from swiftspec.distributed.transport.codec import pack, unpack_proposal
 from swiftspec.messages import Proposal, VerifyResult
 from swiftspec.params import SamplingParams
 from swiftspec.runtime.local_drafter import LocalDrafter
 from swiftspec.tree import sampled_children
-from swiftspec.tree.sampled_children import DrawnChildren
+from swiftspec.tree.sampled_children import SampledChildren
 from tests.support.histories import HistoryModel, Law, distance, filtered, penalised
 from tests.support.roles import make_drafter, make_runner, opening
 
@@ -78,9 +78,9 @@ def outcomes(proposal: Proposal, p: Callable[[tuple[int, ...]], Sequence[float]]
         children = [i for i, parent in enumerate(proposal.parents) if parent == node]
         q = [0.0] * len(target)
         if children:
-            assert proposal.drawn is not None
+            assert proposal.draft_probs is not None
             row = sorted(set(proposal.parents[1:])).index(node)
-            for token, chance in zip(proposal.drawn.tokens[row], proposal.drawn.probs[row].tolist()):
+            for token, chance in zip(proposal.draft_probs.tokens[row], proposal.draft_probs.probs[row].tolist()):
                 q[token] += chance
         for child in children:
             token, whole = proposal.tokens[child], sum(q)
@@ -107,9 +107,9 @@ def longest_branch(proposal: Proposal, p: Callable[[tuple[int, ...]], Sequence[f
     texts: list[tuple[int, ...]] = [()]
     chances, rows = [1.0], sorted(set(proposal.parents[1:]))
     for above, token in zip(proposal.parents[1:], proposal.tokens[1:], strict=True):
-        assert proposal.drawn is not None
+        assert proposal.draft_probs is not None
         row = rows.index(above)
-        q = float(proposal.drawn.probs[row][proposal.drawn.tokens[row] == token].sum())
+        q = float(proposal.draft_probs.probs[row][proposal.draft_probs.tokens[row] == token].sum())
         texts.append((*texts[above], token))
         chances.append(min(1.0, p(texts[above])[token] / q))
     for coins in itertools.product((False, True), repeat=len(texts) - 1):
@@ -132,7 +132,7 @@ class Pair:
         self.target = HistoryModel(vocab, seed)
         draft = HistoryModel(vocab, seed + 100, sharpness)
         self.vocab, self.plan, self.sampling = vocab, plan, sampling
-        slots = plan.draft_leaves * (plan.steps + 1) * (sampled_children.LIFETIME + 1)
+        slots = plan.draft_leaves * (plan.initial_draft_steps + 1) * (sampled_children.MAX_REROOTS + 1)
         self.drafter = make_drafter(make_runner(draft, reference, context=24, tree_slots=slots), plan)
         self._laws: dict[tuple[int, ...], list[float]] = {}
         self.judge = outcomes
@@ -150,7 +150,7 @@ class Pair:
         drafter = self.around(self.drafter)
         drafter.open(opening(PROMPT, self.sampling))
         for _ in range(rounds):
-            proposal = read_proposal(pack(drafter.propose()))
+            proposal = unpack_proposal(pack(drafter.propose()))
             told = text
             new = choices.choose(list(self.judge(proposal, lambda below, told=told: self.law((*told, *below))).items()))
             text = (*text, *new)
@@ -164,10 +164,10 @@ class Pair:
         """How far the law of the first `tokens` tokens is from the target's, and in how many runs it was found."""
         choices, found, count = Choices(), {}, 0
 
-        def order(children: DrawnChildren, q: Tensor) -> Tensor:
-            return torch.tensor([choices.choose(list(orders(row, self.plan.children))) for row in q.tolist()])
+        def order(children: SampledChildren, q: Tensor) -> Tensor:
+            return torch.tensor([choices.choose(list(orders(row, self.plan.children_per_leaf))) for row in q.tolist()])
 
-        monkeypatch.setattr(DrawnChildren, "_order", order)
+        monkeypatch.setattr(SampledChildren, "_sample_order", order)
         for _ in choices.runs():
             count += 1
             for text, mass in self.completed(self.run(choices, rounds, tokens)[:tokens], tokens):

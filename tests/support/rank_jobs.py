@@ -15,26 +15,26 @@ import torch
 
 from swiftspec.backends import cpu as host
 from swiftspec.backends import reference
-from swiftspec.builder.load_options import Options, Side
+from swiftspec.builder.load_options import LoadOptions, Side
 from swiftspec.config import EngineConfig, PopulationConfig
 from swiftspec.control import policy
-from swiftspec.control.round_stats import Decision, Measured
-from swiftspec.distributed.collectives.shm import SharedParallel
+from swiftspec.control.round_stats import Decision, RoundStats
+from swiftspec.distributed.collectives.shm import SharedMemoryGroup
 from swiftspec.distributed.draft import failover
 from swiftspec.distributed.launch.world import join_world
 from swiftspec.distributed.rpc import swiftspec_pb2 as pb
-from swiftspec.distributed.rpc.connection import Link
-from swiftspec.distributed.rpc.protobuf_codec import Identity, opening_to, proposal_to
-from swiftspec.distributed.rpc.status import Refused
-from swiftspec.engine import Chunk
-from swiftspec.errors import NotFinite, UserError
+from swiftspec.distributed.rpc.connection import WorkerConnection
+from swiftspec.distributed.rpc.protobuf_codec import ModelIdentity, proposal_to_proto, request_start_to_proto
+from swiftspec.distributed.rpc.status import WorkerRefused
+from swiftspec.engine import TokenChunk
+from swiftspec.errors import NonFiniteLogits, UserError
 from swiftspec.llm import LLM, serve_rank
-from swiftspec.messages import Likelihood, Opening, Proposal
+from swiftspec.messages import Logprob, Proposal, RequestStart
 from swiftspec.model.loader import load_model
 from swiftspec.params import SamplingParams
-from swiftspec.runtime.executors import Steps, selection
-from swiftspec.runtime.executors.eager import EagerSteps
-from swiftspec.runtime.executors.selection import Tools
+from swiftspec.runtime.executors import TreeExecutor, selection
+from swiftspec.runtime.executors.eager import EagerExecutor
+from swiftspec.runtime.executors.selection import ExecutorDeps
 from swiftspec.runtime.local_drafter import LocalDrafter
 from swiftspec.runtime.runner import Runner
 from swiftspec.tree.tree import DraftTree
@@ -138,27 +138,29 @@ def refuse_on_group(side: Side, model: str) -> list[str] | None:
         return None
     worker.start()
     asks, answers = (pb.VerifyRequest, pb.VerifyAnswer) if side == "target" else (pb.DraftRequest, pb.DraftAnswer)
-    link = Link(f"127.0.0.1:{worker.port}", "--url", worker.service.name, answers, OPEN)
+    link = WorkerConnection(f"127.0.0.1:{worker.port}", "--url", worker.service.name, answers, OPEN)
     about, said = link.ping(10), list[str]()
-    text, most, own = (5, 17, 3), about.max_model_len, Identity(about.model, about.tokenizer)
+    text, most, own = (5, 17, 3), about.max_model_len, ModelIdentity(about.model, about.tokenizer)
     openings = [
-        Opening(1, text, SamplingParams(temperature=0, grammar="no grammar"), 3),
-        Opening(1, (5,) * (most + 1), SamplingParams(temperature=0), 3),
-        Opening(1, (*text, *(5,) * 24), SamplingParams(guidance_scale=2.0, negative_prompt_ids=(5,) * (most - 1)), 3),
-        Opening(1, text, SamplingParams(temperature=0), 3),
+        RequestStart(1, text, SamplingParams(temperature=0, grammar="no grammar"), 3),
+        RequestStart(1, (5,) * (most + 1), SamplingParams(temperature=0), 3),
+        RequestStart(
+            1, (*text, *(5,) * 24), SamplingParams(guidance_scale=2.0, negative_prompt_ids=(5,) * (most - 1)), 3
+        ),
+        RequestStart(1, text, SamplingParams(temperature=0), 3),
     ]
     try:
         for opening in openings:
             stream, at = link.stream(), len(opening.tokens) - 1
-            stream.send(asks(opening=opening_to(opening, EngineConfig("serial", draft_steps=2), own)))
+            stream.send(asks(opening=request_start_to_proto(opening, EngineConfig("serial", draft_steps=2), own)))
             try:
                 opened = stream.recv(20)
                 if side == "target":
-                    proposal = proposal_to(Proposal(1, 0, at, (opening.tokens[-1], 9), (-1, 0)))
+                    proposal = proposal_to_proto(Proposal(1, 0, at, (opening.tokens[-1], 9), (-1, 0)))
                     stream.send(pb.VerifyRequest(session=opened.session, proposal=proposal))
                     opened = stream.recv(20)
                 said.append("" if opened.session else "no session")
-            except Refused as error:
+            except WorkerRefused as error:
                 said.append(str(error))
             stream.close()
         return said
@@ -172,7 +174,7 @@ def logits(model: str, tokens: list[int], dtype: str = "float64", native: bool =
     world, group = join_world(), None
     if world is not None:
         wires = {"spin": False, "timeout": timedelta(seconds=30)}
-        group = SharedParallel.join(world.store, "logits", world.rank, world.size, **wires)
+        group = SharedMemoryGroup.join(world.store, "logits", world.rank, world.size, **wires)
     ops = host if native else reference
     whole = load_model(model, dtype=getattr(torch, dtype), ops=ops, max_positions=64, group=group)
     if not fused:
@@ -190,30 +192,30 @@ def logits(model: str, tokens: list[int], dtype: str = "float64", native: bool =
 def _another_kind() -> Iterator[None]:
     """Models of this rank have a faster kind of steps."""
 
-    class Faster(EagerSteps):
+    class Faster(EagerExecutor):
         name = "faster"
 
-    target, draft = selection.for_target, selection.for_draft
+    target, draft = selection.target_executors, selection.draft_executors
 
-    def for_draft(runner: Runner, tools: Tools, config: EngineConfig) -> tuple[list[Steps], DraftTree]:
+    def for_draft(runner: Runner, tools: ExecutorDeps, config: EngineConfig) -> tuple[list[TreeExecutor], DraftTree]:
         steps, tree = draft(runner, tools, config)
         return [Faster(runner), *steps], tree
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(selection, "for_target", lambda runner, tools: [Faster(runner), *target(runner, tools)])
-        patch.setattr(selection, "for_draft", for_draft)
+        patch.setattr(selection, "target_executors", lambda runner, tools: [Faster(runner), *target(runner, tools)])
+        patch.setattr(selection, "draft_executors", for_draft)
         yield
 
 
 @contextmanager
 def _unhurried() -> Iterator[None]:
     """A draft's group is waited for, however busy the machine is."""
-    limits = failover.FIRST, failover.LEAST, failover.MOST
-    failover.FIRST = failover.LEAST = failover.MOST = 60.0
+    limits = failover.FIRST_PROPOSAL_TIMEOUT_S, failover.MIN_TIMEOUT_S, failover.MAX_TIMEOUT_S
+    failover.FIRST_PROPOSAL_TIMEOUT_S = failover.MIN_TIMEOUT_S = failover.MAX_TIMEOUT_S = 60.0
     try:
         yield
     finally:
-        failover.FIRST, failover.LEAST, failover.MOST = limits
+        failover.FIRST_PROPOSAL_TIMEOUT_S, failover.MIN_TIMEOUT_S, failover.MAX_TIMEOUT_S = limits
 
 
 @contextmanager
@@ -221,7 +223,7 @@ def switched_by_dice(chance: float | None) -> Iterator[None]:
     """The policy changes its mind with that chance in every round, about d and bs too, the clock unheard."""
     decide, draw = policy.decide, random.Random(3)
 
-    def by_dice(measured: Measured) -> Decision:
+    def by_dice(measured: RoundStats) -> Decision:
         if draw.random() >= (chance or 0):
             return measured.current
         return Decision(draw.randint(1, 6), draw.choice((8, 5, 2)), not measured.speculating or draw.random() < 0.3)
@@ -237,7 +239,7 @@ def answer(llm: LLM, prompt: list[int], values: Json) -> Json:
     """`cut` among the values: the answer is cut off after so many rounds; `looks`: once that was asked so often, while
     the prompt is read."""
     cut, looks, tokens, reason = values.pop("cut", None), values.pop("looks", None), list[int](), None
-    likelihoods: list[Likelihood] = []
+    likelihoods: list[Logprob] = []
     had: list[None] = []
 
     def cancelled() -> bool:
@@ -247,10 +249,10 @@ def answer(llm: LLM, prompt: list[int], values: Json) -> Json:
     try:
         for count, chunk in enumerate(stream := llm.stream(prompt, sampling_from(values), cancelled), 1):
             tokens, reason = tokens + list(chunk.token_ids), chunk.finish_reason
-            likelihoods += (*(chunk.prompt or ()), *(chunk.likelihoods or ()))
+            likelihoods += (*(chunk.prompt_logprobs or ()), *(chunk.logprobs or ()))
             if count == cut:
                 stream.close()
-    except NotFinite as error:
+    except NonFiniteLogits as error:
         return {"refused": str(error)}
     stats = llm.stats
     return {
@@ -258,7 +260,7 @@ def answer(llm: LLM, prompt: list[int], values: Json) -> Json:
         "likelihoods": [(likelihood.logprob, *likelihood.top) for likelihood in likelihoods],
         "looks": len(had),
         "reason": reason,
-        "kept": stats.kept_tokens,
+        "kept": stats.cached_tokens,
         "rounds": stats.rounds,
         "lost": stats.drafter_lost,
         "plain_rounds": stats.policy and stats.policy.plain_rounds,
@@ -272,7 +274,7 @@ def answer(llm: LLM, prompt: list[int], values: Json) -> Json:
 def batch(llm: LLM, requests: Sequence[tuple[list[int], Json]]) -> list[Json]:
     """As `answer`, of all requests side by side; one with `cut` is cancelled after so many chunks."""
     cuts = [values.pop("cut", None) for _, values in requests]
-    chunks: list[list[Chunk]] = [[] for _ in requests]
+    chunks: list[list[TokenChunk]] = [[] for _ in requests]
 
     def cancelled(index: int) -> bool:
         return cuts[index] is not None and len(chunks[index]) >= cuts[index]
@@ -330,7 +332,7 @@ def paced(emulate: str, plans: list[Json], prompts: list[list[int]], max_tokens:
     from swiftspec.profiles import emulation
 
     world, demo = join_world(), Path(__file__).parents[2] / "swiftspec" / "demo"
-    options: Options = {"dtype": torch.bfloat16, "emulate": emulation.parse(emulate)}
+    options: LoadOptions = {"dtype": torch.bfloat16, "emulate": emulation.parse_emulation(emulate)}
     crew = WorkerPool(Pair(demo / "target", demo / "draft", options, threads=1), world)
     if world is not None and world.rank > 0:
         crew.follow()

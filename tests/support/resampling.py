@@ -9,34 +9,34 @@ import torch
 from torch import Tensor
 
 from swiftspec.backends.reference import resampling
-from swiftspec.backends.reference.resampling import HEAD, Resample, Weighed
+from swiftspec.backends.reference.resampling import PATH_HEADER_WORDS, Resample, ResamplingState
 
 ALWAYS = 2.0  # a threshold that no effective sample size reaches
 
 
-def groups_of(log_weights: Tensor, slots: int, words: int, seed: int) -> Weighed:
+def groups_of(log_weights: Tensor, slots: int, words: int, seed: int) -> ResamplingState:
     """Groups with these weights [G, N] on the CPU, in which no two rows are alike."""
     dice = torch.Generator().manual_seed(seed)
     count = log_weights.shape[:2]
     path = torch.randint(2**40, (*count, words), generator=dice)
-    path[..., 0] = torch.randint(words - HEAD + 1, count, generator=dice)
+    path[..., 0] = torch.randint(words - PATH_HEADER_WORDS + 1, count, generator=dice)
     mask, ends = (torch.rand(*count, width, generator=dice) < 0.5 for width in (slots, 2))
     books = [torch.rand(count[0], dtype=torch.float64, generator=dice) for _ in range(2)]
     counted = [torch.randint(9, (count[0],), generator=dice) for _ in range(2)]
-    return Weighed(log_weights.to(torch.float64, copy=True), mask, ends, path, *books, *counted)
+    return ResamplingState(log_weights.to(torch.float64, copy=True), mask, ends, path, *books, *counted)
 
 
-def on(device: torch.device | str, groups: Weighed) -> Weighed:
+def on(device: torch.device | str, groups: ResamplingState) -> ResamplingState:
     """A copy there."""
-    return Weighed(**{name: tensor.to(device, copy=True) for name, tensor in groups.fields().items()})
+    return ResamplingState(**{name: tensor.to(device, copy=True) for name, tensor in groups.fields().items()})
 
 
-def agree(found: Weighed, wanted: Weighed, bits: bool = False) -> None:
+def agree(found: ResamplingState, wanted: ResamplingState, bits: bool = False) -> None:
     """To the bit; but for logarithms and sizes where these are other libraries' and not `bits`."""
-    for field in fields(Weighed):
+    for field in fields(ResamplingState):
         ours, theirs = getattr(found, field.name).cpu(), getattr(wanted, field.name).cpu()
         if field.name == "path":
-            there = torch.arange(theirs.shape[-1]) < HEAD + theirs[..., :1]
+            there = torch.arange(theirs.shape[-1]) < PATH_HEADER_WORDS + theirs[..., :1]
             ours, theirs = ours.where(there, 0), theirs.where(there, 0)
         if bits or field.name not in ("log_z", "ess"):
             torch.testing.assert_close(ours, theirs, rtol=0, atol=0, equal_nan=True, msg=field.name)
@@ -44,7 +44,9 @@ def agree(found: Weighed, wanted: Weighed, bits: bool = False) -> None:
             torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12, equal_nan=True, msg=field.name)
 
 
-def checked(operator: Resample, groups: Weighed, uniform: Tensor, threshold: float, width: int, device: str) -> Weighed:
+def checked(
+    operator: Resample, groups: ResamplingState, uniform: Tensor, threshold: float, width: int, device: str
+) -> ResamplingState:
     """What an operator makes of groups, which must be what the reference does."""
     found, wanted = on(device, groups), on("cpu", groups)
     operator(found, uniform.to(device), threshold, width)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from swiftspec.messages import Proposal, VerifyResult
 from swiftspec.params import SamplingParams
-from swiftspec.runtime.executors.graph import GraphForwards
+from swiftspec.runtime.executors.graph import GraphForwardExecutor
 from swiftspec.runtime.local_drafter import LocalDrafter
 from swiftspec.runtime.verifier import LocalVerifier
 from tests.support.roles import opening
@@ -57,10 +57,10 @@ def drawn(verifier: LocalVerifier, proposal: Proposal) -> list[int]:
     def noted(call: Callable[..., Tensor]) -> Callable[..., Tensor]:
         return lambda *args: (found.append(call(*args)), found[-1])[1]
 
-    sampler, steps = verifier._sampler, verifier.steps
+    sampler, steps = verifier._sampler, verifier.executor
     with ExitStack() as patches:
         patches.enter_context(mock.patch.object(sampler, "draw", noted(sampler.draw)))
-        if isinstance(steps, GraphForwards):
+        if isinstance(steps, GraphForwardExecutor):
             patches.enter_context(mock.patch.object(steps.graphs, "run_batch", noted(steps.graphs.run_batch)))
         verifier.submit(proposal).wait()
     return found[-1].tolist()

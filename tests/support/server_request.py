@@ -11,12 +11,12 @@ from typing import Any, Literal
 
 import httpx
 
-BOUND = 90.0  # seconds in which every request must end, however it does
+MAX_REQUEST_S = 90.0  # seconds in which every request must end, however it does
 End = Literal["text", "broken", "refused", "disconnected", "cut", "hung", "odd"]
 
 
 @dataclass(frozen=True)
-class Asked:
+class ClientRequest:
     """A request whose answer is always the same."""
 
     prompt: str
@@ -37,24 +37,24 @@ class Asked:
         what = {"messages": [{"role": "user", "content": self.prompt}]} if self.chat else {"prompt": self.prompt}
         return {**what, "max_tokens": self.tokens, "stream": self.stream, **drawn, **end}
 
-    def text_of(self, said: dict[str, Any]) -> str:
+    def text_of(self, error_: dict[str, Any]) -> str:
         """Of one chunk, or of the whole answer."""
-        if not said["choices"]:
+        if not error_["choices"]:
             return ""
-        choice = said["choices"][0]
-        told = choice.get("delta") or choice.get("message") or {} if self.chat else choice
-        return told.get("content" if self.chat else "text") or ""
+        choice = error_["choices"][0]
+        outcome = choice.get("delta") or choice.get("message") or {} if self.chat else choice
+        return outcome.get("content" if self.chat else "text") or ""
 
 
 @dataclass
-class Told:
+class RequestOutcome:
     """How a request ended: with its whole "text"; "broken" off with an error that says after how many tokens; "refused"
     with 429 or 503; "disconnected" with the front end's death; "cut" by us; "hung" beyond BOUND; or "odd", which nobody
     may see. `came`: when each piece of text came, on the monotonic clock; `last`: the chunk with the metrics."""
 
     end: End = "odd"
     text: str = ""
-    said: str = ""  # the error
+    error_: str = ""  # the error
     began: float = field(default_factory=time.monotonic)
     ended: float = 0.0
     came: list[float] = field(default_factory=list)
@@ -63,102 +63,102 @@ class Told:
     @property
     def longest_pause(self) -> float:
         """Seconds between two pieces of text."""
-        return max((later - earlier for earlier, later in zip(self.came, self.came[1:])), default=0.0)
+        return max((later - earlier for earlier, later in zip(self.piece_times, self.piece_times[1:])), default=0.0)
 
 
-class Cut(Exception):
+class ClientDisconnected(Exception):
     """Raised by `heard`: the client leaves."""
 
 
-def cutting(after: int) -> Callable[[int], None]:
+def disconnect_after(after: int) -> Callable[[int], None]:
     """A client that leaves after so many pieces; 0: it stays."""
 
-    def heard(pieces: int) -> None:
+    def on_piece(pieces: int) -> None:
         if pieces == after:
-            raise Cut
+            raise ClientDisconnected
 
-    return heard
+    return on_piece
 
 
-def ask(
-    client: httpx.Client, asked: Asked, heard: Callable[[int], None] = lambda pieces: None, bound: float = BOUND
-) -> Told:
+def send_request(
+    client: httpx.Client, request: ClientRequest, on_piece: Callable[[int], None] = lambda pieces: None, timeout_s: float = MAX_REQUEST_S
+) -> RequestOutcome:
     """Asks, and never raises. `heard` is told of each piece of text, how many there are by now."""
-    told = Told()
+    outcome = RequestOutcome()
     try:
-        with client.stream("POST", asked.path, json=asked.body(), timeout=bound) as answer:
-            if answer.status_code == 200 and asked.stream:
-                _read(answer, asked, told, heard, bound)
+        with client.stream("POST", request.path, json=request.body(), timeout=timeout_s) as response:
+            if response.status_code == 200 and request.stream:
+                _read_stream(response, request, outcome, on_piece, timeout_s)
             else:
-                answer.read()
-                _take(answer, asked, told)
-    except Cut:
-        told.end = "cut"
+                response.read()
+                _read_response(response, request, outcome)
+    except ClientDisconnected:
+        outcome.end = "cut"
     except httpx.TimeoutException:
-        told.end = "hung"
+        outcome.end = "hung"
     except httpx.TransportError as error:
-        told.end, told.said = "disconnected", repr(error)
+        outcome.end, outcome.error = "disconnected", repr(error)
     except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
-        told.end, told.said = "odd", f"no answer of ours: {error!r}"
-    told.ended = time.monotonic()
-    if told.ended - told.began > bound:
-        told.end = "hung"
-    return told
+        outcome.end, outcome.error = "odd", f"no answer of ours: {error!r}"
+    outcome.ended = time.monotonic()
+    if outcome.ended - outcome.began > timeout_s:
+        outcome.end = "hung"
+    return outcome
 
 
-def _read(
-    answer: httpx.Response, asked: Asked, told: Told, heard: Callable[[int], None], bound: float
+def _read_stream(
+    response: httpx.Response, request: ClientRequest, outcome: RequestOutcome, on_piece: Callable[[int], None], timeout_s: float
 ) -> None:  # fmt: skip
-    for line in answer.iter_lines():
-        if time.monotonic() - told.began > bound:
+    for line in response.iter_lines():
+        if time.monotonic() - outcome.began > timeout_s:
             return
         if line == "data: [DONE]":
-            told.end = "text"
+            outcome.end = "text"
         elif line.startswith("data: "):
-            said = json.loads(line.removeprefix("data: "))
-            if "error" in said:
-                _fail(said["error"], told)
+            error_ = json.loads(line.removeprefix("data: "))
+            if "error" in error_:
+                _set_error(error_["error"], outcome)
                 continue
-            told.last = said
-            if piece := asked.text_of(said):
-                told.text += piece
-                told.came.append(time.monotonic())
-                heard(len(told.came))
-    if told.end == "odd":
-        told.said = told.said or "the stream ended without a word"
+            outcome.last = error_
+            if piece := request.text_of(error_):
+                outcome.text += piece
+                outcome.piece_times.append(time.monotonic())
+                on_piece(len(outcome.piece_times))
+    if outcome.end == "odd":
+        outcome.error = outcome.error or "the stream ended without a word"
 
 
-def _take(answer: httpx.Response, asked: Asked, told: Told) -> None:
-    said = answer.json()
-    if answer.status_code == 200:
-        told.end, told.text, told.last = "text", asked.text_of(said), said
+def _read_response(response: httpx.Response, request: ClientRequest, outcome: RequestOutcome) -> None:
+    error_ = response.json()
+    if response.status_code == 200:
+        outcome.end, outcome.text, outcome.last = "text", request.text_of(error_), error_
     else:
-        _fail(said["error"], told)
+        _set_error(error_["error"], outcome)
 
 
-def _fail(error: dict[str, Any], told: Told) -> None:
+def _set_error(error: dict[str, Any], outcome: RequestOutcome) -> None:
     """By its kind: a stream that has had a comment while it waited has the status 200."""
-    kind, told.said = error["type"], error["message"]
+    kind, outcome.error = error["type"], error["message"]
     if kind in ("rate_limit_error", "unavailable_error"):
-        told.end = "refused"
-    elif kind == "engine_error" and re.search(r"after \d+ tokens?: ", told.said):
-        told.end = "broken"
+        outcome.end = "refused"
+    elif kind == "engine_error" and re.search(r"after \d+ tokens?: ", outcome.error):
+        outcome.end = "broken"
     else:
-        told.end, told.said = "odd", f"{kind}: {told.said}"
+        outcome.end, outcome.error = "odd", f"{kind}: {outcome.error}"
 
 
-def fault(asked: Asked, told: Told, right: str, front_end_died: bool) -> str | None:
+def find_fault(request: ClientRequest, outcome: RequestOutcome, expected_text: str, front_end_died: bool) -> str | None:
     """What is wrong with an end, in a line; None where it is as it should be."""
-    match told.end:
+    match outcome.end:
         case "hung":
-            return f"{asked} had no end after {told.ended - told.began:.1f} s"
+            return f"{request} had no end after {outcome.ended - outcome.began:.1f} s"
         case "odd":
-            return f"{asked} ended oddly: {told.said}"
-        case "text" if told.text != right:
-            return f"{asked} was answered wrongly: {told.text!r} in place of {right!r}"
+            return f"{request} ended oddly: {outcome.error}"
+        case "text" if outcome.text != expected_text:
+            return f"{request} was answered wrongly: {outcome.text!r} in place of {expected_text!r}"
         case "disconnected" if not front_end_died:
-            return f"{asked} was disconnected though the front end lived: {told.said}"
-        case _ if not right.startswith(told.text):
-            return f"{asked} began wrongly: {told.text!r}, not as {right!r}"
+            return f"{request} was disconnected though the front end lived: {outcome.error}"
+        case _ if not expected_text.startswith(outcome.text):
+            return f"{request} began wrongly: {outcome.text!r}, not as {expected_text!r}"
         case _:
             return None

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from swiftspec.distributed.collectives.peers import PeerParallel
+from swiftspec.distributed.collectives.peers import PeerMemoryGroup
 from swiftspec.distributed.collectives.sums import sum_in_rank_order
 
 T = TypeVar("T")
@@ -62,11 +62,11 @@ def on_ranks(size: int, work: Callable[[ThreadGroup], T]) -> list[T]:
     return [future.result() for future in futures]
 
 
-def peers(group: ThreadGroup, most: int) -> PeerParallel:
+def peers(group: ThreadGroup, most: int) -> PeerMemoryGroup:
     """A group whose messages of up to `most` bytes go by a kernel; so say the ranks' threads."""
-    sums = SimpleNamespace(takes=lambda x: x.nbytes <= most, gather=group.all_gather)
-    ends: tuple[Any, Any, Any] = (None, group, SimpleNamespace(sums=sums))
+    sums = SimpleNamespace(supports=lambda x: x.nbytes <= most, gather=group.all_gather)
+    ends: tuple[Any, Any, Any] = (None, group, SimpleNamespace(communicator=sums))
     group.name = "draft"  # pyright: ignore[reportAttributeAccessIssue]
-    joined = PeerParallel(*ends)
+    joined = PeerMemoryGroup(*ends)
     joined.all_reduce = group.all_reduce  # pyright: ignore[reportAttributeAccessIssue]
     return joined

@@ -1,6 +1,8 @@
-"""A keeper of tiny processes, in a process of its own: `python -m tests.support.tiny_supervisor REPORT JOB`. What a
-process of it
-does is a line of Python in the job, which is JSON; what it tells goes to the open file REPORT, a line each."""
+"""A supervisor of small processes, run as a process: `python -m tests.support.tiny_supervisor REPORT_FD JOB`.
+
+The job is JSON. Each of its processes executes one line of Python and writes its reports, one JSON line each, to the
+inherited file descriptor REPORT_FD.
+"""
 
 from __future__ import annotations
 
@@ -13,59 +15,66 @@ from typing import Any
 
 from swiftspec.serve.supervisor import restart_policy, supervisor
 from swiftspec.serve.supervisor.supervised_process import Program
-from swiftspec.serve.supervisor.supervisor_client import Kept
+from swiftspec.serve.supervisor.supervisor_client import SupervisorClient
 
-LIVE = [sys.executable, "-c", "import tests.support.tiny_supervisor; tests.support.tiny_supervisor.live()"]
-FOR_EVER = """
+RUN_PROCESS = [
+    sys.executable,
+    "-c",
+    "import tests.support.tiny_supervisor; tests.support.tiny_supervisor.run_process()",
+]
+FOREVER = """
 import time
 while True:  # Python does not see a signal that comes just before it waits: no wait is long
     time.sleep(0.05)
 """
 
 
-def program(report: int, name: str, does: str, nowhere: Sequence[int] = (), **more: Any) -> Program:
-    """A process that tells that it lives, and does what that line says. The lives `nowhere` cannot be started."""
+def program(report_fd: int, name: str, code: str, fail_to_start: Sequence[int] = (), **options: Any) -> Program:
+    """A process that reports its start and then executes `code`. Its incarnations `fail_to_start` cannot be started."""
 
-    def command(control: int, life: int) -> list[str]:
-        return [*(["/no/such/program"] if life in nowhere else LIVE), str(control), str(life), str(report), name, does]
+    def command(control: int, incarnation: int) -> list[str]:
+        start = ["/no/such/program"] if incarnation in fail_to_start else RUN_PROCESS
+        return [*start, str(control), str(incarnation), str(report_fd), name, code]
 
-    return Program(name, command, files=(report,), **more)
-
-
-def live() -> None:
-    """The life of such a process. Its line can use `kept`, `life` and `tell`."""
-    control, life, report = map(int, sys.argv[1:4])
-    name, does = sys.argv[4:6]
-    kept = Kept(socket.socket(fileno=control), life)
-
-    def tell(**facts: Any) -> None:
-        line = json.dumps({"name": name, "life": life, "pid": os.getpid(), **facts})
-        os.write(report, f"{line}\n".encode())
-
-    tell()
-    exec(does, {"kept": kept, "life": life, "tell": tell})
+    return Program(name, command, inherited_fds=(report_fd,), **options)
 
 
-def echo(kept: Kept, tell: Callable[..., None], says: str) -> None:
-    """Sends a word on each wire and tells what comes, until told to leave."""
-    while (wire := kept.wire()) is not None:
-        wire.sendall(says.encode())
-        tell(heard=wire.recv(100).decode())
+def run_process() -> None:
+    """Runs such a process. Its code can use `client`, `incarnation` and `report`."""
+    control, incarnation, report_fd = map(int, sys.argv[1:4])
+    name, code = sys.argv[4:6]
+    client = SupervisorClient(socket.socket(fileno=control), incarnation)
+
+    def report(**facts: Any) -> None:
+        line = json.dumps({"name": name, "incarnation": incarnation, "pid": os.getpid(), **facts})
+        os.write(report_fd, f"{line}\n".encode())
+
+    report()
+    exec(code, {"client": client, "incarnation": incarnation, "report": report})
+
+
+def echo(client: SupervisorClient, report: Callable[..., None], text: str) -> None:
+    """Sends `text` on each engine link and reports what it receives, until the shutdown message."""
+    while (link := client.wait_for_link()) is not None:
+        link.sendall(text.encode())
+        report(received=link.recv(100).decode())
 
 
 def main() -> int:
-    """Keeps the job's processes."""
-    report, job = int(sys.argv[1]), json.loads(sys.argv[2])
-    supervisor.TERM, supervisor.HOME = job.get("TERM", supervisor.TERM), job.get("HOME", supervisor.HOME)
-    restart_policy.DELAYS, restart_policy.MOST = (
-        tuple(job.get("DELAYS", restart_policy.DELAYS)),
-        job.get("MOST", restart_policy.MOST),
-    )
-    made = {name: program(report, name, **values) for name, values in job["programs"].items()}
-    front = made.pop("front", None)
+    """Supervises the job's processes."""
+    report_fd, job = int(sys.argv[1]), json.loads(sys.argv[2])
+    for module, name in (
+        (supervisor, "SIGTERM_GRACE_S"),
+        (supervisor, "SHUTDOWN_GRACE_S"),
+        (restart_policy, "MAX_RESTARTS"),
+    ):
+        setattr(module, name, job.get(name, getattr(module, name)))
+    restart_policy.RESTART_DELAYS_S = tuple(job.get("RESTART_DELAYS_S", restart_policy.RESTART_DELAYS_S))
+    programs = {name: program(report_fd, name, **values) for name, values in job["programs"].items()}
+    frontend = programs.pop("frontend", None)
     shares = job.get("shares_terminal", False)
-    say = lambda text: print(text, file=sys.stderr, flush=True)  # noqa: E731
-    return supervisor.Keeper(list(made.values()), front, say=say, shares_terminal=shares).run()
+    log = lambda text: print(text, file=sys.stderr, flush=True)  # noqa: E731
+    return supervisor.Supervisor(list(programs.values()), frontend, log=log, shares_terminal=shares).run()
 
 
 if __name__ == "__main__":

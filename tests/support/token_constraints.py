@@ -21,11 +21,11 @@ class DiceRules:
     def observe(self, tokens: Sequence[int]) -> None:
         self.text = (*self.text, *tokens)
 
-    def allowed(self, paths: Paths) -> torch.Tensor:
+    def allowed_mask(self, paths: Paths) -> torch.Tensor:
         return torch.from_numpy(np.stack([self._row(path) for path in paths]))
 
-    def bits(self, paths: Paths) -> NDArray[np.uint8]:
-        return np.packbits(self.allowed(paths).numpy(), axis=-1, bitorder="little")
+    def bitmask(self, paths: Paths) -> NDArray[np.uint8]:
+        return np.packbits(self.allowed_mask(paths).numpy(), axis=-1, bitorder="little")
 
     def _row(self, path: Sequence[int]) -> NDArray[np.bool_]:
         dice = random.Random(str((*self.text, *path)))

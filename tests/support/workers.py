@@ -10,22 +10,22 @@ from typing import Any
 
 import torch
 
-from swiftspec.builder.load_options import Options, Side, Worker
-from swiftspec.builder.remote_roles import RemoteTarget, assemble_elsewhere
-from swiftspec.builder.worker_model import Room, WorkerModel, service_of
+from swiftspec.builder.load_options import LoadOptions, Side, WorkerAddress
+from swiftspec.builder.remote_roles import RemoteTarget, build_remote_roles
+from swiftspec.builder.worker_model import WorkerLimits, WorkerModel, make_service
 from swiftspec.config import EngineConfig
 from swiftspec.distributed.launch.world import World
-from swiftspec.distributed.rpc.endpoint import Endpoint, Security
-from swiftspec.distributed.rpc.server import Server
-from swiftspec.llm import LLM, Running
+from swiftspec.distributed.rpc.endpoint import Endpoint, RpcSecurity
+from swiftspec.distributed.rpc.server import RpcServer
+from swiftspec.llm import LLM, LLMBase
 
 TOKENIZER = bytes(32)  # the models of tests have none
-OPTIONS: Options = {"dtype": torch.float64}
+OPTIONS: LoadOptions = {"dtype": torch.float64}
 ROOM = {
     "target": EngineConfig(mode="ar", verify_batch=16),
     "draft": EngineConfig(mode="serial", verify_batch=16, draft_leaves=8, adapt_steps=True),
 }
-OPEN = Security()
+OPEN = RpcSecurity()
 
 
 @dataclass
@@ -35,21 +35,21 @@ class Started:
     side: Side
     model: Path
     sessions: int = 3
-    security: Security = OPEN
+    security: RpcSecurity = OPEN
     port: int = 0
     tokenizer: bytes = TOKENIZER
     world: World | None = None
-    options: Options = field(default_factory=Options)
+    options: LoadOptions = field(default_factory=LoadOptions)
 
     def load(self) -> WorkerModel:
         ranks = 1 if self.world is None else self.world.size
-        room = Room(self.sessions, 600.0, replace(ROOM[self.side], target_tp=ranks, draft_tp=-1))
+        room = WorkerLimits(self.sessions, 600.0, replace(ROOM[self.side], target_tp=ranks, draft_tp=-1))
         return WorkerModel(self.side, self.model, room, self.world, {**OPTIONS, **self.options})
 
     def start(self) -> Started:
         self.loaded = model = self.load()
-        self.service = service_of(model, self.side, self.tokenizer, ())
-        self.server = Server(self.service, Endpoint("127.0.0.1", self.port), self.security, self.sessions)
+        self.service = make_service(model, self.side, self.tokenizer, ())
+        self.server = RpcServer(self.service, Endpoint("127.0.0.1", self.port), self.security, self.sessions)
         self.port = self.server.port
         return self
 
@@ -58,9 +58,9 @@ class Started:
         if self.loaded.rank is not None:
             self.loaded.rank.leave()
 
-    def named(self, timeout: float = 20.0, security: Security = OPEN) -> Worker:
+    def named(self, timeout: float = 20.0, security: RpcSecurity = OPEN) -> WorkerAddress:
         """As an orchestrator names it."""
-        return Worker(f"127.0.0.1:{self.port}", f"--{self.side}-url", security, timeout)
+        return WorkerAddress(f"127.0.0.1:{self.port}", f"--{self.side}-url", security, timeout)
 
 
 @contextmanager
@@ -74,15 +74,23 @@ def started(side: Side, model: Path, **how: Any) -> Iterator[Started]:
 
 @contextmanager
 def on_workers(
-    target: Worker | Path, draft: Worker | Path | None, tokenizer: Path = Path(), trace: Path | None = None, **plan: Any
-) -> Iterator[Running]:
+    target: WorkerAddress | Path,
+    draft: WorkerAddress | Path | None,
+    tokenizer: Path = Path(),
+    trace: Path | None = None,
+    **plan: Any,
+) -> Iterator[LLMBase]:
     """An orchestrator: each model is a worker's, or loaded here."""
-    remote = {"target_remote": isinstance(target, Worker), "draft_remote": isinstance(draft, Worker)}
+    remote = {"target_remote": isinstance(target, WorkerAddress), "draft_remote": isinstance(draft, WorkerAddress)}
     config = EngineConfig(**{"mode": "async" if draft else "ar", **remote, **plan})
-    options: Options = {**OPTIONS, "trace": trace, "draft_worker": draft if isinstance(draft, Worker) else None}
+    options: LoadOptions = {
+        **OPTIONS,
+        "trace": trace,
+        "draft_worker": draft if isinstance(draft, WorkerAddress) else None,
+    }
     here = draft if isinstance(draft, Path) else None
-    if isinstance(target, Worker):
-        running = Running(assemble_elsewhere(RemoteTarget(target), here, config, tokenizer, **options))
+    if isinstance(target, WorkerAddress):
+        running = LLMBase(build_remote_roles(RemoteTarget(target), here, config, tokenizer, **options))
     else:
         running = LLM(target, here, config, **options)
     try:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from bench.data.heldout import DEMO
 from swiftspec.backends import reference
-from swiftspec.builder.load_options import Options
+from swiftspec.builder.load_options import LoadOptions
 from swiftspec.config import EngineConfig
 from swiftspec.errors import UserError
 from swiftspec.llm import LLM
@@ -104,7 +104,7 @@ def test_the_pair_says_the_same_in_mode_serial(tmp_path: Path, kind: Kind) -> No
     write(TARGET, LARGE_TARGET, kind, tmp_path / "target")
     write(DRAFT, LARGE_DRAFT, kind, tmp_path / "draft")
     for dtype in (torch.float32, torch.bfloat16):
-        options: Options = {"dtype": dtype, "max_model_len": 128}
+        options: LoadOptions = {"dtype": dtype, "max_model_len": 128}
         plain = LLM(TARGET, **options).generate(PROMPT, GREEDY)
         tree = LLM(tmp_path / "target", tmp_path / "draft", EngineConfig(), **options).generate(PROMPT, GREEDY)
         assert tree.token_ids == plain.token_ids, dtype

@@ -34,7 +34,7 @@ def test_padding_adds_visible_columns_on_the_left(n: int, width: int) -> None:
     padded = mask.pad_left(rows)
     extra = padded.shape[1] - width
     assert padded[:, :extra].all() and not padded[:, extra:].any()
-    assert padded.shape[1] in mask.WIDTHS or padded.shape[1] % mask.WIDTHS[-1] == 0
+    assert padded.shape[1] in mask.MASK_WIDTHS or padded.shape[1] % mask.MASK_WIDTHS[-1] == 0
     assert extra < max(8, width)  # never more than twice as wide
 
 

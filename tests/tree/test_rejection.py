@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from torch import Tensor
 
-from swiftspec.messages import Drawn, Proposal
+from swiftspec.messages import DraftProbs, Proposal
 from swiftspec.params import SamplingParams
 from swiftspec.sampling.noise import PositionNoise
 from swiftspec.sampling.sampler import Sampler
 from swiftspec.sampling.vocab import VocabShard
 from swiftspec.tree import rejection
-from swiftspec.tree.rejection import Rejection, judge
+from swiftspec.tree.rejection import RejectionSampling, verify_siblings
 from tests.support.enumeration import PROMPT, orders, outcomes, penalised
 from tests.support.histories import Law, filtered
 from tests.support.thread_group import ThreadGroup, on_ranks
@@ -54,7 +54,7 @@ def passing(p: Tensor, q: Tensor, places: Tensor, i: int) -> Tensor:
     low, high = torch.zeros_like(p[:, :1]), torch.ones_like(p[:, :1])
     for _ in range(50):
         coins[:, i : i + 1] = middle = (low + high) / 2
-        passes = judge(p, q, places, coins).accepted[:, None] == i
+        passes = verify_siblings(p, q, places, coins).accepted[:, None] == i
         low, high = torch.where(passes, middle, low), torch.where(passes, high, middle)
     return high
 
@@ -66,7 +66,7 @@ def judged_law(p: Tensor, q: Tensor, places: Tensor) -> Tensor:
         high = passing(p, q, places, i)
         law.scatter_add_(1, places[:, i : i + 1], mass * high)
         mass = mass * (1 - high)
-    last = judge(p, q, places, torch.ones(places.shape, dtype=torch.float64))
+    last = verify_siblings(p, q, places, torch.ones(places.shape, dtype=torch.float64))
     left = torch.where(q > 0, last.inside, p * last.outside.exp()[:, None])
     over = mass < 1e-12  # one of the children is certain to pass
     assert (over | torch.isfinite(left) & (last.accepted < 0)[:, None]).all()
@@ -84,7 +84,7 @@ def test_the_token_follows_p_whatever_was_drawn(kind: str, vocab: int, count: in
         ps, qs = (torch.tensor([x] * len(ways), dtype=torch.float64) for x in (p, q))
         law = chances * judged_law(ps, qs, drawn)
         torch.testing.assert_close(law.sum(0), torch.tensor(p, dtype=torch.float64), atol=1e-12, rtol=0)
-        overlap = judge(ps, qs, drawn, torch.ones(drawn.shape, dtype=torch.float64)).overlap
+        overlap = verify_siblings(ps, qs, drawn, torch.ones(drawn.shape, dtype=torch.float64)).overlap
         first = (chances * passing(ps, qs, drawn, 0)).sum().expand(len(ways))
         torch.testing.assert_close(overlap, first, atol=1e-12, rtol=0)
         assert overlap[0] == pytest.approx(1 - sum(abs(a - b) for a, b in zip(p, q, strict=True)) / 2)
@@ -98,9 +98,9 @@ def test_rows_are_judged_alike_alone_and_together(kind: str, vocab: int, count: 
     places = torch.stack([torch.randperm(vocab, generator=noise) for _ in range(rows)])[:, : min(count, vocab)]
     places = torch.where(q.gather(-1, places) > 0, places, -1).sort(-1, descending=True).values
     coins = torch.rand(places.shape, generator=noise, dtype=torch.float64)
-    together = judge(p, q, places, coins)
+    together = verify_siblings(p, q, places, coins)
     for row in range(rows):
-        alone = judge(*(x[row : row + 1] for x in (p, q, places, coins)))
+        alone = verify_siblings(*(x[row : row + 1] for x in (p, q, places, coins)))
         assert torch.equal(alone.accepted[0], together.accepted[row])
         torch.testing.assert_close(alone.inside[0], together.inside[row])
         torch.testing.assert_close(alone.outside[0], together.outside[row])
@@ -112,7 +112,7 @@ def tree(vocab: int, seed: int) -> tuple[Proposal, np.ndarray]:
     named = np.stack([noise.permutation(vocab)[: vocab - 1] for _ in range(2)]).astype(np.int32)
     probs = noise.dirichlet(np.ones(vocab - 1), 2).astype(np.float32)
     tokens = (0, int(named[0, 1]), int(named[0, 0]), int(named[1, 2]), int(named[1, 0]))
-    proposal = Proposal(1, 0, 7, tokens, (-1, 0, 0, 1, 1), Drawn(named, probs))
+    proposal = Proposal(1, 0, 7, tokens, (-1, 0, 0, 1, 1), DraftProbs(named, probs))
     return proposal, 2 * noise.standard_normal((5, vocab))
 
 
@@ -139,7 +139,7 @@ def walk(proposal: Proposal, logits: torch.Tensor, sampling: SamplingParams, gro
         padded = torch.nn.functional.pad(logits, (0, width * group.size - vocab), value=1e9)
         logits = padded[:, group.rank * width :][:, :width]
     positions = torch.tensor([7, 8, 8, 9, 9])
-    found = Rejection(sampler)(proposal, logits, paths if sampling.penalised else None, positions)
+    found = RejectionSampling(sampler)(proposal, logits, paths if sampling.penalised else None, positions)
     assert [proposal.tokens[node] for node in found.path[1:]] == found.tokens[:-1]
     assert len(found.overlaps) == sum(node in (0, 1) for node in found.path)  # the nodes that have children
     return found.tokens, list(found.overlaps)
@@ -250,11 +250,13 @@ def test_overlaps_are_those_of_the_shaped_laws() -> None:
     seen = 0
     for seed in range(12):
         proposal, rows = tree(8, seed)
-        assert proposal.drawn is not None
+        assert proposal.draft_probs is not None
         overlaps = walk(proposal, torch.from_numpy(rows), SamplingParams(temperature=0.6), None)[1]
         for row, overlap in enumerate(overlaps):
             p = np.exp(rows[row] / 0.6) / np.exp(rows[row] / 0.6).sum()
-            q = dict(zip(proposal.drawn.tokens[row].tolist(), proposal.drawn.probs[row].tolist(), strict=True))
+            q = dict(
+                zip(proposal.draft_probs.tokens[row].tolist(), proposal.draft_probs.probs[row].tolist(), strict=True)
+            )
             assert overlap == pytest.approx(sum(min(p[token], chance) for token, chance in q.items()))
         seen += len(overlaps)
     assert seen > 12
@@ -274,9 +276,9 @@ def test_a_proposal_that_does_not_say_what_it_was_drawn_from_is_refused() -> Non
     bare = Proposal(1, 0, 7, proposal.tokens, proposal.parents)
     with pytest.raises(ValueError, match="does not say what its tokens were drawn from"):
         walk(bare, torch.from_numpy(rows), SamplingParams(), None)
-    assert proposal.drawn is not None
-    tokens, probs = proposal.drawn.tokens, proposal.drawn.probs
-    never = Drawn(tokens, np.where(tokens == proposal.tokens[1], 0, probs))
+    assert proposal.draft_probs is not None
+    tokens, probs = proposal.draft_probs.tokens, proposal.draft_probs.probs
+    never = DraftProbs(tokens, np.where(tokens == proposal.tokens[1], 0, probs))
     with pytest.raises(ValueError, match="node 1 of a proposal was not drawn from"):
         walk(
             Proposal(1, 0, 7, proposal.tokens, proposal.parents, never), torch.from_numpy(rows), SamplingParams(), None

@@ -15,7 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from swiftspec.backends.cpu.decoder import HostDecoder
 from swiftspec.runtime.executors.native import NativeTree
-from swiftspec.tree.replica import NodeIds, Replica, TreeDelta, joined
+from swiftspec.tree.replica import NodeIds, TreeDelta, TreeReplica, merge_deltas
 from swiftspec.tree.tree import NEG_INF, DraftTree
 
 SLOTS, CHILDREN, VOCAB, ROOT = 24, 3, 5, 4
@@ -34,7 +34,7 @@ class ReplicaMachine(RuleBasedStateMachine):
         self.tree, self.ids = self.make(), NodeIds()
         self.tree.reset(ROOT)
         self.ids.open()
-        self.replica = Replica(self.make(), VOCAB)
+        self.replica = TreeReplica(self.make(), VOCAB)
         self.replica.open(ROOT)
         self.text: Path = (ROOT,)
         self.round = self.taken = 0
@@ -44,12 +44,12 @@ class ReplicaMachine(RuleBasedStateMachine):
         self.known: dict[Path, float] = {(ROOT,): 0.0}
         self.roots: dict[Path, float] = {}  # where the draft has re-rooted since it spoke
 
-    @precondition(lambda self: self.tree.room(CHILDREN) >= 3)
+    @precondition(lambda self: self.tree.expandable_leaves(CHILDREN) >= 3)
     @rule(w=st.integers(1, 3), count=st.integers(1, 2), data=st.data())
     def grow(self, w: int, count: int, data: st.DataObject) -> None:
         first, before = self.ids.next, self.tree.count
         for _ in range(count):
-            if self.tree.room(CHILDREN) < w or len(nodes := self.tree.best_leaves(w).nodes) == 0:
+            if self.tree.expandable_leaves(CHILDREN) < w or len(nodes := self.tree.best_leaves(w).nodes) == 0:
                 break
             weights = st.sampled_from([0.0, -0.5, -1.0, -1.0, -3.0, NEG_INF])  # ties, sure children, dead children
             tokens = [data.draw(st.permutations(range(VOCAB)))[:CHILDREN] for _ in nodes]
@@ -105,7 +105,7 @@ class ReplicaMachine(RuleBasedStateMachine):
             delta, nodes = self.deltas.popleft()
             together.append(delta)
             self.known |= nodes
-        self.replica.apply(joined(together))
+        self.replica.apply(merge_deltas(together))
 
     @rule(bs=st.integers(1, 9))
     def propose(self, bs: int) -> None:
@@ -128,7 +128,7 @@ class ReplicaMachine(RuleBasedStateMachine):
         if not (self.deltas or self.results or self.roots):
             _, tokens, parents = self.tree.best_subtree(9)
             assert self.replica.best(9) == (tokens, parents)
-            assert self.replica.prospects(9, 3) == self.tree.prospects(9, 3)
+            assert self.replica.expected_mass(9, 3) == self.tree.expected_mass(9, 3)
 
 
 class NativeReplicaMachine(ReplicaMachine):
@@ -164,7 +164,7 @@ BAD = {
 
 @pytest.mark.parametrize("reason", BAD)
 def test_what_no_draft_sends_changes_nothing(reason: str) -> None:
-    replica = Replica(DraftTree(8, 3), VOCAB)
+    replica = TreeReplica(DraftTree(8, 3), VOCAB)
     replica.open(ROOT)
     with pytest.raises(ValueError, match=reason.partition(",")[0]):
         replica.apply(BAD[reason])
@@ -176,4 +176,4 @@ def test_what_no_draft_sends_changes_nothing(reason: str) -> None:
 
 def test_deltas_that_do_not_follow_each_other_are_not_joined() -> None:
     with pytest.raises(ValueError, match="growth from node 5, where node 4 comes next"):
-        joined([GOOD, replace(GOOD, first=5)])
+        merge_deltas([GOOD, replace(GOOD, first=5)])

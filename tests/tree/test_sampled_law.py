@@ -11,11 +11,11 @@ import torch
 from swiftspec.config import EngineConfig
 from swiftspec.control import policy
 from swiftspec.control.controller import Controller
-from swiftspec.control.round_stats import Decision, Measured
+from swiftspec.control.round_stats import Decision, RoundStats
 from swiftspec.params import SamplingParams
 from swiftspec.sampling.sampler import Sampler
 from swiftspec.tree import sampled_children
-from swiftspec.tree.sampled_children import DrawnChildren
+from swiftspec.tree.sampled_children import SampledChildren
 from tests.support.enumeration import Pair, longest_branch, orders
 
 
@@ -109,12 +109,12 @@ def test_ties_are_broken_by_age_and_not_by_the_draws(monkeypatch: pytest.MonkeyP
     assert apart < 1e-12 and runs > 100
     for q in np.random.default_rng(2).dirichlet(np.full(5, 0.7), 20):
         rows = np.array(list(itertools.permutations(q)))
-        first = sampled_children.weights(rows, 0.2)
+        first = sampled_children.child_log_weights(rows, 0.2)
         assert (first[:, 0] == first[0, 0]).all()
 
 
 def test_a_tree_that_starts_over_follows_the_target(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sampled_children, "LIFETIME", 0)
+    monkeypatch.setattr(sampled_children, "MAX_REROOTS", 0)
     check(("async", 2, 1, 1, 2, 3, 4), PLAIN, 2)
 
 
@@ -122,7 +122,7 @@ def test_a_tree_that_starts_over_follows_the_target(monkeypatch: pytest.MonkeyPa
 def test_rounds_without_the_draft_leave_the_law(monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
     """The self-switch: after a first round the drafter sleeps for one, and wakes to what was said meanwhile."""
     pair = Pair(2, 3, plan_of(mode, 3, 1, 2), PLAIN)
-    pair.around = lambda drafter: Controller(drafter, lambda: Measured(pair.plan))
+    pair.around = lambda drafter: Controller(drafter, lambda: RoundStats(pair.plan))
     monkeypatch.setattr(policy, "decide", lambda measured: Decision(2, 3, not measured.speculating))
     assert pair.enumerate(monkeypatch, 3, 4)[0] < 1e-12
 
@@ -133,7 +133,7 @@ def test_choosing_by_the_draws_themselves_would_be_seen(monkeypatch: pytest.Monk
     def own(q: sampled_children.Floats, exponent: float) -> sampled_children.Floats:
         return np.log(q)
 
-    monkeypatch.setattr(sampled_children, "weights", own)
+    monkeypatch.setattr(sampled_children, "child_log_weights", own)
     apart, _ = Pair(3, 1, plan_of("serial", 3, 1, 2), PLAIN).enumerate(monkeypatch, 1, 3)
     assert apart > 0.02
 
@@ -154,7 +154,7 @@ def test_weights_look_at_nothing_but_what_was_drawn_before(exponent: float) -> N
     q = np.random.default_rng(1).dirichlet(np.full(6, 0.5), 40)
     q[::3, 4:] = 0
     q[::5, 1:] = 0
-    base = sampled_children.weights(q, exponent)
+    base = sampled_children.child_log_weights(q, exponent)
     assert (base <= 0).all() and not np.isnan(base).any() and (np.isfinite(base) <= (q > 0)).all()
     assert (np.diff(np.nan_to_num(base, neginf=-1e9), axis=1) <= 0).all()
     for i in range(3):  # another draw in place i: the weights up to its own are the same
@@ -162,18 +162,18 @@ def test_weights_look_at_nothing_but_what_was_drawn_before(exponent: float) -> N
         other[:, [i, i + 1]] = q[:, [i + 1, i]]
         alive = (q[:, i] > 0) & (q[:, i + 1] > 0)
         np.testing.assert_allclose(
-            sampled_children.weights(other, exponent)[alive, : i + 1], base[alive, : i + 1], rtol=1e-9
+            sampled_children.child_log_weights(other, exponent)[alive, : i + 1], base[alive, : i + 1], rtol=1e-9
         )
 
 
 def test_draws_follow_q_without_replacement() -> None:
     q, rows, count = torch.tensor([0.5, 0.3, 0.15, 0.05, 0.0]), 4000, 6
-    draws, sampler = DrawnChildren(2, rows, 5, carry=True), Sampler(SamplingParams(seed=7), (), 5, "cpu")
+    draws, sampler = SampledChildren(2, rows, 5, carry=True), Sampler(SamplingParams(seed=7), (), 5, "cpu")
     draws.open(sampler, 100, 1.0)
     found: dict[tuple[int, ...], int] = {}
     names = torch.arange(10, 15).expand(rows, 5)
     for _ in range(count):
-        tokens, _ = draws.draw(0, names, q.log().expand(rows, 5))
+        tokens, _ = draws.sample(0, names, q.log().expand(rows, 5))
         for pair in tokens.tolist():
             found[tuple(pair)] = found.get(tuple(pair), 0) + 1
     square = 0.0
@@ -181,8 +181,8 @@ def test_draws_follow_q_without_replacement() -> None:
         expected = chance * rows * count
         square += (found.pop((10 + order[0], 10 + order[1])) - expected) ** 2 / expected
     assert square < 31.3 and not found  # chi-square, 11 degrees of freedom, 0.1 %
-    again = DrawnChildren(2, 4, 5, carry=True)
+    again = SampledChildren(2, 4, 5, carry=True)
     again.open(sampler, 100, 1.0)
-    first, _ = again.draw(0, names[:4], q.log().expand(4, 5))
+    first, _ = again.sample(0, names[:4], q.log().expand(4, 5))
     again.open(sampler, 101, 1.0)
-    assert not np.array_equal(first, again.draw(0, names[:4], q.log().expand(4, 5))[0])
+    assert not np.array_equal(first, again.sample(0, names[:4], q.log().expand(4, 5))[0])

@@ -43,7 +43,7 @@ class TreeMachine(RuleBasedStateMachine):
         self.nodes = [Node(5, None, 0.0)]
         self.used = 0
 
-    @precondition(lambda self: self.tree.room(CHILDREN) >= 4)
+    @precondition(lambda self: self.tree.expandable_leaves(CHILDREN) >= 4)
     @rule(w=st.integers(1, 4), data=st.data())
     def expand(self, w: int, data: st.DataObject) -> None:
         live = [n for n in self.nodes if n.slot is None and n.weight > NEG_INF]
@@ -107,7 +107,9 @@ class TreeMachine(RuleBasedStateMachine):
         below = [n for n in self.nodes if root in n.ancestry()]
         chances = sorted((math.exp(n.weight - root.weight) for n in below), reverse=True)
         leaves = sorted((math.exp(n.weight - root.weight) for n in below if n.slot is None), reverse=True)
-        np.testing.assert_allclose(self.tree.prospects(bs, w, index), (sum(chances[:bs]), sum(leaves[:w])), atol=1e-9)
+        np.testing.assert_allclose(
+            self.tree.expected_mass(bs, w, index), (sum(chances[:bs]), sum(leaves[:w])), atol=1e-9
+        )
 
     @rule(data=st.data())
     def walk(self, data: st.DataObject) -> None:
@@ -119,7 +121,7 @@ class TreeMachine(RuleBasedStateMachine):
                 break
             node = found[0]
             path.append(self.nodes.index(node))
-        assert self.tree.walk(tokens) == path
+        assert self.tree.match_prefix(tokens) == path
 
     @invariant()
     def arrays_hold(self) -> None:

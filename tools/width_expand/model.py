@@ -16,9 +16,9 @@ from swiftspec.model.checkpoint import Checkpoint
 from swiftspec.model.checkpoint_files import open_tensors, read_config
 from swiftspec.model.config import ModelConfig
 from swiftspec.model.config_json import parse_config
-from swiftspec.model.float8 import FLOAT8, Fit
+from swiftspec.model.float8 import FLOAT8, Fp8KVScale
 from swiftspec.model.formats import format_of
-from swiftspec.model.transformer import Ops, Transformer
+from swiftspec.model.transformer import ModelOps, Transformer
 from swiftspec.model.weights import DenseWeight, LayerWeights, ModelWeights, Weight
 from tools.width_expand.fill import Filler
 from tools.width_expand.maps import FREE, GROUP, LOUD, SILENT, Maps, map_layer, spread
@@ -135,7 +135,7 @@ def load(
     kind: Kind,
     *,
     device: torch.device | str,
-    ops: Ops,
+    ops: ModelOps,
     max_positions: int,
     dtype: torch.dtype | None = None,
     cache_dtype: torch.dtype | None = None,
@@ -145,5 +145,5 @@ def load(
     grown = Grown.of(path, sizes, kind, device, seed)
     large, weights = grown.large, grown.weights()
     if cache_dtype == FLOAT8:
-        weights = Fit(large.num_heads, large.num_kv_heads, large.head_dim).of_weights(weights)
+        weights = Fp8KVScale(large.num_heads, large.num_kv_heads, large.head_dim).of_weights(weights)
     return Transformer(large, weights, ops, device, dtype or DTYPES[kind], max_positions, cache_dtype=cache_dtype)

@@ -11,32 +11,32 @@ namespace {
 
 using namespace attention;
 
-__global__ void claim_kernel(const __grid_constant__ AttentionSetup a) {
+__global__ void slot_owner_kernel(const __grid_constant__ AttentionSetup a) {
   ptx::launch_dependents();
   ptx::wait_for_dependencies();
   const int64_t row = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
-  if (row < a.rows) claim(a, row);
+  if (row < a.rows) set_slot_owner(a, row);
 }
 
 // What is known of a group while its rows are listed.
-struct Seen {
+struct GroupExtent {
   int base, keys;
 };
 
 // A block lists the rows of one group.
-__global__ void __launch_bounds__(kThreads) list_kernel(const __grid_constant__ AttentionSetup a) {
-  auto& [base, keys] = shared_variable<Seen>();
+__global__ void __launch_bounds__(kThreads) list_keys_kernel(const __grid_constant__ AttentionSetup a) {
+  auto& [base, keys] = shared_variable<GroupExtent>();
   ptx::launch_dependents();
   ptx::wait_for_dependencies();
   const int thread = static_cast<int>(threadIdx.x);
-  RowGroup group = rows_at(a, blockIdx.x);
+  RowGroup group = group_rows_at(a, blockIdx.x);
   if (thread == 0) {
     base = INT32_MAX;
     keys = 0;
   }
   __syncthreads();
   for (int row = thread / 32; row < group.count; row += kWarps) {
-    const auto run = static_cast<int>(list_row(a, group.first + row));
+    const auto run = static_cast<int>(list_keys(a, group.first + row));
     if (thread % 32 == 0) {
       atomicMin(&base, run);
       atomicMax(&keys, a.count[group.first + row]);
@@ -53,7 +53,7 @@ __global__ void __launch_bounds__(kThreads) list_kernel(const __grid_constant__ 
 
 // Whether this cluster is the last of its group's `count`. All its threads ask, after they have written their part.
 template <class F>
-__device__ bool is_last(const Job<F>& j, Shared<F>& s, int rank, int thread, int64_t count) {
+__device__ bool is_last(const TileTask<F>& j, SharedMemory<F>& s, int rank, int thread, int64_t count) {
   ptx::cluster_sync();
   if (rank == 0 && thread == 0) {
     __threadfence();  // for all: the barrier has put their writes before it
@@ -66,26 +66,26 @@ __device__ bool is_last(const Job<F>& j, Shared<F>& s, int rank, int thread, int
   return ptx::in_block(&s, 0)->last != 0;
 }
 
-// A cluster's part, tile by tile where a block takes them in turn. `then` is the part after it, or -1.
-template <class F, class Meanwhile>
-__device__ void attend_part(Job<F>& j, Shared<F>& s, int rank, int thread, bool alone, int64_t then, Staged& staged,
-                            Meanwhile meanwhile) {
-  const int64_t first = j.part * j.part_keys(), keys = least(j.group.keys - first, j.part_keys());
-  const int64_t turns = F::kInTurn ? parts(keys, F::kTile) : 1;
+// A cluster's part, tile by tile where a block takes them in turn. `next_part` is the part after it, or -1.
+template <class F, class Work>
+__device__ void attend_part(TileTask<F>& j, SharedMemory<F>& s, int rank, int thread, bool alone, int64_t next_part, StageState& stage_state,
+                            Work overlapped_work) {
+  const int64_t first = j.part * j.part_keys(), keys = min64(j.group.keys - first, j.part_keys());
+  const int64_t turns = F::kSequential ? ceil_div(keys, F::kTile) : 1;
   for (int64_t turn = 0; turn < turns; ++turn) {
     j.tile = first / F::kTile + turn + rank;
     __syncthreads();
     if (j.first_key() < j.group.keys) {
-      attend(j, s, staged, then < 0 ? -1 : then * F::kCluster + rank, meanwhile);
+      attend(j, s, stage_state, next_part < 0 ? -1 : next_part * F::kCluster + rank, overlapped_work);
     } else {
-      meanwhile(thread);
+      overlapped_work(thread);
       if (thread < kColumns) s.top[thread] = -INFINITY;
     }
     ptx::cluster_sync();
-    join_tiles(j, s, rank, thread, turn, alone && turn + 1 == turns, [&](int i) { return ptx::in_block(&s, i); });
-    if (!F::kInTurn) continue;
+    combine_tiles(j, s, rank, thread, turn, alone && turn + 1 == turns, [&](int i) { return ptx::in_block(&s, i); });
+    if (!F::kSequential) continue;
     __syncthreads();
-    note_sums(j, s, thread, turn);
+    store_running_sums(j, s, thread, turn);
   }
 }
 
@@ -99,90 +99,90 @@ template <int kDim, class Stored>
 __global__ void __launch_bounds__(kThreads, 1)
     attention_kernel(const __grid_constant__ AttentionSetup a, const uint16_t* qkv, Stored* keys, Stored* values,
                      uint16_t* out) {
-  using F = Here<kDim, Stored>;
+  using F = DeviceShape<kDim, Stored>;
   ptx::wait_for_dependencies();
-  auto& s = *reinterpret_cast<Shared<F>*>(dynamic_shared());
+  auto& s = *reinterpret_cast<SharedMemory<F>*>(dynamic_shared());
   const int rank = static_cast<int>(ptx::cluster_rank()), thread = static_cast<int>(threadIdx.x);
   const int64_t clusters = gridDim.x / F::kCluster;
-  Staged staged;
-  for (int64_t entry = blockIdx.x / F::kCluster; entry < groups_of(a); entry += clusters) {
-    Job<F> j{a, qkv, keys, values, out, blockIdx.y, a.groups[entry], entry, blockIdx.z, 0};
-    const int64_t count = parts(j.group.keys, j.part_keys());
+  StageState stage_state;
+  for (int64_t entry = blockIdx.x / F::kCluster; entry < group_table_size(a); entry += clusters) {
+    TileTask<F> j{a, qkv, keys, values, out, blockIdx.y, a.groups[entry], entry, blockIdx.z, 0};
+    const int64_t count = ceil_div(j.group.keys, j.part_keys());
     if (j.group.count == 0 || j.part >= count) continue;
-    note_seen(j, s, thread);
+    load_key_counts(j, s, thread);
     bool there = false;  // the queries
-    const auto meanwhile = [&](int mine) {
+    const auto overlapped_work = [&](int mine) {
       if (there) return;
-      if (j.part == 0) append(j, rank, mine);
+      if (j.part == 0) append_kv(j, rank, mine);
       load_queries(j, s, mine);
       there = true;
     };
     for (; j.part < count; j.part += gridDim.z) {
-      const int64_t then = j.part + gridDim.z < count ? j.part + gridDim.z : -1;
-      attend_part(j, s, rank, thread, count == 1, then, staged, meanwhile);
-      if (count > 1 && is_last(j, s, rank, thread, count)) join_parts(j, rank, thread, count);
+      const int64_t next_part = j.part + gridDim.z < count ? j.part + gridDim.z : -1;
+      attend_part(j, s, rank, thread, count == 1, next_part, stage_state, overlapped_work);
+      if (count > 1 && is_last(j, s, rank, thread, count)) combine_parts(j, rank, thread, count);
       // nobody reads another block's memory any more; at the end nothing is written there that would have to be seen
-      const bool more = j.part + gridDim.z < count || entry + clusters < groups_of(a);
+      const bool more = j.part + gridDim.z < count || entry + clusters < group_table_size(a);
       more ? ptx::cluster_sync() : ptx::cluster_meet();
     }
   }
 }
 
-// Clusters for each head: first one for every group, as far as they run at a time, then for parts of a row.
+// Clusters for each head: first one for every group, as far as they run at a time, next_part for parts of a row.
 template <class F>
 void launch_attention(const AttentionSetup& a, const void* qkv, void* keys, void* values, void* out, Stream stream) {
-  const int64_t groups = least(most(a.clusters / a.kv_heads, 1), groups_of(a));
-  const int64_t shared = sharers(a.clusters, a.kv_heads * groups, parts(a.capacity, part_keys<F>(a.capacity)));
+  const int64_t groups = min64(max64(a.clusters / a.kv_heads, 1), group_table_size(a));
+  const int64_t shared = clusters_per_row(a.clusters, a.kv_heads * groups, ceil_div(a.capacity, part_keys<F>(a.capacity)));
   const dim3 grid(static_cast<unsigned>(groups * F::kCluster), static_cast<unsigned>(a.kv_heads),
                   static_cast<unsigned>(shared));
-  const Launch how{.grid = grid, .threads = kThreads, .cluster = F::kCluster, .shared = sizeof(Shared<F>),
+  const Launch how{.grid = grid, .threads = kThreads, .cluster = F::kCluster, .shared = sizeof(SharedMemory<F>),
                    .early = true};
   using Stored = typename F::Stored;
   launch("attention", attention_kernel<F::kDim, Stored>, how, stream, a, static_cast<const uint16_t*>(qkv),
          static_cast<Stored*>(keys), static_cast<Stored*>(values), static_cast<uint16_t*>(out));
 }
 
-// Calls back with the form that the current device's kernel has: `Here` of what it was compiled for.
+// Calls back with the shape that the current device's kernel has: `Here` of what it was compiled for.
 template <class Stored, class Do>
-auto with_form(int64_t dim, Do work) {
-  if (device_here().clusters()) return dim == 64 ? work(Wide<64, Stored>{}) : work(Wide<128, Stored>{});
-  return dim == 64 ? work(Narrow<64, Stored>{}) : work(Narrow<128, Stored>{});
+auto with_shape(int64_t dim, Do work) {
+  if (device_info().has_clusters()) return dim == 64 ? work(ClusterShape<64, Stored>{}) : work(ClusterShape<128, Stored>{});
+  return dim == 64 ? work(BlockShape<64, Stored>{}) : work(BlockShape<128, Stored>{});
 }
 template <class Do>
-auto with_form(int64_t dim, bool float8, Do work) {
-  return float8 ? with_form<uint8_t>(dim, work) : with_form<uint16_t>(dim, work);
+auto with_shape(int64_t dim, bool float8, Do work) {
+  return float8 ? with_shape<uint8_t>(dim, work) : with_shape<uint16_t>(dim, work);
 }
 
 }  // namespace
 
 int64_t attention_groups(int64_t rows, int64_t heads, int64_t kv_heads, bool one_sequence) {
-  return one_sequence ? parts(rows, kColumns / (heads / kv_heads)) : rows;
+  return one_sequence ? ceil_div(rows, kColumns / (heads / kv_heads)) : rows;
 }
 
 int64_t attention_lines(int64_t rows, int64_t heads, int64_t capacity) {
-  return with_form(64, false, [&](auto form) { return rows * heads * parts(capacity, part_keys<decltype(form)>(capacity)); });
+  return with_shape(64, false, [&](auto shape) { return rows * heads * ceil_div(capacity, part_keys<decltype(shape)>(capacity)); });
 }
 
 int64_t attention_clusters(int64_t dim, bool float8) {
-  with_form(dim, float8, [](auto form) {
-    using F = decltype(form);
-    allow_shared("attention", attention_kernel<F::kDim, typename F::Stored>, sizeof(Shared<F>));
+  with_shape(dim, float8, [](auto shape) {
+    using F = decltype(shape);
+    allow_shared_memory("attention", attention_kernel<F::kDim, typename F::Stored>, sizeof(SharedMemory<F>));
   });
-  const Device& device = device_here();
-  return device.at_once[device.clusters() ? 3 : 0];
+  const Device& device = device_info();
+  return device.max_clusters[device.has_clusters() ? 3 : 0];
 }
 
 void prepare_attention(const AttentionSetup& a, Stream stream) {
   if (a.rows == 0) return;
-  const dim3 blocks(static_cast<unsigned>(parts(a.rows, kThreads)));
-  launch("prepare_attention", claim_kernel, {.grid = blocks, .threads = kThreads, .early = true}, stream, a);
-  const Launch how{.grid = dim3(static_cast<unsigned>(groups_of(a))), .threads = kThreads, .early = true};
-  launch("prepare_attention", list_kernel, how, stream, a);
+  const dim3 blocks(static_cast<unsigned>(ceil_div(a.rows, kThreads)));
+  launch("prepare_attention", slot_owner_kernel, {.grid = blocks, .threads = kThreads, .early = true}, stream, a);
+  const Launch how{.grid = dim3(static_cast<unsigned>(group_table_size(a))), .threads = kThreads, .early = true};
+  launch("prepare_attention", list_keys_kernel, how, stream, a);
 }
 
 void attention(const AttentionSetup& a, const void* qkv, void* keys, void* values, void* out, Stream stream) {
   if (a.rows == 0) return;
-  with_form(a.dim, a.float8, [&](auto form) { launch_attention<decltype(form)>(a, qkv, keys, values, out, stream); });
+  with_shape(a.dim, a.float8, [&](auto shape) { launch_attention<decltype(shape)>(a, qkv, keys, values, out, stream); });
 }
 
 }  // namespace swiftspec::cuda

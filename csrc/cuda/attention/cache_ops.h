@@ -13,7 +13,7 @@
 namespace swiftspec::cache_ops {
 
 constexpr int kThreads = 256;
-constexpr int kEach = 4;  // pieces that a thread moves at a time
+constexpr int kPiecesPerThread = 4;  // pieces that a thread moves at a time
 
 SWIFTSPEC_HD int64_t pieces(const MoveArgs& a) { return a.count * (a.slot_bytes / 16); }
 

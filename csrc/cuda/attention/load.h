@@ -15,10 +15,10 @@
 
 namespace swiftspec::attention {
 
-using bf16::Chunk;
+using bf16::Vec8;
 
-// From global to shared memory; there once `await_fetches` says so.
-SWIFTSPEC_HD void fetch(Chunk* shared, const Chunk* global) {
+// From global to shared memory; there once `wait_for_copies` says so.
+SWIFTSPEC_HD void copy_async(Vec8* shared, const Vec8* global) {
 #ifdef __CUDA_ARCH__
   ptx::cp_async16(shared, global);
 #else
@@ -26,14 +26,14 @@ SWIFTSPEC_HD void fetch(Chunk* shared, const Chunk* global) {
 #endif
 }
 
-// Ends a group of fetches. `await_fetches<N>` waits until at most N groups of this thread are under way.
-SWIFTSPEC_HD void end_fetches() {
+// Ends a group of fetches. `wait_for_copies<N>` waits until at most N groups of this thread are under way.
+SWIFTSPEC_HD void commit_copies() {
 #ifdef __CUDA_ARCH__
   ptx::cp_async_commit();
 #endif
 }
 template <int N>
-SWIFTSPEC_HD void await_fetches() {
+SWIFTSPEC_HD void wait_for_copies() {
 #ifdef __CUDA_ARCH__
   ptx::cp_async_wait<N>();
 #endif
@@ -42,13 +42,13 @@ SWIFTSPEC_HD void await_fetches() {
 // Eight elements from `at` on of a head [kDim] after RoPE at a row's position: x cos + half_rotation(x) sin, where
 // `sin` has the sign of the rotation; rounded where the reference rounds.
 template <int kDim>
-SWIFTSPEC_HD Chunk rotated(const AttentionSetup& a, const uint16_t* x, int64_t row, int at) {
+SWIFTSPEC_HD Vec8 apply_rope(const AttentionSetup& a, const uint16_t* x, int64_t row, int at) {
   const int64_t table = a.positions[row] * kDim + at;
-  const Chunk straight = *reinterpret_cast<const Chunk*>(x + at);
-  const Chunk turned = *reinterpret_cast<const Chunk*>(x + (at + kDim / 2) % kDim);
-  const Chunk cos = *reinterpret_cast<const Chunk*>(static_cast<const uint16_t*>(a.cos) + table);
-  const Chunk sin = *reinterpret_cast<const Chunk*>(static_cast<const uint16_t*>(a.sin) + table);
-  Chunk out;
+  const Vec8 straight = *reinterpret_cast<const Vec8*>(x + at);
+  const Vec8 turned = *reinterpret_cast<const Vec8*>(x + (at + kDim / 2) % kDim);
+  const Vec8 cos = *reinterpret_cast<const Vec8*>(static_cast<const uint16_t*>(a.cos) + table);
+  const Vec8 sin = *reinterpret_cast<const Vec8*>(static_cast<const uint16_t*>(a.sin) + table);
+  Vec8 out;
   for (int i = 0; i < 8; ++i) {
     const float first = bf16::widen(bf16::nearest(ieee::mul(bf16::widen(straight.x[i]), bf16::widen(cos.x[i]))));
     out.x[i] = bf16::nearest(fmaf(bf16::widen(turned.x[i]), bf16::widen(sin.x[i]), first));
@@ -57,44 +57,44 @@ SWIFTSPEC_HD Chunk rotated(const AttentionSetup& a, const uint16_t* x, int64_t r
 }
 
 // Eight elements as the cache holds them.
-SWIFTSPEC_HD void put(uint16_t* to, const Chunk& chunk) { *reinterpret_cast<Chunk*>(to) = chunk; }
-SWIFTSPEC_HD void put(uint8_t* to, const Chunk& chunk) {
-  *reinterpret_cast<float8::Eight*>(to) = float8::nearest(chunk);
+SWIFTSPEC_HD void store_vector(uint16_t* to, const Vec8& chunk) { *reinterpret_cast<Vec8*>(to) = chunk; }
+SWIFTSPEC_HD void store_vector(uint8_t* to, const Vec8& chunk) {
+  *reinterpret_cast<float8::Vec8*>(to) = float8::nearest(chunk);
 }
 
 // New keys and values of this group's rows go to the cache; the blocks of the first part share them.
 template <class F>
-SWIFTSPEC_HD void append(const Job<F>& j, int rank, int thread) {
+SWIFTSPEC_HD void append_kv(const TileTask<F>& j, int rank, int thread) {
   constexpr int kChunks = F::kDim / 8;
-  for (int i = thread; i < static_cast<int>(parts(j.group.count - rank, F::kCluster)) * kChunks; i += kThreads) {
+  for (int i = thread; i < static_cast<int>(ceil_div(j.group.count - rank, F::kCluster)) * kChunks; i += kThreads) {
     const int64_t row = j.group.first + rank + i / kChunks * F::kCluster;
     const int at = i % kChunks * 8;
     const uint16_t* k = j.qkv + row * j.width() + (j.setup.heads + j.head) * F::kDim;
     const uint16_t* v = k + j.setup.kv_heads * F::kDim;
     const int64_t to = j.region() + j.setup.slots[row] * F::kDim + at;
-    put(j.keys + to, rotated<F::kDim>(j.setup, k, row, at));
-    put(j.values + to, *reinterpret_cast<const Chunk*>(v + at));
+    store_vector(j.keys + to, apply_rope<F::kDim>(j.setup, k, row, at));
+    store_vector(j.values + to, *reinterpret_cast<const Vec8*>(v + at));
   }
 }
 
 // How many keys each row of the group has.
 template <class F>
-SWIFTSPEC_HD void note_seen(const Job<F>& j, Shared<F>& s, int thread) {
-  if (thread < kColumns) s.seen[thread] = thread < j.group.count ? j.setup.count[j.group.first + thread] : 0;
+SWIFTSPEC_HD void load_key_counts(const TileTask<F>& j, SharedMemory<F>& s, int thread) {
+  if (thread < kColumns) s.key_counts[thread] = thread < j.group.count ? j.setup.count[j.group.first + thread] : 0;
 }
 
 template <class F>
-SWIFTSPEC_HD void load_queries(const Job<F>& j, Shared<F>& s, int thread) {
+SWIFTSPEC_HD void load_queries(const TileTask<F>& j, SharedMemory<F>& s, int thread) {
   constexpr int kChunks = F::kDim / 8;
   for (int i = thread; i < j.column_blocks() * 8 * kChunks; i += kThreads) {
     const int column = i / kChunks, at = i % kChunks * 8;
-    Chunk chunk = {};
+    Vec8 chunk = {};
     if (column < j.columns()) {
       const int64_t row = j.group.first + column / j.heads();
       const int64_t head = j.head * j.heads() + column % j.heads();
-      chunk = rotated<F::kDim>(j.setup, j.qkv + row * j.width() + head * F::kDim, row, at);
+      chunk = apply_rope<F::kDim>(j.setup, j.qkv + row * j.width() + head * F::kDim, row, at);
     }
-    *reinterpret_cast<Chunk*>(&s.queries[column][at]) = chunk;
+    *reinterpret_cast<Vec8*>(&s.queries[column][at]) = chunk;
   }
 }
 
@@ -103,30 +103,30 @@ enum class Kind : uint8_t { keys, values };
 // Units first .. first + count - 1 into the stage from `slot` on, as the cache holds them: float8 comes to the second
 // half of where its bfloat16 will be. Keys that a row does not have are zeros, new ones are rounded as in the cache.
 template <Kind kKind, class F>
-SWIFTSPEC_HD void load_units(const Job<F>& j, Shared<F>& s, int first, int count, int slot, int thread) {
-  constexpr int kPieces = F::kDim / F::kEach, kSize = kUnit * kPieces;
+SWIFTSPEC_HD void load_units(const TileTask<F>& j, SharedMemory<F>& s, int first, int count, int slot, int thread) {
+  constexpr int kPieces = F::kDim / F::kVectorElements, kSize = kUnit * kPieces;
   const AttentionSetup& a = j.setup;
   const int64_t start = window_start(a, j.sequence());
   const typename F::Stored* cache = (kKind == Kind::keys ? j.keys : j.values) + j.region();
   for (int i = thread; i < count * kSize; i += kThreads) {
     const Unit unit = unit_at(j, s, first + i / kSize);
-    const int key = i % kSize / kPieces, at = i % kPieces * F::kEach;
+    const int key = i % kSize / kPieces, at = i % kPieces * F::kVectorElements;
     const int64_t number = j.first_key() + unit.index * kUnit + key, row = j.group.first + unit.row;
-    auto* to = reinterpret_cast<Chunk*>(&s.stage[slot + i / kSize][key][at + F::kEach - 8]);
-    if (number >= s.seen[unit.row]) {
-      *to = Chunk{};
+    auto* to = reinterpret_cast<Vec8*>(&s.stage[slot + i / kSize][key][at + F::kVectorElements - 8]);
+    if (number >= s.key_counts[unit.row]) {
+      *to = Vec8{};
       continue;
     }
     const int64_t from = number < start ? number : a.tail[row * a.width + number - start];
     if (from >= 0) {
-      fetch(to, reinterpret_cast<const Chunk*>(cache + from * F::kDim + at));
+      copy_async(to, reinterpret_cast<const Vec8*>(cache + from * F::kDim + at));
     } else {
       const uint16_t* fresh = j.qkv + ~from * j.width() + (a.heads + j.head) * F::kDim;
       SWIFTSPEC_UNROLL
-      for (int e = 0; e < F::kEach; e += 8) {
-        put(reinterpret_cast<typename F::Stored*>(to) + e,
-            kKind == Kind::keys ? rotated<F::kDim>(a, fresh, ~from, at + e)
-                                : *reinterpret_cast<const Chunk*>(fresh + a.kv_heads * F::kDim + at + e));
+      for (int e = 0; e < F::kVectorElements; e += 8) {
+        store_vector(reinterpret_cast<typename F::Stored*>(to) + e,
+            kKind == Kind::keys ? apply_rope<F::kDim>(a, fresh, ~from, at + e)
+                                : *reinterpret_cast<const Vec8*>(fresh + a.kv_heads * F::kDim + at + e));
       }
     }
   }
@@ -134,12 +134,12 @@ SWIFTSPEC_HD void load_units(const Job<F>& j, Shared<F>& s, int first, int count
 
 // Makes bfloat16 of `count` units in the stage from `slot` on; each thread of what it has loaded itself.
 template <class F>
-SWIFTSPEC_HD void widen_units(Shared<F>& s, int count, int slot, int thread) {
-  if constexpr (F::kEach == 16) {
+SWIFTSPEC_HD void widen_units(SharedMemory<F>& s, int count, int slot, int thread) {
+  if constexpr (F::kVectorElements == 16) {
     constexpr int kPieces = F::kDim / 16, kSize = kUnit * kPieces;
     for (int i = thread; i < count * kSize; i += kThreads) {
-      auto* to = reinterpret_cast<Chunk*>(&s.stage[slot + i / kSize][i % kSize / kPieces][i % kPieces * 16]);
-      const float8::Two two = float8::widened(to[1]);
+      auto* to = reinterpret_cast<Vec8*>(&s.stage[slot + i / kSize][i % kSize / kPieces][i % kPieces * 16]);
+      const float8::Bf16x16 two = float8::widened(to[1]);
       to[0] = two.x[0];
       to[1] = two.x[1];
     }

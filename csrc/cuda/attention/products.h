@@ -29,7 +29,7 @@ SWIFTSPEC_HD mma::B load_columns(const uint16_t* lines, int64_t stride, int n, i
 
 // Scores of units first .. first + count - 1, which lie in the stage from `slot` on: this warp's share of them.
 template <class F>
-SWIFTSPEC_HD void score(const Job<F>& j, Shared<F>& s, int first, int count, int slot, int warp_index) {
+SWIFTSPEC_HD void score_units(const TileTask<F>& j, SharedMemory<F>& s, int first, int count, int slot, int warp_index) {
   for (int u = warp_index; u < count; u += kWarps) {
     const Unit unit = unit_at(j, s, first + u);
     const int from = unit.first / 8, to = (unit.end + 7) / 8;
@@ -65,21 +65,21 @@ SWIFTSPEC_HD void score(const Job<F>& j, Shared<F>& s, int first, int count, int
 // Scores become shares 2^(score - top) in bfloat16, where the scores were; zero for keys that the row does not have.
 // A warp has every kWarps-th column, a few of them at a time, so that the latencies of their reductions overlap.
 template <class F>
-SWIFTSPEC_HD void soften(const Job<F>& j, Shared<F>& s, int warp_index) {
-  constexpr int kEach = F::kTile / 32, kTogether = 4;
+SWIFTSPEC_HD void softmax_tile(const TileTask<F>& j, SharedMemory<F>& s, int warp_index) {
+  constexpr int kKeysPerLane = F::kTile / 32, kUnrolled = 4;
   const float none = -INFINITY;
   const int end = 8 * j.column_blocks();
-  for (int first = warp_index; first < end; first += kTogether * kWarps) {
-    warp::PerLane<warp::Regs<kEach, float>> x[kTogether];
-    warp::PerLane<float> top[kTogether], total[kTogether];
-    int64_t keys[kTogether];
+  for (int first = warp_index; first < end; first += kUnrolled * kWarps) {
+    warp::PerLane<warp::Regs<kKeysPerLane, float>> x[kUnrolled];
+    warp::PerLane<float> top[kUnrolled], total[kUnrolled];
+    int64_t keys[kUnrolled];
     SWIFTSPEC_UNROLL
-    for (int c = 0; c < kTogether; ++c) {
+    for (int c = 0; c < kUnrolled; ++c) {
       const int column = first + c * kWarps;
-      keys[c] = column < j.columns() ? s.seen[column / j.heads()] - j.first_key() : 0;
+      keys[c] = column < j.columns() ? s.key_counts[column / j.heads()] - j.first_key() : 0;
       SWIFTSPEC_EACH_LANE(lane) {
         top[c](lane) = none;
-        for (int i = 0; i < kEach; ++i) {
+        for (int i = 0; i < kKeysPerLane; ++i) {
           const int key = lane + 32 * i;
           x[c](lane).r[i] = key < keys[c] ? ieee::mul(s.scores[column][key], j.setup.scale) : none;
           top[c](lane) = fmaxf(top[c](lane), x[c](lane).r[i]);
@@ -87,15 +87,15 @@ SWIFTSPEC_HD void soften(const Job<F>& j, Shared<F>& s, int warp_index) {
       }
     }
     SWIFTSPEC_UNROLL
-    for (auto& t : top) t = warp::joined(t, [](float a, float b) { return fmaxf(a, b); });
+    for (auto& t : top) t = warp::all_reduce(t, [](float a, float b) { return fmaxf(a, b); });
     warp::sync();  // all have read before anyone writes
     SWIFTSPEC_UNROLL
-    for (int c = 0; c < kTogether; ++c) {
+    for (int c = 0; c < kUnrolled; ++c) {
       const int column = first + c * kWarps;
       SWIFTSPEC_EACH_LANE(lane) {
         auto* shares = reinterpret_cast<uint16_t*>(s.scores[column < end ? column : first]);
         total[c](lane) = 0;
-        for (int i = 0; i < kEach; ++i) {
+        for (int i = 0; i < kKeysPerLane; ++i) {
           const int key = lane + 32 * i;
           const uint16_t share = bf16::nearest(key < keys[c] ? exp2f(x[c](lane).r[i] - top[c](lane)) : 0);
           if (column < end) shares[key] = share;
@@ -104,9 +104,9 @@ SWIFTSPEC_HD void soften(const Job<F>& j, Shared<F>& s, int warp_index) {
       }
     }
     SWIFTSPEC_UNROLL
-    for (auto& t : total) t = warp::joined(t, [](float a, float b) { return a + b; });
+    for (auto& t : total) t = warp::all_reduce(t, [](float a, float b) { return a + b; });
     SWIFTSPEC_UNROLL
-    for (int c = 0; c < kTogether; ++c) {
+    for (int c = 0; c < kUnrolled; ++c) {
       SWIFTSPEC_EACH_LANE(lane) {
         if (lane == 0 && first + c * kWarps < end) {
           s.top[first + c * kWarps] = top[c](lane);
@@ -130,7 +130,7 @@ struct Output {
 // Adds the values of units first .. first + count - 1, which lie in the stage from `slot` on. A row's units come in the
 // order of its keys; those of other rows add nothing.
 template <class F>
-SWIFTSPEC_HD void gather(const Job<F>& j, const Shared<F>& s, Output<F>& out, int first, int count, int slot,
+SWIFTSPEC_HD void accumulate_values(const TileTask<F>& j, const SharedMemory<F>& s, Output<F>& out, int first, int count, int slot,
                          int warp_index) {
   for (int u = 0; u < count; ++u) {
     const Unit unit = unit_at(j, s, first + u);
@@ -146,7 +146,7 @@ SWIFTSPEC_HD void gather(const Job<F>& j, const Shared<F>& s, Output<F>& out, in
     for (int i = 0; i < Output<F>::kMine; ++i) {
       const int n = out.columns(warp_index, i);
       if (n >= from && n < to) {
-        const auto b = load_columns(shares, 2 * F::kScoreLine, n, unit.index * kUnit, unit.first, unit.end);
+        const auto b = load_columns(shares, 2 * F::kScoreStride, n, unit.index * kUnit, unit.first, unit.end);
         mma::multiply(out.sums[i], a, b);
       }
     }
@@ -155,7 +155,7 @@ SWIFTSPEC_HD void gather(const Job<F>& j, const Shared<F>& s, Output<F>& out, in
 
 // The output goes to where the shares were.
 template <class F>
-SWIFTSPEC_HD void put_down(const Job<F>& j, Shared<F>& s, const Output<F>& out, int warp_index) {
+SWIFTSPEC_HD void store_output(const TileTask<F>& j, SharedMemory<F>& s, const Output<F>& out, int warp_index) {
   SWIFTSPEC_EACH_LANE(lane) {
     SWIFTSPEC_UNROLL
     for (int b = 0; b < Output<F>::kMine; ++b) {

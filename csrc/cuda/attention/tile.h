@@ -4,20 +4,20 @@
 #include <cstdint>
 
 #include "cuda/attention/sizes.h"
-#include "cuda/attention/visible.h"
+#include "cuda/attention/key_lists.h"
 #include "kernels_cuda.h"
 
 namespace swiftspec::attention {
 
 template <class F>
-struct Shared {
+struct SharedMemory {
   alignas(16) uint16_t stage[F::kStage][kUnit][F::kDim + kPad];
   alignas(16) uint16_t queries[kColumns][F::kDim + kPad];
-  alignas(16) float scores[kColumns][F::kScoreLine];  // then, where they were, shares in bfloat16; then output [kDim]
+  alignas(16) float scores[kColumns][F::kScoreStride];  // then, where they were, shares in bfloat16; then output [kDim]
   float top[kColumns];                           // of a column's scores in this tile, base 2; -inf without keys
   float total[kColumns];                         // of its shares
-  int32_t seen[kColumns];                        // keys of each row
-  float tops[F::kInTurn ? kColumns : 1], totals[F::kInTurn ? kColumns : 1];  // of the part's tiles so far
+  int32_t key_counts[kColumns];                        // keys of each row
+  float running_top[F::kSequential ? kColumns : 1], running_total[F::kSequential ? kColumns : 1];  // of the part's tiles so far
   uint16_t own[F::kOwnUnits];                    // the units for single rows: row * kUnits + index in the tile
   int32_t shared_units, units;
   int32_t last;  // this cluster was the last of its group
@@ -25,7 +25,7 @@ struct Shared {
 
 // What a block is at: a head's keys and values, a group of rows, a tile.
 template <class F>
-struct Job {
+struct TileTask {
   const AttentionSetup& setup;
   const uint16_t* qkv;
   typename F::Stored *keys, *values;  // of the layer
@@ -41,23 +41,23 @@ struct Job {
   SWIFTSPEC_HD int columns() const { return group.count * heads(); }
   SWIFTSPEC_HD int column_blocks() const { return (columns() + 7) / 8; }
   SWIFTSPEC_HD int64_t first_key() const { return tile * F::kTile; }
-  SWIFTSPEC_HD int64_t name(int64_t which) const { return sequence() * parts(setup.capacity, F::kTile) + which; }
+  SWIFTSPEC_HD int64_t tile_id(int64_t which) const { return sequence() * ceil_div(setup.capacity, F::kTile) + which; }
   SWIFTSPEC_HD int64_t width() const { return (setup.heads + 2 * setup.kv_heads) * setup.dim; }
   SWIFTSPEC_HD int64_t region() const { return (sequence() * setup.kv_heads + head) * setup.capacity * setup.dim; }
   SWIFTSPEC_HD int64_t part_keys() const { return attention::part_keys<F>(setup.capacity); }
-  SWIFTSPEC_HD int64_t table() const { return parts(setup.capacity, part_keys()); }  // parts that a sequence may have
+  SWIFTSPEC_HD int64_t max_parts() const { return ceil_div(setup.capacity, part_keys()); }  // parts that a sequence may have
   SWIFTSPEC_HD int64_t scratch(int64_t which, int column) const {
-    return ((head * table() + which) * setup.rows + group.first) * heads() + column;
+    return ((head * max_parts() + which) * setup.rows + group.first) * heads() + column;
   }
 };
 
-// Which units the tile has: first those that all rows share, then each row's own. Reads `seen`.
+// Which units the tile has: first those that all rows share, then each row's own. Reads `key_counts`.
 template <class F>
-SWIFTSPEC_HD void plan_units(const Job<F>& j, Shared<F>& s, int thread) {
-  const int64_t shared = least(most(j.group.base - j.first_key(), 0) / kUnit, F::kUnits);
+SWIFTSPEC_HD void plan_units(const TileTask<F>& j, SharedMemory<F>& s, int thread) {
+  const int64_t shared = min64(max64(j.group.base - j.first_key(), 0) / kUnit, F::kUnits);
   const auto own = [&](int row) {
-    const int64_t keys = least(most(s.seen[row] - j.first_key(), 0), F::kTile);
-    return static_cast<int>(most(parts(keys, kUnit) - shared, 0));
+    const int64_t keys = min64(max64(s.key_counts[row] - j.first_key(), 0), F::kTile);
+    return static_cast<int>(max64(ceil_div(keys, kUnit) - shared, 0));
   };
   if (thread >= j.group.count) return;
   int at = 0;
@@ -78,7 +78,7 @@ struct Unit {
 
 // The i-th unit that the tile loads.
 template <class F>
-SWIFTSPEC_HD Unit unit_at(const Job<F>& j, const Shared<F>& s, int i) {
+SWIFTSPEC_HD Unit unit_at(const TileTask<F>& j, const SharedMemory<F>& s, int i) {
   if (i < s.shared_units) return {0, i, 0, j.columns()};
   const int code = s.own[i - s.shared_units], row = code / F::kUnits;
   return {row, code % F::kUnits, row * j.heads(), (row + 1) * j.heads()};

@@ -29,35 +29,35 @@ int attribute(cudaDeviceAttr which, int ordinal) {
 int clusters_of(int blocks, int shared) {
   const Launch how{.grid = dim3(static_cast<unsigned>(blocks)), .threads = kThreads, .cluster = blocks,
                    .shared = shared};
-  return clusters_at_a_time("device", empty_kernel, how);
+  return max_active_clusters("device", empty_kernel, how);
 }
 
-Device ask(int ordinal) {
+Device query_device(int ordinal) {
   Device d{};
   d.arch = 10 * attribute(cudaDevAttrComputeCapabilityMajor, ordinal) +
            attribute(cudaDevAttrComputeCapabilityMinor, ordinal);
   d.shared = attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, ordinal);
   d.half_shared = attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor, ordinal) / 2 - kReserved;
   d.l2 = attribute(cudaDevAttrL2CacheSize, ordinal);
-  d.at_once[0] = attribute(cudaDevAttrMultiProcessorCount, ordinal);
-  if (const char* stages = std::getenv("SWIFTSPEC_FEW_STAGES")) d.few_stages = std::clamp(std::atoi(stages), 1, 16);
-  if (!d.clusters()) return d;
-  allow_shared("device", empty_kernel, d.shared);
-  for (int log = 1; log < 4; ++log) d.at_once[log] = clusters_of(1 << log, d.shared);
-  if (d.at_once[3] < 1) throw std::runtime_error("this GPU, or the part of it that is lent, holds no cluster of 8 blocks");
+  d.max_clusters[0] = attribute(cudaDevAttrMultiProcessorCount, ordinal);
+  if (const char* stages = std::getenv("SWIFTSPEC_FEW_STAGES")) d.min_stages = std::clamp(std::atoi(stages), 1, 16);
+  if (!d.has_clusters()) return d;
+  allow_shared_memory("device", empty_kernel, d.shared);
+  for (int log = 1; log < 4; ++log) d.max_clusters[log] = clusters_of(1 << log, d.shared);
+  if (d.max_clusters[3] < 1) throw std::runtime_error("this GPU, or the part of it that is lent, holds no cluster of 8 blocks");
   return d;
 }
 
 }  // namespace
 
-const Device& device_here() {
+const Device& device_info() {
   static std::mutex lock;
   static std::map<int, Device> known;
   int ordinal = 0;
   check(cudaGetDevice(&ordinal), "device");
   const std::lock_guard<std::mutex> mine(lock);
   const auto found = known.find(ordinal);
-  return found != known.end() ? found->second : known.emplace(ordinal, ask(ordinal)).first->second;
+  return found != known.end() ? found->second : known.emplace(ordinal, query_device(ordinal)).first->second;
 }
 
 }  // namespace swiftspec::cuda

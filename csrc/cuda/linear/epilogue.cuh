@@ -8,10 +8,10 @@ namespace swiftspec::cuda {
 // The warps' sums, joined over the warps of each strip, where the cluster can read them. Two buffers in turn: a CTA
 // that writes the next sums while another still reads these writes the other buffer, and there is a barrier in between.
 template <int kRows8>
-__device__ const float4* join(const LinearTask& task, const ThreadIndex& at, int turn, const Sums<kRows8>& sums,
+__device__ const float4* reduce_warps(const LinearTask& task, const ThreadIndex& at, int turn, const Sums<kRows8>& sums,
                               uint8_t* shared) {
-  auto* joined = reinterpret_cast<float4*>(shared + task.carve.joined + turn % 2 * task.carve.joined_bytes);
-  auto* partial = reinterpret_cast<float4*>(shared + task.carve.partial);
+  auto* joined = reinterpret_cast<float4*>(shared + task.smem.joined + turn % 2 * task.smem.joined_bytes);
+  auto* partial = reinterpret_cast<float4*>(shared + task.smem.partial);
   const int share = task.tiling.warps_k();
   float4* mine = share > 1 ? partial : joined;
 #pragma unroll
@@ -35,7 +35,7 @@ __device__ const float4* join(const LinearTask& task, const ThreadIndex& at, int
 }
 
 // In the order of the CTAs; four at a time are loaded before any is added, so that their latencies overlap.
-__device__ inline float4 sum_of_cluster(const float4* mine, int ctas) {
+__device__ inline float4 reduce_cluster(const float4* mine, int ctas) {
   constexpr int kAtATime = 4;
   float4 total = {0, 0, 0, 0};  // 0 + x is x, but for the sign of a zero
   for (int first = 0; first < ctas; first += kAtATime) {
@@ -55,7 +55,7 @@ __device__ inline float4 sum_of_cluster(const float4* mine, int ctas) {
 // Calls one(unit without values) for the units of a turn that are this warp's: every eight rows of every strip,
 // spread over the cluster, whose CTAs have `warps` each.
 template <int kRows8, class One>
-__device__ void each_unit(const LinearTask& task, const ThreadIndex& at, int warps, int first_strip, One one) {
+__device__ void for_each_unit(const LinearTask& task, const ThreadIndex& at, int warps, int first_strip, One one) {
   const int step = warps << task.tiling.cluster_log;
   for (int i = (at.warp << task.tiling.cluster_log) + at.cta; i < kRows8 << task.tiling.n_log; i += step) {
     Unit unit;
@@ -70,7 +70,7 @@ __device__ void read_unit(const LinearTask& task, const ThreadIndex& at, int fir
 #pragma unroll
   for (int f = 0; f < 2; ++f) {
     const int index = tiles::partial_at(unit.strip - first_strip, kRows8, unit.j, f, at.lane);
-    const float4 v = sum_of_cluster(joined + index, task.tiling.cluster());
+    const float4 v = reduce_cluster(joined + index, task.tiling.cluster());
     const float sums[4] = {v.x, v.y, v.z, v.w};
     set_sums(unit, f, sums);
   }

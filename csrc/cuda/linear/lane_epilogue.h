@@ -37,7 +37,7 @@ SWIFTSPEC_HD int64_t outputs_left(const tiles::Tiling& t, int64_t pair, int seco
 }
 
 // Two neighbouring values, of which the first `count` exist.
-SWIFTSPEC_HD void store_two(uint16_t* to, int64_t count, float a, float b) {
+SWIFTSPEC_HD void store_pair(uint16_t* to, int64_t count, float a, float b) {
   if (count >= 2 && reinterpret_cast<uintptr_t>(to) % 4 == 0) {
     *reinterpret_cast<uint32_t*>(to) = tiles::pair_of(a, b);
     return;
@@ -46,7 +46,7 @@ SWIFTSPEC_HD void store_two(uint16_t* to, int64_t count, float a, float b) {
   if (count >= 2) to[1] = static_cast<uint16_t>(tiles::pair_of(b, a));
 }
 
-SWIFTSPEC_HD void store_two(float* to, int64_t count, float a, float b) {
+SWIFTSPEC_HD void store_pair(float* to, int64_t count, float a, float b) {
   if (count >= 1) to[0] = a;
   if (count >= 2) to[1] = b;
 }
@@ -55,15 +55,15 @@ SWIFTSPEC_HD void store_two(float* to, int64_t count, float a, float b) {
 SWIFTSPEC_HD void store_outputs(const tiles::Tiling& t, const Outputs& to, int64_t row, int64_t output, int64_t count,
                                 float a, float b) {
   const int64_t at = row * t.n + output;
-  if (to.logits != nullptr) return store_two(to.logits + at, count, a, b);
+  if (to.logits != nullptr) return store_pair(to.logits + at, count, a, b);
   if (to.residual != nullptr) {
     if (count >= 1) a = tiles::rounded(a) + ll::Bfloat16::widen(to.residual[at]);
     if (count >= 2) b = tiles::rounded(b) + ll::Bfloat16::widen(to.residual[at + 1]);
   }
-  store_two(to.out + at, count, a, b);
+  store_pair(to.out + at, count, a, b);
 }
 
-SWIFTSPEC_HD float silu_times(float gate, float up) {
+SWIFTSPEC_HD float silu_mul(float gate, float up) {
   gate = tiles::rounded(gate);
 #if defined(__CUDA_ARCH__)
   const float share = __fdividef(1.0f, 1.0f + __expf(-gate));
@@ -95,8 +95,8 @@ SWIFTSPEC_HD void store_unit(const tiles::Tiling& t, const Outputs& to, int lane
     const float(&first)[2] = unit.value[0][e];
     const float(&second)[2] = unit.value[1][e];
     if (to.swiglu) {
-      const float a = silu_times(first[0], second[0]), b = silu_times(first[1], second[1]);
-      store_two(to.out + row * half + pair, half - pair, a, b);
+      const float a = silu_mul(first[0], second[0]), b = silu_mul(first[1], second[1]);
+      store_pair(to.out + row * half + pair, half - pair, a, b);
     } else {
       store_outputs(t, to, row, pair, outputs_left(t, pair, 0), first[0], first[1]);
       store_outputs(t, to, row, half + pair, outputs_left(t, pair, 1), second[0], second[1]);

@@ -17,8 +17,8 @@ using tiles::kThreads;
 using tiles::kWarps;
 
 // A rank of its own: the launch is this rank's.
-struct OneRank {
-  static constexpr int kPerSm = 2;  // CTAs with up to 16 rows
+struct SingleRank {
+  static constexpr int kBlocksPerSm = 2;  // CTAs with up to 16 rows
   LinearTask task;
   Channel channel;  // no ranks: nothing is summed
   __device__ const LinearTask& my_task() const { return task; }
@@ -29,8 +29,8 @@ struct OneRank {
 };
 
 // Virtual ranks: the CTAs of one cooperative launch, cut evenly. Pauses, from a seed, shift them against each other.
-struct ManyRanks {
-  static constexpr int kPerSm = 1;
+struct VirtualRanks {
+  static constexpr int kBlocksPerSm = 1;
   LinearTask tasks[kMaxPeers];
   Channel channels[kMaxPeers];
   int32_t per_rank;  // CTAs
@@ -52,15 +52,15 @@ struct ManyRanks {
 // The sums of one strip's worth of outputs over all inputs of this CTA. `staged`: an earlier call has brought x already.
 template <bool kInt4, int kRows8>
 __device__ void multiply(const LinearTask& task, const ThreadIndex& at, bool staged, uint8_t* shared,
-                         Ring<tiles::Walk>& ring, Sums<kRows8>& sums) {
-  const int first = task.tiling.first_tile(at.cta), range = task.tiling.range(at.cta), chunk = task.carve.chunk_tiles;
+                         Ring<tiles::TileIterator>& ring, Sums<kRows8>& sums) {
+  const int first = task.tiling.first_tile(at.cta), range = task.tiling.range(at.cta), chunk = task.smem.chunk_tiles;
   clear<kRows8>(sums);
   for (int begin = 0; begin < range; begin += chunk) {
     const int here = min(chunk, range - begin);
     if (!staged || range > chunk) {
       __syncthreads();  // nobody reads the chunk before
       const int64_t input = static_cast<int64_t>(first + begin) * task.tiling.tile_k;
-      stage<kInt4, kRows8>(task, at, input, here * task.tiling.tile_k / tiles::kBlock, shared);
+      stage_activations<kInt4, kRows8>(task, at, input, here * task.tiling.tile_k / tiles::kBlock, shared);
       __syncthreads();
     }
     multiply_chunk<kInt4, kRows8>(task, at, here, shared, ring, sums);
@@ -71,9 +71,9 @@ __device__ void multiply(const LinearTask& task, const ThreadIndex& at, bool sta
 template <int kRows8, class Ranks>
 __device__ void receive(const Ranks& ranks, const LinearTask& task, const ThreadIndex& at,
                         const Session<DeviceMemory>& session) {
-  Spin wait(session.channel, session.epoch);
+  PollLoop wait(session.channel, session.epoch);
   for (int turn = at.cluster; turn < task.tiling.turns(); turn += task.clusters) {
-    each_unit<kRows8>(task, at, kWarps, turn << task.tiling.n_log, [&](Unit& unit) {
+    for_each_unit<kRows8>(task, at, kWarps, turn << task.tiling.n_log, [&](Unit& unit) {
       ranks.pause(2 * unit.strip + 1);
       if (!tiles::has_line(task.tiling, unit.strip, unit.j, at.lane, task.rows)) return;
 #pragma unroll
@@ -95,8 +95,8 @@ __device__ void linear_body(const Ranks& ranks) {
   const Channel& channel = ranks.my_channel();
   const ThreadIndex at{ranks.block() >> task.tiling.cluster_log, static_cast<int>(ptx::cluster_rank()),
                  static_cast<int>(threadIdx.x) / 32, static_cast<int>(threadIdx.x) % 32};
-  Ring ring(task, at, shared, tiles::walk_of(task.tiling, at.cluster, task.clusters, at.cta, at.warp));
-  ask_norm(task, at);
+  Ring ring(task, at, shared, tiles::tiles_of_warp(task.tiling, at.cluster, task.clusters, at.cta, at.warp));
+  prefetch_norm(task, at);
   ptx::launch_dependents();
   ptx::wait_for_dependencies();
   const bool reduces = channel.layout.ranks > 0;
@@ -107,12 +107,12 @@ __device__ void linear_body(const Ranks& ranks) {
     Sums<kRows8> sums;
     multiply<kInt4, kRows8>(task, at, count > 0, shared, ring, sums);
     if (turn + task.clusters >= task.tiling.turns()) {  // its own weights have come
-      ask_ahead(task, ranks.block() * kWarps + at.warp, at.lane);
+      prefetch_tiles(task, ranks.block() * kWarps + at.warp, at.lane);
     }
-    const float4* joined = join<kRows8>(task, at, count, sums, shared);
+    const float4* joined = reduce_warps<kRows8>(task, at, count, sums, shared);
     ptx::cluster_sync();
     const int strip = turn << task.tiling.n_log;
-    each_unit<kRows8>(task, at, kWarps, strip, [&](Unit& unit) {
+    for_each_unit<kRows8>(task, at, kWarps, strip, [&](Unit& unit) {
       read_unit<kRows8>(task, at, strip, joined, unit);
       add_bias(task.tiling, task.to, at.lane, unit);
       if (!reduces) return store_unit(task.tiling, task.to, at.lane, unit);
@@ -131,7 +131,7 @@ __device__ void linear_body(const Ranks& ranks) {
 }
 
 template <bool kInt4, int kRows8, class Ranks>
-__global__ void __launch_bounds__(kThreads, kRows8 <= 2 ? Ranks::kPerSm : 1)
+__global__ void __launch_bounds__(kThreads, kRows8 <= 2 ? Ranks::kBlocksPerSm : 1)
     linear_kernel(const __grid_constant__ Ranks ranks) {
   linear_body<kInt4, kRows8>(ranks);
 }
@@ -151,7 +151,7 @@ Kernel<Ranks> kernel_for(bool int4, int rows8) {
 
 int rows8_of(int64_t rows) { return rows <= 8 ? 1 : rows <= 16 ? 2 : 4; }
 
-int clusters_of(const Weights& weights) { return weights.device.at_once[weights.tiling.cluster_log]; }
+int clusters_of(const Weights& weights) { return weights.device.max_clusters[weights.tiling.cluster_log]; }
 
 LinearTask task_of(const LinearArgs& a, int rows8, int clusters) {
   const Weights& w = *a.weights;
@@ -160,7 +160,7 @@ LinearTask task_of(const LinearArgs& a, int rows8, int clusters) {
   const Outputs to{w.bias, static_cast<const uint16_t*>(a.residual), static_cast<uint16_t*>(a.out), a.logits,
                    a.swiglu, rows};
   return {w.tiling,
-          tiles::carve(w.tiling, rows8, w.device),
+          tiles::smem_layout(w.tiling, rows8, w.device),
           static_cast<const uint8_t*>(w.data),
           static_cast<const uint16_t*>(a.x),
           static_cast<const uint16_t*>(a.norm),
@@ -178,22 +178,22 @@ Launch launch_of(const Weights& weights, int rows8, int clusters) {
   return {.grid = dim3(static_cast<unsigned>(clusters * cluster)),
           .threads = kThreads,
           .cluster = cluster,
-          .shared = tiles::carve(weights.tiling, rows8, weights.device).total};
+          .shared = tiles::smem_layout(weights.tiling, rows8, weights.device).total};
 }
 
 }  // namespace
 
-void prepare(const Device& device) {
-  prepare_wide(device);
+void prepare_linear(const Device& device) {
+  prepare_large_m(device);
   for (const bool int4 : {false, true}) {
     for (const int rows8 : {1, 2, 4}) {
-      allow_shared("linear", kernel_for<OneRank>(int4, rows8), device.shared);
-      allow_shared("linear", kernel_for<ManyRanks>(int4, rows8), device.shared);
+      allow_shared_memory("linear", kernel_for<SingleRank>(int4, rows8), device.shared);
+      allow_shared_memory("linear", kernel_for<VirtualRanks>(int4, rows8), device.shared);
     }
   }
 }
 
-LinearArgs rows_of(LinearArgs args, int64_t first, int64_t rows) {
+LinearArgs slice_rows(LinearArgs args, int64_t first, int64_t rows) {
   const int64_t k = args.weights->tiling.k, n = args.weights->tiling.n;
   const auto skip = [first](const void* from, int64_t row) {
     return from == nullptr ? nullptr : static_cast<const uint16_t*>(from) + first * row;
@@ -209,18 +209,18 @@ LinearArgs rows_of(LinearArgs args, int64_t first, int64_t rows) {
 void linear(const LinearArgs& args, Stream stream) {
   if (args.rows == 0) return;
   const int rows8 = rows8_of(args.rows);
-  OneRank ranks{task_of(args, rows8, clusters_of(*args.weights)), {}};
+  SingleRank ranks{task_of(args, rows8, clusters_of(*args.weights)), {}};
   if (args.channel != nullptr) ranks.channel = *args.channel;
   Launch how = launch_of(*args.weights, rows8, ranks.task.clusters);
   how.early = true;
-  launch("linear", kernel_for<OneRank>(args.weights->tiling.group != 0, rows8), how, stream, ranks);
+  launch("linear", kernel_for<SingleRank>(args.weights->tiling.group != 0, rows8), how, stream, ranks);
 }
 
 void linear_virtual(const LinearArgs* ranks, int count, uint32_t delays, Stream stream) {
   const Weights& weights = *ranks[0].weights;
   const int rows8 = rows8_of(ranks[0].rows), share = clusters_of(weights) / count;
   if (share < 1) throw std::runtime_error("more virtual ranks than clusters fit on this device");
-  ManyRanks many{};
+  VirtualRanks many{};
   for (int r = 0; r < count; ++r) {
     many.tasks[r] = task_of(ranks[r], rows8, share);
     many.channels[r] = *ranks[r].channel;
@@ -229,8 +229,8 @@ void linear_virtual(const LinearArgs* ranks, int count, uint32_t delays, Stream 
   many.per_rank = clusters * weights.tiling.cluster();
   many.delays = delays;
   Launch how = launch_of(weights, rows8, clusters * count);
-  how.together = true;
-  launch("linear", kernel_for<ManyRanks>(weights.tiling.group != 0, rows8), how, stream, many);
+  how.cooperative = true;
+  launch("linear", kernel_for<VirtualRanks>(weights.tiling.group != 0, rows8), how, stream, many);
 }
 
 }  // namespace swiftspec::cuda

@@ -10,7 +10,7 @@ namespace swiftspec::cuda {
 // What a launch needs of one rank.
 struct LinearTask {
   tiles::Tiling tiling;
-  tiles::Carve carve;
+  tiles::SmemLayout smem;
   const uint8_t* weights;
   const uint16_t* x;     // [rows, k]
   const uint16_t* norm;  // [k], or null
@@ -18,7 +18,7 @@ struct LinearTask {
   int32_t rows, clusters;
   Outputs to;
   const uint8_t* next;  // as in Weights
-  int64_t next_bytes, next_each;  // of a warp
+  int64_t next_bytes, next_slice_bytes;  // of a warp
 };
 
 // Which thread of a rank's launch.
@@ -26,17 +26,17 @@ struct ThreadIndex {
   int cluster, cta, warp, lane;
 };
 
-// A warp's own ring of tiles in shared memory, in the order of `walk`. It keeps its copies coming by itself, so no other
+// A warp's own ring of tiles in shared memory, in the order of `order`. It keeps its copies coming by itself, so no other
 // warp is waited for.
-template <class Walk>
+template <class Tiles>
 class Ring {
  public:
-  __device__ Ring(const LinearTask& task, const ThreadIndex& at, uint8_t* shared, const Walk& walk)
+  __device__ Ring(const LinearTask& task, const ThreadIndex& at, uint8_t* shared, const Tiles& order)
       : task_(task),
         lane_(at.lane),
-        slots_(shared + task.carve.ring + at.warp * task.carve.stages * task.tiling.tile_bytes),
-        full_(reinterpret_cast<uint64_t*>(shared + task.carve.barriers) + at.warp * tiles::kMaxStages),
-        ahead_(walk) {
+        slots_(shared + task.smem.ring + at.warp * task.smem.stages * task.tiling.tile_bytes),
+        full_(reinterpret_cast<uint64_t*>(shared + task.smem.barriers) + at.warp * tiles::kMaxStages),
+        next_tile_(order) {
     start();
     __syncwarp();
   }
@@ -50,7 +50,7 @@ class Ring {
   __device__ void release() {
     __syncwarp();
     if (lane_ < ptx::kLoaders) fetch(stage_);
-    if (++stage_ < task_.carve.stages) return;
+    if (++stage_ < task_.smem.stages) return;
     stage_ = 0;
     parity_ ^= 1;
   }
@@ -58,28 +58,28 @@ class Ring {
  private:
   __device__ void start() {
     if (lane_ == 0) {
-      for (int stage = 0; stage < task_.carve.stages; ++stage) ptx::barrier_init(full_ + stage);
+      for (int stage = 0; stage < task_.smem.stages; ++stage) ptx::barrier_init(full_ + stage);
       ptx::fence_barrier_init();
     }
     if constexpr (ptx::kLoaders > 1) __syncwarp();
     if (lane_ >= ptx::kLoaders) return;
     policy_ = ptx::evict_first();
-    for (int stage = 0; stage < task_.carve.stages; ++stage) fetch(stage);
+    for (int stage = 0; stage < task_.smem.stages; ++stage) fetch(stage);
   }
 
   __device__ void fetch(int stage) {
-    if (ahead_.done()) return;
+    if (next_tile_.done()) return;
     const int bytes = task_.tiling.tile_bytes;
-    const uint8_t* from = task_.weights + task_.tiling.tile_at(ahead_.strip, ahead_.tile);
+    const uint8_t* from = task_.weights + task_.tiling.tile_at(next_tile_.strip, next_tile_.tile);
     ptx::bulk_load(slots_ + stage * bytes, from, bytes, full_ + stage, policy_, lane_);
-    ahead_.next();
+    next_tile_.next();
   }
 
   const LinearTask& task_;
   int lane_;
   uint8_t* slots_;
   uint64_t* full_;
-  Walk ahead_;
+  Tiles next_tile_;
   uint64_t policy_ = 0;
   int stage_ = 0;
   uint32_t parity_ = 0;
@@ -97,7 +97,7 @@ __device__ inline float add_squares(float sum, uint32_t pair) {
 }
 
 // Asks for this CTA's part of the RMSNorm's weight, which nobody writes: it comes while the kernel in front ends.
-__device__ inline void ask_norm(const LinearTask& task, const ThreadIndex& at) {
+__device__ inline void prefetch_norm(const LinearTask& task, const ThreadIndex& at) {
   if (task.norm == nullptr || at.warp > 0 || at.lane >= ptx::kLoaders) return;
   const int64_t begin = static_cast<int64_t>(task.tiling.first_tile(at.cta)) * task.tiling.tile_k;
   const int64_t end = static_cast<int64_t>(task.tiling.first_tile(at.cta + 1)) * task.tiling.tile_k;
@@ -129,8 +129,8 @@ __device__ inline float norm_scale(const LinearTask& task, float squares) {
 // the cluster's CTAs are added in order.
 template <int kRows8>
 __device__ void norm_scales(const LinearTask& task, const ThreadIndex& at, int first_row, uint8_t* shared) {
-  auto* squares = reinterpret_cast<float*>(shared + task.carve.squares);
-  auto* scales = reinterpret_cast<float*>(shared + task.carve.scales);
+  auto* squares = reinterpret_cast<float*>(shared + task.smem.squares);
+  auto* scales = reinterpret_cast<float*>(shared + task.smem.scales);
   for (int row = at.warp; row < 8 * kRows8; row += tiles::kWarps) {
     const float sum = squares_of(task, at.cta, first_row + row, at.lane);
     if (at.lane == 0) squares[row] = sum;
@@ -149,16 +149,16 @@ __device__ void norm_scales(const LinearTask& task, const ThreadIndex& at, int f
 template <bool kInt4>
 __device__ void stage_group(const LinearTask& task, int row, int64_t first, int lane, const float* scale, uint4* pieces,
                             int apart, float* sum_of_group) {
-  constexpr int kMostBlocks = kInt4 ? 4 : 2;
-  const int together = kInt4 ? 1 << task.tiling.group_log : kMostBlocks;
-  uint4 piece[kMostBlocks];
+  constexpr int kMaxBlocks = kInt4 ? 4 : 2;
+  const int together = kInt4 ? 1 << task.tiling.group_log : kMaxBlocks;
+  uint4 piece[kMaxBlocks];
   float sum = 0;
 #pragma unroll
-  for (int b = 0; b < kMostBlocks; ++b) {
+  for (int b = 0; b < kMaxBlocks; ++b) {
     if (b < together) piece[b] = load_piece(task.x, row, task.rows, first + tiles::x_input(b, lane), task.tiling.k);
   }
 #pragma unroll
-  for (int b = 0; b < kMostBlocks; ++b) {
+  for (int b = 0; b < kMaxBlocks; ++b) {
     if (b >= together) break;
     uint32_t words[4] = {piece[b].x, piece[b].y, piece[b].z, piece[b].w};
     if (task.norm != nullptr) {
@@ -179,10 +179,10 @@ __device__ void stage_group(const LinearTask& task, int row, int64_t first, int 
 // A chunk of x into shared memory. A warp takes a group of blocks and eight rows at a time. `first` is the chunk's first
 // input.
 template <bool kInt4, int kRows8>
-__device__ void stage(const LinearTask& task, const ThreadIndex& at, int64_t first, int blocks, uint8_t* shared) {
-  auto* pieces = reinterpret_cast<uint4*>(shared + task.carve.x);
-  auto* sums = reinterpret_cast<float*>(shared + task.carve.sums);
-  const auto* scales = reinterpret_cast<const float*>(shared + task.carve.scales);
+__device__ void stage_activations(const LinearTask& task, const ThreadIndex& at, int64_t first, int blocks, uint8_t* shared) {
+  auto* pieces = reinterpret_cast<uint4*>(shared + task.smem.x);
+  auto* sums = reinterpret_cast<float*>(shared + task.smem.sums);
+  const auto* scales = reinterpret_cast<const float*>(shared + task.smem.scales);
   const int log = kInt4 ? task.tiling.group_log : 1;
   for (int unit = at.warp; unit < (blocks >> log) * kRows8; unit += tiles::kWarps) {
     const int j = unit % kRows8, block = unit / kRows8 << log, row = tiles::x_row(j, at.lane);
@@ -239,8 +239,8 @@ __device__ void multiply_groups(Sums<kRows8>& sums, const uint8_t* tile, const u
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const uint32_t code = word[i / 2][i % 2];
-      const uint32_t a0 = tiles::expand(code, 0), a1 = tiles::expand(code, 1), a2 = tiles::expand(code, 2),
-                     a3 = tiles::expand(code, 3);
+      const uint32_t a0 = tiles::codes_to_bf16(code, 0), a1 = tiles::codes_to_bf16(code, 1), a2 = tiles::codes_to_bf16(code, 2),
+                     a3 = tiles::codes_to_bf16(code, 3);
 #pragma unroll
       for (int j = 0; j < kRows8; ++j) {
         ptx::mma(products[i % 2][j], a0, a1, a2, a3, i < 2 ? b[j].x : b[j].z, i < 2 ? b[j].y : b[j].w);
@@ -278,20 +278,20 @@ __device__ void multiply_bf16(Sums<kRows8>& sums, const uint8_t* tile, const uin
 }
 
 // Asks for a warp's part of what the next projection reads first; `warp` counts those of all CTAs.
-__device__ inline void ask_ahead(const LinearTask& task, int warp, int lane) {
+__device__ inline void prefetch_tiles(const LinearTask& task, int warp, int lane) {
   if (lane >= ptx::kLoaders) return;
-  const tiles::Slice mine = tiles::slice_of(task.next_bytes, task.next_each, warp);
+  const tiles::Slice mine = tiles::slice_of(task.next_bytes, task.next_slice_bytes, warp);
   if (mine.bytes > 0) ptx::prefetch(task.next + mine.first, static_cast<uint32_t>(mine.bytes), lane);
 }
 
-// A warp's tiles of a chunk of `tiles_here` tiles, which lies in shared memory.
+// A warp's tiles of a chunk of `tile_count` tiles, which lies in shared memory.
 template <bool kInt4, int kRows8>
-__device__ void multiply_chunk(const LinearTask& task, const ThreadIndex& at, int tiles_here, const uint8_t* shared,
-                               Ring<tiles::Walk>& ring, Sums<kRows8>& sums) {
-  const auto* pieces = reinterpret_cast<const uint4*>(shared + task.carve.x);
-  const auto* x_sums = reinterpret_cast<const float*>(shared + task.carve.sums);
+__device__ void multiply_chunk(const LinearTask& task, const ThreadIndex& at, int tile_count, const uint8_t* shared,
+                               Ring<tiles::TileIterator>& ring, Sums<kRows8>& sums) {
+  const auto* pieces = reinterpret_cast<const uint4*>(shared + task.smem.x);
+  const auto* x_sums = reinterpret_cast<const float*>(shared + task.smem.sums);
   const int blocks = task.tiling.tile_k / tiles::kBlock;
-  for (int tile = task.tiling.share_of(at.warp); tile < tiles_here; tile += task.tiling.warps_k()) {
+  for (int tile = task.tiling.share_of(at.warp); tile < tile_count; tile += task.tiling.warps_k()) {
     const uint8_t* weights = ring.wait();
     const uint4* mine = pieces + tiles::x_piece(tile * blocks, kRows8, 0, 0);
     if constexpr (kInt4) {

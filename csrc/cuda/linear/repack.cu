@@ -26,9 +26,9 @@ __global__ void repack_bf16_kernel(tiles::Tiling tiling, const uint16_t* matrix,
 }
 
 Launch repack_of(const tiles::Tiling& tiling) {
-  constexpr int64_t kMostBlocks = 2048;
+  constexpr int64_t kMaxBlocks = 2048;
   const int64_t blocks = tiles::ceil_div(tiling.bytes() / 4, kThreads);
-  return {dim3(static_cast<unsigned>(std::min(blocks, kMostBlocks))), kThreads};
+  return {dim3(static_cast<unsigned>(std::min(blocks, kMaxBlocks))), kThreads};
 }
 
 }  // namespace

@@ -84,7 +84,7 @@ SWIFTSPEC_HD float scale_of(uint32_t word) { return ieee::of_bits(word & ~15u); 
 SWIFTSPEC_HD float offset_of(uint32_t word) { return ieee::of_bits(0x4b000080u | (word & 15u)) - 8388608.0f; }
 
 // Nibbles i and 4 + i as two bf16 of 128 + code: 0x4300 is 128, whose last mantissa bit counts 1.
-SWIFTSPEC_HD uint32_t expand(uint32_t word, int i) { return (word >> 4 * i & 0x000f000fu) | 0x43004300u; }
+SWIFTSPEC_HD uint32_t codes_to_bf16(uint32_t word, int i) { return (word >> 4 * i & 0x000f000fu) | 0x43004300u; }
 
 // A group's contribution: scale (sum of (128 + code) x - (128 + zero) sum of x). One order of rounding everywhere.
 SWIFTSPEC_HD float fold(float total, float product, uint32_t group_word, float x_sum) {

@@ -24,7 +24,7 @@ SWIFTSPEC_HD int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 // Of the next projection, brought to L2 ahead: a third of it, and at most what an H200's memory gives while attention
 // takes 4 us: a model, to be measured.
-SWIFTSPEC_HD int64_t ahead_bytes(const Device& device) {
+SWIFTSPEC_HD int64_t prefetch_bytes(const Device& device) {
   const int64_t third = device.l2 / 3 / 128 * 128, most = 16 << 20;
   return third < most ? third : most;
 }
@@ -77,7 +77,7 @@ SWIFTSPEC_HD Tiling shape(int64_t k, int64_t n, int group) {
 }
 
 // The weight of `shape` cut in 1 << n_log strips at a time and 1 << cluster_log ranges of inputs.
-SWIFTSPEC_HD Tiling cut(Tiling t, int n_log, int cluster_log) {
+SWIFTSPEC_HD Tiling with_split(Tiling t, int n_log, int cluster_log) {
   t.n_log = n_log, t.cluster_log = cluster_log;
   t.strips = static_cast<int32_t>(ceil_div(t.strips, t.warps_n())) * t.warps_n();
   return t;
@@ -90,13 +90,13 @@ SWIFTSPEC_HD int chunk_bytes(const Tiling& t, const Device& device) {
 
 // The shared memory of a CTA that computes 8 * rows8 rows; offsets in bytes. A chunk of x is a number of tiles that the
 // warps of a strip share evenly, so the chunks do not change who computes what.
-struct Carve {
+struct SmemLayout {
   int32_t chunk_tiles;
   int32_t x, sums, partial, joined, joined_bytes, squares, scales, barriers, ring, stages, total;
 };
 
-SWIFTSPEC_HD Carve carve(const Tiling& t, int rows8, const Device& device) {
-  Carve c{};
+SWIFTSPEC_HD SmemLayout smem_layout(const Tiling& t, int rows8, const Device& device) {
+  SmemLayout c{};
   const int x_bytes = t.tile_k * rows8 * 16, most = chunk_bytes(t, device) * (rows8 <= 2 ? 1 : 2);
   const int range = static_cast<int>(ceil_div(ceil_div(t.tiles, t.cluster()), t.warps_k())) * t.warps_k();
   c.chunk_tiles = range < most / x_bytes ? range : most / x_bytes;
@@ -113,16 +113,16 @@ SWIFTSPEC_HD Carve carve(const Tiling& t, int rows8, const Device& device) {
   c.barriers = c.scales + kMaxRows * 4;
   c.ring = (c.barriers + kWarps * kMaxStages * 8 + 127) / 128 * 128;
   int stages = (device.half_shared - c.ring) / (kWarps * t.tile_bytes);
-  if (stages < device.few_stages) stages = (device.shared - c.ring) / (kWarps * t.tile_bytes);
+  if (stages < device.min_stages) stages = (device.shared - c.ring) / (kWarps * t.tile_bytes);
   c.stages = stages < kMaxStages ? stages : kMaxStages;
   c.total = c.ring + c.stages * kWarps * t.tile_bytes;
   return c;
 }
 
 // Whether every number of rows finds room for a ring, and chunks that the warps share evenly.
-SWIFTSPEC_HD bool has_room(const Tiling& t, const Device& device) {
+SWIFTSPEC_HD bool fits(const Tiling& t, const Device& device) {
   for (int rows8 = 1; rows8 <= kMaxRows / 8; rows8 *= 2) {
-    const Carve c = carve(t, rows8, device);
+    const SmemLayout c = smem_layout(t, rows8, device);
     if (c.stages < 1 || c.chunk_tiles < 1 || c.chunk_tiles % t.warps_k() != 0) return false;
   }
   return true;
@@ -131,8 +131,8 @@ SWIFTSPEC_HD bool has_room(const Tiling& t, const Device& device) {
 // What one CTA spends on its share with 8 rows, in nanoseconds. The constants are a model of an H200 (33 bytes of weights
 // a nanosecond for each of 132 SMs, 64 of x), to be measured. More inputs than fit the shared memory are brought there
 // again in every round.
-SWIFTSPEC_HD int64_t cost(const Tiling& t, const Device& device) {
-  const int64_t most_inputs = chunk_bytes(t, device) / 16, rounds = ceil_div(t.turns(), device.at_once[t.cluster_log]);
+SWIFTSPEC_HD int64_t estimated_ns(const Tiling& t, const Device& device) {
+  const int64_t most_inputs = chunk_bytes(t, device) / 16, rounds = ceil_div(t.turns(), device.max_clusters[t.cluster_log]);
   const int64_t range = ceil_div(t.tiles, t.cluster()), inputs = range * t.tile_k;
   const int64_t stream = rounds * ceil_div(range, t.warps_k()) * kWarps * t.tile_bytes / 33;
   const int64_t stagings = inputs <= most_inputs ? 1 : rounds * ceil_div(inputs, most_inputs);
@@ -144,15 +144,15 @@ SWIFTSPEC_HD int64_t cost(const Tiling& t, const Device& device) {
 SWIFTSPEC_HD Tiling tiling_for(int64_t k, int64_t n, int group, const Device& device) {
   Tiling best{};
   for (int i = 0; i < 16; ++i) {
-    const Tiling t = cut(shape(k, n, group), i / 4, i % 4);
-    if (device.at_once[i % 4] == 0 || !has_room(t, device)) continue;
-    if (best.n == 0 || cost(t, device) < cost(best, device)) best = t;
+    const Tiling t = with_split(shape(k, n, group), i / 4, i % 4);
+    if (device.max_clusters[i % 4] == 0 || !fits(t, device)) continue;
+    if (best.n == 0 || estimated_ns(t, device) < estimated_ns(best, device)) best = t;
   }
   return best;
 }
 
 // The tiles of one warp, in order.
-struct Walk {
+struct TileIterator {
   int32_t strip, strip_step, strips;
   int32_t first, last, step, tile;  // of a strip
 
@@ -166,7 +166,7 @@ struct Walk {
 };
 
 // Warps of one strip are neighbours. `clusters` take the turns in turn.
-SWIFTSPEC_HD Walk walk_of(const Tiling& t, int cluster, int clusters, int cta, int warp) {
+SWIFTSPEC_HD TileIterator tiles_of_warp(const Tiling& t, int cluster, int clusters, int cta, int warp) {
   const int first = t.first_tile(cta) + t.share_of(warp);
   return {(cluster << t.n_log) + t.strip_of(warp), clusters << t.n_log, t.strips, first, t.first_tile(cta + 1),
           t.warps_k(), first};
@@ -184,7 +184,7 @@ struct Weights {
   const float* bias;  // [n], or null
   // Tiles of a projection that comes soon, after a kernel that leaves the memory idle; or null. Asked for at the end.
   const uint8_t* next = nullptr;
-  int64_t next_bytes = 0;  // ahead_bytes at most
+  int64_t next_bytes = 0;  // prefetch_bytes at most
 };
 
 }  // namespace swiftspec::cuda

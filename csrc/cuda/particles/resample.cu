@@ -18,35 +18,35 @@ namespace {
 constexpr int kThreads = 256;
 
 // What a block knows of its group.
-struct Weighed {
-  double weights[kMostParticles], shares[kMostParticles];
-  int64_t source[kMostParticles];
-  double whole, size;  // the logarithm of the sum of all weights; the effective sample size
-  bool poor;
+struct GroupWeights {
+  double weights[kMaxParticles], shares[kMaxParticles];
+  int64_t source[kMaxParticles];
+  double log_sum, ess;  // the logarithm of the sum of all weights; the effective sample size
+  bool resamples;
 };
 
-// shares[i] = e^(weights[i] - less).
-__device__ void raise(Weighed& found, int64_t count, double less) {
-  for (int64_t i = threadIdx.x; i < count; i += kThreads) found.shares[i] = exp(found.weights[i] - less);
+// shares[i] = e^(weights[i] - offset).
+__device__ void exponentiate(GroupWeights& found, int64_t count, double offset) {
+  for (int64_t i = threadIdx.x; i < count; i += kThreads) found.shares[i] = exp(found.weights[i] - offset);
   __syncthreads();
 }
 
-__device__ void weigh(const ResampleArgs& a, int64_t group, Weighed& found) {
+__device__ void weigh_group(const ResampleArgs& a, int64_t group, GroupWeights& found) {
   const int64_t n = a.count;
   const bool first = threadIdx.x == 0;
   for (int64_t i = threadIdx.x; i < n; i += kThreads) found.weights[i] = a.log_weights[group * n + i];
   __syncthreads();
-  if (first) found.whole = resample::highest(found.weights, n);
+  if (first) found.log_sum = resample::max_weight(found.weights, n);
   __syncthreads();
-  const double top = found.whole;
-  raise(found, n, top);
-  if (first) found.whole = ieee::add(top, log(resample::sum(found.shares, n)));
+  const double top = found.log_sum;
+  exponentiate(found, n, top);
+  if (first) found.log_sum = ieee::add(top, log(resample::sum(found.shares, n)));
   __syncthreads();
-  raise(found, n, found.whole);
+  exponentiate(found, n, found.log_sum);
   if (first) {
-    found.size = resample::effective(found.shares, n);
-    found.poor = found.size < ieee::mul(a.threshold, static_cast<double>(n));
-    if (found.poor) resample::systematic(found.shares, n, a.uniform[group], found.source);
+    found.ess = resample::effective_sample_size(found.shares, n);
+    found.resamples = found.ess < ieee::mul(a.threshold, static_cast<double>(n));
+    if (found.resamples) resample::systematic_resampling(found.shares, n, a.uniform[group], found.source);
   }
   __syncthreads();
 }
@@ -71,22 +71,22 @@ __device__ void copy_row(const ResampleArgs& a, int64_t from, int64_t to) {
 }
 
 __global__ void __launch_bounds__(kThreads) resample_kernel(const __grid_constant__ ResampleArgs a) {
-  Weighed& found = shared_variable<Weighed>();
+  GroupWeights& found = shared_variable<GroupWeights>();
   ptx::launch_dependents();
   ptx::wait_for_dependencies();
   const auto block = static_cast<int64_t>(ptx::cluster_rank());
   const int64_t group = blockIdx.y, first = group * a.count;
-  weigh(a, group, found);
+  weigh_group(a, group, found);
   ptx::cluster_sync();  // all of its blocks have read the weights
   if (block == 0 && threadIdx.x == 0) {
-    a.ess[group] += found.size;
+    a.ess[group] += found.ess;
     a.rounds[group] += 1;
-    if (found.poor) {
-      a.log_z[group] += found.whole - log(static_cast<double>(a.count));
+    if (found.resamples) {
+      a.log_z[group] += found.log_sum - log(static_cast<double>(a.count));
       a.resampled[group] += 1;
     }
   }
-  if (!found.poor) return;
+  if (!found.resamples) return;
   if (block == 0) {
     for (int64_t i = threadIdx.x; i < a.count; i += kThreads) a.log_weights[first + i] = 0.0;
   }
@@ -99,7 +99,7 @@ __global__ void __launch_bounds__(kThreads) resample_kernel(const __grid_constan
 
 void resample(const ResampleArgs& a, Stream stream) {
   if (a.groups == 0) return;
-  const int cluster = sampling::blocks(device_here());
+  const int cluster = sampling::cluster_blocks(device_info());
   const dim3 grid(static_cast<unsigned>(cluster), static_cast<unsigned>(a.groups));
   const Launch how{.grid = grid, .threads = kThreads, .cluster = cluster, .early = true};
   launch("resample", resample_kernel, how, stream, a);

@@ -13,18 +13,18 @@
 namespace swiftspec::cuda {
 
 constexpr int kMaxPeers = 8;
-SWIFTSPEC_HD constexpr ll::Rules rules() { return {4}; }
+SWIFTSPEC_HD constexpr ll::ProtocolParams protocol_params() { return {4}; }
 
 // One rank's end of a group, made once. Addresses are this rank's. The ranks of a group make the same launches in the
 // same order, each on one stream.
 struct Channel {
   ll::Layout layout;  // one block
   int32_t rank;
-  uint32_t patience_ms;        // a launch that waits longer ends itself
+  uint32_t timeout_ms;        // a launch that waits longer ends itself
   ll::Line* inbox[kMaxPeers];  // inbox[r] is what rank r reads
   uint64_t* epoch;             // of the next launch; device memory, as is `done`
   uint32_t* done;              // CTAs of this launch that are through
-  uint64_t* trouble;           // 0, or why somebody gave up (ll::Trouble); pinned host memory that all ranks see
+  uint64_t* error_word;           // 0, or why somebody gave up (ll::Fault); pinned host memory that all ranks see
 };
 
 // One thread's part of a launch. Every line is sent to all ranks, this one too, so nothing need be kept for the sum.
@@ -34,12 +34,12 @@ struct Session {
   uint64_t epoch;
 
   SWIFTSPEC_HD ll::Line& line_at(int reader, int writer, int64_t line) const {
-    return channel.inbox[reader][channel.layout.index(writer, ll::slot_of(epoch, rules()), 0, line, rules())];
+    return channel.inbox[reader][channel.layout.index(writer, ll::slot_of(epoch, protocol_params()), 0, line, protocol_params())];
   }
 
   SWIFTSPEC_HD void broadcast(int64_t line, uint64_t payload) const {
     for (int peer = 0; peer < channel.layout.ranks; ++peer) {
-      ll::put<Memory>(line_at(peer, channel.rank, line), ll::flag_of(epoch, rules()), payload);
+      ll::write_line<Memory>(line_at(peer, channel.rank, line), ll::flag_of(epoch, protocol_params()), payload);
     }
   }
 
@@ -47,7 +47,7 @@ struct Session {
   // False: the wait gave up.
   template <class Wait>
   SWIFTSPEC_HD bool collect(int64_t line, uint64_t (&payload)[kMaxPeers], Wait& wait) const {
-    const uint32_t flag = ll::flag_of(epoch, rules());
+    const uint32_t flag = ll::flag_of(epoch, protocol_params());
     for (;;) {
       ll::Line seen[kMaxPeers];
       SWIFTSPEC_UNROLL
@@ -57,10 +57,10 @@ struct Session {
       int missing = -1;
       SWIFTSPEC_UNROLL
       for (int r = 0; r < kMaxPeers; ++r) {
-        if (r < channel.layout.ranks && !ll::read(seen[r], flag, payload[r])) missing = r;
+        if (r < channel.layout.ranks && !ll::parse_line(seen[r], flag, payload[r])) missing = r;
       }
       if (missing < 0) return true;
-      if (!wait.again(missing)) return false;
+      if (!wait.keep_waiting(missing)) return false;
     }
   }
 
@@ -73,9 +73,9 @@ struct Session {
     return true;
   }
 
-  // A thread's share of the end of a launch that sent `used` lines; see ll::cleans.
+  // A thread's share of the end of a launch that sent `used` lines; see ll::is_cleaning_epoch.
   SWIFTSPEC_HD void clean(int64_t used, int64_t thread, int64_t threads) const {
-    if (!ll::cleans(epoch, rules())) return;
+    if (!ll::is_cleaning_epoch(epoch, protocol_params())) return;
     for (int64_t line = used + thread; line < channel.layout.lines; line += threads) broadcast(line, 0);
   }
 
@@ -97,12 +97,12 @@ struct Session {
 SWIFTSPEC_HD int64_t word_lines(int64_t count) { return (count + 1) / 2; }
 SWIFTSPEC_HD int64_t words_of_lines(int64_t lines) { return 2 * lines; }
 
-SWIFTSPEC_HD uint64_t words_of(const uint32_t* words, int64_t count, int64_t line) {
+SWIFTSPEC_HD uint64_t load_words(const uint32_t* words, int64_t count, int64_t line) {
   const uint64_t high = 2 * line + 1 < count ? words[2 * line + 1] : 0;
   return high << 32 | words[2 * line];
 }
 
-SWIFTSPEC_HD void put_words(uint32_t* words, int64_t count, int64_t line, uint64_t payload) {
+SWIFTSPEC_HD void store_words(uint32_t* words, int64_t count, int64_t line, uint64_t payload) {
   words[2 * line] = static_cast<uint32_t>(payload);
   if (2 * line + 1 < count) words[2 * line + 1] = static_cast<uint32_t>(payload >> 32);
 }
@@ -116,7 +116,7 @@ struct Gather {
   template <class Memory>
   SWIFTSPEC_HD void send(const Session<Memory>& session, int64_t thread, int64_t threads) const {
     for (int64_t line = thread; line < word_lines(count); line += threads) {
-      session.broadcast(line, words_of(mine, count, line));
+      session.broadcast(line, load_words(mine, count, line));
     }
   }
 
@@ -128,7 +128,7 @@ struct Gather {
       if (!session.collect(line, payload, wait)) return false;
       SWIFTSPEC_UNROLL
       for (int r = 0; r < kMaxPeers; ++r) {
-        if (r < session.channel.layout.ranks) put_words(out + r * stride, count, line, payload[r]);
+        if (r < session.channel.layout.ranks) store_words(out + r * stride, count, line, payload[r]);
       }
     }
     return true;

@@ -19,34 +19,34 @@ struct DeviceMemory {
 
 // Looks at the clock, and at whether somebody else gave up, every so many looks. When the time is over it leaves word
 // and ends the kernel, which the host sees as an error of the device.
-class Spin {
+class PollLoop {
  public:
-  __device__ Spin(const Channel& channel, uint64_t epoch) : channel_(channel), epoch_(epoch) {}
+  __device__ PollLoop(const Channel& channel, uint64_t epoch) : channel_(channel), epoch_(epoch) {}
 
-  __device__ bool again(int source) {
-    if (++looks_ % kLooks != 0) return true;
+  __device__ bool keep_waiting(int source) {
+    if (++polls_ % kPollsPerCheck != 0) return true;
     const uint64_t now = ptx::nanoseconds();
     if (start_ == 0) start_ = now;
-    const bool late = now - start_ > channel_.patience_ms * 1000000ull;
-    if (!late && ptx::load_system(channel_.trouble) == 0) return true;
-    if (late) give_up(source);
+    const bool late = now - start_ > channel_.timeout_ms * 1000000ull;
+    if (!late && ptx::load_system(channel_.error_word) == 0) return true;
+    if (late) report_timeout(source);
     __trap();
     return false;
   }
 
  private:
-  static constexpr uint32_t kLooks = 1024;
+  static constexpr uint32_t kPollsPerCheck = 1024;
 
-  __device__ void give_up(int source) const {
-    const ll::Trouble mine{ll::Reason::kTimeout, static_cast<uint8_t>(channel_.rank), static_cast<uint8_t>(source),
-                           static_cast<uint8_t>(ll::slot_of(epoch_, rules())), static_cast<uint32_t>(epoch_)};
-    ptx::store_system(channel_.trouble, ll::pack(mine));
+  __device__ void report_timeout(int source) const {
+    const ll::Fault mine{ll::Reason::kTimeout, static_cast<uint8_t>(channel_.rank), static_cast<uint8_t>(source),
+                           static_cast<uint8_t>(ll::slot_of(epoch_, protocol_params())), static_cast<uint32_t>(epoch_)};
+    ptx::store_system(channel_.error_word, ll::encode_fault(mine));
     __threadfence_system();
   }
 
   const Channel& channel_;
   uint64_t epoch_, start_ = 0;
-  uint32_t looks_ = 0;
+  uint32_t polls_ = 0;
 };
 
 // After everything has been received; called by all threads of all `ctas` of a rank. The last CTA advances the epoch,

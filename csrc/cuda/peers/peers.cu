@@ -10,14 +10,14 @@ namespace swiftspec::cuda {
 namespace {
 
 // The driver may put smaller allocations into one block, and a handle opens the whole block.
-constexpr int64_t kBlock = 2 << 20;
+constexpr int64_t kAllocationBytes = 2 << 20;
 
 }  // namespace
 
 static_assert(sizeof(PeerHandle) == sizeof(cudaIpcMemHandle_t));
 
 Inbox::Inbox(int64_t bytes) {
-  const auto size = static_cast<size_t>((bytes + kBlock - 1) / kBlock * kBlock);
+  const auto size = static_cast<size_t>((bytes + kAllocationBytes - 1) / kAllocationBytes * kAllocationBytes);
   check(cudaMalloc(&data_, size), "inbox");
   check(cudaMemset(data_, 0, size), "inbox");
   check(cudaDeviceSynchronize(), "inbox");
@@ -41,13 +41,13 @@ PeerInbox::PeerInbox(const PeerHandle& handle) {
 
 PeerInbox::~PeerInbox() { cudaIpcCloseMemHandle(data_); }
 
-Pinned::Pinned(void* data, int64_t bytes) : data_(data) {
+PinnedMemory::PinnedMemory(void* data, int64_t bytes) : data_(data) {
   check(cudaHostRegister(data, static_cast<size_t>(bytes), cudaHostRegisterPortable | cudaHostRegisterMapped), "pin");
 }
 
-Pinned::~Pinned() { cudaHostUnregister(data_); }
+PinnedMemory::~PinnedMemory() { cudaHostUnregister(data_); }
 
-void* seen(void* pinned) {
+void* device_pointer(void* pinned) {
   void* there = nullptr;
   check(cudaHostGetDevicePointer(&there, pinned, 0), "pinned memory");
   return there;
@@ -68,7 +68,7 @@ std::string bus_id() {
   return name;
 }
 
-bool reaches(const std::string& other_bus_id) {
+bool can_access_peer(const std::string& other_bus_id) {
   const int device = current_device();
   int other = 0, can = 0;
   if (cudaDeviceGetByPCIBusId(&other, other_bus_id.c_str()) != cudaSuccess) {

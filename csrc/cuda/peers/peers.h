@@ -38,24 +38,24 @@ class PeerInbox {
 };
 
 // Host memory that the devices of this process read and write.
-class Pinned {
+class PinnedMemory {
  public:
-  Pinned(void* data, int64_t bytes);
-  ~Pinned();
-  Pinned(const Pinned&) = delete;
-  Pinned& operator=(const Pinned&) = delete;
+  PinnedMemory(void* data, int64_t bytes);
+  ~PinnedMemory();
+  PinnedMemory(const PinnedMemory&) = delete;
+  PinnedMemory& operator=(const PinnedMemory&) = delete;
 
  private:
   void* data_;
 };
 
-void* seen(void* pinned);  // the address at which the current device has pinned host memory
+void* device_pointer(void* pinned);  // the address at which the current device has pinned host memory
 
 int current_device();          // its index, or -1 where there is none
 void use_device(int ordinal);  // makes it this thread's: torch has a CUDA runtime of its own, with its own idea of it
 std::string bus_id();          // of the current device: what all processes of the machine call it
 
 // Whether the current device reaches the memory of another one, or is it. Where this process cannot see that: false.
-bool reaches(const std::string& other_bus_id);
+bool can_access_peer(const std::string& other_bus_id);
 
 }  // namespace swiftspec::cuda

@@ -13,37 +13,37 @@ using namespace sampling;
 
 __global__ void __launch_bounds__(kThreads)
     children_kernel(const __grid_constant__ ScoreArgs args, int k, int64_t* tokens, float* values) {
-  Found& found = shared_variable<Found>();
+  BlockResult& found = shared_variable<BlockResult>();
   ptx::launch_dependents();
   ptx::wait_for_dependencies();
   const int block = static_cast<int>(ptx::cluster_rank()), index = static_cast<int>(threadIdx.x) / 32;
   const int64_t row = blockIdx.y;
-  scan(args, row, k, block, index, values != nullptr, found);
+  scan_columns(args, row, k, block, index, values != nullptr, found);
   __syncthreads();
-  if (index == 0) join_warps(k, found);
+  if (index == 0) reduce_warps(k, found);
   ptx::cluster_sync();
   if (index == 0 && block == 0) {
     const auto memory = [&](int i) { return ptx::in_block(&found, i); };
-    join_blocks(k, memory, tokens + row * k, values == nullptr ? nullptr : values + row * k);
+    reduce_blocks(k, memory, tokens + row * k, values == nullptr ? nullptr : values + row * k);
   }
   ptx::cluster_sync();  // nobody leaves while its memory is read
 }
 
 // Without `keys` the tokens are given.
-__global__ void __launch_bounds__(kThreads) keyed_kernel(const __grid_constant__ ScoreArgs args, const uint32_t* keys,
+__global__ void __launch_bounds__(kThreads) draw_keyed_kernel(const __grid_constant__ ScoreArgs args, const uint32_t* keys,
                                                          int64_t* tokens, float* log_probs) {
-  Found& found = shared_variable<Found>();
+  BlockResult& found = shared_variable<BlockResult>();
   ptx::launch_dependents();
   ptx::wait_for_dependencies();
   const int block = static_cast<int>(ptx::cluster_rank()), index = static_cast<int>(threadIdx.x) / 32;
   const int64_t row = blockIdx.y;
   scan_keyed(args, row, keys == nullptr ? nullptr : keys + row, block, index, found);
   __syncthreads();
-  if (index == 0) join_warps(1, found);
+  if (index == 0) reduce_warps(1, found);
   ptx::cluster_sync();
   if (index == 0 && block == 0) {
     const auto memory = [&](int i) { return ptx::in_block(&found, i); };
-    join_keyed(args, row, keys != nullptr, memory, tokens + row, log_probs + row);
+    reduce_keyed(args, row, keys != nullptr, memory, tokens + row, log_probs + row);
   }
   ptx::cluster_sync();  // nobody leaves while its memory is read
 }
@@ -53,7 +53,7 @@ template <class... Parameters, class... Arguments>
 void launch_rows(const char* name, void (*kernel)(ScoreArgs, Parameters...), const ScoreArgs& args, Stream stream,
                  Arguments... rest) {
   if (args.rows == 0) return;
-  const int cluster = blocks(device_here());
+  const int cluster = cluster_blocks(device_info());
   const dim3 grid(static_cast<unsigned>(cluster), static_cast<unsigned>(args.rows));
   const Launch how{.grid = grid, .threads = kThreads, .cluster = cluster, .early = true};
   launch(name, kernel, how, stream, args, rest...);
@@ -66,7 +66,7 @@ void children(const ScoreArgs& args, int64_t k, int64_t* tokens, float* values, 
 }
 
 void draw_keyed(const ScoreArgs& args, const uint32_t* keys, int64_t* tokens, float* log_probs, Stream stream) {
-  launch_rows("draw_keyed", keyed_kernel, args, stream, keys, tokens, log_probs);
+  launch_rows("draw_keyed", draw_keyed_kernel, args, stream, keys, tokens, log_probs);
 }
 
 }  // namespace swiftspec::cuda

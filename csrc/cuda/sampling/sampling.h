@@ -5,7 +5,7 @@
 #include <cmath>
 #include <cstdint>
 
-#include "common/best.h"
+#include "common/top_k.h"
 #include "common/gumbel.h"
 #include "common/ieee.h"
 #include "common/noise.h"
@@ -16,18 +16,18 @@
 
 namespace swiftspec::sampling {
 
-using best::Best;
-using best::Entry;
+using top_k::TopK;
+using top_k::Entry;
 
 constexpr int kWarps = 16;
 constexpr int kThreads = 32 * kWarps;
 constexpr int kBlocks = ptx::kClusters ? 8 : 1;  // of a cluster; a launch asks `blocks`
-constexpr int kAhead = 8;    // columns of a lane that are loaded before the first is used
-constexpr int kRun = 32 * kAhead;  // columns of a warp at a time
-constexpr int kStep = kRun * kWarps * kBlocks;
+constexpr int kPrefetch = 8;    // columns of a lane that are loaded before the first is used
+constexpr int kWarpSpan = 32 * kPrefetch;  // columns of a warp at a time
+constexpr int kClusterSpan = kWarpSpan * kWarps * kBlocks;
 
 // kBlocks of the kernels of a device.
-SWIFTSPEC_HD int blocks(const cuda::Device& device) { return device.clusters() ? 8 : 1; }
+SWIFTSPEC_HD int cluster_blocks(const cuda::Device& device) { return device.has_clusters() ? 8 : 1; }
 
 // top + ln(total) is the logarithm of a sum of exponentials.
 struct LogSum {
@@ -43,41 +43,41 @@ SWIFTSPEC_HD LogSum add(const LogSum& a, const LogSum& b) {
 }
 
 // A lane's sum of exponentials and those of more scores.
-SWIFTSPEC_HD void take(LogSum& sum, const warp::Regs<kAhead, float>& x) {
+SWIFTSPEC_HD void accumulate(LogSum& sum, const warp::Regs<kPrefetch, float>& x) {
   float top = sum.top;
   SWIFTSPEC_UNROLL
-  for (int i = 0; i < kAhead; ++i) top = fmaxf(top, x.r[i]);
+  for (int i = 0; i < kPrefetch; ++i) top = fmaxf(top, x.r[i]);
   if (top == -INFINITY) {  // or all of them are NaN, which must not be lost
     SWIFTSPEC_UNROLL
-    for (int i = 0; i < kAhead; ++i) sum.total = x.r[i] != x.r[i] ? x.r[i] : sum.total;
+    for (int i = 0; i < kPrefetch; ++i) sum.total = x.r[i] != x.r[i] ? x.r[i] : sum.total;
     return;
   }
   float total = sum.total * expf(sum.top - top);
   SWIFTSPEC_UNROLL
-  for (int i = 0; i < kAhead; ++i) total += expf(x.r[i] - top);
+  for (int i = 0; i < kPrefetch; ++i) total += expf(x.r[i] - top);
   sum = {top, total};
 }
 
 // Over all lanes, joined by name: `add` of two lanes is the same either way round.
-SWIFTSPEC_HD warp::PerLane<LogSum> joined(warp::PerLane<LogSum> sum) {
+SWIFTSPEC_HD warp::PerLane<LogSum> all_reduce(warp::PerLane<LogSum> sum) {
   for (int step = 16; step > 0; step /= 2) {
     warp::PerLane<float> top, total;
     SWIFTSPEC_EACH_LANE(lane) {
       top(lane) = sum(lane).top;
       total(lane) = sum(lane).total;
     }
-    top = warp::exchanged(top, step);
-    total = warp::exchanged(total, step);
+    top = warp::shuffle_xor(top, step);
+    total = warp::shuffle_xor(total, step);
     SWIFTSPEC_EACH_LANE(lane) { sum(lane) = add(sum(lane), {top(lane), total(lane)}); }
   }
   return sum;
 }
 
 // What a block has found of its columns; `warps` is used before the block's own.
-struct Found {
-  Entry<float> warps[kWarps][best::kMost];
+struct BlockResult {
+  Entry<float> warps[kWarps][top_k::kMaxK];
   LogSum warp_sums[kWarps];
-  Entry<float> best[best::kMost];
+  Entry<float> best[top_k::kMaxK];
   LogSum sum;
 };
 
@@ -92,35 +92,35 @@ SWIFTSPEC_HD float score(const ScoreArgs& a, int64_t row, int64_t column) {
 
 // A warp's columns of a row. Without `sums` this is a draw: no exponentials, and a NaN counts as infinite, so that it is
 // found.
-SWIFTSPEC_HD void scan(const ScoreArgs& a, int64_t row, int k, int block, int warp_index, bool sums, Found& found) {
-  Best<float> best(k);
+SWIFTSPEC_HD void scan_columns(const ScoreArgs& a, int64_t row, int k, int block, int warp_index, bool sums, BlockResult& found) {
+  TopK<float> best(k);
   warp::PerLane<LogSum> sum;
   SWIFTSPEC_EACH_LANE(lane) { sum(lane) = {-INFINITY, 0}; }
-  for (int64_t base = (block * kWarps + warp_index) * kRun; base < a.vocab; base += kStep) {
-    warp::PerLane<warp::Regs<kAhead, float>> x;
+  for (int64_t base = (block * kWarps + warp_index) * kWarpSpan; base < a.vocab; base += kClusterSpan) {
+    warp::PerLane<warp::Regs<kPrefetch, float>> x;
     SWIFTSPEC_EACH_LANE(lane) {
       SWIFTSPEC_UNROLL
-      for (int i = 0; i < kAhead; ++i) {
+      for (int i = 0; i < kPrefetch; ++i) {
         const int64_t column = base + 32 * i + lane;
         const float value = column < a.vocab ? score(a, row, column) : -INFINITY;
         x(lane).r[i] = !sums && value != value ? INFINITY : value;
       }
-      if (sums) take(sum(lane), x(lane));
+      if (sums) accumulate(sum(lane), x(lane));
     }
     SWIFTSPEC_UNROLL
-    for (int i = 0; i < kAhead; ++i) {
+    for (int i = 0; i < kPrefetch; ++i) {
       warp::PerLane<float> value;
       warp::PerLane<int32_t> column;
       SWIFTSPEC_EACH_LANE(lane) {
         const int64_t at = base + 32 * i + lane;
         value(lane) = x(lane).r[i];
-        column(lane) = at < a.vocab ? static_cast<int32_t>(at) : best::kNobody;
+        column(lane) = at < a.vocab ? static_cast<int32_t>(at) : top_k::kNoIndex;
       }
       best.offer(value, column);
     }
   }
-  best.put_down(found.warps[warp_index]);
-  if (sums) sum = joined(sum);
+  best.store(found.warps[warp_index]);
+  if (sums) sum = all_reduce(sum);
   SWIFTSPEC_EACH_LANE(lane) {
     if (lane == 0) found.warp_sums[warp_index] = sum(lane);
   }
@@ -129,23 +129,23 @@ SWIFTSPEC_HD void scan(const ScoreArgs& a, int64_t row, int k, int block, int wa
 // The same of scores as they are, for the sum of their exponentials; and unless `key` is null, of the best of them under
 // the noise of that key. A NaN counts as infinite there.
 SWIFTSPEC_HD void scan_keyed(const ScoreArgs& a, int64_t row, const uint32_t* key, int block, int warp_index,
-                             Found& found) {
-  Best<float> best(1);
+                             BlockResult& found) {
+  TopK<float> best(1);
   warp::PerLane<LogSum> sum;
   SWIFTSPEC_EACH_LANE(lane) { sum(lane) = {-INFINITY, 0}; }
-  for (int64_t base = (block * kWarps + warp_index) * kRun; base < a.vocab; base += kStep) {
-    warp::PerLane<warp::Regs<kAhead, float>> x;
+  for (int64_t base = (block * kWarps + warp_index) * kWarpSpan; base < a.vocab; base += kClusterSpan) {
+    warp::PerLane<warp::Regs<kPrefetch, float>> x;
     SWIFTSPEC_EACH_LANE(lane) {
       SWIFTSPEC_UNROLL
-      for (int i = 0; i < kAhead; ++i) {
+      for (int i = 0; i < kPrefetch; ++i) {
         const int64_t column = base + 32 * i + lane;
         x(lane).r[i] = column < a.vocab ? score(a, row, column) : -INFINITY;
       }
-      take(sum(lane), x(lane));
+      accumulate(sum(lane), x(lane));
     }
     if (key == nullptr) continue;
     SWIFTSPEC_UNROLL
-    for (int i = 0; i < kAhead; ++i) {
+    for (int i = 0; i < kPrefetch; ++i) {
       warp::PerLane<float> value;
       warp::PerLane<int32_t> column;
       SWIFTSPEC_EACH_LANE(lane) {
@@ -153,23 +153,23 @@ SWIFTSPEC_HD void scan_keyed(const ScoreArgs& a, int64_t row, const uint32_t* ke
         const float noise = noise::gumbel_exact(noise::bits(*key, static_cast<uint32_t>(at)));
         const float noisy = ieee::add(x(lane).r[i], noise);
         value(lane) = noisy != noisy ? INFINITY : noisy;
-        column(lane) = at < a.vocab ? static_cast<int32_t>(at) : best::kNobody;
+        column(lane) = at < a.vocab ? static_cast<int32_t>(at) : top_k::kNoIndex;
       }
       best.offer(value, column);
     }
   }
-  best.put_down(found.warps[warp_index]);
-  sum = joined(sum);
+  best.store(found.warps[warp_index]);
+  sum = all_reduce(sum);
   SWIFTSPEC_EACH_LANE(lane) {
     if (lane == 0) found.warp_sums[warp_index] = sum(lane);
   }
 }
 
 // The block's first warp: what its warps have found.
-SWIFTSPEC_HD void join_warps(int k, Found& found) {
-  Best<float> best(k);
-  for (int i = 0; i < kWarps; ++i) best.offer_all(found.warps[i]);
-  best.put_down(found.best);
+SWIFTSPEC_HD void reduce_warps(int k, BlockResult& found) {
+  TopK<float> best(k);
+  for (int i = 0; i < kWarps; ++i) best.merge(found.warps[i]);
+  best.store(found.best);
   SWIFTSPEC_EACH_LANE(lane) {
     if (lane == 0) {
       found.sum = found.warp_sums[0];
@@ -179,7 +179,7 @@ SWIFTSPEC_HD void join_warps(int k, Found& found) {
 }
 
 // A log-probability; never above 0, which a parent's weight must bound, and -inf rather than NaN.
-SWIFTSPEC_HD float log_share(float score, const LogSum& all) {
+SWIFTSPEC_HD float log_prob(float score, const LogSum& all) {
   const float value = score - (all.top + logf(all.total));
   return value <= 0.0f ? value : value > 0.0f ? 0.0f : -INFINITY;
 }
@@ -188,11 +188,11 @@ SWIFTSPEC_HD float log_share(float score, const LogSum& all) {
 // `values` the tokens alone. A rank without a candidate gets its own number as token, and -inf. Tokens alone are a draw:
 // -1 where a score is NaN, or the highest is infinite.
 template <class Blocks>
-SWIFTSPEC_HD void join_blocks(int k, Blocks block, int64_t* tokens, float* values) {
-  Best<float> best(k);
+SWIFTSPEC_HD void reduce_blocks(int k, Blocks block, int64_t* tokens, float* values) {
+  TopK<float> best(k);
   LogSum all = block(0)->sum;
   for (int i = 0; i < kBlocks; ++i) {
-    best.offer_all(block(i)->best);
+    best.merge(block(i)->best);
     if (i > 0) all = add(all, block(i)->sum);
   }
   SWIFTSPEC_EACH_LANE(lane) {
@@ -201,9 +201,9 @@ SWIFTSPEC_HD void join_blocks(int k, Blocks block, int64_t* tokens, float* value
       if (rank >= k) continue;
       const float value = best.value[half](lane);
       const int32_t token = best.index[half](lane);
-      tokens[rank] = token == best::kNobody ? rank : token;
+      tokens[rank] = token == top_k::kNoIndex ? rank : token;
       if (values != nullptr) {
-        values[rank] = log_share(value, all);
+        values[rank] = log_prob(value, all);
       } else if (!(fabsf(value) < INFINITY)) {
         tokens[rank] = -1;
       }
@@ -211,15 +211,15 @@ SWIFTSPEC_HD void join_blocks(int k, Blocks block, int64_t* tokens, float* value
   }
 }
 
-// As join_blocks, after scan_keyed: the token, if it is to be drawn, and its log-probability; -1 and NaN where none could
+// As reduce_blocks, after scan_keyed: the token, if it is to be drawn, and its log-probability; -1 and NaN where none could
 // be.
 template <class Blocks>
-SWIFTSPEC_HD void join_keyed(const ScoreArgs& a, int64_t row, bool drawn, Blocks block, int64_t* token,
+SWIFTSPEC_HD void reduce_keyed(const ScoreArgs& a, int64_t row, bool drawn, Blocks block, int64_t* token,
                              float* log_prob) {
-  Best<float> best(1);
+  TopK<float> best(1);
   LogSum all = block(0)->sum;
   for (int i = 0; i < kBlocks; ++i) {
-    best.offer_all(block(i)->best);
+    best.merge(block(i)->best);
     if (i > 0) all = add(all, block(i)->sum);
   }
   SWIFTSPEC_EACH_LANE(lane) {

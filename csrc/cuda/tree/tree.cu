@@ -16,9 +16,9 @@ __global__ void __launch_bounds__(kThreads, 1)  // the 1 lets it have registers 
   const int index = static_cast<int>(threadIdx.x) / 32;
   ptx::launch_dependents();
   ptx::wait_for_dependencies();
-  if (index == 0) tree::choose(tree, w, prefix, out);
+  if (index == 0) tree::select_leaves(tree, w, prefix, out);
   __syncthreads();
-  for (int row = index; row < w; row += kThreads / 32) tree::see(tree, row, prefix, out);
+  for (int row = index; row < w; row += kThreads / 32) tree::write_mask_row(tree, row, prefix, out);
 }
 
 __global__ void __launch_bounds__(kThreads)

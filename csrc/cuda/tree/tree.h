@@ -5,7 +5,7 @@
 // which nobody sees.
 #pragma once
 
-#include "common/best.h"
+#include "common/top_k.h"
 #include "kernels_cuda.h"
 
 namespace swiftspec::tree {
@@ -13,35 +13,35 @@ namespace swiftspec::tree {
 using cuda::Expansion;
 using cuda::TreeState;
 
-constexpr int32_t kLeaf = -1;  // the slot of a node that has none
-constexpr int kTogether = 4;   // nodes that a lane loads before any is looked at, so that their latencies overlap
+constexpr int32_t kNoSlot = -1;  // the slot of a node that has none
+constexpr int kUnrolled = 4;   // nodes that a lane loads before any is looked at, so that their latencies overlap
 
 // A warp names the w likeliest leaves and gives them the next slots.
-SWIFTSPEC_HD void choose(const TreeState& t, int w, const int64_t* prefix, const Expansion& out) {
-  best::Best<double> found(w);
+SWIFTSPEC_HD void select_leaves(const TreeState& t, int w, const int64_t* prefix, const Expansion& out) {
+  top_k::TopK<double> found(w);
   const int32_t nodes = t.used[0], first = t.used[1];
-  for (int32_t base = 0; base < nodes; base += 32 * kTogether) {
-    warp::PerLane<double> weight[kTogether];
-    warp::PerLane<int32_t> node[kTogether];
+  for (int32_t base = 0; base < nodes; base += 32 * kUnrolled) {
+    warp::PerLane<double> weight[kUnrolled];
+    warp::PerLane<int32_t> node[kUnrolled];
     SWIFTSPEC_UNROLL
-    for (int c = 0; c < kTogether; ++c) {
+    for (int c = 0; c < kUnrolled; ++c) {
       SWIFTSPEC_EACH_LANE(lane) {
         const int32_t i = base + 32 * c + lane, slot = i < nodes ? t.slot[i] : 0;
         weight[c](lane) = i < nodes ? t.weight[i] : -INFINITY;
-        const bool leaf = slot == kLeaf && weight[c](lane) > -INFINITY;
+        const bool leaf = slot == kNoSlot && weight[c](lane) > -INFINITY;
         if (!leaf) weight[c](lane) = -INFINITY;
-        node[c](lane) = leaf ? i : best::kNobody;
+        node[c](lane) = leaf ? i : top_k::kNoIndex;
       }
     }
     SWIFTSPEC_UNROLL
-    for (int c = 0; c < kTogether; ++c) found.offer(weight[c], node[c]);
+    for (int c = 0; c < kUnrolled; ++c) found.offer(weight[c], node[c]);
   }
   warp::sync();
   SWIFTSPEC_EACH_LANE(lane) {
     for (int half = 0; half < 2; ++half) {
       const int row = lane + 32 * half;
       if (row >= w) continue;
-      const int32_t node = found.index[half](lane) == best::kNobody ? -1 : found.index[half](lane);
+      const int32_t node = found.index[half](lane) == top_k::kNoIndex ? -1 : found.index[half](lane);
       out.node[row] = node;
       out.tokens[row] = node < 0 ? 0 : t.token[node];
       out.slots[row] = *prefix + first + row;
@@ -51,8 +51,8 @@ SWIFTSPEC_HD void choose(const TreeState& t, int w, const int64_t* prefix, const
   }
 }
 
-// A warp writes one row after `choose`: what the leaf's parent sees, and the leaf itself; and its position.
-SWIFTSPEC_HD void see(const TreeState& t, int row, const int64_t* prefix, const Expansion& out) {
+// A warp writes one row after `select_leaves`: what the leaf's parent sees, and the leaf itself; and its position.
+SWIFTSPEC_HD void write_mask_row(const TreeState& t, int row, const int64_t* prefix, const Expansion& out) {
   const int32_t node = out.node[row], mine = static_cast<int32_t>(out.slots[row] - *prefix);
   const uint8_t* above = node > 0 ? t.visible + static_cast<int64_t>(t.slot[t.parent[node]]) * t.slots : nullptr;
   int depth = 0;
@@ -81,7 +81,7 @@ SWIFTSPEC_HD void add_child(const TreeState& t, const int32_t* node, int k, int 
   const int32_t at = t.used[0] + row * k + child;
   t.token[at] = tokens[row * k + child];
   t.parent[at] = node[row];
-  t.slot[at] = kLeaf;
+  t.slot[at] = kNoSlot;
   t.weight[at] = t.weight[node[row]] + static_cast<double>(values[row * k + child]);
 }
 

@@ -16,7 +16,7 @@ constexpr int64_t kBlock = 16, kHalf = 8;           // outputs of a block
 constexpr int kTileColumns = 16;                    // words of a tile's row
 constexpr int64_t kTileRows = 64, kTileWords = 64;  // tile of one task, which stays in the cache
 constexpr int kInOrder[8] = {0, 1, 2, 3, 4, 5, 6, 7};
-constexpr int kAwq[8] = {0, 2, 4, 6, 1, 3, 5, 7};     // output of each nibble of a word
+constexpr int kAwq[8] = {0, 2, 4, 6, 1, 3, 5, 7};     // output of each nibble of a 32-bit word
 constexpr int kInputs[8] = {0, 2, 4, 6, 1, 3, 5, 7};  // input of each nibble of a block's word
 
 using Tile = uint32_t[8][kTileColumns];

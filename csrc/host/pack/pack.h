@@ -8,7 +8,8 @@
 
 namespace swiftspec::host {
 
-// Order of the codes in a word: eight outputs of one input (in order, or in AutoAWQ's), or eight inputs of one output.
+// Order of the codes in 32-bit words: eight outputs of one input, in order or in AutoAWQ's, or eight inputs of one
+// output.
 enum class CodeOrder : uint8_t { outputs, awq, inputs };
 
 // Values by group and output, with the distance in elements between two groups and two outputs.

@@ -1,7 +1,7 @@
 """File of packed weights (a layer or the head): written atomically, and verified by checksums when it is read.
 
 Bytes: `MAGIC`; the length of the JSON after it, 8 bytes; the BLAKE2b of that JSON, 32 bytes; the JSON; then the
-tensors, each at a multiple of 64. The JSON contains the metadata (key `told`) and the name, dtype, shape, start and
+tensors, each at a multiple of 64. The JSON contains the metadata and the name, dtype, shape, start and
 checksum of each tensor.
 """
 

@@ -104,7 +104,7 @@ def _blocks(outputs: int) -> int:
 
 
 def _pack_codes(weight: Int4Source) -> tuple[Tensor, Tensor, Tensor]:
-    """Codes [N / 16, K / 8, 16] int32, scales and zeros. In a word of eight codes, input 2i is nibble i and input
+    """Codes [N / 16, K / 8, 16] int32, scales and zeros. In 32 bits of eight codes, input 2i is nibble i and input
     2i + 1 is nibble 4 + i."""
     outputs, inputs = weight.shape
     blocks, groups = _blocks(outputs), inputs // weight.group_size
@@ -125,7 +125,7 @@ def _pack_codes(weight: Int4Source) -> tuple[Tensor, Tensor, Tensor]:
 def _strips(dense: Tensor, kinds: Sequence[torch.dtype]) -> Iterator[tuple[slice, Tensor]]:
     """Yields (slice of blocks, rows) with rows in one of `kinds` and inputs padded to a multiple of 8.
 
-    The whole matrix at once if it complies, otherwise strips converted to the first dtype.
+    Yields the whole matrix if it complies, otherwise strips converted to the first dtype.
     """
     whole = dense.dtype in kinds and dense.shape[1] % 8 == 0 and dense.stride(1) == 1 and dense.stride(0) % 2 == 0
     step = len(dense) if whole else STRIP_ROWS

@@ -18,19 +18,20 @@ from swiftspec.model.batch import Batch
 from swiftspec.model.packed_model import Cache
 
 HEAD_DIMS = (64, 128)
-MOST_HEADS = 64  # that share keys
-SLICE = 256  # rows of one launch, which bounds its scratch; of more rows, a prompt's, none sees a later one
+MAX_HEADS_PER_KV_HEAD = 64  # that share keys
+# rows of one launch, which bounds its scratch; of more rows, a prompt's, none sees a later one
+MAX_ROWS_PER_LAUNCH = 256
 
 
 @dataclass(frozen=True, slots=True)
-class AttentionPlan:
+class CudaAttentionPlan:
     """What attention needs and is the same in every layer."""
 
     slices: list[tuple[slice, _C.CudaAttention]]
     out_width: int
 
 
-def prepare(batch: Batch, cache: Cache, cos: Tensor, sin: Tensor, num_heads: int) -> AttentionPlan:
+def prepare(batch: Batch, cache: Cache, cos: Tensor, sin: Tensor, num_heads: int) -> CudaAttentionPlan:
     """Once per forward, before the layers. `cos` and `sin` are the tables of `rope_tables`. Every row's own slot must
     lie in the window of the mask, as `Batch` says."""
     _, sequences, kv_heads, capacity, dim = cache.k.shape
@@ -41,21 +42,21 @@ def prepare(batch: Batch, cache: Cache, cos: Tensor, sin: Tensor, num_heads: int
         return torch.empty(shape, dtype=dtype, device=device)
 
     stored = native_cache(cache.k, cache.v)
-    lines = _C.attention_lines_cuda(min(rows, SLICE), num_heads, capacity)
+    lines = _C.attention_lines_cuda(min(rows, MAX_ROWS_PER_LAUNCH), num_heads, capacity)
     values, sums = scratch(lines, dim, dtype=torch.float32), scratch(lines, 2, dtype=torch.float32)
     slices: list[tuple[slice, _C.CudaAttention]] = []
-    for start in range(0, rows, SLICE):
-        here, count = slice(start, start + SLICE), min(rows - start, SLICE)
+    for start in range(0, rows, MAX_ROWS_PER_LAUNCH):
+        chunk, count = slice(start, start + MAX_ROWS_PER_LAUNCH), min(rows - start, MAX_ROWS_PER_LAUNCH)
         groups = _C.attention_groups_cuda(count, num_heads, kv_heads, sequences == 1)
         lines = _C.attention_lines_cuda(count, num_heads, capacity)
         native = _C.CudaAttention(
             cos=cos,
             sin=sin,
-            positions=batch.positions[here],
-            slots=batch.slots[here],
-            sequence=batch.sequence[here] if sequences > 1 else None,
+            positions=batch.positions[chunk],
+            slots=batch.slots[chunk],
+            sequence=batch.sequence[chunk] if sequences > 1 else None,
             kv_len=batch.kv_len,
-            mask=batch.mask[here],
+            mask=batch.mask[chunk],
             cache=stored,
             heads=num_heads,
             owner=scratch(sequences, capacity),
@@ -67,13 +68,13 @@ def prepare(batch: Batch, cache: Cache, cos: Tensor, sin: Tensor, num_heads: int
             part_sums=sums[:lines],
         )
         native.prepare(current_stream())
-        slices.append((here, native))
-    return AttentionPlan(slices, num_heads * dim)
+        slices.append((chunk, native))
+    return CudaAttentionPlan(slices, num_heads * dim)
 
 
-def tree_attention(qkv: Tensor, plan: AttentionPlan, layer: int) -> Tensor:
+def tree_attention(qkv: Tensor, plan: CudaAttentionPlan, layer: int) -> Tensor:
     """RoPE, KV append, masked attention: qkv [n, (H + 2G) hd] -> [n, H hd]."""
     out = qkv.new_empty(qkv.shape[0], plan.out_width)
-    for here, native in plan.slices:
-        native.attend(qkv[here], layer, out[here], current_stream())
+    for chunk, native in plan.slices:
+        native.attend(qkv[chunk], layer, out[chunk], current_stream())
     return out

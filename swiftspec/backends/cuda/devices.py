@@ -7,10 +7,10 @@ import torch
 from swiftspec import _C
 from swiftspec.errors import UserError
 
-OLDEST = (8, 0)  # compute capability
+MIN_COMPUTE_CAPABILITY = (8, 0)  # compute capability
 
 
-def usable(device: torch.device | str) -> torch.device:
+def require_usable(device: torch.device | str) -> torch.device:
     """The GPU that `device` names, with its index. UserError where these operators cannot run on it."""
     device = torch.device(device)
     if device.type != "cuda":
@@ -18,11 +18,11 @@ def usable(device: torch.device | str) -> torch.device:
     if not _C.cuda_built:
         raise UserError(f"{_C.build_info}; install swiftspec where nvcc is found to run on {device}")
     if not torch.cuda.is_available():
-        raise UserError(f"no NVIDIA GPU can be used here: {missing()}")
+        raise UserError(f"no NVIDIA GPU can be used here: {why_no_gpu()}")
     device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
     major, minor = torch.cuda.get_device_capability(device)
     name = torch.cuda.get_device_name(device)
-    if (major, minor) < OLDEST:
+    if (major, minor) < MIN_COMPUTE_CAPABILITY:
         raise UserError(f"the CUDA operators need compute capability 8.0 (Ampere) or more, {name} has {major}.{minor}")
     if not any(arch // 10 == major and arch % 10 <= minor for arch in _C.cuda_archs):
         built = ", ".join(f"sm_{arch}" for arch in _C.cuda_archs)
@@ -39,7 +39,7 @@ def usable(device: torch.device | str) -> torch.device:
     return device
 
 
-def missing() -> str:
+def why_no_gpu() -> str:
     """Why torch finds no GPU, where it finds none, and what would mend it."""
     if torch.version.cuda is None:
         return "this PyTorch is built without CUDA, install one that has it"

@@ -15,22 +15,22 @@ import torch
 from torch import Tensor
 
 from swiftspec import _C
-from swiftspec.backends.cpu.packing import Int4
+from swiftspec.backends.cpu.packing import Int4Source
 from swiftspec.backends.cuda import large_m
 from swiftspec.backends.cuda.checks import current_stream, on_gpu, use_current_device
-from swiftspec.backends.cuda.devices import usable
-from swiftspec.backends.cuda.large_m import Norm
+from swiftspec.backends.cuda.devices import require_usable
+from swiftspec.backends.cuda.large_m import NormWeights
 from swiftspec.errors import UserError
 from swiftspec.model.weights import Weight
 
-MAX_ROWS = 32  # of one launch that sums over ranks
-WORD, LINE = 4, 8  # bytes that a message counts in, and of an LL line
-PIECES = 64  # launches of a message at most, longer ones go through a library; an estimate, not measured
-TILE_GROUPS = (32, 64, 128)  # inputs of an int4 group, as the tiles hold them
+MAX_REDUCED_ROWS = 32  # of one launch that sums over ranks
+WORD_BYTES, LINE_BYTES = 4, 8  # bytes that a message counts in, and of an LL line
+MAX_GATHER_LAUNCHES = 64  # launches of a message at most, longer ones go through a library; an estimate, not measured
+INT4_GROUP_SIZES = (32, 64, 128)  # inputs of an int4 group, as the tiles hold them
 
 
 @dataclass(frozen=True, slots=True)
-class Packed:
+class CudaLinear:
     """A projection made ready at load; the tensors are what the native side reads."""
 
     native: _C.CudaWeights
@@ -40,19 +40,19 @@ class Packed:
     bias: Tensor | None  # [N] float32
 
 
-def pack(weight: Weight, dtype: torch.dtype, device: torch.device | str) -> Packed:
+def pack(weight: Weight, dtype: torch.dtype, device: torch.device | str) -> CudaLinear:
     """A checkpoint's matrix [N, K] in tiles on `device`; returns when they are there.
 
     Groups of more than 128 inputs, or of other than a multiple of 32, are cut into smaller ones; where that leaves less
     than 32 the matrix is dequantised.
     """
-    device = usable(device)
+    device = require_usable(device)
     if dtype != torch.bfloat16:
         raise UserError(f"the CUDA operators compute in bfloat16, not {str(dtype).removeprefix('torch.')}")
     with torch.cuda.device(device):
         use_current_device()
-        group = math.gcd(weight.group_size, 128) if isinstance(weight, Int4) else 0
-        if isinstance(weight, Int4) and group in TILE_GROUPS:
+        group = math.gcd(weight.group_size, 128) if isinstance(weight, Int4Source) else 0
+        if isinstance(weight, Int4Source) and group in INT4_GROUP_SIZES:
             tiles, inputs, outputs = _int4_tiles(weight, group, device)
         else:
             group = 0
@@ -61,14 +61,14 @@ def pack(weight: Weight, dtype: torch.dtype, device: torch.device | str) -> Pack
         # a projection asks for its weights before it waits for the kernels in front of it
         torch.cuda.current_stream().synchronize()
         native = _C.CudaWeights(tiles, bias, inputs, outputs, group)
-    return Packed(native, inputs, outputs, tiles, bias)
+    return CudaLinear(native, inputs, outputs, tiles, bias)
 
 
-def _int4_tiles(weight: Int4, group: int, device: torch.device) -> tuple[Tensor, int, int]:
-    times, weight = weight.group_size // group, weight.to(device).in_order()  # words are put in order on the device
+def _int4_tiles(weight: Int4Source, group: int, device: torch.device) -> tuple[Tensor, int, int]:
+    splits, weight = weight.group_size // group, weight.to(device).in_order()  # words are put in order on the device
     codes = weight.packed.contiguous()
-    scales = weight.scales.float().repeat_interleave(times, 0).contiguous()
-    zeros = weight.zeros.repeat_interleave(times, 0).contiguous()
+    scales = weight.scales.float().repeat_interleave(splits, 0).contiguous()
+    zeros = weight.zeros.repeat_interleave(splits, 0).contiguous()
     inputs, outputs = codes.shape[0], scales.shape[1]
     tiles = torch.empty(_C.cuda_tile_bytes(inputs, outputs, group), dtype=torch.uint8, device=device)
     _C.repack_int4_cuda(codes, scales, zeros, group, tiles, current_stream())
@@ -85,7 +85,7 @@ def _bf16_tiles(matrix: Tensor) -> tuple[Tensor, int, int]:
     return tiles, inputs, outputs
 
 
-class Communicator:
+class PeerCommunicator:
     """This rank's end of a group of GPUs that sum products in the kernel that computes them.
 
     `inboxes` are the addresses at which this rank sees every rank's inbox, in rank order; `trouble` is one int64 in
@@ -97,24 +97,24 @@ class Communicator:
         rank: int,
         inboxes: Sequence[int],
         lines: int,
-        trouble: Tensor,
+        error_word: Tensor,
         device: torch.device,
-        patience: float = 2.0,
+        timeout_s: float = 2.0,
     ) -> None:
-        self.rank, self.size, self._lines, self._trouble = rank, len(inboxes), lines, trouble
+        self.rank, self.size, self._lines, self._error_word = rank, len(inboxes), lines, error_word
         self._epoch = torch.zeros(1, dtype=torch.int64, device=device)
         self._done = torch.zeros(1, dtype=torch.int32, device=device)
         use_current_device()
-        self.native = _C.CudaChannel(rank, inboxes, lines, self._epoch, self._done, trouble, patience)
+        self.native = _C.CudaChannel(rank, inboxes, lines, self._epoch, self._done, error_word, timeout_s)
 
     @property
     def epoch(self) -> Tensor:
         """[1] int64 on the device: how many products have been summed, and pieces of messages gathered."""
         return self._epoch
 
-    def takes(self, x: Tensor) -> bool:
+    def supports(self, x: Tensor) -> bool:
         """Whether `gather` takes x: on a GPU, whole words of 4 bytes, and at most PIECES times the longest product."""
-        return on_gpu(x.device) and x.nbytes % WORD == 0 and x.nbytes <= PIECES * self._lines * LINE
+        return on_gpu(x.device) and x.nbytes % WORD_BYTES == 0 and x.nbytes <= MAX_GATHER_LAUNCHES * self._lines * LINE_BYTES
 
     def gather(self, x: Tensor) -> Tensor:
         """The ranks' x, in rank order: [...] -> [size, ...], a launch for each piece of it that the group's lines hold.
@@ -123,9 +123,9 @@ class Communicator:
         _C.gather_cuda(self.native, x.contiguous(), out, current_stream())
         return out
 
-    def trouble(self) -> str | None:
+    def describe_fault(self) -> str | None:
         """Why a kernel ended itself, in one line; to be asked when the device reports an error."""
-        found = _C.cuda_trouble(int(self._trouble[0]) & (2**64 - 1))
+        found = _C.cuda_trouble(int(self._error_word[0]) & (2**64 - 1))
         if found is None:
             return None
         rank, source, slot, epoch = found
@@ -133,36 +133,36 @@ class Communicator:
 
 
 @dataclass(frozen=True, slots=True)
-class Sums:
+class RowwiseReduce:
     """How a group of GPUs sums its products: few rows in the kernel that computes them, more by a library."""
 
-    few: Communicator  # up to MAX_ROWS
-    many: Callable[[Tensor], Tensor]
+    fused: PeerCommunicator  # up to MAX_ROWS
+    library: Callable[[Tensor], Tensor]
 
     def __call__(self, x: Tensor) -> Tensor:
         """For operators without such kernels."""
-        return self.many(x)
+        return self.library(x)
 
 
-def inbox(ranks: int, lines: int, device: torch.device | str) -> Tensor:
+def make_inbox(ranks: int, lines: int, device: torch.device | str) -> Tensor:
     """The memory that one rank of a group reads, empty; `lines` is the longest product's, see `lines_of`."""
     return torch.zeros(_C.cuda_inbox_bytes(ranks, lines), dtype=torch.uint8, device=device)
 
 
-def lines_of(outputs: int) -> int:
+def max_lines(outputs: int) -> int:
     """LL lines of the longest product that is summed in one launch."""
-    return _C.cuda_lines(outputs, MAX_ROWS)
+    return _C.cuda_lines(outputs, MAX_REDUCED_ROWS)
 
 
 def _linear(
     x: Tensor,
-    packed: Packed,
+    packed: CudaLinear,
     out: Tensor,
     *,
-    norm: Norm | None = None,
+    norm: NormWeights | None = None,
     residual: Tensor | None = None,
     swiglu: bool = False,
-    channel: Communicator | None = None,
+    channel: PeerCommunicator | None = None,
 ) -> Tensor:
     """On the current stream; a float32 `out` has logits."""
     weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
@@ -173,42 +173,42 @@ def _linear(
     return out
 
 
-def norm_linear(x: Tensor, norm: Norm, packed: Packed) -> Tensor:
+def norm_linear(x: Tensor, norm: NormWeights, packed: CudaLinear) -> Tensor:
     """RMSNorm, then the projection (QKV): [n, D] -> [n, N]."""
-    if large_m.is_wide(x, packed):
+    if large_m.uses_library(x, packed):
         return large_m.linear(large_m.normalise(x, norm), packed)
     return _linear(x, packed, x.new_empty(x.shape[0], packed.outputs), norm=norm)
 
 
-def norm_swiglu(x: Tensor, norm: Norm, gate_up: Packed) -> Tensor:
+def norm_swiglu(x: Tensor, norm: NormWeights, gate_up: CudaLinear) -> Tensor:
     """RMSNorm, gate and up projections, SiLU(gate) * up: [n, D] -> [n, N / 2]."""
-    if large_m.is_wide(x, gate_up):
+    if large_m.uses_library(x, gate_up):
         return large_m.swiglu(large_m.normalise(x, norm), gate_up)
     return _linear(x, gate_up, x.new_empty(x.shape[0], gate_up.outputs // 2), norm=norm, swiglu=True)
 
 
 def linear_residual(
     x: Tensor,
-    packed: Packed,
+    packed: CudaLinear,
     residual: Tensor,
-    reduce: Communicator | Callable[[Tensor], Tensor] | None = None,
+    reduce: PeerCommunicator | Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
     """Projection, all-reduce over a group's ranks, residual added (O, down): [n, K] and [n, D] -> [n, D].
 
     A Communicator sums in the projection's own kernel, anything else after it; `Sums` goes by the rows.
     """
-    if isinstance(reduce, Sums):
-        reduce = reduce.few if x.shape[0] <= MAX_ROWS else reduce.many
-    if large_m.is_wide(x, packed) and not isinstance(reduce, Communicator):
+    if isinstance(reduce, RowwiseReduce):
+        reduce = reduce.fused if x.shape[0] <= MAX_REDUCED_ROWS else reduce.library
+    if large_m.uses_library(x, packed) and not isinstance(reduce, PeerCommunicator):
         product = large_m.linear(x, packed)
         return (product if reduce is None else reduce(product)).add_(residual)
     out = torch.empty_like(residual)
-    if reduce is None or isinstance(reduce, Communicator):
+    if reduce is None or isinstance(reduce, PeerCommunicator):
         return _linear(x, packed, out, residual=residual, channel=reduce)
     return reduce(_linear(x, packed, out)).add_(residual)
 
 
-def norm_head(x: Tensor, norm: Norm, packed: Packed) -> Tensor:
+def norm_head(x: Tensor, norm: NormWeights, packed: CudaLinear) -> Tensor:
     """Final RMSNorm and vocabulary projection: [n, D] -> logits [n, vocab], float32, not rounded to bfloat16."""
     out = torch.empty(x.shape[0], packed.outputs, dtype=torch.float32, device=x.device)
     return _linear(x, packed, out, norm=norm)

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from swiftspec import _C
 from swiftspec.backends.cuda.checks import current_stream, use_current_device
-from swiftspec.backends.cuda.sampling import MOST_CANDIDATES
+from swiftspec.backends.cuda.sampling import MAX_CANDIDATES
 
-MOST_LEAVES = 64
-LEAF = -1  # the slot of a node that has none
+MAX_LEAVES = 64
+NO_SLOT = -1  # the slot of a node that has none
 
 
 class HostTree(Protocol):
@@ -32,7 +32,7 @@ class HostTree(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Expansion:
+class DeviceExpansion:
     """The rows of one expansion, in tensors that the next one overwrites. `mask` covers the whole tree region."""
 
     nodes: Tensor  # [w] int32, -1 of rows without a leaf, which come last
@@ -57,8 +57,8 @@ class DeviceTree:
     visible: Tensor  # [slots, slots] bool
 
     def __init__(self, slots: int, children: int, w: int, device: torch.device | str) -> None:
-        if not 1 <= w <= min(MOST_LEAVES, slots):
-            raise ValueError(f"w must lie in 1..{min(MOST_LEAVES, slots)}, not {w}")
+        if not 1 <= w <= min(MAX_LEAVES, slots):
+            raise ValueError(f"w must lie in 1..{min(MAX_LEAVES, slots)}, not {w}")
         nodes = 1 + slots * children
         fields = {
             "token": (torch.int64, (nodes,)),
@@ -71,21 +71,21 @@ class DeviceTree:
         size = sum(dtype.itemsize * math.prod(shape) for dtype, shape in fields.values())
         self.state, self._start = (torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(2))
         self._staged = torch.zeros(size, dtype=torch.uint8, pin_memory=self.state.device.type == "cuda")
-        for name, part in _parts(self.state, fields).items():
+        for name, part in _fields_of(self.state, fields).items():
             setattr(self, name, part)
-        self._host = {name: part.numpy() for name, part in _parts(self._staged, fields).items()}
+        self._host = {name: part.numpy() for name, part in _fields_of(self._staged, fields).items()}
 
         def zeros(*shape: int, dtype: torch.dtype) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
 
-        self.rows = Expansion(
+        self.rows = DeviceExpansion(
             zeros(w, dtype=torch.int32),
             zeros(w, dtype=torch.int64),
             zeros(w, dtype=torch.int64),
             zeros(w, dtype=torch.int64),
             zeros(w, slots, dtype=torch.bool),
         )
-        self.children, self.room = children, 0
+        self.children, self.expansions_left = children, 0
         self._first = torch.tensor([1, 0], dtype=torch.int32, device=device)
         use_current_device()
         self._native = _C.CudaTree(
@@ -109,14 +109,14 @@ class DeviceTree:
         self.slot[:1].fill_(-1)
         self.logprob[:1].zero_()
         self.token[:1].copy_(token)
-        self.room = self.visible.shape[0] // len(self.rows.nodes)  # expansions
+        self.expansions_left = self.visible.shape[0] // len(self.rows.nodes)  # expansions
 
-    def put(self, tree: HostTree) -> None:
+    def upload(self, tree: HostTree) -> None:
         """Sends a tree of the same size to the device; `restore` makes it this one."""
         nodes, slots = tree.sizes.tolist()
         host = self._host
         host["token"][:nodes], host["parent"][:nodes] = tree.token[:nodes], tree.parent[:nodes]
-        host["slot"][:nodes] = np.where(tree.slot[:nodes] == tree.slots, LEAF, tree.slot[:nodes])
+        host["slot"][:nodes] = np.where(tree.slot[:nodes] == tree.slots, NO_SLOT, tree.slot[:nodes])
         host["logprob"][:nodes], host["visible"][:slots] = tree.logprob[:nodes], tree.visible[:slots]
         host["used"][:] = nodes, slots
         self._start.copy_(self._staged, non_blocking=True)
@@ -124,24 +124,24 @@ class DeviceTree:
     def restore(self) -> None:
         """Back to the tree that was `put` last, on the device alone: a graph may begin with it."""
         self.state.copy_(self._start)
-        self.room = self.visible.shape[0] // len(self.rows.nodes)
+        self.expansions_left = self.visible.shape[0] // len(self.rows.nodes)
 
-    def take(self, tree: HostTree) -> None:
+    def download(self, tree: HostTree) -> None:
         """Reads the tree from the device, when all that came before is done, into the one that was `put`."""
         self._staged.copy_(self.state)
         host = self._host
         nodes, slots = host["used"].tolist()
         tree.token[:nodes], tree.parent[:nodes] = host["token"][:nodes], host["parent"][:nodes]
-        tree.slot[:nodes] = np.where(host["slot"][:nodes] == LEAF, tree.slots, host["slot"][:nodes])
+        tree.slot[:nodes] = np.where(host["slot"][:nodes] == NO_SLOT, tree.slots, host["slot"][:nodes])
         tree.logprob[:nodes], tree.visible[:slots] = host["logprob"][:nodes], host["visible"][:slots]
         tree.sizes[:] = nodes, slots
 
-    def best_leaves(self, prefix: Tensor) -> Expansion:
+    def best_leaves(self, prefix: Tensor) -> DeviceExpansion:
         """Hands the best leaves the next tree slots. `prefix` [1] int64: slots before the tree's, and the root's
         position. A graph that replays this counts its expansions itself."""
-        if self.room == 0:
+        if self.expansions_left == 0:
             raise ValueError("the tree's slots are used up")
-        self.room -= 1
+        self.expansions_left -= 1
         self._native.leaves(prefix, current_stream())
         return self.rows
 
@@ -152,12 +152,12 @@ class DeviceTree:
 
 def device_tree(slots: int, children: int, leaves: int, vocab: int, device: torch.device) -> DeviceTree | None:
     """A tree whose expansions the kernels can do; None where they are too wide for them."""
-    if leaves > MOST_LEAVES or children > min(MOST_CANDIDATES, vocab):
+    if leaves > MAX_LEAVES or children > min(MAX_CANDIDATES, vocab):
         return None
     return DeviceTree(slots, children, leaves, device)
 
 
-def _parts(buffer: Tensor, fields: dict[str, tuple[torch.dtype, tuple[int, ...]]]) -> dict[str, Tensor]:
+def _fields_of(buffer: Tensor, fields: dict[str, tuple[torch.dtype, tuple[int, ...]]]) -> dict[str, Tensor]:
     """The fields of a buffer of bytes, one after the other."""
     parts: dict[str, Tensor] = {}
     at = 0

@@ -11,7 +11,7 @@ from swiftspec.backends.cpu.shm import SharedGroup, new_name
 from swiftspec.errors import RankLost
 
 
-class SharedParallel:
+class SharedMemoryGroup:
     """A `model.group.Group` by the LL protocol (csrc/common/ll.h): sums in rank order, bitwise equal on all ranks.
 
     A peer that has ended raises RankLost within a fraction of a second, a silent one after the timeout.
@@ -22,15 +22,15 @@ class SharedParallel:
         self.memory = group
 
     @staticmethod
-    def join(store: Store, name: str, rank: int, size: int, *, spin: bool, timeout: timedelta) -> SharedParallel:
+    def join(store: Store, name: str, rank: int, size: int, *, spin: bool, timeout: timedelta) -> SharedMemoryGroup:
         """Meets the other ranks of group `name`. `spin`: every rank of this machine has a core of its own."""
         if rank == 0:
             store.set(name, new_name())
         try:
-            group = SharedGroup(store.get(name).decode(), rank, size, spin=spin, timeout=timeout.total_seconds())
+            group = SharedGroup(store.get(name).decode(), rank, size, spin=spin, timeout_s=timeout.total_seconds())
         except OSError as error:
             raise RankLost(f"group {name}: rank {rank} of {size} could not join ({error})") from None
-        return SharedParallel(name, group)
+        return SharedMemoryGroup(name, group)
 
     def all_gather(self, x: Tensor) -> Tensor:
         """[...] -> [size, ...], in rank order."""

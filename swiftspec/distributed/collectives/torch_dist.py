@@ -14,7 +14,7 @@ from swiftspec.distributed.collectives.sums import sum_in_rank_order
 from swiftspec.errors import RankLost
 
 
-class TensorParallel:
+class TorchDistGroup:
     """A `Group` of processes over torch's default process group: gloo for CPU tensors, NCCL for CUDA ones.
 
     A process belongs to exactly one of them, so no communicator spans the draft's ranks and the target's. A peer that
@@ -37,7 +37,7 @@ class TensorParallel:
         device: torch.device | str,
         timeout: timedelta,
         share_device: bool = False,
-    ) -> TensorParallel:
+    ) -> TorchDistGroup:
         """Meets the other ranks of group `name`. `share_device`: several ranks on one GPU, which NCCL refuses."""
         nccl = torch.device(device).type == "cuda" and not share_device
         try:
@@ -50,7 +50,7 @@ class TensorParallel:
             )
         except (dist.DistError, RuntimeError) as error:
             raise RankLost(f"group {name}: rank {rank} of {size} could not join ({_line(error)})") from error
-        return TensorParallel(name, rank, size, nccl)
+        return TorchDistGroup(name, rank, size, nccl)
 
     def all_gather(self, x: Tensor) -> Tensor:
         """[...] -> [size, ...], in rank order."""

@@ -12,7 +12,9 @@ from swiftspec.observe.trace_format import Record
 
 SPANS = ("open", "observe", "propose", "grow")
 COUNTS = ("nodes", "expanded", "reused", "wasted")
-HEAD = 2 + len(COUNTS) + 2  # request and round; these; then which spans there are, a bit each, and how many forwards
+HEADER_WORDS = (
+    2 + len(COUNTS) + 2
+)  # request and round; these; then which spans there are, a bit each, and how many forwards
 
 
 def pack_record(request: int, round_: int, record: Record) -> Words:
@@ -35,37 +37,37 @@ def pack_record(request: int, round_: int, record: Record) -> Words:
     return np.concatenate(parts).tolist()
 
 
-def read_record(flat: Words, vocab: int) -> Record:
+def unpack_record(flat: Words, vocab: int) -> Record:
     """What these words were made of. Raises ValueError on words that make nothing, and on tokens outside a vocabulary
     of so many."""
-    record = _read(flat)
+    record = _unpack(flat)
     if record is None or record["tree"]["tokens"].max() >= vocab:
         raise ValueError("a record of a round is none")
     return record
 
 
-def _read(flat: Words) -> Record | None:
+def _unpack(flat: Words) -> Record | None:
     words = np.array(flat, np.int32)
-    if len(words) < HEAD:
+    if len(words) < HEADER_WORDS:
         return None
-    *counts, known, forwards = words[2:HEAD].tolist()
+    *counts, known, forwards = words[2:HEADER_WORDS].tolist()
     if min(*counts[:2], known, forwards) < 0:  # the books of the cache may be
         return None
     there = [name for bit, name in enumerate(SPANS) if known >> bit & 1]
-    times, rows = HEAD + 4 * (len(there) + forwards), HEAD + 4 * (len(there) + forwards) + forwards
+    times, rows = HEADER_WORDS + 4 * (len(there) + forwards), HEADER_WORDS + 4 * (len(there) + forwards) + forwards
     if known >> len(SPANS) or len(words) <= rows or (len(words) - rows) % 3:
         return None
-    moments = iter(words[HEAD:times].view(np.float64).tolist())
+    moments = iter(words[HEADER_WORDS:times].view(np.float64).tolist())
     spans = {name: tuple(islice(moments, 2)) for name in there}
     lane = [(*islice(moments, 2), count) for count in words[times:rows].tolist()]
     tokens, links, bits = words[rows:].reshape(3, -1)
     tree = {"tokens": tokens, "parents": links >> 1, "logprobs": bits.view(np.float32), "expanded": (links & 1) > 0}
-    if not (np.isfinite(words[HEAD:times].view(np.float64)).all() and words[times:rows].min(initial=0) >= 0):
+    if not (np.isfinite(words[HEADER_WORDS:times].view(np.float64)).all() and words[times:rows].min(initial=0) >= 0):
         return None
-    return dict(zip(COUNTS, counts)) | spans | {"forwards": lane, "tree": tree} if _sound(tree) else None
+    return dict(zip(COUNTS, counts)) | spans | {"forwards": lane, "tree": tree} if _is_valid_tree(tree) else None
 
 
-def _sound(tree: dict[str, NDArray]) -> bool:
+def _is_valid_tree(tree: dict[str, NDArray]) -> bool:
     """Whether it is a tree: parents before their children, and what they weigh."""
     parents, logprobs = tree["parents"], tree["logprobs"]
     above = (parents[1:] >= 0).all() and (parents < np.arange(len(parents))).all() and parents[0] == -1

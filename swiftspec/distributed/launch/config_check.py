@@ -1,5 +1,7 @@
-"""How each rank was started and what it holds, compared before anything is connected or loaded: the mode alone decides
-already who calls whom."""
+"""Consistency check of the ranks' configurations and model files, before any rank connects or loads weights.
+
+The check comes first because the mode already determines which ranks connect to each other.
+"""
 
 from __future__ import annotations
 
@@ -10,31 +12,35 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from swiftspec.config import EngineConfig
-from swiftspec.distributed.launch.startup_barrier import Judge, Roll, Words, difference
-from swiftspec.distributed.launch.supervision import Member
+from swiftspec.distributed.launch.startup_barrier import Entry, StartupBarrier, Validator, describe_difference
+from swiftspec.distributed.launch.supervision import RankInfo
 from swiftspec.distributed.launch.world import World
 from swiftspec.errors import UserError
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """Where a rank stands. The first rank of a group leads it, and rank 0 leads the target's and the job."""
+class RankRole:
+    """Group of a rank and its position in it. Rank 0 of a group is its leader; rank 0 of the job leads the target group."""
 
-    side: str  # "target" or "draft"; in modes serial and ar there is one group, the target's
-    rank: int  # in its group
-    size: int
+    group: str  # "target" or "draft"; the modes serial, ar and smc have the target group only
+    group_rank: int
+    group_size: int
 
     @staticmethod
-    def of(rank: int, plan: EngineConfig) -> Place:
+    def of(rank: int, plan: EngineConfig) -> RankRole:
         if rank < plan.target_tp:
-            return Place("target", rank, plan.target_tp)
-        return Place("draft", rank - plan.target_tp, plan.draft_tp)
+            return RankRole("target", rank, plan.target_tp)
+        return RankRole("draft", rank - plan.target_tp, plan.draft_tp)
 
 
 @dataclass(frozen=True, slots=True)
-class Facts:
-    """What must be the same: `settings` by their names in the whole job, and so the models in `files`, by what tells a
-    directory from another; the models in `group_files` in the ranks of one group."""
+class RankConfig:
+    """Configuration of a rank that has to match the other ranks.
+
+    `settings`: values by name; the same on all ranks of the job.
+    `files`: fingerprints of model directories by model name; the same on all ranks of the job.
+    `group_files`: fingerprints that have to be the same only on the ranks of one group.
+    """
 
     settings: Mapping[str, Any]
     files: Mapping[str, str]
@@ -42,52 +48,55 @@ class Facts:
 
 
 def settings_of(plan: EngineConfig) -> dict[str, Any]:
-    """The fields of a plan by their names, those of the population among them."""
+    """The fields of a plan by name, including those of its population."""
     values = asdict(plan)
     return values | values.pop("population")
 
 
-def agree(world: World, plan: EngineConfig, facts: Facts) -> list[Member]:
-    """Returns once all ranks of the job were started alike, on rank 0 all of them, elsewhere those that this one has
-    heard of. Raises UserError on all of them where not, with one line
-    that names the rank, what differs and both values; RankLost where rank 0 is gone."""
-    more = {"one_machine": world.one_machine}
-    life = 0 if world.keeping is None else world.keeping.life
-    mine = asdict(facts) | {"settings": {**facts.settings, **more}, "pid": os.getpid(), "life": life}
-    said = _roll(world).call(mine, _judge(world.rank, mine, plan))
+def check_consistent(world: World, plan: EngineConfig, rank_config: RankConfig) -> list[RankInfo]:
+    """Waits until all ranks have published their configuration and checks that they match.
+
+    Returns the ranks of the job on rank 0, and rank 0 and this rank elsewhere. Raises UserError on all ranks if two
+    configurations differ, with one line that names the rank, the setting and both values, and RankLost if rank 0 is
+    gone.
+    """
+    incarnation = 0 if world.supervisor is None else world.supervisor.incarnation
+    settings = {**rank_config.settings, "one_machine": world.one_machine}
+    own_entry = asdict(rank_config) | {"settings": settings, "pid": os.getpid(), "life": incarnation}
+    entries = _barrier(world).wait_all(own_entry, _validator(world.rank, own_entry, plan))
     return [
-        Member(rank, Place.of(rank, plan).side, words.get("pid", 0), "loading", words.get("life", 0))
-        for rank, words in said.items()
+        RankInfo(rank, RankRole.of(rank, plan).group, entry.get("pid", 0), "loading", entry.get("life", 0))
+        for rank, entry in entries.items()
     ]
 
 
 @contextmanager
-def telling(world: World | None) -> Iterator[None]:
-    """What this rank is refused for before it can `agree`, the others hear in place of its facts."""
+def report_startup_error(world: World | None) -> Iterator[None]:
+    """If this rank fails with a UserError before `check_consistent`, publishes the error so that all ranks fail with it."""
     try:
         yield
     except UserError as error:
         if world is not None:
-            _roll(world.next_job()).refuse(str(error))
+            _barrier(world.next_job()).abort(str(error))
         raise
 
 
-def _roll(world: World) -> Roll:
-    return world.roll("start")
+def _barrier(world: World) -> StartupBarrier:
+    return world.barrier("start")
 
 
-def _judge(own: int, mine: Words, plan: EngineConfig) -> Judge:
-    def judge(said: dict[int, Words]) -> str | None:
+def _validator(own: int, mine: Entry, plan: EngineConfig) -> Validator:
+    def judge(said: dict[int, Entry]) -> str | None:
         for rank, theirs in said.items():
-            here, there = _part(mine, "settings"), _part(theirs, "settings")
+            here, there = _section(mine, "settings"), _section(theirs, "settings")
             for name in here | there:
-                line = difference(name, own, here.get(name), rank, there.get(name))
+                line = describe_difference(name, own, here.get(name), rank, there.get(name))
                 if line is not None:
                     return line
-            leader = rank - Place.of(rank, plan).rank
-            line = _other_files(own, mine, rank, theirs, "files")
+            leader = rank - RankRole.of(rank, plan).group_rank
+            line = _file_difference(own, mine, rank, theirs, "files")
             if line is None and leader in said:
-                line = _other_files(leader, said[leader], rank, theirs, "group_files")
+                line = _file_difference(leader, said[leader], rank, theirs, "group_files")
             if line is not None:
                 return line
         return None
@@ -95,9 +104,9 @@ def _judge(own: int, mine: Words, plan: EngineConfig) -> Judge:
     return judge
 
 
-def _other_files(here: int, mine: Words, there: int, theirs: Words, part: str) -> str | None:
+def _file_difference(here: int, mine: Entry, there: int, theirs: Entry, part: str) -> str | None:
     """The line about a model directory that two ranks should have in common."""
-    ours, yours = _part(mine, part), _part(theirs, part)
+    ours, yours = _section(mine, part), _section(theirs, part)
     for name in ours | yours:
         if ours.get(name) != yours.get(name):
             return (
@@ -107,6 +116,6 @@ def _other_files(here: int, mine: Words, there: int, theirs: Words, part: str) -
     return None
 
 
-def _part(words: Words, name: str) -> dict[str, Any]:
+def _section(words: Entry, name: str) -> dict[str, Any]:
     part = words.get(name)
     return part if isinstance(part, dict) else {}

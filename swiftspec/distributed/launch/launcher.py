@@ -1,5 +1,7 @@
-"""What a launcher such as torchrun has put into the environment. Only this module reads it there, and without torch, so
-that a command knows its rank before anything heavy is imported."""
+"""Environment variables of a launcher such as torchrun (RANK, WORLD_SIZE, MASTER_ADDR, ...).
+
+Only this module reads them. It does not import torch, so that a command knows its rank before slow imports.
+"""
 
 from __future__ import annotations
 
@@ -7,16 +9,19 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from swiftspec.errors import UserError, shown
+from swiftspec.errors import UserError, truncated_repr
 
-MOST_RANKS = 4096  # more is a slip of the hand
-MEND = "start several ranks with torchrun"
+MAX_RANKS = 4096  # larger values are typing errors
+TORCHRUN_HINT = "start several ranks with torchrun"
 
 
 @dataclass(frozen=True, slots=True)
 class Launched:
-    """One rank of several. `host`, `port`: where rank 0 keeps the store, or the launcher does (`agent`), which it has
-    started so many times (`attempt`)."""
+    """One rank of a job of several.
+
+    `host`, `port`: address of the store. `agent`: the launcher serves the store; otherwise rank 0 does.
+    `attempt`: the launcher's restart count.
+    """
 
     rank: int
     size: int
@@ -29,19 +34,20 @@ class Launched:
 
 
 def launched(environment: Mapping[str, str] = os.environ) -> Launched | None:
-    """The rank that this process is; None where it is alone, whatever RANK says then. Raises UserError where the
-    variables make no sense."""
-    size = _number(environment, "WORLD_SIZE", 1, MOST_RANKS, 1)
+    """This process's rank, or None if WORLD_SIZE is 1 or unset, whatever RANK is. Raises UserError on invalid values."""
+    size = _number(environment, "WORLD_SIZE", 1, MAX_RANKS, 1)
     if size == 1:
         return None
     rank = _number(environment, "RANK", 0, size - 1)
     local_size = _number(environment, "LOCAL_WORLD_SIZE", 1, size, size)
     local_rank = _number(environment, "LOCAL_RANK", 0, local_size - 1, rank)
-    if not local_rank <= rank <= size - local_size + local_rank:  # ranks of one machine have numbers in a row
-        raise UserError(f"LOCAL_RANK={local_rank} of {local_size} does not go with RANK={rank} of {size}: {MEND}")
+    if not local_rank <= rank <= size - local_size + local_rank:  # ranks of one machine are numbered consecutively
+        raise UserError(
+            f"LOCAL_RANK={local_rank} of {local_size} does not go with RANK={rank} of {size}: {TORCHRUN_HINT}"
+        )
     host = environment.get("MASTER_ADDR", "").strip()
     if not host:
-        raise UserError(f"WORLD_SIZE is {size}, but MASTER_ADDR is not set: {MEND}")
+        raise UserError(f"WORLD_SIZE is {size}, but MASTER_ADDR is not set: {TORCHRUN_HINT}")
     port = _number(environment, "MASTER_PORT", 1, 65535)
     agent = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     attempt = environment.get("TORCHELASTIC_RESTART_COUNT", "0")
@@ -49,22 +55,24 @@ def launched(environment: Mapping[str, str] = os.environ) -> Launched | None:
 
 
 def own_rank(environment: Mapping[str, str] = os.environ) -> int:
-    """This process' rank. 0 where the variables make no sense, so that somebody says so."""
+    """This process's rank; 0 if the variables are invalid, so that one process reports the error."""
     try:
-        here = launched(environment)
+        process = launched(environment)
     except UserError:
         return 0
-    return 0 if here is None else here.rank
+    return 0 if process is None else process.rank
 
 
-def _number(environment: Mapping[str, str], name: str, least: int, most: int, default: int | None = None) -> int:
-    """A variable's value, which must lie in least..most. An empty one is as good as none."""
+def _number(environment: Mapping[str, str], name: str, low: int, high: int, default: int | None = None) -> int:
+    """A variable's integer value, checked to lie in low..high. An empty variable counts as unset."""
     text = environment.get(name, "").strip()
     if not text:
         if default is None:
-            raise UserError(f"WORLD_SIZE is set, but {name} is not: {MEND}")
+            raise UserError(f"WORLD_SIZE is set, but {name} is not: {TORCHRUN_HINT}")
         text = str(default)
     number = int(text) if text.removeprefix("-").isdecimal() and len(text) < 20 else None
-    if number is None or not least <= number <= most:
-        raise UserError(f"{name} must be a whole number in {least}..{most}, not {shown(text)}: {MEND}")
+    if number is None or not low <= number <= high:
+        raise UserError(
+            f"{name} must be a whole number in {low}..{high}, not {truncated_repr(text)}: {TORCHRUN_HINT}"
+        )
     return number

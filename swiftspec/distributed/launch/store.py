@@ -12,33 +12,33 @@ from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsa
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from swiftspec.distributed.launch.launcher import Launched
-from swiftspec.distributed.launch.startup_barrier import Clock, Say, Waiting, first_line
+from swiftspec.distributed.launch.startup_barrier import LogFn, PollTimer, Timeouts, first_line
 from swiftspec.errors import UserError
 
-TRY = 5.0  # seconds for one attempt to connect
-HANDSHAKE = 20.0  # seconds in which a store has answered
+CONNECT_ATTEMPT_S = 5.0  # seconds for one attempt to connect
+HANDSHAKE_TIMEOUT_S = 20.0  # seconds in which a store has answered
 
 
-def open_store(here: Launched, say: Say, waiting: Waiting) -> Store:
+def open_store(here: Launched, log: LogFn, timeouts: Timeouts) -> Store:
     """This rank's end of the store. Raises UserError where there is none, and says why."""
     keeps = here.rank == 0 and not here.agent
     if not keeps:
-        _await_keeper(here, say, waiting)
+        _wait_for_server(here, log, timeouts)
     store = _handshake(here, keeps)
-    store.set_timeout(timedelta(seconds=waiting.timeout))
+    store.set_timeout(timedelta(seconds=timeouts.timeout_s))
     return PrefixStore(f"attempt {here.attempt}", store)
 
 
-def _await_keeper(here: Launched, say: Say, waiting: Waiting) -> None:
+def _wait_for_server(here: Launched, say: LogFn, waiting: Timeouts) -> None:
     """Until somebody listens where the store should be. torch would wait without a word."""
-    clock, keeper = Clock(waiting), "the launcher's store" if here.agent else "rank 0"
+    clock, keeper = PollTimer(waiting), "the launcher's store" if here.agent else "rank 0"
     while True:
         try:
-            socket.create_connection((here.host, here.port), min(TRY, waiting.timeout)).close()
+            socket.create_connection((here.host, here.port), min(CONNECT_ATTEMPT_S, waiting.timeout_s)).close()
             return
         except OSError as error:
             why = f"{keeper} at {here.host}:{here.port} ({error.strerror or first_line(error)})"
-        if not clock.wait(lambda: say(f"rank {here.rank} is waiting for {why}")):  # noqa: B023
+        if not clock.sleep(lambda: say(f"rank {here.rank} is waiting for {why}")):  # noqa: B023
             raise UserError(f"rank {here.rank} does not reach {why}: look at MASTER_ADDR and MASTER_PORT")
 
 
@@ -50,7 +50,7 @@ def _handshake(here: Launched, keeps: bool) -> TCPStore:
     def connect() -> None:
         try:
             made = TCPStore(
-                here.host, here.port, here.size, keeps, timedelta(seconds=HANDSHAKE), wait_for_workers=False,
+                here.host, here.port, here.size, keeps, timedelta(seconds=HANDSHAKE_TIMEOUT_S), wait_for_workers=False,
                 multi_tenant=True, master_listen_fd=listening,
             )  # fmt: skip
             found.append(made)
@@ -59,7 +59,7 @@ def _handshake(here: Launched, keeps: bool) -> TCPStore:
 
     thread = threading.Thread(target=connect, daemon=True)
     thread.start()
-    thread.join(HANDSHAKE)
+    thread.join(HANDSHAKE_TIMEOUT_S)
     result = found[0] if found else RuntimeError("nothing answers as a store does")
     if isinstance(result, TCPStore):
         return result

@@ -1,4 +1,4 @@
-"""What a rank has to do with its keeper: a process that starts it again when it has died, hangs or is stopped."""
+"""Interface between a rank and its supervisor, the process that restarts ranks that have died or hang."""
 
 from __future__ import annotations
 
@@ -8,72 +8,80 @@ from dataclasses import dataclass, field, replace
 from threading import Lock
 from typing import Literal
 
-LOST = 75  # the exit code of a rank that leaves since another one is gone: start me again
+EXIT_PEER_LOST = 75  # exit code of a rank that exits because it lost a peer; the supervisor restarts it
 
-State = Literal["up", "loading", "lost"]
+RankState = Literal["up", "loading", "lost"]
 
 
-class JobOver(Exception):
-    """Rank 0 has left for good: there is nothing to come back to."""
+class JobEnded(Exception):
+    """Rank 0 has ended the job, so a restarted rank has nothing to rejoin."""
 
 
 @dataclass(frozen=True, slots=True)
-class Member:
-    """A rank of a job as rank 0 sees it. `role`: "target" or "draft"; `restarts`: how often it was started again."""
+class RankInfo:
+    """State of one rank as rank 0 sees it. `role` is "target" or "draft"; `restarts` is its incarnation number."""
 
     rank: int
     role: str
     pid: int
-    state: State
+    state: RankState
     restarts: int
 
 
-class Pulse:
-    """When the piece of work under way began, which a forward, a message or a part of the weights is; None where the
-    rank waits for somebody else. A piece that takes very long means that the rank hangs."""
+class Heartbeat:
+    """Start time of the unit of work in progress: a forward, a message or a part of the weights.
+
+    `busy_since` is a `time.monotonic` time, or None while the rank waits for a peer. The supervisor treats a rank whose
+    unit of work takes too long as blocked.
+    """
 
     def __init__(self) -> None:
-        self.since: float | None = None
+        self.busy_since: float | None = None
 
-    def work(self) -> None:
-        """A piece begins, and so the one before has ended."""
-        self.since = time.monotonic()
+    def mark_busy(self) -> None:
+        """Starts a unit of work and thereby ends the previous one."""
+        self.busy_since = time.monotonic()
 
-    def rest(self) -> None:
-        """Nothing is to be done."""
-        self.since = None
+    def mark_idle(self) -> None:
+        """Marks the rank as waiting for a peer."""
+        self.busy_since = None
 
 
-class Members:
-    """All ranks of a job, as rank 0 knows them. Used by several threads."""
+class RankTable:
+    """State of all ranks of a job, kept on rank 0. Thread-safe; `on_change` is called with all ranks after each change."""
 
-    def __init__(self, changed: Callable[[Sequence[Member]], None]) -> None:
-        self._changed, self._lock = changed, Lock()
-        self._members: dict[int, Member] = {}
+    def __init__(self, on_change: Callable[[Sequence[RankInfo]], None]) -> None:
+        self._on_change, self._lock = on_change, Lock()
+        self._ranks: dict[int, RankInfo] = {}
 
-    def take(self, members: Iterable[Member]) -> None:
-        """Ranks that have come, or come again."""
+    def update(self, infos: Iterable[RankInfo]) -> None:
+        """Adds or replaces the entries of ranks that have joined."""
         with self._lock:
-            self._put({member.rank: member for member in members})
+            self._merge({info.rank: info for info in infos})
 
-    def mark(self, role: str, state: State) -> None:
-        """The state of a whole group."""
+    def set_state(self, role: str, state: RankState) -> None:
+        """Sets the state of all ranks of a group."""
         with self._lock:
-            self._put({r: replace(member, state=state) for r, member in self._members.items() if member.role == role})
+            self._merge({rank: replace(info, state=state) for rank, info in self._ranks.items() if info.role == role})
 
-    def _put(self, some: dict[int, Member]) -> None:
-        now = dict(sorted((self._members | some).items()))
-        if now != self._members:
-            self._members = now
-            self._changed(list(now.values()))
+    def _merge(self, changed: dict[int, RankInfo]) -> None:
+        merged = dict(sorted((self._ranks | changed).items()))
+        if merged != self._ranks:
+            self._ranks = merged
+            self._on_change(list(merged.values()))
 
 
 @dataclass(frozen=True, slots=True)
-class Keeping:
-    """A rank that is kept. `life`: 0, or how often it has been started again; `changed` hears on rank 0, in any thread,
-    what the ranks are like whenever that changes; `ready` is called where the rank begins what it is there for."""
+class SupervisorLink:
+    """What a supervised rank shares with its supervisor.
 
-    life: int = 0
-    pulse: Pulse = field(default_factory=Pulse)
-    changed: Callable[[Sequence[Member]], None] = lambda members: None
-    ready: Callable[[], None] = lambda: None
+    `incarnation`: 0 for the first start of this rank, then the number of restarts.
+    `heartbeat`: when the current unit of work began.
+    `on_ranks_changed`: called on rank 0, in any thread, with all ranks whenever the state of one changes.
+    `on_ready`: called when the rank has loaded and starts to serve.
+    """
+
+    incarnation: int = 0
+    heartbeat: Heartbeat = field(default_factory=Heartbeat)
+    on_ranks_changed: Callable[[Sequence[RankInfo]], None] = lambda ranks: None
+    on_ready: Callable[[], None] = lambda: None

@@ -12,24 +12,24 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from swiftspec import __version__
 from swiftspec.distributed.launch.launcher import launched
-from swiftspec.distributed.launch.rendezvous import Meeting, Meetings
+from swiftspec.distributed.launch.rendezvous import Rendezvous, RendezvousInfo
 from swiftspec.distributed.launch.startup_barrier import (
-    Clock,
-    Judge,
-    Roll,
-    Say,
-    Waiting,
-    Words,
-    difference,
+    Entry,
+    LogFn,
+    PollTimer,
+    StartupBarrier,
+    Timeouts,
+    Validator,
+    describe_difference,
     first_line,
-    ranks,
-    silence,
+    format_ranks,
+    no_log,
 )
 from swiftspec.distributed.launch.store import open_store
-from swiftspec.distributed.launch.supervision import Keeping
+from swiftspec.distributed.launch.supervision import SupervisorLink
 from swiftspec.errors import RankLost, UserError
 
-MEETING = 20.0  # seconds for ranks that are all there to agree and connect
+REJOIN_TIMEOUT_S = 20.0  # seconds for ranks that are all there to agree and connect
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,30 +44,34 @@ class World:
     store: Store
     cores: frozenset[int] = field(default_factory=lambda: frozenset(available_cores()))  # of this machine
     jobs: Iterator[int] = field(default_factory=itertools.count)
-    say: Say = silence  # a line for whoever waits with this rank
-    waiting: Waiting = field(default_factory=Waiting)
-    keeping: Keeping | None = None  # None: nobody starts a rank again
-    meetings: Meetings | None = None  # where ranks that were started again find the others
-    present: Sequence[int] | None = None  # who takes part in roll calls; None: all ranks
+    log: LogFn = no_log  # a line for whoever waits with this rank
+    timeouts: Timeouts = field(default_factory=Timeouts)
+    supervisor: SupervisorLink | None = None  # None: nobody starts a rank again
+    rendezvous: Rendezvous | None = None  # where ranks that were started again find the others
+    active_ranks: Sequence[int] | None = None  # who takes part in roll calls; None: all ranks
 
-    def roll(self, name: str) -> Roll:
+    def barrier(self, name: str) -> StartupBarrier:
         """The roll call of that name, which all ranks of this world make, or those that are present."""
-        members = range(self.size) if self.present is None else self.present
-        return Roll(PrefixStore(name, self.store), self.rank, members, self.say, self.waiting)
+        members = range(self.size) if self.active_ranks is None else self.active_ranks
+        return StartupBarrier(PrefixStore(name, self.store), self.rank, members, self.log, self.timeouts)
 
     def next_job(self) -> World:
         """The same ranks with a clean page of the store: they may form an engine, leave it and form another."""
         return replace(self, store=PrefixStore(f"job {next(self.jobs)}", self.store))
 
-    def met(self, meeting: Meeting) -> World:
+    def after_rendezvous(self, meeting: RendezvousInfo) -> World:
         """The ranks of a meeting, with a clean page of the store. All of them are alive, so nobody waits for long."""
-        assert self.meetings is not None
-        waiting = replace(self.waiting, timeout=MEETING)
+        assert self.rendezvous is not None
+        waiting = replace(self.timeouts, timeout_s=REJOIN_TIMEOUT_S)
         return replace(
-            self, store=self.meetings.page(meeting), present=meeting.ranks, waiting=waiting, jobs=itertools.count()
+            self,
+            store=self.rendezvous.store_of(meeting),
+            active_ranks=meeting.ranks,
+            timeouts=waiting,
+            jobs=itertools.count(),
         )
 
-    def part(self, size: int, name: str) -> World:
+    def subworld(self, size: int, name: str) -> World:
         """The first `size` ranks as a world of their own, which a rank from `size` on is no part of. All ranks of the
         whole give it the same name."""
         first = self.rank - self.local_rank  # of this machine
@@ -99,25 +103,27 @@ def available_cores() -> set[int]:
     return affinity(0) if affinity is not None else set(range(os.cpu_count() or 1))
 
 
-def run_on(cores: set[int]) -> None:
+def pin_to_cores(cores: set[int]) -> None:
     """Keeps this process on these cores, where the system can."""
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, cores)
 
 
-def join_world(say: Say = silence, waiting: Waiting | None = None, keeping: Keeping | None = None) -> World | None:
+def join_world(
+    log: LogFn = no_log, timeouts: Timeouts | None = None, supervisor: SupervisorLink | None = None
+) -> World | None:
     """The ranks that a launcher such as torchrun has started, once all are there; None if this one is alone. `say`
     hears for whom it waits. `keeping`: who starts ranks again, if anybody. Raises UserError where the launcher's
     variables make no sense or a rank does not come, and RankLost."""
-    here, waiting = launched(), waiting or Waiting()
+    here, timeouts = launched(), timeouts or Timeouts()
     if here is None:
         return None
-    store = open_store(here, say, waiting)
+    store = open_store(here, log, timeouts)
     world = World(
-        here.rank, here.size, here.local_rank, here.local_size, here.host, store, say=say, waiting=waiting,
-        keeping=keeping, meetings=None if keeping is None else Meetings(store, here.rank),
+        here.rank, here.size, here.local_rank, here.local_size, here.host, store, log=log, timeouts=timeouts,
+        supervisor=supervisor, rendezvous=None if supervisor is None else Rendezvous(store, here.rank),
     )  # fmt: skip
-    life = 0 if keeping is None else keeping.life
+    life = 0 if supervisor is None else supervisor.incarnation
     if store.add(f"rank {here.rank} life {life}", 1) > 1:
         raise UserError(
             f"another process with RANK={here.rank} is at MASTER_PORT={here.port} already: give every rank a number of"
@@ -125,36 +131,36 @@ def join_world(say: Say = silence, waiting: Waiting | None = None, keeping: Keep
         )
     if life == 0:
         mine = {"WORLD_SIZE": here.size, "version": __version__}
-        world.roll("join").call(mine, same(mine, here.rank))
+        world.barrier("join").wait_all(mine, require_equal(mine, here.rank))
     else:
-        world = meet_again(world)
-    run_on(world.own_cores())  # before any thread is made; two ranks on one core would wait for each other
+        world = rejoin(world)
+    pin_to_cores(world.own_cores())  # before any thread is made; two ranks on one core would wait for each other
     return world
 
 
-def meet_again(world: World) -> World:
+def rejoin(world: World) -> World:
     """The world of a rank that was started again, once rank 0 has called those that it is to work with."""
-    assert world.meetings is not None
-    world.store.set_timeout(timedelta(seconds=MEETING))
+    assert world.rendezvous is not None
+    world.store.set_timeout(timedelta(seconds=REJOIN_TIMEOUT_S))
     try:
         if world.rank > 0:
-            return world.met(world.meetings.come(world.waiting, world.say))
-        clock = Clock(world.waiting)
-        while (meeting := world.meetings.call(range(1, world.size))) is None:
-            missing = sorted(set(range(1, world.size)) - world.meetings.here(range(1, world.size)).keys())
-            if not clock.wait(lambda: world.say(f"waiting for {ranks(missing)}")):  # noqa: B023
-                raise UserError(f"{ranks(missing)} did not come again within {world.waiting.timeout:g} s")
+            return world.after_rendezvous(world.rendezvous.join(world.timeouts, world.log))
+        clock = PollTimer(world.timeouts)
+        while (meeting := world.rendezvous.try_form(range(1, world.size))) is None:
+            missing = sorted(set(range(1, world.size)) - world.rendezvous.alive_ranks(range(1, world.size)).keys())
+            if not clock.sleep(lambda: world.log(f"waiting for {format_ranks(missing)}")):  # noqa: B023
+                raise UserError(f"{format_ranks(missing)} did not come again within {world.timeouts.timeout_s:g} s")
     except RuntimeError as error:
         raise RankLost(f"the store is gone ({first_line(error)})") from None
-    return world.met(meeting)
+    return world.after_rendezvous(meeting)
 
 
-def same(mine: Words, here: int) -> Judge:
+def require_equal(mine: Entry, here: int) -> Validator:
     """Judges that all ranks say the same as this one."""
 
-    def judge(said: dict[int, Words]) -> str | None:
+    def judge(said: dict[int, Entry]) -> str | None:
         found = (
-            difference(name, here, value, rank, words.get(name))
+            describe_difference(name, here, value, rank, words.get(name))
             for rank, words in said.items()
             for name, value in mine.items()
         )

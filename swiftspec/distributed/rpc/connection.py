@@ -12,37 +12,38 @@ import grpc
 from google.protobuf.message import DecodeError, Message
 
 from swiftspec.distributed.rpc import swiftspec_pb2 as pb
-from swiftspec.distributed.rpc.endpoint import KEEPALIVE, SIZES, Endpoint, Security
-from swiftspec.distributed.rpc.protobuf_codec import PROTOCOL, parsed
-from swiftspec.distributed.rpc.status import Refused, WorkerLost, error_of
-from swiftspec.observe.rpc_latency import Hop
+from swiftspec.distributed.rpc.endpoint import KEEPALIVE_OPTIONS, SIZE_OPTIONS, Endpoint, RpcSecurity
+from swiftspec.distributed.rpc.protobuf_codec import PROTOCOL_VERSION, parse_message
+from swiftspec.distributed.rpc.status import WorkerLost, WorkerRefused, error_from_rpc
+from swiftspec.observe.rpc_latency import RpcRecord
 
 A = TypeVar("A", bound=Message)
 OPTIONS = (
-    *KEEPALIVE, *SIZES, ("grpc.keepalive_permit_without_calls", 1), ("grpc.http2.max_pings_without_data", 0),
+    *KEEPALIVE_OPTIONS, *SIZE_OPTIONS, ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
     ("grpc.initial_reconnect_backoff_ms", 100), ("grpc.min_reconnect_backoff_ms", 1000),
     ("grpc.max_reconnect_backoff_ms", 1000), ("grpc.enable_http_proxy", 0),
 )  # fmt: skip
-MOST_FILES = 512 << 20  # bytes of a tokenizer
-GOODBYE = 1.0  # seconds for a worker to hear that a session is over
-HELD = 1024  # answers that nobody has asked for yet; beyond them the worker has to wait
-LOOK = 0.05  # seconds between two looks at whether there is room
+MAX_TOKENIZER_BYTES = 512 << 20  # bytes of a tokenizer
+END_SESSION_TIMEOUT_S = 1.0  # seconds for a worker to hear that a session is over
+MAX_BUFFERED_ANSWERS = 1024  # answers that nobody has asked for yet; beyond them the worker has to wait
+POLL_S = 0.05  # seconds between two looks at whether there is room
 
 
-class Link(Generic[A]):
+class WorkerConnection(Generic[A]):
     """One of a worker's two services, whose streams answer with messages of the kind `answers`. gRPC connects again by
     itself; what was under way then fails with WorkerLost.
 
     `peer`: who that is, for people.
     """
 
-    def __init__(self, url: str, flag: str, service: str, answers: type[A], security: Security) -> None:
+    def __init__(self, url: str, flag: str, service: str, answers: type[A], security: RpcSecurity) -> None:
         """`flag`: by which the url was given. Raises UserError on a url that is none, or must not be called so."""
-        endpoint = Endpoint.of(url, flag)
+        endpoint = Endpoint.parse(url, flag)
         self.peer = f"{flag} {endpoint}"
         self._service, self._answers, self._metadata = service, answers, security.metadata
         security.check_client(endpoint, flag)
-        if endpoint.loopback and security.ca is None:
+        if endpoint.is_loopback and security.ca is None:
             self._channel: Any = grpc.insecure_channel(str(endpoint), OPTIONS)
         else:
             self._channel = grpc.secure_channel(str(endpoint), grpc.ssl_channel_credentials(security.ca), OPTIONS)
@@ -50,47 +51,51 @@ class Link(Generic[A]):
     def ping(self, timeout: float) -> pb.PingAnswer:
         """Who answers. Raises WorkerLost where nobody does in time, and Refused on one of another version."""
         try:
-            answer = parsed(pb.PingAnswer, self._call("Ping")(b"", timeout, self._metadata, wait_for_ready=False))
+            answer = parse_message(
+                pb.PingAnswer, self._call("Ping")(b"", timeout, self._metadata, wait_for_ready=False)
+            )
         except grpc.RpcError as error:
-            raise _lost(error_of(error, self.peer)) from None
+            raise _lost(error_from_rpc(error, self.peer)) from None
         except ValueError as error:
-            raise Refused(f"{self.peer}: {error}") from None
-        if answer.protocol != PROTOCOL:
-            raise Refused(
-                f"{self.peer} speaks version {answer.protocol} of the protocol, and this is {PROTOCOL}: install the"
+            raise WorkerRefused(f"{self.peer}: {error}") from None
+        if answer.protocol != PROTOCOL_VERSION:
+            raise WorkerRefused(
+                f"{self.peer} speaks version {answer.protocol} of the protocol, and this is {PROTOCOL_VERSION}: install the"
                 " same SwiftSpec on both sides"
             )
         return answer
 
-    def stream(self) -> Stream[A]:
+    def stream(self) -> MessageStream[A]:
         """Another stream of rounds."""
-        return Stream(self._channel.stream_stream(f"/{self._service}/Stream"), self._metadata, self._answers, self.peer)
+        return MessageStream(
+            self._channel.stream_stream(f"/{self._service}/Stream"), self._metadata, self._answers, self.peer
+        )
 
-    def end(self, session: bytes) -> None:
+    def end_session(self, session: bytes) -> None:
         """Has the worker forget a session. One that does not answer will do so by itself."""
         message = pb.EndSessionRequest(session=session).SerializeToString()
         try:
-            self._call("EndSession")(message, GOODBYE, self._metadata)
+            self._call("EndSession")(message, END_SESSION_TIMEOUT_S, self._metadata)
         except grpc.RpcError:
             return
 
-    def files(self, timeout: float) -> Iterator[tuple[str, bytes]]:
+    def read_tokenizer(self, timeout: float) -> Iterator[tuple[str, bytes]]:
         """The files of a target's tokenizer, by name. Raises WorkerLost, and Refused on what is too much."""
         read, name, data, size = self._channel.unary_stream(f"/{self._service}/ReadTokenizer"), "", b"", 0
         try:
             for piece in read(b"", timeout, self._metadata):
-                message = parsed(pb.FilePiece, piece)
+                message = parse_message(pb.FilePiece, piece)
                 size += len(message.data)
-                if size > MOST_FILES:
+                if size > MAX_TOKENIZER_BYTES:
                     raise ValueError("its tokenizer is too large")
                 if message.name and name:
                     yield name, data
                 data = message.data if message.name else data + message.data
                 name = message.name or name
         except grpc.RpcError as error:
-            raise _lost(error_of(error, self.peer)) from None
+            raise _lost(error_from_rpc(error, self.peer)) from None
         except ValueError as error:
-            raise Refused(f"{self.peer}: {error}") from None
+            raise WorkerRefused(f"{self.peer}: {error}") from None
         if name:
             yield name, data
 
@@ -101,7 +106,7 @@ class Link(Generic[A]):
         return self._channel.unary_unary(f"/{self._service}/{method}")
 
 
-class Stream(Generic[A]):
+class MessageStream(Generic[A]):
     """Messages there and back, in order, for one request. A thread takes in what comes, so that one may wait for it for
     as long as one likes."""
 
@@ -147,17 +152,17 @@ class Stream(Generic[A]):
     def _read(self) -> None:
         try:
             for answer in self._call:
-                while self._in.qsize() >= HELD and self._call.is_active():
-                    time.sleep(LOOK)
+                while self._in.qsize() >= MAX_BUFFERED_ANSWERS and self._call.is_active():
+                    time.sleep(POLL_S)
                 self._in.put(answer)
             self._in.put(WorkerLost(f"{self._peer} is gone: it has ended the stream"))
         except grpc.RpcError as error:
-            self._in.put(_lost(error_of(error, self._peer)))
+            self._in.put(_lost(error_from_rpc(error, self._peer)))
 
 
-def hop_of(side: str, round_: int, asked: int, cost: pb.Telemetry) -> Hop:
+def hop_of(side: str, round_: int, asked: int, cost: pb.Telemetry) -> RpcRecord:
     """An exchange whose answer has come now."""
-    return Hop(side, round_, asked, time.time_ns(), cost.span, cost.began, cost.wall, cost.queue, cost.model)
+    return RpcRecord(side, round_, asked, time.time_ns(), cost.span, cost.began, cost.wall, cost.queue, cost.model)
 
 
 def _lost(error: Exception) -> Exception:

@@ -5,15 +5,15 @@ from __future__ import annotations
 import time
 
 from swiftspec.config import EngineConfig
-from swiftspec.distributed.draft.client import LATE_ANSWER, OPEN_TIMEOUT, DrafterLate
-from swiftspec.distributed.group.request_state import Bounds, Standing
+from swiftspec.distributed.draft.client import LATE_MESSAGE, OPEN_TIMEOUT_S, DrafterLate
+from swiftspec.distributed.group.request_state import ModelLimits, RequestState
 from swiftspec.distributed.rpc import swiftspec_pb2 as pb
-from swiftspec.distributed.rpc.connection import Link, Stream, hop_of
-from swiftspec.distributed.rpc.protobuf_codec import Identity, opening_to, result_to
-from swiftspec.distributed.rpc.status import Refused, SessionGone, WorkerLost
+from swiftspec.distributed.rpc.connection import MessageStream, WorkerConnection, hop_of
+from swiftspec.distributed.rpc.protobuf_codec import ModelIdentity, request_start_to_proto, result_to_proto
+from swiftspec.distributed.rpc.status import SessionGone, WorkerLost, WorkerRefused
 from swiftspec.errors import DrafterLost
-from swiftspec.messages import Opening, VerifyResult
-from swiftspec.observe.rpc_latency import Hops
+from swiftspec.messages import RequestStart, VerifyResult
+from swiftspec.observe.rpc_latency import RpcLog
 
 
 class DraftStream:
@@ -25,84 +25,86 @@ class DraftStream:
     `standing`: where the request stands; `hops`: where each answer is noted.
     """
 
-    def __init__(self, link: Link[pb.DraftAnswer], shape: EngineConfig, bounds: Bounds, answer_timeout: float) -> None:
+    def __init__(
+        self, link: WorkerConnection[pb.DraftAnswer], shape: EngineConfig, bounds: ModelLimits, answer_timeout: float
+    ) -> None:
         """`shape`: of the rounds; a worker refuses one that it has no room for."""
-        self.busy, self.hops = 0.0, Hops()
+        self.busy, self.hops = 0.0, RpcLog()
         self._sent_at: dict[int, int] = {}  # by the round that a message ends; -1: the opening
-        self.standing = Standing(bounds, shape.verify == "reject")
+        self.state = RequestState(bounds, shape.verify == "reject")
         self.shape = shape
         self.round = 0
-        self.gone: str | None = f"{link.peer} has not been reached"
-        self.answer_timeout, self.open_timeout = answer_timeout, OPEN_TIMEOUT
-        self._link = link
-        self._session, self._worker = b"", Identity(b"", b"")
-        self._stream: Stream[pb.DraftAnswer] | None = None  # of the request that is open
+        self.lost_reason: str | None = f"{link.peer} has not been reached"
+        self.answer_timeout_s, self.open_timeout_s = answer_timeout, OPEN_TIMEOUT_S
+        self._connection = link
+        self._session, self._worker = b"", ModelIdentity(b"", b"")
+        self._stream: MessageStream[pb.DraftAnswer] | None = None  # of the request that is open
 
     @property
-    def patience(self) -> float:
+    def timeout_s(self) -> float:
         """Seconds that the next proposal may take."""
-        return self.answer_timeout if self.round else self.open_timeout
+        return self.answer_timeout_s if self.round else self.open_timeout_s
 
-    def attach(self, worker: Identity) -> None:
+    def attach(self, worker: ModelIdentity) -> None:
         """A worker that can be reached. It may know the session still; it is told the text in any case."""
-        self._worker, self.gone = worker, None
+        self._worker, self.lost_reason = worker, None
 
-    def open(self, opening: Opening, steps: int) -> None:
+    def open(self, opening: RequestStart, steps: int) -> None:
         """Begins a request, with so many expansions a round."""
-        self._hang_up()
-        if self.gone is not None:
-            raise DrafterLost(self.gone)
+        self._cancel_stream()
+        if self.lost_reason is not None:
+            raise DrafterLost(self.lost_reason)
         try:
-            self.standing.open(opening)
-            message = opening_to(opening, self.shape, self._worker)
+            self.state.open(opening)
+            message = request_start_to_proto(opening, self.shape, self._worker)
         except ValueError as error:
             raise DrafterLost(f"the draft cannot be told of this request: {error}") from None
-        self.round, self._stream = 0, self._link.stream()
+        self.round, self._stream = 0, self._connection.stream()
         self._sent_at.clear()
         self._send(pb.DraftRequest(session=self._session, draft_steps=steps, opening=message))
 
-    def tell(self, result: VerifyResult, steps: int) -> None:
+    def send_result(self, result: VerifyResult, steps: int) -> None:
         """Sends a result on its way, and d from the next growing on."""
         try:
-            self.standing.move(result)
+            self.state.advance(result)
         except ValueError as error:
             raise DrafterLost(f"the draft cannot be told of this result: {error}") from None
         self.round = result.round + 1
-        told = result_to(result, whole=False)
+        told = result_to_proto(result, for_client=False)
         self._send(pb.DraftRequest(session=self._session, draft_steps=steps, result=told))
 
     def recv(self, until: float | None) -> pb.DraftAnswer:
         """The next answer, waited for until then (`time.monotonic`). Raises DrafterLate where it has not come; None
         waits for nothing."""
         if self._stream is None:
-            raise DrafterLost(self.gone or "the draft has no request open")
+            raise DrafterLost(self.lost_reason or "the draft has no request open")
         try:
             answer = self._stream.recv(0.0 if until is None else until - time.monotonic())
         except TimeoutError:
-            raise DrafterLate(LATE_ANSWER) from None
+            raise DrafterLate(LATE_MESSAGE) from None
         except (WorkerLost, SessionGone) as error:
-            self._hang_up()
-            self.gone = str(error)
-            raise DrafterLost(self.gone) from None
-        except Refused as error:
-            self._hang_up()
+            self._cancel_stream()
+            self.lost_reason = str(error)
+            raise DrafterLost(self.lost_reason) from None
+        except WorkerRefused as error:
+            self._cancel_stream()
             raise DrafterLost(str(error)) from None
         self._session = answer.session
         self.busy += 1e-9 * max(answer.telemetry.model, 0)
         if answer.HasField("telemetry"):  # else another one has told what it cost
-            self._note(answer)
+            self._record_rpc(answer)
         return answer
 
-    def _note(self, answer: pb.DraftAnswer) -> None:
+    def _record_rpc(self, answer: pb.DraftAnswer) -> None:
         """Books an exchange to the message that it answers, which need not be the last one."""
         ended = (answer.delta if answer.HasField("delta") else answer.proposal).round - 1
         asked = self._sent_at.get(ended, self._sent_at[self.round - 1])
         self.hops.add(hop_of("draft", ended, asked, answer.telemetry), answer.session)
 
-    def nonsense(self, why: object) -> DrafterLost:
+    def protocol_error(self, why: object) -> DrafterLost:
         """Gives the request up. The error to raise."""
-        self._hang_up()
-        return DrafterLost(f"{self._link.peer} sent what is no answer of ours: {why}")
+        self._cancel_stream()
+        return DrafterLost(f"{self._connection.peer} sent what is no answer of ours: {why}")
 
     def close(self) -> None:
         """Ends the request; the session and its cache stay for the next one."""
@@ -110,20 +112,20 @@ class DraftStream:
             self._stream.close()
             self._stream = None
 
-    def leave(self) -> None:
+    def end_session(self) -> None:
         """Ends the session."""
-        self._hang_up()
-        if self._session and self.gone is None:
-            self._link.end(self._session)
+        self._cancel_stream()
+        if self._session and self.lost_reason is None:
+            self._connection.end_session(self._session)
         self._session = b""
 
     def _send(self, message: pb.DraftRequest) -> None:
         if self._stream is None:
-            raise DrafterLost(self.gone or "the draft has no request open")
+            raise DrafterLost(self.lost_reason or "the draft has no request open")
         self._sent_at[self.round - 1] = time.time_ns()
         self._stream.send(message)
 
-    def _hang_up(self) -> None:
+    def _cancel_stream(self) -> None:
         if self._stream is not None:
             self._stream.cancel()
             self._stream = None

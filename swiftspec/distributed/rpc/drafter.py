@@ -12,8 +12,8 @@ import time
 
 from swiftspec.distributed.draft.client import DrafterLate
 from swiftspec.distributed.rpc.draft_stream import DraftStream
-from swiftspec.distributed.rpc.protobuf_codec import read_delta, read_proposal
-from swiftspec.messages import Opening, Proposal, VerifyResult
+from swiftspec.distributed.rpc.protobuf_codec import delta_from_proto, proposal_from_proto
+from swiftspec.messages import Proposal, RequestStart, VerifyResult
 from swiftspec.tree.replica import TreeDelta
 
 
@@ -21,34 +21,34 @@ class GrpcDrafter:
     """Every call may raise DrafterLost; `propose` DrafterLate, after which it may be asked again."""
 
     def __init__(self, stream: DraftStream) -> None:
-        self.draft_steps = stream.shape.steps  # d; goes with the next message
+        self.draft_steps = stream.shape.initial_draft_steps  # d; goes with the next message
         self._stream = stream
-        self._held: Proposal | None = None  # an answer that was looked for, and not yet asked for
+        self._buffered: Proposal | None = None  # an answer that was looked for, and not yet asked for
 
     @property
     def busy(self) -> float:
         return self._stream.busy
 
-    def open(self, opening: Opening) -> None:
-        self._held = None
+    def open(self, opening: RequestStart) -> None:
+        self._buffered = None
         self._stream.open(opening, self.draft_steps)
 
     def propose(self) -> Proposal:
-        held, self._held = self._held, None
-        return held or self._proposal(time.monotonic() + self._stream.patience)
+        held, self._buffered = self._buffered, None
+        return held or self._recv_proposal(time.monotonic() + self._stream.timeout_s)
 
-    def answered(self) -> bool:
+    def poll(self) -> bool:
         """Whether the proposal for the result told last is there. Does not wait for it."""
         with contextlib.suppress(DrafterLate):
-            self._held = self._held or self._proposal(None)
-        return self._held is not None
+            self._buffered = self._buffered or self._recv_proposal(None)
+        return self._buffered is not None
 
     def grow(self) -> None:
         pass  # it is growing already, or waits its turn
 
     def observe(self, result: VerifyResult) -> None:
-        self._held = None
-        self._stream.tell(result, self.draft_steps)
+        self._buffered = None
+        self._stream.send_result(result, self.draft_steps)
 
     def catch_up(self, result: VerifyResult) -> None:
         """Rounds without the draft, as the result of a long one."""
@@ -57,22 +57,22 @@ class GrpcDrafter:
     def close(self) -> None:
         self._stream.close()
 
-    def _proposal(self, until: float | None) -> Proposal:
+    def _recv_proposal(self, until: float | None) -> Proposal:
         """The next proposal that is asked for; those that came too late are passed over."""
-        standing = self._stream.standing
+        standing = self._stream.state
         while True:
             answer = self._stream.recv(until)
             try:
-                proposal = read_proposal(answer.proposal)
+                proposal = proposal_from_proto(answer.proposal)
                 if (proposal.request, proposal.round) == (standing.request, self._stream.round):
-                    standing.check(proposal)
+                    standing.check_proposal(proposal)
                     return proposal
             except ValueError as error:
-                raise self._stream.nonsense(error) from None
+                raise self._stream.protocol_error(error) from None
 
 
 class GrpcFeed:
-    """A `FeedLink` (runtime/replica_drafter.py) over a worker's stream."""
+    """A `TreeDeltaLink` (runtime/replica_drafter.py) over a worker's stream."""
 
     def __init__(self, stream: DraftStream) -> None:
         self._stream = stream
@@ -82,26 +82,26 @@ class GrpcFeed:
         return self._stream.busy
 
     @property
-    def patience(self) -> float:
-        return self._stream.patience
+    def answer_timeout_s(self) -> float:
+        return self._stream.timeout_s
 
-    def open(self, opening: Opening) -> None:
+    def open(self, opening: RequestStart) -> None:
         self._stream.open(opening, 0)
 
     def send(self, result: VerifyResult) -> None:
-        self._stream.tell(result, 0)
+        self._stream.send_result(result, 0)
 
-    def take(self, until: float | None) -> TreeDelta | None:
-        """Raises DrafterLate where a delta has not come in time."""
+    def receive(self, deadline: float | None) -> TreeDelta | None:
+        """Raises DrafterLate if no delta arrives in time."""
         try:
-            answer = self._stream.recv(until)
+            answer = self._stream.recv(deadline)
         except DrafterLate:
-            if until is None:
+            if deadline is None:
                 return None
             raise
         if not answer.HasField("delta"):
-            raise self._stream.nonsense("it tells no growth")
-        return read_delta(answer.delta)
+            raise self._stream.protocol_error("it tells no growth")
+        return delta_from_proto(answer.delta)
 
     def close(self) -> None:
         self._stream.close()

@@ -6,15 +6,20 @@ from __future__ import annotations
 import ipaddress
 from dataclasses import dataclass
 
-from swiftspec.errors import UserError, shown
+from swiftspec.errors import UserError, truncated_repr
 
-MOST_BYTES = 16 << 20  # of a message
-ALIVE, ANSWER = 10_000, 5_000  # milliseconds: how often a silent peer is asked for a sign, and how long that may take
-KEEPALIVE = (("grpc.keepalive_time_ms", ALIVE), ("grpc.keepalive_timeout_ms", ANSWER))
-AHEAD = 1 << 20  # bytes that a stream may have under way; with gRPC's 64 KiB growth would wait for a slow wire
-SIZES = (
-    ("grpc.max_receive_message_length", MOST_BYTES), ("grpc.max_send_message_length", MOST_BYTES),
-    ("grpc.http2.lookahead_bytes", AHEAD),
+MAX_MESSAGE_BYTES = 16 << 20  # of a message
+KEEPALIVE_TIME_MS, KEEPALIVE_TIMEOUT_MS = (
+    10_000,
+    5_000,
+)  # milliseconds: how often a silent peer is asked for a sign, and how long that may take
+KEEPALIVE_OPTIONS = (("grpc.keepalive_time_ms", KEEPALIVE_TIME_MS), ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_MS))
+LOOKAHEAD_BYTES = (
+    1 << 20
+)  # bytes that a stream may have under way; with gRPC's 64 KiB growth would wait for a slow wire
+SIZE_OPTIONS = (
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES), ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.http2.lookahead_bytes", LOOKAHEAD_BYTES),
 )  # fmt: skip
 
 
@@ -26,16 +31,16 @@ class Endpoint:
     port: int
 
     @staticmethod
-    def of(text: str, flag: str) -> Endpoint:
+    def parse(text: str, flag: str) -> Endpoint:
         """Of HOST:PORT. Raises UserError on what is none."""
         host, colon, port = text.rpartition(":")
         bare = host.strip("[]")
         if not (colon and bare and port.isascii() and port.isdigit() and int(port) < 65536) or "/" in host:
-            raise UserError(f"{flag} must be HOST:PORT, such as 127.0.0.1:7070, not {shown(text)}")
+            raise UserError(f"{flag} must be HOST:PORT, such as 127.0.0.1:7070, not {truncated_repr(text)}")
         return Endpoint(bare, int(port))
 
     @property
-    def loopback(self) -> bool:
+    def is_loopback(self) -> bool:
         """Whether only this machine reaches it."""
         try:
             return ipaddress.ip_address(self.host).is_loopback
@@ -47,7 +52,7 @@ class Endpoint:
 
 
 @dataclass(frozen=True, slots=True)
-class Security:
+class RpcSecurity:
     """What both ends of a connection agree on. `token`: what a client shows. A worker has `cert` and `key`, a client
     `ca`, the certificates that it trusts beside those of the system; all are PEM."""
 
@@ -58,14 +63,14 @@ class Security:
 
     def check_client(self, endpoint: Endpoint, flag: str) -> None:
         """Raises UserError where another machine would be asked without a token. It is asked over TLS."""
-        if not endpoint.loopback and self.token is None:
+        if not endpoint.is_loopback and self.token is None:
             raise UserError(f"{flag} {endpoint} is another machine: give the worker's --token")
 
     def check_worker(self, endpoint: Endpoint) -> None:
         """Raises UserError where a worker would be open to other machines."""
         if (self.cert is None) != (self.key is None):
             raise UserError("--tls-cert and --tls-key go together: give both")
-        if not endpoint.loopback and (self.cert is None or self.token is None):
+        if not endpoint.is_loopback and (self.cert is None or self.token is None):
             raise UserError(
                 f"--listen {endpoint} is open to other machines: give --tls-cert, --tls-key and --token, or listen on"
                 " 127.0.0.1"

@@ -14,29 +14,38 @@ from google.protobuf.message import DecodeError, Message
 from swiftspec.config import EngineConfig
 from swiftspec.distributed.rpc import swiftspec_pb2 as pb
 from swiftspec.errors import UserError
-from swiftspec.messages import Drawn, Likelihood, Opening, Proposal, VerifyResult
+from swiftspec.messages import DraftProbs, Logprob, Proposal, RequestStart, VerifyResult
 from swiftspec.params import SamplingParams
 from swiftspec.tree.replica import TreeDelta
 
-PROTOCOL = 2  # of these messages; a peer with another one is refused
-SHAPE = ("verify_batch", "draft_leaves", "draft_steps", "verify", "proposal", "calibration", "catch_up", "adapt_steps")
+PROTOCOL_VERSION = 2  # of these messages; a peer with another one is refused
+SHAPE_FIELDS = (
+    "verify_batch",
+    "draft_leaves",
+    "draft_steps",
+    "verify",
+    "proposal",
+    "calibration",
+    "catch_up",
+    "adapt_steps",
+)
 M = TypeVar("M", bound=Message)
 
 
 @dataclass(frozen=True, slots=True)
-class Identity:
+class ModelIdentity:
     """Which model a worker runs, and what turns its ids into tokens: hashes, as Ping tells them."""
 
     model: bytes
     tokenizer: bytes
 
 
-def is_fed(shape: EngineConfig) -> bool:
+def streams_tree_deltas(shape: EngineConfig) -> bool:
     """Whether a draft of that shape tells what its tree grows, and does not propose."""
     return shape.mode == "async" and shape.proposal != "sample"
 
 
-def parsed(kind: type[M], data: bytes) -> M:
+def parse_message(kind: type[M], data: bytes) -> M:
     """A message from its bytes."""
     try:
         return kind.FromString(data)
@@ -44,21 +53,22 @@ def parsed(kind: type[M], data: bytes) -> M:
         raise ValueError(f"{len(data)} bytes that are no {kind.DESCRIPTOR.name}") from None
 
 
-def opening_to(opening: Opening, shape: EngineConfig, peer: Identity) -> pb.Opening:
+def request_start_to_proto(opening: RequestStart, shape: EngineConfig, peer: ModelIdentity) -> pb.Opening:
     """An opening of a session of that shape, for this peer and no other."""
     return pb.Opening(
-        protocol=PROTOCOL, tokenizer=peer.tokenizer, model=peer.model, request=opening.request,
-        prompt_len=opening.prompt_len, tokens=opening.tokens, sampling=pb.Sampling(**_known(opening.sampling)),
-        shape=pb.Shape(ahead=shape.mode == "async", **_some(shape, SHAPE)), afresh=opening.kept is not None,
+        protocol=PROTOCOL_VERSION, tokenizer=peer.tokenizer, model=peer.model, request=opening.request,
+        prompt_len=opening.prompt_len, tokens=opening.tokens, sampling=pb.Sampling(**_set_fields(opening.sampling)),
+        shape=pb.Shape(ahead=shape.mode == "async", **_set_values(shape, SHAPE_FIELDS)),
+        afresh=opening.num_cached_tokens is not None,
     )  # fmt: skip
 
 
-def read_opening(message: pb.Opening, own: Identity) -> tuple[Opening, EngineConfig]:
+def request_start_from_proto(message: pb.Opening, own: ModelIdentity) -> tuple[RequestStart, EngineConfig]:
     """The opening, and the shape of its rounds. Raises UserError where it means another protocol, model or tokenizer
     than this worker's."""
-    if message.protocol != PROTOCOL:
+    if message.protocol != PROTOCOL_VERSION:
         raise UserError(
-            f"this worker speaks version {PROTOCOL} of the protocol, not {message.protocol}: install the same SwiftSpec"
+            f"this worker speaks version {PROTOCOL_VERSION} of the protocol, not {message.protocol}: install the same SwiftSpec"
         )
     if message.tokenizer != own.tokenizer:
         raise UserError("the tokenizers differ: take a worker whose model has the same one")
@@ -68,18 +78,20 @@ def read_opening(message: pb.Opening, own: Identity) -> tuple[Opening, EngineCon
     if not 1 <= message.prompt_len <= count:
         raise ValueError(f"an opening whose prompt is {message.prompt_len} of {count} tokens")
     try:
-        values = _values(message.shape, SHAPE)
+        values = _values(message.shape, SHAPE_FIELDS)
         shape = EngineConfig(mode="async" if message.shape.ahead else "serial", **values)
         sampling = SamplingParams(**_values(message.sampling, [field.name for field in fields(SamplingParams)]))
         shape.check_request(sampling)
     except UserError as error:
         raise ValueError(str(error)) from None
     kept = (0, 0) if message.afresh else None
-    return Opening(message.request, tuple(message.tokens), sampling, message.prompt_len, kept=kept), shape
+    return RequestStart(
+        message.request, tuple(message.tokens), sampling, message.prompt_len, num_cached_tokens=kept
+    ), shape
 
 
-def proposal_to(proposal: Proposal) -> pb.Proposal:
-    drawn = proposal.drawn
+def proposal_to_proto(proposal: Proposal) -> pb.Proposal:
+    drawn = proposal.draft_probs
     return pb.Proposal(
         request=proposal.request, round=proposal.round, prefix_len=proposal.prefix_len, tokens=proposal.tokens,
         parents=proposal.parents,
@@ -87,7 +99,7 @@ def proposal_to(proposal: Proposal) -> pb.Proposal:
     )  # fmt: skip
 
 
-def read_proposal(message: pb.Proposal) -> Proposal:
+def proposal_from_proto(message: pb.Proposal) -> Proposal:
     tokens, parents = tuple(message.tokens), tuple(message.parents)
     if not tokens or len(parents) != len(tokens):
         raise ValueError(f"a proposal of {len(tokens)} tokens and {len(parents)} parents")
@@ -97,7 +109,7 @@ def read_proposal(message: pb.Proposal) -> Proposal:
     return Proposal(message.request, message.round, message.prefix_len, tokens, parents, drawn)
 
 
-def _read_drawn(message: pb.Drawn, rows: int) -> Drawn:
+def _read_drawn(message: pb.Drawn, rows: int) -> DraftProbs:
     count = len(message.tokens)
     if rows == 0 or count == 0 or count % rows or len(message.probs) != count:
         raise ValueError(f"{count} tokens and {len(message.probs)} probabilities are no distributions of {rows} nodes")
@@ -105,42 +117,43 @@ def _read_drawn(message: pb.Drawn, rows: int) -> Drawn:
     probs = np.array(message.probs, np.float32).reshape(rows, -1)
     if not (np.isfinite(probs).all() and (probs >= 0).all() and (probs > 0).any(-1).all()):
         raise ValueError("a proposal's nodes were drawn from no distribution")
-    return Drawn(tokens, probs)
+    return DraftProbs(tokens, probs)
 
 
-def delta_to(delta: TreeDelta) -> pb.TreeDelta:
+def delta_to_proto(delta: TreeDelta) -> pb.TreeDelta:
     return pb.TreeDelta(
         request=delta.request, round=delta.round, expansions=delta.expansions, first=delta.first,
         parents=delta.parents.tolist(), tokens=delta.tokens.tolist(), weights=delta.weights.tolist(),
     )  # fmt: skip
 
 
-def read_delta(message: pb.TreeDelta) -> TreeDelta:
+def delta_from_proto(message: pb.TreeDelta) -> TreeDelta:
     """Whether it fits the tree is for the replica to say."""
     parents, tokens = np.array(message.parents, np.int64), np.array(message.tokens, np.int64)
     weights = np.array(message.weights, np.float64)
     return TreeDelta(message.request, message.round, message.expansions, message.first, parents, tokens, weights)
 
 
-def result_to(result: VerifyResult, *, whole: bool = True) -> pb.VerifyResult:
+def result_to_proto(result: VerifyResult, *, for_client: bool = True) -> pb.VerifyResult:
     """`whole`: with what the orchestrator alone needs."""
     message = pb.VerifyResult(
         request=result.request, round=result.round, prefix_len=result.prefix_len, path=result.path, tokens=result.tokens
     )
-    if whole:
+    if for_client:
         message.overlaps.extend(result.overlaps)
-        for name in ("likelihoods", "prompt"):
-            if (known := getattr(result, name)) is not None:
-                getattr(message, name).CopyFrom(_likelihoods_to(known))
+        if result.logprobs is not None:
+            message.likelihoods.CopyFrom(_logprobs_to_proto(result.logprobs))
+        if result.prompt_logprobs is not None:
+            message.prompt.CopyFrom(_logprobs_to_proto(result.prompt_logprobs))
     return message
 
 
-def read_result(message: pb.VerifyResult) -> VerifyResult:
+def result_from_proto(message: pb.VerifyResult) -> VerifyResult:
     path, tokens = tuple(message.path), tuple(message.tokens)
     if not path or len(path) != len(tokens):
         raise ValueError(f"a result of {len(path)} nodes and {len(tokens)} tokens")
-    likelihoods = _read_likelihoods(message.likelihoods) if message.HasField("likelihoods") else None
-    prompt = _read_likelihoods(message.prompt) if message.HasField("prompt") else None
+    likelihoods = _logprobs_from_proto(message.likelihoods) if message.HasField("likelihoods") else None
+    prompt = _logprobs_from_proto(message.prompt) if message.HasField("prompt") else None
     if likelihoods is not None and len(likelihoods) != len(tokens):
         raise ValueError(f"{len(likelihoods)} log-probabilities of {len(tokens)} tokens")
     about = message.request, message.round, message.prefix_len
@@ -160,7 +173,7 @@ def check_result(result: VerifyResult, proposal: Proposal) -> None:
         raise ValueError("a result's tokens are not those of its path")
 
 
-def _likelihoods_to(known: Sequence[Likelihood]) -> pb.Likelihoods:
+def _logprobs_to_proto(known: Sequence[Logprob]) -> pb.Likelihoods:
     top = [each for one in known for each in one.top]
     return pb.Likelihoods(
         logprobs=[one.logprob for one in known], width=len(known[0].top) if known else 0,
@@ -168,19 +181,19 @@ def _likelihoods_to(known: Sequence[Likelihood]) -> pb.Likelihoods:
     )  # fmt: skip
 
 
-def _read_likelihoods(message: pb.Likelihoods) -> tuple[Likelihood, ...]:
+def _logprobs_from_proto(message: pb.Likelihoods) -> tuple[Logprob, ...]:
     count, width = len(message.logprobs), message.width
     if width < 0 or {len(message.top_tokens), len(message.top_logprobs)} != {count * width}:
         raise ValueError(f"{len(message.top_tokens)} likeliest tokens are not {width} for each of {count}")
     top = list(zip(message.top_tokens, message.top_logprobs))
-    return tuple(Likelihood(each, tuple(top[i * width : (i + 1) * width])) for i, each in enumerate(message.logprobs))
+    return tuple(Logprob(each, tuple(top[i * width : (i + 1) * width])) for i, each in enumerate(message.logprobs))
 
 
-def _known(values: object) -> dict[str, Any]:
-    return _some(values, [field.name for field in fields(values)])  # type: ignore[arg-type]
+def _set_fields(values: object) -> dict[str, Any]:
+    return _set_values(values, [field.name for field in fields(values)])  # type: ignore[arg-type]
 
 
-def _some(values: object, names: Sequence[str]) -> dict[str, Any]:
+def _set_values(values: object, names: Sequence[str]) -> dict[str, Any]:
     """Those fields that have a value."""
     return {name: value for name in names if (value := getattr(values, name)) is not None}
 

@@ -6,37 +6,37 @@ from collections.abc import Callable
 from threading import Event, Thread
 
 from swiftspec.distributed.rpc import swiftspec_pb2 as pb
-from swiftspec.distributed.rpc.connection import Link
-from swiftspec.distributed.rpc.protobuf_codec import Identity
+from swiftspec.distributed.rpc.connection import WorkerConnection
+from swiftspec.distributed.rpc.protobuf_codec import ModelIdentity
 from swiftspec.distributed.rpc.status import WorkerLost
 from swiftspec.errors import UserError
 
-FIRST, MOST = 0.1, 5.0  # seconds between two looks: twice as many each time, up to the latter
-ANSWER = 2.0  # seconds for a worker to answer
+MIN_DELAY_S, MAX_DELAY_S = 0.1, 5.0  # seconds between two looks: twice as many each time, up to the latter
+PING_TIMEOUT_S = 2.0  # seconds for a worker to answer
 
 
-class Redial:
+class WorkerReconnector:
     """A thread from the start to `close`, at work from `lost` until the worker answers again."""
 
-    def __init__(self, link: Link[pb.DraftAnswer], check: Callable[[pb.PingAnswer], None]) -> None:
+    def __init__(self, link: WorkerConnection[pb.DraftAnswer], check: Callable[[pb.PingAnswer], None]) -> None:
         """`check` raises UserError on a worker that is none for this target."""
         self._link, self._check = link, check
-        self._back: Identity | None = None
+        self._reachable: ModelIdentity | None = None
         self._wanted, self._closing = Event(), Event()
         Thread(target=self._run, name="redial", daemon=True).start()
 
-    def look(self) -> Identity:
+    def probe(self) -> ModelIdentity:
         """One look, now. Raises WorkerLost, and UserError on a worker that is none for this target."""
-        answer = self._link.ping(ANSWER)
+        answer = self._link.ping(PING_TIMEOUT_S)
         self._check(answer)
-        return Identity(answer.model, answer.tokenizer)
+        return ModelIdentity(answer.model, answer.tokenizer)
 
-    def take(self) -> Identity | None:
+    def poll(self) -> ModelIdentity | None:
         """A worker that can be reached again, once."""
-        back, self._back = self._back, None
+        back, self._reachable = self._reachable, None
         return back
 
-    def lost(self) -> None:
+    def on_lost(self) -> None:
         """The worker does not answer any more."""
         self._wanted.set()
 
@@ -47,10 +47,10 @@ class Redial:
     def _run(self) -> None:
         while self._wanted.wait() and not self._closing.is_set():
             self._wanted.clear()
-            pause = FIRST
+            pause = MIN_DELAY_S
             while not self._closing.wait(pause):
                 try:
-                    self._back = self.look()
+                    self._reachable = self.probe()
                     break
                 except (WorkerLost, UserError):
-                    pause = min(2 * pause, MOST)
+                    pause = min(2 * pause, MAX_DELAY_S)

@@ -10,17 +10,17 @@ from typing import Any
 
 import grpc
 
-HELD = 16  # requests read ahead; beyond them the client has to wait
-LOOK = 1.0  # seconds between two looks at whether the call is over
+MAX_BUFFERED_REQUESTS = 16  # requests read ahead; beyond them the client has to wait
+POLL_S = 1.0  # seconds between two looks at whether the call is over
 
 
-class Coming:
+class RequestReader:
     """A thread reads them, until they end or the call does. `ended`: there are no more."""
 
     def __init__(self, requests: Iterator[bytes], context: Any) -> None:
         self.ended = False
         self._requests, self._context = requests, context
-        self._read: Queue[bytes | None] = Queue(HELD)
+        self._read: Queue[bytes | None] = Queue(MAX_BUFFERED_REQUESTS)
         Thread(target=self._run, name="requests", daemon=True).start()
 
     def next(self, *, wait: bool) -> bytes | None:
@@ -41,7 +41,7 @@ class Coming:
     def _put(self, data: bytes | None) -> None:
         while True:
             try:
-                self._read.put(data, timeout=LOOK)
+                self._read.put(data, timeout=POLL_S)
                 return
             except Full:
                 if not self._context.is_active():

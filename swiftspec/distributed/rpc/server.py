@@ -12,26 +12,28 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from swiftspec.distributed.rpc.endpoint import ALIVE, KEEPALIVE, SIZES, Endpoint, Security
-from swiftspec.distributed.rpc.service import Service
+from swiftspec.distributed.rpc.endpoint import KEEPALIVE_OPTIONS, KEEPALIVE_TIME_MS, SIZE_OPTIONS, Endpoint, RpcSecurity
+from swiftspec.distributed.rpc.service import WorkerService
 from swiftspec.errors import UserError
 
-BESIDE = 16  # calls at once beside one stream for each session: pings, health, clients that come back
-LOOK = 5.0  # seconds between two looks at sessions that rest
+EXTRA_CALLS = 16  # calls at once beside one stream for each session: pings, health, clients that come back
+SWEEP_INTERVAL_S = 5.0  # seconds between two looks at sessions that rest
 OPTIONS = (
-    *KEEPALIVE, *SIZES, ("grpc.so_reuseport", 0), ("grpc.keepalive_permit_without_calls", 1),
-    ("grpc.http2.min_recv_ping_interval_without_data_ms", ALIVE // 2), ("grpc.http2.max_ping_strikes", 0),
+    *KEEPALIVE_OPTIONS, *SIZE_OPTIONS, ("grpc.so_reuseport", 0), ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.min_recv_ping_interval_without_data_ms", KEEPALIVE_TIME_MS // 2), ("grpc.http2.max_ping_strikes", 0),
 )  # fmt: skip
 
 
-class Server:
+class RpcServer:
     """Listens from the start to `stop`. `port`: the one it has."""
 
-    def __init__(self, service: Service[Any], endpoint: Endpoint, security: Security, most_sessions: int) -> None:
+    def __init__(
+        self, service: WorkerService[Any], endpoint: Endpoint, security: RpcSecurity, max_sessions: int
+    ) -> None:
         """Raises UserError where nothing can listen at `endpoint`, or it would be open to other machines unguarded."""
         security.check_worker(endpoint)
-        calls = 2 * most_sessions + BESIDE
-        guards: list[grpc.ServerInterceptor] = [] if security.token is None else [TokenGuard(security.token)]
+        calls = 2 * max_sessions + EXTRA_CALLS
+        guards: list[grpc.ServerInterceptor] = [] if security.token is None else [TokenInterceptor(security.token)]
         self._server = grpc.server(
             ThreadPoolExecutor(calls, "grpc"), interceptors=guards, options=OPTIONS, maximum_concurrent_rpcs=calls
         )
@@ -45,16 +47,16 @@ class Server:
         for name in ("", service.name):
             self._health.set(name, health_pb2.HealthCheckResponse.SERVING)  # type: ignore[attr-defined]
 
-    def run(self, over: SimpleQueue[int], look: Callable[[], None] = lambda: None) -> None:
+    def run(self, stop_queue: SimpleQueue[int], on_idle: Callable[[], None] = lambda: None) -> None:
         """Serves until something is put there. Sessions that rest too long end meanwhile, and now and then there is a
         `look` while nobody is at work on the model."""
         while True:
             try:
-                over.get(timeout=LOOK)
+                stop_queue.get(timeout=SWEEP_INTERVAL_S)
                 return
             except Empty:
                 self._service.sessions.sweep()
-                self._service.between(look)
+                self._service.run_if_idle(on_idle)
 
     def stop(self, grace: float = 0.0) -> None:
         """Takes no more calls, and waits so many seconds for those under way: a request of a client's is one."""
@@ -62,7 +64,7 @@ class Server:
         self._server.stop(grace).wait()
 
 
-def _listen(server: Any, endpoint: Endpoint, security: Security) -> int:
+def _listen(server: Any, endpoint: Endpoint, security: RpcSecurity) -> int:
     """Has a server listen there. Returns the port. Raises UserError where it cannot."""
     try:
         if security.cert is None or security.key is None:
@@ -73,7 +75,7 @@ def _listen(server: Any, endpoint: Endpoint, security: Security) -> int:
         raise UserError(f"--listen {endpoint}: nothing can listen there: {what}") from None
 
 
-class TokenGuard(grpc.ServerInterceptor):
+class TokenInterceptor(grpc.ServerInterceptor):
     """Lets nobody through without the token."""
 
     def __init__(self, token: str) -> None:

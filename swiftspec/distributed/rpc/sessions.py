@@ -13,14 +13,14 @@ from types import TracebackType
 from typing import Any, Generic, Protocol, TypeVar
 
 from swiftspec.config import EngineConfig
-from swiftspec.distributed.rpc.status import Full, SessionGone
+from swiftspec.distributed.rpc.status import SessionGone, WorkerFull
 
-GONE = "the session is gone: begin again from the tokens"
-MOMENT = 0.5  # seconds; what a session still does once its answer is out is over by then
+GONE_MESSAGE = "the session is gone: begin again from the tokens"
+IDLE_GRACE_S = 0.5  # seconds; what a session still does once its answer is out is over by then
 ID_BYTES = 16  # drawn by the system's generator: nobody guesses one
 
 
-class Turns:
+class FairLock:
     """A lock that goes round in the order in which it is asked for: nobody waits for more than one turn of each of the
     others."""
 
@@ -38,7 +38,7 @@ class Turns:
             self._waiting.append(turn)
         turn.acquire()
 
-    def offered(self) -> bool:
+    def try_acquire(self) -> bool:
         """Whether nobody has the turn: then the caller has it, until `end`."""
         with self._lock:
             taken, self._taken = self._taken, True
@@ -47,9 +47,9 @@ class Turns:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.end()
+        self.release()
 
-    def end(self) -> None:
+    def release(self) -> None:
         """The turn is the next one's."""
         with self._lock:
             if self._waiting:
@@ -58,7 +58,7 @@ class Turns:
                 self._taken = False
 
 
-class Work(Protocol):
+class SessionState(Protocol):
     """What a session does on the model (drafting.py, verifying.py)."""
 
     @property
@@ -67,116 +67,118 @@ class Work(Protocol):
     def busy(self) -> float: ...
 
 
-W = TypeVar("W", bound=Work)
+W = TypeVar("W", bound=SessionState)
 
 
 @dataclass(eq=False, slots=True)
-class Session(Generic[W]):
+class WorkerSession(Generic[W]):
     """One orchestrator's work. `lock` is held by whoever is at it."""
 
     id: bytes
-    work: W
-    used: float  # when it was last at work
+    state: W
+    last_used: float  # when it was last at work
     lock: Lock = field(default_factory=Lock)
-    gone: bool = False
+    ended: bool = False
     busy: float = 0.0  # seconds in forwards, as far as somebody was told
-    last: tuple[bytes, Any] | None = None  # the request served last, and its answer
+    last_answer: tuple[bytes, Any] | None = None  # the request served last, and its answer
 
 
-class Sessions(Generic[W]):
+class WorkerSessions(Generic[W]):
     """At most `most` of them; the one that rested longest makes room. One that rests for `idle` seconds ends."""
 
     def __init__(
         self,
         make: Callable[[EngineConfig], W],
-        most: int,
-        idle: float,
+        max_sessions: int,
+        idle_timeout_s: float,
         clock: Callable[[], float] = time.monotonic,
-        ended: Callable[[W], None] = lambda work: None,
+        on_end: Callable[[W], None] = lambda work: None,
     ) -> None:
         """`make`: work of a shape, on a cache of its own. Raises UserError on a shape that has no room. `ended`: hears
         of it once its session is gone."""
-        self._make, self._most, self._idle, self._clock, self._ended = make, most, idle, clock, ended
+        self._make, self._most, self._idle, self._clock, self._ended = make, max_sessions, idle_timeout_s, clock, on_end
         self._lock = Lock()
-        self._known: dict[bytes, Session[W]] = {}
+        self._sessions: dict[bytes, WorkerSession[W]] = {}
 
     def __len__(self) -> int:
-        return len(self._known)
+        return len(self._sessions)
 
-    def find(self, name: bytes) -> Session[W]:
+    def find(self, name: bytes) -> WorkerSession[W]:
         """Raises SessionGone where there is none of that id."""
         with self._lock:
-            session = self._known.get(name)
+            session = self._sessions.get(name)
         if session is None:
-            raise SessionGone(GONE)
+            raise SessionGone(GONE_MESSAGE)
         return session
 
     @contextmanager
-    def at_work(self, session: Session[W]) -> Iterator[None]:
+    def in_use(self, session: WorkerSession[W]) -> Iterator[None]:
         """Around whatever a session does. Raises SessionGone where it went while others were at it."""
         with session.lock:
-            if session.gone:
-                raise SessionGone(GONE)
+            if session.ended:
+                raise SessionGone(GONE_MESSAGE)
             yield
-            session.used = self._clock()
+            session.last_used = self._clock()
 
-    def open(self, name: bytes, shape: EngineConfig) -> Session[W]:
+    def open(self, name: bytes, shape: EngineConfig) -> WorkerSession[W]:
         """The session, or another one where it is gone, never was, or has another shape. Raises Full."""
         with suppress(SessionGone):
             session = self.find(name)
-            if session.work.shape == shape:
+            if session.state.shape == shape:
                 return session
             self.end(name)
         try:
-            return self._another(shape)
-        except Full:  # what one of them still does after its answer is over in a moment; the others go on meanwhile
-            self._await_rest()
-            return self._another(shape)
+            return self._create(shape)
+        except (
+            WorkerFull
+        ):  # what one of them still does after its answer is over in a moment; the others go on meanwhile
+            self._wait_for_idle_session()
+            return self._create(shape)
 
-    def _another(self, shape: EngineConfig) -> Session[W]:
+    def _create(self, shape: EngineConfig) -> WorkerSession[W]:
         with self._lock:
-            while len(self._known) >= self._most:
+            while len(self._sessions) >= self._most:
                 self._evict()
-            session = Session(secrets.token_bytes(ID_BYTES), self._make(shape), self._clock())
-            self._known[session.id] = session
+            session = WorkerSession(secrets.token_bytes(ID_BYTES), self._make(shape), self._clock())
+            self._sessions[session.id] = session
             return session
 
     def end(self, name: bytes) -> None:
         """Gives up its memory once nobody is at work in it. One that is gone is no error."""
         with self._lock:
-            session = self._known.pop(name, None)
+            session = self._sessions.pop(name, None)
         if session is not None:
             with session.lock:
-                session.gone = True
-            self._ended(session.work)
+                session.ended = True
+            self._ended(session.state)
 
     def sweep(self) -> None:
         """Ends those that have rested too long. To be called now and then."""
         with self._lock:
-            for session in [each for each in self._known.values() if self._clock() - each.used > self._idle]:
-                self._drop(session)
+            for session in [each for each in self._sessions.values() if self._clock() - each.last_used > self._idle]:
+                self._try_end(session)
 
     def _evict(self) -> None:
-        if not any(map(self._drop, self._rested())):
-            raise Full(f"all {self._most} sessions of this worker are at work: start it with more --max-sessions")
+        if not any(map(self._try_end, self._by_last_use())):
+            raise WorkerFull(f"all {self._most} sessions of this worker are at work: start it with more --max-sessions")
 
-    def _await_rest(self) -> None:
+    def _wait_for_idle_session(self) -> None:
         """Until nobody is at work in the session that rested longest, or for a moment."""
         with self._lock:
-            rested = self._rested()
-        if rested and rested[0].lock.acquire(timeout=MOMENT):
+            rested = self._by_last_use()
+        if rested and rested[0].lock.acquire(timeout=IDLE_GRACE_S):
             rested[0].lock.release()
 
-    def _rested(self) -> list[Session[W]]:
+    def _by_last_use(self) -> list[WorkerSession[W]]:
         """All, the one that rested longest first."""
-        return sorted(self._known.values(), key=lambda each: each.used)
+        return sorted(self._sessions.values(), key=lambda each: each.last_used)
 
-    def _drop(self, session: Session[W]) -> bool:
+    def _try_end(self, session: WorkerSession[W]) -> bool:
         """Ends a session, unless somebody is at work in it."""
         if not session.lock.acquire(blocking=False):
             return False
-        session.gone = True
+        session.ended = True
         session.lock.release()
-        del self._known[session.id]
-        self._ended(session.work)
+        del self._sessions[session.id]
+        self._ended(session.state)
         return True

@@ -8,29 +8,29 @@ from queue import Empty, Full, Queue
 from threading import Thread
 
 from swiftspec.distributed.rpc import swiftspec_pb2 as pb
-from swiftspec.tree.replica import TreeDelta, joined
+from swiftspec.tree.replica import TreeDelta, merge_deltas
 
-Telling = tuple[TreeDelta, pb.Telemetry | None]
-HELD = 64  # deltas that have not gone out; beyond them the tree has to wait
-LOOK = 1.0  # seconds between two looks at whether anybody takes them
+TimedDelta = tuple[TreeDelta, pb.Telemetry | None]
+MAX_QUEUED_DELTAS = 64  # deltas that have not gone out; beyond them the tree has to wait
+POLL_S = 1.0  # seconds between two looks at whether anybody takes them
 
 
-class Grown:
+class TreeDeltaQueue:
     """A thread grows, until `close` at the latest. A message that is being sent holds it up no more than its bytes take
     to be made."""
 
-    def __init__(self, grow: Callable[[], Iterable[Telling]]) -> None:
-        self._ready: Queue[Telling | Exception | None] = Queue(HELD)
-        self._over = False
-        self._last: Exception | None = None  # what ended it
+    def __init__(self, grow: Callable[[], Iterable[TimedDelta]]) -> None:
+        self._ready: Queue[TimedDelta | Exception | None] = Queue(MAX_QUEUED_DELTAS)
+        self._closed = False
+        self._error: Exception | None = None  # what ended it
         self._ended = False
         Thread(target=self._run, args=(grow,), name="growth", daemon=True).start()
 
-    def take(self, *, join: Callable[[], bool]) -> list[Telling]:
+    def take(self, *, join: Callable[[], bool]) -> list[TimedDelta]:
         """What has grown since it was asked last, waited for; nothing: there is no more. `join`: whether several deltas
         of a round go as one, asked once there are some: only then is the request open that says so. Raises what
         growing has raised."""
-        told: list[Telling] = []
+        told: list[TimedDelta] = []
         while not self._ended:
             try:
                 each = self._ready.get(block=not told)
@@ -39,16 +39,16 @@ class Grown:
             if isinstance(each, tuple):
                 told.append(each)
             else:
-                self._ended, self._last = True, each
-        if not told and self._last is not None:
-            raise self._last
-        return _joined(told) if told and join() else told
+                self._ended, self._error = True, each
+        if not told and self._error is not None:
+            raise self._error
+        return _merge(told) if told and join() else told
 
     def close(self) -> None:
         """Nobody takes any more."""
-        self._over = True
+        self._closed = True
 
-    def _run(self, grow: Callable[[], Iterable[Telling]]) -> None:
+    def _run(self, grow: Callable[[], Iterable[TimedDelta]]) -> None:
         try:
             for each in grow():
                 if not self._put(each):
@@ -57,19 +57,19 @@ class Grown:
         except Exception as error:
             self._put(error)
 
-    def _put(self, what: Telling | Exception | None) -> bool:
-        while not self._over:
+    def _put(self, what: TimedDelta | Exception | None) -> bool:
+        while not self._closed:
             try:
-                self._ready.put(what, timeout=LOOK)
+                self._ready.put(what, timeout=POLL_S)
                 return True
             except Full:
                 continue
         return False
 
 
-def _joined(told: list[Telling]) -> list[Telling]:
+def _merge(told: list[TimedDelta]) -> list[TimedDelta]:
     """Those of a round as one, which has cost what they have cost. That there is no more to come is told apart."""
-    found: list[Telling] = []
+    found: list[TimedDelta] = []
     for _, same in groupby(told, lambda each: (each[0].request, each[0].round, len(each[0]) == 0)):
         some = [*same]
         costs = [cost for _, cost in some if cost is not None]
@@ -77,5 +77,5 @@ def _joined(told: list[Telling]) -> list[Telling]:
             costs[0].wall += cost.wall
             costs[0].queue += cost.queue
             costs[0].model += cost.model
-        found.append((joined([delta for delta, _ in some]), costs[0] if costs else None))
+        found.append((merge_deltas([delta for delta, _ in some]), costs[0] if costs else None))
     return found

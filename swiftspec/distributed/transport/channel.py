@@ -13,8 +13,8 @@ from torch.distributed.distributed_c10d import Store
 
 from swiftspec.backends.cpu.shm import new_name
 from swiftspec.distributed.transport.codec import Words
-from swiftspec.distributed.transport.mailbox import SharedChannel
-from swiftspec.distributed.transport.tcp import Door, call
+from swiftspec.distributed.transport.mailbox import SharedMemoryChannel
+from swiftspec.distributed.transport.tcp import Listener, connect
 
 
 class Channel(Protocol):
@@ -45,15 +45,15 @@ def accept(store: Store, key: str, peer: str, *, host: str | None, spin: bool, t
     if host is None:
         name = new_name()
         store.set(key, f"shared {name}")
-        return SharedChannel(name, 0, peer, spin=spin, timeout=timeout)
-    door = Door(host)
+        return SharedMemoryChannel(name, 0, peer, spin=spin, timeout=timeout)
+    door = Listener(host)
     store.set(key, f"tcp {door.address}")
-    return door.wait(peer, timeout)
+    return door.accept(peer, timeout)
 
 
 def dial(store: Store, key: str, peer: str, *, spin: bool, timeout: float) -> Channel:
     """The other end of `accept`."""
     kind, _, where = store.get(key).decode().partition(" ")
     if kind == "shared":
-        return SharedChannel(where, 1, peer, spin=spin, timeout=timeout)
-    return call(where, peer, timeout)
+        return SharedMemoryChannel(where, 1, peer, spin=spin, timeout=timeout)
+    return connect(where, peer, timeout)

@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 
 from swiftspec.errors import UserError
-from swiftspec.messages import Drawn, Opening, Proposal, VerifyResult
+from swiftspec.messages import DraftProbs, Proposal, RequestStart, VerifyResult
 from swiftspec.params import SamplingParams
 
 Words = list[int]  # flat; each is a 32-bit integer
-SHOWN = 200  # characters of a reason that holds what somebody else has sent
-Message = Opening | Proposal | VerifyResult | int
+MAX_REASON_CHARS = 200  # characters of a reason that holds what somebody else has sent
+Message = RequestStart | Proposal | VerifyResult | int
 
 
 def pack(message: Message) -> Words:
@@ -25,14 +25,14 @@ def pack(message: Message) -> Words:
     they were: tokens, and probabilities by their bits. A result is request, round, prefix_len, count, path, tokens.
     """
     match message:
-        case Opening():
-            told = {"steps": message.steps, "kept": message.kept, "sampling": asdict(message.sampling)}
+        case RequestStart():
+            told = {"steps": message.executor, "kept": message.num_cached_tokens, "sampling": asdict(message.sampling)}
             text = json.dumps(told).encode()
             head = [message.request, message.prompt_len, len(message.tokens)]
             return [*head, *message.tokens, len(text), *bytes_to_words(text)]
         case Proposal():
             head = [message.request, message.round, message.prefix_len, len(message.tokens)]
-            words, drawn = [*head, *message.tokens, *message.parents], message.drawn
+            words, drawn = [*head, *message.tokens, *message.parents], message.draft_probs
             if drawn is not None:
                 words += [*drawn.tokens.ravel().tolist(), *drawn.probs.view(np.int32).ravel().tolist()]
             return words
@@ -43,7 +43,7 @@ def pack(message: Message) -> Words:
             return [message]
 
 
-def read_proposal(flat: Words) -> Proposal:
+def unpack_proposal(flat: Words) -> Proposal:
     """The proposal that `pack` made these words of."""
     request, round_, prefix_len, count, *body = _at_least(4, flat, "proposal")
     if count < 1 or len(body) < 2 * count:
@@ -55,17 +55,17 @@ def read_proposal(flat: Words) -> Proposal:
     return Proposal(request, round_, prefix_len, tuple(body[:count]), parents, drawn)
 
 
-def _read_drawn(flat: Words, rows: int) -> Drawn:
+def _read_drawn(flat: Words, rows: int) -> DraftProbs:
     if rows == 0 or len(flat) % (2 * rows) != 0:
         raise ValueError(f"{len(flat)} words do not hold the distributions of {rows} nodes")
     tokens, bits = np.array(flat, np.int32).reshape(2, rows, -1)
     probs = bits.view(np.float32)
     if not (np.isfinite(probs).all() and (probs >= 0).all() and (probs > 0).any(-1).all() and (tokens >= 0).all()):
         raise ValueError("a proposal's nodes were drawn from no distribution")
-    return Drawn(tokens, probs)
+    return DraftProbs(tokens, probs)
 
 
-def read_result(flat: Words) -> VerifyResult:
+def unpack_result(flat: Words) -> VerifyResult:
     """The result that `pack` made these words of."""
     request, round_, prefix_len, count, *body = _at_least(4, flat, "result")
     if count < 1 or len(body) != 2 * count:
@@ -73,7 +73,7 @@ def read_result(flat: Words) -> VerifyResult:
     return VerifyResult(request, round_, prefix_len, tuple(body[:count]), tuple(body[count:]))
 
 
-def read_opening(flat: Words) -> Opening:
+def unpack_request_start(flat: Words) -> RequestStart:
     """The opening that `pack` made these words of."""
     request, prompt_len, count = _at_least(4, flat, "opening")[:3]
     tokens, rest = flat[3 : 3 + count], flat[3 + count :]
@@ -83,8 +83,8 @@ def read_opening(flat: Words) -> Opening:
         told = json.loads(words_to_bytes(rest[1:])[: rest[0]])
         steps, kept, sampling = str(told["steps"]), _kept(told["kept"]), _sampling(told["sampling"])
     except (ValueError, TypeError, KeyError, AttributeError, ArithmeticError, RecursionError, UserError) as error:
-        raise ValueError(f"an opening's sampling parameters make no sense ({str(error)[:SHOWN]})") from None
-    return Opening(request, tuple(tokens), sampling, prompt_len, steps, kept)
+        raise ValueError(f"an opening's sampling parameters make no sense ({str(error)[:MAX_REASON_CHARS]})") from None
+    return RequestStart(request, tuple(tokens), sampling, prompt_len, steps, kept)
 
 
 def _kept(counts: Any) -> tuple[int, ...] | None:
@@ -104,19 +104,19 @@ def _sampling(values: dict[str, Any]) -> SamplingParams:
     return SamplingParams(**{**values, "logit_bias": bias})
 
 
-def one_word(flat: Words, what: str) -> int:
+def single_word(flat: Words, what: str) -> int:
     """The only word of a message that says a number."""
     if len(flat) != 1:
         raise ValueError(f"a {what} of {len(flat)} words is not one number")
     return flat[0]
 
 
-def to_words(text: str) -> Words:
+def text_to_words(text: str) -> Words:
     """Text as words, filled up with blanks."""
     return bytes_to_words(text.encode())
 
 
-def to_text(words: Words) -> str:
+def words_to_text(words: Words) -> str:
     """The inverse of `to_words`, in one line: what is no character of a line is a blank, and none stands at the end."""
     text = words_to_bytes(words).decode(errors="replace")
     return "".join(character if character.isprintable() else " " for character in text).rstrip()

@@ -8,15 +8,15 @@ from typing import Any
 from swiftspec.backends.cpu.shm import Mailbox
 from swiftspec.distributed.transport.codec import Words
 
-FOR_EVER = 1e9  # seconds
+NO_TIMEOUT_S = 1e9  # seconds
 
 
-class SharedChannel:
+class SharedMemoryChannel:
     """A `Channel` over a mailbox; the first word of a message is its kind."""
 
     def __init__(self, name: str, side: int, peer: str, *, spin: bool, timeout: float) -> None:
         self.peer = peer
-        self._mailbox = Mailbox(name, side, spin=spin, attach_timeout=timeout)
+        self._mailbox = Mailbox(name, side, spin=spin, attach_timeout_s=timeout)
 
     def send(self, kind: int, words: Sequence[int] = ()) -> None:
         try:
@@ -26,7 +26,7 @@ class SharedChannel:
 
     def recv(self, timeout: float | None = None) -> tuple[int, Words]:
         try:
-            kind, *words = self._mailbox.recv(FOR_EVER if timeout is None else timeout)
+            kind, *words = self._mailbox.recv(NO_TIMEOUT_S if timeout is None else timeout)
         except TimeoutError:
             raise TimeoutError(f"no message from {self.peer} within {timeout:g} s") from None
         except OSError as error:
@@ -36,7 +36,7 @@ class SharedChannel:
     def recv_or_reply(self, reply: Any, asks: int, answers: int, note: int) -> tuple[int, Words, bool]:
         """As `recv`, and replies to a message of the kind `asks` at once where the reply is for it."""
         try:
-            (kind, *words), answered = self._mailbox.recv_or_reply(reply, asks, answers, note, FOR_EVER)
+            (kind, *words), answered = self._mailbox.recv_or_reply(reply, asks, answers, note, NO_TIMEOUT_S)
         except OSError as error:
             raise ConnectionError(f"{self.peer} is gone ({error})") from None
         return kind, words, answered

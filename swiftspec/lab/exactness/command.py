@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from swiftspec.serve.__main__ import guarded, own_world
+from swiftspec.serve.__main__ import join_launched_world, run_guarded
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -31,15 +31,15 @@ is one of `python -m swiftspec.serve`, such as --model, --draft-model, --mode, -
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command and returns its exit code. On several ranks: torchrun -m swiftspec.exactness ..."""
-    return guarded(lambda first: _run(argv, first))
+    return run_guarded(lambda first: _run(argv, first))
 
 
 def _run(argv: Sequence[str] | None, first: bool) -> int:
-    from swiftspec.serve.cli.arguments import Parser, parse
+    from swiftspec.serve.cli.arguments import CommandParser, parse_command
     from swiftspec.serve.cli.generate import read_prompt
     from swiftspec.serve.settings.settings import UsageError
 
-    parser = Parser(
+    parser = CommandParser(
         "python -m swiftspec.exactness",
         description=ABOUT,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -49,7 +49,7 @@ def _run(argv: Sequence[str] | None, first: bool) -> int:
     parser.add_argument("--tokens", type=int, default=4, help="tokens of each (default: %(default)s)")
     parser.add_argument("--greedy-tokens", type=int, default=64, help="tokens of a greedy answer (%(default)s)")
     own, rest = parser.parse_known_args(argv)
-    command = parse(rest)
+    command = parse_command(rest)
     settings = command.settings
     if "self_switch" not in settings.model_fields_set:
         settings = settings.model_copy(update={"self_switch": False})
@@ -64,11 +64,11 @@ def _run(argv: Sequence[str] | None, first: bool) -> int:
     given = command.prompt is not None or command.prompt_file is not None
     prompt = (read_prompt(command) if given else None) or PROMPT
     if not first:
-        from swiftspec.serve.session import serve_rank
+        from swiftspec.serve.session import run_follower_rank
 
-        world = own_world()
+        world = join_launched_world()
         assert world is not None
-        serve_rank(settings, world)
+        run_follower_rank(settings, world)
         return 0
     return _test(own, settings, prompt)
 
@@ -81,14 +81,14 @@ def _test(own: argparse.Namespace, settings: Settings, prompt: str) -> int:
     from swiftspec.lab.exactness.trial import Watched
     from swiftspec.serve.session import open_session
     from swiftspec.serve.settings.settings import UsageError
-    from swiftspec.serve.terminal import Phases
+    from swiftspec.serve.terminal import StartupProgress
 
-    world = own_world()
-    phases = Phases()
+    world = join_launched_world()
+    phases = StartupProgress()
     try:
         tree = open_session(settings, phases, world)
         alone = settings.model_copy(update={"mode": "ar", "target_tp": None, "draft_tp": None, "plan": "none"})
-        plain = open_session(alone, Phases(quiet=True))
+        plain = open_session(alone, StartupProgress(quiet=True))
     finally:
         phases.close()
     if tree.llm.config.mode not in ("serial", "async"):
@@ -116,7 +116,7 @@ def _trials(
     from swiftspec.lab.exactness.trial import draw, same_texts
 
     plan = tree.llm.config
-    sampling = replace(plain.sampling(settings), max_tokens=own.tokens)
+    sampling = replace(plain.sampling_params(settings), max_tokens=own.tokens)
     plan.check_request(sampling)
     tokens = plain.encode(prompt, settings)
     prompts = [tokens, *(plain.encode(text, settings) for text in OTHER_PROMPTS)]
@@ -142,7 +142,9 @@ def _report(tree: Session, tested: Watched, verdict: Verdict | None, texts: list
     from swiftspec.lab.exactness.trial import LEVEL
 
     out, plan = Console(), tree.llm.config
-    out.print(f"mode {plan.mode}, verify {plan.verify}, proposal {plan.proposal}, {plan.ranks} rank(s), {tree.dtype}")
+    out.print(
+        f"mode {plan.mode}, verify {plan.verify}, proposal {plan.proposal}, {plan.num_ranks} rank(s), {tree.dtype}"
+    )
     out.print(f"{tested.accepted} draft tokens were accepted in {tested.rounds} rounds")
     same = all(not text.parted for text in texts)
     if verdict is not None:

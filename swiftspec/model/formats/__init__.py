@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from swiftspec.errors import UserError, shown
+from swiftspec.errors import UserError, truncated_repr
 from swiftspec.file_io import Fields
 from swiftspec.model.checkpoint import Format
 from swiftspec.model.config import ModelConfig
@@ -17,7 +17,7 @@ def format_of(config: ModelConfig) -> Format | None:
     one, that is not supported."""
     if not config.quantization:
         return None
-    method = Fields(config.quantization, "quantization_config.").text("quant_method", "none")
+    method = Fields(config.quantization, "quantization_config.").string("quant_method", "none")
     if method not in FORMATS:
-        raise UserError(f"quantisation method {shown(method)} is not supported; {' and '.join(FORMATS)} are")
+        raise UserError(f"quantisation method {truncated_repr(method)} is not supported; {' and '.join(FORMATS)} are")
     return FORMATS[method](config.quantization)

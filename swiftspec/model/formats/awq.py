@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from swiftspec.errors import UserError, shown
+from swiftspec.errors import UserError, truncated_repr
 from swiftspec.file_io import Fields
 from swiftspec.model.checkpoint import Source
 from swiftspec.model.config_json import Json
@@ -31,12 +31,12 @@ class Awq:
     def of(data: Json) -> Awq:
         """From config.json's `quantization_config`."""
         fields = Fields(data, "quantization_config.")
-        version = (fields.text("version", "") or fields.text("format", "") or "gemm").lower()
+        version = (fields.string("version", "") or fields.string("format", "") or "gemm").lower()
         if version != "gemm":
-            raise UserError(f"AWQ version {shown(version)} is not supported; only 'gemm' is")
-        bits, group_size = fields.whole("bits", fields.whole("w_bit", 4)), fields.whole("q_group_size", 128)
-        group_size = check("AWQ", bits, fields.whole("group_size", group_size))
-        if not fields.flag("zero_point", True):
+            raise UserError(f"AWQ version {truncated_repr(version)} is not supported; only 'gemm' is")
+        bits, group_size = fields.integer("bits", fields.integer("w_bit", 4)), fields.integer("q_group_size", 128)
+        group_size = check("AWQ", bits, fields.integer("group_size", group_size))
+        if not fields.boolean("zero_point", True):
             raise UserError("AWQ without zero points is not supported")
         return Awq(group_size)
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from swiftspec.errors import UserError, shown
+from swiftspec.errors import UserError, truncated_repr
 from swiftspec.file_io import Fields
 from swiftspec.model.checkpoint import Source
 from swiftspec.model.config_json import Json
@@ -43,13 +43,15 @@ class CompressedTensors:
         if len(found.data) != 1:
             raise UserError("compressed-tensors with other than one config group is not supported")
         group = found.object(*found.data)
-        layout = group.text("format", fields.text("format", "none"))
+        layout = group.string("format", fields.string("format", "none"))
         if layout != "pack-quantized":
-            raise UserError(f"compressed-tensors format {shown(layout)} is not supported; only 'pack-quantized' is")
+            raise UserError(
+                f"compressed-tensors format {truncated_repr(layout)} is not supported; only 'pack-quantized' is"
+            )
         weights = group.object("weights")
         _refuse(fields, group, weights)
-        group_size = check("compressed-tensors", weights.whole("num_bits"), weights.whole("group_size"))
-        return CompressedTensors(group_size, not weights.flag("symmetric", True))
+        group_size = check("compressed-tensors", weights.integer("num_bits"), weights.integer("group_size"))
+        return CompressedTensors(group_size, not weights.boolean("symmetric", True))
 
     def linear(self, tensors: Source, module: str, rows: int, columns: int, bias: Tensor | None) -> Int4Weight:
         words, count = (torch.int32,), groups(tensors, module, rows, columns, self.group_size)
@@ -66,18 +68,18 @@ class CompressedTensors:
 
 def _refuse(fields: Fields, group: Fields, weights: Fields) -> None:
     """Raises UserError on what this layout may also have, and nobody here reads."""
-    sparsity = fields.object("sparsity_config").text("format", "dense")
-    kind, strategy = weights.text("type", "int"), weights.text("strategy", "group")
+    sparsity = fields.object("sparsity_config").string("format", "dense")
+    kind, strategy = weights.string("type", "int"), weights.string("strategy", "group")
     order = weights.data.get("actorder")
     refused = {
         "quantised activations": group.data.get("input_activations") or group.data.get("output_activations"),
         "a quantised KV cache": fields.data.get("kv_cache_scheme"),
         "weight transforms": fields.data.get("transform_config"),
-        f"sparsity {shown(sparsity)}": sparsity != "dense",
-        f"activation order {shown(order)}": order is not None and order is not False,
-        f"weight type {shown(kind)}": kind != "int",
-        f"weight strategy {shown(strategy)}": strategy != "group",
-        "dynamic weights": weights.flag("dynamic"),
+        f"sparsity {truncated_repr(sparsity)}": sparsity != "dense",
+        f"activation order {truncated_repr(order)}": order is not None and order is not False,
+        f"weight type {truncated_repr(kind)}": kind != "int",
+        f"weight strategy {truncated_repr(strategy)}": strategy != "group",
+        "dynamic weights": weights.boolean("dynamic"),
     }
     for what, used in refused.items():
         if used:

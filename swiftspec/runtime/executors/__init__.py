@@ -1,9 +1,9 @@
-"""Who runs the steps of a round on one model, and how: the one seam for execution.
+"""Executors run the phases of a round on one model: expansions, verifications, rounds of particles.
 
-A step is an expansion of the draft tree, a verification, or a round of particles. There are several kinds of steps. The
-eager ones (eager.py) take every request; others are faster and take some: native.py has a whole step as one native
-call, graph.py as one CUDA graph. A role is handed the kinds that its model can use, the fastest first, and the first
-that takes a request runs it. In a group of ranks the leader chooses, and `Opening.steps` carries the choice.
+The eager executor (eager.py) supports every request. Others are faster and support some requests: native.py runs a
+phase as one C++ call, graph.py as one CUDA graph. A role receives the executors that its model can use, the fastest
+first, and the first one that supports a request runs it. In a group of ranks the leader selects, and
+`RequestStart.executor` carries the choice.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ FEATURES = {
     "grammar": "a grammar",
     "population": "mode smc",
 }
-Features = frozenset[str]  # keys of FEATURES: what of a request matters to whether steps can take it
+Features = frozenset[str]  # keys of FEATURES: the properties of a request that decide which executors support it
 RankChildren = Callable[[Tensor, Leaves, Paths | None, Tensor], tuple[NDArray[np.int64], NDArray[np.floating]]]
 
 
 def features_of(sampling: SamplingParams, *more: str) -> Features:
-    """What a request asks of the steps; `more`: what its role adds, such as `rejection`."""
+    """The features that a request needs of an executor. `more`: features that its role adds, such as `rejection`."""
     found = {
         "greedy": sampling.greedy,
         "sampled": not sampling.greedy,
@@ -55,8 +55,11 @@ def features_of(sampling: SamplingParams, *more: str) -> Features:
 
 @dataclass(frozen=True, slots=True)
 class ExpansionShape:
-    """How leaves are expanded: the w likeliest of them (`leaves`) into k children each. `coupled` and `tau` as in
-    `Sampler.children`, which steps may do by themselves unless children are drawn; `rank_children` does it in any case."""
+    """How leaves are expanded: the `leaves` (w) most likely ones into `children` (k) each.
+
+    `coupled` and `tau` are those of `Sampler.children`, which an executor may implement itself unless children are
+    sampled; `rank_children` works in every case.
+    """
 
     leaves: int
     children: int
@@ -69,8 +72,8 @@ class ExpansionShape:
 
 @dataclass(frozen=True, slots=True)
 class ExecutorRequest:
-    """A request as the steps of one model see it, once the runner has opened it. A target's has `accept`, a draft's
-    has `expansion`."""
+    """A request as the executors of one model receive it, after the runner has opened it. `accept` is set on the
+    target, `expansion` on the draft."""
 
     sampler: Sampler
     accept: AcceptFn | None = None
@@ -78,7 +81,7 @@ class ExecutorRequest:
 
 
 class Executor(Protocol):
-    """What a request's features choose among."""
+    """What all executors have in common, for the selection by features."""
 
     @property
     def name(self) -> str: ...
@@ -86,33 +89,34 @@ class Executor(Protocol):
 
 
 class TreeExecutor(Executor, Protocol):
-    """One kind of steps on one model."""
+    """An executor of tree expansions and verifications on one model."""
 
     def open(self, request: ExecutorRequest) -> None:
-        """Begins a request that they take."""
+        """Starts a request that this executor supports."""
 
     def expand(self, tree: DraftTree, pending: list[int], count: int) -> None:
-        """Expands the tree `count` times, or fewer where it has no room or no leaves. `pending`: verified tokens before
-        the root that have no KV yet; they go before an unexpanded root, and the list is empty then."""
+        """Expands the tree `count` times, or fewer if it runs out of room or leaves. `pending`: verified tokens before
+        the root that have no KV yet; they are computed together with an unexpanded root, and the list is cleared."""
 
     def verify(self, proposal: Proposal) -> Accepted:
-        """Runs the target over a proposal's nodes and decides what stands."""
+        """Runs the target over a proposal's nodes and decides which of them are accepted."""
         ...
 
     def probabilities(self, tokens: Sequence[int], parents: Sequence[int]) -> Sequence[float] | None:
-        """The target's own of the tokens verified last, the root left out; None where no one rank has its logits."""
+        """The target's probabilities of the tokens verified last, except the root; None if no rank has the whole
+        logits."""
 
     def settle(self, path: Sequence[int]) -> None:
-        """Commits the accepted path's KV to the prefix, if `verify` has not done so already."""
+        """Commits the accepted path's KV to the prefix, unless `verify` has already done so."""
 
     def fast_reply(self, tree: DraftTree, *where: Any) -> Any:
-        """What can answer the next result without Python, at its arrival; None where nothing can. `where`: request,
-        position of the root, bs, w, d, and what an expansion is worth (`ahead_drafter.YIELD`)."""
+        """A native object that answers the next result without Python; None if there is none. `where`: request,
+        position of the root, bs, w, d, and the yield of an expansion (`ahead_drafter.EXPANSION_YIELD`)."""
 
 
 T = TypeVar("T", bound=Executor)
 
 
 def select_executor(kinds: Sequence[T], required: Features, named: str = "") -> T:
-    """The first kind that takes a request; where a leader has named one, that one."""
+    """The first executor that supports a request, or the one that the leader has `named`."""
     return next(kind for kind in kinds if kind.name == named or (not named and kind.supports(required)))

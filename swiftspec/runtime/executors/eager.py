@@ -1,4 +1,4 @@
-"""Steps operator by operator: they take every request, on any device."""
+"""The eager executor: operator by operator, for every request and device."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from swiftspec.tree.tree import DraftTree
 
 
 class EagerExecutor:
-    """Forwards through the runner; the host sees the logits of each."""
+    """Runs forwards through the runner; the host receives the logits of each."""
 
     name = "eager"
-    EXPANDS = VERIFIES = frozenset(FEATURES)
+    SUPPORTED = frozenset(FEATURES)
 
     def __init__(self, runner: Runner) -> None:
         self.runner = runner
@@ -39,20 +39,20 @@ class EagerExecutor:
                 return
 
     def has_room(self, tree: DraftTree, pending: Sequence[int]) -> bool:
-        """Whether tree and cache hold another expansion."""
+        """Whether tree and cache have room for another expansion."""
         shape = self._request.expansion
         assert shape is not None
         return min(tree.expandable_leaves(shape.children), self.runner.cache.free_slots - len(pending)) >= shape.leaves
 
     def _expand_once(self, tree: DraftTree, pending: list[int]) -> bool:
-        """Whether there was a leaf to expand."""
+        """Expands once; returns False if there is no leaf."""
         shape = self._request.expansion
         assert shape is not None
         leaves = tree.best_leaves(shape.leaves)
         if len(leaves.nodes) == 0:
             return False
-        with self.runner.translate_peer_errors():  # in a group the ranks also speak to each other after the forward
-            if tree.expanded == 1:  # the root, and with it the pending tokens
+        with self.runner.translate_peer_errors():  # in a group the ranks also exchange data after the forward
+            if tree.expanded == 1:  # the root, together with the pending tokens
                 logits = self.forward(self.runner.chain_batch([*pending, int(leaves.tokens[0])]))[-1:]
                 pending.clear()
             else:
@@ -75,7 +75,7 @@ class EagerExecutor:
         return self.runner.tree_batch(np.array(proposal.tokens), depths, mask), depths
 
     def accept(self, proposal: Proposal, depths: Ints, logits: Tensor) -> Accepted:
-        """What stands, by the logits."""
+        """Decides which nodes are accepted, given the logits."""
         request, self._logits = self._request, logits
         assert request.accept is not None
         paths = tree_mask.paths(proposal.tokens, proposal.parents) if request.sampler.needs_paths else None

@@ -1,9 +1,10 @@
-"""Functions captured as CUDA graphs and replayed: the only user of CUDA graphs. Here also the steps of which forwards
-are graphs, and a population's rounds as graphs.
+"""CUDA graphs: capture and replay, the noise that graphs read, and the executor whose forwards are graphs.
 
-A graph reads and writes tensors that stay where they are; what it holds by value is its key. A forward's shape is a
-number of rows in each sequence, padded to a few, and a width of the mask window, which tree/mask.py has padded already.
-Rows that pad repeat the last one: they write the same keys and values to the same slots, and nobody reads their logits.
+All use of CUDA graphs is in this module.
+
+A graph reads and writes tensors at fixed addresses; values that it holds by value are part of its key. The shape of a
+forward is a number of rows per sequence, padded to one of a few, and a width of the mask window, which tree/mask.py has
+already padded. Padding rows repeat the last row: they write the same KV to the same slots, and their logits are unused.
 """
 
 from __future__ import annotations
@@ -23,23 +24,24 @@ from swiftspec.params import SamplingParams
 from swiftspec.runtime.executors import FEATURES, ExecutorRequest, Features
 from swiftspec.runtime.executors.eager import EagerExecutor
 from swiftspec.runtime.runner import Runner
+from swiftspec.sampling.noise import PositionNoise
 
 T = TypeVar("T")
 
-CAPTURED_ROWS = (1, 2, 4, 8, 16, 32)  # of a sequence; batches of more are not captured
-MAX_FAMILIES = 5  # of graphs that are kept: forwards, and four ways in which requests shaped logits
-WARM_UP_RUNS = 2  # runs before a capture: what is set up or tuned on first use must not be captured
-INT64_BYTES = 8  # bytes of an int64
-FORWARD_FAMILY, ROUND_FAMILY = "forwards", "rounds"  # families: a model's forwards alone, a population's rounds
+CAPTURED_ROWS = (1, 2, 4, 8, 16, 32)  # per sequence; larger batches are not captured
+MAX_FAMILIES = 5  # of graphs that are kept: forwards, and four combinations of logits parameters
+WARM_UP_RUNS = 2  # before a capture: one-time set-up and tuning must not be captured
+INT64_BYTES = 8
+FORWARD_FAMILY, ROUND_FAMILY = "forwards", "rounds"  # families: forwards of a model, rounds of a population
 
 
 def _nothing() -> None:
-    """There is nothing to put back."""
+    """Default of `restore`: nothing to undo."""
 
 
 class Capture(Protocol):
-    """Records `work`. The second result runs it on what its inputs then hold, into the first. `restore` puts back what
-    a run of `work` has changed; it is called after each."""
+    """Captures `work`. Returns its output tensor and a function that replays it on the current contents of its inputs.
+    `restore` undoes the changes made by a run of `work`; it is called after each warm-up run."""
 
     def __call__(
         self, work: Callable[[], Tensor], restore: Callable[[], None] = _nothing, /
@@ -47,7 +49,8 @@ class Capture(Protocol):
 
 
 class GraphInputs:
-    """One shape's batch on the device, its parts in one buffer, so that one copy fills it. `rows`: of each sequence."""
+    """The input batch of one captured shape on the device. All parts are in one buffer, so that one copy fills it.
+    `rows`: per sequence."""
 
     def __init__(self, rows: int, width: int, sequences: int, device: torch.device) -> None:
         count = rows * sequences
@@ -67,7 +70,7 @@ class GraphInputs:
         self._mask = flat[INT64_BYTES * words :].view(np.bool_).reshape(sequences, rows, width)
 
     def fill(self, batch: HostBatch) -> None:
-        """Puts a batch of no more rows than these on the device, which must have taken the one before."""
+        """Copies a batch of at most as many rows to the device. The previous batch must have been consumed."""
         count = rows_per_sequence(batch)
         parts = (batch.tokens, batch.positions, batch.slots, batch.mask)
         for to, part in zip((*self._columns, self._mask), parts, strict=True):
@@ -79,7 +82,7 @@ class GraphInputs:
 
 @dataclass(frozen=True, slots=True)
 class CapturedGraph:
-    """A function that has been captured."""
+    """A captured function."""
 
     out: Tensor
     replay: Callable[[], None]
@@ -88,17 +91,17 @@ class CapturedGraph:
 
 @dataclass(slots=True)
 class _Family:
-    """Graphs that belong together, and what they were captured with."""
+    """Graphs that share their captured objects and are evicted together."""
 
     owner: Any
     graphs: dict[Hashable, CapturedGraph] = field(default_factory=dict)
 
 
 class GraphCache:
-    """The graphs of one model. A function is captured when its key first comes.
+    """The graphs of one model. A function is captured when its key first occurs.
 
-    Keys come in families. A few families are kept, and the one that rested longest goes with all its graphs. All go
-    when the buffer that they read and write is another one.
+    Keys are grouped in families. A few families are kept; the least recently used one is evicted with all its graphs.
+    All are dropped when the buffer that they read and write is reallocated.
     """
 
     def __init__(self, capture: Capture) -> None:
@@ -107,13 +110,14 @@ class GraphCache:
         self._bound: Tensor | None = None
 
     def bind(self, buffer: Tensor) -> None:
-        """Says which buffer the graphs know by its address."""
+        """Sets the buffer whose address the graphs hold."""
         if self._bound is not buffer:
             self._families.clear()
             self._bound = buffer
 
     def open(self, name: Hashable, make: Callable[[], T]) -> T:
-        """What a family's graphs are captured with, made when the family first comes, and kept as long as they are."""
+        """Marks a family as used. Returns the object that its graphs were captured with, which `make` creates when the
+        family first occurs."""
         family = self._families.pop(name, None) or _Family(make())
         if len(self._families) == MAX_FAMILIES:
             del self._families[next(iter(self._families))]
@@ -121,12 +125,12 @@ class GraphCache:
         return family.owner
 
     def evict(self, name: Hashable) -> None:
-        """Lets go of a family."""
+        """Drops a family."""
         self._families.pop(name, None)
 
     def run(self, name: Hashable, key: Hashable, work: Callable[[], Tensor], state: Sequence[Tensor] = ()) -> Tensor:
-        """What `work` returns, to be read before the next run: graphs share their memory. `state`: what it changes and
-        a run before the capture must leave as it was."""
+        """The output of `work`, valid until the next run: graphs share their memory. `state`: tensors that `work`
+        changes, which warm-up runs must leave unchanged."""
         graphs = self._families[name].graphs
         if key not in graphs:
             before = [tensor.clone() for tensor in state]
@@ -143,15 +147,15 @@ class GraphCache:
         self, name: Hashable, batch: HostBatch, work: Callable[[Batch], Tensor], device: torch.device,
         shape: Hashable = None,
     ) -> Tensor:  # fmt: skip
-        """What `work` gives for each row of a batch of at most ROWS[-1] rows in a sequence, [n, ...] on the device.
-        `shape`: that of what it reads besides."""
+        """The output of `work` for each row of a batch of at most CAPTURED_ROWS[-1] rows per sequence, [n, ...] on the
+        device. `shape`: the shape of its other inputs."""
         graphs = self._families[name].graphs
         rows, width = padded_rows(rows_per_sequence(batch)), batch.mask.shape[1]
         key = rows, width, shape
         captured = graphs.get(key)
         if captured is None:
             inputs = GraphInputs(rows, width, batch.kv_len.shape[0], device)
-            inputs.fill(batch)  # the runs before the capture are on it
+            inputs.fill(batch)  # the warm-up runs read it
             captured = graphs[key] = CapturedGraph(*self._capture(lambda: work(inputs.batch)), inputs)
         else:
             assert captured.inputs is not None
@@ -161,36 +165,37 @@ class GraphCache:
 
 
 def rows_per_sequence(batch: HostBatch) -> int:
-    """The rows of each of its sequences."""
+    """The number of rows of each of its sequences."""
     return len(batch) // len(batch.kv_len)
 
 
 def logits_key(sampling: SamplingParams) -> str:
-    """Equal for two requests whose logits are shaped alike: a graph that has these parameters by value serves both."""
+    """Equal for two requests whose logits are processed alike: a graph that holds these parameters by value can run
+    both."""
     ends = {"prompt_logprobs": None, "max_tokens": None, "stop": (), "stop_token_ids": (), "ignore_eos": False}
     rounds = {"verify_batch": None, "draft_steps": None}
     return repr(replace(sampling, seed=0, negative_prompt_ids=(), **ends, **rounds))
 
 
 def padded_rows(rows: int) -> int:
-    """How many rows a batch of so many is captured with."""
+    """The number of rows with which a batch of `rows` is captured."""
     return next(fixed for fixed in CAPTURED_ROWS if fixed >= rows)
 
 
 class GraphForwardExecutor(EagerExecutor):
-    """Eager steps whose forwards are graphs; what makes tokens of their logits follows operator by operator."""
+    """Eager executor whose forwards are graphs; sampling from their logits follows operator by operator."""
 
     name = "graph forwards"
-    TAKES: Features = frozenset(FEATURES) - {"guidance", "population"}
+    SUPPORTED: Features = frozenset(FEATURES) - {"guidance", "population"}
 
     def __init__(self, runner: Runner, graphs: GraphCache, guided: bool = False) -> None:
-        """`guided`: whether a graph may hold two sequences, so that it takes guided requests, too."""
+        """`guided`: whether a graph may hold two sequences, so that guided requests are supported too."""
         super().__init__(runner)
         self.graphs = graphs
-        self._takes = self.TAKES | {"guidance"} if guided else self.TAKES
+        self._supported = self.SUPPORTED | {"guidance"} if guided else self.SUPPORTED
 
     def supports(self, required: Features) -> bool:
-        return required <= self._takes
+        return required <= self._supported
 
     def open(self, request: ExecutorRequest) -> None:
         super().open(request)
@@ -210,37 +215,68 @@ class GraphForwardExecutor(EagerExecutor):
         return logits
 
     def model_forward(self, batch: Batch) -> Tensor:
-        """Logits of a batch on the device, as a graph holds it; guided, of each pair of rows one."""
+        """Logits of a batch on the device, to be captured. With guidance each pair of rows is combined into one."""
         logits, guidance = self.runner.model.forward(batch, self.runner.cache), self.runner.guidance
         assert logits is not None
         return logits if guidance is None else guidance.combine(logits)
 
 
-class CudaCapture:
-    """Captures on the current CUDA device. Its graphs share one pool, for they run one after the other.
+class StaticNoiseBuffer:
+    """A block of noise in tensors at a fixed address, which a graph reads when it is replayed. Columns are all tokens
+    of the vocabulary."""
 
-    Captures of two threads take turns, by `lock`; meanwhile the other thread may launch, and wait for its own stream.
-    `priority`: of the graphs' kernels, whatever the stream on which they are replayed; below 0 they go first.
+    def __init__(self, vocab: int, dtype: torch.dtype, device: torch.device | str) -> None:
+        self._block = torch.zeros(PositionNoise.BLOCK_POSITIONS, vocab, dtype=dtype, device=device)
+        self._first = torch.zeros(1, dtype=torch.int64, device=device)
+        self._holds: tuple[PositionNoise, range] | None = None  # source and positions of the loaded block
+
+    def ensure(self, noise: PositionNoise, low: int, end: int) -> None:
+        """Loads the noise of the positions `low` to `end` - 1, at most one block of them, unless it is loaded."""
+        if self._holds is not None and self._holds[0] is noise:
+            held = self._holds[1]
+            if held.start <= low and end <= held.stop:
+                return
+        span = range(low, low + len(self._block))
+        assert end <= span.stop
+        self._block.copy_(noise.generate(span, range(self._block.shape[1]), self._block.dtype))
+        self._first.fill_(low)
+        self._holds = noise, span
+
+    def rows(self, positions: Tensor, tokens: range, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """As `PositionNoise.rows`, without a device synchronisation. Positions outside the block get arbitrary noise."""
+        assert dtype == self._block.dtype
+        rows = (positions - self._first).clamp_(0, len(self._block) - 1)
+        return self._block[:, tokens.start : tokens.stop], rows
+
+
+class CudaCapture:
+    """Captures on the current CUDA device. Its graphs share one memory pool, since they never run concurrently.
+
+    Captures of two threads are serialised by `lock`; meanwhile the other thread may launch work and wait for its own
+    stream. `priority`: of the kernels of the graphs, whatever stream they are replayed on; lower values are scheduled
+    first.
     """
 
     def __init__(self, lock: Lock, priority: int = 0) -> None:
         self._pool, self._lock = torch.cuda.graph_pool_handle(), lock
-        # its own, for what a library keeps by stream is then nobody else's, and there before a capture begins
+        # its own stream: per-stream state of libraries is then separate, and exists before a capture begins
         self._stream = torch.cuda.Stream(priority=priority)
-        self._first: torch.cuda.CUDAGraph | None = None  # kept: a pool that was without graphs takes no more of them
+        self._first: torch.cuda.CUDAGraph | None = (
+            None  # keeps the pool alive: a pool without graphs cannot be used again
+        )
 
     def __call__(
         self, work: Callable[[], Tensor], restore: Callable[[], None] = _nothing, /
     ) -> tuple[Tensor, Callable[[], None]]:
-        side, here = self._stream, torch.cuda.current_stream()
+        side, current = self._stream, torch.cuda.current_stream()
         graph = torch.cuda.CUDAGraph()
         with self._lock:
-            side.wait_stream(here)
+            side.wait_stream(current)
             with torch.cuda.stream(side):
                 for _ in range(WARM_UP_RUNS):
                     work()
                     restore()
-            here.wait_stream(side)
+            current.wait_stream(side)
             with torch.cuda.graph(graph, pool=self._pool, stream=side, capture_error_mode="thread_local"):
                 self._first = self._first or graph
                 out = work()

@@ -1,7 +1,8 @@
-"""A draft's expansions in a row as one graph, in which nobody waits for the host.
+"""Successive expansions of a draft tree as one CUDA graph, without synchronising with the host.
 
-The tree goes to the device, grows there and comes back: two copies and one wait, in place of a wait for each expansion.
-The ranks of a group whose kernels sum and gather by themselves have a graph each, and the same tree.
+The tree is copied to the device, expanded there and copied back: two copies and one wait instead of one wait per
+expansion. In a tensor-parallel group whose kernels sum and gather over peer memory, each rank has its own graph and the
+same tree.
 """
 
 from __future__ import annotations
@@ -15,15 +16,14 @@ from torch import Tensor
 from swiftspec.backends.reference import Scores
 from swiftspec.model.batch import Batch
 from swiftspec.runtime.executors import ExecutorRequest, Features
-from swiftspec.runtime.executors.graph import GraphCache, GraphForwardExecutor
-from swiftspec.runtime.executors.static_noise import StaticNoiseBuffer
+from swiftspec.runtime.executors.graph import GraphCache, GraphForwardExecutor, StaticNoiseBuffer
 from swiftspec.runtime.runner import Runner
 from swiftspec.sampling.noise import PositionNoise
 from swiftspec.tree.tree import DraftTree
 
 
 class ExpansionRows(Protocol):
-    """The rows of one expansion, in tensors that the next one overwrites. `mask` covers the whole tree region."""
+    """The rows of one expansion, in tensors that the next expansion overwrites. `mask` covers the whole tree region."""
 
     @property
     def tokens(self) -> Tensor: ...  # [w] int64
@@ -36,7 +36,7 @@ class ExpansionRows(Protocol):
 
 
 class DeviceTreeLike(Protocol):
-    """A draft tree that grows on the device; backends/cuda/tree.py defines it."""
+    """A draft tree that is expanded on the device; backends/cuda/tree.py implements it."""
 
     children: int
     rows: Any
@@ -50,16 +50,16 @@ class DeviceTreeLike(Protocol):
 
 
 class GraphExpansionExecutor(GraphForwardExecutor):
-    """Expansions without the host, but for the root's, whose batch has pending tokens in it."""
+    """Expansions on the device, except the root's, whose batch contains the pending tokens."""
 
     name = "graph"
-    TAKES: Features = frozenset({"greedy", "sampled"})
+    SUPPORTED: Features = frozenset({"greedy", "sampled"})
 
     def __init__(self, runner: Runner, graphs: GraphCache, tree: DeviceTreeLike) -> None:
         super().__init__(runner, graphs)
         self._tree = tree
         device = runner.model.device
-        self._numbers = torch.zeros(2, dtype=torch.int64, device=device)  # prefix, end of the region
+        self._numbers = torch.zeros(2, dtype=torch.int64, device=device)  # prefix length, end of the tree region
         self._staged = torch.zeros(2, dtype=torch.int64, pin_memory=device.type == "cuda")
         self._sequence = torch.zeros(len(tree.rows.tokens), dtype=torch.int64, device=device)
         self._noise = StaticNoiseBuffer(runner.vocab, torch.float32, device)
@@ -83,7 +83,7 @@ class GraphExpansionExecutor(GraphForwardExecutor):
             super().expand(tree, pending, count)
 
     def expansions_that_fit(self, tree: DraftTree) -> int:
-        """How many expansions fit into tree and cache; and the tree may not become deeper than a block of noise."""
+        """The number of expansions that fit into tree and cache. The tree may not become deeper than a block of noise."""
         slots = min(tree.expandable_leaves(self._tree.children), self.runner.cache.free_slots)
         return min(slots // len(self._sequence), PositionNoise.BLOCK_POSITIONS - _depth(tree))
 
@@ -109,12 +109,12 @@ class GraphExpansionExecutor(GraphForwardExecutor):
         for _ in range(count):
             rows = self._tree.best_leaves(prefix)
             batch = Batch(rows.tokens, rows.positions, rows.slots, rows.mask, self._sequence, end)
-            # rows without a leaf may lie anywhere; their children are nobody's
+            # rows without a leaf point anywhere; their children are never used
             self._tree.add_children(*self._children(self.model_forward(batch), rows.positions + 1))
         return self._tree.logprob
 
     def _children(self, logits: Tensor, after: Tensor) -> tuple[Tensor, Tensor]:
-        """As `Sampler.children`, operation by operation. `after`: the children's positions."""
+        """As `Sampler.children`, with the same operations. `after`: the children's positions."""
         _, temperature, tau, _ = self._family
         runner, count = self.runner, self._tree.children
         if runner.shard is None:
@@ -130,5 +130,5 @@ class GraphExpansionExecutor(GraphForwardExecutor):
 
 
 def _depth(tree: DraftTree) -> int:
-    """How many levels of the tree are expanded."""
+    """The number of expanded levels of the tree."""
     return int(tree.visible[: tree.expanded].sum(1).max(initial=0))

@@ -1,12 +1,12 @@
-"""A verification as one graph: the target's forward, what shapes its logits, a draw in every row; by rejection a
-verdict over every node's children, too.
+"""A verification as one CUDA graph: the target's forward, the logits processing, and a sample for every row; with
+rejection sampling also a verdict for every node's children.
 
-The graph holds by value the batch's shape and how a request shapes logits; the batch, the noise and the tokens that
-penalties count lie in tensors that stay where they are. The host sends a batch, waits for one copy and reads tokens.
-The draws are `Sampler.draw`'s, operator by operator, so they are the same to the bit.
+The graph holds by value the batch's shape and the request's logits parameters. The batch, the noise and the tokens that
+penalties count are in tensors at fixed addresses. The host copies a batch in, waits for one copy and reads tokens.
+Sampling uses the operators of `Sampler.draw`, so results are bitwise identical.
 
-A filter may want a look at the device: whether the few likeliest tokens settle it. The graph takes it that they do and
-marks the rows where they do not; then the draw is done once more outside, from the logits that it has left.
+A filter may have to check whether the top candidates suffice. The captured graph assumes that they do and sets a flag
+per row where they do not; those batches are sampled again eagerly from the logits that the graph left in its buffer.
 """
 
 from __future__ import annotations
@@ -29,28 +29,28 @@ from swiftspec.runtime.executors.graph import (
     CAPTURED_ROWS,
     GraphCache,
     GraphForwardExecutor,
+    StaticNoiseBuffer,
     logits_key,
     padded_rows,
     rows_per_sequence,
 )
-from swiftspec.runtime.executors.static_noise import StaticNoiseBuffer
 from swiftspec.runtime.runner import Runner
 from swiftspec.sampling.sampler import History, Paths, Sampler
 from swiftspec.tree import acceptance, rejection
 from swiftspec.tree.rejection import RejectionSampling
 
-UNDECIDED = -2  # below -1, which a draw gives where logits are not finite
+UNDECIDED = -2  # distinct from -1, which a draw returns where logits are not finite
 
 
 class GraphVerificationExecutor(GraphForwardExecutor):
-    """Verifications that the host waits for once."""
+    """Verifications with a single wait of the host."""
 
     name = "graph"
-    TAKES: Features = frozenset({"greedy", "sampled", "logit bias", "filters", "penalties", "rejection"})
+    SUPPORTED: Features = frozenset({"greedy", "sampled", "logit bias", "filters", "penalties", "rejection"})
 
     def __init__(self, runner: Runner, graphs: GraphCache, guided: bool = False) -> None:
         super().__init__(runner, graphs, guided)
-        # of logits, as operators give them
+        # dtype of the logits
         dtype = torch.float64 if runner.model.dtype == torch.float64 else torch.float32
         self._noise = StaticNoiseBuffer(runner.vocab, dtype, runner.model.device)
 
@@ -58,7 +58,7 @@ class GraphVerificationExecutor(GraphForwardExecutor):
         super().open(request)
         params, accept = request.sampler.params, request.accept
         self._rejection = accept if isinstance(accept, RejectionSampling) else None
-        self._shape: Any = None  # of what a graph is told besides the batch
+        self._shape: Any = None  # shape of a graph's inputs other than the batch
         self._family = "verifications", logits_key(params), self._rejection is not None
         self._draws = self.graphs.open(self._family, lambda: _GraphSampler(self.runner, params, self._noise))
         self._draws.share_history(request.sampler)
@@ -87,37 +87,37 @@ class GraphVerificationExecutor(GraphForwardExecutor):
         return Accepted(*acceptance.match_path(proposal.tokens, proposal.parents, found.tolist()))
 
     def _drawn(self, proposal: Proposal, batch: HostBatch) -> Tensor:
-        """The target's token after each node [n] int64, or by rejection what `Rejection.judged` has; UNDECIDED in a row
-        where a filter would have had to look."""
+        """The target's token after each node [n] int64, or with rejection sampling the result of
+        `RejectionSampling.verdicts`. UNDECIDED in rows where the top candidates do not suffice for a filter."""
         device = self.runner.model.device
         if self._rejection is None:
             return self.graphs.run_batch(self._family, batch, self._tokens, device)
         numbers, width = rejection.pack_draft_probs(proposal, padded_rows(rows_per_sequence(batch)), padded_rows)
-        told = self._draws.told(torch.from_numpy(numbers))
+        packed = self._draws.place(torch.from_numpy(numbers))
         self._shape = numbers.shape, width
         return self.graphs.run_batch(
-            self._family, batch, lambda placed: self._judged(placed, told, width), device, self._shape
+            self._family, batch, lambda placed: self._verdicts(placed, packed, width), device, self._shape
         )
 
     def _key(self, batch: Batch | HostBatch) -> tuple[Any, ...]:
-        """Tells graphs apart, as `run_batch` does."""
+        """Identifies a graph, as in `run_batch`."""
         return padded_rows(len(batch) // len(batch.kv_len)), batch.mask.shape[1], self._shape
 
     def _tokens(self, batch: Batch) -> Tensor:
         return self._shaped(batch, self._draws.sampler.draw)
 
-    def _judged(self, batch: Batch, told: Tensor, width: int) -> Tensor:
-        judged = self._draws.rejection.verdicts
-        return self._shaped(batch, lambda logits, paths, positions: judged(logits, paths, positions, told, width))
+    def _verdicts(self, batch: Batch, packed: Tensor, width: int) -> Tensor:
+        verdicts = self._draws.rejection.verdicts
+        return self._shaped(batch, lambda logits, paths, positions: verdicts(logits, paths, positions, packed, width))
 
     def _shaped(self, batch: Batch, draw: Callable[[Tensor, Any, Tensor], Tensor]) -> Tensor:
-        """What `draw` makes of a batch's logits, paths and positions."""
+        """The result of `draw` on a batch's logits, paths and positions."""
         draws, logits = self._draws, self.model_forward(batch)
-        draws.assumptions.clear()  # of a draw that failed
-        lineage = None if draws.history is None else AncestorPaths.of(batch)
-        found = draw(logits, lineage, batch.positions[: len(logits)])
+        draws.assumptions.clear()  # left over from a failed draw
+        ancestors = None if draws.history is None else AncestorPaths.of(batch)
+        found = draw(logits, ancestors, batch.positions[: len(logits)])
         if draws.assumptions:
-            # kept: the graph's memory is not given to anybody else
+            # keep a reference, so that the graph's memory is not reused
             draws.logits[self._key(batch)] = logits
         while draws.assumptions:
             holds = draws.assumptions.pop().view(-1)
@@ -126,7 +126,8 @@ class GraphVerificationExecutor(GraphForwardExecutor):
 
 
 class _GraphSampler:
-    """Draws for requests that shape logits alike, one request after the other, without a look at the device."""
+    """Samples for all requests with the same logits parameters, one request at a time, without synchronising with the
+    device."""
 
     def __init__(self, runner: Runner, params: SamplingParams, noise: StaticNoiseBuffer) -> None:
         self.sampler = runner.sampler(params, ())
@@ -136,19 +137,19 @@ class _GraphSampler:
             self.history = self.sampler.history = DeviceHistory((), runner.vocab, runner.model.device)
         self.rejection = RejectionSampling(self.sampler)
         self.rejection.noise_rows = noise.rows
-        self._told: dict[tuple[int, ...], Tensor] = {}  # by shape
-        self.assumptions: list[Tensor] = []  # what a draw took for granted, [n] or [n, 1] each
-        self.logits: dict[tuple[Any, ...], Tensor] = {}  # by graph, where something was
+        self._packed: dict[tuple[int, ...], Tensor] = {}  # draft probabilities, by shape
+        self.assumptions: list[Tensor] = []  # conditions that a draw assumed, [n] or [n, 1] each
+        self.logits: dict[tuple[Any, ...], Tensor] = {}  # by graph, of draws with assumptions
 
     def share_history(self, sampler: Sampler) -> None:
-        """Takes over the tokens that a request's penalties count; from then on it counts in these tensors."""
+        """Loads the tokens that a request's penalties count. From then on the request counts in these tensors."""
         if self.history is not None and sampler.history is not None:
             self.history.load(sampler.history)
             sampler.history = self.history
 
-    def told(self, numbers: Tensor) -> Tensor:
-        """What a proposal says of its children, where graphs read it."""
-        placed = self._told.setdefault(tuple(numbers.shape), torch.empty_like(numbers, device=self.sampler.device))
+    def place(self, numbers: Tensor) -> Tensor:
+        """Copies a proposal's packed draft probabilities to where graphs read them."""
+        placed = self._packed.setdefault(tuple(numbers.shape), torch.empty_like(numbers, device=self.sampler.device))
         return placed.copy_(numbers)
 
     def _assume(self, holds: Tensor) -> bool:
@@ -158,27 +159,27 @@ class _GraphSampler:
 
 @dataclass(frozen=True, slots=True)
 class AncestorPaths:
-    """The paths of rows whose tokens are each other's, without the host."""
+    """The paths of the rows of a tree batch, computed on the device."""
 
     tokens: Tensor  # [n] int64
     on_path: Tensor  # [n, n] bool: whether column j's token is on row i's path
 
     @staticmethod
     def of(batch: Batch) -> AncestorPaths:
-        """Of a tree whose slots all lie in the window, the root's first; in the first sequence."""
+        """The paths of a batch in its first sequence. All tree slots must be in the window, with the root's first."""
         rows = len(batch) // len(batch.kv_len)
         slots, mask = batch.slots[:rows], batch.mask[:rows]
         column = slots - (batch.kv_len[:1] - mask.shape[1])
-        # the root is on nobody's path, and rows that pad repeat the last
+        # the root is not on any path, and padding rows repeat the last row
         counts = F.pad(slots[1:] > slots[:-1], (1, 0))
         return AncestorPaths(batch.tokens[:rows], mask.index_select(1, column) & counts)
 
 
 class DeviceHistory(History):
-    """A history that stays in its tensors from request to request, and counts lineages too."""
+    """A token history that keeps its tensors across requests, and also counts `AncestorPaths`."""
 
     def load(self, other: History) -> None:
-        """What another request's history holds."""
+        """Copies the contents of another history."""
         self.prompt.copy_(other.prompt)
         self.output.copy_(other.output)
 

@@ -1,7 +1,7 @@
-"""Steps as one native call each, on a CPU: Python is otherwise what a small model's round waits for.
+"""Native executor: each phase as one C++ call on a CPU. Otherwise Python dominates the round of a small model.
 
-The native side finds rows, masks and positions itself, keeps the logits to itself and gives back tokens. So it takes
-requests whose logits need no more than rules, a bias, a temperature and noise. A verification also commits the
+The native side computes rows, masks and positions itself, keeps the logits and returns tokens. It therefore supports
+requests whose logits need only a token constraint, a bias, a temperature and noise. A verification also commits the
 accepted path.
 """
 
@@ -26,12 +26,12 @@ from swiftspec.sampling.noise import TARGET_STREAM
 from swiftspec.tree import mask as tree_mask
 from swiftspec.tree.tree import DraftTree
 
-AllowedTokenBits = Callable[[list[int]], NDArray]  # nodes of leaves -> bits of the tokens that may follow each
+AllowedTokenBits = Callable[[list[int]], NDArray]  # leaf nodes -> bit mask of the allowed next tokens of each
 
 
 class NativeTreeRounds(Protocol):
-    """The inner part of a round as one call, over the only sequence of one cache. What comes back has no logits in it.
-    A group's ranks make the same calls; OSError says that one of them is gone. csrc/bind/rounds.cpp defines it."""
+    """The phases of a round as native calls on the only sequence of one cache; no logits are returned. The ranks of a
+    group make the same calls; OSError reports a lost rank. csrc/bind/rounds.cpp implements it."""
 
     def scoring(
         self, vocab: int, temperature: float, bias: Tensor | None, noisy: bool, seed: int, stream: int, /
@@ -47,21 +47,21 @@ class NativeTreeRounds(Protocol):
 
 
 class NativeModel(Fused, Protocol):
-    """A model as one native call, with the inner part of a round and a draft's tree on the native side, too, and a
-    population's rounds (native_rounds.py)."""
+    """A model as one native call that also implements the phases of a round, a draft tree and the rounds of a
+    population (native_population.py)."""
 
     def rounds(self, cache: Any, /) -> NativeTreeRounds:
-        """The inner part of a round over a cache of one sequence."""
+        """The phases of a round on a cache of one sequence."""
         ...
 
     def tree(self, arrays: Sequence[NDArray], /) -> Any:
-        """The native side of a draft tree on its arrays."""
+        """The native side of a draft tree, on its arrays."""
         ...
 
     def population(
         self, cache: Any, draft: Any, draft_cache: Any, tensors: Sequence[Tensor], config: PopulationConfig, /
     ) -> NativePopulation:
-        """Rounds of a population on this model, the target, and a draft; over caches of both."""
+        """Rounds of a population with this model as target and `draft` as draft, on caches of both."""
         ...
 
 
@@ -76,7 +76,7 @@ class NativeTreeHandle(Protocol):
 
 
 class NativeTree(DraftTree):
-    """A `DraftTree` whose arithmetic native code does, on the same arrays, and which `NativeExecutor` can expand."""
+    """A `DraftTree` whose arithmetic is native, on the same arrays; `NativeExecutor` can expand it."""
 
     def __init__(self, nodes: int, slots: int, fused: NativeModel) -> None:
         super().__init__(nodes, slots)
@@ -99,18 +99,18 @@ class NativeTree(DraftTree):
 
 
 class NativeExecutor(EagerExecutor):
-    """Expansions and verifications of one decoder that is a native call (`Fused`). A draft's tree is a `NativeTree`."""
+    """Expansions and verifications on a model that is one native call (`Fused`). The tree is a `NativeTree`."""
 
     name = "native"
-    EXPANDS = VERIFIES = frozenset({"greedy", "sampled", "logit bias", "grammar"})
+    SUPPORTED = frozenset({"greedy", "sampled", "logit bias", "grammar"})
 
     def __init__(self, runner: Runner, fused: NativeModel) -> None:
         super().__init__(runner)
         self._fused, self._group = fused, runner.model.group
-        self._bound: Tensor | None = None  # the cache's keys, whose address `_rounds` knows
+        self._bound: Tensor | None = None  # the cache's keys, whose address `_rounds` holds
 
     def supports(self, required: Features) -> bool:
-        return required <= self.EXPANDS
+        return required <= self.SUPPORTED
 
     def open(self, request: ExecutorRequest) -> None:
         super().open(request)
@@ -135,7 +135,7 @@ class NativeExecutor(EagerExecutor):
             if not self.has_room(tree, pending):
                 return
             began = time.perf_counter()
-            leaves = shape.leaves if tree.expanded > 0 else 1  # as many rows as there are: the root's
+            leaves = shape.leaves if tree.expanded > 0 else 1  # the root's row only
             rows = len(pending) + leaves
             prefix = runner.cache.prefix_len[0]
             try:
@@ -166,16 +166,16 @@ class NativeExecutor(EagerExecutor):
         return Accepted(path, tokens)
 
     def probabilities(self, tokens: Sequence[int], parents: Sequence[int]) -> list[float] | None:
-        """With a grammar those among the tokens that it allows."""
+        """With a grammar, the probabilities among the allowed tokens."""
         return None if self._group is not None else self._rounds.probabilities(tokens, parents, self._scoring)
 
     def _reason(self, error: OSError) -> Exception:
-        """What an error of the memory that ranks share means."""
+        """The exception for an error in the ranks' shared memory."""
         lost = None if self._group is None else self._group.lost(error)
         return lost or error
 
     def settle(self, path: Sequence[int]) -> None:
-        pass  # `verify` has committed it
+        pass  # `verify` has already committed it
 
     def fast_reply(self, tree: DraftTree, *where: Any) -> Any:
         assert isinstance(tree, NativeTree)

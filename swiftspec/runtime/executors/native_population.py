@@ -1,7 +1,7 @@
-"""A population's rounds as one native call each, on a CPU.
+"""Rounds of a population as one native call each, on a CPU.
 
-The native side works on the population's own tensors and on both caches, so an eager round may follow a native one. It
-takes groups whose logits need no more than a bias, a temperature and noise.
+The native side works on the population's tensors and on both caches, so eager and native rounds can alternate. It
+supports groups whose logits need only a bias, a temperature and noise.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from swiftspec.runtime.executors import Features
 from swiftspec.runtime.executors.population_rounds import RoundProgram
 from swiftspec.runtime.runner import Runner
 
-ForwardCallback = Callable[[bool, int, float], None]  # of a forward: whether it was the target's, its rows, its seconds
+ForwardCallback = Callable[[bool, int, float], None]  # per forward: is it the target's, rows, seconds
 
 
 class NativePopulation(Protocol):
-    """Rounds on tensors that stay where they are. csrc/bind/population.cpp defines it."""
+    """The native side of a population, on fixed tensors. csrc/bind/population.cpp implements it."""
 
     def round(
-        self, spans: Sequence[tuple[int, float, Tensor | None]], head: NDArray, told: ForwardCallback | None, /
+        self, spans: Sequence[tuple[int, float, Tensor | None]], out: NDArray, on_forward: ForwardCallback | None, /
     ) -> tuple[float, float]: ...
     def compact(self, group: int, promoted: int, keep: Sequence[int], /) -> None: ...
 
 
 class NativePopulationModel(Protocol):
-    """A target as one native call, which makes rounds with a draft that is one, too."""
+    """A target as one native call that also runs population rounds with a native draft."""
 
     def population(
         self, cache: Any, draft: Any, draft_cache: Any, tensors: Sequence[Tensor], config: PopulationConfig, /
@@ -42,48 +42,48 @@ class NativePopulationModel(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ReadyResult:
-    """Mail that needs no carrying."""
+    """A round result that is already on the host."""
 
-    head: NDArray
+    out: NDArray
 
     def read(self) -> NDArray:
-        return self.head
+        return self.out
 
 
 class NativePopulationExecutor:
-    """Rounds of two models that are each a native call (`Fused`)."""
+    """Rounds of two models that are each one native call (`Fused`)."""
 
     name = "native"
-    TAKES: Features = frozenset({"greedy", "sampled", "logit bias", "population"})
+    SUPPORTED: Features = frozenset({"greedy", "sampled", "logit bias", "population"})
 
     def __init__(
         self, target: Runner, draft: Runner, models: tuple[NativePopulationModel, Any], config: PopulationConfig
     ) -> None:
         self._runners, self._models, self._config = (target, draft), models, config
-        self._program: RoundProgram | None = None  # what `_native` was made of, and the two caches' keys
+        self._program: RoundProgram | None = None  # `_native` was made for this program and these caches
         self._target: Tensor | None = None
         self._draft: Tensor | None = None
 
     def supports(self, required: Features) -> bool:
-        return required <= self.TAKES
+        return required <= self.SUPPORTED
 
     def window(self, slots: int) -> int:
-        """Each group's ends where its slots do."""
+        """The window ends at each group's last slot."""
         return slots
 
-    def groups(self, live: int, most: int) -> int:
+    def groups(self, live: int, max_groups: int) -> int:
         return live
 
     def round(self, program: RoundProgram, width: int, groups: int) -> ReadyResult:
         native = self._native_of(program)
-        # no tensor: after forwards torch has to be read from memory anew, and takes longer than what it does here
-        head = np.empty((groups, program.header_len + width), np.int64)
+        # NumPy: right after forwards the code of torch is no longer in the CPU caches, and a torch call costs more
+        out = np.empty((groups, program.header_len + width), np.int64)
         target, draft = self._runners
         hooked = target.hooks or draft.hooks
-        spent = native.round(program.sampling_spans(groups), head, self._record_forward if hooked else None)
+        spent = native.round(program.sampling_spans(groups), out, self._record_forward if hooked else None)
         if not hooked:
             draft.busy, target.busy = draft.busy + spent[0], target.busy + spent[1]
-        return ReadyResult(head)
+        return ReadyResult(out)
 
     def compact(self, program: RoundProgram, group: int, path: Sequence[int], keep: Sequence[int]) -> None:
         self._native_of(program).compact(group, len(path), keep)
@@ -96,5 +96,5 @@ class NativePopulationExecutor:
         return self._native
 
     def _record_forward(self, of_target: bool, rows: int, seconds: float) -> None:
-        """Of a forward that ends now."""
+        """Records a forward that has just finished."""
         self._runners[not of_target].record_step(time.perf_counter() - seconds, rows, seconds)

@@ -1,4 +1,4 @@
-"""Who runs a population's rounds, and how: each is one step of both models."""
+"""Executors of population rounds; a round is one phase of both models."""
 
 from __future__ import annotations
 
@@ -14,76 +14,78 @@ from swiftspec.runtime.executors import FEATURES, Executor, Features
 from swiftspec.runtime.executors.graph import ROUND_FAMILY, GraphCache
 from swiftspec.tree.mask import MASK_WIDTHS
 
-EAGER_WINDOW_SLOTS = 16  # windows of eager rounds are multiples of this many slots
+EAGER_WINDOW_SLOTS = 16  # windows of eager rounds are multiples of it
 
 
 class RoundResult(Protocol):
-    """What a round leaves for the host."""
+    """The outcome of a launched round."""
 
     def read(self) -> NDArray:
-        """[groups, `RoundProgram.header_len` + width] int64, waited for."""
+        """[groups, `RoundProgram.header_len` + width] int64. Waits for the round."""
         ...
 
 
 class RoundProgram(Protocol):
-    """What a round of a population is: operators on tensors that stay where they are. swiftspec/smc/round.py has it."""
+    """A round of a population as operators on tensors at fixed addresses; swiftspec/smc/round.py implements it."""
 
     @property
     def key(self) -> Hashable:
-        """Equal for rounds that, with as many groups and as wide a window, run the same operators on the same
+        """Equal for rounds that, for the same number of groups and window width, run the same operators on the same
         tensors."""
         ...
 
     @property
     def state(self) -> Sequence[Tensor]:
-        """What a round changes, but for keys and values, of which the next one writes the same anew."""
+        """The tensors that a round changes, except keys and values, which the next round writes again."""
         ...
 
     @property
     def tensors(self) -> Sequence[Tensor]:
-        """All that it reads or changes without penalties, but for keys and values: [G, ...] each."""
+        """All tensors that a round without penalties reads or changes, except keys and values: [G, ...] each."""
         ...
 
     @property
     def header_len(self) -> int:
-        """How many numbers it leaves for each group, beside one for each slot of the window."""
+        """The number of values per group in the result, in addition to one per slot of the window."""
         ...
 
     def compact(self, group: int, path: Sequence[int], keep: Sequence[int], /) -> None:
-        """Follows `KVCache.commit_sequence` of both caches in the group at that position."""
+        """Applies `KVCache.commit_sequence` of both caches to the group at that position."""
         ...
 
     def sampling_spans(self, groups: int, /) -> Sequence[tuple[int, float, Tensor | None]]:
-        """How the logits of the first groups are shaped, by neighbours: so many groups, their temperature and bias."""
+        """The logits parameters of the first groups, as runs of equal neighbours: number of groups, temperature,
+        bias."""
         ...
 
     def __call__(self, width: int, groups: int, /) -> Tensor:
-        """One round, operator by operator."""
+        """Runs one round, operator by operator."""
         ...
 
 
 class PopulationExecutor(Executor, Protocol):
-    """One kind of rounds."""
+    """An executor of population rounds."""
 
     def window(self, slots: int) -> int:
-        """The width of the mask window for a round over so many tree slots."""
+        """The width of the mask window for a round over that many tree slots."""
         ...
 
-    def groups(self, live: int, most: int) -> int:
-        """How many groups a round runs over, where so many of at most `most` take part; the others are idle."""
+    def groups(self, live: int, max_groups: int) -> int:
+        """The number of groups that a round runs over if `live` of at most `max_groups` take part; the others are
+        idle."""
         ...
 
     def round(self, program: RoundProgram, width: int, groups: int, /) -> RoundResult:
-        """One round of the first groups over a window of that width."""
+        """Launches a round of the first groups over a window of that width."""
         ...
 
     def compact(self, program: RoundProgram, group: int, path: Sequence[int], keep: Sequence[int], /) -> None:
-        """`RoundProgram.compact`, after the rounds that have begun."""
+        """`RoundProgram.compact`, ordered after the rounds launched so far."""
         ...
 
 
 class EagerPopulationExecutor:
-    """Operator by operator: on any device, for every request."""
+    """Rounds operator by operator, for every request and device."""
 
     name = "eager"
 
@@ -93,7 +95,7 @@ class EagerPopulationExecutor:
     def window(self, slots: int) -> int:
         return -(-slots // EAGER_WINDOW_SLOTS) * EAGER_WINDOW_SLOTS
 
-    def groups(self, live: int, most: int) -> int:
+    def groups(self, live: int, max_groups: int) -> int:
         return live
 
     def round(self, program: RoundProgram, width: int, groups: int) -> RoundResult:
@@ -104,33 +106,33 @@ class EagerPopulationExecutor:
 
 
 class GraphPopulationExecutor(EagerPopulationExecutor):
-    """A population's rounds, each one graph of both models' forwards and all that comes between them. The seconds that
-    it spends in either model cannot be told apart, and `Runner.busy` leaves them out."""
+    """Population rounds as one CUDA graph each, with the forwards of both models and everything between. The time per
+    model cannot be measured, so `Runner.busy` does not include it."""
 
     name = "graph"
-    TAKES: Features = frozenset(FEATURES) - {"guidance"}
+    SUPPORTED: Features = frozenset(FEATURES) - {"guidance"}
 
     def __init__(self, graphs: GraphCache) -> None:
         self.graphs = graphs
         self._key: Hashable = None
 
     def supports(self, required: Features) -> bool:
-        return required <= self.TAKES
+        return required <= self.SUPPORTED
 
     def window(self, slots: int) -> int:
-        """One of few, each with its graph."""
+        """One of a few widths, each with its own graph."""
         step = MASK_WIDTHS[-1]
         if slots < step:
             step = next(width for width in MASK_WIDTHS if width >= slots)
         return -(-slots // step) * step
 
-    def groups(self, live: int, most: int) -> int:
-        """One of few: a power of two, or all."""
-        return min(1 << (live - 1).bit_length(), most)
+    def groups(self, live: int, max_groups: int) -> int:
+        """One of a few numbers: a power of two, or the maximum."""
+        return min(1 << (live - 1).bit_length(), max_groups)
 
     def round(self, program: RoundProgram, width: int, groups: int) -> RoundResult:
         if program.key != self._key:
-            self.graphs.evict(ROUND_FAMILY)  # the tensors that they read by value are gone
+            self.graphs.evict(ROUND_FAMILY)  # the tensors that its graphs hold no longer exist
             self._key = program.key
         self.graphs.open(ROUND_FAMILY, lambda: None)
         return AsyncCopy(self.graphs.run(ROUND_FAMILY, (width, groups), partial(program, width, groups), program.state))

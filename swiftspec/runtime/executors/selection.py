@@ -1,6 +1,6 @@
-"""Which kinds of steps a model can use, the fastest first: what its operators, its device and its group allow.
+"""Which executors a model can use, the fastest first, given its operators, its device and its group.
 
-Which of them runs a request follows from the features that they take (`TreeExecutor.supports`), and from nothing else.
+Which of them runs a request depends only on the features that they support (`Executor.supports`).
 """
 
 from __future__ import annotations
@@ -29,22 +29,23 @@ from swiftspec.tree.tree import DraftTree
 
 
 class ExecutorOps(Protocol):
-    """What operators say of themselves."""
+    """The capabilities that a backend declares."""
 
-    MAX_CAPTURED_SEQUENCES: (
-        int  # with so many sequences, at most, a forward touches the host nowhere, so it can be a graph
-    )
+    MAX_CAPTURED_SEQUENCES: int  # a forward over up to this many sequences can be captured; 0: never
 
     def device_tree(
         self, slots: int, children: int, leaves: int, vocab: int, device: torch.device, /
     ) -> DeviceTreeLike | None:
-        """A tree that grows without the host; None where there is none, or not of that shape."""
+        """A tree that is expanded on the device; None if the backend has none, or none of that shape."""
         ...
 
 
 class ExecutorDeps:
-    """What faster steps are made of. `fused`: the model as one native call; `capture`: how its graphs are captured;
-    None: it cannot."""
+    """What the faster executors are built from.
+
+    `fused`: the model as one native call; None if the backend has none.
+    `capture`: captures CUDA graphs; None if graphs are not supported.
+    """
 
     def __init__(self, ops: ExecutorOps, fused: NativeModel | None, capture: Capture | None) -> None:
         self.ops, self.fused = ops, fused
@@ -52,21 +53,21 @@ class ExecutorDeps:
 
 
 def target_executors(runner: Runner, deps: ExecutorDeps) -> list[TreeExecutor]:
-    """Those that verify."""
+    """The executors that can verify."""
     executors: list[TreeExecutor] = []
     if deps.fused is not None:
         executors.append(NativeExecutor(runner, deps.fused))
     graphs = deps.graphs
     if graphs is not None and _captures(runner, 1):
         guided = deps.ops.MAX_CAPTURED_SEQUENCES > 1
-        if _captures(runner, CAPTURED_ROWS[-1], TOP_CANDIDATES + 1):  # what a vocabulary's shards exchange
+        if _captures(runner, CAPTURED_ROWS[-1], TOP_CANDIDATES + 1):  # the message that vocabulary shards exchange
             executors.append(GraphVerificationExecutor(runner, graphs, guided))
         executors.append(GraphForwardExecutor(runner, graphs, guided))
     return [*executors, EagerExecutor(runner)]
 
 
 def draft_executors(runner: Runner, deps: ExecutorDeps, config: EngineConfig) -> tuple[list[TreeExecutor], DraftTree]:
-    """Those that expand, and the tree that they do it with."""
+    """The executors that can expand, and the tree that they expand."""
     executors: list[TreeExecutor] = []
     slots, leaves, children = runner.tree_slots, config.draft_leaves, config.children_per_leaf
     tree = DraftTree(1 + slots * children, slots)
@@ -76,7 +77,7 @@ def draft_executors(runner: Runner, deps: ExecutorDeps, config: EngineConfig) ->
     graphs = deps.graphs
     if graphs is not None and _captures(runner, 1):
         on_device = deps.ops.device_tree(slots, children, leaves, runner.vocab, runner.model.device)
-        # children, their scores and a sum for each leaf, which a vocabulary's shards exchange
+        # vocabulary shards exchange children, their scores and a sum per leaf
         if on_device is not None and _captures(runner, leaves, 2 * children + 1, dtype=torch.float64):
             executors.append(GraphExpansionExecutor(runner, graphs, on_device))
         executors.append(GraphForwardExecutor(runner, graphs))
@@ -86,7 +87,7 @@ def draft_executors(runner: Runner, deps: ExecutorDeps, config: EngineConfig) ->
 def population_executors(
     target: Runner, draft: Runner, deps: ExecutorDeps, draft_deps: ExecutorDeps, config: PopulationConfig
 ) -> list[PopulationExecutor]:
-    """Those that run rounds of groups of particles, which are both models' at once."""
+    """The executors that can run population rounds, which use both models."""
     executors: list[PopulationExecutor] = []
     alone, groups = target.model.group is None, config.smc_groups
     fused = deps.fused, draft_deps.fused
@@ -96,16 +97,16 @@ def population_executors(
     if groups <= max(sequences, 1) and deps.graphs is not None and draft_deps.graphs is not None:
         rows = min(
             groups * config.slots_per_round, PREFILL_CHUNK_TOKENS
-        )  # of a forward, whose whole logits a group's ranks gather
+        )  # of a forward, whose whole logits the ranks of a group gather
         if all(_captures(runner, rows, runner.vocab) for runner in (target, draft)):
             executors.append(GraphPopulationExecutor(deps.graphs))
     return [*executors, EagerPopulationExecutor()]
 
 
 def _captures(runner: Runner, *message: int, dtype: torch.dtype = torch.float32) -> bool:
-    """Whether a graph may hold the model's sums, and the gathering of messages of that shape."""
+    """Whether a graph may contain the model's all-reduces, and an all-gather of messages of that shape."""
     group = runner.model.group
     if group is None:
         return True
-    longest: Tensor = torch.empty(message, dtype=dtype, device=runner.model.device)
-    return group.captures(longest)
+    largest: Tensor = torch.empty(message, dtype=dtype, device=runner.model.device)
+    return group.captures(largest)

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any, NoReturn, get_origin
 
 from swiftspec import __version__
-from swiftspec.serve.settings.config_sources import load
+from swiftspec.serve.settings.config_sources import load_settings
 from swiftspec.serve.settings.settings import Flag, Settings, UsageError, env_name, flag_name
 
-ABOUT = """\
+DESCRIPTION = """\
 Decode one request as fast as this machine allows: a small draft model guesses a tree of tokens, the target checks it,
 and the text is exactly the target's. In a terminal it opens a chat; with --prompt, --prompt-file or text on standard
 input it prints one answer and leaves. With no flag at all it runs the small code model that comes with it. With --port
@@ -25,7 +25,7 @@ PRECEDENCE = "Precedence: flag > environment variable > --config file > default.
 
 
 @dataclass(frozen=True, slots=True)
-class Command:
+class ParsedCommand:
     """A parsed command line: the settings, and what only this run is about."""
 
     settings: Settings
@@ -34,7 +34,7 @@ class Command:
     json: bool
 
 
-class Parser(argparse.ArgumentParser):
+class CommandParser(argparse.ArgumentParser):
     """Complains in one line, like everything else here."""
 
     def error(self, message: str) -> NoReturn:
@@ -42,7 +42,7 @@ class Parser(argparse.ArgumentParser):
         raise UsageError(f"{words} (--help lists the flags)")
 
 
-def parse(argv: Sequence[str] | None = None, kind: type[Settings] = Settings) -> Command:
+def parse_command(argv: Sequence[str] | None = None, kind: type[Settings] = Settings) -> ParsedCommand:
     """Reads the command line and the layers below it. Raises UsageError; leaves through SystemExit after --help."""
     parser = build_parser(kind)
     given = vars(parser.parse_args(argv))
@@ -50,23 +50,23 @@ def parse(argv: Sequence[str] | None = None, kind: type[Settings] = Settings) ->
     as_json = given.pop("json", False)
     if prompt is not None and prompt_file is not None:
         raise UsageError("--prompt and --prompt-file exclude each other")
-    settings = load(given, None if config is None else Path(config), kind)
-    return Command(settings, prompt, None if prompt_file is None else Path(prompt_file), as_json)
+    settings = load_settings(given, None if config is None else Path(config), kind)
+    return ParsedCommand(settings, prompt, None if prompt_file is None else Path(prompt_file), as_json)
 
 
 def build_parser(kind: type[Settings] = Settings) -> argparse.ArgumentParser:
     """A parser whose result holds only what was given, as text."""
-    parser = Parser(
+    parser = CommandParser(
         prog="swiftspec",
         usage=USAGE,
-        description=ABOUT,
+        description=DESCRIPTION,
         epilog=PRECEDENCE,
         formatter_class=_Formatter,
         argument_default=argparse.SUPPRESS,
         allow_abbrev=False,
         add_help=False,
     )
-    run_flags(parser.add_argument_group("this run"))
+    add_run_flags(parser.add_argument_group("this run"))
     groups: dict[str, Any] = {}
     for flag in kind.table.flags.values():
         if flag.group not in groups:
@@ -75,7 +75,7 @@ def build_parser(kind: type[Settings] = Settings) -> argparse.ArgumentParser:
     return parser
 
 
-def run_flags(group: Any) -> list[argparse.Action]:
+def add_run_flags(group: Any) -> list[argparse.Action]:
     """Adds the flags that are no settings: what only this run is about."""
     final = "The same from a file; one final newline is dropped unless --raw."
     return [
@@ -91,13 +91,13 @@ def run_flags(group: Any) -> list[argparse.Action]:
 
 
 def _add(group: Any, flag: Flag) -> None:
-    text = f"{flag.setting.help} [default: {flag.shown}] [env: {env_name(flag.name)}]"
+    text = f"{flag.setting.help} [default: {flag.default_text}] [env: {env_name(flag.name)}]"
     options: dict[str, Any] = {"dest": flag.name, "help": text.replace("%", "%%")}
-    if flag.kind is bool:
+    if flag.value_type is bool:
         options["action"] = argparse.BooleanOptionalAction
     else:
         options["metavar"] = flag.metavar
-        if get_origin(flag.kind) is list:
+        if get_origin(flag.value_type) is list:
             options["action"] = "append"
     group.add_argument(flag_name(flag.name), **options)
 

@@ -6,14 +6,14 @@ from rich.console import Console
 from rich.text import Text
 
 from swiftspec.serve.session import Session
-from swiftspec.serve.terminal import ACCEPTED, note
+from swiftspec.serve.terminal import ACCEPTED_STYLE, print_note
 
 
 def show_banner(session: Session, console: Console, *, raw: bool) -> None:
     """The pair, how it decodes, and what is to be known beforehand. `raw`: without a chat template."""
     plan = session.llm.config
     target, draft = _short(session.model), _short(session.draft_model)
-    if session.embedded:
+    if session.uses_demo_models:
         target = "the embedded code model"
         console.print(
             Text(
@@ -23,16 +23,18 @@ def show_banner(session: Session, console: Console, *, raw: bool) -> None:
             )
         )
     pair = target if draft is None else f"{target}, guesses by {draft}"
-    ranks = "" if plan.ranks == 1 else f" on {plan.target_tp} + {plan.draft_tp} ranks, d = {plan.steps}"
-    ranks = ranks if plan.mode == "async" or not ranks else f" on {plan.ranks} ranks"
-    note(
+    ranks = (
+        "" if plan.num_ranks == 1 else f" on {plan.target_tp} + {plan.draft_tp} ranks, d = {plan.initial_draft_steps}"
+    )
+    ranks = ranks if plan.mode == "async" or not ranks else f" on {plan.num_ranks} ranks"
+    print_note(
         console,
         f"{pair}; mode {plan.mode}{ranks}, {session.dtype}, {session.threads} threads,"
         f" context {session.llm.max_model_len}" + (", raw: no chat template" if raw else ""),
     )
     if plan.mode == "smc":
         population = plan.population
-        note(
+        print_note(
             console,
             f"Answers are approximate: one of {population.particles} particles that grow by"
             f" {population.smc_draft_tokens} draft tokens and one of the target's a round. Before the end only what"
@@ -40,8 +42,8 @@ def show_banner(session: Session, console: Console, *, raw: bool) -> None:
         )
     elif plan.mode != "ar":
         sample = Text("Tokens that the draft guessed right look ", "dim")
-        console.print(sample + Text("like this", ACCEPTED) + Text(".", "dim"))
-    note(console, "/help shows the commands. Ctrl-C stops an answer, Ctrl-D leaves.")
+        console.print(sample + Text("like this", ACCEPTED_STYLE) + Text(".", "dim"))
+    print_note(console, "/help shows the commands. Ctrl-C stops an answer, Ctrl-D leaves.")
 
 
 def _short(name: str | None) -> str | None:

@@ -16,15 +16,15 @@ from swiftspec.params import SAMPLING, STOPPING
 from swiftspec.serve import answer_stats
 from swiftspec.serve.cli.banner import show_banner
 from swiftspec.serve.cli.race import race
-from swiftspec.serve.cli.tree_view import Rounds
-from swiftspec.serve.otel.spans import traced
-from swiftspec.serve.rank_plan import mismatch
-from swiftspec.serve.remote_session import open_anywhere
+from swiftspec.serve.cli.tree_view import RoundHistory
+from swiftspec.serve.otel.spans import traced_session
+from swiftspec.serve.rank_plan import acceptance_advice
+from swiftspec.serve.remote_session import open_local_or_remote
 from swiftspec.serve.session import Session
-from swiftspec.serve.settings.settings import Settings, explain
+from swiftspec.serve.settings.settings import Settings, describe_validation_error
 from swiftspec.serve.stdio import OutputLost
-from swiftspec.serve.terminal import Interrupt, KeyInterrupt, Painter, Phases, line_reader, note
-from swiftspec.serve.text.template import TooLong
+from swiftspec.serve.terminal import Interrupt, KeyInterrupt, Painter, StartupProgress, line_reader, print_note
+from swiftspec.serve.text.template import PromptTooLong
 
 if TYPE_CHECKING:
     from swiftspec.distributed.launch.world import World
@@ -40,14 +40,16 @@ HELP = """\
 /help             this page
 /quit             leave (Ctrl-D, or Ctrl-C twice, do too)
 Enter sends, Alt-Enter begins a new line, pasted lines stay together. Ctrl-C stops an answer and keeps what came."""
-ROOM = 256  # tokens of context kept free for an answer, if the context is large enough and no limit says otherwise
+ANSWER_RESERVE_TOKENS = (
+    256  # tokens of context kept free for an answer, if the context is large enough and no limit says otherwise
+)
 
 
-def run(settings: Settings, world: World | None = None) -> int:
+def run_chat(settings: Settings, world: World | None = None) -> int:
     """Opens the models and talks until the user leaves. Returns the exit code."""
-    phases = Phases()
+    phases = StartupProgress()
     try:
-        session = open_anywhere(settings, phases, world, warm_up=True)
+        session = open_local_or_remote(settings, phases, world, warm_up=True)
     finally:
         phases.close()
     before = signal.signal(signal.SIGINT, lambda number, frame: None)  # a Ctrl-C just after an answer ends nothing
@@ -55,8 +57,8 @@ def run(settings: Settings, world: World | None = None) -> int:
         if not settings.raw and not session.codec.has_template:
             raise UserError(f"{session.model} has no chat template: continue plain text with --raw")
         interrupt = Interrupt if world is None else KeyInterrupt
-        with traced(session, settings) as heard:
-            Chat(heard, settings, Console(highlight=False), line_reader(), interrupt).run()
+        with traced_session(session, settings) as observed:
+            Chat(observed, settings, Console(highlight=False), line_reader(), interrupt).run()
     finally:
         signal.signal(signal.SIGINT, before)
         session.close()
@@ -72,21 +74,23 @@ class Chat:
         session: Session,
         settings: Settings,
         console: Console,
-        ask: Callable[[], str],
+        read_line: Callable[[], str],
         interrupt: Callable[[], Interrupt] = Interrupt,
     ) -> None:
         self._interrupt = interrupt
         self._session = session
         self._settings = settings
-        self._given = settings.model_copy(deep=True)
+        self._initial_settings = settings.model_copy(deep=True)
         self._console = console
-        self._ask = ask
+        self._read_line = read_line
         self._painter = Painter(console)
         self._history: list[dict[str, str]] = []
-        self._prompt: list[int] | None = None  # asked last
-        self._rounds = Rounds(lambda listener: session.llm.listen(listener), lambda token: session.codec.spell([token]))
+        self._last_prompt: list[int] | None = None  # asked last
+        self._rounds = RoundHistory(
+            lambda listener: session.llm.listen(listener), lambda token: session.codec.token_text([token])
+        )
         self._show_stats = True
-        self._last: dict[str, Any] | None = None
+        self._last_summary: dict[str, Any] | None = None
 
     def run(self) -> None:
         """Reads and answers until the user leaves."""
@@ -94,7 +98,7 @@ class Chat:
         leaving = False
         while True:
             try:
-                text = self._ask()
+                text = self._read_line()
             except EOFError:
                 return
             except KeyboardInterrupt:
@@ -105,7 +109,7 @@ class Chat:
                 continue
             leaving = False
             try:
-                if not self.take(text):
+                if not self.handle(text):
                     return
             except OutputLost:
                 raise
@@ -114,7 +118,7 @@ class Chat:
             except KeyboardInterrupt:  # before the answer had begun
                 self._note("stopped")
 
-    def take(self, text: str) -> bool:
+    def handle(self, text: str) -> bool:
         """Handles one message or command; False means to leave. Raises UserError on what cannot be done."""
         if not text.strip():
             return True
@@ -147,7 +151,7 @@ class Chat:
         before = list(self._history)
         with self._interrupt() as interrupt:
             try:
-                prompt = self._prompt = self._ask_for(text)
+                prompt = self._last_prompt = self._encode_message(text)
                 stream = self._stream(prompt, interrupt)
             except BaseException:
                 self._history = before
@@ -157,66 +161,66 @@ class Chat:
                 self._history.append({"role": "assistant", "content": stream.text})
             else:
                 self._history.pop()  # a question without an answer would break the turns
-        self._after(stream, prompt)
+        self._finish_answer(stream, prompt)
 
-    def _ask_for(self, text: str) -> list[int]:
+    def _encode_message(self, text: str) -> list[int]:
         """A message as tokens, with what has to stand before it; it joins the conversation."""
         if self._settings.raw:
             return self._session.encode(text, self._settings)
         self._history.append({"role": "user", "content": text})
-        return self._fit()
+        return self._encode_history()
 
     def _race(self, text: str) -> None:
         """Leaves the conversation as it is."""
         before = list(self._history)
         try:
-            prompt = self._ask_for(text) if text else self._prompt
+            prompt = self._encode_message(text) if text else self._last_prompt
         finally:
             self._history = before
         if prompt is None:
             raise UserError("nothing was said yet: /race TEXT")
-        self._prompt = prompt
+        self._last_prompt = prompt
         race(self._session, self._settings, prompt, self._console, self._interrupt)
 
     def _stream(self, prompt: list[int], interrupt: Interrupt) -> TextStream:
-        stream = self._session.answer(prompt, self._settings, interrupt.watch)
+        stream = self._session.answer(prompt, self._settings, interrupt.until_pressed)
         try:
             for piece in stream:
                 self._painter.write(piece.text, piece.accepted)
         except KeyboardInterrupt:
             pass  # while the prompt was read, or pressed twice
-        for piece in stream.rest():
+        for piece in stream.flush():
             self._painter.write(piece.text, piece.accepted)
         return stream
 
-    def _after(self, stream: TextStream, prompt: list[int]) -> None:
+    def _finish_answer(self, stream: TextStream, prompt: list[int]) -> None:
         if stream.text and not stream.text.endswith("\n"):
             self._console.print()
         stats, llm = self._session.llm.stats, self._session.llm
-        self._last = answer_stats.summary(
+        self._last_summary = answer_stats.answer_summary(
             model=self._session.model, draft_model=self._session.draft_model, plan=llm.config, stats=stats,
             text=stream.text, token_ids=stream.token_ids, prompt_token_ids=prompt,
-            finish_reason=stream.finish_reason or "abort", sampling=self._session.sampling(self._settings),
+            finish_reason=stream.finish_reason or "abort", sampling=self._session.sampling_params(self._settings),
             load_time=llm.load_time,
         )  # fmt: skip
         if self._show_stats:
             stopped = "" if stream.finish_reason is not None else "stopped, "
-            self._note(stopped + answer_stats.footer(stats, len(stream.token_ids)))
+            self._note(stopped + answer_stats.summary_line(stats, len(stream.token_ids)))
         elif stats.drafter_lost is not None:
             self._note(f"the drafter was lost ({stats.drafter_lost}), the target went on alone")
         self._console.print()
 
-    def _fit(self) -> list[int]:
+    def _encode_history(self) -> list[int]:
         """The conversation as tokens, the oldest turns dropped until there is room for an answer."""
         limit = self._session.llm.max_model_len
-        room = min(self._settings.max_tokens or ROOM, limit // 4)
+        room = min(self._settings.max_tokens or ANSWER_RESERVE_TOKENS, limit // 4)
         dropped = 0
         while True:
             try:
                 prompt = self._session.encode_chat(self._history)
                 if len(prompt) + room <= limit or len(self._history) == 1:
                     break
-            except TooLong:
+            except PromptTooLong:
                 if len(self._history) == 1:
                     raise
             del self._history[:2]
@@ -237,15 +241,17 @@ class Chat:
         if not value:
             raise UserError(f"/set {name} needs a value, or `default`")
         try:
-            setattr(self._settings, name, getattr(self._given, name) if value == "default" else value)
+            setattr(self._settings, name, getattr(self._initial_settings, name) if value == "default" else value)
         except ValidationError as error:
-            raise UserError(explain(error)) from None
+            raise UserError(describe_validation_error(error)) from None
         self._note(f"{name} = {self._effective(name)!r}")
         advice = None
         if name in ("guidance_scale", "negative_prompt"):
-            advice = self._settings.note()
+            advice = self._settings.guidance_note()
         elif name == "temperature":
-            advice = mismatch(self._session.llm.config, self._settings.sampling(self._session.defaults))
+            advice = acceptance_advice(
+                self._session.llm.config, self._settings.sampling_params(self._session.model_defaults)
+            )
         if advice is not None:
             self._note(advice)
 
@@ -254,7 +260,7 @@ class Chat:
             self._console.print(Text(f"{name:20} {self._effective(name)!r}"))
 
     def _effective(self, name: str) -> object:
-        sampling = self._settings.sampling(self._session.defaults)
+        sampling = self._settings.sampling_params(self._session.model_defaults)
         value = getattr(sampling if hasattr(sampling, name) else self._settings, name)
         return list(value) if isinstance(value, tuple) else value
 
@@ -264,25 +270,25 @@ class Chat:
             self._note(f"stats are {rest}")
         elif rest not in ("", "last"):
             raise UserError(f"/stats takes on, off or last, not {rest!r}")
-        elif self._last is None:
+        elif self._last_summary is None:
             self._note("no answer yet")
         else:
             long = ("model", "draft_model", "text", "token_ids", "prompt_token_ids")
-            shown = {name: value for name, value in self._last.items() if name not in long}
-            self._console.print(Text(_table(shown)))
+            shown = {name: value for name, value in self._last_summary.items() if name not in long}
+            self._console.print(Text(_format_json(shown)))
 
     def _note(self, text: str, style: str = "dim") -> None:
-        note(self._console, text, style)
+        print_note(self._console, text, style)
 
 
 def _settable() -> Iterator[str]:
     return (name for name, flag in Settings.table.flags.items() if flag.group in (SAMPLING, STOPPING))
 
 
-def _table(value: Any, indent: str = "") -> str:
+def _format_json(value: Any, indent: str = "") -> str:
     """JSON with a line for each value, lists on one line."""
     if isinstance(value, dict):
         deeper = indent + "  "
-        lines = ",\n".join(f"{deeper}{json.dumps(key)}: {_table(item, deeper)}" for key, item in value.items())
+        lines = ",\n".join(f"{deeper}{json.dumps(key)}: {_format_json(item, deeper)}" for key, item in value.items())
         return f"{{\n{lines}\n{indent}}}"
     return json.dumps(round(value, 3) if isinstance(value, float) else value)

@@ -10,34 +10,34 @@ from typing import TYPE_CHECKING, BinaryIO
 from swiftspec import file_io
 from swiftspec.errors import UserError
 from swiftspec.serve import answer_stats
-from swiftspec.serve.cli.arguments import Command
-from swiftspec.serve.otel.spans import traced
-from swiftspec.serve.remote_session import open_anywhere
+from swiftspec.serve.cli.arguments import ParsedCommand
+from swiftspec.serve.otel.spans import traced_session
+from swiftspec.serve.remote_session import open_local_or_remote
 from swiftspec.serve.session import Session
 from swiftspec.serve.settings.settings import UsageError
 from swiftspec.serve.stdio import OutputLost
-from swiftspec.serve.terminal import Interrupt, Phases, visible
-from swiftspec.serve.text.codec import MOST_TEXT
+from swiftspec.serve.terminal import Interrupt, StartupProgress, visible
+from swiftspec.serve.text.codec import MAX_TEXT_BYTES
 
 if TYPE_CHECKING:
     from swiftspec.distributed.launch.world import World
 
-INTERRUPTED = 130
+EXIT_INTERRUPTED = 130
 
 
-def read_prompt(command: Command) -> str | None:
+def read_prompt(command: ParsedCommand) -> str | None:
     """The prompt of --prompt, --prompt-file or standard input; None if a person sits there, who may chat instead.
     Raises UsageError on a prompt that is empty or cannot be read."""
     if command.prompt is not None:
         text, source = command.prompt, "--prompt"
     elif command.prompt_file is not None:
-        text, source = _read(command.prompt_file), "--prompt-file"
+        text, source = _read_file(command.prompt_file), "--prompt-file"
     elif sys.stdin is None or sys.stdin.isatty():
         if not command.json and sys.stdin is not None and sys.stdout.isatty():
             return None
         raise UsageError("no prompt: give one with --prompt or --prompt-file, or pipe it in")
     else:
-        text, source = _bounded(sys.stdin.buffer, "standard input"), "standard input"
+        text, source = _read_bounded(sys.stdin.buffer, "standard input"), "standard input"
     if source != "--prompt" and not command.settings.raw:  # files and pipes end in a newline that nobody meant
         text = text.removesuffix("\n").removesuffix("\r")
     if not text:
@@ -45,43 +45,43 @@ def read_prompt(command: Command) -> str | None:
     return text
 
 
-def _read(file: Path) -> str:
+def _read_file(file: Path) -> str:
     """A prompt's file, which may be a pipe: `--prompt-file <(...)`."""
     name = f"--prompt-file {file}"
     try:
         with file.open("rb") as stream:
-            return _bounded(stream, name)
+            return _read_bounded(stream, name)
     except (OSError, ValueError) as error:
         raise UsageError(f"{name} cannot be read: {getattr(error, 'strerror', None) or error}") from None
 
 
-def _bounded(stream: BinaryIO, name: str) -> str:
+def _read_bounded(stream: BinaryIO, name: str) -> str:
     try:
-        return file_io.decoded(file_io.read_stream(stream, name, MOST_TEXT), name)
+        return file_io.decode_utf8(file_io.read_stream(stream, name, MAX_TEXT_BYTES), name)
     except UserError as error:
         raise UsageError(str(error)) from None
 
 
-def run(command: Command, prompt: str, world: World | None = None) -> int:
+def run_generate(command: ParsedCommand, prompt: str, world: World | None = None) -> int:
     """Prints the completion as it comes, or one JSON object at the end. Returns the exit code."""
-    phases = Phases(quiet=command.json)
+    phases = StartupProgress(quiet=command.json)
     try:
-        session = open_anywhere(command.settings, phases, world)
+        session = open_local_or_remote(command.settings, phases, world)
     finally:
         phases.close()
     try:
-        with traced(session, command.settings) as heard:
+        with traced_session(session, command.settings) as heard:
             return _answer(command, prompt, heard)
     finally:
         session.close()
 
 
-def _answer(command: Command, prompt: str, session: Session) -> int:
+def _answer(command: ParsedCommand, prompt: str, session: Session) -> int:
     tokens = session.encode(prompt, command.settings)
     show = visible if sys.stdout.isatty() else str
     lost: OutputLost | None = None
     with Interrupt() as interrupt:
-        stream = session.answer(tokens, command.settings, interrupt.watch)
+        stream = session.answer(tokens, command.settings, interrupt.until_pressed)
         try:
             for piece in stream:
                 if not command.json:
@@ -90,21 +90,21 @@ def _answer(command: Command, prompt: str, session: Session) -> int:
             interrupt.pressed = True
         except OutputLost as error:
             lost = error  # what it has cost is still said
-        for piece in stream.rest():
+        for piece in stream.flush():
             if not command.json:
                 print(show(piece.text), end="", flush=True)
     stats = session.llm.stats
     if command.json:
-        result = answer_stats.summary(
+        result = answer_stats.answer_summary(
             model=session.model, draft_model=session.draft_model, plan=session.llm.config, stats=stats,
             text=stream.text, token_ids=stream.token_ids, prompt_token_ids=tokens,
-            finish_reason=stream.finish_reason or "abort", sampling=session.sampling(command.settings),
+            finish_reason=stream.finish_reason or "abort", sampling=session.sampling_params(command.settings),
             load_time=session.llm.load_time, outages=session.llm.outages,
         )  # fmt: skip
         print(json.dumps(result, ensure_ascii=False, allow_nan=False), flush=True)
     else:
         print(end="" if stream.text.endswith("\n") else "\n", flush=True)
-        print(f"swiftspec: {answer_stats.footer(stats, len(stream.token_ids))}", file=sys.stderr, flush=True)
+        print(f"swiftspec: {answer_stats.summary_line(stats, len(stream.token_ids))}", file=sys.stderr, flush=True)
     if lost is not None:
         raise lost
-    return 0 if stream.finish_reason is not None else INTERRUPTED
+    return 0 if stream.finish_reason is not None else EXIT_INTERRUPTED

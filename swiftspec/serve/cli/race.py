@@ -13,21 +13,21 @@ from swiftspec.errors import UserError
 from swiftspec.serve import answer_stats
 from swiftspec.serve.session import Session
 from swiftspec.serve.settings.settings import Settings
-from swiftspec.serve.terminal import Interrupt, Painter, note
+from swiftspec.serve.terminal import Interrupt, Painter, print_note
 
-LONGEST = 256  # tokens of an answer, where nobody has set a limit
-BAR = 40  # characters of the faster one's
+MAX_ANSWER_TOKENS = 256  # tokens of an answer, where nobody has set a limit
+BAR_WIDTH_CHARS = 40  # characters of the faster one's
 
 
 @dataclass(frozen=True, slots=True)
-class Lane:
+class RaceResult:
     """One of the two runs, which has given a token at least. `seconds`: from the end of the prompt to the last one."""
 
     name: str
     tokens: Sequence[int]
     seconds: float
     rounds: int
-    lost: str | None  # why the drafter is gone
+    drafter_lost: str | None  # why the drafter is gone
 
     @property
     def speed(self) -> float:
@@ -40,29 +40,29 @@ def race(
 ) -> None:
     """Decodes and shows both answers, then how they compare. Ctrl-C ends the race. Raises UserError in a mode that has
     no draft tree."""
-    plan, lanes = session.llm.config, list[Lane]()
+    plan, results = session.llm.config, list[RaceResult]()
     if plan.mode in ("ar", "smc"):
         raise UserError(f"mode {plan.mode} has no draft tree to race with: start with a draft, in mode serial or async")
     for name, bs in (("plain", 1), ("speculative", None)):
-        note(console, f"{name}:", "bold")
+        print_note(console, f"{name}:", "bold")
         with interrupt() as guard:
-            lane = _run(session, settings, prompt, Painter(console), guard, name, bs)
-        if lane is None:
-            note(console, "the race was stopped")
+            result = _run(session, settings, prompt, Painter(console), guard, name, bs)
+        if result is None:
+            print_note(console, "the race was stopped")
             return
-        lanes.append(lane)
-    for line in verdict(lanes[0], lanes[1], plan):
-        note(console, line, "")
+        results.append(result)
+    for line in compare_results(results[0], results[1], plan):
+        print_note(console, line, "")
     console.print()
 
 
 def _run(
     session: Session, settings: Settings, prompt: Sequence[int], painter: Painter, guard: Interrupt, name: str,
     bs: int | None,
-) -> Lane | None:  # fmt: skip
+) -> RaceResult | None:  # fmt: skip
     """One answer as it comes; None where Ctrl-C ended it."""
-    limit = session.sampling(settings).max_tokens or LONGEST
-    stream = session.answer(prompt, settings, guard.watch, verify_batch=bs, max_tokens=limit)
+    limit = session.sampling_params(settings).max_tokens or MAX_ANSWER_TOKENS
+    stream = session.answer(prompt, settings, guard.until_pressed, verify_batch=bs, max_tokens=limit)
     try:
         for piece in stream:
             painter.write(piece.text, piece.accepted)
@@ -70,26 +70,26 @@ def _run(
         pass  # while the prompt was read, or pressed twice
     painter.write("" if stream.text.endswith("\n") else "\n", False)
     stats = session.llm.stats
-    lane = Lane(name, stream.token_ids, stats.decode_time, stats.rounds, stats.drafter_lost)
+    lane = RaceResult(name, stream.token_ids, stats.decode_time, stats.rounds, stats.drafter_lost)
     return lane if stream.finish_reason is not None else None
 
 
-def verdict(plain: Lane, fast: Lane, plan: EngineConfig) -> list[str]:
+def compare_results(plain: RaceResult, fast: RaceResult, plan: EngineConfig) -> list[str]:
     """The two side by side, and whether their tokens are the same."""
     most, lines = max(plain.speed, fast.speed), list[str]()
     for lane in (plain, fast):
-        bar = "█" * max(round(BAR * lane.speed / most), 1)
+        bar = "█" * max(round(BAR_WIDTH_CHARS * lane.speed / most), 1)
         each = f"{len(lane.tokens)} tok in {lane.seconds:.2f} s, {len(lane.tokens) / lane.rounds:.1f} tok/round"
-        lines.append(f"{lane.name:11}  {bar:{BAR}}  {answer_stats.speed(lane.speed):>10}  ({each})")
+        lines.append(f"{lane.name:11}  {bar:{BAR_WIDTH_CHARS}}  {answer_stats.format_speed(lane.speed):>10}  ({each})")
     first, second = sorted((fast, plain), key=lambda lane: -lane.speed)
     faster = f"{first.name} is {first.speed / second.speed:.2f} times as fast"
-    lines.append(f"{faster}; {_sameness(plain, fast, plan)}")
-    if fast.lost is not None:
-        lines.append(f"the drafter was lost ({fast.lost}), the target went on alone")
+    lines.append(f"{faster}; {_compare_texts(plain, fast, plan)}")
+    if fast.drafter_lost is not None:
+        lines.append(f"the drafter was lost ({fast.drafter_lost}), the target went on alone")
     return lines
 
 
-def _sameness(plain: Lane, fast: Lane, plan: EngineConfig) -> str:
+def _compare_texts(plain: RaceResult, fast: RaceResult, plan: EngineConfig) -> str:
     """By their tokens."""
     if list(plain.tokens) == list(fast.tokens):
         return f"the text is the same: all {len(plain.tokens)} tokens are equal"

@@ -12,56 +12,62 @@ from rich.console import Console
 from rich.text import Text
 
 from swiftspec.errors import UserError
-from swiftspec.observe.recorder import Listener
-from swiftspec.observe.round_records import Noted, Round, opened
+from swiftspec.observe.recorder import TraceListener
+from swiftspec.observe.round_records import RoundRecord, TraceEntry, to_record
 from swiftspec.observe.trace_format import Record
-from swiftspec.serve.terminal import ACCEPTED, note, visible
+from swiftspec.serve.terminal import ACCEPTED_STYLE, print_note, visible
 
-MOST = 2000  # rounds that are kept
-AHEAD = 12  # nodes kept ahead that are shown, the likeliest
-WIDE = 24  # characters of a token
+MAX_ROUNDS = 2000  # rounds that are kept
+MAX_AHEAD_NODES = 12  # nodes kept ahead that are shown, the likeliest
+MAX_TOKEN_CHARS = 24  # characters of a token
 
 
-class Rounds:
+class RoundHistory:
     """The last rounds, while they are on record. `listen` is `LLM.listen`; `spell` makes text of a token."""
 
-    def __init__(self, listen: Callable[[Listener | None], None], spell: Callable[[int], str]) -> None:
-        self._listen, self._spell = listen, spell
-        self._known: deque[Round] = deque(maxlen=MOST)
-        self._on = False
+    def __init__(self, set_listener: Callable[[TraceListener | None], None], token_text: Callable[[int], str]) -> None:
+        self._set_listener, self._token_text = set_listener, token_text
+        self._rounds: deque[RoundRecord] = deque(maxlen=MAX_ROUNDS)
+        self._recording = False
 
     def command(self, rest: str, console: Console) -> None:
         """`/tree REST`. Raises UserError on what it does not take."""
         if rest in ("on", "off"):
-            self._on = rest == "on"
-            self._listen(self._hear if self._on else None)
-            note(console, f"rounds are {'kept from the next answer on' if self._on else 'not kept any more'}")
+            self._recording = rest == "on"
+            self._set_listener(self._add_rounds if self._recording else None)
+            print_note(
+                console, f"rounds are {'kept from the next answer on' if self._recording else 'not kept any more'}"
+            )
         elif rest and not (rest.isascii() and rest.isdecimal() and len(rest) < 7):
             raise UserError(f"/tree takes on, off, or how many rounds to go back, not {rest!r}")
-        elif not self._known:
-            raise UserError("no round is on record" + (": ask something" if self._on else ": /tree on, then ask again"))
-        elif int(rest or 0) >= len(self._known):
-            raise UserError(f"only {len(self._known)} rounds are on record: /tree {len(self._known) - 1} is the first")
+        elif not self._rounds:
+            raise UserError(
+                "no round is on record" + (": ask something" if self._recording else ": /tree on, then ask again")
+            )
+        elif int(rest or 0) >= len(self._rounds):
+            raise UserError(
+                f"only {len(self._rounds)} rounds are on record: /tree {len(self._rounds) - 1} is the first"
+            )
         else:
-            for line in shown(opened(self._known[-1 - int(rest or 0)]), self._spell):
+            for line in render_round(to_record(self._rounds[-1 - int(rest or 0)]), self._token_text):
                 console.print(line, soft_wrap=True)
 
-    def _hear(self, noted: Sequence[Noted]) -> None:
-        self._known += (one for one in noted if isinstance(one, Round))
+    def _add_rounds(self, noted: Sequence[TraceEntry]) -> None:
+        self._rounds += (one for one in noted if isinstance(one, RoundRecord))
 
 
 @dataclass(frozen=True, slots=True)
-class Nodes:
+class RoundTree:
     """A tree, its root node 0. `verified`: the proposal's node of a node."""
 
     tokens: Sequence[int]
     parents: Sequence[int]
     logprobs: Sequence[float] | None
     verified: dict[int, int]
-    below: dict[int, dict[int, int]]  # token -> node, of each node's children
+    children: dict[int, dict[int, int]]  # token -> node, of each node's children
 
     @staticmethod
-    def of(line: Record) -> Nodes:
+    def from_record(line: Record) -> RoundTree:
         """The draft's tree, or where nobody knows it the proposal."""
         proposal, tree = line["proposal"], line.get("draft", {}).get("tree")
         named: dict[str, Any] = proposal if tree is None else {name: each.tolist() for name, each in tree.items()}
@@ -72,41 +78,44 @@ class Nodes:
         for token, parent in zip(proposal["tokens"][1:], proposal["parents"][1:]):
             places.append(below.get(places[parent], {}).get(token, -1))
         verified = {place: node for node, place in enumerate(places) if place >= 0}
-        return Nodes(named["tokens"], named["parents"], named.get("logprobs"), verified, below)
+        return RoundTree(named["tokens"], named["parents"], named.get("logprobs"), verified, below)
 
-    def ahead(self, tokens: Sequence[int]) -> set[int]:
+    def surviving_nodes(self, tokens: Sequence[int]) -> set[int]:
         """What is left for the next round once these tokens are true: its root, and the likeliest nodes below it."""
         node: int | None = 0
         for token in tokens:
-            node = self.below.get(node, {}).get(token)
+            node = self.children.get(node, {}).get(token)
             if node is None:
                 return set()
         assert node is not None
-        kept, weights = {node}, self.logprobs or [0.0] * len(self.tokens)
+        surviving, weights = {node}, self.logprobs or [0.0] * len(self.tokens)
         for one in range(node + 1, len(self.tokens)):
-            if self.parents[one] in kept:
-                kept.add(one)
-        return set(sorted(kept, key=lambda one: (-weights[one], one))[: AHEAD + 1])
+            if self.parents[one] in surviving:
+                surviving.add(one)
+        return set(sorted(surviving, key=lambda one: (-weights[one], one))[: MAX_AHEAD_NODES + 1])
 
 
-def shown(line: Record, spell: Callable[[int], str]) -> Iterator[Text]:
+def render_round(line: Record, token_text: Callable[[int], str]) -> Iterator[Text]:
     """A round, line by line."""
-    nodes, path, proposal = Nodes.of(line), set(line["path"]), line["proposal"]
-    ahead = nodes.ahead(line["tokens"])
+    nodes, path, proposal = RoundTree.from_record(line), set(line["path"]), line["proposal"]
+    ahead = nodes.surviving_nodes(line["tokens"])
     wanted = {*nodes.verified, *ahead}
     others = len(nodes.tokens) - len(wanted)
     head = f"round {line['round']}: {len(proposal['tokens']) - 1} guesses verified, {len(path) - 1} right"
-    yield Text(f"{head}; the target adds {_name(spell(line['tokens'][-1]))}", "bold")
-    yield Text(_name(spell(nodes.tokens[0])))
+    yield Text(f"{head}; the target adds {_token_label(token_text(line['tokens'][-1]))}", "bold")
+    yield Text(_token_label(token_text(nodes.tokens[0])))
 
     def under(node: int, margin: str) -> Iterator[Text]:
-        children = [child for child in nodes.below.get(node, {}).values() if child in wanted]
+        children = [child for child in nodes.children.get(node, {}).values() if child in wanted]
         for child in children:
             last = child == children[-1]
             at = nodes.verified.get(child)
             right = at in path
             text = Text(margin + ("└─ " if last else "├─ "))
-            text.append(_name(spell(nodes.tokens[child])), ACCEPTED if right else "red" if at is not None else "")
+            text.append(
+                _token_label(token_text(nodes.tokens[child])),
+                ACCEPTED_STYLE if right else "red" if at is not None else "",
+            )
             if nodes.logprobs is not None:
                 text.append(f"  q {exp(nodes.logprobs[child] - nodes.logprobs[node]):.2f}", "dim")
             if at is not None and "p" in proposal:
@@ -121,7 +130,7 @@ def shown(line: Record, spell: Callable[[int], str]) -> Iterator[Text]:
         yield Text(f"and {others} more nodes, not verified", "dim")
 
 
-def _name(text: str) -> str:
+def _token_label(text: str) -> str:
     """A token's text on one line, as Python would write it."""
     written = visible(repr(text))
-    return written if len(written) <= WIDE else written[: WIDE - 1] + "…"
+    return written if len(written) <= MAX_TOKEN_CHARS else written[: MAX_TOKEN_CHARS - 1] + "…"

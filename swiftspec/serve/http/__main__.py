@@ -27,7 +27,7 @@ from swiftspec.serve.http.engine_link.events import TraceEventBuffer
 from swiftspec.serve.http.engine_link.frame_socket import AsyncFrameSocket
 from swiftspec.serve.http.engine_link.frames import FrontendConfig
 from swiftspec.serve.http.engine_link.frontend_process import local_host_names
-from swiftspec.serve.http.grammar_compiler import GrammarCompiler
+from swiftspec.serve.http.grammar_compiler import SandboxedGrammarCompiler
 from swiftspec.serve.http.middleware.request_id import RequestIdMiddleware
 from swiftspec.serve.http.middleware.request_timeout import MAX_HEAD_BYTES, RequestTimeoutProtocol
 from swiftspec.serve.http.middleware.security import SecurityMiddleware
@@ -132,7 +132,7 @@ def build_app(
     instrumented = InstrumentedEngine(
         engine, [metrics.record_request] if tracing is None else [metrics.record_request, tracing.record]
     )
-    app = create_app(instrumented, codec, [config.model_name], compile=GrammarCompiler())
+    app = create_app(instrumented, codec, [config.model_name], compile=SandboxedGrammarCompiler())
     app.include_router(prometheus.metrics_router(metrics))
     app.include_router(events.trace_events_router(trace_events, codec))
     allowed_hosts = None if config.api_keys else local_host_names(config.host)

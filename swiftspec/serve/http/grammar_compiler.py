@@ -17,7 +17,7 @@ MAX_CACHED_GRAMMARS = 64
 MAX_PROCESSES = 2
 
 
-class GrammarCompiler:
+class SandboxedGrammarCompiler:
     """`grammar.build_grammar` in a process with limits, with an LRU cache of grammars."""
 
     def __init__(self, timeout_s: float = COMPILE_TIMEOUT_S, memory_bytes: int = COMPILE_MEMORY_BYTES) -> None:

@@ -12,52 +12,54 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from swiftspec import __version__
-from swiftspec.errors import UserError, shown
+from swiftspec.errors import UserError, truncated_repr
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
     from opentelemetry.sdk.trace.export import SpanExporter
 
-PATIENCE = 2.0  # seconds for the collector to take what it is sent
-SPARED = 5.0  # seconds without another try once it has not
-MOST = 1 << 16  # spans that wait to be sent; with more of them the first ones are lost
-ENDPOINT = "/v1/traces"
-SAID = 200  # characters of what OpenTelemetry logs
+EXPORT_TIMEOUT_S = 2.0  # seconds for the collector to take what it is sent
+RETRY_AFTER_S = 5.0  # seconds without another try once it has not
+MAX_QUEUED_SPANS = 1 << 16  # spans that wait to be sent; with more of them the first ones are lost
+TRACES_PATH = "/v1/traces"
+MAX_LOG_CHARS = 200  # characters of what OpenTelemetry logs
 
 
-def check(endpoint: str) -> str:
+def check_otlp_endpoint(endpoint: str) -> str:
     """The whole address that spans are sent to, of a collector's. Raises UserError on one that is none, and where the
     extra is not installed."""
     address = urlsplit(endpoint)
     if address.scheme not in ("http", "https") or not address.netloc:
-        raise UserError(f"--otlp-endpoint must be like http://localhost:4318, not {shown(endpoint)}")
+        raise UserError(f"--otlp-endpoint must be like http://localhost:4318, not {truncated_repr(endpoint)}")
     for name in ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http"):
         if not _installed(name):
             raise UserError("--otlp-endpoint needs OpenTelemetry: pip install 'swiftspec[otel]'")
-    return endpoint if address.path.endswith(ENDPOINT) else endpoint.rstrip("/") + ENDPOINT
+    return endpoint if address.path.endswith(TRACES_PATH) else endpoint.rstrip("/") + TRACES_PATH
 
 
-def provider(endpoint: str, exporter: Callable[[str], SpanExporter] | None = None) -> TracerProvider:
+def make_tracer_provider(endpoint: str, exporter: Callable[[str], SpanExporter] | None = None) -> TracerProvider:
     """What makes spans, and sends them there in a thread of its own; shutting it down sends what is left. Raises
     UserError, see `check`. `exporter` makes what sends them to an address: OTLP over HTTP."""
-    address = check(endpoint)
+    address = check_otlp_endpoint(endpoint)
     from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
     from opentelemetry.sdk.resources import Resource
     from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
     log = logging.getLogger("opentelemetry")
-    if not any(isinstance(handler, InALine) for handler in log.handlers):
-        log.addHandler(InALine())
+    if not any(isinstance(handler, FirstErrorHandler) for handler in log.handlers):
+        log.addHandler(FirstErrorHandler())
         log.propagate = False
     resource = Resource.create({"service.name": "swiftspec", "service.version": __version__})
     made = TracerProvider(resource=resource, shutdown_on_exit=False)
-    sends: Any = Sparing(OTLPSpanExporter(address, timeout=PATIENCE) if exporter is None else exporter(address))
-    made.add_span_processor(BatchSpanProcessor(sends, MOST))
+    sends: Any = BackoffExporter(
+        OTLPSpanExporter(address, timeout=EXPORT_TIMEOUT_S) if exporter is None else exporter(address)
+    )
+    made.add_span_processor(BatchSpanProcessor(sends, MAX_QUEUED_SPANS))
     return made
 
 
-class Sparing:
+class BackoffExporter:
     """Sends spans by an exporter, but for a while nothing any more once that has failed: a long answer has many
     messages, and whoever leaves would wait for each."""
 
@@ -70,24 +72,24 @@ class Sparing:
 
         now = time.monotonic()
         if now >= self._until and self._exporter.export(spans) is not SpanExportResult.SUCCESS:
-            self._until = now + SPARED
+            self._until = now + RETRY_AFTER_S
 
     def shutdown(self) -> None:
         """As the exporter does."""
         self._exporter.shutdown()
 
 
-class InALine(logging.Handler):
+class FirstErrorHandler(logging.Handler):
     """What goes wrong on the way to the collector, in a line: the first time, as it goes wrong again and again."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
-        self._said = False
+        self._logged = False
 
     def emit(self, record: logging.LogRecord) -> None:
-        if not self._said:
-            self._said = True
-            what = " ".join(record.getMessage().split())[:SAID]
+        if not self._logged:
+            self._logged = True
+            what = " ".join(record.getMessage().split())[:MAX_LOG_CHARS]
             print(f"swiftspec: spans do not reach --otlp-endpoint: {what}", file=sys.stderr, flush=True)
 
 

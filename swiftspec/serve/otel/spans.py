@@ -9,19 +9,19 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from swiftspec.observe.rpc_latency import Hop, Hops
+from swiftspec.observe.rpc_latency import RpcLog, RpcRecord
 from swiftspec.serve.otel import exporter as otel_exporter
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace.export import SpanExporter
 
-    from swiftspec.engine import Chunk, Stats
+    from swiftspec.engine import Stats, TokenChunk
     from swiftspec.serve.session import Session
     from swiftspec.serve.settings.settings import Settings
 
 
 @contextmanager
-def traced(
+def traced_session(
     session: Session, settings: Settings, exporter: Callable[[str], SpanExporter] | None = None
 ) -> Iterator[Session]:
     """The session; where a collector is named, it hears of each of its answers. Raises UserError, as `collector.check`
@@ -29,69 +29,78 @@ def traced(
     if settings.otlp_endpoint is None:
         yield session
         return
-    provider, llm = otel_exporter.provider(settings.otlp_endpoint, exporter), session.llm
-    spans = Spans(provider.get_tracer("swiftspec"), session.model, llm.roles.hops or Hops(), lambda: llm.stats)
+    provider, llm = otel_exporter.make_tracer_provider(settings.otlp_endpoint, exporter), session.llm
+    spans = RequestSpans(provider.get_tracer("swiftspec"), session.model, llm.roles.hops or RpcLog(), lambda: llm.stats)
     try:
-        yield replace(session, around=spans.around)
+        yield replace(session, around=spans.trace_chunks)
     finally:
         provider.shutdown()
 
 
-class Spans:
+class RequestSpans:
     """Of one request after the other, decoded in this process."""
 
-    def __init__(self, tracer: Any, model: str, hops: Hops, stats: Callable[[], Stats]) -> None:
+    def __init__(self, tracer: Any, model: str, hops: RpcLog, stats: Callable[[], Stats]) -> None:
         """`stats`: what the request begun last has cost."""
         self._tracer, self._model, self._hops, self._stats = tracer, model, hops, stats
 
-    def around(self, chunks: Iterator[Chunk]) -> Iterator[Chunk]:
+    def trace_chunks(self, chunks: Iterator[TokenChunk]) -> Iterator[TokenChunk]:
         """The chunks of a request, whose spans are made once it is over."""
-        began, known, failed = time.time_ns(), list[Hop](), None
-        self._hops.taken = known.append
+        began, known, failed = time.time_ns(), list[RpcRecord](), None
+        self._hops.on_record = known.append
         try:
             yield from chunks
         except Exception as error:
             failed = error
             raise
         finally:
-            self._hops.taken = None
+            self._hops.on_record = None
             self._record(began, known, failed)
 
-    def _record(self, began: int, hops: Iterable[Hop], failed: Exception | None) -> None:
+    def _record(self, began: int, hops: Iterable[RpcRecord], failed: Exception | None) -> None:
         from opentelemetry.trace import SpanKind, StatusCode
 
-        told = {"gen_ai.provider.name": "swiftspec", "gen_ai.request.model": self._model, **_cost(self._stats())}
+        attributes = {
+            "gen_ai.provider.name": "swiftspec",
+            "gen_ai.request.model": self._model,
+            **_usage_attributes(self._stats()),
+        }
         name = f"text_completion {self._model}"
-        span = self._tracer.start_span(name, kind=SpanKind.CLIENT, start_time=began, attributes=told)
-        exchanges(self._tracer, span, hops)
+        span = self._tracer.start_span(name, kind=SpanKind.CLIENT, start_time=began, attributes=attributes)
+        add_rpc_spans(self._tracer, span, hops)
         if failed is not None:
             span.set_attribute("error.type", type(failed).__name__)
             span.set_status(StatusCode.ERROR, str(failed))
         span.end()
 
 
-def exchanges(tracer: Any, request: Any, hops: Iterable[Hop]) -> None:
+def add_rpc_spans(tracer: Any, request: Any, hops: Iterable[RpcRecord]) -> None:
     """The spans under that of a request. A worker's part lies where its clock says, as far as that is known, and never
     outside of the exchange."""
     from opentelemetry.trace import SpanKind, set_span_in_context
 
-    under = set_span_in_context(request)
+    request_context = set_span_in_context(request)
     for hop in hops:
         what = "verify" if hop.side == "target" else "draft"
         numbers = {"wall_ns": hop.wall, "queue_ns": hop.queue, "model_ns": hop.model}
-        told = {"swiftspec.round": hop.round, **{f"swiftspec.worker.{key}": value for key, value in numbers.items()}}
-        call = tracer.start_span(what, under, SpanKind.CLIENT, start_time=hop.asked, attributes=told)
+        attributes = {
+            "swiftspec.round": hop.round,
+            **{f"swiftspec.worker.{key}": value for key, value in numbers.items()},
+        }
+        call = tracer.start_span(what, request_context, SpanKind.CLIENT, start_time=hop.asked, attributes=attributes)
         if hop.clock is not None and hop.wall > 0:
             latest = max(hop.came - hop.wall, hop.asked)
-            began = min(max(hop.clock.here(hop.began), hop.asked), latest)
-            told = {"swiftspec.worker.span": f"{hop.span:016x}", "swiftspec.clock.error_ns": hop.clock.error}
-            here = set_span_in_context(call)
-            part = tracer.start_span(f"{hop.side} worker", here, SpanKind.SERVER, start_time=began, attributes=told)
+            began = min(max(hop.clock.to_local(hop.began), hop.asked), latest)
+            attributes = {"swiftspec.worker.span": f"{hop.span:016x}", "swiftspec.clock.error_ns": hop.clock.error}
+            call_context = set_span_in_context(call)
+            part = tracer.start_span(
+                f"{hop.side} worker", call_context, SpanKind.SERVER, start_time=began, attributes=attributes
+            )
             part.end(min(began + hop.wall, hop.came))
         call.end(hop.came)
 
 
-def _cost(stats: Stats) -> dict[str, Any]:
+def _usage_attributes(stats: Stats) -> dict[str, Any]:
     return {
         "gen_ai.usage.input_tokens": stats.prompt_tokens, "gen_ai.usage.output_tokens": stats.tokens,
         "swiftspec.num_spec_steps": stats.rounds, "swiftspec.decode_seconds": stats.decode_time,

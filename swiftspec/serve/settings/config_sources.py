@@ -10,21 +10,28 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from swiftspec import file_io
-from swiftspec.errors import UserError, shown
-from swiftspec.serve.settings.settings import ENV_PREFIX, Settings, UsageError, env_name, explain, flag_name
+from swiftspec.errors import UserError, truncated_repr
+from swiftspec.serve.settings.settings import (
+    ENV_PREFIX,
+    Settings,
+    UsageError,
+    describe_validation_error,
+    env_name,
+    flag_name,
+)
 
-NO_SETTINGS = (  # variables of the build, the tests and the kernels
+NON_SETTING_VARIABLES = (  # variables of the build, the tests and the kernels
     "SWIFTSPEC_CUDA", "SWIFTSPEC_CUDA_ARCHS", "SWIFTSPEC_WERROR", "SWIFTSPEC_EARLY_STARTS", "SWIFTSPEC_FEW_STAGES",
     "SWIFTSPEC_EMULATED", "SWIFTSPEC_EMULATED_CASES", "SWIFTSPEC_EMULATED_SEED", "SWIFTSPEC_TEST_EPOCHS",
 )  # fmt: skip
 
 
-def load(cli: Mapping[str, object], file: Path | None = None, kind: type[Settings] = Settings) -> Settings:
+def load_settings(cli: Mapping[str, object], file: Path | None = None, kind: type[Settings] = Settings) -> Settings:
     """Puts the layers together. `cli`: only what was given there, by field name. Raises UsageError with the culprit."""
     known = list(kind.model_fields)
-    below = _read_yaml(file, known) if file is not None else {}
+    from_file = _read_yaml(file, known) if file is not None else {}
     by_env = {name for name in known if os.environ.get(env_name(name))}
-    given = {name: value for name, value in below.items() if name not in by_env} | dict(cli)
+    given = {name: value for name, value in from_file.items() if name not in by_env} | dict(cli)
 
     def label(name: str) -> str:
         if name in cli:
@@ -34,28 +41,28 @@ def load(cli: Mapping[str, object], file: Path | None = None, kind: type[Setting
     try:
         return kind(**given)  # pyright: ignore[reportArgumentType]
     except ValidationError as error:
-        raise UsageError(explain(error, label)) from None
+        raise UsageError(describe_validation_error(error, label)) from None
 
 
-def strays(kind: type[Settings] = Settings) -> list[str]:
+def unknown_variable_warnings(kind: type[Settings] = Settings) -> list[str]:
     """Lines on variables of the environment that look like settings and are none."""
     known = [env_name(name) for name in kind.model_fields]
     names = sorted(name for name, value in os.environ.items() if name.startswith(ENV_PREFIX) and value)
     return [
         f"the environment variable {name[:80]} is no setting{_hint(name, known)}"
-        for name in names if name not in known and name not in NO_SETTINGS
+        for name in names if name not in known and name not in NON_SETTING_VARIABLES
     ]  # fmt: skip
 
 
 def _read_yaml(file: Path, known: Sequence[str]) -> dict[str, object]:
     """The file's values by field name, as text: what the flag would get on the command line. Empty ones count as left
     out."""
-    from swiftspec.serve.settings.plain_yaml import NotPlain, mapping  # yaml is not needed for --help
+    from swiftspec.serve.settings.plain_yaml import UnsupportedYaml, parse_mapping  # yaml is not needed for --help
 
     name = f"--config {file}"
     try:
-        data = mapping(file_io.read_text(file, name, file_io.SMALL))
-    except NotPlain as error:
+        data = parse_mapping(file_io.read_text(file, name, file_io.SMALL_FILE_BYTES))
+    except UnsupportedYaml as error:
         raise UsageError(f"{name} {error}") from None
     except UserError as error:
         raise UsageError(str(error)) from None
@@ -64,7 +71,7 @@ def _read_yaml(file: Path, known: Sequence[str]) -> dict[str, object]:
     for key, value in data:
         field = key.replace("-", "_")
         if field not in known:
-            raise UsageError(f"{name}: unknown key {shown(key)}{_hint(key.replace('_', '-'), dashed)}")
+            raise UsageError(f"{name}: unknown key {truncated_repr(key)}{_hint(key.replace('_', '-'), dashed)}")
         if field in values:
             raise UsageError(f"{name}: {flag_name(field)[2:]} is given twice: take one of them out")
         values[field] = value

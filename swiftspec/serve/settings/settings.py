@@ -12,31 +12,31 @@ from pydantic import Field, ValidationError, ValidationInfo, create_model, field
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from swiftspec.config import EngineConfig
-from swiftspec.errors import UserError, shown
+from swiftspec.errors import UserError, truncated_repr
 from swiftspec.file_io import parse_json
 from swiftspec.params import SamplingParams
 from swiftspec.serve.rank_plan import split_ranks
-from swiftspec.serve.settings.flags import CONTRADICTS, WITHOUT, Flag, OwnSettings, Table
+from swiftspec.serve.settings.flags import IGNORED_PARTS, UNSUPPORTED_PARTS, CommandSettings, Flag, SettingsTable
 
 ENV_PREFIX = "SWIFTSPEC_"
 S = TypeVar("S", bound="Settings")
 
 if TYPE_CHECKING:
 
-    class Attributes(OwnSettings, BaseSettings):
+    class SettingsAttributes(CommandSettings, BaseSettings):
         """What a type checker knows of the fields that `from_table` makes. The engine's may be anything to it."""
 
         def __getattr__(self, name: str) -> Any: ...
         def __setattr__(self, name: str, value: Any) -> None: ...
 else:
-    Attributes = BaseSettings
+    SettingsAttributes = BaseSettings
 
 
 class UsageError(UserError):
     """A flag, variable or file of settings that makes no sense: exit code 2."""
 
 
-def from_table(table: Table) -> Callable[[type[S]], type[S]]:
+def with_fields_of(table: SettingsTable) -> Callable[[type[S]], type[S]]:
     """A decorator: gives a class a field for every flag of the table."""
 
     def filled(kind: type[S]) -> type[S]:
@@ -51,24 +51,24 @@ def from_table(table: Table) -> Callable[[type[S]], type[S]]:
 def _field(flag: Flag) -> tuple[Any, Any]:
     """The field of a flag, for pydantic. Text becomes a list or an object in `_from_text`, and the range of a value
     that goes into a config is checked there; what remains is the range of the front end's own."""
-    limits: dict[str, Any] = {} if flag.config else {"ge": flag.setting.least, "le": flag.setting.most}
-    return Annotated[flag.kind, NoDecode, flag], Field(flag.default, description=flag.setting.help, **limits)
+    limits: dict[str, Any] = {} if flag.config else {"ge": flag.setting.ge, "le": flag.setting.le}
+    return Annotated[flag.value_type, NoDecode, flag], Field(flag.default, description=flag.setting.help, **limits)
 
 
-@from_table(Table())
-class Settings(Attributes):
+@with_fields_of(SettingsTable())
+class Settings(SettingsAttributes):
     """Every setting. None for a sampling value means: the model's own, else vLLM's default."""
 
     model_config = SettingsConfigDict(
         env_prefix=ENV_PREFIX, env_ignore_empty=True, extra="forbid", validate_assignment=True, protected_namespaces=()
     )
-    table: ClassVar[Table]
+    table: ClassVar[SettingsTable]
 
     @field_validator("*", mode="before")
     @classmethod
     def _from_text(cls, value: object, info: ValidationInfo) -> object:
         """Lists and objects from the command line or the environment: JSON, or for lists the bare value(s)."""
-        kind = cls.table.flags[str(info.field_name)].kind
+        kind = cls.table.flags[str(info.field_name)].value_type
         if get_origin(kind) is list:
             return _as_list(value, of_text=get_args(kind)[0] is str)
         if get_origin(kind) is dict and isinstance(value, str):
@@ -84,8 +84,8 @@ class Settings(Attributes):
         if value is None or flag.config is None:
             return value
         values = {flag.name: _for_config(value)}
-        if flag.setting.beside in info.data:
-            values[flag.setting.beside] = info.data[flag.setting.beside]
+        if flag.setting.depends_on in info.data:
+            values[flag.setting.depends_on] = info.data[flag.setting.depends_on]
         try:
             flag.config(**values)
         except UserError as error:  # pydantic wants a ValueError
@@ -100,8 +100,8 @@ class Settings(Attributes):
         mode = self.mode or ("ar" if not has_draft else "async" if ranks > 1 or apart else "serial")
         if mode != "ar" and not has_draft:
             raise UserError(f"--mode {mode} needs a draft model: name one with --draft-model, or take --mode ar")
-        for part in CONTRADICTS[mode]:
-            for name in self._given(part):
+        for part in UNSUPPORTED_PARTS[mode]:
+            for name in self._explicitly_set(part):
                 raise UsageError(f"{flag_name(name)} shapes a {part}, which mode {mode} has not: leave it out")
         trees = ("verify_batch", "draft_leaves") if self.max_num_seqs > 1 else ()
         for name in trees:
@@ -115,27 +115,27 @@ class Settings(Attributes):
         table = self.table
         try:
             target_tp, draft_tp = split_ranks(
-                mode, ranks, self.target_tp, self.draft_tp, alone=self.device == "cuda" or apart
+                mode, ranks, self.target_tp, self.draft_tp, single_rank_ok=self.device == "cuda" or apart
             )
-            population = table.population(**self._values_of(table.population))
+            population = table.population(**self._config_values(table.population))
             return table.engine(
                 mode=mode, target_tp=target_tp, draft_tp=draft_tp, population=population,
-                **remote, **self._follows_clock(mode), **self._values_of(table.engine),
+                **remote, **self._adaptive_options(mode), **self._config_values(table.engine),
             )  # fmt: skip
         except UserError as error:
             raise UsageError(str(error)) from None
 
-    def _given(self, part: str) -> list[str]:
+    def _explicitly_set(self, part: str) -> list[str]:
         """The settings that shape a part of the engine, as far as somebody gave them."""
-        shaping = [name for name, flag in self.table.flags.items() if flag.setting.shapes == part]
+        shaping = [name for name, flag in self.table.flags.items() if flag.setting.applies_to == part]
         return [name for name in shaping if name in self.model_fields_set]
 
-    def idle(self, mode: str) -> list[str]:
+    def ignored_settings(self, mode: str) -> list[str]:
         """What was given and does nothing in this mode, in lines. What is just as one might think is left out, such as
         a seed of greedy text."""
         told = []
-        for part in WITHOUT[mode]:
-            flags = [flag_name(name) for name in self._given(part)]
+        for part in IGNORED_PARTS[mode]:
+            flags = [flag_name(name) for name in self._explicitly_set(part)]
             if flags:
                 told.append(f"mode {mode} has no {part}: {', '.join(flags)} {'do' if flags[1:] else 'does'} nothing")
         if (
@@ -146,7 +146,7 @@ class Settings(Attributes):
             told.append("--adapt does nothing: --draft-steps and --verify-batch say what would follow what is measured")
         return told
 
-    def _follows_clock(self, mode: str) -> dict[str, bool]:
+    def _adaptive_options(self, mode: str) -> dict[str, bool]:
         """What of a round may follow what is measured: where the user gave d or bs, or --verify reject, whose text
         follows the rounds, not that; nor where several requests share a round."""
         fixed = self.verify == "reject" or self.max_num_seqs > 1
@@ -157,12 +157,12 @@ class Settings(Attributes):
             "adapt_batch": adapts and "verify_batch" not in self.model_fields_set,
         }
 
-    def _values_of(self, config: type) -> dict[str, Any]:
+    def _config_values(self, config: type) -> dict[str, Any]:
         """The values for the fields of a config, without what is open."""
         mine = {name: getattr(self, name) for name, flag in self.table.flags.items() if flag.config is config}
         return {name: _for_config(value) for name, value in mine.items() if value is not None}
 
-    def note(self) -> str | None:
+    def guidance_note(self) -> str | None:
         """What of guidance is not as one might think."""
         if self.guidance_scale != 1 and self.negative_prompt is None:
             return "guidance without a negative prompt takes an empty one"
@@ -170,10 +170,10 @@ class Settings(Attributes):
             return "a negative prompt does nothing at guidance scale 1"
         return None
 
-    def sampling(self, model_defaults: Mapping[str, Any], negative: Sequence[int] = ()) -> SamplingParams:
+    def sampling_params(self, model_defaults: Mapping[str, Any], negative: Sequence[int] = ()) -> SamplingParams:
         """The sampling parameters, holes filled from the model's defaults (which `generation_defaults` reads);
         `negative`: the tokens of the negative prompt."""
-        values = {**model_defaults, **self._values_of(self.table.sampling)}
+        values = {**model_defaults, **self._config_values(self.table.sampling)}
         return self.table.sampling(**values, negative_prompt_ids=tuple(negative))
 
 
@@ -216,7 +216,7 @@ def env_name(name: str) -> str:
     return ENV_PREFIX + name.upper()
 
 
-def explain(error: ValidationError, label: Callable[[str], str] = str) -> str:
+def describe_validation_error(error: ValidationError, label: Callable[[str], str] = str) -> str:
     """The first complaint in one line: `--top-p must be a number, not 'much'`."""
     first = error.errors(include_url=False)[0]
     name = str(first["loc"][0]) if first["loc"] else "a value"
@@ -230,4 +230,4 @@ def explain(error: ValidationError, label: Callable[[str], str] = str) -> str:
         "list": "be a list", "greater": f"be at least {context.get('ge')}", "less": f"be at most {context.get('le')}",
         "literal": f"be one of {context.get('expected', '')}".replace("'", "").replace(" or ", ", "),
     }.get(kind.partition("_")[0], f"be otherwise ({first['msg']})")  # fmt: skip
-    return f"{label(name)} must {wanted}, not {shown(first['input'])}"
+    return f"{label(name)} must {wanted}, not {truncated_repr(first['input'])}"

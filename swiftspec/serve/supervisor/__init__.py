@@ -1,1 +1,1 @@
-"""Keepers: light processes that start the ranks and the front end, watch them, and start them again."""
+"""Supervisor: starts the ranks and the front end of a job, checks their heartbeats and restarts them."""

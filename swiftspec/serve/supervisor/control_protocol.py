@@ -1,8 +1,8 @@
-"""What a keeper and a process that it keeps say to each other, over a pair of Unix sockets. End of file there means
-that the other one is gone.
+"""Messages between a supervisor and a supervised process, over a pair of Unix sockets. End of file means that the
+other process has exited.
 
-Down goes a first message with its length before it, then single bytes: `WIRE`, with an open file, and `LEAVE`. Up go
-heartbeats alone.
+The supervisor sends one length-prefixed first message, then single bytes: `LINK`, with an open file descriptor, and
+`SHUTDOWN`. The process sends only heartbeats.
 """
 
 from __future__ import annotations
@@ -11,39 +11,39 @@ import math
 import socket
 import struct
 
-EVERY = 0.25  # seconds between two heartbeats
-WIRE, LEAVE = b"w", b"l"
-BEAT = struct.Struct("<?d")  # whether it is ready; when its piece of work began, by the machine's monotonic clock
-LENGTH = 4  # bytes before the first message, big-endian
+HEARTBEAT_INTERVAL_S = 0.25
+LINK, SHUTDOWN = b"w", b"l"
+HEARTBEAT = struct.Struct("<?d")  # ready flag; start of the current operation on the monotonic clock, NaN when idle
+LENGTH_BYTES = 4  # bytes before the first message, big-endian
 
 
-def beat(ready: bool, since: float | None) -> bytes:
-    """A heartbeat as it travels."""
-    return BEAT.pack(ready, math.nan if since is None else since)
+def encode_heartbeat(ready: bool, busy_since: float | None) -> bytes:
+    """Encodes a heartbeat. `busy_since`: start of the current operation (monotonic clock); None when idle."""
+    return HEARTBEAT.pack(ready, math.nan if busy_since is None else busy_since)
 
 
-def read_beat(data: bytes) -> tuple[bool, float | None]:
-    """What a heartbeat says."""
-    ready, since = BEAT.unpack(data)
-    return ready, None if math.isnan(since) else since
+def decode_heartbeat(data: bytes) -> tuple[bool, float | None]:
+    """Decodes a heartbeat into (ready, busy_since)."""
+    ready, busy_since = HEARTBEAT.unpack(data)
+    return ready, None if math.isnan(busy_since) else busy_since
 
 
-def first_message(data: bytes) -> bytes:
-    """A first message as it travels."""
-    return len(data).to_bytes(LENGTH, "big") + data
+def encode_first_message(data: bytes) -> bytes:
+    """Encodes the first message: length prefix and payload."""
+    return len(data).to_bytes(LENGTH_BYTES, "big") + data
 
 
-def read_first(control: socket.socket) -> bytes:
-    """The first message, waited for. Raises EOFError where the keeper is gone."""
-    return _exactly(control, int.from_bytes(_exactly(control, LENGTH), "big"))
+def read_first_message(control: socket.socket) -> bytes:
+    """Blocks until the first message has arrived. Raises EOFError if the supervisor has exited."""
+    return _read_exactly(control, int.from_bytes(_read_exactly(control, LENGTH_BYTES), "big"))
 
 
-def _exactly(control: socket.socket, size: int) -> bytes:
-    """So many bytes and none more: the next one may have an open file with it."""
-    found = b""
-    while len(found) < size:
-        data = control.recv(size - len(found))
+def _read_exactly(control: socket.socket, size: int) -> bytes:
+    """Reads exactly `size` bytes. The byte after them may carry a file descriptor, so it must not be read here."""
+    received = b""
+    while len(received) < size:
+        data = control.recv(size - len(received))
         if not data:
-            raise EOFError("the keeper is gone")
-        found += data
-    return found
+            raise EOFError("the supervisor has exited")
+        received += data
+    return received

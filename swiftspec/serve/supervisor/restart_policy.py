@@ -1,29 +1,30 @@
-"""How soon, and how often, a process that has ended is started again."""
+"""Restart policy of a supervised process: delay before each restart and maximum restart rate."""
 
 from __future__ import annotations
 
 from collections import deque
 
-DELAYS = (0.0, 0.5, 1.0, 2.0, 4.0, 8.0)  # seconds before each start in a row, then the last of them
-CALM = 60.0  # seconds of being ready after which the row begins anew
-MOST, WINDOW = 8, 600.0  # so many starts in so many seconds, and no more
+RESTART_DELAYS_S = (0.0, 0.5, 1.0, 2.0, 4.0, 8.0)  # before consecutive restarts; the last value repeats
+STABLE_AFTER_S = 60.0  # a process that was ready this long starts again at the first delay
+MAX_RESTARTS, RESTART_WINDOW_S = 8, 600.0  # at most MAX_RESTARTS restarts per window
 
 
-class Restarts:
-    """The restarts of one process."""
+class RestartPolicy:
+    """Restart history of one process."""
 
     def __init__(self) -> None:
-        self._row = 0
-        self._times: deque[float] = deque()
+        self._consecutive = 0
+        self._restart_times: deque[float] = deque()
 
-    def delay(self, now: float, ready_for: float) -> float | None:
-        """Seconds until the next start of a process that has ended now and was ready for so long; None: it has been
-        started too often."""
-        while self._times and now - self._times[0] > WINDOW:
-            self._times.popleft()
-        if len(self._times) >= MOST:
+    def next_delay(self, now: float, ready_s: float) -> float | None:
+        """Returns the delay in seconds before the next restart, or None once the restart limit is reached.
+
+        `now`: time of the exit; `ready_s`: how long the process was ready before it."""
+        while self._restart_times and now - self._restart_times[0] > RESTART_WINDOW_S:
+            self._restart_times.popleft()
+        if len(self._restart_times) >= MAX_RESTARTS:
             return None
-        self._times.append(now)
-        self._row = 0 if ready_for >= CALM else self._row
-        self._row += 1
-        return DELAYS[min(self._row, len(DELAYS)) - 1]
+        self._restart_times.append(now)
+        self._consecutive = 0 if ready_s >= STABLE_AFTER_S else self._consecutive
+        self._consecutive += 1
+        return RESTART_DELAYS_S[min(self._consecutive, len(RESTART_DELAYS_S)) - 1]

@@ -1,4 +1,4 @@
-"""One kept process over all its lives, as its keeper sees it."""
+"""One supervised process across its restarts, on the supervisor's side."""
 
 from __future__ import annotations
 
@@ -11,77 +11,82 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from swiftspec.distributed.launch.supervision import LOST
+from swiftspec.distributed.launch.supervision import EXIT_PEER_LOST
 from swiftspec.serve.supervisor import control_protocol
-from swiftspec.serve.supervisor.restart_policy import Restarts
+from swiftspec.serve.supervisor.restart_policy import RestartPolicy
 
-STARTING = 30.0  # seconds of silence before it is ready: imports of large libraries hold the interpreter
-PIECE = 300.0  # seconds for one piece of work; a part of a prompt may take a slow machine a minute
-SHARED = Path("/dev/shm")
-BY_ITSELF = {0, 2, 128 + signal.SIGHUP, 128 + signal.SIGINT, 141, 128 + signal.SIGTERM}  # codes of a meant end
+STARTUP_HEARTBEAT_TIMEOUT_S = 30.0  # before it is ready: imports of large libraries hold the interpreter lock
+WORK_UNIT_TIMEOUT_S = 300.0  # limit of one operation; a prefill chunk may take a minute on a slow machine
+SHM_DIR = Path("/dev/shm")
+FINAL_EXIT_CODES = {0, 2, 128 + signal.SIGHUP, 128 + signal.SIGINT, 141, 128 + signal.SIGTERM}  # of an intended exit
 
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """What is kept.
+    """How to start and supervise one process.
 
-    `command`: how it is started, by the number of its control socket's file and its life; `files`: what else it has
-    open; `reads`: it has our standard input; `first`: what it is told first. `session`: it has a session of its own, so
-    that a terminal's Ctrl-C reaches the keeper alone. `silence`: seconds without a heartbeat after which it counts as
-    hanging; None: it may be silent. `again`: it is started again; `vital`: the job ends where that was too often.
+    `command`: returns the command line, given the control socket's file descriptor and the incarnation.
+    `environment`: variables in addition to this process's environment.
+    `inherited_fds`: file descriptors that the process inherits, in addition to the control socket.
+    `first_message`: payload of the first message on the control socket.
+    `new_session`: run it in its own session, so that a terminal's Ctrl-C reaches only the supervisor.
+    `heartbeat_timeout_s`: seconds without a heartbeat before the process is killed; None disables the check.
+    `restart`: restart it when it exits.
+    `critical`: end the job once the restart limit is reached.
+    `inherit_stdin`: it reads this process's standard input; otherwise its input is empty.
     """
 
     name: str
     command: Callable[[int, int], Sequence[str]]
-    variables: Mapping[str, str] = field(default_factory=dict)
-    files: tuple[int, ...] = ()
-    first: bytes = b""
-    session: bool = True
-    silence: float | None = 3.0
-    again: bool = True
-    vital: bool = True
-    reads: bool = False
+    environment: Mapping[str, str] = field(default_factory=dict)
+    inherited_fds: tuple[int, ...] = ()
+    first_message: bytes = b""
+    new_session: bool = True
+    heartbeat_timeout_s: float | None = 3.0
+    restart: bool = True
+    critical: bool = True
+    inherit_stdin: bool = False
 
 
-class Child:
-    """Its present process, if there is one."""
+class SupervisedProcess:
+    """The current process of a `Program`, if one is running."""
 
     def __init__(self, program: Program) -> None:
         self.program = program
-        self.life = -1
-        self.due: float | None = None  # when it is to be started
-        self.why = ""  # it was killed
+        self.incarnation = -1
+        self.restart_at: float | None = None  # time of the next start
+        self.kill_reason = ""  # why this supervisor killed it
         self.process: subprocess.Popen[bytes] | None = None
         self.control: socket.socket | None = None
-        self._restarts = Restarts()
-        self._data = b""
-        self._heard = self._excused = 0.0
-        self._since: float | None = None
+        self._restart_policy = RestartPolicy()
+        self._receive_buffer = b""
+        self._last_heartbeat = self._timers_reset_at = 0.0
+        self._busy_since: float | None = None
         self._ready_at: float | None = None
 
     def start(self, now: float) -> None:
-        """Its next life. Raises OSError where the machine has no room for a process."""
+        """Starts the next incarnation. Raises OSError if the process cannot be created."""
         program = self.program
-        self.life, self.due, self.why, self._data = self.life + 1, None, "", b""
-        self._heard = self._excused = now
-        self._since = self._ready_at = None
-        self.control, there = socket.socketpair()
-        with there:
+        self.incarnation, self.restart_at, self.kill_reason, self._receive_buffer = self.incarnation + 1, None, "", b""
+        self._last_heartbeat = self._timers_reset_at = now
+        self._busy_since = self._ready_at = None
+        self.control, remote_end = socket.socketpair()
+        with remote_end:
             try:
                 self.process = subprocess.Popen(
-                    program.command(there.fileno(), self.life), env={**os.environ, **program.variables},
-                    pass_fds=(there.fileno(), *program.files), start_new_session=program.session,
-                    stdin=None if program.reads else subprocess.DEVNULL,
+                    program.command(remote_end.fileno(), self.incarnation), env={**os.environ, **program.environment},
+                    pass_fds=(remote_end.fileno(), *program.inherited_fds), start_new_session=program.new_session,
+                    stdin=None if program.inherit_stdin else subprocess.DEVNULL,
                 )  # fmt: skip
             except OSError:
-                self._hang_up()
+                self._close_control()
                 raise
-        with suppress(OSError):  # it may have ended by now
-            self.control.sendall(control_protocol.first_message(program.first))
+        with suppress(OSError):  # it may have exited already
+            self.control.sendall(control_protocol.encode_first_message(program.first_message))
         self.control.setblocking(False)
 
-    def hear(self, now: float) -> None:
-        """What has come of heartbeats."""
+    def read_heartbeats(self, now: float) -> None:
+        """Reads all heartbeats that have arrived."""
         while self.control is not None:
             try:
                 data = self.control.recv(1 << 12)
@@ -89,71 +94,77 @@ class Child:
                 return
             except OSError:
                 data = b""
-            if not data:  # it has ended, or is about to
-                self._hang_up()
+            if not data:  # it has exited, or is about to
+                self._close_control()
                 return
-            self._data += data
-            whole = len(self._data) // control_protocol.BEAT.size * control_protocol.BEAT.size
-            for at in range(
-                0, whole, control_protocol.BEAT.size
-            ):  # one that was begun before it was ready may come last
-                ready, self._since = control_protocol.read_beat(self._data[at : at + control_protocol.BEAT.size])
-                self._heard = now
+            self._receive_buffer += data
+            complete = len(self._receive_buffer) // control_protocol.HEARTBEAT.size * control_protocol.HEARTBEAT.size
+            for at in range(0, complete, control_protocol.HEARTBEAT.size):
+                # A heartbeat that was built before the process became ready may arrive last.
+                ready, self._busy_since = control_protocol.decode_heartbeat(
+                    self._receive_buffer[at : at + control_protocol.HEARTBEAT.size]
+                )
+                self._last_heartbeat = now
                 if ready and self._ready_at is None:
                     self._ready_at = now
-            self._data = self._data[whole:]
+            self._receive_buffer = self._receive_buffer[complete:]
 
-    def excuse(self, now: float) -> None:
-        """The keeper itself did not look for a while: silence and work count from now on."""
-        self._heard = self._excused = now
+    def reset_timers(self, now: float) -> None:
+        """Restarts both timeouts: the supervisor itself was suspended, so the past silence proves nothing."""
+        self._last_heartbeat = self._timers_reset_at = now
 
-    def watch(self, now: float) -> None:
-        """Kills a process that hangs, or is stopped."""
-        silence = self.program.silence
-        if self.process is None or silence is None or self.why:
+    def kill_if_hung(self, now: float) -> None:
+        """Kills the process if it is blocked or stopped."""
+        timeout = self.program.heartbeat_timeout_s
+        if self.process is None or timeout is None or self.kill_reason:
             return
-        limit = silence if self._ready_at is not None else max(silence, STARTING)
-        if now - self._heard > limit:
-            self.why = f"gave no sign of life for {limit:g} s"
-        elif self._ready_at is not None and self._since is not None and now - max(self._since, self._excused) > PIECE:
-            self.why = f"has worked on one thing for {PIECE:g} s"
-        if self.why:
+        limit = timeout if self._ready_at is not None else max(timeout, STARTUP_HEARTBEAT_TIMEOUT_S)
+        if now - self._last_heartbeat > limit:
+            self.kill_reason = f"gave no sign of life for {limit:g} s"
+        elif (
+            self._ready_at is not None
+            and self._busy_since is not None
+            and now - max(self._busy_since, self._timers_reset_at) > WORK_UNIT_TIMEOUT_S
+        ):
+            self.kill_reason = f"has worked on one thing for {WORK_UNIT_TIMEOUT_S:g} s"
+        if self.kill_reason:
             self.signal(signal.SIGKILL)
 
-    def ended(self) -> int | None:
-        """The exit code of a process that has ended since this was last asked: what it has left is tidied up."""
+    def poll_exit(self) -> int | None:
+        """Returns the exit code once, after the process has exited, and removes its shared-memory files."""
         if self.process is None or (code := self.process.poll()) is None:
             return None
-        for file in SHARED.glob(f"swiftspec-{self.process.pid}-*"):
+        for file in SHM_DIR.glob(f"swiftspec-{self.process.pid}-*"):
             with suppress(OSError):
                 file.unlink()
-        self._hang_up()
+        self._close_control()
         self.process = None
         return code
 
-    def for_good(self, code: int) -> bool:
-        """Whether an end with this code is meant: as a command ends, or where it could not even begin."""
-        began = self.life > 0 or self._ready_at is not None
-        return not self.program.again or (code != LOST and (not began or code in BY_ITSELF))
+    def is_final_exit(self, code: int) -> bool:
+        """Whether this exit code ends the program: an intended exit, or a first start that failed."""
+        started = self.incarnation > 0 or self._ready_at is not None
+        return not self.program.restart or (code != EXIT_PEER_LOST and (not started or code in FINAL_EXIT_CODES))
 
-    def plan(self, now: float) -> bool:
-        """Has it started again in due time; False where that was too often."""
-        delay = self._restarts.delay(now, 0.0 if self._ready_at is None else now - self._ready_at)
-        self.due = None if delay is None else now + delay
+    def schedule_restart(self, now: float) -> bool:
+        """Schedules the next start. Returns False once the restart limit is reached."""
+        delay = self._restart_policy.next_delay(now, 0.0 if self._ready_at is None else now - self._ready_at)
+        self.restart_at = None if delay is None else now + delay
         return delay is not None
 
     def signal(self, number: int) -> None:
-        """Sends its process a signal, if there is one."""
+        """Sends a signal to the process, if one is running."""
         if self.process is not None:
             self.process.send_signal(number)
 
-    def tell(self, word: bytes, file: socket.socket | None = None) -> None:
-        """A word, with an open file perhaps. One that has just ended hears nothing, and its next life need not."""
+    def send(self, message: bytes, file: socket.socket | None = None) -> None:
+        """Sends a message, optionally with a file descriptor. The message is dropped if the process has just exited:
+        the next incarnation gets its own."""
         if self.control is not None:
             with suppress(OSError):
-                socket.send_fds(self.control, [word], [] if file is None else [file.fileno()])
+                socket.send_fds(self.control, [message], [] if file is None else [file.fileno()])
 
-    def _hang_up(self) -> None:
+    def _close_control(self) -> None:
         if self.control is not None:
             self.control.close()
             self.control = None

@@ -1,5 +1,5 @@
-"""A keeper: it starts the processes of a job, or of one rank of it, watches them, and starts them again. It imports
-nothing heavy, so that nothing but a signal can end it."""
+"""Supervisor of a job, or of one rank of it: starts the processes, checks their heartbeats and restarts them. It
+imports only light modules, so that hardly anything but a signal can end it."""
 
 from __future__ import annotations
 
@@ -12,203 +12,211 @@ from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any
 
-from swiftspec.distributed.launch.supervision import LOST
-from swiftspec.serve.signals import SIGNALS
+from swiftspec.distributed.launch.supervision import EXIT_PEER_LOST
+from swiftspec.serve.signals import TERMINATION_SIGNALS
 from swiftspec.serve.supervisor import control_protocol
-from swiftspec.serve.supervisor.supervised_process import Child, Program
-from swiftspec.serve.supervisor.supervisor_link import Link
+from swiftspec.serve.supervisor.supervised_process import Program, SupervisedProcess
+from swiftspec.serve.supervisor.supervisor_link import JobLink
 
-TICK = 0.25  # seconds between two looks at most
-LATE = 1.0  # seconds by which a look was late, and the keeper itself stopped
-HOME = 5.0  # seconds in which whoever was sent home has left
-TERM = 2.0  # seconds after SIGTERM
+POLL_INTERVAL_S = 0.25  # longest wait between two checks
+MAX_POLL_DELAY_S = 1.0  # a check that is later than this means that the supervisor itself was stopped
+SHUTDOWN_GRACE_S = 5.0  # for processes that were asked to leave
+SIGTERM_GRACE_S = 2.0  # after SIGTERM, before SIGKILL
 
 
-class Keeper:
-    """Keeps `ranks`, the first of which leads: its end is the end of all. `front`: what rank 0 has a wire to, and which
-    is told to leave then. `say` hears a line about whatever ends. `shares_terminal`: the first rank hears Ctrl-C
-    itself.
+class Supervisor:
+    """Supervises ranks and, for a server, the front end.
+
+    `ranks`: the first one is the leader; the job ends with it.
+    `frontend`: connected to the leader by the engine link, and shut down with the job.
+    `log`: called with one line per process that ends.
+    `link`: connection to the supervisors of the other ranks on this machine.
+    `shares_terminal`: the leader receives Ctrl-C from the terminal itself, so SIGINT is not forwarded to it.
     """
 
     def __init__(
         self,
         ranks: Sequence[Program],
-        front: Program | None = None,
+        frontend: Program | None = None,
         *,
-        say: Callable[[str], None],
-        link: Link | None = None,
+        log: Callable[[str], None],
+        link: JobLink | None = None,
         shares_terminal: bool = False,
     ) -> None:
-        self._ranks = [Child(program) for program in ranks]
-        self._lead = self._ranks[0]
-        self._front = None if front is None else Child(front)
-        self._children = [*([] if self._front is None else [self._front]), *self._ranks]
-        self._say, self._link, self._shares_terminal = say, link, shares_terminal
-        self._heard: list[int] = []  # signals
-        self._signal: int | None = None  # the first that asks for an end
-        self._code: int | None = None  # of the job, once the first rank has ended for good
-        self._sent_home = False  # the others, by rank 0
-        self._looked = 0.0  # when it last did
+        self._ranks = [SupervisedProcess(program) for program in ranks]
+        self._leader = self._ranks[0]
+        self._frontend = None if frontend is None else SupervisedProcess(frontend)
+        self._children = [*([] if self._frontend is None else [self._frontend]), *self._ranks]
+        self._log, self._link, self._shares_terminal = log, link, shares_terminal
+        self._received_signals: list[int] = []  # not forwarded yet
+        self._first_signal: int | None = None  # the first one that asked for an end
+        self._exit_code: int | None = None  # of the job, once the leader has exited for good
+        self._ranks_shut_down = False  # rank 0 has shut them down
+        self._last_poll = 0.0  # time of the last check
 
     def run(self) -> int:
-        """Until the first rank has ended for good, and all others with it. Returns the exit code."""
-        with Listening(self._heard) as wakeup:
+        """Runs until the leader, and with it every other process, has exited for good. Returns the exit code."""
+        with SignalQueue(self._received_signals) as wakeup:
             try:
-                self._looked = time.monotonic()
+                self._last_poll = time.monotonic()
                 for child in self._children:
-                    self._start(child, self._looked)
-                while self._code is None:
-                    self._turn(wakeup)
-                self._dismiss(wakeup)
-                return self._code
+                    self._start(child, self._last_poll)
+                while self._exit_code is None:
+                    self._handle_events(wakeup)
+                self._shut_down(wakeup)
+                return self._exit_code
             finally:
                 for child in self._children:
                     child.signal(signal.SIGKILL)
                 if self._link is not None:
-                    self._link.close(1 if self._code is None else self._code)
+                    self._link.close(1 if self._exit_code is None else self._exit_code)
 
-    def _turn(self, wakeup: int) -> None:
-        """Waits for the next event, and sees to what has happened."""
-        now = self._wait(wakeup)
-        self._pass_on()
-        over = None if self._link is None else self._link.look()
-        if over is not None and self._code is None:
-            self._code, self._sent_home = over, True
+    def _handle_events(self, wakeup: int) -> None:
+        """Waits for the next event and handles signals, exits, timeouts and due restarts."""
+        now = self._poll(wakeup)
+        self._forward_signals()
+        over = None if self._link is None else self._link.poll_exit_code()
+        if over is not None and self._exit_code is None:
+            self._exit_code, self._ranks_shut_down = over, True
         for child in self._children:
-            code = child.ended()
+            code = child.poll_exit()
             if code is not None:
-                self._ended(child, code, now)
-            child.watch(now)
-            if child.due is not None and now >= child.due and self._code is None:
+                self._handle_exit(child, code, now)
+            child.kill_if_hung(now)
+            if child.restart_at is not None and now >= child.restart_at and self._exit_code is None:
                 self._start(child, now)
 
-    def _wait(self, wakeup: int) -> float:
-        """Until something comes or is due, and notes heartbeats. Returns the time."""
+    def _poll(self, wakeup: int) -> float:
+        """Waits for an event or the next due restart, then reads heartbeats. Returns the time."""
         poll = select.poll()
         poll.register(wakeup, select.POLLIN)
         for child in self._children:
             if child.control is not None:
                 poll.register(child.control, select.POLLIN)
-        dues = [child.due - time.monotonic() for child in self._children if child.due is not None]
-        seconds = max(min([TICK, *dues]), 0.0)
+        dues = [child.restart_at - time.monotonic() for child in self._children if child.restart_at is not None]
+        seconds = max(min([POLL_INTERVAL_S, *dues]), 0.0)
         if any(file == wakeup for file, _ in poll.poll(seconds * 1000 + 1)):
             os.read(wakeup, 1 << 10)
         now = time.monotonic()
         for child in self._children:
-            child.hear(now)
-            if now - self._looked > TICK + LATE:
-                child.excuse(now)
-        self._looked = now
+            child.read_heartbeats(now)
+            if now - self._last_poll > POLL_INTERVAL_S + MAX_POLL_DELAY_S:
+                child.reset_timers(now)
+        self._last_poll = now
         return now
 
-    def _start(self, child: Child, now: float) -> None:
-        """Its next life; and a wire between the front end and rank 0 whenever one of them is new."""
+    def _start(self, child: SupervisedProcess, now: float) -> None:
+        """Starts the next incarnation. If it is the front end or rank 0, connects the two by a new engine link."""
         try:
             child.start(now)
         except OSError as error:
-            child.why = f"could not be started ({error.strerror})"
-            if child.life == 0:
-                self._say(f"{child.program.name} {child.why}")
-            self._ended(child, 1, now)
+            child.kill_reason = f"could not be started ({error.strerror})"
+            if child.incarnation == 0:
+                self._log(f"{child.program.name} {child.kill_reason}")
+            self._handle_exit(child, 1, now)
             return
-        front = self._front
-        if front is not None and child in (front, self._lead) and front.control and self._lead.control:
-            here, there = socket.socketpair()
-            with here, there:
-                front.tell(control_protocol.WIRE, here)
-                self._lead.tell(control_protocol.WIRE, there)
+        frontend = self._frontend
+        if frontend is not None and child in (frontend, self._leader) and frontend.control and self._leader.control:
+            frontend_end, leader_end = socket.socketpair()
+            with frontend_end, leader_end:
+                frontend.send(control_protocol.LINK, frontend_end)
+                self._leader.send(control_protocol.LINK, leader_end)
 
-    def _ended(self, child: Child, code: int, now: float) -> None:
-        """A process has ended: its next life, or the end of the job."""
-        if self._code is not None or (child is self._front and code == 0):
+    def _handle_exit(self, child: SupervisedProcess, code: int, now: float) -> None:
+        """Handles the exit of a process: schedules its restart, or ends the job."""
+        if self._exit_code is not None or (child is self._frontend and code == 0):
             return
-        if self._signal is not None or child.for_good(code):
-            if code < 0 and self._signal is None:  # else it has said itself why
-                self._say(f"{child.program.name} {child.why or _end(code)}")
-            if child is self._lead or (code != 0 and self._signal is None):
-                self._code = self._as_exit(code)
-                self._sent_home = self._code == 0
-        elif child.plan(now):
-            self._say(f"{child.program.name} {child.why or _end(code)}: it is started again")
+        if self._first_signal is not None or child.is_final_exit(code):
+            if code < 0 and self._first_signal is None:  # otherwise the process has printed the reason
+                self._log(f"{child.program.name} {child.kill_reason or _describe_exit(code)}")
+            if child is self._leader or (code != 0 and self._first_signal is None):
+                self._exit_code = self._to_exit_code(code)
+                self._ranks_shut_down = self._exit_code == 0
+        elif child.schedule_restart(now):
+            self._log(f"{child.program.name} {child.kill_reason or _describe_exit(code)}: it is started again")
         else:
-            self._say(f"{child.program.name} {child.why or _end(code)}, too often: it stays lost")
-            if child.program.vital or child is self._lead:
-                self._code = int(child.program.vital)
+            self._log(f"{child.program.name} {child.kill_reason or _describe_exit(code)}, too often: it stays lost")
+            if child.program.critical or child is self._leader:
+                self._exit_code = int(child.program.critical)
 
-    def _as_exit(self, code: int) -> int:
-        if code == LOST:
-            return 1 if self._signal is None else 128 + self._signal
+    def _to_exit_code(self, code: int) -> int:
+        if code == EXIT_PEER_LOST:
+            return 1 if self._first_signal is None else 128 + self._first_signal
         return code if code >= 0 else 128 - code
 
-    def _pass_on(self) -> None:
-        """Signals go to the first rank, one to one. Where there is none now, they end the job."""
-        while self._heard:
-            number = self._heard.pop(0)
+    def _forward_signals(self) -> None:
+        """Forwards each signal to the leader. If the leader is not running, the signal ends the job."""
+        while self._received_signals:
+            number = self._received_signals.pop(0)
             if number == signal.SIGINT and self._shares_terminal:
                 continue
-            self._signal = self._signal or number
+            self._first_signal = self._first_signal or number
             for child in self._children:
-                child.due = None
-            if self._lead.process is not None:
-                self._lead.signal(number)
-            elif self._code is None:
-                self._code = 128 + number
+                child.restart_at = None
+            if self._leader.process is not None:
+                self._leader.signal(number)
+            elif self._exit_code is None:
+                self._exit_code = 128 + number
 
-    def _dismiss(self, wakeup: int) -> None:
-        """Sees to it that all have ended. Those that the first rank has sent home leave by themselves."""
-        if self._front is not None:
-            self._front.tell(control_protocol.LEAVE)
-        ranks = [child for child in self._children if child is not self._front]
-        if self._sent_home:
-            self._leave(wakeup, self._children, HOME)
+    def _shut_down(self, wakeup: int) -> None:
+        """Waits for all processes to exit, with SIGTERM and SIGKILL for those that do not leave by themselves."""
+        if self._frontend is not None:
+            self._frontend.send(control_protocol.SHUTDOWN)
+        ranks = [child for child in self._children if child is not self._frontend]
+        if self._ranks_shut_down:
+            self._wait_for_exit(wakeup, self._children, SHUTDOWN_GRACE_S)
         for rank in ranks:
             rank.signal(signal.SIGTERM)
-        self._leave(wakeup, ranks, TERM)
+        self._wait_for_exit(wakeup, ranks, SIGTERM_GRACE_S)
         for rank in ranks:
             rank.signal(signal.SIGKILL)
-        self._leave(wakeup, self._children, HOME)
+        self._wait_for_exit(wakeup, self._children, SHUTDOWN_GRACE_S)
 
-    def _leave(self, wakeup: int, children: Sequence[Child], seconds: float) -> None:
-        """Waits so long until they have ended, or for another signal."""
+    def _wait_for_exit(self, wakeup: int, children: Sequence[SupervisedProcess], seconds: float) -> None:
+        """Waits up to `seconds` for the processes to exit; another signal ends the wait."""
         end = time.monotonic() + seconds
-        while any(child.process is not None for child in children) and time.monotonic() < end and not self._heard:
-            now = self._wait(wakeup)
+        while (
+            any(child.process is not None for child in children)
+            and time.monotonic() < end
+            and not self._received_signals
+        ):
+            now = self._poll(wakeup)
             for child in self._children:
-                child.ended()
-                child.watch(now)
+                child.poll_exit()
+                child.kill_if_hung(now)
 
 
-def _end(code: int) -> str:
-    """How a process ended."""
-    if code == LOST:
+def _describe_exit(code: int) -> str:
+    """Describes an exit for the log."""
+    if code == EXIT_PEER_LOST:
         return "has lost another rank"
     return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
 
 
-class Listening:
-    """While it is open, signals are put into a list, and one or a child's end wakes whoever polls the file. Signals
-    that were ignored at the start stay ignored."""
+class SignalQueue:
+    """Context in which termination signals are appended to a list. They and SIGCHLD make the returned file descriptor
+    readable. Signals that were ignored before stay ignored."""
 
-    def __init__(self, heard: list[int]) -> None:
-        self._heard = heard
-        self._before: dict[int, Any] = {}
+    def __init__(self, received: list[int]) -> None:
+        self._received = received
+        self._previous_handlers: dict[int, Any] = {}
 
     def __enter__(self) -> int:
         self._read, self._write = os.pipe()
         os.set_blocking(self._write, False)
-        self._wakeup = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
-        for number in SIGNALS:
+        self._previous_wakeup_fd = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
+        for number in TERMINATION_SIGNALS:
             if signal.getsignal(number) is not signal.SIG_IGN:
-                self._before[number] = signal.signal(number, self._take)
-        self._before[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, lambda number, frame: None)
+                self._previous_handlers[number] = signal.signal(number, self._handle)
+        self._previous_handlers[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, lambda number, frame: None)
         return self._read
 
     def __exit__(self, *error: object) -> None:
-        for number, handler in self._before.items():
+        for number, handler in self._previous_handlers.items():
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
-        signal.set_wakeup_fd(self._wakeup)
+        signal.set_wakeup_fd(self._previous_wakeup_fd)
         os.close(self._read)
         os.close(self._write)
 
-    def _take(self, number: int, frame: FrameType | None) -> None:
-        self._heard.append(number)
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        self._received.append(number)

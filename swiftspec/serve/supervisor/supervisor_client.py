@@ -1,4 +1,4 @@
-"""A process that is kept, as it sees its keeper."""
+"""The supervised process's end of the control socket."""
 
 from __future__ import annotations
 
@@ -11,79 +11,84 @@ from contextlib import suppress
 from queue import SimpleQueue
 from threading import Thread
 
-from swiftspec.distributed.launch.supervision import LOST, Keeping, Member, Pulse
+from swiftspec.distributed.launch.supervision import EXIT_PEER_LOST, Heartbeat, RankInfo, SupervisorLink
 from swiftspec.serve.supervisor import control_protocol
 
 
-def nobody(members: Sequence[Member]) -> None:
-    """Hears of the ranks where nobody asks."""
+def ignore_rank_changes(infos: Sequence[RankInfo]) -> None:
+    """Default callback: ignores changes of the rank table."""
 
 
-class Kept:
-    """This process' end of the control socket. A thread sends heartbeats and hears the keeper; once that is gone, the
-    process ends on the spot, whatever it does.
+class SupervisorClient:
+    """Client of the supervisor. A thread sends heartbeats and receives messages; it exits the process immediately when
+    the supervisor is gone.
 
-    `first`: what the keeper says first; `life`: how often it has started this process before; `arrived`: a file with a
-    byte to read for every wire, and for the word to leave.
+    `first_message`: payload of the supervisor's first message.
+    `incarnation`: how often the supervisor has restarted this process.
+    `link_fd`: file descriptor with one byte to read per engine link, and one for the shutdown message.
     """
 
-    def __init__(self, end: socket.socket, life: int, *, beats: bool = True) -> None:
-        """`beats`: the thread sends heartbeats. Else whoever can hang calls `beat` itself, every `control.EVERY` s."""
-        end.set_inheritable(False)
-        self.life, self.pulse = life, Pulse()
-        self.first = control_protocol.read_first(end)
-        self._end, self._beats, self._ready = end, beats, False
-        self._wires: SimpleQueue[socket.socket | None] = SimpleQueue()
-        self.arrived, self._told = os.pipe()
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # they are to wake the main thread
-        Thread(target=self._live, daemon=True, name="kept").start()  # with that mask from its first instruction on
+    def __init__(self, control: socket.socket, incarnation: int, *, send_heartbeats: bool = True) -> None:
+        """`send_heartbeats`: the thread sends them. Otherwise the code that may block calls `send_heartbeat` itself,
+        every `HEARTBEAT_INTERVAL_S`."""
+        control.set_inheritable(False)
+        self.incarnation, self.heartbeat = incarnation, Heartbeat()
+        self.first_message = control_protocol.read_first_message(control)
+        self._control, self._send_heartbeats, self._ready = control, send_heartbeats, False
+        self._links: SimpleQueue[socket.socket | None] = SimpleQueue()
+        self.link_fd, self._link_notify_fd = os.pipe()
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # signals must wake the main thread
+        Thread(target=self._run, daemon=True, name="supervisor client").start()  # inherits that mask
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
-    def keeping(self, changed: Callable[[Sequence[Member]], None] = nobody) -> Keeping:
-        """What the ranks' own side is to know. `changed` hears on rank 0 what the ranks are like."""
-        return Keeping(self.life, self.pulse, changed, self.ready)
+    def supervision(
+        self, on_ranks_changed: Callable[[Sequence[RankInfo]], None] = ignore_rank_changes
+    ) -> SupervisorLink:
+        """The view of the supervisor that a rank gets. `on_ranks_changed` is called on rank 0 with the rank table."""
+        return SupervisorLink(self.incarnation, self.heartbeat, on_ranks_changed, self.set_ready)
 
-    def ready(self) -> None:
-        """The process does what it is there for: from now on it is started again when it fails."""
+    def set_ready(self) -> None:
+        """Reports that startup is complete: from now on the process is restarted when it fails."""
         self._ready = True
-        self.beat()
+        self.send_heartbeat()
 
-    def beat(self) -> None:
-        """A heartbeat. One that finds no room, since the keeper is stopped, is left out."""
+    def send_heartbeat(self) -> None:
+        """Sends a heartbeat, or drops it if the socket is full because the supervisor is stopped."""
         with suppress(OSError):
-            self._end.send(control_protocol.beat(self._ready, self.pulse.since), socket.MSG_DONTWAIT)
+            self._control.send(
+                control_protocol.encode_heartbeat(self._ready, self.heartbeat.busy_since), socket.MSG_DONTWAIT
+            )
 
-    def wire(self, beside: int | None = None) -> socket.socket | None:
-        """The next wire to the other side, waited for; None where the keeper says to leave, or the file `beside` has
-        something to read."""
-        files = [self.arrived, *([] if beside is None else [beside])]
+    def wait_for_link(self, interrupt_fd: int | None = None) -> socket.socket | None:
+        """Blocks until the next engine link arrives. Returns None on shutdown or when `interrupt_fd` is readable."""
+        files = [self.link_fd, *([] if interrupt_fd is None else [interrupt_fd])]
         ready, _, _ = select.select(files, [], [])
-        return None if beside in ready else self.next_wire()
+        return None if interrupt_fd in ready else self.next_link()
 
-    def next_wire(self) -> socket.socket | None:
-        """The wire that `arrived` tells of; None: leave."""
-        os.read(self.arrived, 1)
-        return self._wires.get()
+    def next_link(self) -> socket.socket | None:
+        """Returns the engine link that `link_fd` announced, or None for a shutdown. Blocks until there is one."""
+        os.read(self.link_fd, 1)
+        return self._links.get()
 
-    def _live(self) -> None:
+    def _run(self) -> None:
         poll = select.poll()
-        poll.register(self._end, select.POLLIN)
+        poll.register(self._control, select.POLLIN)
         while True:
-            if self._beats:
-                self.beat()
-            if poll.poll(control_protocol.EVERY * 1000):
-                self._hear()
+            if self._send_heartbeats:
+                self.send_heartbeat()
+            if poll.poll(control_protocol.HEARTBEAT_INTERVAL_S * 1000):
+                self._receive()
 
-    def _hear(self) -> None:
+    def _receive(self) -> None:
         try:
-            word, files, _, _ = socket.recv_fds(self._end, 1, 1)
+            message, files, _, _ = socket.recv_fds(self._control, 1, 1)
         except OSError:
-            word, files = b"", []
-        if not word:
-            os._exit(LOST)
-        if word == control_protocol.WIRE:
+            message, files = b"", []
+        if not message:
+            os._exit(EXIT_PEER_LOST)
+        if message == control_protocol.LINK:
             os.set_inheritable(files[0], False)
-            self._wires.put(socket.socket(fileno=files[0]))
+            self._links.put(socket.socket(fileno=files[0]))
         else:
-            self._wires.put(None)
-        os.write(self._told, b".")
+            self._links.put(None)
+        os.write(self._link_notify_fd, b".")

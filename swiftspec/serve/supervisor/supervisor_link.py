@@ -1,5 +1,5 @@
-"""How the keepers of one machine that a launcher has started hear that rank 0's has ended: a launcher whose job went
-well waits for all of them."""
+"""Connection between the supervisors that a launcher has started on one machine. It carries the exit code of rank 0's
+supervisor, with which the others then exit too: a launcher waits for all of them."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from typing import Protocol
 
 from swiftspec.distributed.launch.launcher import Launched
 
-BACKLOG = 128
+BACKLOG_CONNECTIONS = 128
 
 
-class Link(Protocol):
-    """One keeper's end, which never waits."""
+class JobLink(Protocol):
+    """One supervisor's end. No call blocks."""
 
-    def look(self) -> int | None:
-        """The exit code of rank 0's keeper, once that has ended; 1 where it did not say. Asked now and then."""
+    def poll_exit_code(self) -> int | None:
+        """Returns the exit code of rank 0's supervisor once it has exited (1 if it sent none), else None."""
         ...
 
     def close(self, code: int) -> None:
-        """This keeper ends with that code."""
+        """Closes the connection; rank 0 sends its exit code."""
         ...
 
 
-class Leading:
-    """Of rank 0. Does nothing where the name is taken: then another job has the port, which rank 0 finds itself."""
+class LeaderJobLink:
+    """Rank 0's end. Does nothing if the name is taken: another job has the port then, and rank 0 reports that."""
 
     def __init__(self, name: bytes) -> None:
         self._listening = socket.socket(socket.AF_UNIX)
@@ -36,19 +36,19 @@ class Leading:
         self._followers: list[socket.socket] = []
         with suppress(OSError):
             self._listening.bind(name)
-            self._listening.listen(BACKLOG)
+            self._listening.listen(BACKLOG_CONNECTIONS)
 
-    def look(self) -> int | None:
+    def poll_exit_code(self) -> int | None:
         with suppress(OSError):
             while True:
                 follower = self._listening.accept()[0]
-                if is_ours(follower):
+                if same_user(follower):
                     self._followers.append(follower)
                 else:
                     follower.close()
 
     def close(self, code: int) -> None:
-        self.look()
+        self.poll_exit_code()
         for follower in self._followers:
             with suppress(OSError):
                 follower.send(bytes([code]))
@@ -56,14 +56,14 @@ class Leading:
         self._listening.close()
 
 
-class Following:
-    """Of any other rank."""
+class FollowerJobLink:
+    """Every other rank's end."""
 
     def __init__(self, name: bytes) -> None:
         self._name = name
         self._leader: socket.socket | None = None
 
-    def look(self) -> int | None:
+    def poll_exit_code(self) -> int | None:
         if self._leader is None:
             self._connect()
         if self._leader is None:
@@ -85,23 +85,23 @@ class Following:
         leader.setblocking(False)
         try:
             leader.connect(self._name)
-            found = is_ours(leader)
-        except OSError:  # it is not there yet, or on another machine
-            found = False
-        if found:
+            connected = same_user(leader)
+        except OSError:  # not started yet, or on another machine
+            connected = False
+        if connected:
             self._leader = leader
         else:
             leader.close()
 
 
-def is_ours(peer: socket.socket) -> bool:
-    """Whether the process at the other end is the same user's: the name alone protects nothing."""
+def same_user(peer: socket.socket) -> bool:
+    """Whether the peer process belongs to the same user. Any user can connect to an abstract socket name."""
     _, user, _ = struct.unpack("3i", peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
     return user == os.getuid()
 
 
-def link(here: Launched) -> Link:
-    """This keeper's end. No file has the name: it ends with the processes."""
-    job = f"{os.getuid()} {here.host} {here.port} {here.size} {here.attempt}"
+def job_link(launched: Launched) -> JobLink:
+    """Creates this supervisor's end. The socket name is abstract, so it disappears with the processes."""
+    job = f"{os.getuid()} {launched.host} {launched.port} {launched.size} {launched.attempt}"
     name = b"\0swiftspec-" + hashlib.sha256(job.encode()).hexdigest()[:32].encode()
-    return Leading(name) if here.rank == 0 else Following(name)
+    return LeaderJobLink(name) if launched.rank == 0 else FollowerJobLink(name)

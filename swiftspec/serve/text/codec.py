@@ -12,14 +12,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from swiftspec import file_io
-from swiftspec.errors import UserError, shown
-from swiftspec.serve.text.template import Renderer, TooLong
+from swiftspec.errors import UserError, truncated_repr
+from swiftspec.serve.text.template import PromptTooLong, TemplateRenderer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-Message = Mapping[str, Any]  # role and content, and what else a template may look at: tool_calls, tool_call_id, ...
-HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
+ChatMessage = Mapping[str, Any]  # role and content, and what else a template may look at: tool_calls, tool_call_id, ...
+HUB_ID_PATTERN = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 HUB_FILES = ("*.safetensors", "*.safetensors.index.json", "*.json", "*.jinja", "tokenizer.model", "merges.txt")
 
 HUB_REFUSALS = {
@@ -33,19 +33,19 @@ TOKENIZER_FILES = (  # all that it takes to speak of a model's tokens without it
     "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "chat_template.jinja",
     "chat_template.json",
 )  # fmt: skip
-MOST_TEXT = 64 << 20  # bytes of a text of which no context is known; nobody means to give a model more
-PLAIN_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")  # all that they need is in tokenizer.json
+MAX_TEXT_BYTES = 64 << 20  # bytes of a text of which no context is known; nobody means to give a model more
+FAST_TOKENIZER_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")  # all that they need is in tokenizer.json
 
 
-def locate(name: str, revision: str | None = None) -> Path:
+def locate_model(name: str, revision: str | None = None) -> Path:
     """The directory of a model. A hub id is fetched: safetensors, configs and tokenizer only, never code."""
-    path = file_io.expanded(name)
+    path = file_io.expand_user(name)
     if file_io.is_folder(path):
         return path
     if os.path.exists(path):  # noqa: PTH110  (pathlib raises on names too long)
         raise UserError(f"{name} is a file: name the model's directory")
-    if not HUB_ID.fullmatch(name):
-        raise UserError(f"{shown(name, 300)[1:-1]}: no such directory")
+    if not HUB_ID_PATTERN.fullmatch(name):
+        raise UserError(f"{truncated_repr(name, 300)[1:-1]}: no such directory")
     from huggingface_hub import snapshot_download
     from huggingface_hub.utils.logging import set_verbosity_error
 
@@ -53,7 +53,7 @@ def locate(name: str, revision: str | None = None) -> Path:
     try:
         return Path(snapshot_download(name, revision=revision, allow_patterns=list(HUB_FILES)))
     except Exception as error:  # the client's own, its HTTP library's, the disk's: all mean that there is no model
-        reason = HUB_REFUSALS.get(type(error).__name__) or _line(error)
+        reason = HUB_REFUSALS.get(type(error).__name__) or _one_line(error)
         raise UserError(f"{name} is no directory here, and the Hugging Face Hub did not give it: {reason}") from None
 
 
@@ -63,14 +63,14 @@ class TextCodec:
     `renderer`: what renders its chat template, where that was started already.
     """
 
-    def __init__(self, path: Path, renderer: Renderer | None = None) -> None:
+    def __init__(self, path: Path, renderer: TemplateRenderer | None = None) -> None:
         self.path = path
-        self._renderer = renderer or Renderer(path)
+        self._renderer = renderer or TemplateRenderer(path)
         try:
             self.tokenizer = _read_tokenizer(path)
             self.vocab: dict[str, int] = self.tokenizer.get_vocab()
         except Exception as error:  # transformers and tokenizers raise anything on damaged files
-            raise UserError(f"{path}: the tokenizer cannot be read ({_line(error)})") from None
+            raise UserError(f"{path}: the tokenizer cannot be read ({_one_line(error)})") from None
         if not self.vocab:
             raise UserError(f"{path}: the tokenizer is empty; is tokenizer.json missing?")
         self.size = max(self.vocab.values()) + 1  # the base vocabulary
@@ -95,75 +95,77 @@ class TextCodec:
         return bool(self.tokenizer.chat_template)
 
     @cached_property
-    def longest(self) -> int:
+    def longest_token_bytes(self) -> int:
         """Bytes of the longest token. No token stands for more text than that, but where a tokenizer drops text before
         it looks for tokens (spaces in a row) or has one token for all that it does not know."""
         return max(len(token.encode("utf-8", "surrogatepass")) for token in self.vocab)
 
-    def most_text(self, context: int | None) -> int:
+    def max_text_bytes(self, context: int | None) -> int:
         """Bytes of text beyond which it is certain that so many tokens do not hold it; None: that is not known."""
-        return MOST_TEXT if context is None else context * self.longest
+        return MAX_TEXT_BYTES if context is None else context * self.longest_token_bytes
 
-    def encode(self, text: str, context: int | None = None, special: bool = True) -> list[int]:
+    def encode(self, text: str, context: int | None = None, add_special_tokens: bool = True) -> list[int]:
         """Text as it stands, with the special tokens that the tokenizer puts around any text, or without them. Raises
         TooLong on text that cannot fit a context of so many tokens; shorter text may still be too long."""
-        return self._encode(text, context, special)
+        return self._encode(text, context, add_special_tokens)
 
-    def template(self, tools: Sequence[Mapping[str, Any]] | None = None) -> str:
+    def template_source(self, tools: Sequence[Mapping[str, Any]] | None = None) -> str:
         """The chat template; of several the one named default, or where tools are given the one made for them."""
         if not self.has_template:
             raise UserError(f"{self.path} has no chat template: continue plain text with --raw")
         try:
             return str(self.tokenizer.get_chat_template(tools=None if tools is None else [dict(t) for t in tools]))
         except ValueError as error:
-            raise UserError(f"{self.path}: the chat template failed ({_line(error)})") from None
+            raise UserError(f"{self.path}: the chat template failed ({_one_line(error)})") from None
 
     def encode_chat(
         self,
-        messages: Sequence[Message],
+        messages: Sequence[ChatMessage],
         context: int | None = None,
         tools: Sequence[Mapping[str, Any]] | None = None,
         variables: Mapping[str, Any] | None = None,
-        go_on: bool = False,
+        continue_final_message: bool = False,
     ) -> list[int]:
         """A conversation through the chat template, ready for the assistant's turn, or with `go_on` for more of its
         last message. As in transformers and vLLM the template alone decides about BOS and its like. `tools`: the JSON
         schemas of what may be called; `variables`: what else the template is told. `context` as for `encode`."""
-        template = self.template(tools)
+        template = self.template_source(tools)
         for message in messages:
             for text in message.values():
                 if isinstance(text, str):
-                    self._check(text, context)
+                    self._check_size(text, context)
         special = {
             name: [str(token) for token in value] if isinstance(value, list) else str(value)
             for name, value in self.tokenizer.special_tokens_map.items()
         }
         known = {**(variables or {}), **special}
-        text = self._renderer.render(template, messages, known, self.most_text(context), tools, go_on)
+        text = self._renderer.render(
+            template, messages, known, self.max_text_bytes(context), tools, continue_final_message
+        )
         return self._encode(text, context, special=False)
 
     def decode(self, tokens: Sequence[int]) -> str:
         """The text of tokens, special ones left out."""
-        return self.spell([token for token in tokens if token not in self.special])
+        return self.token_text([token for token in tokens if token not in self.special])
 
-    def spell(self, tokens: Sequence[int]) -> str:
+    def token_text(self, tokens: Sequence[int]) -> str:
         """The text of tokens, whatever they are."""
         text = self.tokenizer.decode(list(tokens), skip_special_tokens=False, clean_up_tokenization_spaces=False)
         return str(text)
 
     def _encode(self, text: str, context: int | None, special: bool) -> list[int]:
-        self._check(text, context)
+        self._check_size(text, context)
         return list(self.tokenizer.encode(text, add_special_tokens=special))
 
-    def _check(self, text: str, context: int | None) -> None:
+    def _check_size(self, text: str, context: int | None) -> None:
         """Tokenizing has no bound of its own in time and memory."""
         try:
             size = len(text.encode())
         except UnicodeEncodeError:
             raise UserError("the prompt is not valid UTF-8") from None
-        if size > (context or 0) and size > self.most_text(context):  # most texts need not know the longest token
+        if size > (context or 0) and size > self.max_text_bytes(context):  # most texts need not know the longest token
             where = "any context" if context is None else f"the context of {context} with room for an answer"
-            raise TooLong(f"the prompt of {size} bytes does not fit {where}: shorten it or raise max_model_len")
+            raise PromptTooLong(f"the prompt of {size} bytes does not fit {where}: shorten it or raise max_model_len")
 
 
 def may_have_template(path: Path) -> bool:
@@ -189,7 +191,7 @@ def _read_tokenizer(path: Path) -> PreTrainedTokenizerBase:
     set_verbosity_error()
     if (path / "tokenizer.json").is_file() and (path / "tokenizer_config.json").is_file():
         config = file_io.read_object(path / "tokenizer_config.json")
-        if config.get("tokenizer_class") in PLAIN_CLASSES and "auto_map" not in config:
+        if config.get("tokenizer_class") in FAST_TOKENIZER_CLASSES and "auto_map" not in config:
             from transformers import PreTrainedTokenizerFast
 
             return PreTrainedTokenizerFast.from_pretrained(path, local_files_only=True)
@@ -198,22 +200,22 @@ def _read_tokenizer(path: Path) -> PreTrainedTokenizerBase:
     return AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
 
 
-def check_pair(target: TextCodec, draft: TextCodec) -> None:
+def check_same_vocabulary(target: TextCodec, draft: TextCodec) -> None:
     """Raises UserError, naming the first difference, unless both map the same ids to the same tokens."""
     if target.vocab == draft.vocab:
         return
     ours = {number: token for token, number in target.vocab.items()}
     theirs = {number: token for token, number in draft.vocab.items()}
     at = min((i for i in ours.keys() | theirs.keys() if ours.get(i) != theirs.get(i)), default=None)
-    difference = "" if at is None else f": id {at} is {_name(ours.get(at))} here and {_name(theirs.get(at))} there"
+    difference = "" if at is None else f": id {at} is {_quoted(ours.get(at))} here and {_quoted(theirs.get(at))} there"
     raise UserError(f"{target.path} and {draft.path} make no pair, their tokenizers differ{difference}")
 
 
-def _name(token: str | None) -> str:
+def _quoted(token: str | None) -> str:
     return "nothing" if token is None else repr(token)
 
 
-def _line(error: Exception) -> str:
+def _one_line(error: Exception) -> str:
     """An exception in one line of bounded length."""
     words = " ".join(str(error).split()) or type(error).__name__
     return words if len(words) <= 300 else words[:297] + "..."

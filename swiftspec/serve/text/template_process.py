@@ -16,13 +16,13 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 LENGTH = struct.Struct(">I")
-WORDS = 2000  # characters of an error that are told
-PER_BYTE = 8  # bytes of memory for each one of a request: as text, as a copy, in what is rendered
+MAX_ERROR_CHARS = 2000  # characters of an error that are told
+MEMORY_BYTES_PER_REQUEST_BYTE = 8  # bytes of memory for each one of a request: as text, as a copy, in what is rendered
 
 
 def main() -> None:
     """Renders until the input ends."""
-    asked, told = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     for standard in (0, 1):  # whatever a library prints is not for the other side
         os.dup2(os.open(os.devnull, os.O_RDWR), standard)
     try:
@@ -30,19 +30,19 @@ def main() -> None:
 
         render_jinja_template([[{"role": "user", "content": ""}]], chat_template="")  # it imports as it goes
     except Exception as error:
-        _send(told, {"error": _words(error)})
+        _send(replies, {"error": _error_text(error)})
         return
-    here = _address_space()
-    _send(told, {"ready": True})
-    while head := asked.read(LENGTH.size):
-        _send(told, _reply(asked, LENGTH.unpack(head)[0], here, render_jinja_template))
+    base_memory = _address_space()
+    _send(replies, {"ready": True})
+    while head := requests.read(LENGTH.size):
+        _send(replies, _reply(requests, LENGTH.unpack(head)[0], base_memory, render_jinja_template))
 
 
-def _reply(asked: BinaryIO, length: int, here: int, render: Any) -> dict[str, Any]:
+def _reply(requests: BinaryIO, length: int, base_memory: int, render: Any) -> dict[str, Any]:
     """What is told of one request; `here`: bytes of memory that the imports took."""
     try:
-        request = json.loads(asked.read(length))
-        _limit(resource.RLIMIT_AS, here + request["memory"] + PER_BYTE * length)
+        request = json.loads(requests.read(length))
+        _limit(resource.RLIMIT_AS, base_memory + request["memory"] + MEMORY_BYTES_PER_REQUEST_BYTE * length)
         used = resource.getrusage(resource.RUSAGE_SELF)
         _limit(resource.RLIMIT_CPU, math.ceil(used.ru_utime + used.ru_stime + request["seconds"]) + 1)
         texts, _ = render(
@@ -58,17 +58,17 @@ def _reply(asked: BinaryIO, length: int, here: int, render: Any) -> dict[str, An
     except MemoryError:
         return {"memory": True}
     except Exception as error:
-        return {"error": _words(error)}
+        return {"error": _error_text(error)}
 
 
-def _send(told: BinaryIO, reply: dict[str, Any]) -> None:
+def _send(replies: BinaryIO, reply: dict[str, Any]) -> None:
     data = json.dumps(reply, ensure_ascii=False).encode("utf-8", "surrogatepass")
-    told.write(LENGTH.pack(len(data)) + data)
-    told.flush()
+    replies.write(LENGTH.pack(len(data)) + data)
+    replies.flush()
 
 
-def _words(error: Exception) -> str:
-    return str(error)[:WORDS] or type(error).__name__
+def _error_text(error: Exception) -> str:
+    return str(error)[:MAX_ERROR_CHARS] or type(error).__name__
 
 
 def _limit(what: int, soft: int) -> None:

@@ -13,7 +13,7 @@ from bench.gpu import step
 from swiftspec.backends import library
 from swiftspec.config import EngineConfig
 from swiftspec.model.loader import load_model
-from swiftspec.runtime.executors.graph import FORWARDS, GraphForwards
+from swiftspec.runtime.executors.graph import FORWARD_FAMILY, GraphForwardExecutor
 from tests.support.fake_cuda_graphs import Rerun
 from tests.support.roles import make_drafter, make_runner
 
@@ -54,8 +54,8 @@ def test_a_step_is_timed_as_a_graph_where_the_model_can_be_captured() -> None:
         drafter = make_drafter(make_runner(model, library, context=96, tree_slots=32), config, given)
         assert step.step_time(drafter, 4, 64) > 0
         assert drafter.runner.cache.kv_len()[0] == 0
-        for steps in drafter.steps_known:
-            if isinstance(steps, GraphForwards):
-                steps.graphs.forget(FORWARDS)
+        for steps in drafter.executors:
+            if isinstance(steps, GraphForwardExecutor):
+                steps.graphs.evict(FORWARD_FAMILY)
                 step.step_time(drafter, 4, 64)
     assert capture.captures == 2 and capture.replays == 2 * (step.REPEATS + 2)

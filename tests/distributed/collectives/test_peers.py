@@ -22,8 +22,8 @@ from swiftspec.backends import cuda
 from swiftspec.backends import library as unfused
 from swiftspec.backends.cuda import linear as cuda_linear
 from swiftspec.backends.cuda import peers as cuda_peers
-from swiftspec.backends.cuda.peers import Unreached
-from swiftspec.builder.model_pair import Models
+from swiftspec.backends.cuda.peers import PeerAccessError
+from swiftspec.builder.model_pair import ModelPair
 from swiftspec.distributed.collectives import peers
 from swiftspec.errors import RankLost, UserError
 from swiftspec.messages import Proposal
@@ -110,7 +110,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
     monkeypatch.setattr(cuda_linear, "_C", made)
     for module in (cuda_peers, cuda_linear):
         monkeypatch.setattr(module, "use_current_device", lambda: None)
-    monkeypatch.setattr(peers, "lines_of", lambda width: width)
+    monkeypatch.setattr(peers, "max_lines", lambda width: width)
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: made.still.add(made.here.bus))
     return made
@@ -143,9 +143,9 @@ def on_gpus(machine: Machine, size: int, work: Callable[[Gloo, Any], T]) -> list
         return list(pool.map(run, range(size)))
 
 
-def join(group: Gloo, store: Any) -> peers.PeerParallel:
+def join(group: Gloo, store: Any) -> peers.PeerMemoryGroup:
     stands_in: Any = group
-    return peers.PeerParallel.join(store, stands_in, width=64, device=CPU)
+    return peers.PeerMemoryGroup.join(store, stands_in, width=64, device=CPU)
 
 
 @pytest.mark.parametrize("size", [2, 5, 8])
@@ -159,7 +159,10 @@ def test_every_rank_sees_every_inbox_in_rank_order(machine: Machine, size: int) 
     assert on_gpus(machine, size, work) == [True] * size
     for rank in range(size):
         inboxes, lines, *_, patience = machine.channels[rank]
-        assert inboxes == [1000 * rank + owner for owner in range(size)] and (lines, patience) == (64, peers.PATIENCE)
+        assert inboxes == [1000 * rank + owner for owner in range(size)] and (lines, patience) == (
+            64,
+            peers.PEER_TIMEOUT_S,
+        )
     assert machine.freed == {str(rank): set() for rank in range(size)}, "each when all others had closed it"
 
 
@@ -167,14 +170,14 @@ def test_gpus_that_cannot_reach_each_other(machine: Machine) -> None:
     """All ranks say the same, in one line."""
     machine.blind = {("1", "3")}
     errors = on_gpus(machine, 4, join)
-    assert {type(error) for error in errors} == {Unreached}
+    assert {type(error) for error in errors} == {PeerAccessError}
     assert {str(error) for error in errors} == {"GPU 1 of rank 1 cannot reach GPU 3 of rank 3 of its group"}
 
 
 def test_gpus_that_cannot_reach_each_other_sum_by_a_library(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     """All ranks of the group alike."""
     machine.blind = {("1", "3")}
-    monkeypatch.setattr(peers.TensorParallel, "join", lambda store, name, *_, **__: store.group)
+    monkeypatch.setattr(peers.TorchDistGroup, "join", lambda store, name, *_, **__: store.group)
 
     def work(group: Gloo, store: Any) -> tuple[bool, bool]:
         stands_in: Any = SimpleNamespace(set=store.set, get=store.get, group=group)
@@ -189,8 +192,8 @@ def test_more_ranks_than_the_kernels_sum_over(machine: Machine) -> None:
 
 
 def test_a_rank_that_does_not_leave_is_not_waited_for_long(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(peers, "LEAVING", 0.1)
-    joined: list[peers.PeerParallel] = []
+    monkeypatch.setattr(peers, "CLOSE_TIMEOUT_S", 0.1)
+    joined: list[peers.PeerMemoryGroup] = []
 
     def work(group: Gloo, store: Any) -> None:
         joined.append(join(group, store))
@@ -209,9 +212,9 @@ def test_few_rows_are_summed_in_the_kernel(monkeypatch: pytest.MonkeyPatch) -> N
         return out.fill_(3)
 
     monkeypatch.setattr(cuda_linear, "_linear", product)
-    few: Any = object.__new__(cuda_linear.Communicator)
+    few: Any = object.__new__(cuda_linear.PeerCommunicator)
     packed: Any = None
-    sums = cuda_linear.Sums(few, lambda x: 2 * x)
+    sums = cuda_linear.RowwiseReduce(few, lambda x: 2 * x)
     for rows in (1, 32, 33, 256):
         residual = torch.ones(rows, 4)
         out = cuda_linear.linear_residual(torch.ones(rows, 8), packed, residual, sums)
@@ -222,22 +225,22 @@ def test_few_rows_are_summed_in_the_kernel(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_short_messages_go_by_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those that fit the lines of the longest product in so many pieces, in whole words; others by the library."""
-    end: Any = object.__new__(cuda_linear.Communicator)
+    end: Any = object.__new__(cuda_linear.PeerCommunicator)
     end._lines = 4
-    most = 8 * cuda_linear.PIECES
+    most = 8 * cuda_linear.MAX_GATHER_LAUNCHES
     sizes = {(8, torch.float32): True, (most, torch.float32): True, (most + 1, torch.float32): False}
     sizes |= {(4, torch.float64): True, (3, torch.bfloat16): False}
     for (count, dtype), taken in sizes.items():
         x: Any = SimpleNamespace(device=torch.device("cuda"), nbytes=count * dtype.itemsize)
-        assert end.takes(x) == taken
-    assert not end.takes(torch.zeros(2))  # not on a GPU
+        assert end.supports(x) == taken
+    assert not end.supports(torch.zeros(2))  # not on a GPU
     said: list[str] = []
-    stub = SimpleNamespace(takes=lambda x: x.numel() < 3, gather=lambda x: said.append("kernel"))
+    stub = SimpleNamespace(supports=lambda x: x.numel() < 3, gather=lambda x: said.append("kernel"))
     library = SimpleNamespace(
         name="draft", rank=0, size=2, all_reduce=None, all_gather=lambda x: said.append("library")
     )
-    ends: tuple[Any, Any, Any] = (None, library, SimpleNamespace(sums=stub))
-    group = peers.PeerParallel(*ends)
+    ends: tuple[Any, Any, Any] = (None, library, SimpleNamespace(communicator=stub))
+    group = peers.PeerMemoryGroup(*ends)
     for count in (2, 3):
         group.all_gather(torch.zeros(count))
     assert said == ["kernel", "library"]
@@ -247,10 +250,12 @@ def test_short_messages_go_by_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_peer_that_never_comes_is_named(machine: Machine, tmp_path: Path, word: int) -> None:
     make_checkpoint(tmp_path)
     model = load_model(tmp_path, dtype=torch.float32, ops=unfused, max_positions=64)
-    sums = cuda_linear.Communicator(0, [1, 2, 3], 64, torch.tensor([word]), CPU)
-    group, ends, store = (SimpleNamespace(name="target", rank=0, size=3, all_reduce=None, sums=sums) for _ in range(3))
+    sums = cuda_linear.PeerCommunicator(0, [1, 2, 3], 64, torch.tensor([word]), CPU)
+    group, ends, store = (
+        SimpleNamespace(name="target", rank=0, size=3, all_reduce=None, communicator=sums) for _ in range(3)
+    )
     stands_in: tuple[Any, Any, Any] = (store, group, ends)
-    model.group = peers.PeerParallel(*stands_in)
+    model.group = peers.PeerMemoryGroup(*stands_in)
     runner = make_runner(model, unfused, context=32, tree_slots=8)
 
     def fail(*args: Any, **more: Any) -> Tensor:
@@ -267,7 +272,7 @@ def test_a_peer_that_never_comes_is_named(machine: Machine, tmp_path: Path, word
     verifier = make_verifier(runner)
     model.forward = lambda *args, **more: torch.zeros(1, 64)
     group.all_gather = fail  # what the ranks say of their logits
-    stands_in[2].sums.takes = lambda x: False
+    stands_in[2].communicator.supports = lambda x: False
     verifier.open(opening([1], SamplingParams(temperature=0), request=0))
     with pytest.raises(kind, match=text):
         verifier.verify(Proposal(0, 0, 0, (1,), (-1,)))
@@ -280,18 +285,18 @@ def test_which_groups_sum_in_their_kernels(tmp_path: Path, monkeypatch: pytest.M
         make_checkpoint(tmp_path / name, hidden_size=hidden)
     fits = {64: True, 32: True}
 
-    def require(config: Any, dtype: Any, device: Any) -> None:
+    def check_supported(config: Any, dtype: Any, device: Any) -> None:
         if not fits[config.hidden_size]:
             raise UserError("these operators do not fit")
 
-    monkeypatch.setattr(cuda, "require", require)
+    monkeypatch.setattr(cuda, "check_supported", check_supported)
 
-    def models(**more: Any) -> Models:
+    def models(**more: Any) -> ModelPair:
         plain: Any = {"dtype": torch.bfloat16, "device": torch.device("cuda", 0), "share_device": False, "ops": "auto"}
         others = {"max_model_len": 64, "vocab_size": 64, "load": None, "emulate": None, "trace": None}
-        others |= {"activations": "auto", "cache_dtype": None, "head": "auto", "kept_memory": 0, "cache": None}
+        others |= {"activations": "auto", "cache_dtype": None, "head": "auto", "prefix_cache_memory": 0, "cache": None}
         others |= {"grammars": None}
-        return Models(tmp_path / "target", tmp_path / "draft", **{**plain, **others, **more})
+        return ModelPair(tmp_path / "target", tmp_path / "draft", **{**plain, **others, **more})
 
     def width(target: bool, draft: bool, **more: Any) -> int:
         return models(**more).kernel_sums(target=target, draft=draft)

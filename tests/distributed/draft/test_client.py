@@ -16,27 +16,27 @@ import torch
 from swiftspec import _C
 from swiftspec.backends import cpu as host
 from swiftspec.config import EngineConfig
-from swiftspec.distributed.draft.client import GroupDrafter
-from swiftspec.distributed.draft.server import DraftService, Recording
-from swiftspec.distributed.group.leader import LeadingDrafter, Team
-from swiftspec.distributed.group.request_state import Bounds
-from swiftspec.distributed.launch.supervision import Pulse
+from swiftspec.distributed.draft.client import DraftGroupClient
+from swiftspec.distributed.draft.server import DraftGroupServer, DraftTraceSender
+from swiftspec.distributed.group.leader import FollowerGroup, LeaderDrafter
+from swiftspec.distributed.group.request_state import ModelLimits
+from swiftspec.distributed.launch.supervision import Heartbeat
 from swiftspec.distributed.transport.channel import Channel
-from swiftspec.distributed.transport.opcodes import Call
+from swiftspec.distributed.transport.opcodes import Opcode
 from swiftspec.errors import DrafterLost
-from swiftspec.messages import Opening, Proposal, VerifyResult
+from swiftspec.messages import Proposal, RequestStart, VerifyResult
 from swiftspec.model.loader import load_model
 from swiftspec.observe.recorder import Recorder
-from swiftspec.observe.round_records import Round
+from swiftspec.observe.round_records import RoundRecord
 from swiftspec.params import SamplingParams
-from swiftspec.runtime.cancellation import Pause
+from swiftspec.runtime.cancellation import CancelCheck
 from swiftspec.tree.tree import DraftTree
 from tests.distributed.transport.test_channel import connect
 from tests.support.roles import make_drafter, make_runner, opening
 from tests.support.tiny_checkpoints import make_checkpoint
 
 GREEDY = SamplingParams(temperature=0)
-BOUNDS = Bounds(40, 200, 8)
+BOUNDS = ModelLimits(40, 200, 8)
 
 
 class FakeDraft:
@@ -49,10 +49,10 @@ class FakeDraft:
         self.tree = DraftTree(9, 2)
         self.tree.reset(7)
 
-    def choose(self, opening: Opening) -> SimpleNamespace:
+    def select_executor(self, opening: RequestStart) -> SimpleNamespace:
         return SimpleNamespace(name="eager")
 
-    def open(self, opening: Opening) -> None:
+    def open(self, opening: RequestStart) -> None:
         self.calls.append(f"open {opening.request}")
         self.request, self.round = opening.request, 0
         self.at, self.root = len(opening.tokens) - 1, opening.tokens[-1]
@@ -70,29 +70,31 @@ class FakeDraft:
     def observe(self, result: VerifyResult) -> None:
         self.round, self.at, self.root = result.round + 1, self.at + len(result.tokens), result.tokens[-1]
 
-    def reply(self) -> None:
+    def fast_reply(self) -> None:
         return None
 
     def close(self) -> None:
         self.calls.append("close")
 
 
-def serve(there: Channel, draft: Any) -> DraftService:
+def serve(there: Channel, draft: Any) -> DraftGroupServer:
     """The draft's side, over a drafter that has no followers."""
-    recording = Recording(there, draft, traced=False)
-    return DraftService(there, LeadingDrafter(draft, Team([])), BOUNDS, recording, Pause(), Pulse())
+    recording = DraftTraceSender(there, draft, traced=False)
+    return DraftGroupServer(
+        there, LeaderDrafter(draft, FollowerGroup([])), BOUNDS, recording, CancelCheck(), Heartbeat()
+    )
 
 
 @pytest.fixture
-def bridge() -> Iterator[tuple[GroupDrafter, FakeDraft, Channel]]:
+def bridge() -> Iterator[tuple[DraftGroupClient, FakeDraft, Channel]]:
     here, there = connect(None)
     draft = FakeDraft()
     service = threading.Thread(target=serve(there, draft).run)
     service.start()
-    drafter = GroupDrafter(here, 3, BOUNDS, answer_timeout=0.3, open_timeout=0.6)
+    drafter = DraftGroupClient(here, 3, BOUNDS, answer_timeout_s=0.3, open_timeout_s=0.6)
     yield drafter, draft, there
     with contextlib.suppress(ConnectionError):
-        here.send(Call.LEAVE)
+        here.send(Opcode.SHUTDOWN)
     service.join(10)
     assert not service.is_alive()
 
@@ -101,7 +103,7 @@ def result(request: int, round_: int, at: int) -> VerifyResult:
     return VerifyResult(request, round_, at, (0,), (9,))
 
 
-def test_a_request_from_end_to_end(bridge: tuple[GroupDrafter, FakeDraft, Channel]) -> None:
+def test_a_request_from_end_to_end(bridge: tuple[DraftGroupClient, FakeDraft, Channel]) -> None:
     drafter, draft, _ = bridge
     drafter.draft_steps = 5
     drafter.open(opening([4, 5], GREEDY))
@@ -118,7 +120,7 @@ def test_a_request_from_end_to_end(bridge: tuple[GroupDrafter, FakeDraft, Channe
 
 
 def test_a_late_answer_loses_the_request_and_is_dropped_in_the_next(
-    bridge: tuple[GroupDrafter, FakeDraft, Channel],
+    bridge: tuple[DraftGroupClient, FakeDraft, Channel],
 ) -> None:
     drafter, draft, _ = bridge
     drafter.open(opening([4, 5], GREEDY))
@@ -134,7 +136,7 @@ def test_a_late_answer_loses_the_request_and_is_dropped_in_the_next(
 
 
 def test_a_failing_draft_says_why_and_is_back_for_the_next_request(
-    bridge: tuple[GroupDrafter, FakeDraft, Channel],
+    bridge: tuple[DraftGroupClient, FakeDraft, Channel],
 ) -> None:
     drafter, draft, _ = bridge
     drafter.open(opening([4, 5], GREEDY))
@@ -149,11 +151,11 @@ def test_a_failing_draft_says_why_and_is_back_for_the_next_request(
     assert drafter.propose().request == 2
 
 
-def test_a_draft_that_is_gone(bridge: tuple[GroupDrafter, FakeDraft, Channel]) -> None:
+def test_a_draft_that_is_gone(bridge: tuple[DraftGroupClient, FakeDraft, Channel]) -> None:
     drafter, _, there = bridge
     drafter.open(opening([4, 5], GREEDY))
     drafter.propose()
-    drafter._send(Call.LEAVE)
+    drafter._send(Opcode.SHUTDOWN)
     time.sleep(0.2)  # its process is about to end
     there.close()
     for _ in range(2):
@@ -170,12 +172,12 @@ def test_what_the_tree_holds_is_answered_by_native_code(tmp_path: Path, monkeypa
     runners = (make_runner(model, host, context=200, tree_slots=60) for model in models)
     ours, theirs = (make_drafter(runner, plan, ahead=True) for runner in runners)
     said: list[Proposal] = []  # by Python
-    propose = DraftService._propose
-    monkeypatch.setattr(DraftService, "_propose", lambda self, p: (said.append(p), propose(self, p)))
+    propose = DraftGroupServer._propose
+    monkeypatch.setattr(DraftGroupServer, "_propose", lambda self, p: (said.append(p), propose(self, p)))
     here, there = connect(None)
     service = threading.Thread(target=serve(there, theirs).run)
     service.start()
-    drafter, heard = GroupDrafter(here, 3, BOUNDS), []
+    drafter, heard = DraftGroupClient(here, 3, BOUNDS), []
     try:
         for each in (drafter, ours):
             each.open(opening(prompt, GREEDY))
@@ -188,26 +190,26 @@ def test_what_the_tree_holds_is_answered_by_native_code(tmp_path: Path, monkeypa
             for each in (drafter, ours):
                 each.observe(result)
     finally:
-        here.send(Call.LEAVE)
+        here.send(Opcode.SHUTDOWN)
         service.join(10)
     assert heard[0] == said[0] and 0 < len(heard) - len(said) < 20
     assert 0 < drafter.busy <= theirs.busy
 
 
-def test_a_draft_is_watched_from_the_next_request_on(bridge: tuple[GroupDrafter, FakeDraft, Channel]) -> None:
+def test_a_draft_is_watched_from_the_next_request_on(bridge: tuple[DraftGroupClient, FakeDraft, Channel]) -> None:
     drafter, _, _ = bridge
-    drafter._records = recorder = Recorder()
+    drafter._recorder = recorder = Recorder()
     recorder.listener = list[Any]().extend
     recorder.begin(opening([4, 5], GREEDY))
     drafter.open(opening([4, 5], GREEDY))
-    drafter.watch(True)
-    recorder.add(Round(drafter.propose(), result(1, 0, 1), [], True, 0.0, None, None))
+    drafter.set_trace(True)
+    recorder.add(RoundRecord(drafter.propose(), result(1, 0, 1), [], True, 0.0, None, None))
     drafter.observe(result(1, 0, 1))
     drafter.propose()
-    assert recorder.lacks(0), "not in the midst of a request"
+    assert recorder.awaits_draft(0), "not in the midst of a request"
     recorder.begin(opening([4, 5], GREEDY, request=2))
     drafter.open(opening([4, 5], GREEDY, request=2))
-    last = Round(drafter.propose(), result(2, 0, 1), [0.0] * 7, True, 0.0, None, None)
+    last = RoundRecord(drafter.propose(), result(2, 0, 1), [0.0] * 7, True, 0.0, None, None)
     recorder.add(last)
     drafter.drain(0)
     lane = last.line()["draft"]

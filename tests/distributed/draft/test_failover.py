@@ -8,15 +8,15 @@ from collections.abc import Sequence
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from swiftspec.distributed.draft.client import DrafterLate, GroupDrafter
-from swiftspec.distributed.draft.failover import Away, PatientDrafter
-from swiftspec.distributed.group.request_state import Bounds
-from swiftspec.distributed.transport.codec import Words, pack, read_opening, read_result
-from swiftspec.distributed.transport.opcodes import Call
-from swiftspec.messages import Opening, Proposal, VerifyResult
+from swiftspec.distributed.draft.client import DrafterLate, DraftGroupClient
+from swiftspec.distributed.draft.failover import FailoverDrafter, RemoteDraft
+from swiftspec.distributed.group.request_state import ModelLimits
+from swiftspec.distributed.transport.codec import Words, pack, unpack_request_start, unpack_result
+from swiftspec.distributed.transport.opcodes import Opcode
+from swiftspec.messages import Proposal, RequestStart, VerifyResult
 from swiftspec.params import SamplingParams
 
-BOUNDS = Bounds(vocab=40, context=4000, nodes=8)
+BOUNDS = ModelLimits(vocab_size=40, max_model_len=4000, max_nodes=8)
 
 
 def following(text: Sequence[int]) -> int:
@@ -37,19 +37,19 @@ class FakeDraft:
 
     def send(self, kind: int, words: Sequence[int] = ()) -> None:
         self._check()
-        if kind == Call.DRAFTER_OPEN:
-            told = read_opening(list(words))
+        if kind == Opcode.DRAFTER_OPEN:
+            told = unpack_request_start(list(words))
             self.request, self.round, self.text = told.request, 0, list(told.tokens)
             self.openings += 1
-        elif kind == Call.OBSERVE:
-            result = read_result(list(words))
+        elif kind == Opcode.OBSERVE:
+            result = unpack_result(list(words))
             assert (result.request, result.prefix_len) == (self.request, len(self.text) - 1)
             self.round, self.text = result.round + 1, [*self.text, *result.tokens]
         else:
             return
         nodes = (self.text[-1], following(self.text))
         answer = Proposal(self.request, self.round, len(self.text) - 1, nodes, (-1, 0))
-        self.said.append((Call.PROPOSAL, [0, *pack(answer)]))
+        self.said.append((Opcode.PROPOSAL, [0, *pack(answer)]))
 
     def recv(self, timeout: float | None = None) -> tuple[int, Words]:
         self._check()
@@ -68,18 +68,18 @@ class FakeDraft:
             raise ConnectionError("the draft group is gone")
 
 
-class FakeComeback:
+class FakeReconnector:
     """What has come back, once it has."""
 
     def __init__(self) -> None:
         self.back: FakeDraft | None = None
         self.losses = 0
 
-    def take(self) -> FakeDraft | None:
+    def poll(self) -> FakeDraft | None:
         back, self.back = self.back, None
         return back
 
-    def lost(self) -> None:
+    def on_lost(self) -> None:
         self.losses += 1
 
 
@@ -89,9 +89,9 @@ class Machine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.now = 0.0
-        self.draft, self.comeback = FakeDraft(), FakeComeback()
-        group = GroupDrafter(self.draft, 3, BOUNDS)
-        self.patient = PatientDrafter(group, Away(group, group, self.comeback), lambda: self.now)
+        self.draft, self.comeback = FakeDraft(), FakeReconnector()
+        group = DraftGroupClient(self.draft, 3, BOUNDS)
+        self.patient = FailoverDrafter(group, RemoteDraft(group, group, self.comeback), lambda: self.now)
         self.request = 0
         self.good = 0  # rounds in a row in which nothing was wrong with the draft
         self.begin()
@@ -101,7 +101,7 @@ class Machine(RuleBasedStateMachine):
         if self.request:
             self.patient.close()
         self.request, self.round, self.text = self.request + 1, 0, [self.request % 40, 5, 6]
-        self.patient.open(Opening(self.request, tuple(self.text), SamplingParams(temperature=0), 3))
+        self.patient.open(RequestStart(self.request, tuple(self.text), SamplingParams(temperature=0), 3))
         self.good = 0
 
     @rule()
@@ -154,11 +154,11 @@ class Machine(RuleBasedStateMachine):
     @invariant()
     def a_draft_that_is_well_is_used_again(self) -> None:
         if self.good > 300:  # it may have been late many times, and is asked seldom then
-            assert self.patient.lost is None
+            assert self.patient.lost_reason is None
 
     @invariant()
     def a_draft_that_died_is_missed(self) -> None:
-        if self.draft.dead and self.patient.lost is not None:
+        if self.draft.dead and self.patient.lost_reason is not None:
             assert self.draft.openings == 0 or self.comeback.losses > 0 or not self.patient._lost
 
 
@@ -187,14 +187,14 @@ def test_a_draft_that_is_late_once_misses_a_round() -> None:
 
 def test_one_that_always_takes_long_comes_to_be_waited_for() -> None:
     machine = Machine()
-    group = machine.patient._away.drafter
-    assert isinstance(group, GroupDrafter)
+    group = machine.patient._remote.drafter
+    assert isinstance(group, DraftGroupClient)
     answer, waits = group.propose, list[float]()
 
     def slowly() -> Proposal:
         """It takes 0.8 s, whoever waits."""
-        if group.answer_timeout < 0.8:
-            machine.now += group.answer_timeout
+        if group.answer_timeout_s < 0.8:
+            machine.now += group.answer_timeout_s
             raise DrafterLate("late")
         machine.now += 0.8
         return answer()
@@ -203,8 +203,8 @@ def test_one_that_always_takes_long_comes_to_be_waited_for() -> None:
     group.propose = slowly
     for _ in range(1000):
         machine.decode()
-        waits.append(group.answer_timeout)
-    assert 0.8 < waits[-1] < 5 and machine.patient.lost is None
+        waits.append(group.answer_timeout_s)
+    assert 0.8 < waits[-1] < 5 and machine.patient.lost_reason is None
 
 
 def test_a_draft_that_comes_back_goes_on_in_the_same_request() -> None:
@@ -225,7 +225,7 @@ def test_a_draft_that_is_always_late_is_asked_less_and_less() -> None:
     for _ in range(1000):
         machine.slow()
         machine.decode()
-        waits += machine.patient._in_step is False and machine.patient._pause > 0
+        waits += machine.patient._in_step is False and machine.patient._rounds_to_skip > 0
         machine.quick()
         machine.draft.slow = bool(machine.patient._in_step)
     assert len(machine.patient.outages) < 40

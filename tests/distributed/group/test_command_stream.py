@@ -6,11 +6,13 @@ from typing import Any
 
 import pytest
 
-from swiftspec.distributed.group.command_stream import Orders
-from swiftspec.distributed.transport.opcodes import Call
+from swiftspec.distributed.group.command_stream import CommandStream
+from swiftspec.distributed.transport.opcodes import Opcode
 from swiftspec.errors import RankLost
 
-GO_ON, CLOSE, STEPS, OPEN = (int(call) for call in (Call.GO_ON, Call.DRAFTER_CLOSE, Call.STEPS, Call.DRAFTER_OPEN))
+GO_ON, CLOSE, STEPS, OPEN = (
+    int(call) for call in (Opcode.PREFILL_CONTINUE, Opcode.DRAFTER_CLOSE, Opcode.SET_DRAFT_STEPS, Opcode.DRAFTER_OPEN)
+)
 
 
 class Says:
@@ -25,24 +27,24 @@ class Says:
         raise ConnectionError("rank 0 is gone") if self.gone else TimeoutError
 
 
-def orders(*kinds: int, gone: bool = False) -> Orders:
+def orders(*kinds: int, gone: bool = False) -> CommandStream:
     giver: Any = Says(*kinds, gone=gone)
-    return Orders(giver)
+    return CommandStream(giver)
 
 
 def test_a_follower_goes_on_until_it_hears_something_else() -> None:
     heard = orders(GO_ON, GO_ON, CLOSE, OPEN)
-    assert [heard.given_up() for _ in range(3)] == [False, False, True]
+    assert [heard.prefill_aborted() for _ in range(3)] == [False, False, True]
     assert [heard.recv()[0] for _ in range(2)] == [CLOSE, OPEN]
 
 
 def test_a_follower_whose_leader_is_gone_says_so() -> None:
     with pytest.raises(RankLost, match="is gone"):
-        orders(gone=True).given_up()
+        orders(gone=True).prefill_aborted()
 
 
 def test_a_draft_goes_on_until_its_request_is_over() -> None:
     heard = orders(STEPS, CLOSE)
-    assert [heard.over() for _ in range(2)] == [False, True]
+    assert [heard.request_ended() for _ in range(2)] == [False, True]
     assert [heard.recv()[0] for _ in range(2)] == [STEPS, CLOSE], "in their order, and none is lost"
-    assert not orders().over() and orders(gone=True).over()
+    assert not orders().request_ended() and orders(gone=True).request_ended()

@@ -6,49 +6,59 @@ from typing import Any
 
 import pytest
 
-from swiftspec.distributed.group.follower_dispatch import Follower
+from swiftspec.distributed.group.follower_dispatch import FollowerDispatcher
 from swiftspec.distributed.transport.codec import Words, pack
-from swiftspec.distributed.transport.opcodes import Call
-from swiftspec.messages import Opening, Proposal, VerifyResult
+from swiftspec.distributed.transport.opcodes import Opcode
+from swiftspec.messages import Proposal, RequestStart, VerifyResult
 from swiftspec.params import SamplingParams
 from tests.support.fuzz.message_words import BOUNDS
 from tests.support.fuzz.roles import FakeRole
 
-OPENING = pack(Opening(1, (3, 1, 4), SamplingParams(), 3, "eager", (0,)))
+OPENING = pack(RequestStart(1, (3, 1, 4), SamplingParams(), 3, "eager", (0,)))
 PROPOSAL, RESULT = pack(Proposal.root_only(1, 0, 2, 4)), pack(VerifyResult(1, 0, 2, (0,), (9,)))
 
 
-def follower(*, drafts: bool) -> Follower:
+def follower(*, drafts: bool) -> FollowerDispatcher:
     role: Any = FakeRole()
-    return Follower(None, role, None, BOUNDS) if drafts else Follower(role, None, None, BOUNDS)
+    return FollowerDispatcher(None, role, None, BOUNDS) if drafts else FollowerDispatcher(role, None, None, BOUNDS)
 
 
 def test_a_request_in_order() -> None:
     here = follower(drafts=False)
-    for kind, words in ((Call.VERIFIER_OPEN, OPENING), (Call.VERIFY, PROPOSAL), (Call.VERIFIER_CLOSE, [])):
-        here.read(kind, words)()
+    for kind, words in ((Opcode.VERIFIER_OPEN, OPENING), (Opcode.VERIFY, PROPOSAL), (Opcode.VERIFIER_CLOSE, [])):
+        here.decode(kind, words)()
     here = follower(drafts=True)
-    for kind, words in ((Call.STEPS, [5]), (Call.DRAFTER_OPEN, OPENING), (Call.GROW, []), (Call.OBSERVE, RESULT)):
-        here.read(kind, words)()
+    for kind, words in (
+        (Opcode.SET_DRAFT_STEPS, [5]),
+        (Opcode.DRAFTER_OPEN, OPENING),
+        (Opcode.EXPAND, []),
+        (Opcode.OBSERVE, RESULT),
+    ):
+        here.decode(kind, words)()
 
 
 @pytest.mark.parametrize(
     ("drafts", "kind", "words", "said"),
     [
-        (False, Call.VERIFY, PROPOSAL, "no request is open"),
-        (True, Call.PROPOSE, [], "no request is open"),
-        (True, Call.GROW, [], "no request is open"),
-        (True, Call.OBSERVE, RESULT, "no request is open"),
-        (True, Call.STEPS, [], "not one number"),
-        (True, Call.STEPS, [10**6], r"steps must lie in 1\.\.64"),
-        (True, Call.VERIFY, PROPOSAL, "kind 2 to this rank"),
-        (False, Call.POPULATION_ROUND, [], "kind 12 to this rank"),
+        (False, Opcode.VERIFY, PROPOSAL, "no request is open"),
+        (True, Opcode.PROPOSE, [], "no request is open"),
+        (True, Opcode.EXPAND, [], "no request is open"),
+        (True, Opcode.OBSERVE, RESULT, "no request is open"),
+        (True, Opcode.SET_DRAFT_STEPS, [], "not one number"),
+        (True, Opcode.SET_DRAFT_STEPS, [10**6], r"steps must lie in 1\.\.64"),
+        (True, Opcode.VERIFY, PROPOSAL, "kind 2 to this rank"),
+        (False, Opcode.POPULATION_ROUND, [], "kind 12 to this rank"),
         (False, 99, [], "kind 99 to this rank"),
-        (False, Call.VERIFIER_OPEN, pack(Opening(1, (3,), SamplingParams(), 1, "magic")), "names no steps"),
-        (False, Call.VERIFIER_OPEN, pack(Opening(1, (3, 4), SamplingParams(), 2, "eager", (1,))), "this rank has"),
-        (True, Call.DRAFTER_OPEN, pack(Opening(1, (3, 4), SamplingParams(), 2, "eager")), "this rank has"),
+        (False, Opcode.VERIFIER_OPEN, pack(RequestStart(1, (3,), SamplingParams(), 1, "magic")), "names no steps"),
+        (
+            False,
+            Opcode.VERIFIER_OPEN,
+            pack(RequestStart(1, (3, 4), SamplingParams(), 2, "eager", (1,))),
+            "this rank has",
+        ),
+        (True, Opcode.DRAFTER_OPEN, pack(RequestStart(1, (3, 4), SamplingParams(), 2, "eager")), "this rank has"),
     ],
 )
 def test_whatever_else_is_refused(drafts: bool, kind: int, words: Words, said: str) -> None:
     with pytest.raises(ValueError, match=said):
-        follower(drafts=drafts).read(kind, words)
+        follower(drafts=drafts).decode(kind, words)

@@ -12,9 +12,9 @@ import torch
 import transformers
 
 from swiftspec import _C
-from swiftspec.config import DEFAULT_STEPS, EngineConfig
+from swiftspec.config import DEFAULT_DRAFT_STEPS, EngineConfig
 from swiftspec.llm import LLM
-from swiftspec.runtime.ahead_drafter import YIELD
+from swiftspec.runtime.ahead_drafter import EXPANSION_YIELD
 from tests.model.test_loader import quantise
 from tests.support import slow_reference
 from tests.support.rank_jobs import sampling_from
@@ -213,7 +213,7 @@ def test_rounds_are_those_of_the_algorithm_one_round_late(
     pool: Pool, pairs: Pairs, bs: int, w: int, d: int, catch_up: bool
 ) -> None:
     pair = pairs["llama"]
-    worth = YIELD if catch_up else None
+    worth = EXPANSION_YIELD if catch_up else None
     laws = logprobs(pair[0]), logprobs(pair[1])
     text, count = slow_reference.rounds(*laws, PROMPT, 40, bs=bs, w=w, d=d, ahead=True, worth=worth)
     plan = {"mode": "async", "verify_batch": bs, "draft_leaves": w, "draft_steps": d, "calibration": 1.0}
@@ -245,7 +245,7 @@ def test_a_draft_that_fails_while_d_is_measured_is_asked_again(pool: Pool, pairs
     plan = {"mode": "async", "target_tp": 1, "draft_tp": 1}
     answers = decode(pool, pairs["llama"], plan, requests=FEW, draft_fails_at=1)
     assert [answer["tokens"] for answer in answers] == plain(pairs["llama"][0])[:2]
-    assert answers[0]["steps"] == DEFAULT_STEPS and answers[0]["lost"] is None
+    assert answers[0]["steps"] == DEFAULT_DRAFT_STEPS and answers[0]["lost"] is None
 
 
 def test_a_draft_group_out_of_step_is_lost_for_good_and_the_job_goes_on(pool: Pool, pairs: Pairs) -> None:
@@ -293,7 +293,7 @@ def test_hundreds_of_requests_in_a_row(pool: Pool, pairs: Pairs, count: int) -> 
             values["stop_token_ids"] = [draw.randrange(64) for _ in range(3)]
         requests.append((prompt, values | {"ignore_eos": draw.random() < 0.5}))
     plan = {"mode": "async", "target_tp": 1, "draft_tp": 1, "draft_steps": 2}
-    answers = decode(pool, pair, plan, requests=requests, kept_memory=1)
+    answers = decode(pool, pair, plan, requests=requests, prefix_cache_memory=1)
     llm = LLM(pair[0], dtype=torch.float64)
     for (prompt, values), answer in zip(requests, answers, strict=True):
         alone = llm.generate(prompt, sampling_from(values))

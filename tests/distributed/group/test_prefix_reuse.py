@@ -36,7 +36,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
 @pytest.fixture(scope="module")
 def requests(pair: tuple[str, str]) -> list[tuple[list[int], Json, list[int], int]]:
     """Prompt, parameters, the answer of a fresh read, and how many tokens of the prompt were read before."""
-    fresh, texts = LLM(pair[0], dtype=torch.float64, kept_memory=0), {"a": A, "b": B, "edited": A[:40]}
+    fresh, texts = LLM(pair[0], dtype=torch.float64, prefix_cache_memory=0), {"a": A, "b": B, "edited": A[:40]}
     turns = [
         ("a", GREEDY, 0), ("b", WARM, len(A[:10])), ("a", WARM, 70), ("b", GREEDY | {"cut": 2}, 70), ("a", GUIDED, 91),
         ("edited", GUIDED, 40), ("b", GREEDY, 70), ("edited", WARM, 60),

@@ -7,30 +7,30 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from swiftspec.distributed.group.request_state import Bounds, Standing
-from swiftspec.messages import Drawn, Opening, Proposal, VerifyResult
+from swiftspec.distributed.group.request_state import ModelLimits, RequestState
+from swiftspec.messages import DraftProbs, Proposal, RequestStart, VerifyResult
 from swiftspec.params import SamplingParams
 
-BOUNDS = Bounds(vocab=40, context=12, nodes=4)
-OPENING = Opening(1, (3, 1, 4), SamplingParams(), 3)
+BOUNDS = ModelLimits(vocab_size=40, max_model_len=12, max_nodes=4)
+OPENING = RequestStart(1, (3, 1, 4), SamplingParams(), 3)
 PROPOSAL = Proposal(1, 0, 2, (4, 5, 6), (-1, 0, 0))
 RESULT = VerifyResult(1, 0, 2, (0, 2), (6, 9))
-DRAWN = Drawn(np.array([[5, 6]], np.int32), np.array([[0.5, 0.5]], np.float32))
+DRAWN = DraftProbs(np.array([[5, 6]], np.int32), np.array([[0.5, 0.5]], np.float32))
 
 
-def standing(rejects: bool = False) -> Standing:
-    made = Standing(BOUNDS, rejects)
+def standing(rejects: bool = False) -> RequestState:
+    made = RequestState(BOUNDS, rejects)
     made.open(OPENING)
     return made
 
 
 def test_what_fits() -> None:
     here = standing()
-    here.check(PROPOSAL)
-    here.move(RESULT)
+    here.check_proposal(PROPOSAL)
+    here.advance(RESULT)
     assert (here.prefix_len, here.root) == (4, 9)
-    here.check(Proposal(1, 1, 4, (9,), (-1,)))
-    standing(rejects=True).check(replace(PROPOSAL, drawn=DRAWN))
+    here.check_proposal(Proposal(1, 1, 4, (9,), (-1,)))
+    standing(rejects=True).check_proposal(replace(PROPOSAL, draft_probs=DRAWN))
 
 
 @pytest.mark.parametrize(
@@ -43,8 +43,8 @@ def test_what_fits() -> None:
         (replace(PROPOSAL, tokens=(7, 5, 6)), "from token 7, where the text ends with 4"),
         (replace(PROPOSAL, tokens=(4, 5, 5)), "same token twice"),
         (Proposal(1, 0, 2, (4, 5, 6, 7, 8), (-1, 0, 1, 2, 3)), "5 nodes is above the 4"),
-        (replace(PROPOSAL, drawn=Drawn(DRAWN.tokens + 34, DRAWN.probs)), r"outside 0\.\.39"),
-        (replace(PROPOSAL, drawn=Drawn(DRAWN.tokens + 1, DRAWN.probs)), "was not drawn"),
+        (replace(PROPOSAL, draft_probs=DraftProbs(DRAWN.tokens + 34, DRAWN.probs)), r"outside 0\.\.39"),
+        (replace(PROPOSAL, draft_probs=DraftProbs(DRAWN.tokens + 1, DRAWN.probs)), "was not drawn"),
         (replace(RESULT, prefix_len=3), "about request 1 at 3"),
         (replace(RESULT, tokens=(6, 99)), r"outside 0\.\.39"),
         (replace(RESULT, path=(1, 2)), "path"),
@@ -55,16 +55,16 @@ def test_what_fits() -> None:
 def test_what_does_not(bad: Proposal | VerifyResult, said: str) -> None:
     here = standing()
     with pytest.raises(ValueError, match=said):
-        (here.check if isinstance(bad, Proposal) else here.move)(bad)  # type: ignore[arg-type]
+        (here.check_proposal if isinstance(bad, Proposal) else here.advance)(bad)  # type: ignore[arg-type]
     assert (here.prefix_len, here.root) == (2, 4), "it stands where it stood"
 
 
 def test_rejection_needs_to_know_what_was_drawn() -> None:
     with pytest.raises(ValueError, match="does not say what its tokens were drawn from"):
-        standing(rejects=True).check(PROPOSAL)
-    greedy = Standing(BOUNDS, rejects=True)
+        standing(rejects=True).check_proposal(PROPOSAL)
+    greedy = RequestState(BOUNDS, rejection_sampling=True)
     greedy.open(replace(OPENING, sampling=SamplingParams(temperature=0)))
-    greedy.check(PROPOSAL)
+    greedy.check_proposal(PROPOSAL)
 
 
 @pytest.mark.parametrize(
@@ -79,26 +79,26 @@ def test_rejection_needs_to_know_what_was_drawn() -> None:
         replace(OPENING, sampling=SamplingParams(negative_prompt_ids=(40,))),
     ],
 )
-def test_an_opening_that_the_models_cannot_take(bad: Opening) -> None:
+def test_an_opening_that_the_models_cannot_take(bad: RequestStart) -> None:
     here = standing()
     with pytest.raises(ValueError, match=r"outside|longer|above|must lie in"):
         here.open(bad)
     with pytest.raises(ValueError, match="no request is open"):
-        here.check(PROPOSAL)
+        here.check_proposal(PROPOSAL)
 
 
 def test_a_text_has_an_end() -> None:
-    here = Standing(BOUNDS)
-    here.open(Opening(1, (3,) * 12, SamplingParams(), 3))
-    here.check(Proposal(1, 0, 11, (3, 5), (-1, 0)))
-    here.open(Opening(1, (3,) * 13, SamplingParams(), 3))
+    here = RequestState(BOUNDS)
+    here.open(RequestStart(1, (3,) * 12, SamplingParams(), 3))
+    here.check_proposal(Proposal(1, 0, 11, (3, 5), (-1, 0)))
+    here.open(RequestStart(1, (3,) * 13, SamplingParams(), 3))
     with pytest.raises(ValueError, match="context is full"):
-        here.check(Proposal(1, 0, 12, (3, 5), (-1, 0)))
+        here.check_proposal(Proposal(1, 0, 12, (3, 5), (-1, 0)))
     guided = SamplingParams(guidance_scale=2.0, negative_prompt_ids=(7,) * 11)
-    here.open(Opening(1, (3,) * 4, guided, 3))  # 12 of the unconditional text
-    here.check(Proposal(1, 0, 3, (3, 5), (-1, 0)))
-    here.open(Opening(1, (3,) * 5, guided, 3))
+    here.open(RequestStart(1, (3,) * 4, guided, 3))  # 12 of the unconditional text
+    here.check_proposal(Proposal(1, 0, 3, (3, 5), (-1, 0)))
+    here.open(RequestStart(1, (3,) * 5, guided, 3))
     with pytest.raises(ValueError, match="context is full"):
-        here.check(Proposal(1, 0, 4, (3, 5), (-1, 0)))
+        here.check_proposal(Proposal(1, 0, 4, (3, 5), (-1, 0)))
     with pytest.raises(ValueError, match="unconditional text of 17 tokens"):
-        here.open(Opening(1, (3,) * 9, guided, 3))
+        here.open(RequestStart(1, (3,) * 9, guided, 3))

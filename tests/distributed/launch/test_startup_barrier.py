@@ -13,15 +13,15 @@ import pytest
 from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]
 
 from swiftspec.config import EngineConfig
-from swiftspec.distributed.launch.config_check import Facts, agree, settings_of, telling
-from swiftspec.distributed.launch.startup_barrier import Roll, Waiting, difference, ranks
-from swiftspec.distributed.launch.world import World, same
+from swiftspec.distributed.launch.config_check import RankConfig, check_consistent, report_startup_error, settings_of
+from swiftspec.distributed.launch.startup_barrier import StartupBarrier, Timeouts, describe_difference, format_ranks
+from swiftspec.distributed.launch.world import World, require_equal
 from swiftspec.errors import RankLost, UserError
 
-SOON = Waiting(timeout=20.0, silent=0.05, again=0.05, grace=0.3)
-BRIEF = replace(SOON, timeout=0.3)
+SOON = Timeouts(timeout_s=20.0, first_log_s=0.05, log_interval_s=0.05, grace_s=0.3)
+BRIEF = replace(SOON, timeout_s=0.3)
 PLAN = EngineConfig(mode="async", target_tp=1, draft_tp=1)
-FACTS = Facts(settings_of(PLAN) | {"dtype": "bfloat16", "trace": False}, {"draft": "d" * 64}, {"target": "t" * 64})
+FACTS = RankConfig(settings_of(PLAN) | {"dtype": "bfloat16", "trace": False}, {"draft": "d" * 64}, {"target": "t" * 64})
 
 
 def store() -> Any:
@@ -49,14 +49,14 @@ def outcomes(*acts: Callable[[], object]) -> list[str]:
     return found
 
 
-def start(worlds: list[World], *each: tuple[EngineConfig, Facts]) -> list[str]:
-    return outcomes(*(lambda w=w, e=e: agree(w, *e) for w, e in zip(worlds, each)))
+def start(worlds: list[World], *each: tuple[EngineConfig, RankConfig]) -> list[str]:
+    return outcomes(*(lambda w=w, e=e: check_consistent(w, *e) for w, e in zip(worlds, each)))
 
 
-def job(size: int, said: list[str] | None = None, waiting: Waiting = SOON) -> list[World]:
+def job(size: int, said: list[str] | None = None, waiting: Timeouts = SOON) -> list[World]:
     page = store()
     say = (lambda text: None) if said is None else said.append
-    return [World(r, size, r, size, "here", page, say=say, waiting=waiting) for r in range(size)]
+    return [World(r, size, r, size, "here", page, log=say, timeouts=waiting) for r in range(size)]
 
 
 def test_ranks_that_were_started_alike_go_on() -> None:
@@ -106,11 +106,11 @@ def test_what_a_rank_is_refused_for_ends_all() -> None:
     worlds = job(2)
 
     def refused() -> None:
-        with telling(worlds[1]):
+        with report_startup_error(worlds[1]):
             raise UserError("--model /nowhere: no such directory")
 
     def goes_on() -> None:
-        agree(worlds[0].next_job(), PLAN, FACTS)
+        check_consistent(worlds[0].next_job(), PLAN, FACTS)
 
     assert outcomes(goes_on, refused) == [
         "rank 1: --model /nowhere: no such directory", "--model /nowhere: no such directory",
@@ -123,7 +123,7 @@ def test_who_waits_says_for_whom() -> None:
     assert found == ["ranks 1 and 2 did not come within 0.3 s: start all 3"]
     assert said[0] == "waiting for ranks 1 and 2"
     said.clear()
-    found = start([job(2, said, replace(BRIEF, grace=0.1))[1]], (PLAN, FACTS))
+    found = start([job(2, said, replace(BRIEF, grace_s=0.1))[1]], (PLAN, FACTS))
     assert found == ["rank 0 did not say within 0.3 s whether all ranks go on"]
     assert said[0] == "rank 1 is waiting for rank 0"
 
@@ -133,11 +133,11 @@ def test_only_rank_0_speaks_where_it_is_there() -> None:
     first, second, _ = job(3, said, BRIEF)
 
     def comes_second() -> None:
-        while not first.roll("start").store.check(["said 0"]):
+        while not first.barrier("start").store.check(["said 0"]):
             time.sleep(0.001)
-        agree(second, PLAN, FACTS)
+        check_consistent(second, PLAN, FACTS)
 
-    found = outcomes(lambda: agree(first, PLAN, FACTS), comes_second)
+    found = outcomes(lambda: check_consistent(first, PLAN, FACTS), comes_second)
     assert found == ["rank 2 did not come within 0.3 s: start all 3"] * 2
     assert set(said) == {"waiting for rank 2"}
 
@@ -148,7 +148,7 @@ def test_other_ideas_of_how_many_they_are(sizes: tuple[int, ...]) -> None:
 
     def act(rank: int, size: int) -> None:
         mine = {"WORLD_SIZE": size}
-        Roll(page, rank, range(size), waiting=SOON).call(mine, same(mine, rank))
+        StartupBarrier(page, rank, range(size), timeouts=SOON).wait_all(mine, require_equal(mine, rank))
 
     found = outcomes(*(lambda r=r, s=s: act(r, s) for r, s in enumerate(sizes)))
     if sizes == (2, 2, 3):
@@ -163,14 +163,14 @@ def test_other_ideas_of_how_many_they_are(sizes: tuple[int, ...]) -> None:
 )
 def test_a_page_full_of_something_else(words: bytes) -> None:
     worlds = job(2)
-    worlds[0].roll("start").store.set("said 1", words)  # pyright: ignore[reportArgumentType]
+    worlds[0].barrier("start").store.set("said 1", words)  # pyright: ignore[reportArgumentType]
     (line,) = start(worlds[:1], (PLAN, FACTS))
     assert line.startswith("rank 1")
 
 
 def test_names_and_values_are_cut() -> None:
-    assert ranks([1]) == "rank 1" and ranks([1, 2, 3]) == "ranks 1, 2 and 3"
-    assert ranks(range(1, 4000)) == "ranks 1, 2, 3, 4, 5, 6 and 3993 more"
-    said = difference("x", 0, None, 1, True), difference("x", 0, "a\nb", 1, "y" * 10**6)
+    assert format_ranks([1]) == "rank 1" and format_ranks([1, 2, 3]) == "ranks 1, 2 and 3"
+    assert format_ranks(range(1, 4000)) == "ranks 1, 2, 3, 4, 5, 6 and 3993 more"
+    said = describe_difference("x", 0, None, 1, True), describe_difference("x", 0, "a\nb", 1, "y" * 10**6)
     assert "with x true, rank 0 with x unset" in str(said[0]) and "rank 0 with x a b:" in str(said[1])
     assert len(str(said[1])) < 200

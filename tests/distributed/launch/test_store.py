@@ -12,14 +12,14 @@ import pytest
 from swiftspec.distributed.launch import store as module
 from swiftspec.distributed.launch import world as worlds
 from swiftspec.distributed.launch.launcher import Launched
-from swiftspec.distributed.launch.startup_barrier import Waiting
+from swiftspec.distributed.launch.startup_barrier import Timeouts
 from swiftspec.distributed.launch.store import open_store
 from swiftspec.distributed.launch.world import World, join_world
 from swiftspec.errors import UserError
 
 NET = Path("/proc/net")
-SOON = Waiting(timeout=20.0, silent=0.05, again=0.05, grace=0.2)
-BRIEF = Waiting(timeout=0.3, silent=0.05, again=0.05, grace=0.1)
+SOON = Timeouts(timeout_s=20.0, first_log_s=0.05, log_interval_s=0.05, grace_s=0.2)
+BRIEF = Timeouts(timeout_s=0.3, first_log_s=0.05, log_interval_s=0.05, grace_s=0.1)
 
 
 @pytest.fixture
@@ -84,7 +84,7 @@ def addresses_at(port: int) -> list[bytes]:
 
 
 def test_something_else_listens_there(listener: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "HANDSHAKE", 0.5)
+    monkeypatch.setattr(module, "HANDSHAKE_TIMEOUT_S", 0.5)
     with pytest.raises(UserError, match=f"^no store at 127.0.0.1:{listener} .*MASTER_PORT"):
         open_store(rank(1, listener), lambda text: None, SOON)
 
@@ -93,13 +93,13 @@ def test_joining(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two ranks meet; a third process that also claims to be rank 1 is told."""
     mine = threading.local()
     monkeypatch.setattr(worlds, "launched", lambda: rank(mine.rank, port))
-    monkeypatch.setattr(worlds, "run_on", lambda cores: None)
+    monkeypatch.setattr(worlds, "pin_to_cores", lambda cores: None)
     found: dict[str, World | UserError | None] = {}
 
     def join(name: str, number: int) -> None:
         mine.rank = number
         try:
-            found[name] = join_world(waiting=SOON)
+            found[name] = join_world(timeouts=SOON)
         except UserError as error:
             found[name] = error
 

@@ -12,14 +12,14 @@ from typing import Any
 
 import pytest
 
-from swiftspec.builder.load_options import Worker
+from swiftspec.builder.load_options import WorkerAddress
 from swiftspec.distributed.draft import failover
 from swiftspec.distributed.rpc import service
-from swiftspec.distributed.rpc.reconnect import MOST
+from swiftspec.distributed.rpc.reconnect import MAX_DELAY_S
 from swiftspec.errors import UserError
-from swiftspec.llm import LLM, Running
+from swiftspec.llm import LLM, LLMBase
 from swiftspec.messages import VerifyResult
-from swiftspec.observe.step_time_emulation import Emulation, StepTimes
+from swiftspec.observe.step_time_emulation import StepTimeEmulation, StepTimes
 from swiftspec.params import SamplingParams
 from tests.support.relay import Relay, Way
 from tests.support.tiny_checkpoints import make_checkpoint, make_pair
@@ -54,7 +54,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @contextmanager
-def relayed(worker: Started, **named: Any) -> Iterator[tuple[Relay, Worker]]:
+def relayed(worker: Started, **named: Any) -> Iterator[tuple[Relay, WorkerAddress]]:
     """The worker behind a wire that can stall."""
     with Relay(("127.0.0.1", worker.port), Way(0.0)) as relay:
         yield relay, replace(worker.named(**named), url="{}:{}".format(*relay.address))
@@ -64,13 +64,13 @@ def relayed(worker: Started, **named: Any) -> Iterator[tuple[Relay, Worker]]:
 def slow(side: Any, model: Path, seconds: float) -> Iterator[Started]:
     """A worker whose steps take so long."""
     step = StepTimes(((1, 1, seconds),))
-    with started(side, model, options={"emulate": Emulation(**{side: step})}) as worker:
+    with started(side, model, options={"emulate": StepTimeEmulation(**{side: step})}) as worker:
         yield worker
 
 
-def until_it_drafts(running: Running, plain: list[int]) -> None:
+def until_it_drafts(running: LLMBase, plain: list[int]) -> None:
     """Asks until the draft's worker helps again. Every text is the target's own."""
-    until = time.monotonic() + 2 * MOST
+    until = time.monotonic() + 2 * MAX_DELAY_S
     while True:
         answer = running.generate(PROMPT, SAMPLED)
         assert answer.token_ids == plain
@@ -175,7 +175,7 @@ def amiss(name: str, result: VerifyResult) -> VerifyResult:
 def test_a_target_that_answers_amiss_gives_no_token(
     both: dict[str, Started], monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    result_to = service.result_to
+    result_to = service.result_to_proto
     monkeypatch.setattr(service, "result_to", lambda result: result_to(amiss(name, result)))
     with (
         on_workers(both["target"].named(), both["draft"].named(), mode="serial", draft_steps=2) as running,
@@ -198,7 +198,7 @@ def twice(monkeypatch: pytest.MonkeyPatch, kind: Any) -> None:
 
 
 def test_a_target_that_answers_twice_is_not_believed(both: dict[str, Started], monkeypatch: pytest.MonkeyPatch) -> None:
-    twice(monkeypatch, service.TargetService)
+    twice(monkeypatch, service.TargetWorkerService)
     with (
         on_workers(both["target"].named(), both["draft"].named(), mode="serial", draft_steps=2) as running,
         pytest.raises(UserError, match="no result of ours"),
@@ -210,7 +210,7 @@ def test_a_target_that_answers_twice_is_not_believed(both: dict[str, Started], m
 def test_a_draft_that_answers_twice_costs_speed_at_most(
     both: dict[str, Started], plain: list[int], monkeypatch: pytest.MonkeyPatch, mode: str
 ) -> None:
-    twice(monkeypatch, service.DraftService)
+    twice(monkeypatch, service.DraftWorkerService)
     with on_workers(both["target"].named(), both["draft"].named(), mode=mode, draft_steps=2) as running:
         for _ in range(2):
             assert running.generate(PROMPT, SAMPLED).token_ids == plain
@@ -227,7 +227,7 @@ def test_another_tokenizer_or_version_is_refused_at_the_start(
         on_workers(target, draft.named()),
     ):
         pass
-    monkeypatch.setattr(service, "PROTOCOL", 1)
+    monkeypatch.setattr(service, "PROTOCOL_VERSION", 1)
     for here in ((target, None), (pair[0], both["draft"].named())):
         with pytest.raises(UserError, match="speaks version 1 of the protocol, and this is"), on_workers(*here):
             pass

@@ -20,22 +20,22 @@ from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoRe
 
 from swiftspec.config import EngineConfig
 from swiftspec.distributed.rpc import swiftspec_pb2 as pb
-from swiftspec.distributed.rpc.connection import Link
-from swiftspec.distributed.rpc.endpoint import MOST_BYTES, Endpoint, Security
+from swiftspec.distributed.rpc.connection import WorkerConnection
+from swiftspec.distributed.rpc.endpoint import MAX_MESSAGE_BYTES, Endpoint, RpcSecurity
 from swiftspec.distributed.rpc.protobuf_codec import (
-    Identity,
-    opening_to,
-    proposal_to,
-    read_delta,
-    read_opening,
-    read_proposal,
-    result_to,
+    ModelIdentity,
+    delta_from_proto,
+    proposal_from_proto,
+    proposal_to_proto,
+    request_start_from_proto,
+    request_start_to_proto,
+    result_to_proto,
 )
-from swiftspec.distributed.rpc.service import DRAFT, TARGET
-from swiftspec.distributed.rpc.sessions import Sessions, Turns
-from swiftspec.distributed.rpc.status import Full, Refused, SessionGone, WorkerLost
+from swiftspec.distributed.rpc.service import DRAFT_SERVICE, TARGET_SERVICE
+from swiftspec.distributed.rpc.sessions import FairLock, WorkerSessions
+from swiftspec.distributed.rpc.status import SessionGone, WorkerFull, WorkerLost, WorkerRefused
 from swiftspec.errors import UserError
-from swiftspec.messages import Opening, Proposal, VerifyResult
+from swiftspec.messages import Proposal, RequestStart, VerifyResult
 from swiftspec.params import SamplingParams
 from tests.support.tiny_checkpoints import make_checkpoint
 from tests.support.workers import TOKENIZER, Started, started
@@ -59,18 +59,22 @@ class Client:
 
     def __init__(self, worker: Started) -> None:
         self._channel = grpc.insecure_channel(f"127.0.0.1:{worker.port}")
-        link = Link(f"127.0.0.1:{worker.port}", "--target-url", TARGET, pb.VerifyAnswer, Security())
+        link = WorkerConnection(
+            f"127.0.0.1:{worker.port}", "--target-url", TARGET_SERVICE, pb.VerifyAnswer, RpcSecurity()
+        )
         about = link.ping(10)
-        self.own = Identity(about.model, about.tokenizer)
+        self.own = ModelIdentity(about.model, about.tokenizer)
 
     def raw(self, data: bytes) -> pb.VerifyAnswer:
-        return pb.VerifyAnswer.FromString(self._channel.unary_unary(f"/{TARGET}/VerifyDrafts")(data, timeout=20))
+        return pb.VerifyAnswer.FromString(
+            self._channel.unary_unary(f"/{TARGET_SERVICE}/VerifyDrafts")(data, timeout=20)
+        )
 
     def ask(self, **asks: Any) -> pb.VerifyAnswer:
         return self.raw(pb.VerifyRequest(**asks).SerializeToString())
 
     def opening(self, shape: EngineConfig = SHAPE) -> pb.Opening:
-        return opening_to(Opening(1, TEXT, GREEDY, len(TEXT)), shape, self.own)
+        return request_start_to_proto(RequestStart(1, TEXT, GREEDY, len(TEXT)), shape, self.own)
 
     def refused(self, code: grpc.StatusCode, call: Callable[[], object]) -> str:
         with pytest.raises(grpc.RpcError) as caught:
@@ -89,15 +93,15 @@ def client(target: Started) -> Client:
 def test_a_round_is_applied_once(client: Client) -> None:
     opened = client.ask(opening=client.opening())
     assert len(opened.session) == 16 and opened.opened.kept == 0 and opened.telemetry.model > 0
-    ask = {"session": opened.session, "proposal": proposal_to(Proposal.root_only(1, 0, 2, TEXT[-1]))}
+    ask = {"session": opened.session, "proposal": proposal_to_proto(Proposal.root_only(1, 0, 2, TEXT[-1]))}
     first, twice = client.ask(**ask), client.ask(**ask)
     assert first == twice and len(first.result.tokens) == 1
     token = first.result.tokens[0]
-    other = proposal_to(Proposal(1, 0, 2, (TEXT[-1], 9), (-1, 0)))
+    other = proposal_to_proto(Proposal(1, 0, 2, (TEXT[-1], 9), (-1, 0)))
     assert "over" in client.refused(
         Code.FAILED_PRECONDITION, lambda: client.ask(session=opened.session, proposal=other)
     )
-    after = client.ask(session=opened.session, proposal=proposal_to(Proposal.root_only(1, 1, 3, token)))
+    after = client.ask(session=opened.session, proposal=proposal_to_proto(Proposal.root_only(1, 1, 3, token)))
     assert after.result.prefix_len == 3, "what was refused has changed nothing"
     assert "over" in client.refused(Code.FAILED_PRECONDITION, lambda: client.ask(**ask))
 
@@ -105,21 +109,21 @@ def test_a_round_is_applied_once(client: Client) -> None:
 def test_growth_goes_to_the_stream_that_opened_last(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, vocab=64)
     with started("draft", tmp_path) as worker:
-        link = Link(f"127.0.0.1:{worker.port}", "--draft-url", DRAFT, pb.DraftAnswer, Security())
+        link = WorkerConnection(f"127.0.0.1:{worker.port}", "--draft-url", DRAFT_SERVICE, pb.DraftAnswer, RpcSecurity())
         about = link.ping(10)
-        own = Identity(about.model, about.tokenizer)
-        ahead = opening_to(Opening(1, TEXT, GREEDY, len(TEXT)), EngineConfig(mode="async"), own)
+        own = ModelIdentity(about.model, about.tokenizer)
+        ahead = request_start_to_proto(RequestStart(1, TEXT, GREEDY, len(TEXT)), EngineConfig(mode="async"), own)
         first, second = link.stream(), link.stream()
         first.send(pb.DraftRequest(opening=ahead))
         grown = first.recv(20)
-        assert read_delta(grown.delta).parents.tolist()[0] == 0 and grown.telemetry.model > 0
+        assert delta_from_proto(grown.delta).parents.tolist()[0] == 0 and grown.telemetry.model > 0
         second.send(pb.DraftRequest(session=grown.session, opening=ahead))
         both = [list(delta.tokens) for delta in (grown.delta, second.recv(20).delta)]
         least = min(map(len, both))  # what has grown by the time goes together
         assert both[0][:least] == both[1][:least]
-        result = result_to(VerifyResult(1, 0, 2, (0, 1), (grown.delta.tokens[0], 9)), whole=False)
+        result = result_to_proto(VerifyResult(1, 0, 2, (0, 1), (grown.delta.tokens[0], 9)), for_client=False)
         first.send(pb.DraftRequest(session=grown.session, result=result))
-        with pytest.raises(Refused, match="has begun another"):
+        with pytest.raises(WorkerRefused, match="has begun another"):
             while True:
                 first.recv(20)
         second.send(pb.DraftRequest(session=grown.session, result=result))
@@ -130,14 +134,14 @@ def test_growth_goes_to_the_stream_that_opened_last(tmp_path: Path) -> None:
         with pytest.raises(SessionGone):
             while True:
                 second.recv(20)
-        call = grpc.insecure_channel(f"127.0.0.1:{worker.port}").unary_unary(f"/{DRAFT}/GenerateDrafts")
+        call = grpc.insecure_channel(f"127.0.0.1:{worker.port}").unary_unary(f"/{DRAFT_SERVICE}/GenerateDrafts")
         with pytest.raises(grpc.RpcError, match="in a stream"):
             call(pb.DraftRequest(opening=ahead).SerializeToString(), timeout=20)
 
 
 def test_what_does_not_fit_is_refused_in_a_line(client: Client) -> None:
     session = client.ask(opening=client.opening()).session
-    good = proposal_to(Proposal(1, 0, 2, (TEXT[-1], 9, 8), (-1, 0, 1)))
+    good = proposal_to_proto(Proposal(1, 0, 2, (TEXT[-1], 9, 8), (-1, 0, 1)))
 
     def asked(change: Callable[[Any], object], what: Any = good, name: str = "proposal") -> Callable[[], object]:
         message = type(what).FromString(what.SerializeToString())
@@ -157,7 +161,7 @@ def test_what_does_not_fit_is_refused_in_a_line(client: Client) -> None:
     client.refused(Code.INVALID_ARGUMENT, lambda: client.raw(b"\xff no message"))
     client.refused(Code.INVALID_ARGUMENT, lambda: client.ask(session=session))
     client.refused(Code.NOT_FOUND, lambda: client.ask(session=bytes(16), proposal=good))
-    client.refused(Code.RESOURCE_EXHAUSTED, lambda: client.raw(bytes(MOST_BYTES + 1)))
+    client.refused(Code.RESOURCE_EXHAUSTED, lambda: client.raw(bytes(MAX_MESSAGE_BYTES + 1)))
     assert len(client.ask(session=session, proposal=good).result.tokens) >= 1, "the session is as it was"
 
 
@@ -181,24 +185,28 @@ def test_an_opening_must_be_meant_for_this_worker(client: Client) -> None:
 
 
 def test_strangers_are_kept_out(target: Started) -> None:
-    guarded = Security(token="secret")
+    guarded = RpcSecurity(token="secret")
     with started("target", target.model, security=guarded) as worker:
-        for security in (Security(), Security(token="other")):
-            with pytest.raises(Refused, match="token is missing or wrong"):
-                Link(f"127.0.0.1:{worker.port}", "--target-url", TARGET, pb.VerifyAnswer, security).ping(10)
-        link = Link(f"127.0.0.1:{worker.port}", "--target-url", TARGET, pb.VerifyAnswer, guarded)
+        for security in (RpcSecurity(), RpcSecurity(token="other")):
+            with pytest.raises(WorkerRefused, match="token is missing or wrong"):
+                WorkerConnection(
+                    f"127.0.0.1:{worker.port}", "--target-url", TARGET_SERVICE, pb.VerifyAnswer, security
+                ).ping(10)
+        link = WorkerConnection(f"127.0.0.1:{worker.port}", "--target-url", TARGET_SERVICE, pb.VerifyAnswer, guarded)
         assert link.ping(10).tokenizer == TOKENIZER
-        stream = Link(f"127.0.0.1:{worker.port}", "--target-url", TARGET, pb.VerifyAnswer, Security()).stream()
-        with pytest.raises(Refused):
+        stream = WorkerConnection(
+            f"127.0.0.1:{worker.port}", "--target-url", TARGET_SERVICE, pb.VerifyAnswer, RpcSecurity()
+        ).stream()
+        with pytest.raises(WorkerRefused):
             stream.recv(10)
-    for bare in (Security(), Security(token="secret"), Security(cert=b"", key=b"")):
+    for bare in (RpcSecurity(), RpcSecurity(token="secret"), RpcSecurity(cert=b"", key=b"")):
         with pytest.raises(UserError, match="open to other machines"):
             bare.check_worker(Endpoint("0.0.0.0", 7070))
     with pytest.raises(UserError, match="another machine"):
-        Security().check_client(Endpoint("example.com", 7070), "--target-url")
+        RpcSecurity().check_client(Endpoint("example.com", 7070), "--target-url")
     for text in ("7070", "host", ":7070", "host:x", "host:70000", "http://host:1"):
         with pytest.raises(UserError, match="HOST:PORT"):
-            Endpoint.of(text, "--listen")
+            Endpoint.parse(text, "--listen")
 
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="makes the certificate")
@@ -209,22 +217,24 @@ def test_a_worker_over_tls(target: Started, tmp_path: Path) -> None:
         command = [*made.split(), "-addext", "subjectAltName=IP:127.0.0.1", *files]
         subprocess.run(command, check=True, capture_output=True)
     cert, other = tmp_path / "own.pem", tmp_path / "other.pem"
-    guarded = Security("secret", cert.read_bytes(), (tmp_path / "own.key").read_bytes())
+    guarded = RpcSecurity("secret", cert.read_bytes(), (tmp_path / "own.key").read_bytes())
     guarded.check_worker(Endpoint("0.0.0.0", 7070))
     with started("target", target.model, security=guarded) as worker:
 
-        def ping(security: Security, host: str = "127.0.0.1") -> pb.PingAnswer:
-            return Link(f"{host}:{worker.port}", "--target-url", TARGET, pb.VerifyAnswer, security).ping(10)
+        def ping(security: RpcSecurity, host: str = "127.0.0.1") -> pb.PingAnswer:
+            return WorkerConnection(
+                f"{host}:{worker.port}", "--target-url", TARGET_SERVICE, pb.VerifyAnswer, security
+            ).ping(10)
 
-        assert ping(Security("secret", ca=cert.read_bytes())).vocab_size == 64
+        assert ping(RpcSecurity("secret", ca=cert.read_bytes())).vocab_size == 64
         with pytest.raises(WorkerLost):
-            ping(Security("secret"))  # in plain text
-        with pytest.raises(Refused, match="token"):
-            ping(Security("other", ca=cert.read_bytes()))
-        with pytest.raises(Refused, match=r"not trusted.*--tls-ca"):
-            ping(Security("secret", ca=other.read_bytes()))
-        with pytest.raises(Refused, match="for another host"):
-            ping(Security("secret", ca=cert.read_bytes()), "localhost")
+            ping(RpcSecurity("secret"))  # in plain text
+        with pytest.raises(WorkerRefused, match="token"):
+            ping(RpcSecurity("other", ca=cert.read_bytes()))
+        with pytest.raises(WorkerRefused, match=r"not trusted.*--tls-ca"):
+            ping(RpcSecurity("secret", ca=other.read_bytes()))
+        with pytest.raises(WorkerRefused, match="for another host"):
+            ping(RpcSecurity("secret", ca=cert.read_bytes()), "localhost")
 
 
 HEALTH: Any = health_pb2  # its names are made when it is imported
@@ -236,12 +246,12 @@ def test_health_is_told_until_a_worker_drains(target: Started) -> None:
     channel = grpc.insecure_channel(f"127.0.0.1:{worker.port}")
     health: Any = health_pb2_grpc.HealthStub(channel)
     serving = HEALTH.HealthCheckResponse.SERVING
-    for name in ("", TARGET):
+    for name in ("", TARGET_SERVICE):
         assert health.Check(HEALTH.HealthCheckRequest(service=name), timeout=10).status == serving
     with pytest.raises(grpc.RpcError) as caught:
-        health.Check(HEALTH.HealthCheckRequest(service=DRAFT), timeout=10)
+        health.Check(HEALTH.HealthCheckRequest(service=DRAFT_SERVICE), timeout=10)
     assert caught.value.code() == Code.NOT_FOUND  # type: ignore[attr-defined]
-    watched: Any = health.Watch(HEALTH.HealthCheckRequest(service=TARGET), timeout=20)
+    watched: Any = health.Watch(HEALTH.HealthCheckRequest(service=TARGET_SERVICE), timeout=20)
     assert next(watched).status == serving
     threading.Thread(target=worker.server.stop, args=(5.0,)).start()
     assert next(watched).status == HEALTH.HealthCheckResponse.NOT_SERVING
@@ -253,7 +263,7 @@ class Shows(grpc.UnaryUnaryClientInterceptor, grpc.StreamStreamClientInterceptor
     """A client that shows the token with each call."""
 
     def intercept_unary_unary(self, continuation: Any, client_call_details: Any, request: Any) -> Any:
-        return continuation(client_call_details._replace(metadata=Security("secret").metadata), request)
+        return continuation(client_call_details._replace(metadata=RpcSecurity("secret").metadata), request)
 
     def intercept_stream_stream(self, continuation: Any, client_call_details: Any, request_iterator: Any) -> Any:
         return self.intercept_unary_unary(continuation, client_call_details, request_iterator)
@@ -261,7 +271,7 @@ class Shows(grpc.UnaryUnaryClientInterceptor, grpc.StreamStreamClientInterceptor
 
 def test_reflection_tells_the_services_to_whoever_has_the_token(target: Started) -> None:
     """By the standard service's own client, who makes a call of what it has read."""
-    with started("target", target.model, security=Security("secret")) as worker:
+    with started("target", target.model, security=RpcSecurity("secret")) as worker:
         bare = grpc.insecure_channel(f"127.0.0.1:{worker.port}")
         health: Any = health_pb2_grpc.HealthStub(bare)
         with pytest.raises(grpc.RpcError, match="the token is missing or wrong"):
@@ -270,22 +280,26 @@ def test_reflection_tells_the_services_to_whoever_has_the_token(target: Started)
             health.Check(HEALTH.HealthCheckRequest(), timeout=10)
         channel = grpc.intercept_channel(bare, Shows())
         read = ProtoReflectionDescriptorDatabase(channel)
-        assert {TARGET, "grpc.health.v1.Health"} < {*read.get_services()}
-        methods = DescriptorPool(read).FindServiceByName(TARGET).methods_by_name
+        assert {TARGET_SERVICE, "grpc.health.v1.Health"} < {*read.get_services()}
+        methods = DescriptorPool(read).FindServiceByName(TARGET_SERVICE).methods_by_name
         assert {*methods} == {"VerifyDrafts", "Stream", "EndSession", "Ping", "ReadTokenizer"}
         answer = GetMessageClass(methods["Ping"].output_type)
-        told: Any = channel.unary_unary(f"/{TARGET}/Ping", response_deserializer=answer.FromString)(b"", timeout=10)
+        told: Any = channel.unary_unary(f"/{TARGET_SERVICE}/Ping", response_deserializer=answer.FromString)(
+            b"", timeout=10
+        )
         assert told.vocab_size == 64 and told.tokenizer == TOKENIZER
         bare.close()
 
 
 def test_a_worker_of_the_other_kind_is_refused(target: Started) -> None:
-    with pytest.raises(Refused, match="worker of the other kind"):
-        Link(f"127.0.0.1:{target.port}", "--draft-url", DRAFT, pb.DraftAnswer, Security()).ping(10)
+    with pytest.raises(WorkerRefused, match="worker of the other kind"):
+        WorkerConnection(f"127.0.0.1:{target.port}", "--draft-url", DRAFT_SERVICE, pb.DraftAnswer, RpcSecurity()).ping(
+            10
+        )
 
 
 def test_a_worker_that_rests_looks_after_its_group(target: Started, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("swiftspec.distributed.rpc.server.LOOK", 0.01)
+    monkeypatch.setattr("swiftspec.distributed.rpc.server.POLL_INTERVAL_S", 0.01)
     over: SimpleQueue[int] = SimpleQueue()
     target.server.run(over, lambda: over.put(0))  # ends by what it has seen
 
@@ -298,10 +312,10 @@ def test_messages_carry_every_field() -> None:
         stop_token_ids=(1, 2), grammar="g", negative_prompt_ids=(3,), verify_batch=2,
     )  # fmt: skip
     shape = EngineConfig(mode="async", draft_steps=5, calibration=0.3, catch_up=False)
-    own, opening = Identity(b"m", b"t"), Opening(3, TEXT, sampling, 2)
-    assert read_opening(opening_to(opening, shape, own), own) == (opening, shape)
+    own, opening = ModelIdentity(b"m", b"t"), RequestStart(3, TEXT, sampling, 2)
+    assert request_start_from_proto(request_start_to_proto(opening, shape, own), own) == (opening, shape)
     proposal = Proposal(1, 2, 3, (4, 5, 6), (-1, 0, 0))
-    assert read_proposal(proposal_to(proposal)) == proposal
+    assert proposal_from_proto(proposal_to_proto(proposal)) == proposal
 
 
 class Work:
@@ -313,47 +327,47 @@ class Work:
 
 def test_sessions_end_by_rest_and_make_room() -> None:
     now = [0.0]
-    sessions = Sessions(Work, most=2, idle=10.0, clock=lambda: now[0])
+    sessions = WorkerSessions(Work, max_sessions=2, idle_timeout_s=10.0, clock=lambda: now[0])
     first, second = (sessions.open(b"", SHAPE) for _ in range(2))
     assert sessions.open(first.id, SHAPE) is first
     now[0] = 1.0
-    with sessions.at_work(first):
+    with sessions.in_use(first):
         pass
     third = sessions.open(b"", SHAPE)
     with pytest.raises(SessionGone):
         sessions.find(second.id)
-    with sessions.at_work(first), sessions.at_work(third), pytest.raises(Full, match="--max-sessions"):
+    with sessions.in_use(first), sessions.in_use(third), pytest.raises(WorkerFull, match="--max-sessions"):
         sessions.open(b"", SHAPE)
     now[0] = 11.5
     sessions.sweep()
     assert len(sessions) == 0
-    with pytest.raises(SessionGone), sessions.at_work(first):
+    with pytest.raises(SessionGone), sessions.in_use(first):
         pass
 
 
 def test_a_session_that_is_about_to_rest_makes_room(monkeypatch: pytest.MonkeyPatch) -> None:
     """It has answered and does what is left to do, when another one is opened."""
-    monkeypatch.setattr("swiftspec.distributed.rpc.sessions.MOMENT", 60.0)
-    sessions, opened = Sessions(Work, most=1, idle=10.0), SimpleQueue[Any]()
+    monkeypatch.setattr("swiftspec.distributed.rpc.sessions.IDLE_GRACE_S", 60.0)
+    sessions, opened = WorkerSessions(Work, max_sessions=1, idle_timeout_s=10.0), SimpleQueue[Any]()
     first = sessions.open(b"", SHAPE)
-    with sessions.at_work(first):
+    with sessions.in_use(first):
         other = threading.Thread(target=lambda: opened.put(sessions.open(b"", SHAPE)))
         other.start()
         other.join(0.05)
         assert opened.empty()
     other.join()
-    assert opened.get() is not first and first.gone
+    assert opened.get() is not first and first.ended
 
 
 def test_turns_go_round_in_order() -> None:
-    turns, order, threads = Turns(), list[int](), list[threading.Thread]()
+    turns, order, threads = FairLock(), list[int](), list[threading.Thread]()
 
     def work(number: int) -> None:
         with turns:
             order.append(number)
 
     with turns:
-        assert not turns.offered()
+        assert not turns.try_acquire()
         for number in range(5):
             threads.append(threading.Thread(target=work, args=(number,)))
             threads[-1].start()
@@ -362,6 +376,6 @@ def test_turns_go_round_in_order() -> None:
     for thread in threads:
         thread.join(10)
     assert order == [0, 1, 2, 3, 4]
-    assert turns.offered() and not turns.offered()
-    turns.end()
-    assert turns.offered()
+    assert turns.try_acquire() and not turns.try_acquire()
+    turns.release()
+    assert turns.try_acquire()

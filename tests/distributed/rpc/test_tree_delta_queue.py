@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 from swiftspec.config import EngineConfig
-from swiftspec.distributed.group.request_state import Bounds
+from swiftspec.distributed.group.request_state import ModelLimits
 from swiftspec.distributed.rpc import swiftspec_pb2 as pb
 from swiftspec.distributed.rpc.draft_stream import DraftStream
-from swiftspec.distributed.rpc.protobuf_codec import Identity, delta_to
-from swiftspec.distributed.rpc.tree_delta_queue import HELD, Grown, Telling
-from swiftspec.messages import Opening, VerifyResult
+from swiftspec.distributed.rpc.protobuf_codec import ModelIdentity, delta_to_proto
+from swiftspec.distributed.rpc.tree_delta_queue import MAX_QUEUED_DELTAS, TimedDelta, TreeDeltaQueue
+from swiftspec.messages import RequestStart, VerifyResult
 from swiftspec.params import SamplingParams
 from swiftspec.tree.replica import TreeDelta
 
@@ -27,9 +27,9 @@ def delta(round_: int, first: int, count: int = 2, request: int = 1) -> TreeDelt
 COST = pb.Telemetry(span=7, wall=3, model=2)
 
 
-def taken(grown: Grown, *, join: bool) -> list[Telling]:
+def taken(grown: TreeDeltaQueue, *, join: bool) -> list[TimedDelta]:
     """All of it."""
-    found: list[Telling] = []
+    found: list[TimedDelta] = []
     while together := grown.take(join=lambda: join):
         found += together
     return found
@@ -39,11 +39,11 @@ def taken(grown: Grown, *, join: bool) -> list[Telling]:
 def test_what_has_come_goes_as_one_and_the_end_by_itself(join: bool) -> None:
     come, told = Event(), [delta(0, 1), delta(0, 3), delta(0, 5, 0), delta(1, 5), delta(1, 7)]
 
-    def grow() -> Iterator[Telling]:
+    def grow() -> Iterator[TimedDelta]:
         yield from ((each, pb.Telemetry.FromString(COST.SerializeToString())) for each in told)
         come.set()
 
-    grown = Grown(grow)
+    grown = TreeDeltaQueue(grow)
     assert come.wait(10)
     found = taken(grown, join=join)
     shapes = [(each.round, each.first, len(each), each.expansions) for each, _ in found]
@@ -55,7 +55,7 @@ def test_what_has_come_goes_as_one_and_the_end_by_itself(join: bool) -> None:
 def test_requests_stay_apart_and_whether_to_join_is_asked_once_one_is_open() -> None:
     waits, opened, joins, come = Event(), Event(), list[bool](), Event()
 
-    def grow() -> Iterator[Telling]:
+    def grow() -> Iterator[TimedDelta]:
         assert waits.wait(10)
         opened.set()
         yield delta(0, 1), None
@@ -64,25 +64,25 @@ def test_requests_stay_apart_and_whether_to_join_is_asked_once_one_is_open() -> 
         joins.append(opened.is_set())
         return True
 
-    grown = Grown(grow)
+    grown = TreeDeltaQueue(grow)
     Timer(0.05, waits.set).start()  # while `take` waits
     assert len(grown.take(join=join)) == 1 and joins == [True]
 
-    def both() -> Iterator[Telling]:
+    def both() -> Iterator[TimedDelta]:
         yield from ((delta(0, 1 + 2 * number, request=request), None) for request in (1, 2) for number in range(2))
         come.set()
 
-    grown = Grown(both)
+    grown = TreeDeltaQueue(both)
     assert come.wait(10)
     assert [(each.request, each.first, len(each)) for each, _ in taken(grown, join=True)] == [(1, 1, 4), (2, 1, 4)]
 
 
 def test_what_growing_raises_comes_after_what_has_grown() -> None:
-    def grow() -> Iterator[Telling]:
+    def grow() -> Iterator[TimedDelta]:
         yield delta(0, 1), None
         raise ValueError("no more")
 
-    grown = Grown(grow)
+    grown = TreeDeltaQueue(grow)
     assert [each.first for each, _ in grown.take(join=lambda: True)] == [1]
     with pytest.raises(ValueError, match="no more"):
         grown.take(join=lambda: True)
@@ -91,16 +91,16 @@ def test_what_growing_raises_comes_after_what_has_grown() -> None:
 def test_a_tree_whose_growth_nobody_takes_waits() -> None:
     more = Event()
 
-    def grow() -> Iterator[Telling]:
-        for number in range(HELD + 2):
-            if number == HELD + 1:
+    def grow() -> Iterator[TimedDelta]:
+        for number in range(MAX_QUEUED_DELTAS + 2):
+            if number == MAX_QUEUED_DELTAS + 1:
                 more.set()
             yield delta(0, 1 + 2 * number), None
 
-    grown = Grown(grow)
+    grown = TreeDeltaQueue(grow)
     assert not more.wait(0.3)
-    assert len(taken(grown, join=False)) == HELD + 2 and more.is_set()
-    stuck = Grown(grow)
+    assert len(taken(grown, join=False)) == MAX_QUEUED_DELTAS + 2 and more.is_set()
+    stuck = TreeDeltaQueue(grow)
     stuck.close()
 
 
@@ -118,12 +118,12 @@ def test_what_growth_has_cost_is_booked_to_the_message_that_asked_for_it() -> No
 
         def recv(self, timeout: float) -> pb.DraftAnswer:
             round_, first, cost = self.told.pop(0)
-            return pb.DraftAnswer(delta=delta_to(delta(round_, first)), telemetry=cost)
+            return pb.DraftAnswer(delta=delta_to_proto(delta(round_, first)), telemetry=cost)
 
-    stream = DraftStream(Link(), EngineConfig(mode="async"), Bounds(64, 100, 16), 1.0)  # type: ignore[arg-type]
-    stream.attach(Identity(b"", b""))
-    stream.open(Opening(1, (5, 17), SamplingParams(), 2), 0)
-    stream.tell(VerifyResult(1, 0, 1, (0,), (9,)), 0)
+    stream = DraftStream(Link(), EngineConfig(mode="async"), ModelLimits(64, 100, 16), 1.0)  # type: ignore[arg-type]
+    stream.attach(ModelIdentity(b"", b""))
+    stream.open(RequestStart(1, (5, 17), SamplingParams(), 2), 0)
+    stream.send_result(VerifyResult(1, 0, 1, (0,), (9,)), 0)
     for _ in range(3):
         stream.recv(None)
     opening, result = stream.hops.take()

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from swiftspec.distributed.worker_group import Crew
+from swiftspec.distributed.worker_group import WorkerGroup
 from swiftspec.llm import LLM
 from swiftspec.params import SamplingParams
 from tests.support.ranks import Pool
@@ -68,8 +68,8 @@ def test_a_follower_that_is_gone_is_told_whenever_somebody_asks() -> None:
         def recv(self, timeout: float) -> None:
             raise ConnectionError("rank 1 is gone")
 
-    crew, said = Crew([Gone()]), list[str]()  # type: ignore[list-item]
-    crew.look(0.0)
-    crew.when_lost(said.append)
-    crew.look(0.0)
+    crew, said = WorkerGroup([Gone()]), list[str]()  # type: ignore[list-item]
+    crew.check_followers(0.0)
+    crew.on_lost(said.append)
+    crew.check_followers(0.0)
     assert said == ["rank 1 is gone"]

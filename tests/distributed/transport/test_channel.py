@@ -11,7 +11,7 @@ import pytest
 
 from swiftspec.distributed.transport import tcp
 from swiftspec.distributed.transport.channel import Channel, accept, dial
-from swiftspec.distributed.transport.tcp import HEAD, MAX_WORDS, TcpChannel
+from swiftspec.distributed.transport.tcp import HEADER, MAX_WORDS, TcpChannel
 
 
 class FakeStore:
@@ -120,7 +120,7 @@ def test_who_does_not_know_the_ticket_stays_outside() -> None:
 
 
 def test_who_calls_and_says_nothing_keeps_nobody_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tcp, "TICKET_TIMEOUT", 0.1)
+    monkeypatch.setattr(tcp, "AUTH_TIMEOUT_S", 0.1)
     door = Door()
     with socket.create_connection(door.address):
         friend = door.friend()
@@ -136,11 +136,11 @@ def test_nobody_comes() -> None:
             accept(FakeStore(), "alone", "nobody", host=host, spin=False, timeout=0.2)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("data", [HEAD.pack(1, MAX_WORDS + 1), b"GET / HTTP/1.1\r\n\r\n"])
+@pytest.mark.parametrize("data", [HEADER.pack(1, MAX_WORDS + 1), b"GET / HTTP/1.1\r\n\r\n"])
 def test_a_stream_of_something_else_is_refused(data: bytes) -> None:
     ours, theirs = socket.socketpair()
     channel = TcpChannel.__new__(TcpChannel)
-    channel.peer, channel._sock, channel._buffer, channel._sound = "the stranger", ours, bytearray(), True
+    channel.peer, channel._sock, channel._buffer, channel._usable = "the stranger", ours, bytearray(), True
     theirs.sendall(data)
     with pytest.raises(ConnectionError, match="not one of ours"):
         channel.recv(5)

@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 from swiftspec.distributed.transport.codec import (
     bytes_to_words,
     pack,
-    read_opening,
-    read_proposal,
-    read_result,
-    to_text,
-    to_words,
+    text_to_words,
+    unpack_proposal,
+    unpack_request_start,
+    unpack_result,
+    words_to_text,
 )  # fmt: skip
-from swiftspec.messages import Drawn, Opening, Proposal, VerifyResult
+from swiftspec.messages import DraftProbs, Proposal, RequestStart, VerifyResult
 from swiftspec.params import SamplingParams
 
 words = st.integers(0, 2**31 - 1)
@@ -29,9 +29,9 @@ def test_round_trip(request: int, round_: int, prefix: int, data: st.DataObject)
     parents = (-1, *(data.draw(st.integers(0, i - 1)) for i in range(1, n)))
     tokens = tuple(data.draw(st.lists(words, min_size=n, max_size=n)))
     proposal = Proposal(request, round_, prefix, tokens, parents)
-    assert read_proposal(pack(proposal)) == proposal
+    assert unpack_proposal(pack(proposal)) == proposal
     result = VerifyResult(request, round_, prefix, tuple(range(n)), tokens)
-    assert read_result(pack(result)) == result
+    assert unpack_result(pack(result)) == result
 
 
 @pytest.mark.parametrize(
@@ -39,28 +39,28 @@ def test_round_trip(request: int, round_: int, prefix: int, data: st.DataObject)
 )
 def test_a_malformed_proposal_is_refused(flat: list[int]) -> None:
     with pytest.raises(ValueError, match=r"proposal|nodes"):
-        read_proposal(flat)
+        unpack_proposal(flat)
 
 
 def test_what_was_drawn_from_travels_with_a_proposal() -> None:
     tokens = np.array([[4, 6, 9], [5, 1, 2]], np.int32)
     probs = np.array([[0.5, 0.25, 0.25], [1, 0, 0]], np.float32)
-    proposal = Proposal(7, 3, 20, (4, 6, 4, 5), (-1, 0, 0, 1), Drawn(tokens, probs))
+    proposal = Proposal(7, 3, 20, (4, 6, 4, 5), (-1, 0, 0, 1), DraftProbs(tokens, probs))
     flat = pack(proposal)
     assert len(flat) == 4 + 8 + 12
-    again = read_proposal(flat)
-    assert again.drawn is not None and (again.tokens, again.parents) == (proposal.tokens, proposal.parents)
-    assert np.array_equal(again.drawn.tokens, tokens) and np.array_equal(again.drawn.probs, probs)
+    again = unpack_proposal(flat)
+    assert again.draft_probs is not None and (again.tokens, again.parents) == (proposal.tokens, proposal.parents)
+    assert np.array_equal(again.draft_probs.tokens, tokens) and np.array_equal(again.draft_probs.probs, probs)
     nan = np.full(2, np.float32("nan")).view(np.int32).tolist()
     for broken in (flat[:-1], flat[:-2] + nan, [*flat[:-3], 0, 0, 0]):
         with pytest.raises(ValueError, match="distribution"):
-            read_proposal(broken)
+            unpack_proposal(broken)
 
 
 @pytest.mark.parametrize("flat", [[1, 2, 3], [1, 2, 3, 0], [1, 2, 3, 2, 0, 1, 5]])
 def test_a_malformed_result_is_refused(flat: list[int]) -> None:
     with pytest.raises(ValueError, match="result"):
-        read_result(flat)
+        unpack_result(flat)
 
 
 @pytest.mark.parametrize(
@@ -70,7 +70,7 @@ def test_a_malformed_result_is_refused(flat: list[int]) -> None:
 def test_sampling_values_of_another_type_are_refused(values: dict[str, object]) -> None:
     text = json.dumps({"steps": "", "kept": None, "sampling": {**asdict(SamplingParams()), **values}}).encode()
     with pytest.raises(ValueError, match=f"{next(iter(values))} takes"):
-        read_opening([1, 1, 1, 5, len(text), *bytes_to_words(text)])
+        unpack_request_start([1, 1, 1, 5, len(text), *bytes_to_words(text)])
 
 
 def test_every_sampling_value_travels_with_an_opening() -> None:
@@ -80,8 +80,8 @@ def test_every_sampling_value_travels_with_an_opening() -> None:
     )  # fmt: skip
     default, told = asdict(SamplingParams()), set[str]()
     for sent in (sampling, replace(sampling, guidance_scale=1.0, prompt_logprobs=2)):  # one goes without the other
-        again = read_opening(pack(Opening(3, (1, 2, 3), sent, 2, "eager", (2, 0))))
-        assert again == Opening(3, (1, 2, 3), sent, 2, "eager", (2, 0))
+        again = unpack_request_start(pack(RequestStart(3, (1, 2, 3), sent, 2, "eager", (2, 0))))
+        assert again == RequestStart(3, (1, 2, 3), sent, 2, "eager", (2, 0))
         told |= {name for name, value in asdict(again.sampling).items() if value != default[name]}
     assert told == set(default)
 
@@ -90,8 +90,8 @@ def test_every_sampling_value_travels_with_an_opening() -> None:
 def test_what_is_no_count_of_kept_tokens_is_refused(kept: object) -> None:
     text = json.dumps({"steps": "", "kept": kept, "sampling": asdict(SamplingParams())}).encode()
     with pytest.raises(ValueError, match="no count of tokens"):
-        read_opening([1, 1, 1, 5, len(text), *bytes_to_words(text)])
+        unpack_request_start([1, 1, 1, 5, len(text), *bytes_to_words(text)])
 
 
 def test_a_reason_is_one_line() -> None:
-    assert to_text(to_words("out of memory\nat 0x1\x1b[2J\r\n")) == "out of memory at 0x1 [2J"
+    assert words_to_text(text_to_words("out of memory\nat 0x1\x1b[2J\r\n")) == "out of memory at 0x1 [2J"

@@ -16,16 +16,16 @@ from prompt_toolkit.output import DummyOutput
 from rich.console import Console
 
 from swiftspec.config import EngineConfig
-from swiftspec.engine import Chunk, Stats
+from swiftspec.engine import Stats, TokenChunk
 from swiftspec.errors import UserError
 from swiftspec.params import SamplingParams
 from swiftspec.serve.cli.chat import Chat
 from swiftspec.serve.session import Session
-from swiftspec.serve.settings.config_sources import load
+from swiftspec.serve.settings.config_sources import load_settings
 from swiftspec.serve.settings.settings import Settings, env_name
 from swiftspec.serve.terminal import Painter, line_reader, visible
 from swiftspec.serve.text.codec import TextCodec
-from swiftspec.smc.group_result import Answer
+from swiftspec.smc.group_result import GroupResult
 from tests.support.pty_terminal import Terminal
 from tests.support.toy_pair import CONTEXT, byte_level_tokenizer, make_pair, write_tokenizer
 
@@ -45,23 +45,23 @@ class FakeEngine:
         self.reply = "return a + b, read"
         self.during: Callable[[], None] = lambda: None
         self.lost: str | None = None
-        self.population: Answer | None = None
+        self.population: GroupResult | None = None
         self.asked: list[tuple[str, SamplingParams]] = []
         self.stats = Stats()
         self._codec = codec
 
-    def stream(self, prompt: Sequence[int], sampling: SamplingParams) -> Iterator[Chunk]:
+    def stream(self, prompt: Sequence[int], sampling: SamplingParams) -> Iterator[TokenChunk]:
         if len(prompt) >= self.max_model_len:
             raise UserError("the prompt does not fit")
-        self.asked.append((self._codec.spell(prompt), sampling))
+        self.asked.append((self._codec.token_text(prompt), sampling))
         return self._stream()
 
-    def _stream(self) -> Iterator[Chunk]:
+    def _stream(self) -> Iterator[TokenChunk]:
         self.stats = Stats(decode_time=0.5, first_token_time=0.041, drafter_lost=self.lost, population=self.population)
         tokens = self._codec.encode(self.reply)
         for at in range(0, len(tokens), 3):
             self.stats.rounds, self.stats.accepted = self.stats.rounds + 1, self.stats.accepted + 2
-            yield Chunk(tuple(tokens[at : at + 3]), 2, "stop" if at + 3 >= len(tokens) else None)
+            yield TokenChunk(tuple(tokens[at : at + 3]), 2, "stop" if at + 3 >= len(tokens) else None)
             self.during()
 
 
@@ -70,7 +70,7 @@ class Room:
 
     def __init__(self, codec: TextCodec, **given: object) -> None:
         self.engine = FakeEngine(codec)
-        self.settings, self.codec = load(given), codec
+        self.settings, self.codec = load_settings(given), codec
         self.out = io.StringIO()
         session = Session(self.engine, codec, "m/target", "m/draft", False, "float32", 1, {"top_p": 0.9})  # type: ignore[arg-type]
         self.lines: list[str | type[BaseException]] = []
@@ -161,7 +161,7 @@ def test_guidance(room: Room) -> None:
     assert "takes an empty one" not in room.run("/set negative-prompt be rude", "b", EOFError)
     empty, rude = (sampling for _, sampling in room.engine.asked)
     assert (empty.guidance_scale, rude.guidance_scale) == (2.0, 2.0)
-    spelled = [room.codec.spell(sampling.negative_prompt_ids) for sampling in (empty, rude)]
+    spelled = [room.codec.token_text(sampling.negative_prompt_ids) for sampling in (empty, rude)]
     assert spelled == ["<|user|><|end|><|bot|>", "<|user|>be rude<|end|><|bot|>"]
     assert re.search(r"negative_prompt +'be rude'\n", room.run("/set", EOFError))
     assert "does nothing at guidance scale 1" in room.run("/set guidance_scale default", EOFError)
@@ -179,7 +179,7 @@ def test_stats(room: Room) -> None:
 
 def test_stats_of_a_population(room: Room) -> None:
     room.engine.config = EngineConfig("smc")
-    room.engine.population = Answer([1], True, 1, 2.5, 0.25, -0.5, False, 0, 0)
+    room.engine.population = GroupResult([1], True, 1, 2.5, 0.25, -0.5, False, 0, 0)
     shown = room.run("a", "/stats", EOFError)
     told = json.loads(shown[shown.index("{") : shown.rindex("}") + 1])
     assert (told["exact"], told["particles"], told["ess_mean"], told["log_z"]) == (False, 4, 2.5, -0.5)

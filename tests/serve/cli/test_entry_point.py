@@ -9,29 +9,29 @@ import pytest
 from swiftspec.config import SPECULATION, TREE, EngineConfig, PopulationConfig
 from swiftspec.errors import UserError
 from swiftspec.params import SAMPLING, SamplingParams
-from swiftspec.serve.cli.arguments import build_parser, parse
-from swiftspec.serve.settings.flags import MODELS, OwnSettings, Table
-from swiftspec.serve.settings.settings import Settings, UsageError, env_name, from_table
-from swiftspec.settings_schema import declared, setting
+from swiftspec.serve.cli.arguments import build_parser, parse_command
+from swiftspec.serve.settings.flags import MODELS, CommandSettings, SettingsTable
+from swiftspec.serve.settings.settings import Settings, UsageError, env_name, with_fields_of
+from swiftspec.settings_schema import declared_settings, setting
 
 
 @dataclass(frozen=True, slots=True)
 class LongerConfig(EngineConfig):
-    retries: int = setting(3, "Proposals sent again.", SPECULATION, "R", least=1, most=9, shapes=TREE)
+    retries: int = setting(3, "Proposals sent again.", SPECULATION, "R", ge=1, le=9, applies_to=TREE)
 
 
 @dataclass(frozen=True, slots=True)
 class LongerSampling(SamplingParams):
-    warmth: float = setting(0.5, "How warm it is.", SAMPLING, "W", above=0, most=2, finite=True, from_model="warmth")
+    warmth: float = setting(0.5, "How warm it is.", SAMPLING, "W", gt=0, le=2, finite=True, from_model="warmth")
     banned: tuple[int, ...] = setting((), "Tokens that never come.", SAMPLING, "ID[,ID]", "none")
 
 
 @dataclass
-class LongerOwn(OwnSettings):
+class LongerOwn(CommandSettings):
     colour: str = setting("plain", "How it looks.", MODELS, choices=("plain", "loud"))
 
 
-WIDER = from_table(Table(LongerOwn, LongerConfig, sampling=LongerSampling))(Settings)
+WIDER = with_fields_of(SettingsTable(LongerOwn, LongerConfig, sampling=LongerSampling))(Settings)
 
 
 @pytest.fixture(autouse=True)
@@ -45,11 +45,11 @@ def test_flag_variable_and_yaml_key(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     file.write_text("retries: 4\nwarmth: 0.7\ncolour: loud\n")
     monkeypatch.setenv("SWIFTSPEC_BANNED", "5,6")
     monkeypatch.setenv("SWIFTSPEC_WARMTH", "0.8")
-    settings = parse(["--config", str(file), "--retries", "5"], WIDER).settings
+    settings = parse_command(["--config", str(file), "--retries", "5"], WIDER).settings
     assert (settings.retries, settings.warmth, settings.colour, settings.banned) == (5, 0.8, "loud", [5, 6])
     file.write_text("retires: 4\n")
     with pytest.raises(UsageError, match="unknown key 'retires' \\(did you mean 'retries'\\?\\)"):
-        parse(["--config", str(file)], WIDER)
+        parse_command(["--config", str(file)], WIDER)
 
 
 def test_the_line_of_help() -> None:
@@ -74,25 +74,30 @@ def test_the_line_of_help() -> None:
 )
 def test_the_check(argv: list[str], message: str) -> None:
     with pytest.raises(UsageError, match=f"^{re.escape(message)}$"):
-        parse(argv, WIDER)
+        parse_command(argv, WIDER)
 
 
 def test_the_field_of_the_config() -> None:
-    settings = parse(["--retries", "7", "--banned", "1,2"], WIDER).settings
+    settings = parse_command(["--retries", "7", "--banned", "1,2"], WIDER).settings
     assert settings.make_plan(has_draft=True) == LongerConfig(
         "serial", retries=7, self_switch=True, adapt_steps=True, adapt_batch=True
     )
-    assert settings.sampling({}) == LongerSampling(warmth=0.5, banned=(1, 2))
-    assert settings.sampling({"warmth": 0.9}) == LongerSampling(warmth=0.9, banned=(1, 2))
+    assert settings.sampling_params({}) == LongerSampling(warmth=0.5, banned=(1, 2))
+    assert settings.sampling_params({"warmth": 0.9}) == LongerSampling(warmth=0.9, banned=(1, 2))
     with pytest.raises(UserError, match="retries must lie in 1"):
         LongerConfig(retries=10)
     with pytest.raises(UsageError, match="--retries shapes a draft tree, which mode smc has not: leave it out"):
-        parse(["--mode", "smc", "--retries", "7"], WIDER).settings.make_plan(has_draft=True)
+        parse_command(["--mode", "smc", "--retries", "7"], WIDER).settings.make_plan(has_draft=True)
 
 
 def test_every_setting_is_one_flag() -> None:
     """None is declared twice, and none of them is lost."""
-    sources = (OwnSettings, EngineConfig, PopulationConfig, SamplingParams)
-    found = [item.name for source in sources for item, declaration in declared(source) if declaration.help is not None]
+    sources = (CommandSettings, EngineConfig, PopulationConfig, SamplingParams)
+    found = [
+        item.name
+        for source in sources
+        for item, declaration in declared_settings(source)
+        if declaration.help is not None
+    ]
     assert sorted(found) == sorted(Settings.table.flags) == sorted(Settings.model_fields)
     assert "retries" not in found

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from swiftspec.config import EngineConfig
-from swiftspec.serve.cli.race import LONGEST, Lane, verdict
+from swiftspec.serve.cli.race import MAX_ANSWER_TOKENS, RaceResult, compare_results
 from swiftspec.serve.settings.settings import Settings, env_name
 from swiftspec.serve.text.codec import TextCodec
 from tests.serve.cli.test_chat import Room
@@ -39,7 +39,7 @@ def test_the_same_request_without_and_with_the_draft(room: Room) -> None:
     assert plain[0] == fast[0] == f"{first[0]}return a + b, read<|end|><|user|>two<|end|><|bot|>"
     assert plain[0].replace("two", "three") == last[0], "the conversation is as it was"
     assert (plain[1].verify_batch, fast[1].verify_batch, last[1].verify_batch) == (1, None, None)
-    assert plain[1].max_tokens == fast[1].max_tokens == LONGEST and last[1].max_tokens is None
+    assert plain[1].max_tokens == fast[1].max_tokens == MAX_ANSWER_TOKENS and last[1].max_tokens is None
     assert (plain[1].temperature, plain[1].seed) == (fast[1].temperature, fast[1].seed) == (0.7, last[1].seed)
 
 
@@ -91,14 +91,14 @@ def test_without_a_tree_there_is_no_race(room: Room, mode: str) -> None:
 
 
 def test_the_verdict() -> None:
-    def lane(name: str, seconds: float, tokens: int = 100, **more: Any) -> Lane:
-        return Lane(name, range(tokens), seconds, **{"rounds": 50, "lost": None, **more})
+    def lane(name: str, seconds: float, tokens: int = 100, **more: Any) -> RaceResult:
+        return RaceResult(name, range(tokens), seconds, **{"rounds": 50, "lost": None, **more})
 
-    lines = verdict(lane("plain", 2.0, rounds=100), lane("speculative", 0.5), EngineConfig())
+    lines = compare_results(lane("plain", 2.0, rounds=100), lane("speculative", 0.5), EngineConfig())
     assert [line.count("█") for line in lines] == [10, 40, 0]
     assert re.search(r"plain +█+ +50 tok/s  \(100 tok in 2\.00 s, 1\.0 tok/round\)", lines[0])
     assert re.search(r"speculative +█+ +200 tok/s  \(100 tok in 0\.50 s, 2\.0 tok/round\)", lines[1])
     assert lines[2] == "speculative is 4.00 times as fast; the text is the same: all 100 tokens are equal"
-    lines = verdict(lane("plain", 1.0), lane("speculative", 1.25, 90, lost="no memory"), EngineConfig())
+    lines = compare_results(lane("plain", 1.0), lane("speculative", 1.25, 90, lost="no memory"), EngineConfig())
     assert lines[2].startswith("plain is 1.39 times as fast; THE TEXT IS NOT THE SAME: token 91")
     assert "the drafter was lost (no memory)" in lines[3]

@@ -11,8 +11,8 @@ from rich.console import Console
 
 from swiftspec.errors import UserError
 from swiftspec.messages import Proposal, VerifyResult
-from swiftspec.observe.round_records import Round
-from swiftspec.serve.cli.tree_view import Rounds
+from swiftspec.observe.round_records import RoundRecord
+from swiftspec.serve.cli.tree_view import RoundHistory
 
 LANE: dict[str, Any] = {
     "tree": {
@@ -22,16 +22,18 @@ LANE: dict[str, Any] = {
 }  # fmt: skip
 
 
-def noted(round_: int, parents: tuple[int, ...], path: tuple[int, ...], tokens: tuple[int, ...], *more: Any) -> Round:
+def noted(
+    round_: int, parents: tuple[int, ...], path: tuple[int, ...], tokens: tuple[int, ...], *more: Any
+) -> RoundRecord:
     """A round that verifies tokens 3, 5, 6. `more`: p, and what reads the draft's lane."""
     proposal, result = Proposal(1, round_, 1, (3, 5, 6), parents), VerifyResult(1, round_, 1, path, tokens)
     p, lane = more or (None, None)
-    return Round(proposal, result, [0.0] * 7, True, 0.0, p, lane)
+    return RoundRecord(proposal, result, [0.0] * 7, True, 0.0, p, lane)
 
 
 def test_a_tree_is_shown() -> None:
     heard: list[Any] = []
-    rounds, out = Rounds(heard.append, lambda token: "\x1b[31m" if token == 8 else f"t{token}"), io.StringIO()
+    rounds, out = RoundHistory(heard.append, lambda token: "\x1b[31m" if token == 8 else f"t{token}"), io.StringIO()
     console = Console(file=out, width=100, color_system=None)
     with pytest.raises(UserError, match="no round is on record: /tree on, then ask again"):
         rounds.command("", console)
@@ -60,7 +62,7 @@ def test_a_tree_is_shown() -> None:
 
 def test_without_the_draft_s_tree_the_proposal_is_shown() -> None:
     heard: list[Any] = []
-    rounds, out = Rounds(heard.append, lambda token: "\x1b[31m" if token == 6 else str(token)), io.StringIO()
+    rounds, out = RoundHistory(heard.append, lambda token: "\x1b[31m" if token == 6 else str(token)), io.StringIO()
     console = Console(file=out, width=100, color_system=None)
     rounds.command("on", console)
     heard[0]([noted(0, (-1, 0, 1), (0,), (1,))])

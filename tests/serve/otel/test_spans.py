@@ -14,12 +14,12 @@ import pytest
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from rich.console import Console
 
-from swiftspec.engine import Chunk, Stats
-from swiftspec.llm import Running
-from swiftspec.observe.rpc_latency import Hop, Hops, Offset
+from swiftspec.engine import Stats, TokenChunk
+from swiftspec.llm import LLMBase
+from swiftspec.observe.rpc_latency import ClockOffset, RpcLog, RpcRecord
 from swiftspec.params import SamplingParams
 from swiftspec.serve.cli.chat import Chat
-from swiftspec.serve.otel.spans import traced
+from swiftspec.serve.otel.spans import traced_session
 from swiftspec.serve.session import Session
 from swiftspec.serve.settings.settings import Settings
 from tests.support.tiny_checkpoints import make_pair
@@ -63,7 +63,7 @@ def test_every_exchange_with_a_worker_is_a_span_and_in_the_trace(tmp_path: Path)
         started("draft", models[1]) as draft,
         on_workers(target.named(), draft.named(), mode="serial", draft_steps=2, trace=file) as running,
     ):
-        with traced(session_on(running), AT, lambda address: kept) as session:
+        with traced_session(session_on(running), AT, lambda address: kept) as session:
             list(session.answer(PROMPT, AT))
         rounds = running.stats.rounds
     ((root, calls),) = check_exchanges(kept.get_finished_spans())
@@ -84,56 +84,62 @@ def test_a_chat_tells_of_each_answer(tmp_path: Path) -> None:
         started("target", models[0]) as target,
         started("draft", models[1]) as draft,
         on_workers(target.named(), draft.named(), mode="serial", draft_steps=2) as running,
-        traced(session_on(running), AT, lambda address: kept) as session,
+        traced_session(session_on(running), AT, lambda address: kept) as session,
     ):
         chat = Chat(session, AT, Console(file=StringIO()), input)
         for said in ("5 17 3", "5 17 4", "/race"):
-            chat.take(said)
+            chat.handle(said)
     sizes = [len(calls) for _, calls in check_exchanges(kept.get_finished_spans())]
     assert len(sizes) == 4
 
 
 def test_a_request_that_fails_says_so() -> None:
-    kept, hops = InMemorySpanExporter(), Hops()
+    kept, hops = InMemorySpanExporter(), RpcLog()
 
-    def stream(prompt: Sequence[int], sampling: SamplingParams) -> Iterator[Chunk]:
-        hops.add(Hop("target", 0, 1, 2, 255, 3, 0, 0, 0), b"")
-        yield Chunk((5,), 0)
+    def stream(prompt: Sequence[int], sampling: SamplingParams) -> Iterator[TokenChunk]:
+        hops.add(RpcRecord("target", 0, 1, 2, 255, 3, 0, 0, 0), b"")
+        yield TokenChunk((5,), 0)
         raise ValueError("no more")
 
     running = SimpleNamespace(stream=stream, stats=Stats(), roles=SimpleNamespace(hops=hops))
-    with traced(session_on(running), AT, lambda address: kept) as session, pytest.raises(ValueError, match="no more"):
+    with (
+        traced_session(session_on(running), AT, lambda address: kept) as session,
+        pytest.raises(ValueError, match="no more"),
+    ):
         list(session.answer(PROMPT, AT))
     call, root = kept.get_finished_spans()
-    assert call.name == "verify" and root.status.description == "no more" and hops.taken is None
+    assert call.name == "verify" and root.status.description == "no more" and hops.on_record is None
     assert (root.attributes or {})["error.type"] == "ValueError"
 
 
 def test_a_clock_is_known_up_to_half_of_what_an_exchange_leaves_open() -> None:
-    assert Offset.of(asked=1000, clock=5600, came=1200) == Offset(4500, 100) and Offset(4500, 100).here(5600) == 1100
-    assert Hop("draft", 0, 1, 2, 255, 3, 4, 5, 6).line()["span"] == "00000000000000ff"
+    assert (
+        ClockOffset.of(asked=1000, clock=5600, came=1200) == ClockOffset(4500, 100)
+        and ClockOffset(4500, 100).to_local(5600) == 1100
+    )
+    assert RpcRecord("draft", 0, 1, 2, 255, 3, 4, 5, 6).line()["span"] == "00000000000000ff"
 
 
 SECOND = 10**9
 
 
-def clock_of(hops: Hops, asked: int, began: int, came: int, wall: int, session: bytes = b"one") -> Offset:
-    hops.add(Hop("draft", 0, asked, came, 255, began, wall, 0, 0), session)
+def clock_of(hops: RpcLog, asked: int, began: int, came: int, wall: int, session: bytes = b"one") -> ClockOffset:
+    hops.add(RpcRecord("draft", 0, asked, came, 255, began, wall, 0, 0), session)
     (hop,) = hops.take()
     assert hop.clock is not None
     return hop.clock
 
 
 def test_the_best_exchange_is_a_clock_until_it_is_old_or_was_set() -> None:
-    hops = Hops()
-    assert clock_of(hops, 0, 5500, 2000, 1000) == Offset(5000, 500)
-    assert clock_of(hops, 10_000, 16_000, 19_000, 1000) == Offset(5000, 501), "the first one bounds it better"
-    assert clock_of(hops, 20_000, 25_300, 20_700, 100) == Offset(5000, 300)
+    hops = RpcLog()
+    assert clock_of(hops, 0, 5500, 2000, 1000) == ClockOffset(5000, 500)
+    assert clock_of(hops, 10_000, 16_000, 19_000, 1000) == ClockOffset(5000, 501), "the first one bounds it better"
+    assert clock_of(hops, 20_000, 25_300, 20_700, 100) == ClockOffset(5000, 300)
     later = SECOND + 20_700
-    assert clock_of(hops, later - 9000, later - 4000, later, 1000) == Offset(1000, 4000), "it is old"
+    assert clock_of(hops, later - 9000, later - 4000, later, 1000) == ClockOffset(1000, 4000), "it is old"
     later += SECOND
-    assert clock_of(hops, later, later - SECOND, later + 8000, 0) == Offset(-SECOND - 4000, 4000), "it was set"
-    assert clock_of(hops, later, later + 50, later + 9000, 0, b"two") == Offset(-4450, 4500), "of another machine"
+    assert clock_of(hops, later, later - SECOND, later + 8000, 0) == ClockOffset(-SECOND - 4000, 4000), "it was set"
+    assert clock_of(hops, later, later + 50, later + 9000, 0, b"two") == ClockOffset(-4450, 4500), "of another machine"
 
 
 def clocks_in(lines: Sequence[Any]) -> dict[str, list[float]]:
@@ -148,16 +154,16 @@ class Elsewhere:
     """A worker whose machine's clock is ahead, by so many seconds."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, ahead: dict[str, int]) -> None:
-        from swiftspec.distributed.rpc.service import Service
+        from swiftspec.distributed.rpc.service import WorkerService
 
-        timed = Service._timed
+        timed = WorkerService._timed
 
         def shifted(service: Any, session: Any, act: Any) -> Any:
             made, cost = timed(service, session, act)
             cost.began += ahead[service.name.rpartition(".")[2]] * SECOND
             return made, cost
 
-        monkeypatch.setattr(Service, "_timed", shifted)
+        monkeypatch.setattr(WorkerService, "_timed", shifted)
 
 
 @pytest.mark.parametrize("mode", ["serial", "async"])
@@ -191,7 +197,7 @@ def test_a_worker_that_is_late_or_started_again_has_its_own_clock(
     assert all(text[:12] == whole[0] for text in whole)
 
 
-def until_it_drafts(running: Running) -> list[int]:
+def until_it_drafts(running: LLMBase) -> list[int]:
     """An answer in which the draft's worker helps, of those that are asked for."""
     while True:
         text = running.generate(PROMPT, replace(GREEDY, max_tokens=60)).token_ids
@@ -202,18 +208,18 @@ def until_it_drafts(running: Running) -> list[int]:
 def test_all_spans_of_a_long_answer_go_and_a_collector_that_is_gone_is_a_line(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("swiftspec.serve.otel.exporter.PATIENCE", 0.1)
+    monkeypatch.setattr("swiftspec.serve.otel.exporter.EXPORT_TIMEOUT_S", 0.1)
     for address, kept in (("http://collector:4318", InMemorySpanExporter()), ("http://127.0.0.1:1", None)):
-        hops = Hops()
+        hops = RpcLog()
 
-        def stream(prompt: Sequence[int], sampling: SamplingParams, hops: Hops = hops) -> Iterator[Chunk]:
+        def stream(prompt: Sequence[int], sampling: SamplingParams, hops: RpcLog = hops) -> Iterator[TokenChunk]:
             for number in range(3000):
-                hops.add(Hop("target", number, 1, 2, 255, 3, 0, 0, 0), b"")
-            yield Chunk((5,), 0, "length")
+                hops.add(RpcRecord("target", number, 1, 2, 255, 3, 0, 0, 0), b"")
+            yield TokenChunk((5,), 0, "length")
 
         running = SimpleNamespace(stream=stream, stats=Stats(), roles=SimpleNamespace(hops=hops))
         settings = AT.model_copy(update={"otlp_endpoint": address})
-        with traced(session_on(running), settings, kept and (lambda address, kept=kept: kept)) as session:
+        with traced_session(session_on(running), settings, kept and (lambda address, kept=kept: kept)) as session:
             list(session.answer(PROMPT, AT))
         if kept is not None:
             assert len(kept.get_finished_spans()) == 3001

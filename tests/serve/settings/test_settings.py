@@ -11,11 +11,11 @@ import pytest
 from swiftspec.config import EngineConfig
 from swiftspec.errors import UserError
 from swiftspec.serve.cli import generate
-from swiftspec.serve.cli.arguments import build_parser, parse
-from swiftspec.serve.model_resolution import Found, generation_defaults
-from swiftspec.serve.settings.config_sources import load
+from swiftspec.serve.cli.arguments import build_parser, parse_command
+from swiftspec.serve.model_resolution import ResolvedModels, generation_defaults
+from swiftspec.serve.settings.config_sources import load_settings
 from swiftspec.serve.settings.settings import Flag, Settings, UsageError, env_name, flag_name
-from swiftspec.serve.terminal import Phases
+from swiftspec.serve.terminal import StartupProgress
 
 
 @pytest.fixture(autouse=True)
@@ -30,7 +30,7 @@ def test_flag_over_environment_over_file_over_default(tmp_path: Path, monkeypatc
     monkeypatch.setenv("SWIFTSPEC_TOP_P", "0.2")
     monkeypatch.setenv("SWIFTSPEC_MIN_P", "0.2")
     monkeypatch.setenv("SWIFTSPEC_TOP_K", "")  # empty counts as unset
-    settings = parse(["--config", str(file), "--top-p", "0.3"]).settings
+    settings = parse_command(["--config", str(file), "--top-p", "0.3"]).settings
     assert (settings.top_p, settings.min_p, settings.seed, settings.top_k) == (0.3, 0.2, 1, None)
     assert (settings.model, settings.verify_batch, settings.proposal) == (None, 8, None)
 
@@ -38,31 +38,33 @@ def test_flag_over_environment_over_file_over_default(tmp_path: Path, monkeypatc
 def test_lists_and_objects_from_every_layer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "settings.yaml"
     file.write_text("stop: END\nstop-token-ids: [3, 4]\nlogit_bias: {5: -1}\nproposal: top\n")
-    settings = parse(["--config", str(file)]).settings
+    settings = parse_command(["--config", str(file)]).settings
     assert (settings.stop, settings.stop_token_ids, settings.logit_bias) == (["END"], [3, 4], {5: -1.0})
     assert settings.proposal == "top"
     monkeypatch.setenv("SWIFTSPEC_STOP", '["a", "b"]')
     monkeypatch.setenv("SWIFTSPEC_STOP_TOKEN_IDS", "1,2")
     monkeypatch.setenv("SWIFTSPEC_LOGIT_BIAS", '{"7": 2}')
     monkeypatch.setenv("SWIFTSPEC_IGNORE_EOS", "true")
-    settings = parse([]).settings
+    settings = parse_command([]).settings
     assert (settings.stop, settings.stop_token_ids, settings.logit_bias) == (["a", "b"], [1, 2], {7: 2.0})
     assert settings.ignore_eos is True
-    settings = parse(["--stop", "x,y", "--stop", "\n", "--stop-token-ids", "1,2", "--stop-token-ids", "9"]).settings
+    settings = parse_command(
+        ["--stop", "x,y", "--stop", "\n", "--stop-token-ids", "1,2", "--stop-token-ids", "9"]
+    ).settings
     assert (settings.stop, settings.stop_token_ids) == (["x,y", "\n"], [1, 2, 9])
     monkeypatch.setenv("SWIFTSPEC_STOP", "123")
-    assert parse([]).settings.stop == ["123"]
+    assert parse_command([]).settings.stop == ["123"]
     monkeypatch.setenv("SWIFTSPEC_CALIBRATION", "0.8")
-    assert parse([]).settings.calibration == 0.8
+    assert parse_command([]).settings.calibration == 0.8
 
 
 def test_the_split_of_mode_serial() -> None:
     """All ranks share both models."""
     for flags in ([], ["--draft-tp", "3"]):
-        plan = parse(["--mode", "serial", *flags]).settings.make_plan(True, ranks=3)
-        assert (plan.target_tp, plan.draft_tp, plan.ranks) == (3, 3, 3)
+        plan = parse_command(["--mode", "serial", *flags]).settings.make_plan(True, ranks=3)
+        assert (plan.target_tp, plan.draft_tp, plan.num_ranks) == (3, 3, 3)
     with pytest.raises(UserError, match="mode serial has no draft group of its own: leave --draft-tp out"):
-        parse(["--mode", "serial", "--draft-tp", "1"]).settings.make_plan(True, ranks=3)
+        parse_command(["--mode", "serial", "--draft-tp", "1"]).settings.make_plan(True, ranks=3)
     with pytest.raises(UserError, match="draft_tp must be 3 in mode serial, not 1"):
         EngineConfig("serial", target_tp=3, draft_tp=1)
 
@@ -104,7 +106,7 @@ BAD = [
 @pytest.mark.parametrize(("argv", "message"), BAD, ids=lambda value: " ".join(value) if isinstance(value, list) else "")
 def test_bad_flags(argv: list[str], message: str) -> None:
     with pytest.raises(UsageError) as caught:
-        parse(argv)
+        parse_command(argv)
     assert str(caught.value).startswith(message)
     assert "\n" not in str(caught.value)
 
@@ -144,7 +146,7 @@ def test_bad_files(tmp_path: Path, content: str | bytes, message: str) -> None:
     file = tmp_path / "settings.yaml"
     file.write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(UsageError) as caught:
-        parse(["--config", str(file)])
+        parse_command(["--config", str(file)])
     assert message.format(file=file) in str(caught.value)
     assert str(caught.value).isprintable() and len(str(caught.value)) < 600
 
@@ -155,7 +157,7 @@ def test_yaml_values_are_the_text_that_stands_there(tmp_path: Path) -> None:
         "max-tokens: 010\nignore-eos: on\nadapt: No\nstop: yes\nrevision: 2020-01-01\nmodel: ~\ntrace: null\n"
         "logit-bias: '{\"5\": -1}'\nstop-token-ids: [3, '4,5']\ntop-p: .5\nnegative-prompt: 'null'\n"
     )
-    found = parse(["--config", str(file)]).settings
+    found = parse_command(["--config", str(file)]).settings
     assert (found.max_tokens, found.ignore_eos, found.adapt, found.stop) == (10, True, False, ["yes"])
     assert (found.revision, found.model, found.trace, found.logit_bias) == ("2020-01-01", None, None, {5: -1.0})
     assert (found.stop_token_ids, found.top_p, found.negative_prompt) == ([3, 4, 5], 0.5, "null")
@@ -164,32 +166,32 @@ def test_yaml_values_are_the_text_that_stands_there(tmp_path: Path) -> None:
 @pytest.mark.parametrize("text", ["", "---\n", "# nothing\n", "null\n", "{}\n"])
 def test_a_file_without_settings(tmp_path: Path, text: str) -> None:
     (tmp_path / "settings.yaml").write_text(text)
-    assert parse(["--config", str(tmp_path / "settings.yaml")]).settings == Settings()
+    assert parse_command(["--config", str(tmp_path / "settings.yaml")]).settings == Settings()
 
 
 def test_a_pipe_of_settings_is_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(UsageError, match="it is a pipe"):
-        parse(["--config", str(tmp_path / "pipe")])
+        parse_command(["--config", str(tmp_path / "pipe")])
 
 
 @pytest.mark.parametrize("name", ["--max-tokens", "--seed", "--draft-steps", "--threads", "variable", "--logit-bias"])
 def test_long_values_are_cut(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if name != "variable":
         with pytest.raises(UsageError) as caught:
-            parse([name, "9" * 5000])
+            parse_command([name, "9" * 5000])
     else:
         monkeypatch.setenv("SWIFTSPEC_LOGIT_BIAS", "[" * 100_000)
         with pytest.raises(UsageError) as caught:
-            parse([])
+            parse_command([])
     assert len(str(caught.value)) < 200
 
 
 def test_bad_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SWIFTSPEC_RAW", "perhaps")
     with pytest.raises(UsageError, match=r"^SWIFTSPEC_RAW must be true or false, not 'perhaps'$"):
-        parse([])
-    assert parse(["--no-raw"]).settings.raw is False  # a flag wins over nonsense
+        parse_command([])
+    assert parse_command(["--no-raw"]).settings.raw is False  # a flag wins over nonsense
 
 
 def test_help_names_every_flag_with_default_and_variable() -> None:
@@ -206,15 +208,15 @@ def test_holes_come_from_the_model_then_from_vllm(tmp_path: Path) -> None:
     config = tmp_path / "generation_config.json"
     config.write_text('{"temperature": 0.6, "top_p": 0.9, "top_k": null, "do_sample": true, "max_new_tokens": 3}')
     defaults = generation_defaults(tmp_path)
-    sampling = load({"top_p": "0.5", "presence_penalty": "1", "stop": ["x"]}).sampling(defaults)
+    sampling = load_settings({"top_p": "0.5", "presence_penalty": "1", "stop": ["x"]}).sampling_params(defaults)
     assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.presence_penalty) == (0.6, 0.5, 0, 1.0)
     assert (sampling.stop, sampling.max_tokens) == (("x",), 3)
-    assert load({"max_tokens": "7"}).sampling(defaults).max_tokens == 7
+    assert load_settings({"max_tokens": "7"}).sampling_params(defaults).max_tokens == 7
     config.write_text('{"do_sample": false, "top_p": 0.9}')
-    assert load({}).sampling(generation_defaults(tmp_path)).greedy
-    assert load({"temperature": "1"}).sampling(generation_defaults(tmp_path)).temperature == 1
+    assert load_settings({}).sampling_params(generation_defaults(tmp_path)).greedy
+    assert load_settings({"temperature": "1"}).sampling_params(generation_defaults(tmp_path)).temperature == 1
     config.unlink()
-    assert load({}).sampling(generation_defaults(tmp_path)).temperature == 1
+    assert load_settings({}).sampling_params(generation_defaults(tmp_path)).temperature == 1
 
 
 @pytest.mark.parametrize("content", ['{"top_p": 5}', '{"temperature": "warm"}', "[]", "{", '{"top_k": {}}'])
@@ -226,11 +228,11 @@ def test_a_bad_generation_config_is_named(tmp_path: Path, content: str) -> None:
 
 
 def test_the_mode_follows_the_draft() -> None:
-    assert load({"self_switch": False, "adapt": False}).make_plan(has_draft=True) == EngineConfig("serial")
-    assert load({}).make_plan(has_draft=False).mode == "ar"
-    assert load({"mode": "ar"}).make_plan(has_draft=True).mode == "ar"
+    assert load_settings({"self_switch": False, "adapt": False}).make_plan(has_draft=True) == EngineConfig("serial")
+    assert load_settings({}).make_plan(has_draft=False).mode == "ar"
+    assert load_settings({"mode": "ar"}).make_plan(has_draft=True).mode == "ar"
     with pytest.raises(UserError, match="--mode serial needs a draft model"):
-        load({"mode": "serial"}).make_plan(has_draft=False)
+        load_settings({"mode": "serial"}).make_plan(has_draft=False)
 
 
 @pytest.mark.parametrize(
@@ -240,7 +242,7 @@ def test_the_mode_follows_the_draft() -> None:
      ({"verify": "reject"}, False, False)],
 )  # fmt: skip
 def test_what_the_user_fixes_is_not_adapted(given: dict[str, Any], steps: bool, batch: bool) -> None:
-    plan = load(given).make_plan(has_draft=True, ranks=2)
+    plan = load_settings(given).make_plan(has_draft=True, ranks=2)
     assert (plan.adapt_steps, plan.adapt_batch) == (steps, batch)
 
 
@@ -250,11 +252,11 @@ def test_rejection_has_a_text_that_the_clock_changes_only_if_asked_to() -> None:
         ({"verify": "reject"}, False),
         ({"verify": "reject", "self_switch": True}, True),
     ):
-        assert load(given).make_plan(has_draft=True).self_switch is switches
+        assert load_settings(given).make_plan(has_draft=True).self_switch is switches
 
 
 def test_a_setting_may_change_later_and_is_checked_then(monkeypatch: pytest.MonkeyPatch) -> None:
-    settings = load({})
+    settings = load_settings({})
     settings.stop_token_ids = "4,5"  # type: ignore[assignment]
     assert settings.stop_token_ids == [4, 5]
     with pytest.raises(ValueError, match="top_p must lie above 0"):
@@ -282,22 +284,22 @@ def test_a_generation_config_may_write_whole_numbers_as_floats(tmp_path: Path) -
 def test_nonsense_shows_before_a_model_is_looked_for() -> None:
     settings = Settings(model="/nowhere", emulate="target=much")
     with pytest.raises(UserError, match="'much' is no step time"):
-        Found.of(settings, 1, Phases(quiet=True))
+        ResolvedModels.resolve(settings, 1, StartupProgress(quiet=True))
     with pytest.raises(UserError, match="no such user"):
-        Found.of(Settings(model="~nosuchuser/x"), 1, Phases(quiet=True))
+        ResolvedModels.resolve(Settings(model="~nosuchuser/x"), 1, StartupProgress(quiet=True))
 
 
 def test_a_prompt_may_come_through_a_pipe_but_not_without_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     os.mkfifo(tmp_path / "pipe")
     writer = threading.Thread(target=lambda: (tmp_path / "pipe").write_text("hello\n"))
     writer.start()
-    assert generate.read_prompt(parse(["--prompt-file", str(tmp_path / "pipe")])) == "hello"
+    assert generate.read_prompt(parse_command(["--prompt-file", str(tmp_path / "pipe")])) == "hello"
     writer.join()
-    monkeypatch.setattr(generate, "MOST_TEXT", 1000)
+    monkeypatch.setattr(generate, "MAX_TEXT_BYTES", 1000)
     for file, reason in (
         ("/dev/zero", "is larger than 1000 bytes"),
         (str(tmp_path), "Is a directory"),
         ("a\0b", "null"),
     ):
         with pytest.raises(UsageError, match=reason):
-            generate.read_prompt(parse(["--prompt-file", file]))
+            generate.read_prompt(parse_command(["--prompt-file", file]))

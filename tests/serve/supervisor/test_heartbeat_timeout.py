@@ -8,21 +8,21 @@ from typing import Any
 
 import pytest
 
-from swiftspec.config import AHEAD, DRAFT, MODES, POPULATION, TREE
+from swiftspec.config import DRAFT, LOOKAHEAD, MODES, POPULATION, TREE
 from swiftspec.errors import UserError
 from swiftspec.profiles import store
 from swiftspec.serve.__main__ import main
 from swiftspec.serve.cli import generate
-from swiftspec.serve.model_resolution import Found
-from swiftspec.serve.settings.config_sources import load, strays
-from swiftspec.serve.settings.flags import CONTRADICTS, WITHOUT
+from swiftspec.serve.model_resolution import ResolvedModels
+from swiftspec.serve.settings.config_sources import load_settings, unknown_variable_warnings
+from swiftspec.serve.settings.flags import IGNORED_PARTS, UNSUPPORTED_PARTS
 from swiftspec.serve.settings.settings import Settings, UsageError, env_name, flag_name
-from swiftspec.serve.terminal import Phases
+from swiftspec.serve.terminal import StartupProgress
 from tests.support import profiles
 from tests.support.toy_pair import make_pair
 
 FLAGS = Settings.table.flags
-PARTS = {name: flag.setting.shapes for name, flag in FLAGS.items() if flag.setting.shapes is not None}
+PARTS = {name: flag.setting.applies_to for name, flag in FLAGS.items() if flag.setting.applies_to is not None}
 VALUES = {"verify": "match", "proposal": "top", "calibration": 1.0, "draft_model": "draft", "draft_steps": 3}
 
 
@@ -44,43 +44,45 @@ def flags(pair: tuple[Path, Path]) -> list[str]:
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", PARTS)
 def test_every_setting_that_shapes_a_part(mode: str, name: str) -> None:
-    has = {"ar": (), "serial": (DRAFT, TREE), "async": (DRAFT, TREE, AHEAD), "smc": (DRAFT, POPULATION)}
-    settings = load({"mode": mode, name: VALUES.get(name, FLAGS[name].default)})
+    has = {"ar": (), "serial": (DRAFT, TREE), "async": (DRAFT, TREE, LOOKAHEAD), "smc": (DRAFT, POPULATION)}
+    settings = load_settings({"mode": mode, name: VALUES.get(name, FLAGS[name].default)})
     part = PARTS[name]
-    if part in CONTRADICTS[mode]:
+    if part in UNSUPPORTED_PARTS[mode]:
         with pytest.raises(UsageError, match=f"{flag_name(name)} shapes a .*, which mode {mode} has not"):
             settings.make_plan(True, ranks=2)
     else:
         settings.make_plan(True, ranks=2)
-        told = settings.idle(mode)
-        assert [flag_name(name) in line for line in told] == [True] * (part in WITHOUT[mode])
-    assert (part in has[mode]) + (part in CONTRADICTS[mode]) + (part in WITHOUT[mode]) == 1
+        told = settings.ignored_settings(mode)
+        assert [flag_name(name) in line for line in told] == [True] * (part in IGNORED_PARTS[mode])
+    assert (part in has[mode]) + (part in UNSUPPORTED_PARTS[mode]) + (part in IGNORED_PARTS[mode]) == 1
 
 
 def test_several_are_named_in_one_line() -> None:
-    settings = load({"mode": "ar", "draft_steps": 2, "verify_batch": 4})
-    assert settings.idle("ar") == ["mode ar has no draft tree: --verify-batch, --draft-steps do nothing"]
-    assert load({}).idle("ar") == load({"draft_steps": 2}).idle("serial") == []
-    fixed = load({"adapt": True, "draft_steps": 2, "verify_batch": 4})
-    assert fixed.idle("serial") == [
+    settings = load_settings({"mode": "ar", "draft_steps": 2, "verify_batch": 4})
+    assert settings.ignored_settings("ar") == ["mode ar has no draft tree: --verify-batch, --draft-steps do nothing"]
+    assert (
+        load_settings({}).ignored_settings("ar") == load_settings({"draft_steps": 2}).ignored_settings("serial") == []
+    )
+    fixed = load_settings({"adapt": True, "draft_steps": 2, "verify_batch": 4})
+    assert fixed.ignored_settings("serial") == [
         "--adapt does nothing: --draft-steps and --verify-batch say what would follow what is measured"
     ]
-    assert load({"adapt": False, "draft_steps": 2, "verify_batch": 4}).idle("serial") == []
+    assert load_settings({"adapt": False, "draft_steps": 2, "verify_batch": 4}).ignored_settings("serial") == []
 
 
 def test_rejection_and_an_adaptation_that_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     for given in ({"adapt": False}, {}):
-        assert not load({"verify": "reject", **given}).make_plan(True).adapts
+        assert not load_settings({"verify": "reject", **given}).make_plan(True).adapts_shape
     with pytest.raises(UsageError, match=r"--adapt: .* --verify reject .*: leave one out"):
-        load({"verify": "reject", "adapt": True}).make_plan(True)
+        load_settings({"verify": "reject", "adapt": True}).make_plan(True)
     monkeypatch.setenv("SWIFTSPEC_ADAPT", "1")
     with pytest.raises(UsageError, match="--adapt"):
-        load({"verify": "reject"}).make_plan(True)
+        load_settings({"verify": "reject"}).make_plan(True)
 
 
 def stored(pair: tuple[Path, Path], file: Path) -> Path:
     """One serial run of this pair on this machine."""
-    key = store.Key.of("cpu", 1, *pair, "float32", "auto", None)
+    key = store.ProfileKey.of("cpu", 1, *pair, "float32", "auto", None)
     plan = {"mode": "serial", "target_tp": 1, "draft_tp": 1, "verify_batch": 6, "draft_leaves": 4, "draft_steps": 2}
     one = {**profiles.run("serial", 1, 1, 100.0), "plan": plan}
     file.write_text(json.dumps(profiles.profile(one) | {"key": asdict(key)}))
@@ -90,8 +92,8 @@ def stored(pair: tuple[Path, Path], file: Path) -> Path:
 def test_a_named_plan_is_used_or_refused(pair: tuple[Path, Path], tmp_path: Path) -> None:
     named = {"model": str(pair[0]), "plan": str(stored(pair, tmp_path / "p.json")), "device": "cpu"}
 
-    def found(**given: Any) -> Found:
-        return Found.of(load({**named, **given}), 1, Phases(quiet=True))
+    def found(**given: Any) -> ResolvedModels:
+        return ResolvedModels.resolve(load_settings({**named, **given}), 1, StartupProgress(quiet=True))
 
     draft = {"draft_model": str(pair[1])}
     plan = found(**draft, draft_leaves=4).plan
@@ -132,7 +134,7 @@ def test_variables_that_are_no_settings(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setenv("SWIFTSPEC_TOP_P", "0.9")
     monkeypatch.setenv("SWIFTSPEC_EMPTY", "")
     monkeypatch.setenv("SWIFTSPEC_" + "X" * 5000, "1")
-    lines = [line for line in strays() if "XXX" in line or "TOP_P" in line or "EMPTY" in line]
+    lines = [line for line in unknown_variable_warnings() if "XXX" in line or "TOP_P" in line or "EMPTY" in line]
     assert len(lines) == 1 and len(lines[0]) < 200
 
 
@@ -140,7 +142,7 @@ def test_prompts_without_end(pair: tuple[Path, Path], capsys: pytest.CaptureFixt
     argv = [*flags(pair)[:5], "--prompt-file", "/dev/zero"]
     assert main(argv) == 2
     assert "--prompt-file /dev/zero cannot be read: it is larger than 64 MiB" in capsys.readouterr().err
-    assert generate.MOST_TEXT == 64 << 20
+    assert generate.MAX_TEXT_BYTES == 64 << 20
 
 
 def test_variables_of_the_build_and_the_kernels_are_no_strays(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -150,4 +152,4 @@ def test_variables_of_the_build_and_the_kernels_are_no_strays(monkeypatch: pytes
     assert {"SWIFTSPEC_EARLY_STARTS", "SWIFTSPEC_FEW_STAGES"} < names
     for name in names:
         monkeypatch.setenv(name, "1")
-    assert not [line for line in strays() if any(f" {name} " in line for name in names)]
+    assert not [line for line in unknown_variable_warnings() if any(f" {name} " in line for name in names)]

@@ -18,10 +18,10 @@ import pytest
 from tests.support.chaos import EXACT
 from tests.support.server_process import ROOT, Served
 from tests.support.server_processes import Job, hurt, until
-from tests.support.server_request import Asked, Told, ask
+from tests.support.server_request import ClientRequest, RequestOutcome, ask
 
-LONG = Asked("class Stack:\n", 800)
-SHORT = Asked("def add(a, b):", 24, seed=3)
+LONG = ClientRequest("class Stack:\n", 800)
+SHORT = ClientRequest("def add(a, b):", 24, seed=3)
 EARLY = 10  # the piece of an answer at which the fault comes
 WHOLE = 60.0  # seconds within which all is whole again; the issue's are 10 and 15, on as many cores as ranks
 PAUSE = 5.0  # the issue's is 1 s, on a machine with nothing else to do
@@ -83,12 +83,12 @@ def running(ranks: int, target_tp: int = 1) -> Iterator[Job]:
     assert job.left(10.0) == []
 
 
-def asked(job: Job, what: Asked) -> Told:
+def asked(job: Job, what: ClientRequest) -> RequestOutcome:
     with httpx.Client(base_url=job.served.url) as client:
         return ask(client, what)
 
 
-def hit(job: Job, what: str, process: int) -> tuple[Told, float]:
+def hit(job: Job, what: str, process: int) -> tuple[RequestOutcome, float]:
     """The long answer, in whose midst it is done to a process, and when that was."""
     moments = list[float]()
 
@@ -142,7 +142,7 @@ def test_each_target_rank_costs_the_request_that_runs_and_no_other(
     with serving(ranks, target_tp, request) as job:
         short = asked(job, SHORT).text
         for what in ("kill", "stop"):
-            waiting = list[Told]()
+            waiting = list[RequestOutcome]()
             queued = threading.Thread(target=lambda told=waiting: told.append(asked(job, SHORT)), daemon=True)
             threading.Timer(0.3, queued.start).start()
             told, moment = hit(job, what, job.process(victim))
@@ -158,7 +158,7 @@ def test_each_target_rank_costs_the_request_that_runs_and_no_other(
 
 @pytest.mark.slow
 def test_a_request_that_has_shown_nothing_is_tried_again(pair_of_ranks: Job) -> None:
-    job, long_prompt, told = pair_of_ranks, Asked("word " * 1200, 3), list[Told]()
+    job, long_prompt, told = pair_of_ranks, ClientRequest("word " * 1200, 3), list[RequestOutcome]()
     job.wait_until_up(WHOLE)
     asking = threading.Thread(target=lambda: told.append(asked(job, long_prompt)), daemon=True)
     rank_0 = job.process(0)

@@ -1,4 +1,4 @@
-"""A keeper in a process of its own, and what becomes of the tiny processes that it keeps."""
+"""A supervisor in a process of its own, and the small processes that it supervises."""
 
 from __future__ import annotations
 
@@ -16,225 +16,236 @@ import pytest
 
 from tests.support.http import until
 from tests.support.server_process import hear
-from tests.support.tiny_supervisor import FOR_EVER
+from tests.support.tiny_supervisor import FOREVER
 
 ROOT = Path(__file__).parents[3]
-UP = f"kept.ready(); tell(up=1); {FOR_EVER}"
-ECHO = "from tests.support.tiny_supervisor import echo; kept.ready(); echo(kept, tell, {!r})"
+UP = f"client.set_ready(); report(up=1); {FOREVER}"
+ECHO = "from tests.support.tiny_supervisor import echo; client.set_ready(); echo(client, report, {!r})"
 
 
-class Kept:
-    """A keeper. `programs`: what each one does, by its name."""
+class SupervisorProcess:
+    """A supervisor. `programs`: the code of each process by name."""
 
     def __init__(self, programs: dict[str, str | dict[str, Any]], **job: Any) -> None:
-        values = {name: {"does": what} if isinstance(what, str) else what for name, what in programs.items()}
-        heard, told = os.pipe()
+        values = {name: {"code": code} if isinstance(code, str) else code for name, code in programs.items()}
+        read_fd, write_fd = os.pipe()
+        argv = [str(write_fd), json.dumps({"programs": values, **job})]
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.support.tiny_supervisor", str(told), json.dumps({"programs": values, **job})],
-            cwd=ROOT, pass_fds=[told], stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+            [sys.executable, "-m", "tests.support.tiny_supervisor", *argv],
+            cwd=ROOT, pass_fds=[write_fd], stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
             start_new_session=True, preexec_fn=hear,
         )  # fmt: skip
-        os.close(told)
-        self._lines = os.fdopen(heard)
-        self.told: list[dict[str, Any]] = []
+        os.close(write_fd)
+        self._lines = os.fdopen(read_fd)
+        self.reports: list[dict[str, Any]] = []
 
     def until(self, **facts: Any) -> dict[str, Any]:
-        """What a process tells next that these facts are in."""
+        """Waits for the next report that contains these facts."""
         for line in self._lines:
-            self.told.append(json.loads(line))
-            if facts.items() <= self.told[-1].items():
-                return self.told[-1]
-        raise AssertionError(f"all have ended: {self.told}, {self.end()}")
+            self.reports.append(json.loads(line))
+            if facts.items() <= self.reports[-1].items():
+                return self.reports[-1]
+        raise AssertionError(f"all processes have ended: {self.reports}, {self.end()}")
 
     def end(self) -> tuple[int, str]:
-        """Exit code and lines, once all that it kept have ended."""
-        self.told += [json.loads(line) for line in self._lines]  # until nobody has the file any more
+        """Exit code and log lines, once all its processes have ended."""
+        self.reports += [json.loads(line) for line in self._lines]  # until no process has the file open
         assert self.process.stderr is not None
         return self.process.wait(20), self.process.stderr.read()
 
     def kill(self) -> None:
         self.process.kill()
-        for told in self.told:
+        for report in self.reports:
             with suppress(ProcessLookupError):
-                os.kill(told["pid"], signal.SIGCONT)  # who is stopped cannot notice
+                os.kill(report["pid"], signal.SIGCONT)  # a stopped process cannot notice that the supervisor is gone
         self.process.communicate()
         self._lines.close()
 
 
 @pytest.fixture
-def kept() -> Iterator[list[Kept]]:
-    """Whatever is put in here is dead after the test."""
-    made: list[Kept] = []
-    yield made
-    for one in made:
+def started() -> Iterator[list[SupervisorProcess]]:
+    """Every supervisor in the list is dead after the test."""
+    created: list[SupervisorProcess] = []
+    yield created
+    for one in created:
         one.kill()
 
 
-def keep(kept: list[Kept], programs: dict[str, Any], **job: Any) -> Kept:
-    kept.append(Kept(programs, **job))
-    return kept[-1]
+def start(started: list[SupervisorProcess], programs: dict[str, Any], **job: Any) -> SupervisorProcess:
+    started.append(SupervisorProcess(programs, **job))
+    return started[-1]
 
 
 @pytest.mark.parametrize(
-    ("does", "code"), [("raise SystemExit(3)", 3), ("kept.ready(); raise SystemExit(0)", 0), ("1 // 0", 1)]
+    ("program", "code"), [("raise SystemExit(3)", 3), ("client.set_ready(); raise SystemExit(0)", 0), ("1 // 0", 1)]
 )
-def test_an_end_that_is_meant_is_the_keepers(kept: list[Kept], does: str, code: int) -> None:
-    keeper = keep(kept, {"rank 0": does})
-    assert keeper.end()[0] == code
-    assert [told["life"] for told in keeper.told] == [0]
+def test_an_intended_exit_ends_the_supervisor(started: list[SupervisorProcess], program: str, code: int) -> None:
+    supervisor = start(started, {"rank 0": program})
+    assert supervisor.end()[0] == code
+    assert [report["incarnation"] for report in supervisor.reports] == [0]
 
 
 @pytest.mark.parametrize(
-    ("dies", "line"),
+    ("crash", "line"),
     [
-        ("kept.ready(); import os, signal; os.kill(os.getpid(), signal.SIGKILL)", "was ended by SIGKILL"),
-        ("kept.ready(); raise SystemExit(1)", "ended with code 1"),
+        ("client.set_ready(); import os, signal; os.kill(os.getpid(), signal.SIGKILL)", "was ended by SIGKILL"),
+        ("client.set_ready(); raise SystemExit(1)", "ended with code 1"),
         ("raise SystemExit(75)", "has lost another rank"),
     ],
 )
-def test_who_dies_lives_again(kept: list[Kept], dies: str, line: str) -> None:
-    keeper = keep(kept, {"rank 0": f"exec({dies!r}) if life == 0 else exec('raise SystemExit(0)')"})
-    code, lines = keeper.end()
-    assert (code, [told["life"] for told in keeper.told]) == (0, [0, 1])
+def test_a_process_that_dies_is_restarted(started: list[SupervisorProcess], crash: str, line: str) -> None:
+    supervisor = start(started, {"rank 0": f"exec({crash!r}) if incarnation == 0 else exec('raise SystemExit(0)')"})
+    code, lines = supervisor.end()
+    assert (code, [report["incarnation"] for report in supervisor.reports]) == (0, [0, 1])
     assert lines.splitlines()[-1] == f"rank 0 {line}: it is started again"
 
 
-def test_who_cannot_be_started_is_tried_again(kept: list[Kept]) -> None:
-    """The machine may have no room for a process just now. At the very start that is the end."""
-    does = "exec('kept.ready(); raise SystemExit(1)') if life == 0 else exec('raise SystemExit(0)')"
-    keeper = keep(kept, {"rank 0": {"does": does, "nowhere": [1]}})
-    code, lines = keeper.end()
-    assert (code, [told["life"] for told in keeper.told]) == (0, [0, 2])
+def test_a_failed_start_is_retried(started: list[SupervisorProcess]) -> None:
+    """The machine may be unable to create a process for a moment. A failure of the first start ends the job."""
+    program = "exec('client.set_ready(); raise SystemExit(1)') if incarnation == 0 else exec('raise SystemExit(0)')"
+    supervisor = start(started, {"rank 0": {"code": program, "fail_to_start": [1]}})
+    code, lines = supervisor.end()
+    assert (code, [report["incarnation"] for report in supervisor.reports]) == (0, [0, 2])
     why = "rank 0 could not be started (No such file or directory)"
     assert lines.splitlines()[-1] == f"{why}: it is started again"
-    code, lines = keep(kept, {"rank 0": {"does": does, "nowhere": [0]}}).end()
+    code, lines = start(started, {"rank 0": {"code": program, "fail_to_start": [0]}}).end()
     assert (code, lines.splitlines()) == (1, [why])
 
 
-def test_who_is_killed_before_it_was_ready_ends_the_job(kept: list[Kept]) -> None:
-    """As one that could not begin does: the others wait for it as it was."""
-    keeper = keep(kept, {"rank 0": UP, "rank 1": "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"})
-    code, lines = keeper.end()
+def test_a_process_killed_before_it_is_ready_ends_the_job(started: list[SupervisorProcess]) -> None:
+    """Like a failed first start: the other ranks wait for this incarnation."""
+    supervisor = start(started, {"rank 0": UP, "rank 1": "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"})
+    code, lines = supervisor.end()
     assert (code, lines.splitlines()) == (137, ["rank 1 was ended by SIGKILL"])
-    assert [told["life"] for told in keeper.told if told["name"] == "rank 1"] == [0]
+    assert [report["incarnation"] for report in supervisor.reports if report["name"] == "rank 1"] == [0]
 
 
-def test_who_is_stopped_lives_again(kept: list[Kept]) -> None:
-    keeper = keep(kept, {"rank 0": {"does": UP, "silence": 1.5}})
-    first = keeper.until(up=1)
+def test_a_stopped_process_is_restarted(started: list[SupervisorProcess]) -> None:
+    supervisor = start(started, {"rank 0": {"code": UP, "heartbeat_timeout_s": 1.5}})
+    first = supervisor.until(up=1)
     os.kill(first["pid"], signal.SIGSTOP)
-    assert keeper.until(up=1)["life"] == 1
+    assert supervisor.until(up=1)["incarnation"] == 1
     assert not Path(f"/proc/{first['pid']}").exists()
-    keeper.process.terminate()
-    assert "rank 0 gave no sign of life for 1.5 s: it is started again\n" in keeper.end()[1]
+    supervisor.process.terminate()
+    assert "rank 0 gave no sign of life for 1.5 s: it is started again\n" in supervisor.end()[1]
 
 
-def test_a_keeper_that_was_stopped_itself_kills_nobody(kept: list[Kept]) -> None:
-    keeper = keep(kept, {"rank 0": {"does": f"import signal; signal.signal(15, lambda *a: exit(0)); {UP}"}})
-    child = keeper.until(up=1)["pid"]
+def test_a_supervisor_that_was_stopped_kills_no_process(started: list[SupervisorProcess]) -> None:
+    supervisor = start(started, {"rank 0": {"code": f"import signal; signal.signal(15, lambda *a: exit(0)); {UP}"}})
+    child = supervisor.until(up=1)["pid"]
     for number in (signal.SIGSTOP, signal.SIGCONT):
-        for process in (keeper.process.pid, child):  # as Ctrl-Z and fg do
+        for process in (supervisor.process.pid, child):  # as Ctrl-Z and fg do
             os.kill(process, number)
         until(lambda: stopped(child) == (number == signal.SIGSTOP))  # noqa: B023
-    keeper.process.terminate()
-    assert keeper.end() == (0, "")
+    supervisor.process.terminate()
+    assert supervisor.end() == (0, "")
 
 
 def stopped(process: int) -> bool:
     return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] == "T"
 
 
-def test_too_often_is_the_end_of_rank_0_and_no_other(kept: list[Kept]) -> None:
-    dies = "raise SystemExit(75)"
-    job = {"rank 0": UP, "rank 1": {"does": dies, "vital": False}}
-    keeper = keep(kept, job, DELAYS=[0.0], MOST=2)
-    assert keeper.process.stderr is not None
-    lines = [keeper.process.stderr.readline() for _ in range(3)]
+def test_the_restart_limit_ends_the_job_only_for_rank_0(started: list[SupervisorProcess]) -> None:
+    crash = "raise SystemExit(75)"
+    job = {"rank 0": UP, "rank 1": {"code": crash, "critical": False}}
+    supervisor = start(started, job, RESTART_DELAYS_S=[0.0], MAX_RESTARTS=2)
+    assert supervisor.process.stderr is not None
+    lines = [supervisor.process.stderr.readline() for _ in range(3)]
     assert lines[-1] == "rank 1 has lost another rank, too often: it stays lost\n" and lines[0] == lines[1]
-    keeper.process.terminate()
-    assert keeper.end()[0] == 143
-    assert keep(kept, {"rank 0": dies}, DELAYS=[0.0], MOST=2).end()[0] == 1
-    assert keep(kept, {"rank 1": {"does": dies, "vital": False}}, DELAYS=[0.0], MOST=2).end()[0] == 0, (
-        "a launcher goes on"
-    )
+    supervisor.process.terminate()
+    assert supervisor.end()[0] == 143
+    assert start(started, {"rank 0": crash}, RESTART_DELAYS_S=[0.0], MAX_RESTARTS=2).end()[0] == 1
+    assert (
+        start(started, {"rank 1": {"code": crash, "critical": False}}, RESTART_DELAYS_S=[0.0], MAX_RESTARTS=2).end()[0]
+        == 0
+    ), "the launcher continues"
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
-def test_signals_go_to_rank_0_one_to_one(kept: list[Kept], number: int) -> None:
-    listens = "import signal; [signal.signal(n, lambda n, f: tell(signal=n)) for n in (1, 2, 15)]; " + UP
-    keeper = keep(kept, {"rank 0": listens, "rank 1": UP}, TERM=0.1)
-    first = keeper.until(up=1, name="rank 0")
+def test_signals_go_to_rank_0_one_to_one(started: list[SupervisorProcess], number: int) -> None:
+    listens = "import signal; [signal.signal(n, lambda n, f: report(signal=n)) for n in (1, 2, 15)]; " + UP
+    supervisor = start(started, {"rank 0": listens, "rank 1": UP}, SIGTERM_GRACE_S=0.1)
+    first = supervisor.until(up=1, name="rank 0")
     for _ in range(2):
-        keeper.process.send_signal(number)
-        keeper.until(signal=int(number), name="rank 0")
-    os.kill(first["pid"], signal.SIGKILL)  # and after a signal nothing is started again
-    assert keeper.end()[0] == 137
-    assert {told["life"] for told in keeper.told} == {0}
+        supervisor.process.send_signal(number)
+        supervisor.until(signal=int(number), name="rank 0")
+    os.kill(first["pid"], signal.SIGKILL)  # after a signal nothing is restarted
+    assert supervisor.end()[0] == 137
+    assert {report["incarnation"] for report in supervisor.reports} == {0}
 
 
-def test_a_signal_while_nobody_is_there(kept: list[Kept]) -> None:
-    keeper = keep(kept, {"rank 0": "raise SystemExit(75)"}, DELAYS=[100.0])
-    assert keeper.process.stderr is not None
-    keeper.process.stderr.readline()
-    keeper.process.terminate()
-    assert keeper.end()[0] == 143
+def test_a_signal_while_no_process_runs(started: list[SupervisorProcess]) -> None:
+    supervisor = start(started, {"rank 0": "raise SystemExit(75)"}, RESTART_DELAYS_S=[100.0])
+    assert supervisor.process.stderr is not None
+    supervisor.process.stderr.readline()
+    supervisor.process.terminate()
+    assert supervisor.end()[0] == 143
 
 
-def test_a_child_in_the_terminals_group_hears_ctrl_c_itself(kept: list[Kept]) -> None:
-    counts = "import signal; signal.signal(2, lambda n, f: tell(signal=n)); "
+def test_a_process_in_the_terminals_group_receives_ctrl_c_itself(started: list[SupervisorProcess]) -> None:
+    counts = "import signal; signal.signal(2, lambda n, f: report(signal=n)); "
     ends = "signal.signal(15, lambda n, f: exit(0)); "
-    shared = {"does": counts + ends + UP, "session": False, "again": False, "silence": None}
-    keeper = keep(kept, {"rank 0": shared}, shares_terminal=True)
-    keeper.until(up=1)
-    os.killpg(keeper.process.pid, signal.SIGINT)
-    keeper.until(signal=2)
-    keeper.process.terminate()
-    assert keeper.end()[0] == 0
-    assert len([told for told in keeper.told if "signal" in told]) == 1
+    shared = {"code": counts + ends + UP, "new_session": False, "restart": False, "heartbeat_timeout_s": None}
+    supervisor = start(started, {"rank 0": shared}, shares_terminal=True)
+    supervisor.until(up=1)
+    os.killpg(supervisor.process.pid, signal.SIGINT)
+    supervisor.until(signal=2)
+    supervisor.process.terminate()
+    assert supervisor.end()[0] == 0
+    assert len([report for report in supervisor.reports if "signal" in report]) == 1
 
 
-def test_who_is_not_started_again(kept: list[Kept]) -> None:
-    assert keep(kept, {"rank 0": {"does": "raise SystemExit(75)", "again": False}}).end()[0] == 1
-    killed = {"does": "import os; os.kill(os.getpid(), 9)", "again": False}
-    assert keep(kept, {"rank 0": killed}).end()[0] == 137
+def test_a_process_without_restart(started: list[SupervisorProcess]) -> None:
+    assert start(started, {"rank 0": {"code": "raise SystemExit(75)", "restart": False}}).end()[0] == 1
+    killed = {"code": "import os; os.kill(os.getpid(), 9)", "restart": False}
+    assert start(started, {"rank 0": killed}).end()[0] == 137
 
 
-def test_the_others_leave_with_rank_0(kept: list[Kept]) -> None:
-    """One that was sent home by itself, one by a signal, and one that hears none."""
+def test_the_others_leave_with_rank_0(started: list[SupervisorProcess]) -> None:
+    """One leaves by itself, one on SIGTERM, and one ignores SIGTERM."""
     deaf = f"import signal; signal.signal(15, signal.SIG_IGN); {UP}"
-    job = {"rank 0": "kept.ready(); raise SystemExit(0)", "rank 1": "raise SystemExit(0)", "rank 2": UP, "rank 3": deaf}
-    keeper = keep(kept, job, HOME=0.2, TERM=0.2)
-    assert keeper.end() == (0, "")
+    job = {
+        "rank 0": "client.set_ready(); raise SystemExit(0)",
+        "rank 1": "raise SystemExit(0)",
+        "rank 2": UP,
+        "rank 3": deaf,
+    }
+    supervisor = start(started, job, SHUTDOWN_GRACE_S=0.2, SIGTERM_GRACE_S=0.2)
+    assert supervisor.end() == (0, "")
 
 
-def test_a_rank_that_cannot_begin_ends_the_job(kept: list[Kept]) -> None:
-    keeper = keep(kept, {"rank 0": UP, "rank 1": {"does": "raise SystemExit(4)", "vital": False}})
-    assert keeper.end()[0] == 4
+def test_a_rank_that_cannot_begin_ends_the_job(started: list[SupervisorProcess]) -> None:
+    supervisor = start(started, {"rank 0": UP, "rank 1": {"code": "raise SystemExit(4)", "critical": False}})
+    assert supervisor.end()[0] == 4
 
 
-@pytest.mark.parametrize("victim", ["rank 0", "front"])
-def test_whoever_is_new_has_a_new_wire(kept: list[Kept], victim: str) -> None:
-    other = "front" if victim == "rank 0" else "rank 0"
-    keeper = keep(kept, {"rank 0": ECHO.format("from rank 0"), "front": ECHO.format("from front")})
+@pytest.mark.parametrize("victim", ["rank 0", "frontend"])
+def test_a_new_process_gets_a_new_link(started: list[SupervisorProcess], victim: str) -> None:
+    other = "frontend" if victim == "rank 0" else "rank 0"
+    supervisor = start(started, {"rank 0": ECHO.format("from rank 0"), "frontend": ECHO.format("from frontend")})
 
-    def all_hear(*wanted: tuple[str, int, int]) -> None:
-        """Until, of each name and life, so many have heard the other's word."""
+    def wait_until_received(*wanted: tuple[str, int, int]) -> None:
+        """Waits until each (name, incarnation) has received the given number of messages."""
         while True:
-            heard = [(told["name"], told["life"]) for told in keeper.told if told.get("heard", "").startswith("from")]
-            if all(heard.count((name, life)) >= count for name, life, count in wanted):
+            received = [
+                (report["name"], report["incarnation"])
+                for report in supervisor.reports
+                if report.get("received", "").startswith("from")
+            ]
+            if all(received.count((name, incarnation)) >= count for name, incarnation, count in wanted):
                 return
-            keeper.until()
+            supervisor.until()
 
-    all_hear((victim, 0, 1), (other, 0, 1))
-    os.kill(next(told["pid"] for told in keeper.told if told["name"] == victim), signal.SIGKILL)
-    all_hear((victim, 1, 1), (other, 0, 2))
-    keeper.process.terminate()
-    assert keeper.end()[0] == 143
+    wait_until_received((victim, 0, 1), (other, 0, 1))
+    os.kill(next(report["pid"] for report in supervisor.reports if report["name"] == victim), signal.SIGKILL)
+    wait_until_received((victim, 1, 1), (other, 0, 2))
+    supervisor.process.terminate()
+    assert supervisor.end()[0] == 143
 
 
-def test_a_killed_keeper_leaves_nobody(kept: list[Kept]) -> None:
-    keeper = keep(kept, {"rank 0": UP, "rank 1": UP, "front": UP})
+def test_a_killed_supervisor_leaves_no_process(started: list[SupervisorProcess]) -> None:
+    supervisor = start(started, {"rank 0": UP, "rank 1": UP, "frontend": UP})
     for _ in range(3):
-        keeper.until(up=1)
-    keeper.process.kill()
-    assert keeper.end()[0] == -9  # and nobody has the file open any more
+        supervisor.until(up=1)
+    supervisor.process.kill()
+    assert supervisor.end()[0] == -9  # and no process has the file open

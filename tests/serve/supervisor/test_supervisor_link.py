@@ -6,7 +6,7 @@ import secrets
 from dataclasses import replace
 
 from swiftspec.distributed.launch.launcher import Launched
-from swiftspec.serve.supervisor.supervisor_link import link
+from swiftspec.serve.supervisor.supervisor_link import job_link
 from tests.support.http import until
 
 
@@ -16,31 +16,31 @@ def job() -> Launched:
 
 def test_the_others_hear_how_rank_0_ended() -> None:
     here = job()
-    early = link(replace(here, rank=1))
-    assert early.look() is None, "nobody is there yet"
-    leading, late, stranger = link(here), link(replace(here, rank=2)), link(replace(job(), rank=1))
+    early = job_link(replace(here, rank=1))
+    assert early.poll_exit_code() is None, "nobody is there yet"
+    leading, late, stranger = job_link(here), job_link(replace(here, rank=2)), job_link(replace(job(), rank=1))
     for one in (leading, early, late, stranger, leading):
-        assert one.look() is None
+        assert one.poll_exit_code() is None
     leading.close(7)
-    assert (early.look(), late.look(), stranger.look()) == (7, 7, None)
+    assert (early.poll_exit_code(), late.poll_exit_code(), stranger.poll_exit_code()) == (7, 7, None)
     for one in (early, late, stranger):
         one.close(0)
 
 
 def test_one_that_says_nothing_has_failed() -> None:
     here = job()
-    leading, other = link(here), link(replace(here, rank=1))
-    assert other.look() is None
+    leading, other = job_link(here), job_link(replace(here, rank=1))
+    assert other.poll_exit_code() is None
     leading._listening.close()  # type: ignore[attr-defined] # as a process that is killed does
-    until(lambda: other.look() == 1)
+    until(lambda: other.poll_exit_code() == 1)
 
 
 def test_a_name_that_is_taken_troubles_nobody() -> None:
     here = job()
-    first, second = link(here), link(here)
-    other = link(replace(here, rank=1))
-    assert (second.look(), other.look()) == (None, None)
+    first, second = job_link(here), job_link(here)
+    other = job_link(replace(here, rank=1))
+    assert (second.poll_exit_code(), other.poll_exit_code()) == (None, None)
     second.close(1)
-    assert other.look() is None
+    assert other.poll_exit_code() is None
     first.close(0)
-    assert other.look() == 0
+    assert other.poll_exit_code() == 0

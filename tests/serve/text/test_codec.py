@@ -9,10 +9,17 @@ from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer
 
-from swiftspec.engine import Chunk
+from swiftspec.engine import TokenChunk
 from swiftspec.errors import UserError
-from swiftspec.serve.text.codec import TextCodec, check_pair, locate
-from swiftspec.serve.text.stream import BROKEN, PATIENCE, Detokenizer, Piece, StopStrings, TextStream
+from swiftspec.serve.text.codec import TextCodec, check_same_vocabulary, locate_model
+from swiftspec.serve.text.stream import (
+    MAX_PENDING_TOKENS,
+    REPLACEMENT_CHARACTER,
+    Detokenizer,
+    StopStrings,
+    TextPiece,
+    TextStream,
+)
 from tests.support.toy_pair import BOT, END, USER, byte_fallback_tokenizer, byte_level_tokenizer, write_tokenizer
 
 
@@ -75,7 +82,7 @@ def test_no_half_characters(codec: TextCodec) -> None:
     text = "a 😀é 中文 👩‍💻 b"
     told = pieces(codec, codec.encode(text))
     assert "".join(told).strip() == text
-    assert not any(BROKEN in piece for piece in told)
+    assert not any(REPLACEMENT_CHARACTER in piece for piece in told)
     assert sum(bool(piece) for piece in told) > 3  # and yet it streams
 
 
@@ -85,8 +92,8 @@ def test_stray_bytes_neither_stop_the_stream_nor_slow_it(byte_level: TextCodec) 
     told = 0
     for count in range(200):
         told += len(detokenizer.push((stray,)))
-        assert told >= count - PATIENCE - 4
-        assert len(detokenizer._waiting) <= PATIENCE + 1
+        assert told >= count - MAX_PENDING_TOKENS - 4
+        assert len(detokenizer._pending) <= MAX_PENDING_TOKENS + 1
     assert told + len(detokenizer.finish()) == 200
 
 
@@ -133,23 +140,23 @@ def test_stop_strings_do_not_depend_on_the_pieces() -> None:
 class Chunks:
     """An engine's answer: knows whether it was closed."""
 
-    def __init__(self, *chunks: Chunk) -> None:
+    def __init__(self, *chunks: TokenChunk) -> None:
         self._chunks = iter(chunks)
         self.closed = False
 
-    def __iter__(self) -> Iterator[Chunk]:
+    def __iter__(self) -> Iterator[TokenChunk]:
         return self
 
-    def __next__(self) -> Chunk:
+    def __next__(self) -> TokenChunk:
         return next(self._chunks)
 
     def close(self) -> None:
         self.closed = True
 
 
-def chunk(codec: TextCodec, accepted: str, target: str, reason: str | None = None) -> Chunk:
+def chunk(codec: TextCodec, accepted: str, target: str, reason: str | None = None) -> TokenChunk:
     guessed = codec.encode(accepted) if accepted else []
-    return Chunk((*guessed, *codec.encode(target)), len(guessed), reason)
+    return TokenChunk((*guessed, *codec.encode(target)), len(guessed), reason)
 
 
 def test_a_stream_tells_guessed_text_from_the_targets(byte_level: TextCodec) -> None:
@@ -158,7 +165,7 @@ def test_a_stream_tells_guessed_text_from_the_targets(byte_level: TextCodec) -> 
     )
     stream = TextStream(chunks, byte_level)
     expected = [("def add", True), ("(", False), ("a", False), (", b", True), (")", False)]
-    assert list(stream) == [Piece(*one) for one in expected]
+    assert list(stream) == [TextPiece(*one) for one in expected]
     assert (stream.text, stream.finish_reason) == ("def add(a, b)", "length")
     assert byte_level.decode(stream.token_ids) == stream.text
     assert chunks.closed
@@ -183,7 +190,7 @@ def test_what_might_have_become_a_stop_string_is_told_in_the_end(byte_level: Tex
     assert stream.finish_reason == "length"
     stream = TextStream(Chunks(chunk(byte_level, "a", "EN")), byte_level, ["END"])  # broken off
     assert "".join(piece.text for piece in stream) == "a"
-    assert "".join(piece.text for piece in stream.rest()) == "EN"
+    assert "".join(piece.text for piece in stream.flush()) == "EN"
     assert (stream.text, stream.finish_reason) == ("aEN", None)
 
 
@@ -197,7 +204,7 @@ def test_closing_a_stream_ends_the_request(byte_level: TextCodec) -> None:
 
 def test_chat_template_and_special_tokens(byte_level: TextCodec) -> None:
     tokens = byte_level.encode_chat([{"role": "user", "content": "def"}])
-    assert [byte_level.spell([token]) for token in (tokens[0], tokens[-2], tokens[-1])] == [USER, END, BOT]
+    assert [byte_level.token_text([token]) for token in (tokens[0], tokens[-2], tokens[-1])] == [USER, END, BOT]
     assert byte_level.decode(tokens) == "def"
     assert byte_level.encode("") == []
 
@@ -239,14 +246,14 @@ def test_a_prompt_that_is_no_unicode(byte_level: TextCodec) -> None:
 
 
 def test_a_pair_has_one_vocabulary(tmp_path: Path, byte_level: TextCodec) -> None:
-    check_pair(byte_level, TextCodec(write_tokenizer(tmp_path / "same", byte_level_tokenizer())))
+    check_same_vocabulary(byte_level, TextCodec(write_tokenizer(tmp_path / "same", byte_level_tokenizer())))
     swapped = TextCodec(write_tokenizer(tmp_path / "swapped", byte_level_tokenizer((END, BOT, USER))))
     with pytest.raises(UserError, match=r"id 1 is '<\|user\|>' here and '<\|bot\|>' there"):
-        check_pair(byte_level, swapped)
+        check_same_vocabulary(byte_level, swapped)
     more = byte_level_tokenizer()
     more.add_special_tokens(["<|more|>"])
     with pytest.raises(UserError, match=r"id 300 is nothing here and '<\|more\|>' there"):
-        check_pair(byte_level, TextCodec(write_tokenizer(tmp_path / "more", more)))
+        check_same_vocabulary(byte_level, TextCodec(write_tokenizer(tmp_path / "more", more)))
 
 
 def damage(folder: Path, name: str, content: str) -> Path:
@@ -272,7 +279,7 @@ def test_broken_tokenizers(tmp_path: Path) -> None:
 
 def test_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    assert locate(str(tmp_path)) == tmp_path
+    assert locate_model(str(tmp_path)) == tmp_path
     (tmp_path / "file").write_text("")
     for name, message in (
         (str(tmp_path / "file"), "is a file"),
@@ -281,5 +288,5 @@ def test_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("nobody/no-such-model", "the Hugging Face Hub did not give it"),
     ):
         with pytest.raises(UserError, match=message) as caught:
-            locate(name)
+            locate_model(name)
         assert "\n" not in str(caught.value)

@@ -14,8 +14,8 @@ from tokenizers import AddedToken
 
 from swiftspec.errors import UserError
 from swiftspec.serve.text import template_process
-from swiftspec.serve.text.codec import Message, TextCodec, may_have_template
-from swiftspec.serve.text.template import Renderer, TooLong
+from swiftspec.serve.text.codec import ChatMessage, TextCodec, may_have_template
+from swiftspec.serve.text.template import PromptTooLong, TemplateRenderer
 from tests.support.toy_pair import BOT, END, TEMPLATE, byte_level_tokenizer, write_tokenizer
 from tests.support.toy_pair import USER as USER_TOKEN
 
@@ -40,7 +40,7 @@ DATED = (
     "{% endfor %}{{ strftime_now('%Y') }} {{ messages | tojson(indent=2) }} {{ ns.found }} {{ tools is none }}"
     "{{ pad_token is defined }}"
 )
-TALKS: list[list[Message]] = [
+TALKS: list[list[ChatMessage]] = [
     [{"role": "user", "content": "def add(a, b):\n    "}],
     [
         {"role": "user", "content": " <b>für</b> 中 😀 <|end|>\n"},
@@ -51,23 +51,23 @@ TALKS: list[list[Message]] = [
 
 
 @pytest.fixture(scope="module")
-def renderer() -> Iterator[Renderer]:
+def renderer() -> Iterator[TemplateRenderer]:
     """One for all tests that ask for no limits of their own: its start takes longer than they do."""
-    made = Renderer(Path("model"))
+    made = TemplateRenderer(Path("model"))
     yield made
     made.close()
 
 
 @pytest.fixture
-def codecs(tmp_path: Path, renderer: Renderer) -> Iterator[Any]:
+def codecs(tmp_path: Path, renderer: TemplateRenderer) -> Iterator[Any]:
     """Makes codecs with a template; their processes are ended."""
-    made: list[Renderer] = []
+    made: list[TemplateRenderer] = []
 
     def make(template: Any, name: str = "model", **limits: Any) -> TextCodec:
         folder = write_tokenizer(tmp_path / name, byte_level_tokenizer(), template, bos_token=BOT)
         if not limits:
             return TextCodec(folder, renderer)
-        made.append(Renderer(folder, **limits))
+        made.append(TemplateRenderer(folder, **limits))
         return TextCodec(folder, made[-1])
 
     yield make
@@ -75,17 +75,17 @@ def codecs(tmp_path: Path, renderer: Renderer) -> Iterator[Any]:
         one.close()
 
 
-def theirs(codec: TextCodec, talk: Sequence[Message]) -> str:
+def theirs(codec: TextCodec, talk: Sequence[ChatMessage]) -> str:
     messages = [dict(message) for message in talk]
     return str(codec.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
 
 
-def ours(codec: TextCodec, talk: Sequence[Message]) -> str:
-    return codec.spell(codec.encode_chat(talk))
+def ours(codec: TextCodec, talk: Sequence[ChatMessage]) -> str:
+    return codec.token_text(codec.encode_chat(talk))
 
 
 @pytest.mark.parametrize("talk", TALKS, ids=["one", "three"])
-def test_the_text_is_what_transformers_makes_of_it(codecs: Any, talk: list[Message]) -> None:
+def test_the_text_is_what_transformers_makes_of_it(codecs: Any, talk: list[ChatMessage]) -> None:
     several = [{"name": "default", "template": CHATML}, {"name": "tool_use", "template": "{{ tools }}"}]
     for number, template in enumerate((TEMPLATE, CHATML, ALTERNATING, DATED, several)):
         codec = codecs(template, str(number))
@@ -129,7 +129,7 @@ def test_a_template_that_wants_all_memory(codecs: Any, template: str) -> None:
 
 def test_a_template_that_gives_more_than_the_context_holds(codecs: Any) -> None:
     codec = codecs("{{ 'a' * 100000 }}")
-    with pytest.raises(TooLong, match="the chat template makes 100000 bytes of it, and more than"):
+    with pytest.raises(PromptTooLong, match="the chat template makes 100000 bytes of it, and more than"):
         codec.encode_chat([USER], context=100)
     assert len(codec.encode_chat([USER])) > 1000
 
@@ -195,9 +195,9 @@ def test_long_text_is_refused_before_it_is_tokenized(codecs: Any, monkeypatch: p
     assert most == 10 * codec.longest >= 10 * max(map(len, (USER_TOKEN, END)))
     assert len(codec.encode("é" * (most // 2), 10)) > 10, "it may still be too long"
     monkeypatch.setattr(codec, "tokenizer", None)
-    with pytest.raises(TooLong, match=f"the prompt of {most + 1} bytes does not fit the context of 10 with room"):
+    with pytest.raises(PromptTooLong, match=f"the prompt of {most + 1} bytes does not fit the context of 10 with room"):
         codec.encode("a" * (most + 1), 10)
-    with pytest.raises(TooLong, match="does not fit any context"):
+    with pytest.raises(PromptTooLong, match="does not fit any context"):
         codec.encode("a" * ((64 << 20) + 1))
 
 
@@ -206,7 +206,7 @@ def test_no_token_stands_for_more_text_than_the_longest(codecs: Any) -> None:
     codec.tokenizer.add_tokens([AddedToken("ever so long a token")])
     codec = TextCodec(codec.path)
     for text in ("def add(a, b):\n" * 9, "ÿ中😀" * 9, "<|user|>" * 50):
-        assert len(text.encode()) <= len(codec.encode(text)) * codec.longest
+        assert len(text.encode()) <= len(codec.encode(text)) * codec.longest_token_bytes
 
 
 def test_who_may_have_a_template(tmp_path: Path) -> None:

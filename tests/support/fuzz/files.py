@@ -100,7 +100,7 @@ def _generation(text: bytes, folder: Path) -> None:
     (folder / "config.json").write_bytes(written(CONFIG))
     (folder / "generation_config.json").write_bytes(text)
     read_config(folder)
-    Settings().sampling(generation_defaults(folder))
+    Settings().sampling_params(generation_defaults(folder))
 
 
 @functools.cache
@@ -166,16 +166,18 @@ PROFILE = profile(
 def _profile(text: bytes, folder: Path) -> None:
     file = folder / "x.json"
     file.write_bytes(text)
-    store.find(folder, store.Key(**KEY))  # never an error
+    store.find(folder, store.ProfileKey(**KEY))  # never an error
     found = store.load(file)
     results.table(found)
     results.as_csv(found)
-    store.Key(**KEY).difference(found["key"])
+    store.ProfileKey(**KEY).difference(found["key"])
     Acceptance(found["rounds"])
-    best = store.best(found)
+    best = store.best_run(found)
     if best is not None:
         (folder / "best.yaml").write_text(results.as_yaml(best, "x"))
-        config_sources.load({}, folder / "best.yaml").make_plan(has_draft=True, ranks=store.ranks_of(best["plan"]))
+        config_sources.load_settings({}, folder / "best.yaml").make_plan(
+            has_draft=True, ranks=store.ranks_of(best["plan"])
+        )
 
 
 def _report(text: bytes, folder: Path) -> None:
@@ -211,7 +213,7 @@ SPECS = [
 
 def _emulation(text: bytes | str, folder: Path) -> None:
     (folder / "e.json").write_bytes(text if isinstance(text, bytes) else b"")
-    times = emulation.parse(text if isinstance(text, str) else str(folder / "e.json"))
+    times = emulation.parse_emulation(text if isinstance(text, str) else str(folder / "e.json"))
     for side in (times.target, times.draft):
         assert side is None or all(side.at(tp, rows) > 0 for tp in (1, 3, 64) for rows in (1, 7, 4096))
 
@@ -248,13 +250,13 @@ def yaml_texts(draw: st.DrawFn) -> bytes:
 
 def _settings(text: bytes, folder: Path) -> None:
     (folder / "s.yaml").write_bytes(text)
-    settings = config_sources.load({}, folder / "s.yaml")
+    settings = config_sources.load_settings({}, folder / "s.yaml")
     settings.make_plan(has_draft=True)
-    settings.sampling({})
+    settings.sampling_params({})
 
 
 def _flags(given: list[tuple[str, str]], folder: Path) -> None:
-    config_sources.load(dict(given)).make_plan(has_draft=True)
+    config_sources.load_settings(dict(given)).make_plan(has_draft=True)
 
 
 GIVEN = [*map(str, SCALARS[:16]), *map(str, SCALARS[18:]), "9" * 5000, "[" * 5000, '{"5": 1e999}', '{"a": 1}', "5"]

@@ -11,13 +11,13 @@ import numpy as np
 from hypothesis import strategies as st
 
 from swiftspec.distributed.draft.trace_codec import COUNTS, pack_record
-from swiftspec.distributed.group.request_state import Bounds
-from swiftspec.distributed.transport.codec import Words, bytes_to_words, pack, to_words
-from swiftspec.distributed.transport.opcodes import Call
-from swiftspec.messages import Drawn, Opening, Proposal, VerifyResult
+from swiftspec.distributed.group.request_state import ModelLimits
+from swiftspec.distributed.transport.codec import Words, bytes_to_words, pack, text_to_words
+from swiftspec.distributed.transport.opcodes import Opcode
+from swiftspec.messages import DraftProbs, Proposal, RequestStart, VerifyResult
 from swiftspec.params import SamplingParams
 
-BOUNDS = Bounds(vocab=40, context=30, nodes=6)
+BOUNDS = ModelLimits(vocab_size=40, max_model_len=30, max_nodes=6)
 TEXT = (3, 1, 4)  # the request that is open; its root is the last token
 EDGES = st.sampled_from([-(2**31), -1, 0, 1, 2, 3, 4, 5, 39, 40, 64, 65, 2**24, 2**31 - 1])
 WORD = EDGES | st.integers(-(2**31), 2**31 - 1)
@@ -35,7 +35,7 @@ def proposal() -> st.SearchStrategy[Proposal]:
 
     @st.composite
     def made(draw: st.DrawFn) -> Proposal:
-        count = draw(st.integers(1, BOUNDS.nodes))
+        count = draw(st.integers(1, BOUNDS.max_nodes))
         parents = (-1, *(draw(st.integers(0, i - 1)) for i in range(1, count)))
         tokens = (TEXT[-1], *draw(st.lists(st.integers(5, 39), min_size=count - 1, max_size=count - 1, unique=True)))
         return Proposal(1, 0, 2, tokens, parents, draw(st.none() | st.just(_drawn(tokens, parents))))
@@ -43,13 +43,13 @@ def proposal() -> st.SearchStrategy[Proposal]:
     return made()
 
 
-def _drawn(tokens: Sequence[int], parents: Sequence[int]) -> Drawn | None:
+def _drawn(tokens: Sequence[int], parents: Sequence[int]) -> DraftProbs | None:
     """Each row names all children, so that every child can have been drawn there."""
     rows = len({*parents[1:]})
     if rows == 0:
         return None
     named = np.tile(np.array(tokens[1:], np.int32), (rows, 1))
-    return Drawn(named, np.full(named.shape, 1 / named.shape[1], np.float32))
+    return DraftProbs(named, np.full(named.shape, 1 / named.shape[1], np.float32))
 
 
 SAMPLING = st.builds(
@@ -63,12 +63,12 @@ SAMPLING = st.builds(
 )
 STEPS = st.sampled_from(["", "eager", "x"])
 KEPT = st.sampled_from([None, (), (0,), (0, 0), (2,), (1, 1)])
-OPENINGS = st.builds(Opening, st.just(1), st.just(TEXT), SAMPLING, st.integers(1, 3), STEPS, KEPT)
+OPENINGS = st.builds(RequestStart, st.just(1), st.just(TEXT), SAMPLING, st.integers(1, 3), STEPS, KEPT)
 TOKENS = st.lists(st.integers(0, 39), min_size=1, max_size=3)
 RESULTS = TOKENS.map(lambda tokens: VerifyResult(1, 0, 2, tuple(range(len(tokens))), tuple(tokens)))
 JUNK = ("", "[", "[" * 50_000, "{}", "1", '{"request": 1, "round": []}', "\0", "NaN", "9" * 5000)
 JUNK_TEXT = st.integers(0, len(JUNK) - 1).map(JUNK.__getitem__)
-LINES = JUNK_TEXT.map(to_words)
+LINES = JUNK_TEXT.map(text_to_words)
 
 
 @st.composite
@@ -121,7 +121,7 @@ def strange_opening(draw: st.DrawFn) -> Words:
     bias = draw(st.dictionaries(TOKEN, st.just(1.0), max_size=1))
     negative = tuple(draw(st.lists(TOKEN, max_size=1)))
     sampling = SamplingParams(logit_bias=bias, negative_prompt_ids=negative, top_k=draw(st.sampled_from([0, 9, 41])))
-    return pack(Opening(1, tuple(tokens), sampling, 1, draw(STEPS)))
+    return pack(RequestStart(1, tuple(tokens), sampling, 1, draw(STEPS)))
 
 
 @st.composite
@@ -144,28 +144,31 @@ RANDOM = st.lists(WORD, max_size=20)
 OPENING_WORDS = damaged(OPENINGS.map(pack)) | bent_opening() | strange_opening() | RANDOM
 PROPOSAL_WORDS = damaged(proposal().map(pack)) | strange() | RANDOM
 RESULT_WORDS = damaged(RESULTS.map(pack)) | strange_result() | RANDOM
-KIND = st.sampled_from([*map(int, Call)]) | WORD
+KIND = st.sampled_from([*map(int, Opcode)]) | WORD
 RECORDS = damaged(records()) | records()
 BODY = st.one_of(RANDOM, OPENING_WORDS, PROPOSAL_WORDS, RESULT_WORDS, LINES)
 DRAFT_SAYS = st.one_of(
-    st.tuples(st.just(int(Call.PROPOSAL)), st.builds(lambda spent, words: [spent, *words], EDGES, PROPOSAL_WORDS)),
-    st.tuples(st.just(int(Call.TRACE)), RECORDS | LINES),
-    st.tuples(st.just(int(Call.LOST)), RANDOM),
+    st.tuples(st.just(int(Opcode.PROPOSAL)), st.builds(lambda spent, words: [spent, *words], EDGES, PROPOSAL_WORDS)),
+    st.tuples(st.just(int(Opcode.TRACE_RECORD)), RECORDS | LINES),
+    st.tuples(st.just(int(Opcode.ERROR)), RANDOM),
     st.tuples(KIND, BODY),
 )
 TARGET_SAYS = st.one_of(
-    st.tuples(st.sampled_from([int(Call.DRAFTER_OPEN), int(Call.VERIFIER_OPEN)]), OPENING_WORDS),
-    st.tuples(st.just(int(Call.VERIFY)), PROPOSAL_WORDS),
-    st.tuples(st.just(int(Call.OBSERVE)), RESULT_WORDS),
-    st.tuples(st.sampled_from([int(Call.STEPS), int(Call.PACE), int(Call.WATCH)]), st.lists(EDGES, max_size=2)),
+    st.tuples(st.sampled_from([int(Opcode.DRAFTER_OPEN), int(Opcode.VERIFIER_OPEN)]), OPENING_WORDS),
+    st.tuples(st.just(int(Opcode.VERIFY)), PROPOSAL_WORDS),
+    st.tuples(st.just(int(Opcode.OBSERVE)), RESULT_WORDS),
+    st.tuples(
+        st.sampled_from([int(Opcode.SET_DRAFT_STEPS), int(Opcode.MEASURE_STEP), int(Opcode.SET_TRACE)]),
+        st.lists(EDGES, max_size=2),
+    ),
     st.tuples(KIND, BODY),
 )
 DRAFT = st.lists(DRAFT_SAYS, max_size=4)
-TIMES = st.lists(st.tuples(st.sampled_from([int(Call.TIME), 99]), st.lists(EDGES, max_size=3)), max_size=2)
-NONE_KEPT = OPENINGS.map(lambda o: replace(o, steps="eager", kept=(0,)))
-OPENED = NONE_KEPT.map(lambda o: (int(Call.DRAFTER_OPEN), pack(o)))
+TIMES = st.lists(st.tuples(st.sampled_from([int(Opcode.STEP_TIMES), 99]), st.lists(EDGES, max_size=3)), max_size=2)
+NONE_KEPT = OPENINGS.map(lambda o: replace(o, executor="eager", num_cached_tokens=(0,)))
+OPENED = NONE_KEPT.map(lambda o: (int(Opcode.DRAFTER_OPEN), pack(o)))
 OPENED_TARGET = NONE_KEPT.map(
-    lambda o: (int(Call.VERIFIER_OPEN), pack(replace(o, kept=(0, 0) if o.sampling.guided else (0,))))
+    lambda o: (int(Opcode.VERIFIER_OPEN), pack(replace(o, num_cached_tokens=(0, 0) if o.sampling.guided else (0,))))
 )
 
 
@@ -178,12 +181,14 @@ def after(opened: st.SearchStrategy[Message]) -> st.SearchStrategy[list[Message]
 NUMBER = st.sampled_from([1, 2])
 SHAPE = st.sampled_from(['{"mode": "serial"}', '{"mode": "async", "draft_steps": 2}', '{"mode": 3}', "{", "[]"])
 SESSION_SAYS = (
-    st.builds(lambda number, text: (int(Call.SESSION_OPEN), [number, *to_words(text)]), NUMBER, SHAPE)
-    | st.builds(lambda number: (int(Call.SESSION_TURN), [number]), NUMBER)
-    | st.tuples(st.sampled_from([int(Call.SESSION_OPEN), int(Call.SESSION_TURN), int(Call.SESSION_CLOSE)]), RANDOM)
-    | st.builds(lambda number: (int(Call.SESSION_CLOSE), [number]), NUMBER)
+    st.builds(lambda number, text: (int(Opcode.SESSION_OPEN), [number, *text_to_words(text)]), NUMBER, SHAPE)
+    | st.builds(lambda number: (int(Opcode.SESSION_SELECT), [number]), NUMBER)
+    | st.tuples(
+        st.sampled_from([int(Opcode.SESSION_OPEN), int(Opcode.SESSION_SELECT), int(Opcode.SESSION_CLOSE)]), RANDOM
+    )
+    | st.builds(lambda number: (int(Opcode.SESSION_CLOSE), [number]), NUMBER)
 )
-BEGUN = [(int(Call.SESSION_OPEN), [1, *to_words('{"mode": "serial"}')]), (int(Call.SESSION_TURN), [1])]
+BEGUN = [(int(Opcode.SESSION_OPEN), [1, *text_to_words('{"mode": "serial"}')]), (int(Opcode.SESSION_SELECT), [1])]
 SESSIONS = st.builds(
     lambda begun, more: [*begun, *more], st.sampled_from([BEGUN, BEGUN[:1], []]),
     st.lists(SESSION_SAYS | OPENED_TARGET | TARGET_SAYS, max_size=6),

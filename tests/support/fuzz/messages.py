@@ -15,22 +15,22 @@ import numpy as np
 from hypothesis import strategies as st
 
 from swiftspec.config import EngineConfig
-from swiftspec.distributed.draft.client import GroupDrafter
-from swiftspec.distributed.draft.server import DraftService, Recording
-from swiftspec.distributed.draft.trace_codec import read_record
-from swiftspec.distributed.group.command_stream import Orders
-from swiftspec.distributed.group.follower_dispatch import Follower
-from swiftspec.distributed.group.leader import LeadingDrafter, Team, follow
-from swiftspec.distributed.group.leader import obey as follow_calls
+from swiftspec.distributed.draft.client import DraftGroupClient
+from swiftspec.distributed.draft.server import DraftGroupServer, DraftTraceSender
+from swiftspec.distributed.draft.trace_codec import unpack_record
+from swiftspec.distributed.group.command_stream import CommandStream
+from swiftspec.distributed.group.follower_dispatch import FollowerDispatcher
+from swiftspec.distributed.group.leader import FollowerGroup, LeaderDrafter, run_follower
+from swiftspec.distributed.group.leader import dispatch_loop as follow_calls
 from swiftspec.distributed.launch.launcher import launched
-from swiftspec.distributed.launch.supervision import Pulse
-from swiftspec.distributed.transport.codec import Words, pack, read_opening, read_proposal, read_result
-from swiftspec.distributed.transport.tcp import HEAD, TcpChannel
-from swiftspec.distributed.worker_group import FollowedSessions
+from swiftspec.distributed.launch.supervision import Heartbeat
+from swiftspec.distributed.transport.codec import Words, pack, unpack_proposal, unpack_request_start, unpack_result
+from swiftspec.distributed.transport.tcp import HEADER, TcpChannel
+from swiftspec.distributed.worker_group import FollowerSessions
 from swiftspec.errors import DrafterLost, RankLost, UserError
-from swiftspec.messages import Opening, Proposal
+from swiftspec.messages import Proposal, RequestStart
 from swiftspec.params import SamplingParams
-from swiftspec.runtime.cancellation import Pause
+from swiftspec.runtime.cancellation import CancelCheck
 from swiftspec.tree.tree import DraftTree
 from tests.support.fuzz import Target
 from tests.support.fuzz.message_words import (
@@ -63,7 +63,9 @@ def read(reader: Any, words: Words) -> str:
     if not isinstance(found, dict):
         again = reader(pack(found))
         assert (
-            replace(again, drawn=None) == replace(found, drawn=None) if isinstance(found, Proposal) else again == found
+            replace(again, draft_probs=None) == replace(found, draft_probs=None)
+            if isinstance(found, Proposal)
+            else again == found
         )
     return "taken"
 
@@ -73,7 +75,7 @@ def feed_socket(pieces: tuple[bytes, list[int]]) -> str:
     data, cuts = pieces
     ours, theirs = socket.socketpair()
     channel = TcpChannel.__new__(TcpChannel)
-    channel.peer, channel._sock, channel._buffer, channel._sound = "rank 9", ours, bytearray(), True
+    channel.peer, channel._sock, channel._buffer, channel._usable = "rank 9", ours, bytearray(), True
     places = [0, *sorted(min(cut, len(data)) for cut in cuts), len(data)]
     with ours, theirs:
         for first, last in pairwise(places):
@@ -97,15 +99,15 @@ def read_lane(lane: Callable[[], object]) -> None:
 def ask_draft(says: Sequence[Message]) -> str:
     """A target's leader with a draft that says anything."""
     records = SimpleNamespace(draft=lambda request, round_, lane: read_lane(lane), lacks=lambda round_: True)
-    drafter = GroupDrafter(FakeChannel(says), 3, BOUNDS, records=records)  # type: ignore[arg-type]
+    drafter = DraftGroupClient(FakeChannel(says), 3, BOUNDS, recorder=records)  # type: ignore[arg-type]
     try:
-        drafter.open(Opening(1, TEXT, SamplingParams(), len(TEXT)))
+        drafter.open(RequestStart(1, TEXT, SamplingParams(), len(TEXT)))
         found = drafter.propose()
     except DrafterLost as lost:
         assert "\n" not in str(lost)[:1000] and len(str(lost)) < 1000
         drafter.drain(0)
         return "refused"
-    sound(found.tokens, BOUNDS.nodes)
+    sound(found.tokens, BOUNDS.max_nodes)
     assert found.tokens[0] == TEXT[-1] and found.prefix_len == 2 and drafter.busy >= 0
     return "taken"
 
@@ -113,10 +115,10 @@ def ask_draft(says: Sequence[Message]) -> str:
 def ask_times(says: Sequence[Message]) -> str:
     """The pace that a draft says it has."""
     try:
-        times = GroupDrafter(FakeChannel(says), 3, BOUNDS).times()  # type: ignore[arg-type]
+        times = DraftGroupClient(FakeChannel(says), 3, BOUNDS).times()  # type: ignore[arg-type]
     except DrafterLost:
         return "refused"
-    assert times.turn >= 0 and times.expansion > 0
+    assert times.overhead >= 0 and times.expansion > 0
     return "taken"
 
 
@@ -126,33 +128,33 @@ def serve_target(says: Sequence[Message]) -> str:
     watched: Any = SimpleNamespace(
         runner=SimpleNamespace(hooks=[], cache=SimpleNamespace(prefix_len=[0])), tree=DraftTree(9, 2)
     )
-    recording = Recording(channel, watched, traced=False)
-    drafter: Any = LeadingDrafter(FakeRole(), Team([]))  # type: ignore[arg-type]
-    service = DraftService(channel, drafter, BOUNDS, recording, Pause(), Pulse())
+    recording = DraftTraceSender(channel, watched, traced=False)
+    drafter: Any = LeaderDrafter(FakeRole(), FollowerGroup([]))  # type: ignore[arg-type]
+    service = DraftGroupServer(channel, drafter, BOUNDS, recording, CancelCheck(), Heartbeat())
     return _served(service.run)
 
 
 def obey(says: Sequence[Message]) -> str:
     """A follower with a leader that says anything."""
     role: Any = FakeRole()
-    return _served(lambda: follow(FakeChannel(says), role, None, None, BOUNDS, Pause(), Pulse()))  # type: ignore[arg-type]
+    return _served(lambda: run_follower(FakeChannel(says), role, None, None, BOUNDS, CancelCheck(), Heartbeat()))  # type: ignore[arg-type]
 
 
 def obey_sessions(says: Sequence[Message]) -> str:
     """A follower of a worker's rank 0, which has several sessions."""
 
-    def make(shape: EngineConfig) -> Follower:
+    def make(shape: EngineConfig) -> FollowerDispatcher:
         role: Any = FakeRole()
-        return Follower(role, None, None, BOUNDS)
+        return FollowerDispatcher(role, None, None, BOUNDS)
 
     channel: Any = FakeChannel(says)
-    return _served(lambda: follow_calls(channel, Orders(channel), FollowedSessions(make).read, Pulse()))
+    return _served(lambda: follow_calls(channel, CommandStream(channel), FollowerSessions(make).decode, Heartbeat()))
 
 
 def obey_draft(says: Sequence[Message]) -> str:
     """A follower of the draft's group."""
     role: Any = FakeRole()
-    return _served(lambda: follow(FakeChannel(says), None, role, None, BOUNDS, Pause(), Pulse()))  # type: ignore[arg-type]
+    return _served(lambda: run_follower(FakeChannel(says), None, role, None, BOUNDS, CancelCheck(), Heartbeat()))  # type: ignore[arg-type]
 
 
 def _served(run: Any) -> str:
@@ -175,9 +177,9 @@ def launch(environment: dict[str, str]) -> str:
     return "taken"
 
 
-HEADS = st.builds(HEAD.pack, st.integers(0, 30), EDGES.map(lambda n: n % 2**32))
+HEADS = st.builds(HEADER.pack, st.integers(0, 30), EDGES.map(lambda n: n % 2**32))
 WHOLE = st.builds(
-    lambda kind, words: HEAD.pack(kind, len(words)) + np.array(words, np.int32).tobytes(), st.integers(0, 30), RANDOM
+    lambda kind, words: HEADER.pack(kind, len(words)) + np.array(words, np.int32).tobytes(), st.integers(0, 30), RANDOM
 )
 STREAM = st.lists(WHOLE | HEADS | st.binary(max_size=20), max_size=5).map(b"".join)
 NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -189,10 +191,12 @@ def target(name: str, strategy: st.SearchStrategy[Any], run: Callable[[Any], str
 
 
 TARGETS = (
-    target("read_opening", OPENING_WORDS, lambda words: read(read_opening, words)),
-    target("read_proposal", PROPOSAL_WORDS, lambda words: read(read_proposal, words)),
-    target("read_result", RESULT_WORDS, lambda words: read(read_result, words)),
-    target("read_record", RECORDS | RANDOM, lambda words: read(lambda flat: read_record(flat, BOUNDS.vocab), words)),
+    target("read_opening", OPENING_WORDS, lambda words: read(unpack_request_start, words)),
+    target("read_proposal", PROPOSAL_WORDS, lambda words: read(unpack_proposal, words)),
+    target("read_result", RESULT_WORDS, lambda words: read(unpack_result, words)),
+    target(
+        "read_record", RECORDS | RANDOM, lambda words: read(lambda flat: unpack_record(flat, BOUNDS.vocab_size), words)
+    ),
     target("TcpChannel", st.tuples(STREAM, st.lists(st.integers(0, 60), max_size=4)), feed_socket),
     target("GroupDrafter", DRAFT, ask_draft),
     target("GroupDrafter.times", TIMES, ask_times),

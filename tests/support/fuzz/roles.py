@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from swiftspec.messages import Opening, Proposal, VerifyResult
+from swiftspec.messages import Proposal, RequestStart, VerifyResult
 from swiftspec.params import SamplingParams
 from swiftspec.tree.tree import DraftTree
 from tests.support.fuzz.message_words import BOUNDS, Message
@@ -44,21 +44,21 @@ class FakeRole:
 
     def __init__(self) -> None:
         self.busy, self.draft_steps = 0.0, 3
-        self.steps_known = [SimpleNamespace(name="eager")]
-        self.opening: Opening | None = None
+        self.executors = [SimpleNamespace(name="eager")]
+        self.opening: RequestStart | None = None
 
-    def choose(self, opening: Opening) -> SimpleNamespace:
-        assert opening.steps in ("", "eager")
-        return self.steps_known[0]
+    def select_executor(self, opening: RequestStart) -> SimpleNamespace:
+        assert opening.executor in ("", "eager")
+        return self.executors[0]
 
-    def open(self, opening: Opening) -> None:
+    def open(self, opening: RequestStart) -> None:
         sound(opening.tokens)
         typed(opening.sampling)
         self.opening, self.at, self.root, self.round = opening, len(opening.tokens) - 1, opening.tokens[-1], 0
 
     def verify(self, proposal: Proposal) -> VerifyResult:
         assert self.opening is not None and (proposal.prefix_len, proposal.tokens[0]) == (self.at, self.root)
-        sound(proposal.tokens, BOUNDS.nodes)
+        sound(proposal.tokens, BOUNDS.max_nodes)
         self._move((7,))
         return VerifyResult(proposal.request, proposal.round, proposal.prefix_len, (0,), (7,))
 
@@ -77,7 +77,7 @@ class FakeRole:
     def grow(self) -> None:
         assert self.opening is not None
 
-    def reply(self) -> None:
+    def fast_reply(self) -> None:
         return None
 
     def close(self) -> None:
@@ -95,7 +95,7 @@ class AheadRole(FakeRole):
         self.tree = DraftTree(40, 20)
         self.hooks: list[Callable[[int], None]] = []
 
-    def open(self, opening: Opening) -> None:
+    def open(self, opening: RequestStart) -> None:
         super().open(opening)
         self.tree.reset(self.root)
         self.grow()
@@ -104,7 +104,7 @@ class AheadRole(FakeRole):
 
     def observe(self, result: VerifyResult) -> None:
         super().observe(result)
-        path = self.tree.walk(result.tokens)
+        path = self.tree.match_prefix(result.tokens)
         if len(path) < len(result.tokens):
             self.tree.reset(self.root)
         else:
@@ -116,7 +116,7 @@ class AheadRole(FakeRole):
 
     def grow(self) -> None:
         super().grow()
-        if self.tree.room(2) > 0:
+        if self.tree.expandable_leaves(2) > 0:
             leaves = self.tree.best_leaves(1)
             count = len(leaves.nodes)
             self.tree.add_children(leaves.nodes, np.tile([7, 8], (count, 1)), np.tile([-0.5, -1.0], (count, 1)))
@@ -124,9 +124,9 @@ class AheadRole(FakeRole):
             hook(1)
 
 
-def sound(tokens: Sequence[int], most: int = BOUNDS.context + BOUNDS.nodes) -> None:
+def sound(tokens: Sequence[int], most: int = BOUNDS.max_model_len + BOUNDS.max_nodes) -> None:
     """What a model's embedding can be asked for."""
-    assert 1 <= len(tokens) <= most and all(0 <= token < BOUNDS.vocab for token in tokens)
+    assert 1 <= len(tokens) <= most and all(0 <= token < BOUNDS.vocab_size for token in tokens)
 
 
 def typed(sampling: SamplingParams) -> None:
@@ -142,5 +142,5 @@ def typed(sampling: SamplingParams) -> None:
         sampling.top_k,
     )
     assert all(type(each) is int for each in whole) and all(type(each) is str for each in sampling.stop)
-    assert sampling.top_k <= BOUNDS.vocab
-    assert all(0 <= each < BOUNDS.vocab for each in (*sampling.logit_bias, *sampling.negative_prompt_ids))
+    assert sampling.top_k <= BOUNDS.vocab_size
+    assert all(0 <= each < BOUNDS.vocab_size for each in (*sampling.logit_bias, *sampling.negative_prompt_ids))

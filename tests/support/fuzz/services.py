@@ -13,34 +13,46 @@ from hypothesis import strategies as st
 
 from swiftspec.config import EngineConfig
 from swiftspec.distributed.rpc import swiftspec_pb2 as pb
-from swiftspec.distributed.rpc.connection import Link
-from swiftspec.distributed.rpc.draft_session import Drafting
+from swiftspec.distributed.rpc.connection import WorkerConnection
+from swiftspec.distributed.rpc.draft_session import DraftSession
 from swiftspec.distributed.rpc.draft_stream import DraftStream
 from swiftspec.distributed.rpc.drafter import GrpcDrafter, GrpcFeed
-from swiftspec.distributed.rpc.protobuf_codec import Identity, opening_to, proposal_to, read_delta, result_to
-from swiftspec.distributed.rpc.service import TARGET, About, DraftService, Service, TargetService
-from swiftspec.distributed.rpc.sessions import Sessions
-from swiftspec.distributed.rpc.status import Refused
-from swiftspec.distributed.rpc.tree_stream_session import Feeding
+from swiftspec.distributed.rpc.protobuf_codec import (
+    ModelIdentity,
+    delta_from_proto,
+    proposal_to_proto,
+    request_start_to_proto,
+    result_to_proto,
+)
+from swiftspec.distributed.rpc.service import (
+    TARGET_SERVICE,
+    DraftWorkerService,
+    ModelInfo,
+    TargetWorkerService,
+    WorkerService,
+)
+from swiftspec.distributed.rpc.sessions import WorkerSessions
+from swiftspec.distributed.rpc.status import WorkerRefused
+from swiftspec.distributed.rpc.tree_stream_session import TreeStreamSession
 from swiftspec.distributed.rpc.verifier import GrpcVerifier
-from swiftspec.distributed.rpc.verify_session import Verifying
-from swiftspec.distributed.transport.codec import read_proposal, read_result
+from swiftspec.distributed.rpc.verify_session import VerifySession
+from swiftspec.distributed.transport.codec import unpack_proposal, unpack_result
 from swiftspec.errors import DrafterLost, UserError
-from swiftspec.messages import Opening, Proposal
+from swiftspec.messages import Proposal, RequestStart
 from swiftspec.params import SamplingParams
-from swiftspec.runtime.cancellation import Pause
+from swiftspec.runtime.cancellation import CancelCheck
 from swiftspec.runtime.drafter import Drafter
 from swiftspec.runtime.replica_drafter import ReplicaDrafter
-from swiftspec.tree.replica import Replica
+from swiftspec.tree.replica import TreeReplica
 from swiftspec.tree.tree import DraftTree
 from tests.support.fuzz import Target
 from tests.support.fuzz.message_words import BOUNDS, EDGES, OPENINGS, PROPOSAL_WORDS, RESULT_WORDS, TEXT, proposal
 from tests.support.fuzz.roles import AheadRole, FakeRole, sound
 
-OWN = Identity(b"model", b"tokenizer")
-ABOUT = About(OWN, "fake", BOUNDS.vocab, BOUNDS.context, (2,), "float32")
-SHAPE = EngineConfig(mode="serial", verify_batch=BOUNDS.nodes, draft_steps=3)
-AHEAD = EngineConfig(mode="async", verify_batch=BOUNDS.nodes, draft_steps=1)
+OWN = ModelIdentity(b"model", b"tokenizer")
+ABOUT = ModelInfo(OWN, "fake", BOUNDS.vocab_size, BOUNDS.max_model_len, (2,), "float32")
+SHAPE = EngineConfig(mode="serial", verify_batch=BOUNDS.max_nodes, draft_steps=3)
+AHEAD = EngineConfig(mode="async", verify_batch=BOUNDS.max_nodes, draft_steps=1)
 Asked = tuple[Message, list[tuple[int, int]]]  # a message, and bytes of it that are other ones
 
 
@@ -68,7 +80,7 @@ class Role(FakeRole):
         return self.verify(self._asked)
 
 
-def ask(service: Service[Any], asked: Sequence[Asked]) -> str:
+def ask(service: WorkerService[Any], asked: Sequence[Asked]) -> str:
     """One client's calls, in its session once it has one."""
     session, outcome = b"", "refused"
     for message, damage in asked:
@@ -85,15 +97,23 @@ def ask(service: Service[Any], asked: Sequence[Asked]) -> str:
 
 def ask_target(asked: Sequence[Asked]) -> str:
     role: Any = Role()
-    return ask(TargetService(ABOUT, Sessions(lambda s: Verifying(role, s, BOUNDS, Pause()), 2, 60.0), ()), asked)
+    return ask(
+        TargetWorkerService(
+            ABOUT, WorkerSessions(lambda s: VerifySession(role, s, BOUNDS, CancelCheck()), 2, 60.0), ()
+        ),
+        asked,
+    )
 
 
 def ask_draft(asked: Sequence[Asked]) -> str:
     role: Any = Role()
-    return ask(DraftService(ABOUT, Sessions(lambda s: Drafting(role, s, BOUNDS, Pause()), 2, 60.0)), asked)
+    return ask(
+        DraftWorkerService(ABOUT, WorkerSessions(lambda s: DraftSession(role, s, BOUNDS, CancelCheck()), 2, 60.0)),
+        asked,
+    )
 
 
-def ask_stream(service: Service[Any], shape: EngineConfig, asked: Sequence[Asked]) -> str:
+def ask_stream(service: WorkerService[Any], shape: EngineConfig, asked: Sequence[Asked]) -> str:
     """As `ask`, in a stream."""
     session, requests = service.sessions.open(b"", shape).id, list[bytes]()
     for message, damage in asked:
@@ -107,7 +127,7 @@ def ask_stream(service: Service[Any], shape: EngineConfig, asked: Sequence[Asked
         for answer in service._stream(iter(requests), Context()):
             count += 1
             if isinstance(answer, pb.DraftAnswer) and answer.HasField("delta"):
-                read_delta(answer.delta)
+                delta_from_proto(answer.delta)
     except Aborted:
         return "refused"
     return "taken" if count else "refused"
@@ -115,7 +135,9 @@ def ask_stream(service: Service[Any], shape: EngineConfig, asked: Sequence[Asked
 
 def stream_target(asked: Sequence[Asked]) -> str:
     role: Any = Role()
-    service = TargetService(ABOUT, Sessions(lambda s: Verifying(role, s, BOUNDS, Pause()), 2, 60.0), ())
+    service = TargetWorkerService(
+        ABOUT, WorkerSessions(lambda s: VerifySession(role, s, BOUNDS, CancelCheck()), 2, 60.0), ()
+    )
     return ask_stream(service, SHAPE, asked)
 
 
@@ -123,21 +145,24 @@ def stream_draft(asked: tuple[EngineConfig, Sequence[Asked]]) -> str:
     """A draft that grows ahead, with d given or as long as nothing comes."""
     shape, messages = asked
 
-    def feeding(shape: EngineConfig) -> Feeding:
+    def feeding(shape: EngineConfig) -> TreeStreamSession:
         role: Any = AheadRole()
-        return Feeding(role, role, shape, BOUNDS, Pause())
+        return TreeStreamSession(role, role, shape, BOUNDS, CancelCheck())
 
     for message, _ in messages:
         if message.HasField("opening"):  # type: ignore[attr-defined]
-            message.opening.shape.CopyFrom(opening_to(Opening(1, TEXT, SamplingParams(), 3), shape, OWN).shape)  # type: ignore[attr-defined]
-    return ask_stream(DraftService(ABOUT, Sessions(feeding, 2, 60.0)), shape, messages)
+            start = request_start_to_proto(RequestStart(1, TEXT, SamplingParams(), 3), shape, OWN)
+            message.opening.shape.CopyFrom(start.shape)  # type: ignore[attr-defined]
+    return ask_stream(DraftWorkerService(ABOUT, WorkerSessions(feeding, 2, 60.0)), shape, messages)
 
 
 def ask_bytes(asked: tuple[str, bytes]) -> str:
     """Any bytes, for any method."""
     method, data = asked
     role: Any = Role()
-    service = TargetService(ABOUT, Sessions(lambda s: Verifying(role, s, BOUNDS, Pause()), 2, 60.0), ())
+    service = TargetWorkerService(
+        ABOUT, WorkerSessions(lambda s: VerifySession(role, s, BOUNDS, CancelCheck()), 2, 60.0), ()
+    )
     try:
         getattr(service, method)(data, Context())
     except Aborted:
@@ -159,18 +184,18 @@ class Pieces:
 
 
 def hear_about(pieces: Sequence[bytes]) -> str:
-    link: Link[Any] = Link.__new__(Link)
-    link.peer, link._service, link._metadata, link._channel = "--a-url 127.0.0.1:1", TARGET, (), Pieces(pieces)
+    link: WorkerConnection[Any] = WorkerConnection.__new__(WorkerConnection)
+    link.peer, link._service, link._metadata, link._channel = "--a-url 127.0.0.1:1", TARGET_SERVICE, (), Pieces(pieces)
     try:
-        for name, data in link.files(1.0):
+        for name, data in link.read_tokenizer(1.0):
             assert isinstance(name, str) and isinstance(data, bytes)
-    except Refused:
+    except WorkerRefused:
         return hear_ping(link)
     hear_ping(link)
     return "taken"
 
 
-def hear_ping(link: Link[Any]) -> str:
+def hear_ping(link: WorkerConnection[Any]) -> str:
     with suppress(UserError):
         link.ping(1.0)
         return "taken"
@@ -208,7 +233,7 @@ def hear_draft(says: Sequence[pb.DraftAnswer]) -> str:
 
 def hear_growth(says: Sequence[pb.DraftAnswer]) -> str:
     stream = heard(says, AHEAD)
-    return hear(lambda: ReplicaDrafter(GrpcFeed(stream), Replica(DraftTree(40, 20), BOUNDS.vocab), AHEAD))
+    return hear(lambda: ReplicaDrafter(GrpcFeed(stream), TreeReplica(DraftTree(40, 20), BOUNDS.vocab_size), AHEAD))
 
 
 def heard(says: Sequence[pb.DraftAnswer], shape: EngineConfig) -> DraftStream:
@@ -220,19 +245,19 @@ def heard(says: Sequence[pb.DraftAnswer], shape: EngineConfig) -> DraftStream:
 def hear(make: Callable[[], Drafter]) -> str:
     try:
         drafter = make()
-        drafter.open(Opening(1, TEXT, SamplingParams(), len(TEXT)))
+        drafter.open(RequestStart(1, TEXT, SamplingParams(), len(TEXT)))
         found = drafter.propose()
     except DrafterLost as lost:
         assert "\n" not in str(lost) and len(str(lost)) < 600
         return "refused"
-    sound(found.tokens, BOUNDS.nodes)
+    sound(found.tokens, BOUNDS.max_nodes)
     assert found.tokens[0] == TEXT[-1] and found.prefix_len == 2
     return "taken"
 
 
 def hear_target(says: Sequence[pb.VerifyAnswer]) -> str:
     verifier = GrpcVerifier(Says([pb.VerifyAnswer(), *says]), OWN, SHAPE, BOUNDS, 0.0)  # type: ignore[arg-type]
-    verifier.open(Opening(1, TEXT, SamplingParams(), len(TEXT)))
+    verifier.open(RequestStart(1, TEXT, SamplingParams(), len(TEXT)))
     asked = Proposal(1, 0, 2, (TEXT[-1], 5, 6), (-1, 0, 1))
     result = verifier.submit(asked).wait()
     sound(result.tokens)
@@ -249,9 +274,10 @@ def read_or_none(reader: Any, to_message: Any, words: list[int]) -> Any:
 
 
 DAMAGE = st.lists(st.tuples(st.integers(0, 400), st.integers(0, 255)), max_size=3)
-OPENED = OPENINGS.map(lambda opening: opening_to(opening, SHAPE, OWN))
+OPENED = OPENINGS.map(lambda opening: request_start_to_proto(opening, SHAPE, OWN))
 PROPOSED = (
-    proposal().map(proposal_to) | PROPOSAL_WORDS.map(lambda w: read_or_none(read_proposal, proposal_to, w))
+    proposal().map(proposal_to_proto)
+    | PROPOSAL_WORDS.map(lambda w: read_or_none(unpack_proposal, proposal_to_proto, w))
 ).filter(lambda message: message is not None)
 SMALL = st.integers(-1, 5)
 NODES = st.tuples(SMALL, SMALL | EDGES.map(lambda n: n % 2**31), st.floats() | st.sampled_from([-0.5, -1.5]))
@@ -266,7 +292,9 @@ def growth(place: tuple[int, int, int], nodes: list[tuple[int, int, float]]) -> 
 
 
 GROWN = st.builds(growth, st.just((0, 1, 1)) | st.tuples(SMALL, SMALL, SMALL), st.lists(NODES, max_size=4))
-ENDED = RESULT_WORDS.map(lambda w: read_or_none(read_result, result_to, w)).filter(lambda message: message is not None)
+ENDED = RESULT_WORDS.map(lambda w: read_or_none(unpack_result, result_to_proto, w)).filter(
+    lambda message: message is not None
+)
 STEPS = st.just(0) | EDGES
 TO_TARGET = st.builds(lambda m: pb.VerifyRequest(opening=m), OPENED) | st.builds(
     lambda m: pb.VerifyRequest(proposal=m), PROPOSED
@@ -303,7 +331,7 @@ PIECES = st.lists(
                 st.binary(max_size=20)),
     max_size=4,
 )  # fmt: skip
-SHAPES = st.sampled_from([AHEAD, EngineConfig(mode="async", verify_batch=BOUNDS.nodes)])
+SHAPES = st.sampled_from([AHEAD, EngineConfig(mode="async", verify_batch=BOUNDS.max_nodes)])
 TARGETS = (
     target("TargetService", calls(TO_TARGET), ask_target),
     target("TargetService.Stream", calls(TO_TARGET), stream_target),

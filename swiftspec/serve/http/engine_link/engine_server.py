@@ -68,7 +68,7 @@ def run_engine_server(
         try:
             publisher.publish(engine_info(session, defaults))
             supervisor.set_ready()
-            with GracefulStop() as stop:
+            with DrainSignals() as stop:
                 EngineServer(
                     session, publisher, stop, supervisor, send_rpc_records=settings.otlp_endpoint is not None
                 ).run()
@@ -82,7 +82,7 @@ def run_engine_server(
     return 0
 
 
-class GracefulStop:
+class DrainSignals:
     """Signal handlers: the first signal sets `requested` and makes `wakeup_fd` readable, instead of an exception
     inside of
     a round. A second signal has its default effect."""
@@ -93,7 +93,7 @@ class GracefulStop:
         self.requested = False
         self._previous_handlers: dict[int, Any] = {}
 
-    def __enter__(self) -> GracefulStop:
+    def __enter__(self) -> DrainSignals:
         self.wakeup_fd, self._notify_fd = os.pipe()
         for number in self.SIGNALS:
             if signal.getsignal(number) is not signal.SIG_IGN:
@@ -126,7 +126,7 @@ class EngineServer:
         self,
         session: Session,
         publisher: StatusPublisher,
-        stop: GracefulStop,
+        stop: DrainSignals,
         supervisor: SupervisorClient,
         *,
         send_rpc_records: bool = False,

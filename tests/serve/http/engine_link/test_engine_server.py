@@ -36,7 +36,7 @@ class Front:
         self._socket = FrameSocket(rank0_end)
         publisher: Any = SimpleNamespace(socket=self._socket, reconnect=lambda wakeup_fd: False)
         heartbeat = SimpleNamespace(mark_busy=lambda: None, mark_idle=lambda: None)
-        supervisor: Any = SimpleNamespace(pulse=heartbeat, first_message=b"")
+        supervisor: Any = SimpleNamespace(heartbeat=heartbeat, first_message=b"")
         stop: Any = SimpleNamespace(requested=False, wakeup_fd=self._wakeup_fds[0])
         session: Any = SimpleNamespace(llm=llm)
         server = EngineServer(session, publisher, stop, supervisor, send_rpc_records=send_rpc_records)

@@ -16,13 +16,13 @@
 
 namespace swiftspec::cuda::tiles {
 
-constexpr int kPartEights = kMaxRows / 8;
-constexpr int kMostParts = 4;    // 128 rows
-constexpr int kMostSlabs = 4;    // under way for each CTA
-constexpr int kLeastStages = 2, kGoodStages = 4;  // of slabs and of weights, or it is no stream; of weights
+constexpr int kPartRows8 = kMaxRows / 8;
+constexpr int kMaxParts = 4;    // 128 rows
+constexpr int kMaxSlabs = 4;    // under way for each CTA
+constexpr int kMinStages = 2, kTargetStages = 4;  // of slabs and of weights, or it is no stream; of weights
 
-// Warps of a CTA, a strip for each at a time: 1 << wide_log. In 99 KB the sums of eight leave no room for a stream.
-SWIFTSPEC_HD int wide_log(const Device& device) { return device.shared >= 128 << 10 ? 3 : 2; }
+// Warps of a CTA, a strip for each at a time: 1 << large_m_warps_log. In 99 KB the sums of eight leave no room for a stream.
+SWIFTSPEC_HD int large_m_warps_log(const Device& device) { return device.shared >= 128 << 10 ? 3 : 2; }
 
 // A tile's inputs of one part: pieces as lanes read them, then, of int4, sums of the groups of every row.
 SWIFTSPEC_HD int slab_sums(const Tiling& t) { return t.tile_k * kMaxRows * 2; }  // where they begin
@@ -32,7 +32,7 @@ SWIFTSPEC_HD int part_bytes(const Tiling& t) {
 SWIFTSPEC_HD int slab_bytes(const Tiling& t, int parts) { return parts * part_bytes(t); }
 
 // The tiles of a CTA's strip after strip, in the order of the sums. It keeps what changes alone: registers are scarce.
-struct Course {
+struct LargeMTileIterator {
   const Tiling& t;
   int32_t cta, strip_step;
   int32_t strip, share, tile;
@@ -48,24 +48,24 @@ struct Course {
 };
 
 // Of the strip `warp` of each turn of a cluster, of 1 << log strips.
-SWIFTSPEC_HD Course course_of(const Tiling& t, int log, int cluster, int clusters, int cta, int warp) {
+SWIFTSPEC_HD LargeMTileIterator large_m_tiles(const Tiling& t, int log, int cluster, int clusters, int cta, int warp) {
   return {t, cta, clusters << log, (cluster << log) + warp, 0, t.first_tile(cta)};
 }
 
 // The shared memory of a CTA, in bytes: `joined` holds a turn's sums, in the order of partial_at.
-struct WideCarve {
+struct LargeMSmemLayout {
   int32_t slabs, slab_count, ring, stages, barriers, slab_barriers, total;
 };
 
-SWIFTSPEC_HD WideCarve wide_carve(const Tiling& t, int parts, const Device& device) {
-  WideCarve c{};
-  const int warps = 1 << wide_log(device), slab = slab_bytes(t, parts), tiles_bytes = warps * t.tile_bytes;
-  c.slab_barriers = warps * parts * kPartEights * 1024;
+SWIFTSPEC_HD LargeMSmemLayout large_m_smem_layout(const Tiling& t, int parts, const Device& device) {
+  LargeMSmemLayout c{};
+  const int warps = 1 << large_m_warps_log(device), slab = slab_bytes(t, parts), tiles_bytes = warps * t.tile_bytes;
+  c.slab_barriers = warps * parts * kPartRows8 * 1024;
   c.barriers = c.slab_barriers + 128;
   c.slabs = c.barriers + warps * kMaxStages * 8;
   const int left = device.shared - c.slabs;
-  c.slab_count = kLeastStages;  // more only where the weights have enough
-  while (c.slab_count < kMostSlabs && left - (c.slab_count + 1) * slab >= kGoodStages * tiles_bytes) ++c.slab_count;
+  c.slab_count = kMinStages;  // more only where the weights have enough
+  while (c.slab_count < kMaxSlabs && left - (c.slab_count + 1) * slab >= kTargetStages * tiles_bytes) ++c.slab_count;
   const int stages = (left - c.slab_count * slab) / tiles_bytes;
   c.stages = stages < kMaxStages ? stages : kMaxStages;
   c.ring = c.slabs + c.slab_count * slab;
@@ -76,24 +76,24 @@ SWIFTSPEC_HD WideCarve wide_carve(const Tiling& t, int parts, const Device& devi
 // How many parts a launch for so many rows has; 0 where it has few or finds no room. Products of int4 are bound by
 // arithmetic from 64 rows on, those of bf16, whose weights have four times the bytes, from 128 on; where a CTA has four
 // warps, those of int4 from 32 on.
-SWIFTSPEC_HD int wide_parts(const Tiling& t, int64_t rows, const Device& device) {
-  if (rows <= kMaxRows || (t.group != 0 && 1 << wide_log(device) < kWarps)) return 0;
-  int parts = t.group == 0 && rows > kMostParts / 2 * kMaxRows ? kMostParts : kMostParts / 2;
+SWIFTSPEC_HD int large_m_parts(const Tiling& t, int64_t rows, const Device& device) {
+  if (rows <= kMaxRows || (t.group != 0 && 1 << large_m_warps_log(device) < kWarps)) return 0;
+  int parts = t.group == 0 && rows > kMaxParts / 2 * kMaxRows ? kMaxParts : kMaxParts / 2;
   for (; parts > 1; parts /= 2) {
-    if (wide_carve(t, parts, device).stages >= kLeastStages) return parts;
+    if (large_m_smem_layout(t, parts, device).stages >= kMinStages) return parts;
   }
   return 0;
 }
 
 // Of all launches for so many rows. Each has as many as the first, the last one perhaps fewer.
-SWIFTSPEC_HD int all_parts(const Tiling& t, int64_t rows, const Device& device) {
+SWIFTSPEC_HD int total_parts(const Tiling& t, int64_t rows, const Device& device) {
   int all = 0;
-  for (int parts = 1; parts > 0; all += parts) parts = wide_parts(t, rows - all * kMaxRows, device);
+  for (int parts = 1; parts > 0; all += parts) parts = large_m_parts(t, rows - all * kMaxRows, device);
   return all;
 }
 
 // Where a tile's inputs of `part` lie, in bytes: launch by launch, slab by slab. `parts` are the first launch's.
-SWIFTSPEC_HD int64_t part_at(const Tiling& t, int parts, int all, int part, int tile) {
+SWIFTSPEC_HD int64_t part_offset(const Tiling& t, int parts, int all, int part, int tile) {
   const int before = part / parts * parts, here = all - before < parts ? all - before : parts;
   return (static_cast<int64_t>(before) * t.tiles + static_cast<int64_t>(tile) * here + part - before) * part_bytes(t);
 }

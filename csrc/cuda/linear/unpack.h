@@ -21,26 +21,26 @@ SWIFTSPEC_HD Strips strips_of(int64_t first, int64_t half) {
   return {static_cast<int32_t>(first), static_cast<int32_t>(ceil_div(half, kStrip / 2)), half};
 }
 
-struct alignas(16) Eight {
+struct alignas(16) Bf16x8 {
   uint32_t pairs[4];
 };
 
-// Eight inputs of one output from a lane's codes of both steps of a block; `upper`: of row lane / 4 + 8. Each is
+// Bf16x8 inputs of one output from a lane's codes of both steps of a block; `upper`: of row lane / 4 + 8. Each is
 // (code - zero) scale, rounded once.
-SWIFTSPEC_HD Eight eight_of(uint32_t even, uint32_t odd, uint32_t group_word, int upper) {
+SWIFTSPEC_HD Bf16x8 dequantize8(uint32_t even, uint32_t odd, uint32_t group_word, int upper) {
   const float scale = scale_of(group_word), offset = offset_of(group_word);
-  Eight out;
+  Bf16x8 out;
   SWIFTSPEC_UNROLL
   for (int i = 0; i < 4; ++i) {
-    const uint32_t pair = expand(i < 2 ? even : odd, upper + i % 2 * 2);
+    const uint32_t pair = codes_to_bf16(i < 2 ? even : odd, upper + i % 2 * 2);
     out.pairs[i] = pair_of((low(pair) - offset) * scale, (high(pair) - offset) * scale);
   }
   return out;
 }
 
-// What one lane has of tile `at` of these strips: eight inputs of four outputs in every block. out [2 half, k].
+// What one lane has of tile `at` of these strips: values inputs of four outputs in every block. out [2 half, k].
 template <bool kInt4>
-SWIFTSPEC_HD void expand_tile(const Tiling& t, const uint32_t* tiles, const Strips& strips, int at, int lane,
+SWIFTSPEC_HD void unpack_tile(const Tiling& t, const uint32_t* tiles, const Strips& strips, int at, int lane,
                               uint16_t* out) {
   constexpr int kBlocks = kInt4 ? 4 : 2;
   const int strip = at / t.tiles, tile = at % t.tiles;
@@ -51,15 +51,15 @@ SWIFTSPEC_HD void expand_tile(const Tiling& t, const uint32_t* tiles, const Stri
     const int64_t pair = 16 * static_cast<int64_t>(strip) + 2 * (lane / 4) + f;
     const int64_t input = static_cast<int64_t>(tile) * t.tile_k + x_input(block, lane);
     if (pair >= strips.half || input >= t.k) continue;  // k is a multiple of 8
-    Eight eight;
+    Bf16x8 values;
     if constexpr (kInt4) {
       const uint32_t group = words[group_words(block >> t.group_log, lane) + 2 * f + upper];
-      eight = eight_of(words[code_word(2 * block, lane, f)], words[code_word(2 * block + 1, lane, f)], group, upper);
+      values = dequantize8(words[code_word(2 * block, lane, f)], words[code_word(2 * block + 1, lane, f)], group, upper);
     } else {
       SWIFTSPEC_UNROLL
-      for (int p = 0; p < 4; ++p) eight.pairs[p] = words[dense_word(2 * block + p / 2, lane, f, upper + p % 2 * 2)];
+      for (int p = 0; p < 4; ++p) values.pairs[p] = words[dense_word(2 * block + p / 2, lane, f, upper + p % 2 * 2)];
     }
-    *reinterpret_cast<Eight*>(out + (upper * strips.half + pair) * t.k + input) = eight;
+    *reinterpret_cast<Bf16x8*>(out + (upper * strips.half + pair) * t.k + input) = values;
   }
 }
 

@@ -1,4 +1,4 @@
-// What the rows see, worked out once a forward: which rows form a group, and each row's list of keys.
+// What the rows see, worked out once a forward: which rows shape a group, and each row's list of keys.
 #pragma once
 
 #include <cstdint>
@@ -18,24 +18,24 @@ SWIFTSPEC_HD int64_t sequence_of(const AttentionSetup& a, int64_t row) {
 
 // The first slot of the mask's window; its column 0 is that slot, or stands for one before slot 0.
 SWIFTSPEC_HD int64_t window_start(const AttentionSetup& a, int64_t sequence) {
-  return most(a.kv_len[sequence] - a.width, 0);
+  return max64(a.kv_len[sequence] - a.width, 0);
 }
 
-SWIFTSPEC_HD int64_t rows_of_group(const AttentionSetup& a) { return kColumns / (a.heads / a.kv_heads); }
+SWIFTSPEC_HD int64_t max_group_rows(const AttentionSetup& a) { return kColumns / (a.heads / a.kv_heads); }
 
 // How many entries the table of groups has. With one sequence every entry is a group. With several there is an entry
 // for each row, and those with which no group begins are empty: a group ends where the sequence changes.
-SWIFTSPEC_HD int64_t groups_of(const AttentionSetup& a) {
-  return a.sequence == nullptr ? parts(a.rows, rows_of_group(a)) : a.rows;
+SWIFTSPEC_HD int64_t group_table_size(const AttentionSetup& a) {
+  return a.sequence == nullptr ? ceil_div(a.rows, max_group_rows(a)) : a.rows;
 }
 
 // The rows of entry `i`: none where no group begins.
-SWIFTSPEC_HD RowGroup rows_at(const AttentionSetup& a, int64_t i) {
-  const int64_t full = rows_of_group(a);
+SWIFTSPEC_HD RowGroup group_rows_at(const AttentionSetup& a, int64_t i) {
+  const int64_t full = max_group_rows(a);
   int64_t first = i, count = 1;
   if (a.sequence == nullptr) {
     first = i * full;
-    count = least(full, a.rows - first);
+    count = min64(full, a.rows - first);
   } else {
     int64_t start = i;
     while (start > 0 && a.sequence[start - 1] == a.sequence[i]) --start;
@@ -46,7 +46,7 @@ SWIFTSPEC_HD RowGroup rows_at(const AttentionSetup& a, int64_t i) {
 }
 
 // Notes whose new key a slot holds. Of rows with one slot any may win: they are copies, or nobody reads them.
-SWIFTSPEC_HD void claim(const AttentionSetup& a, int64_t row) {
+SWIFTSPEC_HD void set_slot_owner(const AttentionSetup& a, int64_t row) {
   a.owner[sequence_of(a, row) * a.capacity + a.slots[row]] = static_cast<int32_t>(row);
 }
 
@@ -60,33 +60,33 @@ SWIFTSPEC_HD int32_t owner_of(const AttentionSetup& a, int64_t sequence, int64_t
 // A warp lists what a row sees of its window: slots, or ~row where the key is new. Returns the leading slots of the
 // sequence that the row sees without a gap. Words of the mask are read some at a time, then owners of what they name, so
 // that latencies overlap.
-SWIFTSPEC_HD int64_t list_row(const AttentionSetup& a, int64_t row) {
-  constexpr int kTogether = 4;
+SWIFTSPEC_HD int64_t list_keys(const AttentionSetup& a, int64_t row) {
+  constexpr int kUnrolled = 4;
   const int64_t sequence = sequence_of(a, row), start = window_start(a, sequence);
   const int64_t before = a.kv_len[sequence] - a.width;  // below 0: the first columns stand for no slot
   const int64_t first = start - before;
   int64_t seen = 0, run = a.width - first;
-  for (int64_t base = first; base < a.width; base += 32 * kTogether) {
-    warp::PerLane<bool> visible[kTogether];
-    warp::PerLane<int32_t> owner[kTogether];
+  for (int64_t base = first; base < a.width; base += 32 * kUnrolled) {
+    warp::PerLane<bool> visible[kUnrolled];
+    warp::PerLane<int32_t> owner[kUnrolled];
     SWIFTSPEC_UNROLL
-    for (int c = 0; c < kTogether; ++c) {
+    for (int c = 0; c < kUnrolled; ++c) {
       SWIFTSPEC_EACH_LANE(lane) {
         const int64_t column = base + 32 * c + lane;
         visible[c](lane) = column < a.width && a.mask[row * a.width + column] != 0;
       }
     }
     SWIFTSPEC_UNROLL
-    for (int c = 0; c < kTogether; ++c) {
+    for (int c = 0; c < kUnrolled; ++c) {
       SWIFTSPEC_EACH_LANE(lane) {
         owner[c](lane) = visible[c](lane) ? owner_of(a, sequence, before + base + 32 * c + lane) : -1;
       }
     }
     SWIFTSPEC_UNROLL
-    for (int c = 0; c < kTogether; ++c) {
+    for (int c = 0; c < kUnrolled; ++c) {
       const int64_t from = base + 32 * c;
       const uint32_t word = warp::ballot(visible[c]);
-      if (~word != 0) run = least(run, from - first + warp::lowest(~word));
+      if (~word != 0) run = min64(run, from - first + warp::lowest_bit(~word));
       SWIFTSPEC_EACH_LANE(lane) {
         if (visible[c](lane)) {
           const int64_t index = seen + warp::popcount(word & ((1u << lane) - 1));

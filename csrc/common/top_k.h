@@ -9,10 +9,10 @@
 
 #include "common/warp.h"
 
-namespace swiftspec::best {
+namespace swiftspec::top_k {
 
-constexpr int kMost = 64;
-constexpr int32_t kNobody = INT32_MAX;
+constexpr int kMaxK = 64;
+constexpr int32_t kNoIndex = INT32_MAX;
 
 template <class T>
 struct Entry {
@@ -21,25 +21,25 @@ struct Entry {
 };
 
 template <class T>
-SWIFTSPEC_HD bool better(T value, int32_t index, T other, int32_t its) {
+SWIFTSPEC_HD bool ranks_before(T value, int32_t index, T other, int32_t its) {
   return value > other || (value == other && index < its);
 }
 
 // The k best so far, best first: the one of rank i is held by lane i % 32, in half i / 32. What is empty holds -inf and
 // nobody.
 template <class T>
-struct Best {
+struct TopK {
   warp::PerLane<T> value[2];
   warp::PerLane<int32_t> index[2];
   T last;  // the k-th
   int32_t last_index;
   int k;
 
-  SWIFTSPEC_HD explicit Best(int k_) : last(-INFINITY), last_index(kNobody), k(k_) {
+  SWIFTSPEC_HD explicit TopK(int k_) : last(-INFINITY), last_index(kNoIndex), k(k_) {
     SWIFTSPEC_EACH_LANE(lane) {
       for (int half = 0; half < 2; ++half) {
         value[half](lane) = -INFINITY;
-        index[half](lane) = kNobody;
+        index[half](lane) = kNoIndex;
       }
     }
   }
@@ -47,35 +47,35 @@ struct Best {
   // One candidate of each lane. NaN is none.
   SWIFTSPEC_HD void offer(const warp::PerLane<T>& x, const warp::PerLane<int32_t>& at) {
     warp::PerLane<bool> good;
-    SWIFTSPEC_EACH_LANE(lane) { good(lane) = better(x(lane), at(lane), last, last_index); }
+    SWIFTSPEC_EACH_LANE(lane) { good(lane) = ranks_before(x(lane), at(lane), last, last_index); }
     for (uint32_t word = warp::ballot(good); word != 0; word &= word - 1) {
-      const int lane = warp::lowest(word);
-      insert(warp::from_lane(x, lane), warp::from_lane(at, lane));
+      const int lane = warp::lowest_bit(word);
+      insert(warp::shuffle(x, lane), warp::shuffle(at, lane));
     }
   }
 
   SWIFTSPEC_HD void insert(T x, int32_t at) {
-    if (!better(x, at, last, last_index)) return;
+    if (!ranks_before(x, at, last, last_index)) return;
     int rank = 0;
     for (int half = 0; half < 2; ++half) {
       warp::PerLane<bool> before;
-      SWIFTSPEC_EACH_LANE(lane) { before(lane) = better(value[half](lane), index[half](lane), x, at); }
+      SWIFTSPEC_EACH_LANE(lane) { before(lane) = ranks_before(value[half](lane), index[half](lane), x, at); }
       rank += warp::popcount(warp::ballot(before));
     }
     shift<1>(x, at, rank);
     shift<0>(x, at, rank);
-    last = k > 32 ? warp::from_lane(value[1], k - 33) : warp::from_lane(value[0], k - 1);
-    last_index = k > 32 ? warp::from_lane(index[1], k - 33) : warp::from_lane(index[0], k - 1);
+    last = k > 32 ? warp::shuffle(value[1], k - 33) : warp::shuffle(value[0], k - 1);
+    last_index = k > 32 ? warp::shuffle(index[1], k - 33) : warp::shuffle(index[0], k - 1);
   }
 
   // Puts a candidate at its rank, if that lies in this half; those behind it move by one.
   template <int kHalf>
   SWIFTSPEC_HD void shift(T x, int32_t at, int rank) {
-    auto values = warp::from_before(value[kHalf]);
-    auto indices = warp::from_before(index[kHalf]);
+    auto values = warp::shuffle_up(value[kHalf]);
+    auto indices = warp::shuffle_up(index[kHalf]);
     if (kHalf == 1) {
-      const T carried = warp::from_lane(value[0], 31);
-      const int32_t carried_index = warp::from_lane(index[0], 31);
+      const T carried = warp::shuffle(value[0], 31);
+      const int32_t carried_index = warp::shuffle(index[0], 31);
       SWIFTSPEC_EACH_LANE(lane) {
         if (lane == 0) {
           values(lane) = carried;
@@ -96,7 +96,7 @@ struct Best {
   }
 
   // To and from memory, k entries.
-  SWIFTSPEC_HD void put_down(Entry<T>* to) const {
+  SWIFTSPEC_HD void store(Entry<T>* to) const {
     SWIFTSPEC_EACH_LANE(lane) {
       for (int half = 0; half < 2; ++half) {
         const int mine = lane + 32 * half;
@@ -105,18 +105,18 @@ struct Best {
     }
   }
 
-  SWIFTSPEC_HD void offer_all(const Entry<T>* from) {
+  SWIFTSPEC_HD void merge(const Entry<T>* from) {
     for (int half = 0; half < 2; ++half) {
       warp::PerLane<T> x;
       warp::PerLane<int32_t> at;
       SWIFTSPEC_EACH_LANE(lane) {
         const int mine = lane + 32 * half;
         x(lane) = mine < k ? from[mine].value : -INFINITY;
-        at(lane) = mine < k ? from[mine].index : kNobody;
+        at(lane) = mine < k ? from[mine].index : kNoIndex;
       }
       offer(x, at);
     }
   }
 };
 
-}  // namespace swiftspec::best
+}  // namespace swiftspec::top_k

@@ -1,0 +1,147 @@
+// Joins what the tiles have found: those of a cluster, then the clusters of a row. Always in the order of the keys.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+
+#include "common/bfloat16.h"
+#include "common/ieee.h"
+#include "cuda/attention/tile.h"
+
+namespace swiftspec::attention {
+
+constexpr int kDimsPerThread = 4;  // dimensions that a thread joins
+
+struct alignas(16) Values {
+  float of[kDimsPerThread];
+};
+
+// What some keys of a row come to: the top of their scores, the sum of their shares, and `value` of some dimensions.
+struct PartialOutput {
+  float top, total;
+  Values value;
+};
+
+// Pieces are added in their order; those without keys change nothing, to the bit, whatever is in them.
+SWIFTSPEC_HD void merge(PartialOutput& sum, const PartialOutput& partial) {
+  const bool none = partial.top == -INFINITY;
+  const float weight = exp2f(partial.top - sum.top), total = fmaf(weight, partial.total, sum.total);
+  sum.total = none ? sum.total : total;
+  SWIFTSPEC_UNROLL
+  for (int i = 0; i < kDimsPerThread; ++i) {
+    const float value = fmaf(weight, partial.value.of[i], sum.value.of[i]);
+    sum.value.of[i] = none ? sum.value.of[i] : value;
+  }
+}
+
+// `kCount` partials. All are read before any is added, without a branch, so that their latencies overlap.
+template <int kCount, class At>
+SWIFTSPEC_HD PartialOutput combine(At at) {
+  PartialOutput partials[kCount], sum = {-INFINITY, 0, {}};
+  SWIFTSPEC_UNROLL
+  for (int i = 0; i < kCount; ++i) partials[i] = at(i);
+  SWIFTSPEC_UNROLL
+  for (int i = 0; i < kCount; ++i) sum.top = fmaxf(sum.top, partials[i].top);
+  SWIFTSPEC_UNROLL
+  for (int i = 0; i < kCount; ++i) merge(sum, partials[i]);
+  return sum;
+}
+
+// Any number of them: `top(i)` alone is asked for first.
+template <class Top, class At>
+SWIFTSPEC_HD PartialOutput combine(int64_t count, Top top, At at) {
+  PartialOutput sum = {-INFINITY, 0, {}};
+  for (int64_t i = 0; i < count; ++i) sum.top = fmaxf(sum.top, top(i));
+  for (int64_t i = 0; i < count; ++i) merge(sum, at(i));
+  return sum;
+}
+
+template <class F>
+SWIFTSPEC_HD void write_output(const TileTask<F>& j, int column, int dimension, const PartialOutput& sum) {
+  struct alignas(8) Four {
+    uint16_t of[kDimsPerThread];
+  } four;
+  SWIFTSPEC_UNROLL
+  for (int i = 0; i < kDimsPerThread; ++i) four.of[i] = bf16::nearest(ieee::div(sum.value.of[i], sum.total));
+  const int64_t row = j.group.first + column / j.heads(), head = j.head * j.heads() + column % j.heads();
+  *reinterpret_cast<Four*>(j.out + (row * j.setup.heads + head) * j.setup.dim + dimension) = four;
+}
+
+// Calls back for every (column, first of kDimsPerThread dimensions) that falls to this thread of the cluster's block `rank`.
+template <class F, class Do>
+SWIFTSPEC_HD void for_each_owned(const TileTask<F>& j, int rank, int thread, Do work) {
+  constexpr int kVectorsPerColumn = F::kDim / kDimsPerThread;
+  for (int i = thread; i < static_cast<int>(ceil_div(j.columns() - rank, F::kCluster)) * kVectorsPerColumn; i += kThreads) {
+    work(rank + i / kVectorsPerColumn * F::kCluster, i % kVectorsPerColumn * kDimsPerThread);
+  }
+}
+
+// The cluster's tiles; `block(i)` is block i's shared memory. Where a block takes its part's tiles in turn, this one is
+// the `turn`-th and what it joins them to is in part_values, `running_top` and `totals`. `done`: the row has no more keys.
+template <class F, class Blocks>
+SWIFTSPEC_HD void combine_tiles(const TileTask<F>& j, const SharedMemory<F>& s, int rank, int thread, int64_t turn, bool done,
+                             Blocks block) {
+  constexpr int kBefore = F::kSequential ? 1 : 0;
+  for_each_owned(j, rank, thread, [&](int column, int dimension) {
+    auto* values = reinterpret_cast<Values*>(j.setup.part_values + j.scratch(j.part, column) * F::kDim + dimension);
+    const PartialOutput sum = combine<kBefore + F::kCluster>([&](int i) {
+      if (i < kBefore) return turn > 0 ? PartialOutput{s.running_top[column], s.running_total[column], *values} : PartialOutput{-INFINITY, 0, {}};
+      const SharedMemory<F>* other = block(i - kBefore);
+      const auto* value = reinterpret_cast<const Values*>(&other->scores[column][dimension]);
+      return PartialOutput{other->top[column], other->total[column], *value};
+    });
+    if (done) return write_output(j, column, dimension, sum);
+    *values = sum.value;
+    if (dimension == 0) {
+      float* sums = j.setup.part_sums + 2 * j.scratch(j.part, column);
+      sums[0] = sum.top;
+      sums[1] = sum.total;
+    }
+  });
+}
+
+// Notes the sums of a part's tiles so far; after all threads have joined.
+template <class F>
+SWIFTSPEC_HD void store_running_sums(const TileTask<F>& j, SharedMemory<F>& s, int thread, int64_t turn) {
+  if (!F::kSequential || thread >= j.columns()) return;
+  const PartialOutput sum = combine<2>([&](int i) {
+    if (i > 0) return PartialOutput{s.top[thread], s.total[thread], {}};
+    return turn > 0 ? PartialOutput{s.running_top[thread], s.running_total[thread], {}} : PartialOutput{-INFINITY, 0, {}};
+  });
+  s.running_top[thread] = sum.top;
+  s.running_total[thread] = sum.total;
+}
+
+// What other blocks wrote before this one was told so: past L1.
+template <class T>
+SWIFTSPEC_HD T load_uncached(const T* p) {
+#ifdef __CUDA_ARCH__
+  return __ldcg(p);
+#else
+  return *p;
+#endif
+}
+SWIFTSPEC_HD Values load_uncached(const Values* p) {
+#ifdef __CUDA_ARCH__
+  const float4 four = __ldcg(reinterpret_cast<const float4*>(p));
+  return {four.x, four.y, four.z, four.w};
+#else
+  return *p;
+#endif
+}
+
+// The last cluster of a group: its `count` parts.
+template <class F>
+SWIFTSPEC_HD void combine_parts(const TileTask<F>& j, int rank, int thread, int64_t count) {
+  for_each_owned(j, rank, thread, [&](int column, int dimension) {
+    const auto top = [&](int64_t i) { return load_uncached(j.setup.part_sums + 2 * j.scratch(i, column)); };
+    const PartialOutput sum = combine(count, top, [&](int64_t i) {
+      const int64_t at = j.scratch(i, column);
+      const auto* values = reinterpret_cast<const Values*>(j.setup.part_values + at * F::kDim + dimension);
+      return PartialOutput{top(i), load_uncached(j.setup.part_sums + 2 * at + 1), load_uncached(values)};
+    });
+    write_output(j, column, dimension, sum);
+  });
+}
+
+}  // namespace swiftspec::attention
