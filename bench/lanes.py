@@ -42,7 +42,8 @@ from swiftspec.tree import acceptance as tree_walk
 from swiftspec.tree.tree import DraftTree
 
 TIMED: list[tuple[Any, str]] = [
-    (Runner, "_batch"), (Runner, "run"), (NativeExecutor, "verify"), (NativeExecutor, "expand"), (SharedMemoryChannel, "send"),
+    (Runner, "_batch"), (Runner, "run"), (NativeExecutor, "verify"), (NativeExecutor, "expand"),
+    (SharedMemoryChannel, "send"),
     (SharedMemoryChannel, "recv"), (SharedMemoryChannel, "recv_or_reply"),
     (KVCache, "commit"), (Sampler, "draw"), (Sampler, "children"), (DraftTree, "best_leaves"),
     (DraftTree, "add_children"), (tree_walk, "walk"),

@@ -1,5 +1,5 @@
-// Every launch on a GPU, on one page. Raw pointers, sizes and a stream; the callers have checked the arguments. A
-// launch is asynchronous and throws std::runtime_error when CUDA refuses it.
+// Declarations of all CUDA launchers. They take raw pointers, sizes and a stream; the callers (csrc/bind) have checked
+// the arguments. Launches are asynchronous and throw std::runtime_error if CUDA rejects them.
 #pragma once
 
 #include <cstdint>
@@ -22,24 +22,25 @@ struct Int4Source;  // cuda/linear/repack.h
 
 // ---- linear
 
-// Before the first launch, outside of any graph: makes the kernels ready on the current device.
+// Sets the attributes of the linear kernels on the current device. Call it before the first launch and outside graph
+// capture.
 void prepare_linear(const Device& device);
 
-// tiling.bytes() of tiles from a checkpoint's matrix, which is int4 with tiling.group or bf16 [n, k].
+// Repack a checkpoint's matrix into tiles: int4 with groups of tiling.group, or bf16 [n, k]. out: tiling.bytes() bytes.
 void repack_int4(const tiles::Tiling& tiling, const tiles::Int4Source& source, void* out, Stream stream);
 void repack_bf16(const tiles::Tiling& tiling, const uint16_t* matrix, void* out, Stream stream);
 
-// Outputs 16 first .. 16 first + half - 1 of a projection, and those half of all outputs further on, as rows of bf16:
-// out [2 half, k], for a library's product.
+// Unpacks weights for a library GEMM: outputs 16 first .. 16 first + half - 1 of a projection, and the outputs n / 2
+// after them, become rows of bf16. out: [2 half, k].
 void unpack_rows(const Weights& weights, int64_t first, int64_t half, void* out, Stream stream);
 
-// out = epilogue(norm(x) W^T + bias) for a bfloat16 model, sums in float32. A row's result does not depend, to the
-// bit, on the other rows or on their number. One of out and logits is given; no buffer is written that another is.
+// out = epilogue(norm(x) W^T + bias) for a bfloat16 model, accumulated in float32. A row's result is bitwise
+// independent of the other rows and of their number. Exactly one of out and logits is set; buffers do not overlap.
 struct LinearArgs {
   const Weights* weights;
   const void* x;           // [rows, k]
-  const void* norm;        // [k], weight of an RMSNorm in front, or null
-  float eps;               // of that norm
+  const void* norm;        // [k], weight of the RMSNorm applied to x, or null
+  float eps;               // epsilon of that norm
   const void* residual;    // [rows, n], added to the rounded product, or null
   void* out;               // [rows, n]; with swiglu [rows, n / 2]; or null
   float* logits;           // [rows, n], or null
@@ -49,21 +50,22 @@ struct LinearArgs {
 };
 void linear(const LinearArgs& args, Stream stream);
 
-// The arguments of some of the rows.
+// The arguments for `rows` rows from row `first` on.
 LinearArgs slice_rows(LinearArgs args, int64_t first, int64_t rows);
 
-// The same of many rows, which read the weights together, in launches of up to 64 or 128; no channel. Returns how many
-// of the first rows that were: `linear` is to be asked for the others, which are few. `scratch` has `large_m_scratch_bytes` bytes
-// in any state, and begins at a multiple of 128. cuda/linear/wide.h says how.
+// `linear` for large M (more than 32 rows): each launch reads the weights once for up to 64 (int4) or 128 (bf16) rows.
+// The channel must be null. Returns the number of leading rows that were computed; the caller runs `linear` on the few
+// that remain. `scratch`: large_m_scratch_bytes uninitialised bytes, aligned to 128. See cuda/linear/large_m.h.
 int64_t large_m_scratch_bytes(const Weights& weights, int64_t rows);
 int64_t linear_large_m(const LinearArgs& args, void* scratch, Stream stream);
 void prepare_large_m(const Device& device);
 
-// The first of its launches: x to where tiles::part_at says.
+// The first launch of linear_large_m: writes x in the layout of the matrix units, at the offsets of tiles::part_offset.
 void pack_activations(const LinearArgs& args, int parts, int all, void* slabs, Stream stream);
 void prepare_pack_activations();
 
-// All ranks of a group in one cooperative launch, for tests: every args has a channel. `delays` seeds pauses; 0: none.
+// All ranks of a group in one cooperative launch, for tests. Every element of `ranks` has a channel. `delays` seeds
+// random pauses; 0 disables them.
 void linear_virtual(const LinearArgs* ranks, int count, uint32_t delays, Stream stream);
 
 // out[row] = table[tokens[row]]; row_bytes is a multiple of 16.
@@ -71,89 +73,90 @@ void embed(const int64_t* tokens, const void* table, int64_t rows, int64_t row_b
 
 // ---- attention
 
-// RoPE, KV append and masked attention for bfloat16 heads of 64 or 128, over a cache of bfloat16 or of float8, where
-// new keys and values count as the cache rounds them. In two steps: `prepare_attention` once a forward, `attention`
-// once a layer. cuda/attention/attention.h says how. All pointers are the device's; those that are not const are
-// scratch of the sizes named, in any state.
+// RoPE, KV append and masked attention for bfloat16 heads of 64 or 128, over a bfloat16 or float8 cache; new keys and
+// values are rounded to the type of the cache before they are used. `prepare_attention` runs once per forward,
+// `attention` once per layer; see cuda/attention/attention.h. All pointers are device pointers; those that are not
+// const are uninitialised scratch of the given sizes.
 struct RowGroup {
   int32_t first, count;  // rows
-  int32_t base;          // leading slots that all of them see
-  int32_t keys;          // of the row that sees most
+  int32_t base;          // number of leading slots that all rows see
+  int32_t keys;          // keys of the row that sees the most
 };
 
 struct AttentionSetup {
   const void *cos, *sin;     // tables [positions, dim]; sin is negative in its first half
   const int64_t* positions;  // [rows]
-  const int64_t* slots;      // [rows], of a row's own key, which its mask names
-  const int64_t* sequence;   // [rows], or null: all are of sequence 0
+  const int64_t* slots;      // [rows], slot of the row's own key, which is set in its mask
+  const int64_t* sequence;   // [rows], or null: all rows belong to sequence 0
   const int64_t* kv_len;     // [sequences]
   const uint8_t* mask;       // [rows, width], right-aligned at kv_len
-  int32_t* owner;            // [sequences, capacity], the row whose new key a slot holds
-  int32_t* tail;             // [rows, width], what a row sees of the mask's window
-  int32_t* count;            // [rows], how many keys a row sees
+  int32_t* owner;            // [sequences, capacity], the row whose new key the slot will hold
+  int32_t* tail;             // [rows, width], the keys that a row sees in the window of the mask
+  int32_t* count;            // [rows], number of keys that a row sees
   RowGroup* groups;          // [attention_groups]
   uint32_t* arrived;         // [attention_groups, kv_heads]
   float* part_values;        // [attention_lines, dim]
   float* part_sums;          // [attention_lines, 2]
   int64_t rows, width, sequences, heads, kv_heads, capacity, dim;
-  int64_t clusters;  // that the device holds at a time, of `attention_clusters`
-  float scale;       // of the scores, base 2
+  int64_t clusters;  // clusters that run concurrently on the device: attention_clusters()
+  float scale;       // of the scores, times log2(e)
   bool float8;       // keys and values of the cache are e4m3, else bfloat16
 };
 int64_t attention_groups(int64_t rows, int64_t heads, int64_t kv_heads, bool one_sequence);
-int64_t attention_lines(int64_t rows, int64_t heads, int64_t capacity);  // of the current device's kernel
-int64_t attention_clusters(int64_t dim, bool float8);  // makes the kernel ready, too
+int64_t attention_lines(int64_t rows, int64_t heads, int64_t capacity);  // depends on the current device
+int64_t attention_clusters(int64_t dim, bool float8);  // also sets the attributes of the kernel
 void prepare_attention(const AttentionSetup& setup, Stream stream);
 void attention(const AttentionSetup& setup, const void* qkv, void* keys, void* values, void* out, Stream stream);
 
-// host::move_kv on two buffers at once; slot_bytes is a multiple of 16.
+// host::move_kv on keys and values in one launch; slot_bytes is a multiple of 16.
 void move_kv(const MoveArgs& keys, uint8_t* values, Stream stream);
 
 // ---- sampling
 
-// host::gumbel_rows, to the bit, of positions on the device.
+// Bitwise identical to host::gumbel_rows; positions are in device memory.
 void gumbel_rows(uint64_t seed, uint32_t noise_stream, const int64_t* positions, int64_t rows, uint32_t first,
                  int64_t count, float* out, Stream stream);
 
-// host::children, and with `values` null host::draw (k is 1), of arrays on the device; k is at most 64.
+// host::children on device arrays; if `values` is null, host::draw (k is 1). k is at most 64.
 void children(const ScoreArgs& args, int64_t k, int64_t* tokens, float* values, Stream stream);
 
-// host::draw_keyed; with `keys` null host::log_probs of these tokens, which must lie in the vocabulary.
+// host::draw_keyed on device arrays; if `keys` is null, host::log_probs of `tokens`, which must lie in the vocabulary.
 void draw_keyed(const ScoreArgs& args, const uint32_t* keys, int64_t* tokens, float* log_probs, Stream stream);
 
 // ---- particles
 
-// Groups of particles weighed, and resampled where their weights are uneven: what a round ends with (swiftspec/smc).
-// Systematic resampling; rows are copied in place. swiftspec/backends/reference/resampling.py has the same in operators.
-constexpr int64_t kMaxParticles = 1024;  // of a group
+// Systematic resampling, the end of an SMC round (swiftspec/smc): normalises the weights of each group and resamples
+// the groups whose effective sample size is low. Rows are copied in place. The reference implementation is
+// swiftspec/backends/reference/resampling.py.
+constexpr int64_t kMaxParticles = 1024;  // per group
 
 struct ResampleArgs {
-  double* log_weights;  // [groups, count], zeros once a group is resampled
-  uint8_t* mask;        // [groups, count, slots], of which a copy takes over the first `width` columns
+  double* log_weights;  // [groups, count], set to zero when a group is resampled
+  uint8_t* mask;        // [groups, count, slots]; only the first `width` columns are copied
   uint8_t* ends;        // [groups, count, ends_bytes]
   uint8_t* path;        // [groups, count, path_bytes]
-  double *log_z, *ess;  // [groups], added to
-  int64_t *resampled, *rounds;  // [groups], counted on
+  double *log_z, *ess;          // [groups], accumulated
+  int64_t *resampled, *rounds;  // [groups], counters
   const double* uniform;        // [groups], in (0, 1)
-  double threshold;             // a group is resampled where its effective sample size is below this share of `count`
+  double threshold;             // a group is resampled if its effective sample size is below threshold * count
   int64_t groups, count, slots, width, ends_bytes, path_bytes;
 };
 void resample(const ResampleArgs& args, Stream stream);
 
 // ---- tree
 
-// A draft tree on the device; see cuda/tree/tree.h.
+// A draft tree in device memory; see cuda/tree/tree.h.
 struct TreeState {
   int64_t* token;    // [nodes]
   int32_t* parent;   // [nodes]
-  int32_t* slot;     // [nodes], -1 of leaves
+  int32_t* slot;     // [nodes], -1 for leaves
   double* weight;    // [nodes], log-probability summed from the root
   uint8_t* visible;  // [slots, slots], mask rows of tree slots
   int32_t* used;     // [2]: nodes, tree slots
   int32_t nodes, slots;
 };
 struct Expansion {
-  int32_t* node;       // [w], -1 of rows without a leaf
+  int32_t* node;       // [w], -1 for rows without a leaf
   int64_t* tokens;     // [w]
   int64_t* positions;  // [w]
   int64_t* slots;      // [w], from the sequence's start
@@ -165,8 +168,8 @@ void tree_add(const TreeState& tree, int32_t w, const int32_t* node, int32_t k, 
 
 // ---- peers
 
-// out[r, i] = mine[i] of rank r, words of 4 bytes, over the lines of a group, two words to each. A message that is longer
-// than the lines goes in pieces, a launch and an epoch for each.
+// All-gather of 4-byte words over the LL lines of a group, two words per line: out[r, i] = mine[i] of rank r. A message
+// longer than the lines is sent in several launches, each of which is one epoch.
 struct GatherArgs {
   const Channel* channel;
   const uint32_t* mine;  // [count]

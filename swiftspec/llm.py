@@ -1,4 +1,4 @@
-"""`LLM`: what a Python caller holds. It assembles the roles and decodes on them."""
+"""`LLM`, the Python entry point: builds the roles of a model pair and decodes token ids."""
 
 from __future__ import annotations
 
@@ -28,7 +28,10 @@ from swiftspec.smc.decoding import BatchRequest
 
 
 class LLMBase:
-    """Roles that decode requests, one or several (`at_once`) at a time, wherever their models are."""
+    """Decodes requests on given roles, one at a time or up to `max_num_seqs` concurrently.
+
+    The roles can be local models, ranks of a job, or workers.
+    """
 
     def __init__(
         self,
@@ -37,20 +40,20 @@ class LLMBase:
         writer: BackgroundWriter | None = None,
         pause: CancelCheck | None = None,
     ) -> None:
-        """`load_time`: seconds until the models were there. `writer`: of what is kept for the next start. `pause`: what
-        the runners of this process call while they read a prompt."""
+        """`load_time`: seconds that loading took. `writer`: writes packed weights to the disk cache after the first
+        request."""
         self.roles, self.load_time, self.writer = roles, load_time, writer
         self.config = roles.config
         self.engine = LockedEngine(roles.decoding, roles.limits, writer, pause)
 
     @property
     def stats(self) -> Stats:
-        """What the request begun last has cost so far."""
+        """Costs of the most recent request so far."""
         return self.engine.stats
 
     @property
     def outages(self) -> Sequence[Outage]:
-        """The times in the request begun last in which the draft group was away."""
+        """Intervals of the most recent request during which the draft group was unavailable."""
         return self.roles.outages
 
     @property
@@ -59,7 +62,7 @@ class LLMBase:
 
     @property
     def max_num_seqs(self) -> int:
-        """How many requests can be decoded side by side."""
+        """Maximum number of concurrently decoded requests."""
         return self.config.num_sequences
 
     @property
@@ -71,7 +74,10 @@ class LLMBase:
         return self.roles.limits.eos_token_ids
 
     def generate(self, prompt: Sequence[int], sampling: SamplingParams | None = None) -> Completion:
-        """Decodes to the end. Raises UserError on a prompt that is empty or does not fit."""
+        """Decodes one request to its end and returns the completion.
+
+        Raises UserError if the prompt is empty or exceeds the context.
+        """
         return self.engine.generate(prompt, sampling)
 
     def stream(
@@ -80,19 +86,21 @@ class LLMBase:
         sampling: SamplingParams | None = None,
         cancelled: Callable[[], bool] = lambda: False,
     ) -> Generator[TokenChunk]:
-        """Yields a chunk a round, as `Engine.stream` says; closing the iterator ends the request. While the prompt is
-        read, which the first step does, `cancelled` is asked now and then: once it is true the stream just ends."""
+        """Streams one request: yields the verified tokens of each round. Closing the iterator ends the request.
+
+        The first step of the iterator prefills the prompt. It calls `cancelled` before each prompt chunk and ends the
+        stream without a chunk when that returns true.
+        """
         return self.engine.stream(prompt, sampling, cancelled)
 
     def generate_batch(
         self, prompts: Sequence[Sequence[int]], sampling: SamplingParams | Sequence[SamplingParams] | None = None
     ) -> list[Completion]:
-        """Decodes several prompts, as many at a time as the engine has room for (`at_once`); the others follow as
-        places become free. `sampling`: one for all, or one for each.
+        """Decodes several prompts, at most `max_num_seqs` concurrently, and returns completions in the order of prompts.
 
-        Returns their completions in the order of the prompts. A text depends on its prompt and its seed, not on the
-        others. One whose logits are no numbers ends with the finish reason "error", and the others go on. Raises
-        UserError, before anything is computed, where a request cannot be served.
+        `sampling` is one set of parameters for all prompts or one per prompt. A text depends on its own prompt and seed
+        only. A request with non-finite logits ends with finish reason "error" without affecting the others. Raises
+        UserError before any computation if a request cannot be served.
         """
         requests, chunks = self.engine.batch(prompts, sampling)
         tokens: list[list[int]] = [[] for _ in requests]
@@ -109,20 +117,28 @@ class LLMBase:
         sampling: SamplingParams | Sequence[SamplingParams] | None = None,
         cancelled: Callable[[int], bool] = lambda index: False,
     ) -> Generator[tuple[int, TokenChunk]]:
-        """As `generate_batch`; yields chunks as they come, each with the index of its prompt. `cancelled` is asked
-        between rounds and while a prompt is read: a request that it names ends with the finish reason "abort"."""
+        """Streams several prompts: like `generate_batch`, but yields (prompt index, chunk) pairs.
+
+        `cancelled(index)` is called between rounds and during prefill; a request for which it returns true ends with
+        finish reason "abort".
+        """
         _, chunks = self.engine.batch(prompts, sampling, cancelled)
         return _numbered(chunks)
 
     def listen(self, listener: TraceListener | None) -> None:
-        """From the next request on this hears, on the decoding thread and several rounds at a time, what a trace of it
-        has; None: nobody does, and nothing is recorded. `observe.rounds.opened` makes a line of each, at any time and
-        in any thread. See docs/reference/trace.md; arrays in a line are `observe.lines.plain`'s."""
+        """Sets the trace listener from the next request on, or removes it with None, which stops recording.
+
+        The listener is called on the decoding thread with the records of several rounds. Functions in
+        `observe.round_records` and `observe.trace_format` convert records to trace lines in any thread; see
+        docs/reference/trace.md.
+        """
         self.roles.recorder.listener = listener
 
     def close(self, *, will_restart: bool = False) -> None:
-        """Sends the other ranks home and closes the trace; writes on at what is kept, for a second at most. Any later
-        request raises UserError. `will_restart`: the ranks are to be started again, and so are not sent home."""
+        """Shuts the other ranks down, closes the trace and flushes the packed-weight cache for at most one second.
+
+        Later requests raise UserError. `will_restart` leaves the other ranks running, since they will be restarted.
+        """
         self.engine.close()
         self.roles.close(will_restart=will_restart)
         if self.writer is not None:
@@ -136,10 +152,11 @@ def _numbered(chunks: Generator[tuple[BatchRequest, TokenChunk]]) -> Generator[t
 
 
 class LLM(LLMBase):
-    """A target model and perhaps a draft, decoding requests one at a time, or several side by side (`at_once`).
+    """A target model and optionally a draft model, loaded and ready to decode token ids.
 
-    With a `world` this is its rank 0, and the other ranks run `serve_rank` with the same arguments. Raises UserError
-    where a model cannot be loaded or the pair does not fit.
+    Decodes one request at a time, or up to `max_num_seqs` concurrently. With a `world` this object is rank 0, and the
+    other ranks run `serve_rank` with the same arguments. Raises UserError if a model cannot be loaded or the pair does
+    not fit together.
     """
 
     def __init__(
@@ -173,7 +190,7 @@ def _drafter_elsewhere(options: LoadOptions) -> MakeRemoteDrafter | None:
 def serve_rank(
     world: World, target: str | Path, draft: str | Path | None, config: EngineConfig, **options: Unpack[LoadOptions]
 ) -> None:
-    """The life of any rank but 0, until rank 0 leaves. Raises RankLost when that, or a group's leader, is just gone."""
+    """Runs any rank except 0 until rank 0 closes its `LLM`. Raises RankLost if rank 0 or a group leader disappears."""
     with report_startup_error(world):
         models = ModelPair.check(target, draft, config, world, options)
     rank = EngineRank(world, config, models, options.get("progress"))

@@ -18,7 +18,7 @@ from swiftspec.sampling.noise import PositionNoise
 from swiftspec.serve.cli.arguments import PRECEDENCE, add_run_flags
 from swiftspec.serve.settings.flags import GROUPS, Flag, SettingsTable
 from swiftspec.serve.settings.settings import env_name, flag_name
-from tools import execution_paths
+from tools import execution_paths, python_reference
 
 ROOT = Path(__file__).resolve().parent.parent
 FLAGS_HEAD = f"""\
@@ -124,7 +124,11 @@ def _code(text: str) -> str:
     return f"`{text}`"
 
 
-PAGES: dict[str, Callable[[], str]] = {"docs/reference/flags.md": flags_page, "docs/paths.md": paths_page}
+PAGES: dict[str, Callable[[], str]] = {
+    "docs/reference/flags.md": flags_page,
+    "docs/paths.md": paths_page,
+    "docs/reference/python.md": python_reference.page,
+}
 
 
 def main(argv: Sequence[str] | None = None, root: Path = ROOT) -> int:

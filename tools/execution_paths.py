@@ -47,7 +47,7 @@ class Machine:
         """Of either model."""
         group = SimpleNamespace(captures=lambda x: self.messages) if self.group else None
         model = SimpleNamespace(group=group, dtype=torch.float32, device=torch.device("cpu"))
-        shard = SimpleNamespace(exchanged=DEEP) if self.group else None
+        shard = SimpleNamespace(num_exchanged=DEEP) if self.group else None
         return SimpleNamespace(model=model, shard=shard, vocab=1, tree_slots=16)
 
     def tools(self) -> selection.ExecutorDeps:

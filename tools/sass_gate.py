@@ -51,7 +51,8 @@ PLAIN = dict.fromkeys(("linear_kernel", "large_m_kernel"),
                       ("cp.async.cg.shared", "cp.async.mbarrier.arrive.noinc", "mbarrier.test_wait",
                        "prefetch.global.L2"))  # fmt: skip
 CLUSTERS = dict.fromkeys(("attention_kernel", "children_kernel", "draw_keyed_kernel", "large_m_kernel",
-                          "pack_activations_kernel"), ("mapa", "barrier.cluster.arrive", "barrier.cluster.wait"))  # fmt: skip
+                          "pack_activations_kernel"),
+                          ("mapa", "barrier.cluster.arrive", "barrier.cluster.wait"))  # fmt: skip
 # blocks that wait for each other, and read nothing of each other
 CLUSTERS |= {"resample_kernel": ("barrier.cluster.arrive", "barrier.cluster.wait")}
 

@@ -25,7 +25,8 @@ void check_sizes(const CudaCache& cache, int64_t rows, int64_t width, int64_t he
   check(heads / kv_heads <= 64, "at most 64 heads share keys");
   check(kv_heads < 65536 && rows >= 1 && int32_sized(rows), "no rows, or too many rows or heads");
   check(width >= 1 && cache.capacity >= 1 && cache.sequences >= 1, "sizes must be above 0");
-  check(int32_sized(rows * width) && int32_sized(cache.sequences * cache.capacity), "the mask or the cache is too large");
+  check(int32_sized(rows * width) && int32_sized(cache.sequences * cache.capacity),
+        "the mask or the cache is too large");
   check(cache.sequences == 1 || sequences_told, "rows of several sequences need `sequence`");
 }
 

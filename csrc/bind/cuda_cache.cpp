@@ -35,9 +35,10 @@ void move(const CudaCache& cache, int64_t sequence, const Array& source, int64_t
 }  // namespace
 
 void bind_cuda_cache(py::module_& m) {
-  py::class_<CudaCache>(m, "CudaCache",
-                        "A cache [layers, sequences, kv_heads, capacity, head_dim] on a GPU, which it keeps alive; float8 "
-                        "comes as uint8.")
+  py::class_<CudaCache>(
+      m, "CudaCache",
+      "A cache [layers, sequences, kv_heads, capacity, head_dim] on a GPU, which it keeps alive; float8 "
+      "comes as uint8.")
       .def(py::init(&make_cache), py::arg("k"), py::arg("v"), py::keep_alive<1, 2>(), py::keep_alive<1, 3>())
       .def("move", &move, py::arg("sequence"), py::arg("source"), py::arg("start"), py::arg("stream"),
            "Moves slots source[i] to start + i, in device and in every layer. The caller has checked `source`, which "

@@ -51,7 +51,8 @@ std::unique_ptr<Weights> make_weights(const Array& data, const MaybeArray& bias,
 
 void precede(Weights& weights, const Array& tiles) {
   const auto* next = tiles.at<uint8_t>(gpu(), "tiles", {kAny});
-  check(tiles.bytes() % kTileAlignment == 0 && reinterpret_cast<uintptr_t>(next) % kTileAlignment == 0, "tiles are lines of 128 bytes");
+  check(tiles.bytes() % kTileAlignment == 0 && reinterpret_cast<uintptr_t>(next) % kTileAlignment == 0,
+        "tiles are lines of 128 bytes");
   weights.next = tiles.bytes() == 0 ? nullptr : next;
   weights.next_bytes = std::min(tiles.bytes(), cuda::tiles::prefetch_bytes(weights.device));
 }

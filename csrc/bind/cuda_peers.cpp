@@ -151,7 +151,8 @@ void bind_cuda_peers(py::module_& m) {
         "Says which GPU this thread's next calls are for.");
   m.def("cuda_device", &device, "What the kernels know of the current GPU: see cuda::Device in cuda/device/device.h.");
   m.def("cuda_bus_id", &cuda::bus_id, "The PCI bus id of the current GPU.");
-  m.def("cuda_reaches", &cuda::can_access_peer, py::arg("bus_id"), "Whether the current GPU reaches that one's memory.");
+  m.def("cuda_reaches", &cuda::can_access_peer, py::arg("bus_id"),
+        "Whether the current GPU reaches that one's memory.");
   py::class_<Channel>(m, "CudaChannel",
                       "One rank's end of a group of GPUs; see cuda/peers/channel.h. `patience`: seconds.")
       .def(py::init(&make_channel), py::arg("rank"), py::arg("inboxes"), py::arg("lines"), py::arg("epoch"),

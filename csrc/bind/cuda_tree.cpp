@@ -52,14 +52,15 @@ void add(const DeviceTree& tree, const Array& tokens, const Array& values, uintp
 
 void bind_cuda_tree(py::module_& m) {
   using py::keep_alive;
-  py::class_<DeviceTree>(m, "CudaTree",
-                      "A draft tree on a GPU and the rows of its next expansion, which it keeps alive; see TreeState "
-                      "and Expansion in kernels_cuda.h.")
+  py::class_<DeviceTree>(
+      m, "CudaTree",
+      "A draft tree on a GPU and the rows of its next expansion, which it keeps alive; see TreeState "
+      "and Expansion in kernels_cuda.h.")
       .def(py::init(&make_tree), py::kw_only(), py::arg("token"), py::arg("parent"), py::arg("slot"), py::arg("weight"),
            py::arg("visible"), py::arg("used"), py::arg("node"), py::arg("tokens"), py::arg("positions"),
-           py::arg("slots"), py::arg("mask"), py::arg("children"), keep_alive<1, 2>(), keep_alive<1, 3>(), keep_alive<1, 4>(),
-           keep_alive<1, 5>(), keep_alive<1, 6>(), keep_alive<1, 7>(), keep_alive<1, 8>(), keep_alive<1, 9>(),
-           keep_alive<1, 10>(), keep_alive<1, 11>(), keep_alive<1, 12>())
+           py::arg("slots"), py::arg("mask"), py::arg("children"), keep_alive<1, 2>(), keep_alive<1, 3>(),
+           keep_alive<1, 4>(), keep_alive<1, 5>(), keep_alive<1, 6>(), keep_alive<1, 7>(), keep_alive<1, 8>(),
+           keep_alive<1, 9>(), keep_alive<1, 10>(), keep_alive<1, 11>(), keep_alive<1, 12>())
       .def("leaves", &leaves, py::arg("prefix"), py::arg("stream"),
            "Hands the likeliest leaves the next tree slots, and makes their rows. `prefix` [1] int64: slots before "
            "the tree's.")

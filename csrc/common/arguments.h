@@ -5,18 +5,19 @@
 
 namespace swiftspec {
 
-// The scores of a vocabulary: ((logits + bias) / temperature + noise) / tau, without the bias, the noise or tau where
-// there is none.
+// Inputs of the scores ((logits + bias) / temperature + noise) / tau of a vocabulary. Terms whose pointer is null are
+// left out; tau applies only if there is noise.
 struct ScoreArgs {
-  const float* logits;           // [rows, stride], of which the first `vocab` columns count
+  const float* logits;           // [rows, stride]; only the first `vocab` columns are used
   const float* bias;             // [vocab], or null
   const float* noise;            // [*, vocab], or null
-  const int64_t* rows_of_noise;  // [rows], which row of the noise
-  float temperature, tau;        // tau only with noise
+  const int64_t* rows_of_noise;  // [rows], the row of `noise` that belongs to each row
+  float temperature, tau;
   int64_t rows, vocab, stride;
 };
 
-// Slot source[i] -> start + i, where source ascends and source[i] >= start + i. Any dtype: sizes are in bytes.
+// Move of KV slots: slot source[i] goes to start + i. `source` is ascending and source[i] >= start + i. Sizes are in
+// bytes, so that any element type works.
 struct MoveArgs {
   uint8_t* region;       // layer 0 of one sequence: [kv_heads, capacity, slot_bytes]
   int64_t layer_stride;  // bytes from one layer to the next

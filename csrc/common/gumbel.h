@@ -1,5 +1,5 @@
-// A standard Gumbel draw to the bit as host/ops/sampling.h makes it, one number at a time: a GPU and a CPU draw the
-// same tokens.
+// Standard Gumbel noise, one number at a time, bitwise identical to host/ops/sampling.h, so that a GPU and a CPU sample
+// the same tokens.
 #pragma once
 
 #include <cmath>
@@ -10,7 +10,7 @@
 
 namespace swiftspec::noise {
 
-// ln x for normal positive x, as `logarithm` in host/isa/vector.h (Cephes): within 2 ulp.
+// ln x for normal positive x, within 2 ulp; the algorithm of `logarithm` in host/isa/vector.h (Cephes).
 SWIFTSPEC_HD float logarithm(float x) {
   using namespace ieee;
   constexpr uint32_t kRootHalf = 0x3f3504f3;  // sqrt(1/2): the mantissa is taken from sqrt(1/2) to sqrt(2)
@@ -33,13 +33,13 @@ SWIFTSPEC_HD float logarithm(float x) {
   return fmaf(e, 0.693359375f, add(f, p));
 }
 
-// -ln(-ln(1 - v)) for v = (bits + 1/2) / 2^32 held below 1.
+// -ln(-ln(1 - v)) for v = (bits + 1/2) / 2^32, clamped below 1.
 SWIFTSPEC_HD float gumbel_exact(uint32_t bits) {
   using namespace ieee;
   const float raw = mul(add(static_cast<float>(bits), 0.5f), 0x1p-32f);
   const float v = raw < 1.0f - 0x1p-24f ? raw : 1.0f - 0x1p-24f;
   const float u = add(1.0f, -v);
-  const float left_out = div(add(add(1.0f, -u), -v), u);  // of 1 - v, by u
+  const float left_out = div(add(add(1.0f, -u), -v), u);  // rounding error of 1 - v, relative to u
   return add(0.0f, -logarithm(add(add(0.0f, -logarithm(u)), -left_out)));
 }
 

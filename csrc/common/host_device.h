@@ -1,4 +1,4 @@
-// What lets one source be compiled for a CPU and, by nvcc, for a GPU.
+// Macros that let one source be compiled for the CPU and, by nvcc, for the GPU.
 #pragma once
 
 #if defined(__CUDACC__)

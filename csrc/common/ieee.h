@@ -1,4 +1,5 @@
-// Operations of float32 and float64 that are rounded one by one, so that no compiler joins two of them; float32's bits.
+// float32 and float64 operations that are rounded separately: no compiler contracts them into an FMA. Also conversions
+// between a float32 and its bits.
 #pragma once
 
 #include <cstdint>

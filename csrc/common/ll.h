@@ -1,18 +1,19 @@
 // The LL protocol (SwiftSpec paper, section 3.3, after NCCL's "low latency" protocol): every 8 bytes in memory are 4
 // bytes of data and a 32-bit flag, written and read as one. A reader polls for the flag of its epoch and then has the
-// data, so an exchange needs neither a barrier nor a second message. Host code and CUDA kernels share this file: what
-// loads and stores a line is the parameter `Memory`, what happens between two looks is the parameter `Wait`.
+// data, so an exchange needs neither a barrier nor a second message. Host code and CUDA kernels share this file: the
+// template parameter `Memory` loads and stores lines, `Wait` is called between two polls.
 //
-// Epochs. All ranks of a group count their exchanges alike. In an exchange each rank sends at least one line to every
-// other rank and receives all that they send. The lines from one rank to another lie in a few slots used in turn, and
-// nothing is ever cleared. Two slots are enough if a rank sends for epoch e + 1 only after it has received everything
-// of epoch e: a peer whose line of epoch e + 1 has arrived is through with epoch e, and that line must have arrived
-// before epoch e + 2 overwrites the slot of epoch e. So a fast rank may be one epoch ahead of a slow one. Ranks that
-// send for e + 1 while they still receive e need four slots: then a line of e + 1 proves only that its sender is
-// through with e - 1. tests/native/ll_model.cpp walks through every interleaving: one slot fails, two pass; with the
-// early sends three fail, four pass.
+// Epochs. All ranks of a group number their exchanges (epochs) identically. In an exchange each rank sends at least one
+// line to every other rank and receives all lines that they send. The lines from one rank to another lie in a few slots
+// that are used cyclically and never cleared. Two slots are enough if a rank sends for epoch e + 1 only after
+// everything of epoch e has arrived: a peer whose line of epoch e + 1 has arrived has finished epoch e, and that line
+// must have arrived before epoch e + 2 overwrites the slot of epoch e. So a fast rank may be one epoch ahead of a slow
+// one. Ranks that send for e + 1 while they still receive e need four slots: then a line of e + 1 proves only that its
+// sender has finished e - 1. tests/native/ll_model.cpp enumerates every interleaving: one slot fails, two pass; with
+// the early sends three fail, four pass.
 //
-// Blocks. Block b of a rank exchanges lines with block b of the other ranks only; each keeps the rule by itself.
+// Blocks. Block b of a rank exchanges lines with block b of the other ranks only; each block follows the protocol on
+// its own.
 #pragma once
 
 #include <cstdint>
@@ -25,19 +26,19 @@ namespace swiftspec::ll {
 constexpr int kMaxRanks = 16;
 constexpr int64_t kLineBytes = 8;  // payload of a line
 
-// Two halves, each with a flag of its own: only 8 bytes must be written as one.
+// Two halves, each with its own flag: only 8-byte stores must be atomic.
 struct alignas(16) Line {
   uint64_t half[2];
 };
 
-// The constants of the protocol; only the model check uses others.
+// Constants of the protocol; only the model checker uses other values.
 struct ProtocolParams {
   uint32_t num_slots = 2;
   uint64_t num_flags = 0xffffffffu;         // how many flags there are: 1 to 2^32 - 1
   uint64_t cleaning_interval = 1ull << 30;    // epochs; at least twice in the life of a flag
 };
 
-// Never 0, which is what fresh memory holds. A flag returns after 2^32 - 1 epochs.
+// Never 0, the content of fresh memory. A flag value recurs after 2^32 - 1 epochs.
 SWIFTSPEC_HD uint32_t flag_of(uint64_t epoch, const ProtocolParams& params = {}) {
   return static_cast<uint32_t>(1 + epoch % params.num_flags);
 }
@@ -46,9 +47,9 @@ SWIFTSPEC_HD uint32_t slot_of(uint64_t epoch, const ProtocolParams& params = {})
   return static_cast<uint32_t>(epoch % params.num_slots);
 }
 
-// Messages differ in length, so the far lines of a slot may keep a flag until it returns and would be taken for new.
-// In these epochs a sender therefore writes every line of its slot. A line cleaned in epoch e holds the flag of e,
-// which is why once in the life of a flag is not enough.
+// Messages differ in length, so the last lines of a slot may keep a flag until its value recurs, and would then be
+// taken for new. In cleaning epochs a sender therefore writes every line of its slot. A line cleaned in epoch e holds
+// the flag of e, so cleaning once per cycle of the flags is not enough.
 SWIFTSPEC_HD bool is_cleaning_epoch(uint64_t epoch, const ProtocolParams& params = {}) {
   return epoch % params.cleaning_interval < params.num_slots;
 }
@@ -59,25 +60,28 @@ SWIFTSPEC_HD bool ready(uint64_t half, uint32_t flag) { return static_cast<uint3
 
 SWIFTSPEC_HD int64_t lines_for(int64_t bytes) { return (bytes + kLineBytes - 1) / kLineBytes; }
 
-// The inbox of one rank: [source rank][slot][block][line].
+// Layout of the inbox of one rank: [source rank][slot][block][line].
 struct Layout {
   int32_t ranks;
   int32_t blocks;
-  int64_t lines;  // the longest message of a block
+  int64_t lines;  // of the longest message of a block
 
-  SWIFTSPEC_HD int64_t inbox_lines(const ProtocolParams& params = {}) const { return ranks * params.num_slots * blocks * lines; }
-  SWIFTSPEC_HD int64_t index(int source, uint32_t slot, int block, int64_t line, const ProtocolParams& params = {}) const {
+  SWIFTSPEC_HD int64_t inbox_lines(const ProtocolParams& params = {}) const {
+    return ranks * params.num_slots * blocks * lines;
+  }
+  SWIFTSPEC_HD int64_t index(int source, uint32_t slot, int block, int64_t line,
+                             const ProtocolParams& params = {}) const {
     return ((static_cast<int64_t>(source) * params.num_slots + slot) * blocks + block) * lines + line;
   }
 };
 
-// Why a rank gave up, in one word that all ranks can see. 0: nobody has.
+// Why a rank aborted an exchange, packed into 64 bits of memory that all ranks can see; 0 means no fault.
 enum class Reason : uint8_t { kNone, kTimeout, kEnded, kLeft, kInterrupted };
 
 struct Fault {
   Reason reason;
-  uint8_t rank;    // who gave up
-  uint8_t source;  // on whom
+  uint8_t rank;    // that aborted
+  uint8_t source;  // that it was waiting for
   uint8_t slot;
   uint32_t epoch;  // low 32 bits
 };
@@ -92,7 +96,7 @@ SWIFTSPEC_HD Fault decode_fault(uint64_t word) {
           static_cast<uint8_t>(word >> 32), static_cast<uint32_t>(word)};
 }
 
-// How the payload of a line is summed: in Sum, rounded once.
+// Element types of the payload of a line: summed in `Sum`, rounded once to `Value`.
 struct Float32 {
   using Value = float;
   using Sum = float;
@@ -124,14 +128,14 @@ struct Bfloat16 {
   }
 };
 
-// Whether both halves of a line, as it was seen, carry the flag, and if so their data.
+// Extracts the payload of a loaded line; false if one of the halves does not carry the flag.
 SWIFTSPEC_HD bool parse_line(const Line& seen, uint32_t flag, uint64_t& payload) {
   if (!ready(seen.half[0], flag) || !ready(seen.half[1], flag)) return false;
   payload = static_cast<uint64_t>(data_of(seen.half[1])) << 32 | data_of(seen.half[0]);
   return true;
 }
 
-// The same of a line in memory.
+// parse_line of a line in memory.
 template <class Memory>
 SWIFTSPEC_HD bool try_read(const Line& line, uint32_t flag, uint64_t& payload) {
   return parse_line(Memory::load(line), flag, payload);
@@ -142,8 +146,8 @@ SWIFTSPEC_HD void write_line(Line& line, uint32_t flag, uint64_t payload) {
   Memory::store(line, {{pack(static_cast<uint32_t>(payload), flag), pack(static_cast<uint32_t>(payload >> 32), flag)}});
 }
 
-// Polls one line. `wait.keep_waiting(source)` is called after each look that fails, `wait.begin()` before the first; when
-// `again` gives up there is one last look, since a rank may end right after it has sent.
+// Polls one line. `wait.keep_waiting(source)` is called after each look that fails, `wait.begin()` before the first;
+// when `again` gives up there is one last look, since a rank may end right after it has sent.
 template <class Memory, class Wait>
 SWIFTSPEC_HD bool poll_line(const Line& line, uint32_t flag, int source, uint64_t& payload, Wait& wait) {
   if (try_read<Memory>(line, flag, payload)) return true;
@@ -179,7 +183,7 @@ struct Session {
     return poll_line<Memory>(from, flag_of(epoch), source, payload, wait);
   }
 
-  // The sum of this line over all ranks, in the order of the ranks, so that it is the same to the bit on each of them.
+  // The sum of this line over all ranks, in rank order, so that it is bitwise identical on every rank.
   template <class Element, class Wait>
   SWIFTSPEC_HD bool reduce(int64_t line, uint64_t own, uint64_t& total, Wait& wait) const {
     constexpr int kValues = kLineBytes / sizeof(typename Element::Value);
@@ -198,7 +202,8 @@ struct Session {
     return true;
   }
 
-  // After everything of this epoch has been received; `used` lines were sent to each peer.
+  // Ends the epoch; call it after everything of this epoch has been received. `used`: lines that were sent to each
+  // peer.
   SWIFTSPEC_HD void finish(int64_t used) {
     if (is_cleaning_epoch(epoch)) {
       for (int64_t line = used; line < layout.lines; ++line) broadcast(line, 0);

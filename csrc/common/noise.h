@@ -1,5 +1,5 @@
-// Counter-based noise: the integers behind every random draw, the same on every backend and rank.
-// A draw is keyed by (seed, stream, position) and the token; nothing is stored between draws.
+// Position-keyed noise (a counter-based RNG): the random integers behind every draw, identical on every backend and
+// rank. A draw is a function of (seed, stream, position, token); the generator has no state.
 #pragma once
 
 #include <cmath>

@@ -1,7 +1,7 @@
-// The best of many, kept by a warp: for candidates out of a vocabulary and leaves out of a tree. Host code too.
+// Top-k selection by a warp, for candidates from a vocabulary and leaves of a tree. For host code and device code.
 //
-// One order everywhere: larger values first, of equal ones the smaller index. It is total, so the result does not
-// depend on who looked at what first.
+// Entries are ordered by descending value, ties by ascending index. The order is total, so the result does not depend
+// on the order in which candidates are offered.
 #pragma once
 
 #include <cmath>
@@ -25,8 +25,8 @@ SWIFTSPEC_HD bool ranks_before(T value, int32_t index, T other, int32_t its) {
   return value > other || (value == other && index < its);
 }
 
-// The k best so far, best first: the one of rank i is held by lane i % 32, in half i / 32. What is empty holds -inf and
-// nobody.
+// The k largest entries so far, sorted: lane i % 32 holds the entry of rank i, in half i / 32. Empty entries hold -inf
+// and kNoIndex.
 template <class T>
 struct TopK {
   warp::PerLane<T> value[2];
@@ -44,7 +44,7 @@ struct TopK {
     }
   }
 
-  // One candidate of each lane. NaN is none.
+  // Offers one candidate per lane. NaN is ignored.
   SWIFTSPEC_HD void offer(const warp::PerLane<T>& x, const warp::PerLane<int32_t>& at) {
     warp::PerLane<bool> good;
     SWIFTSPEC_EACH_LANE(lane) { good(lane) = ranks_before(x(lane), at(lane), last, last_index); }
@@ -68,7 +68,7 @@ struct TopK {
     last_index = k > 32 ? warp::shuffle(index[1], k - 33) : warp::shuffle(index[0], k - 1);
   }
 
-  // Puts a candidate at its rank, if that lies in this half; those behind it move by one.
+  // Inserts a candidate at its rank if that lies in this half; the entries after it move by one.
   template <int kHalf>
   SWIFTSPEC_HD void shift(T x, int32_t at, int rank) {
     auto values = warp::shuffle_up(value[kHalf]);
@@ -95,7 +95,7 @@ struct TopK {
     }
   }
 
-  // To and from memory, k entries.
+  // Writes the k entries to memory.
   SWIFTSPEC_HD void store(Entry<T>* to) const {
     SWIFTSPEC_EACH_LANE(lane) {
       for (int half = 0; half < 2; ++half) {
@@ -105,6 +105,7 @@ struct TopK {
     }
   }
 
+  // Offers the k entries that another warp has stored.
   SWIFTSPEC_HD void merge(const Entry<T>* from) {
     for (int half = 0; half < 2; ++half) {
       warp::PerLane<T> x;

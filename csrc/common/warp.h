@@ -1,5 +1,5 @@
-// A warp's code, written once: on a device a lane runs it, on a CPU a loop over the lanes does, so that tests run every
-// index, fragment and shuffle of a kernel under sanitizers. What a lane keeps between two steps is `PerLane`.
+// Warp-level code for host and device: on a device each lane runs it, on a CPU a loop over the lanes does. So tests run
+// every index, fragment and shuffle of a kernel under sanitizers. PerLane holds the value of each lane between steps.
 #pragma once
 
 #include <cstdint>
@@ -40,7 +40,7 @@ SWIFTSPEC_HD int popcount(uint32_t x) {
 #endif
 }
 
-SWIFTSPEC_HD int lowest_bit(uint32_t x) {  // of the bits set; there is one
+SWIFTSPEC_HD int lowest_bit(uint32_t x) {  // index of the lowest set bit; x is not 0
 #ifdef __CUDA_ARCH__
   return __ffs(static_cast<int>(x)) - 1;
 #else
@@ -48,7 +48,7 @@ SWIFTSPEC_HD int lowest_bit(uint32_t x) {  // of the bits set; there is one
 #endif
 }
 
-// Orders the lanes' accesses to shared memory.
+// Orders the accesses of the lanes to shared memory.
 SWIFTSPEC_HD void sync() {
 #ifdef __CUDA_ARCH__
   __syncwarp();
@@ -74,7 +74,7 @@ SWIFTSPEC_HD T shuffle(const PerLane<T>& x, int lane) {
 #endif
 }
 
-// Each lane's x as the lane before has it; lane 0 keeps its own.
+// Lane i receives the x of lane i - 1; lane 0 keeps its own.
 template <class T>
 SWIFTSPEC_HD PerLane<T> shuffle_up(const PerLane<T>& x) {
   PerLane<T> out;
@@ -86,7 +86,7 @@ SWIFTSPEC_HD PerLane<T> shuffle_up(const PerLane<T>& x) {
   return out;
 }
 
-// Each lane's x as the lane `step` (a power of 2) away has it.
+// Lane i receives the x of lane i ^ step; step is a power of 2.
 template <class T>
 SWIFTSPEC_HD PerLane<T> shuffle_xor(const PerLane<T>& x, int step) {
   PerLane<T> out;
@@ -98,7 +98,8 @@ SWIFTSPEC_HD PerLane<T> shuffle_xor(const PerLane<T>& x, int step) {
   return out;
 }
 
-// x joined over all lanes by `join`, which commutes; always in the same order, and the same in every lane.
+// Butterfly reduction of x over all lanes by the commutative function `combine`, in a fixed order; every lane receives
+// the result.
 template <class T, class Combine>
 SWIFTSPEC_HD PerLane<T> all_reduce(PerLane<T> x, Combine combine) {
   for (int step = 16; step > 0; step /= 2) {

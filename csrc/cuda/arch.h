@@ -1,19 +1,20 @@
-// What the GPUs that a kernel is compiled for can do; ptx.cuh, and where a GPU is emulated tests/simt, go by it.
+// Features of the architecture that a kernel is compiled for; used by ptx.cuh and by the emulated GPU (tests/simt).
 #pragma once
 
 #if defined(__CUDA_ARCH__)
 #define SWIFTSPEC_ARCH __CUDA_ARCH__
 #elif !defined(SWIFTSPEC_ARCH)
-#define SWIFTSPEC_ARCH 900  // what tests on a CPU run as; a launch asks the device instead
+#define SWIFTSPEC_ARCH 900  // for tests on a CPU; launchers query the device instead
 #endif
 
 namespace swiftspec::ptx {
 
-// Copies of many bytes by one thread, and launches that start early. Without them a warp copies 16 bytes at a time.
+// Bulk copies (cp.async.bulk) by one thread, and programmatic dependent launch. Without them each lane of a warp copies
+// 16 bytes at a time.
 constexpr bool kBulk = SWIFTSPEC_ARCH >= 900;
-constexpr int kLoaders = kBulk ? 1 : 32;  // lanes of a warp that make a bulk copy together
+constexpr int kLoaders = kBulk ? 1 : 32;  // lanes of a warp that share one copy
 
-// Blocks that reach each other's shared memory; Device::clusters says it to the host.
+// Thread-block clusters with distributed shared memory; the host checks Device::has_clusters().
 constexpr bool kClusters = SWIFTSPEC_ARCH >= 900 && SWIFTSPEC_ARCH < 1200;
 
 }  // namespace swiftspec::ptx

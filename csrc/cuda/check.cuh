@@ -1,4 +1,4 @@
-// A CUDA error becomes an exception that names the launch.
+// Turns a CUDA error into a std::runtime_error that names the launch.
 #pragma once
 
 #include <cuda_runtime.h>

@@ -1,5 +1,5 @@
-// float8 e4m3 by its bits, as torch.float8_e4m3fn has them: a sign, four bits of exponent, three of mantissa; up to 448,
-// and no infinity. By integers and one product, since GPUs before Ada have no instruction for it. Host code too.
+// float8 e4m3 by its bits, as torch.float8_e4m3fn has them: a sign, four bits of exponent, three of mantissa; up to
+// 448, and no infinity. By integers and one product, since GPUs before Ada have no instruction for it. Host code too.
 #pragma once
 
 #include <cstdint>
@@ -17,12 +17,12 @@ namespace swiftspec::float8 {
 
 constexpr uint32_t kMaxFinite = 0x7e, kNaN = 0x7f;
 
-// The nearest one; ties to even, beyond 448 that, and NaN stays NaN.
+// Rounds to nearest, ties to even; saturates at 448; NaN stays NaN.
 SWIFTSPEC_HD uint8_t nearest(float x) {
   const uint32_t bits = ieee::bits_of(x), sign = bits >> 24 & 0x80u, size = bits & 0x7fffffffu;
   if (size > 0x7f800000u) return static_cast<uint8_t>(sign | kNaN);
   uint32_t code;
-  if (size < 121u << 23) {  // below 2^-6: whole multiples of 2^-9, which the last bit of 2^14 counts
+  if (size < 121u << 23) {  // subnormal, below 2^-6: multiples of 2^-9, the last mantissa bit of 2^14
     code = ieee::bits_of(ieee::add(ieee::of_bits(size), 16384.0f)) - ieee::bits_of(16384.0f);
   } else {
     code = ((size + 0x7ffffu + (size >> 20 & 1)) >> 20) - (120u << 3);
@@ -40,7 +40,7 @@ SWIFTSPEC_HD Vec8 nearest(const bf16::Vec8& chunk) {
   return out;
 }
 
-// Bytes 2 i and 2 i + 1 of a word as the upper ones of its halves.
+// Moves bytes 2 i and 2 i + 1 of `word` to the upper bytes of its two halves.
 SWIFTSPEC_HD uint32_t spread(uint32_t word, int i) {
 #ifdef __CUDA_ARCH__
   return __byte_perm(word, 0, i == 0 ? 0x1404 : 0x3424);
@@ -50,8 +50,8 @@ SWIFTSPEC_HD uint32_t spread(uint32_t word, int i) {
 #endif
 }
 
-// The two numbers in the upper bytes of a word's halves as two of bfloat16, exactly; NaN is no number. Exponent and
-// mantissa go to their places, and 2^120 makes up for the difference between the biases.
+// Converts the two float8 numbers in the upper bytes of the halves of `codes` to bfloat16, exactly; the codes of NaN
+// are not handled. Exponent and mantissa are shifted into place, and the factor 2^120 corrects the exponent bias.
 SWIFTSPEC_HD uint32_t widen_pair(uint32_t codes) {
   const uint32_t moved = (codes & 0x80008000u) | (codes & 0x7f007f00u) >> 4;
 #ifdef __CUDA_ARCH__
@@ -62,7 +62,7 @@ SWIFTSPEC_HD uint32_t widen_pair(uint32_t codes) {
 #endif
 }
 
-// Sixteen of them, of which some may be NaN: then all become NaN, as what they are summed with would.
+// Converts 16 values. If any of them is NaN, all become NaN: any sum over them would be NaN anyway.
 struct Bf16x16 {
   bf16::Vec8 x[2];
 };
@@ -71,7 +71,7 @@ SWIFTSPEC_HD Bf16x16 widened(const bf16::Vec8& codes) {
   std::memcpy(words, &codes, sizeof words);
   SWIFTSPEC_UNROLL
   for (int i = 0; i < 4; ++i) {
-    signs |= (words[i] & 0x7f7f7f7fu) + 0x01010101u;  // carries into the sign of what is NaN
+    signs |= (words[i] & 0x7f7f7f7fu) + 0x01010101u;  // a NaN carries into its sign bit
     pairs[2 * i] = widen_pair(spread(words[i], 0));
     pairs[2 * i + 1] = widen_pair(spread(words[i], 1));
   }

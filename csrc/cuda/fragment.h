@@ -1,8 +1,8 @@
-// Where a lane's registers lie in the fragments of mma.m16n8k16, 16 x 16 times 16 x 8 (PTX ISA, "Matrix Fragments for
-// mma.m16n8k16"). The one map of them; host code too.
+// Register layout of the fragments of mma.m16n8k16, 16 x 16 times 16 x 8 (PTX ISA, "Matrix Fragments for
+// mma.m16n8k16"). For host code and device code.
 //
-// A: register i holds row a_row, columns a_column and the next. B: register i holds rows b_row and the next, of column
-// b_column. C, and the sums: register i is row c_row, column c_column.
+// A: register i holds columns a_column and a_column + 1 of row a_row. B: register i holds rows b_row and b_row + 1 of
+// column b_column. C and D: register i holds row c_row, column c_column.
 #pragma once
 
 #include "common/host_device.h"

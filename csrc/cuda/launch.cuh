@@ -1,4 +1,4 @@
-// Launches with attributes, and which of them fit.
+// Kernel launches with attributes, and their occupancy.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -15,19 +15,19 @@ namespace swiftspec::cuda {
 struct Launch {
   dim3 grid;
   int threads;
-  int cluster = 0;        // so many blocks, neighbours in x, reach each other's shared memory; 0 or 1: each has its own
+  int cluster = 0;        // blocks per cluster, consecutive in x; 0 or 1: no clusters
   int64_t shared = 0;     // bytes of dynamic shared memory
-  bool early = false;     // may start before the kernel in front of it has ended; see ptx::wait_for_dependencies
-  bool cooperative = false;  // all blocks run at the same time
+  bool early = false;     // may start before the previous kernel has ended; see ptx::wait_for_dependencies
+  bool cooperative = false;  // all blocks run concurrently
 };
 
-// Whether any launch starts early: not with SWIFTSPEC_EARLY_STARTS=0, which shows what they gain, or are to blame for.
+// Whether programmatic dependent launch is used. SWIFTSPEC_EARLY_STARTS=0 disables it, for measurements and debugging.
 inline bool early_launch_enabled() {
   static const char* value = std::getenv("SWIFTSPEC_EARLY_STARTS");
   return value == nullptr || std::string_view(value) != "0";
 }
 
-// A launch as CUDA wants it.
+// A cudaLaunchConfig_t with the attributes of a Launch.
 class LaunchConfig {
  public:
   LaunchConfig(const Launch& how, Stream stream) {
@@ -64,7 +64,7 @@ void launch(const char* name, void (*kernel)(Parameters...), const Launch& how, 
   check(cudaLaunchKernelEx(LaunchConfig(how, stream).get(), kernel, Parameters(arguments)...), name);
 }
 
-// How many clusters of this kind run at the same time.
+// Number of clusters of this kind that run concurrently on the current device.
 template <class... Parameters>
 int max_active_clusters(const char* name, void (*kernel)(Parameters...), const Launch& how) {
   int count = 0;
@@ -72,8 +72,8 @@ int max_active_clusters(const char* name, void (*kernel)(Parameters...), const L
   return count;
 }
 
-// So much dynamic shared memory, and an SM that has as much of it as it can: one that had less would have to run empty
-// before blocks that want more could come to it early.
+// Allows `bytes` of dynamic shared memory and requests the largest shared-memory carveout: an SM with a smaller
+// carveout would have to drain before blocks that need more could start early on it.
 template <class... Parameters>
 void allow_shared_memory(const char* name, void (*kernel)(Parameters...), int64_t bytes) {
   check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes)), name);

@@ -1,4 +1,4 @@
-// Fragments of mma.m16n8k16 that a warp holds, and products of them. Host code too, as common/warp.h says.
+// Fragments of mma.m16n8k16 and their products, for host code and device code (see common/warp.h).
 #pragma once
 
 #include <cstdint>
@@ -44,8 +44,8 @@ SWIFTSPEC_HD void multiply(C& c, const A& a, const B& b) {
 #endif
 }
 
-// Four 8 x 8 matrices, of which each lane names a row: lane l row l % 8 of matrix l / 8. Register i of the fragment
-// gets from matrix i row lane / 4, columns lane % 4 * 2 and the next; transposed, of its transpose.
+// ldmatrix.x4: loads four 8 x 8 matrices. Lane l passes the address of row l % 8 of matrix l / 8. Register i receives
+// row lane / 4, columns lane % 4 * 2 and the next, of matrix i, or of its transpose if kTransposed.
 template <bool kTransposed>
 SWIFTSPEC_HD void load_matrices(A& a, const warp::PerLane<const uint16_t*>& rows) {
 #ifdef __CUDA_ARCH__

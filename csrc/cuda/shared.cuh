@@ -1,4 +1,4 @@
-// A block's shared memory.
+// Access to the shared memory of a block.
 #pragma once
 
 #ifndef __CUDACC__
@@ -9,13 +9,13 @@
 
 namespace swiftspec::cuda {
 
-// What the launch has asked for (Launch::shared).
+// The dynamic shared memory of the launch (Launch::shared bytes).
 __device__ inline uint8_t* dynamic_shared() {
   extern __shared__ __align__(128) uint8_t memory[];
   return memory;
 }
 
-// The block's one variable of this type.
+// A static shared variable, one per type and block.
 template <class T>
 __device__ T& shared_variable() {
   __shared__ T variable;

@@ -1,1 +1,2 @@
-"""Makes drafter, verifier or population of two paths, a config and the ranks. No other room knows all the rooms."""
+"""Builds drafter, verifier or population from model paths, a config and the ranks; the package that imports all
+others."""

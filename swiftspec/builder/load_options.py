@@ -1,4 +1,4 @@
-"""How models are loaded, and on what they run: what a caller may say, and what follows from it."""
+"""How models are loaded and on what they run: the caller's options, and what follows from them."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from swiftspec.model.tensor_parallel import TensorParallelGroup
 from swiftspec.model.transformer import Transformer
 from swiftspec.observe.step_time_emulation import StepTimeEmulation
 
-PREFIX_CACHE_MEMORY_MIB = 1024  # MiB
+PREFIX_CACHE_MEMORY_MIB = 1024
 OpsName = Literal["auto", "reference", "unfused", "cuda"]
 RoundingName = Literal["auto", "int8", "native"]
 CacheName = Literal["auto", "fp8"]
 Side = Literal["target", "draft"]
 HeadName = Literal["auto", "int8", "int4", "native"]
-ROUNDING_OPS = ("auto", "reference")  # those that multiply rows rounded to int8, on a CPU
+ROUNDING_OPS = ("auto", "reference")  # operators that multiply int8 activations, on a CPU
 
 
 class RankLayout(Protocol):
-    """What of a job's ranks matters to one of them."""
+    """A rank's position among the ranks of its job and of its machine."""
 
     @property
     def size(self) -> int: ...
@@ -44,8 +44,12 @@ class RankLayout(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class WorkerAddress:
-    """A worker at HOST:PORT, as a person names it. `flag`: by which it was named. `tokenizer`: the hash that its own
-    must have, None: any. `timeout`: seconds for a round."""
+    """A worker at HOST:PORT, as the user named it.
+
+    `flag`: the command-line flag that named it, for messages.
+    `timeout`: seconds per round.
+    `tokenizer`: hash that the worker's tokenizer must have; None: any.
+    """
 
     url: str
     flag: str
@@ -55,31 +59,31 @@ class WorkerAddress:
 
 
 class LoadOptions(TypedDict, total=False):
-    """How the models are loaded. What is left out, or None, is as the models say."""
+    """How the models are loaded. For an option that is absent or None the model's own value is used."""
 
     dtype: torch.dtype | None
-    device: torch.device | str  # cpu if left out; with "cuda" each rank of a machine takes a GPU of its own
-    share_device: bool  # more ranks than GPUs are fine
+    device: torch.device | str  # default cpu; with "cuda" each rank of a machine takes its own GPU
+    share_device: bool  # allows more ranks than GPUs
     max_model_len: int | None
-    vocab_size: int | None  # the base vocabulary that both tokenizers share; beyond it a head's rows count as -inf
-    ops: OpsName  # auto if left out: the fastest that fit; what serve's --ops says of the others
-    activations: RoundingName  # auto if left out: int8 for int4 weights in a bfloat16 model on a CPU
-    kv_cache_dtype: CacheName  # auto if left out: keys and values in the model's dtype. fp8: as float8 e4m3
-    head: HeadName  # auto if left out: the draft's, int8 where activations are, int4 on the CUDA operators
-    load: LoadModel  # what makes a model of a directory; load_model if left out
-    emulate: StepTimeEmulation | None  # step times that the models are to take at least
-    trace: Path | None  # the file for rank 0's rounds; other ranks only look whether there is one
+    vocab_size: int | None  # base vocabulary that both tokenizers share; logits beyond it count as -inf
+    ops: OpsName  # default auto: the fastest that fit; see --ops of `swiftspec serve`
+    activations: RoundingName  # default auto: int8 for int4 weights in a bfloat16 model on a CPU
+    kv_cache_dtype: CacheName  # default auto: the model's dtype; fp8: float8 e4m3
+    head: HeadName  # default auto: draft only, int8 if activations are, int4 on the CUDA operators
+    load: LoadModel  # loads a model directory; default load_model
+    emulate: StepTimeEmulation | None  # minimum step times of the models
+    trace: Path | None  # trace file of rank 0; other ranks only check whether it is set
     progress: Progress | None
-    note: Callable[[str], None] | None  # hears in a line what the models run on where that is not what is fastest
-    packed_cache: Path | None  # where what a CPU has packed is kept for the next start; nowhere if left out
-    only: Side | None  # of the pair this process runs that one, as a worker
-    sessions: int  # how many caches a worker's model has room for; 1 if left out
-    draft_worker: WorkerAddress | None  # where the draft's model is, should it be at a worker's
-    prefix_cache_memory: int  # MiB for keys and values of earlier texts, of both models and all their ranks; 1024 if left out
+    note: Callable[[str], None] | None  # receives a line if a model does not run on the fastest operators
+    packed_cache: Path | None  # folder that keeps packed weights for the next start; default none
+    only: Side | None  # the only model of the pair that this process runs, as a worker
+    sessions: int  # number of caches of a worker's model; default 1
+    draft_worker: WorkerAddress | None  # the worker that runs the draft, if it is remote
+    prefix_cache_memory: int  # MiB for the prefix cache of both models on all ranks; default 1024
 
 
 class LoadModel(Protocol):
-    """What model.loader.load_model does."""
+    """The signature of `model.loader.load_model`."""
 
     def __call__(
         self,
@@ -99,7 +103,7 @@ class LoadModel(Protocol):
 
 
 def select_operators(name: OpsName, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> Any:
-    """The module of operators that a model runs on. Raises UserError where those that were asked for cannot run it."""
+    """The operator module that a model runs on. Raises UserError if the requested operators cannot run it."""
     if name == "cuda":
         cuda.check_supported(config, dtype, device)
         return cuda
@@ -111,7 +115,7 @@ def select_operators(name: OpsName, config: ModelConfig, dtype: torch.dtype, dev
 
 
 def why_not_cuda(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> str | None:
-    """Why the CUDA operators cannot run a model, in one line; None: they can."""
+    """Why the CUDA operators cannot run a model, in one line; None if they can."""
     try:
         cuda.check_supported(config, dtype, device)
     except UserError as error:
@@ -120,19 +124,20 @@ def why_not_cuda(config: ModelConfig, dtype: torch.dtype, device: torch.device) 
 
 
 def check_rounding(activations: RoundingName, head: HeadName, ops: OpsName, device: torch.device) -> None:
-    """Raises UserError where int8 is asked for and the operators have none."""
-    asked = {"activations": activations, "head": head}
-    for name, value in asked.items():
+    """Raises UserError if int8 is requested and the operators do not have it."""
+    requested = {"activations": activations, "head": head}
+    for name, value in requested.items():
         if value == "int8" and (device.type != "cpu" or ops not in ROUNDING_OPS):
             where = f"ops {ops}" if device.type == "cpu" else f"device {device.type}"
             raise UserError(f"{name} int8 is for the operators of a CPU, not for {where}: leave it out")
     if head == "int8" and activations == "native":
-        raise UserError("head int8 rounds the rows that it meets, and activations native rounds none: leave one out")
+        raise UserError(
+            "head int8 needs activations rounded to int8, and activations native does not round them: leave one out"
+        )
 
 
 def resolve_cache_dtype(name: CacheName, ops: OpsName, device: torch.device) -> torch.dtype | None:
-    """The type of stored keys and values; None: as a model computes. Raises UserError on one that the operators do not
-    have."""
+    """The dtype of keys and values; None: the model's own. Raises UserError if the operators do not support it."""
     if name not in get_args(CacheName):
         raise UserError(f"kv_cache_dtype must be one of {', '.join(get_args(CacheName))}, not {truncated_repr(name)}")
     if name == "fp8" and device.type == "cpu" and ops == "auto":
@@ -145,7 +150,7 @@ def rank_device(device: torch.device, ranks: RankLayout | None, share: bool) -> 
     if device.type != "cuda":
         return device
     if not torch.cuda.is_available():
-        raise UserError(f"device cuda: PyTorch finds no NVIDIA GPU here; take device cpu, or mend this: {why_no_gpu()}")
+        raise UserError(f"device cuda: PyTorch finds no NVIDIA GPU here; take device cpu, or fix this: {why_no_gpu()}")
     if device.index is not None or ranks is None:
         return device
     count = torch.cuda.device_count()

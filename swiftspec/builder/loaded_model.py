@@ -19,21 +19,21 @@ from swiftspec.sampling.vocab import VocabShard
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A model, or this rank's share of it, that any number of runners may share: each has a cache of its own, and one
-    of them works at a time."""
+    """A model, or this rank's shard of it, shared by any number of runners: each has its own KV cache, and one of them
+    runs at a time."""
 
     model: Transformer
     ops: Any
     vocab: int
-    context: int  # tokens of a text, and what its last round may overshoot
-    prefix_cache_tokens: int  # of earlier texts, in each runner
+    context: int  # maximum tokens of a sequence, including the overshoot of its last round
+    prefix_cache_tokens: int  # budget of each runner; 0 disables the prefix cache
     make_constraint: Callable[[str], TokenConstraint]
-    hook: StepHook | None  # makes a step last longer
-    capture: Callable[[], Capture] | None  # makes what captures graphs: each runner has its own
+    hook: StepHook | None  # prolongs steps, for emulated step times
+    capture: Callable[[], Capture] | None  # creates a graph capture; each runner has its own
 
     def runner(self, tree_slots: int, cancel_check: CancelCheck) -> tuple[Runner, ExecutorDeps]:
-        """A runner on a new cache, and what faster steps on it are made of. `cancel_check`: what it calls while it
-        reads."""
+        """A runner with a new KV cache, and what faster executors on it are built from. `cancel_check`: called before
+        each prefill chunk."""
         group = self.model.group
         shard = None if group is None else VocabShard(group, self.model.head_rows, self.vocab)
         sizes: Any = {"context": self.context, "tree_slots": tree_slots, "shard": shard}

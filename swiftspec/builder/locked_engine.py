@@ -1,4 +1,4 @@
-"""An engine for callers with threads: one request, or one batch of them, at a time."""
+"""A thread-safe engine: one request, or one batch of requests, at a time."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ OUT_OF_MEMORY = "not enough memory for this request: take a smaller max_model_le
 
 
 class BackgroundWork(Protocol):
-    """Work that needs the machine, too, but has time."""
+    """Work that uses the CPU or GPU too and can be postponed."""
 
     def pause(self) -> None: ...
     def resume(self) -> None: ...
 
 
 class LockedEngine(Engine):
-    """An engine that any thread may call, one at a time: another is told so.
+    """An engine that any thread may call, one thread at a time: concurrent calls of other threads raise UserError.
 
-    A stream that is open belongs to the thread that last asked it for a chunk; that thread may begin another request,
-    which ends this one. Once closed, every call raises UserError.
+    An open stream belongs to the thread that last requested a chunk; that thread may start another request, which ends
+    the open one. After `close` every call raises UserError.
     """
 
     def __init__(
@@ -43,12 +43,13 @@ class LockedEngine(Engine):
         background: BackgroundWork | None = None,
         cancel_check: CancelCheck | None = None,
     ) -> None:
-        """`background`: work that rests while a request runs. `cancel_check`: what its runners call while they read a
-        prompt."""
+        """`background`: work that is paused while a request runs.
+        `cancel_check`: called by its runners during a prefill.
+        """
         super().__init__(decoding, limits)
         self._background, self._cancel_check = background, cancel_check if cancel_check is not None else CancelCheck()
-        self._lock = threading.RLock()  # held while a round is decoded
-        self._open: tuple[Generator[Any], int] | None = None  # a request that has begun and not ended, and its thread
+        self._lock = threading.RLock()  # held during a round
+        self._open: tuple[Generator[Any], int] | None = None  # the running request and its thread
         self._closed = False
 
     def stream(
@@ -57,15 +58,15 @@ class LockedEngine(Engine):
         sampling: SamplingParams | None = None,
         cancelled: Callable[[], bool] = lambda: False,
     ) -> Generator[TokenChunk]:
-        """As `Engine.stream`. Token ids may be numpy's or torch's. `cancelled` is asked now and then while the prompt
-        is read, from this thread: once it is true the stream ends, without a chunk."""
+        """As `Engine.stream`. Token ids may be NumPy or torch integers. `cancelled` is called repeatedly during the
+        prefill, on this thread: once it returns True the stream ends without a chunk."""
         sampling = sampling if sampling is not None else SamplingParams()
         require(isinstance(sampling, SamplingParams), f"sampling takes SamplingParams, not {truncated_repr(sampling)}")
         with self._engine_lock():
             return self._rounds(super().stream(token_ids(prompt), sampling), cancelled)
 
     def request(self, number: int, prompt: Sequence[int], sampling: SamplingParams) -> BatchRequest:
-        """What `run_batch` takes, under a number of its caller's. Raises UserError where it cannot be served."""
+        """A request for `run_batch`, under a number chosen by the caller. Raises UserError if it cannot be served."""
         prompt = token_ids(prompt)
         self.limits.check(prompt, sampling)
         opening = RequestStart(number, prompt, sampling, len(prompt))
@@ -77,12 +78,12 @@ class LockedEngine(Engine):
         sampling: SamplingParams | Sequence[SamplingParams] | None,
         cancelled: Callable[[int], bool] = lambda index: False,
     ) -> tuple[list[BatchRequest], Generator[tuple[BatchRequest, TokenChunk]]]:
-        """Several requests, and their chunks as `run_batch` has them. Raises UserError, before anything is computed,
-        where one of them cannot be served."""
+        """Several requests, and their chunks as from `run_batch`. Raises UserError, before anything is computed, if one
+        of them cannot be served."""
         requests: list[BatchRequest] = []
-        for index, asked in enumerate(pair_with_sampling(prompts, sampling)):
+        for index, pair in enumerate(pair_with_sampling(prompts, sampling)):
             try:
-                requests.append(self.request(index, *asked))
+                requests.append(self.request(index, *pair))
             except UserError as error:
                 raise UserError(f"request {index} of the batch: {error}") from None
         waiting = iter(requests)
@@ -91,38 +92,38 @@ class LockedEngine(Engine):
     def run_batch(
         self, next_request: NextRequest, cancelled: IsCancelled
     ) -> Generator[tuple[BatchRequest, TokenChunk]]:
-        """Decodes requests that come while others are under way, side by side where the decoding has room for several,
-        else in their order. As `ParticleDecoding.batch`, of any decoding; `cancelled` is also asked now and then while
-        a prompt is read."""
-        coming: BatchRequest | None = None  # whose prompt is read
+        """Decodes requests that may arrive while others run: concurrently if the decoding has several groups, otherwise
+        in order of arrival. As `ParticleDecoding.batch`, for any decoding; `cancelled` is also called repeatedly during
+        a prefill."""
+        prefilling: BatchRequest | None = None
 
-        def come() -> BatchRequest | None:
-            nonlocal coming
-            coming = next_request()
-            return coming
+        def fetch() -> BatchRequest | None:
+            nonlocal prefilling
+            prefilling = next_request()
+            return prefilling
 
         decoding = self.decoding
         with self._engine_lock():
             if isinstance(decoding, ParticleDecoding) and decoding.population.max_requests > 1:
-                chunks = self._batch(decoding.batch(come, cancelled))
+                chunks = self._batch(decoding.batch(fetch, cancelled))
             else:
-                chunks = self._run_one_by_one(come, cancelled)
-            return self._rounds(chunks, lambda: coming is not None and cancelled(coming))
+                chunks = self._run_one_by_one(fetch, cancelled)
+            return self._rounds(chunks, lambda: prefilling is not None and cancelled(prefilling))
 
     def _batch(self, chunks: Generator[tuple[BatchRequest, TokenChunk]]) -> Generator[tuple[BatchRequest, TokenChunk]]:
-        """The chunks of all, until a later request ends them."""
+        """The chunks of all requests, until a later request ends the batch."""
         self._requests += 1
-        mine = self._requests
+        number = self._requests
         with closing(chunks):
             for request, chunk in chunks:
                 self.stats = request.stats
                 yield request, chunk
-                require(self._requests == mine, "this batch was ended by a later request: read it to its end first")
+                require(self._requests == number, "this batch was ended by a later request: read it to its end first")
 
     def _run_one_by_one(
         self, next_request: NextRequest, cancelled: IsCancelled
     ) -> Generator[tuple[BatchRequest, TokenChunk]]:
-        """One request after the other."""
+        """Decodes the requests one after the other."""
         while (request := next_request()) is not None:
             reason = "abort"
             with suppress(Cancelled), closing(self._stream(request.opening.tokens, request.opening.sampling)) as chunks:
@@ -136,14 +137,14 @@ class LockedEngine(Engine):
                 yield request, request.ended_chunk(reason)
 
     def close(self) -> None:
-        """Waits for the round under way, if any, and ends its request."""
+        """Waits for the current round, if any, and ends its request."""
         with self._lock:
             self._closed = True
             if self._open is not None:
                 self._open[0].close()
 
     def _rounds(self, chunks: Generator[Piece], cancelled: Callable[[], bool]) -> Generator[Piece]:
-        """The chunks, each decoded in this stream's turn."""
+        """The chunks, each decoded while this stream holds the engine."""
         if self._background is not None:
             self._background.pause()
         try:
@@ -172,11 +173,11 @@ class LockedEngine(Engine):
 
     @contextmanager
     def _engine_lock(self, mine: Generator[Any] | None = None) -> Iterator[None]:
-        """Keeps other threads out. Raises UserError where one of them is being served, or the engine is closed."""
+        """Excludes other threads. Raises UserError if another thread's request is running, or the engine is closed."""
         taken = self._lock.acquire(blocking=False)
         try:
             others = self._open is not None and self._open[0] is not mine and self._open[1] != threading.get_ident()
-            busy = "another thread's request is being served: one engine serves one at a time"
+            busy = "another thread's request is being served: an engine serves one thread at a time"
             require(taken and not others, busy)
             require(not self._closed, "this engine is closed: make another")
             yield
@@ -186,7 +187,7 @@ class LockedEngine(Engine):
 
 
 def token_ids(prompt: Sequence[int]) -> tuple[int, ...]:
-    """A prompt's, which may be numpy's or torch's. Raises UserError on what is none."""
+    """The token ids of a prompt, which may be NumPy or torch integers. Raises UserError on anything else."""
     tokens = prompt.tolist() if isinstance(prompt, np.ndarray | torch.Tensor) else prompt
     return coerce("the prompt", tuple[int, ...], tokens)
 
@@ -194,7 +195,7 @@ def token_ids(prompt: Sequence[int]) -> tuple[int, ...]:
 def pair_with_sampling(
     prompts: Sequence[Sequence[int]], sampling: SamplingParams | Sequence[SamplingParams] | None
 ) -> list[tuple[Sequence[int], SamplingParams]]:
-    """Each prompt and its sampling parameters. Raises UserError where there is not one for each, or one for all."""
+    """Pairs each prompt with its sampling parameters. Raises UserError unless there is one for each, or one for all."""
     if sampling is None or isinstance(sampling, SamplingParams):
         return [(prompt, sampling or SamplingParams()) for prompt in prompts]
     several = isinstance(sampling, Sequence) and all(isinstance(each, SamplingParams) for each in sampling)

@@ -1,4 +1,4 @@
-"""How much of a GPU's memory a pair needs, worked out from shapes alone, before anything is loaded."""
+"""Estimates the GPU memory that a pair of models needs, from shapes alone, before anything is loaded."""
 
 from __future__ import annotations
 
@@ -12,33 +12,35 @@ from swiftspec.backends.cuda.large_m import MAX_KERNEL_ROWS, SCRATCH_BYTES
 from swiftspec.errors import UserError
 from swiftspec.model.config import ModelConfig
 
-INT4_BITS_PER_WEIGHT = 4.25  # a weight's, with scales and zero points in groups of 128
+INT4_BITS_PER_WEIGHT = 4.25  # with scales and zero points in groups of 128
 BYTES_PER_GB = 1e9
 
 
 def kv_bytes_per_token(config: ModelConfig, cache_dtype: torch.dtype) -> int:
-    """Of one token's keys and values, in all layers."""
+    """Bytes of one token's keys and values, in all layers."""
     return 2 * config.num_layers * config.num_kv_heads * config.head_dim * cache_dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryEstimate:
-    """Bytes of one rank of `ranks` that share a model: its weights, its keys and values for so many slots, and what a
-    prompt's chunk takes while it is computed."""
+    """Bytes on one of `ranks` ranks that share a model: its weights, the KV of `slots` cache slots, and the buffers of
+    a prefill chunk."""
 
     config: ModelConfig
     dtype: torch.dtype
     slots: int
     ranks: int
-    cache_dtype: torch.dtype | None = None  # None: as `dtype`
+    cache_dtype: torch.dtype | None = None  # None: `dtype`
 
     @property
     def weights(self) -> float:
         config = self.config
-        heads = 2 * (config.num_heads + config.num_kv_heads) * config.head_dim  # of queries, keys, values, O
+        heads = (
+            2 * (config.num_heads + config.num_kv_heads) * config.head_dim
+        )  # query, key, value and output projections
         matrices = config.num_layers * config.hidden_size * (heads + 3 * config.intermediate_size)
         bits = INT4_BITS_PER_WEIGHT if config.quantization else 8 * self.dtype.itemsize
-        tables = 2 * config.vocab_size * config.hidden_size  # a head is packed for itself, also one that is tied
+        tables = 2 * config.vocab_size * config.hidden_size  # the head is packed separately, even if it is tied
         return (matrices * bits / 8 + tables * self.dtype.itemsize) / self.ranks
 
     @property
@@ -47,25 +49,29 @@ class MemoryEstimate:
 
     @property
     def chunk(self) -> float:
-        """Weights as rows of bfloat16 (backends/cuda/large_m.py), every row's hidden state, gates and products, and the
-        rows of a product that reads its weights once for many (csrc/cuda/linear/large_m.h)."""
+        """Buffers of a prefill chunk: weights unpacked to bfloat16 (backends/cuda/large_m.py), hidden states, gates and
+        products of all rows, and the rows of a product that reads its weights once for many rows
+        (csrc/cuda/linear/large_m.h)."""
         hidden, inner = self.config.hidden_size, self.config.intermediate_size // self.ranks
         numbers = PREFILL_CHUNK_ROWS * 4 * (hidden + inner) + MAX_KERNEL_ROWS * max(hidden, inner)
         return SCRATCH_BYTES + numbers * self.dtype.itemsize
 
 
 def check_memory(needs: Iterable[MemoryEstimate], device: torch.device) -> None:
-    """Raises UserError where the models that a rank holds cannot fit the memory that is free on its GPU."""
+    """Raises UserError if the models of a rank do not fit the free memory of its GPU."""
     held = list(needs)
     weights, cache = sum(need.weights for need in held), sum(need.cache for need in held)
     chunk = sum(need.chunk for need in held)
     free, _ = torch.cuda.mem_get_info(device)
-    free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # which torch holds, and is unused
+    free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # cached by torch and unused
     if weights + cache + chunk <= free:
         return
     raise UserError(
-        f"the models need {(weights + cache + chunk) / BYTES_PER_GB:.1f} GB of GPU memory, {weights / BYTES_PER_GB:.1f} for weights,"
-        f" {cache / BYTES_PER_GB:.1f} for {held[0].slots} tokens of context and {chunk / BYTES_PER_GB:.1f} to read prompts, and"
-        f" {torch.cuda.get_device_name(device)} has {free / BYTES_PER_GB:.1f} free: take a smaller max_model_len, int4 weights,"
+        f"the models need {(weights + cache + chunk) / BYTES_PER_GB:.1f} GB of GPU memory,"
+        f" {weights / BYTES_PER_GB:.1f} for weights,"
+        f" {cache / BYTES_PER_GB:.1f} for {held[0].slots} tokens of context and"
+        f" {chunk / BYTES_PER_GB:.1f} to read prompts, and"
+        f" {torch.cuda.get_device_name(device)} has {free / BYTES_PER_GB:.1f} free:"
+        " take a smaller max_model_len, int4 weights,"
         f" {'' if held[0].cache_dtype else 'kv_cache_dtype fp8, '}or more GPUs"
     )

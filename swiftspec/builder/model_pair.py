@@ -1,4 +1,4 @@
-"""The two models of a job: whether everything fits, how they are loaded, and the roles on them in one process."""
+"""The two models of a job: consistency checks, loading, and the roles on them in one process."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ from swiftspec.tree.sampled_children import MAX_REROOTS, SampledChildren
 
 @dataclass(frozen=True, slots=True)
 class ModelPair:
-    """The pair that a job runs, and how this rank computes."""
+    """The models of a job, and how this rank runs them."""
 
     target: Path
     draft: Path | None
@@ -74,7 +74,7 @@ class ModelPair:
     vocab_size: int
     ops: OpsName
     activations: RoundingName
-    cache_dtype: torch.dtype | None  # of keys and values; None: as a model computes
+    cache_dtype: torch.dtype | None  # of keys and values; None: the model's dtype
     head: HeadName
     load: LoadModel
     emulate: StepTimeEmulation
@@ -82,16 +82,16 @@ class ModelPair:
     prefix_cache_memory: int
     cache: PackedWeightCache | None
     grammars: GrammarCompiler
-    only: Side | None = None  # what a worker runs of the pair, and for how many sessions
+    only: Side | None = None  # the model that a worker runs, and its number of sessions
     sessions: int = 1
-    cancel_check: CancelCheck = field(default_factory=CancelCheck)  # what the runners of this process call
-    capture_lock: Lock = field(default_factory=Lock)  # by one thread of this process at a time
+    cancel_check: CancelCheck = field(default_factory=CancelCheck)  # shared by the runners of this process
+    capture_lock: Lock = field(default_factory=Lock)  # serialises graph captures of this process
 
     @staticmethod
     def check(
         target: str | Path, draft: str | Path | None, plan: EngineConfig, ranks: RankLayout | None, options: LoadOptions
     ) -> ModelPair:
-        """Raises UserError where pair, config, ranks and options do not fit each other; before anything is loaded."""
+        """Checks that models, config, ranks and options are consistent, before anything is loaded. Raises UserError."""
         if plan.mode != "ar" and draft is None and not plan.draft_remote:
             raise UserError(f"mode {plan.mode} needs a draft model: name one, or take mode ar")
         count = 1 if ranks is None else ranks.size
@@ -118,12 +118,12 @@ class ModelPair:
         activations, head = options.get("activations", "auto"), options.get("head", "auto")
         check_rounding(activations, head, ops, device)
         stored = resolve_cache_dtype(options.get("kv_cache_dtype", "auto"), ops, device)
-        kept = options.get("prefix_cache_memory", PREFIX_CACHE_MEMORY_MIB)
-        require(kept >= 0, f"prefix_cache_memory must be at least 0 MiB, not {kept}")
+        prefix_cache = options.get("prefix_cache_memory", PREFIX_CACHE_MEMORY_MIB)
+        require(prefix_cache >= 0, f"prefix_cache_memory must be at least 0 MiB, not {prefix_cache}")
         packed = options.get("packed_cache")
         models = ModelPair(
             Path(target), draft_path, options.get("dtype"), device, share, length, vocab, ops, activations, stored,
-            head, load, emulate, trace, kept, None if packed is None else PackedWeightCache(packed),
+            head, load, emulate, trace, prefix_cache, None if packed is None else PackedWeightCache(packed),
             GrammarCompiler(Path(target), config.eos_token_ids, vocab), options.get("only"), options.get("sessions", 1),
         )  # fmt: skip
         if device.type == "cuda":
@@ -131,8 +131,8 @@ class ModelPair:
         return models
 
     def check_gpu(self, plan: EngineConfig, note: Callable[[str], None]) -> None:
-        """Tells which models do not run on the CUDA operators, and why. Raises UserError where they were asked for, or
-        where the memory does not suffice."""
+        """Reports which models do not run on the CUDA operators, and why. Raises UserError if the CUDA operators were
+        requested, or if the memory does not suffice."""
         sides: dict[Side, Path] = {"target": self.target}
         if self.draft is not None and plan.mode != "ar":
             sides["draft"] = self.draft
@@ -149,20 +149,20 @@ class ModelPair:
             ranks = plan.draft_tp if side == "draft" and plan.mode == "async" else plan.target_tp
             slots = self.sessions * plan.num_sequences * (self._context(plan) + self.tree_slots(side, plan))
             needs.append(MemoryEstimate(config, dtype, slots, max(ranks, 1), self.cache_dtype))
-        apart = plan.mode == "async" and plan.num_ranks > 1  # a rank holds one of the two
+        apart = plan.mode == "async" and plan.num_ranks > 1  # each rank holds one of the two models
         for held in [] if self.share_device else [[need] for need in needs] if apart else [needs]:
             check_memory(held, self.device)
 
     def with_vocab(self, vocab_size: int) -> ModelPair:
-        """The same with the vocabulary of the whole job. Raises UserError where a model's head has no such many."""
+        """The same pair with the vocabulary size of the whole job. Raises UserError if a model's head is smaller."""
         if not 1 <= vocab_size <= self.vocab_size:
             raise UserError(f"rank 0's vocabulary of {vocab_size} tokens is none for heads of {self.vocab_size}")
         grammars = GrammarCompiler(self.target, read_config(self.target).eos_token_ids, vocab_size)
         return replace(self, vocab_size=vocab_size, grammars=grammars)
 
     def rank_config(self, plan: EngineConfig, *, target: bool, draft: bool) -> RankConfig:
-        """What all ranks of a job must agree on, and what those of the group with these models must. The vocabulary is
-        not among it: rank 0 alone knows the tokenizer. Raises UserError where a file cannot be read."""
+        """What all ranks of a job must agree on, and what the ranks of the group with these models must agree on. The
+        vocabulary size is not included: only rank 0 has the tokenizer. Raises UserError if a file cannot be read."""
         paces = {"emulate target": self.emulate.target, "emulate draft": self.emulate.draft}
         settings = {
             **settings_of(plan),
@@ -183,7 +183,7 @@ class ModelPair:
         return RankConfig(settings, files, {"target": _model_fingerprint(self.target)} if target else {})
 
     def trace_metadata(self, plan: EngineConfig) -> dict[str, object]:
-        """What the first line of a trace says of a run."""
+        """The description of a run in the first line of a trace."""
         shape = {
             "verify_batch": plan.verify_batch,
             "draft_leaves": plan.draft_leaves,
@@ -193,7 +193,8 @@ class ModelPair:
         return {"mode": plan.mode, **shape, **split, "model": self.target.name, "emulate": asdict(self.emulate)}
 
     def kernel_sums(self, *, target: bool, draft: bool) -> int:
-        """How wide the products are that kernels of a group with these models sum over peer memory; 0: they do not."""
+        """The largest width of the products that the kernels of a group with these models sum over peer memory; 0 if
+        they do not."""
         width = 0
         for path in self._paths(target=target, draft=draft):
             config = read_config(path)
@@ -205,22 +206,22 @@ class ModelPair:
     def verifier(
         self, plan: EngineConfig, group: TensorParallelGroup | None = None, progress: Progress | None = None
     ) -> LocalVerifier:
-        """The target."""
+        """The verifier on the target."""
         return build_verifier(*self._runner("target", plan, group, progress), plan)
 
     def drafter(
         self, plan: EngineConfig, group: TensorParallelGroup | None = None, progress: Progress | None = None
     ) -> LocalDrafter:
-        """The draft, of the kind that the mode wants."""
+        """The drafter for this mode."""
         return build_drafter(*self._runner("draft", plan, group, progress), plan)
 
     def population(
         self, plan: EngineConfig, group: TensorParallelGroup | None = None, progress: Progress | None = None
     ) -> LocalPopulation:
-        """Both models and the groups of particles on them."""
+        """Both models and the sequence groups on them."""
         target, deps = self._runner("target", plan, group, progress)
         draft, draft_deps = self._runner("draft", plan, group, progress)
-        lag = 1 if self.device.type == "cuda" else 0  # a CPU does not run ahead of its host
+        lag = 1 if self.device.type == "cuda" else 0  # on a CPU rounds are synchronous
         config = plan.effective_population
         assert config is not None
         executors = selection.population_executors(target, draft, deps, draft_deps, config)
@@ -232,13 +233,13 @@ class ModelPair:
     def _runner(
         self, side: Side, plan: EngineConfig, group: TensorParallelGroup | None, progress: Progress | None
     ) -> tuple[Runner, ExecutorDeps]:
-        """One of the two models, or this rank's share of it, and the only runner on it."""
+        """Loads one of the two models, or this rank's shard of it, with a single runner on it."""
         return self.load_side(side, plan, group, progress).runner(self.tree_slots(side, plan), self.cancel_check)
 
     def load_side(
         self, side: Side, plan: EngineConfig, group: TensorParallelGroup | None, progress: Progress | None
     ) -> LoadedModel:
-        """Loads one of the two models, or this rank's share of it."""
+        """Loads one of the two models, or this rank's shard of it."""
         path, times = (self.target, self.emulate.target) if side == "target" else (self.draft, self.emulate.draft)
         assert path is not None
         context, config = self._context(plan), read_config(path)
@@ -253,8 +254,8 @@ class ModelPair:
         captures = self.device.type == "cuda" and ops.MAX_CAPTURED_SEQUENCES > 0
         priority = DRAFT_STREAM_PRIORITY if side == "draft" and plan.overlap_on_one_gpu else 0
         capture = partial(CudaCapture, self.capture_lock, priority) if captures else None
-        kept = self._prefix_cache_tokens(plan) // self.sessions if plan.num_sequences == 1 else 0
-        return LoadedModel(model, ops, self.vocab_size, context, kept, self.grammars.compile, hook, capture)
+        prefix_tokens = self._prefix_cache_tokens(plan) // self.sessions if plan.num_sequences == 1 else 0
+        return LoadedModel(model, ops, self.vocab_size, context, prefix_tokens, self.grammars.compile, hook, capture)
 
     def _context(self, plan: EngineConfig) -> int:
         return self.max_model_len + plan.verify_batch  # the last round may overshoot
@@ -268,25 +269,25 @@ class ModelPair:
         return draft_tree_slots(plan)
 
     def _rounding(self, side: Side, ops: object, dtype: torch.dtype) -> Rounding:
-        """What of a model is rounded at load."""
+        """What is quantised at load."""
         usual = ops is cpu and dtype == torch.bfloat16
         activations = usual if self.activations == "auto" else self.activations == "int8"
         if self.head != "auto":
             return Rounding(activations, None if self.head == "native" else self.head)
-        # the draft's alone, since only the target's answers must be its own
+        # the draft's only: rounding the target's head would change its output
         head = None if side == "target" else "int4" if ops is cuda else "int8" if activations else None
         return Rounding(activations, head)
 
     def _prefix_cache_tokens(self, plan: EngineConfig) -> int:
-        """How many tokens of earlier texts have room, in both models and so on all ranks alike."""
-        size = 0  # bytes of a token's keys and values
+        """Budget of the prefix cache in tokens, counting both models, so that it is equal on all ranks."""
+        size = 0  # bytes of one token's keys and values
         for path in self._paths(target=True, draft=plan.mode != "ar"):
             config = read_config(path)
             size += kv_bytes_per_token(config, self.cache_dtype or self._dtype_of(config))
         return self.prefix_cache_memory * 2**20 // size
 
     def _paths(self, *, target: bool, draft: bool) -> list[Path]:
-        """Of the models that a group holds."""
+        """The directories of the models that a group holds."""
         paths = (
             self.target if target and self.only != "draft" else None,
             self.draft if draft and self.only != "target" else None,
@@ -298,7 +299,7 @@ class ModelPair:
 
 
 def _model_fingerprint(path: Path) -> str:
-    """What tells a model directory from another. Raises UserError where a file of it cannot be read."""
+    """Identifies the contents of a model directory. Raises UserError if a file cannot be read."""
     try:
         return fingerprint(path)
     except OSError as error:
@@ -313,9 +314,11 @@ def build_verifier(runner: Runner, deps: ExecutorDeps, plan: EngineConfig) -> Lo
 
 
 def draft_tree_slots(plan: EngineConfig) -> int:
-    """Tree slots of a draft's cache, and of its tree."""
+    """Tree slots of the draft's cache and of its tree."""
     if plan.proposal == "sample":
-        return plan.draft_leaves * (plan.max_draft_steps + 1) * (MAX_REROOTS + 1)  # all that a tree expands in its life
+        return (
+            plan.draft_leaves * (plan.max_draft_steps + 1) * (MAX_REROOTS + 1)
+        )  # every slot that a tree uses before it is rebuilt
     return 4 * plan.draft_leaves * plan.max_draft_steps + plan.draft_leaves
 
 

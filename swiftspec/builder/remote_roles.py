@@ -1,4 +1,4 @@
-"""The roles of an orchestrator: a draft, a target, or both are a worker's."""
+"""The roles of a client whose draft, target, or both run on workers."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ Disconnect = Callable[[], None]
 
 
 class RemoteTarget:
-    """A target's worker that has answered. Raises UserError where none does."""
+    """A connection to a target worker that has answered. Raises UserError if it does not."""
 
     def __init__(self, worker: WorkerAddress) -> None:
         self.worker = worker
@@ -49,7 +49,7 @@ class RemoteTarget:
             raise UserError(f"{error}; start it with `swiftspec worker target`") from None
 
     def files(self) -> dict[str, bytes]:
-        """What its tokenizer is made of, by the names of the files."""
+        """The worker's tokenizer files, by name."""
         try:
             return dict(self.link.read_tokenizer(10 * self.worker.timeout))
         except WorkerLost as error:
@@ -59,8 +59,9 @@ class RemoteTarget:
 def build_remote_drafter(
     worker: WorkerAddress, note: Callable[[str], None], config: EngineConfig, bounds: ModelLimits
 ) -> tuple[RemoteDraft, Disconnect]:
-    """The drafter whose model a worker runs, and what leaves that again. One that does not answer yet is looked for
-    while the target decodes, and `note` hears of it. Raises UserError on a worker that is none for this target."""
+    """The drafter whose model a worker runs, and a function that disconnects from it. A worker that does not answer yet
+    is retried while the target decodes, and `note` receives a message. Raises UserError if the worker does not match
+    this target."""
     link = WorkerConnection(worker.url, worker.flag, DRAFT_SERVICE, pb.DraftAnswer, worker.security)
     redial = WorkerReconnector(link, partial(_check, worker, bounds))
     stream = DraftStream(link, config, bounds, PING_TIMEOUT_S)
@@ -80,14 +81,14 @@ def build_remote_drafter(
         link.close()
 
     if not streams_tree_deltas(config):
-        return RemoteDraft(GrpcDrafter(stream), stream, redial, stream.hops), leave
+        return RemoteDraft(GrpcDrafter(stream), stream, redial, stream.rpc_log), leave
     slots = draft_tree_slots(config)
     replica = TreeReplica(DraftTree(1 + slots * config.children_per_leaf, slots), bounds.vocab_size)
-    return RemoteDraft(ReplicaDrafter(GrpcFeed(stream), replica, config), stream, redial, stream.hops), leave
+    return RemoteDraft(ReplicaDrafter(GrpcFeed(stream), replica, config), stream, redial, stream.rpc_log), leave
 
 
 def _check(worker: WorkerAddress, bounds: ModelLimits, about: pb.PingAnswer) -> None:
-    """Raises UserError on a draft that is none for this target."""
+    """Raises UserError for a draft worker that does not match this target."""
     if worker.tokenizer is not None and about.tokenizer != worker.tokenizer:
         raise UserError(f"{worker.flag} {worker.url} makes no pair with this target: their tokenizers differ")
     if about.max_model_len < bounds.max_model_len:
@@ -100,8 +101,11 @@ def _check(worker: WorkerAddress, bounds: ModelLimits, about: pb.PingAnswer) -> 
 def build_remote_roles(
     target: RemoteTarget, draft: Path | None, config: EngineConfig, tokenizer: Path, **options: Unpack[LoadOptions]
 ) -> Roles:
-    """Roles on a target's worker. `draft`: a draft for this process to load; None: there is none, or it is a worker's,
-    too. `tokenizer`: where the files of the target's lie."""
+    """Roles on a target worker.
+
+    `draft`: a draft model to load in this process; None: there is none, or a worker runs it too.
+    `tokenizer`: folder with the target's tokenizer files.
+    """
     about, note = target.about, options.get("note") or (lambda line: None)
     length = min(options.get("max_model_len") or about.max_model_len, about.max_model_len)
     models = None
@@ -130,16 +134,16 @@ def build_remote_roles(
         "draft_leaves": config.draft_leaves,
         "draft_steps": config.initial_draft_steps,
     }
-    hops = verifier.hops if away is None or away.hops is None else away.hops
-    verifier.hops = hops
+    rpc_log = verifier.rpc_log if away is None or away.rpc_log is None else away.rpc_log
+    verifier.rpc_log = rpc_log
     head = trace_header({"mode": config.mode, **shape, "model": about.name} | clock_reading())
     if recorder.file is not None:
         recorder.file.write([head])
     parts = TreeRoles(drafter, verifier)
-    decoding = make_tree_decoding(parts, config, recorder, lambda tokens, parents: None, local, away, hops)
+    decoding = make_tree_decoding(parts, config, recorder, lambda tokens, parents: None, local, away, rpc_log)
     if away is not None:
-        verifier.while_waiting = lambda: decoding.active_drafter.grow()  # takes in what the draft's worker sends
+        verifier.while_waiting = lambda: decoding.active_drafter.grow()  # applies what the draft worker sends
     eos = tuple(about.eos_token_ids)
     check = partial(check_request, config, GrammarCompiler(tokenizer, eos, about.vocab_size))
     limits = RequestLimits(length, about.vocab_size, eos, check)
-    return Roles(decoding, parts, config, limits, None, recorder, head, leave, hops)
+    return Roles(decoding, parts, config, limits, None, recorder, head, leave, rpc_log)

@@ -1,4 +1,4 @@
-"""The roles that rank 0, or a process alone, decodes on, and who observes them."""
+"""Builds the roles that rank 0, or a single process, decodes with, and their observers."""
 
 from __future__ import annotations
 
@@ -41,7 +41,8 @@ from swiftspec.smc.population import LocalPopulation
 
 @dataclass(frozen=True, slots=True)
 class RequestLimits:
-    """The sizes of a pair of models. `check_sampling` raises UserError on parameters that the mode cannot serve."""
+    """The limits of a request on a pair of models. `check_sampling` raises UserError for parameters that the mode does
+    not support."""
 
     max_model_len: int
     vocab_size: int
@@ -49,7 +50,7 @@ class RequestLimits:
     check_sampling: Callable[[SamplingParams], None]
 
     def check(self, prompt: Sequence[int], sampling: SamplingParams) -> None:
-        """Raises UserError on a request that cannot be served; before anything is computed for it."""
+        """Raises UserError for a request that cannot be served, before anything is computed for it."""
         length, vocab = self.max_model_len, self.vocab_size
         if not prompt:
             raise UserError("the prompt is empty: give at least one token")
@@ -71,20 +72,19 @@ class RequestLimits:
 
 @dataclass(frozen=True, slots=True)
 class TreeRoles:
-    """The roles that decode by a draft tree, before anything is put around the drafter."""
+    """Drafter and verifier of a draft tree, before wrappers are put around the drafter."""
 
     drafter: SteppedDrafter
     verifier: Verifier
 
 
-MakeRemoteDrafter = Callable[
-    [EngineConfig, ModelLimits], tuple[RemoteDraft, Callable[[], None]]
-]  # and what leaves the worker again
+# returns the remote draft and a function that disconnects from its worker
+MakeRemoteDrafter = Callable[[EngineConfig, ModelLimits], tuple[RemoteDraft, Callable[[], None]]]
 
 
 @dataclass(frozen=True, slots=True)
 class Roles:
-    """What rank 0 decodes on: a tree or a population. `config` has d filled in, where it was measured."""
+    """What rank 0 decodes with: a tree or a population. `config` includes d if that was measured at the start."""
 
     decoding: Decoding
     parts: TreeRoles | LocalPopulation
@@ -92,18 +92,18 @@ class Roles:
     limits: RequestLimits
     rank: EngineRank | None
     recorder: Recorder
-    head: Record  # the first line of what is on record
-    leave: Callable[[], None] = lambda: None  # says goodbye to workers
-    hops: RpcLog | None = None  # exchanges with them
+    head: Record  # the first line of traces
+    leave: Callable[[], None] = lambda: None  # disconnects from workers
+    rpc_log: RpcLog | None = None  # RPCs with them
 
     @property
     def outages(self) -> Sequence[Outage]:
-        """The times in the request begun last in which the draft group was away."""
+        """The intervals of the last request in which the draft group was unavailable."""
         drafter = self.decoding.active_drafter if isinstance(self.decoding, TreeDecoding) else None
         return drafter.outages if isinstance(drafter, FailoverDrafter) else ()
 
     def close(self, *, will_restart: bool = False) -> None:
-        """Sends the other ranks home, or see `Rank.leave`, and closes the trace."""
+        """Shuts the other ranks down, see `EngineRank.leave`, disconnects from workers and closes the trace."""
         if self.rank is not None:
             self.rank.leave(restarting=will_restart)
         self.leave()
@@ -115,11 +115,11 @@ def build_roles(
     models: ModelPair, config: EngineConfig, world: World | None, progress: Progress | None,
     worker: MakeRemoteDrafter | None = None,
 ) -> Roles:  # fmt: skip
-    """Loads the models and makes the roles of rank 0, or of a process alone. `worker`: makes the drafter whose model a
-    worker runs, where the config has that."""
+    """Loads the models and builds the roles of rank 0, or of a single process. `worker`: builds the drafter whose model
+    a worker runs, if the config has a remote draft."""
     recorder = Recorder(None if models.trace is None else TraceFile(models.trace))
     rank = None if world is None else EngineRank(world, config, models, progress)
-    check = partial(check_request, config, models.grammars)  # before d is measured: there is more room
+    check = partial(check_request, config, models.grammars)  # on the config before d is measured, which allows more
     away, leave = None, lambda: None
     if worker is not None and config.draft_remote and config.mode != "ar":
         away, leave = worker(config, ModelLimits(models.vocab_size, models.max_model_len, config.verify_batch))
@@ -128,16 +128,16 @@ def build_roles(
     else:
         parts, decoding, config = _tree(models, config, rank, away, recorder, progress)
     eos = read_config(models.target).eos_token_ids
-    hops = None if away is None else away.hops
-    head = trace_header(models.trace_metadata(config) | ({} if hops is None else clock_reading()))
+    rpc_log = None if away is None else away.rpc_log
+    head = trace_header(models.trace_metadata(config) | ({} if rpc_log is None else clock_reading()))
     if recorder.file is not None:
         recorder.file.write([head])
     limits = RequestLimits(models.max_model_len, models.vocab_size, eos, check)
-    return Roles(decoding, parts, config, limits, rank, recorder, head, leave, hops)
+    return Roles(decoding, parts, config, limits, rank, recorder, head, leave, rpc_log)
 
 
 def check_request(config: EngineConfig, grammars: GrammarCompiler, sampling: SamplingParams) -> None:
-    """Raises UserError on parameters that the mode cannot serve, or a grammar that is none."""
+    """Raises UserError for sampling parameters that the mode does not support, or an invalid grammar."""
     if config.effective_population is not None:
         check_sampling(sampling, chains=config.effective_population.chains is not None)
     config.check_request(sampling)
@@ -148,7 +148,7 @@ def check_request(config: EngineConfig, grammars: GrammarCompiler, sampling: Sam
 def _population(
     models: ModelPair, config: EngineConfig, rank: EngineRank | None, recorder: Recorder, progress: Progress | None
 ) -> tuple[LocalPopulation, ParticleDecoding]:
-    """The population, led by rank 0 where there are several."""
+    """The population, led by rank 0 if there are several ranks."""
     population = models.population(config, None, progress) if rank is None else rank.population
     assert population is not None
     on_event = ObserverToggle(lambda: recorder.enabled, ParticleTrace(population.target, population.draft, recorder))
@@ -163,7 +163,7 @@ def _tree(
     recorder: Recorder,
     progress: Progress | None,
 ) -> tuple[TreeRoles, TreeDecoding, EngineConfig]:
-    """Drafter and verifier, a controller between if the config leaves something to it, and who observes them."""
+    """Drafter and verifier, a controller between them if the config is adaptive, and their observers."""
     if rank is not None:
         verifier, drafter, config = rank.leader_roles(config, recorder)
         alone, local, parts = rank.verifier, rank.drafter, TreeRoles(drafter, verifier)
@@ -177,21 +177,23 @@ def _tree(
         if config.overlap_on_one_gpu and local is not None:
             warm_up(local, alone)
     assert isinstance(alone, RejectionVerifier)
-    hops = None if away is None else away.hops
-    return parts, make_tree_decoding(parts, config, recorder, alone.probabilities, local, away, hops), config
+    rpc_log = None if away is None else away.rpc_log
+    return parts, make_tree_decoding(parts, config, recorder, alone.probabilities, local, away, rpc_log), config
 
 
 def make_tree_decoding(
-    parts: TreeRoles, config: EngineConfig, recorder: Recorder, probabilities: Probabilities, local: LocalDrafter |
-    None,
-    away: RemoteDraft | None, hops: RpcLog | None = None,
+    parts: TreeRoles, config: EngineConfig, recorder: Recorder, probabilities: Probabilities, local: LocalDrafter | None,
+    away: RemoteDraft | None, rpc_log: RpcLog | None = None,
 ) -> TreeDecoding:  # fmt: skip
-    """Decoding on a drafter of this process (`local`) or another (`away`), or on none. `probabilities`: the target's,
-    as `TreeTrace` has it. `hops`: exchanges with workers."""
+    """Decoding with a drafter in this process (`local`), in another one (`away`), or without one.
+
+    `probabilities`: the target's, as in `TreeTrace`.
+    `rpc_log`: the RPCs with workers.
+    """
     controller = None
     if config.mode != "ar" and config.is_adaptive:
         controller = Controller(parts.drafter, lambda: RoundStats(config))
-    on_event = _observers(recorder, parts, probabilities, local, controller, hops)
+    on_event = _observers(recorder, parts, probabilities, local, controller, rpc_log)
     report = (lambda: None) if controller is None else controller.report
     if away is None:
         return make_fallback_decoding(controller or parts.drafter, parts.verifier, on_event, report)
@@ -202,19 +204,21 @@ def make_tree_decoding(
 def make_fallback_decoding(
     drafter: Drafter, verifier: Verifier, on_event: Observer = no_observer, report: Callable[[], Any] = lambda: None
 ) -> TreeDecoding:
-    """Decoding that goes on when the drafter is lost. `report`: what a controller among the drafters has decided."""
+    """Decoding that continues when the drafter is lost. `report`: returns the decisions of a controller, if there is
+    one."""
     fallback = FallbackDrafter(drafter)
     return TreeDecoding(fallback, verifier, on_event, lambda: fallback.lost, report)
 
 
 def _observers(
     recorder: Recorder, parts: TreeRoles, probabilities: Probabilities, local: LocalDrafter | None,
-    controller: Controller | None, hops: RpcLog | None,
+    controller: Controller | None, rpc_log: RpcLog | None,
 ) -> ObserverToggle:  # fmt: skip
-    """Of both lanes on rank 0, while somebody wants to know; a draft elsewhere sends the records of its own."""
-    asked = (lambda: True) if controller is None else (lambda: controller.round_stats.speculating)
-    told = parts.drafter.set_trace if isinstance(parts.drafter, DraftGroupClient) else lambda on: None
-    lane = None if local is None else DraftTimeline(local)
-    taken = () if hops is None else (hops.take,)
-    watcher = TreeTrace(recorder, lambda: parts.verifier.busy, asked, probabilities, lane, *taken)
-    return ObserverToggle(lambda: recorder.enabled, watcher, told)
+    """The observer of both models' timelines on rank 0, enabled while there is a trace or a subscriber. A draft in
+    another process sends its own records."""
+    drafter_active = (lambda: True) if controller is None else (lambda: controller.round_stats.speculating)
+    on_change = parts.drafter.set_trace if isinstance(parts.drafter, DraftGroupClient) else lambda on: None
+    timeline = None if local is None else DraftTimeline(local)
+    drain = () if rpc_log is None else (rpc_log.drain,)
+    watcher = TreeTrace(recorder, lambda: parts.verifier.busy, drafter_active, probabilities, timeline, *drain)
+    return ObserverToggle(lambda: recorder.enabled, watcher, on_change)

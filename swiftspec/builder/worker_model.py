@@ -1,4 +1,4 @@
-"""A worker: one loaded model, and a session on it for each orchestrator."""
+"""A worker: one loaded model, and a session on it for each client."""
 
 from __future__ import annotations
 
@@ -36,29 +36,30 @@ from swiftspec.runtime.verifier import LocalVerifier
 
 @dataclass(frozen=True, slots=True)
 class WorkerLimits:
-    """What a worker has room for: sessions at once, their seconds of rest, and the largest shape of their rounds."""
+    """The limits of a worker: its number of sessions, the idle timeout of a session in seconds, and the largest round
+    shape."""
 
     sessions: int
     idle_timeout_s: float
     shape: EngineConfig
 
     def check(self, shape: EngineConfig, side: Side) -> None:
-        """Raises UserError on a shape that is too large."""
-        for name in ("verify_batch",) if side == "target" else ("verify_batch", "draft_leaves", "most_steps"):
-            asked, most = getattr(shape, name), getattr(self.shape, name)
-            if asked > most:
-                flag = "draft_steps" if name == "most_steps" else name
+        """Raises UserError for a shape that is too large."""
+        for name in ("verify_batch",) if side == "target" else ("verify_batch", "draft_leaves", "max_draft_steps"):
+            requested, limit = getattr(shape, name), getattr(self.shape, name)
+            if requested > limit:
+                flag = "draft_steps" if name == "max_draft_steps" else name
                 raise UserError(
-                    f"this worker has room for {flag} {most}, not {asked}: start it with --{flag.replace('_', '-')}"
-                    f" {asked}"
+                    f"this worker has room for {flag} {limit}, not {requested}: start it with --{flag.replace('_', '-')}"
+                    f" {requested}"
                 )
 
 
 class WorkerModel:
-    """The model of a worker, or this rank's share of it, and the roles on it.
+    """The model of a worker, or this rank's shard of it, and the roles on it.
 
-    `rank`: of the group, where there are several. Raises UserError where the model cannot be loaded, its caches do not
-    fit, or the ranks were not started alike.
+    `rank`: set if the worker is a group of ranks. Raises UserError if the model cannot be loaded, its caches do not
+    fit, or the ranks were started with different settings.
     """
 
     def __init__(
@@ -83,7 +84,8 @@ class WorkerModel:
         self.models, self.loaded = models, models.load_side(self.side, largest, group, self._progress)
 
     def _load_share(self, models: ModelPair, group: RankGroup) -> set[str]:
-        """Returns the kinds of steps that sessions could have here, as one on a small cache has them."""
+        """Loads this rank's shard. Returns the names of the executors that sessions can use on it, as found with a
+        small cache."""
         self._load(models, group)
         shape = self.limits.shape
         small = replace(self.loaded, context=1, prefix_cache_tokens=0).runner(
@@ -92,7 +94,7 @@ class WorkerModel:
         return executor_names(build_verifier(*small, shape) if self.side == "target" else build_drafter(*small, shape))
 
     def bounds(self, shape: EngineConfig) -> ModelLimits:
-        """What a session of that shape keeps to. Raises UserError on one that is too large."""
+        """The limits of a session of that shape. Raises UserError for a shape that is too large."""
         self.limits.check(shape, self.side)
         return ModelLimits(self.models.vocab_size, self.models.max_model_len, shape.verify_batch)
 
@@ -109,7 +111,7 @@ class WorkerModel:
         return drafter
 
     def follow(self) -> None:
-        """The life of any rank but 0."""
+        """Runs a rank other than 0 until it is shut down."""
         assert self.rank is not None
         self.rank.run_follower(self._follower)
 
@@ -120,23 +122,26 @@ class WorkerModel:
 
 
 def make_service(model: WorkerModel, name: str, tokenizer: bytes, files: tuple[Path, ...]) -> WorkerService[Any]:
-    """The service of a worker's rank 0, or of the only one. `tokenizer`: the hash of its id-to-token map; `files`: what
-    a client needs to speak of tokens."""
+    """The gRPC service of a worker's rank 0.
+
+    `tokenizer`: hash of its id-to-token map.
+    `files`: the tokenizer files that a client needs.
+    """
     models, limits = model.models, model.limits
     about = ModelInfo(
         ModelIdentity(bytes.fromhex(fingerprint(model.path)), tokenizer), name, models.vocab_size, models.max_model_len,
         read_config(model.path).eos_token_ids, str(model.loaded.model.dtype).removeprefix("torch."),
     )  # fmt: skip
-    crew = WorkerGroup(()) if model.rank is None else model.rank.worker_group
-    teams: dict[Any, SessionFollowers] = {}  # by what a session does
+    group = WorkerGroup(()) if model.rank is None else model.rank.worker_group
+    followers: dict[Any, SessionFollowers] = {}  # by session
 
-    def led(shape: EngineConfig) -> tuple[ModelLimits, CancelCheck, SessionFollowers]:
-        bounds, cancel_check, team = model.bounds(shape), CancelCheck(), crew.new_session(shape)
+    def open_session(shape: EngineConfig) -> tuple[ModelLimits, CancelCheck, SessionFollowers]:
+        bounds, cancel_check, team = model.bounds(shape), CancelCheck(), group.new_session(shape)
         cancel_check.on_continue = partial(team.broadcast, Opcode.PREFILL_CONTINUE)
         return bounds, cancel_check, team
 
-    def drafting(shape: EngineConfig) -> DraftSession | TreeStreamSession:
-        bounds, cancel_check, team = led(shape)
+    def open_draft_session(shape: EngineConfig) -> DraftSession | TreeStreamSession:
+        bounds, cancel_check, team = open_session(shape)
         drafter = model.drafter(shape, cancel_check)
         leading = LeaderDrafter(drafter, team)
         if streams_tree_deltas(shape):
@@ -147,8 +152,8 @@ def make_service(model: WorkerModel, name: str, tokenizer: bytes, files: tuple[P
         teams[work] = team
         return work
 
-    def verifying(shape: EngineConfig) -> VerifySession:
-        bounds, cancel_check, team = led(shape)
+    def open_verify_session(shape: EngineConfig) -> VerifySession:
+        bounds, cancel_check, team = open_session(shape)
         work = VerifySession(LeaderVerifier(model.verifier(shape, cancel_check), team), shape, bounds, cancel_check)
         teams[work] = team
         return work

@@ -34,24 +34,24 @@ LARGEST_PROMPTS = 64 << 20  # bytes
 PROMPTS = Path(__file__).with_name("prompts.jsonl")
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command and returns its exit code."""
-    return run_guarded(lambda first: _run(list(sys.argv[1:] if argv is None else argv)))
+def main(argv: Sequence[str] | None = None, prog: str = "python -m swiftspec.profile") -> int:
+    """Runs the command and returns its exit code. `prog`: the command's name in its help pages."""
+    return run_guarded(lambda first: _run(list(sys.argv[1:] if argv is None else argv), prog))
 
 
-def _run(argv: list[str]) -> int:
+def _run(argv: list[str], prog: str) -> int:
     from swiftspec.serve.settings.settings import UsageError
 
     try:
         if argv[:1] == ["trace"]:
-            return show_trace(argv[1:])
+            return show_trace(argv[1:], prog)
         if argv[:1] == ["report"]:
-            return write_report(argv[1:])
+            return write_report(argv[1:], prog)
         if argv[:1] == ["predict"]:
             from swiftspec.lab import predict
 
             return predict.main(argv[1:])
-        return sweep(parser().parse_args(argv))
+        return sweep(parser(prog).parse_args(argv))
     except UsageError as error:
         raise UserError(str(error)) from None  # exit code 1, as for all else that a sweep refuses
     except KeyboardInterrupt:
@@ -59,11 +59,9 @@ def _run(argv: list[str]) -> int:
         return 130
 
 
-def parser() -> argparse.ArgumentParser:
-    """The flags of a sweep."""
-    made = argparse.ArgumentParser(
-        prog="python -m swiftspec.profile", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def parser(prog: str = "python -m swiftspec.profile") -> argparse.ArgumentParser:
+    """Builds the parser of a sweep's flags."""
+    made = argparse.ArgumentParser(prog=prog, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name in model_settings():
         made.add_argument("--" + name.replace("_", "-"), dest=name, metavar="X", help="as `serve` has it")
     made.add_argument("--splits", default="all", help="all, or target+draft such as 3+1,2+2 (default all)")
@@ -207,11 +205,11 @@ def seconds(text: str) -> float:
     return float(found[1]) * {"s": 1, "m": 60, "h": 3600}[found[2]]
 
 
-def show_trace(argv: Sequence[str]) -> int:
+def show_trace(argv: Sequence[str], prog: str = "python -m swiftspec.profile") -> int:
     """Writes the timeline of a trace and prints its summary."""
     from swiftspec.lab import timeline
 
-    made = argparse.ArgumentParser(prog="python -m swiftspec.profile trace", description=show_trace.__doc__)
+    made = argparse.ArgumentParser(prog=f"{prog} trace", description=show_trace.__doc__)
     made.add_argument("file", type=Path, help="what `serve --trace FILE` wrote")
     made.add_argument("-o", "--output", type=Path, help="the timeline (default: FILE with the ending .trace.json)")
     args = made.parse_args(argv)
@@ -223,12 +221,12 @@ def show_trace(argv: Sequence[str]) -> int:
     return 0
 
 
-def write_report(argv: Sequence[str]) -> int:
+def write_report(argv: Sequence[str], prog: str = "python -m swiftspec.profile") -> int:
     """Writes CSV, HTML and the recommended settings of a profile."""
     from swiftspec.lab import outputs, results
     from swiftspec.profiles import store
 
-    made = argparse.ArgumentParser(prog="python -m swiftspec.profile report", description=write_report.__doc__)
+    made = argparse.ArgumentParser(prog=f"{prog} report", description=write_report.__doc__)
     made.add_argument("file", type=Path, help="what a sweep wrote")
     args = made.parse_args(argv)
     profile = store.load(args.file)

@@ -1,1 +1,1 @@
-"""What only looks or waits: traces, emulated step times, acceptance."""
+"""Observation: traces, acceptance statistics, RPC latency and emulated step times."""

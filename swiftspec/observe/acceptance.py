@@ -1,4 +1,4 @@
-"""What the target accepted, by depth and by the rank of a child among its siblings, and what was to be expected."""
+"""Acceptance statistics by depth and by the rank of a child among its siblings, and the expected acceptance rate."""
 
 from __future__ import annotations
 
@@ -6,19 +6,20 @@ from collections.abc import Iterable, Sequence
 
 
 class Acceptance:
-    """Counts over rounds. `tried` and `accepted` go together: of so many chances so many were taken.
+    """Counts over rounds. `tried_*` and `accepted_*` belong together: attempts and acceptances.
 
-    A chance at depth j is a round whose accepted path came to depth j and had children proposed there, of which one
-    may be the next. A chance of the child of rank r is a node on an accepted path with more than r children proposed:
-    siblings stand in the draft's order, the likeliest first, so rank 0 is its first choice.
+    An attempt at depth j is a round whose accepted path reached depth j and had children proposed there, one of which
+    may be next. An attempt of the child of rank r is a node on an accepted path with more than r proposed children:
+    siblings are in the draft's order, the most likely one first, so rank 0 is its first choice.
 
-    Where children are drawn and verified by rejection, the first is accepted with chance 1 - TV(p, q) before it is
-    drawn: `expected` sums that over the chances of rank 0, `judged` of them (Leviathan et al. 2023, theorem 3.5).
+    Where children are sampled and verified by rejection, the first one is accepted with probability 1 - TV(p, q) before
+    it is drawn: `expected` sums that over the attempts of rank 0, and `judged` is their number (Leviathan et al. 2023,
+    theorem 3.5).
     """
 
     def __init__(self) -> None:
         self.histogram: list[int] = []  # rounds that accepted j draft tokens
-        self.tried_at_depth: list[int] = []  # of the path's node j, which stands at depth j
+        self.tried_at_depth: list[int] = []  # of the path's node at depth j
         self.accepted_at_depth: list[int] = []
         self.tried_child: list[int] = []
         self.accepted_child: list[int] = []
@@ -27,7 +28,7 @@ class Acceptance:
 
     @staticmethod
     def from_rounds(rounds: Iterable[tuple[Sequence[int], Sequence[int], Sequence[float]]]) -> Acceptance:
-        """Of rounds: a proposal's parents, the path that was accepted, and its overlaps."""
+        """Counts rounds: a proposal's parents, the accepted path, and its overlaps."""
         seen = Acceptance()
         for round_ in rounds:
             seen.add(*round_)
@@ -35,12 +36,17 @@ class Acceptance:
 
     @property
     def expected_rate(self) -> float | None:
-        """The mean of 1 - TV(p, q), which the first child's acceptance rate comes to. None where no q was told."""
+        """The mean of 1 - TV(p, q), the expected acceptance rate of the first child. None if no probabilities of the
+        draft were recorded."""
         return self.expected / self.judged if self.judged else None
 
     def add(self, parents: Sequence[int], path: Sequence[int], overlaps: Sequence[float] = ()) -> None:
-        """Adds a round: a proposal's `parents`, the nodes that were accepted, the root first, and of those with drawn
-        children 1 - TV(p, q)."""
+        """Adds a round.
+
+        `parents`: of the proposal's nodes.
+        `path`: the accepted nodes, the root first.
+        `overlaps`: 1 - TV(p, q) of the path's nodes with sampled children.
+        """
         self.expected += sum(overlaps)
         self.judged += len(overlaps)
         _add(self.histogram, len(path) - 1)

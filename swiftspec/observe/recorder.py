@@ -1,4 +1,4 @@
-"""Rounds on record: what is noted of a request, and who gets it: a trace file, a listener."""
+"""Records the rounds of requests and delivers them to a trace file and to a subscriber."""
 
 from __future__ import annotations
 
@@ -15,15 +15,16 @@ from swiftspec.runtime.cancellation import Cancelled
 
 TraceListener = Callable[[Sequence[TraceEntry]], None]
 
-LISTENER_INTERVAL_S = 0.03  # seconds of rounds that a listener hears at once: the eye is no faster
+LISTENER_INTERVAL_S = 0.03  # of rounds per delivery to a listener; people do not see faster updates
 
 
 class Recorder:
-    """Gathers what is noted of a request on rank 0. The listener hears several rounds at once, and each only when its
-    draft has spoken or is too late; to the file they all go when the request ends, as writing takes time.
+    """Collects the trace entries of a request on rank 0. The listener receives several rounds at a time, each once its
+    draft timeline is complete or too late. All entries go to the file when the request ends, since writing takes time.
 
-    `listener` hears whole requests: one that is set or taken away while a request runs matters from the next one on.
-    `drain` fetches what another process still has to say of a round that is over; whoever has such a process sets it.
+    `listener` receives whole requests: setting or removing it while a request runs takes effect with the next one.
+    `drain` fetches the draft timelines that another process has yet to send for a finished round; the owner of such a
+    process sets it.
     """
 
     def __init__(self, file: TraceFile | None = None) -> None:
@@ -31,17 +32,17 @@ class Recorder:
         self.file = file
         self.listener: TraceListener | None = None
         self._active_listener: TraceListener | None = None  # of this request
-        self._undelivered: list[TraceEntry] = []  # of this request, and not yet heard
+        self._undelivered: list[TraceEntry] = []  # of this request, not delivered yet
         self._for_file: list[TraceEntry] = []  # for the file
         self._request, self._delivered_at = 0, 0.0
 
     @property
     def enabled(self) -> bool:
-        """Whether the next request is to be on record."""
+        """Whether the next request is to be recorded."""
         return self.file is not None or self.listener is not None
 
     def begin(self, opening: RequestStart) -> None:
-        """Another request."""
+        """Starts a request."""
         self._request, self._active_listener = opening.request, self.listener
         self._undelivered, self._for_file = [], []
         begin = {"at": time.perf_counter(), "prompt": opening.prompt, "sampling": non_default_fields(opening.sampling)}
@@ -49,22 +50,22 @@ class Recorder:
         self._deliver()
 
     def add(self, entry: TraceEntry) -> None:
-        """The next round of this request, once it is verified."""
+        """Adds the next round of this request, once it is verified."""
         self._undelivered.append(entry)
 
     def draft(self, request: int, round_: int, timeline: Callable[[], Record]) -> None:
-        """What reads the draft's lane of a round (see `RoundRecord`); nothing where that comes late, after the next
-        round or
-        its request."""
+        """Sets what reads the draft's timeline of a round (see `RoundRecord`). Ignored if it comes late, after the next
+        round or the end of its request."""
         if request == self._request and (last := self._round_without_draft(round_)) is not None:
             last.draft = timeline
 
     def awaits_draft(self, round_: int) -> bool:
-        """Whether the draft's lane has yet to speak of that round, the last one verified."""
+        """Whether the draft's timeline of that round, the last one verified, is missing."""
         return self._round_without_draft(round_) is not None
 
     def deliver(self) -> None:
-        """Called when the next round is under way: lets the listener hear of those before, now and then."""
+        """Delivers earlier rounds to the listener if the last delivery is long enough ago. Called when the next round
+        is in progress."""
         if (
             self._active_listener is not None
             and self._undelivered
@@ -73,7 +74,8 @@ class Recorder:
             self._deliver()
 
     def end(self, stats: Stats) -> None:
-        """The request is over. Called while it is being left, so what ended it is the present exception."""
+        """Ends the request. Called while its context is being left, so the exception that ended it is the current
+        one."""
         last = self._round_without_draft()
         if last is not None and last.asked:
             self.drain(last.proposal.round)
@@ -88,7 +90,7 @@ class Recorder:
             self._for_file = []
 
     def _round_without_draft(self, round_: int | None = None) -> RoundRecord | None:
-        """The last round verified, if it is that one, or any, and has no lane of the draft's."""
+        """The last round verified, if it is round `round_` (None: any) and has no draft timeline."""
         last = self._undelivered[-1] if self._undelivered else None
         if isinstance(last, RoundRecord) and last.draft is None and round_ in (None, last.proposal.round):
             return last

@@ -1,4 +1,4 @@
-"""Exchanges with workers, and what their clocks are worth here."""
+"""RPCs with workers: durations, and the offset between the clocks of the worker and this machine."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from dataclasses import asdict, dataclass, field, replace
 
 from swiftspec.observe.trace_format import Record
 
-MAX_BUFFERED_RPCS = 4096  # hops that nobody has asked for
-MAX_CLOCK_DRIFT = 1e-4  # seconds by which two machines' clocks may come apart in a second
+MAX_BUFFERED_RPCS = 4096  # older ones are dropped
+MAX_CLOCK_DRIFT = 1e-4  # seconds per second
 
 
 @dataclass(frozen=True, slots=True)
 class ClockOffset:
-    """How many nanoseconds a worker's clock is ahead of this machine's, and by how many this may be wrong."""
+    """Nanoseconds by which a worker's clock is ahead of this machine's, and the error bound of that."""
 
     ahead: int
     error: int
@@ -26,26 +26,29 @@ class ClockOffset:
         return ClockOffset(clock - (asked + came) // 2, (came - asked + 1) // 2)
 
     def aged(self, passed: int) -> ClockOffset:
-        """What it is worth so many nanoseconds later."""
+        """The same offset `passed` nanoseconds later, with a larger error."""
         return replace(self, error=self.error + int(MAX_CLOCK_DRIFT * passed))
 
     def excludes(self, other: ClockOffset) -> bool:
-        """Whether they cannot both be true: a clock was set."""
+        """Whether two offsets contradict each other: then a clock was set."""
         return abs(self.ahead - other.ahead) > self.error + other.error
 
     def to_local(self, clock: int) -> int:
-        """A moment of the worker's clock by this machine's."""
+        """Converts a time of the worker's clock to this machine's."""
         return clock - self.ahead
 
 
 @dataclass(frozen=True, slots=True)
 class RpcRecord:
-    """A message to a worker and its answer, or the growth that it tells of. Nanoseconds; `asked`, `came` by this
-    machine's clock since 1970, `began` by the worker's, which `clock` relates to this machine's. `span`: the worker's
-    name for it."""
+    """A message to a worker and its answer, or to a delta that it sent. Times in nanoseconds.
+
+    `asked`, `came`: sent and received, by this machine's clock since 1970.
+    `began`: by the worker's clock, which `clock` relates to this machine's.
+    `span`: the worker's identifier for it.
+    """
 
     side: str  # "target" or "draft"
-    round: int  # -1: an opening
+    round: int  # -1: the start of a request
     asked: int
     came: int
     span: int
@@ -57,49 +60,49 @@ class RpcRecord:
 
     @property
     def offset(self) -> ClockOffset:
-        """As far as this exchange tells by itself: the worker's part lies within it."""
+        """The clock offset according to this RPC alone: the worker's part lies within it."""
         return ClockOffset.of(self.asked, self.began, max(self.came - self.wall, self.asked))
 
     def line(self) -> Record:
-        """As a trace has it."""
+        """Its entry in a trace line."""
         return {**asdict(self), "span": f"{self.span:016x}"}
 
 
 @dataclass(slots=True)
 class RpcLog:
-    """Those of the request under way. `on_record` hears of each as it comes."""
+    """The RPCs of the running request. `on_record` is called with each."""
 
     on_record: Callable[[RpcRecord], None] | None = None
     _known: deque[RpcRecord] = field(default_factory=lambda: deque(maxlen=MAX_BUFFERED_RPCS))
     _clocks: dict[str, tuple[bytes, int, ClockOffset]] = field(
         default_factory=dict
-    )  # by side: session, when read, what
+    )  # by side: session, time of the reading, offset
 
-    def add(self, hop: RpcRecord, session: bytes) -> None:
-        """Another one, in that session of the worker's."""
-        hop = replace(hop, clock=self._clock(hop, session))
-        self._known.append(hop)
+    def add(self, rpc: RpcRecord, session: bytes) -> None:
+        """Adds an RPC of that session of the worker."""
+        rpc = replace(rpc, clock=self._clock(rpc, session))
+        self._known.append(rpc)
         if self.on_record is not None:
-            self.on_record(hop)
+            self.on_record(rpc)
 
-    def take(self) -> list[RpcRecord]:
-        """Those since it was asked last."""
+    def drain(self) -> list[RpcRecord]:
+        """Returns and removes the RPCs since the last call."""
         known = [*self._known]
         self._known.clear()
         return known
 
-    def _clock(self, hop: RpcRecord, session: bytes) -> ClockOffset:
-        """The clock of whoever has answered: as read in the exchange that bounds it best, of those in this session, as
-        another session may be another machine's."""
-        before, read, offset = self._clocks.get(hop.side, (b"", 0, hop.offset))
+    def _clock(self, rpc: RpcRecord, session: bytes) -> ClockOffset:
+        """The offset of the worker's clock, from the RPC of this session that bounds it best; another session may be on
+        another machine."""
+        before, read, offset = self._clocks.get(rpc.side, (b"", 0, rpc.offset))
         if before == session:
-            offset, told = offset.aged(hop.came - read), hop.offset
-            if offset.error < told.error and not offset.excludes(told):
+            offset, new = offset.aged(rpc.came - read), rpc.offset
+            if offset.error < new.error and not offset.excludes(new):
                 return offset
-        self._clocks[hop.side] = session, hop.came, hop.offset
-        return hop.offset
+        self._clocks[rpc.side] = session, rpc.came, rpc.offset
+        return rpc.offset
 
 
 def clock_reading() -> Record:
-    """What a trace's first line says where workers run a model: this moment by both of this machine's clocks."""
+    """The current time by both of this machine's clocks, for the first line of a trace of a run with workers."""
     return {"clocks": {"at": time.perf_counter(), "unix_ns": time.time_ns()}}

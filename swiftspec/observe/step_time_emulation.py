@@ -1,7 +1,7 @@
 """Emulated step times: a small model that takes as long for each step as a large one would.
 
-Everything around it (trees, messages, caches, samplers) is the real thing, so a laptop can run it at the pace of eight
-GPUs. A rank that is ahead of that pace sleeps, so that more ranks than cores do not slow each other.
+Everything around it (trees, messages, caches, samplers) is real, so a laptop can run at the pace of eight GPUs. A rank
+that is ahead of that pace sleeps, so that more ranks than cores do not slow each other down.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-SPIN_S = 120e-6  # stop sleeping this many seconds before the deadline and spin: a sleep may end that much too late
+SPIN_S = 120e-6  # a sleep may end this much too late: spin for the last part
 
 
 @dataclass(frozen=True, slots=True)
 class StepTimes:
-    """Seconds of a forward: `points` are (TP size, rows, seconds), at least one.
+    """Seconds per forward: `points` are (TP size, rows, seconds), at least one.
 
-    Between given row counts it is linear, between given TP sizes linear in the logarithms; outside them constant.
+    Linear between given row counts, linear in the logarithms between given TP sizes, constant outside.
     """
 
     points: tuple[tuple[int, int, float], ...]
@@ -45,14 +45,14 @@ class StepTimes:
 
 @dataclass(frozen=True, slots=True)
 class StepTimeEmulation:
-    """Step times of both models; None: as fast as it goes."""
+    """Step times of both models; None: not emulated."""
 
     target: StepTimes | None = None
     draft: StepTimes | None = None
 
     @staticmethod
     def from_dict(data: Mapping[str, Any]) -> StepTimeEmulation:
-        """What `dataclasses.asdict` made of one, JSON in between or not."""
+        """The inverse of `dataclasses.asdict`, also after a round trip through JSON."""
         sides = {
             side: StepTimes(tuple((int(tp), int(rows), float(seconds)) for tp, rows, seconds in times["points"]))
             for side, times in data.items() if times is not None
@@ -61,8 +61,8 @@ class StepTimeEmulation:
 
 
 def make_hook(times: StepTimes, tp: int) -> Callable[[float, int], None]:
-    """Makes every step of a model on `tp` ranks, prompt chunks too, last at least as long as `times` say; see
-    `Runner.hooks`."""
+    """A hook (see `Runner.hooks`) that prolongs every step of a model on `tp` ranks, prefill chunks included, to the
+    given times."""
 
     def wait(began: float, rows: int) -> None:
         wait_until(began + times.at(tp, rows))
@@ -71,7 +71,7 @@ def make_hook(times: StepTimes, tp: int) -> Callable[[float, int], None]:
 
 
 def wait_until(moment: float) -> None:
-    """Sleeps, then spins, until `perf_counter` says so: within a few microseconds and without keeping a core."""
+    """Sleeps, then spins, until `moment` (`perf_counter`): exact to a few microseconds, without occupying a core."""
     left = moment - time.perf_counter() - SPIN_S
     if left > 0:
         time.sleep(left)
@@ -80,7 +80,7 @@ def wait_until(moment: float) -> None:
 
 
 def _around(known: list[int], value: int) -> tuple[int, int]:
-    """The neighbours of a value in an ascending list: the same one twice where it is there, or lies outside."""
+    """The neighbours of a value in an ascending list; the same one twice if the value is in the list or outside."""
     at = bisect_left(known, value)
     if at == len(known) or known[at] == value or at == 0:
         return known[min(at, len(known) - 1)], known[min(at, len(known) - 1)]

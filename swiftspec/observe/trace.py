@@ -1,8 +1,8 @@
-"""Rounds on record: what both lanes did and when. Noted by observers of the loops and hooks of the models, which are
-there only while somebody records; docs/reference/trace.md has the lines field by field.
+"""Traces of decoding: what draft and target did, and when. Recorded by observers of the loops and hooks of the models,
+which are installed only while a trace or a subscriber needs them; docs/reference/trace.md documents the lines.
 
-Between two forwards all code runs cold, several times as slowly as in a tight loop. So what runs there is as little as
-can be: the time of each event, and copies of what will not be there later. `rounds.Round` makes sense of them.
+Between two forwards all code runs with cold caches, several times slower than in a tight loop. So as little as possible
+runs there: taking the time of each event, and copying state that will change. `RoundRecord` converts it to lines later.
 
 Times are seconds of `time.perf_counter`, which all processes of one machine share.
 """
@@ -26,28 +26,28 @@ Probabilities = Callable[
 
 
 class HasHooks(Protocol):
-    """What of a runner forwards are noted by."""
+    """The part of a runner through which forwards are recorded."""
 
     hooks: list[Callable[[float, int], None]]
 
 
 class ForwardTimes:
-    """The forwards of a runner while they are watched; whoever takes them clears them."""
+    """Records the forwards of a runner while enabled."""
 
     def __init__(self, runner: HasHooks) -> None:
         self._runner, self._known = runner, list[ForwardSpan]()
 
     def watch(self, on: bool) -> None:
-        """Begins or ends it; twice is once."""
+        """Starts or stops recording; idempotent."""
         hooks = self._runner.hooks
         if on and self._note not in hooks:
-            hooks.append(self._note)  # behind what makes a step last longer
+            hooks.append(self._note)  # after a hook that prolongs steps
         elif not on and self._note in hooks:
             hooks.remove(self._note)
         self._known.clear()
 
     def take(self) -> list[ForwardSpan]:
-        """Those since it was asked last."""
+        """Returns and removes the forwards since the last call."""
         known, self._known = self._known, []
         return known
 
@@ -56,20 +56,20 @@ class ForwardTimes:
 
 
 class TraceWatcher(Protocol):
-    """What is to be done at some of a loop's events, by their names, with what they are about; then their time goes to
-    `times`."""
+    """Handlers of some of a loop's events, by name, called with the event's arguments. Afterwards the event's time is
+    appended to `times`."""
 
     times: list[float]
     handlers: dict[str, Callable[..., None]]
 
     def watch(self, on: bool) -> None:
-        """Sets or takes away its hooks."""
+        """Installs or removes its hooks."""
         ...
 
 
 class ObserverToggle:
-    """Observes a loop for a watcher, and costs nothing while nobody wants to know: `enabled` is asked when a request
-    opens. `on_change` hears of a change, before anything of that request."""
+    """An observer of a loop that delegates to a watcher, at no cost while disabled. `enabled` is called when a request
+    opens. `on_change` is called when it changes, before any other event of that request."""
 
     def __init__(
         self, enabled: Callable[[], bool], watcher: TraceWatcher, on_change: Callable[[bool], None] = lambda on: None
@@ -91,7 +91,7 @@ class ObserverToggle:
 
 
 class TracedDrafter(Protocol):
-    """What a draft's lane is read off: a drafter on a model in this process."""
+    """A drafter on a model in this process, whose timeline can be recorded."""
 
     @property
     def runner(self) -> Any: ...
@@ -100,43 +100,43 @@ class TracedDrafter(Protocol):
 
 
 class DraftTimeline:
-    """Notes the lane of a drafter round by round."""
+    """Records the timeline of a drafter, round by round."""
 
     def __init__(self, drafter: TracedDrafter) -> None:
         self._drafter, self._forwards = drafter, ForwardTimes(drafter.runner)
         self._last: DraftSnapshot = b"", 0, []
 
     def watch(self, on: bool) -> None:
-        """Sets or takes away its hooks."""
+        """Installs or removes its hooks."""
         self._forwards.watch(on)
 
     def opened(self) -> None:
-        """It has read the prompt."""
+        """Called after the prefill."""
         self.grown()
 
     def grown(self) -> tuple[DraftSnapshot, DraftSnapshot]:
-        """A round, once its tree is grown, and the one before."""
+        """A snapshot of a round after its expansions, and that of the previous round."""
         drafter, before = self._drafter, self._last
         self._last = drafter.tree.state.tobytes(), drafter.runner.cache.prefix_len[0], self._forwards.take()
         return self._last, before
 
 
 class TreeTrace:
-    """Watches the loop on rank 0.
+    """Records the decoding loop on rank 0.
 
-    `busy`: seconds that the target has spent in forwards so far. `drafter_active`: whether the last proposal was the
-    drafter's,
-    who is not asked in plain rounds, nor anywhere in a plain request. `probabilities`: the target's, of the tokens of
-    the proposal verified last. `lane`: of a drafter in this process. `hops`: exchanges with workers since it was asked
-    last.
+    `busy`: returns the seconds that the target has spent in forwards.
+    `drafter_active`: returns whether the last proposal was the drafter's; false in autoregressive rounds and requests.
+    `probabilities`: the target's, of the tokens of the proposal verified last.
+    `lane`: the timeline of a drafter in this process.
+    `rpcs`: returns the RPCs with workers since its last call.
     """
 
     def __init__(
         self, recorder: Recorder, busy: Callable[[], float], drafter_active: Callable[[], bool], probabilities:
         Probabilities,
-        lane: DraftTimeline | None = None, hops: Callable[[], Sequence[RpcRecord]] = tuple,
+        lane: DraftTimeline | None = None, rpcs: Callable[[], Sequence[RpcRecord]] = tuple,
     ) -> None:  # fmt: skip
-        self._hops = hops
+        self._drain_rpcs = rpcs
         self._recorder, self._busy, self._drafter_active, self._probabilities, self._timeline = (
             recorder,
             busy,
@@ -144,9 +144,9 @@ class TreeTrace:
             probabilities,
             lane,
         )
-        self._plain = False  # the request
+        self._plain = False  # whether the request is autoregressive
         self._spent = 0.0
-        self._drafted, self._grown = False, None  # in this round: the drafter was asked; its lane
+        self._drafted, self._grown = False, None  # in this round: whether the drafter took part; its snapshots
         self.times = list[float]()
         self.handlers: dict[str, Callable[..., None]] = {
             "opening": self._opening, "opened": self._opened, "grown": self._on_expanded, "settled": self._settled,
@@ -154,13 +154,13 @@ class TreeTrace:
         }  # fmt: skip
 
     def watch(self, on: bool) -> None:
-        """Sets or takes away its hooks."""
+        """Installs or removes its hooks."""
         if self._timeline is not None:
             self._timeline.watch(on)
 
     def _opening(self, opening: RequestStart) -> None:
         self._recorder.begin(opening)
-        self._hops()  # of requests that nobody has recorded
+        self._drain_rpcs()  # discard those of requests that were not recorded
         self._plain = opening.sampling.verify_batch == 1
         self.times.clear()
 
@@ -170,26 +170,28 @@ class TreeTrace:
             self._timeline.opened()
 
     def _on_expanded(self) -> None:
-        """It has grown, and verifying begins: who listens works beside that."""
+        """The expansions are done and the verification begins: a listener works during that."""
         self._drafted = not self._plain and self._drafter_active()
         self._grown = self._timeline.grown() if self._timeline is not None and self._drafted else None
         self._recorder.deliver()
 
     def _settled(self, proposal: Proposal, result: VerifyResult) -> None:
-        """The result is on its way, so nobody waits for it."""
+        """The result has been sent, so this is off the critical path."""
         known = self._probabilities(proposal.tokens, proposal.parents)
         busy, times = self._busy(), self.times
         self._recorder.add(
-            RoundRecord(proposal, result, times, self._drafted, busy - self._spent, known, self._grown, self._hops())
+            RoundRecord(
+                proposal, result, times, self._drafted, busy - self._spent, known, self._grown, self._drain_rpcs()
+            )
         )
         self._spent, self.times = busy, times[-2:]
 
 
 class DraftTrace:
-    """Watches the loop that a draft's ranks work in: each round of its lane goes to `send` once it is grown."""
+    """Records the loop of the draft's ranks; each round of its timeline is sent after its expansions."""
 
     def __init__(self, drafter: TracedDrafter, send: Callable[[int, int, Record], None]) -> None:
-        """`send` hears request, round, and what the lane says of it."""
+        """`send`: called with request, round, and the timeline's record."""
         self._timeline, self._send = DraftTimeline(drafter), send
         self._request, self._round = 0, 0
         self.times = list[float]()
@@ -214,7 +216,7 @@ class DraftTrace:
 
 
 class ParticleTrace:
-    """Watches mode smc: nothing overlaps in it, so a round lasts from the end of the one before."""
+    """Records mode smc, where nothing overlaps: a round lasts from the end of the previous one."""
 
     def __init__(self, target: HasHooks, draft: HasHooks, recorder: Recorder) -> None:
         self._recorder, self._forwards = recorder, {"target": ForwardTimes(target), "draft": ForwardTimes(draft)}
@@ -225,7 +227,7 @@ class ParticleTrace:
         }  # fmt: skip
 
     def watch(self, on: bool) -> None:
-        """Sets or takes away its hooks."""
+        """Installs or removes its hooks."""
         for forwards in self._forwards.values():
             forwards.watch(on)
 
@@ -236,10 +238,10 @@ class ParticleTrace:
     def _opened(self) -> None:
         self._round = 0
         for forwards in self._forwards.values():
-            forwards.take()  # the prompt's
+            forwards.take()  # discard those of the prefill
 
     def _collected(self, tokens: Sequence[int]) -> None:
-        """A round that ends now, and the tokens that all particles have come to share by it."""
+        """Ends a round. `tokens`: those that all particles share since this round."""
         span = self.times[-1], time.perf_counter()
         lanes = {side: {"forwards": forwards.take()} for side, forwards in self._forwards.items()}
         about = {"request": self._request, "round": self._round, "population": span, "tokens": tokens}

@@ -1,4 +1,4 @@
-"""The file of `--trace`: a line of JSON for each thing on record. It is written here, and read again."""
+"""Trace files (`--trace`): one line of JSON per entry; writing and reading."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from swiftspec.errors import UserError
 from swiftspec.observe.round_records import TraceEntry, to_record
 from swiftspec.observe.trace_format import TRACE_VERSION, Record, TokenTexts, to_json
 
-MAX_LINE_BYTES = 32 << 20  # bytes of a line: a request's prompt, with the texts of its tokens
+MAX_LINE_BYTES = 32 << 20  # the longest line has a prompt and the texts of its tokens
 
 
 class TraceFile:
-    """Raises UserError on a file that cannot be opened, and on a pipe without a reader. A file that takes no more later
-    costs nobody an answer: what is still to be written is dropped, and `error` says why.
+    """Raises UserError for a file that cannot be opened, or a pipe without a reader. A later write error never affects
+    a request: the remaining entries are dropped, and `error` is set.
 
-    `token_text` makes text of a token; where there is one, each line has `texts` of the tokens that are new in it.
+    `token_text`: converts a token to text; if set, each line has the `texts` of the tokens that are new in it.
     """
 
     def __init__(self, path: Path) -> None:
@@ -38,7 +38,7 @@ class TraceFile:
             raise UserError(f"--trace {path} cannot be written: {why}") from None
 
     def write(self, entry: Iterable[TraceEntry]) -> None:
-        """Writes the lines of these, and all that was written before."""
+        """Writes the lines of these entries and flushes the file."""
         for line in map(to_record, entry):
             texts = {} if self.token_text is None else self._texts.new(line, self.token_text)
             self._try(self._file.write, json.dumps(line | texts, default=to_json) + "\n")
@@ -55,14 +55,13 @@ class TraceFile:
             act(*values)
         except OSError as error:
             self.error = error.strerror or str(error)
-            with suppress(OSError):  # it tries to write the rest once more
+            with suppress(OSError):  # close retries to write the rest
                 self._file.close()
 
 
 def read_trace(path: Path, max_bytes: int) -> Iterator[tuple[str, Record]]:
-    """The lines of a trace of at most `max_bytes` bytes, the head first, each with its name for an error. A last line
-    that
-    was cut off is left out. Raises UserError on a file that is no trace, and on a line that is none."""
+    """The lines of a trace of at most `max_bytes` bytes, the header first, each with a name for error messages. A
+    truncated last line is skipped. Raises UserError for a file that is not a trace, or an invalid line."""
     no_trace = UserError(f"{path} is no trace of this version: make one with `serve --trace {path.name}`")
     number, bad = 0, None
     for number, line in enumerate(file_io.read_lines(path, max_bytes=max_bytes, max_line_bytes=MAX_LINE_BYTES), 1):
@@ -84,7 +83,7 @@ def read_trace(path: Path, max_bytes: int) -> Iterator[tuple[str, Record]]:
 
 
 def _opened(path: Path) -> int:
-    """Opens a file to write, without waiting for the reader of a pipe."""
+    """Opens a file for writing, without waiting for the reader of a pipe."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NONBLOCK, 0o666)
     os.set_blocking(descriptor, True)
     return descriptor

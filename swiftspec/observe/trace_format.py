@@ -1,5 +1,5 @@
-"""The lines of a trace, which events are too; docs/reference/trace.md has them field by field. Arrays in a line stay so
-until it is written: `to_json` makes lists of them."""
+"""The lines of a trace, which are also sent as events; docs/reference/trace.md documents the fields. Arrays in a line
+are kept until it is written; `to_json` converts them to lists."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from swiftspec.params import SamplingParams
 
 Record = dict[str, Any]
 TRACE_VERSION = 1
-LOGPROB_DIGITS = 5  # behind the point of logarithms and probabilities
+LOGPROB_DIGITS = 5  # decimals of logarithms and probabilities
 
 
 def trace_header(facts: Record) -> Record:
@@ -22,14 +22,14 @@ def trace_header(facts: Record) -> Record:
 
 
 def non_default_fields(sampling: SamplingParams) -> Record:
-    """The fields that are not at their defaults."""
+    """The fields that differ from their defaults."""
     usual = SamplingParams()
     values = {field.name: getattr(sampling, field.name) for field in fields(sampling)}
     return {name: value for name, value in values.items() if value != getattr(usual, name)}
 
 
 def to_json(value: Any) -> Any:
-    """What JSON has in place of an array."""
+    """The JSON representation of an array."""
     if not isinstance(value, np.ndarray):
         raise TypeError(f"a line holds no {type(value).__name__}")
     if value.dtype.kind == "f":
@@ -38,7 +38,7 @@ def to_json(value: Any) -> Any:
 
 
 def tokens_in(line: Record) -> set[int]:
-    """All the tokens that a line names."""
+    """All tokens that occur in a line."""
     found = set(line.get("tokens", ()))
     found.update(line.get("begin", {}).get("prompt", ()), line.get("proposal", {}).get("tokens", ()))
     tree = line.get("draft", {}).get("tree")
@@ -48,17 +48,17 @@ def tokens_in(line: Record) -> set[int]:
 
 
 class TokenTexts:
-    """Which tokens' texts have been given by now."""
+    """Tracks the tokens whose texts were already written."""
 
     def __init__(self) -> None:
         self._given: set[int] = set()
 
     def new(self, line: Record, token_text: Callable[[int], str]) -> Record:
-        """What a line has to say of the tokens that none before it has named."""
+        """The texts of the tokens that occur in this line for the first time."""
         return self.of(tokens_in(line), token_text)
 
     def of(self, tokens: set[int], token_text: Callable[[int], str]) -> Record:
-        """As `new`, of tokens."""
+        """As `new`, for a set of tokens."""
         missing = sorted(tokens - self._given)
         self._given.update(missing)
         return {"texts": {str(token): token_text(token) for token in missing}} if missing else {}

@@ -1,5 +1,8 @@
-"""`python -m swiftspec.serve`: with --port a server, in a terminal a chat, else one answer. A server and several
-ranks are kept, and this process is their keeper then. Imports as it goes, so that --help is fast."""
+"""Command `python -m swiftspec.serve`: a server with --port, a chat in a terminal, otherwise one answer.
+
+A server, and a command on several ranks, runs in supervised processes; this process is their supervisor then. Modules
+are imported where they are needed, so that --help is fast.
+"""
 
 from __future__ import annotations
 
@@ -23,34 +26,44 @@ if TYPE_CHECKING:
     from swiftspec.serve.supervisor.supervisor_client import SupervisorClient
 
 
-FOLLOWER_ERROR_DELAY_S = (
-    5.0  # seconds in which rank 0 says what is wrong; the first rank that leaves makes the launcher end all
-)
+# Rank 0 reports an error first: the launcher ends all ranks as soon as one exits.
+FOLLOWER_ERROR_DELAY_S = 5.0
+DEFAULT_PORT = 8000  # of `swiftspec serve`
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command and returns its exit code."""
-    return run_guarded(lambda first: _dispatch(list(sys.argv[1:] if argv is None else argv), first))
+def main(argv: Sequence[str] | None = None, subcommand: str | None = None) -> int:
+    """Runs the command and returns its exit code (see `run_guarded`).
+
+    `subcommand`: "chat", "serve" or "generate"; None decides by the flags and by whether there is a terminal."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if subcommand is None:
+        return run_guarded(lambda first: _dispatch(arguments, first))
+    return run_guarded(lambda first: _run_subcommand(subcommand, arguments, first))
 
 
 def run_guarded(run: Callable[[bool], int], grace_s: float = SIGNAL_GRACE_S, *, supervised: bool = False) -> int:
-    """Runs a command, which is told whether this is the first rank, and returns its exit code, or 2 for a call that
-    makes no sense, 1 for what does not work out, 141 if the reader of its output left, 130, 143 or 129 after Ctrl-C,
-    SIGTERM or SIGHUP (`grace`: see Ending). Whatever the user can mend is told in one line on stderr, by rank 0 where
-    there are several. `kept`: a keeper has started this process, and starts it again where it has lost another rank."""
+    """Runs a command with handling of signals, output streams and errors. Returns its exit code.
+
+    Exit codes: 2 usage error, 1 runtime error, 141 broken pipe, 128 + n for signal n. Errors that the user can fix are
+    printed as one line on stderr, by rank 0 if there are several ranks.
+
+    `run`: the command; its argument is whether this process is rank 0.
+    `grace_s`: see `TerminationGuard`.
+    `supervised`: a supervisor has started this process, and restarts it after the loss of another rank.
+    """
     rank = own_rank()
     first = rank == 0
     for name, level in (("TORCH_CPP_LOG_LEVEL", "ERROR"), ("GRPC_VERBOSITY", "NONE")):
-        os.environ.setdefault(name, level)  # what they would say of a peer that left is told in a line of ours
+        os.environ.setdefault(name, level)  # a lost peer is reported by one line of this command instead
     numbers = TERMINATION_SIGNALS if first else (signal.SIGINT,)
     with command_streams(first) as streams, TerminationGuard(grace_s, numbers) as ending:
         try:
             streams.check()
-            if first and not supervised:  # else the keeper has
+            if first and not supervised:  # otherwise the supervisor has done so
                 _warn_of_unknown_variables()
             try:
                 code = run(first)
-            finally:  # also after --help; a full disk may show here only
+            finally:  # also after --help; a full disk may only be noticed here
                 streams.flush()
         except JobEnded:
             code = 0
@@ -62,7 +75,7 @@ def run_guarded(run: Callable[[bool], int], grace_s: float = SIGNAL_GRACE_S, *, 
             code = _report_error(error, rank) if ending.exit_code is None else 1
         except KeyboardInterrupt:
             code = 130
-        except BrokenPipeError:  # the reader left; so do we, without a word
+        except BrokenPipeError:  # the reader of the output has exited: exit silently
             code = 141
         except BaseException:
             if ending.exit_code is None:
@@ -72,15 +85,15 @@ def run_guarded(run: Callable[[bool], int], grace_s: float = SIGNAL_GRACE_S, *, 
 
 
 def exit_process(code: int) -> NoReturn:
-    """Ends the process. A signal that comes now is too late to change how: the interpreter, which needs a while to go,
-    would end by it."""
+    """Exits the process. Signals are ignored from here on: one that arrives during the interpreter's shutdown would
+    change the exit code."""
     for number in TERMINATION_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     sys.exit(code)
 
 
 def _warn_of_unknown_variables() -> None:
-    if any(name.startswith("SWIFTSPEC_") for name in os.environ):  # which needs a good deal of imports to know
+    if any(name.startswith("SWIFTSPEC_") for name in os.environ):  # checking them takes slow imports
         from swiftspec.serve.settings.config_sources import unknown_variable_warnings
 
         for line in unknown_variable_warnings():
@@ -88,19 +101,19 @@ def _warn_of_unknown_variables() -> None:
 
 
 def _report_error(error: UserError, rank: int) -> int:
-    """One line for what the user can mend. Returns the exit code."""
+    """Prints an error that the user can fix as one line. Returns the exit code."""
     from swiftspec.serve.settings.settings import UsageError
 
     if rank == 0:
         print(f"swiftspec: error: {error}", file=sys.stderr)
     else:
-        time.sleep(FOLLOWER_ERROR_DELAY_S)  # only a rank that is alone with its trouble is still here after that
+        time.sleep(FOLLOWER_ERROR_DELAY_S)  # only a rank whose error rank 0 does not share is still running after that
         print(f"swiftspec: rank {rank}: error: {error}", file=sys.stderr)
     return 2 if isinstance(error, UsageError) else 1
 
 
 def _dispatch(argv: Sequence[str], first: bool) -> int:
-    """One rank alone, for a person, runs here; whatever else there is runs in processes that are kept."""
+    """Runs a command on a single rank in this process; a server or several ranks in supervised processes."""
     here = launched()
     if argv[:1] in (["worker"], ["generate"]):
         return _run_with_workers(argv[0], argv[1:], here)
@@ -130,8 +143,30 @@ def _dispatch(argv: Sequence[str], first: bool) -> int:
     return supervise_command(here, ranks, argv)
 
 
+def _run_subcommand(name: str, argv: list[str], first: bool) -> int:
+    """`swiftspec chat|serve|generate`: checks that the flags and the terminal fit the sub-command, then runs it like
+    `python -m swiftspec.serve` with the same flags. Raises UsageError if they do not fit."""
+    from swiftspec.serve.cli.arguments import HELP_PAGES, parse_command
+    from swiftspec.serve.settings.settings import UsageError
+
+    command = parse_command(argv, page=HELP_PAGES[name])
+    has_prompt = command.prompt is not None or command.prompt_file is not None
+    if name == "serve":
+        return _dispatch(argv if command.settings.port is not None else [*argv, "--port", str(DEFAULT_PORT)], first)
+    if command.settings.port is not None:
+        raise UsageError(f"--port is for `swiftspec serve`: leave it out of `swiftspec {name}`")
+    terminal = sys.stdin is not None and sys.stdin.isatty()
+    if name == "chat" and (has_prompt or command.json):
+        raise UsageError("--prompt, --prompt-file and --json are for `swiftspec generate`: leave them out")
+    if name == "chat" and first and not (terminal and sys.stdout.isatty()):
+        raise UsageError("`swiftspec chat` needs a terminal: use `swiftspec generate` for a prompt from a pipe")
+    if name == "generate" and first and not has_prompt and (terminal or sys.stdin is None):
+        raise UsageError("no prompt: give one with --prompt or --prompt-file, or pipe it in")
+    return _dispatch(argv, first)
+
+
 def _run_with_workers(name: str, argv: Sequence[str], here: Launched | None) -> int:
-    """A worker, or one answer that workers decode."""
+    """Runs `worker`, or `generate` with a remote target."""
     from swiftspec.serve.cli import generate, worker
     from swiftspec.serve.cli.arguments import parse_command
     from swiftspec.serve.settings.settings import UsageError
@@ -166,13 +201,17 @@ def _supervise_server(command: ParsedCommand, here: Launched | None, ranks: int,
 
 
 def run_rank(command: ParsedCommand, first: bool, supervisor: SupervisorClient | None = None) -> int:
-    """One rank's part of the command. Returns its exit code. `kept`: by whom it was started."""
+    """Runs one rank of the command in this process. Returns its exit code.
+
+    `supervisor`: the supervisor that has started this process, if any."""
     serving = command.settings.port is not None
     if not first:
         from swiftspec.serve.session import run_follower_rank
 
         if serving:
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # rank 0 hears it, ends what runs, and says when to leave
+            signal.signal(
+                signal.SIGTERM, signal.SIG_IGN
+            )  # rank 0 handles it, drains the requests and shuts this rank down
         world = join_launched_world(None if supervisor is None else supervisor.supervision())
         assert world is not None
         run_follower_rank(command.settings, world)
@@ -194,8 +233,9 @@ def run_rank(command: ParsedCommand, first: bool, supervisor: SupervisorClient |
 
 
 def join_launched_world(supervision: SupervisorLink | None = None) -> World | None:
-    """The ranks that a launcher has started; None for one alone, which needs no torch to know that. `keeping`: who
-    starts ranks again."""
+    """Joins the job that a launcher has started. Returns None for a single process, without importing torch.
+
+    `supervision`: the supervisor that restarts ranks, if any."""
     if launched() is None:
         return None
     from swiftspec.distributed.launch.world import join_world
@@ -204,7 +244,7 @@ def join_launched_world(supervision: SupervisorLink | None = None) -> World | No
 
 
 def command() -> NoReturn:
-    """The process of this command, from its start to its end."""
+    """Runs the command in this process and exits with its exit code."""
     exit_process(main())
 
 

@@ -1,6 +1,6 @@
 """Verification of chains: which draft tokens the target accepts, and the token that it adds.
 
-Batched, for a device, without branches and without loops over rows: `verify_greedy`, `verify_coupled` and
+Batched, for a device, without branches and without loops over rows: `accept_matching_prefix` and
 `verify_by_rejection`. Trees are verified on the host, one at a time (tree/acceptance.py, tree/rejection.py). All
 methods are exact for any sampling parameters: logits are processed (temperature, filters, penalties, bias) before they
 are passed in, and forbidden tokens are -inf.

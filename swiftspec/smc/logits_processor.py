@@ -1,4 +1,4 @@
-"""What one request's sampling parameters make of logits, without a look at their values."""
+"""Logits processing of sequence groups by their sampling parameters, without device synchronisation."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from swiftspec.sampling.sampler import Sampler, SamplerOps
 
 
 class LogitsProcessor:
-    """The distributions of one request, or of several with the same parameters: p of the target and q of the draft.
+    """The distributions of one request, or of several with equal parameters: p of the target and q of the draft.
 
-    Filters shape p alone: the draft must reach what the target does (smc/weights.py). Penalties shape both, and come
-    first: where there are any, all else takes what `penalise` has made of logits. `key` is equal for two requests that
-    one shaper serves.
+    Filters apply to p only: the draft must cover the target's support (smc/weights.py). Penalties apply to both and
+    come first: if there are any, all other methods take the output of `penalise`. `key` is equal for requests that can
+    share one processor.
     """
 
     def __init__(self, sampling: SamplingParams, vocab: int, device: torch.device, ops: SamplerOps) -> None:
@@ -33,7 +33,7 @@ class LogitsProcessor:
             sampling = replace(sampling, logit_bias={}, **no)
         self._draft = Sampler(replace(sampling, top_k=0, top_p=1.0, min_p=0.0), (), vocab, device)
         self._target = Sampler(replace(sampling, top_p=1.0), (), vocab, device)
-        self.temperature, self.bias = sampling.temperature, self._draft.bias  # which is all where nothing is filtered
+        self.temperature, self.bias = sampling.temperature, self._draft.bias  # sufficient if there are no filters
 
     @property
     def penalised(self) -> bool:
@@ -41,8 +41,12 @@ class LogitsProcessor:
         return self._penalties is not None
 
     def penalise(self, logits: Tensor, prompts: Tensor, counts: Tensor) -> Tensor:
-        """Raw logits [A, ..., N, >= V] -> [A, ..., N, V], biased and penalised where there are penalties. `prompts`
-        [A, V] bool: the tokens of each group's prompt; `counts` [A, ..., N, V]: of each row's text so far."""
+        """Applies bias and penalties: raw logits [A, ..., N, >= V] -> [A, ..., N, V]. Without penalties only the
+        vocabulary is cut.
+
+        `prompts`: [A, V] bool, the tokens of each group's prompt.
+        `counts`: [A, ..., N, V], the token counts of each row's text so far.
+        """
         logits = logits[..., : self._vocab]
         if self._penalties is None:
             return logits
@@ -52,22 +56,23 @@ class LogitsProcessor:
         return self._penalties.apply_penalties(logits, prompts, counts)
 
     def target(self, logits: Tensor) -> Tensor:
-        """The target's [n, >= V] raw -> [n, V] tempered, biased and filtered."""
+        """The target's logits: [n, >= V] raw -> [n, V] with temperature, bias and filters."""
         shaped = self._target.process_logits(logits, None)
         return filters.apply_top_p(shaped, self._top_p, num_candidates=shaped.shape[-1]) if self._top_p < 1 else shaped
 
     def tempered(self, logits: Tensor) -> Tensor:
-        """[n, >= V] raw -> [n, V] tempered and biased: the draft's, or the target's without filters."""
+        """[n, >= V] raw -> [n, V] with temperature and bias: the draft's logits, or the target's without filters."""
         return self._draft.process_logits(logits, None)
 
     def draw(self, logits: Tensor, keys: Tensor, power: float = 1.0) -> tuple[Tensor, Tensor]:
-        """A token [n] of each row of raw logits, without filters, to that power, by the noise of its key [n]; -1 where
-        logits are no numbers. And its log-probability [n], NaN there."""
+        """Samples a token [n] from each row of raw logits, without filters, raised to `power`, with the noise of its
+        key [n]; -1 where logits are not finite. Also returns its log-probability [n], NaN where logits are not finite.
+        """
         return self._ops.draw_keyed(logits, self._vocab, keys, self._scores(power))
 
     def draw_autoregressive(self, logits: Tensor, keys: Tensor | None) -> Tensor:
-        """A token [n] of each row of raw logits as plain decoding draws it, by the noise of its key [n], and without
-        any at temperature 0; -1 where logits are no numbers."""
+        """Samples a token [n] from each row of raw logits as autoregressive decoding does, with the noise of its key
+        [n], or greedily at temperature 0; -1 where logits are not finite."""
         params, bias, temperature = self._draft.params, self._draft.bias, 1.0
         if self.filtered:
             logits, bias = self.target(logits), None
@@ -78,7 +83,7 @@ class LogitsProcessor:
         return self._ops.draw_keyed(logits, self._vocab, keys, Scores(temperature, bias))[0]
 
     def log_probs(self, logits: Tensor, tokens: Tensor) -> Tensor:
-        """The log-probabilities [n] of tokens [n] by raw logits, without filters."""
+        """The log-probabilities [n] of tokens [n], given raw logits, without filters."""
         return self._ops.log_probs(logits, self._vocab, tokens, self._scores())
 
     def _scores(self, power: float = 1.0) -> Scores:
@@ -87,18 +92,18 @@ class LogitsProcessor:
 
 @dataclass(frozen=True, slots=True)
 class GroupSpan:
-    """Neighbouring groups whose requests shape logits alike."""
+    """A run of neighbouring groups with equal logits parameters."""
 
     processor: LogitsProcessor
-    groups: slice  # positions
+    groups: slice  # positions among the groups
 
     def rows(self, particles: int) -> slice:
-        """Theirs among the rows of a forward of N rows a group."""
+        """Their rows in a forward with N rows per group."""
         return slice(self.groups.start * particles, self.groups.stop * particles)
 
 
 def group_spans(processors: Sequence[LogitsProcessor | None]) -> list[GroupSpan]:
-    """Those of groups with these shapers. One that never had a request joins its neighbour."""
+    """The spans of groups with these processors. A group that never had a request joins its neighbour."""
     spans: list[GroupSpan] = []
     for processor, run in groupby(range(len(processors)), lambda group: processors[group]):
         places = [*run]
@@ -110,12 +115,10 @@ def group_spans(processors: Sequence[LogitsProcessor | None]) -> list[GroupSpan]
 
 
 def penalise_spans(spans: Sequence[GroupSpan], logits: Tensor, prompts: Tensor, counts: Tensor) -> Tensor:
-    """Raw logits [A, ..., N, >= V] after the penalties of those requests that have any: `LogitsProcessor.penalise`,
-    span by
-    span."""
+    """Applies `LogitsProcessor.penalise` span by span to raw logits [A, ..., N, >= V]."""
     return concatenate([s.processor.penalise(logits[s.groups], prompts[s.groups], counts[s.groups]) for s in spans])
 
 
 def concatenate(parts: Sequence[Tensor]) -> Tensor:
-    """One after the other."""
+    """Concatenates along the first dimension; a single part is returned as is."""
     return parts[0] if len(parts) == 1 else torch.cat([*parts])

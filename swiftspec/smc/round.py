@@ -1,15 +1,16 @@
-"""One round of all groups on the device: K draft steps, one target score, weights, bonus, resampling, and no host.
+"""One round of all groups on the device: K draft steps, target scores, weights, bonus token, resampling; no host work.
 
-A round has one shape whatever it draws, so it waits for nothing: tensors on the device tell it where it is. Everything
-that it reads and writes stays where it is from round to round, which is what a captured graph needs: one for each width
-of the window and number of groups.
+A round has one shape whatever it samples, so it never synchronises: tensors on the device hold its state. Everything
+that it reads and writes stays at fixed addresses, as a captured graph requires: one graph per window width and number
+of groups.
 
-The groups that take part lie first in every tensor, at the positions 0..A - 1, in the order of their sequences. They
-are one flat batch, by group, then by step, then by particle; each forward runs over all of them, and so does all that
-follows, but where requests shape logits differently: then each run of groups that are alike goes by itself.
+The groups that take part are the first ones in every tensor, at the positions 0..A - 1, ordered by sequence. They form
+one flat batch, ordered by group, then step, then particle. Each forward runs over all of them, and so does all that
+follows, except where requests have different logits parameters: then each run of equal neighbours is processed
+separately.
 
-Letters: A groups of N particles, K draft tokens a round, W tree slots that a round looks at, V tokens, S sequences.
-Source: SMC-SD engine v0.1 section 3.3, v0.2 sections 3 to 5; the law is in smc/weights.py.
+Symbols: A groups of N particles, K draft tokens per round, W tree slots in the window, V tokens, S sequences. Source:
+SMC-SD engine v0.1 section 3.3, v0.2 sections 3 to 5; smc/weights.py derives the distribution.
 """
 
 from __future__ import annotations
@@ -38,48 +39,51 @@ from swiftspec.smc.verification import DraftedTokens, RoundVerdict, verify_round
 
 @dataclass(frozen=True, slots=True)
 class RoundContext:
-    """Where a round is."""
+    """The inputs of a round."""
 
-    particles: Particles  # of the groups that take part
+    particles: Particles  # the groups that take part
     spans: list[GroupSpan]
     width: int
-    slots: Tensor  # [A, N, K + 1], of its tokens
+    slots: Tensor  # [A, N, K + 1], of the round's tokens
     kv_len: Tensor  # [S], where the windows end
 
 
 @dataclass(frozen=True, slots=True)
 class DraftChains:
-    """The draft's chains. `views`: K + 1 of [A, N, W], what the pending token and then each draft token sees."""
+    """The draft's chains. `views`: K + 1 masks [A, N, W], what the pending token and then each draft token attends
+    to."""
 
     tokens: Tensor  # [A, N, K]
     log_q: Tensor  # [A, N, K]
-    logits: list[list[Tensor]]  # by span: [A N, V] each, of the steps that may be rejected
-    keys: list[Tensor | None]  # [A N] each, of the noise of the steps that may be matched
+    logits: list[list[Tensor]]  # per span, the steps that may be rejected: [A N, V] each
+    keys: list[Tensor | None]  # noise keys of the steps verified by coupling: [A N] each
     pending_slots: Tensor  # [A, N]
     views: list[Tensor]
-    counts: list[Tensor]  # K + 1 of [A, N, V], of the text up to each; none where there are no penalties
+    counts: list[Tensor]  # K + 1 token counts [A, N, V] of the text up to each; empty without penalties
 
 
 class PopulationRound:
-    """Both models, all groups and their noise."""
+    """Runs rounds on both models, all groups and their noise."""
 
     def __init__(self, target: Runner, draft: Runner, config: PopulationConfig, max_tokens: int) -> None:
         vocab, groups, device = target.vocab, config.smc_groups, target.model.device
         self._target, self._draft, self._config, self._vocab = target, draft, config, vocab
         slots = min(target.tree_slots, draft.tree_slots)
-        # reference/ has it apart from the operators that every model needs, and so may others
+        # optional operator: backends without it use the reference implementation
         resample: Resample = getattr(target.ops, "resample", resampling.resample)
         shape = groups, config.particles, config.smc_draft_tokens, slots, max_tokens
         self.particles = Particles(*shape, device, resample)
         self._by_count = [self.particles.first_groups(count) for count in range(groups + 1)]
-        # every round adds a token at least, so there are no more of them than tokens
+        # every round adds at least one token, so there are at most max_tokens rounds
         self.streams = ParticleStreams(groups, config.particles, device, max_tokens)
-        self._prefix = torch.zeros(groups, dtype=torch.int64, device=device)  # slots before the tree's, in both caches
+        self._prefix = torch.zeros(groups, dtype=torch.int64, device=device)  # prefix lengths, equal in both caches
         self._sequences = torch.arange(groups, device=device)
         self._stops = torch.zeros(groups, vocab, dtype=torch.bool, device=device)
-        self._prompts = torch.zeros_like(self._stops)  # the tokens of each prompt, which penalties count
+        self._prompts = torch.zeros_like(self._stops)  # the tokens of each prompt, for penalties
         self._processors: list[LogitsProcessor | None] = [None] * groups
-        self._sampling_spans: dict[int, list[tuple[int, float, Tensor | None]]] = {}  # `shaped`, of these shapers
+        self._sampling_spans: dict[
+            int, list[tuple[int, float, Tensor | None]]
+        ] = {}  # cache of `sampling_spans`, by number of groups
         self._ticks = torch.arange(config.smc_draft_tokens + 1, device=device)
         self._no_kv_len = torch.zeros(groups, dtype=torch.int64, device=device)
         books = [self._prefix, self._sequences, self._stops]
@@ -89,11 +93,11 @@ class PopulationRound:
     def open(
         self, group: int, prompt: Sequence[int], sampling: SamplingParams, stops: Collection[int], limit: int
     ) -> None:
-        """Fans out the group at that position from a prompt that is prefilled but for its last token, which has tree
+        """Fans out the group at that position from a prompt that is prefilled except for its last token, which has tree
         slot 0."""
         key = logits_key(sampling)
         alike = [processor for processor in self._processors if processor is not None and processor.key == key]
-        # the same one again where there is one: the tensors that graphs have captured stay
+        # reuse an equal processor, since graphs have captured its tensors
         processor = alike[0] if alike else LogitsProcessor(sampling, self._vocab, self._stops.device, self._target.ops)
         self._processors[group] = processor
         self._sampling_spans.clear()
@@ -107,7 +111,7 @@ class PopulationRound:
         self.particles.fan_out(group, prompt[-1], len(prompt) - 1, limit)
 
     def rearrange(self, order: Sequence[int]) -> None:
-        """Puts the group at position `order[i]` at position i."""
+        """Moves the group at position `order[i]` to position i."""
         moved = torch.tensor([pair for pair in enumerate(order) if pair[0] != pair[1]], device=self._prefix.device)
         for tensor in (*self.tensors, self._prompts):
             tensor.index_copy_(0, moved[:, 0], tensor.index_select(0, moved[:, 1]))
@@ -115,7 +119,7 @@ class PopulationRound:
         self._sampling_spans.clear()
 
     def compact(self, group: int, path: Sequence[int], keep: Sequence[int]) -> None:
-        """Follows `KVCache.commit_sequence` on both caches."""
+        """Applies `KVCache.commit_sequence` of both caches."""
         self.particles.compact(group, path, keep)
         self._prefix[group] += len(path)
 
@@ -125,22 +129,22 @@ class PopulationRound:
 
     @property
     def state(self) -> list[Tensor]:
-        """All that a round changes, but for keys and values, of which the next one writes the same anew."""
+        """The tensors that a round changes, except keys and values, which the next round writes again."""
         return self.particles.state
 
     @property
     def tensors(self) -> list[Tensor]:
-        """All that a round reads or changes of a group without penalties: [G, ...] each."""
+        """All tensors that a round without penalties reads or changes of a group: [G, ...] each."""
         return self._tensors
 
     @property
     def header_len(self) -> int:
-        """How many numbers a round leaves for each group, beside one for each slot of the window."""
+        """The number of values per group in the result, in addition to one per slot of the window."""
         return self._header_len
 
     def sampling_spans(self, groups: int) -> list[tuple[int, float, Tensor | None]]:
-        """How the logits of the first groups are shaped, where there are no filters or penalties: so many neighbours,
-        their temperature and bias."""
+        """The logits parameters of the first groups, which must not have filters or penalties, as runs of equal
+        neighbours: number of groups, temperature, bias."""
         if groups not in self._sampling_spans:
             processors = [
                 (span.groups.stop - span.groups.start, span.processor)
@@ -154,17 +158,17 @@ class PopulationRound:
 
     @property
     def key(self) -> Hashable:
-        """Equal for rounds that have the same tensors and operators by value."""
+        """Equal for rounds that hold the same tensors and operators by value."""
         return tuple((span.processor, span.groups.stop) for span in group_spans(self._processors))
 
-    @torch.inference_mode()  # saves a microsecond an operator
+    @torch.inference_mode()  # saves a microsecond per operator
     def __call__(self, width: int, groups: int) -> Tensor:
-        """One round of the first groups over the first `width` tree slots of each, of which its own are handed out.
-        Touches the host nowhere.
+        """Runs one round of the first groups over the first `width` tree slots of each, which include the slots that it
+        hands out. Never synchronises with the host.
 
-        Returns what the host shall read, [A, 3 + L + W] int64, for each group: length of the common prefix, or -1 where
-        logits or weights are no numbers; number of finished particles; draft tokens that stay; row 0's tokens; what
-        each slot of the window is (`Particles.columns`).
+        Returns [A, 3 + L + W] int64, to be read by the host. Per group: length of the common prefix, or -1 if logits or
+        weights are not finite; number of finished particles; number of accepted draft tokens; the tokens of row 0; the
+        state of each slot of the window (`Particles.slot_states`).
         """
         p = self._by_count[groups]
         kv_len = self._no_kv_len.index_copy(0, self._sequences[:groups], self._prefix[:groups] + width)
@@ -184,8 +188,8 @@ class PopulationRound:
         return torch.cat((books, p.tokens[:, 0], p.slot_states(width)), 1)
 
     def _keys(self, context: RoundContext) -> Iterator[Tensor | None]:
-        """Of the noise of the draft's tokens [A N], step by step, and of the one after them. Where chains are matched
-        it is that of plain decoding, so that the draft looks where the target will look."""
+        """The noise keys [A N] of the draft's tokens, step by step, and of the token after them. With coupled chains
+        these are the keys of autoregressive decoding, so that the draft samples with the target's noise."""
         p = context.particles
         if self._config.chains != "match":
             return self.streams.round_keys(p.clock[:, None] + self._ticks)
@@ -194,11 +198,11 @@ class PopulationRound:
         return self.streams.target_keys(p.tail_positions[..., 1:] + 1 + self._ticks)
 
     def _draft_tokens(self, context: RoundContext, keys: Iterator[Tensor | None]) -> DraftChains:
-        """K forwards of the draft, the first over the two tokens of each row that it has no KV of."""
+        """Runs K draft forwards, the first over the two tokens of each row that have no draft KV."""
         p, n = context.particles, context.particles.count
         tail, last, pending = self._tail(context)
         count, deferred = self._config.smc_draft_tokens, self._config.deferred_bonus
-        m = 2 if deferred else 1  # without the last draft token, read at the end of the round that drew it
+        m = 2 if deferred else 1  # 1: the KV of the last draft token was computed at the end of its round
         tails = p.tail_tokens, p.tail_positions, tail
         unread, at, slots = (each[..., -m:].transpose(1, 2).contiguous() for each in tails)
         logits = self._forward(self._draft, context, unread, at, slots, torch.stack((last, pending)[-m:], 1))
@@ -237,32 +241,33 @@ class PopulationRound:
         return DraftChains(torch.stack(tokens, -1), log, shaped, drawn_by, tail[..., 1], views, counts)
 
     def _draw(self, processor: LogitsProcessor, logits: Tensor, keys: Tensor | None) -> tuple[Tensor, Tensor]:
-        """The draft's tokens [n] after rows of its logits, and their log-probabilities [n], 0 where nobody weighs
-        them."""
+        """Samples the draft's tokens [n], and returns them with their log-probabilities [n], or zeros where weights are
+        not used."""
         if self._config.chains == "match":
-            tokens = processor.draw_autoregressive(logits, keys).clamp_min_(
-                0
-            )  # where its logits are no numbers it guesses badly
+            tokens = processor.draw_autoregressive(logits, keys)
+            tokens = tokens.clamp_min_(0)  # -1 marks logits that are not finite; any token is a valid proposal
             return tokens, torch.zeros_like(tokens, dtype=torch.float64)
         assert keys is not None
         tokens, log_probs = processor.draw(logits, keys)
-        return tokens.clamp_min_(0), log_probs  # -1: its weight tells, or it is rejected
+        return tokens.clamp_min_(
+            0
+        ), log_probs  # -1 marks logits that are not finite: its weight is NaN, or it is rejected
 
     def _keeps_logits(self, processor: LogitsProcessor, step: int) -> bool:
-        """Whether the target's judgement of a step needs the draft's logits."""
+        """Whether the verification of a step needs the draft's logits."""
         outside = processor.filtered and self._config.chains is None
         return outside or step < self._config.num_rejection_tokens
 
     def _tail(self, context: RoundContext) -> tuple[Tensor, Tensor, Tensor]:
-        """The two tokens of each row without draft KV: their slots [A, N, 2], and what each of them sees [A, N, W].
+        """The two tokens of each row that have no draft KV: their slots [A, N, 2], and the masks [A, N, W] of each.
 
-        A finished row has given its slots back, so it writes into its own new one, which nobody else ever reads.
+        A finished row has freed its slots, so it writes to its own new slot, which is never read.
         """
         p = context.particles
         window = p.mask[..., : context.width]
         tail = torch.where(p.finished[..., None], context.slots[..., -1:], p.tail_slots)
         last, pending = tail[..., :1], tail[..., 1:]
-        # at the fan-out both are the prompt's last token
+        # right after the fan-out both are the prompt's last token
         return tail, window.scatter(-1, pending, False).scatter(-1, last, True), window.scatter(-1, pending, True)
 
     def _score(self, context: RoundContext, chains: DraftChains) -> Tensor:
@@ -282,7 +287,7 @@ class PopulationRound:
         return penalise_spans(context.spans, logits, self._prompts, torch.stack(chains.counts, 1))
 
     def _verify(self, context: RoundContext, logits: Tensor, chains: DraftChains, last: Tensor | None) -> RoundVerdict:
-        """What becomes of the chains, span by span. `last`: the keys of the token after them."""
+        """Verifies the chains, span by span. `last`: the noise keys of the token after them."""
         found: list[RoundVerdict] = []
         keys = [*chains.keys, last]
         for span, kept in zip(context.spans, chains.logits, strict=True):
@@ -305,11 +310,13 @@ class PopulationRound:
     def _forward(
         self, runner: Runner, context: RoundContext, tokens: Tensor, positions: Tensor, slots: Tensor, mask: Tensor
     ) -> Tensor:
-        """Rows of all groups, whose tree slots are handed out: all [A, ...] of m rows a group, `mask` [A, ..., W] over
-        tree slots 0..W-1. Logits [A m, >= V].
+        """Runs a model over rows of all groups, whose tree slots are allocated.
 
-        Rows of a group come in topological order, so they may go in chunks. A group's window ends at its slot W - 1;
-        those of its slots that nobody has are masked for everyone.
+        `tokens`, `positions`, `slots`: [A, ...] with m rows per group.
+        `mask`: [A, ..., W] over tree slots 0..W-1.
+
+        Returns logits [A m, >= V]. The rows of a group are in topological order, so they can be split into chunks. A
+        group's window ends at its slot W - 1; slots in it that are not allocated are masked for all rows.
         """
         began, groups = time.perf_counter(), context.particles.groups
         slots = slots.reshape(groups, -1)

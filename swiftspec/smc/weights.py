@@ -1,21 +1,21 @@
-"""The law that a population of particles follows, and the weights that make it so.
+"""The distribution that a population of particles follows, and the weights that achieve it.
 
 Let p(x | prefix) be the target after temperature and filters, q the draft after temperature, and alpha the power. The
-population follows the **global power target**: over whole texts x_1 .. x_n, ended by a stop token or at the limit,
+population follows the **global power target**: over whole texts x_1 .. x_n that end at a stop token or at the limit,
 
-    pi(x) = p(x_1)^alpha p(x_2 | x_1)^alpha ... / Z,        Z = the sum of the numerator over all texts,
+    pi(x) = p(x_1)^alpha p(x_2 | x_1)^alpha ... / Z,        Z = sum of the numerator over all texts,
 
 and not the product of locally normalised steps b(x | prefix) = p(x | prefix)^alpha / Z(prefix), where
-Z(prefix) = the sum over tokens v of p(v | prefix)^alpha. The two agree for alpha = 1, where every Z(prefix) and Z is 1;
-for alpha = 2 they do not: local steps cannot see that a likely token leads to a place where all tokens are unlikely,
-the global power does. So each token multiplies its particle's weight by p^alpha / (the law that it was drawn from):
+Z(prefix) = sum over tokens v of p(v | prefix)^alpha. The two agree for alpha = 1, where every Z(prefix) and Z is 1;
+for alpha = 2 they do not: local steps cannot see that a likely token leads to a context where all tokens are unlikely;
+the global power does. So each token multiplies its particle's weight by p^alpha / (the distribution it was drawn from):
 
 - a draft token x ~ q:             alpha log p(x) - log q(x)
 - the bonus token x ~ b:           alpha log p(x) - log b(x) = log Z(prefix), whichever token it is
 - an exactly verified token (accepted, or drawn from the residual, hence x ~ b): log Z(prefix) too
 
-The seed adds the first term alone; without the bonus token's log Z(prefix) its population follows neither law.
-Tokens after the one that ended a particle add nothing. A particle's weight is then an unbiased estimate of its share of
+With the first term alone, without the bonus token's log Z(prefix), the population follows neither distribution.
+Tokens after a particle's last one add nothing. A particle's weight is then an unbiased estimate of its share of
 Z, resampling (systematic, weights reset to their mean) keeps it one, and log Z is the sum of the logarithms of those
 means. Expectations over the weighted population are off by O(1 / N). tests/smc/test_smc_law.py proves it.
 
@@ -25,20 +25,19 @@ y ~ b takes its place, for log Z(prefix), and one inside A counts alpha log p(x)
 together give every token v of A the expected weight q(A) p(v)^alpha + (1 - q(A)) b(v) Z(prefix) = p(v)^alpha, and no
 particle's weight is ever zero.
 
-Exact verification of the first tokens of a round (mixed mode) is the same with the rule of rejection sampling in place
-of A. Its particles differ in length, which the weights bear: each is right for the text that it is about. With all K
-tokens verified and alpha = 1 nothing is approximate, for any N.
+Exact verification of the first tokens of a round (mixed mode) is the same with the rule of rejection sampling instead
+of A. Its particles differ in length, which is allowed: each weight is correct for its own text. With all K tokens
+verified and alpha = 1 nothing is approximate, for any N.
 
-Of the N texts a few can stand for all (`thin_weights`): the heavy ones for themselves, others drawn, each with a
-weight that
-is on average its share. So whatever the whole population estimates without bias, the few do too.
+A few of the N texts can represent all (`thin_weights`): the heavy ones are kept, others are drawn, each with a weight
+whose mean is its share. Estimates that are unbiased for the whole population are then unbiased for the few.
 
-Nothing of this needs more of p than a law over tokens after each prefix. Penalties, which follow a particle's own text,
-make one, too; they shape p and q.
+All this only requires p to be a distribution over tokens for each prefix. Penalties, which depend on a particle's own
+text, preserve that; they apply to p and q.
 
-Letters: N particles, K draft tokens a round, V tokens. Logits are shaped: tempered, filtered, biased, penalised, not
-normalised.
-Source: SMC-SD engine v0.1 section 1, v0.2 section 5; Del Moral, Doucet, Jasra 2006 for the law.
+Symbols: N particles, K draft tokens per round, V tokens. Logits are processed (temperature, filters, bias, penalties)
+and not normalised.
+Source: SMC-SD engine v0.1 section 1, v0.2 section 5; Del Moral, Doucet, Jasra 2006 for the distribution.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ from torch import Tensor
 
 from swiftspec.sampling.filters import NEG_INF
 
-RESIDUAL_FLOOR = 1e-30  # share of b in a residual, which decides only where b = q leaves nothing else
+RESIDUAL_FLOOR = 1e-30  # weight of b in a residual; matters only where b = q leaves a residual of zero
 
 
 def log_prob(logits: Tensor, whole: Tensor, tokens: Tensor) -> Tensor:
@@ -69,15 +68,18 @@ def log_normaliser(logits: Tensor, whole: Tensor, power: float) -> Tensor:
 
 
 def log_mass_inside(target: Tensor, draft: Tensor) -> Tensor:
-    """log q(A) [...] float64: the draft's mass on the tokens that the target's filters leave; both logits [..., V]."""
+    """log q(A) [...] float64: the draft's mass on the tokens that the target's filters keep; both logits [..., V]."""
     left = draft.masked_fill(target == NEG_INF, NEG_INF)
     return (left.logsumexp(-1) - draft.logsumexp(-1)).to(torch.float64)
 
 
 def accept_drafts(target: Tensor, draft: Tensor, tokens: Tensor, coins: Tensor, power: float) -> Tensor:
-    """Which draft tokens pass exact verification against b, each on its own path, no siblings: [N, E] bool.
+    """Which draft tokens pass exact verification against b, each on its own path without siblings: [N, E] bool.
 
-    `target`, `draft`: logits [N, E, V] before each token; `tokens` [N, E]; `coins` [N, E] uniform.
+    `target`, `draft`: logits [N, E, V] before each token.
+    `tokens`: [N, E].
+    `coins`: [N, E] uniform.
+
     Source: Leviathan et al. 2023, algorithm 1, with b for p.
     """
     ratio = (power * target).log_softmax(-1) - draft.log_softmax(-1)
@@ -85,14 +87,16 @@ def accept_drafts(target: Tensor, draft: Tensor, tokens: Tensor, coins: Tensor, 
 
 
 def log_residual(target: Tensor, draft: Tensor, power: float) -> Tensor:
-    """log (b - q)+ [N, V], not normalised: the law of the token that replaces a rejected one; logits [N, V]."""
+    """log (b - q)+ [N, V], not normalised: the distribution of the token that replaces a rejected one; logits [N,
+    V]."""
     b, q = (power * target).softmax(-1), draft.softmax(-1)
     return ((b - q).clamp_min(0) + RESIDUAL_FLOOR * b).log()
 
 
 def pick_particle(log_weights: Sequence[float], uniform: float) -> tuple[int, list[float]]:
-    """A row of one group, by one number `uniform` in (0, 1), with the probability of its share of the weight; and the
-    shares [N]. On the host, since a request needs it once. Source: SMC-SD engine v0.1 section 3.5."""
+    """Picks a row of one group with probability proportional to its weight, using one number `uniform` in (0, 1).
+    Returns the row and the normalised weights [N]. Runs on the host, since it is called once per request. Source:
+    SMC-SD engine v0.1 section 3.5."""
     top = max(log_weights)
     raised = [math.exp(weight - top) for weight in log_weights]
     whole = math.fsum(raised)
@@ -101,20 +105,21 @@ def pick_particle(log_weights: Sequence[float], uniform: float) -> tuple[int, li
 
 
 def thin_weights(shares: Tensor, count: int, uniform: float) -> Tensor:
-    """Weights [N] that leave `count` of N texts in place of their shares of the weight [N], all above 0, and are 0 for
-    the others: on average each text's share, by one number `uniform` in (0, 1).
+    """New weights [N] for N texts with weights `shares` [N], all above 0: at most `count` of them are non-zero, and the
+    mean of each is the text's share. Uses one number `uniform` in (0, 1).
 
-    The k heaviest keep their share. Of the others each stays with a probability in proportion to its share and weighs
-    c then, the same for all: c = (what is left of the weight) / (count - k), with the least k that has no share above
-    c. With count = N all keep their shares, with count = 1 this is a draw by the shares. Nothing else without bias is
-    closer to the shares in the mean square. Source: Fearnhead, Clifford 2003, section 3; the draw is systematic.
+    The k heaviest texts keep their share. Each of the others stays with a probability proportional to its share, and
+    then has the weight c, the same for all: c = (remaining weight) / (count - k), with the smallest k for which no
+    remaining share exceeds c. With count = N all texts keep their shares; with count = 1 one is drawn by its share. No
+    other unbiased choice is closer to the shares in mean square. Source: Fearnhead, Clifford 2003, section 3; the draw
+    is systematic.
     """
     if count >= len(shares):
         return shares
     ranked = shares.sort(descending=True).values
-    left = ranked.flip(0).cumsum(0).flip(0)[:count]  # of the weight from each place on
+    left = ranked.flip(0).cumsum(0).flip(0)[:count]  # remaining weight from each rank on
     each = left / torch.arange(count, 0, -1, device=shares.device)
-    heavy = int((ranked[:count] <= each).to(torch.int64).argmax())  # k; for the last place it always holds
+    heavy = int((ranked[:count] <= each).to(torch.int64).argmax())  # k; the condition always holds for the last rank
     c = float(each[heavy])
     own = shares > c
     edges = torch.where(own, 0, shares / c).cumsum(0)

@@ -86,7 +86,8 @@ struct Case {
   }
 
   template <class F>
-  void run_group(const AttentionSetup& p, int64_t entry, int64_t head, SharedMemory<F>* shared, StageState* stage_state) {
+  void run_group(const AttentionSetup& p, int64_t entry, int64_t head, SharedMemory<F>* shared,
+                 StageState* stage_state) {
     TileTask<F> j{p, qkv.data(), keys.data(), values.data(), out.data(), head, p.groups[entry], entry, 0, 0};
     if (j.group.count == 0) return;
     const int64_t count = ceil_div(j.group.keys, j.part_keys());
@@ -217,7 +218,8 @@ void check_cases() {
 
 // Compares with exhaustive search: at most twice as many clusters as run, or one per row, and none without a part.
 void check_clusters_per_row() {
-  require(clusters_per_row(15, 8, 32) == 3 && clusters_per_row(16, 8, 32) == 2 && clusters_per_row(15, 8, 1) == 1 && clusters_per_row(15, 30, 32) == 1,
+  require(clusters_per_row(15, 8, 32) == 3 && clusters_per_row(16, 8, 32) == 2 && clusters_per_row(15, 8, 1) == 1 &&
+              clusters_per_row(15, 30, 32) == 1,
           "how many clusters share a row");
   for (int i = 0; i < 2000; ++i) {
     const int64_t clusters = pick(1, 150), rows = pick(1, 40), count = pick(1, 64);

@@ -131,7 +131,8 @@ int main(int argc, char** argv) {
   for (int r = 0; r < ranks; ++r) {
     all[r].channel = {layout, r, 1, {}, nullptr, nullptr, nullptr};
     for (int peer = 0; peer < ranks; ++peer) all[r].channel.inbox[peer] = inboxes[peer].data();
-    for (int c = 0; c < kCtas; ++c) threads.emplace_back(&Rank::run, &all[r], c, first, first + epochs, argv[4][0] == '1');
+    for (int c = 0; c < kCtas; ++c)
+      threads.emplace_back(&Rank::run, &all[r], c, first, first + epochs, argv[4][0] == '1');
   }
   for (std::thread& thread : threads) thread.join();
   std::puts("ok");

@@ -197,7 +197,8 @@ inline void reduce_warps(const Launch& l, Cta& cta, int buffer) {
   }
 }
 
-inline Unit read_unit(const Launch& l, std::vector<Cta>& ctas, int buffer, int first_strip, int strip, int j, int lane) {
+inline Unit read_unit(const Launch& l, std::vector<Cta>& ctas, int buffer, int first_strip, int strip, int j,
+                      int lane) {
   Unit unit{strip, j, {}};
   for (int f = 0; f < 2; ++f) {
     float sums[4] = {};

@@ -47,7 +47,8 @@ void check_slices(int64_t bytes) {
     int64_t next = 0;
     for (int64_t part = 0; part < parts; ++part) {
       const Slice slice = slice_of(bytes, slice_bytes(bytes, parts), part);
-      require(slice.first == next && slice.bytes >= 0 && slice.bytes % 128 == 0, "slices with gaps, or of broken lines");
+      require(slice.first == next && slice.bytes >= 0 && slice.bytes % 128 == 0,
+              "slices with gaps, or of broken lines");
       next += slice.bytes;
     }
     require(next == bytes, "slices of something else");
@@ -71,7 +72,8 @@ void check_tile_order(const Tiling& t, int log) {
   for (int cta = 0; cta < t.cluster(); ++cta) {
     std::vector<int> order;
     for (int share = 0; share < t.warps_k(); ++share) {
-      for (int tile = t.first_tile(cta) + share; tile < t.first_tile(cta + 1); tile += t.warps_k()) order.push_back(tile);
+      for (int tile = t.first_tile(cta) + share; tile < t.first_tile(cta + 1); tile += t.warps_k())
+        order.push_back(tile);
     }
     std::set<int> strips;
     for (int i = 0; i < kClusters << log && !order.empty(); ++i) {
@@ -134,7 +136,8 @@ int main(int argc, char** argv) {
     const auto device = device_of(number(1), number(5), number(6), number(7), number(8));
     const Tiling t = tiling_for(k, n, group, device);
     require(t.n == n && fits(t, device), "no tiling");
-    for (const int64_t bytes : {int64_t{0}, int64_t{t.tile_bytes}, t.bytes(), prefetch_bytes(device)}) check_slices(bytes);
+    for (const int64_t bytes : {int64_t{0}, int64_t{t.tile_bytes}, t.bytes(), prefetch_bytes(device)})
+      check_slices(bytes);
     std::printf("%d %d %d", t.warps_n(), t.cluster(), t.turns());
     for (const int rows8 : {1, 2, 4}) {
       const SmemLayout c = smem_layout(t, rows8, device);
@@ -145,7 +148,8 @@ int main(int argc, char** argv) {
     std::printf(" %d %d", wide_rows(t, 40, device), wide_rows(t, 320, device));
     const bool clusters = device.max_clusters[3] > 0;
     const Tiling other = clusters ? tiling_for(k, n, group, usual) : t;
-    std::printf(" %lld %lld\n", static_cast<long long>(estimated_ns(t, device)), static_cast<long long>(estimated_ns(other, device)));
+    std::printf(" %lld %lld\n", static_cast<long long>(estimated_ns(t, device)),
+                static_cast<long long>(estimated_ns(other, device)));
     return 0;
   }
   const int rows = number(5), clusters = number(6);
@@ -162,8 +166,12 @@ int main(int argc, char** argv) {
   const auto residual = read<uint16_t>(logits ? 0 : rows * n);
   std::vector<float> wide(static_cast<size_t>(logits ? rows * n : 0), std::nanf(""));
   std::vector<uint16_t> narrow(static_cast<size_t>(logits ? 0 : rows * n / (swiglu ? 2 : 1)), 0xffff);
-  l.to = {logits ? nullptr : bias.data(), logits || swiglu ? nullptr : residual.data(), logits ? nullptr : narrow.data(),
-          logits ? wide.data() : nullptr, swiglu, rows};
+  l.to = {logits ? nullptr : bias.data(),
+          logits || swiglu ? nullptr : residual.data(),
+          logits ? nullptr : narrow.data(),
+          logits ? wide.data() : nullptr,
+          swiglu,
+          rows};
   run(l);
   if (logits) {
     std::fwrite(wide.data(), sizeof(float), wide.size(), stdout);

@@ -106,9 +106,9 @@ def test_the_lane_of_a_draft_in_another_process(pair: tuple[Path, Path], pool: P
 def test_a_request_on_record_has_its_own_exchanges_alone() -> None:
     hops = RpcLog()
     hops.add(RpcRecord("draft", 7, 1, 2, 255, 3, 4, 5, 6), b"")
-    trace = TreeTrace(Recorder(None), lambda: 0.0, lambda: True, lambda tokens, parents: None, hops=hops.take)
+    trace = TreeTrace(Recorder(None), lambda: 0.0, lambda: True, lambda tokens, parents: None, rpcs=hops.take)
     trace.handlers["opening"](RequestStart(2, tuple(PROMPT), GREEDY, len(PROMPT)))
-    assert hops.take() == []
+    assert hops.drain() == []
 
 
 def test_without_a_trace_nobody_looks(pair: tuple[Path, Path]) -> None:

@@ -13,8 +13,8 @@ from typing import Any, cast
 import pytest
 
 from tests.support.chaos import Chaos, Plan, grown
-from tests.support.server_process import Served
-from tests.support.server_processes import SHARED, Job, hurt, until
+from tests.support.server_process import ServerProcess
+from tests.support.server_processes import SHARED_MEMORY, ServerProcesses, inject_fault, until
 
 
 @pytest.mark.timeout(300)
@@ -60,33 +60,33 @@ def state(process: int) -> str:
 
 def test_processes_are_stopped_slowed_and_killed(sleeping: Sleeping) -> None:
     process = sleeping.process.pid
-    assert hurt("stop", process)
+    assert inject_fault("stop", process)
     until(lambda: state(process) == "T", 10)
-    assert not hurt("slow", process) and state(process) == "T"
+    assert not inject_fault("slow", process) and state(process) == "T"
     sleeping.process.send_signal(signal.SIGCONT)
     until(lambda: state(process) != "T", 10)
-    assert hurt("slow", process)
+    assert inject_fault("slow", process)
     until(lambda: state(process) != "T", 10)
-    assert hurt("kill", process)
+    assert inject_fault("kill", process)
     assert sleeping.process.wait(10) == -signal.SIGKILL
-    assert not hurt("kill", process) and not hurt("kill", 0)
+    assert not inject_fault("kill", process) and not inject_fault("kill", 0)
 
 
 def test_what_is_left_behind_is_seen(sleeping: Sleeping) -> None:
     process = sleeping.process.pid
-    job = Job(cast(Served, sleeping), 1)
-    assert list(job.look()) == [process] and job.front_end() == 0
-    assert job.health() == {} and not job.up()
-    assert job.left(0.0) == [f"process {process}"]
-    shared = SHARED / f"swiftspec-{process}-0"
+    job = ServerProcesses(cast(ServerProcess, sleeping), 1)
+    assert list(job.snapshot()) == [process] and job.front_end() == 0
+    assert job.health() == {} and not job.is_up()
+    assert job.leftovers(0.0) == [f"process {process}"]
+    shared = SHARED_MEMORY / f"swiftspec-{process}-0"
     shared.touch()
     try:
-        hurt("kill", process)  # a zombie that nobody has asked after
+        inject_fault("kill", process)  # a zombie that nobody has asked after
         until(lambda: state(process) == "Z", 10)
-        assert job.left(0.0) == [str(shared)]
+        assert job.leftovers(0.0) == [str(shared)]
     finally:
         shared.unlink()
-    assert job.left(0.0) == []
+    assert job.leftovers(0.0) == []
 
 
 @pytest.mark.parametrize(
@@ -94,6 +94,6 @@ def test_what_is_left_behind_is_seen(sleeping: Sleeping) -> None:
     [((1 << 20, 9), []), ((30 << 20, 3), ["29 MiB and 0 files"]), ((1 << 20, 30), ["0 MiB and 27 files"])],
 )
 def test_growth_is_seen(after: Any, said: list[str]) -> None:
-    before = {"keeper 0": (1 << 20, 3), "front end": (1 << 20, 3)}
-    lines = grown(before, {"keeper 0": after, "front end": (40 << 20, 5)})
+    before = {"supervisor 0": (1 << 20, 3), "front end": (1 << 20, 3)}
+    lines = grown(before, {"supervisor 0": after, "front end": (40 << 20, 5)})
     assert len(lines) == len(said) and all(part in line for part, line in zip(said, lines))

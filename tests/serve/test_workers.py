@@ -31,7 +31,7 @@ from swiftspec.serve.cli.worker import run_worker
 from swiftspec.serve.settings.settings import Settings
 from swiftspec.serve.worker_endpoints import load_security
 from tests.support.collector import collecting
-from tests.support.server_process import ROOT, Served, hear
+from tests.support.server_process import ROOT, ServerProcess, hear
 from tests.support.workers import on_workers
 
 SERVE = (sys.executable, "-m", "swiftspec.serve")
@@ -108,7 +108,7 @@ def test_a_split_over_processes_gives_the_text_of_one() -> None:
         assert told["token_ids"] == plain["token_ids"] and told["timings"]["draft_n_accepted"] > 0
         with collecting() as collector:
             flags = ("--draft-url", draft.url, "--otlp-endpoint", collector.url)
-            with Served(flags, variables={"SWIFTSPEC_TOKEN": "secret"}) as served:
+            with ServerProcess(flags, variables={"SWIFTSPEC_TOKEN": "secret"}) as served:
                 body = {"prompt": "def read_lines(path):", "max_tokens": 48, "temperature": 0.8, "seed": 5}
                 url, asked = f"{served.url}/v1/completions", {**body, "ignore_eos": True}
                 assert httpx.post(url, json=asked, timeout=60).json()["choices"][0]["text"] == plain["text"]

@@ -1,4 +1,4 @@
-"""The page in a browser without a window. Needs selenium, Debian's chromium and chromium-driver."""
+"""The page in a headless browser. Needs selenium, Debian's chromium and chromium-driver."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ FLAGS = (
 
 
 class Page:
-    """The page in a browser, as a person has it."""
+    """The page in a browser, with the actions of a user."""
 
     def __init__(self, driver: webdriver.Chrome) -> None:
         self.driver = driver
 
     def open(self, url: str, width: int = 1280, height: int = 800, *, dark: bool = False, still: bool = False) -> None:
-        """Opens it anew: no key, no log. `still`: the person wants no motion."""
+        """Opens a URL with empty storage and logs. `still`: the user prefers reduced motion."""
         media = [
             {"name": "prefers-color-scheme", "value": "dark" if dark else "light"},
             {"name": "prefers-reduced-motion", "value": "reduce" if still else "no-preference"},
@@ -36,8 +36,8 @@ class Page:
         self.driver.get("about:blank")
         self.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": media})
         self.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", screen)
-        self.asked()
-        self.complaints()
+        self.requested_urls()
+        self.console_messages()
         self.driver.get(url)
         self.driver.execute_script("sessionStorage.clear()")
         self.driver.refresh()
@@ -50,7 +50,7 @@ class Page:
         return self.at(name).text
 
     def data(self, name: str) -> int:
-        """A number that the tree's canvas says of itself; -1: not yet."""
+        """A data attribute of the tree's canvas; -1: not set yet."""
         return int(self.at("tree").get_attribute(f"data-{name}") or -1)
 
     def click(self, *names: str) -> None:
@@ -65,36 +65,36 @@ class Page:
         return self.driver.execute_script(script)
 
     def picture(self) -> str:
-        """The tree as it is painted two frames from now."""
+        """The picture of the tree, two frames from now."""
         drawn = "done(document.getElementById('tree').toDataURL())"
         frames = f"requestAnimationFrame(() => requestAnimationFrame(() => {drawn}))"
         return self.driver.execute_async_script(f"const done = arguments[0]; {frames}")
 
-    def wait(self, true: Callable[[], Any], seconds: float = 30.0) -> None:
+    def wait(self, condition: Callable[[], Any], seconds: float = 30.0) -> None:
         end = time.monotonic() + seconds
-        while not true():
-            assert time.monotonic() < end, "it did not come"
-            time.sleep(0.05)  # each question costs the browser, too
+        while not condition():
+            assert time.monotonic() < end, "the condition did not become true"
+            time.sleep(0.05)  # each poll costs browser time
 
-    def says(self, name: str, words: str, seconds: float = 30.0) -> None:
-        """Waits until an element says that."""
+    def wait_for_text(self, name: str, words: str, seconds: float = 30.0) -> None:
+        """Waits until an element contains a text."""
         self.wait(lambda: words in self.text(name), seconds)
 
-    def asked(self) -> set[str]:
-        """The addresses that were asked for since this was asked last, but for the browser's own pages."""
+    def requested_urls(self) -> set[str]:
+        """The URLs that were requested since the last call, without the browser's own pages."""
         messages = [json.loads(entry["message"])["message"] for entry in self.driver.get_log("performance")]
         sent = [one["params"]["request"]["url"] for one in messages if one["method"] == "Network.requestWillBeSent"]
         return {url for url in sent if not url.startswith(("chrome:", "chrome-", "data:", "about:", "blob:"))}
 
-    def complaints(self) -> list[str]:
-        """What the browser's console says since then, but for answers that are errors."""
+    def console_messages(self) -> list[str]:
+        """The messages of the browser's console since the last call, without failed requests."""
         said = [entry["message"] for entry in self.driver.get_log("browser")]
         return [one for one in said if "Failed to load resource" not in one]
 
 
 @contextlib.contextmanager
 def browser(folder: Path) -> Iterator[webdriver.Chrome]:
-    """A new one, that keeps its profile and what it downloads in a folder. Skips the test where there is none."""
+    """A new browser with its profile and downloads in `folder`. Skips the test if no browser is installed."""
     found, control = shutil.which("chromium"), shutil.which("chromedriver")
     if found is None or control is None:
         pytest.skip("no browser: apt-get install chromium chromium-driver")

@@ -1,5 +1,5 @@
-"""The libraries of people's clients, imported when a test first uses one: that takes seconds, which every worker would
-spend while it collects."""
+"""Client libraries, imported when a test first uses one: importing takes seconds, which every pytest worker would spend
+during collection."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ else:
             self._name = name
 
         def __getattr__(self, name: str) -> Any:
-            if name.startswith("__"):  # pytest looks at everything that a file of tests has
+            if name.startswith("__"):  # pytest inspects all attributes of a test module
                 raise AttributeError(name)
             return getattr(importlib.import_module(self._name), name)
 

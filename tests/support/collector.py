@@ -1,4 +1,4 @@
-"""A collector of OpenTelemetry's, on the loopback."""
+"""An OpenTelemetry collector on the loopback interface."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 
 @dataclass
 class Collector:
-    """What has come to `url`: the path and the body of each message."""
+    """The messages that were posted to `url`: path and body of each."""
 
     url: str
     got: list[tuple[str, bytes]] = field(default_factory=list)
 
     @property
     def names(self) -> list[str]:
-        """Of all spans, in the order in which they ended."""
-        told = [ExportTraceServiceRequest.FromString(body) for _, body in self.got]
-        scopes = [scope for each in told for part in each.resource_spans for scope in part.scope_spans]
+        """The names of all spans, in the order in which they ended."""
+        messages = [ExportTraceServiceRequest.FromString(body) for _, body in self.got]
+        scopes = [scope for each in messages for part in each.resource_spans for scope in part.scope_spans]
         return [span.name for scope in scopes for span in scope.spans]
 
 
 @contextmanager
 def collecting() -> Iterator[Collector]:
-    """Takes whatever is posted."""
+    """Runs a collector that accepts everything."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:

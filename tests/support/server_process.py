@@ -1,4 +1,4 @@
-"""A server as people start it, in processes of its own."""
+"""A server started by its command, in processes of its own."""
 
 from __future__ import annotations
 
@@ -15,12 +15,14 @@ from types import TracebackType
 
 ROOT = Path(__file__).resolve().parents[2]
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
-START = 60.0  # seconds
+START_TIMEOUT_S = 60.0
 
 
-class Served:
-    """`python -m swiftspec.serve --port 0 FLAGS`, under torchrun where there are several ranks. Entered once it
-    listens; `url` says where. On leaving it is stopped, as Ctrl-C does, and must leave with 0."""
+class ServerProcess:
+    """`python -m swiftspec.serve --port 0 FLAGS`, under torchrun if there are several ranks.
+
+    As a context manager: entering waits until it listens at `url`; leaving stops it, and its exit code must be 0.
+    """
 
     def __init__(self, flags: Sequence[str] = (), ranks: int = 1, variables: dict[str, str] | None = None) -> None:
         self._ranks = ranks
@@ -29,9 +31,9 @@ class Served:
             [sys.executable, *launcher, "-m", "swiftspec.serve", "--port", "0", "--plan", "none", *flags],
             cwd=ROOT, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
             env={**os.environ, "OMP_NUM_THREADS": "1", **(variables or {})}, start_new_session=True,
-            preexec_fn=hear,
+            preexec_fn=restore_signals,
         )  # fmt: skip
-        self.said: list[str] = []
+        self.stderr_lines: list[str] = []
         self.url = ""
         self._listening = threading.Event()
         self._reader = threading.Thread(target=self._read, daemon=True)
@@ -40,14 +42,14 @@ class Served:
     def _read(self) -> None:
         assert self.process.stderr is not None
         for line in self.process.stderr:
-            self.said.append(line)
+            self.stderr_lines.append(line)
             if found := re.search(r"listening on (http://\S+)", line):
                 self.url = found[1]
                 self._listening.set()
         self._listening.set()
 
-    def __enter__(self) -> Served:
-        assert self._listening.wait(START) and self.url, "".join(self.said)
+    def __enter__(self) -> ServerProcess:
+        assert self._listening.wait(START_TIMEOUT_S) and self.url, "".join(self.stderr_lines)
         return self
 
     def __exit__(
@@ -57,32 +59,32 @@ class Served:
             code = self.stop()
         finally:
             self.kill()
-        # torchrun itself ends with an error where a signal ended it
-        assert error is not None or code == 0 or self._ranks > 1, "".join(self.said)
+        # torchrun exits with an error if a signal ended it
+        assert error is not None or code == 0 or self._ranks > 1, "".join(self.stderr_lines)
 
     def stop(self, number: int = signal.SIGTERM, seconds: float = 60.0) -> int:
-        """Asks it to end, and says how it did."""
+        """Sends a signal and returns the exit code."""
         self.process.send_signal(number)
         return self.process.wait(seconds)
 
     def kill(self) -> None:
-        """Leaves nothing of it, whatever became of it."""
+        """Kills all of its processes."""
         with suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
         self._reader.join(10)
 
     def processes(self) -> list[int]:
-        """Its own and all that come of it."""
-        found, wanted = [self.process.pid], {self.process.pid}
+        """The process and all of its descendants."""
+        processes, parents = [self.process.pid], {self.process.pid}
         for _ in range(4):
             for entry in Path("/proc").iterdir():
-                if entry.name.isdigit() and int(entry.name) not in wanted and _parent(int(entry.name)) in wanted:
-                    wanted.add(int(entry.name))
-                    found.append(int(entry.name))
-        return found
+                if entry.name.isdigit() and int(entry.name) not in parents and _parent(int(entry.name)) in parents:
+                    parents.add(int(entry.name))
+                    processes.append(int(entry.name))
+        return processes
 
-    def cost(self) -> dict[int, tuple[int, int]]:
+    def resource_usage(self) -> dict[int, tuple[int, int]]:
         """Resident memory in bytes and open files of each process."""
         costs = {}
         for process in self.processes():
@@ -91,8 +93,8 @@ class Served:
         return costs
 
 
-def hear() -> None:
-    """Whoever runs the tests in the background has them ignore Ctrl-C, or with nohup the terminal's end."""
+def restore_signals() -> None:
+    """Restores SIGINT and SIGHUP, which background jobs and nohup ignore."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
 

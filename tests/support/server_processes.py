@@ -1,4 +1,4 @@
-"""The processes of a server: who they are, what can be done to them, and what they leave behind."""
+"""The processes of a server: their roles, faults to inject, and what they leave behind."""
 
 from __future__ import annotations
 
@@ -13,66 +13,66 @@ from typing import Any
 
 import httpx
 
-from tests.support.server_process import Served
+from tests.support.server_process import ServerProcess
 
-SLOW = 0.2  # seconds that a process is stopped where it is to be slow
-SHARED = Path("/dev/shm")
+SLOW_S = 0.2  # duration of the fault "slow"
+SHARED_MEMORY = Path("/dev/shm")
 
 
-class Job:
-    """The processes of a server with so many ranks, watched from its start to its end."""
+class ServerProcesses:
+    """The processes of a server with `count` ranks, observed from start to end."""
 
-    def __init__(self, served: Served, count: int) -> None:
-        self.served, self.count = served, count
-        self._seen: dict[int, int] = {}  # processes, and when each began
-        self._shared = _shared()  # others' and older ones
+    def __init__(self, served: ServerProcess, count: int) -> None:
+        self.server, self.count = served, count
+        self._seen: dict[int, int] = {}  # processes and their start times
+        self._shared = _shared()  # segments of other servers
 
     def health(self) -> dict[str, Any]:
-        """What /health says; empty where nobody answers."""
+        """The response of /health; empty if the server does not answer."""
         try:
-            return httpx.get(f"{self.served.url}/health", timeout=5).json()
+            return httpx.get(f"{self.server.url}/health", timeout=5).json()
         except httpx.TransportError:
             return {}
 
     def ranks(self) -> list[dict[str, Any]]:
-        """The ranks as /health has them."""
+        """The ranks in /health."""
         return self.health().get("ranks", [])
 
-    def look(self) -> dict[int, list[str]]:
-        """Its processes now, and how each was called. They are remembered."""
+    def snapshot(self) -> dict[int, list[str]]:
+        """The present processes and their command lines. They are remembered for `leftovers`."""
         found = {}
-        for process in self.served.processes():
+        for process in self.server.processes():
             with suppress(OSError, IndexError):
                 self._seen[process] = _began(process)
                 found[process] = Path(f"/proc/{process}/cmdline").read_text().split("\0")
         return found
 
     def front_end(self) -> int:
-        """Its process; 0 where there is none."""
-        return next((process for process, argv in self.look().items() if "swiftspec.serve.http" in argv), 0)
+        """The front end's process; 0 if there is none."""
+        return next((process for process, argv in self.snapshot().items() if "swiftspec.serve.http" in argv), 0)
 
-    def keepers(self) -> list[int]:
-        """The processes that the launcher started, by their rank's number."""
+    def supervisors(self) -> list[int]:
+        """The supervisor process of each rank."""
         parents = {int(rank["rank"]): _parent(int(rank["pid"])) for rank in self.ranks()}
         return [parents[rank] for rank in sorted(parents)]
 
     def process(self, rank: int) -> int:
-        """That of a rank; 0 where it has none now."""
+        """The process of a rank; 0 if there is none."""
         process = next((int(one["pid"]) for one in self.ranks() if one["rank"] == rank and one["state"] != "lost"), 0)
-        return process if process in self.look() else 0
+        return process if process in self.snapshot() else 0
 
-    def up(self) -> bool:
-        """Whether it serves, and no rank is missing."""
+    def is_up(self) -> bool:
+        """Whether it serves and all ranks are up."""
         health = self.health()
         ranks = health.get("ranks", [])
         return health.get("status") == "ok" and [rank["state"] for rank in ranks] == ["up"] * self.count
 
     def wait_until_up(self, seconds: float) -> float:
-        """The seconds that it took to be up. Raises AssertionError after so many."""
-        return until(self.up, seconds, lambda: f"it is not up again: {self.health()}")
+        """Waits until it is up; returns the seconds. Raises AssertionError after `seconds`."""
+        return until(self.is_up, seconds, lambda: f"it is not up again: {self.health()}")
 
-    def left(self, seconds: float) -> list[str]:
-        """What is still there so long after the end."""
+    def leftovers(self, seconds: float) -> list[str]:
+        """Processes and shared memory that still exist `seconds` after the end."""
         with suppress(AssertionError):
             until(lambda: not self._left(), seconds)
         return self._left()
@@ -80,46 +80,50 @@ class Job:
     def _left(self) -> list[str]:
         alive = [process for process, began in self._seen.items() if _alive(process) and _began_or_0(process) == began]
         return [f"process {process}" for process in alive] + [
-            str(SHARED / name) for name in sorted(_shared() - self._shared) if _is_of(name, self._seen)
+            str(SHARED_MEMORY / name) for name in sorted(_shared() - self._shared) if _is_of(name, self._seen)
         ]
 
 
-def hurt(what: str, process: int) -> bool:
-    """`kill` -9s a process, `stop`s it, or has it `slow` for a moment. False where there is none, or none any more, or
-    it is slow since it was stopped for good."""
+def inject_fault(what: str, process: int) -> bool:
+    """Sends SIGKILL ("kill"), SIGSTOP ("stop"), or SIGSTOP for a moment ("slow") to a process. Returns False if the process
+    does not exist, or would be slowed while it is stopped."""
     if not process or (what == "slow" and _state(process) == "T"):
         return False
     try:
         os.kill(process, signal.SIGKILL if what == "kill" else signal.SIGSTOP)
         if what == "slow":
-            time.sleep(SLOW)
+            time.sleep(SLOW_S)
             os.kill(process, signal.SIGCONT)
     except ProcessLookupError:
         return False
     return True
 
 
-def until(true: Callable[[], bool], seconds: float, said: Callable[[], str] = lambda: "it did not come") -> float:
-    """Waits for what another process does. Returns the seconds that it took."""
+def until(
+    condition: Callable[[], bool],
+    seconds: float,
+    message: Callable[[], str] = lambda: "the condition did not become true",
+) -> float:
+    """Polls until a condition holds. Returns the seconds that it took."""
     began = time.monotonic()
-    while not true():
-        assert time.monotonic() < began + seconds, said()
+    while not condition():
+        assert time.monotonic() < began + seconds, message()
         time.sleep(0.05)
     return time.monotonic() - began
 
 
 def _shared() -> set[str]:
-    return {entry.name for entry in SHARED.iterdir() if entry.name.startswith("swiftspec-")}
+    return {entry.name for entry in SHARED_MEMORY.iterdir() if entry.name.startswith("swiftspec-")}
 
 
 def _is_of(name: str, processes: dict[int, int]) -> bool:
-    """swiftspec-PID-TOKEN, of one of these processes."""
+    """Whether swiftspec-PID-TOKEN belongs to one of these processes."""
     found = re.match(r"swiftspec-(\d+)-", name)
     return found is not None and int(found[1]) in processes
 
 
 def _stat(process: int) -> list[str]:
-    """From the state on."""
+    """The fields of /proc/PID/stat from the state on."""
     return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
 
 
@@ -139,12 +143,12 @@ def _parent(process: int) -> int:
 
 
 def _alive(process: int) -> bool:
-    """Whether it is there, and no zombie that nobody has asked after."""
+    """Whether it exists and is not a zombie."""
     return _state(process) not in ("", "Z")
 
 
 def _state(process: int) -> str:
-    """R, S, T, Z, ...; empty where there is none."""
+    """R, S, T, Z, ...; empty if it does not exist."""
     try:
         return _stat(process)[0]
     except (OSError, IndexError):

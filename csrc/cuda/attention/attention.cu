@@ -18,12 +18,12 @@ __global__ void slot_owner_kernel(const __grid_constant__ AttentionSetup a) {
   if (row < a.rows) set_slot_owner(a, row);
 }
 
-// What is known of a group while its rows are listed.
+// Reduction over the rows of a group: minimum of the shared leading slots, maximum of the keys.
 struct GroupExtent {
   int base, keys;
 };
 
-// A block lists the rows of one group.
+// A block lists the keys of the rows of one group.
 __global__ void __launch_bounds__(kThreads) list_keys_kernel(const __grid_constant__ AttentionSetup a) {
   auto& [base, keys] = shared_variable<GroupExtent>();
   ptx::launch_dependents();
@@ -51,12 +51,13 @@ __global__ void __launch_bounds__(kThreads) list_keys_kernel(const __grid_consta
   for (int64_t head = thread; head < a.kv_heads; head += kThreads) a.arrived[blockIdx.x * a.kv_heads + head] = 0;
 }
 
-// Whether this cluster is the last of its group's `count`. All its threads ask, after they have written their part.
+// Whether this cluster is the last of the `count` clusters of its group to finish. All threads of the cluster call it,
+// after they have written their part.
 template <class F>
 __device__ bool is_last(const TileTask<F>& j, SharedMemory<F>& s, int rank, int thread, int64_t count) {
   ptx::cluster_sync();
   if (rank == 0 && thread == 0) {
-    __threadfence();  // for all: the barrier has put their writes before it
+    __threadfence();  // for all threads: the barrier has ordered their writes before it
     uint32_t* arrived = j.setup.arrived + j.entry * j.setup.kv_heads + j.head;
     s.last = atomicAdd(arrived, 1u) == static_cast<uint32_t>(count - 1);
     if (s.last) *arrived = 0;  // for the next layer
@@ -66,10 +67,11 @@ __device__ bool is_last(const TileTask<F>& j, SharedMemory<F>& s, int rank, int 
   return ptx::in_block(&s, 0)->last != 0;
 }
 
-// A cluster's part, tile by tile where a block takes them in turn. `next_part` is the part after it, or -1.
+// Computes a part by a cluster; without clusters the block processes its tiles sequentially. `next_part` is the part
+// that the cluster computes after this one, or -1.
 template <class F, class Work>
-__device__ void attend_part(TileTask<F>& j, SharedMemory<F>& s, int rank, int thread, bool alone, int64_t next_part, StageState& stage_state,
-                            Work overlapped_work) {
+__device__ void attend_part(TileTask<F>& j, SharedMemory<F>& s, int rank, int thread, bool alone, int64_t next_part,
+                            StageState& stage_state, Work overlapped_work) {
   const int64_t first = j.part * j.part_keys(), keys = min64(j.group.keys - first, j.part_keys());
   const int64_t turns = F::kSequential ? ceil_div(keys, F::kTile) : 1;
   for (int64_t turn = 0; turn < turns; ++turn) {
@@ -89,12 +91,12 @@ __device__ void attend_part(TileTask<F>& j, SharedMemory<F>& s, int rank, int th
   }
 }
 
-// Grid: (blocks of clusters that share the groups, heads, clusters that share the parts of a row, so that those which
-// find no part come last). Every loop is the same for all blocks of a cluster, so that they meet at its barriers.
+// Grid: (blocks of clusters that share the groups, heads, clusters that share the parts of a row, so that clusters
+// without a part come last). All blocks of a cluster execute the same loops, so that they reach the same barriers.
 //
-// It starts early, but lets nobody start before its end: with few heads it leaves many SMs idle, on which the blocks of
-// the next projection would settle two by two, and stay so for their whole stream of weights. The projection in front
-// of it has asked for the first of these weights instead (Weights::next).
+// It starts early, but does not let dependents start before its end: with few heads it leaves many SMs idle, on which
+// the blocks of the next projection would be placed in pairs, and stay so for their whole stream of weights. Instead,
+// the projection before it has prefetched the first of these weights (Weights::next).
 template <int kDim, class Stored>
 __global__ void __launch_bounds__(kThreads, 1)
     attention_kernel(const __grid_constant__ AttentionSetup a, const uint16_t* qkv, Stored* keys, Stored* values,
@@ -110,7 +112,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     const int64_t count = ceil_div(j.group.keys, j.part_keys());
     if (j.group.count == 0 || j.part >= count) continue;
     load_key_counts(j, s, thread);
-    bool there = false;  // the queries
+    bool there = false;  // whether the queries have been loaded
     const auto overlapped_work = [&](int mine) {
       if (there) return;
       if (j.part == 0) append_kv(j, rank, mine);
@@ -121,7 +123,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       const int64_t next_part = j.part + gridDim.z < count ? j.part + gridDim.z : -1;
       attend_part(j, s, rank, thread, count == 1, next_part, stage_state, overlapped_work);
       if (count > 1 && is_last(j, s, rank, thread, count)) combine_parts(j, rank, thread, count);
-      // nobody reads another block's memory any more; at the end nothing is written there that would have to be seen
+      // no block reads another block's memory any more; after the last part no written data has to be made visible
       const bool more = j.part + gridDim.z < count || entry + clusters < group_table_size(a);
       more ? ptx::cluster_sync() : ptx::cluster_meet();
     }
@@ -132,7 +134,8 @@ __global__ void __launch_bounds__(kThreads, 1)
 template <class F>
 void launch_attention(const AttentionSetup& a, const void* qkv, void* keys, void* values, void* out, Stream stream) {
   const int64_t groups = min64(max64(a.clusters / a.kv_heads, 1), group_table_size(a));
-  const int64_t shared = clusters_per_row(a.clusters, a.kv_heads * groups, ceil_div(a.capacity, part_keys<F>(a.capacity)));
+  const int64_t shared =
+      clusters_per_row(a.clusters, a.kv_heads * groups, ceil_div(a.capacity, part_keys<F>(a.capacity)));
   const dim3 grid(static_cast<unsigned>(groups * F::kCluster), static_cast<unsigned>(a.kv_heads),
                   static_cast<unsigned>(shared));
   const Launch how{.grid = grid, .threads = kThreads, .cluster = F::kCluster, .shared = sizeof(SharedMemory<F>),
@@ -145,7 +148,8 @@ void launch_attention(const AttentionSetup& a, const void* qkv, void* keys, void
 // Calls back with the shape that the current device's kernel has: `Here` of what it was compiled for.
 template <class Stored, class Do>
 auto with_shape(int64_t dim, Do work) {
-  if (device_info().has_clusters()) return dim == 64 ? work(ClusterShape<64, Stored>{}) : work(ClusterShape<128, Stored>{});
+  if (device_info().has_clusters())
+    return dim == 64 ? work(ClusterShape<64, Stored>{}) : work(ClusterShape<128, Stored>{});
   return dim == 64 ? work(BlockShape<64, Stored>{}) : work(BlockShape<128, Stored>{});
 }
 template <class Do>
@@ -160,7 +164,8 @@ int64_t attention_groups(int64_t rows, int64_t heads, int64_t kv_heads, bool one
 }
 
 int64_t attention_lines(int64_t rows, int64_t heads, int64_t capacity) {
-  return with_shape(64, false, [&](auto shape) { return rows * heads * ceil_div(capacity, part_keys<decltype(shape)>(capacity)); });
+  return with_shape(
+      64, false, [&](auto shape) { return rows * heads * ceil_div(capacity, part_keys<decltype(shape)>(capacity)); });
 }
 
 int64_t attention_clusters(int64_t dim, bool float8) {
@@ -182,7 +187,8 @@ void prepare_attention(const AttentionSetup& a, Stream stream) {
 
 void attention(const AttentionSetup& a, const void* qkv, void* keys, void* values, void* out, Stream stream) {
   if (a.rows == 0) return;
-  with_shape(a.dim, a.float8, [&](auto shape) { launch_attention<decltype(shape)>(a, qkv, keys, values, out, stream); });
+  with_shape(a.dim, a.float8,
+             [&](auto shape) { launch_attention<decltype(shape)>(a, qkv, keys, values, out, stream); });
 }
 
 }  // namespace swiftspec::cuda

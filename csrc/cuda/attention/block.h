@@ -1,4 +1,5 @@
-// A block's way through its tile, from queries to the tile's output. On a CPU its threads and warps take turns.
+// Pipeline of a block over its tile, from queries to the output of the tile. On a CPU its threads and warps run
+// sequentially.
 #pragma once
 
 #include <cstdint>
@@ -42,21 +43,21 @@ SWIFTSPEC_HD void load(const TileTask<F>& j, SharedMemory<F>& s, int first, int 
   }
 }
 
-// What lies in a block's stage, or is on its way: names of tiles of which all units are shared, or -1. Such a tile has
-// one of two sides of the stage, its keys in front of its values, so that the next one can come overlapped_work.
+// Double buffer of the stage: ids of the tiles that it holds or that are being loaded, or -1. Only tiles whose units
+// are all shared are kept. Each has one side of the stage, keys before values, so that the next tile can be prefetched.
 struct StageState {
   int64_t current = -1, prefetched = -1;
-  int side = 0;  // of `held`; `coming` has the other
+  int side = 0;  // of `current`; `prefetched` has the other one
 };
 
-// How a tile comes to the stage: all its keys and values at once, from which slots on, or some units after the other;
-// whether it is there already; and whether another one comes behind it.
+// Placement of a tile in the stage. fits: all keys and values are in the stage together, from these slots on; otherwise
+// units are loaded piecewise. cached: the tile was already there. prefetching: another tile is being loaded after it.
 struct TilePlacement {
   bool fits, cached, prefetching;
   int key_slot, value_slot;
 };
 
-// Waits for a tile's keys, or for its values, while what was asked for after them may be under way.
+// Waits for the keys or the values of a tile; later copies (kLater groups, and those of another tile) may be in flight.
 template <int kLater>
 SWIFTSPEC_HD void wait_for_tile(bool another) {
   another ? wait_for_copies<kLater + 2>() : wait_for_copies<kLater>();
@@ -76,7 +77,7 @@ SWIFTSPEC_HD void score_tile(const TileTask<F>& j, SharedMemory<F>& s, TilePlace
       load<Kind::keys>(j, s, first, count, 0);
       wait_for_copies<0>();
     } else {
-      wait_for_tile<1>(placement.prefetching);  // the keys; the values may be under way
+      wait_for_tile<1>(placement.prefetching);  // for the keys; the values may be in flight
     }
     if (!placement.cached) widen(s, count, placement.key_slot);
     block_sync();
@@ -85,7 +86,8 @@ SWIFTSPEC_HD void score_tile(const TileTask<F>& j, SharedMemory<F>& s, TilePlace
 }
 
 template <class F>
-SWIFTSPEC_HD void accumulate_tile(const TileTask<F>& j, SharedMemory<F>& s, PerWarp<Output<F>>& out, TilePlacement placement) {
+SWIFTSPEC_HD void accumulate_tile(const TileTask<F>& j, SharedMemory<F>& s, PerWarp<Output<F>>& out,
+                                  TilePlacement placement) {
   for (int first = 0; first < s.units; first += F::kStage) {
     const int count = static_cast<int>(min64(s.units - first, F::kStage));
     if (!placement.fits) {
@@ -99,15 +101,16 @@ SWIFTSPEC_HD void accumulate_tile(const TileTask<F>& j, SharedMemory<F>& s, PerW
   }
 }
 
-// A tile's keys, then its values, to the stage.
+// Loads the keys and then the values of a tile into the stage.
 template <class F>
 SWIFTSPEC_HD void load_tile(const TileTask<F>& j, SharedMemory<F>& s, int units, int keys, int values) {
   load<Kind::keys>(j, s, 0, units, keys);
   load<Kind::values>(j, s, 0, units, values);
 }
 
-// Where the units of this tile come to lie. A tile that lies in the stage, or has been asked for, is not loaded: rows of
-// many groups read a shared prefix once, and the tiles of a long one come while those before them are computed.
+// Chooses the place of this tile in the stage and starts loading it. A tile that is in the stage or being prefetched is
+// not loaded again: many groups read a shared prefix once, and the tiles of a long prefix are loaded while the tiles
+// before them are computed.
 template <class F>
 SWIFTSPEC_HD TilePlacement place_tile(const TileTask<F>& j, SharedMemory<F>& s, StageState& stage_state) {
   const bool at_once = s.units <= F::kStage / 2, whole = s.shared_units == F::kUnits;
@@ -125,10 +128,10 @@ SWIFTSPEC_HD TilePlacement place_tile(const TileTask<F>& j, SharedMemory<F>& s, 
   return {true, there, false, keys, values};
 }
 
-// Asks for the block's tile `next`, if all rows see all of it, behind one of which that is true as well. Without the room
-// nothing is asked for.
+// Prefetches the block's tile `next` if all rows see all of it and of the current tile, and if the stage has two sides.
 template <class F>
-SWIFTSPEC_HD void prefetch_tile(const TileTask<F>& j, SharedMemory<F>& s, StageState& stage_state, int64_t next, TilePlacement& placement) {
+SWIFTSPEC_HD void prefetch_tile(const TileTask<F>& j, SharedMemory<F>& s, StageState& stage_state, int64_t next,
+                                TilePlacement& placement) {
   if constexpr (F::kStageBuffers > 1) {
     if (stage_state.current < 0 || next < 0 || (next + 1) * F::kTile > j.group.base) return;
     TileTask<F> later = j;
@@ -140,10 +143,11 @@ SWIFTSPEC_HD void prefetch_tile(const TileTask<F>& j, SharedMemory<F>& s, StageS
   }
 }
 
-// From `key_counts` to the tile's output. `next` is the tile that the block takes after this one, or -1. `overlapped_work` is done
-// while the keys are under way; then the queries are there.
+// Computes the output of the tile from `key_counts` on. `next` is the block's next tile, or -1. `overlapped_work` runs
+// while the keys are loaded; it must load the queries.
 template <class F, class Work>
-SWIFTSPEC_HD void attend(const TileTask<F>& j, SharedMemory<F>& s, StageState& stage_state, int64_t next, Work overlapped_work) {
+SWIFTSPEC_HD void attend(const TileTask<F>& j, SharedMemory<F>& s, StageState& stage_state, int64_t next,
+                         Work overlapped_work) {
   SWIFTSPEC_EACH_THREAD(thread) { plan_units(j, s, thread); }
   block_sync();
   TilePlacement placement = place_tile(j, s, stage_state);

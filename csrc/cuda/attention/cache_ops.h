@@ -1,8 +1,8 @@
-// Moves of cache slots on a GPU, all but the launch; host code too.
+// In-place moves of KV slots, without the launch; for host code and device code.
 //
-// A block owns one head's slots of one layer and moves them in ascending order: it reads a step's pieces of 16 bytes,
-// then writes them. A later step reads slots that lie after everything written before, since sources ascend and lie at
-// or after where they go; so slots may move within their own buffer.
+// A block moves the slots of one head of one layer in ascending order: in each step it reads pieces of 16 bytes and
+// then writes them. A later step reads only slots after everything written so far, since sources are ascending and not
+// before their destinations; so slots can be moved within their own buffer.
 #pragma once
 
 #include <cstdint>
@@ -13,7 +13,7 @@
 namespace swiftspec::cache_ops {
 
 constexpr int kThreads = 256;
-constexpr int kPiecesPerThread = 4;  // pieces that a thread moves at a time
+constexpr int kPiecesPerThread = 4;  // in flight
 
 SWIFTSPEC_HD int64_t pieces(const MoveArgs& a) { return a.count * (a.slot_bytes / 16); }
 

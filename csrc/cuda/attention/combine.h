@@ -1,4 +1,5 @@
-// Joins what the tiles have found: those of a cluster, then the clusters of a row. Always in the order of the keys.
+// Combination of partial softmax results (flash-decoding style): the tiles of a cluster, then the parts of a row.
+// Always in the order of the keys.
 #pragma once
 
 #include <cmath>
@@ -10,13 +11,14 @@
 
 namespace swiftspec::attention {
 
-constexpr int kDimsPerThread = 4;  // dimensions that a thread joins
+constexpr int kDimsPerThread = 4;
 
 struct alignas(16) Values {
   float of[kDimsPerThread];
 };
 
-// What some keys of a row come to: the top of their scores, the sum of their shares, and `value` of some dimensions.
+// Partial result over some keys of a row: maximum score, sum of exponentials, and the weighted values of some
+// dimensions.
 struct PartialOutput {
   float top, total;
   Values value;
@@ -34,7 +36,7 @@ SWIFTSPEC_HD void merge(PartialOutput& sum, const PartialOutput& partial) {
   }
 }
 
-// `kCount` partials. All are read before any is added, without a branch, so that their latencies overlap.
+// Combines `kCount` partials. All are read before any is added, without a branch, so that their latencies overlap.
 template <int kCount, class At>
 SWIFTSPEC_HD PartialOutput combine(At at) {
   PartialOutput partials[kCount], sum = {-INFINITY, 0, {}};
@@ -47,7 +49,7 @@ SWIFTSPEC_HD PartialOutput combine(At at) {
   return sum;
 }
 
-// Any number of them: `top(i)` alone is asked for first.
+// Combines any number of partials: first reads the maxima `top(i)`, then the partials `at(i)`.
 template <class Top, class At>
 SWIFTSPEC_HD PartialOutput combine(int64_t count, Top top, At at) {
   PartialOutput sum = {-INFINITY, 0, {}};
@@ -67,25 +69,29 @@ SWIFTSPEC_HD void write_output(const TileTask<F>& j, int column, int dimension, 
   *reinterpret_cast<Four*>(j.out + (row * j.setup.heads + head) * j.setup.dim + dimension) = four;
 }
 
-// Calls back for every (column, first of kDimsPerThread dimensions) that falls to this thread of the cluster's block `rank`.
+// Calls work(column, first of kDimsPerThread dimensions) for every item of this thread of block `rank` of the cluster.
 template <class F, class Do>
 SWIFTSPEC_HD void for_each_owned(const TileTask<F>& j, int rank, int thread, Do work) {
   constexpr int kVectorsPerColumn = F::kDim / kDimsPerThread;
-  for (int i = thread; i < static_cast<int>(ceil_div(j.columns() - rank, F::kCluster)) * kVectorsPerColumn; i += kThreads) {
+  for (int i = thread; i < static_cast<int>(ceil_div(j.columns() - rank, F::kCluster)) * kVectorsPerColumn;
+       i += kThreads) {
     work(rank + i / kVectorsPerColumn * F::kCluster, i % kVectorsPerColumn * kDimsPerThread);
   }
 }
 
 // The cluster's tiles; `block(i)` is block i's shared memory. Where a block takes its part's tiles in turn, this one is
-// the `turn`-th and what it joins them to is in part_values, `running_top` and `totals`. `done`: the row has no more keys.
+// the `turn`-th and what it joins them to is in part_values, `running_top` and `totals`. `done`: the row has no more
+// keys.
 template <class F, class Blocks>
-SWIFTSPEC_HD void combine_tiles(const TileTask<F>& j, const SharedMemory<F>& s, int rank, int thread, int64_t turn, bool done,
-                             Blocks block) {
+SWIFTSPEC_HD void combine_tiles(const TileTask<F>& j, const SharedMemory<F>& s, int rank, int thread, int64_t turn,
+                                bool done, Blocks block) {
   constexpr int kBefore = F::kSequential ? 1 : 0;
   for_each_owned(j, rank, thread, [&](int column, int dimension) {
     auto* values = reinterpret_cast<Values*>(j.setup.part_values + j.scratch(j.part, column) * F::kDim + dimension);
     const PartialOutput sum = combine<kBefore + F::kCluster>([&](int i) {
-      if (i < kBefore) return turn > 0 ? PartialOutput{s.running_top[column], s.running_total[column], *values} : PartialOutput{-INFINITY, 0, {}};
+      if (i < kBefore)
+        return turn > 0 ? PartialOutput{s.running_top[column], s.running_total[column], *values}
+                        : PartialOutput{-INFINITY, 0, {}};
       const SharedMemory<F>* other = block(i - kBefore);
       const auto* value = reinterpret_cast<const Values*>(&other->scores[column][dimension]);
       return PartialOutput{other->top[column], other->total[column], *value};
@@ -100,19 +106,20 @@ SWIFTSPEC_HD void combine_tiles(const TileTask<F>& j, const SharedMemory<F>& s, 
   });
 }
 
-// Notes the sums of a part's tiles so far; after all threads have joined.
+// Stores the running maximum and sum of the part's tiles so far, after all threads have combined them.
 template <class F>
 SWIFTSPEC_HD void store_running_sums(const TileTask<F>& j, SharedMemory<F>& s, int thread, int64_t turn) {
   if (!F::kSequential || thread >= j.columns()) return;
   const PartialOutput sum = combine<2>([&](int i) {
     if (i > 0) return PartialOutput{s.top[thread], s.total[thread], {}};
-    return turn > 0 ? PartialOutput{s.running_top[thread], s.running_total[thread], {}} : PartialOutput{-INFINITY, 0, {}};
+    return turn > 0 ? PartialOutput{s.running_top[thread], s.running_total[thread], {}}
+                    : PartialOutput{-INFINITY, 0, {}};
   });
   s.running_top[thread] = sum.top;
   s.running_total[thread] = sum.total;
 }
 
-// What other blocks wrote before this one was told so: past L1.
+// Loads data that other blocks have written, bypassing L1.
 template <class T>
 SWIFTSPEC_HD T load_uncached(const T* p) {
 #ifdef __CUDA_ARCH__
@@ -130,7 +137,7 @@ SWIFTSPEC_HD Values load_uncached(const Values* p) {
 #endif
 }
 
-// The last cluster of a group: its `count` parts.
+// Combines the `count` parts of a group; the last cluster of the group to finish runs this.
 template <class F>
 SWIFTSPEC_HD void combine_parts(const TileTask<F>& j, int rank, int thread, int64_t count) {
   for_each_owned(j, rank, thread, [&](int column, int dimension) {

@@ -16,20 +16,21 @@ SWIFTSPEC_HD int64_t sequence_of(const AttentionSetup& a, int64_t row) {
   return a.sequence == nullptr ? 0 : a.sequence[row];
 }
 
-// The first slot of the mask's window; its column 0 is that slot, or stands for one before slot 0.
+// The first slot of the mask's window. Column 0 of the mask is this slot, or lies before slot 0 if the mask is wider
+// than the sequence.
 SWIFTSPEC_HD int64_t window_start(const AttentionSetup& a, int64_t sequence) {
   return max64(a.kv_len[sequence] - a.width, 0);
 }
 
 SWIFTSPEC_HD int64_t max_group_rows(const AttentionSetup& a) { return kColumns / (a.heads / a.kv_heads); }
 
-// How many entries the table of groups has. With one sequence every entry is a group. With several there is an entry
-// for each row, and those with which no group begins are empty: a group ends where the sequence changes.
+// Size of the table of groups. With one sequence every entry is a group. With several sequences there is an entry per
+// row, since a group ends where the sequence changes; entries at which no group begins are empty.
 SWIFTSPEC_HD int64_t group_table_size(const AttentionSetup& a) {
   return a.sequence == nullptr ? ceil_div(a.rows, max_group_rows(a)) : a.rows;
 }
 
-// The rows of entry `i`: none where no group begins.
+// The rows of entry `i`; count is 0 if no group begins there.
 SWIFTSPEC_HD RowGroup group_rows_at(const AttentionSetup& a, int64_t i) {
   const int64_t full = max_group_rows(a);
   int64_t first = i, count = 1;
@@ -45,21 +46,23 @@ SWIFTSPEC_HD RowGroup group_rows_at(const AttentionSetup& a, int64_t i) {
   return {static_cast<int32_t>(first), static_cast<int32_t>(count), 0, 0};
 }
 
-// Notes whose new key a slot holds. Of rows with one slot any may win: they are copies, or nobody reads them.
+// Records that the new key of `row` goes to its slot. If several rows have the same slot, any of them may win: they are
+// copies of each other, or no row reads them.
 SWIFTSPEC_HD void set_slot_owner(const AttentionSetup& a, int64_t row) {
   a.owner[sequence_of(a, row) * a.capacity + a.slots[row]] = static_cast<int32_t>(row);
 }
 
-// The row of this batch whose new key the slot holds, or -1. `owner` is never cleared, so what it says is checked.
+// The row of this batch whose new key belongs to the slot, or -1. `owner` is never cleared, so its entry is validated.
 SWIFTSPEC_HD int32_t owner_of(const AttentionSetup& a, int64_t sequence, int64_t slot) {
   const int32_t row = a.owner[sequence * a.capacity + slot];
   const bool here = row >= 0 && row < a.rows && a.slots[row] == slot && sequence_of(a, row) == sequence;
   return here ? row : -1;
 }
 
-// A warp lists what a row sees of its window: slots, or ~row where the key is new. Returns the leading slots of the
-// sequence that the row sees without a gap. Words of the mask are read some at a time, then owners of what they name, so
-// that latencies overlap.
+// A warp lists the keys that a row sees in its window: slots, or ~row if the key is new. Returns the number of leading
+// slots of the
+// sequence that the row sees without a gap. Words of the mask are read some at a time, then owners of what they name,
+// so that latencies overlap.
 SWIFTSPEC_HD int64_t list_keys(const AttentionSetup& a, int64_t row) {
   constexpr int kUnrolled = 4;
   const int64_t sequence = sequence_of(a, row), start = window_start(a, sequence);

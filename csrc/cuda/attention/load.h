@@ -1,4 +1,4 @@
-// What a block reads: queries and new keys after RoPE, the cache, and the rows' own keys and values.
+// Loads of a block: queries and new keys after RoPE, cached keys and values, and those of the rows themselves.
 #pragma once
 
 #include <cmath>
@@ -17,7 +17,7 @@ namespace swiftspec::attention {
 
 using bf16::Vec8;
 
-// From global to shared memory; there once `wait_for_copies` says so.
+// Starts a 16-byte copy from global to shared memory; `wait_for_copies` waits for it.
 SWIFTSPEC_HD void copy_async(Vec8* shared, const Vec8* global) {
 #ifdef __CUDA_ARCH__
   ptx::cp_async16(shared, global);
@@ -26,7 +26,7 @@ SWIFTSPEC_HD void copy_async(Vec8* shared, const Vec8* global) {
 #endif
 }
 
-// Ends a group of fetches. `wait_for_copies<N>` waits until at most N groups of this thread are under way.
+// Commits a group of copies. `wait_for_copies<N>` waits until at most N groups of this thread are in flight.
 SWIFTSPEC_HD void commit_copies() {
 #ifdef __CUDA_ARCH__
   ptx::cp_async_commit();
@@ -39,8 +39,8 @@ SWIFTSPEC_HD void wait_for_copies() {
 #endif
 }
 
-// Eight elements from `at` on of a head [kDim] after RoPE at a row's position: x cos + half_rotation(x) sin, where
-// `sin` has the sign of the rotation; rounded where the reference rounds.
+// Eight elements, from `at` on, of a head x [kDim] after RoPE at the position of `row`: x cos + half_rotation(x) sin,
+// where `sin` includes the sign of the rotation. Rounds where the reference rounds.
 template <int kDim>
 SWIFTSPEC_HD Vec8 apply_rope(const AttentionSetup& a, const uint16_t* x, int64_t row, int at) {
   const int64_t table = a.positions[row] * kDim + at;
@@ -56,13 +56,13 @@ SWIFTSPEC_HD Vec8 apply_rope(const AttentionSetup& a, const uint16_t* x, int64_t
   return out;
 }
 
-// Eight elements as the cache holds them.
+// Stores eight elements in the type of the cache.
 SWIFTSPEC_HD void store_vector(uint16_t* to, const Vec8& chunk) { *reinterpret_cast<Vec8*>(to) = chunk; }
 SWIFTSPEC_HD void store_vector(uint8_t* to, const Vec8& chunk) {
   *reinterpret_cast<float8::Vec8*>(to) = float8::nearest(chunk);
 }
 
-// New keys and values of this group's rows go to the cache; the blocks of the first part share them.
+// Writes the new keys and values of the rows of the group to the cache; the blocks of the first part share the work.
 template <class F>
 SWIFTSPEC_HD void append_kv(const TileTask<F>& j, int rank, int thread) {
   constexpr int kChunks = F::kDim / 8;
@@ -77,7 +77,7 @@ SWIFTSPEC_HD void append_kv(const TileTask<F>& j, int rank, int thread) {
   }
 }
 
-// How many keys each row of the group has.
+// Loads the number of keys of each row of the group.
 template <class F>
 SWIFTSPEC_HD void load_key_counts(const TileTask<F>& j, SharedMemory<F>& s, int thread) {
   if (thread < kColumns) s.key_counts[thread] = thread < j.group.count ? j.setup.count[j.group.first + thread] : 0;
@@ -100,8 +100,9 @@ SWIFTSPEC_HD void load_queries(const TileTask<F>& j, SharedMemory<F>& s, int thr
 
 enum class Kind : uint8_t { keys, values };
 
-// Units first .. first + count - 1 into the stage from `slot` on, as the cache holds them: float8 comes to the second
-// half of where its bfloat16 will be. Keys that a row does not have are zeros, new ones are rounded as in the cache.
+// Loads units first .. first + count - 1 into the stage from `slot` on, in the type of the cache: float8 goes to the
+// second half of the place of its bfloat16. Keys beyond the end of a row are zeros; new keys are rounded as in the
+// cache.
 template <Kind kKind, class F>
 SWIFTSPEC_HD void load_units(const TileTask<F>& j, SharedMemory<F>& s, int first, int count, int slot, int thread) {
   constexpr int kPieces = F::kDim / F::kVectorElements, kSize = kUnit * kPieces;
@@ -132,7 +133,7 @@ SWIFTSPEC_HD void load_units(const TileTask<F>& j, SharedMemory<F>& s, int first
   }
 }
 
-// Makes bfloat16 of `count` units in the stage from `slot` on; each thread of what it has loaded itself.
+// Converts `count` units in the stage, from `slot` on, to bfloat16; each thread converts what it has loaded itself.
 template <class F>
 SWIFTSPEC_HD void widen_units(SharedMemory<F>& s, int count, int slot, int thread) {
   if constexpr (F::kVectorElements == 16) {

@@ -1,4 +1,4 @@
-// What a block's warps compute of a tile: scores, their softmax, and the sums of values.
+// The computation of a tile by the warps of a block: scores, softmax, and weighted sums of values.
 #pragma once
 
 #include <cmath>
@@ -13,7 +13,7 @@
 
 namespace swiftspec::attention {
 
-// B of a product over `k .. k + 15`, columns 8 n .. 8 n + 7, from lines of bfloat16; others than first .. end - 1 are
+// Operand B over k .. k + 15 for columns 8 n .. 8 n + 7, from lines of bfloat16; columns outside first .. end - 1 are
 // 0.
 SWIFTSPEC_HD mma::B load_columns(const uint16_t* lines, int64_t stride, int n, int k, int first, int end) {
   mma::B b;
@@ -27,9 +27,10 @@ SWIFTSPEC_HD mma::B load_columns(const uint16_t* lines, int64_t stride, int n, i
   return b;
 }
 
-// Scores of units first .. first + count - 1, which lie in the stage from `slot` on: this warp's share of them.
+// Computes this warp's share of the scores of units first .. first + count - 1, which lie in the stage from `slot` on.
 template <class F>
-SWIFTSPEC_HD void score_units(const TileTask<F>& j, SharedMemory<F>& s, int first, int count, int slot, int warp_index) {
+SWIFTSPEC_HD void score_units(const TileTask<F>& j, SharedMemory<F>& s, int first, int count, int slot,
+                              int warp_index) {
   for (int u = warp_index; u < count; u += kWarps) {
     const Unit unit = unit_at(j, s, first + u);
     const int from = unit.first / 8, to = (unit.end + 7) / 8;
@@ -62,8 +63,8 @@ SWIFTSPEC_HD void score_units(const TileTask<F>& j, SharedMemory<F>& s, int firs
   }
 }
 
-// Scores become shares 2^(score - top) in bfloat16, where the scores were; zero for keys that the row does not have.
-// A warp has every kWarps-th column, a few of them at a time, so that the latencies of their reductions overlap.
+// Replaces scores by 2^(score - top) in bfloat16, in the memory of the scores; zero for keys beyond the end of a row. A
+// warp processes every kWarps-th column, several at a time, so that the latencies of their reductions overlap.
 template <class F>
 SWIFTSPEC_HD void softmax_tile(const TileTask<F>& j, SharedMemory<F>& s, int warp_index) {
   constexpr int kKeysPerLane = F::kTile / 32, kUnrolled = 4;
@@ -88,7 +89,7 @@ SWIFTSPEC_HD void softmax_tile(const TileTask<F>& j, SharedMemory<F>& s, int war
     }
     SWIFTSPEC_UNROLL
     for (auto& t : top) t = warp::all_reduce(t, [](float a, float b) { return fmaxf(a, b); });
-    warp::sync();  // all have read before anyone writes
+    warp::sync();  // all lanes have read before any lane writes
     SWIFTSPEC_UNROLL
     for (int c = 0; c < kUnrolled; ++c) {
       const int column = first + c * kWarps;
@@ -117,8 +118,8 @@ SWIFTSPEC_HD void softmax_tile(const TileTask<F>& j, SharedMemory<F>& s, int war
   }
 }
 
-// The warps share the output by blocks of 16 dimensions, and for narrow heads by columns: warp w has dimensions
-// 16 (w % kBlocks) and on, and of the blocks of columns every kSplit-th from w / kBlocks on.
+// Partition of the output over the warps: warp w computes 16 dimensions from 16 (w % kBlocks) on, and every kSplit-th
+// block of columns from block w / kBlocks on.
 template <class F>
 struct Output {
   static constexpr int kBlocks = F::kDim / 16, kSplit = kWarps / kBlocks, kMine = kColumns / 8 / kSplit;
@@ -127,11 +128,11 @@ struct Output {
   SWIFTSPEC_HD static int columns(int warp_index, int i) { return i * kSplit + warp_index / kBlocks; }
 };
 
-// Adds the values of units first .. first + count - 1, which lie in the stage from `slot` on. A row's units come in the
-// order of its keys; those of other rows add nothing.
+// Accumulates the values of units first .. first + count - 1, which lie in the stage from `slot` on. The units of a row
+// come in the order of its keys; units of other rows contribute nothing.
 template <class F>
-SWIFTSPEC_HD void accumulate_values(const TileTask<F>& j, const SharedMemory<F>& s, Output<F>& out, int first, int count, int slot,
-                         int warp_index) {
+SWIFTSPEC_HD void accumulate_values(const TileTask<F>& j, const SharedMemory<F>& s, Output<F>& out, int first,
+                                    int count, int slot, int warp_index) {
   for (int u = 0; u < count; ++u) {
     const Unit unit = unit_at(j, s, first + u);
     const int from = unit.first / 8, to = (unit.end + 7) / 8, dimension = out.dimension(warp_index);
@@ -153,7 +154,7 @@ SWIFTSPEC_HD void accumulate_values(const TileTask<F>& j, const SharedMemory<F>&
   }
 }
 
-// The output goes to where the shares were.
+// Stores the output in the memory of the scores.
 template <class F>
 SWIFTSPEC_HD void store_output(const TileTask<F>& j, SharedMemory<F>& s, const Output<F>& out, int warp_index) {
   SWIFTSPEC_EACH_LANE(lane) {

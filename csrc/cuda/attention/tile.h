@@ -1,4 +1,4 @@
-// A block's tile: its job, its shared memory, and the units of 16 keys that it loads.
+// The tile of a block: its task, its shared memory, and the units of 16 keys that it loads.
 #pragma once
 
 #include <cstdint>
@@ -17,13 +17,14 @@ struct SharedMemory {
   float top[kColumns];                           // of a column's scores in this tile, base 2; -inf without keys
   float total[kColumns];                         // of its shares
   int32_t key_counts[kColumns];                        // keys of each row
-  float running_top[F::kSequential ? kColumns : 1], running_total[F::kSequential ? kColumns : 1];  // of the part's tiles so far
+  float running_top[F::kSequential ? kColumns : 1],
+      running_total[F::kSequential ? kColumns : 1];  // of the part's tiles so far
   uint16_t own[F::kOwnUnits];                    // the units for single rows: row * kUnits + index in the tile
   int32_t shared_units, units;
   int32_t last;  // this cluster was the last of its group
 };
 
-// What a block is at: a head's keys and values, a group of rows, a tile.
+// The work of a block: the keys and values of one KV head, a group of rows, a tile.
 template <class F>
 struct TileTask {
   const AttentionSetup& setup;
@@ -45,13 +46,16 @@ struct TileTask {
   SWIFTSPEC_HD int64_t width() const { return (setup.heads + 2 * setup.kv_heads) * setup.dim; }
   SWIFTSPEC_HD int64_t region() const { return (sequence() * setup.kv_heads + head) * setup.capacity * setup.dim; }
   SWIFTSPEC_HD int64_t part_keys() const { return attention::part_keys<F>(setup.capacity); }
-  SWIFTSPEC_HD int64_t max_parts() const { return ceil_div(setup.capacity, part_keys()); }  // parts that a sequence may have
+  SWIFTSPEC_HD int64_t max_parts() const {
+    return ceil_div(setup.capacity, part_keys());
+  }  // parts that a sequence may have
   SWIFTSPEC_HD int64_t scratch(int64_t which, int column) const {
     return ((head * max_parts() + which) * setup.rows + group.first) * heads() + column;
   }
 };
 
-// Which units the tile has: first those that all rows share, then each row's own. Reads `key_counts`.
+// Plans the units of the tile: first those that all rows share, then the separate units of each row. Reads
+// `key_counts`.
 template <class F>
 SWIFTSPEC_HD void plan_units(const TileTask<F>& j, SharedMemory<F>& s, int thread) {
   const int64_t shared = min64(max64(j.group.base - j.first_key(), 0) / kUnit, F::kUnits);
@@ -71,7 +75,7 @@ SWIFTSPEC_HD void plan_units(const TileTask<F>& j, SharedMemory<F>& s, int threa
 }
 
 struct Unit {
-  int row;         // of the group: whose list names the keys
+  int row;         // of the group; its key list names the slots
   int index;       // in the tile
   int first, end;  // columns
 };

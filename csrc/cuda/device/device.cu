@@ -44,7 +44,8 @@ Device query_device(int ordinal) {
   if (!d.has_clusters()) return d;
   allow_shared_memory("device", empty_kernel, d.shared);
   for (int log = 1; log < 4; ++log) d.max_clusters[log] = clusters_of(1 << log, d.shared);
-  if (d.max_clusters[3] < 1) throw std::runtime_error("this GPU, or the part of it that is lent, holds no cluster of 8 blocks");
+  if (d.max_clusters[3] < 1)
+    throw std::runtime_error("this GPU, or the part of it that is lent, holds no cluster of 8 blocks");
   return d;
 }
 

@@ -1,4 +1,5 @@
-// Projections of 33 rows and more, which read a weight once for up to 64 (int4) or 128 (bf16) of them. large_m.h says how.
+// Projections of 33 rows and more, which read a weight once for up to 64 (int4) or 128 (bf16) of them. large_m.h says
+// how.
 #include <cuda_runtime.h>
 
 #include <algorithm>
@@ -17,7 +18,7 @@ using tiles::kPartRows8;
 constexpr int kDensePart = 64 * tiles::kMaxRows * 2;  // part_bytes of bf16
 
 struct LargeMTask {
-  LinearTask each;       // its tiling has a strip for each warp, its carve the offsets that `reduce_warps` and the ring need
+  LinearTask each;  // its tiling has a strip for each warp, its carve the offsets that `reduce_warps` and the ring need
   tiles::Tiling order;   // as the weight is cut: of the tiles and of the sums
   tiles::LargeMSmemLayout smem;
   const uint8_t* slabs;  // order.tiles of them
@@ -26,7 +27,8 @@ struct LargeMTask {
 // The slabs of a CTA in shared memory, in the order of its tiles; its first warp keeps them coming.
 class SlabPipeline {
  public:
-  __device__ SlabPipeline(const LargeMTask& large_m, const ThreadIndex& at, uint8_t* shared, int bytes, const tiles::LargeMTileIterator& tiles_of)
+  __device__ SlabPipeline(const LargeMTask& large_m, const ThreadIndex& at, uint8_t* shared, int bytes,
+                          const tiles::LargeMTileIterator& tiles_of)
       : wide_(large_m),
         loads_(at.warp == 0 && at.lane < ptx::kLoaders),
         lane_(at.lane),
@@ -141,8 +143,8 @@ __device__ void multiply_parts(const LargeMTask& large_m, Sums<kPartRows8> (&sum
 
 // A strip's sums over this CTA's inputs, share by share. Without a strip the warp keeps step with the others.
 template <bool kInt4, int kParts>
-__device__ void multiply_strip(const LargeMTask& large_m, const ThreadIndex& at, bool mine, Ring<tiles::LargeMTileIterator>& ring,
-                               SlabPipeline& slabs, float4* joined) {
+__device__ void multiply_strip(const LargeMTask& large_m, const ThreadIndex& at, bool mine,
+                               Ring<tiles::LargeMTileIterator>& ring, SlabPipeline& slabs, float4* joined) {
   const tiles::Tiling& t = large_m.order;
   for (int share = 0; share < t.warps_k(); ++share) {
     Sums<kPartRows8> sums[kParts];
@@ -229,7 +231,8 @@ LargeMTask task_of(const LinearArgs& a, int parts, const uint8_t* slabs) {
 void prepare_large_m(const Device& device) {
   prepare_pack_activations();
   for (const bool int4 : {false, true}) {
-    for (const int parts : {2, 4}) allow_shared_memory("linear", kernel_for(int4, parts, tiles::large_m_warps_log(device)), device.shared);
+    for (const int parts : {2, 4})
+      allow_shared_memory("linear", kernel_for(int4, parts, tiles::large_m_warps_log(device)), device.shared);
   }
 }
 
@@ -248,9 +251,12 @@ int64_t linear_large_m(const LinearArgs& args, void* scratch, Stream stream) {
     parts = std::min(most, all - done);
     const int64_t first = static_cast<int64_t>(done) * tiles::kMaxRows;
     const int64_t rows = std::min<int64_t>(args.rows - first, parts * tiles::kMaxRows);
-    const LargeMTask large_m = task_of(slice_rows(args, first, rows), parts, slabs + tiles::part_offset(t, most, all, done, 0));
+    const LargeMTask large_m =
+        task_of(slice_rows(args, first, rows), parts, slabs + tiles::part_offset(t, most, all, done, 0));
     const Launch how{.grid = dim3(static_cast<unsigned>(large_m.each.clusters * t.cluster())),
-                     .threads = 32 * large_m.each.tiling.warps_n(), .cluster = t.cluster(), .shared = large_m.smem.total,
+                     .threads = 32 * large_m.each.tiling.warps_n(),
+                     .cluster = t.cluster(),
+                     .shared = large_m.smem.total,
                      .early = true};
     launch("linear", kernel_for(t.group != 0, parts, tiles::large_m_warps_log(w.device)), how, stream, large_m);
   }

@@ -1,8 +1,8 @@
 // Projections of more rows than one part has: what they bring and keep, in numbers. For host code and device code.
 //
 // A launch takes up to `parts` times kMaxRows rows. A CTA takes a strip for each of its warps at a time, and its range
-// of inputs tile by tile: a tile of weights lies in its warp's ring while the warp multiplies it with every part's rows,
-// and the inputs come as slabs, which all warps of the CTA read. One launch in front arranges those of all rows.
+// of inputs tile by tile: a tile of weights lies in its warp's ring while the warp multiplies it with every part's
+// rows, and the inputs come as slabs, which all warps of the CTA read. One launch in front arranges those of all rows.
 //
 // Sums keep the order that `cut` gives them, in which other warps compute: for a strip, first the tiles that its first
 // warp would take, then those of the second, and so on; each share's sum is added to that of those before it.
@@ -21,7 +21,8 @@ constexpr int kMaxParts = 4;    // 128 rows
 constexpr int kMaxSlabs = 4;    // under way for each CTA
 constexpr int kMinStages = 2, kTargetStages = 4;  // of slabs and of weights, or it is no stream; of weights
 
-// Warps of a CTA, a strip for each at a time: 1 << large_m_warps_log. In 99 KB the sums of eight leave no room for a stream.
+// Warps of a CTA, a strip for each at a time: 1 << large_m_warps_log. In 99 KB the sums of eight leave no room for a
+// stream.
 SWIFTSPEC_HD int large_m_warps_log(const Device& device) { return device.shared >= 128 << 10 ? 3 : 2; }
 
 // A tile's inputs of one part: pieces as lanes read them, then, of int4, sums of the groups of every row.

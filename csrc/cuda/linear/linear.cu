@@ -49,7 +49,8 @@ struct VirtualRanks {
   }
 };
 
-// The sums of one strip's worth of outputs over all inputs of this CTA. `staged`: an earlier call has brought x already.
+// The sums of one strip's worth of outputs over all inputs of this CTA. `staged`: an earlier call has brought x
+// already.
 template <bool kInt4, int kRows8>
 __device__ void multiply(const LinearTask& task, const ThreadIndex& at, bool staged, uint8_t* shared,
                          Ring<tiles::TileIterator>& ring, Sums<kRows8>& sums) {

@@ -26,8 +26,8 @@ struct ThreadIndex {
   int cluster, cta, warp, lane;
 };
 
-// A warp's own ring of tiles in shared memory, in the order of `order`. It keeps its copies coming by itself, so no other
-// warp is waited for.
+// A warp's own ring of tiles in shared memory, in the order of `order`. It keeps its copies coming by itself, so no
+// other warp is waited for.
 template <class Tiles>
 class Ring {
  public:
@@ -176,10 +176,11 @@ __device__ void stage_group(const LinearTask& task, int row, int64_t first, int 
   if (lane % 4 == 0) *sum_of_group = sum;
 }
 
-// A chunk of x into shared memory. A warp takes a group of blocks and eight rows at a time. `first` is the chunk's first
-// input.
+// A chunk of x into shared memory. A warp takes a group of blocks and eight rows at a time. `first` is the chunk's
+// first input.
 template <bool kInt4, int kRows8>
-__device__ void stage_activations(const LinearTask& task, const ThreadIndex& at, int64_t first, int blocks, uint8_t* shared) {
+__device__ void stage_activations(const LinearTask& task, const ThreadIndex& at, int64_t first, int blocks,
+                                  uint8_t* shared) {
   auto* pieces = reinterpret_cast<uint4*>(shared + task.smem.x);
   auto* sums = reinterpret_cast<float*>(shared + task.smem.sums);
   const auto* scales = reinterpret_cast<const float*>(shared + task.smem.scales);
@@ -222,7 +223,8 @@ __device__ void fold_group(Sums<kRows8>& sums, Sums<kRows8>& products, const uin
   clear<kRows8>(products);
 }
 
-// One int4 tile of groups of 1 << group_log blocks. `pieces` and `x_sums` are those of the tile's first block and group.
+// One int4 tile of groups of 1 << group_log blocks. `pieces` and `x_sums` are those of the tile's first block and
+// group.
 template <int kRows8>
 __device__ void multiply_groups(Sums<kRows8>& sums, const uint8_t* tile, const uint4* pieces, const float* x_sums,
                                 int group_log, int lane) {
@@ -239,8 +241,8 @@ __device__ void multiply_groups(Sums<kRows8>& sums, const uint8_t* tile, const u
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const uint32_t code = word[i / 2][i % 2];
-      const uint32_t a0 = tiles::codes_to_bf16(code, 0), a1 = tiles::codes_to_bf16(code, 1), a2 = tiles::codes_to_bf16(code, 2),
-                     a3 = tiles::codes_to_bf16(code, 3);
+      const uint32_t a0 = tiles::codes_to_bf16(code, 0), a1 = tiles::codes_to_bf16(code, 1),
+                     a2 = tiles::codes_to_bf16(code, 2), a3 = tiles::codes_to_bf16(code, 3);
 #pragma unroll
       for (int j = 0; j < kRows8; ++j) {
         ptx::mma(products[i % 2][j], a0, a1, a2, a3, i < 2 ? b[j].x : b[j].z, i < 2 ? b[j].y : b[j].w);

@@ -46,7 +46,8 @@ __global__ void __launch_bounds__(kThreads) pack_activations_kernel(const __grid
   ptx::wait_for_dependencies();
   if (task.norm != nullptr) norm_scales<1>(task, at, 8 * eight, shared);
   const float* scale = reinterpret_cast<const float*>(shared + task.smem.scales) + fragment::b_column(at.lane);
-  const int log = group_blocks_log<kInt4>(t), groups = t.tile_k / tiles::kBlock >> log, units = t.range(at.cta) * groups;
+  const int log = group_blocks_log<kInt4>(t), groups = t.tile_k / tiles::kBlock >> log,
+            units = t.range(at.cta) * groups;
   for (int unit = static_cast<int>(blockIdx.y) * kWarps + at.warp; unit < units; unit += gridDim.y * kWarps) {
     const int tile = t.first_tile(at.cta) + unit / groups, group = unit % groups;
     uint8_t* to = pack.slabs + tiles::part_offset(t, pack.parts, pack.all, part, tile);

@@ -128,11 +128,12 @@ SWIFTSPEC_HD bool fits(const Tiling& t, const Device& device) {
   return true;
 }
 
-// What one CTA spends on its share with 8 rows, in nanoseconds. The constants are a model of an H200 (33 bytes of weights
-// a nanosecond for each of 132 SMs, 64 of x), to be measured. More inputs than fit the shared memory are brought there
-// again in every round.
+// What one CTA spends on its share with 8 rows, in nanoseconds. The constants are a model of an H200 (33 bytes of
+// weights a nanosecond for each of 132 SMs, 64 of x), to be measured. More inputs than fit the shared memory are
+// brought there again in every round.
 SWIFTSPEC_HD int64_t estimated_ns(const Tiling& t, const Device& device) {
-  const int64_t most_inputs = chunk_bytes(t, device) / 16, rounds = ceil_div(t.turns(), device.max_clusters[t.cluster_log]);
+  const int64_t most_inputs = chunk_bytes(t, device) / 16,
+                rounds = ceil_div(t.turns(), device.max_clusters[t.cluster_log]);
   const int64_t range = ceil_div(t.tiles, t.cluster()), inputs = range * t.tile_k;
   const int64_t stream = rounds * ceil_div(range, t.warps_k()) * kWarps * t.tile_bytes / 33;
   const int64_t stagings = inputs <= most_inputs ? 1 : rounds * ceil_div(inputs, most_inputs);

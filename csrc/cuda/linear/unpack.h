@@ -54,7 +54,8 @@ SWIFTSPEC_HD void unpack_tile(const Tiling& t, const uint32_t* tiles, const Stri
     Bf16x8 values;
     if constexpr (kInt4) {
       const uint32_t group = words[group_words(block >> t.group_log, lane) + 2 * f + upper];
-      values = dequantize8(words[code_word(2 * block, lane, f)], words[code_word(2 * block + 1, lane, f)], group, upper);
+      values =
+          dequantize8(words[code_word(2 * block, lane, f)], words[code_word(2 * block + 1, lane, f)], group, upper);
     } else {
       SWIFTSPEC_UNROLL
       for (int p = 0; p < 4; ++p) values.pairs[p] = words[dense_word(2 * block + p / 2, lane, f, upper + p % 2 * 2)];

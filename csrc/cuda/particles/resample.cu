@@ -1,8 +1,9 @@
 // Groups of particles resampled, weights to rows, in one launch of a fixed grid. common/resample.h has the arithmetic.
 //
 // A cluster of 8 blocks, or a block where there are no clusters, takes a group. Each of its blocks weighs all particles
-// by itself and so finds what the others find; exponentials go side by side, sums in the order of the rows. Then a block
-// copies every eighth row, in place: a particle that is copied keeps its row, so nobody reads what another block writes.
+// by itself and so finds what the others find; exponentials go side by side, sums in the order of the rows. Then a
+// block copies every eighth row, in place: a particle that is copied keeps its row, so nobody reads what another block
+// writes.
 #include <cuda_runtime.h>
 
 #include "common/ieee.h"

@@ -34,7 +34,8 @@ struct Session {
   uint64_t epoch;
 
   SWIFTSPEC_HD ll::Line& line_at(int reader, int writer, int64_t line) const {
-    return channel.inbox[reader][channel.layout.index(writer, ll::slot_of(epoch, protocol_params()), 0, line, protocol_params())];
+    return channel
+        .inbox[reader][channel.layout.index(writer, ll::slot_of(epoch, protocol_params()), 0, line, protocol_params())];
   }
 
   SWIFTSPEC_HD void broadcast(int64_t line, uint64_t payload) const {

@@ -30,8 +30,8 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 // Without `keys` the tokens are given.
-__global__ void __launch_bounds__(kThreads) draw_keyed_kernel(const __grid_constant__ ScoreArgs args, const uint32_t* keys,
-                                                         int64_t* tokens, float* log_probs) {
+__global__ void __launch_bounds__(kThreads)
+    draw_keyed_kernel(const __grid_constant__ ScoreArgs args, const uint32_t* keys, int64_t* tokens, float* log_probs) {
   BlockResult& found = shared_variable<BlockResult>();
   ptx::launch_dependents();
   ptx::wait_for_dependencies();

@@ -1,5 +1,6 @@
 // From logits to tokens on a device, all but the launches; host code too. A cluster of 8 blocks takes a row, or a block
-// where there are no clusters: each warp keeps the best of its columns and the sum of their exponentials, then blocks and cluster join these in a fixed order.
+// where there are no clusters: each warp keeps the best of its columns and the sum of their exponentials, then blocks
+// and cluster join these in a fixed order.
 #pragma once
 
 #include <cmath>
@@ -90,9 +91,10 @@ SWIFTSPEC_HD float score(const ScoreArgs& a, int64_t row, int64_t column) {
   return a.tau == 1.0f ? x : ieee::div(x, a.tau);
 }
 
-// A warp's columns of a row. Without `sums` this is a draw: no exponentials, and a NaN counts as infinite, so that it is
-// found.
-SWIFTSPEC_HD void scan_columns(const ScoreArgs& a, int64_t row, int k, int block, int warp_index, bool sums, BlockResult& found) {
+// A warp's columns of a row. Without `sums` this is a draw: no exponentials, and a NaN counts as infinite, so that it
+// is found.
+SWIFTSPEC_HD void scan_columns(const ScoreArgs& a, int64_t row, int k, int block, int warp_index, bool sums,
+                               BlockResult& found) {
   TopK<float> best(k);
   warp::PerLane<LogSum> sum;
   SWIFTSPEC_EACH_LANE(lane) { sum(lane) = {-INFINITY, 0}; }
@@ -126,8 +128,8 @@ SWIFTSPEC_HD void scan_columns(const ScoreArgs& a, int64_t row, int k, int block
   }
 }
 
-// The same of scores as they are, for the sum of their exponentials; and unless `key` is null, of the best of them under
-// the noise of that key. A NaN counts as infinite there.
+// The same of scores as they are, for the sum of their exponentials; and unless `key` is null, of the best of them
+// under the noise of that key. A NaN counts as infinite there.
 SWIFTSPEC_HD void scan_keyed(const ScoreArgs& a, int64_t row, const uint32_t* key, int block, int warp_index,
                              BlockResult& found) {
   TopK<float> best(1);
@@ -185,8 +187,8 @@ SWIFTSPEC_HD float log_prob(float score, const LogSum& all) {
 }
 
 // The first warp of the cluster's first block: what the blocks have found; `block(i)` is block i's memory. Without
-// `values` the tokens alone. A rank without a candidate gets its own number as token, and -inf. Tokens alone are a draw:
-// -1 where a score is NaN, or the highest is infinite.
+// `values` the tokens alone. A rank without a candidate gets its own number as token, and -inf. Tokens alone are a
+// draw: -1 where a score is NaN, or the highest is infinite.
 template <class Blocks>
 SWIFTSPEC_HD void reduce_blocks(int k, Blocks block, int64_t* tokens, float* values) {
   TopK<float> best(k);
@@ -211,8 +213,8 @@ SWIFTSPEC_HD void reduce_blocks(int k, Blocks block, int64_t* tokens, float* val
   }
 }
 
-// As reduce_blocks, after scan_keyed: the token, if it is to be drawn, and its log-probability; -1 and NaN where none could
-// be.
+// As reduce_blocks, after scan_keyed: the token, if it is to be drawn, and its log-probability; -1 and NaN where none
+// could be.
 template <class Blocks>
 SWIFTSPEC_HD void reduce_keyed(const ScoreArgs& a, int64_t row, bool drawn, Blocks block, int64_t* token,
                              float* log_prob) {

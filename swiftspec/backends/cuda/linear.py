@@ -114,7 +114,8 @@ class PeerCommunicator:
 
     def supports(self, x: Tensor) -> bool:
         """Whether `gather` takes x: on a GPU, whole words of 4 bytes, and at most PIECES times the longest product."""
-        return on_gpu(x.device) and x.nbytes % WORD_BYTES == 0 and x.nbytes <= MAX_GATHER_LAUNCHES * self._lines * LINE_BYTES
+        limit = MAX_GATHER_LAUNCHES * self._lines * LINE_BYTES
+        return on_gpu(x.device) and x.nbytes % WORD_BYTES == 0 and x.nbytes <= limit
 
     def gather(self, x: Tensor) -> Tensor:
         """The ranks' x, in rank order: [...] -> [size, ...], a launch for each piece of it that the group's lines hold.

@@ -77,7 +77,7 @@ class RemoteDraft:
     drafter: RemoteDrafter
     connection: DraftConnection
     reconnector: Reconnector | None
-    hops: RpcLog | None = None  # exchanges with it, where it is a worker
+    rpc_log: RpcLog | None = None  # exchanges with it, where it is a worker
 
 
 @dataclass(slots=True)

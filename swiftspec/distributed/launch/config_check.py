@@ -20,7 +20,9 @@ from swiftspec.errors import UserError
 
 @dataclass(frozen=True, slots=True)
 class RankRole:
-    """Group of a rank and its position in it. Rank 0 of a group is its leader; rank 0 of the job leads the target group."""
+    """Group of a rank and its position in it.
+
+    Rank 0 of a group is its leader; rank 0 of the job leads the target group."""
 
     group: str  # "target" or "draft"; the modes serial, ar and smc have the target group only
     group_rank: int
@@ -72,7 +74,8 @@ def check_consistent(world: World, plan: EngineConfig, rank_config: RankConfig) 
 
 @contextmanager
 def report_startup_error(world: World | None) -> Iterator[None]:
-    """If this rank fails with a UserError before `check_consistent`, publishes the error so that all ranks fail with it."""
+    """If this rank fails with a UserError before `check_consistent`, publishes the error so that all ranks fail with
+    it."""
     try:
         yield
     except UserError as error:

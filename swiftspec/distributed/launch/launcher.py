@@ -34,7 +34,9 @@ class Launched:
 
 
 def launched(environment: Mapping[str, str] = os.environ) -> Launched | None:
-    """This process's rank, or None if WORLD_SIZE is 1 or unset, whatever RANK is. Raises UserError on invalid values."""
+    """This process's rank, or None if WORLD_SIZE is 1 or unset, whatever RANK is.
+
+    Raises UserError on invalid values."""
     size = _number(environment, "WORLD_SIZE", 1, MAX_RANKS, 1)
     if size == 1:
         return None

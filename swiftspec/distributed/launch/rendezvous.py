@@ -59,7 +59,8 @@ class Rendezvous:
         return RendezvousInfo(store_prefix, tuple(ranks))
 
     def alive_ranks(self, wanted: Iterable[int]) -> dict[int, str]:
-        """The ranks among `wanted` that have registered, are alive and not yet admitted, with their incarnations' names.
+        """The ranks among `wanted` that have registered, are alive and not yet admitted, with the names of
+        their incarnations.
 
         A rank that has registered since the previous call is included from the next call on, if it is alive.
         """

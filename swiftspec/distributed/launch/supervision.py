@@ -48,7 +48,9 @@ class Heartbeat:
 
 
 class RankTable:
-    """State of all ranks of a job, kept on rank 0. Thread-safe; `on_change` is called with all ranks after each change."""
+    """State of all ranks of a job, kept on rank 0.
+
+    Thread-safe; `on_change` is called with all ranks after each change."""
 
     def __init__(self, on_change: Callable[[Sequence[RankInfo]], None]) -> None:
         self._on_change, self._lock = on_change, Lock()

@@ -60,7 +60,8 @@ class WorkerConnection(Generic[A]):
             raise WorkerRefused(f"{self.peer}: {error}") from None
         if answer.protocol != PROTOCOL_VERSION:
             raise WorkerRefused(
-                f"{self.peer} speaks version {answer.protocol} of the protocol, and this is {PROTOCOL_VERSION}: install the"
+                f"{self.peer} speaks version {answer.protocol} of the protocol, and this is {PROTOCOL_VERSION}:"
+                " install the"
                 " same SwiftSpec on both sides"
             )
         return answer

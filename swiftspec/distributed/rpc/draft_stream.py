@@ -22,14 +22,14 @@ class DraftStream:
 
     `gone`: why there is no worker, until `attach` gives one; `answer_timeout`, `open_timeout`: seconds that a proposal
     may take, and the first of a request; `busy`: seconds in the draft's forwards, as far as the worker has told;
-    `standing`: where the request stands; `hops`: where each answer is noted.
+    `standing`: where the request stands; `rpc_log`: where each answer is noted.
     """
 
     def __init__(
         self, link: WorkerConnection[pb.DraftAnswer], shape: EngineConfig, bounds: ModelLimits, answer_timeout: float
     ) -> None:
         """`shape`: of the rounds; a worker refuses one that it has no room for."""
-        self.busy, self.hops = 0.0, RpcLog()
+        self.busy, self.rpc_log = 0.0, RpcLog()
         self._sent_at: dict[int, int] = {}  # by the round that a message ends; -1: the opening
         self.state = RequestState(bounds, shape.verify == "reject")
         self.shape = shape
@@ -99,7 +99,7 @@ class DraftStream:
         """Books an exchange to the message that it answers, which need not be the last one."""
         ended = (answer.delta if answer.HasField("delta") else answer.proposal).round - 1
         asked = self._sent_at.get(ended, self._sent_at[self.round - 1])
-        self.hops.add(hop_of("draft", ended, asked, answer.telemetry), answer.session)
+        self.rpc_log.add(hop_of("draft", ended, asked, answer.telemetry), answer.session)
 
     def protocol_error(self, why: object) -> DrafterLost:
         """Gives the request up. The error to raise."""

@@ -68,7 +68,8 @@ def request_start_from_proto(message: pb.Opening, own: ModelIdentity) -> tuple[R
     than this worker's."""
     if message.protocol != PROTOCOL_VERSION:
         raise UserError(
-            f"this worker speaks version {PROTOCOL_VERSION} of the protocol, not {message.protocol}: install the same SwiftSpec"
+            f"this worker speaks version {PROTOCOL_VERSION} of the protocol, not {message.protocol}:"
+            " install the same SwiftSpec"
         )
     if message.tokenizer != own.tokenizer:
         raise UserError("the tokenizers differ: take a worker whose model has the same one")

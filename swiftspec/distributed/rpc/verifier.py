@@ -34,7 +34,7 @@ class GrpcVerifier:
     A worker that is lost on the way is asked again, for the same round, until the deadline: one that has answered gives
     the same answer, one that was started anew is told the text so far. At the deadline, and at whatever a worker
     refuses, the request ends with a UserError. `meanwhile` is called again and again while a result is waited for.
-    `hops`: where each exchange is noted.
+    `rpc_log`: where each exchange is noted.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class GrpcVerifier:
         timeout: float,
     ) -> None:
         """`worker`: as it has told of itself; another one in its place is refused. `timeout`: seconds of a round."""
-        self.busy, self.hops, self._sent_at = 0.0, RpcLog(), 0
+        self.busy, self.rpc_log, self._sent_at = 0.0, RpcLog(), 0
         self.while_waiting: Callable[[], None] | None = None
         self._connection, self._worker, self._shape, self._timeout = link, worker, shape, timeout
         self._state = RequestState(bounds)
@@ -164,7 +164,7 @@ class GrpcVerifier:
                 raise UserError(late) from None
         self.busy += 1e-9 * max(answer.telemetry.model, 0)
         round_ = answer.result.round if answer.HasField("result") else -1
-        self.hops.add(hop_of("target", round_, self._sent_at, answer.telemetry), answer.session)
+        self.rpc_log.add(hop_of("target", round_, self._sent_at, answer.telemetry), answer.session)
         return answer
 
     def _wait_before_retry(self, error: WorkerLost) -> None:

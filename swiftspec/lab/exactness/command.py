@@ -29,18 +29,18 @@ is one of `python -m swiftspec.serve`, such as --model, --draft-model, --mode, -
 --self-switch is off unless given: rounds without the draft would test nothing."""
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None, prog: str = "python -m swiftspec.exactness") -> int:
     """Runs the command and returns its exit code. On several ranks: torchrun -m swiftspec.exactness ..."""
-    return run_guarded(lambda first: _run(argv, first))
+    return run_guarded(lambda first: _run(argv, first, prog))
 
 
-def _run(argv: Sequence[str] | None, first: bool) -> int:
+def _run(argv: Sequence[str] | None, first: bool, prog: str) -> int:
     from swiftspec.serve.cli.arguments import CommandParser, parse_command
     from swiftspec.serve.cli.generate import read_prompt
     from swiftspec.serve.settings.settings import UsageError
 
     parser = CommandParser(
-        "python -m swiftspec.exactness",
+        prog,
         description=ABOUT,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,

@@ -243,7 +243,9 @@ class StaticNoiseBuffer:
         self._holds = noise, span
 
     def rows(self, positions: Tensor, tokens: range, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """As `PositionNoise.rows`, without a device synchronisation. Positions outside the block get arbitrary noise."""
+        """As `PositionNoise.rows`, without a device synchronisation.
+
+        Positions outside the block get arbitrary noise."""
         assert dtype == self._block.dtype
         rows = (positions - self._first).clamp_(0, len(self._block) - 1)
         return self._block[:, tokens.start : tokens.stop], rows

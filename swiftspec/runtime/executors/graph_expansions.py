@@ -83,7 +83,9 @@ class GraphExpansionExecutor(GraphForwardExecutor):
             super().expand(tree, pending, count)
 
     def expansions_that_fit(self, tree: DraftTree) -> int:
-        """The number of expansions that fit into tree and cache. The tree may not become deeper than a block of noise."""
+        """The number of expansions that fit into tree and cache.
+
+        The tree may not become deeper than a block of noise."""
         slots = min(tree.expandable_leaves(self._tree.children), self.runner.cache.free_slots)
         return min(slots // len(self._sequence), PositionNoise.BLOCK_POSITIONS - _depth(tree))
 

@@ -1,1 +1,1 @@
-"""The commands `chat`, `generate`, `race` and `worker`, and their arguments."""
+"""Command line: arguments, help pages, and the commands chat, generate and worker."""

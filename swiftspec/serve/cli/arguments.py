@@ -1,22 +1,26 @@
-"""The command line: one flag per setting, from the table of flags.py, and what belongs to a single run."""
+"""Command-line arguments: one flag per setting, from the table of flags.py, and the flags of a single run."""
 
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn, get_origin
 
 from swiftspec import __version__
+from swiftspec.config import PARTICLES, SPECULATION
+from swiftspec.params import SAMPLING, STOPPING
 from swiftspec.serve.settings.config_sources import load_settings
+from swiftspec.serve.settings.flags import RENAMED_SETTINGS, SERVER
 from swiftspec.serve.settings.settings import Flag, Settings, UsageError, env_name, flag_name
 
 DESCRIPTION = """\
-Decode one request as fast as this machine allows: a small draft model guesses a tree of tokens, the target checks it,
-and the text is exactly the target's. In a terminal it opens a chat; with --prompt, --prompt-file or text on standard
-input it prints one answer and leaves. With no flag at all it runs the small code model that comes with it. With --port
-it serves clients, and a page that shows the draft tree; `replay FILE` serves that page for a trace, without a model."""
+Low-latency speculative decoding: a small draft model proposes a tree of tokens and the target model verifies it; the
+output is the target's own. In a terminal it opens a chat. With --prompt, --prompt-file or text on standard input it
+prints one answer and exits. With --port it serves HTTP clients, and a page that shows the draft tree; `replay FILE`
+serves that page for a recorded trace, without a model. The default models are a small code model and its draft."""
 USAGE = """python -m swiftspec.serve [flags]
        python -m swiftspec.serve replay FILE [--host H] [--port N]
        python -m swiftspec.serve worker draft|target [--model M] [--listen HOST:PORT] [flags]
@@ -25,8 +29,54 @@ PRECEDENCE = "Precedence: flag > environment variable > --config file > default.
 
 
 @dataclass(frozen=True, slots=True)
+class HelpPage:
+    """What --help shows. Every command accepts all flags; a flag that the command does not use is left out of its page.
+
+    `hidden_groups`: groups of flags that are left out, except the settings in `shown`.
+    `prompt_flags`: whether the flags for a prompt and for JSON output are shown.
+    """
+
+    usage: str
+    description: str
+    hidden_groups: tuple[str, ...] = ()
+    shown: tuple[str, ...] = ()
+    prompt_flags: bool = True
+
+    def shows(self, flag: Flag) -> bool:
+        """Whether the page has this flag."""
+        return flag.group not in self.hidden_groups or flag.name in self.shown
+
+
+DEFAULT_PAGE = HelpPage(USAGE, DESCRIPTION)
+HELP_PAGES = {  # by sub-command
+    "chat": HelpPage(
+        "swiftspec chat [flags]",
+        "Chat with a model in the terminal. The default models are a small code model and its draft.",
+        (SERVER,), ("otlp_endpoint",), prompt_flags=False,
+    ),
+    "serve": HelpPage(
+        "swiftspec serve [--port N] [flags]",
+        "Serve OpenAI's and Anthropic's HTTP APIs on --port (8000 if not given), and a page that shows the draft tree.",
+        prompt_flags=False,
+    ),
+    "generate": HelpPage(
+        "swiftspec generate --prompt TEXT [flags]",
+        "Print one answer to the prompt of --prompt, --prompt-file or standard input. With --target-url a worker runs"
+        " the target model.",
+        (SERVER,), ("otlp_endpoint",),
+    ),
+    "worker": HelpPage(
+        "swiftspec worker draft|target [--model M] [--listen HOST:PORT] [flags]",
+        "Run one model for clients on other machines or devices, over gRPC.",
+        (SERVER, SPECULATION, PARTICLES, SAMPLING, STOPPING),
+        ("drain_timeout", "verify_batch", "draft_leaves", "draft_steps"), prompt_flags=False,
+    ),
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
 class ParsedCommand:
-    """A parsed command line: the settings, and what only this run is about."""
+    """A parsed command line: the settings and the arguments of this run."""
 
     settings: Settings
     prompt: str | None
@@ -35,17 +85,25 @@ class ParsedCommand:
 
 
 class CommandParser(argparse.ArgumentParser):
-    """Complains in one line, like everything else here."""
+    """Argument parser whose errors are UsageErrors of one line."""
 
     def error(self, message: str) -> NoReturn:
         words = message.removeprefix("argument ").replace(": expected one argument", " needs a value", 1)
         raise UsageError(f"{words} (--help lists the flags)")
 
 
-def parse_command(argv: Sequence[str] | None = None, kind: type[Settings] = Settings) -> ParsedCommand:
-    """Reads the command line and the layers below it. Raises UsageError; leaves through SystemExit after --help."""
-    parser = build_parser(kind)
-    given = vars(parser.parse_args(argv))
+def parse_command(
+    argv: Sequence[str] | None = None, kind: type[Settings] = Settings, page: HelpPage = DEFAULT_PAGE
+) -> ParsedCommand:
+    """Parses the command line and merges it with the environment and the --config file.
+
+    Raises UsageError, and SystemExit after --help and --version. `page`: what --help prints."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    for argument in arguments:
+        name = argument.partition("=")[0]
+        if (new := renamed_flags().get(name)) is not None:
+            raise UsageError(f"{name} is now called {new}")
+    given = vars(build_parser(kind, page).parse_args(arguments))
     prompt, prompt_file, config = (given.pop(name, None) for name in ("prompt", "prompt_file", "config"))
     as_json = given.pop("json", False)
     if prompt is not None and prompt_file is not None:
@@ -54,45 +112,55 @@ def parse_command(argv: Sequence[str] | None = None, kind: type[Settings] = Sett
     return ParsedCommand(settings, prompt, None if prompt_file is None else Path(prompt_file), as_json)
 
 
-def build_parser(kind: type[Settings] = Settings) -> argparse.ArgumentParser:
-    """A parser whose result holds only what was given, as text."""
+def build_parser(kind: type[Settings] = Settings, page: HelpPage = DEFAULT_PAGE) -> argparse.ArgumentParser:
+    """Builds the parser. Its result holds only the flags that were given, as text."""
     parser = CommandParser(
         prog="swiftspec",
-        usage=USAGE,
-        description=DESCRIPTION,
+        usage=page.usage,
+        description=page.description,
         epilog=PRECEDENCE,
         formatter_class=_Formatter,
         argument_default=argparse.SUPPRESS,
         allow_abbrev=False,
         add_help=False,
     )
-    add_run_flags(parser.add_argument_group("this run"))
+    add_run_flags(parser.add_argument_group("this run"), prompt_flags=page.prompt_flags)
     groups: dict[str, Any] = {}
     for flag in kind.table.flags.values():
         if flag.group not in groups:
             groups[flag.group] = parser.add_argument_group(flag.group)
-        _add(groups[flag.group], flag)
+        _add(groups[flag.group], flag, visible=page.shows(flag))
     return parser
 
 
-def add_run_flags(group: Any) -> list[argparse.Action]:
-    """Adds the flags that are no settings: what only this run is about."""
-    final = "The same from a file; one final newline is dropped unless --raw."
+def add_run_flags(group: Any, *, prompt_flags: bool = True) -> list[argparse.Action]:
+    """Adds the flags that are not settings: those of a single run. `prompt_flags`: show the ones for a prompt."""
+
+    def text(words: str) -> str:
+        return words if prompt_flags else argparse.SUPPRESS
+
+    from_file = "Read the prompt from a file; one final newline is dropped unless --raw."
+    json_output = "Print one JSON object: text, tokens, timings, metrics."
     return [
-        group.add_argument("--prompt", metavar="TEXT", help="Answer this and leave."),
-        group.add_argument("--prompt-file", metavar="FILE", help=final),
+        group.add_argument("--prompt", metavar="TEXT", help=text("Answer this prompt and exit.")),
+        group.add_argument("--prompt-file", metavar="FILE", help=text(from_file)),
+        group.add_argument("--json", action="store_true", help=text(json_output)),
         group.add_argument(
-            "--json", action="store_true", help="Print one JSON object: text, tokens, timings, metrics."
+            "--config", metavar="FILE.yaml", help="Read settings by long flag name, such as `top-p: 0.9`."
         ),
-        group.add_argument("--config", metavar="FILE.yaml", help="Settings by long flag name, such as `top-p: 0.9`."),
         group.add_argument("--version", action="version", version=f"swiftspec {__version__}", help="Show the version."),
         group.add_argument("-h", "--help", action="help", help="Show this page."),
     ]
 
 
-def _add(group: Any, flag: Flag) -> None:
+def renamed_flags() -> dict[str, str]:
+    """Flags that have a new name, by the old one."""
+    return {flag_name(old): flag_name(new) for old, new in RENAMED_SETTINGS.items()}
+
+
+def _add(group: Any, flag: Flag, *, visible: bool = True) -> None:
     text = f"{flag.setting.help} [default: {flag.default_text}] [env: {env_name(flag.name)}]"
-    options: dict[str, Any] = {"dest": flag.name, "help": text.replace("%", "%%")}
+    options: dict[str, Any] = {"dest": flag.name, "help": text.replace("%", "%%") if visible else argparse.SUPPRESS}
     if flag.value_type is bool:
         options["action"] = argparse.BooleanOptionalAction
     else:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from swiftspec.config import EngineConfig
 from swiftspec.errors import RankLost, UserError
-from swiftspec.serve.cli.arguments import parse_command
+from swiftspec.serve.cli.arguments import HELP_PAGES, parse_command
 from swiftspec.serve.model_resolution import demo_model_path
 from swiftspec.serve.session import WeightProgress, load_options
 from swiftspec.serve.settings.settings import Settings, UsageError
@@ -34,9 +34,11 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 def run_worker_command(argv: Sequence[str], join: JoinFn) -> int:
     """Runs a worker until a signal ends it. Returns the exit code. `join`: the ranks that a launcher has started."""
     side = argv[0] if argv else ""
+    if side in ("-h", "--help"):
+        parse_command(argv, page=HELP_PAGES["worker"])
     if side not in ("draft", "target"):
         raise UsageError("which model does the worker run? `swiftspec worker draft` or `swiftspec worker target`")
-    command = parse_command(argv[1:])
+    command = parse_command(argv[1:], page=HELP_PAGES["worker"])
     if command.prompt is not None or command.prompt_file is not None or command.json:
         raise UsageError("a worker's clients bring their prompts: leave out --prompt, --prompt-file and --json")
     settings = command.settings

@@ -30,7 +30,7 @@ def traced_session(
         yield session
         return
     provider, llm = otel_exporter.make_tracer_provider(settings.otlp_endpoint, exporter), session.llm
-    spans = RequestSpans(provider.get_tracer("swiftspec"), session.model, llm.roles.hops or RpcLog(), lambda: llm.stats)
+    spans = RequestSpans(provider.get_tracer("swiftspec"), session.model, llm.roles.rpc_log or RpcLog(), lambda: llm.stats)
     try:
         yield replace(session, around=spans.trace_chunks)
     finally:

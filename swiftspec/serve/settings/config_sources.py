@@ -1,4 +1,4 @@
-"""The layers that settings come from: command line > environment > YAML file > default."""
+"""Sources of settings, in order of precedence: command line, environment, YAML file, default."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from pydantic import ValidationError
 
 from swiftspec import file_io
 from swiftspec.errors import UserError, truncated_repr
+from swiftspec.serve.settings.flags import RENAMED_SETTINGS
 from swiftspec.serve.settings.settings import (
     ENV_PREFIX,
     Settings,
@@ -20,15 +21,20 @@ from swiftspec.serve.settings.settings import (
     flag_name,
 )
 
-NON_SETTING_VARIABLES = (  # variables of the build, the tests and the kernels
+NON_SETTING_VARIABLES = (  # read by the build, the tests and the kernels
     "SWIFTSPEC_CUDA", "SWIFTSPEC_CUDA_ARCHS", "SWIFTSPEC_WERROR", "SWIFTSPEC_EARLY_STARTS", "SWIFTSPEC_FEW_STAGES",
     "SWIFTSPEC_EMULATED", "SWIFTSPEC_EMULATED_CASES", "SWIFTSPEC_EMULATED_SEED", "SWIFTSPEC_TEST_EPOCHS",
 )  # fmt: skip
 
 
 def load_settings(cli: Mapping[str, object], file: Path | None = None, kind: type[Settings] = Settings) -> Settings:
-    """Puts the layers together. `cli`: only what was given there, by field name. Raises UsageError with the culprit."""
+    """Merges all sources into settings. Raises UsageError that names the offending flag, variable or key.
+
+    `cli`: values that were given on the command line, by field name. `file`: the --config file."""
     known = list(kind.model_fields)
+    for old, new in RENAMED_SETTINGS.items():
+        if os.environ.get(env_name(old)):
+            raise UsageError(f"the environment variable {env_name(old)} is now called {env_name(new)}")
     from_file = _read_yaml(file, known) if file is not None else {}
     by_env = {name for name in known if os.environ.get(env_name(name))}
     given = {name: value for name, value in from_file.items() if name not in by_env} | dict(cli)
@@ -45,18 +51,18 @@ def load_settings(cli: Mapping[str, object], file: Path | None = None, kind: typ
 
 
 def unknown_variable_warnings(kind: type[Settings] = Settings) -> list[str]:
-    """Lines on variables of the environment that look like settings and are none."""
-    known = [env_name(name) for name in kind.model_fields]
+    """Warnings about environment variables that look like settings but are not."""
+    known = [env_name(name) for name in (*kind.model_fields, *RENAMED_SETTINGS)]
     names = sorted(name for name, value in os.environ.items() if name.startswith(ENV_PREFIX) and value)
     return [
-        f"the environment variable {name[:80]} is no setting{_hint(name, known)}"
+        f"the environment variable {name[:80]} is not a setting{_hint(name, known)}"
         for name in names if name not in known and name not in NON_SETTING_VARIABLES
     ]  # fmt: skip
 
 
 def _read_yaml(file: Path, known: Sequence[str]) -> dict[str, object]:
-    """The file's values by field name, as text: what the flag would get on the command line. Empty ones count as left
-    out."""
+    """Reads the file. Returns its values by field name, as the text that the flag would get on the command line. Empty
+    values are left out."""
     from swiftspec.serve.settings.plain_yaml import UnsupportedYaml, parse_mapping  # yaml is not needed for --help
 
     name = f"--config {file}"
@@ -70,10 +76,12 @@ def _read_yaml(file: Path, known: Sequence[str]) -> dict[str, object]:
     dashed = [known_field.replace("_", "-") for known_field in known]
     for key, value in data:
         field = key.replace("-", "_")
+        if field in RENAMED_SETTINGS:
+            raise UsageError(f"{name}: {key} is now called {flag_name(RENAMED_SETTINGS[field])[2:]}")
         if field not in known:
             raise UsageError(f"{name}: unknown key {truncated_repr(key)}{_hint(key.replace('_', '-'), dashed)}")
         if field in values:
-            raise UsageError(f"{name}: {flag_name(field)[2:]} is given twice: take one of them out")
+            raise UsageError(f"{name}: {flag_name(field)[2:]} is given twice: remove one of them")
         values[field] = value
     return {field: value for field, value in values.items() if value is not None}
 

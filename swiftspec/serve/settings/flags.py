@@ -26,6 +26,7 @@ from swiftspec.settings_schema import DataclassInstance, Setting, declared_setti
 
 MODELS, SERVER, NETWORK = "models", "server", "workers: models on other machines or devices"
 GROUPS = (MODELS, SERVER, NETWORK, SPECULATION, PARTICLES, SAMPLING, STOPPING)  # as they follow each other in --help
+RENAMED_SETTINGS = {"kept_memory": "prefix_cache_memory"}  # old name: new name
 UNSUPPORTED_PARTS = {  # what a mode does otherwise: a setting that shapes it is refused
     "ar": (POPULATION,), "serial": (POPULATION,), "async": (POPULATION,), "smc": (TREE, LOOKAHEAD),
 }  # fmt: skip
@@ -174,7 +175,8 @@ class CommandSettings:
     mode: str | None = setting(
         None, "async: the draft group grows the tree while the target group verifies. serial: in turns, on one group."
         " ar: one token per forward, no draft. smc: weighted particles in place of verification, approximate.",
-        SPECULATION, choices=MODES, default_text="without a draft ar; async on several ranks or with a worker; else serial",
+        SPECULATION, choices=MODES,
+        default_text="without a draft ar; async on several ranks or with a worker; else serial",
     )  # fmt: skip
     plan: str = setting(
         "auto", "Fill what is open of mode, split and tree from a profile of this machine and pair: the one in"

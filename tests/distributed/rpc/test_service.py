@@ -299,7 +299,7 @@ def test_a_worker_of_the_other_kind_is_refused(target: Started) -> None:
 
 
 def test_a_worker_that_rests_looks_after_its_group(target: Started, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("swiftspec.distributed.rpc.server.POLL_INTERVAL_S", 0.01)
+    monkeypatch.setattr("swiftspec.distributed.rpc.server.SWEEP_INTERVAL_S", 0.01)
     over: SimpleQueue[int] = SimpleQueue()
     target.server.run(over, lambda: over.put(0))  # ends by what it has seen
 

@@ -126,5 +126,5 @@ def test_what_growth_has_cost_is_booked_to_the_message_that_asked_for_it() -> No
     stream.send_result(VerifyResult(1, 0, 1, (0,), (9,)), 0)
     for _ in range(3):
         stream.recv(None)
-    opening, result = stream.hops.take()
+    opening, result = stream.rpc_log.drain()
     assert (opening.round, result.round) == (-1, 0) and opening.asked < result.asked

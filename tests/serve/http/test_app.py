@@ -1,4 +1,4 @@
-"""What goes around all endpoints: states, errors, ids; and bad input, which costs one line."""
+"""The application around all endpoints: states, errors, request ids, and bad input, which is answered in one line."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ HELLO: dict[str, Any] = {"messages": [{"role": "user", "content": "hello"}]}
 
 
 def refused(client: httpx.Client, path: str, body: Any, param: str | None = None, status: int = 400) -> str:
-    """The message of a request that is refused, which is one line of bounded length."""
+    """The error message of a refused request: one line of bounded length."""
     answer = client.post(path, json=body) if not isinstance(body, bytes) else client.post(
         path, content=body, headers={"content-type": "application/json"}
     )  # fmt: skip
@@ -51,14 +51,14 @@ def test_while_it_leaves_and_after(player: Player, client: httpx.Client) -> None
 
 
 def test_while_a_rank_comes_back(player: Player, client: httpx.Client) -> None:
-    """Without rank 0 requests are taken all the same, and wait; without a draft all goes on."""
+    """Without rank 0, requests are accepted and wait; without the draft, they are decoded."""
     lost = [RankState(0, "target", 7, "lost", 1), RankState(1, "draft", 8, "up", 0)]
     player.state = EngineState("recovering", "rank 0 is gone", 0, 0, lost)
-    told = [{"rank": 0, "role": "target", "pid": 7, "state": "lost", "restarts": 1},
+    expected_ranks = [{"rank": 0, "role": "target", "pid": 7, "state": "lost", "restarts": 1},
             {"rank": 1, "role": "draft", "pid": 8, "state": "up", "restarts": 0}]  # fmt: skip
     health = client.get("/health")
     assert health.status_code == 503 and "retry-after" in health.headers
-    assert (health.json()["status"], health.json()["ranks"]) == ("recovering", told)
+    assert (health.json()["status"], health.json()["ranks"]) == ("recovering", expected_ranks)
     assert "rank 0 is gone" in health.json()["error"]["message"]
     assert client.get("/health/generate").status_code == 503
     assert client.post(TEXT, json={"prompt": "a"}).status_code == 200
@@ -71,7 +71,7 @@ def test_while_a_rank_comes_back(player: Player, client: httpx.Client) -> None:
 
 @pytest.mark.parametrize("path", [CHAT, TEXT, MESSAGES, RESPONSES])
 def test_an_answer_that_breaks_off_says_how_far_it_came(player: Player, client: httpx.Client, path: str) -> None:
-    """In a stream as an event in the shape of the endpoint, and as the last one."""
+    """In a stream the error is the last event, in the schema of the endpoint."""
     line = "the answer broke off after 6 tokens: rank 1 is gone"
     player.prepare(raises=GenerationFailedError(line, "engine_error"), after=2)
     body = {TEXT: {"prompt": "a"}, RESPONSES: {"input": "a"}}.get(path, {**HELLO, "max_tokens": 50})
@@ -121,7 +121,7 @@ def test_the_newest_replaces_the_others(player: Player, client: httpx.Client) ->
 
 
 @pytest.mark.parametrize(
-    ("body", "says"),
+    ("body", "message"),
     [
         (b"{", "the body is not JSON: "),
         (b"\xff\xfe{}", "body"),
@@ -134,8 +134,8 @@ def test_the_newest_replaces_the_others(player: Player, client: httpx.Client) ->
         (b'{"prompt": "a", "temperature": NaN}', "temperature"),
     ],
 )
-def test_bodies_that_are_none(player: Player, client: httpx.Client, body: bytes, says: str) -> None:
-    assert says in refused(client, TEXT, body, "temperature" if says == "temperature" else None)
+def test_bodies_that_are_none(player: Player, client: httpx.Client, body: bytes, message: str) -> None:
+    assert message in refused(client, TEXT, body, "temperature" if message == "temperature" else None)
 
 
 def test_half_a_surrogate_anywhere(player: Player, client: httpx.Client) -> None:
@@ -202,7 +202,7 @@ def test_what_is_refused(player: Player, client: httpx.Client, path: str, body: 
 
 
 def test_what_is_ignored(player: Player, client: httpx.Client) -> None:
-    """Fields that nobody knows, and those that are not served and ask for nothing."""
+    """Unknown fields, and unsupported fields with values that change nothing."""
     body = {**HELLO, "n": 1, "user": "u", "store": True, "made_up": {"a": 1}, "min_tokens": 0, "modalities": ["text"]}
     assert client.post(CHAT, json={**body, "functions": [], "audio": None}).status_code == 200
 

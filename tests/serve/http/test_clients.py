@@ -1,4 +1,4 @@
-"""The clients that people have, as they are."""
+"""Unmodified client libraries against the endpoints."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def test_anthropics_messages(thinker: Player, hermes_url: str) -> None:
     )
     assert answer.content[0].to_dict() == {"type": "text", "text": "def add(a, "}
     assert (answer.stop_reason, answer.stop_sequence) == ("stop_sequence", "b):")
-    assert thinker.stopped == thinker.requests and not thinker.closed, "nobody wants the rest"
+    assert thinker.stopped == thinker.requests and not thinker.closed, "the request was ended early"
     assert answer.to_dict()["timings"] == TIMINGS
     thinker.prepare(text=f"<think>hm</think>{CALL}", size=4)
     tools: Any = [{"name": "weather", "input_schema": WEATHER["parameters"]}]

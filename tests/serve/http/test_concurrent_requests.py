@@ -1,4 +1,4 @@
-"""A server that decodes several requests side by side, as people start it."""
+"""A server, started by its command, that decodes several requests concurrently."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import httpx
 import pytest
 
 from tests.serve.http.test_server import posted
-from tests.support.server_process import Served
+from tests.support.server_process import ServerProcess
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 EXACT = ["--dtype", "float64", "--threads", "1", "--max-queue", "100"]
@@ -25,14 +25,14 @@ CHAINS = ["--max-num-seqs", "3"]
 
 
 @pytest.fixture(scope="module", params=[PARTICLES, CHAINS], ids=["particles", "chains"])
-def server(request: pytest.FixtureRequest) -> Iterator[Served]:
-    """The embedded pair."""
-    with Served([*EXACT, *request.param]) as server:
+def server(request: pytest.FixtureRequest) -> Iterator[ServerProcess]:
+    """A server of the demo models."""
+    with ServerProcess([*EXACT, *request.param]) as server:
         yield server
 
 
-def ask(number: int) -> dict[str, Any]:
-    """Of prompts, lengths and ends that differ."""
+def request_body(number: int) -> dict[str, Any]:
+    """A request body; prompts, lengths and stop criteria differ by number."""
     words = "x = 1\n" * (number * 37 % 50)
     stop = {"stop": ["\n\n"]} if number % 3 == 0 else {}
     seed = {"temperature": 0.7, "seed": number, "max_tokens": 16 + number * 13 % 60}
@@ -41,20 +41,20 @@ def ask(number: int) -> dict[str, Any]:
 
 
 def whole(client: httpx.Client, number: int) -> str:
-    answer = client.post("/v1/completions", json=ask(number))
+    answer = client.post("/v1/completions", json=request_body(number))
     assert answer.status_code == 200, answer.text
     return answer.json()["choices"][0]["text"]
 
 
 def streamed(client: httpx.Client, number: int) -> str:
-    with client.stream("POST", "/v1/completions", json=ask(number) | {"stream": True}) as stream:
+    with client.stream("POST", "/v1/completions", json=request_body(number) | {"stream": True}) as stream:
         lines = [line.removeprefix("data: ") for line in stream.iter_lines() if line.startswith("data: {")]
     parts = [json.loads(line) for line in lines]
     return "".join(part["choices"][0]["text"] for part in parts if part["choices"])
 
 
-def test_all_at_once_each_answers_as_alone(server: Served) -> None:
-    """While others are cut off in the midst, and others are refused."""
+def test_all_at_once_each_answers_as_alone(server: ServerProcess) -> None:
+    """While other clients disconnect, and other requests are refused."""
     numbers, dice = range(12), random.Random(3)
     with httpx.Client(base_url=server.url, timeout=120) as client, ThreadPoolExecutor(16) as pool:
         alone = [whole(client, number) for number in numbers]
@@ -69,13 +69,15 @@ def test_all_at_once_each_answers_as_alone(server: Served) -> None:
 
         def cut(number: int) -> None:
             with socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2]))) as raw:
-                raw.sendall(posted(httpx.Request("POST", server.url, json=ask(number) | {"stream": True}).read()))
+                raw.sendall(
+                    posted(httpx.Request("POST", server.url, json=request_body(number) | {"stream": True}).read())
+                )
                 raw.settimeout(dice.choice([0.001, 0.05, 0.2]))
                 with suppress(TimeoutError):
                     raw.recv(1 << 16)
 
         def refused(number: int) -> None:
-            bad = client.post("/v1/completions", json=ask(number) | {"guidance_scale": 2.0})
+            bad = client.post("/v1/completions", json=request_body(number) | {"guidance_scale": 2.0})
             assert bad.status_code == 400 and "\n" not in bad.json()["error"]["message"]
 
         watching = pool.submit(watch)
@@ -93,7 +95,7 @@ def test_all_at_once_each_answers_as_alone(server: Served) -> None:
         assert client.get("/health/generate").json()["status"] == "ok"
 
 
-def test_choices_of_one_request(server: Served) -> None:
+def test_choices_of_one_request(server: ServerProcess) -> None:
     """Texts of its particles, all cut at the stop string; chains have none."""
     asked = {"prompt": "def add(a, b):\n    return", "temperature": 0.9, "max_tokens": 12, "smc": {}, "n": 3}
     with httpx.Client(base_url=server.url, timeout=120) as client:

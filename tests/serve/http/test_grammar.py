@@ -1,4 +1,4 @@
-"""Grammars of llguidance from what clients send."""
+"""llguidance grammars from request constraints."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""The chat and the one-shot pay nothing for the server."""
+"""The commands without a server do not import its dependencies."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""The whole of the front end but its process: endpoints, metrics and guard around an engine."""
+"""The front end's application: endpoints, metrics and middleware around an engine."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from swiftspec.serve.http.engine_link.frames import FrontendConfig
 from tests.support.http import Player
 
 
-def asked(player: Player, keys: list[str], *requests: tuple[str, str, dict[str, Any]]) -> list[httpx.Response]:
-    """The answers to (method, path, what else httpx takes), one after the other."""
+def responses(player: Player, keys: list[str], *requests: tuple[str, str, dict[str, Any]]) -> list[httpx.Response]:
+    """The responses to (method, path, further arguments of httpx), one after the other."""
     limits = FrontendConfig("toy", keys, 8, 30.0, None, 20.0)
 
     async def all_of_them() -> list[httpx.Response]:
@@ -30,7 +30,7 @@ def asked(player: Player, keys: list[str], *requests: tuple[str, str, dict[str, 
 def test_what_is_refused_and_what_is_answered_is_counted(player: Player) -> None:
     key = {"Authorization": "Bearer one", "X-Request-Id": "r-1"}
     completion: dict[str, Any] = {"headers": key, "json": {"prompt": "a", "stop": "add", "stream": True}}
-    health, closed, models, cut, large, metrics = asked(
+    health, closed, models, cut, large, metrics = responses(
         player, ["one"],
         ("GET", "/health", {}),
         ("GET", "/metrics", {}),
@@ -54,7 +54,7 @@ def test_what_is_refused_and_what_is_answered_is_counted(player: Player) -> None
 
 def test_without_keys_only_this_machine_is_served(player: Player) -> None:
     there: dict[str, Any] = {"headers": {"Host": "evil.example"}}
-    here, stranger, preflight = asked(
+    here, stranger, preflight = responses(
         player, [], ("GET", "/v1/models", {}), ("GET", "/v1/models", there),
         ("OPTIONS", "/v1/models", {"headers": {"Origin": "http://evil.example"}}),
     )  # fmt: skip

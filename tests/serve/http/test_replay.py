@@ -47,9 +47,9 @@ def test_the_page_and_the_trace_are_served_and_nothing_else(file: Path) -> None:
 def test_what_is_no_trace_is_told_in_one_line(tmp_path: Path, text: str, said: str) -> None:
     bad = tmp_path / "bad.jsonl"
     bad.write_text(text, encoding="latin-1")
-    with pytest.raises(UserError, match=said) as told:
+    with pytest.raises(UserError, match=said) as error:
         replay.check_trace(bad)
-    assert "\n" not in str(told.value)
+    assert "\n" not in str(error.value)
 
 
 def test_a_last_line_that_was_cut_off_is_no_harm(file: Path) -> None:
@@ -73,8 +73,8 @@ def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
 )  # fmt: skip
 def test_a_call_that_makes_no_sense(capsys: pytest.CaptureFixture[str], flags: list[str], said: str, code: int) -> None:
     assert main(["replay", *flags]) == code
-    told = capsys.readouterr().err
-    assert said in told and told.count("\n") == 1
+    output = capsys.readouterr().err
+    assert said in output and output.count("\n") == 1
 
 
 @pytest.mark.slow

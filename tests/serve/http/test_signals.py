@@ -1,4 +1,4 @@
-"""The client of the tests under faults: it sees how each request ended, and what is wrong with that."""
+"""The client of the tests under faults: outcomes of requests, and the faults in them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pytest
 
 from swiftspec.serve.http.engine_link.engine import GenerationFailedError, RequestRejectedError
 from tests.support.http import Player
-from tests.support.server_request import ClientRequest, RequestOutcome, send_request, disconnect_after, find_fault
+from tests.support.server_request import ClientRequest, RequestOutcome, disconnect_after, find_fault, send_request
 
 TEXT = "def add(a, b):\n    return a + b\n"
 STREAM, WHOLE = ClientRequest("a", 90), ClientRequest("a", 90, seed=3, stream=False)
@@ -15,27 +15,29 @@ OFF = "the answer broke off after 6 tokens: rank 1 is gone"
 
 
 @pytest.mark.parametrize(
-    "asked", [STREAM, WHOLE, ClientRequest("a", 90, chat=True), ClientRequest("a", 90, stream=False, chat=True)], ids=str
+    "client_request",
+    [STREAM, WHOLE, ClientRequest("a", 90, chat=True), ClientRequest("a", 90, stream=False, chat=True)],
+    ids=str,
 )
-def test_a_text(player: Player, client: httpx.Client, request: ClientRequest) -> None:
-    outcome = send_request(client, request)
+def test_a_text(player: Player, client: httpx.Client, client_request: ClientRequest) -> None:
+    outcome = send_request(client, client_request)
     assert (outcome.end, outcome.text) == ("text", TEXT) and "metrics" in outcome.last
-    assert len(outcome.piece_times) > 1 or not request.stream
-    assert find_fault(request, outcome, TEXT, False) is None
-    assert "answered wrongly" in (find_fault(request, outcome, TEXT + "b", False) or "")
-    assert player.requests[0].sampling.get("seed") == request.seed or request.seed is None
+    assert len(outcome.piece_times) > 1 or not client_request.stream
+    assert find_fault(client_request, outcome, TEXT, False) is None
+    assert "answered wrongly" in (find_fault(client_request, outcome, TEXT + "b", False) or "")
+    assert player.requests[0].sampling.get("seed") == client_request.seed or client_request.seed is None
 
 
-@pytest.mark.parametrize("asked", [STREAM, WHOLE], ids=["stream", "whole"])
-def test_an_answer_that_breaks_off(player: Player, client: httpx.Client, request: ClientRequest) -> None:
+@pytest.mark.parametrize("client_request", [STREAM, WHOLE], ids=["stream", "whole"])
+def test_an_answer_that_breaks_off(player: Player, client: httpx.Client, client_request: ClientRequest) -> None:
     player.prepare(raises=GenerationFailedError(OFF, "engine_error"), after=2)
-    outcome = send_request(client, request)
-    assert (outcome.end, outcome.error, bool(outcome.text)) == ("broken", OFF, request.stream)
-    assert find_fault(request, outcome, TEXT, False) is None
-    assert not request.stream or "began wrongly" in (find_fault(request, outcome, "other", False) or "")
+    outcome = send_request(client, client_request)
+    assert (outcome.end, outcome.error, bool(outcome.text)) == ("broken", OFF, client_request.stream)
+    assert find_fault(client_request, outcome, TEXT, False) is None
+    assert not client_request.stream or "began wrongly" in (find_fault(client_request, outcome, "other", False) or "")
     player.prepare(raises=GenerationFailedError("rank 1 is gone", "engine_error"), after=2)
-    outcome = send_request(client, request)
-    assert outcome.end == "odd" and "rank 1 is gone" in (find_fault(request, outcome, TEXT, False) or "")
+    outcome = send_request(client, client_request)
+    assert outcome.end == "odd" and "rank 1 is gone" in (find_fault(client_request, outcome, TEXT, False) or "")
 
 
 def test_one_that_is_refused_in_its_stream(player: Player, client: httpx.Client) -> None:
@@ -50,7 +52,7 @@ def test_other_ends(player: Player, client: httpx.Client) -> None:
     player.prepare()
     cut = send_request(client, STREAM, disconnect_after(2))
     player.prepare(hold=1)
-    hung = send_request(client, STREAM, bound=0.3)
+    hung = send_request(client, STREAM, timeout_s=0.3)
     assert [outcome.end for outcome in (refused, cut, hung)] == ["refused", "cut", "hung"] and len(cut.piece_times) == 2
     assert [find_fault(STREAM, outcome, TEXT, False) is None for outcome in (refused, cut, hung)] == [True, True, False]
 
@@ -63,4 +65,4 @@ def test_a_front_end_that_is_gone() -> None:
 
 
 def test_the_longest_pause() -> None:
-    assert RequestOutcome(came=[1.0, 1.5, 4.0, 4.1]).longest_pause == 2.5 and RequestOutcome().longest_pause == 0
+    assert RequestOutcome(piece_times=[1.0, 1.5, 4.0, 4.1]).longest_pause == 2.5 and RequestOutcome().longest_pause == 0

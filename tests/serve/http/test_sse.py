@@ -1,4 +1,4 @@
-"""Clients that leave, and silence: told by ASGI's own messages, so that nothing depends on a network."""
+"""Streams: disconnects and keep-alive comments, tested with ASGI messages instead of a network."""
 
 from __future__ import annotations
 
@@ -160,7 +160,7 @@ def test_one_chunk_a_round_and_never_half_a_character(player: Player, client: ht
     assert pieces[0] == "" and all(pieces[1:-1]), "a round that shows nothing sends nothing"
     assert not any("S" in piece for piece in pieces)
     assert chunks[-1]["stop_reason"] == "STOP" and chunks[-1]["finish_reason"] == "stop"
-    assert player.stopped == player.requests and not player.closed, "nobody wants the rest"
+    assert player.stopped == player.requests and not player.closed, "the request was ended early"
 
 
 def test_an_answer_that_breaks_off_without_a_word(player: Player, client: httpx.Client) -> None:

@@ -101,7 +101,7 @@ def test_a_request_that_fails_says_so() -> None:
         yield TokenChunk((5,), 0)
         raise ValueError("no more")
 
-    running = SimpleNamespace(stream=stream, stats=Stats(), roles=SimpleNamespace(hops=hops))
+    running = SimpleNamespace(stream=stream, stats=Stats(), roles=SimpleNamespace(rpc_log=hops))
     with (
         traced_session(session_on(running), AT, lambda address: kept) as session,
         pytest.raises(ValueError, match="no more"),
@@ -125,7 +125,7 @@ SECOND = 10**9
 
 def clock_of(hops: RpcLog, asked: int, began: int, came: int, wall: int, session: bytes = b"one") -> ClockOffset:
     hops.add(RpcRecord("draft", 0, asked, came, 255, began, wall, 0, 0), session)
-    (hop,) = hops.take()
+    (hop,) = hops.drain()
     assert hop.clock is not None
     return hop.clock
 
@@ -217,7 +217,7 @@ def test_all_spans_of_a_long_answer_go_and_a_collector_that_is_gone_is_a_line(
                 hops.add(RpcRecord("target", number, 1, 2, 255, 3, 0, 0, 0), b"")
             yield TokenChunk((5,), 0, "length")
 
-        running = SimpleNamespace(stream=stream, stats=Stats(), roles=SimpleNamespace(hops=hops))
+        running = SimpleNamespace(stream=stream, stats=Stats(), roles=SimpleNamespace(rpc_log=hops))
         settings = AT.model_copy(update={"otlp_endpoint": address})
         with traced_session(session_on(running), settings, kept and (lambda address, kept=kept: kept)) as session:
             list(session.answer(PROMPT, AT))

@@ -17,7 +17,7 @@ from swiftspec.serve.text.codec import TextCodec
 from swiftspec.serve.text.template import TemplateRenderer
 from tests.support import made_up_traces
 from tests.support.http import Player, application, serving
-from tests.support.server_process import Served
+from tests.support.server_process import ServerProcess
 from tests.support.toy_pair import TEMPLATE, byte_level_tokenizer, write_tokenizer
 
 pytest.importorskip("selenium", reason="selenium is not installed; the extra `test` has it")
@@ -46,15 +46,15 @@ def window(folder: Path) -> Iterator[Page]:
 def page(window: Page) -> Iterator[Page]:
     """The browser, which must have nothing to complain about, and whose requests stay on this machine."""
     yield window
-    asked = window.asked()
+    asked = window.requested_urls()
     assert asked and all(url.startswith(("http://127.0.0.1:", "blob:http://127.0.0.1:")) for url in asked), asked
-    assert window.complaints() == []
+    assert window.console_messages() == []
 
 
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
     """The embedded pair, as people start it."""
-    with Served() as collect_frames:
+    with ServerProcess() as collect_frames:
         yield collect_frames.url
 
 
@@ -78,10 +78,10 @@ def player(folder: Path, **plays: Any) -> FastAPI:
 
 def test_a_visitor_sees_a_tree_grow_and_re_root(page: Page, url: str) -> None:
     page.open(url)
-    page.says("caption", "Round 1.")
+    page.wait_for_text("caption", "Round 1.")
     page.wait(lambda: page.data("nodes") > 20 and page.data("proposed") > 1)
-    page.says("caption", "Round 3.")
-    page.says("caption", "from one pass")  # the target has answered: some guesses are rejected
+    page.wait_for_text("caption", "Round 3.")
+    page.wait_for_text("caption", "from one pass")  # the target has answered: some guesses are rejected
     assert "A recording" in page.text("talk-title") and page.at("play").get_attribute("aria-label") == "Pause"
     page.click("play")
     paused = page.picture()
@@ -94,7 +94,7 @@ def test_a_visitor_sees_a_tree_grow_and_re_root(page: Page, url: str) -> None:
 
 def test_a_chat_is_streamed_and_its_rounds_are_shown(page: Page, url: str) -> None:
     page.open(url)
-    page.says("hint", "Python")
+    page.wait_for_text("hint", "Python")
     page.click("tab-race")
     page.keys("composer-text", "def read_lines(path):", Keys.ENTER)
     assert page.at("panel-tree").is_displayed()
@@ -118,14 +118,14 @@ def test_a_conversation_goes_on_and_can_be_stopped(page: Page, tmp_path: Path) -
             page.open(address)
             page.wait(lambda: page.run("return document.querySelectorAll('#examples button').length"))
             page.keys("composer-text", "one", Keys.ENTER)
-            page.says("messages", "return a + b")
+            page.wait_for_text("messages", "return a + b")
             page.wait(lambda: page.at("send").is_displayed())
             made.hold = 1
             page.keys("composer-text", "two", Keys.SHIFT, Keys.ENTER, Keys.NULL, "lines", Keys.ENTER)
             page.wait(made.holding.is_set)
             page.click("stop")
             page.wait(lambda: made.cancelled.is_set() and page.at("send").is_displayed())
-            page.says("messages", "Stopped by you.")
+            page.wait_for_text("messages", "Stopped by you.")
     finally:
         renderer.close()
     said = made.codec.token_text(made.requests[1].prompt)
@@ -134,50 +134,50 @@ def test_a_conversation_goes_on_and_can_be_stopped(page: Page, tmp_path: Path) -
 
 def test_a_race_on_this_server_proves_the_text_equal(page: Page, url: str) -> None:
     page.open(url)
-    page.says("hint", "Python")
+    page.wait_for_text("hint", "Python")
     assert page.text("strip-text") == "Recording: 70B target, step times emulated"
     assert not page.at("strip-back").is_displayed()
     page.click("race-this")
-    page.says("trouble", "Write a text first")
+    page.wait_for_text("trouble", "Write a text first")
     page.keys("composer-text", "class Stack:")
     page.click("race-this")
-    page.says("race-result", "The text is the same: all 128 tokens compared, one by one.")
+    page.wait_for_text("race-result", "The text is the same: all 128 tokens compared, one by one.")
     assert page.at("race-result").get_attribute("data-equal") == "true"
     assert page.text("plain-text") == page.text("fast-text") != ""
     page.click("race-large")
-    page.says("race-result", "(emulated)")
+    page.wait_for_text("race-result", "(emulated)")
     page.click("strip-back")
     assert not page.at("strip").is_displayed() and page.at("panel-race").is_displayed()
 
 
 def test_settings_are_sent_and_what_the_server_refuses_is_said(page: Page, url: str) -> None:
     page.open(url)
-    page.says("hint", "Python")
+    page.wait_for_text("hint", "Python")
     page.driver.find_element("css selector", "#settings summary").click()
     page.run("document.getElementById('max_tokens').value = '12'; document.getElementById('verify_batch').value = '1'")
     page.keys("composer-text", "def f", Keys.ENTER)
-    page.says("messages", "12 tokens in")
-    page.says("caption", "Without a draft")
+    page.wait_for_text("messages", "12 tokens in")
+    page.wait_for_text("caption", "Without a draft")
     page.run("document.getElementById('temperature').value = 'hot'")
     page.keys("composer-text", "def f", Keys.ENTER)
-    page.says("trouble", "Temperature: “hot” is no number")
-    page.says("settings-trouble", "“hot”")
+    page.wait_for_text("trouble", "Temperature: “hot” is no number")
+    page.wait_for_text("settings-trouble", "“hot”")
     assert page.text("messages").count("def f") == 1 and "wrong" in str(page.at("temperature").get_attribute("class"))
     page.run("document.getElementById('temperature').value = '-1'")
     page.keys("composer-text", Keys.ENTER)
-    page.says("trouble", "Temperature:")
+    page.wait_for_text("trouble", "Temperature:")
     assert page.at("composer-text").get_attribute("value") == "def f"
 
 
 def test_a_recording_is_played_without_a_model(page: Page, race: str) -> None:
     page.open(race, still=True)
-    page.says("connection", "a recording")
+    page.wait_for_text("connection", "a recording")
     page.wait(lambda: page.data("nodes") > 20)
     assert not page.at("composer").is_displayed() and page.at("play").get_attribute("aria-label") == "Play"
     page.click("on")
-    page.says("caption", "from one pass.")
+    page.wait_for_text("caption", "from one pass.")
     page.click("tab-race", "race-again")
-    page.says("race-result", "times as fast")
+    page.wait_for_text("race-result", "times as fast")
     assert "The text is the same" in page.text("race-result")
     assert page.at("panel-race").get_attribute("data-winner") == "fast"
 
@@ -186,9 +186,9 @@ def test_the_keyboard_is_enough(page: Page, race: str) -> None:
     page.open(race, still=True)
     page.wait(lambda: page.data("nodes") > 20)
     page.keys("tree", ".")
-    page.says("caption", "Round 1.")
+    page.wait_for_text("caption", "Round 1.")
     page.keys("tree", Keys.ARROW_LEFT, Keys.ARROW_RIGHT)
-    page.says("tip", "the draft found it")
+    page.wait_for_text("tip", "the draft found it")
     said = page.text("tip")
     page.keys("tree", Keys.ARROW_DOWN, Keys.ARROW_UP, Keys.ARROW_UP)
     page.wait(lambda: page.text("tip") != said)
@@ -207,9 +207,9 @@ def test_the_keyboard_is_enough(page: Page, race: str) -> None:
 def test_a_hostile_text_stays_text(page: Page, tmp_path: Path) -> None:
     with serving(player(tmp_path, text=HOSTILE)) as address:
         page.open(address)
-        page.says("hint", "no chat template")
+        page.wait_for_text("hint", "no chat template")
         page.keys("composer-text", "<b>bold</b>", Keys.ENTER)
-        page.says("messages", "<script>window.hurt=1</script>")
+        page.wait_for_text("messages", "<script>window.hurt=1</script>")
         assert "<b>bold</b>" in page.text("messages") and "⟨202E⟩txet &amp; ⟨1B⟩[31m" in page.text("messages")
     lines = [
         made_up_traces.head(texts={str(at): HOSTILE for at in range(len(made_up_traces.WORDS))}),
@@ -219,7 +219,7 @@ def test_a_hostile_text_stays_text(page: Page, tmp_path: Path) -> None:
         page.open(address, still=True)
         page.wait(lambda: page.data("nodes") > 20)
         page.keys("tree", ".", Keys.ARROW_LEFT)
-        page.says("tip", "<img")
+        page.wait_for_text("tip", "<img")
         assert page.run("return [window.hurt, document.querySelectorAll('main img, main script').length]") == [None, 0]
 
 
@@ -228,11 +228,11 @@ def test_a_key_is_asked_for_and_kept_for_the_tab_only(page: Page, tmp_path: Path
         page.open(address)
         page.wait(lambda: page.at("key-dialog").is_displayed())
         page.keys("key", "wrong", Keys.ENTER)
-        page.says("key-why", "not one of this server")
+        page.wait_for_text("key-why", "not one of this server")
         page.keys("key", "secret", Keys.ENTER)
-        page.says("hint", "no chat template")
+        page.wait_for_text("hint", "no chat template")
         page.keys("composer-text", "def", Keys.ENTER)
-        page.says("messages", "return a + b")
+        page.wait_for_text("messages", "return a + b")
         assert page.run("return [localStorage.length, document.cookie, location.href]") == [0, "", f"{address}/"]
 
 
@@ -240,20 +240,20 @@ def test_a_server_that_goes_and_comes_back(page: Page, tmp_path: Path) -> None:
     app = player(tmp_path)
     with serving(app) as address:
         page.open(address)
-        page.says("connection", "connected")
-    page.says("connection", "server lost")
+        page.wait_for_text("connection", "connected")
+    page.wait_for_text("connection", "server lost")
     page.keys("composer-text", "def", Keys.ENTER)
-    page.says("trouble", "The server does not answer.")
+    page.wait_for_text("trouble", "The server does not answer.")
     assert page.at("composer-text").get_attribute("value") == "def"
     with serving(player(tmp_path), int(address.rpartition(":")[2])):
-        page.says("connection", "connected")
+        page.wait_for_text("connection", "connected")
         page.wait(lambda: page.text("trouble") == "")
         page.keys("composer-text", Keys.ENTER)
-        page.says("messages", "return a + b")
-        page.says("messages", "Ended by itself.")
+        page.wait_for_text("messages", "return a + b")
+        page.wait_for_text("messages", "Ended by itself.")
         page.keys("composer-text", "left")
         page.driver.refresh()
-        page.says("messages", "return a + b")
+        page.wait_for_text("messages", "return a + b")
         assert page.at("composer-text").get_attribute("value") == "left"
 
 
@@ -262,7 +262,7 @@ def test_traces_are_opened_and_saved(page: Page, url: str, folder: Path, tmp_pat
     page.wait(lambda: page.data("nodes") > 20)
     file = made_up_traces.write(tmp_path / "mine.jsonl", [made_up_traces.head(), *made_up_traces.race(6)])
     page.keys("file", str(file))
-    page.says("talk-title", "mine.jsonl")
+    page.wait_for_text("talk-title", "mine.jsonl")
     page.driver.find_element("css selector", "#files summary").click()
     page.click("save")
     saved = folder / "swiftspec-trace.jsonl"
@@ -270,7 +270,7 @@ def test_traces_are_opened_and_saved(page: Page, url: str, folder: Path, tmp_pat
     replay.check_trace(saved)
     assert len(saved.read_text().splitlines()) == len(file.read_text().splitlines())
     page.keys("file", str(made_up_traces.write(tmp_path / "bad.jsonl", [{"no": "trace"}])))
-    page.says("note", "bad.jsonl cannot be shown: line 1: this is no trace")
+    page.wait_for_text("note", "bad.jsonl cannot be shown: line 1: this is no trace")
 
 
 @pytest.mark.parametrize(("width", "height"), [(1280, 800), (390, 844)])

@@ -13,7 +13,7 @@ from swiftspec.errors import UserError
 from swiftspec.serve.cli import generate
 from swiftspec.serve.cli.arguments import build_parser, parse_command
 from swiftspec.serve.model_resolution import ResolvedModels, generation_defaults
-from swiftspec.serve.settings.config_sources import load_settings
+from swiftspec.serve.settings.config_sources import load_settings, unknown_variable_warnings
 from swiftspec.serve.settings.settings import Flag, Settings, UsageError, env_name, flag_name
 from swiftspec.serve.terminal import StartupProgress
 
@@ -161,6 +161,21 @@ def test_yaml_values_are_the_text_that_stands_there(tmp_path: Path) -> None:
     assert (found.max_tokens, found.ignore_eos, found.adapt, found.stop) == (10, True, False, ["yes"])
     assert (found.revision, found.model, found.trace, found.logit_bias) == ("2020-01-01", None, None, {5: -1.0})
     assert (found.stop_token_ids, found.top_p, found.negative_prompt) == ([3, 4, 5], 0.5, "null")
+
+
+def test_an_old_name_names_the_new_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for argv in (["--kept-memory", "3"], ["--kept-memory=3"]):
+        with pytest.raises(UsageError, match="^--kept-memory is now called --prefix-cache-memory$"):
+            parse_command(argv)
+    file = tmp_path / "settings.yaml"
+    for key in ("kept-memory", "kept_memory"):
+        file.write_text(f"{key}: 3")
+        with pytest.raises(UsageError, match=f": {key} is now called prefix-cache-memory$"):
+            parse_command(["--config", str(file)])
+    monkeypatch.setenv("SWIFTSPEC_KEPT_MEMORY", "3")
+    with pytest.raises(UsageError, match="SWIFTSPEC_KEPT_MEMORY is now called SWIFTSPEC_PREFIX_CACHE_MEMORY$"):
+        parse_command([])
+    assert unknown_variable_warnings() == []  # the error is enough
 
 
 @pytest.mark.parametrize("text", ["", "---\n", "# nothing\n", "null\n", "{}\n"])

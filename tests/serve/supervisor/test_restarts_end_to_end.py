@@ -16,9 +16,9 @@ import httpx
 import pytest
 
 from tests.support.chaos import EXACT
-from tests.support.server_process import ROOT, Served
-from tests.support.server_processes import Job, hurt, until
-from tests.support.server_request import ClientRequest, RequestOutcome, ask
+from tests.support.server_process import ROOT, ServerProcess
+from tests.support.server_processes import ServerProcesses, inject_fault, until
+from tests.support.server_request import ClientRequest, RequestOutcome, send_request
 
 LONG = ClientRequest("class Stack:\n", 800)
 SHORT = ClientRequest("def add(a, b):", 24, seed=3)
@@ -55,14 +55,14 @@ def known() -> None:
 
 
 @pytest.fixture(scope="module")
-def pair_of_ranks() -> Iterator[Job]:
+def pair_of_ranks() -> Iterator[ServerProcesses]:
     """One server of 1 + 1 ranks for all that leave it whole."""
     with running(2) as job:
         yield job
 
 
 @contextmanager
-def serving(ranks: int, target_tp: int, request: pytest.FixtureRequest) -> Iterator[Job]:
+def serving(ranks: int, target_tp: int, request: pytest.FixtureRequest) -> Iterator[ServerProcesses]:
     """That one, or one of more ranks."""
     if ranks == 2:
         yield request.getfixturevalue("pair_of_ranks")
@@ -72,39 +72,41 @@ def serving(ranks: int, target_tp: int, request: pytest.FixtureRequest) -> Itera
 
 
 @contextmanager
-def running(ranks: int, target_tp: int = 1) -> Iterator[Job]:
+def running(ranks: int, target_tp: int = 1) -> Iterator[ServerProcesses]:
     """A server of so many ranks. In the end nothing is left of it."""
     split = ["--mode", "async", "--target-tp", str(target_tp), "--draft-tp", str(ranks - target_tp)]
-    with Served([*split, *EXACT, "--queue-timeout", "60", "--emulate", "target=40ms,draft=2ms"], ranks) as served:
-        job = Job(served, ranks)
+    with ServerProcess(
+        [*split, *EXACT, "--queue-timeout", "60", "--emulate", "target=40ms,draft=2ms"], ranks
+    ) as served:
+        job = ServerProcesses(served, ranks)
         job.wait_until_up(WHOLE)
         yield job
-        job.look()
-    assert job.left(10.0) == []
+        job.snapshot()
+    assert job.leftovers(10.0) == []
 
 
-def asked(job: Job, what: ClientRequest) -> RequestOutcome:
-    with httpx.Client(base_url=job.served.url) as client:
-        return ask(client, what)
+def asked(job: ServerProcesses, what: ClientRequest) -> RequestOutcome:
+    with httpx.Client(base_url=job.server.url) as client:
+        return send_request(client, what)
 
 
-def hit(job: Job, what: str, process: int) -> tuple[RequestOutcome, float]:
+def hit(job: ServerProcesses, what: str, process: int) -> tuple[RequestOutcome, float]:
     """The long answer, in whose midst it is done to a process, and when that was."""
     moments = list[float]()
 
     def heard(pieces: int) -> None:
         if pieces == EARLY:
             moments.append(time.monotonic())
-            assert hurt(what, process)
+            assert inject_fault(what, process)
 
-    with httpx.Client(base_url=job.served.url) as client:
-        told = ask(client, LONG, heard)
+    with httpx.Client(base_url=job.server.url) as client:
+        told = send_request(client, LONG, heard)
     assert moments, told
     return told, moments[0]
 
 
 @pytest.mark.slow
-def test_the_front_end_comes_back_and_the_ranks_stay(pair_of_ranks: Job) -> None:
+def test_the_front_end_comes_back_and_the_ranks_stay(pair_of_ranks: ServerProcesses) -> None:
     job = pair_of_ranks
     ranks, short, front_end = job.ranks(), asked(job, SHORT).text, job.front_end()
     told, moment = hit(job, "kill", front_end)
@@ -124,7 +126,7 @@ def test_an_answer_outlives_each_draft_rank(
         for what in ("kill", "stop"):
             untouched = [rank["pid"] for rank in job.ranks()[:target_tp]]
             told, _ = hit(job, what, job.process(victim))
-            assert (told.end, told.text) == ("text", right()), told.said
+            assert (told.end, told.text) == ("text", right()), told.error
             outages = {**told.last["timings"], **told.last["metrics"]}["draft_outages"]
             print(f"{what} draft rank {victim} of {target_tp} + {ranks - target_tp}:", end=" ")
             print(f"longest pause {told.longest_pause:.2f} s, {outages}")
@@ -148,8 +150,8 @@ def test_each_target_rank_costs_the_request_that_runs_and_no_other(
             told, moment = hit(job, what, job.process(victim))
             assert told.end == "broken" and right().startswith(told.text) and told.text, told
             after = asked(job, SHORT)
-            assert (after.end, after.text) == ("text", short), after.said
-            print(f"{what} target rank {victim} of {target_tp} + {ranks - target_tp}: {told.said!r}", end=" ")
+            assert (after.end, after.text) == ("text", short), after.error
+            print(f"{what} target rank {victim} of {target_tp} + {ranks - target_tp}: {told.error!r}", end=" ")
             print(f"after {told.ended - moment:.2f} s, served again after {after.ended - moment:.2f} s", end=" ")
             print(f"whole after {time.monotonic() - moment + job.wait_until_up(WHOLE):.2f} s")
             queued.join(WHOLE)
@@ -157,14 +159,14 @@ def test_each_target_rank_costs_the_request_that_runs_and_no_other(
 
 
 @pytest.mark.slow
-def test_a_request_that_has_shown_nothing_is_tried_again(pair_of_ranks: Job) -> None:
+def test_a_request_that_has_shown_nothing_is_tried_again(pair_of_ranks: ServerProcesses) -> None:
     job, long_prompt, told = pair_of_ranks, ClientRequest("word " * 1200, 3), list[RequestOutcome]()
     job.wait_until_up(WHOLE)
     asking = threading.Thread(target=lambda: told.append(asked(job, long_prompt)), daemon=True)
     rank_0 = job.process(0)
     asking.start()
     until(lambda: job.health()["running"] == 1, 20.0)
-    assert hurt("kill", rank_0) and not told
+    assert inject_fault("kill", rank_0) and not told
     asking.join(60.0)
     again = asked(job, long_prompt)
     assert [(one.end, one.text) for one in told] == [("text", again.text)] and again.text
@@ -174,8 +176,8 @@ def test_a_request_that_has_shown_nothing_is_tried_again(pair_of_ranks: Job) -> 
 def test_without_a_keeper_the_job_ends_whole(rank: int, request: pytest.FixtureRequest) -> None:
     """The last of this file: of the server for all there is nothing left."""
     with serving(2, 1, request) if rank == 0 else running(2) as job:
-        job.look()
-        told, moment = hit(job, "kill", job.keepers()[rank])
-        job.served.process.wait(WHOLE)
+        job.snapshot()
+        told, moment = hit(job, "kill", job.supervisors()[rank])
+        job.server.process.wait(WHOLE)
         print(f"without the keeper of rank {rank} all ended after {time.monotonic() - moment:.2f} s: {told.end}")
-        assert job.left(10.0) == []
+        assert job.leftovers(10.0) == []

@@ -139,8 +139,8 @@ class EngineServer:
         self._running = dict[int, tuple[int, int] | None]()  # requests in the engine, with their `choices`
         self._cancelled: set[int] = set()  # of both
         self._rpc_records: list[RpcRecord] = []  # not sent yet
-        if send_rpc_records and session.llm.roles.hops is not None:
-            session.llm.roles.hops.on_record = self._rpc_records.append
+        if send_rpc_records and session.llm.roles.rpc_log is not None:
+            session.llm.roles.rpc_log.on_record = self._rpc_records.append
 
     def run(self) -> None:
         """Serves until the front end sends `ShutdownFrame`. Raises RankLost."""

@@ -1,4 +1,4 @@
-"""From a conversation to what the engine is asked: tools, thoughts, and what the template is told."""
+"""Conversations as engine requests: tools, reasoning, and the variables of the template."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ MISTRAL = (
 
 
 def test_marks_that_are_special_tokens_are_seen(tmp_path: Path) -> None:
-    """A decoder leaves them out, and then nobody would know of the call."""
+    """A detokenizer drops special tokens, which would hide the call."""
     tokenizer = byte_level_tokenizer((*SPECIAL, "[TOOL_CALLS]", "<think>", "</think>"))
     renderer = TemplateRenderer(tmp_path)
     player = Player(TextCodec(write_tokenizer(tmp_path / "m", tokenizer, MISTRAL), renderer))

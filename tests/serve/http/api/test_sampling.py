@@ -1,4 +1,4 @@
-"""What a request asks for is what the engine is asked for."""
+"""Request fields as the engine's sampling parameters."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The queue in front of rank 0, which a script plays here."""
+"""EngineClient: the queue in front of a scripted rank 0."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_a_client_that_leaves_as_its_turn_comes_holds_nobody_up() -> None:
 
 
 def test_as_many_run_as_rank_0_takes_at_once() -> None:
-    """The others wait; one that ends or leaves makes room for the next and disturbs nobody."""
+    """The others wait; one that ends or is cancelled makes room for the next and does not affect the others."""
 
     async def scene(engine: EngineClient, rank0: Rank0) -> None:
         rank0.send(structs.replace(READY, max_num_seqs=2))
@@ -127,7 +127,9 @@ def test_as_many_run_as_rank_0_takes_at_once() -> None:
         rank0.send(frames.TokensFrame(2, [7], 0), frames.TokensFrame(1, [5], 0))
         tasks[0].cancel()
         assert await rank0.next() == frames.CancelFrame(1)
-        assert (engine.state.running, engine.state.waiting) == (2, 2), "its place is free once rank 0 says so"
+        assert (engine.state.running, engine.state.waiting) == (2, 2), (
+            "its place is free after rank 0 confirms the cancel"
+        )
         rank0.finish(1)
         assert await rank0.next() == frames.StartFrame(3, [2], {})
         rank0.send(frames.FailedFrame(3, "no", False), frames.TokensFrame(2, [8], 0, None, "stop"))

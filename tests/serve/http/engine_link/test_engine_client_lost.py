@@ -1,4 +1,4 @@
-"""The queue while rank 0 dies and comes back."""
+"""EngineClient while rank 0 dies and restarts."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_a_request_that_has_shown_nothing_is_tried_again_before_all_others(said:
 
 
 def test_what_was_said_and_not_read_yet_does_not_count() -> None:
-    """Chunk and loss come at once: whoever reads the answer has had no turn between them."""
+    """Tokens and loss arrive together, so that the reader of the answer does not run in between."""
 
     async def scene(link: Link) -> None:
         task = start_request(link.engine, 1)
@@ -68,14 +68,16 @@ def test_what_was_said_and_not_read_yet_does_not_count() -> None:
 
 
 @pytest.mark.parametrize(
-    ("shown", "told"),
+    ("shown", "message"),
     [
         (lambda n: [frames.TokensFrame(n, [5, 6], 0), frames.TokensFrame(n, [7], 0)], "after 3 tokens: rank 1 is gone"),
         (lambda n: [frames.TokensFrame(n, [5], 0)], "after 1 token: rank 1 is gone"),
         (lambda n: [frames.PromptLogprobsFrame(n, [])], "after 0 tokens: rank 1 is gone"),
     ],
 )
-def test_one_that_has_shown_something_ends_with_how_far_it_came(shown: Callable[[int], list[Any]], told: str) -> None:
+def test_one_that_has_shown_something_ends_with_how_far_it_came(
+    shown: Callable[[int], list[Any]], message: str
+) -> None:
     async def scene(link: Link) -> None:
         answer = link.engine.generate(EngineRequest([1], {}))
         first = asyncio.create_task(anext(answer))
@@ -84,7 +86,7 @@ def test_one_that_has_shown_something_ends_with_how_far_it_came(shown: Callable[
         link.rank0.send(*said)
         read = [await first]
         await link.lose_rank0(LOST)
-        with pytest.raises(GenerationFailedError, match=told) as broken:
+        with pytest.raises(GenerationFailedError, match=message) as broken:
             async for frame in answer:
                 read.append(frame)
         assert broken.value.kind == "engine_error" and read == said
@@ -297,7 +299,7 @@ def test_before_the_first_ready_it_loads_however_often_rank_0_goes() -> None:
         with pytest.raises(RequestRejectedError, match=r"being loaded \(no memory") as refused:
             await start_request(link.engine, 1)
         assert refused.value.status == 503
-        link.engine.announce_serving()  # to nobody
+        link.engine.announce_serving()  # without a connection
         rank0 = await link.restart_rank0(READY)
         assert await rank0.next() == frames.ServingFrame()
 

@@ -1,4 +1,4 @@
-"""Rank 0's side of the wire, with requests side by side: a real engine, and a front end that a test plays."""
+"""EngineServer with concurrent requests: a real engine, and a front end played by the test."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ LONG: dict[str, Any] = {"temperature": 0.8, "max_tokens": 60, "ignore_eos": True
 
 
 class Front:
-    """A front end, and rank 0 in a thread behind it."""
+    """A front end, and an engine server in a thread."""
 
     def __init__(self, llm: LLMBase, *, send_rpc_records: bool = False) -> None:
         rank0_end, self._end = socket.socketpair()
@@ -53,9 +53,11 @@ class Front:
         return self._in.pop(0)
 
     def until_all_end(self, *numbers: int) -> dict[int, list[Any]]:
-        """All frames of these requests, the last of each being what ended it."""
+        """All frames of these requests up to the last one of each."""
         found: dict[int, list[Any]] = {number: [] for number in numbers}
-        while not all(told and isinstance(told[-1], frames.DoneFrame | frames.FailedFrame) for told in found.values()):
+        while not all(
+            received and isinstance(received[-1], frames.DoneFrame | frames.FailedFrame) for received in found.values()
+        ):
             frame = self.next()
             found[frame.request].append(frame)
         return found
@@ -84,8 +86,8 @@ def front(llm: LLM) -> Iterator[Front]:
     made.close()
 
 
-def tokens(told: list[Any]) -> list[int]:
-    return [token for frame in told if isinstance(frame, frames.TokensFrame) for token in frame.token_ids]
+def tokens(received: list[Any]) -> list[int]:
+    return [token for frame in received if isinstance(frame, frames.TokensFrame) for token in frame.token_ids]
 
 
 def test_requests_join_end_and_leave_and_each_has_its_own_text(llm: LLM, front: Front) -> None:
@@ -94,20 +96,20 @@ def test_requests_join_end_and_leave_and_each_has_its_own_text(llm: LLM, front: 
     front.send(*(frames.StartFrame(n, [5, n], sampling) for n, sampling in asked.items()))
     front.send(frames.CancelFrame(77))  # one that has ended, or never was
     found = front.until_all_end(*asked)
-    assert {n: tokens(told) for n, told in found.items()} == wanted
-    for n, told in found.items():
-        assert isinstance(told[-1], frames.DoneFrame) and told[-1].timings["predicted_n"] == len(wanted[n])
-        assert told[-1].extra["particles"] == 2 and told[-2].finish_reason == "length"
+    assert {n: tokens(received) for n, received in found.items()} == wanted
+    for n, received in found.items():
+        assert isinstance(received[-1], frames.DoneFrame) and received[-1].timings["predicted_n"] == len(wanted[n])
+        assert received[-1].extra["particles"] == 2 and received[-2].finish_reason == "length"
 
 
 def test_choices_are_told_where_they_are_asked_for(llm: LLM, front: Front) -> None:
     alone = llm.generate([5, 1], SamplingParams(**LONG)).stats.population
     for number, choices in ((1, None), (2, (2, 2)), (3, (1, 2))):
         front.send(frames.StartFrame(number, [5, 1], LONG, choices))
-    done = {number: told[-1] for number, told in front.until_all_end(1, 2, 3).items()}
+    done = {number: received[-1] for number, received in front.until_all_end(1, 2, 3).items()}
     both = [([*each.tokens], "length", pytest.approx(each.weight)) for each in alone.choices(2)]
-    told = {n: [(each.token_ids, each.finish_reason, each.weight) for each in done[n].choices] for n in done}
-    assert len(both) == 2 and told == {1: [], 2: both, 3: both[:1]}
+    received = {n: [(each.token_ids, each.finish_reason, each.weight) for each in done[n].choices] for n in done}
+    assert len(both) == 2 and received == {1: [], 2: both, 3: both[:1]}
 
 
 def test_one_that_is_cancelled_or_refused_ends_alone(llm: LLM, front: Front) -> None:
@@ -142,7 +144,7 @@ def test_a_front_end_that_is_gone_ends_them_all(llm: LLM) -> None:
 
 
 def test_exchanges_with_a_worker_go_with_the_tokens_of_their_round(tmp_path: Path) -> None:
-    """Each request has its own; nobody hears of them where no spans are made."""
+    """Each request has its own; without spans they are not sent."""
     target, draft = make_pair(tmp_path)
     asked = {"temperature": 0.0, "max_tokens": 12, "ignore_eos": True}
     with started("draft", draft) as worker, on_workers(target, worker.named(), mode="serial", draft_steps=2) as running:

@@ -1,4 +1,4 @@
-"""The ring that listeners read, and the endpoint in front of it."""
+"""The ring buffer of trace events, and its endpoint."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def line(number: int, *tokens: int) -> TraceEvent:
 
 
 async def read(events: TraceEventBuffer, after: int | None, count: int) -> list[Any]:
-    """The next so many things that a listener gets: ids, or how many it missed."""
+    """The next `count` items of a subscriber: events, or the number of missed ones."""
     got: list[Any] = []
     async with aclosing(events.subscribe(after)) as followed:
         async for some in followed:
@@ -65,7 +65,7 @@ def test_a_listener_goes_on_where_it_stopped_and_hears_what_it_missed() -> None:
         events.put(*(line(number) for number in range(4, 11)))
         seen = await read(events, 3, 6)
         assert seen == [head, 3, *({"id": number, "round": number} for number in range(7, 11))]
-        assert await read(events, 99, 2) == [head, 6, *seen[2:]], "an id of an earlier life"
+        assert await read(events, 99, 2) == [head, 6, *seen[2:]], "an id from before a restart"
         assert said == [True, False] * 3
 
     run(scene())
@@ -84,7 +84,7 @@ def test_the_ring_is_bounded_in_bytes() -> None:
 
 
 class Caller:
-    """A client of the endpoint, who leaves when told."""
+    """A client of the endpoint that can disconnect."""
 
     def __init__(
         self, events: TraceEventBuffer, codec: TextCodec | None, query: str = "", last: str | None = None
@@ -193,9 +193,9 @@ def test_lines_as_they_travel() -> None:
     proposal, result = Proposal(1, 0, 1, (7, 3), (-1, 0)), VerifyResult(1, 0, 1, (0,), (9,))
     grown: Any = tree.state.tobytes(), 1, [(0.0, 0.5, 1)]
     noted = RoundRecord(proposal, result, [float(at) for at in range(7)], True, 0.5, [0.25], (grown, grown))
-    told = to_trace_frame([start_request, noted, {"request": 1, "end": {}}]).events
-    assert [event.kind for event in told] == ["begin", "round", "end"]
-    assert told[0].tokens == [5, 6] and told[1].tokens == [3, 4, 7, 9]
-    assert json.loads(told[1].line)["draft"]["tree"] == {
+    trace_events = to_trace_frame([start_request, noted, {"request": 1, "end": {}}]).events
+    assert [event.kind for event in trace_events] == ["begin", "round", "end"]
+    assert trace_events[0].tokens == [5, 6] and trace_events[1].tokens == [3, 4, 7, 9]
+    assert json.loads(trace_events[1].line)["draft"]["tree"] == {
         "tokens": [7, 3, 4], "parents": [-1, 0, 0], "logprobs": [0.0, -0.5, -9999.0], "expanded": [1, 0, 0],
     }  # fmt: skip

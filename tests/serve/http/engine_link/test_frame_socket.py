@@ -1,4 +1,4 @@
-"""Frames over a socket: whole ones only, in order, however the bytes come."""
+"""Frames over a socket: complete ones in order, however the bytes arrive."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ START = frames.StartFrame(7, [1, 2, 3], {"temperature": 0.5, "stop_token_ids": [
 
 @given(st.lists(st.integers(1, 40), min_size=1))
 def test_frames_come_whole_and_in_order(cuts: list[int]) -> None:
-    told = [START, frames.CancelFrame(7), frames.ShutdownFrame(), START]
-    data, found, reader = b"".join(map(encode_frame, told)), [], FrameDecoder(ToEngine)
+    sent = [START, frames.CancelFrame(7), frames.ShutdownFrame(), START]
+    data, found, reader = b"".join(map(encode_frame, sent)), [], FrameDecoder(ToEngine)
     while data:
         cut = cuts[0]
         cuts = cuts[1:] + cuts[:1]
         found += reader.push(data[:cut])
         data = data[cut:]
-    assert found == told
+    assert found == sent
 
 
 @pytest.mark.parametrize("data", [b"\xff\xff\xff\xff", encode_frame(frames.DrainFrame()), b"\0\0\0\1\xc1"])
@@ -94,19 +94,19 @@ def test_a_front_end_that_is_gone_is_noticed_by_whoever_sends() -> None:
 
 def test_rank_0_hears_frames_and_the_file_beside() -> None:
     here, there = socket.socketpair()
-    heard, told = os.pipe()
+    wakeup_fd, notify_fd = os.pipe()
     with there:
         wire = FrameSocket(here)
         there.sendall(encode_frame(START) + encode_frame(frames.CancelFrame(7)))
-        assert wire.wait(heard) == START
+        assert wire.wait(wakeup_fd) == START
         assert wire.poll() == frames.CancelFrame(7)
         assert wire.poll() is None
-        os.write(told, b".")
-        assert wire.wait(heard) is None
+        os.write(notify_fd, b".")
+        assert wire.wait(wakeup_fd) is None
         there.close()
-        os.read(heard, 1)
+        os.read(wakeup_fd, 1)
         with pytest.raises(FrontEndLost):
-            wire.wait(heard)
+            wire.wait(wakeup_fd)
         wire.close(5)
-    os.close(heard)
-    os.close(told)
+    os.close(wakeup_fd)
+    os.close(notify_fd)

@@ -1,4 +1,4 @@
-"""Whom an address is open to."""
+"""The front end's process: host names of its address."""
 
 from __future__ import annotations
 

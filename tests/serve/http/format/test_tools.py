@@ -1,4 +1,4 @@
-"""Calls in an answer: in each format, the same wherever the pieces are cut; what is none is said."""
+"""Tool calls in each format, independent of how the text is split; text that is not a call is content."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What comes past the guard, and what it says to the others."""
+"""SecurityMiddleware: what it passes to the application, and how it refuses the rest."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Answer = tuple[int, dict[str, str], Any]
 
 
 class Inside:
-    """An application that tells what it was asked."""
+    """An application that records its requests."""
 
     def __init__(self) -> None:
         self.bodies: list[bytes] = []
@@ -39,7 +39,7 @@ def ask(
     Iterable[bytes] = (b"",),
     method: str = "POST",
 ) -> Answer:  # fmt: skip
-    """One request in pieces; more than those must not be read. Returns status, headers and JSON."""
+    """Sends one request in pieces, beyond which the middleware must not read. Returns status, headers and JSON."""
     pieces = list(body)
     messages: list[Any] = [{"type": "http.request", "body": piece, "more_body": True} for piece in pieces]
     messages[-1]["more_body"] = False
@@ -60,7 +60,7 @@ def ask(
     return start["status"], response_headers, json.loads(b"".join(part["body"] for part in rest))
 
 
-def test_a_key_is_asked_for_everywhere_but_at_health_and_the_page() -> None:
+def test_a_key_is_needed_everywhere_except_for_health_and_the_page() -> None:
     inside, reasons = Inside(), list[str]()
     guard = SecurityMiddleware(inside, ["one", "zwö"], on_refusal=reasons.append)
     paths = (
@@ -112,10 +112,10 @@ def test_a_body_too_large_is_not_read_to_its_end() -> None:
     guard = SecurityMiddleware(inside, on_refusal=reasons.append, max_body_bytes=10)
     assert ask(guard, body=[b"12345", b"67890"])[0] == 200 and inside.bodies == [b"1234567890"]
     assert inside.later == {"type": "http.disconnect"}
-    told: list[tuple[list[tuple[str, str]], list[bytes]]] = [
+    cases: list[tuple[list[tuple[str, str]], list[bytes]]] = [
         ([("Content-Length", "11")], []), ([("Content-Length", "9" * 5000)], []), ([], [b"12345", b"678901"]),
     ]  # fmt: skip
-    for headers, read in told:
+    for headers, read in cases:
         status, answered, said = ask(guard, headers=headers, body=[*read, b"never read"])
         assert status == 413 and answered["connection"] == "close" and "10 bytes" in said["error"]["message"]
     assert len(inside.bodies) == 1 and reasons == ["body_too_large"] * 3
@@ -123,7 +123,7 @@ def test_a_body_too_large_is_not_read_to_its_end() -> None:
 
 def test_a_flood_of_headers_is_refused() -> None:
     guard = SecurityMiddleware(Inside())
-    assert ask(guard, headers=[("a", "b")] * (MAX_HEADERS - 1))[0] == 200  # the id is one more
+    assert ask(guard, headers=[("a", "b")] * (MAX_HEADERS - 1))[0] == 200  # the request id is one more
     for headers in ([("a", "b")] * (MAX_HEADERS + 1), [("a", "b" * 9000)]):
         assert ask(guard, headers=headers)[0] == 431
 
@@ -148,7 +148,7 @@ def test_deep_json_is_refused_and_deep_text_is_not(opened: str) -> None:
     for deep, status in ((MAX_JSON_DEPTH, 200), (MAX_JSON_DEPTH + 1, 400), (100_000, 400)):
         body = opened * deep + "1" + closed * deep
         assert ask(guard, body=[body.encode()])[0] == status
-    assert ask(guard, body=[(opened * 1000).encode()])[0] == 400  # not even whole
+    assert ask(guard, body=[(opened * 1000).encode()])[0] == 400  # incomplete
     assert ask(guard, body=[json.dumps({"text": "[" * 1000 + '\\"' + "{" * 1000}).encode()])[0] == 200
 
 
@@ -190,7 +190,7 @@ def test_the_depth_is_that_of_the_value(value: Any, ascii_only: bool) -> None:
 
 @given(st.text('[]{}"\\,:1 ', max_size=30))
 def test_no_parser_comes_deeper_than_the_depth_that_is_seen(text: str) -> None:
-    """A prefix of `text` that a parser takes can be closed to a whole value no deeper than what was seen."""
+    """A prefix of `text` that can be completed to valid JSON is not deeper than `json_depth(text)`."""
     seen = json_depth(text.encode())
     for end in range(len(text) + 1):
         for closing in ("", '"', "1", '":1'):
@@ -203,7 +203,7 @@ def test_no_parser_comes_deeper_than_the_depth_that_is_seen(text: str) -> None:
 
 
 def closers(text: str) -> str:
-    """What closes the brackets that stand open."""
+    """The brackets that close the open ones."""
     stack, inside, escaped = list[str](), False, False
     for char in text:
         if escaped:

@@ -1,4 +1,4 @@
-"""/metrics: its totals are the sums of what the answers themselves say, and the dashboard asks for nothing else."""
+"""/metrics: totals are the sums over the responses, and the dashboard queries existing metrics."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
 
 
 def samples(metrics: PrometheusMetrics) -> Samples:
-    """Name and labels, but for the model's, to the value."""
+    """The values by name and labels, without the model's label."""
     found: Samples = {}
     for family in text_string_to_metric_families(metrics.render().decode()):
         for sample in family.samples:
@@ -44,7 +44,7 @@ def samples(metrics: PrometheusMetrics) -> Samples:
 
 
 def after(*answers: Any) -> Samples:
-    """What is told after these answers."""
+    """The metrics after these requests."""
     engine = ScriptedEngine(*answers)
     metrics = PrometheusMetrics(engine, "m")
     watched = InstrumentedEngine(engine, [metrics.record_request], TickingClock())
@@ -64,7 +64,7 @@ def total(found: Samples, name: str, **labels: str) -> float:
 
 @st.composite
 def costs(draw: st.DrawFn) -> Stats:
-    """What a request may have cost: rounds over chains of nodes, each accepted up to some depth."""
+    """Statistics of a request: rounds over chains of nodes, each accepted up to some depth."""
     rounds = [(n, draw(st.integers(0, n))) for n in draw(st.lists(st.integers(0, 7), max_size=4))]
     times = [draw(st.floats(0, 3)) for _ in range(5)]
     return Stats(
@@ -80,8 +80,8 @@ def costs(draw: st.DrawFn) -> Stats:
 def test_totals_are_the_sums_over_the_answers(stats: list[Stats]) -> None:
     answers = [complete_frames(one, [2, 1]) for one in stats]
     found = after(*answers)
-    told = [frames[-1] for frames in answers]
-    spec = [one.metrics["speculative_decoding"] for one in told]  # pyright: ignore[reportAttributeAccessIssue]
+    done_frames = [frames[-1] for frames in answers]
+    spec = [one.metrics["speculative_decoding"] for one in done_frames]  # pyright: ignore[reportAttributeAccessIssue]
     for name, field in (
         ("num_drafts", "num_spec_steps"), ("num_draft_tokens", "num_draft_tokens"),
         ("num_accepted_tokens", "num_accepted_draft_tokens"),
@@ -93,7 +93,7 @@ def test_totals_are_the_sums_over_the_answers(stats: list[Stats]) -> None:
         assert total(found, name, position=str(position)) == told_there
     wasted = total(found, "spec_decode_num_draft_tokens_total") - total(found, "spec_decode_num_accepted_tokens_total")
     assert total(found, "draft_nodes_wasted_total") == wasted
-    timings: list[dict[str, Any]] = [one.timings for one in told]  # pyright: ignore[reportAttributeAccessIssue]
+    timings: list[dict[str, Any]] = [one.timings for one in done_frames]  # pyright: ignore[reportAttributeAccessIssue]
     assert total(found, "prompt_tokens_total") == sum(one["prompt_n"] + one["cache_n"] for one in timings)
     assert total(found, "prefix_cache_hits_total") == sum(one["cache_n"] for one in timings)
     assert total(found, "generation_tokens_total") == sum(one["predicted_n"] for one in timings)
@@ -109,13 +109,13 @@ def test_totals_are_the_sums_over_the_answers(stats: list[Stats]) -> None:
 
 def test_the_rest_of_a_round_is_what_neither_model_takes() -> None:
     cost = Stats(decode_time=2.0, target_busy_time=1.0, draft_busy_time=0.5)
-    for mode, rest in (("serial", 0.5), ("async", 1.0)):  # there the draft runs beside the target
+    for mode, rest in (("serial", 0.5), ("async", 1.0)):  # mode async drafts during the verification
         found = after(complete_frames(cost, [1], mode))
         assert [total(found, "round_seconds_total", phase=p) for p in ("verify", "draft", "rest")] == [1.0, 0.5, rest]
         assert total(found, "overlap_ratio") == 0.5
 
 
-def test_what_was_not_answered_is_told_by_its_reason() -> None:
+def test_refused_requests_are_counted_by_reason() -> None:
     found = after(
         [RequestRejectedError("full", 429, 1.0)],
         [RequestRejectedError("loading", 503, 1.0)],
@@ -132,7 +132,7 @@ def test_a_population_has_no_acceptance() -> None:
     assert total(found, "spec_decode_num_drafts_total") == 0 and total(found, "generation_tokens_total") == 1
 
 
-def test_the_endpoint_tells_the_state_and_the_plan() -> None:
+def test_the_endpoint_has_the_state_and_the_plan() -> None:
     engine = ScriptedEngine()
     app = FastAPI()
     metrics = PrometheusMetrics(engine, "m")
@@ -168,21 +168,21 @@ def test_ranks_that_are_up_and_how_often_they_were_started_again() -> None:
         assert total(found, "rank_restarts_total", role="draft") == lives
 
 
-def names_told() -> set[str]:
+def metric_names() -> set[str]:
     found = after(complete_frames(Stats(verified=[((-1, 0), (0, 1), ())]), [1, 1]))
     return {re.sub(r"_bucket$", "", name) for name, _ in found}
 
 
-def test_the_dashboard_asks_for_metrics_that_are_told() -> None:
+def test_the_dashboard_queries_existing_metrics() -> None:
     board = json.loads((ROOT / "docs" / "grafana.json").read_text())
     queries = [target["expr"] for panel in board["panels"] for target in panel.get("targets", ())]
     queries += [variable["query"] for variable in board["templating"]["list"] if variable["type"] == "query"]
     asked = {re.sub(r"_bucket$", "", name) for query in queries for name in re.findall(r"swiftspec:(\w+)", query)}
     refused = {"requests_refused_total"}
-    assert len(asked) > 15 and asked <= names_told() | refused
+    assert len(asked) > 15 and asked <= metric_names() | refused
 
 
 def test_the_table_of_the_documents_has_every_metric() -> None:
     text = (ROOT / "docs" / "guides" / "serving.md").read_text()
-    told = {re.sub(r"_(count|sum|created)$", "", name) for name in names_told()}
-    assert {name for name in told if f"`{name}" not in text and f"`{name}_total" not in text} == set()
+    done_frames = {re.sub(r"_(count|sum|created)$", "", name) for name in metric_names()}
+    assert {name for name in done_frames if f"`{name}" not in text and f"`{name}_total" not in text} == set()

@@ -1,4 +1,4 @@
-"""Whoever looks at requests hears of each one, once, however it ends, and the request goes on as without."""
+"""InstrumentedEngine: one record per request, however it ends, without an effect on the request."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_an_error_goes_through(error: Exception, outcome: str, accepted: bool) -
 
 
 def test_an_answer_that_the_server_ends_at_a_stop_string_has_stopped() -> None:
-    """What was on its way comes all the same, and the engine's word."""
+    """Frames that were under way still arrive, and the engine's statistics."""
     records: list[RequestRecord] = []
     *_, done = frames = complete_frames(Stats(), [3, 2, 4])
     engine = ScriptedEngine(frames)
@@ -81,7 +81,7 @@ def test_one_that_is_closed_before_its_end_is_aborted() -> None:
 
 @pytest.mark.parametrize("waits", [False, True])
 def test_a_client_that_leaves_aborts(waits: bool) -> None:
-    """While the engine is waited for, or while what it gave is being sent."""
+    """While it waits for the engine, or while a frame is being sent."""
     records: list[RequestRecord] = []
 
     class Endless(ScriptedEngine):

@@ -1,4 +1,4 @@
-"""A span for each request: where it hangs, and what it says."""
+"""A span for each request: its parent and its attributes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
 
 def spans(visit: RequestContext, ask: EngineRequest, *answers: Sequence[Any]) -> list[ReadableSpan]:
-    """The spans of these answers. Nothing is kept back when it is closed."""
+    """The spans of these requests; closing exports all of them."""
     kept, addresses = InMemorySpanExporter(), list[str]()
 
     def exporter(address: str) -> SpanExporter:
@@ -75,12 +75,12 @@ def test_a_request_is_one_span_under_that_of_its_client() -> None:
 
 
 def test_exchanges_with_workers_are_below_their_request() -> None:
-    """Those of an answer that breaks off, too."""
+    """Also those of a request that fails."""
     rpc_records = [RpcRecord("draft", at, at, at + 9, 255, 105 + at, 3, 0, 2, ClockOffset(100, 4)) for at in (-1, 0)]
-    told = [TokensFrame(1, [5], 0, None, None, [hop]) for hop in rpc_records]
+    frames = [TokensFrame(1, [5], 0, None, None, [hop]) for hop in rpc_records]
     for answer in (complete_frames(Stats(), [1]), [RequestRejectedError("it is gone", 503, None)]):
         part, call, part_2, call_2, request = spans(
-            RequestContext("/v1/completions"), EngineRequest([1], {}), [*told, *answer]
+            RequestContext("/v1/completions"), EngineRequest([1], {}), [*frames, *answer]
         )
         assert [each.name for each in (part, call, request)] == ["draft worker", "draft", "text_completion m"]
         assert call.parent is not None and call.parent == call_2.parent == request.context and request.parent is None
@@ -99,9 +99,9 @@ def test_a_collector_gets_it_over_http() -> None:
         )
         traced.close()
     ((path, body),) = collector.got
-    (told,) = ExportTraceServiceRequest.FromString(body).resource_spans
+    (frames,) = ExportTraceServiceRequest.FromString(body).resource_spans
     assert path == "/v1/traces" and collector.names == ["text_completion m"]
-    assert "swiftspec" in [item.value.string_value for item in told.resource.attributes if item.key == "service.name"]
+    assert "swiftspec" in [item.value.string_value for item in frames.resource.attributes if item.key == "service.name"]
 
 
 @pytest.mark.parametrize("parent", ["", "00-zz-zz-01", "x" * 200])

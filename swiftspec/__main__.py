@@ -1,0 +1,93 @@
+"""Command `swiftspec`, also `python -m swiftspec`: dispatches to the sub-commands.
+
+It imports nothing heavy by itself, so that `swiftspec --help` is fast.
+"""
+
+from __future__ import annotations
+
+import difflib
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+SUBCOMMANDS = {
+    "chat": "Chat with a model in the terminal.",
+    "serve": "Serve OpenAI's and Anthropic's HTTP APIs, and a page that shows the draft tree.",
+    "generate": "Print one answer to a prompt.",
+    "worker": "Run one model for clients on other machines or devices (gRPC).",
+    "profile": "Measure the fastest settings for a pair of models on this machine.",
+    "exactness": "Test whether speculation changes the output.",
+    "replay": "Serve the page for a recorded trace, without a model.",
+}
+USAGE_EXIT_CODE = 2
+
+
+def help_page() -> str:
+    """The page of `swiftspec --help`."""
+    width = max(map(len, SUBCOMMANDS))
+    lines = [f"  {name:{width}}  {text}" for name, text in SUBCOMMANDS.items()]
+    return "\n".join(
+        [
+            "usage: swiftspec COMMAND [flags]",
+            "       swiftspec COMMAND --help",
+            "",
+            "Low-latency speculative decoding: a small draft model proposes tokens, the target model verifies them.",
+            "",
+            "commands:",
+            *lines,
+            "",
+            "  -h, --help     Show this page.",
+            "  --version      Show the version.",
+            "",
+            "Without a command, `swiftspec [flags]` is `python -m swiftspec.serve [flags]`: a server with --port, else",
+            "one answer to a prompt, else a chat.",
+        ]
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command and returns its exit code: 2 for a usage error. The sub-commands document the others."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    name, rest = (arguments[0], arguments[1:]) if arguments else ("", [])
+    if name in ("-h", "--help") or (not arguments and sys.stdin is not None and sys.stdin.isatty()):
+        print(help_page())
+        return 0
+    if name in ("", "--version") or name.startswith("-"):
+        from swiftspec.serve.__main__ import main as serve_main
+
+        return serve_main(arguments)
+    if name not in SUBCOMMANDS:
+        near = difflib.get_close_matches(name[:80], SUBCOMMANDS, 1)
+        hint = f"did you mean {near[0]!r}?" if near else "--help lists the commands"
+        print(f"swiftspec: error: unknown command {name[:80]!r} ({hint})", file=sys.stderr)
+        return USAGE_EXIT_CODE
+    return run_subcommand(name, rest)
+
+
+def run_subcommand(name: str, argv: Sequence[str]) -> int:
+    """Imports and runs one sub-command. Returns its exit code."""
+    if name == "profile":
+        from swiftspec.lab import profile
+
+        return profile.main(argv, prog="swiftspec profile")
+    if name == "exactness":
+        from swiftspec.lab.exactness import command as exactness
+
+        return exactness.main(argv, prog="swiftspec exactness")
+    from swiftspec.serve.__main__ import main as serve_main
+
+    if name in ("worker", "replay"):
+        return serve_main([name, *argv])
+    return serve_main(argv, subcommand=name)
+
+
+def command() -> NoReturn:
+    """Console script: runs the command in this process and exits with its exit code."""
+    code = main()
+    from swiftspec.serve.__main__ import exit_process
+
+    exit_process(code)
+
+
+if __name__ == "__main__":
+    command()
