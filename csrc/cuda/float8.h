@@ -1,5 +1,6 @@
-// float8 e4m3 by its bits, as torch.float8_e4m3fn has them: a sign, four bits of exponent, three of mantissa; up to
-// 448, and no infinity. By integers and one product, since GPUs before Ada have no instruction for it. Host code too.
+// Conversions of float8 e4m3 (torch.float8_e4m3fn: one sign bit, four exponent bits, three mantissa bits; maximum 448,
+// no infinity). They use integer arithmetic and one multiplication, since GPUs before Ada have no instruction for them.
+// For host code and device code.
 #pragma once
 
 #include <cstdint>
@@ -30,7 +31,7 @@ SWIFTSPEC_HD uint8_t nearest(float x) {
   return static_cast<uint8_t>(sign | (code < kMaxFinite ? code : kMaxFinite));
 }
 
-// Vec8 of them.
+// Eight float8 values.
 struct alignas(8) Vec8 {
   uint8_t x[8];
 };

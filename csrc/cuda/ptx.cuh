@@ -19,7 +19,7 @@ __device__ inline uint32_t shared_address(const void* p) { return static_cast<ui
 
 // ---- products of a warp
 
-// d += a b; bf16 operands, float32 sums. PTX ISA, "Matrix Fragments for mma.m16n8k16".
+// d += a b with bf16 operands and float32 accumulators. PTX ISA, "Matrix Fragments for mma.m16n8k16".
 __device__ inline void mma(float (&d)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0,
                            uint32_t b1) {
   asm volatile(
@@ -29,7 +29,7 @@ __device__ inline void mma(float (&d)[4], uint32_t a0, uint32_t a1, uint32_t a2,
       : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
-// Four 8 x 8 matrices of 16-bit elements; lane l names row l % 8 of matrix l / 8 in shared memory.
+// Four 8 x 8 matrices of 16-bit elements; lane l passes the address of row l % 8 of matrix l / 8 in shared memory.
 template <bool kTransposed>
 __device__ inline void ldmatrix_x4(uint32_t (&r)[4], const void* row) {
   const uint32_t address = shared_address(row);
@@ -46,14 +46,14 @@ __device__ inline void ldmatrix_x4(uint32_t (&r)[4], const void* row) {
   }
 }
 
-// The bfloat16 next to `low` and `high`, in the halves of a word.
+// Rounds `low` and `high` to bfloat16 and packs them into 32 bits.
 __device__ inline uint32_t bf16_pair(float low, float high) {
   uint32_t pair;
   asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
   return pair;
 }
 
-// a b + c of two bfloat16 each, rounded once; those below the normal ones count, too.
+// a b + c of two bfloat16 each, rounded once; subnormal numbers are not flushed.
 __device__ inline uint32_t bf16_fma(uint32_t a, uint32_t b, uint32_t c) {
   uint32_t pair;
   asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(pair) : "r"(a), "r"(b), "r"(c));
@@ -62,7 +62,7 @@ __device__ inline uint32_t bf16_fma(uint32_t a, uint32_t b, uint32_t c) {
 
 // ---- copies to shared memory, and to L2
 
-// 16 bytes from global to shared memory, past the registers and L1.
+// Asynchronous copy of 16 bytes from global to shared memory, bypassing registers and L1.
 __device__ inline void cp_async16(void* shared, const void* global) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;\n" ::"r"(shared_address(shared)),
                "l"(__cvta_generic_to_global(global))
@@ -71,19 +71,19 @@ __device__ inline void cp_async16(void* shared, const void* global) {
 
 __device__ inline void cp_async_commit() { asm volatile("cp.async.commit_group;\n" ::: "memory"); }
 
-// Waits until at most N of this thread's groups are under way.
+// Waits until at most N of this thread's groups are in flight.
 template <int N>
 __device__ inline void cp_async_wait() {
   asm volatile("cp.async.wait_group %0;\n" ::"n"(N) : "memory");
 }
 
-// ---- streams of weights. A barrier's phase ends when the copies are there that kLoaders lanes have made at it.
+// ---- streams of weights. The phase of a barrier ends when the copies that kLoaders lanes have issued on it complete.
 
 __device__ inline void barrier_init(uint64_t* barrier) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "n"(kLoaders) : "memory");
 }
 
-// After the last barrier_init, before the first copy that arrives there.
+// To be called after the last barrier_init and before the first copy that arrives at a barrier.
 __device__ inline void fence_barrier_init() {
   if constexpr (kBulk) {
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
@@ -97,14 +97,14 @@ __device__ inline uint64_t evict_first() {
   return policy;
 }
 
-// For what is read again soon, beside a stream that is not.
+// L2 policy for data that is read again soon, next to a stream of weights that is not.
 __device__ inline uint64_t evict_last() {
   uint64_t policy;
   asm volatile("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));
   return policy;
 }
 
-// Before bulk copies of what an earlier kernel has written with stores.
+// Required before bulk copies of data that an earlier kernel has written with ordinary stores.
 __device__ inline void fence_bulk_loads() {
   if constexpr (kBulk) asm volatile("fence.proxy.async.global;" ::: "memory");
 }
@@ -155,8 +155,8 @@ __device__ inline void barrier_wait(uint64_t* barrier, uint32_t parity) {
   }
 }
 
-// Asks for `bytes` (a multiple of 16, as the address) of memory that nobody writes, so that they come to L2. The
-// first kLoaders lanes of a warp call it.
+// Prefetches `bytes` of read-only memory to L2; `bytes` and the address are multiples of 16. The first kLoaders lanes
+// of a warp call it.
 __device__ inline void prefetch(const uint8_t* from, uint32_t bytes, int lane) {
   if constexpr (kBulk) {
     asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(__cvta_generic_to_global(from)), "r"(bytes)
@@ -170,10 +170,10 @@ __device__ inline void prefetch(const uint8_t* from, uint32_t bytes, int lane) {
 
 // ---- launches
 
-// Programmatic dependent launch. `launch_dependents`: the next kernel may start once all blocks of this one have said
-// so. `wait_for_dependencies`: until the kernels in front have ended and what they wrote is there. A kernel that is
-// launched early (launch.cuh) waits, in all its threads, before it touches memory that another kernel writes or reads;
-// so when it has ended, all in front of it have. Without early starts there is nothing to say and to wait for.
+// Programmatic dependent launch. `launch_dependents`: the next kernel may start once all blocks of this kernel have
+// called it. `wait_for_dependencies`: blocks until the previous kernels have ended and their writes are visible. A
+// kernel that is launched early (launch.cuh) waits in all its threads before it accesses memory that another kernel
+// writes or reads; so when it has ended, all kernels before it have. Without early starts both functions do nothing.
 __device__ inline void launch_dependents() {
   if constexpr (kBulk) asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 }
@@ -181,7 +181,7 @@ __device__ inline void wait_for_dependencies() {
   if constexpr (kBulk) asm volatile("griddepcontrol.wait;" ::: "memory");
 }
 
-// ---- clusters; without them a block is one by itself
+// ---- clusters; without them each block is its own cluster
 
 __device__ inline uint32_t cluster_rank() {
   if constexpr (!kClusters) return 0;
@@ -190,8 +190,8 @@ __device__ inline uint32_t cluster_rank() {
   return rank;
 }
 
-// A barrier of all threads of the cluster; what they wrote to shared memory before it is seen after it. Not `.aligned`:
-// a warp may come to it in pieces, after a loop whose turns differ between its lanes.
+// A barrier of all threads of the cluster; their earlier writes to shared memory are visible after it. Not `.aligned`:
+// a warp may reach it diverged, after a loop whose trip count differs between its lanes.
 __device__ inline void cluster_sync() {
   if constexpr (kClusters) {
     asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
@@ -200,14 +200,14 @@ __device__ inline void cluster_sync() {
   }
 }
 
-// The same, without making writes visible.
+// The same barrier without memory ordering.
 __device__ inline void cluster_meet() {
   if constexpr (kClusters) {
     asm volatile("barrier.cluster.arrive.relaxed;\nbarrier.cluster.wait;" ::: "memory");
   }
 }
 
-// What block `rank` of the cluster has in the place of `p` in this one's shared memory.
+// Maps `p` in this block's shared memory to the same address in block `rank` of the cluster.
 template <class T>
 __device__ T* in_block(T* p, uint32_t rank) {
 #if SWIFTSPEC_ARCH >= 900
@@ -216,7 +216,7 @@ __device__ T* in_block(T* p, uint32_t rank) {
   return p;
 }
 
-// The address of CTA `rank`'s shared memory that corresponds to `p` in this one's.
+// The shared::cluster address that corresponds to `p` in block `rank`.
 __device__ inline uint32_t remote_address(const void* p, uint32_t rank) {
   uint32_t at;
   asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(at) : "r"(shared_address(p)), "r"(rank));
@@ -240,9 +240,9 @@ __device__ inline float remote_load(const float* p, uint32_t rank) {
   return v;
 }
 
-// ---- memory that other devices and the host see
+// ---- memory shared with other devices and the host
 
-// Each 8 bytes are one access; compiles to 16 bytes at once.
+// Each 8 bytes are one atomic access; compiles to one 16-byte instruction.
 __device__ inline void load_system(const void* p, uint64_t& a, uint64_t& b) {
   asm volatile("ld.relaxed.sys.global.v2.b64 {%0, %1}, [%2];"
                : "=l"(a), "=l"(b)

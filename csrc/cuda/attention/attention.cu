@@ -130,7 +130,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   }
 }
 
-// Clusters for each head: first one for every group, as far as they run at a time, next_part for parts of a row.
+// Distributes the clusters that run concurrently: first over the heads and groups, then over the parts of a row.
 template <class F>
 void launch_attention(const AttentionSetup& a, const void* qkv, void* keys, void* values, void* out, Stream stream) {
   const int64_t groups = min64(max64(a.clusters / a.kv_heads, 1), group_table_size(a));
@@ -145,7 +145,7 @@ void launch_attention(const AttentionSetup& a, const void* qkv, void* keys, void
          static_cast<Stored*>(keys), static_cast<Stored*>(values), static_cast<uint16_t*>(out));
 }
 
-// Calls back with the shape that the current device's kernel has: `Here` of what it was compiled for.
+// Calls `work` with the kernel shape of the current device, the DeviceShape of its architecture.
 template <class Stored, class Do>
 auto with_shape(int64_t dim, Do work) {
   if (device_info().has_clusters())

@@ -24,7 +24,8 @@ struct PartialOutput {
   Values value;
 };
 
-// Pieces are added in their order; those without keys change nothing, to the bit, whatever is in them.
+// Adds a partial to the sum. The order of the partials matters; one without keys leaves the sum bitwise unchanged,
+// whatever its other fields contain.
 SWIFTSPEC_HD void merge(PartialOutput& sum, const PartialOutput& partial) {
   const bool none = partial.top == -INFINITY;
   const float weight = exp2f(partial.top - sum.top), total = fmaf(weight, partial.total, sum.total);

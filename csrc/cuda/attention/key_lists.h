@@ -1,4 +1,4 @@
-// What the rows see, worked out once a forward: which rows shape a group, and each row's list of keys.
+// Row groups and the key list of each row, computed once per forward.
 #pragma once
 
 #include <cstdint>
@@ -60,13 +60,12 @@ SWIFTSPEC_HD int32_t owner_of(const AttentionSetup& a, int64_t sequence, int64_t
 }
 
 // A warp lists the keys that a row sees in its window: slots, or ~row if the key is new. Returns the number of leading
-// slots of the
-// sequence that the row sees without a gap. Words of the mask are read some at a time, then owners of what they name,
-// so that latencies overlap.
+// slots of the sequence that the row sees without a gap. Several groups of 32 mask columns are read before their owners
+// are, so that latencies overlap.
 SWIFTSPEC_HD int64_t list_keys(const AttentionSetup& a, int64_t row) {
   constexpr int kUnrolled = 4;
   const int64_t sequence = sequence_of(a, row), start = window_start(a, sequence);
-  const int64_t before = a.kv_len[sequence] - a.width;  // below 0: the first columns stand for no slot
+  const int64_t before = a.kv_len[sequence] - a.width;  // if negative, the first columns lie before slot 0
   const int64_t first = start - before;
   int64_t seen = 0, run = a.width - first;
   for (int64_t base = first; base < a.width; base += 32 * kUnrolled) {

@@ -27,14 +27,14 @@ template <int kDim_, int kCluster_, int kTile_, int kStage_, class Stored_>
 struct KernelShape {
   using Stored = Stored_;
   static constexpr int kDim = kDim_, kCluster = kCluster_, kTile = kTile_, kStage = kStage_;
-  static constexpr int kVectorElements = 16 / sizeof(Stored);            // numbers of the cache that are loaded at once
+  static constexpr int kVectorElements = 16 / sizeof(Stored);            // numbers of the cache per 16-byte load
   static constexpr int kUnits = kTile / kUnit;                           // of a tile
   static constexpr int kOwnUnits = kColumns * kUnits;                    // units for single rows, at most
   static constexpr int kStageBuffers =
       kStage / (2 * kUnits) < 2 ? 1 : 2;  // tiles whose keys and values find room together
   static constexpr int kScoreStride =
       (kTile < kDim ? kDim : kTile) + 4;  // floats from one column's scores to the next's
-  static constexpr bool kSequential = kCluster == 1;                         // a part's tiles are one block's, in turn
+  static constexpr bool kSequential = kCluster == 1;                         // one block computes all tiles of a part
 };
 template <int kDim, class Stored = uint16_t>
 using ClusterShape = KernelShape<kDim, 8, 128, 40, Stored>;  // up to 222 KB of shared memory

@@ -13,8 +13,8 @@
 namespace swiftspec::cuda {
 namespace {
 
-constexpr int kThreads = 256;    // of the blocks that are asked about; their shared memory decides
-constexpr int kReserved = 1024;  // bytes of shared memory that each block takes besides
+constexpr int kThreads = 256;    // of the blocks in the occupancy query; their shared memory is the limit
+constexpr int kReserved = 1024;  // bytes of shared memory that the system reserves per block
 
 __global__ void __launch_bounds__(kThreads) empty_kernel() {}
 
@@ -24,8 +24,8 @@ int attribute(cudaDeviceAttr which, int ordinal) {
   return value;
 }
 
-// How many clusters of so many blocks run at a time. That does not follow from the number of multiprocessors: a cluster
-// lies within one part of the GPU, parts have different numbers of them, and dies differ.
+// Number of clusters of `blocks` blocks that run concurrently. It does not follow from the number of multiprocessors: a
+// cluster lies within one GPC, GPCs have different numbers of multiprocessors, and dies differ.
 int clusters_of(int blocks, int shared) {
   const Launch how{.grid = dim3(static_cast<unsigned>(blocks)), .threads = kThreads, .cluster = blocks,
                    .shared = shared};

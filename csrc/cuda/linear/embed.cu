@@ -1,4 +1,4 @@
-// The rows of a table of embeddings that tokens name.
+// Embedding lookup.
 #include <cuda_runtime.h>
 
 #include "common/bfloat16.h"

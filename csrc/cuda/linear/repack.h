@@ -1,4 +1,4 @@
-// From a checkpoint's matrix to tiles, word by word; tiles.h says what lies where. For host code and device code.
+// Repacking of a checkpoint's matrix into tiles, word by word, in the layout of tiles.h. For host code and device code.
 #pragma once
 
 #include <cstdint>
@@ -34,7 +34,7 @@ SWIFTSPEC_HD uint32_t int4_group(const Tiling& t, const Int4Source& from, int st
   return pack_group(from.scales[group * t.n + output], nibble(from.zeros, group, t.n, output));
 }
 
-// Word `at` of all tiles.
+// Word `at` of the array of tiles.
 SWIFTSPEC_HD uint32_t int4_word(const Tiling& t, const Int4Source& from, int64_t at) {
   const int words = t.tile_bytes / 4, word = static_cast<int>(at % words);
   const int64_t tile = at / words % t.tiles;

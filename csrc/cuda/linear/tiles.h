@@ -1,4 +1,4 @@
-// How a projection's weights lie in device memory and who computes what of them: arithmetic only, for host code and
+// Layout of packed weights in device memory and the assignment of elements to lanes. Arithmetic only, for host code and
 // device code, so that tests/native/cuda_tiles.cpp runs all of it on a CPU.
 //
 // The product. out = x W^T, W [n, k]. The weights are operand A of mma.m16n8k16 (16 outputs), the rows of x operand B
@@ -6,11 +6,11 @@
 // outputs further on (`second`), in two m16 fragments. With SwiGLU first and second are gate and up: both lie in one
 // lane, and other projections lose nothing by the order.
 //
-// A tile is a strip times 128 inputs (int4) or 64 (bf16), as the lanes of a warp read it, with the scales and zero
-// points of its groups behind the codes. Tiles lie strip by strip. One bulk copy fetches one tile.
+// A tile is a strip times 128 inputs (int4) or 64 (bf16), in the order in which the lanes of a warp read it, followed
+// by the scales and zero points of its groups. Tiles are stored strip by strip. One bulk copy fetches one tile.
 //
-// Inputs are taken in blocks of 32, two k16 steps. The order inside a block is free, as long as A and B agree: lane
-// t = lane % 4 has inputs 8t to 8t + 7, so that its B operands of both steps are 16 bytes of a row of x.
+// Inputs are processed in blocks of 32, two k16 steps. The order inside a block is arbitrary, as long as A and B agree:
+// t = lane % 4 holds inputs 8t to 8t + 7, so that its B operands of both steps are 16 contiguous bytes of a row of x.
 #pragma once
 
 #include <cmath>
@@ -27,7 +27,7 @@
 
 namespace swiftspec::cuda::tiles {
 
-// --- who has what ---------------------------------------------------------------------------------------------------
+// --- element to lane mapping -----------------------------------------------------------------------------------------
 
 // Output of row r of fragment f (0 or 1) of a strip; -1: padding.
 SWIFTSPEC_HD int64_t output_of(const Tiling& t, int strip, int f, int r) {
@@ -36,27 +36,28 @@ SWIFTSPEC_HD int64_t output_of(const Tiling& t, int strip, int f, int r) {
   return pair < t.half && output < t.n ? output : -1;
 }
 
-// Input of column c of the k16 step `step`, in steps from the first input.
+// Input of column c of k16 step `step`.
 SWIFTSPEC_HD int64_t input_of(int64_t step, int c) {
   const int t = c % 8 / 2, high = c / 8, odd = static_cast<int>(step % 2);
   return step / 2 * kBlock + 8 * t + 4 * odd + 2 * high + c % 2;
 }
 
-// The word of an int4 tile with a lane's eight codes of a step and fragment. Nibbles i and 4 + i are register i of A.
+// Index of the word of an int4 tile with a lane's eight codes of a step and fragment. Nibbles i and 4 + i are register
+// i of A.
 SWIFTSPEC_HD int code_word(int step, int lane, int f) { return (step / 2 * 32 + lane) * 4 + step % 2 * 2 + f; }
-// The four words of an int4 tile with the groups of rows lane / 4 and lane / 4 + 8 of both fragments.
+// Index of the four words of an int4 tile with scale and zero point of rows lane / 4 and lane / 4 + 8 of both
+// fragments.
 SWIFTSPEC_HD int group_words(int group, int lane) { return kCodeWords + (group * 8 + fragment::c_row(lane, 0)) * 4; }
-// The word of a bf16 tile with register i of A.
+// Index of the word of a bf16 tile with register i of A.
 SWIFTSPEC_HD int dense_word(int step, int lane, int f, int i) { return ((step * 2 + f) * 32 + lane) * 4 + i; }
 
-// The piece of x in shared memory with a lane's B operands of a block, for rows 8j to 8j + 7.
+// Index of the 16-byte piece of x in shared memory with a lane's B operands of a block, for rows 8j to 8j + 7.
 SWIFTSPEC_HD int x_piece(int block, int rows8, int j, int lane) { return (block * rows8 + j) * 32 + lane; }
 SWIFTSPEC_HD int x_row(int j, int lane) { return 8 * j + fragment::b_column(lane); }
 SWIFTSPEC_HD int64_t x_input(int64_t block, int lane) { return block * kBlock + 8 * (lane % 4); }
 
-// What the sums of a lane for rows 8j.. are: pairs of outputs, `first` and `second`, for each of two rows. Their LL
-// lines hold one pair of outputs for both rows. Which lines there are follows from n and the rows, since ranks may
-// differ in k.
+// The sums of a lane for rows 8j..: pairs of outputs, `first` and `second`, for each of two rows. An LL line holds one
+// pair of outputs for both rows. The set of lines depends only on n and the rows, since ranks may differ in k.
 SWIFTSPEC_HD int64_t pair_of_outputs(int strip, int lane) {
   return 16 * static_cast<int64_t>(strip) + fragment::c_row(lane, 0) * 2;
 }
@@ -69,24 +70,24 @@ SWIFTSPEC_HD int64_t ll_line(const Tiling& t, int strip, int j, int lane, int se
 }
 SWIFTSPEC_HD int64_t ll_lines(const Tiling& t, int64_t rows) { return ceil_div(rows, 2) * ll_strips(t) * 16; }
 
-// Four sums of a lane: of one warp, and joined over the warps of a strip. Counted in units of 16 bytes.
+// Index of four sums of a lane, in units of 16 bytes: per warp, or after the reduction over the warps of a strip.
 SWIFTSPEC_HD int partial_at(int warp, int rows8, int j, int f, int lane) {
   return ((warp * rows8 + j) * 2 + f) * 32 + lane;
 }
 
 // --- int4 -----------------------------------------------------------------------------------------------------------
 
-// A group's scale and zero point in one word: the float with the zero point in place of its last four bits. Scales of
-// fp16 and bf16 keep all of theirs.
+// A group's scale and zero point in one word: the zero point replaces the last four mantissa bits of the float. Scales
+// that were fp16 or bf16 lose nothing.
 SWIFTSPEC_HD uint32_t pack_group(float scale, uint32_t zero) { return ((ieee::bits_of(scale) + 8) & ~15u) | zero; }
 SWIFTSPEC_HD float scale_of(uint32_t word) { return ieee::of_bits(word & ~15u); }
-// 128 + zero point: the last bits of a float of 2^23 count ones, which spares a conversion.
+// 128 + zero point, without an integer conversion: the last mantissa bit of a float of size 2^23 counts 1.
 SWIFTSPEC_HD float offset_of(uint32_t word) { return ieee::of_bits(0x4b000080u | (word & 15u)) - 8388608.0f; }
 
-// Nibbles i and 4 + i as two bf16 of 128 + code: 0x4300 is 128, whose last mantissa bit counts 1.
+// Nibbles i and 4 + i as two bf16 values 128 + code: 0x4300 is 128, whose last mantissa bit counts 1.
 SWIFTSPEC_HD uint32_t codes_to_bf16(uint32_t word, int i) { return (word >> 4 * i & 0x000f000fu) | 0x43004300u; }
 
-// A group's contribution: scale (sum of (128 + code) x - (128 + zero) sum of x). One order of rounding everywhere.
+// Adds a group's contribution: scale (sum of (128 + code) x - (128 + zero) sum of x). The order of rounding is fixed.
 SWIFTSPEC_HD float fold(float total, float product, uint32_t group_word, float x_sum) {
   const float centred = fmaf(-offset_of(group_word), x_sum, product);
   return fmaf(scale_of(group_word), centred, total);
@@ -111,7 +112,7 @@ SWIFTSPEC_HD uint32_t normalised(uint32_t x, float scale, uint32_t weight) {
   return pair_of(low(scaled) * low(weight), high(scaled) * high(weight));
 }
 
-// The sum of the eight values of a piece, in one order.
+// The sum of the eight values of a piece, in a fixed order.
 SWIFTSPEC_HD float sum8(const uint32_t (&piece)[4]) {
   const float a = low(piece[0]) + high(piece[0]), b = low(piece[1]) + high(piece[1]);
   const float c = low(piece[2]) + high(piece[2]), d = low(piece[3]) + high(piece[3]);

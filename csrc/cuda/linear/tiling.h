@@ -1,9 +1,10 @@
-// How a projection is cut: who of the clusters, CTAs and warps computes what, and what lies where in shared memory.
-// Arithmetic only, for host code and device code. tiles.h says what a tile is.
+// Tiling of a projection: the partition of the work over clusters, CTAs and warps, and the layout of shared memory.
+// Arithmetic only, for host code and device code. tiles.h defines the tiles.
 //
-// A cluster of CTAs takes `warps_n` strips at a time; its CTAs cut the inputs into ranges, and the `warps_k` warps of a
-// strip take the tiles of a range in turn. Sums are joined warp by warp, then CTA by CTA. The tiling follows from the
-// shape of the weight and from the device: neither the rows nor the size of the grid change a row's result.
+// A cluster of CTAs computes `warps_n` strips at a time; its CTAs split the inputs into ranges, and the `warps_k` warps
+// of a strip take the tiles of a range round-robin. Partial sums are added warp by warp, then CTA by CTA. The tiling
+// depends only on the shape of the weight and on the device: neither the number of rows nor the grid size changes a
+// row's result.
 #pragma once
 
 #include <cstdint>
@@ -15,21 +16,21 @@ namespace swiftspec::cuda::tiles {
 
 constexpr int kWarps = 8, kThreads = 32 * kWarps;
 constexpr int kStrip = 32;            // outputs of a strip
-constexpr int kBlock = 32;            // inputs whose order is mixed
+constexpr int kBlock = 32;            // inputs that are permuted together
 constexpr int kMaxRows = 32;          // of one launch
-constexpr int kCodeWords = 512;       // of an int4 tile; its groups follow
-constexpr int kMaxStages = 16;        // tiles under way for each warp
+constexpr int kCodeWords = 512;       // of an int4 tile; its scales and zero points follow
+constexpr int kMaxStages = 16;        // tiles in flight per warp
 
 SWIFTSPEC_HD int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-// Of the next projection, brought to L2 ahead: a third of it, and at most what an H200's memory gives while attention
-// takes 4 us: a model, to be measured.
+// Bytes of the next projection to prefetch to L2: a third of L2, and at most what an H200's memory delivers in the 4 us
+// that attention takes. An estimate, not measured.
 SWIFTSPEC_HD int64_t prefetch_bytes(const Device& device) {
   const int64_t third = device.l2 / 3 / 128 * 128, most = 16 << 20;
   return third < most ? third : most;
 }
 
-// `bytes` (a multiple of 128, as all tiles are) cut in slices of `each`, whole lines of a cache, for so many parts.
+// Splits `bytes` (a multiple of 128, as all tiles are) into `parts` slices of whole cache lines.
 struct Slice {
   int64_t first, bytes;
 };
@@ -39,24 +40,24 @@ SWIFTSPEC_HD Slice slice_of(int64_t bytes, int64_t each, int64_t part) {
   return {first, bytes - first < each ? bytes - first : each};
 }
 
-// The shape of a weight, and how it is cut.
+// The shape of a weight and its tiling.
 struct Tiling {
-  int64_t n, k, half;  // outputs, inputs, and how many outputs are `first`
+  int64_t n, k, half;  // outputs, inputs, and the number of `first` outputs
   int32_t group;       // inputs of an int4 group: 32, 64 or 128; 0: bf16
   int32_t group_log;   // its blocks are 1 << group_log
   int32_t tile_k, tile_bytes;
-  int32_t tiles;        // of a strip
+  int32_t tiles;        // per strip
   int32_t strips;       // a multiple of warps_n(); the last may be padding
-  int32_t n_log;        // strips of a CTA at a time: 1 << n_log
+  int32_t n_log;        // strips that a CTA computes at a time: 1 << n_log
   int32_t cluster_log;  // CTAs that share the inputs: 1 << cluster_log
 
   SWIFTSPEC_HD int groups() const { return tile_k / kBlock >> group_log; }  // of a tile
   SWIFTSPEC_HD int warps_n() const { return 1 << n_log; }
   SWIFTSPEC_HD int warps_k() const { return kWarps >> n_log; }
-  SWIFTSPEC_HD int strip_of(int warp) const { return warp >> (3 - n_log); }  // of those at a time
+  SWIFTSPEC_HD int strip_of(int warp) const { return warp >> (3 - n_log); }  // among the strips of the CTA
   SWIFTSPEC_HD int share_of(int warp) const { return warp & (warps_k() - 1); }
   SWIFTSPEC_HD int cluster() const { return 1 << cluster_log; }
-  SWIFTSPEC_HD int turns() const { return strips >> n_log; }  // of all clusters together
+  SWIFTSPEC_HD int turns() const { return strips >> n_log; }  // iterations over all strips, summed over clusters
   SWIFTSPEC_HD int64_t bytes() const { return static_cast<int64_t>(strips) * tiles * tile_bytes; }
   SWIFTSPEC_HD int first_tile(int cta) const { return tiles * cta >> cluster_log; }
   SWIFTSPEC_HD int range(int cta) const { return first_tile(cta + 1) - first_tile(cta); }
@@ -76,20 +77,21 @@ SWIFTSPEC_HD Tiling shape(int64_t k, int64_t n, int group) {
   return t;
 }
 
-// The weight of `shape` cut in 1 << n_log strips at a time and 1 << cluster_log ranges of inputs.
+// Sets the split: 1 << n_log strips at a time and 1 << cluster_log ranges of inputs.
 SWIFTSPEC_HD Tiling with_split(Tiling t, int n_log, int cluster_log) {
   t.n_log = n_log, t.cluster_log = cluster_log;
   t.strips = static_cast<int32_t>(ceil_div(t.strips, t.warps_n())) * t.warps_n();
   return t;
 }
 
-// Of x in shared memory at a time, twice that for more than 16 rows. A ring's tiles are larger where weights are bf16.
+// Bytes of x in shared memory at a time; twice that for more than 16 rows. bf16 weights leave less room, since their
+// ring holds larger tiles.
 SWIFTSPEC_HD int chunk_bytes(const Tiling& t, const Device& device) {
   return device.shared >= 160 << 10 ? 32768 : t.group != 0 ? 16384 : 8192;
 }
 
-// The shared memory of a CTA that computes 8 * rows8 rows; offsets in bytes. A chunk of x is a number of tiles that the
-// warps of a strip share evenly, so the chunks do not change who computes what.
+// Shared-memory layout of a CTA that computes 8 * rows8 rows; offsets in bytes. A chunk of x is a number of tiles that
+// the warps of a strip share evenly, so chunking does not change the assignment of tiles to warps.
 struct SmemLayout {
   int32_t chunk_tiles;
   int32_t x, sums, partial, joined, joined_bytes, squares, scales, barriers, ring, stages, total;
@@ -105,10 +107,10 @@ SWIFTSPEC_HD SmemLayout smem_layout(const Tiling& t, int rows8, const Device& de
   c.sums = c.chunk_tiles * x_bytes;
   c.partial = c.sums + groups * rows8 * 8 * 4;
   c.joined = c.partial + (t.warps_k() > 1 ? kWarps * rows8 * 1024 : 0);
-  // the barrier behind `partial` parts a turn from the next one where nobody else reads
+  // without other CTAs that read it, the barrier after `partial` already separates two iterations: one buffer is enough
   const int buffers = t.cluster() == 1 && t.warps_k() > 1 ? 1 : 2;
   c.squares = c.joined + buffers * c.joined_bytes;
-  if (buffers == 1) c.joined_bytes = 0;  // from one buffer to the other
+  if (buffers == 1) c.joined_bytes = 0;  // the offset of the second buffer
   c.scales = c.squares + kMaxRows * 4;
   c.barriers = c.scales + kMaxRows * 4;
   c.ring = (c.barriers + kWarps * kMaxStages * 8 + 127) / 128 * 128;
@@ -119,7 +121,7 @@ SWIFTSPEC_HD SmemLayout smem_layout(const Tiling& t, int rows8, const Device& de
   return c;
 }
 
-// Whether every number of rows finds room for a ring, and chunks that the warps share evenly.
+// Whether every number of rows leaves room for a ring and for chunks that the warps share evenly.
 SWIFTSPEC_HD bool fits(const Tiling& t, const Device& device) {
   for (int rows8 = 1; rows8 <= kMaxRows / 8; rows8 *= 2) {
     const SmemLayout c = smem_layout(t, rows8, device);
@@ -141,7 +143,7 @@ SWIFTSPEC_HD int64_t estimated_ns(const Tiling& t, const Device& device) {
   return stream + rows + rounds * (t.cluster() > 1 ? 300 : 100);
 }
 
-// The cheapest tiling of a weight that has room on the device. group: 32, 64, 128, or 0 for bf16.
+// The tiling with the lowest estimated cost among those that fit the device. group: 32, 64, 128, or 0 for bf16.
 SWIFTSPEC_HD Tiling tiling_for(int64_t k, int64_t n, int group, const Device& device) {
   Tiling best{};
   for (int i = 0; i < 16; ++i) {
@@ -152,7 +154,7 @@ SWIFTSPEC_HD Tiling tiling_for(int64_t k, int64_t n, int group, const Device& de
   return best;
 }
 
-// The tiles of one warp, in order.
+// Iterates over the tiles of one warp, in order.
 struct TileIterator {
   int32_t strip, strip_step, strips;
   int32_t first, last, step, tile;  // of a strip
@@ -166,7 +168,7 @@ struct TileIterator {
   }
 };
 
-// Warps of one strip are neighbours. `clusters` take the turns in turn.
+// Warps of one strip are adjacent. The iterations are distributed round-robin over `clusters` clusters.
 SWIFTSPEC_HD TileIterator tiles_of_warp(const Tiling& t, int cluster, int clusters, int cta, int warp) {
   const int first = t.first_tile(cta) + t.share_of(warp);
   return {(cluster << t.n_log) + t.strip_of(warp), clusters << t.n_log, t.strips, first, t.first_tile(cta + 1),
@@ -177,13 +179,13 @@ SWIFTSPEC_HD TileIterator tiles_of_warp(const Tiling& t, int cluster, int cluste
 
 namespace swiftspec::cuda {
 
-// A projection made ready at load on one device.
+// A projection's packed weights on one device.
 struct Weights {
-  Device device;  // for which it is cut
+  Device device;  // that the tiling was chosen for
   tiles::Tiling tiling;
   const void* data;   // tiling.bytes() of tiles
   const float* bias;  // [n], or null
-  // Tiles of a projection that comes soon, after a kernel that leaves the memory idle; or null. Asked for at the end.
+  // Tiles of a following projection that this one prefetches to L2 when its own weights have been read; or null.
   const uint8_t* next = nullptr;
   int64_t next_bytes = 0;  // prefetch_bytes at most
 };

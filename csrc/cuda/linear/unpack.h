@@ -1,5 +1,5 @@
-// From tiles back to rows [k] of bfloat16, as a library's product reads them: for prompts, whose many rows pay for it.
-// For host code and device code.
+// Unpacking of tiles to rows [k] of bfloat16 for a library GEMM: worth its cost for prompts, which have many rows. For
+// host code and device code.
 #pragma once
 
 #include <cstdint>
@@ -8,10 +8,10 @@
 
 namespace swiftspec::cuda::tiles {
 
-// Some strips of a matrix, whose outputs come in two halves: the `first` ones of all of them, then the `second`.
+// A range of strips. Their outputs are written in two halves: the `first` outputs of all strips, then the `second`.
 struct Strips {
   int32_t first, count;
-  int64_t half;  // outputs of a half: the last strip may be padding in part
+  int64_t half;  // outputs per half; the last strip may be partly padding
 
   SWIFTSPEC_HD int32_t tiles(const Tiling& t) const { return count * t.tiles; }
 };
