@@ -24,7 +24,7 @@ from bench.data.heldout import texts
 from bench.workers import LEAVES, NODES, PACES, SHAPE, started, workers
 from swiftspec.lab import network_prediction, predict
 from swiftspec.lab.network_link import Link
-from swiftspec.lab.simulation import Acceptance, Times
+from swiftspec.lab.simulation import RecordedAcceptance, SimulatedTimes
 from swiftspec.serve.cli.arguments import parse_command
 from swiftspec.serve.remote_session import open_local_or_remote
 from swiftspec.serve.terminal import StartupProgress
@@ -54,12 +54,12 @@ def measure(mode: str, urls: dict[str, str], tokens: int) -> dict[str, float]:
     return {"tokens_per_second": made / seconds, "tokens_per_round": made / rounds}
 
 
-def predicted(link: Link, times: Times) -> dict[str, float]:
+def predicted(link: Link, times: SimulatedTimes) -> dict[str, float]:
     """Tokens a second by mode."""
-    known = Acceptance(json.loads(predict.ACCEPTANCE.read_text(encoding="utf-8"))["rounds"])
+    known = RecordedAcceptance(json.loads(predict.ACCEPTANCE.read_text(encoding="utf-8"))["rounds"])
     found = {
         plan.name: plan.outcome.speed
-        for plan in network_prediction.plans(link, known, NODES, LEAVES, times, times, times)
+        for plan in network_prediction.predict_plans(link, known, NODES, LEAVES, times, times, times)
     }
     return {mode: found[f"{mode}, both apart"] for mode in MODES}
 
@@ -67,7 +67,7 @@ def predicted(link: Link, times: Times) -> dict[str, float]:
 def rows(delays: Sequence[float], bandwidth: str, tokens: int) -> Iterator[dict[str, Any]]:
     """One for each delay and mode."""
     with workers() as at:
-        times = Times(PACES["target"], PACES["draft"], **rpc_latency.around(at))
+        times = SimulatedTimes(PACES["target"], PACES["draft"], **rpc_latency.around(at))
         print("outside the models, ms: " + ", ".join(f"{name} {1e3 * getattr(times, name):.2f}" for name in AROUND))
         for delay in delays:
             text = f"{2 * delay:g}ms,{bandwidth}"

@@ -22,7 +22,7 @@ from swiftspec.config import EngineConfig
 from swiftspec.distributed.launch.world import join_world
 from swiftspec.lab import measurement, timeline
 from swiftspec.lab.timeline import Trace
-from swiftspec.lab.worker_pool import Order, Pair, WorkerPool
+from swiftspec.lab.worker_pool import EngineRequest, Pair, RankPool
 from swiftspec.llm import LLM
 from swiftspec.profiles import emulation
 
@@ -54,7 +54,7 @@ def main() -> None:
     torch.set_num_threads(1)
     text, target, draft = spec("parallel")
     options: LoadOptions = {"dtype": torch.bfloat16, "emulate": emulation.parse_emulation(text)}
-    pool = WorkerPool(Pair(DEMO / "target", DEMO / "draft", options, threads=1), world)
+    pool = RankPool(Pair(DEMO / "target", DEMO / "draft", options, threads=1), world)
     if world.rank > 0:
         pool.follow()
         return
@@ -63,7 +63,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         for d in DEPTHS:
             file = Path(folder) / "rounds.jsonl"
-            with pool.engine(Order(EngineConfig("async", draft_steps=d), trace=str(file))) as llm:
+            with pool.engine(EngineRequest(EngineConfig("async", draft_steps=d), trace=str(file))) as llm:
                 run = measurement.decode_all(llm, prompts, args.max_tokens)
             costs = timeline.costs(Trace.read(file))
             own = statistics.median(timeline.orchestration(costs, target, draft))

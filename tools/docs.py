@@ -1,7 +1,7 @@
-"""Writes the pages of docs/ that are made from the code, or tells which of them are out of date.
+"""Writes the pages of docs/ that are made from the code, or reports which of them are out of date.
 
     python -m tools.docs            writes them
-    python -m tools.docs --check    exit code 1 where a page is not what the code says now
+    python -m tools.docs --check    exit code 1 if a page is out of date
 
 Another page is a function that returns its text, and a line in PAGES.
 """
@@ -32,52 +32,53 @@ that `--config` names, where its key is the flag without the dashes in front, su
 
 PATHS_HEAD = """\
 <!-- Made by `python -m tools.docs`: do not edit. -->
-# Which steps run which request
+# Which executor runs which request
 
-A *step* is an expansion of the draft tree, a verification of a proposal, or a round of particles. There are several
-kinds of steps. They compute the same; the faster kinds take fewer requests. When a request opens, each of its roles
-(draft, target, population) takes the first kind that its model can use and that takes the request, and keeps it to the
-end. Draft and target may differ. In a group of ranks the leader chooses among the kinds that all ranks have.
+An *executor* runs the phases of a round on one model: an expansion of the draft tree, a verification of a proposal, or
+a population round. All executors compute the same; the faster ones support fewer requests. When a request opens, each
+of its roles (draft, target, population) selects the first executor that its model can use and that supports the
+request, and keeps it to the end. Draft and target may differ. In a group of ranks the leader selects among the
+executors that all ranks have.
 
-A request with several of these features runs on the slowest kind among their rows; no kind takes more than a slower one
-does. Prompts are read in chunks, eagerly, whatever follows. The kinds with graphs were never run on a GPU; the tests
-run them on a CPU, with a stand-in for the capture.
+A request with several of these features runs on the slowest executor among their rows; no executor supports more than a
+slower one does. Prefill is always eager and chunked. The executors with graphs were never run on a GPU; the tests run
+them on a CPU, with a stand-in for the capture.
 
 The columns:
 
 - *CPU, native operators*: x86-64 with AVX2 or more, models in bfloat16 or float32, int4 too; one rank or several.
 - *CUDA operators*: NVIDIA GPUs since Ampere, bfloat16 models, int4 too, with heads of 64 or 128. *Several*: ranks
-  of one machine that reach each other's memory.
-- *`--ops unfused`*: torch's own operators on a GPU, which also run what the CUDA operators do not fit. *Several*: ranks
-  that speak through NCCL.
+  of one machine with peer access to each other's memory.
+- *`--ops unfused`*: torch's own operators on a GPU, also for models that the CUDA operators do not support. *Several*:
+  ranks that communicate through NCCL.
 - *everything else*: plain torch on a CPU, and ranks that share a GPU.
 """
 PATHS_NOTES = f"""\
-## What a kind hands on
+## Exceptions
 
-Some single steps go another way than the request they belong to:
+Some single phases run differently from the request that they belong to:
 
 - A graph holds at most {CAPTURED_ROWS[-1]} rows. A larger batch runs eagerly.
-- The graph of expansions begins after the root's, whose batch has pending tokens in it. It also needs at least two
-  expansions to do, room for all of them, and a tree of at most {PositionNoise.BLOCK_POSITIONS} levels. Other
-  expansions run
-  as graph forwards.
-- In a verification graph a filter takes it that the few likeliest tokens settle it, and marks the rows where they do
-  not. Then the draw is made once more outside of the graph, from the logits that it has left.
-- Where more than w tokens are pending, they go through the draft as a prompt does.
+- The graph of expansions starts after the root's expansion, whose batch contains pending tokens. It also needs at least
+  two expansions, room for all of them, and a tree of at most {PositionNoise.BLOCK_POSITIONS} levels. Other expansions
+  run as graph forwards.
+- A verification graph assumes that the top candidates suffice for a filter and flags the rows where they do not. Those
+  batches are sampled again outside the graph, from the logits that it left.
+- If more than w tokens are pending, the draft prefills them like a prompt.
 """
 
 
 def paths_page() -> str:
-    """Which kind of steps runs which request, and what the kinds are."""
+    """Which executor runs which request, and what the executors are."""
     parts = [PATHS_HEAD]
     head = ("request", *(machine.name for machine in execution_paths.MACHINES))
-    for title, step, requests in execution_paths.STEPS:
+    for title, step, requests in execution_paths.PHASES:
         parts += [f"## {title}\n", table(head, execution_paths.rows(step, requests))]
     about = [
-        (kind.name, _summary(kind), _code(kind.__module__.replace(".", "/") + ".py")) for kind in execution_paths.met()
+        (kind.name, _summary(kind), _code(kind.__module__.replace(".", "/") + ".py"))
+        for kind in execution_paths.offered_executors()
     ]
-    return "\n".join([*parts, "## The kinds\n", table(("kind", "what it is", "file"), about), PATHS_NOTES])
+    return "\n".join([*parts, "## The executors\n", table(("name", "description", "file"), about), PATHS_NOTES])
 
 
 def _summary(kind: type) -> str:

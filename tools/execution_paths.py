@@ -1,6 +1,7 @@
-"""Which steps run which request, asked of the code: the roles choose among the steps that each machine offers.
+"""Which executor runs which request, determined from the code: the roles select among the executors of each machine.
 
-No model is loaded: the steps are made on stand-ins that say what a machine can do, and only asked what they take.
+No model is loaded: the executors are built on stand-ins that declare what a machine can do, and are only asked what
+they support.
 """
 
 from __future__ import annotations
@@ -25,16 +26,22 @@ from swiftspec.smc.limits import check_sampling
 from swiftspec.tree.rejection import RejectionSampling
 
 REFUSED = "refused"
-RANKS = 2  # of a group, where a machine has one
-DEEP = TOP_CANDIDATES * RANKS  # a top-k that the ranks of that group do not exchange
+RANKS = 2  # in a group
+DEEP = TOP_CANDIDATES * RANKS  # a top-k above what the ranks of that group exchange
 SERIAL, DRAWN = EngineConfig(), EngineConfig(proposal="sample")
 REJECTED = EngineConfig(verify="reject")
 
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What steps can be made of: the model as one native call, graphs of forwards over so many sequences, a tree on the
-    device; a group of ranks, and whether its messages may be part of a graph."""
+    """What executors can be built from.
+
+    `fused`: the model is one native call.
+    `graphs`: sequences per forward that graphs can hold; 0: no graphs.
+    `tree`: there is a draft tree on the device.
+    `group`: there is a tensor-parallel group.
+    `messages`: the group's messages may be part of a graph.
+    """
 
     name: str
     fused: bool = False
@@ -44,14 +51,14 @@ class Machine:
     messages: bool = False
 
     def runner(self) -> Any:
-        """Of either model."""
+        """A stand-in for the runner of either model."""
         group = SimpleNamespace(captures=lambda x: self.messages) if self.group else None
         model = SimpleNamespace(group=group, dtype=torch.float32, device=torch.device("cpu"))
         shard = SimpleNamespace(num_exchanged=DEEP) if self.group else None
         return SimpleNamespace(model=model, shard=shard, vocab=1, tree_slots=16)
 
-    def tools(self) -> selection.ExecutorDeps:
-        """Of either model."""
+    def deps(self) -> selection.ExecutorDeps:
+        """Stand-ins for what the executors of either model are built from."""
         tree = SimpleNamespace(rows=SimpleNamespace(tokens=()))
         ops: Any = SimpleNamespace(
             device_tree=lambda *shape: tree if self.tree else None, MAX_CAPTURED_SEQUENCES=self.graphs
@@ -60,15 +67,15 @@ class Machine:
         capture: Any = (lambda work: None) if self.graphs else None
         return selection.ExecutorDeps(ops, fused, capture)
 
-    def to_expand(self) -> list[TreeExecutor]:
-        return selection.draft_executors(self.runner(), self.tools(), SERIAL)[0]
+    def expansion_executors(self) -> list[TreeExecutor]:
+        return selection.draft_executors(self.runner(), self.deps(), SERIAL)[0]
 
-    def to_verify(self) -> list[TreeExecutor]:
-        return selection.target_executors(self.runner(), self.tools())
+    def verification_executors(self) -> list[TreeExecutor]:
+        return selection.target_executors(self.runner(), self.deps())
 
-    def for_rounds(self) -> list[PopulationExecutor]:
+    def population_executors(self) -> list[PopulationExecutor]:
         return selection.population_executors(
-            self.runner(), self.runner(), self.tools(), self.tools(), PopulationConfig()
+            self.runner(), self.runner(), self.deps(), self.deps(), PopulationConfig()
         )
 
 
@@ -83,8 +90,8 @@ MACHINES = (
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
-    """A request, and the settings that it meets."""
+class RequestCase:
+    """A request, and the config that it meets."""
 
     name: str
     sampling: SamplingParams
@@ -95,67 +102,72 @@ class Asked:
         return RequestStart(0, (0,), self.sampling, 1)
 
 
-TEMPERATURE = Asked("temperature above 0", SamplingParams())
-GREEDY = Asked("temperature 0", SamplingParams(temperature=0.0))
-BIAS = Asked("logit bias", SamplingParams(logit_bias={0: 1.0}))
-FILTERS = Asked("top-k, top-p or min-p", SamplingParams(top_p=0.9))
-DEEP_FILTERS = Asked(f"top-k of {TOP_CANDIDATES} or more for each rank of a group", SamplingParams(top_k=DEEP))
-PENALTIES = Asked("repetition, presence or frequency penalty", SamplingParams(presence_penalty=1.0))
-GUIDANCE = Asked("guidance", SamplingParams(guidance_scale=2.0))
-GRAMMAR = Asked("a grammar", SamplingParams(grammar="start: /a/"))
-SCORED = Asked("log-probabilities", SamplingParams(logprobs=1))
+TEMPERATURE = RequestCase("temperature above 0", SamplingParams())
+GREEDY = RequestCase("temperature 0", SamplingParams(temperature=0.0))
+BIAS = RequestCase("logit bias", SamplingParams(logit_bias={0: 1.0}))
+FILTERS = RequestCase("top-k, top-p or min-p", SamplingParams(top_p=0.9))
+DEEP_FILTERS = RequestCase(f"top-k of {TOP_CANDIDATES} or more for each rank of a group", SamplingParams(top_k=DEEP))
+PENALTIES = RequestCase("repetition, presence or frequency penalty", SamplingParams(presence_penalty=1.0))
+GUIDANCE = RequestCase("guidance", SamplingParams(guidance_scale=2.0))
+GRAMMAR = RequestCase("a grammar", SamplingParams(grammar="start: /a/"))
+SCORED = RequestCase("log-probabilities", SamplingParams(logprobs=1))
 SHAPED = (GREEDY, TEMPERATURE, BIAS, FILTERS, DEEP_FILTERS, PENALTIES, GUIDANCE, GRAMMAR, SCORED)
-SAMPLE = Asked("`--proposal sample`", SamplingParams(), DRAWN)
-REJECT = Asked("`--verify reject`", SamplingParams(), REJECTED)
-COLD = Asked("`--proposal sample` at temperature 0", SamplingParams(temperature=0.0), DRAWN)
+SAMPLE = RequestCase("`--proposal sample`", SamplingParams(), DRAWN)
+REJECT = RequestCase("`--verify reject`", SamplingParams(), REJECTED)
+COLD = RequestCase("`--proposal sample` at temperature 0", SamplingParams(temperature=0.0), DRAWN)
 
 
-def expands(machine: Machine, asked: Asked) -> TreeExecutor:
-    """What grows the draft tree for a request."""
-    asked.config.check_request(asked.sampling)
+def expansion_executor(machine: Machine, case: RequestCase) -> TreeExecutor:
+    """The executor that expands the draft tree for a request."""
+    case.config.check_request(case.sampling)
     nothing: Any = None
-    children: Any = SimpleNamespace(sampled=asked.config.proposal == "sample")
-    return LocalDrafter(machine.runner(), machine.to_expand(), nothing, children, asked.config).select_executor(
-        asked.opening
+    children: Any = SimpleNamespace(sampled=case.config.proposal == "sample")
+    return LocalDrafter(
+        machine.runner(), machine.expansion_executors(), nothing, children, case.config
+    ).select_executor(case.opening)
+
+
+def verification_executor(machine: Machine, case: RequestCase) -> TreeExecutor:
+    """The executor that runs the target over a proposal."""
+    case.config.check_request(case.sampling)
+    rejection = RejectionSampling if case.config.verify == "reject" else None
+    return RejectionVerifier(machine.runner(), machine.verification_executors(), rejection).select_executor(
+        case.opening
     )
 
 
-def verifies(machine: Machine, asked: Asked) -> TreeExecutor:
-    """What runs the target over a proposal."""
-    asked.config.check_request(asked.sampling)
-    rejection = RejectionSampling if asked.config.verify == "reject" else None
-    return RejectionVerifier(machine.runner(), machine.to_verify(), rejection).select_executor(asked.opening)
+def population_executor(machine: Machine, case: RequestCase) -> Executor:
+    """The executor that runs a round of particles."""
+    check_sampling(case.sampling)
+    return select_executor(machine.population_executors(), features_of(case.sampling, "population"))
 
 
-def rounds(machine: Machine, asked: Asked) -> Executor:
-    """What runs a round of particles."""
-    check_sampling(asked.sampling)
-    return select_executor(machine.for_rounds(), features_of(asked.sampling, "population"))
-
-
-Step = Callable[[Machine, Asked], Executor]
-STEPS: tuple[tuple[str, Step, tuple[Asked, ...]], ...] = (
-    ("Expansions of the draft tree", expands, (*SHAPED, SAMPLE, REJECT, COLD)),
-    ("Verifications", verifies, (*SHAPED, SAMPLE, REJECT, COLD)),
-    ("Rounds of particles (mode smc)", rounds, SHAPED),
+SelectExecutor = Callable[[Machine, RequestCase], Executor]
+PHASES: tuple[tuple[str, SelectExecutor, tuple[RequestCase, ...]], ...] = (
+    ("Expansions of the draft tree", expansion_executor, (*SHAPED, SAMPLE, REJECT, COLD)),
+    ("Verifications", verification_executor, (*SHAPED, SAMPLE, REJECT, COLD)),
+    ("Population rounds (mode smc)", population_executor, SHAPED),
 )
 
 
-def rows(step: Step, requests: Sequence[Asked]) -> Iterator[list[str]]:
-    """For each request, the name of the steps that run it on each machine."""
-    for asked in requests:
-        yield [asked.name, *(_name(step, machine, asked) for machine in MACHINES)]
+def rows(select: SelectExecutor, requests: Sequence[RequestCase]) -> Iterator[list[str]]:
+    """For each request, the name of the executor on each machine."""
+    for case in requests:
+        yield [case.name, *(_name(select, machine, case) for machine in MACHINES)]
 
 
-def _name(step: Step, machine: Machine, asked: Asked) -> str:
+def _name(select: SelectExecutor, machine: Machine, case: RequestCase) -> str:
     try:
-        return step(machine, asked).name
+        return select(machine, case).name
     except UserError:
         return REFUSED
 
 
-def met() -> list[type]:
-    """The classes of steps that any machine offers, the fastest first."""
-    offers = (machine.to_expand() + machine.to_verify() + machine.for_rounds() for machine in MACHINES)
+def offered_executors() -> list[type]:
+    """The executor classes that any machine offers, the fastest first."""
+    offers = (
+        machine.expansion_executors() + machine.verification_executors() + machine.population_executors()
+        for machine in MACHINES
+    )
     found = dict.fromkeys(type(steps) for offer in offers for steps in offer)
     return sorted(found, key=lambda kind: ("native", "graph", "graph forwards", "eager").index(kind.name))

@@ -1,10 +1,9 @@
-// Draws docs/page.svg: half a minute of the page's tree, as an animated picture.
+// Draws docs/page.svg: half a minute of the page's tree, as an animated SVG.
 //
 //     node tools/page_picture.mjs
 //
-// The rounds are those of a recorded trace, and the page's own modules draw them, on a canvas that writes SVG. It has a
-// background of its own, so it can be read on light pages and on dark ones, and it fetches nothing. Where the person
-// wants no motion, one moment of it stands still.
+// The page's own modules draw the rounds of a recorded trace on a canvas context that writes SVG. The picture has its own
+// background, so that it is readable on light and dark pages, and loads nothing. With reduced motion it is a still.
 
 import { readFileSync, writeFileSync } from "node:fs";
 
@@ -12,7 +11,7 @@ import { TreeCanvas } from "../swiftspec/serve/page/draw.js";
 import { parse } from "../swiftspec/serve/page/recording.js";
 import { cut, visible } from "../swiftspec/serve/page/tokens.js";
 import { Trees } from "../swiftspec/serve/page/tree.js";
-import { caption } from "../swiftspec/serve/page/words.js";
+import { caption } from "../swiftspec/serve/page/captions.js";
 
 const HERE = new URL("../", import.meta.url);
 const TRACE = new URL("swiftspec/serve/page/traces/large.jsonl", HERE);
@@ -30,7 +29,7 @@ const SIGNS = [["flight", "?", "with the target now"], ["verified", "✓", "gues
 const escaped = (text) => text.replace(/[&<>"]/g, (sign) => `&#${sign.charCodeAt(0)};`);
 const short = (value) => String(Math.round(value * 10) / 10);
 
-/** What of a canvas' context the page draws with, as SVG. */
+/** The part of a canvas context that the page uses, writing SVG. */
 class Pen {
   constructor() {
     this.texts = [];
@@ -95,8 +94,8 @@ function scene(recording, request, trees, index, answered) {
   new TreeCanvas(canvas, textOf).draw({ tree: trees.at(index), answered });
   const sentence = caption(trees.at(index), answered, request.rounds[index], textOf).slice(0, 3);
   const spans = sentence.map(([text, strong]) => `<tspan${strong ? ' font-weight="700"' : ""}>${escaped(text)}</tspan>`);
-  const told = request.rounds.slice(0, answered ? index + 1 : index).flatMap((round) => round.tokens);
-  const soFar = visible([...request.begin.prompt, ...told].map(textOf).join("")).slice(-100);
+  const verified = request.rounds.slice(0, answered ? index + 1 : index).flatMap((round) => round.tokens);
+  const soFar = visible([...request.begin.prompt, ...verified].map(textOf).join("")).slice(-100);
   return `<text x="20" y="36" fill="${COLOURS.ink}" font-size="14.5" font-family="system-ui, sans-serif">${spans.join("")}</text>`
     + words(cut(soFar, 100), 20, 64, COLOURS.soft, 13, MONO)
     + `<g transform="translate(20, ${TOP})">${pen.svg}</g>`;

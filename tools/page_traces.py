@@ -1,10 +1,10 @@
-"""Records the two traces that the page can play without a run: swiftspec/serve/page/traces/.
+"""Records the two traces that the page can play without a model: swiftspec/serve/page/traces/.
 
     python -m tools.page_traces
 
-Each is a race on a server as people start it: one prompt plainly, then with speculation. `pair` is the embedded pair on
-one rank. `large` is the same pair on two ranks, one of each model, as slow as a target of 70 billion parameters and its
-draft are on GPUs: the rounds and the tokens are real ones, the step times are emulated.
+Each is a race on a server: one prompt without a draft, then with speculation. `pair` runs the demo models on one rank.
+`large` runs them on two ranks, one per model, with the emulated step times of a target of 70 billion parameters and its
+draft on GPUs: rounds and tokens are real, step times are emulated.
 """
 
 from __future__ import annotations
@@ -22,28 +22,28 @@ import httpx
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "swiftspec" / "serve" / "page" / "traces"
-ASKED = {"prompt": "def read_lines(path):\n", "max_tokens": 128, "temperature": 0.6, "seed": 5}
+REQUEST = {"prompt": "def read_lines(path):\n", "max_tokens": 128, "temperature": 0.6, "seed": 5}
 TRACES = {  # flags
     "pair": ["--mode", "serial", "--draft-steps", "4"],
     "large": ["--mode", "async", "--draft-steps", "3", "--emulate", "target=10.48ms,draft=3.25ms"],
 }
-MOST = 300_000  # bytes
+MAX_FILE_BYTES = 300_000
 
 
 def main() -> None:
-    """Records both."""
+    """Records both traces."""
     FOLDER.mkdir(exist_ok=True)
     for name, flags in TRACES.items():
-        lines = cut([small(json.loads(line)) for line in recorded(flags)])
+        lines = last_requests([rounded(json.loads(line)) for line in record_race(flags)])
         file = FOLDER / f"{name}.jsonl"
         file.write_text("".join(json.dumps(line, separators=(",", ":")) + "\n" for line in lines), encoding="utf-8")
         size = file.stat().st_size
         print(f"wrote {file.relative_to(ROOT)}: {len(lines)} lines, {size} bytes")
-        assert size <= MOST, f"more than {MOST} bytes: take fewer tokens"
+        assert size <= MAX_FILE_BYTES, f"more than {MAX_FILE_BYTES} bytes: generate fewer tokens"
 
 
-def recorded(flags: Sequence[str]) -> list[str]:
-    """The lines that a server with these flags wrote of the race."""
+def record_race(flags: Sequence[str]) -> list[str]:
+    """The trace lines of a race on a server with these flags."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "trace.jsonl"
         ranks = [] if "async" not in flags else ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
@@ -56,32 +56,32 @@ def recorded(flags: Sequence[str]) -> list[str]:
             url = next(found[1] for line in server.stderr if (found := re.search(r"listening on (http://\S+)", line)))
             try:
                 for more in ({"verify_batch": 1}, {}) * 2:
-                    httpx.post(f"{url}/v1/completions", json={**ASKED, **more}, timeout=120).raise_for_status()
+                    httpx.post(f"{url}/v1/completions", json={**REQUEST, **more}, timeout=120).raise_for_status()
             finally:
                 server.terminate()
                 server.stderr.read()
         return file.read_text(encoding="utf-8").splitlines()
 
 
-def cut(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The last two requests, and with the texts of what is left in the first line."""
+def last_requests(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Keeps the last two requests, and in the header the texts of their tokens."""
     head, *rest = lines
     texts = {token: text for line in lines for token, text in line.pop("texts", {}).items()}
     warm = max(line["request"] for line in rest) - 2
     kept = [{**line, "request": line["request"] - warm} for line in rest if line["request"] > warm]
-    named = {str(token) for line in kept for token in named_in(line)}
+    named = {str(token) for line in kept for token in token_ids_in(line)}
     return [{**head, "texts": {token: text for token, text in texts.items() if token in named}}, *kept]
 
 
-def named_in(value: Any, under: str = "") -> set[int]:
-    """The tokens that a line names."""
+def token_ids_in(value: Any, under: str = "") -> set[int]:
+    """The token ids in a line."""
     if isinstance(value, dict):
-        return {token for key, one in value.items() for token in named_in(one, key)}
+        return {token for key, one in value.items() for token in token_ids_in(one, key)}
     return set(value) if under in ("tokens", "prompt") and isinstance(value, list) else set()
 
 
-def small(line: dict[str, Any]) -> dict[str, Any]:
-    """A line with its numbers rounded to what a picture shows."""
+def rounded(line: dict[str, Any]) -> dict[str, Any]:
+    """A line with numbers rounded to the precision of the page."""
     return json.loads(json.dumps(line), parse_float=lambda text: round(float(text), 4 if "." in text else 0))
 
 

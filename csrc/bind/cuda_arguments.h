@@ -1,4 +1,4 @@
-// What a Python call hands over to a GPU.
+// Checks and conversions of the arguments of CUDA operators.
 #pragma once
 
 #include <cstdint>
@@ -9,10 +9,10 @@
 
 namespace swiftspec::binding {
 
-// Where arrays must lie: on the current GPU, or, where a GPU is emulated (tests/simt), on the CPU.
+// The device that arrays must be on: the current GPU, or the CPU if the GPU is emulated (tests/simt).
 Device gpu();
 
-// An address whose memory is read so many bytes at a time.
+// Checks that an address is aligned to `bytes`.
 inline void* aligned(const char* name, void* address, uintptr_t bytes = 16) {
   if (reinterpret_cast<uintptr_t>(address) % bytes != 0) {
     throw py::value_error(std::string(name) + " is not aligned to " + std::to_string(bytes) + " bytes");
@@ -20,7 +20,7 @@ inline void* aligned(const char* name, void* address, uintptr_t bytes = 16) {
   return address;
 }
 
-// Bfloat16 as kernels read it.
+// The address of a bfloat16 array, aligned for vector loads.
 inline void* bfloat16_arg(const char* name, const Array& array, Device device, Shape shape) {
   return aligned(name, array.at<Bfloat16>(device, name, shape));
 }

@@ -1,4 +1,4 @@
-// Attention on a GPU.
+// Bindings of tree attention on a GPU.
 #include <pybind11/stl.h>
 
 #include <cmath>
@@ -11,7 +11,7 @@ namespace swiftspec::binding {
 
 namespace {
 
-// Attention of one forward, in every layer.
+// The arguments of attention that are the same in every layer of a forward.
 struct Attention {
   cuda::AttentionSetup setup;
   CudaCache cache;
@@ -90,17 +90,18 @@ void bind_cuda_attention(py::module_& m) {
                         "Attention of one forward; see AttentionSetup in kernels_cuda.h. It keeps its arrays alive.")
       .def(py::init(&make_attention), py::kw_only(), py::arg("cos"), py::arg("sin"), py::arg("positions"),
            py::arg("slots"), py::arg("sequence"), py::arg("kv_len"), py::arg("mask"), py::arg("cache"),
-           py::arg("heads"), py::arg("owner"), py::arg("tail"), py::arg("count"), py::arg("groups"),
-           py::arg("arrived"), py::arg("part_values"), py::arg("part_sums"), keep_alive<1, 2>(), keep_alive<1, 3>(),
-           keep_alive<1, 4>(), keep_alive<1, 5>(), keep_alive<1, 6>(), keep_alive<1, 7>(), keep_alive<1, 8>(),
-           keep_alive<1, 9>(), keep_alive<1, 11>(), keep_alive<1, 12>(), keep_alive<1, 13>(), keep_alive<1, 14>(),
-           keep_alive<1, 15>(), keep_alive<1, 16>(), keep_alive<1, 17>())
-      .def("prepare", &prepare, py::arg("stream"), "Once a forward, before the layers.")
-      .def("attend", &attend, py::arg("qkv"), py::arg("layer"), py::arg("out"), py::arg("stream"), "Once a layer.");
+           py::arg("heads"), py::arg("owner"), py::arg("tail"), py::arg("count"), py::arg("groups"), py::arg("arrived"),
+           py::arg("part_values"), py::arg("part_sums"), keep_alive<1, 2>(), keep_alive<1, 3>(), keep_alive<1, 4>(),
+           keep_alive<1, 5>(), keep_alive<1, 6>(), keep_alive<1, 7>(), keep_alive<1, 8>(), keep_alive<1, 9>(),
+           keep_alive<1, 11>(), keep_alive<1, 12>(), keep_alive<1, 13>(), keep_alive<1, 14>(), keep_alive<1, 15>(),
+           keep_alive<1, 16>(), keep_alive<1, 17>())
+      .def("prepare", &prepare, py::arg("stream"), "Runs once per forward, before the layers.")
+      .def("attend", &attend, py::arg("qkv"), py::arg("layer"), py::arg("out"), py::arg("stream"),
+           "Runs once per layer.");
   m.def("attention_groups_cuda", &cuda::attention_groups, py::arg("rows"), py::arg("heads"), py::arg("kv_heads"),
-        py::arg("one_sequence"), "How many groups of rows attention has room for.");
+        py::arg("one_sequence"), "Number of entries of `groups`.");
   m.def("attention_lines_cuda", &cuda::attention_lines, py::arg("rows"), py::arg("heads"), py::arg("capacity"),
-        "How many lines of `part_values` and `part_sums` it needs.");
+        "Number of rows of `part_values` and `part_sums`.");
 }
 
 }  // namespace swiftspec::binding

@@ -1,4 +1,4 @@
-// A cache on a GPU, and moves of its slots.
+// Bindings of a KV cache on a GPU and moves of its slots.
 #include "bind/cuda_cache.h"
 
 #include "bind/cuda_arguments.h"
@@ -41,7 +41,7 @@ void bind_cuda_cache(py::module_& m) {
       "comes as uint8.")
       .def(py::init(&make_cache), py::arg("k"), py::arg("v"), py::keep_alive<1, 2>(), py::keep_alive<1, 3>())
       .def("move", &move, py::arg("sequence"), py::arg("source"), py::arg("start"), py::arg("stream"),
-           "Moves slots source[i] to start + i, in device and in every layer. The caller has checked `source`, which "
+           "Moves slots source[i] to start + i, in place and in every layer. The caller has checked `source`, which "
            "lies on the GPU.");
 }
 

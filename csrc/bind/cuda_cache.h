@@ -1,4 +1,4 @@
-// A cache on a GPU: of a type of its own, which Python sees as CudaCache.
+// A KV cache on a GPU: a type of its own, CudaCache in Python.
 #pragma once
 
 #include "bind/cache.h"

@@ -1,4 +1,4 @@
-// Projections on a GPU, and what stands beside them: embeddings, and a norm of its own.
+// Bindings of projections and the embedding lookup on a GPU.
 #include <pybind11/stl.h>
 
 #include <algorithm>
@@ -22,7 +22,7 @@ using cuda::Channel;
 using cuda::LinearArgs;
 using cuda::Weights;
 
-constexpr uintptr_t kTileAlignment = 128;  // bytes, as tiles are aligned
+constexpr uintptr_t kTileAlignment = 128;  // bytes
 
 void check_shape(int64_t k, int64_t n, int64_t group) {
   size_arg("k", k, 8);
@@ -32,7 +32,7 @@ void check_shape(int64_t k, int64_t n, int64_t group) {
   check(group == 0 || (k % group == 0 && n % 8 == 0), "int4: group must divide k, and 8 must divide n");
 }
 
-// As the current device cuts it.
+// The tiling of a projection on the current device.
 cuda::tiles::Tiling tiling_of(int64_t k, int64_t n, int64_t group) {
   check_shape(k, n, group);
   const auto tiling = cuda::tiles::tiling_for(k, n, static_cast<int>(group), cuda::device_info());
@@ -85,7 +85,7 @@ void unpack_rows(const Weights& weights, int64_t first, const Array& out, uintpt
   cuda::unpack_rows(weights, first, half, bfloat16_arg("out", out, gpu(), {2 * half, tiling.k}), stream_arg(stream));
 }
 
-// Checked for all rows; a launch takes some of them.
+// Checks the arguments for all rows; a launch computes some of them.
 LinearArgs linear_args(const Weights& weights, const Array& x, const MaybeArray& norm, float eps,
                        const MaybeArray& residual, const Array& out, bool swiglu, const Channel* channel) {
   const int64_t rows = x.size(0), k = weights.tiling.k, n = weights.tiling.n;
@@ -108,7 +108,7 @@ LinearArgs linear_args(const Weights& weights, const Array& x, const MaybeArray&
           rows};
 }
 
-// As many rows as read the weights together, the rest by 32.
+// Runs large-M launches for as many rows as possible, and the remaining rows 32 at a time.
 void linear(const Weights& weights, const Array& x, const MaybeArray& norm, float eps, const MaybeArray& residual,
             const Array& out, bool swiglu, std::optional<const Channel*> channel, const MaybeArray& scratch,
             uintptr_t stream) {
@@ -158,9 +158,9 @@ void bind_cuda_linear(py::module_& m) {
       .def(py::init(&make_weights), py::arg("data"), py::arg("bias"), py::arg("k"), py::arg("n"), py::arg("group"),
            py::keep_alive<1, 2>(), py::keep_alive<1, 3>(), "group 0 is bf16.")
       .def("precede", &precede, py::arg("tiles"), py::keep_alive<1, 2>(),
-           "The tiles that L2 is to have when this projection ends.")
+           "Sets the tiles that this projection prefetches to L2 before it ends.")
       .def("scratch_bytes", &cuda::large_m_scratch_bytes, py::arg("rows"),
-           "What a product of so many rows wants for reading the weights once for many of them; 0: it does not.");
+           "Scratch bytes of a product of `rows` rows that reads the weights once for many of them; 0 if it cannot.");
   m.def(
       "cuda_tile_bytes", [](int64_t k, int64_t n, int64_t group) { return tiling_of(k, n, group).bytes(); },
       py::arg("k"), py::arg("n"), py::arg("group"),
@@ -171,16 +171,16 @@ void bind_cuda_linear(py::module_& m) {
         check_shape(8, n, 0);
         return cuda::tiles::ll_lines(cuda::tiles::shape(8, n, 0), rows);
       },
-      py::arg("n"), py::arg("rows"), "LL lines of a product of n outputs, whatever its inputs.");
+      py::arg("n"), py::arg("rows"), "LL lines of a product with n outputs; they do not depend on its inputs.");
   m.def("repack_int4_cuda", &repack_int4, py::arg("codes"), py::arg("scales"), py::arg("zeros"), py::arg("group"),
-        py::arg("out"), py::arg("stream"), "Tiles of an int4 matrix; see cuda/linear/repack.h.");
+        py::arg("out"), py::arg("stream"), "Repacks an int4 matrix into tiles; see cuda/linear/repack.h.");
   m.def("repack_bf16_cuda", &repack_bf16, py::arg("matrix"), py::arg("out"), py::arg("stream"),
-        "Tiles of a matrix [n, k].");
+        "Repacks a bfloat16 matrix [n, k] into tiles.");
   m.def("expand_cuda", &unpack_rows, py::arg("weights"), py::arg("first"), py::arg("out"), py::arg("stream"),
-        "Rows [2 half, k] of bfloat16 from tiles; see cuda::unpack_rows in kernels_cuda.h.");
+        "Unpacks tiles to rows [2 half, k] of bfloat16; see cuda::unpack_rows in kernels_cuda.h.");
   m.def("linear_cuda", &linear, py::arg("weights"), py::arg("x"), py::arg("norm"), py::arg("eps"), py::arg("residual"),
         py::arg("out"), py::arg("swiglu"), py::arg("channel"), py::arg("scratch"), py::arg("stream"),
-        "A projection; see cuda::LinearArgs in kernels_cuda.h. A float32 `out` has logits. With scratch_bytes of "
+        "A projection; see cuda::LinearArgs in kernels_cuda.h. A float32 `out` receives logits. With scratch_bytes of "
         "`scratch` a launch takes up to 128 rows, else 32.");
   m.def("linear_cuda_virtual", &linear_virtual, py::arg("weights"), py::arg("x"), py::arg("residual"), py::arg("out"),
         py::arg("channels"), py::arg("delays"), py::arg("stream"),

@@ -1,4 +1,4 @@
-// Groups of particles on a GPU.
+// Bindings of resampling on a GPU.
 #include "bind/cuda_arguments.h"
 #include "bind/module.h"
 
@@ -40,7 +40,7 @@ void bind_cuda_particles(py::module_& m) {
   m.def("resample_cuda", &resample, py::kw_only(), py::arg("log_weights"), py::arg("mask"), py::arg("ends"),
         py::arg("path"), py::arg("log_z"), py::arg("ess"), py::arg("resampled"), py::arg("rounds"), py::arg("uniform"),
         py::arg("threshold"), py::arg("width"), py::arg("stream"),
-        "Groups of particles weighed, and resampled where the weights are uneven, in one launch; see ResampleArgs in "
+        "Normalises the weights of groups of particles and resamples uneven groups, in one launch; see ResampleArgs in "
         "kernels_cuda.h.");
 }
 

@@ -1,4 +1,4 @@
-// What ranks on the GPUs of one machine need of each other, and gathering among them.
+// Bindings of peer memory between the GPUs of one machine, and of all-gather over it.
 #include <pybind11/stl.h>
 
 #include <iterator>
@@ -21,9 +21,9 @@ namespace {
 
 using cuda::Channel;
 
-constexpr int64_t kWordBytes = 4;  // bytes that a message counts in
+constexpr int64_t kWordBytes = 4;  // unit of the length of a message
 
-// A word of shared memory that every rank's host and GPU see.
+// 8 bytes of shared memory that the hosts and GPUs of all ranks can access.
 class ErrorWord {
  public:
   ErrorWord(const std::string& name, int rank, int size, double seconds)
@@ -64,7 +64,7 @@ uintptr_t address_of(const T& memory) {
   return reinterpret_cast<uintptr_t>(memory.data());
 }
 
-// The inboxes are addresses: what of them is other processes' is no array of this one.
+// The inboxes are passed as addresses, since memory of other processes is not an array of this one.
 std::unique_ptr<Channel> make_channel(int rank, const std::vector<uintptr_t>& inboxes, int64_t lines,
                                       const Array& epoch, const Array& done, const Array& trouble, double patience) {
   const int ranks = static_cast<int>(inboxes.size());
@@ -88,7 +88,7 @@ int64_t inbox_bytes(int ranks, int64_t lines) {
   return ll::Layout{ranks, 1, lines}.inbox_lines(cuda::protocol_params()) * static_cast<int64_t>(sizeof(ll::Line));
 }
 
-// Who gave up, on whom, in which slot and epoch; nobody: None.
+// The rank that aborted, the rank it waited for, slot and epoch; None without a fault.
 std::optional<std::tuple<int, int, int, uint64_t>> decode_fault(uint64_t word) {
   const ll::Fault t = ll::decode_fault(word);
   if (t.reason == ll::Reason::kNone) return std::nullopt;
@@ -140,31 +140,31 @@ void bind_cuda_peers(py::module_& m) {
   py::class_<cuda::Inbox>(m, "CudaInbox", "Zeroed memory of the current GPU that other processes can open.")
       .def(py::init(&make_inbox), py::arg("bytes"))
       .def_property_readonly("address", &address_of<cuda::Inbox>)
-      .def("handle", &handle_of, "What another process opens it by.");
-  py::class_<cuda::PeerInbox>(m, "CudaPeerInbox", "Another process's inbox, as the current GPU reaches it.")
+      .def("handle", &handle_of, "The IPC handle with which another process opens it.");
+  py::class_<cuda::PeerInbox>(m, "CudaPeerInbox", "The inbox of another process, mapped for the current GPU.")
       .def(py::init([](const py::bytes& handle) { return open_inbox(handle); }), py::arg("handle"))
       .def_property_readonly("address", &address_of<cuda::PeerInbox>);
   py::class_<ErrorWord>(m, "CudaWord", "8 bytes of shared memory that the ranks' hosts and GPUs see, zero at first.")
       .def(py::init(&make_error_word), py::arg("name"), py::arg("rank"), py::arg("size"), py::arg("seconds"))
-      .def("view", &ErrorWord::view, "To be used no longer than the word.");
+      .def("view", &ErrorWord::view, "A view of the memory, valid as long as this object.");
   m.def("use_cuda_device", &cuda::use_device, py::arg("ordinal"),
-        "Says which GPU this thread's next calls are for.");
-  m.def("cuda_device", &device, "What the kernels know of the current GPU: see cuda::Device in cuda/device/device.h.");
+        "Selects the GPU of this thread's next calls.");
+  m.def("cuda_device", &device, "Properties of the current GPU; see cuda::Device in cuda/device/device.h.");
   m.def("cuda_bus_id", &cuda::bus_id, "The PCI bus id of the current GPU.");
   m.def("cuda_reaches", &cuda::can_access_peer, py::arg("bus_id"),
-        "Whether the current GPU reaches that one's memory.");
+        "Whether the current GPU can access the memory of that one.");
   py::class_<Channel>(m, "CudaChannel",
-                      "One rank's end of a group of GPUs; see cuda/peers/channel.h. `patience`: seconds.")
+                      "A rank's endpoint of a group of GPUs; see cuda/peers/channel.h. `patience`: timeout in seconds.")
       .def(py::init(&make_channel), py::arg("rank"), py::arg("inboxes"), py::arg("lines"), py::arg("epoch"),
            py::arg("done"), py::arg("trouble"), py::arg("patience"), py::keep_alive<1, 5>(), py::keep_alive<1, 6>(),
            py::keep_alive<1, 7>(),
            "`inboxes`: the addresses at which this rank sees every rank's. On the GPU `epoch` [1] int64 and `done` [1] "
            "int32, `trouble` [1] int64 in pinned memory.");
   m.def("cuda_inbox_bytes", &inbox_bytes, py::arg("ranks"), py::arg("lines"),
-        "Bytes that a rank reads in, zero at first.");
+        "Size of the inbox of a rank, which must be zeroed.");
   m.def("cuda_trouble", &decode_fault, py::arg("word"), "(rank, source, slot, epoch) of a wait that gave up, or None.");
   m.def("gather_cuda", &gather, py::arg("channel"), py::arg("mine"), py::arg("out"), py::arg("stream"),
-        "Every rank's array, in the order of the ranks; see cuda::GatherArgs in kernels_cuda.h.");
+        "Gathers the arrays of all ranks, in rank order; see cuda::GatherArgs in kernels_cuda.h.");
   m.def("gather_cuda_virtual", &gather_virtual, py::arg("channels"), py::arg("mine"), py::arg("out"), py::arg("stream"),
         "All ranks of a group in one launch, for tests.");
 }

@@ -1,4 +1,4 @@
-// Noise on a GPU, and from logits to tokens.
+// Bindings of noise and sampling on a GPU.
 #include <pybind11/stl.h>
 
 #include "bind/cuda_arguments.h"
@@ -75,10 +75,10 @@ void bind_cuda_sampling(py::module_& m) {
         "The token of each row's highest score; see ScoreArgs in common/arguments.h.");
   m.def("children_cuda", &children, py::arg("logits"), py::arg("vocab"), py::arg("bias"), py::arg("noise"),
         py::arg("noise_rows"), py::arg("temperature"), py::arg("tau"), py::arg("tokens"), py::arg("values"),
-        py::arg("stream"), "As many of each row's largest log_softmax(scores) as tokens and values [rows, k] hold.");
+        py::arg("stream"), "The k largest log_softmax(scores) of each row, into tokens and values [rows, k].");
   m.def("draw_keyed_cuda", &draw_keyed, py::arg("logits"), py::arg("vocab"), py::arg("bias"), py::arg("temperature"),
         py::arg("keys"), py::arg("tokens"), py::arg("values"), py::arg("stream"),
-        "The token of each row's highest score under the noise of its key, or without keys the one that is given, and "
+        "The token of each row's highest score under the noise of its key (without keys, the token is an input) and "
         "log_softmax(scores) there.");
 }
 

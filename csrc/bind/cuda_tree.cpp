@@ -1,4 +1,4 @@
-// A draft tree on a GPU, and the rows that its expansions make.
+// Bindings of a draft tree on a GPU and the rows of its expansions.
 #include <memory>
 
 #include "bind/cuda_arguments.h"
@@ -62,7 +62,7 @@ void bind_cuda_tree(py::module_& m) {
            keep_alive<1, 4>(), keep_alive<1, 5>(), keep_alive<1, 6>(), keep_alive<1, 7>(), keep_alive<1, 8>(),
            keep_alive<1, 9>(), keep_alive<1, 10>(), keep_alive<1, 11>(), keep_alive<1, 12>())
       .def("leaves", &leaves, py::arg("prefix"), py::arg("stream"),
-           "Hands the likeliest leaves the next tree slots, and makes their rows. `prefix` [1] int64: slots before "
+           "Assigns the next tree slots to the best leaves and writes their rows. `prefix` [1] int64: slots before "
            "the tree's.")
       .def("add", &add, py::arg("tokens"), py::arg("values"), py::arg("stream"),
            "Children [w, children] of these rows: tokens int64, log-probabilities float32.");

@@ -146,8 +146,9 @@ SWIFTSPEC_HD void write_line(Line& line, uint32_t flag, uint64_t payload) {
   Memory::store(line, {{pack(static_cast<uint32_t>(payload), flag), pack(static_cast<uint32_t>(payload >> 32), flag)}});
 }
 
-// Polls one line. `wait.keep_waiting(source)` is called after each look that fails, `wait.begin()` before the first;
-// when `again` gives up there is one last look, since a rank may end right after it has sent.
+// Polls one line until it carries the flag. Calls `wait.begin()` after the first failed poll and
+// `wait.keep_waiting(source)` after each further one. If that returns false there is one last poll, since a rank may end
+// right after it has sent.
 template <class Memory, class Wait>
 SWIFTSPEC_HD bool poll_line(const Line& line, uint32_t flag, int source, uint64_t& payload, Wait& wait) {
   if (try_read<Memory>(line, flag, payload)) return true;

@@ -1,6 +1,6 @@
-// The instructions that CUDA C++ has no name for: all PTX of the project, and all that differs between GPUs. They are
-// written out here rather than taken from CUTLASS: a few lines each, against a dependency that a bare GPU image does
-// not have.
+// Wrappers of the PTX instructions that CUDA C++ does not expose: all inline PTX of the project and all differences
+// between architectures. They are written here instead of taken from CUTLASS: a few lines each, compared with a
+// dependency that a bare GPU image does not have.
 #pragma once
 
 #include <cuda_runtime.h>

@@ -10,7 +10,7 @@ from typing import Unpack
 
 from swiftspec.builder.load_options import LoadOptions, WorkerAddress
 from swiftspec.builder.model_pair import ModelPair, draft_tree_slots
-from swiftspec.builder.roles import RequestLimits, Roles, TreeRoles, check_request, make_tree_decoding
+from swiftspec.builder.roles import EngineLimits, Roles, TreeRoles, check_request, make_tree_decoding
 from swiftspec.config import EngineConfig
 from swiftspec.distributed.draft.failover import RemoteDraft
 from swiftspec.distributed.group.request_state import ModelLimits
@@ -103,7 +103,7 @@ def build_remote_roles(
 ) -> Roles:
     """Roles on a target worker.
 
-    `draft`: a draft model to load in this process; None: there is none, or a worker runs it too.
+    `draft`: a draft model to load in this process; None without a draft, or with a draft worker.
     `tokenizer`: folder with the target's tokenizer files.
     """
     about, note = target.about, options.get("note") or (lambda line: None)
@@ -145,5 +145,5 @@ def build_remote_roles(
         verifier.while_waiting = lambda: decoding.active_drafter.grow()  # applies what the draft worker sends
     eos = tuple(about.eos_token_ids)
     check = partial(check_request, config, GrammarCompiler(tokenizer, eos, about.vocab_size))
-    limits = RequestLimits(length, about.vocab_size, eos, check)
+    limits = EngineLimits(length, about.vocab_size, eos, check)
     return Roles(decoding, parts, config, limits, None, recorder, head, leave, rpc_log)

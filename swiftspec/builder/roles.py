@@ -40,7 +40,7 @@ from swiftspec.smc.population import LocalPopulation
 
 
 @dataclass(frozen=True, slots=True)
-class RequestLimits:
+class EngineLimits:
     """The limits of a request on a pair of models. `check_sampling` raises UserError for parameters that the mode does
     not support."""
 
@@ -89,7 +89,7 @@ class Roles:
     decoding: Decoding
     parts: TreeRoles | LocalPopulation
     config: EngineConfig
-    limits: RequestLimits
+    limits: EngineLimits
     rank: EngineRank | None
     recorder: Recorder
     head: Record  # the first line of traces
@@ -132,7 +132,7 @@ def build_roles(
     head = trace_header(models.trace_metadata(config) | ({} if rpc_log is None else clock_reading()))
     if recorder.file is not None:
         recorder.file.write([head])
-    limits = RequestLimits(models.max_model_len, models.vocab_size, eos, check)
+    limits = EngineLimits(models.max_model_len, models.vocab_size, eos, check)
     return Roles(decoding, parts, config, limits, rank, recorder, head, leave, rpc_log)
 
 
@@ -182,8 +182,8 @@ def _tree(
 
 
 def make_tree_decoding(
-    parts: TreeRoles, config: EngineConfig, recorder: Recorder, probabilities: Probabilities, local: LocalDrafter | None,
-    away: RemoteDraft | None, rpc_log: RpcLog | None = None,
+    parts: TreeRoles, config: EngineConfig, recorder: Recorder, probabilities: Probabilities,
+    local: LocalDrafter | None, away: RemoteDraft | None, rpc_log: RpcLog | None = None,
 ) -> TreeDecoding:  # fmt: skip
     """Decoding with a drafter in this process (`local`), in another one (`away`), or without one.
 

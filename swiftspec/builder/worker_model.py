@@ -50,8 +50,8 @@ class WorkerLimits:
             if requested > limit:
                 flag = "draft_steps" if name == "max_draft_steps" else name
                 raise UserError(
-                    f"this worker has room for {flag} {limit}, not {requested}: start it with --{flag.replace('_', '-')}"
-                    f" {requested}"
+                    f"this worker has room for {flag} {limit}, not {requested}: start it with"
+                    f" --{flag.replace('_', '-')} {requested}"
                 )
 
 
@@ -136,33 +136,37 @@ def make_service(model: WorkerModel, name: str, tokenizer: bytes, files: tuple[P
     followers: dict[Any, SessionFollowers] = {}  # by session
 
     def open_session(shape: EngineConfig) -> tuple[ModelLimits, CancelCheck, SessionFollowers]:
-        bounds, cancel_check, team = model.bounds(shape), CancelCheck(), group.new_session(shape)
-        cancel_check.on_continue = partial(team.broadcast, Opcode.PREFILL_CONTINUE)
-        return bounds, cancel_check, team
+        bounds, cancel_check, session_followers = model.bounds(shape), CancelCheck(), group.new_session(shape)
+        cancel_check.on_continue = partial(session_followers.broadcast, Opcode.PREFILL_CONTINUE)
+        return bounds, cancel_check, session_followers
 
     def open_draft_session(shape: EngineConfig) -> DraftSession | TreeStreamSession:
-        bounds, cancel_check, team = open_session(shape)
+        bounds, cancel_check, session_followers = open_session(shape)
         drafter = model.drafter(shape, cancel_check)
-        leading = LeaderDrafter(drafter, team)
+        leading = LeaderDrafter(drafter, session_followers)
         if streams_tree_deltas(shape):
             assert isinstance(drafter, AheadDrafter)
             work: DraftSession | TreeStreamSession = TreeStreamSession(drafter, leading, shape, bounds, cancel_check)
         else:
             work = DraftSession(leading, shape, bounds, cancel_check)
-        teams[work] = team
+        followers[work] = session_followers
         return work
 
     def open_verify_session(shape: EngineConfig) -> VerifySession:
-        bounds, cancel_check, team = open_session(shape)
-        work = VerifySession(LeaderVerifier(model.verifier(shape, cancel_check), team), shape, bounds, cancel_check)
-        teams[work] = team
+        bounds, cancel_check, session_followers = open_session(shape)
+        work = VerifySession(
+            LeaderVerifier(model.verifier(shape, cancel_check), session_followers), shape, bounds, cancel_check
+        )
+        followers[work] = session_followers
         return work
 
-    def ended(work: Any) -> None:
-        crew.end_session(teams.pop(work))
+    def close_session(work: Any) -> None:
+        group.end_session(followers.pop(work))
 
     if model.side == "draft":
-        return DraftWorkerService(about, WorkerSessions(drafting, limits.sessions, limits.idle_timeout_s, on_end=ended))
+        return DraftWorkerService(
+            about, WorkerSessions(open_draft_session, limits.sessions, limits.idle_timeout_s, on_end=close_session)
+        )
     return TargetWorkerService(
-        about, WorkerSessions(verifying, limits.sessions, limits.idle_timeout_s, on_end=ended), files
+        about, WorkerSessions(open_verify_session, limits.sessions, limits.idle_timeout_s, on_end=close_session), files
     )

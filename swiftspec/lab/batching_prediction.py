@@ -12,14 +12,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from swiftspec.lab import simulation
-from swiftspec.lab.simulation import Acceptance, Rounds, Times
+from swiftspec.lab.simulation import RecordedAcceptance, Rounds, SimulatedTimes
 
 # rows of the target and of the draft, requests -> slow, fast
-Forwards = Callable[[int, int, int], tuple[Times, Times]]
+Forwards = Callable[[int, int, int], tuple[SimulatedTimes, SimulatedTimes]]
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
+class PredictedBatch:
     """A way to decode G requests, and tokens a second of all of them: slow, middle and fast."""
 
     name: str
@@ -29,9 +29,9 @@ class Batch:
     high: float
 
 
-def batches(
-    groups: Sequence[int], particles: int, steps: int, acceptance: Acceptance, forwards: Forwards
-) -> list[Batch]:
+def predict_batches(
+    groups: Sequence[int], particles: int, steps: int, acceptance: RecordedAcceptance, forwards: Forwards
+) -> list[PredictedBatch]:
     """Every way with every number of requests. Raises UserError where no such chains were recorded."""
     ways: list[tuple[str, int, int, Rounds]] = [
         ("plain", 0, 0, [(0, 0)]),
@@ -41,7 +41,7 @@ def batches(
     return [_batch(name, count, n, k, rounds, forwards) for name, n, k, rounds in ways for count in groups]
 
 
-def _batch(name: str, count: int, n: int, k: int, rounds: Rounds, forwards: Forwards) -> Batch:
+def _batch(name: str, count: int, n: int, k: int, rounds: Rounds, forwards: Forwards) -> PredictedBatch:
     rows = max(n, 1) * count
     first, others = (forwards(rows * (k + 1), drafted, count) for drafted in (2 * rows, rows))
     slow, fast = (
@@ -49,15 +49,15 @@ def _batch(name: str, count: int, n: int, k: int, rounds: Rounds, forwards: Forw
         for one, other in zip(first, others, strict=True)
     )
     speeds = [count * _speed(rounds, k, times) for times in (slow, simulation.between(slow, fast), fast)]
-    return Batch(name, count, *speeds)
+    return PredictedBatch(name, count, *speeds)
 
 
-def _speed(rounds: Rounds, k: int, times: Times) -> float:
+def _speed(rounds: Rounds, k: int, times: SimulatedTimes) -> float:
     """Of one of the requests."""
     return (simulation.serial(rounds, k, times) if k else simulation.plain(times)).speed
 
 
-def table(found: Sequence[Batch]) -> str:
+def format_batches(found: Sequence[PredictedBatch]) -> str:
     """A line for each number of requests, a column for each way."""
     names, counts = list(dict.fromkeys(each.name for each in found)), sorted({each.groups for each in found})
     cells = [["requests", *(f"{name}, tok/s" for name in names)]]

@@ -34,7 +34,7 @@ def html(profile: Json) -> str:
         "" if winner is None else f"<p>Recommended: <b>{_text(store.plan_title(winner['plan']))}</b>, "
         f"{store.median_speed(winner):.1f} tokens a second.</p>",
         "" if not profile["stopped"] else f"<p class=note>Ended early: {_text(profile['stopped'])}.</p>",
-        *(f"<p>{_text(line.capitalize())}.</p>" for line in results.orchestration(profile)),
+        *(f"<p>{_text(line.capitalize())}.</p>" for line in results.format_orchestration(profile)),
         "<h2>Runs</h2>", _table(profile, winner),
     ]  # fmt: skip
     for title, note, draw in FIGURES:
@@ -77,7 +77,7 @@ def _svg(profile: Json, draw: Callable[[Json, Axes], bool]) -> str | None:
         from matplotlib.backends.backend_svg import FigureCanvasSVG
         from matplotlib.figure import Figure
     except ImportError:
-        raise results.require("matplotlib", "the HTML report") from None
+        raise results.missing_dependency("matplotlib", "the HTML report") from None
     with matplotlib.rc_context({"svg.fonttype": "none", "font.family": "sans-serif", "svg.hashsalt": draw.__name__}):
         figure = Figure(figsize=(8, 3.6), layout="constrained")
         axes = figure.add_subplot()

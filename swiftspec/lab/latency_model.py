@@ -19,10 +19,10 @@ from swiftspec.file_io import Fields
 from swiftspec.model.checkpoint_files import read_config
 from swiftspec.model.config import ModelConfig
 
-H200_COPY = 4.3e12  # bytes a second of a plain copy, which the constants below were set by
+H200_COPY_BYTES_PER_S = 4.3e12  # bytes a second of a plain copy, which the constants below were set by
 INT4_BITS = 4.156  # a weight with its share of fp16 scale and 4-bit zero point, groups of 128
-CONTEXT = 1000  # tokens before the rows
-LEAST_POINTS = 3  # of one kind of operator, to fit a line
+CONTEXT_TOKENS = 1000  # tokens before the rows
+MIN_FIT_POINTS = 3  # of one kind of operator, to fit a line
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,11 +36,11 @@ class Gpu:
 
 
 GPUS = {"h200": Gpu(4.3e12, 450e9), "h100": Gpu(3.0e12, 450e9), "h800": Gpu(3.0e12, 200e9)}
-REACHED = (0.4, 0.7)  # of the operations, by products of some hundred rows: assumed
+FLOPS_EFFICIENCY = (0.4, 0.7)  # of the operations, by products of some hundred rows: assumed
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class LatencyLine:
     """Seconds = fixed + bytes / bandwidth."""
 
     fixed: float
@@ -54,9 +54,9 @@ class Line:
 class Constants:
     """The lines of one end of the interval; `origin`: measured or predicted."""
 
-    linear: Line
-    attention: Line
-    all_reduce: Line  # by the bytes that one GPU sends
+    linear: LatencyLine
+    attention: LatencyLine
+    all_reduce: LatencyLine  # by the bytes that one GPU sends
     sampler: float
     flops: float  # operations a second
     origin: str = "predicted"
@@ -64,11 +64,11 @@ class Constants:
 
 def constants(gpu: Gpu) -> tuple[Constants, Constants]:
     """(slow, fast) for a GPU that nothing was measured on."""
-    scale = gpu.copy / H200_COPY
-    slow = Constants(Line(3.5e-6, 3.2e12 * scale), Line(5.0e-6, 2.4e12 * scale), Line(3.0e-6, gpu.link), 6e-6,
-                     REACHED[0] * gpu.flops)  # fmt: skip
-    fast = Constants(Line(2.5e-6, 3.7e12 * scale), Line(3.8e-6, 3.0e12 * scale), Line(2.0e-6, 2 * gpu.link), 4e-6,
-                     REACHED[1] * gpu.flops)  # fmt: skip
+    scale = gpu.copy / H200_COPY_BYTES_PER_S
+    slow = Constants(LatencyLine(3.5e-6, 3.2e12 * scale), LatencyLine(5.0e-6, 2.4e12 * scale), LatencyLine(3.0e-6, gpu.link), 6e-6,
+                     FLOPS_EFFICIENCY[0] * gpu.flops)  # fmt: skip
+    fast = Constants(LatencyLine(2.5e-6, 3.7e12 * scale), LatencyLine(3.8e-6, 3.0e12 * scale), LatencyLine(2.0e-6, 2 * gpu.link), 4e-6,
+                     FLOPS_EFFICIENCY[1] * gpu.flops)  # fmt: skip
     return slow, fast
 
 
@@ -83,7 +83,7 @@ def fitted(file: Path, gpu: Gpu) -> tuple[Constants, Constants]:
     made = []
     for sign, base in zip((1, -1), constants(gpu)):
         found = {
-            op: Line(max(fit[0] + sign * fit[2], 0.0), fit[1]) if fit is not None else getattr(base, op)
+            op: LatencyLine(max(fit[0] + sign * fit[2], 0.0), fit[1]) if fit is not None else getattr(base, op)
             for op, fit in lines.items()
         }
         origin = "measured" if lines["linear"] is not None else "predicted"
@@ -96,7 +96,7 @@ KINDS = ("linear", "attention")
 
 def _fit(points: list[tuple[float, float]]) -> tuple[float, float, float] | None:
     """(fixed, bandwidth, deviation) by least squares; None for too few points or a line that makes no sense."""
-    if len(points) < LEAST_POINTS:
+    if len(points) < MIN_FIT_POINTS:
         return None
     size, seconds = np.array(points).T
     slope, fixed = np.polyfit(size, seconds, 1)
@@ -106,7 +106,13 @@ def _fit(points: list[tuple[float, float]]) -> tuple[float, float, float] | None
 
 
 def forward(
-    config: ModelConfig, tp: int, rows: int, lines: Constants, int4: bool, context: int = CONTEXT, sequences: int = 1
+    config: ModelConfig,
+    tp: int,
+    rows: int,
+    lines: Constants,
+    int4: bool,
+    context: int = CONTEXT_TOKENS,
+    sequences: int = 1,
 ) -> float:
     """Seconds of a forward over `rows` with sampling, on a group of `tp` GPUs. The rows are those of so many
     `sequences`, each with a context of its own. Few rows cost what the weights cost to read; where a product has more
@@ -133,7 +139,7 @@ def config_at(path: Path) -> ModelConfig:
     return read_config(path.parent if path.name == "config.json" else path)
 
 
-def hardware(text: str) -> tuple[str, int]:
+def parse_hardware(text: str) -> tuple[str, int]:
     """`h200x8`: the GPU and how many. Raises UserError."""
     name, _, count = text.lower().partition("x")
     if name not in GPUS or not count.isdigit() or int(count) < 1:

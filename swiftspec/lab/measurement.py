@@ -25,7 +25,7 @@ class OutOfTime(Exception):
     """The budget has gone by in the middle of something."""
 
 
-class Books(NamedTuple):
+class RequestProgress(NamedTuple):
     """How far a request is: tokens before anything is cut off, seconds since the prefill, of them the target's."""
 
     tokens: int = 0
@@ -34,11 +34,11 @@ class Books(NamedTuple):
     busy: float = 0.0
 
     @staticmethod
-    def of(llm: LLM) -> Books:
+    def of(llm: LLM) -> RequestProgress:
         """Of the request under way."""
         stats = llm.stats
         tokens = stats.tokens if llm.config.mode == "smc" else stats.accepted + stats.rounds
-        return Books(tokens, stats.rounds, stats.decode_time, stats.target_busy_time)
+        return RequestProgress(tokens, stats.rounds, stats.decode_time, stats.target_busy_time)
 
 
 @dataclass(slots=True)
@@ -55,10 +55,10 @@ class Run:
     busy: float = 0.0
     answers: list[list[int]] = field(default_factory=list)
 
-    def add(self, first: Books, last: Books) -> None:
+    def add(self, first: RequestProgress, last: RequestProgress) -> None:
         """A request, by its books after the first round and at its end."""
         if last.rounds == first.rounds:
-            first = Books()
+            first = RequestProgress()
         self.tokens += last.tokens - first.tokens
         self.rounds += last.rounds - first.rounds
         self.seconds += last.seconds - first.seconds
@@ -78,21 +78,21 @@ def decode_all(llm: LLM, prompts: Sequence[Sequence[int]], max_tokens: int, dead
     temperature = 1.0 if llm.config.mode == "smc" else 0.0
     sampling = SamplingParams(temperature=temperature, max_tokens=max_tokens, ignore_eos=True)
     if llm.max_num_seqs > 1:
-        return _decode_together(llm, prompts, sampling, deadline)
+        return _decode_batch(llm, prompts, sampling, deadline)
     run = Run()
     for prompt in prompts:
         answer, first = [], None
         for chunk in llm.stream(prompt, sampling):
             answer += chunk.token_ids
-            first = first or Books.of(llm)
+            first = first or RequestProgress.of(llm)
             if time.monotonic() > deadline:
                 raise OutOfTime
-        run.add(first or Books(), Books.of(llm))
+        run.add(first or RequestProgress(), RequestProgress.of(llm))
         run.answers.append(answer)
     return run
 
 
-def _decode_together(llm: LLM, prompts: Sequence[Sequence[int]], sampling: SamplingParams, deadline: float) -> Run:
+def _decode_batch(llm: LLM, prompts: Sequence[Sequence[int]], sampling: SamplingParams, deadline: float) -> Run:
     """Enough requests to fill an engine that takes several at once, twice over; a prompt comes again with another seed.
     Seconds are those of all together, without those in which prompts are read."""
     count = max(2 * llm.max_num_seqs, len(prompts))
@@ -111,15 +111,15 @@ def _decode_together(llm: LLM, prompts: Sequence[Sequence[int]], sampling: Sampl
     return run
 
 
-def tree_of(llm: LLM) -> TreeRoles:
+def tree_roles(llm: LLM) -> TreeRoles:
     """The roles of an engine that decodes by a draft tree."""
     assert isinstance(llm.roles.parts, TreeRoles)
     return llm.roles.parts
 
 
-def lane_times(llm: LLM) -> tuple[float, float]:
+def phase_times(llm: LLM) -> tuple[float, float]:
     """Seconds of a verification and of an expansion of an asynchronous engine, both lanes at work at the same time."""
-    roles, room = tree_of(llm), llm.max_model_len - 1
+    roles, room = tree_roles(llm), llm.max_model_len - 1
     assert isinstance(roles.drafter, DraftGroupClient)
     roles.drafter.measure(room)
     return measure_verification_time(roles.verifier, llm.config.verify_batch, room), roles.drafter.times().expansion
@@ -147,13 +147,13 @@ def rounds_of(trace: Trace) -> list[tuple[int, int]]:
     ]
 
 
-def lane_of(line: dict[str, Any]) -> dict[str, Any]:
+def round_timeline(line: dict[str, Any]) -> dict[str, Any]:
     """A round for a profile, which draws its lanes and needs no trees."""
     draft = {name: part for name, part in line.get("draft", {}).items() if name != "tree"}
     return {name: draft if name == "draft" else part for name, part in line.items() if name != "texts"}
 
 
-def around_of(trace: Trace) -> dict[str, float]:
+def overhead_times(trace: Trace) -> dict[str, float]:
     """Mean seconds of what surrounds the forwards of an asynchronous run, as `simulate.Times` names it."""
     found: dict[str, list[float]] = {name: [] for name in ("verify", "settle", "expand", "answer", "link")}
     for this, after in trace.successive():

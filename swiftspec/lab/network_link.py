@@ -11,7 +11,7 @@ from swiftspec.errors import UserError, truncated_repr
 SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 BITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 NUMBER = r"([0-9]+(?:\.[0-9]+)?)"
-LONGEST = 60.0  # seconds of a round trip
+MAX_ROUND_TRIP_S = 60.0  # seconds of a round trip
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,9 +29,9 @@ class Link:
         speed = re.fullmatch(NUMBER + "(kbit|Mbit|Gbit)", rate.strip()) if comma else None
         round_trip = float(delay[1]) * SECONDS[delay[2]] if delay else math.inf
         bandwidth = float(speed[1]) * BITS[speed[2].lower()] / 8 if speed else 0.0 if comma else math.inf
-        if round_trip > LONGEST or bandwidth <= 0:
+        if round_trip > MAX_ROUND_TRIP_S or bandwidth <= 0:
             raise UserError(
-                f"--link {truncated_repr(text)}: write a round trip of at most {LONGEST:g} s and,"
+                f"--link {truncated_repr(text)}: write a round trip of at most {MAX_ROUND_TRIP_S:g} s and,"
                 " if you like, a bandwidth,"
                 " such as 40ms or 40ms,1Gbit"
             )

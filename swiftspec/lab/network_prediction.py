@@ -12,14 +12,14 @@ from dataclasses import dataclass
 
 from swiftspec.lab import simulation
 from swiftspec.lab.network_link import Link
-from swiftspec.lab.simulation import Acceptance, Outcome, Rounds, Times
+from swiftspec.lab.simulation import Outcome, RecordedAcceptance, Rounds, SimulatedTimes
 
-MESSAGE = 200  # bytes of a result or a proposal, with what its protocol adds
-NODE = 20  # bytes of a node that is told to a replica
+MESSAGE_BYTES = 200  # bytes of a result or a proposal, with what its protocol adds
+NODE_BYTES = 20  # bytes of a node that is told to a replica
 
 
 @dataclass(frozen=True, slots=True)
-class Far:
+class LinkCost:
     """A link as rounds see it. Seconds."""
 
     message: float  # a result or a proposal one way
@@ -27,9 +27,9 @@ class Far:
     both: bool  # whether the target is behind such a link, too
 
     @staticmethod
-    def over(link: Link, nodes: int, *, both: bool) -> Far:
+    def over(link: Link, nodes: int, *, both: bool) -> LinkCost:
         """`nodes`: what an expansion adds to the tree."""
-        return Far(link.one_way(MESSAGE), nodes * NODE / link.bandwidth, both)
+        return LinkCost(link.one_way(MESSAGE_BYTES), nodes * NODE_BYTES / link.bandwidth, both)
 
     @property
     def verifying(self) -> float:
@@ -37,14 +37,14 @@ class Far:
         return 2 * self.message if self.both else 0.0
 
 
-def serial(rounds: Rounds, d: int, times: Times, far: Far) -> Outcome:
+def serial_over_link(rounds: Rounds, d: int, times: SimulatedTimes, far: LinkCost) -> Outcome:
     """In turn: the result goes over, d expansions, the proposal comes back, the verification."""
     drafting = 2 * far.message + times.answer + d * (times.draft + times.expand)
     length = far.verifying + times.target + times.verify + times.settle + drafting
     return simulation.outcome(rounds, length * len(rounds), drafting * len(rounds))
 
 
-def ahead(rounds: Rounds, d: int, times: Times, far: Far) -> Outcome:
+def async_over_link(rounds: Rounds, d: int, times: SimulatedTimes, far: LinkCost) -> Outcome:
     """A verification begins with what the replica holds: all d expansions from before the result, and where the result
     asks for more at once, these, too."""
     expansion, growth = times.draft + times.expand, far.message + d * far.expansion
@@ -60,14 +60,14 @@ def ahead(rounds: Rounds, d: int, times: Times, far: Far) -> Outcome:
     return simulation.outcome(rounds, submitted, waiting)
 
 
-def hidden(times: Times, far: Far) -> int:
+def max_hidden_depth(times: SimulatedTimes, far: LinkCost) -> int:
     """The largest d whose growth the target never waits for; 0: the link alone takes longer than a round."""
     left = times.target + times.verify + times.settle + far.verifying - 2 * far.message
     return max(math.floor(left / (times.draft + times.expand + far.expansion)), 0)
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class PredictedPlan:
     """A way to run the pair, at its best d."""
 
     name: str
@@ -75,29 +75,37 @@ class Plan:
     outcome: Outcome
 
 
-def plans(link: Link, acceptance: Acceptance, bs: int, w: int, plain: Times, near: Times, apart: Times) -> list[Plan]:
+def predict_plans(
+    link: Link,
+    acceptance: RecordedAcceptance,
+    bs: int,
+    w: int,
+    plain: SimulatedTimes,
+    near: SimulatedTimes,
+    apart: SimulatedTimes,
+) -> list[PredictedPlan]:
     """Every way, those on one side first. Step times of plain decoding, of both models on one side in turn, and of a
     pair that is split."""
     depths = {mode: acceptance.depths(mode, bs, w) for mode in ("serial", "async")}
     rounds = {(mode, d): acceptance.rounds(mode, bs, w, d) for mode in depths for d in depths[mode]}
     found = [
-        Plan("ar on one side", None, simulation.plain(plain)),
+        PredictedPlan("ar on one side", None, simulation.plain(plain)),
         _best("serial on one side", {d: simulation.serial(rounds["serial", d], d, near) for d in depths["serial"]}),
     ]
     for both in (False, True):
-        far, where = Far.over(link, w * max(bs, w), both=both), "both apart" if both else "draft apart"
-        in_turn = {d: serial(rounds["serial", d], d, apart, far) for d in depths["serial"]}
-        at_once = {d: ahead(rounds["async", d], d, apart, far) for d in depths["async"]}
+        far, where = LinkCost.over(link, w * max(bs, w), both=both), "both apart" if both else "draft apart"
+        in_turn = {d: serial_over_link(rounds["serial", d], d, apart, far) for d in depths["serial"]}
+        at_once = {d: async_over_link(rounds["async", d], d, apart, far) for d in depths["async"]}
         found += [_best(f"serial, {where}", in_turn), _best(f"async, {where}", at_once)]
     return found
 
 
-def _best(name: str, outcomes: dict[int, Outcome]) -> Plan:
+def _best(name: str, outcomes: dict[int, Outcome]) -> PredictedPlan:
     d = max(outcomes, key=lambda d: outcomes[d].speed)
-    return Plan(name, d, outcomes[d])
+    return PredictedPlan(name, d, outcomes[d])
 
 
-def verdict(found: Sequence[Plan], link: Link, bs: int, w: int, apart: Times) -> str:
+def format_verdict(found: Sequence[PredictedPlan], link: Link, bs: int, w: int, apart: SimulatedTimes) -> str:
     """Whether a split over the link pays, and which depth hides it."""
     here = max((plan for plan in found if plan.name.endswith("one side")), key=lambda plan: plan.outcome.speed)
     lines = []
@@ -105,13 +113,13 @@ def verdict(found: Sequence[Plan], link: Link, bs: int, w: int, apart: Times) ->
         split = max((plan for plan in found if plan.name.endswith(where)), key=lambda plan: plan.outcome.speed)
         gain = split.outcome.speed / here.outcome.speed
         pays = "pays" if gain > 1 else "does not pay"
-        most = hidden(apart, Far.over(link, w * max(bs, w), both=both))
+        most = max_hidden_depth(apart, LinkCost.over(link, w * max(bs, w), both=both))
         depth = f"growth of up to d {most} is hidden" if most > 0 else "no d is hidden: the target waits in every round"
         lines.append(f"{where}: {pays}, {split.name} at d {split.d} gives {gain:.2f} times {here.name}; {depth}")
     return "\n".join(lines)
 
 
-def table(found: Sequence[Plan]) -> str:
+def format_plans(found: Sequence[PredictedPlan]) -> str:
     """As aligned text."""
     cells = [("run", "d", "tok/s", "tok/round", "round ms", "of it waiting")]
     for plan in found:

@@ -10,7 +10,7 @@ from swiftspec.lab import html_report, results
 from swiftspec.profiles import store
 
 
-def write(profile: Mapping[str, Any], file: Path) -> Iterator[Path]:
+def write_outputs(profile: Mapping[str, Any], file: Path) -> Iterator[Path]:
     """Writes CSV, settings and report beside `file` and names them. Without matplotlib there is no report, and the last
     line says so, as a UserError."""
     yield file

@@ -14,7 +14,7 @@ from swiftspec.config import MAX_CONCURRENT_REQUESTS, PopulationConfig
 from swiftspec.errors import UserError
 from swiftspec.lab import batching_prediction, latency_model, network_prediction, simulation
 from swiftspec.lab.network_link import Link
-from swiftspec.lab.simulation import Acceptance, Times
+from swiftspec.lab.simulation import RecordedAcceptance, SimulatedTimes
 from swiftspec.observe.step_time_emulation import StepTimeEmulation
 from swiftspec.profiles import emulation, store
 
@@ -25,7 +25,9 @@ ASSUMED = {"verify": 30e-6, "settle": 20e-6, "expand": 30e-6, "answer": 60e-6, "
 class StepTimesOf(Protocol):
     """Step times of a plan: slow and fast."""
 
-    def __call__(self, x: int, y: int, rows: int, leaves: int | None = None, sequences: int = 1) -> tuple[Times, Times]:
+    def __call__(
+        self, x: int, y: int, rows: int, leaves: int | None = None, sequences: int = 1
+    ) -> tuple[SimulatedTimes, SimulatedTimes]:
         """Target and draft on x and y ranks; rows of the target and, if not w, of the draft; of so many requests."""
         ...
 
@@ -41,7 +43,7 @@ class Row:
     low: float
     speed: float
     high: float
-    times: Times
+    times: SimulatedTimes
     outcome: simulation.Outcome
     advice: tuple[str, float]
 
@@ -65,7 +67,7 @@ def candidates(ranks: int) -> list[tuple[str, int, int]]:
     return [("ar", ranks, 0), ("serial", ranks, ranks), *pairs]
 
 
-def predict(ranks: int, acceptance: Acceptance, bs: int, w: int, step_times: StepTimesOf) -> list[Row]:
+def predict(ranks: int, acceptance: RecordedAcceptance, bs: int, w: int, step_times: StepTimesOf) -> list[Row]:
     """All splits of so many ranks, each at its best d, fastest first."""
     rows = []
     for mode, x, y in candidates(ranks):
@@ -77,27 +79,39 @@ def predict(ranks: int, acceptance: Acceptance, bs: int, w: int, step_times: Ste
     return sorted(rows, key=lambda row: -row.speed)
 
 
-def _row(mode: str, x: int, y: int, d: int, slow: Times, fast: Times, known: Acceptance, bs: int, w: int) -> Row:
+def _row(
+    mode: str,
+    x: int,
+    y: int,
+    d: int,
+    slow: SimulatedTimes,
+    fast: SimulatedTimes,
+    known: RecordedAcceptance,
+    bs: int,
+    w: int,
+) -> Row:
     rounds = _rounds(known, mode, bs, w, d)
     middle = simulation.between(slow, fast)
     low, speed, high = simulation.interval(mode, rounds, d, slow, fast)
-    advice = simulation.help_most(mode, rounds, d, middle)
+    advice = simulation.best_improvement(mode, rounds, d, middle)
     return Row(mode, x, y, d, low, speed, high, middle, simulation.run(mode, rounds, d, middle), advice)
 
 
-def _rounds(known: Acceptance, mode: str, bs: int, w: int, d: int) -> simulation.Rounds:
+def _rounds(known: RecordedAcceptance, mode: str, bs: int, w: int, d: int) -> simulation.Rounds:
     return [(0, 0)] if mode == "ar" else known.rounds(mode, bs, w, d)
 
 
-def over_link(link: Link, ranks: int, acceptance: Acceptance, bs: int, w: int, step_times: StepTimesOf) -> str:
+def over_link(link: Link, ranks: int, acceptance: RecordedAcceptance, bs: int, w: int, step_times: StepTimesOf) -> str:
     """What drafting over a link gives beside one side alone: the target on all ranks, the draft on one elsewhere."""
     near, split = (simulation.between(*step_times(ranks, y, bs)) for y in (ranks, 1))
     plain = simulation.between(*step_times(ranks, 1, 1))
-    found = network_prediction.plans(link, acceptance, bs, w, plain, near, split)
-    return f"\n{network_prediction.table(found)}\n{network_prediction.verdict(found, link, bs, w, split)}\n"
+    found = network_prediction.predict_plans(link, acceptance, bs, w, plain, near, split)
+    return (
+        f"\n{network_prediction.format_plans(found)}\n{network_prediction.format_verdict(found, link, bs, w, split)}\n"
+    )
 
 
-def table(rows: Sequence[Row]) -> str:
+def format_rows(rows: Sequence[Row]) -> str:
     """As aligned text."""
     cells = [("run", "d", "tok/s", "5..95 %", "tok/round", "round ms", "target ms", "draft ms", "limited by", "helps")]
     for row in rows:
@@ -111,7 +125,7 @@ def table(rows: Sequence[Row]) -> str:
     return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(line, widths)).rstrip() for line in cells)
 
 
-def side_by_side(args: argparse.Namespace, acceptance: Acceptance, step_times: StepTimesOf) -> str:
+def predict_concurrent(args: argparse.Namespace, acceptance: RecordedAcceptance, step_times: StepTimesOf) -> str:
     """What several requests at once give on one rank. Raises UserError on a shape that is none."""
     try:
         groups = [int(part) for part in args.groups.split(",")]
@@ -123,14 +137,14 @@ def side_by_side(args: argparse.Namespace, acceptance: Acceptance, step_times: S
             f"--groups {args.groups!r}: write numbers of requests in 1..{MAX_CONCURRENT_REQUESTS}, such as 1,2,4,8"
         )
 
-    def forwards(rows: int, drafted: int, requests: int) -> tuple[Times, Times]:
+    def forwards(rows: int, drafted: int, requests: int) -> tuple[SimulatedTimes, SimulatedTimes]:
         return step_times(1, 1, rows, drafted, requests)
 
-    found = batching_prediction.batches(groups, config.particles, config.smc_draft_tokens, acceptance, forwards)
-    return f"\nside by side on one rank, tokens of all requests:\n{batching_prediction.table(found)}\n"
+    found = batching_prediction.predict_batches(groups, config.particles, config.smc_draft_tokens, acceptance, forwards)
+    return f"\nside by side on one rank, tokens of all requests:\n{batching_prediction.format_batches(found)}\n"
 
 
-def against(rows: Sequence[Row], profile: dict[str, Any], bs: int, w: int) -> str:
+def compare_with_profile(rows: Sequence[Row], profile: dict[str, Any], bs: int, w: int) -> str:
     """Prediction beside measurement, split by split, each at its own best d."""
     lines, found = [], []
     for row in rows:
@@ -150,7 +164,7 @@ def against(rows: Sequence[Row], profile: dict[str, Any], bs: int, w: int) -> st
     return "\n".join(lines) or "no split of the profile is among these"
 
 
-def parser() -> argparse.ArgumentParser:
+def build_predict_parser() -> argparse.ArgumentParser:
     """The flags."""
     made = argparse.ArgumentParser(prog="python -m swiftspec.profile predict", description=__doc__)
     made.add_argument("--hardware", help=f"GPU and number, such as h200x8; known are {', '.join(latency_model.GPUS)}")
@@ -158,7 +172,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--draft-model", type=Path, help="the same of the draft")
     made.add_argument("--int4", action="store_true", help="take 4-bit weights where the config has none")
     made.add_argument(
-        "--context", type=int, default=latency_model.CONTEXT, help="tokens before the rows (default 1000)"
+        "--context", type=int, default=latency_model.CONTEXT_TOKENS, help="tokens before the rows (default 1000)"
     )
     made.add_argument("--kernels", type=Path, help="measured operators (default profiles/GPU-kernels.json, if there)")
     made.add_argument(
@@ -182,10 +196,10 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str]) -> int:
     """Predicts and prints. Raises UserError."""
-    args = parser().parse_args(argv)
+    args = build_predict_parser().parse_args(argv)
     profile = None if args.against is None else store.load(args.against)
     recorded = args.acceptance or (args.against if profile is not None and profile["rounds"] else None)
-    acceptance = Acceptance(_records(recorded))
+    acceptance = RecordedAcceptance(_records(recorded))
     around = ASSUMED if profile is None or not profile.get("around") else profile["around"]
     if args.hardware is not None:
         ranks, step_times, origin = _gpus(args, around)
@@ -196,16 +210,16 @@ def main(argv: Sequence[str]) -> int:
     if ranks < 2 and args.link is None and args.groups is None:
         raise UserError("a prediction compares splits: take two ranks or more, or a --link, or --groups")
     rows = predict(ranks, acceptance, args.verify_batch, args.draft_leaves, step_times)
-    print(table(rows))
+    print(format_rows(rows))
     if args.link is not None:
         print(over_link(args.link, ranks, acceptance, args.verify_batch, args.draft_leaves, step_times))
     if args.groups is not None:
-        print(side_by_side(args, acceptance, step_times))
+        print(predict_concurrent(args, acceptance, step_times))
     outside = "assumed" if around is ASSUMED else f"measured ({args.against})"
     pair = recorded or "the embedded pair"
     print(f"tok/s: predicted; {origin}; acceptance: measured on {pair}; time outside the models: {outside}")
     if profile is not None:
-        print(against(rows, profile, args.verify_batch, args.draft_leaves))
+        print(compare_with_profile(rows, profile, args.verify_batch, args.draft_leaves))
     return 0
 
 
@@ -233,15 +247,17 @@ def _table(args: argparse.Namespace, given: StepTimeEmulation, around: dict[str,
     target, draft = given.target, given.draft
     assert target is not None and draft is not None
 
-    def step_times(x: int, y: int, rows: int, leaves: int | None = None, sequences: int = 1) -> tuple[Times, Times]:
-        times = Times(target.at(x, rows), draft.at(y, leaves or args.draft_leaves), **around)
+    def step_times(
+        x: int, y: int, rows: int, leaves: int | None = None, sequences: int = 1
+    ) -> tuple[SimulatedTimes, SimulatedTimes]:
+        times = SimulatedTimes(target.at(x, rows), draft.at(y, leaves or args.draft_leaves), **around)
         return times, times
 
     return step_times
 
 
 def _gpus(args: argparse.Namespace, around: dict[str, float]) -> tuple[int, StepTimesOf, str]:
-    name, count = latency_model.hardware(args.hardware)
+    name, count = latency_model.parse_hardware(args.hardware)
     if args.model is None or args.draft_model is None:
         raise UserError("--hardware needs --model and --draft-model: a config.json each, or its directory")
     target, draft = latency_model.config_at(args.model), latency_model.config_at(args.draft_model)
@@ -253,10 +269,12 @@ def _gpus(args: argparse.Namespace, around: dict[str, float]) -> tuple[int, Step
         else latency_model.constants(latency_model.GPUS[name])
     )
 
-    def step_times(x: int, y: int, rows: int, leaves: int | None = None, sequences: int = 1) -> tuple[Times, Times]:
+    def step_times(
+        x: int, y: int, rows: int, leaves: int | None = None, sequences: int = 1
+    ) -> tuple[SimulatedTimes, SimulatedTimes]:
         drafted = leaves or args.draft_leaves
         slow, fast = (
-            Times(
+            SimulatedTimes(
                 latency_model.forward(target, x, rows, lines, args.int4, args.context, sequences),
                 latency_model.forward(draft, y, drafted, lines, args.int4, args.context, sequences),
                 **around,

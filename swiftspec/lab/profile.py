@@ -27,10 +27,10 @@ from swiftspec.serve.settings.flags import SettingsTable
 if TYPE_CHECKING:
     from swiftspec.distributed.launch.world import World
     from swiftspec.lab.sweep import Sweep
-    from swiftspec.lab.trials import Wish
+    from swiftspec.lab.trials import SweepRequest
     from swiftspec.serve.settings.settings import Settings
 
-LARGEST_PROMPTS = 64 << 20  # bytes
+MAX_PROMPTS_BYTES = 64 << 20  # bytes
 PROMPTS = Path(__file__).with_name("prompts.jsonl")
 
 
@@ -51,7 +51,7 @@ def _run(argv: list[str], prog: str) -> int:
             from swiftspec.lab import predict
 
             return predict.main(argv[1:])
-        return sweep(parser(prog).parse_args(argv))
+        return sweep(build_profile_parser(prog).parse_args(argv))
     except UsageError as error:
         raise UserError(str(error)) from None  # exit code 1, as for all else that a sweep refuses
     except KeyboardInterrupt:
@@ -59,7 +59,7 @@ def _run(argv: list[str], prog: str) -> int:
         return 130
 
 
-def parser(prog: str = "python -m swiftspec.profile") -> argparse.ArgumentParser:
+def build_profile_parser(prog: str = "python -m swiftspec.profile") -> argparse.ArgumentParser:
     """Builds the parser of a sweep's flags."""
     made = argparse.ArgumentParser(prog=prog, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name in model_settings():
@@ -84,7 +84,7 @@ def model_settings() -> list[str]:
 
 def sweep(args: argparse.Namespace) -> int:
     """The whole phase, on any rank."""
-    from swiftspec.lab.worker_pool import Pair, WorkerPool
+    from swiftspec.lab.worker_pool import Pair, RankPool
     from swiftspec.serve.model_resolution import ResolvedModels
     from swiftspec.serve.session import load_options
     from swiftspec.serve.settings.config_sources import load_settings
@@ -97,7 +97,7 @@ def sweep(args: argparse.Namespace) -> int:
     if found.draft is None:
         raise UserError("a sweep needs a draft model: name one with --draft-model")
     options, dtype, _ = load_options(settings, found.target, world)
-    crew = WorkerPool(Pair(found.target, found.draft, options, settings.threads), world)
+    crew = RankPool(Pair(found.target, found.draft, options, settings.threads), world)
     if world is not None and world.rank > 0:
         crew.follow()
         return 0
@@ -113,7 +113,7 @@ def _prepare(
 ) -> Sweep | None:
     """The sweep of these flags; None for a dry run."""
     from swiftspec.lab import sweep as sweeps
-    from swiftspec.lab.progress import Bar
+    from swiftspec.lab.progress import SweepProgressBar
     from swiftspec.profiles import store
 
     pair = crew.pair
@@ -127,7 +127,7 @@ def _prepare(
     profile = sweeps.Sweep.empty(json.loads(json.dumps(asdict(key))), store.environment(), wish)
     if args.resume:
         profile = sweeps.resumed(file, profile)
-    bar = Bar()
+    bar = SweepProgressBar()
     if world is not None and not world.spin:
         bar.note(
             f"{world.local_size} ranks share {len(world.cores)} cores: they wait for each other, so the figures say how"
@@ -136,9 +136,9 @@ def _prepare(
     return sweeps.Sweep(crew, wish, profile, file, bar)
 
 
-def _wish(args: argparse.Namespace, ranks: int, target: Path, draft: Path, settings: Settings) -> Wish:
+def _wish(args: argparse.Namespace, ranks: int, target: Path, draft: Path, settings: Settings) -> SweepRequest:
     from swiftspec.lab import trials
-    from swiftspec.lab.trials import Wish
+    from swiftspec.lab.trials import SweepRequest
     from swiftspec.serve.text.codec import TextCodec
 
     for name in ("limit", "max_tokens", "repeats"):
@@ -159,7 +159,7 @@ def _wish(args: argparse.Namespace, ranks: int, target: Path, draft: Path, setti
     family = "humaneval" if settings.model is None else None  # the embedded pair knows nothing but code
     texts = read_prompts(args.prompts or PROMPTS, None if args.prompts else family)[: args.limit]
     codec = TextCodec(target)
-    return Wish(
+    return SweepRequest(
         modes, pairs, whole, [codec.encode(text) for text in texts], args.max_tokens, args.repeats, seconds(args.budget)
     )
 
@@ -171,9 +171,9 @@ def _measure(sweep: Sweep) -> int:
         sweep.run()
     finally:
         sweep.close()
-    print(results.table(sweep.profile))
+    print(results.format_profile(sweep.profile))
     try:
-        for file in outputs.write(sweep.profile, sweep.file):
+        for file in outputs.write_outputs(sweep.profile, sweep.file):
             print(f"wrote {file}")
     except UserError as error:  # no matplotlib; what was measured is written
         print(f"swiftspec: {error}, then python -m swiftspec.profile report {sweep.file}", file=sys.stderr)
@@ -183,7 +183,7 @@ def _measure(sweep: Sweep) -> int:
 def read_prompts(file: Path, family: str | None = None) -> list[str]:
     """The field `prompt` of every line. Raises UserError on a file that has none."""
     name, texts = f"--prompts {file}", []
-    for number, line in enumerate(file_io.read_lines(file, name, max_bytes=LARGEST_PROMPTS), 1):
+    for number, line in enumerate(file_io.read_lines(file, name, max_bytes=MAX_PROMPTS_BYTES), 1):
         where = f"{name}, line {number},"
         text = file_io.decode_utf8(line, where).strip()
         if text:
@@ -230,7 +230,7 @@ def write_report(argv: Sequence[str], prog: str = "python -m swiftspec.profile")
     made.add_argument("file", type=Path, help="what a sweep wrote")
     args = made.parse_args(argv)
     profile = store.load(args.file)
-    print(results.table(profile))
-    for file in outputs.write(profile, args.file):
+    print(results.format_profile(profile))
+    for file in outputs.write_outputs(profile, args.file):
         print(f"wrote {file}")
     return 0

@@ -6,7 +6,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
 
-class Bar:
+class SweepProgressBar:
     """A `sweep.Show` on stderr."""
 
     def __init__(self) -> None:

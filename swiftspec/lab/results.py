@@ -36,13 +36,13 @@ def as_csv(profile: Mapping[str, Any]) -> str:
 
 def as_yaml(run: Mapping[str, Any], source: str) -> str:
     """The settings of a run, for `serve --config`."""
-    settings = store.settings_of(run["plan"])
+    settings = store.plan_settings(run["plan"])
     count = len(run["speeds"])
     lines = [f"# {source}: {store.median_speed(run):.1f} tokens a second, {count} repeat{'s' if count > 1 else ''}"]
     return "\n".join([*lines, *(f"{name.replace('_', '-')}: {value}" for name, value in settings.items())]) + "\n"
 
 
-def table(profile: Mapping[str, Any]) -> str:
+def format_profile(profile: Mapping[str, Any]) -> str:
     """The runs as aligned text, fastest first, a star at the recommended one."""
     winner = store.best_run(profile)
     rows = [("", "run", "ops", "tok/s", "least..most", "tok/round", "busy", "")]
@@ -58,10 +58,10 @@ def table(profile: Mapping[str, Any]) -> str:
         )  # fmt: skip
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
-    return "\n".join([*lines, *orchestration(profile)])
+    return "\n".join([*lines, *format_orchestration(profile)])
 
 
-def orchestration(profile: Mapping[str, Any]) -> Iterator[str]:
+def format_orchestration(profile: Mapping[str, Any]) -> Iterator[str]:
     """What everything but the two models costs, where their times are emulated: a line, or none."""
     cost = profile.get("orchestration")
     if cost is not None:
@@ -69,6 +69,6 @@ def orchestration(profile: Mapping[str, Any]) -> Iterator[str]:
         yield f"beyond the emulated steps a round of the best async run takes {beyond}"
 
 
-def require(module: str, what: str) -> UserError:
+def missing_dependency(module: str, what: str) -> UserError:
     """What to say where an optional library is not installed."""
     return UserError(f"{what} needs {module}: pip install 'swiftspec[report]'")

@@ -16,12 +16,12 @@ from typing import Any
 from swiftspec.errors import UserError
 
 Rounds = Sequence[tuple[int, int]]  # accepted draft tokens, expansions on the critical path
-BLOCKS = 64  # of resampled rounds
-BLOCK = 16  # rounds that stay together: acceptance comes in stretches
+NUM_BLOCKS = 64  # of resampled rounds
+BLOCK_ROUNDS = 16  # rounds that stay together: acceptance comes in stretches
 
 
 @dataclass(frozen=True, slots=True)
-class Times:
+class SimulatedTimes:
     """Seconds. `target`, `draft`: a forward. The rest is what surrounds them."""
 
     target: float
@@ -43,7 +43,7 @@ class Outcome:
     tokens_per_round: float
 
 
-def asynchronous(rounds: Rounds, d: int, times: Times) -> Outcome:
+def asynchronous(rounds: Rounds, d: int, times: SimulatedTimes) -> Outcome:
     """Both lanes at once: the draft grows d times while the target verifies, and answers when both have come."""
     submitted = grown = waiting = 0.0
     for _, critical in rounds:
@@ -57,19 +57,19 @@ def asynchronous(rounds: Rounds, d: int, times: Times) -> Outcome:
     return outcome(rounds, submitted, waiting)
 
 
-def serial(rounds: Rounds, d: int, times: Times) -> Outcome:
+def serial(rounds: Rounds, d: int, times: SimulatedTimes) -> Outcome:
     """In turn: d expansions, then the verification."""
     drafting = times.answer + d * (times.draft + times.expand)
     length = times.target + times.verify + times.settle + drafting
     return outcome(rounds, length * len(rounds), drafting * len(rounds))
 
 
-def plain(times: Times, count: int = 1) -> Outcome:
+def plain(times: SimulatedTimes, count: int = 1) -> Outcome:
     """The target alone."""
     return outcome([(0, 0)] * count, count * (times.target + times.verify + times.settle), 0.0)
 
 
-def run(mode: str, rounds: Rounds, d: int, times: Times) -> Outcome:
+def run(mode: str, rounds: Rounds, d: int, times: SimulatedTimes) -> Outcome:
     """One of the three."""
     return {"async": asynchronous, "serial": serial}[mode](rounds, d, times) if mode != "ar" else plain(times)
 
@@ -80,15 +80,17 @@ def outcome(rounds: Rounds, seconds: float, waiting: float) -> Outcome:
     return Outcome(tokens / seconds, seconds / len(rounds), waiting / len(rounds), tokens / len(rounds))
 
 
-def interval(mode: str, rounds: Rounds, d: int, slow: Times, fast: Times) -> tuple[float, float, float]:
+def interval(
+    mode: str, rounds: Rounds, d: int, slow: SimulatedTimes, fast: SimulatedTimes
+) -> tuple[float, float, float]:
     """(5 %, middle, 95 %) of tokens a second: rounds resampled in blocks, and step times from slow to fast."""
     middle = run(mode, rounds, d, between(slow, fast)).speed
     if mode == "ar":
         return run(mode, rounds, d, slow).speed, middle, run(mode, rounds, d, fast).speed
     draw = random.Random(0)
     ends = [[], []]
-    size = min(BLOCK, len(rounds))
-    for _ in range(BLOCKS):
+    size = min(BLOCK_ROUNDS, len(rounds))
+    for _ in range(NUM_BLOCKS):
         starts = [draw.randrange(len(rounds) - size + 1) for _ in range(math.ceil(len(rounds) / size))]
         sample = [pair for start in starts for pair in rounds[start : start + size]]
         for end, times in zip(ends, (slow, fast)):
@@ -96,16 +98,18 @@ def interval(mode: str, rounds: Rounds, d: int, slow: Times, fast: Times) -> tup
     return statistics.quantiles(ends[0], n=20)[0], middle, statistics.quantiles(ends[1], n=20)[-1]
 
 
-def between(slow: Times, fast: Times) -> Times:
+def between(slow: SimulatedTimes, fast: SimulatedTimes) -> SimulatedTimes:
     """The middle of two."""
-    return Times(**{f.name: (getattr(slow, f.name) + getattr(fast, f.name)) / 2 for f in fields(Times)})
+    return SimulatedTimes(
+        **{f.name: (getattr(slow, f.name) + getattr(fast, f.name)) / 2 for f in fields(SimulatedTimes)}
+    )
 
 
-def help_most(mode: str, rounds: Rounds, d: int, times: Times) -> tuple[str, float]:
+def best_improvement(mode: str, rounds: Rounds, d: int, times: SimulatedTimes) -> tuple[str, float]:
     """Which tenth off would help most, and by how much: the target's step, the draft's step, or all that surrounds them
     gone."""
     base = run(mode, rounds, d, times).speed
-    bare = replace(Times(times.target, times.draft))
+    bare = replace(SimulatedTimes(times.target, times.draft))
     options = {
         "a target step shorter by a tenth": replace(times, target=0.9 * times.target),
         "a draft step shorter by a tenth": replace(times, draft=0.9 * times.draft),
@@ -115,7 +119,7 @@ def help_most(mode: str, rounds: Rounds, d: int, times: Times) -> tuple[str, flo
     return max(gains.items(), key=lambda item: item[1])
 
 
-class Acceptance:
+class RecordedAcceptance:
     """Recorded rounds of several trees, as a profile's `rounds` has them."""
 
     def __init__(self, records: Sequence[Mapping[str, Any]]) -> None:

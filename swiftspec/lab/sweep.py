@@ -15,17 +15,17 @@ from swiftspec.config import EngineConfig
 from swiftspec.errors import UserError
 from swiftspec.lab import measurement, timeline, trials
 from swiftspec.lab.timeline import Trace
-from swiftspec.lab.trials import Trial, Wish
-from swiftspec.lab.worker_pool import Order, WorkerPool
+from swiftspec.lab.trials import SweepRequest, Trial
+from swiftspec.lab.worker_pool import EngineRequest, RankPool
 from swiftspec.profiles import store
 
 Json = dict[str, Any]
 STEP_REPEATS = 9
-LANES = 6  # rounds of the best asynchronous run that are kept as they went
-WARM_UP = 16  # tokens
+TIMELINE_ROUNDS = 6  # rounds of the best asynchronous run that are kept as they went
+WARM_UP_TOKENS = 16  # tokens
 
 
-class Show(Protocol):
+class SweepDisplay(Protocol):
     """Where a sweep says how far it is."""
 
     def begin(self, what: str, done: int, total: int, left: float) -> None:
@@ -46,7 +46,7 @@ class Show(Protocol):
 class Sweep:
     """One sweep, on rank 0. What is finished is on disk at once, in `file` with the ending .partial.json."""
 
-    def __init__(self, crew: WorkerPool, wish: Wish, profile: Json, file: Path, show: Show) -> None:
+    def __init__(self, crew: RankPool, wish: SweepRequest, profile: Json, file: Path, show: SweepDisplay) -> None:
         self.profile, self.file = profile, file
         self._crew, self._wish, self._show = crew, wish, show
         self._began = time.monotonic()
@@ -54,7 +54,7 @@ class Sweep:
         self._done = 0
 
     @staticmethod
-    def empty(key: Json, environment: Json, wish: Wish) -> Json:
+    def empty(key: Json, environment: Json, wish: SweepRequest) -> Json:
         """A profile with nothing measured."""
         return {
             "swiftspec_profile": store.VERSION, "key": key, "environment": environment, "settings": wish.settings(),
@@ -128,19 +128,19 @@ class Sweep:
         """Builds the engine of a trial and decodes the prompts at each d."""
         self._step(store.plan_title(trial.row(steps[0] if len(steps) == 1 else None)))
         known = [d for d in steps if d is not None]
-        order = Order(trial.plan(max(known) if known else None), trial.ops)
+        order = EngineRequest(trial.plan(max(known) if known else None), trial.ops)
         try:
             with self._crew.engine(order) as llm:
                 times = None
                 if trial.mode == "async":
-                    times = measurement.lane_times(llm)
+                    times = measurement.phase_times(llm)
                     steps = trials.depths(*times) if not known else steps
-                measurement.decode_all(llm, self._wish.prompts[:1], WARM_UP, self._deadline())
+                measurement.decode_all(llm, self._wish.prompts[:1], WARM_UP_TOKENS, self._deadline())
                 for d in steps:
                     self._entry(trial, d, variation)  # whoever resumes sees which d are missing
                 for d in steps:
                     if d is not None:
-                        measurement.tree_of(llm).drafter.draft_steps = d
+                        measurement.tree_roles(llm).drafter.draft_steps = d
                     run = measurement.decode_all(llm, self._wish.prompts, self._wish.max_tokens, self._deadline())
                     self._add(trial, d, run, times, variation)
                     self._save()
@@ -189,11 +189,11 @@ class Sweep:
                 self._step(f"step times of the {side} on {tp} rank{'s' if tp > 1 else ''}")
                 plan = EngineConfig("ar", verify_batch=max(trials.ROWS), target_tp=tp)
                 try:
-                    with self._crew.engine(Order(plan, alone=side)) as llm:
+                    with self._crew.engine(EngineRequest(plan, alone=side)) as llm:
                         room = llm.max_model_len - 1
                         for rows in trials.ROWS:
                             seconds = list(
-                                measurement.step_times(measurement.tree_of(llm).verifier, rows, room, STEP_REPEATS)
+                                measurement.step_times(measurement.tree_roles(llm).verifier, rows, room, STEP_REPEATS)
                             )
                             self.profile["steps"].append({"side": side, "tp": tp, "rows": rows, "seconds": seconds})
                 except UserError as error:
@@ -220,8 +220,10 @@ class Sweep:
             self._step("both lanes")
             trace = self._traced(Trial.of(winner["plan"]), winner["plan"], paced=True)
             last = [line for line in trace.rounds if line["request"] == trace.rounds[-1]["request"]]
-            self.profile["lanes"] = [measurement.lane_of(line) for line in last[len(last) // 2 :][:LANES]]
-            self.profile["around"] = measurement.around_of(trace)
+            self.profile["lanes"] = [
+                measurement.round_timeline(line) for line in last[len(last) // 2 :][:TIMELINE_ROUNDS]
+            ]
+            self.profile["around"] = measurement.overhead_times(trace)
             self.profile["orchestration"] = self._orchestration(trace, winner["plan"])
 
     def _orchestration(self, trace: Trace, plan: Json) -> Json | None:
@@ -238,7 +240,7 @@ class Sweep:
     def _traced(self, trial: Trial, plan: Json, paced: bool = False) -> Trace:
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder) / "rounds.jsonl"
-            order = Order(trial.plan(plan["draft_steps"]), paced=paced, trace=str(file))
+            order = EngineRequest(trial.plan(plan["draft_steps"]), paced=paced, trace=str(file))
             with self._crew.engine(order) as llm:
                 measurement.decode_all(llm, self._wish.prompts, self._wish.max_tokens, self._deadline())
             return Trace.read(file)
@@ -293,7 +295,7 @@ def resumed(file: Path, fresh: Json) -> Json:
     return found
 
 
-def outlook(wish: Wish, ranks: int) -> Sequence[str]:
+def outlook(wish: SweepRequest, ranks: int) -> Sequence[str]:
     """What a sweep would try, a line each."""
     contest = trials.contest(wish.modes, wish.pairs, ranks, wish.whole)
     lines = []

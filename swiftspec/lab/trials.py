@@ -64,7 +64,7 @@ class Trial:
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
+class SweepRequest:
     """What is to be measured."""
 
     modes: list[str]

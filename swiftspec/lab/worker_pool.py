@@ -25,7 +25,7 @@ Ops = Literal["auto", "reference"]
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
+class EngineRequest:
     """An engine to build on the first ranks of the job. `alone`: one of the two models by itself, to be timed."""
 
     plan: EngineConfig
@@ -38,10 +38,10 @@ class Order:
         return json.dumps(asdict(self))
 
     @staticmethod
-    def unpack(text: str) -> Order:
+    def unpack(text: str) -> EngineRequest:
         data: dict[str, Any] = json.loads(text)
         plan = data.pop("plan")
-        return Order(EngineConfig(**{**plan, "population": PopulationConfig(**plan["population"])}), **data)
+        return EngineRequest(EngineConfig(**{**plan, "population": PopulationConfig(**plan["population"])}), **data)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ class Pair:
     options: LoadOptions
     threads: int | None = None  # inside one operation; None: this rank's cores
 
-    def options_for(self, order: Order) -> LoadOptions:
+    def options_for(self, order: EngineRequest) -> LoadOptions:
         """Those of an order. No text is kept: each run reads its prompts, as the first one does."""
         emulate = (self.options.get("emulate") if order.paced else None) or StepTimeEmulation()
         if order.alone == "draft":
@@ -62,14 +62,14 @@ class Pair:
         ops: Ops = "reference" if order.ops == "reference" else "auto"
         return {**self.options, "emulate": emulate, "trace": trace, "ops": ops, "prefix_cache_memory": 0}
 
-    def models(self, order: Order) -> tuple[Path, Path | None]:
+    def models(self, order: EngineRequest) -> tuple[Path, Path | None]:
         """The target and the draft of an order."""
         if order.alone is not None:
             return (self.target if order.alone == "target" else self.draft), None
         return self.target, None if order.plan.mode == "ar" else self.draft
 
 
-class WorkerPool:
+class RankPool:
     """All ranks of the job, or this process alone. Only rank 0 builds and dismisses; the others follow."""
 
     def __init__(self, pair: Pair, world: World | None) -> None:
@@ -82,7 +82,7 @@ class WorkerPool:
         return 1 if self._world is None else self._world.size
 
     @contextlib.contextmanager
-    def engine(self, order: Order) -> Iterator[LLM]:
+    def engine(self, order: EngineRequest) -> Iterator[LLM]:
         """The engine of an order. Raises UserError where it cannot be built."""
         if self._world is not None:
             self._world.store.set(f"order {self._orders}", order.pack())
@@ -103,7 +103,7 @@ class WorkerPool:
     def follow(self) -> None:
         """The life of any rank but 0, until it is dismissed. Raises RankLost when rank 0 is gone."""
         while (text := self._next()) != "":
-            order = Order.unpack(text)
+            order = EngineRequest.unpack(text)
             part = self._part(order)
             if part is not None and part.rank < part.size:
                 with contextlib.suppress(UserError):  # rank 0 has it too, and tells
@@ -120,7 +120,7 @@ class WorkerPool:
                 if "timeout" not in str(error).lower():
                     raise RankLost("rank 0 is gone") from None
 
-    def _part(self, order: Order) -> World | None:
+    def _part(self, order: EngineRequest) -> World | None:
         """The ranks of an order, this one on its cores; None for one that is alone."""
         number, self._orders = self._orders, self._orders + 1
         part = None if self._world is None else self._world.subworld(order.plan.num_ranks, f"part {number}")

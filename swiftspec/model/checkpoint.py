@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from swiftspec.model.config import ModelConfig
-from swiftspec.model.weights import DenseWeight, LayerWeights, ModelWeights, Weight, fuse
+from swiftspec.model.weights import DenseWeight, LayerWeights, ModelWeights, Weight, fuse_weights
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
@@ -63,7 +63,7 @@ class Checkpoint:
         first, second = (self.tensors.take(f"{prefix}.{name}.weight", hidden) for name in norms)
         o = self._linear(f"{at}.o_proj", hidden, q, config.o_bias)
         down = self._linear(f"{mlp}.down_proj", hidden, inner, config.mlp_bias)
-        return LayerWeights(first, fuse(qkv), o, second, fuse(gate_up), down)
+        return LayerWeights(first, fuse_weights(qkv), o, second, fuse_weights(gate_up), down)
 
     def _linear(self, module: str, rows: int, columns: int, bias: bool) -> Weight:
         """A matrix [rows, columns]; a quantised checkpoint may have left some of them dense."""

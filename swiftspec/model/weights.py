@@ -73,7 +73,7 @@ class DenseWeight:
         return DenseWeight(torch.cat([self.weight, *(other.weight for other in others)]), bias)
 
 
-def fuse(parts: Sequence[Weight]) -> Weight:
+def fuse_weights(parts: Sequence[Weight]) -> Weight:
     """One matrix that computes all of `parts` on the same input, one after the other. All or none have a bias.
 
     Where a checkpoint has left only some of them dense, the whole becomes dense.

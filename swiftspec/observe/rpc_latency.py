@@ -22,7 +22,7 @@ class ClockOffset:
 
     @staticmethod
     def of(asked: int, clock: int, came: int) -> ClockOffset:
-        """Of a clock that was read between two moments here, most likely in the middle."""
+        """The offset of a clock that was read between two local times, most likely halfway."""
         return ClockOffset(clock - (asked + came) // 2, (came - asked + 1) // 2)
 
     def aged(self, passed: int) -> ClockOffset:

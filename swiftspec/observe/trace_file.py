@@ -34,12 +34,12 @@ class TraceFile:
             self._file = os.fdopen(_opened(path), "w", encoding="utf-8")
         except OSError as error:
             alone = error.errno == errno.ENXIO and path.is_fifo()
-            why = "nobody reads this pipe yet, start its reader first" if alone else error.strerror
+            why = "this pipe has no reader yet: start the reader first" if alone else error.strerror
             raise UserError(f"--trace {path} cannot be written: {why}") from None
 
-    def write(self, entry: Iterable[TraceEntry]) -> None:
+    def write(self, entries: Iterable[TraceEntry]) -> None:
         """Writes the lines of these entries and flushes the file."""
-        for line in map(to_record, entry):
+        for line in map(to_record, entries):
             texts = {} if self.token_text is None else self._texts.new(line, self.token_text)
             self._try(self._file.write, json.dumps(line | texts, default=to_json) + "\n")
         self._try(self._file.flush)
@@ -62,7 +62,7 @@ class TraceFile:
 def read_trace(path: Path, max_bytes: int) -> Iterator[tuple[str, Record]]:
     """The lines of a trace of at most `max_bytes` bytes, the header first, each with a name for error messages. A
     truncated last line is skipped. Raises UserError for a file that is not a trace, or an invalid line."""
-    no_trace = UserError(f"{path} is no trace of this version: make one with `serve --trace {path.name}`")
+    no_trace = UserError(f"{path} is not a trace of this version: make one with `serve --trace {path.name}`")
     number, bad = 0, None
     for number, line in enumerate(file_io.read_lines(path, max_bytes=max_bytes, max_line_bytes=MAX_LINE_BYTES), 1):
         if bad is not None:
@@ -76,7 +76,7 @@ def read_trace(path: Path, max_bytes: int) -> Iterator[tuple[str, Record]]:
         if number == 1 and (not isinstance(data, dict) or data.get("swiftspec_trace") != TRACE_VERSION):
             raise no_trace
         if not isinstance(data, dict):
-            raise UserError(f"{name} is damaged: it is no JSON object")
+            raise UserError(f"{name} is damaged: it is not a JSON object")
         yield name, data
     if number == 0 or (number == 1 and bad is not None):
         raise no_trace

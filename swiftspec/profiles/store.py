@@ -180,7 +180,7 @@ def best_run(profile: Mapping[str, Any], wanted: Mapping[str, Any] | None = None
     return max(runs, key=median_speed, default=None)
 
 
-def settings_of(plan: Mapping[str, Any]) -> Json:
+def plan_settings(plan: Mapping[str, Any]) -> Json:
     """The settings for serve that a plan stands for: those that its mode has a use for, without what is open."""
     names = ("mode", "target_tp") if plan["mode"] == "ar" else PLAN_FIELDS
     own_group = plan["mode"] == "async"  # of the draft; else its size follows from the target's

@@ -34,8 +34,8 @@ class TreeDeltaLink(Protocol):
         """Sends a result to the draft."""
 
     def receive(self, deadline: float | None) -> TreeDelta | None:
-        """The next delta in the order sent. Waits until `deadline` (`time.monotonic`) and then raises DrafterLost; with
-        `deadline` None it does not wait and returns None if there is no delta."""
+        """The next delta in the order sent. Waits until `deadline` (`time.monotonic`) and then raises DrafterLost.
+        Without a deadline it does not wait, and returns None if nothing has arrived."""
         ...
 
     def close(self) -> None:
@@ -164,8 +164,8 @@ class ReplicaDrafter:
 
     def _receive(self, deadline: float | None) -> bool:
         """Applies the next delta, and with free d all that have arrived: together they cost little more than one.
-        Returns False if `deadline` is None and there is no delta. Raises DrafterLost for a delta that does not fit this
-        request's tree."""
+        Returns False if nothing has arrived and there was no deadline to wait for. Raises DrafterLost for a delta that
+        does not fit this request's tree."""
         first = self._next(deadline)
         if first is None:
             return False

@@ -146,8 +146,8 @@ class Runner:
         return logits
 
     def record_step(self, began: float, rows: int, seconds: float | None = None) -> None:
-        """Records a step of `rows` rows that has just finished, and calls the hooks. `seconds`: measured model time; if
-        it is None, or if there are hooks, the wall time since `began` is used."""
+        """Records a step of `rows` rows that has just finished, and calls the hooks. `seconds`: measured model time;
+        without it, or with hooks, the wall time since `began` is used."""
         for hook in self.hooks:
             hook(began, rows)
         self.busy += time.perf_counter() - began if seconds is None or self.hooks else seconds

@@ -243,10 +243,10 @@ def join_launched_world(supervision: SupervisorLink | None = None) -> World | No
     return join_world(lambda text: print(f"swiftspec: {text}", file=sys.stderr, flush=True), supervisor=supervision)
 
 
-def command() -> NoReturn:
+def run_command() -> NoReturn:
     """Runs the command in this process and exits with its exit code."""
     exit_process(main())
 
 
 if __name__ == "__main__":
-    command()
+    run_command()

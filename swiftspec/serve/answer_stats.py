@@ -157,7 +157,7 @@ def policy_stats(stats: Stats) -> Json | None:
     times = {"tree_round_ms": found.tree_round, "plain_round_ms": found.plain_round}
     shown = {name: None if seconds is None else _ms(seconds) for name, seconds in times.items()}
     shape = {"draft_steps": found.steps, "verify_batch": found.nodes}
-    return {**shape, "plain_rounds": found.plain_rounds, "changes": changes, **shown}
+    return {**shape, "plain_rounds": found.ar_rounds, "changes": changes, **shown}
 
 
 def mean_acceptance_length(stats: Stats) -> float:
@@ -177,8 +177,8 @@ def summary_line(stats: Stats, tokens: int) -> str:
     ]
     if stats.cached_tokens:
         parts.append(f"{stats.cached_tokens} of {stats.prompt_tokens} prompt tokens kept")
-    if stats.policy is not None and stats.policy.plain_rounds:
-        parts.append(f"{stats.policy.plain_rounds} of {stats.rounds} rounds without the draft")
+    if stats.policy is not None and stats.policy.ar_rounds:
+        parts.append(f"{stats.policy.ar_rounds} of {stats.rounds} rounds without the draft")
     if stats.policy is not None and stats.policy.changes:
         parts.append(f"now d {stats.policy.steps}, bs {stats.policy.nodes}")
     if stats.population is not None:

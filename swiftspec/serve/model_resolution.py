@@ -95,7 +95,7 @@ def apply_profile(settings: Settings, target: Path, draft: Path, ranks: int, pha
         raise UsageError(f"--plan {settings.plan} has no run{given} whose text is the target's: leave one of them out")
     if run is None:
         return settings
-    open_ = {name: value for name, value in store.settings_of(run["plan"]).items() if name not in fixed}
+    open_ = {name: value for name, value in store.plan_settings(run["plan"]).items() if name not in fixed}
     filled = settings.model_copy(update=open_)
     filled.model_fields_set.difference_update(open_)  # nobody insists on what was measured
     try:

@@ -104,7 +104,7 @@ class BatchRequest:
         return TokenChunk((), 0, reason)
 
 
-NextRequest = Callable[[], BatchRequest | None]  # the next waiting request, None if there is none
+NextRequest = Callable[[], BatchRequest | None]  # the next waiting request, if any
 IsCancelled = Callable[[BatchRequest], bool]
 
 
@@ -141,7 +141,7 @@ class ParticleDecoding:
 
     def batch(self, next_request: NextRequest, cancelled: IsCancelled) -> Generator[tuple[BatchRequest, TokenChunk]]:
         """Decodes requests concurrently, as many as there are groups. While there is room `next_request` is called for
-        another one; the batch ends once there is none and all admitted requests have ended.
+        another one; the batch ends once it returns None and all admitted requests have ended.
 
         The finish reason of a request's last chunk is "stop", "length", "abort" if `cancelled` returned True for it, or
         "error" if its logits are not finite (`BatchRequest.error`); the other requests are not affected.

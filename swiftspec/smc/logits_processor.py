@@ -33,7 +33,7 @@ class LogitsProcessor:
             sampling = replace(sampling, logit_bias={}, **no)
         self._draft = Sampler(replace(sampling, top_k=0, top_p=1.0, min_p=0.0), (), vocab, device)
         self._target = Sampler(replace(sampling, top_p=1.0), (), vocab, device)
-        self.temperature, self.bias = sampling.temperature, self._draft.bias  # sufficient if there are no filters
+        self.temperature, self.bias = sampling.temperature, self._draft.bias  # sufficient without filters
 
     @property
     def penalised(self) -> bool:

@@ -13,7 +13,7 @@ from swiftspec import _C
 from swiftspec.backends.cpu.packing import PackedLinear, pack
 from swiftspec.model.formats.int4 import AWQ_ORDER, Int4Weight, pack_int4, unpack_int4
 from swiftspec.model.formats.int8 import Int8Weight, Unrounded
-from swiftspec.model.weights import DenseWeight, fuse
+from swiftspec.model.weights import DenseWeight, fuse_weights
 
 pytestmark = pytest.mark.skipif(_C.level() == "none", reason="this CPU has no AVX2")
 
@@ -74,7 +74,7 @@ def expected(weight: Int4Weight) -> tuple[Tensor, Tensor, Tensor]:
 def test_int4(order: str, eights: list[int], groups: int, group: int, kind: torch.dtype, seed: int) -> None:
     """Every code order of checkpoints, and several matrices packed as one."""
     noise = torch.Generator().manual_seed(seed)
-    weight = fuse([int4(order, 8 * n, groups * group, group, kind, noise) for n in eights])
+    weight = fuse_weights([int4(order, 8 * n, groups * group, group, kind, noise) for n in eights])
     assert isinstance(weight, Int4Weight)
     same(pack(weight, torch.bfloat16, "cpu"), *expected(weight))
 
@@ -84,7 +84,7 @@ def test_int4(order: str, eights: list[int], groups: int, group: int, kind: torc
 def test_a_share_of_int4(order: str, run: bool, seed: int) -> None:
     """Shards of outputs and inputs: a slice, which is a view, or selected rows padded with zeros."""
     noise = torch.Generator().manual_seed(seed)
-    weight = fuse([int4(order, n, 256, 64, torch.float16, noise) for n in (64, 24)])
+    weight = fuse_weights([int4(order, n, 256, 64, torch.float16, noise) for n in (64, 24)])
     rows = torch.arange(16, 56) if run else torch.cat((torch.arange(8, 24), torch.full((8,), -1), torch.arange(64, 88)))
     columns = torch.arange(64, 192) if run else torch.cat((torch.arange(32, 64), torch.full((32,), -1)))
     dense = F.pad(weight.dequantize(torch.float64), (0, 1, 0, 1))

@@ -20,7 +20,7 @@ from swiftspec.control.round_stats import (
     RoundSample,
     RoundStats,
 )
-from swiftspec.distributed.transport.codec import pack, unpack_result
+from swiftspec.distributed.transport.codec import pack_message, unpack_result
 from swiftspec.llm import LLM
 from swiftspec.messages import Proposal, RequestStart, VerifyResult
 from swiftspec.params import SamplingParams
@@ -48,7 +48,7 @@ class FakeDrafter:
 
     def observe(self, result: VerifyResult) -> None:
         assert result.prefix_len == self.at and result.tokens == tuple(range(self.at, self.at + len(result.tokens)))
-        assert unpack_result(pack(result)) == result
+        assert unpack_result(pack_message(result)) == result
         self.round, self.at = result.round + 1, result.prefix_len + len(result.tokens)
 
     def close(self) -> None:

@@ -14,7 +14,7 @@ from tests.conventions.sources import circles, imported_files, imports, parsed, 
 ROOMS = (
     "errors", "settings_schema", "file_io", "params", "config", "messages", "model", "backends", "sampling", "tree",
     "runtime", "decode", "engine", "observe", "smc", "control", "distributed", "builder", "llm", "profiles",
-    "serve", "lab", "profile", "exactness",
+    "serve", "lab", "profile", "exactness", "__main__",
 )  # fmt: skip
 FLOORS = {name: floor for floor, name in enumerate(ROOMS)} | {"_C": 0, "demo": 0}
 PEOPLE = FLOORS["profiles"]  # from here on a person is spoken to

@@ -10,11 +10,11 @@ import pytest
 from swiftspec.errors import UserError
 from swiftspec.lab import batching_prediction, latency_model
 from swiftspec.lab.profile import main
-from swiftspec.lab.simulation import Acceptance, Times
+from swiftspec.lab.simulation import RecordedAcceptance, SimulatedTimes
 from swiftspec.model.config_json import parse_config
 from tests.lab.test_predict import LLAMA_3B, LLAMA_70B
 
-CHAINS = Acceptance(
+CHAINS = RecordedAcceptance(
     [{"plan": {"mode": "serial", "verify_batch": 3, "draft_leaves": 1, "draft_steps": 2}, "rounds": [[2, 0], [0, 0]]}]
 )
 
@@ -22,14 +22,15 @@ CHAINS = Acceptance(
 def test_each_way_has_its_rows_and_its_tokens() -> None:
     asked: list[tuple[int, int, int]] = []
 
-    def forwards(rows: int, drafted: int, requests: int) -> tuple[Times, Times]:
+    def forwards(rows: int, drafted: int, requests: int) -> tuple[SimulatedTimes, SimulatedTimes]:
         """A row of the target takes a second, one of the draft a tenth, fast or slow."""
         asked.append((rows, drafted, requests))
-        times = Times(10.0 + rows, 1.0 + drafted / 10, verify=0.5)
+        times = SimulatedTimes(10.0 + rows, 1.0 + drafted / 10, verify=0.5)
         return times, times
 
     found = {
-        (each.name, each.groups): each.speed for each in batching_prediction.batches([1, 4], 2, 2, CHAINS, forwards)
+        (each.name, each.groups): each.speed
+        for each in batching_prediction.predict_batches([1, 4], 2, 2, CHAINS, forwards)
     }
     assert found["plain", 4] == pytest.approx(4 / 14.5)
     # G (K + 1) rows verified; 2 G of the draft, then G; two tokens a round on average
@@ -39,7 +40,7 @@ def test_each_way_has_its_rows_and_its_tokens() -> None:
     assert found["smc N 2 K 2", 1] == pytest.approx(3 / (16.5 + 1.4 + 1.2))
     assert (24, 16, 4) in asked and (24, 8, 4) in asked
     assert (
-        batching_prediction.table(batching_prediction.batches([1, 4], 2, 2, CHAINS, forwards))
+        batching_prediction.format_batches(batching_prediction.predict_batches([1, 4], 2, 2, CHAINS, forwards))
         .splitlines()[2]
         .startswith("4 ")
     )
@@ -49,7 +50,7 @@ def test_chains_that_nobody_recorded() -> None:
     with pytest.raises(UserError, match=r"no chains of 3 draft tokens were recorded \(2 were\)"):
         CHAINS.chains(3)
     with pytest.raises(UserError, match="none were"):
-        Acceptance([]).chains(2)
+        RecordedAcceptance([]).chains(2)
 
 
 def test_rows_are_nearly_free_until_the_operations_do_not_fit() -> None:

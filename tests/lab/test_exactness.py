@@ -80,10 +80,10 @@ def test_the_biased_verifier_is_caught_and_the_exact_one_is_not(pair: list[str])
     sampling = SamplingParams(temperature=0.7, top_k=3, max_tokens=3)
     plain = LLM(target)
     tree = LLM(target, draft, EngineConfig(verify="reject", draft_steps=2))
-    assert trial.draw(plain, tree, [5, 17, 40], sampling, 300, lambda: None).same
+    assert trial.compare_samples(plain, tree, [5, 17, 40], sampling, 300, lambda: None).same
     runner = verifier_of(tree).runner
     put(tree, verifier=RejectionVerifier(runner, selection.target_executors(runner, tools(runner)), LongestBranch))
-    assert not trial.draw(plain, tree, [5, 17, 40], sampling, 300, lambda: None).same
+    assert not trial.compare_samples(plain, tree, [5, 17, 40], sampling, 300, lambda: None).same
 
 
 def test_the_command(pair: list[str], capsys: pytest.CaptureFixture[str]) -> None:
@@ -100,9 +100,11 @@ def test_guided_requests_are_guided_by_the_negative_prompt(
     pair: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = []
-    whole = trial.draw
+    whole = trial.compare_samples
 
-    def noted(plain: LLM, tree: trial.Watched, prompt: Any, sampling: SamplingParams, *more: Any) -> trial.Verdict:
+    def noted(
+        plain: LLM, tree: trial.CountingEngine, prompt: Any, sampling: SamplingParams, *more: Any
+    ) -> trial.SampleVerdict:
         asked.append(sampling)
         assert isinstance(tree.engine, LLM) and not tree.engine.config.self_switch
         return whole(plain, tree, prompt, sampling, *more)
@@ -122,7 +124,7 @@ def test_a_draft_without_use_is_no_proof(
     monkeypatch.setattr(LocalDrafter, "observe", fails)
     assert main([*pair, "--raw", "--temperature", "0", "--greedy-tokens", "9"]) == 1
     assert "NOT TESTED: the drafter was lost (it left)" in capsys.readouterr().out
-    idle = trial.Watched(LLM(Path(pair[1])))
+    idle = trial.CountingEngine(LLM(Path(pair[1])))
     idle.generate([5, 17, 40], SamplingParams(max_tokens=3))
     assert idle.idle == "no draft token was accepted"
 
@@ -130,7 +132,7 @@ def test_a_draft_without_use_is_no_proof(
 def test_rounding_is_named_where_only_single_answers_part(
     pair: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(trial, "same_texts", lambda name, *_: trial.Texts(name, 8, [3]))
+    monkeypatch.setattr(trial, "same_texts", lambda name, *_: trial.TextComparison(name, 8, [3]))
     flags = [*pair, "--raw", "--temperature", "0", "--prompt", "a"]
     assert main(flags) == 1
     out = capsys.readouterr().out

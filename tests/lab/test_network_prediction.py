@@ -7,40 +7,40 @@ import pytest
 from swiftspec.errors import UserError
 from swiftspec.lab import network_prediction
 from swiftspec.lab.network_link import Link
-from swiftspec.lab.network_prediction import Far
+from swiftspec.lab.network_prediction import LinkCost
 from swiftspec.lab.profile import main
-from swiftspec.lab.simulation import Times
+from swiftspec.lab.simulation import SimulatedTimes
 
-TIMES = Times(30, 3)  # milliseconds
-DRAFT_APART, BOTH_APART = Far(20, 0, both=False), Far(20, 0, both=True)
+TIMES = SimulatedTimes(30, 3)  # milliseconds
+DRAFT_APART, BOTH_APART = LinkCost(20, 0, both=False), LinkCost(20, 0, both=True)
 HIT, MISS = (2, 0), (0, 1)
 
 
 def test_serial_rounds_pay_for_every_message() -> None:
-    assert network_prediction.serial([HIT] * 3, 4, TIMES, DRAFT_APART).round == 30 + 40 + 12
-    assert network_prediction.serial([HIT] * 3, 4, TIMES, BOTH_APART).round == 30 + 80 + 12
+    assert network_prediction.serial_over_link([HIT] * 3, 4, TIMES, DRAFT_APART).round == 30 + 40 + 12
+    assert network_prediction.serial_over_link([HIT] * 3, 4, TIMES, BOTH_APART).round == 30 + 80 + 12
 
 
 def test_a_replica_that_holds_enough_hides_the_link() -> None:
-    found = network_prediction.ahead([HIT] * 50, 4, TIMES, BOTH_APART)
+    found = network_prediction.async_over_link([HIT] * 50, 4, TIMES, BOTH_APART)
     assert found.round == pytest.approx(70) and found.waiting == 0
-    near = network_prediction.ahead([HIT] * 50, 4, TIMES, Far(5, 0, both=False))
+    near = network_prediction.async_over_link([HIT] * 50, 4, TIMES, LinkCost(5, 0, both=False))
     assert near.round == pytest.approx(30) and near.waiting == 0
 
 
 def test_growth_that_comes_late_and_growth_that_a_result_asks_for() -> None:
-    late = network_prediction.ahead([HIT] * 400, 4, TIMES, DRAFT_APART)
+    late = network_prediction.async_over_link([HIT] * 400, 4, TIMES, DRAFT_APART)
     assert late.round == pytest.approx((20 + 12 + 20 + 30) / 2, rel=0.01), "growth goes into the round after the next"
-    asked = network_prediction.ahead([MISS] * 50, 4, TIMES, BOTH_APART)
+    asked = network_prediction.async_over_link([MISS] * 50, 4, TIMES, BOTH_APART)
     assert asked.round == pytest.approx(70 + 20 + 3 + 20)
-    slow = network_prediction.ahead([HIT] * 50, 4, TIMES, Far(20, 5, both=True))
+    slow = network_prediction.async_over_link([HIT] * 50, 4, TIMES, LinkCost(20, 5, both=True))
     assert slow.round == pytest.approx((20 + 12 + 20 + 4 * 5 + 70) / 2, rel=0.01), "nodes take their time on the wire"
 
 
 def test_the_depth_that_a_link_hides() -> None:
-    assert network_prediction.hidden(TIMES, BOTH_APART) == 10
-    assert network_prediction.hidden(TIMES, Far(5, 0, both=False)) == 6
-    assert network_prediction.hidden(TIMES, DRAFT_APART) == 0
+    assert network_prediction.max_hidden_depth(TIMES, BOTH_APART) == 10
+    assert network_prediction.max_hidden_depth(TIMES, LinkCost(5, 0, both=False)) == 6
+    assert network_prediction.max_hidden_depth(TIMES, DRAFT_APART) == 0
 
 
 def test_what_a_link_can_say() -> None:

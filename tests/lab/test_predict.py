@@ -11,7 +11,7 @@ import pytest
 from swiftspec.errors import UserError
 from swiftspec.lab import latency_model, predict, simulation
 from swiftspec.lab.profile import main
-from swiftspec.lab.simulation import Acceptance, Times
+from swiftspec.lab.simulation import RecordedAcceptance, SimulatedTimes
 from swiftspec.model.config_json import parse_config
 from swiftspec.profiles import emulation
 from swiftspec.serve.text.codec import TextCodec
@@ -35,20 +35,20 @@ LLAMA_3B = llama(28, 3072, 24, 8, 8192, head_dim=128)
 
 
 def test_a_round_in_which_the_draft_has_time() -> None:
-    found = simulation.asynchronous([(1, 0)] * 4, 2, Times(10, 3))
+    found = simulation.asynchronous([(1, 0)] * 4, 2, SimulatedTimes(10, 3))
     assert (found.round, found.waiting, found.tokens_per_round) == (10, 0, 2)
     assert found.speed == pytest.approx(0.2)
 
 
 def test_a_draft_that_is_late_or_must_expand_first() -> None:
-    late = simulation.asynchronous([(1, 0)] * 4, 4, Times(10, 3))
+    late = simulation.asynchronous([(1, 0)] * 4, 4, SimulatedTimes(10, 3))
     assert (late.round, late.waiting) == (12, 2)
-    short = simulation.asynchronous([(0, 1)] * 4, 2, Times(10, 3))
+    short = simulation.asynchronous([(0, 1)] * 4, 2, SimulatedTimes(10, 3))
     assert (short.round, short.waiting) == (13, 3)
 
 
 def test_what_surrounds_the_models_counts_where_it_lies() -> None:
-    times = Times(10, 3, verify=0.5, settle=0.4, expand=0.25, answer=0.3, link=0.1)
+    times = SimulatedTimes(10, 3, verify=0.5, settle=0.4, expand=0.25, answer=0.3, link=0.1)
     assert simulation.asynchronous(ROUNDS, 2, times).round == pytest.approx(10.5 + 0.3 + 0.2 + 3.25 / 3)
     assert simulation.serial(ROUNDS, 2, times).round == pytest.approx(10.5 + 0.4 + 0.3 + 2 * 3.25)
     assert simulation.plain(times).round == pytest.approx(10.9)
@@ -56,19 +56,28 @@ def test_what_surrounds_the_models_counts_where_it_lies() -> None:
 
 def test_growing_that_outlasts_a_round_delays_the_next_one() -> None:
     """An expansion in the answer gives the target a late start, which lets the draft catch up."""
-    found = simulation.asynchronous([(0, 0), (0, 1), (0, 0)], 4, Times(10, 3))
+    found = simulation.asynchronous([(0, 0), (0, 1), (0, 0)], 4, SimulatedTimes(10, 3))
     assert found.round * 3 == pytest.approx(12 + 15 + 12)
 
 
 def test_the_advice_names_the_side_that_limits() -> None:
-    assert simulation.help_most("async", [(1, 0)] * 9, 2, Times(10, 3))[0] == "a target step shorter by a tenth"
-    assert simulation.help_most("async", [(1, 0)] * 9, 4, Times(10, 3))[0] == "a draft step shorter by a tenth"
-    assert simulation.help_most("ar", [(0, 0)], 1, Times(1, 1, verify=9))[0] == "no time outside the two models"
+    assert (
+        simulation.best_improvement("async", [(1, 0)] * 9, 2, SimulatedTimes(10, 3))[0]
+        == "a target step shorter by a tenth"
+    )
+    assert (
+        simulation.best_improvement("async", [(1, 0)] * 9, 4, SimulatedTimes(10, 3))[0]
+        == "a draft step shorter by a tenth"
+    )
+    assert (
+        simulation.best_improvement("ar", [(0, 0)], 1, SimulatedTimes(1, 1, verify=9))[0]
+        == "no time outside the two models"
+    )
 
 
 def test_the_interval_holds_the_middle() -> None:
     rounds = [(i % 5, i % 3 == 0) for i in range(200)]
-    low, middle, high = simulation.interval("async", rounds, 3, Times(11, 3.3), Times(9, 2.7))
+    low, middle, high = simulation.interval("async", rounds, 3, SimulatedTimes(11, 3.3), SimulatedTimes(9, 2.7))
     assert low < middle < high
 
 
@@ -160,7 +169,7 @@ def test_every_split_is_as_fast_as_predicted(tmp_path: Path, pool: Pool) -> None
     assert given.target is not None and given.draft is not None
     speeds = {}
     for plan, run_ in zip(PLANS, found, strict=True):
-        times = Times(given.target.at(plan["target_tp"], 8), given.draft.at(plan.get("draft_tp", 1), 8))
+        times = SimulatedTimes(given.target.at(plan["target_tp"], 8), given.draft.at(plan.get("draft_tp", 1), 8))
         rounds = [tuple(round_) for round_ in run_["rounds"]] or [(0, 0)]
         predicted = simulation.run(plan["mode"], rounds, plan.get("draft_steps", 1), times).speed
         assert predicted == pytest.approx(run_["speed"], rel=0.1), plan
@@ -179,7 +188,9 @@ def test_what_cannot_be_predicted(argv: list[str], capsys: pytest.CaptureFixture
 
 
 def test_the_recorded_rounds_of_the_embedded_pair_are_there() -> None:
-    known = Acceptance(json.loads(predict.ACCEPTANCE.read_text())["rounds"])
+    known = RecordedAcceptance(json.loads(predict.ACCEPTANCE.read_text())["rounds"])
     assert known.depths("async", 8, 8)[:4] == [1, 2, 3, 4]
-    means = [simulation.serial(known.rounds("serial", 8, 8, d), d, Times(1, 1)).tokens_per_round for d in (1, 2, 4)]
+    means = [
+        simulation.serial(known.rounds("serial", 8, 8, d), d, SimulatedTimes(1, 1)).tokens_per_round for d in (1, 2, 4)
+    ]
     assert 1 < means[0] < means[1] < means[2] < 8

@@ -12,9 +12,9 @@ import torch
 
 from swiftspec.errors import UserError
 from swiftspec.lab import measurement, trials
-from swiftspec.lab.measurement import Books
+from swiftspec.lab.measurement import RequestProgress
 from swiftspec.lab.profile import main
-from swiftspec.lab.worker_pool import Order, Pair, WorkerPool
+from swiftspec.lab.worker_pool import EngineRequest, Pair, RankPool
 from swiftspec.llm import LLM
 from swiftspec.serve import model_resolution as serve_found
 from swiftspec.serve.cli.arguments import parse_command
@@ -90,9 +90,9 @@ def test_what_was_interrupted_goes_on_and_repeats_nothing(
     pair: list[str], short: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     built: list[tuple[str, int, str]] = []
-    engine, decode_all = WorkerPool.engine, measurement.decode_all
+    engine, decode_all = RankPool.engine, measurement.decode_all
 
-    def counting(self: WorkerPool, order: Order) -> Any:
+    def counting(self: RankPool, order: EngineRequest) -> Any:
         if len(built) == stop_at:
             raise KeyboardInterrupt
         built.append((order.plan.mode, order.plan.initial_draft_steps, str(order.alone)))
@@ -104,7 +104,7 @@ def test_what_was_interrupted_goes_on_and_repeats_nothing(
         run.seconds = run.rounds * (1 + llm.config.initial_draft_steps * 0.1 * (llm.config.mode == "serial"))
         return run
 
-    monkeypatch.setattr(WorkerPool, "engine", counting)
+    monkeypatch.setattr(RankPool, "engine", counting)
     monkeypatch.setattr(measurement, "decode_all", by_rounds)
     args = [*pair, *short, "--modes", "ar,serial"]
     stop_at = -1
@@ -136,7 +136,7 @@ def test_what_was_killed_between_two_d_goes_on_with_the_next(
         if max_tokens == 8:
             if len(decoded) == killed_at:
                 raise KeyboardInterrupt
-            decoded.append(measurement.tree_of(llm).drafter.draft_steps)
+            decoded.append(measurement.tree_roles(llm).drafter.draft_steps)
         return decode_all(llm, prompts, max_tokens, deadline)
 
     monkeypatch.setattr(measurement, "decode_all", counting)
@@ -155,9 +155,9 @@ def interrupted(*args: object) -> None:
 
 def test_a_request_counts_from_its_second_round_on() -> None:
     run = measurement.Run()
-    run.add(Books(3, 1, 0.5, 0.4), Books(9, 4, 2.0, 1.3))
+    run.add(RequestProgress(3, 1, 0.5, 0.4), RequestProgress(9, 4, 2.0, 1.3))
     assert (run.tokens, run.rounds, run.speed, run.busy) == (6, 3, 4.0, pytest.approx(0.9))
-    run.add(Books(2, 1, 0.5, 0.4), Books(2, 1, 0.5, 0.4))
+    run.add(RequestProgress(2, 1, 0.5, 0.4), RequestProgress(2, 1, 0.5, 0.4))
     assert (run.tokens, run.rounds) == (8, 4), "unless there is no other"
 
 
@@ -211,10 +211,10 @@ def test_serve_takes_the_plan_and_says_so(
 
 
 def test_a_deadline_ends_a_run(pair: list[str]) -> None:
-    crew = WorkerPool(Pair(Path(pair[1]), Path(pair[3]), {"dtype": torch.float32}), None)
+    crew = RankPool(Pair(Path(pair[1]), Path(pair[3]), {"dtype": torch.float32}), None)
     from swiftspec.config import EngineConfig
 
-    with crew.engine(Order(EngineConfig("serial"))) as llm, pytest.raises(measurement.OutOfTime):
+    with crew.engine(EngineRequest(EngineConfig("serial"))) as llm, pytest.raises(measurement.OutOfTime):
         measurement.decode_all(llm, [[1, 2, 3]], 8, deadline=0.0)
-    order = Order(EngineConfig("serial", draft_steps=2), alone="draft", trace="t")
-    assert Order.unpack(order.pack()) == order
+    order = EngineRequest(EngineConfig("serial", draft_steps=2), alone="draft", trace="t")
+    assert EngineRequest.unpack(order.pack()) == order

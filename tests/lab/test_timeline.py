@@ -33,7 +33,7 @@ def test_sound_lines(tmp_path: Path) -> None:
         ("{", "line 2, is not readable as JSON"),
         ("", "line 2, is not readable as JSON"),
         ("[" * 100_000 + "]" * 100_000, "line 2, is not usable as JSON"),
-        ("[]", "line 2, is damaged: it is no JSON object"),
+        ("[]", "line 2, is damaged: it is not a JSON object"),
         ({}, "line 2, is damaged (request:"),
         (LANE | {"wait": None}, "line 2, is damaged (wait:"),
         (LANE | {"wait": [1]}, "line 2, is damaged (wait.1:"),
@@ -52,7 +52,7 @@ def test_a_damaged_line_is_named(tmp_path: Path, line: object, reason: str) -> N
 
 def test_a_first_line_that_is_none(tmp_path: Path) -> None:
     for first in ("{", "[]", {}, {"swiftspec_trace": 99}):
-        with pytest.raises(UserError, match=r"is no trace of this version|line 1"):
+        with pytest.raises(UserError, match=r"is not a trace of this version|line 1"):
             read(tmp_path, first, LANE)
     with pytest.raises(UserError, match="line 1, is damaged"):
         read(tmp_path, {"swiftspec_trace": 1}, LANE)

@@ -16,7 +16,7 @@ from torch import Tensor
 from swiftspec.model.formats.awq import from_awq
 from swiftspec.model.formats.compressed_tensors import from_pack_quantized
 from swiftspec.model.formats.int4 import AWQ_ORDER, Int4Weight, pack_int4, unpack_int4
-from swiftspec.model.weights import DenseWeight, Weight, fuse
+from swiftspec.model.weights import DenseWeight, Weight, fuse_weights
 
 DATA = Path(__file__).parents[1] / "data"  # written and unpacked by autoawq and compressed-tensors themselves
 sizes = st.tuples(st.integers(1, 3), st.sampled_from([32, 64]), st.integers(1, 4), st.integers(0, 2**31))
@@ -119,24 +119,27 @@ def dense(weight: Weight) -> Tensor:
 
 def test_fusing() -> None:
     parts = [awq(Drawn(2, 32, eights, eights), torch.randn(8 * eights)) for eights in (1, 2, 3)]
-    joined = fuse(parts)
+    joined = fuse_weights(parts)
     assert isinstance(joined, Int4Weight) and joined.bias is not None
     assert torch.equal(dense(joined), torch.cat([dense(part) for part in parts]))
     assert torch.equal(joined.bias, torch.cat([part.bias for part in parts if part.bias is not None]))
     plain = [DenseWeight(torch.randn(rows, 64)) for rows in (8, 3)]
-    assert torch.equal(dense(fuse(plain)), torch.cat([dense(part) for part in plain])) and fuse(plain).bias is None
+    assert (
+        torch.equal(dense(fuse_weights(plain)), torch.cat([dense(part) for part in plain]))
+        and fuse_weights(plain).bias is None
+    )
 
 
 def test_fusing_what_was_left_dense_with_what_was_not() -> None:
     parts: list[Weight] = [awq(Drawn(2, 32, 1, 1)), DenseWeight(torch.randn(5, 64, dtype=torch.float64))]
-    joined = fuse(parts)
+    joined = fuse_weights(parts)
     assert isinstance(joined, DenseWeight)
     assert torch.equal(dense(joined), torch.cat([dense(part) for part in parts]))
 
 
 def test_biases_of_only_some_parts_are_a_mistake() -> None:
     with pytest.raises(AssertionError):
-        fuse([DenseWeight(torch.randn(2, 4), torch.randn(2)), DenseWeight(torch.randn(2, 4))])
+        fuse_weights([DenseWeight(torch.randn(2, 4), torch.randn(2)), DenseWeight(torch.randn(2, 4))])
 
 
 @given(sizes, st.sampled_from([8, 16, 32, 64]), st.data())

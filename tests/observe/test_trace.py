@@ -106,7 +106,7 @@ def test_the_lane_of_a_draft_in_another_process(pair: tuple[Path, Path], pool: P
 def test_a_request_on_record_has_its_own_exchanges_alone() -> None:
     hops = RpcLog()
     hops.add(RpcRecord("draft", 7, 1, 2, 255, 3, 4, 5, 6), b"")
-    trace = TreeTrace(Recorder(None), lambda: 0.0, lambda: True, lambda tokens, parents: None, rpcs=hops.take)
+    trace = TreeTrace(Recorder(None), lambda: 0.0, lambda: True, lambda tokens, parents: None, rpcs=hops.drain)
     trace.handlers["opening"](RequestStart(2, tuple(PROMPT), GREEDY, len(PROMPT)))
     assert hops.drain() == []
 
@@ -210,7 +210,7 @@ def test_a_pipe(tmp_path: Path) -> None:
     """With a reader it is as good as a file; without, nobody waits for one. A reader may leave."""
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
-    with pytest.raises(UserError, match="pipe cannot be written: nobody reads this pipe yet, start its reader first"):
+    with pytest.raises(UserError, match="pipe cannot be written: this pipe has no reader yet: start the reader first"):
         TraceFile(pipe)
     reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
     log = TraceFile(pipe)

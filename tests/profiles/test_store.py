@@ -183,7 +183,17 @@ def test_settings_and_table_say_what_was_found(tmp_path: Path) -> None:
     plan = load_settings({}, settings).make_plan(has_draft=True, ranks=4)
     assert (plan.mode, plan.target_tp, plan.draft_tp, plan.draft_steps) == ("async", 3, 1, 4)
     assert yaml.safe_load(results.as_yaml(whole["runs"][0], "p")) == {"mode": "ar", "target-tp": 4}
-    assert results.table(whole).splitlines()[1].split()[:9] == ["*", "async", "3+1", "bs", "8", "w", "8", "d", "4"]
+    assert results.format_profile(whole).splitlines()[1].split()[:9] == [
+        "*",
+        "async",
+        "3+1",
+        "bs",
+        "8",
+        "w",
+        "8",
+        "d",
+        "4",
+    ]
     rows = list(csv.DictReader(io.StringIO(results.as_csv(whole))))
     assert [(row["mode"], row["tokens_per_second"]) for row in rows] == [
         ("ar", "200"),
@@ -214,7 +224,7 @@ def test_the_report_is_one_file_with_every_plot(tmp_path: Path) -> None:
 
 def test_without_matplotlib_one_line_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    written = outputs.write(profile(run("ar", 4, 0, 1.0)), tmp_path / "p.json")
+    written = outputs.write_outputs(profile(run("ar", 4, 0, 1.0)), tmp_path / "p.json")
     with pytest.raises(UserError, match=r"needs matplotlib: pip install 'swiftspec\[report\]'"):
         list(written)
     assert (tmp_path / "p.csv").exists()

@@ -13,7 +13,7 @@ from transformers import AutoTokenizer, LlamaForCausalLM
 from bench.heldout import DEMO, read_prompts
 from bench.peers import load_transformers
 from swiftspec.config import EngineConfig
-from swiftspec.distributed.transport.codec import pack, unpack_request_start
+from swiftspec.distributed.transport.codec import pack_message, unpack_request_start
 from swiftspec.errors import UserError
 from swiftspec.llm import LLM
 from swiftspec.messages import RequestStart
@@ -190,7 +190,7 @@ def test_a_population_is_not_guided() -> None:
 
 def test_guidance_goes_over_the_bridge() -> None:
     opening = RequestStart(3, (1, 2, 3), guided(1.7, LONG), 2)
-    assert unpack_request_start(pack(opening)) == opening
+    assert unpack_request_start(pack_message(opening)) == opening
     guidance = Guidance.of(opening.sampling, opening.tokens, opening.prompt_len)
     assert guidance == Guidance((*LONG, 3), 1.7)
 

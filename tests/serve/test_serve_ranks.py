@@ -19,7 +19,7 @@ import pytest
 
 from swiftspec.serve.__main__ import main
 from tests.support.pty_terminal import Terminal
-from tests.support.server_process import hear
+from tests.support.server_process import restore_signals
 from tests.support.toy_pair import CONTEXT, make_pair
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -126,7 +126,7 @@ def test_its_own_ranks_leave_with_it(pair: list[str], number: signal.Signals) ->
     process = subprocess.Popen(
         [sys.executable, *SERVE, *pair, *LONG, "--target-tp", "1", "--draft-tp", "1"], cwd=ROOT, text=True,
         stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        env={**os.environ, "PYTHONUNBUFFERED": "1"}, preexec_fn=hear,
+        env={**os.environ, "PYTHONUNBUFFERED": "1"}, preexec_fn=restore_signals,
     )  # fmt: skip
     assert process.stdout is not None
     process.stdout.read(1)

@@ -31,7 +31,7 @@ from swiftspec.serve.cli.worker import run_worker
 from swiftspec.serve.settings.settings import Settings
 from swiftspec.serve.worker_endpoints import load_security
 from tests.support.collector import collecting
-from tests.support.server_process import ROOT, ServerProcess, hear
+from tests.support.server_process import ROOT, ServerProcess, restore_signals
 from tests.support.workers import on_workers
 
 SERVE = (sys.executable, "-m", "swiftspec.serve")
@@ -47,7 +47,7 @@ class WorkerAddress:
         start = SERVE if ranks == 1 else (*run, *SERVE[1:])
         self.process = subprocess.Popen(
             [*start, "worker", side, "--listen", "127.0.0.1:0", *flags], cwd=ROOT, stderr=subprocess.PIPE, text=True,
-            env=ENVIRONMENT, preexec_fn=hear,
+            env=ENVIRONMENT, preexec_fn=restore_signals,
         )  # fmt: skip
         assert self.process.stderr is not None
         said = []

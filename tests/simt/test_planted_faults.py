@@ -75,7 +75,7 @@ FAULTS = [
     Fault("x is read before it is arranged", HOPPER, WIDE, WIDE,
           "  ptx::wait_for_dependencies();\n  slabs.start();", "  slabs.start();\n  ptx::wait_for_dependencies();"),
     Fault("sums are added to while another block reads them", HOPPER, WIDE, WIDE,
-          "    ptx::cluster_sync();  // nobody adds to sums that another still reads\n"),
+          "    ptx::cluster_sync();  // no warp adds to sums that another CTA still reads\n"),
     Fault("all launches take the first one's rows", AMPERE, WIDE, WIDE,
           "slabs + tiles::part_offset(t, most, all, done, 0)",
           "slabs"),

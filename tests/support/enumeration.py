@@ -17,7 +17,7 @@ from torch import Tensor
 from swiftspec.backends import reference
 from swiftspec.config import EngineConfig
 from swiftspec.control.controller import Controller
-from swiftspec.distributed.transport.codec import pack, unpack_proposal
+from swiftspec.distributed.transport.codec import pack_message, unpack_proposal
 from swiftspec.messages import Proposal, VerifyResult
 from swiftspec.params import SamplingParams
 from swiftspec.runtime.local_drafter import LocalDrafter
@@ -150,7 +150,7 @@ class Pair:
         drafter = self.around(self.drafter)
         drafter.open(opening(PROMPT, self.sampling))
         for _ in range(rounds):
-            proposal = unpack_proposal(pack(drafter.propose()))
+            proposal = unpack_proposal(pack_message(drafter.propose()))
             told = text
             new = choices.choose(list(self.judge(proposal, lambda below, told=told: self.law((*told, *below))).items()))
             text = (*text, *new)

@@ -328,22 +328,22 @@ def paced(emulate: str, plans: list[Json], prompts: list[list[int]], max_tokens:
 
     from swiftspec.lab import measurement
     from swiftspec.lab.timeline import Trace
-    from swiftspec.lab.worker_pool import Order, Pair, WorkerPool
+    from swiftspec.lab.worker_pool import EngineRequest, Pair, RankPool
     from swiftspec.profiles import emulation
 
     world, demo = join_world(), Path(__file__).parents[2] / "swiftspec" / "demo"
     options: LoadOptions = {"dtype": torch.bfloat16, "emulate": emulation.parse_emulation(emulate)}
-    crew = WorkerPool(Pair(demo / "target", demo / "draft", options, threads=1), world)
+    crew = RankPool(Pair(demo / "target", demo / "draft", options, threads=1), world)
     if world is not None and world.rank > 0:
         crew.follow()
         return None
     found = []
     with tempfile.TemporaryDirectory() as folder:
         for plan in plans:
-            with crew.engine(Order(EngineConfig(**plan))) as llm:
+            with crew.engine(EngineRequest(EngineConfig(**plan))) as llm:
                 speed = measurement.decode_all(llm, prompts, max_tokens).speed
             file = f"{folder}/rounds.jsonl"
-            with crew.engine(Order(EngineConfig(**plan), paced=False, trace=file)) as llm:
+            with crew.engine(EngineRequest(EngineConfig(**plan), paced=False, trace=file)) as llm:
                 measurement.decode_all(llm, prompts, max_tokens)
             found.append({"speed": speed, "rounds": measurement.rounds_of(Trace.read(Path(file)))})
     crew.dismiss()

@@ -85,8 +85,8 @@ class ServerProcesses:
 
 
 def inject_fault(what: str, process: int) -> bool:
-    """Sends SIGKILL ("kill"), SIGSTOP ("stop"), or SIGSTOP for a moment ("slow") to a process. Returns False if the process
-    does not exist, or would be slowed while it is stopped."""
+    """Sends SIGKILL ("kill"), SIGSTOP ("stop"), or SIGSTOP for a moment ("slow") to a process. Returns False if the
+    process does not exist, or would be slowed while it is stopped."""
     if not process or (what == "slow" and _state(process) == "T"):
         return False
     try:

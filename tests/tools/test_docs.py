@@ -22,9 +22,9 @@ def test_the_committed_page_is_current(name: str) -> None:
 
 
 @pytest.mark.parametrize("machine", execution_paths.MACHINES, ids=lambda machine: machine.name)
-def test_no_kind_of_steps_takes_more_than_a_slower_one(machine: execution_paths.Machine) -> None:
-    """docs/paths.md says so: of a request with several features the slowest row counts."""
-    for offer in (machine.to_expand(), machine.to_verify(), machine.for_rounds()):
+def test_no_executor_supports_more_than_a_slower_one(machine: execution_paths.Machine) -> None:
+    """docs/paths.md relies on it: for a request with several features the slowest row counts."""
+    for offer in (machine.expansion_executors(), machine.verification_executors(), machine.population_executors()):
         taken = [frozenset(name for name in FEATURES if kind.supports(frozenset({name}))) for kind in offer]
         assert all(kind.supports(all_of_them) for kind, all_of_them in zip(offer, taken))
         assert all(faster <= slower for faster, slower in pairwise(taken))
@@ -32,29 +32,29 @@ def test_no_kind_of_steps_takes_more_than_a_slower_one(machine: execution_paths.
 
 
 @dataclass(frozen=True)
-class Listener(execution_paths.Machine):
-    """Offers steps that take everything and remember what they were asked."""
+class FeatureRecorder(execution_paths.Machine):
+    """Offers executors that support everything and record the features that they are asked for."""
 
-    heard: set[str] = field(default_factory=set)
-    name: str = "listener"
+    requested: set[str] = field(default_factory=set)
+    name: str = "recorder"
 
-    def supports(self, wanted: frozenset[str]) -> bool:
-        self.heard.update(wanted)
+    def supports(self, required: frozenset[str]) -> bool:
+        self.requested.update(required)
         return True
 
     def offer(self) -> list[Any]:
         return [self]
 
-    to_expand = to_verify = for_rounds = offer
+    expansion_executors = verification_executors = population_executors = offer
 
 
 def test_the_page_of_paths_asks_for_every_feature() -> None:
-    listener = Listener(group=True)
-    for _, step, requests in execution_paths.STEPS:
-        for asked in requests:
+    recorder = FeatureRecorder(group=True)
+    for _, select, requests in execution_paths.PHASES:
+        for case in requests:
             with contextlib.suppress(UserError):
-                step(listener, asked)
-    assert listener.heard == set(FEATURES)
+                select(recorder, case)
+    assert recorder.requested == set(FEATURES)
 
 
 def test_a_stale_page_is_told_and_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -24,7 +24,7 @@ from swiftspec.config import EngineConfig
 from swiftspec.distributed.launch.world import join_world
 from swiftspec.lab import measurement, predict
 from swiftspec.lab.timeline import Trace
-from swiftspec.lab.worker_pool import Order, Pair, WorkerPool
+from swiftspec.lab.worker_pool import EngineRequest, Pair, RankPool
 
 DEPTHS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16)
 WIDE = (4, 6, 8, 10, 12)  # what a draft far away comes to
@@ -36,7 +36,7 @@ NOTE = f"embedded pair, {PROMPTS} held-out prompts, {TOKENS} tokens each, greedy
 
 def main() -> None:
     """Rank 0 records, the other rank follows."""
-    pool = WorkerPool(Pair(DEMO / "target", DEMO / "draft", {"dtype": torch.bfloat16}), world := join_world())
+    pool = RankPool(Pair(DEMO / "target", DEMO / "draft", {"dtype": torch.bfloat16}), world := join_world())
     if sys.argv[1:] == ["--chains"]:
         known = json.loads(predict.ACCEPTANCE.read_text())["rounds"]
         write([*(record for record in known if record["plan"]["draft_leaves"] > 1), *chains(pool)])
@@ -54,12 +54,12 @@ def main() -> None:
     write(records)
 
 
-def chains(pool: WorkerPool) -> list[dict[str, Any]]:
+def chains(pool: RankPool) -> list[dict[str, Any]]:
     """A chain is a tree with one leaf, all of which is verified."""
     return record(pool, [("serial", d + 1, 1, d) for d in CHAINS])
 
 
-def record(pool: WorkerPool, shapes: Sequence[tuple[str, int, int, int]]) -> list[dict[str, Any]]:
+def record(pool: RankPool, shapes: Sequence[tuple[str, int, int, int]]) -> list[dict[str, Any]]:
     """The rounds of trees: mode, bs, w and d."""
     prompts, records = read_prompts(AutoTokenizer.from_pretrained(DEMO / "target"))[:PROMPTS], []
     for mode, bs, w, d in shapes:
@@ -67,7 +67,7 @@ def record(pool: WorkerPool, shapes: Sequence[tuple[str, int, int, int]]) -> lis
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder) / "rounds.jsonl"
             config = EngineConfig(mode, verify_batch=bs, draft_leaves=w, draft_steps=d)
-            with pool.engine(Order(config, trace=str(file))) as llm:
+            with pool.engine(EngineRequest(config, trace=str(file))) as llm:
                 measurement.decode_all(llm, prompts, TOKENS)
             rounds = measurement.rounds_of(Trace.read(file))
         records.append({"plan": plan, "rounds": rounds})

@@ -80,9 +80,9 @@ SWIFTSPEC_HD void for_each_owned(const TileTask<F>& j, int rank, int thread, Do 
   }
 }
 
-// The cluster's tiles; `block(i)` is block i's shared memory. Where a block takes its part's tiles in turn, this one is
-// the `turn`-th and what it joins them to is in part_values, `running_top` and `totals`. `done`: the row has no more
-// keys.
+// Combines the tiles of a cluster; `block(i)` is the shared memory of block i. If a block processes the tiles of a part
+// sequentially, this is tile number `turn`, and the result so far is in part_values, running_top and running_total.
+// `done`: the row has no more keys, so the result is written to the output.
 template <class F, class Blocks>
 SWIFTSPEC_HD void combine_tiles(const TileTask<F>& j, const SharedMemory<F>& s, int rank, int thread, int64_t turn,
                                 bool done, Blocks block) {

@@ -1,12 +1,13 @@
-// From the sums of the warps to those of the cluster, in a fixed order. What becomes of them is in lane_epilogue.h.
+// Reduction of the sums over the warps of a CTA and the CTAs of a cluster, in a fixed order. lane_epilogue.h processes
+// the result.
 #pragma once
 
 #include "cuda/linear/linear.cuh"
 
 namespace swiftspec::cuda {
 
-// The warps' sums, joined over the warps of each strip, where the cluster can read them. Two buffers in turn: a CTA
-// that writes the next sums while another still reads these writes the other buffer, and there is a barrier in between.
+// Adds the sums of the warps of each strip and stores them where the cluster can read them. Two buffers are used
+// alternately, so that a CTA can write its next sums while another one still reads these; a barrier lies in between.
 template <int kRows8>
 __device__ const float4* reduce_warps(const LinearTask& task, const ThreadIndex& at, int turn, const Sums<kRows8>& sums,
                               uint8_t* shared) {
@@ -34,10 +35,11 @@ __device__ const float4* reduce_warps(const LinearTask& task, const ThreadIndex&
   return joined;
 }
 
-// In the order of the CTAs; four at a time are loaded before any is added, so that their latencies overlap.
+// Adds the sums of the CTAs of the cluster, in order; four are loaded before any is added, so that their latencies
+// overlap.
 __device__ inline float4 reduce_cluster(const float4* mine, int ctas) {
   constexpr int kAtATime = 4;
-  float4 total = {0, 0, 0, 0};  // 0 + x is x, but for the sign of a zero
+  float4 total = {0, 0, 0, 0};  // 0 + x equals x, except for the sign of a zero
   for (int first = 0; first < ctas; first += kAtATime) {
     float4 of[kAtATime];
 #pragma unroll
@@ -52,8 +54,8 @@ __device__ inline float4 reduce_cluster(const float4* mine, int ctas) {
   return total;
 }
 
-// Calls one(unit without values) for the units of a turn that are this warp's: every eight rows of every strip,
-// spread over the cluster, whose CTAs have `warps` each.
+// Calls one(unit without values) for this warp's units of an iteration. The units, eight rows of a strip each, are
+// distributed over the `warps` warps of every CTA of the cluster.
 template <int kRows8, class One>
 __device__ void for_each_unit(const LinearTask& task, const ThreadIndex& at, int warps, int first_strip, One one) {
   const int step = warps << task.tiling.cluster_log;

@@ -1,5 +1,5 @@
-// The epilogue of a projection, lane by lane: what becomes of a lane's sums. Bias, SwiGLU, residual, LL lines, and
-// where all is stored. For host code and device code; tests/native/cuda_tiles.cpp runs it.
+// Epilogue of a projection per lane: bias, SwiGLU, residual, LL lines, and the stores. For host code and device code;
+// tests/native/cuda_tiles.cpp runs it.
 #pragma once
 
 #include <cmath>
@@ -13,30 +13,30 @@ struct Outputs {
   const float* bias;         // [n], or null
   const uint16_t* residual;  // [rows, n], or null
   uint16_t* out;             // [rows, n], with swiglu [rows, n / 2]
-  float* logits;             // [rows, n] in place of out, or null
+  float* logits;             // [rows, n] instead of out, or null
   bool swiglu;
   int32_t rows;
 };
 
-// A unit is eight rows of a strip. These are a lane's sums of it: of two rows, `first` and `second` outputs, two
-// neighbours of each.
+// A lane's sums of a unit (eight rows of a strip): for two rows, two neighbouring `first` outputs and two neighbouring
+// `second` outputs.
 struct Unit {
   int strip, j;
   float value[2][2][2];  // [second][row][neighbour]
 };
 
-// The four sums of the lane in fragment f, in the order of the MMA's registers.
+// Sets the lane's four sums of fragment f, in the order of the MMA registers.
 SWIFTSPEC_HD void set_sums(Unit& unit, int f, const float (&sums)[4]) {
   SWIFTSPEC_UNROLL
   for (int i = 0; i < 4; ++i) unit.value[i / 2][i % 2][f] = sums[i];
 }
 
-// How many of the outputs from `pair` on exist, among the first ones or the second ones.
+// Number of outputs from `pair` on that exist among the first (second = 0) or second outputs.
 SWIFTSPEC_HD int64_t outputs_left(const tiles::Tiling& t, int64_t pair, int second) {
   return second == 0 ? t.half - pair : t.n - t.half - pair;
 }
 
-// Two neighbouring values, of which the first `count` exist.
+// Stores two neighbouring values, of which the first `count` exist.
 SWIFTSPEC_HD void store_pair(uint16_t* to, int64_t count, float a, float b) {
   if (count >= 2 && reinterpret_cast<uintptr_t>(to) % 4 == 0) {
     *reinterpret_cast<uint32_t*>(to) = tiles::pair_of(a, b);
@@ -51,7 +51,7 @@ SWIFTSPEC_HD void store_pair(float* to, int64_t count, float a, float b) {
   if (count >= 2) to[1] = b;
 }
 
-// Outputs `output` and the next of a row: the product, rounded and added to the residual where there is one.
+// Stores outputs `output` and the next of a row. If there is a residual, the product is rounded and added to it.
 SWIFTSPEC_HD void store_outputs(const tiles::Tiling& t, const Outputs& to, int64_t row, int64_t output, int64_t count,
                                 float a, float b) {
   const int64_t at = row * t.n + output;
@@ -73,7 +73,7 @@ SWIFTSPEC_HD float silu_mul(float gate, float up) {
   return tiles::rounded(gate * share) * tiles::rounded(up);
 }
 
-// The bias, which int4 and bf16 weights may have.
+// Adds the bias, if there is one.
 SWIFTSPEC_HD void add_bias(const tiles::Tiling& t, const Outputs& to, int lane, Unit& unit) {
   if (to.bias == nullptr) return;
   const int64_t pair = tiles::pair_of_outputs(unit.strip, lane);
@@ -104,7 +104,7 @@ SWIFTSPEC_HD void store_unit(const tiles::Tiling& t, const Outputs& to, int lane
   }
 }
 
-// The two LL lines of a unit: a pair of outputs, rounded, for both rows.
+// The payload of one of a lane's two LL lines: a pair of outputs, rounded, for both rows.
 SWIFTSPEC_HD uint64_t line_of(const Unit& unit, int second) {
   const float(&v)[2][2] = unit.value[second];
   return static_cast<uint64_t>(tiles::pair_of(v[1][0], v[1][1])) << 32 | tiles::pair_of(v[0][0], v[0][1]);

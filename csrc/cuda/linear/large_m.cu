@@ -1,5 +1,5 @@
-// Projections of 33 rows and more, which read a weight once for up to 64 (int4) or 128 (bf16) of them. large_m.h says
-// how.
+// Projections with large M (more than 32 rows), which read the weights once for up to 64 (int4) or 128 (bf16) rows. See
+// large_m.h.
 #include <cuda_runtime.h>
 
 #include <algorithm>
@@ -18,13 +18,13 @@ using tiles::kPartRows8;
 constexpr int kDensePart = 64 * tiles::kMaxRows * 2;  // part_bytes of bf16
 
 struct LargeMTask {
-  LinearTask each;  // its tiling has a strip for each warp, its carve the offsets that `reduce_warps` and the ring need
-  tiles::Tiling order;   // as the weight is cut: of the tiles and of the sums
+  LinearTask each;       // its tiling has one strip per warp; of its smem only the offsets of the ring are set
+  tiles::Tiling order;   // tiling of the weight: the order of the tiles and of the sums
   tiles::LargeMSmemLayout smem;
-  const uint8_t* slabs;  // order.tiles of them
+  const uint8_t* slabs;  // [order.tiles]
 };
 
-// The slabs of a CTA in shared memory, in the order of its tiles; its first warp keeps them coming.
+// Shared-memory pipeline of the slabs of a CTA, in the order of its tiles; the first warp issues the copies.
 class SlabPipeline {
  public:
   __device__ SlabPipeline(const LargeMTask& large_m, const ThreadIndex& at, uint8_t* shared, int bytes,
@@ -37,7 +37,7 @@ class SlabPipeline {
         full_(reinterpret_cast<uint64_t*>(shared + large_m.smem.slab_barriers)),
         next_tile_(tiles_of) {}
 
-  // Before any thread waits: the barriers, then, once x is there, the first copies.
+  // `prepare` initialises the barriers, before any thread waits; `start` issues the first copies, once x is there.
   __device__ void prepare() {
     if (threadIdx.x == 0) {
       for (int slot = 0; slot < wide_.smem.slab_count; ++slot) ptx::barrier_init(full_ + slot);
@@ -57,7 +57,7 @@ class SlabPipeline {
     return slots_ + slot_ * bytes_;
   }
 
-  // All threads of the CTA have read the slab; the next one comes to its place.
+  // To be called after all threads have read the slab: loads the next one in its place.
   __device__ void release() {
     __syncthreads();
     if (loads_) fetch(slot_);
@@ -85,7 +85,7 @@ class SlabPipeline {
   uint32_t parity_ = 0;
 };
 
-// Adds a share's sums to what the warp has joined of its strip.
+// Adds the sums of a share to the warp's sums of its strip.
 template <int kParts>
 __device__ void add_share(const Sums<kPartRows8> (&sums)[kParts], const ThreadIndex& at, bool first, float4* joined) {
 #pragma unroll
@@ -99,8 +99,8 @@ __device__ void add_share(const Sums<kPartRows8> (&sums)[kParts], const ThreadIn
   }
 }
 
-// A tile with every part's rows. In between a warp meets: or the loads of later parts would take the registers of this
-// one.
+// Multiplies a tile with the rows of every part. The __syncwarp between parts keeps the compiler from hoisting the
+// loads of later parts, which would need more registers.
 template <bool kInt4, int kParts>
 __device__ void multiply_parts(const LargeMTask& large_m, Sums<kPartRows8> (&sums)[kParts], const uint8_t* weights,
                                const uint8_t* slab, int lane) {
@@ -141,7 +141,8 @@ __device__ void multiply_parts(const LargeMTask& large_m, Sums<kPartRows8> (&sum
   }
 }
 
-// A strip's sums over this CTA's inputs, share by share. Without a strip the warp keeps step with the others.
+// Computes the sums of a strip over this CTA's inputs, share by share. A warp without a strip only takes part in the
+// barriers.
 template <bool kInt4, int kParts>
 __device__ void multiply_strip(const LargeMTask& large_m, const ThreadIndex& at, bool mine,
                                Ring<tiles::LargeMTileIterator>& ring, SlabPipeline& slabs, float4* joined) {
@@ -191,7 +192,7 @@ __global__ void __launch_bounds__(32 << kLog, 1) large_m_kernel(const __grid_con
       add_bias(task.tiling, task.to, at.lane, unit);
       store_unit(task.tiling, task.to, at.lane, unit);
     });
-    ptx::cluster_sync();  // nobody adds to sums that another still reads
+    ptx::cluster_sync();  // no warp adds to sums that another CTA still reads
   }
 }
 

@@ -1,4 +1,5 @@
-// Projections of a few rows, alone or summed over the ranks of a group: one kernel body, two entries.
+// Projections of up to 32 rows, optionally with an all-reduce over the ranks of a group: one kernel body for one rank
+// per launch, and for several virtual ranks in tests.
 #include <cuda_runtime.h>
 
 #include <algorithm>
@@ -16,11 +17,11 @@ namespace {
 using tiles::kThreads;
 using tiles::kWarps;
 
-// A rank of its own: the launch is this rank's.
+// The launch belongs to one rank.
 struct SingleRank {
   static constexpr int kBlocksPerSm = 2;  // CTAs with up to 16 rows
   LinearTask task;
-  Channel channel;  // no ranks: nothing is summed
+  Channel channel;  // without ranks the sums stay local
   __device__ const LinearTask& my_task() const { return task; }
   __device__ const Channel& my_channel() const { return channel; }
   __device__ int block() const { return static_cast<int>(blockIdx.x); }
@@ -28,7 +29,8 @@ struct SingleRank {
   __device__ void pause(int) const {}
 };
 
-// Virtual ranks: the CTAs of one cooperative launch, cut evenly. Pauses, from a seed, shift them against each other.
+// Several virtual ranks, which share the CTAs of one cooperative launch evenly. Random pauses vary their relative
+// speed.
 struct VirtualRanks {
   static constexpr int kBlocksPerSm = 1;
   LinearTask tasks[kMaxPeers];
@@ -49,8 +51,7 @@ struct VirtualRanks {
   }
 };
 
-// The sums of one strip's worth of outputs over all inputs of this CTA. `staged`: an earlier call has brought x
-// already.
+// Computes the sums of a warp's strip over all inputs of this CTA. `staged`: an earlier call has already staged x.
 template <bool kInt4, int kRows8>
 __device__ void multiply(const LinearTask& task, const ThreadIndex& at, bool staged, uint8_t* shared,
                          Ring<tiles::TileIterator>& ring, Sums<kRows8>& sums) {
@@ -59,7 +60,7 @@ __device__ void multiply(const LinearTask& task, const ThreadIndex& at, bool sta
   for (int begin = 0; begin < range; begin += chunk) {
     const int here = min(chunk, range - begin);
     if (!staged || range > chunk) {
-      __syncthreads();  // nobody reads the chunk before
+      __syncthreads();  // all warps have finished the previous chunk
       const int64_t input = static_cast<int64_t>(first + begin) * task.tiling.tile_k;
       stage_activations<kInt4, kRows8>(task, at, input, here * task.tiling.tile_k / tiles::kBlock, shared);
       __syncthreads();
@@ -68,7 +69,7 @@ __device__ void multiply(const LinearTask& task, const ThreadIndex& at, bool sta
   }
 }
 
-// Waits for what the other ranks have sent of this warp's units, and writes the outputs.
+// Receives and sums the lines of all ranks for this warp's units, and writes the outputs.
 template <int kRows8, class Ranks>
 __device__ void receive(const Ranks& ranks, const LinearTask& task, const ThreadIndex& at,
                         const Session<DeviceMemory>& session) {
@@ -88,7 +89,7 @@ __device__ void receive(const Ranks& ranks, const LinearTask& task, const Thread
   }
 }
 
-// The body: every CTA of every rank.
+// Kernel body, executed by every CTA of every rank.
 template <bool kInt4, int kRows8, class Ranks>
 __device__ void linear_body(const Ranks& ranks) {
   uint8_t* shared = dynamic_shared();
@@ -107,7 +108,7 @@ __device__ void linear_body(const Ranks& ranks) {
   for (int turn = at.cluster; turn < task.tiling.turns(); turn += task.clusters, ++count) {
     Sums<kRows8> sums;
     multiply<kInt4, kRows8>(task, at, count > 0, shared, ring, sums);
-    if (turn + task.clusters >= task.tiling.turns()) {  // its own weights have come
+    if (turn + task.clusters >= task.tiling.turns()) {  // its own weights have been read
       prefetch_tiles(task, ranks.block() * kWarps + at.warp, at.lane);
     }
     const float4* joined = reduce_warps<kRows8>(task, at, count, sums, shared);
@@ -128,7 +129,7 @@ __device__ void linear_body(const Ranks& ranks) {
     receive<kRows8>(ranks, task, at, session);
     end_epoch(session, tiles::ll_lines(task.tiling, task.rows), ranks.block(), ranks.blocks());
   }
-  ptx::cluster_meet();  // nobody leaves while another reads its shared memory
+  ptx::cluster_meet();  // no CTA exits while another one reads its shared memory
 }
 
 template <bool kInt4, int kRows8, class Ranks>

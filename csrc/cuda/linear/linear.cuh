@@ -1,4 +1,5 @@
-// One CTA's part of a projection: the stream of weights, the rows of x, the sums. tiles.h says what lies where.
+// Building blocks of a projection in one CTA: the multi-stage shared-memory pipeline of weight tiles (`Ring`), the
+// staging of activations with their RMSNorm, and the products. tiles.h defines the layouts.
 #pragma once
 
 #include "cuda/linear/lane_epilogue.h"
@@ -7,7 +8,7 @@
 
 namespace swiftspec::cuda {
 
-// What a launch needs of one rank.
+// Kernel arguments of one rank.
 struct LinearTask {
   tiles::Tiling tiling;
   tiles::SmemLayout smem;
@@ -18,16 +19,16 @@ struct LinearTask {
   int32_t rows, clusters;
   Outputs to;
   const uint8_t* next;  // as in Weights
-  int64_t next_bytes, next_slice_bytes;  // of a warp
+  int64_t next_bytes, next_slice_bytes;  // in all, and per warp
 };
 
-// Which thread of a rank's launch.
+// Index of a thread in the launch of a rank.
 struct ThreadIndex {
   int cluster, cta, warp, lane;
 };
 
-// A warp's own ring of tiles in shared memory, in the order of `order`. It keeps its copies coming by itself, so no
-// other warp is waited for.
+// Multi-stage shared-memory pipeline of weight tiles (the pipeline stages of CUTLASS and Marlin), one per warp, in the
+// order of the iterator `order`. Each warp issues its own copies, so warps do not wait for each other.
 template <class Tiles>
 class Ring {
  public:
@@ -46,7 +47,7 @@ class Ring {
     return slots_ + stage_ * task_.tiling.tile_bytes;
   }
 
-  // All lanes have read the tile; its slot of the ring is filled again.
+  // To be called after all lanes have read the tile: refills its stage.
   __device__ void release() {
     __syncwarp();
     if (lane_ < ptx::kLoaders) fetch(stage_);
@@ -85,7 +86,7 @@ class Ring {
   uint32_t parity_ = 0;
 };
 
-// Eight values of x, or zeros outside of it.
+// Eight values of x; zeros outside of it.
 __device__ inline uint4 load_piece(const uint16_t* x, int64_t row, int64_t rows, int64_t input, int64_t k) {
   if (row >= rows || input >= k) return {};
   return *reinterpret_cast<const uint4*>(x + row * k + input);
@@ -96,7 +97,8 @@ __device__ inline float add_squares(float sum, uint32_t pair) {
   return fmaf(tiles::high(pair), tiles::high(pair), sum);
 }
 
-// Asks for this CTA's part of the RMSNorm's weight, which nobody writes: it comes while the kernel in front ends.
+// Prefetches this CTA's part of the RMSNorm weight to L2. No kernel writes it, so it can be read before the previous
+// kernel ends.
 __device__ inline void prefetch_norm(const LinearTask& task, const ThreadIndex& at) {
   if (task.norm == nullptr || at.warp > 0 || at.lane >= ptx::kLoaders) return;
   const int64_t begin = static_cast<int64_t>(task.tiling.first_tile(at.cta)) * task.tiling.tile_k;
@@ -105,7 +107,7 @@ __device__ inline void prefetch_norm(const LinearTask& task, const ThreadIndex& 
   if (count > 0) ptx::prefetch(reinterpret_cast<const uint8_t*>(task.norm + begin), 2 * count, at.lane);
 }
 
-// The squares of a row's inputs in the range of CTA `cta`, by a warp: all lanes get their sum.
+// Sum of squares of a row over the input range of CTA `cta`, computed by a warp; all lanes receive it.
 __device__ inline float squares_of(const LinearTask& task, int cta, int row, int lane) {
   const int64_t begin = static_cast<int64_t>(task.tiling.first_tile(cta)) * task.tiling.tile_k;
   const int64_t end = static_cast<int64_t>(task.tiling.first_tile(cta + 1)) * task.tiling.tile_k;
@@ -120,13 +122,13 @@ __device__ inline float squares_of(const LinearTask& task, int cta, int row, int
   return sum;
 }
 
-// The RMSNorm's factor of a row whose squares have this sum.
+// The RMSNorm factor of a row with this sum of squares.
 __device__ inline float norm_scale(const LinearTask& task, float squares) {
   return __frsqrt_rn(__fadd_rn(__fdiv_rn(squares, static_cast<float>(task.tiling.k)), task.eps));
 }
 
-// The RMSNorm's factor of every row from `first_row` on, in shared memory. Each CTA squares its own inputs; the sums of
-// the cluster's CTAs are added in order.
+// Computes the RMSNorm factor of 8 * kRows8 rows from `first_row` on into shared memory. Each CTA squares its own
+// inputs; the sums of the CTAs of the cluster are added in order.
 template <int kRows8>
 __device__ void norm_scales(const LinearTask& task, const ThreadIndex& at, int first_row, uint8_t* shared) {
   auto* squares = reinterpret_cast<float*>(shared + task.smem.squares);
@@ -144,8 +146,9 @@ __device__ void norm_scales(const LinearTask& task, const ThreadIndex& at, int f
   __syncthreads();
 }
 
-// A group of blocks of a row's inputs from `first` on, as a lane reads them, normalised: into `pieces`, `apart` of one
-// block from those of the next; of int4 also the group's sum over the row's four lanes.
+// Loads a quantisation group (bf16: two blocks) of a row's inputs from `first` on, normalises it and stores it as B
+// operands in `pieces`; consecutive blocks are `apart` pieces apart. For int4 it also stores the group's sum over the
+// four lanes of the row.
 template <bool kInt4>
 __device__ void stage_group(const LinearTask& task, int row, int64_t first, int lane, const float* scale, uint4* pieces,
                             int apart, float* sum_of_group) {
@@ -176,8 +179,8 @@ __device__ void stage_group(const LinearTask& task, int row, int64_t first, int 
   if (lane % 4 == 0) *sum_of_group = sum;
 }
 
-// A chunk of x into shared memory. A warp takes a group of blocks and eight rows at a time. `first` is the chunk's
-// first input.
+// Stages a chunk of x in shared memory. A warp processes a group of blocks and eight rows at a time. `first` is the
+// first input of the chunk.
 template <bool kInt4, int kRows8>
 __device__ void stage_activations(const LinearTask& task, const ThreadIndex& at, int64_t first, int blocks,
                                   uint8_t* shared) {
@@ -202,7 +205,7 @@ __device__ void clear(Sums<kRows8>& sums) {
   for (int i = 0; i < 8 * kRows8; ++i) sums[i / 4 / kRows8][i / 4 % kRows8][i % 4] = 0;
 }
 
-// Adds the products of one group to the sums and starts the next.
+// Adds the products of one quantisation group to the sums and clears them.
 template <int kRows8>
 __device__ void fold_group(Sums<kRows8>& sums, Sums<kRows8>& products, const uint32_t* words, const float* x_sums,
                            int lane) {
@@ -223,8 +226,8 @@ __device__ void fold_group(Sums<kRows8>& sums, Sums<kRows8>& products, const uin
   clear<kRows8>(products);
 }
 
-// One int4 tile of groups of 1 << group_log blocks. `pieces` and `x_sums` are those of the tile's first block and
-// group.
+// Multiplies an int4 tile with groups of 1 << group_log blocks. `pieces` and `x_sums` are those of the tile's first
+// block and group.
 template <int kRows8>
 __device__ void multiply_groups(Sums<kRows8>& sums, const uint8_t* tile, const uint4* pieces, const float* x_sums,
                                 int group_log, int lane) {
@@ -249,12 +252,12 @@ __device__ void multiply_groups(Sums<kRows8>& sums, const uint8_t* tile, const u
       }
     }
     const int done = block >> group_log;
-    if ((block + 1) >> group_log == done) continue;  // the group goes on
+    if ((block + 1) >> group_log == done) continue;  // the group continues in the next block
     fold_group<kRows8>(sums, products, words + tiles::group_words(done, lane), x_sums + done * 8 * kRows8, lane);
   }
 }
 
-// Groups are of a whole tile nearly always, and then no branch parts its blocks.
+// Specialises the usual case that a group is a whole tile, which needs no branch between its blocks.
 template <int kRows8>
 __device__ void multiply_int4(Sums<kRows8>& sums, const uint8_t* tile, const uint4* pieces, const float* x_sums,
                               int group_log, int lane) {
@@ -279,14 +282,14 @@ __device__ void multiply_bf16(Sums<kRows8>& sums, const uint8_t* tile, const uin
   }
 }
 
-// Asks for a warp's part of what the next projection reads first; `warp` counts those of all CTAs.
+// Prefetches this warp's slice of the first tiles of the next projection to L2; `warp` is the index over all CTAs.
 __device__ inline void prefetch_tiles(const LinearTask& task, int warp, int lane) {
   if (lane >= ptx::kLoaders) return;
   const tiles::Slice mine = tiles::slice_of(task.next_bytes, task.next_slice_bytes, warp);
   if (mine.bytes > 0) ptx::prefetch(task.next + mine.first, static_cast<uint32_t>(mine.bytes), lane);
 }
 
-// A warp's tiles of a chunk of `tile_count` tiles, which lies in shared memory.
+// Multiplies this warp's tiles of a chunk of `tile_count` tiles, whose inputs are in shared memory.
 template <bool kInt4, int kRows8>
 __device__ void multiply_chunk(const LinearTask& task, const ThreadIndex& at, int tile_count, const uint8_t* shared,
                                Ring<tiles::TileIterator>& ring, Sums<kRows8>& sums) {

@@ -1,4 +1,5 @@
-// x for all launches of a product that large_m.cu computes, as its warps read it. large_m.h says where it lies.
+// Activation packing: writes x, normalised, in the layout of the matrix units, for all launches of a product in
+// large_m.cu. large_m.h defines the offsets.
 #include <cuda_runtime.h>
 
 #include <algorithm>
@@ -16,23 +17,24 @@ using tiles::kPartRows8;
 using tiles::kThreads;
 using tiles::kWarps;
 
-constexpr int kBlocks = 256;  // about, where so many have something to do
-constexpr int kScales = tiles::kMaxRows * sizeof(float), kShared = 2 * kScales;  // behind as many squares
+constexpr int kBlocks = 256;  // target size of the grid
+constexpr int kScales = tiles::kMaxRows * sizeof(float);  // offset of the scales, after as many squares
+constexpr int kShared = 2 * kScales;
 
 struct PackActivationsTask {
-  LinearTask each;     // of all rows; its carve has the offsets that the norm needs
-  int32_t parts, all;  // as part_offset takes them
+  LinearTask each;     // for all rows; of its smem only the offset of the scales is set
+  int32_t parts, all;  // arguments of part_offset
   uint8_t* slabs;
 };
 
-// Blocks of inputs that a warp takes together: a group of int4, whose sum is one.
+// log2 of the blocks that a warp processes together: a quantisation group for int4, since its sum is one number.
 template <bool kInt4>
 SWIFTSPEC_HD int group_blocks_log(const tiles::Tiling& t) {
   return kInt4 ? t.group_log : 1;
 }
 
-// x, normalised, with the sums of its groups. A cluster has eight rows; its blocks cut the inputs as those of a product
-// do, so that each squares its own, all at a time, and the sums of squares are added in the same order.
+// Packs x, normalised, and the sums of its groups. A cluster processes eight rows; its blocks split the inputs as those
+// of a product do, so that the sums of squares are computed in parallel and added in the same order.
 template <bool kInt4>
 __global__ void __launch_bounds__(kThreads) pack_activations_kernel(const __grid_constant__ PackActivationsTask pack) {
   uint8_t* shared = dynamic_shared();
@@ -57,7 +59,7 @@ __global__ void __launch_bounds__(kThreads) pack_activations_kernel(const __grid
     stage_group<kInt4>(task, tiles::x_row(eight, at.lane), first, at.lane, scale, pieces, kPartRows8 * 32,
                        sums + tiles::x_row(j, at.lane));
   }
-  if (task.norm != nullptr) ptx::cluster_meet();  // nobody leaves while another reads its squares
+  if (task.norm != nullptr) ptx::cluster_meet();  // no block exits while another one reads its squares
 }
 
 }  // namespace

@@ -130,9 +130,9 @@ SWIFTSPEC_HD bool fits(const Tiling& t, const Device& device) {
   return true;
 }
 
-// What one CTA spends on its share with 8 rows, in nanoseconds. The constants are a model of an H200 (33 bytes of
-// weights a nanosecond for each of 132 SMs, 64 of x), to be measured. More inputs than fit the shared memory are
-// brought there again in every round.
+// Estimated nanoseconds that one CTA spends on its share with 8 rows. The constants model an H200 (per SM and
+// nanosecond, 33 bytes of weights and 64 bytes of x) and are not measured. Inputs that exceed the shared memory are
+// loaded again in every iteration.
 SWIFTSPEC_HD int64_t estimated_ns(const Tiling& t, const Device& device) {
   const int64_t most_inputs = chunk_bytes(t, device) / 16,
                 rounds = ceil_div(t.turns(), device.max_clusters[t.cluster_log]);
@@ -187,7 +187,7 @@ struct Weights {
   const float* bias;  // [n], or null
   // Tiles of a following projection that this one prefetches to L2 when its own weights have been read; or null.
   const uint8_t* next = nullptr;
-  int64_t next_bytes = 0;  // prefetch_bytes at most
+  int64_t next_bytes = 0;  // at most prefetch_bytes
 };
 
 }  // namespace swiftspec::cuda

@@ -25,8 +25,8 @@ struct alignas(16) Bf16x8 {
   uint32_t pairs[4];
 };
 
-// Bf16x8 inputs of one output from a lane's codes of both steps of a block; `upper`: of row lane / 4 + 8. Each is
-// (code - zero) scale, rounded once.
+// Dequantises eight inputs of one output from a lane's codes of both steps of a block: (code - zero) scale, rounded
+// once. `upper` is 1 for row lane / 4 + 8.
 SWIFTSPEC_HD Bf16x8 dequantize8(uint32_t even, uint32_t odd, uint32_t group_word, int upper) {
   const float scale = scale_of(group_word), offset = offset_of(group_word);
   Bf16x8 out;
@@ -38,7 +38,7 @@ SWIFTSPEC_HD Bf16x8 dequantize8(uint32_t even, uint32_t odd, uint32_t group_word
   return out;
 }
 
-// What one lane has of tile `at` of these strips: values inputs of four outputs in every block. out [2 half, k].
+// Unpacks one lane's share of tile `at` of these strips: eight inputs of four outputs in every block. out: [2 half, k].
 template <bool kInt4>
 SWIFTSPEC_HD void unpack_tile(const Tiling& t, const uint32_t* tiles, const Strips& strips, int at, int lane,
                               uint16_t* out) {

@@ -1,9 +1,9 @@
-// Groups of particles resampled, weights to rows, in one launch of a fixed grid. common/resample.h has the arithmetic.
+// Systematic resampling of groups of particles, from weights to copied rows, in one launch of a fixed grid. The
+// arithmetic is in common/resample.h.
 //
-// A cluster of 8 blocks, or a block where there are no clusters, takes a group. Each of its blocks weighs all particles
-// by itself and so finds what the others find; exponentials go side by side, sums in the order of the rows. Then a
-// block copies every eighth row, in place: a particle that is copied keeps its row, so nobody reads what another block
-// writes.
+// A cluster of 8 blocks (without clusters: one block) processes a group. Each block normalises all weights redundantly,
+// with identical results: exponentials in parallel, sums in the order of the rows. Then each block copies every eighth
+// row in place. A particle that is copied keeps its own row, so no block reads a row that another block writes.
 #include <cuda_runtime.h>
 
 #include "common/ieee.h"
@@ -18,11 +18,11 @@ namespace {
 
 constexpr int kThreads = 256;
 
-// What a block knows of its group.
+// Weights of a group and the result of resampling, in the shared memory of a block.
 struct GroupWeights {
   double weights[kMaxParticles], shares[kMaxParticles];
   int64_t source[kMaxParticles];
-  double log_sum, ess;  // the logarithm of the sum of all weights; the effective sample size
+  double log_sum, ess;  // log of the sum of all weights; effective sample size
   bool resamples;
 };
 
@@ -52,7 +52,7 @@ __device__ void weigh_group(const ResampleArgs& a, int64_t group, GroupWeights& 
   __syncthreads();
 }
 
-// A thread's share of `bytes`: by eight where all of it comes in eights.
+// Copies a thread's share of `bytes` bytes, eight at a time if both addresses and the size are multiples of eight.
 __device__ void copy(uint8_t* to, const uint8_t* from, int64_t bytes) {
   const bool eights = ((reinterpret_cast<uintptr_t>(to) | reinterpret_cast<uintptr_t>(from) | bytes) & 7) == 0;
   if (eights) {
@@ -64,7 +64,7 @@ __device__ void copy(uint8_t* to, const uint8_t* from, int64_t bytes) {
   }
 }
 
-// All that a copy takes over.
+// Copies the state of one particle to another row.
 __device__ void copy_row(const ResampleArgs& a, int64_t from, int64_t to) {
   copy(a.mask + to * a.slots, a.mask + from * a.slots, a.width);
   copy(a.ends + to * a.ends_bytes, a.ends + from * a.ends_bytes, a.ends_bytes);
@@ -78,7 +78,7 @@ __global__ void __launch_bounds__(kThreads) resample_kernel(const __grid_constan
   const auto block = static_cast<int64_t>(ptx::cluster_rank());
   const int64_t group = blockIdx.y, first = group * a.count;
   weigh_group(a, group, found);
-  ptx::cluster_sync();  // all of its blocks have read the weights
+  ptx::cluster_sync();  // all blocks of the cluster have read the weights
   if (block == 0 && threadIdx.x == 0) {
     a.ess[group] += found.ess;
     a.rounds[group] += 1;

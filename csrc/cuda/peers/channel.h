@@ -1,8 +1,8 @@
-// The LL protocol (common/ll.h) among GPUs: what one launch exchanges is one epoch. For host code and device code;
-// `Memory` and `Wait` are as there. ll.cuh loads and stores lines on a GPU.
+// The LL protocol (common/ll.h) between GPUs: each launch is one epoch. For host code and device code, with the
+// template parameters `Memory` and `Wait` of ll.h. ll.cuh loads and stores lines on a GPU.
 //
-// A kernel may start before the one in front of it has ended. It sends only after it has waited for that one's end, so
-// two slots would do; with four even a kernel that sends an epoch early does no harm (tests/native/ll_model.cpp).
+// A kernel may start before the previous one has ended, but sends only after it has waited for that end, so two slots
+// would be enough; four slots also tolerate a kernel that sends an epoch early (tests/native/ll_model.cpp).
 #pragma once
 
 #include <cstdint>
@@ -15,19 +15,20 @@ namespace swiftspec::cuda {
 constexpr int kMaxPeers = 8;
 SWIFTSPEC_HD constexpr ll::ProtocolParams protocol_params() { return {4}; }
 
-// One rank's end of a group, made once. Addresses are this rank's. The ranks of a group make the same launches in the
+// A rank's endpoint of a group. Addresses are valid on this rank. The ranks of a group make the same launches in the
 // same order, each on one stream.
 struct Channel {
   ll::Layout layout;  // one block
   int32_t rank;
-  uint32_t timeout_ms;        // a launch that waits longer ends itself
+  uint32_t timeout_ms;         // a kernel that waits longer aborts
   ll::Line* inbox[kMaxPeers];  // inbox[r] is what rank r reads
   uint64_t* epoch;             // of the next launch; device memory, as is `done`
-  uint32_t* done;              // CTAs of this launch that are through
-  uint64_t* error_word;           // 0, or why somebody gave up (ll::Fault); pinned host memory that all ranks see
+  uint32_t* done;              // number of CTAs of this launch that have finished
+  uint64_t* error_word;        // 0, or the fault that made a rank abort (ll::Fault); pinned memory that all ranks see
 };
 
-// One thread's part of a launch. Every line is sent to all ranks, this one too, so nothing need be kept for the sum.
+// A thread's part of an exchange. Lines are sent to all ranks including this one, so a thread does not have to keep its
+// own payload for the sum.
 template <class Memory>
 struct Session {
   const Channel& channel;
@@ -44,8 +45,8 @@ struct Session {
     }
   }
 
-  // What every rank has sent as this line. All are loaded before any is looked at, so that their latencies overlap.
-  // False: the wait gave up.
+  // Receives this line from every rank. All are loaded before any is checked, so that their latencies overlap. Returns
+  // false if the wait gave up.
   template <class Wait>
   SWIFTSPEC_HD bool collect(int64_t line, uint64_t (&payload)[kMaxPeers], Wait& wait) const {
     const uint32_t flag = ll::flag_of(epoch, protocol_params());
@@ -65,7 +66,8 @@ struct Session {
     }
   }
 
-  // The sum of this line's four bf16 over all ranks, in the order of the ranks, rounded once. False: the wait gave up.
+  // The sum of this line's four bf16 values over all ranks, in rank order, rounded once. Returns false if the wait gave
+  // up.
   template <class Wait>
   SWIFTSPEC_HD bool reduce(int64_t line, uint64_t& total, Wait& wait) const {
     uint64_t payload[kMaxPeers];
@@ -74,7 +76,7 @@ struct Session {
     return true;
   }
 
-  // A thread's share of the end of a launch that sent `used` lines; see ll::is_cleaning_epoch.
+  // A thread's share of cleaning, at the end of a launch that sent `used` lines; see ll::is_cleaning_epoch.
   SWIFTSPEC_HD void clean(int64_t used, int64_t thread, int64_t threads) const {
     if (!ll::is_cleaning_epoch(epoch, protocol_params())) return;
     for (int64_t line = used + thread; line < channel.layout.lines; line += threads) broadcast(line, 0);
@@ -82,7 +84,7 @@ struct Session {
 
  private:
   SWIFTSPEC_HD uint64_t sum(const uint64_t (&payload)[kMaxPeers]) const {
-    float sums[4] = {0, 0, 0, 0};  // 0 + x is x, but for the sign of a zero
+    float sums[4] = {0, 0, 0, 0};  // 0 + x equals x, except for the sign of a zero
     SWIFTSPEC_UNROLL
     for (int r = 0; r < kMaxPeers; ++r) {
       if (r >= channel.layout.ranks) continue;
@@ -94,7 +96,7 @@ struct Session {
   }
 };
 
-// A message of `count` words of 4 bytes as lines: two to each, and 0 where there is none.
+// A message of `count` 4-byte words as lines: two words per line, zero-padded.
 SWIFTSPEC_HD int64_t word_lines(int64_t count) { return (count + 1) / 2; }
 SWIFTSPEC_HD int64_t words_of_lines(int64_t lines) { return 2 * lines; }
 
@@ -108,7 +110,7 @@ SWIFTSPEC_HD void store_words(uint32_t* words, int64_t count, int64_t line, uint
   if (2 * line + 1 < count) words[2 * line + 1] = static_cast<uint32_t>(payload >> 32);
 }
 
-// A thread's share of a launch by which every rank of a group learns the message of every other, or a piece of it.
+// A thread's share of an all-gather of a message, or of a chunk of it.
 struct Gather {
   const uint32_t* mine;  // [count]
   uint32_t* out;         // [ranks, stride], of which the first `count` of each rank are written
@@ -121,7 +123,7 @@ struct Gather {
     }
   }
 
-  // Once the thread has sent; whatever the other ranks' threads are.
+  // To be called after `send` of the same thread, independently of the progress of other ranks.
   template <class Memory, class Wait>
   SWIFTSPEC_HD bool receive(const Session<Memory>& session, int64_t thread, int64_t threads, Wait& wait) const {
     for (int64_t line = thread; line < word_lines(count); line += threads) {

@@ -1,5 +1,4 @@
-// What every rank of a group has, on all of them: short messages over the group's lines, without a library, so that a
-// captured graph may hold them.
+// All-gather of short messages over the LL lines of a group. It uses no library, so it can be captured in a graph.
 #include <cuda_runtime.h>
 
 #include <algorithm>
@@ -12,13 +11,13 @@ namespace swiftspec::cuda {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int64_t kMaxBlocks = 16;  // of a rank
+constexpr int64_t kMaxBlocks = 16;  // per rank
 
-// Of one rank, or of all virtual ranks of a launch.
+// Kernel arguments of one rank, or of all virtual ranks of a launch.
 struct GatherLaunch {
   Channel channels[kMaxPeers];
   Gather tasks[kMaxPeers];
-  int32_t blocks;  // of a rank
+  int32_t blocks;  // per rank
 };
 
 __global__ void __launch_bounds__(kThreads) gather_kernel(const __grid_constant__ GatherLaunch g) {
@@ -38,7 +37,7 @@ int32_t blocks_for(int64_t count) {
   return static_cast<int32_t>(std::clamp<int64_t>((word_lines(count) + kThreads - 1) / kThreads, 1, kMaxBlocks));
 }
 
-// The piece of a message that begins at word `first`.
+// The chunk of a message that begins at word `first`.
 Gather message_chunk(const GatherArgs& args, int64_t first) {
   const int64_t count = std::min(args.count - first, words_of_lines(args.channel->layout.lines));
   return {args.mine + first, args.out + first, count, args.count};

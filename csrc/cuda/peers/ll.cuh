@@ -1,4 +1,4 @@
-// Lines in memory that several GPUs see, waiting for them with an end, and the end of an epoch.
+// Access to LL lines in memory shared by several GPUs, waiting with a timeout, and the end of an epoch.
 #pragma once
 
 #include "cuda/peers/channel.h"
@@ -17,8 +17,8 @@ struct DeviceMemory {
   }
 };
 
-// Looks at the clock, and at whether somebody else gave up, every so many looks. When the time is over it leaves word
-// and ends the kernel, which the host sees as an error of the device.
+// Checks the clock and the error word every kPollsPerCheck polls. After the timeout it stores the fault in the error
+// word and traps, which the host sees as a device error.
 class PollLoop {
  public:
   __device__ PollLoop(const Channel& channel, uint64_t epoch) : channel_(channel), epoch_(epoch) {}
@@ -49,8 +49,8 @@ class PollLoop {
   uint32_t polls_ = 0;
 };
 
-// After everything has been received; called by all threads of all `ctas` of a rank. The last CTA advances the epoch,
-// which lives in memory so that a replayed graph advances it too.
+// Ends the epoch after everything has been received; all threads of all `ctas` of a rank call it. The last CTA advances
+// the epoch, which is stored in device memory so that replays of a graph advance it too.
 __device__ inline void end_epoch(const Session<DeviceMemory>& session, int64_t used, int cta, int ctas) {
   session.clean(used, static_cast<int64_t>(cta) * blockDim.x + threadIdx.x, static_cast<int64_t>(ctas) * blockDim.x);
   __syncthreads();

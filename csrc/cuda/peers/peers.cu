@@ -9,7 +9,8 @@
 namespace swiftspec::cuda {
 namespace {
 
-// The driver may put smaller allocations into one block, and a handle opens the whole block.
+// Allocation granularity: the driver may place smaller allocations in a shared block, and a handle opens the whole
+// block.
 constexpr int64_t kAllocationBytes = 2 << 20;
 
 }  // namespace
@@ -58,7 +59,7 @@ void use_device(int ordinal) { check(cudaSetDevice(ordinal), "device"); }
 int current_device() {
   int device = 0;
   if (cudaGetDevice(&device) == cudaSuccess) return device;
-  cudaGetLastError();  // it is told to the caller, not left for the next launch
+  cudaGetLastError();  // clears the error, which the caller handles
   return -1;
 }
 
@@ -72,7 +73,7 @@ bool can_access_peer(const std::string& other_bus_id) {
   const int device = current_device();
   int other = 0, can = 0;
   if (cudaDeviceGetByPCIBusId(&other, other_bus_id.c_str()) != cudaSuccess) {
-    cudaGetLastError();  // it is told to the caller, not left for the next launch
+    cudaGetLastError();  // clears the error, which the caller handles
     return false;
   }
   if (other == device) return true;

@@ -1,5 +1,5 @@
-// What the GPUs of one machine see of each other: memory that kernels of other processes write (CUDA IPC) for the
-// inboxes of a group, and pinned memory for the word that says why somebody gave up. All throw std::runtime_error.
+// Memory shared between the GPUs of one machine: inboxes that kernels of other processes write (CUDA IPC), and pinned
+// host memory for the error word. Errors are thrown as std::runtime_error.
 #pragma once
 
 #include <array>
@@ -10,7 +10,7 @@ namespace swiftspec::cuda {
 
 using PeerHandle = std::array<char, 64>;
 
-// Memory of the current device, zeroed, that others can open. To be freed when nobody has it open any more.
+// Zeroed memory of the current device that other processes can open. Free it only after all of them have closed it.
 class Inbox {
  public:
   explicit Inbox(int64_t bytes);
@@ -24,7 +24,7 @@ class Inbox {
   void* data_ = nullptr;
 };
 
-// Another process's inbox, as the current device reaches it.
+// The inbox of another process, mapped for the current device.
 class PeerInbox {
  public:
   explicit PeerInbox(const PeerHandle& handle);
@@ -37,7 +37,7 @@ class PeerInbox {
   void* data_ = nullptr;
 };
 
-// Host memory that the devices of this process read and write.
+// Registers host memory for access by the devices of this process.
 class PinnedMemory {
  public:
   PinnedMemory(void* data, int64_t bytes);
@@ -49,13 +49,14 @@ class PinnedMemory {
   void* data_;
 };
 
-void* device_pointer(void* pinned);  // the address at which the current device has pinned host memory
+void* device_pointer(void* pinned);  // the address of pinned host memory on the current device
 
-int current_device();          // its index, or -1 where there is none
-void use_device(int ordinal);  // makes it this thread's: torch has a CUDA runtime of its own, with its own idea of it
-std::string bus_id();          // of the current device: what all processes of the machine call it
+int current_device();          // its index, or -1 without a device
+void use_device(int ordinal);  // for this thread; torch has its own CUDA runtime, whose current device may differ
+std::string bus_id();          // PCI bus id of the current device, the same in all processes of the machine
 
-// Whether the current device reaches the memory of another one, or is it. Where this process cannot see that: false.
+// Whether the current device is the other device or can access its memory; false if the other one is not visible to
+// this process.
 bool can_access_peer(const std::string& other_bus_id);
 
 }  // namespace swiftspec::cuda

@@ -1,4 +1,4 @@
-// The noise of rows on a GPU.
+// Gumbel noise for rows of a vocabulary.
 #include <cuda_runtime.h>
 
 #include <algorithm>
@@ -30,7 +30,7 @@ unsigned blocks_for(int64_t elements, int64_t most) {
 
 void gumbel_rows(uint64_t seed, uint32_t noise_stream, const int64_t* positions, int64_t rows, uint32_t first,
                  int64_t count, float* out, Stream stream) {
-  constexpr int64_t kMaxBlocks = 1024;  // of a row
+  constexpr int64_t kMaxBlocks = 1024;  // per row
   if (rows == 0 || count == 0) return;
   const dim3 grid(blocks_for(count, kMaxBlocks), static_cast<unsigned>(rows));
   launch("gumbel_rows", gumbel_rows_kernel, {grid, kThreads}, stream, seed, noise_stream, positions, first, count, out);

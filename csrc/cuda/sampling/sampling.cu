@@ -26,10 +26,10 @@ __global__ void __launch_bounds__(kThreads)
     const auto memory = [&](int i) { return ptx::in_block(&found, i); };
     reduce_blocks(k, memory, tokens + row * k, values == nullptr ? nullptr : values + row * k);
   }
-  ptx::cluster_sync();  // nobody leaves while its memory is read
+  ptx::cluster_sync();  // no block exits while its memory is read
 }
 
-// Without `keys` the tokens are given.
+// If `keys` is null, `tokens` is an input.
 __global__ void __launch_bounds__(kThreads)
     draw_keyed_kernel(const __grid_constant__ ScoreArgs args, const uint32_t* keys, int64_t* tokens, float* log_probs) {
   BlockResult& found = shared_variable<BlockResult>();
@@ -45,10 +45,10 @@ __global__ void __launch_bounds__(kThreads)
     const auto memory = [&](int i) { return ptx::in_block(&found, i); };
     reduce_keyed(args, row, keys != nullptr, memory, tokens + row, log_probs + row);
   }
-  ptx::cluster_sync();  // nobody leaves while its memory is read
+  ptx::cluster_sync();  // no block exits while its memory is read
 }
 
-// A cluster takes a row.
+// Launches one cluster per row.
 template <class... Parameters, class... Arguments>
 void launch_rows(const char* name, void (*kernel)(ScoreArgs, Parameters...), const ScoreArgs& args, Stream stream,
                  Arguments... rest) {

@@ -1,6 +1,6 @@
-// From logits to tokens on a device, all but the launches; host code too. A cluster of 8 blocks takes a row, or a block
-// where there are no clusters: each warp keeps the best of its columns and the sum of their exponentials, then blocks
-// and cluster join these in a fixed order.
+// Sampling and top-k of logits, without the launches; for host code and device code. A cluster of 8 blocks (without
+// clusters: one block) processes a row: each warp keeps the top k of its columns and the sum of their exponentials,
+// then blocks and cluster reduce them in a fixed order.
 #pragma once
 
 #include <cmath>
@@ -22,33 +22,32 @@ using top_k::Entry;
 
 constexpr int kWarps = 16;
 constexpr int kThreads = 32 * kWarps;
-constexpr int kBlocks = ptx::kClusters ? 8 : 1;  // of a cluster; a launch asks `blocks`
+constexpr int kBlocks = ptx::kClusters ? 8 : 1;  // per cluster; launchers use `cluster_blocks`
 constexpr int kPrefetch = 8;    // columns of a lane that are loaded before the first is used
-constexpr int kWarpSpan = 32 * kPrefetch;  // columns of a warp at a time
+constexpr int kWarpSpan = 32 * kPrefetch;  // columns that a warp loads at a time
 constexpr int kClusterSpan = kWarpSpan * kWarps * kBlocks;
 
-// kBlocks of the kernels of a device.
+// kBlocks of the kernels for a device.
 SWIFTSPEC_HD int cluster_blocks(const cuda::Device& device) { return device.has_clusters() ? 8 : 1; }
 
-// top + ln(total) is the logarithm of a sum of exponentials.
+// A log-sum-exp: top + ln(total).
 struct LogSum {
   float top, total;
 };
 
-// Rounded operation by operation: else a compiler may join a product with the sum, and the order of a and b would
-// count.
+// Each operation is rounded separately: with a contraction to FMA the result would depend on the order of a and b.
 SWIFTSPEC_HD LogSum add(const LogSum& a, const LogSum& b) {
   const float top = fmaxf(a.top, b.top);
   if (top == -INFINITY) return {top, a.total + b.total};
   return {top, ieee::add(ieee::mul(a.total, expf(a.top - top)), ieee::mul(b.total, expf(b.top - top)))};
 }
 
-// A lane's sum of exponentials and those of more scores.
+// Adds the exponentials of more scores to the sum of a lane.
 SWIFTSPEC_HD void accumulate(LogSum& sum, const warp::Regs<kPrefetch, float>& x) {
   float top = sum.top;
   SWIFTSPEC_UNROLL
   for (int i = 0; i < kPrefetch; ++i) top = fmaxf(top, x.r[i]);
-  if (top == -INFINITY) {  // or all of them are NaN, which must not be lost
+  if (top == -INFINITY) {  // or all scores are NaN, which must propagate
     SWIFTSPEC_UNROLL
     for (int i = 0; i < kPrefetch; ++i) sum.total = x.r[i] != x.r[i] ? x.r[i] : sum.total;
     return;
@@ -59,7 +58,7 @@ SWIFTSPEC_HD void accumulate(LogSum& sum, const warp::Regs<kPrefetch, float>& x)
   sum = {top, total};
 }
 
-// Over all lanes, joined by name: `add` of two lanes is the same either way round.
+// Butterfly reduction over all lanes; it is deterministic because `add` is commutative.
 SWIFTSPEC_HD warp::PerLane<LogSum> all_reduce(warp::PerLane<LogSum> sum) {
   for (int step = 16; step > 0; step /= 2) {
     warp::PerLane<float> top, total;
@@ -74,7 +73,7 @@ SWIFTSPEC_HD warp::PerLane<LogSum> all_reduce(warp::PerLane<LogSum> sum) {
   return sum;
 }
 
-// What a block has found of its columns; `warps` is used before the block's own.
+// Top k and log-sum-exp of the columns of each warp, and then of the block.
 struct BlockResult {
   Entry<float> warps[kWarps][top_k::kMaxK];
   LogSum warp_sums[kWarps];
@@ -91,8 +90,8 @@ SWIFTSPEC_HD float score(const ScoreArgs& a, int64_t row, int64_t column) {
   return a.tau == 1.0f ? x : ieee::div(x, a.tau);
 }
 
-// A warp's columns of a row. Without `sums` this is a draw: no exponentials, and a NaN counts as infinite, so that it
-// is found.
+// Scans a warp's columns of a row for the top k scores and, if `sums`, their log-sum-exp. Without `sums` this is a
+// draw, and a NaN counts as infinite, so that it is detected.
 SWIFTSPEC_HD void scan_columns(const ScoreArgs& a, int64_t row, int k, int block, int warp_index, bool sums,
                                BlockResult& found) {
   TopK<float> best(k);
@@ -128,8 +127,8 @@ SWIFTSPEC_HD void scan_columns(const ScoreArgs& a, int64_t row, int k, int block
   }
 }
 
-// The same of scores as they are, for the sum of their exponentials; and unless `key` is null, of the best of them
-// under the noise of that key. A NaN counts as infinite there.
+// Scans a warp's columns of a row for the log-sum-exp of the scores and, unless `key` is null, for the largest score
+// plus the Gumbel noise of that key; there a NaN counts as infinite.
 SWIFTSPEC_HD void scan_keyed(const ScoreArgs& a, int64_t row, const uint32_t* key, int block, int warp_index,
                              BlockResult& found) {
   TopK<float> best(1);
@@ -167,7 +166,7 @@ SWIFTSPEC_HD void scan_keyed(const ScoreArgs& a, int64_t row, const uint32_t* ke
   }
 }
 
-// The block's first warp: what its warps have found.
+// Reduces the results of the warps of a block; the first warp of the block runs this.
 SWIFTSPEC_HD void reduce_warps(int k, BlockResult& found) {
   TopK<float> best(k);
   for (int i = 0; i < kWarps; ++i) best.merge(found.warps[i]);
@@ -180,15 +179,17 @@ SWIFTSPEC_HD void reduce_warps(int k, BlockResult& found) {
   }
 }
 
-// A log-probability; never above 0, which a parent's weight must bound, and -inf rather than NaN.
+// The log-probability of a score, clamped to at most 0, since a child's weight must not exceed its parent's; -inf
+// instead of NaN.
 SWIFTSPEC_HD float log_prob(float score, const LogSum& all) {
   const float value = score - (all.top + logf(all.total));
   return value <= 0.0f ? value : value > 0.0f ? 0.0f : -INFINITY;
 }
 
-// The first warp of the cluster's first block: what the blocks have found; `block(i)` is block i's memory. Without
-// `values` the tokens alone. A rank without a candidate gets its own number as token, and -inf. Tokens alone are a
-// draw: -1 where a score is NaN, or the highest is infinite.
+// Reduces the results of the blocks of a cluster; the first warp of the first block runs this. `block(i)` is the memory
+// of block i. Writes k tokens and, unless `values` is null, their log-probabilities. If there are fewer than k
+// candidates, entry i gets token i and -inf. Without `values` this is a draw: the token is -1 if a score is NaN or the
+// largest is infinite.
 template <class Blocks>
 SWIFTSPEC_HD void reduce_blocks(int k, Blocks block, int64_t* tokens, float* values) {
   TopK<float> best(k);
@@ -213,8 +214,8 @@ SWIFTSPEC_HD void reduce_blocks(int k, Blocks block, int64_t* tokens, float* val
   }
 }
 
-// As reduce_blocks, after scan_keyed: the token, if it is to be drawn, and its log-probability; -1 and NaN where none
-// could be.
+// reduce_blocks after scan_keyed: writes the token, if `drawn`, and its log-probability; -1 and NaN if no token could
+// be drawn.
 template <class Blocks>
 SWIFTSPEC_HD void reduce_keyed(const ScoreArgs& a, int64_t row, bool drawn, Blocks block, int64_t* token,
                              float* log_prob) {

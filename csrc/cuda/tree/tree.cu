@@ -10,7 +10,7 @@ namespace {
 
 constexpr int kThreads = 256;
 
-__global__ void __launch_bounds__(kThreads, 1)  // the 1 lets it have registers enough not to spill any
+__global__ void __launch_bounds__(kThreads, 1)  // the 1 allows enough registers to avoid spills
     leaves_kernel(const __grid_constant__ TreeState tree, int32_t w, const int64_t* prefix,
                   const __grid_constant__ Expansion out) {
   const int index = static_cast<int>(threadIdx.x) / 32;

@@ -1,8 +1,9 @@
-// The draft tree on a device (swiftspec/tree/tree.py): the best leaves, their mask rows, their children. Host code too.
+// The draft tree in device memory (swiftspec/tree/tree.py): selection of the best leaves, their mask rows, and adding
+// children. For host code and device code.
 //
-// Of equal weights the earlier node comes first, and the rows of an expansion are in that order. An expansion always
-// has w rows and takes w tree slots: where there are fewer leaves, rows are left over, which belong to no node and
-// which nobody sees.
+// The rows of an expansion are ordered by descending weight, ties by node index. An expansion always has w rows and
+// takes w tree slots: if there are fewer leaves, the remaining rows belong to no node, and no mask contains their
+// slots.
 #pragma once
 
 #include "common/top_k.h"
@@ -13,10 +14,10 @@ namespace swiftspec::tree {
 using cuda::Expansion;
 using cuda::TreeState;
 
-constexpr int32_t kNoSlot = -1;  // the slot of a node that has none
-constexpr int kUnrolled = 4;   // nodes that a lane loads before any is looked at, so that their latencies overlap
+constexpr int32_t kNoSlot = -1;  // the slot of a leaf
+constexpr int kUnrolled = 4;     // nodes that a lane loads before it examines any, so that their latencies overlap
 
-// A warp names the w likeliest leaves and gives them the next slots.
+// A warp selects the w leaves with the largest weights and assigns them the next slots.
 SWIFTSPEC_HD void select_leaves(const TreeState& t, int w, const int64_t* prefix, const Expansion& out) {
   top_k::TopK<double> found(w);
   const int32_t nodes = t.used[0], first = t.used[1];
@@ -51,7 +52,8 @@ SWIFTSPEC_HD void select_leaves(const TreeState& t, int w, const int64_t* prefix
   }
 }
 
-// A warp writes one row after `select_leaves`: what the leaf's parent sees, and the leaf itself; and its position.
+// A warp writes the mask row of a selected leaf (the row of its parent plus its own slot) and its position. Runs after
+// `select_leaves`.
 SWIFTSPEC_HD void write_mask_row(const TreeState& t, int row, const int64_t* prefix, const Expansion& out) {
   const int32_t node = out.node[row], mine = static_cast<int32_t>(out.slots[row] - *prefix);
   const uint8_t* above = node > 0 ? t.visible + static_cast<int64_t>(t.slot[t.parent[node]]) * t.slots : nullptr;
@@ -74,7 +76,7 @@ SWIFTSPEC_HD void write_mask_row(const TreeState& t, int row, const int64_t* pre
   }
 }
 
-// One child: the c-th of row r, of k each. Rows without a node come last and add nothing.
+// Adds child number `child` of row `row`; each row has k children. Rows without a node come last and add nothing.
 SWIFTSPEC_HD void add_child(const TreeState& t, const int32_t* node, int k, int row, int child, const int64_t* tokens,
                             const float* values) {
   if (node[row] < 0) return;
@@ -85,7 +87,7 @@ SWIFTSPEC_HD void add_child(const TreeState& t, const int32_t* node, int k, int 
   t.weight[at] = t.weight[node[row]] + static_cast<double>(values[row * k + child]);
 }
 
-// Once all children are there.
+// Updates the number of nodes after all children have been added.
 SWIFTSPEC_HD void count_children(const TreeState& t, const int32_t* node, int w, int k) {
   int rows = 0;
   while (rows < w && node[rows] >= 0) ++rows;

@@ -15,7 +15,7 @@ from swiftspec.control.step_times import DraftTimes
 from swiftspec.distributed.draft.trace_codec import unpack_record
 from swiftspec.distributed.group.request_state import ModelLimits, RequestState, in_range
 from swiftspec.distributed.transport.channel import Channel
-from swiftspec.distributed.transport.codec import Words, pack, single_word, unpack_proposal, words_to_text
+from swiftspec.distributed.transport.codec import Words, pack_message, single_word, unpack_proposal, words_to_text
 from swiftspec.distributed.transport.opcodes import Opcode
 from swiftspec.errors import DrafterLost
 from swiftspec.messages import Proposal, RequestStart, VerifyResult
@@ -70,7 +70,7 @@ class DraftGroupClient:
         except ValueError as error:
             raise DrafterLost(f"the draft cannot be told of this request: {error}") from None
         self._round, self._buffered = 0, None
-        self._send(Opcode.DRAFTER_OPEN, pack(opening))
+        self._send(Opcode.DRAFTER_OPEN, pack_message(opening))
 
     def propose(self) -> Proposal:
         held, self._buffered = self._buffered, None
@@ -105,7 +105,7 @@ class DraftGroupClient:
             self._state.advance(result)
         except ValueError as error:
             raise DrafterLost(f"the draft cannot be told of this result: {error}") from None
-        self._send(Opcode.OBSERVE, pack(result))
+        self._send(Opcode.OBSERVE, pack_message(result))
 
     def catch_up(self, result: VerifyResult) -> None:
         """Rounds without the draft, as the result of a long one."""

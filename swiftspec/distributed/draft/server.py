@@ -16,7 +16,7 @@ from swiftspec.distributed.launch.supervision import Heartbeat
 from swiftspec.distributed.transport.channel import Channel
 from swiftspec.distributed.transport.codec import (
     Words,
-    pack,
+    pack_message,
     single_word,
     text_to_words,
     unpack_request_start,
@@ -176,7 +176,7 @@ class DraftGroupServer:
     def _propose(self, proposal: Proposal) -> None:
         """Answers with a proposal, and with the microseconds in forwards since the answer before."""
         spent = self._unreported_us()
-        self._target.send(Opcode.PROPOSAL, [spent, *pack(proposal)])
+        self._target.send(Opcode.PROPOSAL, [spent, *pack_message(proposal)])
         self._reported_us += spent
 
     def _unreported_us(self) -> int:

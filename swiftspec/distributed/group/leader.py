@@ -17,7 +17,7 @@ from swiftspec.distributed.group.follower_dispatch import Action, FollowerDispat
 from swiftspec.distributed.group.request_state import ModelLimits
 from swiftspec.distributed.launch.supervision import Heartbeat
 from swiftspec.distributed.transport.channel import Channel
-from swiftspec.distributed.transport.codec import Message, Words, pack
+from swiftspec.distributed.transport.codec import Message, Words, pack_message
 from swiftspec.distributed.transport.opcodes import Opcode
 from swiftspec.errors import RankLost, RequestFailed
 from swiftspec.messages import Proposal, RequestStart, VerifyResult
@@ -45,7 +45,7 @@ class FollowerGroup:
         """Has the followers do what the leader is about to do; it says `failed` if it cannot."""
         if self.broken is not None:
             raise RankLost(self.broken)
-        words = [] if message is None or not self._followers else pack(message)
+        words = [] if message is None or not self._followers else pack_message(message)
         try:
             for follower in self._followers:
                 follower.send(call, words)

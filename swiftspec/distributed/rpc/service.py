@@ -154,7 +154,7 @@ class WorkerService(Generic[W]):
 class DraftWorkerService(WorkerService[DraftSession | TreeStreamSession]):
     """A draft model's."""
 
-    name, once = DRAFT_SERVICE, "GenerateDrafts"
+    name, unary_method = DRAFT_SERVICE, "GenerateDrafts"
 
     def _once(self, data: bytes, context: Any) -> Message:
         with errors_to_status(context):
@@ -230,7 +230,7 @@ class DraftWorkerService(WorkerService[DraftSession | TreeStreamSession]):
 class TargetWorkerService(WorkerService[VerifySession]):
     """A target model's."""
 
-    name, once = TARGET_SERVICE, "VerifyDrafts"
+    name, unary_method = TARGET_SERVICE, "VerifyDrafts"
 
     def __init__(self, about: ModelInfo, sessions: WorkerSessions[VerifySession], tokenizer: tuple[Path, ...]) -> None:
         """`tokenizer`: the files that a client needs in order to speak of tokens."""

@@ -17,7 +17,7 @@ MAX_REASON_CHARS = 200  # characters of a reason that holds what somebody else h
 Message = RequestStart | Proposal | VerifyResult | int
 
 
-def pack(message: Message) -> Words:
+def pack_message(message: Message) -> Words:
     """A message as words: `read_opening`, `read_proposal` and `read_result` make it again.
 
     An opening is request, prompt_len, count, tokens, then the rest as JSON: its length in bytes, four of them to a

@@ -15,7 +15,7 @@ from swiftspec.serve.__main__ import join_launched_world, run_guarded
 if TYPE_CHECKING:
     from rich.progress import Progress
 
-    from swiftspec.lab.exactness.trial import Texts, Verdict, Watched
+    from swiftspec.lab.exactness.trial import CountingEngine, SampleVerdict, TextComparison
     from swiftspec.serve.session import Session
     from swiftspec.serve.settings.settings import Settings
 
@@ -78,7 +78,7 @@ def _test(own: argparse.Namespace, settings: Settings, prompt: str) -> int:
     from rich.console import Console
     from rich.progress import Progress
 
-    from swiftspec.lab.exactness.trial import Watched
+    from swiftspec.lab.exactness.trial import CountingEngine
     from swiftspec.serve.session import open_session
     from swiftspec.serve.settings.settings import UsageError
     from swiftspec.serve.terminal import StartupProgress
@@ -95,7 +95,7 @@ def _test(own: argparse.Namespace, settings: Settings, prompt: str) -> int:
         drafted = settings.draft_model is not None or settings.model is None
         why = "the profile's best plan is mode ar: --plan none" if drafted else "there is no draft model: --draft-model"
         raise UsageError(f"{why} gives something to test")
-    tested = Watched(tree.llm)
+    tested = CountingEngine(tree.llm)
     with Progress(console=Console(stderr=True), transient=True) as progress:
         verdict, texts = _trials(own, plain, tree, tested, settings, prompt, progress)
     for session in (tree, plain):
@@ -107,13 +107,13 @@ def _trials(
     own: argparse.Namespace,
     plain: Session,
     tree: Session,
-    tested: Watched,
+    tested: CountingEngine,
     settings: Settings,
     prompt: str,
     progress: Progress,
-) -> tuple[Verdict | None, list[Texts]]:
+) -> tuple[SampleVerdict | None, list[TextComparison]]:
     """The distribution, unless the request is greedy; then what must be the same token for token."""
-    from swiftspec.lab.exactness.trial import draw, same_texts
+    from swiftspec.lab.exactness.trial import compare_samples, compare_texts
 
     plan = tree.llm.config
     sampling = replace(plain.sampling_params(settings), max_tokens=own.tokens)
@@ -123,23 +123,23 @@ def _trials(
     verdict, texts = None, []
     if not sampling.greedy:
         task = progress.add_task("answers", total=2 * own.samples)
-        verdict = draw(plain.llm, tested, tokens, sampling, own.samples, lambda: progress.advance(task))
+        verdict = compare_samples(plain.llm, tested, tokens, sampling, own.samples, lambda: progress.advance(task))
     long = replace(sampling, max_tokens=own.greedy_tokens, ignore_eos=True, stop=(), stop_token_ids=())
     same = [("greedy", replace(long, temperature=0.0))] if plan.proposal != "sample" else []
     if plan.verify == "match" and not sampling.greedy:
         same.append(("sampled, same seed", long))
     for name, asked in same:
         task = progress.add_task(name, total=len(prompts))
-        texts.append(same_texts(name, plain.llm, tested, prompts, asked, lambda task=task: progress.advance(task)))
+        texts.append(compare_texts(name, plain.llm, tested, prompts, asked, lambda task=task: progress.advance(task)))
     return verdict, texts
 
 
-def _report(tree: Session, tested: Watched, verdict: Verdict | None, texts: list[Texts]) -> int:
+def _report(tree: Session, tested: CountingEngine, verdict: SampleVerdict | None, texts: list[TextComparison]) -> int:
     """Prints the table and the verdict. Returns the exit code."""
     from rich.console import Console
     from rich.table import Table
 
-    from swiftspec.lab.exactness.trial import LEVEL
+    from swiftspec.lab.exactness.trial import SIGNIFICANCE_LEVEL
 
     out, plan = Console(), tree.llm.config
     out.print(
@@ -158,7 +158,7 @@ def _report(tree: Session, tested: Watched, verdict: Verdict | None, texts: list
         where = f", the first difference at token {min(text.parted) + 1}" if text.parted else ""
         out.print(f"{text.name}: {text.requests - len(text.parted)} of {text.requests} answers are the same{where}")
     if not same:
-        out.print(f"DIFFERENT: beyond what chance allows (level {LEVEL})")
+        out.print(f"DIFFERENT: beyond what chance allows (level {SIGNIFICANCE_LEVEL})")
         if tree.dtype != "float64" and (verdict is None or verdict.same):
             out.print(f"Rounding can do that to single answers in {tree.dtype}: --dtype float64 tells whether it did")
     else:

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-RARE = 10  # cells seen less often in both samples together are one cell
+MIN_CELL_COUNT = 10  # cells seen less often in both samples together are one cell
 RESAMPLES = 1000
 TAIL, Z = 0.025, 1.96  # on each side of an interval, and the normal quantile of that
 Counts = NDArray[np.int64]
@@ -43,7 +43,9 @@ def compare(name: str, first: Sequence[Hashable], second: Sequence[Hashable], se
 def pooled(first: Sequence[Hashable], second: Sequence[Hashable]) -> tuple[Counts, Counts]:
     """Counts of both samples over the same cells; the rare ones are the last cell."""
     one, other = Counter(first), Counter(second)
-    often = sorted((x for x in {*one, *other} if one[x] + other[x] >= RARE), key=lambda x: (-one[x] - other[x], str(x)))
+    often = sorted(
+        (x for x in {*one, *other} if one[x] + other[x] >= MIN_CELL_COUNT), key=lambda x: (-one[x] - other[x], str(x))
+    )
     a, b = (
         [*(counter[x] for x in often), counter.total() - sum(counter[x] for x in often)] for counter in (one, other)
     )

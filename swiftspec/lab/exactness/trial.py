@@ -10,21 +10,21 @@ from swiftspec.engine import Completion
 from swiftspec.lab.exactness.statistics import Comparison, compare, holm
 from swiftspec.params import SamplingParams
 
-LEVEL = 0.001  # chance that a test of an exact engine fails
+SIGNIFICANCE_LEVEL = 0.001  # chance that a test of an exact engine fails
 Tick = Callable[[], None]
 
 
-class Engine(Protocol):
+class GeneratingEngine(Protocol):
     """What answers requests."""
 
     def generate(self, prompt: Sequence[int], sampling: SamplingParams | None = None) -> Completion: ...
 
 
 @dataclass(slots=True)
-class Watched:
+class CountingEngine:
     """An engine, and how it came to its answers: without draft tokens that were accepted nothing of it was tested."""
 
-    engine: Engine
+    engine: GeneratingEngine
     rounds: int = 0
     accepted: int = 0
     lost: str | None = None  # why the draft was of no use in some request
@@ -46,7 +46,7 @@ class Watched:
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class SampleVerdict:
     """What the comparisons say together. `corrected` are their p-values after Holm."""
 
     comparisons: list[Comparison]
@@ -54,11 +54,11 @@ class Verdict:
 
     @property
     def same(self) -> bool:
-        return min(self.corrected, default=1.0) >= LEVEL
+        return min(self.corrected, default=1.0) >= SIGNIFICANCE_LEVEL
 
 
 @dataclass(frozen=True, slots=True)
-class Texts:
+class TextComparison:
     """Answers that must be the same token for token. `parted`: the position of the first difference in those that are
     not."""
 
@@ -67,9 +67,14 @@ class Texts:
     parted: list[int]
 
 
-def draw(
-    plain: Engine, tree: Engine, prompt: Sequence[int], sampling: SamplingParams, samples: int, tick: Tick
-) -> Verdict:
+def compare_samples(
+    plain: GeneratingEngine,
+    tree: GeneratingEngine,
+    prompt: Sequence[int],
+    sampling: SamplingParams,
+    samples: int,
+    tick: Tick,
+) -> SampleVerdict:
     """Draws so many continuations with each, no seed used twice, and compares every next token and every two in a row.
 
     `sampling.max_tokens` is their length, at least 1. `tick` is called after each request.
@@ -88,17 +93,17 @@ def draw(
     for name, part in views:
         one, other = ([tuple(text[part]) for text in kind] for kind in texts)
         found.append(compare(name, one, other))
-    return Verdict(found, holm([comparison.p for comparison in found]))
+    return SampleVerdict(found, holm([comparison.p for comparison in found]))
 
 
-def same_texts(
+def compare_texts(
     name: str,
-    plain: Engine,
-    tree: Engine,
+    plain: GeneratingEngine,
+    tree: GeneratingEngine,
     prompts: Sequence[Sequence[int]],
     sampling: SamplingParams,
     tick: Tick,
-) -> Texts:
+) -> TextComparison:
     """Answers every prompt with both, the i-th with the i-th seed from that of `sampling` on."""
     parted = []
     for i, prompt in enumerate(prompts):
@@ -107,4 +112,4 @@ def same_texts(
         if one != other:
             parted.append(next((at for at, (a, b) in enumerate(zip(one, other)) if a != b), min(len(one), len(other))))
         tick()
-    return Texts(name, len(prompts), parted)
+    return TextComparison(name, len(prompts), parted)

@@ -110,8 +110,8 @@ class TreeExecutor(Executor, Protocol):
         """Commits the accepted path's KV to the prefix, unless `verify` has already done so."""
 
     def fast_reply(self, tree: DraftTree, *where: Any) -> Any:
-        """A native object that answers the next result without Python; None if there is none. `where`: request,
-        position of the root, bs, w, d, and the yield of an expansion (`ahead_drafter.EXPANSION_YIELD`)."""
+        """A native object that answers the next result without Python, or None. `where`: request, position of the root,
+        bs, w, d, and the yield of an expansion (`ahead_drafter.EXPANSION_YIELD`)."""
 
 
 T = TypeVar("T", bound=Executor)

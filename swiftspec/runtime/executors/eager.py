@@ -45,7 +45,7 @@ class EagerExecutor:
         return min(tree.expandable_leaves(shape.children), self.runner.cache.free_slots - len(pending)) >= shape.leaves
 
     def _expand_once(self, tree: DraftTree, pending: list[int]) -> bool:
-        """Expands once; returns False if there is no leaf."""
+        """Expands once; returns False without a leaf to expand."""
         shape = self._request.expansion
         assert shape is not None
         leaves = tree.best_leaves(shape.leaves)

@@ -76,7 +76,7 @@ class NativePopulationExecutor:
 
     def round(self, program: RoundProgram, width: int, groups: int) -> ReadyResult:
         native = self._native_of(program)
-        # NumPy: right after forwards the code of torch is no longer in the CPU caches, and a torch call costs more
+        # NumPy: forwards evict the code of torch from the CPU caches, so a torch call would cost more here
         out = np.empty((groups, program.header_len + width), np.int64)
         target, draft = self._runners
         hooked = target.hooks or draft.hooks

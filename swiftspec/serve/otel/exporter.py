@@ -1,5 +1,5 @@
-"""OpenTelemetry's collector: where it is, and what makes spans and sends them there. An extra: without --otlp-endpoint
-nothing of it is imported."""
+"""OpenTelemetry tracer provider that exports spans to a collector (extra `otel`). The OpenTelemetry packages are
+imported only if --otlp-endpoint is set."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ if TYPE_CHECKING:
     from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
     from opentelemetry.sdk.trace.export import SpanExporter
 
-EXPORT_TIMEOUT_S = 2.0  # seconds for the collector to take what it is sent
-RETRY_AFTER_S = 5.0  # seconds without another try once it has not
-MAX_QUEUED_SPANS = 1 << 16  # spans that wait to be sent; with more of them the first ones are lost
+EXPORT_TIMEOUT_S = 2.0  # of one request to the collector
+RETRY_AFTER_S = 5.0  # pause after a failed export
+MAX_QUEUED_SPANS = 1 << 16  # the oldest ones are dropped if more are queued
 TRACES_PATH = "/v1/traces"
-MAX_LOG_CHARS = 200  # characters of what OpenTelemetry logs
+MAX_LOG_CHARS = 200  # longer log messages of OpenTelemetry are cut
 
 
 def check_otlp_endpoint(endpoint: str) -> str:
-    """The whole address that spans are sent to, of a collector's. Raises UserError on one that is none, and where the
-    extra is not installed."""
+    """Returns the URL that spans are sent to. Raises UserError if `endpoint` is not an http(s) URL, or if the extra is not
+    installed."""
     address = urlsplit(endpoint)
     if address.scheme not in ("http", "https") or not address.netloc:
         raise UserError(f"--otlp-endpoint must be like http://localhost:4318, not {truncated_repr(endpoint)}")
@@ -38,8 +38,10 @@ def check_otlp_endpoint(endpoint: str) -> str:
 
 
 def make_tracer_provider(endpoint: str, exporter: Callable[[str], SpanExporter] | None = None) -> TracerProvider:
-    """What makes spans, and sends them there in a thread of its own; shutting it down sends what is left. Raises
-    UserError, see `check`. `exporter` makes what sends them to an address: OTLP over HTTP."""
+    """Creates a tracer provider that exports spans in a background thread; its shutdown exports the rest.
+
+    `exporter`: creates the span exporter for a URL; OTLP over HTTP by default. Raises UserError, see
+    `check_otlp_endpoint`."""
     address = check_otlp_endpoint(endpoint)
     from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
     from opentelemetry.sdk.resources import Resource
@@ -60,8 +62,8 @@ def make_tracer_provider(endpoint: str, exporter: Callable[[str], SpanExporter] 
 
 
 class BackoffExporter:
-    """Sends spans by an exporter, but for a while nothing any more once that has failed: a long answer has many
-    messages, and whoever leaves would wait for each."""
+    """Span exporter that drops spans for RETRY_AFTER_S after a failed export. Otherwise the shutdown after a long answer
+    would wait for the timeout of each batch."""
 
     def __init__(self, exporter: SpanExporter) -> None:
         self._exporter, self._until = exporter, 0.0
@@ -80,7 +82,7 @@ class BackoffExporter:
 
 
 class FirstErrorHandler(logging.Handler):
-    """What goes wrong on the way to the collector, in a line: the first time, as it goes wrong again and again."""
+    """Log handler that prints the first export error as one line and ignores the repetitions."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
@@ -96,5 +98,5 @@ class FirstErrorHandler(logging.Handler):
 def _installed(name: str) -> bool:
     try:
         return find_spec(name) is not None
-    except ModuleNotFoundError:  # not even its parent
+    except ModuleNotFoundError:  # its parent package is not installed either
         return False

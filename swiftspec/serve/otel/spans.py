@@ -1,5 +1,5 @@
-"""OpenTelemetry: what an answer has cost, as a span of the request with a child for each exchange with a worker, and
-under that the worker's own part of it, on this machine's clock. No text goes along."""
+"""OpenTelemetry spans of an answer: one for the request, a child per RPC to a worker, and below that the worker's part of
+the RPC on this machine's clock. Spans contain no text."""
 
 from __future__ import annotations
 
@@ -24,28 +24,31 @@ if TYPE_CHECKING:
 def traced_session(
     session: Session, settings: Settings, exporter: Callable[[str], SpanExporter] | None = None
 ) -> Iterator[Session]:
-    """The session; where a collector is named, it hears of each of its answers. Raises UserError, as `collector.check`
-    does. `exporter`: as of `collector.provider`."""
+    """Yields the session, with export of spans of its answers if --otlp-endpoint is set.
+
+    `exporter`: see `make_tracer_provider`. Raises UserError, see `check_otlp_endpoint`."""
     if settings.otlp_endpoint is None:
         yield session
         return
     provider, llm = otel_exporter.make_tracer_provider(settings.otlp_endpoint, exporter), session.llm
-    spans = RequestSpans(provider.get_tracer("swiftspec"), session.model, llm.roles.rpc_log or RpcLog(), lambda: llm.stats)
+    spans = RequestSpans(
+        provider.get_tracer("swiftspec"), session.model, llm.roles.rpc_log or RpcLog(), lambda: llm.stats
+    )
     try:
-        yield replace(session, around=spans.trace_chunks)
+        yield replace(session, wrap_chunks=spans.trace_chunks)
     finally:
         provider.shutdown()
 
 
 class RequestSpans:
-    """Of one request after the other, decoded in this process."""
+    """Records spans of the requests that this process decodes one after the other."""
 
     def __init__(self, tracer: Any, model: str, hops: RpcLog, stats: Callable[[], Stats]) -> None:
-        """`stats`: what the request begun last has cost."""
+        """`stats`: returns the statistics of the last request."""
         self._tracer, self._model, self._hops, self._stats = tracer, model, hops, stats
 
     def trace_chunks(self, chunks: Iterator[TokenChunk]) -> Iterator[TokenChunk]:
-        """The chunks of a request, whose spans are made once it is over."""
+        """Yields the chunks of a request and records its spans at the end."""
         began, known, failed = time.time_ns(), list[RpcRecord](), None
         self._hops.on_record = known.append
         try:
@@ -75,8 +78,8 @@ class RequestSpans:
 
 
 def add_rpc_spans(tracer: Any, request: Any, hops: Iterable[RpcRecord]) -> None:
-    """The spans under that of a request. A worker's part lies where its clock says, as far as that is known, and never
-    outside of the exchange."""
+    """Records the spans of RPCs as children of the span of a request. The worker's part is placed by its clock offset,
+    as far as that is known, and clipped to the RPC."""
     from opentelemetry.trace import SpanKind, set_span_in_context
 
     request_context = set_span_in_context(request)

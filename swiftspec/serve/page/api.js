@@ -1,16 +1,16 @@
-// Asks the server: with the key where it wants one, in streams, and with one line that says what is wrong.
+// Requests to the server: with the API key, as streams, and with errors as one line.
 
-const KEY = "swiftspec key"; // of the storage that ends with the tab
+const KEY = "swiftspec key"; // in the session storage
 
 export class ServerError extends Error {
   constructor(message, status = 0, gone = false) {
     super(message);
     this.status = status;
-    this.gone = gone; // there was no server, or not to the end
+    this.gone = gone; // the server was unreachable, or was lost during the answer
   }
 }
 
-const GONE = "The server does not answer. Is it still running? The page goes on asking for it.";
+const GONE = "The server does not answer. Is it still running? The page keeps trying.";
 
 export function key() {
   return sessionStorage.getItem(KEY) ?? "";
@@ -20,7 +20,7 @@ export function setKey(value) {
   sessionStorage.setItem(KEY, value);
 }
 
-/** An answer of the server. Throws ServerError with its own words where it refuses. */
+/** Sends a request. Throws ServerError with the server's message if it fails. */
 export async function ask(path, { body = null, signal = null } = {}) {
   const headers = {};
   if (key() !== "") headers.authorization = `Bearer ${key()}`;
@@ -40,7 +40,7 @@ export async function ask(path, { body = null, signal = null } = {}) {
   try {
     said = (await answer.json()).error.message ?? said;
   } catch {
-    // no JSON: the number has to do
+    // not JSON: keep the status
   }
   throw new ServerError(said, answer.status);
 }
@@ -80,8 +80,8 @@ export function eventOf(block) {
 }
 
 /**
- * Hears what the engine does, as long as the page is open: `line` gets each line, `state` whether it hears ("live",
- * "gone", "key", "none" where the server has no such stream). After a loss it goes on where it stopped.
+ * Subscribes to the engine's events while the page is open: `line` gets each event, `state` the connection ("live",
+ * "gone", "key", or "none" if the server has no such stream). After a loss it continues where it stopped.
  */
 export async function listen(line, state) {
   let last = null;

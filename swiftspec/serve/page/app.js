@@ -1,18 +1,18 @@
-// Puts the page together: which recording is shown, what a person asks for, and what the server says.
+// The page: connects the server, the requests of the user, the recording that is shown and the controls.
 
 import { ServerError } from "./api.js";
-import { Asker } from "./asker.js";
+import { Requests } from "./requests.js";
 import { LARGE, wireControls } from "./controls.js";
-import { Host } from "./host.js";
-import { keepWritten, recall, written } from "./memory.js";
+import { Server } from "./server.js";
+import { keepWritten, recall, written } from "./storage.js";
 import { Race } from "./race.js";
 import { isEmulated, isPlain, parse, Recording } from "./recording.js";
-import { Stage } from "./stage.js";
+import { TreeView } from "./tree_view.js";
 import { cut, safe } from "./tokens.js";
 import { transcribe } from "./transcript.js";
 
 const $ = (id) => document.getElementById(id);
-const NAMED = 34; // letters of a request in the list
+const NAMED = 34; // characters of a request in the list
 
 class App {
   constructor() {
@@ -20,12 +20,12 @@ class App {
     this.shown = null;
     this.messages = new Map(); // of the recording that is shown
     this.mine = []; // the conversation's elements, while a recording is shown
-    this.stage = new Stage();
+    this.treeView = new TreeView();
     this.race = new Race();
     this.race.told = (text) => this.announce(text);
-    this.asker = new Asker(this);
-    this.host = new Host(this);
-    this.stage.listeners.add((request, round) => this.messages.get(request)?.until(round, this.shown !== this.live));
+    this.requests = new Requests(this);
+    this.server = new Server(this);
+    this.treeView.listeners.add((request, round) => this.messages.get(request)?.until(round, this.shown !== this.live));
     wireControls(this);
   }
 
@@ -34,19 +34,19 @@ class App {
     try {
       health = await (await fetch("/health", { cache: "no-store" })).json();
     } catch {
-      this.host.connection("gone", "no server");
+      this.server.connection("gone", "no server");
     }
     if (health?.status === "replay") return this.replay(health.trace);
     this.write(written());
     const kept = recall();
-    if (kept) this.asker.restore(kept);
+    if (kept) this.requests.restore(kept);
     else this.load("/page/traces/large.jsonl", LARGE);
-    this.host.start();
+    this.server.start();
   }
 
-  /** A server without a model: it has one trace, and nobody to ask. */
+  /** A replay server: it has one trace and no model. */
   async replay(name) {
-    this.host.connection("", "a recording");
+    this.server.connection("", "a recording");
     document.body.dataset.mode = "replay";
     $("composer").hidden = true;
     document.querySelector(".skip").hidden = true;
@@ -54,40 +54,40 @@ class App {
     await this.load("/replay.jsonl", name);
   }
 
-  /** A line of the engine: of a request of this page, or of somebody else's. */
+  /** An event of the engine, of a request of this page or of another client. */
   line(line) {
     const request = this.live.add(line);
-    if (line.swiftspec_trace) this.host.named();
+    if (line.swiftspec_trace) this.server.named();
     if (request === null) return;
     if (line.begin) {
-      const own = this.asker.begun(request);
-      const follows = this.shown === this.live && (!this.stage.request || $("live").dataset.wanted === "true");
+      const own = this.requests.begun(request);
+      const follows = this.shown === this.live && (!this.treeView.request || $("live").dataset.wanted === "true");
       if (own || follows) this.showRequest(request, this.live);
       else this.list();
     }
     if (line.end) {
-      this.asker.claims.ended(request);
+      this.requests.ownRequests.ended(request);
       this.list();
     }
-    if (request === this.stage.request) this.stage.changed();
+    if (request === this.treeView.request) this.treeView.changed();
   }
 
   announce(text) {
     $("announce").textContent = text;
   }
 
-  /** What the model is good for; it stays. */
+  /** Shows a permanent hint about the model. */
   hint(text) {
     $("hint").textContent = safe(text);
   }
 
-  /** What went wrong, or what to do. `gone`: for as long as the server does not answer. */
+  /** Shows an error or an instruction. `gone`: until the server answers again. */
   trouble(text, gone = false) {
     $("trouble").textContent = safe(text);
     this.gone = gone;
   }
 
-  /** The server does. */
+  /** The server answers again. */
   answers() {
     if (this.gone) this.trouble("");
   }
@@ -96,7 +96,7 @@ class App {
   async load(path, name) {
     try {
       const answer = await fetch(path, { cache: "no-store" });
-      if (!answer.ok) throw new ServerError("it is not there");
+      if (!answer.ok) throw new ServerError("it does not exist");
       this.showRecording(parse(await answer.text()), name);
     } catch (error) {
       this.trouble(`${name}: ${error.message}`);
@@ -110,7 +110,7 @@ class App {
     this.name = name;
     const replays = document.body.dataset.mode === "replay";
     $("back-live").hidden = replays;
-    $("talk-title").textContent = `A recording: ${name}.${replays ? "" : " Ask below, and you see your own."}`;
+    $("talk-title").textContent = `A recording: ${name}.${replays ? "" : " Send a prompt below to see your own."}`;
     $("strip").hidden = false;
     $("strip-text").textContent = `Recording: ${safe(name)}${isEmulated(recording) ? ", step times emulated" : ""}`;
     document.body.dataset.shown = "recording";
@@ -120,7 +120,7 @@ class App {
     this.race.show(recording, false);
   }
 
-  /** The conversation again. */
+  /** Shows the live conversation. */
   showLive() {
     if (this.shown === this.live) return;
     this.shown = this.live;
@@ -129,7 +129,7 @@ class App {
     document.body.dataset.shown = "live";
     $("talk-title").textContent = "";
     $("messages").replaceChildren(...this.mine);
-    this.messages = this.asker.told;
+    this.messages = this.requests.told;
     this.race.show(this.live, true);
     this.showRequest(this.live.requests.at(-1) ?? null, this.live);
   }
@@ -137,38 +137,38 @@ class App {
   showRequest(request, recording) {
     if (recording === this.live) this.showLive();
     const following = $("live").dataset.wanted === "true" && request !== null && !request.end;
-    this.stage.show(recording, request, { following, live: recording === this.live });
+    this.treeView.show(recording, request, { following, live: recording === this.live });
     if (recording !== this.live) this.messages.get(request)?.shown();
     this.list();
   }
 
-  /** The requests to choose from. */
+  /** Updates the list of requests. */
   list() {
     const options = (this.shown?.requests ?? []).map((request, at) => {
       const option = document.createElement("option");
       option.value = String(at);
       option.textContent = `${at + 1}${this.kind(request)}: ${this.nameOf(request)}`;
-      option.selected = request === this.stage.request;
+      option.selected = request === this.treeView.request;
       return option;
     });
     $("request").replaceChildren(...options);
     $("request").disabled = options.length === 0;
     $("strip-back").hidden = document.body.dataset.mode === "replay"
-      || this.live.requests.length + this.asker.talk.length === 0;
-    const own = this.asker.talk.length > 0 || this.live.requests.some((one) => this.asker.asked.has(one));
+      || this.live.requests.length + this.requests.talk.length === 0;
+    const own = this.requests.talk.length > 0 || this.live.requests.some((one) => this.requests.asked.has(one));
     $("strip-back").textContent = own ? "Back to yours" : "To this server’s";
   }
 
-  /** What is to be known of a request before it is chosen. */
+  /** The kind of a request, for the list. */
   kind(request) {
-    const others = this.shown === this.live && !this.asker.asked.has(request) ? ", another client’s" : "";
+    const others = this.shown === this.live && !this.requests.asked.has(request) ? ", another client’s" : "";
     return `${isPlain(request) ? ", plain" : ""}${others}`;
   }
 
-  /** The beginning of what it was asked. */
+  /** The beginning of its prompt. */
   nameOf(request) {
     const prompt = (request.begin.prompt ?? []).slice(0, NAMED).map((token) => this.shown.text(token)).join("");
-    return cut(safe(this.asker.asked.get(request) ?? prompt).replace(/\s+/g, " "), NAMED);
+    return cut(safe(this.requests.asked.get(request) ?? prompt).replace(/\s+/g, " "), NAMED);
   }
 
   write(text) {
@@ -176,7 +176,7 @@ class App {
     keepWritten(text);
   }
 
-  /** The race at a large target's pace. */
+  /** The recorded race with a large target. */
   async raceLarge() {
     await this.load("/page/traces/large.jsonl", LARGE);
     if (this.race.pair) this.race.play(this.race.recording, this.race.pair);

@@ -1,4 +1,4 @@
-// Asks for one answer and streams it: as a conversation where the model has a chat template, else as text that goes on.
+// Requests one answer and streams it: as a chat if the model has a chat template, else as a continuation of the text.
 
 import { ask, events, ServerError } from "./api.js";
 
@@ -51,7 +51,7 @@ export class Chat {
   }
 }
 
-/** The text of one chunk; what the model thinks is text, too. Throws ServerError where the chunk tells of trouble. */
+/** The text of one chunk, including reasoning. Throws ServerError if the chunk contains an error. */
 export function pieceOf(chunk) {
   if (chunk.error) throw new ServerError(chunk.error.message ?? "The answer broke off.");
   const choice = chunk.choices?.[0];

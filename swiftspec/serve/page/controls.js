@@ -1,11 +1,11 @@
-// Buttons, keys and files: what a person does, told to the app.
+// Event handlers of buttons, keys and files.
 
-import { keepWritten } from "./memory.js";
+import { keepWritten } from "./storage.js";
 import { parse } from "./recording.js";
 
 const $ = (id) => document.getElementById(id);
 export const LARGE = "70B target";
-const MOST = 256 * 2 ** 20; // bytes of a trace file
+const MAX_TRACE_BYTES = 256 * 2 ** 20;
 
 export function wireControls(app) {
   wirePlayer(app);
@@ -16,10 +16,10 @@ export function wireControls(app) {
 }
 
 function wirePlayer(app) {
-  const { stage } = app;
+  const { treeView } = app;
   const click = (id, act) => $(id).addEventListener("click", () => {
-    act(stage.player);
-    stage.changed();
+    act(treeView.player);
+    treeView.changed();
   });
   click("play", (player) => player.toggle());
   click("back", (player) => player.step(-1));
@@ -30,14 +30,14 @@ function wirePlayer(app) {
     player.following = wanted;
   });
   $("scrub").addEventListener("input", () => {
-    stage.player.playing = false;
-    stage.player.seek(Number($("scrub").value) / 1000);
-    stage.changed();
+    treeView.player.playing = false;
+    treeView.player.seek(Number($("scrub").value) / 1000);
+    treeView.changed();
   });
   $("speed").addEventListener("change", () => {
     const { value } = $("speed");
-    stage.player.speed = value === "slow" ? value : Number(value);
-    stage.changed();
+    treeView.player.speed = value === "slow" ? value : Number(value);
+    treeView.changed();
   });
   $("request").addEventListener("change", () => {
     app.showRequest(app.shown.requests[Number($("request").value)], app.shown);
@@ -54,30 +54,30 @@ function wireTabs(app) {
       $(`tab-${other}`).focus();
     });
   }
-  $("race-run").addEventListener("click", () => app.asker.runRace());
-  $("race-this").addEventListener("click", () => app.asker.runRace());
+  $("race-run").addEventListener("click", () => app.requests.runRace());
+  $("race-this").addEventListener("click", () => app.requests.runRace());
   $("race-large").addEventListener("click", () => app.raceLarge());
 }
 
 function wireComposer(app) {
   $("composer").addEventListener("submit", (event) => {
     event.preventDefault();
-    app.asker.send();
+    app.requests.send();
   });
   $("composer-text").addEventListener("keydown", (event) => {
     if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
     event.preventDefault();
-    app.asker.send();
+    app.requests.send();
   });
   $("composer-text").addEventListener("input", () => {
     keepWritten($("composer-text").value);
     if (!app.gone) app.trouble("");
   });
   stayAtEnd($("talk"));
-  $("stop").addEventListener("click", () => app.asker.chat.stop());
+  $("stop").addEventListener("click", () => app.requests.chat.stop());
 }
 
-/** Who reads the end of the text still does when the box below it grows. */
+/** Keeps an area scrolled to its end when its size changes. */
 function stayAtEnd(area) {
   let atEnd = false;
   area.addEventListener("scroll", () => (atEnd = area.scrollHeight - area.scrollTop - area.clientHeight < 30));
@@ -91,7 +91,7 @@ function wireFiles(app) {
     $("files").open = false;
     act();
   });
-  click("open-pair", () => app.load("/page/traces/pair.jsonl", "the small models that come along"));
+  click("open-pair", () => app.load("/page/traces/pair.jsonl", "the bundled demo models"));
   click("open-large", () => app.load("/page/traces/large.jsonl", LARGE));
   click("open-file", () => $("file").click());
   click("back-live", () => app.showLive());
@@ -116,7 +116,7 @@ function wireFiles(app) {
 
 async function open(app, file) {
   try {
-    if (file.size > MOST) throw new Error("it is too large for a browser");
+    if (file.size > MAX_TRACE_BYTES) throw new Error("it is too large for a browser");
     app.showRecording(parse(await file.text()), file.name);
     app.trouble("");
   } catch (error) {
@@ -134,14 +134,14 @@ function save(recording) {
   setTimeout(() => URL.revokeObjectURL(link.href), 10000);
 }
 
-/** Space plays, comma and full stop step, wherever nothing is typed. */
+/** Space plays, comma and full stop step, outside of text fields. */
 function shortcut(app, event) {
   const typing = event.target.closest?.("input, textarea, select, button, summary, dialog");
   if (typing || event.ctrlKey || event.metaKey || event.altKey || $("panel-tree").hidden) return;
-  const { player } = app.stage;
+  const { player } = app.treeView;
   const act = { " ": () => player.toggle(), ",": () => player.step(-1), ".": () => player.step(1) }[event.key];
   if (!act) return;
   event.preventDefault();
   act();
-  app.stage.changed();
+  app.treeView.changed();
 }

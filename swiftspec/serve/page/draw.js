@@ -1,5 +1,5 @@
-// Draws a tree on a canvas. What a node's fate is shows by colour and by form: a dashed frame, a tick, a cross, a
-// diamond, a filled dot or an empty one.
+// Draws a tree on a canvas. Colour and shape show the fate of a node: a dashed frame, a tick, a cross, a diamond, a
+// filled dot or an empty one.
 
 import { isLarge, place } from "./layout.js";
 import { cut, visible } from "./tokens.js";
@@ -39,7 +39,7 @@ export class TreeCanvas {
     }
   }
 
-  /** Where the nodes of a tree stand. */
+  /** The positions of the nodes of a tree. */
   placesOf(tree) {
     if (!this.places.has(tree)) this.places.set(tree, place(tree, this.width, this.height));
     return this.places.get(tree);
@@ -68,7 +68,7 @@ export class TreeCanvas {
     this.spots = spots;
   }
 
-  /** A node between where it was and where it will be; a new one comes out of its parent. */
+  /** A node between its previous and its next position; a new one starts at its parent. */
   spot(node, answered, past, places, share) {
     const to = places.get(node.name);
     const above = node.parent?.name;
@@ -76,11 +76,11 @@ export class TreeCanvas {
     const fresh = past !== null && !past.has(node.name);
     const x = start.x + (to.x - start.x) * share;
     const y = start.y + (to.y - start.y) * share;
-    const large = isLarge(node) && (answered || node.fate !== "own"); // which nobody knows before
+    const large = isLarge(node) && (answered || node.fate !== "own"); // which is not known before
     return { node, x, y, alpha: fresh ? share : 1, ...this.lettered(node, to, large) };
   }
 
-  /** What is written at a node, `small` beside its dot, and how wide that is. */
+  /** The text at a node (`small`: next to its dot), and its width. */
   lettered(node, place, large) {
     const written = (letter) => cut(visible(this.textOf(node.token)), Math.max(Math.floor(place.room / letter) - 2, 2));
     if (large) {
@@ -91,7 +91,7 @@ export class TreeCanvas {
     return { label: "", small, width: small === "" ? 9 : 13 + [...small].length * SMALL_LETTER };
   }
 
-  /** What does not survive goes. */
+  /** Fades out the nodes that do not survive. */
   leave(from, tree, past, share) {
     const stays = new Set(tree.nodes.map((node) => node.name));
     const shift = (past.get(from.next.name)?.x ?? 4) - 4;
@@ -165,7 +165,7 @@ export class TreeCanvas {
     context.lineDashOffset = -beat * 16;
     context.stroke();
     context.setLineDash([]);
-    context.lineDashOffset = 0; // the edges of the next picture stand still
+    context.lineDashOffset = 0; // the edges are not animated
     context.font = FONT;
     context.textBaseline = "middle";
     context.fillStyle = solid ? this.colours.paper : fate === "rejected" ? colour : this.colours.ink;

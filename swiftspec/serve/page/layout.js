@@ -1,4 +1,4 @@
-// Where the nodes of a tree stand: levels from left to right, the likeliest path straight through the middle.
+// Layout of a tree: levels from left to right, the most likely path straight through the middle.
 
 const ROW = 27; // pixels of a node with its text
 const BRANCH = 15; // of one that was expanded, but not sent: a dot and small letters
@@ -7,12 +7,12 @@ const NARROWEST = 62; // pixels of a level
 const COMFORTABLE = 92; // of one whose texts can be read
 const WIDEST = 190;
 
-/** Whether a node is written large. */
+/** Whether a node is drawn with its text. */
 export function isLarge(node) {
   return node.sent || node.parent === null || node.fate === "own";
 }
 
-/** What a node asks for in height by itself. The target's own token has its place before it is known. */
+/** The height of a node without its children. The target's own token has its place before it is known. */
 function size(node) {
   if (isLarge(node)) return ROW;
   return node.expanded ? BRANCH : DOT;
@@ -59,7 +59,7 @@ export function place(tree, width, height) {
   return { places: named, deeper };
 }
 
-/** The likeliest in the middle, the others by turns above and below it. */
+/** The most likely child in the middle, the others alternately above and below it. */
 function fanned(children) {
   const sorted = [...children].sort((one, other) => (other.q ?? 0) - (one.q ?? 0));
   const row = [];
@@ -67,7 +67,7 @@ function fanned(children) {
   return row;
 }
 
-/** As high as the likeliest child stands, so that its path is a straight line. */
+/** The position of the most likely child, so that its path is a straight line. */
 function middle(children, places) {
   if (children.length === 0) return null;
   const first = children.reduce((best, child) => ((child.q ?? 0) > (best.q ?? 0) ? child : best));

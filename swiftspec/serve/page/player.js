@@ -1,9 +1,9 @@
-// The clock of a replay: which moment of a request is shown. It knows nothing of how that looks.
+// The clock of a replay: which moment of a request is shown, independent of its drawing.
 
 import { spanOf } from "./recording.js";
 
 export const SLOW = 1.5; // seconds of a round in slow motion
-const VERDICT = 0.4; // share of a round in which the answer to the one before is looked at
+const VERDICT = 0.4; // share of a round in which the result of the previous one is shown
 
 export class Player {
   constructor() {
@@ -29,7 +29,7 @@ export class Player {
     return this.rounds === 0 ? 0 : spanOf(this.request, 0).begin;
   }
 
-  /** When the last round's answer has been looked at. */
+  /** The end, after the result of the last round was shown. */
   get end() {
     if (this.rounds === 0) return 0;
     const last = spanOf(this.request, this.rounds - 1);
@@ -42,12 +42,12 @@ export class Player {
     return Math.max((spanOf(this.request, this.rounds - 1).end - this.begin) / this.rounds, 1e-6);
   }
 
-  /** Seconds of the trace in a second of the person's. */
+  /** Seconds of the trace per real second. */
   get rate() {
     return this.speed === "slow" ? Math.min(this.mean / SLOW, 1) : this.speed;
   }
 
-  /** Goes on by so many seconds of the person's. Returns whether anything moved. */
+  /** Advances by real seconds. Returns whether anything moved. */
   tick(seconds) {
     if (this.rounds === 0) return false;
     if (this.following) {
@@ -78,7 +78,7 @@ export class Player {
     return this.end > this.begin ? (this.time - this.begin) / (this.end - this.begin) : 0;
   }
 
-  /** One half of a round on or back: what is asked, and what is answered. */
+  /** Steps half a round forward or back: between proposal and result. */
   step(by) {
     this.following = this.playing = false;
     if (this.rounds === 0) return;
@@ -118,7 +118,7 @@ export class Player {
     return low;
   }
 
-  /** So many rounds go by with each picture that a screen shows; above 1 it cannot show all of them. */
+  /** Rounds per picture of the screen; above 1 it cannot show all of them. */
   get roundsPerFrame() {
     return (this.playing || this.following ? this.rate : 0) / this.mean / 60;
   }

@@ -1,20 +1,20 @@
-// The race: the same prompt plainly and with speculation, one after the other on the one engine, then side by side.
+// The race: the same prompt without and with speculation, one after the other on one engine, then side by side.
 
 import { answerOf, isEmulated, isPlain, spanOf } from "./recording.js";
 import { number, safe, seconds } from "./tokens.js";
 
-const CLOCKS = "The clocks begin when the prompt is read.";
-const WHY_SLOWER = "With models this small a pass over a tree costs more than one over a token;"
+const CLOCKS = "The clocks begin after the prefill.";
+const WHY_SLOWER = "With models this small, a pass over a tree costs more than one over a token;"
   + " with large ones it hardly does, as the recording of the 70B target shows. ";
-const NO_RACE = "Write a text and press Race: the engine answers it plainly, then with speculation;"
+const NO_RACE = "Write a text and press Race: the engine answers it without, then with speculation;"
   + " both are played side by side.";
-const SMALL = " Models as small as those that come along often lose it: for them a pass over a tree costs more than one"
-  + " over a token. The 70B recording has the other case.";
+const SMALL = " Speculation often loses with models as small as the demo models: for them a pass over a tree"
+  + " costs more than one over a token. The 70B recording shows the other case.";
 const SHORT = 1; // seconds; what took less is played so that it takes
 const WATCHED = 3; // seconds
 const $ = (id) => document.getElementById(id);
 
-/** The last two requests of the same prompt of which one went plainly; null: there are none. */
+/** The last two requests with the same prompt, one of them without a draft; null: none. */
 export function findRace(recording) {
   const done = recording.requests.filter((request) => request.rounds.length > 0);
   for (let at = done.length - 1; at > 0; at -= 1) {
@@ -26,7 +26,7 @@ export function findRace(recording) {
   return null;
 }
 
-/** When which token was there: {tokens, times}, in seconds from the moment the prompt was read. */
+/** The tokens and their times in seconds after the prefill: {tokens, times, took}. */
 export function runOf(request) {
   const tokens = answerOf(request);
   const times = [];
@@ -47,7 +47,7 @@ export function difference(one, other) {
 export class Race {
   constructor() {
     this.timer = 0;
-    this.small = false; // whether this server has the models that come along
+    this.small = false; // whether this server runs the demo models
     this.told = () => {};
     $("race-again").addEventListener("click", () => this.pair && this.play(this.recording, this.pair));
     $("race-speed").addEventListener("change", () => this.pair && this.play(this.recording, this.pair));
@@ -111,7 +111,7 @@ export class Race {
       const count = upTo(times, time);
       const clock = Math.min(time, took);
       const small = document.createElement("small");
-      small.textContent = ` ${count} tokens, ${number(clock > 0 ? count / clock : NaN)} a second`;
+      small.textContent = ` ${count} tokens, ${number(clock > 0 ? count / clock : NaN)} per second`;
       $(`${side}-clock`).replaceChildren(seconds(clock), small);
       $(`${side}-progress`).value = count / Math.max(tokens.length, 1);
       const pre = $(`${side}-text`);
@@ -131,7 +131,7 @@ export class Race {
     const why = winner === "plain" && !emulated ? WHY_SLOWER : "";
     const at = difference(plain.tokens, fast.tokens);
     let same = `The text is the same: all ${plain.tokens.length} tokens compared, one by one.`;
-    if (this.pair.fast.missed || this.pair.plain.missed) same = "Some events were missed: nothing can be compared.";
+    if (this.pair.fast.missed || this.pair.plain.missed) same = "Events were missed: the texts cannot be compared.";
     else if (at >= 0) same = `The texts differ from token ${at + 1} on.`;
     this.judge(speed, why + same, winner);
     $("race-result").dataset.equal = String(at < 0);
@@ -147,13 +147,13 @@ export class Race {
   }
 }
 
-/** Seconds of the race in a second of the person's. */
+/** Seconds of the race per real second. */
 function rateOf(chosen, slowest) {
   if (chosen !== "auto") return Number(chosen);
   return slowest > 0 && slowest < SHORT ? slowest / WATCHED : 1;
 }
 
-/** How many of the times have come. */
+/** The number of times up to `time`. */
 function upTo(times, time) {
   let low = 0;
   let high = times.length;

@@ -1,7 +1,7 @@
-// What the lines of a trace say, gathered: a head, and requests with their rounds. The format is documented in
-// docs/reference/trace.md; a line or a field that is not known does no harm.
+// A trace in memory: its header, and requests with their rounds. The format is documented in
+// docs/reference/trace.md; unknown lines and fields are ignored.
 
-const MOST_ROUNDS = 10000; // of a live recording; the oldest requests go first
+const MAX_ROUNDS = 10000; // of a live recording; the oldest requests are dropped
 
 export class BadTrace extends Error {}
 
@@ -14,10 +14,10 @@ export class Recording {
     this.count = 0; // rounds of all requests
   }
 
-  /** Takes one line. Returns the request that it is about, if it is about one. */
+  /** Adds one line. Returns its request, or null. */
   add(line) {
     const isObject = line !== null && typeof line === "object" && !Array.isArray(line);
-    if (!isObject) throw new BadTrace("a line is no JSON object");
+    if (!isObject) throw new BadTrace("a line is not a JSON object");
     for (const [id, text] of Object.entries(line.texts ?? {})) this.texts.set(Number(id), String(text));
     if (line.swiftspec_trace !== undefined) {
       const version = line.swiftspec_trace;
@@ -40,14 +40,14 @@ export class Recording {
   open(line) {
     const request = { id: line.request, begin: line.begin, rounds: [], end: null, missed: 0 };
     this.requests.push(request);
-    this.byId.set(line.request, request); // ids begin again where the engine was started again
+    this.byId.set(line.request, request); // a restarted engine numbers its requests from 1 again
     return request;
   }
 
   addRound(request, line) {
     request.rounds.push(line);
     this.count += 1;
-    while (this.count > MOST_ROUNDS && this.requests.length > 1) {
+    while (this.count > MAX_ROUNDS && this.requests.length > 1) {
       const oldest = this.requests.shift();
       this.count -= oldest.rounds.length;
       if (this.byId.get(oldest.id) === oldest) this.byId.delete(oldest.id);
@@ -85,12 +85,12 @@ export function parse(text) {
     try {
       const read = JSON.parse(line);
       if (recording.head === null && read?.swiftspec_trace === undefined) {
-        throw new BadTrace("this is no trace: its first line has no “swiftspec_trace”");
+        throw new BadTrace("this is not a trace: its first line has no “swiftspec_trace”");
       }
       recording.add(read);
     } catch (error) {
       if (cutOff && error instanceof SyntaxError) continue;
-      const why = error instanceof BadTrace ? error.message : "no JSON";
+      const why = error instanceof BadTrace ? error.message : "not JSON";
       throw new BadTrace(`line ${at + 1}: ${why}`);
     }
   }
@@ -111,17 +111,17 @@ function endOf(round) {
   return round.target?.verify?.[1] ?? round.population?.[1] ?? round.wait?.[1] ?? 0;
 }
 
-/** A request's clock begins when its prompt is read. */
+/** A request's clock begins after its prefill. */
 function firstOf(round) {
   return round.target?.open?.[1] ?? round.wait?.[0] ?? round.target?.verify?.[0] ?? round.population?.[0] ?? 0;
 }
 
-/** Whether a request went without a draft: no round proposed more than the root. */
+/** Whether a request had no draft: no round proposed more than the root. */
 export function isPlain(request) {
   return request.rounds.length > 0 && request.rounds.every((round) => (round.proposal?.tokens.length ?? 2) === 1);
 }
 
-/** Whether the step times were given, and not measured. */
+/** Whether the step times were emulated, not measured. */
 export function isEmulated(recording) {
   const { target, draft } = recording.head?.emulate ?? {};
   return Boolean(target || draft);

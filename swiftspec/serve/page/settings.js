@@ -1,16 +1,16 @@
-// The settings of a request: read from their fields, and a field is pointed at where something is wrong with it.
+// The settings of a request: read from their fields; fields with errors are marked.
 
 import { ServerError } from "./api.js";
 import { safe } from "./tokens.js";
 
-// The fields of a request, by what a person reads above them.
+// The labels of the request's fields.
 const LABELS = {
-  temperature: "Temperature", top_p: "Top-p", top_k: "Top-k", seed: "Seed", max_tokens: "Most tokens",
-  verify_batch: "Nodes a pass", draft_steps: "Growth a round",
+  temperature: "Temperature", top_p: "Top-p", top_k: "Top-k", seed: "Seed", max_tokens: "Max tokens",
+  verify_batch: "Nodes per round", draft_steps: "Expansions per round",
 };
 const field = (name) => document.getElementById(name);
 
-/** What the settings say. Throws ServerError on what is no number. */
+/** The values of the settings. Throws ServerError on a value that is not a number. */
 export function settings() {
   const asked = {};
   field("settings-trouble").textContent = "";
@@ -19,14 +19,14 @@ export function settings() {
     const text = field(name).value.trim().replace(",", ".");
     const value = Number(text);
     if (text === "") continue;
-    if (!Number.isFinite(value)) throw new ServerError(`${name}: “${field(name).value}” is no number.`, 400);
+    if (!Number.isFinite(value)) throw new ServerError(`${name}: “${field(name).value}” is not a number.`, 400);
     asked[name] = value;
   }
   asked.seed ??= Math.floor(Math.random() * 2 ** 48);
   return asked;
 }
 
-/** An error's words with the label of the field that it names; that field is marked, and the settings are opened. */
+/** An error message with the label of the field that it names; marks the field and opens the settings. */
 export function blamed(message) {
   const name = Object.keys(LABELS).find((one) => new RegExp(`\\b${one}\\b`).test(message));
   if (name === undefined) return message;

@@ -1,9 +1,9 @@
-// What a request has come to by a round: speed, tokens a round, and how many guesses held how often.
+// Statistics of a request up to a round: speed, tokens per round, and how often how many guesses held.
 
-import { busy, lanesOf } from "./lanes.js";
+import { busy, timelinesOf } from "./timelines.js";
 import { answerOf, spanOf } from "./recording.js";
 
-/** Numbers of the rounds 0 to `last`. `held`: how often so many guesses held, by their number. */
+/** Statistics of the rounds 0 to `last`. `held`: the number of rounds by the number of guesses that held. */
 export function statsOf(request, last) {
   let tokens = 0;
   const held = [];
@@ -17,7 +17,7 @@ export function statsOf(request, last) {
   tokens = Math.min(tokens, answerOf(request).length);
   const begin = spanOf(request, 0).begin;
   const end = spanOf(request, last).end;
-  const lanes = lanesOf(request, last - 60, last);
+  const lanes = timelinesOf(request, last - 60, last);
   const since = spanOf(request, Math.max(last - 60, 0)).begin;
   return {
     tokens, rounds: last + 1, seconds: end - begin, held: Array.from(held, (count) => count ?? 0),
@@ -26,7 +26,7 @@ export function statsOf(request, last) {
   };
 }
 
-/** The histogram as rows of a list: so many guesses held, in so many of the rounds. */
+/** Draws the histogram as rows of a list. */
 export function drawHistogram(list, held) {
   const most = Math.max(...held, 1);
   const rounds = held.reduce((sum, count) => sum + count, 0);

@@ -1,4 +1,4 @@
-// Tokens as text that a person can read and that can do no harm: it is only ever set as text, never as markup.
+// Tokens as readable and harmless text: it is set as text, never as markup.
 
 const SIGNS = { " ": "·", "\n": "⏎", "\t": "⇥", "\r": "␍", "\u00a0": "⍽" };
 const HIDDEN = /[\p{Cc}\p{Cf}\p{Co}\p{Cs}\u2028\u2029]/u; // control, direction, joiners, lone surrogates
@@ -26,13 +26,13 @@ export function safe(text) {
   return shown;
 }
 
-/** Cut to so many characters. */
+/** Truncated to `most` characters. */
 export function cut(text, most) {
   const signs = [...text];
   return signs.length <= most ? text : signs.slice(0, Math.max(most - 1, 1)).join("") + "…";
 }
 
-/** A probability as people read it. */
+/** A probability in percent. */
 export function percent(probability) {
   if (probability === null || probability === undefined || Number.isNaN(probability)) return "not known";
   const hundredths = probability * 100;
@@ -42,14 +42,14 @@ export function percent(probability) {
   return hundredths === 0 ? "0 %" : "< 0.1 %";
 }
 
-/** Seconds as people read them. */
+/** A duration with its unit. */
 export function seconds(value) {
   if (value >= 10) return `${value.toFixed(1)} s`;
   if (value >= 1) return `${value.toFixed(2)} s`;
   return `${(value * 1e3).toFixed(value >= 0.01 ? 0 : 1)} ms`;
 }
 
-/** One digit after the point where that says something. */
+/** A number with two or three significant digits. */
 export function number(value) {
   if (!Number.isFinite(value)) return "–";
   return value >= 100 ? value.toFixed(0) : value.toFixed(value >= 10 ? 1 : 2);

@@ -1,4 +1,4 @@
-// The left side's messages: what was asked and answered, with the guesses that held underlined.
+// The messages of the conversation: prompts and answers, with accepted guesses underlined.
 
 import { answerOf } from "./recording.js";
 import { number, safe, seconds } from "./tokens.js";
@@ -12,10 +12,10 @@ function element(name, kind, text = "") {
 }
 
 export const TALKS = ["Asked", "Answer"];
-export const CONTINUES = ["Your text", "Continued"]; // where the model is no chat
+export const CONTINUES = ["Your text", "Continued"]; // for a model without a chat template
 const ENDS = {
   stop: "Ended by itself.", length: "The length limit was reached.", stopped: "Stopped by you.",
-  abort: "Broken off: nobody wanted more.", error: "Broken off by an error.",
+  abort: "Aborted: the client disconnected.", error: "Aborted by an error.",
 };
 
 /** One question and its answer. */
@@ -39,7 +39,7 @@ export class Message {
     log.parentElement.scrollTop = log.parentElement.scrollHeight;
   }
 
-  /** Does something that makes it longer; who read its end still does. */
+  /** Applies a change and stays scrolled to the end. */
   grow(change) {
     const area = this.element.parentElement?.parentElement;
     const atEnd = area && area.scrollHeight - area.scrollTop - area.clientHeight < 60;
@@ -47,7 +47,7 @@ export class Message {
     if (atEnd) area.scrollTop = area.scrollHeight;
   }
 
-  /** More text as it comes. */
+  /** Adds streamed text. */
   add(text) {
     this.text += text;
     this.grow(() => this.answer.append(safe(text)));
@@ -58,7 +58,7 @@ export class Message {
     this.grow(() => (this.cost.textContent = why));
   }
 
-  /** The answer token by token, from what was recorded of it, unless that spells another text than was streamed. */
+  /** Shows the answer token by token from the recording, unless its text differs from the streamed one. */
   tell(recording, request) {
     this.request = request;
     const most = answerOf(request).length;
@@ -79,7 +79,7 @@ export class Message {
     this.now = null;
   }
 
-  /** What it cost, and why it ended. */
+  /** Shows the statistics and why it ended. */
   sum(request, ended = request?.end?.reason) {
     this.grow(() => (this.cost.textContent = [this.spent(request), ENDS[ended]].filter(Boolean).join(" ")));
   }
@@ -87,17 +87,17 @@ export class Message {
   spent(request) {
     if (!request?.rounds.length) return "";
     const { tokens, seconds: took, speed, perRound } = statsOf(request, request.rounds.length - 1);
-    const each = `${number(speed)} tokens a second, ${number(perRound)} a pass of the target`;
+    const each = `${number(speed)} tokens per second, ${number(perRound)} per pass of the target`;
     return `${tokens} tokens in ${seconds(took)}: ${each}.`;
   }
 
-  /** Comes into view. */
+  /** Scrolls into view. */
   shown() {
     const area = this.element.parentElement.parentElement;
     area.scrollTop += this.element.getBoundingClientRect().top - area.getBoundingClientRect().top - 12;
   }
 
-  /** Points at what a round has added. `dim`: what comes later is not read yet. */
+  /** Highlights the tokens of a round. `dim`: later tokens are dimmed. */
   until(round, dim) {
     if (round === this.now) return;
     const [from, to] = this.now === null ? [-1, Infinity] : [Math.min(round, this.now), Math.max(round, this.now)];
@@ -110,7 +110,7 @@ export class Message {
     if (dim) this.follow();
   }
 
-  /** Keeps the piece pointed at in view. */
+  /** Keeps the highlighted piece in view. */
   follow() {
     const piece = this.pieces[this.first(this.now)];
     const area = this.element.parentElement?.parentElement;

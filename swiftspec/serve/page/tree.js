@@ -1,13 +1,13 @@
-// A round's draft tree as nodes with a fate, and how the nodes of one round are those of the next.
+// The draft tree of a round as nodes with a fate, and the identity of nodes over rounds.
 
-// What becomes of a node. The names are the classes of the legend.
+// The fates of a node. The names are the classes of the legend.
 export const FATES = ["flight", "verified", "rejected", "own", "kept", "idle"];
 
-let names = 0; // so that a node keeps its name from round to round, and two nodes never share one
+let names = 0; // names are unique and stay the same from round to round
 
-const REMEMBERED = 64; // trees of a request
+const MAX_CACHED_TREES = 64; // of a request
 
-/** The trees of a request's rounds, made as they are asked for. */
+/** The trees of a request's rounds, built on demand. */
 export class Trees {
   constructor(request) {
     this.request = request;
@@ -18,7 +18,7 @@ export class Trees {
     if (!this.made.has(index)) {
       const before = index > 0 ? (this.made.get(index - 1) ?? grown(this.request, index - 1, null)) : null;
       this.made.set(index, grown(this.request, index, before));
-      if (this.made.size > REMEMBERED) this.made.delete(this.made.keys().next().value);
+      if (this.made.size > MAX_CACHED_TREES) this.made.delete(this.made.keys().next().value);
     }
     return this.made.get(index);
   }
@@ -31,7 +31,7 @@ export class Trees {
  */
 function grown(request, index, before) {
   const round = request.rounds[index];
-  if (round.population) return { index, nodes: [], accepted: 0, proposed: 0, next: null, kept: 0 }; // there is no tree
+  if (round.population) return { index, nodes: [], accepted: 0, proposed: 0, next: null, kept: 0 }; // mode smc
   const nodes = whole(round);
   const sent = markSent(nodes, round);
   const path = (round.path ?? [0]).map((at) => sent[at]).filter((node) => node !== undefined);
@@ -60,7 +60,7 @@ function whole(round) {
   return nodes;
 }
 
-/** Another node. */
+/** Adds a node. */
 function hang(nodes, parent, token) {
   const depth = parent ? parent.depth + 1 : 0;
   const facts = { name: 0, token, parent, depth, children: [], logprob: null, q: null, p: null };
@@ -81,7 +81,7 @@ function markSent(nodes, round) {
   for (const [at, token] of proposal.tokens.entries()) {
     const parent = found[proposal.parents[at]];
     let node = at === 0 ? nodes[0] : parent && childOf(parent, token);
-    if (node === undefined && parent) node = hang(nodes, parent, token); // a draft that was asked again, or lost
+    if (node === undefined && parent) node = hang(nodes, parent, token); // the draft was repeated or lost
     found.push(node);
     if (node === undefined) continue;
     node.sent = true;
@@ -96,13 +96,13 @@ function own(nodes, last, token) {
   let node = childOf(last, token);
   if (node === undefined) {
     node = hang(nodes, last, token);
-    node.added = true; // the draft had not thought of it
+    node.added = true; // it was not in the draft's tree
   }
   node.fate = "own";
   return node;
 }
 
-/** What hangs below the next root stays. Returns how many nodes that are. */
+/** Marks the nodes below the next root as surviving. Returns their number. */
 function surviving(next) {
   let count = 0;
   const look = (node) => {
@@ -118,7 +118,7 @@ function surviving(next) {
   return count;
 }
 
-/** Gives every node the name that it had the round before, where it was there. */
+/** Gives nodes that existed in the previous round the same name. */
 function nameAll(nodes, before) {
   const root = nodes[0];
   const was = before?.next?.token === root.token ? before.next : null;

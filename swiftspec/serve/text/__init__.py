@@ -1,1 +1,1 @@
-"""Text to tokens and tokens to text: tokenizer, chat template, incremental detokenization."""
+"""Tokenizer, chat templates and incremental detokenization."""

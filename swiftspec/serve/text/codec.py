@@ -1,4 +1,4 @@
-"""Text to tokens: where a model lies, its tokenizer, the chat template, and whether two tokenizers are the same."""
+"""Tokenizer of a model: where the model is, encoding, chat template, decoding, comparison of two vocabularies."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ from swiftspec.serve.text.template import PromptTooLong, TemplateRenderer
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-ChatMessage = Mapping[str, Any]  # role and content, and what else a template may look at: tool_calls, tool_call_id, ...
+ChatMessage = Mapping[
+    str, Any
+]  # role, content, and other fields that a template may read: tool_calls, tool_call_id, ...
 HUB_ID_PATTERN = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 HUB_FILES = ("*.safetensors", "*.safetensors.index.json", "*.json", "*.jinja", "tokenizer.model", "merges.txt")
 
@@ -28,17 +30,17 @@ HUB_REFUSALS = {
     "RepositoryNotFoundError": "no such model, or a private one that needs `hf auth login`",
     "RevisionNotFoundError": "no such revision",
 }
-TOKENIZER_FILES = (  # all that it takes to speak of a model's tokens without its weights
+TOKENIZER_FILES = (  # all files of a model that its tokenizer reads, and its configuration
     "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "tokenizer.model",
     "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "chat_template.jinja",
     "chat_template.json",
 )  # fmt: skip
-MAX_TEXT_BYTES = 64 << 20  # bytes of a text of which no context is known; nobody means to give a model more
-FAST_TOKENIZER_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")  # all that they need is in tokenizer.json
+MAX_TEXT_BYTES = 64 << 20  # of a text, if the context length is not known
+FAST_TOKENIZER_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")  # read tokenizer.json alone
 
 
 def locate_model(name: str, revision: str | None = None) -> Path:
-    """The directory of a model. A hub id is fetched: safetensors, configs and tokenizer only, never code."""
+    """Returns the directory of a model. Downloads a hub id: safetensors, configuration and tokenizer, but never code."""
     path = file_io.expand_user(name)
     if file_io.is_folder(path):
         return path
@@ -52,15 +54,15 @@ def locate_model(name: str, revision: str | None = None) -> Path:
     set_verbosity_error()
     try:
         return Path(snapshot_download(name, revision=revision, allow_patterns=list(HUB_FILES)))
-    except Exception as error:  # the client's own, its HTTP library's, the disk's: all mean that there is no model
+    except Exception as error:  # of the client, its HTTP library or the disk: the model is unavailable
         reason = HUB_REFUSALS.get(type(error).__name__) or _one_line(error)
-        raise UserError(f"{name} is no directory here, and the Hugging Face Hub did not give it: {reason}") from None
+        raise UserError(f"{name} is not a directory, and the Hugging Face Hub did not provide it: {reason}") from None
 
 
 class TextCodec:
-    """The tokenizer of one model. Raises UserError where it cannot be read, or a template does not work.
+    """The tokenizer of one model. Raises UserError if it cannot be read, or if its chat template fails.
 
-    `renderer`: what renders its chat template, where that was started already.
+    `renderer`: a renderer of its chat template that was started before.
     """
 
     def __init__(self, path: Path, renderer: TemplateRenderer | None = None) -> None:
@@ -82,12 +84,12 @@ class TextCodec:
 
     @property
     def digest(self) -> bytes:
-        """The hash of the map from ids to tokens: where two tokenizers have the same, they make a pair."""
+        """Hash of the vocabulary. Target and draft need the same one."""
         known = sorted((number, token) for token, number in self.vocab.items())
         return hashlib.sha256(json.dumps(known, separators=(",", ":")).encode()).digest()
 
     def close(self) -> None:
-        """Ends the process that renders the chat template."""
+        """Ends the process that renders the chat template, if one runs."""
         self._renderer.close()
 
     @property
@@ -96,21 +98,21 @@ class TextCodec:
 
     @cached_property
     def longest_token_bytes(self) -> int:
-        """Bytes of the longest token. No token stands for more text than that, but where a tokenizer drops text before
-        it looks for tokens (spaces in a row) or has one token for all that it does not know."""
+        """Bytes of the longest token. A token stands for more text only if the tokenizer drops text first (repeated
+        spaces) or maps unknown text to one token."""
         return max(len(token.encode("utf-8", "surrogatepass")) for token in self.vocab)
 
     def max_text_bytes(self, context: int | None) -> int:
-        """Bytes of text beyond which it is certain that so many tokens do not hold it; None: that is not known."""
+        """Longest text in bytes that may fit `context` tokens; longer text certainly does not. None: unknown context."""
         return MAX_TEXT_BYTES if context is None else context * self.longest_token_bytes
 
     def encode(self, text: str, context: int | None = None, add_special_tokens: bool = True) -> list[int]:
-        """Text as it stands, with the special tokens that the tokenizer puts around any text, or without them. Raises
-        TooLong on text that cannot fit a context of so many tokens; shorter text may still be too long."""
+        """Encodes raw text. Raises PromptTooLong on text that cannot fit `context` tokens; shorter text may still be too
+        long. `add_special_tokens`: add those that the tokenizer puts around any text."""
         return self._encode(text, context, add_special_tokens)
 
     def template_source(self, tools: Sequence[Mapping[str, Any]] | None = None) -> str:
-        """The chat template; of several the one named default, or where tools are given the one made for them."""
+        """Source of the chat template. Of several it is the default one, or with `tools` the one for tools."""
         if not self.has_template:
             raise UserError(f"{self.path} has no chat template: continue plain text with --raw")
         try:
@@ -126,9 +128,13 @@ class TextCodec:
         variables: Mapping[str, Any] | None = None,
         continue_final_message: bool = False,
     ) -> list[int]:
-        """A conversation through the chat template, ready for the assistant's turn, or with `go_on` for more of its
-        last message. As in transformers and vLLM the template alone decides about BOS and its like. `tools`: the JSON
-        schemas of what may be called; `variables`: what else the template is told. `context` as for `encode`."""
+        """Renders a conversation with the chat template and encodes it.
+
+        As in transformers and vLLM the template alone adds special tokens such as BOS.
+
+        `context`: see `encode`. `tools`: JSON schemas of the tools. `variables`: other variables of the template.
+        `continue_final_message`: leave the last message open, instead of beginning the assistant's turn.
+        """
         template = self.template_source(tools)
         for message in messages:
             for text in message.values():
@@ -145,11 +151,11 @@ class TextCodec:
         return self._encode(text, context, special=False)
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """The text of tokens, special ones left out."""
+        """Decodes tokens without the special ones."""
         return self.token_text([token for token in tokens if token not in self.special])
 
     def token_text(self, tokens: Sequence[int]) -> str:
-        """The text of tokens, whatever they are."""
+        """Decodes tokens, special ones included."""
         text = self.tokenizer.decode(list(tokens), skip_special_tokens=False, clean_up_tokenization_spaces=False)
         return str(text)
 
@@ -158,18 +164,20 @@ class TextCodec:
         return list(self.tokenizer.encode(text, add_special_tokens=special))
 
     def _check_size(self, text: str, context: int | None) -> None:
-        """Tokenizing has no bound of its own in time and memory."""
+        """Raises PromptTooLong before tokenizing, which has no limit of time and memory of its own."""
         try:
             size = len(text.encode())
         except UnicodeEncodeError:
             raise UserError("the prompt is not valid UTF-8") from None
-        if size > (context or 0) and size > self.max_text_bytes(context):  # most texts need not know the longest token
+        if size > (context or 0) and size > self.max_text_bytes(
+            context
+        ):  # short texts need no search for the longest token
             where = "any context" if context is None else f"the context of {context} with room for an answer"
             raise PromptTooLong(f"the prompt of {size} bytes does not fit {where}: shorten it or raise max_model_len")
 
 
 def may_have_template(path: Path) -> bool:
-    """Whether the files of a model look as if it had a chat template; its tokenizer knows better."""
+    """Guesses from the files of a model whether it has a chat template, without loading the tokenizer."""
     if any((path / name).is_file() for name in ("chat_template.jinja", "chat_template.json")):
         return True
     file = path / "tokenizer_config.json"
@@ -183,9 +191,11 @@ def may_have_template(path: Path) -> bool:
 
 
 def _read_tokenizer(path: Path) -> PreTrainedTokenizerBase:
-    """As AutoTokenizer reads it. Where it would take the plain class anyway that is taken directly: AutoTokenizer looks
-    at the model's config first, and imports half of torch for that (1.5 s)."""
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # one prompt at a time; silences a fork warning
+    """Loads the tokenizer as AutoTokenizer does. If that would choose the fast base class, this uses it directly:
+    AutoTokenizer reads the model's config first and imports half of torch for that (1.5 s)."""
+    os.environ.setdefault(
+        "TOKENIZERS_PARALLELISM", "false"
+    )  # prompts come one at a time; this also silences a warning on fork
     from transformers.utils.logging import set_verbosity_error
 
     set_verbosity_error()
@@ -208,7 +218,7 @@ def check_same_vocabulary(target: TextCodec, draft: TextCodec) -> None:
     theirs = {number: token for token, number in draft.vocab.items()}
     at = min((i for i in ours.keys() | theirs.keys() if ours.get(i) != theirs.get(i)), default=None)
     difference = "" if at is None else f": id {at} is {_quoted(ours.get(at))} here and {_quoted(theirs.get(at))} there"
-    raise UserError(f"{target.path} and {draft.path} make no pair, their tokenizers differ{difference}")
+    raise UserError(f"{target.path} and {draft.path} are not a pair: their tokenizers differ{difference}")
 
 
 def _quoted(token: str | None) -> str:

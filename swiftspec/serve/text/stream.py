@@ -1,4 +1,4 @@
-"""Tokens to text as they come: exact, never half a character, never part of a stop string."""
+"""Incremental detokenization and stop strings: never emits half a character or a part of a stop string."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-REPLACEMENT_CHARACTER = "\ufffd"  # what a decoder writes for bytes that are no character, and for the start of one
-MAX_PENDING_TOKENS = 8  # tokens that may hang on one unfinished character before the window is cut
+REPLACEMENT_CHARACTER = "\ufffd"  # what a decoder writes for invalid or incomplete UTF-8
+MAX_PENDING_TOKENS = 8  # held back for one incomplete character before the window is cut
 
 
 class TokenCodec(Protocol):
-    """What a Detokenizer needs of a TextCodec."""
+    """The part of `TextCodec` that a Detokenizer uses."""
 
     special: frozenset[int]
     byte_tokens: frozenset[int]
@@ -20,13 +20,13 @@ class TokenCodec(Protocol):
 
 
 class ChunkLike(Protocol):
-    """The tokens of one round, whoever brings them."""
+    """The tokens of one round, from the engine or from a frame of the engine link."""
 
     @property
     def token_ids(self) -> Sequence[int]: ...
     @property
     def accepted(self) -> int:
-        """The first so many were the draft's guess."""
+        """How many of the first tokens were accepted draft tokens."""
         ...
 
     @property
@@ -36,24 +36,25 @@ class ChunkLike(Protocol):
 
 
 class Detokenizer:
-    """Turns tokens into text piece by piece; all pieces together are the text of all tokens.
+    """Incremental detokenizer: the concatenation of all returned pieces is the text of all tokens.
 
-    Decodes a window: the last tokens already told (decoders look at what stands before), then those still to tell.
-    `context`: tokens before the first, which are not told: with them a first word keeps its leading space.
+    It decodes a window of the last emitted tokens, since decoding depends on the tokens before, and the pending ones.
+
+    `context`: tokens before the first one. They are not emitted; with them a first word keeps its leading space.
     """
 
     def __init__(self, codec: TokenCodec, context: Sequence[int] = ()) -> None:
         self._codec = codec
         self._context_tokens = self._decoding_context([token for token in context if token not in codec.special])
         self._pending: list[int] = []
-        self._num_stable = 0  # so many of them are no open run of byte tokens
+        self._num_stable = 0  # pending tokens before an unfinished run of byte tokens
 
     def push(self, tokens: Iterable[int]) -> str:
-        """Adds tokens and returns the text that is certain by now."""
+        """Adds tokens and returns the text that further tokens cannot change."""
         for token in tokens:
             if token not in self._codec.special:
                 self._pending.append(token)
-                # Byte tokens (<0xE2>) are decoded as a run: until it has ended, any of them can still change.
+                # Byte tokens (<0xE2>) are decoded as a run, whose text can change until the run has ended.
                 if token not in self._codec.byte_tokens:
                     self._num_stable = len(self._pending)
         ready = self._num_stable
@@ -65,7 +66,7 @@ class Detokenizer:
         return text
 
     def finish(self) -> str:
-        """The rest, whole characters or not."""
+        """Returns the rest of the text, even if its last character is incomplete."""
         text = self._decode_pending(len(self._pending))
         self._consume(len(self._pending))
         return text
@@ -83,15 +84,16 @@ class Detokenizer:
             self._num_stable = max(self._num_stable - count, 0)
 
     def _decoding_context(self, tokens: Sequence[int]) -> list[int]:
-        """The end of `tokens` that what follows is decoded after: the last token, and a run of byte tokens whole."""
+        """The last of `tokens`, which the following ones are decoded with: one token, or a whole run of byte tokens."""
         at = len(tokens) - 1
         while at > 0 and tokens[at] in self._codec.byte_tokens:
             at -= 1
         return list(tokens[max(at, 0) :])
 
     def _boundary(self, ready: int, text: str) -> int:
-        """Bytes that never become characters end in BROKEN for ever. A character has four bytes at most, so one of the
-        last tokens starts afresh: the latest place where text cut in two is the text."""
+        """The number of pending tokens to emit if `text` still ends in an invalid character. A character has at most
+        four bytes, so one of the last tokens begins a new one: the last place where cutting the tokens in two does not
+        change the text."""
         for at in range(ready - 1, max(ready - 5, 0), -1):
             if self._decode_pending(at) + self._codec.token_text(self._pending[at:ready]) == text:
                 return at
@@ -99,8 +101,8 @@ class Detokenizer:
 
 
 class StopStrings:
-    """Looks for stop strings in text that comes in pieces. Independent of where the pieces are cut: of several stop
-    strings that one ends the text that is complete first, and of those the longest; it is `found` then."""
+    """Searches for stop strings in text that arrives in pieces. The result does not depend on the pieces: the stop string
+    that is complete first ends the text, of several the longest. `matched` is that string."""
 
     def __init__(self, stops: Sequence[str]) -> None:
         self.matched: str | None = None
@@ -109,7 +111,7 @@ class StopStrings:
         self._buffer = ""
 
     def push(self, text: str) -> tuple[int, bool]:
-        """How many characters of all text not yet released may go out now, and whether the text ends there."""
+        """Adds text. Returns how many of the unreleased characters can be released, and whether the text ends there."""
         self._buffer += text
         ends = [(at + len(stop), at) for stop in self._stops if (at := self._buffer.find(stop)) >= 0]
         if ends:
@@ -130,23 +132,23 @@ class StopStrings:
 
 @dataclass(frozen=True, slots=True)
 class TextPiece:
-    """Text to show; `accepted`: it was the draft's guess."""
+    """A piece of the answer. `accepted`: it comes from accepted draft tokens."""
 
     text: str
     accepted: bool
 
 
 class TextBuilder:
-    """The text of one answer, from chunks as they are pushed. `token_ids`, `text` and `finish_reason` say what came:
-    finish_reason is None as long as the answer has not come to its own end, and after that nothing is to be pushed."""
+    """Builds the text of one answer from chunks of tokens. `finish_reason` is None until the answer is complete; after
+    that no chunk may be pushed."""
 
     def __init__(self, codec: TokenCodec, stops: Sequence[str] = (), context: Sequence[int] = ()) -> None:
         self._detokenizer = Detokenizer(codec, context)
         self._stops = StopStrings(stops)
         self._held_pieces: list[TextPiece] = []
         self._text_length = 0
-        self.token_ids: list[int] = []  # up to the token that completed a stop string
-        self.text_offsets: list[int] = []  # where in the text each of them begins
+        self.token_ids: list[int] = []  # up to the one that completed a stop string
+        self.text_offsets: list[int] = []  # where each token begins in the text
         self.text = ""
         self.finish_reason: str | None = None
 
@@ -156,7 +158,7 @@ class TextBuilder:
         return self._stops.matched
 
     def push(self, chunk: ChunkLike) -> list[TextPiece]:
-        """Takes a round's tokens and returns what may be shown by now. Ends at the first stop string."""
+        """Adds the tokens of a round and returns the text that can be shown. Ends at the first stop string."""
         out: list[TextPiece] = []
         for index, token in enumerate(chunk.token_ids):
             self.token_ids.append(token)
@@ -171,13 +173,13 @@ class TextBuilder:
         return self._merge(out)
 
     def flush(self) -> list[TextPiece]:
-        """What is still held back of an answer that was broken off."""
+        """Returns the text that is still held back of an answer that was cancelled."""
         if self.finish_reason is not None:
             return []
         return self._merge(self._add(TextPiece(self._detokenizer.finish(), False), last=True))
 
     def _add(self, piece: TextPiece, last: bool = False) -> list[TextPiece]:
-        """Takes new text, gives what may be shown of all that is held."""
+        """Adds a piece and returns the pieces that can be shown."""
         self._held_pieces.append(piece)
         self._text_length += len(piece.text)
         count, ended = self._stops.push(piece.text)
@@ -196,7 +198,7 @@ class TextBuilder:
         return out
 
     def _merge(self, pieces: Iterable[TextPiece]) -> list[TextPiece]:
-        """Joins neighbours of one kind, so that a round costs at most a few writes."""
+        """Joins adjacent pieces of the same kind, so that a round takes few writes, and adds them to `text`."""
         joined: list[TextPiece] = []
         for piece in pieces:
             if joined and joined[-1].accepted == piece.accepted:
@@ -208,7 +210,7 @@ class TextBuilder:
 
 
 class TextStream:
-    """The pieces of one answer, read from an engine in this process."""
+    """Iterates over the pieces of one answer of an engine in this process."""
 
     def __init__(
         self, chunks: Iterator[ChunkLike], codec: TokenCodec, stops: Sequence[str] = (), context: Sequence[int] = ()
@@ -218,7 +220,7 @@ class TextStream:
 
     @property
     def token_ids(self) -> list[int]:
-        """Up to the token that completed a stop string."""
+        """The tokens up to the one that completed a stop string."""
         return self._builder.token_ids
 
     @property
@@ -227,11 +229,11 @@ class TextStream:
 
     @property
     def finish_reason(self) -> str | None:
-        """None as long as the answer has not come to its own end."""
+        """None until the answer is complete."""
         return self._builder.finish_reason
 
     def __iter__(self) -> Iterator[TextPiece]:
-        """Ends at the first stop string. Closing it, or an exception, ends the request."""
+        """Yields pieces up to the first stop string. Closing the iterator, or an exception, ends the request."""
         try:
             for chunk in self._chunks:
                 yield from self._builder.push(chunk)
@@ -243,5 +245,5 @@ class TextStream:
                 close()
 
     def flush(self) -> Iterator[TextPiece]:
-        """What is still held back of an answer that was broken off."""
+        """Returns the text that is still held back of an answer that was cancelled."""
         yield from self._builder.flush()

@@ -1,5 +1,8 @@
-"""Chat templates. A template is a program of the model's author, and the sandbox that it runs in knows no end of time
-and memory; so it is rendered in a process of its own (render.py), which can be ended."""
+"""Rendering of chat templates in a separate process, with limits on time and memory.
+
+A template is a program by the model's author, and its sandbox limits neither time nor memory. The process
+(template_process.py) can be killed.
+"""
 
 from __future__ import annotations
 
@@ -20,21 +23,24 @@ from swiftspec.errors import UserError
 from swiftspec.serve.text import template_process
 
 RENDER_TIMEOUT_S = 10.0
-RENDER_MEMORY_BYTES = 512 << 20  # bytes beyond what the process has after its imports
-STARTUP_TIMEOUT_S = 120.0  # seconds for the imports, which a busy machine may need
-REPLY_OVERHEAD_BYTES = 1 << 20  # bytes of a reply around its text
-MAX_JSON_BYTES_PER_BYTE = 6  # bytes of JSON for one of text, at most
+RENDER_MEMORY_BYTES = 512 << 20  # in addition to what the imports take
+STARTUP_TIMEOUT_S = 120.0  # for the imports, on a busy machine
+REPLY_OVERHEAD_BYTES = 1 << 20  # of a reply, in addition to its text
+MAX_JSON_BYTES_PER_BYTE = 6  # JSON escapes of one byte of text
 ADVICE = "take another template, or continue plain text with --raw"
 
 
 class PromptTooLong(UserError):
-    """A text of which is certain that it does not fit the context, without tokenizing it."""
+    """A text that certainly does not fit the context, which is known without tokenizing it."""
 
 
 class TemplateRenderer:
-    """Renders the chat template of one model, each time within `seconds` and with `memory` more bytes at most.
+    """Renders the chat template of one model in a child process.
 
-    The process is started by `start`, or by the first rendering; one that had to be ended is followed by another.
+    `start`, or the first rendering, starts the process. After a timeout, a crash or a lack of memory the next rendering
+    starts a new one.
+
+    `timeout_s`: limit of one rendering. `memory_bytes`: limit of its memory, in addition to the imports.
     """
 
     def __init__(
@@ -46,10 +52,10 @@ class TemplateRenderer:
         self._ready = False
 
     def start(self) -> None:
-        """Starts the process, unless one runs. It gets ready meanwhile."""
+        """Starts the process in the background, unless one is running."""
         if self._process is not None:
             return
-        self._process = subprocess.Popen(  # in a session of its own: Ctrl-C is for us
+        self._process = subprocess.Popen(  # in its own session, so that Ctrl-C does not reach it
             [sys.executable, "-P", template_process.__file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL, start_new_session=True, bufsize=0,
         )  # fmt: skip
@@ -57,7 +63,7 @@ class TemplateRenderer:
         self._finalizer = weakref.finalize(self, _kill, self._process)
 
     def close(self) -> None:
-        """Ends the process. Another rendering would start one again."""
+        """Kills the process. The next rendering starts a new one."""
         if self._finalizer is not None:
             self._finalizer()
         self._process = self._finalizer = None
@@ -71,13 +77,20 @@ class TemplateRenderer:
         tools: Sequence[Mapping[str, Any]] | None = None,
         continue_final_message: bool = False,
     ) -> str:
-        """The text of a conversation, ready for the assistant's turn, or with `go_on` for more of its last message.
-        `variables`: the special tokens by name, and whatever else the template is to know; `tools`: their schemas.
-        Raises UserError where the template fails, or keeps to no limit; TooLong on more than `most` bytes of text."""
+        """Renders a conversation.
+
+        `variables`: the special tokens by name, and other variables of the template.
+        `max_bytes`: longest result.
+        `tools`: JSON schemas of the tools.
+        `continue_final_message`: end with the last message left open, instead of with the assistant's turn.
+
+        Raises UserError if the template fails or exceeds a limit, PromptTooLong if the result exceeds `max_bytes`.
+        """
         request = {
             "template": template, "messages": [dict(message) for message in messages], "variables": dict(variables),
-            "tools": None if tools is None else [dict(tool) for tool in tools], "go_on": continue_final_message,
-            "most": max_bytes, "seconds": self._timeout_s, "memory": self._memory_bytes,
+            "tools": None if tools is None else [dict(tool) for tool in tools],
+            "continue_final_message": continue_final_message, "max_bytes": max_bytes, "timeout_s": self._timeout_s,
+            "memory_bytes": self._memory_bytes,
         }  # fmt: skip
         try:
             reply = self._exchange(
@@ -85,11 +98,11 @@ class TemplateRenderer:
             )
             if not isinstance(reply.get("text"), str | None):
                 raise ValueError
-        except (OSError, ValueError):  # it is gone, or says what is no reply
+        except (OSError, ValueError):  # it has exited, or sent an invalid reply
             how = self._failure_reason()
             self.close()
             raise UserError(f"{self._model}: the chat template {how}: {ADVICE}") from None
-        except BaseException:  # also Ctrl-C: what it would say later is not wanted
+        except BaseException:  # also Ctrl-C: a late reply would be taken for the next one
             self.close()
             raise
         if "text" in reply:
@@ -97,7 +110,7 @@ class TemplateRenderer:
         if "size" in reply:
             raise PromptTooLong(
                 f"the prompt does not fit the context: {self._model}: the chat template makes {reply['size']} bytes of"
-                f" it, and more than {max_bytes} are never so few tokens: shorten it or raise max_model_len"
+                f" it, and at most {max_bytes} can fit: shorten it or raise max_model_len"
             )
         if "memory" in reply:
             self.close()
@@ -108,7 +121,7 @@ class TemplateRenderer:
         raise UserError(f"{self._model}: the chat template failed ({words[:297] + '...' * (len(words) > 297)})")
 
     def _exchange(self, data: bytes, max_bytes: int) -> dict[str, Any]:
-        """Sends a frame and returns the one that answers it. Raises OSError or ValueError where none comes."""
+        """Sends a frame and returns the reply. Raises OSError or ValueError if there is none."""
         self.start()
         assert self._process is not None and self._process.stdin is not None and self._process.stdout is not None
         request_fd, reply_fd = self._process.stdin.fileno(), self._process.stdout.fileno()
@@ -127,7 +140,7 @@ class TemplateRenderer:
             ) from None
 
     def _failure_reason(self) -> str:
-        """Of a process that says nothing any more."""
+        """Describes why the process sent no valid reply."""
         assert self._process is not None
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(1)
@@ -137,21 +150,21 @@ class TemplateRenderer:
 
 
 def _send(file: int, data: bytes, deadline: float) -> None:
-    """Raises TimeoutError at that time of the monotonic clock, BrokenPipeError where nobody reads."""
+    """Writes all data. Raises TimeoutError at `deadline` (monotonic clock), BrokenPipeError if the reader has exited."""
     rest = memoryview(data)
     while rest:
         _wait(file, select.POLLOUT, deadline)
-        rest = rest[os.write(file, rest[: select.PIPE_BUF]) :]  # so much fits without waiting
+        rest = rest[os.write(file, rest[: select.PIPE_BUF]) :]  # this much fits without blocking
 
 
 def _receive(file: int, max_bytes: int, deadline: float) -> dict[str, Any]:
-    """A frame of at most so many bytes. Raises TimeoutError, or ValueError on what is none."""
+    """Reads a frame of at most `max_bytes`. Raises TimeoutError at `deadline`, and ValueError if it is invalid."""
     (length,) = template_process.LENGTH.unpack(_read(file, template_process.LENGTH.size, deadline))
     if length > max_bytes:
-        raise ValueError("longer than asked for")
+        raise ValueError("frame too long")
     reply = json.loads(_read(file, length, deadline).decode("utf-8", "surrogatepass"))
     if not isinstance(reply, dict):
-        raise ValueError("no object")
+        raise ValueError("not a JSON object")
     return reply
 
 
@@ -161,7 +174,7 @@ def _read(file: int, count: int, deadline: float) -> bytes:
         _wait(file, select.POLLIN, deadline)
         piece = os.read(file, min(count - len(data), 1 << 20))
         if not piece:
-            raise BrokenPipeError("it left")
+            raise BrokenPipeError("end of file")
         data += piece
     return bytes(data)
 
@@ -175,7 +188,7 @@ def _wait(file: int, event: int, deadline: float) -> None:
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
-    """Nothing of it is left behind, not even its entry in the table of processes."""
+    """Kills and reaps the process and closes its pipes."""
     process.kill()
     process.wait()
     for pipe in (process.stdin, process.stdout):

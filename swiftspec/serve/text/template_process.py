@@ -1,8 +1,8 @@
-"""The process that chat templates are rendered in: they are programs, and this one can be ended. See template.py.
+"""Process that renders chat templates, which are programs: it can be killed when one does not terminate. See template.py.
 
-Run as a file, so it imports nothing of the package. Both ways go frames: four bytes of length, then so much JSON. The
-first one out says that the imports are done, or why they failed; then comes one for each that comes in. It leaves at
-the end of its input, and a rendering that nobody waits for any more ends at its limit of CPU seconds.
+It runs as a file and imports nothing of the package. Requests and replies are frames: four bytes of length, then JSON.
+The first reply reports that the imports are done, or why they failed; after that there is one reply per request. The
+process exits at the end of its input. Its limit of CPU seconds ends a rendering whose client is gone.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 LENGTH = struct.Struct(">I")
-MAX_ERROR_CHARS = 2000  # characters of an error that are told
-MEMORY_BYTES_PER_REQUEST_BYTE = 8  # bytes of memory for each one of a request: as text, as a copy, in what is rendered
+MAX_ERROR_CHARS = 2000  # longer error messages are cut
+MEMORY_BYTES_PER_REQUEST_BYTE = 8  # the text, its copy, and the rendered result
 
 
 def main() -> None:
-    """Renders until the input ends."""
+    """Renders requests until the input ends."""
     requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
-    for standard in (0, 1):  # whatever a library prints is not for the other side
+    for standard in (0, 1):  # output of a library must not get into the stream of replies
         os.dup2(os.open(os.devnull, os.O_RDWR), standard)
     try:
         from transformers.utils.chat_template_utils import render_jinja_template
 
-        render_jinja_template([[{"role": "user", "content": ""}]], chat_template="")  # it imports as it goes
+        render_jinja_template([[{"role": "user", "content": ""}]], chat_template="")  # triggers its lazy imports
     except Exception as error:
         _send(replies, {"error": _error_text(error)})
         return
@@ -39,22 +39,22 @@ def main() -> None:
 
 
 def _reply(requests: BinaryIO, length: int, base_memory: int, render: Any) -> dict[str, Any]:
-    """What is told of one request; `here`: bytes of memory that the imports took."""
+    """Renders one request and returns the reply. `base_memory`: address space in bytes after the imports."""
     try:
         request = json.loads(requests.read(length))
-        _limit(resource.RLIMIT_AS, base_memory + request["memory"] + MEMORY_BYTES_PER_REQUEST_BYTE * length)
+        _limit(resource.RLIMIT_AS, base_memory + request["memory_bytes"] + MEMORY_BYTES_PER_REQUEST_BYTE * length)
         used = resource.getrusage(resource.RUSAGE_SELF)
-        _limit(resource.RLIMIT_CPU, math.ceil(used.ru_utime + used.ru_stime + request["seconds"]) + 1)
+        _limit(resource.RLIMIT_CPU, math.ceil(used.ru_utime + used.ru_stime + request["timeout_s"]) + 1)
         texts, _ = render(
             conversations=[request["messages"]],
             chat_template=request["template"],
             tools=request["tools"],
-            add_generation_prompt=not request["go_on"],
-            continue_final_message=request["go_on"],
+            add_generation_prompt=not request["continue_final_message"],
+            continue_final_message=request["continue_final_message"],
             **request["variables"],
         )
         size = len(texts[0].encode("utf-8", "surrogatepass"))
-        return {"text": texts[0]} if size <= request["most"] else {"size": size}
+        return {"text": texts[0]} if size <= request["max_bytes"] else {"size": size}
     except MemoryError:
         return {"memory": True}
     except Exception as error:
@@ -72,7 +72,7 @@ def _error_text(error: Exception) -> str:
 
 
 def _limit(what: int, soft: int) -> None:
-    """Moves a limit of this process, as far as that one lets itself be moved."""
+    """Sets a soft limit of this process, at most to the hard limit."""
     hard = resource.getrlimit(what)[1]
     try:
         resource.setrlimit(what, (soft if hard == resource.RLIM_INFINITY else min(soft, hard), hard))
@@ -81,7 +81,7 @@ def _limit(what: int, soft: int) -> None:
 
 
 def _address_space() -> int:
-    """Bytes that this process has mapped; where nobody says, none."""
+    """Bytes that this process has mapped; 4 GiB if /proc does not report it."""
     try:
         return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0]) * resource.getpagesize()
     except (OSError, ValueError):

@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from swiftspec.distributed.draft.client import DrafterLate, DraftGroupClient
 from swiftspec.distributed.draft.failover import FailoverDrafter, RemoteDraft
 from swiftspec.distributed.group.request_state import ModelLimits
-from swiftspec.distributed.transport.codec import Words, pack, unpack_request_start, unpack_result
+from swiftspec.distributed.transport.codec import Words, pack_message, unpack_request_start, unpack_result
 from swiftspec.distributed.transport.opcodes import Opcode
 from swiftspec.messages import Proposal, RequestStart, VerifyResult
 from swiftspec.params import SamplingParams
@@ -49,7 +49,7 @@ class FakeDraft:
             return
         nodes = (self.text[-1], following(self.text))
         answer = Proposal(self.request, self.round, len(self.text) - 1, nodes, (-1, 0))
-        self.said.append((Opcode.PROPOSAL, [0, *pack(answer)]))
+        self.said.append((Opcode.PROPOSAL, [0, *pack_message(answer)]))
 
     def recv(self, timeout: float | None = None) -> tuple[int, Words]:
         self._check()

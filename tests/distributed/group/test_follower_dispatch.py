@@ -7,15 +7,15 @@ from typing import Any
 import pytest
 
 from swiftspec.distributed.group.follower_dispatch import FollowerDispatcher
-from swiftspec.distributed.transport.codec import Words, pack
+from swiftspec.distributed.transport.codec import Words, pack_message
 from swiftspec.distributed.transport.opcodes import Opcode
 from swiftspec.messages import Proposal, RequestStart, VerifyResult
 from swiftspec.params import SamplingParams
 from tests.support.fuzz.message_words import BOUNDS
 from tests.support.fuzz.roles import FakeRole
 
-OPENING = pack(RequestStart(1, (3, 1, 4), SamplingParams(), 3, "eager", (0,)))
-PROPOSAL, RESULT = pack(Proposal.root_only(1, 0, 2, 4)), pack(VerifyResult(1, 0, 2, (0,), (9,)))
+OPENING = pack_message(RequestStart(1, (3, 1, 4), SamplingParams(), 3, "eager", (0,)))
+PROPOSAL, RESULT = pack_message(Proposal.root_only(1, 0, 2, 4)), pack_message(VerifyResult(1, 0, 2, (0,), (9,)))
 
 
 def follower(*, drafts: bool) -> FollowerDispatcher:
@@ -49,14 +49,24 @@ def test_a_request_in_order() -> None:
         (True, Opcode.VERIFY, PROPOSAL, "kind 2 to this rank"),
         (False, Opcode.POPULATION_ROUND, [], "kind 12 to this rank"),
         (False, 99, [], "kind 99 to this rank"),
-        (False, Opcode.VERIFIER_OPEN, pack(RequestStart(1, (3,), SamplingParams(), 1, "magic")), "names no steps"),
         (
             False,
             Opcode.VERIFIER_OPEN,
-            pack(RequestStart(1, (3, 4), SamplingParams(), 2, "eager", (1,))),
+            pack_message(RequestStart(1, (3,), SamplingParams(), 1, "magic")),
+            "names no steps",
+        ),
+        (
+            False,
+            Opcode.VERIFIER_OPEN,
+            pack_message(RequestStart(1, (3, 4), SamplingParams(), 2, "eager", (1,))),
             "this rank has",
         ),
-        (True, Opcode.DRAFTER_OPEN, pack(RequestStart(1, (3, 4), SamplingParams(), 2, "eager")), "this rank has"),
+        (
+            True,
+            Opcode.DRAFTER_OPEN,
+            pack_message(RequestStart(1, (3, 4), SamplingParams(), 2, "eager")),
+            "this rank has",
+        ),
     ],
 )
 def test_whatever_else_is_refused(drafts: bool, kind: int, words: Words, said: str) -> None:

@@ -73,7 +73,7 @@ def test_all_ranks_meet_again_on_a_page_of_their_own() -> None:
             each.store.set(f"{i} in life {life}", "")
         assert all(each.store.check([f"{i} in life {life}" for i in range(3)]) for each in worlds)
         assert not worlds[0].store.check([f"0 in life {life - 1}"])
-        assert [each.present for each in worlds] == [(0, 1, 2)] * 3
+        assert [each.active_ranks for each in worlds] == [(0, 1, 2)] * 3
 
 
 def test_a_life_that_died_before_it_was_called_is_replaced_by_the_next() -> None:
@@ -81,7 +81,7 @@ def test_a_life_that_died_before_it_was_called_is_replaced_by_the_next() -> None
     page.set("here 1", "dead")  # it said so, and died
     assert Rendezvous(page, 0).try_form([1, 2]) is None
     worlds = together(*(lambda r=r: rejoin(world(page, r, 1)) for r in (1, 2, 0)))
-    assert [each.present for each in worlds] == [(0, 1, 2)] * 3
+    assert [each.active_ranks for each in worlds] == [(0, 1, 2)] * 3
 
 
 def test_a_life_is_called_once() -> None:

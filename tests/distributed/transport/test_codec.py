@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from swiftspec.distributed.transport.codec import (
     bytes_to_words,
-    pack,
+    pack_message,
     text_to_words,
     unpack_proposal,
     unpack_request_start,
@@ -29,9 +29,9 @@ def test_round_trip(request: int, round_: int, prefix: int, data: st.DataObject)
     parents = (-1, *(data.draw(st.integers(0, i - 1)) for i in range(1, n)))
     tokens = tuple(data.draw(st.lists(words, min_size=n, max_size=n)))
     proposal = Proposal(request, round_, prefix, tokens, parents)
-    assert unpack_proposal(pack(proposal)) == proposal
+    assert unpack_proposal(pack_message(proposal)) == proposal
     result = VerifyResult(request, round_, prefix, tuple(range(n)), tokens)
-    assert unpack_result(pack(result)) == result
+    assert unpack_result(pack_message(result)) == result
 
 
 @pytest.mark.parametrize(
@@ -46,7 +46,7 @@ def test_what_was_drawn_from_travels_with_a_proposal() -> None:
     tokens = np.array([[4, 6, 9], [5, 1, 2]], np.int32)
     probs = np.array([[0.5, 0.25, 0.25], [1, 0, 0]], np.float32)
     proposal = Proposal(7, 3, 20, (4, 6, 4, 5), (-1, 0, 0, 1), DraftProbs(tokens, probs))
-    flat = pack(proposal)
+    flat = pack_message(proposal)
     assert len(flat) == 4 + 8 + 12
     again = unpack_proposal(flat)
     assert again.draft_probs is not None and (again.tokens, again.parents) == (proposal.tokens, proposal.parents)
@@ -80,7 +80,7 @@ def test_every_sampling_value_travels_with_an_opening() -> None:
     )  # fmt: skip
     default, told = asdict(SamplingParams()), set[str]()
     for sent in (sampling, replace(sampling, guidance_scale=1.0, prompt_logprobs=2)):  # one goes without the other
-        again = unpack_request_start(pack(RequestStart(3, (1, 2, 3), sent, 2, "eager", (2, 0))))
+        again = unpack_request_start(pack_message(RequestStart(3, (1, 2, 3), sent, 2, "eager", (2, 0))))
         assert again == RequestStart(3, (1, 2, 3), sent, 2, "eager", (2, 0))
         told |= {name for name, value in asdict(again.sampling).items() if value != default[name]}
     assert told == set(default)

@@ -19,7 +19,7 @@ from swiftspec.backends import cpu as host
 from swiftspec.backends.cpu import shm
 from swiftspec.backends.cpu.shm import SharedGroup
 from swiftspec.config import EngineConfig
-from swiftspec.distributed.transport.codec import pack, unpack_proposal
+from swiftspec.distributed.transport.codec import pack_message, unpack_proposal
 from swiftspec.messages import Proposal, VerifyResult
 from swiftspec.model.loader import load_model
 from swiftspec.params import SamplingParams
@@ -128,10 +128,10 @@ def test_what_is_answered_at_once(checkpoint: Path, data: st.DataObject) -> None
     for _ in range(4):
         drafter.grow()
         reply, result = drafter.fast_reply(), any_result(proposal, data)
-        answer = reply.reply(pack(result))
+        answer = reply.reply(pack_message(result))
         for other in (replace(result, request=2), replace(result, prefix_len=result.prefix_len + 1)):
-            assert reply.reply(pack(other)) == []
-        assert reply.reply(pack(result)[:-1]) == reply.reply([]) == []
+            assert reply.reply(pack_message(other)) == []
+        assert reply.reply(pack_message(result)[:-1]) == reply.reply([]) == []
         busy = drafter.busy
         drafter.observe(result)
         proposal = drafter.propose()

@@ -50,7 +50,7 @@ def test_help_lists_the_subcommands(capsys: pytest.CaptureFixture[str]) -> None:
         assert f"  {name}" in page and text in page
 
 
-@pytest.mark.parametrize("name", [None, *SUBCOMMANDS])
+@pytest.mark.parametrize("name", [None, "chat", "serve", "generate"])
 def test_help_imports_no_torch(name: str | None) -> None:
     argv = ["--help"] if name is None else [name, "--help"]
     code = (

@@ -99,6 +99,6 @@ def test_the_verdict() -> None:
     assert re.search(r"plain +█+ +50 tok/s  \(100 tok in 2\.00 s, 1\.0 tok/round\)", lines[0])
     assert re.search(r"speculative +█+ +200 tok/s  \(100 tok in 0\.50 s, 2\.0 tok/round\)", lines[1])
     assert lines[2] == "speculative is 4.00 times as fast; the text is the same: all 100 tokens are equal"
-    lines = compare_results(lane("plain", 1.0), lane("speculative", 1.25, 90, lost="no memory"), EngineConfig())
+    lines = compare_results(lane("plain", 1.0), lane("speculative", 1.25, 90, drafter_lost="no memory"), EngineConfig())
     assert lines[2].startswith("plain is 1.39 times as fast; THE TEXT IS NOT THE SAME: token 91")
     assert "the drafter was lost (no memory)" in lines[3]

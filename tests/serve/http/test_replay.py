@@ -38,7 +38,7 @@ def test_the_page_and_the_trace_are_served_and_nothing_else(file: Path) -> None:
     ("text", "said"),
     [
         ("", "is no trace"), ("{}\n", "is no trace"), ("x\n", "is no trace"), ('{"swiftspec_trace": 2}\n', "no trace"),
-        ('{"swiftspec_trace": 1}\n[]\n', "line 2, is damaged: it is no JSON object"),
+        ('{"swiftspec_trace": 1}\n[]\n', "line 2, is damaged: it is not a JSON object"),
         ('{"swiftspec_trace": 1}\nx\n{}\n', "line 2, is not readable as JSON"),
         ('{"swiftspec_trace": 1}\n' + "[" * 10**5 + "\n{}\n", "line 2, is not usable as JSON"),
         ('{"swiftspec_trace": 1}\n\xff\n{}\n', "line 2,"),

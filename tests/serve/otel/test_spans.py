@@ -35,7 +35,7 @@ def session_on(running: Any) -> Session:
     """Texts are tokens, written in decimal."""
     codec = SimpleNamespace(
         special=frozenset(), byte_tokens=frozenset(), has_template=False,
-        encode=lambda text, room: [*map(int, text.split())], spell=lambda tokens: "".join(f"{t} " for t in tokens),
+        encode=lambda text, room: [*map(int, text.split())], token_text=lambda tokens: "".join(f"{t} " for t in tokens),
     )  # fmt: skip
     return Session(running, codec, "m", "d", False, "float64", 1, {})  # type: ignore[arg-type]
 

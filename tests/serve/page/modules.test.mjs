@@ -1,4 +1,4 @@
-// What the page's modules work out, without a browser.
+// Unit tests of the page's modules, without a browser.
 
 import assert from "node:assert/strict";
 import { readFileSync } from "node:fs";
@@ -7,15 +7,15 @@ import { test } from "node:test";
 const PAGE = new URL("../../../swiftspec/serve/page/", import.meta.url);
 const { eventOf } = await import(new URL("api.js", PAGE));
 const { pieceOf } = await import(new URL("chat.js", PAGE));
-const { Claims } = await import(new URL("claims.js", PAGE));
-const { busy } = await import(new URL("lanes.js", PAGE));
+const { OwnRequests } = await import(new URL("own_requests.js", PAGE));
+const { busy } = await import(new URL("timelines.js", PAGE));
 const { place } = await import(new URL("layout.js", PAGE));
 const { Player } = await import(new URL("player.js", PAGE));
 const { difference, findRace, runOf } = await import(new URL("race.js", PAGE));
 const { answerOf, BadTrace, parse, Recording, spanOf } = await import(new URL("recording.js", PAGE));
 const { statsOf } = await import(new URL("stats.js", PAGE));
 const { percent, safe, visible } = await import(new URL("tokens.js", PAGE));
-const { about, caption } = await import(new URL("words.js", PAGE));
+const { about, caption } = await import(new URL("captions.js", PAGE));
 const { fateInFlight, Trees } = await import(new URL("tree.js", PAGE));
 
 const HEAD = { swiftspec_trace: 1, texts: { 1: "a", 2: "b", 3: " c", 4: "\n" } };
@@ -54,9 +54,9 @@ test("a last line that was cut off is left out", () => {
   assert.equal(parse(`${whole}{"request":1,"rou`).requests.length, 1);
 });
 
-test("what is no trace is refused with its line", () => {
-  for (const [text, said] of [["{}", "line 1: this is no trace"], ["", "the file is empty"], ['{"swiftspec_trace":2}', "version 2"],
-    ['{"swiftspec_trace":1}\nx\n', "line 2: no JSON"], ['{"swiftspec_trace":1}\n[]', "line 2: a line is no JSON object"]]) {
+test("an invalid trace is refused with its line", () => {
+  for (const [text, said] of [["{}", "line 1: this is not a trace"], ["", "the file is empty"], ['{"swiftspec_trace":2}', "version 2"],
+    ['{"swiftspec_trace":1}\nx\n', "line 2: not JSON"], ['{"swiftspec_trace":1}\n[]', "line 2: a line is not a JSON object"]]) {
     assert.throws(() => parse(text), (error) => error instanceof BadTrace && error.message.includes(said), text);
   }
 });
@@ -151,14 +151,14 @@ test("a race is found and judged", () => {
 });
 
 test("a request of this page is known by its seed", async () => {
-  const claims = new Claims();
-  const claim = claims.expect(7);
-  assert.equal(claims.begun({ begin: { sampling: { seed: 8 } } }), false);
+  const ownRequests = new OwnRequests();
+  const claim = ownRequests.expect(7);
+  assert.equal(ownRequests.begun({ begin: { sampling: { seed: 8 } } }), false);
   const request = { begin: { sampling: { seed: 7 } } };
-  assert.equal(claims.begun(request), true);
-  claims.ended(request);
-  assert.equal(await claims.done(claim, true), request);
-  assert.equal(await claims.done(claims.expect(9), false), null);
+  assert.equal(ownRequests.begun(request), true);
+  ownRequests.ended(request);
+  assert.equal(await ownRequests.done(claim, true), request);
+  assert.equal(await ownRequests.done(ownRequests.expect(9), false), null);
 });
 
 test("tokens are shown so that nothing is hidden or turned around", () => {

@@ -98,7 +98,7 @@ def test_a_chat_is_streamed_and_its_rounds_are_shown(page: Page, url: str) -> No
     page.click("tab-race")
     page.keys("composer-text", "def read_lines(path):", Keys.ENTER)
     assert page.at("panel-tree").is_displayed()
-    page.wait(lambda: "tokens a second" in page.text("messages") and page.data("nodes") > 20)
+    page.wait(lambda: "tokens per second" in page.text("messages") and page.data("nodes") > 20)
     assert "def read_lines(path):" in page.text("messages") and page.text("talk-title") == ""
     assert page.run("return document.querySelectorAll('.message .guessed').length") > 5
     page.run("const s = document.getElementById('scrub'); s.value = 1000; s.dispatchEvent(new Event('input'))")
@@ -160,7 +160,7 @@ def test_settings_are_sent_and_what_the_server_refuses_is_said(page: Page, url: 
     page.wait_for_text("caption", "Without a draft")
     page.run("document.getElementById('temperature').value = 'hot'")
     page.keys("composer-text", "def f", Keys.ENTER)
-    page.wait_for_text("trouble", "Temperature: “hot” is no number")
+    page.wait_for_text("trouble", "Temperature: “hot” is not a number")
     page.wait_for_text("settings-trouble", "“hot”")
     assert page.text("messages").count("def f") == 1 and "wrong" in str(page.at("temperature").get_attribute("class"))
     page.run("document.getElementById('temperature').value = '-1'")
@@ -270,7 +270,7 @@ def test_traces_are_opened_and_saved(page: Page, url: str, folder: Path, tmp_pat
     replay.check_trace(saved)
     assert len(saved.read_text().splitlines()) == len(file.read_text().splitlines())
     page.keys("file", str(made_up_traces.write(tmp_path / "bad.jsonl", [{"no": "trace"}])))
-    page.wait_for_text("note", "bad.jsonl cannot be shown: line 1: this is no trace")
+    page.wait_for_text("note", "bad.jsonl cannot be shown: line 1: this is not a trace")
 
 
 @pytest.mark.parametrize(("width", "height"), [(1280, 800), (390, 844)])

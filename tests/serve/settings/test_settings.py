@@ -165,7 +165,7 @@ def test_yaml_values_are_the_text_that_stands_there(tmp_path: Path) -> None:
 
 def test_an_old_name_names_the_new_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for argv in (["--kept-memory", "3"], ["--kept-memory=3"]):
-        with pytest.raises(UsageError, match="^--kept-memory is now called --prefix-cache-memory$"):
+        with pytest.raises(UsageError, match=r"^--kept-memory is now called --prefix-cache-memory$"):
             parse_command(argv)
     file = tmp_path / "settings.yaml"
     for key in ("kept-memory", "kept_memory"):
@@ -173,7 +173,7 @@ def test_an_old_name_names_the_new_one(tmp_path: Path, monkeypatch: pytest.Monke
         with pytest.raises(UsageError, match=f": {key} is now called prefix-cache-memory$"):
             parse_command(["--config", str(file)])
     monkeypatch.setenv("SWIFTSPEC_KEPT_MEMORY", "3")
-    with pytest.raises(UsageError, match="SWIFTSPEC_KEPT_MEMORY is now called SWIFTSPEC_PREFIX_CACHE_MEMORY$"):
+    with pytest.raises(UsageError, match=r"SWIFTSPEC_KEPT_MEMORY is now called SWIFTSPEC_PREFIX_CACHE_MEMORY$"):
         parse_command([])
     assert unknown_variable_warnings() == []  # the error is enough
 

@@ -124,7 +124,7 @@ def test_what_is_said_when_it_runs(
     assert "swiftspec: mode ar has no draft: --draft-model does nothing\n" in err
     assert "swiftspec: --share-gpus does nothing: the models run on the CPU\n" in err
     assert err.count("swiftspec: warning: --threads 1000 on ") == 1
-    stray = "warning: the environment variable SWIFTSPEC_TOPP is no setting (did you mean 'SWIFTSPEC_TOP_P'?)\n"
+    stray = "warning: the environment variable SWIFTSPEC_TOPP is not a setting (did you mean 'SWIFTSPEC_TOP_P'?)\n"
     assert err.startswith(f"swiftspec: {stray}") and "WERROR" not in err
     assert main([*flags(pair), "--max-model-len", "0"]) == 1
     assert "max_model_len must lie in 2..256 for this target, not 0" in capsys.readouterr().err

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from tests.support.http import until
-from tests.support.server_process import hear
+from tests.support.server_process import restore_signals
 from tests.support.tiny_supervisor import FOREVER
 
 ROOT = Path(__file__).parents[3]
@@ -33,7 +33,7 @@ class SupervisorProcess:
         self.process = subprocess.Popen(
             [sys.executable, "-m", "tests.support.tiny_supervisor", *argv],
             cwd=ROOT, pass_fds=[write_fd], stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
-            start_new_session=True, preexec_fn=hear,
+            start_new_session=True, preexec_fn=restore_signals,
         )  # fmt: skip
         os.close(write_fd)
         self._lines = os.fdopen(read_fd)

@@ -109,7 +109,9 @@ POWER = "{{ 2 ** (2 ** (40 * messages | length)) }}"  # without the length it wo
 @pytest.mark.parametrize("template", [LOOP, POWER], ids=["loop", "power"])
 def test_a_template_without_end(codecs: Any, template: str) -> None:
     """Each time anew: the process was ended, and another takes its place."""
-    codec = codecs("{% if messages[0].content == 'a' %}" + template + "{% endif %}fine", seconds=1.5, memory=2 << 30)
+    codec = codecs(
+        "{% if messages[0].content == 'a' %}" + template + "{% endif %}fine", timeout_s=1.5, memory_bytes=2 << 30
+    )
     for _ in range(2):
         with pytest.raises(UserError, match=r"model: the chat template (took longer than 1.5 s|wants more memory)"):
             codec.encode_chat([USER])
@@ -122,7 +124,7 @@ def test_a_template_without_end(codecs: Any, template: str) -> None:
     ids=["repeated", "padded", "list"],
 )
 def test_a_template_that_wants_all_memory(codecs: Any, template: str) -> None:
-    codec = codecs(template, memory=256 << 20)
+    codec = codecs(template, memory_bytes=256 << 20)
     with pytest.raises(UserError, match="model: the chat template wants more memory than 256 MiB"):
         codec.encode_chat([USER])
 
@@ -136,7 +138,7 @@ def test_a_template_that_gives_more_than_the_context_holds(codecs: Any) -> None:
 
 def test_a_process_that_goes_away(codecs: Any) -> None:
     """By itself, or by another's hand."""
-    codec = codecs(TEMPLATE, seconds=10.0)
+    codec = codecs(TEMPLATE, timeout_s=10.0)
     whole = ours(codec, [USER])
     renderer = codec._renderer
     os.kill(renderer._process.pid, signal.SIGKILL)
@@ -153,22 +155,22 @@ def test_a_process_that_goes_away(codecs: Any) -> None:
 @pytest.mark.slow
 def test_without_anybody_who_waits_it_leaves_by_itself() -> None:
     """At the end of its input; in a template without end, at its limit of CPU seconds."""
-    asked = {"template": LOOP, "messages": [USER], "variables": {}, "most": 9, "seconds": 0.1, "memory": 1 << 30}
-    asked |= {"tools": None, "go_on": False}
-    data = json.dumps(asked).encode()
-    for request, code in ((b"", 0), (template_process.LENGTH.pack(len(data)) + data, -signal.SIGXCPU)):
+    request = {"template": LOOP, "messages": [USER], "variables": {}, "tools": None, "continue_final_message": False}
+    request |= {"max_bytes": 9, "timeout_s": 0.1, "memory_bytes": 1 << 30}
+    data = json.dumps(request).encode()
+    for frame, code in ((b"", 0), (template_process.LENGTH.pack(len(data)) + data, -signal.SIGXCPU)):
         child = subprocess.Popen(
             [sys.executable, "-P", template_process.__file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE
         )
         assert child.stdin is not None and child.stdout is not None
-        child.stdin.write(request)
+        child.stdin.write(frame)
         child.stdin.close()
         assert child.wait(60) == code
         child.stdout.close()
 
 
 def test_ctrl_c_while_a_template_is_rendered(codecs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    codec = codecs(LOOP, seconds=60.0)
+    codec = codecs(LOOP, timeout_s=60.0)
     renderer = codec._renderer
     renderer.start()
     child = renderer._process
@@ -191,8 +193,8 @@ def test_an_error_of_a_template_is_one_short_line(codecs: Any) -> None:
 
 def test_long_text_is_refused_before_it_is_tokenized(codecs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     codec = codecs(TEMPLATE)
-    most = codec.most_text(10)
-    assert most == 10 * codec.longest >= 10 * max(map(len, (USER_TOKEN, END)))
+    most = codec.max_text_bytes(10)
+    assert most == 10 * codec.longest_token_bytes >= 10 * max(map(len, (USER_TOKEN, END)))
     assert len(codec.encode("é" * (most // 2), 10)) > 10, "it may still be too long"
     monkeypatch.setattr(codec, "tokenizer", None)
     with pytest.raises(PromptTooLong, match=f"the prompt of {most + 1} bytes does not fit the context of 10 with room"):

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from swiftspec.config import EngineConfig
 from swiftspec.lab import latency_model, results, timeline
 from swiftspec.lab.profile import read_prompts
-from swiftspec.lab.simulation import Acceptance
+from swiftspec.lab.simulation import RecordedAcceptance
 from swiftspec.llm import LLM
 from swiftspec.model.checkpoint_files import open_tensors, read_config
 from swiftspec.model.fingerprint import fingerprint
@@ -168,10 +168,10 @@ def _profile(text: bytes, folder: Path) -> None:
     file.write_bytes(text)
     store.find(folder, store.ProfileKey(**KEY))  # never an error
     found = store.load(file)
-    results.table(found)
+    results.format_profile(found)
     results.as_csv(found)
     store.ProfileKey(**KEY).difference(found["key"])
-    Acceptance(found["rounds"])
+    RecordedAcceptance(found["rounds"])
     best = store.best_run(found)
     if best is not None:
         (folder / "best.yaml").write_text(results.as_yaml(best, "x"))

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from swiftspec.distributed.draft.trace_codec import COUNTS, pack_record
 from swiftspec.distributed.group.request_state import ModelLimits
-from swiftspec.distributed.transport.codec import Words, bytes_to_words, pack, text_to_words
+from swiftspec.distributed.transport.codec import Words, bytes_to_words, pack_message, text_to_words
 from swiftspec.distributed.transport.opcodes import Opcode
 from swiftspec.messages import DraftProbs, Proposal, RequestStart, VerifyResult
 from swiftspec.params import SamplingParams
@@ -103,7 +103,7 @@ def strange(draw: st.DrawFn) -> Words:
     count = draw(st.integers(1, 8))
     parents = (-1, *(draw(st.integers(0, i - 1)) for i in range(1, count)))
     root = draw(st.just(TEXT[-1]) | TOKEN)
-    return pack(Proposal(*draw(PLACE), (root, *(draw(TOKEN) for _ in parents[1:])), parents))
+    return pack_message(Proposal(*draw(PLACE), (root, *(draw(TOKEN) for _ in parents[1:])), parents))
 
 
 @st.composite
@@ -111,7 +111,7 @@ def strange_result(draw: st.DrawFn) -> Words:
     """As `strange`."""
     count = draw(st.integers(1, 3) | st.just(40))
     path = draw(st.just(tuple(range(count))) | st.lists(EDGES, min_size=count, max_size=count).map(tuple))
-    return pack(VerifyResult(*draw(PLACE), path, tuple(draw(TOKEN) for _ in path)))
+    return pack_message(VerifyResult(*draw(PLACE), path, tuple(draw(TOKEN) for _ in path)))
 
 
 @st.composite
@@ -121,7 +121,7 @@ def strange_opening(draw: st.DrawFn) -> Words:
     bias = draw(st.dictionaries(TOKEN, st.just(1.0), max_size=1))
     negative = tuple(draw(st.lists(TOKEN, max_size=1)))
     sampling = SamplingParams(logit_bias=bias, negative_prompt_ids=negative, top_k=draw(st.sampled_from([0, 9, 41])))
-    return pack(RequestStart(1, tuple(tokens), sampling, 1, draw(STEPS)))
+    return pack_message(RequestStart(1, tuple(tokens), sampling, 1, draw(STEPS)))
 
 
 @st.composite
@@ -141,9 +141,9 @@ def records(draw: st.DrawFn) -> Words:
 
 
 RANDOM = st.lists(WORD, max_size=20)
-OPENING_WORDS = damaged(OPENINGS.map(pack)) | bent_opening() | strange_opening() | RANDOM
-PROPOSAL_WORDS = damaged(proposal().map(pack)) | strange() | RANDOM
-RESULT_WORDS = damaged(RESULTS.map(pack)) | strange_result() | RANDOM
+OPENING_WORDS = damaged(OPENINGS.map(pack_message)) | bent_opening() | strange_opening() | RANDOM
+PROPOSAL_WORDS = damaged(proposal().map(pack_message)) | strange() | RANDOM
+RESULT_WORDS = damaged(RESULTS.map(pack_message)) | strange_result() | RANDOM
 KIND = st.sampled_from([*map(int, Opcode)]) | WORD
 RECORDS = damaged(records()) | records()
 BODY = st.one_of(RANDOM, OPENING_WORDS, PROPOSAL_WORDS, RESULT_WORDS, LINES)
@@ -166,9 +166,12 @@ TARGET_SAYS = st.one_of(
 DRAFT = st.lists(DRAFT_SAYS, max_size=4)
 TIMES = st.lists(st.tuples(st.sampled_from([int(Opcode.STEP_TIMES), 99]), st.lists(EDGES, max_size=3)), max_size=2)
 NONE_KEPT = OPENINGS.map(lambda o: replace(o, executor="eager", num_cached_tokens=(0,)))
-OPENED = NONE_KEPT.map(lambda o: (int(Opcode.DRAFTER_OPEN), pack(o)))
+OPENED = NONE_KEPT.map(lambda o: (int(Opcode.DRAFTER_OPEN), pack_message(o)))
 OPENED_TARGET = NONE_KEPT.map(
-    lambda o: (int(Opcode.VERIFIER_OPEN), pack(replace(o, num_cached_tokens=(0, 0) if o.sampling.guided else (0,))))
+    lambda o: (
+        int(Opcode.VERIFIER_OPEN),
+        pack_message(replace(o, num_cached_tokens=(0, 0) if o.sampling.guided else (0,))),
+    )
 )
 
 

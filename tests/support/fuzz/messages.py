@@ -24,7 +24,13 @@ from swiftspec.distributed.group.leader import FollowerGroup, LeaderDrafter, run
 from swiftspec.distributed.group.leader import dispatch_loop as follow_calls
 from swiftspec.distributed.launch.launcher import launched
 from swiftspec.distributed.launch.supervision import Heartbeat
-from swiftspec.distributed.transport.codec import Words, pack, unpack_proposal, unpack_request_start, unpack_result
+from swiftspec.distributed.transport.codec import (
+    Words,
+    pack_message,
+    unpack_proposal,
+    unpack_request_start,
+    unpack_result,
+)
 from swiftspec.distributed.transport.tcp import HEADER, TcpChannel
 from swiftspec.distributed.worker_group import FollowerSessions
 from swiftspec.errors import DrafterLost, RankLost, UserError
@@ -61,7 +67,7 @@ def read(reader: Any, words: Words) -> str:
         assert len(str(error)) < 400 and "\n" not in str(error)
         return "refused"
     if not isinstance(found, dict):
-        again = reader(pack(found))
+        again = reader(pack_message(found))
         assert (
             replace(again, draft_probs=None) == replace(found, draft_probs=None)
             if isinstance(found, Proposal)

@@ -1,34 +1,34 @@
-// Asks: for an answer, or for a race. What was written and said is kept, whatever becomes of it.
+// Sends requests of the user: for an answer or for a race. Prompt and answer are kept even if the request fails.
 
 import { ServerError } from "./api.js";
 import { Chat } from "./chat.js";
-import { Claims } from "./claims.js";
-import { keep } from "./memory.js";
+import { OwnRequests } from "./own_requests.js";
+import { keep } from "./storage.js";
 import { blamed, settings } from "./settings.js";
 import { CONTINUES, Message, TALKS } from "./transcript.js";
 
-const MUTE = "The events of the race did not come; try it again.";
+const NO_EVENTS = "The events of the race did not arrive; try again.";
 const $ = (id) => document.getElementById(id);
 
-export class Asker {
+export class Requests {
   constructor(app) {
     this.app = app;
     this.chat = new Chat();
-    this.claims = new Claims();
+    this.ownRequests = new OwnRequests();
     this.talk = []; // the conversation's messages
-    this.told = new Map(); // those whose rounds are known, by request
-    this.asked = new WeakMap(); // what requests of this page were asked
+    this.told = new Map(); // messages with known rounds, by request
+    this.asked = new WeakMap(); // the prompts of this page's requests
     this.busy = false;
   }
 
-  /** A request begins. Returns whether it is one of this page. */
+  /** A request begins. Returns whether this page sent it. */
   begun(request) {
-    const own = this.claims.begun(request);
-    if (own) this.asked.set(request, this.claims.textOf(request));
+    const own = this.ownRequests.begun(request);
+    if (own) this.asked.set(request, this.ownRequests.textOf(request));
     return own;
   }
 
-  /** Asks for an answer to what is written, or to an example. */
+  /** Requests an answer to the text in the box, or to an example. */
   async send(example = null) {
     const text = example ?? $("composer-text").value;
     if (!this.ready(text, "Write a text first, or choose an example.")) return;
@@ -41,9 +41,9 @@ export class Asker {
       message = new Message($("messages"), text, this.chat.talks ? TALKS : CONTINUES);
       if (example === null) this.app.write("");
       scrollTo(0, 0); // on a phone the answer is above
-      const claim = this.claims.expect(asked.seed, text);
+      const claim = this.ownRequests.expect(asked.seed, text);
       const ended = await this.chat.answer(text, asked, (piece) => message.add(piece));
-      const request = await this.claims.done(claim, this.app.host.connected);
+      const request = await this.ownRequests.done(claim, this.app.server.connected);
       if (request !== null) {
         message.tell(this.app.live, request);
         this.told.set(request, message);
@@ -54,11 +54,11 @@ export class Asker {
     }, (error) => this.failed(error, text, message));
   }
 
-  /** Nothing that was written is lost: it is in the box again, and what came of an answer stays. */
+  /** Restores the prompt to the box and keeps a partial answer. */
   failed(error, text, message) {
     if ($("composer-text").value === "") this.app.write(text);
     if (message !== null && message.text !== "") {
-      message.fail(error.gone ? "Broken off: the server is gone." : error.message);
+      message.fail(error.gone ? "Aborted: the server is gone." : error.message);
       return this.keep(message);
     }
     message?.element.remove();
@@ -66,7 +66,7 @@ export class Asker {
     this.app.trouble(blamed(error.message), error.gone);
   }
 
-  /** The race on this server: plainly, with speculation, then both side by side. */
+  /** A race on this server: without a draft, with speculation, then a replay of both side by side. */
   async runRace() {
     const text = $("composer-text").value;
     if (!this.ready(text, "Write a text first: the race runs it twice.")) return;
@@ -76,14 +76,14 @@ export class Asker {
       this.app.showLive();
       const run = async (said, more) => {
         this.app.race.waiting(said);
-        const claim = this.claims.expect(asked.seed, text);
+        const claim = this.ownRequests.expect(asked.seed, text);
         const ended = await this.chat.answer(text, asked, () => {}, { more, alone: true });
-        if (ended === "stopped") throw new ServerError("The race was stopped by you.");
-        return this.claims.done(claim, this.app.host.connected);
+        if (ended === "stopped") throw new ServerError("You stopped the race.");
+        return this.ownRequests.done(claim, this.app.server.connected);
       };
-      const plain = await run("1 of 2: plain decoding runs, one token a pass …", { verify_batch: 1 });
+      const plain = await run("1 of 2: plain decoding, one token per pass …", { verify_batch: 1 });
       const fast = await run("2 of 2: the same with speculation …", {});
-      if (!plain?.rounds.length || !fast?.rounds.length) throw new ServerError(MUTE);
+      if (!plain?.rounds.length || !fast?.rounds.length) throw new ServerError(NO_EVENTS);
       this.app.race.play(this.app.live, { plain, fast });
     }, (error) => {
       this.app.race.show(this.app.live, true);
@@ -91,9 +91,9 @@ export class Asker {
     });
   }
 
-  /** Whether something can be asked now; else says what to do. */
+  /** Whether a request can be sent now; else shows what to do. */
   ready(text, wanted) {
-    if (this.busy) this.app.trouble("An answer is being written; Stop ends it.");
+    if (this.busy) this.app.trouble("An answer is being generated; Stop ends it.");
     else if (text.trim() === "") {
       this.app.trouble(wanted);
       $("composer-text").focus();
@@ -101,7 +101,7 @@ export class Asker {
     return false;
   }
 
-  /** Does some work, with the buttons as they are meanwhile. */
+  /** Runs `work` with the buttons switched to Stop. */
   async working(work, failed) {
     this.busy = true;
     this.app.trouble("");
@@ -113,10 +113,10 @@ export class Asker {
       this.app.trouble("");
     } catch (error) {
       failed(error);
-      if (error.status === 401) this.app.host.wantKey();
+      if (error.status === 401) this.app.server.wantKey();
     } finally {
       this.busy = false;
-      this.claims.open = []; // of what failed
+      this.ownRequests.open = []; // also after a failure
       for (const id of ["send", "race-this"]) $(id).hidden = false;
       $("race-run").disabled = false;
       $("stop").hidden = true;
@@ -128,7 +128,7 @@ export class Asker {
     keep(this.chat.turns, this.talk);
   }
 
-  /** The conversation that this tab had before it was loaded again. Its trees are not kept. */
+  /** Restores the conversation of this tab after a reload, without its trees. */
   restore({ turns, messages }) {
     this.chat.turns = turns;
     for (const { asked, text, cost, labels } of messages) {
@@ -138,7 +138,7 @@ export class Asker {
       this.talk.push(message);
     }
     this.app.mine = [...$("messages").children];
-    this.app.stage.nothing = "The trees of earlier answers went with the reload. Ask on, or open a recording.";
+    this.app.treeView.nothing = "The trees of earlier answers were lost in the reload. Send a prompt, or open a recording.";
     document.body.dataset.asked = "true";
     this.app.showLive();
     $("talk").scrollTop = $("talk").scrollHeight;

@@ -1,13 +1,13 @@
-// The two lanes: what target and draft did around the moment shown, and when one of them waited for the other.
+// The timelines of target and draft around the moment shown, and when one of them waited for the other.
 
 import { spanOf } from "./recording.js";
 
-const TALL = 22; // pixels of a lane
+const TALL = 22; // pixels of a timeline
 const GAP = 10;
 const ROUNDS = 5; // in view
 
-/** The spans of both lanes in rounds `from` to `to`: {target: [[begin, end]], draft: [...], wait: [...]}. */
-export function lanesOf(request, from, to) {
+/** The spans of both timelines in rounds `from` to `to`: {target: [[begin, end]], draft: [...], wait: [...]}. */
+export function timelinesOf(request, from, to) {
   const lanes = { target: [], draft: [], wait: [] };
   for (let at = Math.max(from, 0); at <= Math.min(to, request.rounds.length - 1); at += 1) {
     const round = request.rounds[at];
@@ -25,7 +25,7 @@ export function busy(spans, begin, end) {
   return end > begin ? Math.min(inside / (end - begin), 1) : 0;
 }
 
-export class LanesCanvas {
+export class TimelinesCanvas {
   constructor(canvas) {
     this.canvas = canvas;
     this.context = canvas.getContext("2d");
@@ -52,7 +52,7 @@ export class LanesCanvas {
     const wide = player.mean * ROUNDS;
     const from = player.time - 0.6 * wide;
     const at = player.find();
-    const lanes = lanesOf(request, at - 2 * ROUNDS, at + ROUNDS);
+    const lanes = timelinesOf(request, at - 2 * ROUNDS, at + ROUNDS);
     const x = (time) => ((time - from) / wide) * this.width;
     const rows = [4, 4 + TALL + GAP];
     for (const top of rows) this.bar(0, this.width, top, this.colours.line, 0.25);
@@ -67,7 +67,7 @@ export class LanesCanvas {
     context.fillRect(x(player.time) - 1, 0, 2, rows[1] + TALL + 4);
   }
 
-  /** A line where a round ends: both lanes meet there. */
+  /** A vertical line at the end of each round. */
   ends(request, at, x, rows) {
     const context = this.context;
     context.strokeStyle = this.colours.ink;
@@ -93,7 +93,7 @@ export class LanesCanvas {
     this.context.globalAlpha = 1;
   }
 
-  /** Waiting: thin slanted lines. */
+  /** A wait, as thin slanted lines. */
   hatch(from, to, top, colour) {
     const left = Math.max(from, 0);
     const right = Math.min(to, this.width);

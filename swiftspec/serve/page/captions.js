@@ -1,22 +1,22 @@
-// What the page says about a round and a node, in plain sentences.
+// Captions: plain sentences about a round and about a node.
 
 import { percent, visible } from "./tokens.js";
 import { fateInFlight } from "./tree.js";
 
 const plural = (count, one, many) => (count === 1 ? one : many.replace("#", String(count)));
 
-/** The sentence above the tree: [text, whether it is strong] by turns. */
+/** The caption above the tree, as pieces [text, whether it is bold]. */
 export function caption(tree, answered, round, textOf) {
   const name = [`Round ${tree.index + 1}. `, true];
   if (round.population) {
     const shared = plural(round.tokens.length, "one token", "# tokens");
-    return [name, [`A population of particles has come to share ${shared}; there is no tree in this mode.`, false]];
+    return [name, [`All particles of the population agree on ${shared}; this mode has no tree.`, false]];
   }
   if (tree.proposed === 0) {
     const drawn = visible(textOf(round.tokens.at(-1)));
     return answered
       ? [name, [`Without a draft, one pass of the target gives one token: “${drawn}”.`, false]]
-      : [name, ["No guesses this time: the target goes on alone.", false]];
+      : [name, ["No guesses this time: the target continues alone.", false]];
   }
   if (!answered) {
     const sent = plural(tree.proposed, "its best guess goes", "its # best guesses go");
@@ -51,15 +51,15 @@ function likely(who, share, letter) {
 export function about(node, answered, textOf) {
   const fate = answered ? node.fate : fateInFlight(node);
   let meaning = MEANING[fate];
-  if (node.parent === null) meaning = "the last token that is certain";
+  if (node.parent === null) meaning = "the last verified token";
   else if (fate === "kept" && !answered) meaning = "kept from the round before, not sent";
-  else if (fate === "own" && node.added) meaning += "; the draft had not thought of it";
-  else if (fate === "own") meaning += "; the draft had it in its tree";
+  else if (fate === "own" && node.added) meaning += "; it was not in the draft’s tree";
+  else if (fate === "own") meaning += "; it was in the draft’s tree";
   else if (fate === "rejected" && node.parent.fate === "rejected") meaning = MEANING.fallen;
   const lines = [`“${visible(textOf(node.token))}”, ${meaning}`];
   if (node.parent !== null) {
     if (!node.added) lines.push(likely("the draft", node.q, "q"));
-    if (node.sent && !answered && node.p !== null) lines.push("the target is looking at it");
+    if (node.sent && !answered && node.p !== null) lines.push("the target is checking it");
     else if (node.sent) lines.push(likely("the target", node.p, "p"));
     lines.push(plural(node.depth, "the first guess of its path", "guess # of its path"));
   }

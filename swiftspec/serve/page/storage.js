@@ -1,10 +1,10 @@
-// What a reload must not lose: the conversation and what is being written. The tab's storage has it, and ends with it.
+// Session storage of the conversation and the unsent text: survives a reload, ends with the tab.
 
 const TALK = "swiftspec talk";
 const WRITTEN = "swiftspec written";
-const MOST = 50; // messages
+const MAX_MESSAGES = 50;
 
-/** The conversation: {turns, messages: [{asked, text, cost, labels}]}; null: there is none. */
+/** The stored conversation: {turns, messages: [{asked, text, cost, labels}]}; null: none. */
 export function recall() {
   try {
     const kept = JSON.parse(sessionStorage.getItem(TALK));
@@ -15,10 +15,10 @@ export function recall() {
 }
 
 export function keep(turns, messages) {
-  const kept = messages.slice(-MOST).map(({ asked, text, cost, labels }) => ({
+  const kept = messages.slice(-MAX_MESSAGES).map(({ asked, text, cost, labels }) => ({
     asked, text, labels, cost: cost.textContent,
   }));
-  put(TALK, JSON.stringify({ turns: turns.slice(-2 * MOST), messages: kept }));
+  put(TALK, JSON.stringify({ turns: turns.slice(-2 * MAX_MESSAGES), messages: kept }));
 }
 
 export function written() {
@@ -29,7 +29,7 @@ export function keepWritten(text) {
   put(WRITTEN, text);
 }
 
-/** A full storage is no reason to stop. */
+/** Stores a value; a full storage is ignored. */
 function put(name, value) {
   try {
     sessionStorage.setItem(name, value);

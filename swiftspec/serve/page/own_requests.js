@@ -1,13 +1,13 @@
-// Which of the engine's requests are this page's: each is sent with a seed, which the engine's line of its begin says.
+// Recognises this page's requests among the engine's: by the seed, which the event of the request's begin contains.
 
-const PATIENCE = 5000; // milliseconds that events may come after the answer
+const EVENTS_TIMEOUT_MS = 5000; // for events that arrive after the answer
 
-export class Claims {
+export class OwnRequests {
   constructor() {
     this.open = [];
   }
 
-  /** The next request with this seed will be ours, an answer to `text`. */
+  /** Claims the next request with this seed, an answer to `text`. */
   expect(seed, text = "") {
     const claim = { seed, text, request: null, over: null };
     claim.ended = new Promise((resolve) => (claim.over = resolve));
@@ -15,7 +15,7 @@ export class Claims {
     return claim;
   }
 
-  /** Whether a request that begins is ours. A seed of 0 is the usual one, which lines leave out. */
+  /** Whether a request that begins is this page's. Events omit the default seed 0. */
   begun(request) {
     const seed = request.begin.sampling?.seed ?? 0;
     const claim = this.open.find((one) => one.request === null && one.seed === seed);
@@ -23,7 +23,7 @@ export class Claims {
     return claim !== undefined;
   }
 
-  /** What a request of ours was asked, while it runs. */
+  /** The prompt of a running request of this page. */
   textOf(request) {
     return this.open.find((one) => one.request === request)?.text ?? "";
   }
@@ -32,10 +32,10 @@ export class Claims {
     this.open.find((one) => one.request === request)?.over();
   }
 
-  /** The request of a claim once all of it was heard, or as much as came in time; null: nothing of it came. */
+  /** The request of a claim after its last event or the timeout; null: no event arrived. */
   async done(claim, connected) {
     let timer = 0;
-    const late = new Promise((resolve) => (timer = setTimeout(resolve, connected ? PATIENCE : 0)));
+    const late = new Promise((resolve) => (timer = setTimeout(resolve, connected ? EVENTS_TIMEOUT_MS : 0)));
     await Promise.race([claim.ended, late]);
     clearTimeout(timer);
     this.open = this.open.filter((one) => one !== claim);

@@ -1,19 +1,19 @@
-// The right side: one request of a recording at one moment, as a tree, two lanes and a few numbers.
+// One request of a recording at one moment: its tree, the two timelines and statistics.
 
 import { TreeCanvas } from "./draw.js";
-import { LanesCanvas } from "./lanes.js";
+import { TimelinesCanvas } from "./timelines.js";
 import { Player } from "./player.js";
 import { drawHistogram, statsOf } from "./stats.js";
 import { number, percent, visible } from "./tokens.js";
 import { Trees } from "./tree.js";
-import { about, caption } from "./words.js";
+import { about, caption } from "./captions.js";
 
-const CONTEXT = 48; // tokens of the text so far
-const HURRY = 0.08; // seconds that a picture and its words stay, where rounds go by faster
-const MOVE = 0.3; // seconds in which a tree becomes the next one, whatever the speed
+const CONTEXT = 48; // tokens of the text before the root that are shown
+const HURRY = 0.08; // minimum seconds per picture if rounds are faster
+const MOVE = 0.3; // seconds of the transition to the next tree, at any speed
 const $ = (id) => document.getElementById(id);
 
-export class Stage {
+export class TreeView {
   constructor() {
     this.recording = null;
     this.request = null;
@@ -21,16 +21,16 @@ export class Stage {
     this.player = new Player();
     this.still = matchMedia("(prefers-reduced-motion: reduce)");
     this.canvas = new TreeCanvas($("tree"), (token) => this.recording.text(token));
-    this.lanes = new LanesCanvas($("lanes"));
+    this.timelines = new TimelinesCanvas($("lanes"));
     this.chosen = null;
     this.dirty = true;
-    this.said = -1; // the last half round that words and numbers were set for
+    this.said = -1; // the half round of the present texts
     this.saidAt = 0;
-    this.movedAt = -1; // when the tree began to become the next one
+    this.movedAt = -1; // when the transition began
     this.now = null;
-    this.nothing = "Nothing has been asked yet.";
+    this.nothing = "No requests yet.";
     this.frames = { count: 0, spent: 0 };
-    this.listeners = new Set(); // told of a moment when it is another one
+    this.listeners = new Set(); // called when the moment shown changes
     this.wire();
     let last = performance.now();
     const frame = (at) => {
@@ -44,7 +44,7 @@ export class Stage {
   wire() {
     const resized = () => {
       this.canvas.resize();
-      this.lanes.resize();
+      this.timelines.resize();
       this.dirty = true;
     };
     new ResizeObserver(resized).observe($("tree"));
@@ -58,7 +58,7 @@ export class Stage {
     tree.addEventListener("keydown", (event) => this.walk(event));
   }
 
-  /** Shows a request of a recording; null: none yet. */
+  /** Shows a request of a recording; null: none. */
   show(recording, request, how = {}) {
     this.live = Boolean(how.live);
     this.recording = recording;
@@ -97,23 +97,23 @@ export class Stage {
       const missed = Boolean(this.request?.missed);
       $("empty").textContent = missed ? "The rounds of this request were missed." : this.nothing;
       this.canvas.context.clearRect(0, 0, this.canvas.width, this.canvas.height);
-      this.lanes.context.clearRect(0, 0, this.lanes.width, this.lanes.height);
+      this.timelines.context.clearRect(0, 0, this.timelines.width, this.timelines.height);
       this.now = null;
       return;
     }
-    const fast = player.roundsPerFrame > 0.08; // too fast for movements
+    const fast = player.roundsPerFrame > 0.08; // too fast for transitions
     let { index, answered } = player.moment();
     if (fast && !answered && index > 0) [index, answered] = [index - 1, true];
     const hurried = fast && this.said >= 0 && player.playing && beat - this.saidAt < HURRY;
-    if (hurried && this.now) ({ index, answered } = this.now); // the picture waits for its words
+    if (hurried && this.now) ({ index, answered } = this.now); // keep the picture until its texts can change
     const share = fast ? 1 : this.share(index, answered, beat);
     const tree = this.trees.at(index);
     const from = share < 1 && index > 0 ? this.trees.at(index - 1) : null;
     $("empty").hidden = tree.nodes.length > 0;
-    if (tree.nodes.length === 0) $("empty").textContent = "Mode smc has particles in place of a tree.";
+    if (tree.nodes.length === 0) $("empty").textContent = "Mode smc has particles instead of a tree.";
     const moves = this.still.matches || !player.playing ? 0 : beat;
     this.canvas.draw({ tree, answered, from, share, beat: moves, chosen: this.chosen });
-    this.lanes.draw(this.request, player);
+    this.timelines.draw(this.request, player);
     this.now = { index, answered, tree };
     $("scrub").value = String(Math.round(player.share * 1000));
     const half = 2 * index + (answered ? 1 : 0);
@@ -123,7 +123,7 @@ export class Stage {
     }
   }
 
-  /** How far the tree has come from the one before, 0 to 1. At rest it has arrived, and so it has after a jump. */
+  /** Progress of the transition from the previous tree, 0 to 1; 1 at rest and after a jump. */
   share(index, answered, beat) {
     if (!this.player.playing || this.still.matches || answered) this.movedAt = -1;
     else if (this.now?.answered && this.now.index === index - 1) this.movedAt = beat;
@@ -131,7 +131,7 @@ export class Stage {
     return this.movedAt < 0 ? 1 : Math.min((beat - this.movedAt) / MOVE, 1);
   }
 
-  /** Words and numbers, which change once a half round only. */
+  /** Sets the texts, which change once per half round. */
   say(half) {
     this.said = half;
     const { index, answered, tree } = this.now;
@@ -160,7 +160,7 @@ export class Stage {
     for (const listener of this.listeners) listener(this.request, answered ? index : index - 1);
   }
 
-  /** Of all rounds up to one; -1: before the first. */
+  /** Statistics of the rounds up to `last`; -1: before the first. */
   numbers(last) {
     const stats = last < 0 ? { held: [], tokens: 0 } : statsOf(this.request, last);
     $("per-round").textContent = number(stats.perRound);
@@ -171,7 +171,7 @@ export class Stage {
     drawHistogram($("held"), stats.held);
   }
 
-  /** The end of the text, up to the tree's root. */
+  /** The end of the text before the tree's root. */
   soFar(rounds) {
     const pieces = [];
     for (let at = rounds - 1; at >= 0 && pieces.length < CONTEXT; at -= 1) {
@@ -199,10 +199,10 @@ export class Stage {
     const each = player.roundsPerFrame > 0.08 ? 60 * HURRY : 1; // frames of a picture
     const every = Math.ceil(player.roundsPerFrame * each);
     const slowed = player.rate < 0.995 ? `Shown ${number(1 / player.rate)} times slower than it ran. ` : "";
-    const skipped = every > 1 ? `Too fast for a screen: about every ${every}th round is shown. ` : "";
+    const skipped = every > 1 ? `Too fast for a screen: about one in ${every} rounds is shown. ` : "";
     const missed = this.request.missed ? `${this.request.missed} events were missed. ` : "";
     const { draft } = this.request.rounds[0];
-    const trees = draft && !draft.tree ? "This trace has the proposals only, not the whole trees. " : "";
+    const trees = draft && !draft.tree ? "This trace has only the proposals, not the whole trees. " : "";
     $("note").textContent = slowed + skipped + missed + trees;
   }
 
@@ -237,7 +237,7 @@ export class Stage {
     tip.style.top = `${below + tip.offsetHeight < height ? below : Math.max(spot.y - 18 - tip.offsetHeight, 0)}px`;
   }
 
-  /** Arrow keys: to the parent, the likeliest child, the sibling above or below. */
+  /** Arrow keys: to the parent, the most likely child, the sibling above or below. */
   walk(event) {
     if (!this.now || !event.key.startsWith("Arrow") && event.key !== "Escape") return;
     event.preventDefault();

@@ -1,19 +1,19 @@
-// The server behind the page: which model it has, whether it is there, and the key that it may want.
+// The server behind the page: its model, the connection to it, and the API key.
 
 import { ask, key, listen, setKey } from "./api.js";
 
 const $ = (id) => document.getElementById(id);
-const EMBEDDED = "swiftspec-demo"; // its chat template puts the turns together to one source text
+const EMBEDDED = "swiftspec-demo"; // its chat template joins the turns to one source text
 const EXAMPLES = {
   text: ["def read_lines(path):\n", "class Stack:\n    def __init__(self", "def main(argv=None):\n"],
   talk: ["Explain in three sentences how a hash table works.", "Write a Python function that merges two sorted lists."],
 };
 
-export class Host {
+export class Server {
   constructor(app) {
     this.app = app;
     this.connected = false; // to the engine's events
-    this.model = null; // its name, once it is known
+    this.model = null; // its name; null: not known yet
   }
 
   start() {
@@ -21,13 +21,13 @@ export class Host {
     this.meet();
   }
 
-  /** Asks which model there is, until somebody says so. */
+  /** Requests the model's name until the server answers. */
   async meet() {
     for (;;) {
       try {
         const { data } = await (await ask("/v1/models")).json();
         if (data[0].chat_template !== null) return this.met(data[0]);
-        this.app.hint("The models are being loaded.");
+        this.app.hint("The models are loading.");
       } catch (error) {
         if (error.status === 401) return this.wantKey();
       }
@@ -36,8 +36,8 @@ export class Host {
   }
 
   met(model) {
-    this.app.asker.chat.talks = model.chat_template && model.id !== EMBEDDED;
-    const { talks } = this.app.asker.chat;
+    this.app.requests.chat.talks = model.chat_template && model.id !== EMBEDDED;
+    const { talks } = this.app.requests.chat;
     const embedded = model.id === EMBEDDED;
     $("composer-text").placeholder = talks ? "Ask the model something"
       : `Begin a text, for example: ${embedded ? "def area(r):" : "Once upon a time"}`;
@@ -46,14 +46,14 @@ export class Host {
     this.app.hint(talks ? "" : why);
     this.app.race.small = embedded;
     const often = embedded ? "; with models as small as these it is often slower" : "";
-    $("race-this").title = `The same text plainly, then with speculation${often}`;
+    $("race-this").title = `The same prompt without, then with speculation${often}`;
     if (this.app.shown === this.app.live) this.app.race.show(this.app.live, true);
     if (!talks) $("temperature").value ||= "0.6";
     const examples = EXAMPLES[talks ? "talk" : "text"].map((text) => {
       const button = document.createElement("button");
       button.type = "button";
       button.textContent = text.split("\n")[0];
-      button.addEventListener("click", () => this.app.asker.send(text));
+      button.addEventListener("click", () => this.app.requests.send(text));
       return button;
     });
     $("examples").replaceChildren(...examples);
@@ -63,7 +63,7 @@ export class Host {
 
   hear() {
     const states = {
-      live: ["live", "connected"], gone: ["gone", "server lost, trying again"], none: ["", "no events here"],
+      live: ["live", "connected"], gone: ["gone", "server lost, reconnecting"], none: ["", "no events"],
     };
     listen((line) => this.app.line(line), (state) => {
       if (state === "key") return this.wantKey();
@@ -75,7 +75,7 @@ export class Host {
     });
   }
 
-  /** What runs here, once both the server and its engine have said so. */
+  /** Shows model and mode once both are known. */
   named() {
     const { head } = this.app.live;
     if (this.model && head && this.connected) this.connection("live", `${this.model}, mode ${head.mode}`);
@@ -85,7 +85,7 @@ export class Host {
     const dialog = $("key-dialog");
     $("key-why").textContent = key() === "" ? "It was started with --api-key. The key is kept until this tab is closed."
       : "That key is not one of this server’s. Try another one.";
-    this.connection("gone", "a key is wanted");
+    this.connection("gone", "an API key is needed");
     if (dialog.open) return;
     $("key").value = "";
     dialog.showModal();
@@ -96,7 +96,7 @@ export class Host {
     }, { once: true });
   }
 
-  /** What the head of the page says of the connection. */
+  /** Shows the state of the connection. */
   connection(kind, text) {
     $("connection").className = `connection ${kind}`;
     $("connection").textContent = text;
