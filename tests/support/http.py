@@ -16,7 +16,7 @@ from fastapi import FastAPI
 from starlette.types import ASGIApp
 
 from swiftspec.serve.http.app import create_app
-from swiftspec.serve.http.engine_link.engine import EngineRequest, EngineState
+from swiftspec.serve.http.engine_link.engine import AsyncEngineRequest, EngineState
 from swiftspec.serve.http.engine_link.frames import (
     Choice,
     DoneFrame,
@@ -65,9 +65,9 @@ class Player:
     hold: int | None = None
     info: EngineInfo | None = READY
     state: EngineState = field(default_factory=lambda: EngineState("ready", "", 0, 0))
-    requests: list[EngineRequest] = field(default_factory=list)
-    closed: list[EngineRequest] = field(default_factory=list)
-    stopped: list[EngineRequest] = field(default_factory=list)
+    requests: list[AsyncEngineRequest] = field(default_factory=list)
+    closed: list[AsyncEngineRequest] = field(default_factory=list)
+    stopped: list[AsyncEngineRequest] = field(default_factory=list)
     holding: threading.Event = field(default_factory=threading.Event)
     cancelled: threading.Event = field(default_factory=threading.Event)
 
@@ -79,7 +79,7 @@ class Player:
         self.__dict__.update(replace(Player(self.codec), **values).__dict__)
 
     async def generate(
-        self, request: EngineRequest
+        self, request: AsyncEngineRequest
     ) -> AsyncGenerator[PromptLogprobsFrame | TokensFrame | DoneFrame, bool | None]:
         self.requests.append(request)
         ended = False

@@ -9,7 +9,7 @@ from typing import Any
 from swiftspec.config import EngineConfig
 from swiftspec.engine import Stats
 from swiftspec.serve import answer_stats
-from swiftspec.serve.http.engine_link.engine import EngineRequest, EngineState
+from swiftspec.serve.http.engine_link.engine import AsyncEngineRequest, EngineState
 from swiftspec.serve.http.engine_link.frames import DoneFrame, EngineInfo, RankState, TokensFrame
 from swiftspec.serve.http.observe.request_metrics import InstrumentedEngine
 
@@ -26,7 +26,7 @@ class ScriptedEngine:
         self.state, self.info = EngineState("ready", "", 1, 2, RANKS), INFO
         self._responses, self.closed, self.num_stops = list(responses), 0, 0
 
-    async def generate(self, request: EngineRequest) -> AsyncGenerator[Any, bool | None]:
+    async def generate(self, request: AsyncEngineRequest) -> AsyncGenerator[Any, bool | None]:
         try:
             for frame in self._responses.pop(0):
                 if isinstance(frame, BaseException):
@@ -54,7 +54,7 @@ def complete_frames(stats: Stats, tokens: Sequence[int] = (), mode: str = "seria
 
 
 async def collect_frames(
-    engine: InstrumentedEngine, request: EngineRequest, max_frames: int | None = None
+    engine: InstrumentedEngine, request: AsyncEngineRequest, max_frames: int | None = None
 ) -> list[Any]:
     """The frames of a request up to DoneFrame, or the first `max_frames`."""
     received: list[Any] = []

@@ -9,7 +9,7 @@ from contextlib import aclosing
 from typing import Any
 
 from swiftspec.serve.http.engine_link import frames
-from swiftspec.serve.http.engine_link.engine import EngineRequest
+from swiftspec.serve.http.engine_link.engine import AsyncEngineRequest
 from swiftspec.serve.http.engine_link.engine_client import EngineClient
 from swiftspec.serve.http.engine_link.frame_socket import AsyncFrameSocket, FrameDecoder, encode_frame
 from swiftspec.serve.http.engine_link.frames import FrontendConfig, ToEngine
@@ -103,4 +103,4 @@ async def collect(answer: AsyncGenerator[Any]) -> list[Any]:
 
 
 def start_request(engine: EngineClient, *prompt: int, key: str | None = None) -> asyncio.Task[list[Any]]:
-    return asyncio.create_task(collect(engine.generate(EngineRequest(list(prompt), {}, key))))
+    return asyncio.create_task(collect(engine.generate(AsyncEngineRequest(list(prompt), {}, key))))

@@ -48,7 +48,7 @@ class ServerProcesses:
         return found
 
     def front_end(self) -> int:
-        """The front end's process; 0 if there is none."""
+        """The front end's process; 0 if it does not exist."""
         return next((process for process, argv in self.snapshot().items() if "swiftspec.serve.http" in argv), 0)
 
     def supervisors(self) -> list[int]:
@@ -57,7 +57,7 @@ class ServerProcesses:
         return [parents[rank] for rank in sorted(parents)]
 
     def process(self, rank: int) -> int:
-        """The process of a rank; 0 if there is none."""
+        """The process of a rank; 0 if it does not exist."""
         process = next((int(one["pid"]) for one in self.ranks() if one["rank"] == rank and one["state"] != "lost"), 0)
         return process if process in self.snapshot() else 0
 

@@ -138,7 +138,7 @@ export class Requests {
       this.talk.push(message);
     }
     this.app.mine = [...$("messages").children];
-    this.app.treeView.nothing = "The trees of earlier answers were lost in the reload. Send a prompt, or open a recording.";
+    this.app.treeView.nothing = "The trees of earlier answers are lost. Send a prompt, or open a recording.";
     document.body.dataset.asked = "true";
     this.app.showLive();
     $("talk").scrollTop = $("talk").scrollHeight;

@@ -37,14 +37,15 @@ def test_the_page_and_the_trace_are_served_and_nothing_else(file: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("", "is no trace"), ("{}\n", "is no trace"), ("x\n", "is no trace"), ('{"swiftspec_trace": 2}\n', "no trace"),
+        ("", "is not a trace"), ("{}\n", "is not a trace"), ("x\n", "is not a trace"),
+        ('{"swiftspec_trace": 2}\n', "not a trace"),
         ('{"swiftspec_trace": 1}\n[]\n', "line 2, is damaged: it is not a JSON object"),
         ('{"swiftspec_trace": 1}\nx\n{}\n', "line 2, is not readable as JSON"),
         ('{"swiftspec_trace": 1}\n' + "[" * 10**5 + "\n{}\n", "line 2, is not usable as JSON"),
         ('{"swiftspec_trace": 1}\n\xff\n{}\n', "line 2,"),
     ],
 )  # fmt: skip
-def test_what_is_no_trace_is_told_in_one_line(tmp_path: Path, text: str, said: str) -> None:
+def test_an_invalid_trace_is_reported_in_one_line(tmp_path: Path, text: str, said: str) -> None:
     bad = tmp_path / "bad.jsonl"
     bad.write_text(text, encoding="latin-1")
     with pytest.raises(UserError, match=said) as error:

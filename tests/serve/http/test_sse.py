@@ -12,7 +12,7 @@ import pytest
 from starlette.types import Message
 
 from swiftspec.serve.http.engine_link.engine import (
-    EngineRequest,
+    AsyncEngineRequest,
     EngineState,
     GenerationFailedError,
     RequestRejectedError,
@@ -127,7 +127,7 @@ def test_comments_while_nothing_comes(player: Player, rounds: int, waiting: int,
 def test_a_refusal_after_a_comment_comes_in_the_stream(player: Player) -> None:
     class Late(Player):
         async def generate(
-            self, request: EngineRequest
+            self, request: AsyncEngineRequest
         ) -> AsyncGenerator[PromptLogprobsFrame | TokensFrame | DoneFrame, bool | None]:
             await going.wait()
             async for frame in super().generate(request):

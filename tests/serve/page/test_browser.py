@@ -86,7 +86,7 @@ def test_a_visitor_sees_a_tree_grow_and_re_root(page: Page, url: str) -> None:
     page.click("play")
     paused = page.picture()
     page.click("back", "on")
-    assert page.picture() == paused  # whole at once, not on its way
+    assert page.picture() == paused  # without a transition
     painted = page.run("return performance.getEntriesByName('first-contentful-paint')[0].startTime")
     assert painted > 0  # how fast that is, is measured elsewhere
     assert page.run("return document.documentElement.scrollWidth") <= 1280

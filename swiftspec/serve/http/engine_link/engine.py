@@ -11,7 +11,7 @@ from swiftspec.serve.http.engine_link.frames import DoneFrame, EngineInfo, Promp
 
 
 @dataclass(frozen=True, slots=True)
-class EngineRequest:
+class AsyncEngineRequest:
     """A request to the engine.
 
     `prompt`: token ids.
@@ -82,7 +82,7 @@ class AsyncEngine(Protocol):
         ...
 
     def generate(
-        self, request: EngineRequest
+        self, request: AsyncEngineRequest
     ) -> AsyncGenerator[PromptLogprobsFrame | TokensFrame | DoneFrame, bool | None]:
         """Yields the frames of one request, `DoneFrame` last. The first step waits in the queue.
 

@@ -13,7 +13,7 @@ from msgspec import structs
 
 from swiftspec.serve.http.engine_link import frames
 from swiftspec.serve.http.engine_link.engine import (
-    EngineRequest,
+    AsyncEngineRequest,
     EngineState,
     GenerationFailedError,
     InvalidRequestError,
@@ -46,7 +46,7 @@ class Ticket:
     `deadline`: time of the loop's clock at which waiting or running times out.
     """
 
-    def __init__(self, request: EngineRequest, deadline: float | None) -> None:
+    def __init__(self, request: AsyncEngineRequest, deadline: float | None) -> None:
         self.request, self.deadline = request, deadline
         self.attempt = 0  # number of the running attempt; 0 while it waits
         self.num_tokens = 0  # received from rank 0
@@ -105,7 +105,7 @@ class EngineClient:
         return self.info is not None and self._phase == "ready" and len(self._running) < self.info.max_num_seqs
 
     async def generate(
-        self, request: EngineRequest
+        self, request: AsyncEngineRequest
     ) -> AsyncGenerator[PromptLogprobsFrame | TokensFrame | DoneFrame, bool | None]:
         """See `AsyncEngine.generate`."""
         ticket = Ticket(request, _deadline_after(self._config.queue_timeout))

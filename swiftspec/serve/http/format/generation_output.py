@@ -9,7 +9,7 @@ from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from swiftspec.serve.http.engine_link.engine import AsyncEngine, EngineRequest, GenerationFailedError
+from swiftspec.serve.http.engine_link.engine import AsyncEngine, AsyncEngineRequest, GenerationFailedError
 from swiftspec.serve.http.engine_link.frames import Choice, DoneFrame, PromptLogprobsFrame, TokenLogprob, TokensFrame
 from swiftspec.serve.http.format.reasoning import ReasoningParser
 from swiftspec.serve.http.format.tools import ParsedToolCall, ToolCallParser
@@ -42,7 +42,7 @@ class GenerationRequest:
     `marker_tokens`: special tokens that are detokenized, for the parsers.
     """
 
-    engine_request: EngineRequest
+    engine_request: AsyncEngineRequest
     stop_strings: Sequence[str] = ()
     continues_text: bool = False
     reasoning_parser: ReasoningParser | None = None

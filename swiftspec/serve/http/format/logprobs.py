@@ -72,7 +72,7 @@ class LogprobFormatter:
     def completion_logprobs(
         self, tokens: Sequence[int], logprobs: Sequence[TokenLogprob | None], top: int, text_offsets: Sequence[int]
     ) -> dict[str, Any]:
-        """The `logprobs` object of a completion; an entry is None for the first prompt token, which has none."""
+        """The `logprobs` object of a completion; the first prompt token has None entries."""
         texts = [self._token(token)[0] for token in tokens]
         top_logprobs: list[dict[str, float] | None] = []
         for text, logprob in zip(texts, logprobs):

@@ -32,7 +32,7 @@ class ParsedToolCall:
 class ToolCallFormat:
     """The syntax of tool calls in a text.
 
-    `begin`, `end`: markers around each call; if `end` is None, everything after `begin` is calls.
+    `begin`, `end`: markers around each call; without `end`, everything after `begin` is calls.
     `arguments_key`: the JSON key of the arguments.
     `leading`: calls occur only at the beginning of the text.
     """

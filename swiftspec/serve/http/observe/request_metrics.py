@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from swiftspec.observe.rpc_latency import RpcRecord
 from swiftspec.serve.http.engine_link.engine import (
     AsyncEngine,
-    EngineRequest,
+    AsyncEngineRequest,
     EngineState,
     GenerationFailedError,
     InvalidRequestError,
@@ -39,7 +39,7 @@ REQUEST_CONTEXT: ContextVar[RequestContext] = ContextVar("visit", default=NO_CON
 class RequestRecord:
     """Measurements of one request in the front end. Times in seconds on the monotonic clock."""
 
-    request: EngineRequest
+    request: AsyncEngineRequest
     started_at: float
     context: RequestContext
     token_times: list[float] = field(default_factory=list)  # arrival of the tokens of each round
@@ -87,7 +87,7 @@ class InstrumentedEngine:
         return self._engine.info
 
     async def generate(
-        self, request: EngineRequest
+        self, request: AsyncEngineRequest
     ) -> AsyncGenerator[PromptLogprobsFrame | TokensFrame | DoneFrame, bool | None]:
         """See `AsyncEngine.generate`."""
         record = RequestRecord(request, self._clock(), REQUEST_CONTEXT.get())

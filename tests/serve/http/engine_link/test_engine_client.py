@@ -10,7 +10,7 @@ from msgspec import structs
 
 from swiftspec.serve.http.engine_link import frames
 from swiftspec.serve.http.engine_link.engine import (
-    EngineRequest,
+    AsyncEngineRequest,
     GenerationFailedError,
     InvalidRequestError,
     RequestRejectedError,
@@ -22,7 +22,7 @@ from tests.support.scripted_rank import READY, Rank0, run_with_rank0, start_requ
 def test_a_request_that_is_ended_still_says_what_it_cost() -> None:
     async def scene(engine: EngineClient, rank0: Rank0) -> None:
         chunk = frames.TokensFrame(1, [7], 0)
-        async with aclosing(engine.generate(EngineRequest([1], {}))) as answer:
+        async with aclosing(engine.generate(AsyncEngineRequest([1], {}))) as answer:
             first = asyncio.create_task(anext(answer))
             assert isinstance(await rank0.next(), frames.StartFrame)
             rank0.send(chunk)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from swiftspec.serve.http.engine_link import frames
-from swiftspec.serve.http.engine_link.engine import EngineRequest, GenerationFailedError, RequestRejectedError
+from swiftspec.serve.http.engine_link.engine import AsyncEngineRequest, GenerationFailedError, RequestRejectedError
 from swiftspec.serve.http.engine_link.engine_client import EngineClient
 from tests.support.scripted_rank import READY, Link, Rank0, run_link, start_request
 
@@ -27,7 +27,7 @@ async def started(rank0: Rank0) -> frames.StartFrame:
 def test_a_request_that_has_shown_nothing_is_tried_again_before_all_others(said: list[Any]) -> None:
     async def scene(link: Link) -> None:
         sampling = {"grammar": "x", "seed": 3}
-        first = asyncio.create_task(anext(link.engine.generate(EngineRequest([1], sampling))))
+        first = asyncio.create_task(anext(link.engine.generate(AsyncEngineRequest([1], sampling))))
         other = start_request(link.engine, 2)
         before = await started(link.rank0)
         await link.lose_rank0(*said)
@@ -79,7 +79,7 @@ def test_one_that_has_shown_something_ends_with_how_far_it_came(
     shown: Callable[[int], list[Any]], message: str
 ) -> None:
     async def scene(link: Link) -> None:
-        answer = link.engine.generate(EngineRequest([1], {}))
+        answer = link.engine.generate(AsyncEngineRequest([1], {}))
         first = asyncio.create_task(anext(answer))
         other = start_request(link.engine, 2)
         said = shown((await started(link.rank0)).request)

@@ -1,4 +1,4 @@
-"""Thoughts and what is said: the same wherever the pieces are cut."""
+"""Reasoning and content, independent of how the text is split."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_it_does_not_depend_on_the_pieces(words: list[str], begun: bool, cuts: l
 
 @given(WORDS, st.integers(0, 60))
 def test_nothing_certain_is_held_back(words: list[str], cut: int) -> None:
-    """Once an answer is said it goes out whole."""
+    """After the reasoning, content is returned immediately."""
     reasoning = ReasoningParser(False)
     reasoning.push("<think>a</think>b")
     assert reasoning.push("".join(words)) == ("", "".join(words))

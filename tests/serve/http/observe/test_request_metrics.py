@@ -11,7 +11,7 @@ import pytest
 
 from swiftspec.engine import Stats
 from swiftspec.serve.http.engine_link.engine import (
-    EngineRequest,
+    AsyncEngineRequest,
     GenerationFailedError,
     InvalidRequestError,
     RequestRejectedError,
@@ -19,7 +19,7 @@ from swiftspec.serve.http.engine_link.engine import (
 from swiftspec.serve.http.observe.request_metrics import InstrumentedEngine, RequestRecord
 from tests.support.scripted_engine import INFO, ScriptedEngine, TickingClock, collect_frames, complete_frames
 
-REQUEST = EngineRequest([1, 2], {})
+REQUEST = AsyncEngineRequest([1, 2], {})
 
 
 def test_a_whole_answer() -> None:
@@ -85,7 +85,7 @@ def test_a_client_that_leaves_aborts(waits: bool) -> None:
     records: list[RequestRecord] = []
 
     class Endless(ScriptedEngine):
-        async def generate(self, request: EngineRequest) -> AsyncGenerator[Any, bool | None]:
+        async def generate(self, request: AsyncEngineRequest) -> AsyncGenerator[Any, bool | None]:
             try:
                 yield complete_frames(Stats(), [1, 1])[0]
                 await asyncio.Event().wait()
