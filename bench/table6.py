@@ -22,7 +22,7 @@ from swiftspec.config import EngineConfig
 from swiftspec.distributed.launch.world import join_world
 from swiftspec.lab import measurement, timeline
 from swiftspec.lab.timeline import Trace
-from swiftspec.lab.worker_pool import EngineRequest, Pair, RankPool
+from swiftspec.lab.worker_pool import EngineBuild, Pair, RankPool
 from swiftspec.llm import LLM
 from swiftspec.profiles import emulation
 
@@ -63,7 +63,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         for d in DEPTHS:
             file = Path(folder) / "rounds.jsonl"
-            with pool.engine(EngineRequest(EngineConfig("async", draft_steps=d), trace=str(file))) as llm:
+            with pool.engine(EngineBuild(EngineConfig("async", draft_steps=d), trace=str(file))) as llm:
                 run = measurement.decode_all(llm, prompts, args.max_tokens)
             costs = timeline.costs(Trace.read(file))
             own = statistics.median(timeline.orchestration(costs, target, draft))

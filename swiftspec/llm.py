@@ -96,7 +96,8 @@ class LLMBase:
     def generate_batch(
         self, prompts: Sequence[Sequence[int]], sampling: SamplingParams | Sequence[SamplingParams] | None = None
     ) -> list[Completion]:
-        """Decodes several prompts, at most `max_num_seqs` concurrently, and returns completions in the order of prompts.
+        """Decodes several prompts, at most `max_num_seqs` concurrently, and returns completions in the order of
+        prompts.
 
         `sampling` is one set of parameters for all prompts or one per prompt. A text depends on its own prompt and seed
         only. A request with non-finite logits ends with finish reason "error" without affecting the others. Raises

@@ -65,9 +65,11 @@ class Constants:
 def constants(gpu: Gpu) -> tuple[Constants, Constants]:
     """(slow, fast) for a GPU that nothing was measured on."""
     scale = gpu.copy / H200_COPY_BYTES_PER_S
-    slow = Constants(LatencyLine(3.5e-6, 3.2e12 * scale), LatencyLine(5.0e-6, 2.4e12 * scale), LatencyLine(3.0e-6, gpu.link), 6e-6,
+    slow = Constants(LatencyLine(3.5e-6, 3.2e12 * scale), LatencyLine(5.0e-6, 2.4e12 * scale),
+                     LatencyLine(3.0e-6, gpu.link), 6e-6,
                      FLOPS_EFFICIENCY[0] * gpu.flops)  # fmt: skip
-    fast = Constants(LatencyLine(2.5e-6, 3.7e12 * scale), LatencyLine(3.8e-6, 3.0e12 * scale), LatencyLine(2.0e-6, 2 * gpu.link), 4e-6,
+    fast = Constants(LatencyLine(2.5e-6, 3.7e12 * scale), LatencyLine(3.8e-6, 3.0e12 * scale),
+                     LatencyLine(2.0e-6, 2 * gpu.link), 4e-6,
                      FLOPS_EFFICIENCY[1] * gpu.flops)  # fmt: skip
     return slow, fast
 

@@ -16,7 +16,7 @@ from swiftspec.errors import UserError
 from swiftspec.lab import measurement, timeline, trials
 from swiftspec.lab.timeline import Trace
 from swiftspec.lab.trials import SweepRequest, Trial
-from swiftspec.lab.worker_pool import EngineRequest, RankPool
+from swiftspec.lab.worker_pool import EngineBuild, RankPool
 from swiftspec.profiles import store
 
 Json = dict[str, Any]
@@ -128,7 +128,7 @@ class Sweep:
         """Builds the engine of a trial and decodes the prompts at each d."""
         self._step(store.plan_title(trial.row(steps[0] if len(steps) == 1 else None)))
         known = [d for d in steps if d is not None]
-        order = EngineRequest(trial.plan(max(known) if known else None), trial.ops)
+        order = EngineBuild(trial.plan(max(known) if known else None), trial.ops)
         try:
             with self._crew.engine(order) as llm:
                 times = None
@@ -189,7 +189,7 @@ class Sweep:
                 self._step(f"step times of the {side} on {tp} rank{'s' if tp > 1 else ''}")
                 plan = EngineConfig("ar", verify_batch=max(trials.ROWS), target_tp=tp)
                 try:
-                    with self._crew.engine(EngineRequest(plan, alone=side)) as llm:
+                    with self._crew.engine(EngineBuild(plan, alone=side)) as llm:
                         room = llm.max_model_len - 1
                         for rows in trials.ROWS:
                             seconds = list(
@@ -240,7 +240,7 @@ class Sweep:
     def _traced(self, trial: Trial, plan: Json, paced: bool = False) -> Trace:
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder) / "rounds.jsonl"
-            order = EngineRequest(trial.plan(plan["draft_steps"]), paced=paced, trace=str(file))
+            order = EngineBuild(trial.plan(plan["draft_steps"]), paced=paced, trace=str(file))
             with self._crew.engine(order) as llm:
                 measurement.decode_all(llm, self._wish.prompts, self._wish.max_tokens, self._deadline())
             return Trace.read(file)

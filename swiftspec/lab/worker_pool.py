@@ -25,7 +25,7 @@ Ops = Literal["auto", "reference"]
 
 
 @dataclass(frozen=True, slots=True)
-class EngineRequest:
+class EngineBuild:
     """An engine to build on the first ranks of the job. `alone`: one of the two models by itself, to be timed."""
 
     plan: EngineConfig
@@ -38,10 +38,10 @@ class EngineRequest:
         return json.dumps(asdict(self))
 
     @staticmethod
-    def unpack(text: str) -> EngineRequest:
+    def unpack(text: str) -> EngineBuild:
         data: dict[str, Any] = json.loads(text)
         plan = data.pop("plan")
-        return EngineRequest(EngineConfig(**{**plan, "population": PopulationConfig(**plan["population"])}), **data)
+        return EngineBuild(EngineConfig(**{**plan, "population": PopulationConfig(**plan["population"])}), **data)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ class Pair:
     options: LoadOptions
     threads: int | None = None  # inside one operation; None: this rank's cores
 
-    def options_for(self, order: EngineRequest) -> LoadOptions:
+    def options_for(self, order: EngineBuild) -> LoadOptions:
         """Those of an order. No text is kept: each run reads its prompts, as the first one does."""
         emulate = (self.options.get("emulate") if order.paced else None) or StepTimeEmulation()
         if order.alone == "draft":
@@ -62,7 +62,7 @@ class Pair:
         ops: Ops = "reference" if order.ops == "reference" else "auto"
         return {**self.options, "emulate": emulate, "trace": trace, "ops": ops, "prefix_cache_memory": 0}
 
-    def models(self, order: EngineRequest) -> tuple[Path, Path | None]:
+    def models(self, order: EngineBuild) -> tuple[Path, Path | None]:
         """The target and the draft of an order."""
         if order.alone is not None:
             return (self.target if order.alone == "target" else self.draft), None
@@ -82,7 +82,7 @@ class RankPool:
         return 1 if self._world is None else self._world.size
 
     @contextlib.contextmanager
-    def engine(self, order: EngineRequest) -> Iterator[LLM]:
+    def engine(self, order: EngineBuild) -> Iterator[LLM]:
         """The engine of an order. Raises UserError where it cannot be built."""
         if self._world is not None:
             self._world.store.set(f"order {self._orders}", order.pack())
@@ -103,7 +103,7 @@ class RankPool:
     def follow(self) -> None:
         """The life of any rank but 0, until it is dismissed. Raises RankLost when rank 0 is gone."""
         while (text := self._next()) != "":
-            order = EngineRequest.unpack(text)
+            order = EngineBuild.unpack(text)
             part = self._part(order)
             if part is not None and part.rank < part.size:
                 with contextlib.suppress(UserError):  # rank 0 has it too, and tells
@@ -120,7 +120,7 @@ class RankPool:
                 if "timeout" not in str(error).lower():
                     raise RankLost("rank 0 is gone") from None
 
-    def _part(self, order: EngineRequest) -> World | None:
+    def _part(self, order: EngineBuild) -> World | None:
         """The ranks of an order, this one on its cores; None for one that is alone."""
         number, self._orders = self._orders, self._orders + 1
         part = None if self._world is None else self._world.subworld(order.plan.num_ranks, f"part {number}")

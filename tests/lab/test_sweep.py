@@ -14,7 +14,7 @@ from swiftspec.errors import UserError
 from swiftspec.lab import measurement, trials
 from swiftspec.lab.measurement import RequestProgress
 from swiftspec.lab.profile import main
-from swiftspec.lab.worker_pool import EngineRequest, Pair, RankPool
+from swiftspec.lab.worker_pool import EngineBuild, Pair, RankPool
 from swiftspec.llm import LLM
 from swiftspec.serve import model_resolution as serve_found
 from swiftspec.serve.cli.arguments import parse_command
@@ -92,7 +92,7 @@ def test_what_was_interrupted_goes_on_and_repeats_nothing(
     built: list[tuple[str, int, str]] = []
     engine, decode_all = RankPool.engine, measurement.decode_all
 
-    def counting(self: RankPool, order: EngineRequest) -> Any:
+    def counting(self: RankPool, order: EngineBuild) -> Any:
         if len(built) == stop_at:
             raise KeyboardInterrupt
         built.append((order.plan.mode, order.plan.initial_draft_steps, str(order.alone)))
@@ -214,7 +214,7 @@ def test_a_deadline_ends_a_run(pair: list[str]) -> None:
     crew = RankPool(Pair(Path(pair[1]), Path(pair[3]), {"dtype": torch.float32}), None)
     from swiftspec.config import EngineConfig
 
-    with crew.engine(EngineRequest(EngineConfig("serial"))) as llm, pytest.raises(measurement.OutOfTime):
+    with crew.engine(EngineBuild(EngineConfig("serial"))) as llm, pytest.raises(measurement.OutOfTime):
         measurement.decode_all(llm, [[1, 2, 3]], 8, deadline=0.0)
-    order = EngineRequest(EngineConfig("serial", draft_steps=2), alone="draft", trace="t")
-    assert EngineRequest.unpack(order.pack()) == order
+    order = EngineBuild(EngineConfig("serial", draft_steps=2), alone="draft", trace="t")
+    assert EngineBuild.unpack(order.pack()) == order

@@ -328,7 +328,7 @@ def paced(emulate: str, plans: list[Json], prompts: list[list[int]], max_tokens:
 
     from swiftspec.lab import measurement
     from swiftspec.lab.timeline import Trace
-    from swiftspec.lab.worker_pool import EngineRequest, Pair, RankPool
+    from swiftspec.lab.worker_pool import EngineBuild, Pair, RankPool
     from swiftspec.profiles import emulation
 
     world, demo = join_world(), Path(__file__).parents[2] / "swiftspec" / "demo"
@@ -340,10 +340,10 @@ def paced(emulate: str, plans: list[Json], prompts: list[list[int]], max_tokens:
     found = []
     with tempfile.TemporaryDirectory() as folder:
         for plan in plans:
-            with crew.engine(EngineRequest(EngineConfig(**plan))) as llm:
+            with crew.engine(EngineBuild(EngineConfig(**plan))) as llm:
                 speed = measurement.decode_all(llm, prompts, max_tokens).speed
             file = f"{folder}/rounds.jsonl"
-            with crew.engine(EngineRequest(EngineConfig(**plan), paced=False, trace=file)) as llm:
+            with crew.engine(EngineBuild(EngineConfig(**plan), paced=False, trace=file)) as llm:
                 measurement.decode_all(llm, prompts, max_tokens)
             found.append({"speed": speed, "rounds": measurement.rounds_of(Trace.read(Path(file)))})
     crew.dismiss()

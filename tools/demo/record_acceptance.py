@@ -24,7 +24,7 @@ from swiftspec.config import EngineConfig
 from swiftspec.distributed.launch.world import join_world
 from swiftspec.lab import measurement, predict
 from swiftspec.lab.timeline import Trace
-from swiftspec.lab.worker_pool import EngineRequest, Pair, RankPool
+from swiftspec.lab.worker_pool import EngineBuild, Pair, RankPool
 
 DEPTHS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16)
 WIDE = (4, 6, 8, 10, 12)  # what a draft far away comes to
@@ -67,7 +67,7 @@ def record(pool: RankPool, shapes: Sequence[tuple[str, int, int, int]]) -> list[
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder) / "rounds.jsonl"
             config = EngineConfig(mode, verify_batch=bs, draft_leaves=w, draft_steps=d)
-            with pool.engine(EngineRequest(config, trace=str(file))) as llm:
+            with pool.engine(EngineBuild(config, trace=str(file))) as llm:
                 measurement.decode_all(llm, prompts, TOKENS)
             rounds = measurement.rounds_of(Trace.read(file))
         records.append({"plan": plan, "rounds": rounds})

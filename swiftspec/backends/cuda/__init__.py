@@ -1,8 +1,8 @@
-"""The fused operators on an NVIDIA GPU since Ampere: the functions of reference/ for bfloat16 models, through the
-native extension.
+"""CUDA backend: the fused operators of the native extension, for bfloat16 models on NVIDIA GPUs since Ampere.
 
-Everything runs on torch's current stream and waits for nothing. A row's result does not depend, to the bit, on the
-other rows of its batch, on their number, or on the slots in which its keys lie; but for a prompt's chunks (wide.py).
+It implements the functions of backends/reference. Everything runs asynchronously on torch's current stream. A row's
+result is bitwise independent of the other rows of its batch, of their number, and of the slots in which its keys lie,
+except for long prefill chunks (large_m.py).
 """
 
 from __future__ import annotations
@@ -58,23 +58,23 @@ __all__ = [
     "tree_attention",
 ]
 
-# bytes of the next projection's tiles; what its memory gives in about 2 us of an H200, to be measured
+# Bytes of the next projection's tiles to prefetch: about 2 us of an H200's memory bandwidth; an estimate, not measured.
 PREFETCH_BYTES = 8 << 20
-MAX_CAPTURED_SEQUENCES = 64  # sequences of a forward that can be a graph: with any number it touches the host nowhere
-# of a prompt at a time, so that a library's product is bound by compute and weights expand rarely
+MAX_CAPTURED_SEQUENCES = 64  # in a captured forward; no operator synchronises with the host for any number
+# Rows of a prefill chunk: enough for a library GEMM to be compute-bound, and for unpacking weights rarely.
 PREFILL_CHUNK_ROWS = 1024
 
 
 @dataclass(frozen=True, slots=True)
 class CudaNorm:
-    """An RMSNorm made ready at load."""
+    """The weight and epsilon of an RMSNorm."""
 
     weight: Tensor  # [D] bfloat16
     eps: float
 
 
 def check_supported(config: ModelConfig, dtype: torch.dtype, device: torch.device | str) -> None:
-    """Raises UserError where these operators cannot run the model: its type, its heads, the build, the GPU."""
+    """Raises UserError if these operators cannot run the model because of its type or shape, the build, or the GPU."""
     require_usable(device)
     if dtype != torch.bfloat16:
         raise UserError(f"the CUDA operators compute in bfloat16, not {str(dtype).removeprefix('torch.')}")
@@ -92,32 +92,32 @@ def pack_norm(weight: Tensor, eps: float, dtype: torch.dtype, device: torch.devi
 
 
 def embed(tokens: Tensor, weight: Tensor) -> Tensor:
-    """tokens [n], weight [vocab, D] -> [n, D]."""
+    """Embedding lookup: tokens [n], weight [vocab, D] -> [n, D]."""
     out = weight.new_empty(tokens.shape[0], weight.shape[1])
     _C.embed_cuda(tokens, weight, out, current_stream())
     return out
 
 
 def fuse(model: PackedModel) -> None:
-    """The stack still runs operator by operator, but its projections ask for each other's weights."""
+    """Enables weight prefetching between the projections. The model still runs operator by operator."""
     enable_weight_prefetch(model)
 
 
 def enable_weight_prefetch(model: PackedModel, enabled: bool = True) -> None:
-    """Has each projection ask, once its own weights have come, for the first tiles of the one behind it, so that the
-    memory has less rest while it joins its sums and the next one starts. QKV asks for more: attention, which comes in
-    between, reads little. Not `on`: they ask for nothing."""
-    next_matrices = [*(layer.qkv for layer in model.layers[1:]), model.head]
-    for layer, next_layer in zip(model.layers, next_matrices, strict=True):
-        matrices = (layer.qkv, layer.o, layer.gate_up, layer.down, next_layer)
+    """Makes each projection prefetch the first tiles of the next one to L2 when its own weights have been read, so that
+    the memory is not idle while it reduces its sums and the next one starts. QKV prefetches more, since attention,
+    which runs in between, reads little. `enabled=False` switches prefetching off."""
+    following = [*(layer.qkv for layer in model.layers[1:]), model.head]
+    for layer, after_layer in zip(model.layers, following, strict=True):
+        matrices = (layer.qkv, layer.o, layer.gate_up, layer.down, after_layer)
         for matrix, next_matrix in pairwise(matrices):
             prefetch_bytes = next_matrix.tiles.shape[0] if matrix is layer.qkv else PREFETCH_BYTES
             matrix.native.precede(next_matrix.tiles[: prefetch_bytes if enabled else 0])
 
 
 def mover(k: Tensor, v: Tensor) -> Callable[[int, Sequence[int], int], None]:
-    """`move(sequence, source, start)` for a cache: in place, in all layers, slots source[i] -> start + i, where
-    source [m] ascends and source[i] >= start + i."""
+    """Returns `move(sequence, source, start)` for a KV cache: it moves slot source[i] to start + i, in place and in all
+    layers. `source` [m] is ascending and source[i] >= start + i."""
     native = native_cache(k, v)
     device = k.device
 

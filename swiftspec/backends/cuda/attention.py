@@ -1,8 +1,8 @@
 """Tree attention on a GPU: RoPE, KV append and masked attention, one launch a layer (csrc/cuda/attention).
 
-For bfloat16 heads of 64 or 128, over a cache of bfloat16 or of float8. A row's result does not depend, to the bit, on
-the other rows of its batch, on their number, or on the slots in which its keys lie. Nothing here waits for the device,
-so a forward can be captured in a graph: its grid depends on the shapes alone.
+For bfloat16 heads of 64 or 128 over a bfloat16 or float8 cache. A row's result is bitwise independent of the other rows
+of its batch, of their number, and of the slots in which its keys lie. Nothing here synchronises with the device, and
+grids depend on shapes only, so a forward can be captured in a graph.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ MAX_ROWS_PER_LAUNCH = 256
 
 @dataclass(frozen=True, slots=True)
 class CudaAttentionPlan:
-    """What attention needs and is the same in every layer."""
+    """The arguments of attention that are the same in every layer of a forward."""
 
     slices: list[tuple[slice, _C.CudaAttention]]
     out_width: int
 
 
 def prepare(batch: Batch, cache: Cache, cos: Tensor, sin: Tensor, num_heads: int) -> CudaAttentionPlan:
-    """Once per forward, before the layers. `cos` and `sin` are the tables of `rope_tables`. Every row's own slot must
-    lie in the window of the mask, as `Batch` says."""
+    """Prepares the attention of a forward, before its layers. `cos` and `sin` are the tables of `rope_tables`. The slot
+    of every row must lie in the window of the mask, as `Batch` requires."""
     _, sequences, kv_heads, capacity, dim = cache.k.shape
     rows, width = batch.mask.shape
     device = cache.k.device

@@ -1,4 +1,4 @@
-"""Which GPUs the CUDA operators run on, and in one line why not on this one."""
+"""Checks whether the CUDA operators can run on a GPU, and explains in one line why not."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ MIN_COMPUTE_CAPABILITY = (8, 0)  # compute capability
 
 
 def require_usable(device: torch.device | str) -> torch.device:
-    """The GPU that `device` names, with its index. UserError where these operators cannot run on it."""
+    """Returns `device` with its index. Raises UserError if the CUDA operators cannot run on it."""
     device = torch.device(device)
     if device.type != "cuda":
         raise UserError(f"the CUDA operators need a GPU, not {device}")
@@ -40,7 +40,7 @@ def require_usable(device: torch.device | str) -> torch.device:
 
 
 def why_no_gpu() -> str:
-    """Why torch finds no GPU, where it finds none, and what would mend it."""
+    """The reason why torch finds no GPU and how to fix it."""
     if torch.version.cuda is None:
         return "this PyTorch is built without CUDA, install one that has it"
     driver = int(getattr(torch._C, "_cuda_getDriverVersion", int)())  # 12080 for CUDA 12.8; 0 without a driver

@@ -1,8 +1,8 @@
-"""Projections of a prompt's chunk: weights become bfloat16 rows once, for a library's product over all the rows.
+"""Projections of long prefill chunks: the weights are unpacked to bfloat16 rows for a library GEMM over all rows.
 
-Up to ROWS rows go to the kernels of linear.py, which read a weight anew for every 64 of them, or every 128 in
-bfloat16. No tree has so many rows, and a population's go in parts, so what comes here is a prompt's: a row's result may
-depend, in its last bits, on how many rows there are.
+Batches of up to MAX_KERNEL_ROWS rows use the kernels of linear.py instead, which read the weights once for every 64
+rows (bf16: 128). Trees are smaller and populations are split, so only prefill chunks come here; their results may
+depend on the number of rows in the last bits.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from swiftspec import _C
 from swiftspec.backends.cuda.checks import current_stream
 
 MAX_KERNEL_ROWS = 256
-SCRATCH_BYTES = 256 << 20  # bytes of rows that weights become at a time; enough outputs to keep every SM at work
-STRIP_OUTPUTS = 16  # outputs that begin together in each half of a weight (csrc/cuda/linear/tiles.h)
-BF16_BYTES = 2  # bytes of bfloat16
+SCRATCH_BYTES = 256 << 20  # of weights unpacked at a time; enough outputs to keep every SM busy
+STRIP_OUTPUTS = 16  # granularity of unpacking, in outputs of each half of a weight (csrc/cuda/linear/tiles.h)
+BF16_BYTES = 2
 
 
 class NormWeights(Protocol):
-    """An RMSNorm made ready at load."""
+    """The weight and epsilon of an RMSNorm."""
 
     @property
     def weight(self) -> Tensor: ...  # [D] bfloat16
@@ -33,7 +33,7 @@ class NormWeights(Protocol):
 
 
 class LinearWeights(Protocol):
-    """A projection made ready at load."""
+    """The packed weights of a projection."""
 
     @property
     def native(self) -> _C.CudaWeights: ...
@@ -46,7 +46,7 @@ class LinearWeights(Protocol):
 
 
 def uses_library(x: Tensor, packed: LinearWeights) -> bool:
-    """Whether the functions here are to be asked for x [n, K]."""
+    """Whether the functions of this module compute x [n, K]."""
     return x.shape[0] > MAX_KERNEL_ROWS and packed.outputs % 2 == 0
 
 
@@ -72,7 +72,7 @@ def swiglu(x: Tensor, gate_up: LinearWeights) -> Tensor:
 
 
 def _products_of_halves(x: Tensor, packed: LinearWeights) -> Iterator[tuple[slice, Tensor, Tensor]]:
-    """Some outputs of a weight's first half, and the product of these and of those in the other half: [n, m] each."""
+    """Yields m outputs of the weight's first half, as a slice, their products, and those of the second half: [n, m]."""
     half = packed.outputs // 2
     step = max(SCRATCH_BYTES // (2 * STRIP_OUTPUTS * packed.inputs * BF16_BYTES), 1) * STRIP_OUTPUTS
     for start in range(0, half, step):

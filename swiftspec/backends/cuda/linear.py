@@ -1,8 +1,8 @@
-"""Projections on a GPU: the functions of reference/ with weights in them, for bfloat16 models.
+"""Projections on a GPU, for bfloat16 models: packing, the fused linear operators, and all-reduce in the kernel.
 
-int4 weights are read as they are, scales and zero points applied in float32 (csrc/cuda/linear/tiles.h). Sums are
-float32. A row's result does not depend, to the bit, on the other rows of its batch or on their number, but for the
-chunks of a prompt that wide.py takes.
+int4 weights are used directly; scales and zero points are applied in float32 (csrc/cuda/linear/tiles.h). Sums are
+float32. A row's result is bitwise independent of the other rows of its batch and of their number, except for long
+prefill chunks, which large_m.py computes.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ INT4_GROUP_SIZES = (32, 64, 128)  # inputs of an int4 group, as the tiles hold t
 
 @dataclass(frozen=True, slots=True)
 class CudaLinear:
-    """A projection made ready at load; the tensors are what the native side reads."""
+    """The packed weights of a projection. The tensors are the memory that the native object reads."""
 
     native: _C.CudaWeights
     inputs: int
@@ -41,10 +41,10 @@ class CudaLinear:
 
 
 def pack(weight: Weight, dtype: torch.dtype, device: torch.device | str) -> CudaLinear:
-    """A checkpoint's matrix [N, K] in tiles on `device`; returns when they are there.
+    """Packs a checkpoint's matrix [N, K] into tiles on `device`; returns after the device has finished.
 
-    Groups of more than 128 inputs, or of other than a multiple of 32, are cut into smaller ones; where that leaves less
-    than 32 the matrix is dequantised.
+    int4 groups whose size is not 32, 64 or 128 are split into smaller ones. If that would need groups of less than 32
+    inputs, the matrix is dequantised.
     """
     device = require_usable(device)
     if dtype != torch.bfloat16:
@@ -58,7 +58,7 @@ def pack(weight: Weight, dtype: torch.dtype, device: torch.device | str) -> Cuda
             group = 0
             tiles, inputs, outputs = _bf16_tiles(weight.dequantize(dtype).to(device))
         bias = None if weight.bias is None else weight.bias.to(device, torch.float32).contiguous()
-        # a projection asks for its weights before it waits for the kernels in front of it
+        # a projection loads its weights before it waits for the preceding kernels
         torch.cuda.current_stream().synchronize()
         native = _C.CudaWeights(tiles, bias, inputs, outputs, group)
     return CudaLinear(native, inputs, outputs, tiles, bias)
@@ -86,10 +86,11 @@ def _bf16_tiles(matrix: Tensor) -> tuple[Tensor, int, int]:
 
 
 class PeerCommunicator:
-    """This rank's end of a group of GPUs that sum products in the kernel that computes them.
+    """A rank's endpoint of a group of GPUs that all-reduce products in the kernel that computes them.
 
-    `inboxes` are the addresses at which this rank sees every rank's inbox, in rank order; `trouble` is one int64 in
-    pinned memory that all ranks see. The ranks make the same calls in the same order, each on one stream.
+    `inboxes`: addresses of all inboxes on this rank, in rank order. `lines`: LL lines of the longest product.
+    `error_word`: one int64 in pinned memory that all ranks can access. `timeout_s`: seconds after which a kernel that
+    waits for a peer aborts. All ranks make the same calls in the same order, each on one stream.
     """
 
     def __init__(
@@ -109,23 +110,23 @@ class PeerCommunicator:
 
     @property
     def epoch(self) -> Tensor:
-        """[1] int64 on the device: how many products have been summed, and pieces of messages gathered."""
+        """[1] int64 on the device: the number of exchanges so far (summed products and launches of `gather`)."""
         return self._epoch
 
     def supports(self, x: Tensor) -> bool:
-        """Whether `gather` takes x: on a GPU, whole words of 4 bytes, and at most PIECES times the longest product."""
+        """Whether `gather` supports x: on a GPU, a multiple of 4 bytes, and at most MAX_GATHER_LAUNCHES launches."""
         limit = MAX_GATHER_LAUNCHES * self._lines * LINE_BYTES
         return on_gpu(x.device) and x.nbytes % WORD_BYTES == 0 and x.nbytes <= limit
 
     def gather(self, x: Tensor) -> Tensor:
-        """The ranks' x, in rank order: [...] -> [size, ...], a launch for each piece of it that the group's lines hold.
-        Nothing waits for the host, so a graph may hold it."""
+        """All-gather of x in rank order: [...] -> [size, ...], one launch per chunk that fits the lines of the group.
+        It does not synchronise with the host, so it can be captured in a graph."""
         out = x.new_empty(self.size, *x.shape)
         _C.gather_cuda(self.native, x.contiguous(), out, current_stream())
         return out
 
     def describe_fault(self) -> str | None:
-        """Why a kernel ended itself, in one line; to be asked when the device reports an error."""
+        """Describes in one line why a kernel aborted, or None. Call it after the device has reported an error."""
         found = _C.cuda_trouble(int(self._error_word[0]) & (2**64 - 1))
         if found is None:
             return None
@@ -135,18 +136,18 @@ class PeerCommunicator:
 
 @dataclass(frozen=True, slots=True)
 class RowwiseReduce:
-    """How a group of GPUs sums its products: few rows in the kernel that computes them, more by a library."""
+    """All-reduce of a group of GPUs: in the projection's kernel for few rows, by a library for more."""
 
-    fused: PeerCommunicator  # up to MAX_ROWS
+    fused: PeerCommunicator  # for up to MAX_REDUCED_ROWS rows
     library: Callable[[Tensor], Tensor]
 
     def __call__(self, x: Tensor) -> Tensor:
-        """For operators without such kernels."""
+        """The library's all-reduce, for operators without an all-reduce of their own."""
         return self.library(x)
 
 
 def make_inbox(ranks: int, lines: int, device: torch.device | str) -> Tensor:
-    """The memory that one rank of a group reads, empty; `lines` is the longest product's, see `lines_of`."""
+    """The zeroed inbox of a rank. `lines`: LL lines of the longest product, see `max_lines`."""
     return torch.zeros(_C.cuda_inbox_bytes(ranks, lines), dtype=torch.uint8, device=device)
 
 
@@ -165,7 +166,7 @@ def _linear(
     swiglu: bool = False,
     channel: PeerCommunicator | None = None,
 ) -> Tensor:
-    """On the current stream; a float32 `out` has logits."""
+    """Launches a projection on the current stream. A float32 `out` receives logits."""
     weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
     native, scratch = None if channel is None else channel.native, None
     if channel is None and (bytes_ := packed.native.scratch_bytes(x.shape[0])) > 0:
@@ -196,7 +197,8 @@ def linear_residual(
 ) -> Tensor:
     """Projection, all-reduce over a group's ranks, residual added (O, down): [n, K] and [n, D] -> [n, D].
 
-    A Communicator sums in the projection's own kernel, anything else after it; `Sums` goes by the rows.
+    A PeerCommunicator sums in the projection's own kernel, any other callable after it; RowwiseReduce chooses by the
+    number of rows.
     """
     if isinstance(reduce, RowwiseReduce):
         reduce = reduce.fused if x.shape[0] <= MAX_REDUCED_ROWS else reduce.library
@@ -210,6 +212,6 @@ def linear_residual(
 
 
 def norm_head(x: Tensor, norm: NormWeights, packed: CudaLinear) -> Tensor:
-    """Final RMSNorm and vocabulary projection: [n, D] -> logits [n, vocab], float32, not rounded to bfloat16."""
+    """Final RMSNorm and LM head: [n, D] -> logits [n, vocab] in float32, not rounded to bfloat16."""
     out = torch.empty(x.shape[0], packed.outputs, dtype=torch.float32, device=x.device)
     return _linear(x, packed, out, norm=norm)

@@ -1,7 +1,7 @@
 """Peer memory among the GPUs of one machine, for groups whose projections sum in their own kernels (csrc/cuda/peers).
 
-Every rank makes its inbox, a piece of its GPU's memory, and opens the others' by CUDA IPC; one word of pinned memory,
-which all of them see, says why somebody gave up.
+Every rank allocates an inbox in its GPU's memory and opens the inboxes of the others by CUDA IPC. An error word in
+pinned memory that all of them can access holds the reason why a rank has aborted.
 """
 
 from __future__ import annotations
@@ -21,25 +21,24 @@ from swiftspec.errors import UserError
 MAX_PEERS = 8  # cuda::kMaxPeers
 ATTACH_TIMEOUT_S = 60.0
 
-Exchange = Callable[[str, bytes], list[bytes]]  # what this rank says of a topic -> what every rank says, in rank order
+Exchange = Callable[[str, bytes], list[bytes]]  # (topic, this rank's data) -> the data of all ranks, in rank order
 
 
 class PeerAccessError(UserError):
-    """The GPUs of a group cannot all reach each other's memory: their sums are a library's."""
+    """The GPUs of a group cannot all access each other's memory, so a library has to sum their products."""
 
 
 class PeerGroup:
-    """One rank's end of a group of GPUs: memory that the others reach, and the `Communicator` over it.
+    """A rank's peer memory in a group of GPUs, and the `PeerCommunicator` over it.
 
-    All ranks make it together, and all of them fail where one does. Raises Unreached on all of them where there are
-    more ranks than peers can be, or some GPU cannot reach another. To be closed by all before any of them frees its
-    memory: `close`, all have closed, `free`.
+    All ranks construct it together, and if one fails all do: PeerAccessError on all ranks if there are more than
+    MAX_PEERS or a GPU cannot access another's memory. Every rank must have called `close` before any calls `free`.
     """
 
     def __init__(
         self, rank: int, size: int, lines: int, device: torch.device, exchange: Exchange, timeout_s: float
     ) -> None:
-        """`lines`: of the longest product; `patience` in seconds: a kernel that waits longer ends itself."""
+        """`lines`: LL lines of the longest product. `timeout_s`: seconds after which a waiting kernel aborts."""
         if size > MAX_PEERS:
             raise PeerAccessError(f"the CUDA operators sum over at most {MAX_PEERS} GPUs, not {size}")
         self._device = device
@@ -58,18 +57,18 @@ class PeerGroup:
             self.communicator = PeerCommunicator(rank, inboxes, lines, trouble, device, timeout_s)
 
     def close(self) -> None:
-        """Lets go of the others' memory, once no kernel of this rank runs any more."""
-        with suppress(RuntimeError):  # of a device that is lost, on which none does
+        """Unmaps the other ranks' memory, after all kernels of this rank have ended."""
+        with suppress(RuntimeError):  # a lost device runs no kernels
             torch.cuda.synchronize(self._device)
         self._peer_inboxes = {}
 
     def free(self) -> None:
-        """Frees this rank's memory, which nobody may have open any more."""
+        """Frees this rank's memory; call it after all other ranks have closed."""
         self._inbox = None
 
 
 def _check_peer_access(rank: int, buses: list[str], exchange: Exchange) -> None:
-    """Raises the same Unreached on all ranks where some GPU cannot reach another."""
+    """Raises the same PeerAccessError on all ranks if a GPU cannot access another's memory."""
     unreached = [peer for peer, bus in enumerate(buses) if peer != rank and not _C.cuda_reaches(bus)]
     for other, found in enumerate(exchange("unreached", json.dumps(unreached).encode())):
         for peer in json.loads(found):

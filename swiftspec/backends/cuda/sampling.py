@@ -1,4 +1,4 @@
-"""Noise, draws and candidates on a GPU (csrc/cuda/sampling/sampling.h): from logits to tokens in one read."""
+"""Noise, sampling and top-k on a GPU (csrc/cuda/sampling/sampling.h); the logits are read once."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MAX_CANDIDATES = 64
 
 
 def gumbel_rows(seed: int, stream: int, positions: Tensor, tokens: range) -> Tensor:
-    """Standard Gumbel noise of absolute positions [n] (int64): [n, tokens] float32, the bits of backends/cpu."""
+    """Gumbel noise of absolute positions [n] (int64): [n, tokens] float32, bitwise identical to backends/cpu."""
     out = torch.empty(positions.shape[0], len(tokens), dtype=torch.float32, device=positions.device)
     if out.numel() > 0:
         _C.gumbel_rows_cuda(seed, stream, positions, tokens.start, out, current_stream())
@@ -23,16 +23,17 @@ def gumbel_rows(seed: int, stream: int, positions: Tensor, tokens: range) -> Ten
 
 
 def draw(logits: Tensor, vocab: int, scores: Scores = DEFAULT_SCORES) -> Tensor:
-    """The token [n] of each row's highest score, of equal ones the first; logits [n, >= vocab]. tau plays no part.
+    """The token [n] of each row's highest score, the first one of ties; logits [n, >= vocab]. Ignores tau.
 
-    -1 where a score is NaN, or the highest is infinite.
+    The token is -1 if a score of the row is NaN or the highest is infinite.
     """
     if not _supported(logits, 1):
         return reference.draw(logits, vocab, scores)
     tokens = torch.empty(logits.shape[0], dtype=torch.int64, device=logits.device)
     if logits.shape[0] > 0:
-        _C.draw_cuda(logits, vocab, scores.bias, *_noise_arguments(scores), scores.temperature, tokens,
-        current_stream())
+        _C.draw_cuda(
+            logits, vocab, scores.bias, *_noise_arguments(scores), scores.temperature, tokens, current_stream()
+        )
     return tokens
 
 
@@ -50,8 +51,8 @@ def children(logits: Tensor, vocab: int, k: int, scores: Scores = DEFAULT_SCORES
 
 
 def draw_keyed(logits: Tensor, vocab: int, keys: Tensor, scores: Scores = DEFAULT_SCORES) -> tuple[Tensor, Tensor]:
-    """The token [n] that `draw` gives under the noise of `keys` [n] (int32, `noise.row_keys`), and `log_probs` [n]
-    there, NaN where it is -1: one launch, without the noise in memory."""
+    """The token [n] that `draw` returns with the noise of `keys` [n] (int32, `noise.row_keys`), and its log-probability
+    [n], NaN if the token is -1. One launch; the noise is not written to memory."""
     if not _supported(logits, 1):
         return reference.draw_keyed(logits, vocab, keys, scores)
     tokens = torch.empty(logits.shape[0], dtype=torch.int64, device=logits.device)
@@ -59,14 +60,14 @@ def draw_keyed(logits: Tensor, vocab: int, keys: Tensor, scores: Scores = DEFAUL
 
 
 def log_probs(logits: Tensor, vocab: int, tokens: Tensor, scores: Scores = DEFAULT_SCORES) -> Tensor:
-    """log_softmax of the scores of logits [n, >= vocab] at tokens [n]: [n]. Noise and tau play no part."""
+    """log_softmax of the scores of logits [n, >= vocab] at tokens [n]: [n]. Ignores noise and tau."""
     if not _supported(logits, 1):
         return reference.log_probs(logits, vocab, tokens, scores)
     return _keyed(logits, vocab, None, tokens.contiguous(), scores)
 
 
 def _keyed(logits: Tensor, vocab: int, keys: Tensor | None, tokens: Tensor, scores: Scores) -> Tensor:
-    """Draws into `tokens` where there are keys."""
+    """Log-probabilities of `tokens`; with `keys`, draws `tokens` first."""
     values = torch.empty(logits.shape[0], dtype=torch.float32, device=logits.device)
     if logits.shape[0] > 0:
         _C.draw_keyed_cuda(logits, vocab, scores.bias, scores.temperature, keys, tokens, values, current_stream())
@@ -74,13 +75,13 @@ def _keyed(logits: Tensor, vocab: int, keys: Tensor | None, tokens: Tensor, scor
 
 
 def log_top_k(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """The k best of log_softmax(scores [n, V]): tokens [n, k] and log-probabilities [n, k], likeliest first, of equal
-    ones the earlier token, never above 0 and never NaN."""
+    """The k largest entries of log_softmax(scores [n, V]): tokens [n, k] and log-probabilities [n, k], in descending
+    order, ties by token. Log-probabilities are at most 0 and never NaN."""
     return children(scores, scores.shape[1], k)
 
 
 def resample(groups: ResamplingState, uniform: Tensor, threshold: float, width: int) -> None:
-    """`reference.resampling.resample` in one launch of a fixed grid (csrc/cuda/particles), at most 1024 particles."""
+    """`reference.resampling.resample` in one launch of a fixed grid (csrc/cuda/particles), for up to 1024 particles."""
     _C.resample_cuda(**groups.fields(), uniform=uniform, threshold=threshold, width=width, stream=current_stream())
 
 
@@ -89,5 +90,5 @@ def _supported(logits: Tensor, k: int) -> bool:
 
 
 def _noise_arguments(scores: Scores) -> tuple[Tensor, Tensor] | tuple[None, None]:
-    """The noise and which of its rows is whose, where there are both."""
+    """The noise and the noise row of each row, or (None, None)."""
     return (None, None) if scores.noise is None or scores.rows is None else (scores.noise, scores.rows)

@@ -1,4 +1,5 @@
-"""Growth of a draft tree on a GPU, so that d expansions need no host (csrc/cuda/tree/tree.h, paper section 3.1)."""
+"""Draft tree in device memory, so that d expansions need no host round trip (csrc/cuda/tree/tree.h, paper section
+3.1)."""
 
 from __future__ import annotations
 
@@ -16,11 +17,11 @@ from swiftspec.backends.cuda.checks import current_stream, use_current_device
 from swiftspec.backends.cuda.sampling import MAX_CANDIDATES
 
 MAX_LEAVES = 64
-NO_SLOT = -1  # the slot of a node that has none
+NO_SLOT = -1  # the slot of a leaf
 
 
 class HostTree(Protocol):
-    """The arrays of tree.DraftTree: nodes in order of creation, mask rows by tree slot; how many are in use."""
+    """The arrays of tree.DraftTree: nodes in order of creation, mask rows by tree slot, and the numbers in use."""
 
     token: NDArray[np.int64]
     parent: NDArray[np.int64]
@@ -43,10 +44,10 @@ class DeviceExpansion:
 
 
 class DeviceTree:
-    """`tree.DraftTree` as far as growing goes, in tensors on a device that stay where they are.
+    """The part of `tree.DraftTree` that expansions need, in device tensors with fixed addresses.
 
-    An expansion always has w rows and takes w tree slots. Its rows are the w likeliest leaves, likeliest first and of
-    equal weights the earlier node; where there are fewer, the last rows belong to no node, and nobody sees them.
+    An expansion always has w rows and takes w tree slots. Its rows are the w best leaves by descending weight, ties by
+    node index. If there are fewer leaves, the last rows belong to no node, and no mask contains their slots.
     """
 
     token: Tensor  # [nodes] int64
@@ -112,7 +113,7 @@ class DeviceTree:
         self.expansions_left = self.visible.shape[0] // len(self.rows.nodes)  # expansions
 
     def upload(self, tree: HostTree) -> None:
-        """Sends a tree of the same size to the device; `restore` makes it this one."""
+        """Copies a tree of the same size to a staging buffer on the device; `restore` makes it the current tree."""
         nodes, slots = tree.sizes.tolist()
         host = self._host
         host["token"][:nodes], host["parent"][:nodes] = tree.token[:nodes], tree.parent[:nodes]
@@ -122,12 +123,12 @@ class DeviceTree:
         self._start.copy_(self._staged, non_blocking=True)
 
     def restore(self) -> None:
-        """Back to the tree that was `put` last, on the device alone: a graph may begin with it."""
+        """Resets the current tree to the last uploaded one, with device operations only, so it can begin a graph."""
         self.state.copy_(self._start)
         self.expansions_left = self.visible.shape[0] // len(self.rows.nodes)
 
     def download(self, tree: HostTree) -> None:
-        """Reads the tree from the device, when all that came before is done, into the one that was `put`."""
+        """Copies the tree from the device into `tree`, the one that was uploaded. Waits for all earlier operations."""
         self._staged.copy_(self.state)
         host = self._host
         nodes, slots = host["used"].tolist()
@@ -137,8 +138,9 @@ class DeviceTree:
         tree.sizes[:] = nodes, slots
 
     def best_leaves(self, prefix: Tensor) -> DeviceExpansion:
-        """Hands the best leaves the next tree slots. `prefix` [1] int64: slots before the tree's, and the root's
-        position. A graph that replays this counts its expansions itself."""
+        """Assigns the next tree slots to the best leaves and returns their rows. `prefix` [1] int64: number of slots
+        before the tree, which is also the position of the root. Replays of a graph are not counted here: the caller has
+        to count its expansions."""
         if self.expansions_left == 0:
             raise ValueError("the tree's slots are used up")
         self.expansions_left -= 1
@@ -151,14 +153,14 @@ class DeviceTree:
 
 
 def device_tree(slots: int, children: int, leaves: int, vocab: int, device: torch.device) -> DeviceTree | None:
-    """A tree whose expansions the kernels can do; None where they are too wide for them."""
+    """A device tree, or None if the kernels do not support expansions of this width."""
     if leaves > MAX_LEAVES or children > min(MAX_CANDIDATES, vocab):
         return None
     return DeviceTree(slots, children, leaves, device)
 
 
 def _fields_of(buffer: Tensor, fields: dict[str, tuple[torch.dtype, tuple[int, ...]]]) -> dict[str, Tensor]:
-    """The fields of a buffer of bytes, one after the other."""
+    """Views of consecutive fields in a byte buffer."""
     parts: dict[str, Tensor] = {}
     at = 0
     for name, (dtype, shape) in fields.items():

@@ -26,7 +26,7 @@ MAX_LOG_CHARS = 200  # longer log messages of OpenTelemetry are cut
 
 
 def check_otlp_endpoint(endpoint: str) -> str:
-    """Returns the URL that spans are sent to. Raises UserError if `endpoint` is not an http(s) URL, or if the extra is not
+    """Returns the URL that spans are sent to. Raises UserError if `endpoint` is not an http(s) URL or the extra is not
     installed."""
     address = urlsplit(endpoint)
     if address.scheme not in ("http", "https") or not address.netloc:
@@ -62,7 +62,7 @@ def make_tracer_provider(endpoint: str, exporter: Callable[[str], SpanExporter] 
 
 
 class BackoffExporter:
-    """Span exporter that drops spans for RETRY_AFTER_S after a failed export. Otherwise the shutdown after a long answer
+    """Span exporter that drops spans for RETRY_AFTER_S after a failed export. Otherwise a shutdown after a long answer
     would wait for the timeout of each batch."""
 
     def __init__(self, exporter: SpanExporter) -> None:

@@ -1,5 +1,5 @@
-"""OpenTelemetry spans of an answer: one for the request, a child per RPC to a worker, and below that the worker's part of
-the RPC on this machine's clock. Spans contain no text."""
+"""OpenTelemetry spans of an answer: one for the request, a child per RPC to a worker, and below that the worker's part
+of the RPC on this machine's clock. Spans contain no text."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Settings: their table, the sources they are read from, and what they are converted to."""
+"""Settings: the table of flags, the sources of values, and their conversion to engine configurations."""

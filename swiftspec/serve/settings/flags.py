@@ -1,7 +1,7 @@
-"""The table of settings: the front end's own are declared here, the engine's at the fields of params.py and config.py.
+"""Table of settings. The command's own are declared here, those of the engine in params.py and config.py.
 
-Flags, environment variables, YAML keys, --help and docs/reference/flags.md come from it, so a new setting is one entry.
-Importing this must stay cheap (no torch, no transformers): `--help` goes through here.
+Flags, environment variables, YAML keys, --help and docs/reference/flags.md are generated from it, so a new setting is
+one entry. Imports must stay cheap (no torch, no transformers), because `--help` needs this module.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from swiftspec.params import SAMPLING, STOPPING, SamplingParams
 from swiftspec.settings_schema import DataclassInstance, Setting, declared_settings, setting
 
 MODELS, SERVER, NETWORK = "models", "server", "workers: models on other machines or devices"
-GROUPS = (MODELS, SERVER, NETWORK, SPECULATION, PARTICLES, SAMPLING, STOPPING)  # as they follow each other in --help
+GROUPS = (MODELS, SERVER, NETWORK, SPECULATION, PARTICLES, SAMPLING, STOPPING)  # in the order of --help
 RENAMED_SETTINGS = {"kept_memory": "prefix_cache_memory"}  # old name: new name
-UNSUPPORTED_PARTS = {  # what a mode does otherwise: a setting that shapes it is refused
+UNSUPPORTED_PARTS = {  # by mode: settings that apply to these parts are refused
     "ar": (POPULATION,), "serial": (POPULATION,), "async": (POPULATION,), "smc": (TREE, LOOKAHEAD),
 }  # fmt: skip
 IGNORED_PARTS = {
@@ -35,182 +35,190 @@ IGNORED_PARTS = {
     "serial": (LOOKAHEAD,),
     "async": (),
     "smc": (),
-}  # and just goes without: a word
-MAX_THREADS = 8  # rounds are short: more threads wait for each other longer than they compute
+}  # by mode: settings that apply to these parts are ignored, with a note
+MAX_THREADS = 8  # rounds are short: with more threads, synchronisation takes longer than the computation
 
 
 @dataclass
 class CommandSettings:
-    """What only the front end knows: the models, how they run, and what it works out itself before it makes a config.
-
-    Some of the latter bear the name of a config's field that they fill in `Settings.make_plan`: the mode and the split
-    may be left open here, and --self-switch is on unless rounds must not follow the clock.
+    """Settings of the command itself: the models, how they run, the server, and values that `Settings.make_plan`
+    resolves before it creates an EngineConfig. Some of these have the name of the EngineConfig field that they fill:
+    mode and split may be unset here, and --self-switch is on unless rounds must not depend on measured times.
     """
 
     model: str | None = setting(
-        None, "The target model: a Hugging Face directory or hub id, safetensors.", MODELS, "PATH|HUB_ID",
-        "the embedded code model", profile=True,
+        None, "Target model: a Hugging Face directory or hub id with safetensors files.", MODELS, "PATH|HUB_ID",
+        "the demo code model", profile=True,
     )  # fmt: skip
     draft_model: str | None = setting(
-        None, "The draft model: same tokenizer, much smaller.", MODELS, "PATH|HUB_ID",
-        "the embedded one with the embedded target", profile=True, applies_to=DRAFT,
+        None, "Draft model: a much smaller model with the same tokenizer.", MODELS, "PATH|HUB_ID",
+        "the demo draft, if the target is the demo model", profile=True, applies_to=DRAFT,
     )  # fmt: skip
     revision: str | None = setting(
-        None, "Branch, tag or commit of --model when that is a hub id.", MODELS, "NAME", "main"
+        None, "Branch, tag or commit of --model, if that is a hub id.", MODELS, "NAME", "main"
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16", "float64"] = setting(
-        "auto", "Type of activations and dense weights.", MODELS, profile=True,
-        default_text="auto: bfloat16 for 16-bit weights where the CPU has it, else the checkpoint's",
+        "auto", "Data type of activations and dense weights.", MODELS, profile=True,
+        default_text="auto: bfloat16 for 16-bit weights if the CPU supports it, else the checkpoint's",
     )  # fmt: skip
     device: Literal["auto", "cpu", "cuda"] = setting(
-        "auto", "Where the models run.", MODELS, profile=True,
-        default_text="auto: cuda where PyTorch finds an NVIDIA GPU, else cpu",
+        "auto", "Device that runs the models.", MODELS, profile=True,
+        default_text="auto: cuda if PyTorch finds an NVIDIA GPU, else cpu",
     )  # fmt: skip
-    share_gpus: bool = setting(False, "Let several ranks run on one GPU.", MODELS)
+    share_gpus: bool = setting(False, "Allow several ranks to use one GPU.", MODELS)
     max_model_len: int | None = setting(
-        None, "Longest context in tokens, prompt and answer together.", MODELS, "N", "what the target was made for",
+        None, "Context length in tokens: prompt and answer together.", MODELS, "N", "that of the target",
         profile=True,
     )  # fmt: skip
     prefix_cache_memory: int = setting(
-        1024, "Memory for the keys and values of earlier texts, of both models and all ranks: a request reads only what"
-        " is new to it. 0: nothing is kept.", MODELS, "MIB", ge=0, le=2**30,
+        1024, "Memory of the prefix cache, for both models and all ranks. A prompt that shares a prefix with an earlier"
+        " request is prefilled only from there on. 0 disables it.", MODELS, "MIB", ge=0, le=2**30,
     )  # fmt: skip
     threads: int | None = setting(
-        None, "CPU threads inside one operation.", MODELS, "N",
+        None, "CPU threads of one operator.", MODELS, "N",
         f"the rank's share of the physical cores, at most {MAX_THREADS}", ge=1, le=1024, profile=True,
     )  # fmt: skip
     ops: Literal["auto", "reference", "unfused", "cuda"] = setting(
-        "auto", "Operators: plain torch; its libraries, int4 as int4; or the CUDA kernels.", MODELS,
-        default_text="auto: the fastest that fit",
+        "auto", "Operators: reference (plain torch), unfused (torch and its libraries; int4 weights stay int4) or cuda"
+        " (the CUDA kernels).", MODELS,
+        default_text="auto: the fastest ones available",
     )  # fmt: skip
     activations: Literal["auto", "int8", "native"] = setting(
-        "auto", "How rows meet int4 weights on a CPU: rounded to int8, with exact integer sums, or in --dtype.", MODELS,
-        default_text="auto: int8 under bfloat16, else native",
+        "auto", "Activations for int4 weights on a CPU: quantised to int8, with exact integer sums, or in --dtype (native).",
+        MODELS, default_text="auto: int8 with --dtype bfloat16, else native",
     )  # fmt: skip
     kv_cache_dtype: Literal["auto", "fp8"] = setting(
-        "auto", "Type of stored keys and values. fp8: float8 e4m3, half the memory; on a GPU, or with --ops reference.",
+        "auto", "Data type of the KV cache. fp8: float8 e4m3, half the memory; needs a GPU or --ops reference.",
         MODELS, default_text="auto: as --dtype",
     )  # fmt: skip
     head: Literal["auto", "int8", "int4", "native"] = setting(
-        "auto", "Round a dense vocabulary projection at load; int8 on a CPU only.", MODELS,
-        default_text="auto: the draft's: int8 where activations are, int4 on the CUDA operators",
+        "auto", "Quantise a dense LM head when it is loaded; int8 on a CPU only.", MODELS,
+        default_text="auto: only the draft's: int8 if activations are, int4 with the CUDA operators",
     )  # fmt: skip
     emulate: str | None = setting(
-        None, "Take at least these step times, as a large pair would: target=10.48ms,draft=3.25ms; names of the"
-        " paper's Table 1 (target=llama3-70b,draft=llama3-3b); or a .json file by TP size and rows.", MODELS, "SPEC",
-        "off", profile=True,
+        None, "Emulate the step times of larger models: each forward takes at least this long."
+        " target=10.48ms,draft=3.25ms; names from the paper's Table 1 (target=llama3-70b,draft=llama3-3b); or a .json"
+        " file by TP size and rows.", MODELS, "SPEC", "off", profile=True,
     )  # fmt: skip
     trace: str | None = setting(
-        None, "Record every round of both lanes here; read it with `python -m swiftspec.profile trace`.", MODELS,
+        None, "Write a trace of all rounds to this file; read it with `swiftspec profile trace`.", MODELS,
         "FILE.jsonl", "off",
     )  # fmt: skip
     packed_cache: str | None = setting(
-        None, "Where a CPU's packed weights are kept for the next start, which maps them.", MODELS, "DIR|off",
-        "the user's cache folder", profile=True,
+        None, "Directory for the packed weights of CPU operators; the next start maps them into memory.", MODELS,
+        "DIR|off", "the user's cache directory", profile=True,
     )  # fmt: skip
-    raw: bool = setting(False, "Continue the prompt as it stands: no chat template.", MODELS)
+    raw: bool = setting(False, "Continue the raw prompt, without a chat template.", MODELS)
 
     port: int | None = setting(
-        None, "Serve over HTTP on this port: OpenAI's API and Anthropic's. 0: any free one.", SERVER, "N", "off",
+        None, "Serve OpenAI's and Anthropic's HTTP APIs on this port. 0: any free port.", SERVER, "N", "off",
         ge=0, le=65535,
     )  # fmt: skip
-    host: str = setting("127.0.0.1", "The address to listen on. 0.0.0.0: all; take an API key then.", SERVER, "ADDRESS")
+    host: str = setting(
+        "127.0.0.1", "Address to listen on. 0.0.0.0: all interfaces; set an API key then.", SERVER, "ADDRESS"
+    )
     served_model_name: str | None = setting(
-        None, "What clients call the model.", SERVER, "NAME", "as --model has it, else swiftspec-demo"
+        None, "Name of the model in the HTTP APIs.", SERVER, "NAME", "--model, else swiftspec-demo"
     )
     api_key: tuple[str, ...] = setting(
-        (), "Only clients with this key are served; several may be given. Others on this machine can read it off the"
-        " command line: rather set the environment variable.", SERVER, "KEY", "none",
+        (), "Require this API key from clients; may be given several times. Other users of this machine can read the"
+        " command line: prefer the environment variable.", SERVER, "KEY", "none",
     )  # fmt: skip
-    max_queue: int = setting(8, "Requests that may wait; more are refused (429).", SERVER, "N", ge=0, le=10_000)
+    max_queue: int = setting(
+        8, "Requests that may wait in the queue; further ones are refused (429).", SERVER, "N", ge=0, le=10_000
+    )
     queue_timeout: float = setting(
-        30.0, "Longest wait in the queue before a request is refused (429).", SERVER, "SECONDS", ge=0.1, le=86_400
+        30.0, "Longest wait in the queue, after which a request is refused (429).", SERVER, "SECONDS", ge=0.1, le=86_400
     )
     request_timeout: float | None = setting(
-        None, "Longest time of a request once it is decoded.", SERVER, "SECONDS", "none", ge=0.1, le=86_400
+        None, "Time limit of a request from the start of its decoding.", SERVER, "SECONDS", "none", ge=0.1, le=86_400
     )
     drain_timeout: float = setting(
-        20.0, "After Ctrl-C or SIGTERM the request under way may take so long to end; a second one ends at once.",
+        20.0, "Time for running requests to finish after Ctrl-C or SIGTERM; a second signal ends them immediately.",
         SERVER, "SECONDS", ge=0, le=86_400,
     )  # fmt: skip
     otlp_endpoint: str | None = setting(
-        None, "Send a span for each request, and for each exchange with a worker, to this OpenTelemetry collector, such"
-        " as http://localhost:4318.", SERVER, "URL", "off",
+        None, "Export spans of requests and of RPCs to workers to this OpenTelemetry collector, such as"
+        " http://localhost:4318.", SERVER, "URL", "off",
     )  # fmt: skip
 
     draft_url: str | None = setting(
-        None, "The draft runs at this worker (`swiftspec worker draft`). While that is away the target decodes alone.",
+        None, "Worker that runs the draft (`swiftspec worker draft`). While it is unavailable, decoding continues without"
+        " a draft.",
         NETWORK, "HOST:PORT", "off", applies_to=DRAFT,
     )  # fmt: skip
     target_url: str | None = setting(
-        None, "The target runs at this worker (`swiftspec worker target`), and no model is needed here.", NETWORK,
+        None, "Worker that runs the target (`swiftspec worker target`); no model is needed locally.", NETWORK,
         "HOST:PORT", "off",
     )  # fmt: skip
     remote_timeout: float = setting(
-        20.0, "Longest wait for a target's worker: for a round so long, for a prompt ten times.", NETWORK, "SECONDS",
+        20.0, "Timeout of a round at a target worker; ten times as long for a prefill.", NETWORK, "SECONDS",
         ge=0.1, le=86_400,
     )  # fmt: skip
     listen: str | None = setting(
-        None, "Where a worker listens. Open to other machines it needs --tls-cert, --tls-key and --token.", NETWORK,
-        "HOST:PORT", "127.0.0.1:7070, a draft 7071",
+        None, "Address of a worker. If other machines can reach it, it needs --tls-cert, --tls-key and --token.",
+        NETWORK, "HOST:PORT", "127.0.0.1:7070, for a draft 7071",
     )  # fmt: skip
     max_sessions: int = setting(
-        4, "Orchestrators that a worker serves at once, each with a cache; the one that rested longest makes room.",
+        4, "Clients that a worker serves at the same time, each with its own KV cache. A new one replaces the session"
+        " that was idle longest.",
         NETWORK, "N", ge=1, le=1024,
     )  # fmt: skip
     session_idle: float = setting(
-        600.0, "A session that rests so long gives up its memory.", NETWORK, "SECONDS", ge=1, le=10_000_000
+        600.0, "Time after which the memory of an idle session is freed.", NETWORK, "SECONDS", ge=1, le=10_000_000
     )
     token: str | None = setting(
-        None, "What a client of a worker must show; @FILE: it stands in that file. Others on this machine can read it"
-        " off the command line: rather set the environment variable.", NETWORK, "TOKEN|@FILE", "none",
+        None, "Token that a worker requires from clients; @FILE reads it from a file. Other users of this machine can"
+        " read the command line: prefer the environment variable.", NETWORK, "TOKEN|@FILE", "none",
     )  # fmt: skip
-    tls_cert: str | None = setting(None, "A worker's certificate, PEM.", NETWORK, "FILE", "none: no TLS")
-    tls_key: str | None = setting(None, "Its private key, PEM.", NETWORK, "FILE", "none")
+    tls_cert: str | None = setting(None, "Certificate of a worker (PEM).", NETWORK, "FILE", "none: no TLS")
+    tls_key: str | None = setting(None, "Private key of the certificate (PEM).", NETWORK, "FILE", "none")
     tls_ca: str | None = setting(
-        None, "Certificates that vouch for a worker, PEM. Other machines are reached over TLS in any case.", NETWORK,
+        None, "CA certificates (PEM) to verify a worker. Connections to other machines always use TLS.", NETWORK,
         "FILE", "the system's",
     )  # fmt: skip
 
     mode: str | None = setting(
-        None, "async: the draft group grows the tree while the target group verifies. serial: in turns, on one group."
-        " ar: one token per forward, no draft. smc: weighted particles in place of verification, approximate.",
+        None, "async: the draft group expands the tree while the target group verifies. serial: draft and target run"
+        " alternately. ar: autoregressive, no draft. smc: weighted particles instead of verification, approximate.",
         SPECULATION, choices=MODES,
-        default_text="without a draft ar; async on several ranks or with a worker; else serial",
+        default_text="ar without a draft; async on several ranks or with a worker; else serial",
     )  # fmt: skip
     plan: str = setting(
-        "auto", "Fill what is open of mode, split and tree from a profile of this machine and pair: the one in"
-        " ./profiles where there is one (auto), or this one.", SPECULATION, "auto|none|FILE.json",
+        "auto", "Profile that sets mode, split and tree shape where they are not given: the one for this machine and pair"
+        " in ./profiles if there is one (auto), or this file.", SPECULATION, "auto|none|FILE.json",
     )  # fmt: skip
     target_tp: int | None = setting(
-        None, "Ranks that share the target model.", SPECULATION, "X", "the ranks that the draft leaves", ge=1
+        None, "Tensor-parallel ranks of the target.", SPECULATION, "X", "all ranks that the draft does not use", ge=1
     )
     draft_tp: int | None = setting(
-        None, "Ranks that share the draft.", SPECULATION, "Y", "a quarter of the ranks, at least 1", ge=1
+        None, "Tensor-parallel ranks of the draft.", SPECULATION, "Y", "a quarter of the ranks, at least 1", ge=1
     )
     self_switch: bool = setting(
-        True, "Decode plainly for a while where that is measured to be faster than the draft's help. With --verify"
-        " reject only if given: its text follows the rounds.", SPECULATION, order=1, applies_to=TREE,
+        True, "Decode without the draft for a while when that is measured to be faster. With --verify reject this is"
+        " off unless given, because the text depends on the rounds.", SPECULATION, order=1, applies_to=TREE,
     )  # fmt: skip
     adapt: bool = setting(
-        True, "While serving, let d and bs follow what is measured, where not given here.", SPECULATION, order=1,
+        True, "Adapt --draft-steps and --verify-batch to measured times, unless they are given.", SPECULATION, order=1,
         applies_to=TREE,
     )  # fmt: skip
     negative_prompt: str | None = setting(
-        None, "What to guide away from; it stands in for the whole prompt.", SAMPLING, "TEXT", "an empty one", order=1
+        None, "Prompt to guide away from. It replaces the whole prompt.", SAMPLING, "TEXT", "empty", order=1
     )
 
 
 @dataclass(frozen=True, slots=True)
 class Flag:
-    """A setting as a person gives it."""
+    """A setting as a command-line flag."""
 
     name: str
     setting: Setting
-    value_type: Any  # the type of its value
+    value_type: Any  # type of the value
     default: Any
-    default_text: str  # the default in words
-    config: type[DataclassInstance] | None  # the engine's config whose field it fills as it is; None: the front end's
+    default_text: str  # the default as --help shows it
+    config: (
+        type[DataclassInstance] | None
+    )  # engine configuration whose field it fills unchanged; None: a setting of the command
 
     @property
     def group(self) -> str:
@@ -218,18 +226,18 @@ class Flag:
 
     @property
     def metavar(self) -> str:
-        """The word for its value: its choices, where nothing else is said."""
+        """Placeholder of the value in --help: as declared, or the choices."""
         return self.setting.metavar or "|".join(self.choices)
 
     @property
     def choices(self) -> list[str]:
-        """The words that it can be; empty where it can be anything."""
+        """The allowed values; empty if they are not a fixed set."""
         return list(_literal_choices(self.value_type))
 
 
 @dataclass(frozen=True, slots=True)
 class SettingsTable:
-    """Where settings are declared, and the flags that come of it, in the order of --help."""
+    """The dataclasses that declare settings, and the resulting flags in the order of --help."""
 
     command: type[CommandSettings] = CommandSettings
     engine: type[EngineConfig] = EngineConfig
@@ -246,7 +254,7 @@ class SettingsTable:
 
 
 def _declared_flags(source: type[DataclassInstance], config: type[DataclassInstance] | None) -> Iterator[Flag]:
-    """The fields of a dataclass that have a help text, as flags."""
+    """Yields flags for the fields of a dataclass that have a help text."""
     hints = get_type_hints(source)
     for item, declaration in declared_settings(source):
         if declaration.help is None:
@@ -264,7 +272,7 @@ def _declared_flags(source: type[DataclassInstance], config: type[DataclassInsta
 
 
 def _value_type(hint: Any, declaration: Setting) -> Any:
-    """The type of a flag's value: one of its choices, or what the field holds. A flag given again makes a list."""
+    """Type of a flag's value: its choices, else the type of the field. A tuple field is a flag that can be repeated."""
     if declaration.choices:
         return Literal[declaration.choices]
     return list[get_args(hint)[0]] if get_origin(hint) is tuple else hint
@@ -277,7 +285,7 @@ def _default_text(default: Any) -> str:
 
 
 def _literal_choices(kind: Any) -> Iterator[str]:
-    """The words of a Literal, or of `Literal | None`."""
+    """Yields the values of a Literal, or of `Literal | None`."""
     for part in get_args(kind):
         if isinstance(part, str):
             yield part

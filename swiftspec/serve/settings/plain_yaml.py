@@ -1,6 +1,6 @@
-"""YAML without its surprises: `key: value` lines whose values stay the text that stands there.
+"""A subset of YAML: `key: value` lines whose values stay text.
 
-A loader would make numbers and booleans of them by rules that few people know: 010 is 8 to it, 1:30 is 90, yes is True.
+A YAML loader would convert values by rules that few people know: 010 becomes 8, 1:30 becomes 90, yes becomes True.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ NULL_SPELLINGS = ("", "~", "null", "Null", "NULL")
 
 
 class UnsupportedYaml(Exception):
-    """What the text is or holds, and should not: the end of a sentence that begins with the file's name."""
+    """Unsupported content. The message continues a sentence that begins with the name of the file."""
 
 
 def parse_mapping(text: str) -> list[tuple[str, YamlValue]]:
-    """The pairs of the one mapping that a text holds, in order: a value is text, a list of texts, or a mapping from
-    text to text; None where it is null. Raises NotPlain on anything else."""
+    """Parses a text that holds one mapping. Returns its pairs in order; a value is text, a list of texts, a mapping
+    from text to text, or None for null. Raises UnsupportedYaml on anything else."""
     try:
         return list(_pairs(yaml.parse(text, Loader=yaml.SafeLoader)))
     except yaml.YAMLError as error:
@@ -89,7 +89,7 @@ def _text(event: Event, rule: str) -> str:
 
 
 def _check_untagged(event: Event) -> None:
-    """Raises NotPlain on what only programs write."""
+    """Raises UnsupportedYaml on anchors, aliases and tags."""
     tagged = isinstance(event, ScalarEvent | SequenceStartEvent | MappingStartEvent) and event.tag is not None
     if isinstance(event, AliasEvent) or tagged or (isinstance(event, NodeEvent) and event.anchor is not None):
         raise UnsupportedYaml(

@@ -1,6 +1,6 @@
-"""What can be set, how it is read, and what it makes: a plan and sampling parameters.
+"""Settings: validation, and conversion to an EngineConfig and SamplingParams.
 
-Importing this must stay cheap (no torch, no transformers): `--help` goes through here.
+Imports must stay cheap (no torch, no transformers), because `--help` needs this module.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ S = TypeVar("S", bound="Settings")
 if TYPE_CHECKING:
 
     class SettingsAttributes(CommandSettings, BaseSettings):
-        """What a type checker knows of the fields that `from_table` makes. The engine's may be anything to it."""
+        """The fields that `with_fields_of` adds, for type checkers. Those of the engine have type Any."""
 
         def __getattr__(self, name: str) -> Any: ...
         def __setattr__(self, name: str, value: Any) -> None: ...
@@ -33,11 +33,11 @@ else:
 
 
 class UsageError(UserError):
-    """A flag, variable or file of settings that makes no sense: exit code 2."""
+    """Invalid flag, environment variable or settings file: exit code 2."""
 
 
 def with_fields_of(table: SettingsTable) -> Callable[[type[S]], type[S]]:
-    """A decorator: gives a class a field for every flag of the table."""
+    """Class decorator: adds a field for every flag of the table."""
 
     def filled(kind: type[S]) -> type[S]:
         values: dict[str, Any] = {flag.name: _field(flag) for flag in table.flags.values()}
@@ -49,15 +49,15 @@ def with_fields_of(table: SettingsTable) -> Callable[[type[S]], type[S]]:
 
 
 def _field(flag: Flag) -> tuple[Any, Any]:
-    """The field of a flag, for pydantic. Text becomes a list or an object in `_from_text`, and the range of a value
-    that goes into a config is checked there; what remains is the range of the front end's own."""
+    """The pydantic field of a flag. `_from_text` converts text to lists and objects, and the engine's configurations
+    check the range of their fields, so only the ranges of the command's own settings are declared here."""
     limits: dict[str, Any] = {} if flag.config else {"ge": flag.setting.ge, "le": flag.setting.le}
     return Annotated[flag.value_type, NoDecode, flag], Field(flag.default, description=flag.setting.help, **limits)
 
 
 @with_fields_of(SettingsTable())
 class Settings(SettingsAttributes):
-    """Every setting. None for a sampling value means: the model's own, else vLLM's default."""
+    """All settings. None for a sampling value means the model's own, else vLLM's default."""
 
     model_config = SettingsConfigDict(
         env_prefix=ENV_PREFIX, env_ignore_empty=True, extra="forbid", validate_assignment=True, protected_namespaces=()
@@ -67,7 +67,7 @@ class Settings(SettingsAttributes):
     @field_validator("*", mode="before")
     @classmethod
     def _from_text(cls, value: object, info: ValidationInfo) -> object:
-        """Lists and objects from the command line or the environment: JSON, or for lists the bare value(s)."""
+        """Converts text to a list or an object: JSON, or for lists also the bare values."""
         kind = cls.table.flags[str(info.field_name)].value_type
         if get_origin(kind) is list:
             return _as_list(value, of_text=get_args(kind)[0] is str)
@@ -79,7 +79,7 @@ class Settings(SettingsAttributes):
     @field_validator("*")
     @classmethod
     def _as_in_config(cls, value: Any, info: ValidationInfo) -> Any:
-        """A value that goes into a config is what that config takes."""
+        """Checks a value of an engine configuration by that configuration's own rules."""
         flag = cls.table.flags[str(info.field_name)]
         if value is None or flag.config is None:
             return value
@@ -88,13 +88,15 @@ class Settings(SettingsAttributes):
             values[flag.setting.depends_on] = info.data[flag.setting.depends_on]
         try:
             flag.config(**values)
-        except UserError as error:  # pydantic wants a ValueError
+        except UserError as error:  # pydantic expects a ValueError
             raise ValueError(str(error)) from None
         return value
 
     def make_plan(self, has_draft: bool, ranks: int = 1) -> EngineConfig:
-        """The shape of tree or population, and what is left open of mode and split. Raises UserError where the mode
-        needs a draft and has none, where the split does not add up, and where the mode has no use for a setting."""
+        """Creates the EngineConfig; resolves mode and split where they are not set.
+
+        Raises UserError if the mode needs a draft and there is none, if the split does not match the number of ranks,
+        or if a given setting does not apply to the mode."""
         remote = {"target_remote": self.target_url is not None, "draft_remote": self.draft_url is not None}
         apart = any(remote.values())
         mode = self.mode or ("ar" if not has_draft else "async" if ranks > 1 or apart else "serial")
@@ -126,29 +128,29 @@ class Settings(SettingsAttributes):
             raise UsageError(str(error)) from None
 
     def _explicitly_set(self, part: str) -> list[str]:
-        """The settings that shape a part of the engine, as far as somebody gave them."""
+        """The settings that apply to a part of the engine and were given explicitly."""
         shaping = [name for name, flag in self.table.flags.items() if flag.setting.applies_to == part]
         return [name for name in shaping if name in self.model_fields_set]
 
     def ignored_settings(self, mode: str) -> list[str]:
-        """What was given and does nothing in this mode, in lines. What is just as one might think is left out, such as
-        a seed of greedy text."""
-        told = []
+        """Notes on settings that were given but have no effect in this mode, except obvious ones such as the seed of a
+        greedy answer."""
+        notes = []
         for part in IGNORED_PARTS[mode]:
             flags = [flag_name(name) for name in self._explicitly_set(part)]
             if flags:
-                told.append(f"mode {mode} has no {part}: {', '.join(flags)} {'do' if flags[1:] else 'does'} nothing")
+                notes.append(f"mode {mode} has no {part}: {', '.join(flags)} {'do' if flags[1:] else 'does'} nothing")
         if (
             mode in ("serial", "async")
             and {"adapt", "draft_steps", "verify_batch"} <= self.model_fields_set
             and self.adapt
         ):
-            told.append("--adapt does nothing: --draft-steps and --verify-batch say what would follow what is measured")
-        return told
+            notes.append("--adapt does nothing: --draft-steps and --verify-batch are given")
+        return notes
 
     def _adaptive_options(self, mode: str) -> dict[str, bool]:
-        """What of a round may follow what is measured: where the user gave d or bs, or --verify reject, whose text
-        follows the rounds, not that; nor where several requests share a round."""
+        """The options that let a round depend on measured times. They are off for values that the user gave, with
+        --verify reject (its text depends on the rounds), and if several requests share a round."""
         fixed = self.verify == "reject" or self.max_num_seqs > 1
         adapts = self.adapt and mode in ("serial", "async") and (not fixed or "adapt" in self.model_fields_set)
         return {
@@ -158,12 +160,12 @@ class Settings(SettingsAttributes):
         }
 
     def _config_values(self, config: type) -> dict[str, Any]:
-        """The values for the fields of a config, without what is open."""
+        """The values of the fields of an engine configuration that are set."""
         mine = {name: getattr(self, name) for name, flag in self.table.flags.items() if flag.config is config}
         return {name: _for_config(value) for name, value in mine.items() if value is not None}
 
     def guidance_note(self) -> str | None:
-        """What of guidance is not as one might think."""
+        """A note on guidance settings that may be unintended, or None."""
         if self.guidance_scale != 1 and self.negative_prompt is None:
             return "guidance without a negative prompt takes an empty one"
         if self.guidance_scale == 1 and self.negative_prompt is not None:
@@ -171,21 +173,21 @@ class Settings(SettingsAttributes):
         return None
 
     def sampling_params(self, model_defaults: Mapping[str, Any], negative: Sequence[int] = ()) -> SamplingParams:
-        """The sampling parameters, holes filled from the model's defaults (which `generation_defaults` reads);
-        `negative`: the tokens of the negative prompt."""
+        """Creates the sampling parameters. `model_defaults`: values for the unset ones, see `generation_defaults`.
+        `negative`: tokens of the negative prompt."""
         values = {**model_defaults, **self._config_values(self.table.sampling)}
         return self.table.sampling(**values, negative_prompt_ids=tuple(negative))
 
 
 def _for_config(value: Any) -> Any:
-    """A value as the configs hold it, which share nothing with the settings."""
+    """Copies a value into the form that engine configurations hold: lists become tuples."""
     if isinstance(value, list):
         return tuple(value)
     return dict(value) if isinstance(value, dict) else value
 
 
 def _as_list(value: object, of_text: bool) -> object:
-    """A list from text: JSON, or one text, or numbers with commas between them."""
+    """Parses a list: JSON, one text, or numbers separated by commas."""
     if isinstance(value, str):
         decoded = _from_json(value)
         if isinstance(decoded, list):
@@ -199,7 +201,7 @@ def _as_list(value: object, of_text: bool) -> object:
 
 
 def _from_json(text: str) -> Any:
-    """None for what is no JSON."""
+    """Parses JSON; None if the text is not JSON."""
     try:
         return parse_json(text, "it")
     except UserError:
@@ -217,11 +219,11 @@ def env_name(name: str) -> str:
 
 
 def describe_validation_error(error: ValidationError, label: Callable[[str], str] = str) -> str:
-    """The first complaint in one line: `--top-p must be a number, not 'much'`."""
+    """Describes the first error in one line: `--top-p must be a number, not 'much'`."""
     first = error.errors(include_url=False)[0]
     name = str(first["loc"][0]) if first["loc"] else "a value"
     kind, context = first["type"], first.get("ctx", {})
-    if kind == "value_error":  # words of the engine, which begin with the field's name
+    if kind == "value_error":  # a message of the engine, which begins with the name of the field
         message = str(context["error"])
         return label(name) + message.removeprefix(name) if message.startswith(name) else f"{label(name)}: {message}"
     wanted = {

@@ -40,7 +40,7 @@ FAST_TOKENIZER_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")  # rea
 
 
 def locate_model(name: str, revision: str | None = None) -> Path:
-    """Returns the directory of a model. Downloads a hub id: safetensors, configuration and tokenizer, but never code."""
+    """Returns the directory of a model. Downloads a hub id: safetensors, configuration and tokenizer, never code."""
     path = file_io.expand_user(name)
     if file_io.is_folder(path):
         return path
@@ -103,12 +103,13 @@ class TextCodec:
         return max(len(token.encode("utf-8", "surrogatepass")) for token in self.vocab)
 
     def max_text_bytes(self, context: int | None) -> int:
-        """Longest text in bytes that may fit `context` tokens; longer text certainly does not. None: unknown context."""
+        """Longest text in bytes that may fit `context` tokens; longer text certainly does not. None: unknown."""
         return MAX_TEXT_BYTES if context is None else context * self.longest_token_bytes
 
     def encode(self, text: str, context: int | None = None, add_special_tokens: bool = True) -> list[int]:
-        """Encodes raw text. Raises PromptTooLong on text that cannot fit `context` tokens; shorter text may still be too
-        long. `add_special_tokens`: add those that the tokenizer puts around any text."""
+        """Encodes raw text. Raises PromptTooLong on text that cannot fit `context` tokens; shorter text may be too
+        long as
+        well. `add_special_tokens`: add those that the tokenizer puts around any text."""
         return self._encode(text, context, add_special_tokens)
 
     def template_source(self, tools: Sequence[Mapping[str, Any]] | None = None) -> str:

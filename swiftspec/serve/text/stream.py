@@ -101,8 +101,8 @@ class Detokenizer:
 
 
 class StopStrings:
-    """Searches for stop strings in text that arrives in pieces. The result does not depend on the pieces: the stop string
-    that is complete first ends the text, of several the longest. `matched` is that string."""
+    """Searches for stop strings in text that arrives in pieces. The result does not depend on the pieces: the stop
+    string that is complete first ends the text, of several the longest. `matched` is that string."""
 
     def __init__(self, stops: Sequence[str]) -> None:
         self.matched: str | None = None

@@ -150,7 +150,7 @@ class TemplateRenderer:
 
 
 def _send(file: int, data: bytes, deadline: float) -> None:
-    """Writes all data. Raises TimeoutError at `deadline` (monotonic clock), BrokenPipeError if the reader has exited."""
+    """Writes all data. Raises TimeoutError at `deadline` (monotonic clock), BrokenPipeError if the reader exits."""
     rest = memoryview(data)
     while rest:
         _wait(file, select.POLLOUT, deadline)

@@ -1,4 +1,4 @@
-"""Process that renders chat templates, which are programs: it can be killed when one does not terminate. See template.py.
+"""Process that renders chat templates. They are programs; the process can be killed. See template.py.
 
 It runs as a file and imports nothing of the package. Requests and replies are frames: four bytes of length, then JSON.
 The first reply reports that the imports are done, or why they failed; after that there is one reply per request. The

@@ -92,7 +92,7 @@ def test_without_a_tree_there_is_no_race(room: Room, mode: str) -> None:
 
 def test_the_verdict() -> None:
     def lane(name: str, seconds: float, tokens: int = 100, **more: Any) -> RaceResult:
-        return RaceResult(name, range(tokens), seconds, **{"rounds": 50, "lost": None, **more})
+        return RaceResult(name, range(tokens), seconds, **{"rounds": 50, "drafter_lost": None, **more})
 
     lines = compare_results(lane("plain", 2.0, rounds=100), lane("speculative", 0.5), EngineConfig())
     assert [line.count("█") for line in lines] == [10, 40, 0]

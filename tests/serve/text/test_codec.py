@@ -285,7 +285,7 @@ def test_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (str(tmp_path / "file"), "is a file"),
         ("/no/such/place", "no such directory"),
         ("./no-such-place", "no such directory"),
-        ("nobody/no-such-model", "the Hugging Face Hub did not give it"),
+        ("nobody/no-such-model", "the Hugging Face Hub did not provide it"),
     ):
         with pytest.raises(UserError, match=message) as caught:
             locate_model(name)

@@ -1,0 +1,150 @@
+"""Mutation tests of the kernels: tests/gpu on the emulated GPU must detect each deliberate fault in a copy of csrc/cuda.
+
+The faults cover the code without clusters and bulk copies (Ampere), the large-M kernels, key prefetching and resampling.
+"""
+
+from __future__ import annotations
+
+import functools
+import shutil
+import signal
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.simt.emulate import AMPERE, CSRC, HOPPER, build
+from tests.simt.test_emulated_gpu import COMPILER, ROOT, run_tests
+
+LINEAR, LARGE_M, PACK = "linear/linear.cu", "linear/large_m.cu", "linear/pack_activations.cu"
+ATTENTION, RESAMPLE, GATHER = "attention/attention.cu", "particles/resample.cu", "peers/gather.cu"
+TESTS = {LINEAR: "test_products and 512-72", LARGE_M: "test_many_rows", PACK: "test_many_rows", ATTENTION: "attention",
+         RESAMPLE: "reference", GATHER: "pieces"}  # fmt: skip
+FILES = {LINEAR: "test_linear", LARGE_M: "test_linear", PACK: "test_linear", ATTENTION: "test_cuda_ops",
+         RESAMPLE: "test_resampling", GATHER: "test_sums"}  # fmt: skip
+SEEDS = (1, 2, 3)
+TEST_TIMEOUT_S = "60"  # several times the duration of one of these tests
+
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.skipif(shutil.which("g++") is None or sys.platform != "linux", reason="no g++, or no Linux"),
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Mutation:
+    """Replaces `original`, which occurs once in `file`, by `mutated`."""
+
+    name: str
+    arch: int
+    kernel: str  # the source to recompile; it determines the tests to run
+    file: str
+    original: str
+    mutated: str = ""
+    tests: tuple[str, str] | None = None  # a test file and a -k expression, instead of the kernel's
+
+    @property
+    def selection(self) -> tuple[str, str]:
+        return self.tests or (FILES[self.kernel], TESTS[self.kernel])
+
+
+MANY_TURNS = ("test_linear", "test_many_turns")
+MANY_PARTS = ("test_cuda_ops", "more_parts")
+LONG_ROW = ("test_float8", "test_tiles_of_a_long_row")
+MUTATIONS = [
+    Mutation("weights are read before all are written", HOPPER, RESAMPLE, RESAMPLE,
+          "exp(found.weights[i] - offset);\n  __syncthreads();", "exp(found.weights[i] - offset);"),
+    Mutation("the ranks' pieces lie at their own length", HOPPER, GATHER, "peers/channel.h",
+          "store_words(out + r * stride,",
+          "store_words(out + r * count,"),
+    Mutation("a stage is refilled before all lanes have read it", AMPERE, LINEAR, "linear/linear.cuh",
+          "    __syncwarp();\n    if (lane_ < ptx::kLoaders) fetch(stage_);",
+          "    if (lane_ < ptx::kLoaders) fetch(stage_);", MANY_TURNS),
+    Mutation("lanes copy before the barriers are initialised", AMPERE, LINEAR, "linear/linear.cuh",
+          "    if constexpr (ptx::kLoaders > 1) __syncwarp();\n"),
+    Mutation("a tile is not waited for", AMPERE, LINEAR, "linear/linear.cuh",
+          "    ptx::barrier_wait(full_ + stage_, parity_);\n"),
+    Mutation("the ring's parity stays", AMPERE, LARGE_M, "linear/linear.cuh", "    stage_ = 0;\n    parity_ ^= 1;",
+          "    stage_ = 0;"),
+    Mutation("the last tile is lost", AMPERE, LINEAR, "linear/linear.cuh", "tile < tile_count;",
+          "tile < tile_count - 1;"),
+    Mutation("a slab is not waited for", AMPERE, LARGE_M, LARGE_M, "    ptx::barrier_wait(full_ + slot_, parity_);\n"),
+    Mutation("a slab is replaced before all warps have read it", AMPERE, LARGE_M, LARGE_M,
+          "    __syncthreads();\n    if (loads_) fetch(slot_);", "    if (loads_) fetch(slot_);"),
+    Mutation("a slab is replaced too early with clusters", HOPPER, LARGE_M, LARGE_M,
+          "    __syncthreads();\n    if (loads_) fetch(slot_);", "    if (loads_) fetch(slot_);", MANY_TURNS),
+    Mutation("x is read before it is packed", HOPPER, LARGE_M, LARGE_M,
+          "  ptx::wait_for_dependencies();\n  slabs.start();", "  slabs.start();\n  ptx::wait_for_dependencies();"),
+    Mutation("sums are added to while another block reads them", HOPPER, LARGE_M, LARGE_M,
+          "    ptx::cluster_sync();  // no warp adds to sums that another CTA still reads\n"),
+    Mutation("all launches take the first one's rows", AMPERE, LARGE_M, LARGE_M,
+          "slabs + tiles::part_offset(t, most, all, done, 0)",
+          "slabs"),
+    Mutation("four warps skip the units of eight", AMPERE, LARGE_M, LARGE_M, "at, 1 << kLog, strip", "at, 8, strip"),
+    Mutation("a row is scaled by another's norm", AMPERE, PACK, PACK, "fragment::b_column(at.lane);",
+          "at.lane % 8;"),
+    Mutation("rows are scaled by the first part's norms", AMPERE, PACK, PACK, "8 * eight, shared", "8 * j, shared"),
+    Mutation("a block exits while another reads its squares", HOPPER, PACK, PACK,
+          "  if (task.norm != nullptr) ptx::cluster_meet();"),
+    Mutation("a share's sums replace those before it", AMPERE, LARGE_M, LARGE_M, "share == 0, joined", "true, joined"),
+    Mutation("shares are taken in another order", HOPPER, LARGE_M, "linear/large_m.h", "    tile += t.warps_k();",
+          "    tile += 1;"),
+    Mutation("a warp lists a key one place too far", AMPERE, ATTENTION, "attention/key_lists.h",
+          "warp::popcount(word & ((1u << lane) - 1))", "warp::popcount(word & ((2u << lane) - 1))"),
+    Mutation("a gap in the second mask word is missed", AMPERE, ATTENTION, "attention/key_lists.h",
+          "if (~word != 0) run", "if (~word != 0 && c == 0) run"),
+    Mutation("a part's tiles are all its first", AMPERE, ATTENTION, "attention/attention.cu",
+          "j.tile = first / F::kTile + turn + rank;", "j.tile = first / F::kTile + rank;", MANY_PARTS),
+    Mutation("scores are computed before keys are loaded", AMPERE, ATTENTION, "attention/block.h",
+          "      wait_for_tile<1>(placement.prefetching);", "      wait_for_tile<3>(placement.prefetching);"),
+    Mutation("a prefetched tile is not waited for", HOPPER, ATTENTION, "attention/block.h",
+          "wait_for_copies<kLater + 2>()", "wait_for_copies<kLater + 4>()", LONG_ROW),
+    Mutation("a prefetched tile is read from the wrong side", HOPPER, ATTENTION, "attention/block.h",
+          "  if (asked) stage_state.side = 1 - stage_state.side;\n", "", LONG_ROW),
+    Mutation("a prefetched tile overwrites the current one", HOPPER, ATTENTION, "attention/block.h",
+          "2 * F::kUnits * (1 - stage_state.side)", "2 * F::kUnits * stage_state.side", LONG_ROW),
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
+    """Builds the unchanged kernels for an architecture and returns the folder of the objects."""
+    folder = tmp_path_factory.mktemp("whole")
+
+    def built(arch: int) -> Path:
+        build(COMPILER, folder, arch, ("-O1",))
+        return folder
+
+    return functools.cache(built)
+
+
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.name.replace(" ", "_"))
+def test_a_mutation_is_detected(mutation: Mutation, whole: Callable[[int], Path], tmp_path: Path) -> None:
+    """In at least one of several thread schedules."""
+    csrc, objects = tmp_path / "csrc", tmp_path / "objects"
+    shutil.copytree(CSRC, csrc)
+    source = csrc / "cuda" / mutation.file
+    text = source.read_text()
+    assert text.count(mutation.original) == 1
+    source.write_text(text.replace(mutation.original, mutation.mutated))
+    shutil.copytree(whole(mutation.arch), objects)
+    (objects / f"{Path(mutation.kernel).name}.{mutation.arch}.o").unlink()
+    module = build(COMPILER, objects, mutation.arch, ("-O1",), csrc)
+    detected = (pytest.ExitCode.TESTS_FAILED, -signal.SIGSEGV, -signal.SIGABRT)  # signals: an access out of bounds
+    assert any(run_selection(module, *mutation.selection, seed) in detected for seed in SEEDS)
+
+
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize(("arch", "file", "which"), sorted({(m.arch, *m.selection) for m in MUTATIONS}))
+def test_without_a_mutation_the_tests_pass(whole: Callable[[int], Path], arch: int, file: str, which: str) -> None:
+    """Within the same timeout."""
+    assert run_selection(build(COMPILER, whole(arch), arch, ("-O1",)), file, which, SEEDS[0]) == pytest.ExitCode.OK
+
+
+def run_selection(module: Path, file: str, which: str, seed: int) -> int:
+    """Runs the selected tests and returns the exit status. A barrier whose phase never ends fails by the timeout."""
+    path = ROOT / "tests" / "gpu" / f"{file}.py"
+    return run_tests(module, [path], which, "few", "-x", "-n", "0", "--timeout", TEST_TIMEOUT_S, seed=seed).returncode
