@@ -65,7 +65,7 @@ def asked_of(count: int, *, greedy: bool) -> Iterator[tuple[list[int], SamplingP
 def same(one: LocalPopulation, other: LocalPopulation, live: Sequence[tuple[SequenceGroup, SequenceGroup]]) -> None:
     """Of the groups that both have: what a round reads, and the keys and values of the slots that somebody holds."""
     for a, b in live:
-        for name in ("tokens", "done", "accepted", "used", "compactions"):
+        for name in ("tokens", "all_finished", "accepted", "used_slots", "compactions"):
             assert getattr(a, name) == getattr(b, name), name
         assert (a.slot_states is None) == (b.slot_states is None)
         assert a.slot_states is None or b.slot_states is None or np.array_equal(a.slot_states, b.slot_states)
