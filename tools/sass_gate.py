@@ -1,12 +1,12 @@
-"""What nvcc made of csrc/cuda, held against what tests/data/cuda_static.json says it should be. Needs no GPU.
+"""Static checks of the compiled CUDA kernels against tests/data/cuda_static.json. Needs no GPU.
 
-    python -m tools.sass_gate            compile, check, say what differs
-    python -m tools.sass_gate --write    compile, check the rules, and write the figures anew
+    python -m tools.sass_gate            compile, check, report differences
+    python -m tools.sass_gate --write    compile, check the rules, and update the figures
 
-Everything is compiled for every architecture. The rules hold for every kernel and compiler: nothing spilled, no stack,
-no local memory; what `required` names is there. The figures (registers, and with nvdisasm instructions too) are
-Hopper's, and compared where nvcc is the release that wrote them.
-nvdisasm is looked for in PATH and in the package nvidia-cuda-nvdisasm.
+Every source is compiled for every architecture. The rules apply to every kernel and compiler release: no spills, no
+stack, no local memory, and the instructions that `required` lists. The figures (registers, and instruction counts if
+nvdisasm is found in PATH or in the package nvidia-cuda-nvdisasm) are for Hopper; they are compared only if the same
+nvcc release wrote them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 FIGURES = ROOT / "tests/data/cuda_static.json"
-WAIT = "griddepcontrol.wait"  # of a kernel that may start before the one in front of it has ended
+WAIT = "griddepcontrol.wait"  # in kernels that may start before the previous kernel has ended
 ARCHS = (80, 86, 89, 90, 100, 120)
 HOPPER, SMALL_BLACKWELL = 90, 120
 EVERYWHERE = {
@@ -36,7 +36,7 @@ EVERYWHERE = {
     "attention_kernel": ("mma.sync.aligned.m16n8k16", "ldmatrix.sync.aligned.m8n8.x4.trans", "cp.async.cg.shared"),
     "gather_kernel": ("ld.relaxed.sys.global.v2.b64", "st.relaxed.sys.global.v2.b64"),
 }
-# Of GPUs with bulk copies and early starts.
+# On GPUs with bulk copies and programmatic dependent launch.
 BULK = {
     "linear_kernel": ("cp.async.bulk.shared", "cp.async.bulk.prefetch.L2", WAIT, "mbarrier.try_wait",
                       "griddepcontrol.launch_dependents"),
@@ -46,38 +46,42 @@ BULK = {
                      "embed_kernel", "add_kernel", "slot_owner_kernel", "leaves_kernel", "pack_activations_kernel",
                      "resample_kernel"), (WAIT,)),
 }  # fmt: skip
-# Of GPUs without.
-PLAIN = dict.fromkeys(("linear_kernel", "large_m_kernel"),
+# On GPUs without them.
+WITHOUT_BULK = dict.fromkeys(("linear_kernel", "large_m_kernel"),
                       ("cp.async.cg.shared", "cp.async.mbarrier.arrive.noinc", "mbarrier.test_wait",
                        "prefetch.global.L2"))  # fmt: skip
 CLUSTERS = dict.fromkeys(("attention_kernel", "children_kernel", "draw_keyed_kernel", "large_m_kernel",
                           "pack_activations_kernel"),
                           ("mapa", "barrier.cluster.arrive", "barrier.cluster.wait"))  # fmt: skip
-# blocks that wait for each other, and read nothing of each other
+# its blocks synchronise, but do not read each other's shared memory
 CLUSTERS |= {"resample_kernel": ("barrier.cluster.arrive", "barrier.cluster.wait")}
 
 
 def required(arch: int) -> dict[str, tuple[str, ...]]:
-    """What a kernel's PTX must contain, by the beginning of its name."""
-    tables = [BULK if arch >= HOPPER else PLAIN, *([CLUSTERS] if HOPPER <= arch < SMALL_BLACKWELL else []), EVERYWHERE]
+    """Instructions that the PTX of a kernel must contain, by prefix of the kernel's name."""
+    tables = [
+        BULK if arch >= HOPPER else WITHOUT_BULK,
+        *([CLUSTERS] if HOPPER <= arch < SMALL_BLACKWELL else []),
+        EVERYWHERE,
+    ]
     names = {name for table in tables for name in table}
     return {name: tuple(text for table in tables for text in table.get(name, ())) for name in names}
 
 
-# What a kernel that waits must not do before. Bulk copies may fetch weights, which no kernel writes; before those of
-# anything else there is a fence.
+# Accesses that a waiting kernel must not make before it waits. Bulk copies are allowed, since they fetch weights, which
+# no kernel writes; bulk copies of other data follow a fence.
 TOUCHES = re.compile(
     r"\b(?:ld|st|atom|red)\.(?!param|shared|const|local)[\w.:]+|\bcp\.async\.c[ag][\w.]*|\bfence\.proxy\.async\.global"
 )
-# Instructions that are counted, by the beginning of their names.
+# Instructions that are counted, by prefix.
 COUNTED = ("HMMA", "UBLKCP", "UBLKPF", "LDL", "STL", "ACQBULK", "PREEXIT", "CALL")
 LOCAL = ("LDL", "STL")
-LONG = ("linear", "attention")  # to compile
+SLOW_TO_COMPILE = ("linear", "attention")
 
 
 @dataclass
 class Kernel:
-    """One kernel: ptxas's report, its PTX and how often it has which instructions (None: no disassembler)."""
+    """A compiled kernel: the report of ptxas, its PTX, and instruction counts (None without a disassembler)."""
 
     registers: int = -1
     stack: int = 0
@@ -92,6 +96,8 @@ class Kernel:
 
 @dataclass
 class Report:
+    """The kernels of one compiler release."""
+
     release: str
     kernels: dict[str, Kernel] = field(default_factory=dict)
 
@@ -148,7 +154,7 @@ def read_ptx(text: str) -> dict[str, str]:
 
 
 def read_sass(text: str) -> dict[str, dict[str, int]]:
-    """How often each of COUNTED occurs, by mangled name."""
+    """Counts of the COUNTED instructions, by mangled name."""
     counts: dict[str, dict[str, int]] = {}
     parts = re.split(r"\.section\s+\.text\.(\w+)", text)
     for name, body in zip(parts[1::2], parts[2::2]):
@@ -181,9 +187,11 @@ def compile_one(nvcc: str, source: Path, arch: int) -> dict[str, Kernel]:
 
 
 def compile_all(nvcc: str, archs: Sequence[int] = ARCHS) -> Report:
-    """Compiles every .cu for these architectures, two at a time, those that take long first."""
+    """Compiles every .cu for these architectures, two at a time, slow ones first."""
     report = Report(nvcc_release(nvcc))
-    sources = sorted((ROOT / "csrc/cuda").glob("*/*.cu"), key=lambda source: (source.stem not in LONG, source))
+    sources = sorted(
+        (ROOT / "csrc/cuda").glob("*/*.cu"), key=lambda source: (source.stem not in SLOW_TO_COMPILE, source)
+    )
     jobs = [(source, arch) for source in sources for arch in archs]
     with ThreadPoolExecutor(2) as pool:
         for kernels in pool.map(lambda job: compile_one(nvcc, *job), jobs):
@@ -206,7 +214,7 @@ def broken_rules(report: Report) -> list[str]:
 
 
 def changed_figures(report: Report, written: dict) -> list[str]:
-    """Empty where another nvcc wrote them. Instructions count only where both sides have them."""
+    """Differences to the written figures; empty if another nvcc release wrote them. Compares only common counters."""
     if written["nvcc"] != report.release:
         return []
     old, new, complaints = written["kernels"], report.figures, []
@@ -221,8 +229,8 @@ def changed_figures(report: Report, written: dict) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Holds what nvcc makes of csrc/cuda against the committed figures.")
-    parser.add_argument("--write", action="store_true", help="write the figures anew")
+    parser = argparse.ArgumentParser(description="Checks the compiled CUDA kernels against the committed figures.")
+    parser.add_argument("--write", action="store_true", help="update the figures")
     arguments = parser.parse_args()
     nvcc = shutil.which("nvcc") or "/usr/local/cuda/bin/nvcc"
     report = compile_all(nvcc)

@@ -1,1 +1,1 @@
-"""Everything a person touches: the command, the settings, the chat."""
+"""Commands, settings, HTTP front end, chat, and supervision of processes."""

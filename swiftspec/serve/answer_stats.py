@@ -1,4 +1,4 @@
-"""What one answer cost, as one JSON object: our fields, llama.cpp's `timings`, vLLM's `metrics`."""
+"""Statistics of one answer as JSON: own fields, llama.cpp's `timings`, vLLM's `metrics`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def answer_summary(
     prompt_token_ids: Sequence[int], finish_reason: str, sampling: SamplingParams, load_time: float,
     outages: Sequence[Outage] = (),
 ) -> Json:  # fmt: skip
-    """The object that --json prints. `finish_reason`: stop, length, or abort after Ctrl-C. No number is NaN or inf."""
+    """The object that --json prints. `finish_reason`: stop, length, or abort after Ctrl-C. All numbers are finite."""
     return {
         "model": model,
         "draft_model": draft_model,
@@ -43,14 +43,14 @@ def answer_summary(
 
 
 def guidance_stats(sampling: SamplingParams) -> Json:
-    """The scale, and the negative prompt as it was read; without a token the prompt's last one stands in."""
+    """Guidance scale and tokens of the negative prompt. Without any, the last token of the prompt is used."""
     negative = list(sampling.negative_prompt_ids)
     return {"guidance_scale": sampling.guidance_scale, "negative_prompt_token_ids": negative}
 
 
 def population_stats(plan: EngineConfig, stats: Stats) -> Json:
-    """What a weighted population says of itself: that its text is not exactly the target's, and how far it was from
-    falling apart. `log_z`: the estimate of log of the sum of p^alpha over all texts, which for power 1 is truly 0."""
+    """Statistics of the particles in mode smc, whose text is approximate. `log_z`: estimate of the logarithm of the sum
+    of p^alpha over all texts; its true value for power 1 is 0."""
     end = stats.population
     return {
         "exact": False,
@@ -64,8 +64,9 @@ def population_stats(plan: EngineConfig, stats: Stats) -> Json:
 
 
 def timings(stats: Stats, tokens: int, load_time: float) -> Json:
-    """llama.cpp's names, and what loading the models took. Times in milliseconds. Of the prompt, cache_n tokens were
-    kept from earlier requests and prompt_n were read. No draft_n where nothing is accepted or rejected."""
+    """Times in milliseconds under llama.cpp's names, and the time to load the models. Of the prompt, `cache_n` tokens
+    came from the prefix cache and `prompt_n` were prefilled. Mode smc has no draft_n, as it accepts and rejects
+    nothing."""
     accepted = {"draft_n": stats.drafted, "draft_n_accepted": stats.accepted} if stats.population is None else {}
     return {
         "load_ms": _ms(load_time),
@@ -80,10 +81,14 @@ def timings(stats: Stats, tokens: int, load_time: float) -> Json:
 
 
 def metrics(plan: EngineConfig, stats: Stats, tokens: int, outages: Sequence[Outage] = ()) -> Json:
-    """vLLM's shape, and ours from `mode` on. `plan`: for this request. Acceptance counts whole rounds, so a stop inside
-    the last round leaves it as it was. `target_busy`, `draft_busy`: the share of the decode time in the forwards of
-    each; together they may come to more than 1, as the draft of mode async runs beside the target. `outages`: when the
-    draft group was away."""
+    """Metrics in vLLM's format, with own fields from `mode` on.
+
+    Acceptance counts whole rounds, even if the answer stops inside the last one. `target_busy` and `draft_busy` are the
+    shares of the decode time in the forwards of each model; their sum can exceed 1, because in mode async they run
+    concurrently.
+
+    `plan`: the configuration for this request. `outages`: when the draft group was unavailable.
+    """
     return {
         "time_to_first_token_ms": _ms(stats.first_token_time),
         "generation_time_ms": _ms(stats.decode_time),
@@ -101,7 +106,7 @@ def metrics(plan: EngineConfig, stats: Stats, tokens: int, outages: Sequence[Out
 
 
 def final_round_shape(plan: EngineConfig, stats: Stats) -> Json:
-    """bs and d in force at the end; 1 and 0 where the draft was not asked, null in mode smc."""
+    """bs and d at the end of the answer: 1 and 0 without a draft, null in mode smc."""
     if plan.mode == "smc":
         return {"verify_batch": None, "draft_steps": None}
     if plan.mode == "ar" or plan.verify_batch == 1:
@@ -112,19 +117,21 @@ def final_round_shape(plan: EngineConfig, stats: Stats) -> Json:
 
 
 def outage_record(away: Outage) -> Json:
-    """Why the draft group was away, and when, in seconds since the request began; `to_s` is null while it is still."""
+    """An outage of the draft group: its reason, and its time in seconds since the start of the request. `to_s` is null
+    while it lasts."""
     until = None if away.until is None else round(away.until, 3)
     return {"reason": away.reason, "from_s": round(away.since, 3), "to_s": until}
 
 
 def speculation_stats(plan: EngineConfig, stats: Stats) -> Json | None:
-    """Always: sum(histogram) = steps, sum(j * histogram[j]) = accepted tokens. None where nothing is accepted or
-    rejected.
+    """Acceptance statistics; None in mode smc, which accepts and rejects nothing.
 
-    By depth (`per_pos`, vLLM's word, counted from 1) and by the rank of a child among its siblings: how many tokens
-    were accepted, and how many chances there were. Where children are drawn and verified by rejection, the first one's
-    share of its chances is to come to the mean of 1 - TV(p, q), which `expected` gives. What a round must give to be
-    worth its time, and the speedup over plain decoding that this means, are known once plain rounds were measured.
+    Invariants: sum(histogram) = rounds, sum(j * histogram[j]) = accepted tokens.
+
+    Accepted tokens and chances are counted by depth (`per_pos` as in vLLM, from 1) and by the rank of a child among its
+    siblings. With rejection sampling the acceptance rate of the first child has the expectation 1 - TV(p, q), whose
+    mean is `expected_first_child_acceptance_rate`. The break-even length and the speedup are known once rounds without
+    the draft have been measured.
     """
     if plan.mode == "smc":
         return None
@@ -149,7 +156,7 @@ def speculation_stats(plan: EngineConfig, stats: Stats) -> Json | None:
 
 
 def policy_stats(stats: Stats) -> Json | None:
-    """d and bs in use at the end, and from which round on how many expansions and nodes were decided for."""
+    """d and bs at the end of the answer, and the rounds in which they changed."""
     found = stats.policy
     if found is None:
         return None
@@ -161,7 +168,7 @@ def policy_stats(stats: Stats) -> Json | None:
 
 
 def mean_acceptance_length(stats: Stats) -> float:
-    """Tokens per target forward, the bonus token counted; 0 before the first round."""
+    """Tokens per target forward, including the bonus token; 0 before the first round."""
     if stats.population is not None:
         return stats.tokens / max(stats.rounds, 1)
     return 1 + stats.accepted / stats.rounds if stats.rounds else 0.0
@@ -176,7 +183,7 @@ def summary_line(stats: Stats, tokens: int) -> str:
         f"{mean_acceptance_length(stats):.1f} tok/round",
     ]
     if stats.cached_tokens:
-        parts.append(f"{stats.cached_tokens} of {stats.prompt_tokens} prompt tokens kept")
+        parts.append(f"{stats.cached_tokens} of {stats.prompt_tokens} prompt tokens cached")
     if stats.policy is not None and stats.policy.ar_rounds:
         parts.append(f"{stats.policy.ar_rounds} of {stats.rounds} rounds without the draft")
     if stats.policy is not None and stats.policy.changes:
@@ -184,9 +191,9 @@ def summary_line(stats: Stats, tokens: int) -> str:
     if stats.population is not None:
         parts.append("approximate")
         if stats.population.full:
-            parts.append("ended because the cache holds no further round of so many unlike particles")
+            parts.append("ended because the KV cache has no room for another round of particles that differ this much")
     if stats.drafter_lost is not None:
-        parts.append(f"the drafter was lost ({stats.drafter_lost}), the target went on alone")
+        parts.append(f"the drafter was lost ({stats.drafter_lost}), the target continued without it")
     return ", ".join(parts)
 
 
@@ -204,6 +211,6 @@ def _ms(seconds: float) -> float:
 
 
 def _share(part: float, whole: float) -> float:
-    """part / whole, 0 where that is no number."""
+    """part / whole, or 0 if that is not finite."""
     value = part / whole if whole > 0 else 0.0
     return value if math.isfinite(value) else 0.0

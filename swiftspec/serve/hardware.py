@@ -1,4 +1,4 @@
-"""What of this machine a pair runs on: its device, its dtype, its threads."""
+"""Device, dtype and CPU threads that a pair of models uses on this machine."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from swiftspec.serve.settings.settings import Settings
 
 
 def resolve_device(name: str) -> str:
-    """The device to run on. Raises UserError where a GPU is asked for and none is there."""
+    """Resolves --device. Raises UserError if a GPU is requested and there is none."""
     import torch
 
     found = torch.cuda.is_available()
@@ -21,13 +21,13 @@ def resolve_device(name: str) -> str:
         from swiftspec.backends.cuda.devices import why_no_gpu
 
         raise UserError(
-            f"--device cuda: PyTorch finds no NVIDIA GPU here; take --device cpu, or mend this: {why_no_gpu()}"
+            f"--device cuda: PyTorch finds no NVIDIA GPU here; use --device cpu, or fix this: {why_no_gpu()}"
         )
     return ("cuda" if found else "cpu") if name == "auto" else name
 
 
 def resolve_dtype(settings: Settings, target: Path, device: str) -> str:
-    """The dtype to load with: what was asked for, else the target's own or, where that is faster, bfloat16."""
+    """Resolves --dtype: as given, else the checkpoint's own, or bfloat16 where that is faster."""
     if settings.dtype != "auto":
         return settings.dtype
     own = read_config(target).dtype
@@ -38,7 +38,7 @@ def resolve_dtype(settings: Settings, target: Path, device: str) -> str:
 
 
 def _cpu_has_bf16() -> bool:
-    """Whether the CPU multiplies bfloat16 natively. Without that, float32 arithmetic behind it would be slower."""
+    """Whether the CPU multiplies bfloat16 natively. Emulation by float32 arithmetic would be slower than float32."""
     try:
         flags = set(Path("/proc/cpuinfo").read_text(encoding="utf-8").split())
     except OSError:
@@ -47,8 +47,8 @@ def _cpu_has_bf16() -> bool:
 
 
 def set_thread_counts(settings: Settings, target: Path, dtype: str, device: str, ranks: int) -> int:
-    """Threads inside one operation; the `ranks` of this machine share its cores. Beside native operators torch keeps
-    one: what it is left with is so small that a second one would only wait."""
+    """Sets and returns the number of threads of an operator. `ranks` of this machine share its cores. With native
+    operators torch gets one thread: its remaining operations are too small for more."""
     import torch
 
     from swiftspec.backends import cpu as host
@@ -61,23 +61,23 @@ def set_thread_counts(settings: Settings, target: Path, dtype: str, device: str,
 
 
 def packed_cache_folder(settings: Settings) -> Path | None:
-    """Where packed weights are kept; None: nowhere."""
+    """Directory of the packed weights; None if they are not stored."""
     if settings.packed_cache is not None:
         return None if settings.packed_cache == "off" else expand_user(settings.packed_cache)
     try:
         return expand_user(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "swiftspec" / "packed"
-    except UserError:  # nobody's home
+    except UserError:  # no home directory
         return None
 
 
 def available_cpus() -> set[int]:
-    """The hardware threads that this process may run on."""
+    """Hardware threads that this process may run on."""
     affinity = getattr(os, "sched_getaffinity", None)
     return affinity(0) if affinity is not None else set(range(os.cpu_count() or 1))
 
 
 def physical_cores() -> int:
-    """Cores that this process may run on, two hardware threads of one core counted once."""
+    """Number of cores that this process may run on; the hardware threads of a core count once."""
     cores = set()
     for cpu in available_cpus():
         siblings = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")

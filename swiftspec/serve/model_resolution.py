@@ -1,4 +1,4 @@
-"""Which models the settings name, where they lie, and how they are to run: all that is known before they are loaded."""
+"""Model resolution: the models that the settings name, their directories and their plan, before they are loaded."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ if TYPE_CHECKING:
     from swiftspec.observe.step_time_emulation import StepTimeEmulation
 
 DEMO_DIR = Path(__file__).resolve().parent.parent / "demo"
-GENERATION_CONFIG_NAMES = {  # names in generation_config.json and ours
+GENERATION_CONFIG_NAMES = {  # name in generation_config.json: name of the setting
     flag.setting.from_model: flag.name for flag in Settings.table.flags.values() if flag.setting.from_model is not None
 }
 
 
 @dataclass(frozen=True, slots=True)
 class ResolvedModels:
-    """The pair that the settings name, and how it is to run. The draft's are None in mode ar."""
+    """The models that the settings name, and the plan. `draft_model` and `draft` are None in mode ar."""
 
     model: str
     draft_model: str | None
@@ -37,15 +37,17 @@ class ResolvedModels:
 
     @staticmethod
     def resolve(settings: Settings, ranks: int, phases: StartupProgress) -> ResolvedModels:
-        """Finds the models, here or on the hub. Raises UserError where there is none, or the plan makes no sense."""
+        """Finds the models, locally or on the hub. Raises UserError if one is missing or the plan is invalid."""
         check_worker_settings(settings, ranks)
         if settings.target_url is not None:
             raise UsageError("--target-url is for a chat and for one answer: leave it out, and name the --model")
         model, draft_model = _model_names(settings)
         if settings.revision is not None and is_folder(expand_user(model)):
-            raise UsageError(f"--revision {settings.revision} is of a hub id, and {model} is a directory: leave it out")
+            raise UsageError(
+                f"--revision {settings.revision} is for a hub id, but {model} is a directory: leave it out"
+            )
         drafts = draft_model is not None or settings.draft_url is not None
-        plan = settings.make_plan(drafts, ranks)  # nonsense shows before anything is fetched
+        plan = settings.make_plan(drafts, ranks)  # reports invalid settings before a download
         requested_emulation(settings)
         if not all(is_folder(expand_user(name)) for name in (model, draft_model) if name is not None):
             phases.begin("download")
@@ -53,7 +55,7 @@ class ResolvedModels:
         draft = None if draft_model is None else locate_model(draft_model)
         for path in (target, draft):
             if path is not None:
-                read_config(path)  # what is no model shows at once
+                read_config(path)  # reports a directory without a model early
         if settings.plan not in ("auto", "none"):
             _check_profile_usable(settings, draft)
         if draft is not None and settings.mode != "ar":
@@ -66,9 +68,12 @@ class ResolvedModels:
 
 
 def apply_profile(settings: Settings, target: Path, draft: Path, ranks: int, phases: StartupProgress) -> Settings:
-    """The settings with what is open of mode, split and tree filled in from a profile, and a word on which. Raises
-    UserError where a profile is named and is damaged, or not of this machine and pair. One that only lies in ./profiles
-    is passed over then, with a note."""
+    """Returns the settings with mode, split and tree shape from a profile where they are not given, and prints which
+    one.
+
+    Raises UserError if a profile given by --plan is damaged, or measured on another machine or pair. Such profiles in
+    ./profiles are skipped with a note.
+    """
     folder, named = Path("profiles"), settings.plan not in ("auto", "none")
     no_tree = settings.mode == "smc" or settings.max_num_seqs > 1
     if settings.plan == "none" or no_tree or not (named or any(folder.glob("*.json"))):
@@ -97,10 +102,10 @@ def apply_profile(settings: Settings, target: Path, draft: Path, ranks: int, pha
         return settings
     open_ = {name: value for name, value in store.plan_settings(run["plan"]).items() if name not in fixed}
     filled = settings.model_copy(update=open_)
-    filled.model_fields_set.difference_update(open_)  # nobody insists on what was measured
+    filled.model_fields_set.difference_update(open_)  # values from a profile do not count as given
     try:
         filled.make_plan(True, ranks)
-    except UserError as error:  # the settings alone make one, so it is the profile that does not fit
+    except UserError as error:  # the settings alone are valid, so the profile does not fit
         if named:
             raise UserError(f"--plan {file} is refused: {error}") from None
         phases.note(f"{file} is not used: {error}")
@@ -110,7 +115,7 @@ def apply_profile(settings: Settings, target: Path, draft: Path, ranks: int, pha
 
 
 def _check_profile_usable(settings: Settings, draft: Path | None) -> None:
-    """Raises UsageError where a named profile could fill nothing in."""
+    """Raises UsageError if a profile given by --plan cannot set anything."""
     why = None
     if draft is None:
         why = "fills in what shapes a draft, and there is no draft model: name one with --draft-model"
@@ -123,7 +128,7 @@ def _check_profile_usable(settings: Settings, draft: Path | None) -> None:
 
 
 def _model_names(settings: Settings) -> tuple[str, str | None]:
-    """Target and draft as the settings name them; the embedded pair where they name no target."""
+    """Names of target and draft; the demo models if no target is given."""
     if settings.model is not None:
         return settings.model, settings.draft_model
     embedded = demo_model_path("draft") if settings.draft_url is None else None
@@ -131,15 +136,15 @@ def _model_names(settings: Settings) -> tuple[str, str | None]:
 
 
 def demo_model_path(side: Literal["target", "draft"]) -> str:
-    """Where a model of the embedded pair lies. Raises UserError where it is missing."""
+    """Directory of a demo model. Raises UserError if it is missing."""
     path = DEMO_DIR / side
     if not (path / "config.json").is_file():
-        raise UserError(f"the embedded models are missing ({path}): name yours with --model and --draft-model")
+        raise UserError(f"the demo models are missing ({path}): name yours with --model and --draft-model")
     return str(path)
 
 
 def check_worker_settings(settings: Settings, ranks: int) -> None:
-    """Raises UsageError where what is said of workers makes no sense."""
+    """Raises UsageError if the settings of workers contradict others."""
     for ours, url in (("model", "target_url"), ("draft_model", "draft_url")):
         if getattr(settings, url) is not None and getattr(settings, ours) is not None:
             raise UsageError(f"{flag_name(ours)} and {flag_name(url)} name one model twice: leave one out")
@@ -155,14 +160,14 @@ def check_worker_settings(settings: Settings, ranks: int) -> None:
 
 
 def requested_emulation(settings: Settings) -> StepTimeEmulation | None:
-    """The step times that are asked for. Raises UserError on nonsense, at whatever point it is first asked."""
+    """Step times to emulate, or None. Raises UserError if --emulate is invalid."""
     from swiftspec.profiles import emulation
 
     return None if settings.emulate is None else emulation.parse_emulation(settings.emulate)
 
 
 def generation_defaults(path: Path) -> dict[str, Any]:
-    """The sampling values that a checkpoint's generation_config.json sets. do_sample false means greedy."""
+    """Sampling values from a checkpoint's generation_config.json. `do_sample: false` means greedy."""
     file = path / "generation_config.json"
     if not is_file(file):
         return {}

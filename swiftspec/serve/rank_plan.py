@@ -1,4 +1,4 @@
-"""What the front end makes of the ranks it is given, and what it says of a plan before it is used."""
+"""Split of the ranks into target and draft group, and advice on a plan."""
 
 from __future__ import annotations
 
@@ -6,16 +6,17 @@ from swiftspec.config import EngineConfig
 from swiftspec.params import SamplingParams
 from swiftspec.settings_schema import require
 
-MAX_LOCAL_RANKS = 64  # of a command without a launcher
+MAX_LOCAL_RANKS = 64  # that a command starts without a launcher
 
 
 def split_ranks(
     mode: str, ranks: int, target_tp: int | None, draft_tp: int | None, *, single_rank_ok: bool = False
 ) -> tuple[int, int]:
-    """(target_tp, draft_tp) for `ranks` ranks, where None is open. Raises UserError where it does not add up.
+    """Splits `ranks` ranks into (target_tp, draft_tp); None: not given. Raises UserError if the numbers do not add up.
 
-    `alone`: one rank will do for mode async, as both models run on its GPU, or a worker runs one; that is 1 and 0. With
-    both open the draft gets a quarter of the ranks, since a small model gains little from more (paper, Table 1).
+    `single_rank_ok`: mode async needs one rank only, because both models run on its GPU or a worker runs one of them;
+    the split is (1, 0) then. If neither number is given, the draft gets a quarter of the ranks, since a small model
+    gains little from more (paper, Table 1).
     """
     if mode != "async":
         require(target_tp in (None, ranks), f"mode {mode} takes all {ranks} ranks for the target, not {target_tp}")
@@ -42,24 +43,24 @@ def split_ranks(
 def requested_ranks(
     mode: str | None, target_tp: int | None, draft_tp: int | None, *, has_draft: bool, gpu: bool = False
 ) -> int:
-    """How many ranks are asked for by number, which a command that no launcher has started starts itself. Raises
-    UserError on more than it does."""
+    """Number of ranks that --target-tp and --draft-tp request, for a command that no launcher has started. Raises
+    UserError if there are too many."""
     ranks = target_tp or 1
     if mode is None and has_draft and (ranks > 1 or draft_tp):
         mode = "async"
     if mode == "async" and (target_tp, draft_tp) != (None, None):
         one_gpu = gpu and ranks == 1 and draft_tp is None
         ranks += draft_tp if draft_tp is not None else 0 if one_gpu else 1
-    require(ranks <= MAX_LOCAL_RANKS, f"{ranks} ranks are more than one command starts: start as many with torchrun")
+    require(ranks <= MAX_LOCAL_RANKS, f"{ranks} ranks are more than one command starts: start them with torchrun")
     return ranks
 
 
 def acceptance_advice(plan: EngineConfig, sampling: SamplingParams) -> str | None:
-    """Why fewer tokens of such a request are accepted than could be: draft and target sample in different ways."""
+    """Advice if draft and target sample in different ways, so that fewer tokens are accepted than possible."""
     if plan.mode in ("ar", "smc") or sampling.greedy:
         return None
     if plan.proposal == "top":
-        return "proposal top does not see the noise that the target draws with: proposal coupled has more accepted"
+        return "proposal top does not use the target's noise: proposal coupled has a higher acceptance rate"
     if plan.proposal == "sample" and plan.verify == "match":
-        return "draft and target draw with noise of their own each: verify reject, or proposal coupled, accepts more"
+        return "draft and target sample with independent noise: verify reject, or proposal coupled, accepts more"
     return None

@@ -1,6 +1,8 @@
-"""One rank of a command, in the process that its keeper starts: `python -m swiftspec.serve.rank_process
-CONTROL LIFE -- FLAGS`,
-the number of an open file and how often that was."""
+"""Process of one rank, which a supervisor starts: `python -m swiftspec.serve.rank_process CONTROL INCARNATION --
+FLAGS`.
+
+CONTROL is the file descriptor of the control socket.
+"""
 
 from __future__ import annotations
 
@@ -13,16 +15,16 @@ from swiftspec.serve.supervisor.supervisor_client import SupervisorClient
 
 
 def main() -> NoReturn:
-    """The life of the rank, from its start to its end."""
-    control, life, _, *argv = sys.argv[1:]
-    kept = SupervisorClient(socket.socket(fileno=int(control)), int(life))
+    """Runs the rank in this process and exits with its exit code."""
+    control, incarnation, _, *argv = sys.argv[1:]
+    supervisor = SupervisorClient(socket.socket(fileno=int(control)), int(incarnation))
 
-    def part(first: bool) -> int:
+    def run(first: bool) -> int:
         from swiftspec.serve.cli.arguments import parse_command
 
-        return run_rank(parse_command(argv), first, kept)
+        return run_rank(parse_command(argv), first, supervisor)
 
-    exit_process(run_guarded(part, supervised=True))
+    exit_process(run_guarded(run, supervised=True))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A session whose target is a worker's: the tokenizer comes from there, and no model is needed here."""
+"""Session with a remote target: a worker runs the model and sends its tokenizer; no local model is needed."""
 
 from __future__ import annotations
 
@@ -32,11 +32,14 @@ if TYPE_CHECKING:
 def open_local_or_remote(
     settings: Settings, phases: StartupProgress, world: World | None = None, *, warm_up: bool = False
 ) -> Session:
-    """The session that the settings name. Raises UserError on whatever does not fit."""
+    """Opens the session that the settings name, local or with a remote target. Raises UserError if anything does not
+    fit."""
     if settings.target_url is None:
         return open_session(settings, phases, world, warm_up=warm_up)
     check_worker_settings(settings, 1 if world is None else world.size)
-    settings.make_plan(settings.draft_model is not None or settings.draft_url is not None)  # nonsense shows at once
+    settings.make_plan(
+        settings.draft_model is not None or settings.draft_url is not None
+    )  # reports invalid settings before connecting
     phases.begin("target worker")
     from swiftspec.builder.remote_roles import RemoteTarget
 
@@ -53,16 +56,16 @@ def _open(
 ) -> Session:
     path = Path(folder.name)
     for name, data in target.files().items():
-        if name in TOKENIZER_FILES:  # and nothing else gets into a folder of ours
+        if name in TOKENIZER_FILES:  # no other file of the worker is written
             (path / name).write_bytes(data)
     defaults = generation_defaults(path)
     renderer = TemplateRenderer(path)
     if not settings.raw and may_have_template(path):
-        renderer.start()  # its imports take as long as ours
+        renderer.start()  # its imports take as long as those of this process
     phases.begin("tokenizers")
     codec = TextCodec(path, renderer)
     if codec.digest != target.about.tokenizer:
-        raise UserError(f"{target.link.peer} has sent another tokenizer than it speaks of: start it again")
+        raise UserError(f"{target.link.peer} has sent a tokenizer that does not match its digest: restart it")
     draft = None if settings.draft_model is None or settings.mode == "ar" else locate_model(settings.draft_model)
     plan = settings.make_plan(draft is not None or settings.draft_url is not None)
     plan.check_request(settings.sampling_params(defaults))
@@ -86,7 +89,7 @@ def _open(
 def _options(
     settings: Settings, phases: StartupProgress, draft: Path | None, codec: TextCodec
 ) -> tuple[LoadOptions, int]:
-    """How a draft of this process is loaded, should there be one, and what else shapes the roles; and its threads."""
+    """Returns the options for the roles, including those of a local draft, and the number of threads."""
     trace = None if settings.trace is None else Path(settings.trace)
     if draft is None:
         worker = draft_worker(settings)

@@ -1,4 +1,4 @@
-"""The pair of models that one process serves: found, checked, loaded, and asked one prompt at a time."""
+"""Session of a command: a loaded pair of models with its tokenizer, which answers one prompt at a time."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """A loaded pair. `embedded`: it is the one that comes with SwiftSpec."""
+    """A loaded pair of models and its tokenizer."""
 
     llm: LLMBase
     codec: TextCodec
@@ -48,22 +48,22 @@ class Session:
     dtype: str
     threads: int
     model_defaults: Mapping[str, Any]  # sampling values of the target's generation_config.json
-    packed_cache: str | None = None  # where the user wants packed weights to be kept
-    tokenizer_folder: TemporaryDirectory[str] | None = None  # the tokenizer of a target elsewhere
-    wrap_chunks: Callable[[Iterator[TokenChunk]], Iterator[TokenChunk]] = lambda chunks: chunks  # looks at each answer
+    packed_cache: str | None = None  # --packed-cache, if given
+    tokenizer_folder: TemporaryDirectory[str] | None = None  # files of a remote target's tokenizer
+    wrap_chunks: Callable[[Iterator[TokenChunk]], Iterator[TokenChunk]] = lambda chunks: chunks  # observes each answer
 
     def encode(self, text: str, settings: Settings) -> list[int]:
-        """One prompt alone: as it stands with --raw, else as the only turn of a chat."""
+        """Encodes a single prompt: as raw text with --raw, otherwise as the only turn of a chat."""
         if settings.raw:
             return self.codec.encode(text, self.llm.max_model_len)
         return self.encode_chat([{"role": "user", "content": text}])
 
     def encode_chat(self, messages: Sequence[ChatMessage]) -> list[int]:
-        """A conversation through the chat template. Raises TooLong on one that cannot fit the context."""
+        """Encodes a conversation with the chat template. Raises PromptTooLong if it cannot fit the context."""
         return self.codec.encode_chat(messages, self.llm.max_model_len)
 
     def sampling_params(self, settings: Settings) -> SamplingParams:
-        """How an answer is sampled. A negative prompt becomes tokens as a prompt alone does."""
+        """Sampling parameters of an answer. The negative prompt is encoded like a single prompt."""
         if settings.guidance_scale == 1:
             return settings.sampling_params(self.model_defaults)
         return settings.sampling_params(self.model_defaults, self.encode(settings.negative_prompt or "", settings))
@@ -75,16 +75,18 @@ class Session:
         wrap: Callable[[Iterator[TokenChunk]], Iterator[TokenChunk]] = lambda chunks: chunks,
         **overrides: Any,
     ) -> TextStream:
-        """The stream of one answer; its cost is in `llm.stats`. `watch` wraps the engine's chunks and may end them.
-        `other`: sampling values that are not as the settings have them. Raises UserError on a prompt that is empty or
-        does not fit."""
+        """Decodes one answer as a stream; its statistics are in `llm.stats`.
+
+        `wrap`: wraps the engine's chunks, and may end them early. `overrides`: sampling values that differ from the
+        settings. Raises UserError if the prompt is empty or does not fit the context.
+        """
         sampling = replace(self.sampling_params(settings), **overrides)
         chunks = wrap(self.wrap_chunks(self.llm.stream(prompt, sampling)))
         return TextStream(chunks, self.codec, sampling.stop, prompt[-16:] if settings.raw else ())
 
     def close(self, *, will_restart: bool = False) -> None:
-        """Sends the other ranks home, or see `LLM.close`, and ends what was started for this session. Says so if the
-        trace is not whole."""
+        """Shuts down the other ranks (see `LLM.close`) and the processes and files of this session. Warns if the trace
+        or the packed weights are incomplete."""
         try:
             self.llm.close(will_restart=will_restart)
         finally:
@@ -96,7 +98,7 @@ class Session:
             warn(f"--packed-cache {self.packed_cache} is not complete, and the next start packs again: {writer.error}")
         trace = self.llm.roles.recorder.file
         if trace is not None and trace.error is not None:
-            warn(f"--trace {trace.path} is not whole: {trace.error}")
+            warn(f"--trace {trace.path} is not complete: {trace.error}")
 
 
 def open_session(
@@ -108,62 +110,87 @@ def open_session(
     render_chats: bool = True,
     on_resolved: Callable[[ResolvedModels], None] = lambda found: None,
 ) -> Session:
-    """Finds, checks and loads the models that the settings name, and tells once they are found. `renders`: chats are
-    written here, which in a server the front end does. Raises UserError on whatever does not fit."""
-    found = ResolvedModels.resolve(settings, 1 if world is None else world.size, phases)
-    on_resolved(found)
-    defaults = generation_defaults(found.target)
-    sampling = settings.sampling_params(defaults)  # nonsense shows before the weights are read
-    found.plan.check_request(sampling)
-    renderer = TemplateRenderer(found.target)
-    if render_chats and not settings.raw and may_have_template(found.target):
-        renderer.start()  # its imports take as long as ours
-    phases.begin("libraries")
-    importlib.import_module("torch")  # most of a small pair's start
-    phases.begin("tokenizers")
-    codec = TextCodec(found.target, renderer)
-    if found.draft is not None:
-        check_same_vocabulary(codec, TextCodec(found.draft))
+    """Resolves, checks and loads the models that the settings name. Raises UserError if anything does not fit.
 
+    `warm_up`: decode two tokens before returning.
+    `render_chats`: start the process that renders chat templates; in a server the front end does that.
+    `on_resolved`: called once the models are resolved, before they are loaded.
+    """
+    resolved = ResolvedModels.resolve(settings, 1 if world is None else world.size, phases)
+    on_resolved(resolved)
+    defaults = generation_defaults(resolved.target)
+    sampling = settings.sampling_params(defaults)  # invalid settings are reported before the weights are loaded
+    resolved.plan.check_request(sampling)
+    codec = _load_tokenizer(resolved, phases, start_renderer=render_chats and not settings.raw)
+    _print_advice(settings, resolved, sampling, world, phases)
+    llm, dtype, threads = _load_llm(settings, resolved, codec, world, phases)
+    if warm_up:
+        phases.begin("warm-up")
+        llm.generate([0], SamplingParams(max_tokens=2, ignore_eos=True))
+    phases.ready()
+    return Session(
+        llm, codec, resolved.model, resolved.draft_model, settings.model is None, dtype, threads, defaults,
+        settings.packed_cache,
+    )  # fmt: skip
+
+
+def _load_tokenizer(resolved: ResolvedModels, phases: StartupProgress, *, start_renderer: bool) -> TextCodec:
+    """Imports torch and loads the target's tokenizer. Raises UserError if the draft has another vocabulary."""
+    renderer = TemplateRenderer(resolved.target)
+    if start_renderer and may_have_template(resolved.target):
+        renderer.start()  # its imports take as long as those of this process
+    phases.begin("libraries")
+    importlib.import_module("torch")  # most of the start of small models
+    phases.begin("tokenizers")
+    codec = TextCodec(resolved.target, renderer)
+    if resolved.draft is not None:
+        check_same_vocabulary(codec, TextCodec(resolved.draft))
+    return codec
+
+
+def _print_advice(
+    settings: Settings, resolved: ResolvedModels, sampling: SamplingParams, world: World | None, phases: StartupProgress
+) -> None:
+    """Prints warnings about slow settings, and notes on settings without effect."""
     if world is not None and not world.spin:
         phases.warn(f"{world.local_size} ranks share this machine's cores and will wait for each other: start fewer")
-    for note in (settings.guidance_note(), acceptance_advice(found.plan, sampling)):
-        if note is not None:
-            phases.warn(note)
+    for advice in (settings.guidance_note(), acceptance_advice(resolved.plan, sampling)):
+        if advice is not None:
+            phases.warn(advice)
     cpus = len(available_cpus())
     if (settings.threads or 0) > cpus:
         phases.warn(f"--threads {settings.threads} on {cpus} CPUs: threads wait for each other, take {cpus} at most")
-    for line in settings.ignored_settings(found.plan.mode):
+    for line in settings.ignored_settings(resolved.plan.mode):
         phases.note(line)
     if settings.share_gpus and resolve_device(settings.device) == "cpu":
         phases.note("--share-gpus does nothing: the models run on the CPU")
+
+
+def _load_llm(
+    settings: Settings, resolved: ResolvedModels, codec: TextCodec, world: World | None, phases: StartupProgress
+) -> tuple[LLMBase, str, int]:
+    """Loads the models. Returns them with the dtype's name and the number of threads. Raises UserError if there
+    is not enough memory."""
     phases.begin("target weights")
     from swiftspec.llm import LLM
 
-    options, dtype, threads = load_options(settings, found.target, world)
+    options, dtype, threads = load_options(settings, resolved.target, world)
     options |= {"vocab_size": codec.size, "progress": WeightProgress(phases), "note": phases.note}
     if (worker := options.get("draft_worker")) is not None:
         options["draft_worker"] = replace(worker, tokenizer=codec.digest)
     try:
-        llm = LLM(found.target, found.draft, found.plan, world=world, **options)
+        llm = LLM(resolved.target, resolved.draft, resolved.plan, world=world, **options)
     except (MemoryError, RuntimeError) as error:
         if isinstance(error, RuntimeError) and "memory" not in str(error):
             raise
         raise UserError("not enough memory for these models: take a smaller --max-model-len, or --dtype") from None
     if llm.roles.recorder.file is not None:
         llm.roles.recorder.file.token_text = lambda token: codec.token_text([token])
-    if warm_up:
-        phases.begin("warm-up")
-        llm.generate([0], SamplingParams(max_tokens=2, ignore_eos=True))
-    phases.ready()
-    embedded = settings.model is None
-    return Session(
-        llm, codec, found.model, found.draft_model, embedded, dtype, threads, defaults, settings.packed_cache
-    )
+    return llm, dtype, threads
 
 
 def run_follower_rank(settings: Settings, world: World) -> None:
-    """What every rank but 0 does, until rank 0 leaves. Raises UserError as that would, and RankLost."""
+    """Runs any rank but 0 until rank 0 shuts it down. Raises UserError for the same reasons as rank 0, and RankLost."""
     from swiftspec import llm
     from swiftspec.distributed.launch.config_check import report_startup_error
 
@@ -174,7 +201,7 @@ def run_follower_rank(settings: Settings, world: World) -> None:
 
 
 def load_options(settings: Settings, target: Path, world: World | None) -> tuple[LoadOptions, str, int]:
-    """How to load the models; dtype and threads by name and number, for whoever tells the user."""
+    """Returns the options for loading the models, and for display the name of the dtype and the number of threads."""
     import torch
 
     device = resolve_device(settings.device)
@@ -199,10 +226,10 @@ def load_options(settings: Settings, target: Path, world: World | None) -> tuple
 
 
 class WeightProgress:
-    """The loader tells of bytes; whose they are follows from the order, in which each begins with none."""
+    """Shows the loader's progress. The loader does not name the model: each one starts at 0 bytes, in a fixed order."""
 
     def __init__(self, phases: StartupProgress, *names: str) -> None:
-        """`names`: of the phases, in that order; those of a pair if left out."""
+        """`names`: phases in loading order; those of a pair by default."""
         self._phases, self._names = phases, names or ("target weights", "draft weights")
         self._models, self._began = 0, 0.0
 

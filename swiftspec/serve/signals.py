@@ -1,4 +1,4 @@
-"""How a command ends by a signal: always with that signal's exit code, whatever became of the exception on its way."""
+"""Termination by a signal: the exit code is that of the signal, whatever happens to the exception on its way."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from contextlib import suppress
 from types import FrameType
 from typing import Any
 
-SIGNAL_GRACE_S = 10.0  # seconds in which a process puts all in order
+SIGNAL_GRACE_S = 10.0  # for a process to clean up
 TERMINATION_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class TerminationGuard:
-    """While it is open, a signal raises KeyboardInterrupt or SystemExit in the main thread, as ever. But native code
-    makes another exception of that, and some code goes on after any exception; so `code` remembers the signal, as the
-    exit code that it asks for. A process that still runs `grace` seconds later is ended on the spot.
+    """Context in which a signal raises KeyboardInterrupt or SystemExit in the main thread, and is recorded.
 
-    A thread watches over that. It hears of a signal from the interpreter's own handler, in C, so that a main thread
-    which never comes back from a native call is ended too. Signals that were ignored at the start stay ignored.
+    Native code may turn the exception into another one, and some code continues after any exception; therefore
+    `exit_code` stores the exit code of the first signal. A process that still runs `grace_s` later is ended
+    immediately, by a thread. The interpreter's C handler notifies that thread through a file descriptor, so it works
+    even if the main thread never returns from a native call. Signals that were ignored before stay ignored.
     """
 
     def __init__(self, grace_s: float = SIGNAL_GRACE_S, signals: tuple[int, ...] = TERMINATION_SIGNALS) -> None:
@@ -53,7 +53,7 @@ class TerminationGuard:
     def _handle(self, number: int, frame: FrameType | None) -> None:
         self.exit_code = self.exit_code or 128 + number
         with suppress(BlockingIOError):
-            os.write(self._write_fd, bytes([number]))  # asyncio may have put its own file in place of ours
+            os.write(self._write_fd, bytes([number]))  # asyncio may have replaced the wakeup descriptor
         if number == signal.SIGINT:
             raise KeyboardInterrupt
         raise SystemExit(self.exit_code)
@@ -61,7 +61,7 @@ class TerminationGuard:
     def _watch(self) -> None:
         try:
             while numbers := os.read(self._read_fd, 64):
-                for number in numbers:  # some other handler may have Ctrl-C at the time
+                for number in numbers:  # another handler may be installed at the moment
                     if number in self._previous_handlers and signal.getsignal(number) == self._handle:
                         self._exit_after_grace(128 + number)
                         return
@@ -69,9 +69,9 @@ class TerminationGuard:
             os.close(self._read_fd)
 
     def _exit_after_grace(self, code: int) -> None:
-        """Until the command is over, or has had its time."""
+        """Waits for the end of the command; ends the process after the grace period."""
         poll = select.poll()
-        poll.register(self._read_fd, 0)  # of the other end's close it tells anyway
+        poll.register(self._read_fd, 0)  # a closed writing end is reported without being requested
         poll.poll(self._grace_s * 1000)
         if not self._finished:
             _restore_terminal(self._terminal_state)
@@ -79,7 +79,7 @@ class TerminationGuard:
 
 
 def _read_terminal_state() -> list[Any] | None:
-    """How the terminal is set, if there is one."""
+    """Settings of the terminal, or None without one."""
     try:
         return termios.tcgetattr(0)
     except termios.error:
@@ -87,7 +87,7 @@ def _read_terminal_state() -> list[Any] | None:
 
 
 def _restore_terminal(state: list[Any] | None) -> None:
-    """Sets the terminal as it was, shows the cursor; also from the background."""
+    """Restores the terminal's settings and shows the cursor; works in a background process group too."""
     if state is None:
         return
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTTOU})

@@ -1,5 +1,5 @@
-"""What standard output and standard error are for a command, however it was started. The answer goes to the first: what
-cannot be written there ends the run, with one line. Messages go to the second, and are never what a run fails by."""
+"""Standard output and standard error of a command. A failed write to standard output ends the command with one line; a
+failed write to standard error is ignored."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from swiftspec.errors import UserError
 
 
 class OutputLost(UserError):
-    """Standard output takes nothing any more."""
+    """Standard output cannot be written."""
 
 
 class _AnswerStream(io.TextIOWrapper):
-    """Standard output. The first write that fails says why; after it the file is nowhere, so that what is held back
-    troubles nobody, not even the interpreter when it ends."""
+    """Standard output. The first failed write raises the reason and redirects the file to /dev/null, so that buffered
+    text causes no second error, not even at the interpreter's exit."""
 
     failure: Exception | None = None
 
@@ -43,7 +43,7 @@ class _AnswerStream(io.TextIOWrapper):
 
 
 class _MessageStream(io.TextIOWrapper):
-    """Standard error, on which all goes well."""
+    """Standard error; failed writes are ignored."""
 
     def write(self, text: str, /) -> int:
         with suppress(OSError):
@@ -56,18 +56,18 @@ class _MessageStream(io.TextIOWrapper):
 
 
 class CommandStreams:
-    """The streams of a running command."""
+    """Output streams of a running command."""
 
     def __init__(self, answers: _AnswerStream | None) -> None:
         self._answers = answers
 
     def check(self) -> None:
-        """Raises UserError where there is no standard output."""
+        """Raises UserError if standard output is closed."""
         if sys.stdout is None:
             raise UserError("standard output is closed: there is nowhere to print an answer")
 
     def flush(self) -> None:
-        """Writes what is held back. Raises OutputLost or BrokenPipeError if that, or a write before, did not work."""
+        """Flushes standard output. Raises OutputLost or BrokenPipeError if this or an earlier write failed."""
         if sys.stdout is not None:
             sys.stdout.flush()
         if self._answers is not None and self._answers.failure is not None:
@@ -76,14 +76,14 @@ class CommandStreams:
 
 @contextmanager
 def command_streams(first: bool) -> Iterator[CommandStreams]:
-    """The streams as a command has them; those before come back afterwards. Streams that are not the process's own,
-    such as a test's, stay as they are. `first`: this rank prints; the output of others goes nowhere."""
+    """Installs the output streams of a command and restores the previous ones at the end. Streams that are not the
+    process's own, such as those of a test, are left in place. `first`: this is rank 0; other ranks print nothing."""
     before = sys.stdout, sys.stderr
-    for closed in (0, 1, 2):  # else a file that is opened later would become what a library writes its messages to
+    for closed in (0, 1, 2):  # otherwise a file that is opened later would get the messages of libraries
         try:
             os.fstat(closed)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)  # the lowest number that is free
+            os.open(os.devnull, os.O_RDWR)  # gets the lowest free number
     answers = messages = None
     if sys.stderr is sys.__stderr__:
         encoding = "utf-8" if sys.stderr is None else sys.stderr.encoding
@@ -93,7 +93,7 @@ def command_streams(first: bool) -> Iterator[CommandStreams]:
     elif sys.stdout is not None and sys.stdout is sys.__stdout__:
         original = sys.stdout
         answers = sys.stdout = _AnswerStream(
-            _open_fd(1), original.encoding, "replace",  # a terminal that lacks a character shows ? for it
+            _open_fd(1), original.encoding, "replace",  # an unsupported character becomes ?
             line_buffering=bool(original.line_buffering), write_through=bool(getattr(original, 'write_through', False)),
         )  # fmt: skip
     try:
@@ -105,10 +105,10 @@ def command_streams(first: bool) -> Iterator[CommandStreams]:
 
 
 def _open_fd(number: int) -> io.BufferedWriter:
-    os.set_blocking(number, True)  # a pipe may come otherwise, and then it has no room now and then
+    os.set_blocking(number, True)  # an inherited pipe may be non-blocking, and then writes fail when it is full
     return io.BufferedWriter(io.FileIO(number, "w", closefd=False))
 
 
 def warn(text: str) -> None:
-    """A line of warning, even where phases and notes are not shown."""
+    """Prints a warning, even if progress and notes are not shown."""
     print(f"swiftspec: warning: {text}", file=sys.stderr, flush=True)

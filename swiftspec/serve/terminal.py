@@ -1,4 +1,4 @@
-"""The terminal: phases of the start, Ctrl-C, colours, and text that must not steer the terminal."""
+"""Terminal: startup progress, Ctrl-C, colours, and escaping of control characters."""
 
 from __future__ import annotations
 
@@ -20,17 +20,18 @@ if TYPE_CHECKING:
     from swiftspec.engine import TokenChunk
 
 ACCEPTED_STYLE = "underline green"
-C0_PICTURES = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"}  # to their pictures
+C0_PICTURES = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"}  # to control pictures
 VISIBLE_CONTROLS = C0_PICTURES | dict.fromkeys(range(0x7F, 0xA0), 0xFFFD)
 
 
 def visible(text: str) -> str:
-    """Text whose control characters show instead of steering the terminal."""
+    """Replaces control characters by visible ones, so that they have no effect on the terminal."""
     return text.translate(VISIBLE_CONTROLS)
 
 
 def line_reader() -> Callable[[], str]:
-    """Asks for one message. Raises EOFError on Ctrl-D, KeyboardInterrupt on Ctrl-C with nothing typed."""
+    """Returns a function that reads one message. It raises EOFError on Ctrl-D, and KeyboardInterrupt on Ctrl-C in an
+    empty line."""
     from prompt_toolkit import PromptSession
     from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
 
@@ -52,7 +53,7 @@ def line_reader() -> Callable[[], str]:
 
 
 def print_note(console: Console, text: str, style: str = "dim") -> None:
-    """A line that is no part of an answer."""
+    """Prints a line that is not part of an answer."""
     console.print(Text(visible(text), style), soft_wrap=True)
 
 
@@ -61,21 +62,21 @@ class Painter:
 
     def __init__(self, console: Console) -> None:
         self._console = console
-        with console.capture() as capture:  # rich knows what this terminal can do; asking once is enough
+        with console.capture() as capture:  # the escape sequences for this terminal, as rich writes them
             console.print(Text("x", ACCEPTED_STYLE), end="")
         self._before, _, self._after = capture.get().partition("x")
 
     def write(self, text: str, accepted: bool) -> None:
         text = visible(text)
-        if accepted:  # no underline runs on over the end of a line
+        if accepted:  # an underline must not continue past the end of a line
             text = "\n".join(f"{self._before}{line}{self._after}" if line else "" for line in text.split("\n"))
         self._console.file.write(text)
         self._console.file.flush()
 
 
 class Interrupt:
-    """Ctrl-C ends an answer between two rounds, so that nothing is left half done. Before the first token, and when
-    pressed a second time, it raises KeyboardInterrupt on the spot."""
+    """Context in which Ctrl-C ends an answer between two rounds. Before the first token, and when pressed a second
+    time, it raises KeyboardInterrupt immediately."""
 
     def __init__(self) -> None:
         self.pressed = False
@@ -95,7 +96,7 @@ class Interrupt:
         self.pressed = True
 
     def until_pressed(self, chunks: Iterator[TokenChunk]) -> Iterator[TokenChunk]:
-        """The chunks, until Ctrl-C."""
+        """Yields the chunks until Ctrl-C is pressed."""
         try:
             for chunk in chunks:
                 self._began = True
@@ -109,8 +110,8 @@ class Interrupt:
 
 
 class KeyInterrupt(Interrupt):
-    """Ctrl-C under a launcher such as torchrun, which owns the terminal's signals and would end all ranks: during an
-    answer the terminal sends it as a key instead, looked for between two rounds. Other keys pressed meanwhile are lost.
+    """Ctrl-C under a launcher such as torchrun, which handles the terminal's signals and would end all ranks. During an
+    answer the terminal delivers it as a key, which is read between two rounds; other keys are discarded.
     """
 
     def __enter__(self) -> KeyInterrupt:
@@ -133,7 +134,7 @@ class KeyInterrupt(Interrupt):
 
 
 class StartupProgress:
-    """Says on stderr what the start is busy with: one live line in a terminal, else a line per phase; or nothing."""
+    """Progress of the start on stderr: one live line in a terminal, otherwise a line per phase; nothing if `quiet`."""
 
     def __init__(self, quiet: bool = False) -> None:
         self._began = self._phase_began = time.monotonic()
@@ -146,7 +147,7 @@ class StartupProgress:
             self._status.start()
 
     def begin(self, phase: str, step: str = "") -> None:
-        """Names the phase that starts now; `step` is news of one that runs already."""
+        """Begins a phase, or updates the current one. `step`: its progress."""
         if phase != self._phase:
             self._end()
             self._phase, self._phase_began = phase, time.monotonic()
@@ -156,16 +157,16 @@ class StartupProgress:
             self._status.update(f"{phase} {step}".rstrip())
 
     def warn(self, text: str) -> None:
-        """A line that stays, even when the phases are not shown."""
+        """Prints a warning, even if the phases are not shown."""
         print(f"swiftspec: warning: {text}", file=sys.stderr, flush=True)
 
     def note(self, text: str) -> None:
-        """A line that stays, where the phases are shown."""
+        """Prints a note, if the phases are shown."""
         if self._lines:
             print(f"swiftspec: {text}", file=sys.stderr, flush=True)
 
     def ready(self) -> None:
-        """Ends the last phase and says what the start took."""
+        """Ends the last phase and prints the duration of each."""
         self._end()
         self.close()
         if self._lines:
@@ -173,7 +174,7 @@ class StartupProgress:
             print(f"swiftspec: ready in {total:.1f} s ({', '.join(self._done)})", file=sys.stderr, flush=True)
 
     def close(self) -> None:
-        """Takes the live line away; also after a failure."""
+        """Removes the live line; also called after a failure."""
         if self._status is not None:
             self._status.stop()
             self._status = None

@@ -1,4 +1,4 @@
-"""The workers that the settings name, and how one speaks with them."""
+"""Addresses and credentials of the workers that the settings name."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from swiftspec.serve.settings.settings import Settings, UsageError
 if TYPE_CHECKING:
     from swiftspec.builder.load_options import WorkerAddress
 
-MAX_TOKEN_BYTES = 4096  # bytes
+MAX_TOKEN_BYTES = 4096
 
 
 def draft_worker(settings: Settings) -> WorkerAddress | None:
-    """The draft's, should one be named."""
+    """Address of the draft worker, if there is one."""
     return None if settings.draft_url is None else _worker(settings, settings.draft_url, "--draft-url")
 
 
 def target_worker(settings: Settings) -> WorkerAddress:
-    """The target's, which is named."""
+    """Address of the target worker. --target-url must be set."""
     assert settings.target_url is not None
     return _worker(settings, settings.target_url, "--target-url")
 
@@ -35,7 +35,7 @@ def _worker(settings: Settings, url: str, flag: str) -> WorkerAddress:
 
 
 def load_security(settings: Settings) -> RpcSecurity:
-    """The token and the certificates. Raises UsageError where one cannot be read."""
+    """Reads the token and the certificates. Raises UsageError if one cannot be read."""
     read = {name: _pem(getattr(settings, f"tls_{name}"), f"--tls-{name}") for name in ("cert", "key", "ca")}
     return RpcSecurity(_token(settings.token), **read)
 
@@ -48,7 +48,7 @@ def _pem(file: str | None, flag: str) -> bytes | None:
     except UserError as error:
         raise UsageError(str(error)) from None
     if b"-----BEGIN" not in data:
-        raise UsageError(f"{flag} {file} is no PEM file: give one that begins with -----BEGIN")
+        raise UsageError(f"{flag} {file} is not a PEM file: it must begin with -----BEGIN")
     return data
 
 

@@ -1,4 +1,4 @@
-"""What of the CUDA operators shows without a GPU: they are chosen or refused, and nonsense is refused in one line."""
+"""CUDA operators without a GPU: their selection, and rejection of invalid arguments with a one-line message."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CONFIG = {**SHAPE, "architectures": ["LlamaForCausalLM"], "num_hidden_layers": 1
 CPU = torch.device("cpu")
 
 
-def test_who_asks_for_them_where_they_cannot_run_is_told_why() -> None:
+def test_requesting_them_where_they_cannot_run_explains_why() -> None:
     config = parse_config(CONFIG)
     with pytest.raises(UserError, match="need a GPU, not cpu"):
         select_operators("cuda", config, torch.bfloat16, CPU)
@@ -47,8 +47,10 @@ def test_who_asks_for_them_where_they_cannot_run_is_told_why() -> None:
     if _C.cuda_built
     else [],
 )
-def test_nonsense_is_refused_before_it_reaches_the_device(function: Any, change: dict[str, Any], message: str) -> None:
-    """Arrays of the CPU among it."""
+def test_invalid_arguments_do_not_reach_the_device(
+    function: Any, change: dict[str, Any], message: str
+) -> None:
+    """Including arrays on the CPU."""
     tokens, slots = torch.zeros(2, dtype=torch.int64), torch.zeros(4, 4, dtype=torch.bool)
     table, node = torch.zeros(8, 16, dtype=torch.bfloat16), torch.zeros(2, dtype=torch.int32)
     arrays = ("parent", "slot", "weight", "used", "positions", "slots", "mask")

@@ -1,4 +1,4 @@
-"""Which GPUs the CUDA operators take, and what is said of the others, in one line."""
+"""Which GPUs the CUDA operators support, and the one-line message for the others."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from swiftspec.errors import UserError
 
 
 class Machine:
-    """A machine with one GPU, as torch and the extension tell of it."""
+    """A machine with one GPU, as torch and the extension report it."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.patch = monkeypatch
@@ -55,17 +55,17 @@ def test_a_build_without_cuda_is_refused(machine: Machine) -> None:
 
 
 @pytest.mark.parametrize(
-    ("built", "driver", "said"),
+    ("built", "driver", "message"),
     [(None, 0, "without CUDA"), ("13.0", 0, "no NVIDIA driver"), ("13.0", 13000, "none that it can use"),
      ("13.0", 12040, "driver is for CUDA 12.4, this PyTorch needs 13.0: install a newer driver")],
 )  # fmt: skip
-def test_a_machine_without_a_gpu_says_what_is_missing(
-    machine: Machine, monkeypatch: pytest.MonkeyPatch, built: str | None, driver: int, said: str
+def test_without_a_gpu_the_message_names_what_is_missing(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, built: str | None, driver: int, message: str
 ) -> None:
     machine.torch(is_available=lambda: False)
     monkeypatch.setattr(torch.version, "cuda", built)
     monkeypatch.setattr(torch._C, "_cuda_getDriverVersion", lambda: driver, raising=False)
-    assert said in machine.refusal()
+    assert message in machine.refusal()
 
 
 @pytest.mark.parametrize(
@@ -76,10 +76,10 @@ def test_a_machine_without_a_gpu_says_what_is_missing(
         ((80, 120), {(8, 0), (8, 6), (8, 7), (8, 9), (12, 0), (12, 1)}),
     ],
 )
-def test_a_gpu_takes_what_was_built_for_its_generation(
+def test_a_gpu_runs_code_for_its_generation(
     machine: Machine, archs: tuple[int, ...], taken: set[tuple[int, int]]
 ) -> None:
-    """And for no later one of it."""
+    """But not code for a later GPU of the same generation."""
     machine.native(cuda_archs=archs)
 
     def found(*capability: int) -> Callable[[Any], tuple[int, ...]]:
@@ -99,7 +99,7 @@ def test_a_gpu_that_is_too_old_is_refused(machine: Machine) -> None:
     assert "need compute capability 8.0 (Ampere) or more, A GPU has 7.5" in machine.refusal()
 
 
-def test_a_driver_that_is_too_old_for_the_kernels_is_told(machine: Machine) -> None:
+def test_a_driver_that_is_too_old_for_the_kernels_is_reported(machine: Machine) -> None:
     def refuse() -> None:
         raise RuntimeError("device: CUDA driver version is insufficient for CUDA runtime version")
 

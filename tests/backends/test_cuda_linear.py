@@ -1,4 +1,4 @@
-"""What backends/cuda/linear.py refuses. What it computes: native/test_cuda_tiles.py, gpu/."""
+"""Arguments that backends/cuda/linear.py rejects. Its results are tested by native/test_cuda_tiles.py and gpu/."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_other_dtypes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         cuda_linear.pack(WEIGHT, torch.float16, "cuda:0")
 
 
-def test_each_projection_names_the_tiles_of_the_one_behind_it() -> None:
+def test_each_projection_prefetches_the_tiles_of_the_next() -> None:
     named: dict[str, torch.Tensor] = {}
 
     def matrix(name: str, tiles: int) -> Any:
@@ -76,6 +76,6 @@ def test_channels_are_checked(change: dict[str, Any], message: str) -> None:
 
 
 @needs_cuda
-def test_trouble_names_rank_slot_and_epoch() -> None:
+def test_a_fault_names_rank_slot_and_epoch() -> None:
     assert _C.cuda_trouble(0) is None
     assert _C.cuda_trouble(1 << 56 | 3 << 48 | 5 << 40 | 2 << 32 | 77) == (3, 5, 2, 77)

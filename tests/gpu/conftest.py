@@ -1,4 +1,4 @@
-"""What the tests of this folder share."""
+"""Fixtures of the GPU tests."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.gpu.device import EMULATED, SEED
 
 @pytest.fixture(autouse=True)
 def own_order(request: pytest.FixtureRequest) -> None:
-    """On the emulated GPU a test draws the same order of everything alone and among others."""
+    """Seeds the schedule of the emulated GPU per test, so that it does not depend on the other tests."""
     native: Any = _C
     if EMULATED:
         native.seed(zlib.crc32(request.node.nodeid.encode()) + SEED)

@@ -45,15 +45,15 @@ real = pytest.mark.skipif(EMULATED or not torch.cuda.is_available(), reason="no 
 
 
 def most(cases: list[T], emulated: int, few: int | None = None) -> list[T]:
-    """All cases on a GPU; on the emulated one, which is slow, the first so many; of a change the first few."""
+    """All cases on a GPU; on the emulated GPU, which is slow, the first `emulated`, or `few` for quick runs."""
     if FEW and few is not None:
         return cases[:few]
     return cases[:emulated] if EMULATED else cases
 
 
 def captured(work: Callable[[], T]) -> Callable[[], T]:
-    """`work` as a graph: each call replays it and returns the tensors that it returned when it was captured. Graphs are
-    not emulated: there each call does the work."""
+    """Captures `work` in a graph. Each call replays it and returns the tensors of the capture. The emulated GPU has no
+    graphs: there each call runs `work`."""
     if EMULATED:
         return work
     work()
@@ -71,8 +71,8 @@ def captured(work: Callable[[], T]) -> Callable[[], T]:
 
 @contextmanager
 def emulated_gpu(*parts: int, shared: int = 0) -> Iterator[None]:
-    """The emulated GPU with so many multiprocessors in each of its parts, across which no cluster lies, and so many
-    bytes of shared memory if they are given."""
+    """Configures the emulated GPU: `parts` are the multiprocessors of each GPC (a cluster lies within one of them),
+    `shared` the bytes of shared memory per block (0: the default)."""
     native: Any = _C
     native.gpu(parts, shared)
     try:

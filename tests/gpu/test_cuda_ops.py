@@ -1,4 +1,4 @@
-"""The CUDA operators that are no projections: equal to the reference, and no row depends on the others."""
+"""CUDA operators other than projections: they equal the reference, and rows are independent of each other."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def tables(dim: int, length: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def window_batch(rows: int, length: int, width: int, seed: int, causal: bool = False) -> Batch:
-    """Rows in the last slots of one sequence, each of which sees a part of the window and itself."""
+    """Rows in the last slots of one sequence; each sees a random part of the window and itself."""
     slots = torch.arange(length - rows, length, device=DEVICE)
     columns = torch.arange(length - width, length, device=DEVICE)
     mask = torch.rand(rows, width, generator=dice(seed), device=DEVICE) < (2 if causal else 0.5)
@@ -87,20 +87,20 @@ def test_attention_over_a_prompt_chunk_and_a_long_context(dim: int) -> None:
         check_attention(window_batch(5, 9000, 4096, 3), 4, 2, dim, 9001)
 
 
-def test_attention_over_more_parts_than_are_joined() -> None:
-    """Without clusters a block then takes several tiles of a part in turn."""
+def test_attention_over_more_parts_than_are_combined() -> None:
+    """Without clusters a block then processes several tiles of a part sequentially."""
     check_attention(window_batch(2, 4200, 40, 3), 2, 1, 64, 4200)
 
 
-def test_attention_over_more_rows_than_a_launch_takes() -> None:
-    """A prompt's chunk goes in slices; each finds in the cache what those before it have written."""
+def test_attention_over_more_rows_than_one_launch() -> None:
+    """A prefill chunk is split into launches; each reads from the cache what the earlier ones have written."""
     length, rows = (700, 530) if EMULATED else (3000, 1024)
     check_attention(window_batch(rows, length, rows + 6, 7, causal=True), 4, 2, 64, length + 9)
 
 
 @pytest.mark.parametrize("dim", [64, 128])
 def test_attention_of_a_population(dim: int) -> None:
-    """Many rows over one prefix, each with a tail of its own."""
+    """Many rows over one prefix, each with its own tail."""
     rows, length = (60, 300) if EMULATED else (320, 1800)
     check_attention(window_batch(rows, length, length // 2, 4), 8, 2, dim, 2048)
 
@@ -114,7 +114,7 @@ def test_attention_over_two_sequences_with_slots_out_of_order() -> None:
 
 @pytest.mark.parametrize("seed", most(list(range(12)), 10))
 def test_a_row_of_attention_depends_on_nothing_but_its_own_keys(seed: int) -> None:
-    """Keys of one path, in a row or scattered over a tree among strangers, holes and any prefix: the same bits."""
+    """The keys of a path, contiguous or scattered over a tree with other nodes and holes, give identical bits."""
     noise = torch.Generator().manual_seed(seed)
 
     def pick(low: int, high: int) -> int:
@@ -153,7 +153,7 @@ def test_a_row_of_attention_depends_on_nothing_but_its_own_keys(seed: int) -> No
         assert torch.equal(run(prefix, places, length, length - prefix + pick(0, 9), others), alone)
 
 
-def test_a_replay_gives_what_an_eager_call_gives() -> None:
+def test_a_replay_equals_an_eager_call() -> None:
     heads, kv_heads, dim, capacity = 8, 2, 128, 5000
     batch, cache = window_batch(8, 300, 64, 1), Cache(1, kv_heads, capacity, dim)
     qkv, (cos, sin) = random(8, (heads + 2 * kv_heads) * dim, seed=4), tables(dim, capacity, BF16)
@@ -174,7 +174,7 @@ def test_a_replay_gives_what_an_eager_call_gives() -> None:
 
 
 @pytest.mark.parametrize("vocab", most([1, 33, 4097, 128_256], 3))
-def test_noise_is_the_hosts_to_the_bit(vocab: int) -> None:
+def test_noise_is_bitwise_identical_to_the_hosts(vocab: int) -> None:
     positions = torch.tensor([0, 1, 7, 2**31 - 1])
     got = cuda.gumbel_rows(2**63 + 5, 3, positions.to(DEVICE), range(vocab)).cpu()
     torch.testing.assert_close(got, reference.gumbel_rows(2**63 + 5, 3, positions, range(vocab)), rtol=1e-6, atol=1e-6)
@@ -213,7 +213,7 @@ def test_draw_and_children(vocab: int, noisy: bool, biased: bool) -> None:
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("vocab", [1, 5, 33, 700] if EMULATED else [1, 5, 33, 4096, 5003, 128_256])
 def test_keyed_draws_and_their_log_probabilities(vocab: int, biased: bool) -> None:
-    """The draw is the one under the noise in memory, to the bit; a row depends on itself."""
+    """Draws are bitwise identical to those with the noise in memory; rows are independent of each other."""
     logits = random(9, vocab + 5, seed=vocab, dtype=torch.float32) * 4
     logits[:, vocab:] = 1e9
     bias = random(vocab, seed=2, dtype=torch.float32) if biased else None
@@ -270,7 +270,7 @@ def test_embedding(dim: int) -> None:
 
 
 def test_a_tree_grows_without_the_host() -> None:
-    """As the same code on a CPU (tests/native/test_cuda_code.py): best first, the earlier of equals, ancestors seen."""
+    """As the same code on a CPU (tests/native/test_cuda_code.py): order of the leaves, ties, and mask rows."""
     w, k, slots, prefix = 6, 4, 30, torch.tensor([17], device=DEVICE)
     tree = DeviceTree(slots, k, w, DEVICE)
     tree.reset(torch.tensor([5], device=DEVICE))
@@ -295,7 +295,7 @@ def test_a_tree_grows_without_the_host() -> None:
         tree.best_leaves(prefix)
 
 
-def test_nonsense_is_refused() -> None:
+def test_invalid_arguments_are_rejected() -> None:
     batch, cache = window_batch(2, 10, 8, 1), Cache(1, 2, 16, 64)
     cos, sin = tables(64, 16, BF16)
     with pytest.raises(ValueError, match="cos: expected bfloat16"):

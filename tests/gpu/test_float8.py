@@ -1,4 +1,4 @@
-"""Attention over a cache of float8: that over bfloat16 to the bit, and new keys count as they are stored."""
+"""Attention over a float8 cache: bitwise identical to bfloat16 with rounded values, also for new keys."""
 
 from __future__ import annotations
 
@@ -28,7 +28,6 @@ def run(batch: Batch, cache: Cache, qkv: Tensor, cos: Tensor, sin: Tensor, heads
 
 
 def same(ours: Tensor, theirs: Tensor) -> bool:
-    """To the bit."""
     return torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8))
 
 
@@ -68,8 +67,8 @@ def test_attention_over_float8(rows: int, length: int, dim: int) -> None:
 
 @pytest.mark.skipif(not EMULATED, reason="a GPU has the clusters that it has")
 @pytest.mark.parametrize("kind", [FP8, BF16])
-def test_tiles_of_a_long_row_come_while_others_are_computed(kind: torch.dtype) -> None:
-    """One cluster takes all four parts of a row in turn: the same bits as four clusters, which have one each."""
+def test_tiles_of_a_long_row_are_prefetched(kind: torch.dtype) -> None:
+    """One cluster that computes all four parts of a row equals four clusters with one part each, bitwise."""
     rows, length, dim = 3, 3100, 128
     batch, turns = window_batch(rows, length, 16, 5, causal=True), tables(dim, length, BF16)
     k, v = (random(2, 1, KV_HEADS, length + 5, dim, seed=seed).to(kind) for seed in (2, 3))
@@ -80,7 +79,7 @@ def test_tiles_of_a_long_row_come_while_others_are_computed(kind: torch.dtype) -
 
 
 def test_numbers_are_rounded_as_torch_rounds_them() -> None:
-    """All of bfloat16, which a batch writes as its values; beyond 448 it is that."""
+    """All bfloat16 numbers, stored as the values of a batch; larger ones saturate at 448."""
     rows, heads, dim = 64, 8, 128
     numbers = torch.arange(2**16, device=DEVICE).to(torch.uint16).view(BF16).view(rows, heads * dim)
     batch, qkv = window_batch(rows, rows, rows, 1, causal=True), random(rows, 3 * heads * dim, seed=1)

@@ -1,4 +1,4 @@
-"""Replays of real graphs against the forwards that they were captured from."""
+"""Graph replays equal the eager forwards that they were captured from."""
 
 from __future__ import annotations
 
@@ -68,8 +68,8 @@ def test_replay_equals_eager_twice_in_a_row(dtype: torch.dtype) -> None:
 
 @real
 @pytest.mark.parametrize("plan", [EngineConfig(), EngineConfig("async", draft_tp=0)], ids=["serial", "async"])
-def test_the_pair_says_on_the_gpu_what_it_says_on_the_cpu(plan: EngineConfig) -> None:
-    """In turn, and both models at the same time on streams of one GPU."""
+def test_the_gpu_generates_the_text_of_the_cpu(plan: EngineConfig) -> None:
+    """Serially, and with both models concurrently on two streams of one GPU."""
     sampling = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True)
     prompt = list(range(50, 90))
     plain = LLM(DEMO / "target", dtype=torch.float32, max_model_len=128).generate(prompt, sampling)
@@ -79,7 +79,7 @@ def test_the_pair_says_on_the_gpu_what_it_says_on_the_cpu(plan: EngineConfig) ->
 
 
 def random_model(group: Any = None, seed: int = 1) -> Transformer:
-    """Two layers with heads of 64, which the CUDA operators take, and any weights; of a group's rank its share."""
+    """Two layers with heads of 64, which the CUDA operators support, and random weights; for a rank, its shard."""
     shape = {"hidden_size": 256, "num_heads": 4, "num_kv_heads": 2, "head_dim": 64, "intermediate_size": 512}
     config = replace(read_config(DEMO / "draft"), num_layers=2, vocab_size=VOCAB, **shape)
     dice = torch.Generator().manual_seed(seed)
@@ -98,8 +98,7 @@ def random_model(group: Any = None, seed: int = 1) -> Transformer:
 
 
 def group_of_one(gather: Any = None, rows: int = 32) -> PeerMemoryGroup:
-    """A rank that sums so many rows at most and gathers, with itself, by the kernels of a group; `gather`: what is too
-    long for these."""
+    """A group of one rank whose kernels sum up to `rows` rows and gather; `gather` handles longer messages."""
     lines = _C.cuda_lines(256, rows)
     box, trouble = make_inbox(1, lines, DEVICE), torch.zeros(1, dtype=torch.int64, pin_memory=not EMULATED)
     own = SimpleNamespace(sums=PeerCommunicator(0, [box.data_ptr()], lines, trouble, DEVICE), kept=box)
@@ -127,8 +126,8 @@ VERIFICATIONS = [
 @needs_kernels
 @pytest.mark.parametrize(("mode", "sampling", "grouped"), most(DRAFTS, 2), ids=str)
 def test_a_draft_round_as_one_graph(mode: str, sampling: SamplingParams, grouped: bool) -> None:
-    """The same proposals as with the host between the expansions: no row depends on the others, or on its slots. In a
-    group too, whose exchanges the graph holds."""
+    """The proposals equal those of expansions by the host, since rows do not depend on each other or on their slots.
+    Also in a group, whose exchanges are part of the graph."""
     w, d = (2, 3) if EMULATED else (8, 4)
     config = EngineConfig(mode, verify_batch=w, draft_leaves=w, draft_steps=d)
     model = random_model(group_of_one() if grouped else None)
@@ -145,7 +144,7 @@ def test_a_draft_round_as_one_graph(mode: str, sampling: SamplingParams, grouped
 @needs_kernels
 @pytest.mark.parametrize(("sampling", "grouped"), most(VERIFICATIONS, 3), ids=str)
 def test_a_verification_as_one_graph(sampling: SamplingParams, grouped: bool) -> None:
-    """In every row what is drawn operator by operator, though the graph's batches are padded."""
+    """Every row equals the eager draw, although the batches of the graph are padded."""
     model = random_model(group_of_one(lambda x: x[None]) if grouped else None)
     eager, graphed = (
         make_verifier(make_runner(model, cuda, VOCAB, context=320, tree_slots=16), capture=capture)

@@ -1,4 +1,4 @@
-"""The CUDA projections against float64, run against run, and row by row."""
+"""CUDA projections: accuracy against float64, reproducibility, and independence of rows."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def exact(of: DenseWeight | Int4Weight) -> Callable[[Tensor], Tensor]:
 
 
 def normalised(x: Tensor, norm: Norm) -> Tensor:
-    """As the model defines it: rounded to bfloat16 before the weight and after it."""
+    """RMSNorm as the model defines it: rounded to bfloat16 before and after the weight is applied."""
     scale = (x.double().square().mean(-1, keepdim=True) + norm.eps).rsqrt()
     return ((x.double() * scale).bfloat16().double() * norm.weight.double()).bfloat16()
 
@@ -107,7 +107,7 @@ def test_products(k: int, n: int, group: int) -> None:
 @pytest.mark.parametrize("group", [128, 32, 0])
 @pytest.mark.parametrize(("k", "n"), most([(256, 144), (8192, 28672), (14336, 4096)], 1))
 def test_a_prompts_chunk(k: int, n: int, group: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """More rows than kernels of ours take, by a library's product over weights that become rows a part at a time."""
+    """More rows than the kernels support: a library GEMM over weights that are unpacked part by part."""
     w, x, norm = weight(k, n, group, bias=True), rows_of(large_m.MAX_KERNEL_ROWS + 44, k), norm_of(k)
     packed, residual = ops.pack(w, torch.bfloat16, DEVICE), rows_of(large_m.MAX_KERNEL_ROWS + 44, n, 3)
     monkeypatch.setattr(large_m, "SCRATCH", 2 * 32 * k * 2)  # two strips at a time
@@ -123,8 +123,8 @@ def test_a_prompts_chunk(k: int, n: int, group: int, monkeypatch: pytest.MonkeyP
     assert error(ops.norm_swiglu(x, norm, packed), gated) <= 3 * TOLERANCE
 
 
-def test_candidates_right_behind_the_head() -> None:
-    """They start before the head has ended whose logits they read."""
+def test_candidates_right_after_the_head() -> None:
+    """The sampling kernel starts before the LM head, whose logits it reads, has ended."""
     packed = ops.pack(weight(256, 136, 128), torch.bfloat16, DEVICE)
     inputs, norm = [rows_of(8, 256, seed) for seed in range(4)], norm_of(256)
     found = [children(ops.norm_head(x, norm, packed), 136, 8) for x in inputs]
@@ -135,7 +135,10 @@ def test_candidates_right_behind_the_head() -> None:
 
 
 AMPERE = EMULATED and _C.cuda_device()["arch"] < 90
-A100, SMALL = 166912, 101376  # bytes of shared memory; an RTX 3090 has the less, and int4 goes on by 32 rows there
+A100, SMALL = (
+    166912,
+    101376,
+)  # bytes of shared memory; with the smaller one (RTX 3090) int4 uses launches of 32 rows
 WIDE = [(1024, 304), (1000, 72), (8192, 1280), (14336, 1024), (4096, 28672)]
 
 
@@ -143,7 +146,7 @@ WIDE = [(1024, 304), (1000, 72), (8192, 1280), (14336, 1024), (4096, 28672)]
 @pytest.mark.parametrize(("k", "n"), most(WIDE, 2, 1))
 @pytest.mark.parametrize("shared", [A100, SMALL] if AMPERE else [0])
 def test_many_rows_read_a_weight_once(shared: int, k: int, n: int, group: int) -> None:
-    """And are, to the bit, what they are among eight; in one launch, in several, and with some rows left."""
+    """Results are bitwise identical to those in batches of eight; one launch, several, and with remaining rows."""
     if (group and k % group) or (group and shared == SMALL):
         pytest.skip("the groups do not divide the inputs, or 32 rows of int4 are all of a launch")
     with emulated_gpu(16, 16, 16, 16, shared=shared) if shared else nullcontext():
@@ -163,8 +166,8 @@ def test_many_rows_read_a_weight_once(shared: int, k: int, n: int, group: int) -
 
 
 @pytest.mark.skipif(not EMULATED, reason="a GPU has the size that it has; the large shapes above go round")
-def test_many_turns_of_few_clusters() -> None:
-    """More strips than run at a time, so that a CTA goes round, and more tiles than lie in shared memory together."""
+def test_many_iterations_of_few_clusters() -> None:
+    """More strips than run concurrently, so that a CTA iterates, and more tiles than fit into shared memory."""
     with emulated_gpu(8):
         for group in (128, 0):
             w = weight(2048, 304, group)
@@ -183,7 +186,7 @@ DIES = [((18,) * 4 + (16, 16, 14, 14), 30, 14), ((16,) * 6 + (18, 18), 32, 16),
 @pytest.mark.skipif(not EMULATED, reason="a GPU has the clusters that it has")
 @pytest.mark.parametrize(("parts", "fours", "eights"), most(DIES, 4, 2))
 def test_clusters_are_counted_on_the_device(parts: tuple[int, ...], fours: int, eights: int) -> None:
-    """And the cut goes by what was counted: 16 turns of clusters of 8 are a round only where 16 of them run."""
+    """And the tiling depends on the count: 16 clusters of 8 are one wave only if 16 of them run concurrently."""
     with emulated_gpu(*parts):
         found = _C.cuda_device()
         assert found["at_once"] == ([132, 66, fours, eights] if found["arch"] >= 90 else [132, 0, 0, 0])
@@ -194,7 +197,7 @@ def test_clusters_are_counted_on_the_device(parts: tuple[int, ...], fours: int, 
 
 
 def test_sizes_of_tiles() -> None:
-    """4.25 bits a weight in groups of 128; 16 in bf16."""
+    """4.25 bits per weight in groups of 128; 16 in bf16."""
     assert _C.cuda_tile_bytes(4096, 4096, 128) == 4096 * 4096 * 17 // 32
     assert _C.cuda_tile_bytes(4096, 4096, 0) == 4096 * 4096 * 2
 
@@ -208,7 +211,7 @@ def test_odd_numbers_of_outputs(outputs: int) -> None:
     check(ops.norm_linear(x, norm, packed), want, want.bfloat16())
 
 
-def test_other_groups_are_cut_or_dequantised() -> None:
+def test_other_groups_are_split_or_dequantised() -> None:
     x = rows_of(4, 768)
     for group in (256, 96, 48):
         w = weight(768, 64, group)
@@ -231,7 +234,7 @@ def test_bitwise_run_to_run(group: int) -> None:
 @pytest.mark.parametrize("group", [128, 32, 0])
 @pytest.mark.parametrize(("k", "n"), [(512, 40)] if EMULATED else [(2048, 768), (8192, 1024), (14336, 256)])
 def test_rows_do_not_depend_on_each_other(k: int, n: int, group: int) -> None:
-    """To the bit: a row alone, among any number of others, and with the others changed."""
+    """Bitwise: a row alone, among any number of other rows, and with the other rows changed."""
     packed, norm = ops.pack(weight(k, n, group), torch.bfloat16, DEVICE), norm_of(k)
     x = rows_of(33, k)
     alone = torch.cat([ops.norm_head(row[None], norm, packed) for row in x])
@@ -244,7 +247,7 @@ def test_rows_do_not_depend_on_each_other(k: int, n: int, group: int) -> None:
 
 
 def test_replayed_as_a_graph() -> None:
-    """Four projections in a row, one on the other's result, with programmatic launch between them."""
+    """A chain of four projections with programmatic dependent launch."""
     size = 128 if EMULATED else 1024
     layers = [ops.pack(weight(size, size, 128, seed), torch.bfloat16, DEVICE) for seed in range(4)]
     x, zero = rows_of(8, size), torch.zeros(8, size, dtype=torch.bfloat16, device=DEVICE)
@@ -263,8 +266,8 @@ def test_replayed_as_a_graph() -> None:
         got.fill_(float("nan"))
 
 
-def test_what_is_asked_for_ahead_changes_nothing() -> None:
-    """A projection that names the next one's tiles, more of them than are asked for and fewer than its warps."""
+def test_prefetching_changes_no_result() -> None:
+    """A projection that prefetches the next one's tiles: more than the limit, and fewer than it has warps."""
     k, n = (128, 96) if EMULATED else (2048, 3072)
     first, norm = ops.pack(weight(k, n, 128), torch.bfloat16, DEVICE), norm_of(k)
     x, zero = rows_of(8, k), torch.zeros(8, 8192, dtype=torch.bfloat16, device=DEVICE)
@@ -279,7 +282,7 @@ def test_what_is_asked_for_ahead_changes_nothing() -> None:
         assert all(torch.equal(one, other) for one, other in zip(got, want, strict=True))
 
 
-def test_bad_input() -> None:
+def test_invalid_arguments_are_rejected() -> None:
     packed, x = ops.pack(weight(256, 64, 0), torch.bfloat16, DEVICE), rows_of(4, 256)
     residual = torch.zeros(4, 64, dtype=torch.bfloat16, device=DEVICE)
     wide = torch.zeros(4, 264, dtype=torch.bfloat16, device=DEVICE)

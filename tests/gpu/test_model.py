@@ -1,4 +1,4 @@
-"""A checkpoint's forwards by the CUDA operators, from int4 files to logits, against the reference operators."""
+"""Forwards of a checkpoint by the CUDA operators, from int4 files to logits, against the reference operators."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def open_runner(ops: Any, dtype: torch.dtype, device: torch.device) -> Runner:
     return make_runner(model, ops, context=96, tree_slots=32)
 
 
-def test_the_embedded_targets_logits() -> None:
-    """Of a prompt in chunks, of trees of any shape behind it, and of what was accepted of them."""
+def test_logits_of_the_demo_target() -> None:
+    """Of a chunked prefill, of trees of any shape after it, and after commits of accepted paths."""
     ours, exact = open_runner(cuda, torch.bfloat16, DEVICE), open_runner(reference, torch.float32, torch.device("cpu"))
     dice = np.random.default_rng(1)
     prompt = dice.integers(5, 4096, 41).tolist()

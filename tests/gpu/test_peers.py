@@ -1,4 +1,4 @@
-"""Ranks as processes that sum over peer memory: on GPUs of their own where there are enough, else in turns on one."""
+"""Ranks as processes that all-reduce over peer memory: one GPU each if there are enough, otherwise one GPU for all."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ HERE = DEVICE.type  # this process's GPU
 
 
 def open_peers(rank: int, size: int, file: str, patience: float) -> PeerGroup:
-    """This process's end of the group; its GPU becomes the current one."""
+    """The peer group of this process; its GPU becomes the current one."""
     device = torch.device(f"{HERE}:{rank % torch.cuda.device_count()}" if HERE == "cuda" else HERE)
     torch.cuda.set_device(device)
     store = FileStore(file, size)
@@ -43,8 +43,8 @@ def open_peers(rank: int, size: int, file: str, patience: float) -> PeerGroup:
 
 
 def sum_products(rank: int, size: int, file: str) -> None:
-    """Products of changing length, then a graph of three with gathers between replayed: each the sum in rank order, to
-    the bit."""
+    """Products of varying length, then replays of a graph of three products and gathers: each equals the sum in rank
+    order, bitwise."""
     peers = open_peers(rank, size, file, 30.0)
     packed = [ops.pack(weight(K, N, 128, seed), torch.bfloat16, HERE) for seed in range(size)]
 
@@ -82,8 +82,8 @@ def sum_products(rank: int, size: int, file: str) -> None:
 
 
 def decode_particles(rank: int, size: int, file: str) -> None:
-    """A request in mode smc on shares of two models, eagerly and in rounds that are one graph, with the gathers of
-    whole logits; then what the particles say."""
+    """A request in mode smc on shards of two models, eagerly and with one graph per round, including the gathers of
+    the logits; then the texts of the particles."""
     peers, nothing = open_peers(rank, size, file, 30.0), None
     ends: tuple[Any, Any, Any] = (nothing, SimpleNamespace(name="both", rank=rank, size=size, all_reduce=None), peers)
     group = PeerMemoryGroup(*ends)
@@ -97,7 +97,7 @@ def decode_particles(rank: int, size: int, file: str) -> None:
 
 
 def wait_in_vain(rank: int, size: int, file: str) -> None:
-    """Rank 0 sums; the others never do, and stay until it has given up."""
+    """Rank 0 sums; the others never do, and stay alive until it has aborted."""
     peers, gave_up = open_peers(rank, size, file, 0.5), Path(f"{file}.done")
     while rank > 0 and not gave_up.exists():
         time.sleep(0.05)
@@ -113,7 +113,7 @@ def wait_in_vain(rank: int, size: int, file: str) -> None:
 
 
 def on_ranks(work: str, size: int, file: Path) -> list[str]:
-    """What the ranks print. They end without clearing up, as a rank does that has lost its GPU."""
+    """Returns the output of the ranks. They exit without cleanup, like a rank that has lost its GPU."""
     code = "import os, sys\nfrom tests.gpu import test_peers\n"
     code += f"test_peers.{work}(int(sys.argv[1]), {size}, {str(file)!r})\nsys.stdout.flush()\nos._exit(0)"
     ranks = [
@@ -138,11 +138,11 @@ def test_products_are_summed_over_processes(tmp_path: Path, size: int) -> None:
 
 
 @pytest.mark.parametrize("size", [2])
-def test_particles_of_a_group_are_one_graph_a_round(tmp_path: Path, size: int) -> None:
+def test_particles_of_a_group_use_one_graph_per_round(tmp_path: Path, size: int) -> None:
     first, *others = on_ranks("decode_particles", size, tmp_path / "store")
     assert first and all(other == first for other in others)
 
 
-def test_a_process_that_never_comes_is_named(tmp_path: Path) -> None:
+def test_a_missing_process_is_named(tmp_path: Path) -> None:
     line = "GPU rank 0 waited too long for rank 1 (slot 0, epoch 0)\n"
     assert on_ranks("wait_in_vain", 2, tmp_path / "store") == [line, ""]

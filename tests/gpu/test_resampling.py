@@ -1,4 +1,4 @@
-"""Groups of particles resampled in one launch: equal to the reference, and to the host's operator."""
+"""Resampling in one launch equals the reference and the operator of the CPU."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.gpu, needs_kernels]
 
 
 def weights_of(groups: int, count: int) -> tuple[Tensor, Tensor]:
-    """Of groups, and a number of each; one is flat, one has its weight in one particle, one's are no numbers."""
+    """Random weights; one group is uniform, one has all weight on one particle, one contains NaN."""
     dice = torch.Generator().manual_seed(count)
     weights = 2 * torch.randn(groups, count, dtype=torch.float64, generator=dice)
     weights[0] = 0
@@ -31,7 +31,7 @@ def weights_of(groups: int, count: int) -> tuple[Tensor, Tensor]:
 )  # fmt: skip
 @pytest.mark.parametrize("threshold", [0.5, ALWAYS])
 def test_as_the_reference_and_the_host(count: int, slots: int, width: int, words: int, threshold: float) -> None:
-    """Rows to the bit; logarithms and sizes too where exp and log are the same, as on the emulated GPU."""
+    """Rows are bitwise identical; so are log_z and ess if exp and log are the same, as on the emulated GPU."""
     weights, uniform = weights_of(5, count)
     groups = groups_of(weights, slots, words, 1)
     found, host = checked(cuda.resample, groups, uniform, threshold, width, DEVICE.type), on("cpu", groups)
@@ -44,7 +44,7 @@ def test_every_way_to_share_the_weight(count: int, parts: int) -> None:
     law_holds(cuda.resample, count, parts, DEVICE.type)
 
 
-def test_a_graph_holds_it() -> None:
+def test_resampling_can_be_captured() -> None:
     weights, uniform = weights_of(4, 8)
     groups = groups_of(weights, 32, 12, 2)
     ours, numbers = on(DEVICE, groups), uniform.to(DEVICE)
@@ -65,7 +65,7 @@ def test_a_graph_holds_it() -> None:
     agree(ours, wanted, bits=True)
 
 
-def test_what_does_not_fit_is_refused() -> None:
+def test_invalid_arguments_are_rejected() -> None:
     groups, uniform = on(DEVICE, groups_of(torch.zeros(2, 3), 8, 9, 1)), torch.full((2,), 0.5, dtype=torch.float64)
     named = {**groups.fields(), "uniform": uniform.to(DEVICE), "threshold": 0.5, "width": 8, "stream": 0}
     for name, value, said in (

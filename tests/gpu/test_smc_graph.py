@@ -1,4 +1,4 @@
-"""Rounds of a population as real graphs against the same rounds run eagerly."""
+"""Population rounds replayed as graphs equal the same rounds run eagerly."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ PENALISED: dict[str, Any] = {"repetition_penalty": 1.3, "presence_penalty": 0.2,
 @pytest.mark.parametrize("exact", [0, 2])
 @pytest.mark.parametrize("shaped", [{}, {"top_k": 20, "top_p": 0.9}, PENALISED], ids=str)
 def test_replay_equals_eager_twice_in_a_row(exact: int, shaped: dict[str, Any]) -> None:
-    """In float32, with the host a round behind; the second request replays what the first has captured."""
+    """In float32, with the host one round behind; the second request replays the graphs of the first."""
     models = [load_model(DEMO / side, dtype=torch.float32, device="cuda", ops=unfused, max_positions=1024)
               for side in ("target", "draft")]  # fmt: skip
     workers: list[Alone] = []
@@ -54,8 +54,8 @@ SEEDS, LIMIT = ((1,), 4) if EMULATED else ((1, 2), 16)
 @needs_kernels
 @pytest.mark.parametrize(("particles", "steps", "shaped", "grouped"), most(CASES, 2, 1), ids=str)
 def test_rounds_of_the_kernels_as_one_graph(particles: int, steps: int, shaped: dict[str, Any], grouped: int) -> None:
-    """To the bit, for no row depends on others. In a group too, whose logits a kernel gathers inside the graph in
-    pieces, here with itself."""
+    """Bitwise, since rows do not depend on each other. Also in a group, whose logits a kernel gathers in chunks inside
+    the graph."""
     models = [random_model(group_of_one(rows=grouped) if grouped else None, seed) for seed in (1, 2)]
     workers = [population(models, particles, steps, capture) for capture in (None, new_capture())]
     assert [worker.executors[0].name for worker in workers] == ["eager", "graph"]
@@ -66,7 +66,7 @@ def test_rounds_of_the_kernels_as_one_graph(particles: int, steps: int, shaped: 
 
 
 def population(models: list[Any], particles: int, steps: int, capture: Any) -> Alone:
-    """On two models of the CUDA operators, with the host a round behind."""
+    """A population of two models on the CUDA operators, with the host one round behind."""
     target, draft = (make_runner(model, cuda, VOCAB, context=64, tree_slots=256) for model in models)
     config = PopulationConfig(particles, steps, 0.9, 1.0)
     return make_population(target, draft, config, max_tokens=24, lag=1, captures=(capture, capture))

@@ -1,4 +1,4 @@
-"""Products that a group of GPUs sums in the kernel that computes them: virtual ranks in one launch."""
+"""All-reduce in the projection kernel of a group of GPUs, with virtual ranks in one launch."""
 
 from __future__ import annotations
 
@@ -59,8 +59,8 @@ def words(count: int, seed: int) -> Tensor:
 @pytest.mark.parametrize("group", [128, 0])
 @pytest.mark.parametrize("size", [1, 2, 4, 6, 8])
 def test_sums_over_virtual_ranks(size: int, group: int) -> None:
-    """Bit for bit the rounded products in rank order, the same on every rank, over epochs of changing length, with and
-    without pauses."""
+    """Results equal the sum of the rounded products in rank order, bitwise and on every rank, over epochs of varying
+    length, with and without pauses."""
     ranks = Ranks(size, K, N, group)
     for epoch in range(EPOCHS):
         count = (8, 1, 32, 3, 17, 16)[epoch % 6]
@@ -73,8 +73,8 @@ def test_sums_over_virtual_ranks(size: int, group: int) -> None:
     assert ranks.ends[0].describe_fault() is None
 
 
-def test_flags_that_return_on_virtual_ranks() -> None:
-    """Across the end of 32 bits, where flags start again and lines are cleaned."""
+def test_flags_wrap_on_virtual_ranks() -> None:
+    """Across the wrap of the 32-bit flags, where lines are cleaned."""
     ranks = Ranks(4, K, N, 128)
     for start in (2**30 - 3, 2**32 - 8):
         for end in ranks.ends:
@@ -89,7 +89,7 @@ def test_flags_that_return_on_virtual_ranks() -> None:
 
 @pytest.mark.parametrize("size", [1, 2, 4, 8])
 def test_gathers_over_virtual_ranks(size: int) -> None:
-    """Messages of any number of words, between sums that share their lines and epochs, across flags that return."""
+    """Messages of any length, interleaved with sums that share lines and epochs, across the wrap of the flags."""
     ranks = Ranks(size, K, N, 128)
     for start in (0, 2**32 - 8):
         for end in ranks.ends:
@@ -110,8 +110,8 @@ def test_gathers_over_virtual_ranks(size: int) -> None:
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_messages_longer_than_the_lines_go_in_pieces(size: int) -> None:
-    """A launch and an epoch for each piece, the last of any length; between sums, and across flags that return."""
+def test_messages_longer_than_the_lines_go_in_chunks(size: int) -> None:
+    """One launch and epoch per chunk, interleaved with sums, across the wrap of the flags."""
     ranks = Ranks(size, K, N, 128)
     hold = 2 * ops.max_lines(N)  # words that the lines hold
     for start in (0, 2**32 - 5):
@@ -133,7 +133,7 @@ def test_messages_longer_than_the_lines_go_in_pieces(size: int) -> None:
                 assert torch.equal(summed, ranks.expected(x, residual))
 
 
-def test_a_group_of_one_through_the_plain_entry() -> None:
+def test_a_group_of_one_through_the_usual_entry() -> None:
     ranks = Ranks(1, K, N, 128)
     x, residual = rows_of(40, K), rows_of(40, N, 5)
     got = ops.linear_residual(x, ranks.packed[0], residual, ranks.ends[0])
@@ -148,7 +148,7 @@ def test_a_group_of_one_through_the_plain_entry() -> None:
 
 
 def test_launches_that_overlap() -> None:
-    """Sums and gathers one right behind the other, each of which starts before the one in front has ended."""
+    """Consecutive sums and gathers, each of which starts before the previous one has ended."""
     ranks = Ranks(1, K, N, 128)
     end, packed = ranks.ends[0], ranks.packed[0]
     x, residual, mine = rows_of(9, K), rows_of(9, N, 5), words(40, 1)
@@ -170,7 +170,7 @@ except RuntimeError:
 
 
 def test_a_peer_that_never_arrives() -> None:
-    """In a process of its own: the kernel ends itself, and with it the context."""
+    """In a separate process, since the kernel traps and destroys the context."""
     run = subprocess.run(
         [sys.executable, "-c", ALONE], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
     )

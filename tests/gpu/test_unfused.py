@@ -1,4 +1,4 @@
-"""torch's int4 product as backends/library feeds it on a GPU: other operators than on a CPU, and another packing."""
+"""int4 products of backends/library on a GPU, where torch has other operators and another packing than on a CPU."""
 
 from __future__ import annotations
 

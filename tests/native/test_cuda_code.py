@@ -1,5 +1,5 @@
 """The CUDA kernels' code on a CPU, under sanitizers: whole blocks of attention by an emulated MMA, sampling, moves, the
-noise and the growth of a tree. Launches and PTX are for tests/gpu, on a GPU or on the emulated one."""
+noise and tree expansions. tests/gpu covers launches and PTX, on a GPU or the emulated one."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
 
 
 def build(folder: Path, name: str, *more: str, arch: int = HOPPER) -> str:
-    """One of the drivers, as the kernels are for an architecture; skips where the compiler has no sanitizers."""
+    """Builds a driver for an architecture; skips if the compiler has no working sanitizers."""
     probe, out = folder / "probe.cpp", str(folder / f"{name}-{arch}")
     probe.write_text("int main() { return 0; }\n")
     command = [str(COMPILER), *FLAGS, f"-DSWIFTSPEC_ARCH={arch}", f"-I{ROOT / 'csrc'}", "-o", out]
@@ -89,7 +89,7 @@ def test_sampling_by_one_block(lone_sampling: str) -> None:
 
 @pytest.mark.skipif(_C.level() == "none", reason="this CPU has no AVX2")
 def test_noise_is_the_hosts_to_the_bit(sampling: str) -> None:
-    """So a GPU and a CPU draw the same tokens from the same logits."""
+    """A GPU and a CPU draw the same tokens from the same logits."""
     parts = [np.arange(20_000), 2**32 - 1 - np.arange(20_000), np.arange(0, 2**32, 65_537)]
     parts += [np.arange(-200, 200) + 2**power for power in range(8, 32)]
     bits = np.concatenate(parts).astype(np.uint32)
@@ -108,7 +108,7 @@ def mix(x: int) -> int:
 
 
 def children(parent: int, k: int, spread: int) -> Iterator[tuple[int, float]]:
-    """As tests/native/tree_driver.cpp makes them."""
+    """The children that tests/native/tree_driver.cpp adds."""
     for child in range(k):
         token = mix((parent * 31 + child) % 2**32)
         value = mix((token + 1) % 2**32) % spread
@@ -116,7 +116,7 @@ def children(parent: int, k: int, spread: int) -> Iterator[tuple[int, float]]:
 
 
 class Grown:
-    """What the driver printed: of each expansion its rows' (node, token, position, tokens seen); and the nodes."""
+    """Parses the output of the driver: rows (node, token, position, tokens seen) of each expansion, and nodes."""
 
     def __init__(self, driver: str, expansions: int, w: int, k: int, slots: int, prefix: int, spread: int) -> None:
         lines = run(driver, *map(str, (expansions, w, k, slots, prefix, spread))).splitlines()

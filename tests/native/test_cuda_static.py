@@ -1,4 +1,4 @@
-"""The static gate over what nvcc makes of csrc/cuda (tools/sass_gate.py), and that the gate sees what it should."""
+"""The static checks of compiled kernels (tools/sass_gate.py), and tests of the checks themselves."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_faults_are_seen() -> None:
 @pytest.mark.timeout(900)
 @pytest.mark.skipif(NVCC is None or shutil.which("c++filt") is None, reason="no nvcc, or no c++filt")
 def test_what_nvcc_makes() -> None:
-    """For every architecture. `python -m tools.sass_gate --write` after a change that is meant."""
+    """For every architecture. Run `python -m tools.sass_gate --write` after an intended change."""
     report = sass_gate.compile_all(str(NVCC))
     assert {kernel.arch for kernel in report.kernels.values()} == set(sass_gate.ARCHS)
     assert sass_gate.broken_rules(report) == []

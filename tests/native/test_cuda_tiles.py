@@ -22,7 +22,7 @@ def emulator(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def bf16(x: Array) -> Array:
-    """float32 to bfloat16 bits, by cutting: any value will do."""
+    """float32 to bfloat16 bits by truncation: the exact values do not matter."""
     return (np.ascontiguousarray(x, np.float32).view(np.uint32) >> 16).astype(np.uint16)
 
 
@@ -80,8 +80,8 @@ class Case:
 @pytest.mark.parametrize("n_log", [0, 1, 2, 3])
 @pytest.mark.parametrize("shared", [HOPPER, SMALL])
 def test_every_cut_is_the_product(emulator: str, shared: int, n_log: int, cluster_log: int) -> None:
-    """Of small integers, which no order of sums rounds: bit for bit. 640 inputs are 5 tiles, fewer than some cuts have
-    warps; 72 outputs are a strip and a quarter, and the padding of the last is not written."""
+    """With small integers, whose sums are exact in any order: bitwise. 640 inputs are 5 tiles, fewer than the warps of
+    some tilings; 72 outputs are 2.25 strips, and the padding of the last one is not written."""
     for group in (128, 0):
         case = Case(640, 72, group, exact=True)
         got = case.run(emulator, 5, 2, n_log, cluster_log, shared=shared)
@@ -91,7 +91,7 @@ def test_every_cut_is_the_product(emulator: str, shared: int, n_log: int, cluste
 @pytest.mark.parametrize("group", [128, 64, 32, 0])
 @pytest.mark.parametrize(("n", "first", "half"), [(72, 0, 36), (72, 1, 16), (72, 2, 4), (8, 0, 4), (256, 3, 64)])
 def test_tiles_become_rows_again(emulator: str, n: int, first: int, half: int, group: int) -> None:
-    """Of some strips, the last in part padding: the first half's outputs, then the second's; to the bit."""
+    """Unpacks some strips, the last partly padding: outputs of the first half, then of the second, bitwise."""
     case = Case(1152 if group else 1160, n, group, seed=n)
     numbers = map(str, (HOPPER, case.k, n, group, first, half))
     run = subprocess.run([emulator, *numbers], input=case.bytes, capture_output=True, check=True)
@@ -122,8 +122,8 @@ def nearest(x: Array) -> Array:
 @pytest.mark.parametrize("group", [128, 0])
 @pytest.mark.parametrize("n", [72, 80])
 @pytest.mark.parametrize("mode", ["plain", "sum", "swiglu"])
-def test_what_follows_the_product(emulator: str, mode: str, n: int, group: int) -> None:
-    """Bias, residual, LL lines and SwiGLU, with the roundings of backends/reference: bit for bit, but for SiLU."""
+def test_epilogues(emulator: str, mode: str, n: int, group: int) -> None:
+    """Bias, residual, LL lines and SwiGLU, with the roundings of backends/reference: bitwise, except SiLU."""
     case, rows = Case(256, n, group, exact=True), 11
     dice = np.random.default_rng(5)
     bias = dice.integers(-9, 9, n).astype(np.float32)
@@ -142,7 +142,7 @@ def test_what_follows_the_product(emulator: str, mode: str, n: int, group: int) 
 @pytest.mark.parametrize("shared", [HOPPER, SMALL])
 @pytest.mark.parametrize("group", [128, 32, 0])
 def test_inputs_in_several_chunks(emulator: str, group: int, shared: int) -> None:
-    """5,120 inputs do not fit the shared memory at once: x comes in chunks, more of them for more rows."""
+    """5,120 inputs do not fit into shared memory together: x is staged in chunks, more of them for more rows."""
     case = Case(5120, 64, group)
     cut = (1, 0) if shared != SMALL or group != 32 else (-1, -1)  # few cuts fit there
 
@@ -169,8 +169,8 @@ def tiling(emulator: str, shape: tuple[int, int], group: int, shared: int, *at_o
 @pytest.mark.parametrize("group", [128, 32, 0])
 @pytest.mark.parametrize("shape", LARGE)
 def test_plans_of_large_models(emulator: str, shape: tuple[int, int], group: int) -> None:
-    """Of Llama-3 shards: most of 132 SMs have work, and every warp has two tiles or more under way. 40 rows are a
-    launch, 320 are three of bf16 and five of int4."""
+    """Tilings of Llama-3 shards: most of 132 SMs have work, and every warp has at least two tiles in flight. 40 rows
+    are one launch, 320 are three with bf16 and five with int4."""
     strips, cluster, turns, *stages, some, many, _, _ = tiling(emulator, shape, group, HOPPER, 132, 66, 32, 16)
     assert min(strips * turns * cluster, turns * cluster) >= 96
     assert min(stages) >= 2
@@ -178,8 +178,8 @@ def test_plans_of_large_models(emulator: str, shape: tuple[int, int], group: int
 
 
 @pytest.mark.parametrize(("fours", "eights"), [(30, 14), (31, 15), (32, 16), (33, 16)])
-def test_cuts_go_by_the_clusters_that_run_at_a_time(emulator: str, fours: int, eights: int) -> None:
-    """Dies differ. The cut for 16 clusters of 8 takes a second round where only 15 of them run."""
+def test_tilings_depend_on_the_number_of_concurrent_clusters(emulator: str, fours: int, eights: int) -> None:
+    """Dies differ: the tiling for 16 clusters of 8 needs a second wave if only 15 of them run concurrently."""
     shapes = [(8192, 10240), (8192, 8192), (8192, 57344), (28672, 8192), (14336, 4096), (8192, 2048)]
     costs = [tiling(emulator, shape, 128, HOPPER, 132, 66, fours, eights)[-2:] for shape in shapes]
     assert all(own <= other for own, other in costs)
@@ -191,8 +191,8 @@ def test_cuts_go_by_the_clusters_that_run_at_a_time(emulator: str, fours: int, e
 @pytest.mark.parametrize("shape", LARGE)
 @pytest.mark.parametrize(("shared", "count"), [(AMPERE, 108), (SMALL, 82), (SMALL, 128), (SMALL, 28)])
 def test_plans_without_clusters(emulator: str, shape: tuple[int, int], group: int, shared: int, count: int) -> None:
-    """Of an A100, RTX 3090, RTX 4090 and RTX 3060: every number of rows finds room, with no clusters; in 99 KB many
-    rows of bfloat16 do, by four warps."""
+    """Of an A100, RTX 3090, RTX 4090 and RTX 3060, without clusters: every number of rows fits. In 99 KB of shared
+    memory the large-M kernel of bfloat16 fits with four warps."""
     strips, cluster, turns, *stages, some, many, _, _ = tiling(emulator, shape, group, shared, count, 0, 0, 0)
     assert cluster == 1 and min(stages) >= 1 and strips * turns * 32 >= shape[1]
     assert (some, many) == ((40, 64) if shared == AMPERE or group == 0 else (32, 32))

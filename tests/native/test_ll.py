@@ -1,4 +1,4 @@
-"""The LL protocol (csrc/common/ll.h) in C++: a walk through every interleaving, ranks as threads under sanitizers."""
+"""The LL protocol (csrc/common/ll.h): model checking of every interleaving, and ranks as threads under sanitizers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FIRST_LINE = 8 * (2**32 - 4)  # of a ring of 8 lines: four laps before the flags
 
 
 def build(out: Path, sources: list[str], *flags: str) -> str:
-    """Compiles with the compiler that builds the extension; skips where there is none."""
+    """Compiles with the compiler that builds the extension; skips without one."""
     named = os.environ.get("CXX", "").split(" ")[0]
     compiler = next(
         (found for name in (named, "c++", "g++", "clang++") if name and (found := shutil.which(name))), None
@@ -73,9 +73,9 @@ def test_every_interleaving_of_three_ranks_and_halves(model: str) -> None:
     ("flags", "clean_every", "outcome"),
     [(3, NEVER, "stale"), (3, 6, "stale"), (3, 3, "ok"), (4, NEVER, "stale"), (4, 4, "stale"), (4, 2, "ok")],
 )
-def test_flags_that_return(model: str, flags: int, clean_every: int, outcome: str) -> None:
-    """With 3 or 4 flags in place of 2^32 - 1, messages of any two lengths in any order: only cleaning twice in the life
-    of a flag keeps old words from being taken for new ones."""
+def test_flags_wrap(model: str, flags: int, clean_every: int, outcome: str) -> None:
+    """With 3 or 4 flags instead of 2^32 - 1 and messages of two lengths in any order: only cleaning twice per cycle of
+    the flags prevents old words from being taken for new ones."""
     assert walk(model, 2, 10, 2, 2, 0, flags, clean_every, -1) == outcome
 
 

@@ -1,6 +1,6 @@
-"""Mutation tests of the kernels: tests/gpu on the emulated GPU must detect each deliberate fault in a copy of csrc/cuda.
+"""Mutation tests of the kernels: tests/gpu on the emulated GPU must detect each fault in a copy of csrc/cuda.
 
-The faults cover the code without clusters and bulk copies (Ampere), the large-M kernels, key prefetching and resampling.
+The faults cover code without clusters and bulk copies (Ampere), the large-M kernels, key prefetching and resampling.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tests.simt.test_emulated_gpu import COMPILER, ROOT, run_tests
 LINEAR, LARGE_M, PACK = "linear/linear.cu", "linear/large_m.cu", "linear/pack_activations.cu"
 ATTENTION, RESAMPLE, GATHER = "attention/attention.cu", "particles/resample.cu", "peers/gather.cu"
 TESTS = {LINEAR: "test_products and 512-72", LARGE_M: "test_many_rows", PACK: "test_many_rows", ATTENTION: "attention",
-         RESAMPLE: "reference", GATHER: "pieces"}  # fmt: skip
+         RESAMPLE: "reference", GATHER: "chunks"}  # fmt: skip
 FILES = {LINEAR: "test_linear", LARGE_M: "test_linear", PACK: "test_linear", ATTENTION: "test_cuda_ops",
          RESAMPLE: "test_resampling", GATHER: "test_sums"}  # fmt: skip
 SEEDS = (1, 2, 3)
@@ -50,7 +50,7 @@ class Mutation:
         return self.tests or (FILES[self.kernel], TESTS[self.kernel])
 
 
-MANY_TURNS = ("test_linear", "test_many_turns")
+MANY_ITERATIONS = ("test_linear", "test_many_iterations")
 MANY_PARTS = ("test_cuda_ops", "more_parts")
 LONG_ROW = ("test_float8", "test_tiles_of_a_long_row")
 MUTATIONS = [
@@ -61,7 +61,7 @@ MUTATIONS = [
           "store_words(out + r * count,"),
     Mutation("a stage is refilled before all lanes have read it", AMPERE, LINEAR, "linear/linear.cuh",
           "    __syncwarp();\n    if (lane_ < ptx::kLoaders) fetch(stage_);",
-          "    if (lane_ < ptx::kLoaders) fetch(stage_);", MANY_TURNS),
+          "    if (lane_ < ptx::kLoaders) fetch(stage_);", MANY_ITERATIONS),
     Mutation("lanes copy before the barriers are initialised", AMPERE, LINEAR, "linear/linear.cuh",
           "    if constexpr (ptx::kLoaders > 1) __syncwarp();\n"),
     Mutation("a tile is not waited for", AMPERE, LINEAR, "linear/linear.cuh",
@@ -74,7 +74,7 @@ MUTATIONS = [
     Mutation("a slab is replaced before all warps have read it", AMPERE, LARGE_M, LARGE_M,
           "    __syncthreads();\n    if (loads_) fetch(slot_);", "    if (loads_) fetch(slot_);"),
     Mutation("a slab is replaced too early with clusters", HOPPER, LARGE_M, LARGE_M,
-          "    __syncthreads();\n    if (loads_) fetch(slot_);", "    if (loads_) fetch(slot_);", MANY_TURNS),
+          "    __syncthreads();\n    if (loads_) fetch(slot_);", "    if (loads_) fetch(slot_);", MANY_ITERATIONS),
     Mutation("x is read before it is packed", HOPPER, LARGE_M, LARGE_M,
           "  ptx::wait_for_dependencies();\n  slabs.start();", "  slabs.start();\n  ptx::wait_for_dependencies();"),
     Mutation("sums are added to while another block reads them", HOPPER, LARGE_M, LARGE_M,

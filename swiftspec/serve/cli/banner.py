@@ -1,4 +1,4 @@
-"""What the chat says of itself as it begins."""
+"""Banner of the chat."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from swiftspec.serve.terminal import ACCEPTED_STYLE, print_note
 
 
 def show_banner(session: Session, console: Console, *, raw: bool) -> None:
-    """The pair, how it decodes, and what is to be known beforehand. `raw`: without a chat template."""
+    """Prints the models, the mode and hints. `raw`: there is no chat template."""
     plan = session.llm.config
     target, draft = _short(session.model), _short(session.draft_model)
     if session.uses_demo_models:
-        target = "the embedded code model"
+        target = "the demo code model"
         console.print(
             Text(
                 "This is a small code model, so chat on it is code completion: type the beginning of some Python,"
@@ -22,7 +22,7 @@ def show_banner(session: Session, console: Console, *, raw: bool) -> None:
                 "bold",
             )
         )
-    pair = target if draft is None else f"{target}, guesses by {draft}"
+    pair = target if draft is None else f"{target}, draft {draft}"
     ranks = (
         "" if plan.num_ranks == 1 else f" on {plan.target_tp} + {plan.draft_tp} ranks, d = {plan.initial_draft_steps}"
     )
@@ -36,16 +36,16 @@ def show_banner(session: Session, console: Console, *, raw: bool) -> None:
         population = plan.population
         print_note(
             console,
-            f"Answers are approximate: one of {population.particles} particles that grow by"
-            f" {population.smc_draft_tokens} draft tokens and one of the target's a round. Before the end only what"
-            " they share is shown.",
+            f"Answers are approximate: one of {population.particles} particles, each extended by"
+            f" {population.smc_draft_tokens} draft tokens and one target token per round. Until the end only their"
+            " common prefix is shown.",
         )
     elif plan.mode != "ar":
-        sample = Text("Tokens that the draft guessed right look ", "dim")
+        sample = Text("Accepted draft tokens look ", "dim")
         console.print(sample + Text("like this", ACCEPTED_STYLE) + Text(".", "dim"))
-    print_note(console, "/help shows the commands. Ctrl-C stops an answer, Ctrl-D leaves.")
+    print_note(console, "/help shows the commands. Ctrl-C stops an answer, Ctrl-D exits.")
 
 
 def _short(name: str | None) -> str | None:
-    """A hub id as it is, of a path the last two parts."""
+    """The last two parts of a path; a hub id is unchanged."""
     return None if name is None else "/".join(name.rstrip("/").split("/")[-2:])

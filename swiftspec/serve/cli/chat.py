@@ -1,4 +1,4 @@
-"""The chat in a terminal."""
+"""Command `swiftspec chat`: the chat in a terminal."""
 
 from __future__ import annotations
 
@@ -31,28 +31,26 @@ if TYPE_CHECKING:
     from swiftspec.serve.text.stream import TextStream
 
 HELP = """\
-/set NAME VALUE   a sampling value, the seed or a limit: /set temperature 0.7; VALUE `default` takes it back
-/set              what is set now
-/stats [on|off]   the line after each answer; /stats last: everything about the last answer as JSON
-/race [TEXT]      this message, or the last one, without and with the draft: how much faster, and the same text?
-/tree on, /tree   keep the rounds of the next answers; the tree of the last round, or /tree N of the Nth before it
-/clear            forget the conversation
-/help             this page
-/quit             leave (Ctrl-D, or Ctrl-C twice, do too)
-Enter sends, Alt-Enter begins a new line, pasted lines stay together. Ctrl-C stops an answer and keeps what came."""
-ANSWER_RESERVE_TOKENS = (
-    256  # tokens of context kept free for an answer, if the context is large enough and no limit says otherwise
-)
+/set NAME VALUE   change a sampling value, the seed or a limit: /set temperature 0.7; VALUE `default` resets it
+/set              show the current values
+/stats [on|off]   show a line of statistics after each answer; /stats last: all statistics of the last one as JSON
+/race [TEXT]      decode this message, or the last one, without and with the draft; compare speed and text
+/tree on, /tree   record rounds; show the draft tree of the last round, or with /tree N of the Nth before it
+/clear            clear the conversation
+/help             show this page
+/quit             exit (also Ctrl-D, or Ctrl-C twice)
+Enter sends, Alt-Enter begins a new line, pasted lines stay together. Ctrl-C stops an answer and keeps its text."""
+ANSWER_RESERVE_TOKENS = 256  # room for an answer, if the context is large enough and no token limit is set
 
 
 def run_chat(settings: Settings, world: World | None = None) -> int:
-    """Opens the models and talks until the user leaves. Returns the exit code."""
+    """Loads the models and chats until the user exits. Returns the exit code."""
     phases = StartupProgress()
     try:
         session = open_local_or_remote(settings, phases, world, warm_up=True)
     finally:
         phases.close()
-    before = signal.signal(signal.SIGINT, lambda number, frame: None)  # a Ctrl-C just after an answer ends nothing
+    before = signal.signal(signal.SIGINT, lambda number, frame: None)  # a Ctrl-C just after an answer has no effect
     try:
         if not settings.raw and not session.codec.has_template:
             raise UserError(f"{session.model} has no chat template: continue plain text with --raw")
@@ -66,8 +64,9 @@ def run_chat(settings: Settings, world: World | None = None) -> int:
 
 
 class Chat:
-    """The conversation and what the user has set. `ask` gives the next message, as `line_reader` says; `interrupt`
-    guards each answer."""
+    """A chat: the conversation and its settings.
+
+    `read_line`: reads the next message, see `line_reader`. `interrupt`: creates the Ctrl-C handler of each answer."""
 
     def __init__(
         self,
@@ -85,7 +84,7 @@ class Chat:
         self._read_line = read_line
         self._painter = Painter(console)
         self._history: list[dict[str, str]] = []
-        self._last_prompt: list[int] | None = None  # asked last
+        self._last_prompt: list[int] | None = None
         self._rounds = RoundHistory(
             lambda listener: session.llm.listen(listener), lambda token: session.codec.token_text([token])
         )
@@ -93,7 +92,7 @@ class Chat:
         self._last_summary: dict[str, Any] | None = None
 
     def run(self) -> None:
-        """Reads and answers until the user leaves."""
+        """Reads and answers messages until the user exits."""
         show_banner(self._session, self._console, raw=self._settings.raw)
         leaving = False
         while True:
@@ -115,11 +114,11 @@ class Chat:
                 raise
             except UserError as error:
                 self._note(f"error: {error}", "red")
-            except KeyboardInterrupt:  # before the answer had begun
+            except KeyboardInterrupt:  # before the first token
                 self._note("stopped")
 
     def handle(self, text: str) -> bool:
-        """Handles one message or command; False means to leave. Raises UserError on what cannot be done."""
+        """Handles one message or command. Returns False to exit. Raises UserError on an invalid command."""
         if not text.strip():
             return True
         if not text.startswith("/") or "\n" in text.strip():
@@ -160,25 +159,25 @@ class Chat:
             if stream.text:
                 self._history.append({"role": "assistant", "content": stream.text})
             else:
-                self._history.pop()  # a question without an answer would break the turns
+                self._history.pop()  # roles must alternate, so a message without an answer is removed
         self._finish_answer(stream, prompt)
 
     def _encode_message(self, text: str) -> list[int]:
-        """A message as tokens, with what has to stand before it; it joins the conversation."""
+        """Adds a message to the conversation. Returns the tokens of the whole prompt."""
         if self._settings.raw:
             return self._session.encode(text, self._settings)
         self._history.append({"role": "user", "content": text})
         return self._encode_history()
 
     def _race(self, text: str) -> None:
-        """Leaves the conversation as it is."""
+        """Runs `/race`. The conversation does not change."""
         before = list(self._history)
         try:
             prompt = self._encode_message(text) if text else self._last_prompt
         finally:
             self._history = before
         if prompt is None:
-            raise UserError("nothing was said yet: /race TEXT")
+            raise UserError("there is no message yet: /race TEXT")
         self._last_prompt = prompt
         race(self._session, self._settings, prompt, self._console, self._interrupt)
 
@@ -188,7 +187,7 @@ class Chat:
             for piece in stream:
                 self._painter.write(piece.text, piece.accepted)
         except KeyboardInterrupt:
-            pass  # while the prompt was read, or pressed twice
+            pass  # during the prefill, or pressed twice
         for piece in stream.flush():
             self._painter.write(piece.text, piece.accepted)
         return stream
@@ -207,11 +206,11 @@ class Chat:
             stopped = "" if stream.finish_reason is not None else "stopped, "
             self._note(stopped + answer_stats.summary_line(stats, len(stream.token_ids)))
         elif stats.drafter_lost is not None:
-            self._note(f"the drafter was lost ({stats.drafter_lost}), the target went on alone")
+            self._note(f"the drafter was lost ({stats.drafter_lost}), the target continued without it")
         self._console.print()
 
     def _encode_history(self) -> list[int]:
-        """The conversation as tokens, the oldest turns dropped until there is room for an answer."""
+        """Encodes the conversation; drops the oldest turns until there is room for an answer."""
         limit = self._session.llm.max_model_len
         room = min(self._settings.max_tokens or ANSWER_RESERVE_TOKENS, limit // 4)
         dropped = 0
@@ -286,7 +285,7 @@ def _settable() -> Iterator[str]:
 
 
 def _format_json(value: Any, indent: str = "") -> str:
-    """JSON with a line for each value, lists on one line."""
+    """Formats JSON with one line per value; lists stay on one line."""
     if isinstance(value, dict):
         deeper = indent + "  "
         lines = ",\n".join(f"{deeper}{json.dumps(key)}: {_format_json(item, deeper)}" for key, item in value.items())

@@ -1,4 +1,4 @@
-"""One prompt, one answer, and out."""
+"""Command `swiftspec generate`: one answer to one prompt."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ EXIT_INTERRUPTED = 130
 
 
 def read_prompt(command: ParsedCommand) -> str | None:
-    """The prompt of --prompt, --prompt-file or standard input; None if a person sits there, who may chat instead.
-    Raises UsageError on a prompt that is empty or cannot be read."""
+    """Reads the prompt of --prompt, --prompt-file or standard input. Returns None if standard input is a terminal, for
+    a chat. Raises UsageError if the prompt is empty or cannot be read."""
     if command.prompt is not None:
         text, source = command.prompt, "--prompt"
     elif command.prompt_file is not None:
@@ -38,7 +38,9 @@ def read_prompt(command: ParsedCommand) -> str | None:
         raise UsageError("no prompt: give one with --prompt or --prompt-file, or pipe it in")
     else:
         text, source = _read_bounded(sys.stdin.buffer, "standard input"), "standard input"
-    if source != "--prompt" and not command.settings.raw:  # files and pipes end in a newline that nobody meant
+    if (
+        source != "--prompt" and not command.settings.raw
+    ):  # the final newline of a file or pipe is not part of the prompt
         text = text.removesuffix("\n").removesuffix("\r")
     if not text:
         raise UsageError(f"the prompt is empty ({source}): give some text with --prompt, --prompt-file or a pipe")
@@ -46,7 +48,7 @@ def read_prompt(command: ParsedCommand) -> str | None:
 
 
 def _read_file(file: Path) -> str:
-    """A prompt's file, which may be a pipe: `--prompt-file <(...)`."""
+    """Reads --prompt-file, which may be a pipe: `--prompt-file <(...)`."""
     name = f"--prompt-file {file}"
     try:
         with file.open("rb") as stream:
@@ -63,15 +65,15 @@ def _read_bounded(stream: BinaryIO, name: str) -> str:
 
 
 def run_generate(command: ParsedCommand, prompt: str, world: World | None = None) -> int:
-    """Prints the completion as it comes, or one JSON object at the end. Returns the exit code."""
+    """Prints the answer while it is decoded, or one JSON object at the end. Returns the exit code."""
     phases = StartupProgress(quiet=command.json)
     try:
         session = open_local_or_remote(command.settings, phases, world)
     finally:
         phases.close()
     try:
-        with traced_session(session, command.settings) as heard:
-            return _answer(command, prompt, heard)
+        with traced_session(session, command.settings) as observed:
+            return _answer(command, prompt, observed)
     finally:
         session.close()
 
@@ -89,7 +91,7 @@ def _answer(command: ParsedCommand, prompt: str, session: Session) -> int:
         except KeyboardInterrupt:
             interrupt.pressed = True
         except OutputLost as error:
-            lost = error  # what it has cost is still said
+            lost = error  # the statistics are still printed
         for piece in stream.flush():
             if not command.json:
                 print(show(piece.text), end="", flush=True)

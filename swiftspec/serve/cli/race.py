@@ -1,5 +1,5 @@
-"""The same prompt without and with the draft, one after the other on the one engine: how much faster it is, and that
-the text is the same."""
+"""Command /race of the chat: decodes a prompt without and with the draft on the same engine; compares speed and
+text."""
 
 from __future__ import annotations
 
@@ -15,31 +15,31 @@ from swiftspec.serve.session import Session
 from swiftspec.serve.settings.settings import Settings
 from swiftspec.serve.terminal import Interrupt, Painter, print_note
 
-MAX_ANSWER_TOKENS = 256  # tokens of an answer, where nobody has set a limit
-BAR_WIDTH_CHARS = 40  # characters of the faster one's
+MAX_ANSWER_TOKENS = 256  # of an answer without a token limit
+BAR_WIDTH_CHARS = 40  # bar of the faster run
 
 
 @dataclass(frozen=True, slots=True)
 class RaceResult:
-    """One of the two runs, which has given a token at least. `seconds`: from the end of the prompt to the last one."""
+    """One of the two runs; it has at least one token. `seconds`: from the end of the prefill to the last token."""
 
     name: str
     tokens: Sequence[int]
     seconds: float
     rounds: int
-    drafter_lost: str | None  # why the drafter is gone
+    drafter_lost: str | None  # the reason, if the draft was lost
 
     @property
     def speed(self) -> float:
-        """Tokens a second."""
+        """Tokens per second."""
         return len(self.tokens) / max(self.seconds, 1e-9)
 
 
 def race(
     session: Session, settings: Settings, prompt: Sequence[int], console: Console, interrupt: Callable[[], Interrupt]
 ) -> None:
-    """Decodes and shows both answers, then how they compare. Ctrl-C ends the race. Raises UserError in a mode that has
-    no draft tree."""
+    """Decodes and shows both answers, then compares them. Ctrl-C ends the race. Raises UserError in a mode without a
+    draft tree."""
     plan, results = session.llm.config, list[RaceResult]()
     if plan.mode in ("ar", "smc"):
         raise UserError(f"mode {plan.mode} has no draft tree to race with: start with a draft, in mode serial or async")
@@ -60,14 +60,14 @@ def _run(
     session: Session, settings: Settings, prompt: Sequence[int], painter: Painter, guard: Interrupt, name: str,
     bs: int | None,
 ) -> RaceResult | None:  # fmt: skip
-    """One answer as it comes; None where Ctrl-C ended it."""
+    """Decodes and shows one answer. Returns None if Ctrl-C ended it."""
     limit = session.sampling_params(settings).max_tokens or MAX_ANSWER_TOKENS
     stream = session.answer(prompt, settings, guard.until_pressed, verify_batch=bs, max_tokens=limit)
     try:
         for piece in stream:
             painter.write(piece.text, piece.accepted)
     except KeyboardInterrupt:
-        pass  # while the prompt was read, or pressed twice
+        pass  # during the prefill, or pressed twice
     painter.write("" if stream.text.endswith("\n") else "\n", False)
     stats = session.llm.stats
     lane = RaceResult(name, stream.token_ids, stats.decode_time, stats.rounds, stats.drafter_lost)
@@ -75,7 +75,7 @@ def _run(
 
 
 def compare_results(plain: RaceResult, fast: RaceResult, plan: EngineConfig) -> list[str]:
-    """The two side by side, and whether their tokens are the same."""
+    """Lines that compare speed and text of the two runs."""
     most, lines = max(plain.speed, fast.speed), list[str]()
     for lane in (plain, fast):
         bar = "█" * max(round(BAR_WIDTH_CHARS * lane.speed / most), 1)
@@ -85,16 +85,16 @@ def compare_results(plain: RaceResult, fast: RaceResult, plan: EngineConfig) -> 
     faster = f"{first.name} is {first.speed / second.speed:.2f} times as fast"
     lines.append(f"{faster}; {_compare_texts(plain, fast, plan)}")
     if fast.drafter_lost is not None:
-        lines.append(f"the drafter was lost ({fast.drafter_lost}), the target went on alone")
+        lines.append(f"the drafter was lost ({fast.drafter_lost}), the target continued without it")
     return lines
 
 
 def _compare_texts(plain: RaceResult, fast: RaceResult, plan: EngineConfig) -> str:
-    """By their tokens."""
+    """Compares the tokens of the two runs."""
     if list(plain.tokens) == list(fast.tokens):
         return f"the text is the same: all {len(plain.tokens)} tokens are equal"
     if plan.verify == "reject":
-        return "verify reject draws a text of its own, of the same distribution"
+        return "with verify reject the texts differ; their distribution is the same"
     apart = next((i for i, (a, b) in enumerate(zip(plain.tokens, fast.tokens)) if a != b), None)
     at = min(len(plain.tokens), len(fast.tokens)) if apart is None else apart
     return f"THE TEXT IS NOT THE SAME: token {at + 1} is another"

@@ -1,4 +1,4 @@
-"""`/tree` in the chat: the draft tree of a round, and what became of it."""
+"""Command /tree of the chat: shows the draft tree of a round and its verification."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from swiftspec.observe.round_records import RoundRecord, TraceEntry, to_record
 from swiftspec.observe.trace_format import Record
 from swiftspec.serve.terminal import ACCEPTED_STYLE, print_note, visible
 
-MAX_ROUNDS = 2000  # rounds that are kept
-MAX_AHEAD_NODES = 12  # nodes kept ahead that are shown, the likeliest
-MAX_TOKEN_CHARS = 24  # characters of a token
+MAX_ROUNDS = 2000  # in the history
+MAX_AHEAD_NODES = 12  # likeliest surviving nodes that are shown
+MAX_TOKEN_CHARS = 24  # longer tokens are cut
 
 
 class RoundHistory:
-    """The last rounds, while they are on record. `listen` is `LLM.listen`; `spell` makes text of a token."""
+    """History of the last rounds. `set_listener`: `LLM.listen`; `token_text`: decodes one token."""
 
     def __init__(self, set_listener: Callable[[TraceListener | None], None], token_text: Callable[[int], str]) -> None:
         self._set_listener, self._token_text = set_listener, token_text
@@ -31,12 +31,12 @@ class RoundHistory:
         self._recording = False
 
     def command(self, rest: str, console: Console) -> None:
-        """`/tree REST`. Raises UserError on what it does not take."""
+        """Runs `/tree REST`. Raises UserError on an invalid argument."""
         if rest in ("on", "off"):
             self._recording = rest == "on"
             self._set_listener(self._add_rounds if self._recording else None)
             print_note(
-                console, f"rounds are {'kept from the next answer on' if self._recording else 'not kept any more'}"
+                console, f"rounds are {'recorded from the next answer on' if self._recording else 'no longer recorded'}"
             )
         elif rest and not (rest.isascii() and rest.isdecimal() and len(rest) < 7):
             raise UserError(f"/tree takes on, off, or how many rounds to go back, not {rest!r}")
@@ -58,7 +58,7 @@ class RoundHistory:
 
 @dataclass(frozen=True, slots=True)
 class RoundTree:
-    """A tree, its root node 0. `verified`: the proposal's node of a node."""
+    """The tree of a round; node 0 is the root. `verified`: node of the proposal, by node of the tree."""
 
     tokens: Sequence[int]
     parents: Sequence[int]
@@ -68,7 +68,7 @@ class RoundTree:
 
     @staticmethod
     def from_record(line: Record) -> RoundTree:
-        """The draft's tree, or where nobody knows it the proposal."""
+        """The draft tree of a trace record; the proposal if the record has no draft tree."""
         proposal, tree = line["proposal"], line.get("draft", {}).get("tree")
         named: dict[str, Any] = proposal if tree is None else {name: each.tolist() for name, each in tree.items()}
         below: dict[int, dict[int, int]] = {}
@@ -81,7 +81,7 @@ class RoundTree:
         return RoundTree(named["tokens"], named["parents"], named.get("logprobs"), verified, below)
 
     def surviving_nodes(self, tokens: Sequence[int]) -> set[int]:
-        """What is left for the next round once these tokens are true: its root, and the likeliest nodes below it."""
+        """Nodes that survive re-rooting after these tokens: the new root and the likeliest nodes below it."""
         node: int | None = 0
         for token in tokens:
             node = self.children.get(node, {}).get(token)
@@ -96,7 +96,7 @@ class RoundTree:
 
 
 def render_round(line: Record, token_text: Callable[[int], str]) -> Iterator[Text]:
-    """A round, line by line."""
+    """Yields the lines that show a round."""
     nodes, path, proposal = RoundTree.from_record(line), set(line["path"]), line["proposal"]
     ahead = nodes.surviving_nodes(line["tokens"])
     wanted = {*nodes.verified, *ahead}
@@ -131,6 +131,6 @@ def render_round(line: Record, token_text: Callable[[int], str]) -> Iterator[Tex
 
 
 def _token_label(text: str) -> str:
-    """A token's text on one line, as Python would write it."""
+    """A token's text on one line, as a Python literal."""
     written = visible(repr(text))
     return written if len(written) <= MAX_TOKEN_CHARS else written[: MAX_TOKEN_CHARS - 1] + "…"

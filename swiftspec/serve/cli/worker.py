@@ -1,4 +1,4 @@
-"""`swiftspec worker draft|target`: one model, for whoever decodes on it from elsewhere."""
+"""Command `swiftspec worker draft|target`: runs one model for clients in other processes or on other machines."""
 
 from __future__ import annotations
 
@@ -26,13 +26,15 @@ if TYPE_CHECKING:
     from swiftspec.distributed.launch.world import World
     from swiftspec.distributed.rpc.endpoint import Endpoint, RpcSecurity
 
-DEFAULT_PORTS = {"target": 7070, "draft": 7071}  # on the loopback, where --listen names no other
+DEFAULT_PORTS = {"target": 7070, "draft": 7071}  # on the loopback interface, without --listen
 JoinFn = Callable[[], "World | None"]
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def run_worker_command(argv: Sequence[str], join: JoinFn) -> int:
-    """Runs a worker until a signal ends it. Returns the exit code. `join`: the ranks that a launcher has started."""
+    """Parses the arguments and runs a worker until a signal ends it. Returns the exit code.
+
+    `join`: joins the ranks that a launcher has started."""
     side = argv[0] if argv else ""
     if side in ("-h", "--help"):
         parse_command(argv, page=HELP_PAGES["worker"])
@@ -51,9 +53,11 @@ def run_worker_command(argv: Sequence[str], join: JoinFn) -> int:
 
 
 def run_worker(side: Literal["draft", "target"], settings: Settings, join: JoinFn) -> int:
-    """Loads the model, listens, and leaves once a signal has come and the requests under way are over; they may take
-    --drain-timeout for that. A second signal ends it at once. Where a launcher has started several ranks, rank 0 does
-    so, and the others follow it. Raises RankLost where one of them is gone."""
+    """Loads the model and serves clients until a signal.
+
+    After the first signal, running requests have --drain-timeout to finish; a second signal ends the worker
+    immediately. With several ranks, rank 0 serves and the others follow it. Raises RankLost if a rank is lost.
+    """
     from swiftspec.distributed.rpc.endpoint import Endpoint
 
     endpoint, security = (
@@ -63,7 +67,7 @@ def run_worker(side: Literal["draft", "target"], settings: Settings, join: JoinF
     security.check_worker(endpoint)
     world = join()
     if world is not None and world.rank > 0:
-        for number in STOP_SIGNALS:  # rank 0 hears it, ends what runs, and says when to leave
+        for number in STOP_SIGNALS:  # rank 0 handles it, drains the requests and shuts this rank down
             signal.signal(number, signal.SIG_IGN)
         _load(side, settings, world, StartupProgress(quiet=True))[0].follow()
         return 0
@@ -88,7 +92,7 @@ def _serve(
     settings: Settings,
     phases: StartupProgress,
 ) -> None:
-    """Listens until a signal has come. Raises UserError where nothing can listen there, and RankLost."""
+    """Serves until a signal. Raises UserError if the address is not available, and RankLost."""
     from swiftspec.builder.worker_model import make_service
     from swiftspec.distributed.rpc.endpoint import Endpoint
     from swiftspec.distributed.rpc.server import RpcServer
@@ -106,15 +110,15 @@ def _serve(
         else:
             group.on_lost(lambda why: stop.signals.put(0))
             server.run(stop.signals, partial(group.check_followers, 0.0))
-            service.run_if_idle(group.check_followers)  # a launcher that has lost one of us asks the others to leave
+            service.run_if_idle(group.check_followers)  # a launcher that has lost one rank sends SIGTERM to the others
         server.stop(settings.drain_timeout if group is None or group.broken is None else 0.0)
     if group is not None and group.broken is not None:
         raise RankLost(group.broken)
 
 
 class GracefulStop:
-    """The first signal asks for a graceful end and is put into `signals`, which a handler may do at any moment; a
-    second one ends the command as it ends any other."""
+    """Context in which the first signal is put into `signals`, for a graceful stop. A second signal is handled like in
+    any other command. SimpleQueue.put is reentrant, so the handler may call it at any moment."""
 
     def __init__(self) -> None:
         self.signals: SimpleQueue[int] = SimpleQueue()
@@ -142,7 +146,7 @@ class GracefulStop:
 def _load(
     side: Literal["draft", "target"], settings: Settings, world: World | None, phases: StartupProgress
 ) -> tuple[WorkerModel, TextCodec]:
-    """The model, or this rank's share of it, and what turns its ids into tokens."""
+    """Loads the model, or this rank's shard of it, and its tokenizer."""
     from swiftspec.distributed.launch.config_check import report_startup_error
 
     ranks = 1 if world is None else world.size

@@ -84,7 +84,7 @@ class CommandSettings:
         default_text="auto: the fastest ones available",
     )  # fmt: skip
     activations: Literal["auto", "int8", "native"] = setting(
-        "auto", "Activations for int4 weights on a CPU: quantised to int8, with exact integer sums, or in --dtype (native).",
+        "auto", "Activations for int4 weights on a CPU: int8, with exact integer sums, or in --dtype (native).",
         MODELS, default_text="auto: int8 with --dtype bfloat16, else native",
     )  # fmt: skip
     kv_cache_dtype: Literal["auto", "fp8"] = setting(
@@ -143,8 +143,8 @@ class CommandSettings:
     )  # fmt: skip
 
     draft_url: str | None = setting(
-        None, "Worker that runs the draft (`swiftspec worker draft`). While it is unavailable, decoding continues without"
-        " a draft.",
+        None, "Worker that runs the draft (`swiftspec worker draft`). While it is unavailable, decoding continues"
+        " without a draft.",
         NETWORK, "HOST:PORT", "off", applies_to=DRAFT,
     )  # fmt: skip
     target_url: str | None = setting(
@@ -185,8 +185,8 @@ class CommandSettings:
         default_text="ar without a draft; async on several ranks or with a worker; else serial",
     )  # fmt: skip
     plan: str = setting(
-        "auto", "Profile that sets mode, split and tree shape where they are not given: the one for this machine and pair"
-        " in ./profiles if there is one (auto), or this file.", SPECULATION, "auto|none|FILE.json",
+        "auto", "Profile that sets mode, split and tree shape where they are not given: the one for this machine and"
+        " pair in ./profiles if there is one (auto), or this file.", SPECULATION, "auto|none|FILE.json",
     )  # fmt: skip
     target_tp: int | None = setting(
         None, "Tensor-parallel ranks of the target.", SPECULATION, "X", "all ranks that the draft does not use", ge=1
