@@ -108,7 +108,8 @@ def complaints(lines: Iterator[tuple[int, str]]) -> list[str]:
 
 def test_prose_uses_the_words_of_the_field() -> None:
     found = [f"{path.relative_to(ROOT)}:{each}" for path in files() for each in complaints(prose(path))]
-    assert len(found) <= REMAINING, f"{len(found)} lines; see CONTRIBUTING.md, 'Names and prose'\n" + "\n".join(found[:60])
+    message = f"{len(found)} lines; see CONTRIBUTING.md, 'Names and prose'"
+    assert len(found) <= REMAINING, "\n".join([message, *found[:60]])
 
 
 @pytest.mark.parametrize("text", ["# nobody waits", '"""Says why."""', "x = 1  # by turns"])
