@@ -47,9 +47,7 @@ def test_requesting_them_where_they_cannot_run_explains_why() -> None:
     if _C.cuda_built
     else [],
 )
-def test_invalid_arguments_do_not_reach_the_device(
-    function: Any, change: dict[str, Any], message: str
-) -> None:
+def test_invalid_arguments_do_not_reach_the_device(function: Any, change: dict[str, Any], message: str) -> None:
     """Including arrays on the CPU."""
     tokens, slots = torch.zeros(2, dtype=torch.int64), torch.zeros(4, 4, dtype=torch.bool)
     table, node = torch.zeros(8, 16, dtype=torch.bfloat16), torch.zeros(2, dtype=torch.int32)
