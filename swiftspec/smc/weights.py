@@ -17,7 +17,7 @@ the global power does. So each token multiplies its particle's weight by p^alpha
 With the first term alone, without the bonus token's log Z(prefix), the population follows neither distribution.
 Tokens after a particle's last one add nothing. A particle's weight is then an unbiased estimate of its share of
 Z, resampling (systematic, weights reset to their mean) keeps it one, and log Z is the sum of the logarithms of those
-means. Expectations over the weighted population are off by O(1 / N). tests/smc/test_smc_law.py proves it.
+means. Expectations over the weighted population are off by O(1 / N). tests/smc/test_smc_distribution.py proves it.
 
 For Z and pi to be right, q must reach whatever p reaches, so the filters (top-k, top-p, min-p) shape p alone. Let A be
 the tokens that they leave, and q(A) the draft's mass there. A draft token outside A ends the particle's round: a token

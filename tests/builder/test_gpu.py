@@ -1,4 +1,4 @@
-"""What is said of a GPU before anything is loaded: which operators run a model there, and if the memory suffices."""
+"""Checks on a GPU before anything is loaded: which operators run a model there, and whether the memory suffices."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_what_a_model_needs() -> None:
     assert need(ranks=4).weights == need().weights / 4 and need(ranks=4).cache == need().cache / 4
 
 
-def test_too_little_memory_is_told_before_loading() -> None:
+def test_too_little_memory_is_reported_before_loading() -> None:
     check_memory([need(**AWQ), need(**AWQ)], GPU)
     with pytest.raises(UserError) as error:
         check_memory([need(131072), need(131072)], GPU)
@@ -83,7 +83,7 @@ def test_a_pair_is_checked_as_its_ranks_hold_it(
 
 
 def test_memory_that_torch_holds_and_does_not_use_counts_as_free(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As after an engine of this process that has gone."""
+    """As after an earlier engine of this process."""
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (int(2 * BYTES_PER_GB), int(24 * BYTES_PER_GB)))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: int(20 * BYTES_PER_GB))
     check_memory([need(**AWQ)], GPU)
@@ -98,10 +98,10 @@ def test_a_pair_too_large_is_refused(pair: Path, monkeypatch: pytest.MonkeyPatch
         ModelPair.check(pair, pair, EngineConfig("serial"), None, {"device": "cuda:0"})
 
 
-def test_what_the_cuda_operators_do_not_fit_goes_to_torchs_and_is_told(
+def test_what_the_cuda_operators_do_not_support_runs_on_torchs_and_is_reported(
     pair: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A GPU, a dtype, heads; once for each model. Who asks for them by name is refused."""
+    """By GPU, dtype and heads; once per model. Requesting the CUDA operators by name raises."""
 
     def said(**options: Any) -> list[str]:
         lines: list[str] = []

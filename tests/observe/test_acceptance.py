@@ -28,7 +28,7 @@ def test_one_round_by_hand() -> None:
 
 @given(st.data())
 def test_sums(data: st.DataObject) -> None:
-    """Each accepted token is one of its depth and one of its rank; chances are never fewer."""
+    """Each accepted token counts once by depth and once by rank; attempts are never fewer."""
     counts, accepted = Acceptance(), 0
     rounds = data.draw(st.integers(1, 6))
     for _ in range(rounds):

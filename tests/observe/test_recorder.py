@@ -1,4 +1,4 @@
-"""What is on record, and that nothing of it shows in the answers."""
+"""Recording of requests, and that it does not affect the output."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def engine(mode: str, dtype: torch.dtype) -> LLM:
 
 
 class Heard(list[dict[str, Any]]):
-    """The lines of what a listener hears."""
+    """The lines that a listener receives."""
 
     def __call__(self, noted: Sequence[TraceEntry]) -> None:
         self.extend(map(to_record, noted))
@@ -57,7 +57,7 @@ def test_a_listener_changes_nothing_and_costs_nothing_once_gone(mode: str, dtype
     llm.close()
 
 
-def test_the_tree_holds_the_proposal_and_goes_on_in_the_next_round() -> None:
+def test_the_tree_contains_the_proposal_and_continues_in_the_next_round() -> None:
     llm, heard = engine("serial", torch.float32), Heard()
     llm.listen(heard)
     llm.generate(PROMPT, SamplingParams(temperature=0, max_tokens=24, ignore_eos=True))
@@ -76,7 +76,7 @@ def test_the_tree_holds_the_proposal_and_goes_on_in_the_next_round() -> None:
 
 
 def test_the_target_s_probabilities_are_its_softmax() -> None:
-    """Of native steps as of those on plain torch, and for the tokens that it draws greedily the largest."""
+    """For the native executor and the eager one; the greedy token has the largest."""
     found: list[list[Any]] = []
     for penalty in (1.0, 1.0001):  # which is for eager steps
         llm, heard = engine("serial", torch.float32), Heard()
@@ -111,12 +111,12 @@ def _broken() -> None:
 
 
 def verified(round_: int) -> RoundRecord:
-    """A round of request 2 whose draft is elsewhere."""
+    """A round of request 2 whose draft is in another process."""
     proposal, result = Proposal(2, round_, 1, (4,), (-1,)), VerifyResult(2, round_, 1, (0,), (5,))
     return RoundRecord(proposal, result, [float(at) for at in range(7)], True, 0.5, None, None)
 
 
-def test_what_the_draft_says_late_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_late_draft_timeline_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "LISTENER_INTERVAL_S", 0.0)
     heard, recorder, drained = Heard(), Recorder(), list[int]()
     recorder.listener, recorder.drain = heard, drained.append
@@ -145,8 +145,8 @@ def test_what_the_draft_says_late_is_dropped(monkeypatch: pytest.MonkeyPatch) ->
     ]  # fmt: skip
 
 
-def test_rounds_are_heard_several_at_once() -> None:
-    """The first line of a request at once, the rounds together, all at its end; a trace file changes nothing."""
+def test_rounds_are_delivered_several_at_a_time() -> None:
+    """The first line of a request immediately, rounds batched, all at its end; a trace file changes nothing."""
     recorder, heard = Recorder(), list[int]()
     recorder.listener = lambda noted: heard.append(len(noted))
     recorder.begin(RequestStart(2, (1, 2), SamplingParams(), 2))
@@ -157,7 +157,7 @@ def test_rounds_are_heard_several_at_once() -> None:
     assert heard[0] == 1 and sum(heard) == 5 and len(heard) <= 5
 
 
-def test_a_lane_that_makes_no_sense_is_left_out() -> None:
+def test_an_invalid_timeline_is_left_out() -> None:
     def read() -> dict[str, Any]:
         raise ValueError
 

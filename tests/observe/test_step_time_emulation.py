@@ -1,4 +1,4 @@
-"""Emulated step times: interpolation, what `--emulate` can say, and models that take as long without computing."""
+"""Emulated step times: interpolation, values of `--emulate`, and models that take as long without computing."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_step_times_between_and_beyond_what_is_given() -> None:
     assert times.at(8, 8) == 6.0
 
 
-def test_what_emulate_can_say(tmp_path: Path) -> None:
+def test_values_of_emulate(tmp_path: Path) -> None:
     both = emulation.parse_emulation("target=10.48ms,draft=3250us")
     assert both.target is not None and both.draft is not None
     assert (both.target.at(3, 8), both.draft.at(1, 8)) == (pytest.approx(10.48e-3), pytest.approx(3.25e-3))
@@ -47,7 +47,7 @@ def test_what_emulate_can_say(tmp_path: Path) -> None:
     "text", ["", "target", "target=", "target=3", "target=3m", "both=3ms", "target=1ms,target=2ms", "target=-1ms",
              "target=0ms", "target=1e9ms", "target=gpt5", "target=1.2.3ms", "nowhere.json"],
 )  # fmt: skip
-def test_what_emulate_cannot_say(text: str) -> None:
+def test_invalid_values_of_emulate(text: str) -> None:
     with pytest.raises(UserError, match="--emulate") as caught:
         emulation.parse_emulation(text)
     assert "\n" not in str(caught.value)
@@ -57,7 +57,7 @@ def test_what_emulate_cannot_say(text: str) -> None:
     "text", ["", "[]", "{}", '{"both": {}}', '{"target": {}}', '{"target": {"0": {"8": 1}}}', '{"target": {"1": 3}}',
              '{"target": {"1": {"8": NaN}}}', '{"target": {"x": {"8": 1}}}'],
 )  # fmt: skip
-def test_a_table_that_makes_no_sense(text: str, tmp_path: Path) -> None:
+def test_an_invalid_table_is_refused(text: str, tmp_path: Path) -> None:
     (tmp_path / "t.json").write_text(text)
     with pytest.raises(UserError, match="--emulate"):
         emulation.parse_emulation(str(tmp_path / "t.json"))
@@ -99,7 +99,7 @@ def test_waiting_ends_in_time_and_keeps_no_core() -> None:
     assert time.thread_time() - cpu < 0.05
 
 
-def test_forwards_take_as_long_as_they_are_told(tmp_path: Path) -> None:
+def test_forwards_take_the_emulated_time(tmp_path: Path) -> None:
     make_checkpoint(tmp_path / "target", seed=1)
     make_checkpoint(tmp_path / "draft", layers=1, seed=1)
     sampling = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)

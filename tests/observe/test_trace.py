@@ -1,4 +1,4 @@
-"""Traces: a line a round from both lanes, the timeline and the summary made of it, and no trace of tracing without."""
+"""Traces: one line per round with both timelines, the summary made of them, and no overhead without tracing."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_every_round_of_one_process_is_a_line(mode: str, pair: tuple[Path, Path]
 
 
 def check_lanes(trace: Trace, steps: int) -> None:
-    """Both lanes are there, in order, and the books of the draft's KV are right."""
+    """Both timelines are complete and ordered, and the KV counts of the draft are right."""
     for line in trace.rounds:
         assert line["target"]["verify"][0] <= line["target"]["verify"][1]
         assert 0 < line["target"]["forward"] <= line["target"]["verify"][1] - line["target"]["verify"][0]
@@ -80,7 +80,7 @@ def check_lanes(trace: Trace, steps: int) -> None:
 
 
 @pytest.mark.parametrize("native", [False, True])
-def test_the_lane_of_a_draft_in_turn(native: bool, pair: tuple[Path, Path], tmp_path: Path) -> None:
+def test_the_timeline_of_a_serial_draft(native: bool, pair: tuple[Path, Path], tmp_path: Path) -> None:
     pair, dtype = ((DEMO / "target", DEMO / "draft"), torch.bfloat16) if native else (pair, torch.float64)
     traced(pair, EngineConfig("serial", draft_steps=2), tmp_path / "t.jsonl", dtype=dtype)
     trace = Trace.read(tmp_path / "t.jsonl")
@@ -89,7 +89,7 @@ def test_the_lane_of_a_draft_in_turn(native: bool, pair: tuple[Path, Path], tmp_
     assert all(cost.critical == 2 and cost.expansions == 0 for cost in timeline.costs(trace))
 
 
-def test_the_lane_of_a_draft_in_another_process(pair: tuple[Path, Path], pool: Pool, tmp_path: Path) -> None:
+def test_the_timeline_of_a_draft_in_another_process(pair: tuple[Path, Path], pool: Pool, tmp_path: Path) -> None:
     file = tmp_path / "t.jsonl"
     requests = [(PROMPT, {"temperature": 0, "max_tokens": 24, "ignore_eos": True})] * 2
     job = {"target": str(pair[0]), "draft": str(pair[1]), "requests": requests}
@@ -103,7 +103,7 @@ def test_the_lane_of_a_draft_in_another_process(pair: tuple[Path, Path], pool: P
     assert [a["tokens"] for a in plain] == [a["tokens"] for a in answers]
 
 
-def test_a_request_on_record_has_its_own_exchanges_alone() -> None:
+def test_a_recorded_request_has_only_its_own_rpcs() -> None:
     hops = RpcLog()
     hops.add(RpcRecord("draft", 7, 1, 2, 255, 3, 4, 5, 6), b"")
     trace = TreeTrace(Recorder(None), lambda: 0.0, lambda: True, lambda tokens, parents: None, rpcs=hops.drain)
@@ -111,7 +111,7 @@ def test_a_request_on_record_has_its_own_exchanges_alone() -> None:
     assert hops.drain() == []
 
 
-def test_without_a_trace_nobody_looks(pair: tuple[Path, Path]) -> None:
+def test_without_a_trace_nothing_is_recorded(pair: tuple[Path, Path]) -> None:
     llm = LLM(*pair, EngineConfig("serial"), dtype=torch.float64)
     assert drafter_of(llm).runner.hooks == verifier_of(llm).runner.hooks == []
     llm.generate(PROMPT, GREEDY)
@@ -119,8 +119,8 @@ def test_without_a_trace_nobody_looks(pair: tuple[Path, Path]) -> None:
 
 
 def lines(*costs: tuple[float, float, float]) -> list[dict[str, Any]]:
-    """Asynchronous rounds by hand: a verification of 10 s each, growing of `late` seconds beyond it, an expansion of
-    `short` seconds in the answer, `rest` seconds for everything else."""
+    """Asynchronous rounds by hand: a verification of 10 s each, expansions that end `late` seconds after it, an
+    expansion of `short` seconds in the answer, `rest` seconds for everything else."""
     now, made = 0.0, []
     wait, propose, forwards = (0.0, 0.0), (0.0, 0.0), []
     for number, (late, short, rest) in enumerate([*costs, (0.0, 0.0, 0.0)]):
@@ -183,7 +183,7 @@ def test_the_timeline_is_in_chromes_format(tmp_path: Path, capsys: pytest.Captur
 
 
 @pytest.mark.parametrize("text", ["", "{}", "[1]", "nonsense", '{"swiftspec_trace": 99}'])
-def test_what_is_no_trace_is_refused_in_one_line(text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_invalid_trace_is_refused_in_one_line(text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "t.jsonl").write_text(text)
     assert main(["trace", str(tmp_path / "t.jsonl")]) == 1
     assert capsys.readouterr().err.count("\n") == 1
@@ -207,7 +207,7 @@ def test_a_full_disk_costs_no_answer(pair: tuple[Path, Path], mode: str, tmp_pat
 
 
 def test_a_pipe(tmp_path: Path) -> None:
-    """With a reader it is as good as a file; without, nobody waits for one. A reader may leave."""
+    """With a reader it works like a file; without one, opening does not block. A reader may disconnect."""
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     with pytest.raises(UserError, match="pipe cannot be written: this pipe has no reader yet: start the reader first"):

@@ -1,4 +1,4 @@
-"""A request that ends while its prompt is read: at the next chunk, with caches that are right."""
+"""A request that is cancelled during its prefill ends at the next chunk and leaves valid caches."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def make(pair: tuple[Path, Path], mode: str, kept: int = 1) -> LLM:
 
 
 def after(looks: int) -> tuple[Callable[[], bool], list[int]]:
-    """What says yes from so many looks on, and the looks it has had."""
+    """A predicate that is True from its `count`-th call on, and its calls."""
     had: list[int] = []
     return lambda: had.append(1) or len(had) > looks, had
 
@@ -53,7 +53,7 @@ def test_it_ends_at_the_next_chunk_and_the_next_request_is_right(
         assert llm.generate(LONG, asked).token_ids == want
 
 
-def test_the_next_request_goes_on_from_what_was_read(pair: tuple[Path, Path]) -> None:
+def test_the_next_request_reuses_the_chunks_prefilled_before(pair: tuple[Path, Path]) -> None:
     llm, want = make(pair, "ar"), make(pair, "ar", 0).generate(LONG, GREEDY).token_ids
     for _ in range(3):
         assert list(llm.stream(LONG, GREEDY, after(1)[0])) == []
@@ -61,14 +61,14 @@ def test_the_next_request_goes_on_from_what_was_read(pair: tuple[Path, Path]) ->
     assert llm.stats.cached_tokens == 3 * PREFILL_CHUNK_TOKENS
 
 
-def test_nobody_is_asked_once_the_prompt_is_read(pair: tuple[Path, Path]) -> None:
+def test_nothing_is_checked_after_the_prefill(pair: tuple[Path, Path]) -> None:
     llm, read = make(pair, "serial"), list[TokenChunk]()
     for chunk in llm.stream(LONG, GREEDY, lambda: bool(read)):
         read.append(chunk)
     assert sum(len(chunk.token_ids) for chunk in read) == 8 and read[-1].finish_reason == "length"
 
 
-def test_a_request_that_nobody_cancels_is_not_ended_by_the_one_before(pair: tuple[Path, Path]) -> None:
+def test_a_cancellation_does_not_end_the_next_request(pair: tuple[Path, Path]) -> None:
     llm = make(pair, "ar")
     assert list(llm.stream(LONG, GREEDY, lambda: True)) == []
     assert len(llm.generate(LONG, GREEDY).token_ids) == 8

@@ -1,4 +1,5 @@
-"""Classifier-free guidance: the text of transformers' guided generate, from every tree; costs nothing if off."""
+"""Classifier-free guidance equals guided generation of transformers, with every tree, and costs nothing if it is
+off."""
 
 from __future__ import annotations
 
@@ -52,7 +53,7 @@ def guided(scale: float, negative: Sequence[int] = NEGATIVE, **values: Any) -> S
 
 
 def transformers_text(model: Any, prompt: Sequence[int], scale: float, negative: Sequence[int], **options: Any) -> Any:
-    """What `generate` writes, greedy."""
+    """The greedy output of `generate`."""
     options = {"max_new_tokens": 40, "do_sample": False, "eos_token_id": None, "pad_token_id": 0} | options
     if negative:
         options["negative_prompt_ids"] = torch.tensor([negative])
@@ -93,7 +94,7 @@ def test_bias_comes_after_guidance_as_in_transformers(pair: Pair) -> None:
 
 
 def test_penalties_come_after_guidance(pair: Pair) -> None:
-    """By the definition, from whole texts: guided logits, then the penalties of the conditional text's tokens."""
+    """By the definition, from whole texts: guided logits, then penalties for the tokens of the conditional text."""
     target, draft, model = pair
     text, output = list(PROMPT), []
     for _ in range(25):
@@ -111,7 +112,7 @@ def test_penalties_come_after_guidance(pair: Pair) -> None:
 
 
 @pytest.mark.parametrize("scale", [0.7, 2.0])
-def test_sampled_trees_equal_plain_decoding(pair: Pair, scale: float) -> None:
+def test_sampled_trees_equal_autoregressive_decoding(pair: Pair, scale: float) -> None:
     target, draft, _ = pair
     sampling = guided(scale, **SAMPLED)
     plain = LLM(target, dtype=torch.float64).generate(PROMPT, sampling).token_ids
@@ -141,7 +142,7 @@ def test_scale_1_is_no_guidance_and_costs_nothing(pair: Pair) -> None:
     assert rows == plain and cache.k.shape[1] == 1, "the second buffer is given back"
 
 
-def test_rejection_judges_by_the_guided_law(pair: Pair) -> None:
+def test_rejection_uses_the_guided_distribution(pair: Pair) -> None:
     """Target and draft the same model: at scale 1 q is p, and every first child passes; guided p is another."""
     values = {"temperature": 0.8, "seed": 5, "max_tokens": 60}
     llm = LLM(pair[0], pair[0], EngineConfig(verify="reject"), dtype=torch.float64)
@@ -178,7 +179,7 @@ def test_a_second_prefix_that_finds_no_memory_ends_one_request(pair: Pair, monke
 
 
 @pytest.mark.parametrize("scale", [-0.1, float("nan"), float("inf"), 101.0])
-def test_scales_that_make_no_sense(scale: float) -> None:
+def test_invalid_scales_are_refused(scale: float) -> None:
     with pytest.raises(UserError, match="guidance_scale must"):
         SamplingParams(guidance_scale=scale)
 
@@ -188,14 +189,14 @@ def test_a_population_is_not_guided() -> None:
         check_sampling(SamplingParams(guidance_scale=2.0))
 
 
-def test_guidance_goes_over_the_bridge() -> None:
+def test_guidance_works_with_a_draft_group() -> None:
     opening = RequestStart(3, (1, 2, 3), guided(1.7, LONG), 2)
     assert unpack_request_start(pack_message(opening)) == opening
     guidance = Guidance.of(opening.sampling, opening.tokens, opening.prompt_len)
     assert guidance == Guidance((*LONG, 3), 1.7)
 
 
-def test_logits_and_log_probabilities_give_one_law() -> None:
+def test_logits_and_log_probabilities_give_one_distribution() -> None:
     """transformers takes log_softmax of both rows first, which adds a constant to each."""
     rows = 5 * torch.randn(8, 50, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     ours, theirs = Guidance((0,), 2.5).combine(rows), Guidance((0,), 2.5).combine(rows.log_softmax(-1))
@@ -206,7 +207,7 @@ def test_logits_and_log_probabilities_give_one_law() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("scale", [1.5, 3.0])
-def test_the_embedded_pair_equals_transformers(scale: float) -> None:
+def test_the_demo_models_equal_transformers(scale: float) -> None:
     prompt, negative = (text[-60:] for text in read_prompts(AutoTokenizer.from_pretrained(DEMO / "target"))[:2])
     want = transformers_text(load_transformers(DEMO / "target", torch.float64), prompt, scale, negative)
     answer = LLM(DEMO / "target", DEMO / "draft", dtype=torch.float64).generate(prompt, guided(scale, negative))

@@ -1,4 +1,4 @@
-"""The cache's books, with the KV of a slot replaced by a number that says which token it belongs to."""
+"""The slot accounting of the KV cache, with the KV of a slot replaced by a number that identifies its token."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ POISON = 1e4  # in every slot that is free
 
 
 class CacheMachine(RuleBasedStateMachine):
-    """Two sequences of unequal prefixes under one tree; every written slot carries a number of its own."""
+    """Two sequences with unequal prefixes under one tree; every written slot has a unique number."""
 
     mover = staticmethod(reference.mover)
 
@@ -83,7 +83,7 @@ TestKVCache = CacheMachine.TestCase
 
 
 class NativeCacheMachine(CacheMachine):
-    """The same books over the native move, which serves any dtype."""
+    """The same with the native move, which supports any dtype."""
 
     mover = staticmethod(host.mover)
 

@@ -1,5 +1,5 @@
-"""Logits of the target that are no numbers end the request in one line, in every mode and on every rank, and only that
-request; those of the draft cost speed only."""
+"""Target logits that are not finite end the request with a one-line error, in every mode and on every rank, and only
+that request; those of the draft only cost speed."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ RANKS: dict[str, tuple[int, dict[str, Any], str]] = {
 
 @pytest.mark.parametrize("case", RANKS.values(), ids=list(RANKS))
 def test_on_every_rank(models: Path, pool: Pool, case: tuple[int, dict[str, Any], str]) -> None:
-    """The job goes on: the ranks are in step for the next request."""
+    """The job continues: the ranks agree on the next request."""
     count, plan, dtype = case
     names = ("sampled",) if plan["mode"] == "smc" or "verify" in plan else ("sampled", "filtered", "greedy")
     requests = []
@@ -167,7 +167,7 @@ def test_on_every_rank(models: Path, pool: Pool, case: tuple[int, dict[str, Any]
 
 @pytest.mark.parametrize("ops", [reference, library, host], ids=["reference", "library", "native"])
 def test_a_draw_finds_it_anywhere(ops: Any) -> None:
-    """In any place of a row; other rows keep their tokens."""
+    """At any position of a row; other rows keep their tokens."""
     chance = random.Random(0)
     for columns in (1, 15, 16, 17, 100):
         for value in (math.nan, math.inf):

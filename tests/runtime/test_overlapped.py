@@ -1,4 +1,4 @@
-"""Both models at the same time in one process. On a CPU the streams are left out; tests/gpu/test_graph.py has them."""
+"""Both models concurrently in one process. On a CPU there are no streams; tests/gpu/test_graph.py uses them."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_a_warm_up_leaves_nothing_behind(checkpoint: Path) -> None:
 
 
 class Streams:
-    """Stands for torch's streams: how they were made, and on which something runs."""
+    """A stand-in for torch's streams that records how they were created and where work runs."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.made: list[int] = []
@@ -101,7 +101,7 @@ class Streams:
 
 
 def test_the_draft_goes_first_on_a_shared_gpu(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All that its roles do is on a stream of a higher priority, and so are its graphs' kernels."""
+    """All work of its roles is on a stream with a higher priority, and so are the kernels of its graphs."""
     streams = Streams(monkeypatch)
     plan = EngineConfig("async", verify_batch=4, draft_leaves=3, draft_steps=2, draft_tp=0)
     drafter = make_drafter(runner(checkpoint), plan)
@@ -120,8 +120,8 @@ def test_the_draft_goes_first_on_a_shared_gpu(checkpoint: Path, monkeypatch: pyt
 
 
 @pytest.mark.parametrize("sampling", [SamplingParams(temperature=0), SAMPLED], ids=["greedy", "sampled"])
-def test_the_rounds_are_those_in_turn(checkpoint: Path, sampling: SamplingParams) -> None:
-    """And their text is the target's own."""
+def test_the_rounds_equal_the_serial_ones(checkpoint: Path, sampling: SamplingParams) -> None:
+    """And their output is the target's."""
     ours = rounds(checkpoint, sampling, beside=True)
     assert ours == rounds(checkpoint, sampling, beside=False)
     text = [token for _, result in ours for token in result.tokens]
@@ -133,7 +133,7 @@ def test_the_rounds_are_those_in_turn(checkpoint: Path, sampling: SamplingParams
 
 
 class Waits(LocalVerifier):
-    """A target that is not ready before the draft has grown."""
+    """A target that is not ready before the draft has expanded."""
 
     def __init__(self, verifier: LocalVerifier) -> None:
         super().__init__(verifier.runner, verifier.executors)
@@ -145,7 +145,7 @@ class Waits(LocalVerifier):
         return super().verify(proposal)
 
 
-def test_the_draft_grows_while_the_target_verifies(checkpoint: Path) -> None:
+def test_the_draft_expands_while_the_target_verifies(checkpoint: Path) -> None:
     target = Waits(make_verifier(runner(checkpoint)))
 
     class Grows(NoDrafter):

@@ -1,4 +1,4 @@
-"""Kept texts: whatever was asked before, an answer, and every key and value under it, is that of a fresh read."""
+"""Prefix cache: whatever was requested before, an answer, and all KV under it, equals that of a fresh prefill."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ Pair = tuple[Path, Path]
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
-    """A target and a draft that is often right."""
+    """A target, and a draft that is often right."""
     return make_pair(tmp_path_factory.mktemp("pair"), vocab=VOCAB, seed=3)
 
 
@@ -56,14 +56,14 @@ def runners(llm: LLM) -> list[PrefixCachingRunner]:
 
 
 def keep(llm: LLM, budget: int, least: int = LEAST) -> LLM:
-    """With another budget of tokens."""
+    """Sets another budget of tokens."""
     for runner in runners(llm):
         runner.prefix_cache.budget, runner.prefix_cache.min_tokens = budget, least
     return llm
 
 
 def ask(llm: LLM, prompt: Sequence[int], sampling: SamplingParams, rounds: int | None = None) -> list[int]:
-    """The answer's tokens; cut off after so many rounds."""
+    """The answer's tokens; stopped after `rounds` rounds."""
     tokens, stream = list[int](), llm.stream(prompt, sampling)
     for count, chunk in enumerate(stream, 1):
         tokens += chunk.token_ids
@@ -73,7 +73,7 @@ def ask(llm: LLM, prompt: Sequence[int], sampling: SamplingParams, rounds: int |
 
 
 class Requests(RuleBasedStateMachine):
-    """Requests one after the other, most of which go on from an earlier text or a part of it."""
+    """Successive requests, most of which continue an earlier text or a part of it."""
 
     pair: Pair
     makers: ClassVar[dict[str, LLM]] = {}
@@ -110,7 +110,7 @@ class Requests(RuleBasedStateMachine):
         self.texts.append(prompt + answer)
 
     def same_cache(self) -> None:
-        """What lies under the text, in both models and in every sequence."""
+        """Compares the KV under the text, in both models and every sequence."""
         for ours, theirs in zip(runners(self.keeps), every(self.reads), strict=True):
             assert ours.cache.prefix_len == theirs.cache.prefix_len
             for s, count in enumerate(ours.cache.prefix_len):
@@ -151,7 +151,7 @@ PLANS: dict[str, dict[str, Any]] = {
 
 
 def conversation(answer: Callable[[list[int], SamplingParams, int | None], list[int]], warm: bool) -> list[list[int]]:
-    """Two conversations by turns, one of which is edited, with answers that are cut off."""
+    """Two alternating conversations, one of which is edited, with answers that are cut off."""
     sampling, texts, said = WARM if warm else GREEDY, {"a": A, "b": B}, []
     for turn, (name, rounds) in enumerate([("a", None), ("b", 1), ("a", None), ("b", None), ("a", 2), ("a", None)]):
         if turn == 4:
@@ -163,7 +163,7 @@ def conversation(answer: Callable[[list[int], SamplingParams, int | None], list[
 
 
 @pytest.mark.parametrize("plan", PLANS)
-def test_conversations_by_turns(pair: Pair, plan: str) -> None:
+def test_alternating_conversations(pair: Pair, plan: str) -> None:
     keeps, reads, kept = keep(make(pair, **PLANS[plan]), 200), make(pair, kept=0, **PLANS[plan]), []
 
     def answer(prompt: list[int], sampling: SamplingParams, rounds: int | None) -> list[int]:
@@ -180,7 +180,7 @@ def test_conversations_by_turns(pair: Pair, plan: str) -> None:
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, GUIDED, LONG], ids=["alone", "guided", "long"])
-def test_a_longer_text_reads_what_is_new(pair: Pair, sampling: SamplingParams) -> None:
+def test_a_longer_prompt_prefills_only_its_new_tokens(pair: Pair, sampling: SamplingParams) -> None:
     llm = keep(make(pair), 200)
     text = A + ask(llm, A, sampling)
     rows: list[int] = []
@@ -192,15 +192,15 @@ def test_a_longer_text_reads_what_is_new(pair: Pair, sampling: SamplingParams) -
     assert max(rows) <= 2 * llm.config.verify_batch, "no prompt chunk"
 
 
-def test_the_prompt_alone_is_read_once(pair: Pair) -> None:
-    """The same prompt again: all but its last token is there, and with other sampling the answer is another."""
+def test_a_repeated_prompt_is_prefilled_once(pair: Pair) -> None:
+    """All but its last token is cached, and with other sampling the answer differs."""
     llm, fresh = make(pair), make(pair, kept=0)
     for sampling in (GREEDY, WARM, replace(WARM, seed=4), PENALISED):
         assert ask(llm, A, sampling) == ask(fresh, A, sampling)
         assert llm.stats.cached_tokens == (0 if sampling is GREEDY else len(A) - 1)
 
 
-def test_the_text_that_rested_longest_goes(pair: Pair) -> None:
+def test_the_least_recently_used_entry_is_evicted(pair: Pair) -> None:
     llm = keep(make(pair, "ar"), 100)
     (runner,) = runners(llm)
     prompts = [[first, *range(2, 31)] for first in range(4)]  # 30 tokens each, and one of the answer
@@ -226,7 +226,7 @@ def test_a_copy_of_which_a_part_is_used_stays(pair: Pair) -> None:
 
 
 def test_guided_and_not(pair: Pair) -> None:
-    """Another number of sequences is another buffer, and what was kept moves there."""
+    """A different number of sequences reallocates the live cache; cached prefixes are copied there."""
     llm, fresh = keep(make(pair), 200), make(pair, kept=0)
     for sampling, least in ((GREEDY, 0), (LONG, len(A) - 1), (GREEDY, len(A) - 1), (LONG, len(A) - 1)):
         assert ask(llm, A, sampling) == ask(fresh, A, sampling)
@@ -236,7 +236,7 @@ def test_guided_and_not(pair: Pair) -> None:
     assert runners(llm)[0].cached_lengths([A, LONG.negative_prompt_ids]) == [len(A) - 1, 29]
 
 
-def test_a_leader_has_the_last_word(pair: Pair) -> None:
+def test_a_leader_limits_the_cached_tokens(pair: Pair) -> None:
     llm = make(pair, "ar")
     (runner,) = runners(llm)
     ask(llm, A, GREEDY)
@@ -253,7 +253,7 @@ def test_a_leader_has_the_last_word(pair: Pair) -> None:
     assert runner.cache.prefix_len == [len(A)]
 
 
-def test_what_is_not_finite_is_not_kept(pair: Pair) -> None:
+def test_what_is_not_finite_is_not_cached(pair: Pair) -> None:
     llm = make(pair, "ar")
     (runner,) = runners(llm)
     want = ask(llm, A, GREEDY)
@@ -293,7 +293,7 @@ def test_a_prompt_that_was_interrupted_leaves_whole_chunks(pair: Pair, monkeypat
     assert ask(llm, prompt, GREEDY) == ask(fresh, prompt, GREEDY)
 
 
-def test_no_memory_for_a_copy_costs_the_copies(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_memory_for_a_copy_all_entries_are_dropped(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     llm, fresh = keep(make(pair, "ar"), 200), make(pair, "ar", kept=0)
     (runner,) = runners(llm)
     for prompt in (A, B):
@@ -310,7 +310,7 @@ def test_no_memory_for_a_copy_costs_the_copies(pair: Pair, monkeypatch: pytest.M
 
 
 @pytest.mark.skipif(_C.level() == "none", reason="this CPU has no AVX2")
-def test_on_native_operators_every_bit_is_that_of_a_fresh_read(tmp_path: Path) -> None:
+def test_with_native_operators_results_are_bitwise_those_of_a_fresh_prefill(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, vocab=64, layers=2, dtype=torch.float32, seed=3, hidden_size=64, intermediate_size=64)
     llm, fresh = (LLM(tmp_path, tmp_path, prefix_cache_memory=kept) for kept in (1, 0))
     text = [11 * i % 61 for i in range(PREFILL_CHUNK_TOKENS + 45)]

@@ -1,4 +1,5 @@
-"""A draft elsewhere whose tree is fed to a replica: with d fixed the rounds of a drafter here, with d free its text."""
+"""A replica of a draft tree in another process: with fixed d its rounds are those of a local drafter, with free d its
+output is."""
 
 from __future__ import annotations
 
@@ -41,7 +42,7 @@ Rounds = list[tuple[Proposal, VerifyResult]]
 
 @pytest.fixture(scope="module")
 def pairs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Path]]:
-    """Target and draft for each kind of steps: heads of native ones are wider than a toy's."""
+    """Target and draft for each executor: the native one needs wider heads than a toy model has."""
     return {"eager": make_pair(tmp_path_factory.mktemp("pair")), "native": (DEMO / "target", DEMO / "draft")}
 
 
@@ -96,7 +97,7 @@ CASES = [*((name, "eager") for name in SHAPES), ("d 4", "native"), ("the paper's
 
 
 @pytest.mark.parametrize(("name", "steps"), CASES)
-def test_with_d_fixed_the_rounds_are_those_of_a_drafter_here(
+def test_with_fixed_d_the_rounds_are_those_of_a_local_drafter(
     pairs: dict[str, tuple[Path, Path]], name: str, steps: str
 ) -> None:
     config, sampling = SHAPES[name]
@@ -108,7 +109,7 @@ def test_with_d_fixed_the_rounds_are_those_of_a_drafter_here(
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
-def test_with_d_free_the_text_is_the_targets_own(pairs: dict[str, tuple[Path, Path]], sampling: SamplingParams) -> None:
+def test_with_free_d_the_output_is_the_targets(pairs: dict[str, tuple[Path, Path]], sampling: SamplingParams) -> None:
     config = EngineConfig("async", verify_batch=6, draft_leaves=3)
     target, draft = pairs["eager"]
     verifier = make_verifier(runner(target, "eager"))
@@ -126,12 +127,12 @@ def text(found: Rounds) -> list[list[int]]:
 
 
 class Script:
-    """A link that hands out what it was given, and notes whether it was waited for."""
+    """A link that returns given deltas and records whether it was waited for."""
 
     busy, answer_timeout_s = 0.0, 30.0
 
     def __init__(self, deltas: list[TreeDelta | None]) -> None:
-        """None: nothing is here; a wait goes past it."""
+        """A delta None: nothing has arrived; a wait skips it."""
         self.deltas, self.waits = deltas, 0
 
     def open(self, opening: RequestStart) -> None:
@@ -166,7 +167,7 @@ def scripted(
     return drafter, link
 
 
-def test_with_d_free_only_a_lack_of_nodes_is_waited_for() -> None:
+def test_with_free_d_it_waits_only_for_missing_nodes() -> None:
     stale = grown(0, 1, [0], [9], request=7)
     drafter, link = scripted(
         None, None, stale, grown(0, 1, [0, 0, 1, 1, 3], [8, 9, 8, 9, 8]), None,  # a wait, then a proposal
@@ -186,7 +187,7 @@ def test_with_d_free_only_a_lack_of_nodes_is_waited_for() -> None:
     assert drafter.propose() == Proposal(1, 3, at + 3, (1,), (-1,)) and link.waits == 2
 
 
-def test_with_d_fixed_a_round_without_a_proposal_has_its_growth_all_the_same() -> None:
+def test_with_fixed_d_a_round_without_a_proposal_has_its_deltas_too() -> None:
     drafter, link = scripted(
         replace(grown(0, 1, [0, 0], [8, 9]), expansions=4), replace(grown(0, 3, [1], [8]), expansions=4),
         grown(1, 5, [4, 4], [8, 9]), replace(grown(1, 7, [5], [8]), expansions=4),  # where the text left the tree
@@ -200,7 +201,7 @@ def test_with_d_fixed_a_round_without_a_proposal_has_its_growth_all_the_same() -
 
 
 @pytest.mark.parametrize(("catch_up", "waits"), [(True, 3), (False, 1)])
-def test_with_d_free_an_expansion_that_is_worth_its_time_is_waited_for(catch_up: bool, waits: int) -> None:
+def test_with_free_d_it_waits_for_an_expansion_that_pays(catch_up: bool, waits: int) -> None:
     many = replace(grown(0, 1, [0, 0], [8, 9]), expansions=10)  # a tenth of a round each
     drafter, link = scripted(
         many, None, None, None, None, grown(1, 4, [3, 3], [8, 9]),  # where the text left the tree
@@ -222,14 +223,14 @@ NONSENSE = {
 
 
 @pytest.mark.parametrize("reason", NONSENSE)
-def test_a_draft_that_sends_nonsense_is_lost(reason: str) -> None:
+def test_a_draft_that_sends_an_invalid_delta_is_lost(reason: str) -> None:
     drafter, _ = scripted(NONSENSE[reason], steps=1)
     with pytest.raises(DrafterLost, match=reason):
         drafter.propose()
 
 
 class Late(Script):
-    """A link that gives up waiting where nothing is there."""
+    """A link that times out if nothing has arrived."""
 
     def receive(self, deadline: float | None) -> TreeDelta | None:
         if deadline is not None and not self.deltas:
@@ -238,8 +239,8 @@ class Late(Script):
 
 
 @pytest.mark.parametrize("steps", [None, 1])
-def test_one_that_was_late_is_in_step_once_it_has_answered(steps: int | None) -> None:
-    """With d fixed, rounds of late growth are told apart as if they had been waited for."""
+def test_a_late_draft_has_caught_up_once_it_has_answered(steps: int | None) -> None:
+    """With fixed d, deltas that arrive late are assigned to their rounds as if they had been waited for."""
     config = EngineConfig("async", verify_batch=3, draft_leaves=2, draft_steps=steps, catch_up=False)
     link = Late([])
     drafter = ReplicaDrafter(link, TreeReplica(DraftTree(40, 20), VOCAB), config)
@@ -258,8 +259,8 @@ def test_one_that_was_late_is_in_step_once_it_has_answered(steps: int | None) ->
     assert drafter.propose() == Proposal(1, 4, at + 3, (5, 1, 2), (-1, 0, 0))
 
 
-def test_that_there_is_no_more_to_come_is_heard_among_growth() -> None:
-    """Else a proposal of too few nodes would be waited for until the draft counts as late."""
+def test_the_end_of_expansions_is_noticed_among_deltas() -> None:
+    """Otherwise a proposal with too few nodes would wait until the draft counts as late."""
     config = EngineConfig(mode="async", verify_batch=16, draft_leaves=2)
     tokens, end = np.arange(3), np.zeros(0, np.int64)
     come = [

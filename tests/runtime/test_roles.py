@@ -50,7 +50,7 @@ def text_of(checkpoint: Path, sampling: SamplingParams) -> list[int]:
 
 @pytest.fixture(scope="module")
 def truth(checkpoint: Path) -> list[int]:
-    """The prompt and what the target makes of it."""
+    """The prompt and the target's continuation."""
     return text_of(checkpoint, GREEDY)
 
 
@@ -66,13 +66,13 @@ def poison_free(runner: Runner) -> None:
 
 
 def texts(runner: Runner, verified: list[int]) -> list[list[int]]:
-    """What each sequence holds."""
+    """The tokens of each sequence."""
     guided = len(runner.cache.prefix_len) == 2
     return [verified, [*NEGATIVE, *verified[len(PROMPT) :]]] if guided else [verified]
 
 
 class Oracle:
-    """Recomputes the KV of the last of some tokens, all others before it, from an empty cache."""
+    """Recomputes the KV of the last of some tokens from an empty cache."""
 
     def __init__(self, path: Path) -> None:
         self.runner = make_runner(path)
@@ -107,7 +107,7 @@ def check_drafter(drafter: LocalDrafter, oracle: Oracle, verified: list[int]) ->
 
 @settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
-def test_draft_cache_holds_the_truth(checkpoint: Path, data: st.DataObject) -> None:
+def test_the_draft_cache_equals_a_recomputation(checkpoint: Path, data: st.DataObject) -> None:
     w, d, sampling = data.draw(st.tuples(st.integers(1, 4), st.integers(1, 3), st.sampled_from([GREEDY, GUIDED])))
     plan = EngineConfig(verify_batch=5, draft_leaves=w, draft_steps=d)
     ahead, oracle = data.draw(st.booleans()), Oracle(checkpoint)
@@ -130,7 +130,7 @@ def test_draft_cache_holds_the_truth(checkpoint: Path, data: st.DataObject) -> N
 
 
 def answer(proposal: Proposal, data: st.DataObject) -> list[int]:
-    """Some path down the proposal, then tokens that may or may not be in the tree: more than w of them at times."""
+    """Some path down the proposal, then tokens that may or may not be in the tree: sometimes more than w of them."""
     tokens, node = [], 0
     while data.draw(st.booleans(), label="deeper"):
         children = [i for i, parent in enumerate(proposal.parents) if parent == node]
@@ -145,7 +145,9 @@ def answer(proposal: Proposal, data: st.DataObject) -> list[int]:
 @pytest.mark.parametrize("sampling", [GREEDY, GUIDED], ids=["alone", "guided"])
 @settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
-def test_target_cache_holds_the_truth(checkpoint: Path, sampling: SamplingParams, data: st.DataObject) -> None:
+def test_the_target_cache_equals_a_recomputation(
+    checkpoint: Path, sampling: SamplingParams, data: st.DataObject
+) -> None:
     """Proposals hide the target's own next tokens among others, at slots that have to be moved."""
     verifier, oracle = roles.make_verifier(make_runner(checkpoint)), Oracle(checkpoint)
     truth = text_of(checkpoint, sampling)
@@ -217,8 +219,8 @@ def test_a_prompt_in_chunks_equals_a_prompt_in_tree_rows(checkpoint: Path) -> No
     torch.testing.assert_close(whole.cache.k[..., :used, :], single.cache.k[..., :used, :], atol=1e-9, rtol=1e-9)
 
 
-def test_a_full_tree_region_stops_growth_and_nothing_else(checkpoint: Path) -> None:
-    """Expanding on and on without a result, as a drafter does whose target is slow."""
+def test_a_full_tree_region_stops_expansion_and_nothing_else(checkpoint: Path) -> None:
+    """Repeated expansions without a result, as with a slow target."""
     drafter = roles.make_drafter(make_runner(checkpoint), EngineConfig(verify_batch=2, draft_leaves=8, draft_steps=8))
     drafter.open(opening(PROMPT, GREEDY))
     drafter.propose()

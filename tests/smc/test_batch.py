@@ -1,4 +1,4 @@
-"""Batches as a caller sees them: each request equals itself alone, ends by itself and is refused in one line."""
+"""Batches as a caller sees them: each request equals itself alone, ends by itself and is refused with one line."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def llm(pair: tuple[Path, Path], groups: int, **options: Any) -> LLM:
 
 
 def asked_of(count: int) -> Iterator[tuple[list[int], SamplingParams]]:
-    """Prompts of unlike lengths, up to the context."""
+    """Prompts of different lengths, up to the context."""
     for i in range(count):
         prompt = [3 + i * j % 61 for j in range(1 + 31 * (i + 3) % 95)]
         yield prompt, SamplingParams(0.7 if i % 3 else 0.9, seed=i, max_tokens=3 + 7 * i % 40, ignore_eos=i % 2 > 0)
@@ -66,7 +66,7 @@ NATIVE = pytest.mark.skipif(_C.level() == "none", reason="this CPU has no AVX2")
 def test_each_of_a_batch_equals_itself_alone(
     request: pytest.FixtureRequest, models: str, dtype: torch.dtype, count: int, groups: int
 ) -> None:
-    """Native operators in bfloat16, whose rows are independent to the bit; reference operators in float64."""
+    """Native operators in bfloat16, whose rows are bitwise independent; reference operators in float64."""
     pair = request.getfixturevalue(models)
     several, one = llm(pair, groups, dtype=dtype), llm(pair, 1, dtype=dtype)
     assert population_of(several).target.ops is (cpu if dtype == torch.bfloat16 else reference)
@@ -97,7 +97,7 @@ def test_one_that_is_cancelled_leaves_the_others_alone(pair: tuple[Path, Path]) 
     assert not population_of(engine).groups and engine.generate([7, 8], sampling[0]).token_ids == wanted[0]
 
 
-def test_where_only_one_has_room_a_batch_goes_in_turn(pair: tuple[Path, Path]) -> None:
+def test_with_room_for_one_a_batch_runs_sequentially(pair: tuple[Path, Path]) -> None:
     engine = LLM(*pair, max_model_len=96, dtype=torch.float64)
     prompts, sampling = zip(*asked_of(3), strict=True)
     wanted = [engine.generate(*each).token_ids for each in zip(prompts, sampling, strict=True)]
@@ -109,7 +109,7 @@ def test_where_only_one_has_room_a_batch_goes_in_turn(pair: tuple[Path, Path]) -
 
 
 class Ill(HistoryModel):
-    """Its logits after one token, wherever that stands, are no numbers."""
+    """Its logits after one token, at any position, are not finite."""
 
     def forward(self, batch: Batch, cache: KVCache, *, head: bool = True) -> Tensor:
         found = super().forward(batch, cache, head=head)
@@ -117,8 +117,8 @@ class Ill(HistoryModel):
 
 
 @pytest.mark.parametrize("lag", [0, 1])
-def test_one_whose_logits_are_no_numbers_ends_alone(lag: int) -> None:
-    """A prompt may end with the token that nothing can follow; the others do without it."""
+def test_a_request_whose_logits_are_not_finite_ends_alone(lag: int) -> None:
+    """A prompt may end with that token; the other requests avoid it."""
     plan = PopulationConfig(3, 2, smc_groups=3)
     worker = make_worker(Ill(4, 1), HistoryModel(4, 2), plan, max_tokens=12, slots=64, lag=lag)
     decoding = ParticleDecoding(worker)
@@ -143,7 +143,7 @@ def test_one_whose_logits_are_no_numbers_ends_alone(lag: int) -> None:
     assert isinstance(requests[1].error, NonFiniteLogits) and found[1] == [] and not worker.groups
 
 
-def test_what_makes_no_batch_is_refused(pair: tuple[Path, Path]) -> None:
+def test_an_invalid_batch_is_refused(pair: tuple[Path, Path]) -> None:
     engine, warm = llm(pair, 2), SamplingParams(max_tokens=3)
     assert engine.generate_batch([]) == []
     refused: list[tuple[Any, Any, str]] = [

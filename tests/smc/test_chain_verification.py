@@ -1,4 +1,4 @@
-"""Chains verified in batches: their law by the definition, alone and together, in every precision."""
+"""Batched verification of chains: its distribution by the definition, alone and in batches, in every precision."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ V = 7
 
 
 def chain(seed: int, batch: int, steps: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, ...]:
-    """target, draft, tokens drawn from it, coins, noise."""
+    """target, draft, tokens sampled from it, coins, noise."""
     noise = torch.Generator().manual_seed(seed)
     target, draft = (2 * torch.randn(batch, steps + extra, V, generator=noise).to(dtype) for extra in (1, 0))
     target[torch.rand(target.shape, generator=noise) < 0.3] = -math.inf
@@ -36,7 +36,7 @@ def chain(seed: int, batch: int, steps: int, dtype: torch.dtype = torch.float64)
 
 
 class Laws:
-    """p and q [V] after every text, by its kind; zeros, ties and all."""
+    """p and q [V] after every text, by kind, including zeros and ties."""
 
     def __init__(self, kind: str, vocab: int, seed: int) -> None:
         self.kind, self.vocab, self.seed = kind, vocab, seed
@@ -54,7 +54,7 @@ class Laws:
 
 
 def thresholds(target: Tensor, draft: Tensor, tokens: Tensor) -> Tensor:
-    """The coin [n, K] below which each token passes, as `reject` has it: by halving, all before it passing."""
+    """The coin [n, K] below which each token is accepted, by bisection, given that all before it are accepted."""
     found = torch.zeros(tokens.shape, dtype=torch.float64)
     for k in range(tokens.shape[1]):
         low, high = torch.zeros(len(tokens), dtype=torch.float64), torch.ones(len(tokens), dtype=torch.float64)
@@ -68,8 +68,8 @@ def thresholds(target: Tensor, draft: Tensor, tokens: Tensor) -> Tensor:
 
 
 def left_after(target: Tensor, draft: Tensor, tokens: Tensor, coins: Tensor) -> Tensor:
-    """The law [n, V] of the bonus token that `reject` draws after these coins: two tokens at a time, by the noise at
-    which the one gives way to the other."""
+    """The distribution [n, V] of the bonus token after these coins: for two tokens at a time, from the noise at which
+    one replaces the other."""
     n, vocab = len(tokens), target.shape[-1]
     silent = torch.full((n, vocab), -1e6, dtype=torch.float64)
     first = verify.verify_by_rejection(target, draft, tokens, coins, torch.zeros(1, 1)).bonus[:, None]
@@ -89,9 +89,9 @@ def left_after(target: Tensor, draft: Tensor, tokens: Tensor, coins: Tensor) -> 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("vocab", "steps"), [(3, 1), (3, 3), (2, 4), (4, 2), (8, 1)])
 def test_whole_chains_follow_p(kind: str, vocab: int, steps: int) -> None:
-    """By enumeration: every way to draw a chain from q, every place where it fails, and what then comes in its place.
-    Where a chain ends, p goes on by itself. Nothing of rejection sampling is assumed: chances and residuals are
-    asked of the code."""
+    """By enumeration: every chain sampled from q, every position of a rejection, and the token that then replaces it.
+    After the end of a chain p continues. Nothing about rejection sampling is assumed: probabilities and residuals are
+    measured."""
     model = Laws(kind, vocab, 5)
     chains = list(itertools.product(range(vocab), repeat=steps))
     target, draft = model.rows(chains)

@@ -1,4 +1,4 @@
-"""A few texts of a population in place of all: their law by enumeration, and what they are made of."""
+"""A few texts that represent a population: their distribution by enumeration, and their contents."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from swiftspec.config import PopulationConfig
 from swiftspec.params import SamplingParams
 from swiftspec.smc.group_result import GroupResult, Particle
-from tests.smc.test_smc_law import PROMPT, STOPS, Found, check_unbiased
+from tests.smc.test_smc_distribution import PROMPT, STOPS, Found, check_unbiased
 from tests.support.histories import HistoryModel, global_power, make_worker, population
 from tests.support.histories import run as decode
 
@@ -21,7 +21,7 @@ ANSWER = GroupResult([1], True, 0, 3.0, 0.0, 0.0, False, 0, 0, SOME)
 
 
 @pytest.mark.parametrize("count", [pytest.param(1, marks=pytest.mark.slow), 3])
-def test_choices_follow_the_law_of_the_population(count: int) -> None:
+def test_choices_follow_the_distribution_of_the_population(count: int) -> None:
     """The estimate of Z times a choice's weight is unbiased for p(text)^power, as for the population as a whole."""
     plan, sampling, target = PopulationConfig(24, 2, 0.7, 2.0), SamplingParams(temperature=0.7), HistoryModel(3, 1)
     worker = make_worker(target, HistoryModel(3, 2, 0.6), plan, slots=1 + 4 * plan.slots_per_round)

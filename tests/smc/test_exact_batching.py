@@ -1,4 +1,5 @@
-"""Exact requests side by side, as chains of draft tokens: each says what plain decoding says, or follows its law."""
+"""Exact requests in one batch, as chains of draft tokens: each equals autoregressive decoding, or follows its
+distribution."""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 
 def asked_of(count: int) -> tuple[list[list[int]], list[SamplingParams]]:
-    """Prompts and lengths that differ, in every shape of logits."""
+    """Prompts and lengths that differ, with all logits parameters."""
     prompts = [[3 + i * j % 61 for j in range(1 + 31 * (i + 3) % 95)] for i in range(count)]
     ends = [{"max_tokens": 3 + 7 * i % 40, "ignore_eos": i % 2 > 0, "stop_token_ids": (i % 7,)} for i in range(count)]
     return prompts, [SamplingParams(seed=i, **SHAPES[i % 4], **end) for i, end in enumerate(ends)]
@@ -47,7 +48,7 @@ NATIVE = pytest.mark.skipif(_C.level() == "none", reason="this CPU has no AVX2")
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, pytest.param(torch.bfloat16, marks=NATIVE)], ids=str)
-def test_matched_chains_say_what_plain_decoding_says(pair: tuple[Path, Path], dtype: torch.dtype) -> None:
+def test_coupled_chains_equal_autoregressive_decoding(pair: tuple[Path, Path], dtype: torch.dtype) -> None:
     prompts, sampling = asked_of(8)
     plain = LLM(pair[0], config=EngineConfig("ar"), max_model_len=96, dtype=dtype)
     wanted = plain.generate_batch(prompts, sampling)
@@ -66,7 +67,7 @@ def test_matched_chains_say_what_plain_decoding_says(pair: tuple[Path, Path], dt
         assert answer.stats.rounds == 10 and answer.stats.accepted == 30, "a draft that says what the target will"
 
 
-def test_rejected_chains_are_what_they_are_alone(pair: tuple[Path, Path]) -> None:
+def test_rejection_sampled_chains_equal_themselves_alone(pair: tuple[Path, Path]) -> None:
     prompts, sampling = asked_of(8)
     sampling = [each if each.temperature else replace(each, temperature=0.5) for each in sampling]
     several, one = (engine(pair, groups, verify="reject", dtype=torch.float64) for groups in (4, 2))
@@ -98,8 +99,8 @@ def test_texts_follow_the_target(verify: str, shaped: dict[str, Any]) -> None:
     assert free >= 3 and apart < free + 4 * (2 * free) ** 0.5 + 4
 
 
-def test_chains_come_and_go_beside_each_other() -> None:
-    """With the host a round behind, too."""
+def test_chains_come_and_go_in_one_batch() -> None:
+    """Also with the host one round behind."""
     requests = mixed(10)
     alone = make_worker(*MODELS, PopulationConfig(1, 3, smc_groups=1, chains="match"), max_tokens=24, slots=64)
     wanted = together(alone, requests)

@@ -1,4 +1,5 @@
-"""Several groups in one batch: each is what it would be alone, whoever comes and goes beside it; no place is lost."""
+"""Several groups in one batch: each equals itself alone, whatever else is admitted and released; no sequence is
+leaked."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ from swiftspec.smc.decoding import decode_population
 from swiftspec.smc.group_result import GroupResult
 from swiftspec.smc.particles import DEAD
 from swiftspec.smc.population import SequenceGroup
-from tests.smc.test_smc_law import Found, check_unbiased
+from tests.smc.test_smc_distribution import Found, check_unbiased
 from tests.support.fake_cuda_graphs import Rerun
 from tests.support.histories import HistoryModel, global_power, make_worker, population
 from tests.support.histories import run as decode
@@ -32,7 +33,7 @@ MODELS = HistoryModel(3, 1), HistoryModel(3, 2)
 
 @dataclass(frozen=True)
 class Asked:
-    """A request of particles."""
+    """A request of a population."""
 
     prompt: tuple[int, ...]
     sampling: SamplingParams
@@ -44,7 +45,7 @@ class Asked:
 
 
 def mixed(count: int) -> list[Asked]:
-    """Requests of unlike prompts, lengths, parameters and ends."""
+    """Requests with different prompts, lengths, parameters and ends."""
     prompts = [tuple((i + j) % 3 for j in range(1 + i % 4)) for i in range(count)]
     shaped = [{"temperature": 0.6}, FILTERED, {}, PENALISED]
     sampling = [replace(WARM, seed=i, **shaped[i % 4]) for i in range(count)]
@@ -53,7 +54,7 @@ def mixed(count: int) -> list[Asked]:
 
 
 def together(worker: Alone, requests: Sequence[Asked]) -> dict[int, GroupResult]:
-    """All of them, as places become free; and what is streamed of each is its answer."""
+    """Decodes all of them as sequences become free; what is streamed of each is its answer."""
     waiting, numbers = iter(enumerate(requests)), dict[SequenceGroup, int]()
     told: dict[int, list[int]] = {}
     answers: dict[int, GroupResult] = {}
@@ -73,8 +74,8 @@ def together(worker: Alone, requests: Sequence[Asked]) -> dict[int, GroupResult]
 
 
 @pytest.mark.parametrize("plan", [PopulationConfig(3, 3, 0.7), PopulationConfig(3, 2, 0.7, 2.0, 1)], ids=str)
-def test_each_is_what_it_is_alone(plan: PopulationConfig) -> None:
-    """However many there are beside it, with room or compacted often, and with the host a round behind."""
+def test_each_group_equals_itself_alone(plan: PopulationConfig) -> None:
+    """With any number of groups, with room or compacted often, and with the host one round behind."""
     requests, alone = mixed(10), make_worker(*MODELS, plan, max_tokens=24, slots=400)
     wanted = dict[int, GroupResult]()
     for number, asked in enumerate(requests):
@@ -91,7 +92,7 @@ def test_each_is_what_it_is_alone(plan: PopulationConfig) -> None:
 
 
 class Capturing:
-    """The reference's operators, as ones whose forwards can be graphs whatever the sequences."""
+    """The reference operators, declared as capturable with any number of sequences."""
 
     MAX_CAPTURED_SEQUENCES = 64
 
@@ -100,9 +101,9 @@ class Capturing:
 
 
 @pytest.mark.parametrize(("slots", "lag"), [(64, 0), (64, 1), (400, 1)])
-def test_captured_rounds_leave_groups_that_rest_alone(slots: int, lag: int) -> None:
-    """A graph runs over a power of two of groups or all: over those without a request, and those that have come to
-    their end since the last round. Here one has no more room while three go on, who were admitted later."""
+def test_captured_rounds_leave_idle_groups_alone(slots: int, lag: int) -> None:
+    """A graph runs over a power of two of groups, or all: including those without a request, and those that finished in
+    the last round. Here one is out of room while three others continue, which were admitted later."""
     plan = PopulationConfig(3, 2, 0.0, smc_groups=4)
     asked = [(0, 24, ()), (1, 4, ()), (2, 4, {1}), (3, 4, ()), *((seed, 24, ()) for seed in (4, 5, 6)), (7, 9, {1})]
     requests = [Asked((0, 1), replace(WARM, seed=seed), frozenset(stops), limit) for seed, limit, stops in asked]
@@ -119,9 +120,9 @@ def test_captured_rounds_leave_groups_that_rest_alone(slots: int, lag: int) -> N
     assert any(answer.full for answer in found[0].values()) == (slots == 64)
 
 
-def test_several_groups_follow_the_law() -> None:
-    """By enumeration: two requests that shape logits differently, beside one that soon leaves, and one that then joins
-    in its place, with another prompt and penalties."""
+def test_several_groups_follow_the_distribution() -> None:
+    """By enumeration: two requests with different logits parameters, one that soon leaves, and one that then takes its
+    sequence, with another prompt and penalties."""
     plan, limit = PopulationConfig(48, 2, 0.7, 2.0, smc_groups=3), 4
     target, draft = HistoryModel(3, 1), HistoryModel(3, 2, 0.6)
     worker = make_worker(target, draft, plan, slots=1 + 4 * plan.slots_per_round)
@@ -148,7 +149,7 @@ def test_several_groups_follow_the_law() -> None:
 
 
 class Places(RuleBasedStateMachine):
-    """Requests come, go on, end and are cancelled, in any order, against each of them alone."""
+    """Requests are admitted, continue, end and are cancelled in any order; each is compared with itself alone."""
 
     G, SLOTS, LIMIT = 3, 64, 12
     PLAN = PopulationConfig(2, 2, 0.8, smc_groups=G)
@@ -161,7 +162,7 @@ class Places(RuleBasedStateMachine):
         self.here: dict[SequenceGroup, Asked] = {}
 
     def wanted(self, asked: Asked) -> list[int]:
-        """What a request gives alone."""
+        """The result of a request alone."""
         key = repr(asked)
         if key not in self.KNOWN:
             decode(self.alone, asked.prompt, asked.sampling, set(asked.stops), asked.limit)

@@ -1,4 +1,5 @@
-"""The books of a population: genealogy, slots and KV, with each slot's KV replaced by a number that spells its path."""
+"""The state of a population: genealogy, slots and KV, with each slot's KV replaced by a number that encodes its
+path."""
 
 from __future__ import annotations
 
@@ -20,13 +21,13 @@ POISON = -7.0
 
 
 def spell(tokens: list[int]) -> float:
-    """A number for a path: no two paths of these lengths have the same."""
+    """A number for a path, unique among paths of these lengths."""
     return float(sum((token + 1) * (VOCAB + 1) ** place for place, token in enumerate(tokens)))
 
 
 @dataclass(frozen=True)
 class Row:
-    """What a row should be: its nodes (each a token once sampled) and whether it goes on."""
+    """The expected state of a row: its nodes (each a token once sampled) and whether it is unfinished."""
 
     nodes: tuple[int, ...]
     tokens: tuple[int, ...]
@@ -35,7 +36,7 @@ class Row:
 
 
 class Population(RuleBasedStateMachine):
-    """Fan-out, extend, resample, finish, promote and free, in any order, against a model in plain Python."""
+    """Fan-out, extend, resample, finish, commit and free, in any order, against a model in plain Python."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -194,7 +195,7 @@ TestPopulation = Population.TestCase
 
 
 def test_the_common_prefix_counts_finished_rows_too() -> None:
-    """In two groups that differ in nothing but the stop token of the first."""
+    """In two groups that differ only in the stop token of the first."""
     p = Particles(2, 2, 1, 16, 8)
     for group in range(2):
         p.fan_out(group, 0, 0, 8)
@@ -208,7 +209,7 @@ def test_the_common_prefix_counts_finished_rows_too() -> None:
 
 
 def test_a_group_is_resampled_by_its_own_weights() -> None:
-    """Batched, it is what each group would be by itself; a flat one stays as it is."""
+    """A batch equals each group by itself; a flat one is unchanged."""
     dice = torch.Generator().manual_seed(1)
     weighed = 3 * torch.randn(4, 5, dtype=torch.float64, generator=dice)
     weighed[2] = 0

@@ -1,4 +1,4 @@
-"""What the sequences of a batch keep of earlier texts: what is new is read, and every text is what it is alone."""
+"""Prefix reuse between the sequences of a batch: only new tokens are prefilled, and every text equals itself alone."""
 
 from __future__ import annotations
 
@@ -26,8 +26,9 @@ CHAINS = EngineConfig("serial", draft_steps=3, max_num_seqs=3)
 
 
 @given(st.lists(st.tuples(TEXTS, st.booleans()), max_size=12))
-def test_what_is_kept_is_what_was_read(asked: Sequence[tuple[list[int], bool]]) -> None:
-    """A cache whose keys are the tokens: whatever stays or is copied is the text's own. `bool`: the request goes on."""
+def test_cached_prefixes_equal_what_was_prefilled(asked: Sequence[tuple[list[int], bool]]) -> None:
+    """A cache whose keys are the tokens: whatever stays or is copied belongs to the text. `bool`: the request
+    continues."""
     cache = KVCache(1, 1, 1, 80, reference.mover, sequences=3)
     texts, busy = SequencePrefixes([cache]), list[int]()
     for text, goes_on in asked:
@@ -42,7 +43,7 @@ def test_what_is_kept_is_what_was_read(asked: Sequence[tuple[list[int], bool]]) 
         busy = [*busy, sequence][-2:] if goes_on else busy
 
 
-def test_a_text_that_rests_longest_gives_way() -> None:
+def test_the_least_recently_used_sequence_is_reused() -> None:
     cache = KVCache(1, 1, 1, 200, reference.mover, sequences=3)
     texts = SequencePrefixes([cache])
 
@@ -66,8 +67,8 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 
 @pytest.mark.parametrize("plan", [SMC, CHAINS], ids=["smc", "chains"])
-def test_a_batch_reads_what_is_new(pair: tuple[Path, Path], plan: EngineConfig) -> None:
-    """The same beginning beside each other, the next turn of two texts, and a text that nobody has seen."""
+def test_a_batch_prefills_only_new_tokens(pair: tuple[Path, Path], plan: EngineConfig) -> None:
+    """A shared prefix in one batch, the next turns of two texts, and an unknown text."""
     options: dict[str, Any] = {"max_model_len": 160, "dtype": torch.float64}
     engine, system = LLM(*pair, plan, **options), [3 + i % 50 for i in range(40)]
     asks = [[*system, 7 + i] for i in range(3)]

@@ -1,4 +1,4 @@
-"""The worker: nothing of the host in a round, the same answer however the slots are kept, real models, refusals."""
+"""The population: no host work in a round, the same answer for any slot layout, real models, refusals."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ FILTERS: list[dict[str, Any]] = [{}, {"top_k": 3, "top_p": 0.9, "min_p": 0.1}]
 
 
 class Shapes(TorchDispatchMode):
-    """Notes every operator and the shapes it gives; refuses those that read a value or whose shape depends on one."""
+    """Records every operator and its output shapes; refuses those that read a value or whose shape depends on one."""
 
     READS = ("_local_scalar_dense", "nonzero", "masked_select", "is_nonzero", "equal", "unique", "item")
 
@@ -90,7 +90,7 @@ def test_the_guards_see_what_they_forbid() -> None:
 
 @pytest.mark.parametrize(("exact", "filters"), [(0, {}), (2, {}), (0, FILTERS[1])], ids=str)
 def test_slots_and_lag_do_not_change_the_answer(exact: int, filters: dict[str, Any]) -> None:
-    """A region with room for few rounds is compacted again and again; the tokens are those of a roomy one."""
+    """A region with room for few rounds is compacted repeatedly; the tokens are those of a large one."""
     plan, target, draft = PopulationConfig(3, 3, 0.7, 1.0, exact), HistoryModel(3, 1), HistoryModel(3, 2)
     roomy = make_worker(target, draft, plan, max_tokens=20, slots=400)
     tight = make_worker(target, draft, plan, max_tokens=20, slots=75)
@@ -228,7 +228,7 @@ def test_a_stream_closed_midway_leaves_no_trace(pair: tuple[Path, Path]) -> None
 
 
 def test_a_long_prompt_is_shared(pair: tuple[Path, Path]) -> None:
-    """64 particles over 1,000 tokens: slots grow by new tokens only, and fan-out and resampling move none."""
+    """64 particles over 1,000 tokens: only new tokens use slots, and fan-out and resampling move no KV."""
     engine = llm(pair, particles=64, smc_draft_tokens=3)
     smc = population_of(engine)
     moves: list[int] = []
@@ -259,7 +259,7 @@ def test_a_long_prompt_is_shared(pair: tuple[Path, Path]) -> None:
         ({"smc_exact": 5}, "smc_exact must lie in 0..4"),
     ],
 )
-def test_populations_that_make_no_sense_are_refused(values: dict[str, Any], message: str) -> None:
+def test_invalid_populations_are_refused(values: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         PopulationConfig(**values)
 
@@ -271,7 +271,7 @@ def test_a_population_runs_on_one_group() -> None:
         EngineConfig("smc", target_tp=3, draft_tp=1)
 
 
-def test_a_population_beyond_the_cache_is_told_how_many_fit() -> None:
+def test_a_population_beyond_the_cache_reports_how_many_fit() -> None:
     with pytest.raises(UserError, match="at most 252 particles do"):
         region_slots(PopulationConfig(1024, 64), 512)
     assert region_slots(PopulationConfig(252, 64), 512) <= 32768
@@ -285,7 +285,7 @@ def test_a_population_beyond_the_cache_is_told_how_many_fit() -> None:
         (SamplingParams(logprobs=1), "no log-probabilities"),
     ],
 )
-def test_sampling_that_a_population_cannot_follow(
+def test_sampling_that_a_population_does_not_support(
     pair: tuple[Path, Path], sampling: SamplingParams, message: str
 ) -> None:
     with pytest.raises(UserError, match=message):

@@ -37,7 +37,7 @@ def test_noise_is_that_of_every_backend(seed: int, clock: int) -> None:
 
 
 def test_no_two_particles_or_purposes_share_noise() -> None:
-    """At one tick every stream has a key of its own: the hash is a bijection."""
+    """At one clock tick every stream has its own key: the hash is a bijection."""
     keys = {row_key(7, stream_of(i, p), 99) for i in range(64) for p in StreamPurpose}
     assert len(keys) == 64 * len(StreamPurpose) and row_key(7, 0, 99) not in keys
     streams = ParticleStreams(1, 1, "cpu")
@@ -48,7 +48,7 @@ def test_no_two_particles_or_purposes_share_noise() -> None:
 
 
 @pytest.mark.parametrize("power", POWERS)
-def test_the_terms_are_what_the_law_says(power: float) -> None:
+def test_the_terms_match_the_distribution(power: float) -> None:
     logits = torch.randn(4, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     p = logits.softmax(-1)
     whole, tokens = logits.logsumexp(-1), torch.tensor([0, 5, 2, 2])
@@ -125,8 +125,9 @@ def test_flat_weights_change_nothing() -> None:
 
 @settings(max_examples=40, deadline=None)
 @given(parts=st.lists(st.integers(1, 40), min_size=1, max_size=9), count=st.integers(1, 10))
-def test_a_few_texts_stand_for_all(parts: list[int], count: int) -> None:
-    """Over all uniform numbers the mean weight of each is its share; so many are left, and heavy ones as they are."""
+def test_a_few_texts_represent_all(parts: list[int], count: int) -> None:
+    """Over all uniform numbers the mean weight of each is its share; `count` of them are left, and heavy ones are
+    unchanged."""
     shares = torch.tensor(parts, dtype=torch.float64) / sum(parts)
     many = 4 * sum(parts)  # a multiple of 1 / many is never where a text begins, in the middle of two
     drawn = [weights.thin_weights(shares, count, (i + 0.5) / many) for i in range(many)]

@@ -1,4 +1,4 @@
-"""Stand-ins for CUDA graphs on a CPU: one that runs the work again, one as strict as they are."""
+"""Stand-ins for CUDA graphs on a CPU: one that runs the work again, one as strict as real graphs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ LOOKS = {"aten::_local_scalar_dense", "aten::is_nonzero", "aten::nonzero", "aten
 
 
 class Rerun:
-    """Stands in for a capture: the result stays in one tensor, of which each replay writes all."""
+    """A stand-in for a capture: the result stays in one tensor, which each replay overwrites."""
 
     def __init__(self) -> None:
         self.captures = self.replays = 0
@@ -33,7 +33,7 @@ class Rerun:
 
 
 class Recording(TorchDispatchMode):
-    """Operators with the tensors that they read and write. Run again, they do so where they did the first time."""
+    """Records operators with the tensors that they read and write. A replay uses the same tensors."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -62,7 +62,8 @@ def _tensors(out: Any) -> Iterator[Tensor]:
 
 
 class Recorder(Rerun):
-    """Captures what happens on tensors, for what has no native code and no group. A replay runs no Python of ours."""
+    """Captures operators on tensors, for work without native code and without a group. A replay runs no Python of
+    ours."""
 
     def __call__(
         self, forward: Callable[[], Tensor], restore: Callable[[], None] = lambda: None, /
@@ -82,7 +83,7 @@ class Recorder(Rerun):
 
 
 class Blind(Rerun):
-    """A rerun in which nobody reads a value."""
+    """A rerun that must not read values."""
 
     def __call__(
         self, forward: Callable[[], Tensor], restore: Callable[[], None] = lambda: None, /

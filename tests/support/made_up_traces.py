@@ -1,4 +1,4 @@
-"""Traces as an engine would write them, made up: for the page, which is tested without models."""
+"""Synthetic traces, for the page, which is tested without models."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def head(**more: Any) -> Line:
 
 
 def grown(rng: random.Random, root: int, steps: int = 3, leaves: int = 4, children: int = 8) -> Line:
-    """A tree like a draft's: the likeliest leaves get children, again and again."""
+    """A tree like a draft's: the most likely leaves get children, repeatedly."""
     tree: Line = {"tokens": [root], "parents": [-1], "logprobs": [0.0], "expanded": [0]}
     for _ in range(steps):
         open_ = [at for at, expanded in enumerate(tree["expanded"]) if not expanded]
@@ -44,7 +44,7 @@ def chosen(tree: Line, count: int) -> Line:
 
 
 def rounds(request: int, count: int, seconds: float = 0.005, seed: int = 0, bs: int = 8) -> list[Line]:
-    """So many rounds of a request, each of so many seconds."""
+    """`count` rounds of a request, `seconds` seconds each."""
     rng, root, lines = random.Random(seed), 0, list[Line]()
     for number in range(count):
         tree = grown(rng, root)
@@ -75,7 +75,7 @@ def request(number: int, lines: Sequence[Line], prompt: Sequence[int] = (0, 1), 
 
 
 def race(count: int = 40) -> list[Line]:
-    """The same tokens plainly and in rounds of a tree."""
+    """The same tokens by autoregressive decoding and in rounds of a tree."""
     fast = rounds(2, count)
     tokens = [token for line in fast for token in line["tokens"]]
     plain = rounds(1, len(tokens), 0.004, bs=1)
@@ -87,6 +87,6 @@ def race(count: int = 40) -> list[Line]:
 
 
 def write(file: Path, lines: Sequence[Line]) -> Path:
-    """As a file."""
+    """Writes a trace file."""
     file.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
     return file

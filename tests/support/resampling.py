@@ -1,4 +1,4 @@
-"""Groups of particles for the operators that resample them, and what must become of them; with and without a GPU."""
+"""Sequence groups for resampling operators, and the expected results; with and without a GPU."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ALWAYS = 2.0  # a threshold that no effective sample size reaches
 
 
 def groups_of(log_weights: Tensor, slots: int, words: int, seed: int) -> ResamplingState:
-    """Groups with these weights [G, N] on the CPU, in which no two rows are alike."""
+    """Groups with these weights [G, N] on the CPU, in which all rows differ."""
     dice = torch.Generator().manual_seed(seed)
     count = log_weights.shape[:2]
     path = torch.randint(2**40, (*count, words), generator=dice)
@@ -27,12 +27,13 @@ def groups_of(log_weights: Tensor, slots: int, words: int, seed: int) -> Resampl
 
 
 def on(device: torch.device | str, groups: ResamplingState) -> ResamplingState:
-    """A copy there."""
+    """A copy on that device."""
     return ResamplingState(**{name: tensor.to(device, copy=True) for name, tensor in groups.fields().items()})
 
 
 def agree(found: ResamplingState, wanted: ResamplingState, bits: bool = False) -> None:
-    """To the bit; but for logarithms and sizes where these are other libraries' and not `bits`."""
+    """Compares bitwise, except logarithms and effective sample sizes, which other math libraries compute, unless
+    `bits`."""
     for field in fields(ResamplingState):
         ours, theirs = getattr(found, field.name).cpu(), getattr(wanted, field.name).cpu()
         if field.name == "path":
@@ -47,7 +48,7 @@ def agree(found: ResamplingState, wanted: ResamplingState, bits: bool = False) -
 def checked(
     operator: Resample, groups: ResamplingState, uniform: Tensor, threshold: float, width: int, device: str
 ) -> ResamplingState:
-    """What an operator makes of groups, which must be what the reference does."""
+    """Runs an operator and checks that its result equals the reference's."""
     found, wanted = on(device, groups), on("cpu", groups)
     operator(found, uniform.to(device), threshold, width)
     resampling.resample(wanted, uniform, threshold, width)
@@ -57,7 +58,7 @@ def checked(
 
 
 def shares_of(count: int, parts: int) -> Iterator[tuple[int, ...]]:
-    """All ways to share so many parts among so many particles."""
+    """All ways to distribute `parts` parts among `count` particles."""
     if count == 1:
         yield (parts,)
         return
@@ -68,7 +69,8 @@ def shares_of(count: int, parts: int) -> Iterator[tuple[int, ...]]:
 
 def law_holds(operator: Resample, count: int, parts: int, device: str) -> None:
     """By enumeration, all in one call: weights in whole parts, under as many numbers as decide differently. Over these
-    a particle has just its share of the copies; one that is copied keeps its row; the mean of the weights is booked."""
+    a particle gets exactly its share of the copies; one that is copied keeps its row; the mean of the weights is
+    recorded."""
     shares = torch.tensor([*shares_of(count, parts)], dtype=torch.float64)
     log_weights = (shares.log() - 3).repeat_interleave(parts, 0)
     uniform = ((torch.arange(parts, dtype=torch.float64) + 0.5) / parts).repeat(len(shares))

@@ -1,4 +1,4 @@
-"""Runners and roles on models made in a test, as builder/ makes them on those of a job."""
+"""Runners and roles on models made in a test, built as builder/ builds them."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ from swiftspec.tree.rejection import RejectionSampling
 def opening(
     tokens: Sequence[int], sampling: SamplingParams, prompt_len: int | None = None, request: int = 1
 ) -> RequestStart:
-    """Of a request whose tokens are all prompt, if nothing else is said."""
+    """A request whose tokens are all prompt by default."""
     return RequestStart(request, tuple(tokens), sampling, len(tokens) if prompt_len is None else prompt_len)
 
 
 def make_runner(model: Any, ops: Any, vocab: int | None = None, *, context: int, tree_slots: int) -> Runner:
-    """A runner on a model of this process; in a group, on this rank's share."""
+    """A runner on a model of this process; in a group, on this rank's shard."""
     size: int = model.config.vocab_size if vocab is None else vocab
     shard = None if model.group is None else VocabShard(model.group, model.head_rows, size)
     return Runner(model, ops, size, context=context, tree_slots=tree_slots, shard=shard)
 
 
 def tools(runner: Runner, capture: Capture | None = None) -> ExecutorDeps:
-    """What the runner's model offers."""
+    """What the executors of the runner's model are built from."""
     ops: Any = runner.ops
     return ExecutorDeps(ops, getattr(runner.model, "fused", None), capture)
 
@@ -49,7 +49,7 @@ def tools(runner: Runner, capture: Capture | None = None) -> ExecutorDeps:
 def make_drafter(
     runner: Runner, config: EngineConfig, capture: Capture | None = None, *, ahead: bool | None = None
 ) -> LocalDrafter:
-    """One that grows ahead of the target, or in turn with it; if that is not said, as the mode wants it."""
+    """`ahead`: a lookahead or a serial drafter; None: as the mode requires."""
     if ahead is not None:
         config = replace(config, mode="async" if ahead else "serial", target_tp=1, draft_tp=-1)
     return build_drafter(runner, tools(runner, capture), config)
@@ -79,7 +79,7 @@ class Alone(LocalPopulation):
         return self.finish(self.group)
 
     def drain(self) -> None:
-        """Takes in what the rounds so far have left."""
+        """Reads the results of all rounds so far."""
         while self._in_flight:
             self._read_result()
 
@@ -100,7 +100,7 @@ def make_population(
 
 
 def only(role: LocalDrafter | LocalVerifier | LocalPopulation, *names: str) -> None:
-    """Leaves a role these kinds of steps."""
+    """Restricts a role to these executors."""
     left: list[Any] = [kind for kind in role.executors if kind.name in names]
     role.executors = left
 
@@ -132,6 +132,6 @@ def population_of(llm: LLM) -> LocalPopulation:
 
 
 def put(llm: LLM, drafter: Drafter | None = None, verifier: Verifier | None = None) -> None:
-    """Has an engine decode with another drafter or verifier; without a controller."""
+    """Replaces drafter or verifier of an engine; without a controller."""
     parts = tree_of(llm)
     llm.engine.decoding = make_fallback_decoding(drafter or parts.drafter, verifier or parts.verifier)

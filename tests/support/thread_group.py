@@ -1,4 +1,4 @@
-"""A group of ranks as threads of one process, to test what ranks compute without starting processes."""
+"""A tensor-parallel group whose ranks are threads of one process."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class ThreadGroup:
 
 
 def on_ranks(size: int, work: Callable[[ThreadGroup], T]) -> list[T]:
-    """What `work` returns on each rank."""
+    """The result of `work` on each rank."""
     barrier, places = Barrier(size, timeout=60), [torch.empty(0)] * size
 
     def run(rank: int) -> T:
@@ -63,7 +63,7 @@ def on_ranks(size: int, work: Callable[[ThreadGroup], T]) -> list[T]:
 
 
 def peers(group: ThreadGroup, most: int) -> PeerMemoryGroup:
-    """A group whose messages of up to `most` bytes go by a kernel; so say the ranks' threads."""
+    """A group whose messages of up to `most` bytes are gathered by a kernel, emulated by the ranks' threads."""
     sums = SimpleNamespace(supports=lambda x: x.nbytes <= most, gather=group.all_gather)
     ends: tuple[Any, Any, Any] = (None, group, SimpleNamespace(communicator=sums))
     group.name = "draft"  # pyright: ignore[reportAttributeAccessIssue]

@@ -1,4 +1,4 @@
-"""A drafter behind a `TreeDeltaSender` in a thread of its own: what a replica's link is elsewhere, without a wire."""
+"""A drafter behind a `TreeDeltaSender` in its own thread: a replica's link without a network."""
 
 from __future__ import annotations
 
@@ -63,6 +63,6 @@ class FedLink:
 
 
 def dawdle(seed: int) -> Callable[[], None]:
-    """Waits now and then, for as long as a few rounds of a tiny model."""
+    """Waits occasionally, for as long as a few rounds of a tiny model."""
     dice = random.Random(seed)
     return lambda: time.sleep(dice.choice([0.0, 0.0, 0.0, 0.002, 0.02]))

@@ -1,7 +1,8 @@
-"""runtime/executors/graph.py on the CPU: which shapes there are, and that a replay sees its inputs and nothing else.
+"""runtime/executors/graph.py on the CPU: which shapes are captured, and that a replay reads its inputs and nothing
+else.
 
-The stand-in for a capture runs the forward again on the tensors that it was captured with, as a graph would; what was
-not copied into them would still be the batch that came first. tests/gpu/test_graph.py has the real one.
+The stand-in for a capture runs the forward again on the tensors that it was captured with, as a graph would; anything
+that was not copied into them would still belong to the first batch. tests/gpu/test_graph.py uses real graphs.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ def test_few_shapes_serve_all_numbers_of_rows() -> None:
     assert capture.captures == len(CAPTURED_ROWS) + 1
 
 
-def test_families_go_when_they_rest_longest_and_all_with_their_buffer() -> None:
+def test_the_least_recently_used_family_is_evicted_and_all_with_their_buffer() -> None:
     capture = Rerun()
     graphs, buffers, owners = GraphCache(capture), [torch.zeros(3), torch.zeros(3)], []
 
@@ -107,7 +108,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_runner_with_graphs_equals_one_without(checkpoint: Path) -> None:
-    """Rounds of trees of changing size: logits, and the whole cache but for slots that nobody has."""
+    """Rounds of trees of changing size: logits, and the whole cache except unused slots."""
     capture = Rerun()
     model = load_model(checkpoint, dtype=torch.float64, ops=unfused, max_positions=160)
     plain, graphed = (make_runner(model, unfused, context=96, tree_slots=32) for _ in range(2))
@@ -131,8 +132,8 @@ def test_a_runner_with_graphs_equals_one_without(checkpoint: Path) -> None:
 
 @pytest.mark.parametrize("exact", [0, 1])
 def test_a_population_with_graphs_equals_one_without(exact: int) -> None:
-    """Requests with other seeds replay the same graphs; another way to shape logits, where captured numbers would be
-    the last request's, makes new ones."""
+    """Requests with other seeds replay the same graphs; other logits parameters, which graphs hold by value, capture
+    new ones."""
     captures, workers = [Rerun(), None], []
     for capture in captures:
         models = HistoryModel(3, 1), HistoryModel(3, 2)
@@ -164,8 +165,8 @@ def test_a_population_with_graphs_equals_one_without(exact: int) -> None:
 def test_the_rounds_of_a_group_of_ranks_are_those_of_one(
     checkpoint: Path, tmp_path: Path, more: dict[str, Any]
 ) -> None:
-    """Two ranks whose logits a kernel gathers capture whole rounds; where messages are too long for it they go operator
-    by operator. The second request replays what the first has captured."""
+    """Two ranks whose logits a kernel gathers capture whole rounds; where messages are too long for it they run
+    operator by operator. The second request replays what the first has captured."""
     make_checkpoint(tmp_path, layers=1, seed=5)
     longest = 9 * 64 * 4  # bytes of the target's logits in a round
 

@@ -1,7 +1,7 @@
-"""A draft's rounds on the device, against the same rounds with the host in between; on a CPU.
+"""A draft's expansions on the device against the same ones with the host in between; on a CPU.
 
-Stand-ins: a capture that runs the expansions again, and the two kernels of csrc/cuda/tree in Python on the tensors
-that they are given. tests/native/test_cuda_code.py compares the kernels' own code with the host's tree.
+Stand-ins: a capture that runs the expansions again, and the two kernels of csrc/cuda/tree in Python on the tensors that
+they are given. tests/native/test_cuda_code.py compares the kernels' own code with the host's tree.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ W, K, D = 3, 4, 3
 
 
 class CudaTree:
-    """As csrc/cuda/tree/tree.h says."""
+    """As defined in csrc/cuda/tree/tree.h."""
 
     def __init__(self, *, children: int, **arrays: Tensor) -> None:
         kept = {name: array.numpy() for name, array in arrays.items()}
@@ -87,7 +87,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def drafters(checkpoint: Path, config: EngineConfig, group: Any = None) -> tuple[LocalDrafter, LocalDrafter, Rerun]:
-    """One with the host, one without."""
+    """One that synchronises with the host, one that does not."""
     model = load_model(checkpoint, dtype=torch.float32, ops=unfused, max_positions=256, group=group)
     with_tree: Any = SimpleNamespace(**vars(unfused) | {"device_tree": cuda_tree.device_tree})
     capture = Rerun()
@@ -96,7 +96,7 @@ def drafters(checkpoint: Path, config: EngineConfig, group: Any = None) -> tuple
 
 
 def grown(drafter: LocalDrafter) -> list[Any]:
-    """The families of graphs that a drafter has for expansions in a row."""
+    """The families of graphs that a drafter has for successive expansions."""
     found: list[Any] = []
     for kind in drafter.executors:
         if isinstance(kind, GraphExpansionExecutor):
@@ -107,7 +107,7 @@ def grown(drafter: LocalDrafter) -> list[Any]:
 
 
 def expansions(drafter: LocalDrafter) -> list[str]:
-    """Notes the batches that the drafter's runner makes."""
+    """Records the batches that the drafter's runner makes."""
     calls: list[str] = []
     for name in ("chain_batch", "tree_batch"):
         whole = getattr(drafter.runner, name)
@@ -126,7 +126,7 @@ SAMPLING = [
 @pytest.mark.parametrize("proposal", ["coupled", "top"])
 @pytest.mark.parametrize("mode", ["serial", "async"])
 @pytest.mark.parametrize("sampling", SAMPLING, ids=["greedy", "sampled", "filtered", "penalised"])
-def test_rounds_are_those_with_the_host(checkpoint: Path, mode: Any, sampling: SamplingParams, proposal: Any) -> None:
+def test_rounds_equal_those_with_the_host(checkpoint: Path, mode: Any, sampling: SamplingParams, proposal: Any) -> None:
     plan = EngineConfig(mode=mode, verify_batch=K, draft_leaves=W, draft_steps=D, proposal=proposal)
     host, ours, capture = drafters(checkpoint, plan)
     calls = expansions(ours)
@@ -139,8 +139,8 @@ def test_rounds_are_those_with_the_host(checkpoint: Path, mode: Any, sampling: S
 
 @pytest.mark.parametrize("sampling", SAMPLING[:2], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow)])
-def test_a_group_grows_the_same_tree_without_the_host(checkpoint: Path, size: int, sampling: SamplingParams) -> None:
-    """On every rank, and as the group with the host does; each rank captures as often as the others."""
+def test_a_group_expands_the_same_tree_without_the_host(checkpoint: Path, size: int, sampling: SamplingParams) -> None:
+    """On every rank, and as a group with the host does; all ranks capture equally often."""
     plan = EngineConfig(mode="async", verify_batch=K, draft_leaves=W, draft_steps=D)
 
     def work(group: ThreadGroup) -> tuple[int, int, list[set[tuple[int, ...]]]]:
@@ -154,7 +154,7 @@ def test_a_group_grows_the_same_tree_without_the_host(checkpoint: Path, size: in
     assert all(one == found[0] for one in found)
 
 
-def test_a_group_whose_messages_are_too_long_goes_step_by_step(checkpoint: Path) -> None:
+def test_a_group_whose_messages_are_too_long_runs_phase_by_phase(checkpoint: Path) -> None:
     plan = EngineConfig(verify_batch=K, draft_leaves=W, draft_steps=D)
     longest = 8 * W * (2 * K + 1)
 

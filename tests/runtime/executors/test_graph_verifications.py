@@ -1,5 +1,7 @@
-"""A verification as one graph against the same one in steps; on a CPU, with the stand-ins of
-tests/support/fake_cuda_graphs.py. Real graphs are in tests/gpu/test_graph.py."""
+"""A verification as one graph against the eager one, on a CPU with the stand-ins of tests/support/fake_cuda_graphs.py.
+
+tests/gpu/test_graph.py uses real graphs.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def verifiers(
     checkpoint: Path, group: Any = None, method: str = "match", ops: Any = unfused
 ) -> tuple[LocalVerifier, LocalVerifier, Rerun]:
-    """One in steps, one with graphs."""
+    """One without graphs, one with graphs."""
     model = load_model(checkpoint, dtype=torch.float64, ops=ops, max_positions=256, group=group)
     capture = Rerun() if ops is not unfused else Recorder() if group is None else Blind()
     steps, graphed = (
@@ -55,7 +57,7 @@ def verifiers(
 
 
 def in_one_graph(verifier: LocalVerifier) -> bool:
-    """Whether the request's verifications are."""
+    """Whether the request's verifications are one graph."""
     return isinstance(verifier.executor, GraphVerificationExecutor)
 
 
@@ -76,8 +78,9 @@ SAMPLING = {
 
 
 @pytest.mark.parametrize("name", SAMPLING)
-def test_one_graph_draws_what_the_steps_draw(checkpoint: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In every row, in requests with another seed too; where the filters' heads do not settle it, outside the graph."""
+def test_one_graph_samples_the_same_tokens(checkpoint: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In every row, also in requests with another seed. Rows whose top candidates do not suffice for a filter are
+    sampled outside the graph."""
     outside, accept = [], GraphVerificationExecutor.accept
     monkeypatch.setattr(GraphVerificationExecutor, "accept", lambda *a: outside.append(a[0]) or accept(*a))
     steps, graphed, capture = verifiers(checkpoint)
@@ -89,7 +92,7 @@ def test_one_graph_draws_what_the_steps_draw(checkpoint: Path, name: str, monkey
 
 @pytest.mark.parametrize("size", [2, 3, pytest.param(6, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", ["greedy", "sampled", "top_p", "flat", "all"])
-def test_a_group_draws_the_same(checkpoint: Path, size: int, name: str) -> None:
+def test_a_group_samples_the_same_tokens(checkpoint: Path, size: int, name: str) -> None:
     def work(group: ThreadGroup) -> int:
         steps, graphed, capture = verifiers(checkpoint, peers(group, 1 << 16))
         same_verdicts(steps, graphed, SAMPLING[name], VOCAB, rounds=4)
@@ -99,7 +102,7 @@ def test_a_group_draws_the_same(checkpoint: Path, size: int, name: str) -> None:
     assert len(set(on_ranks(size, work))) == 1
 
 
-def test_a_group_whose_gathers_a_library_makes_goes_in_steps(checkpoint: Path) -> None:
+def test_a_group_with_library_gathers_does_not_use_one_graph(checkpoint: Path) -> None:
     longest = 4 * CAPTURED_ROWS[-1] * (TOP_CANDIDATES + 1)
 
     def work(group: ThreadGroup) -> list[bool]:
@@ -118,9 +121,9 @@ def test_a_group_whose_gathers_a_library_makes_goes_in_steps(checkpoint: Path) -
     assert on_ranks(2, work) == [[False, True, True, False]] * 2
 
 
-def test_what_cannot_be_one_graph_goes_in_steps(checkpoint: Path) -> None:
-    """Guided requests, where operators know one sequence, and proposals of too many nodes. What comes after a guided
-    one, whose keys lie elsewhere, is captured anew."""
+def test_what_cannot_be_one_graph_falls_back(checkpoint: Path) -> None:
+    """Guided requests, where operators support one sequence, and proposals of too many nodes. After a guided request,
+    whose cache is reallocated, graphs are captured anew."""
     steps, graphed, capture = verifiers(checkpoint)
     same_verdicts(steps, graphed, SAMPLED, VOCAB, rounds=2)
     before = capture.captures
@@ -136,7 +139,7 @@ def test_what_cannot_be_one_graph_goes_in_steps(checkpoint: Path) -> None:
 
 
 def drawn_proposal(dice: np.random.Generator, at: int, root: int, round_: int) -> Proposal:
-    """A tree whose children are among the tokens of a q, some of which mean nothing."""
+    """A tree whose children are among the tokens of a q, some of which have no probability."""
     nodes, width = int(dice.choice([1, 2, 4, 7])), 16
     parents = [-1, *sorted(int(dice.integers(0, node)) for node in range(1, nodes))]
     inner = sorted(set(parents[1:]))
@@ -165,7 +168,7 @@ def same_rejections(steps: LocalVerifier, graphed: LocalVerifier, sampling: Samp
 
 @pytest.mark.parametrize("name", ["sampled", "biased", "top_k", "top_p", "flat", "all"])
 def test_rejection_in_one_graph(checkpoint: Path, name: str) -> None:
-    """What is accepted, the token after it and the overlaps, to the bit; the host waits once."""
+    """Accepted nodes, the token after them and the overlaps are bitwise identical; the host waits once."""
     steps, graphed, capture = verifiers(checkpoint, method="reject")
     same_rejections(steps, graphed, SAMPLING[name])
     assert not in_one_graph(steps) and in_one_graph(graphed) and capture.replays == 20
@@ -184,7 +187,7 @@ def test_a_group_rejects_alike(checkpoint: Path) -> None:
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize("name", ["greedy", "sampled", "flat", "all"])
 def test_guided_requests_in_one_graph(checkpoint: Path, size: int, name: str) -> None:
-    """Where operators know several sequences without the host; torch's own do not, so a capture looks away here."""
+    """Where a capture may hold several sequences; torch's operators may not, so the stand-in does not check it here."""
     ops = SimpleNamespace(**vars(unfused) | {"MAX_CAPTURED_SEQUENCES": 2})
     guided = replace(SAMPLING[name], guidance_scale=1.5, negative_prompt_ids=(7, 2))
 
@@ -203,8 +206,8 @@ def test_guided_requests_in_one_graph(checkpoint: Path, size: int, name: str) ->
     assert work(None) > 0 if size == 1 else len(set(on_ranks(size, work))) == 1
 
 
-def test_graphs_are_kept_for_a_few_ways_to_shape_logits(checkpoint: Path) -> None:
-    """Whatever plays a part in it; the seed does not."""
+def test_graphs_are_kept_for_a_few_logits_keys(checkpoint: Path) -> None:
+    """Every parameter is part of the key, except the seed."""
     _, verifier, capture = verifiers(checkpoint)
 
     def captured(sampling: SamplingParams) -> int:
@@ -227,7 +230,7 @@ def test_graphs_are_kept_for_a_few_ways_to_shape_logits(checkpoint: Path) -> Non
 
 @given(st.integers(1, 8), st.data())
 def test_a_graph_counts_the_tokens_of_a_path(nodes: int, data: st.DataObject) -> None:
-    """The root's not, and those of rows that pad not."""
+    """Except the root's, and those of padding rows."""
     parents = [-1, *(data.draw(st.integers(0, node - 1)) for node in range(1, nodes))]
     tokens = data.draw(st.lists(st.integers(0, 3), min_size=nodes, max_size=nodes))
     prefix = data.draw(st.integers(0, 20))

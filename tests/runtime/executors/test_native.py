@@ -1,4 +1,4 @@
-"""Rounds in one native call each are the rounds in steps: the same trees, caches, proposals and tokens, to the bit."""
+"""Phases as native calls equal eager ones: bitwise identical trees, caches, proposals and tokens."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def same_trees(one: LocalDrafter, other: LocalDrafter) -> None:
 
 
 def any_result(proposal: Proposal, data: st.DataObject) -> VerifyResult:
-    """The tokens down to some node of a proposal, then perhaps others; at times more than w of them have no KV."""
+    """The tokens down to some node of a proposal, then possibly others; sometimes more than w of them have no KV."""
     node = data.draw(st.integers(0, len(proposal.tokens) - 1))
     tokens: list[int] = []
     while node > 0:
@@ -117,7 +117,7 @@ def test_drafts(checkpoint: Path, dtype: torch.dtype, data: st.DataObject) -> No
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_what_is_answered_at_once(checkpoint: Path, data: st.DataObject) -> None:
-    """It is what the drafter says itself, without an expansion."""
+    """The fast reply equals the drafter's own proposal, without an expansion."""
     plan = EngineConfig(
         verify_batch=data.draw(st.integers(1, 6)), draft_leaves=3, draft_steps=data.draw(st.integers(1, 4)),
         catch_up=data.draw(st.booleans()),
@@ -172,7 +172,7 @@ def test_verifications(checkpoint: Path, dtype: torch.dtype, data: st.DataObject
 
 @dataclass
 class Ranks:
-    """One rank of a group as the models take it, over shared memory; the ranks are threads."""
+    """One rank of a group, over shared memory; the ranks are threads."""
 
     memory: SharedGroup
 
@@ -194,7 +194,7 @@ def in_a_group(size: int, work: Callable[[Ranks], T]) -> list[T]:
 
 
 def group_rounds(path: Path, ranks: Ranks, sampling: SamplingParams, steps: str) -> list[Any]:
-    """A draft's trees and a target's results, round for round, on one rank."""
+    """A draft's trees and a target's results, round by round, on one rank."""
     runners = []
     for _ in range(2):
         model = load_model(path, dtype=torch.float32, ops=host, max_positions=200 + TREE, group=ranks)
@@ -218,7 +218,7 @@ def group_rounds(path: Path, ranks: Ranks, sampling: SamplingParams, steps: str)
 @pytest.mark.parametrize("sampling", SAMPLINGS)
 @pytest.mark.parametrize("size", [2, 3, 4])  # 4: one has none of the tokens
 def test_a_group_of_ranks(checkpoint: Path, size: int, sampling: SamplingParams) -> None:
-    """Every rank sees the same rounds, and they are the rounds in steps."""
+    """Every rank sees the same rounds, equal to the eager ones."""
     first, *others = in_a_group(size, lambda ranks: group_rounds(checkpoint, ranks, sampling, "native"))
     stepped = in_a_group(size, lambda ranks: group_rounds(checkpoint, ranks, sampling, "eager"))
     for rank in others:
@@ -231,8 +231,8 @@ def test_a_group_of_ranks(checkpoint: Path, size: int, sampling: SamplingParams)
     assert any(len(result.tokens) > 1 for _, result, *_ in first), "the target follows a child now and then"
 
 
-def test_what_python_must_see_goes_in_steps(checkpoint: Path) -> None:
-    """And so do the roles of a group's follower whose leader has chosen that."""
+def test_what_needs_python_runs_eagerly(checkpoint: Path) -> None:
+    """Also on a follower whose leader has selected the eager executor."""
     verifier = roles.make_verifier(make_runner(checkpoint, torch.float32))
     for sampling in SAMPLINGS:
         assert verifier.select_executor(opening(PROMPT, sampling)).name == "native"

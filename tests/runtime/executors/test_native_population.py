@@ -1,4 +1,4 @@
-"""A population's rounds in one native call each are its rounds in steps: the same tokens, weights, slots and caches."""
+"""Population rounds as one native call equal eager rounds: the same tokens, weights, slots and caches."""
 
 from __future__ import annotations
 
@@ -56,14 +56,14 @@ def worker(
 
 
 def asked_of(count: int, *, greedy: bool) -> Iterator[tuple[list[int], SamplingParams, int]]:
-    """Prompts and limits of unlike lengths."""
+    """Prompts and limits of different lengths."""
     for i in range(count):
         shaped: dict[str, Any] = {"temperature": 0.0} if greedy and i % 4 == 3 else SHAPES[i % 3]
         yield [3 + i * j % 61 for j in range(1 + 31 * (i + 3) % 90)], SamplingParams(seed=i, **shaped), 2 + 9 * i % 31
 
 
 def same(one: LocalPopulation, other: LocalPopulation, live: Sequence[tuple[SequenceGroup, SequenceGroup]]) -> None:
-    """Of the groups that both have: what a round reads, and the keys and values of the slots that somebody holds."""
+    """Compares the groups that both have: the state of a round, and the KV of the slots in use."""
     for a, b in live:
         for name in ("tokens", "all_finished", "accepted", "used_slots", "compactions"):
             assert getattr(a, name) == getattr(b, name), name
@@ -92,7 +92,7 @@ def same(one: LocalPopulation, other: LocalPopulation, live: Sequence[tuple[Sequ
 @pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.parametrize("models", ["bf16", "int4"])
 def test_native_rounds_are_eager_rounds(request: pytest.FixtureRequest, models: str, name: str) -> None:
-    """Round by round, while requests come, end by themselves and are cancelled."""
+    """Round by round, while requests are admitted, finish and are cancelled."""
     pair, config = request.getfixturevalue(models), CONFIGS[name]
     workers = worker(pair, config, "native"), worker(pair, config, "eager")
     waiting = asked_of(9 if models == "bf16" else 5, greedy=name == "match")
@@ -132,10 +132,10 @@ def test_rejection_is_that_of_eager_rounds_at_every_level(level: str, bf16: tupl
 
 
 @pytest.mark.parametrize("more", [{"top_k": 5}, {"repetition_penalty": 1.3, "logit_bias": {7: 2.0}}])
-def test_what_native_rounds_do_not_take_goes_eagerly_for_all(
+def test_what_native_rounds_do_not_support_runs_eagerly_for_all(
     more: dict[str, Any], bf16: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And natively again once that has left; the texts are those of eager rounds."""
+    """And natively again after that request has been released; the texts are those of eager rounds."""
     calls, native = [0], NativePopulationExecutor.round
     monkeypatch.setattr(
         NativePopulationExecutor, "round", lambda *a: (calls.__setitem__(0, calls[0] + 1), native(*a))[1]
@@ -153,7 +153,7 @@ def test_what_native_rounds_do_not_take_goes_eagerly_for_all(
 
 
 @pytest.mark.parametrize(("name", "drafts"), [("smc", [0, 6, 3, 3]), ("at once", [0, 3, 3, 3, 3])])
-def test_hooks_are_told_of_every_forward(name: str, drafts: list[int], bf16: tuple[Path, Path]) -> None:
+def test_hooks_are_called_for_every_forward(name: str, drafts: list[int], bf16: tuple[Path, Path]) -> None:
     told = dict[str, list[tuple[list[int], bool]]]()
     for kind in ("native", "eager"):
         smc, rows = worker(bf16, CONFIGS[name], kind), {"target": [0], "draft": [0]}

@@ -1,9 +1,10 @@
-"""The law of a population, proved by enumeration: every text of a small vocabulary, with models that remember all.
+"""The distribution of a population, proved by enumeration: every text of a small vocabulary, with models that depend on
+the whole history.
 
 For every text, the estimate of Z times the text's share of the weight is unbiased for p(text)^alpha, at any N. That is
-what is tested most, since it is exact; the share alone is off by about 1 / N. A run costs nearly the same at N = 8 and
-at N = 64, so most have many particles and few runs; a mistake of order 1 / N shows where never and always resampling
-are tested, with few.
+tested most, since it is exact; the share alone is off by about 1 / N. A run costs nearly the same at N = 8 and at N =
+64, so most tests have many particles and few runs; a mistake of order 1 / N shows where never and always resampling are
+tested, with few particles.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ PROMPT, STOPS = [0, 1], {2}
 
 @dataclass
 class Found:
-    """What came of many runs, a seed each."""
+    """The results of many runs, one seed each."""
 
     target: HistoryModel
     laws: list[Law]  # of each run: Z's estimate times the weighted population
@@ -69,7 +70,7 @@ def sample(
     same: bool = False,
     sharpness: float = 0.6,
 ) -> Found:
-    """The draft is flatter than the target: else rare texts of great weight would want many more runs."""
+    """The draft is flatter than the target: otherwise rare texts of great weight would need many more runs."""
     target = HistoryModel(vocab, 1)
     found = Found(target, [])
     worker = make_worker(
@@ -114,7 +115,7 @@ def test_the_population_follows_the_global_power_target(power: float, temperatur
 
 
 @pytest.mark.parametrize("plan", [PopulationConfig(8, 2, 0.85, 2.0), PopulationConfig(8, 2, 0.85, 2.0, 1)], ids=str)
-def test_a_draft_that_reads_its_last_token_at_once_has_the_same_law(plan: PopulationConfig) -> None:
+def test_a_draft_that_computes_its_last_token_immediately_has_the_same_distribution(plan: PopulationConfig) -> None:
     """Population by population, wherever resampling and rejections have left the rows."""
     sampling = SamplingParams(temperature=0.7)
     deferred, at_once = (sample(replace(plan, deferred_bonus=yes), sampling, 20, limit=8) for yes in (True, False))
@@ -157,7 +158,7 @@ def test_filters_shape_the_target_and_no_weight_is_lost(filters: dict[str, float
     ids=["biased", "filtered", "exact"],
 )
 def test_penalties_follow_the_text_of_each_particle(shaped: dict[str, Any], exact: int) -> None:
-    """Of unlike histories, which resampling mixes."""
+    """Of different histories, which resampling mixes."""
     sampling = SamplingParams(
         temperature=0.7, repetition_penalty=1.6, presence_penalty=0.5, frequency_penalty=0.4, **shaped
     )
