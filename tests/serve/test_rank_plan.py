@@ -55,5 +55,5 @@ def test_so_many_ranks_are_asked_for(
 
 def test_one_gpu_is_one_rank_and_a_slip_of_the_hand_is_refused() -> None:
     assert requested_ranks("async", 1, None, has_draft=True, gpu=True) == 1
-    with pytest.raises(UserError, match="640 ranks are more than one command starts: start as many with torchrun"):
+    with pytest.raises(UserError, match="640 ranks are more than one command starts: start them with torchrun"):
         requested_ranks("ar", 640, None, has_draft=False)

@@ -291,7 +291,7 @@ def test_models_that_are_no_pair(command: Command, pair: list[str], tmp_path: Pa
     other = write_model(tmp_path / "other", random_weights(2))
     write_tokenizer(other, byte_level_tokenizer(("<|end|>", "<|bot|>", "<|user|>")))
     message = command.refuses(*pair[:2], "--draft-model", str(other), "--prompt", "a", code=1)
-    assert "make no pair" in message
+    assert "are not a pair" in message
     assert "id 1 is '<|user|>' here and '<|bot|>' there" in message
     base = write_model(tmp_path / "base", random_weights(2))
     write_tokenizer(base, byte_level_tokenizer(), None)
@@ -301,7 +301,7 @@ def test_models_that_are_no_pair(command: Command, pair: list[str], tmp_path: Pa
 
 def test_the_embedded_pair_may_be_missing(command: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("swiftspec.serve.model_resolution.DEMO_DIR", tmp_path)
-    assert "the embedded models are missing" in command.refuses("--prompt", "a", code=1)
+    assert "the demo models are missing" in command.refuses("--prompt", "a", code=1)
 
 
 def test_a_launcher_that_says_half(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -346,5 +346,5 @@ def test_no_number_is_nan() -> None:
     numbers = json.dumps([empty, answer_stats.timings(Stats(decode_time=5e-324), 9, 0.0)], allow_nan=False)
     assert math.isfinite(len(numbers))
     lost = Stats(tokens=312, rounds=91, accepted=221, decode_time=0.897, first_token_time=0.041, drafter_lost="it fell")
-    line = "312 tok, 348 tok/s, TTFT 41 ms, 3.4 tok/round, the drafter was lost (it fell), the target went on alone"
+    line = "312 tok, 348 tok/s, TTFT 41 ms, 3.4 tok/round, the drafter was lost (it fell), the target continued without it"
     assert answer_stats.summary_line(lost, 312) == line

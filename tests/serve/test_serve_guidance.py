@@ -59,7 +59,7 @@ def test_what_is_said(capsys: pytest.CaptureFixture[str], flags: list[str]) -> N
 
 def test_a_draft_that_samples_otherwise_is_warned_of(capsys: pytest.CaptureFixture[str], flags: list[str]) -> None:
     drawn = [*flags, "--proposal", "top", "--temperature"]
-    assert ask(capsys, *drawn, "1")[1].startswith("swiftspec: warning: proposal top does not see the noise")
+    assert ask(capsys, *drawn, "1")[1].startswith("swiftspec: warning: proposal top does not use the target's noise")
     assert ask(capsys, *drawn, "0")[1] == ""
 
 

@@ -70,7 +70,7 @@ def test_a_full_cache_is_the_reason_that_is_told() -> None:
     end = GroupResult([7, 8], False, 1, 2.0, 0.0, 0.0, full=True, compactions=0, moved_slots=0)
     stats = Stats(prompt_tokens=3, tokens=2, rounds=1, decode_time=0.1, population=end)
     assert population_stats(EngineConfig("smc"), stats)["cache_full"] is True
-    assert "approximate, ended because the cache holds no further round" in summary_line(stats, 2)
+    assert "approximate, ended because the KV cache has no room for another round" in summary_line(stats, 2)
 
 
 def test_a_chat_begins_with_a_warm_up(pair: list[str]) -> None:

@@ -82,7 +82,7 @@ def test_ignored_signals_stay_ignored() -> None:
 
 STUBBORN = """
 import select, sys, time
-from swiftspec.serve.__main__ import guarded
+from swiftspec.serve.__main__ import run_guarded
 def eats(first):
     print("runs", flush=True)
     while True:
@@ -96,7 +96,7 @@ def native(first):
     ctypes.CDLL(None).poll(None, 0, -1)  # it is called again after a signal, as native code does
     ctypes.CDLL(None).pause()
     ctypes.CDLL(None).pause()
-sys.exit(guarded({}, grace=0.2))
+sys.exit(run_guarded({}, grace_s=0.2))
 """
 
 

@@ -55,7 +55,7 @@ def test_a_full_disk_under_the_answer(pair: str) -> None:
 def test_a_full_disk_under_the_trace(pair: str) -> None:
     """One line of warning, after an answer that lacks nothing; and a file that is the standard output."""
     code, out, err = shell(f"serve {pair} --json --trace /dev/full")
-    assert (code, err) == (0, "swiftspec: warning: --trace /dev/full is not whole: No space left on device\n")
+    assert (code, err) == (0, "swiftspec: warning: --trace /dev/full is not complete: No space left on device\n")
     assert json.loads(out)["usage"]["completion_tokens"] == 5
     code, out, err = shell(f"serve {pair} --json --trace /dev/stdout")
     assert (code, err) == (0, "") and "swiftspec_trace" in out
@@ -75,7 +75,7 @@ def test_messages_that_nobody_gets_never_cost_the_answer(pair: str) -> None:
 
 def test_what_is_opened_later_is_no_standard_stream() -> None:
     code = (
-        "import os, sys\nfrom swiftspec.serve.stdio import taken\nwith taken(True):\n"
+        "import os, sys\nfrom swiftspec.serve.stdio import command_streams\nwith command_streams(True):\n"
         "    print(os.open('/dev/null', os.O_RDONLY) > 2, sys.stderr.isatty(), file=open('{}', 'w'))"
     )
     for closed in ("<&-", ">&-", "2>&-", "<&- >&- 2>&-"):

@@ -1,4 +1,4 @@
-"""Builds the kernels of csrc/cuda for the emulated GPU of this folder, and puts it in place of a real one.
+"""Builds the kernels of csrc/cuda for the emulated GPU of this folder, and installs it instead of a real one.
 
 Device memory is the CPU's then, all streams are one, and graphs cannot be captured: what a test wants with those it
 leaves out where tests.gpu.device says EMULATED. Launches wait until two more follow or torch, in the thread that called
@@ -31,7 +31,7 @@ from swiftspec.backends.cuda import linear as cuda_linear
 
 ROOT = Path(__file__).resolve().parents[2]
 CSRC = ROOT / "csrc"
-# all but what says where a GPU's arrays lie, for which module.cpp has another answer
+# all but cuda_place.cpp, which module.cpp replaces: arrays of the emulated GPU are in CPU memory
 SOURCES = (*(p for p in sorted(CSRC.glob("bind/cuda*.cpp")) if p.stem != "cuda_place"), CSRC / "bind/array.cpp",
            CSRC / "host/shm/segment.cpp")  # fmt: skip
 # pybind11 shares its types among modules of one version; these stay apart from those of a _C that was built with CUDA
@@ -40,17 +40,17 @@ FLAGS = (APART, "-std=c++20", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra"
          "-Wno-clobbered")  # fmt: skip
 HOPPER, AMPERE = 900, 860
 LINE = 256  # bytes, as a GPU's allocator aligns
-USED = 64  # calls whose arguments stay, more than a few launches take
+USED = 64  # calls whose arguments are kept alive, more than the launches in flight have
 
 
 def device_code(arch: int) -> tuple[str, ...]:
-    """How kernels are compiled for an emulated GPU."""
+    """Compiler options for kernels of the emulated GPU."""
     return (f"-D__CUDA_ARCH__={arch}", "-include", "cuda_runtime.h", "-x", "c++")
 
 
 def build(compiler: str, folder: Path, arch: int = HOPPER, flags: Sequence[str] = ("-O2",), csrc: Path = CSRC) -> Path:
-    """Compiles the module into `folder`, which may hold that of another architecture: they share what is no kernel. Its
-    kernels are those of `csrc`. CalledProcessError where that fails."""
+    """Compiles the module with the kernels of `csrc` into `folder`, and returns its path. The folder may already hold
+    the module of another architecture: objects other than kernels are shared. Raises CalledProcessError on failure."""
     includes = (f"-I{ROOT / 'tests/simt'}", f"-I{csrc}", f"-I{pybind11.get_include()}",
                 f"-I{sysconfig.get_path('include')}")  # fmt: skip
     here = Path(__file__).resolve().parent
@@ -74,7 +74,7 @@ def build(compiler: str, folder: Path, arch: int = HOPPER, flags: Sequence[str] 
 
 
 def install(module: Path, seed: int) -> None:
-    """From now on this process has one GPU, which is not there."""
+    """Patches torch and the extension so that this process has one GPU, the emulated one."""
     spec = importlib.util.spec_from_file_location("emulated", module)
     assert spec is not None and spec.loader is not None
     emulated = importlib.util.module_from_spec(spec)
@@ -107,8 +107,8 @@ def install(module: Path, seed: int) -> None:
 
 
 class Stream(TorchFunctionMode):
-    """torch on the emulated GPU's stream: what looks into memory finds there what was launched before it, and what was
-    lately handed to the module stays."""
+    """torch on the stream of the emulated GPU: operations that access memory first finish the queued launches, and
+    recent arguments of the module are kept alive."""
 
     # an address, a shape, another name for the same memory, new memory, a mode
     BLIND = frozenset((Tensor.data_ptr, Tensor.size, Tensor.stride, Tensor.dim, Tensor.numel, Tensor.element_size,
@@ -128,7 +128,7 @@ class Stream(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
     def noting(self, native: Any) -> Any:
-        """A function of the module, or a class with its methods, that keeps what it was lately called with."""
+        """Wraps a function of the module, or the methods of a class, so that recent arguments are kept alive."""
         if isinstance(native, type):
             for name, method in list(vars(native).items()):
                 if name == "__init__" or (callable(method) and not name.startswith("_")):
@@ -144,7 +144,7 @@ class Stream(TorchFunctionMode):
         return noted
 
     def looks(self, func: Any, args: tuple[Any, ...]) -> bool:
-        """Whether it looks into memory, or may."""
+        """Whether the function may access memory."""
         if func is Tensor.contiguous:
             return not args[0].is_contiguous()
         if func is Tensor.__getitem__:
@@ -161,7 +161,7 @@ def _synchronize() -> None:
 
 
 def _aligned(empty: Any) -> Any:
-    """torch.empty, whose bytes lie as a GPU's do."""
+    """Wraps torch.empty so that byte buffers are aligned as on a GPU."""
 
     def aligned(*shape: Any, **kind: Any) -> Tensor:
         if kind.get("dtype") is not torch.uint8 or len(shape) != 1 or not isinstance(shape[0], int):

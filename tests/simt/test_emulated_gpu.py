@@ -1,4 +1,4 @@
-"""tests/gpu on the emulated GPU of tests/simt: the kernels' own code, from the bindings to the last instruction."""
+"""Runs tests/gpu on the emulated GPU of tests/simt, with the source of the kernels and bindings unchanged."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ COMPILER = str(shutil.which("g++"))
 FAULTS = ["nothing", "nothing", "threads wait for ever", "lanes of a warp meet at", "outside of shared memory",
           "misaligned", "a block that has left", "a copy is under way", "unspecified launch failure", "a wrong sum",
           "did not wait for the launch in front"]  # fmt: skip
-# from one form of the kernels to the other
+# tests whose kernels differ between the architectures
 DIFFERENT = ("test_linear", "test_cuda_ops", "test_resampling", "test_float8")
 MOST = ("test_linear",)  # of these, where most of the kernels differ
 # of that, a shape without a split of K and one with, and launches of many rows
@@ -67,14 +67,14 @@ emulated.finish()
 
 @pytest.fixture(scope="module")
 def module(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
-    """The kernels of an architecture, compiled when they are first asked for."""
+    """The module of an architecture, compiled on first use."""
     folder = tmp_path_factory.mktemp("emulated")
     return functools.cache(lambda arch: build(COMPILER, folder, arch))
 
 
 @pytest.mark.slow
 def test_a_kernel_that_never_ends_ends_by_a_signal(module: Callable[[int], Path]) -> None:
-    """As pytest's timeout sends one to a test; the emulated GPU can be used on."""
+    """Such as the signal of pytest's timeout; the emulated GPU remains usable."""
     command = [sys.executable, "-c", SPIN, str(module(HOPPER))]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert (done.stdout, done.returncode) == ("interrupted\n" * 2, 0), done.stderr
@@ -83,7 +83,7 @@ def test_a_kernel_that_never_ends_ends_by_a_signal(module: Callable[[int], Path]
 def run_tests(
     module: Path, files: Sequence[Path], which: str, cases: str, *more: str, seed: int = 1, limit: float = 850
 ) -> subprocess.CompletedProcess[str]:
-    """Files of tests/gpu on the emulated GPU of `module`, those tests that pytest's -k chooses, two at a time."""
+    """Runs files of tests/gpu on the emulated GPU of `module`, two tests at a time; `which`: pytest's -k expression."""
     own = {"SWIFTSPEC_EMULATED": str(module), "SWIFTSPEC_EMULATED_CASES": cases, "OMP_NUM_THREADS": "1",
            "SWIFTSPEC_EMULATED_SEED": str(seed)}  # fmt: skip
     plugins = ("-p", "xdist.plugin", "-p", "pytest_timeout", "-p", "no:cacheprovider")  # others take long to import
@@ -107,8 +107,8 @@ def run_tests(
 def test_what_a_gpu_must_pass(
     module: Callable[[int], Path], arch: int, only: tuple[str, ...] | None, which: str, cases: str
 ) -> None:
-    """Every file of tests/gpu but those of library operators, two tests at a time; without clusters and bulk copies
-    those whose kernels differ. Every change runs the files and cases that tell most for their time."""
+    """Every file of tests/gpu except those of library operators; for Ampere, those whose kernels differ. The quick runs
+    are limited to the most informative files and cases."""
     files = [file for file in sorted((ROOT / "tests" / "gpu").glob("test_*.py")) if file.stem not in LIBRARIES]
     if only is not None:
         files = [file for file in files if file.stem in only]

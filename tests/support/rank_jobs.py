@@ -263,7 +263,7 @@ def answer(llm: LLM, prompt: list[int], values: Json) -> Json:
         "kept": stats.cached_tokens,
         "rounds": stats.rounds,
         "lost": stats.drafter_lost,
-        "plain_rounds": stats.policy and stats.policy.plain_rounds,
+        "plain_rounds": stats.policy and stats.policy.ar_rounds,
         "busy": stats.target_busy_time / max(stats.decode_time, 1e-9),
         "draft_busy": stats.draft_busy_time,
         "steps": llm.config.draft_steps,

@@ -114,7 +114,7 @@ def test_the_conversation_goes_through_the_template(room: Room) -> None:
 
 def test_the_banner_names_the_pair_and_shows_the_mark(room: Room) -> None:
     shown = room.run(EOFError)
-    assert "m/target, guesses by m/draft; mode serial, float32, 1 threads, context 200" in shown
+    assert "m/target, draft m/draft; mode serial, float32, 1 threads, context 200" in shown
     assert "like this" in shown
 
 
@@ -152,7 +152,7 @@ def test_set(room: Room) -> None:
 def test_a_temperature_at_which_the_draft_samples_otherwise(room: Room) -> None:
     assert "proposal" not in room.run("/set temperature 1", EOFError)
     room.engine.config = EngineConfig("serial", proposal="top")
-    assert "proposal top does not see the noise" in room.run("/set temperature 1", EOFError)
+    assert "proposal top does not use the target's noise" in room.run("/set temperature 1", EOFError)
     assert "proposal" not in room.run("/set temperature 0", EOFError)
 
 
@@ -189,7 +189,7 @@ def test_stats_of_a_population(room: Room) -> None:
 def test_a_lost_drafter_is_told_also_without_stats(room: Room) -> None:
     room.engine.lost = "out of memory"
     for lines in (("a", EOFError), ("/stats off", "a", EOFError)):
-        assert "the drafter was lost (out of memory), the target went on alone" in room.run(*lines)
+        assert "the drafter was lost (out of memory), the target continued without it" in room.run(*lines)
 
 
 def test_the_oldest_turns_go_when_the_context_is_full(room: Room) -> None:

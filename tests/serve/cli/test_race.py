@@ -44,7 +44,7 @@ def test_the_same_request_without_and_with_the_draft(room: Room) -> None:
 
 
 def test_without_text_it_is_the_last_message_again(room: Room) -> None:
-    assert "error: nothing was said yet: /race TEXT" in room.run("/race", EOFError)
+    assert "error: there is no message yet: /race TEXT" in room.run("/race", EOFError)
     room.run("/set max_tokens 9", "one", "/race", "/race two", "/race", EOFError)
     prompts = [prompt for prompt, _ in room.engine.asked]
     assert prompts[0] == prompts[1] == prompts[2] and "two" in prompts[3]
@@ -80,7 +80,7 @@ def test_another_text_is_seen(room: Room) -> None:
     assert f"THE TEXT IS NOT THE SAME: token {apart} is another" in room.run("/race one", EOFError)
     room.engine.reply, room.engine.config = "return a + b", EngineConfig(verify="reject")
     shown = room.run("/race one", EOFError)
-    assert "a text of its own, of the same distribution" in shown and "NOT" not in shown
+    assert "the texts differ; their distribution is the same" in shown and "NOT" not in shown
 
 
 @pytest.mark.parametrize("mode", ["ar", "smc"])

@@ -248,7 +248,7 @@ def test_a_client_that_leaves_in_a_long_prompt_frees_the_engine() -> None:
         until(lambda: c.get("/health").json()["running"] == 0, 9.0)  # the rest of the prefill takes 14 s, a chunk 2 s
 
 
-@pytest.mark.parametrize("victim", ["serve.http", "serve.rank"])
+@pytest.mark.parametrize("victim", ["serve.http", "serve.rank_process"])
 def test_what_is_killed_is_started_again_and_the_other_stays(victim: str) -> None:
     """The front end, or rank 0, during an answer."""
     with ServerProcess(["--threads", "1", "--emulate", "target=20ms,draft=1ms"]) as server:
@@ -276,7 +276,7 @@ def parts(server: ServerProcess) -> dict[str, int]:
     found = {}
     for process in server.processes():
         command = Path(f"/proc/{process}/cmdline").read_bytes().split(b"\0")
-        found |= {name: process for name in ("serve.http", "serve.rank") if f"swiftspec.{name}".encode() in command}
+        found |= {name: process for name in ("serve.http", "serve.rank_process") if f"swiftspec.{name}".encode() in command}
     return found
 
 

@@ -110,7 +110,7 @@ def test_a_named_plan_is_used_or_refused(pair: tuple[Path, Path], tmp_path: Path
 
 def test_a_revision_of_a_directory(pair: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*flags(pair), "--revision", "v2"]) == 2
-    assert "--revision v2 is of a hub id, and " in capsys.readouterr().err
+    assert "--revision v2 is for a hub id, but " in capsys.readouterr().err
 
 
 def test_what_is_said_when_it_runs(

@@ -2,12 +2,12 @@
 // operating system thread, which take turns in an order drawn from a seed, and whatever the hardware does at its own
 // time (copies into shared memory, the halves of a line) happens at a time drawn from that seed.
 //
-// Launches queue up until somebody waits for them, so that those that may start early do: a few are under way at a time.
+// Launches are queued until a caller waits for them, so that early launches can overlap: a few are in flight at a time.
 //
 // What CUDA leaves undefined and this notices is an error: lanes of a warp that meet at different instructions, threads
-// that wait for each other for ever, shared memory of a block that has left, a misaligned or outlying copy, a thread of an
-// early launch that ends without having waited for the launch in front. Shared memory is full of NaN at first. Built with
-// AddressSanitizer, every block's shared memory ends where its launch said.
+// that wait for each other for ever, shared memory of a block that has left, a misaligned or outlying copy, a thread of
+// an early launch that ends without having waited for the launch in front. Shared memory is full of NaN at first. Built
+// with AddressSanitizer, every block's shared memory ends where its launch said.
 #pragma once
 
 #include <setjmp.h>
@@ -65,17 +65,17 @@ struct Launch {
   Index grid, threads;
   unsigned cluster = 1;
   size_t shared = 0;
-  bool together = false;  // all blocks at the same time
-  bool early = false;     // before the launch in front has ended, once its blocks have said launch_dependents
+  bool together = false;  // cooperative: all blocks run concurrently
+  bool early = false;     // may start before the previous launch ends, once its blocks have called launch_dependents
   std::function<void()> body;
 };
 
-// A launch under way.
+// A launch in flight.
 struct Grid {
   Launch launch;
-  std::shared_ptr<Grid> before;  // the launch in front; null if there was none, and when this one has ended
+  std::shared_ptr<Grid> before;  // the previous launch; null if there was none, and after this one has ended
   uint64_t clusters = 0, begun = 0, left = 0;
-  uint64_t silent = 0;  // blocks that have not said launch_dependents, nor ended
+  uint64_t silent = 0;  // blocks that have neither called launch_dependents nor ended
   Gate dependents;      // threads that wait for its end
 
   bool ended() const { return left == clusters; }
@@ -93,7 +93,7 @@ struct Block {
   Gate gate;
   std::vector<Warp> warps;
   std::vector<std::unique_ptr<Thread>> threads;
-  std::unique_ptr<uint8_t, void (*)(void*)> dynamic{nullptr, &std::free};  // shared memory that the launch asked for
+  std::unique_ptr<uint8_t, void (*)(void*)> dynamic{nullptr, &std::free};  // dynamic shared memory
   size_t shared_bytes = 0;
   std::unordered_map<std::type_index, std::pair<std::unique_ptr<uint64_t[]>, size_t>> variables;
 
@@ -110,7 +110,7 @@ struct Cluster {
   int live = 0;
 };
 
-// What a thread runs on, and after it has ended another one: to begin anew costs calls to the system.
+// The stack and context of a thread. It is reused by another thread, since creating one needs system calls.
 struct Fiber {
   std::unique_ptr<uint8_t[]> stack{new uint8_t[kStack]};
   bool started = false;
@@ -124,12 +124,12 @@ struct Thread {
   Block* block = nullptr;
   int warp = 0, lane = 0;
   bool ended = false;
-  bool in_order = false;  // the launch in front has ended, as it knows
+  bool in_order = false;  // it has waited for the end of the previous launch
   const char* waits_at = nullptr;
   std::deque<std::vector<Copy>> groups;  // of cp.async; the last one is open
 };
 
-// A bulk copy under way, and the mbarrier that hears of it.
+// A bulk copy in flight, and the mbarrier that it completes on.
 struct BulkCopy {
   Copy copy;
   uint64_t* barrier;
@@ -153,13 +153,13 @@ class Machine {
   int ordinal = 0;       // of the GPU; another one where `parts` are others
   std::vector<unsigned> parts = {16, 16, 16, 16};  // blocks that run at a time; a cluster lies within one of them
   size_t shared = 0;     // bytes of shared memory that a block may have; 0: what the GPU compiled for has
-  bool queues = false;   // launches run when others follow or somebody waits, not at once
-  bool broken = false;   // a kernel has ended itself; nothing more runs
+  bool queues = false;   // launches run when others follow or a caller waits, not immediately
+  bool broken = false;   // a kernel has trapped; no further launch runs
   std::function<void()> pause = [] {};  // called now and then; where it throws, all launches end
 
-  unsigned clusters(unsigned blocks) const;  // of so many that run at a time
+  unsigned clusters(unsigned blocks) const;  // clusters of `blocks` blocks that run concurrently
   void run(Launch launch);
-  void finish(size_t most = 0);  // until no more than so many launches are under way, or `pause` throws
+  void finish(size_t most = 0);  // runs until at most `most` launches are in flight, or `pause` throws
 
   // For threads.
   Thread& self() { return *current_; }
@@ -209,7 +209,7 @@ class Machine {
   bool trapped_ = false;
   uint64_t steps_ = 0;
   bool changed_ = false;  // a cluster has left, or no block is silent any more
-  unsigned patience_ = 1;  // since the last launch: how often a thread that yields is soon its turn again
+  unsigned patience_ = 1;  // since the last launch: how often a thread that yields is scheduled again soon
 };
 
 }  // namespace simt
