@@ -161,7 +161,7 @@ def policy_stats(stats: Stats) -> Json | None:
     if found is None:
         return None
     changes = [{"round": at, "draft_steps": d.steps, "verify_batch": d.nodes} for at, d in found.changes]
-    times = {"tree_round_ms": found.tree_round, "plain_round_ms": found.plain_round}
+    times = {"tree_round_ms": found.speculative_round_time, "plain_round_ms": found.ar_round_time}
     shown = {name: None if seconds is None else _ms(seconds) for name, seconds in times.items()}
     shape = {"draft_steps": found.steps, "verify_batch": found.nodes}
     return {**shape, "plain_rounds": found.ar_rounds, "changes": changes, **shown}

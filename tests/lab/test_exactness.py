@@ -109,7 +109,7 @@ def test_guided_requests_are_guided_by_the_negative_prompt(
         assert isinstance(tree.engine, LLM) and not tree.engine.config.self_switch
         return whole(plain, tree, prompt, sampling, *more)
 
-    monkeypatch.setattr(trial, "draw", noted)
+    monkeypatch.setattr(trial, "compare_samples", noted)
     flags = [*pair, "--raw", "--temperature", "0.7", "--samples", "20", "--greedy-tokens", "20"]
     assert main([*flags, "--guidance-scale", "2", "--negative-prompt", "class", "--prompt", "a"]) == 0
     assert asked[0].guidance_scale == 2 and len(asked[0].negative_prompt_ids) > 0
@@ -132,7 +132,7 @@ def test_a_draft_without_use_is_no_proof(
 def test_rounding_is_named_where_only_single_answers_part(
     pair: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(trial, "same_texts", lambda name, *_: trial.TextComparison(name, 8, [3]))
+    monkeypatch.setattr(trial, "compare_texts", lambda name, *_: trial.TextComparison(name, 8, [3]))
     flags = [*pair, "--raw", "--temperature", "0", "--prompt", "a"]
     assert main(flags) == 1
     out = capsys.readouterr().out

@@ -19,13 +19,10 @@ from swiftspec.observe.rpc_latency import RpcLog
 from swiftspec.runtime.drafter import Drafter, NoDrafter
 from swiftspec.runtime.fallback_drafter import FAILURES
 
-FIRST_PROPOSAL_TIMEOUT_S = (
-    2.0  # seconds to wait for the first proposal; of a long prompt it may be later, and is used then
-)
-MIN_TIMEOUT_S, MAX_TIMEOUT_S = (
-    0.5,
-    10.0,
-)  # seconds to wait for any other: five times as long as it usually takes, within these
+# A first proposal that arrives later, after a long prompt, is used when it arrives.
+FIRST_PROPOSAL_TIMEOUT_S = 2.0
+# Bounds on the wait for any later proposal: TIMEOUT_FACTOR times the usual wait.
+MIN_TIMEOUT_S, MAX_TIMEOUT_S = 0.5, 10.0
 TIMEOUT_FACTOR = 5.0
 STEADY_ROUNDS = 16  # rounds in step after which being late is forgotten
 

@@ -133,7 +133,7 @@ class DraftGroupServer:
                 return partial(setattr, self._drafter, "draft_steps", steps)
             case Opcode.SET_TRACE:
                 on = in_range(single_word(words, "switch"), 0, 1, "a switch")
-                return partial(setattr, self._trace, "on", bool(on))
+                return partial(setattr, self._trace, "enabled", bool(on))
             case Opcode.MEASURE_STEP:
                 room = in_range(single_word(words, "pace"), 1, bounds.max_model_len, "the room to measure in")
                 return partial(self._serve_measure, room)

@@ -49,7 +49,7 @@ def both(pair: tuple[Path, Path]) -> Iterator[dict[str, Started]]:
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """A draft's worker is late sooner than in earnest."""
-    for name, seconds in (("FIRST", 0.2), ("LEAST", 0.05), ("MOST", 0.1)):
+    for name, seconds in (("FIRST_PROPOSAL_TIMEOUT_S", 0.2), ("MIN_TIMEOUT_S", 0.05), ("MAX_TIMEOUT_S", 0.1)):
         monkeypatch.setattr(failover, name, seconds)
 
 
@@ -176,7 +176,7 @@ def test_a_target_that_answers_amiss_gives_no_token(
     both: dict[str, Started], monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     result_to = service.result_to_proto
-    monkeypatch.setattr(service, "result_to", lambda result: result_to(amiss(name, result)))
+    monkeypatch.setattr(service, "result_to_proto", lambda result: result_to(amiss(name, result)))
     with (
         on_workers(both["target"].named(), both["draft"].named(), mode="serial", draft_steps=2) as running,
         pytest.raises(UserError, match=r"--target-url \S+ sent what is no result of ours: .*") as told,

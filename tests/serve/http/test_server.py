@@ -276,7 +276,8 @@ def parts(server: ServerProcess) -> dict[str, int]:
     found = {}
     for process in server.processes():
         command = Path(f"/proc/{process}/cmdline").read_bytes().split(b"\0")
-        found |= {name: process for name in ("serve.http", "serve.rank_process") if f"swiftspec.{name}".encode() in command}
+        names = ("serve.http", "serve.rank_process")
+        found |= {name: process for name in names if f"swiftspec.{name}".encode() in command}
     return found
 
 
