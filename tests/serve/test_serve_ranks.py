@@ -203,7 +203,10 @@ def test_a_signal_during_the_start_leaves_no_process(pair: list[str]) -> None:
     while len(children) < 3 and process.poll() is None:
         children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
         time.sleep(0.1)
-    time.sleep(1.5)
+    assert process.stderr is not None
+    for line in process.stderr:
+        if line.startswith(b"swiftspec: libraries"):  # the start is under way
+            break
     process.send_signal(signal.SIGINT)
     process.communicate(timeout=15)
     assert process.returncode != 0
