@@ -98,8 +98,6 @@ class Kernel:
 class Report:
     """The kernels of one compiler release."""
 
-    """The kernels of one compiler release."""
-
     release: str
     kernels: dict[str, Kernel] = field(default_factory=dict)
 
