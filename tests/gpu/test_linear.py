@@ -110,7 +110,7 @@ def test_a_prompts_chunk(k: int, n: int, group: int, monkeypatch: pytest.MonkeyP
     """More rows than the kernels support: a library GEMM over weights that are unpacked part by part."""
     w, x, norm = weight(k, n, group, bias=True), rows_of(large_m.MAX_KERNEL_ROWS + 44, k), norm_of(k)
     packed, residual = ops.pack(w, torch.bfloat16, DEVICE), rows_of(large_m.MAX_KERNEL_ROWS + 44, n, 3)
-    monkeypatch.setattr(large_m, "SCRATCH", 2 * 32 * k * 2)  # two strips at a time
+    monkeypatch.setattr(large_m, "SCRATCH_BYTES", 2 * 32 * k * 2)  # two strips at a time
     want = exact(w)(x)
     rounded = (want.bfloat16().double() + residual.double()).bfloat16()
     check(ops.linear_residual(x, packed, residual), want + residual.double(), rounded)
