@@ -135,10 +135,8 @@ def test_candidates_right_after_the_head() -> None:
 
 
 AMPERE = EMULATED and _C.cuda_device()["arch"] < 90
-A100, SMALL = (
-    166912,
-    101376,
-)  # bytes of shared memory; with the smaller one (RTX 3090) int4 uses launches of 32 rows
+# bytes of shared memory; with the smaller one (RTX 3090) int4 uses launches of 32 rows
+A100, SMALL = 166912, 101376
 WIDE = [(1024, 304), (1000, 72), (8192, 1280), (14336, 1024), (4096, 28672)]
 
 
