@@ -46,8 +46,8 @@ TIMED: list[tuple[Any, str]] = [
     (SharedMemoryChannel, "send"),
     (SharedMemoryChannel, "recv"), (SharedMemoryChannel, "recv_or_reply"),
     (KVCache, "commit"), (Sampler, "draw"), (Sampler, "children"), (DraftTree, "best_leaves"),
-    (DraftTree, "add_children"), (tree_walk, "walk"),
-    *((tree, name) for tree in (DraftTree, NativeTree) for name in ("best_subtree", "walk", "reroot")),
+    (DraftTree, "add_children"), (tree_walk, "match_path"),
+    *((tree, name) for tree in (DraftTree, NativeTree) for name in ("best_subtree", "match_prefix", "reroot")),
 ]  # fmt: skip
 # what is printed in the place of a function's name; a forward is making its batch and what the model makes of that
 PRINTED = {"_batch": "forward", "run": "forward"}

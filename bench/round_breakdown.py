@@ -31,14 +31,14 @@ PARTS: list[tuple[Any, str]] = [
     (DraftTree, "best_leaves"),
     (DraftTree, "add_children"),
     (DraftTree, "best_subtree"),
-    (DraftTree, "walk"),
+    (DraftTree, "match_prefix"),
     (DraftTree, "reroot"),
     (Sampler, "children"),
     (Sampler, "draw"),
     (KVCache, "commit"),
     (mask, "from_parents"),
     (mask, "pad_left"),
-    (tree_walk, "walk"),
+    (tree_walk, "match_path"),
 ]
 
 

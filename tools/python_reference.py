@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import re
 import typing
 from collections.abc import Iterator
 
@@ -84,7 +85,8 @@ def _class(kind: type, name: str) -> Iterator[str]:
 def _signature(function: object) -> str:
     signature = inspect.signature(typing.cast(typing.Callable[..., object], function))
     parameters = [each for name, each in signature.parameters.items() if name != "self"]
-    return str(signature.replace(parameters=parameters, return_annotation=inspect.Signature.empty)).replace("'", "")
+    text = str(signature.replace(parameters=parameters, return_annotation=inspect.Signature.empty)).replace("'", "")
+    return re.sub(r"<function .*?<lambda> at 0x[0-9a-f]+>", "...", text)
 
 
 def _options() -> str:
