@@ -121,7 +121,7 @@ def render_round(line: Record, token_text: Callable[[int], str]) -> Iterator[Tex
             if at is not None and "p" in proposal:
                 text.append(f"  p {proposal['p'][at]:.2f}", "dim")
             fate = ["right" if right else "wrong"] if at is not None else []
-            text.append("  " + ", ".join([*fate, *(["kept ahead"] if child in ahead and not right else [])]), "dim")
+            text.append("  " + ", ".join([*fate, *(["survives"] if child in ahead and not right else [])]), "dim")
             yield text
             yield from under(child, margin + ("   " if last else "│  "))
 

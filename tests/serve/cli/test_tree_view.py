@@ -47,8 +47,8 @@ def test_a_tree_is_shown() -> None:
         "round 4: 2 guesses verified, 1 right; the target adds 't7'",
         "'t3'",
         "├─ 't5'  q 0.80  p 0.50  right",
-        "│  └─ 't7'  q 0.50  kept ahead",
-        "│     └─ 't9'  q 1.00  kept ahead",
+        "│  └─ 't7'  q 0.50  survives",
+        "│     └─ 't9'  q 1.00  survives",
         "└─ 't6'  q 0.10  p 0.25  wrong",
         "and 2 more nodes, not verified",
     ]
