@@ -1,1 +1,1 @@
-"""Ranks: who is in which group, and what they say to each other."""
+"""Multi-process execution: job launch, rank groups, channels between ranks, and gRPC workers."""

@@ -1,1 +1,1 @@
-"""Ranks that share one model, by what connects them."""
+"""Collectives of a tensor-parallel group, one implementation per interconnect."""

@@ -1,1 +1,1 @@
-"""The draft group as the target group sees it: client, server, failover, recovery."""
+"""The draft group as a service to the target group: client, server, failover, recovery."""

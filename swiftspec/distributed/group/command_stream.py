@@ -1,4 +1,4 @@
-"""What a rank is told while it reads a prompt: whether to go on."""
+"""Buffered command stream of a rank that is led by another one; detects cancellation during prefill."""
 
 from __future__ import annotations
 
@@ -7,22 +7,23 @@ from swiftspec.distributed.transport.codec import Words
 from swiftspec.distributed.transport.opcodes import Opcode
 from swiftspec.errors import RankLost
 
-END_OPCODES = (Opcode.DRAFTER_OPEN, Opcode.DRAFTER_CLOSE, Opcode.SHUTDOWN)  # what a target says once a request is over
+# A message with one of these opcodes means that the target has ended the request.
+END_OPCODES = (Opcode.DRAFTER_OPEN, Opcode.DRAFTER_CLOSE, Opcode.SHUTDOWN)
 
 
 class CommandStream:
-    """The messages of a leader or of a target, in order, also of those that came while a prompt was read."""
+    """Messages from a leader or from the target, in order, including those received during a prefill."""
 
     def __init__(self, giver: Channel) -> None:
         self._channel = giver
-        self.buffered: list[tuple[int, Words]] = []  # read, and not yet taken
+        self.buffered: list[tuple[int, Words]] = []  # received during a prefill and not yet returned by `recv`
 
     def recv(self) -> tuple[int, Words]:
-        """The next message; waits for it."""
+        """Returns the next message; blocks until there is one."""
         return self.buffered.pop(0) if self.buffered else self._channel.recv()
 
     def prefill_aborted(self) -> bool:
-        """Whether a leader does not go on with an opening. Waits for its word; raises RankLost if none comes."""
+        """Blocks until the leader continues or aborts a prefill; returns whether it has aborted it. Raises RankLost."""
         try:
             message = self.recv()
         except ConnectionError as error:
@@ -32,11 +33,11 @@ class CommandStream:
         return bool(self.buffered)
 
     def request_ended(self) -> bool:
-        """Whether a target has ended the request already. Does not wait for its word."""
+        """Whether the target has already ended the request. Does not block."""
         try:
             self.buffered.append(self._channel.recv(0.0))
         except TimeoutError:
             return False
-        except ConnectionError:  # who takes the next message finds it again
+        except ConnectionError:  # the next `recv` raises it again
             return True
         return self.buffered[-1][0] in END_OPCODES

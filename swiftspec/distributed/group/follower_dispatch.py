@@ -1,4 +1,4 @@
-"""A follower's roles, as its leader's messages move them."""
+"""Dispatcher of a follower: decodes its leader's commands and executes them on its own roles."""
 
 from __future__ import annotations
 
@@ -27,8 +27,10 @@ Action = Callable[[], object]
 
 
 class FollowerDispatcher:
-    """The roles of one rank; None for those that it has not. Every message is checked before anything is done with it:
-    against the models' sizes, and against what the messages before it have opened."""
+    """Decodes commands for the roles of one rank; a role that the rank does not have is None.
+
+    Every message is validated before it is executed, against the models' limits and the state of the open request.
+    """
 
     def __init__(
         self,
@@ -41,7 +43,7 @@ class FollowerDispatcher:
         self._target, self._draft, self._population = (RequestState(bounds) for _ in range(3))
 
     def decode(self, kind: int, words: Words) -> Action:
-        """What a message asks for. Raises ValueError on what no leader sends."""
+        """Returns the call that a message requests. Raises ValueError if the message is invalid."""
         if self._verifier is not None and kind in (Opcode.VERIFIER_OPEN, Opcode.VERIFY, Opcode.VERIFIER_CLOSE):
             return self._decode_verifier(self._verifier, kind, words)
         if self._drafter is not None and (Opcode.DRAFTER_OPEN <= kind <= Opcode.SET_DRAFT_STEPS):
@@ -121,8 +123,11 @@ def _leave(smc: LocalPopulation, groups: Sequence[SequenceGroup]) -> None:
 
 
 def _opening(words: Words, standing: RequestState, role: Any, *runners: Runner, guided: bool = False) -> RequestStart:
-    """An opening, whose steps the leader has chosen among those that all ranks of the group can use, and which keeps
-    no more than this rank has."""
+    """Unpacks a request start and opens `standing` with it.
+
+    Raises ValueError if this rank does not have the executor that the leader has chosen, or has a different number of
+    cached tokens.
+    """
     opening = unpack_request_start(words)
     if opening.executor not in {kind.name for kind in role.executors}:
         raise ValueError("an opening names no steps that this rank knows")

@@ -1,7 +1,7 @@
-"""One group, one mind: what the leader of a group does on its roles, its followers do too, call by call.
+"""Replicated execution within a tensor-parallel group: followers execute every role call that the leader broadcasts.
 
-A group's logits are bitwise equal on all its ranks, so the same calls in the same order have the same results
-everywhere and nothing inside a round needs a word. Only the leader sees clocks, sockets and the user.
+Logits are bitwise identical on all ranks of a group, so the same calls in the same order have the same results on every
+rank, and no messages are needed inside a round. Only the leader reads clocks, sockets and user input.
 """
 
 from __future__ import annotations
@@ -34,15 +34,18 @@ T = TypeVar("T")
 
 
 class FollowerGroup:
-    """The followers of one leader. A call happens on all ranks of the group or, once one has failed in the middle, on
-    none: nobody knows any more how far the others have come, so the leader raises RankLost from then on."""
+    """The followers of one leader.
+
+    If a call fails on some ranks, the ranks are no longer in the same state: the group is broken, and the leader raises
+    RankLost for every later call.
+    """
 
     def __init__(self, followers: Sequence[Channel]) -> None:
         self._followers = followers
-        self.broken: str | None = None  # why
+        self.broken: str | None = None  # why the group is broken
 
     def broadcast(self, call: Opcode, message: Message | None = None) -> None:
-        """Has the followers do what the leader is about to do; it says `failed` if it cannot."""
+        """Sends a call to the followers before the leader executes it. Raises RankLost if the group is broken."""
         if self.broken is not None:
             raise RankLost(self.broken)
         words = [] if message is None or not self._followers else pack_message(message)
@@ -53,15 +56,18 @@ class FollowerGroup:
             raise self.translate_error(call, error) from error
 
     def translate_error(self, call: Opcode, error: BaseException) -> BaseException:
-        """What the leader raises in place of an error in the middle of a call. A leader alone may fail as it likes, and
-        be asked again; and what all ranks find at the same step leaves them in step."""
+        """The exception that the leader raises instead of `error`; marks the group as broken if necessary.
+
+        A leader without followers can be called again after any error. RequestFailed is raised by all ranks at the same
+        point, so the group remains usable.
+        """
         if not self._followers or isinstance(error, RequestFailed):
             return error
         self.broken = f"the group is out of step after {call.name}: {str(error) or type(error).__name__}"
         return RankLost(self.broken) if isinstance(error, (ConnectionError, *FAILURES)) else error
 
     def run(self, call: Opcode, message: Message | None, act: Callable[[], T]) -> T:
-        """Has the followers do what `act` does here."""
+        """Broadcasts the call and executes `act`, the same call, on the leader."""
         self.broadcast(call, message)
         try:
             return act()
@@ -69,7 +75,7 @@ class FollowerGroup:
             raise self.translate_error(call, error) from error
 
     def run_close(self, call: Opcode, act: Callable[[], None], message: Message | None = None) -> None:
-        """Closes something, if only here."""
+        """Like `run`, for calls that close something: in a broken group, only the leader executes `act`."""
         if self.broken is None:
             self.run(call, message, act)
         else:
@@ -77,7 +83,7 @@ class FollowerGroup:
 
 
 class LeaderVerifier:
-    """The verifier of a group's leader."""
+    """Verifier on the leader: forwards every call to the followers."""
 
     def __init__(self, verifier: LocalVerifier, team: FollowerGroup) -> None:
         self._verifier = verifier
@@ -99,14 +105,14 @@ class LeaderVerifier:
         return LeaderPending(self._verifier, proposal, self._team)
 
     def settle(self) -> None:
-        self._verifier.settle()  # a follower does so at once
+        self._verifier.settle()  # a follower settles immediately after each verification
 
     def close(self) -> None:
         self._team.run_close(Opcode.VERIFIER_CLOSE, self._verifier.close)
 
 
 class LeaderPending:
-    """A verification that the followers have begun."""
+    """A verification that the followers are already executing."""
 
     def __init__(self, verifier: LocalVerifier, proposal: Proposal, team: FollowerGroup) -> None:
         self._verifier, self._proposal, self._team = verifier, proposal, team
@@ -119,7 +125,7 @@ class LeaderPending:
 
 
 class LeaderDrafter:
-    """The drafter of a group's leader."""
+    """Drafter on the leader: forwards every call to the followers."""
 
     def __init__(self, drafter: LocalDrafter, team: FollowerGroup) -> None:
         self.drafter = drafter
@@ -131,7 +137,7 @@ class LeaderDrafter:
 
     @property
     def draft_steps(self) -> int:
-        """d, the expansions of a round."""
+        """d, the number of expansions per round."""
         return self.drafter.draft_steps
 
     @draft_steps.setter
@@ -152,7 +158,7 @@ class LeaderDrafter:
         self._team.run(Opcode.EXPAND, None, self.drafter.grow)
 
     def fast_reply(self) -> Any:
-        """As `LocalDrafter.fast_reply`. It takes no forward, so the followers need not know."""
+        """As `LocalDrafter.fast_reply`. It runs no forward, so the followers do not need the call."""
         return self.drafter.fast_reply()
 
     def observe(self, result: VerifyResult) -> None:
@@ -163,7 +169,7 @@ class LeaderDrafter:
 
 
 class LeaderPopulation:
-    """The groups of particles of a group of ranks, in mode smc, as its leader decodes them."""
+    """Population on the leader, in mode smc: forwards every call to the followers."""
 
     def __init__(self, population: LocalPopulation, team: FollowerGroup) -> None:
         self.population = population
@@ -203,18 +209,17 @@ class LeaderPopulation:
         return self._team.run(Opcode.POPULATION_ROUND, None, self.population.launch)
 
     def collect(self) -> None:
-        self.population.collect()  # a follower does so at once
+        self.population.collect()  # a follower collects immediately after each launch
 
     def finish(self, group: SequenceGroup) -> GroupResult:
-        return self.population.finish(group)  # takes no forward
+        return self.population.finish(group)  # runs no forward
 
     def release(self, group: SequenceGroup) -> None:
         self._team.run_close(Opcode.POPULATION_CLOSE, partial(self.population.release, group), group.sequence)
 
 
 def _read_grammar(opening: RequestStart, runner: Runner) -> None:
-    """Raises UserError on a grammar that is none, while the followers have not heard of the request: they would fail in
-    the middle of it."""
+    """Raises UserError on an invalid grammar before the followers receive the request, where it would break the group."""
     if opening.sampling.grammar is not None and runner.make_constraint is not None:
         runner.make_constraint(opening.sampling.grammar)
 
@@ -228,9 +233,11 @@ def run_follower(
     pause: CancelCheck,
     pulse: Heartbeat,
 ) -> None:
-    """What a follower does: the leader's calls on its own roles, until the leader leaves. Raises RankLost when the
-    leader is gone without a word, or says what it should not. `pause`: what the roles' runners call; `pulse`: when it
-    works."""
+    """Main loop of a follower: executes the leader's calls on its own roles until SHUTDOWN.
+
+    `pause` is the cancellation check of the roles' runners; `pulse` records when this rank is busy. Raises RankLost if
+    the leader is gone without SHUTDOWN or sends an invalid message.
+    """
     follower, orders = FollowerDispatcher(verifier, drafter, smc, bounds), CommandStream(leader)
     pause.cancelled = orders.prefill_aborted
     dispatch_loop(leader, orders, follower.decode, pulse)
@@ -239,7 +246,7 @@ def run_follower(
 def dispatch_loop(
     leader: Channel, orders: CommandStream, read: Callable[[int, Words], Action], pulse: Heartbeat
 ) -> None:
-    """As `follow`; `read` says what a message asks for."""
+    """Executes the leader's messages as `run_follower` does; `read` decodes a message into a call."""
     while True:
         try:
             pulse.mark_idle()
@@ -252,12 +259,12 @@ def dispatch_loop(
             raise RankLost(str(error)) from None
         except ValueError as error:
             raise RankLost(f"{leader.peer} sent what is no message of ours: {error}") from None
-        with contextlib.suppress(RequestFailed):  # the leader has found it, too, and ends the request
+        with contextlib.suppress(RequestFailed):  # the leader raises it too and ends the request
             act()
 
 
 def received_shutdown(peer: Channel) -> bool:
-    """Whether the last word of a peer that is gone is that all may leave."""
+    """Whether a peer that is gone has sent SHUTDOWN before."""
     with contextlib.suppress(ConnectionError, TimeoutError):
         while True:
             if peer.recv(0.0)[0] == Opcode.SHUTDOWN:
@@ -266,7 +273,7 @@ def received_shutdown(peer: Channel) -> bool:
 
 
 def wait_for_shutdown(leader: Channel) -> None:
-    """Does nothing until the leader leaves, or is gone."""
+    """Discards messages until the leader sends SHUTDOWN or is gone."""
     with contextlib.suppress(ConnectionError):
         while leader.recv()[0] != Opcode.SHUTDOWN:
             pass

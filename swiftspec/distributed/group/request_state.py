@@ -1,5 +1,7 @@
-"""Where a request stands between two ranks: what a message about it must fit, before anything is computed with it or
-indexed by it. What does not fit raises ValueError."""
+"""State of a request shared by two ranks, against which every message is validated before it is used.
+
+A message that does not fit the state or the models' limits raises ValueError.
+"""
 
 from __future__ import annotations
 
@@ -15,17 +17,19 @@ from swiftspec.tree.rejection import check_draft_probs
 
 @dataclass(frozen=True, slots=True)
 class ModelLimits:
-    """What a job's tokens and lengths keep to."""
+    """Limits that the tokens and lengths of a job must respect."""
 
     vocab_size: int
-    max_model_len: int  # tokens of a text; the last round may overshoot it by `nodes`
-    max_nodes: int  # bs: of a proposal
+    max_model_len: int  # tokens of a sequence; the last round may exceed it by `max_nodes`
+    max_nodes: int  # bs, the nodes of a proposal
 
 
 @dataclass(slots=True)
 class RequestState:
-    """A request, its verified tokens before the root, and the root. `rejects`: proposals say what they were drawn from,
-    unless the request is greedy."""
+    """Position of a request: the number of its verified tokens before the root, and the root token.
+
+    `rejection_sampling`: proposals carry draft distributions, unless the request is greedy.
+    """
 
     limits: ModelLimits
     rejection_sampling: bool = False
@@ -34,10 +38,10 @@ class RequestState:
     prefix_len: int = 0
     root: int = 0
     expects_draft_probs: bool = False
-    extra_negative_tokens: int = 0  # tokens by which a guided request's unconditional text is longer
+    extra_negative_tokens: int = 0  # with guidance: tokens by which the negative sequence is longer
 
     def open(self, opening: RequestStart) -> None:
-        """Another request, from its verified tokens on."""
+        """Starts another request from its verified tokens."""
         self.is_open = False
         _check_tokens(opening.tokens, self.limits, "an opening")
         _check_sampling(opening.sampling, self.limits)
@@ -55,14 +59,16 @@ class RequestState:
 
     @contextmanager
     def close_on_error(self) -> Iterator[None]:
-        """Around work on the request: where that fails it is open no longer, as nobody knows how far it came."""
+        """Context of work on the request: closes it on an exception, since its state is then undefined."""
         self.is_open = False
         yield
         self.is_open = True
 
     def check_proposal(self, proposal: Proposal) -> None:
-        """Whether a proposal can be verified here. A wrong root would be a wrong answer, a token outside the vocabulary
-        a read outside the embedding."""
+        """Raises ValueError if a proposal cannot be verified in this state.
+
+        A wrong root would give wrong output; a token outside the vocabulary would read outside the embedding.
+        """
         self._check_position(proposal)
         _check_tokens(proposal.tokens, self.limits, "a proposal")
         if len(proposal.tokens) > self.limits.max_nodes:
@@ -83,7 +89,7 @@ class RequestState:
             check_draft_probs(proposal)
 
     def advance(self, result: VerifyResult) -> None:
-        """On by what the target made of a proposal, or of several in one."""
+        """Moves the position forward by a result, which may be that of several rounds."""
         self._check_position(result)
         _check_tokens(result.tokens, self.limits, "a result")
         if result.path[0] != 0 or any(a >= b for a, b in zip(result.path, result.path[1:])):
@@ -101,7 +107,7 @@ class RequestState:
 
 
 def in_range(value: int, low: int, high: int, what: str) -> int:
-    """The value, which must lie there."""
+    """Returns the value; raises ValueError if it is outside low..high."""
     if not low <= value <= high:
         raise ValueError(f"{what} must lie in {low}..{high}, not {value}")
     return value
@@ -113,7 +119,7 @@ def _check_length(length: int, bounds: ModelLimits, what: str) -> None:
 
 
 def _check_tokens(tokens: Iterable[int], bounds: ModelLimits, what: str, most: int | None = 0) -> None:
-    """`most`: how many there may be; 0: as the context has, None: any."""
+    """Checks tokens against the vocabulary and, unless `most` is None, their number against the context length."""
     tokens = tuple(tokens)
     if most is not None:
         _check_length(len(tokens), bounds, what)
@@ -122,7 +128,7 @@ def _check_tokens(tokens: Iterable[int], bounds: ModelLimits, what: str, most: i
 
 
 def _check_sampling(sampling: SamplingParams, bounds: ModelLimits) -> None:
-    """What the models' sizes ask of the parameters; the rest they have checked themselves."""
+    """Checks the parameters that depend on the models' limits; SamplingParams checks the others itself."""
     _check_tokens(sampling.negative_prompt_ids, bounds, "a negative prompt")
     _check_tokens(sampling.logit_bias, bounds, "a logit_bias", most=None)
     if sampling.top_k > bounds.vocab_size:

@@ -1,5 +1,8 @@
-"""The roll call: every rank says in the store how it was started, before anything is connected or loaded; rank 0 looks
-through it and says whether they go on. Who waits says for whom."""
+"""Startup barrier: every rank publishes its configuration in the store before it connects or loads anything.
+
+Rank 0 validates all entries and either releases the barrier or aborts the job. While waiting, each rank logs which
+ranks it is waiting for.
+"""
 
 from __future__ import annotations
 
@@ -15,31 +18,31 @@ from torch.distributed.distributed_c10d import Store
 
 from swiftspec.errors import RankLost, UserError
 
-LogFn = Callable[[str], None]  # a line for whoever watches the start
-Entry = Mapping[str, Any]  # what a rank says, as JSON has it
-Validator = Callable[[dict[int, Entry]], str | None]  # what is wrong with those that have come so far
-MAX_VALUE_CHARS = 60  # characters of a value in a message
-MAX_LISTED_RANKS = 6  # ranks that a line names at most
-MAX_POLL_S = 0.02  # seconds between two looks at most
+LogFn = Callable[[str], None]  # writes one line of progress
+Entry = Mapping[str, Any]  # what a rank publishes, as a JSON object
+Validator = Callable[[dict[int, Entry]], str | None]  # the error in the entries so far, or None
+MAX_VALUE_CHARS = 60  # characters of a value in an error message
+MAX_LISTED_RANKS = 6  # ranks that one line lists
+MAX_POLL_S = 0.02  # seconds; the longest interval between two polls
 
 
 @dataclass(frozen=True, slots=True)
 class Timeouts:
-    """How long a roll call waits, in seconds."""
+    """Timeouts of a startup barrier, in seconds."""
 
-    timeout_s: float = 300.0  # for the last rank
-    first_log_s: float = 5.0  # before it says for whom
-    log_interval_s: float = 30.0  # between two such lines
-    grace_s: float = 5.0  # that rank 0 stays after a complaint, so that the others hear it
+    timeout_s: float = 300.0  # until the last rank has to have arrived
+    first_log_s: float = 5.0  # until the missing ranks are logged for the first time
+    log_interval_s: float = 30.0  # between two log lines
+    grace_s: float = 5.0  # that rank 0 stays after its verdict, so that the others can read it
 
 
 def no_log(text: str) -> None:
-    """Where nobody watches."""
+    """A `LogFn` that discards its line."""
 
 
 @dataclass(slots=True)
 class StartupBarrier:
-    """One roll call of these ranks, rank 0 among them, in a page of the store that is theirs alone."""
+    """One startup barrier of `ranks`, which include rank 0. `store` must have a prefix that is used only once."""
 
     store: Store
     rank: int
@@ -48,25 +51,28 @@ class StartupBarrier:
     timeouts: Timeouts = field(default_factory=Timeouts)
 
     def wait_all(self, mine: Entry, judge: Validator) -> dict[int, Entry]:
-        """What all ranks say, on rank 0; elsewhere what rank 0 and this rank do. Rank 0 asks `judge` whenever some have
-        come. Raises UserError on all ranks with its complaint, or when one does not come; RankLost where rank 0 is
-        gone."""
+        """Publishes this rank's entry and blocks until rank 0 releases the barrier.
+
+        Returns the entries of all ranks on rank 0, and those of rank 0 and this rank elsewhere. Rank 0 calls `judge`
+        whenever entries have arrived. Raises UserError on all ranks if `judge` returns an error or a rank does not
+        arrive in time, and RankLost if rank 0 is gone.
+        """
         try:
             self.store.set(_entry_key(self.rank), json.dumps(mine))
             return self._collect(judge) if self.rank == 0 else self._await_verdict(mine, judge)
-        except RuntimeError:  # the store's
+        except RuntimeError:  # raised by the store
             raise RankLost("rank 0 is gone" if self.rank > 0 else "the launcher's store is gone") from None
 
     def abort(self, reason: str) -> None:
-        """Says that this rank does not go on, and why; the others do not then either. Waits for nobody."""
-        with contextlib.suppress(RuntimeError):  # nobody is there to hear it
+        """Aborts the job: publishes the reason why this rank cannot start. Does not block."""
+        with contextlib.suppress(RuntimeError):  # the store is gone, and so are the other ranks
             key, words = (
                 ("verdict", reason) if self.rank == 0 else (_entry_key(self.rank), json.dumps({"refused": reason}))
             )
             self.store.set(key, words)
 
     def _collect(self, judge: Validator) -> dict[int, Entry]:
-        """Rank 0's part."""
+        """On rank 0: collects the entries, publishes the verdict and returns the entries or raises UserError."""
         said: dict[int, Entry] = {}
         clock = PollTimer(self.timeouts)
         complaint = None
@@ -88,14 +94,17 @@ class StartupBarrier:
         self.log(f"waiting for {format_ranks(missing)}")
 
     def _linger(self) -> None:
-        """The store may end with rank 0: until all have heard, or do not come."""
+        """Blocks until all ranks have read the verdict, at most `grace_s`: the store may end with rank 0."""
         clock = PollTimer(Timeouts(self.timeouts.grace_s))
         others = [f"heard {rank}" for rank in self.ranks if rank > 0]
         while others and not self.store.check(others) and clock.sleep(lambda: None):
             pass
 
     def _await_verdict(self, mine: Entry, judge: Validator) -> dict[int, Entry]:
-        """What any other rank does: rank 0's word holds. One that rank 0 does not know of judges by itself."""
+        """On the other ranks: blocks until rank 0 has published its verdict.
+
+        Runs `judge` as well, for the case that rank 0 expects fewer ranks and does not know of this one.
+        """
         clock = PollTimer(self.timeouts, late=self.timeouts.grace_s)
         while not self.store.check(["verdict"]):
             if not clock.sleep(self._say_rank_0):
@@ -111,12 +120,12 @@ class StartupBarrier:
         return said
 
     def _say_rank_0(self) -> None:
-        if not self.store.check([_entry_key(0)]):  # once it is there, it says itself for whom it waits
+        if not self.store.check([_entry_key(0)]):  # once rank 0 has arrived, it logs the missing ranks itself
             self.log(f"rank {self.rank} is waiting for rank 0")
 
 
 class PollTimer:
-    """Sleeps between two looks, and knows when it is time to say something and when to give up."""
+    """Poll interval with exponential backoff, a log interval and a deadline. `late`: seconds added to the deadline."""
 
     def __init__(self, waiting: Timeouts, late: float = 0.0) -> None:
         self._waiting = waiting
@@ -125,7 +134,7 @@ class PollTimer:
         self._nap = MAX_POLL_S / 32
 
     def sleep(self, say: Callable[[], None]) -> bool:
-        """Until the next look; False when the time is over."""
+        """Sleeps until the next poll, calls the callback if a log line is due, and returns False after the deadline."""
         now = time.monotonic()
         if now >= self._end:
             return False
@@ -138,7 +147,7 @@ class PollTimer:
 
 
 def describe_difference(name: str, here: int, mine: Any, there: int, theirs: Any) -> str | None:
-    """The line about a value that two ranks should have in common."""
+    """The error message if two ranks differ in a value that must be equal, else None."""
     if mine == theirs:
         return None
     values = (
@@ -148,7 +157,7 @@ def describe_difference(name: str, here: int, mine: Any, there: int, theirs: Any
 
 
 def format_ranks(numbers: Collection[int]) -> str:
-    """`rank 1`; `ranks 1, 2 and 3`; of many the first ones and how many more."""
+    """Formats rank numbers: `rank 1`; `ranks 1, 2 and 3`; a long list is cut to the first ranks and a count."""
     texts = [str(number) for number in list(numbers)[:MAX_LISTED_RANKS]]
     if len(numbers) > MAX_LISTED_RANKS:
         texts.append(f"{len(numbers) - MAX_LISTED_RANKS} more")
@@ -156,12 +165,12 @@ def format_ranks(numbers: Collection[int]) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """An error's first line that says something."""
+    """The first non-blank line of an error message, or the name of its type."""
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
 def _format_value(value: Any) -> str:
-    """A value as people write it, cut where it is long."""
+    """A value as it is written in a configuration, truncated to MAX_VALUE_CHARS."""
     text = "unset" if value is None else str(value).lower() if isinstance(value, bool) else " ".join(str(value).split())
     return text if len(text) <= MAX_VALUE_CHARS else f"{text[:MAX_VALUE_CHARS]}..."
 
@@ -171,7 +180,7 @@ def _entry_key(rank: int) -> str:
 
 
 def _parse_entry(data: bytes) -> Entry:
-    """What a rank has said; something else than that is as good as nothing."""
+    """Parses a rank's entry; returns an empty one for anything but a JSON object."""
     try:
         words = json.loads(data)
     except (ValueError, RecursionError):
@@ -180,10 +189,10 @@ def _parse_entry(data: bytes) -> Entry:
 
 
 def _first_refusal(said: dict[int, Entry]) -> str | None:
-    """The first reason why a rank does not go on."""
+    """The error of the first rank that has aborted, or None."""
     return next((f"rank {rank}: {_reason(words)}" for rank, words in said.items() if "refused" in words), None)
 
 
 def _reason(words: Entry) -> str:
-    """A rank's reason, which is a line of ours."""
+    """A rank's reason as one line of at most 500 characters."""
     return " ".join(str(words["refused"]).split())[:500]

@@ -1,4 +1,4 @@
-"""The store where the ranks of a job meet: rank 0 keeps it, or the launcher does. Whoever waits for it says so."""
+"""Key-value store of a job, served by rank 0 or by the launcher. A rank that waits for it logs that."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from swiftspec.distributed.launch.launcher import Launched
 from swiftspec.distributed.launch.startup_barrier import LogFn, PollTimer, Timeouts, first_line
 from swiftspec.errors import UserError
 
-CONNECT_ATTEMPT_S = 5.0  # seconds for one attempt to connect
-HANDSHAKE_TIMEOUT_S = 20.0  # seconds in which a store has answered
+CONNECT_ATTEMPT_S = 5.0  # seconds per connection attempt
+HANDSHAKE_TIMEOUT_S = 20.0  # seconds until a store must have answered
 
 
 def open_store(here: Launched, log: LogFn, timeouts: Timeouts) -> Store:
-    """This rank's end of the store. Raises UserError where there is none, and says why."""
+    """Connects to the store; on rank 0 without a launcher's store, also serves it. Raises UserError if that fails."""
     keeps = here.rank == 0 and not here.agent
     if not keeps:
         _wait_for_server(here, log, timeouts)
@@ -30,7 +30,7 @@ def open_store(here: Launched, log: LogFn, timeouts: Timeouts) -> Store:
 
 
 def _wait_for_server(here: Launched, say: LogFn, waiting: Timeouts) -> None:
-    """Until somebody listens where the store should be. torch would wait without a word."""
+    """Blocks until the store's port accepts connections. torch would block without logging anything."""
     clock, keeper = PollTimer(waiting), "the launcher's store" if here.agent else "rank 0"
     while True:
         try:
@@ -43,7 +43,7 @@ def _wait_for_server(here: Launched, say: LogFn, waiting: Timeouts) -> None:
 
 
 def _handshake(here: Launched, keeps: bool) -> TCPStore:
-    """Opens the store. In a thread, as torch waits for ever where something else than a store listens."""
+    """Opens the store, in a thread: torch blocks forever if another program listens on that port."""
     found: list[TCPStore | RuntimeError | ValueError] = []
     listening = _loopback(here) if keeps else None
 
@@ -70,8 +70,11 @@ def _handshake(here: Launched, keeps: bool) -> TCPStore:
 
 
 def _loopback(here: Launched) -> int | None:
-    """The file of a socket that listens for the store where its address is this machine's alone: torch would listen for
-    everybody. It is torch's then. None where ranks of other machines come, or nobody knows the address."""
+    """File descriptor of a listening socket if the store's address is a loopback address, else None.
+
+    torch itself would listen on all interfaces. torch takes ownership of the descriptor. Returns None also if the
+    address cannot be resolved.
+    """
     try:
         family, kind, _, _, address = socket.getaddrinfo(here.host, here.port, type=socket.SOCK_STREAM)[0]
         if not ip_address(address[0]).is_loopback:
@@ -80,7 +83,8 @@ def _loopback(here: Launched) -> int | None:
     except (OSError, ValueError):
         return None
     try:
-        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as torch does: the last job's may linger
+        # as torch does: a previous job's socket may be in TIME_WAIT
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listening.bind(address)
         listening.listen()
     except OSError as error:

@@ -1,4 +1,4 @@
-"""The ranks of one job, as their launcher numbers them, where they meet, and the cores that they run on."""
+"""The ranks of one job: their numbers, their store and rendezvous, and the CPU cores that they run on."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ from swiftspec.distributed.launch.store import open_store
 from swiftspec.distributed.launch.supervision import SupervisorLink
 from swiftspec.errors import RankLost, UserError
 
-REJOIN_TIMEOUT_S = 20.0  # seconds for ranks that are all there to agree and connect
+REJOIN_TIMEOUT_S = 20.0  # seconds for ranks that are all alive to pass the startup barrier and connect
 
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """All ranks, as their launcher numbers them. `host`: where rank 0's machine can be reached."""
+    """All ranks of a job, numbered by their launcher. `host` is the address of rank 0's machine."""
 
     rank: int
     size: int
@@ -42,25 +42,25 @@ class World:
     local_size: int
     host: str
     store: Store
-    cores: frozenset[int] = field(default_factory=lambda: frozenset(available_cores()))  # of this machine
+    cores: frozenset[int] = field(default_factory=lambda: frozenset(available_cores()))  # cores of this machine
     jobs: Iterator[int] = field(default_factory=itertools.count)
-    log: LogFn = no_log  # a line for whoever waits with this rank
+    log: LogFn = no_log  # writes one line of progress
     timeouts: Timeouts = field(default_factory=Timeouts)
-    supervisor: SupervisorLink | None = None  # None: nobody starts a rank again
-    rendezvous: Rendezvous | None = None  # where ranks that were started again find the others
-    active_ranks: Sequence[int] | None = None  # who takes part in roll calls; None: all ranks
+    supervisor: SupervisorLink | None = None  # None: ranks are not restarted
+    rendezvous: Rendezvous | None = None  # set if ranks are restarted
+    active_ranks: Sequence[int] | None = None  # participants of startup barriers; None: all ranks
 
     def barrier(self, name: str) -> StartupBarrier:
-        """The roll call of that name, which all ranks of this world make, or those that are present."""
+        """The startup barrier of that name, in which all active ranks take part."""
         members = range(self.size) if self.active_ranks is None else self.active_ranks
         return StartupBarrier(PrefixStore(name, self.store), self.rank, members, self.log, self.timeouts)
 
     def next_job(self) -> World:
-        """The same ranks with a clean page of the store: they may form an engine, leave it and form another."""
+        """The same ranks with a fresh store prefix, so that they can build one engine after another."""
         return replace(self, store=PrefixStore(f"job {next(self.jobs)}", self.store))
 
     def after_rendezvous(self, meeting: RendezvousInfo) -> World:
-        """The ranks of a meeting, with a clean page of the store. All of them are alive, so nobody waits for long."""
+        """The ranks of a rendezvous, with a fresh store prefix. All of them are alive, so the timeout is short."""
         assert self.rendezvous is not None
         waiting = replace(self.timeouts, timeout_s=REJOIN_TIMEOUT_S)
         return replace(
@@ -72,9 +72,11 @@ class World:
         )
 
     def subworld(self, size: int, name: str) -> World:
-        """The first `size` ranks as a world of their own, which a rank from `size` on is no part of. All ranks of the
-        whole give it the same name."""
-        first = self.rank - self.local_rank  # of this machine
+        """The first `size` ranks as a separate world; ranks from `size` on do not belong to it.
+
+        `name` must be the same on all ranks.
+        """
+        first = self.rank - self.local_rank  # lowest rank on this machine
         local = max(min(self.local_size, size - first), 1)
         store = PrefixStore(name, self.store)
         return replace(self, size=size, local_size=local, store=store, jobs=itertools.count())
@@ -85,11 +87,11 @@ class World:
 
     @property
     def spin(self) -> bool:
-        """Whether a rank that waits may keep its core busy: there is one for each."""
+        """Whether a waiting rank may spin: every rank of this machine has a core of its own."""
         return self.local_size <= len(self.cores)
 
     def own_cores(self) -> set[int]:
-        """This rank's share of its machine's cores, which no other rank runs on; all of them where they are too few."""
+        """The cores reserved for this rank; all cores if the machine has fewer cores than ranks."""
         cores = sorted(self.cores)
         if not self.spin:
             return set(cores)
@@ -99,12 +101,12 @@ class World:
 
 def available_cores() -> set[int]:
     """The cores that this process may run on."""
-    affinity = getattr(os, "sched_getaffinity", None)  # not everywhere
+    affinity = getattr(os, "sched_getaffinity", None)  # missing on some platforms
     return affinity(0) if affinity is not None else set(range(os.cpu_count() or 1))
 
 
 def pin_to_cores(cores: set[int]) -> None:
-    """Keeps this process on these cores, where the system can."""
+    """Sets the CPU affinity of this process, if the operating system supports that."""
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, cores)
 
@@ -112,9 +114,12 @@ def pin_to_cores(cores: set[int]) -> None:
 def join_world(
     log: LogFn = no_log, timeouts: Timeouts | None = None, supervisor: SupervisorLink | None = None
 ) -> World | None:
-    """The ranks that a launcher such as torchrun has started, once all are there; None if this one is alone. `say`
-    hears for whom it waits. `keeping`: who starts ranks again, if anybody. Raises UserError where the launcher's
-    variables make no sense or a rank does not come, and RankLost."""
+    """Joins the ranks that a launcher such as torchrun has started; returns None if there is only one rank.
+
+    Blocks until all ranks have joined. `log` receives lines about missing ranks. `supervisor` is set if ranks are
+    restarted. Raises UserError if the launcher's variables are invalid or a rank does not join, and RankLost if rank 0
+    or the store is gone.
+    """
     here, timeouts = launched(), timeouts or Timeouts()
     if here is None:
         return None
@@ -134,12 +139,13 @@ def join_world(
         world.barrier("join").wait_all(mine, require_equal(mine, here.rank))
     else:
         world = rejoin(world)
-    pin_to_cores(world.own_cores())  # before any thread is made; two ranks on one core would wait for each other
+    # Before threads start, which inherit the affinity; two ranks on one core would block each other.
+    pin_to_cores(world.own_cores())
     return world
 
 
 def rejoin(world: World) -> World:
-    """The world of a rank that was started again, once rank 0 has called those that it is to work with."""
+    """Joins the rendezvous as a restarted rank and returns the world of the ranks that rank 0 has admitted with it."""
     assert world.rendezvous is not None
     world.store.set_timeout(timedelta(seconds=REJOIN_TIMEOUT_S))
     try:
@@ -156,7 +162,7 @@ def rejoin(world: World) -> World:
 
 
 def require_equal(mine: Entry, here: int) -> Validator:
-    """Judges that all ranks say the same as this one."""
+    """A validator that returns an error if another rank differs from this one in a value of `mine`."""
 
     def judge(said: dict[int, Entry]) -> str | None:
         found = (

@@ -1,1 +1,1 @@
-"""Draft and target on different machines, over gRPC: the messages, the services, and the roles that ask them."""
+"""Remote draft and remote target over gRPC: messages, services, and the drafters and verifiers that call them."""

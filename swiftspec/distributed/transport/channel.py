@@ -1,7 +1,7 @@
-"""A stream of flat messages between two ranks: the bridge between groups, and a leader's word to its followers.
+"""Point-to-point channels between two ranks, of the same or of different groups.
 
-Point to point, so that nothing spans both groups: a peer that is gone is the end of this stream and of nothing else. An
-idle receiver waits as long as it likes, which a collective with its timeout could not.
+No collective spans both groups, so a lost peer ends its own channel only. A receiver can block without limit; a
+collective would run into its timeout.
 """
 
 from __future__ import annotations
@@ -18,30 +18,36 @@ from swiftspec.distributed.transport.tcp import Listener, connect
 
 
 class Channel(Protocol):
-    """Messages of a kind and 32-bit words, in order. Raises ConnectionError once the peer is gone."""
+    """Ordered messages of an opcode and 32-bit words. Every call raises ConnectionError once the peer is gone."""
 
-    peer: str  # who that is, for people
+    peer: str  # name of the peer in messages to the user
 
     def send(self, kind: int, words: Sequence[int] = ()) -> None:
-        """Hands a message over; returns before it is read."""
+        """Sends a message; returns before the peer has read it."""
         ...
 
     def recv(self, timeout: float | None = None) -> tuple[int, Words]:
-        """The next message; None waits for ever. Raises TimeoutError, after which waiting again is fine."""
+        """Receives the next message; None blocks without limit. Raises TimeoutError; a later call can still succeed."""
         ...
 
     def recv_or_reply(self, reply: Any, asks: int, answers: int, note: int) -> tuple[int, Words, bool]:
-        """The next message. One of the kind `asks` is replied to as it arrives, without Python, if this wire can do
-        that and the reply is for it: by a message of the kind `answers` whose first word is `note`. The last value:
-        whether it was."""
+        """Receives the next message and, if the channel can, replies to it in native code, before Python sees it.
+
+        A message with opcode `asks` that `reply` matches is answered with a message of opcode `answers`, whose first
+        word is `note`. The last value returned is whether that has happened.
+        """
         ...
 
     def close(self) -> None: ...
 
 
 def accept(store: Store, key: str, peer: str, *, host: str | None, spin: bool, timeout: float) -> Channel:
-    """Waits for `dial` with the same key. `host`: this machine's address; None where both are on one machine, and then
-    `spin` says whether each of its ranks has a core. Raises OSError when nobody comes."""
+    """Opens a channel and blocks until a peer calls `dial` with the same key.
+
+    `host`: this machine's address, or None if both ranks are on one machine and use shared memory.
+    `spin`: whether a waiting rank may spin, because each rank of the machine has a core of its own.
+    Raises OSError if the peer does not connect within `timeout` seconds.
+    """
     if host is None:
         name = new_name()
         store.set(key, f"shared {name}")
@@ -52,7 +58,7 @@ def accept(store: Store, key: str, peer: str, *, host: str | None, spin: bool, t
 
 
 def dial(store: Store, key: str, peer: str, *, spin: bool, timeout: float) -> Channel:
-    """The other end of `accept`."""
+    """Connects to the rank that calls `accept` with the same key."""
     kind, _, where = store.get(key).decode().partition(" ")
     if kind == "shared":
         return SharedMemoryChannel(where, 1, peer, spin=spin, timeout=timeout)

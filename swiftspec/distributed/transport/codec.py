@@ -1,4 +1,4 @@
-"""The messages between ranks as flat words. Reading one raises ValueError on words that are none."""
+"""Codec of the messages between ranks: flat lists of 32-bit words. Unpacking invalid words raises ValueError."""
 
 from __future__ import annotations
 
@@ -13,16 +13,18 @@ from swiftspec.messages import DraftProbs, Proposal, RequestStart, VerifyResult
 from swiftspec.params import SamplingParams
 
 Words = list[int]  # flat; each is a 32-bit integer
-MAX_REASON_CHARS = 200  # characters of a reason that holds what somebody else has sent
+MAX_REASON_CHARS = 200  # characters of an error message that quotes what a peer has sent
 Message = RequestStart | Proposal | VerifyResult | int
 
 
 def pack_message(message: Message) -> Words:
-    """A message as words: `read_opening`, `read_proposal` and `read_result` make it again.
+    """Packs a message; `unpack_request_start`, `unpack_proposal` and `unpack_result` are the inverses.
 
-    An opening is request, prompt_len, count, tokens, then the rest as JSON: its length in bytes, four of them to a
-    word. A proposal is request, round, prefix_len, count, tokens, parents, then what the children were drawn from, if
-    they were: tokens, and probabilities by their bits. A result is request, round, prefix_len, count, path, tokens.
+    RequestStart: request, prompt_len, count, tokens, then the remaining fields as JSON: its length in bytes, and the
+    bytes, four per word.
+    Proposal: request, round, prefix_len, count, tokens, parents, then, for sampled children, the draft distributions:
+    tokens, and the bits of the float32 probabilities.
+    VerifyResult: request, round, prefix_len, count, path, tokens.
     """
     match message:
         case RequestStart():
@@ -44,7 +46,7 @@ def pack_message(message: Message) -> Words:
 
 
 def unpack_proposal(flat: Words) -> Proposal:
-    """The proposal that `pack` made these words of."""
+    """Unpacks a proposal from the words that `pack_message` returned."""
     request, round_, prefix_len, count, *body = _at_least(4, flat, "proposal")
     if count < 1 or len(body) < 2 * count:
         raise ValueError(f"a proposal of {len(flat)} words does not hold the {count} nodes it names")
@@ -66,7 +68,7 @@ def _read_drawn(flat: Words, rows: int) -> DraftProbs:
 
 
 def unpack_result(flat: Words) -> VerifyResult:
-    """The result that `pack` made these words of."""
+    """Unpacks a result from the words that `pack_message` returned."""
     request, round_, prefix_len, count, *body = _at_least(4, flat, "result")
     if count < 1 or len(body) != 2 * count:
         raise ValueError(f"a result of {len(flat)} words does not hold the {count} nodes it names")
@@ -74,7 +76,7 @@ def unpack_result(flat: Words) -> VerifyResult:
 
 
 def unpack_request_start(flat: Words) -> RequestStart:
-    """The opening that `pack` made these words of."""
+    """Unpacks a request start from the words that `pack_message` returned."""
     request, prompt_len, count = _at_least(4, flat, "opening")[:3]
     tokens, rest = flat[3 : 3 + count], flat[3 + count :]
     if count < 1 or not 1 <= prompt_len <= count or not rest or 4 * len(rest) < 4 + rest[0] or rest[0] < 2:
@@ -88,7 +90,7 @@ def unpack_request_start(flat: Words) -> RequestStart:
 
 
 def _kept(counts: Any) -> tuple[int, ...] | None:
-    """Tokens of each sequence, or None where nobody has chosen."""
+    """Checks the number of cached tokens per sequence; None if the sender has not chosen it."""
     if counts is None:
         return None
     if isinstance(counts, list) and len(counts) <= 2 and all(type(n) is int and 0 <= n < 2**31 for n in counts):
@@ -97,7 +99,7 @@ def _kept(counts: Any) -> tuple[int, ...] | None:
 
 
 def _sampling(values: dict[str, Any]) -> SamplingParams:
-    """From what JSON left of `dataclasses.asdict`, which knows no numbers as keys; of a whole one."""
+    """Rebuilds the parameters from `dataclasses.asdict` after JSON, which turns integer keys into strings."""
     if len(values) != len(fields(SamplingParams)):
         raise ValueError("some are missing")
     bias = {int(token): value for token, value in values["logit_bias"].items()}
@@ -105,30 +107,30 @@ def _sampling(values: dict[str, Any]) -> SamplingParams:
 
 
 def single_word(flat: Words, what: str) -> int:
-    """The only word of a message that says a number."""
+    """The value of a message that consists of a single word."""
     if len(flat) != 1:
         raise ValueError(f"a {what} of {len(flat)} words is not one number")
     return flat[0]
 
 
 def text_to_words(text: str) -> Words:
-    """Text as words, filled up with blanks."""
+    """Encodes text as UTF-8, four bytes per word."""
     return bytes_to_words(text.encode())
 
 
 def words_to_text(words: Words) -> str:
-    """The inverse of `to_words`, in one line: what is no character of a line is a blank, and none stands at the end."""
+    """Decodes `text_to_words` as one line: unprintable characters become blanks, trailing blanks are removed."""
     text = words_to_bytes(words).decode(errors="replace")
     return "".join(character if character.isprintable() else " " for character in text).rstrip()
 
 
 def bytes_to_words(data: bytes) -> Words:
-    """Four to a word, filled up with blanks."""
+    """Packs four bytes per word; the last word is padded with blanks."""
     return np.frombuffer(data.ljust(-(-len(data) // 4) * 4), np.int32).tolist()
 
 
 def words_to_bytes(words: Words) -> bytes:
-    """The inverse of `bytes_to_words`, blanks and all."""
+    """The inverse of `bytes_to_words`; the padding is kept."""
     return np.array(words, np.int32).tobytes()
 
 

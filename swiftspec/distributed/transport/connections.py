@@ -1,4 +1,4 @@
-"""How the ranks of a job are connected, and whether all of them are ready."""
+"""Connections between the ranks of a job, and the exchange of their readiness at startup."""
 
 from __future__ import annotations
 
@@ -15,13 +15,16 @@ from swiftspec.distributed.transport.codec import single_word, text_to_words, wo
 from swiftspec.distributed.transport.opcodes import Opcode
 from swiftspec.errors import RankLost, UserError
 
-CONNECT_TIMEOUT_S = 60.0  # seconds; all ranks have just answered the roll call
+CONNECT_TIMEOUT_S = 60.0  # seconds; all ranks have just passed the startup barrier
 
 
 @dataclass(slots=True)
 class Connections:
-    """A rank's connections. A follower has its leader; a leader its followers; and between the two leaders lies the
-    bridge, whose ends are `drafts` on the target's and `target` on the draft's."""
+    """Channels of one rank.
+
+    A follower is connected to its leader, a leader to its followers. The two leaders are connected to each other:
+    `draft_leader` is set on the target's leader and `target_leader` on the draft's.
+    """
 
     leader: Channel | None = None
     followers: list[Channel] = field(default_factory=list)
@@ -30,7 +33,7 @@ class Connections:
 
     @staticmethod
     def connect(world: World, plan: EngineConfig) -> Connections:
-        """Connects this rank; all ranks call it at about the same time. Raises RankLost when one does not come."""
+        """Connects this rank. All ranks call it at about the same time; raises RankLost if a peer does not connect."""
         here, links, store, spin = RankRole.of(world.rank, plan), Connections(), world.store, world.spin
         first = world.rank - here.group_rank
         try:
@@ -47,12 +50,12 @@ class Connections:
                 links.draft_leader = accept_draft_leader(world, CONNECT_TIMEOUT_S)
             elif plan.mode == "async":
                 links.target_leader = dial(store, "bridge", "the target group", spin=spin, timeout=CONNECT_TIMEOUT_S)
-        except (OSError, RuntimeError, ValueError) as error:  # the store's are RuntimeErrors
+        except (OSError, RuntimeError, ValueError) as error:  # the store raises RuntimeError
             raise RankLost(f"rank {world.rank} found no connection at the start: {first_line(error)}") from None
         return links
 
     def broadcast_value(self, value: int) -> int:
-        """Rank 0's value, on all ranks. Raises RankLost when whoever should pass it on is gone or does not."""
+        """Returns rank 0's value on all ranks. Raises RankLost if the sending rank is gone or breaks the protocol."""
         up = self.leader or self.target_leader
         try:
             if up is not None:
@@ -65,10 +68,10 @@ class Connections:
         return value
 
     def wait_ready(self, error: str | None, kinds: set[str]) -> set[str]:
-        """Tells upwards that this rank, and all it leads, are ready, or why not; returns at once except on leaders.
+        """Reports to the leader that this rank and its followers have loaded, or `error`. Blocks only on leaders.
 
-        `kinds`: of steps that this rank can use; returned are those that all ranks of its group can, as far as this
-        rank knows. Raises UserError on rank 0 with the first reason.
+        `kinds`: names of the executors that this rank supports. Returns the names that all ranks of its group support,
+        as far as this rank knows. Raises UserError on rank 0 with the first error.
         """
         for channel in self.followers:
             heard, theirs = _heard(channel)
@@ -87,7 +90,7 @@ class Connections:
         return kinds
 
     def close(self, *, shutdown: bool) -> None:
-        """Closes all connections, and before that sends home whoever is led from here, or says nothing."""
+        """Closes all connections. With `shutdown`, first sends SHUTDOWN to the ranks that this one leads."""
         for channel in (*self.followers, *([] if self.draft_leader is None else [self.draft_leader])):
             with contextlib.suppress(ConnectionError):  # gone already
                 if shutdown:
@@ -98,19 +101,19 @@ class Connections:
 
 
 def accept_draft_leader(world: World, timeout: float) -> Channel:
-    """The target leader's end of the bridge. Raises OSError when the draft's leader does not come."""
+    """The target leader's channel to the draft's leader. Raises OSError if the draft's leader does not connect."""
     return accept(
         world.store, "bridge", "the draft group", host=_host(world), spin=world.spin, timeout=timeout
     )  # fmt: skip
 
 
 def _host(world: World) -> str | None:
-    """This machine's address for the other ranks; None where there are no other machines."""
+    """This machine's address for the other ranks, or None if all ranks are on one machine."""
     return None if world.one_machine else _address_towards(world.host)
 
 
 def _heard(channel: Channel) -> tuple[str | None, set[str]]:
-    """What a rank that reports here has to complain of, or is to be blamed for; and its kinds of steps."""
+    """Receives a rank's readiness: its error, or that of the connection, and the names of its executors."""
     try:
         kind, words = channel.recv()
     except ConnectionError as error:
@@ -119,7 +122,7 @@ def _heard(channel: Channel) -> tuple[str | None, set[str]]:
 
 
 def _address_towards(host: str) -> str:
-    """This machine's address on the way to `host`. No packet is sent."""
+    """The local address that the route to `host` uses. Sends no packet."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((host, 1))
         return str(probe.getsockname()[0])

@@ -1,4 +1,4 @@
-"""A channel through shared memory, between ranks of one machine: microseconds where a socket takes tens of them."""
+"""Channel through shared memory, between ranks of one machine. Takes microseconds; a socket takes tens of them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ NO_TIMEOUT_S = 1e9  # seconds
 
 
 class SharedMemoryChannel:
-    """A `Channel` over a mailbox; the first word of a message is its kind."""
+    """A `Channel` over a mailbox. The first word of a message is its opcode."""
 
     def __init__(self, name: str, side: int, peer: str, *, spin: bool, timeout: float) -> None:
         self.peer = peer
@@ -34,7 +34,7 @@ class SharedMemoryChannel:
         return kind, words
 
     def recv_or_reply(self, reply: Any, asks: int, answers: int, note: int) -> tuple[int, Words, bool]:
-        """As `recv`, and replies to a message of the kind `asks` at once where the reply is for it."""
+        """Receives like `recv`; replies in native code if the opcode is `asks` and `reply` matches."""
         try:
             (kind, *words), answered = self._mailbox.recv_or_reply(reply, asks, answers, note, NO_TIMEOUT_S)
         except OSError as error:

@@ -1,4 +1,4 @@
-"""The kinds of messages between ranks."""
+"""Opcodes of the messages between ranks."""
 
 from __future__ import annotations
 
@@ -6,8 +6,12 @@ from enum import IntEnum
 
 
 class Opcode(IntEnum):
-    """The kinds of messages. Those after LEAVE are answers; READY also carries rank 0's word at the start. GO_ON comes
-    before each chunk of a prompt; any other message there means that the leader has given the opening up."""
+    """Opcode of a message between ranks.
+
+    READY to TRACE_RECORD are answers; at startup, READY also carries rank 0's value to the other ranks. The leader
+    sends PREFILL_CONTINUE before each prefill chunk; any other opcode at that point means that it has aborted the
+    request.
+    """
 
     VERIFIER_OPEN = 1
     VERIFY = 2

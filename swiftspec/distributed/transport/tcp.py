@@ -1,4 +1,4 @@
-"""A channel over TCP, between machines or where there is no shared memory."""
+"""Channel over TCP, for jobs that span several machines."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ import numpy as np
 
 from swiftspec.distributed.transport.codec import Words
 
-HEADER = struct.Struct("=II")  # kind, count of words
-MAX_WORDS = 1 << 24  # 64 MiB: far beyond any prompt, so more is a broken stream
-MIN_POLL_S = 1e-3  # seconds that a look without waiting takes
-AUTH_TIMEOUT_S = 2.0  # seconds that who calls has to show its ticket; meanwhile nobody else gets in
-SEND_TIMEOUT_S = 30.0  # seconds; only a peer that reads nothing for so long makes a sender wait
+HEADER = struct.Struct("=II")  # opcode, number of words
+MAX_WORDS = 1 << 24  # 64 MiB, far more than any prompt: a larger count means a corrupt stream
+MIN_POLL_S = 1e-3  # seconds; socket timeout of a non-blocking receive
+AUTH_TIMEOUT_S = 2.0  # seconds for a client to send its token; other clients wait meanwhile
+SEND_TIMEOUT_S = 30.0  # seconds; a sender blocks only while the peer does not read
 
 
 class TcpChannel:
-    """A `Channel` over a socket. After an exception in the middle of a message it is of no more use, and says so."""
+    """A `Channel` over a socket. After an exception in the middle of a message, every call raises ConnectionError."""
 
     def __init__(self, sock: socket.socket, peer: str) -> None:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -32,13 +32,13 @@ class TcpChannel:
         self._usable = True
 
     def send(self, kind: int, words: Sequence[int] = ()) -> None:
-        """Hands a message over; returns before it is read."""
+        """Sends a message; returns before the peer has read it."""
         data = HEADER.pack(kind, len(words)) + np.array(words, np.int32).tobytes()
         self._sock.settimeout(SEND_TIMEOUT_S)
         self._checked_io(lambda: self._sock.sendall(data))
 
     def recv(self, timeout: float | None = None) -> tuple[int, Words]:
-        """The next message; None waits for ever. Raises TimeoutError, after which waiting again is fine."""
+        """Receives the next message; None blocks without limit. Raises TimeoutError; a later call can still succeed."""
         deadline = None if timeout is None else time.monotonic() + timeout
         looked = False
         while (message := self._pop_message()) is None:
@@ -51,7 +51,7 @@ class TcpChannel:
         return message
 
     def recv_or_reply(self, reply: Any, asks: int, answers: int, note: int) -> tuple[int, Words, bool]:
-        """As `recv`: this wire replies to nothing by itself."""
+        """Receives a message like `recv`. TCP has no native reply, so the last value is always False."""
         return *self.recv(), False
 
     def close(self) -> None:
@@ -68,7 +68,7 @@ class TcpChannel:
         self._buffer += data
 
     def _pop_message(self) -> tuple[int, Words] | None:
-        """Takes the first message from the buffer if all of it is there."""
+        """Removes the first message from the buffer if it is complete."""
         if len(self._buffer) < HEADER.size:
             return None
         kind, count = HEADER.unpack_from(self._buffer)
@@ -90,15 +90,15 @@ class TcpChannel:
         except TimeoutError:
             self._usable = False
             raise ConnectionError(f"{self.peer} does not listen") from None
-        except OSError as error:  # what it sent before that can still be read
+        except OSError as error:  # messages that arrived earlier can still be read
             raise ConnectionError(f"{self.peer} is gone ({error})") from None
-        except BaseException:  # an interrupt may leave half a message behind
+        except BaseException:  # an interrupt may have left a partial message
             self._usable = False
             raise
 
 
 class Listener:
-    """An address where one peer may call: who knows the ticket gets in, others are turned away."""
+    """Listening socket for one peer, which authenticates with a random token from the store."""
 
     def __init__(self, host: str) -> None:
         self._server = socket.create_server((host, 0))
@@ -106,7 +106,7 @@ class Listener:
         self.address = f"{host} {self._server.getsockname()[1]} {self._auth_token.hex()}"
 
     def accept(self, peer: str, timeout: float) -> TcpChannel:
-        """The channel to whoever calls with the ticket. Raises TimeoutError."""
+        """Accepts the client that sends the token and closes other connections. Raises TimeoutError."""
         end = time.monotonic() + timeout
         with self._server:
             while True:
@@ -119,7 +119,7 @@ class Listener:
 
 
 def connect(address: str, peer: str, timeout: float) -> TcpChannel:
-    """The other end of a door."""
+    """Connects to a `Listener`. `address`: host, port and token, separated by spaces."""
     host, port, ticket = address.split()
     sock = socket.create_connection((host, int(port)), timeout)
     sock.sendall(bytes.fromhex(ticket))
