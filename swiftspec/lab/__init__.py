@@ -1,1 +1,1 @@
-"""Sweeps, predictions, reports, timelines, tests of exactness: it imports everything, nothing imports it."""
+"""Sweeps, predictions, reports, timelines and exactness tests. No other package of the runtime imports this one."""

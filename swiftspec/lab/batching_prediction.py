@@ -1,9 +1,9 @@
-"""What G requests side by side would give on one rank: plain, as exact chains, and as groups of particles.
+"""Predicted throughput of G concurrent requests on one rank: plain decoding, exact chains and groups of particles.
 
-A round of all is one batch, so it takes the steps of serial decoding with more rows: for each request 1 plainly, K + 1
-as a chain, N (K + 1) as particles; in the draft's first forward twice as many as in the others. The rows of a request
-read a context of its own. Particles grow by K + 1 tokens a round whatever the models are; what chains accept was
-recorded.
+A round of all requests is one batch: the phases of serial decoding with more rows. Per request the target's batch has 1
+row in plain decoding, K + 1 rows for a chain and N (K + 1) rows for particles; the first draft forward has twice as
+many rows as the others. The rows of a request read that request's own context. Particles always gain K + 1 tokens per
+round; the tokens that chains gain come from recorded acceptance.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from dataclasses import dataclass, replace
 from swiftspec.lab import simulation
 from swiftspec.lab.simulation import RecordedAcceptance, Rounds, SimulatedTimes
 
-# rows of the target and of the draft, requests -> slow, fast
+# (rows of the target, rows of the draft, requests) -> (slow, fast)
 Forwards = Callable[[int, int, int], tuple[SimulatedTimes, SimulatedTimes]]
 
 
 @dataclass(frozen=True, slots=True)
 class PredictedBatch:
-    """A way to decode G requests, and tokens a second of all of them: slow, middle and fast."""
+    """One way to decode G requests and the tokens per second of all of them together: slow, middle and fast."""
 
     name: str
     groups: int
@@ -32,7 +32,10 @@ class PredictedBatch:
 def predict_batches(
     groups: Sequence[int], particles: int, steps: int, acceptance: RecordedAcceptance, forwards: Forwards
 ) -> list[PredictedBatch]:
-    """Every way with every number of requests. Raises UserError where no such chains were recorded."""
+    """Predicts every way of decoding for every number of requests.
+
+    Raises UserError if no chains of that length were recorded.
+    """
     ways: list[tuple[str, int, int, Rounds]] = [
         ("plain", 0, 0, [(0, 0)]),
         (f"chains K {steps}", 1, steps, acceptance.chains(steps)),
@@ -53,12 +56,12 @@ def _batch(name: str, count: int, n: int, k: int, rounds: Rounds, forwards: Forw
 
 
 def _speed(rounds: Rounds, k: int, times: SimulatedTimes) -> float:
-    """Of one of the requests."""
+    """Returns the tokens per second of one request."""
     return (simulation.serial(rounds, k, times) if k else simulation.plain(times)).speed
 
 
 def format_batches(found: Sequence[PredictedBatch]) -> str:
-    """A line for each number of requests, a column for each way."""
+    """Formats the predictions as a table with one row per number of requests and one column per way of decoding."""
     names, counts = list(dict.fromkeys(each.name for each in found)), sorted({each.groups for each in found})
     cells = [["requests", *(f"{name}, tok/s" for name in names)]]
     for count in counts:

@@ -1,4 +1,4 @@
-"""The HTML report: one file that opens offline, its plots inline SVG. The only user of matplotlib."""
+"""HTML report: one self-contained file with its plots as inline SVG. This is the only module that uses matplotlib."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ tr.best{background:#eef6ee;font-weight:600}tr.dropped{color:#888}p.note{color:#5
 
 
 def html(profile: Json) -> str:
-    """The page. Raises UserError without matplotlib."""
+    """Renders the report of a profile. Raises UserError if matplotlib is not installed."""
     key, winner = profile["key"], store.best_run(profile)
     machine = f"{key['hardware']['count']} x {key['hardware']['name']}, {key['ranks']} ranks, {key['dtype']}"
     emulated = " Step times are emulated: models that wait." if any(key["emulate"].values()) else ""
@@ -71,7 +71,7 @@ def _table(profile: Json, winner: Json | None) -> str:
 
 
 def _svg(profile: Json, draw: Callable[[Json, Axes], bool]) -> str | None:
-    """A figure as inline SVG; None where the profile has nothing for it."""
+    """Renders a figure as inline SVG. Returns None if the profile has no data for it."""
     try:
         import matplotlib
         from matplotlib.backends.backend_svg import FigureCanvasSVG
@@ -95,12 +95,12 @@ def _best_of(runs: Sequence[Json]) -> Json | None:
 
 
 def _default(profile: Json) -> list[Json]:
-    """Runs of the contest: default operators, usual tree."""
+    """Returns the runs with the default operators and the usual tree."""
     return [run for run in profile["runs"] if run["ops"] == "auto" and not run["variation"]]
 
 
 def draw_splits(profile: Json, axes: Axes) -> bool:
-    """Speed of every split, at its best d (paper, Figure 9)."""
+    """Draws the speed of every split at its best d (paper, Figure 9)."""
     groups: dict[str, list[Json]] = {}
     for run in _default(profile):
         plan = run["plan"]
@@ -122,7 +122,7 @@ def draw_splits(profile: Json, axes: Axes) -> bool:
 
 
 def draw_compression(profile: Json, axes: Axes) -> bool:
-    """Tokens a round against bs and w (paper, Figure 2)."""
+    """Draws the tokens per round against bs and w (paper, Figure 2)."""
     trees = [run for run in profile["runs"] if run["plan"]["mode"] != "smc"]
     winner = next((run for run in trees if run["variation"] and run["ops"] == "auto" and run["speeds"]), None)
     if winner is None:
@@ -145,7 +145,7 @@ def draw_compression(profile: Json, axes: Axes) -> bool:
 
 
 def draw_step_times(profile: Json, axes: Axes) -> bool:
-    """Step time against TP size (paper, Table 1)."""
+    """Draws the step time against the TP size (paper, Table 1)."""
     from matplotlib.ticker import LogLocator, NullFormatter
 
     shades = {"target": ("#9ecae1", "#1f6fb4", "#08306b"), "draft": ("#fdd0a2", "#d98c00", "#7f3b08")}
@@ -173,7 +173,7 @@ def draw_step_times(profile: Json, axes: Axes) -> bool:
 
 
 def draw_lanes(profile: Json, axes: Axes) -> bool:
-    """Both lanes of a few rounds as they overlapped."""
+    """Draws the timelines of draft and target over a few rounds."""
     lines = profile["lanes"]
     if not lines:
         return False
@@ -201,7 +201,7 @@ def draw_lanes(profile: Json, axes: Axes) -> bool:
 
 
 def draw_ablation(profile: Json, axes: Axes) -> bool:
-    """Parallel tree and operators, with and without (paper, Figure 8)."""
+    """Draws the speed with and without the parallel tree and the fused operators (paper, Figure 8)."""
     systems = {
         "base": ("serial", "reference"), "only parallel tree": ("async", "reference"),
         "only operators": ("serial", "auto"), "both": ("async", "auto"),

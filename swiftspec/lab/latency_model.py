@@ -1,8 +1,9 @@
-"""How long a forward would take on GPUs that are not here: bytes and fixed costs of its operators.
+"""Latency model of a forward on GPUs that are not present, from the bytes and fixed costs of its operators.
 
-Per operator `fixed + bytes / bandwidth`, once as it should at least be reached (slow) and once as it could be (fast):
-the two ends of every interval. The constants are design targets for an H200 (CUDA graph, cold caches), scaled by the
-memory bandwidth for other GPUs, unless profiles/<gpu>-kernels.json has measured ones. The link terms are modelled.
+Each operator takes `fixed + bytes / bandwidth` seconds. Two sets of constants, what should at least be reached (slow)
+and what could be reached (fast), give the ends of every interval. The constants are design targets for an H200 (CUDA
+graph, cold caches), scaled by memory bandwidth for other GPUs, unless profiles/<gpu>-kernels.json contains measured
+ones. The link terms are modelled, not measured.
 """
 
 from __future__ import annotations
@@ -19,16 +20,19 @@ from swiftspec.file_io import Fields
 from swiftspec.model.checkpoint_files import read_config
 from swiftspec.model.config import ModelConfig
 
-H200_COPY_BYTES_PER_S = 4.3e12  # bytes a second of a plain copy, which the constants below were set by
-INT4_BITS = 4.156  # a weight with its share of fp16 scale and 4-bit zero point, groups of 128
-CONTEXT_TOKENS = 1000  # tokens before the rows
-MIN_FIT_POINTS = 3  # of one kind of operator, to fit a line
+H200_COPY_BYTES_PER_S = 4.3e12  # bytes per second of a plain copy on the GPU that the constants below were set for
+INT4_BITS = 4.156  # bits per weight, with its share of fp16 scale and 4-bit zero point, groups of 128
+CONTEXT_TOKENS = 1000  # tokens in the cache before the rows
+MIN_FIT_POINTS = 3  # points per kind of operator that a fit needs
 
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """`copy`: bytes a second of a large copy; `link`: bytes a second that one GPU sends to the others; `flops`: dense
-    bfloat16 operations a second by its data sheet."""
+    """`copy`: bytes per second of a large copy.
+
+    `link`: bytes per second that one GPU sends to the others. `flops`: dense bfloat16 operations per second according
+    to the data sheet.
+    """
 
     copy: float
     link: float
@@ -36,12 +40,12 @@ class Gpu:
 
 
 GPUS = {"h200": Gpu(4.3e12, 450e9), "h100": Gpu(3.0e12, 450e9), "h800": Gpu(3.0e12, 200e9)}
-FLOPS_EFFICIENCY = (0.4, 0.7)  # of the operations, by products of some hundred rows: assumed
+FLOPS_EFFICIENCY = (0.4, 0.7)  # assumed share of the peak that products with some hundred rows reach
 
 
 @dataclass(frozen=True, slots=True)
 class LatencyLine:
-    """Seconds = fixed + bytes / bandwidth."""
+    """Linear cost model: seconds = fixed + bytes / bandwidth."""
 
     fixed: float
     bandwidth: float
@@ -52,18 +56,18 @@ class LatencyLine:
 
 @dataclass(frozen=True, slots=True)
 class Constants:
-    """The lines of one end of the interval; `origin`: measured or predicted."""
+    """The cost lines of one end of the interval. `origin`: measured or predicted."""
 
     linear: LatencyLine
     attention: LatencyLine
-    all_reduce: LatencyLine  # by the bytes that one GPU sends
+    all_reduce: LatencyLine  # as a function of the bytes that one GPU sends
     sampler: float
-    flops: float  # operations a second
+    flops: float  # operations per second
     origin: str = "predicted"
 
 
 def constants(gpu: Gpu) -> tuple[Constants, Constants]:
-    """(slow, fast) for a GPU that nothing was measured on."""
+    """Returns the (slow, fast) constants of a GPU without measurements."""
     scale = gpu.copy / H200_COPY_BYTES_PER_S
     slow = Constants(LatencyLine(3.5e-6, 3.2e12 * scale), LatencyLine(5.0e-6, 2.4e12 * scale),
                      LatencyLine(3.0e-6, gpu.link), 6e-6,
@@ -75,8 +79,11 @@ def constants(gpu: Gpu) -> tuple[Constants, Constants]:
 
 
 def fitted(file: Path, gpu: Gpu) -> tuple[Constants, Constants]:
-    """The same with the lines of the operators that were measured: `{"points": [{"op": "linear" or "attention",
-    "bytes": B, "us": T}, ...]}`. Slow and fast are the fit plus and minus what it leaves unexplained."""
+    """Returns the (slow, fast) constants with the lines of measured operators fitted.
+
+    The file contains `{"points": [{"op": "linear" or "attention", "bytes": B, "us": T}, ...]}`. Slow and fast are the
+    fit plus and minus its residual deviation.
+    """
     points = Fields(file_io.read_object(file), f"{file}: ").objects("points")
     if not points:
         raise UserError(f"{file} does not hold measured operators: it has no points")
@@ -97,7 +104,10 @@ KINDS = ("linear", "attention")
 
 
 def _fit(points: list[tuple[float, float]]) -> tuple[float, float, float] | None:
-    """(fixed, bandwidth, deviation) by least squares; None for too few points or a line that makes no sense."""
+    """Least-squares fit (fixed, bandwidth, deviation).
+
+    Returns None for too few points or a line that is not physical.
+    """
     if len(points) < MIN_FIT_POINTS:
         return None
     size, seconds = np.array(points).T
@@ -116,9 +126,11 @@ def forward(
     context: int = CONTEXT_TOKENS,
     sequences: int = 1,
 ) -> float:
-    """Seconds of a forward over `rows` with sampling, on a group of `tp` GPUs. The rows are those of so many
-    `sequences`, each with a context of its own. Few rows cost what the weights cost to read; where a product has more
-    operations than fit into that time, it takes theirs."""
+    """Seconds of a forward over `rows`, sampling included, on a tensor-parallel group of `tp` GPUs.
+
+    The rows belong to `sequences` requests, each with its own context. With few rows a product takes the time to read
+    its weights; a product whose operations take longer than that takes the time of its operations.
+    """
     bits = INT4_BITS if int4 or config.quantization else 16.0
     heads, kv_heads = math.ceil(config.num_heads / tp), math.ceil(config.num_kv_heads / tp)
     hidden, inner, width = config.hidden_size, math.ceil(config.intermediate_size / tp), config.head_dim
@@ -131,18 +143,18 @@ def forward(
     layer += product(hidden, 2 * inner) + product(inner, hidden)
     layer += lines.attention.at(2 * 2 * kv_heads * width * context * sequences)
     if tp > 1:
-        layer += 2 * lines.all_reduce.at(2 * (tp - 1) * rows * hidden * 2)  # LL lines are half flags
+        layer += 2 * lines.all_reduce.at(2 * (tp - 1) * rows * hidden * 2)  # half of each LL line is flags
     head = product(hidden, math.ceil(config.vocab_size / tp), 16.0)
     return config.num_layers * layer + head + lines.sampler
 
 
 def config_at(path: Path) -> ModelConfig:
-    """A model directory or its config.json. Raises UserError."""
+    """Reads the config of a model directory or of its config.json. Raises UserError."""
     return read_config(path.parent if path.name == "config.json" else path)
 
 
 def parse_hardware(text: str) -> tuple[str, int]:
-    """`h200x8`: the GPU and how many. Raises UserError."""
+    """Parses `h200x8` to the GPU name and the number of GPUs. Raises UserError."""
     name, _, count = text.lower().partition("x")
     if name not in GPUS or not count.isdigit() or int(count) < 1:
         raise UserError(f"--hardware {text!r}: write GPU and number, such as h200x8; known are {', '.join(GPUS)}")

@@ -1,4 +1,4 @@
-"""What a sweep measures on an engine: speed, step times, and the rounds as they went."""
+"""Measurements of a sweep on one engine: speed, step times and timelines of rounds."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from swiftspec.runtime.verifier import Verifier
 
 
 class OutOfTime(Exception):
-    """The budget has gone by in the middle of something."""
+    """Raised when the time budget ends during a measurement."""
 
 
 class RequestProgress(NamedTuple):
-    """How far a request is: tokens before anything is cut off, seconds since the prefill, of them the target's."""
+    """Progress of a request: tokens before truncation, seconds since the prefill and the target's part of them."""
 
     tokens: int = 0
     rounds: int = 0
@@ -35,7 +35,7 @@ class RequestProgress(NamedTuple):
 
     @staticmethod
     def of(llm: LLM) -> RequestProgress:
-        """Of the request under way."""
+        """Returns the progress of the current request."""
         stats = llm.stats
         tokens = stats.tokens if llm.config.mode == "smc" else stats.accepted + stats.rounds
         return RequestProgress(tokens, stats.rounds, stats.decode_time, stats.target_busy_time)
@@ -43,10 +43,10 @@ class RequestProgress(NamedTuple):
 
 @dataclass(slots=True)
 class Run:
-    """A prompt set once through.
+    """Totals of one pass over a prompt set.
 
-    The first round of a request is left out, unless it is the only one: it waits for a draft that reads the prompt and,
-    where requests come without a pause, still grows the tree of the one before.
+    The first round of a request is left out, unless it is the only one: it waits for a draft that is still reading the
+    prompt and that, without a pause between requests, still expands the tree of the previous request.
     """
 
     tokens: int = 0
@@ -56,7 +56,7 @@ class Run:
     answers: list[list[int]] = field(default_factory=list)
 
     def add(self, first: RequestProgress, last: RequestProgress) -> None:
-        """A request, by its books after the first round and at its end."""
+        """Adds a request, given its progress after the first round and at its end."""
         if last.rounds == first.rounds:
             first = RequestProgress()
         self.tokens += last.tokens - first.tokens
@@ -74,7 +74,7 @@ class Run:
 
 
 def decode_all(llm: LLM, prompts: Sequence[Sequence[int]], max_tokens: int, deadline: float = float("inf")) -> Run:
-    """Decodes all prompts, greedily where the mode can. Raises OutOfTime at the deadline (monotonic)."""
+    """Decodes all prompts, greedily in modes that support it. Raises OutOfTime at `deadline` (time.monotonic)."""
     temperature = 1.0 if llm.config.mode == "smc" else 0.0
     sampling = SamplingParams(temperature=temperature, max_tokens=max_tokens, ignore_eos=True)
     if llm.max_num_seqs > 1:
@@ -93,8 +93,10 @@ def decode_all(llm: LLM, prompts: Sequence[Sequence[int]], max_tokens: int, dead
 
 
 def _decode_batch(llm: LLM, prompts: Sequence[Sequence[int]], sampling: SamplingParams, deadline: float) -> Run:
-    """Enough requests to fill an engine that takes several at once, twice over; a prompt comes again with another seed.
-    Seconds are those of all together, without those in which prompts are read."""
+    """Decodes enough requests to fill an engine with several sequences twice; repeated prompts get new seeds.
+
+    The seconds are those of all requests together, without prefill.
+    """
     count = max(2 * llm.max_num_seqs, len(prompts))
     asked = [(prompts[i % len(prompts)], replace(sampling, seed=i)) for i in range(count)]
     run = Run(answers=[[] for _ in asked])
@@ -106,19 +108,19 @@ def _decode_batch(llm: LLM, prompts: Sequence[Sequence[int]], sampling: Sampling
             if time.monotonic() > deadline:
                 raise OutOfTime
     run.seconds = time.perf_counter() - began - sum(request.stats.prompt_time for request in requests)
-    run.busy = min(llm.roles.decoding.busy[0] - busy, run.seconds)  # prompts count here, too
+    run.busy = min(llm.roles.decoding.busy[0] - busy, run.seconds)  # the busy time includes prefill
     run.tokens, run.rounds = (sum(getattr(each.stats, name) for each in requests) for name in ("tokens", "rounds"))
     return run
 
 
 def tree_roles(llm: LLM) -> TreeRoles:
-    """The roles of an engine that decodes by a draft tree."""
+    """Returns the roles of an engine that decodes with a draft tree."""
     assert isinstance(llm.roles.parts, TreeRoles)
     return llm.roles.parts
 
 
 def phase_times(llm: LLM) -> tuple[float, float]:
-    """Seconds of a verification and of an expansion of an asynchronous engine, both lanes at work at the same time."""
+    """Returns the seconds of a verification and of an expansion while both sides of an asynchronous engine run."""
     roles, room = tree_roles(llm), llm.max_model_len - 1
     assert isinstance(roles.drafter, DraftGroupClient)
     roles.drafter.measure(room)
@@ -126,7 +128,7 @@ def phase_times(llm: LLM) -> tuple[float, float]:
 
 
 def step_times(verifier: Verifier, rows: int, room: int, repeats: int) -> Iterator[float]:
-    """Seconds of a forward over `rows`, sampling included, once a repeat after one to warm up."""
+    """Yields the seconds of a forward over `rows`, sampling included, once per repeat after one warm-up."""
     text = (0,) * min(CONTEXT_TOKENS, room)
     chain = Proposal(0, 0, len(text) - 1, (0,) * rows, tuple(range(-1, rows - 1)))
     for repeat in range(repeats + 1):
@@ -139,7 +141,8 @@ def step_times(verifier: Verifier, rows: int, room: int, repeats: int) -> Iterat
 
 
 def rounds_of(trace: Trace) -> list[tuple[int, int]]:
-    """(accepted draft tokens, expansions on the critical path before) of every round but the first of its request."""
+    """Returns (accepted draft tokens, expansions on the critical path before it) for every round but the first of a
+    request."""
     return [
         (len(line["path"]) - 1, len(timeline.expanded_first(line)))
         for before, line in pairwise(trace.rounds)
@@ -148,13 +151,13 @@ def rounds_of(trace: Trace) -> list[tuple[int, int]]:
 
 
 def round_timeline(line: dict[str, Any]) -> dict[str, Any]:
-    """A round for a profile, which draws its lanes and needs no trees."""
+    """Returns a round without the tree and texts, for the timelines of a profile."""
     draft = {name: part for name, part in line.get("draft", {}).items() if name != "tree"}
     return {name: draft if name == "draft" else part for name, part in line.items() if name != "texts"}
 
 
 def overhead_times(trace: Trace) -> dict[str, float]:
-    """Mean seconds of what surrounds the forwards of an asynchronous run, as `simulate.Times` names it."""
+    """Mean seconds of the work around the forwards of an asynchronous run, by the field names of `SimulatedTimes`."""
     found: dict[str, list[float]] = {name: [] for name in ("verify", "settle", "expand", "answer", "link")}
     for this, after in trace.successive():
         if "observe" not in after.get("draft", {}) or "grow" not in this.get("draft", {}):

@@ -1,4 +1,4 @@
-"""A network between draft and target, as a prediction takes it and a relay plays it."""
+"""Network link between draft and target, used by predictions and by the relay that emulates it."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from swiftspec.errors import UserError, truncated_repr
 SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 BITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 NUMBER = r"([0-9]+(?:\.[0-9]+)?)"
-MAX_ROUND_TRIP_S = 60.0  # seconds of a round trip
+MAX_ROUND_TRIP_S = 60.0  # seconds
 
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """A wire with the same delay and bandwidth both ways."""
+    """A link with equal delay and bandwidth in both directions."""
 
-    round_trip: float  # seconds, of a message of no length
-    bandwidth: float = math.inf  # bytes a second
+    round_trip: float  # seconds, for an empty message
+    bandwidth: float = math.inf  # bytes per second
 
     @staticmethod
     def parse(text: str) -> Link:
-        """`40ms,1Gbit`: the round trip, and the bandwidth where it matters. Raises UserError."""
+        """Parses `40ms,1Gbit`: the round trip and, optionally, the bandwidth. Raises UserError."""
         trip, comma, rate = text.partition(",")
         delay = re.fullmatch(NUMBER + "(us|ms|s)", trip.strip())
         speed = re.fullmatch(NUMBER + "(kbit|Mbit|Gbit)", rate.strip()) if comma else None
@@ -38,5 +38,5 @@ class Link:
         return Link(round_trip, bandwidth)
 
     def one_way(self, size: int) -> float:
-        """Seconds until a message of so many bytes is there."""
+        """Returns the seconds until a message of `size` bytes has arrived."""
         return self.round_trip / 2 + size / self.bandwidth

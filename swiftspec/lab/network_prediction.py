@@ -1,7 +1,7 @@
-"""What drafting over a network would give: rounds over a link, with a replica of the tree on the near side.
+"""Predicted rounds over a network link, with a tree replica on the near side.
 
-Two forms: the draft alone is behind the link, beside whose other end the loop and the target are; or both models are
-behind links like it, and only the loop is on the near side.
+Two forms: only the draft is behind the link, and the decoding loop runs next to the target; or both models are behind
+links of this kind, and only the loop is on the near side.
 """
 
 from __future__ import annotations
@@ -14,41 +14,41 @@ from swiftspec.lab import simulation
 from swiftspec.lab.network_link import Link
 from swiftspec.lab.simulation import Outcome, RecordedAcceptance, Rounds, SimulatedTimes
 
-MESSAGE_BYTES = 200  # bytes of a result or a proposal, with what its protocol adds
-NODE_BYTES = 20  # bytes of a node that is told to a replica
+MESSAGE_BYTES = 200  # bytes of a result or a proposal, protocol overhead included
+NODE_BYTES = 20  # bytes of a node in a tree delta
 
 
 @dataclass(frozen=True, slots=True)
 class LinkCost:
-    """A link as rounds see it. Seconds."""
+    """Cost of a link per round, in seconds."""
 
-    message: float  # a result or a proposal one way
-    expansion: float  # what the nodes of an expansion add to that
-    both: bool  # whether the target is behind such a link, too
+    message: float  # one way, of a result or a proposal
+    expansion: float  # additional time for the nodes of one expansion
+    both: bool  # whether the target is behind such a link too
 
     @staticmethod
     def over(link: Link, nodes: int, *, both: bool) -> LinkCost:
-        """`nodes`: what an expansion adds to the tree."""
+        """Returns the cost of `link`. `nodes`: nodes that an expansion adds to the tree."""
         return LinkCost(link.one_way(MESSAGE_BYTES), nodes * NODE_BYTES / link.bandwidth, both)
 
     @property
     def verifying(self) -> float:
-        """What a verification takes longer."""
+        """Additional seconds of a verification."""
         return 2 * self.message if self.both else 0.0
 
 
 def serial_over_link(rounds: Rounds, d: int, times: SimulatedTimes, far: LinkCost) -> Outcome:
-    """In turn: the result goes over, d expansions, the proposal comes back, the verification."""
+    """Serial rounds: the result crosses the link, d expansions run, the proposal returns and is verified."""
     drafting = 2 * far.message + times.answer + d * (times.draft + times.expand)
     length = far.verifying + times.target + times.verify + times.settle + drafting
     return simulation.outcome(rounds, length * len(rounds), drafting * len(rounds))
 
 
 def async_over_link(rounds: Rounds, d: int, times: SimulatedTimes, far: LinkCost) -> Outcome:
-    """A verification begins with what the replica holds: all d expansions from before the result, and where the result
-    asks for more at once, these, too."""
+    """Asynchronous rounds: a verification starts from the tree replica, which contains the d expansions from before the
+    result and, if the result requires further expansions immediately, these as well."""
     expansion, growth = times.draft + times.expand, far.message + d * far.expansion
-    submitted = growing = waiting = 0.0  # growing: when the draft began to
+    submitted = growing = waiting = 0.0  # growing: when the draft started its expansions
     for _, critical in rounds:
         grown = growing + d * expansion
         result = submitted + far.verifying + times.target + times.verify
@@ -61,14 +61,17 @@ def async_over_link(rounds: Rounds, d: int, times: SimulatedTimes, far: LinkCost
 
 
 def max_hidden_depth(times: SimulatedTimes, far: LinkCost) -> int:
-    """The largest d whose growth the target never waits for; 0: the link alone takes longer than a round."""
+    """Returns the largest d whose expansions the target never waits for.
+
+    0: the link alone takes longer than a round.
+    """
     left = times.target + times.verify + times.settle + far.verifying - 2 * far.message
     return max(math.floor(left / (times.draft + times.expand + far.expansion)), 0)
 
 
 @dataclass(frozen=True, slots=True)
 class PredictedPlan:
-    """A way to run the pair, at its best d."""
+    """One way to run the pair, at its best d."""
 
     name: str
     d: int | None
@@ -84,8 +87,11 @@ def predict_plans(
     near: SimulatedTimes,
     apart: SimulatedTimes,
 ) -> list[PredictedPlan]:
-    """Every way, those on one side first. Step times of plain decoding, of both models on one side in turn, and of a
-    pair that is split."""
+    """Predicts every way to run the pair, those on one side first.
+
+    `plain`, `near` and `apart` are the step times of plain decoding, of both models on one side in serial mode, and of
+    a split pair.
+    """
     depths = {mode: acceptance.depths(mode, bs, w) for mode in ("serial", "async")}
     rounds = {(mode, d): acceptance.rounds(mode, bs, w, d) for mode in depths for d in depths[mode]}
     found = [
@@ -106,7 +112,7 @@ def _best(name: str, outcomes: dict[int, Outcome]) -> PredictedPlan:
 
 
 def format_verdict(found: Sequence[PredictedPlan], link: Link, bs: int, w: int, apart: SimulatedTimes) -> str:
-    """Whether a split over the link pays, and which depth hides it."""
+    """Reports whether a split over the link is faster, and which depth hides the link."""
     here = max((plan for plan in found if plan.name.endswith("one side")), key=lambda plan: plan.outcome.speed)
     lines = []
     for both, where in ((False, "draft apart"), (True, "both apart")):
@@ -120,7 +126,7 @@ def format_verdict(found: Sequence[PredictedPlan], link: Link, bs: int, w: int, 
 
 
 def format_plans(found: Sequence[PredictedPlan]) -> str:
-    """As aligned text."""
+    """Formats the plans as aligned text."""
     cells = [("run", "d", "tok/s", "tok/round", "round ms", "of it waiting")]
     for plan in found:
         out, d = plan.outcome, "" if plan.d is None else str(plan.d)

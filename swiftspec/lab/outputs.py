@@ -1,4 +1,4 @@
-"""Writes what a sweep leaves besides its JSON: a CSV, the settings for serve, the HTML report."""
+"""Output files of a sweep in addition to its JSON: CSV, settings for `serve`, HTML report."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ from swiftspec.profiles import store
 
 
 def write_outputs(profile: Mapping[str, Any], file: Path) -> Iterator[Path]:
-    """Writes CSV, settings and report beside `file` and names them. Without matplotlib there is no report, and the last
-    line says so, as a UserError."""
+    """Writes CSV, settings and report next to `file` and yields their paths.
+
+    Raises UserError at the end, without a report, if matplotlib is not installed.
+    """
     yield file
     base = file.with_suffix("")
     table_file = base.with_suffix(".csv") if "." not in base.name else base.with_name(base.name + ".csv")

@@ -1,5 +1,7 @@
-"""What a machine that is not here would give: step times from a latency model, a table or the paper, and rounds that
-were recorded on a real pair."""
+"""Predicts the speed on a machine that is not present.
+
+Step times come from a latency model, a table or the paper; acceptance comes from rounds recorded on a real pair.
+"""
 
 from __future__ import annotations
 
@@ -19,22 +21,25 @@ from swiftspec.observe.step_time_emulation import StepTimeEmulation
 from swiftspec.profiles import emulation, store
 
 ACCEPTANCE = Path(__file__).with_name("acceptance.json")
-ASSUMED = {"verify": 30e-6, "settle": 20e-6, "expand": 30e-6, "answer": 60e-6, "link": 10e-6}  # beside GPU forwards
+ASSUMED = {"verify": 30e-6, "settle": 20e-6, "expand": 30e-6, "answer": 60e-6, "link": 10e-6}  # s, besides forwards
 
 
 class StepTimesOf(Protocol):
-    """Step times of a plan: slow and fast."""
+    """Protocol of a function from a plan to its (slow, fast) step times."""
 
     def __call__(
         self, x: int, y: int, rows: int, leaves: int | None = None, sequences: int = 1
     ) -> tuple[SimulatedTimes, SimulatedTimes]:
-        """Target and draft on x and y ranks; rows of the target and, if not w, of the draft; of so many requests."""
+        """Target on x ranks and draft on y.
+
+        `rows` of the target and, unless `leaves` is given, of the draft; `sequences` requests.
+        """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One split at its best d."""
+    """A split at its best d."""
 
     mode: str
     target_tp: int
@@ -54,7 +59,7 @@ class Row:
 
     @property
     def limit(self) -> str:
-        """The side that the other one waits for."""
+        """Returns the side that limits the speed."""
         if self.mode != "async":
             return "both in turn" if self.mode == "serial" else "target"
         drafting = self.d * (self.times.draft + self.times.expand)
@@ -62,13 +67,13 @@ class Row:
 
 
 def candidates(ranks: int) -> list[tuple[str, int, int]]:
-    """Every way to use all ranks."""
+    """Returns every way to use all ranks."""
     pairs = [("async", x, ranks - x) for x in range(ranks - 1, 0, -1)]
     return [("ar", ranks, 0), ("serial", ranks, ranks), *pairs]
 
 
 def predict(ranks: int, acceptance: RecordedAcceptance, bs: int, w: int, step_times: StepTimesOf) -> list[Row]:
-    """All splits of so many ranks, each at its best d, fastest first."""
+    """Predicts all splits of `ranks` ranks, each at its best d, fastest first."""
     rows = []
     for mode, x, y in candidates(ranks):
         slow, fast = step_times(x, max(y, 1), 1 if mode == "ar" else bs)
@@ -102,7 +107,7 @@ def _rounds(known: RecordedAcceptance, mode: str, bs: int, w: int, d: int) -> si
 
 
 def over_link(link: Link, ranks: int, acceptance: RecordedAcceptance, bs: int, w: int, step_times: StepTimesOf) -> str:
-    """What drafting over a link gives beside one side alone: the target on all ranks, the draft on one elsewhere."""
+    """Predicts drafting over a link, target on all ranks and draft on one elsewhere, compared with one side alone."""
     near, split = (simulation.between(*step_times(ranks, y, bs)) for y in (ranks, 1))
     plain = simulation.between(*step_times(ranks, 1, 1))
     found = network_prediction.predict_plans(link, acceptance, bs, w, plain, near, split)
@@ -112,7 +117,7 @@ def over_link(link: Link, ranks: int, acceptance: RecordedAcceptance, bs: int, w
 
 
 def format_rows(rows: Sequence[Row]) -> str:
-    """As aligned text."""
+    """Formats the rows as aligned text."""
     cells = [("run", "d", "tok/s", "5..95 %", "tok/round", "round ms", "target ms", "draft ms", "limited by", "helps")]
     for row in rows:
         cells.append(
@@ -126,12 +131,12 @@ def format_rows(rows: Sequence[Row]) -> str:
 
 
 def predict_concurrent(args: argparse.Namespace, acceptance: RecordedAcceptance, step_times: StepTimesOf) -> str:
-    """What several requests at once give on one rank. Raises UserError on a shape that is none."""
+    """Predicts several concurrent requests on one rank. Raises UserError on an invalid shape."""
     try:
         groups = [int(part) for part in args.groups.split(",")]
     except ValueError:
         groups = [0]
-    config = PopulationConfig(args.particles, args.smc_draft_tokens)  # bounds, in one line
+    config = PopulationConfig(args.particles, args.smc_draft_tokens)  # validates the bounds
     if not all(1 <= count <= MAX_CONCURRENT_REQUESTS for count in groups):
         raise UserError(
             f"--groups {args.groups!r}: write numbers of requests in 1..{MAX_CONCURRENT_REQUESTS}, such as 1,2,4,8"
@@ -145,7 +150,7 @@ def predict_concurrent(args: argparse.Namespace, acceptance: RecordedAcceptance,
 
 
 def compare_with_profile(rows: Sequence[Row], profile: dict[str, Any], bs: int, w: int) -> str:
-    """Prediction beside measurement, split by split, each at its own best d."""
+    """Compares prediction and measurement per split, each at its own best d."""
     lines, found = [], []
     for row in rows:
         tree = {} if row.mode == "ar" else {"verify_batch": bs, "draft_leaves": w}
@@ -165,7 +170,7 @@ def compare_with_profile(rows: Sequence[Row], profile: dict[str, Any], bs: int, 
 
 
 def build_predict_parser() -> argparse.ArgumentParser:
-    """The flags."""
+    """Builds the parser of the `predict` flags."""
     made = argparse.ArgumentParser(prog="python -m swiftspec.profile predict", description=__doc__)
     made.add_argument("--hardware", help=f"GPU and number, such as h200x8; known are {', '.join(latency_model.GPUS)}")
     made.add_argument("--model", type=Path, help="config.json of the target, or its directory")
@@ -195,7 +200,7 @@ def build_predict_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Predicts and prints. Raises UserError."""
+    """Predicts and prints the result. Raises UserError."""
     args = build_predict_parser().parse_args(argv)
     profile = None if args.against is None else store.load(args.against)
     recorded = args.acceptance or (args.against if profile is not None and profile["rounds"] else None)
@@ -230,7 +235,10 @@ def _records(file: Path | None) -> list[dict[str, Any]]:
 
 
 def _emulation(args: argparse.Namespace, profile: dict[str, Any] | None) -> StepTimeEmulation:
-    """The step times that are named, or those that a profile was measured at. Raises UserError where there are none."""
+    """Returns the step times given by flags, or those that the profile was measured with.
+
+    Raises UserError if there are neither.
+    """
     given = StepTimeEmulation()
     if args.emulate is not None:
         given = emulation.parse_emulation(args.emulate)

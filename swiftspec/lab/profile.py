@@ -1,10 +1,10 @@
-"""The profile phase: finds by measurement how a pair should run on this machine, and keeps that for `serve`.
+"""Profile phase: measures how a pair runs fastest on this machine and saves the plan for `serve`.
 
 python -m swiftspec.profile [flags]                              one process
 torchrun --standalone --nproc-per-node 4 -m swiftspec.profile    every split of four ranks
-python -m swiftspec.profile trace FILE.jsonl                     what `serve --trace` wrote: who waited for whom
-python -m swiftspec.profile report PROFILE.json                  the HTML report once more
-python -m swiftspec.profile predict --hardware h200x8 ...        what a machine that is not here would give
+python -m swiftspec.profile trace FILE.jsonl                     timeline and waiting times of a `serve --trace` file
+python -m swiftspec.profile report PROFILE.json                  writes the HTML report again
+python -m swiftspec.profile predict --hardware h200x8 ...        predicts the speed on a machine that is not present
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ if TYPE_CHECKING:
     from swiftspec.lab.trials import SweepRequest
     from swiftspec.serve.settings.settings import Settings
 
-MAX_PROMPTS_BYTES = 64 << 20  # bytes
+MAX_PROMPTS_BYTES = 64 << 20
 PROMPTS = Path(__file__).with_name("prompts.jsonl")
 
 
 def main(argv: Sequence[str] | None = None, prog: str = "python -m swiftspec.profile") -> int:
-    """Runs the command and returns its exit code. `prog`: the command's name in its help pages."""
+    """Runs the command and returns its exit code. `prog`: the command's name in help texts."""
     return run_guarded(lambda first: _run(list(sys.argv[1:] if argv is None else argv), prog))
 
 
@@ -53,7 +53,7 @@ def _run(argv: list[str], prog: str) -> int:
             return predict.main(argv[1:])
         return sweep(build_profile_parser(prog).parse_args(argv))
     except UsageError as error:
-        raise UserError(str(error)) from None  # exit code 1, as for all else that a sweep refuses
+        raise UserError(str(error)) from None  # exit code 1, like every other error of a sweep
     except KeyboardInterrupt:
         print("swiftspec: interrupted; --resume goes on from here", file=sys.stderr)
         return 130
@@ -78,12 +78,12 @@ def build_profile_parser(prog: str = "python -m swiftspec.profile") -> argparse.
 
 
 def model_settings() -> list[str]:
-    """The settings of `serve` that a sweep takes too."""
+    """Returns the names of the `serve` settings that a sweep also accepts."""
     return [name for name, flag in SettingsTable().flags.items() if flag.setting.profile]
 
 
 def sweep(args: argparse.Namespace) -> int:
-    """The whole phase, on any rank."""
+    """Runs the whole profile phase, on any rank."""
     from swiftspec.lab.worker_pool import Pair, RankPool
     from swiftspec.serve.model_resolution import ResolvedModels
     from swiftspec.serve.session import load_options
@@ -111,7 +111,7 @@ def sweep(args: argparse.Namespace) -> int:
 def _prepare(
     args: argparse.Namespace, settings: Settings, crew: Any, model: str, dtype: str, world: World | None
 ) -> Sweep | None:
-    """The sweep of these flags; None for a dry run."""
+    """Builds the sweep for these flags. Returns None for a dry run."""
     from swiftspec.lab import sweep as sweeps
     from swiftspec.lab.progress import SweepProgressBar
     from swiftspec.profiles import store
@@ -156,7 +156,7 @@ def _wish(args: argparse.Namespace, ranks: int, target: Path, draft: Path, setti
         modes = [mode for mode in modes if mode != "async"]
     if not modes:
         raise UserError("mode async needs two ranks or more: start it with torchrun --standalone --nproc-per-node 2")
-    family = "humaneval" if settings.model is None else None  # the embedded pair knows nothing but code
+    family = "humaneval" if settings.model is None else None  # the demo models are trained on code only
     texts = read_prompts(args.prompts or PROMPTS, None if args.prompts else family)[: args.limit]
     codec = TextCodec(target)
     return SweepRequest(
@@ -175,13 +175,13 @@ def _measure(sweep: Sweep) -> int:
     try:
         for file in outputs.write_outputs(sweep.profile, sweep.file):
             print(f"wrote {file}")
-    except UserError as error:  # no matplotlib; what was measured is written
+    except UserError as error:  # no matplotlib; the measurements are already written
         print(f"swiftspec: {error}, then python -m swiftspec.profile report {sweep.file}", file=sys.stderr)
     return 0
 
 
 def read_prompts(file: Path, family: str | None = None) -> list[str]:
-    """The field `prompt` of every line. Raises UserError on a file that has none."""
+    """Reads the field `prompt` of every line. Raises UserError on a file without any."""
     name, texts = f"--prompts {file}", []
     for number, line in enumerate(file_io.read_lines(file, name, max_bytes=MAX_PROMPTS_BYTES), 1):
         where = f"{name}, line {number},"
@@ -198,7 +198,7 @@ def read_prompts(file: Path, family: str | None = None) -> list[str]:
 
 
 def seconds(text: str) -> float:
-    """`90s`, `10m`, `1h` in seconds. Raises UserError."""
+    """Converts `90s`, `10m` or `1h` to seconds. Raises UserError."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)([smh])", text)
     if found is None or float(found[1]) <= 0:
         raise UserError(f"--budget must be a time such as 90s, 10m or 1h, not {text!r}")

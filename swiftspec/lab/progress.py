@@ -1,4 +1,4 @@
-"""How far a sweep is: a bar in a terminal, else a line a measurement."""
+"""Progress display of a sweep: a bar in a terminal, otherwise one line per measurement."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 
 
 class SweepProgressBar:
-    """A `sweep.Show` on stderr."""
+    """A `SweepDisplay` on stderr."""
 
     def __init__(self) -> None:
         self._console = Console(stderr=True, highlight=False)
@@ -20,7 +20,7 @@ class SweepProgressBar:
             self._progress.start()
 
     def begin(self, what: str, done: int, total: int, left: float) -> None:
-        """The next measurement."""
+        """Shows the next measurement."""
         line = f"{what} · about {_span(left)} left{self._best}"
         if self._progress is None:
             self._console.print(f"[{done + 1}/{total}] {line}", markup=False, soft_wrap=True)
@@ -28,15 +28,15 @@ class SweepProgressBar:
             self._progress.update(self._task, description=line, completed=done, total=total)
 
     def best(self, what: str, speed: float) -> None:
-        """The fastest so far."""
+        """Shows the fastest run so far."""
         self._best = f" · best {what}, {speed:.0f} tok/s"
 
     def note(self, text: str) -> None:
-        """A line of its own."""
+        """Prints a separate line."""
         self._console.print(f"swiftspec: {text}", markup=False, soft_wrap=True)
 
     def close(self) -> None:
-        """Puts the terminal in order."""
+        """Stops the progress bar and restores the terminal."""
         if self._progress is not None:
             self._progress.stop()
 

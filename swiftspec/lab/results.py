@@ -1,4 +1,4 @@
-"""A profile as text: a table for the terminal, a CSV, the settings for serve."""
+"""A profile as text: a table for the terminal, a CSV file, settings for `serve`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ COLUMNS = (
 
 
 def as_csv(profile: Mapping[str, Any]) -> str:
-    """A line per run."""
+    """Formats the runs as CSV, one line per run."""
     stream = io.StringIO()
     writer = csv.writer(stream)
     writer.writerow(COLUMNS)
@@ -35,7 +35,7 @@ def as_csv(profile: Mapping[str, Any]) -> str:
 
 
 def as_yaml(run: Mapping[str, Any], source: str) -> str:
-    """The settings of a run, for `serve --config`."""
+    """Formats the settings of a run for `serve --config`."""
     settings = store.plan_settings(run["plan"])
     count = len(run["speeds"])
     lines = [f"# {source}: {store.median_speed(run):.1f} tokens a second, {count} repeat{'s' if count > 1 else ''}"]
@@ -43,7 +43,7 @@ def as_yaml(run: Mapping[str, Any], source: str) -> str:
 
 
 def format_profile(profile: Mapping[str, Any]) -> str:
-    """The runs as aligned text, fastest first, a star at the recommended one."""
+    """Formats the runs as aligned text, fastest first, with a star at the recommended one."""
     winner = store.best_run(profile)
     rows = [("", "run", "ops", "tok/s", "least..most", "tok/round", "busy", "")]
     for run in sorted(profile["runs"], key=store.median_speed, reverse=True):
@@ -62,7 +62,7 @@ def format_profile(profile: Mapping[str, Any]) -> str:
 
 
 def format_orchestration(profile: Mapping[str, Any]) -> Iterator[str]:
-    """What everything but the two models costs, where their times are emulated: a line, or none."""
+    """Yields one line with the cost of everything except the two models, if their step times are emulated."""
     cost = profile.get("orchestration")
     if cost is not None:
         beyond = f"{1e3 * cost['seconds']:.3f} ms ({cost['share']:.1%})"
@@ -70,5 +70,5 @@ def format_orchestration(profile: Mapping[str, Any]) -> Iterator[str]:
 
 
 def missing_dependency(module: str, what: str) -> UserError:
-    """What to say where an optional library is not installed."""
+    """Returns the error for an optional library that is not installed."""
     return UserError(f"{what} needs {module}: pip install 'swiftspec[report]'")

@@ -1,7 +1,7 @@
-"""A discrete-event simulation of the rounds, fed with rounds that a real tree has gone through.
+"""Discrete-event simulation of rounds, driven by rounds recorded on a real tree.
 
-What a round accepts does not depend on how long anything takes (for a fixed d the rounds are always the same), so
-recorded rounds say what is accepted, and the simulation says when.
+For a fixed d the accepted tokens of a round do not depend on any duration. The recorded rounds therefore give what is
+accepted, and the simulation gives the times.
 """
 
 from __future__ import annotations
@@ -15,27 +15,27 @@ from typing import Any
 
 from swiftspec.errors import UserError
 
-Rounds = Sequence[tuple[int, int]]  # accepted draft tokens, expansions on the critical path
-NUM_BLOCKS = 64  # of resampled rounds
-BLOCK_ROUNDS = 16  # rounds that stay together: acceptance comes in stretches
+Rounds = Sequence[tuple[int, int]]  # (accepted draft tokens, expansions on the critical path)
+NUM_BLOCKS = 64  # blocks of resampled rounds
+BLOCK_ROUNDS = 16  # rounds per block: the acceptance of successive rounds is correlated
 
 
 @dataclass(frozen=True, slots=True)
 class SimulatedTimes:
-    """Seconds. `target`, `draft`: a forward. The rest is what surrounds them."""
+    """Times in seconds. `target`, `draft`: one forward. The other fields are the work around the forwards."""
 
     target: float
     draft: float
-    verify: float = 0.0  # drawing, walking, building the batch
-    settle: float = 0.0  # of the target after a result, while the draft answers
-    expand: float = 0.0  # leaves, children, mask, of each expansion
-    answer: float = 0.0  # re-rooting and choosing
-    link: float = 0.0  # a message one way
+    verify: float = 0.0  # sampling, finding the accepted path, building the batch
+    settle: float = 0.0  # the target's work after a result, while the draft answers
+    expand: float = 0.0  # selecting leaves, children, mask, per expansion
+    answer: float = 0.0  # re-rooting and choosing the proposal
+    link: float = 0.0  # one message, one way
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Of a simulated run: tokens a second, the mean round, and of it the target's waiting."""
+    """Result of a simulated run: tokens per second, mean round, and the target's waiting time in it."""
 
     speed: float
     round: float
@@ -44,10 +44,10 @@ class Outcome:
 
 
 def asynchronous(rounds: Rounds, d: int, times: SimulatedTimes) -> Outcome:
-    """Both lanes at once: the draft grows d times while the target verifies, and answers when both have come."""
+    """Asynchronous mode: the draft runs d expansions while the target verifies, and answers when both have finished."""
     submitted = grown = waiting = 0.0
     for _, critical in rounds:
-        grown_until = grown + d * (times.draft + times.expand)  # `grown`: when growing begins
+        grown_until = grown + d * (times.draft + times.expand)  # `grown`: when the expansions start
         result = submitted + times.target + times.verify
         answering = max(result + times.link, grown_until)
         answered = answering + times.answer + critical * (times.draft + times.expand)
@@ -58,24 +58,24 @@ def asynchronous(rounds: Rounds, d: int, times: SimulatedTimes) -> Outcome:
 
 
 def serial(rounds: Rounds, d: int, times: SimulatedTimes) -> Outcome:
-    """In turn: d expansions, then the verification."""
+    """Serial mode: d expansions, then the verification."""
     drafting = times.answer + d * (times.draft + times.expand)
     length = times.target + times.verify + times.settle + drafting
     return outcome(rounds, length * len(rounds), drafting * len(rounds))
 
 
 def plain(times: SimulatedTimes, count: int = 1) -> Outcome:
-    """The target alone."""
+    """Plain decoding by the target alone."""
     return outcome([(0, 0)] * count, count * (times.target + times.verify + times.settle), 0.0)
 
 
 def run(mode: str, rounds: Rounds, d: int, times: SimulatedTimes) -> Outcome:
-    """One of the three."""
+    """Simulates one of the three modes."""
     return {"async": asynchronous, "serial": serial}[mode](rounds, d, times) if mode != "ar" else plain(times)
 
 
 def outcome(rounds: Rounds, seconds: float, waiting: float) -> Outcome:
-    """Of rounds that took so many seconds, in so many of which the target waited."""
+    """Returns the outcome of rounds that took `seconds` in total, of which the target waited for `waiting`."""
     tokens = sum(accepted + 1 for accepted, _ in rounds)
     return Outcome(tokens / seconds, seconds / len(rounds), waiting / len(rounds), tokens / len(rounds))
 
@@ -83,7 +83,7 @@ def outcome(rounds: Rounds, seconds: float, waiting: float) -> Outcome:
 def interval(
     mode: str, rounds: Rounds, d: int, slow: SimulatedTimes, fast: SimulatedTimes
 ) -> tuple[float, float, float]:
-    """(5 %, middle, 95 %) of tokens a second: rounds resampled in blocks, and step times from slow to fast."""
+    """Tokens per second as (5 %, middle, 95 %): rounds are resampled in blocks, step times vary from slow to fast."""
     middle = run(mode, rounds, d, between(slow, fast)).speed
     if mode == "ar":
         return run(mode, rounds, d, slow).speed, middle, run(mode, rounds, d, fast).speed
@@ -99,15 +99,15 @@ def interval(
 
 
 def between(slow: SimulatedTimes, fast: SimulatedTimes) -> SimulatedTimes:
-    """The middle of two."""
+    """Returns the mean of two sets of times."""
     return SimulatedTimes(
         **{f.name: (getattr(slow, f.name) + getattr(fast, f.name)) / 2 for f in fields(SimulatedTimes)}
     )
 
 
 def best_improvement(mode: str, rounds: Rounds, d: int, times: SimulatedTimes) -> tuple[str, float]:
-    """Which tenth off would help most, and by how much: the target's step, the draft's step, or all that surrounds them
-    gone."""
+    """Returns the change that helps most, and its gain: 10 % off the target's step, 10 % off the draft's step, or no
+    work around the forwards."""
     base = run(mode, rounds, d, times).speed
     bare = replace(SimulatedTimes(times.target, times.draft))
     options = {
@@ -120,7 +120,7 @@ def best_improvement(mode: str, rounds: Rounds, d: int, times: SimulatedTimes) -
 
 
 class RecordedAcceptance:
-    """Recorded rounds of several trees, as a profile's `rounds` has them."""
+    """Recorded rounds of several trees, in the form of a profile's `rounds`."""
 
     def __init__(self, records: Sequence[Mapping[str, Any]]) -> None:
         self._rounds: dict[tuple[str, int, int, int], list[tuple[int, int]]] = {}
@@ -131,14 +131,14 @@ class RecordedAcceptance:
                 self._rounds[shape] = [(int(accepted), int(critical)) for accepted, critical in record["rounds"]]
 
     def depths(self, mode: str, bs: int, w: int) -> list[int]:
-        """Every d that was recorded for a tree. Raises UserError where there is none."""
+        """Returns every d that was recorded for a tree. Raises UserError if none was."""
         found = sorted(d for m, b, leaves, d in self._rounds if (m, b, leaves) == (mode, bs, w))
         if not found:
             raise UserError(f"no rounds of mode {mode} with bs {bs} and w {w} were recorded: take others, or a profile")
         return found
 
     def chains(self, steps: int) -> Rounds:
-        """The rounds of chains of so many draft tokens. Raises UserError where none were recorded."""
+        """Returns the rounds of chains of `steps` draft tokens. Raises UserError if none were recorded."""
         known = sorted(d for mode, _, leaves, d in self._rounds if (mode, leaves) == ("serial", 1))
         if steps not in known:
             listed = ", ".join(map(str, known)) or "none"
@@ -146,5 +146,5 @@ class RecordedAcceptance:
         return self.rounds("serial", steps + 1, 1, steps)
 
     def rounds(self, mode: str, bs: int, w: int, d: int) -> Rounds:
-        """The rounds of one tree."""
+        """Returns the rounds of one tree."""
         return self._rounds[mode, bs, w, d]

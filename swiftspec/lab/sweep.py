@@ -1,4 +1,4 @@
-"""The profile phase (paper, sections 3.1 and 5.5): every split, mode and d against each other, measured."""
+"""Sweep of the profile phase (paper, sections 3.1 and 5.5): measures every split, mode and d."""
 
 from __future__ import annotations
 
@@ -21,49 +21,54 @@ from swiftspec.profiles import store
 
 Json = dict[str, Any]
 STEP_REPEATS = 9
-TIMELINE_ROUNDS = 6  # rounds of the best asynchronous run that are kept as they went
-WARM_UP_TOKENS = 16  # tokens
+TIMELINE_ROUNDS = 6  # rounds of the best asynchronous run whose timeline is stored
+WARM_UP_TOKENS = 16
 
 
 class SweepDisplay(Protocol):
-    """Where a sweep says how far it is."""
+    """Protocol of the progress display of a sweep."""
 
     def begin(self, what: str, done: int, total: int, left: float) -> None:
-        """The next measurement; `left`: seconds that the rest should take."""
+        """Shows the next measurement. `left`: expected seconds for the rest."""
         ...
 
     def best(self, what: str, speed: float) -> None:
-        """The fastest so far."""
+        """Shows the fastest run so far."""
         ...
 
     def note(self, text: str) -> None:
-        """Something that the user should know."""
+        """Shows a note to the user."""
         ...
 
     def close(self) -> None: ...
 
 
 class Sweep:
-    """One sweep, on rank 0. What is finished is on disk at once, in `file` with the ending .partial.json."""
+    """One sweep, on rank 0.
+
+    Every finished measurement is written to `file` with the ending .partial.json immediately.
+    """
 
     def __init__(self, crew: RankPool, wish: SweepRequest, profile: Json, file: Path, show: SweepDisplay) -> None:
         self.profile, self.file = profile, file
         self._crew, self._wish, self._show = crew, wish, show
         self._began = time.monotonic()
-        self._longest = 0.0  # seconds of a measurement
+        self._longest = 0.0  # seconds of the longest measurement
         self._done = 0
 
     @staticmethod
     def empty(key: Json, environment: Json, wish: SweepRequest) -> Json:
-        """A profile with nothing measured."""
+        """Returns a profile without measurements."""
         return {
             "swiftspec_profile": store.VERSION, "key": key, "environment": environment, "settings": wish.settings(),
             "steps": [], "runs": [], "rounds": [], "lanes": [], "around": {}, "orchestration": None, "stopped": None,
         }  # fmt: skip
 
     def run(self) -> None:
-        """Measures until all is done or the budget is spent, then puts the profile in its place. Raises UserError where
-        the budget is too small for anything."""
+        """Measures until everything is done or the budget is spent, then writes the final profile.
+
+        Raises UserError if the budget does not suffice for any measurement.
+        """
         contest = trials.contest(self._wish.modes, self._wish.pairs, self._crew.ranks, self._wish.whole)
         try:
             for repeat in range(self._wish.repeats):
@@ -86,7 +91,7 @@ class Sweep:
         self._partial.unlink(missing_ok=True)
 
     def close(self) -> None:
-        """Puts the display in order."""
+        """Closes the display."""
         self._show.close()
 
     @property
@@ -96,10 +101,10 @@ class Sweep:
     def _first_reason(self) -> str:
         return next((run["dropped"] for run in self.profile["runs"] if run["dropped"]), "no mode is left")
 
-    # ---- one engine after the other
+    # ---- engines, one at a time
 
     def _contest(self, trial: Trial, repeat: int) -> None:
-        """One more repeat of whatever of a trial still takes part."""
+        """Runs one more repeat of each run of a trial that has not been dropped."""
         plan = trial.row(None)
         runs = [r for r in self.profile["runs"] if r["ops"] == trial.ops and not r["variation"]]
         mine = [r for r in runs if same(r["plan"], plan)]
@@ -112,7 +117,7 @@ class Sweep:
             self._decode(trial, tuple(steps), variation=False)
 
     def _later(self, pick: Callable[[], Iterable[Trial]]) -> None:
-        """Trials that follow from what has been measured, once each."""
+        """Runs trials that depend on earlier measurements, once each."""
         for trial in pick():
             steps = trial.steps or (None,)
             plan = trial.row(steps[0])
@@ -137,7 +142,7 @@ class Sweep:
                     steps = trials.depths(*times) if not known else steps
                 measurement.decode_all(llm, self._wish.prompts[:1], WARM_UP_TOKENS, self._deadline())
                 for d in steps:
-                    self._entry(trial, d, variation)  # whoever resumes sees which d are missing
+                    self._entry(trial, d, variation)  # a resumed sweep finds out which d are missing
                 for d in steps:
                     if d is not None:
                         measurement.tree_roles(llm).drafter.draft_steps = d
@@ -174,14 +179,14 @@ class Sweep:
             self._show.best(store.plan_title(leader["plan"]), store.median_speed(leader))
 
     def _drop(self) -> None:
-        """Ends the race for those that are hopelessly behind."""
+        """Stops repeating runs that are too far behind."""
         for index in trials.losers(self.profile["runs"]):
             run = self.profile["runs"][index]
             if not run["dropped"] and not run["variation"]:
                 run["dropped"] = "far behind the fastest"
 
     def _step_times(self) -> None:
-        """Forwards of each model on groups of every size (paper, Table 1)."""
+        """Measures forwards of each model on groups of every size (paper, Table 1)."""
         for side in ("target", "draft"):
             for tp in range(1, self._crew.ranks + 1):
                 if any(step["side"] == side and step["tp"] == tp for step in self.profile["steps"]):
@@ -201,7 +206,7 @@ class Sweep:
                 self._save()
 
     def _rounds(self) -> None:
-        """The rounds of every tree that was tried, for the predictor: they are the same however long a step takes."""
+        """Records the rounds of every tree that was tried, for the predictor. They do not depend on step times."""
         runs = [run for run in self.profile["runs"] if run["speeds"] and not run["variation"]]
         plans = [run["plan"] for run in runs if run["plan"]["draft_steps"]]
         for plan in plans:
@@ -214,7 +219,7 @@ class Sweep:
                 self._save()
 
     def _lanes(self) -> None:
-        """A few rounds of the best asynchronous run as they overlapped."""
+        """Records the timelines of a few rounds of the best asynchronous run."""
         winner = store.best_run(self.profile, {"mode": "async"})
         if winner is not None and not self.profile["lanes"]:
             self._step("both lanes")
@@ -227,7 +232,7 @@ class Sweep:
             self.profile["orchestration"] = self._orchestration(trace, winner["plan"])
 
     def _orchestration(self, trace: Trace, plan: Json) -> Json | None:
-        """What a round at emulated step times costs beyond them: median seconds, and the share of the median round."""
+        """Cost of a round beyond the emulated step times: median seconds, and their share of the median round."""
         emulate = self._crew.pair.options.get("emulate")
         if emulate is None or emulate.target is None or emulate.draft is None:
             return None
@@ -248,7 +253,7 @@ class Sweep:
     # ---- the budget
 
     def _step(self, what: str) -> None:
-        """Begins a measurement, if there is time for it. Raises OutOfTime."""
+        """Begins a measurement. Raises OutOfTime if the budget does not suffice for it."""
         now = time.monotonic()
         spent = now - self._began
         if self._done > 0:
@@ -264,7 +269,7 @@ class Sweep:
         self._done += 1
 
     def _total(self) -> int:
-        """How many measurements it will be, about: variations and dropped runs are not known before."""
+        """Estimates the number of measurements. Variations and dropped runs are not known in advance."""
         contest = trials.contest(self._wish.modes, self._wish.pairs, self._crew.ranks, self._wish.whole)
         return len(contest) * self._wish.repeats + 2 * self._crew.ranks + len(trials.BATCHES) * 4 + self._populations()
 
@@ -279,12 +284,15 @@ class Sweep:
 
 
 def same(plan: Json, wanted: Json) -> bool:
-    """Whether a plan has these values; None stands for any."""
+    """Whether a plan has these values. None matches any value."""
     return all(value is None or plan[name] == value for name, value in wanted.items())
 
 
 def resumed(file: Path, fresh: Json) -> Json:
-    """What an interrupted sweep has left beside `file`. Raises UserError where there is none, or of something else."""
+    """Loads what an interrupted sweep left next to `file`.
+
+    Raises UserError if nothing is there, or if it belongs to a different sweep.
+    """
     partial = file.with_name(file.name.removesuffix(".json") + store.PARTIAL_SUFFIX)
     if not partial.exists():
         raise UserError(f"nothing to resume: there is no {partial}")
@@ -296,7 +304,7 @@ def resumed(file: Path, fresh: Json) -> Json:
 
 
 def outlook(wish: SweepRequest, ranks: int) -> Sequence[str]:
-    """What a sweep would try, a line each."""
+    """Returns one line for each trial of a sweep."""
     contest = trials.contest(wish.modes, wish.pairs, ranks, wish.whole)
     lines = []
     for trial in contest:

@@ -1,5 +1,5 @@
-"""What a trace tells: a timeline for Chrome or Perfetto, who waited for whom and why, and what a round costs beyond the
-two models."""
+"""Analysis of a trace: timeline for Chrome or Perfetto, waiting times of both sides with their causes, and the cost of
+a round beyond the two models."""
 
 from __future__ import annotations
 
@@ -14,21 +14,23 @@ from swiftspec.observe import trace_file
 from swiftspec.profiles import schema
 
 Json = dict[str, Any]
-LARGEST = 1 << 30  # bytes of a trace: half a million rounds
-TARGET, DRAFT = 1, 2  # the threads of the timeline
+LARGEST = 1 << 30  # maximum bytes of a trace, about half a million rounds
+TARGET, DRAFT = 1, 2  # thread ids of the timeline
 
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """A trace file: its first line, and the rounds in order; of other lines nothing is needed here."""
+    """A trace file: its header line and its rounds in order. Other lines are ignored."""
 
     head: Json
     rounds: list[Json]
 
     @staticmethod
     def read(file: Path) -> Trace:
-        """Raises UserError on a file that is no trace, and on a line that is damaged. A last line that was cut off is
-        dropped."""
+        """Reads a trace.
+
+        Raises UserError on a file that is not a trace and on a damaged line. A truncated last line is dropped.
+        """
         head: Json = {}
         rounds: list[Json] = []
         for name, data in trace_file.read_trace(file, LARGEST):
@@ -41,7 +43,10 @@ class Trace:
         return Trace(head, rounds)
 
     def successive(self) -> Iterator[tuple[Json, Json]]:
-        """Rounds that follow each other in one request, the first of a request left out: it has the prompt in it."""
+        """Yields pairs of successive rounds of one request.
+
+        The first round of a request is left out because it includes the prompt.
+        """
         for this, after in pairwise(self.rounds):
             if this["request"] == after["request"] and this["round"] > 0 and after["round"] == this["round"] + 1:
                 yield this, after
@@ -49,20 +54,20 @@ class Trace:
 
 @dataclass(frozen=True, slots=True)
 class RoundCost:
-    """One round from one proposal's submission to the next. Seconds."""
+    """Cost of one round, from the submission of one proposal to that of the next, in seconds."""
 
     length: float
-    verify: float  # the target's forward and what it draws
-    forward: float  # of that, the forward
-    wait: float  # of the target for the proposal
-    late: float  # of that, while the draft still grew the tree when the result came
-    short: float  # of that, in expansions because too few nodes were left (or, in turn, in all expansions)
-    critical: int  # how many
+    verify: float  # the target's forward and sampling
+    forward: float  # the forward alone
+    wait: float  # the target's waiting time for the proposal
+    late: float  # part of the wait in which the draft was still expanding when the result arrived
+    short: float  # part of the wait spent in expansions for lack of nodes (serial mode: in all expansions)
+    critical: int  # number of these expansions
     expansions: int
 
 
 def costs(trace: Trace) -> list[RoundCost]:
-    """Of every whole round that both lanes tell of."""
+    """Returns the cost of every complete round that both sides have recorded."""
     return [
         _cost(this, after)
         for this, after in trace.successive() if "verify" in this["target"] and "verify" in after["target"]
@@ -72,7 +77,7 @@ def costs(trace: Trace) -> list[RoundCost]:
 def _cost(this: Json, after: Json) -> RoundCost:
     begin, end = this["target"]["verify"]
     length = after["target"]["verify"][0] - begin
-    asked, given = after.get("wait", (0.0, 0.0))  # a plain round asks nobody
+    asked, given = after.get("wait", (0.0, 0.0))  # a round without a draft does not wait
     grown, short = this.get("draft", {}), expanded_first(after)
     late = max(grown.get("grow", (end, end))[1] - end, 0.0)
     seconds = sum(f[1] - f[0] for f in short)
@@ -86,20 +91,23 @@ def _cost(this: Json, after: Json) -> RoundCost:
 
 
 def expanded_first(line: Json) -> list[Sequence[float]]:
-    """The draft's forwards that a round's proposal had to wait for."""
+    """Returns the draft forwards that a round's proposal had to wait for."""
     draft = line.get("draft", {})
     begin, end = draft.get("propose", (0.0, 0.0))
     return [forward for forward in draft.get("forwards", ()) if begin <= forward[0] < end]
 
 
 def orchestration(rounds: Iterable[RoundCost], target: float, draft: float) -> list[float]:
-    """Seconds of each round that are neither model's: its length less the longer of the target's step and the growing
-    beside it, less the expansions that the algorithm puts on the critical path. `target`, `draft`: seconds a step."""
+    """Seconds of each round that neither model accounts for.
+
+    This is the length of the round less the longer of the target's step and the concurrent expansions, and less the
+    expansions that the algorithm puts on the critical path. `target`, `draft`: seconds per step.
+    """
     return [r.length - max(target, r.expansions * draft) - r.critical * draft for r in rounds]
 
 
 def chrome(trace: Trace) -> Json:
-    """The trace in Chrome's format, which Perfetto reads: microseconds from the first event."""
+    """Converts the trace to Chrome's format, which Perfetto reads. Times are in microseconds from the first event."""
     events = [
         {"ph": "M", "pid": 1, "tid": tid, "name": "thread_name", "args": {"name": name}}
         for tid, name in ((TARGET, "target"), (DRAFT, "draft"))
@@ -119,7 +127,7 @@ def chrome(trace: Trace) -> Json:
 
 
 def _spans(line: Json) -> Iterator[tuple[int, str, float, float, Json]]:
-    """(lane, name, begin, end, details) of one line."""
+    """Yields (thread id, name, begin, end, details) of the spans of one line."""
     about = {"request": line["request"], "round": line["round"]}
     target, draft = line.get("target", {}), line.get("draft", {})
     if "population" in line:
@@ -142,7 +150,7 @@ def _spans(line: Json) -> Iterator[tuple[int, str, float, float, Json]]:
 
 
 def summary(trace: Trace) -> str:
-    """Who waited for whom and why, as text."""
+    """Summarizes as text which side waited for the other, and why."""
     rounds, head = costs(trace), trace.head
     tokens = sum(len(line["tokens"]) for line in trace.rounds)
     split = f"{head['target_tp']}+{head['draft_tp']}" if head["mode"] == "async" else head["target_tp"]
@@ -158,7 +166,7 @@ def summary(trace: Trace) -> str:
         return f"{1e3 * statistics.fmean(values):.3f} ms"
 
     lengths = [r.length for r in rounds]
-    share = sum(r.forward for r in rounds) / max(sum(lengths), 1e-9)  # of a damaged trace they may be anything
+    share = sum(r.forward for r in rounds) / max(sum(lengths), 1e-9)  # a damaged trace may contain any values
     growing, expanded = sum(r.late > 0 for r in rounds), sum(r.critical > 0 for r in rounds)
     lines += [
         f"a round lasts {ms(lengths)} (median {1e3 * statistics.median(lengths):.3f})",
@@ -182,7 +190,7 @@ def summary(trace: Trace) -> str:
 
 
 def _draft_idle(trace: Trace) -> list[float]:
-    """Seconds a round between the end of the draft's growing and the result."""
+    """Seconds per round between the end of the draft's expansions and the result."""
     found = []
     for this, after in trace.successive():
         if "grow" in this.get("draft", {}) and "observe" in after.get("draft", {}):

@@ -1,4 +1,4 @@
-"""What a sweep tries, in which order, and what it no longer tries: arithmetic only."""
+"""Trials of a sweep, their order, and the criterion for dropping them. Pure arithmetic, no measurements."""
 
 from __future__ import annotations
 
@@ -18,22 +18,25 @@ from swiftspec.model.config import ModelConfig
 from swiftspec.model.shard import Shard
 from swiftspec.profiles import schema, store
 
-ROWS = (1, 2, 4, 8, 16, 32)  # of the step times
-SERIAL_STEPS = (1, 2, 3, 4, 6)  # the best d in turn follows from acceptance, not from a ratio of times
-BATCHES = (2, 4, 8, 16, 32)  # bs and w, each with the other at the usual value (paper, Figure 2)
-PARTICLES = {  # each with the others at the usual value
+ROWS = (1, 2, 4, 8, 16, 32)  # rows of the measured step times
+SERIAL_STEPS = (1, 2, 3, 4, 6)  # in serial mode the best d follows from acceptance, not from a ratio of times
+BATCHES = (2, 4, 8, 16, 32)  # bs and w, each varied with the other at its usual value (paper, Figure 2)
+PARTICLES = {  # each varied with the others at their usual values
     "particles": (1, 2, 8, 16), "smc_draft_tokens": (1, 2, 8), "smc_groups": (2, 4, 8),
 }  # fmt: skip
 USUAL = EngineConfig()
 ENGINE = tuple(
     name for name in store.PLAN_FIELDS if name != "draft_steps"
-)  # what of a plan an engine keeps while d changes
-LOSING = 0.85  # a run whose best repeat stays below this share of the leader's median is not repeated
+)  # fields of a plan that stay fixed for an engine while d changes
+LOSING = 0.85  # a run is not repeated if its best repeat stays below this share of the leader's median
 
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """One engine to build and one or more values of d to run on it; none: as the ratio of the step times has it."""
+    """An engine to build and the values of d to run on it.
+
+    Without values, d follows from the ratio of the step times.
+    """
 
     mode: str
     target_tp: int
@@ -42,22 +45,22 @@ class Trial:
     verify_batch: int = USUAL.verify_batch
     draft_leaves: int = USUAL.draft_leaves
     steps: tuple[int, ...] = ()
-    particles: int = USUAL.population.particles  # these three in mode smc
+    particles: int = USUAL.population.particles  # used in mode smc, like the next two fields
     smc_draft_tokens: int = USUAL.population.smc_draft_tokens
     smc_groups: int = USUAL.population.smc_groups
 
     @staticmethod
     def of(plan: Mapping[str, Any], ops: str = "auto", steps: tuple[int, ...] = ()) -> Trial:
-        """The engine of a profile's plan."""
+        """Returns the trial of a profile's plan."""
         particles = {name: plan[name] for name in schema.PARTICLE_FIELDS if plan.get(name) is not None}
         return Trial(ops=ops, steps=steps, **{name: plan[name] for name in ENGINE}, **particles)
 
     def plan(self, draft_steps: int | None) -> EngineConfig:
-        """The plan of the engine."""
+        """Returns the engine configuration for one d."""
         return schema.engine_config(self.row(draft_steps))
 
     def row(self, draft_steps: int | None) -> dict[str, Any]:
-        """The plan as a profile holds it."""
+        """Returns the plan in the form of a profile."""
         names = (*ENGINE, *(schema.PARTICLE_FIELDS if self.mode == "smc" else ()))
         engine = {name: getattr(self, name) for name in names}
         return {**engine, "draft_steps": draft_steps if self.mode in ("serial", "async") else None}
@@ -65,18 +68,18 @@ class Trial:
 
 @dataclass(frozen=True, slots=True)
 class SweepRequest:
-    """What is to be measured."""
+    """Specification of a sweep."""
 
     modes: list[str]
     pairs: list[tuple[int, int]]  # splits of all ranks
-    whole: bool  # all ranks can share both models
+    whole: bool  # whether all ranks can share both models
     prompts: list[list[int]]
     max_tokens: int
     repeats: int
     budget: float  # seconds
 
     def settings(self) -> dict[str, Any]:
-        """What must be the same for a sweep to be resumed."""
+        """Returns the values that must be equal for a sweep to be resumed."""
         digest = hashlib.sha256(json.dumps(self.prompts).encode()).hexdigest()
         return {
             "prompts": len(self.prompts), "prompts_sha256": digest, "max_tokens": self.max_tokens,
@@ -85,8 +88,11 @@ class SweepRequest:
 
 
 def splits(text: str, ranks: int, target: ModelConfig, draft: ModelConfig) -> tuple[list[tuple[int, int]], list[str]]:
-    """The splits of `ranks` ranks that are named (`all`, or `3+1,2+2`), and why others of `all` are left out. Raises
-    UserError where a named one does not add up, or a model cannot be cut that way."""
+    """Parses splits of `ranks` ranks (`all`, or `3+1,2+2`) and returns them with the reasons why splits of `all` are
+    left out.
+
+    Raises UserError if a named split does not add up to `ranks` or cannot shard a model.
+    """
     if text == "all":
         named = [(x, ranks - x) for x in range(ranks - 1, 0, -1)]
     else:
@@ -112,7 +118,7 @@ def splits(text: str, ranks: int, target: ModelConfig, draft: ModelConfig) -> tu
 
 
 def cannot_cut(config: ModelConfig, size: int) -> str | None:
-    """Why so many ranks cannot share a model."""
+    """Returns the reason why a model cannot be sharded over `size` ranks, or None."""
     try:
         Shard.of(config, 0, size)
     except UserError as error:
@@ -121,7 +127,7 @@ def cannot_cut(config: ModelConfig, size: int) -> str | None:
 
 
 def check_modes(text: str) -> list[str]:
-    """The modes that are named. Raises UserError."""
+    """Parses a list of modes. Raises UserError."""
     modes = text.split(",")
     for mode in modes:
         if mode not in MODES:
@@ -130,7 +136,7 @@ def check_modes(text: str) -> list[str]:
 
 
 def contest(modes: Sequence[str], pairs: Sequence[tuple[int, int]], ranks: int, whole: bool) -> list[Trial]:
-    """The splits and modes against each other, at the usual bs and w. `whole`: all ranks can share both models."""
+    """Returns the trials of all splits and modes at the usual bs and w. `whole`: all ranks can share both models."""
     trials = []
     if "ar" in modes:
         trials += [Trial("ar", x, 0, "auto") for x in dict.fromkeys((ranks if whole else 1, 1))]
@@ -144,7 +150,7 @@ def contest(modes: Sequence[str], pairs: Sequence[tuple[int, int]], ranks: int, 
 
 
 def variations(plan: Mapping[str, Any]) -> list[Trial]:
-    """The winner's bs and w, one at a time (paper, Figure 2), with its d."""
+    """Varies the winner's bs and w, one at a time (paper, Figure 2), at its d."""
     if plan["mode"] not in ("serial", "async"):
         return []
     start = Trial(plan["mode"], plan["target_tp"], plan["draft_tp"], "auto", steps=(plan["draft_steps"],))
@@ -153,8 +159,11 @@ def variations(plan: Mapping[str, Any]) -> list[Trial]:
 
 
 def populations(runs: Sequence[Mapping[str, Any]]) -> list[Trial]:
-    """N, K and the number of groups of mode smc, one at a time, where it could be measured. Of several groups the speed
-    is that of all together. Which is fastest says nothing of the text, which follows N and K."""
+    """Varies N, K and the number of groups of mode smc, one at a time, if the mode was measured.
+
+    The speed of several groups is their total. The fastest setting does not imply the best text, which depends on N and
+    K.
+    """
     if not any(run["plan"]["mode"] == "smc" and run["speeds"] for run in runs):
         return []
     start = Trial("smc", 1, 1, "auto")
@@ -162,8 +171,8 @@ def populations(runs: Sequence[Mapping[str, Any]]) -> list[Trial]:
 
 
 def ablation(runs: Sequence[Mapping[str, Any]]) -> list[Trial]:
-    """The best of serial and async on all ranks, with the usual tree, once more with plain torch operators: base, only
-    parallel tree, only kernels, both (paper, Figure 8; there the other axis is CUDA kernels)."""
+    """Repeats the best serial and asynchronous runs on all ranks, with the usual tree, on plain torch operators: base,
+    parallel tree only, operators only, both (paper, Figure 8, where the other axis is CUDA kernels)."""
     made = []
     most = max((store.ranks_of(run["plan"]) for run in runs), default=1)
     for mode in ("serial", "async"):
@@ -176,15 +185,17 @@ def ablation(runs: Sequence[Mapping[str, Any]]) -> list[Trial]:
 
 
 def depths(target: float, draft: float) -> tuple[int, ...]:
-    """d: floor and ceiling of the ratio of a verification to an expansion (paper, section 3.1)."""
+    """Returns d as floor and ceiling of the ratio of verification to expansion time (paper, section 3.1)."""
     low = steps_for(target, DraftTimes(0.0, draft))
     high = min(max(math.ceil(target / draft), 1), MAX_MEASURED_DRAFT_STEPS)
     return tuple(sorted({low, high}))
 
 
 def losers(runs: Sequence[Mapping[str, Any]]) -> list[int]:
-    """Which runs are so far behind the leader on as many ranks that repeating them is a waste. The best of every mode
-    stays, so that there is something to compare with."""
+    """Returns the indices of runs that are too far behind the leader on the same number of ranks to be repeated.
+
+    The best run of every mode is always retained for comparison.
+    """
     best: dict[tuple[int, str], float] = {}
     for run in runs:
         if run["speeds"] and not run["variation"]:

@@ -1,5 +1,7 @@
-"""The processes of a sweep: rank 0 says what is to be built next, and every rank builds its part of it, again and
-again, without being started anew."""
+"""Processes of a sweep.
+
+Rank 0 publishes which engine is built next and every rank builds its shard, repeatedly and without restarts.
+"""
 
 from __future__ import annotations
 
@@ -26,12 +28,15 @@ Ops = Literal["auto", "reference"]
 
 @dataclass(frozen=True, slots=True)
 class EngineBuild:
-    """An engine to build on the first ranks of the job. `alone`: one of the two models by itself, to be timed."""
+    """An engine to build on the first ranks of the job.
+
+    `alone`: one of the two models without the other, for step times.
+    """
 
     plan: EngineConfig
     ops: str = "auto"
     alone: str | None = None  # "target" or "draft"
-    paced: bool = True  # at the emulated step times, where there are any
+    paced: bool = True  # uses emulated step times, if there are any
     trace: str | None = None
 
     def pack(self) -> str:
@@ -46,15 +51,15 @@ class EngineBuild:
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """The two models and how they are loaded."""
+    """The two models and their load options."""
 
     target: Path
     draft: Path
     options: LoadOptions
-    threads: int | None = None  # inside one operation; None: this rank's cores
+    threads: int | None = None  # threads per operation; None: the number of this rank's cores
 
     def options_for(self, order: EngineBuild) -> LoadOptions:
-        """Those of an order. No text is kept: each run reads its prompts, as the first one does."""
+        """Returns the load options of a build. The prefix cache is disabled, so that each run reads its prompts."""
         emulate = (self.options.get("emulate") if order.paced else None) or StepTimeEmulation()
         if order.alone == "draft":
             emulate = StepTimeEmulation(target=emulate.draft)
@@ -63,14 +68,14 @@ class Pair:
         return {**self.options, "emulate": emulate, "trace": trace, "ops": ops, "prefix_cache_memory": 0}
 
     def models(self, order: EngineBuild) -> tuple[Path, Path | None]:
-        """The target and the draft of an order."""
+        """Returns the paths of the target and the draft of a build."""
         if order.alone is not None:
             return (self.target if order.alone == "target" else self.draft), None
         return self.target, None if order.plan.mode == "ar" else self.draft
 
 
 class RankPool:
-    """All ranks of the job, or this process alone. Only rank 0 builds and dismisses; the others follow."""
+    """All ranks of the job, or this process alone. Rank 0 builds and dismisses; the other ranks follow."""
 
     def __init__(self, pair: Pair, world: World | None) -> None:
         self.pair = pair
@@ -83,7 +88,7 @@ class RankPool:
 
     @contextlib.contextmanager
     def engine(self, order: EngineBuild) -> Iterator[LLM]:
-        """The engine of an order. Raises UserError where it cannot be built."""
+        """Builds the engine of an order and yields it. Raises UserError if it cannot be built."""
         if self._world is not None:
             self._world.store.set(f"order {self._orders}", order.pack())
         part = self._part(order)
@@ -94,19 +99,19 @@ class RankPool:
             llm.close()
 
     def dismiss(self) -> None:
-        """Lets the other ranks go, and waits until they have: the store ends with this process."""
+        """Ends the other ranks and waits until they have left, because the store ends with this process."""
         if self._world is not None:
             self._world.store.set(f"order {self._orders}", "")
             for rank in range(1, self._world.size):
                 self._world.store.get(f"gone {rank}")
 
     def follow(self) -> None:
-        """The life of any rank but 0, until it is dismissed. Raises RankLost when rank 0 is gone."""
+        """Main loop of every rank but 0, until it is dismissed. Raises RankLost if rank 0 is lost."""
         while (text := self._next()) != "":
             order = EngineBuild.unpack(text)
             part = self._part(order)
             if part is not None and part.rank < part.size:
-                with contextlib.suppress(UserError):  # rank 0 has it too, and tells
+                with contextlib.suppress(UserError):  # rank 0 raises the same error and reports it
                     serve_rank(part, *self.pair.models(order), order.plan, **self.pair.options_for(order))
         assert self._world is not None
         self._world.store.set(f"gone {self._world.rank}", "")
@@ -116,12 +121,12 @@ class RankPool:
         while True:
             try:
                 return self._world.store.get(f"order {self._orders}").decode()
-            except RuntimeError as error:  # the store's
+            except RuntimeError as error:  # raised by the store
                 if "timeout" not in str(error).lower():
                     raise RankLost("rank 0 is gone") from None
 
     def _part(self, order: EngineBuild) -> World | None:
-        """The ranks of an order, this one on its cores; None for one that is alone."""
+        """Returns the ranks of an order, this rank on its cores, or None for a process without a world."""
         number, self._orders = self._orders, self._orders + 1
         part = None if self._world is None else self._world.subworld(order.plan.num_ranks, f"part {number}")
         alone = part is None or part.size == 1

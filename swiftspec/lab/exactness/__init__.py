@@ -1,1 +1,1 @@
-"""`python -m swiftspec.exactness`: whether speculation changes what the target says, tested on one's own models."""
+"""`python -m swiftspec.exactness`: tests on the user's own models whether speculation changes the target's output."""

@@ -1,6 +1,6 @@
-"""`python -m swiftspec.exactness`: draws many answers with and without speculation and compares what was drawn.
+"""`python -m swiftspec.exactness`: draws many answers with and without speculation and compares their distributions.
 
-Exit code 0 where no difference was found, 1 where one was or the draft was of no use, 2 for a call that makes no sense.
+Exit codes: 0 no difference found, 1 a difference was found or the draft was not used, 2 usage error.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ is one of `python -m swiftspec.serve`, such as --model, --draft-model, --mode, -
 
 
 def main(argv: Sequence[str] | None = None, prog: str = "python -m swiftspec.exactness") -> int:
-    """Runs the command and returns its exit code. On several ranks: torchrun -m swiftspec.exactness ..."""
+    """Runs the command and returns its exit code. For several ranks: torchrun -m swiftspec.exactness ..."""
     return run_guarded(lambda first: _run(argv, first, prog))
 
 
@@ -74,7 +74,7 @@ def _run(argv: Sequence[str] | None, first: bool, prog: str) -> int:
 
 
 def _test(own: argparse.Namespace, settings: Settings, prompt: str) -> int:
-    """Both engines, all trials, the table; the exit code."""
+    """Builds both engines, runs all trials, prints the table and returns the exit code."""
     from rich.console import Console
     from rich.progress import Progress
 
@@ -112,7 +112,7 @@ def _trials(
     prompt: str,
     progress: Progress,
 ) -> tuple[SampleVerdict | None, list[TextComparison]]:
-    """The distribution, unless the request is greedy; then what must be the same token for token."""
+    """Compares the distributions, unless the request is greedy, then the texts that must be equal token by token."""
     from swiftspec.lab.exactness.trial import compare_samples, compare_texts
 
     plan = tree.llm.config

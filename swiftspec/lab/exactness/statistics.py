@@ -1,6 +1,6 @@
-"""Whether two samples come from one distribution: chi-square, Holm's correction, total variation.
+"""Two-sample tests on categorical data: chi-square test, Holm correction, total variation distance.
 
-Letters: c cells; counts are how often each was seen.
+Array shapes use c for the number of cells. Counts are the number of observations per cell.
 """
 
 from __future__ import annotations
@@ -13,27 +13,30 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-MIN_CELL_COUNT = 10  # cells seen less often in both samples together are one cell
+MIN_CELL_COUNT = 10  # cells with fewer observations in both samples together are merged into one cell
 RESAMPLES = 1000
-TAIL, Z = 0.025, 1.96  # on each side of an interval, and the normal quantile of that
+TAIL, Z = 0.025, 1.96  # probability on each side of a confidence interval, and its normal quantile
 Counts = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Two samples of one thing. `p`: the chance of a difference as large or larger where there is none."""
+    """Comparison of two samples of one quantity.
+
+    `p` is the probability of a difference at least this large if both samples have the same distribution.
+    """
 
     name: str
     cells: int
     square: float
     p: float
-    apart: float  # total variation of the two samples
-    low: float  # the 95 % interval of that of their laws
+    apart: float  # total variation distance of the two samples
+    low: float  # the 95 % confidence interval of the distance of the distributions
     high: float
 
 
 def compare(name: str, first: Sequence[Hashable], second: Sequence[Hashable], seed: int = 0) -> Comparison:
-    """Two samples of equal size, or not."""
+    """Compares two samples. They may differ in size."""
     a, b = pooled(first, second)
     square, p = chi_square(a, b)
     apart, low, high = total_variation(a, b, seed)
@@ -41,7 +44,7 @@ def compare(name: str, first: Sequence[Hashable], second: Sequence[Hashable], se
 
 
 def pooled(first: Sequence[Hashable], second: Sequence[Hashable]) -> tuple[Counts, Counts]:
-    """Counts of both samples over the same cells; the rare ones are the last cell."""
+    """Counts both samples over the same cells. Rare values share the last cell."""
     one, other = Counter(first), Counter(second)
     often = sorted(
         (x for x in {*one, *other} if one[x] + other[x] >= MIN_CELL_COUNT), key=lambda x: (-one[x] - other[x], str(x))
@@ -55,7 +58,7 @@ def pooled(first: Sequence[Hashable], second: Sequence[Hashable]) -> tuple[Count
 
 
 def chi_square(a: Counts, b: Counts) -> tuple[float, float]:
-    """The statistic of homogeneity of two samples [c] and its p-value, with c - 1 degrees of freedom."""
+    """Chi-square statistic of homogeneity of two samples [c] and its p-value, with c - 1 degrees of freedom."""
     if len(a) < 2:
         return 0.0, 1.0
     ratio = (b.sum() / a.sum()) ** 0.5
@@ -64,14 +67,17 @@ def chi_square(a: Counts, b: Counts) -> tuple[float, float]:
 
 
 def survival(square: float, freedom: int) -> float:
-    """The chance that a chi-square variable of so many degrees of freedom is larger."""
+    """Returns the probability that a chi-square variable with `freedom` degrees of freedom exceeds `square`."""
     half = torch.tensor([freedom / 2, square / 2], dtype=torch.float64)
     return float(torch.special.gammaincc(half[0], half[1]))
 
 
 def holm(p: Sequence[float]) -> list[float]:
-    """The p-values corrected for their number: each is the level at which its own difference would be reported, with
-    the chance of any false report at most that. Source: Holm 1979."""
+    """Holm-Bonferroni correction of p-values.
+
+    Each returned value is the family-wise error rate at which that difference would just be reported. Source: Holm
+    1979.
+    """
     out, worst = [0.0] * len(p), 0.0
     for rank, i in enumerate(sorted(range(len(p)), key=lambda i: p[i])):
         worst = max(worst, min(1.0, (len(p) - rank) * p[i]))
@@ -80,12 +86,13 @@ def holm(p: Sequence[float]) -> list[float]:
 
 
 def total_variation(a: Counts, b: Counts, seed: int = 0) -> tuple[float, float, float]:
-    """The distance of two samples [c], and an interval that holds that of their laws with 95 % or more.
+    """Total variation distance of two samples [c], with a confidence interval of at least 95 % for their distributions.
 
-    Samples are further apart than their laws, by no more than the noise of both: so the lower end is that far below, by
-    a quantile of the noise, which resampling gives. The distance of the laws is their largest difference on any set of
-    cells; on that set the samples differ by no more than their distance, and chance moves that difference by no more
-    than half of 1 / sqrt(size) of each: so the upper end is that far above.
+    The distance of samples exceeds the distance of their distributions by at most the noise of both. The lower end is
+    therefore the sample distance less a quantile of the noise, estimated by resampling. The distance of the
+    distributions is their largest difference over all sets of cells. On the set that attains it the samples differ by
+    at most their distance, and chance moves that difference by at most half of 1 / sqrt(size) per sample, which gives
+    the upper end.
     """
     dice, (m, n) = np.random.default_rng(seed), (int(a.sum()), int(b.sum()))
     p, q = a / m, b / n

@@ -1,4 +1,4 @@
-"""The trials: the same requests with and without speculation, and what their answers are compared by."""
+"""Exactness trials: the same requests with and without speculation, and the comparison of their answers."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ from swiftspec.engine import Completion
 from swiftspec.lab.exactness.statistics import Comparison, compare, holm
 from swiftspec.params import SamplingParams
 
-SIGNIFICANCE_LEVEL = 0.001  # chance that a test of an exact engine fails
+SIGNIFICANCE_LEVEL = 0.001  # probability that the test of an exact engine fails
 Tick = Callable[[], None]
 
 
 class GeneratingEngine(Protocol):
-    """What answers requests."""
+    """Protocol of an engine that answers requests."""
 
     def generate(self, prompt: Sequence[int], sampling: SamplingParams | None = None) -> Completion: ...
 
 
 @dataclass(slots=True)
 class CountingEngine:
-    """An engine, and how it came to its answers: without draft tokens that were accepted nothing of it was tested."""
+    """Wraps an engine and counts its accepted draft tokens. Without any, the trial has not tested speculation."""
 
     engine: GeneratingEngine
     rounds: int = 0
     accepted: int = 0
-    lost: str | None = None  # why the draft was of no use in some request
+    lost: str | None = None  # why the draft was not used in some request
 
     def generate(self, prompt: Sequence[int], sampling: SamplingParams | None = None) -> Completion:
-        """As the engine does."""
+        """Generates with the wrapped engine and adds up its statistics."""
         answer = self.engine.generate(prompt, sampling)
         self.rounds += answer.stats.rounds
         self.accepted += answer.stats.accepted
@@ -39,7 +39,7 @@ class CountingEngine:
 
     @property
     def idle(self) -> str | None:
-        """Why its answers tell nothing of speculation; None where they do."""
+        """Returns the reason why the answers did not exercise speculation, or None if they did."""
         if self.lost is not None:
             return f"the drafter was lost ({self.lost})"
         return None if self.accepted else "no draft token was accepted"
@@ -47,7 +47,7 @@ class CountingEngine:
 
 @dataclass(frozen=True, slots=True)
 class SampleVerdict:
-    """What the comparisons say together. `corrected` are their p-values after Holm."""
+    """Result of all comparisons of samples. `corrected` holds their p-values after Holm correction."""
 
     comparisons: list[Comparison]
     corrected: list[float]
@@ -59,8 +59,10 @@ class SampleVerdict:
 
 @dataclass(frozen=True, slots=True)
 class TextComparison:
-    """Answers that must be the same token for token. `parted`: the position of the first difference in those that are
-    not."""
+    """Comparison of answers that must be equal token by token.
+
+    `parted` holds the position of the first difference of each pair that differs.
+    """
 
     name: str
     requests: int
@@ -75,9 +77,10 @@ def compare_samples(
     samples: int,
     tick: Tick,
 ) -> SampleVerdict:
-    """Draws so many continuations with each, no seed used twice, and compares every next token and every two in a row.
+    """Draws `samples` continuations with each engine and compares each next token and each pair of successive tokens.
 
-    `sampling.max_tokens` is their length, at least 1. `tick` is called after each request.
+    No seed is used twice. `sampling.max_tokens` is the length of a continuation, at least 1. `tick` is called after
+    each request.
     """
     sampling = replace(sampling, ignore_eos=True, stop=(), stop_token_ids=())
     texts: list[list[list[int]]] = []
@@ -104,7 +107,7 @@ def compare_texts(
     sampling: SamplingParams,
     tick: Tick,
 ) -> TextComparison:
-    """Answers every prompt with both, the i-th with the i-th seed from that of `sampling` on."""
+    """Answers every prompt with both engines. Prompt i uses the seed `sampling.seed` + i."""
     parted = []
     for i, prompt in enumerate(prompts):
         asked = replace(sampling, seed=(sampling.seed + i) % 2**64)
