@@ -18,7 +18,7 @@ __all__ = ["LLM", "EngineConfig", "SamplingParams", "__version__"]
 
 
 def __getattr__(name: str) -> Any:
-    """Imports what a caller asks for when it is asked for: torch takes seconds."""
+    """Imports an exported name on first access, because importing torch takes seconds."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     homes = {"LLM": "swiftspec.llm", "EngineConfig": "swiftspec.config", "SamplingParams": "swiftspec.params"}

@@ -1,6 +1,6 @@
 """Command `swiftspec`, also `python -m swiftspec`: dispatches to the sub-commands.
 
-It imports nothing heavy by itself, so that `swiftspec --help` is fast.
+It imports no heavy module at the top level, so that `swiftspec --help` is fast.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ USAGE_EXIT_CODE = 2
 
 
 def help_page() -> str:
-    """The page of `swiftspec --help`."""
+    """The text of `swiftspec --help`."""
     width = max(map(len, SUBCOMMANDS))
     lines = [f"  {name:{width}}  {text}" for name, text in SUBCOMMANDS.items()]
     return "\n".join(

@@ -1,7 +1,7 @@
-"""How an engine decodes: the mode, the split of the ranks, the shape of the tree or of the population.
+"""Engine configuration: the mode, the split of the ranks, the shape of the tree or of the population.
 
-Each setting is declared once, at its field (see setting.py). In code stands only what several fields have to do with
-each other.
+Each setting is declared once, at its field (see settings_schema.py). The code below checks only rules that involve
+several fields.
 """
 
 from dataclasses import dataclass, replace
@@ -10,24 +10,22 @@ from swiftspec.params import SamplingParams
 from swiftspec.settings_schema import check_fields, require, setting
 
 MODES = ("ar", "serial", "async", "smc")
-DEFAULT_DRAFT_STEPS = (
-    3  # d where nothing else is said: the best for the embedded pair in mode serial (docs/decisions/tree-and-cache.md)
-)
-MAX_MEASURED_DRAFT_STEPS = 16  # a measured d beyond this adds nodes that are hardly ever accepted
-MAX_CONCURRENT_REQUESTS = 256  # side by side
-MAX_TREE_NODES = 64  # bounds of bs, w and d: beyond them a round costs more than it can win back
+DEFAULT_DRAFT_STEPS = 3  # default d: the fastest for the demo models in mode serial (docs/decisions/tree-and-cache.md)
+MAX_MEASURED_DRAFT_STEPS = 16  # a larger measured d adds nodes that are hardly ever accepted
+MAX_CONCURRENT_REQUESTS = 256
+MAX_TREE_NODES = 64  # bound of bs, w and d: a larger round costs more than it can save
 VERIFY_METHODS = ("match", "reject")
 PROPOSAL_METHODS = ("top", "coupled", "sample")
 DEFAULT_CALIBRATION = {"greedy": 0.6, "top": 1.0, "coupled": 0.7, "sample": 0.2}
 
-# headings of --help, and what a setting shapes
+# headings of --help, and the values of `applies_to`
 SPECULATION, PARTICLES = "speculation", "mode smc: a population of particles, approximate"
 DRAFT, TREE, LOOKAHEAD, POPULATION = "draft", "draft tree", "tree that grows during a verification", "population"
 
 
 @dataclass(frozen=True, slots=True)
 class PopulationConfig:
-    """The shape of a population of particles (mode smc). Raises UserError on values that make none."""
+    """Shape of a population of particles (mode smc). Raises UserError on invalid values."""
 
     particles: int = setting(4, "Texts that grow side by side.", PARTICLES, "N", ge=1, le=1024, applies_to=POPULATION)
     smc_draft_tokens: int = setting(
@@ -42,7 +40,7 @@ class PopulationConfig:
         1.0, "The text follows the target's probability of whole texts to this power.", PARTICLES, "A", gt=0,
         le=100, applies_to=POPULATION,
     )  # fmt: skip
-    smc_exact: int = setting(  # the leading ones; K of them: nothing approximate
+    smc_exact: int = setting(  # leading draft tokens; with K of them the output is exact
         0, "Draft tokens of a round that are verified exactly, by rejection; the rest is weighted.", PARTICLES, "K",
         rule="lie in 0..smc_draft_tokens", depends_on="smc_draft_tokens", applies_to=POPULATION,
     )  # fmt: skip
@@ -50,8 +48,8 @@ class PopulationConfig:
         1, "Requests that are decoded side by side, each with its own particles.", PARTICLES, "G", ge=1,
         le=MAX_CONCURRENT_REQUESTS, applies_to=POPULATION,
     )  # fmt: skip
-    chains: str | None = None  # how chains of one particle are verified, match or reject, in place of weights
-    deferred_bonus: bool = True  # False, to measure its worth: a forward of its own reads a round's last draft token
+    chains: str | None = None  # verification of chains of one particle, match or reject; None: weights
+    deferred_bonus: bool = True  # False, for benchmarks: a separate forward reads the last draft token of a round
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -63,22 +61,22 @@ class PopulationConfig:
 
     @property
     def num_rejection_tokens(self) -> int:
-        """How many leading draft tokens of a round are verified by rejection."""
+        """Number of leading draft tokens per round that are verified by rejection sampling."""
         return self.smc_draft_tokens if self.chains == "reject" else self.smc_exact
 
     @property
     def slots_per_round(self) -> int:
-        """Cache slots that a round hands out: one for each new token of each particle."""
+        """Cache slots that a round allocates: one for each new token of each particle."""
         return self.particles * (self.smc_draft_tokens + 1)
 
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """The mode, the split of the ranks and the shape of the tree. Raises UserError on what makes no engine.
+    """The mode, the split of the ranks and the shape of the tree. Raises UserError on an invalid combination.
 
-    In mode async the first `target_tp` ranks run the target and the `draft_tp` ranks after them the draft; 1 and 0 are
-    one rank whose GPU runs both at the same time. In mode serial and mode smc one group runs both models in turn, so
-    the two sizes are the same; in mode ar there is no draft.
+    In mode async the first `target_tp` ranks run the target and the next `draft_tp` ranks run the draft; 1 and 0 mean
+    one rank whose GPU runs both at the same time. In modes serial and smc one group runs both models alternately, so
+    the two sizes are equal. Mode ar has no draft.
     """
 
     mode: str = setting("serial", choices=MODES)
@@ -94,7 +92,7 @@ class EngineConfig:
     draft_leaves: int = setting(
         4, "Leaves expanded per draft forward.", SPECULATION, "W", ge=1, le=MAX_TREE_NODES, applies_to=TREE
     )
-    draft_steps: int | None = setting(  # None: 3, and in mode async measured at start-up
+    draft_steps: int | None = setting(  # None: 3; in mode async measured at start
         None, "Draft forwards per round.", SPECULATION, "D", "async: as many as fit into a target forward; serial: 3",
         ge=1, le=MAX_TREE_NODES, applies_to=TREE,
     )  # fmt: skip
@@ -103,13 +101,13 @@ class EngineConfig:
         " rejection sampling of drawn drafts; a text of the same distribution.", SPECULATION, choices=VERIFY_METHODS,
         applies_to=TREE,
     )  # fmt: skip
-    proposal: str | None = setting(  # None: as verify needs
+    proposal: str | None = setting(  # None: follows from verify
         None, "How the draft chooses. top: the likeliest. coupled: those under the target's own noise. sample: drawn"
         " from its distribution.", SPECULATION, default_text="coupled; sample with --verify reject",
         choices=PROPOSAL_METHODS,
         applies_to=TREE,
     )  # fmt: skip
-    calibration: float | None = setting(  # of the children's weights; None: see `calibrated`
+    calibration: float | None = setting(  # of the children's weights; None: see `calibration_for`
         None, "How much the draft's confidence counts: below 1 its first choices count more.", SPECULATION, "C",
         "what fits the embedded pair", ge=0.05, le=20, applies_to=TREE,
     )  # fmt: skip
@@ -121,12 +119,12 @@ class EngineConfig:
         1, "Requests decoded side by side, in mode serial; above 1 each has a chain of D draft tokens in place of a"
         " tree.", SPECULATION, "G", ge=1, le=MAX_CONCURRENT_REQUESTS,
     )  # fmt: skip
-    self_switch: bool = False  # go on without the draft while that is faster; rounds then depend on the clock
-    adapt_steps: bool = False  # d follows what is measured while requests run; rounds then depend on the clock
-    adapt_batch: bool = False  # so does bs, never above verify_batch
+    self_switch: bool = False  # decode without the draft while that is faster; rounds then depend on the clock
+    adapt_steps: bool = False  # d follows measurements of running requests; rounds then depend on the clock
+    adapt_batch: bool = False  # the same for bs, which never exceeds verify_batch
     target_tp: int = setting(1, ge=1)
-    draft_tp: int = -1  # -1: as the mode has it (async 1, serial and smc that of the target, ar 0)
-    target_remote: bool = False  # a worker runs it, and no rank of this job
+    draft_tp: int = -1  # -1: default of the mode (async 1, serial and smc target_tp, ar 0)
+    target_remote: bool = False  # a worker runs the target, and no rank of this job
     draft_remote: bool = False
     population: PopulationConfig = PopulationConfig()  # mode smc
 
@@ -149,7 +147,7 @@ class EngineConfig:
             require(self.draft_tp == usual, f"draft_tp must be {usual} in mode {self.mode}, not {self.draft_tp}")
 
     def _check_rejection(self) -> None:
-        """What rejection sampling needs of the other fields."""
+        """Checks the fields that rejection sampling depends on."""
         require(
             self.verify == "match" or self.proposal == "sample",
             f"verify reject needs the distribution that tokens were drawn from, and proposal {self.proposal} carries"
@@ -161,7 +159,7 @@ class EngineConfig:
         )
 
     def _make_chains(self) -> None:
-        """A chain is a tree with one leaf, all of which is verified; the same for every request."""
+        """Turns the tree into a chain: one leaf per expansion, all nodes verified, the same shape for every request."""
         here = self.mode == "serial" and not (self.target_remote or self.draft_remote)
         require(here, "max_num_seqs above 1 is for mode serial without workers; mode smc has smc_groups")
         require(not self.is_adaptive, "max_num_seqs above 1 has rounds of one shape: leave self_switch and adapt_* out")
@@ -190,7 +188,8 @@ class EngineConfig:
             require(fits, f"{name} of a request must lie in 1..{most}, what this engine has room for, not {asked}")
 
     def for_request(self, sampling: SamplingParams) -> "EngineConfig":
-        """The shape of this request's rounds. One that says a part of it leaves nothing to measurements."""
+        """The configuration for the rounds of one request. A request that sets any part of the shape disables
+        adaptation of all parts."""
         if sampling.verify_batch is None and sampling.draft_steps is None:
             return self
         shape = {"verify_batch": sampling.verify_batch or self.verify_batch}
@@ -198,9 +197,9 @@ class EngineConfig:
         return replace(self, **shape, self_switch=False, adapt_steps=False, adapt_batch=False)
 
     def calibration_for(self, greedy: bool) -> float:
-        """What makes a child's weight the chance that the target agrees. For children ranked by likelihood a
-        temperature on the draft's log-probabilities, for drawn ones an exponent of its confidence. The defaults fit the
-        embedded pair."""
+        """Calibration that turns a child's weight into the probability that the target agrees. For children ranked by
+        likelihood it is a temperature on the draft's log-probabilities, for sampled children an exponent of its
+        confidence. The defaults fit the demo models."""
         if self.calibration is not None:
             return self.calibration
         return DEFAULT_CALIBRATION["greedy" if greedy else str(self.proposal)]
@@ -212,39 +211,40 @@ class EngineConfig:
 
     @property
     def children_per_leaf(self) -> int:
-        """k, children kept per expanded leaf: as many as could all be verified or expanded next."""
+        """k, the children kept per expanded leaf: as many as could be verified or expanded next."""
         return max(self.verify_batch, self.draft_leaves)
 
     @property
     def initial_draft_steps(self) -> int:
-        """d, or where it is to be measured, what to begin with."""
+        """d, or its initial value if d is measured."""
         return self.draft_steps if self.draft_steps is not None else DEFAULT_DRAFT_STEPS
 
     @property
     def draft_steps_adaptive(self) -> bool:
-        """Whether d is nobody's word, but as many expansions as come in time; rounds then depend on the clock."""
+        """Whether d is not fixed but as large as the time allows; rounds then depend on the clock."""
         return self.draft_steps is None or self.adapt_steps
 
     @property
     def max_draft_steps(self) -> int:
-        """The largest d that the trees have room for."""
+        """The largest d that the trees are allocated for."""
         measured = self.adapt_steps or (self.mode == "async" and self.draft_steps is None)
         return max(MAX_MEASURED_DRAFT_STEPS, self.initial_draft_steps) if measured else self.initial_draft_steps
 
     @property
     def is_adaptive(self) -> bool:
-        """Whether the kind of a round follows measurements."""
+        """Whether the kind or the shape of a round follows measurements."""
         return self.self_switch or self.adapts_shape
 
     @property
     def num_ranks(self) -> int:
-        """G, the ranks that the plan is for."""
+        """G, the number of ranks of the plan."""
         return self.target_tp + (self.draft_tp if self.mode == "async" else 0)
 
     @property
     def effective_population(self) -> PopulationConfig | None:
-        """The shape of the groups in which requests are decoded: in mode smc as it is set, with `max_num_seqs` above 1
-        one particle each, whose draft tokens are verified. None: a tree, one request at a time."""
+        """Shape of the sequence groups that requests are decoded in: as configured in mode smc; one particle per group,
+        whose draft tokens are verified, if `max_num_seqs` is above 1; None for a tree, which decodes one request at a
+        time."""
         if self.mode == "smc":
             return self.population
         if self.max_num_seqs == 1:
@@ -253,7 +253,7 @@ class EngineConfig:
 
     @property
     def num_sequences(self) -> int:
-        """Sequences of a model's cache: one for each request at a time. A guided request takes a second one."""
+        """Sequences of a model's KV cache: one per concurrent request. A guided request takes a second one."""
         return 1 if self.effective_population is None else self.effective_population.smc_groups
 
     @property

@@ -1,4 +1,5 @@
-"""The loop. Plain, serial, asynchronous and networked decoding differ only in the drafter and the verifier."""
+"""The decoding loop. Autoregressive, serial, asynchronous and remote decoding differ only in the drafter and the
+verifier."""
 
 from __future__ import annotations
 
@@ -13,20 +14,20 @@ Event = Literal[
     "opening", "drafter opened", "opened", "proposed", "grown", "verified", "observed", "settled", "taken", "collected",
     "closed",
 ]  # fmt: skip
-Observer = Callable[..., None]  # told of each event, with what it is about, at the moment when it has happened
+Observer = Callable[..., None]  # called right after each event, with the event and its objects
 
 
 def no_observer(event: Event, *about: Any) -> None:
-    """Observes nothing."""
+    """Ignores all events."""
 
 
 def decode(
     drafter: Drafter, verifier: Verifier, notify: Observer = no_observer
 ) -> Iterator[tuple[Proposal, VerifyResult]]:
-    """Decodes the request that both roles have opened, a round at a time, until the consumer stops asking.
+    """Decodes the request that both roles have opened, one round per iteration, until the consumer stops iterating.
 
-    A round is handed out once its result is on the way to the drafter. So what the consumer does with it (detokenising,
-    printing) happens while the draft answers, and a stop costs no further forward.
+    A round is yielded after its result has been sent to the drafter. The consumer's work (detokenising, printing)
+    therefore overlaps with the draft's forward, and stopping costs no additional forward.
     """
     while True:
         proposal = drafter.propose()

@@ -1,4 +1,4 @@
-"""Decodes one request at a time on roles that it is handed. Works on token ids, not on text."""
+"""Engine for one request at a time: runs the decoding loop on a drafter and a verifier, on token ids."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ from swiftspec.params import SamplingParams
 from swiftspec.runtime.drafter import Drafter, NoDrafter
 from swiftspec.runtime.verifier import Verifier
 
-Verified = tuple[tuple[int, ...], tuple[int, ...], tuple[float, ...]]  # a proposal's parents; a result's path, overlaps
+Verified = tuple[tuple[int, ...], tuple[int, ...], tuple[float, ...]]  # proposal's parents; result's path, overlaps
 
 
 @dataclass(frozen=True, slots=True)
 class TokenChunk:
-    """The tokens of one round, as the user may see them."""
+    """The output tokens of one round."""
 
     token_ids: tuple[int, ...]
-    accepted: int  # the first so many were draft tokens; the target added the others
+    accepted: int  # number of leading draft tokens; the target sampled the others
     finish_reason: str | None = None  # "stop" or "length" on the last chunk
-    logprobs: tuple[Logprob, ...] | None = None  # of the tokens, where asked for
+    logprobs: tuple[Logprob, ...] | None = None  # of the tokens, if requested
     prompt_logprobs: tuple[Logprob, ...] | None = (
-        None  # on the first chunk, where asked for: of all but its first token
+        None  # on the first chunk, if requested: of all prompt tokens except the first
     )
 
 
 @dataclass(slots=True)
 class Stats:
-    """What one request cost. Times in seconds on one monotonic clock."""
+    """Statistics of one request. All times are in seconds of one monotonic clock."""
 
     prompt_tokens: int = 0
-    cached_tokens: int = 0  # of them, those that the target had read for an earlier request
+    cached_tokens: int = 0  # prompt tokens that the target's prefix cache supplied
     prompt_time: float = 0.0  # prefill of both models
     first_token_time: float = 0.0  # from the request to the first token
     decode_time: float = 0.0  # from the end of the prefill
@@ -47,13 +47,13 @@ class Stats:
     draft_busy_time: float = 0.0
     drafter_lost: str | None = None
     finish_reason: str | None = None  # as on the last chunk
-    verified: list[Verified] = field(default_factory=list)  # round by round, before anything was cut off
-    policy: Any = None  # what a controller decided, at the end (control/controller.py)
-    population: Any = None  # mode smc: what became of it, at the end (smc/population.py)
+    verified: list[Verified] = field(default_factory=list)  # one entry per round, before the tokens are cut
+    policy: Any = None  # report of the controller at the end of the request (control/controller.py)
+    population: Any = None  # mode smc: report of the population at the end of the request (smc/population.py)
 
     def record_times(self, produced_token: bool, began: float, opened: float, busy: Sequence[float]) -> None:
-        """Takes the time after a round. `got`: it gave a token; `busy`: what target and draft have spent in forwards
-        since the prefill."""
+        """Updates the times after a round. `produced_token`: whether the round yielded a token. `busy`: seconds that
+        target and draft have spent in forwards since the prefill."""
         now = time.perf_counter()
         if produced_token:
             self.first_token_time = self.first_token_time or now - began
@@ -63,7 +63,7 @@ class Stats:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """A whole answer."""
+    """The complete output of a request."""
 
     token_ids: list[int]
     finish_reason: str
@@ -72,14 +72,14 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class StopCriteria:
-    """What ends a text: so many tokens, or one of these."""
+    """Token limit and stop token ids of a request."""
 
     max_tokens: int
     stop_token_ids: Collection[int]
 
 
 class Decoding(Protocol):
-    """One of the two ways to decode a request, on its roles."""
+    """Decoding strategy of the engine: a draft tree (`TreeDecoding`) or a population."""
 
     @property
     def busy(self) -> tuple[float, float]:
@@ -87,11 +87,11 @@ class Decoding(Protocol):
         ...
 
     def open(self, opening: RequestStart, stop_criteria: StopCriteria) -> int:
-        """Begins a request. Returns how many of its tokens were kept from earlier ones."""
+        """Begins a request. Returns the number of prompt tokens that the prefix cache supplied."""
         ...
 
     def chunks(self, stop_criteria: StopCriteria, stats: Stats) -> Iterator[TokenChunk]:
-        """A chunk a round, counted in `stats`; the last one says why it is the last."""
+        """Yields one chunk per round and counts it in `stats`. The last chunk has a finish reason."""
         ...
 
     def close(self, stats: Stats) -> None:
@@ -100,15 +100,16 @@ class Decoding(Protocol):
 
 
 class TreeDecoding:
-    """A draft tree and its verification."""
+    """Speculative decoding with a draft tree."""
 
     def __init__(
         self, drafter: Drafter, verifier: Verifier, notify: Observer = no_observer,
         drafter_loss: Callable[[], str | None] = lambda: None, policy_report: Callable[[], Any] = lambda: None,
     ) -> None:  # fmt: skip
-        """`lost` says why the drafter is gone, should it be, and `report` what a controller around it has decided."""
+        """`drafter_loss` returns the reason why the drafter was lost, or None while it is available. `policy_report`
+        returns what the controller around the drafter has decided."""
         self.drafter, self.verifier = drafter, verifier
-        self.active_drafter = drafter  # in the request begun last
+        self.active_drafter = drafter  # of the request that was begun last
         self._notify, self._drafter_loss, self._policy_report = notify, drafter_loss, policy_report
 
     @property
@@ -118,7 +119,7 @@ class TreeDecoding:
     def open(self, opening: RequestStart, stop_criteria: StopCriteria) -> int:
         self._notify("opening", opening)
         self.active_drafter = NoDrafter() if opening.sampling.verify_batch == 1 else self.drafter
-        self.active_drafter.open(opening)  # first: elsewhere it reads the prompt meanwhile
+        self.active_drafter.open(opening)  # first, so that a draft on another device prefills concurrently
         self._notify("drafter opened")
         kept = self.verifier.open(opening)
         self._notify("opened")
@@ -141,10 +142,10 @@ class TreeDecoding:
 
 
 class RequestLimits(Protocol):
-    """What a request must keep to."""
+    """Limits that a request must respect."""
 
     @property
-    def max_model_len(self) -> int: ...  # tokens of prompt and answer
+    def max_model_len(self) -> int: ...  # prompt and output tokens
     @property
     def eos_token_ids(self) -> Collection[int]: ...
     def check(self, prompt: Sequence[int], sampling: SamplingParams, /) -> None:
@@ -153,7 +154,7 @@ class RequestLimits(Protocol):
 
 
 class Engine:
-    """Decodes one request at a time. `stats` is that of the request begun last."""
+    """Decodes one request at a time. `stats` belongs to the request that was begun last."""
 
     def __init__(self, decoding: Decoding, limits: RequestLimits) -> None:
         self.decoding, self.limits = decoding, limits
@@ -161,15 +162,15 @@ class Engine:
         self._requests = 0
 
     def generate(self, prompt: Sequence[int], sampling: SamplingParams | None = None) -> Completion:
-        """Decodes to the end. Raises UserError on a prompt that is empty or does not fit."""
+        """Decodes a request to its end. Raises UserError if the prompt is empty or does not fit."""
         tokens = [token for chunk in self.stream(prompt, sampling) for token in chunk.token_ids]
         return Completion(tokens, self.stats.finish_reason or "length", self.stats)
 
     def stream(self, prompt: Sequence[int], sampling: SamplingParams | None = None) -> Generator[TokenChunk]:
-        """Yields a chunk a round; the last one names the finish reason. Closing the iterator ends the request.
+        """Yields one chunk per round; the last chunk has a finish reason. Closing the iterator ends the request.
 
-        There is one request at a time: beginning another ends this one, and asking it for more raises UserError. So
-        does, before anything is computed, a prompt that is empty or does not fit.
+        An engine decodes one request at a time: a new request ends the current one, and reading the ended stream raises
+        UserError. An empty prompt, or one that does not fit, raises UserError before anything is computed.
         """
         sampling = sampling if sampling is not None else SamplingParams()
         self.limits.check(prompt, sampling)
@@ -198,7 +199,7 @@ class Engine:
                 if self._requests != request:
                     raise UserError("this request was ended by a later one: read a stream to its end before the next")
         finally:
-            if self._requests == request:  # else the caches are a later request's
+            if self._requests == request:  # otherwise the caches belong to a later request
                 decoding.close(stats)
 
     def _stop_criteria(self, prompt: Sequence[int], sampling: SamplingParams) -> StopCriteria:
@@ -210,7 +211,7 @@ class Engine:
 
 
 def _count(stats: Stats, proposal: Proposal, result: VerifyResult) -> None:
-    """Adds a round before anything is cut off it: acceptance is the algorithm's, not the stop condition's."""
+    """Adds a round to `stats` before its tokens are cut, so that acceptance does not depend on the stop criteria."""
     stats.rounds += 1
     stats.drafted += len(proposal.tokens) - 1
     stats.accepted += len(result.tokens) - 1
@@ -218,7 +219,7 @@ def _count(stats: Stats, proposal: Proposal, result: VerifyResult) -> None:
 
 
 def _cut(result: VerifyResult, budget: int, stops: Collection[int]) -> TokenChunk:
-    """Ends a round's tokens at the first stop token (which stays) or at the budget."""
+    """Cuts the tokens of a round after the first stop token (which is kept) or at the token limit."""
     kept = result.tokens[:budget]
     reason = "length" if len(kept) == budget else None
     end = next((i for i, token in enumerate(kept, 1) if token in stops), None)

@@ -1,4 +1,4 @@
-"""`python -m swiftspec.exactness`: whether speculation changes what the target says. See lab/exactness/command.py."""
+"""`python -m swiftspec.exactness`: tests whether speculation changes the output. See lab/exactness/command.py."""
 
 from swiftspec.lab.exactness.command import main
 from swiftspec.serve.__main__ import exit_process

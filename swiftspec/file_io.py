@@ -1,7 +1,7 @@
-"""The gate: the one place where a file that somebody else wrote is read as text or JSON.
+"""Input validation for files: the only module that reads text or JSON files written outside of SwiftSpec.
 
-What comes through it is a regular file of bounded size, UTF-8, and JSON that is not nested beyond measure and holds
-numbers only. Everything else is a UserError that names the file and the reason.
+It accepts regular files of bounded size, UTF-8, and JSON of bounded depth with finite numbers. Anything else raises
+UserError with the name of the file and the reason.
 """
 
 from __future__ import annotations
@@ -17,26 +17,27 @@ from typing import Any, BinaryIO, NoReturn
 
 from swiftspec.errors import UserError, truncated_repr
 
-SMALL_FILE_BYTES = 1 << 20  # bytes of what a person writes
-MAX_FILE_BYTES = 16 << 20  # bytes of configs and profiles; each of these is a bound, not a guess at what is usual
-MAX_JSON_DEPTH = 64  # levels of brackets
-MAX_ERROR_CHARS = 300  # characters of another program's complaint that are passed on
+SMALL_FILE_BYTES = 1 << 20  # limit for files written by hand
+MAX_FILE_BYTES = 16 << 20  # limit for configs and profiles; well above the usual size
+MAX_JSON_DEPTH = 64  # nesting levels
+MAX_ERROR_CHARS = 300  # characters of another program's error message that are kept
 MIN_INT, MAX_INT = -(2**63), 2**63 - 1
 FILE_KINDS = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a pipe", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device"}
 
 
 def is_file(path: str | Path) -> bool:
-    """Whether a regular file, or a link to one, can be seen there. A name that no file can have is no error."""
+    """Whether the path is a regular file or a link to one. Returns False for a name that the file system does not
+    allow."""
     return os.path.isfile(path)  # noqa: PTH113  (pathlib raises on names too long and folders closed to us)
 
 
 def is_folder(path: str | Path) -> bool:
-    """The same of a folder."""
+    """Whether the path is a directory or a link to one."""
     return os.path.isdir(path)  # noqa: PTH112
 
 
 def expand_user(name: str) -> Path:
-    """A path with `~` and `~somebody` put in full. Raises UserError where there is no such user."""
+    """Expands `~` and `~user`. Raises UserError if the user does not exist."""
     try:
         return Path(name).expanduser()
     except RuntimeError:
@@ -46,13 +47,13 @@ def expand_user(name: str) -> Path:
 
 
 def one_line(error: BaseException) -> str:
-    """What an exception says, in one line of bounded length."""
+    """The message of an exception, on one line of bounded length."""
     words = _printable(" ".join(str(error).split())) or type(error).__name__
     return words if len(words) <= MAX_ERROR_CHARS else words[: MAX_ERROR_CHARS - 3] + "..."
 
 
 def open_file(file: Path, name: str | None = None) -> BinaryIO:
-    """A regular file, open for reading. A pipe or a device is not waited for. `name`: what to call it in an error."""
+    """Opens a regular file for reading; does not block on a pipe or a device. `name`: its name in error messages."""
     name = _display_name(file, name)
     try:
         descriptor = os.open(file, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0))
@@ -67,14 +68,14 @@ def open_file(file: Path, name: str | None = None) -> BinaryIO:
 
 
 def read_bytes(file: Path, name: str | None = None, max_bytes: int = MAX_FILE_BYTES) -> bytes:
-    """The contents of a regular file of at most `most` bytes."""
+    """The contents of a regular file of at most `max_bytes` bytes."""
     name = _display_name(file, name)
     with open_file(file, name) as stream:
         return read_stream(stream, name, max_bytes)
 
 
 def read_stream(stream: BinaryIO, name: str, max_bytes: int) -> bytes:
-    """All that a stream holds, where that is at most `most` bytes. What is open already may be a pipe."""
+    """The rest of an open stream, at most `max_bytes` bytes. The stream may be a pipe."""
     try:
         data = stream.read(max_bytes + 1)
     except OSError as error:
@@ -85,7 +86,7 @@ def read_stream(stream: BinaryIO, name: str, max_bytes: int) -> bytes:
 
 
 def decode_utf8(data: bytes, name: str) -> str:
-    """Bytes as text."""
+    """Decodes UTF-8. Raises UserError on invalid bytes."""
     try:
         return data.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -93,7 +94,7 @@ def decode_utf8(data: bytes, name: str) -> str:
 
 
 def read_text(file: Path, name: str | None = None, max_bytes: int = MAX_FILE_BYTES) -> str:
-    """The text of a regular file of at most `most` bytes."""
+    """The text of a regular file of at most `max_bytes` bytes."""
     name = _display_name(file, name)
     return decode_utf8(read_bytes(file, name, max_bytes), name)
 
@@ -101,7 +102,8 @@ def read_text(file: Path, name: str | None = None, max_bytes: int = MAX_FILE_BYT
 def read_lines(
     file: Path, name: str | None = None, *, max_bytes: int, max_line_bytes: int = SMALL_FILE_BYTES
 ) -> Iterator[bytes]:
-    """The lines of a regular file of at most `most` bytes, none longer than `longest` bytes."""
+    """Yields the lines of a regular file of at most `max_bytes` bytes. A line longer than `max_line_bytes` bytes raises
+    UserError."""
     name = _display_name(file, name)
     with open_file(file, name) as stream:
         if os.fstat(stream.fileno()).st_size > max_bytes:
@@ -115,8 +117,8 @@ def read_lines(
 
 
 def parse_json(text: str, name: str) -> Any:
-    """A JSON value from text. Raises UserError on what is none: numbers beyond all bounds, NaN and endless nesting
-    too."""
+    """Parses JSON. Raises UserError on invalid JSON, on NaN and numbers too large for a float, and on nesting that is
+    too deep."""
     try:
         data = json.loads(text, parse_constant=_reject_constant, parse_float=_parse_float)
     except RecursionError:
@@ -132,7 +134,7 @@ def parse_json(text: str, name: str) -> Any:
 
 
 def read_object(file: Path, name: str | None = None, max_bytes: int = MAX_FILE_BYTES) -> dict[str, Any]:
-    """The JSON object that a file holds."""
+    """The JSON object in a file."""
     name = _display_name(file, name)
     data = parse_json(read_text(file, name, max_bytes), name)
     if not isinstance(data, dict):
@@ -145,7 +147,7 @@ def _display_name(file: Path, name: str | None) -> str:
 
 
 def _printable(text: str) -> str:
-    """Without what a terminal would obey."""
+    """Replaces non-printable characters, such as terminal control sequences, by `?`."""
     return "".join(character if character.isprintable() else "?" for character in text)
 
 
@@ -174,23 +176,24 @@ def _reason(error: OSError | ValueError) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Fields:
-    """A JSON object of somebody else's, field by field: each has its type and its bounds, and a UserError names it.
+    """Typed access to the fields of an untrusted JSON object. A field of the wrong type or out of bounds raises
+    UserError with its name.
 
-    A field that is null counts as left out. `where`: what stands before a field's name in an error, such as `file: `.
+    A field that is null counts as missing. `where`: prefix of a field's name in an error message, such as `file: `.
     """
 
     data: Mapping[str, Any]
     where: str = ""
 
     def integer(self, name: str, default: int | None = None, *, ge: int = MIN_INT, le: int = MAX_INT) -> int:
-        """An integer in least..most; 4.0 is one too. Without a default it must be there."""
+        """An integer in ge..le; 4.0 is accepted. Required if there is no default."""
         value = _as_int(self._value(name, default))
         if value is None or not ge <= value <= le:
             raise self.error(name, f"be a whole number in {ge}..{le}")
         return value
 
     def number(self, name: str, default: float | None = None, *, ge: float, le: float) -> float:
-        """A number in least..most."""
+        """A number in ge..le."""
         value = self._value(name, default)
         if isinstance(value, bool) or not isinstance(value, int | float) or not ge <= value <= le:
             raise self.error(name, f"be a number in {ge:g}..{le:g}")
@@ -204,21 +207,21 @@ class Fields:
         return value
 
     def string(self, name: str, default: str | None = None) -> str:
-        """Text. Without a default it must be there."""
+        """A string. Required if there is no default."""
         value = self._value(name, default)
         if not isinstance(value, str):
             raise self.error(name, "be text")
         return value
 
     def strings(self, name: str) -> list[str]:
-        """A list of texts; empty if left out."""
+        """A list of strings; empty if missing."""
         value = self._value(name, [])
         if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
             raise self.error(name, "be a list of texts")
         return value
 
     def integers(self, name: str, *, ge: int, le: int) -> list[int]:
-        """A list of integers in least..most, or one of them alone; empty if left out."""
+        """A list of integers in ge..le, or a single one; empty if missing."""
         value = self._value(name, [])
         found = [_as_int(item) for item in (value if isinstance(value, list) else [value])]
         if not all(number is not None and ge <= number <= le for number in found):
@@ -226,21 +229,21 @@ class Fields:
         return [number for number in found if number is not None]
 
     def object(self, name: str) -> Fields:
-        """An object inside this one; an empty one if left out."""
+        """A nested object; empty if missing."""
         value = self._value(name, {})
         if not isinstance(value, dict):
             raise self.error(name, "be an object")
         return Fields(value, f"{self.where}{_field_name(name)}.")
 
     def objects(self, name: str) -> list[Fields]:
-        """A list of objects; empty if left out."""
+        """A list of objects; empty if missing."""
         value = self._value(name, [])
         if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
             raise self.error(name, "be a list of objects")
         return [Fields(item, f"{self.where}{_field_name(name)}[{number}].") for number, item in enumerate(value)]
 
     def error(self, name: str, rule: str) -> UserError:
-        """What to say of a field that breaks a rule."""
+        """The error for a field that breaks a rule."""
         value = self.data.get(name)
         said = f"{self.where}{_field_name(name)}"
         return UserError(f"{said} is missing" if value is None else f"{said} must {rule}, not {truncated_repr(value)}")
@@ -251,12 +254,12 @@ class Fields:
 
 
 def _as_int(value: object) -> int | None:
-    """An integer as JSON may write one; None for anything else."""
+    """The value as an integer if JSON can represent it as one, else None."""
     if isinstance(value, float) and value.is_integer():
         return int(value)
     return value if isinstance(value, int) and not isinstance(value, bool) else None
 
 
 def _field_name(name: str) -> str:
-    """A field's name as it stands, unless it is one that a person would not write."""
+    """The name of a field unchanged if it is a short identifier, otherwise its truncated repr."""
     return name if name.isidentifier() and len(name) <= 80 else truncated_repr(name)

@@ -1,4 +1,4 @@
-"""The messages that the target's and the draft's side exchange."""
+"""Messages between the target side and the draft side."""
 
 from __future__ import annotations
 
@@ -12,10 +12,12 @@ from swiftspec.params import SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class RequestStart:
-    """What opens a request: its verified tokens, of which those from `prompt_len` on are output, and how to sample.
+    """Start of a request: the verified tokens, of which those from `prompt_len` on are output, and the sampling
+    parameters.
 
-    The last token is the root. The leader of a group chooses for all its ranks `steps`, the kind of steps that run the
-    request, and `kept`, how many tokens of each sequence are not read anew. Empty and None: nobody has chosen yet.
+    The last token is the root. The leader of a group chooses for all its ranks: `executor`, the executor that runs the
+    request, and `num_cached_tokens`, the number of tokens of each sequence that the KV cache already holds. An empty
+    `executor` and None mean that the leader has not chosen yet.
     """
 
     request: int
@@ -36,20 +38,21 @@ class RequestStart:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DraftProbs:
-    """The distributions that a proposal's children were drawn from, without replacement and in the order of the nodes.
+    """Draft distributions that the children of a proposal were drawn from, without replacement and in the order of the
+    nodes.
 
-    A row for each node that has children, in their order. A token that a row does not name was never drawn.
+    There is one row for each node that has children, in node order. A token that is not in a row was never drawn.
     """
 
     tokens: NDArray[np.int32]  # [rows, width]
-    probs: NDArray[np.float32]  # [rows, width]; where it is 0, the token means nothing
+    probs: NDArray[np.float32]  # [rows, width]; 0 marks an unused entry
 
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
-    """The sub-tree sent to be verified, in topological order. Node 0 is the root: the last verified token.
+    """The sub-tree that is sent for verification, in topological order. Node 0 is the root: the last verified token.
 
-    `prefix_len` counts the verified tokens before the root, so the root stands at that absolute position.
+    `prefix_len` is the number of verified tokens before the root, which is also the absolute position of the root.
     """
 
     request: int
@@ -57,17 +60,17 @@ class Proposal:
     prefix_len: int
     tokens: tuple[int, ...]
     parents: tuple[int, ...]  # parents[0] == -1, parents[i] < i
-    draft_probs: DraftProbs | None = None  # where the children were drawn and will be verified by rejection
+    draft_probs: DraftProbs | None = None  # if the children were sampled and are verified by rejection
 
     @staticmethod
     def root_only(request: int, round_: int, prefix_len: int, token: int) -> Proposal:
-        """What plain decoding sends: nothing but the root."""
+        """A proposal of the root alone, as autoregressive decoding sends it."""
         return Proposal(request, round_, prefix_len, (token,), (-1,))
 
 
 @dataclass(frozen=True, slots=True)
 class Logprob:
-    """A token's log-probability in the target's distribution, and the likeliest tokens with theirs there."""
+    """Log-probability of a token in the target's distribution, and the most likely tokens with theirs."""
 
     logprob: float
     top: tuple[tuple[int, float], ...]
@@ -75,19 +78,19 @@ class Logprob:
 
 @dataclass(frozen=True, slots=True)
 class VerifyResult:
-    """What the target made of a proposal: the accepted path and the tokens it sampled along it.
+    """Result of a verification: the accepted path and the tokens that the target sampled along it.
 
-    `tokens` are the path's tokens without the root, then the bonus token; `prefix_len` is the proposal's, so the next
-    root stands at prefix_len + len(tokens).
+    `tokens` are the tokens of the path without the root, followed by the bonus token. `prefix_len` is copied from the
+    proposal, so the next root is at position prefix_len + len(tokens).
     """
 
     request: int
     round: int
     prefix_len: int
     path: tuple[int, ...]  # accepted proposal nodes, the root first
-    tokens: tuple[int, ...]  # len(path) of them
-    overlaps: tuple[float, ...] = field(default=(), compare=False)  # see tree.walk.Accepted; no drafter needs them
-    logprobs: tuple[Logprob, ...] | None = field(default=None, compare=False)  # of the tokens; nor these
+    tokens: tuple[int, ...]  # as many as `path` has nodes
+    overlaps: tuple[float, ...] = field(default=(), compare=False)  # see tree.acceptance.Accepted; unused by drafters
+    logprobs: tuple[Logprob, ...] | None = field(default=None, compare=False)  # of the tokens; unused by drafters
     prompt_logprobs: tuple[Logprob, ...] | None = field(
         default=None, compare=False
-    )  # in a first result: see engine.Chunk
+    )  # in the first result of a request: see engine.TokenChunk

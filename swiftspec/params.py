@@ -1,26 +1,31 @@
-"""The sampling parameters of a request. Each is declared once, at its field (see setting.py)."""
+"""Sampling parameters of a request. Each is declared once, at its field (see settings_schema.py)."""
 
 from dataclasses import dataclass
 
 from swiftspec.settings_schema import check_fields, require, setting
 
-MIN_TEMPERATURE = 0.001  # float32 logits divided by less may overflow
-MAX_BIAS = 1e9  # as good as infinite, and safe in float32
-MAX_TOKEN_COUNT = 2**31 - 1  # of anything counted in tokens
+MIN_TEMPERATURE = 0.001  # float32 logits divided by a smaller value may overflow
+MAX_BIAS = 1e9  # effectively infinite, without overflow in float32
+MAX_TOKEN_COUNT = 2**31 - 1  # limit of every setting in tokens
 SAMPLING, STOPPING = "sampling", "length and stopping"  # headings of --help
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """What shapes the target's distribution, and what ends the text. Raises UserError on nonsense values.
+    """Parameters of the target's distribution and of the end of the output. Raises UserError on invalid values.
 
-    Order: guidance, grammar, logit_bias, penalties, temperature, min_p, top_k, top_p. Penalties count the tokens of the
-    path up to the row: repetition the prompt's too, presence and frequency those of the output only. Temperature 0 is
-    greedy. `grammar`: what the answer follows, one of llguidance, in Lark or as its JSON. An end-of-text token comes
-    only where that may end, and ends the answer. `logprobs` k: tokens of the answer come with their log-probabilities,
-    and with the k likeliest ones, after guidance and before all else; `prompt_logprobs`: so do those of the prompt.
-    `verify_batch` (bs; 1: without the draft) and `draft_steps` (d) of this request's rounds, in place of the engine's:
-    the text stays the same, or where it is verified by rejection its distribution.
+    Logits are processed in this order: guidance, grammar, logit_bias, penalties, temperature, min_p, top_k, top_p.
+    Penalties count the tokens of the path up to the row: repetition_penalty includes the prompt, presence_penalty and
+    frequency_penalty count only the output. Temperature 0 is greedy.
+
+    `grammar`: a grammar for llguidance that the output follows, in Lark or as JSON. An end-of-text token is allowed
+    only where the grammar may end, and ends the output.
+
+    `logprobs` = k: output tokens are returned with their log-probabilities and with the k most likely tokens, computed
+    after guidance and before all other processing. `prompt_logprobs`: the same for the prompt tokens.
+
+    `verify_batch` (bs; 1: without the draft) and `draft_steps` (d) override the engine's values for this request. The
+    output stays the same, or with rejection sampling its distribution does.
     """
 
     temperature: float = setting(
@@ -68,7 +73,7 @@ class SamplingParams:
     logprobs: int | None = setting(None, ge=0, le=20)
     prompt_logprobs: int | None = setting(None, ge=0, le=20)
     grammar: str | None = setting(None, "The answer's grammar, for llguidance: Lark or JSON.", SAMPLING, "TEXT", "none")
-    negative_prompt_ids: tuple[int, ...] = ()  # what l_u follows; empty: the prompt's last token alone
+    negative_prompt_ids: tuple[int, ...] = ()  # context of l_u; empty: only the last token of the prompt
     verify_batch: int | None = setting(None, ge=1)
     draft_steps: int | None = setting(None, ge=1)
 
@@ -85,7 +90,7 @@ class SamplingParams:
 
     @property
     def guided(self) -> bool:
-        """Whether the logits after the negative prompt play a part."""
+        """Whether guidance uses the logits after the negative prompt."""
         return self.guidance_scale != 1
 
     @property

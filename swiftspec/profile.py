@@ -1,4 +1,5 @@
-"""`python -m swiftspec.profile`: finds by measurement how a pair should run here. See lab/profile.py."""
+"""`python -m swiftspec.profile`: measures the fastest configuration of a model pair on this machine. See
+lab/profile.py."""
 
 from swiftspec.lab.profile import main
 from swiftspec.serve.__main__ import exit_process

@@ -1,8 +1,8 @@
-"""How a setting is declared: once, at the dataclass field that holds its value.
+"""Declaration of settings: each is declared once, at the dataclass field that holds its value.
 
-    top_p: float = setting(1.0, "Keep the likeliest tokens that reach this mass.", SAMPLING, "P", above=0, most=1)
+    top_p: float = setting(1.0, "Keep the likeliest tokens that reach this mass.", SAMPLING, "P", gt=0, le=1)
 
-The check of its value, its flag, environment variable, key in a YAML file and lines in --help all come from there.
+Validation, command-line flag, environment variable, YAML key and --help text are all derived from the declaration.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any, ClassVar, Protocol, TypeVar, cast, get_args, get_origin
 from swiftspec.errors import UserError, truncated_repr
 
 T = TypeVar("T")
-ACCEPTED_TYPES = {  # of each type of a field: what is meant by it, and how a message names that
+ACCEPTED_TYPES = {  # per field type: the accepted type, and its name in a message
     bool: (bool, "true or false"), int: (Integral, "a whole number"), float: (Real, "a number"), str: (str, "text"),
     dict: (Mapping, "numbers by token id"),
 }  # fmt: skip
@@ -31,29 +31,29 @@ class DataclassInstance(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What a declaration says beside the type and the default: how the setting is shown, and which values it takes."""
+    """Declaration of a setting besides its type and default: how it is shown, and which values are valid."""
 
-    help: str | None = None  # None: it has no flag, code sets it
+    help: str | None = None  # None: the setting has no flag and is set by code
     group: str = ""  # the heading in --help
-    metavar: str | None = None  # the word for its value; None: its choices
-    default_text: str | None = None  # its default in words, where the value says little
-    order: int = 0  # in its group: below 0 at the start, above 0 at the end, else as the fields stand
-    from_model: str | None = None  # its name in a model's generation_config.json: left out, it is the model's own
-    applies_to: str | None = None  # what it shapes; a mode that has no such thing refuses it
-    profile: bool = False  # `python -m swiftspec.profile` has the flag too
+    metavar: str | None = None  # name of its value in --help; None: its choices
+    default_text: str | None = None  # description of the default, if the value alone is unclear
+    order: int = 0  # position in its group: below 0 at the start, above 0 at the end, 0 in field order
+    from_model: str | None = None  # key in the model's generation_config.json that supplies the default
+    applies_to: str | None = None  # the part that it configures; a mode without that part rejects it
+    profile: bool = False  # also a flag of `python -m swiftspec.profile`
 
     choices: tuple[str, ...] = ()
     ge: float | None = None
     gt: float | None = None
     le: float | None = None
-    allow_zero: bool = False  # 0 is fine too, outside the range
-    rule: str | None = None  # the rule in words, where `least`, `above` and `most` do not say all
-    finite: bool = False  # infinity and NaN are refused by name
-    depends_on: str | None = None  # the field that its check looks at too
+    allow_zero: bool = False  # 0 is valid although outside the range
+    rule: str | None = None  # text of the rule, if `ge`, `gt` and `le` do not describe it completely
+    finite: bool = False  # infinity and NaN have an error message of their own
+    depends_on: str | None = None  # another field that its check reads
 
     @property
     def rule_text(self) -> str:
-        """What a value must do: `lie in 1..64`. Empty where any will do."""
+        """The rule for a value, such as `lie in 1..64`. Empty if every value is valid."""
         if self.rule is not None:
             return self.rule
         if self.choices:
@@ -82,23 +82,23 @@ class Setting:
 
 
 def setting(default: T, *args: Any, **kwargs: Any) -> T:
-    """A field of a dataclass with this default, declared by `Setting(*args, **kwargs)`."""
+    """A dataclass field with this default, declared by `Setting(*args, **kwargs)`."""
     metadata = {"setting": Setting(*args, **kwargs)}
-    if isinstance(default, dict):  # dataclasses want a new one for each instance, and it has no hash
+    if isinstance(default, dict):  # a mutable default needs a factory, and a dict is not hashable
         return cast(T, field(default_factory=default.copy, hash=False, metadata=metadata))
     return cast(T, field(default=default, metadata=metadata))
 
 
 def declared_settings(config: DataclassInstance | type[DataclassInstance]) -> Iterator[tuple[Field[Any], Setting]]:
-    """The fields of a dataclass that `setting` made, and what they declare."""
+    """The fields of a dataclass that were made by `setting`, with their declarations."""
     return ((item, item.metadata["setting"]) for item in fields(config) if "setting" in item.metadata)
 
 
 def check_fields(config: DataclassInstance) -> None:
-    """Makes of each field's value what its type says, where that was meant: numpy's and torch's numbers for Python's, a
-    whole one for any, a list or a single one for a tuple. Raises UserError on the first that is something else, or
-    breaks its own rule; None is fine where it is the default."""
-    for item in fields(config):  # whose types are types: their files leave annotations as they are, not as text
+    """Coerces each field to its declared type: NumPy and Torch scalars to Python numbers, integral floats to int, a
+    list or a single value to a tuple. Raises UserError on the first value that cannot be converted or that breaks its
+    rule. None is valid if it is the default."""
+    for item in fields(config):  # types are objects here: these files do not import annotations from __future__
         object.__setattr__(config, item.name, coerce(item.name, item.type, getattr(config, item.name)))
     for item, declaration in declared_settings(config):
         value = getattr(config, item.name)
@@ -107,10 +107,10 @@ def check_fields(config: DataclassInstance) -> None:
 
 
 def coerce(name: str, kind: Any, value: Any) -> Any:
-    """The value as a field of this type holds it. Raises UserError where it is none."""
+    """Converts a value to the type of a field. Raises UserError if that is not possible."""
     outer, inner = get_origin(kind), get_args(kind)
-    value = value.item() if getattr(value, "ndim", None) == 0 else value  # numpy's and torch's scalars
-    if outer is UnionType:  # of a type and None
+    value = value.item() if getattr(value, "ndim", None) == 0 else value  # NumPy and Torch scalars
+    if outer is UnionType:  # a type or None
         return None if value is None else coerce(name, inner[0], value)
     if outer is tuple:
         items = value if hasattr(value, "__len__") and not isinstance(value, str) else [value]
