@@ -45,6 +45,7 @@ test-slow: $(VENV)/.installed $(VENV)/.test
 
 lint: $(VENV)/.lint
 	@$(BIN)/ruff check $(ARGS)
+	@$(BIN)/lint-imports --no-cache
 
 types: $(VENV)/.installed $(VENV)/.test $(VENV)/.lint
 	@$(BIN)/basedpyright $(ARGS)

@@ -31,7 +31,7 @@ def parsed(source: str) -> ast.Module:
     return ast.parse(source)
 
 
-def room(path: str) -> str:
+def package(path: str) -> str:
     """model/weights.py -> model; decode.py -> decode."""
     return PurePosixPath(path).parts[0].removesuffix(".py").removesuffix(".pyi")
 
@@ -105,7 +105,7 @@ def imported_files(sources: Mapping[str, str]) -> dict[str, set[str]]:
     return found
 
 
-def circles(edges: Mapping[str, set[str]]) -> list[list[str]]:
+def cycles(edges: Mapping[str, set[str]]) -> list[list[str]]:
     """The groups of nodes that reach each other, sorted."""
 
     def reached(start: str) -> set[str]:

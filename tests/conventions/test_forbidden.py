@@ -1,4 +1,4 @@
-"""What no file does, and what only one room does."""
+"""Constructs that no file uses, or only one package: pickle, sockets, CUDA graphs, device synchronisation, globals."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from tests.conventions.sources import imports, native_sources, parsed, python_sources, room, uses
-from tests.conventions.test_layers import FLOORS, PEOPLE
+from tests.conventions.sources import imports, native_sources, package, parsed, python_sources, uses
+from tests.conventions.test_layers import LAYERS, USER_INTERFACE
 
 PICKLERS = {"pickle", "_pickle", "cloudpickle", "dill", "joblib", "marshal", "multiprocessing", "shelve"}
 PICKLING = {
@@ -29,47 +29,42 @@ MUTATORS = {
 CACHES = {"functools.cache", "functools.lru_cache"}
 
 
-def for_people(path: str) -> bool:
-    return path == "__init__.py" or FLOORS[room(path)] >= PEOPLE
+def is_user_interface(path: str) -> bool:
+    return path == "__init__.py" or LAYERS[package(path)] >= USER_INTERFACE
 
 
-def ranks_in_one_room(path: str, source: str) -> list[str]:
-    """Ranks speak in one room; sockets are there, and where HTTP and the keepers are."""
-    if room(path) == "distributed":
+def sockets_in_distributed_only(path: str, source: str) -> list[str]:
+    """Process groups are used in distributed/ only; sockets also in the HTTP server and the supervisor."""
+    if package(path) == "distributed":
         return []
     serving = path.startswith(("serve/http/", "serve/supervisor/")) or path == "serve/rank_process.py"
     banned = {"torch.distributed", *(() if serving else ("socket.socket",))}
     return [f"{path} uses {name}" for name in uses(path, source, banned)]
 
 
-def graphs_in_one_file(path: str, source: str) -> list[str]:
+def cuda_graphs_in_one_file(path: str, source: str) -> list[str]:
     if path == "runtime/executors/graph.py":
         return []
     return [f"{path} uses {name}" for name in uses(path, source, GRAPHS)]
 
 
-def nobody_waits_for_a_device(path: str, source: str) -> list[str]:
-    """While one thread captures a graph, no other may wait for the whole device: CUDA takes that for an error. Only
-    where nobody captures yet, or any more: before both models run at the same time, and when a group leaves."""
+def no_device_synchronisation(path: str, source: str) -> list[str]:
+    """No device-wide synchronisation, which CUDA reports as an error while another thread captures a graph.
+
+    The exceptions run before any capture (overlapped mode) and after the last one (a group that shuts down).
+    """
     if path in ("runtime/overlapped.py", "backends/cuda/peers.py"):
         return []
     return [f"{path} uses {name}" for name in uses(path, source, WAITS)]
 
 
-def grpc_in_one_folder(path: str, source: str) -> list[str]:
-    if path.startswith("distributed/rpc/"):
-        return []
-    found = imports(path, parsed(source))
-    return [f"{path} imports {name}" for name in found if name.partition(".")[0] in ("grpc", "grpc_tools")]
-
-
-def switches_are_parameters(path: str, source: str) -> list[str]:
-    """No environment but the launcher's, which distributed/launch/launcher.py reads; nothing is printed."""
-    banned = set() if for_people(path) else ENVIRONMENT | OUTPUT
+def no_environment_and_no_output(path: str, source: str) -> list[str]:
+    """Below the user interface only distributed/launch/launcher.py reads the environment, and nothing prints."""
+    banned = set() if is_user_interface(path) else ENVIRONMENT | OUTPUT
     if path == "distributed/launch/launcher.py":
         banned -= ENVIRONMENT
     calls = [node for node in ast.walk(parsed(source)) if isinstance(node, ast.Call)]
-    printing = [] if for_people(path) else [f"{path}:{call.lineno} prints" for call in calls if is_print(call)]
+    printing = [] if is_user_interface(path) else [f"{path}:{call.lineno} prints" for call in calls if is_print(call)]
     return [f"{path} uses {name}" for name in uses(path, source, banned)] + printing
 
 
@@ -104,8 +99,8 @@ def is_mutable(value: ast.expr) -> bool:
 
 def no_module_state(path: str, source: str) -> list[str]:
     """No `global`, no cache on a function, no get_context(); a module-level container is an UPPER_CASE table that
-    nothing writes to. Rooms for people may do as they like."""
-    if path != "__init__.py" and for_people(path):
+    nothing writes to. The user interface is exempt."""
+    if path != "__init__.py" and is_user_interface(path):
         return []
     tree = parsed(source)
     complaints = [f"{path} uses {name}" for name in uses(path, source, CACHES)]
@@ -146,20 +141,20 @@ def no_waiting_in_native_code(path: str, source: str) -> list[str]:
 
 Rule = Callable[[str, str], list[str]]
 RULES: list[Rule] = [
-    ranks_in_one_room, graphs_in_one_file, nobody_waits_for_a_device, grpc_in_one_folder, switches_are_parameters,
+    sockets_in_distributed_only, cuda_graphs_in_one_file, no_device_synchronisation, no_environment_and_no_output,
     no_pickle, no_module_state,
 ]  # fmt: skip
 NATIVE_RULES: list[Rule] = [no_torch_in_native_code, no_waiting_in_native_code]
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
-def test_the_house_holds(rule: Rule) -> None:
+def test_the_rules_hold(rule: Rule) -> None:
     complaints = [complaint for path, source in python_sources().items() for complaint in rule(path, source)]
     assert not complaints, "\n" + "\n".join(complaints)
 
 
 @pytest.mark.parametrize("rule", NATIVE_RULES, ids=lambda rule: rule.__name__)
-def test_the_native_house_holds(rule: Rule) -> None:
+def test_the_rules_for_native_code_hold(rule: Rule) -> None:
     complaints = [complaint for path, source in native_sources().items() for complaint in rule(path, source)]
     assert not complaints, "\n" + "\n".join(complaints)
 
@@ -169,24 +164,22 @@ def test_there_is_something_to_read() -> None:
 
 
 BAD: list[tuple[Rule, str, str]] = [
-    (ranks_in_one_room, "runtime/runner.py", "import torch.distributed as dist"),
-    (ranks_in_one_room, "runtime/runner.py", "from torch import distributed"),
-    (ranks_in_one_room, "serve/api.py", "import torch as t\nt.distributed.init_process_group()"),
-    (ranks_in_one_room, "smc/population.py", "import socket\nsocket.socket()"),
-    (graphs_in_one_file, "runtime/runner.py", "import torch\ng = torch.cuda.CUDAGraph()"),
-    (graphs_in_one_file, "engine.py", "from torch import cuda\nwith cuda.graph(g): pass"),
-    (graphs_in_one_file, "engine.py", "from torch.cuda import graph"),
-    (nobody_waits_for_a_device, "runtime/runner.py", "import torch\ntorch.cuda.synchronize()"),
-    (nobody_waits_for_a_device, "smc/round.py", "from torch import cuda\ncuda.empty_cache()"),
-    (grpc_in_one_folder, "serve/api.py", "import grpc"),
-    (grpc_in_one_folder, "distributed/draft/client.py", "from grpc import aio"),
-    (switches_are_parameters, "decode.py", "import os\nx = os.environ['A']"),
-    (switches_are_parameters, "tree/tree.py", "from os import getenv"),
-    (switches_are_parameters, "model/loader.py", "import os as o\no.getenv('A')"),
-    (switches_are_parameters, "runtime/runner.py", "print('x')"),
-    (switches_are_parameters, "distributed/launch/launcher.py", "print('x')"),
-    (switches_are_parameters, "distributed/launch/world.py", "import os\nx = os.environ['RANK']"),
-    (switches_are_parameters, "runtime/runner.py", "import sys\nsys.stderr.write('x')"),
+    (sockets_in_distributed_only, "runtime/runner.py", "import torch.distributed as dist"),
+    (sockets_in_distributed_only, "runtime/runner.py", "from torch import distributed"),
+    (sockets_in_distributed_only, "serve/api.py", "import torch as t\nt.distributed.init_process_group()"),
+    (sockets_in_distributed_only, "smc/population.py", "import socket\nsocket.socket()"),
+    (cuda_graphs_in_one_file, "runtime/runner.py", "import torch\ng = torch.cuda.CUDAGraph()"),
+    (cuda_graphs_in_one_file, "engine.py", "from torch import cuda\nwith cuda.graph(g): pass"),
+    (cuda_graphs_in_one_file, "engine.py", "from torch.cuda import graph"),
+    (no_device_synchronisation, "runtime/runner.py", "import torch\ntorch.cuda.synchronize()"),
+    (no_device_synchronisation, "smc/round.py", "from torch import cuda\ncuda.empty_cache()"),
+    (no_environment_and_no_output, "decode.py", "import os\nx = os.environ['A']"),
+    (no_environment_and_no_output, "tree/tree.py", "from os import getenv"),
+    (no_environment_and_no_output, "model/loader.py", "import os as o\no.getenv('A')"),
+    (no_environment_and_no_output, "runtime/runner.py", "print('x')"),
+    (no_environment_and_no_output, "distributed/launch/launcher.py", "print('x')"),
+    (no_environment_and_no_output, "distributed/launch/world.py", "import os\nx = os.environ['RANK']"),
+    (no_environment_and_no_output, "runtime/runner.py", "import sys\nsys.stderr.write('x')"),
     (no_pickle, "serve/api.py", "import pickle"),
     (no_pickle, "engine.py", "from torch import multiprocessing"),
     (no_pickle, "engine.py", "import torch.distributed as d\nd.broadcast_object_list([1])"),
@@ -209,7 +202,7 @@ BAD: list[tuple[Rule, str, str]] = [
 
 
 @pytest.mark.parametrize(("rule", "path", "source"), BAD)
-def test_a_bad_house_is_seen(rule: Rule, path: str, source: str) -> None:
+def test_a_violation_is_found(rule: Rule, path: str, source: str) -> None:
     assert rule(path, source)
 
 
@@ -226,5 +219,5 @@ GOOD = [
 
 
 @pytest.mark.parametrize(("path", "source"), GOOD)
-def test_a_good_house_passes(path: str, source: str) -> None:
+def test_allowed_code_passes(path: str, source: str) -> None:
     assert [complaint for rule in RULES for complaint in rule(path, source)] == []
