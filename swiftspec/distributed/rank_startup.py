@@ -1,4 +1,4 @@
-"""Starts one rank of a job. On a group's leader it returns that group's roles, on any other rank it runs its life."""
+"""Startup of one rank: configuration check, connections, model loading, and its role as leader or follower."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ from swiftspec.runtime.local_drafter import LocalDrafter
 from swiftspec.runtime.verifier import LocalVerifier
 from swiftspec.smc.population import LocalPopulation
 
-Progress = Callable[[str, int, int], None]  # what is being done, step, steps
+Progress = Callable[[str, int, int], None]  # description, step, number of steps
 
 
 class RoleBuilder(Protocol):
-    """Makes the roles of one rank; `builder.model_pair.ModelPair` does."""
+    """Builds the roles of one rank. Implemented by `builder.model_pair.ModelPair`."""
 
     @property
     def device(self) -> torch.device: ...
@@ -57,16 +57,18 @@ class RoleBuilder(Protocol):
     @property
     def cancel_check(self) -> CancelCheck: ...
     def with_vocab(self, vocab_size: int, /) -> RoleBuilder:
-        """The same with the vocabulary of the whole job. Raises UserError where a model has no such many tokens."""
+        """A copy with the vocabulary size of the job. Raises UserError if a model's vocabulary is smaller."""
         ...
 
     def rank_config(self, config: EngineConfig, *, target: bool, draft: bool) -> RankConfig:
-        """What all ranks of a job must agree on, and what those of the group with these models must. Raises UserError
-        where files cannot be read."""
+        """The configuration that must match the other ranks of the job, or of the group that loads these models.
+
+        Raises UserError if model files cannot be read.
+        """
         ...
 
     def kernel_sums(self, *, target: bool, draft: bool) -> int:
-        """How wide the products are that kernels of a group with these models sum over peer memory; 0: they do not."""
+        """Width of the widest product that kernels of these models all-reduce through peer memory; 0 for none."""
         ...
 
     def verifier(
@@ -84,22 +86,22 @@ Role = LocalVerifier | LocalDrafter | LocalPopulation
 
 
 def executor_names(role: Role) -> set[str]:
-    """The kinds of steps that it can use, by name."""
+    """Names of the executors that the role supports."""
     return {kind.name for kind in role.executors}
 
 
 def restrict_executors(role: Role, common: Container[str]) -> None:
-    """Leaves it the kinds of steps that all ranks of its group can use."""
+    """Removes the executors that some rank of its group does not support."""
     agreed: list[Any] = [kind for kind in role.executors if kind.name in common]
     role.executors = agreed
 
 
 class EngineRank:
-    """Agrees with the other ranks on how they run, connects this one to them, loads its share of its group's models and
-    waits until all have done so.
+    """One rank of an engine. The constructor returns once all ranks have loaded their models.
 
-    Raises UserError on all ranks where they were not started alike; and on rank 0 when any rank cannot start, the
-    others then are just sent home.
+    It checks that all ranks have the same configuration, connects this rank, joins its group and loads its shard of the
+    group's models. Raises UserError on all ranks if configurations differ. If a rank cannot load, rank 0 raises
+    UserError and the other ranks shut down.
     """
 
     def __init__(self, world: World, config: EngineConfig, builder: RoleBuilder, progress: Progress | None) -> None:
@@ -120,7 +122,7 @@ class EngineRank:
         self.drafter: LocalDrafter | None = None
         self.population: LocalPopulation | None = None
         self._group: RankGroup | None = None
-        self.recovery: DraftGroupRecovery | None = None  # of a draft that is lost, on rank 0
+        self.recovery: DraftGroupRecovery | None = None  # set on rank 0 if a lost draft group is restarted
         error: str | None = None
         try:
             self._builder = builder = builder.with_vocab(vocab)
@@ -128,7 +130,7 @@ class EngineRank:
             self._load(here, config, builder, holds, progress or self._loading)
         except UserError as problem:
             error = str(problem)
-        except Exception as problem:  # no memory, no device, no group, a broken disk: rank 0 tells it
+        except Exception as problem:  # such as a lack of memory or a disk error: rank 0 reports it
             error = f"rank {world.rank} cannot start: {str(problem) or type(problem).__name__}"
         kinds = {name for role in self._roles() for name in executor_names(role)}
         try:
@@ -145,7 +147,7 @@ class EngineRank:
             self.recovery = DraftGroupRecovery(whole, config, facts, vocab, self.rank_table, self._connections)
 
     def _loading(self, what: str, step: int, steps: int) -> None:
-        """Weights are being read."""
+        """Default progress callback: marks the rank as busy while it loads weights."""
         self._heartbeat.mark_busy()
 
     def _load(
@@ -156,7 +158,7 @@ class EngineRank:
         holds: dict[str, bool],
         progress: Progress | None,
     ) -> None:
-        """This rank's share of its group's models, and the roles on them."""
+        """Joins the group and loads this rank's shard of its models with their roles."""
         if here.group_size > 1:
             self._group = join_group(
                 self._world, here.group, here.group_rank, here.group_size, device=builder.device,
@@ -176,7 +178,7 @@ class EngineRank:
     def leader_roles(
         self, config: EngineConfig, log: Recorder | None = None
     ) -> tuple[LeaderVerifier, SteppedDrafter, EngineConfig]:
-        """The roles of rank 0, and the config with d filled in. `log`: where the draft's records go."""
+        """Rank 0's verifier and drafter, and the config with d filled in. `log` receives the draft's trace records."""
         assert self.verifier is not None
         team = self._follower_group()
         verifier = LeaderVerifier(self.verifier, team)
@@ -196,19 +198,21 @@ class EngineRank:
         return verifier, NoDrafter(), config
 
     def leader_population(self) -> LeaderPopulation:
-        """The role of rank 0 in mode smc."""
+        """Rank 0's population, in mode smc."""
         assert self.population is not None
         return LeaderPopulation(self.population, self._follower_group())
 
     def _follower_group(self) -> FollowerGroup:
-        """Whoever is led from here, also while a prompt is read."""
+        """The followers of this leader, which also receive PREFILL_CONTINUE before each prefill chunk."""
         team = FollowerGroup(self._connections.followers)
         self._builder.cancel_check.on_continue = partial(team.broadcast, Opcode.PREFILL_CONTINUE)
         return team
 
     def _measure_draft_steps(self, config: EngineConfig, verifier: LeaderVerifier, drafter: DraftGroupClient) -> int:
-        """d by the two step times, measured at the same time as they will run: they share caches and memory. A draft
-        that cannot even do that is asked again when a request comes."""
+        """Chooses d from measured draft and target times; returns the initial value if the draft group fails.
+
+        Both are measured concurrently, because draft and target share caches and memory bandwidth.
+        """
         room = self._builder.max_model_len - 1
         try:
             drafter.measure(room)
@@ -220,8 +224,10 @@ class EngineRank:
         return steps
 
     def run(self, *, traced: bool) -> None:
-        """The life of any rank but 0, until it is sent home. `traced`: for a trace with exact times. Raises
-        RankLost when whoever should send it home is gone."""
+        """Main loop of every rank except rank 0, until SHUTDOWN. `traced`: the trace needs exact times.
+
+        Raises RankLost if its leader, or the target's leader, is gone without SHUTDOWN.
+        """
         leader = self._connections.leader or self._connections.target_leader
         assert leader is not None
         comes_again = self._world.supervisor is not None
@@ -234,15 +240,15 @@ class EngineRank:
                     self._heartbeat,
                     stay_on_error=self._world.supervisor is None,
                 ).run()  # fmt: skip
-            else:  # a follower; or a leader that could not start, and is told to leave
+            else:  # a follower
                 self._follow(leader)
             comes_again = False
         finally:
             self.leave(restarting=comes_again)
 
     def _follow(self, leader: Channel) -> None:
-        """A follower of the draft whose model fails, and whom nobody starts again, stays until it is told to leave: the
-        job goes on without it."""
+        """Runs a follower. If the model of an unsupervised draft follower fails, blocks until SHUTDOWN, since the job
+        continues without the draft."""
         roles = self.verifier, self.drafter, self.population
         try:
             run_follower(leader, *roles, self._limits, self._builder.cancel_check, self._heartbeat)
@@ -255,8 +261,11 @@ class EngineRank:
             wait_for_shutdown(leader)
 
     def leave(self, *, restarting: bool = False) -> None:
-        """Sends home whoever is led from here, and leaves the group. `comes_again`: it does so without a word, as it is
-        about to be started again, and so are they then."""
+        """Shuts down the ranks that this one leads, and leaves the group.
+
+        `restarting`: closes the connections without SHUTDOWN, since this rank is about to be restarted and its
+        followers with it.
+        """
         if self.recovery is not None:
             self.recovery.close()
         self._connections.close(shutdown=not restarting)

@@ -1,6 +1,7 @@
-"""A worker whose model is on a group of ranks. Rank 0 has the sessions, and so has every follower: each with caches of
-its own there, moved by the same calls in the same order (followers.py). Before the calls of one session rank 0 says
-which it is.
+"""Tensor-parallel worker: serves one model that is sharded over a group of ranks.
+
+Every rank has all sessions, each with its own KV cache, and executes the same calls in the same order, see
+group/leader.py. Rank 0 sends SESSION_SELECT before it switches to the calls of another session.
 """
 
 from __future__ import annotations
@@ -30,18 +31,20 @@ SHAPE_FIELDS = (
     "mode", "verify_batch", "draft_leaves", "draft_steps", "verify", "proposal", "calibration", "catch_up",
     "adapt_steps",
 )  # fmt: skip
-EXIT_POLL_S = 0.2  # seconds in which the end of a process is noticed
+EXIT_POLL_S = 0.2  # seconds within which the exit of a process is detected
 MakeFollower = Callable[
     [EngineConfig, CancelCheck], FollowerDispatcher
-]  # the roles of a session of that shape, on caches of its own
+]  # returns the roles of a session with that config, on their own KV caches
 
 
 class WorkerGroup:
-    """The followers of a worker's rank 0. They hear of a session in its first turn at the model, and of its end in the
-    next turn of another one: until then its caches stay with them, which are no more than the worker has room for.
-    Sessions begin and end in any thread; all else is for whoever has the turn at the model.
+    """The followers of a worker's rank 0.
 
-    `broken`: why the group cannot go on.
+    Followers receive SESSION_OPEN when a session first acquires the model, and SESSION_CLOSE when another session next
+    does. Until then they keep its KV cache; the total never exceeds the worker's session limit. Sessions may begin and
+    end in any thread; all other methods require the model lock.
+
+    `broken`: the reason why the group cannot continue, or None.
     """
 
     def __init__(self, followers: Sequence[Channel]) -> None:
@@ -49,20 +52,20 @@ class WorkerGroup:
         self.broken: str | None = None
         self._on_lost: Callable[[str], None] = lambda why: None
         self._count = 0
-        self._selected: SessionFollowers | None = None  # whose calls the followers take
+        self._selected: SessionFollowers | None = None  # the session whose calls the followers execute
         self._ended: list[SessionFollowers] = []
 
     def new_session(self, shape: EngineConfig) -> SessionFollowers:
-        """The followers, as the leader of one more session leads them."""
+        """Creates the follower group of a new session."""
         self._count += 1
         return SessionFollowers(self, self._count, shape)
 
     def end_session(self, team: SessionFollowers) -> None:
-        """The session is over, and its caches go."""
+        """Marks a session as ended; the followers free its KV cache with the next session change."""
         self._ended.append(team)
 
     def select_session(self, team: SessionFollowers) -> None:
-        """Tells the followers whose calls come next. Raises ConnectionError."""
+        """Selects the session whose calls follow. Raises ConnectionError if a follower is gone."""
         if self._selected is team:
             return
         while self._ended:
@@ -77,13 +80,13 @@ class WorkerGroup:
         self._selected = team
 
     def on_lost(self, lost: Callable[[str], None]) -> None:
-        """`lost` hears why the group cannot go on, at once where it has come to that already."""
+        """Registers a callback that receives the reason when the group breaks; called immediately if it is broken."""
         self._on_lost = lost
         if self.broken is not None:
             lost(self.broken)
 
     def check_followers(self, patience: float = EXIT_POLL_S) -> None:
-        """Whether the followers are all there; they say nothing, so one that is heard of is gone."""
+        """Detects lost followers by polling their channels, on which a healthy follower sends nothing."""
         for follower in self.followers:
             try:
                 follower.recv(patience)
@@ -93,7 +96,7 @@ class WorkerGroup:
                 self.mark_broken(str(error))
 
     def mark_broken(self, why: str) -> None:
-        """Nobody knows any more how far the others have come."""
+        """Marks the group as broken: the ranks may no longer be in the same state."""
         if self.broken is None:
             self.broken = why
             self._on_lost(why)
@@ -104,7 +107,7 @@ class WorkerGroup:
 
 
 class SessionFollowers(FollowerGroup):
-    """The followers in one session. `known`: whether they have been told of it."""
+    """The followers in one session. `opened`: whether they have received SESSION_OPEN."""
 
     def __init__(self, crew: WorkerGroup, number: int, shape: EngineConfig) -> None:
         super().__init__(crew.followers)
@@ -128,7 +131,7 @@ class SessionFollowers(FollowerGroup):
 
 
 class FollowerSessions:
-    """A follower's sessions, as its leader's messages move them."""
+    """Dispatcher of a follower's sessions: executes session commands and forwards others to the selected one."""
 
     def __init__(self, make: Callable[[EngineConfig], FollowerDispatcher]) -> None:
         self._make = make
@@ -136,7 +139,7 @@ class FollowerSessions:
         self._selected: FollowerDispatcher | None = None
 
     def decode(self, kind: int, words: Words) -> Action:
-        """What a message asks for. Raises ValueError on what no leader sends."""
+        """Returns the call that a message requests. Raises ValueError if the message is invalid."""
         match kind:
             case Opcode.SESSION_OPEN:
                 number, shape = words[0] if words else 0, _shape(words[1:])
@@ -173,19 +176,22 @@ def _shape(words: Words) -> EngineConfig:
 
 
 class WorkerRank:
-    """One rank of a worker: agrees with the others on how they run, connects to them, loads its share of the model by
-    `load`, and waits until all have done so. Raises UserError on all ranks where they were not started alike; and on
-    rank 0 when any rank cannot start, the others then are just sent home.
+    """One rank of a tensor-parallel worker. The constructor returns once all ranks have loaded their shards.
 
-    `kinds`: of steps, by name; on rank 0, who chooses, those that all ranks can use.
+    It checks that all ranks have the same configuration, connects this rank, joins the group and calls `load`. Raises
+    UserError on all ranks if configurations differ. If a rank cannot load, rank 0 raises UserError and the other ranks
+    shut down.
+
+    `executor_names`: executors that this rank supports; on rank 0, which selects one, those that all ranks support.
     """
 
     def __init__(
         self, world: World, plan: EngineConfig, builder: RoleBuilder, settings: Mapping[str, Any],
         load: Callable[[Any, RankGroup], set[str]],
     ) -> None:  # fmt: skip
-        """`settings`: what else all ranks must have been started with. `load` returns the kinds of steps that this one
-        can use."""
+        """`settings`: further values that must be equal on all ranks.
+
+        `load` loads this rank's shard and returns the names of the executors that it supports."""
         held = {"target": plan.mode == "ar", "draft": plan.mode != "ar"}
         with report_startup_error(world):
             facts = builder.rank_config(plan, **held)
@@ -204,7 +210,7 @@ class WorkerRank:
             kinds = load(builder, self._group)
         except UserError as problem:
             error = str(problem)
-        except Exception as problem:  # no memory, no device, no group, a broken disk: rank 0 tells it
+        except Exception as problem:  # such as a lack of memory or a disk error: rank 0 reports it
             error = f"rank {world.rank} cannot start: {str(problem) or type(problem).__name__}"
         try:
             self.executor_names = self._connections.wait_ready(error, kinds)
@@ -214,7 +220,7 @@ class WorkerRank:
         self.worker_group = WorkerGroup(self._connections.followers)
 
     def run_follower(self, make: MakeFollower) -> None:
-        """The life of any rank but 0, until it is sent home. Raises RankLost when rank 0 is gone without a word."""
+        """Main loop of every rank except rank 0, until SHUTDOWN. Raises RankLost if rank 0 is gone without SHUTDOWN."""
         leader = self._connections.leader
         assert leader is not None
         orders = CommandStream(leader)
@@ -230,7 +236,7 @@ class WorkerRank:
             self.leave()
 
     def leave(self) -> None:
-        """Sends the others home, where this is rank 0, and leaves the group."""
+        """Leaves the group; on rank 0, first sends SHUTDOWN to the others."""
         self._connections.close(shutdown=True)
         pin_to_cores(set(self._world.cores))
         if self._group is not None:

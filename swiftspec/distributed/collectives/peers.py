@@ -1,5 +1,8 @@
-"""Tensor parallelism over the GPUs of one machine: small sums in the projections' kernels, messages in one of
-their own, the rest by NCCL."""
+"""Collectives over the GPUs of one machine through peer memory.
+
+Small all-reduces are fused into the kernels of the row-parallel projections, small gathers have a kernel of their own,
+and NCCL does the rest.
+"""
 
 from __future__ import annotations
 
@@ -15,18 +18,18 @@ from swiftspec.backends.cuda.peers import PeerAccessError, PeerGroup
 from swiftspec.distributed.collectives.torch_dist import TorchDistGroup
 from swiftspec.errors import RankLost
 
-PEER_TIMEOUT_S = 10.0  # seconds that a kernel waits for a peer; ranks begin a forward within milliseconds of each other
+PEER_TIMEOUT_S = 10.0  # seconds; ranks begin a forward within milliseconds of each other
 CLOSE_TIMEOUT_S = (
     PEER_TIMEOUT_S + 5
-)  # seconds that a rank waits for the others, whose kernels may yet wait, to let go of its memory
+)  # seconds; a rank's memory must outlive kernels of its peers, which may still be waiting
 
 
 class PeerMemoryGroup:
-    """A `model.group.Group` whose products of few rows are summed over peer memory (csrc/cuda/peers/channel.h), in
-    rank order and rounded as `sum_in_rank_order` does it: bitwise equal on all ranks, and to what NCCL's part gives. So
-    are messages gathered, a population's logits too.
+    """A `TensorParallelGroup` that reduces and gathers small tensors through peer memory.
 
-    A peer that does not come ends the kernels that wait for it, and with them the process's use of its GPU.
+    The kernels (csrc/cuda/peers/channel.h) sum in rank order and round as `sum_in_rank_order` does, so results are
+    bitwise identical on all ranks and to those of the NCCL path. If a peer does not arrive in time, the waiting kernels
+    abort, after which the process cannot use its GPU any more.
     """
 
     memory = None
@@ -38,8 +41,11 @@ class PeerMemoryGroup:
 
     @staticmethod
     def join(store: Store, group: TorchDistGroup, *, width: int, device: torch.device) -> PeerMemoryGroup:
-        """Meets the other ranks of `group`, which are all on this machine. `width`: outputs of the widest product that
-        is summed. Raises PeerAccessError on all of them where they cannot reach each other's memory."""
+        """Maps the peer memory of the ranks of `group`, which are all on this machine.
+
+        `width`: outputs of the widest product that is all-reduced. Raises PeerAccessError on all ranks if the GPUs
+        cannot access each other's memory.
+        """
 
         def exchange(topic: str, mine: bytes) -> list[bytes]:
             keys = [f"{group.name} {topic} {rank}" for rank in range(group.size)]
@@ -62,14 +68,14 @@ class PeerMemoryGroup:
         return None if found is None else RankLost(f"group {self.name}: {found}")
 
     def close(self) -> None:
-        """Leaves the group. A rank's memory goes when the others have let go of it, or do not for too long."""
+        """Leaves the group. Frees this rank's memory once all ranks have unmapped it, or after CLOSE_TIMEOUT_S."""
         self._peers.close()
         until, gone = time.monotonic() + CLOSE_TIMEOUT_S, f"{self.name} gone"
         try:
             self._store.add(gone, 1)
             while self._store.add(gone, 0) < self.size and time.monotonic() < until:
                 time.sleep(0.01)
-        except RuntimeError:  # the store went with its rank
+        except RuntimeError:  # the store's process has ended
             pass
         self._peers.free()
         self._group.close()
@@ -78,8 +84,10 @@ class PeerMemoryGroup:
 def join(
     store: Store, name: str, rank: int, size: int, *, device: torch.device, timeout: timedelta, width: int
 ) -> TorchDistGroup | PeerMemoryGroup:
-    """A group over NCCL; with a `width`, see `PeerParallel.join`, one whose kernels sum by themselves, where the GPUs
-    reach each other: those of desktops mostly do not."""
+    """Joins an NCCL group, and a `PeerMemoryGroup` on top of it if `width` > 0 and the GPUs support peer access.
+
+    Consumer GPUs mostly do not. `width`: see `PeerMemoryGroup.join`.
+    """
     group = TorchDistGroup.join(store, name, rank, size, device=device, timeout=timeout)
     if width == 0:
         return group

@@ -1,4 +1,4 @@
-"""Tensor parallelism through shared memory: ranks on the CPU of one machine, without a library between them."""
+"""Collectives through shared memory, between CPU ranks of one machine."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from swiftspec.errors import RankLost
 
 
 class SharedMemoryGroup:
-    """A `model.group.Group` by the LL protocol (csrc/common/ll.h): sums in rank order, bitwise equal on all ranks.
+    """A `TensorParallelGroup` over the LL protocol (csrc/common/ll.h).
 
-    A peer that has ended raises RankLost within a fraction of a second, a silent one after the timeout.
+    Sums in rank order, so results are bitwise identical on all ranks. Calls raise RankLost within a fraction of a
+    second if a peer has exited, and after the timeout if it is blocked.
     """
 
     def __init__(self, name: str, group: SharedGroup) -> None:
@@ -23,7 +24,7 @@ class SharedMemoryGroup:
 
     @staticmethod
     def join(store: Store, name: str, rank: int, size: int, *, spin: bool, timeout: timedelta) -> SharedMemoryGroup:
-        """Meets the other ranks of group `name`. `spin`: every rank of this machine has a core of its own."""
+        """Joins group `name`. `spin`: waiting ranks spin, because every rank of this machine has its own core."""
         if rank == 0:
             store.set(name, new_name())
         try:
@@ -40,20 +41,20 @@ class SharedMemoryGroup:
             raise self._gone(error) from None
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """The sum over the ranks, in rank order. May be in place: `x` is of no more use."""
+        """The sum over the ranks, in rank order. May overwrite `x`."""
         try:
             return self.memory.all_reduce(x)
         except OSError as error:
             raise self._gone(error) from None
 
     def captures(self, x: Tensor) -> bool:
-        return False  # the host makes them
+        return False  # the host performs these collectives
 
     def lost(self, error: Exception) -> RankLost | None:
         return self._gone(error) if isinstance(error, OSError) else None
 
     def _gone(self, error: OSError) -> RankLost:
-        """What has become of a peer."""
+        """The RankLost for a peer that has exited or is blocked."""
         return RankLost(f"group {self.name}: rank {self.rank} of {self.size}: {error}")
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""A group of ranks over torch.distributed: gloo on CPUs, NCCL on GPUs."""
+"""Collectives over torch.distributed: Gloo on CPUs, NCCL on GPUs."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from swiftspec.errors import RankLost
 
 
 class TorchDistGroup:
-    """A `Group` of processes over torch's default process group: gloo for CPU tensors, NCCL for CUDA ones.
+    """A `TensorParallelGroup` over torch's default process group: Gloo for CPU tensors, NCCL for CUDA tensors.
 
-    A process belongs to exactly one of them, so no communicator spans the draft's ranks and the target's. A peer that
-    is gone or silent raises RankLost after `timeout` at the latest; NCCL ends the process instead.
+    A process belongs to one group only, so no communicator spans draft and target ranks. Calls raise RankLost after at
+    most `timeout` if a peer is gone or blocked; NCCL aborts the process instead.
     """
 
     memory = None
@@ -38,7 +38,7 @@ class TorchDistGroup:
         timeout: timedelta,
         share_device: bool = False,
     ) -> TorchDistGroup:
-        """Meets the other ranks of group `name`. `share_device`: several ranks on one GPU, which NCCL refuses."""
+        """Joins group `name`. `share_device`: several ranks on one GPU, which NCCL does not support: uses Gloo."""
         nccl = torch.device(device).type == "cuda" and not share_device
         try:
             dist.init_process_group(
@@ -65,23 +65,23 @@ class TorchDistGroup:
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum over the ranks, in rank order.
 
-        Not the library's: its order depends on topology and size, and differs from rank to rank. The messages of a step
-        are small, so that gathering them costs little more; those of a prefill are bound by the forward anyway.
+        Not `dist.all_reduce`, whose summation order depends on topology and size and differs between ranks. The tensors
+        of a round are small, so gathering them costs little more; a prefill is bound by the forward.
         """
         return sum_in_rank_order(self.all_gather(x))
 
     def captures(self, x: Tensor) -> bool:
-        return self._nccl  # whose calls a graph records like other work, once a warm-up has connected the ranks
+        return self._nccl  # a CUDA graph captures NCCL calls after a warm-up has connected the ranks
 
     def lost(self, error: Exception) -> RankLost | None:
         return None  # a lost peer has raised RankLost already
 
     def close(self) -> None:
-        """Leaves the group, after which the process may join another."""
+        """Leaves the group; the process may then join another."""
         dist.destroy_process_group()
 
 
 def _line(error: BaseException) -> str:
-    """The library's reason without its source file and its advice."""
+    """The library's error message without its source location and advice."""
     text = " ".join(str(error).split())
     return re.sub(r"^\[[^\]]*\] ", "", text).partition(". ")[0] or type(error).__name__

@@ -1,7 +1,8 @@
-"""The bridge between the two groups: the draft group behind a proxy on the target's leader (paper section 3.1).
+"""Client of the draft group, on the target's leader (paper section 3.1).
 
-A round takes one message each way. The result goes over, the draft re-roots and answers with the next proposal; while
-the target verifies that, the draft expands d times. What the draft says late or about another request is dropped.
+A round takes one message in each direction. The client sends the result; the draft re-roots its tree and answers with
+the next proposal, and expands d times while the target verifies it. Late answers, and answers to another request, are
+discarded.
 """
 
 from __future__ import annotations
@@ -21,24 +22,26 @@ from swiftspec.errors import DrafterLost
 from swiftspec.messages import Proposal, RequestStart, VerifyResult
 from swiftspec.observe.recorder import Recorder
 
-ANSWER_TIMEOUT_S = 10.0  # seconds that a draft may take for a round before it counts as lost
-OPEN_TIMEOUT_S = 60.0  # and for its prefill
-LATE_DRAIN_S = 1.0  # seconds after its time in which what lies unread is still looked through
-MAX_REASON_CHARS = 300  # characters of a draft's reason to give up
+ANSWER_TIMEOUT_S = 10.0  # seconds; the longest wait for a proposal
+OPEN_TIMEOUT_S = 60.0  # seconds; the longest wait for the first proposal, which includes the prefill
+LATE_DRAIN_S = 1.0  # seconds after a deadline during which messages already received are still read
+MAX_REASON_CHARS = 300  # characters of an error message from the draft
 ANSWER_OPCODES = (Opcode.PROPOSAL, Opcode.STEP_TIMES, Opcode.ERROR, Opcode.TRACE_RECORD)
 LATE_MESSAGE = "the draft group did not answer in time"
-LAST_ROUND_TIMEOUT_S = 1.0  # seconds to wait for what the draft says of a request's last round
+LAST_ROUND_TIMEOUT_S = 1.0  # seconds to wait for the trace record of a request's last round
 
 
 class DrafterLate(DrafterLost):
-    """The draft group has not answered in time, and may yet."""
+    """The draft group has not answered in time; its answer may still arrive."""
 
 
 class DraftGroupClient:
-    """Stands for the draft group on the target's leader. Every call may raise DrafterLost, and for whatever the draft
-    says that it should not, nothing else; `propose` DrafterLate, after which it may be asked again.
+    """Drafter on the target's leader that forwards every call to the draft group.
 
-    `gone`: why there is no connection any more, until `attach` gives another.
+    Every call raises DrafterLost if the connection is lost or the draft sends an invalid message. `propose` raises
+    DrafterLate on a timeout; it can then be called again.
+
+    `lost_reason`: why the connection is lost, until `attach` replaces it; else None.
     """
 
     def __init__(
@@ -52,15 +55,18 @@ class DraftGroupClient:
         open_timeout_s: float = OPEN_TIMEOUT_S,
         recorder: Recorder | None = None,
     ) -> None:
-        """`rejects`: proposals say what they were drawn from. `records`: where the draft's records of its rounds go,
-        which it sends while it is watched."""
+        """`steps`: d at the start.
+
+        `rejection_sampling`: proposals carry draft distributions.
+        `recorder`: receives the trace records that the draft sends while tracing is on.
+        """
         self.busy = 0.0
         self._steps, self._recorder, self._tracing = steps, recorder, False
         if recorder is not None:
             recorder.drain = self.drain
         self._state, self._round = RequestState(limits, rejection_sampling), 0
         self._channel = channel
-        self._buffered: Proposal | None = None  # an answer that was looked for, and not yet asked for
+        self._buffered: Proposal | None = None  # an answer that `poll` has received for `propose`
         self.lost_reason: str | None = None
         self.answer_timeout_s, self.open_timeout_s = answer_timeout_s, open_timeout_s
 
@@ -77,7 +83,7 @@ class DraftGroupClient:
         return held or self._recv_proposal(self.answer_timeout_s if self._round else self.open_timeout_s)
 
     def poll(self) -> bool:
-        """Whether the proposal for the result told last is there. Does not wait for it."""
+        """Whether the proposal that follows the last result has arrived. Does not block."""
         with contextlib.suppress(DrafterLate):
             self._buffered = self._buffered or self._recv_proposal(0.0)
         return self._buffered is not None
@@ -89,7 +95,7 @@ class DraftGroupClient:
             try:
                 spent, proposal = single_word(words[:1], "time"), unpack_proposal(words[1:])
                 if (proposal.request, proposal.round) != (self._state.request, self._round):
-                    continue  # an answer that came too late
+                    continue  # a late answer to an earlier round
                 self._state.check_proposal(proposal)
                 self.busy += in_range(spent, 0, 2**31 - 1, "the microseconds of a round") * 1e-6
             except ValueError as error:
@@ -97,7 +103,7 @@ class DraftGroupClient:
             return proposal
 
     def grow(self) -> None:
-        pass  # it is growing already
+        pass  # the draft expands without a request
 
     def observe(self, result: VerifyResult) -> None:
         self._round, self._buffered = result.round + 1, None
@@ -108,18 +114,18 @@ class DraftGroupClient:
         self._send(Opcode.OBSERVE, pack_message(result))
 
     def catch_up(self, result: VerifyResult) -> None:
-        """Rounds without the draft, as the result of a long one."""
+        """Sends the rounds decoded without the draft, merged into one result."""
         self.observe(result)
 
     def close(self) -> None:
         self._send(Opcode.DRAFTER_CLOSE)
 
     def measure(self, room: int) -> None:
-        """Lets the draft begin to measure its expansions, in a context of `room` tokens."""
+        """Starts the measurement of draft step times, in a context of `room` tokens."""
         self._send(Opcode.MEASURE_STEP, [room])
 
     def times(self) -> DraftTimes:
-        """What has been measured since `measure`."""
+        """Blocks for the step times that `measure` has requested."""
         words = self._recv_answer(Opcode.STEP_TIMES, time.monotonic() + self.open_timeout_s)
         if len(words) != 2 or words[0] < 0 or words[1] < 1:
             raise _protocol_error(f"times of {len(words)} words are none")
@@ -127,23 +133,23 @@ class DraftGroupClient:
 
     @property
     def draft_steps(self) -> int:
-        """d, the expansions of a round."""
+        """d, the number of expansions per round."""
         return self._steps
 
     @draft_steps.setter
     def draft_steps(self, steps: int) -> None:
-        """Holds from the draft's next growing on."""
+        """Takes effect with the draft's next expansions."""
         self._send(Opcode.SET_DRAFT_STEPS, [steps])
         self._steps = steps
 
     def set_trace(self, on: bool) -> None:
-        """Whether the draft is to tell of its rounds, from the next request on."""
+        """Turns trace records of the draft's rounds on or off, from the next request on."""
         self._tracing = on
-        with contextlib.suppress(DrafterLost):  # `attach` tells the next one
+        with contextlib.suppress(DrafterLost):  # `attach` sends it on the next connection
             self._send(Opcode.SET_TRACE, [int(on)])
 
     def drain(self, round_: int) -> None:
-        """Takes records until that round's is there; what else comes belongs to a request that is over."""
+        """Receives trace records up to that round's. Other messages belong to a request that has ended."""
         assert self._recorder is not None
         deadline = time.monotonic() + LAST_ROUND_TIMEOUT_S
         try:
@@ -152,17 +158,17 @@ class DraftGroupClient:
                 if kind == Opcode.TRACE_RECORD:
                     self._record(words)
         except (ConnectionError, TimeoutError, ValueError):
-            return  # the line has no draft lane then
+            return  # the trace then lacks the draft's timeline of this round
 
     def _record(self, words: Words) -> None:
-        """It is read when somebody writes it: here the target waits."""
+        """Stores a trace record; it is decoded only when it is written, since the target is waiting here."""
         if len(words) < 2:
             raise ValueError("a record is of no round")
         if self._recorder is not None:
             self._recorder.draft(words[0], words[1], partial(unpack_record, words, self._state.limits.vocab_size))
 
     def attach(self, bridge: Channel) -> None:
-        """Another connection, to a draft group that knows of no request."""
+        """Replaces the connection by one to a restarted draft group, which has no open request."""
         self._channel.close()
         self._channel, self._buffered, self.lost_reason = bridge, None, None
         self._send(Opcode.SET_DRAFT_STEPS, [self._steps])
@@ -170,7 +176,7 @@ class DraftGroupClient:
             self._send(Opcode.SET_TRACE, [1])
 
     def _disconnect(self, reason: str) -> DrafterLost:
-        """Hangs up for this reason; a draft group that still lives hears of it."""
+        """Closes the connection, which a draft group that is alive detects. Returns the error to raise."""
         if self.lost_reason is None:
             self.lost_reason = reason
             self._channel.close()
@@ -185,8 +191,10 @@ class DraftGroupClient:
             raise self._disconnect(str(error)) from None
 
     def _recv_answer(self, wanted: Opcode, deadline: float) -> Words:
-        """The next message of that kind. Says why when the draft gives up this request. One look is always taken: the
-        answer may have come in time and be read late."""
+        """Receives the next message with opcode `wanted`. Raises DrafterLost if the draft reports an error.
+
+        Reads the channel at least once, since an answer may have arrived before the deadline without being read.
+        """
         while True:
             left = deadline - time.monotonic()
             if self.lost_reason is not None:
@@ -207,7 +215,7 @@ class DraftGroupClient:
                 raise self._disconnect(str(error)) from None
             except ValueError as error:
                 raise _protocol_error(error) from None
-            if left < -LATE_DRAIN_S:  # however much it says
+            if left < -LATE_DRAIN_S:  # even if the draft keeps sending other messages
                 raise DrafterLate(LATE_MESSAGE)
 
 

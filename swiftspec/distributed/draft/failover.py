@@ -1,7 +1,7 @@
-"""A draft group that may be late, be lost, and come back, behind a drafter that always proposes in time.
+"""Failover: a drafter that proposes in time even if the draft group is late, lost or restarting.
 
-Rounds without it are plain ones: their proposal is the root. What it missed it is told as the result of one long round,
-so that it is in step again at once; one that comes back begins with the tokens so far.
+A round without the draft group proposes only the root, as in autoregressive decoding. The rounds that a late draft
+group has missed are sent to it merged into one result; a restarted draft group starts from all tokens verified so far.
 """
 
 from __future__ import annotations
@@ -24,63 +24,66 @@ FIRST_PROPOSAL_TIMEOUT_S = 2.0
 # Bounds on the wait for any later proposal: TIMEOUT_FACTOR times the usual wait.
 MIN_TIMEOUT_S, MAX_TIMEOUT_S = 0.5, 10.0
 TIMEOUT_FACTOR = 5.0
-STEADY_ROUNDS = 16  # rounds in step after which being late is forgotten
+STEADY_ROUNDS = 16  # rounds answered in time after which the backoff is reset
 
 
 class ResumableDrafter(Drafter, Protocol):
-    """A drafter that can go on after rounds without it."""
+    """A drafter that can continue after rounds that were decoded without it."""
 
     def catch_up(self, result: VerifyResult) -> None:
-        """In place of `observe`: rounds that were not this drafter's, as the result of a long one."""
+        """Replaces `observe` for rounds that this drafter has missed, merged into one result."""
         ...
 
 
 class RemoteDrafter(SteppedDrafter, ResumableDrafter, Protocol):
-    """A drafter in another process, which may be lost and come back. `propose` may raise DrafterLate, after which it
-    may be asked again."""
+    """A drafter in another process, which can be lost and recover.
+
+    `propose` raises DrafterLate on a timeout; it can then be called again.
+    """
 
     def poll(self) -> bool:
-        """Whether the proposal for the result told last is there. Does not wait for it."""
+        """Whether the proposal that follows the last result has arrived. Does not block."""
         ...
 
 
 class DraftConnection(Protocol):
-    """The way to it (bridge.GroupDrafter, grpc.draft_stream.DraftStream)."""
+    """Connection to a remote drafter. Implemented by `DraftGroupClient` and `DraftStream`."""
 
-    lost_reason: str | None  # why there is nobody to speak with, until `attach` gives another
-    answer_timeout_s: float  # seconds that a proposal may take
-    open_timeout_s: float  # and the first one of a request
+    lost_reason: str | None  # why the connection is lost, until `attach` replaces it; else None
+    answer_timeout_s: float  # seconds; the longest wait for a proposal
+    open_timeout_s: float  # seconds; the longest wait for a request's first proposal
 
     def attach(self, back: Any, /) -> None:
-        """Speaks with this one from now on, who knows of no request."""
+        """Switches to a recovered drafter, which has no open request."""
 
 
 class Reconnector(Protocol):
-    """Looks for a drafter that is lost (comeback.Comeback, grpc.redial.Redial)."""
+    """Recovers a lost drafter. Implemented by `DraftGroupRecovery` and `WorkerReconnector`."""
 
     def poll(self) -> Any:
-        """What has come back, for `Line.attach`, once; None while nothing has."""
+        """Returns a recovered drafter for `DraftConnection.attach`, once; None if there is not one yet."""
         ...
 
     def on_lost(self) -> None:
-        """It does not answer any more."""
+        """Called when the drafter is lost."""
 
 
 @dataclass(frozen=True, slots=True)
 class RemoteDraft:
-    """A drafter in another process, the way to it, and who looks for it when it is lost; None: nobody starts it again,
-    and the next request tries."""
+    """A remote drafter, its connection, and what recovers it.
+
+    `reconnector`: None if the drafter is not restarted; the next request then tries again.
+    """
 
     drafter: RemoteDrafter
     connection: DraftConnection
     reconnector: Reconnector | None
-    rpc_log: RpcLog | None = None  # exchanges with it, where it is a worker
+    rpc_log: RpcLog | None = None  # RPC latencies, if the drafter is a worker
 
 
 @dataclass(slots=True)
 class Outage:
-    """A time without the draft group: why, and from when to when, in seconds since the request began. `until` is None
-    while it lasts."""
+    """An interval without the draft group, in seconds since the request began; `until` is unset during the outage."""
 
     reason: str
     since: float
@@ -88,15 +91,15 @@ class Outage:
 
 
 class FailoverDrafter:
-    """`outages`: those of the request begun last."""
+    """Drafter that falls back to proposing the root alone. `outages`: those of the current or last request."""
 
     def __init__(
         self, drafter: ResumableDrafter, remote: RemoteDraft, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """`drafter`: the one that is away, or a controller around it."""
+        """`drafter`: the remote drafter, or a controller that wraps it."""
         self._drafter, self._remote, self._clock = drafter, remote, clock
         self._fallback = NoDrafter()
-        self._usual_wait_s = 0.0  # seconds that an answer takes
+        self._usual_wait_s = 0.0  # seconds; moving average of the wait for a proposal
         self.outages: list[Outage] = []
 
     @property
@@ -105,7 +108,7 @@ class FailoverDrafter:
 
     @property
     def lost_reason(self) -> str | None:
-        """Why the draft group does not propose, should that be so."""
+        """Why the draft group does not propose at present, or None."""
         return self.outages[-1].reason if self.outages and self.outages[-1].until is None else None
 
     def open(self, opening: RequestStart) -> None:
@@ -113,7 +116,7 @@ class FailoverDrafter:
         self._opening, self._tokens = opening, list(opening.tokens)
         self._fallback.open(opening)
         self._num_late = self._rounds_in_step = self._rounds_to_skip = (
-            0  # times late; rounds in step since; rounds not to ask for
+            0  # late proposals; rounds answered in time since; rounds to decode before the next attempt
         )
         self._remote.connection.open_timeout_s = FIRST_PROPOSAL_TIMEOUT_S
         self._attach()
@@ -121,7 +124,7 @@ class FailoverDrafter:
         self._in_step = not self._lost
 
     def propose(self) -> Proposal:
-        if self._attach():  # it reads the text now, and counts rounds from there: first it has to miss one
+        if self._attach():  # it starts a prefill and counts rounds from there, so it misses this round
             self._start(replace(self._opening, tokens=tuple(self._tokens)))
             return self._fallback.propose()
         if self._lost or not (self._in_step or self._caught_up()):
@@ -146,7 +149,7 @@ class FailoverDrafter:
 
     def observe(self, result: VerifyResult) -> None:
         if self._in_step:
-            self._try(lambda: self._drafter.observe(result))  # first: somebody waits for it
+            self._try(lambda: self._drafter.observe(result))  # first, because the draft group is waiting for it
         else:
             self._missed.append(result)
         self._fallback.observe(result)
@@ -157,20 +160,20 @@ class FailoverDrafter:
             self._try(self._drafter.close)
 
     def _attach(self) -> bool:
-        """Takes a group that has come back, which knows of no request."""
+        """Switches to a recovered draft group, if there is one, and returns whether it did."""
         back = None if self._remote.reconnector is None else self._remote.reconnector.poll()
         if back is not None:
-            self._try(lambda: self._remote.connection.attach(back))  # what fails here fails again at the opening
+            self._try(lambda: self._remote.connection.attach(back))  # a failure repeats in `open`, where it is handled
         return back is not None
 
     def _start(self, opening: RequestStart) -> None:
-        """Tells the group of the request, from these tokens on. Its first proposal is for the root that is now."""
+        """Opens the request on the draft group. Its first proposal starts at the last of these tokens."""
         self._lost, self._in_step = False, False
         self._missed: list[VerifyResult] = []
         self._try(lambda: self._drafter.open(opening))
 
     def _caught_up(self) -> bool:
-        """Whether a group that was out of step has answered, and has been told what it missed since."""
+        """Whether a late draft group has answered and received the rounds that it has missed."""
         if self._rounds_to_skip > 0:
             self._rounds_to_skip -= 1
             return False
@@ -184,14 +187,14 @@ class FailoverDrafter:
             self._in_step = True
 
     def _update_timeout(self, seconds: float) -> None:
-        """How long an answer was waited for, in vain or not: one that is always slow comes to be waited for longer."""
+        """Updates the timeout from a wait in seconds, also an unsuccessful one: it grows for a slow draft group."""
         self._usual_wait_s += 0.1 * (seconds - self._usual_wait_s)
         self._remote.connection.answer_timeout_s = min(
             max(TIMEOUT_FACTOR * self._usual_wait_s, MIN_TIMEOUT_S), MAX_TIMEOUT_S
         )
 
     def _on_answer(self) -> None:
-        """A proposal came in time."""
+        """Records a proposal that arrived in time."""
         if self.lost_reason is not None:
             self.outages[-1].until = self._clock() - self._began
         self._rounds_in_step += 1
@@ -199,7 +202,7 @@ class FailoverDrafter:
             self._num_late = 0
 
     def _on_late(self, reason: str) -> None:
-        """Goes on without waiting; one that is late again and again is asked less and less often."""
+        """Continues without the draft group, and doubles the number of rounds until the next attempt."""
         self._record_outage(reason)
         self._in_step, self._rounds_in_step = False, 0
         self._rounds_to_skip = 2**self._num_late - 1

@@ -1,5 +1,7 @@
-"""Rank 0 brings a draft group back: once its ranks have been started again, they meet, agree and connect as at the
-start, while the target decodes."""
+"""Recovery of a lost draft group on rank 0, while the target decodes.
+
+Restarted draft ranks join the rendezvous, pass the startup barrier and connect, as at the start of the job.
+"""
 
 from __future__ import annotations
 
@@ -17,12 +19,12 @@ from swiftspec.distributed.transport.connections import Connections, accept_draf
 from swiftspec.distributed.transport.opcodes import Opcode
 from swiftspec.errors import RankLost, UserError
 
-POLL_S = 0.1  # seconds between two looks at who has come
-LOAD_TIMEOUT_S = 600.0  # seconds in which a draft group has loaded its weights
+POLL_S = 0.1  # seconds between two polls of the rendezvous
+LOAD_TIMEOUT_S = 600.0  # seconds; the longest wait until a draft group has loaded its weights
 
 
 class DraftGroupRecovery:
-    """Looks in a thread for draft ranks that were started again, from the start to `close`."""
+    """Background thread that reconnects restarted draft ranks, until `close`."""
 
     def __init__(
         self,
@@ -33,8 +35,11 @@ class DraftGroupRecovery:
         rank_table: RankTable,
         connections: Connections,
     ) -> None:
-        """`world`: as `join_world` gives it. `vocab`: tokens of the job's vocabulary. `links`: rank 0's, which get the
-        new connection in place of the lost one."""
+        """`world`: returned by `join_world`.
+
+        `vocab_size`: tokens in the job's vocabulary.
+        `connections`: those of rank 0, in which the new channel replaces the lost one.
+        """
         self._world, self._plan, self._rank_config, self._vocab_size, self._rank_table = (
             world,
             plan,
@@ -50,17 +55,17 @@ class DraftGroupRecovery:
         self._thread.start()
 
     def poll(self) -> Channel | None:
-        """The connection to a draft group that has come back and is ready, once."""
+        """Returns the channel to a recovered draft group, once; else None."""
         back, self._recovered = self._recovered, None
         self._connections.draft_leader = back or self._connections.draft_leader
         return back
 
     def on_lost(self) -> None:
-        """The draft group does not answer any more."""
+        """Marks the draft group as lost."""
         self._rank_table.set_state("draft", "lost")
 
     def close(self) -> None:
-        """Looks no longer. A group that has just come back is among the links."""
+        """Stops the thread. A draft group recovered just before is added to the connections."""
         self._closing.set()
         self._thread.join(2 * POLL_S)
         self.poll()
@@ -74,11 +79,11 @@ class DraftGroupRecovery:
                     self._rank_table.set_state("draft", "lost")
                 meeting = meetings.try_form(self._ranks)
                 if meeting is not None:
-                    with suppress(RankLost, UserError, ConnectionError, OSError):  # they come again
+                    with suppress(RankLost, UserError, ConnectionError, OSError):  # the ranks are restarted
                         self._connect(meeting)
 
     def _connect(self, meeting: RendezvousInfo) -> None:
-        """Rank 0's part of a start with the draft's ranks alone."""
+        """Starts the draft group on rank 0's side: startup barrier, connection, wait for the weights."""
         world = self._world.after_rendezvous(meeting).next_job()
         self._rank_table.update(
             member for member in check_consistent(world, self._plan, self._rank_config) if member.rank in self._ranks
@@ -97,7 +102,7 @@ class DraftGroupRecovery:
             channel.close()
 
     def _await_loaded(self, channel: Channel) -> int:
-        """What they say once they have loaded their weights."""
+        """Blocks for the opcode that the draft leader sends after loading its weights. Raises RankLost."""
         until = time.monotonic() + LOAD_TIMEOUT_S
         while not self._closing.is_set() and time.monotonic() < until:
             with suppress(TimeoutError):

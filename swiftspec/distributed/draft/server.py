@@ -1,4 +1,4 @@
-"""The draft's side of the bridge: its leader answers the target, a proposal for each result (paper section 3.1)."""
+"""Draft group server: the draft's leader sends the target a proposal for each result (paper section 3.1)."""
 
 from __future__ import annotations
 
@@ -33,25 +33,28 @@ from swiftspec.runtime.local_drafter import LocalDrafter
 
 
 class DraftTraceSender:
-    """Whether the rounds of the draft's lane are on record, and how they get to the target: `on` holds from the next
-    request on. `replies`: whether results may be answered before Python sees them, which moves what is on record."""
+    """Sends trace records of the draft's timeline to the target.
+
+    `enabled`: whether rounds are recorded, from the next request on.
+    `native_replies`: whether results may be answered in native code, which shifts the recorded times.
+    """
 
     def __init__(self, target: Channel, drafter: LocalDrafter, *, traced: bool) -> None:
-        """`traced`: the times matter, and all of it is on record from the start."""
+        """`traced`: records exact times from the start."""
         self._target = target
         self.enabled, self.native_replies = traced, not traced
         self.notify = ObserverToggle(lambda: self.enabled, DraftTrace(drafter, self._send))
 
     def _send(self, request: int, round_: int, lane: Record) -> None:
-        if request != 0:  # which is no request: the pace is measured under it
+        if request != 0:  # request 0 is a measurement of step times
             self._target.send(Opcode.TRACE_RECORD, pack_record(request, round_, lane))
 
 
 class DraftGroupServer:
-    """The life of the draft group's leader: it answers the target until that leaves or is gone.
+    """Main loop of the draft group's leader.
 
-    A result that the tree holds is answered as it arrives, in native code; the drafter then does the same once more,
-    while the target is at work already.
+    A result whose accepted node is in the tree is answered in native code when it arrives. The drafter then repeats the
+    update in Python, while the target already verifies the proposal.
     """
 
     def __init__(
@@ -59,23 +62,29 @@ class DraftGroupServer:
         CancelCheck,
         heartbeat: Heartbeat, *, stay_on_error: bool = True,
     ) -> None:  # fmt: skip
-        """`pause`: what the draft's runner calls while it reads a prompt; `pulse`: when this rank works. `stays`: also
-        when its group is out of step, to say so at every request; else it leaves, and is started again."""
+        """`pause`: cancellation check of the draft's runner during prefill.
+
+        `heartbeat`: records when this rank is busy.
+        `stay_on_error`: a broken group keeps running and answers every request with an error; else `run` raises, and
+        the supervisor restarts the rank.
+        """
         self._state = RequestState(limits)
         self._target, self._heartbeat, self._stay_on_error = target, heartbeat, stay_on_error
         self._drafter = drafter
         self._trace = recording
         self._notify = recording.notify
         self._request = 0
-        self._open = False  # the request; not once it has failed, and nothing more is done for it
-        self._reported_us = 0  # microseconds in forwards that the target knows of
+        self._open = False  # whether a request is open and has not failed
+        self._reported_us = 0  # microseconds of forwards already reported to the target
         self._commands = CommandStream(target)
         pause.cancelled = self._commands.request_ended
 
     def run(self) -> None:
-        """Serves until it is sent home; a failing draft model only ends the request, and a group out of step every
-        request from then on, where it stays. Raises RankLost when the target is gone without a word, or says what it
-        should not."""
+        """Serves until SHUTDOWN. A failure of the draft model ends only the current request.
+
+        Raises RankLost if the target is gone without SHUTDOWN or sends an invalid message, and, unless `stay_on_error`,
+        if the group is broken.
+        """
         try:
             while True:
                 self._heartbeat.mark_idle()
@@ -101,7 +110,7 @@ class DraftGroupServer:
                 raise RankLost(str(error)) from None
 
     def _next(self) -> tuple[int, Words, bool]:
-        """The next message, and whether it is answered."""
+        """Receives the next message; the last value is whether native code has answered it."""
         reply = self._drafter.fast_reply() if self._open and self._trace.native_replies else None
         if reply is None or self._commands.buffered:
             return *self._commands.recv(), False
@@ -111,17 +120,17 @@ class DraftGroupServer:
         return kind, words, answered
 
     def _decode(self, kind: int, words: Words, answered: bool) -> Callable[[], object]:
-        """What a message asks for. Raises ValueError on what no target sends."""
+        """Returns the call that a message requests. Raises ValueError if the message is invalid."""
         bounds = self._state.limits
         match kind:
             case Opcode.DRAFTER_OPEN:
                 opening = replace(
                     unpack_request_start(words), executor="", num_cached_tokens=None
-                )  # which are chosen here
+                )  # both are chosen by the draft's leader
                 self._state.open(opening)
                 return partial(self._serve_opening, opening)
             case Opcode.OBSERVE:
-                if not self._open:  # the target has been told, or will read it in a moment
+                if not self._open:  # the target has received the error, or will do so soon
                     return lambda: None
                 result = unpack_result(words)
                 self._state.advance(result)
@@ -141,7 +150,7 @@ class DraftGroupServer:
                 raise ValueError(f"a target does not send messages of kind {kind}")
 
     def _serve_opening(self, opening: RequestStart) -> None:
-        """First the answer, then whatever can be done ahead."""
+        """Starts a request: prefill, first proposal, then the first expansions ahead of the result."""
         self._request, self._reported_us = opening.request, int(1e6 * self._drafter.busy)
         self._notify("opening", opening)
         self._drafter.open(opening)
@@ -165,7 +174,7 @@ class DraftGroupServer:
         self._target.send(Opcode.STEP_TIMES, [int(1e6 * times.overhead), max(int(1e6 * times.expansion), 1)])
 
     def _round(self, answered: bool) -> None:
-        """The answer, unless it has been given, and the tree grown ahead."""
+        """Proposes, sends the proposal unless native code has, and expands the tree ahead of the result."""
         proposal = self._drafter.propose()
         self._notify("proposed", proposal)
         if not answered:
@@ -174,7 +183,7 @@ class DraftGroupServer:
         self._notify("grown")
 
     def _propose(self, proposal: Proposal) -> None:
-        """Answers with a proposal, and with the microseconds in forwards since the answer before."""
+        """Sends a proposal and the microseconds of forwards since the previous one."""
         spent = self._unreported_us()
         self._target.send(Opcode.PROPOSAL, [spent, *pack_message(proposal)])
         self._reported_us += spent

@@ -1,4 +1,4 @@
-"""A round of the draft's lane as flat words: on its way to the target it costs the draft next to nothing."""
+"""Codec of the draft's trace records: flat words, which are cheap for the draft to send."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ SPANS = ("open", "observe", "propose", "grow")
 COUNTS = ("nodes", "expanded", "reused", "wasted")
 HEADER_WORDS = (
     2 + len(COUNTS) + 2
-)  # request and round; these; then which spans there are, a bit each, and how many forwards
+)  # request and round; the counts; a bit mask of the spans, and the number of forwards
 
 
 def pack_record(request: int, round_: int, record: Record) -> Words:
-    """What the lane says of a round, as observe/trace.py makes it; `read_record` makes it again.
+    """Packs a record of the draft's timeline (observe/trace.py); `unpack_record` is the inverse.
 
-    Request, round, its counts, its spans and forwards as doubles of two words each, rows of the forwards, and of the
-    tree's nodes the tokens, twice the parents plus whether they are expanded, and the logarithms by their bits.
+    Words: request, round, the counts, the mask of spans and the number of forwards; the start and end of each span and
+    forward as doubles of two words; the rows of each forward; then of all tree nodes the tokens, 2 * parent + expanded,
+    and the bits of the float32 log-probabilities.
     """
     forwards, tree = record["forwards"], record["tree"]
     there = [name for name in SPANS if name in record]
@@ -38,8 +39,7 @@ def pack_record(request: int, round_: int, record: Record) -> Words:
 
 
 def unpack_record(flat: Words, vocab: int) -> Record:
-    """What these words were made of. Raises ValueError on words that make nothing, and on tokens outside a vocabulary
-    of so many."""
+    """Unpacks a record. Raises ValueError on invalid words and on tokens outside a vocabulary of `vocab` tokens."""
     record = _unpack(flat)
     if record is None or record["tree"]["tokens"].max() >= vocab:
         raise ValueError("a record of a round is none")
@@ -51,7 +51,7 @@ def _unpack(flat: Words) -> Record | None:
     if len(words) < HEADER_WORDS:
         return None
     *counts, known, forwards = words[2:HEADER_WORDS].tolist()
-    if min(*counts[:2], known, forwards) < 0:  # the books of the cache may be
+    if min(*counts[:2], known, forwards) < 0:  # the cache counters may be negative
         return None
     there = [name for bit, name in enumerate(SPANS) if known >> bit & 1]
     times, rows = HEADER_WORDS + 4 * (len(there) + forwards), HEADER_WORDS + 4 * (len(there) + forwards) + forwards
@@ -68,7 +68,7 @@ def _unpack(flat: Words) -> Record | None:
 
 
 def _is_valid_tree(tree: dict[str, NDArray]) -> bool:
-    """Whether it is a tree: parents before their children, and what they weigh."""
+    """Whether parents precede their children and all log-probabilities are finite and at most 0."""
     parents, logprobs = tree["parents"], tree["logprobs"]
     above = (parents[1:] >= 0).all() and (parents < np.arange(len(parents))).all() and parents[0] == -1
     return bool(above and tree["tokens"].min() >= 0 and np.isfinite(logprobs).all() and (logprobs <= 0).all())

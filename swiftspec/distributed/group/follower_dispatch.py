@@ -27,7 +27,7 @@ Action = Callable[[], object]
 
 
 class FollowerDispatcher:
-    """Decodes commands for the roles of one rank; a role that the rank does not have is None.
+    """Decodes commands for the roles of one rank; None stands for a role that it does not have.
 
     Every message is validated before it is executed, against the models' limits and the state of the open request.
     """

@@ -36,8 +36,8 @@ T = TypeVar("T")
 class FollowerGroup:
     """The followers of one leader.
 
-    If a call fails on some ranks, the ranks are no longer in the same state: the group is broken, and the leader raises
-    RankLost for every later call.
+    If a call fails on some ranks, their states differ from then on: the group is broken, and the leader raises RankLost
+    for every later call.
     """
 
     def __init__(self, followers: Sequence[Channel]) -> None:
@@ -219,7 +219,7 @@ class LeaderPopulation:
 
 
 def _read_grammar(opening: RequestStart, runner: Runner) -> None:
-    """Raises UserError on an invalid grammar before the followers receive the request, where it would break the group."""
+    """Raises UserError on an invalid grammar. Runs before the broadcast: a failing follower would break the group."""
     if opening.sampling.grammar is not None and runner.make_constraint is not None:
         runner.make_constraint(opening.sampling.grammar)
 

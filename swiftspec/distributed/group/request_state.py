@@ -119,7 +119,7 @@ def _check_length(length: int, bounds: ModelLimits, what: str) -> None:
 
 
 def _check_tokens(tokens: Iterable[int], bounds: ModelLimits, what: str, most: int | None = 0) -> None:
-    """Checks tokens against the vocabulary and, unless `most` is None, their number against the context length."""
+    """Checks tokens against the vocabulary, and their number against the context length; most=None skips the latter."""
     tokens = tuple(tokens)
     if most is not None:
         _check_length(len(tokens), bounds, what)
