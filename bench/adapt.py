@@ -1,12 +1,14 @@
-"""Adaptation on against off, over prompts whose text is predictable at first and hardly so afterwards.
+"""Adaptive tree shape against a fixed shape, on prompts whose text is predictable at first and barely predictable
+later.
 
     python -m bench.adapt [--limit 8] [--max-tokens 128] [--self-switch] [--sets 5] [--no-fixed]
 
-The embedded pair's real rounds, in turn and ahead, on a clock of their own, which goes on by a given time for each
-verification and each expansion: the result is the same on any machine, busy or not. Growing ahead, draft and target
-have a lane each of one clock, as the two groups of ranks. The predictable half goes on with a table (greedy), the other
-is held-out code at temperature 1.5. Off keeps bs = 8 and in turn d = 3, ahead the ratio of the step times. Besides, the
-best of all fixed shapes for each half. Several sets of prompts, `--sets`, give the ratios a standard error.
+Runs the rounds of the demo models in serial and asynchronous mode on a simulated clock, which advances by a given time
+per verification and per expansion, so the result does not depend on the machine or its load. In asynchronous mode draft
+and target have separate timelines of one clock, like two groups of ranks. The predictable half continues a table
+(greedy); the other half is held-out code at temperature 1.5. Without adaptation bs is 8, and d is 3 in serial mode and
+the ratio of the step times in asynchronous mode. The best fixed shape for each half is printed as well. With several
+sets of prompts (`--sets`) the ratios have a standard error.
 """
 
 from __future__ import annotations
@@ -35,23 +37,23 @@ from swiftspec.runtime.drafter import Drafter
 from swiftspec.runtime.local_drafter import LocalDrafter
 from swiftspec.runtime.verifier import Verifier
 
-TIMES = {  # milliseconds: target over 1 and over 8 rows, an expansion
+TIMES = {  # milliseconds: target forward over 1 row, over 8 rows, one expansion
     "a dear draft (the paper's Table 6)": (10.34, 10.34, 3.73),
     "a cheap draft": (10.0, 10.0, 0.8),
     "rows that cost": (4.0, 10.0, 1.0),
     "rows that cost much": (4.0, 20.0, 2.0),
 }
 FIXED = [(d, bs) for bs in (8, 4, 2) for d in (1, 2, 3, 4, 6, 8, 12)]
-TURN = 0.15  # milliseconds of a draft that grows ahead from a result to its answer: re-rooting, choosing, both messages
+TURN = 0.15  # milliseconds from a result to the answer of an asynchronous draft: re-rooting, choosing, both messages
 T = TypeVar("T")
 ROW = "    [" + ", ".join(["{0}"] * 8) + "],\n"
 
 
 @dataclass(slots=True)
 class Clock:
-    """Milliseconds that pass only where a model would have taken them."""
+    """Simulated clock in milliseconds, advanced only by the time that a model would have taken."""
 
-    one: float  # the target over one row
+    one: float  # target forward over one row
     eight: float
     expansion: float
     now: float = 0.0
@@ -61,7 +63,7 @@ class Clock:
 
 
 class TimedDrafter:
-    """A drafter whose proposals take d expansions of the clock."""
+    """Drafter whose proposals advance the clock by d expansions."""
 
     def __init__(self, drafter: LocalDrafter, clock: Clock) -> None:
         self._drafter, self._clock = drafter, clock
@@ -70,7 +72,7 @@ class TimedDrafter:
 
     @property
     def draft_steps(self) -> int:
-        """d."""
+        """Number of expansions per round (d)."""
         return self._drafter.draft_steps
 
     @draft_steps.setter
@@ -85,7 +87,7 @@ class TimedDrafter:
 
 
 class Counted(AheadDrafter):
-    """Knows how many expansions it has made."""
+    """Lookahead drafter that counts its expansions."""
 
     made = 0
 
@@ -95,18 +97,21 @@ class Counted(AheadDrafter):
 
 
 class TimedAhead:
-    """A drafter that grows ahead in a lane of its own, as a draft group does: it takes the result once it has grown,
-    answers, and grows d times more, by the d that was set before the result."""
+    """Lookahead drafter on its own timeline, like a draft group.
+
+    It takes a result once its expansions have finished, answers, and runs d more expansions, with the d that was set
+    before the result.
+    """
 
     def __init__(self, drafter: Counted, clock: Clock) -> None:
         self._drafter, self._clock = drafter, clock
         self.busy = 0.0
-        self._free = 0.0  # when the lane has nothing left to do
+        self._free = 0.0  # time at which the timeline becomes idle
         self.grow, self.close = lambda: None, drafter.close
 
     @property
     def draft_steps(self) -> int:
-        """d."""
+        """Number of expansions per round (d)."""
         return self._drafter.draft_steps
 
     @draft_steps.setter
@@ -141,7 +146,7 @@ class TimedAhead:
 
 
 class TimedVerifier:
-    """A verifier whose forwards take the clock's time for their rows."""
+    """Verifier whose forwards advance the clock by the time for their rows."""
 
     def __init__(self, verifier: Verifier, clock: Clock) -> None:
         self._verifier, self.clock = verifier, clock
@@ -163,7 +168,7 @@ class TimedVerifier:
 
 @dataclass(frozen=True, slots=True)
 class Half:
-    """Prompts and how they are sampled."""
+    """Prompts and their sampling parameters."""
 
     name: str
     prompts: list[list[int]]
@@ -171,7 +176,7 @@ class Half:
 
 
 def halves(limit: int, sets: int) -> list[list[Half]]:
-    """So many pairs of the predictable one, then the other."""
+    """Returns `sets` pairs, each with `limit` predictable prompts and `limit` of the other kind."""
     tokenizer = AutoTokenizer.from_pretrained(DEMO / "target")
     tables = [tokenizer("table = [\n" + ROW.format(n) * 10)["input_ids"] for n in range(limit * sets)]
     code = read_prompts(tokenizer)
@@ -187,7 +192,7 @@ def halves(limit: int, sets: int) -> list[list[Half]]:
 def speed(
     half: Half, timed: TimedDrafter | TimedAhead, verifier: TimedVerifier, measured: RoundStats | None, tokens: int
 ) -> float:
-    """Tokens a second of the clock. Without `measured` the drafter keeps its own shape."""
+    """Tokens per second of the simulated clock. Without `measured` the drafter keeps its shape."""
     clock = verifier.clock
     began, count = clock.now, 0
     for number, prompt in enumerate(half.prompts):
@@ -208,8 +213,8 @@ def speed(
 def run(
     plan: EngineConfig, times: Sequence[float], adapting: bool, texts: Sequence[Half], tokens: int
 ) -> list[tuple[float, str]]:
-    """The speed on each half, and the shape at its end."""
-    alone = replace(plan, mode="serial", adapt_steps=True)  # a tree with room for any d
+    """Returns for each half the speed and the final tree shape."""
+    alone = replace(plan, mode="serial", adapt_steps=True)  # a tree with slots for any d
     llm, clock = LLM(DEMO / "target", DEMO / "draft", alone, dtype=torch.bfloat16), Clock(*times)
     drafter, verifier = local_roles(llm)
     timed = TimedDrafter(drafter, clock)
@@ -226,7 +231,10 @@ def run(
 def compare(
     plan: EngineConfig, times: Sequence[float], sets: Sequence[Sequence[Half]], tokens: int, fixed: bool
 ) -> None:
-    """Off, on, and the best fixed shape: a line for each half. Speeds are means over the sets."""
+    """Prints one line per half: without adaptation, with adaptation, best fixed shape.
+
+    Speeds are means over the sets.
+    """
     adapting = replace(plan, adapt_steps=True, adapt_batch=True)
     off = [run(plan, times, plan.self_switch, texts, tokens) for texts in sets]
     on = [run(adapting, times, True, texts, tokens) for texts in sets]
@@ -248,7 +256,7 @@ def compare(
 
 
 def main() -> None:
-    """Every kind of step times, in turn and ahead."""
+    """Compares serial and asynchronous mode for every set of step times."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--limit", type=int, default=8, help="prompts a half")
     parser.add_argument("--max-tokens", type=int, default=128)

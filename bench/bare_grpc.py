@@ -1,8 +1,8 @@
-"""A gRPC stream that carries nothing of ours: what the wire itself takes of a hop (bench/rpc_latency.py).
+"""Minimal gRPC stream without SwiftSpec's messages, as a baseline for RPC latency (bench/rpc_latency.py).
 
     python -m bench.bare_grpc
 
-says where it listens, and answers each message with one of the size that it asks for, after the rest that it asks for.
+Prints its address and answers each message after the requested delay with a message of the requested size.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from swiftspec.distributed.rpc import connection, server
 from swiftspec.observe.step_time_emulation import wait_until
 
 METHOD = ("bench.Bare", "Echo")
-ASK = struct.Struct("dI")  # seconds of rest, and bytes of the answer
-REST = struct.Struct("d")  # seconds that the rest took
+ASK = struct.Struct("dI")  # delay in seconds, and size of the answer in bytes
+REST = struct.Struct("d")  # duration of the delay in seconds
 ROUNDS = 64
 SPIN = """import os
 os.sched_setaffinity(0, {%d})
@@ -39,7 +39,7 @@ while True:
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """A message and its answer: bytes there and back, and seconds that the server and then the client rest."""
+    """A message and its answer: bytes in each direction, and seconds that the server and then the client wait."""
 
     there: int
     back: int
@@ -49,13 +49,13 @@ class Exchange:
 
 @contextmanager
 def listening() -> Iterator[str]:
-    """Where a server of another process listens."""
+    """Starts a server in another process and yields its address."""
     with started([sys.executable, "-m", "bench.bare_grpc"], r"listening on (\S+)") as url:
         yield url
 
 
 def beside(url: str, exchange: Exchange) -> float:
-    """Seconds of an exchange beside the rest of the server, median."""
+    """Returns the median seconds of an exchange, less the server's delay."""
     out: SimpleQueue[bytes | None] = SimpleQueue()
     ask = ASK.pack(exchange.rest, exchange.back).ljust(exchange.there, b"\0")
     seconds: list[float] = []
@@ -73,8 +73,10 @@ def beside(url: str, exchange: Exchange) -> float:
 
 @contextmanager
 def awake() -> Iterator[None]:
-    """Keeps every CPU from being halted, by a process that runs only where nothing else does. A virtual machine's CPU
-    that has halted wakes late, which is the machine's part of a hop and nobody's else."""
+    """Prevents all CPUs from being halted, with a process per CPU that runs at the lowest priority.
+
+    A halted CPU of a virtual machine wakes up late, and this would be measured as RPC latency.
+    """
     spinners = [Popen([sys.executable, "-c", SPIN % cpu]) for cpu in os.sched_getaffinity(0)]
     try:
         yield
@@ -93,7 +95,7 @@ def _answers(requests: Iterator[bytes], context: Any) -> Iterator[bytes]:
 
 
 def main() -> None:
-    """Listens until it is killed."""
+    """Serves until the process is killed."""
     serves = grpc.server(ThreadPoolExecutor(2), options=server.OPTIONS)
     service, name = METHOD
     handlers = {name: grpc.stream_stream_rpc_method_handler(_answers)}

@@ -1,13 +1,13 @@
-"""Side by side in one run: transformers, its assisted generation, our modes, and llama.cpp where it is installed (extra
-`bench`), on the same pair, prompts and length.
+"""Decoding speed on the same pair, prompts and length: transformers, its assisted generation, all modes of SwiftSpec,
+and llama.cpp if installed (extra `bench`).
 
     python -m bench.decode [--limit 8] [--max-tokens 128] [--json out.json]
-    torchrun --standalone --nproc-per-node 2 -m bench.decode        # mode async besides, with the draft on rank 1
+    torchrun --standalone --nproc-per-node 2 -m bench.decode        # also mode async, with the draft on rank 1
 
-An int4 target is run dense too, for comparison at equal precision.
-Greedy unless --temperature is given (then the peers sample too, and their texts differ). Every figure is over whole
-requests, prefill included, but for `decode`: tokens a second once the prompt is read. The systems take turns on every
-prompt, so a slow minute of the machine hits all of them.
+An int4 target is also run dense, for a comparison at equal precision. Decoding is greedy unless --temperature is given;
+then the baselines sample too, and the texts differ. Every figure covers whole requests, prefill included, except
+`decode`: tokens per second after the prefill. The systems alternate on every prompt, so that varying machine load
+affects all of them.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ DEFAULTS = EngineConfig()
 
 @dataclass(frozen=True)
 class Answer:
-    """What a system made of a prompt; 0 where it does not say."""
+    """A system's answer to one prompt. Fields that the system does not report are 0."""
 
     tokens: list[int]
     rounds: int = 0  # target forwards
-    decoded: int = 0  # tokens that came after the prefill, in `decode_seconds`
+    decoded: int = 0  # tokens after the prefill, decoded in `decode_seconds`
     decode_seconds: float = 0.0
 
 
@@ -58,7 +58,7 @@ Generate = Callable[[list[int]], Answer]
 
 @dataclass
 class Result:
-    """One system's totals. `seconds` and `texts` have one entry per prompt and repeat."""
+    """Totals of one system. `seconds` and `texts` have one entry per prompt and repeat."""
 
     name: str
     tokens: int = 0
@@ -70,11 +70,11 @@ class Result:
 
     @property
     def rate(self) -> float:
-        """Tokens a second over the whole run."""
+        """Tokens per second over the whole run."""
         return self.tokens / sum(self.seconds)
 
     def add(self, answer: Answer, seconds: float) -> None:
-        """Counts a request."""
+        """Adds a request."""
         self.tokens += len(answer.tokens)
         self.rounds += answer.rounds
         self.decoded += answer.decoded
@@ -84,7 +84,7 @@ class Result:
 
 
 def transformers_system(target: Any, draft: Any | None, args: argparse.Namespace) -> Generate:
-    """`generate` of transformers, assisted where a draft is given; its forwards are counted by a hook."""
+    """`generate` of transformers, assisted if a draft is given. A hook counts its forwards."""
     forwards = 0
 
     def count(*_: object) -> None:
@@ -113,14 +113,14 @@ def transformers_system(target: Any, draft: Any | None, args: argparse.Namespace
 
 
 def our_system(llm: LLM, args: argparse.Namespace, cores: set[int]) -> Generate:
-    """One of our modes, on the cores that are its own."""
+    """One mode of SwiftSpec, on the cores `cores`."""
     sampling = SamplingParams(temperature=args.temperature, max_tokens=args.max_tokens, ignore_eos=True, seed=args.seed)
 
     def generate(prompt: list[int]) -> Answer:
         every, threads = available_cores(), torch.get_num_threads()
         pin_to_cores(cores)
         host.set_threads(min(len(cores), args.threads))
-        torch.set_num_threads(1)  # as the command does beside native operators
+        torch.set_num_threads(1)  # the command does the same with native operators
         answer = llm.generate(prompt, sampling)
         pin_to_cores(every)
         torch.set_num_threads(threads)
@@ -131,8 +131,10 @@ def our_system(llm: LLM, args: argparse.Namespace, cores: set[int]) -> Generate:
 
 
 def llama_cpp_systems(args: argparse.Namespace) -> dict[str, Generate]:
-    """llama.cpp's plain decoding of the target: every type of weights, with one thread and with all. Where it cannot be
-    had, none, and a line that says why."""
+    """llama.cpp's plain decoding of the target, for every weight type, with one thread and with all.
+
+    Returns nothing and prints the reason if llama.cpp is not available.
+    """
     if not has_llama_cpp():
         print("llama.cpp: not installed")
         return {}
@@ -152,7 +154,7 @@ def llama_cpp_systems(args: argparse.Namespace) -> dict[str, Generate]:
 
 
 def llama_cpp_system(llama: LlamaCpp, args: argparse.Namespace) -> Generate:
-    """Plain decoding, a forward a token; the prefill gives the first."""
+    """Plain decoding, one forward per token. The prefill produces the first token."""
 
     def generate(prompt: list[int]) -> Answer:
         tokens, _, seconds = llama.generate(prompt, args.max_tokens)
@@ -162,7 +164,7 @@ def llama_cpp_system(llama: LlamaCpp, args: argparse.Namespace) -> Generate:
 
 
 def config_of(mode: str, args: argparse.Namespace) -> EngineConfig:
-    """The config of one of our modes."""
+    """Returns the engine configuration of one mode."""
     return EngineConfig(
         mode=mode,
         verify_batch=args.verify_batch,
@@ -175,7 +177,7 @@ def config_of(mode: str, args: argparse.Namespace) -> EngineConfig:
 
 
 def build(args: argparse.Namespace) -> dict[str, Generate]:
-    """Every system of one process, by the name that the table shows."""
+    """Builds every system of this process, by its name in the table."""
     dtype, every = getattr(torch, args.dtype), available_cores()
     target, draft = load_transformers(args.model, dtype), load_transformers(args.draft_model, dtype)
     systems = {
@@ -196,7 +198,7 @@ def build(args: argparse.Namespace) -> dict[str, Generate]:
 
 
 def measure(systems: dict[str, Generate], prompts: list[list[int]], repeats: int) -> list[Result]:
-    """Runs every system on every prompt in turn, after one warm-up each."""
+    """Runs every system on every prompt, alternating between systems, after one warm-up each."""
     results = [Result(name) for name in systems]
     for generate in systems.values():
         generate(prompts[0])
@@ -209,7 +211,7 @@ def measure(systems: dict[str, Generate], prompts: list[list[int]], repeats: int
 
 
 def report(results: list[Result], args: argparse.Namespace, prompts: int) -> dict[str, Any]:
-    """The JSON: what was run, on what, and a row per system."""
+    """Builds the JSON document: settings, machine, and one row per system."""
     plain, assisted = results[0], results[1]
     rows = [
         {
@@ -231,7 +233,7 @@ def report(results: list[Result], args: argparse.Namespace, prompts: int) -> dic
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """The rows as aligned text."""
+    """Formats the rows as aligned text."""
     columns = {
         "system": "system",
         "tok/s": "tokens_per_second",
@@ -253,7 +255,7 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 
 def arguments() -> argparse.Namespace:
-    """The command line."""
+    """Parses the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, default=DEMO / "target")
     parser.add_argument("--draft-model", type=Path, default=DEMO / "draft")
@@ -295,7 +297,7 @@ def main() -> None:
         serve_rank(world, args.model, args.draft_model, config_of("async", args), dtype=getattr(torch, args.dtype))
         return
     if world is not None:
-        pin_to_cores(set(world.cores))  # the others' threads may use them all
+        pin_to_cores(set(world.cores))  # the other systems' threads may use all cores
     tokenizer = transformers.AutoTokenizer.from_pretrained(args.model)
     prompts = read_prompts(tokenizer)
     if args.prompts is not None or args.task is not None:

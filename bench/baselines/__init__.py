@@ -1,1 +1,1 @@
-"""What other people have for the same work: engines that run the same weights, kernels that take the same inputs."""
+"""Baselines: other engines that run the same weights, and kernels of other projects that take the same inputs."""

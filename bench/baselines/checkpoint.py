@@ -1,4 +1,4 @@
-"""A checkpoint's weights by their Hugging Face names, read when they are asked for."""
+"""Lazy access to a checkpoint's weights by their Hugging Face names."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ from swiftspec.model.formats.int4 import Int4Weight
 
 
 class Weights:
-    """The safetensors of a directory. AutoAWQ "gemm" matrices are whole: `module.weight` like dense ones."""
+    """The safetensors files of a directory.
+
+    An AutoAWQ "gemm" matrix is addressed as `module.weight`, like a dense one.
+    """
 
     def __init__(self, path: Path) -> None:
         self._layout = format_of(read_config(path))
@@ -32,19 +35,19 @@ class Weights:
         return any(name.endswith(".qweight") for name in self._where)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Of the dense tensor, from the file's header."""
+        """Returns the shape of the dense tensor, from the header of its file."""
         if name in self._where:
             return tuple(self._where[name].get_slice(name).get_shape())
         columns, words = self._slice(name, "qweight")
         return 8 * words, columns
 
     def dense(self, name: str, dtype: torch.dtype) -> Tensor:
-        """A tensor as `dtype`, an int4 one dequantised."""
+        """Returns a tensor in `dtype`, dequantised if it is int4."""
         weight = self.int4(name)
         return self._take(name).to(dtype) if weight is None else weight.dequantize(dtype)
 
     def int4(self, name: str) -> Int4Weight | None:
-        """An int4 matrix; None where it is dense."""
+        """Returns an int4 matrix, or None if the matrix is dense."""
         if name in self._where:
             return None
         assert isinstance(self._layout, awq.Awq)

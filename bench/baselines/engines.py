@@ -1,4 +1,4 @@
-"""The same weights in transformers, for comparison, and dense copies of a checkpoint."""
+"""The same weights in transformers as a baseline, and dense copies of a checkpoint."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from bench.baselines.checkpoint import Weights
 
 
 def load_transformers(path: Path, dtype: torch.dtype) -> Any:
-    """A transformers model with a checkpoint's weights, int4 ones dequantised.
+    """Loads a checkpoint as a transformers model, with int4 weights dequantised.
 
-    transformers itself reads AWQ only through another library, and would compute the same products.
+    transformers reads AWQ only with an additional library, which computes the same products.
     """
     import transformers
 
@@ -32,13 +32,16 @@ def load_transformers(path: Path, dtype: torch.dtype) -> Any:
 
 
 def dense_state(path: Path, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """Every weight of a checkpoint by its Hugging Face name, dense, in `dtype`; AutoAWQ "gemm" matrices unpacked."""
+    """Returns every weight of a checkpoint by its Hugging Face name, dense, in `dtype`.
+
+    AutoAWQ "gemm" matrices are unpacked.
+    """
     weights = Weights(path)
     return {name: weights.dense(name, dtype) for name in weights.names}
 
 
 def write_dense(path: Path, folder: Path, dtype: torch.dtype) -> None:
-    """A checkpoint with the same weights, dense, in `folder`."""
+    """Writes a checkpoint with the same weights, dense, to `folder`."""
     for file in path.glob("*.json"):
         shutil.copy(file, folder)
     data = json.loads((path / "config.json").read_text())

@@ -1,8 +1,9 @@
-"""GGUF, the file of llama.cpp: facts by name, then tensors, in the encodings that the comparisons need.
+"""Writer for GGUF, the file format of llama.cpp: metadata by key, then tensors, in the encodings that the benchmarks
+need.
 
-A tensor is encoded when its turn comes and some rows at a time, so that a file of any size takes little memory.
-Blocks are 32 neighbouring weights of a row: Q8_0 has a scale and 32 signed bytes, Q4_0 a scale, Q4_1 a scale d and a
-minimum m (w = d q + m), both with 16 bytes of codes, weight i in the low half of byte i, weight i + 16 in the high one.
+Each tensor is encoded when it is written, a few rows at a time, so memory does not grow with the file. Blocks are 32
+adjacent weights of a row. Q8_0 has a scale and 32 signed bytes, Q4_0 a scale, Q4_1 a scale d and a minimum m (w = d q +
+m). Q4_0 and Q4_1 have 16 bytes of codes, with weight i in the low half of byte i and weight i + 16 in the high half.
 """
 
 from __future__ import annotations
@@ -17,13 +18,13 @@ import torch
 from torch import Tensor
 
 BLOCK = 32
-ALIGNMENT = 32  # of every tensor's first byte
+ALIGNMENT = 32  # alignment of every tensor in bytes
 Fact = int | float | str | Sequence[str] | Sequence[int]
 
 
 @dataclass(frozen=True, slots=True)
 class Encoding:
-    """How weights are stored: the format's number for it, and `size` bytes for `block` neighbours of a row."""
+    """Encoding of weights: its number in the format, and `size` bytes per `block` adjacent weights of a row."""
 
     number: int
     block: int
@@ -41,11 +42,11 @@ ENCODINGS = {
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A tensor of the file. `parts`: its bytes as uint8, in order."""
+    """A tensor of the file. `parts`: its bytes as uint8 tensors, in order."""
 
     name: str
     shape: tuple[int, ...]
-    kind: str  # of ENCODINGS
+    kind: str  # a key of ENCODINGS
     parts: Callable[[], Iterable[Tensor]]
 
     @property
@@ -56,7 +57,7 @@ class Entry:
 
 
 def write_file(out: Path, facts: Mapping[str, Fact], entries: Sequence[Entry]) -> None:
-    """Writes a whole file of version 3."""
+    """Writes a complete file of GGUF version 3."""
     with out.open("wb") as file:
         file.write(b"GGUF" + struct.pack("<IQQ", 3, len(entries), len(facts)))
         for name, fact in facts.items():
@@ -78,14 +79,14 @@ def write_file(out: Path, facts: Mapping[str, Fact], entries: Sequence[Entry]) -
 
 
 def encoded(values: Tensor, kind: str, rows: int = 4096) -> Iterator[Tensor]:
-    """A matrix or vector, nearest in an encoding that needs nothing but the values; `rows` of them at a time."""
+    """Encodes a matrix or vector by rounding to nearest, `rows` rows at a time."""
     encode = {"f32": _f32, "bf16": _bf16, "q8_0": _q8_0, "q4_0": _q4_0}[kind]
     for part in values.split(rows):
         yield encode(part)
 
 
 def q4_1(codes: Tensor, scales: Tensor, minima: Tensor) -> Tensor:
-    """uint8 [N, K / 32, 20] of codes [N, K] in 0..15, with a scale and a minimum [N, K / 32] each, rounded to fp16."""
+    """Packs codes [N, K] in 0..15 with scales and minima [N, K / 32], rounded to fp16, into uint8 [N, K / 32, 20]."""
     return torch.cat((_halves(scales), _halves(minima), _nibbles(codes.unflatten(1, (-1, BLOCK)))), 2)
 
 
@@ -105,7 +106,7 @@ def _q8_0(values: Tensor) -> Tensor:
 
 
 def _q4_0(values: Tensor) -> Tensor:
-    """As llama.cpp does: the weight of the largest size becomes code 0."""
+    """Rounds as llama.cpp does: the weight with the largest magnitude gets code 0."""
     blocks = values.float().unflatten(1, (-1, BLOCK))
     largest = blocks.gather(2, blocks.abs().argmax(2, keepdim=True))
     scales = largest / -8
@@ -114,7 +115,7 @@ def _q4_0(values: Tensor) -> Tensor:
 
 
 def _halves(values: Tensor) -> Tensor:
-    """fp16, two bytes each."""
+    """Converts to fp16 and returns two bytes per value."""
     return values.half().unsqueeze(2).contiguous().view(torch.uint8)
 
 
@@ -133,7 +134,7 @@ def _text(text: str) -> bytes:
 
 
 def _value(fact: Fact) -> bytes:
-    """A fact with the number of its type before it: 4 uint32, 5 int32, 6 float32, 8 text, 9 a list."""
+    """Encodes a metadata value after its type number: 4 uint32, 5 int32, 6 float32, 8 string, 9 array."""
     if isinstance(fact, str):
         return struct.pack("<I", 8) + _text(fact)
     if isinstance(fact, int):

@@ -1,11 +1,12 @@
-"""Other people's kernels that do the same work, where they can be imported: Marlin, FlashInfer, FlexAttention.
+"""Kernels of other projects for the same operators, if they can be imported: Marlin, FlashInfer, FlexAttention.
 
-`find` tries them once. What is not there, or lacks what its documentation names, becomes one line, such as
-"flashinfer: not importable". Each takes inputs as it likes them best, laid out before any time is taken, and is held
-against plain torch before it is timed: a kernel that was called wrongly may be a fast one.
+`find` tries each of them once. One that is missing, or that lacks a documented name, is reported as one line, such as
+"flashinfer: not importable". Each kernel gets its inputs in its preferred layout, prepared before the timing, and is
+compared with plain torch before it is timed, because a kernel that is called incorrectly can be fast.
 
-Marlin is vLLM's or sgl-kernel's AWQ product, or else its authors' own (float16, without zero points). FlashInfer's is
-the attention of one request under a mask of its own; FlexAttention is torch's, compiled with one. Not run on a GPU.
+Marlin is the AWQ product of vLLM or of sgl-kernel, or else the original kernel (float16, without zero points).
+FlashInfer is the attention of one request with a custom mask. FlexAttention is torch's, compiled with such a mask. Not
+run on a GPU.
 """
 
 from __future__ import annotations
@@ -26,17 +27,18 @@ from swiftspec.model.formats.int4 import AWQ_ORDER, Int4Weight, pack_int4, unpac
 BF16 = torch.bfloat16
 BITS = 4
 Call = Callable[[], Any]
-CLOSE = 0.02  # relative error of a product that was understood; rounding takes a tenth of it
+CLOSE = 0.02  # allowed relative error of a product; rounding accounts for a tenth of it
 TILES = [8 * j + i for i in range(8) for j in range(8)]  # of 64 outputs, in the order of Marlin's scales and zeros
 
 
 class Absent(Exception):
-    """Why a kernel cannot be had here, in one line."""
+    """Raised when a kernel is not available. The message is one line."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tree:
-    """Attention over rows that see all but the last columns of a cache, and of these what `window` says."""
+    """Tree attention inputs: rows see all columns of a cache except the last, and of the last those that `window`
+    allows."""
 
     q: Tensor  # [rows, heads, width]
     keys: Tensor  # [layers, kv_heads, context, width]
@@ -44,11 +46,11 @@ class Tree:
     window: Tensor  # [rows, columns] bool
 
     def mask(self) -> Tensor:
-        """[rows, context] bool."""
+        """Attention mask, [rows, context] bool."""
         return F.pad(self.window, (self.keys.shape[2] - self.window.shape[1], 0), value=True)
 
 
-Attention = Callable[[Tree], list[Callable[[], Tensor]]]  # a call for each layer: [rows, heads, width]
+Attention = Callable[[Tree], list[Callable[[], Tensor]]]  # one call per layer: [rows, heads, width]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,19 +58,19 @@ class Product:
     """A kernel that multiplies by int4 weights."""
 
     package: str
-    make: Callable[[Int4Weight], Callable[[Tensor], Tensor]]  # a weight made ready: [rows, K] -> [rows, N]
-    exact: bool = True  # if not, it takes float16, and the weights' words in another order: only its time counts
+    make: Callable[[Int4Weight], Callable[[Tensor], Tensor]]  # prepares a weight: [rows, K] -> [rows, N]
+    exact: bool = True  # if False, it takes float16 and weights in another order, so only its time is used
 
 
 @dataclass(slots=True)
 class Rivals:
     product: Product | None = None  # Marlin
     attention: dict[str, Attention] = field(default_factory=dict)
-    said: list[str] = field(default_factory=list)  # a line for each, of those that are there too
+    said: list[str] = field(default_factory=list)  # one line per kernel, available ones included
 
 
 def find() -> Rivals:
-    """What can be had here, and of the others why not."""
+    """Returns the available kernels, with the reasons why the others are not."""
     found = Rivals()
     try:
         found.product = marlin()
@@ -85,7 +87,10 @@ def find() -> Rivals:
 
 
 def fetch(module: str, *names: str) -> list[Any]:
-    """Things of a module. Raises Absent, whatever goes wrong: packages fail in many ways as they load."""
+    """Imports attributes of a module.
+
+    Raises Absent on any error, because packages fail in many ways while they load.
+    """
     try:
         loaded = importlib.import_module(module)
         return [getattr(loaded, name) for name in names]
@@ -103,7 +108,7 @@ def first_line(error: BaseException) -> str:
 
 
 def checked(calls: list[Callable[[], Tensor]], wanted: Tensor) -> list[Call]:
-    """The calls, once the first has given what it should in its first columns."""
+    """Returns the calls after comparing the leading columns of the first result with `wanted`."""
     got = calls[0]().flatten(1)[:, : wanted.shape[1]].double()
     error = float((got - wanted).norm() / wanted.norm())
     if not error <= CLOSE:
@@ -112,7 +117,7 @@ def checked(calls: list[Callable[[], Tensor]], wanted: Tensor) -> list[Call]:
 
 
 def product_calls(product: Product, x: Tensor, weights: list[Int4Weight]) -> list[Call]:
-    """A rival's calls, a weight after the other; of the first weight 64 outputs are compared."""
+    """Returns one call per weight. 64 outputs of the first weight are compared."""
     if not product.exact:
         return [partial(product.make(weight), x.half()) for weight in weights]
     ready = [partial(product.make(weight), x) for weight in weights]
@@ -121,7 +126,7 @@ def product_calls(product: Product, x: Tensor, weights: list[Int4Weight]) -> lis
 
 
 def attention_calls(make: Attention, tree: Tree) -> list[Call]:
-    """A rival's calls, a layer after the other; the first is compared."""
+    """Returns one call per layer. The first result is compared."""
     group = tree.q.shape[1] // tree.keys.shape[1]
     keys, values = (t[0].repeat_interleave(group, 0).double() for t in (tree.keys, tree.values))
     wanted = F.scaled_dot_product_attention(tree.q.transpose(0, 1).double(), keys, values, tree.mask())
@@ -129,8 +134,11 @@ def attention_calls(make: Attention, tree: Tree) -> list[Call]:
 
 
 def sdpa(tree: Tree) -> list[Callable[[], Tensor]]:
-    """torch's own under a mask, by whichever kernel torch takes (on Hopper cuDNN's, where it can), the heads that share
-    keys as rows of one, nothing else: no RoPE, nothing appended."""
+    """torch's scaled dot product attention with a mask, on the kernel that torch selects (on Hopper cuDNN's, if
+    possible).
+
+    Heads that share keys are rows of one head. RoPE and appending to the cache are not included.
+    """
     rows, heads, width = tree.q.shape
     kv_heads = tree.keys.shape[1]
     q = tree.q.view(rows, kv_heads, -1, width).permute(1, 2, 0, 3).reshape(1, kv_heads, -1, width)
@@ -145,14 +153,14 @@ def sdpa(tree: Tree) -> list[Callable[[], Tensor]]:
 
 
 def flexattention() -> Attention:
-    """torch's, compiled for each shape anew; raises Absent where nothing can be compiled."""
+    """torch's FlexAttention, compiled again for each shape. Raises Absent if nothing can be compiled."""
     if torch.cuda.is_available() and importlib.util.find_spec("triton") is None:
         raise Absent("triton, which it is compiled by, is not importable")
     flex, block_mask = fetch("torch.nn.attention.flex_attention", "flex_attention", "create_block_mask")
 
     def make(tree: Tree) -> list[Callable[[], Tensor]]:
-        torch.compiler.reset()  # else the ninth shape would run uncompiled
-        # an error, not a graph of uncompiled pieces, where it cannot be compiled; no processes of its own
+        torch.compiler.reset()  # otherwise torch would run the ninth shape uncompiled
+        # fullgraph raises an error instead of running uncompiled pieces; one compile thread starts no processes
         compiled = torch.compile(flex, dynamic=False, fullgraph=True, options={"compile_threads": 1})
         return flex_calls(compiled, block_mask, tree)
 
@@ -177,7 +185,7 @@ def flex_calls(flex: Any, block_mask: Any, tree: Tree) -> list[Callable[[], Tens
 
 
 def flashinfer() -> Attention:
-    """Its attention of one request under a packed mask, which is what the paper compares with."""
+    """FlashInfer's attention of one request with a packed mask, the baseline of the paper."""
     attend, packbits = fetch("flashinfer", "single_prefill_with_kv_cache", "packbits")
 
     def make(tree: Tree) -> list[Callable[[], Tensor]]:
@@ -191,7 +199,7 @@ def flashinfer() -> Attention:
 
 
 def marlin() -> Product:
-    """The first of three that can be had."""
+    """Returns the first of three implementations that is available."""
     reasons = []
     for package, attempt in (("vllm", _vllm), ("sgl_kernel", _sgl_kernel), ("marlin", _marlin)):
         try:
@@ -250,7 +258,7 @@ def _sgl_kernel() -> Product:
 
 
 def _in_tiles(columns: Tensor) -> Tensor:
-    """[groups, N] in the order in which Marlin's threads read scales and zeros."""
+    """Reorders [groups, N] to the order in which Marlin's threads read scales and zeros."""
     return columns.view(-1, 64)[:, TILES].view(columns.shape).contiguous()
 
 
@@ -259,7 +267,7 @@ def _marlin() -> Product:
 
     def make(weight: Int4Weight) -> Callable[[Tensor], Tensor]:
         (k, n), device = (weight.packed.shape[0], weight.scales.shape[1]), weight.packed.device
-        codes = weight.packed.view(k // 16, 2 * n)  # as many words; its own packing would take minutes
+        codes = weight.packed.view(k // 16, 2 * n)  # the same number of words; Marlin's own packing takes minutes
         scales = weight.scales.half()
         workspace = torch.zeros(n // 128 * 16, dtype=torch.int32, device=device)
 

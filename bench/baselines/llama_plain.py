@@ -1,6 +1,6 @@
-"""llama.cpp's plain decoding, through its Python package. No torch here: the package may live in a Python of its own.
+"""llama.cpp's plain decoding through its Python package. Imports no torch, so that it can run in a separate Python.
 
-python -m bench.baselines.llama_plain TASK.json        # what bench/large.py starts: {"file": ..., "threads": ...}
+python -m bench.baselines.llama_plain TASK.json        # started by bench/large.py: {"file": ..., "threads": ...}
 """
 
 from __future__ import annotations
@@ -15,11 +15,14 @@ from typing import Any
 from bench.workload import WARM_UP, Measured, Task, answer, peak_of
 from swiftspec.errors import UserError
 
-CONTEXT = 2048  # tokens of prompt and answer that it makes room for
+CONTEXT = 2048  # context length in tokens, prompt and answer together
 
 
 def has_llama_cpp(python: str = sys.executable) -> bool:
-    """Whether llama.cpp's package is here, or in another Python. Raises UserError where that cannot be run."""
+    """Whether llama.cpp's package is installed here, or for another Python.
+
+    Raises UserError if that Python cannot be run.
+    """
     if python == sys.executable:
         return importlib.util.find_spec("llama_cpp") is not None
     test = "import importlib.util, sys; sys.exit(importlib.util.find_spec('llama_cpp') is None)"
@@ -30,7 +33,10 @@ def has_llama_cpp(python: str = sys.executable) -> bool:
 
 
 class LlamaCpp:
-    """A GGUF file in llama.cpp. Driven through the C interface: two calls a token, so that Python hardly counts."""
+    """A GGUF file in llama.cpp.
+
+    Uses the C interface with two calls per token, so the overhead of Python is negligible.
+    """
 
     def __init__(self, file: Path, threads: int, temperature: float, seed: int) -> None:
         import llama_cpp  # pyright: ignore[reportMissingImports] # optional
@@ -42,7 +48,7 @@ class LlamaCpp:
             n_batch=CONTEXT,
             n_threads=threads,
             n_threads_batch=threads,
-            flash_attn=True,  # never slower here, by a fifth faster at q8_0
+            flash_attn=True,  # never slower on the tested CPU, and a fifth faster with q8_0
             verbose=False,
         )
         self._sampler = self._c.llama_sampler_chain_init(self._c.llama_sampler_chain_default_params())
@@ -54,11 +60,14 @@ class LlamaCpp:
 
     @property
     def version(self) -> str:
-        """Of the package."""
+        """Version of the package."""
         return self._c.__version__
 
     def generate(self, prompt: list[int], max_tokens: int) -> tuple[list[int], float, float]:
-        """Exactly `max_tokens` new tokens from an empty cache, and the seconds for the first and for all others."""
+        """Generates exactly `max_tokens` tokens from an empty cache.
+
+        Returns them with the seconds for the first token and for all others.
+        """
         self._c.llama_memory_clear(self._c.llama_get_memory(self._llama.ctx), False)
         began = time.perf_counter()
         tokens = [self._next(prompt)]
@@ -68,7 +77,7 @@ class LlamaCpp:
         return tokens, prefilled - began, time.perf_counter() - prefilled
 
     def _next(self, tokens: list[int]) -> int:
-        """The token after `tokens`, which follow those that the cache holds."""
+        """Decodes `tokens`, which follow those in the cache, and returns the next token."""
         ids = (self._c.llama_token * len(tokens))(*tokens)
         failed = self._c.llama_decode(self._llama.ctx, self._c.llama_batch_get_one(ids, len(tokens)))
         assert not failed, f"llama_decode: {failed}"
@@ -76,7 +85,7 @@ class LlamaCpp:
 
 
 def main() -> None:
-    """Does a task and says what it took."""
+    """Runs a task and prints its measurements."""
     task = Task.given()
     began = time.monotonic()
     llama = LlamaCpp(Path(task.what["file"]), task.what["threads"], 0.0, 0)

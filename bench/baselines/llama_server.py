@@ -1,4 +1,4 @@
-"""llama.cpp's server, plain or with a draft of its own: speed, prompt and acceptance as it reports them."""
+"""llama.cpp's server, with or without a draft model: speed, prompt rate and acceptance as the server reports them."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from bench.baselines.llama_plain import CONTEXT
 from bench.workload import WARM_UP, Measured, Work, peak_of
 from swiftspec.errors import UserError
 
-PATIENCE = 600.0  # seconds that loading, or an answer, may take
-BETWEEN = 0.05  # seconds between two looks whether it has loaded
-DRAFT_TOKENS = ("--spec-draft-n-max", "--draft-max")  # one flag, as its versions call it
+PATIENCE = 600.0  # timeout of loading and of an answer in seconds
+BETWEEN = 0.05  # seconds between checks whether the server has loaded
+DRAFT_TOKENS = ("--spec-draft-n-max", "--draft-max")  # the same flag in different versions
 
 
 class LlamaServer:
-    """The program `llama-server` of a folder."""
+    """The program `llama-server` in a folder."""
 
     def __init__(self, binary: Path) -> None:
         self.binary = binary
@@ -32,8 +32,11 @@ class LlamaServer:
         self.version = next(iter(self._says("--version").splitlines()), "unknown").removeprefix("version: ")
 
     def measure(self, work: Work, target: Path, threads: int, draft: tuple[Path, int] | None = None) -> Measured:
-        """Serves a GGUF file, perhaps with a draft's and so many tokens drafted a round. Raises UserError where the
-        server does not start or answer."""
+        """Serves a GGUF file and measures requests.
+
+        `draft`: a draft's file and the number of tokens drafted per round. Raises UserError if the server does not
+        start or answer.
+        """
         with self._running(target, threads, draft) as (process, port, start):
             measured = Measured(start, notes={"version": self.version})
             _complete(port, work.short[0], WARM_UP)
@@ -46,9 +49,9 @@ class LlamaServer:
                 measured.drafted += timings.get("draft_n", 0)
                 measured.accepted += timings.get("draft_n_accepted", 0)
                 measured.texts.append(found.get("tokens", []))
-                decoded = timings["predicted_n"] - 1  # the prompt gives the first
+                decoded = timings["predicted_n"] - 1  # the prefill produces the first token
                 measured.decoded += decoded
-                measured.rounds += decoded - timings.get("draft_n_accepted", 0)  # each gives one of the target's own
+                measured.rounds += decoded - timings.get("draft_n_accepted", 0)  # one target token per round
             measured.peak = peak_of(process.pid)
         return measured
 
@@ -56,7 +59,7 @@ class LlamaServer:
     def _running(
         self, target: Path, threads: int, draft: tuple[Path, int] | None
     ) -> Iterator[tuple[subprocess.Popen[bytes], int, float]]:
-        """The process once it takes requests, its port, and the seconds that the start took."""
+        """Yields the process once it accepts requests, its port, and the seconds that the start took."""
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
@@ -64,7 +67,7 @@ class LlamaServer:
         command += ["--host", "127.0.0.1", "--port", str(port)]
         if draft is not None:
             command += ["-md", str(draft[0]), self._draft_flag(), str(draft[1])]
-            if "draft-simple" in self._help:  # newer versions are told so
+            if "draft-simple" in self._help:  # newer versions need the drafting method as a flag
                 command += ["--spec-type", "draft-simple"]
         began = time.monotonic()
         with TemporaryFile() as log, subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT) as process:
@@ -92,13 +95,13 @@ class LlamaServer:
 
 
 def find_server(folder: Path | None) -> LlamaServer | None:
-    """The server in a folder, or else on PATH, if it is there."""
+    """Returns the server in a folder, or else the one on PATH, or None."""
     found = shutil.which("llama-server", path=None if folder is None else str(folder))
     return None if found is None else LlamaServer(Path(found))
 
 
 def _wait(process: subprocess.Popen[bytes], port: int, log: IO[bytes]) -> None:
-    """Until the models are loaded."""
+    """Waits until the models are loaded."""
     until = time.monotonic() + PATIENCE
     while time.monotonic() < until:
         if process.poll() is not None:
@@ -107,13 +110,13 @@ def _wait(process: subprocess.Popen[bytes], port: int, log: IO[bytes]) -> None:
             if _asked(port, "GET", "/health")[0] == 200:
                 return
         except OSError:
-            pass  # nobody listens yet
+            pass  # the server does not listen yet
         time.sleep(BETWEEN)
     raise UserError(f"llama-server is not ready after {PATIENCE:.0f} seconds: {_last(log)}")
 
 
 def _complete(port: int, prompt: list[int], tokens: int) -> dict[str, Any]:
-    """One greedy answer of exactly so many tokens, nothing kept of earlier prompts."""
+    """Requests one greedy answer of exactly `tokens` tokens, with prompt caching disabled."""
     asked = {
         "prompt": prompt, "n_predict": tokens, "temperature": 0.0, "top_k": 1, "samplers": ["top_k"],
         "ignore_eos": True, "cache_prompt": False, "return_tokens": True, "stream": False,

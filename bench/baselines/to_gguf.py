@@ -1,12 +1,12 @@
-"""A Llama checkpoint as GGUF, so that llama.cpp runs the same weights.
+"""Converts a Llama checkpoint to GGUF, so that llama.cpp runs the same weights.
 
     python -m bench.baselines.to_gguf out.gguf [--model swiftspec/demo/target] [--type q8_0]
 
-bf16 and q8_0 hold every matrix so, int4 ones dequantised to bf16 first. q4_1 holds AutoAWQ's int4 matrices as they
-are, code by code: (q - z) s = s q + m with m = -z s, which is rounded to fp16 once. q4_0 quantises them anew, in blocks
-of 32 without a zero point. Of both, embedding and head become q8_0.
+bf16 and q8_0 store every matrix in that type; int4 matrices are dequantised to bf16 first. q4_1 keeps the codes of
+AutoAWQ's int4 matrices: (q - z) s = s q + m with m = -z s, which is rounded to fp16 once. q4_0 quantises them again, in
+blocks of 32 without a zero point. With q4_0 and q4_1, embedding and head become q8_0.
 
-The tokens are written too, without the rule that splits text into words: the file is for token ids, not for chats.
+The vocabulary is written without the pre-tokenisation rule: the file takes token ids, not chats.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from swiftspec.model.checkpoint_files import read_config
 from swiftspec.model.config import ModelConfig
 from swiftspec.model.formats.int4 import Int4Weight, unpack_int4
 
-TYPES = ("bf16", "q8_0")  # any checkpoint's
-INT4_TYPES = ("q4_0", "q4_1")  # an int4 one's
-NORMAL, CONTROL, UNUSED = 1, 3, 5  # GGUF's words for kinds of tokens
-PLACES = {  # Hugging Face's names and GGUF's
+TYPES = ("bf16", "q8_0")  # for any checkpoint
+INT4_TYPES = ("q4_0", "q4_1")  # for an int4 checkpoint
+NORMAL, CONTROL, UNUSED = 1, 3, 5  # GGUF's token types
+PLACES = {  # Hugging Face names and GGUF names
     "model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output",
     "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm",
     "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
@@ -41,10 +41,10 @@ PLACES = {  # Hugging Face's names and GGUF's
 
 
 def write_gguf(model: Path, out: Path, kind: str) -> None:
-    """Writes a checkpoint, its matrices as `kind`, one of TYPES or INT4_TYPES, its vectors in float32.
+    """Writes a checkpoint with matrices of type `kind`, one of TYPES or INT4_TYPES, and vectors in float32.
 
-    Raises UserError on what this does not translate: other architectures than Llama, stretched RoPE, and an int4 kind
-    of weights that are not int4.
+    Raises UserError on architectures other than Llama, on scaled RoPE, and on an int4 type for weights that are not
+    int4.
     """
     config = read_config(model)
     if config.family != "llama" or config.rope.kind != "default":
@@ -57,7 +57,7 @@ def write_gguf(model: Path, out: Path, kind: str) -> None:
 
 
 def _entry(weights: Weights, name: str, config: ModelConfig, kind: str) -> Entry:
-    """How a tensor is named and encoded in the file."""
+    """Returns the name and encoding of a tensor in the file."""
     rows, shape = _order(name, config), weights.shape(name)
     module, _, part = name.rpartition(".")
     layer = module.split(".")[2] if module.startswith("model.layers.") else None
@@ -72,7 +72,7 @@ def _entry(weights: Weights, name: str, config: ModelConfig, kind: str) -> Entry
 
 
 def _as_they_are(weights: Weights, name: str, rows: Tensor | None) -> Iterator[Tensor]:
-    """The blocks of an int4 matrix."""
+    """Yields the blocks of an int4 matrix."""
     weight = weights.int4(name)
     assert isinstance(weight, Int4Weight), f"{name}: a dense matrix among int4 ones"
     scales = weight.scales.float()
@@ -87,8 +87,11 @@ def _rows(tensor: Tensor, order: Tensor | None) -> Tensor:
 
 
 def _order(name: str, config: ModelConfig) -> Tensor | None:
-    """The rows of queries and keys as llama.cpp's RoPE wants them: the two that are rotated together are neighbours,
-    where Hugging Face keeps them half a head apart. None: as they are."""
+    """Row order of query and key projections for llama.cpp's RoPE. llama.cpp rotates adjacent rows, Hugging Face rows
+    half a head apart.
+
+    None: the order does not change.
+    """
     heads = {"q_proj": config.num_heads, "k_proj": config.num_kv_heads}.get(name.split(".")[-2])
     if heads is None:
         return None
@@ -114,7 +117,7 @@ def _shape(config: ModelConfig) -> dict[str, Fact]:
 
 
 def _tokens(model: Path, vocab_size: int) -> dict[str, Fact]:
-    """The byte-level BPE of tokenizer.json; ids that it does not use get a name that no text contains."""
+    """Byte-level BPE vocabulary from tokenizer.json. Unused ids get a name that does not occur in text."""
     data = json.loads((model / "tokenizer.json").read_text(encoding="utf-8"))
     tokens, types = [f"<|unused {i}|>" for i in range(vocab_size)], [UNUSED] * vocab_size
     for token, index in data["model"]["vocab"].items():
@@ -131,7 +134,7 @@ def _tokens(model: Path, vocab_size: int) -> dict[str, Fact]:
 
 
 def main() -> None:
-    """The command."""
+    """Parses the command line and writes the file."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
     parser.add_argument("--model", type=Path, default=DEMO / "target")

@@ -1,1 +1,1 @@
-"""What several commands use."""
+"""Helpers shared by several benchmarks."""

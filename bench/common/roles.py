@@ -1,4 +1,4 @@
-"""The roles of an engine that is one process, and others on the same models in their place."""
+"""Drafter and verifier of a single-process engine, and replacements for them on the same models."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Ahead = TypeVar("Ahead", bound=AheadDrafter)
 
 
 def local_roles(llm: LLM) -> tuple[LocalDrafter, LocalVerifier]:
-    """Drafter and verifier of an engine in mode serial."""
+    """Returns the drafter and the verifier of an engine in serial mode."""
     parts = llm.roles.parts
     assert isinstance(parts, TreeRoles)
     assert isinstance(parts.drafter, LocalDrafter) and isinstance(parts.verifier, LocalVerifier)
@@ -26,13 +26,15 @@ def local_roles(llm: LLM) -> tuple[LocalDrafter, LocalVerifier]:
 
 
 def decode_on(llm: LLM, drafter: Drafter, verifier: Verifier) -> None:
-    """Has an engine decode on these from now on."""
+    """Makes an engine decode with this drafter and verifier."""
     llm.engine.decoding = make_fallback_decoding(drafter, verifier)
 
 
 def growing_ahead(drafter: LocalDrafter, config: EngineConfig, kind: type[Ahead]) -> Ahead:
-    """A drafter that grows the same tree ahead of the target, by the same steps. Only one of the two may be used at a
-    time. `config`: as the drafter's, but for d."""
+    """Builds a lookahead drafter with the same tree and the same executors.
+
+    The two drafters must not be used concurrently. `config`: equal to the drafter's, except for d.
+    """
     runner = drafter.runner
     children: ChildSelector = TopChildren(config.children_per_leaf, config.proposal == "coupled")
     if config.proposal == "sample":

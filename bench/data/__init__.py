@@ -1,1 +1,1 @@
-"""Prompts: held-out sources of the embedded pair, task files as they are published."""
+"""Prompts: sources held out from the training of the demo models, and published task files."""

@@ -1,7 +1,8 @@
-"""Beginnings of small functions that the embedded pair can finish now and then, each with what must hold of it.
+"""Prefixes of small functions that the demo models can sometimes complete, each with asserts on the result.
 
-They are our own and in no training text. A model of 14 million parameters goes on with a pattern sooner than it
-computes, so most have what they need before them; each is one that plain sampling finishes sometimes.
+They were written for this benchmark and occur in no training text. A model of 14 million parameters continues a pattern
+more readily than it computes, so most prompts contain the required pattern. Plain sampling completes each of them
+sometimes.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Function:
-    """A prompt that ends in the midst of a function, and what must hold of the whole of it."""
+    """A prompt that ends inside a function, and asserts on the complete function."""
 
     prompt: str
     asserts: str

@@ -1,7 +1,8 @@
-"""Prompts that the embedded pair has never seen, cut from the running Python's own library; and where the pair is.
+"""Held-out prompts for the demo models, cut from the standard library of the running Python, and the path of the
+models.
 
-The pair's provenance names the files that were held out of its training. Each gives two prompts of about `SIZE`
-characters, one from its start and one from its middle, both whole lines.
+The models' provenance names the files that were held out of training. Each file gives two prompts of about `SIZE`
+characters in whole lines, one from its start and one from its middle.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ TOKENS = Path(__file__).with_name("prompts.json")
 
 
 def texts() -> list[str]:
-    """All prompts, starts of files first. A file that this Python no longer has is left out."""
+    """Returns all prompts, starts of files first. A file that this Python lacks is left out."""
     names = json.loads((DEMO / "provenance.json").read_text())["data"]["held_out_files"]
     files = [Path(sysconfig.get_path("stdlib")) / name for name in names]
     lines = [file.read_text(encoding="utf-8").splitlines(keepends=True) for file in files if file.is_file()]
@@ -26,7 +27,7 @@ def texts() -> list[str]:
 
 
 def _cut(lines: list[str]) -> str:
-    """Leading lines that make up SIZE characters."""
+    """Returns leading lines with a total of SIZE characters."""
     text = ""
     for line in lines:
         text += line
@@ -36,11 +37,11 @@ def _cut(lines: list[str]) -> str:
 
 
 def read_prompts(tokenizer: Any, file: Path | None = None) -> list[list[int]]:
-    """Token ids of the held-out prompts, or of those in a JSONL file with a field `prompt`."""
+    """Returns token ids of the held-out prompts, or of the field `prompt` of a JSONL file."""
     found = texts() if file is None else [json.loads(line)["prompt"] for line in file.read_text().splitlines()]
     return [tokenizer(text)["input_ids"] for text in found]
 
 
 def read_token_ids(count: int) -> list[list[int]]:
-    """The first held-out prompts as they were tokenised beforehand, for machines without a tokenizer."""
+    """Returns the first `count` held-out prompts from a file of token ids, for machines without a tokenizer."""
     return json.loads(TOKENS.read_text(encoding="utf-8"))[:count]

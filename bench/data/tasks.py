@@ -1,8 +1,8 @@
-"""Prompts of the paper's six task families, from the files as they are published, and a few of our own.
+"""Prompts of the paper's six task families from the published files, and a few prompts of this project.
 
-MT-bench `question.jsonl`, `HumanEval.jsonl`, GSM8K `test.jsonl`, Alpaca `alpaca_data.json`, CNN/DailyMail as JSONL with
-a field `article`, Natural Questions simplified (`question_text`) or NQ-open (`question`). Which one a file is follows
-from its fields. Nothing is downloaded.
+Files: MT-bench `question.jsonl`, `HumanEval.jsonl`, GSM8K `test.jsonl`, Alpaca `alpaca_data.json`, CNN/DailyMail as
+JSONL with a field `article`, Natural Questions simplified (`question_text`) or NQ-open (`question`). The family follows
+from the fields of the file. Nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ SUMMARIZE = "Summarize the following article in three sentences.\n\n"
 
 
 def own(family: str | None = None) -> list[str]:
-    """Our own prompts, of one family or of all. Raises UserError on an unknown one."""
+    """Returns this project's prompts, of one family or of all. Raises UserError on an unknown family."""
     if family is not None and family not in FAMILIES:
         raise UserError(f"task family {family!r} is none of {', '.join(FAMILIES)}")
     lines = [json.loads(line) for line in PROMPTS.read_text(encoding="utf-8").splitlines()]
@@ -30,7 +30,7 @@ def own(family: str | None = None) -> list[str]:
 
 
 def load(file: Path) -> list[str]:
-    """The prompts of a published file. Raises UserError on one whose fields are of no family."""
+    """Reads the prompts of a published file. Raises UserError if its fields match no family."""
     try:
         records = list(_records(file))
     except OSError as error:
@@ -43,29 +43,29 @@ def load(file: Path) -> list[str]:
 
 
 def prompt_of(record: Any, where: str = "record") -> str:
-    """The prompt in one record."""
+    """Returns the prompt in one record."""
     if isinstance(record, Mapping):
-        if record.get("turns"):  # MT-bench: the first turn
+        if record.get("turns"):  # MT-bench: only the first turn
             return str(record["turns"][0])
         if "instruction" in record:  # Alpaca
             more = f"\n\n{record['input']}" if record.get("input") else ""
             return f"{record['instruction']}{more}"
         if "article" in record:  # CNN/DailyMail
             return f"{SUMMARIZE}{record['article']}"
-        for name in ("prompt", "question_text", "question"):  # HumanEval and our own; Natural Questions; GSM8K, NQ-open
+        for name in ("prompt", "question_text", "question"):  # HumanEval, own; Natural Questions; GSM8K, NQ-open
             if record.get(name):
                 return str(record[name])
     raise UserError(f"{where} has no field of a task family (turns, prompt, question, instruction, article)")
 
 
 def numbers_of(text: str) -> list[str]:
-    """The numbers in a text as GSM8K compares them: without commas, signs of money, and zeros after a point."""
+    """Extracts the numbers in a text as GSM8K compares them: without commas, currency signs and trailing zeros."""
     found = re.findall(r"-?\d[\d,]*(?:\.\d+)?", text)
     return [re.sub(r"\.0+$", "", number.replace(",", "")) for number in found]
 
 
 def _records(file: Path) -> Iterator[Any]:
-    """JSON lines, or one JSON array; gzipped or not."""
+    """Reads JSON lines or one JSON array, gzipped or not."""
     data = file.read_bytes()
     text = (gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data).decode("utf-8")
     if text.lstrip().startswith("["):
