@@ -1,4 +1,4 @@
-"""Where the tests find `bench.data.heldout`."""
+"""Re-exports `bench.data.heldout` for the tests."""
 
 from bench.data.heldout import DEMO, read_prompts
 

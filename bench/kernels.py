@@ -1,9 +1,10 @@
-"""The native operators one by one: microseconds, GB/s, GFLOPS; their share of what a copy and a loop of products reach.
+"""CPU operators one at a time: microseconds, GB/s, GFLOPS, and their share of a copy's and a multiply loop's speed.
 
     python -m bench.kernels [--threads 1] [--level avx2] [--only linear] [--json out.json] [--quick]
 
-Copy and peak are measured in the same run, on as many threads. An operator meets the weights of several layers in turn,
-LAYERS bytes of them, as it does in a forward; so does the copy. One thread is timed by its CPU time, more by the clock.
+Copy and peak speed are measured in the same run with the same number of threads. An operator cycles through the weights
+of several layers, LAYERS bytes of them, as in a forward; so does the copy. One thread is timed by its CPU time, several
+by the wall clock.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from swiftspec.model.weights import DenseWeight
 
 LAYERS = 16 << 20  # bytes
 GROUP = 128
-# outputs, inputs, whether they are gates and ups
+# outputs, inputs, whether the projection is gate and up
 LINEAR = {
     "demo qkv": (640, 384, False),
     "demo o": (384, 384, False),
@@ -41,7 +42,7 @@ LINEAR = {
     "1B gate_up": (16384, 2048, True),
     "1B down": (2048, 8192, False),
 }
-HEADS = {"demo": (6, 2, 64), "1B": (32, 8, 64)}  # query heads, key-value heads, width
+HEADS = {"demo": (6, 2, 64), "1B": (32, 8, 64)}  # query heads, key-value heads, head dimension
 VOCABULARIES = {"demo": 4096, "1B": 128256}
 
 
@@ -51,7 +52,7 @@ class Case:
     run: Callable[[], Any]
     bytes: int  # read and written
     operations: int
-    wide: bool = False  # float32 arithmetic
+    wide: bool = False  # whether arithmetic is in float32
 
 
 @dataclass(slots=True)
@@ -71,7 +72,7 @@ class Result:
 
 
 def best(run: Callable[[], Any], quick: bool) -> float:
-    """Seconds, the least of several goes."""
+    """Returns the seconds of the fastest of several runs."""
     clock = time.thread_time if host.threads() == 1 else time.perf_counter
     run()
     began = clock()
@@ -87,7 +88,7 @@ def best(run: Callable[[], Any], quick: bool) -> float:
 
 
 def make_weight(kind: str, n: int, k: int) -> tuple[Any, int]:
-    """A projection and its bytes."""
+    """Builds a projection and returns it with its size in bytes."""
     dtype = torch.float32 if kind == "f32" else torch.bfloat16
     if kind == "int4":
         codes, zeros = (torch.randint(0, 16, (r, n), dtype=torch.uint8) for r in (k, k // GROUP))
@@ -149,7 +150,7 @@ def sampling_cases(rows: int) -> Iterator[Case]:
 
 
 def copy_speed(quick: bool) -> float:
-    """GB/s read and written by a copy between two buffers of LAYERS bytes together, cut among the threads."""
+    """GB/s read and written by a copy between two buffers of LAYERS bytes together, split among the threads."""
     source, target = torch.ones(LAYERS // 8), torch.zeros(LAYERS // 8)
     parts = list(zip(target.chunk(host.threads()), source.chunk(host.threads()), strict=True))
     with ThreadPoolExecutor(len(parts)) as pool:
@@ -164,7 +165,7 @@ def copy_speed(quick: bool) -> float:
 
 
 def peak_speed(wide: bool, quick: bool) -> float:
-    """GFLOPS of a loop of products alone, times the threads."""
+    """GFLOPS of a multiply-only loop on all threads."""
     rounds = 2_000 if quick else 20_000
     operations = host.peak(rounds, wide)
     return operations / best(lambda: host.peak(rounds, wide), quick) / 1e9 * host.threads()

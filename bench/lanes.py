@@ -1,9 +1,9 @@
-"""Both lanes of asynchronous decoding: what the target and the draft do in a round, and who waits for whom.
+"""Timelines of target and draft in asynchronous mode: time per function in a round, and waiting times of both sides.
 
     torchrun --standalone --nproc-per-node 2 -m bench.lanes [--limit 8] [--steps 4] [--temperature 0] [--kept]
 
-The clocks of one machine's processes agree, so the lanes can be laid side by side. Each function that is timed costs a
-microsecond more than it would; `target busy` comes from a run without timing.
+Processes of one machine share a clock, so the timelines are aligned. Timing adds a microsecond to each timed function;
+`target busy` comes from a run without timing.
 """
 
 from __future__ import annotations
@@ -49,15 +49,15 @@ TIMED: list[tuple[Any, str]] = [
     (DraftTree, "add_children"), (tree_walk, "match_path"),
     *((tree, name) for tree in (DraftTree, NativeTree) for name in ("best_subtree", "match_prefix", "reroot")),
 ]  # fmt: skip
-# what is printed in the place of a function's name; a forward is making its batch and what the model makes of that
+# printed names; a forward is batch construction and the model's run
 PRINTED = {"_batch": "forward", "run": "forward"}
 MODELS = (DEMO / "target", DEMO / "draft")
-Span = tuple[str, float, float]  # name, beginning, end
+Span = tuple[str, float, float]  # name, begin, end
 
 
 @contextmanager
 def timed(spans: list[Span]) -> Iterator[None]:
-    """Notes every call of the timed functions."""
+    """Records every call of the timed functions."""
 
     def wrap(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def wrapper(*args: Any, **kwargs: Any) -> Any:
@@ -80,28 +80,31 @@ def timed(spans: list[Span]) -> Iterator[None]:
 
 
 def rounds(target: list[Span]) -> list[tuple[float, float]]:
-    """From one proposal's arrival to the next: the receiving calls of the target, openings left out."""
+    """Returns the rounds, each from one proposal's arrival to the next: the target's receive calls, without request
+    starts."""
     ends = [end for name, _, end in target if name == "recv"]
     return [(a, b) for a, b in pairwise(ends) if b - a < 0.1]
 
 
 def host_times(target: list[Span], draft: list[Span]) -> list[float]:
-    """Seconds from the end of each verification to the next one's beginning, in rounds in which the draft had the
-    proposal ready: what is on the critical path and neither model's. Empty without native operators."""
+    """Seconds between verifications in rounds whose proposal was ready, which is the host time on the critical path.
+
+    Empty without native operators.
+    """
     expansions, times = [(a, b) for name, a, b in draft if name == "expand"], []
     verifications = sorted(span[1:] for span in target if span[0] == "verify")
     for (_, begin), (end, _) in pairwise(verifications):
         inside = [(name, b) for name, a, b in target if begin <= a < end]
         sent, received = ([b for name, b in inside if name == what] for what in ("send", "recv"))
         if len(sent) != 1 or len(received) != 1:
-            continue  # a request's end
+            continue  # end of a request
         if not any(a <= sent[0] < b or (sent[0] < a and b < received[0]) for a, b in expansions):
             times.append(end - begin)
     return times
 
 
 def table(lane: str, spans: list[Span], spots: list[tuple[float, float]]) -> None:
-    """Mean milliseconds a round by function, over whole rounds."""
+    """Prints the mean milliseconds per round by function, over complete rounds."""
     begin, end = spots[0][0], spots[-1][1]
     total: defaultdict[str, float] = defaultdict(float)
     for name, a, b in spans:
@@ -113,14 +116,14 @@ def table(lane: str, spans: list[Span], spots: list[tuple[float, float]]) -> Non
 def decode(
     world: World, config: EngineConfig, options: LoadOptions, limit: int, temperature: float
 ) -> tuple[LLM, float, float]:
-    """On rank 0: the engine, the target's busy share of the decoding time, and tokens a round."""
+    """Decodes on rank 0. Returns the engine, the target's busy share of the decoding time, and the tokens per round."""
     llm = LLM(*MODELS, config, world=world, **options)
     prompts = read_prompts(AutoTokenizer.from_pretrained(MODELS[0]))[: limit + 1]
     sampling = SamplingParams(temperature=temperature, max_tokens=128, ignore_eos=True)
     busy = spent = tokens = count = 0.0
     for number, prompt in enumerate(prompts):
         stats = llm.generate(prompt, sampling).stats
-        if number:  # the first one warms up
+        if number:  # the first prompt is the warm-up
             busy, spent = busy + stats.target_busy_time, spent + stats.decode_time
             tokens, count = tokens + stats.accepted + stats.rounds, count + stats.rounds
     llm.close()
@@ -128,7 +131,7 @@ def decode(
 
 
 def show(target: list[Span], draft: list[Span]) -> None:
-    """Means over all rounds, then one round of median length as it went."""
+    """Prints the means over all rounds, then the timeline of one round of median length."""
     spots = rounds(target)
     table("target, ms a round", target, spots)
     table("draft,  ms a round", draft, spots)
@@ -148,15 +151,16 @@ def show(target: list[Span], draft: list[Span]) -> None:
 
 
 def kept() -> SupervisorLink:
-    """As a keeper would have it: heartbeats, which here nobody reads, and a look out for ranks that come back."""
+    """Returns a link like a supervisor's: it receives heartbeats, which are not read here, and looks for restarted
+    ranks."""
     here, there = socket.socketpair()
     there.sendall(encode_first_message(b""))
-    there.detach()  # stays open, or this process would end
+    there.detach()  # stays open, otherwise this process would end
     return SupervisorClient(here, 0).supervision()
 
 
 def main() -> None:
-    """Runs twice: untimed for the shares, timed for the lanes."""
+    """Runs twice: without timing for the shares, with timing for the timelines."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--limit", type=int, default=8, help="prompts")
     parser.add_argument("--steps", type=int, default=None, help="d; measured if left out")
@@ -176,7 +180,7 @@ def main() -> None:
         with timed(spans):
             serve_rank(close, *MODELS, config, **options)
         whole.store.set("lane", json.dumps(spans))
-        whole.store.get("shown")  # the store lives with rank 0
+        whole.store.get("shown")  # the store ends with rank 0
         return
     llm, busy, tokens = decode(plain, config, options, args.limit, args.temperature)
     print(f"d = {llm.config.initial_draft_steps}: target busy {busy:.3f}, {tokens:.2f} tok/round")

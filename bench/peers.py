@@ -1,4 +1,4 @@
-"""Where the tests find `bench.baselines.engines`."""
+"""Re-exports `bench.baselines.engines` for the tests."""
 
 from bench.baselines.engines import load_transformers
 

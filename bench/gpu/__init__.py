@@ -1,1 +1,1 @@
-"""What measures on a GPU: operators one by one, single steps, whole decodes; and what these should take there."""
+"""GPU benchmarks: single operators, single steps, whole decodes, and target figures for them."""

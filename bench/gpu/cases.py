@@ -1,7 +1,7 @@
-"""What bench/gpu/kernels.py measures: an operator of one rank, and for each competitor what makes its calls.
+"""Cases of bench/gpu/kernels.py: an operator of one rank, and per competitor a function that prepares its calls.
 
-Every competitor meets copies of its weights or layers of a cache that are together several times the L2, one after the
-other, so every call reads memory that is cold.
+Every competitor cycles through copies of its weights, or layers of a cache, that together are several times as large as
+the L2, so every call reads cold memory.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from swiftspec.model.batch import Batch
 from swiftspec.model.formats.int4 import Int4Weight
 from swiftspec.model.weights import DenseWeight
 
-COLD = 256 << 20  # bytes that the copies of a case are together at least
+COLD = 256 << 20  # minimum bytes of all copies of a case together
 BF16 = torch.bfloat16
 CONTEXTS = (1000, 500, 4000)
-PARTICLES, DRAWN = (8, 64), 5  # of a population, and the rows of each: 4 draft tokens and a bonus
-FIRST_SPLITS = 5  # whose other numbers of rows come before the other splits
+PARTICLES, DRAWN = (8, 64), 5  # particles of a population, and rows per particle: 4 draft tokens and a bonus token
+FIRST_SPLITS = 5  # the other numbers of rows of these splits are measured before the other splits
 OURS = "swiftspec"
-SUMMED = "swiftspec, summed"  # with an all-reduce in it, among a group of one: what it adds on one GPU
+SUMMED = "swiftspec, summed"  # includes an all-reduce in a group of one: its additional time on one GPU
 RIVALS = ("sdpa", "marlin", "flashinfer", "flexattention")
 Made = Callable[[], list[Call]]
 
@@ -48,7 +48,7 @@ class Case:
     tp: int
     op: str
     rows: int
-    moved: int  # bytes
+    moved: int  # bytes read and written
     variants: dict[str, Made]
 
     @property
@@ -73,7 +73,7 @@ def random_int4(outputs: int, inputs: int, group: int, device: str) -> Int4Weigh
 
 @dataclass(frozen=True, slots=True)
 class Maker:
-    """Makes cases for a device. `others`: the kernels of other packages."""
+    """Builds cases for a device. `others`: kernels of other packages."""
 
     device: str
     others: Rivals
@@ -83,7 +83,7 @@ class Maker:
         return range(max(4, math.ceil(self.cold / size)))
 
     def linear(self, model: str, tp: int, op: str, rows: int) -> Case:
-        """One int4 projection of a layer, or the bfloat16 head."""
+        """One int4 projection of a layer, or the bfloat16 LM head."""
         n, k, group = RankShape.of(model, tp).projection(op)
         weights = n * k // 2 + k // group * n * 5 // 2 if group else 2 * n * k
         residual = n if op in ("o", "down") else 0
@@ -122,13 +122,13 @@ class Maker:
         return Case(model, tp, op, rows, moved, variants)
 
     def attention(self, model: str, tp: int, context: int, rows: int) -> Case:
-        """Attention of `rows` nodes of a tree, the last of `context` slots; each copy is a layer of one cache."""
+        """Tree attention of `rows` nodes in the last of `context` slots. Each copy is a layer of one cache."""
         window = torch.rand(rows, max(rows, 8), device=self.device) < 0.5
         window[:, -rows:] |= torch.eye(rows, dtype=torch.bool, device=self.device)
         return self._attention(model, tp, f"attention {context}", window, context)
 
     def particles(self, model: str, tp: int, count: int) -> Case:
-        """Attention of `count` particles of DRAWN rows over a prefix of 1000 that they share."""
+        """Attention of `count` particles with DRAWN rows each, over a shared prefix of 1000 tokens."""
         own = torch.ones(DRAWN, DRAWN, dtype=torch.bool, device=self.device).tril()
         window = torch.block_diag(*itertools.repeat(own, count)).bool()
         return self._attention(model, tp, f"attention of {count} particles", window, 1000 + len(window))
@@ -161,7 +161,7 @@ class Maker:
         return Case(model, tp, op, rows, moved, variants)
 
     def sampling(self, model: str, op: str, rows: int) -> Case:
-        """From logits and noise to tokens, or to 8 candidates with their log-probabilities."""
+        """Sampling from logits and noise: one token per row, or 8 candidates with their log-probabilities."""
         vocab = RankShape.of(model, 1).vocab
 
         def calls(ops: Any) -> list[Call]:
@@ -190,7 +190,7 @@ class Maker:
 
 
 def operators(device: str) -> dict[str, Any]:
-    """The competitors that are modules of operators: backends/cuda where it is there, and the libraries."""
+    """Returns the competitors that are operator modules: backends/cuda if available, and the library backend."""
     try:
         modules = {OURS: importlib.import_module("swiftspec.backends.cuda")} if device.startswith("cuda") else {}
     except ImportError:
@@ -207,7 +207,7 @@ def projection(ops: Any, op: str, x: Tensor, norm: Any, packed: Any, residual: T
 
 
 class Alone(PeerCommunicator):
-    """A rank that sums with itself: every line is sent and received, on this GPU."""
+    """Communicator of a group of one. It sends and receives every line on this GPU."""
 
     def __init__(self, outputs: int, device: str) -> None:
         lines, trouble = max_lines(outputs), torch.zeros(1, dtype=torch.int64, pin_memory=True)
@@ -216,7 +216,7 @@ class Alone(PeerCommunicator):
 
 
 def cases(make: Maker, rows: tuple[int, ...]) -> Iterator[Case]:
-    """All of them; 8 rows of the first splits before the first split's other numbers of rows, and so on."""
+    """Yields all cases: 8 rows of the first splits before the other numbers of rows of the first split, and so on."""
     order = itertools.product(enumerate(SPLITS), rows)
     for (number, (model, tp)), count in sorted(order, key=lambda case: case[0][0] + FIRST_SPLITS * (case[1] != 8)):
         for op in ("qkv", "o", "swiglu", "down", "head"):

@@ -1,5 +1,5 @@
-// What a Hopper GPU's launches, copies and exchanges take, each alone: the constants of bench/gpu/targets.py, a line for
-// each, "name value [unit]". bench/gpu/constants.py builds and runs this. Not run on a GPU.
+// Microbenchmarks of launches, copies and exchanges on a Hopper GPU: the constants of bench/gpu/targets.py. Prints one
+// line "name value [unit]" for each. Built and run by bench/gpu/constants.py. Not run on a GPU.
 #include <cuda_runtime.h>
 
 #include <algorithm>
@@ -17,12 +17,12 @@ namespace ptx = swiftspec::ptx;
 
 constexpr int kWarps = 8, kThreads = 32 * kWarps;
 constexpr int kTile = 2176;                // bytes of an int4 tile of the projections (csrc/cuda/linear/tiling.h)
-constexpr int kMostStages = 12;            // tiles under way for each warp
-constexpr int64_t kBuffer = 1ll << 30;     // far larger than the L2
-constexpr int64_t kFlush = 256ll << 20;    // writing so much leaves nothing else in the L2
-constexpr int64_t kAhead = 16ll << 20;     // what a QKV asks for of the next projection (csrc/cuda/linear/tiling.h)
+constexpr int kMostStages = 12;            // tiles in flight per warp
+constexpr int64_t kBuffer = 1ll << 30;     // much larger than the L2
+constexpr int64_t kFlush = 256ll << 20;    // writing this many bytes evicts everything else from the L2
+constexpr int64_t kAhead = 16ll << 20;     // bytes of the next projection that a QKV prefetches (csrc/cuda/linear/tiling.h)
 constexpr int kNodes = 200, kTurns = 2000, kLoads = 500, kReplays = 15;
-constexpr uint64_t kPatience = 1000000000;  // nanoseconds; a wait that is longer ends the kernel
+constexpr uint64_t kPatience = 1000000000;  // nanoseconds; a longer wait ends the kernel
 
 void need(cudaError_t error, const char* what) {
   if (error == cudaSuccess) return;
@@ -35,7 +35,7 @@ __global__ void nothing() {
   ptx::wait_for_dependencies();
 }
 
-// Two CTAs send each other a line of 16 bytes in turn.
+// Two CTAs alternately send each other a line of 16 bytes.
 __global__ void exchange(uint64_t* lines) {
   if (threadIdx.x != 0) return;
   uint64_t *mine = lines + 16 * blockIdx.x, *other = lines + 16 * (1 - blockIdx.x);
@@ -51,7 +51,7 @@ __global__ void exchange(uint64_t* lines) {
   }
 }
 
-// Bulk copies, each begun when the one before is there, from addresses that nobody has read.
+// Dependent bulk copies: each starts when the previous one has arrived, from addresses that were not read before.
 __global__ void one_by_one(const uint8_t* from, uint64_t* took) {
   __shared__ __align__(128) uint8_t tile[kTile];
   __shared__ uint64_t barrier;
@@ -71,7 +71,7 @@ __global__ void one_by_one(const uint8_t* from, uint64_t* took) {
   *took = ptx::nanoseconds() - start;
 }
 
-// Every warp streams tiles through a ring of its own, as the projections do, and looks at each.
+// Every warp streams tiles through its own ring, as the projections do, and reads each tile.
 __global__ void __launch_bounds__(kThreads) stream(const uint8_t* from, int64_t tiles, int stages, uint32_t* sums) {
   extern __shared__ __align__(128) uint8_t shared[];
   __shared__ uint64_t barriers[kWarps * kMostStages];
@@ -103,7 +103,7 @@ __global__ void __launch_bounds__(kThreads) stream(const uint8_t* from, int64_t 
   sums[blockIdx.x * kThreads + threadIdx.x] = sum;
 }
 
-// Asks for memory, or does not, and stays until it must be there.
+// Prefetches memory, or does not, and runs until the prefetch must have completed.
 __global__ void ask(const uint8_t* from, int64_t bytes, uint64_t stay) {
   const uint64_t start = ptx::nanoseconds();
   for (int64_t at = 4096ll * blockIdx.x; threadIdx.x < ptx::kLoaders && at < bytes; at += 4096ll * gridDim.x) {
@@ -112,7 +112,7 @@ __global__ void ask(const uint8_t* from, int64_t bytes, uint64_t stay) {
   while (ptx::nanoseconds() - start < stay) {}
 }
 
-// Microseconds of what `work` puts on a stream, as a graph: the median replay.
+// Microseconds of the work that `work` enqueues on a stream, captured as a graph: the median replay.
 double replayed(cudaStream_t on, const std::function<void()>& work) {
   cudaGraph_t graph = nullptr;
   cudaGraphExec_t ready = nullptr;
@@ -169,7 +169,7 @@ void copies(cudaStream_t on, const uint8_t* from, uint8_t* to) {
   uint64_t latency = 0;
   need(cudaMalloc(&ns, 8), "memory");
   replayed(on, [&] {
-    need(cudaMemsetAsync(to, 1, kFlush, on), "memory");  // or the last replay's tiles were in the caches
+    need(cudaMemsetAsync(to, 1, kFlush, on), "memory");  // otherwise the tiles of the last replay are still cached
     one_by_one<<<1, 32, 0, on>>>(from, ns);
   });
   need(cudaMemcpy(&latency, ns, 8, cudaMemcpyDeviceToHost), "memory");
@@ -210,7 +210,7 @@ int main() {
   need(cudaGetDeviceProperties(&device, 0), "no NVIDIA GPU can be used here");
   cudaStream_t on = nullptr;
   uint8_t *from = nullptr, *to = nullptr;
-  std::setvbuf(stdout, nullptr, _IOLBF, 0);  // what is known is said, whatever comes
+  std::setvbuf(stdout, nullptr, _IOLBF, 0);  // prints each result immediately, so that an abort loses none
   std::printf("gpu %s\n", device.name);
   need(cudaStreamCreateWithFlags(&on, cudaStreamNonBlocking), "stream");
   launches(on, device.multiProcessorCount);

@@ -1,9 +1,9 @@
-"""Measures the constants of bench/gpu/targets.py on this machine's GPU and derives the targets again.
+"""Measures the constants of bench/gpu/targets.py on this machine's GPU and derives the target figures from them.
 
     python -m bench.gpu.constants [--json out.json]
 
-Compiles constants.cu beside this file with nvcc and runs it. A constant that is missing, because what measures it or
-one before it failed, stays what was assumed, and the others count. Not run on a GPU yet.
+Compiles constants.cu with nvcc and runs it. A constant whose measurement failed, or that follows a failed one, retains
+its assumed value; the measured ones are used. Not run on a GPU yet.
 """
 
 from __future__ import annotations
@@ -28,25 +28,25 @@ from bench.gpu.targets import ASSUMED, Constants
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = ROOT / "build" / "constants"
 SOURCES = (Path(__file__).with_name("constants.cu"), ROOT / "csrc/cuda/device/device.cu")
-BUILDING, RUNNING = 18.0, 8.0  # seconds; together less than its step of tools/gpu_check.py has
+BUILDING, RUNNING = 18.0, 8.0  # seconds; their sum is below the limit of this step in tools/gpu_check.py
 
 
 def build() -> str | None:
-    """Compiles the program. Why that cannot be, or None."""
+    """Compiles the program. Returns the reason for a failure, or None."""
     homes = [os.environ.get("CUDA_HOME"), "/usr/local/cuda"]
     compilers = [os.environ.get("CUDACXX"), "nvcc", *(f"{home}/bin/nvcc" for home in homes if home)]
     nvcc = next((found for name in compilers if name and (found := shutil.which(name))), None)
     if nvcc is None:
         return "nvcc not found"
     PROGRAM.parent.mkdir(parents=True, exist_ok=True)
-    arch = "native" if torch.cuda.is_available() else "sm_90"  # whether it compiles is worth knowing without one, too
+    arch = "native" if torch.cuda.is_available() else "sm_90"  # without a GPU it still checks that the program compiles
     command = [nvcc, "-std=c++20", "-O3", f"-arch={arch}", "-I", str(ROOT / "csrc"), "-o", str(PROGRAM)]
     said, wrong = run([*command, *map(str, SOURCES)], BUILDING)
     return None if wrong is None else f"nvcc: {wrong} {said.strip()}".strip()
 
 
 def run(command: list[str], limit: float) -> tuple[str, str | None]:
-    """What the program said, and what went wrong."""
+    """Runs the program. Returns its output and the error, if there was one."""
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         try:
             said, complaint = process.communicate(timeout=limit)
@@ -58,7 +58,7 @@ def run(command: list[str], limit: float) -> tuple[str, str | None]:
 
 
 def parse(said: str) -> dict[str, Any]:
-    """{"gpu": ..., "constants": those that targets are made of, "more": the others, "units": ...}."""
+    """Parses to {"gpu": ..., "constants": those used by the targets, "more": the others, "units": ...}."""
     found: dict[str, Any] = {"constants": {}, "more": {}}
     for name, _, rest in (line.partition(" ") for line in said.splitlines()):
         if name == "gpu":
@@ -71,7 +71,7 @@ def parse(said: str) -> dict[str, Any]:
 
 
 def derived(on: Constants) -> dict[str, list[float]]:
-    """Accept and goal of the 70B's operators on one of four ranks and of whole steps."""
+    """Returns the accept and goal figures of the 70B's operators on one of four ranks and of whole steps."""
     make, made = Maker("cpu", Rivals()), dict[str, list[float]]()
     cases = [make.linear("Llama-3-70B", 4, op, 8) for op in targets.INT4]
     wanted = [targets.linear(case.moved, on) for case in cases]

@@ -1,16 +1,16 @@
-"""The operators of Llama-3 and Qwen2 layers on a GPU, one by one, beside other people's kernels for the same work.
+"""GPU operators of Llama-3 and Qwen2 layers, one at a time, compared with kernels of other projects.
 
     python -m bench.gpu.kernels [--only "Llama-3-70B TP4"] [--rows 8] [--budget 90] [--json out.json]
 
-How a time is taken: a graph of many calls over copies of weights or caches that are together several times the L2,
-replayed between two events; the median replay over the number of calls. So no launch is in it, and every call meets
-memory that is cold. `floor` is the bytes that must move over the copy speed of this run. Most important cases first;
-after `--budget` seconds the rest is left out and said to be.
+Timing: a CUDA graph of many calls, over copies of weights or caches that together are several times as large as the L2,
+is replayed between two events. The result is the median replay divided by the number of calls. It contains no launch
+overhead, and every call reads cold memory. `floor` is the bytes that must move divided by the copy speed of this run.
+The most important cases come first; cases that do not fit into `--budget` seconds are skipped and listed.
 
-Compared are: `swiftspec` (backends/cuda, where it is there: norm, activation, residual, RoPE, KV append included), and
-with `summed` an all-reduce among a group of one; `unfused` (the same work through libraries); the bare products and
-attention of `cublas bf16`, `torch int4`, `sdpa` and, where they can be had, those of bench/baselines/kernels.py. The
-measuring is done by a process that is begun again where it dies or hangs (watchdog.py). Not run on a GPU yet.
+Competitors: `swiftspec` (backends/cuda if available, with norm, activation, residual, RoPE and KV append), with
+`summed` an all-reduce in a group of one in addition; `unfused` (the same work through libraries); the bare products and
+attention of `cublas bf16`, `torch int4`, `sdpa` and, if available, the kernels of bench/baselines/kernels.py. A
+separate process measures; it is restarted if it exits or hangs (watchdog.py). Not run on a GPU yet.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from bench.gpu.cases import OURS, RIVALS, Case, Made, Maker, cases
 from bench.gpu.timing import GpuLost, Timer, alive, copy_speed, graph_timer
 from bench.gpu.watchdog import FAILED, watch
 
-PATIENCE = 45.0  # seconds that one competitor of one case may take
-ORDINARY, SLOW_START = 1.0, 10.0  # seconds for a case, and what a rival, which may compile, takes beyond it in all
-MOST_FAILURES = 3  # of a rival
-PACKAGES = "other packages"  # what is at work while they are imported
-LOST = 70  # what the measuring process leaves with when the GPU will not go on
+PATIENCE = 45.0  # timeout in seconds of one competitor in one case
+ORDINARY, SLOW_START = 1.0, 10.0  # seconds per case, and a baseline's total beyond them (it may compile)
+MOST_FAILURES = 3  # of a baseline, before it is skipped
+PACKAGES = "other packages"  # name of the current step while they are imported
+LOST = 70  # exit code of the measuring process when the GPU is unusable
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,35 +49,35 @@ class Result:
     rows: int
     competitor: str
     microseconds: float
-    moved: int  # bytes
-    gigabytes: float  # a second, of the bytes that must move
+    moved: int  # bytes read and written
+    gigabytes: float  # GB/s, of the bytes that must move
     of_copy: float
     over_floor: float  # microseconds
-    accept: float | None  # microseconds, for 8 rows, by the constants measured here if there are any
+    accept: float | None  # microseconds for 8 rows, from the constants measured here if available
     goal: float | None
-    quoted: dict[str, float]  # microseconds on an H800, published in the paper, not measured here
+    quoted: dict[str, float]  # microseconds on an H800 as published in the paper, not measured here
 
 
 @dataclass(slots=True)
 class Findings:
-    """All there is so far, as the file holds it. `at`: what is being measured."""
+    """All results so far, in the form of the file. `at`: the case being measured."""
 
     machine: dict[str, Any] = field(default_factory=dict)
     results: list[dict[str, Any]] = field(default_factory=list)
     failed: list[str] = field(default_factory=list)
-    rivals: list[str] = field(default_factory=list)  # which are there, which failed at what, and why others are not
+    rivals: list[str] = field(default_factory=list)  # available ones, failures, reasons why others are missing
     left_out: list[str] = field(default_factory=list)
-    points: list[dict[str, Any]] = field(default_factory=list)  # ours at 8 rows, as lab/latency_model.py reads them
+    points: list[dict[str, Any]] = field(default_factory=list)  # own operators, 8 rows, for lab/latency_model.py
     done: list[str] = field(default_factory=list)
     at: str | None = None
 
     @staticmethod
     def read(file: Path) -> Findings:
-        """What a file holds; nothing of one that is not there."""
+        """Reads a file. Returns empty findings if it does not exist."""
         return Findings(**json.loads(file.read_text(encoding="utf-8"))) if file.is_file() else Findings()
 
     def write(self, file: Path) -> None:
-        """In one step: whoever reads the file finds all of it, always."""
+        """Writes atomically: a reader always finds a complete file."""
         whole = file.with_suffix(".part")
         text = json.dumps({part.name: getattr(self, part.name) for part in fields(self)})
         whole.write_text(text + "\n", encoding="utf-8")
@@ -91,7 +91,7 @@ class Findings:
 
 
 def measure(case: Case, competitor: str, make: Made, constants: targets.Constants, timer: Timer) -> Result:
-    """Raises what the competitor raises."""
+    """Measures one competitor. Raises whatever the competitor raises."""
     floor, target = case.moved / (1e3 * constants.copy), target_of(case, constants)
     us = timer(make())
     speed = case.moved / (1e3 * us)
@@ -103,7 +103,7 @@ def measure(case: Case, competitor: str, make: Made, constants: targets.Constant
 
 
 def target_of(case: Case, constants: targets.Constants) -> targets.Target | None:
-    """What the operator should take; None where nothing was set."""
+    """Returns the target figure of the operator, or None if there is not one."""
     if case.op in ("draw", "children"):
         return targets.sampling(case.moved // 2, constants)
     if "particles" in case.op:
@@ -113,17 +113,17 @@ def target_of(case: Case, constants: targets.Constants) -> targets.Target | None
 
 @dataclass(slots=True)
 class Run:
-    """Measures cases and keeps what was found in a file."""
+    """Measures cases and saves the findings to a file."""
 
     file: Path
     found: Findings
     constants: targets.Constants
     timer: Timer
-    until: float  # by time.monotonic()
-    spent: dict[str, float] = field(default_factory=dict)  # seconds beyond the ordinary, by competitor
+    until: float  # in terms of time.monotonic()
+    spent: dict[str, float] = field(default_factory=dict)  # seconds beyond the ordinary time, by competitor
 
     def all(self, several: Iterator[Case]) -> None:
-        """Raises GpuLost, with everything written, when the GPU will not go on."""
+        """Measures all cases. Raises GpuLost, after everything is written, if the GPU becomes unusable."""
         self.found.left_out = []
         for case in several:
             if time.monotonic() > self.until:
@@ -154,12 +154,12 @@ class Run:
         self.spent[competitor] = self.spent.get(competitor, 0.0) + beyond
 
     def fail(self, competitor: str, why: str) -> None:
-        """What a rival cannot do is no failure of ours."""
+        """Records a failure. Failures of a baseline do not count as failures of this project."""
         (self.found.rivals if competitor in RIVALS else self.found.failed).append(why)
         print(why, flush=True)
 
     def given_up(self, competitor: str) -> bool:
-        """Whether a rival has taken too long or failed too often to be tried again; said once."""
+        """Whether a baseline has taken too long or failed too often to be tried again. Reports it once."""
         if competitor not in RIVALS:
             return False
         failures = [said for said in self.found.rivals if f" {competitor}: " in said]
@@ -188,7 +188,7 @@ def head() -> str:
 
 
 def work(args: argparse.Namespace) -> int:
-    """Measures what the file does not hold yet."""
+    """Measures the cases that the file does not contain yet."""
     found, began = Findings.read(args.json), time.monotonic()
     if not found.machine:
         copy = round(copy_speed("cuda"), 1)
@@ -208,7 +208,7 @@ def work(args: argparse.Namespace) -> int:
 
 
 def read_json(file: Path | None) -> dict[str, Any] | None:
-    """A JSON object, or None where there is none."""
+    """Reads a JSON object. Returns None if the file is missing or invalid."""
     try:
         return None if file is None else json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -216,7 +216,7 @@ def read_json(file: Path | None) -> dict[str, Any] | None:
 
 
 def find_rivals(found: Findings, file: Path) -> rivals.Rivals:
-    """Other people's packages, which take the process with them at worst; then it goes on without."""
+    """Imports the other packages. If the import ends the process, the next process continues without them."""
     if PACKAGES in found.done:
         return rivals.Rivals()
     found.at = PACKAGES
@@ -228,7 +228,7 @@ def find_rivals(found: Findings, file: Path) -> rivals.Rivals:
 
 
 def give_up(file: Path, why: str) -> bool:
-    """Notes that what was being measured ended the process or hung, so that the next one goes on behind it."""
+    """Records that the current case ended the process or hung, so that the next process continues after it."""
     found = Findings.read(file)
     if found.at is None:
         return False

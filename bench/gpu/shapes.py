@@ -1,7 +1,7 @@
-"""Model shapes that the operators on a GPU are measured on, cut as a rank of a group holds them (model/shard.py).
+"""Model shapes of the GPU benchmarks, sharded for one rank of a group (model/shard.py).
 
-What does not divide by the ranks is filled up with zeros there, so a sixth of a Llama-3 70B has 12 query heads, 3
-key-value heads and 4,864 inputs of down, and these are what its kernels read.
+Sizes that the number of ranks does not divide are padded with zeros. A sixth of a Llama-3 70B, for example, has 12
+query heads, 3 key-value heads and 4,864 inputs of the down projection, and its kernels read the padding too.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from swiftspec.model.config_json import parse_config
 from swiftspec.model.shard import Shard
 
-GROUP = 128  # inputs of an int4 group
-# hidden, query heads, key-value heads, width of a head, inner, vocabulary
+GROUP = 128  # inputs per int4 group
+# hidden size, query heads, key-value heads, head dimension, intermediate size, vocabulary size
 MODELS = {
     "Llama-3-70B": (8192, 64, 8, 128, 28672, 128256),
     "Llama-3-8B": (4096, 32, 8, 128, 14336, 128256),
@@ -23,7 +23,7 @@ MODELS = {
     "Qwen2-72B": (8192, 64, 8, 128, 29568, 152064),
     "Qwen2-1.5B": (1536, 12, 2, 128, 8960, 151936),
 }
-# models and their TP sizes: the paper's Table 7 and what one GPU runs whole come first
+# models and their TP sizes; the paper's Table 7 and models that fit on one GPU come first
 SPLITS = [
     ("Llama-3-70B", 4), ("Llama-3-70B", 1), ("Llama-3.2-3B", 1), ("Llama-3.2-1B", 1), ("Llama-3-8B", 1),
     ("Llama-3-70B", 8), ("Llama-3.2-3B", 4), ("Llama-3-8B", 4), ("Llama-3.2-1B", 4), ("Llama-3-70B", 6),
@@ -35,7 +35,7 @@ SPLITS = [
 
 @dataclass(frozen=True, slots=True)
 class RankShape:
-    """The sizes of one rank, padding counted."""
+    """Sizes of one rank, padding included."""
 
     hidden: int
     heads: int
@@ -43,12 +43,12 @@ class RankShape:
     width: int
     inner: int
     vocab: int
-    o_group: int  # of O's int4 weights: smaller where heads are cut that are narrower than a group
+    o_group: int  # group size of O's int4 weights: smaller if a shard boundary is inside a group
 
     @staticmethod
     @functools.cache
     def of(model: str, tp: int) -> RankShape:
-        """The first of `tp` ranks; they are all alike."""
+        """Returns the shape of the first of `tp` ranks. All ranks have the same shape."""
         hidden, heads, kv_heads, width, inner, vocab = MODELS[model]
         data = {
             "model_type": "llama", "hidden_act": "silu", "hidden_size": hidden, "num_hidden_layers": 1,
@@ -62,7 +62,7 @@ class RankShape:
         return RankShape(hidden, shard.num_heads, shard.kv_heads, width, down, head, o_group)
 
     def projection(self, op: str) -> tuple[int, int, int]:
-        """Outputs, inputs and the inputs of an int4 group (0: bfloat16)."""
+        """Returns outputs, inputs and the inputs per int4 group (0: bfloat16) of a projection."""
         return {
             "qkv": ((self.heads + 2 * self.kv_heads) * self.width, self.hidden, GROUP),
             "o": (self.hidden, self.heads * self.width, self.o_group),

@@ -1,15 +1,14 @@
-"""Whole decodes and single steps of a pair of models, without a tokenizer: what a bare GPU machine can run.
+"""Whole decodes and single steps of a pair of models, without a tokenizer, for a GPU machine without further packages.
 
     python -m bench.gpu.step [--pair demo | Llama-3-70B,Llama-3.2-3B] [--device cuda] [--steps 4] [--json out.json]
 
-A pair of shapes is the embedded pair grown to them in int4 (tools/grow), made in memory: speed is that of the large
-models, text and acceptance are real. Prompts are held-out ones, tokenised beforehand. The text is compared with the
-embedded target's own in float32: in bfloat16 texts part at a near-tie sooner or later.
+A pair of shapes means the demo models width-expanded to these shapes in int4 (tools/width_expand), built in memory: the
+speed is that of the large models, text and acceptance are real. The prompts are held-out texts, tokenised beforehand.
+The text is compared with the demo target's own in float32; in bfloat16 texts diverge at a near-tie sooner or later.
 
-`serial` has the models take turns; `async`, on a GPU, run at the same time on streams of their own: there `host ms`, a
-round without both, is below 0 where they overlap. `ar` is the target alone. `step` is one forward as the engine runs
-it, host's share included: `bs` rows after `--context` tokens.
-Not run on a GPU yet.
+Mode `serial` runs the models alternately. Mode `async` on a GPU runs them concurrently on two streams; there `host ms`,
+the round without both models, is negative if they overlap. `ar` is the target alone. `step` is one forward as the
+engine runs it, host time included, with `bs` rows after `--context` tokens. Not run on a GPU yet.
 """
 
 from __future__ import annotations
@@ -53,14 +52,14 @@ from tools.width_expand.model import load as load_grown
 from tools.width_expand.shapes import read_shape
 
 REPEATS = 20
-WARM = 0.7  # the temperature of particles, which have nothing to do at 0
+WARM = 0.7  # temperature of particles, which are useless at 0
 TEXT = ROOT / "bench" / "data" / "demo_text.json"
 Role = LocalDrafter | LocalVerifier
 
 
 @contextmanager
 def grown_pair(shapes: list[str], seed: int = 0) -> Iterator[tuple[list[Path], LoadModel]]:
-    """Directories with the two grown configurations, and what makes the models that they describe."""
+    """Yields directories with both width-expanded configurations, and the function that builds their models."""
     with tempfile.TemporaryDirectory() as folder:
         smalls: dict[Path, Path] = {}
         for role, shape in zip(("target", "draft"), shapes, strict=True):
@@ -78,7 +77,7 @@ def grown_pair(shapes: list[str], seed: int = 0) -> Iterator[tuple[list[Path], L
 
 
 def forwards(role: Role) -> EagerExecutor:
-    """The steps of a role that give logits, which are graphs where the model can be captured."""
+    """Returns the executor of a role that returns logits: the CUDA graph executor if the model can be captured."""
     steps = next(kind for kind in role.executors if type(kind) in (GraphForwardExecutor, EagerExecutor))
     assert isinstance(steps, EagerExecutor)
     steps.open(ExecutorRequest(role.runner.sampler(SamplingParams(temperature=0), ())))
@@ -86,7 +85,7 @@ def forwards(role: Role) -> EagerExecutor:
 
 
 def step_time(role: Role, rows: int, context: int) -> float:
-    """Milliseconds of a forward of `rows` nodes after `context` tokens. Leaves the cache empty."""
+    """Milliseconds of a forward over `rows` nodes after `context` tokens. Leaves the cache empty."""
     runner, steps = role.runner, forwards(role)
     tokens = np.random.default_rng(0).integers(0, 4096, context)
     mask = tree_mask.from_parents([-1, *((row - 1) // 2 for row in range(1, rows))])
@@ -99,25 +98,28 @@ def step_time(role: Role, rows: int, context: int) -> float:
         times.append(1000 * (runner.busy - busy))
         runner.cache.commit(())
     runner.cache.reset()
-    return median(times[2:])  # the first may capture
+    return median(times[2:])  # the first forwards may include graph capture
 
 
 def asking_ahead(role: Role, on: bool) -> Role:
-    """Has projections ask for nothing of the next one's tiles, or for them again."""
+    """Enables or disables weight prefetch, in which a projection loads tiles of the next one."""
     model = role.runner.model
     assert isinstance(model, Transformer)
     cuda.enable_weight_prefetch(model.stack, on)
     for steps in role.executors:
         if isinstance(steps, GraphForwardExecutor):
-            steps.graphs.evict(FORWARD_FAMILY)  # they hold what they were captured with
+            steps.graphs.evict(FORWARD_FAMILY)  # captured graphs contain the previous setting
     return role
 
 
 def decode(
     llm: LLM, prompts: list[list[int]], tokens: int, temperature: float = 0.0
 ) -> tuple[list[list[int]], dict[str, float]]:
-    """Texts, greedy ones if nothing is said, and rates over all of them. Each is decoded once before, so that no graph
-    is captured while the clock runs. Of rounds that are one graph the time in either model is not known: it is 0."""
+    """Decodes all prompts and returns their tokens and rates over all of them.
+
+    Each prompt is decoded once before, so that the timing does not include graph capture. If a round is a single graph,
+    the time per model is unknown and reported as 0.
+    """
     sampling = SamplingParams(temperature=temperature, max_tokens=tokens, ignore_eos=True)
     before, done = ([llm.generate(prompt, sampling) for prompt in prompts] for _ in range(2))
     stats = [completion.stats for completion in done]
@@ -136,14 +138,16 @@ def decode(
 
 
 def agreement(texts: list[list[int]], truth: list[list[int]]) -> float:
-    """Share of the tokens before the first difference."""
+    """Share of tokens before the first difference."""
     same = [next((i for i, (a, b) in enumerate(zip(x, y)) if a != b), len(y)) for x, y in zip(texts, truth)]
     return sum(same) / sum(map(len, truth))
 
 
 def truth(prompts: list[list[int]], tokens: int) -> list[list[int]]:
-    """The embedded target's own greedy texts in float32 by the plain operators: of the first prompts, that many tokens
-    were written down (`--write-text`), so that a machine with a GPU need not compute them."""
+    """Greedy texts of the demo target in float32 with the reference operators.
+
+    Texts of the first prompts are stored (`--write-text`), so that a machine with a GPU does not have to compute them.
+    """
     written = json.loads(TEXT.read_text(encoding="utf-8")) if TEXT.is_file() else []
     if len(prompts) <= len(written) and tokens <= len(written[0]):
         return [text[:tokens] for text in written[: len(prompts)]]
@@ -154,8 +158,10 @@ def truth(prompts: list[list[int]], tokens: int) -> list[list[int]]:
 
 
 def measure(pair: str, args: argparse.Namespace, note: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
-    """One pair: how fast it decodes with a tree and without, whether it says what it should, and its steps. `note` gets
-    what there is after every part, so that what fails later takes nothing with it."""
+    """Measures one pair: speed with and without a tree, agreement with the reference text, step times.
+
+    `note` is called with the results after every part, so that a later failure does not lose them.
+    """
     prompts = read_token_ids(args.prompts)
     options: LoadOptions = {"device": args.device, "max_model_len": args.context + 256}
     said = truth(prompts, args.tokens)
@@ -209,8 +215,11 @@ def measure(pair: str, args: argparse.Namespace, note: Callable[[dict[str, Any]]
 
 
 def measure_particles(pair: str, args: argparse.Namespace, note: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
-    """Mode smc with so many particles each: tokens a second, and what ran its rounds. `note` as in `measure`. Models
-    are made once, for the most particles, whose texts have most positions."""
+    """Measures mode smc for each number of particles: tokens per second and the executor of the rounds.
+
+    `note` as in `measure`. The models are built once, for the largest number of particles, which needs the most
+    positions.
+    """
     prompts, shapes = read_token_ids(args.prompts), pair.split(",")
     result: dict[str, Any] = {"pair": pair, "context": args.context}
     made: dict[Path, Transformer] = {}

@@ -1,10 +1,10 @@
-"""What an operator, a step and a whole decode should take on a Hopper GPU, and what others publish.
+"""Target figures for operators, steps and whole decodes on a Hopper GPU, and published figures of other projects.
 
-Every target is a formula over `Constants`: the fixed part of an operator is what a launch, the first bytes and an
-exchange among CTAs take, and work that no other constant tells; the rest is bytes at a share of the read speed. ASSUMED
-is an H200 before anything was measured on one, and gives the figures that were set (int4 weights in groups of 128).
-`bench.gpu.constants` measures a GPU's own, and these formulas then give the targets again. `accept` is what must be
-reached, `goal` what can be.
+Every target is a formula over `Constants`. The fixed part of an operator is the time of a launch, of the first bytes,
+of an exchange among CTAs, and of work that the other constants do not cover; the rest is bytes at a share of the read
+speed. ASSUMED describes an H200 before any measurement, and gives the original figures (int4 weights in groups of 128).
+`bench.gpu.constants` measures a GPU's own constants, from which the same formulas derive its targets. `accept` must be
+reached, `goal` can be reached.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from typing import Any
 
 import numpy as np
 
-LAUNCHES = 5  # kernels of a layer
+LAUNCHES = 5  # kernels per layer
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Microseconds, milliseconds or tokens a second, as the thing is measured."""
+    """A target in microseconds, milliseconds or tokens per second, in the unit of the measured quantity."""
 
     accept: float
     goal: float
@@ -27,18 +27,20 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class Constants:
-    """A GPU's: speeds in GB/s, times in microseconds."""
+    """Constants of a GPU: speeds in GB/s, times in microseconds."""
 
-    copy: float  # of a plain copy, bytes read and written
-    read: float  # of bulk copies to shared memory, as much as the kernels could have under way
-    gap: float  # from a kernel's end to the next one's first instruction in a graph, launched early
-    latency: float  # of the first bulk copy from memory
-    exchange: float  # of a line from one CTA to another, one way
+    copy: float  # a plain copy, bytes read and written
+    read: float  # bulk copies to shared memory, as many in flight as the kernels allow
+    gap: float  # from a kernel's end to the first instruction of the next one in a graph, launched early
+    latency: float  # the first bulk copy from memory
+    exchange: float  # one line from one CTA to another, one way
 
     @staticmethod
     def of(found: dict[str, Any] | None, copy: float) -> Constants:
-        """Those that `bench.gpu.constants` has written, beside the copy of this run. What it could not measure is
-        assumed, the read speed in proportion to the copy."""
+        """Returns the constants written by `bench.gpu.constants`, with the copy speed of this run.
+
+        Constants that it could not measure are assumed; the read speed is then scaled with the copy speed.
+        """
         made = asdict(ASSUMED) | {"copy": copy, "read": ASSUMED.read * copy / ASSUMED.copy}
         measured = {} if found is None else found["constants"]
         return Constants(**made | {name: measured[name] for name in made if name != "copy" and name in measured})
@@ -48,26 +50,26 @@ ASSUMED = Constants(copy=4300.0, read=4300.0, gap=0.85, latency=0.8, exchange=0.
 
 
 def linear(moved: int, on: Constants) -> Target:
-    """Microseconds of a projection that moves so many bytes."""
+    """Microseconds of a projection that moves `moved` bytes."""
     fixed, bytes_ = on.gap + on.latency, moved / (1e3 * on.read)
     return Target(fixed + 1.85 + bytes_ / 0.744, fixed + 0.85 + bytes_ / 0.860)
 
 
 def attention(moved: int, on: Constants) -> Target:
-    """Microseconds of attention over 8 rows that reads so many bytes of keys and values."""
+    """Microseconds of attention over 8 rows that reads `moved` bytes of keys and values."""
     fixed, bytes_ = on.gap + on.latency + on.exchange, moved / (1e3 * on.read)
     return Target(fixed + 2.5 + 1.57 * bytes_, fixed + 1.25 + 1.45 * bytes_)
 
 
 def sampling(logits: int, on: Constants) -> Target:
-    """Microseconds from so many bytes of logits to tokens."""
+    """Microseconds of sampling from `logits` bytes of logits."""
     took = on.gap + on.latency + 3.21 + 1.2 * logits / (1e3 * on.read)
     return Target(took, took)
 
 
-SUMMED = Target(2.5, 1.5)  # microseconds that an all-reduce among a group of one adds to a projection
+SUMMED = Target(2.5, 1.5)  # additional microseconds of a projection with an all-reduce in a group of one
 
-# layers, and milliseconds of a forward of 8 rows at context 1000 on one H200, int4 body and bf16 head
+# layers, and milliseconds of a forward over 8 rows at context 1000 on one H200, int4 body and bf16 head
 STEPS = {
     "Llama-3.2-1B": (16, Target(0.64, 0.53)),
     "Llama-3.2-3B": (28, Target(1.24, 1.04)),
@@ -77,7 +79,7 @@ STEPS = {
 
 
 def step(shape: str, on: Constants) -> Target | None:
-    """Milliseconds of a step; None for shapes without a figure. Fixed parts are what their constants make of them."""
+    """Milliseconds of a step, with fixed parts from the constants. None for shapes without a figure."""
     if shape not in STEPS:
         return None
     layers, found = STEPS[shape]
@@ -91,15 +93,16 @@ def step(shape: str, on: Constants) -> Target | None:
 
 
 def decode(target: str, on: Constants) -> Target | None:
-    """Tokens a second with a draft tree on one GPU; None for targets without a figure."""
+    """Tokens per second with a draft tree on one GPU. None for target models without a figure."""
     share = min(1.0, on.copy / ASSUMED.copy)
     return Target(180.0 * share, 260.0 * share) if target == "Llama-3-70B" else None
 
 
 def ratios(op: str, moved: float, rows: int) -> list[tuple[str, float, float]]:
-    """How many times as fast as a competitor an operator must be, and can be; `moved` is in MB.
+    """Required and possible speedups of an operator over each competitor. `moved` is in MB.
 
-    By what the same weights take in bfloat16, which is 3.85 times as much as in int4: from 30 MB on, from 5 MB, less.
+    They follow from the time for the same weights in bfloat16, which take 3.85 times the bytes of int4, and are lower
+    below 30 MB and again below 5 MB.
     """
     if op.startswith("attention"):
         return [("sdpa", 2.5, 2.5), ("flexattention", 2.5, 2.5), ("flashinfer", 2.5, 2.5)]
@@ -114,14 +117,17 @@ def ratios(op: str, moved: float, rows: int) -> list[tuple[str, float, float]]:
     return [("cublas bf16", 1.0, 1.0), ("marlin", 1.0, 1.0)]
 
 
-# Microseconds of vLLM's Marlin at one row on an H200, quoted from TileOps (its pull request 1874), by megabytes
+# Microseconds of vLLM's Marlin at one row on an H200 by megabytes, quoted from TileOps (its pull request 1874)
 MARLIN = {34.9: 20.3, 69.7: 38.1, 76.2: 40.6, 348.7: 138.4}
-MARLIN_FROM = 30.0  # megabytes
+MARLIN_FROM = 30.0  # MB
 INT4 = ("qkv", "o", "swiglu", "down")
 
 
 def marlin_published(moved: float, on: Constants) -> float | None:
-    """Microseconds that Marlin is published to take for so many MB, between its points at their speed; None below."""
+    """Microseconds published for Marlin moving `moved` MB, interpolated at the speed of its points.
+
+    None below MARLIN_FROM.
+    """
     if moved < MARLIN_FROM:
         return None
     speeds = [size / took for size, took in MARLIN.items()]
@@ -137,8 +143,8 @@ _TABLE_7 = {
     ("Llama-3-70B", 4): (11.72, 16.9, 15.5, 24.3, 25.4, 26.1, 49.0, 36.7, 31.9, 9.6, 19.2, 19.0, 13.4, 33.2, 19.1),
     ("Llama-3-70B", 8): (13.3, 25.7, 17.2, 19.9, 29.5, 20.7, 23.6, 22.5, 22.0, 6.4, 18.6, 17.8, 8.1, 32.7, 18.2),
 }
-# Microseconds on an H800 at 8 rows, by who, O and down with their all-reduce: the SwiftSpec paper's Table 7, and its
-# Table 3, the operators of a stack that it does not name.
+# Microseconds on an H800 at 8 rows by system, O and down with their all-reduce. Sources: the SwiftSpec paper's Table 7,
+# and its Table 3, with the operators of a stack that it does not name.
 QUOTED: dict[tuple[str, int, str], dict[str, float]] = {
     (*split, op): dict(zip(_WHO["attention" if op.startswith("attention") else "gemm"], row[3 * i : 3 * i + 3]))
     for split, row in _TABLE_7.items()

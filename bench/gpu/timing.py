@@ -1,4 +1,4 @@
-"""How benches take times on a GPU: a graph of many calls replayed between two events. Not run on a GPU."""
+"""GPU timing for the benchmarks: a CUDA graph of many calls replayed between two events. Not run on a GPU."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from typing import Any
 import torch
 
 CALLS, REPLAYS = 200, 20
-ENOUGH = 0.1  # seconds of replays, of which there are 5 at least
+ENOUGH = 0.1  # seconds of replays; there are at least 5 of them
 
 Call = Callable[[], Any]
-Timer = Callable[[list[Call]], float]  # microseconds a call
+Timer = Callable[[list[Call]], float]  # microseconds per call
 
 
 class GpuLost(Exception):
-    """This process will not measure rightly any more."""
+    """Raised when the process can no longer measure correctly."""
 
 
 def graph_timer(calls: list[Call]) -> float:
-    """Microseconds a call: the median replay of a graph of all calls in turn, CALLS of them at least."""
+    """Microseconds per call: the median replay of a graph that runs all calls sequentially, at least CALLS of them."""
     many = list(itertools.islice(itertools.cycle(calls), max(CALLS, len(calls))))
     for call in calls[:3]:
         call()
@@ -32,7 +32,7 @@ def graph_timer(calls: list[Call]) -> float:
             for call in many:
                 call()
     except Exception as error:
-        raise GpuLost(str(error)) from error  # a capture that broke leaves stream and allocator as they were within it
+        raise GpuLost(str(error)) from error  # a failed capture leaves stream and allocator in capture mode
     graph.replay()
     times: list[float] = []
     while len(times) < REPLAYS and (len(times) < 5 or sum(times) < 1000 * ENOUGH):
@@ -46,7 +46,7 @@ def graph_timer(calls: list[Call]) -> float:
 
 
 def copy_speed(device: str, size: int = 4 << 30) -> float:
-    """GB/s read and written by a copy on the device, far larger than its caches."""
+    """GB/s read and written by a device copy much larger than the caches."""
     source = torch.ones(size // 2, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     times = []
@@ -61,7 +61,7 @@ def copy_speed(device: str, size: int = 4 << 30) -> float:
 
 
 def alive() -> bool:
-    """Whether this process can still use the GPU: an error of the device stays until the process ends."""
+    """Whether this process can still use the GPU. A device error persists until the process ends."""
     try:
         torch.cuda.synchronize()
     except RuntimeError:

@@ -1,5 +1,7 @@
-"""A process that measures or tests and may die or hang, which a GPU's errors make it do: begun again until it ends by
-itself."""
+"""Watchdog for a measuring or testing process that a GPU error may end or block.
+
+It restarts the process until it ends by itself.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +11,10 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-PAUSE = 0.2  # seconds between two looks
-FAILED = 3  # what a process leaves with that has come to its end, but not all is well; 1 is an exception's
+PAUSE = 0.2  # seconds between checks
+FAILED = 3  # exit code of a process that finished with failures; 1 is the code of an exception
 BY_ITSELF = (0, FAILED)
-LAST_WAIT = 10.0  # seconds
+LAST_WAIT = 10.0  # timeout in seconds after a kill
 
 
 def watch(
@@ -23,11 +25,12 @@ def watch(
     give_up: Callable[[Path, str], bool],
     start: float | None = None,
 ) -> int:
-    """Runs `command --budget SECONDS_LEFT`, which writes `file` whenever it goes on and continues what it finds there.
+    """Runs `command --budget SECONDS_LEFT`. The command updates `file` as it proceeds and continues from what it finds
+    there.
 
-    Where it dies, or has not written for `patience` seconds, `give_up(file, why)` notes what it was at and says whether
-    there was something; if so, it is begun again while there is time. `start`: the seconds that it may take until it
-    writes for the first time, `patience` unless told. Returns what the last one left with, 1 if it was ended.
+    If the process exits or has not written for `patience` seconds, `give_up(file, why)` records the current item and
+    returns whether there was one. If so, the process is restarted while there is time. `start`: seconds until the first
+    write, by default `patience`. Returns the exit code of the last process, or 1 if it was ended.
     """
     until = time.monotonic() + budget
     while True:
@@ -41,7 +44,10 @@ def watch(
 
 
 def _wait(process: subprocess.Popen[bytes], file: Path, patience: float, start: float) -> int | None:
-    """The exit code; None of a process that hung and was killed. One that the driver holds may outlive that."""
+    """Returns the exit code, or None for a process that hung and was killed.
+
+    A process blocked in the driver may survive.
+    """
     seen, since, limit = _written(file), time.monotonic(), start
     while process.poll() is None:
         written = _written(file)
