@@ -1,1 +1,1 @@
-"""Logits to tokens."""
+"""Sampling: logits processing, position-keyed noise, filters, grammars."""

@@ -1,4 +1,4 @@
-"""min_p, top_k and top_p on whole rows of logits [n, V]. Each of them keeps the tokens from some logit upwards."""
+"""min_p, top_k and top_p filters on whole rows of logits [n, V]. Each keeps all tokens above a logit threshold."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from torch import Tensor
 from swiftspec.params import SamplingParams
 
 NEG_INF = float("-inf")
-TOP_CANDIDATES = 256  # tokens that nearly always reach p; to sort the whole vocabulary costs ten times more
-CheckAll = Callable[[Tensor], bool]  # whether all of [n] or [n, 1] bools hold, so that a short way may be gone
+TOP_CANDIDATES = 256  # enough to reach p in nearly all rows; sorting the vocabulary takes ten times longer
+CheckAll = Callable[[Tensor], bool]  # whether all of [n] or [n, 1] bools hold, so that the fast path is valid
 
 
 def all_on_host(holds: Tensor) -> bool:
-    """By a look at the device."""
+    """Default `CheckAll`; synchronises with the device."""
     return bool(holds.all())
 
 
 def apply_filters(logits: Tensor, params: SamplingParams, check_all: CheckAll = all_on_host) -> Tensor:
-    """All filters of a request, in their order; what they forbid is -inf."""
+    """Applies all filters of a request in their order and sets filtered logits to -inf."""
     logits = apply_min_p_top_k(logits, params)
     return apply_top_p(logits, params.top_p, check_all=check_all) if params.top_p < 1 else logits
 
 
 def apply_min_p_top_k(logits: Tensor, params: SamplingParams) -> Tensor:
-    """min_p and top_k, which look at the likeliest tokens only."""
+    """Applies min_p and top_k, which read only the most likely tokens."""
     if params.min_p > 0:
         limit = logits.amax(-1, keepdim=True) + torch.log(torch.tensor(params.min_p))
         logits = logits.masked_fill(logits < limit, NEG_INF)
@@ -43,10 +43,10 @@ def apply_top_p(
     num_candidates: int = TOP_CANDIDATES,
     check_all: CheckAll = all_on_host,
 ) -> Tensor:
-    """Keeps the fewest likeliest tokens whose probabilities reach p; tokens tied with the last kept one stay.
+    """Keeps the smallest set of most likely tokens whose probabilities reach p, and all tokens tied with the last one.
 
-    `total` [n, 1]: the logsumexp of the row, where `logits` are only the likeliest of it. `head`: how many are ranked
-    first, and whether that is enough must be `sure`; with all of them it is.
+    `total` [n, 1]: logsumexp of the complete row, if `logits` contain only its most likely tokens. `num_candidates`:
+    number of tokens that are ranked first; unless `check_all` confirms that they suffice, all tokens are sorted.
     """
     num_candidates = min(num_candidates, logits.shape[-1])
     total = logits.logsumexp(-1, keepdim=True) if total is None else total
@@ -55,5 +55,5 @@ def apply_top_p(
         ranked = logits.sort(-1, descending=True).values
     mass = (ranked - total).exp()
     before = mass.cumsum(-1) - mass
-    last = ((before < p).sum(-1, keepdim=True) - 1).clamp_min_(0)  # NaN is below nothing
+    last = ((before < p).sum(-1, keepdim=True) - 1).clamp_min_(0)  # clamped because comparisons with NaN are false
     return logits.masked_fill(logits < ranked.gather(-1, last), NEG_INF)

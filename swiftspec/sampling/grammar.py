@@ -1,7 +1,8 @@
-"""Grammars: which tokens may follow each path of a tree. llguidance reads them, and is imported when one comes.
+"""Grammar constraints: the allowed tokens after each path of a tree. Uses llguidance, which is imported on first use.
 
-The answer of a parser is a function of the tokens before, so a target's rows and a draft's children are masked alike on
-every rank, and the text under a grammar is plain decoding's. Letters: n paths, V tokens of the base vocabulary.
+The mask is a function of the preceding tokens, so target rows and draft children are masked identically on every rank,
+and the output equals that of autoregressive decoding under the grammar. Letters: n paths, V tokens of the base
+vocabulary.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ from swiftspec.settings_schema import require
 T = TypeVar("T")
 Tokens = tuple[int, ...]
 
-MAX_GRAMMAR_CHARS = 2**18  # characters of a grammar
-MAX_COMPILED_GRAMMARS = 4  # grammars that are kept ready
-# a few seconds to read even the worst grammar, about 10 ms for a mask by the library's own measure, and 100 MB
+MAX_GRAMMAR_CHARS = 2**18  # characters
+MAX_COMPILED_GRAMMARS = 4  # compiled grammars in the LRU cache
+# These limit compilation to a few seconds, a mask to about 10 ms (as measured by the library), and memory to 100 MB.
 PARSER_LIMITS: dict[str, Any] = {
     "initial_lexer_fuel": 100_000, "step_lexer_fuel": 100_000, "step_max_items": 25_000, "max_lexer_states": 50_000,
     "verbose_errors": False,
@@ -33,20 +34,20 @@ PARSER_LIMITS: dict[str, Any] = {
 
 
 class GrammarTooComplex(RequestFailed):
-    """A parser cannot go on: on all ranks, which read the same tokens, at the same one."""
+    """The parser has exceeded its limits. All ranks raise it at the same token, because they read the same tokens."""
 
 
 class GrammarCompiler:
-    """Makes the rules of grammars over one tokenizer, which is the one in the folder of the target."""
+    """Compiles grammars for one tokenizer, the one in the target's folder."""
 
     def __init__(self, folder: Path, eos: Sequence[int], vocab: int) -> None:
-        """`eos`: the tokens that end a text."""
+        """`eos`: the end-of-text tokens."""
         self._folder, self._eos, self._vocab = folder, tuple(eos), vocab
         self._tokenizer: Any = None
-        self._ready: dict[str, Any] = {}  # parsers at their start, the one used last at the end
+        self._ready: dict[str, Any] = {}  # parsers in their initial state, least recently used first
 
     def compile(self, text: str) -> GrammarConstraint:
-        """Those of one request. Raises UserError on what is no grammar."""
+        """Returns the constraint for one request. Raises UserError on an invalid grammar."""
         parser = self._ready.pop(text, None) or self._compile(text)
         self._ready[text] = parser
         if len(self._ready) > MAX_COMPILED_GRAMMARS:
@@ -73,19 +74,19 @@ class GrammarCompiler:
             require(file.is_file(), f"a grammar needs the target's tokenizer, and there is no {file}")
             try:
                 self._tokenizer = LLTokenizer(str(file), eos_token=list(self._eos))
-            except Exception as error:  # of any kind, by what the file holds
+            except Exception as error:  # the type depends on the contents of the file
                 raise UserError(f"{file} is no tokenizer that a grammar can use: {_reason(error)}") from None
         return self._tokenizer
 
 
 class GrammarConstraint:
-    """One grammar along one request's text, as `sampler.Rules`. Tokens that end the text end it: after one of them
-    nothing but these may follow."""
+    """A grammar applied to the output of one request, a `sampler.TokenConstraint`. After an end-of-text token only
+    end-of-text tokens are allowed."""
 
     def __init__(self, parser: Any, eos: Sequence[int], vocab: int, known: int) -> None:
-        """`parser`: at the start of the text; it knows tokens below `known`."""
+        """`parser`: in its initial state. `known`: number of tokens in its vocabulary."""
         self._parser, self._eos, self._vocab, self._known = parser, frozenset(eos), vocab, known
-        self._at: Tokens = ()  # what the parser has read below the last verified token
+        self._at: Tokens = ()  # tokens after the last verified one that the parser has consumed
         self._masks: dict[Tokens, NDArray[np.uint8]] = {}  # by path
         self._ended = False
         end = np.zeros(vocab, np.bool_)
@@ -100,12 +101,12 @@ class GrammarConstraint:
         self._at, self._masks = (), _below(self._masks, path)
 
     def allowed_mask(self, paths: Paths) -> Tensor:
-        """[n, V] bool. After a path that the grammar forbids every token is: nobody gets there."""
+        """[n, V] bool. A path that the grammar forbids allows all tokens, because it is never accepted."""
         every = np.unpackbits(self.bitmask(paths), axis=-1, count=self._vocab, bitorder="little")
         return torch.from_numpy(every.view(np.bool_))
 
     def bitmask(self, paths: Paths) -> NDArray[np.uint8]:
-        """The same as rows of bits [n, bytes], the lowest of a byte first."""
+        """`allowed_mask` as uint8 bitmasks [n, bytes], the lowest bit of each byte first."""
         return np.stack([self._mask(tuple(path)) for path in paths])
 
     def _mask(self, path: Tokens) -> NDArray[np.uint8]:
@@ -116,18 +117,18 @@ class GrammarConstraint:
                 return np.full_like(self._end, 255)
             found = np.frombuffer(self._parser.compute_bitmask(), np.uint8)
             self._check()
-            if not found.any():  # the tokenizer cannot spell what the grammar wants
+            if not found.any():  # the tokenizer has no token that the grammar allows
                 raise GrammarTooComplex("the grammar cannot be followed any further: no token fits")
-            mask = self._masks[path] = np.zeros_like(self._end)  # tokens beyond the tokenizer's are not allowed
+            mask = self._masks[path] = np.zeros_like(self._end)  # ids beyond the tokenizer's vocabulary are not allowed
             mask[: len(found)] = found[: len(mask)]
         return self._masks[path]
 
     def _follow(self, path: Tokens) -> bool:
-        """Moves the parser to a path without an end. False where the grammar forbids it."""
+        """Moves the parser along a path without an end-of-text token. Returns False if the grammar forbids it."""
         same = next((i for i, (a, b) in enumerate(zip(self._at, path)) if a != b), min(len(self._at), len(path)))
         if same < len(self._at):
             self._parser.rollback(len(self._at) - same)
-            # without this llguidance 1.9 may lack tokens in the masks of what it reads next
+            # llguidance 1.9 may omit allowed tokens from the next masks without this call
             self._parser.compute_bitmask()
         rest = [*takewhile(lambda token: token < self._known, path[same:])]
         read = self._parser.try_consume_tokens(rest) if rest else 0
@@ -136,16 +137,16 @@ class GrammarConstraint:
         return len(self._at) == len(path)
 
     def _check(self) -> None:
-        """Raises TooComplex where the parser has met its limits."""
+        """Raises GrammarTooComplex if the parser has exceeded its limits."""
         if self._parser.is_error():
             raise GrammarTooComplex(f"the grammar cannot be followed any further: {_reason(self._parser.get_error())}")
 
 
 def _below(found: dict[Tokens, T], path: Tokens) -> dict[Tokens, T]:
-    """What is known of paths from this one on."""
+    """The entries of paths that begin with this one, relative to it."""
     return {known[len(path) :]: value for known, value in found.items() if known[: len(path)] == path}
 
 
 def _reason(error: object) -> str:
-    """The beginning of an error, in one line."""
+    """The beginning of an error message, in one line."""
     return " ".join(str(error).split())[:200]

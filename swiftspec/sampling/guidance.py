@@ -1,4 +1,4 @@
-"""Classifier-free guidance: the target's logits moved away from those after another prompt (Sanchez et al., 2023)."""
+"""Classifier-free guidance: extrapolates logits away from those of a negative prompt (Sanchez et al., 2023)."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from swiftspec.params import SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class Guidance:
-    """The unconditional text of a request, and how far to move away from what follows it.
+    """The unconditional sequence of a request, and the guidance scale.
 
-    `tokens` is the negative prompt, then the output so far. Its last token stands at the root's place; what comes after
-    the root is the same in both texts.
+    `tokens` is the negative prompt followed by the output so far. Its last token corresponds to the root; the tokens
+    after the root are the same in both sequences.
     """
 
     tokens: tuple[int, ...]
@@ -23,9 +23,10 @@ class Guidance:
 
     @staticmethod
     def of(sampling: SamplingParams, tokens: Sequence[int], prompt_len: int) -> Guidance | None:
-        """For a request that starts from `tokens`, those from `prompt_len` on output; None where it is not guided.
+        """Guidance of a request that starts from `tokens`, of which those from `prompt_len` on are output. None if
+        guidance is off.
 
-        Without a negative prompt the unconditional text begins with the prompt's last token, as in transformers.
+        Without a negative prompt the unconditional sequence begins with the last prompt token, as in transformers.
         """
         if not sampling.guided:
             return None
@@ -33,11 +34,11 @@ class Guidance:
         return Guidance((*negative, *tokens[prompt_len:]), sampling.guidance_scale)
 
     def combine(self, logits: Tensor) -> Tensor:
-        """Conditional rows [n, m], then the unconditional ones, to guided rows l_u + s (l_c - l_u) [n, m].
+        """Combines conditional rows [n, m], followed by unconditional rows [n, m], to l_u + s (l_c - l_u) [n, m].
 
-        transformers combines log-probabilities instead, which adds a constant to each row: the law is the same. It is
-        linear in every token, so a shard of the vocabulary needs no word from the others.
+        transformers combines log-probabilities instead, which adds a constant to each row: the distribution is the
+        same. The formula is elementwise, so a vocabulary shard needs no communication.
         """
         conditional, unconditional = logits.chunk(2)
-        # three roundings, each of its own: a fused operator would round a row's end otherwise than its middle
+        # three separate roundings: a fused operator would round the end of a row differently from its middle
         return (conditional - unconditional).mul_(self.scale).add_(unconditional)

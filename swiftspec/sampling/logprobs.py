@@ -13,8 +13,8 @@ from swiftspec.sampling.sampler import Sampler
 
 
 def token_logprobs(sampler: Sampler, logits: Tensor, tokens: Sequence[int], k: int) -> tuple[Logprob, ...]:
-    """Of `tokens` [n], each after its row of raw logits [n, >= V, or this rank's width], with the k likeliest of the
-    row. In a group of ranks all must ask, and all get the same."""
+    """Log-probabilities of `tokens` [n], each after its row of raw logits [n, >= V, or this rank's width], and the k
+    most likely tokens of the row. In a group every rank must call it; all get the same result."""
     vocab, shard = sampler.vocab, sampler.shard
     logits = logits[:, : vocab if shard is None else len(shard.tokens)]
     wanted = torch.tensor(list(tokens), dtype=torch.int64, device=logits.device)[:, None]
@@ -30,14 +30,14 @@ def token_logprobs(sampler: Sampler, logits: Tensor, tokens: Sequence[int], k: i
 
 
 class PromptLogprobs:
-    """Those of a prompt's tokens but the first, from the rows of all but the last, which come a chunk at a time."""
+    """Log-probabilities of all prompt tokens except the first, collected from the logits of each prefill chunk."""
 
     def __init__(self, sampler: Sampler, prompt: Sequence[int], k: int) -> None:
         self._sampler, self._prompt, self._k = sampler, prompt, k
         self.values: list[Logprob] = []
 
     def add_rows(self, logits: Tensor) -> None:
-        """Takes the next rows of raw logits, as `likelihoods` does."""
+        """Adds the next rows of raw logits, see `token_logprobs`."""
         first = len(self.values) + 1
         tokens = self._prompt[first : first + logits.shape[0]]
         self.values += token_logprobs(self._sampler, logits, tokens, self._k)

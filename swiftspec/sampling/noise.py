@@ -1,4 +1,4 @@
-"""Noise that is a function of seed, stream, position and token, and of nothing else."""
+"""Position-keyed noise: a function of seed, stream, position and token only."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from swiftspec.backends import reference
 from swiftspec.backends.reference.noise import gumbel, noise_bits
 
 TARGET_STREAM = 0
-DRAFT_STREAM = 1  # children that the draft draws
-COIN_STREAM = 2  # whether a drawn child is accepted
-RESIDUAL_STREAM = 3  # the token after the last accepted one, where children were drawn
+DRAFT_STREAM = 1  # sampled children of the draft
+COIN_STREAM = 2  # acceptance of sampled children
+RESIDUAL_STREAM = 3  # the token after the accepted path, with rejection sampling
 GumbelRows = Callable[[int, int, Tensor, range], Tensor]  # seed, stream, positions [p], tokens -> [p, tokens] float32
 
 
 class PositionNoise:
-    """Gumbel rows by position, made in blocks: the nodes of a tree share a few positions, round after round."""
+    """Gumbel noise by position, generated in blocks: the nodes of a tree share a few positions, round after round."""
 
     BLOCK_POSITIONS = 32
 
@@ -33,8 +33,8 @@ class PositionNoise:
         self._block = torch.empty(0)
 
     def rows(self, positions: Tensor, tokens: range, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """The noise of `positions` [n]: a block [p, tokens], and the row in it [n] for each of them. A token's noise is
-        the same whatever range it is asked for in."""
+        """The noise of `positions` [n]: a block [p, tokens], and for each position its row in the block [n]. The noise
+        of a token does not depend on the range `tokens`."""
         low, high = (int(bound) for bound in positions.aminmax())
         end = self._first + self._block.shape[0]
         if not (self._first <= low and high < end) or self._block.dtype != dtype or self._tokens != tokens:
@@ -43,7 +43,7 @@ class PositionNoise:
         return self._block, positions - self._first
 
     def generate(self, span: range, tokens: range, dtype: torch.dtype) -> Tensor:
-        """[span, tokens], anew."""
+        """Generates the noise [span, tokens]."""
         if dtype == torch.float32:
             positions = torch.arange(span.start, span.stop, device=self._device)
             return self._gumbel_rows(self._seed, self._stream, positions, tokens)

@@ -1,7 +1,7 @@
-"""From logits to tokens: bias, penalties, temperature, filters, and noise that is a function of the position.
+"""Sampler: bias, penalties, temperature, filters, and position-keyed noise.
 
 The token at absolute position p is argmax(log p_T + gumbel(seed, stream, p, token)): a pure function of prompt, seed,
-sampling parameters and target logits, whatever tree looked it up. Letters: n rows, V tokens of the base vocabulary.
+sampling parameters and target logits, independent of the tree. Letters: n rows, V tokens of the base vocabulary.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from swiftspec.sampling import filters
 from swiftspec.sampling.noise import TARGET_STREAM, PositionNoise
 
 NoiseRows = Callable[[Tensor, range, torch.dtype], tuple[Tensor, Tensor]]  # as PositionNoise.rows
-Paths = Sequence[Sequence[int]]  # of each row, the tokens between the last verified one and the row's own, both ways
+Paths = Sequence[Sequence[int]]  # per row, the tokens after the last verified one, including the row's own
 
 
 class SamplerOps(Protocol):
-    """The fused passes over whole rows of logits; swiftspec.backends.reference defines them."""
+    """Fused operators over whole rows of logits; swiftspec.backends.reference defines them."""
 
     def gumbel_rows(self, seed: int, stream: int, positions: Tensor, tokens: range, /) -> Tensor: ...
     def draw(self, logits: Tensor, vocab: int, scores: Scores, /) -> Tensor: ...
@@ -33,14 +33,14 @@ class SamplerOps(Protocol):
 
 
 class ShardedVocab(Protocol):
-    """One rank's part of a vocabulary that is cut over a group of ranks; sampling/vocab.py defines it."""
+    """One rank's part of a vocabulary that is sharded over a group; defined in sampling/vocab.py."""
 
     @property
     def tokens(self) -> range: ...  # of this rank
     @property
     def num_exchanged(
         self,
-    ) -> int: ...  # how many of the likeliest tokens the ranks exchange, which settle most filters
+    ) -> int: ...  # number of most likely tokens that the ranks exchange; enough for most filters
     def argmax(self, scores: Tensor, /) -> Tensor: ...
     def log_top_k(self, scores: Tensor, k: int, /) -> tuple[Tensor, Tensor]: ...
     def values(self, scores: Tensor, tokens: Tensor, /) -> tuple[Tensor, Tensor]: ...
@@ -48,7 +48,7 @@ class ShardedVocab(Protocol):
 
 
 class History:
-    """The tokens that penalties count, [V] each: those of the prompt, and how often each occurs in the output."""
+    """Token counts for penalties, [V] each: tokens in the prompt, and the occurrences of each token in the output."""
 
     def __init__(self, prompt: Sequence[int], vocab: int, device: torch.device | str) -> None:
         self.prompt = torch.zeros(vocab, dtype=torch.bool, device=device)
@@ -56,7 +56,7 @@ class History:
         self.output = torch.zeros(vocab, device=device)
 
     def observe(self, tokens: Sequence[int]) -> None:
-        """Counts verified tokens of the output."""
+        """Counts verified output tokens."""
         index = torch.tensor(list(tokens), dtype=torch.int64, device=self.output.device)
         self.output.index_add_(0, index, torch.ones(len(tokens), device=self.output.device))
 
@@ -70,18 +70,19 @@ class History:
 
 
 class TokenConstraint(Protocol):
-    """Which tokens may follow, of whoever has a word in that: a grammar (sampling/grammar.py)."""
+    """A restriction of the next token, such as a grammar (sampling/grammar.py)."""
 
-    def allowed_mask(self, paths: Paths, /) -> Tensor: ...  # [n, V] bool, after each path below the last verified token
-    def bitmask(self, paths: Paths, /) -> Any: ...  # the same as numpy's uint8 [n, bytes], a byte's lowest bit first
+    def allowed_mask(self, paths: Paths, /) -> Tensor: ...  # [n, V] bool, for the token after each path
+    def bitmask(self, paths: Paths, /) -> Any: ...  # the same as NumPy uint8 [n, bytes], lowest bit first
     def observe(self, tokens: Sequence[int], /) -> None: ...  # verified tokens
 
 
 class Sampler:
-    """Shapes logits after one request's parameters; draws the target's tokens and ranks the draft's children.
+    """Processes logits with the parameters of one request; samples the target's tokens and ranks the draft's children.
 
-    In a group of ranks logits are this rank's columns of the head [n, width], as many on every rank, and `shard` says
-    which; `draw` and `children` answer alike on all ranks, and all must ask. m: the tokens of this rank (V if alone).
+    In a group the logits are this rank's columns of the head [n, width], equally many on every rank; `shard` holds
+    their range. `draw` and `children` return the same result on all ranks, and every rank must call them. m: the tokens
+    of this rank (V without a group).
     """
 
     def __init__(
@@ -92,7 +93,7 @@ class Sampler:
         self.device, self._ops = device, ops
         self.noise = self.noise_of(TARGET_STREAM)
         self.noise_rows: NoiseRows = self.noise.rows
-        self.check_all = filters.all_on_host  # whether filters may go their short way
+        self.check_all = filters.all_on_host  # whether filters may use their fast path
         self.history = History(prompt, vocab, device) if params.penalised else None
         self.bias: Tensor | None = None  # [V] float32
         if params.logit_bias:
@@ -110,15 +111,17 @@ class Sampler:
         return PositionNoise(self.params.seed, self.device, stream=stream, gumbel_rows=self._ops.gumbel_rows)
 
     def observe(self, tokens: Sequence[int]) -> None:
-        """Told of verified tokens of the output."""
+        """Adds verified output tokens to the penalty counts and the token constraint."""
         for follower in (self.history, self.constraint):
             if follower is not None:
                 follower.observe(tokens)
 
     def process_logits(self, logits: Tensor, paths: Paths | None) -> Tensor:
-        """Raw logits [n, >= V or width] to logits [n, m] of the distribution that is sampled; filtered tokens are -inf.
+        """Maps raw logits [n, >= V or width] to the logits [n, m] of the sampled distribution; filtered tokens are
+        -inf.
 
-        `paths`: where `by_path`. Greedy requests keep their scale and are not filtered: the argmax is the same.
+        `paths`: required if `needs_paths`. Greedy requests are neither scaled nor filtered, since that does not change
+        the argmax.
         """
         p, shard = self.params, self.shard
         here = slice(0, self.vocab) if shard is None else slice(shard.tokens.start, shard.tokens.stop)
@@ -138,7 +141,7 @@ class Sampler:
         )
 
     def _apply_constraint(self, logits: Tensor, paths: Paths | None, here: slice) -> Tensor:
-        """Without the tokens that the rules forbid; logits [n, m] of the tokens `here`."""
+        """Masks the tokens that the constraint forbids; logits [n, m] of the tokens in the range `here`."""
         if self.constraint is None:
             return logits
         assert paths is not None
@@ -153,7 +156,7 @@ class Sampler:
         return logits - p.frequency_penalty * counts - p.presence_penalty * (counts > 0)
 
     def draw(self, logits: Tensor, paths: Paths | None, positions: Tensor) -> Tensor:
-        """The target's tokens [n] after rows at `positions` [n], from raw logits."""
+        """Samples the target's tokens [n] that follow the rows at `positions` [n], from raw logits."""
         noisy = not self.params.greedy
         if self.shard is None:
             return self._ops.draw(*self._operator_inputs(logits, paths, positions if noisy else None, 1.0))
@@ -163,10 +166,11 @@ class Sampler:
     def children(
         self, logits: Tensor, paths: Paths | None, positions: Tensor, *, k: int, coupled: bool = False, tau: float = 1.0
     ) -> tuple[Tensor, Tensor]:
-        """The k best children of draft rows: tokens [n, k] and log-probabilities [n, k], likeliest first.
+        """The k best children of draft rows: tokens [n, k] and log-probabilities [n, k], the most likely first.
 
-        Uncoupled: log_softmax(log q / tau), q after the target's own shaping. Coupled: log_softmax((log q + gumbel) /
-        tau) under the noise that the target will use there, so the draft looks where the target will look.
+        Uncoupled: log_softmax(log q / tau), where q is processed like the target's distribution. Coupled:
+        log_softmax((log q + gumbel) / tau) with the noise that the target will use at that position, so that both tend
+        to select the same token.
         """
         k = min(k, self.vocab)
         noisy = coupled and not self.params.greedy
@@ -181,7 +185,8 @@ class Sampler:
     def _operator_inputs(
         self, logits: Tensor, paths: Paths | None, positions: Tensor | None, tau: float
     ) -> tuple[Tensor, int, Scores]:
-        """What the operators take: they apply bias and temperature themselves where nothing has to come in between."""
+        """Arguments of the fused operators, which apply bias and temperature themselves unless penalties or filters
+        require a separate pass."""
         p, temperature, bias = self.params, 1.0, None
         if self.history is not None or p.filtered:
             logits = self.process_logits(logits, paths)
@@ -194,6 +199,6 @@ class Sampler:
         return logits, self.vocab, Scores(temperature, bias, noise, rows, tau)
 
     def _noise(self, shaped: Tensor, shard: ShardedVocab, positions: Tensor) -> Tensor:
-        """[n, m] for the tokens after `positions`."""
+        """Noise [n, m] for the tokens after `positions`."""
         block, rows = self.noise_rows(positions + 1, shard.tokens, shaped.dtype)
         return block[rows]

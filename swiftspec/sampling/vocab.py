@@ -1,7 +1,7 @@
-"""A vocabulary cut over the ranks of a group: what they exchange so that all of them take the same tokens.
+"""Sharded vocabulary: the collectives by which all ranks of a group select the same tokens.
 
-Messages are gathered in rank order and what follows from them is computed alike on every rank, so the results are equal
-by construction. Letters: n rows, V tokens of the base vocabulary, m of them on this rank.
+Messages are gathered in rank order and every rank computes the same result from them, so results are identical by
+construction. Letters: n rows, V tokens of the base vocabulary, m of them on this rank.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from swiftspec.params import SamplingParams
 from swiftspec.sampling import filters
 from swiftspec.sampling.filters import NEG_INF, CheckAll, all_on_host
 
-TOP_CANDIDATES = 64  # the likeliest tokens of each shard, which settle nearly every filter
+TOP_CANDIDATES = 64  # most likely tokens of each shard; enough for nearly every filter
 
 
 class VocabGroup(Protocol):
@@ -29,7 +29,7 @@ class VocabGroup(Protocol):
     @property
     def size(self) -> int: ...
     def all_gather(self, x: Tensor, /) -> Tensor:
-        """The ranks' x, in rank order: [size, *x.shape]."""
+        """Gathers x of all ranks in rank order: [size, *x.shape]."""
         ...
 
 
@@ -43,26 +43,26 @@ class VocabShard:
 
     @property
     def tokens(self) -> range:
-        """The tokens of this rank, m of them."""
+        """The range of this rank's tokens, m of them."""
         first = self.group.rank * self.width
         return range(min(first, self.vocab), min(first + self.width, self.vocab))
 
     @property
     def num_exchanged(self) -> int:
-        """How many of the likeliest tokens the ranks exchange."""
+        """Number of most likely tokens that the ranks exchange."""
         return TOP_CANDIDATES * self.group.size
 
     def argmax(self, scores: Tensor) -> Tensor:
-        """The best token [n] of all scores [n, m], as `backends.reference.best` has it for whole rows."""
+        """The best token [n] of all scores [n, m], see `backends.reference.argmax_token` for whole rows."""
         scores = _not_empty(scores)
         best = scores.argmax(-1, keepdim=True)
         message = torch.cat((scores.gather(-1, best).double(), (best + self.tokens.start).double()), -1)
         values, tokens = self.group.all_gather(message).unbind(-1)  # [size, n] each
-        rank = values.argmax(0, keepdim=True)  # of a NaN, where a rank has one
+        rank = values.argmax(0, keepdim=True)  # of the NaN if a rank has one
         return tokens.gather(0, rank).masked_fill_(~values.gather(0, rank).isfinite(), -1).squeeze(0).long()
 
     def log_top_k(self, scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
-        """The k best of log_softmax over all scores [n, m], as `backends.reference.log_top_k` has it for whole rows."""
+        """The k best of log_softmax over all scores [n, m], see `backends.reference.log_top_k` for whole rows."""
         scores = _not_empty(scores)
         best = scores.topk(min(k, scores.shape[-1]))
         missing = (0, k - best.values.shape[-1])
@@ -77,7 +77,8 @@ class VocabShard:
         return tokens.gather(-1, order[:, :k]).long(), logprobs.to(scores.dtype)
 
     def values(self, scores: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """The scores [n, j] of any tokens [n, j], among all scores [n, m]; and the logsumexp [n, 1] of these."""
+        """Gathers the scores [n, j] of arbitrary tokens [n, j] from all ranks' scores [n, m]. Also returns the
+        logsumexp [n, 1] over all scores of a row."""
         scores = _not_empty(scores)
         own = tokens - self.tokens.start
         inside = (own >= 0) & (own < len(self.tokens))
@@ -87,7 +88,8 @@ class VocabShard:
         return values.amax(0), totals.logsumexp(0)
 
     def apply_filters(self, logits: Tensor, params: SamplingParams, check_all: CheckAll = all_on_host) -> Tensor:
-        """`filters.keep` on [n, m]. Only where it is not `sure` that the shards' heads settle it are all gathered."""
+        """`filters.apply_filters` on [n, m]. Gathers whole rows only if `check_all` does not confirm that the exchanged
+        top candidates suffice."""
         if not params.filtered:
             return logits
         limit = self._filter_threshold(logits, params, check_all)
@@ -98,9 +100,9 @@ class VocabShard:
         return filters.apply_filters(whole, params)[:, self.tokens.start : self.tokens.stop]
 
     def _filter_threshold(self, logits: Tensor, params: SamplingParams, check_all: CheckAll) -> Tensor | None:
-        """The least logit [n, 1] that the filters keep; None if that lies among tokens nobody has named.
+        """The smallest logit [n, 1] that the filters keep, or None if it may be below the exchanged candidates.
 
-        Merged, the shards' heads are the true ranking as far as every value above the largest of their last ones.
+        The merged candidates are the true ranking down to the largest of the shards' last candidates.
         """
         head = _not_empty(logits)
         total = head.logsumexp(-1, keepdim=True)
@@ -121,12 +123,12 @@ class VocabShard:
             else:
                 return None
             limit = _smallest_kept(filters.apply_top_p(kept, params.top_p, total, check_all=check_all))
-        # above the floor the merged ranking is complete; the floor is -inf where all of it is
+        # The merged ranking is complete above the floor, which is -inf if all tokens were exchanged.
         return limit if check_all(limit > floor) else None
 
 
 def _not_empty(x: Tensor) -> Tensor:
-    """A rank without tokens stands in with one that never wins: ranks before it have some."""
+    """Replaces the scores of a rank without tokens by one column of -inf, which is never selected."""
     return x if x.shape[-1] else x.new_full((x.shape[0], 1), NEG_INF)
 
 

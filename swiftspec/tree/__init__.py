@@ -1,1 +1,1 @@
-"""What is proposed, and what of it stands."""
+"""Draft trees: expansion, proposals, tree masks, and acceptance of verified nodes."""

@@ -1,4 +1,4 @@
-"""What of a proposal stands: down the tree, as far as the target's own tokens are among its nodes."""
+"""Acceptance by token matching: follows a proposal from the root as long as the target's tokens are among its nodes."""
 
 from __future__ import annotations
 
@@ -13,21 +13,23 @@ from swiftspec.sampling.sampler import Paths, Sampler
 
 @dataclass(frozen=True, slots=True)
 class Accepted:
-    """What of a proposal stands: its nodes from the root down, and the tokens along them, as many; the last token is
-    the bonus token, -1 where logits are not finite. `overlaps`: of the path's nodes with drawn children, 1 - TV."""
+    """The accepted path of a proposal, from the root down, and as many tokens along it. The last token is the bonus
+    token, or -1 if its logits are not finite. `overlaps`: 1 - TV(p, q) for each node of the path that has sampled
+    children."""
 
     path: list[int]
     tokens: list[int]
     overlaps: tuple[float, ...] = ()
 
 
-# Decides by the target's logits what stands of a proposal: raw logits, a row for each node; paths of the rows, for
-# penalties; positions [n] of the nodes.
+# Determines the accepted path of a proposal. Arguments: the proposal; the target's raw logits, one row per node; the
+# paths of the rows, for penalties; the positions [n] of the nodes.
 AcceptFn = Callable[[Proposal, Tensor, Paths | None, Tensor], Accepted]
 
 
 class TokenMatching:
-    """Samples the target's token at every node and walks down while it is a child: the text is plain decoding's."""
+    """Coupled verification: samples the target's token at every node and accepts a child whose token is equal, so that
+    the output equals that of autoregressive decoding."""
 
     def __init__(self, sampler: Sampler) -> None:
         self._sampler = sampler
@@ -38,11 +40,12 @@ class TokenMatching:
 
 
 def match_path(tokens: Sequence[int], parents: Sequence[int], sampled: Sequence[int]) -> tuple[list[int], list[int]]:
-    """Walks down a proposal while the token that the target sampled after a node is one of its children.
+    """Follows a proposal from the root as long as the token that the target sampled after a node is one of its
+    children.
 
-    `tokens`, `parents`: the proposal's nodes in topological order, the root first; `sampled[i]`: the target's token
-    after node i. Returns the accepted path (nodes, the root first) and the sampled tokens along it, as many: the last
-    one is the bonus token, or -1 where the logits made none. Source: paper section 3.1.
+    `tokens`, `parents`: the nodes of the proposal in topological order, the root first. `sampled[i]`: the target's
+    token after node i. Returns the accepted path (nodes, the root first) and as many sampled tokens along it; the last
+    one is the bonus token, or -1 if its logits are not finite. Source: paper section 3.1.
     """
     child = {(parent, token): node for node, (parent, token) in enumerate(zip(parents, tokens, strict=True))}
     path, out = [0], [sampled[0]]

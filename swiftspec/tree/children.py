@@ -1,4 +1,4 @@
-"""How the children of expanded leaves are chosen, and what a proposal carries of it. Here the best; drawn.py draws."""
+"""Selection of the children of expanded leaves: the most likely ones here, sampled ones in sampled_children.py."""
 
 from __future__ import annotations
 
@@ -14,39 +14,42 @@ from swiftspec.tree.tree import Ints, Leaves
 
 
 class ChildSelector(Protocol):
-    """The children of one request's tree. `drawn`: which nodes are expanded or sent must not depend on their own draw.
+    """Selects the children in the draft tree of one request, and supplies the draft distributions for a proposal.
 
-    `tau` makes a child's weight the chance that the target agrees.
+    `sampled`: children are drawn from the draft, so whether a node is expanded or proposed must not depend on its own
+    draw. `tau` calibrates a child's weight to the probability that the target agrees.
     """
 
     sampled: bool
 
     def open(self, sampler: Sampler, position: int, tau: float) -> None:
-        """Begins a request whose root stands at an absolute position."""
+        """Begins a request whose root is at an absolute position."""
         ...
 
     def rank(
         self, logits: Tensor, leaves: Leaves, paths: Paths | None, positions: Tensor
     ) -> tuple[Ints, NDArray[np.floating]]:
-        """k children of each leaf: tokens [n, k] and log-weights [n, k], from raw logits [n, vocab]; `paths` of the
-        leaves, for penalties, and their `positions` [n]."""
+        """Returns k children of each leaf: tokens [n, k] and log-weights [n, k]. `logits` [n, vocab] are raw; `paths`
+        of the leaves are used for penalties; `positions` [n] are those of the leaves."""
         ...
 
     def reroot(self) -> bool:
-        """Told of a re-root within the tree. False: the tree has to start over."""
+        """Called after a re-root within the tree. Returns False if the tree has to be reset."""
         ...
 
     def retain_slots(self, slots: list[int]) -> None:
-        """Follows the tree, of whose slots these survive, ascending; none: it has started over."""
+        """Keeps the data of the surviving tree slots, which are in ascending order. An empty list means that the tree
+        was reset and that all data is obsolete."""
         ...
 
     def draft_probs(self, slots: Ints) -> DraftProbs | None:
-        """What a proposal carries, of nodes with children in these tree slots, in the order of the nodes."""
+        """The draft distributions for a proposal: one row for each of these tree slots, which belong to its nodes with
+        children, in node order."""
         ...
 
 
 class TopChildren:
-    """The k likeliest children, or `coupled` those that are likeliest under the noise that the target draws with."""
+    """The k most likely children, or, if `coupled`, those that are most likely under the target's sampling noise."""
 
     sampled = False
 

@@ -1,7 +1,7 @@
-"""Tree masks: who sees whom in the last slots of the cache (paper section 3.1, non-square masks; section 4, padding).
+"""Tree masks: which of the last cache slots a row attends to (paper section 3.1, non-square masks; section 4, padding).
 
-A mask row is a bit window over the last W slots, right-aligned; everything older is visible. The draft's rows (w leaves
-against the whole tree), the verifier's (a square) and a prompt chunk's (a triangle) are the same thing.
+A mask row is a right-aligned bit window over the last W slots; all older slots are visible. The same representation
+serves the draft (w leaves against the whole tree), the verifier (a square) and a prompt chunk (a triangle).
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ MASK_WIDTHS = (
     64,
     128,
     256,
-)  # the few fixed shapes that masks are padded to, so that few graphs serve every tree
+)  # fixed widths that masks are padded to, which limits the number of CUDA graphs
 
 
 def from_parents(parents: Sequence[int]) -> MaskRows:
-    """Rows of a whole tree in topological order: [n, n], row i = the ancestors of node i and itself.
+    """Rows of a whole tree in topological order: [n, n], where row i contains the ancestors of node i and itself.
 
     `parents[i] < i`; a negative parent marks a root.
     """
@@ -41,9 +41,9 @@ def causal(n: int) -> MaskRows:
 
 
 def pad_left(rows: MaskRows) -> MaskRows:
-    """Pads [n, W] with visible columns to the next fixed width (beyond the widest: to its next multiple).
+    """Pads [n, W] with visible columns to the next fixed width, or beyond the largest one to its next multiple.
 
-    The added columns stand for older slots, which every row sees.
+    The added columns stand for older slots, which every row attends to.
     """
     n, width = rows.shape
     fixed = next((w for w in MASK_WIDTHS if w >= width), -(-width // MASK_WIDTHS[-1]) * MASK_WIDTHS[-1])
@@ -53,7 +53,7 @@ def pad_left(rows: MaskRows) -> MaskRows:
 
 
 def paths(tokens: Sequence[int], parents: Sequence[int]) -> list[list[int]]:
-    """Per node of a proposal, the tokens from below the root down to it."""
+    """For each node of a proposal, the tokens from below the root down to the node."""
     rows: list[list[int]] = []
     for token, parent in zip(tokens, parents, strict=True):
         rows.append([] if parent < 0 else [*rows[parent], token])

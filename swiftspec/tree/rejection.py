@@ -1,13 +1,14 @@
 """Rejection sampling on a tree whose children were drawn from the draft without replacement.
 
-At a node the target's law p meets children x_1, x_2, ... that were drawn from q. x_1 passes with min(1, p / q). If it
-does not, p becomes norm(max(0, p - q)), q loses x_1 and is normalised again, and x_2 is judged by these; and so on.
-When no child is left, the token is drawn from what p has become. The token so found follows p: see drawn.py for what
-that asks of the proposal. q names at most `width` tokens; all others keep their ratios to each other, so that the whole
-vocabulary is looked at twice only: for p's normaliser, and for the token that is drawn where a path ends.
+The children x_1, x_2, ... of a node were drawn from q and are tested in that order against the target distribution p.
+x_1 is accepted with probability min(1, p / q). After a rejection p becomes norm(max(0, p - q)), x_1 is removed from q,
+q is normalised again, and x_2 is tested. If all children are rejected, the token is drawn from the residual
+distribution, that is the final p. The resulting token follows p; sampled_children.py states what that requires of the
+proposal. q contains at most `width` tokens. All other tokens keep their ratios, so the whole vocabulary is read only
+twice: for the normaliser of p, and for the token drawn at the end of a path.
 
-Letters: r nodes with children, c children of the one that has most, `width` tokens of a q, m tokens of this rank.
-Source: Jeon et al. 2024 (recursive rejection sampling), Leviathan et al. 2023 for the rule.
+Letters: r nodes with children, c the largest number of children of a node, `width` tokens of a q, m tokens of this
+rank. Source: Jeon et al. 2024 (recursive rejection sampling), Leviathan et al. 2023 for the acceptance rule.
 """
 
 from __future__ import annotations
@@ -30,24 +31,24 @@ from swiftspec.sampling.sampler import Paths, Sampler
 from swiftspec.tree.acceptance import Accepted
 
 Families = dict[int, list[int]]  # node -> its children
-RESIDUAL_SHARE = 1e-30  # share of p in a residual: it decides only where rounding leaves nothing else
+RESIDUAL_SHARE = 1e-30  # share of p in a residual; decides only where rounding leaves no other mass
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What became of the children of r nodes, and what p has become at the end of them."""
+    """Result of rejection sampling for the children of r nodes, with the residual of p."""
 
-    accepted: Tensor  # [r] int64, the child's number among its siblings; -1: none
-    inside: Tensor  # [r, width] float64, of the tokens that q names
-    outside: Tensor  # [r] float64, log of the factor that all other tokens of p have gained
-    overlap: Tensor  # [r] float64, 1 - TV(p, q): the chance, before anything is drawn, that the first child is accepted
+    accepted: Tensor  # [r] int64, index of the accepted child among its siblings; -1: none
+    inside: Tensor  # [r, width] float64, residual probabilities of q's tokens
+    outside: Tensor  # [r] float64, log of the factor by which all other probabilities of p have grown
+    overlap: Tensor  # [r] float64, 1 - TV(p, q): prior probability that the first child is accepted
 
 
 def verify_siblings(p: Tensor, q: Tensor, child_index: Tensor, coins: Tensor) -> Verdict:
-    """Sibling by sibling, for r nodes at once.
+    """Tests the children of r nodes one sibling after the other, vectorised over the nodes.
 
-    `p`, `q` [r, width] float64: probabilities of the tokens that q names, of which q's sum to 1 or nearly so; `places`
-    [r, c]: where among them the children stand, in the order drawn, -1 where there is none; `coins` [r, c] uniform.
+    `p`, `q` [r, width] float64: probabilities of q's tokens, where those of q sum to about 1. `child_index` [r, c]:
+    columns of the children in the order drawn, -1 for padding. `coins` [r, c]: uniform random numbers in (0, 1).
     """
     p = torch.where(q > 0, p, 0)
     overlap = torch.minimum(p, q / q.sum(-1, keepdim=True).clamp_min(RESIDUAL_SHARE)).sum(-1)
@@ -71,10 +72,11 @@ def verify_siblings(p: Tensor, q: Tensor, child_index: Tensor, coins: Tensor) ->
 
 
 class RejectionSampling:
-    """Verifies the proposals of one request. On several ranks all must ask, and all get the same.
+    """Verifies the proposals of one request by rejection sampling. In a group every rank must call it; all get the same
+    result.
 
-    Nobody looks at a value between logits and verdict: every node is judged, and has the token drawn with which a path
-    would end there, though one of them is enough. `noise` and `coins` may be those of a graph.
+    There is no device synchronisation between the logits and the verdict: every node is tested and gets a final token,
+    although only one path is used. `noise` and `coins` may be buffers of a CUDA graph.
     """
 
     def __init__(self, sampler: Sampler) -> None:
@@ -85,14 +87,15 @@ class RejectionSampling:
         self.coins = key.view(torch.int32).to(sampler.device)
 
     def __call__(self, proposal: Proposal, logits: Tensor, paths: Paths | None, positions: Tensor) -> Accepted:
-        """As `Accept`. Raises ValueError where the proposal does not tell what its nodes were drawn from."""
+        """See `AcceptFn`. Raises ValueError if the proposal has no draft distributions."""
         numbers, width = pack_draft_probs(proposal, len(proposal.tokens))
         numbers = torch.from_numpy(numbers).to(logits.device)
         return rejection_path(proposal, self.verdicts(logits, paths, positions, numbers, width).cpu().numpy())
 
     def verdicts(self, logits: Tensor, paths: Any, positions: Tensor, numbers: Tensor, width: int) -> Tensor:
-        """For each row of logits [n, 3] float64: which child is accepted (`Judged`), the overlap, and the token that
-        ends a path that ends there. `numbers` and `width` as `told` has them."""
+        """Returns [n, 3] float64, one row per row of logits: the index of the accepted child (see `Verdict`), the
+        overlap, and the final token for a path that ends at this node. `numbers` and `width` are the result of
+        `pack_draft_probs`."""
         shaped, shard = self._sampler.process_logits(logits, paths), self._sampler.shard
         named, q, places = numbers.split((width, width, numbers.shape[1] - 2 * width), 1)
         named, places = named.long(), places.long()
@@ -104,7 +107,7 @@ class RejectionSampling:
         coins = bits.to(torch.float64).add_(0.5).mul_(2.0**-32)
         judged = verify_siblings((values - total).double().exp(), q, places, coins)
         columns = range(shaped.shape[-1]) if shard is None else shard.tokens
-        # what p has become; tokens that q does not name, or another rank has, go to a column of nobody's
+        # Scatter the residual of p; entries outside q or of another rank go to a padding column that is dropped.
         inside = judged.inside.log() - judged.outside.unsqueeze(1) + total
         here = (q > 0) & (named >= columns.start) & (named < columns.stop)
         at = torch.where(here, named - columns.start, shaped.shape[-1])
@@ -118,15 +121,18 @@ class RejectionSampling:
 def pack_draft_probs(
     proposal: Proposal, rows: int, padded: Callable[[int], int] = lambda most: most
 ) -> tuple[NDArray[np.float64], int]:
-    """What a proposal says its children were drawn from: a row for each node, and more up to `rows`, of the `width`
-    tokens that q names, their q, and where among them the c children stand, -1 where there is none; and `width`.
+    """Packs the draft distributions of a proposal into one array and returns it with `width`.
 
-    `padded` makes more columns of c. Raises ValueError on a child that cannot have been drawn there.
+    The array has one row per node, padded to `rows` rows. A row has the `width` tokens of q, their probabilities, and
+    the columns of the c children among them, -1 for padding.
+
+    `padded` maps c to a larger number of columns. Raises ValueError on a child that cannot have been drawn from its
+    row.
     """
     check_draft_probs(proposal)
     families, drawn = _families(proposal), proposal.draft_probs
     if not families or drawn is None:
-        return np.tile([0.0, 0.0, -1.0], (rows, 1)), 1  # a token that was never drawn, and no child
+        return np.tile([0.0, 0.0, -1.0], (rows, 1)), 1  # one unused token and no child
     nodes, places, width = list(families), _child_index(proposal, drawn, families), drawn.tokens.shape[1]
     out = np.zeros((rows, 2 * width + padded(places.shape[1])))
     out[:, 2 * width :] = -1
@@ -136,7 +142,8 @@ def pack_draft_probs(
 
 
 def rejection_path(proposal: Proposal, judged: NDArray[np.float64]) -> Accepted:
-    """Down a proposal from accepted child to accepted child; `judged` as `Rejection.judged` has it."""
+    """The accepted path: follows the accepted children from the root. `judged` is the result of
+    `RejectionSampling.verdicts`."""
     families, path, tokens = _families(proposal), [0], []
     while (child := int(judged[path[-1], 0])) >= 0:
         path.append(families[path[-1]][child])
@@ -146,8 +153,7 @@ def rejection_path(proposal: Proposal, judged: NDArray[np.float64]) -> Accepted:
 
 
 def check_draft_probs(proposal: Proposal) -> None:
-    """Raises ValueError on a proposal that does not say what its children were drawn from, or on a child that cannot
-    have been drawn there."""
+    """Raises ValueError on a proposal without draft distributions, or with a child that was not drawn from them."""
     families = _families(proposal)
     if families and proposal.draft_probs is None:
         raise ValueError("verify reject was sent a proposal that does not say what its tokens were drawn from")
@@ -156,7 +162,7 @@ def check_draft_probs(proposal: Proposal) -> None:
 
 
 def _families(proposal: Proposal) -> Families:
-    """The children of each node that has some, in the order drawn."""
+    """The children of each node that has children, in the order drawn."""
     families: Families = {}
     for node, parent in enumerate(proposal.parents[1:], 1):
         families.setdefault(parent, []).append(node)
@@ -164,8 +170,8 @@ def _families(proposal: Proposal) -> Families:
 
 
 def _child_index(proposal: Proposal, drawn: DraftProbs, families: Families) -> NDArray[np.int64]:
-    """Where in its row of `drawn` each child stands: [rows, c], -1 where there is none. Raises ValueError on one that
-    cannot have been drawn there."""
+    """The column of each child in its row of `drawn`: [rows, c], -1 for padding. Raises ValueError on a child that
+    cannot have been drawn from its row."""
     places = np.full((len(families), max(map(len, families.values()))), -1)
     for row, children in enumerate(families.values()):
         for i, child in enumerate(children):

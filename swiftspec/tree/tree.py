@@ -1,4 +1,4 @@
-"""The draft tree: maximum-likelihood expansion, the best connected sub-tree, re-rooting (paper section 3.1)."""
+"""Draft tree: maximum-likelihood expansion, best connected sub-tree, re-rooting (paper section 3.1)."""
 
 from __future__ import annotations
 
@@ -26,50 +26,50 @@ class Leaves:
 
 
 class DraftTree:
-    """A struct of arrays over nodes in order of creation, so a parent's index is below its children's.
+    """Struct of arrays over nodes in the order of creation, so a parent's index is below those of its children.
 
-    `logprob` sums the draft's log-probabilities from the root (0 there), so a child never outweighs its parent and the
-    best nodes always form a connected sub-tree. A node is expanded when it has a tree slot (KV and children); the
-    others are leaves. Node 0 is the root; once expanded it has tree slot 0. Dead nodes (weight -inf: a filter forbids
-    them) are never expanded or proposed. `visible[s]` is the mask row of tree slot s; the last row, all false, stands
-    for "no parent". The arrays live on the host, where a tree of a few hundred nodes costs less than one tensor call.
+    `logprob` is the cumulative draft log-probability from the root (0 there), so a child never outweighs its parent and
+    the best nodes always form a connected sub-tree. An expanded node has a tree slot (KV and children); the other nodes
+    are leaves. Node 0 is the root; once expanded it has tree slot 0. Dead nodes (weight -inf, forbidden by a filter)
+    are never expanded or proposed. `visible[s]` is the mask row of tree slot s; the last row, all false, represents "no
+    parent". The arrays are in host memory, where a tree of a few hundred nodes costs less than one tensor call.
     """
 
     def __init__(self, nodes: int, slots: int) -> None:
-        self.state = np.zeros(2 + 4 * nodes, dtype=np.int64)  # one array, so that it is copied at once
-        self.token, self.parent, self.slot, logprob = self.state[2:].reshape(4, nodes)  # slot: `slots` for none
+        self.state = np.zeros(2 + 4 * nodes, dtype=np.int64)  # one array, so that a single copy transfers it
+        self.token, self.parent, self.slot, logprob = self.state[2:].reshape(4, nodes)  # slot: `slots` marks a leaf
         self.logprob = logprob.view(np.float64)
         self.visible = np.zeros((slots + 1, slots), dtype=np.bool_)
-        self.sizes = self.state[:2]  # nodes, tree slots in use
+        self.sizes = self.state[:2]  # number of nodes, number of tree slots in use
         self.slots = slots
         self.reset(0)
 
     @property
     def count(self) -> int:
-        """Nodes."""
+        """Number of nodes."""
         return int(self.sizes[0])
 
     @property
     def expanded(self) -> int:
-        """Tree slots in use."""
+        """Number of tree slots in use."""
         return int(self.sizes[1])
 
     def reset(self, token: int) -> None:
-        """Starts over from an unexpanded root."""
+        """Resets the tree to an unexpanded root."""
         self.sizes[:] = 1, 0
         self.token[0], self.parent[0], self.logprob[0] = token, 0, 0.0
         self.slot.fill(self.slots)
 
     def expandable_leaves(self, children: int) -> int:
-        """How many more leaves can be expanded into `children` each."""
+        """Number of leaves that can still be expanded into `children` children each."""
         return min(self.slots - self.expanded, (self.token.shape[0] - self.count) // children)
 
     def best_leaves(self, w: int) -> Leaves:
-        """Takes the w likeliest leaves (fewer when there are fewer) in their order, of equal weights the earlier first;
-        hands each the next tree slot and its mask row."""
+        """Takes the w most likely leaves, or all if there are fewer, in node order; ties go to the older node. Assigns
+        each the next tree slot and its mask row."""
         unexpanded = self.slot[: self.count] == self.slots
         weights = np.where(unexpanded, self.logprob[: self.count], NEG_INF)
-        nodes = np.argsort(-weights, kind="stable")[:w]  # drawn.py counts on that order of equal ones
+        nodes = np.argsort(-weights, kind="stable")[:w]  # sampled_children.py relies on this order of ties
         nodes = np.sort(nodes[weights[nodes] > NEG_INF])
         first, after = self.expanded, self.expanded + nodes.shape[0]
         assert after <= self.slots
@@ -82,7 +82,7 @@ class DraftTree:
         return Leaves(nodes, self.token[nodes], mask.sum(-1) - 1, mask[:, :after])
 
     def add_children(self, nodes: Ints, tokens: Ints, logprobs: NDArray[np.floating]) -> None:
-        """Hangs `tokens` [r, k] with their `logprobs` [r, k] (never above 0) under the expanded `nodes` [r]."""
+        """Adds `tokens` [r, k] with their `logprobs` [r, k] (at most 0) as children of the expanded `nodes` [r]."""
         rows, k = tokens.shape
         new = slice(self.count, self.count + rows * k)
         self.token[new] = tokens.ravel()
@@ -91,11 +91,11 @@ class DraftTree:
         self.sizes[0] += rows * k
 
     def best_subtree(self, bs: int, root: int = 0, first: int = 0) -> tuple[list[int], list[int], list[int]]:
-        """The bs likeliest nodes from `root` down: (nodes, tokens, parents), the likeliest first, parents by position.
-        The `first` oldest nodes come before all others.
+        """The bs most likely nodes from `root` down: (nodes, tokens, parents), the most likely first, parents as
+        indices into the result. The `first` oldest nodes precede all others.
 
-        Connected and in topological order because of equal weights the earlier node, hence the parent, comes first; so
-        any number of leading nodes is the best sub-tree of that size.
+        The result is connected and in topological order, because ties go to the older node, hence to the parent. Any
+        prefix of it is therefore the best sub-tree of that size.
         """
         weights = self.logprob[: self.count]
         if root != 0:
@@ -103,7 +103,7 @@ class DraftTree:
         if first > 0:
             weights = np.where((np.arange(self.count) < first) & (weights > NEG_INF), 1.0, weights)
         near = np.flatnonzero(weights > NEG_INF)
-        if len(near) > bs:  # sorting thousands would take milliseconds
+        if len(near) > bs:  # sorting thousands of nodes takes milliseconds
             near = near[weights[near] >= np.partition(weights[near], -bs)[-bs]]
         nodes = near[np.argsort(-weights[near], kind="stable")[:bs]]
         place = {node: i for i, node in enumerate(nodes.tolist())}
@@ -111,8 +111,8 @@ class DraftTree:
         return list(place), self.token[nodes].tolist(), [-1, *parents]
 
     def expected_mass(self, bs: int, w: int, root: int = 0) -> tuple[float, float]:
-        """What weights promise from `root` down: the probabilities of the bs likeliest nodes, summed (with the root's 1
-        the tokens that a round can expect), and those of the w likeliest leaves."""
+        """Probability mass below `root`: the sum over the bs most likely nodes (including the root's 1; the expected
+        tokens per round), and the sum over the w most likely leaves."""
         weights = np.exp(self.logprob[: self.count] - self.logprob[root])
         if root != 0:
             weights = np.where(self.descendants(root), weights, 0.0)
@@ -120,7 +120,7 @@ class DraftTree:
         return float(np.sort(weights)[::-1][:bs].sum()), float(np.sort(leaves)[::-1][:w].sum())
 
     def match_prefix(self, tokens: Sequence[int]) -> list[int]:
-        """The nodes that spell as many leading `tokens` as the tree holds, going down from the root (not included)."""
+        """The nodes along the longest prefix of `tokens` that the tree contains, from below the root down."""
         path = [0]
         for token in tokens:
             child = (self.parent[1 : self.count] == path[-1]) & (self.token[1 : self.count] == token)
@@ -132,14 +132,14 @@ class DraftTree:
     def reroot(self, node: int) -> tuple[list[int], list[int]]:
         """Makes `node` the root and keeps its sub-tree, renumbered in order.
 
-        Returns the old tree slots of the path from the old root to the node's parent, and those of the surviving nodes:
-        what `KVCache.commit` takes.
+        Returns the old tree slots of the path from the old root to the node's parent, and those of the surviving nodes,
+        which are the arguments of `KVCache.commit`.
         """
         if node == 0:
             return [], list(range(self.expanded))
         above = np.flatnonzero(self.visible[self.slot[self.parent[node]]]).tolist()
         slot = int(self.slot[node])
-        if slot == self.slots:  # a leaf: nothing below it
+        if slot == self.slots:  # a leaf has no descendants
             self.reset(int(self.token[node]))
             return above, []
         inside = self.descendants(node)
@@ -148,7 +148,7 @@ class DraftTree:
         return above, kept.tolist()
 
     def descendants(self, node: int) -> NDArray[np.bool_]:
-        """[count], which nodes lie below `node`, itself among them."""
+        """[count] bool: the nodes below `node`, including itself."""
         slot = int(self.slot[node])
         if slot == self.slots:
             inside = np.zeros(self.count, dtype=np.bool_)
@@ -158,7 +158,7 @@ class DraftTree:
         return inside
 
     def _compact(self, nodes: Ints, slots: Ints) -> None:
-        """Drops all but these nodes and tree slots, both ascending, and renumbers; the first node becomes the root."""
+        """Keeps only these nodes and tree slots, both ascending, and renumbers them; the first node is the new root."""
         new_node = np.zeros(self.count, dtype=np.int64)
         new_node[nodes] = np.arange(nodes.shape[0])
         new_slot = np.full(self.slots + 1, self.slots)
@@ -168,13 +168,13 @@ class DraftTree:
         self.slot.fill(self.slots)
         self.slot[: self.count] = slot
         self.token[: self.count] = self.token[nodes]
-        self.parent[: self.count] = parent  # the root's was not kept, so it is 0: the root itself
+        self.parent[: self.count] = parent  # the root's parent is removed, so the entry is 0: the root itself
         self.logprob[: self.count] = weight - weight[0]
         rows = self.visible[np.ix_(slots, slots)]
         self.visible.fill(False)
         self.visible[: self.expanded, : self.expanded] = rows
 
     def path_tokens(self, nodes: Sequence[int] | Ints) -> list[list[int]]:
-        """Tokens from below the root down to each node, for what follows the path."""
+        """The tokens from below the root down to each node, including the node."""
         spelled = lambda node: [*spelled(int(self.parent[node])), int(self.token[node])] if node else []  # noqa: E731
         return [spelled(int(node)) for node in nodes]
