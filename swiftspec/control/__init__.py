@@ -1,1 +1,1 @@
-"""What decides d, bs and whether to speculate, from what was measured."""
+"""Adaptation of d and bs, and of speculation itself, to measured rounds."""

@@ -1,4 +1,4 @@
-"""A drafter whose rounds are measured, and then shaped as `policy.decide` says."""
+"""Controller around a drafter: measures its rounds and applies the decisions of `policy.decide`."""
 
 from __future__ import annotations
 
@@ -13,29 +13,30 @@ from swiftspec.messages import Proposal, RequestStart, VerifyResult
 from swiftspec.params import SamplingParams
 from swiftspec.runtime.drafter import NoDrafter
 
-SKIPPED_ROUNDS = 2  # rounds after a change that are not measured: caches are cold, and a draft may have to catch up
+SKIPPED_ROUNDS = 2  # unmeasured rounds after a change: caches are cold, and a draft may have to catch up
 
 
 @dataclass(frozen=True, slots=True)
 class PolicyReport:
-    """What was decided in one request, and the latest measurements. Times are in seconds."""
+    """Decisions made in one request, and the latest measurements. Times are in seconds."""
 
-    steps: int  # d and bs of a speculative round, at the end
+    steps: int  # d and bs of a speculative round at the end of the request
     nodes: int
     ar_rounds: int
-    changes: tuple[tuple[int, Decision], ...]  # each decision with the first round that it holds for
+    changes: tuple[tuple[int, Decision], ...]  # (first round, decision) pairs
     speculative_round_time: float | None
     ar_round_time: float | None
-    break_even: float | None  # the tokens a speculative round must give to be as fast as plain rounds
-    speedup: float | None  # of speculative rounds over plain ones
+    break_even: float | None  # tokens per round at which speculation is as fast as autoregressive rounds
+    speedup: float | None  # of speculative rounds over autoregressive ones
 
 
 class Controller:
-    """A drafter that asks another one in speculative rounds and none in plain rounds.
+    """A drafter that calls an inner drafter in speculative rounds and none in autoregressive rounds.
 
-    The other drafter sleeps during plain rounds. Before the next speculative round it is told in one step what it
-    missed. All this happens on rank 0, since only rank 0 has a clock. A decision about bs reaches the other ranks as a
-    smaller proposal, one about plain rounds as a proposal of the root alone, and d as the drafter's `draft_steps`.
+    The inner drafter is idle during autoregressive rounds. Before the next speculative round it receives the missed
+    rounds as one merged result. All of this runs on rank 0, because only rank 0 has a clock. The other ranks receive a
+    smaller bs as a smaller proposal, an autoregressive round as a root-only proposal, and d as the drafter's
+    `draft_steps`.
     """
 
     def __init__(
@@ -44,7 +45,7 @@ class Controller:
         make_stats: Callable[[], RoundStats],
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """`make` is called for ordinary requests, and again for guided ones, whose rounds take longer."""
+        """`make_stats` is called once for ordinary requests and once for guided ones, whose rounds take longer."""
         self._drafter, self._none = drafter, NoDrafter()
         self._clock, self._make_stats = clock, make_stats
         self.round_stats = make_stats()
@@ -52,14 +53,14 @@ class Controller:
         self._reset()
 
     def _reset(self) -> None:
-        """Nothing has happened yet in this request."""
+        """Resets the state of a request."""
         self._ar_rounds = 0
         self._changes: list[tuple[int, Decision]] = []
-        self._missed: list[VerifyResult] = []  # results that the sleeping drafter has not been told
-        self._proposal: Proposal | None = None  # the drafter's, before it was cut; None in a plain round
-        self._began = self._proposed = 0.0  # when the round began, and when its proposal was there
-        self._busy = self._draft = 0.0  # seconds in the draft's forwards, in all and for this round
-        self._skip = SKIPPED_ROUNDS  # rounds to come that are not measured
+        self._missed: list[VerifyResult] = []  # results that the idle drafter has not received
+        self._proposal: Proposal | None = None  # before it was cut; None in an autoregressive round
+        self._began = self._proposed = 0.0  # start of the round, and time of its proposal
+        self._busy = self._draft = 0.0  # seconds in the draft's forwards: in total, and in this round
+        self._skip = SKIPPED_ROUNDS  # number of next rounds that are not measured
 
     @property
     def busy(self) -> float:
@@ -75,7 +76,7 @@ class Controller:
         self._busy = self._drafter.busy
 
     def _stats_for(self, sampling: SamplingParams) -> RoundStats:
-        """What was measured of requests like this one. One that says the shape of its rounds is like no other."""
+        """The measurements of similar requests. A request that sets the shape of its rounds gets empty ones."""
         guided, ours = sampling.guided, self._all_stats[False].config
         asked = ours.for_request(sampling)
         if asked is not ours:
@@ -120,7 +121,7 @@ class Controller:
             self._set_steps()
 
     def catch_up(self, result: VerifyResult) -> None:
-        """Rounds that were decoded without this drafter, as the result of one long round. They are not measured."""
+        """Adds rounds that were decoded without this drafter, as one merged result. They are not measured."""
         if self.round_stats.speculating:
             self._catch_up()
             self._drafter.observe(result)
@@ -133,7 +134,7 @@ class Controller:
         self._drafter.close()
 
     def report(self) -> PolicyReport | None:
-        """The report of the request so far; None where it has left nothing to decide."""
+        """The report of the request so far; None if nothing is adaptive."""
         m = self.round_stats
         if not m.config.is_adaptive:
             return None
@@ -151,7 +152,7 @@ class Controller:
             self._drafter.draft_steps = self.round_stats.steps
 
     def _sample(self, result: VerifyResult, came: float) -> RoundSample:
-        """The round that ends now and whose result came then."""
+        """Measurement of the round that ends now. `came`: time of its result."""
         seconds, target = self._clock() - self._began, came - self._proposed
         if self._proposal is None:
             return RoundSample(seconds, target, 0.0, len(result.tokens), ())
@@ -160,29 +161,29 @@ class Controller:
         return RoundSample(seconds, target, self._draft, len(result.tokens), hits)
 
     def _catch_up(self) -> None:
-        """Tells the drafter what it missed, as the result of one long round."""
+        """Sends the missed rounds to the drafter as one merged result."""
         if self._missed:
             self._drafter.observe(merge_results(self._missed))
             self._missed.clear()
 
 
 def merge_results(results: Sequence[VerifyResult]) -> VerifyResult:
-    """Consecutive results as that of one long round, for a drafter that missed them."""
+    """Merges consecutive results into that of one long round, for a drafter that missed them."""
     tokens = tuple(token for result in results for token in result.tokens)
     first, last = results[0], results[-1]
     return VerifyResult(last.request, last.round, first.prefix_len, tuple(range(len(tokens))), tokens)
 
 
 def _truncate(proposal: Proposal, nodes: int) -> Proposal:
-    """The proposal cut down to its likeliest nodes. One that carries the distributions its tokens were drawn from is
-    never cut: leaving out a node because of its own draw would bias the text."""
+    """Cuts a proposal to its most likely nodes. A proposal with draft distributions is never cut: dropping a node
+    because of its own draw would bias the output."""
     if len(proposal.tokens) <= nodes or proposal.draft_probs is not None:
         return proposal
     return replace(proposal, tokens=proposal.tokens[:nodes], parents=proposal.parents[:nodes])
 
 
 def _match_path(proposal: Proposal, tokens: Sequence[int]) -> tuple[int, ...]:
-    """The nodes that spell as many of the first `tokens` as the proposal holds, including nodes that were cut off."""
+    """The nodes along the longest prefix of `tokens` that the proposal contains, including nodes that were cut off."""
     path, node = [], 0
     for token in tokens:
         children = zip(proposal.tokens[node + 1 :], proposal.parents[node + 1 :])

@@ -1,4 +1,4 @@
-"""Predicts the tokens a second of rounds of another shape (d, bs), from the latest rounds. This is arithmetic only."""
+"""Cost model: predicts tokens per second of rounds with another shape (d, bs) from recent rounds. Pure arithmetic."""
 
 from __future__ import annotations
 
@@ -10,23 +10,24 @@ import numpy as np
 from swiftspec.control.round_stats import RoundStats
 from swiftspec.control.step_times import DraftTimes, steps_for
 
-# A guess for depths that were never grown. The text goes on from one depth to the next with some chance; this is that
-# chance over the chance one depth higher up. Set by eye on the embedded pair.
+# Estimate for depths that were never grown: the probability that the path continues to the next depth, divided by the
+# same probability one depth higher. Fitted by eye to the demo models.
 DEPTH_DECAY = 0.75
-# A guess for the time of a verification of one row, over that of the fewest rows measured. It is low enough for a
-# smaller bs to be tried where that would lose few tokens; after that its measured time is known.
+# Estimated time of a one-row verification, relative to that of the fewest rows measured. Low enough that a smaller bs
+# is tried if that would lose few tokens; from then on its time is measured.
 ONE_ROW_FACTOR = 0.75
-HYSTERESIS = 1.05  # d stays where it would be right for a verification faster or slower by up to this factor
+HYSTERESIS = 1.05  # d is kept if it is right for a verification time within this factor
 
 
 class CostModel:
-    """For rounds of any shape, from those of the shape in use. At least one of these must have been measured."""
+    """Predictions for rounds of any shape, from measurements of the current shape, of which there must be at least
+    one."""
 
     def __init__(self, stats: RoundStats) -> None:
         trees = stats.speculative_rounds
         self._stats, self._lookahead = stats, stats.config.mode == "async"
-        # A draft that grows ahead sometimes runs out of nodes and makes more than d expansions in a round. The lower
-        # quartile is the time of a round where it did not.
+        # A lookahead drafter that runs out of nodes makes more than d expansions in a round. The lower quartile
+        # excludes such rounds.
         self._expansion = _lower_quartile([tree.draft for tree in trees]) / stats.steps
         times = stats.verify_times | {stats.nodes: median(tree.target for tree in trees)}
         fewest = min(times)
@@ -40,17 +41,17 @@ class CostModel:
         self._overhead = max(median(tree.seconds for tree in trees) - forwards, 0.0)
 
     def tokens_per_second(self, steps: int, nodes: int) -> float:
-        """Tokens a second."""
+        """Predicted tokens per second."""
         seconds = self.round_time(steps, nodes)
         return self.tokens_per_round(steps, nodes) / seconds if seconds > 0 else 0.0
 
     def round_time(self, steps: int, nodes: int) -> float:
-        """Of a round."""
+        """Predicted seconds of a round."""
         return self._forward_time(steps, nodes) + self._overhead
 
     def tokens_per_round(self, steps: int, nodes: int) -> float:
-        """Tokens a round. Each round seen tells how deep its text would have come with fewer nodes, and with a smaller
-        d. What a larger d would add is guessed."""
+        """Predicted tokens per round. For fewer nodes or a smaller d, each measured round shows the depth that its
+        accepted path would have reached; the gain of a larger d is estimated."""
         trees, now = self._stats.speculative_rounds, self._stats.steps
         depths = [bisect_left(tree.hits, nodes) for tree in trees]
         if steps < now:
@@ -59,8 +60,8 @@ class CostModel:
         return 1 + sum(depths) / len(depths) + further
 
     def steps_per_verification(self, nodes: int) -> int:
-        """d for a draft that grows ahead (paper, section 3.1): as many expansions as fit into a verification of that
-        many nodes, beside the time of the draft's answer. The present d is kept if it is right within `BAND`."""
+        """d of a lookahead drafter (paper, section 3.1): as many expansions as fit into a verification of `nodes`
+        nodes, minus the time of the draft's answer. The current d is kept if it is right within `HYSTERESIS`."""
         trees, steps = self._stats.speculative_rounds, self._stats.steps
         if self._expansion <= 0:
             return steps
@@ -72,23 +73,23 @@ class CostModel:
         return min(max(steps, steps_for(target / HYSTERESIS, draft)), steps_for(target * HYSTERESIS, draft))
 
     def _forward_time(self, steps: int, nodes: int) -> float:
-        """Seconds of a round's forwards: of both models where they run in turn, else of the slower one."""
+        """Seconds of a round's forwards: the sum of both models, or with a lookahead drafter the slower one."""
         target, draft = self._verify_time(nodes), steps * self._expansion
         return max(target, draft) if self._lookahead else target + draft
 
     def _verify_time(self, nodes: int) -> float:
-        """Seconds of a verification. Linear between the numbers of rows that were measured, constant above them."""
+        """Seconds of a verification: interpolated linearly between measured numbers of rows, constant above them."""
         return float(np.interp(nodes, self._rows, self._times))
 
     def _proposal_depth(self, steps: int) -> int:
-        """Depths below the root that d expansions leave. A draft that grows ahead loses one of them: the token that the
-        target adds to a verified path becomes the new root."""
+        """Depths below the root after d expansions, less one with a lookahead drafter: the bonus token is its new
+        root."""
         return max(steps - 1, 1) if self._lookahead else steps
 
     def _tokens_of_deeper(self, depths: list[int], nodes: int, more: int) -> float:
-        """Tokens that so many more depths would add to a round, by a guess. Two things reduce them: the chance that the
-        text goes on falls from depth to depth, and a deeper node stands further back in the proposal, so that a small
-        bs leaves it out. Its place is taken to grow in proportion to its depth."""
+        """Estimated additional tokens per round with `more` further depths. Two effects reduce them: the probability
+        that the path continues falls with depth, and a deeper node ranks lower in the proposal, so a small bs omits it.
+        The rank is assumed to grow in proportion to the depth."""
         trees, grown = self._stats.speculative_rounds, self._proposal_depth(self._stats.steps)
         places = [tree.hits[grown - 1] for tree in trees if len(tree.hits) >= grown]
         above = sum(depth >= grown - 1 for depth in depths)
@@ -102,5 +103,5 @@ class CostModel:
 
 
 def _lower_quartile(values: list[float]) -> float:
-    """The lower one."""
+    """The lower quartile."""
     return sorted(values)[len(values) // 4]

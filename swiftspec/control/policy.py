@@ -1,8 +1,8 @@
-"""Decides what the next rounds look like: how many expansions the draft makes (d), how many nodes are verified (bs),
-and whether the draft is asked at all.
+"""Adaptive speculation policy: the number of expansions (d), the number of verified nodes (bs), and whether the draft
+is used.
 
-`decide` is a pure function of what was measured, and what it decides never changes a token. It compares tokens a
-second: those of one shape (d, bs) with those of another, and those of the best shape with those of plain rounds.
+`decide` is a pure function of the measurements, and its decisions never change the output. It compares tokens per
+second between shapes (d, bs), and between the best shape and autoregressive rounds.
 """
 
 from __future__ import annotations
@@ -11,26 +11,27 @@ from swiftspec.config import MAX_MEASURED_DRAFT_STEPS
 from swiftspec.control.cost_model import CostModel
 from swiftspec.control.round_stats import NO_SPECULATION, PROBE_ROUNDS, WINDOW_ROUNDS, Decision, RoundStats
 
-DECISION_INTERVAL_ROUNDS = 8  # rounds between two decisions; one takes about a tenth of a millisecond
-REFRESH_ROUNDS = 512  # rounds after which the time of a plain round is measured again
-SWITCH_OFF_FACTOR = 1.05  # speculation is given up only where plain rounds are faster by this factor
-MIN_GAIN_FACTOR = 1.04  # another shape is taken only where it promises more by this factor
+DECISION_INTERVAL_ROUNDS = 8  # rounds between two decisions; a decision takes about 0.1 ms
+REFRESH_ROUNDS = 512  # rounds after which the time of an autoregressive round is measured again
+SWITCH_OFF_FACTOR = 1.05  # speculation stops only if autoregressive rounds are faster by this factor
+MIN_GAIN_FACTOR = 1.04  # another shape is chosen only if its prediction is better by this factor
 FIRST_DECISION_ROUNDS = 3  # rounds after which the cost of forwards is known
-# A usual acceptance, fitted by eye to the embedded pair with bs = 4, 8, 16 and d up to 6: the text comes down to depth
-# i with the chance USUAL^i, and less often where bs leaves few nodes for a depth.
+# Typical acceptance, fitted by eye to the demo models with bs = 4, 8, 16 and d up to 6: the accepted path reaches depth
+# i with probability TYPICAL_ACCEPTANCE^i, and less often if bs leaves few nodes per depth.
 TYPICAL_ACCEPTANCE, NODES_PER_DEPTH = 0.88, 2.5
-MAX_RAISE_STEPS = 2  # d rises by at most this much at a time: how far down the text would come is a guess
+MAX_RAISE_STEPS = 2  # largest increase of d per decision, because the acceptance at new depths is an estimate
 
 
 def decide(m: RoundStats) -> Decision:
-    """The kind of the next rounds.
+    """Decides the kind of the next rounds.
 
-    Speculation goes on while it is faster than plain rounds, in the shape that promises most. A few plain rounds are
-    made where their time is not known or was measured long ago. Where speculation is slower, rounds stay plain until
-    it is time to try it again.
+    Speculation continues while it is faster than autoregressive rounds, in the shape with the highest prediction. A few
+    autoregressive rounds are run if their time is unknown or was measured long ago. If speculation is slower, rounds
+    stay autoregressive until it is time to try again.
 
-    The first rounds that were ever measured tell what forwards cost here, though not yet how much is accepted; with a
-    usual acceptance that is enough to choose d for models of any size, and bs where the time of a plain round is known.
+    The first measured rounds give the cost of forwards, but not yet the acceptance rate. Together with a typical
+    acceptance rate this is enough to choose d for models of any size, and bs if the time of an autoregressive round is
+    known.
     """
     if not m.config.is_adaptive:
         return m.current
@@ -50,15 +51,15 @@ def decide(m: RoundStats) -> Decision:
             return NO_SPECULATION
         pays = (
             forecast.tokens_per_second(*best) * m.ar_round_time * SWITCH_OFF_FACTOR >= 1
-        )  # a plain round gives one token
+        )  # an autoregressive round yields one token
         if not pays and (m.speculating or m.rounds < m.retry_after):
             return NO_SPECULATION
     return Decision(*best, True)
 
 
 def _first_decision(m: RoundStats) -> Decision:
-    """After the first rounds: the shape with the most tokens a second at a usual acceptance. Before bs is chosen, a few
-    plain rounds tell what a single row costs."""
+    """Decision after the first rounds: the shape with the most tokens per second at a typical acceptance rate. A few
+    autoregressive rounds measure the cost of a single row before bs is chosen."""
     if m.config.mode == "async":
         return Decision(CostModel(m).steps_per_verification(m.nodes), m.nodes, True)
     free = m.config.adapt_batch and m.config.self_switch
@@ -76,17 +77,17 @@ def _first_decision(m: RoundStats) -> Decision:
 
 
 def _batch_sizes(m: RoundStats) -> list[int]:
-    """The values of bs that may be chosen: the configured one, its half, its quarter and so on."""
+    """Candidates for bs: the configured value, its half, its quarter and so on."""
     return [m.config.verify_batch >> i for i in range(m.config.verify_batch.bit_length() - 1)]
 
 
 def _best_shape(m: RoundStats, forecast: CostModel) -> tuple[int, int]:
-    """The shape (d, bs) that promises most tokens a second. It is the present one unless another promises more by the
-    factor `GAIN`.
+    """The shape (d, bs) with the most predicted tokens per second. The current shape is kept unless another one is
+    better by `MIN_GAIN_FACTOR`.
 
-    What a smaller shape gives is counted from the rounds seen, what a larger one gives is a guess; so no larger one is
-    tried while `hold` lasts. A draft that grows ahead of the target makes as many expansions for free as fit into a
-    verification. There d is never below that number, and changing d to that number needs no gain.
+    Predictions for smaller shapes follow from measured rounds, those for larger shapes are estimates, so no larger
+    shape is tried during `raise_cooldown`. A lookahead drafter makes as many expansions for free as fit into a
+    verification. Its d is never below that number, and a change to that number needs no gain.
     """
     ahead, most = m.config.mode == "async", max(MAX_MEASURED_DRAFT_STEPS, m.config.initial_draft_steps)
     halves = _batch_sizes(m)

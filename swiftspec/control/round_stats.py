@@ -1,4 +1,4 @@
-"""What the latest rounds took and what they gave. The policy knows nothing else."""
+"""Measurements of recent rounds, the only input of the policy."""
 
 from __future__ import annotations
 
@@ -9,87 +9,83 @@ from typing import NamedTuple
 
 from swiftspec.config import EngineConfig
 
-WINDOW_ROUNDS = 16  # speculative rounds that a judgement rests on
-PROBE_ROUNDS = 4  # plain rounds that it rests on
-RETRY_AFTER_ROUNDS = 64  # plain rounds before speculation is tried again; this doubles whenever such a trial fails
-MAX_RETRY_ROUNDS = 16 * RETRY_AFTER_ROUNDS  # but never beyond this
-RAISE_COOLDOWN_ROUNDS = (
-    120  # rounds in which d and bs are not raised, after one of them was raised and soon lowered again
-)
+WINDOW_ROUNDS = 16  # speculative rounds that a decision is based on
+PROBE_ROUNDS = 4  # autoregressive rounds that a decision is based on
+RETRY_AFTER_ROUNDS = 64  # autoregressive rounds before speculation is retried; doubles after a failed trial
+MAX_RETRY_ROUNDS = 16 * RETRY_AFTER_ROUNDS  # upper bound of that number
+RAISE_COOLDOWN_ROUNDS = 120  # rounds without an increase of d or bs, after an increase that was soon reverted
 
 
 class Decision(NamedTuple):
-    """What kind of round comes next. A plain round has d = 0 and bs = 1: only the root is verified."""
+    """Kind of the next rounds. An autoregressive round has d = 0 and bs = 1: only the root is verified."""
 
-    steps: int  # d, the draft's expansions
-    nodes: int  # bs, the nodes that are verified
-    speculate: bool  # whether the draft is asked at all
+    steps: int  # d, expansions per round
+    nodes: int  # bs, verified nodes
+    speculate: bool  # whether the draft is used
 
 
 NO_SPECULATION = Decision(0, 1, False)
 
 
 class RoundSample(NamedTuple):
-    """One round. Times are in seconds. A plain round has no draft, gives one token and has no hits."""
+    """Measurement of one round; times in seconds. An autoregressive round has no draft, one token and no hits."""
 
-    seconds: float  # the whole round, without the time that the consumer of its tokens took
+    seconds: float  # duration of the round, excluding the consumer of its tokens
     target: float  # from the proposal to the result
     draft: float  # in the draft's forwards
     tokens: int
-    hits: tuple[int, ...]  # the nodes that the text went through, as indices into what the draft proposed
+    hits: tuple[int, ...]  # accepted nodes, as indices into the draft's uncut proposal
 
 
 @dataclass(slots=True)
 class RoundStats:
-    """The kind of rounds in use and what was measured lately. It is kept from one request to the next."""
+    """The current kind of rounds and recent measurements. Kept across requests."""
 
-    config: EngineConfig  # says what may be decided
+    config: EngineConfig  # determines what is adaptive
     steps: int = field(init=False)  # d and bs of a speculative round
     nodes: int = field(init=False)
     speculating: bool = True
-    rounds: int = 0  # measured since one of the three above changed
+    rounds: int = 0  # rounds measured since steps, nodes or speculating changed
     speculative_rounds: deque[RoundSample] = field(
         default_factory=lambda: deque(maxlen=WINDOW_ROUNDS)
-    )  # the latest speculative rounds
+    )  # recent speculative rounds
     ar_seconds: deque[float] = field(
         default_factory=lambda: deque(maxlen=PROBE_ROUNDS)
-    )  # seconds of the latest plain rounds
-    ar_age: int = 0  # rounds measured since the latest plain one
-    verify_times: dict[int, float] = field(
-        default_factory=dict
-    )  # by bs, seconds of a verification when it was last in use
-    retry_after: int = RETRY_AFTER_ROUNDS  # plain rounds before speculation is tried again
-    raised: bool = False  # d or bs is larger than before the latest change of shape
-    raise_cooldown: int = 0  # rounds before d or bs may be raised
+    )  # seconds of recent autoregressive rounds
+    ar_age: int = 0  # rounds measured since the last autoregressive one
+    verify_times: dict[int, float] = field(default_factory=dict)  # seconds of a verification by bs, as last measured
+    retry_after: int = RETRY_AFTER_ROUNDS  # autoregressive rounds before speculation is retried
+    raised: bool = False  # the last change of shape increased d or bs
+    raise_cooldown: int = 0  # rounds before d or bs may be increased
 
     def __post_init__(self) -> None:
         self.steps, self.nodes = self.config.initial_draft_steps, self.config.verify_batch
 
     @property
     def current(self) -> Decision:
-        """The kind of rounds in use."""
+        """The current kind of rounds."""
         return Decision(self.steps, self.nodes, True) if self.speculating else NO_SPECULATION
 
     @property
     def speculative_round_time(self) -> float | None:
-        """Seconds of a speculative round. This and all other times are medians, since a single round may be delayed."""
+        """Seconds of a speculative round. All times are medians, since a single round may be delayed."""
         return median(tree.seconds for tree in self.speculative_rounds) if self.speculative_rounds else None
 
     @property
     def ar_round_time(self) -> float | None:
-        """Seconds of a plain round."""
+        """Seconds of an autoregressive round."""
         return median(self.ar_seconds) if self.ar_seconds else None
 
     def start_request(self) -> None:
-        """A request begins. It speculates, with the d and bs that the request before it ended with. Where that one
-        ended with plain rounds, speculation is judged only after a full window of new rounds. What was tried in vain on
-        the text before may be tried again at once."""
+        """Begins a request. It speculates with the d and bs at the end of the previous request. If that ended with
+        autoregressive rounds, speculation is judged only after a full window of new rounds. Back-off times of the
+        previous request are reset."""
         if not self.speculating:
             self.speculating, self.rounds = True, 0
         self.retry_after, self.raise_cooldown = RETRY_AFTER_ROUNDS, 0
 
     def add(self, seen: RoundSample) -> None:
-        """Takes in a round of the kind in use."""
+        """Adds a round of the current kind."""
         self.rounds += 1
         self.raise_cooldown -= 1
         self.ar_age += 1
@@ -100,8 +96,8 @@ class RoundStats:
             self.ar_age = 0
 
     def apply(self, to: Decision) -> None:
-        """The next rounds are of another kind."""
-        short = self.rounds <= 2 * WINDOW_ROUNDS  # what is left now was not in use for long
+        """Switches the next rounds to another kind."""
+        short = self.rounds <= 2 * WINDOW_ROUNDS  # the shape was in use only briefly
         if not to.speculate and not short:
             self.retry_after = RETRY_AFTER_ROUNDS
         if to.speculate and not self.speculating and self.rounds >= self.retry_after:

@@ -1,4 +1,4 @@
-"""How long one step takes here: what d, the expansions of a round, is set by (paper section 3.1)."""
+"""Measured step times of draft and target, from which d, the expansions per round, is derived (paper section 3.1)."""
 
 from __future__ import annotations
 
@@ -15,24 +15,22 @@ from swiftspec.params import SamplingParams
 from swiftspec.runtime.drafter import Drafter
 from swiftspec.runtime.verifier import Verifier
 
-CONTEXT_TOKENS = 256  # tokens that stand before what is measured: attention has its part in both steps
+CONTEXT_TOKENS = 256  # context length during measurement, since attention contributes to both steps
 GREEDY = SamplingParams(temperature=0)
 REPEATS = 8
-VERIFICATIONS_PER_PREFILL = (
-    4  # verifications after each prefill, which leaves the caches in another state than rounds do
-)
+VERIFICATIONS_PER_PREFILL = 4  # verifications per prefill, which leaves the CPU caches in another state than rounds do
 
 
 @dataclass(frozen=True, slots=True)
 class DraftTimes:
-    """Seconds of a draft's round, typical ones: it spends one turn and d expansions."""
+    """Typical times of a draft round in seconds: one overhead and d expansions."""
 
-    overhead: float  # taking a result, re-rooting, answering
-    expansion: float  # of w leaves, the host's part included
+    overhead: float  # processing a result, re-rooting, proposing
+    expansion: float  # of w leaves, including host time
 
 
 class SteppedDrafter(Drafter, Protocol):
-    """A drafter whose d, the expansions of a round, may be set between two rounds; 0 where it has none."""
+    """A drafter whose d, the expansions per round, can be set between two rounds; 0 if it has none."""
 
     @property
     def draft_steps(self) -> int: ...
@@ -42,7 +40,7 @@ class SteppedDrafter(Drafter, Protocol):
 
 
 def measure_draft_times(drafter: SteppedDrafter, max_model_len: int) -> DraftTimes:
-    """Measured in a context of `room` tokens. Leaves no request open."""
+    """Measures the draft's times in a context of at most `max_model_len` tokens. Leaves no request open."""
     text = (0,) * min(CONTEXT_TOKENS, max_model_len)
     grows, rounds = [], []
     for _ in range(REPEATS):
@@ -58,8 +56,8 @@ def measure_draft_times(drafter: SteppedDrafter, max_model_len: int) -> DraftTim
 
 
 def measure_verification_time(verifier: Verifier, bs: int, max_model_len: int) -> float:
-    """Seconds of one verification of bs nodes, the host's part included, in a context of `room` tokens. Leaves no
-    request open."""
+    """Measures the seconds of one verification of bs nodes, including host time, in a context of at most
+    `max_model_len` tokens. Leaves no request open."""
     text = (0,) * max(min(CONTEXT_TOKENS, max_model_len - bs * VERIFICATIONS_PER_PREFILL), 1)
     times = []
     for _ in range(REPEATS):
@@ -73,12 +71,12 @@ def measure_verification_time(verifier: Verifier, bs: int, max_model_len: int) -
             verifier.settle()
             at, root = at + len(result.tokens), result.tokens[-1]
     verifier.close()
-    return min(times)  # whatever else the machine did only added to the others
+    return min(times)  # the minimum, because other load can only add time
 
 
 def steps_for(target: float, draft: DraftTimes) -> int:
-    """d for a verification of `target` seconds: as many expansions as fit beside a turn, so that the target never
-    waits. The draft's times being typical ones and the target's its shortest, a draft is seldom late."""
+    """d for a verification of `target` seconds: as many expansions as fit next to the overhead, so that the target
+    never waits. The draft is seldom late, because its times are medians and the target's time is a minimum."""
     return math.floor(min(max((target - draft.overhead) / draft.expansion, 1), MAX_MEASURED_DRAFT_STEPS))
 
 

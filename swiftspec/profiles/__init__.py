@@ -1,1 +1,1 @@
-"""What sweeps have stored, as the engine reads it."""
+"""Profiles: stored measurements of sweeps, as the engine reads them."""

@@ -1,4 +1,4 @@
-"""What `--emulate` can say: step times by number, by the paper's Table 1, or from a file."""
+"""Parser of `--emulate`: emulated step times as numbers, from the paper's Table 1, or from a file."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from swiftspec.file_io import Fields
 from swiftspec.observe.step_time_emulation import StepTimeEmulation, StepTimes
 
 UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
-TABLE_ROWS = 8  # rows that Table 1 was measured at
-MIN_STEP_MS = 1e-9  # milliseconds in a file
-MAX_STEP_S = 60.0  # seconds of a step: beyond that somebody confused the units
+TABLE_ROWS = 8  # rows per forward in Table 1
+MIN_STEP_MS = 1e-9  # smallest time in a file
+MAX_STEP_S = 60.0  # larger step times are rejected as unit errors
 
 
 def paper_figures() -> dict[str, Any]:
-    """The paper's figures that ship with the package."""
+    """The paper's figures, from the JSON file in the package."""
     return json.loads(Path(__file__).with_name("paper.json").read_text(encoding="utf-8"))
 
 
 def parse_emulation(text: str) -> StepTimeEmulation:
-    """`target=10.48ms,draft=3.25ms`, with the name of a model in Table 1 in place of a time where that should depend on
-    the number of ranks, or a JSON file `{"target": {"TP size": {"rows": milliseconds}}, "draft": ...}`. Raises
+    """Parses `target=10.48ms,draft=3.25ms`, where a time may be the name of a model in Table 1 if it should depend on
+    the number of ranks, or reads a JSON file `{"target": {"TP size": {"rows": milliseconds}}, "draft": ...}`. Raises
     UserError."""
     if text.endswith(".json"):
         return _from_file(Path(text))

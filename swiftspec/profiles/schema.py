@@ -1,6 +1,6 @@
-"""What a profile and a trace hold, field by field: type and bounds. Whatever reads one can rely on them.
+"""Schemas of profile and trace files: types and bounds of all fields. Code that reads a validated file relies on them.
 
-A field more is no harm. Numbers are finite, and whole numbers stay whole.
+Unknown fields are ignored. Numbers are finite, and integers must be integers.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from swiftspec.config import EngineConfig, PopulationConfig
 from swiftspec.errors import UserError, truncated_repr
 
 MAX_RANKS = 4096
-MAX_TIME_S = 1e9  # seconds; of a clock that began with the machine, too
+MAX_TIME_S = 1e9  # also bounds clocks that start at boot
 
 Count = Annotated[int, Field(ge=0, le=2**31)]
 Ranks = Annotated[int, Field(ge=1, le=MAX_RANKS)]
@@ -23,21 +23,21 @@ LongText = Annotated[str, Field(max_length=10_000)]
 Name = Annotated[str, Field(max_length=200)]
 Seconds = Annotated[float, Field(ge=-MAX_TIME_S, le=MAX_TIME_S)]
 Positive = Annotated[float, Field(gt=0, le=MAX_TIME_S)]
-Span = Annotated[tuple[Seconds, Seconds], Strict(False)]  # [begin, end]; JSON knows lists only
+Span = Annotated[tuple[Seconds, Seconds], Strict(False)]  # [begin, end]; JSON has no tuples
 Forward = Annotated[tuple[Seconds, Seconds, Count], Strict(False)]  # begin, end, rows
-PARTICLE_FIELDS = ("particles", "smc_draft_tokens", "smc_groups")  # of a plan in mode smc
-OPTIONAL: Any = None  # what of a round may be missing; where it stands it is not null
+PARTICLE_FIELDS = ("particles", "smc_draft_tokens", "smc_groups")  # fields of a plan in mode smc
+OPTIONAL: Any = None  # default of a field that may be missing but not null
 M = TypeVar("M", bound=BaseModel)
 
 
 class SchemaModel(BaseModel):
-    """An object of the file."""
+    """Base of all objects of a file."""
 
     model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
 
 
 def requires_field(name: str, otherwise: str) -> AfterValidator:
-    """Refuses a part whose field of that name is null or missing."""
+    """Validator that rejects an object in which the field is null or missing. `otherwise`: its message."""
 
     def check(part: SchemaModel) -> SchemaModel:
         if getattr(part, name) is None:
@@ -77,14 +77,14 @@ class KeySchema(SchemaModel):
 
 
 def engine_config(plan: Mapping[str, Any]) -> EngineConfig:
-    """The engine of a plan, whose particles may be left out. Raises UserError where it makes none."""
+    """The engine configuration of a plan, whose particle fields are optional. Raises UserError on an invalid plan."""
     particles = {name: plan[name] for name in PARTICLE_FIELDS if plan.get(name) is not None}
     engine = {name: value for name, value in plan.items() if name not in PARTICLE_FIELDS}
     return EngineConfig(**engine, population=PopulationConfig(**particles))
 
 
 class EngineShape(SchemaModel):
-    """The mode and the tree or the particles of a plan: what makes an engine."""
+    """The part of a plan that determines the engine: the mode, and the tree or the particles."""
 
     mode: Name
     verify_batch: int
@@ -98,7 +98,7 @@ class EngineShape(SchemaModel):
     def _makes_an_engine(self) -> EngineShape:
         try:
             engine_config(self.model_dump())
-        except UserError as error:  # pydantic wants a ValueError
+        except UserError as error:  # pydantic expects a ValueError
             raise ValueError(str(error)) from None
         return self
 
@@ -158,7 +158,7 @@ class DraftRoundTimes(SchemaModel):
 
 
 class RoundTimeline(SchemaModel):
-    """A round as it went, drawn in the report."""
+    """Timeline of a round, drawn in the report."""
 
     wait: Span
     target: Annotated[TargetTimes, requires_field("verify", "the round was not verified")]
@@ -187,7 +187,7 @@ class RunSettings(SchemaModel):
 
 
 class ProfileSchema(SchemaModel):
-    """See store.py, which says what the parts mean."""
+    """A profile file; store.py documents the fields."""
 
     swiftspec_profile: int
     key: KeySchema
@@ -219,7 +219,7 @@ class ProposalSchema(SchemaModel):
 
 
 class TraceRound(SchemaModel):
-    """A round of a trace; docs/reference/trace.md says what the parts mean."""
+    """A round of a trace; docs/reference/trace.md documents the fields."""
 
     request: Count
     round: Count
@@ -240,7 +240,7 @@ class TraceRound(SchemaModel):
 
 
 def validate(kind: type[M], data: Mapping[str, Any], name: str) -> None:
-    """Raises UserError unless `data` is such an object; `name` stands at the front."""
+    """Raises UserError unless `data` matches the schema; its message begins with `name`."""
     try:
         kind.model_validate(data)
     except ValidationError as error:

@@ -1,21 +1,21 @@
-"""Profiles on disk: one JSON per hardware and pair, written in one stroke, and the plan that it recommends.
+"""Profiles on disk: one JSON file per hardware and model pair, written atomically, with the plan that it recommends.
 
-A profile is a plain object:
+A profile is a JSON object:
 
-    swiftspec_profile   the version of this layout
-    key                 what must be the same wherever it is used: hardware, ranks, models, dtype, operators, emulation
-    environment         versions and names, for people
+    swiftspec_profile   version of this layout
+    key                 must be equal where the profile is used: hardware, ranks, models, dtype, operators, emulation
+    environment         versions and names, for information only
     settings            prompts, tokens and repeats of the runs
-    steps               {side, tp, rows, seconds: [one a repeat]}: forwards of one model on a group of tp ranks
-    runs                {plan (in mode smc with its particles), ops, speeds: [tokens a second after the prefill, one a
-                        repeat], tokens_per_round, rounds, target_busy, steps: [verification, expansion] or null,
-                        dropped: why or null}
-    rounds              {plan, rounds: [[accepted draft tokens, expansions on the critical path], ...]}: deterministic,
-                        the same on any machine; what the predictor is fed with
+    steps               {side, tp, rows, seconds: [one per repeat]}: forwards of one model on a group of tp ranks
+    runs                {plan (in mode smc with its particles), ops, speeds: [tokens per second after the prefill, one
+                        per repeat], tokens_per_round, rounds, target_busy, steps: [verification, expansion] or null,
+                        dropped: reason or null}
+    rounds              {plan, rounds: [[accepted draft tokens, expansions on the critical path], ...]}: input of the
+                        predictor; deterministic, the same on any machine
     lanes               lines of a trace: a few rounds of the best asynchronous run
-    around              seconds of what surrounds its forwards, as `simulate.Times` names it
-    orchestration       of that run at emulated step times: {seconds, share} of the median round beyond them, or null
-    stopped             why it ended early, or null
+    around              seconds per round outside the forwards of that run; see OverheadTimes in schema.py
+    orchestration       of that run with emulated step times: {seconds, share} of the median round beyond them, or null
+    stopped             reason for an early end, or null
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ from swiftspec.profiles import schema
 
 Json = dict[str, Any]
 VERSION = 1
-PARTIAL_SUFFIX = ".partial.json"  # a sweep under way; serve reads whole ones only
+PARTIAL_SUFFIX = ".partial.json"  # an unfinished sweep, which serve does not read
 SPLIT_FIELDS = ("target_tp", "draft_tp")
 TREE_FIELDS = ("verify_batch", "draft_leaves", "draft_steps")
-PLAN_FIELDS = ("mode", *SPLIT_FIELDS, *TREE_FIELDS)  # what a run's plan holds: settings of the engine, by their names
-EXACT_MODES = ("ar", "serial", "async")  # modes whose text is the target's own
+PLAN_FIELDS = ("mode", *SPLIT_FIELDS, *TREE_FIELDS)  # engine settings in the plan of a run
+EXACT_MODES = ("ar", "serial", "async")  # modes whose output is exact
 
 
 def hardware(device: str) -> Json:
-    """What the step times depend on."""
+    """The hardware that step times depend on."""
     if device == "cuda":
         return {"kind": "cuda", "name": torch.cuda.get_device_name(), "count": torch.cuda.device_count()}
     return {"kind": "cpu", "name": _cpu_name(), "count": os.cpu_count() or 1}
@@ -64,12 +64,12 @@ def _cpu_name() -> str:
 
 
 class NotAProfile(UserError):
-    """The file is JSON, and something else."""
+    """The file is JSON, but not a profile."""
 
 
 @dataclass(frozen=True, slots=True)
 class ProfileKey:
-    """What a profile is of. Where any of it differs, its figures say nothing."""
+    """Identity of a profile: its measurements are valid only if all fields are equal."""
 
     hardware: Json
     ranks: int
@@ -83,12 +83,12 @@ class ProfileKey:
     def of(
         device: str, ranks: int, target: Path, draft: Path, dtype: str, ops: str, emulate: StepTimeEmulation | None
     ) -> ProfileKey:
-        """The key of a run here."""
-        paced = json.loads(json.dumps(asdict(emulate or StepTimeEmulation())))  # as it will be read
+        """The key of a run on this machine."""
+        paced = json.loads(json.dumps(asdict(emulate or StepTimeEmulation())))  # normalised as if read from a file
         return ProfileKey(hardware(device), ranks, fingerprint(target), fingerprint(draft), dtype, ops, paced)
 
     def difference(self, other: Mapping[str, Any]) -> str | None:
-        """Why a profile of that key is none for this one; None where it is."""
+        """The reason why a profile with the key `other` does not match this key; None if it matches."""
         mine = asdict(self)
         if (mine["target"], mine["draft"]) != (other.get("target"), other.get("draft")):
             return "it is of another pair of models"
@@ -104,13 +104,13 @@ class ProfileKey:
 
 
 def environment() -> Json:
-    """Versions, for people."""
+    """Versions, for information only."""
     system = f"{platform.system()} {platform.machine()}"
     return {"python": platform.python_version(), "torch": torch.__version__, "system": system}
 
 
 def file_stem(key: ProfileKey, model: str) -> str:
-    """The file name of a profile, without its ending."""
+    """File name of a profile, without its suffix."""
     machine = re.sub(r"[^a-z0-9]+", "-", f"{key.hardware['count']}x-{key.hardware['name']}".lower()).strip("-")
     model = re.sub(r"[^A-Za-z0-9.]+", "-", model)
     emulated = "-emulated" if any(key.emulate.values()) else ""
@@ -118,7 +118,7 @@ def file_stem(key: ProfileKey, model: str) -> str:
 
 
 def load(file: Path) -> Json:
-    """A profile, which holds what layout.py says. Raises UserError on a file that is damaged, old, or no profile."""
+    """Loads and validates a profile (schema.py). Raises UserError if it is damaged, outdated or not a profile."""
     again = "measure again with `python -m swiftspec.profile`"
     text = file_io.read_text(file, f"profile {file}")
     try:
@@ -142,7 +142,7 @@ def load(file: Path) -> Json:
 
 
 def save(file: Path, text: str) -> None:
-    """Writes a file in one stroke: whoever reads it sees the old one whole or the new one whole. Raises UserError."""
+    """Writes a file atomically: a reader sees either the old or the new contents. Raises UserError."""
     draft = file.with_name(f".{file.name}.{os.getpid()}")
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -157,19 +157,18 @@ def save(file: Path, text: str) -> None:
 
 
 def median_speed(run: Mapping[str, Any]) -> float:
-    """Tokens a second: the median over the repeats; 0 where none was made."""
+    """Tokens per second: the median over the repeats, or 0 without any."""
     return statistics.median(run["speeds"]) if run["speeds"] else 0.0
 
 
 def median_min_max(values: Iterable[float]) -> tuple[float, float, float]:
-    """(median, least, most)."""
+    """(median, minimum, maximum)."""
     values = list(values)
     return statistics.median(values), min(values), max(values)
 
 
 def best_run(profile: Mapping[str, Any], wanted: Mapping[str, Any] | None = None) -> Json | None:
-    """The fastest run whose text is the target's own, on all ranks and the default operators, among those that have the
-    `wanted` values of the plan."""
+    """The fastest exact run with all ranks and the default operators. `wanted`: values that its plan must have."""
     ranks, ops = profile["key"]["ranks"], profile["key"]["ops"]
     runs = [
         run for run in profile["runs"]
@@ -181,19 +180,19 @@ def best_run(profile: Mapping[str, Any], wanted: Mapping[str, Any] | None = None
 
 
 def plan_settings(plan: Mapping[str, Any]) -> Json:
-    """The settings for serve that a plan stands for: those that its mode has a use for, without what is open."""
+    """The `serve` settings of a plan: those that its mode uses, without undetermined ones."""
     names = ("mode", "target_tp") if plan["mode"] == "ar" else PLAN_FIELDS
-    own_group = plan["mode"] == "async"  # of the draft; else its size follows from the target's
+    own_group = plan["mode"] == "async"  # the draft's group; otherwise its size follows from the target's
     return {name: plan[name] for name in names if plan[name] is not None and (own_group or name != "draft_tp")}
 
 
 def ranks_of(plan: Mapping[str, Any]) -> int:
-    """How many ranks a run took."""
+    """Number of ranks of a plan."""
     return plan["target_tp"] + (plan["draft_tp"] if plan["mode"] == "async" else 0)
 
 
 def plan_title(plan: Mapping[str, Any]) -> str:
-    """`async 3+1 bs 8 w 8 d 4`; without d where that is open."""
+    """Title such as `async 3+1 bs 8 w 8 d 4`; without d if it is undetermined."""
     split = f"{plan['target_tp']}+{plan['draft_tp']}" if plan["mode"] == "async" else str(plan["target_tp"])
     if plan["mode"] == "smc":
         words = zip(("N", "K", "G"), schema.PARTICLE_FIELDS, strict=True)
@@ -205,8 +204,9 @@ def plan_title(plan: Mapping[str, Any]) -> str:
 
 
 def find(folder: Path, key: ProfileKey) -> tuple[Json | None, Path | None, list[str]]:
-    """The profile in `folder` for this key and its file; else why those of the same pair do not fit. Passed over are
-    files that are no profile, and where nothing is emulated those of emulated step times."""
+    """Returns the profile in `folder` for this key, and its file; otherwise the reasons why the profiles of the same
+    pair do not match. Skips files that are not profiles and, unless step times are emulated, profiles with emulated
+    step times."""
     reasons = []
     for file in sorted(folder.glob("*.json")):
         if file.name.endswith(PARTIAL_SUFFIX):
