@@ -14,7 +14,7 @@ SPANS = ("open", "observe", "propose", "grow")
 COUNTS = ("nodes", "expanded", "reused", "wasted")
 HEADER_WORDS = (
     2 + len(COUNTS) + 2
-)  # request and round; the counts; a bit mask of the spans, and the number of forwards
+)  # request and round; the counts; a bit mask of the spans that the record has, and the number of forwards
 
 
 def pack_record(request: int, round_: int, record: Record) -> Words:

@@ -1,4 +1,4 @@
-"""A client's connection to one worker."""
+"""Connection of a client to one worker over gRPC."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ OPTIONS = (
     ("grpc.initial_reconnect_backoff_ms", 100), ("grpc.min_reconnect_backoff_ms", 1000),
     ("grpc.max_reconnect_backoff_ms", 1000), ("grpc.enable_http_proxy", 0),
 )  # fmt: skip
-MAX_TOKENIZER_BYTES = 512 << 20  # bytes of a tokenizer
-END_SESSION_TIMEOUT_S = 1.0  # seconds for a worker to hear that a session is over
-MAX_BUFFERED_ANSWERS = 1024  # answers that nobody has asked for yet; beyond them the worker has to wait
-POLL_S = 0.05  # seconds between two looks at whether there is room
+MAX_TOKENIZER_BYTES = 512 << 20  # bytes; larger tokenizers are rejected
+END_SESSION_TIMEOUT_S = 1.0  # seconds; timeout of an EndSession call
+MAX_BUFFERED_ANSWERS = 1024  # received answers that wait for `recv`; beyond that, the worker blocks
+POLL_S = 0.05  # seconds between two polls of a full buffer
 
 
 class WorkerConnection(Generic[A]):
-    """One of a worker's two services, whose streams answer with messages of the kind `answers`. gRPC connects again by
-    itself; what was under way then fails with WorkerLost.
+    """Channel to one service of a worker. gRPC reconnects by itself; calls in progress then raise WorkerLost.
 
-    `peer`: who that is, for people.
+    `answers`: message type of the service's stream.
+    `peer`: name of the worker in messages to the user.
     """
 
     def __init__(self, url: str, flag: str, service: str, answers: type[A], security: RpcSecurity) -> None:
-        """`flag`: by which the url was given. Raises UserError on a url that is none, or must not be called so."""
+        """`flag`: command-line flag with the URL. Raises UserError if the URL is invalid or requires a token."""
         endpoint = Endpoint.parse(url, flag)
         self.peer = f"{flag} {endpoint}"
         self._service, self._answers, self._metadata = service, answers, security.metadata
@@ -49,7 +49,7 @@ class WorkerConnection(Generic[A]):
             self._channel = grpc.secure_channel(str(endpoint), grpc.ssl_channel_credentials(security.ca), OPTIONS)
 
     def ping(self, timeout: float) -> pb.PingAnswer:
-        """Who answers. Raises WorkerLost where nobody does in time, and Refused on one of another version."""
+        """Returns the worker's model info. Raises WorkerLost, and WorkerRefused on another protocol version."""
         try:
             answer = parse_message(
                 pb.PingAnswer, self._call("Ping")(b"", timeout, self._metadata, wait_for_ready=False)
@@ -67,13 +67,13 @@ class WorkerConnection(Generic[A]):
         return answer
 
     def stream(self) -> MessageStream[A]:
-        """Another stream of rounds."""
+        """Opens a stream of requests and answers."""
         return MessageStream(
             self._channel.stream_stream(f"/{self._service}/Stream"), self._metadata, self._answers, self.peer
         )
 
     def end_session(self, session: bytes) -> None:
-        """Has the worker forget a session. One that does not answer will do so by itself."""
+        """Ends a session. Errors are ignored, since the worker ends idle sessions by itself."""
         message = pb.EndSessionRequest(session=session).SerializeToString()
         try:
             self._call("EndSession")(message, END_SESSION_TIMEOUT_S, self._metadata)
@@ -81,7 +81,7 @@ class WorkerConnection(Generic[A]):
             return
 
     def read_tokenizer(self, timeout: float) -> Iterator[tuple[str, bytes]]:
-        """The files of a target's tokenizer, by name. Raises WorkerLost, and Refused on what is too much."""
+        """Yields name and content of each tokenizer file. Raises WorkerLost, and WorkerRefused on excessive size."""
         read, name, data, size = self._channel.unary_stream(f"/{self._service}/ReadTokenizer"), "", b"", 0
         try:
             for piece in read(b"", timeout, self._metadata):
@@ -108,8 +108,10 @@ class WorkerConnection(Generic[A]):
 
 
 class MessageStream(Generic[A]):
-    """Messages there and back, in order, for one request. A thread takes in what comes, so that one may wait for it for
-    as long as one likes."""
+    """Bidirectional stream of ordered messages for one request.
+
+    A background thread receives the answers, so that `recv` can have any timeout.
+    """
 
     def __init__(self, method: Any, metadata: Any, answers: type[A], peer: str) -> None:
         self._answers, self._peer = answers, peer
@@ -123,8 +125,10 @@ class MessageStream(Generic[A]):
         self._out.put(message.SerializeToString())
 
     def recv(self, timeout: float) -> A:
-        """The next answer. Raises TimeoutError, after which waiting again is fine; else, and from then on, whatever
-        `error_of` has made of the end of the stream."""
+        """Receives the next answer. Raises TimeoutError; a later call can still succeed.
+
+        Once the stream has ended, every call raises the exception that `error_from_rpc` returns for it.
+        """
         if self._error is not None:
             raise self._error
         try:
@@ -142,11 +146,11 @@ class MessageStream(Generic[A]):
             raise self._error from None
 
     def close(self) -> None:
-        """Nothing more will be asked; the worker ends the stream once it is done."""
+        """Half-closes the stream: no more requests follow, and the worker ends it after its last answer."""
         self._out.put(None)
 
     def cancel(self) -> None:
-        """Gives up whatever is under way."""
+        """Cancels the request in progress."""
         self._out.put(None)
         self._call.cancel()
 
@@ -162,10 +166,10 @@ class MessageStream(Generic[A]):
 
 
 def hop_of(side: str, round_: int, asked: int, cost: pb.Telemetry) -> RpcRecord:
-    """An exchange whose answer has come now."""
+    """The latency record of an RPC whose answer has just arrived."""
     return RpcRecord(side, round_, asked, time.time_ns(), cost.span, cost.began, cost.wall, cost.queue, cost.model)
 
 
 def _lost(error: Exception) -> Exception:
-    """A deadline of gRPC's own means that nobody is there."""
+    """Converts TimeoutError, an expired gRPC deadline, to WorkerLost."""
     return WorkerLost(str(error)) if isinstance(error, TimeoutError) else error

@@ -1,4 +1,4 @@
-"""A session on a draft model: a proposal for each result."""
+"""Draft worker session that returns a proposal for each result."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ from swiftspec.runtime.tree_delta_sender import GroupLedDrafter
 
 
 class DraftSession:
-    """One orchestrator's requests, one after the other. What fails ends its request; the opening may come again."""
+    """Requests of one client, sequentially. A failure ends the request, which the client may open again."""
 
     def __init__(self, drafter: GroupLedDrafter, shape: EngineConfig, bounds: ModelLimits, pause: CancelCheck) -> None:
-        """`pause`: what the drafter's runner calls while it reads a prompt."""
+        """`pause`: cancellation check of the drafter's runner during prefill."""
         self.shape = shape
         self._drafter, self._pause = drafter, pause
         self._standing = RequestState(bounds)
-        self._round, self._grown = 0, True  # of the proposal given last; whether the tree has grown ahead of its result
+        self._round, self._grown = 0, True  # round of the last proposal; whether the tree is expanded since
 
     @property
     def busy(self) -> float:
-        """Seconds in the model's forwards."""
+        """Seconds spent in forwards of the model."""
         return self._drafter.busy
 
     def set_steps(self, steps: int) -> None:
-        """d from the next growing on; 0: as before."""
+        """Sets d, from the next expansions on; 0 leaves it unchanged."""
         if steps:
             self._drafter.draft_steps = in_range(steps, 1, self.shape.max_draft_steps, "the steps of a draft")
 
     def open(self, opening: RequestStart, cancelled: Callable[[], bool]) -> Proposal:
-        """Reads the text, which ends early, with Cancelled, once nobody waits for it."""
+        """Prefills the tokens and returns the first proposal. Raises Cancelled when `cancelled` returns True."""
         self._standing.open(opening)
         self._pause.cancelled = cancelled
         with self._standing.close_on_error():
@@ -41,7 +41,7 @@ class DraftSession:
             return self._propose(0)
 
     def observe(self, result: VerifyResult) -> Proposal:
-        """Raises Stale on the result of a round that is over."""
+        """Applies a result and returns the next proposal. Raises StaleRound on the result of an earlier round."""
         self._standing.require_open()
         if result.round < self._round:
             raise StaleRound(f"round {result.round} is over: round {self._round} is next")
@@ -52,7 +52,7 @@ class DraftSession:
             return self._propose(result.round + 1)
 
     def grow(self) -> None:
-        """Grows the tree ahead of the next result, unless that is done."""
+        """Expands the tree ahead of the next result, once per round."""
         if not self._grown:
             self._grown = True
             with self._standing.close_on_error():

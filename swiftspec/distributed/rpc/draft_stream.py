@@ -1,4 +1,4 @@
-"""An orchestrator's end of what it says to a draft's worker and hears from it."""
+"""Client side of the message stream to a draft worker."""
 
 from __future__ import annotations
 
@@ -17,20 +17,23 @@ from swiftspec.observe.rpc_latency import RpcLog
 
 
 class DraftStream:
-    """One session at a worker, and in it a stream for each request. Every call may raise DrafterLost, and for whatever
-    the worker says that it should not, nothing else.
+    """One session on a draft worker, with one stream per request.
 
-    `gone`: why there is no worker, until `attach` gives one; `answer_timeout`, `open_timeout`: seconds that a proposal
-    may take, and the first of a request; `busy`: seconds in the draft's forwards, as far as the worker has told;
-    `standing`: where the request stands; `rpc_log`: where each answer is noted.
+    Every call raises DrafterLost if the worker is lost or sends an invalid message.
+
+    `lost_reason`: why the worker is lost, until `attach`; else None.
+    `answer_timeout_s`, `open_timeout_s`: seconds until a proposal, or the first proposal of a request, must arrive.
+    `busy`: seconds of the draft's forwards that the worker has reported.
+    `state`: position of the request.
+    `rpc_log`: latency records of all answers.
     """
 
     def __init__(
         self, link: WorkerConnection[pb.DraftAnswer], shape: EngineConfig, bounds: ModelLimits, answer_timeout: float
     ) -> None:
-        """`shape`: of the rounds; a worker refuses one that it has no room for."""
+        """`shape`: config of the rounds; a worker refuses one that exceeds its memory."""
         self.busy, self.rpc_log = 0.0, RpcLog()
-        self._sent_at: dict[int, int] = {}  # by the round that a message ends; -1: the opening
+        self._sent_at: dict[int, int] = {}  # send time in ns, by the round that a message ends; -1 for the opening
         self.state = RequestState(bounds, shape.verify == "reject")
         self.shape = shape
         self.round = 0
@@ -38,19 +41,19 @@ class DraftStream:
         self.answer_timeout_s, self.open_timeout_s = answer_timeout, OPEN_TIMEOUT_S
         self._connection = link
         self._session, self._worker = b"", ModelIdentity(b"", b"")
-        self._stream: MessageStream[pb.DraftAnswer] | None = None  # of the request that is open
+        self._stream: MessageStream[pb.DraftAnswer] | None = None  # stream of the open request
 
     @property
     def timeout_s(self) -> float:
-        """Seconds that the next proposal may take."""
+        """Seconds until the next proposal must arrive."""
         return self.answer_timeout_s if self.round else self.open_timeout_s
 
     def attach(self, worker: ModelIdentity) -> None:
-        """A worker that can be reached. It may know the session still; it is told the text in any case."""
+        """Marks the worker as reachable. The next request sends all tokens, whether or not the session still exists."""
         self._worker, self.lost_reason = worker, None
 
     def open(self, opening: RequestStart, steps: int) -> None:
-        """Begins a request, with so many expansions a round."""
+        """Opens a request with `steps` expansions per round."""
         self._cancel_stream()
         if self.lost_reason is not None:
             raise DrafterLost(self.lost_reason)
@@ -64,7 +67,7 @@ class DraftStream:
         self._send(pb.DraftRequest(session=self._session, draft_steps=steps, opening=message))
 
     def send_result(self, result: VerifyResult, steps: int) -> None:
-        """Sends a result on its way, and d from the next growing on."""
+        """Sends a result, and the d that applies from the next expansions on."""
         try:
             self.state.advance(result)
         except ValueError as error:
@@ -74,8 +77,7 @@ class DraftStream:
         self._send(pb.DraftRequest(session=self._session, draft_steps=steps, result=told))
 
     def recv(self, until: float | None) -> pb.DraftAnswer:
-        """The next answer, waited for until then (`time.monotonic`). Raises DrafterLate where it has not come; None
-        waits for nothing."""
+        """Receives the next answer. Raises DrafterLate at `until`, a `time.monotonic` time; None does not block."""
         if self._stream is None:
             raise DrafterLost(self.lost_reason or "the draft has no request open")
         try:
@@ -91,23 +93,23 @@ class DraftStream:
             raise DrafterLost(str(error)) from None
         self._session = answer.session
         self.busy += 1e-9 * max(answer.telemetry.model, 0)
-        if answer.HasField("telemetry"):  # else another one has told what it cost
+        if answer.HasField("telemetry"):  # else another delta of the same expansion has carried the telemetry
             self._record_rpc(answer)
         return answer
 
     def _record_rpc(self, answer: pb.DraftAnswer) -> None:
-        """Books an exchange to the message that it answers, which need not be the last one."""
+        """Records the latency since the request that this answers, which need not be the last one sent."""
         ended = (answer.delta if answer.HasField("delta") else answer.proposal).round - 1
         asked = self._sent_at.get(ended, self._sent_at[self.round - 1])
         self.rpc_log.add(hop_of("draft", ended, asked, answer.telemetry), answer.session)
 
     def protocol_error(self, why: object) -> DrafterLost:
-        """Gives the request up. The error to raise."""
+        """Cancels the request and returns the error to raise."""
         self._cancel_stream()
         return DrafterLost(f"{self._connection.peer} sent what is no answer of ours: {why}")
 
     def close(self) -> None:
-        """Ends the request; the session and its cache stay for the next one."""
+        """Ends the request. The session and its KV cache stay for the next one."""
         if self._stream is not None:
             self._stream.close()
             self._stream = None

@@ -1,8 +1,8 @@
-"""The drafters whose model a worker runs, on another machine or another device of this one.
+"""Drafters whose model runs on a worker, on another machine or on another device of this one.
 
-`GrpcDrafter` exchanges a result for a proposal, as on the bridge between two groups of ranks (bridge.py): in mode
-serial, and where children are drawn. Else a copy of the worker's tree proposes here (`ReplicaDrafter`), and `GrpcFeed`
-is its way to the worker: results go over, growth comes back, and neither waits for the other.
+`GrpcDrafter` sends a result and receives the next proposal, as `DraftGroupClient` does between rank groups; it is used
+in serial mode and with sampled children. In the other cases a replica of the worker's tree proposes on the client
+(`ReplicaDrafter`); `GrpcFeed` sends it results and receives tree deltas, asynchronously in both directions.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from swiftspec.tree.replica import TreeDelta
 
 
 class GrpcDrafter:
-    """Every call may raise DrafterLost; `propose` DrafterLate, after which it may be asked again."""
+    """Drafter on a worker. Every call may raise DrafterLost; after DrafterLate, `propose` can be called again."""
 
     def __init__(self, stream: DraftStream) -> None:
-        self.draft_steps = stream.shape.initial_draft_steps  # d; goes with the next message
+        self.draft_steps = stream.shape.initial_draft_steps  # d; sent with the next message
         self._stream = stream
-        self._buffered: Proposal | None = None  # an answer that was looked for, and not yet asked for
+        self._buffered: Proposal | None = None  # an answer that `poll` has received for `propose`
 
     @property
     def busy(self) -> float:
@@ -38,27 +38,27 @@ class GrpcDrafter:
         return held or self._recv_proposal(time.monotonic() + self._stream.timeout_s)
 
     def poll(self) -> bool:
-        """Whether the proposal for the result told last is there. Does not wait for it."""
+        """Whether the proposal that follows the last result has arrived. Does not block."""
         with contextlib.suppress(DrafterLate):
             self._buffered = self._buffered or self._recv_proposal(None)
         return self._buffered is not None
 
     def grow(self) -> None:
-        pass  # it is growing already, or waits its turn
+        pass  # the worker expands without a request
 
     def observe(self, result: VerifyResult) -> None:
         self._buffered = None
         self._stream.send_result(result, self.draft_steps)
 
     def catch_up(self, result: VerifyResult) -> None:
-        """Rounds without the draft, as the result of a long one."""
+        """Sends the rounds decoded without the draft, merged into one result."""
         self.observe(result)
 
     def close(self) -> None:
         self._stream.close()
 
     def _recv_proposal(self, until: float | None) -> Proposal:
-        """The next proposal that is asked for; those that came too late are passed over."""
+        """Receives the proposal of the current round; discards late proposals of earlier rounds."""
         standing = self._stream.state
         while True:
             answer = self._stream.recv(until)

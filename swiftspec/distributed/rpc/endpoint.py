@@ -1,5 +1,8 @@
-"""Where a worker listens, and who may speak with it: any program of this machine; from others only who has the token,
-over TLS. This file is plain data, so that whoever names a worker need not have gRPC in memory."""
+"""Address of a worker and its access rules.
+
+Programs on the same machine may connect freely; those on other machines need the token and TLS. This module does not
+import gRPC, so that an address can be parsed without loading it.
+"""
 
 from __future__ import annotations
 
@@ -8,15 +11,15 @@ from dataclasses import dataclass
 
 from swiftspec.errors import UserError, truncated_repr
 
-MAX_MESSAGE_BYTES = 16 << 20  # of a message
+MAX_MESSAGE_BYTES = 16 << 20  # limit of one message
 KEEPALIVE_TIME_MS, KEEPALIVE_TIMEOUT_MS = (
     10_000,
     5_000,
-)  # milliseconds: how often a silent peer is asked for a sign, and how long that may take
+)  # milliseconds: interval of keepalive pings on an idle connection, and timeout of their acknowledgement
 KEEPALIVE_OPTIONS = (("grpc.keepalive_time_ms", KEEPALIVE_TIME_MS), ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_MS))
 LOOKAHEAD_BYTES = (
     1 << 20
-)  # bytes that a stream may have under way; with gRPC's 64 KiB growth would wait for a slow wire
+)  # flow-control window of a stream; with gRPC's default of 64 KiB, tree deltas would block on a slow network
 SIZE_OPTIONS = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES), ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.http2.lookahead_bytes", LOOKAHEAD_BYTES),
@@ -32,7 +35,7 @@ class Endpoint:
 
     @staticmethod
     def parse(text: str, flag: str) -> Endpoint:
-        """Of HOST:PORT. Raises UserError on what is none."""
+        """Parses HOST:PORT. Raises UserError on invalid text."""
         host, colon, port = text.rpartition(":")
         bare = host.strip("[]")
         if not (colon and bare and port.isascii() and port.isdigit() and int(port) < 65536) or "/" in host:
@@ -41,7 +44,7 @@ class Endpoint:
 
     @property
     def is_loopback(self) -> bool:
-        """Whether only this machine reaches it."""
+        """Whether only programs on this machine can connect."""
         try:
             return ipaddress.ip_address(self.host).is_loopback
         except ValueError:
@@ -53,8 +56,12 @@ class Endpoint:
 
 @dataclass(frozen=True, slots=True)
 class RpcSecurity:
-    """What both ends of a connection agree on. `token`: what a client shows. A worker has `cert` and `key`, a client
-    `ca`, the certificates that it trusts beside those of the system; all are PEM."""
+    """Credentials of either end of a connection.
+
+    `token`: bearer token that a client sends and a worker checks.
+    `cert`, `key`: PEM; of a worker.
+    `ca`: PEM; certificates that a client trusts in addition to those of the system.
+    """
 
     token: str | None = None
     cert: bytes | None = None
@@ -62,12 +69,12 @@ class RpcSecurity:
     ca: bytes | None = None
 
     def check_client(self, endpoint: Endpoint, flag: str) -> None:
-        """Raises UserError where another machine would be asked without a token. It is asked over TLS."""
+        """Raises UserError if the worker is on another machine, where TLS is always used, and the token is missing."""
         if not endpoint.is_loopback and self.token is None:
             raise UserError(f"{flag} {endpoint} is another machine: give the worker's --token")
 
     def check_worker(self, endpoint: Endpoint) -> None:
-        """Raises UserError where a worker would be open to other machines."""
+        """Raises UserError if other machines could connect without TLS and a token."""
         if (self.cert is None) != (self.key is None):
             raise UserError("--tls-cert and --tls-key go together: give both")
         if not endpoint.is_loopback and (self.cert is None or self.token is None):
@@ -78,5 +85,5 @@ class RpcSecurity:
 
     @property
     def metadata(self) -> tuple[tuple[str, str], ...]:
-        """What a client shows with each call."""
+        """gRPC metadata that a client sends with each call."""
         return () if self.token is None else (("authorization", f"Bearer {self.token}"),)

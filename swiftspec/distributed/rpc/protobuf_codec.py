@@ -1,5 +1,8 @@
-"""Messages to protobuf and back. Reading one raises ValueError, in one line, on whatever no peer of ours sends; what a
-message must fit beside that (vocabulary, place in the request) `Standing` checks."""
+"""Conversion between messages and protobuf.
+
+Reading an invalid message raises ValueError with one line. `RequestState` checks what depends on the vocabulary and on
+the position of the request.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ from swiftspec.messages import DraftProbs, Logprob, Proposal, RequestStart, Veri
 from swiftspec.params import SamplingParams
 from swiftspec.tree.replica import TreeDelta
 
-PROTOCOL_VERSION = 2  # of these messages; a peer with another one is refused
+PROTOCOL_VERSION = 2  # a peer with another version is refused
 SHAPE_FIELDS = (
     "verify_batch",
     "draft_leaves",
@@ -34,19 +37,19 @@ M = TypeVar("M", bound=Message)
 
 @dataclass(frozen=True, slots=True)
 class ModelIdentity:
-    """Which model a worker runs, and what turns its ids into tokens: hashes, as Ping tells them."""
+    """Hashes of a worker's model and tokenizer, as Ping returns them."""
 
     model: bytes
     tokenizer: bytes
 
 
 def streams_tree_deltas(shape: EngineConfig) -> bool:
-    """Whether a draft of that shape tells what its tree grows, and does not propose."""
+    """Whether a draft worker with that config sends tree deltas instead of proposals."""
     return shape.mode == "async" and shape.proposal != "sample"
 
 
 def parse_message(kind: type[M], data: bytes) -> M:
-    """A message from its bytes."""
+    """Parses a protobuf message. Raises ValueError on invalid bytes."""
     try:
         return kind.FromString(data)
     except DecodeError:
@@ -54,7 +57,7 @@ def parse_message(kind: type[M], data: bytes) -> M:
 
 
 def request_start_to_proto(opening: RequestStart, shape: EngineConfig, peer: ModelIdentity) -> pb.Opening:
-    """An opening of a session of that shape, for this peer and no other."""
+    """Converts a request start; a worker with another identity than `peer` refuses it."""
     return pb.Opening(
         protocol=PROTOCOL_VERSION, tokenizer=peer.tokenizer, model=peer.model, request=opening.request,
         prompt_len=opening.prompt_len, tokens=opening.tokens, sampling=pb.Sampling(**_set_fields(opening.sampling)),
@@ -64,8 +67,10 @@ def request_start_to_proto(opening: RequestStart, shape: EngineConfig, peer: Mod
 
 
 def request_start_from_proto(message: pb.Opening, own: ModelIdentity) -> tuple[RequestStart, EngineConfig]:
-    """The opening, and the shape of its rounds. Raises UserError where it means another protocol, model or tokenizer
-    than this worker's."""
+    """Returns the request start and the config of its rounds.
+
+    Raises UserError if protocol version, model or tokenizer differ from this worker's.
+    """
     if message.protocol != PROTOCOL_VERSION:
         raise UserError(
             f"this worker speaks version {PROTOCOL_VERSION} of the protocol, not {message.protocol}:"
@@ -129,14 +134,14 @@ def delta_to_proto(delta: TreeDelta) -> pb.TreeDelta:
 
 
 def delta_from_proto(message: pb.TreeDelta) -> TreeDelta:
-    """Whether it fits the tree is for the replica to say."""
+    """Converts a tree delta. The replica checks that it fits the tree."""
     parents, tokens = np.array(message.parents, np.int64), np.array(message.tokens, np.int64)
     weights = np.array(message.weights, np.float64)
     return TreeDelta(message.request, message.round, message.expansions, message.first, parents, tokens, weights)
 
 
 def result_to_proto(result: VerifyResult, *, for_client: bool = True) -> pb.VerifyResult:
-    """`whole`: with what the orchestrator alone needs."""
+    """`for_client`: includes the fields that only the client of a target worker needs."""
     message = pb.VerifyResult(
         request=result.request, round=result.round, prefix_len=result.prefix_len, path=result.path, tokens=result.tokens
     )
@@ -162,8 +167,7 @@ def result_from_proto(message: pb.VerifyResult) -> VerifyResult:
 
 
 def check_result(result: VerifyResult, proposal: Proposal) -> None:
-    """Whether a result can be that of this proposal. A token that the proposal does not have on the path that is said
-    to stand would be a wrong one."""
+    """Raises ValueError unless the result is of the proposal's round and its path is one of the proposal's."""
     if (result.request, result.round, result.prefix_len) != (proposal.request, proposal.round, proposal.prefix_len):
         raise ValueError(f"a result of round {result.round}, where round {proposal.round} was asked for")
     path, parents = result.path, proposal.parents
@@ -195,12 +199,12 @@ def _set_fields(values: object) -> dict[str, Any]:
 
 
 def _set_values(values: object, names: Sequence[str]) -> dict[str, Any]:
-    """Those fields that have a value."""
+    """The named attributes that are not None."""
     return {name: value for name in names if (value := getattr(values, name)) is not None}
 
 
 def _values(message: Message, names: Sequence[str]) -> dict[str, Any]:
-    """The fields of a message as a dataclass holds them; None where an optional one was left out."""
+    """The named fields of a message as values for a dataclass; None for an optional field that is not set."""
     found: dict[str, Any] = {}
     for name in names:
         field, value = message.DESCRIPTOR.fields_by_name[name], getattr(message, name)

@@ -1,4 +1,4 @@
-"""Looks for a draft's worker that cannot be reached, while the target decodes."""
+"""Reconnects to a draft worker that cannot be reached, while the target decodes."""
 
 from __future__ import annotations
 
@@ -11,33 +11,33 @@ from swiftspec.distributed.rpc.protobuf_codec import ModelIdentity
 from swiftspec.distributed.rpc.status import WorkerLost
 from swiftspec.errors import UserError
 
-MIN_DELAY_S, MAX_DELAY_S = 0.1, 5.0  # seconds between two looks: twice as many each time, up to the latter
+MIN_DELAY_S, MAX_DELAY_S = 0.1, 5.0  # seconds between two attempts, doubled up to the maximum
 PING_TIMEOUT_S = 2.0  # seconds for a worker to answer
 
 
 class WorkerReconnector:
-    """A thread from the start to `close`, at work from `lost` until the worker answers again."""
+    """Background thread that pings the worker after `on_lost` until it answers."""
 
     def __init__(self, link: WorkerConnection[pb.DraftAnswer], check: Callable[[pb.PingAnswer], None]) -> None:
-        """`check` raises UserError on a worker that is none for this target."""
+        """`check` raises UserError on a worker that does not match this target."""
         self._link, self._check = link, check
         self._reachable: ModelIdentity | None = None
         self._wanted, self._closing = Event(), Event()
         Thread(target=self._run, name="redial", daemon=True).start()
 
     def probe(self) -> ModelIdentity:
-        """One look, now. Raises WorkerLost, and UserError on a worker that is none for this target."""
+        """Pings the worker once. Raises WorkerLost, and UserError if it does not match this target."""
         answer = self._link.ping(PING_TIMEOUT_S)
         self._check(answer)
         return ModelIdentity(answer.model, answer.tokenizer)
 
     def poll(self) -> ModelIdentity | None:
-        """A worker that can be reached again, once."""
+        """Returns the identity of a worker that answers again, once; else None."""
         back, self._reachable = self._reachable, None
         return back
 
     def on_lost(self) -> None:
-        """The worker does not answer any more."""
+        """Starts to ping the worker."""
         self._wanted.set()
 
     def close(self) -> None:

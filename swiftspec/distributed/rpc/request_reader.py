@@ -1,4 +1,4 @@
-"""The requests of a call, of which one can ask whether there is another."""
+"""Reader of a call's request stream that can be polled."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import Any
 
 import grpc
 
-MAX_BUFFERED_REQUESTS = 16  # requests read ahead; beyond them the client has to wait
-POLL_S = 1.0  # seconds between two looks at whether the call is over
+MAX_BUFFERED_REQUESTS = 16  # requests read ahead; beyond that, the client blocks
+POLL_S = 1.0  # seconds between two checks whether the call has ended
 
 
 class RequestReader:
-    """A thread reads them, until they end or the call does. `ended`: there are no more."""
+    """Reads requests in a background thread until the stream or the call ends. `ended`: the stream has ended."""
 
     def __init__(self, requests: Iterator[bytes], context: Any) -> None:
         self.ended = False
@@ -24,7 +24,7 @@ class RequestReader:
         Thread(target=self._run, name="requests", daemon=True).start()
 
     def next(self, *, wait: bool) -> bytes | None:
-        """None: there is none, yet or any more."""
+        """Returns the next request, or None if the stream has ended or, without `wait`, has not got one yet."""
         try:
             data = self._read.get(wait)
         except Empty:
@@ -33,7 +33,7 @@ class RequestReader:
         return data
 
     def _run(self) -> None:
-        with suppress(grpc.RpcError):  # the call broke off
+        with suppress(grpc.RpcError):  # the call was cancelled or the connection lost
             for data in self._requests:
                 self._put(data)
         self._put(None)

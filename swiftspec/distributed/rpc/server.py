@@ -1,4 +1,4 @@
-"""The gRPC server of a worker: its service, who may call it, health and reflection, and how it ends."""
+"""gRPC server of a worker: its service, authentication, health checks, reflection and shutdown."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from swiftspec.distributed.rpc.endpoint import KEEPALIVE_OPTIONS, KEEPALIVE_TIME
 from swiftspec.distributed.rpc.service import WorkerService
 from swiftspec.errors import UserError
 
-EXTRA_CALLS = 16  # calls at once beside one stream for each session: pings, health, clients that come back
-SWEEP_INTERVAL_S = 5.0  # seconds between two looks at sessions that rest
+EXTRA_CALLS = 16  # concurrent calls in addition to the sessions' streams, such as pings and health checks
+SWEEP_INTERVAL_S = 5.0  # seconds between two checks for idle sessions
 OPTIONS = (
     *KEEPALIVE_OPTIONS, *SIZE_OPTIONS, ("grpc.so_reuseport", 0), ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.min_recv_ping_interval_without_data_ms", KEEPALIVE_TIME_MS // 2), ("grpc.http2.max_ping_strikes", 0),
@@ -25,12 +25,12 @@ OPTIONS = (
 
 
 class RpcServer:
-    """Listens from the start to `stop`. `port`: the one it has."""
+    """Listens from construction until `stop`. `port`: the actual port."""
 
     def __init__(
         self, service: WorkerService[Any], endpoint: Endpoint, security: RpcSecurity, max_sessions: int
     ) -> None:
-        """Raises UserError where nothing can listen at `endpoint`, or it would be open to other machines unguarded."""
+        """Raises UserError if it cannot listen at `endpoint`, or if other machines could connect without a token."""
         security.check_worker(endpoint)
         calls = 2 * max_sessions + EXTRA_CALLS
         guards: list[grpc.ServerInterceptor] = [] if security.token is None else [TokenInterceptor(security.token)]
@@ -48,8 +48,10 @@ class RpcServer:
             self._health.set(name, health_pb2.HealthCheckResponse.SERVING)  # type: ignore[attr-defined]
 
     def run(self, stop_queue: SimpleQueue[int], on_idle: Callable[[], None] = lambda: None) -> None:
-        """Serves until something is put there. Sessions that rest too long end meanwhile, and now and then there is a
-        `look` while nobody is at work on the model."""
+        """Serves until `stop_queue` receives an item.
+
+        Every SWEEP_INTERVAL_S, ends sessions that have been idle too long and calls `on_idle` if the model is idle.
+        """
         while True:
             try:
                 stop_queue.get(timeout=SWEEP_INTERVAL_S)
@@ -59,13 +61,13 @@ class RpcServer:
                 self._service.run_if_idle(on_idle)
 
     def stop(self, grace: float = 0.0) -> None:
-        """Takes no more calls, and waits so many seconds for those under way: a request of a client's is one."""
+        """Refuses new calls and waits up to `grace` seconds for calls in progress, such as the stream of a request."""
         self._health.enter_graceful_shutdown()
         self._server.stop(grace).wait()
 
 
 def _listen(server: Any, endpoint: Endpoint, security: RpcSecurity) -> int:
-    """Has a server listen there. Returns the port. Raises UserError where it cannot."""
+    """Binds the server to the address and returns the port. Raises UserError if that fails."""
     try:
         if security.cert is None or security.key is None:
             return server.add_insecure_port(str(endpoint))
@@ -76,7 +78,7 @@ def _listen(server: Any, endpoint: Endpoint, security: RpcSecurity) -> int:
 
 
 class TokenInterceptor(grpc.ServerInterceptor):
-    """Lets nobody through without the token."""
+    """Rejects calls without the bearer token."""
 
     def __init__(self, token: str) -> None:
         self._wanted = f"Bearer {token}".encode()

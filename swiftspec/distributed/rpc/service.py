@@ -1,7 +1,8 @@
-"""What a worker answers: the methods of its service, for any number of sessions at once.
+"""gRPC services of a worker, for any number of concurrent sessions.
 
-Bytes become messages here and not before, so that what is none is refused in a line like everything else. A request
-that comes again, word for word, gets the same answer: a client whose connection broke cannot know whether it was heard.
+Requests are parsed here and not by gRPC, so that an invalid message is refused with a status and one line like any
+other error. A request that repeats the previous one byte by byte gets the same answer, because a client whose
+connection broke cannot know whether the worker has processed it.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """What a worker says of itself."""
+    """Model info of a worker, as Ping returns it."""
 
     identity: ModelIdentity
     name: str
@@ -67,21 +68,21 @@ class ModelInfo:
 
 
 class WorkerService(Generic[W]):
-    """What both kinds of workers have in common."""
+    """Common base of the draft worker's and the target worker's service."""
 
-    name: str  # of the service
-    unary_method: str  # its method for one round
+    name: str  # name of the gRPC service
+    unary_method: str  # name of the unary method that executes one round
 
     def __init__(self, model_info: ModelInfo, sessions: WorkerSessions[W]) -> None:
         self.sessions = sessions
         self._model_info, self._lock = model_info, FairLock()
 
     def handlers(self) -> Any:
-        """What a gRPC server takes."""
+        """The handlers to register at a gRPC server."""
         return grpc.method_handlers_generic_handler(self.name, self._methods())
 
     def run_if_idle(self, act: Callable[[], None]) -> None:
-        """Does that in a turn of its own, unless somebody is at work on the model."""
+        """Calls `act` with the model lock held, unless a session holds the lock."""
         if self._lock.try_acquire():
             try:
                 act()
@@ -115,7 +116,7 @@ class WorkerService(Generic[W]):
     def _answers(
         self, data: bytes, session: WorkerSession[W], act: Callable[[], Any], requests: Iterator[bytes], context: Any
     ) -> Iterator[Message]:
-        """What need not be done before an answer is done after it, while it is on its way."""
+        """Yields the answer, and then does the work that is not needed for it, while it is sent."""
         with errors_to_status(context):
             answer = self._answer(data, session, act)
         yield answer
@@ -132,7 +133,7 @@ class WorkerService(Generic[W]):
             return session.last_answer[1]
 
     def _timed(self, session: WorkerSession[W], act: Callable[[], T]) -> tuple[T, pb.Telemetry]:
-        """Does that in its turn at the model. What it made, and what that took from now on."""
+        """Calls `act` with the model lock held. Returns its result and the telemetry of the call."""
         began, came = time.time_ns(), time.perf_counter_ns()
         with self._lock:
             queue = time.perf_counter_ns() - came
@@ -144,15 +145,15 @@ class WorkerService(Generic[W]):
 
     @abstractmethod
     def _read(self, data: bytes, cancelled: Callable[[], bool]) -> tuple[WorkerSession[W], Callable[[], Any]]:
-        """Whose request it is, and what makes its answer. Raises whatever `status_of` knows."""
+        """Parses a request; returns its session and the call that makes the answer. Errors are those of `status_of`."""
 
     @abstractmethod
     def _afterwards(self, work: W) -> None:
-        """What a session does once its answer is out."""
+        """Work of a session after its answer was sent."""
 
 
 class DraftWorkerService(WorkerService[DraftSession | TreeStreamSession]):
-    """A draft model's."""
+    """Service of a draft worker."""
 
     name, unary_method = DRAFT_SERVICE, "GenerateDrafts"
 
@@ -173,8 +174,11 @@ class DraftWorkerService(WorkerService[DraftSession | TreeStreamSession]):
     def _growth(
         self, session: WorkerSession[Any], act: Callable[[], bool], requests: Iterator[bytes], context: Any
     ) -> Iterator[Message]:
-        """What the tree grows on an opening and on each result, and for as long as no other one is there. A thread
-        grows it, which need not wait until a message is out; what has come by then goes as one."""
+        """Yields tree deltas after a request start and after each result, until the next request arrives.
+
+        A background thread expands the tree without waiting for messages to be sent. Deltas that accumulate meanwhile
+        can be merged into one message.
+        """
         with closing(TreeDeltaQueue(lambda: self._grow(session, act, requests, context))) as grown:
             while True:
                 with errors_to_status(context):
@@ -187,7 +191,7 @@ class DraftWorkerService(WorkerService[DraftSession | TreeStreamSession]):
     def _grow(
         self, session: WorkerSession[Any], act: Callable[[], bool], requests: Iterator[bytes], context: Any
     ) -> Iterator[TimedDelta]:
-        """Raises whatever `status_of` knows."""
+        """Expands the tree and yields its deltas. Errors are those of `status_of`."""
         work, coming, opening = session.state, RequestReader(requests, context), None
         while not coming.ended:
             with self.sessions.in_use(session):
@@ -228,12 +232,12 @@ class DraftWorkerService(WorkerService[DraftSession | TreeStreamSession]):
 
 
 class TargetWorkerService(WorkerService[VerifySession]):
-    """A target model's."""
+    """Service of a target worker."""
 
     name, unary_method = TARGET_SERVICE, "VerifyDrafts"
 
     def __init__(self, about: ModelInfo, sessions: WorkerSessions[VerifySession], tokenizer: tuple[Path, ...]) -> None:
-        """`tokenizer`: the files that a client needs in order to speak of tokens."""
+        """`tokenizer`: the tokenizer files, which a client can read."""
         super().__init__(about, sessions)
         self._files = tokenizer
 
@@ -276,8 +280,10 @@ def _verified(result: VerifyResult) -> pb.VerifyAnswer:
 
 @contextmanager
 def errors_to_status(context: Any) -> Iterator[None]:
-    """Around work on a call: what a client can mend, or must know, becomes the call's status. Anything else is a fault
-    of ours, which gRPC logs."""
+    """Context of a call's work: ends the call with the status of an error that the client has to handle.
+
+    Other exceptions are internal errors, which gRPC logs.
+    """
     try:
         yield
     except Exception as error:

@@ -1,4 +1,4 @@
-"""Several orchestrators on one loaded model: a session each, with a cache of its own, and turns at the model."""
+"""Sessions of several clients on one loaded model, each with its own KV cache, and a fair lock for the model."""
 
 from __future__ import annotations
 
@@ -16,13 +16,12 @@ from swiftspec.config import EngineConfig
 from swiftspec.distributed.rpc.status import SessionGone, WorkerFull
 
 GONE_MESSAGE = "the session is gone: begin again from the tokens"
-IDLE_GRACE_S = 0.5  # seconds; what a session still does once its answer is out is over by then
-ID_BYTES = 16  # drawn by the system's generator: nobody guesses one
+IDLE_GRACE_S = 0.5  # seconds; longest wait for work that a session does after its answer
+ID_BYTES = 16  # drawn from a secure random generator, so that ids cannot be guessed
 
 
 class FairLock:
-    """A lock that goes round in the order in which it is asked for: nobody waits for more than one turn of each of the
-    others."""
+    """Fair (FIFO) lock: a thread waits for at most one turn of each other thread."""
 
     def __init__(self) -> None:
         self._lock, self._taken = Lock(), False
@@ -39,7 +38,7 @@ class FairLock:
         turn.acquire()
 
     def try_acquire(self) -> bool:
-        """Whether nobody has the turn: then the caller has it, until `end`."""
+        """Acquires the lock if it is free, until `release`; returns whether it has."""
         with self._lock:
             taken, self._taken = self._taken, True
             return not taken
@@ -50,16 +49,16 @@ class FairLock:
         self.release()
 
     def release(self) -> None:
-        """The turn is the next one's."""
+        """Passes the lock to the first waiter, or frees it."""
         with self._lock:
             if self._waiting:
-                self._waiting.popleft().release()  # it stays taken
+                self._waiting.popleft().release()  # the lock itself stays taken
             else:
                 self._taken = False
 
 
 class SessionState(Protocol):
-    """What a session does on the model (drafting.py, verifying.py)."""
+    """State of a session on the model: `DraftSession`, `TreeStreamSession` or `VerifySession`."""
 
     @property
     def shape(self) -> EngineConfig: ...
@@ -72,19 +71,19 @@ W = TypeVar("W", bound=SessionState)
 
 @dataclass(eq=False, slots=True)
 class WorkerSession(Generic[W]):
-    """One orchestrator's work. `lock` is held by whoever is at it."""
+    """Session of one client. The thread that works on it holds `lock`."""
 
     id: bytes
     state: W
-    last_used: float  # when it was last at work
+    last_used: float  # time of the last call
     lock: Lock = field(default_factory=Lock)
     ended: bool = False
-    busy: float = 0.0  # seconds in forwards, as far as somebody was told
-    last_answer: tuple[bytes, Any] | None = None  # the request served last, and its answer
+    busy: float = 0.0  # seconds of forwards already reported in telemetry
+    last_answer: tuple[bytes, Any] | None = None  # the bytes of the last request, and its answer
 
 
 class WorkerSessions(Generic[W]):
-    """At most `most` of them; the one that rested longest makes room. One that rests for `idle` seconds ends."""
+    """At most `max_sessions` sessions, with LRU eviction. An idle session ends after `idle_timeout_s` seconds."""
 
     def __init__(
         self,
@@ -94,8 +93,9 @@ class WorkerSessions(Generic[W]):
         clock: Callable[[], float] = time.monotonic,
         on_end: Callable[[W], None] = lambda work: None,
     ) -> None:
-        """`make`: work of a shape, on a cache of its own. Raises UserError on a shape that has no room. `ended`: hears
-        of it once its session is gone."""
+        """`make`: returns the state of a session with that config and its own KV cache; raises UserError if the config
+        exceeds the worker's memory. `on_end`: called with the state of each session that has ended.
+        """
         self._make, self._most, self._idle, self._clock, self._ended = make, max_sessions, idle_timeout_s, clock, on_end
         self._lock = Lock()
         self._sessions: dict[bytes, WorkerSession[W]] = {}
@@ -104,7 +104,7 @@ class WorkerSessions(Generic[W]):
         return len(self._sessions)
 
     def find(self, name: bytes) -> WorkerSession[W]:
-        """Raises SessionGone where there is none of that id."""
+        """Returns the session with that id. Raises SessionGone if it does not exist."""
         with self._lock:
             session = self._sessions.get(name)
         if session is None:
@@ -113,7 +113,7 @@ class WorkerSessions(Generic[W]):
 
     @contextmanager
     def in_use(self, session: WorkerSession[W]) -> Iterator[None]:
-        """Around whatever a session does. Raises SessionGone where it went while others were at it."""
+        """Context of a call in a session: holds its lock. Raises SessionGone if it has ended meanwhile."""
         with session.lock:
             if session.ended:
                 raise SessionGone(GONE_MESSAGE)
@@ -121,7 +121,7 @@ class WorkerSessions(Generic[W]):
             session.last_used = self._clock()
 
     def open(self, name: bytes, shape: EngineConfig) -> WorkerSession[W]:
-        """The session, or another one where it is gone, never was, or has another shape. Raises Full."""
+        """Returns the session if it exists with that config, else a new one. Raises WorkerFull."""
         with suppress(SessionGone):
             session = self.find(name)
             if session.state.shape == shape:
@@ -131,7 +131,7 @@ class WorkerSessions(Generic[W]):
             return self._create(shape)
         except (
             WorkerFull
-        ):  # what one of them still does after its answer is over in a moment; the others go on meanwhile
+        ):  # a session may still be doing the work after its answer, which ends soon; others continue meanwhile
             self._wait_for_idle_session()
             return self._create(shape)
 
@@ -144,7 +144,7 @@ class WorkerSessions(Generic[W]):
             return session
 
     def end(self, name: bytes) -> None:
-        """Gives up its memory once nobody is at work in it. One that is gone is no error."""
+        """Ends a session and frees its memory after the call in progress. An unknown session is ignored."""
         with self._lock:
             session = self._sessions.pop(name, None)
         if session is not None:
@@ -153,7 +153,7 @@ class WorkerSessions(Generic[W]):
             self._ended(session.state)
 
     def sweep(self) -> None:
-        """Ends those that have rested too long. To be called now and then."""
+        """Ends the sessions that have been idle too long. To be called periodically."""
         with self._lock:
             for session in [each for each in self._sessions.values() if self._clock() - each.last_used > self._idle]:
                 self._try_end(session)
@@ -163,18 +163,18 @@ class WorkerSessions(Generic[W]):
             raise WorkerFull(f"all {self._most} sessions of this worker are at work: start it with more --max-sessions")
 
     def _wait_for_idle_session(self) -> None:
-        """Until nobody is at work in the session that rested longest, or for a moment."""
+        """Blocks until the least recently used session is idle, at most IDLE_GRACE_S."""
         with self._lock:
             rested = self._by_last_use()
         if rested and rested[0].lock.acquire(timeout=IDLE_GRACE_S):
             rested[0].lock.release()
 
     def _by_last_use(self) -> list[WorkerSession[W]]:
-        """All, the one that rested longest first."""
+        """All sessions, least recently used first."""
         return sorted(self._sessions.values(), key=lambda each: each.last_used)
 
     def _try_end(self, session: WorkerSession[W]) -> bool:
-        """Ends a session, unless somebody is at work in it."""
+        """Ends a session unless a call is in progress in it; returns whether it has."""
         if not session.lock.acquire(blocking=False):
             return False
         session.ended = True

@@ -1,4 +1,4 @@
-"""Errors on their way through gRPC: a status and one line there, an exception here."""
+"""Conversion between exceptions and gRPC statuses with one line of detail."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ Code = grpc.StatusCode
 
 
 class SessionGone(Exception):
-    """The worker does not know the session: it was evicted, ended, or another worker answers now."""
+    """The worker does not know the session: it was evicted or ended, or the worker was restarted."""
 
 
 class StaleRound(Exception):
-    """A round that was answered already, and is asked for again with other words; or one before it."""
+    """A request for an earlier round, or for the current round with other content."""
 
 
 class WorkerFull(Exception):
-    """All sessions are at work, and there is room for no other."""
+    """All sessions of the worker are in use."""
 
 
 class WorkerLost(ConnectionError):
-    """The worker cannot be reached, or its answer broke off. What was asked may have been done or not."""
+    """The worker cannot be reached, or the connection was lost. The request may have been executed or not."""
 
 
 class WorkerRefused(UserError):
-    """The worker has understood and will not: the message says why."""
+    """The worker has refused the request; the message contains the reason."""
 
 
-ERROR_STATUS: tuple[tuple[type[BaseException], Code], ...] = (  # the first that fits
+ERROR_STATUS: tuple[tuple[type[BaseException], Code], ...] = (  # the first match applies
     (SessionGone, Code.NOT_FOUND),
     (StaleRound, Code.FAILED_PRECONDITION),
     (WorkerFull, Code.RESOURCE_EXHAUSTED),
@@ -43,10 +43,10 @@ ERROR_STATUS: tuple[tuple[type[BaseException], Code], ...] = (  # the first that
     (ValueError, Code.INVALID_ARGUMENT),
     (GrammarTooComplex, Code.ABORTED),
     (DrafterLost, Code.ABORTED),
-    (RuntimeError, Code.ABORTED),  # torch reports a failed device or a full memory so
+    (RuntimeError, Code.ABORTED),  # torch's exception for a device error or a lack of memory
     (MemoryError, Code.ABORTED),
 )
-CERTIFICATE_ERRORS = {  # what gRPC says of a certificate that it does not take, and what is said of it here
+CERTIFICATE_ERRORS = {  # part of gRPC's message on a rejected certificate, and the message of this module
     "CERTIFICATE_VERIFY_FAILED": "its certificate is not trusted: name it, or who has signed it, with --tls-ca",
     "Hostname Verification Check failed": "its certificate is for another host: use a name or address that it names",
 }
@@ -55,17 +55,17 @@ CONNECTION_LOST_CODES = (
     Code.CANCELLED,
     Code.INTERNAL,
     Code.UNKNOWN,
-)  # what a broken connection looks like
+)  # the statuses of a lost connection
 
 
 def status_of(error: BaseException) -> tuple[Code, str] | None:
-    """What a client is told of an error; None: it is a fault of ours."""
+    """Returns the status and detail for an error that a client has to handle; None for an internal error."""
     code = next((code for kind, code in ERROR_STATUS if isinstance(error, kind)), None)
     return None if code is None else (code, one_line(error))
 
 
 def error_from_rpc(error: Any, peer: str) -> Exception:
-    """The exception for a call that failed, a `grpc.RpcError` that is a call too. `peer`: who was asked, for people."""
+    """Returns the exception for a failed call. `error`: the `grpc.RpcError`. `peer`: name of the worker in messages."""
     code, details = error.code(), one_line(Exception(error.details() or error.code().name))
     if code == Code.NOT_FOUND:
         return SessionGone(f"{peer}: {details}")

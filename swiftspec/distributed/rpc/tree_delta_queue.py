@@ -1,4 +1,4 @@
-"""What a draft's tree has grown, on its way from the thread that grows it to the one that sends it."""
+"""Queue of tree deltas between the thread that expands the tree and the thread that sends them."""
 
 from __future__ import annotations
 
@@ -11,25 +11,29 @@ from swiftspec.distributed.rpc import swiftspec_pb2 as pb
 from swiftspec.tree.replica import TreeDelta, merge_deltas
 
 TimedDelta = tuple[TreeDelta, pb.Telemetry | None]
-MAX_QUEUED_DELTAS = 64  # deltas that have not gone out; beyond them the tree has to wait
-POLL_S = 1.0  # seconds between two looks at whether anybody takes them
+MAX_QUEUED_DELTAS = 64  # unsent deltas; beyond that, expansion blocks
+POLL_S = 1.0  # seconds between two checks whether the queue was closed
 
 
 class TreeDeltaQueue:
-    """A thread grows, until `close` at the latest. A message that is being sent holds it up no more than its bytes take
-    to be made."""
+    """Runs `grow` in a background thread until it ends or `close` is called.
+
+    Sending a message delays the expansion only for the serialization, which holds the interpreter.
+    """
 
     def __init__(self, grow: Callable[[], Iterable[TimedDelta]]) -> None:
         self._ready: Queue[TimedDelta | Exception | None] = Queue(MAX_QUEUED_DELTAS)
         self._closed = False
-        self._error: Exception | None = None  # what ended it
+        self._error: Exception | None = None  # the exception that `grow` has raised
         self._ended = False
         Thread(target=self._run, args=(grow,), name="growth", daemon=True).start()
 
     def take(self, *, join: Callable[[], bool]) -> list[TimedDelta]:
-        """What has grown since it was asked last, waited for; nothing: there is no more. `join`: whether several deltas
-        of a round go as one, asked once there are some: only then is the request open that says so. Raises what
-        growing has raised."""
+        """Blocks until there are new deltas and returns them; an empty list means that the stream has ended.
+
+        `join` decides whether the deltas of one round are merged. It is evaluated only once a delta exists, because the
+        request that determines it may not be open earlier. Raises the exception of `grow`.
+        """
         told: list[TimedDelta] = []
         while not self._ended:
             try:
@@ -45,7 +49,7 @@ class TreeDeltaQueue:
         return _merge(told) if told and join() else told
 
     def close(self) -> None:
-        """Nobody takes any more."""
+        """Stops the thread at its next delta; the remaining deltas are discarded."""
         self._closed = True
 
     def _run(self, grow: Callable[[], Iterable[TimedDelta]]) -> None:
@@ -68,7 +72,7 @@ class TreeDeltaQueue:
 
 
 def _merge(told: list[TimedDelta]) -> list[TimedDelta]:
-    """Those of a round as one, which has cost what they have cost. That there is no more to come is told apart."""
+    """Merges the deltas of each round and sums their telemetry. Empty deltas, which end a round, stay separate."""
     found: list[TimedDelta] = []
     for _, same in groupby(told, lambda each: (each[0].request, each[0].round, len(each[0]) == 0)):
         some = [*same]

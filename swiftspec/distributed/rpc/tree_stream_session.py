@@ -1,4 +1,4 @@
-"""A session on a draft model whose tree grows ahead: it tells what the tree grows (see tree/replica.py)."""
+"""Draft worker session that expands its tree asynchronously and streams tree deltas (see tree/replica.py)."""
 
 from __future__ import annotations
 
@@ -14,17 +14,16 @@ from swiftspec.tree.replica import TreeDelta
 
 
 class TreeStreamSession:
-    """One orchestrator's requests, one after the other. What fails ends its request; the opening may come again.
+    """Requests of one client, sequentially. A failure ends the request, which the client may open again.
 
-    `openings`: how many there were, by which a stream knows whether the request is still its own. `open`, `observe` and
-    `grow` return whether the tree may grow on before the next result.
+    `openings`: number of requests so far, from which a stream detects that another request has replaced its own.
+    `open`, `observe` and `grow` return whether the tree may be expanded further before the next result.
     """
 
     def __init__(
         self, drafter: AheadDrafter, led: GroupLedDrafter, shape: EngineConfig, bounds: ModelLimits, pause: CancelCheck
     ) -> None:
-        """`led`: the same drafter with all ranks of its group; `pause`: what its runner calls while it reads a
-        prompt."""
+        """`led`: the drafter on all ranks of its group. `pause`: cancellation check of its runner during prefill."""
         self.shape = shape
         self.openings = 0
         self._grown: list[TreeDelta] = []
@@ -34,16 +33,16 @@ class TreeStreamSession:
 
     @property
     def busy(self) -> float:
-        """Seconds in the model's forwards."""
+        """Seconds spent in forwards of the model."""
         return self._drafter.busy
 
     @property
     def free(self) -> bool:
-        """Whether the tree grows for as long as nothing comes; how often that is told is then nobody's concern."""
+        """Whether the tree is expanded until the next result arrives; deltas of a round may then be merged."""
         return self._feed.free
 
     def open(self, opening: RequestStart, cancelled: Callable[[], bool]) -> bool:
-        """Reads the text, which ends early, with Cancelled, once nobody waits for it."""
+        """Prefills the tokens. Raises Cancelled when `cancelled` returns True."""
         self.openings += 1
         self._grown = []
         self._standing.open(opening)
@@ -53,19 +52,19 @@ class TreeStreamSession:
         return True
 
     def observe(self, result: VerifyResult) -> bool:
-        """Takes in a result, be it of several rounds. Raises ValueError on one that does not follow."""
+        """Applies a result, possibly of several merged rounds. Raises ValueError if it does not fit the position."""
         self._standing.advance(result)
         with self._standing.close_on_error():
             self._feed.observe(result)
         return True
 
     def grow(self) -> bool:
-        """Grows the tree by an expansion, or by those that are due."""
+        """Expands the tree once, or by the d expansions that are due."""
         self._standing.require_open()
         with self._standing.close_on_error():
             return self._feed.grow()
 
     def take(self) -> list[TreeDelta]:
-        """What has grown since this was last asked for."""
+        """Returns the deltas since the previous call."""
         grown, self._grown = self._grown, []
         return grown

@@ -1,4 +1,4 @@
-"""The verifier whose model a worker runs. The tokens stay here too: a worker that has lost them reads them again."""
+"""Verifier whose model runs on a worker. It keeps the verified tokens, so that a restarted worker can prefill them."""
 
 from __future__ import annotations
 
@@ -23,18 +23,20 @@ from swiftspec.messages import Proposal, RequestStart, VerifyResult
 from swiftspec.observe.rpc_latency import RpcLog
 from swiftspec.runtime.verifier import PendingVerification
 
-PREFILL_TIMEOUT_FACTOR = 10.0  # an opening, which reads the prompt, may take as many times as long as a round
-RETRY_DELAY_S = 0.2  # seconds between two attempts to reach a worker
-POLL_S = 2e-3  # seconds between two looks at what else there is to do while an answer is waited for
+PREFILL_TIMEOUT_FACTOR = 10.0  # timeout of a prefill, in timeouts of a round
+RETRY_DELAY_S = 0.2  # seconds between two attempts to reach a lost worker
+POLL_S = 2e-3  # seconds between two calls of `while_waiting`
 
 
 class GrpcVerifier:
-    """It is its own `PendingVerification`, as there is one verification at a time.
+    """Verifier on a worker, and its own `PendingVerification`, since there is one verification at a time.
 
-    A worker that is lost on the way is asked again, for the same round, until the deadline: one that has answered gives
-    the same answer, one that was started anew is told the text so far. At the deadline, and at whatever a worker
-    refuses, the request ends with a UserError. `meanwhile` is called again and again while a result is waited for.
-    `rpc_log`: where each exchange is noted.
+    If the worker is lost, the round is repeated until the deadline: a worker that has already verified it returns the
+    same answer; a restarted worker first receives all tokens so far. The request ends with a UserError at the deadline
+    or if the worker refuses it.
+
+    `while_waiting`: called periodically while `wait` blocks.
+    `rpc_log`: latency records of all answers.
     """
 
     def __init__(
@@ -45,14 +47,14 @@ class GrpcVerifier:
         bounds: ModelLimits,
         timeout: float,
     ) -> None:
-        """`worker`: as it has told of itself; another one in its place is refused. `timeout`: seconds of a round."""
+        """`worker`: identity that the worker must have. `timeout`: seconds for one round."""
         self.busy, self.rpc_log, self._sent_at = 0.0, RpcLog(), 0
         self.while_waiting: Callable[[], None] | None = None
         self._connection, self._worker, self._shape, self._timeout = link, worker, shape, timeout
         self._state = RequestState(bounds)
         self._session = b""
-        self._stream: MessageStream[pb.VerifyAnswer] | None = None  # of the request that is open
-        self._proposal_sent = False  # whether the proposal has gone down that stream
+        self._stream: MessageStream[pb.VerifyAnswer] | None = None  # stream of the open request
+        self._proposal_sent = False  # whether the proposal was sent on that stream
         self._deadline = 0.0
 
     def open(self, opening: RequestStart) -> int:
@@ -76,7 +78,7 @@ class GrpcVerifier:
         return self
 
     def wait(self) -> VerifyResult:
-        known, read_again = True, False  # whether the worker knows the request; whether it was told of it once more
+        known, read_again = True, False  # whether the worker has the request; whether it was reopened
         while True:
             try:
                 if not known:
@@ -95,10 +97,10 @@ class GrpcVerifier:
                 self._wait_before_retry(error)
 
     def settle(self) -> None:
-        pass  # the worker does so once it has answered
+        pass  # the worker settles after its answer
 
     def close(self) -> None:
-        """Ends the request; the session and its cache stay for the next one."""
+        """Ends the request. The session and its KV cache stay for the next one."""
         if self._stream is not None:
             self._stream.close()
             self._stream = None
@@ -111,9 +113,9 @@ class GrpcVerifier:
         self._session = b""
 
     def _open(self) -> int:
-        """Tells the worker of the text so far. Returns how many of its tokens it need not read."""
+        """Sends all tokens so far to the worker, which prefills them. Returns the number of cached tokens."""
         opening = replace(self._opening, tokens=tuple(self._verified))
-        if len(self._verified) > len(self._opening.tokens):  # what is to be said of the prompt has been said
+        if len(self._verified) > len(self._opening.tokens):  # the prompt's logprobs were returned already
             opening = replace(opening, sampling=replace(opening.sampling, prompt_logprobs=None), num_cached_tokens=None)
         try:
             message = request_start_to_proto(opening, self._shape, self._worker)
@@ -148,7 +150,7 @@ class GrpcVerifier:
         self._stream.send(message)
 
     def _recv(self, meanwhile: Callable[[], None] | None = None) -> pb.VerifyAnswer:
-        """The next answer. Raises UserError at the deadline, and what the worker says."""
+        """Receives the next answer. Raises UserError at the deadline, and the errors of `MessageStream.recv`."""
         assert self._stream is not None, "nothing was asked"
         while True:
             left = self._deadline - time.monotonic()
@@ -168,7 +170,7 @@ class GrpcVerifier:
         return answer
 
     def _wait_before_retry(self, error: WorkerLost) -> None:
-        """Before another attempt. Raises UserError where there is no time for one."""
+        """Sleeps before another attempt. Raises UserError if the deadline does not allow one."""
         self._cancel_stream()
         if time.monotonic() + RETRY_DELAY_S >= self._deadline:
             raise UserError(f"{error}; start the worker again, then ask again") from None

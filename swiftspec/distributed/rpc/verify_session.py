@@ -1,4 +1,4 @@
-"""A session on a target model: a result for each proposal."""
+"""Target worker session that returns a result for each proposal."""
 
 from __future__ import annotations
 
@@ -13,23 +13,22 @@ from swiftspec.runtime.verifier import Verifier
 
 
 class VerifySession:
-    """One orchestrator's requests, one after the other. What fails ends its request; the opening may come again."""
+    """Requests of one client, sequentially. A failure ends the request, which the client may open again."""
 
     def __init__(self, verifier: Verifier, shape: EngineConfig, bounds: ModelLimits, pause: CancelCheck) -> None:
-        """`pause`: what the verifier's runner calls while it reads a prompt."""
+        """`pause`: cancellation check of the verifier's runner during prefill."""
         self.shape = shape
         self._verifier, self._pause = verifier, pause
         self._standing = RequestState(bounds, rejection_sampling=shape.verify == "reject")
-        self._round, self._settled = -1, True  # the one verified last; whether its path has joined the prefix
+        self._round, self._settled = -1, True  # last verified round; whether its path is committed
 
     @property
     def busy(self) -> float:
-        """Seconds in the model's forwards."""
+        """Seconds spent in forwards of the model."""
         return self._verifier.busy
 
     def open(self, opening: RequestStart, cancelled: Callable[[], bool]) -> int:
-        """Reads the text, which ends early, with Cancelled, once nobody waits for it. Returns how many of its tokens
-        were kept from earlier ones."""
+        """Prefills the tokens; returns the number of cached tokens. Raises Cancelled when `cancelled` returns True."""
         self.settle()
         self._standing.open(opening)
         self._pause.cancelled, self._round = cancelled, -1
@@ -37,7 +36,7 @@ class VerifySession:
             return self._verifier.open(opening)
 
     def verify(self, proposal: Proposal) -> VerifyResult:
-        """Raises Stale on a round that is over."""
+        """Verifies a proposal. Raises StaleRound on an earlier round."""
         self._standing.require_open()
         if proposal.round <= self._round:
             raise StaleRound(f"round {proposal.round} is over: round {self._round + 1} is next")
@@ -50,7 +49,7 @@ class VerifySession:
         return result
 
     def settle(self) -> None:
-        """Commits the path accepted last to the prefix, unless that is done."""
+        """Commits the last accepted path to the prefix, once per round."""
         if not self._settled:
             self._settled = True
             self._verifier.settle()
