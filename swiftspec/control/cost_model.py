@@ -20,8 +20,7 @@ HYSTERESIS = 1.05  # d is kept if it is right for a verification time within thi
 
 
 class CostModel:
-    """Predictions for rounds of any shape, from measurements of the current shape, of which there must be at least
-    one."""
+    """Predictions for rounds of any shape from measured rounds of the current shape (at least one)."""
 
     def __init__(self, stats: RoundStats) -> None:
         trees = stats.speculative_rounds
@@ -82,8 +81,8 @@ class CostModel:
         return float(np.interp(nodes, self._rows, self._times))
 
     def _proposal_depth(self, steps: int) -> int:
-        """Depths below the root after d expansions, less one with a lookahead drafter: the bonus token is its new
-        root."""
+        """Depths below the root after d expansions; one less with a lookahead drafter, whose new root is the bonus
+        token."""
         return max(steps - 1, 1) if self._lookahead else steps
 
     def _tokens_of_deeper(self, depths: list[int], nodes: int, more: int) -> float:

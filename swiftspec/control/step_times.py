@@ -76,7 +76,7 @@ def measure_verification_time(verifier: Verifier, bs: int, max_model_len: int) -
 
 def steps_for(target: float, draft: DraftTimes) -> int:
     """d for a verification of `target` seconds: as many expansions as fit next to the overhead, so that the target
-    never waits. The draft is seldom late, because its times are medians and the target's time is a minimum."""
+    never waits. The draft is seldom late, because its times are typical values and the target's time is a minimum."""
     return math.floor(min(max((target - draft.overhead) / draft.expansion, 1), MAX_MEASURED_DRAFT_STEPS))
 
 

@@ -1,1 +1,1 @@
-"""The transformer, its weights and its tensor parallelism; no sampling, no trees."""
+"""The transformer, its weights and tensor parallelism; without sampling and trees."""

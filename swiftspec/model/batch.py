@@ -1,4 +1,4 @@
-"""What every forward takes. Letters: n rows of a forward, W the width of the mask window, S sequences in the cache."""
+"""Input of a forward. Letters: n rows of a forward, W the width of the mask window, S sequences in the KV cache."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """The input of every forward: prompt chunk, plain decoding, tree growth, verification, particles.
+    """The input of every forward: prefill chunk, autoregressive decoding, expansion, verification, particles.
 
-    A row sees every slot of its sequence older than the last W ones, and of those the ones its mask row names; its own
-    slot is among them. All tensors lie on the model's device.
+    A row attends to all slots of its sequence before the last W ones, and among those to the ones in its mask row,
+    which include its own slot. All tensors are on the model's device.
     """
 
     tokens: Tensor  # [n] int64
     positions: Tensor  # [n] int64, RoPE positions in the row's own sequence
-    slots: Tensor  # [n] int64, where the row's KV goes, counted from the start of its sequence's region
+    slots: Tensor  # [n] int64, slot of the row's KV, relative to the region of its sequence
     mask: Tensor  # [n, W] bool, right-aligned: column W - 1 is slot kv_len[sequence] - 1
-    sequence: Tensor  # [n] int64, which region of the cache
-    kv_len: Tensor  # [S] int64, slots in use once this batch's own are written
+    sequence: Tensor  # [n] int64, index of the row's region in the cache
+    kv_len: Tensor  # [S] int64, slots in use, including those that this batch writes
 
     def __len__(self) -> int:
         return self.tokens.shape[0]
@@ -33,7 +33,7 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class HostBatch:
-    """A Batch before it is on the device: the same parts as numpy arrays."""
+    """A `Batch` in host memory: the same fields as NumPy arrays."""
 
     tokens: Ints
     positions: Ints
@@ -46,6 +46,6 @@ class HostBatch:
         return self.tokens.shape[0]
 
     def to(self, device: torch.device) -> Batch:
-        """Its tensors on the device."""
+        """Copies the batch to the device."""
         parts = (self.tokens, self.positions, self.slots, self.mask, self.sequence, self.kv_len)
         return Batch(*(torch.from_numpy(part).to(device) for part in parts))

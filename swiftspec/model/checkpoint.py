@@ -1,4 +1,4 @@
-"""From the tensors of a Hugging Face checkpoint, by their names there, to the weights of a model."""
+"""Maps the tensors of a Hugging Face checkpoint, by name, to the weights of a model."""
 
 from __future__ import annotations
 
@@ -16,34 +16,34 @@ FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
 class Source(Protocol):
-    """The tensors of a checkpoint; files.py reads them from disk."""
+    """Tensors of a checkpoint; checkpoint_files.py reads them from disk."""
 
     folder: Path  # for error messages
 
     def __contains__(self, name: str, /) -> bool: ...
     def take(self, name: str, /, *shape: int, kinds: tuple[torch.dtype, ...] = FLOATS) -> Tensor:
-        """The tensor of that name. Raises UserError unless it is there, with this shape and one of these dtypes."""
+        """Returns the named tensor. Raises UserError unless it exists, with this shape and one of these dtypes."""
         ...
 
 
 class Format(Protocol):
-    """How a checkpoint stores the matrices that are quantised (formats/)."""
+    """Storage format of quantised matrices (formats/)."""
 
     @property
-    def group_size(self) -> int: ...  # so many inputs of a matrix share a scale
+    def group_size(self) -> int: ...  # inputs per scale
     def linear(self, tensors: Source, module: str, rows: int, columns: int, bias: Tensor | None) -> Weight:
-        """The matrix [rows, columns] of the layer that is named `module`."""
+        """Reads the matrix [rows, columns] of the layer named `module`."""
         ...
 
 
 class Checkpoint:
-    """A model's weights under the names that Hugging Face gives them. `layout`: of the quantised ones, if any are."""
+    """Reads a model's weights by their Hugging Face names. `layout`: format of the quantised matrices, or None."""
 
     def __init__(self, config: ModelConfig, tensors: Source, layout: Format | None = None) -> None:
         self.config, self.tensors, self.layout = config, tensors, layout
 
     def read(self) -> ModelWeights:
-        """The whole model."""
+        """Reads the whole model."""
         hidden, vocab = self.config.hidden_size, self.config.vocab_size
         layers = [partial(self._layer, f"model.layers.{index}") for index in range(self.config.num_layers)]
         norm = self.tensors.take("model.norm.weight", hidden)
@@ -66,7 +66,7 @@ class Checkpoint:
         return LayerWeights(first, fuse_weights(qkv), o, second, fuse_weights(gate_up), down)
 
     def _linear(self, module: str, rows: int, columns: int, bias: bool) -> Weight:
-        """A matrix [rows, columns]; a quantised checkpoint may have left some of them dense."""
+        """Reads a matrix [rows, columns]. Some matrices of a quantised checkpoint may be dense."""
         shift = self.tensors.take(f"{module}.bias", rows) if bias else None
         if self.layout is None or f"{module}.weight" in self.tensors:
             return DenseWeight(self.tensors.take(f"{module}.weight", rows, columns), shift)

@@ -1,4 +1,4 @@
-"""The files of a checkpoint directory: config.json, and the weights as safetensors."""
+"""Files of a checkpoint directory: config.json, and the weights as safetensors."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from swiftspec.model.config import ModelConfig
 from swiftspec.model.config_json import parse_config, stop_tokens
 from swiftspec.model.formats import format_of
 
-Progress = Callable[[str, int, int], None]  # a folder's name; the bytes of it that have been read, and all of them
+Progress = Callable[[str, int, int], None]  # name of a directory; bytes read; bytes in total
 LARGEST_MAPPED = 64 << 20
-LARGEST_INDEX = 64 << 20  # bytes; the largest mixtures of experts come to a tenth
+LARGEST_INDEX = 64 << 20  # bytes; about ten times the index of the largest mixture of experts
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 
 
 def read_config(path: str | Path) -> ModelConfig:
-    """The config of a checkpoint directory. generation_config.json, if any, names the tokens that end a text.
+    """Reads the config of a checkpoint directory. generation_config.json, if present, supplies the end-of-text tokens.
 
-    Raises UserError on a model, or a format of its weights, that is not supported.
+    Raises UserError on a model or a weight format that is not supported.
     """
     folder = Path(path)
     file, stops = folder / "config.json", folder / "generation_config.json"
@@ -46,32 +46,32 @@ def read_config(path: str | Path) -> ModelConfig:
 
 
 class Tensors:
-    """The tensors of a checkpoint directory by name. They are views of the mapped files: nothing is read from disk
-    before somebody computes with it."""
+    """Tensors of a checkpoint directory by name. They are views of memory-mapped files, so their data is read from disk
+    only when it is first used."""
 
     def __init__(self, folder: Path, files: list[str], progress: Progress | None) -> None:
         self.folder = folder
         self._progress = progress
         self._where: dict[str, str] = {}
-        self._open: tuple[str, Any, int] | None = None  # a file, mapped as a whole, and the bytes taken of it
-        for file in files:  # reads the headers, so a file that was cut short is found before any tensor is read
+        self._open: tuple[str, Any, int] | None = None  # a file, its mapping, and the bytes taken from it
+        for file in files:  # reads the headers, so that a truncated file is found before any tensor is read
             self._where.update(dict.fromkeys(_open(folder / file).keys(), file))
         self._left = set(self._where)
-        self.facts = {file: _facts(folder / file) for file in files}  # what changes with their contents
+        self.facts = {file: _facts(folder / file) for file in files}  # attributes that change with the contents
         self._read, self._bytes = 0, sum(size for size, *_ in self.facts.values())
 
     def __contains__(self, name: str) -> bool:
         return name in self._where
 
     def take(self, name: str, *shape: int, kinds: tuple[torch.dtype, ...] = FLOATS) -> Tensor:
-        """Reads one tensor. Raises UserError unless it is there, with this shape and one of these dtypes."""
+        """Maps one tensor. Raises UserError unless it exists, with this shape and one of these dtypes."""
         if name not in self._where:
             raise UserError(f"{self.folder}: tensor {name} is missing")
         file = self._where[name]
         self._tell()
         handle, taken = self._handle(file)
         try:
-            found = list(handle.get_slice(name).get_shape())  # of the header: nothing is read, or made, before it fits
+            found = list(handle.get_slice(name).get_shape())  # reads only the header
             if found != list(shape):
                 raise UserError(
                     f"{self.folder / file}: {name} is {truncated_repr(found)}, config.json says {list(shape)}"
@@ -87,7 +87,7 @@ class Tensors:
         return tensor
 
     def skip(self, prefix: str) -> None:
-        """Nobody will take the tensors whose names begin so: what they hold is known."""
+        """Marks the tensors whose names begin with `prefix` as taken, because packed weights replace them."""
         names = [name for name in self._left if name.startswith(prefix)]
         self._read += sum(self._handle(self._where[name])[0].get_tensor(name).nbytes for name in names)
         self._left.difference_update(names)
@@ -98,8 +98,8 @@ class Tensors:
             self._progress(self.folder.name, min(self._read, self._bytes), self._bytes)
 
     def _handle(self, file: str) -> tuple[Any, int]:
-        """A mapping of the file, and how much of it was taken: a new one for every `LARGEST_MAPPED` bytes, as all pages
-        that were read through one stay in this process's memory until the last tensor of it is gone."""
+        """A mapping of the file, and the number of bytes taken from it. A new mapping is made after every
+        `LARGEST_MAPPED` bytes, because the pages read through one stay resident until its last tensor is freed."""
         if self._open is None or self._open[0] != file or self._open[2] > LARGEST_MAPPED:
             self._open = None
             self._open = file, _open(self.folder / file), 0
@@ -108,8 +108,8 @@ class Tensors:
         return self._open[1:]
 
     def check_all_taken(self) -> None:
-        """Raises UserError on a tensor that nobody has taken: this is another kind of model then."""
-        # Old versions saved the rotary tables, and some the head that is the embedding. Both say nothing new.
+        """Raises UserError if a tensor was not taken, which means that the model is of another kind."""
+        # Old versions saved the rotary tables, and some the tied head. Both are redundant.
         redundant = ("rotary_emb.inv_freq", "lm_head.weight")
         extra = sorted(name for name in self._left if not name.endswith(redundant))
         if extra:
@@ -119,7 +119,7 @@ class Tensors:
 
 
 def open_tensors(path: str | Path, progress: Progress | None = None) -> Tensors:
-    """Opens a directory's safetensors files. `progress` is called before each tensor, the first time with 0."""
+    """Opens the safetensors files of a directory. `progress` is called before each tensor, at first with 0 bytes."""
     folder = Path(path)
     if is_file(folder / _INDEX):
         return Tensors(folder, _indexed_files(folder), progress)
@@ -131,7 +131,7 @@ def open_tensors(path: str | Path, progress: Progress | None = None) -> Tensors:
 
 
 def _indexed_files(folder: Path) -> list[str]:
-    """The files that the index names, in order."""
+    """The files in the index, in order."""
     index = Fields(read_object(folder / _INDEX, max_bytes=LARGEST_INDEX), f"{folder / _INDEX}: ").object("weight_map")
     if not index.data:
         raise UserError(f"{folder / _INDEX}: not a safetensors index (its weight_map names no file)")
@@ -145,7 +145,7 @@ def _indexed_files(folder: Path) -> list[str]:
 
 
 def _facts(file: Path) -> tuple[int, ...]:
-    """What changes with a file's contents."""
+    """File attributes that change when the contents change."""
     try:
         now = file.stat()
     except OSError as error:

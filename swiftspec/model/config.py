@@ -1,4 +1,4 @@
-"""The shape of a model: what config_json.py makes of a checkpoint's config.json."""
+"""Shape of a model, as config_json.py reads it from config.json."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from typing import Any, Literal
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
-    """Rotary embedding: `theta`, and how the frequencies are stretched beyond the trained length."""
+    """Rotary embedding: `theta`, and the scaling of the frequencies beyond the trained length."""
 
     theta: float
     kind: Literal["default", "linear", "llama3"] = "default"
     factor: float = 1.0
-    low_freq_factor: float = 1.0  # this and the next two: llama3 only
+    low_freq_factor: float = 1.0  # this field and the next two are for llama3 only
     high_freq_factor: float = 4.0
     original_max_position: int = 8192
 
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """The shape of a Llama or Qwen2 model."""
+    """Shape of a Llama or Qwen2 model."""
 
     family: Literal["llama", "qwen2"]
-    vocab_size: int  # rows of the embedding; may be more than the tokenizer's
+    vocab_size: int  # rows of the embedding; may exceed the tokenizer's vocabulary
     hidden_size: int
     num_layers: int
     num_heads: int
@@ -38,6 +38,6 @@ class ModelConfig:
     o_bias: bool
     mlp_bias: bool
     tie_word_embeddings: bool
-    dtype: str  # as torch names it
-    quantization: Mapping[str, Any]  # `quantization_config` as it stands (formats/); empty where the weights are dense
+    dtype: str  # name of a torch dtype
+    quantization: Mapping[str, Any]  # unchanged `quantization_config` (formats/); empty if all weights are dense
     eos_token_ids: tuple[int, ...]

@@ -1,4 +1,4 @@
-"""Reads what a checkpoint's config.json says, where this engine follows it; the rest is refused by name."""
+"""Parser of a checkpoint's config.json. Unsupported features raise UserError with their name."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from swiftspec.model.config import ModelConfig, RopeConfig
 
 Json = Mapping[str, Any]
 DTYPES = ("bfloat16", "float16", "float32", "float64")
-MOST_POSITIONS = 2**31 - 1  # all bounds here are far above any model's, and low enough to compute with
+MOST_POSITIONS = 2**31 - 1  # all bounds in this file exceed those of real models, and cannot overflow
 _ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM"}
 
 
 def parse_config(data: Json) -> ModelConfig:
-    """Reads a config.json of transformers 4 or 5. Raises UserError on what is not supported."""
+    """Parses a config.json of transformers 4 or 5. Raises UserError on unsupported features."""
     fields = Fields(data)
     family = _family(fields)
     hidden = fields.integer("hidden_size", ge=1, le=2**18)
@@ -54,13 +54,13 @@ def parse_config(data: Json) -> ModelConfig:
 
 
 def stop_tokens(fields: Fields) -> tuple[int, ...]:
-    """`eos_token_id`, one or a list. What is below 0 stands for none."""
+    """Reads `eos_token_id`, a number or a list. Negative ids are ignored."""
     ids = fields.integers("eos_token_id", ge=-1, le=2**31 - 1)
     return tuple(token for token in ids if token >= 0)
 
 
 def parse_rope(data: Json) -> RopeConfig:
-    """Reads `rope_parameters` (transformers 5) or `rope_theta` + `rope_scaling` (transformers 4)."""
+    """Parses `rope_parameters` (transformers 5) or `rope_theta` + `rope_scaling` (transformers 4)."""
     fields = Fields(data)
     newer, older = fields.object("rope_parameters"), fields.object("rope_scaling")
     scaling = newer if newer.data else older

@@ -1,4 +1,4 @@
-"""What tells one model directory from another."""
+"""Fingerprint of a model directory."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from pathlib import Path
 
 from swiftspec import file_io
 
-LARGEST = 256 << 20  # bytes of a tokenizer; no configuration comes near
+LARGEST = 256 << 20  # bytes; bound of tokenizer.json, the largest JSON file
 HEAD = 1 << 20
 
 
 def fingerprint(path: Path) -> str:
-    """What tells one model directory from another: its configs, and of its weights the names, sizes and first bytes.
-    Raises UserError where one of them cannot be read; what is no regular file belongs to no model."""
+    """SHA-256 that identifies a model directory: the contents of its JSON files, and the names, sizes and first bytes
+    of its weights. Raises UserError if one of them cannot be read. Files that are not regular are ignored."""
     digest = hashlib.sha256()
     for file in _regular(path, "*.json"):
         digest.update(os.fsencode(file.name) + file_io.read_bytes(file, max_bytes=LARGEST))

@@ -1,13 +1,14 @@
-"""Weights moved by powers of two, so that keys and values fit float8 e4m3 as they are: a cache of it needs no scales.
+"""Scales weights by powers of two, so that keys and values fit float8 e4m3: a float8 KV cache needs no scales.
 
-The format has 4 bits of exponent and 3 of mantissa: up to 448, and as exact as it gets down to 1/64. A key is
-W_k x + b_k, turned by its position, and x the output of an RMSNorm: a vector no longer than sqrt(D), times the norm's
-weight. So the rows of W_k bound every key, whatever the text, and those of W_v every value. What is usual lies about
-sqrt(D) below the bound, and the format reaches another 2^8 further down.
+float8 e4m3 has 4 exponent and 3 mantissa bits: values up to 448, with full precision down to 1/64. A key is W_k x +
+b_k, rotated by its position, where x is the output of an RMSNorm: a vector of length at most sqrt(D), times the weight
+of the norm. The rows of W_k therefore bound every key for any input, and those of W_v every value. Typical values are
+about sqrt(D) below the bound, and the format covers another factor of 2^8 below these.
 
-W_k / 2^e with W_q 2^e leave the scores as they were, W_v / 2^e with W_o 2^e the outputs, to the bit.
+Replacing W_k by W_k / 2^e and W_q by W_q 2^e leaves the scores bitwise identical; W_v / 2^e and W_o 2^e do the same for
+the outputs.
 
-Letters: D the hidden size, H query heads, G key-value heads, hd the head's width; of a rank its own.
+Letters: D the hidden size, H query heads, G key-value heads, hd the head size; H and G are those of this rank.
 """
 
 from __future__ import annotations
@@ -26,19 +27,19 @@ from swiftspec.model.weights import DenseWeight, LayerWeights, ModelWeights
 
 FLOAT8 = torch.float8_e4m3fn
 LARGEST = 448.0
-SLACK = 1.0625  # what roundings on the way to the cache may add
+SLACK = 1.0625  # margin for rounding errors
 
 
 @dataclass(frozen=True, slots=True)
 class Fp8KVScale:
-    """The heads of a model, or of a rank's share of it, whose keys and values are to fit."""
+    """Scaling of a model, or of a rank's shard, with these heads for a float8 KV cache."""
 
     heads: int
     kv_heads: int
     head_dim: int
 
     def of_weights(self, weights: ModelWeights) -> ModelWeights:
-        """The same model, whose keys and values fit."""
+        """Returns the same model with keys and values that fit float8."""
         return replace(weights, layers=[partial(self._layer, read) for read in weights.layers])
 
     def _layer(self, read: Callable[[], LayerWeights]) -> LayerWeights:
@@ -54,7 +55,7 @@ class Fp8KVScale:
         return replace(layer, qkv=qkv, o=_scaled(layer.o, full(layer.input_norm.shape, values)))
 
     def reach(self, layer: LayerWeights) -> tuple[float, float]:
-        """The largest that an element of a key, and one of a value, can be before it is rounded."""
+        """Upper bounds of the elements of a key and of a value, before rounding."""
         first, count = self.heads * self.head_dim, 2 * self.kv_heads * self.head_dim
         part = layer.qkv.outputs(torch.arange(first, first + count))
         matrix = part.dequantize(torch.float32) * layer.input_norm.float()
@@ -62,16 +63,16 @@ class Fp8KVScale:
         if part.bias is not None:
             most = most + part.bias.float().abs()
         keys, values = most.view(2, self.kv_heads, 2, self.head_dim // 2)
-        return float(keys.norm(dim=1).max()), float(values.max())  # RoPE turns the two halves of a key into each other
+        return float(keys.norm(dim=1).max()), float(values.max())  # RoPE rotates pairs of the two halves of a key
 
 
 def _exponent(reach: float) -> int:
-    """The power of two that the reach is divided by."""
+    """The exponent of the power of two that values up to `reach` are divided by."""
     return math.frexp(SLACK * reach / LARGEST)[1] if 0 < reach < math.inf else 0
 
 
 def _scaled(weight: Any, factors: Tensor) -> Any:
-    """A matrix whose rows are taken times powers of two [N]; its bias stays."""
+    """The matrix with its rows multiplied by powers of two [N]; its bias is unchanged."""
     if isinstance(weight, Int4Weight):
         weight = weight.joined()
         across = factors.unsqueeze(1) if weight.order == "inputs" else factors

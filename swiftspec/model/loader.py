@@ -1,4 +1,4 @@
-"""Loads a checkpoint directory as a model, or as one rank's share of it."""
+"""Loads a checkpoint directory as a model, or as the shard of one rank."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ from swiftspec.model.weights import ModelWeights
 
 
 class Entry(Protocol):
-    """One model among those whose packed weights are kept."""
+    """Cache entry of one model's packed weights."""
 
     def load(self, weights: ModelWeights, dtype: torch.dtype, skip: Callable[[str], object], /) -> ModelWeights:
-        """The weights, with what is kept in place of what would be read. `skip` hears the prefix of the tensors that
-        nobody will take then."""
+        """Returns the weights, with packed weights from the cache instead of those that would be read. `skip` is called
+        with the prefix of the tensors that are not needed."""
         ...
 
     def store(self, stack: PackedModel, /) -> None:
-        """Keeps what had to be packed, at some time."""
+        """Stores newly packed weights, possibly later."""
         ...
 
 
 class Kept(Protocol):
-    """Packed weights of earlier starts; backends/cpu/packed_weight_cache.py has some."""
+    """Cache of packed weights from earlier starts; see backends/cpu/packed_weight_cache.py."""
 
     def entry(self, facts: Mapping[str, object], /) -> Entry:
-        """Of the model whose packed weights follow from these facts."""
+        """The entry for these facts, which determine the packed weights."""
         ...
 
 
@@ -58,13 +58,12 @@ def load_model(
     progress: Progress | None = None,
     kept: Kept | None = None,
 ) -> Transformer:
-    """A checkpoint directory as a model that computes in `dtype`; None takes the one that config.json names.
+    """Loads a checkpoint directory as a model that computes in `dtype`; None takes the dtype of config.json.
 
-    `rounding`: what is rounded to int8, for the operators of a CPU. `cache_dtype`: of the keys and values that will be
-    stored, None for the model's; with float8 its weights are moved so that they fit (float8.py). `kept`: where what
-    `ops` packs may be kept for the next time. With a group it is this rank's share, and every rank of the group must
-    run the same forwards. Raises UserError on a checkpoint that is damaged, of another kind, or cannot be cut for so
-    many ranks.
+    `rounding`: what is quantised at load, for the CPU operators. `cache_dtype`: dtype of the KV cache, None for the
+    model's; for float8 the weights are scaled so that keys and values fit (float8.py). `kept`: cache for weights that
+    `ops` packs. With a group the model is this rank's shard, and every rank of the group must run the same forwards.
+    Raises UserError on a checkpoint that is damaged, not supported, or cannot be sharded over this number of ranks.
     """
     config = read_config(path)
     shard = None

@@ -1,4 +1,4 @@
-"""A model made ready by its operators, and what operators may do with all of it as one call."""
+"""Model with packed weights, and the interface for running all of it in one call."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from swiftspec.model.tensor_parallel import TensorParallelGroup
 
 @dataclass(frozen=True, slots=True)
 class PackedLayer:
-    """One layer made ready at load: two norms, four projections."""
+    """One layer with packed weights: two norms, four projections."""
 
     input_norm: Any
     qkv: Any
@@ -26,7 +26,7 @@ class PackedLayer:
 
 @dataclass(frozen=True, slots=True)
 class PackedModel:
-    """All that a forward reads of a model, or of one rank's share of it."""
+    """All weights that a forward reads, of a model or of one rank's shard."""
 
     embedding: Tensor  # [vocab, D]
     layers: Sequence[PackedLayer]
@@ -36,18 +36,18 @@ class PackedModel:
     sin: Tensor
     num_heads: int
     kv_heads: int
-    group: TensorParallelGroup | None  # the ranks that sum the outputs of O and down
+    group: TensorParallelGroup | None  # the ranks that all-reduce the outputs of O and down
 
 
 class Cache(Protocol):
-    """Keys and values, both [layers, S, G, capacity, hd]. The forward writes its rows' slots."""
+    """Keys and values, both [layers, S, G, capacity, hd]. The forward writes the slots of its rows."""
 
     k: Tensor
     v: Tensor
 
 
 class Fused(Protocol):
-    """A whole stack as one call."""
+    """A whole model as one native call."""
 
     def forward(self, batch: Batch, cache: Any, head: bool, /) -> Tensor | None:
         """Writes the rows' keys and values into the cache. Returns logits [n, V], or None without the head."""

@@ -1,7 +1,7 @@
-"""How a model is cut for a group of ranks, of any size (paper section 4, "arbitrary tensor parallelism").
+"""Sharding of a model over a group of any number of ranks (paper section 4, "arbitrary tensor parallelism").
 
-Every rank gets the same local shape; what does not divide is filled up with zeros that contribute nothing. Letters: H
-query heads, G key-value heads, g = H / G, hd the head's width, I the MLP's.
+All ranks have the same local shape; indivisible dimensions are padded with zeros, which contribute nothing. Letters: H
+query heads, G key-value heads, g = H / G, hd the head size, I the size of the MLP.
 """
 
 from __future__ import annotations
@@ -19,15 +19,16 @@ from swiftspec.model.config import ModelConfig
 from swiftspec.model.formats import format_of
 from swiftspec.model.weights import LayerWeights, ModelWeights, Weight
 
-INNER_UNIT = 16  # what kernels want a projection's inputs to be a multiple of
-EIGHT = 8  # int4 weights are packed by eights along N
+INNER_UNIT = 16  # kernels require a projection's inputs to be a multiple of this
+EIGHT = 8  # int4 weights are packed in groups of eight along N
 
 
 @dataclass(frozen=True, slots=True)
 class HeadCut:
-    """Every key-value head is cut into units of `width` query heads; each rank gets `per_rank` units.
+    """Divides every key-value head into units of `width` query heads; each rank gets `per_rank` units.
 
-    A unit is a local key-value head with its `width` query heads; units that share a key-value head each hold a copy.
+    A unit is a local key-value head with its `width` query heads; units that share a key-value head each hold a copy of
+    it.
     """
 
     width: int  # u
@@ -35,7 +36,7 @@ class HeadCut:
 
     @staticmethod
     def of(heads: int, kv_heads: int, size: int) -> HeadCut:
-        """The cut with the least weight on a rank (2u + 2 heads a unit); of equal ones that with the wider units."""
+        """The division with the least weight per rank (2u + 2 heads per unit); ties go to the wider units."""
         group = heads // kv_heads
 
         def per_rank(width: int) -> int:
@@ -45,9 +46,10 @@ class HeadCut:
         return HeadCut(width, per_rank(width))
 
     def heads_of(self, rank: int, heads: int, kv_heads: int) -> tuple[list[int], list[int]]:
-        """A rank's query heads [per_rank * u] and key-value heads [per_rank] by their number in the model, or -1."""
+        """A rank's query heads [per_rank * u] and key-value heads [per_rank] as indices into the model's; -1 is
+        padding."""
         group = heads // kv_heads
-        units = _ceil(group, self.width)  # of one key-value head
+        units = _ceil(group, self.width)  # units per key-value head
         q: list[int] = []
         kv: list[int] = []
         for unit in range(rank * self.per_rank, (rank + 1) * self.per_rank):
@@ -60,26 +62,26 @@ class HeadCut:
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """The rows and columns of one rank, int64 [local size], by their number in the whole matrix; -1 stands for zeros.
+    """Rows and columns of one rank, int64 [local size], as indices into the whole matrix; -1 marks zero padding.
 
-    A padding query head has no columns in O, a padding row of the MLP none in down, so both contribute nothing.
+    A padding query head has no columns in O and a padding row of the MLP has none in down, so both contribute nothing.
     """
 
     rank: int
     size: int
-    num_heads: int  # of this rank, padding counted
+    num_heads: int  # of this rank, including padding
     kv_heads: int
     head_dim: int
-    inner_unit: int  # `down` is in aligned runs of this
+    inner_unit: int  # length of the aligned runs of `down`
     qkv: Tensor  # rows: [(num_heads + 2 kv_heads) hd]
     o: Tensor  # columns: [num_heads * hd], in aligned runs of hd
     gate_up: Tensor  # rows
     down: Tensor  # columns
-    vocab: Tensor  # rows of the head, after those of the rank before
+    vocab: Tensor  # rows of the LM head, following those of the previous rank
 
     @staticmethod
     def of(config: ModelConfig, rank: int, size: int) -> Shard:
-        """Raises UserError where so many ranks cannot share the model."""
+        """The shard of a rank. Raises UserError if the model cannot be divided over `size` ranks."""
         heads, kv_heads, width, inner = config.num_heads, config.num_kv_heads, config.head_dim, config.intermediate_size
         if size > heads:
             raise UserError(f"a model of {heads} query heads cannot be cut for {size} ranks: take {heads} at most")
@@ -107,16 +109,16 @@ class Shard:
 
     @property
     def head_rows(self) -> int:
-        """Rows of the head, padding counted."""
+        """Rows of the LM head, including padding."""
         return len(self.vocab)
 
     def cut(self, weights: ModelWeights) -> ModelWeights:
-        """This rank's share. The embedding is whole on every rank."""
+        """Cuts this rank's shard out of the weights. The embedding is complete on every rank."""
         layers = [partial(self._layer, read) for read in weights.layers]
         return replace(weights, layers=layers, head=lambda: weights.head().outputs(self.vocab))
 
     def _layer(self, read: Callable[[], LayerWeights]) -> LayerWeights:
-        """The ranks' outputs of O and down are added up, so one rank alone holds the biases of these."""
+        """Cuts one layer. The ranks' outputs of O and down are summed, so only rank 0 keeps their biases."""
         layer = read()
         o, down = layer.o.inputs(self.o, self.head_dim), layer.down.inputs(self.down, self.inner_unit)
         if self.rank > 0:
@@ -130,23 +132,23 @@ def _ceil(a: int, b: int) -> int:
 
 
 def _spread(heads: list[int], width: int) -> Tensor:
-    """The rows of whole heads."""
+    """Row indices of whole heads."""
     first = torch.tensor(heads).unsqueeze(1)
     return torch.where(first < 0, -1, first * width + torch.arange(width)).flatten()
 
 
 def _after(count: int, rows: Tensor) -> Tensor:
-    """The same rows of a matrix that stands below `count` others."""
+    """The same rows in a matrix that is stacked below `count` other rows."""
     return torch.where(rows < 0, -1, rows + count)
 
 
 def _deal(count: int, unit: int, rank: int, size: int) -> Tensor:
-    """This rank's of `count` rows, dealt in equal runs of whole units."""
+    """This rank's share of `count` rows, divided into equal runs of whole units."""
     share = unit * _ceil(_ceil(count, unit), size)
     rows = torch.arange(rank * share, (rank + 1) * share)
     return torch.where(rows < count, rows, -1)
 
 
 def _without_bias(weight: Any) -> Weight:
-    """Any of the classes of weights, which are dataclasses."""
+    """The weight, of any class, without its bias."""
     return replace(weight, bias=None)

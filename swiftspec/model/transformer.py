@@ -1,7 +1,7 @@
-"""The Llama and Qwen2 decoder: one forward for prompt chunks, plain decoding and trees.
+"""The Llama and Qwen2 decoder: one forward for prefill chunks, autoregressive decoding and trees.
 
-Letters: n rows, D the hidden size, H query heads, G key-value heads, hd the head's width, I the MLP's, V the rows of
-the head. In a group of ranks H, G, I and V are this rank's, padding counted.
+Letters: n rows, D the hidden size, H query heads, G key-value heads, hd the head size, I the size of the MLP, V the
+rows of the LM head. In a group H, G, I and V are those of this rank, including padding.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from swiftspec.model.weights import LayerWeights, ModelWeights, Weight
 
 
 class ModelOps(Protocol):
-    """A module of fused operators; swiftspec.backends.reference defines them. What it packs is its own affair."""
+    """Module of fused operators; swiftspec.backends.reference defines them. Packed weights are opaque to the model."""
 
     def pack(self, weight: Weight, dtype: torch.dtype, device: torch.device | str, /) -> Any: ...
     def pack_norm(self, weight: Tensor, eps: float, dtype: torch.dtype, device: torch.device | str, /) -> Any: ...
@@ -40,7 +40,7 @@ class ModelOps(Protocol):
 
 
 class ShardInfo(Protocol):
-    """What of a model one rank of a group holds; shard.py computes it."""
+    """Sizes of one rank's shard; shard.py computes them."""
 
     @property
     def num_heads(self) -> int: ...
@@ -51,9 +51,10 @@ class ShardInfo(Protocol):
 
 
 class Transformer:
-    """A decoder whose operators come from the module `ops`, chosen once.
+    """A decoder whose operators come from the module `ops`.
 
-    In a group of ranks this is one rank's `share`. Its KV cache must be built with `kv_heads` and `cache_dtype`.
+    In a group this is one rank's shard, described by `share`. Its KV cache must be built with `kv_heads` and
+    `cache_dtype`.
     """
 
     def __init__(
@@ -64,14 +65,14 @@ class Transformer:
         self.config, self.device, self.dtype = config, torch.device(device), dtype
         self.num_heads = config.num_heads if share is None else share.num_heads
         self.kv_heads = config.num_kv_heads if share is None else share.kv_heads
-        self.head_rows = config.vocab_size if share is None else share.head_rows  # of this rank, padding counted
+        self.head_rows = config.vocab_size if share is None else share.head_rows  # of this rank, including padding
         self.group, self._ops, self.cache_dtype = group, ops, cache_dtype or dtype
         cos, sin = ops.rope_tables(config.rope, config.head_dim, max_positions, dtype, device)
-        head = ops.pack(weights.head(), dtype, device)  # the largest is held twice while there is little else
+        head = ops.pack(weights.head(), dtype, device)  # first, because packing holds the largest matrix twice
         embedding, layers = weights.embedding.to(device, dtype), [self._pack(read()) for read in weights.layers]
         norm = ops.pack_norm(weights.norm, config.rms_norm_eps, dtype, device)
         self.stack = PackedModel(embedding, layers, norm, head, cos, sin, self.num_heads, self.kv_heads, group)
-        self.fused: Any = ops.fuse(self.stack)  # a `Fused` or None; steps that are native calls know more of it
+        self.fused: Any = ops.fuse(self.stack)  # a `Fused` or None; native executors use more of its interface
 
     def _pack(self, layer: LayerWeights) -> PackedLayer:
         norms = (layer.input_norm, layer.post_norm)
@@ -84,17 +85,17 @@ class Transformer:
     def forward(self, batch: Batch, cache: Cache, *, head: bool = True) -> Tensor | None:
         """Writes the rows' keys and values into the cache. Returns logits [n, V]; None without `head`.
 
-        In a group these are the rank's columns of the logits, which nobody has gathered.
+        In a group the logits are this rank's columns only; they are not gathered.
         """
         if self.fused is not None:
             return self.fused.forward(batch, cache, head)
         hidden = self._hidden(batch, cache)
         return self._ops.norm_head(hidden, self.stack.norm, self.stack.head) if head else None
 
-    # inference mode saves a microsecond an operator; the head stays outside, so that logits are plain tensors
+    # inference mode saves 1 us per operator; the head is outside, so that logits are ordinary tensors
     @torch.inference_mode()
     def _hidden(self, batch: Batch, cache: Cache) -> Tensor:
-        """[n, D], before the final norm."""
+        """Hidden states [n, D], before the final norm."""
         ops, stack = self._ops, self.stack
         reduce = None if self.group is None else self.group.all_reduce
         plan = ops.prepare(batch, cache, stack.cos, stack.sin, self.num_heads)

@@ -1,7 +1,7 @@
-"""A model's weights as they are read from disk. A linear layer computes y = x W^T + b, and W is [N, K].
+"""Model weights as read from disk. A linear layer computes y = x W^T + b, where W is [N, K].
 
-Letters: N outputs, K inputs, D the hidden size, H query heads, G key-value heads, hd the width of a head, I the MLP's
-width, V the rows of the head.
+Letters: N outputs, K inputs, D the hidden size, H query heads, G key-value heads, hd the head size, I the size of the
+MLP, V the rows of the LM head.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 
 
 class Weight(Protocol):
-    """The matrix of a linear layer, dense or quantised (formats/), which can be cut for a group of ranks."""
+    """Matrix of a linear layer, dense or quantised (formats/), which can be sharded over a group."""
 
     @property
     def bias(self) -> Tensor | None: ...  # [N]
@@ -23,7 +23,7 @@ class Weight(Protocol):
         """The matrix [N, K] in `dtype`."""
         ...
 
-    # y of x where the matrix has an arithmetic of its own; None where that is its dense form's
+    # Function from x to y, if the format defines its own arithmetic; None: compute with the dense matrix.
     def product(self, device: torch.device | str) -> Callable[[Tensor], Tensor] | None: ...
 
     def outputs(self, index: Tensor) -> Weight:
@@ -31,16 +31,16 @@ class Weight(Protocol):
         ...
 
     def inputs(self, index: Tensor, run: int) -> Weight:
-        """The columns `index` [k] int64, which come in aligned runs of `run`. -1 gives a column of zeros."""
+        """The columns `index` [k] int64, which consist of aligned runs of length `run`. -1 gives a column of zeros."""
         ...
 
     def stack(self, others: Sequence[Any], bias: Tensor | None) -> Weight:
-        """One matrix whose outputs are those of this one and then those of `others`, which are of the same class."""
+        """One matrix with the outputs of this one, followed by those of `others`, which have the same class."""
         ...
 
 
 def select(x: Tensor, dim: int, index: Tensor) -> Tensor:
-    """x.index_select(dim, index), with zeros where the index is -1. A run of x is a view of it."""
+    """x.index_select(dim, index), with zeros where the index is -1. A contiguous range is returned as a view."""
     start, count = int(index[0]), len(index)
     if start >= 0 and torch.equal(index, torch.arange(start, start + count)):
         return x.narrow(dim, start, count)
@@ -74,9 +74,9 @@ class DenseWeight:
 
 
 def fuse_weights(parts: Sequence[Weight]) -> Weight:
-    """One matrix that computes all of `parts` on the same input, one after the other. All or none have a bias.
+    """Concatenates `parts` to one matrix that computes all of them on the same input. All or none have a bias.
 
-    Where a checkpoint has left only some of them dense, the whole becomes dense.
+    If only some of them are dense in the checkpoint, the result is dense.
     """
     biases = [part.bias for part in parts if part.bias is not None]
     assert len(biases) in (0, len(parts))
@@ -89,7 +89,7 @@ def fuse_weights(parts: Sequence[Weight]) -> Weight:
 
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
-    """One layer."""
+    """Weights of one layer."""
 
     input_norm: Tensor  # [D]
     qkv: Weight  # [(H + 2G) hd, D]
@@ -101,7 +101,7 @@ class LayerWeights:
 
 @dataclass(frozen=True, slots=True)
 class ModelWeights:
-    """A whole model. What is a call is read, or made, when it is called: the layers in their order."""
+    """Weights of a whole model. Callables read or create their weights when called; layers are called in order."""
 
     embedding: Tensor  # [vocab, D]
     layers: Sequence[Callable[[], LayerWeights]]

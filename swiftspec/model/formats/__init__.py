@@ -1,4 +1,4 @@
-"""Quantised weights, by the method that config.json names. A new method is a file here and an entry in FORMATS."""
+"""Quantisation formats, by the method in config.json. A new format is a module here and an entry in FORMATS."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ FORMATS = {"awq": Awq.of, "compressed-tensors": CompressedTensors.of}
 
 
 def format_of(config: ModelConfig) -> Format | None:
-    """How the quantised weights are stored; None where all are dense. Raises UserError on a method, or a variant of
-    one, that is not supported."""
+    """The format of the quantised weights; None if all are dense. Raises UserError on an unsupported method or
+    variant."""
     if not config.quantization:
         return None
     method = Fields(config.quantization, "quantization_config.").string("quant_method", "none")

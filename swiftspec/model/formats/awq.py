@@ -1,4 +1,4 @@
-"""AutoAWQ's "gemm" layout of four-bit weights."""
+"""AutoAWQ's "gemm" format of int4 weights."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from swiftspec.model.formats.int4 import Int4Weight, check, groups
 def from_awq(
     qweight: Tensor, qzeros: Tensor, scales: Tensor, group_size: int, bias: Tensor | None = None
 ) -> Int4Weight:
-    """qweight [K, N/8], qzeros [K/g, N/8], scales [K/g, N]."""
+    """Creates a weight from qweight [K, N/8], qzeros [K/g, N/8] and scales [K/g, N]."""
     return Int4Weight(qweight, scales, qzeros, group_size, bias, order="awq")
 
 
 @dataclass(frozen=True, slots=True)
 class Awq:
-    """Reads matrices of this layout."""
+    """Reader of AWQ matrices."""
 
     group_size: int  # g
 
     @staticmethod
     def of(data: Json) -> Awq:
-        """From config.json's `quantization_config`."""
+        """Parses config.json's `quantization_config`."""
         fields = Fields(data, "quantization_config.")
         version = (fields.string("version", "") or fields.string("format", "") or "gemm").lower()
         if version != "gemm":

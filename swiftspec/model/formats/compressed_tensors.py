@@ -1,4 +1,4 @@
-"""The "pack-quantized" layout of four-bit weights that compressed-tensors writes."""
+"""The "pack-quantized" format of int4 weights of compressed-tensors."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from swiftspec.model.checkpoint import Source
 from swiftspec.model.config_json import Json
 from swiftspec.model.formats.int4 import Int4Weight, check, groups
 
-EIGHTS = -0x77777778  # a word of eight times 8, the zero point of symmetric codes
+EIGHTS = -0x77777778  # eight nibbles of 8, the zero point of symmetric codes
 
 
 def from_pack_quantized(
     packed: Tensor, scale: Tensor, zero_point: Tensor | None, group_size: int, bias: Tensor | None = None
 ) -> Int4Weight:
-    """packed [N, K/8], scale [N, K/g], zero_point [N/8, K/g] or None.
+    """Creates a weight from packed [N, K/8], scale [N, K/g], and zero_point [N/8, K/g] or None.
 
-    Codes and zero points are signed there and stored with 8 added; the 8 falls out of q - z.
+    Codes and zero points are signed and stored with an offset of 8, which cancels in q - z.
     """
     if zero_point is None:
         zero_point = torch.full((scale.shape[0] // 8, scale.shape[1]), EIGHTS, dtype=torch.int32)
@@ -30,14 +30,14 @@ def from_pack_quantized(
 
 @dataclass(frozen=True, slots=True)
 class CompressedTensors:
-    """Reads matrices of this layout."""
+    """Reader of pack-quantized matrices."""
 
     group_size: int  # g
-    zero_point: bool  # whether the file holds zero points
+    zero_point: bool  # whether the file has zero points
 
     @staticmethod
     def of(data: Json) -> CompressedTensors:
-        """From config.json's `quantization_config`."""
+        """Parses config.json's `quantization_config`."""
         fields = Fields(data, "quantization_config.")
         found = fields.object("config_groups")
         if len(found.data) != 1:
@@ -67,7 +67,7 @@ class CompressedTensors:
 
 
 def _refuse(fields: Fields, group: Fields, weights: Fields) -> None:
-    """Raises UserError on what this layout may also have, and nobody here reads."""
+    """Raises UserError on features of this format that are not supported."""
     sparsity = fields.object("sparsity_config").string("format", "dense")
     kind, strategy = weights.string("type", "int"), weights.string("strategy", "group")
     order = weights.data.get("actorder")

@@ -1,4 +1,4 @@
-"""Four-bit weights: w = (q - z) * s, with one scale and one zero point for each group of g inputs.
+"""Int4 weights: w = (q - z) * s, with one scale and one zero point per group of g inputs.
 
 Letters: N outputs, K inputs.
 """
@@ -20,13 +20,13 @@ from swiftspec.model.formats.activation_quantization import rounded_product
 from swiftspec.model.weights import select
 
 GROUP_SIZES = (32, 64, 128)
-AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # nibble i of a word holds this column of its eight
+AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # nibble i of an int32 holds this one of its eight columns
 Order = Literal["outputs", "awq", "inputs"]
 _IN_ORDER = tuple(range(8))
 
 
 def check(method: str, bits: int, group_size: int) -> int:
-    """The group size. Raises UserError where it or the number of bits is not supported."""
+    """Returns the group size. Raises UserError if it or the number of bits is not supported."""
     if bits != 4:
         raise UserError(f"{method} with {bits} bits is not supported; only 4 is")
     if group_size not in GROUP_SIZES:
@@ -35,14 +35,14 @@ def check(method: str, bits: int, group_size: int) -> int:
 
 
 def groups(tensors: Source, module: str, rows: int, columns: int, group_size: int) -> int:
-    """Groups of a matrix's inputs. Raises UserError where they do not come out even."""
+    """Number of groups of a matrix's inputs. Raises UserError if the matrix does not divide into groups."""
     if rows % 8 or columns % group_size:
         raise UserError(f"{tensors.folder}: {module} [{rows}, {columns}] does not divide into int4 groups")
     return columns // group_size
 
 
 def unpack_int4(words: Tensor, order: Sequence[int] = _IN_ORDER) -> Tensor:
-    """int32 [R, C/8] -> uint8 [R, C]; nibble i (from the low end) of a word holds its column order[i]."""
+    """int32 [R, C/8] -> uint8 [R, C]; nibble i (from the low end) of an int32 contains column order[i]."""
     shifts = torch.empty(8, dtype=torch.int32, device=words.device)
     shifts[list(order)] = torch.arange(0, 32, 4, dtype=torch.int32, device=words.device)
     codes = (words.unsqueeze(-1) >> shifts).bitwise_and_(15)
@@ -59,7 +59,7 @@ def pack_int4(codes: Tensor, order: Sequence[int] = _IN_ORDER) -> Tensor:
 
 
 def _runs(index: Tensor, width: int) -> Tensor:
-    """The numbers of the aligned runs of `width` that an index is made of; -1 where it is all -1."""
+    """Indices of the aligned runs of length `width` that `index` consists of; -1 for runs of -1."""
     rows = index.view(-1, width)
     runs = rows[:, 0] // width
     whole = torch.where(runs.unsqueeze(1) < 0, -1, runs.unsqueeze(1) * width + torch.arange(width))
@@ -69,32 +69,32 @@ def _runs(index: Tensor, width: int) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Int4Weight:
-    """A four-bit matrix in the words of its file, so that nothing is computed before it is packed.
+    """Int4 matrix in the packed layout of its file, so that loading computes nothing before `pack`.
 
-    `order` outputs: packed along N, with K outside, as the comments say; a rank's share of the outputs is then columns
-    of every tensor (by eights), of the inputs it is rows (by groups). awq: the same, but nibble i of a word is output
-    8c + AWQ_ORDER[i]. inputs: packed [N, K/8], scales [N, K/g], zeros [N/8, K/g], whose words have eight inputs and
-    eight outputs in order.
+    `order`: layout of the tensors. "outputs": packed along N, with K outside, as the field comments describe; a shard
+    of the outputs is a range of columns of every tensor (in groups of eight), a shard of the inputs a range of rows (in
+    quantisation groups). "awq": the same, but nibble i of an int32 is output 8c + AWQ_ORDER[i]. "inputs": packed [N,
+    K/8], scales [N, K/g], zeros [N/8, K/g], where an int32 has eight consecutive inputs or outputs.
     """
 
-    packed: Tensor  # [K, N/8] int32, nibble i of word c is output 8c + i
+    packed: Tensor  # [K, N/8] int32, nibble i of column c is output 8c + i
     scales: Tensor  # [K/g, N]
     zeros: Tensor  # [K/g, N/8] int32, packed like the codes
     group_size: int
-    bias: Tensor | None = None  # [N], of the rest, too
-    rounds: bool = False  # whether rows of activations are rounded to int8 before they meet it
+    bias: Tensor | None = None  # [N], including the outputs in `rest`
+    rounds: bool = False  # whether activations are quantised to int8 for the product
     order: Order = "outputs"
-    rest: tuple[Int4Weight, ...] = ()  # further outputs, in the same order of words
+    rest: tuple[Int4Weight, ...] = ()  # matrices with further outputs, in the same `order`
 
     @staticmethod
     def of(dense: Tensor, group: int, bias: Tensor | None = None) -> Int4Weight:
-        """A dense matrix [N, K], rounded: 8 divides N, and groups of so many divide K. A group's codes reach from its
-        smallest number, or zero, to its largest."""
+        """Quantises a dense matrix [N, K], where N is a multiple of 8 and K of `group`. The codes of a group span its
+        minimum (at most 0) to its maximum (at least 0)."""
         outputs, inputs = dense.shape
         packed = torch.empty(outputs, inputs // 8, dtype=torch.int32)
         scales = torch.empty(outputs, inputs // group, dtype=torch.bfloat16)
         zeros = torch.empty(outputs // 8, inputs // group, dtype=torch.int32)
-        for start in range(0, outputs, 4096):  # what lies between is wide: a part at a time
+        for start in range(0, outputs, 4096):  # in parts, because intermediates are float32
             part, rows = dense[start : start + 4096].float().unflatten(1, (-1, group)), slice(start, start + 4096)
             low, high = part.amin(2).clamp_max_(0), part.amax(2).clamp_min_(0)
             scales[rows] = scale = ((high - low) / 15).to(torch.bfloat16)
@@ -107,7 +107,7 @@ class Int4Weight:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """N and K."""
+        """(N, K)."""
         rows, words = self.packed.shape
         outputs, inputs = (rows, 8 * words) if self.order == "inputs" else (8 * words, rows)
         return outputs + sum(part.shape[0] for part in self.rest), inputs
@@ -119,11 +119,11 @@ class Int4Weight:
 
     @property
     def parts(self) -> tuple[Int4Weight, ...]:
-        """Its outputs, one after the other; none has a rest."""
+        """The parts of the matrix along the outputs, each with an empty `rest`."""
         return (replace(self, rest=(), bias=None), *self.rest)
 
     def joined(self) -> Int4Weight:
-        """The same without a rest."""
+        """The same matrix with an empty `rest`."""
         if not self.rest:
             return self
         tensors = zip(*((part.packed, part.scales, part.zeros) for part in self.parts))
@@ -131,7 +131,7 @@ class Int4Weight:
         return replace(self, packed=packed, scales=scales, zeros=zeros, rest=())
 
     def to(self, device: torch.device | str) -> Int4Weight:
-        """The same on a device."""
+        """The same matrix on a device."""
         packed, scales, zeros = (tensor.to(device) for tensor in (self.packed, self.scales, self.zeros))
         return replace(
             self, packed=packed, scales=scales, zeros=zeros, rest=tuple(part.to(device) for part in self.rest)
@@ -146,7 +146,7 @@ class Int4Weight:
         return unpack_int4(weight.packed, order), weight.scales, unpack_int4(weight.zeros, order)
 
     def in_order(self) -> Int4Weight:
-        """The same with the words of `order` outputs, and without a rest."""
+        """The same matrix in the order "outputs", with an empty `rest`."""
         weight = self.joined()
         if weight.order == "outputs":
             return weight
@@ -172,7 +172,7 @@ class Int4Weight:
         return partial(rounded_product, codes=codes, scales=scales, zeros=zeros, bias=bias)
 
     def outputs(self, index: Tensor) -> Int4Weight:
-        """As `Weight.outputs`; the index comes in aligned eights."""
+        """See `Weight.outputs`; the index consists of aligned runs of eight."""
         weight, across, eights = self.joined(), self._across, _runs(index, 8)
         packed = select(weight.packed, across, index if self.order == "inputs" else eights)
         scales, zeros = select(weight.scales, across, index), select(weight.zeros, across, eights)
@@ -180,8 +180,8 @@ class Int4Weight:
         return replace(weight, packed=packed, scales=scales, zeros=zeros, bias=bias)
 
     def inputs(self, index: Tensor, run: int) -> Int4Weight:
-        """As `Weight.inputs`. Where a run is not made of whole groups (heads narrower than a group) the groups become
-        smaller."""
+        """See `Weight.inputs`. Splits the groups if a run is not a multiple of the group size (heads smaller than a
+        group)."""
         weight, down = self.joined().regroup(math.gcd(self.group_size, run)), 1 - self._across
         groups = _runs(index, weight.group_size)
         packed = select(weight.packed, down, _runs(index, 8) if self.order == "inputs" else index)
@@ -193,7 +193,7 @@ class Int4Weight:
         return replace(first, rest=tuple(rest), bias=bias)
 
     def regroup(self, group_size: int) -> Int4Weight:
-        """The same matrix in smaller groups, several of which have the same scale and zero point."""
+        """The same matrix in smaller groups, with repeated scales and zero points."""
         times, rest = divmod(self.group_size, group_size)
         assert rest == 0
         if times == 1:

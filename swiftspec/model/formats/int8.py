@@ -1,4 +1,4 @@
-"""What is rounded at load. Eight-bit weights are w = q s, one scale for each output and group of inputs."""
+"""Quantisation at load. Int8 weights are w = q s, with one scale per output and group of inputs."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from swiftspec.model.formats.activation_quantization import rounded_product
 from swiftspec.model.formats.int4 import Int4Weight
 from swiftspec.model.weights import DenseWeight, LayerWeights, ModelWeights, Weight, select
 
-GROUPS = (128, 64, 32)  # inputs of a group: the largest that divides a matrix
+GROUPS = (128, 64, 32)  # supported group sizes, the largest first
 
 
 def group_of(inputs: int) -> int | None:
-    """So many inputs share a scale; None where no group divides them."""
+    """Largest supported group size that divides the inputs; None if there is none."""
     return next((size for size in GROUPS if inputs % size == 0), None)
 
 
 @dataclass(frozen=True, slots=True)
 class Rounding:
-    """What of a model is rounded at load. A dense head is where its shape allows it, and rows that meet an int8 one
-    become int8, too."""
+    """Selects what is quantised at load. A dense LM head is quantised if its shape allows it; activations for an int8
+    head are quantised to int8, too."""
 
-    activations: bool = False  # rows, to int8, before they meet int4 weights
+    activations: bool = False  # activations to int8, for products with int4 weights
     head: Literal["int8", "int4"] | None = None
 
     def of_weights(self, weights: ModelWeights) -> ModelWeights:
-        """The model with what is rounded; int4 matrices keep their codes."""
+        """Applies the quantisation to a model; int4 matrices keep their codes."""
         layers = weights.layers
         if self.activations:
             layers = [partial(_rounding_rows, read) for read in layers]
@@ -60,7 +60,7 @@ def _row_rounding(weight: Weight) -> Weight:
 
 @dataclass(frozen=True, slots=True)
 class Int8Weight:
-    """An eight-bit matrix [N, K], whose rows of activations are rounded to int8, too."""
+    """Int8 matrix [N, K]; activations are quantised to int8 for the product."""
 
     codes: Tensor  # [N, K] int8, -127..127
     scales: Tensor  # [N, K / g] bfloat16
@@ -68,13 +68,13 @@ class Int8Weight:
 
     @staticmethod
     def of(dense: Tensor, bias: Tensor | None = None) -> Int8Weight | None:
-        """A dense matrix [N, K], rounded; None where no group divides K."""
+        """Quantises a dense matrix [N, K]; None if no group size divides K."""
         group = group_of(dense.shape[1])
         if group is None:
             return None
         codes = torch.empty(dense.shape, dtype=torch.int8)
         scales = torch.empty(dense.shape[0], dense.shape[1] // group, dtype=torch.bfloat16)
-        for start in range(0, dense.shape[0], 4096):  # what lies between is wide: a part at a time
+        for start in range(0, dense.shape[0], 4096):  # in parts, because intermediates are float32
             part = dense[start : start + 4096].float().unflatten(1, (-1, group))
             scale = (part.abs().amax(2) / 127).to(torch.bfloat16)
             scales[start : start + 4096] = scale
@@ -99,12 +99,12 @@ class Int8Weight:
         return partial(rounded_product, codes=codes, scales=scales, zeros=torch.zeros_like(scales), bias=bias)
 
     def outputs(self, index: Tensor) -> Int8Weight:
-        """As `Weight.outputs`."""
+        """See `Weight.outputs`."""
         bias = None if self.bias is None else select(self.bias, 0, index)
         return Int8Weight(select(self.codes, 0, index), select(self.scales, 0, index), bias)
 
     def inputs(self, index: Tensor, run: int) -> Int8Weight:
-        """As `Weight.inputs`. Where a run is not made of whole groups the groups become smaller."""
+        """See `Weight.inputs`. If a run is not a multiple of the group size, the groups are split."""
         group = math.gcd(self.group_size, run)
         scales = self.scales.repeat_interleave(self.group_size // group, 1)
         groups = torch.div(index[::group], group, rounding_mode="floor")
@@ -117,8 +117,8 @@ class Int8Weight:
 
 @dataclass(frozen=True, slots=True)
 class Unrounded:
-    """A dense matrix [N, K] that is an `Int8Weight` as soon as anybody computes with it: whoever packs it may round it
-    on the way."""
+    """Dense matrix [N, K] that behaves like an `Int8Weight`. It is quantised at its first use, so that packing can
+    include the quantisation."""
 
     dense: Tensor  # [N, K]
     group_size: int
@@ -126,7 +126,7 @@ class Unrounded:
 
     @staticmethod
     def of(dense: Tensor, bias: Tensor | None = None) -> Unrounded | None:
-        """None where no group divides K."""
+        """None if no group size divides K."""
         group = group_of(dense.shape[1])
         return None if group is None else Unrounded(dense, group, bias)
 
@@ -136,7 +136,7 @@ class Unrounded:
         return weight
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
-        """[N, K] in `dtype`, rounded to int8 before."""
+        """[N, K] in `dtype`, after quantisation to int8."""
         return self.rounded().dequantize(dtype)
 
     def product(self, device: torch.device | str) -> Callable[[Tensor], Tensor]:
@@ -144,12 +144,12 @@ class Unrounded:
         return self.rounded().product(device)
 
     def outputs(self, index: Tensor) -> Unrounded:
-        """As `Weight.outputs`."""
+        """See `Weight.outputs`."""
         bias = None if self.bias is None else select(self.bias, 0, index)
         return replace(self, dense=select(self.dense, 0, index), bias=bias)
 
     def inputs(self, index: Tensor, run: int) -> Int8Weight:
-        """As `Weight.inputs`."""
+        """See `Weight.inputs`."""
         return self.rounded().inputs(index, run)
 
     def stack(self, others: Sequence[Unrounded], bias: Tensor | None) -> Unrounded:
