@@ -186,7 +186,7 @@ class Fields:
     where: str = ""
 
     def integer(self, name: str, default: int | None = None, *, ge: int = MIN_INT, le: int = MAX_INT) -> int:
-        """An integer in ge..le; 4.0 is accepted. Required if there is no default."""
+        """An integer in ge..le; 4.0 is accepted. Required unless it has a default."""
         value = _as_int(self._value(name, default))
         if value is None or not ge <= value <= le:
             raise self.error(name, f"be a whole number in {ge}..{le}")
@@ -207,7 +207,7 @@ class Fields:
         return value
 
     def string(self, name: str, default: str | None = None) -> str:
-        """A string. Required if there is no default."""
+        """A string. Required unless it has a default."""
         value = self._value(name, default)
         if not isinstance(value, str):
             raise self.error(name, "be text")

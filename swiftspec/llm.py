@@ -179,7 +179,7 @@ class LLM(LLMBase):
 
 
 def _drafter_elsewhere(options: LoadOptions) -> MakeRemoteDrafter | None:
-    """What makes the drafter of a worker, where one is named."""
+    """Factory of the remote drafter; None without a draft worker."""
     worker = options.get("draft_worker")
     if worker is None:
         return None
@@ -195,7 +195,7 @@ def serve_rank(
     with report_startup_error(world):
         models = ModelPair.check(target, draft, config, world, options)
     rank = EngineRank(world, config, models, options.get("progress"))
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 hears the user, and says when to leave
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 handles interrupts and ends the other ranks
     try:
         if world.supervisor is not None:
             world.supervisor.on_ready()

@@ -81,8 +81,8 @@ class CostModel:
         return float(np.interp(nodes, self._rows, self._times))
 
     def _proposal_depth(self, steps: int) -> int:
-        """Depths below the root after d expansions; one less with a lookahead drafter, whose new root is the bonus
-        token."""
+        """Depths below the root after d expansions. With a lookahead drafter it is one less, because the bonus token
+        becomes the new root."""
         return max(steps - 1, 1) if self._lookahead else steps
 
     def _tokens_of_deeper(self, depths: list[int], nodes: int, more: int) -> float:

@@ -46,8 +46,7 @@ class HeadCut:
         return HeadCut(width, per_rank(width))
 
     def heads_of(self, rank: int, heads: int, kv_heads: int) -> tuple[list[int], list[int]]:
-        """A rank's query heads [per_rank * u] and key-value heads [per_rank] as indices into the model's; -1 is
-        padding."""
+        """Indices of a rank's query heads [per_rank * u] and key-value heads [per_rank] in the model; -1 is padding."""
         group = heads // kv_heads
         units = _ceil(group, self.width)  # units per key-value head
         q: list[int] = []

@@ -72,11 +72,11 @@ def verify_siblings(p: Tensor, q: Tensor, child_index: Tensor, coins: Tensor) ->
 
 
 class RejectionSampling:
-    """Verifies the proposals of one request by rejection sampling. In a group every rank must call it; all get the same
+    """Verifies the proposals of one request by rejection sampling. All ranks of a group must call it and get the same
     result.
 
-    There is no device synchronisation between the logits and the verdict: every node is tested and gets a final token,
-    although only one path is used. `noise` and `coins` may be buffers of a CUDA graph.
+    Nothing between the logits and the verdict synchronises with the device. Every node is therefore tested and gets a
+    final token, although only one path is used. `noise` and `coins` may be buffers of a CUDA graph.
     """
 
     def __init__(self, sampler: Sampler) -> None:

@@ -13,8 +13,7 @@ FORMATS = {"awq": Awq.of, "compressed-tensors": CompressedTensors.of}
 
 
 def format_of(config: ModelConfig) -> Format | None:
-    """The format of the quantised weights; None if all are dense. Raises UserError on an unsupported method or
-    variant."""
+    """The format of the quantised weights; None if all are dense. Raises UserError if it is not supported."""
     if not config.quantization:
         return None
     method = Fields(config.quantization, "quantization_config.").string("quant_method", "none")

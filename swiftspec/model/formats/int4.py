@@ -180,8 +180,8 @@ class Int4Weight:
         return replace(weight, packed=packed, scales=scales, zeros=zeros, bias=bias)
 
     def inputs(self, index: Tensor, run: int) -> Int4Weight:
-        """See `Weight.inputs`. Splits the groups if a run is not a multiple of the group size (heads smaller than a
-        group)."""
+        """See `Weight.inputs`. If a run is not a multiple of the group size, because heads are smaller than a group,
+        the groups are split."""
         weight, down = self.joined().regroup(math.gcd(self.group_size, run)), 1 - self._across
         groups = _runs(index, weight.group_size)
         packed = select(weight.packed, down, _runs(index, 8) if self.order == "inputs" else index)

@@ -19,7 +19,7 @@ GROUPS = (128, 64, 32)  # supported group sizes, the largest first
 
 
 def group_of(inputs: int) -> int | None:
-    """Largest supported group size that divides the inputs; None if there is none."""
+    """Largest supported group size that divides the inputs, or None."""
     return next((size for size in GROUPS if inputs % size == 0), None)
 
 
