@@ -73,7 +73,7 @@ class DraftGroupRecovery:
     def _run(self) -> None:
         meetings = self._world.rendezvous
         assert meetings is not None
-        with suppress(RuntimeError):  # the store is gone: so is the job
+        with suppress(RuntimeError):  # the store is gone, and the job with it
             while not self._closing.wait(POLL_S):
                 if meetings.alive_ranks(self._ranks):
                     self._rank_table.set_state("draft", "lost")

@@ -74,8 +74,7 @@ def check_consistent(world: World, plan: EngineConfig, rank_config: RankConfig) 
 
 @contextmanager
 def report_startup_error(world: World | None) -> Iterator[None]:
-    """If this rank fails with a UserError before `check_consistent`, publishes the error so that all ranks fail with
-    it."""
+    """If this rank raises UserError before `check_consistent`, publishes the error, so that all ranks raise it."""
     try:
         yield
     except UserError as error:
@@ -108,7 +107,7 @@ def _validator(own: int, mine: Entry, plan: EngineConfig) -> Validator:
 
 
 def _file_difference(here: int, mine: Entry, there: int, theirs: Entry, part: str) -> str | None:
-    """The line about a model directory that two ranks should have in common."""
+    """The error message if two ranks differ in the files of a model, else None."""
     ours, yours = _section(mine, part), _section(theirs, part)
     for name in ours | yours:
         if ours.get(name) != yours.get(name):

@@ -11,13 +11,13 @@ from dataclasses import dataclass
 
 from swiftspec.errors import UserError, truncated_repr
 
-MAX_RANKS = 4096  # larger values are typing errors
+MAX_RANKS = 4096  # larger values are taken for typing errors
 TORCHRUN_HINT = "start several ranks with torchrun"
 
 
 @dataclass(frozen=True, slots=True)
 class Launched:
-    """One rank of a job of several.
+    """One rank of a job with several ranks.
 
     `host`, `port`: address of the store. `agent`: the launcher serves the store; otherwise rank 0 does.
     `attempt`: the launcher's restart count.

@@ -92,7 +92,7 @@ class GrpcFeed:
         self._stream.send_result(result, 0)
 
     def receive(self, deadline: float | None) -> TreeDelta | None:
-        """Raises DrafterLate if no delta arrives in time."""
+        """Receives the next tree delta. Raises DrafterLate at `deadline`; None does not block."""
         try:
             answer = self._stream.recv(deadline)
         except DrafterLate:

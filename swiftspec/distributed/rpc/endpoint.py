@@ -28,7 +28,7 @@ SIZE_OPTIONS = (
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """A host and a port."""
+    """Host and port of a worker."""
 
     host: str
     port: int

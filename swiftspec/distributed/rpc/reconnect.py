@@ -12,7 +12,7 @@ from swiftspec.distributed.rpc.status import WorkerLost
 from swiftspec.errors import UserError
 
 MIN_DELAY_S, MAX_DELAY_S = 0.1, 5.0  # seconds between two attempts, doubled up to the maximum
-PING_TIMEOUT_S = 2.0  # seconds for a worker to answer
+PING_TIMEOUT_S = 2.0  # seconds; timeout of a ping
 
 
 class WorkerReconnector:

@@ -44,7 +44,7 @@ from swiftspec.messages import Proposal, VerifyResult
 from swiftspec.model.fingerprint import LARGEST
 
 DRAFT_SERVICE, TARGET_SERVICE = "swiftspec.v1.DraftService", "swiftspec.v1.TargetService"
-FILE_CHUNK_BYTES = 1 << 20  # bytes of a file in one message
+FILE_CHUNK_BYTES = 1 << 20  # bytes of a tokenizer file per message
 T = TypeVar("T")
 
 

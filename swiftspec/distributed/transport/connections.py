@@ -92,7 +92,7 @@ class Connections:
     def close(self, *, shutdown: bool) -> None:
         """Closes all connections. With `shutdown`, first sends SHUTDOWN to the ranks that this one leads."""
         for channel in (*self.followers, *([] if self.draft_leader is None else [self.draft_leader])):
-            with contextlib.suppress(ConnectionError):  # gone already
+            with contextlib.suppress(ConnectionError):  # the peer is gone already
                 if shutdown:
                     channel.send(Opcode.SHUTDOWN)
         for channel in (self.leader, self.target_leader, self.draft_leader, *self.followers):

@@ -8,7 +8,7 @@ from typing import Any
 from swiftspec.backends.cpu.shm import Mailbox
 from swiftspec.distributed.transport.codec import Words
 
-NO_TIMEOUT_S = 1e9  # seconds
+NO_TIMEOUT_S = 1e9  # seconds; in effect without limit
 
 
 class SharedMemoryChannel:
