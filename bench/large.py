@@ -1,18 +1,19 @@
-"""A real size on this machine: the embedded pair in the shapes of an 8B and a 1B, beside llama.cpp on the same weights.
+"""Large models on this machine: the demo models width-expanded to the shapes of an 8B and a 1B, compared with llama.cpp
+on the same weights.
 
     python -m bench.large [--folder DIR] [--llama-python PYTHON] [--llama-bin DIR] [--json out.json]
 
-Grows the pair, writes llama.cpp's files of it (Q4_1 holds AutoAWQ's codes, scales and zero points; Q4_0 is quantised
-anew), and then starts everything in a process of its own, one after the other, files in the page cache:
+Writes the width-expanded pair and llama.cpp's files of it (Q4_1 contains AutoAWQ's codes, scales and zero points; Q4_0
+is quantised again). Then runs each configuration in its own process, one at a time, with the files in the page cache:
 
-- starts: the pair without packed weights on disk, and again with what the first start has left;
-- decode: our option sets (OURS), those whose flags this version lacks left out;
-- llama: its plain decoding, with one thread and with all, through its Python package or else its server;
-- server: `llama-server` with the grown draft as its own, drafting so many tokens a round as --drafts names.
+- starts: the pair without packed weights on disk, and again with those that the first start wrote;
+- decode: the option sets in OUR_OPTIONS, without those whose flags this version lacks;
+- llama: llama.cpp's plain decoding, with one thread and with all, through its Python package or else its server;
+- server: `llama-server` with the width-expanded draft, for each number of drafted tokens per round in --drafts.
 
-Everybody answers the same short prompts greedily and reads the same long ones. Rates are tokens a second once the
-prompt is read, as each side counts it: of the server's requests as it reports. What is not installed is a line.
-Alone on its machine only: a pass takes a quarter of an hour.
+All systems answer the same short prompts greedily and read the same long ones. Rates are tokens per second after the
+prefill, as each system measures them; for the server they are the reported ones. A missing program is reported as one
+line. The machine must be otherwise idle. A pass takes a quarter of an hour.
 """
 
 from __future__ import annotations
@@ -41,15 +42,15 @@ from swiftspec.errors import UserError
 from swiftspec.serve.settings.settings import Settings, flag_name
 
 PARTS = ("starts", "decode", "llama", "server")
-KINDS = ("q4_1", "q4_0")  # of the peer's files
-LONG, SHORT = 3, 64  # how many long prompts, and tokens of a short one
-PEERS = 5  # requests of a peer's run at most: it is steady, and there are many runs
-CACHE = "packed_cache"  # the setting that names the folder of packed weights
+KINDS = ("q4_1", "q4_0")  # weight types of llama.cpp's files
+LONG, SHORT = 3, 64  # number of long prompts; tokens of a short prompt
+PEERS = 5  # maximum requests of a llama.cpp run: its rates vary little, and there are many runs
+CACHE = "packed_cache"  # the setting for the folder of packed weights
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """One of our runs: the settings that it is started with, and what it counts as in the report."""
+    """One run of SwiftSpec: its settings, and its kind in the report."""
 
     name: str
     kind: str
@@ -67,24 +68,24 @@ OUR_OPTIONS = (
 
 @dataclass(slots=True)
 class Bench:
-    """One run: what it measures with, and what it has found."""
+    """One pass of the benchmark: configuration and results."""
 
     args: argparse.Namespace
     target: Model
     draft: Model
     work: Work
-    folder: Path  # for tasks and packed weights
+    folder: Path  # for task files and packed weights
     llama_server: LlamaServer | None
     rows: list[Row] = field(default_factory=list)
     skipped: list[str] = field(default_factory=list)
 
     def run(self) -> None:
-        """All parts that are asked for."""
+        """Runs all requested parts."""
         for part in self.args.only:
             getattr(self, part)()
 
     def starts(self) -> None:
-        """The first start of the pair and the second, of one short request each."""
+        """Measures the first and the second start of the pair, with one short request each."""
         work, cache = replace(self.work.less(1), long=[]), self.folder / "packed"
         shutil.rmtree(cache, ignore_errors=True)
         if CACHE not in Settings.table.flags:
@@ -94,12 +95,12 @@ class Bench:
         shutil.rmtree(cache, ignore_errors=True)
 
     def decode(self) -> None:
-        """Our option sets."""
+        """Measures SwiftSpec with each option set."""
         for options in OUR_OPTIONS:
             self._ours(options, self.work, None)
 
     def llama(self) -> None:
-        """The peer's plain decoding."""
+        """Measures llama.cpp's plain decoding."""
         python, server = self.args.llama_python, self.llama_server
         if python is None and server is None:
             self._skip("llama.cpp plain: neither its Python package (--llama-python) nor llama-server (--llama-bin)")
@@ -116,7 +117,7 @@ class Bench:
                         add(server.measure(work, file, threads))
 
     def server(self) -> None:
-        """The peer's speculative decoding."""
+        """Measures llama.cpp's speculative decoding."""
         server = self.llama_server
         if server is None:
             self._skip("llama.cpp with its draft: no llama-server (--llama-bin)")
@@ -129,7 +130,7 @@ class Bench:
                     add(server.measure(work, file, threads, (draft, count)))
 
     def _ours(self, options: Options, work: Work, cache: Path | None) -> None:
-        """A run of ours, or the line why there is none."""
+        """Measures one run of SwiftSpec, or records why it was skipped."""
         settings, known = dict(options.settings), Settings.table.flags
         settings |= {"model": str(self.target.folder), "plan": "none"}
         if settings["mode"] != "ar":
@@ -150,7 +151,10 @@ class Bench:
 
     @contextmanager
     def _measured(self, system: str, name: str, kind: str, files: list[Path]) -> Iterator[Callable[[Measured], None]]:
-        """Takes what a run finds as a row; one that does not work out is a line, and the others go on."""
+        """Yields a function that adds the results of a run as a row.
+
+        A run that fails is recorded as one line, and the other runs continue.
+        """
         warm(files)
         say(f"{system} {name}")
         try:
@@ -159,7 +163,7 @@ class Bench:
             self._skip(f"{system} {name}: {error}")
 
     def _child(self, command: list[str], task: Task) -> Measured:
-        """What a process says of itself. Raises UserError where it fails."""
+        """Runs a process and returns the measurements that it prints. Raises UserError if it fails."""
         file = self.folder / "task.json"
         task.write(file)
         env = {name: value for name, value in os.environ.items() if not name.startswith("SWIFTSPEC_")}
@@ -175,7 +179,7 @@ class Bench:
         say(f"skipped: {line}")
 
     def result(self) -> dict[str, Any]:
-        """The JSON document."""
+        """Returns the JSON document."""
         size = self.target.size + self.draft.size
         verdicts = report.verdicts(self.rows, size)
         settings = {name: str(v) if isinstance(v, Path) else v for name, v in vars(self.args).items() if name in SHOWN}
@@ -187,7 +191,7 @@ class Bench:
         }  # fmt: skip
 
     def print(self) -> None:
-        """The tables, and what is to be said of them."""
+        """Prints the tables, the skipped runs and the verdicts."""
         print(report.table(self.rows))
         for line in self.skipped:
             print(f"skipped: {line}")
@@ -202,12 +206,12 @@ SHOWN = ("shapes", "tokens", "prompt", "requests", "threads", "drafts", "only")
 
 
 def say(line: str) -> None:
-    """Progress, beside the tables."""
+    """Prints progress to stderr, separate from the tables."""
     print(line, file=sys.stderr, flush=True)
 
 
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
-    """The command line."""
+    """Parses the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, help="keeps the models and files; default: a temporary one")
     parser.add_argument("--shapes", type=_words, default=["8b", "1b"], help="target and draft: 1b, 3b, 8b, 70b, or what"
@@ -243,7 +247,7 @@ def _numbers(text: str) -> list[int]:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Runs the bench and prints the table."""
+    """Runs the benchmark and prints the tables."""
     args = arguments(argv)
     try:
         with TemporaryDirectory(prefix="swiftspec-large-") as scratch:
@@ -259,7 +263,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def prepared(args: argparse.Namespace, folder: Path) -> Bench:
-    """The peers, the pair, and the files that the peers need of it, made or found."""
+    """Finds llama.cpp, and creates the pair and the GGUF files that do not exist yet."""
     server = find_server(args.llama_bin)
     if not has_llama_cpp(args.llama_python):
         args.llama_python = None

@@ -1,4 +1,4 @@
-"""What bench/large.py found, as a table, and whether it is what was aimed at."""
+"""Tables and verdicts of bench/large.py."""
 
 from __future__ import annotations
 
@@ -17,8 +17,10 @@ OURS, PEER = "swiftspec", "llama.cpp"
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A system and what it did. `kind` tells what it stands for in the comparisons: ar, head int8, tree, start; plain
-    or draft of the peer's."""
+    """One system and its measurements.
+
+    `kind` is its role in the comparisons: ar, head int8, tree or start; plain or draft for llama.cpp.
+    """
 
     system: str
     name: str
@@ -30,25 +32,25 @@ class Row:
         return f"{self.system} {self.name}"
 
     def record(self) -> dict[str, Any]:
-        """For the JSON."""
+        """Returns the row for the JSON document."""
         found = asdict(self.measured)
         figures = {f"rate_{what}": value for what, value in zip(("min", "median", "max"), self.rates(), strict=True)}
         return {"system": self.system, "name": self.name, "kind": self.kind, **figures, **found}
 
     def rates(self) -> tuple[float | None, float | None, float | None]:
-        """The least, the median and the best of the requests."""
+        """Minimum, median and maximum of the requests' rates."""
         rates = self.measured.rates
         return (min(rates), statistics.median(rates), max(rates)) if rates else (None, None, None)
 
     @property
     def per_round(self) -> float | None:
-        """Tokens for each forward of the target, once the prompt is read."""
+        """Tokens per target forward after the prefill."""
         return self.measured.decoded / self.measured.rounds if self.measured.rounds else None
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """One of the aims: a figure that is to be at least, or at most, so much. None: could not be found in this run."""
+    """A requirement: a figure with a lower or an upper bound. None: not measured in this run."""
 
     what: str
     aim: float
@@ -68,13 +70,13 @@ class Verdict:
 
 
 def table(rows: list[Row]) -> str:
-    """The rows as aligned text."""
+    """Formats the rows as aligned text."""
     head = ["system", "start s", "load s", "peak GB", "prompt tok/s", "tok/s", "least", "best", "tok/round", "accepted"]
     lines = [head]
     for row in rows:
         m, (least, median, best) = row.measured, row.rates()
         prompt = max(m.prompts, default=None)
-        share = m.accepted / m.drafted if m.drafted and row.kind == "draft" else None  # of a tree it says little
+        share = m.accepted / m.drafted if m.drafted and row.kind == "draft" else None  # not informative for a tree
         cells = [
             _shown(m.start), _shown(m.load), _shown(m.peak / 1e9 or None), _shown(prompt), _shown(median),
             _shown(least), _shown(best), _shown(row.per_round), _shown(share),
@@ -88,7 +90,7 @@ def table(rows: list[Row]) -> str:
 
 
 def verdicts(rows: list[Row], weights: int) -> list[Verdict]:
-    """The aims of a large pair on a laptop. `weights`: bytes of both models' files."""
+    """Returns the requirements on a large pair on a laptop. `weights`: bytes of both models' files."""
     ours, peers = ([row for row in rows if row.system == system] for system in (OURS, PEER))
     plain = [row for row in peers if row.kind == "plain"]
     best, best_plain = (max((max(r.measured.rates, default=0.0) for r in of), default=0.0) for of in (peers, plain))
@@ -113,7 +115,7 @@ def verdicts(rows: list[Row], weights: int) -> list[Verdict]:
 
 
 def agreement(rows: list[Row]) -> list[str]:
-    """How long the peer's texts are those of our plain decoding: equal tokens at the start of each."""
+    """Compares llama.cpp's texts with those of SwiftSpec's plain decoding: equal tokens at the start of each."""
     reference = next((row.measured.texts for row in rows if row.system == OURS and row.kind == "ar"), None)
     lines: list[str] = []
     for row in rows if reference else []:
@@ -124,7 +126,7 @@ def agreement(rows: list[Row]) -> list[str]:
 
 
 def machine() -> dict[str, Any]:
-    """What the figures were taken on."""
+    """Describes the machine and the software versions."""
     import torch
 
     from swiftspec import __version__
@@ -151,7 +153,7 @@ def _ratio(values: list[float], other: float) -> float | None:
 
 
 def _together(ours: list[int], theirs: list[int]) -> int:
-    """Equal tokens before the first that differs."""
+    """Returns the number of equal tokens before the first difference."""
     return next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), min(len(ours), len(theirs)))
 
 

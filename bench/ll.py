@@ -1,12 +1,12 @@
-"""Shared memory against sockets, between two processes: the all-reduce of a tensor-parallel layer (12 KB: 8 rows of 384
-float32) by LL and by gloo, and the round trip of a message (100 words) by mailbox and by TCP over localhost.
+"""Shared memory against sockets between two processes: the all-reduce of a tensor-parallel layer (12 KB: 8 rows of 384
+float32) by LL and by gloo, and the round trip of a message (100 machine words) by mailbox and by TCP over localhost.
 
     python -m bench.ll [--runs 5] [--calls 2000] [--no-pin]
 
-Median and 98th percentile of a call, as the caller in Python sees it, in microseconds. The ways take turns within a
-run; of several runs the best median counts, and the percentile of the same run, since other work on the machine
-disturbs whichever is on. Each process keeps to a core of its own, sockets and all; with --no-pin the system places
-them, on a busy machine often both on one. A table, then one line of JSON.
+Prints a table and one line of JSON with the median and the 98th percentile of a call in microseconds, measured by the
+caller in Python. The transports alternate within a run. The run with the best median counts, with its percentile, since
+other work on the machine disturbs whichever transport is running. Each process is pinned to one core, sockets included;
+with --no-pin the system schedules them, on a busy machine often both on one core.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ WAYS = ["all_reduce LL", "all_reduce gloo", "round trip mailbox", "round trip TC
 
 
 def connect(side: int, folder: Path) -> socket.socket:
-    """A TCP connection between the two processes; the port travels through a file."""
+    """Opens a TCP connection between the two processes. A file transfers the port."""
     port = folder / "port"
     if side == 0:
         with socket.create_server(("127.0.0.1", 0)) as server:
@@ -55,7 +55,7 @@ def receive(peer: socket.socket, size: int) -> bytes:
 
 
 def ways(rank: int, folder: Path, names: list[str], spin: bool) -> dict[str, Callable[[], object]]:
-    """What one process calls, by name; both call the same one at a time."""
+    """Returns the calls of one process by name. Both processes make the same call at the same time."""
     group = SharedGroup(names[0], rank, 2, spin=spin)
     mailbox = Mailbox(names[1], rank, spin=spin)
     dist.init_process_group("gloo", init_method=f"file://{folder}/gloo", rank=rank, world_size=2)
@@ -83,7 +83,7 @@ def ways(rank: int, folder: Path, names: list[str], spin: bool) -> dict[str, Cal
 
 
 def measure(call: Callable[[], object], calls: int) -> tuple[float, float]:
-    """Median and 98th percentile of a call, in microseconds, after a tenth as many to warm up."""
+    """Median and 98th percentile of a call in microseconds, after a warm-up of a tenth of the calls."""
     times = []
     for i in range(calls + calls // 10):
         began = time.perf_counter()

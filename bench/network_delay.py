@@ -1,12 +1,13 @@
-"""Draft and target behind a slow wire: tokens a second against its delay, serial and async, beside the prediction.
+"""Tokens per second against the delay of the network to remote draft and target, in serial and asynchronous mode, with
+the prediction.
 
-    python -m bench.network_delay [--delays 0.2,2,20] [--bandwidth 1Gbit] [--tokens 128] [--json out.json] [--plot
-    out.svg]
+    python -m bench.network_delay [--delays 0.2,2,20] [--bandwidth 1Gbit] [--tokens 128] [--json out.json]
+                                  [--plot out.svg]
 
-The workers of bench/workers.py, each behind a relay of its own (tests/support/relay.py); this process decodes through
-both, as `generate` does. Delays are milliseconds one way. The prediction is that of `swiftspec.profile predict --link`,
-at the d that is best there, from rounds of the same prompts on one machine, the round trip of a Ping, and what
-surrounds the forwards, which bench/rpc_latency.py measures without relays on other prompts.
+Runs the workers of bench/workers.py, each behind its own relay (tests/support/relay.py), and decodes through both, like
+`generate`. Delays are milliseconds one way. The prediction is that of `swiftspec.profile predict --link` at its best d.
+It uses rounds of the same prompts on one machine, the round trip of a Ping, and the work around the forwards, which
+bench/rpc_latency.py measures without relays on other prompts.
 """
 
 from __future__ import annotations
@@ -29,16 +30,16 @@ from swiftspec.serve.cli.arguments import parse_command
 from swiftspec.serve.remote_session import open_local_or_remote
 from swiftspec.serve.terminal import StartupProgress
 
-PROMPTS = 12  # those whose rounds the prediction knows, and as many tokens of each
+PROMPTS = 12  # prompts of the recorded rounds, and tokens of each
 MODES = ("serial", "async")
 AROUND = ("verify", "expand", "answer")
 
 
 def measure(mode: str, urls: dict[str, str], tokens: int) -> dict[str, float]:
-    """Tokens a second and tokens a round of a few answers, and of nothing but their rounds."""
+    """Tokens per second and tokens per round of a few answers, over their rounds only."""
     flags = ["--target-url", urls["target"], "--draft-url", urls["draft"], "--mode", mode, "--raw", *SHAPE]
     flags += ["--temperature", "0", "--ignore-eos", "--max-tokens", str(tokens)]
-    flags += ["--no-self-switch"]  # whose trials of plain rounds are many in a request so short
+    flags += ["--no-self-switch"]  # self-switch tries plain rounds, which are a large share of such a short request
     settings = parse_command(flags).settings
     session = open_local_or_remote(settings, StartupProgress(quiet=True))
     made = rounds = seconds = 0.0
@@ -55,7 +56,7 @@ def measure(mode: str, urls: dict[str, str], tokens: int) -> dict[str, float]:
 
 
 def predicted(link: Link, times: SimulatedTimes) -> dict[str, float]:
-    """Tokens a second by mode."""
+    """Predicted tokens per second by mode."""
     known = RecordedAcceptance(json.loads(predict.ACCEPTANCE.read_text(encoding="utf-8"))["rounds"])
     found = {
         plan.name: plan.outcome.speed
@@ -65,7 +66,7 @@ def predicted(link: Link, times: SimulatedTimes) -> dict[str, float]:
 
 
 def rows(delays: Sequence[float], bandwidth: str, tokens: int) -> Iterator[dict[str, Any]]:
-    """One for each delay and mode."""
+    """Yields one row for each delay and mode."""
     with workers() as at:
         times = SimulatedTimes(PACES["target"], PACES["draft"], **rpc_latency.around(at))
         print("outside the models, ms: " + ", ".join(f"{name} {1e3 * getattr(times, name):.2f}" for name in AROUND))
@@ -83,7 +84,7 @@ def rows(delays: Sequence[float], bandwidth: str, tokens: int) -> Iterator[dict[
 
 
 def plot(found: Sequence[dict[str, Any]], file: Path) -> None:
-    """Tokens a second against delay: what was measured as lines, what was predicted as crosses."""
+    """Plots tokens per second against delay, measured values as lines and predictions as crosses."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -105,7 +106,7 @@ def plot(found: Sequence[dict[str, Any]], file: Path) -> None:
 
 
 def main() -> None:
-    """Measures and prints."""
+    """Measures and prints the rows."""
     parser = argparse.ArgumentParser(prog="python -m bench.network_delay", description=__doc__)
     parser.add_argument("--delays", type=lambda text: [float(part) for part in text.split(",")], default=[0.2, 2, 20])
     parser.add_argument("--bandwidth", default="1Gbit")

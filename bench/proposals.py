@@ -1,11 +1,13 @@
-"""Tokens a round for every kind of proposal, against the temperature and top-p, in turn and ahead, on held-out prompts.
+"""Tokens per round of every kind of proposal against temperature and top-p, in serial and asynchronous mode, on
+held-out prompts.
 
     python -m bench.proposals [--limit 24] [--plot docs/proposals.svg] [--json out.json]
-    python -m bench.proposals --calibration 0.4,0.5 --proposals top --temperatures 0    # a sweep of the constant
-    python -m bench.proposals --same-text --limit 50    # is sampled text harder, or sampling it?
+    python -m bench.proposals --calibration 0.4,0.5 --proposals top --temperatures 0    # varies the constant
+    python -m bench.proposals --same-text --limit 50    # separates the effect of sampled text from that of sampling
 
-One process: for a fixed d the rounds of two groups of ranks are those of `AheadDrafter` here. No time is measured.
-`coupled` and `top` are verified by match, `sample` by rejection; at temperature 0 coupled is top and sample has no law.
+Runs in one process: for a fixed d the rounds of two groups of ranks equal those of `AheadDrafter`. No time is measured.
+`coupled` and `top` are verified by token equality, `sample` by rejection. At temperature 0 `coupled` equals `top`, and
+`sample` is not defined.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ COLOURS = {"top": "#d1495b", "coupled": "#1b6ca8", "sample": "#3a7d44"}
 
 @dataclass(frozen=True)
 class Point:
-    """One configuration's tokens a round."""
+    """Tokens per round of one configuration."""
 
     proposal: str
     ahead: bool
@@ -46,7 +48,7 @@ class Point:
 
 
 def engine(proposal: str, ahead: bool, calibration: float | None, args: argparse.Namespace) -> LLM:
-    """The embedded pair, its draft in turn with the target or ahead of it."""
+    """Builds the engine of the demo models with a serial or a lookahead drafter."""
     verify = "reject" if proposal == "sample" else "match"
     config = EngineConfig(draft_steps=args.ahead_steps if ahead else args.steps, proposal=proposal, verify=verify,
                 calibration=calibration)  # fmt: skip
@@ -58,7 +60,7 @@ def engine(proposal: str, ahead: bool, calibration: float | None, args: argparse
 
 
 def ratio(llm: LLM, prompts: Sequence[list[int]], temperature: float, top_p: float, args: argparse.Namespace) -> float:
-    """Tokens a round over all prompts and seeds."""
+    """Tokens per round over all prompts and seeds."""
     tokens = rounds = 0
     for seed, prompt in product(range(args.seeds), prompts):
         sampling = SamplingParams(
@@ -71,7 +73,7 @@ def ratio(llm: LLM, prompts: Sequence[list[int]], temperature: float, top_p: flo
 
 
 def measure(args: argparse.Namespace) -> Iterator[Point]:
-    """Every configuration, as they come."""
+    """Yields the results of all configurations, as they are measured."""
     prompts = read_prompts(AutoTokenizer.from_pretrained(DEMO / "target"))[: args.limit]
     for proposal, ahead, calibration in product(args.proposals, args.ahead, args.calibration):
         llm = engine(proposal, ahead, calibration, args)
@@ -83,8 +85,11 @@ def measure(args: argparse.Namespace) -> Iterator[Point]:
 
 
 def same_text(args: argparse.Namespace) -> None:
-    """Single rounds of coupled trees, in turn, from the same places of greedy and of sampled texts: each place once at
-    temperature 0, once at 1. Rounds of a whole text can only be compared with those of another."""
+    """Compares single rounds of coupled trees in serial mode at the same positions of greedy and of sampled texts.
+
+    Each position is run once at temperature 0 and once at 1. Rounds of a whole text could only be compared with those
+    of another text.
+    """
     prompts = read_prompts(AutoTokenizer.from_pretrained(DEMO / "target"))[: args.limit]
     llm = engine("coupled", False, None, args)
     drafter, verifier = local_roles(llm)
@@ -96,7 +101,7 @@ def same_text(args: argparse.Namespace) -> None:
             text = llm.generate(prompt, replace(sampling, seed=seed)).token_ids
             for at, temperature in product(range(4, len(text), 8), laws):
                 tokens = (*prompt, *text[:at])
-                # a seed of its own, so that the text so far tells nothing of the noise to come
+                # a separate seed, so that the text does not depend on the noise of the measured round
                 fresh = replace(laws[temperature], seed=len(prompts) + seed)
                 for role in (drafter, verifier):
                     role.open(RequestStart(1, tokens, fresh, len(prompt)))
@@ -108,7 +113,7 @@ def same_text(args: argparse.Namespace) -> None:
 
 
 def plot(points: Sequence[Point], file: Path) -> None:
-    """Tokens a round against temperature, a line for each proposal, dashed with top-p: an SVG without a library."""
+    """Plots tokens per round against temperature as SVG, one line per proposal, dashed with top-p."""
     in_turn = [point for point in points if not point.ahead]
     right, high = max(p.temperature for p in in_turn), 1.1 * max(p.ratio for p in in_turn)
 
@@ -139,7 +144,7 @@ def numbers(text: str) -> list[float]:
 
 
 def main() -> None:
-    """Prints a row for each configuration."""
+    """Prints one row per configuration."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--proposals", type=lambda text: text.split(","), default=list(PROPOSAL_METHODS))
     parser.add_argument("--temperatures", type=numbers, default=[0, 0.3, 0.7, 1.0, 1.3])

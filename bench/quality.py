@@ -1,15 +1,16 @@
-"""What mode smc is for, by a measure that a user understands: which share of completions parse, and do as they should.
+"""Quality of mode smc in terms of results: the share of completions that parse and that pass their tests.
 
-    python -m bench.quality [--seeds 12] [--plot docs/quality.svg]                 # functions, on the embedded pair
-    python -m bench.quality --gsm8k test.jsonl --model TARGET --draft-model DRAFT  # sums in words, on yours
+    python -m bench.quality [--seeds 12] [--plot docs/quality.svg]                 # functions, demo models
+    python -m bench.quality --gsm8k test.jsonl --model TARGET --draft-model DRAFT  # word problems, other models
 
-Each function of bench/data/functions.py is finished by plain sampling, exact speculation and particles with several N,
-K and powers (alpha), which take turns. A completion ends with the function. It parses if `ast` reads the whole, and
-passes if its asserts hold, in a process of its own (bench/sandbox.py). Beside: the target's log-probability of a token
-of the completions at temperature 1, and whether any of a few answers passes: of particles all N of one request, of the
-others as many of their own answers, which take as many requests. Different: texts among those, on average.
+Each function of bench/data/functions.py is completed by plain sampling, by exact speculation and by particles with
+several N, K and powers (alpha); the systems alternate. A completion ends with the function. It parses if `ast` accepts
+the whole function, and passes if its asserts hold in a separate process (bench/sandbox.py). Further columns: the
+target's log-probability per token of the completions at temperature 1; whether any of several answers passes (all N
+particles of one request, or FEW answers of another system, which take that many requests); the mean number of different
+texts among those.
 
-Standard errors are those of the seeds, for the functions as they are; one thread is timed by its CPU time.
+Standard errors are over the seeds, for this fixed set of functions. One thread is timed by its CPU time.
 """
 
 from __future__ import annotations
@@ -41,19 +42,19 @@ from swiftspec.params import SamplingParams
 from swiftspec.serve.text.codec import TextCodec
 
 SHAPES = ((1, 4, 1.0), (4, 4, 1.0), (16, 4, 1.0), (4, 1, 1.0), (4, 4, 2.0), (16, 4, 2.0), (16, 4, 4.0))  # N, K, alpha
-FEW = 4  # answers of which any may pass, where there are no particles
-Judge = Callable[[int, str], tuple[bool, bool]]  # of a task, by its number, and a completion: parses, passes
+FEW = 4  # answers of which any may pass, for systems without particles
+Judge = Callable[[int, str], tuple[bool, bool]]  # (number of the task, completion) -> (parses, passes)
 
 
 @dataclass
 class System:
-    """One way to decode, and what it made: a row of `texts` for each task, with a seed each."""
+    """One decoding configuration and its answers: one row of `texts` per task, one text per seed."""
 
     name: str
     llm: LLM
     temperature: float
     texts: list[list[str]] = field(default_factory=list)
-    particles: list[list[list[str]]] = field(default_factory=list)  # of each text's request, all
+    particles: list[list[list[str]]] = field(default_factory=list)  # all particles of each text's request
     likelihood: list[float] = field(default_factory=list)
     tokens: int = 0
     seconds: float = 0.0
@@ -63,7 +64,7 @@ class System:
         return self.tokens / self.seconds
 
     def add(self, task: int, answer: Completion, said: Callable[[Sequence[int]], str]) -> None:
-        """One answer to a task."""
+        """Adds one answer to a task."""
         while len(self.texts) <= task:
             self.texts.append([])
             self.particles.append([])
@@ -75,7 +76,8 @@ class System:
 
 
 def systems(args: argparse.Namespace) -> list[System]:
-    """Plain sampling first, also at the temperatures that powers of single steps are; then all others."""
+    """Returns plain sampling first, also at the temperatures that powers of single steps correspond to, then the other
+    systems."""
     hot, paths = args.temperature, (args.model, args.draft_model)
     options: dict[str, Any] = {"dtype": torch.bfloat16, "max_model_len": args.context, "device": args.device}
     plain = LLM(args.model, config=EngineConfig("ar"), **options)
@@ -88,7 +90,7 @@ def systems(args: argparse.Namespace) -> list[System]:
 
 
 def finished(prompt: str, text: str) -> str:
-    """A completion up to where its function ends: at a line that is indented no more than the `def`."""
+    """Truncates a completion where its function ends, at a line that is not indented deeper than the `def`."""
     depth = next(_indent(line) for line in reversed(prompt.split("\n")) if line.lstrip().startswith("def "))
     first, *rest = text.split("\n")
     ends = [at for at, line in enumerate(rest) if line.strip() and _indent(line) <= depth]
@@ -100,7 +102,7 @@ def _indent(line: str) -> int:
 
 
 def of_functions(functions: Sequence[Function], sandbox: Sandbox) -> Judge:
-    """Whether a function parses and passes its asserts."""
+    """Returns the judge of functions: parses, and passes its asserts."""
 
     def judge(task: int, text: str) -> tuple[bool, bool]:
         program = functions[task].prompt + text
@@ -114,7 +116,10 @@ def of_functions(functions: Sequence[Function], sandbox: Sandbox) -> Judge:
 
 
 def of_sums(wanted: Sequence[str]) -> Judge:
-    """Whether the last number of an answer is the right one; one without a number does not parse."""
+    """Returns the judge of numeric answers: the last number must be the right one.
+
+    An answer without a number does not parse.
+    """
 
     def judge(task: int, text: str) -> tuple[bool, bool]:
         found = numbers_of(text)
@@ -125,7 +130,7 @@ def of_sums(wanted: Sequence[str]) -> Judge:
 
 def measure(made: Sequence[System], prompts: Sequence[Sequence[int]], said: Callable[[int, Sequence[int]], str],
             args: argparse.Namespace) -> None:  # fmt: skip
-    """Has every system answer every prompt with every seed, by turns."""
+    """Runs every system on every prompt with every seed, alternating between systems."""
     for system in made:
         system.llm.generate(prompts[0], SamplingParams(system.temperature, max_tokens=8))
     score = scorer(1.0) if args.gsm8k is None else None
@@ -143,7 +148,7 @@ def measure(made: Sequence[System], prompts: Sequence[Sequence[int]], said: Call
 
 
 def stratified(found: Sequence[Sequence[float]]) -> tuple[float, float]:
-    """The mean over tasks of the means over seeds, and its standard error with the tasks as they are."""
+    """Mean over tasks of the means over seeds, and its standard error for this fixed set of tasks."""
     rows = np.array(found, dtype=float)
     tasks, seeds = rows.shape
     error = math.sqrt(float(rows.var(1, ddof=1).sum()) / seeds) / tasks if seeds > 1 else math.nan
@@ -152,7 +157,7 @@ def stratified(found: Sequence[Sequence[float]]) -> tuple[float, float]:
 
 @dataclass
 class Row:
-    """What is said of a system: (mean, standard error) of each."""
+    """Results of a system, each as (mean, standard error)."""
 
     system: System
     parses: tuple[float, float]
@@ -164,7 +169,7 @@ class Row:
 
 
 def judged(system: System, judge: Judge) -> Row:
-    """Judges all that a system has said."""
+    """Judges all answers of a system."""
     found = [[judge(task, text) for text in texts] for task, texts in enumerate(system.texts)]
     several: list[list[list[str]]] = []
     for texts, particles in zip(system.texts, system.particles, strict=True):
@@ -181,7 +186,7 @@ def judged(system: System, judge: Judge) -> Row:
 
 
 def table(rows: Sequence[Row]) -> str:
-    """In Markdown; shares in percent."""
+    """Formats the rows as Markdown, shares in percent."""
     plain = rows[0].system.rate
     head = ["", "tok/s", "speed", "parses", "passes", "any passes", "different", "log p"]
     lines = [head, ["---"] * len(head)]
@@ -189,7 +194,7 @@ def table(rows: Sequence[Row]) -> str:
         share = ["{:.1f} ± {:.1f} %".format(*(100 * part for part in each)) for each in (row.parses, row.passes)]
         some = "{:.1f} ± {:.1f} % of {}".format(*(100 * part for part in row.any_passes), row.few)
         speed = [f"{row.system.rate:.0f}", f"{row.system.rate / plain:.2f}x"]
-        log_p = "-" if math.isnan(row.log_p[0]) else "{:.2f} ± {:.2f}".format(*row.log_p)  # GSM8K's are not scored
+        log_p = "-" if math.isnan(row.log_p[0]) else "{:.2f} ± {:.2f}".format(*row.log_p)  # not scored for GSM8K
         lines.append([row.system.name, *speed, *share, some, f"{row.different:.2f}", log_p])
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
@@ -197,7 +202,7 @@ def table(rows: Sequence[Row]) -> str:
 def tasks(
     args: argparse.Namespace, codec: TextCodec
 ) -> tuple[list[list[int]], Callable[[int, Sequence[int]], str], Any]:
-    """The prompts, what is said by an answer's tokens, and the right answers where they are numbers."""
+    """Returns the prompts, the function from an answer's tokens to its text, and the right answers if numeric."""
     if args.gsm8k is None:
         prompts = [codec.encode(each.prompt) for each in FUNCTIONS]
         return prompts, lambda task, tokens: finished(FUNCTIONS[task].prompt, codec.decode(tokens)), None
@@ -212,7 +217,7 @@ def tasks(
 
 
 def parser() -> argparse.ArgumentParser:
-    """The flags."""
+    """Builds the parser of the flags."""
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("--seeds", type=int, default=12, help="answers of each system to each prompt, 4 at least")
     made.add_argument("--temperature", type=float, default=0.7)
@@ -229,13 +234,13 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main() -> None:
-    """Prints the table, and draws it."""
+    """Prints the table and draws the plot."""
     args = parser().parse_args()
     if args.seeds < FEW:
         parser().error(f"--seeds must be at least {FEW}")
     torch.set_num_threads(args.threads)
     if args.threads == 1:
-        time.perf_counter = time.thread_time  # the engine's clock
+        time.perf_counter = time.thread_time  # clock of the engine
     prompts, said, wanted = tasks(args, TextCodec(args.model))
     made = systems(args)
     measure(made, prompts, said, args)

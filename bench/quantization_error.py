@@ -1,10 +1,10 @@
-"""What rounding costs: bits a byte on text that the embedded pair has never seen.
+"""Quantization error as bits per byte on text held out from the training of the demo models.
 
 python -m bench.quantization_error [--windows 120] [--model PATH] [--cache]
 
-Each model reads windows of held-out files, native, with rows rounded to int8, and with its head rounded to int8 or int4
-as well; the same windows each time. The embedded draft is dense, so only its head can be rounded. --cache compares keys
-and values in bfloat16 and in float8 instead, on the reference operators.
+Each model reads the same windows of held-out files in four variants: unchanged, with activations rounded to int8, and
+with the LM head rounded to int8 or int4 in addition. The demo draft is dense, so only its head can be rounded. --cache
+compares keys and values in bfloat16 and float8 instead, on the reference operators.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ CACHES = {"bfloat16 cache": None, "float8 cache": FLOAT8}
 
 
 def windows(tokenizer: Path, count: int) -> list[tuple[list[int], int]]:
-    """Token ids of disjoint windows of the held-out files, spread over all of them, and the bytes of each but its first
-    token."""
+    """Returns token ids of disjoint windows, spread over the held-out files, each with its size in bytes without the
+    first token."""
     names = json.loads((DEMO / "provenance.json").read_text())["data"]["held_out_files"]
     files = [Path(sysconfig.get_path("stdlib")) / name for name in names]
     encode = AutoTokenizer.from_pretrained(tokenizer)
@@ -49,19 +49,19 @@ def windows(tokenizer: Path, count: int) -> list[tuple[list[int], int]]:
 
 
 def rounded(path: Path, rounding: Rounding) -> Runner:
-    """A model on the native operators."""
+    """Loads a model on the native operators."""
     model = load_model(path, dtype=torch.bfloat16, ops=cpu, max_positions=WINDOW + 8, rounding=rounding)
     return Runner(model, cpu, read_config(path).vocab_size, context=WINDOW, tree_slots=8)
 
 
 def cached(path: Path, cache_dtype: torch.dtype | None) -> Runner:
-    """A model on the reference operators, over a cache of this type."""
+    """Loads a model on the reference operators with a KV cache of this type."""
     model = load_model(path, dtype=torch.bfloat16, ops=reference, max_positions=WINDOW + 8, cache_dtype=cache_dtype)
     return Runner(model, reference, read_config(path).vocab_size, context=WINDOW, tree_slots=8)
 
 
 def bits_a_byte(runner: Runner, texts: list[tuple[list[int], int]]) -> list[float]:
-    """Of each window."""
+    """Bits per byte of each window."""
     found = []
     for ids, size in texts:
         runner.cache.reset()

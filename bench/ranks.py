@@ -1,9 +1,9 @@
-"""What ranks gain: a model cut over the ranks of one machine, against the same model on one of their cores.
+"""Speedup by tensor parallelism: a model sharded over the ranks of one machine against the same model on one core.
 
     torchrun --standalone --nproc-per-node 2 -m bench.ranks [--limit 8] [--passes 3]
 
-Modes ar and serial. The systems take turns, pass for pass; "alone" is rank 0 by itself with one thread while the others
-sleep. Decoding is counted, without the prefill.
+Runs modes ar and serial. The systems alternate pass by pass; "alone" is rank 0 with one thread while the other ranks
+sleep. The figures cover decoding without prefill.
 """
 
 from __future__ import annotations
@@ -31,8 +31,10 @@ DRAFT_STEPS = 3
 
 @dataclass
 class System:
-    """A mode over all ranks, or alone; and of each pass tokens a second, milliseconds a round in either model, and
-    what is neither's."""
+    """A mode on all ranks or on one.
+
+    Per pass: tokens per second, milliseconds per round in each model and outside both.
+    """
 
     name: str
     config: EngineConfig
@@ -48,7 +50,7 @@ class System:
 
 
 def systems(size: int) -> list[System]:
-    """Each mode alone, then over `size` ranks."""
+    """Returns each mode on one rank, then on `size` ranks."""
     serial = {"mode": "serial", "draft_steps": DRAFT_STEPS}
     return [
         System("ar, alone", EngineConfig("ar"), alone=True),
@@ -59,11 +61,11 @@ def systems(size: int) -> list[System]:
 
 
 def measure(llm: LLM, prompts: list[list[int]]) -> tuple[float, float, float, float]:
-    """One pass; see System."""
+    """Runs one pass and returns the figures of `System`."""
     sampling = SamplingParams(temperature=0, max_tokens=128, ignore_eos=True)
     tokens = rounds = 0
     spent = target = draft = 0.0
-    llm.generate(prompts[0], sampling)  # warms up
+    llm.generate(prompts[0], sampling)  # warm-up
     for prompt in prompts:
         stats = llm.generate(prompt, sampling).stats
         tokens, rounds, spent = tokens + stats.tokens, rounds + stats.rounds, spent + stats.decode_time
@@ -73,8 +75,8 @@ def measure(llm: LLM, prompts: list[list[int]]) -> tuple[float, float, float, fl
 
 
 def run(system: System, world: World, prompts: list[list[int]]) -> None:
-    """A pass of rank 0's. The others begin with the engine, when its turn has come."""
-    pin_to_cores(world.own_cores())  # leaving an engine gives them all back
+    """Runs a pass on rank 0. The other ranks join when the engine is built."""
+    pin_to_cores(world.own_cores())  # closing an engine resets the affinity to all cores
     if not system.alone:
         world.store.set(f"turn {len(system.passes)} of {system.name}", "")
     llm = LLM(*system.models, system.config, world=None if system.alone else world, **OPTIONS)
@@ -83,7 +85,7 @@ def run(system: System, world: World, prompts: list[list[int]]) -> None:
 
 
 def follow(world: World, passes: int) -> None:
-    """The life of the other ranks."""
+    """Main loop of the other ranks."""
     for number in range(passes):
         for system in systems(world.size):
             if not system.alone:
@@ -93,7 +95,7 @@ def follow(world: World, passes: int) -> None:
 
 
 def main() -> None:
-    """Prints a line for each system: its passes, and what their median is of the mode alone."""
+    """Prints one line per system: its passes, and their median relative to the mode on one rank."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--limit", type=int, default=8, help="prompts")
     parser.add_argument("--passes", type=int, default=3)

@@ -1,9 +1,9 @@
-"""Where a round's time goes on one core: the two models' forwards, and the host's share by function.
+"""Time of a round on one core: the forwards of both models, and the host time by function.
 
     python -m bench.round_breakdown [--temperature 0] [--steps 1,2,4,8]
 
-The host's share is everything but the forwards: tree, sampling, masks, cache moves, the loop. Times are this thread's
-CPU time, so other work on the machine counts less; the breakdown is a run of its own, since timing costs time.
+Host time is everything except the forwards: tree, sampling, masks, cache moves, the loop. Times are this thread's CPU
+time, which other work on the machine affects less. The breakdown is a separate run, because timing it costs time.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ PARTS: list[tuple[Any, str]] = [
 
 
 def decode(llm: LLM, prompts: list[list[int]], sampling: SamplingParams) -> dict[str, float]:
-    """Milliseconds a round over all prompts."""
+    """Milliseconds per round over all prompts."""
     total: defaultdict[str, float] = defaultdict(float)
     for prompt in prompts:
         stats = llm.generate(prompt, sampling).stats
@@ -57,7 +57,7 @@ def decode(llm: LLM, prompts: list[list[int]], sampling: SamplingParams) -> dict
 
 
 def breakdown(llm: LLM, prompts: list[list[int]], sampling: SamplingParams) -> list[tuple[str, float, float]]:
-    """Per part: its name, calls a round, milliseconds a round."""
+    """Returns name, calls per round and milliseconds per round of each part."""
     spent: defaultdict[str, float] = defaultdict(float)
     calls: Counter[str] = Counter()
 
@@ -86,14 +86,14 @@ def breakdown(llm: LLM, prompts: list[list[int]], sampling: SamplingParams) -> l
 
 
 def main() -> None:
-    """Prints a line per number of expansions, then the breakdown at d = 4."""
+    """Prints one line per number of expansions, then the breakdown at d = 4."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--steps", default="1,2,4,8")
     parser.add_argument("--limit", type=int, default=6)
     args = parser.parse_args()
     torch.set_num_threads(1)
-    time.perf_counter = time.thread_time  # the engine's clock; one thread does all the work here
+    time.perf_counter = time.thread_time  # clock of the engine; one thread does all the work here
     prompts = read_prompts(AutoTokenizer.from_pretrained(DEMO / "target"))[: args.limit]
     sampling = SamplingParams(temperature=args.temperature, max_tokens=128, ignore_eos=True)
     for d in map(int, args.steps.split(",")):

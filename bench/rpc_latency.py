@@ -1,13 +1,13 @@
-"""What a hop to a worker costs beside its model: the wait for an answer less the model's time, as the worker tells it.
+"""RPC latency of a worker: the time from request to response, less the model's time as the worker reports it.
 
     python -m bench.rpc_latency [--tokens 128] [--awake] [--json out.json]
 
-The workers of bench/workers.py, over loopback; the loop runs in this process. Modes serial (a proposal for a result)
-and async (growth as it comes). Bytes are those of the messages, before gRPC's framing. For comparison: a bare gRPC
-stream with messages of the same sizes after the same rests (`bare_ms`), and what the worker does around its forwards,
-which a model of this process has to do too (`around_ms`). What these two leave of `p50_ms` is the hop's own. And the
-round trip of a Ping, again and again and after a rest as long as a verification. `--awake` keeps the CPUs from being
-halted between messages, as bench/bare_grpc.py says.
+Runs the workers of bench/workers.py over loopback, with the decoding loop in this process, in modes serial (one
+proposal per result) and async (a stream of tree deltas). Bytes are those of the messages, without gRPC framing. Two
+figures for comparison: a bare gRPC stream with messages of the same sizes after the same delays (`bare_ms`), and the
+worker's work around its forwards, which a local model requires too (`around_ms`). The remainder of `p50_ms` is the
+overhead of the protocol. Also measured: the round trip of a Ping, back to back and after a pause as long as a
+verification. `--awake` prevents the CPUs from being halted between messages (bench/bare_grpc.py).
 """
 
 from __future__ import annotations
@@ -40,17 +40,21 @@ from swiftspec.params import SamplingParams
 from swiftspec.serve.model_resolution import demo_model_path
 from swiftspec.serve.text.codec import TextCodec
 
-PROMPTS = slice(12, 16)  # none of those whose rounds a prediction knows
+PROMPTS = slice(12, 16)  # different from the prompts of the predicted rounds
 MODES = ("serial", "async")
 
 
 @dataclass
 class Hops:
-    """Of one side. Seconds of each answer beside the model's, the model's, and the worker's around it; between an
-    answer and the next message; of an expansion, as the worker has them; and bytes there and back."""
+    """Measurements of one side, in seconds and bytes.
+
+    Per response: the time beyond the model's, the model's time, and the worker's time around the model. Also the time
+    between a response and the next message, the duration of an expansion as reported by the worker, and the bytes in
+    each direction.
+    """
 
     asked: float = 0.0  # when the last message was sent
-    heard: float = 0.0  # and the last answer came
+    heard: float = 0.0  # when the last response arrived
     beside: list[float] = field(default_factory=list)
     model: list[float] = field(default_factory=list)
     around: list[float] = field(default_factory=list)
@@ -62,7 +66,7 @@ class Hops:
 
 @contextmanager
 def measured(hops: dict[str, Hops]) -> Iterator[None]:
-    """Notes what goes through every stream meanwhile."""
+    """Records the messages of every stream inside the context."""
     send, recv = MessageStream.send, MessageStream.recv
 
     def of(stream: Any) -> Hops:
@@ -93,7 +97,10 @@ def measured(hops: dict[str, Hops]) -> Iterator[None]:
 
 
 def rounds(mode: str, urls: dict[str, str], tokens: int) -> tuple[dict[str, Hops], int]:
-    """What the rounds of a few answers have cost, openings left out, and how many there were."""
+    """Measures the rounds of a few answers, without request starts.
+
+    Returns the measurements and the number of rounds.
+    """
     codec = TextCodec(Path(demo_model_path("target")))
     prompts = [codec.encode(text, 1024) for text in texts()[PROMPTS]]
     codec.close()
@@ -116,7 +123,7 @@ def rounds(mode: str, urls: dict[str, str], tokens: int) -> tuple[dict[str, Hops
 
 
 def round_trip(url: str, rest: float = 0.0) -> float:
-    """Seconds of a call that does nothing, median of 20, each after so many seconds of rest."""
+    """Median seconds of 20 calls that do nothing, each after a pause of `rest` seconds."""
     with grpc.insecure_channel(url) as channel:
         ping, seconds = channel.unary_unary(f"/{TARGET_SERVICE}/Ping"), []
         for _ in range(20):
@@ -128,8 +135,11 @@ def round_trip(url: str, rest: float = 0.0) -> float:
 
 
 def around(urls: dict[str, str]) -> dict[str, float]:
-    """What surrounds the forwards in mode async, as `simulate.Times` has it, in seconds: a verification's hop beyond a
-    Ping; an expansion beyond its step; and from a result to the next proposal, where that waits for nothing."""
+    """Seconds of the work around the forwards in mode async, by the field names of `SimulatedTimes`.
+
+    These are the latency of a verification beyond a Ping, the time of an expansion beyond its step, and the time from a
+    result to the next proposal if the proposal does not wait.
+    """
     hops, _ = rounds("async", urls, 64)
     verify = max(statistics.median(hops["target"].beside) - round_trip(urls["target"]), 0.0)
     expand = max(statistics.median(hops["draft"].expansion) - PACES["draft"], 0.0)
@@ -137,10 +147,10 @@ def around(urls: dict[str, str]) -> dict[str, float]:
 
 
 def row(mode: str, side: str, hops: Hops, count: int, url: str) -> dict[str, Any]:
-    """What is printed of one side. `url`: of a bare stream."""
+    """Returns the printed figures of one side. `url`: address of the bare stream."""
     size = {"there": sum(hops.sent) / count, "back": sum(hops.come) / count}
     about = {"mode": mode, "side": side, "rounds": count, **size}
-    if mode == "async" and side == "draft":  # growth is no answer, so there is no hop
+    if mode == "async" and side == "draft":  # tree deltas do not answer a request, so they have no RPC latency
         return about
     tenths = statistics.quantiles(hops.beside, n=10)
     middle = statistics.median
@@ -151,7 +161,7 @@ def row(mode: str, side: str, hops: Hops, count: int, url: str) -> dict[str, Any
 
 
 def main() -> None:
-    """Measures and prints."""
+    """Measures and prints the rows."""
     parser = argparse.ArgumentParser(prog="python -m bench.rpc_latency", description=__doc__)
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--awake", action="store_true")

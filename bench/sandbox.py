@@ -1,7 +1,7 @@
-"""Runs short programs that a model wrote, each in a process of its own, with limits on time, memory and files.
+"""Runs short generated programs, each in its own process, with limits on time, memory and files.
 
-It keeps accidents in bounds: no import, no file, no second process, a second of computing. It is no wall against
-somebody who wants out of it.
+The limits contain accidents: no imports, no files, no second process, one second of CPU time. They do not contain a
+program that tries to escape.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ NEVER = {"open", "exec", "eval", "compile", "__import__", "input", "breakpoint",
 
 
 class Sandbox:
-    """Close it. What it has run before is not run again."""
+    """Runs programs in a child process and caches the results. Must be closed after use."""
 
     def __init__(self) -> None:
         command = [sys.executable, "-I", __file__]
@@ -30,7 +30,7 @@ class Sandbox:
         self._known = dict[str, bool]()
 
     def passes(self, program: str) -> bool:
-        """Whether a program comes to its end without an error."""
+        """Whether a program ends without an error."""
         if program not in self._known:
             stdin, stdout = self._process.stdin, self._process.stdout
             assert stdin is not None and stdout is not None
@@ -47,7 +47,7 @@ class Sandbox:
 
 
 def _run(program: str) -> None:
-    """In the child: never comes back."""
+    """Runs a program in the child process. Never returns."""
     with contextlib.suppress(BaseException):
         nowhere = os.open(os.devnull, os.O_RDWR)
         for number in (0, 1, 2):
@@ -65,7 +65,7 @@ def _run(program: str) -> None:
 
 
 def main() -> None:
-    """A program a line, as JSON; says whether each has come to its end."""
+    """Reads one program per line as JSON and prints whether each ended without an error."""
     for line in sys.stdin:
         program = json.loads(line)
         child = os.fork()

@@ -1,11 +1,12 @@
-"""What HTTP costs: the server's streams beside the same session asked in process.
+"""Overhead of HTTP: streams of the server compared with the same session in process.
 
     python -m bench.serve [--steps full,2,5] [--requests 6] [--tokens 256] [--json out.json]
 
-For each of --steps ("full": as fast as it goes; else emulated milliseconds of a target's step, a draft's a twentieth of
-that) a server and a session in a process of its own answer the same held-out prompts greedily, in turns. It prints, of
-each: tokens a second of whole requests, from asking to the last byte; for the server the time to the first byte beyond
-the engine's own time to its first token; and free text beside text under a JSON schema, by tokens and by rounds.
+For each of --steps ("full": without emulation; otherwise the emulated milliseconds of a target step, with a twentieth
+of that for a draft step) a server and a session in another process answer the same held-out prompts greedily,
+alternately. Prints for both the tokens per second of whole requests, from the request to the last byte; for the server
+also the time to the first byte less the engine's time to the first token, and the speed of text under a JSON schema
+relative to free text, per token and per round.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ SCHEMA = {
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """One request: its tokens and rounds, seconds from asking to the end, to the first byte, and to the first token as
-    the engine counts it."""
+    """One request: its tokens and rounds, and the seconds from the request to its end, to the first byte, and to the
+    first token according to the engine."""
 
     tokens: int
     rounds: int
@@ -54,7 +55,7 @@ class Answer:
 
 @contextmanager
 def session(flags: Sequence[str]) -> Iterator[subprocess.Popen[str]]:
-    """A process that answers prompts from its standard input (`answer_here`)."""
+    """Starts a process that answers prompts from its standard input (`answer_here`)."""
     child = subprocess.Popen(
         [sys.executable, "-m", "bench.serve", "--answer-here", *flags],
         cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
@@ -68,7 +69,7 @@ def session(flags: Sequence[str]) -> Iterator[subprocess.Popen[str]]:
 
 
 def answer_here(flags: list[str]) -> None:
-    """Answers each line of standard input, a JSON list of token ids and a number of tokens, as text in this process."""
+    """Answers each line of standard input, a JSON list of token ids and a number of tokens, in this process."""
     from swiftspec.params import SamplingParams
     from swiftspec.serve.cli.arguments import parse_command
     from swiftspec.serve.session import open_session
@@ -93,7 +94,7 @@ def answer_here(flags: list[str]) -> None:
 
 @contextmanager
 def server(flags: Sequence[str], ranks: int = 1) -> Iterator[str]:
-    """The address of a server."""
+    """Starts a server and yields its address."""
     torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "-m"] if ranks > 1 else []
     process = subprocess.Popen(
         [sys.executable, "-m", *torchrun, "swiftspec.serve", "--port", "0", *flags],
@@ -109,7 +110,7 @@ def server(flags: Sequence[str], ranks: int = 1) -> Iterator[str]:
 
 
 def over_http(url: str, prompt: list[int], tokens: int, more: dict[str, Any] | None = None) -> Answer:
-    """The same as a stream from the server, for curl: a client that takes little of the cores itself."""
+    """Streams one answer from the server with curl, a client that needs little CPU time."""
     asked = {"prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True, "stream": True}
     command = ["curl", "-sNf", f"{url}/v1/completions", "-H", "Content-Type: application/json", "-d", "@-"]
     done = subprocess.run(
@@ -124,12 +125,12 @@ def over_http(url: str, prompt: list[int], tokens: int, more: dict[str, Any] | N
 
 
 def measure(steps: str, prompts: list[list[int]], tokens: int) -> dict[str, Any]:
-    """One row."""
+    """Measures one row."""
     flags = serving.flags(steps)
     schema = {"response_format": {"type": "json_schema", "json_schema": {"name": "list", "schema": SCHEMA}}}
     found: dict[str, list[Answer]] = {"session": [], "http": [], "schema": []}
     with session(flags) as child, server(flags) as url:
-        over_http(url, prompts[0], 8, schema)  # the grammar is compiled once
+        over_http(url, prompts[0], 8, schema)  # compiles the grammar, once
         for prompt in prompts:
             assert child.stdin is not None and child.stdout is not None
             child.stdin.write(json.dumps([prompt, tokens]) + "\n")
@@ -149,7 +150,7 @@ def measure(steps: str, prompts: list[list[int]], tokens: int) -> dict[str, Any]
 
 
 def main() -> None:
-    """Measures and prints."""
+    """Measures and prints the rows."""
     args = serving.options(__doc__).parse_args()
     prompts = serving.prompts(args.requests)
     rows = []

@@ -1,4 +1,4 @@
-"""What the benchmarks of a server share: their options, the server's flags, prompts and rows."""
+"""Options, server flags, prompts and output shared by the benchmarks of a server."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from bench.heldout import DEMO, read_prompts
 
 
 def options(doc: str | None) -> argparse.ArgumentParser:
-    """--steps, --requests, --tokens and --json."""
+    """Parser with --steps, --requests, --tokens and --json."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", default="full,2,5", type=lambda text: text.split(","))
     parser.add_argument("--requests", type=int, default=6)
@@ -24,19 +24,19 @@ def options(doc: str | None) -> argparse.ArgumentParser:
 
 
 def flags(steps: str) -> list[str]:
-    """Of rounds of a fixed shape, whose steps are emulated: so many milliseconds of the target's, a twentieth of that
-    of the draft's; "full": as fast as it goes."""
+    """Returns the server flags for rounds of a fixed shape with emulated step times: `steps` milliseconds for the
+    target and a twentieth of that for the draft. "full": without emulation."""
     fixed = ["--plan", "none", "--threads", "1", "--prefix-cache-memory", "0", "--no-adapt", "--no-self-switch"]
     return fixed if steps == "full" else [*fixed, "--emulate", f"target={steps}ms,draft={float(steps) / 20:g}ms"]
 
 
 def prompts(requests: int) -> list[list[int]]:
-    """So many held-out ones, of 64 tokens each."""
+    """Returns `requests` held-out prompts of 64 tokens each."""
     texts = read_prompts(AutoTokenizer.from_pretrained(DEMO / "target"))
     return [text[:64] for text in texts[:requests]]
 
 
 def write(file: Path | None, rows: list[dict[str, Any]]) -> None:
-    """Writes the rows as JSON, if they are wanted."""
+    """Writes the rows as JSON if a file is given."""
     if file is not None:
         file.write_text(json.dumps({"machine": os.uname().machine, "rows": rows}, indent=1), encoding="utf-8")

@@ -1,13 +1,11 @@
-"""Growth over a slow wire on a clock that is counted, not waited for: tokens a second of mode async with d left open.
+"""Simulation of asynchronous mode over a slow network with a simulated clock: tokens per second with d left open.
 
     python -m bench.simulated_network [--delays 0.2,2,20] [--leaves 16,32] [--expansion 3.4] [--host 1]
 
-The worker's `TreeDeltaSender` and the orchestrator's `ReplicaDrafter` of the embedded draft run as they are; the
-target's text
-is known beforehand (greedy, the prompts of bench/network_delay.py), and every step, message and hop takes the time
-that it is
-said to take: so a minute shows what another rule of growing or proposing would be worth. Milliseconds; delays one way;
-`--host`: of the loop, a round.
+The worker's `TreeDeltaSender` and the client's `ReplicaDrafter` run unmodified with the demo draft. The target's text
+is known in advance (greedy, the prompts of bench/network_delay.py), and every step and message takes its configured
+time. A different rule for expansions or proposals can therefore be evaluated within a minute. Times are milliseconds,
+delays one way; `--host` is the loop's time per round.
 """
 
 from __future__ import annotations
@@ -35,14 +33,15 @@ from swiftspec.serve.text.codec import TextCodec
 from swiftspec.tree.replica import TreeDelta, TreeReplica
 from swiftspec.tree.tree import DraftTree
 
-PROMPTS, TOKENS, MORE = 12, 128, 40  # the last round may overshoot by fewer than MORE
-Text = tuple[list[int], list[int]]  # a prompt, and what follows
+PROMPTS, TOKENS, MORE = 12, 128, 40  # the last round may overshoot by fewer than MORE tokens
+Text = tuple[list[int], list[int]]  # a prompt and its continuation
 
 
 class CountedLink:
-    """A `TreeDeltaLink` to a worker on the same clock. `now`: the orchestrator's moment; `_free`: when the draft has
-    its
-    next one."""
+    """A `TreeDeltaLink` to a simulated worker on the same clock.
+
+    `now` is the client's time, `_free` the time at which the draft becomes idle.
+    """
 
     busy, answer_timeout_s = 0.0, 1.0
 
@@ -66,7 +65,10 @@ class CountedLink:
         self._told.append((self.now + self._delay, result))
 
     def receive(self, deadline: float | None) -> TreeDelta | None:
-        """What is there by now; where that is waited for the clock goes on."""
+        """Returns the next delta that has arrived by now.
+
+        If `deadline` is set, advances the clock until one arrives.
+        """
         while self._free + self._expansion <= self.now + self._delay and self._step():
             pass
         while not self._said and deadline is not None:
@@ -84,7 +86,10 @@ class CountedLink:
         self._said.append((self._free + self._delay, delta))
 
     def _step(self) -> bool:
-        """The draft's next one: a result that has come, or an expansion. False: there is nothing to do."""
+        """Executes the draft's next action, an arrived result or an expansion.
+
+        Returns False if there is nothing to do.
+        """
         if self._told and (self._told[0][0] <= self._free or not self._grows):
             came, result = self._told.popleft()
             self._free, self._grows = max(self._free, came), True
@@ -98,7 +103,7 @@ class CountedLink:
 
 
 def verified(proposal: Proposal, text: Sequence[int]) -> VerifyResult:
-    """What a target with that text to come makes of it."""
+    """Returns the result of verifying a proposal against the text to come."""
     path, below = [0], list(zip(proposal.parents, proposal.tokens))
     while (path[-1], text[len(path) - 1]) in below:
         path.append(below.index((path[-1], text[len(path) - 1])))
@@ -107,7 +112,7 @@ def verified(proposal: Proposal, text: Sequence[int]) -> VerifyResult:
 
 
 def run(known: Sequence[Text], leaves: int, delay: float, expansion: float, host: float) -> tuple[float, float, float]:
-    """Tokens a second, tokens a round, and the share of rounds that waited."""
+    """Returns tokens per second, tokens per round, and the share of rounds that waited."""
     config = EngineConfig("async", verify_batch=NODES, draft_leaves=leaves, target_remote=True, draft_remote=True)
     link, slots = CountedLink(config, delay, expansion), draft_tree_slots(config)
     seconds, made, rounds, waited = 0.0, 0, 0, 0
@@ -134,12 +139,12 @@ def run(known: Sequence[Text], leaves: int, delay: float, expansion: float, host
 
 
 def numbers(text: str) -> list[float]:
-    """Of a list with commas."""
+    """Parses comma-separated numbers."""
     return [float(part) for part in text.split(",")]
 
 
 def main() -> None:
-    """Counts and prints."""
+    """Runs the simulation and prints the results."""
     parser = argparse.ArgumentParser(prog="python -m bench.simulated_network", description=__doc__)
     parser.add_argument("--delays", type=numbers, default=[0.2, 2, 20])
     parser.add_argument("--leaves", type=numbers, default=[16, 32])

@@ -1,14 +1,14 @@
-"""Speed and quality of mode smc against particles N and draft tokens K, on the embedded pair and held-out prompts.
+"""Speed and quality of mode smc against particles N and draft tokens K, on the demo models and held-out prompts.
 
     python -m bench.smc [--particles 1,4,8] [--steps 4] [--ops reference] [--threads 2] [--memory]
     python -m bench.smc --limit 8 --seeds 4 --plot docs/smc.svg    # the figure
-    python -m bench.smc --groups 1,2,4,8 --particles 4 --steps 4   # requests side by side, and exact chains as well
+    python -m bench.smc --groups 1,2,4,8 --particles 4 --steps 4   # concurrent requests, and exact chains as well
 
-Quality is measured: the target's own mean log-likelihood per token of what each configuration wrote (at the request's
-temperature), and how far that lies from the mean of several plain samplings of the same prompt, with its standard
-error. A text that reads like the draft's lies below. All configurations take turns on every prompt. One thread is timed
-by its CPU time, so that other work on the machine counts less, more of them and a GPU (`--device cuda`, not run yet) by
-the clock; only ratios within one run mean much.
+Quality is the target's mean log-likelihood per token of each configuration's text (at the request's temperature), as
+its distance from the mean of several plain samples of the same prompt, with its standard error. A text that resembles
+the draft's own has a negative distance. All configurations alternate on every prompt. One thread is timed by its CPU
+time, which other work on the machine affects less; several threads and a GPU (`--device cuda`, not run yet) are timed
+by the wall clock. Only ratios within one run are meaningful.
 """
 
 from __future__ import annotations
@@ -41,16 +41,18 @@ from swiftspec.smc.population import LocalPopulation
 from swiftspec.tree import mask
 
 CONTEXT = 1536
-PLAIN = 8  # plain texts a request: they cost little, and every distance is one from their mean
+PLAIN = 8  # plain texts per request: they are fast, and every distance is relative to their mean
 COLOURS = ("#1b6ca8", "#d1495b", "#3a7d44", "#b07d12", "#6a4c93")
-LABELS = ((5, -7, "start"), (5, 15, "start"), (-5, -7, "end"), (-5, 15, "end"))  # where N stands, curve by curve
+LABELS = ((5, -7, "start"), (5, 15, "start"), (-5, -7, "end"), (-5, 15, "end"))  # position of N, for each curve
 Y_AXIS = "log p per token, above plain sampling's (± standard error)"
 
 
 @dataclass
 class Result:
-    """One configuration's totals; N = 0 is plain sampling. `likelihood` has one mean per request: of a text, and of
-    PLAIN texts in plain sampling."""
+    """Totals of one configuration; N = 0 is plain sampling.
+
+    `likelihood` has one mean per request: of one text, or of PLAIN texts for plain sampling.
+    """
 
     particles: int
     steps: int
@@ -82,7 +84,7 @@ class Result:
 
 
 def scorer(temperature: float) -> Callable[[Sequence[int], Sequence[int]], float]:
-    """The target's mean log-likelihood per token of a text after a prompt."""
+    """Returns a function that computes the target's mean log-likelihood per token of a text after a prompt."""
     model = load_model(DEMO / "target", dtype=torch.float32, ops=reference, max_positions=2 * CONTEXT)
     runner = Runner(model, reference, model.config.vocab_size, context=CONTEXT, tree_slots=CONTEXT)
 
@@ -106,12 +108,12 @@ def build(particles: int, steps: int, args: argparse.Namespace) -> LLM:
 
 
 def measure(args: argparse.Namespace) -> list[Result]:
-    """Plain sampling first, then every N and K."""
+    """Measures plain sampling first, then every N and K."""
     shapes = [(0, 0)] + [(n, k) for k in args.steps for n in args.particles]
     systems = [(Result(n, k), build(n, k, args)) for n, k in shapes]
     prompts = read_prompts(AutoTokenizer.from_pretrained(DEMO / "target"))[: args.limit]
     score = scorer(args.temperature)
-    warm = 8 if args.device == "cpu" else args.max_tokens  # else graphs would be captured while the clock runs
+    warm = 8 if args.device == "cpu" else args.max_tokens  # on a GPU the warm-up must include graph capture
     for _, llm in systems:
         llm.generate(prompts[0], SamplingParams(temperature=args.temperature, max_tokens=warm, ignore_eos=True))
     for seed in range(args.seeds):
@@ -131,7 +133,7 @@ def measure(args: argparse.Namespace) -> list[Result]:
 
 
 def line(result: Result, plain: Result) -> str:
-    """One row of the table."""
+    """Formats one row of the table."""
     runs = len(result.likelihood)
     head = "plain       " if result is plain else f"N={result.particles:<3} K={result.steps:<3}"
     text = f"{head} {result.rate:7.1f} tok/s  {result.rate / plain.rate:5.2f}x  {result.round_ms:7.2f} ms/round"
@@ -144,7 +146,7 @@ def line(result: Result, plain: Result) -> str:
 
 
 def table(results: Sequence[Result]) -> str:
-    """Speed and distance of every N (down) and K (across), in Markdown."""
+    """Formats speed and distance for every N (rows) and K (columns) as Markdown."""
     plain, rest = results[0], results[1:]
     ks = sorted({r.steps for r in rest})
     cells = {(r.particles, r.steps): (r.rate / plain.rate, *distance(r, plain)) for r in rest}
@@ -155,7 +157,7 @@ def table(results: Sequence[Result]) -> str:
 
 
 def memory(args: argparse.Namespace) -> None:
-    """Cache bytes that 64 particles over a prompt of 1,000 tokens use, beside what copies would."""
+    """Prints the cache bytes of 64 particles on a prompt of 1,000 tokens, compared with those of copies."""
     llm = build(64, 4, args)
     smc = llm.roles.parts
     assert isinstance(smc, LocalPopulation)
@@ -178,13 +180,13 @@ def memory(args: argparse.Namespace) -> None:
 
 
 def plot(results: Sequence[Result], file: Path, title: str) -> None:
-    """Distance in likelihood against speed, a line for each K: an SVG without a library."""
+    """Plots distance in likelihood against speed as SVG, one line per K."""
     plain, rest = results[0], results[1:]
     points = {(r.particles, r.steps): (r.rate / plain.rate, *distance(r, plain)) for r in rest}
     speeds = [1.0, *(speed for speed, _, _ in points.values())]
     ends = [0.0, *(mean + side * error for _, mean, error in points.values() for side in (-1, 1))]
     first, last = math.floor(math.log2(min(speeds))), math.ceil(math.log2(max(speeds)))
-    low, high = math.floor(4 * min(ends)), math.ceil(4 * max(ends))  # quarters
+    low, high = math.floor(4 * min(ends)), math.ceil(4 * max(ends))  # in quarters
 
     def at(speed: float, distance: float) -> tuple[float, float]:
         across, up = (math.log2(speed) - first) / (last - first), (4 * distance - low) / (high - low)
@@ -216,7 +218,7 @@ def _curve(
     colour: str,
     label: tuple[float, float, str],
 ) -> list[str]:
-    """One K: a line through its points, each with its N and its standard error up and down."""
+    """Draws the curve of one K, each point with its N and its standard error."""
     path = " ".join("{:.1f},{:.1f}".format(*at(speed, mean)) for speed, mean, _ in points.values())
     out = [f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="1.5"/>']
     for particles, (speed, mean, error) in points.items():
@@ -227,7 +229,7 @@ def _curve(
 
 
 def distance(result: Result, plain: Result) -> tuple[float, float]:
-    """How far its likelihood lies above plain sampling's, mean over the requests, and the standard error of that."""
+    """Difference from the likelihood of plain sampling, mean over the requests, and its standard error."""
     apart = np.array(result.likelihood) - np.array(plain.likelihood)
     return float(apart.mean()), float(apart.std(ddof=1)) / math.sqrt(len(apart)) if len(apart) > 1 else math.nan
 
@@ -237,7 +239,7 @@ def numbers(text: str) -> list[int]:
 
 
 def main() -> None:
-    """Prints the table; the ratio of rounds where N = 1 and 8 are among the shapes."""
+    """Prints the table, and the ratio of rounds if N = 1 and 8 are among the shapes."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--particles", type=numbers, default=[1, 2, 4, 8, 16, 32, 64])
     parser.add_argument("--steps", type=numbers, default=[1, 4, 16])
@@ -259,7 +261,7 @@ def main() -> None:
         parser.error("--threads, --limit and --particles must be at least 1")
     torch.set_num_threads(args.threads)
     if args.threads == 1 and args.device == "cpu":
-        time.perf_counter = time.thread_time  # the engine's clock; a GPU works while its host waits
+        time.perf_counter = time.thread_time  # clock of the engine; on a GPU the host waits while the GPU computes
     if args.memory:
         memory(args)
         return

@@ -1,13 +1,13 @@
-"""Requests side by side: tokens a second of all of them, as particles and as exact chains. `bench.smc` starts it.
+"""Concurrent requests: total tokens per second, as particles and as exact chains. Started by `bench.smc`.
 
-Every number G of requests at a time decodes the same requests, as many as the most of them twice, all equally long; the
-next one joins as soon as one ends. Speed is that of decoding: the time in which prompts are read is left out. `own` is
-what a round costs beyond its forwards, as a share of these. `plain` is what no batch without a draft can exceed: the
-target's forwards alone, over one row of each request. Kinds and numbers take turns.
+For every number G of concurrent requests the same requests are decoded, twice the largest G of them, all of equal
+length; the next one joins as soon as one ends. The speed excludes the time of prefill. `own` is the cost of a round
+beyond its forwards, relative to the forwards. `plain` is an upper bound for any batch without a draft: the target's
+forwards alone, with one row per request. Kinds and numbers alternate.
 
-`--ablate` gives particles all that makes their rounds fast, and then leaves out one thing at a time: the deferred bonus
-(without it the draft reads a round's last token at once, in a forward of its own), the late host (it reads a round
-before it begins the next) and the round in one call (native, or a graph; without it operator by operator).
+`--ablate` runs particles with all optimizations and then without one at a time: the deferred bonus (without it the
+draft reads the last token of a round in a separate forward), the late host (without it the host reads a round before it
+begins the next), and the round in one call (native or graph; without it operator by operator).
 """
 
 from __future__ import annotations
@@ -36,21 +36,21 @@ from swiftspec.smc.population import LocalPopulation
 
 KINDS = ("smc", "match", "reject")
 ABLATED = ("deferred bonus", "late host", "round in one call")
-Shape = tuple[str, int, int, str]  # kind, N, K and what is left out
-PROMPT = 64  # tokens of each prompt
+Shape = tuple[str, int, int, str]  # kind, N, K and the optimization that is left out
+PROMPT = 64  # tokens per prompt
 WINDOW = 16  # slots of a forward's mask
 COLOURS = ("#1b6ca8", "#d1495b", "#3a7d44", "#777777", "#b07d12", "#6a4c93")
 
 
 @dataclass
 class Total:
-    """What a kind took with so many requests at a time."""
+    """Totals of one kind with one number of concurrent requests."""
 
     tokens: int = 0
-    rounds: int = 0  # of one request each
+    rounds: int = 0  # summed over the requests
     seconds: float = 0.0
-    forwards: float = 0.0  # seconds of them
-    rates: list[float] = field(default_factory=list)  # of each run
+    forwards: float = 0.0  # seconds in forwards
+    rates: list[float] = field(default_factory=list)  # tokens per second of each run
 
     @property
     def rate(self) -> float:
@@ -58,13 +58,13 @@ class Total:
 
     @property
     def own(self) -> str:
-        """As a share, in words. On a GPU nobody knows what a round's forwards take."""
+        """Formats the cost beyond the forwards as a percentage. On a GPU the time of a round's forwards is unknown."""
         return "-" if self.forwards <= 0 else f"{100 * (self.seconds / self.forwards - 1):.1f} %"
 
 
 def build(kind: str, particles: int, steps: int, without: str, args: argparse.Namespace) -> LLM:
-    """An engine with room for the most requests that are asked for. `without`: one of ABLATED, or nothing."""
-    most = max(2, *args.groups)  # a chain alone would be a tree
+    """Builds an engine with room for the largest number of requests. `without`: one of ABLATED, or empty."""
+    most = max(2, *args.groups)  # a single chain would run as a tree
     options: dict[str, Any] = {"dtype": torch.bfloat16, "ops": args.ops, "max_model_len": 1536, "device": args.device}
     if kind == "smc":
         shape = PopulationConfig(particles, steps, args.ess_threshold, args.power, smc_groups=most)
@@ -85,14 +85,14 @@ def build(kind: str, particles: int, steps: int, without: str, args: argparse.Na
 
 
 def run(llm: LLM, prompts: Sequence[Sequence[int]], args: argparse.Namespace, at_once: int, total: Total) -> None:
-    """Decodes them, so many at a time, and adds what that took."""
+    """Decodes the requests, at most `at_once` at a time, and adds the totals."""
     sampling = [
         SamplingParams(args.temperature, max_tokens=args.max_tokens, ignore_eos=True, seed=i)
         for i in range(len(prompts))
     ]
     requests = [llm.engine.request(i, *asked) for i, asked in enumerate(zip(prompts, sampling, strict=True))]
     waiting, here, decoding = iter(requests), 0, llm.roles.decoding
-    came: list[float] = []  # seconds in forwards until each request came
+    came: list[float] = []  # seconds in forwards until each request arrived
 
     def arriving() -> BatchRequest | None:
         nonlocal here
@@ -111,14 +111,17 @@ def run(llm: LLM, prompts: Sequence[Sequence[int]], args: argparse.Namespace, at
     tokens = sum(request.stats.tokens for request in requests)
     total.rates.append(tokens / seconds)
     total.tokens, total.seconds = total.tokens + tokens, total.seconds + seconds
-    if args.device == "cpu":  # of a GPU the host knows when forwards begin
+    if args.device == "cpu":  # on a GPU the host only knows when forwards begin
         total.forwards += sum(decoding.busy) - busy - prompts_read
     total.rounds += sum(request.stats.rounds for request in requests)
 
 
 def plain(llm: LLM, at_once: int, forwards: int = 8) -> float:
-    """Tokens a second of the target's forwards over a row of each of so many requests, behind prompts that others have
-    left in the cache. Median of a few."""
+    """Tokens per second of target forwards with one row for each of `at_once` requests, on prompts that earlier
+    requests left in the cache.
+
+    Median of several forwards.
+    """
     population = llm.roles.parts
     assert isinstance(population, LocalPopulation)
     target = population.target
@@ -148,7 +151,7 @@ def plain(llm: LLM, at_once: int, forwards: int = 8) -> float:
 
 
 def compare(prompts: Sequence[Sequence[int]], args: argparse.Namespace) -> None:
-    """A line for each kind, N, K, what is left out, and G."""
+    """Prints one line for each kind, N, K, left-out optimization and G."""
     left_out = ["", *ABLATED] if args.ablate else [""]
     particles = args.particles if "smc" in args.kinds else []
     shapes: list[Shape] = [("smc", n, k, without) for k in args.steps for n in particles for without in left_out]
@@ -158,7 +161,7 @@ def compare(prompts: Sequence[Sequence[int]], args: argparse.Namespace) -> None:
     totals = {(shape, count): Total() for shape in shapes for count in args.groups}
     for llm in systems.values():
         llm.generate(asked[0], SamplingParams(args.temperature, max_tokens=8, ignore_eos=True))
-    if args.device != "cpu":  # else graphs would be captured while the clock runs
+    if args.device != "cpu":  # otherwise the timing would include graph capture
         for shape, count in totals:
             run(systems[shape], asked, args, count, Total())
     alone: dict[int, list[float]] = {count: [] for count in args.groups}
@@ -189,7 +192,7 @@ def compare(prompts: Sequence[Sequence[int]], args: argparse.Namespace) -> None:
 
 
 def plot(groups: Sequence[int], rates: Mapping[str, Sequence[float]], file: Path) -> None:
-    """Tokens a second of all requests against how many there are at a time: an SVG."""
+    """Plots total tokens per second against the number of concurrent requests as SVG."""
     first, last = math.log2(min(groups)), math.log2(max(max(groups), 2 * min(groups)))
     top = max(max(each) for each in rates.values())
 
@@ -216,7 +219,7 @@ def plot(groups: Sequence[int], rates: Mapping[str, Sequence[float]], file: Path
 
 
 def kinds(text: str) -> list[str]:
-    """Of a list with commas."""
+    """Parses comma-separated kinds."""
     found = text.split(",")
     if not set(found) <= set(KINDS):
         raise argparse.ArgumentTypeError(f"kinds are {', '.join(KINDS)}")
@@ -224,7 +227,7 @@ def kinds(text: str) -> list[str]:
 
 
 def add_flags(parser: argparse.ArgumentParser, target: Path, draft: Path) -> None:
-    """Those that only this reads."""
+    """Adds the flags of this module."""
     parser.add_argument("--kinds", type=kinds, default=[*KINDS], help="of --groups: particles, and exact chains")
     parser.add_argument("--target", type=Path, default=target, help="of --groups: a folder of tools.width_expand, say")
     parser.add_argument("--draft", type=Path, default=draft)

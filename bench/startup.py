@@ -1,6 +1,6 @@
-"""One start of ours in a process of its own, opened as the command does, and what it takes.
+"""One start of SwiftSpec in a separate process, opened as the command does, with its measurements.
 
-python -m bench.startup TASK.json        # what bench/large.py starts: {"flags": [...], "cache": a folder or null}
+python -m bench.startup TASK.json        # started by bench/large.py: {"flags": [...], "cache": a folder or null}
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from swiftspec.serve.cli.arguments import parse_command
 from swiftspec.serve.session import Session, open_session
 from swiftspec.serve.terminal import StartupProgress
 
-QUIET, LONGEST = 3.0, 300.0  # seconds without a change after which a cache is written, and that this may take
+QUIET, LONGEST = 3.0, 300.0  # seconds without a change after which a cache counts as complete, and the timeout
 
 
 def main() -> None:
-    """Does a task and says what it took."""
+    """Runs a task and prints its measurements."""
     task = Task.given()
     settings = parse_command(task.what["flags"]).settings
     import swiftspec.llm  # noqa: F401 # torch, and all that the models need: what comes after is loading
@@ -40,7 +40,7 @@ def main() -> None:
 
 
 def run(session: Session, task: Task, measured: Measured) -> None:
-    """All requests of a task, greedy, end tokens passed over."""
+    """Runs all requests of a task greedily, ignoring end tokens."""
 
     def generate(prompt: list[int], tokens: int) -> list[int]:
         return session.llm.generate(prompt, SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)).token_ids
@@ -63,7 +63,7 @@ def run(session: Session, task: Task, measured: Measured) -> None:
 
 
 def settle(folder: Path) -> None:
-    """Waits until nothing in a folder has changed for a while: what is written behind an answer is then whole."""
+    """Waits until a folder has not changed for a while, so that files written in the background are complete."""
     until, seen, since = time.monotonic() + LONGEST, None, time.monotonic()
     while time.monotonic() < min(until, since + QUIET):
         now = state(folder)
@@ -73,7 +73,10 @@ def settle(folder: Path) -> None:
 
 
 def state(folder: Path) -> list[tuple[str, int, int]]:
-    """Every file's name, time and size. One that is renamed meanwhile is left out, and there the next time."""
+    """Returns name, modification time and size of every file.
+
+    A file that is renamed concurrently is left out until the next call.
+    """
     found: list[tuple[str, int, int]] = []
     for file in sorted(folder.rglob("*")):
         try:

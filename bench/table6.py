@@ -1,9 +1,10 @@
-"""The paper's Table 6 at emulated step times: growing the tree ahead on two groups against growing it in turn on one.
+"""The paper's Table 6 at emulated step times: asynchronous mode on two groups against serial mode on one.
 
     torchrun --standalone --nproc-per-node 2 -m bench.table6 [--limit 6] [--max-tokens 96]
 
-The models are the embedded pair and wait until a step of Qwen2-72B, or of its draft, would be over; everything else is
-real. Prints each d of both, the ratio of their best, and what a round costs beyond the two models.
+The models are the demo models and wait in each forward as long as a step of Qwen2-72B, or of its draft, would take;
+everything else is real. Prints each d of both modes, the ratio of their best, and the cost of a round beyond both
+models.
 """
 
 from __future__ import annotations
@@ -30,20 +31,20 @@ DEPTHS = (1, 2, 3, 4)
 
 
 def spec(side: str) -> tuple[str, float, float]:
-    """Step times of one half of Table 6: as `--emulate` has them, and in seconds."""
+    """Returns the step times of one half of Table 6 in the format of `--emulate`, and in seconds."""
     row = emulation.paper_figures()["table6"][side]
     text = f"target={row['target_ms']}ms,draft={row['draft_ms']}ms"
     return text, 1e-3 * row["target_ms"], 1e-3 * row["draft_ms"]
 
 
 def show(name: str, d: int, run: measurement.Run, more: str = "") -> float:
-    """A line of the table."""
+    """Prints a line of the table and returns the speed."""
     print(f"{name:8} d {d}: {run.speed:6.1f} tok/s, {run.tokens_per_round:.2f} tok/round{more}", flush=True)
     return run.speed
 
 
 def main() -> None:
-    """Runs both sides."""
+    """Runs both modes."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--limit", type=int, default=6, help="prompts")
     parser.add_argument("--max-tokens", type=int, default=96)

@@ -1,10 +1,10 @@
-"""What a listener at /v1/spec/events costs: the same requests with one who reads all and with none, in turns.
+"""Overhead of a subscriber of /v1/spec/events: the same requests with and without one, alternately.
 
     python -m bench.trace_subscriber [--steps full,2,5] [--ranks 1,2] [--requests 6] [--tokens 256] [--json out.json]
 
-For each of --steps (as in bench.serve) and --ranks (1: in turn; 2: the draft on a rank of its own) a server answers
-held-out prompts greedily. It prints tokens a second of whole requests without and with, the median of what the listener
-costs a prompt, and what it was sent.
+For each of --steps (as in bench.serve) and --ranks (1: serial mode; 2: the draft on a separate rank) a server answers
+held-out prompts greedily. Prints the tokens per second of whole requests without and with a subscriber, the median
+overhead per prompt, and the amount of data sent.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from typing import Any
 from bench import serving
 from bench.serve import Answer, over_http, server
 
-SETTLE = 0.2  # seconds in which rank 0 has heard that somebody listens, or nobody does any more
+SETTLE = 0.2  # seconds until rank 0 knows that a subscriber has connected or disconnected
 
 
 @contextmanager
 def listener(url: str, file: Path) -> Iterator[None]:
-    """Reads all events into a file."""
+    """Writes all events to a file."""
     with file.open("ab") as out:
         reading = subprocess.Popen(["curl", "-sN", f"{url}/v1/spec/events"], stdout=out)
         try:
@@ -41,7 +41,7 @@ def listener(url: str, file: Path) -> Iterator[None]:
 
 
 def measure(steps: str, ranks: int, prompts: list[list[int]], tokens: int) -> dict[str, Any]:
-    """One row."""
+    """Measures one row."""
     flags = serving.flags(steps)
     if ranks > 1:
         flags += ["--mode", "async", "--draft-steps", "4"]
@@ -67,7 +67,7 @@ def measure(steps: str, ranks: int, prompts: list[list[int]], tokens: int) -> di
 
 
 def main() -> None:
-    """Measures and prints."""
+    """Measures and prints the rows."""
     parser = serving.options(__doc__)
     parser.add_argument("--ranks", default="1,2")
     args = parser.parse_args()

@@ -1,4 +1,4 @@
-"""The embedded pair in large shapes, and the same weights as GGUF, in a folder that may be kept between runs."""
+"""The demo models width-expanded to large shapes, and the same weights as GGUF, in a folder that runs can share."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from tools.width_expand.checkpoint import write
 from tools.width_expand.shapes import read_shape
 
 SHORT = {"1b": "Llama-3.2-1B", "3b": "Llama-3.2-3B", "8b": "Llama-3-8B", "70b": "Llama-3-70B"}
-INT4, GGUF, DENSE, Q8_0 = 4.25 / 8, 20 / 32, 2.0, 34 / 32  # bytes a weight
-READ = 1 << 24  # bytes at a time
+INT4, GGUF, DENSE, Q8_0 = 4.25 / 8, 20 / 32, 2.0, 34 / 32  # bytes per weight
+READ = 1 << 24  # bytes per read
 
 Say = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """One of the two: where it lies once it is made, and its shape."""
+    """One of the two models: its folder and its shape."""
 
     folder: Path  # the checkpoint
-    source: Path  # the embedded model that is grown
+    source: Path  # the demo model that is width-expanded
     sizes: dict[str, Any]
 
     @staticmethod
     def of(folder: Path, side: str, shape: str) -> Model:
-        """`side`: target or draft; `shape`: a short name, or what tools.width_expand takes."""
+        """`side`: target or draft. `shape`: a short name, or any shape that tools.width_expand accepts."""
         name = Path(shape).stem if shape.endswith(".json") else shape
         return Model(folder / f"{side}-{name}", DEMO / side, read_shape(SHORT.get(shape, shape)))
 
@@ -42,7 +42,7 @@ class Model:
 
     @property
     def weights(self) -> tuple[int, int]:
-        """How many there are in the layers' matrices, and in embedding and head together."""
+        """Number of weights in the layers' matrices, and in embedding and head together."""
         s = self.sizes
         heads = (2 * s["num_attention_heads"] + 2 * s["num_key_value_heads"]) * s["head_dim"]
         layer = s["hidden_size"] * (heads + 3 * s["intermediate_size"])
@@ -51,19 +51,19 @@ class Model:
 
     @property
     def bytes_grown(self) -> int:
-        """About the size of the checkpoint."""
+        """Approximate bytes of the checkpoint."""
         inner, ends = self.weights
         return int(inner * INT4 + ends * DENSE)
 
     def bytes_missing(self, kinds: tuple[str, ...]) -> int:
-        """About what is not yet there of the checkpoint and its GGUF files."""
+        """Approximate bytes of the checkpoint and GGUF files that do not exist yet."""
         inner, ends = self.weights
         one = int(inner * GGUF + ends * Q8_0)
         checkpoint = 0 if self.folder.is_dir() else self.bytes_grown
         return checkpoint + sum(one for kind in kinds if not self.gguf(kind).is_file())
 
     def files(self) -> list[Path]:
-        """The weights."""
+        """Files with the weights."""
         return sorted(self.folder.glob("*.safetensors"))
 
     @property
@@ -72,7 +72,7 @@ class Model:
         return sum(file.stat().st_size for file in self.files())
 
     def make(self, kinds: tuple[str, ...], say: Say) -> None:
-        """Writes what is missing; each thing is whole, or not there under its name."""
+        """Writes what is missing. Each file gets its final name only when it is complete."""
         if self.folder.is_dir():
             say(f"{self.folder.name}: reused")
         else:
@@ -90,7 +90,10 @@ class Model:
 
 
 def pad_tokenizer(file: Path, vocab_size: int) -> None:
-    """Names for the tokens that the small model lacks: without, ours would look for the likeliest token among fewer."""
+    """Adds names for tokens that the small model lacks.
+
+    Without them SwiftSpec would sample from a smaller vocabulary.
+    """
     data = json.loads(file.read_text(encoding="utf-8"))
     vocab = data["model"]["vocab"]
     known = {*vocab.values(), *(token["id"] for token in data["added_tokens"])}
@@ -99,7 +102,7 @@ def pad_tokenizer(file: Path, vocab_size: int) -> None:
 
 
 def check_room(folder: Path, needed: int, say: Say) -> None:
-    """Says how large it becomes. Raises UserError where the disk has no room."""
+    """Reports the required size. Raises UserError if the disk is too small."""
     free = shutil.disk_usage(folder).free
     if needed:
         say(f"{needed / 1e9:.1f} GB to be written to {folder}, {free / 1e9:.1f} GB are free there")
@@ -108,7 +111,7 @@ def check_room(folder: Path, needed: int, say: Say) -> None:
 
 
 def warm(files: list[Path]) -> None:
-    """Reads files once, so that they lie in the page cache."""
+    """Reads files once, so that they are in the page cache."""
     for file in files:
         with file.open("rb", buffering=0) as stream:
             while stream.read(READ):
@@ -117,7 +120,7 @@ def warm(files: list[Path]) -> None:
 
 @contextmanager
 def _whole(path: Path) -> Iterator[Path]:
-    """A place to write to, renamed at the end, removed after an error."""
+    """Yields a temporary path that is renamed at the end and removed after an error."""
     partial = path.with_name(f"{path.name}.partial")
     _remove(partial)
     try:

@@ -1,4 +1,4 @@
-"""Two workers on this machine: the embedded pair at emulated step times, for benchmarks of what lies between."""
+"""Two local workers with the demo models at emulated step times, for benchmarks of the connection."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 SERVE = [sys.executable, "-m", "swiftspec.serve"]
-PACES = {"target": 30e-3, "draft": 3e-3}  # seconds a step
-NODES = 16  # bs: a target of 30 ms verifies 16 as fast as one
-LEAVES = 32  # w: and a draft of 3 ms expands 32 as fast
+PACES = {"target": 30e-3, "draft": 3e-3}  # seconds per step
+NODES = 16  # bs: a target of 30 ms verifies 16 nodes as fast as one
+LEAVES = 32  # w: a draft of 3 ms expands 32 leaves as fast as one
 SHAPE = ["--verify-batch", str(NODES), "--draft-leaves", str(LEAVES)]
 
 
 @contextmanager
 def started(command: Sequence[str], said: str, **how: Any) -> Iterator[str]:
-    """A process that says where it listens, on either of its outputs, in a line like `said`."""
+    """Starts a process and yields the address that it prints, on either output, in a line that matches the pattern."""
     process = subprocess.Popen(
         command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, **how
     )
@@ -38,7 +38,7 @@ def started(command: Sequence[str], said: str, **how: Any) -> Iterator[str]:
 
 @contextmanager
 def workers() -> Iterator[dict[str, str]]:
-    """Where both listen."""
+    """Starts both workers and yields their addresses."""
     with ExitStack() as both:
         yield {
             side: both.enter_context(started(_command(side, seconds), r"worker listening on (\S+)"))

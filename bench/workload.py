@@ -1,4 +1,7 @@
-"""What a program under comparison is asked to do, and what it then says of itself. No torch: peers read this, too."""
+"""Workload of a program in a comparison, and the measurements that it reports.
+
+Imports no torch, since baselines use it too.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +12,12 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-WARM_UP = 8  # tokens that everybody decodes before anything counts
+WARM_UP = 8  # warm-up tokens of every system
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Long prompts, of which one token is asked, and short ones, answered greedily with exactly `tokens` tokens."""
+    """Long prompts with one new token each, and short ones, answered greedily with exactly `tokens` tokens."""
 
     long: list[list[int]]
     short: list[list[int]]
@@ -22,7 +25,8 @@ class Work:
 
     @staticmethod
     def of(texts: list[list[int]], *, long: int, short: int, length: int, requests: int, tokens: int) -> Work:
-        """Cuts `long` prompts of `length` and `requests` short ones from tokenised texts, no two alike at the start."""
+        """Cuts `long` prompts of `length` tokens and `requests` short ones from tokenised texts, all with different
+        beginnings."""
         ids, starts = sum(texts, list[int]()), [0]
         for text in texts[:-1]:
             starts.append(starts[-1] + len(text))
@@ -36,29 +40,29 @@ class Work:
         return Work(prompts, [cut(i, short, 0) for i in range(requests)], tokens)
 
     def less(self, requests: int) -> Work:
-        """The same with fewer requests."""
+        """Returns the same workload with fewer requests."""
         return Work(self.long, self.short[:requests], self.tokens)
 
 
 @dataclass(slots=True)
 class Measured:
-    """What a process did. Rates in tokens a second."""
+    """Measurements of a process. Rates are tokens per second."""
 
-    start: float  # seconds from the start of the process until it takes requests
-    load: float | None = None  # of these, loading the models; None where it does not say
-    peak: int = 0  # bytes that were resident at most (VmHWM), mapped files among them
+    start: float  # seconds from process start until it accepts requests
+    load: float | None = None  # part of `start` for loading the models; None if unknown
+    peak: int = 0  # peak resident bytes (VmHWM), mapped files included
     prompts: list[float] = field(default_factory=list)  # of each long prompt
-    rates: list[float] = field(default_factory=list)  # of each request, from the end of the prompt
-    decoded: int = 0  # tokens of all requests, where `rounds` is known
-    rounds: int = 0  # forwards of the target that gave them
+    rates: list[float] = field(default_factory=list)  # of each request, after the prefill
+    decoded: int = 0  # tokens of all requests, if `rounds` is known
+    rounds: int = 0  # target forwards for these tokens
     drafted: int = 0
     accepted: int = 0
-    texts: list[list[int]] = field(default_factory=list)  # what was said to each request
+    texts: list[list[int]] = field(default_factory=list)  # answer to each request
     notes: dict[str, Any] = field(default_factory=dict)
 
 
 def peak_of(process: int | str = "self") -> int:
-    """Bytes that a process had resident at most, mapped pages counted; 0 where the system does not say."""
+    """Peak resident bytes of a process, mapped pages included. 0 if the system does not report it."""
     try:
         status = Path(f"/proc/{process}/status").read_text(encoding="utf-8")
     except OSError:
@@ -69,23 +73,23 @@ def peak_of(process: int | str = "self") -> int:
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """What a child process is to run, and on which work."""
+    """The task of a child process: what to run, and on which workload."""
 
     what: dict[str, Any]
     work: Work
-    began: float = 0.0  # when the task was written, on a clock that all processes of a machine share
+    began: float = 0.0  # time of writing, on a clock that all processes of the machine share
 
     def write(self, file: Path) -> None:
-        """For a child that starts now."""
+        """Writes the task for a child that starts now."""
         file.write_text(json.dumps(asdict(self) | {"began": time.monotonic()}), encoding="utf-8")
 
     @staticmethod
     def given() -> Task:
-        """The one that the first argument names."""
+        """Reads the task named by the first argument."""
         data = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
         return Task(data["what"], Work(**data["work"]), data["began"])
 
 
 def answer(measured: Measured) -> None:
-    """A child's last line."""
+    """Prints the measurements as the last line of a child's output."""
     print(json.dumps(asdict(measured)), flush=True)

@@ -20,7 +20,7 @@ constexpr int kTile = 2176;                // bytes of an int4 tile of the proje
 constexpr int kMostStages = 12;            // tiles in flight per warp
 constexpr int64_t kBuffer = 1ll << 30;     // much larger than the L2
 constexpr int64_t kFlush = 256ll << 20;    // writing this many bytes evicts everything else from the L2
-constexpr int64_t kAhead = 16ll << 20;     // bytes of the next projection that a QKV prefetches (csrc/cuda/linear/tiling.h)
+constexpr int64_t kAhead = 16ll << 20;     // bytes that a QKV prefetches (csrc/cuda/linear/tiling.h)
 constexpr int kNodes = 200, kTurns = 2000, kLoads = 500, kReplays = 15;
 constexpr uint64_t kPatience = 1000000000;  // nanoseconds; a longer wait ends the kernel
 
