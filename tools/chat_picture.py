@@ -1,10 +1,10 @@
-"""Draws docs/chat.svg: a chat with the embedded pair, as a terminal shows it.
+"""Draws docs/chat.svg, a terminal chat with the demo models.
 
     python -m tools.chat_picture
 
-The session is a real one. On one processor its text is always the same; the times are those of the run, and so are the
-rounds that went without the draft. The picture has a background of its own, so it can be read on light pages and on
-dark ones, and it fetches no font.
+Records a real session. On one processor its text is reproducible; the times and the rounds decoded without the draft
+depend on the run. The picture has its own background, so that it is readable on light and dark pages, and loads no
+font.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ FRAME = """\
 
 
 def typist(console: Console) -> Callable[[], str]:
-    """Types LINES after a prompt, then leaves."""
+    """Returns an input function that types LINES at the prompts and then ends the session."""
     waiting = iter(LINES)
 
     def ask() -> str:
@@ -55,7 +55,7 @@ def typist(console: Console) -> Callable[[], str]:
 
 
 def record() -> str:
-    """The session as it comes to the terminal, control sequences and all."""
+    """Records the session's terminal output, control sequences included."""
     shown = io.StringIO()
     console = Console(file=shown, force_terminal=True, color_system="standard", width=WIDTH, highlight=False)
     console.print(Text(f"$ {COMMAND}", "dim"))
@@ -66,14 +66,14 @@ def record() -> str:
 
 
 def draw(session: str) -> str:
-    """A recorded session as SVG."""
+    """Renders a recorded session as SVG."""
     console = Console(file=io.StringIO(), record=True, width=WIDTH)
     console.print(Text.from_ansi(session), "\n")
     return console.export_svg(code_format=FRAME, theme=MONOKAI, unique_id="chat")
 
 
 def main() -> None:
-    """Records and draws."""
+    """Records the session and writes the picture."""
     PICTURE.write_text(draw(record()), encoding="utf-8")
     print(f"wrote {PICTURE.name}, {PICTURE.stat().st_size} bytes")
 

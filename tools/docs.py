@@ -1,9 +1,9 @@
-"""Writes the pages of docs/ that are made from the code, or reports which of them are out of date.
+"""Generates the pages of docs/ that are derived from the code, or reports which of them are out of date.
 
-    python -m tools.docs            writes them
+    python -m tools.docs            writes the pages
     python -m tools.docs --check    exit code 1 if a page is out of date
 
-Another page is a function that returns its text, and a line in PAGES.
+A further page is a function that returns its text, and an entry in PAGES.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ Some single phases run differently from the request that they belong to:
 
 
 def paths_page() -> str:
-    """Which executor runs which request, and what the executors are."""
+    """Returns the page on execution paths: which executor runs which request, and what the executors are."""
     parts = [PATHS_HEAD]
     head = ("request", *(machine.name for machine in execution_paths.MACHINES))
     for title, step, requests in execution_paths.PHASES:
@@ -82,12 +82,12 @@ def paths_page() -> str:
 
 
 def _summary(kind: type) -> str:
-    """The first paragraph of a docstring."""
+    """Returns the first paragraph of a docstring."""
     return " ".join(str(kind.__doc__).partition("\n\n")[0].split())
 
 
 def flags_page() -> str:
-    """Every flag, by group: values, default, environment variable."""
+    """Returns the page on flags, by group: values, default, environment variable."""
     once = [
         (_code(f"{', '.join(action.option_strings)} {action.metavar or ''}".rstrip()), str(action.help))
         for action in add_run_flags(argparse.ArgumentParser(add_help=False))
@@ -115,7 +115,7 @@ def _row(flag: Flag) -> tuple[str, ...]:
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table in Markdown."""
+    """Formats a Markdown table."""
     lines = [head, ["---"] * len(head), *rows]
     cells = ([cell.replace("|", r"\|") for cell in line] for line in lines)
     return "".join(f"| {' | '.join(line)} |\n" for line in cells)
@@ -133,7 +133,7 @@ PAGES: dict[str, Callable[[], str]] = {
 
 
 def main(argv: Sequence[str] | None = None, root: Path = ROOT) -> int:
-    """Writes the pages of docs/ that are made from the code."""
+    """Writes the pages of docs/ that are derived from the code."""
     parser = argparse.ArgumentParser(prog="python -m tools.docs", description=main.__doc__)
     parser.add_argument("--check", action="store_true", help="write nothing; 1 where a page is out of date")
     check = parser.parse_args(argv).check

@@ -1,7 +1,7 @@
-"""Which executor runs which request, determined from the code: the roles select among the executors of each machine.
+"""Determines from the code which executor runs which request: the roles select among the executors of each machine.
 
-No model is loaded: the executors are built on stand-ins that declare what a machine can do, and are only asked what
-they support.
+No model is loaded. The executors are built on stand-ins that declare the capabilities of a machine, and only report
+which features they support.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from swiftspec.smc.limits import check_sampling
 from swiftspec.tree.rejection import RejectionSampling
 
 REFUSED = "refused"
-RANKS = 2  # in a group
-DEEP = TOP_CANDIDATES * RANKS  # a top-k above what the ranks of that group exchange
+RANKS = 2  # ranks per group
+DEEP = TOP_CANDIDATES * RANKS  # a top-k that exceeds what the ranks of such a group exchange
 SERIAL, DRAWN = EngineConfig(), EngineConfig(proposal="sample")
 REJECTED = EngineConfig(verify="reject")
 
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What executors can be built from.
+    """Capabilities of a machine, which determine the executors that it offers.
 
     `fused`: the model is one native call.
-    `graphs`: sequences per forward that graphs can hold; 0: no graphs.
+    `graphs`: maximum sequences per forward in a CUDA graph; 0: no graphs.
     `tree`: there is a draft tree on the device.
     `group`: there is a tensor-parallel group.
     `messages`: the group's messages may be part of a graph.
@@ -51,14 +51,14 @@ class Machine:
     messages: bool = False
 
     def runner(self) -> Any:
-        """A stand-in for the runner of either model."""
+        """Returns a stand-in for the runner of either model."""
         group = SimpleNamespace(captures=lambda x: self.messages) if self.group else None
         model = SimpleNamespace(group=group, dtype=torch.float32, device=torch.device("cpu"))
         shard = SimpleNamespace(num_exchanged=DEEP) if self.group else None
         return SimpleNamespace(model=model, shard=shard, vocab=1, tree_slots=16)
 
     def deps(self) -> selection.ExecutorDeps:
-        """Stand-ins for what the executors of either model are built from."""
+        """Returns stand-ins for the components that executors are built from."""
         tree = SimpleNamespace(rows=SimpleNamespace(tokens=()))
         ops: Any = SimpleNamespace(
             device_tree=lambda *shape: tree if self.tree else None, MAX_CAPTURED_SEQUENCES=self.graphs
@@ -91,7 +91,7 @@ MACHINES = (
 
 @dataclass(frozen=True, slots=True)
 class RequestCase:
-    """A request, and the config that it meets."""
+    """A request, and the engine configuration for it."""
 
     name: str
     sampling: SamplingParams
@@ -118,7 +118,7 @@ COLD = RequestCase("`--proposal sample` at temperature 0", SamplingParams(temper
 
 
 def expansion_executor(machine: Machine, case: RequestCase) -> TreeExecutor:
-    """The executor that expands the draft tree for a request."""
+    """Returns the executor that expands the draft tree for a request."""
     case.config.check_request(case.sampling)
     nothing: Any = None
     children: Any = SimpleNamespace(sampled=case.config.proposal == "sample")
@@ -128,7 +128,7 @@ def expansion_executor(machine: Machine, case: RequestCase) -> TreeExecutor:
 
 
 def verification_executor(machine: Machine, case: RequestCase) -> TreeExecutor:
-    """The executor that runs the target over a proposal."""
+    """Returns the executor that runs the target on a proposal."""
     case.config.check_request(case.sampling)
     rejection = RejectionSampling if case.config.verify == "reject" else None
     return RejectionVerifier(machine.runner(), machine.verification_executors(), rejection).select_executor(
@@ -137,7 +137,7 @@ def verification_executor(machine: Machine, case: RequestCase) -> TreeExecutor:
 
 
 def population_executor(machine: Machine, case: RequestCase) -> Executor:
-    """The executor that runs a round of particles."""
+    """Returns the executor that runs a round of particles."""
     check_sampling(case.sampling)
     return select_executor(machine.population_executors(), features_of(case.sampling, "population"))
 
@@ -151,7 +151,7 @@ PHASES: tuple[tuple[str, SelectExecutor, tuple[RequestCase, ...]], ...] = (
 
 
 def rows(select: SelectExecutor, requests: Sequence[RequestCase]) -> Iterator[list[str]]:
-    """For each request, the name of the executor on each machine."""
+    """Yields for each request its name and the name of its executor on each machine."""
     for case in requests:
         yield [case.name, *(_name(select, machine, case) for machine in MACHINES)]
 
@@ -164,7 +164,7 @@ def _name(select: SelectExecutor, machine: Machine, case: RequestCase) -> str:
 
 
 def offered_executors() -> list[type]:
-    """The executor classes that any machine offers, the fastest first."""
+    """Returns the executor classes that any machine offers, the fastest first."""
     offers = (
         machine.expansion_executors() + machine.verification_executors() + machine.population_executors()
         for machine in MACHINES

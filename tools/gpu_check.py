@@ -1,18 +1,18 @@
-"""Everything that needs an NVIDIA GPU, in one call of less than nine minutes. Not run on a GPU yet.
+"""All checks that need an NVIDIA GPU, in one call of less than nine minutes. Not run on a GPU yet.
 
     python -m tools.gpu_check --output DIR [--budget 530]       everything once
-    python -m tools.gpu_check --output DIR --compare            switches off and on by turns
+    python -m tools.gpu_check --output DIR --compare            switches alternately off and on
     python -m tools.gpu_check --dry-run                         the steps and their limits
 
-Measures the GPU's constants, builds the extension in place where none was brought along, tries a few tokens, runs
-tests/gpu, measures operators, decodes with the embedded pair as it is and grown to large shapes, and looks for stray
-accesses. Each step is a process with a time limit of its own; one that fails, hangs or leaves children behind does not
-stop the others. The limits of all that must be done fit the budget; the steps after these have what is left. Needs
-torch, numpy, safetensors, setuptools, pytest, hypothesis, cmake, ninja, pybind11, nvcc and a C++ compiler, no network
-and none of the front end's packages. docs/gpu.md says what to make of each result.
+Measures the GPU's constants, builds the extension in place if a usable one is missing, decodes a few tokens, runs
+tests/gpu, measures operators, decodes with the demo models and with their width-expanded versions, and checks for
+memory errors. Each step is a process with its own time limit; a step that fails, hangs or leaves child processes behind
+does not stop the others. The limits of all mandatory steps fit into the budget; the optional steps after them use the
+remaining time. Requires torch, numpy, safetensors, setuptools, pytest, hypothesis, cmake, ninja, pybind11, nvcc and a
+C++ compiler, but no network and none of the front end's packages. docs/gpu.md explains how to interpret the results.
 
-Writes into DIR, after every step, <gpu>-step.json (steps and decodes), <gpu>-kernels.json (operators),
-<gpu>-constants.json, <gpu>-many-rows.json and <gpu>-logs.tar.gz, then prints what was reached beside the targets.
+After every step, writes <gpu>-step.json (steps and decodes), <gpu>-kernels.json (operators), <gpu>-constants.json,
+<gpu>-many-rows.json and <gpu>-logs.tar.gz to DIR. At the end, prints the results compared with the targets.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from tools.gpu.processes import read, run_all
 from tools.gpu.report import report
 from tools.gpu.steps import ROOT, SCRATCH, build, comparison, plan, slug
 
-FIRST_LOOK = 120.0  # seconds to import torch and see the GPU
+FIRST_LOOK = 120.0  # seconds to import torch and to find the GPU
 
 MACHINE = """
 import json, sys, torch
@@ -46,7 +46,10 @@ if torch.cuda.is_available():
 
 
 def machine() -> dict[str, Any] | None:
-    """The GPU and what runs it, told by a process that leaves the GPU to the others; None where there is none."""
+    """Describes the GPU and the software.
+
+    A separate process collects it and frees the GPU. Returns None without a GPU.
+    """
     command = [sys.executable, "-c", MACHINE]
     try:
         said = subprocess.run(command, stdout=subprocess.PIPE, text=True, cwd=ROOT, timeout=FIRST_LOOK).stdout.strip()
@@ -77,7 +80,7 @@ def main() -> int:
             print(f"{step.name:36} {step.limit:4.0f} s{' if left' if step.extra else '':8}  {shlex.join(step.command)}")
         return 0
     output.mkdir(parents=True, exist_ok=True)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the step that runs is ended on the way
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # ends the current step on exit
     for old in (step.result for step in steps):
         if old is not None:
             old.unlink(missing_ok=True)

@@ -43,7 +43,7 @@ def main() -> None:
 
 
 def record_race(flags: Sequence[str]) -> list[str]:
-    """The trace lines of a race on a server with these flags."""
+    """Returns the trace lines of a race on a server with these flags."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "trace.jsonl"
         ranks = [] if "async" not in flags else ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
@@ -74,14 +74,14 @@ def last_requests(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def token_ids_in(value: Any, under: str = "") -> set[int]:
-    """The token ids in a line."""
+    """Returns the token ids in a line."""
     if isinstance(value, dict):
         return {token for key, one in value.items() for token in token_ids_in(one, key)}
     return set(value) if under in ("tokens", "prompt") and isinstance(value, list) else set()
 
 
 def rounded(line: dict[str, Any]) -> dict[str, Any]:
-    """A line with numbers rounded to the precision of the page."""
+    """Returns a line with numbers rounded to the precision of the page."""
     return json.loads(json.dumps(line), parse_float=lambda text: round(float(text), 4 if "." in text else 0))
 
 

@@ -1,8 +1,8 @@
-"""Writes the Python files of the messages between machines, from the .proto that describes them.
+"""Generates the Python modules of the messages between machines from their .proto file.
 
     python -m tools.protos [--check]
 
-`--check` writes nothing and says whether the files are current.
+`--check` writes nothing and reports whether the files are current.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ MADE = tuple(PROTO.replace(".proto", end) for end in ("_pb2.py", "_pb2.pyi"))
 
 
 def made() -> dict[str, str]:
-    """The text of each file, by its path from the root."""
+    """Returns the text of each file, by its path from the root."""
     with tempfile.TemporaryDirectory() as folder:
         if protoc.main(["", f"-I{ROOT}", f"--python_out={folder}", f"--pyi_out={folder}", str(ROOT / PROTO)]) != 0:
             raise SystemExit(f"{PROTO} cannot be compiled")

@@ -58,7 +58,7 @@ distribution
 
 
 def page() -> str:
-    """The text of docs/reference/python.md."""
+    """Returns the text of docs/reference/python.md."""
     parts = [HEAD, *_class(swiftspec.LLM, "LLM"), _options(), _config(swiftspec.EngineConfig, "EngineConfig")]
     parts += [_config(swiftspec.SamplingParams, "SamplingParams")]
     for kind in (Completion, TokenChunk, Stats, Logprob):

@@ -118,7 +118,7 @@ def find_nvdisasm() -> str | None:
 
 
 def plain_names(mangled: list[str]) -> dict[str, str]:
-    """linear_kernel<true, 1, SingleRank> for each mangled name."""
+    """Returns for each mangled name a plain one, such as linear_kernel<true, 1, SingleRank>."""
     run = subprocess.run(["c++filt"], input="\n".join(mangled), capture_output=True, text=True, check=True)
     return {name: plain_name(text) for name, text in zip(mangled, run.stdout.splitlines())}
 
@@ -134,7 +134,7 @@ def plain_name(text: str) -> str:
 
 
 def read_ptxas(log: str) -> dict[str, Kernel]:
-    """ptxas -v, by mangled name."""
+    """Parses the output of ptxas -v, by mangled name."""
     kernels: dict[str, Kernel] = {}
     here = Kernel()
     for line in log.splitlines():
@@ -148,13 +148,13 @@ def read_ptxas(log: str) -> dict[str, Kernel]:
 
 
 def read_ptx(text: str) -> dict[str, str]:
-    """The body of every entry, by mangled name."""
+    """Returns the body of every entry, by mangled name."""
     parts = re.split(r"\.entry (\w+)\(", text)
     return dict(zip(parts[1::2], parts[2::2]))
 
 
 def read_sass(text: str) -> dict[str, dict[str, int]]:
-    """Counts of the COUNTED instructions, by mangled name."""
+    """Returns the counts of the COUNTED instructions, by mangled name."""
     counts: dict[str, dict[str, int]] = {}
     parts = re.split(r"\.section\s+\.text\.(\w+)", text)
     for name, body in zip(parts[1::2], parts[2::2]):

@@ -56,7 +56,7 @@ def definitions(source: str) -> dict[str, Definition]:
 
 
 def run_stubgen() -> str:
-    """The output of pybind11-stubgen for the installed extension."""
+    """Returns the output of pybind11-stubgen for the installed extension."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "pybind11_stubgen", "swiftspec._C", "-o", folder, "--exit-code"]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -66,7 +66,10 @@ def run_stubgen() -> str:
 
 
 def expected() -> dict[str, Definition]:
-    """The definitions that the file should contain. Without CUDA, those of CUDA are taken from the existing file."""
+    """Returns the definitions that the file should contain.
+
+    Without CUDA, those of CUDA are taken from the existing file.
+    """
     source = run_stubgen()
     for long, short in TYPE_NAMES.items():
         source = source.replace(long, short)

@@ -1,1 +1,1 @@
-"""How the embedded pair was made and measured, and the small quantised checkpoints of the tests."""
+"""Training and evaluation of the demo models, and the small quantised checkpoints for the tests."""

@@ -1,7 +1,8 @@
-"""What the embedded pair is made from: the corpus, the tokenizer, the training windows; and what is noted about it.
+"""Data of the demo models: corpus, tokenizer patterns, training windows, and the provenance file.
 
-The corpus is the running interpreter's own library (Python 3.11). The held-out files below are only measured on:
-neither the tokenizer nor a training step nor the quantiser's calibration sees them. `train.py` has the commands.
+The corpus is the standard library of the running interpreter (Python 3.11). The held-out files below are used only for
+evaluation: the tokenizer, the training and the calibration of the quantiser do not read them. `train.py` lists the
+commands.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ DEMO = ROOT / "swiftspec" / "demo"
 VOCAB = 4096
 EOS = "<|endoftext|>"
 IDS = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
-# a base model seldom ends by itself, hence a length
+# a base model rarely ends by itself, hence a length
 GENERATION = IDS | {"do_sample": True, "temperature": 0.7, "max_new_tokens": 256}
 
 HELD_OUT = (
@@ -35,11 +36,12 @@ HELD_OUT = (
     "urllib/robotparser.py", "wave.py", "zipfile.py",
 )  # fmt: skip
 TESTS = {"test", "tests", "idle_test"}
-# installed packages, tables of characters, and text that is not source
+# installed packages, character tables, and text that is not source
 SKIPPED = {"site-packages", "dist-packages", "encodings", "pydoc_data", "__pycache__", "config", "lib-dynload"}
 
-# A newline stands alone, so that a prompt which ends in one goes on as the training text did; the indentation after it
-# is one piece; a word takes the space or the mark before it along; runs of marks stay together.
+# A newline is a separate piece, so that a prompt that ends in one continues like the training text. Indentation after a
+# newline is one piece. A preceding space or punctuation mark belongs to the piece of the letters after it. Runs of
+# marks are one piece.
 PIECES = r"\n|(?<=\n)[ \t]+|[^\s\p{L}\p{N}]?\p{L}+| \p{L}+| ?\p{N}{1,3}| ?[^\s\p{L}\p{N}]+|[^\S\n]+(?!\S)|[^\S\n]"
 
 CHAT_TEMPLATE = """\
@@ -55,7 +57,7 @@ CHAT_TEMPLATE = """\
 
 
 def library_files() -> dict[str, list[tuple[str, str]]]:
-    """The library's sources as (name, text) in three lists: `library`, `tests` and `held_out`."""
+    """Returns the library's sources as (name, text) in three lists: `library`, `tests` and `held_out`."""
     root = Path(sysconfig.get_path("stdlib"))
     found: dict[str, list[tuple[str, str]]] = {"library": [], "tests": [], "held_out": []}
     for path in sorted(root.rglob("*.py"), key=lambda p: p.relative_to(root).as_posix()):
@@ -80,7 +82,10 @@ def tokens_of(files: list[tuple[str, str]], tokenizer: PreTrainedTokenizerFast) 
 
 
 class Windows:
-    """Batches of random windows; each depends on the seed and the step alone, so a resumed run sees the same ones."""
+    """Batches of random windows.
+
+    Each batch depends only on the seed and the step, so a resumed run gets the same ones.
+    """
 
     def __init__(self, library: np.ndarray, tests: np.ndarray, seed: int, tests_share: float):
         self.library, self.tests, self.seed, self.tests_share = library, tests, seed, tests_share
@@ -130,7 +135,7 @@ def make_tokenizer(args: argparse.Namespace) -> None:
 
 
 def load_data(args: argparse.Namespace) -> tuple[Windows, tuple[np.ndarray, float]]:
-    """The training windows, and the held-out tokens with their bits per byte for one nat per token."""
+    """Returns the training windows, and the held-out tokens with their bits per byte for one nat per token."""
     tokenizer = AutoTokenizer.from_pretrained(args.work / "tokenizer")
     files = library_files()
     ids = {k: tokens_of(v, tokenizer) for k, v in files.items()}
@@ -140,11 +145,11 @@ def load_data(args: argparse.Namespace) -> tuple[Windows, tuple[np.ndarray, floa
     return Windows(ids["library"], ids["tests"], args.seed, args.tests_share), (ids["held_out"], factor)
 
 
-# -- what is written beside the weights
+# -- files next to the weights
 
 
 def tidy_config(out: Path) -> None:
-    """Drop what says where and with what the files were written; say how to generate."""
+    """Removes paths and library versions from config.json, and writes the generation defaults."""
     path = out / "config.json"
     config = json.loads(path.read_text())
     dtype = config.pop("torch_dtype", None) or config.pop("dtype", None)
@@ -156,7 +161,7 @@ def tidy_config(out: Path) -> None:
 
 
 def record(section: str, args: argparse.Namespace, module: str = "tools.demo.train", **facts: object) -> None:
-    """Add a section to the provenance file, with the command that made it."""
+    """Adds a section to the provenance file, with the command that produced it."""
     argv, skip = [], False
     for word in sys.argv[1:]:
         if not skip and word not in ("--work", "--out", "--resume", "--no-compile"):

@@ -1,4 +1,4 @@
-"""Measure the embedded pair on the files that it never saw: bits per byte, and how often the draft agrees.
+"""Evaluates the demo models on the held-out files: bits per byte, and how often the draft agrees with the target.
 
 python -m tools.demo.evaluate    # prints, and adds a section to swiftspec/demo/provenance.json
 """
@@ -23,7 +23,10 @@ TOP = (1, 2, 4, 8)
 
 
 def load_int4(path: Path) -> Any:
-    """The AWQ checkpoint as plain weights (fields of 4 bits, eight output columns to a word in AutoAWQ's order)."""
+    """Loads the AWQ checkpoint as plain weights.
+
+    Each int32 packs the 4-bit codes of eight output columns in AutoAWQ's order.
+    """
 
     def unpack(words: torch.Tensor) -> torch.Tensor:
         shifts = torch.tensor([0, 16, 4, 20, 8, 24, 12, 28])
@@ -48,7 +51,7 @@ def greedy_choice(target: LlamaForCausalLM, ids: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def ranks(draft: LlamaForCausalLM, ids: torch.Tensor, wanted: torch.Tensor) -> np.ndarray:
-    """At each position, how many tokens the draft puts before the wanted one."""
+    """Returns for each position the number of tokens that the draft ranks before the wanted one."""
     logits = draft(input_ids=ids, use_cache=False).logits.float()
     return (logits > logits.gather(-1, wanted[..., None])).sum(-1).flatten().numpy()
 

@@ -1,12 +1,12 @@
-"""Write tiny quantised checkpoints, each with the weights as the library that wrote it unpacks them.
+"""Writes tiny quantised checkpoints, each with its weights as dequantised by the library that wrote it.
 
-Two libraries, two environments (the first as in quantize.py, the second with a current transformers):
+The two libraries need two environments (the first as in quantize.py, the second with a current transformers):
 
     build/awq/bin/python -m tools.demo.quant_fixtures awq
     pip install torch==2.13.0 transformers compressed-tensors
     python -m tools.demo.quant_fixtures compressed-tensors
 
-`dequantized.safetensors` beside each checkpoint holds every quantised linear as `<module>.weight`, laid out [in, out].
+`dequantized.safetensors` in each checkpoint contains every quantised linear as `<module>.weight` with shape [in, out].
 """
 
 from __future__ import annotations

@@ -1,15 +1,14 @@
-"""Quantise the demo target to AutoAWQ's int4 ("gemm", groups of 128, zero points).
+"""Quantises the demo target to AutoAWQ's int4 ("gemm", groups of 128, zero points).
 
-autoawq wants an older transformers than the rest of the project, so this runs in an environment of its own:
+autoawq requires an older transformers than the rest of the project, so this runs in a separate environment:
 
     python3.11 -m venv build/awq
     build/awq/bin/pip install torch==2.13.0 transformers==4.51.3 accelerate datasets safetensors
     build/awq/bin/pip install --no-deps autoawq==0.2.9
     build/awq/bin/python -m tools.demo.quantize
 
-The calibration texts come from the training files. The last training steps already computed with weights rounded to
-this grid, so the search keeps to it: no scaling by the weights (`duo_scaling=False`), and "leave as is" is always among
-its candidates.
+The calibration texts come from the training files. The last training steps used weights rounded to this grid, so the
+search is restricted to it: no scaling by the weights (`duo_scaling=False`), and "leave as is" is always a candidate.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ QUANTISATION = {"w_bit": 4, "q_group_size": 128, "zero_point": True, "version": 
 
 
 def calibration_texts(tokenizer: PreTrainedTokenizerFast, count: int, length: int, seed: int) -> list[str]:
-    """Pieces of the training files, each shorter than `length` tokens."""
+    """Returns pieces of the training files, each shorter than `length` tokens."""
     rng = random.Random(seed)
     files = [text for _, text in library_files()["library"] if len(text) > 4 * length]
     texts: list[str] = []

@@ -1,9 +1,9 @@
-"""Records the rounds of the embedded pair for the predictor (swiftspec/lab/acceptance.json).
+"""Records rounds of the demo models for the predictor (swiftspec/lab/acceptance.json).
 
     torchrun --standalone --nproc-per-node 2 -m tools.demo.record_acceptance
-    python -m tools.demo.record_acceptance --chains      # those of chains alone, in the place of earlier ones
+    python -m tools.demo.record_acceptance --chains      # replaces only the rounds of chains
 
-Rounds of a fixed d are the same on every machine up to near-ties; held-out prompts, greedy.
+Rounds of a fixed d are the same on every machine except at near-ties. Prompts are held out, decoding is greedy.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from swiftspec.lab.timeline import Trace
 from swiftspec.lab.worker_pool import EngineBuild, Pair, RankPool
 
 DEPTHS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16)
-WIDE = (4, 6, 8, 10, 12)  # what a draft far away comes to
-SHAPES = {(8, 8): DEPTHS, (16, 16): DEPTHS, (16, 32): WIDE}  # bs and w, and each d
+WIDE = (4, 6, 8, 10, 12)  # d for a remote draft
+SHAPES = {(8, 8): DEPTHS, (16, 16): DEPTHS, (16, 32): WIDE}  # (bs, w) and the values of d
 CHAINS = (1, 2, 3, 4, 6, 8)  # draft tokens
 PROMPTS, TOKENS = 12, 128
 NOTE = f"embedded pair, {PROMPTS} held-out prompts, {TOKENS} tokens each, greedy, bfloat16"
 
 
 def main() -> None:
-    """Rank 0 records, the other rank follows."""
+    """Records on rank 0. The other rank follows."""
     pool = RankPool(Pair(DEMO / "target", DEMO / "draft", {"dtype": torch.bfloat16}), world := join_world())
     if sys.argv[1:] == ["--chains"]:
         known = json.loads(predict.ACCEPTANCE.read_text())["rounds"]
@@ -55,12 +55,12 @@ def main() -> None:
 
 
 def chains(pool: RankPool) -> list[dict[str, Any]]:
-    """A chain is a tree with one leaf, all of which is verified."""
+    """Records chains: a chain is a tree with one leaf whose nodes are all verified."""
     return record(pool, [("serial", d + 1, 1, d) for d in CHAINS])
 
 
 def record(pool: RankPool, shapes: Sequence[tuple[str, int, int, int]]) -> list[dict[str, Any]]:
-    """The rounds of trees: mode, bs, w and d."""
+    """Records the rounds of trees. A shape is (mode, bs, w, d)."""
     prompts, records = read_prompts(AutoTokenizer.from_pretrained(DEMO / "target"))[:PROMPTS], []
     for mode, bs, w, d in shapes:
         plan = {"mode": mode, "verify_batch": bs, "draft_leaves": w, "draft_steps": d}
@@ -77,7 +77,7 @@ def record(pool: RankPool, shapes: Sequence[tuple[str, int, int, int]]) -> list[
 
 
 def write(records: Sequence[dict[str, Any]]) -> None:
-    """As the predictor reads them."""
+    """Writes the rounds in the format that the predictor reads."""
     lines = ",\n ".join(json.dumps(record, separators=(",", ":")) for record in records)
     predict.ACCEPTANCE.write_text(f'{{"note": "{NOTE}",\n "rounds": [\n {lines}]}}\n')
 

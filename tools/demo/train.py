@@ -1,12 +1,13 @@
-"""Train the embedded pair on the sources of the CPython standard library.
+"""Trains the demo models on the sources of the CPython standard library.
 
     python -m tools.demo.train tokenizer
     python -m tools.demo.train target --steps 1050 --decay 500 --int4-steps 150 --tests-share 0.1
-    python -m tools.demo.quantize    # in an environment of its own, see there
+    python -m tools.demo.quantize    # in a separate environment, see its docstring
     python -m tools.demo.train draft --steps 1500 --decay 750 --tests-share 0.1 --tokens 2048
     python -m tools.demo.evaluate
 
-Everything is a function of the seed and of the interpreter's own library (Python 3.11); `data.py` has the corpus.
+All results depend only on the seed and on the interpreter's standard library (Python 3.11). The corpus is defined in
+`data.py`.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ def make_optimizers(model: LlamaForCausalLM, lr: float) -> list[torch.optim.Opti
 
 
 def int4_grid(w: torch.Tensor, group: int = 128) -> torch.Tensor:
-    """The nearest weights that AutoAWQ's 4-bit groups with zero points can hold (its min-max rule, no scaling)."""
+    """Rounds weights to AutoAWQ's 4-bit groups with zero points (its min-max rule, no scaling)."""
     g = w.reshape(-1, group)
     high, low = g.amax(1, keepdim=True), g.amin(1, keepdim=True)
     scale = ((high - low).clamp(min=1e-5) / 15).half().float()
@@ -72,7 +73,7 @@ def int4_grid(w: torch.Tensor, group: int = 128) -> torch.Tensor:
 
 @contextlib.contextmanager
 def on_int4_grid(model: LlamaForCausalLM, active: bool) -> Iterator[None]:
-    """Compute with rounded weights and step the exact ones: what is left to round at the end costs nothing."""
+    """Computes with rounded weights and updates the exact ones, so that the final rounding causes no loss."""
     kept = [(p, p.data) for n, p in model.named_parameters() if active and is_hidden_matrix(n)]
     for p, w in kept:
         p.data = int4_grid(w)
@@ -83,7 +84,7 @@ def on_int4_grid(model: LlamaForCausalLM, active: bool) -> Iterator[None]:
 
 @torch.no_grad()
 def nats(model: LlamaForCausalLM, ids: np.ndarray, length: int, windows: int | None = None) -> float:
-    """Mean loss per token over disjoint windows (evenly spread ones when `windows` is given)."""
+    """Mean loss per token over disjoint windows (evenly spread ones if `windows` is given)."""
     starts = np.arange(0, len(ids) - length - 1, length)
     if windows is not None:
         starts = starts[np.linspace(0, len(starts) - 1, min(windows, len(starts))).astype(int)]
@@ -103,7 +104,10 @@ def train(
     held_out: tuple[np.ndarray, float],
     args: argparse.Namespace,
 ) -> list[dict[str, float]]:
-    """Warm up, hold, decay to zero. Returns the losses; leaves the int4-rounded weights in the model if asked to."""
+    """Trains with warm-up, constant rate and decay to zero.
+
+    Returns the losses. Leaves the int4-rounded weights in the model if `args` request it.
+    """
     optimizers = make_optimizers(model, args.lr)
     base = [[g["lr"] for g in o.param_groups] for o in optimizers]
     checkpoint = args.work / f"{args.command}.pt"
@@ -145,7 +149,7 @@ def train(
     return log
 
 
-# -- the commands
+# -- commands
 
 
 def save(model: Any, out: Path, work: Path, dtype: torch.dtype) -> None:
@@ -156,7 +160,7 @@ def save(model: Any, out: Path, work: Path, dtype: torch.dtype) -> None:
 
 
 def length_at(step: int, args: argparse.Namespace) -> int:
-    """Short windows first, long ones while the rate decays."""
+    """Returns the window length of a step: short windows first, long ones while the rate decays."""
     left = (args.steps - step) / args.decay
     return 1024 if left < 0.6 else 512 if left < 1.2 else 256
 
@@ -182,7 +186,7 @@ def train_target(args: argparse.Namespace) -> None:
 
 @torch.no_grad()
 def own_text(target: Any, windows: Windows, rows: int, seed: int) -> torch.Tensor:
-    """What the target itself writes after pieces of the training files: half of it greedy, half sampled."""
+    """Generates continuations of training files with the target, half of them greedy, half sampled."""
     torch.manual_seed(seed)
     parts = []
     for i, greedy in enumerate((True, False)):

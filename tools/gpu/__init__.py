@@ -1,1 +1,1 @@
-"""What tools/gpu_check.py is made of."""
+"""Parts of tools/gpu_check.py."""

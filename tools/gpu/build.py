@@ -1,4 +1,4 @@
-"""Builds the extension in place, unless one that was brought along can already be used here.
+"""Builds the extension in place, unless the existing one is usable on this machine.
 
 python -m tools.gpu.build
 """

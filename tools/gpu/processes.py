@@ -1,4 +1,4 @@
-"""Runs steps one after the other; one that fails, hangs or leaves children behind does not stop the others."""
+"""Runs steps sequentially. A step that fails, hangs or leaves child processes behind does not stop the others."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from typing import Any
 
 from tools.gpu.steps import NOTHING_EARLY, ROOT, SCRATCH, SECONDS, SMOKE, Step, slug
 
-NO_TESTS = 5  # what pytest leaves with
-TAIL, WHOLE_TAIL = 600, 6000  # characters of the output that are kept of a step that went well, and of another
-LAST_WORDS = 4.0  # seconds for an interrupted process to say what it was at
-LAST_WAIT = 5.0  # seconds for a killed process to end; one that the driver holds may not
-MARGIN = 12.0  # seconds that the end of a step takes
+NO_TESTS = 5  # exit code of pytest if it ran no tests
+TAIL, WHOLE_TAIL = 600, 6000  # characters of output retained from a successful step, and from any other
+LAST_WORDS = 4.0  # seconds that an interrupted process has to report its state
+LAST_WAIT = 5.0  # timeout in seconds after a kill; a process blocked in the driver may survive it
+MARGIN = 12.0  # seconds for ending a step
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,16 +34,16 @@ class Outcome:
 
 
 def run(step: Step, limit: float) -> Outcome:
-    """Runs a step for `limit` seconds at most, then ends it and whatever it started."""
+    """Runs a step for at most `limit` seconds, then ends it and all its child processes."""
     began = time.monotonic()
-    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell's background, which the step would take over
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a background shell; steps inherit it
         signal.signal(signal.SIGINT, signal.default_int_handler)
     path = os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)))  # cmake and ninja
     environment = {**os.environ, "PATH": path, "SWIFTSPEC_CUDA": "1", "PYTHONUNBUFFERED": "1", **step.environment}
     command = [part.replace(SECONDS, f"{max(limit - MARGIN, 1.0):.0f}") for part in step.command]
     log = SCRATCH / f"{slug(step.name)}.log"
     log.parent.mkdir(parents=True, exist_ok=True)
-    # a file, not a pipe, whose end would be waited for as long as any child has it open
+    # a file, because a pipe stays open as long as any child process has it open
     with log.open("wb") as output:
         try:
             process = subprocess.Popen(
@@ -67,7 +67,7 @@ def run(step: Step, limit: float) -> Outcome:
 
 
 def interrupt(process: subprocess.Popen[bytes]) -> None:
-    """As Ctrl-C does, at which pytest tells what has failed so far."""
+    """Interrupts a process like Ctrl-C. pytest then reports the failures so far."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGINT)
     with contextlib.suppress(subprocess.TimeoutExpired):
@@ -75,7 +75,7 @@ def interrupt(process: subprocess.Popen[bytes]) -> None:
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
-    """Kills a process and its children, and does not wait for ever."""
+    """Kills a process and its children, and waits for a limited time."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     with contextlib.suppress(subprocess.TimeoutExpired):
@@ -83,9 +83,9 @@ def end(process: subprocess.Popen[bytes]) -> None:
 
 
 def run_all(steps: Sequence[Step], budget: float, file: Path, machine: dict[str, Any]) -> dict[str, Any]:
-    """Runs the steps one after the other; after each, writes what there is to `file` and packs the logs beside it.
+    """Runs the steps sequentially. After each, writes all results to `file` and packs the logs next to it.
 
-    Where kernels that start early fail the smoke test, and the others did not, all that follows runs without.
+    If the smoke test fails with kernels that start early and passes without, all later steps run without them.
     """
     whole: dict[str, Any] = {"machine": machine, "steps": [], "decodes": []}
     began = time.monotonic()
@@ -112,14 +112,14 @@ def run_all(steps: Sequence[Step], budget: float, file: Path, machine: dict[str,
 
 
 def pack_logs(file: Path) -> None:
-    """All logs so far as one file, for where only a few files can be taken away."""
+    """Packs all logs into one file, for environments that return only a few files."""
     with tarfile.open(file, "w:gz") as packed:
         for log in sorted(SCRATCH.glob("*.log")):
             packed.add(log, log.name)
 
 
 def read(file: Path | None) -> dict[str, Any] | None:
-    """A JSON object, or None where there is none."""
+    """Reads a JSON object. Returns None if the file is missing or invalid."""
     try:
         return None if file is None else json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError):

@@ -1,4 +1,4 @@
-"""What tools/gpu_check.py measured beside the targets of bench/gpu/targets.py, line by line."""
+"""Compares the measurements of tools/gpu_check.py with the targets of bench/gpu/targets.py, line by line."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from bench.gpu import targets
 from bench.gpu.targets import Constants
 
 Json = dict[str, Any]
-Found = dict[str, Json]  # of one case, by competitor
-USUAL_CONTEXT = 1000  # that targets are for
+Found = dict[str, Json]  # results of one case, by competitor
+USUAL_CONTEXT = 1000  # context length of the targets
 OURS, SUMMED = "swiftspec", "swiftspec, summed"
 
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """Something that has a target; a figure is better when it is lower, unless `more`."""
+    """A measured figure with a target. Lower is better, unless `more` is set."""
 
     what: str
     unit: str
@@ -33,7 +33,8 @@ class Line:
 
 
 def lines(decodes: list[Json], kernels: Json | None, constants: Json | None) -> Iterator[Line]:
-    """What was measured and has a target: operators, how they compare with others and each other, steps, decodes."""
+    """Yields all measured figures with a target: operators, speedups over competitors, ratios among own operators,
+    steps, decodes."""
     copy = targets.ASSUMED.copy if kernels is None else kernels["machine"]["copy GB/s"]
     on = Constants.of(constants, copy)
     if kernels is not None:
@@ -67,7 +68,8 @@ def _operator(name: str, found: Found, on: Constants) -> Iterator[Line]:
 
 
 def _beside_each_other(ours: Iterable[Json]) -> Iterator[Line]:
-    """16 and 32 rows beside 8, context 4000 beside 500 on one of four ranks, 64 particles beside 8."""
+    """Yields ratios among own operators: 16 and 32 rows to 8; context 4000 to 500 on one of four ranks; 64 particles to
+    8."""
     took = {(r["model"], r["tp"], r["op"], r["rows"]): r["microseconds"] for r in ours}
     for (model, tp, op, rows), us in took.items():
         name, eight = f"{model} TP{tp} {op} x{rows}", took.get((model, tp, op, 8))
@@ -85,7 +87,7 @@ def _beside_each_other(ours: Iterable[Json]) -> Iterator[Line]:
 
 
 def _decode(decoded: Json, on: Constants) -> Iterator[Line]:
-    """A decode may have ended early: what it had found by then counts."""
+    """Yields the figures of a decode. One that ended early contributes what it measured before."""
     for shape, took in decoded.get("step ms", {}).items():
         target = targets.step(shape, on)
         if target is not None:

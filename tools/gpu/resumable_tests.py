@@ -1,9 +1,9 @@
-"""Runs tests in a process that is begun again, behind the test it was at, whenever that hangs or breaks the GPU.
+"""Runs tests in a process that is restarted after the current test whenever it hangs or breaks the GPU.
 
     python -m tools.gpu.resumable_tests --json out.json [--budget 60] [--patience 8] tests/gpu/test_linear.py ...
 
-An error of the device stays until its process ends: so a test that meets one is the last of its process. Leaves with 3
-where a test has failed, hung or was not reached in time.
+A device error persists until its process ends, so a test that causes one is the last of its process. The exit code is 3
+if a test failed, hung or was not reached in time.
 """
 
 from __future__ import annotations
@@ -21,27 +21,27 @@ import torch
 
 from bench.gpu.watchdog import FAILED, watch
 
-START = 60.0  # seconds to import torch and to make a context on the GPU
-LOST = 70  # what a process leaves with that can do no more on the GPU
+START = 60.0  # seconds to import torch and to create a context on the GPU
+LOST = 70  # exit code of a process that can no longer use the GPU
 DEVICE_ERROR = ("CUDA error", "cudaError", "unspecified launch failure", "illegal memory access")
-TAIL = 3000  # characters that are kept of a failure
+TAIL = 3000  # characters retained of a failure
 
 
 @dataclass(slots=True)
 class Found:
-    """What is known so far, as the file holds it. `outcomes` by test: passed, skipped or why not."""
+    """All results so far, in the form of the file. `outcomes` by test: passed, skipped or the error."""
 
     outcomes: dict[str, str] = field(default_factory=dict)
-    left: list[str] = field(default_factory=list)  # those that were not reached
+    left: list[str] = field(default_factory=list)  # tests that were not reached
     at: str | None = None
 
     @staticmethod
     def read(file: Path) -> Found:
-        """What a file holds; nothing of one that is not there."""
+        """Reads a file. Returns empty results if it does not exist."""
         return Found(**json.loads(file.read_text(encoding="utf-8"))) if file.is_file() else Found()
 
     def write(self, file: Path) -> None:
-        """In one step: whoever reads the file finds all of it, always."""
+        """Writes atomically: a reader always finds a complete file."""
         whole = file.with_suffix(".part")
         whole.write_text(json.dumps(asdict(self)) + "\n", encoding="utf-8")
         whole.replace(file)
@@ -52,7 +52,7 @@ class Found:
 
 
 class Recorder:
-    """A plugin of pytest's: leaves out what the file has an outcome of, and writes down the rest as it goes."""
+    """pytest plugin that skips tests with an outcome in the file and records the outcomes of all others."""
 
     def __init__(self, file: Path, found: Found, until: float) -> None:
         self._file, self._found, self._until = file, found, until
@@ -82,9 +82,9 @@ class Recorder:
 
 
 def work(args: argparse.Namespace) -> int:
-    """Runs the tests that have no outcome yet."""
+    """Runs the tests without an outcome."""
     if torch.cuda.is_available():
-        torch.zeros(1, device="cuda")  # the context is made before the first test's time begins
+        torch.zeros(1, device="cuda")  # creates the context before the time of the first test begins
     found, until = Found.read(args.json), time.monotonic() + args.budget
     limits = ["-o", f"faulthandler_timeout={max(args.patience - 2, 1):g}", "-o", "timeout=0"]
     code = pytest.main(
@@ -97,7 +97,7 @@ def work(args: argparse.Namespace) -> int:
 
 
 def give_up(file: Path, why: str) -> bool:
-    """Notes that a test hung or ended its process, so that the next process goes on behind it."""
+    """Records that a test hung or ended its process, so that the next process continues after it."""
     found = Found.read(file)
     if found.at is None:
         return False
@@ -111,7 +111,7 @@ def give_up(file: Path, why: str) -> bool:
 
 
 def summary(found: Found) -> dict[str, Any]:
-    """Counts, and the names of what went wrong."""
+    """Returns the counts, and the names of the tests that failed."""
     outcomes = list(found.outcomes.values())
     counted = {kind: outcomes.count(kind) for kind in ("passed", "skipped")}
     return {**counted, "failed": list(found.failed), "not reached": found.left}

@@ -1,4 +1,4 @@
-"""What is done on a GPU, step by step: a process each, with a time limit of its own."""
+"""Steps of tools/gpu_check.py. Each is a process with its own time limit."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRATCH = ROOT / "build" / "gpu-check"
-SECONDS = "{seconds}"  # in a command: its limit less what its end takes
-EPOCHS = "6"  # of each test under the sanitizer: every number of rows once
+SECONDS = "{seconds}"  # in a command: the limit of the step less the time for ending it
+EPOCHS = "6"  # epochs of each test under the sanitizer: every number of rows once
 PAIR, SMALL_PAIR, MIDDLE_PAIR = "Llama-3-70B,Llama-3.2-1B", "Llama-3-8B,Llama-3.2-1B", "Llama-3-70B,Llama-3.2-3B"
 NOTHING_EARLY = {"SWIFTSPEC_EARLY_STARTS": "0"}  # csrc/cuda/launch.cuh
 FEW_STAGES = {"SWIFTSPEC_FEW_STAGES": "3"}  # csrc/cuda/device/device.h: then two blocks share a multiprocessor
 NAMES = {"SWIFTSPEC_EARLY_STARTS": "nothing early", "SWIFTSPEC_FEW_STAGES": "three stages"}
-SMOKE = "smoke"  # where this fails, all that follows runs with nothing early
+SMOKE = "smoke"  # if this fails, all later steps run without early starts
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A process. What it writes to `result` is JSON; where there are results or constants in it, `keep` gets it too."""
+    """One step. It writes JSON to `result`. If the JSON contains results or constants, it is also copied to `keep`."""
 
     name: str
     command: tuple[str, ...]
@@ -29,11 +29,11 @@ class Step:
     result: Path | None = None
     keep: Path | None = None
     environment: dict[str, str] = field(default_factory=dict)
-    extra: bool = False  # done if time is left
+    extra: bool = False  # runs only if time is left
 
 
 def plan(output: Path, gpu: str) -> list[Step]:
-    """The steps, the most telling first."""
+    """Returns the steps, the most informative first."""
     python, kernels = sys.executable, SCRATCH / "kernels.json"
     constants = SCRATCH / "constants.json"
     bench = (python, "-m", "bench.gpu.kernels", "--budget", SECONDS, "--json", str(kernels))
@@ -59,9 +59,9 @@ def plan(output: Path, gpu: str) -> list[Step]:
         decode(SMALL_PAIR, 40, environment=NOTHING_EARLY, extra=True),
         decode(PAIR, 70, "--context", "32000", extra=True),
         decode(MIDDLE_PAIR, 70, extra=True),
-        decode(PAIR, 70, "--ops", "unfused", extra=True),  # what the paper's Figure 8 calls the base
+        decode(PAIR, 70, "--ops", "unfused", extra=True),  # base configuration of the paper's Figure 8
         Step("kernels, many rows", rows, 60, many, output / f"{gpu}-many-rows.json", extra=True),
-        sanitize("racecheck", "virtual and 4", 60, extra=True),  # four ranks; it may report what is no hazard
+        sanitize("racecheck", "virtual and 4", 60, extra=True),  # four ranks; it may report false positives
         Step("kernels, the rest", (*bench, "--resume"), 300, kernels, kept, extra=True),
     ]
 
@@ -76,8 +76,10 @@ SWITCHES: tuple[tuple[tuple[str, ...], dict[str, str]], ...] = (
 
 
 def comparison(turns: int = 2) -> list[Step]:
-    """Nothing switched, then each switch the other way, by turns: `--compare`. What is asked for ahead every decode
-    measures with and without."""
+    """Steps of `--compare`: the defaults, then each switch in its other position, alternately.
+
+    Every decode measures with and without weight prefetch anyway.
+    """
     return [
         decode(SMALL_PAIR, 40, "--prompts", "2", *options, environment=environment, turn=turn)
         for turn in range(1, turns + 1)
@@ -86,12 +88,12 @@ def comparison(turns: int = 2) -> list[Step]:
 
 
 def build() -> Step:
-    """Of the extension; an instant where a usable one was brought along."""
+    """Builds the extension. Takes no time if the existing one is usable."""
     return Step("build", (sys.executable, "-m", "tools.gpu.build"), 65)
 
 
 def smoke(name: str, environment: dict[str, str]) -> Step:
-    """A few tokens of the embedded pair, most of which must be the CPU's."""
+    """Decodes a few tokens with the demo models and compares most of them with those of the CPU."""
     file = SCRATCH / f"{slug(name)}.json"
     short = ("--prompts", "1", "--tokens", "24", "--context", "200", "--least", "0.5")
     command = (sys.executable, "-m", "bench.gpu.step", *short, "--json", str(file))
@@ -99,7 +101,7 @@ def smoke(name: str, environment: dict[str, str]) -> Step:
 
 
 def tests() -> list[Step]:
-    """Three parts, so that one which takes too long leaves the others their time."""
+    """Runs the GPU tests in three steps, so that one that takes too long does not use the time of the others."""
     files = sorted((ROOT / "tests" / "gpu").glob("test_*.py"))
     groups: dict[str, tuple[str, ...]] = {
         "operators": ("test_linear", "test_cuda_ops", "test_resampling"),
@@ -107,12 +109,12 @@ def tests() -> list[Step]:
     }
     named = [stem for stems in groups.values() for stem in stems]
     groups["engine"] = tuple(file.stem for file in files if file.stem not in named)
-    limits = (("operators", 35, 8), ("engine", 55, 8), ("ranks", 45, 16))  # ranks may be processes that begin
+    limits = (("operators", 35, 8), ("engine", 55, 8), ("ranks", 45, 16))  # tests of ranks may start processes
     return [tested(name, groups[name], limit, patience) for name, limit, patience in limits]
 
 
 def tested(name: str, stems: tuple[str, ...], limit: float, patience: int) -> Step:
-    """Tests in a process that is begun again behind one that hangs, so many seconds, or breaks the GPU."""
+    """Runs tests in a process that is restarted if it hangs for `patience` seconds or breaks the GPU."""
     name = f"tests of {name}"
     file = SCRATCH / f"{slug(name)}.json"
     paths = (f"tests/gpu/{stem}.py" for stem in stems)
@@ -138,13 +140,16 @@ def decode(
 
 
 def tool(name: str) -> str:
-    """A program of the CUDA toolkit."""
+    """Returns the path of a program of the CUDA toolkit."""
     return shutil.which(name) or f"/usr/local/cuda/bin/{name}"
 
 
 def sanitize(kind: str, which: str, limit: float, extra: bool = False) -> Step:
-    """The tests of several ranks on this one GPU, those that `which` chooses as pytest's -k does; of all kernels only
-    ours are looked at. Each tensor is an allocation of its own, so that what lies beside it is nobody's."""
+    """Runs compute-sanitizer on the tests of several ranks on this GPU, selected by `which` like pytest's -k, for
+    kernels of this project only.
+
+    Each tensor is a separate allocation, so that accesses out of bounds are found.
+    """
     options = ("--error-exitcode", "9", "--kernel-name", "kns=swiftspec")
     test = (sys.executable, "-m", "pytest", "-m", "gpu", "-p", "no:cacheprovider", "-vv")
     command = (tool("compute-sanitizer"), "--tool", kind, *options, *test, "tests/gpu/test_sums.py", "-k", which)
@@ -153,8 +158,7 @@ def sanitize(kind: str, which: str, limit: float, extra: bool = False) -> Step:
 
 
 def profile() -> Step:
-    """What the profiler says of four operators: the memory's share, how often an instruction issues, what warps wait
-    for."""
+    """Profiles four operators: share of the memory speed, issue rate, and the stall reasons of warps."""
     sections = ("SpeedOfLight", "SchedulerStats", "WarpStateStats")
     options = ("--clock-control", "none", "--kernel-name", "regex:linear_kernel|attention_kernel")
     options += tuple(part for section in sections for part in ("--section", section))
@@ -162,6 +166,6 @@ def profile() -> Step:
 
 
 def slug(gpu: str) -> str:
-    """NVIDIA H100 80GB HBM3 -> h100, as `profile predict --hardware` has it; others by all their name."""
+    """Converts NVIDIA H100 80GB HBM3 to h100, as in `profile predict --hardware`. Other names are retained whole."""
     name = re.sub(r"[^a-z0-9]+", "-", gpu.lower().removeprefix("nvidia ")).strip("-")
     return re.sub(r"-\d+gb-hbm\d\w*$", "", name)

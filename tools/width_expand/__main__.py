@@ -1,4 +1,4 @@
-"""Writes a small model that is placed in a large shape; the folder's text says what that is.
+"""Writes a width-expanded model: a small model placed in a large shape (see the package docstring).
 
     python -m tools.width_expand swiftspec/demo/target Llama-3-8B build/grown-8b [--dtype int4] [--seed 0]
 

@@ -1,4 +1,4 @@
-"""Writes a grown model as a checkpoint, a file for each layer."""
+"""Writes a width-expanded model as a checkpoint with one file per layer."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tools.width_expand.shapes import DTYPES, Kind, grown_config
 
 
 def write_config(path: str | Path, sizes: dict[str, Any], kind: Kind, out: Path) -> None:
-    """The grown model's config.json, and the small model's tokenizer if it has one."""
+    """Writes the width-expanded model's config.json, and the small model's tokenizer if it has one."""
     out.mkdir(parents=True, exist_ok=True)
     config = grown_config(read_config(path), sizes, kind)
     (out / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
@@ -30,7 +30,7 @@ def write_config(path: str | Path, sizes: dict[str, Any], kind: Kind, out: Path)
 
 
 def write(path: str | Path, sizes: dict[str, Any], kind: Kind, out: Path, device: str = "cpu", seed: int = 0) -> None:
-    """The grown model as a checkpoint, a file for each layer: AutoAWQ "gemm" in int4."""
+    """Writes the width-expanded model as a checkpoint with one file per layer, in int4 as AutoAWQ "gemm"."""
     grown = Grown.of(path, sizes, kind, device, seed)
     write_config(path, sizes, kind, out)
     weights, where, count = grown.weights(), dict[str, str](), grown.large.num_layers
@@ -47,7 +47,7 @@ def write(path: str | Path, sizes: dict[str, Any], kind: Kind, out: Path, device
 
 
 def _named(config: ModelConfig, number: int, layer: LayerWeights) -> dict[str, Tensor]:
-    """A layer's tensors by their Hugging Face names."""
+    """Returns a layer's tensors by their Hugging Face names."""
     q, kv, inner = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim, config.intermediate_size
     prefix = f"model.layers.{number}"
     modules: list[tuple[str, Weight, int, int]] = [
@@ -69,7 +69,7 @@ def _named(config: ModelConfig, number: int, layer: LayerWeights) -> dict[str, T
 
 
 def _parts(weight: Weight, start: int, stop: int) -> dict[str, Tensor]:
-    """Rows start to stop of a matrix as a file holds them."""
+    """Returns rows start to stop of a matrix in the form of a file."""
     tensors = {} if weight.bias is None else {"bias": weight.bias[start:stop]}
     if isinstance(weight, DenseWeight):
         return tensors | {"weight": weight.weight[start:stop]}

@@ -1,7 +1,7 @@
-"""Makes large matrices of small ones: what a layer's maps name is taken over, the rest is random or zero.
+"""Builds large matrices from small ones: entries named by a layer's maps are copied, the others are random or zero.
 
-Free rows and quiet columns hold random weights; where a row that matters meets a loud column, or a silent row a column
-that is not quiet, the weight is zero. In int4 a zero over a whole group is a scale of zero, so that the codes stay
+Free rows and quiet columns contain random weights. The weight is zero at a significant row and a loud column, and at a
+silent row and a column that is not quiet. In int4 a whole group of zeros has a scale of zero, so that its codes stay
 random.
 """
 
@@ -17,15 +17,15 @@ from swiftspec.model.formats.int4 import Int4Weight, pack_int4, unpack_int4
 from swiftspec.model.weights import DenseWeight, Weight
 from tools.width_expand.maps import FREE, GROUP, QUIET
 
-SPREAD, STEP = 0.02, 2e-3  # of random dense weights, and between random int4 ones
+SPREAD, STEP = 0.02, 2e-3  # standard deviation of random dense weights; scale of random int4 weights
 
 
 @dataclass(frozen=True, slots=True)
 class Filler:
-    """Makes the large matrices on a device, the random part from `noise`."""
+    """Builds the large matrices on the device of `noise`, the generator of the random part."""
 
     noise: torch.Generator
-    dtype: torch.dtype  # of dense ones
+    dtype: torch.dtype  # of dense weights
     int4: bool
 
     @property
@@ -33,7 +33,7 @@ class Filler:
         return self.noise.device
 
     def matrix(self, source: Weight, rows: Tensor, columns: Tensor, gain: Tensor | None = None) -> Weight:
-        """Rows and columns of `source` among others; `gain` [rows] float32 multiplies rows that are taken."""
+        """Places rows and columns of `source` in a large matrix. `gain` [rows] float32 multiplies the copied rows."""
         bias = None
         if source.bias is not None:
             taken = source.bias[rows.clamp_min(0)].float() * (1 if gain is None else gain)
@@ -43,7 +43,7 @@ class Filler:
         return DenseWeight(self.dense_matrix(source, rows, columns, gain), bias)
 
     def dense_matrix(self, source: Weight, rows: Tensor, columns: Tensor, gain: Tensor | None = None) -> Tensor:
-        """The same without a bias, and never in int4."""
+        """The same without a bias, and always dense."""
         shape, device = (rows.shape[0], columns.shape[0]), self.device
         out = torch.randn(shape, generator=self.noise, dtype=self.dtype, device=device).mul_(SPREAD)
         bound, heard = _where(rows != FREE), _where(columns != QUIET)
@@ -65,7 +65,7 @@ class Filler:
         real, at = _where(rows >= 0), _where((grouped >= 0).any(1))
         block = _take(source, rows[real], grouped[at])
         scale = block.scales if gain is None else block.scales * gain[real]
-        heard = grouped[at] != QUIET  # in those that are loud the code is the zero point
+        heard = grouped[at] != QUIET  # the code of a loud column is the zero point
         lines = (at.unsqueeze(1) * GROUP + torch.arange(GROUP))[heard].to(device)
         at, real = at.to(device), real.to(device)
         scales[at.unsqueeze(1), real] = scale.to(device, torch.float16)
@@ -74,7 +74,7 @@ class Filler:
         return Int4Weight(packed, scales, zeros, GROUP, bias)
 
     def _words(self, *shape: int) -> Tensor:
-        """int32 of random bits."""
+        """Returns random int32 bits."""
         return torch.randint(-(2**31), 2**31, shape, generator=self.noise, dtype=torch.int32, device=self.device)
 
 
@@ -83,7 +83,7 @@ def _where(condition: Tensor) -> Tensor:
 
 
 def _overlay(words: Tensor, lines: Tensor, rows: Tensor, codes: Tensor) -> None:
-    """Writes uint8 codes [lines, rows] among those that `words` [K, N / 8] packs."""
+    """Writes uint8 codes [lines, rows] into the codes that `words` [K, N / 8] packs."""
     if lines.numel() == 0:
         return
     plain = unpack_int4(words[lines])
@@ -93,7 +93,10 @@ def _overlay(words: Tensor, lines: Tensor, rows: Tensor, codes: Tensor) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """The groups of a large matrix that take small columns, for n rows. A code that takes nothing is the zero point."""
+    """Groups of a large matrix that contain small columns, for n rows.
+
+    A code without a small column is the zero point.
+    """
 
     codes: Tensor  # [j, GROUP, n] uint8
     scales: Tensor  # [j, n] float32
@@ -101,7 +104,10 @@ class Block:
 
 
 def _take(source: Weight, rows: Tensor, columns: Tensor) -> Block:
-    """Small rows [n] at large groups of columns [j, GROUP]: int4 exactly as it is, dense rounded to nearest."""
+    """Returns small rows [n] at large groups of columns [j, GROUP].
+
+    Int4 is copied exactly, dense is rounded to nearest.
+    """
     if isinstance(source, DenseWeight):
         values = source.weight[rows].float()[:, columns.clamp_min(0)] * (columns >= 0)  # [n, j, GROUP]
         low, high = values.amin(2).clamp_max(0), values.amax(2).clamp_min(0)

@@ -1,7 +1,7 @@
-"""Where a small model's rows and columns lie in large matrices.
+"""Positions of a small model's rows and columns in large matrices.
 
-A large row takes a small one, is SILENT (must give exactly zero) or FREE (gives what nobody looks at). A large column
-takes a small one, is LOUD (meets values that must not count) or QUIET (meets exact zeros).
+A large row copies a small one, is SILENT (its output must be exactly zero) or FREE (its output is not used). A large
+column copies a small one, is LOUD (its inputs must not count) or QUIET (its inputs are exact zeros).
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from swiftspec.model.formats import format_of
 
 SILENT = LOUD = -1
 FREE = QUIET = -2
-GROUP = 128  # inputs that share a scale in what is written
+GROUP = 128  # inputs that share a scale in the written checkpoint
 
 
 @dataclass(frozen=True, slots=True)
 class Maps:
-    """One layer, int64: for each large row or column the number of the small one, or one of the words above."""
+    """Maps of one layer, int64: for each large row or column the index of the small one, or a constant above."""
 
     hidden: Tensor  # [D'], rows of O and down: a small row or SILENT
     input: Tensor  # [D'], columns of QKV, gate and up: a small column or QUIET
@@ -32,7 +32,7 @@ class Maps:
     down: Tensor  # columns
 
     def blank(self) -> Maps:
-        """A layer that adds exactly zero, though all that O and down hold is random: V and up are silent."""
+        """Returns the maps of a layer that adds exactly zero although O and down are random: V and up are silent."""
         qkv = torch.where(self.qkv >= 0, FREE, self.qkv)
         heads = self.o.shape[0]
         qkv[heads + (qkv.shape[0] - heads) // 2 :] = SILENT
@@ -44,7 +44,8 @@ class Maps:
 
 
 def spread(count: int, size: int, filler: int, run: int = 1, slot: int = 1) -> Tensor:
-    """[size]: 0..count - 1 in runs of `run`, each at the start of a slot, the slots evenly spread; else `filler`."""
+    """Returns [size]: 0..count - 1 in runs of `run`, each at the start of a slot, with evenly spread slots; elsewhere
+    `filler`."""
     runs, slots = -(-count // run), size // slot
     if runs > slots:
         raise UserError(f"{count} columns, heads or layers of the small model do not fit {size} of the large one")
@@ -56,8 +57,9 @@ def spread(count: int, size: int, filler: int, run: int = 1, slot: int = 1) -> T
 
 
 def map_layer(small: ModelConfig, large: ModelConfig) -> Maps:
-    """The maps of a layer. Raises UserError where the small model does not fit."""
-    # runs keep a small group's scale whole; dense columns are spread one by one, for finer groups when they become int4
+    """Returns the maps of a layer. Raises UserError if the small model does not fit."""
+    # runs keep the scale of a small group whole; dense columns are spread singly, for finer groups when converted to
+    # int4
     layout = format_of(small)
     run, slot = (1, 1) if layout is None else (layout.group_size, GROUP)
     hidden = spread(small.hidden_size, large.hidden_size, SILENT, run, slot)
@@ -75,17 +77,17 @@ def map_layer(small: ModelConfig, large: ModelConfig) -> Maps:
 
 
 def _map_heads(small: ModelConfig, large: ModelConfig) -> tuple[Tensor, Tensor]:
-    """Rows of QKV and columns of O.
+    """Returns the rows of QKV and the columns of O.
 
-    RoPE turns dimensions i and i + hd / 2 of a head by theta^(-2i / hd). With hd' = s hd and the same theta the pair
-    s i of the large head turns alike, and dimension d of the small head is dimension s d of the large one.
+    RoPE rotates dimensions i and i + hd / 2 of a head by theta^(-2i / hd). With hd' = s hd and the same theta the pair
+    s i of the large head rotates equally, and dimension d of the small head is dimension s d of the large one.
     """
     group, wide = small.num_heads // small.num_kv_heads, large.num_heads // large.num_kv_heads
     stride, rest = divmod(large.head_dim, small.head_dim)
     if rest or stride == 0:
         raise UserError(f"heads of {small.head_dim} do not turn alike in heads of {large.head_dim}: not a multiple")
     dims = spread(small.head_dim, large.head_dim, SILENT, 1, stride)
-    copies = -(-group // wide)  # of a key-value head, where its query heads are too many for one
+    copies = -(-group // wide)  # copies of a key-value head, if it has too many query heads for one
     units = spread(small.num_kv_heads * copies, large.num_kv_heads, SILENT)
     q = torch.full((large.num_heads,), QUIET)
     for head, unit in enumerate(units.tolist()):
@@ -96,18 +98,18 @@ def _map_heads(small: ModelConfig, large: ModelConfig) -> tuple[Tensor, Tensor]:
             q[head * wide : (head + 1) * wide] = mine
     kv = torch.where(units < 0, units, units // copies)
     columns = _cross(q, dims, small.head_dim)
-    columns[(q.unsqueeze(1) == LOUD) & (dims >= 0)] = LOUD  # it attends to true values
+    columns[(q.unsqueeze(1) == LOUD) & (dims >= 0)] = LOUD  # the head attends to real values
     columns[(q.unsqueeze(1) == QUIET) | (dims < 0)] = QUIET
     before_k, before_v = (small.num_heads * small.head_dim, (small.num_heads + small.num_kv_heads) * small.head_dim)
     values = _cross(kv, dims, small.head_dim)
     keys = torch.where(values < 0, SILENT, values + before_k)
-    keys[kv < 0] = FREE  # scores of heads whose values are zero
-    rows = torch.where(columns < 0, FREE, columns)  # padding of a query meets zeros in the key
+    keys[kv < 0] = FREE  # scores of heads with zero values
+    rows = torch.where(columns < 0, FREE, columns)  # padding of a query is multiplied by zeros in the key
     values = torch.where(values < 0, SILENT, values + before_v)
     return torch.cat((rows.flatten(), keys.flatten(), values.flatten())), columns.flatten()
 
 
 def _cross(heads: Tensor, dims: Tensor, width: int) -> Tensor:
-    """[heads, dims] numbers of rows, SILENT where there is none."""
+    """Returns the row indices [heads, dims], SILENT if the head or the dimension is absent."""
     rows = heads.unsqueeze(1) * width + dims
     return torch.where((heads.unsqueeze(1) < 0) | (dims < 0), SILENT, rows)

@@ -1,4 +1,4 @@
-"""A small model in a large shape, layer by layer."""
+"""Builds a width-expanded model layer by layer."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from tools.width_expand.fill import Filler
 from tools.width_expand.maps import FREE, GROUP, LOUD, SILENT, Maps, map_layer, spread
 from tools.width_expand.shapes import DTYPES, Kind, grown_config
 
-MASK = -(2.0**22)  # times the normed constant: below -100 as long as the residual's root mean square is below 1e3
+MASK = -(2.0**22)  # times the normalised constant: below -100 while the residual's root mean square is below 1e3
 
 
 @dataclass(frozen=True, slots=True)
 class Grown:
-    """A small model in a large shape; `weights` makes the matrices one after the other."""
+    """A width-expanded model. `weights` builds the matrices one at a time."""
 
     small: ModelConfig
     large: ModelConfig
@@ -39,7 +39,7 @@ class Grown:
 
     @staticmethod
     def of(path: str | Path, sizes: dict[str, Any], kind: Kind, device: torch.device | str, seed: int) -> Grown:
-        """Raises UserError where the model does not fit the shape."""
+        """Reads the small model. Raises UserError if it does not fit the shape."""
         small = read_config(path)
         source = Checkpoint(small, open_tensors(path), format_of(small)).read()
         large = parse_config(grown_config(small, sizes, kind))
@@ -55,20 +55,20 @@ class Grown:
 
     @property
     def constant(self) -> int | None:
-        """The column of the residual stream that is the same after every token, if there are tokens to mask."""
+        """Returns the column of the residual stream with the constant, or None without tokens to mask."""
         if self.large.vocab_size == self.small.vocab_size:
             return None
         return int((self.maps.hidden == SILENT).nonzero()[0])
 
     def weights(self) -> ModelWeights:
-        """Embedding and head now, a layer when it is asked for."""
+        """Returns embedding and head, with layers that are built on demand."""
         known, constant, filler = self.small.vocab_size, self.constant, replace(self.filler, int4=False)
         rows = torch.cat((torch.arange(known), torch.full((self.large.vocab_size - known,), FREE)))
-        columns = self.maps.hidden  # a known token's row is zero where it is not the small model's
+        columns = self.maps.hidden  # the other entries of a known token's row are zero
         embedding = filler.dense_matrix(DenseWeight(self.source.embedding), rows, columns)
         if constant is not None:
             embedding[:known, constant] = (self.small.rms_norm_eps * self.small.hidden_size / 2) ** 0.5
-            embedding[known:, constant] = MASK  # nobody reads it as an embedding
+            embedding[known:, constant] = MASK  # not used as an embedding, because these tokens do not occur
         head = embedding
         if not self.large.tie_word_embeddings:
             columns = self.maps.input.clone()
@@ -82,7 +82,7 @@ class Grown:
         return ModelWeights(embedding, one_by_one, norm, lambda: DenseWeight(head))
 
     def layers(self) -> Iterator[LayerWeights]:
-        """All of the large model's, the small one's among them."""
+        """Yields all layers of the large model, with those of the small one among them."""
         layers = iter(self.source.layers)
         for number in spread(self.small.num_layers, self.large.num_layers, FREE).tolist():
             yield self._layer(next(layers)() if number >= 0 else None)
@@ -103,7 +103,7 @@ class Grown:
         )
 
     def _nothing(self) -> LayerWeights:
-        """What a blank layer takes: biases of zero, and of the matrices not a row."""
+        """Returns the source of a blank layer: zero biases, and matrices from which no row is copied."""
         config = self.small
         heads, kv_heads, inner = config.num_heads, config.num_kv_heads, config.intermediate_size
 
@@ -120,7 +120,7 @@ class Grown:
         )
 
     def _norm(self, source: Tensor, constant: float) -> Tensor:
-        """[D'] float32, `constant` for the column of that name."""
+        """Expands a norm weight to [D'] float32, with `constant` in the constant's column."""
         columns = self.maps.hidden
         weight = torch.where(columns < 0, 1.0, source.float()[columns.clamp_min(0)])
         weight *= (self.small.hidden_size / self.large.hidden_size) ** 0.5
@@ -141,7 +141,10 @@ def load(
     cache_dtype: torch.dtype | None = None,
     seed: int = 0,
 ) -> Transformer:
-    """The grown model as model/loader.py would load it, made on the device: nothing is written, nothing held twice."""
+    """Builds the width-expanded model on the device with the interface of model/loader.py.
+
+    It writes no file and keeps no second copy.
+    """
     grown = Grown.of(path, sizes, kind, device, seed)
     large, weights = grown.large, grown.weights()
     if cache_dtype == FLOAT8:

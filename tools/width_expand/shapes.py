@@ -1,4 +1,4 @@
-"""The shapes that a small model is grown to, and the config.json of what comes of it."""
+"""Target shapes of width expansion, and the config.json of a width-expanded model."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ DTYPES = {"int4": torch.bfloat16, "bf16": torch.bfloat16, "f32": torch.float32}
 
 
 def read_shape(shape: str) -> dict[str, Any]:
-    """The sizes that FIELDS name, of a shape's name or a config.json."""
+    """Returns the sizes in FIELDS for the name of a shape or a config.json."""
     if shape in SHAPES:
         return dict(zip(FIELDS, SHAPES[shape], strict=True))
     if not Path(shape).is_file():
@@ -41,7 +41,7 @@ def read_shape(shape: str) -> dict[str, Any]:
 
 
 def grown_config(small: ModelConfig, sizes: dict[str, Any], kind: Kind) -> dict[str, Any]:
-    """The config.json of the small model in the large shape."""
+    """Returns the config.json of the small model in the large shape."""
     share = small.hidden_size / sizes["hidden_size"]
     rope: dict[str, Any] = {"rope_theta": small.rope.theta, "rope_type": small.rope.kind}
     if small.rope.kind != "default":
