@@ -16,7 +16,7 @@ import { caption } from "../swiftspec/serve/page/captions.js";
 const HERE = new URL("../", import.meta.url);
 const TRACE = new URL("swiftspec/serve/page/traces/large.jsonl", HERE);
 const PICTURE = new URL("docs/page.svg", HERE);
-const [FIRST, ROUNDS, SECONDS] = [3, 5, 3]; // of the trace; of a half round
+const [FIRST, ROUNDS, SECONDS] = [3, 5, 3]; // first round and number of rounds; seconds per half round
 const [WIDTH, HEIGHT, TOP, LEGEND] = [880, 500, 84, 28];
 const COLOURS = {
   ink: "#e9ecea", paper: "#12161a", line: "#3a444a", soft: "#a2aca8", flight: "#f0b04a", verified: "#4ecb92",
@@ -33,7 +33,7 @@ const short = (value) => String(Math.round(value * 10) / 10);
 class Pen {
   constructor() {
     this.texts = [];
-    this.marks = new Map(); // how something is drawn: all the paths that are, as nothing overlaps that matters
+    this.marks = new Map(); // path data by style; paths of one style are merged, since overlaps do not matter
     Object.assign(this, { filled: null, globalAlpha: 1, lineWidth: 1, dash: [], font: "12px", fillStyle: "", strokeStyle: "", path: "" });
   }
 
@@ -58,7 +58,7 @@ class Pen {
       + `a${r} ${r} 0 0 1-${r} ${r}h${short(2 * r - w)}a${r} ${r} 0 0 1-${r}-${r}v${short(2 * r - h)}a${r} ${r} 0 0 1 ${r}-${r}`;
   }
 
-  fill() { this.filled = this.path; } // what is filled, is then framed, too
+  fill() { this.filled = this.path; } // every filled path is also stroked
 
   stroke() {
     const dash = this.dash.length > 0 ? ` stroke-dasharray="${this.dash.join(" ")}"` : "";
