@@ -64,9 +64,7 @@ def test_several_are_named_in_one_line() -> None:
         load_settings({}).ignored_settings("ar") == load_settings({"draft_steps": 2}).ignored_settings("serial") == []
     )
     fixed = load_settings({"adapt": True, "draft_steps": 2, "verify_batch": 4})
-    assert fixed.ignored_settings("serial") == [
-        "--adapt does nothing: --draft-steps and --verify-batch are given"
-    ]
+    assert fixed.ignored_settings("serial") == ["--adapt does nothing: --draft-steps and --verify-batch are given"]
     assert load_settings({"adapt": False, "draft_steps": 2, "verify_batch": 4}).ignored_settings("serial") == []
 
 
@@ -113,7 +111,7 @@ def test_a_revision_of_a_directory(pair: tuple[Path, Path], capsys: pytest.Captu
     assert "--revision v2 is for a hub id, but " in capsys.readouterr().err
 
 
-def test_what_is_said_when_it_runs(
+def test_messages_of_a_run(
     pair: tuple[Path, Path], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SWIFTSPEC_TOPP", "0.9")
