@@ -116,7 +116,7 @@ class EngineConfig:
         applies_to=LOOKAHEAD,
     )  # fmt: skip
     max_num_seqs: int = setting(
-        1, "Requests decoded side by side, in mode serial; above 1 each has a chain of D draft tokens in place of a"
+        1, "Requests decoded concurrently in mode serial; above 1 each has a chain of D draft tokens instead of a"
         " tree.", SPECULATION, "G", ge=1, le=MAX_CONCURRENT_REQUESTS,
     )  # fmt: skip
     self_switch: bool = False  # decode without the draft while that is faster; rounds then depend on the clock

@@ -55,7 +55,7 @@ def told_busy(llm: LLM) -> bool:
 
 
 @pytest.mark.parametrize("mode", ["ar", "serial"])
-def test_a_second_thread_is_told_so_at_any_moment(pair: tuple[Path, Path], mode: str) -> None:
+def test_a_call_from_a_second_thread_raises(pair: tuple[Path, Path], mode: str) -> None:
     """In the middle of a forward, and between two rounds; the first one's answer is what it always is."""
     llm = LLM(*pair, EngineConfig(mode=mode), dtype=torch.float64)
     want, told = llm.generate(PROMPT, FREE).token_ids, []
@@ -74,7 +74,7 @@ def test_a_second_thread_is_told_so_at_any_moment(pair: tuple[Path, Path], mode:
     assert in_thread(lambda: llm.generate(PROMPT, FREE)).token_ids == want, "nobody is served any more"
 
 
-def test_many_threads_get_right_answers_or_a_word(pair: tuple[Path, Path]) -> None:
+def test_many_threads_get_right_answers_or_an_error(pair: tuple[Path, Path]) -> None:
     llm = LLM(*pair, EngineConfig(mode="serial"), dtype=torch.float64)
     want = {seed: llm.generate(PROMPT, SamplingParams(seed=seed, max_tokens=9)).token_ids for seed in range(4)}
     wrong: list[object] = []
@@ -120,7 +120,7 @@ def test_a_stream_that_is_dropped_makes_room(pair: tuple[Path, Path]) -> None:
 
 
 @pytest.mark.parametrize("trace", [False, True])
-def test_after_close_every_call_says_so(pair: tuple[Path, Path], tmp_path: Path, trace: bool) -> None:
+def test_every_call_after_close_raises(pair: tuple[Path, Path], tmp_path: Path, trace: bool) -> None:
     llm = LLM(*pair, dtype=torch.float64, trace=tmp_path / "trace.jsonl" if trace else None)
     stream = llm.stream(PROMPT, FREE)
     next(stream)

@@ -131,7 +131,7 @@ def test_a_stream_that_a_plain_request_ends_is_forgotten(pair: Pair) -> None:
     assert llm.generate(PROMPT, sampling()).token_ids == want
 
 
-def test_nothing_is_learnt_from_a_request_that_says_its_shape(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_request_with_its_own_shape_is_not_measured(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """What was measured of ordinary requests goes on where it was."""
     llm = engine(pair, "serial, what was measured decides")
     seen: list[RoundStats] = []

@@ -163,7 +163,7 @@ def test_damage_is_seen(tmp_path_factory: pytest.TempPathFactory, at: int, chang
         assert found.metadata == unit().metadata
 
 
-def test_what_is_no_unit(tmp_path: Path) -> None:
+def test_an_invalid_packed_unit(tmp_path: Path) -> None:
     assert packed_weight_file.read(tmp_path / "none") is None and packed_weight_file.read(tmp_path) is None
     (tmp_path / "text").write_text("a" * 1000)
     assert packed_weight_file.read(tmp_path / "text") is None
@@ -184,7 +184,7 @@ def test_nothing_is_left_of_what_was_not_finished(tmp_path: Path, error: Excepti
     assert [*tmp_path.iterdir()] == []
 
 
-def test_two_at_once(tmp_path: Path) -> None:
+def test_two_concurrent_requests(tmp_path: Path) -> None:
     """Both write the same unit, and the later one replaces the file."""
     file, both = tmp_path / "unit", threading.Barrier(2)
     writers = [
@@ -227,7 +227,7 @@ def test_the_oldest_go_and_other_layouts_first(tmp_path: Path) -> None:
     assert cache.make_room(300, mine) and [*tmp_path.iterdir()] == [mine]
 
 
-def test_the_writer_rests_while_a_request_runs() -> None:
+def test_the_writer_pauses_while_a_request_runs() -> None:
     writer, steps, reached = BackgroundWriter(), list[str](), threading.Event()
 
     def work(go: Callable[[], None]) -> None:

@@ -83,7 +83,7 @@ def test_flags_that_make_no_sense(flags: list[str], capsys: pytest.CaptureFixtur
     assert error.value.code == 2 and "error: --" in capsys.readouterr().err
 
 
-def test_a_shape_that_is_none_is_one_line(tmp_path: Path) -> None:
+def test_an_invalid_shape_is_refused_in_one_line(tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match=r"bench.large: 5b: neither .* nor the path of a config.json"):
         large.main(["--folder", str(tmp_path), "--shapes", "5b,1b"])
 

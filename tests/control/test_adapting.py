@@ -90,7 +90,7 @@ def best(chances: Sequence[float], expansion: float, target: float) -> int:
     ("chances", "expansion", "wanted"),
     [((0.95,) * 8, 0.5, (6, 9)), ((0.3, 0.2), 2.0, (1, 1)), ((0.9, 0.9), 1.0, (2, 2)), ((0.9, 0.6, 0.3), 2.0, (2, 3))],
 )
-def test_in_turn_d_follows_what_is_accepted(
+def test_serial_d_follows_acceptance(
     chances: tuple[float, ...], expansion: float, wanted: tuple[int, int]
 ) -> None:
     assert wanted[0] <= best(chances, expansion, 10.0) <= wanted[1]
@@ -100,7 +100,7 @@ def test_in_turn_d_follows_what_is_accepted(
     assert sum(wanted[0] <= d <= wanted[1] for d in late) > 0.85 * len(late)
 
 
-def test_in_turn_bs_shrinks_where_rows_cost_and_nobody_comes_that_far() -> None:
+def test_serial_bs_shrinks_where_rows_cost_and_depth_is_not_reached() -> None:
     """The text goes through the first three places at most; rows cost, as plain rounds have shown."""
     measured = RoundStats(EngineConfig("serial", adapt_batch=True, self_switch=True))
 

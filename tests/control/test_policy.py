@@ -114,7 +114,7 @@ def test_times_that_change_bring_speculation_back() -> None:
     assert room.switch.round_stats.retry_after == RETRY_AFTER_ROUNDS
 
 
-def test_a_hiccup_is_no_reason() -> None:
+def test_one_slow_round_changes_nothing() -> None:
     room = Room(lambda number: (500.0 if number % 7 == 3 else 1.5, 3, 1.0))
     assert "p" not in room.run(400)[TRIAL + GLANCE :]
 

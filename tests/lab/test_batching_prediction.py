@@ -46,7 +46,7 @@ def test_each_way_has_its_rows_and_its_tokens() -> None:
     )
 
 
-def test_chains_that_nobody_recorded() -> None:
+def test_chains_that_were_not_recorded() -> None:
     with pytest.raises(UserError, match=r"no chains of 3 draft tokens were recorded \(2 were\)"):
         CHAINS.chains(3)
     with pytest.raises(UserError, match="none were"):
@@ -61,7 +61,7 @@ def test_rows_are_nearly_free_until_the_operations_do_not_fit() -> None:
     assert four > latency_model.forward(config, 1, 4, lines, False), "each request has a context of its own to read"
 
 
-def test_the_command_puts_particles_beside_chains(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_compares_particles_with_chains(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name, config in (("target", LLAMA_70B), ("draft", LLAMA_3B)):
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text(json.dumps(config))

@@ -65,7 +65,7 @@ def test_the_interval_of_the_total_variation_holds_the_truth() -> None:
     assert compare("x", [1] * 90 + [2] * 90, [1] * 90 + [2] * 90).low == 0
 
 
-def test_the_interval_does_not_see_a_difference_where_there_is_none() -> None:
+def test_the_interval_contains_zero_for_equal_distributions() -> None:
     """However many cells: the more there are, the further two samples of one law are apart."""
     noise = np.random.default_rng(6)
     for cells in (2, 20, 100):
@@ -115,7 +115,7 @@ def test_guided_requests_are_guided_by_the_negative_prompt(
     assert asked[0].guidance_scale == 2 and len(asked[0].negative_prompt_ids) > 0
 
 
-def test_a_draft_without_use_is_no_proof(
+def test_an_unused_draft_proves_nothing(
     pair: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fails(drafter: LocalDrafter, result: VerifyResult) -> None:
@@ -164,7 +164,7 @@ def test_the_embedded_pair_passes() -> None:
         (["--top-k", "5000"], "top_k 5000 is above the vocabulary"),
     ],
 )
-def test_what_makes_no_sense_is_told_in_a_line(
+def test_invalid_flags_are_refused_in_one_line(
     pair: list[str], capsys: pytest.CaptureFixture[str], flags: list[str], message: str
 ) -> None:
     assert main([*pair, "--raw", *flags]) in (1, 2)

@@ -58,7 +58,7 @@ def test_what_a_link_cannot_say(text: str) -> None:
         Link.parse(text)
 
 
-def test_the_command_says_whether_it_pays(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_reports_whether_it_pays(capsys: pytest.CaptureFixture[str]) -> None:
     pair = ["predict", "--emulate", "target=30ms,draft=3ms", "--ranks", "1"]
     assert main([*pair, "--link", "400us,1Gbit"]) == 0
     near = capsys.readouterr().out

@@ -119,7 +119,7 @@ def test_the_command_predicts_a_node_of_gpus(tmp_path: Path, capsys: pytest.Capt
     assert "operators: predicted, link: predicted; acceptance: measured on the embedded pair" in out
 
 
-def test_prediction_beside_measurement(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_prediction_is_compared_with_measurement(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rounds = [{"plan": {"mode": mode, "verify_batch": 8, "draft_leaves": 8, "draft_steps": d}, "rounds": [[d, 0]] * 20}
               for mode in ("serial", "async") for d in (1, 2)]  # fmt: skip
     around = dict.fromkeys(("verify", "settle", "expand", "answer", "link"), 0.0)

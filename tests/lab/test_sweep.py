@@ -182,7 +182,7 @@ def test_a_budget_too_small_for_one_measurement(
     assert not list((tmp_path / "profiles").glob("*[!l].json"))
 
 
-def test_serve_takes_the_plan_and_says_so(
+def test_serve_uses_the_plan_and_prints_a_line(
     pair: list[str], short: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main([*pair, *short, "--modes", "serial", "--budget", "10s"]) == 0

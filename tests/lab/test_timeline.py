@@ -50,7 +50,7 @@ def test_a_damaged_line_is_named(tmp_path: Path, line: object, reason: str) -> N
     assert reason in str(caught.value) and str(caught.value).isprintable() and len(str(caught.value)) < 600
 
 
-def test_a_first_line_that_is_none(tmp_path: Path) -> None:
+def test_an_invalid_first_line(tmp_path: Path) -> None:
     for first in ("{", "[]", {}, {"swiftspec_trace": 99}):
         with pytest.raises(UserError, match=r"is not a trace of this version|line 1"):
             read(tmp_path, first, LANE)

@@ -23,7 +23,7 @@ def configs(tmp_path_factory: pytest.TempPathFactory) -> tuple[ModelConfig, Mode
     return read_config(target), read_config(draft)
 
 
-def test_all_splits_and_those_that_nobody_can_cut(configs: tuple[ModelConfig, ModelConfig]) -> None:
+def test_all_splits_including_impossible_ones(configs: tuple[ModelConfig, ModelConfig]) -> None:
     assert trials.splits("all", 4, *configs) == ([(3, 1), (2, 2), (1, 3)], [])
     kept, reasons = trials.splits("all", 6, *configs)
     assert kept == [(4, 2), (3, 3), (2, 4)]

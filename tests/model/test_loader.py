@@ -67,7 +67,7 @@ def single(master: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(master, tmp_path / "model"))
 
 
-def test_the_configs_dtype_unless_told(single: Path) -> None:
+def test_the_dtype_defaults_to_the_config(single: Path) -> None:
     assert load(single, dtype=None).dtype == torch.bfloat16
     assert load(single, dtype=torch.float32).dtype == torch.float32
 

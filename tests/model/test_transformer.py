@@ -93,7 +93,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Transformer:
     return load(path)
 
 
-def test_a_prompt_in_chunks_is_the_prompt_at_once(model: Transformer) -> None:
+def test_chunked_prefill_equals_whole_prefill(model: Transformer) -> None:
     want, cache = alone(model, TOKENS), new_cache(model)
     assert model.forward(chain(TOKENS[:7]), cache, head=False) is None
     got = [logits(model, chain(TOKENS[a:b], a), cache) for a, b in ((7, 8), (8, 15), (15, 20))]

@@ -119,7 +119,7 @@ def test_nonsense_is_refused(change: dict[str, Any], error: type[Exception], mes
     assert (out == 99).all()
 
 
-def test_no_rows_is_no_work() -> None:
+def test_zero_rows_need_no_work() -> None:
     native(1, 0, np.zeros(0, np.int32), 10)
 
 

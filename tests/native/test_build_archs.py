@@ -77,7 +77,7 @@ def test_a_build_is_for_the_gpus_here_or_those_named(
     assert message == "CUDA kernels built for " + ", ".join(f"sm_{arch}" for arch in archs)
 
 
-def test_a_machine_for_which_there_are_no_kernels_is_told_why(choose: Callable[..., str]) -> None:
+def test_a_gpu_without_kernels_is_refused_with_the_reason(choose: Callable[..., str]) -> None:
     left_out = "CUDA kernels left out: "
     assert choose([75]) == left_out + "no kernels for compute capability 7.5; they are for 8.x, 9.0, 10.x and 12.x"
     assert choose([90], nvcc=None) == left_out + "nvcc not found"
@@ -125,6 +125,6 @@ def test_one_file_holds_all_architectures(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not _C.cuda_built or CUOBJDUMP is None, reason="CUDA left out, or no cuobjdump")
-def test_the_extension_holds_what_it_says() -> None:
+def test_the_extension_contains_what_its_build_info_lists() -> None:
     assert _C.__file__ is not None
     assert listed(_C.__file__) == set(_C.cuda_archs)

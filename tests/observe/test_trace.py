@@ -148,7 +148,7 @@ HEAD = {
 }  # fmt: skip
 
 
-def test_the_summary_says_who_waited_and_why() -> None:
+def test_the_summary_lists_waits_and_their_reasons() -> None:
     trace = Trace(HEAD, lines((0, 0, 0.5), (2, 0, 0.5), (0, 3, 0.5)))
     found = timeline.costs(trace)  # the first round of a request is left out
     assert [(c.length, c.late, c.short, c.critical, c.expansions) for c in found] == [

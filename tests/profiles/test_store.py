@@ -51,7 +51,7 @@ def test_an_interrupted_write_leaves_the_old_file_whole(tmp_path: Path, monkeypa
         (json.dumps(profile(steps=[{"side": "target", "tp": 1, "rows": 8, "seconds": []}])), "is damaged"),
     ],
 )
-def test_what_is_no_profile_is_refused(text: str, message: str, tmp_path: Path) -> None:
+def test_an_invalid_profile_is_refused(text: str, message: str, tmp_path: Path) -> None:
     (tmp_path / "p.json").write_text(text)
     with pytest.raises(UserError, match=message) as caught:
         store.load(tmp_path / "p.json")
@@ -127,7 +127,7 @@ def test_a_folder_with_damaged_profiles_gives_reasons(tmp_path: Path) -> None:
         ({"hardware": None}, "another machine"),
     ],
 )
-def test_a_profile_of_something_else_says_why(change: dict[str, object], reason: str | None) -> None:
+def test_a_mismatching_profile_is_refused_with_the_reason(change: dict[str, object], reason: str | None) -> None:
     found = store.ProfileKey(**KEY).difference({**KEY, **change})
     assert found is None if reason is None else found is not None and reason in found
 
@@ -159,7 +159,7 @@ def test_a_folder_gives_the_fitting_profile(tmp_path: Path) -> None:
     assert store.find(tmp_path, key) == (profile(), tmp_path / "c.json", [])
 
 
-def test_a_profile_of_emulated_times_is_no_news_to_others(tmp_path: Path) -> None:
+def test_a_profile_of_emulated_times_is_ignored_by_other_runs(tmp_path: Path) -> None:
     """It lies in every checkout, and says nothing about a run at the machine's own pace."""
     emulated = {**KEY, "emulate": {"target": {"points": [[1, 8, 0.01]]}, "draft": None}}
     elsewhere = {**emulated, "hardware": {"kind": "cpu", "name": "else", "count": 64}}
@@ -222,7 +222,7 @@ def test_the_report_is_one_file_with_every_plot(tmp_path: Path) -> None:
     assert nothing.count("<svg") == 1
 
 
-def test_without_matplotlib_one_line_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_without_matplotlib_one_line_is_printed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     written = outputs.write_outputs(profile(run("ar", 4, 0, 1.0)), tmp_path / "p.json")
     with pytest.raises(UserError, match=r"needs matplotlib: pip install 'swiftspec\[report\]'"):

@@ -122,7 +122,7 @@ def test_sampled_trees_equal_autoregressive_decoding(pair: Pair, scale: float) -
         assert llm.generate(PROMPT, sampling).token_ids == plain
 
 
-def test_scale_1_is_no_guidance_and_costs_nothing(pair: Pair) -> None:
+def test_scale_1_disables_guidance_and_is_free(pair: Pair) -> None:
     target, draft, _ = pair
     llm = LLM(target, draft, dtype=torch.float64, prefix_cache_memory=0)
     runner = verifier_of(llm).runner

@@ -112,7 +112,7 @@ def test_the_end_comes_where_the_grammar_ends_and_nothing_after_it(
     assert allowed(rules) == {EOS}
 
 
-def test_a_parser_catches_up_with_much_at_once(grammars: GrammarCompiler, tokenizer: Tokenizer) -> None:
+def test_a_parser_handles_a_large_chunk(grammars: GrammarCompiler, tokenizer: Tokenizer) -> None:
     """As a draft's must that has slept for a long while."""
     rules, words = grammars.compile(LIST), tokenizer.encode("a").ids + tokenizer.encode(",a").ids * 1000
     rules.observe(words)
@@ -186,7 +186,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("text", WRONG)
-def test_what_is_no_grammar_is_said_in_one_line(plain: LLM, text: str) -> None:
+def test_an_invalid_grammar_is_reported_in_one_line(plain: LLM, text: str) -> None:
     with pytest.raises(UserError, match=WRONG[text]) as error:
         plain.stream([5], replace(ASKED, grammar=text))
     assert "\n" not in str(error.value) and len(str(error.value)) < 400

@@ -83,7 +83,7 @@ def test_they_are_those_of_transformers(pair: tuple[Path, Path], mode: str, samp
     assert len(tokens) == 21 and (mode == "ar" or len(chunks) < 15)
 
 
-def test_who_asks_gets_the_same_text_and_who_does_not_gets_none(pair: tuple[Path, Path]) -> None:
+def test_the_tokenizer_is_returned_only_on_request(pair: tuple[Path, Path]) -> None:
     llm = make(pair, "serial")
     plain = replace(SHAPED, logprobs=None, prompt_logprobs=None)
     for asked in (SHAPED, replace(SHAPED, prompt_logprobs=None), replace(SHAPED, logprobs=None)):

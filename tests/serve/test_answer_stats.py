@@ -9,7 +9,7 @@ from swiftspec.engine import Stats
 from swiftspec.serve.answer_stats import metrics, summary_line
 
 
-def test_the_policy_tells_what_it_measured_and_decided() -> None:
+def test_the_policy_reports_measurements_and_decisions() -> None:
     changes = ((18, Decision(0, 1, False)), (24, Decision(3, 8, True)))
     stats = Stats(
         policy=PolicyReport(
@@ -34,7 +34,7 @@ def test_the_policy_tells_what_it_measured_and_decided() -> None:
     assert summary_line(stats, 90).endswith(", 6 of 40 rounds without the draft, now d 3, bs 8")
 
 
-def test_what_was_to_be_accepted_stands_beside_what_was() -> None:
+def test_expected_acceptance_is_reported_with_measured_acceptance() -> None:
     stats = Stats(verified=[((-1, 0, 0), (0, 1), (0.75,)), ((-1, 0), (0,), (0.25,))])
     spec = metrics(EngineConfig(), stats, 3)["speculative_decoding"]
     assert spec["expected_first_child_acceptance_rate"] == 0.5

@@ -41,7 +41,7 @@ def greedy_with_four_steps() -> float:
     return tokens_per_round(llm, 0.0, len(prompts()))
 
 
-def test_the_pair_is_small_and_says_where_it_comes_from() -> None:
+def test_the_pair_is_small_and_documents_its_origin() -> None:
     assert sum(f.stat().st_size for f in DEMO.rglob("*") if f.is_file()) < 20e6
     provenance = json.loads((DEMO / "provenance.json").read_text())
     text = json.dumps(provenance)

@@ -304,7 +304,7 @@ def test_the_embedded_pair_may_be_missing(command: Command, monkeypatch: pytest.
     assert "the demo models are missing" in command.refuses("--prompt", "a", code=1)
 
 
-def test_a_launcher_that_says_half(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_incomplete_launcher_environment(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert "start several ranks with torchrun" in command.refuses("--prompt", "a", code=1)
 

@@ -49,7 +49,7 @@ def test_a_negative_prompt_goes_the_way_of_a_prompt(capsys: pytest.CaptureFixtur
     assert ask(capsys, *guided, "--raw")[0]["guidance"]["negative_prompt_token_ids"] == tokens
 
 
-def test_what_is_said(capsys: pytest.CaptureFixture[str], flags: list[str]) -> None:
+def test_messages_of_the_start(capsys: pytest.CaptureFixture[str], flags: list[str]) -> None:
     answer, err = ask(capsys, *flags, "--guidance-scale", "3")
     assert err == "swiftspec: warning: guidance without a negative prompt takes an empty one\n"
     assert answer["guidance"]["negative_prompt_token_ids"] == [1, 0, 2]

@@ -235,7 +235,7 @@ def test_bad_input_gets_one_line(pair: list[str], started: list[Ranks]) -> None:
 
 
 @pytest.mark.slow
-def test_ranks_with_other_modes_say_so_at_once(pair: list[str], started: list[Ranks]) -> None:
+def test_ranks_with_different_modes_fail_immediately(pair: list[str], started: list[Ranks]) -> None:
     ranks = Ranks(2, [*pair, *LONG], {1: {"SWIFTSPEC_MODE": "serial"}})
     started.append(ranks)
     ends = ranks.end(60)

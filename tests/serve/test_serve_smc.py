@@ -43,7 +43,7 @@ def answer(capsys: pytest.CaptureFixture[str], *argv: str) -> dict[str, Any]:
     return json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
 
 
-def test_a_population_says_what_it_is(capsys: pytest.CaptureFixture[str], pair: list[str]) -> None:
+def test_a_population_reports_its_shape(capsys: pytest.CaptureFixture[str], pair: list[str]) -> None:
     flags = ["--mode", "smc", "--particles", "3", "--smc-draft-tokens", "2", "--max-tokens", "20", "--ignore-eos"]
     result = answer(capsys, *pair, *flags)
     assert result["exact"] is False and result["particles"] == 3 and result["cache_full"] is False
@@ -66,7 +66,7 @@ def test_text_and_footer(capsys: pytest.CaptureFixture[str], pair: list[str]) ->
     assert told.err.rstrip().endswith("approximate")
 
 
-def test_a_full_cache_is_the_reason_that_is_told() -> None:
+def test_a_full_cache_is_reported_as_the_reason() -> None:
     end = GroupResult([7, 8], False, 1, 2.0, 0.0, 0.0, full=True, compactions=0, moved_slots=0)
     stats = Stats(prompt_tokens=3, tokens=2, rounds=1, decode_time=0.1, population=end)
     assert population_stats(EngineConfig("smc"), stats)["cache_full"] is True

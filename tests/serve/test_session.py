@@ -71,7 +71,7 @@ def test_what_cannot_be_used_is_noted_and_the_start_goes_on(folder: Path) -> Non
             plan(Heard(), plan=str(folder / f"{name}.json"))
 
 
-def test_a_plan_that_the_front_end_cannot_follow_is_no_fault_of_the_flags(folder: Path) -> None:
+def test_an_unusable_plan_is_not_reported_as_a_flag_error(folder: Path) -> None:
     """An asynchronous plan of one rank is for a GPU."""
     write(folder, "a.json", run("async", 1, 0, 50.0, d=4))
     heard = Heard()

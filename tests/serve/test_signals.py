@@ -64,7 +64,7 @@ def test_the_exit_code_is_the_signals(
     assert signal.getsignal(number) is signal.SIG_DFL, "as it was before"
 
 
-def test_what_is_no_signal_is_told_as_ever(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_exit_without_a_signal_is_reported_as_usual(capsys: pytest.CaptureFixture[str]) -> None:
     def damaged(first: bool) -> int:
         raise UserError("it is damaged")
 

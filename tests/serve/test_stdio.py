@@ -62,7 +62,7 @@ def test_a_full_disk_under_the_trace(pair: str) -> None:
 
 
 @pytest.mark.slow
-def test_messages_that_nobody_gets_never_cost_the_answer(pair: str) -> None:
+def test_undeliverable_messages_do_not_affect_the_answer(pair: str) -> None:
     code, whole, _ = shell(f"serve {pair} --temperature 0")
     assert code == 0 and whole
     for gone in ("2>/dev/full", "2>&- <&-"):
@@ -73,7 +73,7 @@ def test_messages_that_nobody_gets_never_cost_the_answer(pair: str) -> None:
     assert shell("serve --prompt a >&- 2>&- <&-") == (1, "", "")
 
 
-def test_what_is_opened_later_is_no_standard_stream() -> None:
+def test_later_descriptors_are_not_taken_for_standard_streams() -> None:
     code = (
         "import os, sys\nfrom swiftspec.serve.stdio import command_streams\nwith command_streams(True):\n"
         "    print(os.open('/dev/null', os.O_RDONLY) > 2, sys.stderr.isatty(), file=open('{}', 'w'))"

@@ -216,7 +216,9 @@ NONSENSE = [
 
 
 @pytest.mark.parametrize(("flags", "told"), NONSENSE)
-def test_nonsense_is_told_in_a_line(flags: Sequence[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_values_are_refused_in_one_line(
+    flags: Sequence[str], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(flags) in (1, 2)
     lines = [line for line in capsys.readouterr().err.splitlines() if "error" in line]
     assert len(lines) == 1 and told in lines[0]

@@ -126,7 +126,7 @@ def test_streaming_shows_what_all_share_and_the_rest_at_the_end() -> None:
     assert early > 8
 
 
-def test_particles_that_never_meet_fill_the_cache_and_end_the_request() -> None:
+def test_particles_without_a_common_prefix_fill_the_cache_and_end_the_request() -> None:
     model = HistoryModel(5, 1)
     worker = make_worker(model, model, PopulationConfig(4, 2), max_tokens=16, slots=70)
     decode(worker, [0, 1], replace(WARM, temperature=1.0), set(), 16)

@@ -57,7 +57,7 @@ def test_the_page_of_paths_asks_for_every_feature() -> None:
     assert recorder.requested == set(FEATURES)
 
 
-def test_a_stale_page_is_told_and_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_stale_page_is_reported_and_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert docs.main(["--check"], tmp_path) == 1
     assert "docs/reference/flags.md is out of date" in capsys.readouterr().out
     assert not list(tmp_path.iterdir())

@@ -87,7 +87,7 @@ def test_the_sanitizer_looks_at_virtual_ranks(kind: str, collected: str) -> None
     assert kind == "memcheck" or all("[4" in name for name in names), "only these, for the race check takes long"
 
 
-def test_without_a_gpu_it_says_so_in_one_line() -> None:
+def test_without_a_gpu_one_line_is_printed() -> None:
     if torch.cuda.is_available():
         pytest.skip("there is one here")
     compared = ("--dry-run", "--compare")

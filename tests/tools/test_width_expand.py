@@ -99,7 +99,7 @@ def test_the_embedded_target(kind: Kind, bound: float) -> None:
 @pytest.mark.parametrize(
     "kind", [pytest.param("int4", marks=pytest.mark.slow), pytest.param("bf16", marks=pytest.mark.long)]
 )
-def test_the_pair_says_the_same_in_mode_serial(tmp_path: Path, kind: Kind) -> None:
+def test_the_pair_gives_the_same_text_in_mode_serial(tmp_path: Path, kind: Kind) -> None:
     """Written to disk, read back, and decoded with the grown draft's tree."""
     write(TARGET, LARGE_TARGET, kind, tmp_path / "target")
     write(DRAFT, LARGE_DRAFT, kind, tmp_path / "draft")

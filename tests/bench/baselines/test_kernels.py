@@ -139,7 +139,7 @@ def test_what_fails_as_it_loads_is_one_line_each(
     assert all("\n" not in line for line in said)
 
 
-def test_without_triton_there_is_no_flexattention(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flexattention_needs_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(rivals.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(Absent, match="triton"):

@@ -38,7 +38,7 @@ def test_every_family_as_published(record: dict[str, Any], prompt: str, tmp_path
 
 
 @pytest.mark.parametrize("text", ["", "[]", "nonsense", "{}", '{"turns": []}', "[3]"])
-def test_what_is_no_task_file(text: str, tmp_path: Path) -> None:
+def test_an_invalid_task_file(text: str, tmp_path: Path) -> None:
     (tmp_path / "t.jsonl").write_text(text)
     with pytest.raises(UserError) as caught:
         tasks.load(tmp_path / "t.jsonl")

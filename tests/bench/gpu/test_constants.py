@@ -17,7 +17,7 @@ SAID = "gpu NVIDIA H200\ngap 1.1000 us\nplain_gap 1.9 us\nexchange 0.7 us\ncopy 
 
 
 @pytest.mark.parametrize("code", [0, 1])
-def test_the_constants_that_were_said_count(
+def test_reported_constants_are_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], code: int
 ) -> None:
     """Whatever came of those after them, and the targets go with them."""
@@ -45,7 +45,7 @@ def test_a_program_that_hangs_or_is_not_there_is_one_line(monkeypatch: pytest.Mo
 
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="no nvcc")
-def test_the_program_compiles_and_says_that_there_is_no_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_program_compiles_and_reports_a_missing_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if torch.cuda.is_available():
         pytest.skip("there is one here")
     monkeypatch.setattr(constants, "PROGRAM", tmp_path / "constants")

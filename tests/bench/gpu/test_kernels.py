@@ -96,7 +96,7 @@ def fails(error: Exception) -> Any:
     return make
 
 
-def test_one_competitor_that_fails_is_named_and_a_rival_is_no_failure(tmp_path: Path) -> None:
+def test_a_failing_baseline_is_named_and_does_not_fail_the_run(tmp_path: Path) -> None:
     file = tmp_path / "found.json"
     variants = {
         "marlin": fails(ValueError("gives another result than torch")),

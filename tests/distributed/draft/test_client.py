@@ -135,7 +135,7 @@ def test_a_late_answer_loses_the_request_and_is_dropped_in_the_next(
     assert drafter.propose() == Proposal(2, 0, 0, (7, 0), (-1, 0)), "not the answer to the first request"
 
 
-def test_a_failing_draft_says_why_and_is_back_for_the_next_request(
+def test_a_failing_draft_reports_the_reason_and_serves_the_next_request(
     bridge: tuple[DraftGroupClient, FakeDraft, Channel],
 ) -> None:
     drafter, draft, _ = bridge

@@ -32,13 +32,13 @@ def orders(*kinds: int, gone: bool = False) -> CommandStream:
     return CommandStream(giver)
 
 
-def test_a_follower_goes_on_until_it_hears_something_else() -> None:
+def test_a_follower_prefills_until_it_receives_another_opcode() -> None:
     heard = orders(GO_ON, GO_ON, CLOSE, OPEN)
     assert [heard.prefill_aborted() for _ in range(3)] == [False, False, True]
     assert [heard.recv()[0] for _ in range(2)] == [CLOSE, OPEN]
 
 
-def test_a_follower_whose_leader_is_gone_says_so() -> None:
+def test_a_follower_reports_a_lost_leader() -> None:
     with pytest.raises(RankLost, match="is gone"):
         orders(gone=True).prefill_aborted()
 

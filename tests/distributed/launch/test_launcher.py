@@ -21,7 +21,7 @@ def test_one_rank_alone_needs_no_launcher(alone: dict[str, str]) -> None:
     assert launched(alone) is None and own_rank(alone) == 0
 
 
-def test_all_that_a_launcher_says() -> None:
+def test_a_complete_launcher_environment() -> None:
     assert launched(JOB) == Launched(3, 4, 3, 4, "somewhere", 29500)
     more = {"TORCHELASTIC_RESTART_COUNT": "2"}
     assert launched(JOB | TORCHRUN | more) == Launched(3, 4, 1, 2, "somewhere", 29500, True, "2")

@@ -65,7 +65,7 @@ def together(*acts: Callable[[], Any]) -> list[Any]:
     return found
 
 
-def test_all_ranks_meet_again_on_a_page_of_their_own() -> None:
+def test_all_ranks_rejoin_under_a_store_prefix_of_their_own() -> None:
     page = HashStore()
     for life in (1, 2, 3):
         worlds = together(*(lambda r=r, n=life: rejoin(world(page, r, n)) for r in range(3)))
@@ -76,7 +76,7 @@ def test_all_ranks_meet_again_on_a_page_of_their_own() -> None:
         assert [each.active_ranks for each in worlds] == [(0, 1, 2)] * 3
 
 
-def test_a_life_that_died_before_it_was_called_is_replaced_by_the_next() -> None:
+def test_an_incarnation_that_died_before_admission_is_replaced_by_the_next() -> None:
     page = HashStore()
     page.set("here 1", "dead")  # it said so, and died
     assert Rendezvous(page, 0).try_form([1, 2]) is None
@@ -84,7 +84,7 @@ def test_a_life_that_died_before_it_was_called_is_replaced_by_the_next() -> None
     assert [each.active_ranks for each in worlds] == [(0, 1, 2)] * 3
 
 
-def test_a_life_is_called_once() -> None:
+def test_an_incarnation_is_admitted_once() -> None:
     page = HashStore()
     page.set("here 1", "one life")
     meetings = Rendezvous(page, 0)
@@ -93,7 +93,7 @@ def test_a_life_is_called_once() -> None:
     assert meetings.try_form([1]) is not None and meetings.try_form([1]) is None and meetings.alive_ranks([1]) == {}
 
 
-def test_a_life_that_counts_no_more_is_dead(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_incarnation_without_heartbeats_is_dead(monkeypatch: pytest.MonkeyPatch) -> None:
     page, now = HashStore(), [100.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     page.set("here 1", "one life")
@@ -107,13 +107,13 @@ def test_a_life_that_counts_no_more_is_dead(monkeypatch: pytest.MonkeyPatch) -> 
     assert meetings.alive_ranks([1]) == {1: "one life"}
 
 
-def test_nobody_waits_for_a_rank_0_that_has_left() -> None:
+def test_no_request_waits_for_a_rank_0_that_has_exited() -> None:
     page = HashStore()
     waiting = together(lambda: rejoin(world(page, 1, 1)), Rendezvous(page, 0).end_job)
     assert isinstance(waiting[0], JobEnded)
 
 
-def test_who_waits_says_so_and_gives_up() -> None:
+def test_a_waiting_rank_logs_and_times_out() -> None:
     said: list[str] = []
     with pytest.raises(RankLost, match=r"rank 0 did not admit rank 2 within 0.2 s"):
         rejoin(world(HashStore(), 2, 1, waiting=BRIEF, said=said))

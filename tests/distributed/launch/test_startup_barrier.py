@@ -80,7 +80,7 @@ def test_whatever_differs_is_named_with_both_values(values: dict[str, Any], line
     assert both[0] == both[1] and both[0].startswith(line)
 
 
-def test_a_difference_is_told_while_another_rank_is_missing() -> None:
+def test_a_config_difference_is_reported_while_another_rank_is_missing() -> None:
     plan = EngineConfig(mode="async", target_tp=2, draft_tp=1)
     facts = replace(FACTS, settings=settings_of(plan))
     other = EngineConfig(mode="serial", target_tp=3)
@@ -117,7 +117,7 @@ def test_what_a_rank_is_refused_for_ends_all() -> None:
     ]  # fmt: skip
 
 
-def test_who_waits_says_for_whom() -> None:
+def test_each_waiting_rank_logs_which_ranks_it_waits_for() -> None:
     said: list[str] = []
     found = start(job(3, said, BRIEF)[:1], (PLAN, FACTS))
     assert found == ["ranks 1 and 2 did not come within 0.3 s: start all 3"]

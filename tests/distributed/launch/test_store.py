@@ -39,7 +39,7 @@ def rank(number: int, port: int, size: int = 2) -> Launched:
     return Launched(number, size, number, size, "127.0.0.1", port)
 
 
-def test_a_rank_waits_for_the_store_and_says_so(port: int) -> None:
+def test_a_rank_logs_that_it_waits_for_the_store(port: int) -> None:
     said, waits, kept = [], threading.Event(), []
 
     def say(text: str) -> None:
@@ -58,7 +58,7 @@ def test_a_rank_waits_for_the_store_and_says_so(port: int) -> None:
     assert said[0].startswith(f"rank 1 is waiting for rank 0 at 127.0.0.1:{port} (Connection refused)")
 
 
-def test_nobody_keeps_the_store(port: int) -> None:
+def test_no_process_hosts_the_store(port: int) -> None:
     with pytest.raises(UserError, match=rf"^rank 1 does not reach rank 0 at 127.0.0.1:{port} .* look at MASTER_ADDR"):
         open_store(rank(1, port), lambda text: None, BRIEF)
 

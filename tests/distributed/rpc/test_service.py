@@ -184,7 +184,7 @@ def test_an_opening_must_be_meant_for_this_worker(client: Client) -> None:
     client.refused(Code.INVALID_ARGUMENT, lambda: client.ask(opening=bad))
 
 
-def test_strangers_are_kept_out(target: Started) -> None:
+def test_clients_without_credentials_are_refused(target: Started) -> None:
     guarded = RpcSecurity(token="secret")
     with started("target", target.model, security=guarded) as worker:
         for security in (RpcSecurity(), RpcSecurity(token="other")):
@@ -240,7 +240,7 @@ def test_a_worker_over_tls(target: Started, tmp_path: Path) -> None:
 HEALTH: Any = health_pb2  # its names are made when it is imported
 
 
-def test_health_is_told_until_a_worker_drains(target: Started) -> None:
+def test_health_is_served_until_a_worker_drains(target: Started) -> None:
     """By the standard service's own client, of the worker, of each service, and of none that is there."""
     worker = Started("target", target.model).start()
     channel = grpc.insecure_channel(f"127.0.0.1:{worker.port}")
@@ -269,7 +269,7 @@ class Shows(grpc.UnaryUnaryClientInterceptor, grpc.StreamStreamClientInterceptor
         return self.intercept_unary_unary(continuation, client_call_details, request_iterator)
 
 
-def test_reflection_tells_the_services_to_whoever_has_the_token(target: Started) -> None:
+def test_reflection_lists_the_services_for_clients_with_the_token(target: Started) -> None:
     """By the standard service's own client, who makes a call of what it has read."""
     with started("target", target.model, security=RpcSecurity("secret")) as worker:
         bare = grpc.insecure_channel(f"127.0.0.1:{worker.port}")
@@ -298,7 +298,7 @@ def test_a_worker_of_the_other_kind_is_refused(target: Started) -> None:
         )
 
 
-def test_a_worker_that_rests_looks_after_its_group(target: Started, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_idle_worker_checks_its_group(target: Started, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("swiftspec.distributed.rpc.server.SWEEP_INTERVAL_S", 0.01)
     over: SimpleQueue[int] = SimpleQueue()
     target.server.run(over, lambda: over.put(0))  # ends by what it has seen

@@ -88,7 +88,7 @@ def test_what_growing_raises_comes_after_what_has_grown() -> None:
         grown.take(join=lambda: True)
 
 
-def test_a_tree_whose_growth_nobody_takes_waits() -> None:
+def test_a_tree_stops_expanding_when_its_deltas_are_not_read() -> None:
     more = Event()
 
     def grow() -> Iterator[TimedDelta]:

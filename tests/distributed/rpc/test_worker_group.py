@@ -63,7 +63,7 @@ def test_what_a_client_asks_amiss_ends_no_rank(pool: Pool, tmp_path: Path) -> No
     assert "a grammar needs" in grammar and "unconditional text" in guided and full == good == ""
 
 
-def test_a_follower_that_is_gone_is_told_whenever_somebody_asks() -> None:
+def test_a_lost_follower_is_reported_on_every_call() -> None:
     class Gone:
         def recv(self, timeout: float) -> None:
             raise ConnectionError("rank 1 is gone")

@@ -119,7 +119,7 @@ def test_who_does_not_know_the_ticket_stays_outside() -> None:
     assert door.got[0].recv(5)[0] == 5
 
 
-def test_who_calls_and_says_nothing_keeps_nobody_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_silent_connection_does_not_block_others(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tcp, "AUTH_TIMEOUT_S", 0.1)
     door = Door()
     with socket.create_connection(door.address):
@@ -130,7 +130,7 @@ def test_who_calls_and_says_nothing_keeps_nobody_out(monkeypatch: pytest.MonkeyP
     assert door.got[0].recv(5)[0] == 5
 
 
-def test_nobody_comes() -> None:
+def test_no_rank_arrives() -> None:
     for host in (None, "127.0.0.1"):
         with pytest.raises(OSError, match=r"time|came"):
             accept(FakeStore(), "alone", "nobody", host=host, spin=False, timeout=0.2)  # type: ignore[arg-type]

@@ -87,7 +87,7 @@ def test_every_sampling_value_travels_with_an_opening() -> None:
 
 
 @pytest.mark.parametrize("kept", [3, [-1], [1.0], [True], [2**31], [1, 1, 1], ["1"], {}])
-def test_what_is_no_count_of_kept_tokens_is_refused(kept: object) -> None:
+def test_an_invalid_count_of_cached_tokens_is_refused(kept: object) -> None:
     text = json.dumps({"steps": "", "kept": kept, "sampling": asdict(SamplingParams())}).encode()
     with pytest.raises(ValueError, match="no count of tokens"):
         unpack_request_start([1, 1, 1, 5, len(text), *bytes_to_words(text)])

@@ -92,7 +92,7 @@ def test_a_stall_holds_everything_and_a_reset_is_one(server: tuple[str, int]) ->
             assert read(again, 4) == b"back"
 
 
-def test_nobody_at_the_other_end() -> None:
+def test_a_missing_peer() -> None:
     with socket.create_server(("127.0.0.1", 0)) as gone:
         nowhere = gone.getsockname()
     # The reset may come while the client still connects.

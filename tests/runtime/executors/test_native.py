@@ -116,7 +116,7 @@ def test_drafts(checkpoint: Path, dtype: torch.dtype, data: st.DataObject) -> No
 
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
-def test_what_is_answered_at_once(checkpoint: Path, data: st.DataObject) -> None:
+def test_results_that_native_code_answers(checkpoint: Path, data: st.DataObject) -> None:
     """The fast reply equals the drafter's own proposal, without an expansion."""
     plan = EngineConfig(
         verify_batch=data.draw(st.integers(1, 6)), draft_leaves=3, draft_steps=data.draw(st.integers(1, 4)),

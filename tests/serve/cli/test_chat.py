@@ -186,7 +186,7 @@ def test_stats_of_a_population(room: Room) -> None:
     assert "text" not in told
 
 
-def test_a_lost_drafter_is_told_also_without_stats(room: Room) -> None:
+def test_a_lost_drafter_is_reported_without_stats_too(room: Room) -> None:
     room.engine.lost = "out of memory"
     for lines in (("a", EOFError), ("/stats off", "a", EOFError)):
         assert "the drafter was lost (out of memory), the target continued without it" in room.run(*lines)

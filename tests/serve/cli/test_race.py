@@ -84,7 +84,7 @@ def test_another_text_is_seen(room: Room) -> None:
 
 
 @pytest.mark.parametrize("mode", ["ar", "smc"])
-def test_without_a_tree_there_is_no_race(room: Room, mode: str) -> None:
+def test_a_race_needs_a_tree(room: Room, mode: str) -> None:
     room.engine.config = EngineConfig(mode)
     assert f"error: mode {mode} has no draft tree to race with" in room.run("/race one", EOFError)
     assert room.engine.asked == []

@@ -70,7 +70,7 @@ def test_while_a_rank_comes_back(player: Player, client: httpx.Client) -> None:
 
 
 @pytest.mark.parametrize("path", [CHAT, TEXT, MESSAGES, RESPONSES])
-def test_an_answer_that_breaks_off_says_how_far_it_came(player: Player, client: httpx.Client, path: str) -> None:
+def test_a_broken_answer_reports_how_many_tokens_were_sent(player: Player, client: httpx.Client, path: str) -> None:
     """In a stream the error is the last event, in the schema of the endpoint."""
     line = "the answer broke off after 6 tokens: rank 1 is gone"
     player.prepare(raises=GenerationFailedError(line, "engine_error"), after=2)
@@ -85,7 +85,7 @@ def test_an_answer_that_breaks_off_says_how_far_it_came(player: Player, client: 
         assert name == "event: error\n" and json.loads(last)["type"] == "error"
 
 
-def test_what_it_says_of_itself(player: Player, client: httpx.Client) -> None:
+def test_the_server_describes_itself(player: Player, client: httpx.Client) -> None:
     assert client.get("/health").json()["status"] == "ok"
     assert client.get("/health/generate").json()["status"] == "ok"
     assert player.requests[0].sampling["max_tokens"] == 1

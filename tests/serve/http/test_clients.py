@@ -53,7 +53,7 @@ def test_chat_as_a_stream(player: Player, plain_url: str) -> None:
     assert chunks[-1].usage is not None and chunks[-1].usage.total_tokens == 14 + len(player.requests[0].prompt)
 
 
-def test_many_at_once_without_blocking(player: Player, plain_url: str) -> None:
+def test_many_messages_are_sent_without_blocking(player: Player, plain_url: str) -> None:
     async def all_of_them() -> list[Any]:
         async with openai.AsyncOpenAI(base_url=f"{plain_url}/v1", api_key="-") as client:
             asks = [client.chat.completions.create(model="other", messages=HELLO) for _ in range(8)]

@@ -26,7 +26,7 @@ def test_each_kind() -> None:
         ("sql", "", "no such kind"),
     ],
 )
-def test_what_is_no_grammar_is_one_line(kind: str, text: str, why: str | None) -> None:
+def test_an_invalid_grammar_is_one_line(kind: str, text: str, why: str | None) -> None:
     with pytest.raises(ValueError, match=why) as caught:
         build_grammar(kind, text)
     assert "\n" not in str(caught.value) and len(str(caught.value)) <= 300

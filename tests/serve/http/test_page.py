@@ -29,5 +29,5 @@ def test_only_the_pages_files_are_served(client: httpx.Client, path: str) -> Non
     assert answer.status_code == 404 and "error" in answer.json()
 
 
-def test_the_model_says_whether_it_has_a_chat_template(client: httpx.Client) -> None:
+def test_the_model_info_contains_whether_there_is_a_chat_template(client: httpx.Client) -> None:
     assert client.get("/v1/models").json()["data"][0]["chat_template"] is True

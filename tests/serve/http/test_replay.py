@@ -53,7 +53,7 @@ def test_an_invalid_trace_is_reported_in_one_line(tmp_path: Path, text: str, sai
     assert "\n" not in str(error.value)
 
 
-def test_a_last_line_that_was_cut_off_is_no_harm(file: Path) -> None:
+def test_a_truncated_last_line_is_ignored(file: Path) -> None:
     file.write_text(file.read_text() + '{"request": 1, "rou')
     replay.check_trace(file)
 

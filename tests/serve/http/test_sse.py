@@ -163,7 +163,7 @@ def test_one_chunk_a_round_and_never_half_a_character(player: Player, client: ht
     assert player.stopped == player.requests and not player.closed, "the request was ended early"
 
 
-def test_an_answer_that_breaks_off_without_a_word(player: Player, client: httpx.Client) -> None:
+def test_an_answer_that_ends_without_an_error_message(player: Player, client: httpx.Client) -> None:
     player.prepare(text="")
     answer = client.post(CHAT, json=HELLO)
     assert answer.status_code == 500 and answer.json()["error"]["type"] == "engine_error"

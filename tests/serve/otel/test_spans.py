@@ -77,7 +77,7 @@ def test_every_exchange_with_a_worker_is_a_span_and_in_the_trace(tmp_path: Path)
     assert all(0 <= hop["clock"]["error"] < 1e9 for hop in told)
 
 
-def test_a_chat_tells_of_each_answer(tmp_path: Path) -> None:
+def test_a_chat_exports_a_span_per_answer(tmp_path: Path) -> None:
     """So does a race, which are two."""
     models, kept = make_pair(tmp_path), InMemorySpanExporter()
     with (
@@ -93,7 +93,7 @@ def test_a_chat_tells_of_each_answer(tmp_path: Path) -> None:
     assert len(sizes) == 4
 
 
-def test_a_request_that_fails_says_so() -> None:
+def test_a_failed_request_reports_the_error() -> None:
     kept, hops = InMemorySpanExporter(), RpcLog()
 
     def stream(prompt: Sequence[int], sampling: SamplingParams) -> Iterator[TokenChunk]:

@@ -150,7 +150,7 @@ def test_a_race_on_this_server_proves_the_text_equal(page: Page, url: str) -> No
     assert not page.at("strip").is_displayed() and page.at("panel-race").is_displayed()
 
 
-def test_settings_are_sent_and_what_the_server_refuses_is_said(page: Page, url: str) -> None:
+def test_settings_are_sent_and_refusals_are_shown(page: Page, url: str) -> None:
     page.open(url)
     page.wait_for_text("hint", "Python")
     page.driver.find_element("css selector", "#settings summary").click()

@@ -39,7 +39,7 @@ def test_a_module_is_javascript(node: str, file: Path) -> None:
 
 
 @pytest.mark.parametrize("file", MODULES, ids=lambda file: file.name)
-def test_a_module_is_short_says_what_it_is_and_writes_no_markup(file: Path) -> None:
+def test_a_module_is_short_has_a_header_and_writes_no_markup(file: Path) -> None:
     text = file.read_text(encoding="utf-8")
     assert text.startswith("// ") and len(text.splitlines()) < 300
     assert MARKUP.findall(text) == []

@@ -3,12 +3,12 @@
 from swiftspec.serve.supervisor.restart_policy import MAX_RESTARTS, RESTART_WINDOW_S, STABLE_AFTER_S, RestartPolicy
 
 
-def test_the_first_is_at_once_and_the_next_ones_later() -> None:
+def test_the_first_restart_is_immediate_and_later_ones_are_delayed() -> None:
     restarts = RestartPolicy()
     assert [restarts.next_delay(0.0, 0.0) for _ in range(8)] == [0.0, 0.5, 1.0, 2.0, 4.0, 8.0, 8.0, 8.0]
 
 
-def test_what_was_up_for_long_is_started_at_once() -> None:
+def test_a_process_that_was_up_for_long_is_restarted_immediately() -> None:
     restarts = RestartPolicy()
     assert [restarts.next_delay(0.0, seconds) for seconds in (0.0, 1.0, STABLE_AFTER_S - 1, STABLE_AFTER_S, 1.0)] == [
         0.0,

@@ -173,7 +173,7 @@ def test_a_request_that_has_shown_nothing_is_tried_again(pair_of_ranks: ServerPr
 
 
 @pytest.mark.parametrize("rank", [long(1), slow(0)])
-def test_without_a_keeper_the_job_ends_whole(rank: int, request: pytest.FixtureRequest) -> None:
+def test_without_a_supervisor_the_whole_job_ends(rank: int, request: pytest.FixtureRequest) -> None:
     """The last of this file: of the server for all there is nothing left."""
     with serving(2, 1, request) if rank == 0 else running(2) as job:
         job.snapshot()

@@ -27,7 +27,7 @@ def test_the_others_hear_how_rank_0_ended() -> None:
         one.close(0)
 
 
-def test_one_that_says_nothing_has_failed() -> None:
+def test_a_process_without_output_has_failed() -> None:
     here = job()
     leading, other = job_link(here), job_link(replace(here, rank=1))
     assert other.poll_exit_code() is None
@@ -35,7 +35,7 @@ def test_one_that_says_nothing_has_failed() -> None:
     until(lambda: other.poll_exit_code() == 1)
 
 
-def test_a_name_that_is_taken_troubles_nobody() -> None:
+def test_a_taken_segment_name_is_skipped() -> None:
     here = job()
     first, second = job_link(here), job_link(here)
     other = job_link(replace(here, rank=1))

@@ -159,7 +159,7 @@ def chunk(codec: TextCodec, accepted: str, target: str, reason: str | None = Non
     return TokenChunk((*guessed, *codec.encode(target)), len(guessed), reason)
 
 
-def test_a_stream_tells_guessed_text_from_the_targets(byte_level: TextCodec) -> None:
+def test_a_stream_separates_draft_text_from_target_text(byte_level: TextCodec) -> None:
     chunks = Chunks(
         chunk(byte_level, "def add", "("), chunk(byte_level, "", "a"), chunk(byte_level, ", b", ")", "length")
     )
@@ -184,7 +184,7 @@ def test_a_stop_string_cuts_text_and_tokens(byte_level: TextCodec) -> None:
     assert chunks.closed
 
 
-def test_what_might_have_become_a_stop_string_is_told_in_the_end(byte_level: TextCodec) -> None:
+def test_a_partial_stop_string_is_sent_at_the_end(byte_level: TextCodec) -> None:
     stream = TextStream(Chunks(chunk(byte_level, "a", "EN", "length")), byte_level, ["END"])
     assert "".join(piece.text for piece in stream) == "aEN"
     assert stream.finish_reason == "length"
@@ -240,7 +240,7 @@ def test_no_template_and_bad_templates(tmp_path: Path, byte_fallback: TextCodec)
         assert "\n" not in str(caught.value)
 
 
-def test_a_prompt_that_is_no_unicode(byte_level: TextCodec) -> None:
+def test_a_prompt_that_is_not_unicode(byte_level: TextCodec) -> None:
     with pytest.raises(UserError, match="not valid UTF-8"):
         byte_level.encode("a\udcff")
 

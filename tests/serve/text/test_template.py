@@ -153,7 +153,7 @@ def test_a_process_that_goes_away(codecs: Any) -> None:
 
 
 @pytest.mark.slow
-def test_without_anybody_who_waits_it_leaves_by_itself() -> None:
+def test_without_waiting_clients_it_exits() -> None:
     """At the end of its input; in a template without end, at its limit of CPU seconds."""
     request = {"template": LOOP, "messages": [USER], "variables": {}, "tools": None, "continue_final_message": False}
     request |= {"max_bytes": 9, "timeout_s": 0.1, "memory_bytes": 1 << 30}

@@ -77,7 +77,7 @@ def test_no_thoughts_where_a_grammar_leaves_no_room(thinker: Player) -> None:
     assert ask(thinker, CHAT, **HELLO)["choices"][0]["message"]["reasoning_content"] == "a"
 
 
-def test_what_a_template_is_told(thinker: Player) -> None:
+def test_the_variables_of_a_template(thinker: Player) -> None:
     ask(thinker, CHAT, **HELLO, chat_template_kwargs={"effort": "much", "tools_in_user_message": False})
     assert prompt(thinker).startswith("much<|user|>")
     with_special = {"effort": "x", "eos_token": "forged"}
@@ -129,7 +129,7 @@ def test_marks_that_are_special_tokens_are_seen(tmp_path: Path) -> None:
     renderer.close()
 
 
-def test_a_template_that_refuses_says_why_and_not_where(
+def test_a_template_error_names_the_reason_without_paths(
     thinker: Player, renderer: TemplateRenderer, monkeypatch: pytest.MonkeyPatch, thinking_client: httpx.Client
 ) -> None:
     codec = thinker.codec

@@ -19,7 +19,7 @@ from swiftspec.serve.http.engine_link.engine_client import EngineClient
 from tests.support.scripted_rank import READY, Rank0, run_with_rank0, start_request
 
 
-def test_a_request_that_is_ended_still_says_what_it_cost() -> None:
+def test_a_cancelled_request_reports_its_cost() -> None:
     async def scene(engine: EngineClient, rank0: Rank0) -> None:
         chunk = frames.TokensFrame(1, [7], 0)
         async with aclosing(engine.generate(AsyncEngineRequest([1], {}))) as answer:
@@ -90,7 +90,7 @@ def test_a_client_that_leaves_cancels_and_the_next_begins_only_then() -> None:
     run_with_rank0(scene)
 
 
-def test_a_client_that_leaves_as_its_turn_comes_holds_nobody_up() -> None:
+def test_a_client_that_disconnects_when_its_request_starts_delays_no_other() -> None:
     async def scene(engine: EngineClient, rank0: Rank0) -> None:
         first, second = start_request(engine, 0), start_request(engine, 1)
         await rank0.next()
@@ -111,7 +111,7 @@ def test_a_client_that_leaves_as_its_turn_comes_holds_nobody_up() -> None:
     run_with_rank0(scene)
 
 
-def test_as_many_run_as_rank_0_takes_at_once() -> None:
+def test_as_many_requests_run_as_rank_0_supports_concurrently() -> None:
     """The others wait; one that ends or is cancelled makes room for the next and does not affect the others."""
 
     async def scene(engine: EngineClient, rank0: Rank0) -> None:
@@ -190,7 +190,7 @@ def test_a_request_has_its_time() -> None:
     run_with_rank0(scene, request_timeout=0.1)
 
 
-def test_while_loading_and_draining_nobody_is_served() -> None:
+def test_requests_are_refused_while_loading_and_draining() -> None:
     async def scene(engine: EngineClient, rank0: Rank0) -> None:
         rank0.send(frames.LoadingFrame("target weights 1 of 2 GB"), frames.ModelPathFrame("/m"))
         assert await engine.target_folder == "/m"

@@ -52,7 +52,7 @@ def test_a_request_that_has_shown_nothing_is_tried_again_before_all_others(said:
     run_link(scene, READY)
 
 
-def test_what_was_said_and_not_read_yet_does_not_count() -> None:
+def test_unread_heartbeats_do_not_count() -> None:
     """Tokens and loss arrive together, so that the reader of the answer does not run in between."""
 
     async def scene(link: Link) -> None:
@@ -219,7 +219,7 @@ def test_one_that_was_cancelled_as_rank_0_went_is_not_tried_again() -> None:
     run_link(scene, READY)
 
 
-def test_an_error_of_one_request_is_no_loss() -> None:
+def test_an_error_of_one_request_does_not_count_as_a_lost_engine() -> None:
     async def scene(link: Link) -> None:
         task, other = start_request(link.engine, 1), start_request(link.engine, 2)
         link.rank0.send(frames.FailedFrame((await started(link.rank0)).request, "no such thing", False))
@@ -267,7 +267,7 @@ def test_a_rank_0_that_goes_while_it_drains_does_not_come_back() -> None:
     run_link(scene, READY)
 
 
-def test_ranks_are_those_told_last_and_rank_0_is_lost_with_its_wire() -> None:
+def test_ranks_are_the_last_reported_ones_and_rank_0_is_lost_with_its_socket() -> None:
     async def scene(link: Link) -> None:
         engine: EngineClient = link.engine
         assert engine.state.all_ranks_up and list(engine.state.ranks) == RANKS
@@ -280,7 +280,7 @@ def test_ranks_are_those_told_last_and_rank_0_is_lost_with_its_wire() -> None:
     run_link(scene, frames.RankStatesFrame(RANKS), READY)
 
 
-def test_each_rank_0_hears_that_clients_may_come() -> None:
+def test_each_rank_0_receives_the_serving_frame() -> None:
     async def scene(link: Link) -> None:
         assert await link.engine.target_folder == "/m"
         link.engine.announce_serving()

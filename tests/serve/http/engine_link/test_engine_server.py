@@ -102,7 +102,7 @@ def test_requests_join_end_and_leave_and_each_has_its_own_text(llm: LLM, front: 
         assert received[-1].extra["particles"] == 2 and received[-2].finish_reason == "length"
 
 
-def test_choices_are_told_where_they_are_asked_for(llm: LLM, front: Front) -> None:
+def test_choices_are_returned_only_if_requested(llm: LLM, front: Front) -> None:
     alone = llm.generate([5, 1], SamplingParams(**LONG)).stats.population
     for number, choices in ((1, None), (2, (2, 2)), (3, (1, 2))):
         front.send(frames.StartFrame(number, [5, 1], LONG, choices))

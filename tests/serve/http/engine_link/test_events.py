@@ -54,7 +54,7 @@ def run(scene: Coroutine[Any, Any, None]) -> None:
     asyncio.run(asyncio.wait_for(scene, 20))
 
 
-def test_a_listener_goes_on_where_it_stopped_and_hears_what_it_missed() -> None:
+def test_a_subscriber_resumes_and_receives_missed_events() -> None:
     async def scene() -> None:
         said: list[bool] = []
         events = TraceEventBuffer(said.append, max_events=4)
@@ -157,7 +157,7 @@ def test_a_browser_comes_back(query: str, last: str | None) -> None:
     run(scene())
 
 
-def test_rank_0_is_told_when_somebody_listens_also_a_new_one() -> None:
+def test_every_rank_0_receives_the_subscription() -> None:
     async def scene(link: Link) -> None:
         engine, first = link.engine, link.rank0
         reading = asyncio.create_task(read(engine.events, None, 3))
@@ -176,7 +176,7 @@ def test_rank_0_is_told_when_somebody_listens_also_a_new_one() -> None:
     run_link(scene, READY)
 
 
-def test_nobody_listens_and_nobody_is_told() -> None:
+def test_without_subscribers_nothing_is_recorded() -> None:
     async def scene(engine: EngineClient, rank0: Rank0) -> None:
         engine.announce_serving()
         assert await rank0.next() == frames.ServingFrame()

@@ -30,7 +30,7 @@ def test_frames_come_whole_and_in_order(cuts: list[int]) -> None:
 
 
 @pytest.mark.parametrize("data", [b"\xff\xff\xff\xff", encode_frame(frames.DrainFrame()), b"\0\0\0\1\xc1"])
-def test_what_is_no_frame_is_refused(data: bytes) -> None:
+def test_an_invalid_frame_is_refused(data: bytes) -> None:
     with pytest.raises(ValueError):
         FrameDecoder(ToEngine).push(data)
 
@@ -81,7 +81,7 @@ def test_an_end_does_not_wait_for_a_front_end_that_does_not_read() -> None:
         assert here.fileno() == -1
 
 
-def test_a_front_end_that_is_gone_is_noticed_by_whoever_sends() -> None:
+def test_a_lost_front_end_is_noticed_on_send() -> None:
     here, there = socket.socketpair()
     wire = FrameSocket(here)
     there.close()
@@ -92,7 +92,7 @@ def test_a_front_end_that_is_gone_is_noticed_by_whoever_sends() -> None:
     wire.close(5)
 
 
-def test_rank_0_hears_frames_and_the_file_beside() -> None:
+def test_rank_0_polls_frames_and_a_second_descriptor() -> None:
     here, there = socket.socketpair()
     wakeup_fd, notify_fd = os.pipe()
     with there:

@@ -81,7 +81,7 @@ def test_a_key_is_needed_everywhere_except_for_health_and_the_page() -> None:
 
 
 @pytest.mark.parametrize("value", ["", "Bearer", "Bearer ", "Bearer on", "Bearer onee", "Basic one", "one"])
-def test_what_is_no_key_is_refused(value: str) -> None:
+def test_a_wrong_key_is_refused(value: str) -> None:
     assert ask(SecurityMiddleware(Inside(), ["one"]), headers=[("Authorization", value)])[0] == 401
 
 
@@ -156,7 +156,7 @@ def test_json_in_utf16_which_would_hide_its_depth_is_refused() -> None:
     assert ask(SecurityMiddleware(Inside()), body=["[1]".encode("utf-16-le")])[0] == 400
 
 
-def test_a_client_that_leaves_before_its_body_ends_is_none() -> None:
+def test_a_client_that_disconnects_during_its_body_starts_no_request() -> None:
     inside = Inside()
     messages = [{"type": "http.request", "body": b"[", "more_body": True}, {"type": "http.disconnect"}]
 

@@ -105,7 +105,7 @@ def test_a_collector_gets_it_over_http() -> None:
 
 
 @pytest.mark.parametrize("parent", ["", "00-zz-zz-01", "x" * 200])
-def test_what_is_no_parent_is_none(parent: str) -> None:
+def test_an_invalid_traceparent_is_ignored(parent: str) -> None:
     (span,) = spans(
         RequestContext("/v1/completions", "r", parent, "="),
         AsyncEngineRequest([1], {}),
@@ -126,7 +126,7 @@ def test_a_refusal_is_an_error() -> None:
 
 
 @pytest.mark.parametrize("endpoint", ["", "collector:4318", "grpc://collector:4317", "http://"])
-def test_an_address_that_is_none_is_refused(endpoint: str) -> None:
+def test_an_invalid_address_is_refused(endpoint: str) -> None:
     with pytest.raises(UserError, match="--otlp-endpoint must be like"):
         exporter.check_otlp_endpoint(endpoint)
 
@@ -136,7 +136,7 @@ def test_addresses() -> None:
         assert exporter.check_otlp_endpoint(given) == "https://a/x/v1/traces"
 
 
-def test_without_the_extra_one_line_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_extra_one_line_is_printed(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(name: str) -> None:
         raise ModuleNotFoundError(name)
 
