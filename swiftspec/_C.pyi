@@ -316,20 +316,20 @@ class CudaAttention:
         part_sums: Array,
     ) -> None: ...
     def attend(self, qkv: Array, layer: int, out: Array, stream: int) -> None:
-        """Once a layer."""
+        """Runs once per layer."""
     def prepare(self, stream: int) -> None:
-        """Once a forward, before the layers."""
+        """Runs once per forward, before the layers."""
 
 class CudaCache:
     """A cache [layers, sequences, kv_heads, capacity, head_dim] on a GPU, which it keeps alive; float8 comes as
     uint8."""
     def __init__(self, k: Array, v: Array) -> None: ...
     def move(self, sequence: int, source: Array, start: int, stream: int) -> None:
-        """Moves slots source[i] to start + i, in device and in every layer. The caller has checked `source`, which lies
+        """Moves slots source[i] to start + i, in place and in every layer. The caller has checked `source`, which lies
         on the GPU."""
 
 class CudaChannel:
-    """One rank's end of a group of GPUs; see cuda/peers/channel.h. `patience`: seconds."""
+    """A rank's endpoint of a group of GPUs; see cuda/peers/channel.h. `patience`: timeout in seconds."""
     def __init__(
         self, rank: int, inboxes: Sequence[int], lines: int, epoch: Array, done: Array, trouble: Array, patience: float
     ) -> None:
@@ -340,12 +340,12 @@ class CudaInbox:
     """Zeroed memory of the current GPU that other processes can open."""
     def __init__(self, bytes: int) -> None: ...
     def handle(self) -> bytes:
-        """What another process opens it by."""
+        """The IPC handle with which another process opens it."""
     @property
     def address(self) -> int: ...
 
 class CudaPeerInbox:
-    """Another process's inbox, as the current GPU reaches it."""
+    """The inbox of another process, mapped for the current GPU."""
     def __init__(self, handle: bytes) -> None: ...
     @property
     def address(self) -> int: ...
@@ -372,7 +372,7 @@ class CudaTree:
     def add(self, tokens: Array, values: Array, stream: int) -> None:
         """Children [w, children] of these rows: tokens int64, log-probabilities float32."""
     def leaves(self, prefix: Array, stream: int) -> None:
-        """Hands the likeliest leaves the next tree slots, and makes their rows. `prefix` [1] int64: slots before the
+        """Assigns the next tree slots to the best leaves and writes their rows. `prefix` [1] int64: slots before the
         tree's."""
 
 class CudaWeights:
@@ -380,21 +380,21 @@ class CudaWeights:
     def __init__(self, data: Array, bias: Array | None, k: int, n: int, group: int) -> None:
         """group 0 is bf16."""
     def precede(self, tiles: Array) -> None:
-        """The tiles that L2 is to have when this projection ends."""
+        """Sets the tiles that this projection prefetches to L2 before it ends."""
     def scratch_bytes(self, rows: int) -> int:
-        """What a product of so many rows wants for reading the weights once for many of them; 0: it does not."""
+        """Scratch bytes of a product of `rows` rows that reads the weights once for many of them; 0 if it cannot."""
 
 class CudaWord:
     """8 bytes of shared memory that the ranks' hosts and GPUs see, zero at first."""
     def __init__(self, name: str, rank: int, size: int, seconds: float) -> None: ...
     def view(self) -> memoryview:
-        """To be used no longer than the word."""
+        """A view of the memory, valid as long as this object."""
 
 def attention_groups_cuda(rows: int, heads: int, kv_heads: int, one_sequence: bool) -> int:
-    """How many groups of rows attention has room for."""
+    """Number of entries of `groups`."""
 
 def attention_lines_cuda(rows: int, heads: int, capacity: int) -> int:
-    """How many lines of `part_values` and `part_sums` it needs."""
+    """Number of rows of `part_values` and `part_sums`."""
 
 def children_cuda(
     logits: Array,
@@ -408,22 +408,22 @@ def children_cuda(
     values: Array,
     stream: int,
 ) -> None:
-    """As many of each row's largest log_softmax(scores) as tokens and values [rows, k] hold."""
+    """The k largest log_softmax(scores) of each row, into tokens and values [rows, k]."""
 
 def cuda_bus_id() -> str:
     """The PCI bus id of the current GPU."""
 
 def cuda_device() -> dict:
-    """What the kernels know of the current GPU: see cuda::Device in cuda/device/device.h."""
+    """Properties of the current GPU; see cuda::Device in cuda/device/device.h."""
 
 def cuda_inbox_bytes(ranks: int, lines: int) -> int:
-    """Bytes that a rank reads in, zero at first."""
+    """Size of the inbox of a rank, which must be zeroed."""
 
 def cuda_lines(n: int, rows: int) -> int:
-    """LL lines of a product of n outputs, whatever its inputs."""
+    """LL lines of a product with n outputs; they do not depend on its inputs."""
 
 def cuda_reaches(bus_id: str) -> bool:
-    """Whether the current GPU reaches that one's memory."""
+    """Whether the current GPU can access the memory of that one."""
 
 def cuda_tile_bytes(k: int, n: int, group: int) -> int:
     """Bytes of a projection's tiles on the current GPU. group 0 is bf16."""
@@ -453,17 +453,17 @@ def draw_keyed_cuda(
     values: Array,
     stream: int,
 ) -> None:
-    """The token of each row's highest score under the noise of its key, or without keys the one that is given, and
+    """The token of each row's highest score under the noise of its key (without keys, the token is an input) and
     log_softmax(scores) there."""
 
 def embed_cuda(tokens: Array, table: Array, out: Array, stream: int) -> None:
     """out[row] = table[tokens[row]]."""
 
 def expand_cuda(weights: CudaWeights, first: int, out: Array, stream: int) -> None:
-    """Rows [2 half, k] of bfloat16 from tiles; see cuda::unpack_rows in kernels_cuda.h."""
+    """Unpacks tiles to rows [2 half, k] of bfloat16; see cuda::unpack_rows in kernels_cuda.h."""
 
 def gather_cuda(channel: CudaChannel, mine: Array, out: Array, stream: int) -> None:
-    """Every rank's array, in the order of the ranks; see cuda::GatherArgs in kernels_cuda.h."""
+    """Gathers the arrays of all ranks, in rank order; see cuda::GatherArgs in kernels_cuda.h."""
 
 def gather_cuda_virtual(
     channels: Sequence[CudaChannel], mine: Sequence[Array], out: Sequence[Array], stream: int
@@ -485,8 +485,8 @@ def linear_cuda(
     scratch: Array | None,
     stream: int,
 ) -> None:
-    """A projection; see cuda::LinearArgs in kernels_cuda.h. A float32 `out` has logits. With scratch_bytes of `scratch`
-    a launch takes up to 128 rows, else 32."""
+    """A projection; see cuda::LinearArgs in kernels_cuda.h. A float32 `out` receives logits. With scratch_bytes of
+    `scratch` a launch takes up to 128 rows, else 32."""
 
 def linear_cuda_virtual(
     weights: Sequence[CudaWeights],
@@ -500,10 +500,10 @@ def linear_cuda_virtual(
     """All ranks of a group in one launch, for tests; see linear_virtual in kernels_cuda.h."""
 
 def repack_bf16_cuda(matrix: Array, out: Array, stream: int) -> None:
-    """Tiles of a matrix [n, k]."""
+    """Repacks a bfloat16 matrix [n, k] into tiles."""
 
 def repack_int4_cuda(codes: Array, scales: Array, zeros: Array, group: int, out: Array, stream: int) -> None:
-    """Tiles of an int4 matrix; see cuda/linear/repack.h."""
+    """Repacks an int4 matrix into tiles; see cuda/linear/repack.h."""
 
 def resample_cuda(
     *,
@@ -520,8 +520,8 @@ def resample_cuda(
     width: int,
     stream: int,
 ) -> None:
-    """Groups of particles weighed, and resampled where the weights are uneven, in one launch; see ResampleArgs in
+    """Normalises the weights of groups of particles and resamples uneven groups, in one launch; see ResampleArgs in
     kernels_cuda.h."""
 
 def use_cuda_device(ordinal: int) -> None:
-    """Says which GPU this thread's next calls are for."""
+    """Selects the GPU of this thread's next calls."""

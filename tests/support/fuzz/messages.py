@@ -104,7 +104,7 @@ def read_lane(lane: Callable[[], object]) -> None:
 
 def ask_draft(says: Sequence[Message]) -> str:
     """A target's leader with a draft that says anything."""
-    records = SimpleNamespace(draft=lambda request, round_, lane: read_lane(lane), lacks=lambda round_: True)
+    records = SimpleNamespace(draft=lambda request, round_, lane: read_lane(lane), awaits_draft=lambda round_: True)
     drafter = DraftGroupClient(FakeChannel(says), 3, BOUNDS, recorder=records)  # type: ignore[arg-type]
     try:
         drafter.open(RequestStart(1, TEXT, SamplingParams(), len(TEXT)))
@@ -204,8 +204,8 @@ TARGETS = (
         "read_record", RECORDS | RANDOM, lambda words: read(lambda flat: unpack_record(flat, BOUNDS.vocab_size), words)
     ),
     target("TcpChannel", st.tuples(STREAM, st.lists(st.integers(0, 60), max_size=4)), feed_socket),
-    target("GroupDrafter", DRAFT, ask_draft),
-    target("GroupDrafter.times", TIMES, ask_times),
+    target("DraftGroupClient", DRAFT, ask_draft),
+    target("DraftGroupClient.times", TIMES, ask_times),
     target("DraftService", after(OPENED), serve_target),
     target("follow target", after(OPENED_TARGET), obey),
     target("follow draft", after(OPENED), obey_draft),
