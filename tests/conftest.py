@@ -1,4 +1,4 @@
-"""What every test shares."""
+"""Hooks and fixtures of all tests."""
 
 import os
 from collections.abc import Iterator
@@ -18,8 +18,8 @@ LONGEST = ("test_emulated_gpu", "test_group", "test_restarts_end_to_end", "test_
 
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Where tests run two at a time (`make test`, `make test-slow`), those of a file share a worker and what they have
-    set up. The longest files come first, so that none of them is left for the end."""
+    """With two workers (`make test`, `make test-slow`), all tests of a file run in one worker and share its fixtures.
+    The longest files run first."""
     if not config.pluginmanager.hasplugin("xdist"):  # a bare machine with a GPU
         return
     items.sort(key=lambda item: LONGEST.index(item.path.stem) if item.path.stem in LONGEST else len(LONGEST))
@@ -29,7 +29,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(autouse=True)
 def own_threads() -> Iterator[None]:
-    """A command that runs in this process takes threads and cores for itself; the tests after it have what they had."""
+    """Restores the number of threads and the CPU affinity, which a command run in this process may change."""
     cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else None
     yield
     torch.set_num_threads(1)
@@ -40,7 +40,7 @@ def own_threads() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def pool() -> Iterator[Pool]:
-    """Four ranks for all tests: to start some costs seconds."""
+    """Four ranks for all tests, since starting processes takes seconds."""
     ranks = Pool(4)
     yield ranks
     ranks.close()
@@ -48,7 +48,7 @@ def pool() -> Iterator[Pool]:
 
 @pytest.fixture(params=["avx512_bf16", "avx512", "avx2"])
 def level(request: pytest.FixtureRequest) -> Iterator[str]:
-    """The test runs once at every level of instructions that this CPU has."""
+    """Runs the test at every ISA level that this CPU supports."""
     best = _C.level()
     if not _C.use_level(request.param):
         pytest.skip(f"this CPU has no {request.param}")

@@ -244,7 +244,9 @@ def test_nonsense_sampling_values_are_refused(values: dict[str, Any], message: s
 
 def test_plans_say_where_draft_and_target_sample_in_different_ways() -> None:
     sampled, greedy = SamplingParams(), SamplingParams(temperature=0)
-    assert "proposal coupled has a higher acceptance rate" in str(acceptance_advice(EngineConfig(proposal="top"), sampled))
+    assert "proposal coupled has a higher acceptance rate" in str(
+        acceptance_advice(EngineConfig(proposal="top"), sampled)
+    )
     assert "verify reject, or proposal coupled" in str(acceptance_advice(EngineConfig(proposal="sample"), sampled))
     for plan in (EngineConfig(), EngineConfig(verify="reject"), EngineConfig(mode="ar", proposal="top")):
         assert acceptance_advice(plan, sampled) is None

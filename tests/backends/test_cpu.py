@@ -110,7 +110,7 @@ def test_two_hundred_rows(level: str) -> None:
     check_linear(Both(int4(96, 128, 64, 4), 128, F32), 200, 128, 96, F32)
 
 
-def test_int4_is_as_close_as_the_exact_product_rounded(level: str) -> None:
+def test_the_error_of_int4_is_that_of_rounding_the_exact_product(level: str) -> None:
     """Scales are applied in float32; only the result is rounded to bfloat16 (kernels.md, numerics gate)."""
     weight, x = int4(128, 256, 128, 5), random(8, 256, seed=1)
     got = host.linear_residual(x, host.pack(weight, BF16, "cpu"), torch.zeros(8, 128, dtype=BF16))
@@ -182,7 +182,7 @@ def test_attention_over_two_sequences_with_slots_out_of_order(level: str, dtype:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("seed", range(12))
-def test_a_row_of_attention_depends_on_nothing_but_its_own_keys(level: str, dtype: torch.dtype, seed: int) -> None:
+def test_a_row_of_attention_depends_only_on_its_own_keys(level: str, dtype: torch.dtype, seed: int) -> None:
     """A row's result is bitwise identical whether its keys are consecutive or scattered over a tree."""
     noise = torch.Generator().manual_seed(seed)
 
@@ -221,7 +221,7 @@ def test_a_row_of_attention_depends_on_nothing_but_its_own_keys(level: str, dtyp
         assert torch.equal(run(prefix, places, length, min(length - prefix + pick(0, 9), length), others), alone)
 
 
-def test_sizes_that_the_registers_do_not_hold_take_the_reference() -> None:
+def test_sizes_beyond_the_registers_use_the_reference() -> None:
     for dtype in DTYPES:
         assert host.fits(parse_config(CONFIG), dtype, "cpu")
         assert host.fits(parse_config(CONFIG | {"hidden_size": 70, "head_dim": 16}), dtype, "cpu")
@@ -231,7 +231,7 @@ def test_sizes_that_the_registers_do_not_hold_take_the_reference() -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2"])
-def test_a_model_is_as_close_to_float64_as_on_the_reference(tmp_path: Path, level: str, family: str) -> None:
+def test_a_model_is_as_accurate_as_on_the_reference(tmp_path: Path, level: str, family: str) -> None:
     make_checkpoint(tmp_path, family=family, vocab=97, layers=3, dtype=F32, seed=6, **SHAPE)
     tokens, mask = torch.arange(30), torch.ones(30, 30, dtype=torch.bool).tril()
     batch = Batch(tokens, tokens, tokens, mask, torch.zeros_like(tokens), torch.tensor([30]))
@@ -257,7 +257,7 @@ def test_a_model_is_as_close_to_float64_as_on_the_reference(tmp_path: Path, leve
         ({"dtype": BF16, "ops": "reference"}, reference),
     ],
 )
-def test_the_engine_takes_them_where_they_fit(tmp_path: Path, options: LoadOptions, ops: Any) -> None:
+def test_the_engine_uses_native_operators_if_possible(tmp_path: Path, options: LoadOptions, ops: Any) -> None:
     make_checkpoint(tmp_path, vocab=97, layers=2, dtype=F32, seed=6, **SHAPE)
     llm = LLM(tmp_path, tmp_path, **options)
     assert drafter_of(llm).runner.ops is ops
@@ -279,7 +279,8 @@ def test_speculation_changes_no_token_of_an_int4_model(dtype: torch.dtype, tempe
 
 
 def test_threads_change_nothing() -> None:
-    """Neither does a concurrent caller or a fork, whose child starts with one thread."""
+    """Results do not depend on the number of threads, on a concurrent caller or on a fork, whose child starts with one
+    thread."""
     weight, x = host.pack(dense(640, 384, 4), BF16, "cpu"), random(40, 384, seed=1)
     residual, alone = (
         torch.zeros(40, 640, dtype=BF16),

@@ -19,7 +19,7 @@ CONFIG = {**SHAPE, "architectures": ["LlamaForCausalLM"], "num_hidden_layers": 1
 CPU = torch.device("cpu")
 
 
-def test_requesting_them_where_they_cannot_run_explains_why() -> None:
+def test_requesting_cuda_operators_on_an_unsupported_machine_raises_with_the_reason() -> None:
     config = parse_config(CONFIG)
     with pytest.raises(UserError, match="need a GPU, not cpu"):
         select_operators("cuda", config, torch.bfloat16, CPU)
@@ -47,8 +47,8 @@ def test_requesting_them_where_they_cannot_run_explains_why() -> None:
     if _C.cuda_built
     else [],
 )
-def test_invalid_arguments_do_not_reach_the_device(function: Any, change: dict[str, Any], message: str) -> None:
-    """Including arrays on the CPU."""
+def test_invalid_arguments_raise_before_a_launch(function: Any, change: dict[str, Any], message: str) -> None:
+    """Invalid arguments, including arrays on the CPU, raise before a launch."""
     tokens, slots = torch.zeros(2, dtype=torch.int64), torch.zeros(4, 4, dtype=torch.bool)
     table, node = torch.zeros(8, 16, dtype=torch.bfloat16), torch.zeros(2, dtype=torch.int32)
     arrays = ("parent", "slot", "weight", "used", "positions", "slots", "mask")

@@ -76,10 +76,10 @@ def test_without_a_gpu_the_message_names_what_is_missing(
         ((80, 120), {(8, 0), (8, 6), (8, 7), (8, 9), (12, 0), (12, 1)}),
     ],
 )
-def test_a_gpu_runs_code_for_its_generation(
+def test_a_gpu_runs_kernels_of_its_compute_capability_generation(
     machine: Machine, archs: tuple[int, ...], taken: set[tuple[int, int]]
 ) -> None:
-    """But not code for a later GPU of the same generation."""
+    """A GPU runs code for an earlier GPU of its generation, but not for a later one."""
     machine.native(cuda_archs=archs)
 
     def found(*capability: int) -> Callable[[Any], tuple[int, ...]]:

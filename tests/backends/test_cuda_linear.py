@@ -1,4 +1,4 @@
-"""Arguments that backends/cuda/linear.py rejects. Its results are tested by native/test_cuda_tiles.py and gpu/."""
+"""Arguments that backends/cuda/linear.py rejects. native/test_cuda_tiles.py and gpu/ test its results."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_each_projection_prefetches_the_tiles_of_the_next() -> None:
     [(7, 32, 0, "k must be"), (12, 32, 0, "8"), (64, 32, 48, "group must be"), (96, 32, 64, "divide k"),
      (64, 12, 32, "8 must divide n"), (64, 0, 0, "n must be")],
 )  # fmt: skip
-def test_shapes_that_have_no_tiles(k: int, n: int, group: int, cause: str) -> None:
+def test_shapes_without_a_tiling_are_refused(k: int, n: int, group: int, cause: str) -> None:
     with pytest.raises(ValueError, match=cause):
         _C.cuda_tile_bytes(k, n, group)
 

@@ -52,7 +52,7 @@ def oracle(weight: Weight, x: Tensor) -> Tensor:
 
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
-def test_every_level_has_the_bits_of_the_reference(data: st.DataObject) -> None:
+def test_every_isa_level_is_bitwise_identical_to_the_reference(data: st.DataObject) -> None:
     group = data.draw(st.sampled_from([32, 64, 128]))
     n, k = 8 * data.draw(st.integers(1, 36)), group * data.draw(st.integers(1, 4))
     seed, bias = data.draw(st.integers(0, 99)), data.draw(st.booleans())
@@ -72,7 +72,7 @@ def test_every_level_has_the_bits_of_the_reference(data: st.DataObject) -> None:
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_what_is_not_finite_shows_in_its_row_alone(level: str, bad: float) -> None:
+def test_a_value_that_is_not_finite_affects_only_its_row(level: str, bad: float) -> None:
     for weight in (replace(int4(48, 128, 64, 1), rounds=True), rounded_int8(48, 128, 1)):
         x = random(11, 128, seed=2)
         clean = native(weight, x)
@@ -82,7 +82,7 @@ def test_what_is_not_finite_shows_in_its_row_alone(level: str, bad: float) -> No
         assert torch.equal(spoilt[5:], clean[5:]) and torch.equal(spoilt[:4], clean[:4])
 
 
-def test_a_row_depends_on_no_other(level: str) -> None:
+def test_rows_are_independent(level: str) -> None:
     for weight in (replace(int4(208, 256, 128, 3), rounds=True), rounded_int8(208, 256, 3)):
         packed, norm = host.pack(weight, BF16, "cpu"), host.pack_norm(torch.ones(256), 1e-5, BF16, "cpu")
         x = random(21, 256, seed=1)
@@ -109,7 +109,7 @@ def test_threads_change_nothing() -> None:
         host.set_threads(1)
 
 
-def test_rows_keep_seven_bits() -> None:
+def test_quantised_rows_have_seven_bits_of_precision() -> None:
     x = random(5, 256, seed=1, dtype=F32)
     codes, scales = round_rows(x, 64)
     assert codes.abs().amax(2).eq(127).all()  # the largest of each group
@@ -117,7 +117,7 @@ def test_rows_keep_seven_bits() -> None:
     assert float((back - x).abs().max()) <= float(scales.max()) / 2 * 1.001
 
 
-def test_the_product_is_close_to_that_of_exact_rows() -> None:
+def test_the_product_is_close_to_that_of_unquantised_rows() -> None:
     weight, x = int4(128, 512, 128, 5), random(8, 512, seed=1)
     exact = x.double() @ weight.dequantize(torch.float64).T
     got = native(replace(weight, rounds=True), x).double()
@@ -134,7 +134,7 @@ def test_eight_bits_are_close_to_dense_weights() -> None:
     assert zeros is not None and torch.equal(zeros.dequantize(F32), torch.zeros(4, 64))
 
 
-def test_a_rank_has_its_part_of_the_same_weights() -> None:
+def test_a_shard_has_the_weights_of_the_whole_matrix() -> None:
     weight = rounded_int8(24, 256, 2, bias=True)
     rows = torch.tensor([3, 4, -1, 23])
     want = torch.where((rows < 0).unsqueeze(1), 0.0, weight.dequantize(F32)[rows])
@@ -152,7 +152,7 @@ def read_layers(model: ModelWeights) -> list[LayerWeights]:
     return [read() for read in model.layers]
 
 
-def test_what_is_rounded_of_a_model() -> None:
+def test_only_the_supported_weights_of_a_model_are_quantised() -> None:
     def layer(weight: Weight) -> LayerWeights:
         return LayerWeights(torch.ones(64), weight, weight, torch.ones(64), weight, weight)
 
@@ -180,8 +180,8 @@ def test_speculation_changes_no_token(temperature: float) -> None:
     assert tree.generate(prompt, sampling).token_ids == plain.generate(prompt, sampling).token_ids
 
 
-def test_the_operators_agree_on_what_is_likely() -> None:
-    """Reference and native operators agree on a quantised model; roundings differ outside of products."""
+def test_reference_and_native_operators_agree_on_likely_tokens() -> None:
+    """On a quantised model; roundings differ outside of products."""
     likely = []
     for ops in ("auto", "reference"):
         options = {"dtype": BF16, "ops": ops, "activations": "int8", "head": "int8"}

@@ -57,7 +57,7 @@ def test_int4_products(group: int, bias: bool, rows: int) -> None:
     assert got.dtype == BF16 and (got.double() - want).norm() <= 1e-2 * want.norm()  # scales of 8 bits
 
 
-def test_other_weights_and_dtypes_are_the_references() -> None:
+def test_other_weights_and_dtypes_use_the_reference() -> None:
     x = torch.randn(3, 256, dtype=torch.float64)
     for weight in (int4(96, 256, 64), DenseWeight(torch.randn(40, 256))):
         want = reference.pack(weight, torch.float64, "cpu")(x)
@@ -76,7 +76,7 @@ def batch_of(kv_len: int, width: int, slots: list[int]) -> Batch:
     ("kv_len", "width", "slots"),
     [(7, 16, [4, 5, 6]), (20, 8, [12, 13, 17, 19]), (31, 8, [30]), (32, 32, [29, 30, 31]), (1, 8, [0])],
 )
-def test_attention_equals_the_references_without_a_look_at_a_value(kv_len: int, width: int, slots: list[int]) -> None:
+def test_attention_equals_the_reference_without_host_reads(kv_len: int, width: int, slots: list[int]) -> None:
     heads, kv_heads, dim, capacity = 6, 2, 16, 32
     tables = torch.randn(2, 64, dim, dtype=torch.float64)
     batch, kept = batch_of(kv_len, width, slots), torch.randn(2, 3, 1, kv_heads, capacity, dim, dtype=torch.float64)
@@ -92,7 +92,7 @@ def test_attention_equals_the_references_without_a_look_at_a_value(kv_len: int, 
     assert torch.equal(one.k, other.k) and torch.equal(one.v, other.v)
 
 
-def test_a_whole_forward_looks_at_no_value() -> None:
+def test_a_whole_forward_has_no_host_reads() -> None:
     model = load_model(DEMO / "draft", dtype=torch.float32, ops=unfused, max_positions=64)
     shape = (2, 1, 1, 32, 32)
     with NoHost():
@@ -100,14 +100,14 @@ def test_a_whole_forward_looks_at_no_value() -> None:
     assert logits is not None and logits.isfinite().all()
 
 
-def test_the_reference_does_look() -> None:
+def test_host_reads_of_the_reference_are_detected() -> None:
     """NoHost detects host reads; otherwise it would prove nothing."""
     batch, cache = batch_of(7, 16, [4, 5, 6]), Cache(*torch.zeros(2, 1, 1, 1, 16, 16))
     with NoHost(), pytest.raises(AssertionError):
         reference.prepare(batch, cache, torch.zeros(64, 16), torch.zeros(64, 16), 1)
 
 
-def test_the_pair_decodes_alike() -> None:
+def test_the_demo_models_decode_the_same_text() -> None:
     sampling = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
     prompt = list(range(50, 90))
     plain = LLM(DEMO / "target", dtype=torch.float64, max_model_len=128).generate(prompt, sampling)

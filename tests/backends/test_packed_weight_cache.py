@@ -85,7 +85,7 @@ def only_entry(folder: Path) -> Path:
     return entry
 
 
-def test_the_next_start_maps(whole: tuple[Path, Transformer]) -> None:
+def test_the_next_start_maps_the_cached_weights(whole: tuple[Path, Transformer]) -> None:
     folder, model = whole
     files = {file: file.stat().st_mtime_ns for file in only_entry(folder).iterdir()}
     again, packed = start(folder)
@@ -96,7 +96,7 @@ def test_the_next_start_maps(whole: tuple[Path, Transformer]) -> None:
     assert all(str(file) in maps for file in files)
 
 
-def test_what_is_missing_or_damaged_is_packed_anew(whole: tuple[Path, Transformer], tmp_path: Path) -> None:
+def test_missing_or_damaged_units_are_packed_again(whole: tuple[Path, Transformer], tmp_path: Path) -> None:
     folder = Path(shutil.copytree(whole[0], tmp_path / "kept"))
     entry = only_entry(folder)
     (entry / "layer-00000").unlink()
@@ -111,7 +111,7 @@ def test_what_is_missing_or_damaged_is_packed_anew(whole: tuple[Path, Transforme
     assert start(folder)[1] == set()
 
 
-def test_a_file_that_is_whole_but_not_this_models(whole: tuple[Path, Transformer], tmp_path: Path) -> None:
+def test_a_complete_file_of_another_model_is_not_used(whole: tuple[Path, Transformer], tmp_path: Path) -> None:
     folder = Path(shutil.copytree(whole[0], tmp_path / "kept"))
     unit = PackedUnit({"x": torch.ones(3)}, {"qkv": {}})
     packed_weight_file.write(only_entry(folder) / "layer-00000", unit, lambda: None)
@@ -120,7 +120,7 @@ def test_a_file_that_is_whole_but_not_this_models(whole: tuple[Path, Transformer
     assert packed == {"layer-00000"}
 
 
-def test_a_changed_checkpoint_has_an_entry_of_its_own(tmp_path: Path) -> None:
+def test_a_changed_checkpoint_has_a_separate_entry(tmp_path: Path) -> None:
     model, kept = Path(shutil.copytree(TARGET, tmp_path / "model")), tmp_path / "kept"
     before, _ = start(kept, model)
     weights = load_file(model / "model.safetensors")
@@ -146,7 +146,7 @@ def unit(seed: int = 1) -> PackedUnit:
 
 @given(st.integers(0, 10**9), st.integers(1, 255), st.booleans())
 @settings(max_examples=150, deadline=None)
-def test_damage_is_seen(tmp_path_factory: pytest.TempPathFactory, at: int, change: int, cut: bool) -> None:
+def test_damage_is_detected(tmp_path_factory: pytest.TempPathFactory, at: int, change: int, cut: bool) -> None:
     file = tmp_path_factory.getbasetemp() / "unit"
     packed_weight_file.write(file, unit(), lambda: None)
     data = bytearray(file.read_bytes())
@@ -170,7 +170,7 @@ def test_an_invalid_packed_unit(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("error", [WriterStopped(), OSError(errno.ENOSPC, "No space left on device")])
-def test_nothing_is_left_of_what_was_not_finished(tmp_path: Path, error: Exception) -> None:
+def test_unfinished_files_are_removed(tmp_path: Path, error: Exception) -> None:
     left = iter([None, None, error])
 
     def go() -> None:
@@ -184,7 +184,7 @@ def test_nothing_is_left_of_what_was_not_finished(tmp_path: Path, error: Excepti
     assert [*tmp_path.iterdir()] == []
 
 
-def test_two_concurrent_requests(tmp_path: Path) -> None:
+def test_two_concurrent_writers(tmp_path: Path) -> None:
     """Both write the same unit, and the later one replaces the file."""
     file, both = tmp_path / "unit", threading.Barrier(2)
     writers = [
@@ -199,7 +199,7 @@ def test_two_concurrent_requests(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("spoil", ["a file", "no room"])
-def test_a_folder_that_takes_nothing(tmp_path: Path, spoil: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cache_folder_that_is_not_writable(tmp_path: Path, spoil: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if spoil == "a file":
         (tmp_path / "kept").write_text("")
     else:
@@ -212,7 +212,7 @@ def test_a_folder_that_takes_nothing(tmp_path: Path, spoil: str, monkeypatch: py
     assert not [*(tmp_path / "kept").glob("*/*")]
 
 
-def test_the_oldest_go_and_other_layouts_first(tmp_path: Path) -> None:
+def test_entries_of_other_layouts_and_the_oldest_are_evicted_first(tmp_path: Path) -> None:
     names = [f"{caches.LAYOUT_VERSION}old", "v0-new", f"{caches.LAYOUT_VERSION}new", f"{caches.LAYOUT_VERSION}mine"]
     for age, name in enumerate(names):
         (tmp_path / name).mkdir()
@@ -256,7 +256,7 @@ def test_the_smallest_is_written_first() -> None:
     assert written == ["small", "a", "b", "head"]
 
 
-def test_the_writer_stops_when_its_time_is_over() -> None:
+def test_the_writer_stops_at_its_time_limit() -> None:
     writer, ended = BackgroundWriter(), threading.Event()
 
     def work(go: Callable[[], None]) -> None:
@@ -272,7 +272,7 @@ def test_the_writer_stops_when_its_time_is_over() -> None:
     assert ended.wait(WRITE_TIMEOUT_S) and writer.error is None
 
 
-def test_an_engine_keeps_what_it_packed_after_an_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_writes_its_packed_weights_after_a_response(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(model_pair, "PackedWeightCache", partial(PackedWeightCache, min_model_bytes=0))
     kept, texts, plan = tmp_path / "kept", list[tuple[int, ...]](), EngineConfig(mode="ar")
     for files in (0, 1):
@@ -287,7 +287,7 @@ def test_an_engine_keeps_what_it_packed_after_an_answer(tmp_path: Path, monkeypa
     assert texts[0] == texts[1] and (only_entry(kept) / "head").exists()
 
 
-def test_small_models_are_not_kept(tmp_path: Path) -> None:
+def test_small_models_are_not_cached(tmp_path: Path) -> None:
     cache = PackedWeightCache(tmp_path / "kept")
     load_model(TARGET, dtype=torch.bfloat16, ops=cpu, max_positions=64, kept=cache)
     cache.writer.resume()

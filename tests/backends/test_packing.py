@@ -81,7 +81,7 @@ def test_int4(order: str, eights: list[int], groups: int, group: int, kind: torc
 
 @given(st.sampled_from(ORDERS), st.booleans(), st.integers(0, 2**31))
 @settings(max_examples=30, deadline=None)
-def test_a_share_of_int4(order: str, run: bool, seed: int) -> None:
+def test_a_shard_of_int4(order: str, run: bool, seed: int) -> None:
     """Shards of outputs and inputs: a slice, which is a view, or selected rows padded with zeros."""
     noise = torch.Generator().manual_seed(seed)
     weight = fuse_weights([int4(order, n, 256, 64, torch.float16, noise) for n in (64, 24)])
@@ -122,8 +122,8 @@ def test_rounded_to_int8(n: int, k: int, kind: torch.dtype, seed: int) -> None:
     same(pack(lazy.outputs(some), torch.bfloat16, "cpu"), *(pack(exact.outputs(some), torch.bfloat16, "cpu")).tensors())
 
 
-def test_strips_are_the_whole() -> None:
-    """A matrix that must be converted is converted in strips."""
+def test_packing_in_strips_equals_packing_the_whole_matrix() -> None:
+    """A matrix that must be converted is converted in strips; together they equal the whole."""
     dense = torch.randn(4096 + 40, 32, generator=torch.Generator().manual_seed(1)).half()
     same(pack(DenseWeight(dense), torch.bfloat16, "cpu"), blocks_of_dense(dense.bfloat16()))
     ours, theirs = Unrounded.of(dense), Int8Weight.of(dense)
@@ -131,7 +131,7 @@ def test_strips_are_the_whole() -> None:
     same(pack(ours, torch.bfloat16, "cpu"), *pack(theirs, torch.bfloat16, "cpu").tensors())
 
 
-def test_a_nan_spoils_its_group_only() -> None:
+def test_a_nan_affects_only_its_group() -> None:
     dense = torch.ones(16, 256)
     dense[3, 200] = torch.nan
     lazy = Unrounded.of(dense)
@@ -156,7 +156,7 @@ def test_threads_pack_the_same() -> None:
         _C.set_threads(before)
 
 
-def test_what_does_not_fit_is_refused() -> None:
+def test_invalid_shapes_are_refused() -> None:
     words, scales = torch.zeros(32, 2, dtype=torch.int32), torch.zeros(1, 16)
     data, to_scales = torch.empty(1, 4, 16, dtype=torch.int32), torch.empty(1, 1, 16)
     to_zeros = torch.empty(1, 1, 16, dtype=torch.uint8)
@@ -175,7 +175,7 @@ def test_what_does_not_fit_is_refused() -> None:
 
 @given(st.integers(1, 2_100_000), st.data())
 @settings(max_examples=25, deadline=None)
-def test_sums_see_every_bit(length: int, data: st.DataObject) -> None:
+def test_checksums_depend_on_every_bit(length: int, data: st.DataObject) -> None:
     some = torch.randint(0, 256, (length,), dtype=torch.uint8, generator=torch.Generator().manual_seed(length))
     before = _C.checksums(some)
     assert len(before) == 8 * -(-length // (1 << 20))

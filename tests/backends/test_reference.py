@@ -72,7 +72,7 @@ def test_embedding() -> None:
 
 @pytest.mark.parametrize("kind", ROPES)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
-def test_rope_tables_are_those_of_transformers(kind: str, dtype: torch.dtype) -> None:
+def test_rope_tables_equal_those_of_transformers(kind: str, dtype: torch.dtype) -> None:
     theirs: Any = make_model(rope=ROPES[kind]).base_model.rotary_emb
     cos, sin = theirs(torch.zeros(1, dtype=dtype), torch.arange(400)[None])
     rope = parse_rope({"rope_parameters": ROPES[kind]})
@@ -84,7 +84,7 @@ def test_rope_tables_are_those_of_transformers(kind: str, dtype: torch.dtype) ->
 
 @dataclass
 class Cache:
-    """Keys and values, all poison until written."""
+    """Keys and values, filled with poison values until they are written."""
 
     k: Tensor
     v: Tensor
@@ -166,8 +166,8 @@ def test_attention(dtype: torch.dtype, heads: int, kv_heads: int, rows: int, len
     run(tree_batch(rows, length, window, seed=length), cache, heads, dtype)
 
 
-def test_a_long_stretch_of_hidden_keys() -> None:
-    """Whole blocks of keys that a row does not see contain poison."""
+def test_attention_with_many_consecutive_masked_keys() -> None:
+    """Whole blocks of keys that a row does not see contain poison values."""
     cache = new_cache(2, 1, 2, 1500, 8, torch.float64)
     batch = tree_batch(4, 1400, 1400, seed=0)
     batch.mask[:] = torch.arange(1400) == batch.slots[:, None]
@@ -180,7 +180,7 @@ def test_a_long_stretch_of_hidden_keys() -> None:
 
 @given(seed=st.integers(0, 2**31), sequences=st.integers(1, 3), rows=st.integers(1, 9))
 @settings(max_examples=30, deadline=None)
-def test_rows_of_several_sequences_anywhere(seed: int, sequences: int, rows: int) -> None:
+def test_rows_of_several_sequences_at_any_slots(seed: int, sequences: int, rows: int) -> None:
     """Several sequences with any number of rows each, in any order, at slots with gaps."""
     noise = torch.Generator().manual_seed(seed)
     cache = new_cache(2, sequences, 2, 30, 8, torch.float64)

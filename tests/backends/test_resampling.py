@@ -15,13 +15,13 @@ from tests.support.resampling import ALWAYS, checked, groups_of, law_holds
 
 @pytest.mark.parametrize("operator", [resampling.resample, cpu.resample], ids=["reference", "host"])
 @pytest.mark.parametrize(("count", "parts"), [(1, 3), (2, 7), (3, 5), (4, 4)])
-def test_every_way_to_share_the_weight(operator: Any, count: int, parts: int) -> None:
+def test_every_distribution_of_the_weights(operator: Any, count: int, parts: int) -> None:
     law_holds(operator, count, parts, "cpu")
 
 
 @pytest.mark.parametrize("threshold", [0.0, 0.5, ALWAYS])
 @pytest.mark.parametrize("count", [1, 4, 33])
-def test_the_host_does_what_the_reference_does(count: int, threshold: float) -> None:
+def test_the_cpu_operator_equals_the_reference(count: int, threshold: float) -> None:
     dice = torch.Generator().manual_seed(count)
     weights = 2 * torch.randn(40, count, dtype=torch.float64, generator=dice)
     weights[0] = 0
@@ -33,7 +33,7 @@ def test_the_host_does_what_the_reference_does(count: int, threshold: float) -> 
         assert bool(found.ess[2].isnan()), "a NaN weight affects its own group only"
 
 
-def test_what_does_not_fit_is_refused() -> None:
+def test_invalid_arguments_are_refused() -> None:
     groups, uniform = groups_of(torch.zeros(2, 3), 8, 9, 1), torch.full((2,), 0.5, dtype=torch.float64)
     named: dict[str, Any] = {**groups.fields(), "uniform": uniform, "threshold": 0.5, "width": 8}
     for name, value, message in (

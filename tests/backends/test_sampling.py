@@ -46,7 +46,7 @@ def test_noise_is_accurate_everywhere(level: str) -> None:
 
 
 @pytest.mark.slow
-def test_noise_is_accurate_and_falls_over_all_bits() -> None:
+def test_noise_is_accurate_and_monotonic_over_all_bits() -> None:
     """Over ascending runs of an eighth of all bits, the noise never rises by more than a rounding error."""
     last = math.inf
     for start in range(0, 2**32, 2**24):
@@ -71,7 +71,7 @@ def test_noise_rows(level: str, vocab: int) -> None:
     torch.testing.assert_close(got, reference.gumbel_rows(2**63 + 5, 3, positions, range(vocab)), rtol=1e-6, atol=1e-6)
 
 
-def test_levels_make_the_same_noise() -> None:
+def test_noise_is_the_same_at_every_isa_level() -> None:
     best, bits = _C.level(), np.random.default_rng(0).integers(0, 2**32, 100_003, dtype=np.uint32)
     made = [gumbel_of(bits) for name in ("avx512", "avx2") if _C.use_level(name)]
     assert _C.use_level(best)
@@ -109,7 +109,7 @@ def test_draw_and_children(level: str, vocab: int, noisy: bool, biased: bool) ->
         assert all(torch.equal(a[0], b[3]) for a, b in zip(one, again, strict=True)), "a row depends on itself"
 
 
-def test_the_drawn_token_has_the_law_of_the_softmax(level: str) -> None:
+def test_drawn_tokens_follow_the_softmax(level: str) -> None:
     logits = torch.tensor([[1.0, 0.0, -1.0, 2.0, -torch.inf]]).repeat(40_000, 1)
     block = host.gumbel_rows(7, 0, torch.arange(40_000), range(5))
     drawn = host.draw(logits, 5, Scores(0.8, None, block, torch.arange(40_000)))
@@ -117,7 +117,7 @@ def test_the_drawn_token_has_the_law_of_the_softmax(level: str) -> None:
     assert float((shares - (logits[0] / 0.8).softmax(0)).abs().max()) < 0.01
 
 
-def test_other_dtypes_take_the_reference() -> None:
+def test_other_dtypes_use_the_reference() -> None:
     logits, scores = random_scores(4, 50, 1, True, True)
     assert torch.equal(host.draw(logits.double(), 50, scores), reference.draw(logits.double(), 50, scores))
     values = host.children(logits.double(), 50, 4, scores)[1]
@@ -144,7 +144,7 @@ def test_log_top_k_without_candidates(level: str) -> None:
     assert tied.tolist() == [[0, 1, 2, 3]], "of equal scores the earlier tokens"
 
 
-def test_nonsense_is_refused() -> None:
+def test_invalid_arguments_are_refused() -> None:
     logits, noise = torch.zeros(2, 6), torch.zeros(1, 6)
     good: dict[str, Any] = {"logits": logits, "vocab": 6, "bias": None, "noise": None, "noise_rows": None}
     good |= {"temperature": 1.0, "tokens": torch.zeros(2, dtype=torch.int64)}
@@ -171,8 +171,9 @@ def test_nonsense_is_refused() -> None:
 
 @pytest.mark.parametrize("vocab", [1, 15, 16, 33, 4097])
 @pytest.mark.parametrize("spread", [0.0, 1.0, 30.0])
-def test_keyed_draws_are_draws_under_the_noise_of_their_rows(level: str, vocab: int, spread: float) -> None:
-    """Bitwise identical although most noise is skipped: for flat logits, where any token may win, and peaked ones."""
+def test_keyed_draws_equal_draws_with_precomputed_noise(level: str, vocab: int, spread: float) -> None:
+    """Bitwise identical although most of the noise is never computed: for flat logits, where any token may win, and for
+    peaked ones."""
     positions = torch.arange(64)
     keys = torch.tensor([noise.row_key(9, 40, p) for p in positions.tolist()], dtype=torch.uint32).view(torch.int32)
     logits = spread * torch.randn(64, vocab + 3, generator=torch.Generator().manual_seed(vocab))

@@ -1,4 +1,4 @@
-"""Shared-memory groups and mailboxes: four processes of which one is killed, and tests with two threads."""
+"""Shared-memory groups and mailboxes: four processes, one of which is killed, and tests with two threads."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ def job(request: pytest.FixtureRequest) -> Iterator[tuple[list[Report], float, l
         ranks = [stack.enter_context(os.fdopen(near)) for near, _ in pipes]
         reports = [read_until_ready(rank) for rank in ranks]
         named = [path for path in left_behind() if f"/{path.name}" in names]
-        time.sleep(0.2)  # the others are waiting by then
-        os.kill(reports[1][0]["process"], signal.SIGKILL)  # and it stays a zombie until the fixture ends
+        time.sleep(0.2)  # by then the other ranks wait
+        os.kill(reports[1][0]["process"], signal.SIGKILL)  # it stays a zombie until the fixture ends
         killed = time.monotonic()
         for r in (0, 2, 3):
             reports[r] += [json.loads(line) for line in ranks[r]]
@@ -77,7 +77,7 @@ def test_sums_are_those_in_rank_order(job: tuple[list[Report], float, list[Path]
             assert fact["bits"] == bits(in_rank_order(size, tuple(fact["shape"]), dtype))
 
 
-def test_the_order_of_a_sum_shows() -> None:
+def test_the_order_of_summation_matters() -> None:
     """The order of summation matters for these values, so the previous test can fail."""
     a, b, c = (values(rank, (8, 384), torch.float32) for rank in range(3))
     assert not torch.equal((a + b) + c, a + (b + c))
@@ -91,7 +91,7 @@ def test_gathers_and_many_rounds(job: tuple[list[Report], float, list[Path]]) ->
     assert [fact["ping_pong"] for facts in job[0] for fact in facts if "ping_pong" in fact] == [ROUNDS, ROUNDS]
 
 
-def test_a_killed_rank_is_found(job: tuple[list[Report], float, list[Path]]) -> None:
+def test_a_killed_rank_is_detected(job: tuple[list[Report], float, list[Path]]) -> None:
     reports, killed, _ = job
     losses = {rank: [fact for fact in reports[rank] if "lost" in fact] for rank in (0, 2, 3)}
     assert [len(losses[rank]) for rank in (0, 2, 3)] == [2, 1, 1]
@@ -103,7 +103,7 @@ def test_a_killed_rank_is_found(job: tuple[list[Report], float, list[Path]]) -> 
         assert "slot" in found[0]["message"] and "epoch" in found[0]["message"]
 
 
-def test_nothing_has_a_name(job: tuple[list[Report], float, list[Path]]) -> None:
+def test_shared_memory_has_no_name_after_the_setup(job: tuple[list[Report], float, list[Path]]) -> None:
     assert job[2] == []
 
 
@@ -146,7 +146,7 @@ def test_a_group_of_one() -> None:
     assert torch.equal(group.all_gather(x), x[None])
 
 
-def test_in_place_and_not() -> None:
+def test_sums_in_place_and_out_of_place() -> None:
     group = groups(1)[0]
     x = torch.arange(24.0).view(4, 6)
     assert group.all_reduce(x) is x
@@ -159,7 +159,7 @@ def test_in_place_and_not() -> None:
         group.all_reduce(torch.ones(2, device="meta"))
 
 
-def test_a_rank_that_does_not_come_to_a_sum() -> None:
+def test_a_rank_that_misses_a_sum_is_named() -> None:
     ours, other = groups(2, timeout_s=0.05)
     with pytest.raises(TimeoutError, match=r"rank 0 waited too long for rank 1 \(slot 0, epoch 0\): 0.05 s"):
         ours.all_reduce(torch.ones(2))
@@ -168,7 +168,7 @@ def test_a_rank_that_does_not_come_to_a_sum() -> None:
             [getattr(group, call)(torch.ones(2)) for _ in range(2)]
 
 
-def test_a_rank_that_leaves() -> None:
+def test_a_rank_that_closes_its_group() -> None:
     first, second, third = groups(3)
     together(*(lambda g=g: g.all_reduce(torch.ones(2)) for g in (first, second, third)))
     third.close()
@@ -177,7 +177,7 @@ def test_a_rank_that_leaves() -> None:
         assert "rank 2 has left the group" in str(error) and "(slot 1, epoch 1)" in str(error)
 
 
-def test_what_was_sent_before_leaving_arrives() -> None:
+def test_messages_sent_before_closing_arrive() -> None:
     ours, theirs = mailboxes()
     theirs.send(range(5))
     theirs.close()
@@ -188,7 +188,7 @@ def test_what_was_sent_before_leaving_arrives() -> None:
         ours.send([0])
 
 
-def test_a_deadline_may_be_tried_again() -> None:
+def test_an_expired_wait_can_be_repeated() -> None:
     ours, theirs = mailboxes()
     for timeout in (0, 0.02):
         with pytest.raises(TimeoutError, match="no message for"):
@@ -223,7 +223,7 @@ def test_a_full_mailbox() -> None:
         ours.send([2**31])
 
 
-def test_a_group_that_does_not_come_together() -> None:
+def test_an_incomplete_group_times_out() -> None:
     with pytest.raises(TimeoutError, match="only 1 of 2 ranks"):
         SharedGroup(new_name(), 0, 2, spin=False, attach_timeout_s=0.05)
     with pytest.raises(TimeoutError, match="rank 0 has not made"):
@@ -245,7 +245,7 @@ def test_a_group_that_does_not_come_together() -> None:
     assert not [path for path in left_behind() if path.name == name[1:]]
 
 
-def test_a_rank_killed_before_all_have_come() -> None:
+def test_a_rank_killed_before_the_group_is_complete() -> None:
     name = new_name()
     path = Path("/dev/shm") / name[1:]
     code = f"from swiftspec import _C; _C.ShmGroup({name!r}, 0, 3, 4096, 60.0, False)"
@@ -260,7 +260,7 @@ def test_a_rank_killed_before_all_have_come() -> None:
     assert not path.exists()
 
 
-def test_ctrl_c_ends_a_wait() -> None:
+def test_ctrl_c_interrupts_a_wait() -> None:
     ours, _theirs = mailboxes()
     began = time.monotonic()
     timer = threading.Timer(0.1, lambda: signal.raise_signal(signal.SIGINT))

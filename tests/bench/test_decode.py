@@ -1,4 +1,4 @@
-"""bench/decode.py runs every system and prints what it writes."""
+"""bench/decode.py runs every system and prints the results that it writes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""bench/kernels.py runs every kind of case and writes what it prints."""
+"""bench/kernels.py runs every kind of case and writes the results that it prints."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""bench/large.py: what it runs, what it leaves out and says so, and what it makes of the figures."""
+"""bench/large.py: which runs it makes, that it reports the ones it skips, and how it evaluates the figures."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def row(system: str, name: str, kind: str, rates: list[float], **found: object) 
     return Row(system, name, kind, Measured(1.0, load=0.5, rates=rates, **found))  # pyright: ignore[reportArgumentType]
 
 
-def test_missing_peers_are_a_line_each(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_each_missing_baseline_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = bench(tmp_path, "--only", "llama,server")
     run.args.llama_python = None
     run.run()
@@ -51,19 +51,19 @@ def test_missing_peers_are_a_line_each(tmp_path: Path, capsys: pytest.CaptureFix
     assert sum(line.startswith("not measured") for line in lines) == 10
 
 
-def test_settings_that_this_version_lacks_are_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_settings_unknown_to_a_version_are_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(large, "OUR_OPTIONS", (Options("odd", "ar", {"mode": "ar", "twist": "x", "turn": "y"}),))
     run = bench(tmp_path, "--only", "decode")
     run.run()
     assert run.skipped == ["swiftspec odd: this version has no --twist and no --turn"] and not run.rows
 
 
-def test_this_version_has_all_settings_of_ours() -> None:
+def test_this_version_has_all_settings_of_the_option_sets() -> None:
     assert {name for one in large.OUR_OPTIONS for name in one.settings} <= Settings.table.flags.keys()
 
 
-def test_a_run_that_fails_is_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The others go on."""
+def test_a_failed_run_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The remaining runs continue."""
     (tmp_path / "python").write_text("#!/bin/sh\necho reading >&2; echo no memory >&2; exit 3\n")
     (tmp_path / "python").chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
@@ -77,7 +77,7 @@ def test_a_run_that_fails_is_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     "flags",
     [["--shapes", "8b"], ["--only", "all"], ["--requests", "0"], ["--prompt", "2000"], ["--drafts", "2,0"]],
 )
-def test_flags_that_make_no_sense(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_flags_are_refused(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as error:
         arguments(flags)
     assert error.value.code == 2 and "error: --" in capsys.readouterr().err
@@ -88,8 +88,8 @@ def test_an_invalid_shape_is_refused_in_one_line(tmp_path: Path) -> None:
         large.main(["--folder", str(tmp_path), "--shapes", "5b,1b"])
 
 
-def test_one_start_answers_the_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The embedded pair, opened as the command does."""
+def test_one_start_serves_the_whole_workload(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The demo models, opened as the command does."""
     Task({"flags": ["--raw", "--mode", "serial"], "cache": None}, WORK).write(tmp_path / "task.json")
     monkeypatch.setattr(sys, "argv", ["one_start", str(tmp_path / "task.json")])
     answers: list[Measured] = []
@@ -101,13 +101,13 @@ def test_one_start_answers_the_work(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert 0 < found.rounds <= found.decoded
 
 
-def test_files_that_come_and_go_are_no_error(tmp_path: Path) -> None:
+def test_files_that_appear_and_disappear_are_not_an_error(tmp_path: Path) -> None:
     (tmp_path / "part").write_text("x")
     (tmp_path / "lost").symlink_to(tmp_path / "nowhere")
     assert [Path(name).name for name, _, _ in startup.state(tmp_path)] == ["part"]
 
 
-def test_the_work_has_no_two_prompts_alike() -> None:
+def test_the_prompts_of_a_workload_are_distinct() -> None:
     texts = [list(range(100 * i, 100 * i + 90)) for i in range(8)]
     work = Work.of(texts, long=3, short=64, length=512, requests=20, tokens=8)
     assert {len(prompt) for prompt in work.long} == {512} and {len(prompt) for prompt in work.short} == {64}
@@ -115,7 +115,7 @@ def test_the_work_has_no_two_prompts_alike() -> None:
     assert work.less(2).short == work.short[:2]
 
 
-def test_aims_that_hold_and_that_do_not() -> None:
+def test_targets_that_are_met_and_missed() -> None:
     rows = [
         row("swiftspec", "first start", "start", [9.0], peak=8_000_000_000),
         row("swiftspec", "ar", "ar", [11.0, 12.0], prompts=[80.0], texts=[[1, 2, 3], [4, 5]]),
@@ -136,14 +136,16 @@ def test_aims_that_hold_and_that_do_not() -> None:
     assert table(rows).splitlines()[-1].split()[-1] == "0.7"
 
 
-def test_no_room_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_little_disk_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
     with pytest.raises(UserError, match="GB are needed; name a larger disk with --folder"):
         check_room(tmp_path, 10**18, said.append)
     assert "to be written" in said[0]
 
 
-def test_what_is_there_is_reused_and_what_failed_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_complete_results_are_reused_and_failed_ones_are_absent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tiny, said = model(tmp_path), list[str]()
 
     def write(_: object, __: object, ___: object, out: Path) -> None:
@@ -171,8 +173,8 @@ def test_a_padded_vocabulary(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_a_run_without_peers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Grown, started, measured and told, by two of our option sets; the second time nothing is grown."""
+def test_a_run_without_baselines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Width-expands, starts, measures and reports, with two option sets; the second run reuses the expanded models."""
     monkeypatch.setattr(large, "OUR_OPTIONS", [one for one in large.OUR_OPTIONS if one.name in ("ar", "serial")])
     (tmp_path / "target.json").write_text(json.dumps(SHAPE))
     (tmp_path / "draft.json").write_text(json.dumps(SMALL))

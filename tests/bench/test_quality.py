@@ -1,4 +1,4 @@
-"""What bench/quality.py makes of answers: where a function ends, what passes, what is compared."""
+"""bench/quality.py: where a generated function ends, whether it passes, and the comparisons."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def test_a_completion_ends_with_its_function() -> None:
     assert finished(METHOD, " [\n            1]\n        # more\n") == " [\n            1]\n        # more\n"
 
 
-def test_every_function_can_be_finished() -> None:
-    """Its prompt is no program yet, and what it asks for fails without an answer."""
+def test_every_prompt_needs_a_completion() -> None:
+    """The prompt alone is not a complete program, and its checks fail without a completion."""
     for each in FUNCTIONS:
         with pytest.raises(SyntaxError):
             compile(each.prompt + "(", "prompt", "exec")
@@ -42,7 +42,7 @@ def test_programs_run_within_limits() -> None:
 
 
 def system(name: str, texts: list[str], seconds: float, particles: list[list[str]]) -> System:
-    """One that gives these texts for the one task, a character a token."""
+    """A system that generates these texts for its only task, one character per token."""
     made = System(name, None, 0.7)  # type: ignore[arg-type]
     for text, rest in zip(texts, particles, strict=True):
         end = None if not rest else SimpleNamespace(particles=[SimpleNamespace(tokens=each) for each in rest])
@@ -54,7 +54,7 @@ def system(name: str, texts: list[str], seconds: float, particles: list[list[str
     return made
 
 
-def test_plain_answers_and_particles_are_judged_alike() -> None:
+def test_autoregressive_and_particle_answers_are_scored_alike() -> None:
     with Sandbox() as sandbox:
         judge = of_functions([Function("def f(x):\n    return", "assert f(2) == 2")], sandbox)
         right, wrong, broken = " x", " 3", " ("
@@ -68,7 +68,7 @@ def test_plain_answers_and_particles_are_judged_alike() -> None:
     assert lines[3].startswith("| smc | 1 | 0.25x | 100.0 ± 0.0 % | 50.0 ± 50.0 % | 50.0 ± 50.0 % of 3 | 2.00 |")
 
 
-def test_errors_are_those_of_the_seeds() -> None:
+def test_standard_errors_are_those_over_seeds() -> None:
     mean, error = stratified([[0, 1, 0, 1], [1, 1, 1, 1]])
     assert mean == 0.75 and error == pytest.approx((1 / 3 / 4) ** 0.5 / 2)
 
@@ -80,7 +80,7 @@ def test_sums_are_compared_by_their_last_number() -> None:
     assert judge(0, "18 or 19") == (True, False)
 
 
-def test_the_figure_holds_every_point() -> None:
+def test_the_figure_contains_every_point() -> None:
     points = [("plain", 1.0, 0.41, 0.02), ("smc N = 4", 0.3, 0.44, 0.02), ("smc N = 16", 0.12, 0.5, 0.01)]
     drawn = ElementTree.fromstring(scatter(points, "title", "speed"))
     circles = drawn.findall("{http://www.w3.org/2000/svg}circle")

@@ -1,4 +1,4 @@
-"""What bench/smc.py makes of its results: the distances, the table, the figure."""
+"""How bench/smc.py evaluates its results: distances, table and figure."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_the_table_has_a_row_for_each_n() -> None:
     assert rows[2] == "| 1 | 2.00x, -0.50 ± 0.00 |" and rows[3].startswith("| 8 | 0.30x, +0.13 ± ")
 
 
-def test_the_figure_holds_every_point(tmp_path: Path) -> None:
+def test_the_figure_contains_every_point(tmp_path: Path) -> None:
     plot([PLAIN, WORSE, BETTER], tmp_path / "smc.svg", "title")
     points = [
         (float(circle.attrib["cx"]), float(circle.attrib["cy"]))
@@ -40,7 +40,7 @@ def test_the_figure_holds_every_point(tmp_path: Path) -> None:
     assert all(80 <= x <= 680 and 70 <= y <= 400 for x, y in points)
 
 
-def test_the_figure_of_groups_holds_every_point(tmp_path: Path) -> None:
+def test_the_figure_of_groups_contains_every_point(tmp_path: Path) -> None:
     smc_groups.plot([1, 2, 8], {"smc": [10, 15, 20], "match": [5, 10, 30]}, tmp_path / "groups.svg")
     points = [
         (float(circle.attrib["cx"]), float(circle.attrib["cy"]))

@@ -50,8 +50,9 @@ def need(slots: int = 8192, ranks: int = 1, **more: Any) -> MemoryEstimate:
     return MemoryEstimate(parse_config(LLAMA_8B | more), BF16, slots, ranks)
 
 
-def test_what_a_model_needs() -> None:
-    """Llama 3 8B has 8.03 billion parameters, 1.05 of them in tables; a token's keys and values have 128 KiB."""
+def test_memory_that_a_model_needs() -> None:
+    """Llama 3 8B has 8.03 billion parameters, 1.05 of them in embedding and head; a token's keys and values take 128
+    KiB."""
     assert need().weights == pytest.approx(2 * 8.03e9, rel=0.01)
     assert need(**AWQ).weights == pytest.approx(6.98e9 * 4.25 / 8 + 2 * 1.05e9, rel=0.01)
     assert need().cache == 8192 * 128 * 1024
@@ -72,9 +73,7 @@ def test_too_little_memory_is_reported_before_loading() -> None:
 
 
 @pytest.mark.parametrize("plan", [EngineConfig("serial"), EngineConfig("async")])
-def test_a_pair_is_checked_as_its_ranks_hold_it(
-    pair: Path, monkeypatch: pytest.MonkeyPatch, plan: EngineConfig
-) -> None:
+def test_memory_is_checked_per_rank(pair: Path, monkeypatch: pytest.MonkeyPatch, plan: EngineConfig) -> None:
     held: list[int] = []
     monkeypatch.setattr(assembled, "check_memory", lambda needs, device: held.append(len(needs)))
     stands_in: Any = type("Ranks", (), {"size": plan.num_ranks, "local_rank": 0, "local_size": plan.num_ranks})
@@ -82,7 +81,7 @@ def test_a_pair_is_checked_as_its_ranks_hold_it(
     assert held == ([2] if plan.mode == "serial" else [1, 1])
 
 
-def test_memory_that_torch_holds_and_does_not_use_counts_as_free(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_in_torchs_cache_counts_as_free(monkeypatch: pytest.MonkeyPatch) -> None:
     """As after an earlier engine of this process."""
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (int(2 * BYTES_PER_GB), int(24 * BYTES_PER_GB)))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: int(20 * BYTES_PER_GB))
@@ -98,10 +97,8 @@ def test_a_pair_too_large_is_refused(pair: Path, monkeypatch: pytest.MonkeyPatch
         ModelPair.check(pair, pair, EngineConfig("serial"), None, {"device": "cuda:0"})
 
 
-def test_what_the_cuda_operators_do_not_support_runs_on_torchs_and_is_reported(
-    pair: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """By GPU, dtype and heads; once per model. Requesting the CUDA operators by name raises."""
+def test_unsupported_models_use_torch_operators_with_a_message(pair: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By GPU, dtype and heads; the message appears once per model. Requesting the CUDA operators by name raises."""
 
     def said(**options: Any) -> list[str]:
         lines: list[str] = []

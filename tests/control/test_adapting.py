@@ -1,4 +1,4 @@
-"""d and bs while a request runs: what is decided for given rounds, and that it comes to rest."""
+"""Adaptation of d and bs during a request: the decisions for given rounds, and that the shape converges."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from swiftspec.messages import Proposal, RequestStart, VerifyResult
 from swiftspec.params import SamplingParams
 from tests.support.roles import opening
 
-Hits = Callable[[int], tuple[int, ...]]  # round -> nodes that the text goes through
+Hits = Callable[[int], tuple[int, ...]]  # round -> nodes on the accepted path
 
 
 def in_turn(m: RoundStats, round_: int, hits: Hits, expansion: float, target: Callable[[int], float]) -> RoundSample:
@@ -41,7 +41,7 @@ def in_turn(m: RoundStats, round_: int, hits: Hits, expansion: float, target: Ca
 
 
 def at_once(m: RoundStats, round_: int, hits: Hits, expansion: float, target: Callable[[int], float]) -> RoundSample:
-    """A round of a draft that grows ahead: of d expansions d - 1 depths are left below the root."""
+    """A round of a lookahead drafter: of d expansions, d - 1 depths remain below the root."""
     reached = hits(round_)[: max(m.steps - 1, 1)]
     tokens = 1 + sum(place < m.nodes for place in reached)
     draft, verified = m.steps * expansion, target(m.nodes)
@@ -50,7 +50,7 @@ def at_once(m: RoundStats, round_: int, hits: Hits, expansion: float, target: Ca
 
 
 def run(measured: RoundStats, rounds: int, see: Callable[[RoundStats, int], RoundSample]) -> list[tuple[int, int]]:
-    """The shapes that the rounds had."""
+    """The shapes of the rounds."""
     shapes = []
     for round_ in range(rounds):
         shapes.append((measured.steps, measured.nodes))
@@ -62,7 +62,8 @@ def run(measured: RoundStats, rounds: int, see: Callable[[RoundStats, int], Roun
 
 
 def chain(*chances: float) -> Hits:
-    """The text stays among the likeliest nodes to a depth that is drawn by these chances, the same in every run."""
+    """The text stays among the most likely nodes to a depth that is sampled with these probabilities; the same in every
+    run."""
 
     def hits(round_: int) -> tuple[int, ...]:
         draw, depth = random.Random(round_), 0
@@ -74,7 +75,7 @@ def chain(*chances: float) -> Hits:
 
 
 def best(chances: Sequence[float], expansion: float, target: float) -> int:
-    """The d that gives most."""
+    """The d with the highest throughput."""
 
     def speed(d: int) -> float:
         tokens, reach = 1.0, 1.0
@@ -90,9 +91,7 @@ def best(chances: Sequence[float], expansion: float, target: float) -> int:
     ("chances", "expansion", "wanted"),
     [((0.95,) * 8, 0.5, (6, 9)), ((0.3, 0.2), 2.0, (1, 1)), ((0.9, 0.9), 1.0, (2, 2)), ((0.9, 0.6, 0.3), 2.0, (2, 3))],
 )
-def test_serial_d_follows_acceptance(
-    chances: tuple[float, ...], expansion: float, wanted: tuple[int, int]
-) -> None:
+def test_serial_d_follows_acceptance(chances: tuple[float, ...], expansion: float, wanted: tuple[int, int]) -> None:
     assert wanted[0] <= best(chances, expansion, 10.0) <= wanted[1]
     measured = RoundStats(EngineConfig("serial", verify_batch=16, adapt_steps=True))
     shapes = run(measured, 800, lambda m, r: in_turn(m, r, chain(*chances), expansion, lambda _: 10.0))
@@ -100,8 +99,9 @@ def test_serial_d_follows_acceptance(
     assert sum(wanted[0] <= d <= wanted[1] for d in late) > 0.85 * len(late)
 
 
-def test_serial_bs_shrinks_where_rows_cost_and_depth_is_not_reached() -> None:
-    """The text goes through the first three places at most; rows cost, as plain rounds have shown."""
+def test_serial_bs_shrinks_if_rows_are_expensive_and_depth_is_not_reached() -> None:
+    """The text passes through the first three nodes at most; autoregressive rounds have shown that rows are
+    expensive."""
     measured = RoundStats(EngineConfig("serial", adapt_batch=True, self_switch=True))
 
     def see(m: RoundStats, round_: int) -> RoundSample:
@@ -117,8 +117,8 @@ def test_serial_bs_shrinks_where_rows_cost_and_depth_is_not_reached() -> None:
     assert set(run(measured, 200, see)[50:]) <= {(3, 2), (3, 4)}
 
 
-def test_a_cut_proposal_is_judged_whole() -> None:
-    """Node 3 was not verified, but it is the token that the target added."""
+def test_a_truncated_proposal_counts_as_a_whole_one() -> None:
+    """Node 3 was not verified, but it is the target's bonus token."""
     drafter = FixedDrafter()
     measured = RoundStats(EngineConfig("serial", verify_batch=6, draft_steps=4, adapt_batch=True))
     measured.nodes = 3
@@ -166,16 +166,17 @@ def ahead(m: RoundStats, target: float, expansion: float, extra: int = 0, turn: 
     [(3, 10.48, 3.25, 3), (1, 10.48, 3.25, 3), (9, 10.48, 3.25, 3), (3, 10.0, 1.0, 9), (3, 1.0, 5.0, 1),
      (3, 100.0, 1.0, 16), (4, 13.1, 3.25, 4), (3, 13.1, 3.25, 3)],
 )  # fmt: skip
-def test_ahead_d_follows_the_ratio_of_step_times(start: int, target: float, expansion: float, wanted: int) -> None:
-    """Near an edge, 3.97 here, d stays what it is."""
+def test_lookahead_d_follows_the_ratio_of_step_times(start: int, target: float, expansion: float, wanted: int) -> None:
+    """Near a threshold, 3.97 here, d does not change."""
     measured = RoundStats(EngineConfig("async", draft_steps=start, adapt_steps=True))
     shapes = run(measured, 100, lambda m, r: ahead(m, target, expansion, extra=2 * (r % 3 == 0)))
     assert {d for d, _ in shapes[-40:]} == {wanted}
     assert len(set(shapes)) <= 3
 
 
-def test_ahead_the_target_waits_for_what_is_accepted() -> None:
-    """Two expansions fit into a verification. Where nearly all is accepted a third is worth the wait, else not."""
+def test_lookahead_target_waits_for_expansions_that_are_accepted() -> None:
+    """Two expansions fit into a verification. With a high acceptance rate the target waits for a third one, otherwise
+    not."""
     for chances, wanted in (((0.97,) * 6, (3, 4, 5)), ((0.5, 0.2), (2,))):
         measured = RoundStats(EngineConfig("async", draft_steps=2, adapt_steps=True))
         shapes = run(measured, 400, lambda m, r, chances=chances: at_once(m, r, chain(*chances), 3.73, lambda _: 10.34))
@@ -183,7 +184,7 @@ def test_ahead_the_target_waits_for_what_is_accepted() -> None:
         assert sum(d in wanted for d in late) > 0.85 * len(late)
 
 
-def test_ahead_bs_shrinks_where_rows_cost_and_d_with_it() -> None:
+def test_lookahead_bs_shrinks_with_d_if_rows_are_expensive() -> None:
     measured = RoundStats(EngineConfig("async", draft_steps=9, adapt_steps=True, adapt_batch=True))
     measured.ar_seconds.append(4.0)
     law = chain(0.5, 0.1)
@@ -201,7 +202,7 @@ ROUNDS = st.builds(
 
 
 @given(SHAPES, st.lists(ROUNDS, min_size=1, max_size=60), st.booleans(), st.booleans(), st.booleans(), st.booleans())
-def test_nothing_is_decided_outside_the_limits(
+def test_decisions_are_within_the_limits(
     shape: tuple[int, int],
     rounds: list[RoundSample],
     steps_free: bool,
@@ -233,10 +234,10 @@ def test_nothing_is_decided_outside_the_limits(
 @pytest.mark.parametrize("row", [0.05, 0.5])
 @pytest.mark.parametrize(("start", "batch"), [(3, 0), (8, 2)])
 @pytest.mark.parametrize("ahead", [False, True])
-def test_what_does_not_change_is_left_alone(
+def test_the_shape_converges_under_constant_conditions(
     tenths: tuple[int, ...], expansion: float, row: float, start: int, batch: int, ahead: bool
 ) -> None:
-    """The shape comes to rest, but for a trial now and then."""
+    """The shape converges, except for occasional trials."""
     mode = "async" if ahead else "serial"
     measured = RoundStats(EngineConfig(mode, draft_steps=start, adapt_steps=True, adapt_batch=True))
     measured.nodes = 8 >> batch
@@ -252,8 +253,8 @@ def test_what_does_not_change_is_left_alone(
 
 
 @pytest.mark.parametrize("law", range(0, 600, 10))
-def test_any_law_is_left_alone_in_the_end(law: int) -> None:
-    """The same where the acceptance of each depth and the step times are drawn at random."""
+def test_the_shape_converges_for_any_acceptance_and_step_times(law: int) -> None:
+    """The same with random acceptance rates per depth and random step times."""
     draw = random.Random(law)
     chances, step = [draw.random() for _ in range(8)], draw.choice((1, 2))
     expansion, row = 10 ** draw.uniform(-1.5, 0.5), 10 ** draw.uniform(-2, 0)
@@ -270,7 +271,7 @@ def test_any_law_is_left_alone_in_the_end(law: int) -> None:
     assert sum(a != b for a, b in pairwise(shapes[400:])) <= 13
 
 
-def test_a_forecast_of_the_shape_at_hand_is_what_was_measured() -> None:
+def test_the_forecast_of_the_current_shape_equals_the_measurement() -> None:
     measured = RoundStats(EngineConfig("serial", adapt_steps=True))
     for round_ in range(WINDOW_ROUNDS):
         measured.add(in_turn(measured, round_, chain(0.9, 0.6, 0.3), 2.0, lambda _: 10.0))
@@ -279,7 +280,7 @@ def test_a_forecast_of_the_shape_at_hand_is_what_was_measured() -> None:
     assert CostModel(measured).tokens_per_second(3, 8) == pytest.approx(rate)
 
 
-def test_a_larger_d_promises_no_depth_that_bs_has_no_room_for() -> None:
+def test_a_larger_d_predicts_no_depth_beyond_bs() -> None:
     measured = RoundStats(EngineConfig("serial", draft_steps=1, adapt_steps=True, adapt_batch=True))
     measured.nodes = 2
     for _ in range(WINDOW_ROUNDS):
@@ -296,8 +297,8 @@ def test_a_larger_d_promises_no_depth_that_bs_has_no_room_for() -> None:
     )
 
 
-def test_what_was_raised_in_vain_is_not_raised_again_soon() -> None:
-    """One depth is always accepted, a second one never: every trial of d = 2 ends after its first judgement."""
+def test_a_failed_increase_is_not_repeated_soon() -> None:
+    """The first depth is always accepted, a second one never: every trial of d = 2 ends after its first evaluation."""
     measured = RoundStats(EngineConfig("serial", draft_steps=1, adapt_steps=True))
     steps = [d for d, _ in run(measured, 1000, lambda m, r: in_turn(m, r, chain(1.0), 0.1, lambda _: 1.0))]
     raised = [at for at, (before, after) in enumerate(pairwise(steps)) if after > before]
@@ -305,8 +306,8 @@ def test_what_was_raised_in_vain_is_not_raised_again_soon() -> None:
 
 
 @pytest.mark.parametrize(("batch", "wanted"), [(12, {12, 6, 3}), (8, {8, 4, 2}), (3, {3}), (1, {1})])
-def test_bs_is_halved(batch: int, wanted: set[int]) -> None:
-    """Rows cost, and nothing is accepted: bs goes down as far as it may."""
+def test_bs_falls_to_its_minimum_if_nothing_is_accepted(batch: int, wanted: set[int]) -> None:
+    """Rows are expensive and nothing is accepted: bs falls to its minimum."""
     measured = RoundStats(EngineConfig("serial", verify_batch=batch, adapt_batch=True))
     measured.ar_seconds.append(1.0)
     shapes = run(measured, 200, lambda m, _: RoundSample(m.nodes + 1.0, m.nodes, 1.0, 1, ()))

@@ -1,4 +1,5 @@
-"""The self-switch: what it decides for given times, and that no decision changes a token."""
+"""The policy that switches speculation off and on: its decisions for given times, and that no decision changes a
+token."""
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ TRIAL, GLANCE = SKIPPED_ROUNDS + WINDOW_ROUNDS, SKIPPED_ROUNDS + PROBE_ROUNDS
 
 
 class FakeDrafter:
-    """Proposes three nodes, and insists on hearing of every token."""
+    """Proposes three nodes, and requires that every token is reported to it."""
 
     busy, draft_steps = 0.0, 3
 
@@ -56,7 +57,8 @@ class FakeDrafter:
 
 
 class Room:
-    """A switch whose rounds take what `times` says: (seconds of a speculative round, its tokens, of a plain round)."""
+    """A controller whose rounds take the times of `times`: (seconds of a speculative round, its tokens, seconds of an
+    autoregressive round)."""
 
     def __init__(self, times: Callable[[int], tuple[float, int, float]], measured: RoundStats | None = None) -> None:
         self.now, self.times, self.drafter = 0.0, times, FakeDrafter()
@@ -66,7 +68,7 @@ class Room:
         self.kinds = ""
 
     def run(self, rounds: int) -> str:
-        """s for a speculative round, p for a plain one."""
+        """s for a speculative round, p for an autoregressive one."""
         for number in range(rounds):
             proposal = self.switch.propose()
             assert proposal.round == number
@@ -79,11 +81,11 @@ class Room:
             tokens = tuple(range(first, first + count))
             self.switch.observe(VerifyResult(1, number, first, tuple(range(count)), tokens))
             self.kinds += "s" if speculative else "p"
-            self.now += 100.0  # the consumer's time counts for nothing
+            self.now += 100.0  # the time of the consumer is not counted
         return self.kinds
 
 
-def test_speculation_that_pays_costs_a_glance_at_plain_rounds() -> None:
+def test_profitable_speculation_measures_only_a_few_autoregressive_rounds() -> None:
     room = Room(lambda _: (1.5, 3, 1.0))
     trusted = SKIPPED_ROUNDS + REFRESH_ROUNDS + DECISION_INTERVAL_ROUNDS
     assert room.run(600) == (TRIAL * "s" + GLANCE * "p" + trusted * "s" + GLANCE * "p" + 600 * "s")[:600]
@@ -94,7 +96,7 @@ def test_speculation_that_pays_costs_a_glance_at_plain_rounds() -> None:
     assert room.drafter.grown == 600 - 2 * GLANCE
 
 
-def test_speculation_that_does_not_pay_is_given_up_and_tried_again_ever_later() -> None:
+def test_unprofitable_speculation_stops_and_is_retried_with_backoff() -> None:
     room = Room(lambda _: (4.0, 2, 1.0))
     waits = [GLANCE + (RETRY_AFTER_ROUNDS << doublings) for doublings in (0, 1, 2, 3, 4, 4)]
     want = "".join(TRIAL * "s" + wait * "p" for wait in waits)
@@ -103,8 +105,8 @@ def test_speculation_that_does_not_pay_is_given_up_and_tried_again_ever_later() 
     assert report is not None and report.speedup == 0.5
 
 
-def test_times_that_change_bring_speculation_back() -> None:
-    """Slow until round 200; after the next trial it stays, and what was refused before is forgotten."""
+def test_speculation_resumes_when_the_times_change() -> None:
+    """Slow until round 200; after the next trial speculation stays on, and the backoff is reset."""
     room = Room(lambda number: (4.0 if number < 200 else 1.0, 2, 1.0))
     kinds = room.run(500)
     back = kinds.index("s", 200)
@@ -119,7 +121,7 @@ def test_one_slow_round_changes_nothing() -> None:
     assert "p" not in room.run(400)[TRIAL + GLANCE :]
 
 
-def test_a_request_begins_with_speculation_and_keeps_what_plain_rounds_take() -> None:
+def test_a_request_starts_with_speculation_and_keeps_the_autoregressive_times() -> None:
     first = Room(lambda _: (4.0, 2, 1.0))
     assert first.run(30)[-1] == "p"
     second = Room(lambda _: (1.5, 2, 1.0), first.switch.round_stats)
@@ -131,7 +133,7 @@ def test_a_request_begins_with_speculation_and_keeps_what_plain_rounds_take() ->
     assert kinds[tried:] == (GLANCE + RETRY_AFTER_ROUNDS) * "p" + (TRIAL - tried) * "s"
 
 
-def test_decide_is_a_function_of_what_was_seen() -> None:
+def test_decide_is_a_function_of_the_observations() -> None:
     config = EngineConfig(draft_steps=5, verify_batch=6, self_switch=True)
     measured = RoundStats(config)
     assert decide(measured) == decide(measured) == Decision(5, 6, True)
@@ -153,8 +155,8 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 @pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 def test_no_decision_changes_a_token(pair: tuple[Path, Path], ahead: bool, sampling: SamplingParams) -> None:
-    """Decided by dice, in stretches short and long: the draft sleeps, catches up by more than w tokens, and goes on,
-    with another d and another bs."""
+    """Random decisions, in short and long stretches: the draft is inactive, catches up by more than w tokens, and
+    continues with another d and another bs."""
     plain = LLM(pair[0], dtype=torch.float64).generate(PROMPT, sampling).token_ids
     llm = LLM(*pair, EngineConfig(self_switch=True), dtype=torch.float64)
     drafter = make_drafter(drafter_of(llm).runner, llm.config, ahead=ahead)
@@ -169,14 +171,14 @@ def test_no_decision_changes_a_token(pair: tuple[Path, Path], ahead: bool, sampl
         assert len(steering.changes) > 5
 
 
-def test_the_switch_can_be_left_out(pair: tuple[Path, Path]) -> None:
+def test_the_policy_is_optional(pair: tuple[Path, Path]) -> None:
     assert LLM(*pair, EngineConfig(), dtype=torch.float64).generate(PROMPT, GREEDY).stats.policy is None
     assert LLM(pair[0], dtype=torch.float64).generate(PROMPT, GREEDY).stats.policy is None
 
 
 @pytest.mark.parametrize(("draft", "low", "high"), [(0.02, 5, 8), (0.2, 3, 4), (1.0, 1, 2)])
-def test_the_first_rounds_choose_d_by_what_forwards_cost(draft: float, low: int, high: int) -> None:
-    """Of a draft forward, as a part of a verification; long before acceptance can be judged."""
+def test_the_first_rounds_choose_d_by_the_cost_of_forwards(draft: float, low: int, high: int) -> None:
+    """The cost of a draft forward relative to a verification, long before the acceptance rate is known."""
     m = RoundStats(EngineConfig(adapt_steps=True))
     for _ in range(FIRST_DECISION_ROUNDS - 1):
         m.add(RoundSample(1.0 + 3 * draft, 1.0, 3 * draft, 1, ()))
@@ -191,8 +193,8 @@ def test_the_first_rounds_choose_d_by_what_forwards_cost(draft: float, low: int,
 
 
 @pytest.mark.parametrize(("row", "low", "high"), [(0.9, 8, 8), (0.3, 2, 2)])
-def test_a_glance_at_plain_rounds_lets_the_first_rounds_choose_bs_too(row: float, low: int, high: int) -> None:
-    """`row`: the time of a verification of one row, as a part of one of eight."""
+def test_measured_autoregressive_rounds_let_the_first_rounds_choose_bs(row: float, low: int, high: int) -> None:
+    """`row`: the time of a verification of one row, relative to one of eight."""
     m = RoundStats(EngineConfig(self_switch=True, adapt_steps=True, adapt_batch=True))
     for _ in range(FIRST_DECISION_ROUNDS):
         m.add(RoundSample(1.3, 1.0, 0.3, 1, ()))

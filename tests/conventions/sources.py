@@ -1,4 +1,4 @@
-"""The package's own sources, read by `ast`: what each file imports and uses."""
+"""The sources of the package, parsed by `ast`: what each file imports and uses."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ PACKAGE = ROOT / "swiftspec"
 
 
 def python_sources() -> dict[str, str]:
-    """The text of every module, by its path from swiftspec/."""
+    """The source of every module, by its path from swiftspec/."""
     files = sorted(PACKAGE.rglob("*.py"))
     written = [file for file in files if not file.stem.endswith(("_pb2", "_pb2_grpc"))]
     return {file.relative_to(PACKAGE).as_posix(): file.read_text(encoding="utf-8") for file in written}
 
 
 def native_sources() -> dict[str, str]:
-    """The text of every file of csrc, by its path from there."""
+    """The source of every file of csrc, by its path from there."""
     csrc = ROOT / "csrc"
     files = [file for file in sorted(csrc.rglob("*")) if file.is_file()]
     return {file.relative_to(csrc).as_posix(): file.read_text(encoding="utf-8") for file in files}
@@ -27,7 +27,7 @@ def native_sources() -> dict[str, str]:
 
 @functools.cache
 def parsed(source: str) -> ast.Module:
-    """The tree of a module, which is only read: every rule asks for it."""
+    """The syntax tree of a module. Cached, since every rule uses it; must not be changed."""
     return ast.parse(source)
 
 
@@ -84,7 +84,7 @@ def names_in(path: str, source: str) -> frozenset[str]:
 
 
 def uses(path: str, source: str, wanted: set[str]) -> list[str]:
-    """Which of the wanted names occur: a dotted one from the start, a bare one as any part."""
+    """The wanted names that occur: dotted names from their beginning, bare names as any part."""
     found = set()
     for name in names_in(path, source):
         found |= {w for w in wanted if name == w or name.startswith(w + ".")}

@@ -1,4 +1,4 @@
-"""The core is what docs/walkthrough.md lists: small, and enough to decode by itself."""
+"""The core is the list in docs/walkthrough.md: small, and sufficient to decode."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.conventions.sources import ROOT, imported_files, python_sources
 
 
 def core() -> list[str]:
-    """The files, from swiftspec/."""
+    """The files of the core, relative to swiftspec/."""
     text = (ROOT / "docs" / "walkthrough.md").read_text(encoding="utf-8")
     listed = text.partition("\n## The core\n")[2].partition("\n## ")[0]
     return re.findall(r"`swiftspec/([\w/]+\.py)`", listed)
@@ -21,14 +21,14 @@ def test_the_core_is_listed_once() -> None:
     assert len(core()) == len(set(core())) > 30
 
 
-def test_the_core_imports_nothing_of_the_rest() -> None:
+def test_the_core_imports_only_itself() -> None:
     files = set(core())
     outside = {file: found - files for file, found in imported_files(python_sources()).items() if file in files}
     assert {file: found for file, found in outside.items() if found - {"__init__.py"}} == {}
 
 
 def test_the_core_decodes_alone() -> None:
-    """With every other module of the package refused; and a draft changes nothing but the number of rounds."""
+    """Every other module of the package is refused. A draft changes only the number of rounds."""
     files = [f"swiftspec/{file}" for file in core()]
     command = [sys.executable, "-m", "tests.support.core_alone", *files]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)

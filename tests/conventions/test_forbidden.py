@@ -134,7 +134,7 @@ def no_torch_in_native_code(path: str, source: str) -> list[str]:
 
 
 def no_waiting_in_native_code(path: str, source: str) -> list[str]:
-    """The same of csrc, but for an inbox, which is made before a group runs anything."""
+    """The same rule for csrc, except for an inbox, which is created before a group runs."""
     waits = re.findall(r"\b(?:cudaDeviceSynchronize|cuCtxSynchronize|cudaDeviceReset)\b", source)
     return [] if path == "cuda/peers/peers.cu" else [f"{path} calls {name}" for name in waits]
 
@@ -159,7 +159,7 @@ def test_the_rules_for_native_code_hold(rule: Rule) -> None:
     assert not complaints, "\n" + "\n".join(complaints)
 
 
-def test_there_is_something_to_read() -> None:
+def test_the_sources_are_found() -> None:
     assert len(python_sources()) > 50 and any(path.endswith(".cpp") for path in native_sources())
 
 

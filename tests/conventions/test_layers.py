@@ -82,7 +82,7 @@ def file_cycles(sources: Mapping[str, str]) -> list[list[str]]:
 
 
 def folder_cycles(sources: Mapping[str, str]) -> list[list[str]]:
-    """Within each folder, among its files and folders."""
+    """Cycles among the files and folders of each folder."""
     edges: dict[str, dict[str, set[str]]] = {}
     for path, targets in imported_files(sources).items():
         for target in targets:

@@ -1,1 +1,2 @@
-"""What needs an NVIDIA GPU. Tests of several ranks on one GPU have "virtual" in their names, for tools/gpu_check.py."""
+"""Tests that need an NVIDIA GPU. Tests of several ranks on one GPU have "virtual" in their names, for
+tools/gpu_check.py."""

@@ -1,5 +1,5 @@
-"""What these tests run on: a GPU, or, where SWIFTSPEC_EMULATED names the module that tests/simt/emulate.py has built,
-the emulated one."""
+"""The device of these tests: a GPU, or the emulated one if SWIFTSPEC_EMULATED names the module that
+tests/simt/emulate.py has built."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def most(cases: list[T], emulated: int, few: int | None = None) -> list[T]:
 
 def captured(work: Callable[[], T]) -> Callable[[], T]:
     """Captures `work` in a graph. Each call replays it and returns the tensors of the capture. The emulated GPU has no
-    graphs: there each call runs `work`."""
+    graphs, so each call runs `work` there."""
     if EMULATED:
         return work
     work()

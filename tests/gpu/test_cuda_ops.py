@@ -113,7 +113,7 @@ def test_attention_over_two_sequences_with_slots_out_of_order() -> None:
 
 
 @pytest.mark.parametrize("seed", most(list(range(12)), 10))
-def test_a_row_of_attention_depends_on_nothing_but_its_own_keys(seed: int) -> None:
+def test_a_row_of_attention_depends_only_on_its_own_keys(seed: int) -> None:
     """The keys of a path, contiguous or scattered over a tree with other nodes and holes, give identical bits."""
     noise = torch.Generator().manual_seed(seed)
 

@@ -107,7 +107,7 @@ def group_of_one(gather: Any = None, rows: int = 32) -> PeerMemoryGroup:
     return PeerMemoryGroup(*ends)
 
 
-DRAFTS = [  # the first ones differ in all that the emulated GPU is asked for
+DRAFTS = [  # the cases for the emulated GPU come first and differ in every feature
     (mode, sampling, grouped)
     for sampling in (SamplingParams(temperature=0.8, seed=5), SamplingParams(temperature=0))
     for mode, grouped in (("serial", False), ("async", True), ("serial", True), ("async", False))

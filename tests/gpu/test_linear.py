@@ -70,8 +70,8 @@ def error(got: Tensor, want: Tensor) -> float:
 
 
 def check(got: Tensor, want: Tensor, rounded: Tensor) -> None:
-    """Nearly as close to `want` as `rounded`, which is `want` after bfloat16's roundings alone: few outputs may be
-    unlucky with those."""
+    """Nearly as close to `want` as `rounded`, which is `want` after bfloat16's roundings alone: a few outputs may have
+    unlucky roundings."""
     assert error(got, want) <= max(TOLERANCE, 1.25 * error(rounded, want))
 
 

@@ -97,7 +97,7 @@ def decode_particles(rank: int, size: int, file: str) -> None:
 
 
 def wait_in_vain(rank: int, size: int, file: str) -> None:
-    """Rank 0 sums; the others never do, and stay alive until it has aborted."""
+    """Rank 0 sums; the other ranks never do, and stay alive until it has aborted."""
     peers, gave_up = open_peers(rank, size, file, 0.5), Path(f"{file}.done")
     while rank > 0 and not gave_up.exists():
         time.sleep(0.05)

@@ -40,7 +40,7 @@ def test_as_the_reference_and_the_host(count: int, slots: int, width: int, words
 
 
 @pytest.mark.parametrize(("count", "parts"), most([(3, 3), (4, 4), (2, 9), (5, 6)], 2, 1))
-def test_every_way_to_share_the_weight(count: int, parts: int) -> None:
+def test_every_distribution_of_the_weights(count: int, parts: int) -> None:
     law_holds(cuda.resample, count, parts, DEVICE.type)
 
 

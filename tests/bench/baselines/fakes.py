@@ -1,5 +1,5 @@
-"""Fakes of other people's packages, as these document what is called of them; each gives the right result only where it
-is called rightly."""
+"""Fakes of third-party packages, with the functions that their documentation describes. Each returns the correct result
+only if it is called as documented."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def as_awq(x: Tensor, codes: Tensor, scales: Tensor, zeros: Tensor) -> Tensor:
 
 
 def vllm() -> dict[str, dict[str, Any]]:
-    """Weights stay in AutoAWQ's order; scales and zeros are marked by whoever laid them out."""
+    """Weights stay in AutoAWQ's order; the fake marks scales and zeros when they are permuted."""
 
     def permute(scales: Tensor, size_k: int, size_n: int, group_size: int) -> Tensor:
         assert scales.shape == (size_k // group_size, size_n)
@@ -76,7 +76,7 @@ def vllm() -> dict[str, dict[str, Any]]:
 
 def sgl_kernel() -> dict[str, dict[str, Any]]:
     def back(columns: Tensor) -> Tensor:
-        """Out of Marlin's order of columns: thread i of 8 holds column i of 8 tiles."""
+        """Reverts Marlin's order of columns: thread i of 8 holds column i of 8 tiles."""
         return columns.view(len(columns), -1, 8, 8).transpose(2, 3).reshape(columns.shape)
 
     def product(*given: Any, **rest: Any) -> Tensor:

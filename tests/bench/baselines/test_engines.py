@@ -1,4 +1,4 @@
-"""The same weights in other engines: dense copies, GGUF files; llama.cpp, where it is installed, chooses our tokens."""
+"""The same weights in other engines: dense copies and GGUF files. llama.cpp, if installed, chooses the same tokens."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ needs_llama_cpp = pytest.mark.skipif(not llama_plain.has_llama_cpp(), reason="ll
 
 @needs_llama_cpp
 @pytest.mark.parametrize("kind", to_gguf.TYPES)
-def test_llama_cpp_chooses_our_tokens(tmp_path: Path, kind: str) -> None:
-    """After each part of our greedy text; one near-tie in each may fall the other way."""
+def test_llama_cpp_chooses_the_same_tokens(tmp_path: Path, kind: str) -> None:
+    """Compares after each part of our greedy text; one near-tie per part may be decided differently."""
     to_gguf.write_gguf(DEMO / "target", tmp_path / "model.gguf", kind)
     llama, ours = llama_plain.LlamaCpp(tmp_path / "model.gguf", 1, 0.0, 0), LLM(DEMO / "target", dtype=torch.bfloat16)
     for prompt in read_prompts(AutoTokenizer.from_pretrained(DEMO / "target"))[:2]:
@@ -38,7 +38,7 @@ def test_a_dense_copy_has_the_same_weights(tmp_path: Path) -> None:
     assert read_config(tmp_path).quantization == {}
 
 
-def test_only_plain_llama_is_written(tmp_path: Path) -> None:
+def test_only_unmodified_llama_models_are_written(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, family="qwen2")
     with pytest.raises(UserError, match="only Llama with plain RoPE"):
         to_gguf.write_gguf(tmp_path, tmp_path / "model.gguf", "bf16")

@@ -1,4 +1,5 @@
-"""Other people's kernels in the GPU bench: fakes of their packages, called as documented; what is missing is a line."""
+"""Third-party kernels in the GPU benchmark: fakes of their packages are called as documented; a missing package is
+reported in one line."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ PACKAGES = ("vllm", "sgl_kernel", "marlin", "flashinfer")
 
 @pytest.fixture(autouse=True)
 def refused(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The packages that are not there, whatever is installed."""
+    """Makes these packages unimportable, whether or not they are installed."""
     names: list[str] = list(PACKAGES)
 
     class Refuse:
@@ -66,7 +67,7 @@ def test_marlin_is_called_as_documented(
         assert (call().float() - want).norm() < 0.01 * want.norm()
 
 
-def test_its_authors_marlin_takes_words_of_the_same_size(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_original_marlin_has_packed_weights_of_the_same_size(monkeypatch: pytest.MonkeyPatch) -> None:
     def multiply(a: Tensor, b: Tensor, c: Tensor, s: Tensor, workspace: Tensor) -> None:
         assert {a.dtype, c.dtype, s.dtype} == {torch.half} and b.dtype == torch.int32
         (m, k), n = a.shape, c.shape[1]
@@ -80,7 +81,7 @@ def test_its_authors_marlin_takes_words_of_the_same_size(monkeypatch: pytest.Mon
     assert bool((call() == 5).all())
 
 
-def test_a_product_that_is_called_wrongly_is_not_timed(monkeypatch: pytest.MonkeyPatch, processors: None) -> None:
+def test_a_wrong_product_is_not_timed(monkeypatch: pytest.MonkeyPatch, processors: None) -> None:
     modules = sgl_kernel()
     monkeypatch.setattr(rivals, "TILES", list(range(64)))
     install(monkeypatch, modules)
@@ -90,8 +91,8 @@ def test_a_product_that_is_called_wrongly_is_not_timed(monkeypatch: pytest.Monke
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without")
-def test_every_attention_is_the_same_function(monkeypatch: pytest.MonkeyPatch) -> None:
-    """SDPA, FlashInfer by its documented arguments, and FlexAttention uncompiled: each is held against float64."""
+def test_every_attention_kernel_computes_the_same_function(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SDPA, FlashInfer by its documented arguments, and FlexAttention uncompiled, each compared with float64."""
     install(monkeypatch, flashinfer())
     given = tree()
     makers = {
@@ -109,7 +110,7 @@ def test_every_attention_is_the_same_function(monkeypatch: pytest.MonkeyPatch) -
         rivals.attention_calls(lambda other: rivals.sdpa(hidden), given)
 
 
-def test_what_is_missing_is_one_line_each(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_missing_package_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rivals, "flexattention", lambda: (_ for _ in ()).throw(Absent("triton is not importable")))
     found = rivals.find()
     assert found.said == [
@@ -120,10 +121,11 @@ def test_what_is_missing_is_one_line_each(monkeypatch: pytest.MonkeyPatch) -> No
     assert found.product is None and not found.attention
 
 
-def test_what_fails_as_it_loads_is_one_line_each(
+def test_each_package_that_fails_to_load_is_one_line(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, refused: list[str]
 ) -> None:
-    """A package without the symbol, one whose library is missing, one that needs another: none stops the others."""
+    """A package without the symbol, one whose library is missing, and one that needs another: none of them stops the
+    remaining ones."""
     modules = vllm()
     del modules[MARLIN_UTILS]["marlin_permute_scales"]
     install(monkeypatch, modules)
@@ -147,8 +149,8 @@ def test_flexattention_needs_triton(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.long
-def test_flexattention_compiles_for_more_shapes_than_torch_remembers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the CPU's compiler in the place of triton."""
+def test_flexattention_compiles_for_more_shapes_than_torch_caches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the CPU's compiler instead of triton."""
     import torch._dynamo
 
     monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 1)

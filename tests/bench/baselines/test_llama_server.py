@@ -1,4 +1,4 @@
-"""llama.cpp's server, played by a small program that checks what it is asked."""
+"""llama.cpp's server, emulated by a small program that checks the requests."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_with_a_draft(tmp_path: Path, flag: str) -> None:
     assert (found.decoded, found.rounds, found.drafted, found.accepted) == (10, 6, 8, 4)
 
 
-def test_plain(tmp_path: Path) -> None:
+def test_autoregressive_decoding(tmp_path: Path) -> None:
     found = program(tmp_path).measure(WORK, tmp_path / "good.gguf", 1)
     assert (found.decoded, found.rounds, found.drafted) == (10, 10, 0)
 
@@ -81,7 +81,7 @@ def test_a_server_that_does_not_start(tmp_path: Path) -> None:
         program(tmp_path).measure(WORK, tmp_path / "bad.gguf", 1)
 
 
-def test_no_server_and_one_of_another_kind(tmp_path: Path) -> None:
+def test_a_missing_server_and_another_program(tmp_path: Path) -> None:
     assert find_server(tmp_path) is None
     with pytest.raises(UserError, match="knows neither --spec-draft-n-max nor --draft-max"):
         program(tmp_path, "--other").measure(WORK, tmp_path / "good.gguf", 1, (tmp_path / "draft.gguf", 4))

@@ -1,4 +1,4 @@
-"""GGUF files of the embedded models, read back by hand: names, facts, and every kind of block."""
+"""GGUF files of the demo models, parsed by hand: names, metadata, and every kind of block."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TARGET, DRAFT = DEMO / "target", DEMO / "draft"
 
 @dataclass
 class Read:
-    """A file as its bytes say, after the format's own description."""
+    """A parsed file, after the description of the format."""
 
     data: bytes
     at: int = 0
@@ -47,7 +47,7 @@ class Read:
         return self.number({4: "I", 5: "i", 6: "f"}[kind])
 
     def file(self) -> tuple[dict[str, Any], dict[str, tuple[str, tuple[int, ...], np.ndarray]]]:
-        """Facts, and of each tensor its encoding, shape and bytes."""
+        """Metadata, and encoding, shape and bytes of each tensor."""
         self.at = 4
         assert self.data[:4] == b"GGUF" and self.number("I") == 3
         tensors, facts = self.number("Q"), self.number("Q")
@@ -68,7 +68,7 @@ class Read:
 
 
 def decoded(kind: str, shape: tuple[int, ...], data: np.ndarray) -> np.ndarray:
-    """The weights, as the words of llama.cpp's format have them."""
+    """The dequantised weights, after llama.cpp's description of the format."""
     if kind == "f32":
         return data.view(np.float32).reshape(shape)
     if kind == "bf16":
@@ -86,22 +86,22 @@ def decoded(kind: str, shape: tuple[int, ...], data: np.ndarray) -> np.ndarray:
 
 
 def neighbours(rows: np.ndarray, heads: int) -> np.ndarray:
-    """Rows half a head apart side by side, as llama.cpp rotates them."""
+    """Rows half a head apart become adjacent, as llama.cpp rotates them."""
     half = len(rows) // heads // 2
     order = [head * 2 * half + part * half + i for head in range(heads) for i in range(half) for part in (0, 1)]
     return rows[order]
 
 
 def theirs(name: str, weights: Weights) -> np.ndarray:
-    """A tensor of the checkpoint as its GGUF should hold it."""
+    """The tensor of the checkpoint as its GGUF should contain it."""
     config = read_config(TARGET)
     dense = weights.dense(name, torch.float32).numpy()
     heads = {"q_proj": config.num_heads, "k_proj": config.num_kv_heads}.get(name.split(".")[-2])
     return dense if heads is None else neighbours(dense, heads)
 
 
-def test_q4_1_holds_the_codes_of_awq(tmp_path: Path) -> None:
-    """Every int4 weight comes back but for the rounding of its minimum to fp16."""
+def test_q4_1_has_the_codes_of_awq(tmp_path: Path) -> None:
+    """Every int4 weight is restored, except for the rounding of its minimum to fp16."""
     write_gguf(TARGET, tmp_path / "out.gguf", "q4_1")
     facts, held = Read((tmp_path / "out.gguf").read_bytes()).file()
     weights, config = Weights(TARGET), read_config(TARGET)
@@ -120,7 +120,7 @@ def test_q4_1_holds_the_codes_of_awq(tmp_path: Path) -> None:
     assert len(facts["tokenizer.ggml.tokens"]) == len(facts["tokenizer.ggml.token_type"]) == config.vocab_size
 
 
-def test_q4_0_is_near_and_norms_are_exact(tmp_path: Path) -> None:
+def test_q4_0_is_close_and_norms_are_exact(tmp_path: Path) -> None:
     write_gguf(TARGET, tmp_path / "out.gguf", "q4_0")
     held = Read((tmp_path / "out.gguf").read_bytes()).file()[1]
     wanted = theirs("model.layers.1.mlp.up_proj.weight", Weights(TARGET))
@@ -144,12 +144,12 @@ def test_dense_kinds(tmp_path: Path, kind: str) -> None:
 
 
 def test_blocks_of_zeros() -> None:
-    """No scale to divide by."""
+    """There is no scale to divide by."""
     for kind in ("q8_0", "q4_0"):
         (data,) = encoded(torch.zeros(2, 64), kind)
         assert not decoded(kind, (2, 64), data.numpy().reshape(-1)).any()
 
 
-def test_dense_weights_are_no_int4(tmp_path: Path) -> None:
+def test_dense_weights_are_not_written_as_int4(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="q4_1 is for int4 weights, and these are dense; take bf16 or q8_0"):
         write_gguf(DRAFT, tmp_path / "out.gguf", "q4_1")

@@ -1,4 +1,4 @@
-"""Task files in the layouts that they are published in."""
+"""Task files in the formats in which they are published."""
 
 from __future__ import annotations
 

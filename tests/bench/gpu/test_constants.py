@@ -1,4 +1,4 @@
-"""bench/gpu/constants.py: what it makes of what its program says, and of one that fails, hangs or cannot be built."""
+"""bench/gpu/constants.py: parses the output of its program; handles a program that fails, hangs or cannot be built."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SAID = "gpu NVIDIA H200\ngap 1.1000 us\nplain_gap 1.9 us\nexchange 0.7 us\ncopy 
 def test_reported_constants_are_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], code: int
 ) -> None:
-    """Whatever came of those after them, and the targets go with them."""
+    """Constants that were reported before a failure are used, and the targets change with them."""
     program, file = tmp_path / "program", tmp_path / "constants.json"
     program.write_text(f"#!/bin/sh\nprintf '{SAID.encode('unicode_escape').decode()}'\nexit {code}\n")
     program.chmod(0o755)
@@ -36,7 +36,7 @@ def test_reported_constants_are_used(
     assert "not measured" in printed and "6.32 / 4.94" in printed
 
 
-def test_a_program_that_hangs_or_is_not_there_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_program_that_hangs_or_is_missing_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     said, problem = constants.run([sys.executable, "-uc", "print('gap 1 us'); import time; time.sleep(60)"], 2.0)
     assert said == "gap 1 us\n" and problem == "ended after 2 s"
     monkeypatch.setattr(shutil, "which", lambda name: None)

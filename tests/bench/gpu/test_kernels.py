@@ -1,4 +1,4 @@
-"""The GPU bench of single operators, as far as it goes without a GPU: shapes, calls, what it does about failures."""
+"""The GPU benchmark of single operators without a GPU: shapes, calls, and handling of failures."""
 
 from __future__ import annotations
 
@@ -41,8 +41,9 @@ def test_every_model_at_every_size_of_the_tables() -> None:
     assert names.index("Llama-3-8B TP1 qkv x8") < names.index("Llama-3-70B TP4 qkv x16") < len(names) // 8
 
 
-def test_six_ranks_hold_what_the_model_cuts_for_them() -> None:
-    """Two query heads more than a sixth of 64, in units that a key-value head serves; the MLP's by groups of 128."""
+def test_six_ranks_have_the_shards_of_the_model() -> None:
+    """Two query heads more than a sixth of 64, in units of the query heads of a key-value head; the MLP's columns in
+    groups of 128."""
     sixth = RankShape.of("Llama-3-70B", 6)
     assert (sixth.heads, sixth.kv_heads, sixth.inner, sixth.vocab) == (12, 3, 4864, 21376)
     assert sixth.projection("qkv") == (18 * 128, 8192, 128) and sixth.projection("o") == (8192, 12 * 128, 128)
@@ -52,7 +53,7 @@ def test_six_ranks_hold_what_the_model_cuts_for_them() -> None:
 
 
 def test_operators_run_on_the_cpu_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every variant's calls are made once, on a model small enough; FlashInfer and Marlin are fakes."""
+    """Every variant's calls are made once, on a small model; FlashInfer and Marlin are fakes."""
     monkeypatch.setitem(shapes.MODELS, "small", (256, 4, 2, 64, 512, 128))
     fakes.install(monkeypatch, fakes.vllm() | fakes.flashinfer())
     others = Rivals(rivals.marlin(), {"flashinfer": rivals.flashinfer()})
@@ -113,8 +114,8 @@ def test_a_failing_baseline_is_named_and_does_not_fail_the_run(tmp_path: Path) -
     assert found.results[0]["quoted"] == {"SwiftSpec": 11.72, "vLLM": 16.9, "TensorRT-LLM": 15.5, "Table 3": 22.8}
 
 
-def test_a_capture_that_breaks_ends_the_process_for_one_that_goes_on_behind_it(tmp_path: Path) -> None:
-    """What is captured after it would be measured wrongly, though the device is well."""
+def test_a_failed_capture_ends_the_process_and_the_next_one_continues(tmp_path: Path) -> None:
+    """Captures after it would be measured wrongly although the device works, so a new process measures the rest."""
     file = tmp_path / "found.json"
     several = [case("o", {"marlin": list}), case("qkv", {"swiftspec": list})]
 
@@ -128,7 +129,7 @@ def test_a_capture_that_breaks_ends_the_process_for_one_that_goes_on_behind_it(t
     assert [r["op"] for r in found.results] == ["qkv"] and len(found.rivals) == 1 and found.failed == []
 
 
-def test_what_is_there_is_not_measured_again(tmp_path: Path) -> None:
+def test_recorded_results_are_not_measured_again(tmp_path: Path) -> None:
     file = tmp_path / "found.json"
     several = [case("o", {"swiftspec": list}), case("qkv", {"swiftspec": list})]
     run(file).all(iter(several[:1]))
@@ -139,8 +140,8 @@ def test_what_is_there_is_not_measured_again(tmp_path: Path) -> None:
     assert [r["op"] for r in found.results] == ["o", "qkv"] and found.left_out == []
 
 
-def test_a_rival_that_takes_long_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By what its cases take beyond the ordinary."""
+def test_a_slow_baseline_is_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The limit counts the time that its cases take beyond the usual one."""
     monkeypatch.setattr(kernels, "SLOW_START", 0.0)
     for ordinary, measured, said in ((1.0, 4, []), (0.0, 3, ["flexattention: left out after 0 s of compiling"])):
         monkeypatch.setattr(kernels, "ORDINARY", ordinary)
@@ -150,7 +151,7 @@ def test_a_rival_that_takes_long_is_left_out(tmp_path: Path, monkeypatch: pytest
 
 
 def test_the_predictor_reads_what_the_bench_writes(tmp_path: Path) -> None:
-    """Our own operators at 8 rows, under `points`."""
+    """SwiftSpec's own operators at 8 rows, under `points`."""
     file, times = tmp_path / "h200-kernels.json", iter([10.0, 20.0, 30.0, 99.0, 99.0])
     sizes = [case(op, {"swiftspec": list}) for op in ("o", "qkv", "swiglu")]
     more = [case("down", {"swiftspec": list}, rows=1), case("down", {"unfused": list})]
@@ -160,7 +161,7 @@ def test_the_predictor_reads_what_the_bench_writes(tmp_path: Path) -> None:
     assert slow.origin == "measured"
 
 
-def test_the_tables_lines(tmp_path: Path) -> None:
+def test_the_lines_of_the_table(tmp_path: Path) -> None:
     result = kernels.measure(case("qkv", {}), "swiftspec", list, ON, lambda calls: 12.5)
     numbers = "12.50 885 0.89 1.43 18.38 15.37"
     assert " ".join(kernels.line(result).split()) == f"Llama-3-70B TP4 qkv x8 swiftspec {numbers} Table 3 16.9"
@@ -173,7 +174,8 @@ def test_the_tables_lines(tmp_path: Path) -> None:
 
 
 def test_a_time_is_the_median_replay_over_its_calls(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a clock in the place of the GPU: three calls in turn, 200 in the graph, as many replays as 100 ms hold."""
+    """With a fake clock instead of the GPU: three calls alternate, 200 calls per graph, as many replays as fit into 100
+    ms."""
     calls, clock = Counter[int](), [0.0]
     took = iter([9e3, *([20.0] * 4), 90.0, *([20.0] * 99)])
 
@@ -219,7 +221,7 @@ file.write_text(json.dumps(found))
 
 
 @pytest.mark.slow
-def test_a_process_that_dies_and_hangs_goes_on_behind_it(tmp_path: Path) -> None:
+def test_measurement_continues_after_a_crash_and_a_hang(tmp_path: Path) -> None:
     file, said = tmp_path / "found.json", list[str]()
 
     def give_up(where: Path, why: str) -> bool:
@@ -235,13 +237,14 @@ def test_a_process_that_dies_and_hangs_goes_on_behind_it(tmp_path: Path) -> None
     assert json.loads(file.read_text())["done"] == ["a", "dies", "b", "hangs", "c"]
 
 
-def test_a_process_that_never_begins_is_not_begun_for_ever(tmp_path: Path) -> None:
+def test_a_process_that_fails_to_start_is_not_restarted_for_ever(tmp_path: Path) -> None:
     code = "import os; os.abort()"
     assert watch([sys.executable, "-c", code], tmp_path / "none.json", 30.0, 5.0, kernels.give_up) == 1
 
 
-def test_what_was_being_measured_is_noted(tmp_path: Path) -> None:
-    """Ours as a failure, others' as a line that says so; a rival that took the process with it is tried no more."""
+def test_a_crash_is_recorded_with_the_operator_that_was_measured(tmp_path: Path) -> None:
+    """A crash in a SwiftSpec operator is a failure; one in a baseline is a line of the report, and that baseline is
+    skipped afterwards."""
     file = tmp_path / "found.json"
     for at in ("x TP4 o x8 swiftspec", "x TP4 o x8 marlin", kernels.PACKAGES):
         found = Findings.read(file)
@@ -254,7 +257,9 @@ def test_what_was_being_measured_is_noted(tmp_path: Path) -> None:
     assert kernels.find_rivals(found, file) == Rivals(), "importing them hung: it goes on without"
 
 
-def test_a_gpu_that_is_lost_ends_the_process_with_all_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lost_gpu_ends_the_process_after_all_results_are_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(kernels, "alive", lambda: False)
     file = tmp_path / "found.json"
@@ -268,10 +273,10 @@ def test_a_gpu_that_is_lost_ends_the_process_with_all_written(tmp_path: Path, mo
     assert found.failed == ["Llama-3-70B TP4 o x8 swiftspec: an illegal memory access"]
 
 
-def test_the_whole_of_a_process(
+def test_a_complete_run_in_two_processes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """On a CPU under a GPU's name: what is printed and written, by constants that were measured, in two goes."""
+    """On a CPU under a GPU's name: what is printed and written, with measured constants, in two runs."""
     fakes.install(monkeypatch, fakes.flashinfer())
     monkeypatch.setitem(shapes.MODELS, "small", (256, 4, 2, 64, 512, 128))
     small = Maker("cpu", Rivals(), cold=1)
@@ -296,7 +301,7 @@ def test_the_whole_of_a_process(
     assert kernels.work(args) == 0 and len(Findings.read(file).results) == len(found.results)
 
 
-def test_the_command_begins_anew_or_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_restarts_or_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file, seen = tmp_path / "found.json", list[tuple[list[str], bool]]()
 
     def watched(command: list[str], where: Path, budget: float, patience: float, give_up: object) -> int:

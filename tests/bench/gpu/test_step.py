@@ -1,4 +1,4 @@
-"""What bench/gpu/step.py makes its figures of; a whole run of it is in tests/tools/test_gpu_check.py."""
+"""How bench/gpu/step.py computes its figures; tests/tools/test_gpu_check.py has a whole run of it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.support.fake_cuda_graphs import Rerun
 from tests.support.roles import make_drafter, make_runner
 
 
-def test_prompts_are_the_embedded_tokenizers() -> None:
+def test_prompts_use_the_demo_tokenizer() -> None:
     from transformers import AutoTokenizer
 
     tokenizer, prompts = AutoTokenizer.from_pretrained(DEMO / "target"), read_token_ids(8)
@@ -29,8 +29,8 @@ def test_agreement() -> None:
     assert step.agreement([[1, 2, 3, 4], [5, 6]], [[1, 2, 9, 4], [5, 6]]) == pytest.approx(4 / 6)
 
 
-def test_particles_are_measured_warm_on_models_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """At temperature 0 there would be nothing to draw, and mode smc refuses it."""
+def test_particles_are_measured_after_a_warm_up_on_shared_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At temperature 0 nothing would be sampled, and mode smc refuses it."""
     made: list[object] = []
     whole = step.load_model
 
@@ -46,8 +46,8 @@ def test_particles_are_measured_warm_on_models_made_once(monkeypatch: pytest.Mon
     assert "smc 3" in told[0] and "smc 2" not in told[0] and found["rounds"] in ("native", "eager")
 
 
-def test_a_step_is_timed_as_a_graph_where_the_model_can_be_captured() -> None:
-    """One capture for all repeats, and another once the graphs are forgotten."""
+def test_a_step_is_timed_as_a_graph_if_the_model_can_be_captured() -> None:
+    """One capture for all repetitions, and another one after the graphs are dropped."""
     model = load_model(DEMO / "draft", dtype=torch.float32, ops=library, max_positions=128)
     config, capture = EngineConfig(verify_batch=4, draft_leaves=4, draft_steps=2), Rerun()
     for given in (None, capture):

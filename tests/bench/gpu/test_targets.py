@@ -1,4 +1,4 @@
-"""The targets on a GPU: published ones by the constants that are assumed, and how they move with measured ones."""
+"""Latency targets on a GPU: the published ones with assumed constants, and how measured constants change them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MAKE = Maker("cpu", Rivals())
 
 
 def test_targets_are_the_published_table() -> None:
-    """Those of a 70B over four ranks at 8 rows, assuming an H200; a slower card has longer."""
+    """Those of a 70B over four ranks at 8 rows, assuming an H200; a slower card has higher ones."""
     want = {"qkv": (7.0, 5.5), "o": (6.3, 4.9), "swiglu": (22.7, 19.1), "down": (13.1, 10.8)}
     for op, (accept, goal) in want.items():
         moved = MAKE.linear("Llama-3-70B", 4, op, 8).moved
@@ -32,7 +32,7 @@ def test_targets_are_the_published_table() -> None:
         assert asdict(targets.step(shape, ASSUMED) or step) == pytest.approx(asdict(step))
 
 
-def test_marlins_published_times_are_met_and_joined_by_speed() -> None:
+def test_marlins_published_times_are_reproduced_and_interpolated_by_speed() -> None:
     for size, took in targets.MARLIN.items():
         assert targets.marlin_published(size, ASSUMED) == pytest.approx(took)
     between = targets.marlin_published(50.0, ASSUMED)
@@ -40,7 +40,7 @@ def test_marlins_published_times_are_met_and_joined_by_speed() -> None:
 
 
 def test_measured_constants_move_the_targets() -> None:
-    """Each in the right direction, and by no more than it says."""
+    """Each in the right direction, and by no more than the change of the constant."""
     moved, base = 61_370_000, targets.linear(61_370_000, ASSUMED)
     slow = targets.linear(moved, replace(ASSUMED, gap=1.85))
     assert slow.accept == pytest.approx(base.accept + 1) and slow.goal == pytest.approx(base.goal + 1)

@@ -1,5 +1,5 @@
-"""Groups of GPUs that sum in their kernels, as far as they go without a GPU: who opens whose memory, and what is said
-when that fails. Ranks are threads, and GPU memory is numbers. tests/gpu/test_peers.py has the real one."""
+"""Groups of GPUs that sum in their kernels, without a GPU: which rank opens which memory, and the errors. Ranks are
+threads, and GPU memory is numbers. tests/gpu/test_peers.py uses real GPUs."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ CPU = torch.device("cpu")
 
 @dataclass
 class Machine:
-    """GPUs in one machine: `blind` (a, b) of them cannot reach each other. Stands in for `_C`, whose current device is
-    the thread's."""
+    """A machine with GPUs, of which those in `blind` (a, b) cannot reach each other. Replaces `_C`; the current device
+    is per thread."""
 
     blind: set[tuple[str, str]] = field(default_factory=set)
-    opened: dict[str, set[str]] = field(default_factory=dict)  # owner -> who has its memory open
-    freed: dict[str, set[str]] = field(default_factory=dict)  # owner -> who had it open then
+    opened: dict[str, set[str]] = field(default_factory=dict)  # owner -> ranks that have its memory open
+    freed: dict[str, set[str]] = field(default_factory=dict)  # owner -> ranks that had it open then
     channels: dict[int, tuple[Any, ...]] = field(default_factory=dict)
-    still: set[str] = field(default_factory=set)  # whose kernels have ended
+    still: set[str] = field(default_factory=set)  # ranks whose kernels have ended
     here: local = field(default_factory=local)
     lock: Lock = field(default_factory=Lock)
 
@@ -99,7 +99,7 @@ class PeerInbox:
 
     def __del__(self) -> None:
         with self.machine.lock:
-            if self.viewer in self.machine.still:  # else a kernel might yet write there
+            if self.viewer in self.machine.still:  # otherwise a kernel could still write there
                 self.machine.opened[self.owner].remove(self.viewer)
 
 
@@ -117,7 +117,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
 
 
 class Gloo(ThreadGroup):
-    """What a TensorParallel would be."""
+    """A stand-in for the torch.distributed group of a TensorParallel."""
 
     name = "target"
     left = False
@@ -127,7 +127,7 @@ class Gloo(ThreadGroup):
 
 
 def on_gpus(machine: Machine, size: int, work: Callable[[Gloo, Any], T]) -> list[T | Exception]:
-    """What `work` returns or raises on each rank, whose GPU has the rank's number."""
+    """The result or exception of `work` on each rank; each rank uses the GPU with its own number."""
     barrier, places = Barrier(size, timeout=30), [torch.empty(0)] * size
     store = HashStore()
     store.set_timeout(timedelta(seconds=20))
@@ -166,16 +166,16 @@ def test_every_rank_sees_every_inbox_in_rank_order(machine: Machine, size: int) 
     assert machine.freed == {str(rank): set() for rank in range(size)}, "each when all others had closed it"
 
 
-def test_gpus_that_cannot_reach_each_other(machine: Machine) -> None:
-    """All ranks say the same, in one line."""
+def test_gpus_without_peer_access_are_refused_where_kernels_are_required(machine: Machine) -> None:
+    """All ranks raise the same error of one line."""
     machine.blind = {("1", "3")}
     errors = on_gpus(machine, 4, join)
     assert {type(error) for error in errors} == {PeerAccessError}
     assert {str(error) for error in errors} == {"GPU 1 of rank 1 cannot reach GPU 3 of rank 3 of its group"}
 
 
-def test_gpus_that_cannot_reach_each_other_sum_by_a_library(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All ranks of the group alike."""
+def test_gpus_without_peer_access_use_the_library(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same on all ranks of the group."""
     machine.blind = {("1", "3")}
     monkeypatch.setattr(peers.TorchDistGroup, "join", lambda store, name, *_, **__: store.group)
 
@@ -191,7 +191,9 @@ def test_more_ranks_than_the_kernels_sum_over(machine: Machine) -> None:
     assert all("at most 8 GPUs, not 9" in str(error) for error in on_gpus(machine, 9, join))
 
 
-def test_a_rank_that_does_not_leave_is_not_waited_for_long(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_closing_waits_for_other_ranks_only_for_a_limited_time(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(peers, "CLOSE_TIMEOUT_S", 0.1)
     joined: list[peers.PeerMemoryGroup] = []
 
@@ -223,8 +225,9 @@ def test_few_rows_are_summed_in_the_kernel(monkeypatch: pytest.MonkeyPatch) -> N
     assert torch.equal(sums(torch.ones(2)), torch.full((2,), 2.0))
 
 
-def test_short_messages_go_by_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those that fit the lines of the longest product in so many pieces, in whole words; others by the library."""
+def test_short_messages_are_gathered_by_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Messages that fit into the lines of the longest product, in a limited number of pieces of whole words, go through
+    a kernel; others through the library."""
     end: Any = object.__new__(cuda_linear.PeerCommunicator)
     end._lines = 4
     most = 8 * cuda_linear.MAX_GATHER_LAUNCHES
@@ -247,7 +250,7 @@ def test_short_messages_go_by_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("word", [0, 1])
-def test_a_peer_that_never_comes_is_named(machine: Machine, tmp_path: Path, word: int) -> None:
+def test_a_peer_that_never_arrives_is_named(machine: Machine, tmp_path: Path, word: int) -> None:
     make_checkpoint(tmp_path)
     model = load_model(tmp_path, dtype=torch.float32, ops=unfused, max_positions=64)
     sums = cuda_linear.PeerCommunicator(0, [1, 2, 3], 64, torch.tensor([word]), CPU)
@@ -271,7 +274,7 @@ def test_a_peer_that_never_comes_is_named(machine: Machine, tmp_path: Path, word
         runner.prefill([1, 2])
     verifier = make_verifier(runner)
     model.forward = lambda *args, **more: torch.zeros(1, 64)
-    group.all_gather = fail  # what the ranks say of their logits
+    group.all_gather = fail  # the descriptions of the logits by the ranks
     stands_in[2].communicator.supports = lambda x: False
     verifier.open(opening([1], SamplingParams(temperature=0), request=0))
     with pytest.raises(kind, match=text):
@@ -279,7 +282,8 @@ def test_a_peer_that_never_comes_is_named(machine: Machine, tmp_path: Path, word
 
 
 def test_which_groups_sum_in_their_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those whose models all run on the CUDA operators, each on a GPU of its own; as wide as the widest of them."""
+    """Groups whose models all run on the CUDA operators, with a separate GPU per rank; the lines are as wide as the
+    widest model needs."""
     for name, hidden in (("target", 64), ("draft", 32)):
         (tmp_path / name).mkdir()
         make_checkpoint(tmp_path / name, hidden_size=hidden)

@@ -1,4 +1,4 @@
-"""The bridge in one process: a draft that is late, fails or is gone costs speed and nothing else."""
+"""The draft client in one process: a draft that is late, fails or is lost costs only speed."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ BOUNDS = ModelLimits(40, 200, 8)
 
 
 class FakeDraft:
-    """Proposes the root and one token, which is the round's number; sleeps or fails when told."""
+    """Proposes the root and one token, which is the number of the round; can be configured to sleep or to fail."""
 
     def __init__(self) -> None:
         self.busy, self.draft_steps, self.sleep, self.fails = 0.0, 3, 0.0, False
         self.calls: list[str] = []
-        self.runner = SimpleNamespace(hooks=[], cache=SimpleNamespace(prefix_len=[0]))  # which keeps nothing
+        self.runner = SimpleNamespace(hooks=[], cache=SimpleNamespace(prefix_len=[0]))  # without a prefix cache
         self.tree = DraftTree(9, 2)
         self.tree.reset(7)
 
@@ -78,7 +78,7 @@ class FakeDraft:
 
 
 def serve(there: Channel, draft: Any) -> DraftGroupServer:
-    """The draft's side, over a drafter that has no followers."""
+    """The draft's side, with a drafter that has no followers."""
     recording = DraftTraceSender(there, draft, traced=False)
     return DraftGroupServer(
         there, LeaderDrafter(draft, FollowerGroup([])), BOUNDS, recording, CancelCheck(), Heartbeat()
@@ -145,18 +145,18 @@ def test_a_failing_draft_reports_the_reason_and_serves_the_next_request(
     drafter.observe(result(1, 0, 1))
     with pytest.raises(DrafterLost, match="no memory left"):
         drafter.propose()
-    drafter.observe(result(1, 1, 2))  # as a target that has not heard of it would
+    drafter.observe(result(1, 1, 2))  # as a target that has not received it would
     draft.fails = False
     drafter.open(opening([7], GREEDY, request=2))
     assert drafter.propose().request == 2
 
 
-def test_a_draft_that_is_gone(bridge: tuple[DraftGroupClient, FakeDraft, Channel]) -> None:
+def test_a_lost_draft(bridge: tuple[DraftGroupClient, FakeDraft, Channel]) -> None:
     drafter, _, there = bridge
     drafter.open(opening([4, 5], GREEDY))
     drafter.propose()
     drafter._send(Opcode.SHUTDOWN)
-    time.sleep(0.2)  # its process is about to end
+    time.sleep(0.2)  # its process is about to exit
     there.close()
     for _ in range(2):
         with pytest.raises(DrafterLost, match="gone"):
@@ -164,8 +164,9 @@ def test_a_draft_that_is_gone(bridge: tuple[DraftGroupClient, FakeDraft, Channel
 
 
 @pytest.mark.skipif(_C.level() == "none", reason="this CPU has no AVX2")
-def test_what_the_tree_holds_is_answered_by_native_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A target that accepts the first child each time hears what a drafter in its own process would say."""
+def test_results_within_the_tree_are_answered_by_native_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A target that always accepts the first child receives the proposals that a drafter in its own process would
+    make."""
     make_checkpoint(tmp_path, vocab=40, layers=2, dtype=torch.float32, seed=3, hidden_size=64, intermediate_size=48)
     plan, prompt = EngineConfig(verify_batch=4, draft_leaves=3, draft_steps=3), [3, 1, 4, 1, 5]
     models = (load_model(tmp_path, dtype=torch.float32, ops=host, max_positions=260) for _ in range(2))
@@ -196,7 +197,7 @@ def test_what_the_tree_holds_is_answered_by_native_code(tmp_path: Path, monkeypa
     assert 0 < drafter.busy <= theirs.busy
 
 
-def test_a_draft_is_watched_from_the_next_request_on(bridge: tuple[DraftGroupClient, FakeDraft, Channel]) -> None:
+def test_tracing_of_the_draft_starts_with_the_next_request(bridge: tuple[DraftGroupClient, FakeDraft, Channel]) -> None:
     drafter, _, _ = bridge
     drafter._recorder = recorder = Recorder()
     recorder.listener = list[Any]().extend

@@ -1,5 +1,5 @@
-"""A draft group that is late, lost, and back, at any moment: every proposal is for the root that is now, and
-what the draft is told is the text."""
+"""A draft group that is late, lost or recovered at any moment: every proposal is for the current root, and the draft
+receives exactly the verified text."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ BOUNDS = ModelLimits(vocab_size=40, max_model_len=4000, max_nodes=8)
 
 
 def following(text: Sequence[int]) -> int:
-    """The token after a text, which depends on all of it."""
+    """The token after a text, a function of the whole text."""
     return sum((i + 1) * token for i, token in enumerate(text)) % 40
 
 
 class FakeDraft:
-    """The far end of a channel: proposes the right token, if it knows the right text. What it says arrives at once,
-    unless it is `slow`; once `dead` the connection is."""
+    """The remote end of a channel: proposes the correct token if it has the correct text. Its messages arrive
+    immediately unless it is `slow`; `dead` means that the connection is lost."""
 
     def __init__(self) -> None:
         self.peer = "the draft group"
@@ -69,7 +69,7 @@ class FakeDraft:
 
 
 class FakeReconnector:
-    """What has come back, once it has."""
+    """Returns a restarted draft group once there is one."""
 
     def __init__(self) -> None:
         self.back: FakeDraft | None = None
@@ -84,7 +84,7 @@ class FakeReconnector:
 
 
 class Machine(RuleBasedStateMachine):
-    """A target that decodes, and everything that may happen to a draft group meanwhile."""
+    """A target that decodes, and every event that can happen to a draft group meanwhile."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -93,7 +93,7 @@ class Machine(RuleBasedStateMachine):
         group = DraftGroupClient(self.draft, 3, BOUNDS)
         self.patient = FailoverDrafter(group, RemoteDraft(group, group, self.comeback), lambda: self.now)
         self.request = 0
-        self.good = 0  # rounds in a row in which nothing was wrong with the draft
+        self.good = 0  # consecutive rounds without a fault of the draft
         self.begin()
 
     @rule()
@@ -106,7 +106,7 @@ class Machine(RuleBasedStateMachine):
 
     @rule()
     def decode(self) -> None:
-        """A round, as the loop has it."""
+        """One round of the decoding loop."""
         self.now += 0.01
         proposal = self.patient.propose()
         where = proposal.request, proposal.round, proposal.prefix_len, proposal.tokens[0]
@@ -153,7 +153,7 @@ class Machine(RuleBasedStateMachine):
 
     @invariant()
     def a_draft_that_is_well_is_used_again(self) -> None:
-        if self.good > 300:  # it may have been late many times, and is asked seldom then
+        if self.good > 300:  # after many timeouts it is asked rarely
             assert self.patient.lost_reason is None
 
     @invariant()
@@ -167,7 +167,7 @@ TestPatience.settings = settings(max_examples=80, stateful_step_count=40, deadli
 
 
 def decoded(machine: Machine, rounds: int) -> float:
-    """Tokens a round of so many rounds."""
+    """Tokens per round over this number of rounds."""
     before = len(machine.text)
     for _ in range(rounds):
         machine.decode()
@@ -185,14 +185,14 @@ def test_a_draft_that_is_late_once_misses_a_round() -> None:
     assert outage.until is not None and outage.reason == "the draft group did not answer in time"
 
 
-def test_one_that_always_takes_long_comes_to_be_waited_for() -> None:
+def test_the_timeout_adapts_to_a_draft_that_is_always_slow() -> None:
     machine = Machine()
     group = machine.patient._remote.drafter
     assert isinstance(group, DraftGroupClient)
     answer, waits = group.propose, list[float]()
 
     def slowly() -> Proposal:
-        """It takes 0.8 s, whoever waits."""
+        """Takes 0.8 s, also for other waiting threads."""
         if group.answer_timeout_s < 0.8:
             machine.now += group.answer_timeout_s
             raise DrafterLate("late")
@@ -207,7 +207,7 @@ def test_one_that_always_takes_long_comes_to_be_waited_for() -> None:
     assert 0.8 < waits[-1] < 5 and machine.patient.lost_reason is None
 
 
-def test_a_draft_that_comes_back_goes_on_in_the_same_request() -> None:
+def test_a_recovered_draft_continues_within_the_request() -> None:
     machine = Machine()
     machine.decode_on()
     machine.die()
@@ -219,8 +219,8 @@ def test_a_draft_that_comes_back_goes_on_in_the_same_request() -> None:
     assert [outage.until is None for outage in machine.patient.outages] == [False]
 
 
-def test_a_draft_that_is_always_late_is_asked_less_and_less() -> None:
-    """Each time costs the target a wait."""
+def test_a_draft_that_is_always_late_is_asked_with_backoff() -> None:
+    """Each attempt costs the target a wait."""
     machine, waits = Machine(), 0
     for _ in range(1000):
         machine.slow()

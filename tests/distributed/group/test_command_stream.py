@@ -1,4 +1,4 @@
-"""What a rank hears while it reads a prompt is neither lost nor heard twice."""
+"""Commands that arrive during a prefill are neither lost nor processed twice."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ GO_ON, CLOSE, STEPS, OPEN = (
 
 
 class Says:
-    """A channel that says these kinds of messages, then nothing; `gone`: then it is gone."""
+    """A channel that delivers messages of these kinds, then nothing; with `gone` it raises instead."""
 
     def __init__(self, *kinds: int, gone: bool = False) -> None:
         self.kinds, self.gone, self.peer = list(kinds), gone, "rank 0"
@@ -43,7 +43,7 @@ def test_a_follower_reports_a_lost_leader() -> None:
         orders(gone=True).prefill_aborted()
 
 
-def test_a_draft_goes_on_until_its_request_is_over() -> None:
+def test_a_draft_continues_until_the_end_of_its_request() -> None:
     heard = orders(STEPS, CLOSE)
     assert [heard.request_ended() for _ in range(2)] == [False, True]
     assert [heard.recv()[0] for _ in range(2)] == [STEPS, CLOSE], "in their order, and none is lost"

@@ -1,4 +1,4 @@
-"""A follower does what a leader may ask of it, in the order in which it may."""
+"""A follower executes the commands of its leader if their order is valid."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def follower(*, drafts: bool) -> FollowerDispatcher:
     return FollowerDispatcher(None, role, None, BOUNDS) if drafts else FollowerDispatcher(role, None, None, BOUNDS)
 
 
-def test_a_request_in_order() -> None:
+def test_commands_in_a_valid_order_are_executed() -> None:
     here = follower(drafts=False)
     for kind, words in ((Opcode.VERIFIER_OPEN, OPENING), (Opcode.VERIFY, PROPOSAL), (Opcode.VERIFIER_CLOSE, [])):
         here.decode(kind, words)()
@@ -69,6 +69,6 @@ def test_a_request_in_order() -> None:
         ),
     ],
 )
-def test_whatever_else_is_refused(drafts: bool, kind: int, words: Words, said: str) -> None:
+def test_commands_in_another_order_are_refused(drafts: bool, kind: int, words: Words, said: str) -> None:
     with pytest.raises(ValueError, match=said):
         follower(drafts=drafts).decode(kind, words)

@@ -1,4 +1,4 @@
-"""Invariants 1 and 5 on real ranks: whatever the split, the text is plain decoding's, token for token."""
+"""Invariants 1 and 5 on real ranks: for every split the text equals that of autoregressive decoding, token by token."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ REQUESTS = [
     (PROMPT, GREEDY), (PROMPT, SAMPLED), ([9, 4, 40], {**SAMPLED, "seed": 7, "top_p": 1.0, "top_k": 5}),
     (PROMPT, GREEDY | GUIDED), (PROMPT, SAMPLED | GUIDED),
 ]  # fmt: skip
-FEW = REQUESTS[:2]  # where the claim is about ranks, whatever is asked of them
+FEW = REQUESTS[:2]  # the parameters are irrelevant where the property is about ranks
 SHAPES: dict[str, dict[str, Any]] = {
     "llama": {"family": "llama", "num_attention_heads": 8, "num_key_value_heads": 2, "hidden_size": 64},
     "qwen2": {"family": "qwen2", "num_attention_heads": 6, "num_key_value_heads": 3, "hidden_size": 48, "tie": True},
@@ -43,7 +43,7 @@ Pairs = dict[str, tuple[Path, Path]]
 
 @pytest.fixture(scope="module")
 def pairs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Path]]:
-    """By kind: a target, and the same model with noise on its weights. Of the last one the target is int4."""
+    """By kind: a target, and the same model with noise on its weights. The last target is int4."""
     folder = tmp_path_factory.mktemp("pairs")
     pairs = {name: make_pair(folder / name, **shape) for name, shape in SHAPES.items()}
     pairs["awq"] = make_pair(folder / "awq", **SHAPES["llama"], intermediate_size=64)
@@ -68,7 +68,7 @@ def slow(*values: Any) -> Any:
 
 
 def long(*values: Any) -> Any:
-    """A kind of pair and a split that each occur without the other."""
+    """A combination of a pair and a split that is covered separately by other cases."""
     return pytest.param(*values, marks=pytest.mark.long)
 
 
@@ -104,8 +104,8 @@ def test_one_group_equals_ar(pool: Pool, pairs: Pairs, kind: str, mode: str, x: 
 
 
 @pytest.mark.parametrize(("size", "filters"), [(2, {}), slow(3, {"top_k": 9, "top_p": 0.9})])
-def test_a_population_on_one_group_is_that_of_one_rank(pool: Pool, pairs: Pairs, size: int, filters: Any) -> None:
-    """Some end at a stop token; then the next request."""
+def test_a_population_on_a_group_equals_one_rank(pool: Pool, pairs: Pairs, size: int, filters: Any) -> None:
+    """Some particles end at a stop token; then the next request follows."""
     pair = pairs["llama"]
     values = {"temperature": 0.8, "max_tokens": 40, "stop_token_ids": [3, 7], "logit_bias": {"3": -1.0}, **filters}
     requests = [(PROMPT, {**values, "seed": seed}) for seed in (1, 2)]
@@ -127,8 +127,9 @@ def test_a_population_on_one_group_is_that_of_one_rank(pool: Pool, pairs: Pairs,
         slow(2, {"mode": "serial", "draft_steps": 3, "max_num_seqs": 3, "verify": "reject"}),
     ],
 )
-def test_several_requests_on_one_group_are_those_of_one_rank(pool: Pool, pairs: Pairs, size: int, plan: Any) -> None:
-    """They join and leave while others go on: some at a stop token, one is cancelled, and one has another's place."""
+def test_several_requests_on_a_group_equal_one_rank(pool: Pool, pairs: Pairs, size: int, plan: Any) -> None:
+    """Requests are admitted and released while others continue: some end at a stop token, one is cancelled, and one
+    takes the sequence of another."""
     warm = {"temperature": 0.8, "stop_token_ids": [3, 7], "logit_bias": {"3": -1.0}}
     cut = {"max_tokens": 60, "cut": 4, "stop_token_ids": [], "ignore_eos": True}
     shapes: list[Any] = [{"max_tokens": 40}, {"max_tokens": 9}, cut, {"top_k": 9}, {"top_p": 0.9}]
@@ -146,7 +147,8 @@ def test_several_requests_on_one_group_are_those_of_one_rank(pool: Pool, pairs: 
 @pytest.mark.skipif(_C.level() == "none", reason="this CPU has no AVX2")
 @pytest.mark.parametrize(("x", "y"), [(1, 1), slow(2, 1), slow(1, 2), slow(2, 2)])
 def test_native_operators_in_bfloat16(pool: Pool, tmp_path: Path, x: int, y: int) -> None:
-    """Near-ties are many there, and a group rounds its parts: plain decoding on as many target ranks is the measure."""
+    """bfloat16 has many near-ties, and a group rounds partial sums: the reference is autoregressive decoding on the
+    same number of target ranks."""
     pair = make_pair(tmp_path, **SHAPES["llama"], head_dim=16, intermediate_size=64)
     quantise(pair[0], "awq")
     split = {"target_tp": x, "draft_tp": y, "draft_steps": 3}
@@ -161,7 +163,7 @@ def test_native_operators_in_bfloat16(pool: Pool, tmp_path: Path, x: int, y: int
 @pytest.mark.parametrize(
     ("mode", "x", "y"), [slow("async", 1, 1), ("async", 1, 2), slow("async", 2, 1), slow("serial", 2, 2)]
 )
-def test_a_draft_that_sleeps_and_wakes_changes_nothing(pool: Pool, pairs: Pairs, mode: str, x: int, y: int) -> None:
+def test_pausing_and_resuming_the_draft_changes_no_token(pool: Pool, pairs: Pairs, mode: str, x: int, y: int) -> None:
     plan = {"mode": mode, "target_tp": x, "draft_tp": y, "draft_steps": 3, "self_switch": True}
     answers = decode(pool, pairs["llama"], plan, by_dice=0.2)
     assert [answer["tokens"] for answer in answers] == plain(pairs["llama"][0])
@@ -182,7 +184,7 @@ def test_a_draft_that_sleeps_and_wakes_changes_nothing(pool: Pool, pairs: Pairs,
 def test_rounds_are_the_same_in_groups(
     pool: Pool, pairs: Pairs, mode: str, x: int, y: int, how: dict[str, Any]
 ) -> None:
-    """The tree depends, for a fixed d, on nothing else; and so does the text of rejection sampling."""
+    """For a fixed d the tree depends on nothing else; neither does the text of rejection sampling."""
     pair = pairs["llama"]
     shape: dict[str, Any] = {"draft_steps": 3, **how}
     alone = LLM(*pair, EngineConfig(**shape), dtype=torch.float64)
@@ -209,7 +211,7 @@ def logprobs(path: Path) -> slow_reference.LogProbs:
 
 @pytest.mark.parametrize("catch_up", [pytest.param(True, marks=pytest.mark.slow), False])
 @pytest.mark.parametrize(("bs", "w", "d"), [(8, 8, 4), slow(4, 2, 9), slow(4, 2, 3), slow(6, 1, 1)])
-def test_rounds_are_those_of_the_algorithm_one_round_late(
+def test_rounds_equal_the_reference_algorithm_one_round_late(
     pool: Pool, pairs: Pairs, bs: int, w: int, d: int, catch_up: bool
 ) -> None:
     pair = pairs["llama"]
@@ -241,14 +243,14 @@ def test_d_follows_from_the_measured_times(pool: Pool, pairs: Pairs) -> None:
     assert [answer["tokens"] for answer in answers] == plain(pair[0])[:2]
 
 
-def test_a_draft_that_fails_while_d_is_measured_is_asked_again(pool: Pool, pairs: Pairs) -> None:
+def test_a_draft_that_fails_while_d_is_measured_is_retried(pool: Pool, pairs: Pairs) -> None:
     plan = {"mode": "async", "target_tp": 1, "draft_tp": 1}
     answers = decode(pool, pairs["llama"], plan, requests=FEW, draft_fails_at=1)
     assert [answer["tokens"] for answer in answers] == plain(pairs["llama"][0])[:2]
     assert answers[0]["steps"] == DEFAULT_DRAFT_STEPS and answers[0]["lost"] is None
 
 
-def test_a_draft_group_out_of_step_is_lost_for_good_and_the_job_goes_on(pool: Pool, pairs: Pairs) -> None:
+def test_an_inconsistent_draft_group_is_lost_and_the_job_continues(pool: Pool, pairs: Pairs) -> None:
     plan = {"mode": "async", "target_tp": 1, "draft_tp": 2, "draft_steps": 3}
     answers = decode(pool, pairs["llama"], plan, requests=FEW, draft_fails_at=8)
     assert [answer["tokens"] for answer in answers] == plain(pairs["llama"][0])[:2]
@@ -270,7 +272,7 @@ def test_the_same_ranks_may_form_one_engine_after_another(pool: Pool, pairs: Pai
 
 @pytest.mark.slow
 def test_ranks_of_several_machines(pool: Pool, pairs: Pairs) -> None:
-    """Over gloo and TCP."""
+    """Over torch.distributed (gloo) and TCP."""
     plan = {"mode": "async", "target_tp": 2, "draft_tp": 1, "draft_steps": 2}
     answers = decode(pool, pairs["llama"], plan, apart=True)
     assert [answer["tokens"] for answer in answers] == plain(pairs["llama"][0])
@@ -278,7 +280,8 @@ def test_ranks_of_several_machines(pool: Pool, pairs: Pairs) -> None:
 
 @pytest.mark.parametrize("count", [slow(150), long(1000)])
 def test_hundreds_of_requests_in_a_row(pool: Pool, pairs: Pairs, count: int) -> None:
-    """Random lengths and stops, on 1 + 1: the answers of one process, and memory that does not grow."""
+    """Random lengths and stop criteria, on 1 + 1 ranks: the answers equal those of one process, and memory does not
+    grow."""
     pair = pairs["llama"]
     draw = random.Random(5)
     requests: list[tuple[list[int], dict[str, Any]]] = []
@@ -309,7 +312,7 @@ def test_hundreds_of_requests_in_a_row(pool: Pool, pairs: Pairs, count: int) -> 
         ({"device": "cuda"}, "device cuda: PyTorch finds no NVIDIA GPU here"),
     ],
 )
-def test_what_does_not_fit_is_refused(pool: Pool, pairs: Pairs, values: dict[str, Any], message: str) -> None:
+def test_invalid_configurations_are_refused(pool: Pool, pairs: Pairs, values: dict[str, Any], message: str) -> None:
     options = {name: values.pop(name) for name in ("max_model_len", "device") if name in values}
     plan = {"mode": "async"} | values
     target, draft = map(str, pairs["llama"])
@@ -337,7 +340,7 @@ def test_unequal_model_directories_are_refused(pool: Pool, tmp_path: Path) -> No
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "awq"])
 def test_any_size_gives_the_logits_of_one_rank(tmp_path: Path, kind: str) -> None:
-    """Sizes 1 to 7 on real ranks: within rounding of one rank, and equal to the bit on all ranks of a group."""
+    """Sizes 1 to 7 on real ranks: equal to one rank within rounding, and bitwise identical on all ranks of a group."""
     shape = {"family": kind.replace("awq", "llama"), "num_attention_heads": 8, "num_key_value_heads": 2}
     make_checkpoint(tmp_path / "model", dtype=torch.float64, hidden_size=64, intermediate_size=96, vocab=67, **shape)
     if kind == "awq":

@@ -1,4 +1,5 @@
-"""Kept texts on real ranks: whatever is edited, cut off or lost in between, every text is that of a fresh read."""
+"""Prefix cache on real ranks: however prompts are edited, cut off or lost in between, every text equals that of a fresh
+prefill."""
 
 from __future__ import annotations
 
@@ -35,7 +36,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
 
 @pytest.fixture(scope="module")
 def requests(pair: tuple[str, str]) -> list[tuple[list[int], Json, list[int], int]]:
-    """Prompt, parameters, the answer of a fresh read, and how many tokens of the prompt were read before."""
+    """Prompt, parameters, the answer after a fresh prefill, and the number of cached tokens."""
     fresh, texts = LLM(pair[0], dtype=torch.float64, prefix_cache_memory=0), {"a": A, "b": B, "edited": A[:40]}
     turns = [
         ("a", GREEDY, 0), ("b", WARM, len(A[:10])), ("a", WARM, 70), ("b", GREEDY | {"cut": 2}, 70), ("a", GUIDED, 91),
@@ -54,7 +55,7 @@ def requests(pair: tuple[str, str]) -> list[tuple[list[int], Json, list[int], in
 @pytest.mark.parametrize(
     "split", ["async 1 + 1", *(pytest.param(name, marks=pytest.mark.slow) for name in SPLITS if name != "async 1 + 1")]
 )
-def test_texts_are_those_of_a_fresh_read(pool: Pool, pair: tuple[str, str], requests: Any, split: str) -> None:
+def test_texts_equal_those_of_a_fresh_prefill(pool: Pool, pair: tuple[str, str], requests: Any, split: str) -> None:
     ranks, plan = SPLITS[split]
     told = [(prompt, values) for prompt, values, _, _ in requests]
     answers = pool.run(ranks, "decode", target=pair[0], draft=pair[1], plan=plan, requests=told)[0]
@@ -63,8 +64,8 @@ def test_texts_are_those_of_a_fresh_read(pool: Pool, pair: tuple[str, str], requ
         assert answer["lost"] is None and answer["kept"] >= kept
 
 
-def test_a_draft_that_was_lost_reads_what_it_must(pool: Pool, pair: tuple[str, str], requests: Any) -> None:
-    """It fails in the middle of the third answer; the target goes on with what it has kept."""
+def test_a_recovered_draft_prefills_only_missing_tokens(pool: Pool, pair: tuple[str, str], requests: Any) -> None:
+    """It fails in the middle of the third answer; the target continues with its cached tokens."""
     told = [(prompt, values) for prompt, values, _, _ in requests]
     _, plan = SPLITS["async 1 + 1"]
     arguments = {"target": pair[0], "draft": pair[1], "plan": plan, "requests": told, "draft_fails_at": 90}
@@ -77,7 +78,7 @@ def test_a_draft_that_was_lost_reads_what_it_must(pool: Pool, pair: tuple[str, s
 
 @pytest.mark.slow
 def test_gloo_and_a_draft_of_the_same_machine(pool: Pool, pair: tuple[str, str], requests: Any) -> None:
-    """Ranks that believe to be apart speak over TCP."""
+    """Ranks that are configured as if on different machines communicate over TCP."""
     ranks, plan = SPLITS["async 2 + 1"]
     told = [(prompt, values) for prompt, values, _, _ in requests]
     answers = pool.run(ranks, "decode", apart=True, target=pair[0], draft=pair[1], plan=plan, requests=told)[0]

@@ -1,4 +1,4 @@
-"""A message that is whole, but does not fit the request or the models, is refused before anything is done with it."""
+"""A well-formed message that does not fit the request or the models is refused before it is applied."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def standing(rejects: bool = False) -> RequestState:
     return made
 
 
-def test_what_fits() -> None:
+def test_valid_messages_are_accepted() -> None:
     here = standing()
     here.check_proposal(PROPOSAL)
     here.advance(RESULT)
@@ -52,14 +52,14 @@ def test_what_fits() -> None:
         (VerifyResult(1, 0, 2, tuple(range(15)), (1,) * 15), "longer than the context"),
     ],
 )
-def test_what_does_not(bad: Proposal | VerifyResult, said: str) -> None:
+def test_invalid_messages_are_refused(bad: Proposal | VerifyResult, said: str) -> None:
     here = standing()
     with pytest.raises(ValueError, match=said):
         (here.check_proposal if isinstance(bad, Proposal) else here.advance)(bad)  # type: ignore[arg-type]
     assert (here.prefix_len, here.root) == (2, 4), "it stands where it stood"
 
 
-def test_rejection_needs_to_know_what_was_drawn() -> None:
+def test_rejection_sampling_requires_the_draft_probabilities() -> None:
     with pytest.raises(ValueError, match="does not say what its tokens were drawn from"):
         standing(rejects=True).check_proposal(PROPOSAL)
     greedy = RequestState(BOUNDS, rejection_sampling=True)
@@ -79,7 +79,7 @@ def test_rejection_needs_to_know_what_was_drawn() -> None:
         replace(OPENING, sampling=SamplingParams(negative_prompt_ids=(40,))),
     ],
 )
-def test_an_opening_that_the_models_cannot_take(bad: RequestStart) -> None:
+def test_a_request_beyond_the_limits_of_the_models_is_refused(bad: RequestStart) -> None:
     here = standing()
     with pytest.raises(ValueError, match=r"outside|longer|above|must lie in"):
         here.open(bad)
@@ -87,7 +87,7 @@ def test_an_opening_that_the_models_cannot_take(bad: RequestStart) -> None:
         here.check_proposal(PROPOSAL)
 
 
-def test_a_text_has_an_end() -> None:
+def test_a_text_ends_at_the_limit_of_the_context() -> None:
     here = RequestState(BOUNDS)
     here.open(RequestStart(1, (3,) * 12, SamplingParams(), 3))
     here.check_proposal(Proposal(1, 0, 11, (3, 5), (-1, 0)))
@@ -95,7 +95,7 @@ def test_a_text_has_an_end() -> None:
     with pytest.raises(ValueError, match="context is full"):
         here.check_proposal(Proposal(1, 0, 12, (3, 5), (-1, 0)))
     guided = SamplingParams(guidance_scale=2.0, negative_prompt_ids=(7,) * 11)
-    here.open(RequestStart(1, (3,) * 4, guided, 3))  # 12 of the unconditional text
+    here.open(RequestStart(1, (3,) * 4, guided, 3))  # 12 tokens of the unconditional text
     here.check_proposal(Proposal(1, 0, 3, (3, 5), (-1, 0)))
     here.open(RequestStart(1, (3,) * 5, guided, 3))
     with pytest.raises(ValueError, match="context is full"):

@@ -1,4 +1,4 @@
-"""What a launcher's variables say, and one line for whatever they should not."""
+"""The environment variables of a launcher, and one-line errors for invalid values."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_a_complete_launcher_environment() -> None:
         ({"MASTER_PORT": "²"}, "MASTER_PORT must be"),
     ],
 )
-def test_nonsense_is_one_line_that_names_the_variable(values: dict[str, str], said: str) -> None:
+def test_an_invalid_value_is_one_line_that_names_the_variable(values: dict[str, str], said: str) -> None:
     with pytest.raises(UserError) as caught:
         launched(JOB | values)
     text = str(caught.value)
@@ -55,6 +55,6 @@ def test_nonsense_is_one_line_that_names_the_variable(values: dict[str, str], sa
     assert own_rank(JOB | values) == 0, "somebody must say so"
 
 
-def test_it_needs_no_torch() -> None:
+def test_the_launcher_imports_no_torch() -> None:
     code = "import sys, swiftspec.distributed.launch.launcher; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

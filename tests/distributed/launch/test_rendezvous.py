@@ -1,4 +1,5 @@
-"""Ranks that were started again, in threads on one store: each life is called once, with those that are alive."""
+"""Rendezvous of restarted ranks, in threads on one store: each incarnation is admitted once, with the ranks that are
+alive."""
 
 from __future__ import annotations
 
@@ -48,7 +49,7 @@ def world(
 
 
 def together(*acts: Callable[[], Any]) -> list[Any]:
-    """What each act returns, or raises, when all run at the same time."""
+    """The result or exception of each function, all run concurrently."""
     found: list[Any] = [None] * len(acts)
 
     def run(i: int, act: Callable[[], Any]) -> None:
@@ -65,7 +66,7 @@ def together(*acts: Callable[[], Any]) -> list[Any]:
     return found
 
 
-def test_all_ranks_rejoin_under_a_store_prefix_of_their_own() -> None:
+def test_every_rejoin_uses_a_new_store_prefix() -> None:
     page = HashStore()
     for life in (1, 2, 3):
         worlds = together(*(lambda r=r, n=life: rejoin(world(page, r, n)) for r in range(3)))
@@ -78,7 +79,7 @@ def test_all_ranks_rejoin_under_a_store_prefix_of_their_own() -> None:
 
 def test_an_incarnation_that_died_before_admission_is_replaced_by_the_next() -> None:
     page = HashStore()
-    page.set("here 1", "dead")  # it said so, and died
+    page.set("here 1", "dead")  # it registered, then exited
     assert Rendezvous(page, 0).try_form([1, 2]) is None
     worlds = together(*(lambda r=r: rejoin(world(page, r, 1)) for r in (1, 2, 0)))
     assert [each.active_ranks for each in worlds] == [(0, 1, 2)] * 3
@@ -122,7 +123,7 @@ def test_a_waiting_rank_logs_and_times_out() -> None:
     assert {"rank 2 is waiting for rank 0", "waiting for ranks 1 and 2"} <= set(said)
 
 
-def test_a_draft_group_comes_back() -> None:
+def test_a_restarted_draft_group_is_admitted() -> None:
     page, seen = HashStore(), list[Channel]()
     states: list[list[str]] = []
     members = RankTable(lambda now: states.append([f"{m.role} {m.state} {m.restarts}" for m in now]))

@@ -1,4 +1,4 @@
-"""Ranks in threads on one store: they go on together or none does, and who waits says for whom."""
+"""Startup barrier, with ranks in threads on one store: all continue or none does, and waiting ranks are logged."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def store() -> Any:
 
 
 def outcomes(*acts: Callable[[], object]) -> list[str]:
-    """What each act says when all run at the same time: `fine`, or its error."""
+    """The result of each function, all run concurrently: `fine`, or its error."""
     found = ["still there"] * len(acts)
 
     def run(i: int, act: Callable[[], object]) -> None:
@@ -59,7 +59,7 @@ def job(size: int, said: list[str] | None = None, waiting: Timeouts = SOON) -> l
     return [World(r, size, r, size, "here", page, log=say, timeouts=waiting) for r in range(size)]
 
 
-def test_ranks_that_were_started_alike_go_on() -> None:
+def test_ranks_with_equal_configurations_are_released() -> None:
     assert start(job(2), (PLAN, FACTS), (PLAN, replace(FACTS, group_files={}))) == ["fine"] * 2, "no weights needed"
 
 
@@ -74,7 +74,7 @@ DIFFERENT = [
 
 
 @pytest.mark.parametrize(("values", "line"), DIFFERENT, ids=lambda value: str(value)[:20])
-def test_whatever_differs_is_named_with_both_values(values: dict[str, Any], line: str) -> None:
+def test_every_difference_is_named_with_both_values(values: dict[str, Any], line: str) -> None:
     other = replace(FACTS, settings={**FACTS.settings, **values})
     both = start(job(2), (PLAN, FACTS), (PLAN, other))
     assert both[0] == both[1] and both[0].startswith(line)
@@ -88,7 +88,7 @@ def test_a_config_difference_is_reported_while_another_rank_is_missing() -> None
     assert all("rank 1 was started with mode serial, rank 0 with mode async" in line for line in found)
 
 
-def test_the_draft_must_be_the_same_for_all_and_the_target_in_its_group() -> None:
+def test_the_draft_must_be_equal_on_all_ranks_and_the_target_within_its_group() -> None:
     other = replace(FACTS, files={"draft": "e" * 64})
     assert start(job(2), (PLAN, FACTS), (PLAN, other))[0].startswith(
         "rank 1 has other files of the draft model than rank 0: give all ranks the same model directories"
@@ -102,7 +102,7 @@ def test_the_draft_must_be_the_same_for_all_and_the_target_in_its_group() -> Non
     }
 
 
-def test_what_a_rank_is_refused_for_ends_all() -> None:
+def test_an_error_of_one_rank_ends_all() -> None:
     worlds = job(2)
 
     def refused() -> None:
@@ -128,7 +128,7 @@ def test_each_waiting_rank_logs_which_ranks_it_waits_for() -> None:
     assert said[0] == "rank 1 is waiting for rank 0"
 
 
-def test_only_rank_0_speaks_where_it_is_there() -> None:
+def test_only_rank_0_reports_if_it_is_present() -> None:
     said: list[str] = []
     first, second, _ = job(3, said, BRIEF)
 
@@ -143,7 +143,7 @@ def test_only_rank_0_speaks_where_it_is_there() -> None:
 
 
 @pytest.mark.parametrize("sizes", [(2, 3), (3, 2), (2, 2, 3)])
-def test_other_ideas_of_how_many_they_are(sizes: tuple[int, ...]) -> None:
+def test_different_world_sizes_are_reported(sizes: tuple[int, ...]) -> None:
     page = store()
 
     def act(rank: int, size: int) -> None:
@@ -161,14 +161,14 @@ def test_other_ideas_of_how_many_they_are(sizes: tuple[int, ...]) -> None:
 @pytest.mark.parametrize(
     "words", [b"", b"\xff", b"[1]", b"[" * 10**5, b'{"settings": 3, "files": [1]}', b'{"refused": [1]}']
 )
-def test_a_page_full_of_something_else(words: bytes) -> None:
+def test_an_invalid_entry_in_the_store_is_reported(words: bytes) -> None:
     worlds = job(2)
     worlds[0].barrier("start").store.set("said 1", words)  # pyright: ignore[reportArgumentType]
     (line,) = start(worlds[:1], (PLAN, FACTS))
     assert line.startswith("rank 1")
 
 
-def test_names_and_values_are_cut() -> None:
+def test_names_and_values_are_truncated() -> None:
     assert format_ranks([1]) == "rank 1" and format_ranks([1, 2, 3]) == "ranks 1, 2 and 3"
     assert format_ranks(range(1, 4000)) == "ranks 1, 2, 3, 4, 5, 6 and 3993 more"
     said = describe_difference("x", 0, None, 1, True), describe_difference("x", 0, "a\nb", 1, "y" * 10**6)

@@ -1,4 +1,5 @@
-"""Where ranks meet: a line for whoever waits, for a port that is taken, and for a number that two processes have."""
+"""The store of the rendezvous: one-line messages for a waiting rank, a port in use, and a rank number that two
+processes have."""
 
 from __future__ import annotations
 
@@ -30,7 +31,7 @@ def port() -> int:
 
 @pytest.fixture
 def listener() -> Iterator[int]:
-    """A port where something listens that never answers."""
+    """A port on which a process listens that never answers."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         yield server.getsockname()[1]
 
@@ -69,7 +70,7 @@ def test_a_port_in_use_names_its_variable(listener: int) -> None:
 
 
 @pytest.mark.skipif(not NET.exists(), reason="only Linux tells where it listens")
-def test_a_store_of_this_machine_alone_is_not_open_to_others(port: int) -> None:
+def test_a_store_of_one_machine_listens_only_on_loopback(port: int) -> None:
     """torch by itself listens on every address of the machine."""
     store = open_store(rank(0, port), lambda text: None, SOON)
     store.set("a", "b")
@@ -77,20 +78,20 @@ def test_a_store_of_this_machine_alone_is_not_open_to_others(port: int) -> None:
 
 
 def addresses_at(port: int) -> list[bytes]:
-    """Where this machine listens on a port, as the kernel has it."""
+    """The addresses on which this machine listens on a port, according to the kernel."""
     lines = [line.split() for name in ("tcp", "tcp6") for line in (NET / name).read_text().splitlines()[1:]]
     found = [words[1].split(":") for words in lines if words[3] == "0A"]  # listening
     return [bytes.fromhex(address) for address, number in found if int(number, 16) == port]
 
 
-def test_something_else_listens_there(listener: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_service_on_the_port_is_reported(listener: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "HANDSHAKE_TIMEOUT_S", 0.5)
     with pytest.raises(UserError, match=f"^no store at 127.0.0.1:{listener} .*MASTER_PORT"):
         open_store(rank(1, listener), lambda text: None, SOON)
 
 
 def test_joining(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two ranks meet; a third process that also claims to be rank 1 is told."""
+    """Two ranks join; a third process that also claims to be rank 1 is refused."""
     mine = threading.local()
     monkeypatch.setattr(worlds, "launched", lambda: rank(mine.rank, port))
     monkeypatch.setattr(worlds, "pin_to_cores", lambda cores: None)
