@@ -1,4 +1,4 @@
-"""What a request may ask, on real ranks: a grammar, log-probabilities, and an end while its prompt is read."""
+"""Request features on real ranks: a grammar, log-probabilities, and cancellation during the prefill."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def answers(
 
 @EVERY
 def test_grammars_and_log_probabilities(pool: Pool, spoken: tuple[Path, Path], split: str) -> None:
-    """A request that nobody can follow to its end leaves the ranks in step."""
+    """A request that fails on the way leaves the ranks consistent."""
     prompt = [5, 60, 70, *range(10, 60)]
     requests: list[tuple[list[int], Json]] = [
         (prompt, {"temperature": 0, "grammar": LIST, "max_tokens": 60}),
@@ -74,7 +74,7 @@ def test_grammars_and_log_probabilities(pool: Pool, spoken: tuple[Path, Path], s
 
 
 @EVERY
-def test_a_long_prompt_is_left_and_the_next_request_is_right(pool: Pool, long: tuple[Path, Path], split: str) -> None:
+def test_a_cancelled_prefill_does_not_affect_the_next_request(pool: Pool, long: tuple[Path, Path], split: str) -> None:
     other = [*LONG[:300], 7, *LONG[301:]]
     turns = ((LONG, 1), (other, None), (LONG, 0), (other, 2), (LONG, None), (other, 4), (other, None))
     requests = [(prompt, GREEDY if looks is None else {**GREEDY, "looks": looks}) for prompt, looks in turns]
@@ -91,10 +91,8 @@ def test_a_long_prompt_is_left_and_the_next_request_is_right(pool: Pool, long: t
 
 @EVERY
 @pytest.mark.parametrize("decides", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_requests_that_say_the_shape_of_their_rounds(
-    pool: Pool, long: tuple[Path, Path], split: str, decides: bool
-) -> None:
-    """Each has the text of any other, and ordinary ones between them the rounds that they would have anyway."""
+def test_requests_that_set_bs_and_d(pool: Pool, long: tuple[Path, Path], split: str, decides: bool) -> None:
+    """Each has the same text, and ordinary requests between them have their usual rounds."""
     shapes: list[Json] = [{"verify_batch": 1}, {"verify_batch": 3}, {"draft_steps": 1}]
     if SPLITS[split][1]["mode"] == "ar":
         shapes = shapes[:1]

@@ -1,4 +1,4 @@
-"""A model cut over any number of ranks gives the logits of one rank, to the bit alike on all ranks."""
+"""A model sharded over any number of ranks gives the logits of one rank, bitwise identical on all ranks."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SIZES = range(1, 8)
 def logits(
     path: Path, group: TensorParallelGroup | None, dtype: torch.dtype = torch.float64, ops: Any = reference
 ) -> Tensor:
-    """All logits of a prompt, gathered: the first rows as one chunk, the others one by one."""
+    """All logits of a prompt, gathered: the first rows as one chunk, the rest row by row."""
     model = load_model(path, dtype=dtype, ops=ops, max_positions=64, group=group)
     c = model.config
     cache = KVCache(c.num_layers, model.kv_heads, c.head_dim, 32, ops.mover, dtype=dtype)
@@ -96,7 +96,7 @@ def test_int4_with_biases_and_some_parts_dense(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("size", [2, 3, 6])
 def test_native_operators_on_a_shard(tmp_path: Path, size: int) -> None:
-    """bfloat16 rounds each rank's part, so the logits are near those of one rank, not equal."""
+    """bfloat16 rounds each rank's partial sum, so the logits are close to those of one rank, not equal."""
     if _C.level() == "none":
         pytest.skip("there are no native operators here")
     heads = {"num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 32}
@@ -121,13 +121,14 @@ def test_a_native_stack_sums_over_its_ranks_as_its_operators_do(tmp_path: Path, 
 
 
 def test_padding_contributes_nothing(tmp_path: Path) -> None:
-    """Every output that is padding is an exact zero, and what stands in its place behind has no weight."""
+    """Every output that is padding is an exact zero, and the weights of the next product that correspond to it are
+    zero."""
     make_checkpoint(tmp_path, dtype=torch.float64, num_attention_heads=7, num_key_value_heads=1, hidden_size=56,
                     attention_bias=True, mlp_bias=True)  # fmt: skip
     seen: list[str] = []
 
     class Spy:
-        """The reference, with NaN-proof poison wherever the cut has padding."""
+        """The reference operators, with poison values wherever the shard has padding."""
 
         def __getattr__(self, name: str) -> Any:
             return getattr(reference, name)
@@ -238,7 +239,8 @@ print("done")
 
 @pytest.mark.slow
 def test_real_ranks(tmp_path: Path) -> None:
-    """Three processes, then two of them: sums to the bit; a peer that is silent or dead is an error, in time."""
+    """Three processes, then two of them: sums are bitwise identical; a silent or dead peer is an error within the
+    timeout."""
     command = [sys.executable, "-c", RANK]
     ranks = [
         subprocess.Popen([*command, str(rank), str(tmp_path / "store")], stdout=subprocess.PIPE, stderr=subprocess.PIPE)

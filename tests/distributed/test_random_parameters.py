@@ -1,4 +1,4 @@
-"""Whatever a request asks for, and however it is split: the text is that of plain decoding, token for token."""
+"""For any request parameters and any split the text equals that of autoregressive decoding, token by token."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 
 def differ(pool: Pool, pair: tuple[Path, Path], split: str, sets: int, each: int, seed: int) -> list[str]:
-    """The parameter sets whose text is another than plain decoding's, `each` of them with one shape of the tree."""
+    """The parameter sets whose text differs from that of autoregressive decoding; `each` of them with one tree
+    shape."""
     dice, found = random.Random(seed), list[str]()
     target, draft = map(str, pair)
     for _ in range(0, sets, each):
@@ -47,11 +48,11 @@ def differ(pool: Pool, pair: tuple[Path, Path], split: str, sets: int, each: int
 
 
 @pytest.mark.parametrize("split", SPLITS)
-def test_some_sets(pool: Pool, pair: tuple[Path, Path], split: str) -> None:
+def test_a_few_random_parameter_sets(pool: Pool, pair: tuple[Path, Path], split: str) -> None:
     assert differ(pool, pair, split, sets=6, each=6, seed=1) == []
 
 
 @pytest.mark.parametrize("sets", [pytest.param(24, marks=pytest.mark.slow), pytest.param(96, marks=pytest.mark.long)])
 @pytest.mark.parametrize("split", SPLITS)
-def test_many_sets(pool: Pool, pair: tuple[Path, Path], split: str, sets: int) -> None:
+def test_many_random_parameter_sets(pool: Pool, pair: tuple[Path, Path], split: str, sets: int) -> None:
     assert differ(pool, pair, split, sets, each=8, seed=2) == []

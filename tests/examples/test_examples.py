@@ -44,7 +44,7 @@ def test_every_example_is_run_and_listed() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", TESTED)
-def test_a_program_in_one_process(name: str) -> None:
+def test_the_programs_of_one_process(name: str) -> None:
     assert TESTED[name] in run(sys.executable, str(EXAMPLES / name))
 
 

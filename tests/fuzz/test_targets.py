@@ -1,4 +1,4 @@
-"""Two hundred hostile inputs of each kind; `python -m tests.support.fuzz` draws on for as long as one likes."""
+"""Two hundred hostile inputs of each kind; `python -m tests.support.fuzz` runs for any length of time."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SLOW_TO_DRAW = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.la
 
 
 def draw(target: Target, examples: int) -> Counter[str]:
-    """How many of so many examples, for which one that costs more counts more, were taken and refused."""
+    """The numbers of accepted and refused examples; the number of examples is divided by the cost of one."""
     outcomes: Counter[str] = Counter()
 
     @settings(
@@ -31,13 +31,13 @@ def draw(target: Target, examples: int) -> Counter[str]:
 
 
 @pytest.mark.parametrize("target", TARGETS, ids=lambda target: target.name)
-def test_each_is_taken_or_refused_in_a_line(target: Target) -> None:
+def test_each_input_is_accepted_or_refused_in_one_line(target: Target) -> None:
     assert draw(target, 40).total() > 0
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("target", TARGETS, ids=lambda target: target.name)
-def test_two_hundred_of_each(target: Target) -> None:
+def test_two_hundred_inputs_of_each_target(target: Target) -> None:
     outcomes = draw(target, 200)
     if target not in requests.TARGETS:
         assert set(outcomes) == {"taken", "refused"}, "examples of which all end in one way are of no use"

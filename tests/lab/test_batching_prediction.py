@@ -1,4 +1,4 @@
-"""Requests side by side, by hand: what each way has of rows, rounds and tokens; and the command."""
+"""Concurrent requests computed by hand: rows, rounds and tokens of each kind of batching; and the command."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ CHAINS = RecordedAcceptance(
 )
 
 
-def test_each_way_has_its_rows_and_its_tokens() -> None:
+def test_rows_and_tokens_of_each_kind_of_batching() -> None:
     asked: list[tuple[int, int, int]] = []
 
     def forwards(rows: int, drafted: int, requests: int) -> tuple[SimulatedTimes, SimulatedTimes]:
-        """A row of the target takes a second, one of the draft a tenth, fast or slow."""
+        """A target row takes one second, a draft row a tenth, on the fast and the slow machine."""
         asked.append((rows, drafted, requests))
         times = SimulatedTimes(10.0 + rows, 1.0 + drafted / 10, verify=0.5)
         return times, times
@@ -46,14 +46,14 @@ def test_each_way_has_its_rows_and_its_tokens() -> None:
     )
 
 
-def test_chains_that_were_not_recorded() -> None:
+def test_chains_without_recorded_acceptance() -> None:
     with pytest.raises(UserError, match=r"no chains of 3 draft tokens were recorded \(2 were\)"):
         CHAINS.chains(3)
     with pytest.raises(UserError, match="none were"):
         RecordedAcceptance([]).chains(2)
 
 
-def test_rows_are_nearly_free_until_the_operations_do_not_fit() -> None:
+def test_rows_are_nearly_free_until_compute_is_the_limit() -> None:
     config, lines = parse_config(LLAMA_70B), latency_model.constants(latency_model.GPUS["h200"])[1]
     times = [latency_model.forward(config, 1, rows, lines, False) for rows in (1, 64, 1024)]
     assert times[1] < 1.05 * times[0] and times[2] > 3 * times[0]

@@ -1,4 +1,4 @@
-"""The exactness command: its statistics, and that it passes what is exact and catches what is not."""
+"""The exactness command: its statistics; exact configurations pass, inexact ones are detected."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ TABLE = [(3.841, 1, 0.05), (18.307, 10, 0.05), (10.828, 1, 0.001), (29.588, 10, 
 
 
 @pytest.mark.parametrize(("square", "freedom", "p"), TABLE)
-def test_survival_is_that_of_the_tables(square: float, freedom: int, p: float) -> None:
+def test_survival_function_equals_the_tables(square: float, freedom: int, p: float) -> None:
     assert survival(square, freedom) == pytest.approx(p, rel=2e-3)
 
 
@@ -45,7 +45,7 @@ def test_rare_cells_are_pooled() -> None:
     assert chi_square(*pooled("x" * 9, "x" * 30)) == (0.0, 1.0)
 
 
-def test_p_values_are_uniform_where_nothing_differs() -> None:
+def test_p_values_are_uniform_for_equal_distributions() -> None:
     noise = np.random.default_rng(3)
     law = noise.dirichlet(np.ones(12))
     found = [chi_square(noise.multinomial(900, law), noise.multinomial(400, law))[1] for _ in range(1500)]
@@ -53,7 +53,7 @@ def test_p_values_are_uniform_where_nothing_differs() -> None:
         assert np.mean(np.array(found) < level) == pytest.approx(level, abs=4 * (level / 1500) ** 0.5)
 
 
-def test_the_interval_of_the_total_variation_holds_the_truth() -> None:
+def test_the_interval_contains_the_true_total_variation() -> None:
     noise = np.random.default_rng(5)
     p, q = np.array([0.5, 0.3, 0.2]), np.array([0.3, 0.3, 0.4])
     held = 0
@@ -66,7 +66,7 @@ def test_the_interval_of_the_total_variation_holds_the_truth() -> None:
 
 
 def test_the_interval_contains_zero_for_equal_distributions() -> None:
-    """However many cells: the more there are, the further two samples of one law are apart."""
+    """For any number of cells: the more there are, the larger is the distance of two samples of one distribution."""
     noise = np.random.default_rng(6)
     for cells in (2, 20, 100):
         law = noise.dirichlet(np.ones(cells))
@@ -75,7 +75,7 @@ def test_the_interval_contains_zero_for_equal_distributions() -> None:
         assert sum(held) >= 26
 
 
-def test_the_biased_verifier_is_caught_and_the_exact_one_is_not(pair: list[str]) -> None:
+def test_the_biased_verifier_is_detected_and_the_exact_one_passes(pair: list[str]) -> None:
     target, draft = Path(pair[1]), Path(pair[3])
     sampling = SamplingParams(temperature=0.7, top_k=3, max_tokens=3)
     plain = LLM(target)
@@ -129,7 +129,7 @@ def test_an_unused_draft_proves_nothing(
     assert idle.idle == "no draft token was accepted"
 
 
-def test_rounding_is_named_where_only_single_answers_part(
+def test_rounding_is_reported_if_only_single_answers_differ(
     pair: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(trial, "compare_texts", lambda name, *_: trial.TextComparison(name, 8, [3]))
@@ -143,7 +143,7 @@ def test_rounding_is_named_where_only_single_answers_part(
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_the_embedded_pair_passes() -> None:
+def test_the_demo_models_pass() -> None:
     flags = ["--raw", "--temperature", "1", "--samples", "400"]
     assert main(flags) == 0
     assert main([*flags, "--verify", "reject"]) == 0

@@ -1,4 +1,4 @@
-"""Drafting over a network: rounds by hand, links by word, and the command."""
+"""Drafting over a network: rounds computed by hand, parsing of links, and the command."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ DRAFT_APART, BOTH_APART = LinkCost(20, 0, both=False), LinkCost(20, 0, both=True
 HIT, MISS = (2, 0), (0, 1)
 
 
-def test_serial_rounds_pay_for_every_message() -> None:
+def test_serial_rounds_include_the_time_of_every_message() -> None:
     assert network_prediction.serial_over_link([HIT] * 3, 4, TIMES, DRAFT_APART).round == 30 + 40 + 12
     assert network_prediction.serial_over_link([HIT] * 3, 4, TIMES, BOTH_APART).round == 30 + 80 + 12
 
 
-def test_a_replica_that_holds_enough_hides_the_link() -> None:
+def test_a_replica_with_enough_nodes_hides_the_latency() -> None:
     found = network_prediction.async_over_link([HIT] * 50, 4, TIMES, BOTH_APART)
     assert found.round == pytest.approx(70) and found.waiting == 0
     near = network_prediction.async_over_link([HIT] * 50, 4, TIMES, LinkCost(5, 0, both=False))
     assert near.round == pytest.approx(30) and near.waiting == 0
 
 
-def test_growth_that_comes_late_and_growth_that_a_result_asks_for() -> None:
+def test_late_deltas_and_deltas_requested_by_a_result() -> None:
     late = network_prediction.async_over_link([HIT] * 400, 4, TIMES, DRAFT_APART)
     assert late.round == pytest.approx((20 + 12 + 20 + 30) / 2, rel=0.01), "growth goes into the round after the next"
     asked = network_prediction.async_over_link([MISS] * 50, 4, TIMES, BOTH_APART)
@@ -37,13 +37,13 @@ def test_growth_that_comes_late_and_growth_that_a_result_asks_for() -> None:
     assert slow.round == pytest.approx((20 + 12 + 20 + 4 * 5 + 70) / 2, rel=0.01), "nodes take their time on the wire"
 
 
-def test_the_depth_that_a_link_hides() -> None:
+def test_the_depth_that_hides_the_latency() -> None:
     assert network_prediction.max_hidden_depth(TIMES, BOTH_APART) == 10
     assert network_prediction.max_hidden_depth(TIMES, LinkCost(5, 0, both=False)) == 6
     assert network_prediction.max_hidden_depth(TIMES, DRAFT_APART) == 0
 
 
-def test_what_a_link_can_say() -> None:
+def test_valid_links() -> None:
     assert Link.parse("40ms") == Link(0.04)
     assert Link.parse("200us,1Gbit").one_way(0) == pytest.approx(1e-4)
     assert Link.parse("1s, 500kbit").one_way(62_500) == pytest.approx(1.5)
@@ -53,7 +53,7 @@ BAD = ["", "40", "ms", "-1ms", "40ms,", "40ms,fast", "40ms,0Gbit", "61s", "1e3ms
 
 
 @pytest.mark.parametrize("text", BAD)
-def test_what_a_link_cannot_say(text: str) -> None:
+def test_invalid_links(text: str) -> None:
     with pytest.raises(UserError, match=r"--link .*: write a round trip"):
         Link.parse(text)
 

@@ -1,4 +1,4 @@
-"""The predictor: rounds by hand, the latency model against the table it comes from, and its command."""
+"""The predictor: rounds computed by hand, the latency model against its source table, and the command."""
 
 from __future__ import annotations
 
@@ -47,15 +47,15 @@ def test_a_draft_that_is_late_or_must_expand_first() -> None:
     assert (short.round, short.waiting) == (13, 3)
 
 
-def test_what_surrounds_the_models_counts_where_it_lies() -> None:
+def test_overhead_is_counted_on_the_side_where_it_occurs() -> None:
     times = SimulatedTimes(10, 3, verify=0.5, settle=0.4, expand=0.25, answer=0.3, link=0.1)
     assert simulation.asynchronous(ROUNDS, 2, times).round == pytest.approx(10.5 + 0.3 + 0.2 + 3.25 / 3)
     assert simulation.serial(ROUNDS, 2, times).round == pytest.approx(10.5 + 0.4 + 0.3 + 2 * 3.25)
     assert simulation.plain(times).round == pytest.approx(10.9)
 
 
-def test_growing_that_outlasts_a_round_delays_the_next_one() -> None:
-    """An expansion in the answer gives the target a late start, which lets the draft catch up."""
+def test_expansions_longer_than_a_round_delay_the_next_one() -> None:
+    """An expansion on the critical path delays the target, which lets the draft catch up."""
     found = simulation.asynchronous([(0, 0), (0, 1), (0, 0)], 4, SimulatedTimes(10, 3))
     assert found.round * 3 == pytest.approx(12 + 15 + 12)
 
@@ -75,7 +75,7 @@ def test_the_advice_names_the_side_that_limits() -> None:
     )
 
 
-def test_the_interval_holds_the_middle() -> None:
+def test_the_interval_contains_the_estimate() -> None:
     rounds = [(i % 5, i % 3 == 0) for i in range(200)]
     low, middle, high = simulation.interval("async", rounds, 3, SimulatedTimes(11, 3.3), SimulatedTimes(9, 2.7))
     assert low < middle < high
@@ -85,7 +85,7 @@ def test_the_interval_holds_the_middle() -> None:
     ("config", "tp", "slow", "fast"),
     [(LLAMA_70B, 1, 13.32, 11.41), (LLAMA_70B, 4, 5.21, 4.19), (LLAMA_3B, 1, 1.24, 1.04), (LLAMA_3B, 4, 0.98, 0.73)],
 )
-def test_the_latency_model_gives_the_targets_it_was_made_from(
+def test_the_latency_model_reproduces_its_source_table(
     config: dict[str, Any], tp: int, slow: float, fast: float
 ) -> None:
     made = [
@@ -95,7 +95,7 @@ def test_the_latency_model_gives_the_targets_it_was_made_from(
     assert [1e3 * t for t in made] == pytest.approx([slow, fast], rel=0.08)
 
 
-def test_measured_operators_take_the_place_of_targets(tmp_path: Path) -> None:
+def test_measured_operators_replace_targets(tmp_path: Path) -> None:
     file = tmp_path / "h200-kernels.json"
     points = [{"op": "linear", "bytes": size, "us": 4.0 + size / 2e6} for size in (1e6, 5e6, 50e6)]
     file.write_text(json.dumps({"points": points}))
@@ -139,7 +139,7 @@ def test_prediction_is_compared_with_measurement(tmp_path: Path, capsys: pytest.
     assert "async 1+1    predicted   300.0  measured   250.0 (d 2)  +20.0%" in capsys.readouterr().out, "w = 8 as w = 8"
 
 
-def test_plain_decoding_verifies_one_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_autoregressive_decoding_verifies_one_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "t.json").write_text(json.dumps({"target": {"1": {"1": 4, "8": 10}}, "draft": {"1": {"8": 2}}}))
     profile_ = profile(run("ar", 2, 0, 250.0), key={**KEY, "ranks": 2}, around={"verify": 0.0})
     (tmp_path / "p.json").write_text(json.dumps(profile_))
@@ -160,7 +160,8 @@ PLANS = [
 
 @pytest.mark.slow
 def test_every_split_is_as_fast_as_predicted(tmp_path: Path, pool: Pool) -> None:
-    """The real runtime on three ranks, at step times so long that it hardly matters what else the machine does."""
+    """The real runtime on three ranks, with emulated step times so long that other load on the machine hardly
+    matters."""
     file = tmp_path / "table.json"
     file.write_text(json.dumps(TABLE))
     prompt = TextCodec(Path(__file__).parents[2] / "swiftspec" / "demo" / "target").encode("def fibonacci(n):\n")
@@ -182,12 +183,12 @@ def test_every_split_is_as_fast_as_predicted(tmp_path: Path, pool: Pool) -> None
              ["--emulate", "target=3ms"], ["--emulate", "target=3ms,draft=1ms", "--ranks", "1"],
              ["--emulate", "target=3ms,draft=1ms", "--verify-batch", "5"], ["--against", "nowhere.json"]],
 )  # fmt: skip
-def test_what_cannot_be_predicted(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_predictions_that_are_refused(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["predict", *argv]) == 1
     assert capsys.readouterr().err.count("\n") == 1
 
 
-def test_the_recorded_rounds_of_the_embedded_pair_are_there() -> None:
+def test_the_recorded_rounds_of_the_demo_models_exist() -> None:
     known = RecordedAcceptance(json.loads(predict.ACCEPTANCE.read_text())["rounds"])
     assert known.depths("async", 8, 8)[:4] == [1, 2, 3, 4]
     means = [

@@ -1,5 +1,5 @@
-"""The profile phase as a whole, on a pair that speaks gibberish: alone, on two ranks, interrupted, and what serve makes
-of its result."""
+"""The profile command on a pair of random models: on one rank, on two ranks, interrupted, and how serve uses its
+result."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from tests.support.toy_pair import make_pair
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """The flags that name a pair."""
+    """The flags of a pair of models."""
     target, draft = make_pair(tmp_path_factory.mktemp("pair"))
     return ["--model", str(target), "--draft-model", str(draft), "--dtype", "float32", "--threads", "1"]
 
 
 @pytest.fixture
 def short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Flags of a sweep that takes no time, and a working folder of its own."""
+    """The flags of a short sweep with a separate working folder."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(trials, "PARTICLES", {"particles": (2,), "smc_groups": (2,)})
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "def add(a"}\n{"prompt": "class"}\n')
@@ -45,7 +45,7 @@ def read(folder: Path, ending: str = "[!l].json") -> dict[str, Any]:
     return json.loads(file.read_text())
 
 
-def test_alone(pair: list[str], short: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_on_one_rank(pair: list[str], short: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*pair, *short]) == 0
     found = read(tmp_path)
     modes = {run["plan"]["mode"]: run for run in found["runs"]}
@@ -64,7 +64,7 @@ def test_alone(pair: list[str], short: list[str], tmp_path: Path, capsys: pytest
 
 
 @pytest.mark.slow
-def test_on_two_ranks_which_form_groups_again_and_again(
+def test_on_two_ranks_that_form_groups_repeatedly(
     pair: list[str], short: list[str], tmp_path: Path, pool: Pool
 ) -> None:
     slow = ["--emulate", "target=6ms,draft=2ms", "--limit", "1", "--modes", "serial,async,ar", "--repeats", "1"]
@@ -86,7 +86,7 @@ def test_on_two_ranks_which_form_groups_again_and_again(
 
 
 @pytest.mark.slow
-def test_what_was_interrupted_goes_on_and_repeats_nothing(
+def test_an_interrupted_sweep_resumes_without_repetition(
     pair: list[str], short: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     built: list[tuple[str, int, str]] = []
@@ -99,7 +99,8 @@ def test_what_was_interrupted_goes_on_and_repeats_nothing(
         return engine(self, order)
 
     def by_rounds(llm: LLM, *args: Any) -> measurement.Run:
-        """A clock of its own: what a sweep repeats and varies follows from the speeds, and they must not be chance."""
+        """Replaces the clock by one that counts rounds, since the repetitions and variations of a sweep depend on
+        measured speeds."""
         run = decode_all(llm, *args)
         run.seconds = run.rounds * (1 + llm.config.initial_draft_steps * 0.1 * (llm.config.mode == "serial"))
         return run
@@ -125,10 +126,10 @@ def test_what_was_interrupted_goes_on_and_repeats_nothing(
     assert main([*args, "--resume"]) == 1  # nothing left to resume
 
 
-def test_what_was_killed_between_two_d_goes_on_with_the_next(
+def test_a_sweep_killed_between_two_d_resumes_with_the_next(
     pair: list[str], short: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing is tidied up: what is on disk is what was finished."""
+    """Nothing is cleaned up: the file contains what was finished."""
     decoded: list[int] = []
     decode_all = measurement.decode_all
 
@@ -153,7 +154,7 @@ def interrupted(*args: object) -> None:
     raise KeyboardInterrupt
 
 
-def test_a_request_counts_from_its_second_round_on() -> None:
+def test_the_first_round_of_a_request_is_not_measured() -> None:
     run = measurement.Run()
     run.add(RequestProgress(3, 1, 0.5, 0.4), RequestProgress(9, 4, 2.0, 1.3))
     assert (run.tokens, run.rounds, run.speed, run.busy) == (6, 3, 4.0, pytest.approx(0.9))

@@ -1,4 +1,4 @@
-"""A trace is read line by line, and what is wrong with one is told with its number."""
+"""A trace is parsed line by line; an error names the line number."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def read(folder: Path, *lines: Any, end: str = "\n") -> timeline.Trace:
     return timeline.Trace.read(folder / "t.jsonl")
 
 
-def test_sound_lines(tmp_path: Path) -> None:
+def test_valid_lines(tmp_path: Path) -> None:
     trace = read(tmp_path, HEAD, LANE, LANE | {"round": 2}, end='\n{"cut')
     assert trace.head == HEAD and trace.rounds == [LANE, LANE | {"round": 2}]
     assert len(timeline.costs(trace)) == 1 and "2 rounds" in timeline.summary(trace)

@@ -1,4 +1,4 @@
-"""What a sweep tries: splits, depths, and who is dropped."""
+"""The trials of a sweep: splits, depths, and which candidates are dropped."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_all_splits_including_impossible_ones(configs: tuple[ModelConfig, ModelC
 
 
 @pytest.mark.parametrize("text", ["", "3", "3+1+1", "4+0", "2+1", "a+b", "3+1,", "5+1"])
-def test_splits_that_make_no_sense(text: str, configs: tuple[ModelConfig, ModelConfig]) -> None:
+def test_invalid_splits_are_refused(text: str, configs: tuple[ModelConfig, ModelConfig]) -> None:
     with pytest.raises(UserError, match="--splits"):
         trials.splits(text, 6 if text == "5+1" else 4, *configs)
 
@@ -77,13 +77,13 @@ def test_budgets(text: str, wanted: float) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "10", "m", "-1m", "0s", "1d"])
-def test_budgets_that_make_no_sense(text: str) -> None:
+def test_invalid_budgets_are_refused(text: str) -> None:
     with pytest.raises(UserError, match="--budget"):
         seconds(text)
 
 
 @pytest.mark.parametrize("text", ["", "nonsense", "{}", '{"prompt": ""}', "[1]"])
-def test_prompts_that_make_no_sense(text: str, tmp_path: Path) -> None:
+def test_invalid_prompts_are_refused(text: str, tmp_path: Path) -> None:
     (tmp_path / "p.jsonl").write_text(text)
     with pytest.raises(UserError, match="--prompts"):
         read_prompts(tmp_path / "p.jsonl")
@@ -103,7 +103,7 @@ def test_populations_change_one_thing_at_a_time() -> None:
     assert store.plan_title(run("smc", 1, 1)["plan"]) == "smc 1", "one of an older profile"
 
 
-def test_many_groups_leave_no_other_mode_behind() -> None:
-    """Their speed is that of all requests."""
+def test_the_throughput_of_many_groups_does_not_exclude_other_modes() -> None:
+    """The speed of several groups is that of all requests together."""
     several = run("smc", 1, 1, 900, variation=True)
     assert trials.losers([run("serial", 1, 1, 100, d=3), several, run("smc", 1, 1, 20)]) == []

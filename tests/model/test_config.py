@@ -1,4 +1,4 @@
-"""config.json as transformers 4 and 5 write it, and every refusal by name."""
+"""config.json as transformers 4 and 5 write it, and errors that name the field."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ PACKED_WEIGHTS: dict[str, Any] = {
 
 
 def packed(weights: dict[str, Any] | None = None, **group: Any) -> dict[str, Any]:
-    """A compressed-tensors config with some of its fields changed."""
+    """A compressed-tensors config with some fields changed."""
     only = {"targets": ["Linear"], "weights": PACKED_WEIGHTS | (weights or {}), "input_activations": None} | group
     return {
         "quant_method": "compressed-tensors",
@@ -65,7 +65,7 @@ def packed(weights: dict[str, Any] | None = None, **group: Any) -> dict[str, Any
 
 
 def read(**changes: Any) -> ModelConfig:
-    """LLAMA with fields changed, or taken out where the change is `...`."""
+    """Parses LLAMA with changed fields; a field whose change is `...` is removed."""
     return parse_config({k: v for k, v in (LLAMA | changes).items() if v is not ...})
 
 
@@ -117,7 +117,7 @@ def test_rope(fields: dict[str, Any], want: RopeConfig) -> None:
 
 @pytest.mark.parametrize("family", ["llama", "qwen2"])
 @pytest.mark.parametrize("rope", ROPES)
-def test_what_transformers_writes(tmp_path: Path, family: str, rope: str) -> None:
+def test_configs_written_by_transformers(tmp_path: Path, family: str, rope: str) -> None:
     make_model(family=family, rope=ROPES[rope]).config.save_pretrained(tmp_path)
     config = read_config(tmp_path)
     assert (config.family, config.rope.kind, config.rope.theta) == (family, rope, ROPES[rope]["rope_theta"])
@@ -179,7 +179,7 @@ SLIDING = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
         ({"quantization_config": "awq"}, "quantization_config"),
     ],
 )
-def test_refused_by_name(changes: dict[str, Any], names: str) -> None:
+def test_invalid_values_are_refused_by_name(changes: dict[str, Any], names: str) -> None:
     with pytest.raises(UserError) as caught:
         format_of(read(**changes))
     assert names in str(caught.value) and "\n" not in str(caught.value)
@@ -229,7 +229,7 @@ def test_hostile_values_are_refused_by_name(changes: dict[str, Any], names: str)
 def test_a_whole_number_may_be_written_as_a_float() -> None:
     assert read(num_hidden_layers=2.0).num_layers == 2
     assert format_of(read(quantization_config=AWQ | {"bits": 4.0, "group_size": 128.0})) == Awq(128)
-    assert read(eos_token_id=[2, -1]).eos_token_ids == (2,)  # below 0 stands for none
+    assert read(eos_token_id=[2, -1]).eos_token_ids == (2,)  # a negative number means none
 
 
 def test_directories(tmp_path: Path) -> None:
@@ -263,6 +263,6 @@ def test_generation_config_names_the_stop_tokens(tmp_path: Path) -> None:
         read_config(tmp_path)
 
 
-def test_a_name_that_no_folder_can_have() -> None:
+def test_a_name_that_is_not_a_valid_folder_name() -> None:
     with pytest.raises(UserError, match="no such directory"):
         read_config("x" * 5000)

@@ -1,4 +1,5 @@
-"""Keys and values in float8: weights that were moved compute the same, no key overflows, every mode keeps its text."""
+"""Keys and values in float8: rescaled weights compute the same function, no key overflows, and every mode keeps its
+text."""
 
 from __future__ import annotations
 
@@ -34,7 +35,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 
 def runner_of(path: Path, dtype: torch.dtype, *, moved: bool) -> Runner:
-    """Over a cache of the model's own dtype."""
+    """A runner with a cache of the model's own dtype."""
     model = load_model(path, dtype=dtype, ops=reference, max_positions=64, cache_dtype=FLOAT8 if moved else None)
     model.cache_dtype = dtype
     return make_runner(model, reference, context=48, tree_slots=8)
@@ -42,8 +43,8 @@ def runner_of(path: Path, dtype: torch.dtype, *, moved: bool) -> Runner:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("family", ["int4", "qwen2"])
-def test_moved_weights_give_the_same_logits_to_the_bit(tmp_path: Path, family: str, dtype: torch.dtype) -> None:
-    """Of the embedded int4 target, and of a model with biases."""
+def test_rescaled_weights_give_bitwise_identical_logits(tmp_path: Path, family: str, dtype: torch.dtype) -> None:
+    """For the int4 demo target, and for a model with biases."""
     path = DEMO / "target" if family == "int4" else tmp_path
     if family == "qwen2":
         make_checkpoint(path, family=family, dtype=torch.bfloat16)
@@ -56,8 +57,8 @@ def test_moved_weights_give_the_same_logits_to_the_bit(tmp_path: Path, family: s
         assert 1 < float(ours.abs().max()) <= LARGEST
 
 
-def test_no_text_makes_a_key_or_a_value_overflow(tmp_path: Path) -> None:
-    """The worst rows that a norm can give come near the bound, and not beyond it."""
+def test_no_key_or_value_can_overflow(tmp_path: Path) -> None:
+    """The largest rows that a norm can output come near the bound, but not beyond it."""
     make_checkpoint(tmp_path, family="qwen2", dtype=torch.float32)
     c = read_config(tmp_path)
     weights = Checkpoint(c, open_tensors(tmp_path)).read()
@@ -74,8 +75,8 @@ def test_no_text_makes_a_key_or_a_value_overflow(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("plan", [EngineConfig("serial"), EngineConfig("serial", verify_batch=4, draft_leaves=2)])
 @pytest.mark.parametrize("ops", ["reference", "unfused"])
-def test_a_tree_keeps_the_text_of_plain_decoding(pair: tuple[Path, Path], ops: str, plan: EngineConfig) -> None:
-    """Over the same cache: whole requests, those that go on from a kept prefix, and guided ones."""
+def test_tree_decoding_equals_autoregressive_decoding(pair: tuple[Path, Path], ops: str, plan: EngineConfig) -> None:
+    """With the same cache: whole requests, requests that continue from a cached prefix, and guided ones."""
     options = {"dtype": torch.float64, "max_model_len": 128, "ops": ops, "kv_cache_dtype": "fp8"}
     plain, tree = LLM(pair[0], **options), LLM(*pair, plan, **options)  # pyright: ignore[reportArgumentType]
     assert verifier_of(tree).runner.cache.k.dtype == FLOAT8
@@ -91,7 +92,7 @@ def test_a_tree_keeps_the_text_of_plain_decoding(pair: tuple[Path, Path], ops: s
 
 
 def test_particles_fan_out_over_float8(pair: tuple[Path, Path]) -> None:
-    """The same text for the same seed, whatever was decoded before."""
+    """The same text for the same seed, after any earlier requests."""
     plan = EngineConfig("smc")
     llm, other = (LLM(*pair, plan, dtype=torch.float64, ops="reference", kv_cache_dtype="fp8") for _ in range(2))
     assert population_of(llm).target.cache.v.dtype == FLOAT8
@@ -99,7 +100,7 @@ def test_particles_fan_out_over_float8(pair: tuple[Path, Path]) -> None:
     assert llm.generate(PROMPTS[0], SEEDED).token_ids == other.generate(PROMPTS[0], SEEDED).token_ids
 
 
-def test_where_it_cannot_be_it_is_refused(pair: tuple[Path, Path]) -> None:
+def test_float8_is_refused_where_it_is_not_supported(pair: tuple[Path, Path]) -> None:
     with pytest.raises(UserError, match="on a CPU for ops reference: take that"):
         LLM(pair[0], kv_cache_dtype="fp8")
     with pytest.raises(UserError, match="kv_cache_dtype must be one of auto, fp8, not"):

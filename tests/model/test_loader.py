@@ -1,4 +1,4 @@
-"""Checkpoint directories: what loads, and what is refused in one line."""
+"""Checkpoint directories: valid ones load, invalid ones are refused in one line."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def master(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def single(master: Path, tmp_path: Path) -> Path:
-    """A sound checkpoint of one file, to be spoilt."""
+    """A valid checkpoint of one file, for tests that damage it."""
     return Path(shutil.copytree(master, tmp_path / "model"))
 
 
@@ -100,7 +100,7 @@ def test_open_tensors(single: Path) -> None:
         tensors.check_all_taken()
 
 
-def test_a_tied_head_may_be_stored_too(tmp_path: Path) -> None:
+def test_a_tied_head_may_also_be_stored(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, tie=True)
     want = logits(tmp_path)
 
@@ -113,7 +113,7 @@ def test_a_tied_head_may_be_stored_too(tmp_path: Path) -> None:
 
 
 def quantise(path: Path, layout: str, skip: tuple[str, ...] = (), group: int = 32) -> Path:
-    """Rewrites a sound checkpoint in int4; returns one with the rounded weights left dense, to compare with."""
+    """Rewrites a valid checkpoint in int4; returns one whose rounded weights are dense, for comparison."""
     twin = Path(shutil.copytree(path, path.parent / "twin"))
     random = torch.Generator().manual_seed(0)
     packed, rounded = load_file(path / WEIGHTS), load_file(path / WEIGHTS)
@@ -158,7 +158,7 @@ def test_int4(tmp_path: Path, layout: str, skip: tuple[str, ...]) -> None:
     "name", ["awq_gemm_tiny", "compressed_tensors_tiny/symmetric", "compressed_tensors_tiny/asymmetric"]
 )
 def test_int4_as_its_tools_write_it(tmp_path: Path, name: str) -> None:
-    """The same logits as the same weights unpacked by those tools."""
+    """The same logits as with the weights unpacked by those tools."""
     twin = Path(shutil.copytree(DATA / name, tmp_path / "twin"))
     unpacked = load_file(twin / "dequantized.safetensors")
     dense = {k: v for k, v in load_file(twin / WEIGHTS).items() if k in NOT_QUANTISED or "layernorm" in k}
@@ -176,7 +176,7 @@ def refused(path: Path, *names: str) -> None:
         assert name in text, text
 
 
-def test_directories_without(tmp_path: Path, single: Path) -> None:
+def test_directories_without_a_checkpoint(tmp_path: Path, single: Path) -> None:
     refused(tmp_path / "none", "no such directory")
     (single / WEIGHTS).rename(single / "pytorch_model.bin")
     refused(single, "safetensors only", "pickles")
@@ -187,13 +187,13 @@ def test_directories_without(tmp_path: Path, single: Path) -> None:
 
 
 @pytest.mark.parametrize("keep", [0, 4, 200, -1])
-def test_a_file_cut_short(single: Path, keep: int) -> None:
+def test_a_truncated_file(single: Path, keep: int) -> None:
     data = (single / WEIGHTS).read_bytes()
     (single / WEIGHTS).write_bytes(data[:keep])
     refused(single, WEIGHTS, "damaged")
 
 
-def test_a_file_of_noise(single: Path) -> None:
+def test_a_file_of_random_bytes(single: Path) -> None:
     (single / WEIGHTS).write_bytes(bytes(range(256)) * 40)
     refused(single, WEIGHTS, "damaged")
     (single / WEIGHTS).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n")
@@ -241,12 +241,12 @@ def test_shapes_and_kinds(single: Path) -> None:
     refused(single, name, "float8_e4m3fn")
 
 
-def test_a_head_that_is_not_there(single: Path) -> None:
+def test_a_missing_head(single: Path) -> None:
     change_tensors(single, lambda tensors: tensors.pop("lm_head.weight"))
     refused(single, "lm_head.weight", "missing")
 
 
-def test_int4_that_does_not_fit(tmp_path: Path) -> None:
+def test_int4_with_invalid_shapes(tmp_path: Path) -> None:
     path = tmp_path / "model"
     make_checkpoint(path, dtype=torch.float64, intermediate_size=64)
     quantise(path, "pack-quantized")

@@ -1,4 +1,4 @@
-"""Who holds which rows: every one of them exactly once, each query head with its own keys."""
+"""The rows of each shard: every row exactly once, each query head with its own keys."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def held(index: Tensor) -> list[int]:
         (32, 32, 6, 1, 6),
     ],
 )
-def test_the_lightest_cut(heads: int, kv_heads: int, size: int, width: int, per_rank: int) -> None:
+def test_the_smallest_shard(heads: int, kv_heads: int, size: int, width: int, per_rank: int) -> None:
     assert HeadCut.of(heads, kv_heads, size) == HeadCut(width, per_rank)
 
 
@@ -57,7 +57,7 @@ models = st.tuples(st.integers(1, 8), st.integers(1, 9)).map(lambda shape: (shap
 @given(models, st.integers(1, 9))
 @settings(max_examples=300, deadline=None)
 def test_heads_by_brute_force(model: tuple[int, int], size: int) -> None:
-    """Each query head once, and its local key-value head is the one that the model gives it."""
+    """Each query head is on one rank, with the key-value head that the model assigns to it."""
     heads, kv_heads = model
     cut, found = HeadCut.of(heads, kv_heads, size), []
     for rank in range(size):
@@ -77,7 +77,9 @@ def test_heads_by_brute_force(model: tuple[int, int], size: int) -> None:
 
 @given(models, st.integers(1, 8), st.integers(1, 300), st.integers(1, 300), st.sampled_from([0, 32, 128]))
 @settings(max_examples=200, deadline=None)
-def test_every_row_and_column_is_held(model: tuple[int, int], size: int, inner: int, vocab: int, group: int) -> None:
+def test_every_row_and_column_is_on_a_rank(
+    model: tuple[int, int], size: int, inner: int, vocab: int, group: int
+) -> None:
     heads, kv_heads = model
     size, width = min(size, heads), 8
     c = config(heads, kv_heads, width=width, inner=inner, vocab=vocab, group=group)
@@ -100,7 +102,7 @@ def test_every_row_and_column_is_held(model: tuple[int, int], size: int, inner: 
     assert len(whole) < vocab + 8 * size
 
 
-def test_what_cannot_be_cut() -> None:
+def test_models_that_cannot_be_sharded() -> None:
     with pytest.raises(UserError, match="4 query heads cannot be cut for 5 ranks: take 4 at most"):
         Shard.of(config(4, 2), 0, 5)
     with pytest.raises(UserError, match="heads of 12 are not"):

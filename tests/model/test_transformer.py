@@ -1,4 +1,4 @@
-"""Our forward against transformers, and against itself in other batches."""
+"""The forward compared with transformers, and with itself in other batches."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def logits(model: Transformer, batch: Batch, cache: KVCache) -> Tensor:
 
 
 def alone(model: Transformer, tokens: Sequence[int]) -> Tensor:
-    """Logits of a plain causal forward."""
+    """Logits of an ordinary causal forward."""
     return logits(model, chain(list(tokens)), new_cache(model))
 
 
@@ -65,7 +65,7 @@ def test_float64_equals_transformers(tmp_path: Path, case: dict[str, Any]) -> No
     torch.testing.assert_close(got, want, rtol=0, atol=1e-4)
 
 
-def test_positions_beyond_a_few_are_right_too(tmp_path: Path) -> None:
+def test_large_positions_equal_transformers(tmp_path: Path) -> None:
     theirs = make_checkpoint(tmp_path, rope=ROPES["llama3"], dtype=torch.float64)
     tokens = [(7 * i * i + i) % 64 for i in range(90)]
     with torch.no_grad():
@@ -75,7 +75,7 @@ def test_positions_beyond_a_few_are_right_too(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_narrow_dtypes_are_close(tmp_path: Path, dtype: torch.dtype) -> None:
-    """As close to the float64 model as transformers is in the same dtype, give or take."""
+    """About as close to the float64 model as transformers is in the same dtype."""
     theirs = make_checkpoint(tmp_path, dtype=torch.float64, family="qwen2")
     narrow = make_model(dtype=dtype, family="qwen2")
     with torch.no_grad():
@@ -106,7 +106,7 @@ def test_logits_are_plain_tensors(model: Transformer) -> None:
 
 
 def tree(parents: Sequence[int], tokens: Sequence[int], start: int, pad: int = 0, done: int = 0) -> Batch:
-    """The nodes of a tree from number `done` on; its slots begin at `start`."""
+    """The nodes of a tree from number `done` on; their slots begin at `start`."""
     count, sees = len(parents), torch.eye(len(parents), dtype=torch.bool)
     depth = torch.zeros(count, dtype=torch.int64)
     for node, parent in enumerate(parents):
@@ -134,7 +134,7 @@ def paths(parents: Sequence[int], tokens: Sequence[int]) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_tree_rows_are_their_paths(model: Transformer, seed: int) -> None:
+def test_tree_rows_equal_their_paths(model: Transformer, seed: int) -> None:
     random = torch.Generator().manual_seed(seed)
     count = 12
     parents = [-1, *(int(torch.randint(0, i, (), generator=random)) for i in range(1, count))]
@@ -176,7 +176,7 @@ def test_two_sequences_in_one_batch(model: Transformer) -> None:
 
 
 def test_slots_out_of_order(model: Transformer) -> None:
-    """Rows may come in any order; what they see is by slot."""
+    """Rows may have any order; the mask is by slot."""
     cache, batch = new_cache(model), chain(TOKENS)
     order = torch.randperm(len(TOKENS), generator=torch.Generator().manual_seed(0))
     rows = (x[order] for x in (batch.tokens, batch.positions, batch.slots, batch.mask, batch.sequence))

@@ -1,4 +1,4 @@
-"""Int4 weights: both file layouts against the formula, a round trip, and joining along N."""
+"""Int4 weights: both file layouts against the formula, a round trip, and concatenation along N."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ sizes = st.tuples(st.integers(1, 3), st.sampled_from([32, 64]), st.integers(1, 4
 
 
 class Drawn:
-    """Random codes [K, N], zero points [K/g, N], scales [K/g, N], and the matrix [N, K] that they mean."""
+    """Random codes [K, N], zero points [K/g, N], scales [K/g, N], and the matrix [N, K] that they represent."""
 
     def __init__(self, groups: int, group_size: int, eights: int, seed: int) -> None:
         random = np.random.default_rng(seed)
@@ -84,7 +84,7 @@ def test_pack_quantized(size: tuple[int, int, int, int], symmetric: bool) -> Non
     assert torch.equal(weight.dequantize(torch.float64), want)
 
 
-def test_both_layouts_become_the_same() -> None:
+def test_both_layouts_give_the_same_weights() -> None:
     drawn = Drawn(2, 32, 3, 5)
     scale, zeros = torch.from_numpy(drawn.scales.T.copy()), words(drawn.zeros).T.contiguous()
     other = from_pack_quantized(words(np.ascontiguousarray(drawn.codes.T)), scale, zeros, 32)
@@ -97,7 +97,8 @@ def test_both_layouts_become_the_same() -> None:
 @given(st.sampled_from([32, 64, 128]), st.integers(1, 3), st.integers(0, 2**31), st.booleans())
 @settings(max_examples=20, deadline=None)
 def test_a_dense_matrix_rounded(group: int, groups: int, seed: int, one_sided: bool) -> None:
-    """Each number is within half a step of its group, and a bit more since the scale is bfloat16; zeros stay zeros."""
+    """The error of each number is at most half a step of its group, plus the rounding of the scale to bfloat16; zeros
+    are exact."""
     random = torch.Generator().manual_seed(seed)
     matrix = torch.randn(16, groups * group, generator=random)
     matrix = matrix.abs() + 3 if one_sided else matrix
@@ -130,14 +131,14 @@ def test_fusing() -> None:
     )
 
 
-def test_fusing_what_was_left_dense_with_what_was_not() -> None:
+def test_fusing_dense_with_quantised_weights() -> None:
     parts: list[Weight] = [awq(Drawn(2, 32, 1, 1)), DenseWeight(torch.randn(5, 64, dtype=torch.float64))]
     joined = fuse_weights(parts)
     assert isinstance(joined, DenseWeight)
     assert torch.equal(dense(joined), torch.cat([dense(part) for part in parts]))
 
 
-def test_biases_of_only_some_parts_are_a_mistake() -> None:
+def test_biases_of_only_some_parts_are_refused() -> None:
     with pytest.raises(AssertionError):
         fuse_weights([DenseWeight(torch.randn(2, 4), torch.randn(2)), DenseWeight(torch.randn(2, 4))])
 
@@ -145,7 +146,8 @@ def test_biases_of_only_some_parts_are_a_mistake() -> None:
 @given(sizes, st.sampled_from([8, 16, 32, 64]), st.data())
 @settings(max_examples=40, deadline=None)
 def test_selecting(size: tuple[int, int, int, int], run: int, data: st.DataObject) -> None:
-    """Any eights of the outputs, any runs of the inputs, zeros for -1: of the int4 matrix as of the dense one."""
+    """Outputs in groups of eight and runs of inputs, with zeros for index -1: the int4 matrix gives the same as the
+    dense one."""
     drawn = Drawn(*size)
     n, k = drawn.matrix().shape
     bias = torch.randn(n, dtype=torch.float64)
@@ -156,7 +158,7 @@ def test_selecting(size: tuple[int, int, int, int], run: int, data: st.DataObjec
         torch.cat([torch.arange(i * wide, (i + 1) * wide) if i >= 0 else torch.full((wide,), -1) for i in picked])
         for picked, wide in ((eights, 8), (runs, run))
     )
-    padded = torch.nn.functional.pad(drawn.matrix(), (0, 1, 0, 1))  # index -1 is the zeros at the end
+    padded = torch.nn.functional.pad(drawn.matrix(), (0, 1, 0, 1))  # index -1 selects the zeros at the end
     for whole in (weight, dense_twin):
         some = whole.outputs(rows)
         assert torch.equal(dense(some), padded[rows][:, :-1])
@@ -166,7 +168,7 @@ def test_selecting(size: tuple[int, int, int, int], run: int, data: st.DataObjec
     assert weight.inputs(columns, run).group_size == min(run, drawn.group_size)
 
 
-def test_selecting_what_no_kernel_could_read() -> None:
+def test_selections_that_no_kernel_supports_are_refused() -> None:
     weight = awq(Drawn(2, 32, 2, 1))
     for rows in (torch.arange(4, 12), torch.tensor([0, 1, 2, 3, 4, 5, 6, -1]), torch.arange(7, -1, -1)):
         with pytest.raises(AssertionError, match="aligned runs of 8"):
@@ -177,7 +179,7 @@ def test_selecting_what_no_kernel_could_read() -> None:
     assert weight.regroup(32) is weight and torch.equal(dense(weight.regroup(4)), dense(weight))
 
 
-def test_a_checkpoint_that_autoawq_wrote() -> None:
+def test_a_checkpoint_written_by_autoawq() -> None:
     tensors = load_file(DATA / "awq_gemm_tiny" / "model.safetensors")
     unpacked = load_file(DATA / "awq_gemm_tiny" / "dequantized.safetensors")  # [K, N]
     assert len(unpacked) == 14
@@ -188,7 +190,7 @@ def test_a_checkpoint_that_autoawq_wrote() -> None:
 
 
 @pytest.mark.parametrize("kind", ["symmetric", "asymmetric"])
-def test_a_checkpoint_that_compressed_tensors_wrote(kind: str) -> None:
+def test_a_checkpoint_written_by_compressed_tensors(kind: str) -> None:
     tensors = load_file(DATA / "compressed_tensors_tiny" / kind / "model.safetensors")
     unpacked = load_file(DATA / "compressed_tensors_tiny" / kind / "dequantized.safetensors")  # [K, N]
     assert len(unpacked) == 14

@@ -1,4 +1,4 @@
-"""On workers every mode gives the target's own text, whatever becomes of the workers meanwhile."""
+"""With workers every mode gives the target's own text, whatever happens to the workers meanwhile."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def draft(pair: tuple[Path, Path]) -> Iterator[Started]:
 
 @functools.cache
 def plain(target: Path, sampling: str, verify: str = "match") -> list[int]:
-    """The text of one process, plain or, where it follows the tree, serial."""
+    """The text of one process, by autoregressive decoding or, where the text depends on the tree, in serial mode."""
     params = GREEDY if sampling == "greedy" else SAMPLED
     if verify == "match":
         return LLM(target, None, **OPTIONS).generate(PROMPT, params).token_ids
@@ -56,14 +56,14 @@ def plain(target: Path, sampling: str, verify: str = "match") -> list[int]:
 
 SHAPES: dict[str, dict[str, Any]] = {
     "serial": {"mode": "serial", "draft_steps": 3},
-    "async": {"mode": "async", "draft_steps": 3},  # the worker tells what it grows, a copy proposes
+    "async": {"mode": "async", "draft_steps": 3},  # the worker sends its tree deltas, a replica proposes
     "as it comes": {"mode": "async"},
 }
 
 
 @pytest.mark.parametrize("where", ["both", "target", "draft"])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_the_text_is_that_of_one_process(
+def test_the_text_equals_that_of_one_process(
     pair: tuple[Path, Path], target: Started, draft: Started, shape: str, where: str
 ) -> None:
     here = target.named() if where != "draft" else pair[0]
@@ -77,7 +77,7 @@ def test_the_text_is_that_of_one_process(
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_the_sides_may_compute_in_different_dtypes(pair: tuple[Path, Path], target: Started, shape: str) -> None:
-    """As those on different devices do: a draft that rounds otherwise guesses otherwise."""
+    """Like draft and target on different devices: a draft that rounds differently proposes different tokens."""
     with started("draft", pair[1], options={"dtype": torch.bfloat16}) as draft:
         for there in (target.named(), pair[0]):
             with on_workers(there, draft.named(), **SHAPES[shape]) as running:
@@ -85,7 +85,7 @@ def test_the_sides_may_compute_in_different_dtypes(pair: tuple[Path, Path], targ
                 assert answer.token_ids == plain(pair[0], "sampled") and answer.stats.accepted > 3
 
 
-def test_a_request_that_wants_no_tree_leaves_the_draft_alone(
+def test_a_request_without_a_tree_does_not_use_the_draft(
     pair: tuple[Path, Path], target: Started, draft: Started
 ) -> None:
     with on_workers(target.named(), draft.named()) as running:
@@ -94,7 +94,7 @@ def test_a_request_that_wants_no_tree_leaves_the_draft_alone(
     assert alone.stats.accepted == 0 < helped.stats.accepted
 
 
-def test_with_d_given_the_rounds_are_those_of_a_draft_here(
+def test_with_fixed_d_the_rounds_equal_those_of_a_local_draft(
     pair: tuple[Path, Path], target: Started, draft: Started
 ) -> None:
     rounds = []
@@ -104,7 +104,7 @@ def test_with_d_given_the_rounds_are_those_of_a_draft_here(
     assert rounds[0] == rounds[1]
 
 
-def test_a_request_with_a_d_of_its_own_after_one_without(
+def test_a_request_that_sets_d_after_one_that_does_not(
     pair: tuple[Path, Path], target: Started, draft: Started
 ) -> None:
     with on_workers(target.named(), draft.named()) as running:
@@ -122,15 +122,15 @@ def test_without_a_draft_and_with_guidance_and_scores(pair: tuple[Path, Path], t
             assert [*running.stream(PROMPT, params)] == [*here.stream(PROMPT, params)]
 
 
-def test_rejection_takes_the_same_rounds(pair: tuple[Path, Path], target: Started, draft: Started) -> None:
-    """What proposals were drawn from goes over the wire bit for bit."""
+def test_rejection_sampling_has_the_same_rounds(pair: tuple[Path, Path], target: Started, draft: Started) -> None:
+    """The draft probabilities are transferred bitwise."""
     with on_workers(target.named(), draft.named(), mode="serial", verify="reject", draft_steps=3) as running:
         assert running.generate(PROMPT, SAMPLED).token_ids == plain(pair[0], "sampled", "reject")
 
 
-def test_sessions_do_not_touch_each_other(pair: tuple[Path, Path]) -> None:
-    """Two orchestrators take turns on workers with room for both, then for one: then each round evicts the other's
-    session, which is told its text anew."""
+def test_sessions_are_independent(pair: tuple[Path, Path]) -> None:
+    """Two clients alternate on workers with room for two sessions, then for one: then each round evicts the session of
+    the other client, which is prefilled again."""
     for room in (2, 1):
         with started("target", pair[0], sessions=room) as target, started("draft", pair[1], sessions=2) as draft:
             with (
@@ -152,7 +152,7 @@ def test_sessions_do_not_touch_each_other(pair: tuple[Path, Path]) -> None:
             assert len(target.service.sessions) == len(draft.service.sessions) == 0, "whoever leaves says so"
 
 
-def test_a_drafter_that_goes_and_comes_back_costs_speed_only(pair: tuple[Path, Path], target: Started) -> None:
+def test_a_drafter_that_restarts_costs_speed_only(pair: tuple[Path, Path], target: Started) -> None:
     draft = Started("draft", pair[1]).start()
     params = replace(GREEDY, max_tokens=120)
     whole = LLM(pair[0], None, **OPTIONS).generate(PROMPT, params).token_ids
@@ -171,7 +171,7 @@ def test_a_drafter_that_goes_and_comes_back_costs_speed_only(pair: tuple[Path, P
         draft.stop()
 
 
-def test_a_drafter_that_was_never_there_costs_speed_only(pair: tuple[Path, Path], target: Started) -> None:
+def test_a_drafter_that_never_starts_costs_speed_only(pair: tuple[Path, Path], target: Started) -> None:
     draft = Started("draft", pair[1]).start()
     draft.stop()
     with on_workers(target.named(), draft.named(), draft_steps=3) as running:
@@ -179,7 +179,7 @@ def test_a_drafter_that_was_never_there_costs_speed_only(pair: tuple[Path, Path]
         assert answer.token_ids == plain(pair[0], "greedy") and "not been reached" in str(answer.stats.drafter_lost)
 
 
-def test_a_target_that_is_started_again_goes_on(pair: tuple[Path, Path], draft: Started) -> None:
+def test_decoding_continues_after_a_restart_of_the_target(pair: tuple[Path, Path], draft: Started) -> None:
     target = Started("target", pair[0]).start()
     with on_workers(target.named(), draft.named(), draft_steps=3) as running:
         stream = running.stream(PROMPT, SAMPLED)
@@ -190,8 +190,8 @@ def test_a_target_that_is_started_again_goes_on(pair: tuple[Path, Path], draft: 
         target.stop()
 
 
-def test_a_dead_target_is_an_error_in_time(pair: tuple[Path, Path], draft: Started, tmp_path: Path) -> None:
-    """So is another model in its place, whose text would be another one."""
+def test_a_lost_target_is_an_error_within_the_timeout(pair: tuple[Path, Path], draft: Started, tmp_path: Path) -> None:
+    """A worker with another model at the same address is an error too, since its text would differ."""
     target = Started("target", pair[0]).start()
     make_checkpoint(tmp_path, vocab=64, seed=9)
     with on_workers(target.named(timeout=0.5), draft.named(), draft_steps=3) as running:

@@ -1,4 +1,5 @@
-"""A worker that is silent for a while, slow, or answers amiss: never a wrong token, never a hang, one line."""
+"""A worker that is silent for a while, slow, or sends invalid responses never causes a wrong token or a hang; errors
+are one line."""
 
 from __future__ import annotations
 
@@ -48,28 +49,28 @@ def both(pair: tuple[Path, Path]) -> Iterator[dict[str, Started]]:
 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A draft's worker is late sooner than in earnest."""
+    """Shortens the timeout of a draft worker."""
     for name, seconds in (("FIRST_PROPOSAL_TIMEOUT_S", 0.2), ("MIN_TIMEOUT_S", 0.05), ("MAX_TIMEOUT_S", 0.1)):
         monkeypatch.setattr(failover, name, seconds)
 
 
 @contextmanager
 def relayed(worker: Started, **named: Any) -> Iterator[tuple[Relay, WorkerAddress]]:
-    """The worker behind a wire that can stall."""
+    """The worker behind a relay that can stall the connection."""
     with Relay(("127.0.0.1", worker.port), Way(0.0)) as relay:
         yield relay, replace(worker.named(**named), url="{}:{}".format(*relay.address))
 
 
 @contextmanager
 def slow(side: Any, model: Path, seconds: float) -> Iterator[Started]:
-    """A worker whose steps take so long."""
+    """A worker whose steps take this long."""
     step = StepTimes(((1, 1, seconds),))
     with started(side, model, options={"emulate": StepTimeEmulation(**{side: step})}) as worker:
         yield worker
 
 
 def until_it_drafts(running: LLMBase, plain: list[int]) -> None:
-    """Asks until the draft's worker helps again. Every text is the target's own."""
+    """Repeats requests until the draft worker is used again. Every text is the target's own."""
     until = time.monotonic() + 2 * MAX_DELAY_S
     while True:
         answer = running.generate(PROMPT, SAMPLED)
@@ -97,7 +98,9 @@ def test_a_draft_that_is_silent_for_a_while_costs_speed_only(
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_target_that_is_silent_for_a_while_goes_on(both: dict[str, Started], plain: list[int], mode: str) -> None:
+def test_decoding_continues_after_a_target_was_silent_for_a_while(
+    both: dict[str, Started], plain: list[int], mode: str
+) -> None:
     with (
         relayed(both["target"]) as (wire, target),
         on_workers(target, both["draft"].named(), mode=mode, draft_steps=2) as running,
@@ -110,7 +113,7 @@ def test_a_target_that_is_silent_for_a_while_goes_on(both: dict[str, Started], p
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_target_that_stays_silent_is_an_error_in_time_and_may_be_asked_again(
+def test_a_silent_target_is_an_error_within_the_timeout_and_can_be_retried(
     both: dict[str, Started], plain: list[int], mode: str
 ) -> None:
     with (
@@ -139,10 +142,10 @@ def test_a_slow_draft_costs_speed_only(
         assert running.generate(PROMPT, SAMPLED).token_ids == plain and running.outages
 
 
-def test_a_target_that_is_too_slow_is_an_error_in_time(
+def test_a_target_that_is_too_slow_is_an_error_within_the_timeout(
     pair: tuple[Path, Path], both: dict[str, Started], plain: list[int]
 ) -> None:
-    """One that is slow alone is waited for."""
+    """A target that is only slow is waited for."""
     short = replace(SAMPLED, max_tokens=4)
     with slow("target", pair[0], 0.2) as target:
         with on_workers(target.named(), both["draft"].named(), draft_steps=2) as running:
@@ -155,7 +158,7 @@ def test_a_target_that_is_too_slow_is_an_error_in_time(
 
 
 def amiss(name: str, result: VerifyResult) -> VerifyResult:
-    """What no target may answer."""
+    """Responses that a target must not send."""
     match name:
         case "an old round":
             return replace(result, round=result.round - 1)
@@ -172,7 +175,7 @@ def amiss(name: str, result: VerifyResult) -> VerifyResult:
 @pytest.mark.parametrize(
     "name", ["an old round", "another request", "another place", "a token that was not proposed", "no token"]
 )
-def test_a_target_that_answers_amiss_gives_no_token(
+def test_an_invalid_response_of_a_target_gives_no_token(
     both: dict[str, Started], monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     result_to = service.result_to_proto
@@ -186,7 +189,7 @@ def test_a_target_that_answers_amiss_gives_no_token(
 
 
 def twice(monkeypatch: pytest.MonkeyPatch, kind: Any) -> None:
-    """This kind of worker says everything twice."""
+    """Makes workers of this kind send every response twice."""
     answers = kind._answers
 
     def doubled(*about: Any) -> Iterator[Any]:
@@ -197,7 +200,7 @@ def twice(monkeypatch: pytest.MonkeyPatch, kind: Any) -> None:
     monkeypatch.setattr(kind, "_answers", doubled)
 
 
-def test_a_target_that_answers_twice_is_not_believed(both: dict[str, Started], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_duplicate_response_of_a_target_is_refused(both: dict[str, Started], monkeypatch: pytest.MonkeyPatch) -> None:
     twice(monkeypatch, service.TargetWorkerService)
     with (
         on_workers(both["target"].named(), both["draft"].named(), mode="serial", draft_steps=2) as running,
@@ -207,7 +210,7 @@ def test_a_target_that_answers_twice_is_not_believed(both: dict[str, Started], m
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_draft_that_answers_twice_costs_speed_at_most(
+def test_a_duplicate_response_of_a_draft_costs_speed_at_most(
     both: dict[str, Started], plain: list[int], monkeypatch: pytest.MonkeyPatch, mode: str
 ) -> None:
     twice(monkeypatch, service.DraftWorkerService)

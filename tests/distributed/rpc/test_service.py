@@ -1,4 +1,4 @@
-"""What workers answer to messages that are good, late, twice, wrong or none."""
+"""Responses of workers to messages that are valid, late, duplicate, wrong or missing."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Started]:
 
 
 class Client:
-    """Calls a target's worker without any of the client's own checks."""
+    """Calls a target worker without the checks of the real client."""
 
     def __init__(self, worker: Started) -> None:
         self._channel = grpc.insecure_channel(f"127.0.0.1:{worker.port}")
@@ -106,7 +106,7 @@ def test_a_round_is_applied_once(client: Client) -> None:
     assert "over" in client.refused(Code.FAILED_PRECONDITION, lambda: client.ask(**ask))
 
 
-def test_growth_goes_to_the_stream_that_opened_last(tmp_path: Path) -> None:
+def test_deltas_go_to_the_stream_that_opened_last(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, vocab=64)
     with started("draft", tmp_path) as worker:
         link = WorkerConnection(f"127.0.0.1:{worker.port}", "--draft-url", DRAFT_SERVICE, pb.DraftAnswer, RpcSecurity())
@@ -119,7 +119,7 @@ def test_growth_goes_to_the_stream_that_opened_last(tmp_path: Path) -> None:
         assert delta_from_proto(grown.delta).parents.tolist()[0] == 0 and grown.telemetry.model > 0
         second.send(pb.DraftRequest(session=grown.session, opening=ahead))
         both = [list(delta.tokens) for delta in (grown.delta, second.recv(20).delta)]
-        least = min(map(len, both))  # what has grown by the time goes together
+        least = min(map(len, both))  # the deltas so far are sent together
         assert both[0][:least] == both[1][:least]
         result = result_to_proto(VerifyResult(1, 0, 2, (0, 1), (grown.delta.tokens[0], 9)), for_client=False)
         first.send(pb.DraftRequest(session=grown.session, result=result))
@@ -139,7 +139,7 @@ def test_growth_goes_to_the_stream_that_opened_last(tmp_path: Path) -> None:
             call(pb.DraftRequest(opening=ahead).SerializeToString(), timeout=20)
 
 
-def test_what_does_not_fit_is_refused_in_a_line(client: Client) -> None:
+def test_invalid_messages_are_refused_in_one_line(client: Client) -> None:
     session = client.ask(opening=client.opening()).session
     good = proposal_to_proto(Proposal(1, 0, 2, (TEXT[-1], 9, 8), (-1, 0, 1)))
 
@@ -165,7 +165,7 @@ def test_what_does_not_fit_is_refused_in_a_line(client: Client) -> None:
     assert len(client.ask(session=session, proposal=good).result.tokens) >= 1, "the session is as it was"
 
 
-def test_an_opening_must_be_meant_for_this_worker(client: Client) -> None:
+def test_a_request_for_another_model_is_refused(client: Client) -> None:
     def asked(**changes: Any) -> Callable[[], object]:
         message = client.opening()
         for name, value in changes.items():
@@ -228,7 +228,7 @@ def test_a_worker_over_tls(target: Started, tmp_path: Path) -> None:
 
         assert ping(RpcSecurity("secret", ca=cert.read_bytes())).vocab_size == 64
         with pytest.raises(WorkerLost):
-            ping(RpcSecurity("secret"))  # in plain text
+            ping(RpcSecurity("secret"))  # without TLS
         with pytest.raises(WorkerRefused, match="token"):
             ping(RpcSecurity("other", ca=cert.read_bytes()))
         with pytest.raises(WorkerRefused, match=r"not trusted.*--tls-ca"):
@@ -237,11 +237,11 @@ def test_a_worker_over_tls(target: Started, tmp_path: Path) -> None:
             ping(RpcSecurity("secret", ca=cert.read_bytes()), "localhost")
 
 
-HEALTH: Any = health_pb2  # its names are made when it is imported
+HEALTH: Any = health_pb2  # its names are generated on import
 
 
 def test_health_is_served_until_a_worker_drains(target: Started) -> None:
-    """By the standard service's own client, of the worker, of each service, and of none that is there."""
+    """With the client of the standard service: of the worker, of each service, and of an unknown one."""
     worker = Started("target", target.model).start()
     channel = grpc.insecure_channel(f"127.0.0.1:{worker.port}")
     health: Any = health_pb2_grpc.HealthStub(channel)
@@ -260,7 +260,7 @@ def test_health_is_served_until_a_worker_drains(target: Started) -> None:
 
 
 class Shows(grpc.UnaryUnaryClientInterceptor, grpc.StreamStreamClientInterceptor):
-    """A client that shows the token with each call."""
+    """A client that sends the token with each call."""
 
     def intercept_unary_unary(self, continuation: Any, client_call_details: Any, request: Any) -> Any:
         return continuation(client_call_details._replace(metadata=RpcSecurity("secret").metadata), request)
@@ -270,7 +270,7 @@ class Shows(grpc.UnaryUnaryClientInterceptor, grpc.StreamStreamClientInterceptor
 
 
 def test_reflection_lists_the_services_for_clients_with_the_token(target: Started) -> None:
-    """By the standard service's own client, who makes a call of what it has read."""
+    """With the client of the standard service, which makes a call from the descriptors that it has read."""
     with started("target", target.model, security=RpcSecurity("secret")) as worker:
         bare = grpc.insecure_channel(f"127.0.0.1:{worker.port}")
         health: Any = health_pb2_grpc.HealthStub(bare)
@@ -301,7 +301,7 @@ def test_a_worker_of_the_other_kind_is_refused(target: Started) -> None:
 def test_an_idle_worker_checks_its_group(target: Started, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("swiftspec.distributed.rpc.server.SWEEP_INTERVAL_S", 0.01)
     over: SimpleQueue[int] = SimpleQueue()
-    target.server.run(over, lambda: over.put(0))  # ends by what it has seen
+    target.server.run(over, lambda: over.put(0))  # ends because of the error that it received
 
 
 def test_messages_carry_every_field() -> None:
@@ -325,7 +325,7 @@ class Work:
         self.shape = shape
 
 
-def test_sessions_end_by_rest_and_make_room() -> None:
+def test_idle_sessions_are_evicted() -> None:
     now = [0.0]
     sessions = WorkerSessions(Work, max_sessions=2, idle_timeout_s=10.0, clock=lambda: now[0])
     first, second = (sessions.open(b"", SHAPE) for _ in range(2))
@@ -345,8 +345,8 @@ def test_sessions_end_by_rest_and_make_room() -> None:
         pass
 
 
-def test_a_session_that_is_about_to_rest_makes_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It has answered and does what is left to do, when another one is opened."""
+def test_a_session_that_is_about_to_become_idle_is_evicted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has responded and is finishing its round when another one is opened."""
     monkeypatch.setattr("swiftspec.distributed.rpc.sessions.IDLE_GRACE_S", 60.0)
     sessions, opened = WorkerSessions(Work, max_sessions=1, idle_timeout_s=10.0), SimpleQueue[Any]()
     first = sessions.open(b"", SHAPE)
@@ -359,7 +359,7 @@ def test_a_session_that_is_about_to_rest_makes_room(monkeypatch: pytest.MonkeyPa
     assert opened.get() is not first and first.ended
 
 
-def test_turns_go_round_in_order() -> None:
+def test_the_lock_is_fair() -> None:
     turns, order, threads = FairLock(), list[int](), list[threading.Thread]()
 
     def work(number: int) -> None:

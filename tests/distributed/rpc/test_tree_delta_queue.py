@@ -1,4 +1,4 @@
-"""Growth on its way to who sends it: what has come goes as one, in order, and nothing of it is lost."""
+"""Tree deltas on their way to the sender: pending ones are merged, in order, and none is lost."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ COST = pb.Telemetry(span=7, wall=3, model=2)
 
 
 def taken(grown: TreeDeltaQueue, *, join: bool) -> list[TimedDelta]:
-    """All of it."""
+    """All deltas until the end."""
     found: list[TimedDelta] = []
     while together := grown.take(join=lambda: join):
         found += together
@@ -36,7 +36,7 @@ def taken(grown: TreeDeltaQueue, *, join: bool) -> list[TimedDelta]:
 
 
 @pytest.mark.parametrize("join", [False, True])
-def test_what_has_come_goes_as_one_and_the_end_by_itself(join: bool) -> None:
+def test_pending_deltas_are_merged_and_the_end_is_separate(join: bool) -> None:
     come, told = Event(), [delta(0, 1), delta(0, 3), delta(0, 5, 0), delta(1, 5), delta(1, 7)]
 
     def grow() -> Iterator[TimedDelta]:
@@ -52,7 +52,7 @@ def test_what_has_come_goes_as_one_and_the_end_by_itself(join: bool) -> None:
     assert sum(cost.wall for _, cost in found if cost is not None) == 15
 
 
-def test_requests_stay_apart_and_whether_to_join_is_asked_once_one_is_open() -> None:
+def test_deltas_of_different_requests_are_separate_and_join_is_evaluated_on_the_first_delta() -> None:
     waits, opened, joins, come = Event(), Event(), list[bool](), Event()
 
     def grow() -> Iterator[TimedDelta]:
@@ -77,7 +77,7 @@ def test_requests_stay_apart_and_whether_to_join_is_asked_once_one_is_open() -> 
     assert [(each.request, each.first, len(each)) for each, _ in taken(grown, join=True)] == [(1, 1, 4), (2, 1, 4)]
 
 
-def test_what_growing_raises_comes_after_what_has_grown() -> None:
+def test_an_exception_of_an_expansion_is_raised_after_the_pending_deltas() -> None:
     def grow() -> Iterator[TimedDelta]:
         yield delta(0, 1), None
         raise ValueError("no more")
@@ -104,7 +104,7 @@ def test_a_tree_stops_expanding_when_its_deltas_are_not_read() -> None:
     stuck.close()
 
 
-def test_what_growth_has_cost_is_booked_to_the_message_that_asked_for_it() -> None:
+def test_the_time_of_expansions_is_attributed_to_the_request_message() -> None:
     class Link:
         peer = "--draft-url"
 

@@ -1,4 +1,4 @@
-"""A worker that is a group of ranks gives the text of one, in every session that it has."""
+"""A worker that is a group of ranks gives the text of one rank, in each of its sessions."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ ASKED = (
         ("draft", {}),
     ],
 )
-def test_the_text_is_that_of_one_rank(pool: Pool, tmp_path: Path, side: str, plan: dict[str, Any]) -> None:
+def test_the_text_equals_that_of_one_rank(pool: Pool, tmp_path: Path, side: str, plan: dict[str, Any]) -> None:
     target, draft = make_pair(tmp_path)
     model, other = (target, draft) if side == "target" else (draft, target)
     requests = [(PROMPT, asdict(params)) for params in ASKED]
@@ -45,7 +45,7 @@ def test_the_text_is_that_of_one_rank(pool: Pool, tmp_path: Path, side: str, pla
 @pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("side", ["target", "draft"])
-def test_all_ranks_use_the_steps_that_all_have(pool: Pool, tmp_path: Path, side: str, rank: int) -> None:
+def test_all_ranks_use_an_executor_that_all_have(pool: Pool, tmp_path: Path, side: str, rank: int) -> None:
     target, draft = make_pair(tmp_path)
     model, other = (target, draft) if side == "target" else (draft, target)
     requests = [(PROMPT, asdict(ASKED[0]))]
@@ -55,7 +55,7 @@ def test_all_ranks_use_the_steps_that_all_have(pool: Pool, tmp_path: Path, side:
     assert lost == [None, None] and accepted > 3
 
 
-def test_what_a_client_asks_amiss_ends_no_rank(pool: Pool, tmp_path: Path) -> None:
+def test_an_invalid_request_of_a_client_ends_no_rank(pool: Pool, tmp_path: Path) -> None:
     target, draft = make_pair(tmp_path)
     grammar, full, guided, good = pool.run(2, "refuse_on_group", side="target", model=str(target))[0]
     assert "a grammar needs" in grammar and "context is full" in full and "unconditional text" in guided and not good

@@ -1,4 +1,4 @@
-"""Messages between two ranks over either wire: whole, in order, and with an end that shows."""
+"""Messages between two ranks over either transport: complete, in order, and with a visible end."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def ends(request: pytest.FixtureRequest) -> Iterator[tuple[Channel, Channel]]:
     there.close()
 
 
-def test_messages_come_whole_and_in_order(ends: tuple[Channel, Channel]) -> None:
+def test_messages_arrive_complete_and_in_order(ends: tuple[Channel, Channel]) -> None:
     here, there = ends
     messages = [list(range(-7, n - 7)) for n in (0, 1, 5, 1000, 40_000)]
     sender = threading.Thread(target=lambda: [here.send(kind, words) for kind, words in enumerate(messages)])
@@ -65,7 +65,7 @@ def test_messages_come_whole_and_in_order(ends: tuple[Channel, Channel]) -> None
     assert here.recv()[0] == 99
 
 
-def test_waiting_ends_in_time_and_may_begin_again(ends: tuple[Channel, Channel]) -> None:
+def test_a_wait_times_out_and_can_be_repeated(ends: tuple[Channel, Channel]) -> None:
     here, there = ends
     for timeout in (0.0, 0.1):
         began = time.monotonic()
@@ -76,7 +76,7 @@ def test_waiting_ends_in_time_and_may_begin_again(ends: tuple[Channel, Channel])
     assert here.recv(5) == (3, [4])
 
 
-def test_a_peer_that_is_gone_shows(ends: tuple[Channel, Channel]) -> None:
+def test_a_lost_peer_is_detected(ends: tuple[Channel, Channel]) -> None:
     here, there = ends
     there.send(1)
     there.close()
@@ -89,7 +89,7 @@ def test_a_peer_that_is_gone_shows(ends: tuple[Channel, Channel]) -> None:
 
 
 class Door:
-    """Somebody waits behind it for a friend; everybody knows its address."""
+    """A rank that listens for a peer, at an address that anyone can connect to."""
 
     def __init__(self) -> None:
         self._store = FakeStore()
@@ -104,11 +104,11 @@ class Door:
         self.got.append(there)
 
     def friend(self) -> Channel:
-        """Comes in, with the ticket."""
+        """Connects with the ticket."""
         return dial(self._store, "door", "the house", spin=False, timeout=10)  # type: ignore[arg-type]
 
 
-def test_who_does_not_know_the_ticket_stays_outside() -> None:
+def test_a_connection_without_the_ticket_is_refused() -> None:
     door = Door()
     with socket.create_connection(door.address) as stranger:
         stranger.sendall(bytes(16))
@@ -137,7 +137,7 @@ def test_no_rank_arrives() -> None:
 
 
 @pytest.mark.parametrize("data", [HEADER.pack(1, MAX_WORDS + 1), b"GET / HTTP/1.1\r\n\r\n"])
-def test_a_stream_of_something_else_is_refused(data: bytes) -> None:
+def test_a_stream_of_another_protocol_is_refused(data: bytes) -> None:
     ours, theirs = socket.socketpair()
     channel = TcpChannel.__new__(TcpChannel)
     channel.peer, channel._sock, channel._buffer, channel._usable = "the stranger", ours, bytearray(), True

@@ -1,4 +1,4 @@
-"""The messages survive their packed form; anything else is refused."""
+"""Messages are unchanged after packing and unpacking; invalid ones are refused."""
 
 import json
 from dataclasses import asdict, replace
@@ -42,7 +42,7 @@ def test_a_malformed_proposal_is_refused(flat: list[int]) -> None:
         unpack_proposal(flat)
 
 
-def test_what_was_drawn_from_travels_with_a_proposal() -> None:
+def test_the_draft_probabilities_are_sent_with_a_proposal() -> None:
     tokens = np.array([[4, 6, 9], [5, 1, 2]], np.int32)
     probs = np.array([[0.5, 0.25, 0.25], [1, 0, 0]], np.float32)
     proposal = Proposal(7, 3, 20, (4, 6, 4, 5), (-1, 0, 0, 1), DraftProbs(tokens, probs))
@@ -73,13 +73,13 @@ def test_sampling_values_of_another_type_are_refused(values: dict[str, object]) 
         unpack_request_start([1, 1, 1, 5, len(text), *bytes_to_words(text)])
 
 
-def test_every_sampling_value_travels_with_an_opening() -> None:
+def test_every_sampling_value_is_sent_with_a_request() -> None:
     sampling = SamplingParams(
         0.7, 0.9, 5, 0.1, 1.1, 0.5, -0.5, {3: -1.5, 12: 2.0}, 1.5, 2**64 - 1, 7, ("a", "é"), (4, 5), True, 3, None,
         "start: /é+/", (1, 2), 4, 2,
     )  # fmt: skip
     default, told = asdict(SamplingParams()), set[str]()
-    for sent in (sampling, replace(sampling, guidance_scale=1.0, prompt_logprobs=2)):  # one goes without the other
+    for sent in (sampling, replace(sampling, guidance_scale=1.0, prompt_logprobs=2)):  # one without the other
         again = unpack_request_start(pack_message(RequestStart(3, (1, 2, 3), sent, 2, "eager", (2, 0))))
         assert again == RequestStart(3, (1, 2, 3), sent, 2, "eager", (2, 0))
         told |= {name for name, value in asdict(again.sampling).items() if value != default[name]}

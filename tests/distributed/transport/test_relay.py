@@ -1,4 +1,4 @@
-"""The tests' slow wire: what it lets through, and when at the earliest."""
+"""The relay that simulates a slow connection: which data it forwards, and the earliest time."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import pytest
 
 from tests.support.relay import Relay, Way
 
-LONG = 30.0  # seconds that nothing takes
+LONG = 30.0  # seconds; more than anything takes
 
 
 @pytest.fixture
 def server() -> Iterator[tuple[str, int]]:
-    """Sends back whatever it is sent, to any number of clients."""
+    """Echoes everything, to any number of clients."""
     listener = socket.create_server(("127.0.0.1", 0))
 
     def echo(end: socket.socket) -> None:
@@ -60,7 +60,7 @@ def test_messages_share_a_delay_and_queue_for_the_bandwidth() -> None:
     assert [Way(2.0).due(now, 50) for now in (0.0, 1.0)] == [2.0, 3.0]
 
 
-def test_bytes_come_whole_in_order_and_not_before_their_time(server: tuple[str, int]) -> None:
+def test_bytes_arrive_complete_in_order_and_not_early(server: tuple[str, int]) -> None:
     data = bytes(range(256)) * 4096
     with Relay(server, Way(0.02), Way(0.03)) as relay, connect(relay) as one, connect(relay) as other:
         began = time.perf_counter()
@@ -74,7 +74,7 @@ def test_bytes_come_whole_in_order_and_not_before_their_time(server: tuple[str, 
         assert one.recv(1) == b"", "the end comes through"
 
 
-def test_a_stall_holds_everything_and_a_reset_is_one(server: tuple[str, int]) -> None:
+def test_a_stall_delays_everything_and_a_reset_is_forwarded(server: tuple[str, int]) -> None:
     with Relay(server, Way(0.0)) as relay, connect(relay) as end:
         relay.stall()
         end.sendall(b"late")
