@@ -116,7 +116,7 @@ def test_the_command_predicts_a_node_of_gpus(tmp_path: Path, capsys: pytest.Capt
     assert main(["predict", "--hardware", "h200x8", "--int4", *models]) == 0
     out = capsys.readouterr().out
     assert len([line for line in out.splitlines() if line.startswith("async")]) == 7
-    assert "operators: predicted, link: predicted; acceptance: measured on the embedded pair" in out
+    assert "operators: predicted, link: predicted; acceptance: measured on the demo models" in out
 
 
 def test_prediction_is_compared_with_measurement(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

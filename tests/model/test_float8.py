@@ -66,7 +66,7 @@ def test_no_key_or_value_can_overflow(tmp_path: Path) -> None:
         layer = read()
         assert layer.qkv.bias is not None
         matrix = (layer.qkv.dequantize(torch.float32) * layer.input_norm)[c.num_heads * c.head_dim :]
-        worst = matrix / matrix.norm(dim=1, keepdim=True) * c.hidden_size**0.5  # along each output's own weights
+        worst = matrix / matrix.norm(dim=1, keepdim=True) * c.hidden_size**0.5  # parallel to each output's weights
         out = torch.cat((worst, -worst)) @ matrix.T + layer.qkv.bias[c.num_heads * c.head_dim :]
         keys, values = out.view(-1, 2, c.num_kv_heads, 2, c.head_dim // 2).unbind(1)
         assert LARGEST / 4 < float(keys.norm(dim=2).max()) <= LARGEST

@@ -111,7 +111,7 @@ def test_gumbel(bits: int) -> None:
         ({"stream": 2**32}, TypeError, "incompatible"),
     ],
 )
-def test_nonsense_is_refused(change: dict[str, Any], error: type[Exception], message: str) -> None:
+def test_invalid_arguments_are_refused(change: dict[str, Any], error: type[Exception], message: str) -> None:
     out = np.full((2, 4), 99, dtype=np.uint32)
     good: dict[str, Any] = {"seed": 1, "stream": 0, "positions": np.zeros(2, dtype=np.int32), "out": out}
     with pytest.raises(error, match=message):

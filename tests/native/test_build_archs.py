@@ -70,7 +70,7 @@ def choose(build: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> Callable[.
         ([90], "89;86 89", [86, 89]),
     ],
 )
-def test_a_build_is_for_the_gpus_here_or_those_named(
+def test_a_build_is_for_the_present_or_named_gpus(
     choose: Callable[..., str], gpus: list[int], named: str | None, archs: list[int]
 ) -> None:
     message = choose(gpus, **({} if named is None else {"SWIFTSPEC_CUDA_ARCHS": named}))
@@ -97,14 +97,14 @@ def test_a_gpu_without_kernels_is_refused_with_the_reason(choose: Callable[..., 
         ({"SWIFTSPEC_CUDA": "1"}, "SWIFTSPEC_CUDA is set, but /bin/nvcc does not support sm_100; install"),
     ],
 )
-def test_what_was_asked_for_and_cannot_be_built_ends_the_build(
+def test_a_requested_architecture_that_cannot_be_built_ends_the_build(
     choose: Callable[..., str], environment: dict[str, str], message: str
 ) -> None:
     with pytest.raises(SystemExit, match=re.escape(message)):
         choose([100], [80, 86, 89, 90], **environment)
 
 
-def test_a_machine_without_a_gpu_has_none(build: dict[str, Any]) -> None:
+def test_a_machine_without_a_gpu_builds_no_kernels(build: dict[str, Any]) -> None:
     if shutil.which("nvidia-smi") is None and not Path("/dev/nvidiactl").exists():
         assert build["capabilities"]() == []
 

@@ -74,7 +74,7 @@ def run(*command: str) -> str:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("arch", [HOPPER, AMPERE])
-def test_attention_is_softmax_and_a_row_depends_on_nothing_but_its_own_keys(folder: Path, arch: int) -> None:
+def test_attention_is_softmax_and_rows_depend_only_on_their_own_keys(folder: Path, arch: int) -> None:
     run(build(folder, "attention_driver", arch=arch))
 
 
@@ -88,7 +88,7 @@ def test_sampling_by_one_block(lone_sampling: str) -> None:
 
 
 @pytest.mark.skipif(_C.level() == "none", reason="this CPU has no AVX2")
-def test_noise_is_the_hosts_to_the_bit(sampling: str) -> None:
+def test_noise_is_bitwise_identical_to_the_hosts(sampling: str) -> None:
     """A GPU and a CPU draw the same tokens from the same logits."""
     parts = [np.arange(20_000), 2**32 - 1 - np.arange(20_000), np.arange(0, 2**32, 65_537)]
     parts += [np.arange(-200, 200) + 2**power for power in range(8, 32)]
@@ -133,7 +133,7 @@ class Grown:
 
 
 @pytest.mark.parametrize(("w", "k"), [(1, 1), (3, 2), (8, 8), (40, 3)])
-def test_a_tree_grows_as_on_the_host(tree: str, w: int, k: int) -> None:
+def test_a_tree_expands_as_on_the_host(tree: str, w: int, k: int) -> None:
     expansions, prefix, spread = 6, 13, 2**20
     slots = expansions * w
     grown = Grown(tree, expansions, w, k, slots, prefix, spread)
@@ -164,7 +164,7 @@ def test_a_tree_grows_as_on_the_host(tree: str, w: int, k: int) -> None:
 
 
 @pytest.mark.parametrize("spread", [1, 12])
-def test_of_equal_leaves_the_earlier_come_first(tree: str, spread: int) -> None:
+def test_of_equal_leaves_the_earlier_is_expanded_first(tree: str, spread: int) -> None:
     grown = Grown(tree, 5, 6, 4, 30, 0, spread)
     taken: set[int] = set()
     for part, rows in enumerate(grown.rows):
@@ -175,7 +175,7 @@ def test_of_equal_leaves_the_earlier_come_first(tree: str, spread: int) -> None:
         taken.update(order)
 
 
-def test_rows_without_a_leaf_are_left_over(tree: str) -> None:
+def test_rows_without_a_leaf_are_padding(tree: str) -> None:
     first = Grown(tree, 1, 4, 2, 4, 9, 2**20).all_rows[0]
     assert first[0] == [0, ROOT_TOKEN, 9, 9, 0]
     assert first[1:] == [[-1, 0, 9, 9 + row, row] for row in (1, 2, 3)], "they see themselves alone"

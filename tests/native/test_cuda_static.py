@@ -28,7 +28,7 @@ SASS = """
 """
 
 
-def test_reports_are_read() -> None:
+def test_reports_are_parsed() -> None:
     kernels = sass_gate.read_ptxas(LOG)
     assert (kernels["_Z4goodv"].registers, kernels["_Z3badv"].stack, kernels["_Z3badv"].spills) == (40, 16, 12)
     counts = sass_gate.read_sass(SASS)
@@ -38,12 +38,12 @@ def test_reports_are_read() -> None:
     assert {name: "mma.sync" in body for name, body in sass_gate.read_ptx(ptx).items()} == {"_Z1a": True, "_Z1b": False}
 
 
-def test_names_are_plain() -> None:
+def test_kernel_names_are_demangled() -> None:
     long = "void swiftspec::cuda::(anonymous namespace)::linear_kernel<true, 1, a::(anonymous namespace)::One>(a::One)"
     assert sass_gate.plain_name(long) == "linear_kernel<true, 1, One>"
 
 
-def test_faults_are_seen() -> None:
+def test_faults_are_detected() -> None:
     ptx = " ".join(sass_gate.required(sass_gate.HOPPER)["linear_kernel"])
     good = Report("1", {"linear: linear_kernel<1>": Kernel(40, ptx=ptx, counts={"LDL": 0})})
     assert sass_gate.broken_rules(good) == []
@@ -65,7 +65,7 @@ def test_faults_are_seen() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.skipif(NVCC is None or shutil.which("c++filt") is None, reason="no nvcc, or no c++filt")
-def test_what_nvcc_makes() -> None:
+def test_the_code_of_nvcc_passes_the_checks() -> None:
     """For every architecture. Run `python -m tools.sass_gate --write` after an intended change."""
     report = sass_gate.compile_all(str(NVCC))
     assert {kernel.arch for kernel in report.kernels.values()} == set(sass_gate.ARCHS)

@@ -12,7 +12,7 @@ from tests.native.test_ll import build
 
 Array = np.ndarray
 HOPPER, AMPERE, SMALL = 232448, 166912, 101376  # bytes of shared memory: 9.0 and 10.0, 8.0, the others
-NO_ROOM = 2  # the exit status of the emulator where a cut does not fit
+NO_ROOM = 2  # the exit status of the emulator if a tiling does not fit
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +79,7 @@ class Case:
 @pytest.mark.parametrize("cluster_log", [0, 1, 2, 3])
 @pytest.mark.parametrize("n_log", [0, 1, 2, 3])
 @pytest.mark.parametrize("shared", [HOPPER, SMALL])
-def test_every_cut_is_the_product(emulator: str, shared: int, n_log: int, cluster_log: int) -> None:
+def test_every_tiling_gives_the_product(emulator: str, shared: int, n_log: int, cluster_log: int) -> None:
     """With small integers, whose sums are exact in any order: bitwise. 640 inputs are 5 tiles, fewer than the warps of
     some tilings; 72 outputs are 2.25 strips, and the padding of the last one is not written."""
     for group in (128, 0):
@@ -90,7 +90,7 @@ def test_every_cut_is_the_product(emulator: str, shared: int, n_log: int, cluste
 
 @pytest.mark.parametrize("group", [128, 64, 32, 0])
 @pytest.mark.parametrize(("n", "first", "half"), [(72, 0, 36), (72, 1, 16), (72, 2, 4), (8, 0, 4), (256, 3, 64)])
-def test_tiles_become_rows_again(emulator: str, n: int, first: int, half: int, group: int) -> None:
+def test_unpacking_tiles_restores_the_rows(emulator: str, n: int, first: int, half: int, group: int) -> None:
     """Unpacks some strips, the last partly padding: outputs of the first half, then of the second, bitwise."""
     case = Case(1152 if group else 1160, n, group, seed=n)
     numbers = map(str, (HOPPER, case.k, n, group, first, half))
@@ -144,13 +144,13 @@ def test_epilogues(emulator: str, mode: str, n: int, group: int) -> None:
 def test_inputs_in_several_chunks(emulator: str, group: int, shared: int) -> None:
     """5,120 inputs do not fit into shared memory together: x is staged in chunks, more of them for more rows."""
     case = Case(5120, 64, group)
-    cut = (1, 0) if shared != SMALL or group != 32 else (-1, -1)  # few cuts fit there
+    cut = (1, 0) if shared != SMALL or group != 32 else (-1, -1)  # few tilings fit there
 
     def run(rows: int, clusters: int) -> Array:
         return case.run(emulator, rows, clusters, *cut, shared=shared)
 
     few, many = run(8, 2), run(32, 2)
-    assert np.array_equal(few, many[:8])  # a row's result depends on nothing but the row
+    assert np.array_equal(few, many[:8])  # a row's result depends only on the row
     assert np.array_equal(few[:1], run(1, 1))
     error = np.linalg.norm(many - case.truth(32)) / np.linalg.norm(case.truth(32))
     assert error < 1e-5

@@ -11,10 +11,10 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 NEVER = 1_000_000
-NO_WRAP = (NEVER, NEVER)  # flags, epochs between two cleanings
+NO_WRAP = (NEVER, NEVER)  # flags, and epochs between two cleanings
 SOURCES = ["tests/native/ll_threads.cpp", *(f"csrc/host/shm/{name}.cpp" for name in ("segment", "ll_shm", "mailbox"))]
 NEAR_WRAP = 2**32 - 50
-FIRST_LINE = 8 * (2**32 - 4)  # of a ring of 8 lines: four laps before the flags start again
+FIRST_LINE = 8 * (2**32 - 4)  # of a ring of 8 lines: four passes before the flags wrap
 
 
 def build(out: Path, sources: list[str], *flags: str) -> str:
@@ -49,7 +49,7 @@ def walk(model: str, *numbers: int) -> str:
         (3, 3, 1, 2, 0, "ok"),
         (3, 6, 1, 2, 0, "ok"),
         (2, 4, 2, 1, 0, "stuck"),
-        (2, 6, 2, 2, 0, "ok"),  # two halves of a line come and go one by one
+        (2, 6, 2, 2, 0, "ok"),  # two halves of a line are written and read separately
         (3, 3, 1, 2, 1, "stuck"),  # sending for the next epoch before all of this one has been received
         (3, 4, 1, 3, 1, "stuck"),
         (3, 5, 1, 4, 1, "ok"),
@@ -65,7 +65,7 @@ def test_every_interleaving(
 
 
 @pytest.mark.slow
-def test_every_interleaving_of_three_ranks_and_halves(model: str) -> None:
+def test_every_interleaving_of_three_ranks_and_half_lines(model: str) -> None:
     assert walk(model, 3, 3, 2, 2, 0, *NO_WRAP, 0b111) == "ok"
 
 

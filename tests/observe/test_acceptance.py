@@ -1,4 +1,4 @@
-"""Acceptance by depth and by child rank, against a count straight from the definition."""
+"""Acceptance by depth and by child rank, compared with counting by the definition."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ def test_one_round_by_hand() -> None:
     counts = Acceptance()
     #    0: root;  1, 2, 3 below it;  4, 5 below 2;  6 below 5
     parents = (-1, 0, 0, 0, 2, 2, 5)
-    counts.add(parents, (0, 2, 5))  # second child, second child, then the only one is refused
+    counts.add(parents, (0, 2, 5))  # second child, second child, then the only child is rejected
     assert counts.histogram == [0, 0, 1]
     assert (counts.tried_at_depth, counts.accepted_at_depth) == ([1, 1, 1], [1, 1])
     assert (counts.tried_child, counts.accepted_child) == ([3, 2, 1], [0, 2])
-    counts.add((-1,), (0,))  # a plain round: nothing was tried
+    counts.add((-1,), (0,))  # an autoregressive round: nothing was proposed
     assert counts.histogram == [1, 0, 1]
     assert counts.tried_at_depth == [1, 1, 1]
     assert counts.expected_rate is None

@@ -30,7 +30,7 @@ def engine(mode: str, dtype: torch.dtype) -> LLM:
 
 
 class Heard(list[dict[str, Any]]):
-    """The lines that a listener receives."""
+    """A listener and the lines that it receives."""
 
     def __call__(self, noted: Sequence[TraceEntry]) -> None:
         self.extend(map(to_record, noted))
@@ -38,7 +38,7 @@ class Heard(list[dict[str, Any]]):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("mode", ["ar", "serial", "smc"])
-def test_a_listener_changes_nothing_and_costs_nothing_once_gone(mode: str, dtype: torch.dtype) -> None:
+def test_a_listener_does_not_affect_the_output_or_later_requests(mode: str, dtype: torch.dtype) -> None:
     llm, heard = engine(mode, dtype), Heard()
     sampling = SamplingParams(seed=3, max_tokens=24, ignore_eos=True)
     alone = llm.generate(PROMPT, sampling).token_ids
@@ -78,7 +78,7 @@ def test_the_tree_contains_the_proposal_and_continues_in_the_next_round() -> Non
 def test_the_target_s_probabilities_are_its_softmax() -> None:
     """For the native executor and the eager one; the greedy token has the largest."""
     found: list[list[Any]] = []
-    for penalty in (1.0, 1.0001):  # which is for eager steps
+    for penalty in (1.0, 1.0001):  # which applies to the eager executor
         llm, heard = engine("serial", torch.float32), Heard()
         llm.listen(heard)
         llm.generate(PROMPT, SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, repetition_penalty=penalty))
@@ -92,7 +92,7 @@ def test_the_target_s_probabilities_are_its_softmax() -> None:
     assert sum(p for p in found[0][0]["proposal"]["p"][1:]) > 0.1
 
 
-def test_how_a_request_ends() -> None:
+def test_the_end_of_a_request_is_recorded() -> None:
     llm, heard = engine("serial", torch.float32), Heard()
     llm.listen(heard)
     stream = llm.stream(PROMPT, SamplingParams(max_tokens=24, ignore_eos=True))

@@ -19,7 +19,7 @@ from swiftspec.profiles import emulation
 from tests.support.tiny_checkpoints import make_checkpoint
 
 
-def test_step_times_between_and_beyond_what_is_given() -> None:
+def test_step_times_are_interpolated_and_extrapolated() -> None:
     times = StepTimes(((1, 8, 24.0), (1, 16, 32.0), (4, 8, 6.0)))
     assert times.at(1, 8) == 24.0
     assert times.at(1, 1) == 24.0
@@ -71,14 +71,14 @@ def test_an_invalid_table_is_refused(text: str, tmp_path: Path) -> None:
         "[" * 100_000, "5", '{"' + "x" * 5000 + '": {}}', '{"target": {"1": {"8": true}}}',
     ],
 )  # fmt: skip
-def test_a_hostile_table_is_refused_in_a_line(text: str, tmp_path: Path) -> None:
+def test_a_hostile_table_is_refused_in_one_line(text: str, tmp_path: Path) -> None:
     (tmp_path / "t.json").write_text(text)
     with pytest.raises(UserError, match=r"^--emulate .*t\.json") as caught:
         emulation.parse_emulation(str(tmp_path / "t.json"))
     assert str(caught.value).isprintable() and len(str(caught.value)) < 600
 
 
-def test_a_pipe_of_step_times_is_not_waited_for(tmp_path: Path) -> None:
+def test_a_pipe_of_step_times_does_not_block(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "t.json")
     with pytest.raises(UserError, match="it is a pipe"):
         emulation.parse_emulation(str(tmp_path / "t.json"))
@@ -88,7 +88,7 @@ def test_a_pipe_of_step_times_is_not_waited_for(tmp_path: Path) -> None:
         assert len(str(caught.value)) < 300
 
 
-def test_waiting_ends_in_time_and_keeps_no_core() -> None:
+def test_waiting_is_accurate_and_leaves_the_core_idle() -> None:
     cpu, late = time.thread_time(), []
     for _ in range(20):
         moment = time.perf_counter() + 5e-3

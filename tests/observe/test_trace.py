@@ -67,7 +67,7 @@ def test_every_round_of_one_process_is_a_line(mode: str, pair: tuple[Path, Path]
 
 
 def check_lanes(trace: Trace, steps: int) -> None:
-    """Both timelines are complete and ordered, and the KV counts of the draft are right."""
+    """Both timelines are complete and ordered, and the KV counts of the draft are correct."""
     for line in trace.rounds:
         assert line["target"]["verify"][0] <= line["target"]["verify"][1]
         assert 0 < line["target"]["forward"] <= line["target"]["verify"][1] - line["target"]["verify"][0]
@@ -150,7 +150,7 @@ HEAD = {
 
 def test_the_summary_lists_waits_and_their_reasons() -> None:
     trace = Trace(HEAD, lines((0, 0, 0.5), (2, 0, 0.5), (0, 3, 0.5)))
-    found = timeline.costs(trace)  # the first round of a request is left out
+    found = timeline.costs(trace)  # the first round of a request is not counted
     assert [(c.length, c.late, c.short, c.critical, c.expansions) for c in found] == [
         (pytest.approx(12.5), pytest.approx(2), 0, 0, 2),
         (pytest.approx(13.5), 0, pytest.approx(3), 1, 2),
@@ -167,10 +167,10 @@ def test_the_summary_lists_waits_and_their_reasons() -> None:
     plain = lines((0, 0, 0.5), (0, 0, 0.5))
     del plain[1]["wait"], plain[1]["draft"]
     assert "3 rounds (1 of them plain), 6 tokens" in timeline.summary(Trace(HEAD, plain))
-    assert rounds_of(trace) == [(1, 0), (1, 0), (1, 1)]  # the first round has the prompt in it
+    assert rounds_of(trace) == [(1, 0), (1, 0), (1, 1)]  # the first round includes the prefill
 
 
-def test_the_timeline_is_in_chromes_format(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_timeline_is_in_chrome_trace_format(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "t.jsonl"
     file.write_text("\n".join(json.dumps(line) for line in [HEAD, *lines((0, 0, 1))]) + '\n{"cut off')
     assert main(["trace", str(file)]) == 0
@@ -189,14 +189,14 @@ def test_an_invalid_trace_is_refused_in_one_line(text: str, tmp_path: Path, caps
     assert capsys.readouterr().err.count("\n") == 1
 
 
-def test_a_trace_that_cannot_be_written(pair: tuple[Path, Path], tmp_path: Path) -> None:
+def test_an_unwritable_trace_file_is_refused(pair: tuple[Path, Path], tmp_path: Path) -> None:
     with pytest.raises(UserError, match="cannot be written"):
         traced(pair, EngineConfig("ar"), tmp_path / "nowhere" / "t.jsonl")
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
 @pytest.mark.parametrize("mode", ["ar", "serial", "smc"])
-def test_a_full_disk_costs_no_answer(pair: tuple[Path, Path], mode: str, tmp_path: Path) -> None:
+def test_a_full_disk_does_not_affect_the_answer(pair: tuple[Path, Path], mode: str, tmp_path: Path) -> None:
     plan = EngineConfig(mode, self_switch=False)
     assert traced(pair, plan, Path("/dev/full"), requests=3) == traced(pair, plan, tmp_path / "trace", requests=3)
     log = TraceFile(Path("/dev/full"))

@@ -1,4 +1,4 @@
-"""Profiles on disk: whole or not at all, refused with the reason, and what they recommend."""
+"""Profiles on disk: written atomically, refused with the reason, and their recommendations."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from swiftspec.serve.settings.config_sources import load_settings as load_settin
 from tests.support.profiles import KEY, profile, run
 
 
-def test_an_interrupted_write_leaves_the_old_file_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_write_leaves_the_old_file_intact(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "p.json"
     store.save(file, "old")
 
@@ -132,7 +132,7 @@ def test_a_mismatching_profile_is_refused_with_the_reason(change: dict[str, obje
     assert found is None if reason is None else found is not None and reason in found
 
 
-def test_the_best_run_is_exact_and_takes_all_ranks() -> None:
+def test_the_best_run_is_exact_and_uses_all_ranks() -> None:
     runs = [
         run("smc", 1, 1, 900), run("serial", 1, 1, 800, d=3), run("async", 3, 1, 300, 500, 400, d=4),
         run("async", 2, 2, 390, d=5), run("ar", 4, 0, 200), run("async", 3, 1, 999, d=4, ops="reference"),
@@ -146,7 +146,7 @@ def test_the_best_run_is_exact_and_takes_all_ranks() -> None:
     assert store.best_run(profile()) is None
 
 
-def test_a_folder_gives_the_fitting_profile(tmp_path: Path) -> None:
+def test_the_matching_profile_of_a_folder_is_used(tmp_path: Path) -> None:
     key = store.ProfileKey(**KEY)
     store.save(tmp_path / "a.json", json.dumps(profile(key={**KEY, "ranks": 2})))
     store.save(tmp_path / "b.json", json.dumps(profile(key={**KEY, "target": "other"})))
@@ -160,7 +160,7 @@ def test_a_folder_gives_the_fitting_profile(tmp_path: Path) -> None:
 
 
 def test_a_profile_of_emulated_times_is_ignored_by_other_runs(tmp_path: Path) -> None:
-    """It lies in every checkout, and says nothing about a run at the machine's own pace."""
+    """Such a profile is in every checkout and does not apply to a run without emulation."""
     emulated = {**KEY, "emulate": {"target": {"points": [[1, 8, 0.01]]}, "draft": None}}
     elsewhere = {**emulated, "hardware": {"kind": "cpu", "name": "else", "count": 64}}
     store.save(tmp_path / "a.json", json.dumps(profile(key=elsewhere)))
@@ -169,13 +169,13 @@ def test_a_profile_of_emulated_times_is_ignored_by_other_runs(tmp_path: Path) ->
     assert len(reasons) == 1 and "another machine (64 x else" in reasons[0]
 
 
-def test_titles_name_what_is_fixed() -> None:
+def test_titles_name_the_fixed_parameters() -> None:
     assert store.plan_title(run("async", 3, 1, d=4)["plan"]) == "async 3+1 bs 8 w 8 d 4"
     assert store.plan_title(run("serial", 1, 1)["plan"]) == "serial 1 bs 8 w 8"
     assert store.plan_title(run("ar", 4, 0)["plan"]) == "ar 4"
 
 
-def test_settings_and_table_say_what_was_found(tmp_path: Path) -> None:
+def test_settings_and_table_contain_the_result(tmp_path: Path) -> None:
     best = run("async", 3, 1, 300, 500, d=4)
     whole = profile(run("ar", 4, 0, 200), best, run("async", 1, 3, dropped="too slow"))
     settings = tmp_path / "best.yaml"

@@ -42,9 +42,7 @@ def after(looks: int) -> tuple[Callable[[], bool], list[int]]:
 
 @pytest.mark.parametrize("kept", [0, 1])
 @pytest.mark.parametrize(("mode", "models"), [("ar", 1), ("serial", 2), ("smc", 2)])
-def test_it_ends_at_the_next_chunk_and_the_next_request_is_right(
-    pair: tuple[Path, Path], mode: str, models: int, kept: int
-) -> None:
+def test_a_cancelled_prefill_ends_at_the_next_chunk(pair: tuple[Path, Path], mode: str, models: int, kept: int) -> None:
     asked = WARM if mode == "smc" else GREEDY
     want = make(pair, mode, 0).generate(LONG, asked).token_ids
     for looks in range(4 * models):
@@ -53,7 +51,7 @@ def test_it_ends_at_the_next_chunk_and_the_next_request_is_right(
         assert llm.generate(LONG, asked).token_ids == want
 
 
-def test_the_next_request_reuses_the_chunks_prefilled_before(pair: tuple[Path, Path]) -> None:
+def test_the_next_request_reuses_the_prefilled_chunks(pair: tuple[Path, Path]) -> None:
     llm, want = make(pair, "ar"), make(pair, "ar", 0).generate(LONG, GREEDY).token_ids
     for _ in range(3):
         assert list(llm.stream(LONG, GREEDY, after(1)[0])) == []
@@ -61,7 +59,7 @@ def test_the_next_request_reuses_the_chunks_prefilled_before(pair: tuple[Path, P
     assert llm.stats.cached_tokens == 3 * PREFILL_CHUNK_TOKENS
 
 
-def test_nothing_is_checked_after_the_prefill(pair: tuple[Path, Path]) -> None:
+def test_cancellation_is_not_polled_after_the_prefill(pair: tuple[Path, Path]) -> None:
     llm, read = make(pair, "serial"), list[TokenChunk]()
     for chunk in llm.stream(LONG, GREEDY, lambda: bool(read)):
         read.append(chunk)

@@ -64,7 +64,7 @@ def transformers_text(model: Any, prompt: Sequence[int], scale: float, negative:
 
 @pytest.mark.parametrize("scale", [0.0, 0.5, 1.5, 4.0])
 @pytest.mark.parametrize("negative", [(), NEGATIVE, LONG], ids=["none", "short", "long"])
-def test_plain_and_trees_equal_transformers(pair: Pair, negative: Sequence[int], scale: float) -> None:
+def test_autoregressive_and_tree_decoding_equal_transformers(pair: Pair, negative: Sequence[int], scale: float) -> None:
     target, draft, model = pair
     want = transformers_text(model, PROMPT, scale, negative)
     sampling = guided(scale, negative)
@@ -143,7 +143,8 @@ def test_scale_1_disables_guidance_and_is_free(pair: Pair) -> None:
 
 
 def test_rejection_uses_the_guided_distribution(pair: Pair) -> None:
-    """Target and draft the same model: at scale 1 q is p, and every first child passes; guided p is another."""
+    """Target and draft are the same model: at scale 1 q equals p, and every first child is accepted; guided, p
+    differs."""
     values = {"temperature": 0.8, "seed": 5, "max_tokens": 60}
     llm = LLM(pair[0], pair[0], EngineConfig(verify="reject"), dtype=torch.float64)
     free = Acceptance.from_rounds(llm.generate(PROMPT, guided(1.0, **values)).stats.verified)
@@ -152,7 +153,7 @@ def test_rejection_uses_the_guided_distribution(pair: Pair) -> None:
     assert away.expected_rate is not None and away.expected_rate < 0.9
 
 
-def test_the_context_holds_the_longer_text(pair: Pair) -> None:
+def test_the_context_limits_the_longer_text(pair: Pair) -> None:
     llm = LLM(*pair[:2], dtype=torch.float64, max_model_len=64)
     answer = llm.generate(PROMPT, guided(2.0, LONG[:50], max_tokens=None))
     assert len(answer.token_ids) == 14 and answer.finish_reason == "length"
@@ -162,7 +163,9 @@ def test_the_context_holds_the_longer_text(pair: Pair) -> None:
         llm.generate(PROMPT, guided(2.0, [64]))
 
 
-def test_a_second_prefix_that_finds_no_memory_ends_one_request(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_allocation_for_the_negative_prompt_ends_one_request(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
     llm, zeros = LLM(pair[0], dtype=torch.float64), torch.zeros
 
     def scarce(shape: Any, *more: int, **kind: Any) -> torch.Tensor:
@@ -184,7 +187,7 @@ def test_invalid_scales_are_refused(scale: float) -> None:
         SamplingParams(guidance_scale=scale)
 
 
-def test_a_population_is_not_guided() -> None:
+def test_guidance_of_a_population_is_refused() -> None:
     with pytest.raises(UserError, match="mode smc knows no guidance"):
         check_sampling(SamplingParams(guidance_scale=2.0))
 
@@ -196,7 +199,7 @@ def test_guidance_works_with_a_draft_group() -> None:
     assert guidance == Guidance((*LONG, 3), 1.7)
 
 
-def test_logits_and_log_probabilities_give_one_distribution() -> None:
+def test_guiding_logits_or_log_probabilities_gives_the_same_distribution() -> None:
     """transformers takes log_softmax of both rows first, which adds a constant to each."""
     rows = 5 * torch.randn(8, 50, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     ours, theirs = Guidance((0,), 2.5).combine(rows), Guidance((0,), 2.5).combine(rows.log_softmax(-1))

@@ -92,7 +92,7 @@ NativeCacheMachine.TestCase.settings = CacheMachine.TestCase.settings
 TestNativeKVCache = NativeCacheMachine.TestCase
 
 
-def test_slots_that_are_in_place_are_not_moved() -> None:
+def test_slots_in_their_final_position_are_not_moved() -> None:
     moves: list[tuple[list[int], int]] = []
 
     cache = KVCache(1, 1, 2, 16, lambda k, v: lambda sequence, source, start: moves.append(([*source], start)))

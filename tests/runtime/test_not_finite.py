@@ -81,7 +81,7 @@ def one_fails_the_next_is_sound(damaged: LLM, sound: LLM, sampling: SamplingPara
 @pytest.mark.parametrize("request_", REQUESTS.values(), ids=list(REQUESTS))
 @pytest.mark.parametrize("plan", PLANS.values(), ids=list(PLANS))
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=["plain torch", "native"])
-def test_only_that_request_ends(
+def test_logits_that_are_not_finite_end_only_that_request(
     models: Path, plan: dict[str, Any], request_: SamplingParams, dtype: torch.dtype
 ) -> None:
     if plan.get("verify") == "reject" and request_.greedy:
@@ -92,7 +92,7 @@ def test_only_that_request_ends(
 
 @pytest.mark.parametrize("exact", [0, 2])
 @pytest.mark.parametrize("side", ["target", "draft"])
-def test_a_population_ends(models: Path, exact: int, side: str) -> None:
+def test_logits_that_are_not_finite_end_a_population(models: Path, exact: int, side: str) -> None:
     plan = {"mode": "smc", "population": PopulationConfig(smc_exact=exact)}
     kinds = ("damaged", "sound") if side == "target" else ("sound", "damaged")
     damaged = engine(models, kinds[0], plan, torch.float64, kinds[1])
@@ -125,7 +125,7 @@ DAMAGE: dict[str, tuple[str, Callable[[Tensor], Any]]] = {
 
 @pytest.mark.parametrize("where", DAMAGE)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=["plain torch", "native"])
-def test_wherever_the_damage_is(tmp_path: Path, where: str, dtype: torch.dtype) -> None:
+def test_weights_that_are_not_finite_are_detected_in_any_tensor(tmp_path: Path, where: str, dtype: torch.dtype) -> None:
     make_checkpoint(tmp_path, hidden_size=64, intermediate_size=64, num_attention_heads=2, layers=1)
     damage(tmp_path, *DAMAGE[where])
     llm = LLM(tmp_path, None, EngineConfig(mode="ar"), dtype=dtype)
@@ -144,7 +144,9 @@ RANKS: dict[str, tuple[int, dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("case", RANKS.values(), ids=list(RANKS))
-def test_on_every_rank(models: Path, pool: Pool, case: tuple[int, dict[str, Any], str]) -> None:
+def test_all_ranks_agree_on_logits_that_are_not_finite(
+    models: Path, pool: Pool, case: tuple[int, dict[str, Any], str]
+) -> None:
     """The job continues: the ranks agree on the next request."""
     count, plan, dtype = case
     names = ("sampled",) if plan["mode"] == "smc" or "verify" in plan else ("sampled", "filtered", "greedy")
@@ -166,7 +168,7 @@ def test_on_every_rank(models: Path, pool: Pool, case: tuple[int, dict[str, Any]
 
 
 @pytest.mark.parametrize("ops", [reference, library, host], ids=["reference", "library", "native"])
-def test_a_draw_finds_it_anywhere(ops: Any) -> None:
+def test_sampling_detects_values_that_are_not_finite(ops: Any) -> None:
     """At any position of a row; other rows keep their tokens."""
     chance = random.Random(0)
     for columns in (1, 15, 16, 17, 100):

@@ -65,7 +65,7 @@ def rounds(checkpoint: Path, sampling: SamplingParams, *, beside: bool) -> list[
     return found
 
 
-def test_a_warm_up_leaves_nothing_behind(checkpoint: Path) -> None:
+def test_a_warm_up_does_not_change_the_state(checkpoint: Path) -> None:
     def tokens(warm: bool) -> list[tuple[int, ...]]:
         plan = EngineConfig("async", verify_batch=4, draft_leaves=3, draft_steps=2, draft_tp=0)
         verifier, drafter = make_verifier(runner(checkpoint)), make_drafter(runner(checkpoint), plan)
@@ -100,7 +100,7 @@ class Streams:
         self.now = before
 
 
-def test_the_draft_goes_first_on_a_shared_gpu(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_draft_has_priority_on_a_shared_gpu(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All work of its roles is on a stream with a higher priority, and so are the kernels of its graphs."""
     streams = Streams(monkeypatch)
     plan = EngineConfig("async", verify_batch=4, draft_leaves=3, draft_steps=2, draft_tp=0)
@@ -120,8 +120,8 @@ def test_the_draft_goes_first_on_a_shared_gpu(checkpoint: Path, monkeypatch: pyt
 
 
 @pytest.mark.parametrize("sampling", [SamplingParams(temperature=0), SAMPLED], ids=["greedy", "sampled"])
-def test_the_rounds_equal_the_serial_ones(checkpoint: Path, sampling: SamplingParams) -> None:
-    """And their output is the target's."""
+def test_overlapped_rounds_equal_serial_ones(checkpoint: Path, sampling: SamplingParams) -> None:
+    """The output is the target's."""
     ours = rounds(checkpoint, sampling, beside=True)
     assert ours == rounds(checkpoint, sampling, beside=False)
     text = [token for _, result in ours for token in result.tokens]
@@ -160,7 +160,7 @@ def test_the_draft_expands_while_the_target_verifies(checkpoint: Path) -> None:
     verifier.close()
 
 
-def test_what_fails_is_raised_where_it_is_waited_for_and_closing_waits(checkpoint: Path) -> None:
+def test_an_exception_is_raised_to_the_waiting_caller_and_close_waits(checkpoint: Path) -> None:
     target = Waits(make_verifier(runner(checkpoint)))
     verifier = ThreadedVerifier(target)
     verifier.open(opening(PROMPT, SAMPLED))
@@ -177,7 +177,7 @@ def test_what_fails_is_raised_where_it_is_waited_for_and_closing_waits(checkpoin
     assert target.runner.cache.tree_len == 0, "the forward came before the end"
 
 
-def test_one_rank_takes_both_on_a_gpu_alone(checkpoint: Path) -> None:
+def test_one_rank_runs_both_models_only_on_a_gpu(checkpoint: Path) -> None:
     assert split_ranks("async", 1, None, None, single_rank_ok=True) == (1, 0)
     with pytest.raises(UserError, match="two ranks"):
         split_ranks("async", 1, None, None)

@@ -1,4 +1,4 @@
-"""Prefix cache: whatever was requested before, an answer, and all KV under it, equals that of a fresh prefill."""
+"""Prefix cache: after any earlier requests, an answer and all its KV equal those of a fresh prefill."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def every(llm: LLM) -> list[Any]:
 @pytest.mark.parametrize(
     "examples", [5, pytest.param(40, marks=pytest.mark.slow), pytest.param(160, marks=pytest.mark.long)]
 )
-def test_any_requests(pair: Pair, examples: int) -> None:
+def test_random_sequences_of_requests(pair: Pair, examples: int) -> None:
     Requests.pair = pair
     Requests.makers = {}
     checks = [HealthCheck.too_slow, HealthCheck.data_too_large]
@@ -155,7 +155,7 @@ def conversation(answer: Callable[[list[int], SamplingParams, int | None], list[
     sampling, texts, said = WARM if warm else GREEDY, {"a": A, "b": B}, []
     for turn, (name, rounds) in enumerate([("a", None), ("b", 1), ("a", None), ("b", None), ("a", 2), ("a", None)]):
         if turn == 4:
-            texts["a"] = texts["a"][:-9]  # the last question is asked otherwise
+            texts["a"] = texts["a"][:-9]  # the last question is edited
         prompt = [*texts[name], 5 + turn, 6]
         said.append(answer(prompt, replace(sampling, seed=turn), rounds))
         texts[name] = prompt + said[-1]
@@ -174,7 +174,7 @@ def test_alternating_conversations(pair: Pair, plan: str) -> None:
     warm = plan in ("reject", "smc")
     want = conversation(lambda prompt, sampling, rounds: ask(reads, prompt, sampling, rounds), warm)
     assert conversation(answer, warm) == want
-    answers = [0, 0, len(want[0]), len(want[1]), len(want[2]) - 9, len(want[4])]  # particles leave their prompt alone
+    answers = [0, 0, len(want[0]), len(want[1]), len(want[2]) - 9, len(want[4])]  # particles do not change it
     most = [2 + 1 + (answers[turn] if plan == "smc" else 0) for turn in range(6)]
     assert all(new <= bound for new, bound in zip(kept[2:], most[2:], strict=True)), (kept, most)
 
@@ -203,7 +203,7 @@ def test_a_repeated_prompt_is_prefilled_once(pair: Pair) -> None:
 def test_the_least_recently_used_entry_is_evicted(pair: Pair) -> None:
     llm = keep(make(pair, "ar"), 100)
     (runner,) = runners(llm)
-    prompts = [[first, *range(2, 31)] for first in range(4)]  # 30 tokens each, and one of the answer
+    prompts = [[first, *range(2, 31)] for first in range(4)]  # 30 tokens each, and one token of the answer
     once = replace(GREEDY, max_tokens=1)
     for prompt in (*prompts, prompts[1]):
         ask(llm, prompt, once)
@@ -216,7 +216,7 @@ def test_the_least_recently_used_entry_is_evicted(pair: Pair) -> None:
     assert llm.stats.cached_tokens == 29
 
 
-def test_a_copy_of_which_a_part_is_used_stays(pair: Pair) -> None:
+def test_a_partially_used_copy_stays_cached(pair: Pair) -> None:
     llm = keep(make(pair, "ar"), 100)
     (runner,) = runners(llm)
     for prompt in (A, B, [*A[:12], 39]):
@@ -225,7 +225,7 @@ def test_a_copy_of_which_a_part_is_used_stays(pair: Pair) -> None:
     assert [len(kept.tokens) for kept in runner.prefix_cache.entries] == [len(B), len(A)]
 
 
-def test_guided_and_not(pair: Pair) -> None:
+def test_guided_and_unguided_requests(pair: Pair) -> None:
     """A different number of sequences reallocates the live cache; cached prefixes are copied there."""
     llm, fresh = keep(make(pair), 200), make(pair, kept=0)
     for sampling, least in ((GREEDY, 0), (LONG, len(A) - 1), (GREEDY, len(A) - 1), (LONG, len(A) - 1)):
@@ -253,7 +253,7 @@ def test_a_leader_limits_the_cached_tokens(pair: Pair) -> None:
     assert runner.cache.prefix_len == [len(A)]
 
 
-def test_what_is_not_finite_is_not_cached(pair: Pair) -> None:
+def test_kv_of_logits_that_are_not_finite_is_not_cached(pair: Pair) -> None:
     llm = make(pair, "ar")
     (runner,) = runners(llm)
     want = ask(llm, A, GREEDY)
@@ -271,7 +271,7 @@ def test_what_is_not_finite_is_not_cached(pair: Pair) -> None:
     assert ask(llm, A, GREEDY) == want and llm.stats.cached_tokens == 0
 
 
-def test_a_prompt_that_was_interrupted_leaves_whole_chunks(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_prefill_leaves_whole_chunks(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     llm = LLM(pair[0], dtype=torch.float64)
     fresh = LLM(pair[0], dtype=torch.float64, prefix_cache_memory=0)
     (runner,), calls = runners(llm), 0
@@ -310,7 +310,7 @@ def test_without_memory_for_a_copy_all_entries_are_dropped(pair: Pair, monkeypat
 
 
 @pytest.mark.skipif(_C.level() == "none", reason="this CPU has no AVX2")
-def test_with_native_operators_results_are_bitwise_those_of_a_fresh_prefill(tmp_path: Path) -> None:
+def test_with_native_operators_results_are_bitwise_identical_to_a_fresh_prefill(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, vocab=64, layers=2, dtype=torch.float32, seed=3, hidden_size=64, intermediate_size=64)
     llm, fresh = (LLM(tmp_path, tmp_path, prefix_cache_memory=kept) for kept in (1, 0))
     text = [11 * i % 61 for i in range(PREFILL_CHUNK_TOKENS + 45)]

@@ -97,7 +97,7 @@ CASES = [*((name, "eager") for name in SHAPES), ("d 4", "native"), ("the paper's
 
 
 @pytest.mark.parametrize(("name", "steps"), CASES)
-def test_with_fixed_d_the_rounds_are_those_of_a_local_drafter(
+def test_with_fixed_d_the_rounds_equal_those_of_a_local_drafter(
     pairs: dict[str, tuple[Path, Path]], name: str, steps: str
 ) -> None:
     config, sampling = SHAPES[name]
@@ -109,7 +109,9 @@ def test_with_fixed_d_the_rounds_are_those_of_a_local_drafter(
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
-def test_with_free_d_the_output_is_the_targets(pairs: dict[str, tuple[Path, Path]], sampling: SamplingParams) -> None:
+def test_with_free_d_the_output_equals_the_targets(
+    pairs: dict[str, tuple[Path, Path]], sampling: SamplingParams
+) -> None:
     config = EngineConfig("async", verify_batch=6, draft_leaves=3)
     target, draft = pairs["eager"]
     verifier = make_verifier(runner(target, "eager"))
@@ -171,9 +173,9 @@ def test_with_free_d_it_waits_only_for_missing_nodes() -> None:
     stale = grown(0, 1, [0], [9], request=7)
     drafter, link = scripted(
         None, None, stale, grown(0, 1, [0, 0, 1, 1, 3], [8, 9, 8, 9, 8]), None,  # a wait, then a proposal
-        None, None,  # the next is there already
-        None, None, grown(1, 6, [4], [7]), grown(2, 8, [7, 7, 7], [1, 2, 3]), None,  # one where the text left the tree
-        grown(3, 11, [], []),  # and the draft's last word
+        None, None,  # the next delta has already arrived
+        None, None, grown(1, 6, [4], [7]), grown(2, 8, [7, 7, 7], [1, 2, 3]), None,  # text beyond the tree
+        grown(3, 11, [], []),  # and the draft's last delta
     )  # fmt: skip
     first = drafter.propose()
     assert (link.waits, first.tokens, first.parents) == (1, (PROMPT[-1], 8, 9), (-1, 0, 0))
@@ -187,7 +189,7 @@ def test_with_free_d_it_waits_only_for_missing_nodes() -> None:
     assert drafter.propose() == Proposal(1, 3, at + 3, (1,), (-1,)) and link.waits == 2
 
 
-def test_with_fixed_d_a_round_without_a_proposal_has_its_deltas_too() -> None:
+def test_with_fixed_d_a_round_without_a_proposal_also_has_deltas() -> None:
     drafter, link = scripted(
         replace(grown(0, 1, [0, 0], [8, 9]), expansions=4), replace(grown(0, 3, [1], [8]), expansions=4),
         grown(1, 5, [4, 4], [8, 9]), replace(grown(1, 7, [5], [8]), expansions=4),  # where the text left the tree
@@ -201,7 +203,7 @@ def test_with_fixed_d_a_round_without_a_proposal_has_its_deltas_too() -> None:
 
 
 @pytest.mark.parametrize(("catch_up", "waits"), [(True, 3), (False, 1)])
-def test_with_free_d_it_waits_for_an_expansion_that_pays(catch_up: bool, waits: int) -> None:
+def test_with_free_d_it_waits_for_a_profitable_expansion(catch_up: bool, waits: int) -> None:
     many = replace(grown(0, 1, [0, 0], [8, 9]), expansions=10)  # a tenth of a round each
     drafter, link = scripted(
         many, None, None, None, None, grown(1, 4, [3, 3], [8, 9]),  # where the text left the tree
@@ -259,7 +261,7 @@ def test_a_late_draft_has_caught_up_once_it_has_answered(steps: int | None) -> N
     assert drafter.propose() == Proposal(1, 4, at + 3, (5, 1, 2), (-1, 0, 0))
 
 
-def test_the_end_of_expansions_is_noticed_among_deltas() -> None:
+def test_the_end_of_expansions_is_detected_between_deltas() -> None:
     """Otherwise a proposal with too few nodes would wait until the draft counts as late."""
     config = EngineConfig(mode="async", verify_batch=16, draft_leaves=2)
     tokens, end = np.arange(3), np.zeros(0, np.int64)

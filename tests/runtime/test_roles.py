@@ -33,7 +33,7 @@ TREE = 60
 GREEDY = SamplingParams(temperature=0)
 NEGATIVE = (7, 30, 12)
 GUIDED = SamplingParams(temperature=0, guidance_scale=2.0, negative_prompt_ids=NEGATIVE)
-POISON = 1e4  # in every free slot: a read that should not happen shows
+POISON = 1e4  # in every free slot, so that an invalid read is detected
 
 
 @pytest.fixture(scope="module")
@@ -156,7 +156,7 @@ def test_the_target_cache_equals_a_recomputation(
     for round_ in range(4):
         tokens, parents, path = [verified[-1]], [-1], [0]
         for token in truth[len(verified) : len(verified) + data.draw(st.integers(0, 4))]:
-            for _ in range(data.draw(st.integers(0, 2))):  # in between, nodes that the target will not take
+            for _ in range(data.draw(st.integers(0, 2))):  # in between, nodes that the target will not accept
                 parents.append(data.draw(st.integers(0, len(tokens) - 1)))
                 tokens.append(VOCAB)
             parents.append(path[-1])
@@ -209,7 +209,7 @@ def test_nothing_is_computed_twice(checkpoint: Path, truth: list[int]) -> None:
     assert reused > 0
 
 
-def test_a_prompt_in_chunks_equals_a_prompt_in_tree_rows(checkpoint: Path) -> None:
+def test_chunked_prefill_equals_a_prompt_in_tree_rows(checkpoint: Path) -> None:
     tokens = torch.randint(VOCAB, (PREFILL_CHUNK_TOKENS + 30,), generator=torch.Generator().manual_seed(0)).tolist()
     whole, single = make_runner(checkpoint), make_runner(checkpoint)
     whole.prefill(tokens)
@@ -219,7 +219,7 @@ def test_a_prompt_in_chunks_equals_a_prompt_in_tree_rows(checkpoint: Path) -> No
     torch.testing.assert_close(whole.cache.k[..., :used, :], single.cache.k[..., :used, :], atol=1e-9, rtol=1e-9)
 
 
-def test_a_full_tree_region_stops_expansion_and_nothing_else(checkpoint: Path) -> None:
+def test_a_full_tree_region_stops_only_expansions(checkpoint: Path) -> None:
     """Repeated expansions without a result, as with a slow target."""
     drafter = roles.make_drafter(make_runner(checkpoint), EngineConfig(verify_batch=2, draft_leaves=8, draft_steps=8))
     drafter.open(opening(PROMPT, GREEDY))

@@ -1,4 +1,5 @@
-"""Grammars: along every path of a tree the mask is a fresh parser's, and the text is plain decoding's and parses."""
+"""Grammars: along every path of a tree the mask equals that of a fresh parser; the text equals autoregressive decoding
+and parses."""
 
 from __future__ import annotations
 
@@ -74,7 +75,7 @@ def allowed(rules: GrammarConstraint, *path: int) -> set[int]:
 
 
 def walks(rules: GrammarConstraint, data: st.DataObject, length: int) -> Iterator[int]:
-    """Tokens that the grammar allows, one after the other."""
+    """Successive tokens that the grammar allows."""
     path: list[int] = []
     for _ in range(length):
         path.append(data.draw(st.sampled_from(sorted(allowed(rules, *path)))))
@@ -84,11 +85,11 @@ def walks(rules: GrammarConstraint, data: st.DataObject, length: int) -> Iterato
 @settings(max_examples=25, deadline=None)
 @given(data=st.data(), text=st.sampled_from([JSON, LIST]))
 def test_every_node_has_the_mask_of_a_fresh_parser(grammars: GrammarCompiler, data: st.DataObject, text: str) -> None:
-    """Whatever order the paths of a tree come in, and however the verified text has moved on below them."""
+    """For any order of the paths of a tree, and any verified text in between."""
     rules, verified = grammars.compile(text), list[int]()
     for _ in range(data.draw(st.integers(1, 3))):
         paths = [list(walks(rules, data, data.draw(st.integers(0, 5)))) for _ in range(4)]
-        wild = data.draw(st.lists(st.integers(0, VOCAB - 1), max_size=3))  # what no tree proposes
+        wild = data.draw(st.lists(st.integers(0, VOCAB - 1), max_size=3))  # paths that no tree proposes
         order = data.draw(st.permutations([*paths, paths[0], wild]))
         masks = dict(zip(map(tuple, order), rules.allowed_mask(order), strict=True))
         for path in paths:
@@ -99,9 +100,7 @@ def test_every_node_has_the_mask_of_a_fresh_parser(grammars: GrammarCompiler, da
         rules.observe(paths[0])
 
 
-def test_the_end_comes_where_the_grammar_ends_and_nothing_after_it(
-    grammars: GrammarCompiler, tokenizer: Tokenizer
-) -> None:
+def test_the_end_token_is_allowed_only_where_the_grammar_ends(grammars: GrammarCompiler, tokenizer: Tokenizer) -> None:
     rules = grammars.compile(LIST)
     a, comma = (tokenizer.encode(text).ids[0] for text in "a,")
     assert EOS not in allowed(rules) and EOS in allowed(rules, a) and EOS not in allowed(rules, a, comma)
@@ -113,7 +112,7 @@ def test_the_end_comes_where_the_grammar_ends_and_nothing_after_it(
 
 
 def test_a_parser_handles_a_large_chunk(grammars: GrammarCompiler, tokenizer: Tokenizer) -> None:
-    """As a draft's must that has slept for a long while."""
+    """Such a chunk occurs after a long inactivity of the draft."""
     rules, words = grammars.compile(LIST), tokenizer.encode("a").ids + tokenizer.encode(",a").ids * 1000
     rules.observe(words)
     assert allowed(rules) == allowed(grammars.compile(LIST), *words) and EOS in allowed(rules)
@@ -129,7 +128,7 @@ def make(pair: tuple[Path, Path], kind: str) -> LLM:
 
 @pytest.mark.parametrize("kind", ["serial", "ahead", "sample"])
 @pytest.mark.parametrize("name", REQUESTS)
-def test_the_text_is_plain_decodings_and_parses(
+def test_the_text_equals_autoregressive_decoding_and_parses(
     pair: tuple[Path, Path], plain: LLM, tokenizer: Tokenizer, kind: str, name: str
 ) -> None:
     if (kind, name) == ("sample", "greedy"):
@@ -144,19 +143,19 @@ def test_the_text_is_plain_decodings_and_parses(
         assert got.stats.rounds < len(got.token_ids) or name != "greedy", "the draft's guesses follow it, too"
 
 
-def test_rejection_follows_a_grammar(pair: tuple[Path, Path], tokenizer: Tokenizer) -> None:
+def test_rejection_sampling_follows_a_grammar(pair: tuple[Path, Path], tokenizer: Tokenizer) -> None:
     llm = LLM(*pair, EngineConfig("serial", verify="reject"), dtype=torch.float64)
     for seed in range(3):
         got = llm.generate([5, 60], replace(ASKED, temperature=1.0, seed=seed))
         assert got.finish_reason == "stop" and json.loads(tokenizer.decode(got.token_ids[:-1]))
 
 
-def test_an_answer_ends_with_its_grammar_whatever_else_is_asked(plain: LLM) -> None:
+def test_an_answer_ends_with_its_grammar_for_any_parameters(plain: LLM) -> None:
     got = plain.generate([5], replace(ASKED, ignore_eos=True))
     assert got.finish_reason == "stop" and got.token_ids[-1] == EOS
 
 
-def test_a_request_after_another_is_not_held_by_its_grammar(pair: tuple[Path, Path], plain: LLM) -> None:
+def test_the_next_request_is_not_restricted_by_the_previous_grammar(pair: tuple[Path, Path], plain: LLM) -> None:
     llm, free = make(pair, "serial"), SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
     want = plain.generate([5, 60], free).token_ids
     stream = llm.stream([5, 60], ASKED)
@@ -165,8 +164,8 @@ def test_a_request_after_another_is_not_held_by_its_grammar(pair: tuple[Path, Pa
     assert llm.generate([5, 60], free).token_ids == want
 
 
-def test_a_proposal_that_the_grammar_forbids_is_not_taken(pair: tuple[Path, Path], plain: LLM) -> None:
-    """As a draft would make it that has lost its own parser."""
+def test_a_proposal_that_the_grammar_forbids_is_not_accepted(pair: tuple[Path, Path], plain: LLM) -> None:
+    """A draft that has lost its own parser could make such a proposal."""
     llm = LLM(pair[0], dtype=torch.float64)
     want = plain.generate([5, 60], ASKED).token_ids
     stream = llm.stream([5, 60], ASKED)
@@ -192,7 +191,7 @@ def test_an_invalid_grammar_is_reported_in_one_line(plain: LLM, text: str) -> No
     assert "\n" not in str(error.value) and len(str(error.value)) < 400
 
 
-def test_a_target_without_a_tokenizer_or_an_end(pair: tuple[Path, Path], tmp_path: Path) -> None:
+def test_a_target_without_a_tokenizer_or_end_token_is_refused(pair: tuple[Path, Path], tmp_path: Path) -> None:
     for folder, eos, reason in ((tmp_path, (0,), "there is no"), (pair[0], (), "names none")):
         with pytest.raises(UserError, match=reason):
             GrammarCompiler(folder, eos, VOCAB).compile(LIST)
@@ -201,15 +200,13 @@ def test_a_target_without_a_tokenizer_or_an_end(pair: tuple[Path, Path], tmp_pat
         GrammarCompiler(tmp_path, (0,), VOCAB).compile(LIST)
 
 
-def test_where_no_token_fits_the_request_ends() -> None:
+def test_a_request_ends_if_no_token_is_allowed() -> None:
     parser: Any = SimpleNamespace(compute_bitmask=lambda: bytes(8), is_error=lambda: False)
     with pytest.raises(GrammarTooComplex, match="no token fits"):
         GrammarConstraint(parser, (EOS,), 64, 64).bitmask([()])
 
 
-def test_a_parser_at_its_limits_ends_the_request_alone(
-    pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_parser_limit_ends_only_its_request(pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     llm, failed = make(pair, "serial"), list[object]()
     compute = GrammarConstraint._mask
 

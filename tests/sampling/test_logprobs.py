@@ -1,4 +1,4 @@
-"""Log-probabilities are those of the whole model's own law, whatever shapes the draws and however the text is found."""
+"""Log-probabilities equal those of the whole unmodified distribution, for any sampling parameters and any mode."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 
 def make(pair: tuple[Path, Path], mode: str, **config: Any) -> LLM:
-    """An engine; mode "ahead" is a draft that grows while the target verifies, in one process."""
+    """An engine; mode "ahead" has a lookahead drafter in the same process."""
     plan = EngineConfig("serial" if mode == "ahead" else mode, **config)
     llm = LLM(pair[0], None if mode == "ar" else pair[1], plan, dtype=torch.float64)
     if mode == "ahead":
@@ -50,7 +50,7 @@ def make(pair: tuple[Path, Path], mode: str, **config: Any) -> LLM:
 
 
 def rows_of(pair: tuple[Path, Path], text: list[int]) -> Tensor:
-    """What transformers says of each token of a text but the first: log-probabilities [n - 1, V]."""
+    """Log-probabilities [n - 1, V] by transformers of each token of a text except the first."""
     from transformers import AutoModelForCausalLM
 
     model: Any = AutoModelForCausalLM.from_pretrained(pair[0], dtype=torch.float64)
@@ -69,8 +69,10 @@ def check(found: tuple[Logprob, ...] | None, tokens: list[int], rows: Tensor, k:
 
 @pytest.mark.parametrize("mode", ["ar", "serial", "ahead"])
 @pytest.mark.parametrize("sampling", REQUESTS, ids=["greedy", "shaped"])
-def test_they_are_those_of_transformers(pair: tuple[Path, Path], mode: str, sampling: SamplingParams) -> None:
-    """The draft is the target, so that rounds are long, and the last one is cut at the budget."""
+def test_log_probabilities_equal_those_of_transformers(
+    pair: tuple[Path, Path], mode: str, sampling: SamplingParams
+) -> None:
+    """The draft is the target, so that rounds are long; the last one is cut at the token limit."""
     chunks = list(make(pair, mode).stream(PROMPT, sampling))
     tokens = [token for chunk in chunks for token in chunk.token_ids]
     rows = rows_of(pair, [*PROMPT, *tokens])
@@ -96,7 +98,7 @@ def test_the_tokenizer_is_returned_only_on_request(pair: tuple[Path, Path]) -> N
         assert chunk == TokenChunk(chunk.token_ids, chunk.accepted, chunk.finish_reason)
 
 
-def test_a_prompt_that_was_read_before_is_read_afresh_for_them(pair: tuple[Path, Path]) -> None:
+def test_prompt_log_probabilities_ignore_the_prefix_cache(pair: tuple[Path, Path]) -> None:
     llm = make(pair, "serial")
     first, second = (next(iter(llm.stream(PROMPT, ASKED))).prompt_logprobs for _ in range(2))
     assert first == second and len(first or ()) == len(PROMPT) - 1
@@ -105,23 +107,23 @@ def test_a_prompt_that_was_read_before_is_read_afresh_for_them(pair: tuple[Path,
     assert llm.stats.cached_tokens == len(PROMPT) - 1
 
 
-def test_a_prompt_of_one_token_has_none(pair: tuple[Path, Path]) -> None:
+def test_a_prompt_of_one_token_has_no_log_probabilities(pair: tuple[Path, Path]) -> None:
     assert next(iter(make(pair, "ar").stream([5], ASKED))).prompt_logprobs == ()
 
 
-def test_none_but_the_token_itself(pair: tuple[Path, Path]) -> None:
+def test_only_the_token_itself(pair: tuple[Path, Path]) -> None:
     zero = next(iter(make(pair, "ar").stream(PROMPT[:5], replace(ASKED, logprobs=0))))
     assert zero.logprobs is not None and zero.logprobs[0].top == () and zero.logprobs[0].logprob < 0
 
 
-def test_a_stop_token_ends_them_too(pair: tuple[Path, Path]) -> None:
+def test_log_probabilities_end_with_the_stop_token(pair: tuple[Path, Path]) -> None:
     llm = make(pair, "serial")
     tokens = llm.generate(PROMPT, REQUESTS[0]).token_ids
     ended = list(llm.stream(PROMPT, replace(REQUESTS[0], stop_token_ids=(tokens[2],))))
     assert sum(len(chunk.logprobs or ()) for chunk in ended) == tokens.index(tokens[2]) + 1
 
 
-def test_only_the_verifications_need_other_steps(pair: tuple[Path, Path]) -> None:
+def test_only_verifications_need_another_executor(pair: tuple[Path, Path]) -> None:
     llm = LLM(*pair, EngineConfig("serial"), dtype=torch.float32)
     verifier, asked = verifier_of(llm), SamplingParams(temperature=0, logprobs=1)
     assert verifier.required_features(asked) == {"greedy", "log-probabilities"}
@@ -130,7 +132,7 @@ def test_only_the_verifications_need_other_steps(pair: tuple[Path, Path]) -> Non
 
 @pytest.mark.parametrize("size", [2, 3, 5])
 @pytest.mark.parametrize("k", [0, 4, 20])
-def test_a_vocabulary_over_ranks_gives_those_of_one(size: int, k: int) -> None:
+def test_a_sharded_vocabulary_gives_the_log_probabilities_of_one_rank(size: int, k: int) -> None:
     vocab, rows, params = 23, 4, SamplingParams()
     logits = 3 * torch.randn(rows, vocab, dtype=torch.float64, generator=torch.Generator().manual_seed(size))
     tokens = [0, 22, 7, 11]
@@ -153,6 +155,6 @@ WRONG: list[dict[str, Any]] = [{"logprobs": 21}, {"prompt_logprobs": -1}, {"prom
 
 
 @pytest.mark.parametrize("wrong", WRONG)
-def test_what_cannot_be_asked(wrong: dict[str, Any]) -> None:
+def test_invalid_counts_are_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(UserError, match="logprobs"):
         SamplingParams(**wrong)

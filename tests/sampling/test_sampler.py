@@ -1,4 +1,4 @@
-"""Noise, filters and penalties against formulas written out slowly."""
+"""Noise, filters and penalties compared with formulas written out in Python."""
 
 import math
 
@@ -18,8 +18,8 @@ from swiftspec.sampling.sampler import History, Sampler
 V = 50
 
 
-def test_noise_is_pinned() -> None:
-    """The integers are part of the contract: another backend, or a later version, must give the same text."""
+def test_noise_has_its_golden_values() -> None:
+    """The integers are part of the contract: other backends and later versions must give the same text."""
     assert row_key(2**40 + 5, 3, 77) == 2844048377
     assert noise_bits(2**40 + 5, 3, [77], range(4)).tolist() == [[3130501025, 2880942344, 4270514305, 2775747551]]
 
@@ -27,7 +27,7 @@ def test_noise_is_pinned() -> None:
 @given(
     st.integers(0, 2**64 - 1), st.integers(0, 2**32 - 1), st.lists(st.integers(0, 2**31 - 1), min_size=1, max_size=4)
 )
-def test_noise_is_that_of_the_native_extension(seed: int, stream: int, positions: list[int]) -> None:
+def test_noise_equals_that_of_the_native_extension(seed: int, stream: int, positions: list[int]) -> None:
     ours = noise_bits(seed, stream, positions, range(V)).numpy()
     where, native = np.array(positions, dtype=np.int32), np.zeros((len(positions), V), dtype=np.uint32)
     _C.noise_bits(seed, stream, where, native)
@@ -61,7 +61,7 @@ def test_gumbel_is_exact_at_both_ends() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(0, 200), st.integers(0, 40)), min_size=1, max_size=6))
-def test_blocks_of_noise_equal_rows_made_one_by_one(asks: list[tuple[int, int]]) -> None:
+def test_blocks_of_noise_equal_single_rows(asks: list[tuple[int, int]]) -> None:
     noise = PositionNoise(3, "cpu")
     for low, span in asks:
         positions = torch.tensor([low, low + span])
@@ -122,7 +122,7 @@ def test_filters(seed: int, temperature: float, k: int, p: float, m: float) -> N
         torch.testing.assert_close(out, naive_filter(row, params))
 
 
-def test_top_p_looks_beyond_its_first_256_candidates() -> None:
+def test_top_p_considers_more_than_its_first_256_candidates() -> None:
     logits = torch.zeros(1, 1000, dtype=torch.float64) - torch.arange(1000) * 1e-4
     assert torch.isfinite(apply_top_p(logits, 0.9)).sum() > 850
     torch.testing.assert_close(apply_top_p(logits, 0.9), naive_filter(logits[0], SamplingParams(top_p=0.9))[None])
@@ -184,7 +184,7 @@ def test_children_are_ranked_by_the_targets_noise_when_coupled() -> None:
     torch.testing.assert_close(logprobs, expected.values)
 
 
-def test_a_draft_without_an_opinion_has_dead_children() -> None:
+def test_a_draft_with_nan_logits_has_dead_children() -> None:
     logits = torch.full((2, V), float("nan"))
     logits[1] = torch.randn(V)
     sampler = Sampler(SamplingParams(temperature=0), [0], V, "cpu")

@@ -1,4 +1,4 @@
-"""A sampler on a vocabulary in pieces says what one on the whole says, on every rank."""
+"""A sampler on a sharded vocabulary gives the same results on every rank as one on the whole vocabulary."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from swiftspec.sampling.sampler import Sampler
 from swiftspec.sampling.vocab import VocabShard
 from tests.support.thread_group import ThreadGroup, on_ranks
 
-PAD = 1e9  # what stands in the head's rows beyond the base vocabulary
+PAD = 1e9  # in the rows of the head beyond the base vocabulary
 ROWS = 3
 
 params = st.builds(
@@ -46,7 +46,7 @@ def draw_logits(kind: str, vocab: int, seed: int, dtype: torch.dtype) -> Tensor:
 
 
 def piece(logits: Tensor, group: ThreadGroup, extra: int) -> Tensor:
-    """What this rank's head gives: `extra` rows beyond the base vocabulary, and padding to equal widths."""
+    """The logits of this rank's shard: `extra` rows beyond the base vocabulary, and padding to equal widths."""
     width = math.ceil((logits.shape[1] + extra) / group.size)
     padded = F.pad(logits, (0, width * group.size - logits.shape[1]), value=PAD)
     return padded[:, group.rank * width :][:, :width]
@@ -83,7 +83,8 @@ def test_draws(kind: str, vocab: int, size: int, extra: int, p: SamplingParams, 
 @pytest.mark.parametrize("size", [1, 2, 3, 7])
 @pytest.mark.parametrize("kind", KINDS)
 def test_filters(kind: str, size: int) -> None:
-    """Every rank keeps just the tokens, with just the logits, that the whole keeps: each filter with each other."""
+    """Every rank keeps exactly the tokens and logits that the whole vocabulary gives: each filter combined with each
+    other."""
     vocab, paths = 700, [[699], [], [0, 350]]
     logits = draw_logits(kind, vocab, size, torch.float64)
     some = [
@@ -119,13 +120,13 @@ def test_children(
         assert torch.equal(got, found[0][0]) and torch.equal(values, found[0][1])
         assert got.shape == tokens.shape and values.dtype == logprobs.dtype and (values <= 0).all()
         torch.testing.assert_close(values, logprobs, rtol=1e-4, atol=1e-5)
-        for row, (own, value) in enumerate(zip(got, values)):  # of equal ones, which comes first is open
+        for row, (own, value) in enumerate(zip(got, values)):  # the order of equal ones is unspecified
             alive = value > -math.inf
             assert len(set(own[alive].tolist())) == int(alive.sum()), "a token comes once"
             torch.testing.assert_close(every[row, own[alive]], value[alive], rtol=1e-4, atol=1e-5)
 
 
-def test_equal_best_tokens_go_to_the_lowest() -> None:
+def test_of_equally_likely_tokens_the_lowest_is_drawn() -> None:
     logits = torch.zeros(ROWS, 20)
     logits[1, [7, 19]] = 1
     logits[2] = -math.inf
@@ -134,7 +135,7 @@ def test_equal_best_tokens_go_to_the_lowest() -> None:
         assert got.tolist() == [0, 7, -1]
 
 
-def test_a_draft_without_an_opinion_has_dead_children() -> None:
+def test_a_draft_with_nan_logits_has_dead_children() -> None:
     logits = torch.zeros(ROWS, 20)
     logits[1, 17] = float("nan")  # in one shard only
     greedy = SamplingParams(temperature=0)
@@ -146,7 +147,7 @@ def test_a_draft_without_an_opinion_has_dead_children() -> None:
 
 
 class Counting(ThreadGroup):
-    """Remembers how many columns each message had."""
+    """Records the number of columns of each message."""
 
     def __init__(self, group: ThreadGroup) -> None:
         self.__dict__ = dict(group.__dict__)
@@ -170,7 +171,7 @@ class Counting(ThreadGroup):
         ("ties", {"top_k": 3}, [65, 300, 2]),
     ],
 )
-def test_all_logits_travel_only_where_a_filter_needs_them(
+def test_all_logits_are_gathered_only_if_a_filter_needs_them(
     kind: str, filters: dict[str, Any], messages: list[int]
 ) -> None:
     logits = draw_logits(kind, 900, 1, torch.float64)

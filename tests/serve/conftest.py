@@ -11,7 +11,8 @@ from swiftspec.serve.text.template import TemplateRenderer
 
 
 class SharedRenderer(TemplateRenderer):
-    """One process for all sessions of this run, since each takes a second to start. test_template.py has its own."""
+    """One process for all sessions of this test run, since each takes a second to start. test_template.py starts
+    separate ones."""
 
     def close(self) -> None:
         """Does nothing: the next session uses the process too."""

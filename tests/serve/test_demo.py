@@ -1,4 +1,4 @@
-"""The embedded pair: it fits, it is exact, and the draft earns its keep on files that neither model has seen."""
+"""The demo models: it fits, it is exact, and the draft earns its keep on files that neither model has seen."""
 
 from __future__ import annotations
 

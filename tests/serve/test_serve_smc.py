@@ -99,10 +99,10 @@ def test_plain_operators_can_be_asked_for(
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"mode": "smc", "verify_batch": 4}, "--verify-batch shapes a draft tree, which mode smc has not"),
-        ({"mode": "smc", "proposal": "top"}, "--proposal shapes a draft tree"),
-        ({"particles": 4}, "--particles shapes a population, which mode serial has not"),
-        ({"mode": "ar", "power": 2.0}, "--power shapes a population, which mode ar has not"),
+        ({"mode": "smc", "verify_batch": 4}, "--verify-batch applies to a draft tree, and mode smc has none"),
+        ({"mode": "smc", "proposal": "top"}, "--proposal applies to a draft tree"),
+        ({"particles": 4}, "--particles applies to a population, and mode serial has none"),
+        ({"mode": "ar", "power": 2.0}, "--power applies to a population, and mode ar has none"),
     ],
     ids=str,
 )
@@ -127,7 +127,7 @@ def test_settings_make_the_plan() -> None:
         (["--temperature", "0"], 1, "temperature 0 leaves nothing to sample"),
         (["--particles", "900", "--smc-draft-tokens", "40"], 1, "at most 399 particles do"),
         (["--guidance-scale", "2", "--negative-prompt", "a"], 1, "knows no guidance (a group has one sequence"),
-        (["--draft-leaves", "2"], 2, "--draft-leaves shapes a draft tree"),
+        (["--draft-leaves", "2"], 2, "--draft-leaves applies to a draft tree"),
     ],
     ids=str,
 )

@@ -322,7 +322,7 @@ def profile(argv: list[str]) -> int:
 
 
 def paced(emulate: str, plans: list[Json], prompts: list[list[int]], max_tokens: int) -> list[Json] | None:
-    """The embedded pair at emulated step times, one plan after the other: rank 0 returns each one's speed, and its
+    """The demo models at emulated step times, one plan after the other: rank 0 returns each one's speed, and its
     rounds as a run without them has them."""
     import tempfile
 

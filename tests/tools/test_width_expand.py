@@ -171,7 +171,7 @@ def test_what_does_not_fit_is_refused(sizes: dict[str, Any], said: str) -> None:
 
 
 def test_shapes(tmp_path: Path) -> None:
-    """By name, or from a config.json; every named one has room for the embedded pair, or says that it has not."""
+    """By name, or from a config.json; every named one has room for the demo models, or says that it has not."""
     config = grown_config(read_config(TARGET), read_shape("Llama-3-70B"), "int4")
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert read_shape(str(tmp_path / "config.json")) == read_shape("Llama-3-70B")

@@ -53,7 +53,7 @@ def test_commands_in_a_valid_order_are_executed() -> None:
             False,
             Opcode.VERIFIER_OPEN,
             pack_message(RequestStart(1, (3,), SamplingParams(), 1, "magic")),
-            "names no steps",
+            "names an executor that this rank does not have",
         ),
         (
             False,

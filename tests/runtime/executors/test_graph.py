@@ -1,5 +1,4 @@
-"""runtime/executors/graph.py on the CPU: which shapes are captured, and that a replay reads its inputs and nothing
-else.
+"""runtime/executors/graph.py on the CPU: which shapes are captured, and that a replay reads only its inputs.
 
 The stand-in for a capture runs the forward again on the tensors that it was captured with, as a graph would; anything
 that was not copied into them would still belong to the first batch. tests/gpu/test_graph.py uses real graphs.
@@ -44,7 +43,7 @@ def random_batch(rows: int, width: int, seed: int, sequences: int = 1) -> HostBa
 
 
 @pytest.mark.parametrize("sequences", [1, 2])
-def test_every_part_reaches_the_device_and_added_rows_repeat_the_last(sequences: int) -> None:
+def test_every_input_is_copied_and_padding_rows_repeat_the_last(sequences: int) -> None:
     inputs = GraphInputs(8, 16, sequences, CPU)
     for rows, seed in ((8, 0), (5, 1), (1, 2)):
         batch = random_batch(rows, 16, seed, sequences)
@@ -58,7 +57,7 @@ def test_every_part_reaches_the_device_and_added_rows_repeat_the_last(sequences:
             assert torch.equal(got, want), field.name
 
 
-def test_few_shapes_serve_all_numbers_of_rows() -> None:
+def test_a_few_shapes_cover_all_numbers_of_rows() -> None:
     capture = Rerun()
     graphs = GraphCache(capture)
     graphs.open("forwards", lambda: None)
@@ -74,7 +73,7 @@ def test_few_shapes_serve_all_numbers_of_rows() -> None:
     assert capture.captures == len(CAPTURED_ROWS) + 1
 
 
-def test_the_least_recently_used_family_is_evicted_and_all_with_their_buffer() -> None:
+def test_the_least_recently_used_family_is_evicted_with_its_buffer() -> None:
     capture = Rerun()
     graphs, buffers, owners = GraphCache(capture), [torch.zeros(3), torch.zeros(3)], []
 
@@ -93,7 +92,7 @@ def test_the_least_recently_used_family_is_evicted_and_all_with_their_buffer() -
     assert run(0, 1) == 1
 
 
-def test_a_run_before_the_capture_leaves_its_state_as_it_was() -> None:
+def test_the_run_before_a_capture_restores_the_state() -> None:
     graphs, state = GraphCache(Rerun()), torch.zeros(2)
     graphs.open("rounds", lambda: None)
     for count in (1, 2, 3):
@@ -162,9 +161,7 @@ def test_a_population_with_graphs_equals_one_without(exact: int) -> None:
     [{}, *(pytest.param(more, marks=pytest.mark.slow) for more in ({"top_k": 9, "top_p": 0.9}, PENALISED))],
     ids=str,
 )
-def test_the_rounds_of_a_group_of_ranks_are_those_of_one(
-    checkpoint: Path, tmp_path: Path, more: dict[str, Any]
-) -> None:
+def test_rounds_of_a_group_of_ranks_equal_those_of_one(checkpoint: Path, tmp_path: Path, more: dict[str, Any]) -> None:
     """Two ranks whose logits a kernel gathers capture whole rounds; where messages are too long for it they run
     operator by operator. The second request replays what the first has captured."""
     make_checkpoint(tmp_path, layers=1, seed=5)

@@ -96,7 +96,7 @@ def drafters(checkpoint: Path, config: EngineConfig, group: Any = None) -> tuple
 
 
 def grown(drafter: LocalDrafter) -> list[Any]:
-    """The families of graphs that a drafter has for successive expansions."""
+    """The graph families that a drafter has for successive expansions."""
     found: list[Any] = []
     for kind in drafter.executors:
         if isinstance(kind, GraphExpansionExecutor):
@@ -126,7 +126,9 @@ SAMPLING = [
 @pytest.mark.parametrize("proposal", ["coupled", "top"])
 @pytest.mark.parametrize("mode", ["serial", "async"])
 @pytest.mark.parametrize("sampling", SAMPLING, ids=["greedy", "sampled", "filtered", "penalised"])
-def test_rounds_equal_those_with_the_host(checkpoint: Path, mode: Any, sampling: SamplingParams, proposal: Any) -> None:
+def test_rounds_equal_those_that_synchronise_with_the_host(
+    checkpoint: Path, mode: Any, sampling: SamplingParams, proposal: Any
+) -> None:
     plan = EngineConfig(mode=mode, verify_batch=K, draft_leaves=W, draft_steps=D, proposal=proposal)
     host, ours, capture = drafters(checkpoint, plan)
     calls = expansions(ours)
@@ -165,7 +167,7 @@ def test_a_group_whose_messages_are_too_long_runs_phase_by_phase(checkpoint: Pat
     assert on_ranks(2, work) == [["graph forwards", "graph"]] * 2
 
 
-def test_a_graph_holds_the_calibration(checkpoint: Path) -> None:
+def test_a_graph_contains_the_calibration(checkpoint: Path) -> None:
     config = EngineConfig(verify_batch=K, draft_leaves=W, draft_steps=D, calibration=1.7)
     given = drafters(checkpoint, config)
     same_rounds(*given[:2], SAMPLING[0], 64)

@@ -33,7 +33,7 @@ from tests.support.same_rounds import drawn, same_verdicts
 from tests.support.thread_group import ThreadGroup, on_ranks
 from tests.support.tiny_checkpoints import make_checkpoint
 
-VOCAB = 600  # more than the filters' heads
+VOCAB = 600  # more than the candidates of the filters
 PROMPT = [3, 1, 4, 1, 5, 9]
 
 
@@ -121,7 +121,7 @@ def test_a_group_with_library_gathers_does_not_use_one_graph(checkpoint: Path) -
     assert on_ranks(2, work) == [[False, True, True, False]] * 2
 
 
-def test_what_cannot_be_one_graph_falls_back(checkpoint: Path) -> None:
+def test_unsupported_verifications_run_without_one_graph(checkpoint: Path) -> None:
     """Guided requests, where operators support one sequence, and proposals of too many nodes. After a guided request,
     whose cache is reallocated, graphs are captured anew."""
     steps, graphed, capture = verifiers(checkpoint)
@@ -174,7 +174,7 @@ def test_rejection_in_one_graph(checkpoint: Path, name: str) -> None:
     assert not in_one_graph(steps) and in_one_graph(graphed) and capture.replays == 20
 
 
-def test_a_group_rejects_alike(checkpoint: Path) -> None:
+def test_all_ranks_of_a_group_reject_the_same_nodes(checkpoint: Path) -> None:
     def work(group: ThreadGroup) -> int:
         steps, graphed, capture = verifiers(checkpoint, peers(group, 1 << 16), method="reject")
         same_rejections(steps, graphed, SAMPLING["all"])
@@ -198,7 +198,7 @@ def test_guided_requests_in_one_graph(checkpoint: Path, size: int, name: str) ->
         before = capture.captures
         same_verdicts(steps, graphed, replace(guided, guidance_scale=2.5), VOCAB, rounds=2)
         scored = replace(guided, guidance_scale=3.0, logprobs=0)
-        assert capture.captures > before  # the scale is held by value
+        assert capture.captures > before  # the scale is captured by value
         same_verdicts(steps, graphed, scored, VOCAB, rounds=2)
         assert type(graphed.executor) is GraphForwardExecutor
         return capture.captures

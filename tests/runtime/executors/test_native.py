@@ -116,7 +116,7 @@ def test_drafts(checkpoint: Path, dtype: torch.dtype, data: st.DataObject) -> No
 
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
-def test_results_that_native_code_answers(checkpoint: Path, data: st.DataObject) -> None:
+def test_native_replies_equal_the_proposals_of_the_drafter(checkpoint: Path, data: st.DataObject) -> None:
     """The fast reply equals the drafter's own proposal, without an expansion."""
     plan = EngineConfig(
         verify_batch=data.draw(st.integers(1, 6)), draft_leaves=3, draft_steps=data.draw(st.integers(1, 4)),
@@ -231,7 +231,7 @@ def test_a_group_of_ranks(checkpoint: Path, size: int, sampling: SamplingParams)
     assert any(len(result.tokens) > 1 for _, result, *_ in first), "the target follows a child now and then"
 
 
-def test_what_needs_python_runs_eagerly(checkpoint: Path) -> None:
+def test_requests_that_need_python_run_eagerly(checkpoint: Path) -> None:
     """Also on a follower whose leader has selected the eager executor."""
     verifier = roles.make_verifier(make_runner(checkpoint, torch.float32))
     for sampling in SAMPLINGS:
@@ -244,8 +244,8 @@ def test_what_needs_python_runs_eagerly(checkpoint: Path) -> None:
     assert drawing.select_executor(opening(PROMPT, plain)).name == "eager"
 
 
-def test_what_does_not_fit_is_refused(checkpoint: Path) -> None:
-    """A wrong number from Python is an exception, not a crash."""
+def test_invalid_arguments_are_refused(checkpoint: Path) -> None:
+    """An invalid number from Python raises an exception instead of crashing."""
     runner = make_runner(checkpoint, torch.float32)
     model: Any = runner.model
     rounds = model.fused.rounds(runner.cache)

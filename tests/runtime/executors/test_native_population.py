@@ -91,7 +91,7 @@ def same(one: LocalPopulation, other: LocalPopulation, live: Sequence[tuple[Sequ
 
 @pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.parametrize("models", ["bf16", "int4"])
-def test_native_rounds_are_eager_rounds(request: pytest.FixtureRequest, models: str, name: str) -> None:
+def test_native_rounds_equal_eager_rounds(request: pytest.FixtureRequest, models: str, name: str) -> None:
     """Round by round, while requests are admitted, finish and are cancelled."""
     pair, config = request.getfixturevalue(models), CONFIGS[name]
     workers = worker(pair, config, "native"), worker(pair, config, "eager")
@@ -121,7 +121,7 @@ def test_native_rounds_are_eager_rounds(request: pytest.FixtureRequest, models: 
     assert ended == (9 if models == "bf16" else 5) and rounds >= 5
 
 
-def test_rejection_is_that_of_eager_rounds_at_every_level(level: str, bf16: tuple[Path, Path]) -> None:
+def test_rejection_sampling_equals_eager_rounds_at_every_isa_level(level: str, bf16: tuple[Path, Path]) -> None:
     sampling = [SamplingParams(0.9, max_tokens=40, ignore_eos=True, seed=seed) for seed in range(3)]
     texts: list[list[list[int]]] = []
     for kind in ("native", "eager"):
@@ -132,10 +132,10 @@ def test_rejection_is_that_of_eager_rounds_at_every_level(level: str, bf16: tupl
 
 
 @pytest.mark.parametrize("more", [{"top_k": 5}, {"repetition_penalty": 1.3, "logit_bias": {7: 2.0}}])
-def test_what_native_rounds_do_not_support_runs_eagerly_for_all(
+def test_an_unsupported_request_makes_the_whole_batch_eager(
     more: dict[str, Any], bf16: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And natively again after that request has been released; the texts are those of eager rounds."""
+    """Native rounds resume after that request has been released; the texts are those of eager rounds."""
     calls, native = [0], NativePopulationExecutor.round
     monkeypatch.setattr(
         NativePopulationExecutor, "round", lambda *a: (calls.__setitem__(0, calls[0] + 1), native(*a))[1]
@@ -166,7 +166,7 @@ def test_hooks_are_called_for_every_forward(name: str, drafts: list[int], bf16: 
     assert told["native"] == told["eager"] == [([0, 12], True), (drafts, True)]
 
 
-def test_a_round_that_does_not_fit_is_refused(bf16: tuple[Path, Path]) -> None:
+def test_an_invalid_round_is_refused(bf16: tuple[Path, Path]) -> None:
     smc = worker(bf16, CONFIGS["smc"], "native")
     smc.admit(opening([1, 2], SamplingParams(0.8)), (), 9)
     smc.launch()

@@ -1,4 +1,4 @@
-"""The chat: its rules against a fake engine, the keys through prompt_toolkit, and all of it in a real terminal."""
+"""The chat: its rules with a fake engine, the keys with prompt_toolkit, and the whole chat in a real terminal."""
 
 import io
 import json
@@ -36,7 +36,8 @@ def codec(tmp_path_factory: pytest.TempPathFactory) -> TextCodec:
 
 
 class FakeEngine:
-    """Answers with `reply`, three tokens a round, the first two guessed; `during` is called after each round."""
+    """Answers with `reply`, three tokens per round, of which the first two are draft tokens; `during` is called after
+    each round."""
 
     load_time = 0.5
 
@@ -66,7 +67,7 @@ class FakeEngine:
 
 
 class Room:
-    """A chat with a fake engine, fed line by line; `show()` gives what was printed since."""
+    """A chat with a fake engine that receives lines; `show()` returns the output since the last call."""
 
     def __init__(self, codec: TextCodec, **given: object) -> None:
         self.engine = FakeEngine(codec)
@@ -149,7 +150,7 @@ def test_set(room: Room) -> None:
     assert room.engine.asked[-1][1].top_p == 0.9
 
 
-def test_a_temperature_at_which_the_draft_samples_otherwise(room: Room) -> None:
+def test_a_temperature_at_which_the_draft_samples_differently(room: Room) -> None:
     assert "proposal" not in room.run("/set temperature 1", EOFError)
     room.engine.config = EngineConfig("serial", proposal="top")
     assert "proposal top does not use the target's noise" in room.run("/set temperature 1", EOFError)
@@ -192,7 +193,7 @@ def test_a_lost_drafter_is_reported_without_stats_too(room: Room) -> None:
         assert "the drafter was lost (out of memory), the target continued without it" in room.run(*lines)
 
 
-def test_the_oldest_turns_go_when_the_context_is_full(room: Room) -> None:
+def test_the_oldest_turns_are_dropped_when_the_context_is_full(room: Room) -> None:
     room.engine.max_model_len = 130
     shown = room.run(*(f"{n} " + "x" * 20 for n in range(6)), EOFError)
     assert "the oldest turn was dropped: the context holds 130 tokens" in shown
@@ -202,13 +203,13 @@ def test_the_oldest_turns_go_when_the_context_is_full(room: Room) -> None:
     assert f"0 {'x' * 20}" not in last
 
 
-def test_what_does_not_fit_at_all_is_refused_and_forgotten(room: Room) -> None:
+def test_a_message_beyond_the_context_is_refused_and_dropped(room: Room) -> None:
     assert "error: the prompt does not fit" in room.run("x" * 300, EOFError)
     room.run("a", EOFError)
     assert room.engine.asked[-1][0] == "<|user|>a<|end|><|bot|>"
 
 
-def test_ctrl_c_stops_an_answer_and_keeps_what_came(room: Room) -> None:
+def test_ctrl_c_stops_an_answer_and_keeps_its_tokens(room: Room) -> None:
     before = signal.getsignal(signal.SIGINT)
     room.engine.during = lambda: os.kill(os.getpid(), signal.SIGINT)
     shown = room.run("one", EOFError)
@@ -246,8 +247,8 @@ def test_an_answer_without_text_leaves_no_trace(room: Room) -> None:
     assert room.engine.asked[-1][0] == "<|user|>two<|end|><|bot|>"
 
 
-def test_a_conversation_far_beyond_the_context_drops_turns_too(room: Room) -> None:
-    """Even where its text is refused before it is tokenized."""
+def test_a_conversation_far_beyond_the_context_drops_turns(room: Room) -> None:
+    """Even if its text is refused before it is tokenized."""
     roles = ("user", "assistant")
     room.chat._history = [{"role": roles[at % 2], "content": "x" * 100} for at in range(40)]
     assert "turns were dropped" in room.run("last", EOFError)
@@ -258,13 +259,13 @@ def test_a_conversation_far_beyond_the_context_drops_turns_too(room: Room) -> No
     assert room.chat._history == kept
 
 
-def test_raw_continues_each_text_by_itself(codec: TextCodec) -> None:
+def test_raw_continues_each_text_independently(codec: TextCodec) -> None:
     room = Room(codec, raw=True)
     room.run("def a", "class", EOFError)
     assert [asked for asked, _ in room.engine.asked] == ["def a", "class"]
 
 
-def test_slashes_in_pasted_code_are_no_commands(room: Room) -> None:
+def test_slashes_in_pasted_code_are_not_commands(room: Room) -> None:
     room.run("/usr/bin\n/quit", EOFError)
     assert room.engine.asked[-1][0] == "<|user|>/usr/bin\n/quit<|end|><|bot|>"
     assert room.lines == []
@@ -312,7 +313,7 @@ def test_keys() -> None:
 def test_in_a_real_terminal(tmp_path: Path) -> None:
     target, draft = make_pair(tmp_path)
     flags = ["--model", str(target), "--draft-model", str(draft), "--threads", "1", "--ignore-eos"]
-    flags += ["--emulate", "target=10ms"]  # so that there is time for a Ctrl-C before an answer is over
+    flags += ["--emulate", "target=10ms"]  # leaves time for a Ctrl-C before an answer ends
     terminal = Terminal(["-m", "swiftspec.serve", *flags], TERM="xterm", SWIFTSPEC_MAX_TOKENS="20", NO_COLOR="")
     terminal.until(r"ready in [\s\S]*target, draft .*draft; mode serial")
     terminal.until(">>>")

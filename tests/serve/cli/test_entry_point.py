@@ -1,4 +1,4 @@
-"""A new setting is one entry: a field declared in a config, or among the front end's own, is all that it takes."""
+"""A new setting is one entry: a field of a config, or one of the front end's own settings."""
 
 import re
 from dataclasses import dataclass
@@ -52,7 +52,7 @@ def test_flag_variable_and_yaml_key(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         parse_command(["--config", str(file)], WIDER)
 
 
-def test_the_line_of_help() -> None:
+def test_the_help_line() -> None:
     page = " ".join(build_parser(WIDER).format_help().split())
     assert "--retries R Proposals sent again. [default: 3] [env: SWIFTSPEC_RETRIES]" in page
     assert "--warmth W How warm it is. [default: the model's own, else 0.5] [env: SWIFTSPEC_WARMTH]" in page
@@ -72,7 +72,7 @@ def test_the_line_of_help() -> None:
         (["--banned", "x"], "--banned must be a whole number, not 'x'"),
     ],
 )
-def test_the_check(argv: list[str], message: str) -> None:
+def test_the_check_of_values(argv: list[str], message: str) -> None:
     with pytest.raises(UsageError, match=f"^{re.escape(message)}$"):
         parse_command(argv, WIDER)
 
@@ -86,12 +86,12 @@ def test_the_field_of_the_config() -> None:
     assert settings.sampling_params({"warmth": 0.9}) == LongerSampling(warmth=0.9, banned=(1, 2))
     with pytest.raises(UserError, match="retries must lie in 1"):
         LongerConfig(retries=10)
-    with pytest.raises(UsageError, match="--retries shapes a draft tree, which mode smc has not: leave it out"):
+    with pytest.raises(UsageError, match="--retries applies to a draft tree, and mode smc has none: leave it out"):
         parse_command(["--mode", "smc", "--retries", "7"], WIDER).settings.make_plan(has_draft=True)
 
 
 def test_every_setting_is_one_flag() -> None:
-    """None is declared twice, and none of them is lost."""
+    """No setting is declared twice, and none is missing."""
     sources = (CommandSettings, EngineConfig, PopulationConfig, SamplingParams)
     found = [
         item.name

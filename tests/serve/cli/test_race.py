@@ -1,4 +1,4 @@
-"""The race in the chat: both runs are the same request but for the draft, and what is said of them is so."""
+"""The race in the chat: both runs are the same request with and without the draft, and the verdict is correct."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_the_same_request_without_and_with_the_draft(room: Room) -> None:
     assert (plain[1].temperature, plain[1].seed) == (fast[1].temperature, fast[1].seed) == (0.7, last[1].seed)
 
 
-def test_without_text_it_is_the_last_message_again(room: Room) -> None:
+def test_without_text_the_last_message_is_repeated(room: Room) -> None:
     assert "error: there is no message yet: /race TEXT" in room.run("/race", EOFError)
     room.run("/set max_tokens 9", "one", "/race", "/race two", "/race", EOFError)
     prompts = [prompt for prompt, _ in room.engine.asked]
@@ -59,7 +59,7 @@ def test_raw_text(toy: TextCodec) -> None:
 
 
 @pytest.mark.parametrize("lane", [1, 2])
-def test_ctrl_c_ends_it(room: Room, lane: int) -> None:
+def test_ctrl_c_ends_a_race(room: Room, lane: int) -> None:
     def stop() -> None:
         if len(room.engine.asked) == lane:
             os.kill(os.getpid(), signal.SIGINT)
@@ -70,7 +70,7 @@ def test_ctrl_c_ends_it(room: Room, lane: int) -> None:
     assert len(room.engine.asked) == lane
 
 
-def test_another_text_is_seen(room: Room) -> None:
+def test_a_different_text_is_reported(room: Room) -> None:
     def other() -> None:
         room.engine.reply = "return a - b"
 

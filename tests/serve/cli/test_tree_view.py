@@ -1,4 +1,4 @@
-"""/tree: a round's draft tree, and what became of it."""
+"""/tree: the draft tree of a round, and its outcome."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LANE: dict[str, Any] = {
 def noted(
     round_: int, parents: tuple[int, ...], path: tuple[int, ...], tokens: tuple[int, ...], *more: Any
 ) -> RoundRecord:
-    """A round that verifies tokens 3, 5, 6. `more`: p, and what reads the draft's lane."""
+    """A round that verifies tokens 3, 5, 6. `more`: p, and what reads the draft's timeline."""
     proposal, result = Proposal(1, round_, 1, (3, 5, 6), parents), VerifyResult(1, round_, 1, path, tokens)
     p, lane = more or (None, None)
     return RoundRecord(proposal, result, [0.0] * 7, True, 0.0, p, lane)

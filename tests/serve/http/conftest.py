@@ -1,4 +1,4 @@
-"""A player behind a server, and a client of it, for the tests of the HTTP side."""
+"""Fixtures of the HTTP tests: a scripted engine behind a server, and a client."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ HERMES = (
 
 @pytest.fixture(scope="session")
 def renderer() -> Iterator[TemplateRenderer]:
-    """One process for all of them."""
+    """One process for all tests of these."""
     made = TemplateRenderer(Path("model"))
     yield made
     made.close()
@@ -32,14 +32,14 @@ def renderer() -> Iterator[TemplateRenderer]:
 
 @pytest.fixture(scope="session")
 def plain_player(tmp_path_factory: pytest.TempPathFactory, renderer: TemplateRenderer) -> Player:
-    """A model whose template knows neither tools nor thoughts."""
+    """A model whose template supports neither tools nor reasoning."""
     folder = write_tokenizer(tmp_path_factory.mktemp("plain"), byte_level_tokenizer(), TEMPLATE)
     return Player(TextCodec(folder, renderer))
 
 
 @pytest.fixture(scope="session")
 def hermes_player(tmp_path_factory: pytest.TempPathFactory, renderer: TemplateRenderer) -> Player:
-    """A model whose template knows both."""
+    """A model whose template supports tools and reasoning."""
     folder = write_tokenizer(tmp_path_factory.mktemp("hermes"), byte_level_tokenizer(), HERMES)
     return Player(TextCodec(folder, renderer))
 

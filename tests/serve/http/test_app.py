@@ -29,7 +29,7 @@ def refused(client: httpx.Client, path: str, body: Any, param: str | None = None
     return str(error["message"])
 
 
-def test_while_it_loads(player: Player, client: httpx.Client) -> None:
+def test_requests_while_the_server_loads(player: Player, client: httpx.Client) -> None:
     player.state, player.info = EngineState("loading", "target weights 1 of 2 GB", 0, 0), None
     assert client.get("/v1/models").json()["data"][0]["id"] == "toy"
     for path in ("/health", "/health/generate"):
@@ -41,7 +41,7 @@ def test_while_it_loads(player: Player, client: httpx.Client) -> None:
     assert int(answer.headers["retry-after"]) >= 1 and "x-should-retry" not in answer.headers
 
 
-def test_while_it_leaves_and_after(player: Player, client: httpx.Client) -> None:
+def test_requests_during_and_after_shutdown(player: Player, client: httpx.Client) -> None:
     player.state = EngineState("draining", "", 1, 0)
     assert client.post(CHAT, json=HELLO).status_code == 503
     player.state = EngineState("dead", "rank 1 is gone", 0, 0)
@@ -50,7 +50,7 @@ def test_while_it_leaves_and_after(player: Player, client: httpx.Client) -> None
     assert "rank 1 is gone" in answer.json()["error"]["message"]
 
 
-def test_while_a_rank_comes_back(player: Player, client: httpx.Client) -> None:
+def test_requests_while_a_rank_restarts(player: Player, client: httpx.Client) -> None:
     """Without rank 0, requests are accepted and wait; without the draft, they are decoded."""
     lost = [RankState(0, "target", 7, "lost", 1), RankState(1, "draft", 8, "up", 0)]
     player.state = EngineState("recovering", "rank 0 is gone", 0, 0, lost)
@@ -70,7 +70,7 @@ def test_while_a_rank_comes_back(player: Player, client: httpx.Client) -> None:
 
 
 @pytest.mark.parametrize("path", [CHAT, TEXT, MESSAGES, RESPONSES])
-def test_a_broken_answer_reports_how_many_tokens_were_sent(player: Player, client: httpx.Client, path: str) -> None:
+def test_an_interrupted_answer_reports_its_number_of_tokens(player: Player, client: httpx.Client, path: str) -> None:
     """In a stream the error is the last event, in the schema of the endpoint."""
     line = "the answer broke off after 6 tokens: rank 1 is gone"
     player.prepare(raises=GenerationFailedError(line, "engine_error"), after=2)
@@ -104,7 +104,7 @@ def test_tokens_and_text(player: Player, client: httpx.Client) -> None:
     assert "token 999 is outside the vocabulary of 320" in refused(client, "/detokenize", {"tokens": [999]}, "tokens")
 
 
-def test_ids(player: Player, client: httpx.Client) -> None:
+def test_response_ids_are_unique(player: Player, client: httpx.Client) -> None:
     assert client.get("/health", headers={"x-request-id": "mine"}).headers["x-request-id"] == "mine"
     for odd in ("a b", "x" * 200):
         given = client.get("/health", headers={"x-request-id": odd}).headers["x-request-id"]
@@ -113,7 +113,7 @@ def test_ids(player: Player, client: httpx.Client) -> None:
         assert answer.headers["x-request-id"] == "s"
 
 
-def test_the_newest_replaces_the_others(player: Player, client: httpx.Client) -> None:
+def test_the_newest_request_of_a_key_replaces_the_earlier_ones(player: Player, client: httpx.Client) -> None:
     client.post(TEXT, json={"prompt": "a", "replace_key": "k"})
     client.post(TEXT, json={"prompt": "a"}, headers={"x-replace-key": "h"})
     client.post(TEXT, json={"prompt": "a"})
@@ -134,11 +134,11 @@ def test_the_newest_replaces_the_others(player: Player, client: httpx.Client) ->
         (b'{"prompt": "a", "temperature": NaN}', "temperature"),
     ],
 )
-def test_bodies_that_are_none(player: Player, client: httpx.Client, body: bytes, message: str) -> None:
+def test_missing_bodies_are_refused(player: Player, client: httpx.Client, body: bytes, message: str) -> None:
     assert message in refused(client, TEXT, body, "temperature" if message == "temperature" else None)
 
 
-def test_half_a_surrogate_anywhere(player: Player, client: httpx.Client) -> None:
+def test_lone_surrogates_are_refused(player: Player, client: httpx.Client) -> None:
     for path, body in (
         (TEXT, b'{"prompt": "\\ud800"}'),
         (CHAT, b'{"messages": [{"role": "user", "content": "\\ud800"}]}'),
@@ -152,7 +152,7 @@ def test_half_a_surrogate_anywhere(player: Player, client: httpx.Client) -> None
         assert answer.status_code == 400, answer.text
 
 
-def test_no_json_at_all(client: httpx.Client) -> None:
+def test_bodies_that_are_not_json(client: httpx.Client) -> None:
     answer = client.post(CHAT, content=b"{}", headers={"content-type": "text/plain"})
     assert answer.status_code == 400 and "Content-Type: application/json" in answer.json()["error"]["message"]
     assert client.get(CHAT).status_code == 405 and client.get(CHAT).headers["allow"] == "POST"
@@ -196,12 +196,14 @@ def test_no_json_at_all(client: httpx.Client) -> None:
         (RESPONSES, {"input": [{"type": "function_call", "name": "f", "arguments": "["}]}, "input.0.arguments"),
     ],
 )
-def test_what_is_refused(player: Player, client: httpx.Client, path: str, body: dict[str, Any], param: str) -> None:
+def test_fields_that_are_refused(
+    player: Player, client: httpx.Client, path: str, body: dict[str, Any], param: str
+) -> None:
     assert refused(client, path, body, param).startswith(param)
     assert not player.requests
 
 
-def test_what_is_ignored(player: Player, client: httpx.Client) -> None:
+def test_fields_that_are_ignored(player: Player, client: httpx.Client) -> None:
     """Unknown fields, and unsupported fields with values that change nothing."""
     body = {**HELLO, "n": 1, "user": "u", "store": True, "made_up": {"a": 1}, "min_tokens": 0, "modalities": ["text"]}
     assert client.post(CHAT, json={**body, "functions": [], "audio": None}).status_code == 200
@@ -228,7 +230,7 @@ def test_errors_of_the_engine(player: Player, client: httpx.Client) -> None:
             assert ("a bug" in answer.text) is False
 
 
-def test_errors_in_the_middle(player: Player, client: httpx.Client) -> None:
+def test_errors_during_a_stream(player: Player, client: httpx.Client) -> None:
     player.prepare(raises=GenerationFailedError("out of time", "timeout"), after=1)
     lines = client.post(CHAT, json={**HELLO, "stream": True}).text.strip().split("\n\n")
     assert json.loads(lines[-1].removeprefix("data: "))["error"]["type"] == "timeout"
@@ -238,7 +240,7 @@ def test_errors_in_the_middle(player: Player, client: httpx.Client) -> None:
     assert "see the server's log" in client.post(CHAT, json={**HELLO, "stream": True}).text
 
 
-def test_anthropics_errors(client: httpx.Client) -> None:
+def test_errors_of_the_anthropic_endpoint(client: httpx.Client) -> None:
     answer = client.post(MESSAGES, json=HELLO)
     assert answer.json() == {
         "type": "error", "error": {"type": "invalid_request_error", "message": "max_tokens: field required"}

@@ -53,7 +53,7 @@ def test_chat_as_a_stream(player: Player, plain_url: str) -> None:
     assert chunks[-1].usage is not None and chunks[-1].usage.total_tokens == 14 + len(player.requests[0].prompt)
 
 
-def test_many_messages_are_sent_without_blocking(player: Player, plain_url: str) -> None:
+def test_concurrent_messages_with_async_clients(player: Player, plain_url: str) -> None:
     async def all_of_them() -> list[Any]:
         async with openai.AsyncOpenAI(base_url=f"{plain_url}/v1", api_key="-") as client:
             asks = [client.chat.completions.create(model="other", messages=HELLO) for _ in range(8)]
@@ -91,7 +91,7 @@ def test_tools(thinker: Player, hermes_url: str) -> None:
     assert prompt.startswith("weather <tool_call><|user|>hello<|end|><|bot|>I ask.weather={")
 
 
-def test_thoughts(thinker: Player, hermes_url: str) -> None:
+def test_reasoning(thinker: Player, hermes_url: str) -> None:
     thinker.prepare(text="<think>\nhm, 中\n</think>\n\nfine", size=4)
     answer = theirs(hermes_url).chat.completions.create(model="toy", messages=HELLO)
     assert answer.choices[0].message.to_dict()["reasoning_content"] == "hm, 中"
@@ -119,7 +119,7 @@ def test_responses(thinker: Player, hermes_url: str) -> None:
     assert "I ask.weather={" in thinker.codec.token_text(thinker.requests[-1].prompt)
 
 
-def test_anthropics_messages(thinker: Player, hermes_url: str) -> None:
+def test_anthropic_messages(thinker: Player, hermes_url: str) -> None:
     client = anthropics(hermes_url)
     answer = client.messages.create(
         model="toy", max_tokens=100, messages=HELLO, system="be brief", stop_sequences=["b):", "return"]
@@ -154,7 +154,7 @@ def test_langchain(player: Player, plain_url: str) -> None:
     assert newer.invoke("hello").text == TEXT
 
 
-def test_errors_are_theirs(player: Player, plain_url: str) -> None:
+def test_errors_have_the_types_of_the_libraries(player: Player, plain_url: str) -> None:
     client = theirs(plain_url, max_retries=0)
     with pytest.raises(openai.NotFoundError, match="'gpt' is not served here: use toy, other"):
         client.chat.completions.create(model="gpt", messages=HELLO)
@@ -176,7 +176,7 @@ def test_errors_are_theirs(player: Player, plain_url: str) -> None:
         list(stream)
 
 
-def test_a_refusal_is_tried_again_where_that_helps(player: Player, plain_url: str) -> None:
+def test_retryable_errors_are_retried(player: Player, plain_url: str) -> None:
     for after, tries in ((0.001, 3), (None, 1)):
         player.prepare(raises=RequestRejectedError("not now", 503, after))
         with pytest.raises(openai.InternalServerError, match="not now"):
@@ -184,7 +184,7 @@ def test_a_refusal_is_tried_again_where_that_helps(player: Player, plain_url: st
         assert len(player.requests) == tries
 
 
-def test_a_schema(player: Player, plain_url: str) -> None:
+def test_a_json_schema(player: Player, plain_url: str) -> None:
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
     form: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
     client = theirs(plain_url)

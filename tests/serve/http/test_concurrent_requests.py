@@ -53,7 +53,7 @@ def streamed(client: httpx.Client, number: int) -> str:
     return "".join(part["choices"][0]["text"] for part in parts if part["choices"])
 
 
-def test_concurrent_requests_each_answer_as_alone(server: ServerProcess) -> None:
+def test_concurrent_requests_equal_requests_alone(server: ServerProcess) -> None:
     """While other clients disconnect, and other requests are refused."""
     numbers, dice = range(12), random.Random(3)
     with httpx.Client(base_url=server.url, timeout=120) as client, ThreadPoolExecutor(16) as pool:

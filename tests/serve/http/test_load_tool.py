@@ -1,4 +1,4 @@
-"""A load tool of the field, as it is."""
+"""An unmodified load generator."""
 
 import json
 import os

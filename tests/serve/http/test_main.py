@@ -14,7 +14,7 @@ from tests.support.http import Player
 
 
 def responses(player: Player, keys: list[str], *requests: tuple[str, str, dict[str, Any]]) -> list[httpx.Response]:
-    """The responses to (method, path, further arguments of httpx), one after the other."""
+    """The responses to successive (method, path, further arguments of httpx)."""
     limits = FrontendConfig("toy", keys, 8, 30.0, None, 20.0)
 
     async def all_of_them() -> list[httpx.Response]:
@@ -27,7 +27,7 @@ def responses(player: Player, keys: list[str], *requests: tuple[str, str, dict[s
     return asyncio.run(all_of_them())
 
 
-def test_what_is_refused_and_what_is_answered_is_counted(player: Player) -> None:
+def test_refused_and_answered_requests_are_counted(player: Player) -> None:
     key = {"Authorization": "Bearer one", "X-Request-Id": "r-1"}
     completion: dict[str, Any] = {"headers": key, "json": {"prompt": "a", "stop": "add", "stream": True}}
     health, closed, models, cut, large, metrics = responses(

@@ -1,4 +1,4 @@
-"""The page's files over HTTP: open to everybody, and kept to themselves."""
+"""The files of the page over HTTP: served without a key, and nothing else is."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
     [("/", "text/html"), ("/page/app.js", "text/javascript"), ("/page/style.css", "text/css"),
      ("/page/icon.svg", "image/svg+xml"), ("/page/traces/pair.jsonl", "")],
 )  # fmt: skip
-def test_the_page_needs_no_key_and_lets_nothing_in(client: httpx.Client, path: str, kind: str) -> None:
+def test_the_page_needs_no_key_and_has_a_strict_policy(client: httpx.Client, path: str, kind: str) -> None:
     answer = client.get(path)
     assert answer.status_code == 200 and answer.headers["content-type"].startswith(kind)
     policy = answer.headers["content-security-policy"]
@@ -29,5 +29,5 @@ def test_only_the_pages_files_are_served(client: httpx.Client, path: str) -> Non
     assert answer.status_code == 404 and "error" in answer.json()
 
 
-def test_the_model_info_contains_whether_there_is_a_chat_template(client: httpx.Client) -> None:
+def test_the_model_info_reports_the_chat_template(client: httpx.Client) -> None:
     assert client.get("/v1/models").json()["data"][0]["chat_template"] is True

@@ -1,4 +1,4 @@
-"""`python -m swiftspec.serve replay`: which files it takes, and what it serves."""
+"""`python -m swiftspec.serve replay`: the files that it accepts and serves."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_a_truncated_last_line_is_ignored(file: Path) -> None:
     replay.check_trace(file)
 
 
-def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
+def test_a_pipe_does_not_block(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(UserError, match="pipe cannot be read"):
         replay.check_trace(tmp_path / "pipe")
@@ -72,14 +72,16 @@ def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
         (["x", "--model", "m"], "unrecognized arguments", 2),
     ],
 )  # fmt: skip
-def test_a_call_that_makes_no_sense(capsys: pytest.CaptureFixture[str], flags: list[str], said: str, code: int) -> None:
+def test_invalid_arguments_are_refused(
+    capsys: pytest.CaptureFixture[str], flags: list[str], said: str, code: int
+) -> None:
     assert main(["replay", *flags]) == code
     output = capsys.readouterr().err
     assert said in output and output.count("\n") == 1
 
 
 @pytest.mark.slow
-def test_as_people_start_it(file: Path) -> None:
+def test_as_a_process(file: Path) -> None:
     command = [sys.executable, "-m", "swiftspec.serve", "replay", str(file), "--port", "0"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None

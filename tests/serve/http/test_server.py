@@ -94,7 +94,7 @@ def test_openai(client: openai.OpenAI) -> None:
     assert [model.id for model in client.models.list()] == ["swiftspec-demo"]
 
 
-def test_openai_without_blocking(server: ServerProcess) -> None:
+def test_openai_async(server: ServerProcess) -> None:
     async def several() -> list[str]:
         async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="-") as client:
             asks = [
@@ -107,7 +107,7 @@ def test_openai_without_blocking(server: ServerProcess) -> None:
     assert texts == texts[:2] * 3 and texts[0] != ""
 
 
-def test_errors_are_openais(client: openai.OpenAI) -> None:
+def test_openai_errors(client: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError, match="context") as too_long:
         client.completions.create(model="swiftspec-demo", prompt="word " * 5000)
     assert too_long.value.code == "context_length_exceeded"
@@ -144,7 +144,7 @@ def test_curl(server: ServerProcess) -> None:
     assert done.stdout.endswith("data: [DONE]\n\n")
 
 
-def test_a_schema_is_kept(client: openai.OpenAI) -> None:
+def test_output_follows_a_json_schema(client: openai.OpenAI) -> None:
     schema = {
         "type": "object", "required": ["name", "age"], "additionalProperties": False,
         "properties": {"name": {"type": "string", "maxLength": 8}, "age": {"type": "integer", "maximum": 99}},
@@ -159,7 +159,7 @@ def test_a_schema_is_kept(client: openai.OpenAI) -> None:
             assert set(found) == {"name", "age"} and len(found["name"]) <= 8 and found["age"] <= 99
 
 
-def test_hundreds_of_requests_of_which_a_third_are_cut_off(alone: ServerProcess) -> None:
+def test_hundreds_of_requests_with_a_third_disconnected(alone: ServerProcess) -> None:
     """No request hangs, nothing grows, and every complete answer equals that of the same request alone."""
     dice = random.Random(7)
     with httpx.Client(base_url=alone.url, timeout=60) as client:
@@ -238,7 +238,7 @@ def test_hostile_input_is_refused_and_the_server_survives(alone: ServerProcess) 
             raw.close()
 
 
-def test_a_client_that_leaves_in_a_long_prompt_frees_the_engine() -> None:
+def test_a_disconnect_during_a_long_prefill_frees_the_engine() -> None:
     """A disconnect during a prefill frees the engine after the current chunk."""
     with ServerProcess(["--emulate", "target=2000ms,draft=1ms"]) as server, httpx.Client(base_url=server.url) as c:
         body = json.dumps({"prompt": [5] * 1800}).encode()
@@ -249,7 +249,7 @@ def test_a_client_that_leaves_in_a_long_prompt_frees_the_engine() -> None:
 
 
 @pytest.mark.parametrize("victim", ["serve.http", "serve.rank_process"])
-def test_what_is_killed_is_started_again_and_the_other_stays(victim: str) -> None:
+def test_a_killed_process_is_restarted_and_the_other_one_remains(victim: str) -> None:
     """The front end, or rank 0, during an answer."""
     with ServerProcess(["--threads", "1", "--emulate", "target=20ms,draft=1ms"]) as server:
         before = parts(server)
@@ -282,7 +282,7 @@ def parts(server: ServerProcess) -> dict[str, int]:
 
 
 @pytest.mark.parametrize(("ranks", "number"), [(1, signal.SIGTERM), (1, signal.SIGINT), (2, signal.SIGTERM)])
-def test_a_signal_lets_the_request_end_and_refuses_others(tmp_path: Path, ranks: int, number: int) -> None:
+def test_a_signal_lets_the_request_finish_and_refuses_others(tmp_path: Path, ranks: int, number: int) -> None:
     target, draft = make_pair(tmp_path)
     flags = ["--model", str(target), "--draft-model", str(draft), "--emulate", "target=40ms,draft=1ms"]
     with ServerProcess([*flags, "--threads", "1"], ranks) as server:
@@ -298,7 +298,7 @@ def test_a_signal_lets_the_request_end_and_refuses_others(tmp_path: Path, ranks:
         server.stop = lambda number=0, seconds=0.0: 0  # type: ignore[method-assign] # it has left
 
 
-def test_what_cannot_be_served_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_configurations_are_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         assert main(["--port", str(taken.getsockname()[1])]) == 1
     assert "cannot be served" in capsys.readouterr().err

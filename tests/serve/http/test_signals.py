@@ -19,7 +19,7 @@ OFF = "the answer broke off after 6 tokens: rank 1 is gone"
     [STREAM, WHOLE, ClientRequest("a", 90, chat=True), ClientRequest("a", 90, stream=False, chat=True)],
     ids=str,
 )
-def test_a_text(player: Player, client: httpx.Client, client_request: ClientRequest) -> None:
+def test_a_complete_answer(player: Player, client: httpx.Client, client_request: ClientRequest) -> None:
     outcome = send_request(client, client_request)
     assert (outcome.end, outcome.text) == ("text", TEXT) and "metrics" in outcome.last
     assert len(outcome.piece_times) > 1 or not client_request.stream
@@ -29,7 +29,7 @@ def test_a_text(player: Player, client: httpx.Client, client_request: ClientRequ
 
 
 @pytest.mark.parametrize("client_request", [STREAM, WHOLE], ids=["stream", "whole"])
-def test_an_answer_that_breaks_off(player: Player, client: httpx.Client, client_request: ClientRequest) -> None:
+def test_an_interrupted_answer(player: Player, client: httpx.Client, client_request: ClientRequest) -> None:
     player.prepare(raises=GenerationFailedError(OFF, "engine_error"), after=2)
     outcome = send_request(client, client_request)
     assert (outcome.end, outcome.error, bool(outcome.text)) == ("broken", OFF, client_request.stream)
@@ -40,13 +40,13 @@ def test_an_answer_that_breaks_off(player: Player, client: httpx.Client, client_
     assert outcome.end == "odd" and "rank 1 is gone" in (find_fault(client_request, outcome, TEXT, False) or "")
 
 
-def test_one_that_is_refused_in_its_stream(player: Player, client: httpx.Client) -> None:
-    player.prepare(raises=RequestRejectedError("waited 60 s", 503, 5.0), after=1)  # once the status has gone out
+def test_a_request_that_is_refused_in_its_stream(player: Player, client: httpx.Client) -> None:
+    player.prepare(raises=RequestRejectedError("waited 60 s", 503, 5.0), after=1)  # after the status was sent
     outcome = send_request(client, STREAM)
     assert (outcome.end, outcome.error) == ("refused", "waited 60 s")
 
 
-def test_other_ends(player: Player, client: httpx.Client) -> None:
+def test_other_outcomes(player: Player, client: httpx.Client) -> None:
     player.prepare(raises=RequestRejectedError("the queue is full", 429, 1.0))
     refused = send_request(client, STREAM)
     player.prepare()
@@ -57,7 +57,7 @@ def test_other_ends(player: Player, client: httpx.Client) -> None:
     assert [find_fault(STREAM, outcome, TEXT, False) is None for outcome in (refused, cut, hung)] == [True, True, False]
 
 
-def test_a_front_end_that_is_gone() -> None:
+def test_a_lost_front_end() -> None:
     with httpx.Client(base_url="http://127.0.0.1:9") as client:
         outcome = send_request(client, STREAM)
     assert outcome.end == "disconnected" and find_fault(STREAM, outcome, TEXT, True) is None

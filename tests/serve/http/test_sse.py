@@ -25,7 +25,7 @@ CHAT = "/v1/chat/completions"
 
 
 class Caller:
-    """One request to an application. `gone` is when its client leaves; `sent` what it was sent."""
+    """One request to an application. `gone` is the time of its disconnect, `sent` the messages that it received."""
 
     def __init__(self, player: Player, body: dict[str, Any], **options: Any) -> None:
         self._app = application(player, **options)
@@ -60,15 +60,15 @@ class Caller:
 
 
 async def until(player: Player) -> None:
-    """Until it holds its answer back."""
+    """Runs until the answer is held back."""
     while not player.holding.is_set():
         await asyncio.sleep(0)
 
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("rounds", [0, 2])
-def test_a_client_that_leaves_ends_its_request(player: Player, stream: bool, rounds: int) -> None:
-    """Before the first token (queued, or in the prefill) as well as in the middle."""
+def test_a_disconnect_ends_the_request(player: Player, stream: bool, rounds: int) -> None:
+    """Before the first token (queued, or during the prefill) as well as in the middle."""
 
     async def leave() -> None:
         player.prepare(hold=rounds)
@@ -84,15 +84,15 @@ def test_a_client_that_leaves_ends_its_request(player: Player, stream: bool, rou
     asyncio.run(leave())
 
 
-def test_a_connection_that_is_dropped(player: Player, client: httpx.Client) -> None:
-    """The same over a real one."""
+def test_a_dropped_connection_ends_the_request(player: Player, client: httpx.Client) -> None:
+    """The same over a real connection."""
     player.prepare(hold=1)
     with client.stream("POST", CHAT, json={**HELLO, "stream": True}) as answer:
         next(answer.iter_raw())
     assert player.cancelled.wait(10)
 
 
-def test_a_server_that_ends_cancels_too(player: Player) -> None:
+def test_a_shutdown_cancels_the_request(player: Player) -> None:
     async def end() -> None:
         player.prepare(hold=1)
         running = asyncio.ensure_future(Caller(player, {**HELLO, "stream": True}).run())
@@ -108,7 +108,7 @@ def test_a_server_that_ends_cancels_too(player: Player) -> None:
 @pytest.mark.parametrize(
     ("rounds", "waiting", "comment"), [(0, 1, ": queued"), (0, 0, ": keep-alive"), (2, 1, ": keep")]
 )
-def test_comments_while_nothing_comes(player: Player, rounds: int, waiting: int, comment: str) -> None:
+def test_keep_alive_comments_while_there_is_no_output(player: Player, rounds: int, waiting: int, comment: str) -> None:
     async def wait() -> None:
         player.prepare(hold=rounds, state=EngineState("ready", "", 1, waiting))
         caller = Caller(player, {**HELLO, "stream": True}, keep_alive_s=0.005)
@@ -124,7 +124,7 @@ def test_comments_while_nothing_comes(player: Player, rounds: int, waiting: int,
     asyncio.run(wait())
 
 
-def test_a_refusal_after_a_comment_comes_in_the_stream(player: Player) -> None:
+def test_a_refusal_after_a_comment_is_an_event(player: Player) -> None:
     class Late(Player):
         async def generate(
             self, request: AsyncEngineRequest
@@ -149,8 +149,8 @@ def test_a_refusal_after_a_comment_comes_in_the_stream(player: Player) -> None:
     asyncio.run(play())
 
 
-def test_one_chunk_a_round_and_never_half_a_character(player: Player, client: httpx.Client) -> None:
-    """Rounds of one token, so that characters and stop strings come in halves."""
+def test_one_chunk_per_round_without_partial_characters(player: Player, client: httpx.Client) -> None:
+    """With rounds of one token, characters and stop strings arrive in pieces."""
     text = "é中😀 def STOP it"
     player.prepare(text=text, size=1)
     lines = client.post(CHAT, json={**HELLO, "stream": True, "stop": ["STOP"]}).text.strip().split("\n\n")

@@ -1,4 +1,4 @@
-"""The page in a real browser: in front of the embedded pair, of players, and of recordings."""
+"""The page in a real browser: in front of the demo models, of players, and of recordings."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def page(window: Page) -> Iterator[Page]:
 
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
-    """The embedded pair, as people start it."""
+    """The demo models, as people start it."""
     with ServerProcess() as collect_frames:
         yield collect_frames.url
 

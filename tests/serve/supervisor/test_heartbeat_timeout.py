@@ -48,7 +48,7 @@ def test_every_setting_that_shapes_a_part(mode: str, name: str) -> None:
     settings = load_settings({"mode": mode, name: VALUES.get(name, FLAGS[name].default)})
     part = PARTS[name]
     if part in UNSUPPORTED_PARTS[mode]:
-        with pytest.raises(UsageError, match=f"{flag_name(name)} shapes a .*, which mode {mode} has not"):
+        with pytest.raises(UsageError, match=f"{flag_name(name)} applies to a .*, and mode {mode} has none"):
             settings.make_plan(True, ranks=2)
     else:
         settings.make_plan(True, ranks=2)
@@ -98,8 +98,8 @@ def test_a_named_plan_is_used_or_refused(pair: tuple[Path, Path], tmp_path: Path
     assert (plan.verify_batch, plan.draft_leaves, plan.draft_steps) == (6, 4, 2)
     for given, why in (
         ({**draft, "verify_batch": 5}, "p.json has no run with --verify-batch 5 whose text"),
-        ({**draft, "mode": "ar"}, "fills in what shapes a draft tree, which mode ar has not; or leave it out"),
-        ({**draft, "mode": "smc"}, "fills in what shapes a draft tree, which mode smc has not"),
+        ({**draft, "mode": "ar"}, "fills in settings of a draft tree, and mode ar has none; or leave it out"),
+        ({**draft, "mode": "smc"}, "fills in settings of a draft tree, and mode smc has none"),
         ({}, "there is no draft model: name one with --draft-model; or leave it out"),
     ):
         with pytest.raises(UserError, match=why):

@@ -1,4 +1,4 @@
-"""`n` and `best_of`: texts of a population as choices, each with its weight; and what cannot be."""
+"""`n` and `best_of`: texts of a population as choices, each with its weight; and invalid requests."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_chat_has_a_message_for_each_text(player: Player, client: httpx.Client) 
     assert answer["choices"][1]["weight"] == 0.25 and player.requests[-1].choices == (2, 4)
 
 
-def test_thoughts_and_calls_of_each_text_are_its_own(thinker: Player, thinking_client: httpx.Client) -> None:
+def test_reasoning_and_tool_calls_are_separate_for_each_text(thinker: Player, thinking_client: httpx.Client) -> None:
     call = '<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>'
     texts = [("<think>one</think>first", "stop", 0.75), (f"<think>two</think>{call}", "stop", 0.25)]
     thinker.prepare(info=POPULATION, text="<think>", choices=texts)
@@ -54,7 +54,7 @@ def test_thoughts_and_calls_of_each_text_are_its_own(thinker: Player, thinking_c
     assert answer["usage"]["completion_tokens_details"]["reasoning_tokens"] > 0
 
 
-def test_a_stop_string_in_what_all_texts_share_leaves_one_choice(player: Player, client: httpx.Client) -> None:
+def test_a_stop_string_in_the_common_prefix_leaves_one_choice(player: Player, client: httpx.Client) -> None:
     player.prepare(info=POPULATION, text="return a", more={"exact": False})
     (choice,) = client.post(TEXT, json={**ASK, "n": 3, "stop": "turn"}).json()["choices"]
     assert (choice["text"], choice["weight"]) == ("re", 1.0)
@@ -67,7 +67,7 @@ def test_a_stop_string_cuts_each_text(player: Player, client: httpx.Client) -> N
     assert [choice["finish_reason"] for choice in choices] == ["stop", "length", "stop"]
 
 
-def test_one_choice_is_the_answer_as_ever(player: Player, client: httpx.Client) -> None:
+def test_one_choice_equals_an_ordinary_answer(player: Player, client: httpx.Client) -> None:
     for same in ({}, {"n": 1}, {"best_of": 1}, {"n": 1, "best_of": 0}):
         (choice,) = client.post(TEXT, json={**ASK, **same}).json()["choices"]
         assert choice["text"] == "return a" and "weight" not in choice and player.requests[-1].choices is None
@@ -92,7 +92,7 @@ def test_one_choice_is_the_answer_as_ever(player: Player, client: httpx.Client) 
     ],
     ids=str,
 )
-def test_what_cannot_be(
+def test_invalid_numbers_of_choices_are_refused(
     player: Player, client: httpx.Client, path: str, more: dict[str, Any], param: str | None, said: str
 ) -> None:
     body = ASK if path == TEXT else {**HELLO, "smc": {}}
@@ -103,7 +103,7 @@ def test_what_cannot_be(
     assert said in message and not player.requests
 
 
-def test_a_server_of_another_mode_has_no_population(player: Player, client: httpx.Client) -> None:
+def test_choices_require_mode_smc(player: Player, client: httpx.Client) -> None:
     player.prepare()
     assert "this server runs mode serial; start the server with --mode smc" in refused(
         client, TEXT, {**ASK, "n": 2}, "smc"

@@ -24,7 +24,7 @@ TWO = '<tool_call>{"name": "f", "arguments": {}}</tool_call><tool_call>{"name": 
 
 
 def ask(player: Player, path: str, **body: Any) -> dict[str, Any]:
-    """One request to an application of its own, without a server."""
+    """One request to a separate application, without a server."""
 
     async def post() -> httpx.Response:
         transport = httpx.ASGITransport(application(player))
@@ -56,14 +56,14 @@ def test_a_tool_that_must_be_called(thinker: Player) -> None:
     assert prompt(thinker).startswith("<|user|>")
 
 
-def test_a_tool_that_is_not_there(thinker: Player, thinking_client: httpx.Client) -> None:
+def test_an_unknown_tool(thinker: Player, thinking_client: httpx.Client) -> None:
     choice = {"type": "function", "function": {"name": "h"}}
     refused(thinking_client, CHAT, {**HELLO, "tools": TOOLS, "tool_choice": choice}, "tool_choice")
     body = {**HELLO, "tools": TOOLS, "tool_choice": "required", "guided_regex": "a"}
     refused(thinking_client, CHAT, body, "tool_choice")
 
 
-def test_one_call_where_only_one_is_wanted(thinker: Player) -> None:
+def test_one_call_without_parallel_tool_calls(thinker: Player) -> None:
     for single, names in ((None, ["f", "g"]), (False, ["f"])):
         thinker.prepare(text=TWO + " and so on", size=200)
         choice = ask(thinker, CHAT, **HELLO, tools=TOOLS, parallel_tool_calls=single, max_tokens=200)["choices"][0]
@@ -71,7 +71,7 @@ def test_one_call_where_only_one_is_wanted(thinker: Player) -> None:
         assert choice["finish_reason"] == "tool_calls"
 
 
-def test_no_thoughts_where_a_grammar_leaves_no_room(thinker: Player) -> None:
+def test_no_reasoning_if_a_grammar_forbids_it(thinker: Player) -> None:
     thinker.prepare(text="<think>a</think>b")
     assert ask(thinker, CHAT, **HELLO, guided_regex=".*")["choices"][0]["message"]["content"] == "<think>a</think>b"
     assert ask(thinker, CHAT, **HELLO)["choices"][0]["message"]["reasoning_content"] == "a"
@@ -85,7 +85,7 @@ def test_the_variables_of_a_template(thinker: Player) -> None:
     assert "forged" not in prompt(thinker)
 
 
-def test_going_on_with_the_last_message(thinker: Player) -> None:
+def test_continuing_the_last_message(thinker: Player) -> None:
     talk = [*HELLO["messages"], {"role": "assistant", "content": "so far"}]
     expected = "<|user|>hello<|end|><|bot|>so far"
     ask(thinker, CHAT, messages=talk, continue_final_message=True)
@@ -111,7 +111,7 @@ MISTRAL = (
 )  # fmt: skip
 
 
-def test_marks_that_are_special_tokens_are_seen(tmp_path: Path) -> None:
+def test_markers_that_are_special_tokens_are_detected(tmp_path: Path) -> None:
     """A detokenizer drops special tokens, which would hide the call."""
     tokenizer = byte_level_tokenizer((*SPECIAL, "[TOOL_CALLS]", "<think>", "</think>"))
     renderer = TemplateRenderer(tmp_path)

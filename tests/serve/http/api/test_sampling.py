@@ -32,7 +32,7 @@ def test_every_parameter(player: Player, client: httpx.Client) -> None:
     SamplingParams(**{**sampling, **lists})
 
 
-def test_defaults_are_the_models(player: Player, client: httpx.Client) -> None:
+def test_defaults_come_from_the_model(player: Player, client: httpx.Client) -> None:
     player.info = msgspec.structs.replace(READY, defaults={"temperature": 0.3, "top_k": 20, "max_tokens": 30})
     assert asked(client, player, CHAT, seed=1) == {"temperature": 0.3, "top_k": 20, "max_tokens": 30, "seed": 1}
     assert asked(client, player, CHAT, temperature=0, max_tokens=9)["temperature"] == 0
@@ -46,7 +46,7 @@ def test_seeds(player: Player, client: httpx.Client) -> None:
     assert asked(client, player, seed=4.0)["seed"] == 4, "JSON knows no integers"
 
 
-def test_the_longest_answer_is_cut_to_what_fits(player: Player, client: httpx.Client) -> None:
+def test_max_tokens_is_limited_by_the_context(player: Player, client: httpx.Client) -> None:
     prompt = player.codec.encode_chat(HELLO["messages"])
     bodies: list[dict[str, Any]] = [{}, {"max_tokens": 100_000}, {"max_completion_tokens": 2**31 - 1}]
     for body in bodies:
@@ -58,14 +58,14 @@ def test_the_longest_answer_is_cut_to_what_fits(player: Player, client: httpx.Cl
     assert asked(client, player, CHAT, **long)["max_tokens"] == 256 - len(longer)
 
 
-def test_a_negative_prompt_is_rendered_as_a_prompt_is(player: Player, client: httpx.Client) -> None:
+def test_a_negative_prompt_is_rendered_like_a_prompt(player: Player, client: httpx.Client) -> None:
     sampling = asked(client, player, CHAT, guidance_scale=2, negative_prompt="b")
     assert player.codec.token_text(sampling["negative_prompt_ids"]) == "<|user|>b<|end|><|bot|>"
     assert "negative_prompt_ids" not in asked(client, player, CHAT, negative_prompt="b")
     assert asked(client, player, guidance_scale=2)["negative_prompt_ids"] == []
 
 
-def test_a_population_is_as_the_server_was_started(player: Player, client: httpx.Client) -> None:
+def test_the_population_is_that_of_the_server(player: Player, client: httpx.Client) -> None:
     plan = {"mode": "smc", "population": {"particles": 4, "power": 2.0}}
     player.prepare(info=msgspec.structs.replace(READY, plan=plan), more={"exact": False})
     answer = client.post(CHAT, json={**HELLO, "smc": {"particles": 4, "power": 2.0}}).json()
@@ -99,8 +99,8 @@ def test_filling_in_the_middle(player: Player, client: httpx.Client) -> None:
             del vocab[word]
 
 
-def test_likelihoods_of_a_prompt_alone(player: Player, client: httpx.Client) -> None:
-    """What evaluations ask for."""
+def test_log_probabilities_of_a_prompt_alone(player: Player, client: httpx.Client) -> None:
+    """As evaluation tools request them."""
     answer = client.post(TEXT, json={"prompt": [[274, 9]], "max_tokens": 0, "echo": True, "logprobs": 1}).json()
     choice = answer["choices"][0]
     assert choice["text"] == player.codec.decode([274, 9]) and choice["logprobs"]["token_logprobs"] == [None, -0.5]

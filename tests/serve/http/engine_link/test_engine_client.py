@@ -55,7 +55,7 @@ def test_requests_run_one_after_the_other_in_their_order() -> None:
     run_with_rank0(scene)
 
 
-def test_a_full_queue_refuses_and_a_long_wait_does() -> None:
+def test_a_full_queue_and_a_long_wait_refuse_requests() -> None:
     async def scene(engine: EngineClient, rank0: Rank0) -> None:
         tasks = [start_request(engine, n) for n in range(3)]
         await rank0.next()
@@ -71,7 +71,7 @@ def test_a_full_queue_refuses_and_a_long_wait_does() -> None:
     run_with_rank0(scene, queue_timeout=0.1)
 
 
-def test_a_client_that_leaves_cancels_and_the_next_begins_only_then() -> None:
+def test_a_disconnect_cancels_and_the_next_request_starts_afterwards() -> None:
     async def scene(engine: EngineClient, rank0: Rank0) -> None:
         first, second, third = (start_request(engine, n) for n in range(3))
         start = await rank0.next()
@@ -79,7 +79,7 @@ def test_a_client_that_leaves_cancels_and_the_next_begins_only_then() -> None:
         second.cancel()  # in the queue
         first.cancel()
         assert await rank0.next() == frames.CancelFrame(start.request)
-        rank0.send(frames.TokensFrame(start.request, [1], 0))  # under way when it was cancelled
+        rank0.send(frames.TokensFrame(start.request, [1], 0))  # running when it was cancelled
         assert engine.state.running == 1
         rank0.finish(start.request)
         later = await rank0.next()
@@ -95,12 +95,12 @@ def test_a_client_that_disconnects_when_its_request_starts_delays_no_other() -> 
         first, second = start_request(engine, 0), start_request(engine, 1)
         await rank0.next()
         rank0.finish(1)
-        await first  # the second has its turn now, and has not run since
+        await first  # the second is at the head of the queue and has not run
         second.cancel()
         third = start_request(engine, 2)
         start = await rank0.next()
         assert isinstance(start, frames.StartFrame)
-        if start.prompt == [1]:  # it had
+        if start.prompt == [1]:  # it had run
             assert await rank0.next() == frames.CancelFrame(start.request)
             rank0.finish(start.request)
             start = await rank0.next()
@@ -144,7 +144,7 @@ def test_as_many_requests_run_as_rank_0_supports_concurrently() -> None:
     run_with_rank0(scene, ready=False)
 
 
-def test_the_newest_request_of_a_key_replaces_the_others() -> None:
+def test_the_newest_request_of_a_key_replaces_the_earlier_ones() -> None:
     async def scene(engine: EngineClient, rank0: Rank0) -> None:
         first, other = start_request(engine, 0, key="a"), start_request(engine, 1, key="b")
         second = start_request(engine, 2, key="a")
@@ -165,7 +165,7 @@ def test_the_newest_request_of_a_key_replaces_the_others() -> None:
     run_with_rank0(scene)
 
 
-def test_errors_of_a_request_end_that_request_alone() -> None:
+def test_errors_of_a_request_end_only_that_request() -> None:
     async def scene(engine: EngineClient, rank0: Rank0) -> None:
         for user, kind in ((True, InvalidRequestError), (False, GenerationFailedError)):
             task = start_request(engine, 0)
@@ -178,7 +178,7 @@ def test_errors_of_a_request_end_that_request_alone() -> None:
     run_with_rank0(scene)
 
 
-def test_a_request_has_its_time() -> None:
+def test_a_request_has_a_time_limit() -> None:
     async def scene(engine: EngineClient, rank0: Rank0) -> None:
         task = start_request(engine, 0)
         await rank0.next()
@@ -217,7 +217,7 @@ def test_requests_are_refused_while_loading_and_draining() -> None:
     run_with_rank0(scene, ready=False)
 
 
-def test_what_runs_longer_than_draining_may_take_is_ended() -> None:
+def test_requests_beyond_the_drain_timeout_are_ended() -> None:
     async def scene(engine: EngineClient, rank0: Rank0) -> None:
         running = start_request(engine, 1)
         await rank0.next()

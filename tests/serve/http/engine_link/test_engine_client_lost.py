@@ -24,7 +24,7 @@ async def started(rank0: Rank0) -> frames.StartFrame:
 
 
 @pytest.mark.parametrize("said", [[], [LOST]], ids=["gone", "Lost"])
-def test_a_request_that_has_shown_nothing_is_tried_again_before_all_others(said: list[Any]) -> None:
+def test_a_request_without_output_is_retried_before_all_others(said: list[Any]) -> None:
     async def scene(link: Link) -> None:
         sampling = {"grammar": "x", "seed": 3}
         first = asyncio.create_task(anext(link.engine.generate(AsyncEngineRequest([1], sampling))))
@@ -42,7 +42,7 @@ def test_a_request_that_has_shown_nothing_is_tried_again_before_all_others(said:
         assert again.request != before.request
         rank0.send(
             frames.TokensFrame(before.request, [8], 0), frames.TokensFrame(again.request, [9], 0)
-        )  # the former is too late
+        )  # the former has exceeded its time
         assert await first == frames.TokensFrame(again.request, [9], 0)
         rank0.finish(before.request)  # too late
         rank0.finish(again.request)
@@ -75,9 +75,7 @@ def test_unread_heartbeats_do_not_count() -> None:
         (lambda n: [frames.PromptLogprobsFrame(n, [])], "after 0 tokens: rank 1 is gone"),
     ],
 )
-def test_one_that_has_shown_something_ends_with_how_far_it_came(
-    shown: Callable[[int], list[Any]], message: str
-) -> None:
+def test_a_request_with_output_ends_with_its_number_of_tokens(shown: Callable[[int], list[Any]], message: str) -> None:
     async def scene(link: Link) -> None:
         answer = link.engine.generate(AsyncEngineRequest([1], {}))
         first = asyncio.create_task(anext(answer))
@@ -99,7 +97,7 @@ def test_one_that_has_shown_something_ends_with_how_far_it_came(
     run_link(scene, READY)
 
 
-def test_it_is_tried_again_once() -> None:
+def test_a_request_is_retried_once() -> None:
     async def scene(link: Link) -> None:
         task = start_request(link.engine, 1)
         await started(link.rank0)
@@ -112,7 +110,7 @@ def test_it_is_tried_again_once() -> None:
     run_link(scene, READY)
 
 
-def test_a_rank_0_that_goes_while_it_loads_costs_no_try() -> None:
+def test_losing_rank_0_during_loading_does_not_count_as_a_retry() -> None:
     async def scene(link: Link) -> None:
         task = start_request(link.engine, 1)
         await started(link.rank0)
@@ -128,7 +126,7 @@ def test_a_rank_0_that_goes_while_it_loads_costs_no_try() -> None:
     run_link(scene, READY)
 
 
-def test_the_queue_takes_requests_while_rank_0_comes_back() -> None:
+def test_the_queue_accepts_requests_while_rank_0_restarts() -> None:
     async def scene(link: Link) -> None:
         await link.lose_rank0()
         tasks = [start_request(link.engine, n) for n in range(2)]
@@ -150,7 +148,7 @@ def test_the_queue_takes_requests_while_rank_0_comes_back() -> None:
     run_link(scene, READY)
 
 
-def test_those_that_wait_too_long_for_rank_0_are_refused() -> None:
+def test_requests_that_wait_too_long_for_rank_0_are_refused() -> None:
     async def scene(link: Link) -> None:
         running = start_request(link.engine, 1)
         await started(link.rank0)
@@ -164,7 +162,7 @@ def test_those_that_wait_too_long_for_rank_0_are_refused() -> None:
     run_link(scene, READY, queue_timeout=0.05)
 
 
-def test_one_that_is_tried_again_has_its_time_anew() -> None:
+def test_a_retried_request_has_its_full_time_limit() -> None:
     async def scene(link: Link) -> None:
         task = start_request(link.engine, 1)
         await started(link.rank0)
@@ -181,7 +179,7 @@ def test_one_that_is_tried_again_has_its_time_anew() -> None:
     run_link(scene, READY, request_timeout=0.1)
 
 
-def test_a_client_that_leaves_while_rank_0_comes_back_is_forgotten() -> None:
+def test_a_disconnect_while_rank_0_restarts_drops_the_request() -> None:
     async def scene(link: Link) -> None:
         running, waiting, last = (start_request(link.engine, n) for n in range(3))
         await started(link.rank0)
@@ -198,7 +196,7 @@ def test_a_client_that_leaves_while_rank_0_comes_back_is_forgotten() -> None:
     run_link(scene, READY)
 
 
-def test_one_that_was_cancelled_as_rank_0_went_is_not_tried_again() -> None:
+def test_a_cancelled_request_is_not_retried_after_losing_rank_0() -> None:
     async def scene(link: Link) -> None:
         left = start_request(link.engine, 1)
         start = await started(link.rank0)
@@ -232,7 +230,7 @@ def test_an_error_of_one_request_does_not_count_as_a_lost_engine() -> None:
     run_link(scene, READY)
 
 
-def test_draining_while_rank_0_is_gone_refuses_all() -> None:
+def test_draining_without_rank_0_refuses_all_requests() -> None:
     async def scene(link: Link) -> None:
         running, waiting = start_request(link.engine, 1), start_request(link.engine, 2)
         await started(link.rank0)
@@ -247,7 +245,7 @@ def test_draining_while_rank_0_is_gone_refuses_all() -> None:
     run_link(scene, READY)
 
 
-def test_a_rank_0_that_goes_while_it_drains_does_not_come_back() -> None:
+def test_rank_0_is_not_restarted_while_draining() -> None:
     async def scene(link: Link) -> None:
         running = start_request(link.engine, 1)
         await started(link.rank0)
@@ -267,7 +265,7 @@ def test_a_rank_0_that_goes_while_it_drains_does_not_come_back() -> None:
     run_link(scene, READY)
 
 
-def test_ranks_are_the_last_reported_ones_and_rank_0_is_lost_with_its_socket() -> None:
+def test_the_last_reported_ranks_remain_and_rank_0_is_lost_with_its_socket() -> None:
     async def scene(link: Link) -> None:
         engine: EngineClient = link.engine
         assert engine.state.all_ranks_up and list(engine.state.ranks) == RANKS
@@ -293,7 +291,7 @@ def test_each_rank_0_receives_the_serving_frame() -> None:
     run_link(scene, frames.ModelPathFrame("/m"), READY)
 
 
-def test_before_the_first_ready_it_loads_however_often_rank_0_goes() -> None:
+def test_the_state_is_loading_until_the_first_ready_frame() -> None:
     async def scene(link: Link) -> None:
         await link.lose_rank0(frames.EngineLostFrame("no memory"))
         with pytest.raises(RequestRejectedError, match=r"being loaded \(no memory") as refused:

@@ -90,11 +90,11 @@ def tokens(received: list[Any]) -> list[int]:
     return [token for frame in received if isinstance(frame, frames.TokensFrame) for token in frame.token_ids]
 
 
-def test_requests_join_end_and_leave_and_each_has_its_own_text(llm: LLM, front: Front) -> None:
+def test_requests_are_admitted_and_released_and_keep_their_texts(llm: LLM, front: Front) -> None:
     asked: dict[int, dict[str, Any]] = {n: LONG | {"seed": n, "max_tokens": 20 + 8 * n} for n in range(1, 6)}
     wanted = {n: llm.generate([5, n], SamplingParams(**sampling)).token_ids for n, sampling in asked.items()}
     front.send(*(frames.StartFrame(n, [5, n], sampling) for n, sampling in asked.items()))
-    front.send(frames.CancelFrame(77))  # one that has ended, or never was
+    front.send(frames.CancelFrame(77))  # one that has ended, or never existed
     found = front.until_all_end(*asked)
     assert {n: tokens(received) for n, received in found.items()} == wanted
     for n, received in found.items():
@@ -112,7 +112,7 @@ def test_choices_are_returned_only_if_requested(llm: LLM, front: Front) -> None:
     assert len(both) == 2 and received == {1: [], 2: both, 3: both[:1]}
 
 
-def test_one_that_is_cancelled_or_refused_ends_alone(llm: LLM, front: Front) -> None:
+def test_a_cancelled_or_refused_request_does_not_affect_others(llm: LLM, front: Front) -> None:
     wanted = llm.generate([5, 1], SamplingParams(**LONG)).token_ids
     front.send(frames.StartFrame(1, [5, 1], LONG), frames.StartFrame(2, [5, 2], LONG))
     first = {front.next().request for _ in range(8)}
@@ -132,7 +132,7 @@ def test_one_that_is_cancelled_or_refused_ends_alone(llm: LLM, front: Front) -> 
     assert isinstance(found[5][-1], frames.DoneFrame) and tokens(found[5]) == []
 
 
-def test_a_front_end_that_is_gone_ends_them_all(llm: LLM) -> None:
+def test_losing_the_front_end_ends_all_requests(llm: LLM) -> None:
     front = Front(llm)
     front.send(frames.StartFrame(1, [5, 1], LONG), frames.StartFrame(2, [5, 2], LONG))
     front.next()
@@ -143,7 +143,7 @@ def test_a_front_end_that_is_gone_ends_them_all(llm: LLM) -> None:
     assert llm.generate([5], SamplingParams(max_tokens=2)).finish_reason is not None
 
 
-def test_exchanges_with_a_worker_go_with_the_tokens_of_their_round(tmp_path: Path) -> None:
+def test_rpcs_are_sent_with_the_tokens_of_their_round(tmp_path: Path) -> None:
     """Each request has its own; without spans they are not sent."""
     target, draft = make_pair(tmp_path)
     asked = {"temperature": 0.0, "max_tokens": 12, "ignore_eos": True}

@@ -143,7 +143,7 @@ def test_the_stream_has_ids_kinds_and_each_text_once(player: Player) -> None:
 
 
 @pytest.mark.parametrize(("query", "last"), [("after=5", None), ("", "5"), ("after=9", "5")])
-def test_a_browser_comes_back(query: str, last: str | None) -> None:
+def test_a_browser_reconnects(query: str, last: str | None) -> None:
     async def scene() -> None:
         events = TraceEventBuffer(lambda on: None, max_events=3)
         events.put(*(line(number) for number in range(1, 10)))
@@ -184,7 +184,7 @@ def test_without_subscribers_nothing_is_recorded() -> None:
     run_with_rank0(scene)
 
 
-def test_lines_as_they_travel() -> None:
+def test_lines_on_the_engine_link() -> None:
     tree = DraftTree(9, 2)
     tree.reset(7)
     tree.add_children(tree.best_leaves(1).nodes, np.array([[3, 4]]), np.array([[-0.5, float("-inf")]]))

@@ -18,7 +18,7 @@ START = frames.StartFrame(7, [1, 2, 3], {"temperature": 0.5, "stop_token_ids": [
 
 
 @given(st.lists(st.integers(1, 40), min_size=1))
-def test_frames_come_whole_and_in_order(cuts: list[int]) -> None:
+def test_frames_arrive_complete_and_in_order(cuts: list[int]) -> None:
     sent = [START, frames.CancelFrame(7), frames.ShutdownFrame(), START]
     data, found, reader = b"".join(map(encode_frame, sent)), [], FrameDecoder(ToEngine)
     while data:
@@ -35,7 +35,7 @@ def test_an_invalid_frame_is_refused(data: bytes) -> None:
         FrameDecoder(ToEngine).push(data)
 
 
-def test_likelihoods_travel() -> None:
+def test_log_probabilities_are_unchanged_by_the_link() -> None:
     chunk = frames.TokensFrame(
         1, [5, 6], 1, [frames.TokenLogprob(-0.5, [(5, -0.5)]), frames.TokenLogprob(-1.0, [])], "stop"
     )
@@ -62,7 +62,7 @@ def test_rank_0_never_waits_for_a_front_end_that_does_not_read() -> None:
         assert there.recv(1) == b""
 
 
-def test_what_was_sent_leaves_before_the_end() -> None:
+def test_queued_frames_are_sent_before_closing() -> None:
     here, there = socket.socketpair()
     with there:
         wire = FrameSocket(here)
@@ -71,7 +71,7 @@ def test_what_was_sent_leaves_before_the_end() -> None:
         assert FrameDecoder(ToEngine).push(there.recv(1 << 10)) == [START]
 
 
-def test_an_end_does_not_wait_for_a_front_end_that_does_not_read() -> None:
+def test_closing_does_not_wait_for_a_front_end_that_does_not_read() -> None:
     here, there = socket.socketpair()
     with there:
         wire = FrameSocket(here)

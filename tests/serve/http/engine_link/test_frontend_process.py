@@ -5,7 +5,7 @@ from __future__ import annotations
 from swiftspec.serve.http.engine_link.frontend_process import LOOPBACK, local_host_names
 
 
-def test_names_follow_the_address() -> None:
+def test_host_names_depend_on_the_address() -> None:
     assert (
         local_host_names("0.0.0.0") is None
         and local_host_names("192.168.1.2") is None

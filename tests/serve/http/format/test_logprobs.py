@@ -1,4 +1,4 @@
-"""Tokens as log-probabilities name them."""
+"""Token strings in log-probabilities."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.support.toy_pair import byte_fallback_tokenizer, byte_level_tokenizer
 
 
 @pytest.mark.parametrize("make", [byte_level_tokenizer, byte_fallback_tokenizer])
-def test_the_bytes_of_all_tokens_are_the_text(tmp_path: Path, make: Callable[[], Tokenizer]) -> None:
+def test_the_bytes_of_all_tokens_form_the_text(tmp_path: Path, make: Callable[[], Tokenizer]) -> None:
     codec = TextCodec(write_tokenizer(tmp_path / "m", make(), None))
     scores, text = LogprobFormatter(codec), "def a é中😀 b"
     tokens = codec.encode(text)

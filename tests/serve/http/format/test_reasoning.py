@@ -35,18 +35,18 @@ def split(text: str, begun: bool, cuts: list[int]) -> tuple[str, str, int | None
         ("", True, "", ""),
     ],
 )
-def test_thoughts_and_words(text: str, begun: bool, thought: str, said: str) -> None:
+def test_reasoning_and_content(text: str, begun: bool, thought: str, said: str) -> None:
     assert split(text, begun, [])[:2] == (thought, said)
 
 
 @given(WORDS, st.booleans(), st.lists(st.integers(0, 60), max_size=60))
-def test_it_does_not_depend_on_the_pieces(words: list[str], begun: bool, cuts: list[int]) -> None:
+def test_the_result_does_not_depend_on_the_split(words: list[str], begun: bool, cuts: list[int]) -> None:
     text = "".join(words)
     assert split(text, begun, cuts) == split(text, begun, [])
 
 
 @given(WORDS, st.integers(0, 60))
-def test_nothing_certain_is_held_back(words: list[str], cut: int) -> None:
+def test_unambiguous_text_is_not_delayed(words: list[str], cut: int) -> None:
     """After the reasoning, content is returned immediately."""
     reasoning = ReasoningParser(False)
     reasoning.push("<think>a</think>b")

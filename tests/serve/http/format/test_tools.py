@@ -55,7 +55,9 @@ def test_each_format(format: ToolCallFormat, text: str, said: str, names: list[s
 
 
 @given(st.sampled_from(CASES), st.lists(st.integers(0, 160), max_size=160))
-def test_it_does_not_depend_on_the_pieces(case: tuple[ToolCallFormat, str, str, list[str]], cuts: list[int]) -> None:
+def test_the_result_does_not_depend_on_the_split(
+    case: tuple[ToolCallFormat, str, str, list[str]], cuts: list[int]
+) -> None:
     assert read(case[0], case[1], cuts) == read(case[0], case[1], [])
 
 
@@ -66,7 +68,7 @@ def test_any_text_in_single_characters(words: list[str]) -> None:
     assert read(HERMES, text, list(range(len(text)))) == read(HERMES, text, [])
 
 
-def test_a_call_comes_as_soon_as_it_is_whole() -> None:
+def test_a_call_is_returned_when_it_is_complete() -> None:
     calls = ToolCallParser(HERMES, ())
     assert calls.push(f"a <tool_call>{OTHER}</tool_cal") == ("a", [])
     said, found = calls.push("l>")
@@ -75,7 +77,7 @@ def test_a_call_comes_as_soon_as_it_is_whole() -> None:
     assert len(ToolCallParser(MISTRAL, ()).push(f"[TOOL_CALLS][{OTHER}]", last=True)[1][0].id) == 9
 
 
-def test_what_a_template_shows() -> None:
+def test_the_format_is_detected_from_the_template() -> None:
     assert detect_tool_format("{% if tools %}<tool_call>{% endif %}") is HERMES
     assert detect_tool_format("{{ tools }} [TOOL_CALLS]") is MISTRAL
     for shown in ('{"name": function name, "parameters": dictionary}', r"{\"name\": x, \"parameters\": y}"):
@@ -85,8 +87,8 @@ def test_what_a_template_shows() -> None:
 
 
 @pytest.mark.parametrize("format", [HERMES, MISTRAL, LLAMA])
-def test_a_forced_call_is_what_is_read(format: ToolCallFormat) -> None:
-    """The grammar takes a call that the reader reads, and no other."""
+def test_the_grammar_of_a_forced_call_accepts_what_the_parser_accepts(format: ToolCallFormat) -> None:
+    """The grammar accepts a call exactly if the parser does."""
     bytes_only = llguidance.LLTokenizer("byte")
     schema = {"type": "object", "properties": {"n": {"$ref": "#/$defs/n"}}, "$defs": {"n": {"type": "integer"}}}
     grammar = build_grammar("lark", forced_call_grammar(format, {"f": schema, "g": {}}, None))

@@ -85,12 +85,12 @@ def test_a_wrong_key_is_refused(value: str) -> None:
     assert ask(SecurityMiddleware(Inside(), ["one"]), headers=[("Authorization", value)])[0] == 401
 
 
-def test_an_anthropic_client_is_refused_in_its_words() -> None:
+def test_an_anthropic_client_receives_an_anthropic_error() -> None:
     _, _, said = ask(SecurityMiddleware(Inside(), ["one"]), "/v1/messages")
     assert said["type"] == "error" and said["error"]["type"] == "authentication_error"
 
 
-def test_without_a_key_only_names_of_this_machine_are_served() -> None:
+def test_without_a_key_only_local_host_names_are_served() -> None:
     guard = SecurityMiddleware(Inside(), allowed_hosts=local_host_names("127.0.0.1"))
     for host in ("localhost", "127.0.0.1:8000", "[::1]:8000", "LocalHost:1"):
         assert ask(guard, headers=[("Host", host)])[0] == 200
@@ -107,7 +107,7 @@ def test_without_a_key_only_names_of_this_machine_are_served() -> None:
     assert ask(guard, headers=[("Host", "localhost"), ("Host", "evil.example")])[0] == 403
 
 
-def test_a_body_too_large_is_not_read_to_its_end() -> None:
+def test_a_body_that_is_too_large_is_not_read_completely() -> None:
     inside, reasons = Inside(), list[str]()
     guard = SecurityMiddleware(inside, on_refusal=reasons.append, max_body_bytes=10)
     assert ask(guard, body=[b"12345", b"67890"])[0] == 200 and inside.bodies == [b"1234567890"]
@@ -121,14 +121,14 @@ def test_a_body_too_large_is_not_read_to_its_end() -> None:
     assert len(inside.bodies) == 1 and reasons == ["body_too_large"] * 3
 
 
-def test_a_flood_of_headers_is_refused() -> None:
+def test_too_many_headers_are_refused() -> None:
     guard = SecurityMiddleware(Inside())
     assert ask(guard, headers=[("a", "b")] * (MAX_HEADERS - 1))[0] == 200  # the request id is one more
     for headers in ([("a", "b")] * (MAX_HEADERS + 1), [("a", "b" * 9000)]):
         assert ask(guard, headers=headers)[0] == 431
 
 
-def test_an_answer_has_the_clients_id_or_one_of_its_own() -> None:
+def test_a_response_has_the_clients_request_id_or_a_new_one() -> None:
     inside = Inside()
     guard = SecurityMiddleware(inside, ["one"])
     for path in ("/health", "/v1/models"):
@@ -152,7 +152,7 @@ def test_deep_json_is_refused_and_deep_text_is_not(opened: str) -> None:
     assert ask(guard, body=[json.dumps({"text": "[" * 1000 + '\\"' + "{" * 1000}).encode()])[0] == 200
 
 
-def test_json_in_utf16_which_would_hide_its_depth_is_refused() -> None:
+def test_json_in_utf16_is_refused() -> None:
     assert ask(SecurityMiddleware(Inside()), body=["[1]".encode("utf-16-le")])[0] == 400
 
 
@@ -184,12 +184,12 @@ def deepest(value: Any) -> int:
 
 
 @given(JSON, st.booleans())
-def test_the_depth_is_that_of_the_value(value: Any, ascii_only: bool) -> None:
+def test_json_depth_is_the_depth_of_the_value(value: Any, ascii_only: bool) -> None:
     assert json_depth(json.dumps(value, ensure_ascii=ascii_only).encode()) == deepest(value)
 
 
 @given(st.text('[]{}"\\,:1 ', max_size=30))
-def test_no_parser_comes_deeper_than_the_depth_that_is_seen(text: str) -> None:
+def test_json_depth_is_an_upper_bound_for_any_prefix(text: str) -> None:
     """A prefix of `text` that can be completed to valid JSON is not deeper than `json_depth(text)`."""
     seen = json_depth(text.encode())
     for end in range(len(text) + 1):

@@ -104,10 +104,10 @@ def test_totals_are_the_sums_over_the_answers(stats: list[Stats]) -> None:
     phases = [total(found, "round_seconds_total", phase=phase) for phase in ("verify", "draft", "rest")]
     assert all(seconds >= 0 for seconds in phases) and sum(phases) >= decoding - 1e-9
     assert total(found, "inter_token_latency_seconds_count") == len(stats)
-    assert total(found, "time_to_first_token_seconds_sum") == len(stats)  # a tick each
+    assert total(found, "time_to_first_token_seconds_sum") == len(stats)  # one tick each
 
 
-def test_the_rest_of_a_round_is_what_neither_model_takes() -> None:
+def test_the_rest_of_a_round_excludes_both_models() -> None:
     cost = Stats(decode_time=2.0, target_busy_time=1.0, draft_busy_time=0.5)
     for mode, rest in (("serial", 0.5), ("async", 1.0)):  # mode async drafts during the verification
         found = after(complete_frames(cost, [1], mode))
@@ -132,7 +132,7 @@ def test_a_population_has_no_acceptance() -> None:
     assert total(found, "spec_decode_num_drafts_total") == 0 and total(found, "generation_tokens_total") == 1
 
 
-def test_the_endpoint_has_the_state_and_the_plan() -> None:
+def test_the_metrics_contain_state_and_plan() -> None:
     engine = ScriptedEngine()
     app = FastAPI()
     metrics = PrometheusMetrics(engine, "m")
@@ -153,7 +153,7 @@ def test_the_endpoint_has_the_state_and_the_plan() -> None:
     assert not [name for name, _ in samples(PrometheusMetrics(engine, "m")) if name == "plan_info"]
 
 
-def test_ranks_that_are_up_and_how_often_they_were_started_again() -> None:
+def test_ranks_that_are_up_and_their_restart_counts() -> None:
     engine = ScriptedEngine()
     metrics = PrometheusMetrics(engine, "m")
     up = [RankState(0, "target", 7, "up", 1), RankState(1, "target", 8, "up", 1), RankState(2, "draft", 9, "up", 2)]
@@ -182,7 +182,7 @@ def test_the_dashboard_queries_existing_metrics() -> None:
     assert len(asked) > 15 and asked <= metric_names() | refused
 
 
-def test_the_table_of_the_documents_has_every_metric() -> None:
+def test_the_documented_table_has_every_metric() -> None:
     text = (ROOT / "docs" / "guides" / "serving.md").read_text()
     done_frames = {re.sub(r"_(count|sum|created)$", "", name) for name in metric_names()}
     assert {name for name in done_frames if f"`{name}" not in text and f"`{name}_total" not in text} == set()

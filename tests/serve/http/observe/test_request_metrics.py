@@ -22,7 +22,7 @@ from tests.support.scripted_engine import INFO, ScriptedEngine, TickingClock, co
 REQUEST = AsyncEngineRequest([1, 2], {})
 
 
-def test_a_whole_answer() -> None:
+def test_a_complete_answer() -> None:
     frames = complete_frames(Stats(first_token_time=0.25), [3, 2])
     records: list[RequestRecord] = []
     engine = ScriptedEngine(frames)
@@ -44,7 +44,7 @@ def test_a_whole_answer() -> None:
         (GenerationFailedError("newer", "replaced"), "abort", True),
     ],
 )  # fmt: skip
-def test_an_error_goes_through(error: Exception, outcome: str, accepted: bool) -> None:
+def test_an_error_is_passed_on(error: Exception, outcome: str, accepted: bool) -> None:
     records: list[RequestRecord] = []
     with pytest.raises(type(error)):
         asyncio.run(collect_frames(InstrumentedEngine(ScriptedEngine([error]), [records.append]), REQUEST))
@@ -53,8 +53,8 @@ def test_an_error_goes_through(error: Exception, outcome: str, accepted: bool) -
     ]
 
 
-def test_an_answer_that_the_server_ends_at_a_stop_string_has_stopped() -> None:
-    """Frames that were under way still arrive, and the engine's statistics."""
+def test_an_answer_ended_at_a_stop_string_has_finish_reason_stop() -> None:
+    """Frames in flight still arrive, and the engine's statistics."""
     records: list[RequestRecord] = []
     *_, done = frames = complete_frames(Stats(), [3, 2, 4])
     engine = ScriptedEngine(frames)
@@ -70,7 +70,7 @@ def test_an_answer_that_the_server_ends_at_a_stop_string_has_stopped() -> None:
     assert engine.num_stops == 1 and engine.closed == 1
 
 
-def test_one_that_is_closed_before_its_end_is_aborted() -> None:
+def test_an_answer_closed_early_is_aborted() -> None:
     records: list[RequestRecord] = []
     engine = ScriptedEngine(complete_frames(Stats(), [3, 2]))
     assert len(asyncio.run(collect_frames(InstrumentedEngine(engine, [records.append]), REQUEST, 1))) == 1
@@ -80,7 +80,7 @@ def test_one_that_is_closed_before_its_end_is_aborted() -> None:
 
 
 @pytest.mark.parametrize("waits", [False, True])
-def test_a_client_that_leaves_aborts(waits: bool) -> None:
+def test_a_disconnect_aborts_the_request(waits: bool) -> None:
     """While it waits for the engine, or while a frame is being sent."""
     records: list[RequestRecord] = []
 

@@ -74,7 +74,7 @@ def test_a_request_is_one_span_under_that_of_its_client() -> None:
     }  # fmt: skip
 
 
-def test_exchanges_with_workers_are_below_their_request() -> None:
+def test_rpcs_are_child_spans_of_their_request() -> None:
     """Also those of a request that fails."""
     rpc_records = [RpcRecord("draft", at, at, at + 9, 255, 105 + at, 3, 0, 2, ClockOffset(100, 4)) for at in (-1, 0)]
     frames = [TokensFrame(1, [5], 0, None, None, [hop]) for hop in rpc_records]
@@ -88,7 +88,7 @@ def test_exchanges_with_workers_are_below_their_request() -> None:
         assert (call_2.start_time, part_2.start_time, part_2.end_time, call_2.end_time) == (0, 5, 8, 9)
 
 
-def test_a_collector_gets_it_over_http() -> None:
+def test_spans_are_exported_over_http() -> None:
     with collecting() as collector:
         traced = RequestTracing(collector.url, "m")
         asyncio.run(
@@ -114,7 +114,7 @@ def test_an_invalid_traceparent_is_ignored(parent: str) -> None:
     assert span.parent is None and span.name == "text_completion m"
 
 
-def test_a_refusal_is_an_error() -> None:
+def test_a_refused_request_is_an_error_span() -> None:
     (span,) = spans(
         RequestContext("/v1/completions", "r", "", ""),
         AsyncEngineRequest([1], {}),
