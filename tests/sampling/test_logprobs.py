@@ -111,7 +111,7 @@ def test_a_prompt_of_one_token_has_no_log_probabilities(pair: tuple[Path, Path])
     assert next(iter(make(pair, "ar").stream([5], ASKED))).prompt_logprobs == ()
 
 
-def test_only_the_token_itself(pair: tuple[Path, Path]) -> None:
+def test_zero_log_probabilities_return_only_the_token_itself(pair: tuple[Path, Path]) -> None:
     zero = next(iter(make(pair, "ar").stream(PROMPT[:5], replace(ASKED, logprobs=0))))
     assert zero.logprobs is not None and zero.logprobs[0].top == () and zero.logprobs[0].logprob < 0
 
@@ -155,6 +155,6 @@ WRONG: list[dict[str, Any]] = [{"logprobs": 21}, {"prompt_logprobs": -1}, {"prom
 
 
 @pytest.mark.parametrize("wrong", WRONG)
-def test_invalid_counts_are_refused(wrong: dict[str, Any]) -> None:
+def test_invalid_counts_of_log_probabilities_are_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(UserError, match="logprobs"):
         SamplingParams(**wrong)

@@ -1,4 +1,4 @@
-"""What the JSON of an answer says of the policy and of the speedup."""
+"""Policy and speedup in the JSON of an answer."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_expected_acceptance_is_reported_with_measured_acceptance() -> None:
     assert (spec["num_accepted_tokens_per_child"][0], spec["num_chances_per_child"][0]) == (1, 2)
 
 
-def test_what_was_not_measured_is_null() -> None:
+def test_values_that_were_not_measured_are_null() -> None:
     told = metrics(EngineConfig(), Stats(policy=PolicyReport(3, 8, 0, (), 0.003, None, None, None)), 0)
     assert told["policy"]["plain_round_ms"] is None and told["policy"]["tree_round_ms"] == 3.0
     assert told["speculative_decoding"]["break_even_acceptance_length"] is None
@@ -49,7 +49,7 @@ def test_what_was_not_measured_is_null() -> None:
     assert spec["speedup_over_plain"] is None and spec["expected_first_child_acceptance_rate"] is None
 
 
-def test_the_shares_of_the_two_models_are_shares() -> None:
+def test_the_time_shares_of_the_models_are_between_0_and_1() -> None:
     told = metrics(EngineConfig(), Stats(decode_time=2.0, target_busy_time=1.0, draft_busy_time=0.5), 0)
     assert (told["target_busy"], told["draft_busy"]) == (0.5, 0.25)
     told = metrics(EngineConfig(), Stats(decode_time=1.0, target_busy_time=1.1, draft_busy_time=1.2), 0)

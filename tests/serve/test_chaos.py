@@ -1,4 +1,4 @@
-"""Servers under faults for a while (`python -m tests.support.chaos` goes on for longer), and the driver's own parts."""
+"""Servers under injected faults (`python -m tests.support.chaos` runs longer), and tests of the driver itself."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_a_server_under_faults(seconds: float, ranks: int, target_tp: int, seed:
 
 
 class Sleeping:
-    """A process that does nothing, in place of a server."""
+    """A process that sleeps, instead of a server."""
 
     def __init__(self) -> None:
         self.process = subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(100)"])
@@ -72,7 +72,7 @@ def test_processes_are_stopped_slowed_and_killed(sleeping: Sleeping) -> None:
     assert not inject_fault("kill", process) and not inject_fault("kill", 0)
 
 
-def test_what_is_left_behind_is_seen(sleeping: Sleeping) -> None:
+def test_leftovers_are_detected(sleeping: Sleeping) -> None:
     process = sleeping.process.pid
     job = ServerProcesses(cast(ServerProcess, sleeping), 1)
     assert list(job.snapshot()) == [process] and job.front_end() == 0
@@ -81,7 +81,7 @@ def test_what_is_left_behind_is_seen(sleeping: Sleeping) -> None:
     shared = SHARED_MEMORY / f"swiftspec-{process}-0"
     shared.touch()
     try:
-        inject_fault("kill", process)  # a zombie that nobody has asked after
+        inject_fault("kill", process)  # a zombie whose exit status was not read
         until(lambda: state(process) == "Z", 10)
         assert job.leftovers(0.0) == [str(shared)]
     finally:
@@ -93,7 +93,7 @@ def test_what_is_left_behind_is_seen(sleeping: Sleeping) -> None:
     ("after", "said"),
     [((1 << 20, 9), []), ((30 << 20, 3), ["29 MiB and 0 files"]), ((1 << 20, 30), ["0 MiB and 27 files"])],
 )
-def test_growth_is_seen(after: Any, said: list[str]) -> None:
+def test_growing_resource_usage_is_detected(after: Any, said: list[str]) -> None:
     before = {"supervisor 0": (1 << 20, 3), "front end": (1 << 20, 3)}
     lines = grown(before, {"supervisor 0": after, "front end": (40 << 20, 5)})
     assert len(lines) == len(said) and all(part in line for part, line in zip(said, lines))

@@ -1,4 +1,4 @@
-"""The demo models: it fits, it is exact, and the draft earns its keep on files that neither model has seen."""
+"""The demo models: their size, exactness, and the acceptance rate on files that neither model was trained on."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def greedy_with_four_steps() -> float:
     return tokens_per_round(llm, 0.0, len(prompts()))
 
 
-def test_the_pair_is_small_and_documents_its_origin() -> None:
+def test_the_models_are_small_and_document_their_origin() -> None:
     assert sum(f.stat().st_size for f in DEMO.rglob("*") if f.is_file()) < 20e6
     provenance = json.loads((DEMO / "provenance.json").read_text())
     text = json.dumps(provenance)
@@ -60,7 +60,7 @@ def test_the_pair_is_small_and_documents_its_origin() -> None:
     ],
     ids=["greedy", "sampled"],
 )
-def test_serial_equals_ar_token_for_token(sampling: SamplingParams) -> None:
+def test_serial_equals_ar_token_by_token(sampling: SamplingParams) -> None:
     prompt = prompts()[0][-120:]
     plain = LLM(TARGET, dtype=torch.float64).generate(prompt, sampling)
     tree = LLM(TARGET, DRAFT, dtype=torch.float64).generate(prompt, sampling)
@@ -68,14 +68,14 @@ def test_serial_equals_ar_token_for_token(sampling: SamplingParams) -> None:
 
 
 @pytest.mark.slow
-def test_the_tree_gives_at_least_2_7_tokens_a_round() -> None:
+def test_the_tree_gives_at_least_2_7_tokens_per_round() -> None:
     assert greedy_with_four_steps() >= 2.7
 
 
 @pytest.mark.long
-def test_growing_ahead_keeps_most_of_the_tokens_a_round() -> None:
-    """One round late, a tree holds a little less of what comes (the paper loses 8 %). For a fixed d the rounds are
-    those of two groups of ranks, so one process can count them."""
+def test_lookahead_expansion_keeps_most_of_the_tokens_per_round() -> None:
+    """One round late, a tree contains slightly fewer accepted tokens (the paper loses 8 %). For a fixed d the rounds
+    are those of two groups of ranks, so one process can count them."""
     llm, every = LLM(TARGET, DRAFT, EngineConfig(draft_steps=8), dtype=torch.bfloat16), len(prompts())
     serial = tokens_per_round(llm, 0.0, every)
     put(llm, make_drafter(drafter_of(llm).runner, llm.config, ahead=True))

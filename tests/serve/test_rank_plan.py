@@ -1,4 +1,4 @@
-"""The split of the ranks: what was not given is never named."""
+"""The split of the ranks. Messages name only flags that were given."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CASES = [(5, None, "--target-tp 5"), (None, 2, "--draft-tp 2"), (0, None, "--tar
 
 
 @pytest.mark.parametrize(("target", "draft", "given_"), CASES)
-def test_only_what_was_given_is_named(target: int | None, draft: int | None, given_: str) -> None:
+def test_messages_name_only_given_flags(target: int | None, draft: int | None, given_: str) -> None:
     with pytest.raises(UserError) as caught:
         split_ranks("async", 2, target, draft)
     text = str(caught.value)
@@ -25,7 +25,7 @@ def test_only_what_was_given_is_named(target: int | None, draft: int | None, giv
 
 
 @given(st.integers(2, 8), SIZES, SIZES)
-def test_a_split_fits_or_is_refused(ranks: int, target: int | None, draft: int | None) -> None:
+def test_an_invalid_split_is_refused(ranks: int, target: int | None, draft: int | None) -> None:
     try:
         x, y = split_ranks("async", ranks, target, draft)
     except UserError:
@@ -45,15 +45,15 @@ def test_a_split_fits_or_is_refused(ranks: int, target: int | None, draft: int |
         ("async", 1, 0, True, 1),
     ],
 )  # fmt: skip
-def test_so_many_ranks_are_asked_for(
+def test_the_number_of_ranks_follows_from_the_flags(
     mode: str | None, target: int | None, draft: int | None, has_draft: bool, ranks: int
 ) -> None:
     assert requested_ranks(mode, target, draft, has_draft=has_draft) == ranks
-    if ranks > 1:  # and they can be split so
+    if ranks > 1:  # and they support this split
         assert split_ranks(mode or ("async" if has_draft else "ar"), ranks, target, draft)[0] == (target or 1)
 
 
-def test_one_gpu_is_one_rank_and_a_slip_of_the_hand_is_refused() -> None:
+def test_one_gpu_is_one_rank_and_an_excessive_number_is_refused() -> None:
     assert requested_ranks("async", 1, None, has_draft=True, gpu=True) == 1
     with pytest.raises(UserError, match="640 ranks are more than one command starts: start them with torchrun"):
         requested_ranks("ar", 640, None, has_draft=False)

@@ -1,4 +1,4 @@
-"""The command, from its flags to what it prints."""
+"""The command, from its flags to its output."""
 
 import io
 import json
@@ -65,7 +65,7 @@ class Command:
         return json.loads(out, parse_constant=pytest.fail)
 
     def refuses(self, *argv: str, code: int = 2, stdin: bytes | None = None) -> str:
-        """One line on stderr, nothing on stdout: the message."""
+        """Checks that there is one line on stderr and nothing on stdout; returns the message."""
         got, out, err = self(*argv, "--json", stdin=stdin)
         assert (got, out) == (code, "")
         assert err.startswith("swiftspec: error: ")
@@ -79,7 +79,7 @@ def command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch)
 
 
 def test_one_answer_as_text(command: Command, pair: list[str]) -> None:
-    fixed = ["--no-adapt", "--no-self-switch"]  # whose decisions by the clock would be told, too
+    fixed = ["--no-adapt", "--no-self-switch"]  # whose decisions depend on the clock and would be printed
     code, out, err = command(*pair, *fixed, "--prompt", PROMPT, "--max-tokens", "30", "--temperature", "0")
     assert code == 0
     assert out.endswith("\n")
@@ -129,7 +129,7 @@ def test_one_answer_as_json(command: Command, pair: list[str]) -> None:
     assert serial["metrics"]["drafter_lost"] is None
     assert serial["metrics"]["policy"]["plain_rounds"] >= 0
     assert command.json(*flags, "--no-self-switch", "--no-adapt")["metrics"]["policy"] is None
-    assert serial["metrics"]["speculative_decoding"]["mean_acceptance_length"] > 1.2  # this draft is good
+    assert serial["metrics"]["speculative_decoding"]["mean_acceptance_length"] > 1.2  # high acceptance
     plain = command.json(*flags, "--mode", "ar")
     check_invariants(plain, bs=1)
     assert (plain["metrics"]["mode"], plain["draft_model"]) == ("ar", None)
@@ -144,7 +144,7 @@ def test_a_target_alone_runs_without_a_draft(command: Command, pair: list[str]) 
 
 
 def test_the_process_of_the_template(command: Command, pair: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """It starts with the libraries, only if it is of use, and leaves nothing behind."""
+    """It starts while the libraries load, only if it is needed, and leaves nothing behind."""
     started: list[subprocess.Popen[Any]] = []
     popen: Any = subprocess.Popen
 
@@ -162,7 +162,7 @@ def test_the_process_of_the_template(command: Command, pair: list[str], monkeypa
     assert all(process.returncode is not None for process in started)
 
 
-def test_prompts_from_everywhere(command: Command, pair: list[str], tmp_path: Path) -> None:
+def test_prompts_from_all_sources(command: Command, pair: list[str], tmp_path: Path) -> None:
     file = tmp_path / "prompt"
     file.write_bytes(PROMPT.encode())  # ends in a newline
     flags = [*pair, "--max-tokens", "4", "--temperature", "0"]
@@ -194,7 +194,7 @@ def test_settings_reach_the_engine(
     assert result["metrics"]["speculative_decoding"]["num_spec_tokens"] == 3
 
 
-def test_stops(command: Command, pair: list[str]) -> None:
+def test_stop_criteria(command: Command, pair: list[str]) -> None:
     flags = [*pair, "--prompt", PROMPT, "--temperature", "0", "--max-tokens", "40", "--ignore-eos"]
     whole = command.json(*flags)
     stop = whole["text"][10:13]
@@ -211,7 +211,7 @@ def test_stops(command: Command, pair: list[str]) -> None:
     assert token not in never["token_ids"]
 
 
-def test_generation_goes_to_the_end_of_the_context(command: Command, pair: list[str]) -> None:
+def test_generation_continues_to_the_end_of_the_context(command: Command, pair: list[str]) -> None:
     result = command.json(*pair, "--prompt", PROMPT, "--ignore-eos", "--max-model-len", "60")
     assert result["usage"]["total_tokens"] == 60
     assert result["finish_reason"] == "length"
@@ -238,13 +238,13 @@ def test_prompts_that_do_not_fit(command: Command, pair: list[str]) -> None:
     assert "names a token outside" in command.refuses(*pair, "--prompt", "a", "--logit-bias", '{"999": 1}', code=1)
 
 
-def test_flags_that_make_no_sense(command: Command) -> None:
+def test_invalid_flags_are_refused(command: Command) -> None:
     assert command.refuses("--top-p", "3", "--prompt", "a") == "--top-p must lie above 0 and at most 1, not 3.0"
     assert command.refuses("--frobnicate") == "unrecognized arguments: --frobnicate (--help lists the flags)"
 
 
 def bad_models(folder: Path) -> Iterator[tuple[Path, str]]:
-    """Model directories that are none, and a word of what is said."""
+    """Invalid model directories, and a part of each error message."""
     tokenizer, weights = byte_level_tokenizer(), random_weights(0)
     (folder / "nothing").mkdir()
     yield folder / "nothing", "no config.json"
@@ -273,7 +273,7 @@ def bad_models(folder: Path) -> Iterator[tuple[Path, str]]:
     yield folder / "nowhere", "no such directory"
 
 
-def test_bad_models(command: Command, pair: list[str], tmp_path: Path) -> None:
+def test_invalid_models(command: Command, pair: list[str], tmp_path: Path) -> None:
     for path, words in bad_models(tmp_path):
         message = command.refuses("--model", str(path), "--prompt", "a", code=1)
         assert words in message, path
@@ -282,12 +282,12 @@ def test_bad_models(command: Command, pair: list[str], tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here")
-def test_a_gpu_that_is_not_there(command: Command, pair: list[str]) -> None:
+def test_a_missing_gpu(command: Command, pair: list[str]) -> None:
     message = command.refuses(*pair, "--device", "cuda", "--prompt", "a", code=1)
     assert "PyTorch finds no NVIDIA GPU here" in message
 
 
-def test_models_that_are_no_pair(command: Command, pair: list[str], tmp_path: Path) -> None:
+def test_models_that_do_not_match(command: Command, pair: list[str], tmp_path: Path) -> None:
     other = write_model(tmp_path / "other", random_weights(2))
     write_tokenizer(other, byte_level_tokenizer(("<|end|>", "<|bot|>", "<|user|>")))
     message = command.refuses(*pair[:2], "--draft-model", str(other), "--prompt", "a", code=1)
@@ -299,7 +299,7 @@ def test_models_that_are_no_pair(command: Command, pair: list[str], tmp_path: Pa
     assert command.json("--model", str(base), "--prompt", "a", "--raw", "--max-tokens", "2")["text"]
 
 
-def test_the_embedded_pair_may_be_missing(command: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_demo_models_may_be_missing(command: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("swiftspec.serve.model_resolution.DEMO_DIR", tmp_path)
     assert "the demo models are missing" in command.refuses("--prompt", "a", code=1)
 
@@ -309,7 +309,7 @@ def test_an_incomplete_launcher_environment(command: Command, monkeypatch: pytes
     assert "start several ranks with torchrun" in command.refuses("--prompt", "a", code=1)
 
 
-def test_a_stray_rank_is_rank_0(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_without_a_world_is_rank_0(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "5")
     assert command.json("--prompt", "a", "--max-tokens", "2")["text"]
     monkeypatch.setenv("WORLD_SIZE", "-1")

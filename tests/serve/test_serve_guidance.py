@@ -1,4 +1,4 @@
-"""Guidance from the command line: what becomes of the negative prompt, and what is said of it."""
+"""Guidance on the command line: processing of the negative prompt, and the messages."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ def bare_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def ask(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[dict[str, Any], str]:
-    """The answer, and what was said on stderr."""
+    """The answer, and the lines on stderr."""
     capsys.readouterr()
     assert main(argv) == 0
     told = capsys.readouterr()
     return json.loads(told.out), told.err
 
 
-def test_a_negative_prompt_goes_the_way_of_a_prompt(capsys: pytest.CaptureFixture[str], flags: list[str]) -> None:
+def test_a_negative_prompt_is_processed_like_a_prompt(capsys: pytest.CaptureFixture[str], flags: list[str]) -> None:
     tokens = byte_level_tokenizer().encode("class", add_special_tokens=False).ids
     guided = [*flags, "--guidance-scale", "3", "--negative-prompt", "class"]
     answer, err = ask(capsys, *guided)
@@ -49,7 +49,7 @@ def test_a_negative_prompt_goes_the_way_of_a_prompt(capsys: pytest.CaptureFixtur
     assert ask(capsys, *guided, "--raw")[0]["guidance"]["negative_prompt_token_ids"] == tokens
 
 
-def test_messages_of_the_start(capsys: pytest.CaptureFixture[str], flags: list[str]) -> None:
+def test_startup_messages(capsys: pytest.CaptureFixture[str], flags: list[str]) -> None:
     answer, err = ask(capsys, *flags, "--guidance-scale", "3")
     assert err == "swiftspec: warning: guidance without a negative prompt takes an empty one\n"
     assert answer["guidance"]["negative_prompt_token_ids"] == [1, 0, 2]
@@ -57,13 +57,13 @@ def test_messages_of_the_start(capsys: pytest.CaptureFixture[str], flags: list[s
     assert "a negative prompt does nothing at guidance scale 1" in err and "guidance" not in answer
 
 
-def test_a_draft_that_samples_otherwise_is_warned_of(capsys: pytest.CaptureFixture[str], flags: list[str]) -> None:
+def test_a_draft_that_samples_differently_is_warned_about(capsys: pytest.CaptureFixture[str], flags: list[str]) -> None:
     drawn = [*flags, "--proposal", "top", "--temperature"]
     assert ask(capsys, *drawn, "1")[1].startswith("swiftspec: warning: proposal top does not use the target's noise")
     assert ask(capsys, *drawn, "0")[1] == ""
 
 
-def test_what_cannot_be_drawn_is_refused_before_weights_are_read(
+def test_invalid_sampling_is_refused_before_weights_are_loaded(
     capsys: pytest.CaptureFixture[str], flags: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(llm, "LLM", None)

@@ -39,7 +39,7 @@ def test_help_is_fast() -> None:
 
 
 @pytest.mark.slow
-def test_ctrl_c_prints_what_came_and_leaves_with_130(pair: list[str]) -> None:
+def test_ctrl_c_prints_the_partial_text_and_exits_with_130(pair: list[str]) -> None:
     environment = {**os.environ, "SWIFTSPEC_IGNORE_EOS": "1", "PYTHONUNBUFFERED": "1"}
     process = start([*pair, "--prompt", "a", "--verify-batch", "1"], env=environment)
     assert process.stdout is not None
@@ -53,7 +53,7 @@ def test_ctrl_c_prints_what_came_and_leaves_with_130(pair: list[str]) -> None:
 
 
 @pytest.mark.slow
-def test_a_reader_that_leaves_early(pair: list[str]) -> None:
+def test_a_reader_that_closes_the_pipe_early(pair: list[str]) -> None:
     process = start([*pair, "--prompt", "a", "--ignore-eos"])
     assert process.stdout is not None
     process.stdout.close()

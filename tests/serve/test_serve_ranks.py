@@ -1,5 +1,5 @@
-"""The command on several ranks, under torchrun and without it: same text as alone, one line for what is wrong, and
-nobody left behind."""
+"""The command on several ranks, with and without torchrun: the same text as with one rank, one-line errors, and no
+processes left behind."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def slow(value: object) -> Any:
 
 
 def long(value: object) -> Any:
-    """A case that ends as another does."""
+    """Marks a case that ends like another one."""
     return pytest.param(value, marks=pytest.mark.long)
 
 
@@ -50,10 +50,10 @@ def python(*argv: str) -> subprocess.CompletedProcess[str]:
 
 
 class Ranks:
-    """One process for each rank, started without a launcher: only the ranks themselves see to it that none is left."""
+    """One process per rank, started without a launcher: only the ranks themselves ensure that none is left."""
 
     def __init__(self, count: int, argv: Sequence[str], more: Mapping[int, Mapping[str, str]] | None = None) -> None:
-        """`more`: variables of single ranks."""
+        """`more`: environment variables of single ranks."""
         with socket.create_server(("127.0.0.1", 0)) as probe:
             port = probe.getsockname()[1]
         job = {"WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
@@ -76,7 +76,7 @@ class Ranks:
         assert out.read(1), self.processes[0].communicate()
 
     def end(self, seconds: float) -> list[tuple[int, str]]:
-        """Exit code and standard error of each, which must have left in that time."""
+        """Exit code and standard error of each, which must exit within that time."""
         deadline = time.monotonic() + seconds
         return [
             (process.wait(max(deadline - time.monotonic(), 0.01)), process.communicate()[1])
@@ -91,14 +91,16 @@ class Ranks:
 
 @pytest.fixture
 def started() -> Iterator[list[Ranks]]:
-    """Whatever is put in here is dead after the test."""
+    """Every process in the list is dead after the test."""
     ranks: list[Ranks] = []
     yield ranks
     for one in ranks:
         one.kill()
 
 
-def test_torchrun_writes_what_one_process_writes(pair: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_output_under_torchrun_equals_that_of_one_process(
+    pair: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main([*pair, *EXACT, "--mode", "ar", "--max-tokens", "60"]) == 0
     alone = json.loads(capsys.readouterr().out)
     both = python(*TORCHRUN, "2", *SERVE, *pair, *EXACT, "--max-tokens", "60", "--draft-steps", "2")
@@ -111,7 +113,7 @@ def test_torchrun_writes_what_one_process_writes(pair: list[str], capsys: pytest
 
 
 @pytest.mark.slow
-def test_one_command_starts_its_own_ranks(pair: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_starts_its_ranks(pair: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*pair, *EXACT, "--mode", "ar", "--max-tokens", "60"]) == 0
     alone = json.loads(capsys.readouterr().out)
     both = python(*SERVE, *pair, *EXACT, "--max-tokens", "60", "--target-tp", "1", "--draft-tp", "1")
@@ -122,7 +124,7 @@ def test_one_command_starts_its_own_ranks(pair: list[str], capsys: pytest.Captur
 
 
 @pytest.mark.parametrize("number", [slow(signal.SIGINT), long(signal.SIGTERM), slow(signal.SIGKILL)])
-def test_its_own_ranks_leave_with_it(pair: list[str], number: signal.Signals) -> None:
+def test_the_started_ranks_end_with_the_command(pair: list[str], number: signal.Signals) -> None:
     process = subprocess.Popen(
         [sys.executable, *SERVE, *pair, *LONG, "--target-tp", "1", "--draft-tp", "1"], cwd=ROOT, text=True,
         stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
@@ -159,7 +161,7 @@ def test_the_chat_under_torchrun(pair: list[str]) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 1, 2])
 def test_a_rank_that_dies_ends_the_job(pair: list[str], started: list[Ranks], victim: int) -> None:
-    """Rank 1 shares the target with rank 0, rank 2 is the draft. A dead draft alone ends nothing."""
+    """Rank 1 shares the target with rank 0, rank 2 is the draft. The loss of a draft alone does not end the job."""
     ranks = Ranks(3, [*pair, *LONG, "--target-tp", "2"])
     started.append(ranks)
     ranks.wait_for_text()
@@ -171,7 +173,7 @@ def test_a_rank_that_dies_ends_the_job(pair: list[str], started: list[Ranks], vi
         assert [code for code, _ in survivors] == [0, 0]
         assert "the drafter was lost (the draft group is gone" in ends[0][1]
     else:
-        speakers = {0: (1, 2), 1: (0,)}[victim]  # a rank 0 that is alive sends the draft home
+        speakers = {0: (1, 2), 1: (0,)}[victim]  # a living rank 0 shuts the draft down
         assert [code for code, _ in survivors] == [int(rank in speakers) for rank in range(3) if rank != victim]
         for rank in speakers:
             last = ends[rank][1].splitlines()[-1]
@@ -205,7 +207,7 @@ def test_a_signal_during_the_start_leaves_no_process(pair: list[str]) -> None:
         time.sleep(0.1)
     assert process.stderr is not None
     for line in process.stderr:
-        if line.startswith(b"swiftspec: libraries"):  # the start is under way
+        if line.startswith(b"swiftspec: libraries"):  # during the start
             break
     process.send_signal(signal.SIGINT)
     process.communicate(timeout=15)
@@ -246,8 +248,8 @@ def test_ranks_with_different_modes_fail_immediately(pair: list[str], started: l
 
 
 @pytest.mark.slow
-def test_a_rank_that_is_refused_ends_the_others(pair: list[str], started: list[Ranks]) -> None:
-    """Rank 1 alone finds no GPU where it looks for one: rank 0 hears of it."""
+def test_an_error_of_one_rank_ends_the_others(pair: list[str], started: list[Ranks]) -> None:
+    """Only rank 1 finds no GPU: rank 0 receives the error."""
     ranks = Ranks(2, [*pair, *LONG], {1: {"SWIFTSPEC_DEVICE": "cuda", "CUDA_VISIBLE_DEVICES": ""}})
     started.append(ranks)
     (code, err), (other, _) = ranks.end(60)

@@ -1,4 +1,4 @@
-"""Mode smc from the command line: what it takes, what it says of itself, what it refuses."""
+"""Mode smc on the command line: its flags, messages and errors."""
 
 from __future__ import annotations
 
@@ -73,17 +73,17 @@ def test_a_full_cache_is_reported_as_the_reason() -> None:
     assert "approximate, ended because the KV cache has no room for another round" in summary_line(stats, 2)
 
 
-def test_a_chat_begins_with_a_warm_up(pair: list[str]) -> None:
+def test_a_chat_starts_with_a_warm_up(pair: list[str]) -> None:
     settings = load_settings({"model": pair[1], "draft_model": pair[3], "mode": "smc", "threads": 1})
     llm = open_session(settings, StartupProgress(quiet=True), warm_up=True).llm
     assert llm.stats.tokens == 2 and llm.stats.population is not None
 
 
-def test_other_modes_do_not_speak_of_populations(capsys: pytest.CaptureFixture[str], pair: list[str]) -> None:
+def test_other_modes_do_not_mention_populations(capsys: pytest.CaptureFixture[str], pair: list[str]) -> None:
     assert "particles" not in answer(capsys, *pair, "--max-tokens", "4")
 
 
-def test_plain_operators_can_be_asked_for(
+def test_reference_operators_can_be_requested(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, pair: list[str]
 ) -> None:
     asked: list[object] = []
@@ -111,7 +111,7 @@ def test_settings_that_the_mode_does_not_use(given: dict[str, Any], message: str
         load_settings(given).make_plan(has_draft=True)
 
 
-def test_settings_make_the_plan() -> None:
+def test_settings_determine_the_plan() -> None:
     plan = load_settings({"mode": "smc", "particles": 7, "power": 1.5, "smc_exact": 1}).make_plan(has_draft=True)
     assert plan.mode == "smc" and plan.population == PopulationConfig(7, power=1.5, smc_exact=1)
     assert load_settings({"mode": "smc"}).make_plan(has_draft=True, ranks=2).target_tp == 2
@@ -131,7 +131,7 @@ def test_settings_make_the_plan() -> None:
     ],
     ids=str,
 )
-def test_calls_that_make_no_sense(
+def test_invalid_arguments_are_refused(
     capsys: pytest.CaptureFixture[str], pair: list[str], flags: list[str], code: int, message: str
 ) -> None:
     assert main([*pair, "--mode", "smc", "--json", *flags]) == code

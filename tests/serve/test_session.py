@@ -1,4 +1,4 @@
-"""What a profile in ./profiles may do to the start: fill in what is open, or be passed over with a note."""
+"""The effect of a profile in ./profiles on the start: it sets unset options, or is skipped with a note."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TARGET, DRAFT = DEMO_DIR / "target", DEMO_DIR / "draft"
 
 
 class Heard(StartupProgress):
-    """Keeps what it is told."""
+    """Records the messages."""
 
     def __init__(self) -> None:
         super().__init__(quiet=True)
@@ -50,13 +50,13 @@ def write(folder: Path, name: str, *runs: dict[str, Any], ranks: int = 1) -> Non
     (folder / name).write_text(json.dumps(profile(*runs, key=key)))
 
 
-def test_a_fitting_profile_is_followed(folder: Path) -> None:
+def test_a_matching_profile_is_used(folder: Path) -> None:
     write(folder, "a.json", run("serial", 1, 1, 50.0, d=5))
     heard = Heard()
     assert plan(heard).draft_steps == 5 and heard.lines[0].startswith("plan: serial 1 bs 8 w 8 d 5")
 
 
-def test_what_cannot_be_used_is_noted_and_the_start_goes_on(folder: Path) -> None:
+def test_an_unusable_profile_is_reported_and_the_start_continues(folder: Path) -> None:
     os.mkfifo(folder / "pipe.json")
     (folder / "deep.json").write_text("[" * 100_000 + "]" * 100_000)
     (folder / "bare.json").write_text('{"swiftspec_profile": 1, "runs": [{}]}')
@@ -72,7 +72,7 @@ def test_what_cannot_be_used_is_noted_and_the_start_goes_on(folder: Path) -> Non
 
 
 def test_an_unusable_plan_is_not_reported_as_a_flag_error(folder: Path) -> None:
-    """An asynchronous plan of one rank is for a GPU."""
+    """An asynchronous plan for one rank needs a GPU."""
     write(folder, "a.json", run("async", 1, 0, 50.0, d=4))
     heard = Heard()
     assert plan(heard).mode is None and "a.json is not used: mode async needs two ranks" in heard.lines[0]
@@ -80,7 +80,7 @@ def test_an_unusable_plan_is_not_reported_as_a_flag_error(folder: Path) -> None:
         plan(Heard(), plan=str(folder / "a.json"))
 
 
-def test_a_named_profile_without_a_fitting_run_is_not_ignored_in_silence(folder: Path) -> None:
+def test_a_named_profile_without_a_matching_run_is_reported(folder: Path) -> None:
     write(folder, "a.json", run("serial", 1, 1, 50.0, d=5))
     heard = Heard()
     with pytest.raises(UsageError, match=r"a\.json has no run with --verify-batch 3"):

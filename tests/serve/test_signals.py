@@ -1,4 +1,4 @@
-"""Signals: the exit code is the signal's, whatever native code or somebody's `except` makes of the exception."""
+"""Signals: the exit code is that of the signal, even if native code or an `except` clause replaces the exception."""
 
 import os
 import signal
@@ -20,7 +20,7 @@ CODES = {signal.SIGTERM: 143, signal.SIGINT: 130, signal.SIGHUP: 129}
 
 @pytest.fixture(autouse=True)
 def heard() -> object:
-    """A process may begin with them ignored, and then they stay so."""
+    """Restores the default signal handlers, since a process may start with ignored signals."""
     before = {number: signal.signal(number, signal.SIG_DFL) for number in CODES}
     yield
     for number, handler in before.items():
@@ -56,7 +56,7 @@ def plain(number: int) -> int:
 
 @pytest.mark.parametrize("number", CODES)
 @pytest.mark.parametrize("call", [plain, converted, explained, swallowed], ids=lambda call: call.__name__)
-def test_the_exit_code_is_the_signals(
+def test_the_exit_code_is_that_of_the_signal(
     call: Callable[[int], int], number: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run_guarded(lambda first: call(number)) == CODES[signal.Signals(number)]
@@ -102,7 +102,7 @@ sys.exit(run_guarded({}, grace_s=0.2))
 
 @pytest.mark.parametrize("number", CODES)
 @pytest.mark.parametrize("run", ["eats", "native"])
-def test_who_does_not_end_is_ended(run: str, number: int) -> None:
+def test_a_process_that_does_not_exit_is_killed(run: str, number: int) -> None:
     process = subprocess.Popen(
         [sys.executable, "-c", STUBBORN.format(run)],
         cwd=ROOT,
@@ -120,8 +120,8 @@ def test_who_does_not_end_is_ended(run: str, number: int) -> None:
 RAW = "def raw(first):\n    import tty\n    tty.setraw(0)\n    eats(first)\n"
 
 
-def test_a_terminal_is_left_as_it_was() -> None:
-    """Also by who had changed it, and is ended on the spot."""
+def test_the_terminal_settings_are_restored() -> None:
+    """Also if the process that changed it is killed immediately."""
     child = STUBBORN.format("raw").replace("sys.exit", RAW + "sys.exit")
     script = (
         "import subprocess, sys, termios\nbefore = termios.tcgetattr(0)\n"
@@ -153,7 +153,7 @@ FEW = {(phase, signal.SIGINT) for phase in PHASES} | {("libraries", signal.SIGHU
         for number in CODES
     ],
 )
-def test_at_any_moment_of_the_start(pair: list[str], phase: str, number: int) -> None:
+def test_a_signal_at_any_moment_of_the_start(pair: list[str], phase: str, number: int) -> None:
     process = subprocess.Popen(
         [sys.executable, "-m", "swiftspec.serve", *pair, "--prompt", "a", "--ignore-eos", "--verify-batch", "1"],
         cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
@@ -165,6 +165,6 @@ def test_at_any_moment_of_the_start(pair: list[str], phase: str, number: int) ->
             break
     process.send_signal(number)
     _, rest = process.communicate(timeout=60)
-    too_late = process.returncode == 0 and "TTFT" in rest  # all was said
+    too_late = process.returncode == 0 and "TTFT" in rest  # all output was written
     assert process.returncode == CODES[signal.Signals(number)] or too_late
     assert "error" not in rest and "Traceback" not in rest

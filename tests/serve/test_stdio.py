@@ -1,4 +1,4 @@
-"""Standard output and error that are closed, full, or read by nobody."""
+"""Standard output and error that are closed, full, or without a reader."""
 
 import json
 import os
@@ -19,13 +19,13 @@ pytestmark = pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The flags of an answer of a pair."""
+    """The flags of a request to a pair of models."""
     target, draft = make_pair(tmp_path_factory.mktemp("pair"))
     return f"--model {target} --draft-model {draft} --threads 1 --raw --prompt def --max-tokens 5 --ignore-eos"
 
 
 def shell(command: str, **environment: str) -> tuple[int, str, str]:
-    """Exit code, standard output and error of `python -m swiftspec.COMMAND`, with what a shell does to both."""
+    """Exit code, standard output and error of `python -m swiftspec.COMMAND` with these shell redirections."""
     done = subprocess.run(
         ["bash", "-c", f"{sys.executable} -m swiftspec.{command}"], cwd=ROOT, capture_output=True, text=True,
         timeout=100, env={**os.environ, **environment},
@@ -36,14 +36,14 @@ def shell(command: str, **environment: str) -> tuple[int, str, str]:
 @pytest.mark.parametrize(
     "command", ["serve --version", "serve --help", "serve", pytest.param("exactness --help", marks=pytest.mark.slow)]
 )
-def test_nowhere_to_print(command: str) -> None:
+def test_closed_standard_streams(command: str) -> None:
     assert shell(f"{command} >&-") == (1, "", f"swiftspec: error: {CLOSED}\n")
     if command != "serve":
         assert shell(f"{command} >/dev/full") == (1, "", f"swiftspec: error: {FULL}\n")
 
 
 @pytest.mark.slow
-def test_a_full_disk_under_the_answer(pair: str) -> None:
+def test_a_full_disk_for_the_answer(pair: str) -> None:
     code, _, err = shell(f"serve {pair} >/dev/full")
     footer, error = err.splitlines()[-2:]
     assert (code, error) == (1, f"swiftspec: error: {FULL}")
@@ -52,8 +52,8 @@ def test_a_full_disk_under_the_answer(pair: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_full_disk_under_the_trace(pair: str) -> None:
-    """One line of warning, after an answer that lacks nothing; and a file that is the standard output."""
+def test_a_full_disk_for_the_trace(pair: str) -> None:
+    """One warning line after a complete answer; also if the trace goes to standard output."""
     code, out, err = shell(f"serve {pair} --json --trace /dev/full")
     assert (code, err) == (0, "swiftspec: warning: --trace /dev/full is not complete: No space left on device\n")
     assert json.loads(out)["usage"]["completion_tokens"] == 5
@@ -86,7 +86,7 @@ def test_later_descriptors_are_not_taken_for_standard_streams() -> None:
         file.unlink()
 
 
-def test_streams_of_a_test_stay_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
+def test_replaced_streams_remain_unchanged(capsys: pytest.CaptureFixture[str]) -> None:
     streams = sys.stdout, sys.stderr
     with command_streams(True) as ours:
         assert (sys.stdout, sys.stderr) == streams

@@ -1,4 +1,4 @@
-"""Workers and `generate` as people start them, in processes of their own."""
+"""Workers and `generate`, started by their commands as separate processes."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "SWIFTSPEC_TOKEN": "secret"
 
 
 class WorkerAddress:
-    """`swiftspec worker SIDE`, listening; `url` says where. `ranks`: several under torchrun."""
+    """`swiftspec worker SIDE`, listening at `url`. `ranks`: several under torchrun."""
 
     def __init__(self, side: str, *flags: str, ranks: int = 1) -> None:
         run = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks))
@@ -93,7 +93,7 @@ def answer(flags: Sequence[str]) -> dict:
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)  # it starts a dozen processes
-def test_a_split_over_processes_gives_the_text_of_one() -> None:
+def test_decoding_on_workers_gives_the_text_of_one_process() -> None:
     sampled = (*PROMPT, "--temperature", "0.8", "--seed", "5")
     plain = answer((*sampled, "--mode", "ar"))
     with workers() as found:
@@ -122,7 +122,7 @@ def test_a_split_over_processes_gives_the_text_of_one() -> None:
 
 
 def stop_and_continue(found: dict[str, WorkerAddress]) -> None:
-    """A drafter costs speed; a target is waited for, or ends the answer in a line and in time."""
+    """A lost draft costs speed; a stopped target is waited for, or ends the answer with one line within the timeout."""
     sampling, prompt = SamplingParams(temperature=0.7, seed=3, max_tokens=120, ignore_eos=True), [5, 17, 3]
     security = RpcSecurity(token="secret")
     there, helps = (Named(found[side].url, f"--{side}-url", security, 2.0) for side in ("target", "draft"))
@@ -149,8 +149,8 @@ def stop_and_continue(found: dict[str, WorkerAddress]) -> None:
 
 
 @pytest.mark.slow
-def test_either_side_may_be_stopped_or_killed_while_it_decodes() -> None:
-    """A drafter costs speed; a target ends the answer, in a line and in time."""
+def test_either_worker_may_be_stopped_or_killed_during_decoding() -> None:
+    """A lost draft costs speed; a lost target ends the answer with one line within the timeout."""
     flags = ("--max-model-len", "1000", "--emulate", "target=20ms,draft=1ms")
     with workers(*flags) as found:
         stop_and_continue(found)
@@ -173,7 +173,7 @@ def test_either_side_may_be_stopped_or_killed_while_it_decodes() -> None:
 
 
 @pytest.mark.slow
-def test_a_worker_of_two_ranks_names_the_one_that_is_gone() -> None:
+def test_a_worker_of_two_ranks_names_the_lost_one() -> None:
     worker = WorkerAddress("target", ranks=2)
     try:
         told = answer(("generate", "--target-url", worker.url, *PROMPT))
@@ -189,7 +189,7 @@ def test_a_worker_of_two_ranks_names_the_one_that_is_gone() -> None:
     assert worker.process.returncode == 1 and len(lines) == 1 and "rank 0 leaves: rank 1 is gone" in lines[0]
 
 
-def test_a_worker_that_cannot_listen_sends_its_other_ranks_home(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_that_cannot_listen_shuts_down_its_other_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     left: list[str] = []
     rank = SimpleNamespace(leave=lambda: left.append("home"))
     model = SimpleNamespace(side="draft", path=Path("model"), rank=rank)

@@ -67,7 +67,7 @@ def test_marlin_is_called_as_documented(
         assert (call().float() - want).norm() < 0.01 * want.norm()
 
 
-def test_the_original_marlin_has_packed_weights_of_the_same_size(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_original_marlin_is_called_as_documented(monkeypatch: pytest.MonkeyPatch) -> None:
     def multiply(a: Tensor, b: Tensor, c: Tensor, s: Tensor, workspace: Tensor) -> None:
         assert {a.dtype, c.dtype, s.dtype} == {torch.half} and b.dtype == torch.int32
         (m, k), n = a.shape, c.shape[1]

@@ -104,7 +104,7 @@ def test_tokens_and_text(player: Player, client: httpx.Client) -> None:
     assert "token 999 is outside the vocabulary of 320" in refused(client, "/detokenize", {"tokens": [999]}, "tokens")
 
 
-def test_response_ids_are_unique(player: Player, client: httpx.Client) -> None:
+def test_valid_request_ids_are_returned_and_invalid_ones_replaced(player: Player, client: httpx.Client) -> None:
     assert client.get("/health", headers={"x-request-id": "mine"}).headers["x-request-id"] == "mine"
     for odd in ("a b", "x" * 200):
         given = client.get("/health", headers={"x-request-id": odd}).headers["x-request-id"]
@@ -134,7 +134,7 @@ def test_the_newest_request_of_a_key_replaces_the_earlier_ones(player: Player, c
         (b'{"prompt": "a", "temperature": NaN}', "temperature"),
     ],
 )
-def test_missing_bodies_are_refused(player: Player, client: httpx.Client, body: bytes, message: str) -> None:
+def test_invalid_bodies_are_refused(player: Player, client: httpx.Client, body: bytes, message: str) -> None:
     assert message in refused(client, TEXT, body, "temperature" if message == "temperature" else None)
 
 

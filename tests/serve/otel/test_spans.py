@@ -1,4 +1,4 @@
-"""What a collector hears of answers that workers decode, and what a trace says of them."""
+"""Spans that a collector receives for requests decoded on workers, and the RPCs in a trace."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ AT = Settings(otlp_endpoint="http://collector:4318", **FLAGS)
 
 
 def session_on(running: Any) -> Session:
-    """Texts are tokens, written in decimal."""
+    """A session whose text is the tokens in decimal."""
     codec = SimpleNamespace(
         special=frozenset(), byte_tokens=frozenset(), has_template=False,
         encode=lambda text, room: [*map(int, text.split())], token_text=lambda tokens: "".join(f"{t} " for t in tokens),
@@ -41,7 +41,7 @@ def session_on(running: Any) -> Session:
 
 
 def check_exchanges(spans: Sequence[Any]) -> Iterator[tuple[Any, list[Any]]]:
-    """Each request's span, and those of its exchanges, in which the workers' parts lie."""
+    """Checks each request's span and those of its RPCs, which contain the workers' spans."""
     by_id = {span.context.span_id: span for span in spans}
     for root in [span for span in spans if span.parent is None]:
         calls = [span for span in spans if span.parent is not None and span.parent.span_id == root.context.span_id]
@@ -55,8 +55,8 @@ def check_exchanges(spans: Sequence[Any]) -> Iterator[tuple[Any, list[Any]]]:
         yield root, calls
 
 
-def test_every_exchange_with_a_worker_is_a_span_and_in_the_trace(tmp_path: Path) -> None:
-    """The worker's part lies inside of the exchange, on this machine's clock."""
+def test_every_rpc_is_a_span_and_in_the_trace(tmp_path: Path) -> None:
+    """The worker's part lies within the RPC, on this machine's clock."""
     models, kept, file = make_pair(tmp_path), InMemorySpanExporter(), tmp_path / "trace.jsonl"
     with (
         started("target", models[0]) as target,
@@ -78,7 +78,7 @@ def test_every_exchange_with_a_worker_is_a_span_and_in_the_trace(tmp_path: Path)
 
 
 def test_a_chat_exports_a_span_per_answer(tmp_path: Path) -> None:
-    """So does a race, which are two."""
+    """A race exports two spans."""
     models, kept = make_pair(tmp_path), InMemorySpanExporter()
     with (
         started("target", models[0]) as target,
@@ -112,7 +112,7 @@ def test_a_failed_request_reports_the_error() -> None:
     assert (root.attributes or {})["error.type"] == "ValueError"
 
 
-def test_a_clock_is_known_up_to_half_of_what_an_exchange_leaves_open() -> None:
+def test_a_clock_offset_is_known_up_to_half_of_the_rpc_latency() -> None:
     assert (
         ClockOffset.of(asked=1000, clock=5600, came=1200) == ClockOffset(4500, 100)
         and ClockOffset(4500, 100).to_local(5600) == 1100
@@ -130,7 +130,7 @@ def clock_of(hops: RpcLog, asked: int, began: int, came: int, wall: int, session
     return hop.clock
 
 
-def test_the_best_exchange_is_a_clock_until_it_is_old_or_was_set() -> None:
+def test_the_fastest_rpc_determines_the_clock_offset_until_it_expires() -> None:
     hops = RpcLog()
     assert clock_of(hops, 0, 5500, 2000, 1000) == ClockOffset(5000, 500)
     assert clock_of(hops, 10_000, 16_000, 19_000, 1000) == ClockOffset(5000, 501), "the first one bounds it better"
@@ -143,7 +143,7 @@ def test_the_best_exchange_is_a_clock_until_it_is_old_or_was_set() -> None:
 
 
 def clocks_in(lines: Sequence[Any]) -> dict[str, list[float]]:
-    """Seconds that a trace has each worker ahead, exchange by exchange."""
+    """Clock offset in seconds of each worker in a trace, per RPC."""
     told: dict[str, list[float]] = {"target": [], "draft": []}
     for hop in (hop for line in lines for hop in line.get("workers", ())):
         told[hop["side"]].append(round(hop["clock"]["ahead"] / SECOND))
@@ -151,7 +151,7 @@ def clocks_in(lines: Sequence[Any]) -> dict[str, list[float]]:
 
 
 class Elsewhere:
-    """A worker whose machine's clock is ahead, by so many seconds."""
+    """A worker on a machine whose clock is ahead by this number of seconds."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, ahead: dict[str, int]) -> None:
         from swiftspec.distributed.rpc.service import WorkerService
@@ -167,10 +167,10 @@ class Elsewhere:
 
 
 @pytest.mark.parametrize("mode", ["serial", "async"])
-def test_a_worker_that_is_late_or_started_again_has_its_own_clock(
+def test_the_clock_offset_of_a_late_or_restarted_worker(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str
 ) -> None:
-    """In the midst of an answer, and between two."""
+    """During a request, and between two requests."""
     models, file = make_pair(tmp_path), tmp_path / "trace.jsonl"
     ahead = {"TargetService": 1000, "DraftService": 2000}
     Elsewhere(monkeypatch, ahead)
@@ -198,14 +198,14 @@ def test_a_worker_that_is_late_or_started_again_has_its_own_clock(
 
 
 def until_it_drafts(running: LLMBase) -> list[int]:
-    """An answer in which the draft's worker helps, of those that are asked for."""
+    """The first answer for which the draft worker was used."""
     while True:
         text = running.generate(PROMPT, replace(GREEDY, max_tokens=60)).token_ids
         if running.stats.accepted > 0:
             return text
 
 
-def test_all_spans_of_a_long_answer_go_and_a_collector_that_is_gone_is_a_line(
+def test_all_spans_of_a_long_answer_are_sent_and_a_lost_collector_is_one_line(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("swiftspec.serve.otel.exporter.EXPORT_TIMEOUT_S", 0.1)

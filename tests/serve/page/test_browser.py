@@ -1,4 +1,4 @@
-"""The page in a real browser: in front of the demo models, of players, and of recordings."""
+"""The page in a real browser, with the demo models, scripted engines and recordings."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ HOSTILE = '<img src=x onerror="window.hurt=1"><script>window.hurt=1</script>\u20
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the browser keeps things."""
+    """The folder of the browser's profile."""
     return tmp_path_factory.mktemp("browser")
 
 
@@ -44,7 +44,7 @@ def window(folder: Path) -> Iterator[Page]:
 
 @pytest.fixture
 def page(window: Page) -> Iterator[Page]:
-    """The browser, which must have nothing to complain about, and whose requests stay on this machine."""
+    """The browser. Checks that its console has no messages and that all requests stay on this machine."""
     yield window
     asked = window.requested_urls()
     assert asked and all(url.startswith(("http://127.0.0.1:", "blob:http://127.0.0.1:")) for url in asked), asked
@@ -53,7 +53,7 @@ def page(window: Page) -> Iterator[Page]:
 
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
-    """The demo models, as people start it."""
+    """A server of the demo models, started by its command."""
     with ServerProcess() as collect_frames:
         yield collect_frames.url
 
@@ -69,26 +69,26 @@ def race(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 def player(folder: Path, **plays: Any) -> FastAPI:
-    """A server that plays what a test wrote, and has no template."""
+    """A server that plays a scripted text and has no template."""
     made = Player(TextCodec(write_tokenizer(folder, byte_level_tokenizer(), None)), **plays)
     app = application(made)
     app.include_router(events.trace_events_router(TraceEventBuffer(lambda on: None), lambda: made.codec))
     return app
 
 
-def test_a_visitor_sees_a_tree_grow_and_re_root(page: Page, url: str) -> None:
+def test_a_tree_expands_and_re_roots_on_the_page(page: Page, url: str) -> None:
     page.open(url)
     page.wait_for_text("caption", "Round 1.")
     page.wait(lambda: page.data("nodes") > 20 and page.data("proposed") > 1)
     page.wait_for_text("caption", "Round 3.")
-    page.wait_for_text("caption", "from one pass")  # the target has answered: some guesses are rejected
+    page.wait_for_text("caption", "from one pass")  # the target has verified: some draft tokens are rejected
     assert "A recording" in page.text("talk-title") and page.at("play").get_attribute("aria-label") == "Pause"
     page.click("play")
     paused = page.picture()
     page.click("back", "on")
     assert page.picture() == paused  # without a transition
     painted = page.run("return performance.getEntriesByName('first-contentful-paint')[0].startTime")
-    assert painted > 0  # how fast that is, is measured elsewhere
+    assert painted > 0  # its speed is measured elsewhere
     assert page.run("return document.documentElement.scrollWidth") <= 1280
 
 
@@ -108,7 +108,7 @@ def test_a_chat_is_streamed_and_its_rounds_are_shown(page: Page, url: str) -> No
     page.wait(lambda: page.text("round") != before)
 
 
-def test_a_conversation_goes_on_and_can_be_stopped(page: Page, tmp_path: Path) -> None:
+def test_a_conversation_continues_and_can_be_stopped(page: Page, tmp_path: Path) -> None:
     renderer = TemplateRenderer(Path("model"))
     made = Player(TextCodec(write_tokenizer(tmp_path, byte_level_tokenizer(), TEMPLATE), renderer))
     app = application(made)
@@ -132,7 +132,7 @@ def test_a_conversation_goes_on_and_can_be_stopped(page: Page, tmp_path: Path) -
     assert said.index("one") < said.index("return a + b") < said.index("two\nlines")
 
 
-def test_a_race_on_this_server_proves_the_text_equal(page: Page, url: str) -> None:
+def test_a_race_shows_that_the_texts_are_equal(page: Page, url: str) -> None:
     page.open(url)
     page.wait_for_text("hint", "Python")
     assert page.text("strip-text") == "Recording: 70B target, step times emulated"
@@ -150,7 +150,7 @@ def test_a_race_on_this_server_proves_the_text_equal(page: Page, url: str) -> No
     assert not page.at("strip").is_displayed() and page.at("panel-race").is_displayed()
 
 
-def test_settings_are_sent_and_refusals_are_shown(page: Page, url: str) -> None:
+def test_settings_are_sent_and_errors_are_shown(page: Page, url: str) -> None:
     page.open(url)
     page.wait_for_text("hint", "Python")
     page.driver.find_element("css selector", "#settings summary").click()
@@ -182,7 +182,7 @@ def test_a_recording_is_played_without_a_model(page: Page, race: str) -> None:
     assert page.at("panel-race").get_attribute("data-winner") == "fast"
 
 
-def test_the_keyboard_is_enough(page: Page, race: str) -> None:
+def test_the_page_can_be_used_by_keyboard(page: Page, race: str) -> None:
     page.open(race, still=True)
     page.wait(lambda: page.data("nodes") > 20)
     page.keys("tree", ".")
@@ -204,7 +204,7 @@ def test_the_keyboard_is_enough(page: Page, race: str) -> None:
     assert names == []
 
 
-def test_a_hostile_text_stays_text(page: Page, tmp_path: Path) -> None:
+def test_a_hostile_text_is_not_interpreted_as_markup(page: Page, tmp_path: Path) -> None:
     with serving(player(tmp_path, text=HOSTILE)) as address:
         page.open(address)
         page.wait_for_text("hint", "no chat template")
@@ -223,7 +223,7 @@ def test_a_hostile_text_stays_text(page: Page, tmp_path: Path) -> None:
         assert page.run("return [window.hurt, document.querySelectorAll('main img, main script').length]") == [None, 0]
 
 
-def test_a_key_is_asked_for_and_kept_for_the_tab_only(page: Page, tmp_path: Path) -> None:
+def test_the_api_key_is_requested_and_stored_only_for_the_tab(page: Page, tmp_path: Path) -> None:
     with serving(SecurityMiddleware(player(tmp_path), ["secret"])) as address:
         page.open(address)
         page.wait(lambda: page.at("key-dialog").is_displayed())
@@ -236,7 +236,7 @@ def test_a_key_is_asked_for_and_kept_for_the_tab_only(page: Page, tmp_path: Path
         assert page.run("return [localStorage.length, document.cookie, location.href]") == [0, "", f"{address}/"]
 
 
-def test_a_server_that_goes_and_comes_back(page: Page, tmp_path: Path) -> None:
+def test_a_server_that_restarts(page: Page, tmp_path: Path) -> None:
     app = player(tmp_path)
     with serving(app) as address:
         page.open(address)
@@ -275,7 +275,9 @@ def test_traces_are_opened_and_saved(page: Page, url: str, folder: Path, tmp_pat
 
 @pytest.mark.parametrize(("width", "height"), [(1280, 800), (390, 844)])
 @pytest.mark.parametrize("dark", [False, True])
-def test_it_fits_both_screens_in_both_lights(page: Page, race: str, width: int, height: int, dark: bool) -> None:
+def test_the_layout_fits_both_screen_sizes_and_colour_schemes(
+    page: Page, race: str, width: int, height: int, dark: bool
+) -> None:
     page.open(race, width, height, dark=dark, still=True)
     page.wait(lambda: page.data("nodes") > 20)
     assert page.run("return document.documentElement.scrollWidth") <= width

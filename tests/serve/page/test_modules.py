@@ -1,4 +1,4 @@
-"""The page's files: what they are made of, and what their modules work out."""
+"""The files of the page: their structure, and unit tests of their modules."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def node() -> str:
     return found
 
 
-def test_modules_work_out_what_they_should(node: str) -> None:
+def test_unit_tests_of_the_modules(node: str) -> None:
     done = subprocess.run([node, "--test", HERE / "modules.test.mjs"], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
 
@@ -46,7 +46,7 @@ def test_a_module_is_short_has_a_header_and_writes_no_markup(file: Path) -> None
     assert max(map(len, text.splitlines())) <= 120
 
 
-def test_every_file_is_here_and_nothing_comes_from_elsewhere() -> None:
+def test_every_file_is_local() -> None:
     texts = {file.name: file.read_text(encoding="utf-8") for file in PAGE_FOLDER.glob("*.*")}
     named = set(re.findall(r'"/page/([\w./]+)"', "".join(texts.values())))
     named |= set(re.findall(r'from "\./([\w.]+)"', "".join(texts.values())))
@@ -57,7 +57,7 @@ def test_every_file_is_here_and_nothing_comes_from_elsewhere() -> None:
 
 
 @pytest.mark.parametrize("name", ["pair", "large"])
-def test_a_recorded_trace_is_small_and_whole(name: str) -> None:
+def test_a_recorded_trace_is_small_and_complete(name: str) -> None:
     file = PAGE_FOLDER / "traces" / f"{name}.jsonl"
     replay.check_trace(file)
     assert file.stat().st_size <= 300_000

@@ -1,4 +1,4 @@
-"""Where settings come from, and what is said of those that make no sense."""
+"""The sources of settings and their precedence, and the errors for invalid ones."""
 
 import os
 import re
@@ -151,7 +151,7 @@ def test_bad_files(tmp_path: Path, content: str | bytes, message: str) -> None:
     assert str(caught.value).isprintable() and len(str(caught.value)) < 600
 
 
-def test_yaml_values_are_the_text_that_stands_there(tmp_path: Path) -> None:
+def test_yaml_values_are_taken_as_text(tmp_path: Path) -> None:
     file = tmp_path / "settings.yaml"
     file.write_text(
         "max-tokens: 010\nignore-eos: on\nadapt: No\nstop: yes\nrevision: 2020-01-01\nmodel: ~\ntrace: null\n"
@@ -175,7 +175,7 @@ def test_an_old_name_names_the_new_one(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setenv("SWIFTSPEC_KEPT_MEMORY", "3")
     with pytest.raises(UsageError, match=r"SWIFTSPEC_KEPT_MEMORY is now called SWIFTSPEC_PREFIX_CACHE_MEMORY$"):
         parse_command([])
-    assert unknown_variable_warnings() == []  # the error is enough
+    assert unknown_variable_warnings() == []  # the error is sufficient
 
 
 @pytest.mark.parametrize("text", ["", "---\n", "# nothing\n", "null\n", "{}\n"])
@@ -184,14 +184,14 @@ def test_a_file_without_settings(tmp_path: Path, text: str) -> None:
     assert parse_command(["--config", str(tmp_path / "settings.yaml")]).settings == Settings()
 
 
-def test_a_pipe_of_settings_is_not_waited_for(tmp_path: Path) -> None:
+def test_a_pipe_of_settings_does_not_block(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(UsageError, match="it is a pipe"):
         parse_command(["--config", str(tmp_path / "pipe")])
 
 
 @pytest.mark.parametrize("name", ["--max-tokens", "--seed", "--draft-steps", "--threads", "variable", "--logit-bias"])
-def test_long_values_are_cut(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_values_are_truncated(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if name != "variable":
         with pytest.raises(UsageError) as caught:
             parse_command([name, "9" * 5000])
@@ -206,7 +206,7 @@ def test_bad_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SWIFTSPEC_RAW", "perhaps")
     with pytest.raises(UsageError, match=r"^SWIFTSPEC_RAW must be true or false, not 'perhaps'$"):
         parse_command([])
-    assert parse_command(["--no-raw"]).settings.raw is False  # a flag wins over nonsense
+    assert parse_command(["--no-raw"]).settings.raw is False  # a flag takes precedence over an invalid value
 
 
 def test_help_names_every_flag_with_default_and_variable() -> None:
@@ -219,7 +219,7 @@ def test_help_names_every_flag_with_default_and_variable() -> None:
         assert field.description
 
 
-def test_holes_come_from_the_model_then_from_vllm(tmp_path: Path) -> None:
+def test_unset_values_come_from_the_model_then_from_vllm(tmp_path: Path) -> None:
     config = tmp_path / "generation_config.json"
     config.write_text('{"temperature": 0.6, "top_p": 0.9, "top_k": null, "do_sample": true, "max_new_tokens": 3}')
     defaults = generation_defaults(tmp_path)
@@ -256,12 +256,12 @@ def test_the_mode_follows_the_draft() -> None:
      ({"mode": "async"}, True, True), ({"adapt": False}, False, False), ({"mode": "ar"}, False, False),
      ({"verify": "reject"}, False, False)],
 )  # fmt: skip
-def test_what_the_user_fixes_is_not_adapted(given: dict[str, Any], steps: bool, batch: bool) -> None:
+def test_values_set_by_the_user_are_not_adapted(given: dict[str, Any], steps: bool, batch: bool) -> None:
     plan = load_settings(given).make_plan(has_draft=True, ranks=2)
     assert (plan.adapt_steps, plan.adapt_batch) == (steps, batch)
 
 
-def test_rejection_has_a_text_that_the_clock_changes_only_if_asked_to() -> None:
+def test_rejection_sampling_is_deterministic_unless_adaptation_is_requested() -> None:
     for given, switches in (
         ({}, True),
         ({"verify": "reject"}, False),
@@ -270,7 +270,7 @@ def test_rejection_has_a_text_that_the_clock_changes_only_if_asked_to() -> None:
         assert load_settings(given).make_plan(has_draft=True).self_switch is switches
 
 
-def test_a_setting_may_change_later_and_is_checked_then(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_later_change_of_a_setting_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     settings = load_settings({})
     settings.stop_token_ids = "4,5"  # type: ignore[assignment]
     assert settings.stop_token_ids == [4, 5]
@@ -296,7 +296,7 @@ def test_a_generation_config_may_write_whole_numbers_as_floats(tmp_path: Path) -
             generation_defaults(tmp_path)
 
 
-def test_nonsense_shows_before_a_model_is_looked_for() -> None:
+def test_invalid_settings_are_refused_before_a_model_is_searched() -> None:
     settings = Settings(model="/nowhere", emulate="target=much")
     with pytest.raises(UserError, match="'much' is no step time"):
         ResolvedModels.resolve(settings, 1, StartupProgress(quiet=True))
@@ -304,7 +304,7 @@ def test_nonsense_shows_before_a_model_is_looked_for() -> None:
         ResolvedModels.resolve(Settings(model="~nosuchuser/x"), 1, StartupProgress(quiet=True))
 
 
-def test_a_prompt_may_come_through_a_pipe_but_not_without_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_prompt_from_a_pipe_has_a_maximum_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     os.mkfifo(tmp_path / "pipe")
     writer = threading.Thread(target=lambda: (tmp_path / "pipe").write_text("hello\n"))
     writer.start()

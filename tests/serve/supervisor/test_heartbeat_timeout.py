@@ -1,4 +1,4 @@
-"""No setting is dropped without a word: for every mode it is used, refused, or named as doing nothing."""
+"""No setting is ignored silently: in every mode it is used, refused, or named as having no effect."""
 
 import json
 import re
@@ -43,7 +43,7 @@ def flags(pair: tuple[Path, Path]) -> list[str]:
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", PARTS)
-def test_every_setting_that_shapes_a_part(mode: str, name: str) -> None:
+def test_every_setting_without_effect_is_named(mode: str, name: str) -> None:
     has = {"ar": (), "serial": (DRAFT, TREE), "async": (DRAFT, TREE, LOOKAHEAD), "smc": (DRAFT, POPULATION)}
     settings = load_settings({"mode": mode, name: VALUES.get(name, FLAGS[name].default)})
     part = PARTS[name]
@@ -57,7 +57,7 @@ def test_every_setting_that_shapes_a_part(mode: str, name: str) -> None:
     assert (part in has[mode]) + (part in UNSUPPORTED_PARTS[mode]) + (part in IGNORED_PARTS[mode]) == 1
 
 
-def test_several_are_named_in_one_line() -> None:
+def test_several_settings_are_named_in_one_line() -> None:
     settings = load_settings({"mode": "ar", "draft_steps": 2, "verify_batch": 4})
     assert settings.ignored_settings("ar") == ["mode ar has no draft tree: --verify-batch, --draft-steps do nothing"]
     assert (
@@ -68,7 +68,7 @@ def test_several_are_named_in_one_line() -> None:
     assert load_settings({"adapt": False, "draft_steps": 2, "verify_batch": 4}).ignored_settings("serial") == []
 
 
-def test_rejection_and_an_adaptation_that_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rejection_sampling_with_requested_adaptation(monkeypatch: pytest.MonkeyPatch) -> None:
     for given in ({"adapt": False}, {}):
         assert not load_settings({"verify": "reject", **given}).make_plan(True).adapts_shape
     with pytest.raises(UsageError, match=r"--adapt: .* --verify reject .*: leave one out"):
@@ -79,7 +79,7 @@ def test_rejection_and_an_adaptation_that_was_asked_for(monkeypatch: pytest.Monk
 
 
 def stored(pair: tuple[Path, Path], file: Path) -> Path:
-    """One serial run of this pair on this machine."""
+    """A stored profile with one serial run of this pair on this machine."""
     key = store.ProfileKey.of("cpu", 1, *pair, "float32", "auto", None)
     plan = {"mode": "serial", "target_tp": 1, "draft_tp": 1, "verify_batch": 6, "draft_leaves": 4, "draft_steps": 2}
     one = {**profiles.run("serial", 1, 1, 100.0), "plan": plan}
@@ -128,7 +128,7 @@ def test_messages_of_a_run(
     assert "max_model_len must lie in 2..256 for this target, not 0" in capsys.readouterr().err
 
 
-def test_variables_that_are_no_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_environment_variables_that_are_not_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SWIFTSPEC_TOP_P", "0.9")
     monkeypatch.setenv("SWIFTSPEC_EMPTY", "")
     monkeypatch.setenv("SWIFTSPEC_" + "X" * 5000, "1")
@@ -136,14 +136,14 @@ def test_variables_that_are_no_settings(monkeypatch: pytest.MonkeyPatch) -> None
     assert len(lines) == 1 and len(lines[0]) < 200
 
 
-def test_prompts_without_end(pair: tuple[Path, Path], capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_prompts_of_unbounded_size(pair: tuple[Path, Path], capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     argv = [*flags(pair)[:5], "--prompt-file", "/dev/zero"]
     assert main(argv) == 2
     assert "--prompt-file /dev/zero cannot be read: it is larger than 64 MiB" in capsys.readouterr().err
     assert generate.MAX_TEXT_BYTES == 64 << 20
 
 
-def test_variables_of_the_build_and_the_kernels_are_no_strays(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_variables_of_the_build_and_the_kernels_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
     root = Path(__file__).resolve().parents[3]
     said = "".join(file.read_text() for file in root.glob("csrc/cuda/**/*.cu*"))
     names = {*re.findall(r'getenv\("(SWIFTSPEC_\w+)"\)', said), "SWIFTSPEC_CUDA", "SWIFTSPEC_CUDA_ARCHS"}

@@ -1,4 +1,4 @@
-"""When a process is started again: soon, then later, and not for ever."""
+"""Delays and limits of restarts."""
 
 from swiftspec.serve.supervisor.restart_policy import MAX_RESTARTS, RESTART_WINDOW_S, STABLE_AFTER_S, RestartPolicy
 
@@ -19,7 +19,7 @@ def test_a_process_that_was_up_for_long_is_restarted_immediately() -> None:
     ]
 
 
-def test_too_many_in_a_while_are_too_many() -> None:
+def test_the_number_of_restarts_within_a_window_is_limited() -> None:
     restarts = RestartPolicy()
     for time in range(MAX_RESTARTS):
         assert restarts.next_delay(10.0 * time, STABLE_AFTER_S) == 0.0

@@ -1,4 +1,4 @@
-"""One supervised process: when it counts as hung, on a clock that the test sets, and what it leaves behind."""
+"""One supervised process: when it counts as hung, with a clock controlled by the test, and what it leaves behind."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A supervisor in a process of its own, and the small processes that it supervises."""
+"""A supervisor in a separate process, and the small processes that it supervises."""
 
 from __future__ import annotations
 
@@ -201,7 +201,7 @@ def test_a_process_without_restart(started: list[SupervisorProcess]) -> None:
     assert start(started, {"rank 0": killed}).end()[0] == 137
 
 
-def test_the_others_leave_with_rank_0(started: list[SupervisorProcess]) -> None:
+def test_the_other_processes_end_with_rank_0(started: list[SupervisorProcess]) -> None:
     """One leaves by itself, one on SIGTERM, and one ignores SIGTERM."""
     deaf = f"import signal; signal.signal(15, signal.SIG_IGN); {UP}"
     job = {
@@ -214,7 +214,7 @@ def test_the_others_leave_with_rank_0(started: list[SupervisorProcess]) -> None:
     assert supervisor.end() == (0, "")
 
 
-def test_a_rank_that_cannot_begin_ends_the_job(started: list[SupervisorProcess]) -> None:
+def test_a_rank_that_cannot_start_ends_the_job(started: list[SupervisorProcess]) -> None:
     supervisor = start(started, {"rank 0": UP, "rank 1": {"code": "raise SystemExit(4)", "critical": False}})
     assert supervisor.end()[0] == 4
 

@@ -1,4 +1,4 @@
-"""Keepers that hear of each other's end."""
+"""Supervisors that are notified of the end of rank 0."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def job() -> Launched:
     return Launched(0, 3, 0, 3, "127.0.0.1", 29500, attempt=secrets.token_hex(8))
 
 
-def test_the_others_hear_how_rank_0_ended() -> None:
+def test_the_other_supervisors_receive_the_exit_of_rank_0() -> None:
     here = job()
     early = job_link(replace(here, rank=1))
     assert early.poll_exit_code() is None, "nobody is there yet"

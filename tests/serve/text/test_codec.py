@@ -1,4 +1,4 @@
-"""Tokens to text and back: exact whatever the pieces."""
+"""Tokens to text and back: exact for any split into pieces."""
 
 import random
 from collections.abc import Iterator, Sequence
@@ -48,7 +48,7 @@ def reference(codec: TextCodec, tokens: Sequence[int]) -> str:
 
 
 def nasty(codec: TextCodec, rng: random.Random, length: int) -> list[int]:
-    """Random tokens with real characters, halves of them, stray bytes and special tokens in between."""
+    """Random tokens with real characters, parts of them, stray bytes and special tokens in between."""
     tokens: list[int] = []
     while len(tokens) < length:
         if rng.random() < 0.5:
@@ -59,7 +59,7 @@ def nasty(codec: TextCodec, rng: random.Random, length: int) -> list[int]:
     return tokens
 
 
-def test_pieces_together_are_the_whole_text(codec: TextCodec) -> None:
+def test_pieces_form_the_whole_text(codec: TextCodec) -> None:
     rng = random.Random(0)
     for trial in range(400):
         tokens = nasty(codec, rng, trial % 40 + 1)
@@ -78,16 +78,16 @@ def test_pieces_of_any_size(codec: TextCodec) -> None:
         assert text + detokenizer.finish() == reference(codec, tokens)
 
 
-def test_no_half_characters(codec: TextCodec) -> None:
+def test_no_partial_characters(codec: TextCodec) -> None:
     text = "a 😀é 中文 👩‍💻 b"
     told = pieces(codec, codec.encode(text))
     assert "".join(told).strip() == text
     assert not any(REPLACEMENT_CHARACTER in piece for piece in told)
-    assert sum(bool(piece) for piece in told) > 3  # and yet it streams
+    assert sum(bool(piece) for piece in told) > 3  # but it still streams
 
 
 def test_stray_bytes_neither_stop_the_stream_nor_slow_it(byte_level: TextCodec) -> None:
-    stray = byte_level.vocab["Ģ"]  # the byte 0x80, a continuation of nothing
+    stray = byte_level.vocab["Ģ"]  # the byte 0x80, a continuation byte without a start
     detokenizer = Detokenizer(byte_level)
     told = 0
     for count in range(200):
@@ -127,7 +127,7 @@ def test_stop_strings_do_not_depend_on_the_pieces() -> None:
             assert ended == expected[1]
             if ended:
                 assert text[:shown] == expected[0]
-            else:  # nothing is shown that a stop string may still claim, and nothing else is held back
+            else:  # exactly the text that may begin a stop string is held back
                 held = text[shown:at]
                 assert held == "" or any(stop.startswith(held) for stop in stops)
                 assert not any(
@@ -138,7 +138,7 @@ def test_stop_strings_do_not_depend_on_the_pieces() -> None:
 
 
 class Chunks:
-    """An engine's answer: knows whether it was closed."""
+    """An engine's answer; records whether it was closed."""
 
     def __init__(self, *chunks: TokenChunk) -> None:
         self._chunks = iter(chunks)
@@ -188,7 +188,7 @@ def test_a_partial_stop_string_is_sent_at_the_end(byte_level: TextCodec) -> None
     stream = TextStream(Chunks(chunk(byte_level, "a", "EN", "length")), byte_level, ["END"])
     assert "".join(piece.text for piece in stream) == "aEN"
     assert stream.finish_reason == "length"
-    stream = TextStream(Chunks(chunk(byte_level, "a", "EN")), byte_level, ["END"])  # broken off
+    stream = TextStream(Chunks(chunk(byte_level, "a", "EN")), byte_level, ["END"])  # interrupted
     assert "".join(piece.text for piece in stream) == "a"
     assert "".join(piece.text for piece in stream.flush()) == "EN"
     assert (stream.text, stream.finish_reason) == ("aEN", None)
@@ -217,7 +217,7 @@ def test_bos_once_only(tmp_path: Path) -> None:
     assert codec.encode_chat([{"role": "user", "content": "a"}]) == codec.encode("a")
 
 
-def test_it_is_the_tokenizer_that_transformers_takes(byte_level: TextCodec) -> None:
+def test_the_tokenizer_equals_that_of_transformers(byte_level: TextCodec) -> None:
     (byte_level.path / "config.json").write_text('{"model_type": "llama"}')
     theirs = AutoTokenizer.from_pretrained(byte_level.path)
     assert type(theirs) is type(byte_level.tokenizer)
@@ -245,7 +245,7 @@ def test_a_prompt_that_is_not_unicode(byte_level: TextCodec) -> None:
         byte_level.encode("a\udcff")
 
 
-def test_a_pair_has_one_vocabulary(tmp_path: Path, byte_level: TextCodec) -> None:
+def test_a_pair_must_have_one_vocabulary(tmp_path: Path, byte_level: TextCodec) -> None:
     check_same_vocabulary(byte_level, TextCodec(write_tokenizer(tmp_path / "same", byte_level_tokenizer())))
     swapped = TextCodec(write_tokenizer(tmp_path / "swapped", byte_level_tokenizer((END, BOT, USER))))
     with pytest.raises(UserError, match=r"id 1 is '<\|user\|>' here and '<\|bot\|>' there"):
@@ -277,7 +277,7 @@ def test_broken_tokenizers(tmp_path: Path) -> None:
         assert "\n" not in str(caught.value)
 
 
-def test_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_in_a_subfolder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     assert locate_model(str(tmp_path)) == tmp_path
     (tmp_path / "file").write_text("")

@@ -1,4 +1,4 @@
-"""Chat templates: the text is transformers' own, and a template that knows no end costs one line."""
+"""Chat templates: the text equals that of transformers, and an endless template is one error line."""
 
 import json
 import os
@@ -52,7 +52,7 @@ TALKS: list[list[ChatMessage]] = [
 
 @pytest.fixture(scope="module")
 def renderer() -> Iterator[TemplateRenderer]:
-    """One for all tests that ask for no limits of their own: its start takes longer than they do."""
+    """One process for all tests without limits, since its start takes longer than the tests."""
     made = TemplateRenderer(Path("model"))
     yield made
     made.close()
@@ -85,7 +85,7 @@ def ours(codec: TextCodec, talk: Sequence[ChatMessage]) -> str:
 
 
 @pytest.mark.parametrize("talk", TALKS, ids=["one", "three"])
-def test_the_text_is_what_transformers_makes_of_it(codecs: Any, talk: list[ChatMessage]) -> None:
+def test_the_text_equals_that_of_transformers(codecs: Any, talk: list[ChatMessage]) -> None:
     several = [{"name": "default", "template": CHATML}, {"name": "tool_use", "template": "{{ tools }}"}]
     for number, template in enumerate((TEMPLATE, CHATML, ALTERNATING, DATED, several)):
         codec = codecs(template, str(number))
@@ -107,8 +107,8 @@ POWER = "{{ 2 ** (2 ** (40 * messages | length)) }}"  # without the length it wo
 
 @pytest.mark.slow
 @pytest.mark.parametrize("template", [LOOP, POWER], ids=["loop", "power"])
-def test_a_template_without_end(codecs: Any, template: str) -> None:
-    """Each time anew: the process was ended, and another takes its place."""
+def test_an_endless_template(codecs: Any, template: str) -> None:
+    """Repeatedly: the process was ended, and another one replaces it."""
     codec = codecs(
         "{% if messages[0].content == 'a' %}" + template + "{% endif %}fine", timeout_s=1.5, memory_bytes=2 << 30
     )
@@ -123,21 +123,21 @@ def test_a_template_without_end(codecs: Any, template: str) -> None:
     ["{{ 'a' * (10**10) }}", "{{ '%1000000000d' % 5 }}", "{{ ('a' * 10**8) | list | length }}"],
     ids=["repeated", "padded", "list"],
 )
-def test_a_template_that_wants_all_memory(codecs: Any, template: str) -> None:
+def test_a_template_that_allocates_all_memory(codecs: Any, template: str) -> None:
     codec = codecs(template, memory_bytes=256 << 20)
     with pytest.raises(UserError, match="model: the chat template wants more memory than 256 MiB"):
         codec.encode_chat([USER])
 
 
-def test_a_template_that_gives_more_than_the_context_holds(codecs: Any) -> None:
+def test_a_template_whose_text_exceeds_the_context(codecs: Any) -> None:
     codec = codecs("{{ 'a' * 100000 }}")
     with pytest.raises(PromptTooLong, match="the chat template makes 100000 bytes of it, and at most 1000 can fit"):
         codec.encode_chat([USER], context=100)
     assert len(codec.encode_chat([USER])) > 1000
 
 
-def test_a_process_that_goes_away(codecs: Any) -> None:
-    """By itself, or by another's hand."""
+def test_a_process_that_exits(codecs: Any) -> None:
+    """By itself, or killed."""
     codec = codecs(TEMPLATE, timeout_s=10.0)
     whole = ours(codec, [USER])
     renderer = codec._renderer
@@ -154,7 +154,7 @@ def test_a_process_that_goes_away(codecs: Any) -> None:
 
 @pytest.mark.slow
 def test_without_waiting_clients_it_exits() -> None:
-    """At the end of its input; in a template without end, at its limit of CPU seconds."""
+    """At the end of its input; in an endless template, at its CPU time limit."""
     request = {"template": LOOP, "messages": [USER], "variables": {}, "tools": None, "continue_final_message": False}
     request |= {"max_bytes": 9, "timeout_s": 0.1, "memory_bytes": 1 << 30}
     data = json.dumps(request).encode()
@@ -203,7 +203,7 @@ def test_long_text_is_refused_before_it_is_tokenized(codecs: Any, monkeypatch: p
         codec.encode("a" * ((64 << 20) + 1))
 
 
-def test_no_token_stands_for_more_text_than_the_longest(codecs: Any) -> None:
+def test_no_token_has_more_text_than_the_longest(codecs: Any) -> None:
     codec = codecs(TEMPLATE)
     codec.tokenizer.add_tokens([AddedToken("ever so long a token")])
     codec = TextCodec(codec.path)
@@ -211,7 +211,7 @@ def test_no_token_stands_for_more_text_than_the_longest(codecs: Any) -> None:
         assert len(text.encode()) <= len(codec.encode(text)) * codec.longest_token_bytes
 
 
-def test_who_may_have_a_template(tmp_path: Path) -> None:
+def test_models_that_may_have_a_template(tmp_path: Path) -> None:
     assert may_have_template(DEMO / "target")
     assert not may_have_template(tmp_path)
     assert not may_have_template(write_tokenizer(tmp_path / "none", byte_level_tokenizer(), None))
