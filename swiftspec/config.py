@@ -27,7 +27,7 @@ DRAFT, TREE, LOOKAHEAD, POPULATION = "draft", "draft tree", "tree that grows dur
 class PopulationConfig:
     """Shape of a population of particles (mode smc). Raises UserError on invalid values."""
 
-    particles: int = setting(4, "Texts that grow side by side.", PARTICLES, "N", ge=1, le=1024, applies_to=POPULATION)
+    particles: int = setting(4, "Particles per request.", PARTICLES, "N", ge=1, le=1024, applies_to=POPULATION)
     smc_draft_tokens: int = setting(
         4, "Draft tokens per particle and round; the target adds one.", PARTICLES, "K", ge=1, le=MAX_TREE_NODES,
         applies_to=POPULATION,
@@ -37,7 +37,7 @@ class PopulationConfig:
         applies_to=POPULATION,
     )  # fmt: skip
     power: float = setting(  # alpha
-        1.0, "The text follows the target's probability of whole texts to this power.", PARTICLES, "A", gt=0,
+        1.0, "Power A of the target distribution: texts are sampled from p(text)^A.", PARTICLES, "A", gt=0,
         le=100, applies_to=POPULATION,
     )  # fmt: skip
     smc_exact: int = setting(  # leading draft tokens; with K of them the output is exact
@@ -45,7 +45,7 @@ class PopulationConfig:
         rule="lie in 0..smc_draft_tokens", depends_on="smc_draft_tokens", applies_to=POPULATION,
     )  # fmt: skip
     smc_groups: int = setting(
-        1, "Requests that are decoded side by side, each with its own particles.", PARTICLES, "G", ge=1,
+        1, "Requests decoded concurrently, each with its own particles.", PARTICLES, "G", ge=1,
         le=MAX_CONCURRENT_REQUESTS, applies_to=POPULATION,
     )  # fmt: skip
     chains: str | None = None  # verification of chains of one particle, match or reject; None: weights
@@ -97,22 +97,25 @@ class EngineConfig:
         ge=1, le=MAX_TREE_NODES, applies_to=TREE,
     )  # fmt: skip
     verify: str = setting(
-        "match", "match: the target draws, and drafts that it drew are kept; the same text as without a draft. reject:"
-        " rejection sampling of drawn drafts; a text of the same distribution.", SPECULATION, choices=VERIFY_METHODS,
-        applies_to=TREE,
+        "match", "match: nodes that equal the token that the target samples are accepted; the same text as without a"
+        " draft. reject: rejection sampling of sampled children; a text of the same distribution.", SPECULATION,
+        choices=VERIFY_METHODS, applies_to=TREE,
     )  # fmt: skip
     proposal: str | None = setting(  # None: follows from verify
-        None, "How the draft chooses. top: the likeliest. coupled: those under the target's own noise. sample: drawn"
-        " from its distribution.", SPECULATION, default_text="coupled; sample with --verify reject",
+        None, "How the children of a leaf are selected. top: the most likely. coupled: the most likely under"
+        " the target's noise. sample: sampled without replacement.", SPECULATION,
+        default_text="coupled; sample with --verify reject",
         choices=PROPOSAL_METHODS,
         applies_to=TREE,
     )  # fmt: skip
     calibration: float | None = setting(  # of the children's weights; None: see `calibration_for`
-        None, "How much the draft's confidence counts: below 1 its first choices count more.", SPECULATION, "C",
-        "what fits the embedded pair", ge=0.05, le=20, applies_to=TREE,
+        None, "Temperature of the draft's confidence when nodes are ranked; below 1 favours its first"
+        " choices.", SPECULATION,
+        "C", "fitted to the demo models", ge=0.05, le=20, applies_to=TREE,
     )  # fmt: skip
     catch_up: bool = setting(
-        True, "async: expand on after a result while that is worth its time; off: the paper's rule.", SPECULATION,
+        True, "Mode async: after a result, expand as long as that pays (off: only below bs nodes, the paper's"
+        " rule).", SPECULATION,
         applies_to=LOOKAHEAD,
     )  # fmt: skip
     max_num_seqs: int = setting(
@@ -155,7 +158,7 @@ class EngineConfig:
         )
         require(
             self.verify == "match" or not self.adapts_shape,
-            "verify reject has a text that follows the tree, which must not follow the clock: leave adapt_* out",
+            "with verify reject the text depends on the tree, which must not depend on time: leave adapt_* out",
         )
 
     def _make_chains(self) -> None:

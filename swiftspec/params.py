@@ -37,11 +37,11 @@ class SamplingParams:
         from_model="top_p",
     )  # fmt: skip
     top_k: int = setting(
-        0, "Keep the K likeliest tokens.", SAMPLING, "K", "off", ge=-1, le=MAX_TOKEN_COUNT, from_model="top_k",
+        0, "Keep the K most likely tokens.", SAMPLING, "K", "off", ge=-1, le=MAX_TOKEN_COUNT, from_model="top_k",
         rule=f"be 0 (off) or lie in 1..{MAX_TOKEN_COUNT}",
     )  # fmt: skip
     min_p: float = setting(
-        0.0, "Drop tokens less likely than P times the likeliest.", SAMPLING, "P", ge=0, le=1, finite=True,
+        0.0, "Drop tokens less likely than P times the most likely one.", SAMPLING, "P", ge=0, le=1, finite=True,
         from_model="min_p",
     )  # fmt: skip
     repetition_penalty: float = setting(
@@ -49,19 +49,21 @@ class SamplingParams:
         finite=True, from_model="repetition_penalty",
     )  # fmt: skip
     presence_penalty: float = setting(
-        0.0, "Off the logit of a token that the answer holds.", SAMPLING, "X", ge=-2, le=2, finite=True
-    )
+        0.0, "Subtracted from the logit of each token that the answer contains.", SAMPLING, "X", ge=-2, le=2,
+        finite=True,
+    )  # fmt: skip
     frequency_penalty: float = setting(
-        0.0, "Off the logit for each time that the answer holds a token.", SAMPLING, "X", ge=-2, le=2, finite=True
-    )
+        0.0, "Subtracted from a token's logit once for each time it occurs in the answer.", SAMPLING, "X", ge=-2, le=2,
+        finite=True,
+    )  # fmt: skip
     logit_bias: dict[int, float] = setting({}, 'Added to the logits, by token id: {"42": -5}.', SAMPLING, "JSON", "{}")  # noqa: RUF009
     guidance_scale: float = setting(  # s of l_u + s (l_c - l_u); 1: off
-        1.0, "Above 1: away from what --negative-prompt leads to (classifier-free guidance).", SAMPLING, "S",
-        ge=0, le=100, rule="lie in 0..100 (1: off)", finite=True,
+        1.0, "Classifier-free guidance: above 1 moves the logits away from those after --negative-prompt.", SAMPLING,
+        "S", ge=0, le=100, rule="lie in 0..100 (1: off)", finite=True,
     )  # fmt: skip
     seed: int = setting(
-        0, "Of the noise: same seed and prompt, same text, in every exact mode that verifies by match.", SAMPLING, "N",
-        ge=0, le=2**64 - 1, rule="lie in 0..2^64-1", order=-1,
+        0, "Seed of the sampling noise. With --verify match, seed and prompt determine the text in every exact mode.",
+        SAMPLING, "N", ge=0, le=2**64 - 1, rule="lie in 0..2^64-1", order=-1,
     )  # fmt: skip
     max_tokens: int | None = setting(
         None, "Longest answer in tokens.", STOPPING, "N", "to the end of the context", ge=1,
@@ -69,7 +71,7 @@ class SamplingParams:
     )  # fmt: skip
     stop: tuple[str, ...] = setting((), "End before this text. May be given several times.", STOPPING, "TEXT", "none")
     stop_token_ids: tuple[int, ...] = setting((), "End after one of these tokens.", STOPPING, "ID[,ID]", "none")
-    ignore_eos: bool = setting(False, "Go on after an end-of-text token.", STOPPING)
+    ignore_eos: bool = setting(False, "Continue after an end-of-text token.", STOPPING)
     logprobs: int | None = setting(None, ge=0, le=20)
     prompt_logprobs: int | None = setting(None, ge=0, le=20)
     grammar: str | None = setting(None, "The answer's grammar, for llguidance: Lark or JSON.", SAMPLING, "TEXT", "none")

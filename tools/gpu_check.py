@@ -9,7 +9,8 @@ tests/gpu, measures operators, decodes with the demo models and with their width
 memory errors. Each step is a process with its own time limit; a step that fails, hangs or leaves child processes behind
 does not stop the others. The limits of all mandatory steps fit into the budget; the optional steps after them use the
 remaining time. Requires torch, numpy, safetensors, setuptools, pytest, hypothesis, cmake, ninja, pybind11, nvcc and a
-C++ compiler, but no network and none of the front end's packages. docs/gpu.md explains how to interpret the results.
+C++ compiler, but no network and none of the front end's packages. docs/guides/gpu.md explains
+how to interpret the results.
 
 After every step, writes <gpu>-step.json (steps and decodes), <gpu>-kernels.json (operators), <gpu>-constants.json,
 <gpu>-many-rows.json and <gpu>-logs.tar.gz to DIR. At the end, prints the results compared with the targets.

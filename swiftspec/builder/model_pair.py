@@ -156,7 +156,9 @@ class ModelPair:
     def with_vocab(self, vocab_size: int) -> ModelPair:
         """The same pair with the vocabulary size of the whole job. Raises UserError if a model's head is smaller."""
         if not 1 <= vocab_size <= self.vocab_size:
-            raise UserError(f"rank 0's vocabulary of {vocab_size} tokens is none for heads of {self.vocab_size}")
+            raise UserError(
+                f"rank 0's vocabulary has {vocab_size} tokens, the LM head of this rank {self.vocab_size} rows"
+            )
         grammars = GrammarCompiler(self.target, read_config(self.target).eos_token_ids, vocab_size)
         return replace(self, vocab_size=vocab_size, grammars=grammars)
 

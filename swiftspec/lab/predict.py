@@ -193,7 +193,7 @@ def build_predict_parser() -> argparse.ArgumentParser:
     made.add_argument("--verify-batch", type=int, default=8, help="bs (default 8)")
     made.add_argument("--draft-leaves", type=int, default=8, help="w (default 8)")
     made.add_argument("--acceptance", type=Path, help="a profile whose recorded rounds are taken (default: those of the"
-                      " embedded pair)")  # fmt: skip
+                      " demo models)")  # fmt: skip
     made.add_argument("--against", type=Path, help="a profile to compare with, whose time outside the models is taken,"
                       " and its emulated step times and ranks where none are given")  # fmt: skip
     return made
@@ -221,7 +221,7 @@ def main(argv: Sequence[str]) -> int:
     if args.groups is not None:
         print(predict_concurrent(args, acceptance, step_times))
     outside = "assumed" if around is ASSUMED else f"measured ({args.against})"
-    pair = recorded or "the embedded pair"
+    pair = recorded or "the demo models"
     print(f"tok/s: predicted; {origin}; acceptance: measured on {pair}; time outside the models: {outside}")
     if profile is not None:
         print(compare_with_profile(rows, profile, args.verify_batch, args.draft_leaves))

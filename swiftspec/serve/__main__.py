@@ -177,7 +177,9 @@ def _run_with_workers(name: str, argv: Sequence[str], here: Launched | None) -> 
         raise UsageError("`swiftspec generate` is one process: start it without torchrun")
     command = parse_command(argv)
     if command.settings.target_url is None:
-        raise UsageError("`swiftspec generate` decodes on a worker: name the target's with --target-url")
+        raise UsageError(
+            "`python -m swiftspec.serve generate` needs --target-url; for a local model use `swiftspec generate`"
+        )
     if command.settings.port is not None:
         raise UsageError("`swiftspec generate` gives one answer: leave out --port")
     prompt = generate.read_prompt(command)

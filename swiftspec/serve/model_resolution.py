@@ -118,11 +118,11 @@ def _check_profile_usable(settings: Settings, draft: Path | None) -> None:
     """Raises UsageError if a profile given by --plan cannot set anything."""
     why = None
     if draft is None:
-        why = "fills in what shapes a draft, and there is no draft model: name one with --draft-model"
+        why = "fills in settings of a draft, and there is no draft model: name one with --draft-model"
     elif settings.mode in ("ar", "smc"):
-        why = f"fills in what shapes a draft tree, which mode {settings.mode} has not"
+        why = f"fills in settings of a draft tree, and mode {settings.mode} has none"
     elif settings.max_num_seqs > 1:
-        why = "fills in what shapes a draft tree, which --max-num-seqs above 1 has not"
+        why = "fills in settings of a draft tree, and --max-num-seqs above 1 has none"
     if why is not None:
         raise UsageError(f"--plan {settings.plan} {why}; or leave it out")
 

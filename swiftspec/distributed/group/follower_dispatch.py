@@ -130,11 +130,11 @@ def _opening(words: Words, standing: RequestState, role: Any, *runners: Runner, 
     """
     opening = unpack_request_start(words)
     if opening.executor not in {kind.name for kind in role.executors}:
-        raise ValueError("an opening names no steps that this rank knows")
+        raise ValueError("the request start names an executor that this rank does not have")
     standing.open(opening)
     here = with_cached_lengths(opening, *runners, guided=guided).num_cached_tokens
     if here != opening.num_cached_tokens:
         raise ValueError(
-            f"an opening keeps {opening.num_cached_tokens} tokens of earlier texts, where this rank has {here}"
+            f"the leader has {opening.num_cached_tokens} cached tokens of this prompt, this rank has {here}"
         )
     return opening

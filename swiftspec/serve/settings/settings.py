@@ -104,15 +104,16 @@ class Settings(SettingsAttributes):
             raise UserError(f"--mode {mode} needs a draft model: name one with --draft-model, or take --mode ar")
         for part in UNSUPPORTED_PARTS[mode]:
             for name in self._explicitly_set(part):
-                raise UsageError(f"{flag_name(name)} shapes a {part}, which mode {mode} has not: leave it out")
+                raise UsageError(f"{flag_name(name)} applies to a {part}, and mode {mode} has none: leave it out")
         trees = ("verify_batch", "draft_leaves") if self.max_num_seqs > 1 else ()
         for name in trees:
             if name in self.model_fields_set:
                 chains = "--max-num-seqs above 1 has chains of --draft-steps"
-                raise UsageError(f"{flag_name(name)} shapes a draft tree, and {chains}: leave it out")
+                raise UsageError(f"{flag_name(name)} applies to a draft tree, and {chains}: leave it out")
         if mode != "ar" and self.verify == "reject" and self.adapt and "adapt" in self.model_fields_set:
             raise UsageError(
-                "--adapt: rounds follow the clock, and the text of --verify reject the rounds: leave one out"
+                "--adapt makes rounds depend on time, and with --verify reject the text depends on the rounds:"
+                " leave one out"
             )
         table = self.table
         try:

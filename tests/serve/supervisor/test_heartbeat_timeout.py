@@ -71,7 +71,7 @@ def test_several_settings_are_named_in_one_line() -> None:
 def test_rejection_sampling_with_requested_adaptation(monkeypatch: pytest.MonkeyPatch) -> None:
     for given in ({"adapt": False}, {}):
         assert not load_settings({"verify": "reject", **given}).make_plan(True).adapts_shape
-    with pytest.raises(UsageError, match=r"--adapt: .* --verify reject .*: leave one out"):
+    with pytest.raises(UsageError, match=r"--adapt .* --verify reject .*: leave one out"):
         load_settings({"verify": "reject", "adapt": True}).make_plan(True)
     monkeypatch.setenv("SWIFTSPEC_ADAPT", "1")
     with pytest.raises(UsageError, match="--adapt"):
