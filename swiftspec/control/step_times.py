@@ -30,7 +30,7 @@ class DraftTimes:
 
 
 class SteppedDrafter(Drafter, Protocol):
-    """A drafter whose d, the expansions per round, can be set between two rounds; 0 if it has none."""
+    """A drafter whose `draft_steps` (d) can be set between rounds; 0 for a drafter that does not expand."""
 
     @property
     def draft_steps(self) -> int: ...

@@ -40,7 +40,7 @@ class ClockOffset:
 
 @dataclass(frozen=True, slots=True)
 class RpcRecord:
-    """A message to a worker and its answer, or to a delta that it sent. Times in nanoseconds.
+    """One RPC: a request to a worker and its response, or a tree delta from the worker. Times in nanoseconds.
 
     `asked`, `came`: sent and received, by this machine's clock since 1970.
     `began`: by the worker's clock, which `clock` relates to this machine's.

@@ -68,8 +68,11 @@ class TraceWatcher(Protocol):
 
 
 class ObserverToggle:
-    """An observer of a loop that delegates to a watcher, at no cost while disabled. `enabled` is called when a request
-    opens. `on_change` is called when it changes, before any other event of that request."""
+    """Forwards the loop's events to `watcher` while tracing is on, at no cost while it is off.
+
+    Tracing can change only when a request opens: `enabled` is called then, and `on_change` with the new state if it
+    differs, before any other event of that request.
+    """
 
     def __init__(
         self, enabled: Callable[[], bool], watcher: TraceWatcher, on_change: Callable[[bool], None] = lambda on: None

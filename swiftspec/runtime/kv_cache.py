@@ -46,7 +46,7 @@ class KVCache:
 
     @property
     def free_slots(self) -> int:
-        """Free slots in the fullest sequence."""
+        """Free slots of the sequence with the longest prefix; every sequence has at least this many."""
         return self.capacity - max(self.prefix_len) - self.tree_len
 
     def kv_len(self) -> list[int]:

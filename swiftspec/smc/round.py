@@ -134,7 +134,7 @@ class PopulationRound:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """All tensors that a round without penalties reads or changes of a group: [G, ...] each."""
+        """The per-group tensors [G, ...] that a round reads or writes, except the counts of penalties."""
         return self._tensors
 
     @property

@@ -31,8 +31,8 @@ class PeerAccessError(UserError):
 class PeerGroup:
     """A rank's peer memory in a group of GPUs, and the `PeerCommunicator` over it.
 
-    All ranks construct it together, and if one fails all do: PeerAccessError on all ranks if there are more than
-    MAX_PEERS or a GPU cannot access another's memory. Every rank must have called `close` before any calls `free`.
+    Construction is collective. If there are more than MAX_PEERS ranks, or a GPU cannot access another's memory, every
+    rank raises PeerAccessError. Every rank must have called `close` before any calls `free`.
     """
 
     def __init__(

@@ -70,7 +70,8 @@ def systematic_resample(shares: Tensor, uniform: Tensor) -> Tensor:
     """Systematic resampling: the source row [..., N] of each row, with E(copies of i) = N shares_i.
 
     `shares`: normalised weights [..., N]. `uniform`: one number in (0, 1) per group [...]. Survivors keep their rows;
-    surplus copies fill the remaining rows, both in order. The operators do not depend on the weights. Source: SMC-SD
+    surplus copies fill the remaining rows, both in order. Shapes and operations do not depend on the
+    weights, so that a CUDA graph can capture them. Source: SMC-SD
     engine v0.1 section 3.4; Kitagawa 1996 for the scheme.
     """
     count = shares.shape[-1]

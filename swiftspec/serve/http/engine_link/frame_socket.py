@@ -126,7 +126,7 @@ def frontend_lost(why: object) -> FrontEndLost:
 
 
 class AsyncFrameSocket:
-    """The front end's end of the engine link, on an event loop."""
+    """asyncio socket of the engine link, used by the front end."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader, self._writer = reader, writer
