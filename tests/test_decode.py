@@ -1,4 +1,4 @@
-"""Invariant 1: every mode gives the target's own text, token for token; and the algorithm's own number of rounds."""
+"""Invariant 1: every mode gives the target's own text, token by token, with the number of rounds of the algorithm."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def make_llm(target: Path, draft: Path | None = None, **plan: Any) -> LLM:
 
 @functools.cache
 def plain_text(target: Path, temperature: float, count: int = TOKENS) -> list[int]:
-    """Plain decoding's text after PROMPT, greedy or sampled."""
+    """The text of autoregressive decoding after PROMPT, greedy or sampled."""
     sampling = replace(SAMPLED if temperature else GREEDY, max_tokens=count)
     answer = make_llm(target).generate(PROMPT, sampling)
     assert answer.stats.rounds == count and answer.stats.drafted == 0
@@ -129,7 +129,7 @@ def test_serial_equals_ar(pair: tuple[Path, Path], sampling: SamplingParams, pla
 
 @pytest.mark.parametrize("family", ["llama", "qwen2"])
 def test_serial_equals_ar_with_an_unrelated_draft(tmp_path: Path, family: str) -> None:
-    """Padded heads of unequal sizes, and a draft whose every guess is wrong most of the time."""
+    """Padded vocabularies of unequal sizes, and a draft whose tokens are mostly rejected."""
     make_checkpoint(tmp_path / "t", family=family, vocab=80, layers=2, dtype=torch.float64, seed=5)
     make_checkpoint(tmp_path / "d", family=family, vocab=72, layers=1, dtype=torch.float64, seed=6)
     for sampling in (replace(GREEDY, max_tokens=60), replace(SAMPLED, max_tokens=60)):
@@ -187,8 +187,8 @@ def test_a_drafter_that_fails_midway_changes_nothing(
     assert again.stats.rounds < answer.stats.rounds
 
 
-def test_both_roles_open_again_in_the_middle_of_a_text(pair: tuple[Path, Path]) -> None:
-    """As after a loss: from the tokens so far, of which only some are the prompt's."""
+def test_both_roles_can_be_reopened_in_the_middle_of_a_text(pair: tuple[Path, Path]) -> None:
+    """As after a failure: from the verified tokens, of which only some belong to the prompt."""
     plain = plain_text(pair[0], SAMPLED.temperature)
     llm = make_llm(*pair)
     drafter, verifier = FallbackDrafter(drafter_of(llm)), verifier_of(llm)
@@ -213,7 +213,7 @@ def logprobs(model: transformers.PreTrainedModel, temperature: float = 1.0) -> s
 
 
 @pytest.mark.parametrize(("bs", "w", "d", "calibration"), [(8, 8, 4, 1.0), (4, 2, 3, 0.4)])
-def test_rounds_are_those_of_the_algorithm(
+def test_rounds_equal_the_reference_algorithm(
     pair: tuple[Path, Path], bs: int, w: int, d: int, calibration: float
 ) -> None:
     target, draft = (transformers.AutoModelForCausalLM.from_pretrained(p, dtype=torch.float64) for p in pair)
@@ -227,8 +227,8 @@ def test_rounds_are_those_of_the_algorithm(
 
 @pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("shape", [{}, {"verify_batch": 3, "draft_leaves": 1, "draft_steps": 6}])
-def test_rejection_goes_on_through_many_trees(pair: tuple[Path, Path], ahead: bool, shape: dict[str, Any]) -> None:
-    """To the end of the text, with every draw and every tree's end in between; the same again for the same seed."""
+def test_rejection_sampling_over_many_trees(pair: tuple[Path, Path], ahead: bool, shape: dict[str, Any]) -> None:
+    """To the end of the text, with new trees in between; the same again for the same seed."""
     llm = make_llm(*pair, verify="reject", **shape)
     if ahead:
         put(llm, make_drafter(drafter_of(llm).runner, llm.config, ahead=True))
@@ -245,7 +245,7 @@ def test_rejection_goes_on_through_many_trees(pair: tuple[Path, Path], ahead: bo
     assert len(answer.token_ids) == 50 and answer.stats.drafter_lost == "the draft model left"
 
 
-def test_what_draws_cannot_serve_is_refused(pair: tuple[Path, Path]) -> None:
+def test_unsupported_sampled_proposals_are_refused(pair: tuple[Path, Path]) -> None:
     with pytest.raises(UserError, match="proposal sample draws tokens, and temperature 0 leaves nothing to draw"):
         make_llm(*pair, verify="reject").generate(PROMPT, GREEDY)
     with pytest.raises(UserError, match=r"verify reject needs the distribution .* proposal coupled carries none"):
@@ -254,6 +254,6 @@ def test_what_draws_cannot_serve_is_refused(pair: tuple[Path, Path]) -> None:
         make_llm(*pair).generate(PROMPT, SamplingParams(top_k=65))
 
 
-def test_drawn_children_under_match_are_looked_up_like_any(pair: tuple[Path, Path]) -> None:
+def test_sampled_children_with_coupled_verification(pair: tuple[Path, Path]) -> None:
     plain = plain_text(pair[0], SAMPLED.temperature)
     assert make_llm(*pair, proposal="sample").generate(PROMPT, SAMPLED).token_ids == plain

@@ -1,4 +1,4 @@
-"""Where a request ends, what it reports, and what is refused before anything is computed."""
+"""Where a request ends, its statistics, and validation before the first forward."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ def test_generation_stops_cleanly_at_the_end_of_the_context(llm: LLM, path: Path
 
 
 @pytest.mark.parametrize(("bs", "w", "d"), [(3, 1, 8), (4, 1, 8), (8, 2, 16)])
-def test_a_deep_tree_ends_with_the_context_too(path: Path, bs: int, w: int, d: int) -> None:
-    """A narrow tree of a draft that is always right reaches far beyond the last token that fits."""
+def test_a_deep_tree_is_limited_by_the_context(path: Path, bs: int, w: int, d: int) -> None:
+    """A narrow tree of a draft that is always accepted extends far beyond the last token that fits."""
     context = 40
     llm = LLM(path, path, EngineConfig("serial", bs, w, d), dtype=torch.float64, max_model_len=context)
     plain = LLM(path, dtype=torch.float64, max_model_len=context)
@@ -61,7 +61,7 @@ def test_a_deep_tree_ends_with_the_context_too(path: Path, bs: int, w: int, d: i
 
 
 @pytest.mark.parametrize("length", [CONTEXT - 1, CONTEXT - 2, CONTEXT - 7])
-def test_a_prompt_may_fill_the_context_but_for_one_token(llm: LLM, length: int) -> None:
+def test_a_prompt_may_fill_the_context_except_one_token(llm: LLM, length: int) -> None:
     answer = llm.generate([i % 60 for i in range(length)], FREE)
     assert len(answer.token_ids) == CONTEXT - length and answer.finish_reason == "length"
 
@@ -89,14 +89,14 @@ def test_the_end_token_of_the_model_stops_unless_ignored(llm: LLM) -> None:
     assert longest(llm) == text
 
 
-def test_chunks_tell_draft_tokens_from_the_targets_own(llm: LLM) -> None:
+def test_chunks_distinguish_draft_tokens_from_bonus_tokens(llm: LLM) -> None:
     chunks = list(llm.stream(PROMPT, FREE))
     assert all(0 <= c.accepted <= len(c.token_ids) for c in chunks)
     assert all(c.accepted == len(c.token_ids) - 1 and c.finish_reason is None for c in chunks[:-1])
     assert max(c.accepted for c in chunks) >= 2 and chunks[-1].finish_reason == "length"
 
 
-def test_the_books_balance(llm: LLM) -> None:
+def test_the_statistics_are_consistent(llm: LLM) -> None:
     answer = llm.generate(PROMPT, FREE)
     stats = answer.stats
     histogram = Acceptance.from_rounds(stats.verified).histogram
@@ -109,7 +109,7 @@ def test_the_books_balance(llm: LLM) -> None:
     assert stats.prompt_time < stats.first_token_time <= stats.prompt_time + stats.decode_time
 
 
-def test_a_stream_closed_midway_leaves_no_trace(llm: LLM) -> None:
+def test_a_stream_closed_midway_does_not_affect_the_next_request(llm: LLM) -> None:
     text = longest(llm)
     stream = llm.stream([9, 9, 9], FREE)
     next(stream)
@@ -132,7 +132,9 @@ def test_a_second_stream_ends_the_first(llm: LLM) -> None:
 
 
 @pytest.mark.parametrize("after", [1, 2, 3, 4, 5, 9])
-def test_an_interrupt_inside_a_forward_leaves_no_trace(llm: LLM, monkeypatch: pytest.MonkeyPatch, after: int) -> None:
+def test_an_interrupt_inside_a_forward_does_not_affect_the_next_request(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch, after: int
+) -> None:
     text, runner, calls = longest(llm), drafter_of(llm).runner, 0
     forward = runner.model.forward
 
@@ -152,7 +154,7 @@ def test_an_interrupt_inside_a_forward_leaves_no_trace(llm: LLM, monkeypatch: py
 
 @pytest.mark.parametrize("after", [1, 2, 7])
 @pytest.mark.parametrize("failure", [RuntimeError("out of memory"), MemoryError("no memory")])
-def test_a_draft_model_that_fails_is_lost_and_the_text_is_not(
+def test_a_failing_draft_model_is_lost_without_changing_the_text(
     llm: LLM, monkeypatch: pytest.MonkeyPatch, after: int, failure: Exception
 ) -> None:
     text, runner, calls = longest(llm), drafter_of(llm).runner, 0
@@ -203,7 +205,7 @@ def test_a_bias_on_an_unknown_token_is_refused(llm: LLM) -> None:
         llm.stream(PROMPT, SamplingParams(logit_bias={64: 1.0}))
 
 
-def test_settings_that_make_no_engine_are_refused(path: Path) -> None:
+def test_invalid_engine_settings_are_refused(path: Path) -> None:
     with pytest.raises(UserError, match="needs a draft model"):
         LLM(path, config=EngineConfig(mode="serial"))
     with pytest.raises(UserError, match=r"max_model_len must lie in 2\.\.512"):
@@ -237,12 +239,12 @@ def test_settings_that_make_no_engine_are_refused(path: Path) -> None:
         ({"logit_bias": {1: float("inf")}}, "logit_bias"),
     ],
 )
-def test_nonsense_sampling_values_are_refused(values: dict[str, Any], message: str) -> None:
+def test_invalid_sampling_values_are_refused(values: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         SamplingParams(**values)
 
 
-def test_plans_say_where_draft_and_target_sample_in_different_ways() -> None:
+def test_plans_report_different_sampling_of_draft_and_target() -> None:
     sampled, greedy = SamplingParams(), SamplingParams(temperature=0)
     assert "proposal coupled has a higher acceptance rate" in str(
         acceptance_advice(EngineConfig(proposal="top"), sampled)
@@ -254,6 +256,6 @@ def test_plans_say_where_draft_and_target_sample_in_different_ways() -> None:
 
 
 @pytest.mark.parametrize("values", [{"mode": "magic"}, {"verify_batch": 0}, {"draft_leaves": 65}, {"calibration": 0.0}])
-def test_plans_that_make_no_tree_are_refused(values: dict[str, Any]) -> None:
+def test_plans_without_a_valid_tree_are_refused(values: dict[str, Any]) -> None:
     with pytest.raises(UserError, match=next(iter(values))):
         EngineConfig(**values)

@@ -1,4 +1,5 @@
-"""The gate: what is no regular file, too large, no text or no JSON is refused in one line that names it."""
+"""Validation of input files: a file that is not regular, too large, not text or not JSON is refused in one line that
+names it."""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ def refusal(file: Path, most: int = 100) -> str:
 def test_only_regular_files_are_read(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "folder").mkdir()
-    assert "it is a pipe" in refusal(tmp_path / "pipe")  # and not waited for
+    assert "it is a pipe" in refusal(tmp_path / "pipe")  # without blocking
     assert "it is a folder" in refusal(tmp_path / "folder")
     assert "it is a device" in refusal(Path("/dev/zero"))
     assert "No such file" in refusal(tmp_path / "none")
@@ -41,7 +42,7 @@ def test_only_regular_files_are_read(tmp_path: Path) -> None:
     assert read_object(tmp_path / "link") == {}
 
 
-def test_names_that_no_file_can_have_are_no_error(tmp_path: Path) -> None:
+def test_impossible_file_names_are_not_an_error(tmp_path: Path) -> None:
     for name in ("x" * 300, "a\0b", "none"):
         assert not is_file(tmp_path / name) and not is_folder(tmp_path / name)
     with pytest.raises(UserError, match="no such user"):
@@ -60,7 +61,7 @@ def test_names_that_no_file_can_have_are_no_error(tmp_path: Path) -> None:
         (b'{"a": 1e999}', "too large a number"),
     ],
 )
-def test_what_a_file_may_hold(tmp_path: Path, data: bytes, reason: str) -> None:
+def test_valid_contents_of_a_file(tmp_path: Path, data: bytes, reason: str) -> None:
     (tmp_path / "x.json").write_bytes(data)
     assert reason in refusal(tmp_path / "x.json")
 
@@ -68,13 +69,13 @@ def test_what_a_file_may_hold(tmp_path: Path, data: bytes, reason: str) -> None:
 @pytest.mark.parametrize(
     "text", ["[" * 100_000, "[" * 100_000 + "]" * 100_000, "[" * (MAX_JSON_DEPTH + 1) + "]" * (MAX_JSON_DEPTH + 1)]
 )
-def test_endless_nesting_is_refused(text: str) -> None:
+def test_excessive_nesting_is_refused(text: str) -> None:
     with pytest.raises(UserError, match="as JSON"):
         parse_json(text, "it")
     assert parse_json("[" * MAX_JSON_DEPTH + "]" * MAX_JSON_DEPTH, "it")
 
 
-def test_endless_digits_are_refused() -> None:
+def test_excessive_digits_are_refused() -> None:
     with pytest.raises(UserError, match="not readable as JSON") as caught:
         parse_json("9" * 5000, "it")
     assert len(str(caught.value)) < 400
@@ -92,7 +93,7 @@ def test_lines_are_bounded(tmp_path: Path) -> None:
         read_text(tmp_path / "a\0b")
 
 
-def test_values_are_shown_on_a_line_and_cut() -> None:
+def test_values_are_shown_on_one_line_and_truncated() -> None:
     assert truncated_repr("a\nb") == "'a\\nb'" and truncated_repr(3.5) == "3.5" and truncated_repr(True) == "True"
     assert truncated_repr("x" * 5000) == "'" + "x" * 59 + "..." + "x" * 9 + "'"
     assert truncated_repr(10**5000) == truncated_repr([10**5000]) == "a number of too many digits"

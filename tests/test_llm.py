@@ -1,4 +1,4 @@
-"""What a Python caller may do with an engine, and what it is told where it may not."""
+"""The Python API of an engine: concurrent callers, closed engines and invalid arguments."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 
 def in_thread(act: Callable[[], Any]) -> Any:
-    """What `act` gives in a thread of its own, or the error that it raises."""
+    """The result of `act` in a separate thread, or its exception."""
     got: list[Any] = []
 
     def run() -> None:
@@ -48,7 +48,7 @@ def in_thread(act: Callable[[], Any]) -> Any:
 
 
 def told_busy(llm: LLM) -> bool:
-    """Whether another thread is told that there is no place for it, whichever way it asks."""
+    """Whether another thread receives the error for a busy engine, with each method."""
     generated = in_thread(lambda: llm.generate(PROMPT, FREE))
     streamed = in_thread(lambda: next(llm.stream(PROMPT, FREE)))
     return all(isinstance(got, UserError) and BUSY in str(got) for got in (generated, streamed))
@@ -56,7 +56,7 @@ def told_busy(llm: LLM) -> bool:
 
 @pytest.mark.parametrize("mode", ["ar", "serial"])
 def test_a_call_from_a_second_thread_raises(pair: tuple[Path, Path], mode: str) -> None:
-    """In the middle of a forward, and between two rounds; the first one's answer is what it always is."""
+    """In the middle of a forward, and between two rounds; the answer of the first caller is unchanged."""
     llm = LLM(*pair, EngineConfig(mode=mode), dtype=torch.float64)
     want, told = llm.generate(PROMPT, FREE).token_ids, []
 
@@ -74,7 +74,7 @@ def test_a_call_from_a_second_thread_raises(pair: tuple[Path, Path], mode: str) 
     assert in_thread(lambda: llm.generate(PROMPT, FREE)).token_ids == want, "nobody is served any more"
 
 
-def test_many_threads_get_right_answers_or_an_error(pair: tuple[Path, Path]) -> None:
+def test_many_threads_get_correct_answers_or_an_error(pair: tuple[Path, Path]) -> None:
     llm = LLM(*pair, EngineConfig(mode="serial"), dtype=torch.float64)
     want = {seed: llm.generate(PROMPT, SamplingParams(seed=seed, max_tokens=9)).token_ids for seed in range(4)}
     wrong: list[object] = []
@@ -100,8 +100,8 @@ def test_many_threads_get_right_answers_or_an_error(pair: tuple[Path, Path]) -> 
     assert wrong == [] and served
 
 
-def test_a_stream_may_be_read_by_one_thread_after_the_other(pair: tuple[Path, Path]) -> None:
-    """As a web server's pool of threads does."""
+def test_a_stream_may_be_read_by_successive_threads(pair: tuple[Path, Path]) -> None:
+    """As a web server's thread pool does."""
     llm = LLM(pair[0], dtype=torch.float64)
     want = llm.generate(PROMPT, FREE).token_ids
     stream, got = llm.stream(PROMPT, FREE), list[int]()
@@ -110,7 +110,7 @@ def test_a_stream_may_be_read_by_one_thread_after_the_other(pair: tuple[Path, Pa
     assert got == want
 
 
-def test_a_stream_that_is_dropped_makes_room(pair: tuple[Path, Path]) -> None:
+def test_a_dropped_stream_releases_the_engine(pair: tuple[Path, Path]) -> None:
     llm = LLM(pair[0], dtype=torch.float64)
     stream = llm.stream(PROMPT, FREE)
     next(stream)
@@ -142,7 +142,7 @@ PROMPTS: list[Any] = [
 
 
 @pytest.mark.parametrize("prompt", PROMPTS, ids=lambda prompt: type(prompt).__name__ + type(prompt[0]).__name__)
-def test_prompts_of_other_kinds_are_what_they_mean(pair: tuple[Path, Path], prompt: Sequence[int]) -> None:
+def test_prompts_of_other_types_are_converted(pair: tuple[Path, Path], prompt: Sequence[int]) -> None:
     llm = LLM(pair[0], dtype=torch.float64)
     assert llm.generate(prompt, FREE).token_ids == llm.generate(PROMPT, FREE).token_ids
 
@@ -161,7 +161,7 @@ def test_prompts_of_other_kinds_are_what_they_mean(pair: tuple[Path, Path], prom
         (["x" * 1000], r"not 'x{59}\.\.\.x{9}'"),
     ],
 )
-def test_prompts_that_are_none(pair: tuple[Path, Path], prompt: Any, said: str) -> None:
+def test_invalid_prompts_are_refused(pair: tuple[Path, Path], prompt: Any, said: str) -> None:
     llm = LLM(pair[0], dtype=torch.float64)
     with pytest.raises(UserError, match=said):
         llm.generate(prompt, FREE)
@@ -171,14 +171,14 @@ def test_prompts_that_are_none(pair: tuple[Path, Path], prompt: Any, said: str) 
         llm.generate(PROMPT, SamplingParams(stop_token_ids=(64,)))
 
 
-def test_a_bias_of_integers_is_taken(pair: tuple[Path, Path]) -> None:
+def test_a_bias_of_integers_is_accepted(pair: tuple[Path, Path]) -> None:
     llm = LLM(*pair, dtype=torch.float64)
     numbers: list[Any] = [{17: 5.0}, {17: 5}, {np.int64(17): np.float32(5)}, {torch.tensor(17): torch.tensor(5)}]
     texts = [llm.generate(PROMPT, SamplingParams(logit_bias=bias, max_tokens=9)).token_ids for bias in numbers]
     assert texts.count(texts[0]) == 4
 
 
-def test_a_request_that_finds_no_memory_is_one_line(pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_allocation_is_one_line(pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     llm = LLM(pair[0], dtype=torch.float64)
     parts: Any = llm.roles.parts
 

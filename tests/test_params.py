@@ -1,4 +1,4 @@
-"""Sampling parameters take what is meant and refuse the rest by name."""
+"""Sampling parameters convert valid values and refuse invalid ones by name."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from swiftspec.params import SamplingParams
         ({"ignore_eos": np.bool_(True)}, {"ignore_eos": True}),
     ],
 )
-def test_what_is_meant_is_taken(given_: dict[str, Any], meant: dict[str, Any]) -> None:
+def test_valid_values_are_converted(given_: dict[str, Any], meant: dict[str, Any]) -> None:
     ours, want = SamplingParams(**given_), SamplingParams(**meant)
     assert ours == want and hash(ours) == hash(want)
     for item in fields(ours):
@@ -80,26 +80,26 @@ def test_what_is_meant_is_taken(given_: dict[str, Any], meant: dict[str, Any]) -
         ({"seed": "x" * 1000}, r"seed takes a whole number, not 'x{59}\.\.\.x{9}'$"),
     ],
 )
-def test_the_rest_is_refused_by_name(values: dict[str, Any], said: str) -> None:
+def test_invalid_values_are_refused_by_name(values: dict[str, Any], said: str) -> None:
     with pytest.raises(UserError, match=said):
         SamplingParams(**values)
 
 
-def test_they_are_keys() -> None:
+def test_parameters_are_hashable() -> None:
     one, other = (SamplingParams(logit_bias=bias) for bias in ({1: 2.0, 3: 4.0}, {3: 4.0, 1: 2.0}))
     assert one == other and hash(one) == hash(other) and len({one, other, SamplingParams()}) == 2
     assert hash(replace(one, seed=5)) != hash(one)
     assert pickle.loads(pickle.dumps(one)) == one
 
 
-def test_the_callers_dictionary_is_his_own() -> None:
+def test_the_callers_dictionary_is_copied() -> None:
     bias = {1: 2.0}
     params = SamplingParams(logit_bias=bias)
     bias[1] = 3.0
     assert params.logit_bias == {1: 2.0}
 
 
-def test_so_do_the_other_configs() -> None:
+def test_other_configs_convert_and_refuse_values() -> None:
     assert EngineConfig(verify_batch=np.int64(4)) == EngineConfig(verify_batch=4)  # type: ignore[arg-type]
     with pytest.raises(UserError, match=r"verify_batch takes a whole number, not 4\.0"):
         EngineConfig(verify_batch=4.0)  # type: ignore[arg-type]
@@ -121,7 +121,7 @@ ANYTHING = st.recursive(
 
 @settings(max_examples=300, deadline=None)
 @given(st.dictionaries(st.sampled_from([item.name for item in fields(SamplingParams)]), ANYTHING, max_size=3))
-def test_nothing_else_comes_of_anything(values: dict[str, Any]) -> None:
+def test_any_value_is_accepted_or_a_user_error(values: dict[str, Any]) -> None:
     try:
         params = SamplingParams(**values)
     except UserError as error:

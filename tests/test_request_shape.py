@@ -1,4 +1,5 @@
-"""A request that says the bs and d of its rounds: the text stays, its rounds are of that shape, and only its own."""
+"""A request that sets bs and d: the text is unchanged, its rounds have that shape, and later requests are
+unaffected."""
 
 from __future__ import annotations
 
@@ -55,7 +56,7 @@ def made(pair: Pair, config: EngineConfig, **options: Any) -> LLM:
 
 
 def engine(pair: Pair, name: str) -> LLM:
-    """One of ENGINES; `ahead` in one process, as it runs on one GPU."""
+    """One of ENGINES; `ahead` runs both models in one process, as on one GPU."""
     llm = made(pair, ENGINES[name])
     if name.startswith("ahead"):
         drafter = make_drafter(drafter_of(llm).runner, llm.config, ahead=True)
@@ -84,7 +85,7 @@ def test_every_shape_has_the_same_text(pair: Pair, name: str, request_: str) -> 
 
 
 @BOTH
-def test_d_is_that_of_the_request(pair: Pair, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rounds_have_the_d_of_the_request(pair: Pair, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     llm = engine(pair, name)
     counts, expand = list[int](), LocalDrafter.expand
 
@@ -100,7 +101,7 @@ def test_d_is_that_of_the_request(pair: Pair, name: str, monkeypatch: pytest.Mon
 
 
 @BOTH
-def test_the_next_request_is_as_if_none_had_been_before(pair: Pair, name: str) -> None:
+def test_the_next_request_has_the_default_shape(pair: Pair, name: str) -> None:
     llm = engine(pair, name)
     before = llm.generate(LONG, sampling("sampled"))
     shapes: list[Json] = [{"verify_batch": 1}, {"verify_batch": 2, "draft_steps": 1}, {"verify_batch": 1}]
@@ -111,7 +112,7 @@ def test_the_next_request_is_as_if_none_had_been_before(pair: Pair, name: str) -
         assert after.stats.cached_tokens == len(LONG) - 1
 
 
-def test_a_plain_request_leaves_the_draft_and_what_it_keeps_alone(pair: Pair) -> None:
+def test_an_autoregressive_request_does_not_change_the_draft_or_its_cache(pair: Pair) -> None:
     llm = engine(pair, "serial")
     runner, read = drafter_of(llm).runner, list[int]()
     runner.hooks.append(lambda began, rows: read.append(rows))
@@ -123,7 +124,7 @@ def test_a_plain_request_leaves_the_draft_and_what_it_keeps_alone(pair: Pair) ->
     assert max(read) < len(LONG), "of the prompt only what is new to it"
 
 
-def test_a_stream_that_a_plain_request_ends_is_forgotten(pair: Pair) -> None:
+def test_an_autoregressive_request_ends_an_earlier_stream(pair: Pair) -> None:
     llm = engine(pair, "ahead")
     want = llm.generate(PROMPT, sampling()).token_ids
     next(llm.stream(LONG, sampling()))
@@ -132,7 +133,7 @@ def test_a_stream_that_a_plain_request_ends_is_forgotten(pair: Pair) -> None:
 
 
 def test_a_request_with_its_own_shape_is_not_measured(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was measured of ordinary requests goes on where it was."""
+    """The measurements of ordinary requests continue afterwards."""
     llm = engine(pair, "serial, what was measured decides")
     seen: list[RoundStats] = []
     add = RoundStats.add
@@ -147,8 +148,8 @@ def test_a_request_with_its_own_shape_is_not_measured(pair: Pair, monkeypatch: p
     assert seen[-1] is ordinary and drafter_of(llm).draft_steps == ordinary.steps
 
 
-def test_rejection_proposes_no_more_than_is_asked_for(pair: Pair) -> None:
-    """That the text's distribution stays is proved in tests/tree/test_sampled_law.py."""
+def test_rejection_sampling_proposes_at_most_the_requested_nodes(pair: Pair) -> None:
+    """tests/tree/test_sampled_law.py proves that the distribution of the text is unchanged."""
     llm = made(pair, EngineConfig(verify="reject"))
     for bs, d in ((None, None), (1, None), (2, 1), (5, 2), (None, 3)):
         stats = llm.generate(PROMPT, sampling("sampled", verify_batch=bs, draft_steps=d)).stats
@@ -156,7 +157,7 @@ def test_rejection_proposes_no_more_than_is_asked_for(pair: Pair) -> None:
         assert max(len(parents) for parents, _, _ in stats.verified) == (bs or 8)
 
 
-def test_bounds_are_what_the_trees_hold(pair: Pair) -> None:
+def test_bounds_follow_from_the_tree_capacity(pair: Pair) -> None:
     llm = made(pair, EngineConfig(verify_batch=6, draft_steps=2))
     beyond: Json = {"verify_batch": (7, 6), "draft_steps": (3, 2)}
     for name, (value, most) in beyond.items():
@@ -169,7 +170,7 @@ def test_bounds_are_what_the_trees_hold(pair: Pair) -> None:
     assert EngineConfig(draft_steps=2, adapt_steps=True).max_draft_steps == EngineConfig("async").max_draft_steps == 16
 
 
-def test_without_a_draft_there_is_nothing_to_shape(pair: Pair) -> None:
+def test_without_a_draft_a_shape_is_refused(pair: Pair) -> None:
     alone = LLM(pair[0], dtype=torch.float64, max_model_len=128)
     want = alone.generate(PROMPT, sampling()).token_ids
     assert alone.generate(PROMPT, sampling(verify_batch=1)).token_ids == want
@@ -183,7 +184,7 @@ def test_without_a_draft_there_is_nothing_to_shape(pair: Pair) -> None:
             particles.stream(PROMPT, sampling("sampled", **shape))
 
 
-def test_the_trace_of_a_plain_request_has_one_lane(pair: Pair, tmp_path: Path) -> None:
+def test_the_trace_of_an_autoregressive_request_has_one_timeline(pair: Pair, tmp_path: Path) -> None:
     llm = made(pair, ENGINES["serial"], trace=tmp_path / "trace")
     for bs in (None, 1, None):
         llm.generate(PROMPT, sampling(verify_batch=bs))

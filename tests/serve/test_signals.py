@@ -121,7 +121,7 @@ RAW = "def raw(first):\n    import tty\n    tty.setraw(0)\n    eats(first)\n"
 
 
 def test_the_terminal_settings_are_restored() -> None:
-    """Also if the process that changed it is killed immediately."""
+    """Also if the process that changed them is killed."""
     child = STUBBORN.format("raw").replace("sys.exit", RAW + "sys.exit")
     script = (
         "import subprocess, sys, termios\nbefore = termios.tcgetattr(0)\n"

@@ -1,8 +1,8 @@
 """Builds the kernels of csrc/cuda for the emulated GPU of this folder, and installs it instead of a real one.
 
-Device memory is the CPU's then, all streams are one, and graphs cannot be captured: what a test wants with those it
-leaves out where tests.gpu.device says EMULATED. Launches wait until two more follow or torch, in the thread that called
-`install`, looks at a tensor.
+Device memory is then CPU memory, all streams are one, and graphs cannot be captured: tests skip those parts if
+tests.gpu.device says EMULATED. Launches wait until two more follow or torch, in the thread that called `install`,
+accesses a tensor.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from swiftspec.backends.cuda import linear as cuda_linear
 
 ROOT = Path(__file__).resolve().parents[2]
 CSRC = ROOT / "csrc"
-# all but cuda_place.cpp, which module.cpp replaces: arrays of the emulated GPU are in CPU memory
+# all except cuda_place.cpp, which module.cpp replaces: arrays of the emulated GPU are in CPU memory
 SOURCES = (*(p for p in sorted(CSRC.glob("bind/cuda*.cpp")) if p.stem != "cuda_place"), CSRC / "bind/array.cpp",
            CSRC / "host/shm/segment.cpp")  # fmt: skip
 # pybind11 shares its types among modules of one version; these stay apart from those of a _C that was built with CUDA
@@ -97,7 +97,7 @@ def install(module: Path, seed: int) -> None:
     gpu.current_stream = lambda *_: SimpleNamespace(cuda_stream=0, synchronize=_synchronize)
     gpu.synchronize = lambda *_: _synchronize()
     modules: tuple[Any, ...] = (cuda, cuda_linear, cuda_checks)
-    for ops in modules:  # whichever of the two they have
+    for ops in modules:  # torch versions have one of the two
         ops.require_usable = lambda *_: cpu
         ops.on_gpu = lambda device: device == cpu
     torch.empty = _aligned(torch.empty)

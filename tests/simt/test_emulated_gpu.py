@@ -25,7 +25,7 @@ DIFFERENT = ("test_linear", "test_cuda_ops", "test_resampling", "test_float8")
 MOST = ("test_linear",)  # of these, where most of the kernels differ
 # of that, a shape without a split of K and one with, and launches of many rows
 SHORT = "test_products and (64-32 or 512-72) or test_many_rows"
-LIBRARIES = ("test_unfused",)  # operators that are torch's
+LIBRARIES = ("test_unfused",)  # operators of torch
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None or sys.platform != "linux", reason="no g++, or no Linux")
 
@@ -44,7 +44,7 @@ def faults(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [1, 2])
 @pytest.mark.parametrize(("which", "said"), list(enumerate(FAULTS)))
-def test_a_fault_is_noticed(faults: str, which: int, said: str, seed: int) -> None:
+def test_a_fault_is_detected(faults: str, which: int, said: str, seed: int) -> None:
     done = subprocess.run([faults, str(which), str(seed)], capture_output=True, text=True, timeout=60, check=True)
     assert said in done.stdout
 
@@ -73,8 +73,8 @@ def module(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
 
 
 @pytest.mark.slow
-def test_a_kernel_that_never_ends_ends_by_a_signal(module: Callable[[int], Path]) -> None:
-    """Such as the signal of pytest's timeout; the emulated GPU remains usable."""
+def test_a_signal_ends_an_endless_kernel(module: Callable[[int], Path]) -> None:
+    """For example the signal of pytest's timeout; the emulated GPU remains usable."""
     command = [sys.executable, "-c", SPIN, str(module(HOPPER))]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert (done.stdout, done.returncode) == ("interrupted\n" * 2, 0), done.stderr
@@ -104,7 +104,7 @@ def run_tests(
         pytest.param(AMPERE, DIFFERENT, "", "more", marks=pytest.mark.long),
     ],
 )
-def test_what_a_gpu_must_pass(
+def test_the_gpu_tests_pass(
     module: Callable[[int], Path], arch: int, only: tuple[str, ...] | None, which: str, cases: str
 ) -> None:
     """Every file of tests/gpu except those of library operators; for Ampere, those whose kernels differ. The quick runs

@@ -1,4 +1,5 @@
-"""Batches as a caller sees them: each request equals itself alone, ends by itself and is refused with one line."""
+"""Batches through the public API: each request equals itself alone, ends independently, and is refused with one
+line."""
 
 from __future__ import annotations
 
@@ -63,7 +64,7 @@ NATIVE = pytest.mark.skipif(_C.level() == "none", reason="this CPU has no AVX2")
         pytest.param("int4", torch.bfloat16, 16, 16, marks=(NATIVE, pytest.mark.slow)),
     ],
 )
-def test_each_of_a_batch_equals_itself_alone(
+def test_each_request_of_a_batch_equals_itself_alone(
     request: pytest.FixtureRequest, models: str, dtype: torch.dtype, count: int, groups: int
 ) -> None:
     """Native operators in bfloat16, whose rows are bitwise independent; reference operators in float64."""
@@ -80,7 +81,7 @@ def test_each_of_a_batch_equals_itself_alone(
     assert several.generate(prompts[-1], sampling[-1]).token_ids == wanted[-1].token_ids, "a batch of one"
 
 
-def test_one_that_is_cancelled_leaves_the_others_alone(pair: tuple[Path, Path]) -> None:
+def test_a_cancelled_request_does_not_affect_others(pair: tuple[Path, Path]) -> None:
     engine = llm(pair, 2, dtype=torch.float64)
     sampling = [SamplingParams(0.7, seed=i, max_tokens=30, ignore_eos=True) for i in range(3)]
     wanted = [answer.token_ids for answer in engine.generate_batch([[7, 8]] * 3, sampling)]
@@ -97,7 +98,7 @@ def test_one_that_is_cancelled_leaves_the_others_alone(pair: tuple[Path, Path]) 
     assert not population_of(engine).groups and engine.generate([7, 8], sampling[0]).token_ids == wanted[0]
 
 
-def test_with_room_for_one_a_batch_runs_sequentially(pair: tuple[Path, Path]) -> None:
+def test_a_batch_runs_sequentially_if_only_one_fits(pair: tuple[Path, Path]) -> None:
     engine = LLM(*pair, max_model_len=96, dtype=torch.float64)
     prompts, sampling = zip(*asked_of(3), strict=True)
     wanted = [engine.generate(*each).token_ids for each in zip(prompts, sampling, strict=True)]
@@ -109,7 +110,7 @@ def test_with_room_for_one_a_batch_runs_sequentially(pair: tuple[Path, Path]) ->
 
 
 class Ill(HistoryModel):
-    """Its logits after one token, at any position, are not finite."""
+    """A model whose logits after one token, at any position, are not finite."""
 
     def forward(self, batch: Batch, cache: KVCache, *, head: bool = True) -> Tensor:
         found = super().forward(batch, cache, head=head)
@@ -117,12 +118,12 @@ class Ill(HistoryModel):
 
 
 @pytest.mark.parametrize("lag", [0, 1])
-def test_a_request_whose_logits_are_not_finite_ends_alone(lag: int) -> None:
+def test_logits_that_are_not_finite_end_only_their_request(lag: int) -> None:
     """A prompt may end with that token; the other requests avoid it."""
     plan = PopulationConfig(3, 2, smc_groups=3)
     worker = make_worker(Ill(4, 1), HistoryModel(4, 2), plan, max_tokens=12, slots=64, lag=lag)
     decoding = ParticleDecoding(worker)
-    bias = {3: -1e9}  # nobody says it
+    bias = {3: -1e9}  # no request generates it
     ends = StopCriteria(9, ())
     requests = [
         BatchRequest(

@@ -36,7 +36,7 @@ def chain(seed: int, batch: int, steps: int, dtype: torch.dtype = torch.float64)
 
 
 class Laws:
-    """p and q [V] after every text, by kind, including zeros and ties."""
+    """Distributions p and q [V] after every text, by kind, including zeros and ties."""
 
     def __init__(self, kind: str, vocab: int, seed: int) -> None:
         self.kind, self.vocab, self.seed = kind, vocab, seed
@@ -125,7 +125,7 @@ def test_whole_chains_follow_p(kind: str, vocab: int, steps: int) -> None:
     assert max(abs(whole[text] - want[text]) for text in whole) < 1e-9
 
 
-def test_what_replaces_a_token_follows_the_residual() -> None:
+def test_the_replacement_of_a_token_follows_the_residual_distribution() -> None:
     p, q = laws("random", V, 3)
     n = 40_000
     noise = torch.Generator().manual_seed(5)
@@ -150,7 +150,7 @@ def test_what_replaces_a_token_follows_the_residual() -> None:
     st.sampled_from([torch.float32, torch.bfloat16, torch.float64]),
 )
 @settings(deadline=None)
-def test_a_batch_is_its_rows(seed: int, batch: int, steps: int, dtype: torch.dtype) -> None:
+def test_a_batch_equals_its_rows(seed: int, batch: int, steps: int, dtype: torch.dtype) -> None:
     target, draft, tokens, coins, noise = chain(seed, batch, steps, dtype)
     best = (target + noise[:, None]).argmax(-1)
     together = (
@@ -173,7 +173,7 @@ def test_a_batch_is_its_rows(seed: int, batch: int, steps: int, dtype: torch.dty
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_lower_precision_decides_as_float64_does(dtype: torch.dtype) -> None:
+def test_lower_precision_gives_the_decisions_of_float64(dtype: torch.dtype) -> None:
     target, draft, tokens, coins, noise = chain(4, 500, 3, dtype)
     low = verify.verify_by_rejection(target, draft, tokens, coins, noise)
     high = verify.verify_by_rejection(target.double(), draft.double(), tokens, coins, noise)
@@ -192,7 +192,7 @@ def test_tokens_are_accepted_while_they_equal_those_of_autoregressive_decoding()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-def test_a_draft_that_allows_nothing_leaves_p(dtype: torch.dtype) -> None:
+def test_a_draft_without_probabilities_gives_p(dtype: torch.dtype) -> None:
     target, draft, tokens, coins, noise = chain(2, 64, 2, dtype)
     draft[:, 1] = -math.inf
     found = verify.verify_by_rejection(target, draft, tokens, coins, noise)
@@ -201,7 +201,7 @@ def test_a_draft_that_allows_nothing_leaves_p(dtype: torch.dtype) -> None:
     assert torch.equal(found.bonus[reached], (target[:, 1].double() + noise).argmax(-1)[reached])
 
 
-def test_shapes_that_do_not_fit_are_named() -> None:
+def test_invalid_shapes_are_named() -> None:
     target, draft, tokens, coins, noise = chain(1, 3, 2)
     with pytest.raises(ValueError, match=r"target must be \[3, 3, 7\] for tokens \[3, 2\], not \[3, 2, 7\]"):
         verify.verify_by_rejection(draft, draft, tokens, coins, noise)

@@ -37,7 +37,7 @@ def test_choices_follow_the_distribution_of_the_population(count: int) -> None:
     check_unbiased(found, global_power(target, PROMPT, sampling, 2.0, STOPS, 4))
 
 
-def test_an_answer_has_all_particles() -> None:
+def test_an_answer_contains_all_particles() -> None:
     worker = make_worker(HistoryModel(3, 1), HistoryModel(3, 2), PopulationConfig(8, 2, 0.0, 2.0), slots=200)
     decode(worker, PROMPT, SamplingParams(temperature=0.7), STOPS, 5)
     answer, law = worker.answer(), population(worker)
@@ -51,13 +51,13 @@ def test_an_answer_has_all_particles() -> None:
     assert len(answer.choices(8)) == len(law), "all different texts, each with its share"
 
 
-def test_copies_are_one_text_and_the_heaviest_comes_first() -> None:
+def test_equal_texts_are_merged_and_sorted_by_weight() -> None:
     texts = [(each.tokens, each.weight) for each in ANSWER.choices(9)]
     assert texts == [((1,), 0.5), ((4,), 0.25), ((2, 3), 0.125), ((5,), 0.125)]
     few = ANSWER.choices(3)
     assert [each.weight for each in few] == [0.5, 0.25, 0.25] and {few[0].tokens, few[1].tokens, few[2].tokens} > {(1,)}
 
 
-def test_more_considered_than_left_are_the_heaviest() -> None:
+def test_best_of_keeps_the_heaviest_texts() -> None:
     assert [(each.tokens, each.weight) for each in ANSWER.choices(2, 6)] == [((1,), 0.5), ((4,), 0.25)]
     assert ANSWER.choices(1, 6) == [Particle((1,), True, 0.5)], "not by chance"

@@ -99,7 +99,7 @@ def test_texts_follow_the_target(verify: str, shaped: dict[str, Any]) -> None:
     assert free >= 3 and apart < free + 4 * (2 * free) ** 0.5 + 4
 
 
-def test_chains_come_and_go_in_one_batch() -> None:
+def test_chains_are_admitted_and_released_in_one_batch() -> None:
     """Also with the host one round behind."""
     requests = mixed(10)
     alone = make_worker(*MODELS, PopulationConfig(1, 3, smc_groups=1, chains="match"), max_tokens=24, slots=64)
@@ -111,7 +111,7 @@ def test_chains_come_and_go_in_one_batch() -> None:
         assert sum(answer.compactions for answer in found.values()) > 5
 
 
-def test_what_chains_are_not_for_is_refused(pair: tuple[Path, Path]) -> None:
+def test_requests_that_chains_do_not_support_are_refused(pair: tuple[Path, Path]) -> None:
     configs: Sequence[tuple[dict[str, Any], str]] = [
         ({"mode": "ar"}, "is for mode serial without workers"),
         ({"mode": "smc"}, "mode smc has smc_groups"),

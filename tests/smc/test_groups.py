@@ -54,7 +54,7 @@ def mixed(count: int) -> list[Asked]:
 
 
 def together(worker: Alone, requests: Sequence[Asked]) -> dict[int, GroupResult]:
-    """Decodes all of them as sequences become free; what is streamed of each is its answer."""
+    """Decodes all of them as sequences become free, and checks that the streamed tokens of each form its answer."""
     waiting, numbers = iter(enumerate(requests)), dict[SequenceGroup, int]()
     told: dict[int, list[int]] = {}
     answers: dict[int, GroupResult] = {}
@@ -101,7 +101,7 @@ class Capturing:
 
 
 @pytest.mark.parametrize(("slots", "lag"), [(64, 0), (64, 1), (400, 1)])
-def test_captured_rounds_leave_idle_groups_alone(slots: int, lag: int) -> None:
+def test_captured_rounds_do_not_change_idle_groups(slots: int, lag: int) -> None:
     """A graph runs over a power of two of groups, or all: including those without a request, and those that finished in
     the last round. Here one is out of room while three others continue, which were admitted later."""
     plan = PopulationConfig(3, 2, 0.0, smc_groups=4)
@@ -221,7 +221,7 @@ TestPlaces = Places.TestCase
 
 
 class ManyPlaces(Places):
-    """The same for longer."""
+    """The same with more steps."""
 
 
 ManyPlaces.TestCase.settings = settings(max_examples=200, stateful_step_count=50, deadline=None)

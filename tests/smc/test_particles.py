@@ -27,7 +27,7 @@ def spell(tokens: list[int]) -> float:
 
 @dataclass(frozen=True)
 class Row:
-    """The expected state of a row: its nodes (each a token once sampled) and whether it is unfinished."""
+    """The expected state of a row: its nodes (each is a sampled token) and whether it is unfinished."""
 
     nodes: tuple[int, ...]
     tokens: tuple[int, ...]
@@ -68,7 +68,7 @@ class Population(RuleBasedStateMachine):
         self.kv[self.cache.kv_len()[0] :] = POISON
 
     def tail(self, row: Row) -> tuple[int, int]:
-        return row.nodes[-2:][0], row.nodes[-1]  # at the fan-out both are the prompt's last token
+        return row.nodes[-2:][0], row.nodes[-1]  # at the fan-out both are the last token of the prompt
 
     @rule()
     def start_over(self) -> None:
@@ -84,7 +84,7 @@ class Population(RuleBasedStateMachine):
         p, base, start = self.particles, self.cache.append_tree(N * (K + 1)), self.cache.prefix_len[0]
         slots = p.new_slots()
         assert slots[0].tolist() == [[base + j * N + i for j in range(K + 1)] for i in range(N)]
-        for i, row in enumerate(self.rows):  # the round writes the tails' KV and the drafts'
+        for i, row in enumerate(self.rows):  # the round writes the KV of the tails and of the draft tokens
             if not row.finished:
                 assert p.tail_slots[0, i].tolist() == [self.place[node] for node in self.tail(row)]
                 assert p.tail_tokens[0, i].tolist() == [self.path[node][-1] for node in self.tail(row)]

@@ -55,7 +55,7 @@ class Shapes(TorchDispatchMode):
 
 @pytest.mark.parametrize("filters", FILTERS, ids=str)
 @pytest.mark.parametrize("plan", PLANS, ids=str)
-def test_a_round_has_one_shape_and_reads_nothing(plan: PopulationConfig, filters: dict[str, Any]) -> None:
+def test_a_round_has_constant_shapes_and_no_host_reads(plan: PopulationConfig, filters: dict[str, Any]) -> None:
     """Other tokens, weights, resamplings and finished rows: the same operators on the same shapes."""
     shapes = []
     worker = make_worker(HistoryModel(6, 1), HistoryModel(6, 2), plan)
@@ -70,7 +70,7 @@ def test_a_round_has_one_shape_and_reads_nothing(plan: PopulationConfig, filters
 
 @pytest.mark.parametrize("filters", FILTERS, ids=str)
 @pytest.mark.parametrize("plan", PLANS, ids=str)
-def test_a_round_runs_where_there_are_no_values(plan: PopulationConfig, filters: dict[str, Any]) -> None:
+def test_a_round_runs_on_meta_tensors(plan: PopulationConfig, filters: dict[str, Any]) -> None:
     """On meta tensors `.tolist()`, `.item()` and `if tensor:` raise."""
     worker = make_worker(HistoryModel(6, 1, device="meta"), HistoryModel(6, 2, device="meta"), plan)
     worker.open(opening([1, 2], replace(WARM, **filters)), (), 12)
@@ -80,7 +80,7 @@ def test_a_round_runs_where_there_are_no_values(plan: PopulationConfig, filters:
         head.tolist()
 
 
-def test_the_guards_see_what_they_forbid() -> None:
+def test_the_guards_detect_what_they_forbid() -> None:
     x = torch.arange(3)
     reads = (lambda: x.sum().item(), lambda: x[x > 1], lambda: bool(x.any()), lambda: x.nonzero())
     for read in (*reads, lambda: torch.where(x > 1)[0]):
@@ -89,7 +89,7 @@ def test_the_guards_see_what_they_forbid() -> None:
 
 
 @pytest.mark.parametrize(("exact", "filters"), [(0, {}), (2, {}), (0, FILTERS[1])], ids=str)
-def test_slots_and_lag_do_not_change_the_answer(exact: int, filters: dict[str, Any]) -> None:
+def test_slot_layout_and_host_lag_do_not_change_the_answer(exact: int, filters: dict[str, Any]) -> None:
     """A region with room for few rounds is compacted repeatedly; the tokens are those of a large one."""
     plan, target, draft = PopulationConfig(3, 3, 0.7, 1.0, exact), HistoryModel(3, 1), HistoryModel(3, 2)
     roomy = make_worker(target, draft, plan, max_tokens=20, slots=400)
@@ -109,7 +109,7 @@ def test_slots_and_lag_do_not_change_the_answer(exact: int, filters: dict[str, A
     assert compactions > 8
 
 
-def test_streaming_shows_what_all_share_and_the_rest_at_the_end() -> None:
+def test_streaming_returns_the_common_prefix_and_the_rest_at_the_end() -> None:
     worker = make_worker(HistoryModel(3, 1), HistoryModel(3, 2), PopulationConfig(3, 1, 1.0))
     early = 0
     for seed in range(16):
@@ -135,7 +135,7 @@ def test_particles_without_a_common_prefix_fill_the_cache_and_end_the_request() 
     assert answer.tokens and all(0 <= token < 5 for token in answer.tokens) and worker.group.used_slots <= 70
 
 
-def test_rows_go_in_chunks() -> None:
+def test_rows_are_processed_in_chunks() -> None:
     plan = PopulationConfig(96, 3)
     target = HistoryModel(3, 1)
     whole = make_worker(target, HistoryModel(3, 2), plan, slots=2000)
@@ -202,7 +202,7 @@ def test_a_draft_equal_to_its_target_keeps_the_weights_flat(pair: tuple[Path, Pa
     assert stats.population.log_z == pytest.approx(0, abs=1e-9)
 
 
-def test_requests_end_as_others_do(pair: tuple[Path, Path]) -> None:
+def test_requests_have_the_usual_stop_criteria(pair: tuple[Path, Path]) -> None:
     engine = llm(pair, particles=3, smc_draft_tokens=3)
     for budget in (1, 2, 5, 30):
         answer = engine.generate(PROMPT, SamplingParams(temperature=0.7, max_tokens=budget, ignore_eos=True))
@@ -218,7 +218,7 @@ def test_requests_end_as_others_do(pair: tuple[Path, Path]) -> None:
         assert len(answer.token_ids) == 9
 
 
-def test_a_stream_closed_midway_leaves_no_trace(pair: tuple[Path, Path]) -> None:
+def test_a_stream_closed_midway_does_not_affect_the_next_request(pair: tuple[Path, Path]) -> None:
     engine, sampling = llm(pair, particles=3), SamplingParams(temperature=0.7, max_tokens=20, ignore_eos=True)
     want = engine.generate(PROMPT, sampling).token_ids
     stream = engine.stream([9, 9, 9], sampling)

@@ -37,10 +37,10 @@ PROMPT, STOPS = [0, 1], {2}
 
 @dataclass
 class Found:
-    """The results of many runs, one seed each."""
+    """The results of many runs with different seeds."""
 
     target: HistoryModel
-    laws: list[Law]  # of each run: Z's estimate times the weighted population
+    laws: list[Law]  # of each run: the estimate of Z times the weighted population
     effective: float = 0.0  # ESS / N, mean
     resampled: float = 0.0  # share of the rounds
 
@@ -132,7 +132,7 @@ def test_five_tokens_and_longer_texts() -> None:
 
 
 @pytest.mark.parametrize("threshold", [0.0, pytest.param(1.0, marks=pytest.mark.slow)])
-def test_never_and_always_resampling_are_right_too(threshold: float) -> None:
+def test_the_distribution_is_exact_with_any_resampling_threshold(threshold: float) -> None:
     runs, sampling = 250, SamplingParams(temperature=0.7)
     found = sample(PopulationConfig(8, 1, threshold, 2.0), sampling, runs)
     assert found.resampled == pytest.approx(threshold, abs=0.02), "flat weights, now and then, need none"
@@ -140,7 +140,7 @@ def test_never_and_always_resampling_are_right_too(threshold: float) -> None:
 
 
 @pytest.mark.parametrize("filters", [{"top_k": 2}, {"top_p": 0.7}, {"min_p": 0.5}], ids=str)
-def test_filters_shape_the_target_and_no_weight_is_lost(filters: dict[str, float]) -> None:
+def test_filters_apply_to_the_target_and_no_weight_is_lost(filters: dict[str, float]) -> None:
     runs, sampling = 50, SamplingParams(temperature=0.7, **filters)  # pyright: ignore[reportArgumentType]
     found = sample(PopulationConfig(40, 2, 0.5, 2.0), sampling, runs)
     exact = global_power(found.target, PROMPT, sampling, 2.0, STOPS, 4)
@@ -158,7 +158,7 @@ def test_filters_shape_the_target_and_no_weight_is_lost(filters: dict[str, float
     ids=["biased", "filtered", "exact"],
 )
 def test_penalties_follow_the_text_of_each_particle(shaped: dict[str, Any], exact: int) -> None:
-    """Of different histories, which resampling mixes."""
+    """Particles have different histories, which resampling mixes."""
     sampling = SamplingParams(
         temperature=0.7, repetition_penalty=1.6, presence_penalty=0.5, frequency_penalty=0.4, **shaped
     )
@@ -170,14 +170,15 @@ def test_penalties_follow_the_text_of_each_particle(shaped: dict[str, Any], exac
 
 
 @pytest.mark.parametrize(("exact", "power"), [(1, 1.0), (1, 2.0), (3, 2.0)])
-def test_mixed_mode_is_right(exact: int, power: float) -> None:
+def test_mixed_mode_is_exact(exact: int, power: float) -> None:
     runs, sampling = 40, SamplingParams(temperature=0.7)
     found = sample(PopulationConfig(40, 3, 0.5, power, exact), sampling, runs, limit=5)
     check_unbiased(found, global_power(found.target, PROMPT, sampling, power, STOPS, 5))
 
 
 def test_all_tokens_verified_is_exact_without_weights() -> None:
-    """They are flat, so that the shares are counts, and never resampled: every particle is a run of its own."""
+    """Weights are uniform, so that the shares are counts, and there is no resampling: every particle is an independent
+    run."""
     sampling = SamplingParams(temperature=1.0)
     found = sample(PopulationConfig(40, 2, 0.0, 1.0, 2), sampling, 12)
     assert found.effective == pytest.approx(1)
@@ -198,13 +199,13 @@ def test_all_tokens_verified_is_exact_with_one_particle() -> None:
 
 
 @pytest.mark.parametrize("exact", [0, 2])
-def test_a_draft_that_is_right_leaves_the_weights_flat(exact: int) -> None:
+def test_a_draft_equal_to_the_target_gives_uniform_weights(exact: int) -> None:
     found = sample(PopulationConfig(6, 2, 0.9, 1.0, exact), SamplingParams(temperature=0.7), 40, same=True)
     assert found.effective == pytest.approx(1) and found.resampled == 0
     assert sum(found.unbiased().values()) == pytest.approx(1)
 
 
-def test_one_particle_is_draft_then_bonus() -> None:
+def test_one_particle_is_the_draft_then_the_bonus_token() -> None:
     target, draft, sampling = HistoryModel(5, 3), HistoryModel(5, 4), SamplingParams(temperature=0.7, seed=11)
     worker = make_worker(target, draft, PopulationConfig(1, 1))
     decode(worker, PROMPT, sampling, set(), 9)
@@ -232,8 +233,8 @@ def test_one_particle_is_draft_then_bonus() -> None:
         *(pytest.param(*each, marks=pytest.mark.long) for each in ((1.0, 0.7), (2.0, 0.7), (2.0, 1.0))),
     ],
 )
-def test_more_particles_come_closer(power: float, temperature: float) -> None:
-    """The share of the weight alone, whose distance holds the noise of 500 runs too: 0.01 to 0.03 at N = 16."""
+def test_more_particles_reduce_the_bias(power: float, temperature: float) -> None:
+    """The share of the weight alone, whose distance also contains the noise of 500 runs: 0.01 to 0.03 at N = 16."""
     sampling, apart = SamplingParams(temperature=temperature), []
     for particles in (2, 16):
         found = sample(PopulationConfig(particles, 1, 0.5, power), sampling, 500, sharpness=1.5)
@@ -243,7 +244,7 @@ def test_more_particles_come_closer(power: float, temperature: float) -> None:
 
 
 @pytest.mark.slow
-def test_the_bias_falls_as_one_over_n() -> None:
+def test_the_bias_is_proportional_to_one_over_n() -> None:
     """The share of the weight alone; bench/log/2026-11-21.md has more figures. A quarter with four times the N."""
     sampling, apart = SamplingParams(temperature=0.7), []
     for particles, runs in ((4, 600), (16, 500)):

@@ -19,7 +19,7 @@ POWERS = [0.5, 1.0, 2.0]
 
 @settings(max_examples=30, deadline=None)
 @given(seed=st.integers(0, 2**64 - 1), clock=st.integers(0, 2**31 - 1))
-def test_noise_is_that_of_every_backend(seed: int, clock: int) -> None:
+def test_noise_equals_that_of_every_backend(seed: int, clock: int) -> None:
     streams = ParticleStreams(1, 3, "cpu")
     streams.seed(0, seed)
     clocks = torch.tensor([[clock, clock + 1]])
@@ -57,8 +57,8 @@ def test_the_terms_match_the_distribution(power: float) -> None:
 
 
 @pytest.mark.parametrize("power", POWERS)
-def test_rejection_gives_the_power_target_whatever_the_draft(power: float) -> None:
-    """Summed, not sampled: q(x) min(1, b/q) + (what is rejected) x residual = b."""
+def test_rejection_sampling_gives_the_power_target_for_any_draft(power: float) -> None:
+    """Summed, not sampled: q(x) min(1, b/q) + (rejected mass) x residual = b."""
     noise = torch.Generator().manual_seed(2)
     target, draft = (2 * torch.randn(5, 7, generator=noise, dtype=torch.float64) for _ in range(2))
     b, q = (power * target).softmax(-1), draft.softmax(-1)
@@ -73,12 +73,12 @@ def test_rejection_gives_the_power_target_whatever_the_draft(power: float) -> No
     torch.testing.assert_close(law, b, atol=2e-4, rtol=0)
 
 
-def test_a_residual_that_is_empty_is_the_target() -> None:
+def test_an_empty_residual_is_replaced_by_the_target() -> None:
     logits = torch.randn(2, 5, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
     torch.testing.assert_close(weights.log_residual(logits, logits, 1.0).softmax(-1), logits.softmax(-1))
 
 
-def test_mass_inside_the_filters() -> None:
+def test_probability_mass_inside_the_filters() -> None:
     draft = torch.tensor([0.5, 0.3, 0.2]).log()
     target = torch.tensor([0.0, -math.inf, 1.0])
     assert float(weights.log_mass_inside(target, draft)) == pytest.approx(math.log(0.7))
@@ -95,7 +95,8 @@ log_weights = st.lists(st.floats(-8, 8), min_size=1, max_size=12)
 @settings(max_examples=20, deadline=None)
 @given(values=log_weights)
 def test_resampling_is_unbiased(values: list[float]) -> None:
-    """Averaged over its one random number, on a fine grid: copies of i = N w_i. And never off by one or more."""
+    """Averaged over its only random number, on a fine grid, the number of copies of i is N w_i. It never differs from
+    that by one or more."""
     shares = torch.tensor(values, dtype=torch.float64).softmax(0)
     want = len(values) * shares
     copies, grid = torch.zeros(len(values), dtype=torch.float64), 200
@@ -109,13 +110,13 @@ def test_resampling_is_unbiased(values: list[float]) -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(values=log_weights, uniform=st.floats(0.001, 0.999))
-def test_survivors_keep_their_rows(values: list[float], uniform: float) -> None:
+def test_surviving_particles_keep_their_rows(values: list[float], uniform: float) -> None:
     shares = torch.tensor(values, dtype=torch.float64).softmax(0)
     source = resampling.systematic_resample(shares, torch.tensor(uniform, dtype=torch.float64)).tolist()
     assert all(source[row] == row for row in source)
 
 
-def test_flat_weights_change_nothing() -> None:
+def test_uniform_weights_cause_no_resampling() -> None:
     for count in (1, 3, 7, 64):
         flat = torch.full((count,), -3.0, dtype=torch.float64).softmax(0)
         for uniform in (1e-9, 0.3, 1 - 1e-9):
@@ -125,7 +126,7 @@ def test_flat_weights_change_nothing() -> None:
 
 @settings(max_examples=40, deadline=None)
 @given(parts=st.lists(st.integers(1, 40), min_size=1, max_size=9), count=st.integers(1, 10))
-def test_a_few_texts_represent_all(parts: list[int], count: int) -> None:
+def test_a_few_texts_represent_the_population(parts: list[int], count: int) -> None:
     """Over all uniform numbers the mean weight of each is its share; `count` of them are left, and heavy ones are
     unchanged."""
     shares = torch.tensor(parts, dtype=torch.float64) / sum(parts)
@@ -144,13 +145,13 @@ def test_a_few_texts_represent_all(parts: list[int], count: int) -> None:
     assert all(float(each.sum()) == pytest.approx(1) for each in drawn)
 
 
-def test_a_draw_of_one_is_a_draw_by_the_shares() -> None:
+def test_sampling_one_text_follows_the_shares() -> None:
     shares = torch.tensor([0.2, 0.5, 0.3], dtype=torch.float64)
     for uniform, row in ((0.1, 0), (0.21, 1), (0.69, 1), (0.71, 2), (0.999999, 2)):
         assert weights.thin_weights(shares, 1, uniform).tolist() == [float(at == row) for at in range(3)]
 
 
-def test_the_pick_follows_the_weights() -> None:
+def test_the_returned_particle_follows_the_weights() -> None:
     uniforms = [(i + 0.5) / 1000 for i in range(1000)]
     logs = [5 + math.log(share) for share in (0.2, 0.5, 0.3)]
     picks = [weights.pick_particle(logs, uniform)[0] for uniform in uniforms]

@@ -1,4 +1,4 @@
-"""tools/chat_picture.py: what a terminal is told becomes a picture that needs nothing else."""
+"""tools/chat_picture.py: the output of a terminal becomes a picture without external resources."""
 
 from xml.etree import ElementTree
 
@@ -15,7 +15,7 @@ def test_a_session_becomes_svg() -> None:
     assert "underline" in picture
 
 
-def test_the_committed_picture_is_small_and_whole() -> None:
+def test_the_committed_picture_is_small_and_complete() -> None:
     picture = PICTURE.read_text(encoding="utf-8")
     ElementTree.fromstring(picture)
     assert len(picture.encode()) < MOST

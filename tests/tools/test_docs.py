@@ -1,4 +1,4 @@
-"""The pages: those that tools/docs.py makes say what the code says, and the others name files that are there."""
+"""The pages: those that tools/docs.py generates match the code, and the others name only existing files."""
 
 import contextlib
 import re
@@ -23,7 +23,7 @@ def test_the_committed_page_is_current(name: str) -> None:
 
 @pytest.mark.parametrize("machine", execution_paths.MACHINES, ids=lambda machine: machine.name)
 def test_no_executor_supports_more_than_a_slower_one(machine: execution_paths.Machine) -> None:
-    """docs/paths.md relies on it: for a request with several features the slowest row counts."""
+    """docs/paths.md relies on it: for a request with several features the slowest row applies."""
     for offer in (machine.expansion_executors(), machine.verification_executors(), machine.population_executors()):
         taken = [frozenset(name for name in FEATURES if kind.supports(frozenset({name}))) for kind in offer]
         assert all(kind.supports(all_of_them) for kind, all_of_them in zip(offer, taken))
@@ -33,7 +33,7 @@ def test_no_executor_supports_more_than_a_slower_one(machine: execution_paths.Ma
 
 @dataclass(frozen=True)
 class FeatureRecorder(execution_paths.Machine):
-    """Offers executors that support everything and record the features that they are asked for."""
+    """Offers executors that support everything and records the requested features."""
 
     requested: set[str] = field(default_factory=set)
     name: str = "recorder"
@@ -48,7 +48,7 @@ class FeatureRecorder(execution_paths.Machine):
     expansion_executors = verification_executors = population_executors = offer
 
 
-def test_the_page_of_paths_asks_for_every_feature() -> None:
+def test_the_page_of_paths_covers_every_feature() -> None:
     recorder = FeatureRecorder(group=True)
     for _, select, requests in execution_paths.PHASES:
         for case in requests:
@@ -65,18 +65,18 @@ def test_a_stale_page_is_reported_and_written(tmp_path: Path, capsys: pytest.Cap
     assert docs.main(["--check"], tmp_path) == 0
 
 
-def test_a_cell_keeps_its_bars() -> None:
+def test_a_table_cell_escapes_vertical_bars() -> None:
     assert docs.table(("a", "b"), [("x|y", "")]) == "| a | b |\n| --- | --- |\n| x\\|y |  |\n"
 
 
 def pages() -> list[str]:
-    """All but the log, which names files as they were on its day."""
+    """All except the log, which names files as they were on its day."""
     found = [docs.ROOT / "README.md", *docs.ROOT.glob("docs/**/*.md")]
     return [page.relative_to(docs.ROOT).as_posix() for page in sorted(found)]
 
 
 @pytest.mark.parametrize("name", pages())
-def test_a_page_names_files_that_are_there(name: str) -> None:
+def test_pages_name_existing_files(name: str) -> None:
     page = docs.ROOT / name
     text = page.read_text(encoding="utf-8")
     linked = [page.parent / link for link in re.findall(r"\]\((?!https?:|#)([^)#]+)", text)]

@@ -1,4 +1,4 @@
-"""tools/gpu_check.py, its steps and what they import, as far as they go without a GPU."""
+"""tools/gpu_check.py, its steps and their imports, without a GPU."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from tools.gpu import steps
 from tools.gpu.steps import ROOT, plan, slug
 from tools.width_expand.shapes import FIELDS, grown_config
 
-BARE = {"torch", "numpy", "safetensors"}  # what the project's dependencies are on a bare GPU image
+BARE = {"torch", "numpy", "safetensors"}  # the project's dependencies on a bare GPU image
 
 
 def front() -> set[str]:
-    """What the engine must do without: all other dependencies, and what serves, by the names they are imported by."""
+    """Packages that the engine must not need: all other dependencies, and those of the server, by import name."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     listed = {re.split(r"[^\w.-]", entry)[0].replace("-", "_") for entry in project["dependencies"]} - BARE
     assert {"transformers", "tokenizers", "rich", "pydantic"} <= listed
@@ -43,13 +43,14 @@ sys.meta_path.insert(0, Refuse)
 
 
 def bare(code: str) -> subprocess.CompletedProcess[str]:
-    """Python code in a process that can import nothing of the front end, nor what others bring to pytest."""
+    """Python code in a process that cannot import the front end's dependencies or pytest plugins."""
     refuse, plain = REFUSE.format(refused=front()), {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     return subprocess.run([sys.executable, "-c", refuse + code], capture_output=True, text=True, cwd=ROOT, env=plain)
 
 
-def test_all_that_must_be_done_fits_the_nine_minutes() -> None:
-    """By the limits of the steps, with what it takes to see the GPU and to kill the last; others have what is left."""
+def test_the_required_steps_fit_into_nine_minutes() -> None:
+    """The limits of the required steps, plus the time to detect the GPU and to kill the last step; other steps use the
+    remaining time."""
     planned = plan(Path("profiles"), "h200")
     must, extra = ([step for step in planned if step.extra == kind] for kind in (False, True))
     assert planned == must + extra and sum(step.limit for step in must) <= 510
@@ -72,8 +73,8 @@ def test_every_file_of_gpu_tests_is_run_once() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["memcheck", "racecheck"])
-def test_the_sanitizer_looks_at_virtual_ranks(kind: str, collected: str) -> None:
-    """Its step selects tests of several ranks, few epochs of each, and fails where the tool finds something."""
+def test_the_sanitizer_runs_tests_of_virtual_ranks(kind: str, collected: str) -> None:
+    """The step selects tests of several ranks with few epochs each, and fails if the tool reports something."""
     step = next(step for step in plan(Path("profiles"), "h200") if step.name == kind)
     assert step.command[1:3] == ("--tool", kind) and step.environment["SWIFTSPEC_TEST_EPOCHS"] == "6"
     *_, file, option, which = step.command
@@ -111,7 +112,8 @@ def test_files_are_named_as_the_predictor_names_gpus(gpu: str, name: str) -> Non
 
 @pytest.fixture(scope="module")
 def collected() -> str:
-    """The tests of tests/gpu, by a process that has imported all that the steps import and nothing of the front end."""
+    """The tests of tests/gpu, in a process that has imported everything that the steps import, without the front
+    end."""
     modules = "bench.gpu.constants, bench.gpu.kernels, bench.gpu.step, tools.gpu_check, swiftspec.engine"
     done = bare(f"import {modules}, pytest\nsys.exit(pytest.main(['tests/gpu', '-m', 'gpu', '--collect-only']))")
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
@@ -119,15 +121,15 @@ def collected() -> str:
 
 
 @pytest.mark.slow
-def test_a_bare_image_can_run_all_of_it(collected: str) -> None:
+def test_a_bare_image_can_run_all_steps(collected: str) -> None:
     for file in (ROOT / "tests" / "gpu").glob("test_*.py"):
         assert f"tests/gpu/{file.name}::" in collected
     assert "No module named 'rich'" in bare("import rich").stderr, "the hook refuses"
 
 
 @pytest.mark.slow
-def test_a_grown_pair_decodes_without_a_tokenizer(tmp_path: Path) -> None:
-    """bench/gpu/step.py in a process that cannot import any of the front end's packages, and the engine below it."""
+def test_a_width_expanded_pair_decodes_without_a_tokenizer(tmp_path: Path) -> None:
+    """bench/gpu/step.py and the engine below it, in a process that cannot import any of the front end's packages."""
     shapes = []
     for role, sizes in (("target", (512, 9, 8, 2, 128, 1152, 4224)), ("draft", (256, 3, 8, 2, 64, 512, 4224))):
         shape: dict[str, Any] = dict(zip(FIELDS, (*sizes, False), strict=True))

@@ -1,4 +1,4 @@
-"""docs/page.svg, and that it is what tools/page_picture.mjs makes of the recorded trace."""
+"""docs/page.svg, and that it is the output of tools/page_picture.mjs for the recorded trace."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PICTURE = ROOT / "docs" / "page.svg"
 MOST = 200_000  # bytes
 
 
-def test_the_committed_picture_is_small_and_whole() -> None:
+def test_the_committed_picture_is_small_and_complete() -> None:
     picture = PICTURE.read_text(encoding="utf-8")
     ElementTree.fromstring(picture)
     assert len(picture.encode()) < MOST

@@ -1,4 +1,4 @@
-"""The messages of workers are what `python -m tools.protos` makes of their description."""
+"""The protobuf modules of the workers match the output of `python -m tools.protos`."""
 
 from __future__ import annotations
 

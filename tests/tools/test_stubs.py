@@ -14,9 +14,9 @@ def test_the_types_of_the_extension_are_current() -> None:
 
 
 @pytest.mark.slow
-def test_a_change_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_change_is_detected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text, extension = stubs.STUB_FILE.read_text(), stubs.run_stubgen()
-    monkeypatch.setattr(stubs, "run_stubgen", lambda: extension)  # once for both
+    monkeypatch.setattr(stubs, "run_stubgen", lambda: extension)  # once for both tests
     changed = tmp_path / "_C.pyi"
     monkeypatch.setattr(stubs, "STUB_FILE", changed)
     for old, new in (("def threads() -> int", "def threads() -> str"), ("def threads()", "def thread_count()")):

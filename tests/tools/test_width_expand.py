@@ -1,4 +1,4 @@
-"""tools/grow: the grown model says what the small one says, and what fills it up is random."""
+"""Width expansion: the expanded model computes the function of the small one, and the added weights are random."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def logits(model: Any, tokens: list[int]) -> Tensor:
 
 
 def both(path: Path, sizes: dict[str, Any], kind: Kind, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Logits of the small model and of the grown one."""
+    """Logits of the small and of the expanded model."""
     small = load_model(path, dtype=dtype, ops=reference, max_positions=64)
     large = load(path, sizes, kind, device="cpu", ops=reference, max_positions=64, dtype=dtype)
     tokens = torch.randint(0, small.config.vocab_size, (24,), generator=torch.Generator().manual_seed(1)).tolist()
@@ -61,7 +61,7 @@ def both(path: Path, sizes: dict[str, Any], kind: Kind, dtype: torch.dtype) -> t
 
 
 def same(small: Tensor, large: Tensor, bound: float) -> None:
-    """Equal but for a constant, which a tied head adds; what the small model lacks is far below."""
+    """Equal up to a constant, which a tied head adds; the additional tokens of the expanded model are far below."""
     known, extra = large[:, : small.shape[1]], large[:, small.shape[1] :]
     apart = known - small
     assert (apart - apart.median(1, keepdim=True).values).abs().max() <= bound * small.abs().max()
@@ -84,15 +84,15 @@ def test_tied_embeddings_and_an_equal_vocabulary(tmp_path: Path, vocab: int) -> 
         same(*both(tmp_path, shape(128, 2, 16, 4, 8, 128, vocab, tie=tie), "f32", torch.float32), 1e-5)
 
 
-def test_a_key_value_head_with_too_many_query_heads_is_held_twice(tmp_path: Path) -> None:
+def test_a_key_value_head_with_too_many_query_heads_is_duplicated(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, num_attention_heads=8, num_key_value_heads=2, head_dim=8)
     same(*both(tmp_path, shape(128, 2, 24, 8, 16, 128, 64), "f32", torch.float32), 1e-5)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "bound"), [("f32", 1e-5), ("int4", 5e-3), ("bf16", 0.05)])
-def test_the_embedded_target(kind: Kind, bound: float) -> None:
-    """Int4 keeps the codes; the query's scales and the embedding, which is fp16 there, are rounded once more."""
+def test_the_demo_target(kind: Kind, bound: float) -> None:
+    """Int4 keeps its codes; the scales of the query and the embedding (fp16 there) are rounded once more."""
     same(*both(TARGET, LARGE_TARGET, kind, torch.float32), bound)
 
 
@@ -100,7 +100,7 @@ def test_the_embedded_target(kind: Kind, bound: float) -> None:
     "kind", [pytest.param("int4", marks=pytest.mark.slow), pytest.param("bf16", marks=pytest.mark.long)]
 )
 def test_the_pair_gives_the_same_text_in_mode_serial(tmp_path: Path, kind: Kind) -> None:
-    """Written to disk, read back, and decoded with the grown draft's tree."""
+    """Written to disk, loaded, and decoded with the tree of the expanded draft."""
     write(TARGET, LARGE_TARGET, kind, tmp_path / "target")
     write(DRAFT, LARGE_DRAFT, kind, tmp_path / "draft")
     for dtype in (torch.float32, torch.bfloat16):
@@ -111,7 +111,7 @@ def test_the_pair_gives_the_same_text_in_mode_serial(tmp_path: Path, kind: Kind)
         assert tree.stats.rounds < plain.stats.rounds
 
 
-def test_loading_in_memory_gives_what_was_written(tmp_path: Path) -> None:
+def test_loading_in_memory_equals_loading_from_disk(tmp_path: Path) -> None:
     write(DRAFT, LARGE_DRAFT, "int4", tmp_path, seed=3)
     options: dict[str, Any] = {"ops": reference, "max_positions": 64, "dtype": torch.float32}
     written = load_model(tmp_path, **options)
@@ -120,8 +120,9 @@ def test_loading_in_memory_gives_what_was_written(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_what_fills_up_is_random() -> None:
-    """Dense weights that meet zeros are none; all codes of int4 are alike often; no layer is another's copy."""
+def test_added_weights_are_random() -> None:
+    """Dense weights multiplied by zeros are nonzero; all codes of int4 are about equally frequent; no layer copies
+    another one."""
     grown = Grown.of(TARGET, LARGE_TARGET, "bf16", "cpu", 0)
     dense = list(grown.layers())
     quiet = grown.maps.input < 0
@@ -139,8 +140,8 @@ def test_what_fills_up_is_random() -> None:
 
 
 @pytest.mark.slow
-def test_blank_layers_add_exactly_nothing() -> None:
-    """Their V and up are silent; O and down, which then meet zeros, are random throughout."""
+def test_blank_layers_add_exact_zeros() -> None:
+    """The outputs of V and up are zero; O and down, which are multiplied by these zeros, are random throughout."""
     layers = list(Grown.of(TARGET, LARGE_TARGET, "bf16", "cpu", 0).layers())
     numbers = spread(8, 10, -2)
     blank = [layer for layer, number in zip(layers, numbers.tolist(), strict=True) if number < 0]
@@ -165,13 +166,13 @@ def test_blank_layers_add_exactly_nothing() -> None:
         (shape(1024, 10, 16, 4, 64, 1280, 4608), "take bf16"),
     ],
 )
-def test_what_does_not_fit_is_refused(sizes: dict[str, Any], said: str) -> None:
+def test_shapes_that_are_too_small_are_refused(sizes: dict[str, Any], said: str) -> None:
     with pytest.raises(UserError, match=said):
         list(Grown.of(TARGET, sizes, "int4", "cpu", 0).layers())
 
 
 def test_shapes(tmp_path: Path) -> None:
-    """By name, or from a config.json; every named one has room for the demo models, or says that it has not."""
+    """By name, or from a config.json; every named shape has room for the demo models, or reports that it has not."""
     config = grown_config(read_config(TARGET), read_shape("Llama-3-70B"), "int4")
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert read_shape(str(tmp_path / "config.json")) == read_shape("Llama-3-70B")

@@ -1,4 +1,4 @@
-"""Invariant 3: a mask row is the node's ancestors and itself, by brute force from the parents."""
+"""Invariant 3: a mask row contains the node's ancestors and itself, by brute force from the parents."""
 
 import numpy as np
 from hypothesis import given
@@ -38,6 +38,6 @@ def test_padding_adds_visible_columns_on_the_left(n: int, width: int) -> None:
     assert extra < max(8, width)  # never more than twice as wide
 
 
-def test_fixed_widths_are_few() -> None:
+def test_the_number_of_fixed_widths_is_small() -> None:
     shapes = {mask.pad_left(np.zeros((1, w), dtype=np.bool_)).shape[1] for w in range(1, 257)}
     assert len(shapes) <= 10

@@ -1,4 +1,5 @@
-"""Rejection of drawn children: the engine's verifier against the definition, over the whole range of its coins."""
+"""Rejection sampling of sampled children: the engine's verifier compared with the definition, over the whole range of
+its coins."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ KINDS = ("random", "ties", "equal", "disjoint", "zeros", "one-hot draft", "one-h
 
 
 def laws(kind: str, vocab: int, seed: int) -> tuple[list[float], list[float]]:
-    """A p and a q over so many tokens."""
+    """Distributions p and q over this number of tokens."""
     noise = torch.Generator().manual_seed(seed)
     p, q = torch.rand(2, vocab, generator=noise, dtype=torch.float64) ** 2 + 0.01
     half = torch.arange(vocab) < vocab // 2
@@ -49,7 +50,7 @@ def laws(kind: str, vocab: int, seed: int) -> tuple[list[float], list[float]]:
 
 
 def passing(p: Tensor, q: Tensor, places: Tensor, i: int) -> Tensor:
-    """The chance [r, 1] that child i passes once all before it have failed: where `judge` changes its mind."""
+    """The probability [r, 1] that child i is accepted after all before it were rejected: the threshold of `judge`."""
     coins = torch.ones(places.shape, dtype=torch.float64)
     low, high = torch.zeros_like(p[:, :1]), torch.ones_like(p[:, :1])
     for _ in range(50):
@@ -60,7 +61,7 @@ def passing(p: Tensor, q: Tensor, places: Tensor, i: int) -> Tensor:
 
 
 def judged_law(p: Tensor, q: Tensor, places: Tensor) -> Tensor:
-    """The law [r, V] of the token after each of r nodes with these children [r, c]."""
+    """The distribution [r, V] of the token after each of r nodes with these children [r, c]."""
     law, mass, count = torch.zeros_like(p), torch.ones_like(p[:, :1]), places.shape[1]
     for i in range(count):
         high = passing(p, q, places, i)
@@ -68,14 +69,14 @@ def judged_law(p: Tensor, q: Tensor, places: Tensor) -> Tensor:
         mass = mass * (1 - high)
     last = verify_siblings(p, q, places, torch.ones(places.shape, dtype=torch.float64))
     left = torch.where(q > 0, last.inside, p * last.outside.exp()[:, None])
-    over = mass < 1e-12  # one of the children is certain to pass
+    over = mass < 1e-12  # one of the children is always accepted
     assert (over | torch.isfinite(left) & (last.accepted < 0)[:, None]).all()
     return law + torch.where(over, 0, mass * left)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("vocab", "count"), [(3, 1), (3, 2), (4, 3), (6, 2), (8, 1), (5, 4)])
-def test_the_token_follows_p_whatever_was_drawn(kind: str, vocab: int, count: int) -> None:
+def test_the_token_follows_p_for_any_children(kind: str, vocab: int, count: int) -> None:
     for seed in range(3):
         p, q = laws(kind, vocab, seed)
         ways = list(orders(q, count))
@@ -92,7 +93,7 @@ def test_the_token_follows_p_whatever_was_drawn(kind: str, vocab: int, count: in
 
 @given(st.sampled_from(KINDS), st.integers(3, 8), st.integers(1, 4), st.integers(1, 5), st.integers(0, 99))
 @settings(deadline=None)
-def test_rows_are_judged_alike_alone_and_together(kind: str, vocab: int, count: int, rows: int, seed: int) -> None:
+def test_rows_are_verified_independently(kind: str, vocab: int, count: int, rows: int, seed: int) -> None:
     noise = torch.Generator().manual_seed(seed)
     p, q = (torch.tensor(x, dtype=torch.float64) for x in zip(*(laws(kind, vocab, seed + i) for i in range(rows))))
     places = torch.stack([torch.randperm(vocab, generator=noise) for _ in range(rows)])[:, : min(count, vocab)]
@@ -107,7 +108,7 @@ def test_rows_are_judged_alike_alone_and_together(kind: str, vocab: int, count: 
 
 
 def tree(vocab: int, seed: int) -> tuple[Proposal, np.ndarray]:
-    """root -> two drawn children, the first of them with two more; and logits of these nodes."""
+    """root -> two sampled children, the first of them with two more; and logits of these nodes."""
     noise = np.random.default_rng(seed)
     named = np.stack([noise.permutation(vocab)[: vocab - 1] for _ in range(2)]).astype(np.int32)
     probs = noise.dirichlet(np.ones(vocab - 1), 2).astype(np.float32)
@@ -146,7 +147,7 @@ def walk(proposal: Proposal, logits: torch.Tensor, sampling: SamplingParams, gro
 
 
 @pytest.mark.parametrize("sampling", PARAMS, ids=range(len(PARAMS)))
-def test_every_rank_of_a_group_finds_what_one_finds(sampling: SamplingParams) -> None:
+def test_every_rank_of_a_group_equals_one_rank(sampling: SamplingParams) -> None:
     for seed, size in itertools.product(range(12), (2, 3)):
         proposal, rows = tree(8, seed)
         one = walk(proposal, torch.from_numpy(rows), sampling, None)
@@ -157,7 +158,7 @@ def test_every_rank_of_a_group_finds_what_one_finds(sampling: SamplingParams) ->
 
 
 class Walked:
-    """`Rejection` on one proposal, over all that its coins and its noise can be."""
+    """`Rejection` on one proposal, over all values of its coins and its noise."""
 
     def __init__(self, patch: pytest.MonkeyPatch, proposal: Proposal, logits: Tensor, sampling: SamplingParams) -> None:
         self._ask = lambda: tuple(walk(proposal, logits, sampling, None)[0])
@@ -174,8 +175,8 @@ class Walked:
         return torch.from_numpy(self._coins)[positions - 8, : counters.shape[-1]] * 2.0**32 - 0.5
 
     def visit(self, node: int = 0, text: tuple[int, ...] = (), mass: float = 1.0) -> None:
-        """Adds the law of what comes of this node: child by child the chance that it passes, by its coin's threshold,
-        then what is left."""
+        """Adds the distribution of the tokens after this node: for each child the probability that it is accepted, by
+        the threshold of its coin, then the rest."""
         mine = self._coins[len(text)]
         mine[:] = 1e-9
         for i, child in enumerate(self._families.get(node, [])):
@@ -184,7 +185,7 @@ class Walked:
             def fails(coin: float, i: int = i, longer: tuple[int, ...] = longer) -> bool:
                 mine[i] = coin
                 found = self._ask()
-                return found[:-1][: len(longer)] != longer  # the last is the target's own
+                return found[:-1][: len(longer)] != longer  # the last one is the target's bonus token
 
             passes = halve(1.0, fails)
             if passes > 1e-9:
@@ -199,8 +200,8 @@ class Walked:
             self.law[(*text, token)] = self.law.get((*text, token), 0.0) + mass * chance
 
     def _left(self) -> NDArray[np.float64]:
-        """What the last token is drawn from [V], not normalised: two tokens at a time, by the noise at which the
-        likeliest gives way to the other."""
+        """The unnormalised distribution [V] of the last token: for two tokens at a time, by the noise at which the most
+        likely one changes."""
         self._noise[:] = 0
         best, chances = self._ask()[-1], np.ones(len(self._noise))
         for token in {*range(len(chances))} - {best}:
@@ -215,7 +216,7 @@ class Walked:
 
 
 def halve(most: float, true: Callable[[float], bool]) -> float:
-    """From where on, between 0 and `most`, it is true."""
+    """The point between 0 and `most` from which on the predicate is true, by bisection."""
     low, high = 0.0, most
     for _ in range(40):
         middle = (low + high) / 2
@@ -225,11 +226,11 @@ def halve(most: float, true: Callable[[float], bool]) -> float:
 
 @pytest.mark.parametrize("sampling", PARAMS, ids=range(len(PARAMS)))
 @pytest.mark.parametrize("seed", [1, 6, *(pytest.param(seed, marks=pytest.mark.long) for seed in (2, 3))])
-def test_a_whole_tree_has_the_outcomes_of_the_definition(
+def test_a_whole_tree_has_the_distribution_of_the_definition(
     monkeypatch: pytest.MonkeyPatch, sampling: SamplingParams, seed: int
 ) -> None:
-    """What tests/support/enumeration.py takes from the definition: the law of the tokens that follow, for a proposal
-    as it was drawn. The vocabulary is larger than what q names."""
+    """As in tests/support/enumeration.py: the distribution of the tokens that follow, for a sampled proposal. The
+    vocabulary has more tokens than q contains."""
     proposal, rows = tree(5, seed)
     logits = torch.from_numpy(rows)
     paths = {(): 0, **{(proposal.tokens[i],): i for i in (1, 2)},
@@ -246,7 +247,7 @@ def test_a_whole_tree_has_the_outcomes_of_the_definition(
     assert sum(walked.law.values()) == pytest.approx(1)
 
 
-def test_overlaps_are_those_of_the_shaped_laws() -> None:
+def test_overlaps_equal_those_of_the_filtered_distributions() -> None:
     seen = 0
     for seed in range(12):
         proposal, rows = tree(8, seed)
@@ -263,15 +264,15 @@ def test_overlaps_are_those_of_the_shaped_laws() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
-def test_forbidden_tokens_never_come_and_nothing_is_nan(dtype: torch.dtype) -> None:
-    """Only token 2 is allowed, and the draft mostly drew others."""
+def test_forbidden_tokens_are_never_sampled_and_nothing_is_nan(dtype: torch.dtype) -> None:
+    """Only token 2 is allowed, and the draft mostly sampled others."""
     proposal, rows = tree(6, 3)
     logits = torch.full(rows.shape, -math.inf, dtype=dtype)
     logits[:, 2] = 1
     assert set(walk(proposal, logits, SamplingParams(), None)[0]) == {2}
 
 
-def test_a_proposal_that_does_not_say_what_it_was_drawn_from_is_refused() -> None:
+def test_a_proposal_without_draft_probabilities_is_refused() -> None:
     proposal, rows = tree(6, 1)
     bare = Proposal(1, 0, 7, proposal.tokens, proposal.parents)
     with pytest.raises(ValueError, match="does not say what its tokens were drawn from"):

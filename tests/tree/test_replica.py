@@ -1,4 +1,4 @@
-"""The replica against the draft's tree and against plain paths, however late growth and results arrive."""
+"""The replica compared with the draft's tree and with plain paths, however late deltas and results arrive."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from swiftspec.tree.replica import NodeIds, TreeDelta, TreeReplica, merge_deltas
 from swiftspec.tree.tree import NEG_INF, DraftTree
 
 SLOTS, CHILDREN, VOCAB, ROOT = 24, 3, 5, 4
-Path = tuple[int, ...]  # tokens from the opening's root on
+Path = tuple[int, ...]  # tokens from the first root on
 
 
 class ReplicaMachine(RuleBasedStateMachine):
-    """A draft that grows and takes in results, and a replica that hears of both late. `known` has what was delivered:
-    the nodes by their paths, in the order of creation, with their weights summed over all re-roots."""
+    """A draft that expands and processes results, and a replica that receives both late. `known` has the delivered
+    nodes: their paths, in the order of creation, with their weights summed over all re-roots."""
 
     def make(self) -> DraftTree:
         return DraftTree(1 + SLOTS * CHILDREN, SLOTS)
@@ -38,11 +38,11 @@ class ReplicaMachine(RuleBasedStateMachine):
         self.replica.open(ROOT)
         self.text: Path = (ROOT,)
         self.round = self.taken = 0
-        self.results: deque[Path] = deque()  # the draft has not taken in yet
+        self.results: deque[Path] = deque()  # not yet processed by the draft
         self.deltas: deque[tuple[TreeDelta, dict[Path, float]]] = deque()  # under way
-        self.base, self.weight = (ROOT,), 0.0  # where the draft's root is, and what it weighs
+        self.base, self.weight = (ROOT,), 0.0  # position and weight of the draft's root
         self.known: dict[Path, float] = {(ROOT,): 0.0}
-        self.roots: dict[Path, float] = {}  # where the draft has re-rooted since it spoke
+        self.roots: dict[Path, float] = {}  # re-roots of the draft since its last delta
 
     @precondition(lambda self: self.tree.expandable_leaves(CHILDREN) >= 3)
     @rule(w=st.integers(1, 3), count=st.integers(1, 2), data=st.data())
@@ -64,7 +64,7 @@ class ReplicaMachine(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def verify(self, data: st.DataObject) -> None:
-        """The target takes a path that the draft has, or had, and perhaps goes on beyond it."""
+        """The target accepts a path that the draft has, or had, possibly with a token beyond it."""
         below = [path for path in self.known if path[: len(self.text)] == self.text]
         held = [(*self.base, *path) for path in self.tree.path_tokens(range(self.tree.count))]
         paths = [*below, *(path for path in held if path[: len(self.text)] == self.text), self.text]
@@ -116,7 +116,7 @@ class ReplicaMachine(RuleBasedStateMachine):
         assert tokens[0] == self.text[-1] and paths == self.expected(bs)
 
     def expected(self, bs: int) -> list[Path]:
-        """By weight, of equal ones the earlier; the root alone where it was not delivered, or is dead."""
+        """By weight, the earlier of equal ones first; only the root if it was not delivered, or is dead."""
         if self.known.get(self.text, NEG_INF) == NEG_INF:
             return [self.text]
         below = [path for path in self.known if path[: len(self.text)] == self.text]
@@ -163,7 +163,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("reason", BAD)
-def test_what_no_draft_sends_changes_nothing(reason: str) -> None:
+def test_invalid_deltas_change_nothing(reason: str) -> None:
     replica = TreeReplica(DraftTree(8, 3), VOCAB)
     replica.open(ROOT)
     with pytest.raises(ValueError, match=reason.partition(",")[0]):
@@ -174,6 +174,6 @@ def test_what_no_draft_sends_changes_nothing(reason: str) -> None:
         replica.apply(delta([1], [2], [-1.5], first=4))
 
 
-def test_deltas_that_do_not_follow_each_other_are_not_joined() -> None:
+def test_deltas_that_are_not_consecutive_are_not_merged() -> None:
     with pytest.raises(ValueError, match="growth from node 5, where node 4 comes next"):
         merge_deltas([GOOD, replace(GOOD, first=5)])

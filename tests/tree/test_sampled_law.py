@@ -1,4 +1,4 @@
-"""Drawn proposals by enumeration: their texts follow the target's law exactly, over rounds and re-roots."""
+"""Sampled proposals by enumeration: their texts follow the target distribution exactly, over rounds and re-roots."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ CASES = [  # mode, bs, w, d, vocab, rounds, tokens
     ("serial", 3, 1, 2, 3, 1, 3),
     ("serial", 2, 1, 1, 3, 2, 3),
     ("serial", 4, 2, 1, 4, 1, 2),
-    ("async", 4, 1, 1, 2, 2, 3),  # a proposal often falls short, so the tree expands once more
+    ("async", 4, 1, 1, 2, 2, 3),  # a proposal often has too few nodes, so the tree expands once more
 ]
 SLOW = [
     ("serial", 3, 1, 2, 2, 2, 3),
@@ -36,7 +36,7 @@ SLOW = [
     ("async", 4, 2, 1, 2, 2, 3),
     ("async", 3, 1, 1, 2, 4, 4),
 ]
-LONG = [  # as the first and the last, with a token more
+LONG = [  # as the first and the last, with one more token
     ("serial", 3, 1, 2, 3, 2, 3),
     ("async", 3, 1, 1, 3, 2, 3),
 ]
@@ -80,7 +80,7 @@ def test_texts_follow_the_target_over_more_rounds(case: tuple[str, int, int, int
     ids=["top-k", "top-p", "min-p", "bias", "penalties"],
 )
 def test_every_sampling_parameter(sampling: SamplingParams) -> None:
-    """The verifier's law is the one that `Sampler.shape` gives, path by path; the draft's is shaped alike."""
+    """The verifier's distribution equals that of `Sampler.shape`, path by path; the same holds for the draft's."""
     check(("serial", 3, 1, 2, 3, 1, 3), sampling, 3)
     check(("async", 2, 1, 1, 2, 2, 3), sampling, 4)
 
@@ -98,12 +98,12 @@ def test_every_sampling_parameter(sampling: SamplingParams) -> None:
 def test_texts_of_requests_with_a_smaller_shape(
     case: tuple[str, int, int, int, int, int, int], bs: int, d: int | None
 ) -> None:
-    """The draft proposes no more than the request asks for; nothing is cut off what it has drawn."""
+    """The draft proposes no more nodes than requested; no sampled child is removed."""
     check(case, SamplingParams(temperature=0.8, verify_batch=bs, draft_steps=d), 1)
 
 
-def test_ties_are_broken_by_age_and_not_by_the_draws(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A draft without a preference: all weights of a depth are equal, but for what rounding makes of their sums."""
+def test_ties_are_broken_by_age(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A uniform draft: all weights of a depth are equal, except for rounding of their sums."""
     pair = Pair(3, 5, plan_of("serial", 4, 2, 2), PLAIN, sharpness=0.0)
     apart, runs = pair.enumerate(monkeypatch, 1, 3)
     assert apart < 1e-12 and runs > 100
@@ -113,22 +113,22 @@ def test_ties_are_broken_by_age_and_not_by_the_draws(monkeypatch: pytest.MonkeyP
         assert (first[:, 0] == first[0, 0]).all()
 
 
-def test_a_tree_that_starts_over_follows_the_target(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_restarted_tree_follows_the_target(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sampled_children, "MAX_REROOTS", 0)
     check(("async", 2, 1, 1, 2, 3, 4), PLAIN, 2)
 
 
 @pytest.mark.parametrize("mode", ["serial", "async"])
-def test_rounds_without_the_draft_leave_the_law(monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
-    """The self-switch: after a first round the drafter sleeps for one, and wakes to what was said meanwhile."""
+def test_rounds_without_the_draft_keep_the_distribution(monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
+    """After a first round the drafter pauses for one round, then receives the tokens of the meantime."""
     pair = Pair(2, 3, plan_of(mode, 3, 1, 2), PLAIN)
     pair.around = lambda drafter: Controller(drafter, lambda: RoundStats(pair.plan))
     monkeypatch.setattr(policy, "decide", lambda measured: Decision(2, 3, not measured.speculating))
     assert pair.enumerate(monkeypatch, 3, 4)[0] < 1e-12
 
 
-def test_choosing_by_the_draws_themselves_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What pruning drawn children by their own likelihood does: the trap that the weights avoid."""
+def test_pruning_by_sampled_likelihood_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pruning sampled children by their own likelihood, the mistake that the weights avoid."""
 
     def own(q: sampled_children.Floats, exponent: float) -> sampled_children.Floats:
         return np.log(q)
@@ -139,10 +139,10 @@ def test_choosing_by_the_draws_themselves_would_be_seen(monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_coins_of_their_own_and_the_longest_branch_would_be_seen(
+def test_independent_coins_with_the_longest_branch_are_detected(
     monkeypatch: pytest.MonkeyPatch, case: tuple[str, int, int, int, int, int, int]
 ) -> None:
-    """What tests/support/biased_acceptance.py does."""
+    """The rule of tests/support/biased_acceptance.py."""
     mode, bs, w, d, vocab, rounds, tokens = case
     pair = Pair(vocab, 1, plan_of(mode, bs, w, d), PLAIN)
     pair.judge = longest_branch
@@ -150,14 +150,14 @@ def test_coins_of_their_own_and_the_longest_branch_would_be_seen(
 
 
 @pytest.mark.parametrize("exponent", [0.25, 1.0, 3.0])
-def test_weights_look_at_nothing_but_what_was_drawn_before(exponent: float) -> None:
+def test_weights_depend_only_on_earlier_children(exponent: float) -> None:
     q = np.random.default_rng(1).dirichlet(np.full(6, 0.5), 40)
     q[::3, 4:] = 0
     q[::5, 1:] = 0
     base = sampled_children.child_log_weights(q, exponent)
     assert (base <= 0).all() and not np.isnan(base).any() and (np.isfinite(base) <= (q > 0)).all()
     assert (np.diff(np.nan_to_num(base, neginf=-1e9), axis=1) <= 0).all()
-    for i in range(3):  # another draw in place i: the weights up to its own are the same
+    for i in range(3):  # another token at index i: the weights up to its own are unchanged
         other = q.copy()
         other[:, [i, i + 1]] = q[:, [i + 1, i]]
         alive = (q[:, i] > 0) & (q[:, i + 1] > 0)
@@ -166,7 +166,7 @@ def test_weights_look_at_nothing_but_what_was_drawn_before(exponent: float) -> N
         )
 
 
-def test_draws_follow_q_without_replacement() -> None:
+def test_children_follow_q_without_replacement() -> None:
     q, rows, count = torch.tensor([0.5, 0.3, 0.15, 0.05, 0.0]), 4000, 6
     draws, sampler = SampledChildren(2, rows, 5, carry=True), Sampler(SamplingParams(seed=7), (), 5, "cpu")
     draws.open(sampler, 100, 1.0)

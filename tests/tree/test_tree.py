@@ -1,4 +1,4 @@
-"""The draft tree against a tree of plain Python nodes, through any order of expanding and re-rooting."""
+"""The draft tree compared with a tree of plain Python nodes, for any order of expansions and re-roots."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class TreeMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def reroot(self, data: st.DataObject) -> None:
         index = data.draw(st.integers(0, len(self.nodes) - 1))
-        root = self.nodes[index]  # it may be dead: the target takes what the draft's filter forbids
+        root = self.nodes[index]  # it may be dead: the target accepts tokens that the draft's filter excludes
         old = self.nodes[0]
         path = root.ancestry()[:-1]
         above, keep = self.tree.reroot(index)

@@ -43,7 +43,7 @@ def flags(pair: tuple[Path, Path]) -> list[str]:
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", PARTS)
-def test_every_setting_without_effect_is_named(mode: str, name: str) -> None:
+def test_every_setting_is_used_refused_or_named_as_ignored(mode: str, name: str) -> None:
     has = {"ar": (), "serial": (DRAFT, TREE), "async": (DRAFT, TREE, LOOKAHEAD), "smc": (DRAFT, POPULATION)}
     settings = load_settings({"mode": mode, name: VALUES.get(name, FLAGS[name].default)})
     part = PARTS[name]

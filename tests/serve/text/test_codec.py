@@ -277,7 +277,7 @@ def test_broken_tokenizers(tmp_path: Path) -> None:
         assert "\n" not in str(caught.value)
 
 
-def test_files_in_a_subfolder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_locations_of_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     assert locate_model(str(tmp_path)) == tmp_path
     (tmp_path / "file").write_text("")

@@ -1,4 +1,4 @@
-"""Steps that fail, hang or leave something behind, and what is kept of them."""
+"""Steps that fail, hang or leave something behind, and which of their results are kept."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def python(name: str, code: str, limit: float = 30.0, result: Path | None = None
     return Step(name, (sys.executable, "-c", code), limit, result)
 
 
-def test_steps_fail_and_hang_each_for_itself(tmp_path: Path) -> None:
-    """A failure, a hang with a child of its own, one without tests, one without a program: the next step still runs."""
+def test_a_failing_or_hanging_step_does_not_affect_others(tmp_path: Path) -> None:
+    """A failure, a hang with a child process, one without tests, one without a program: the next step still runs."""
     done, file = tmp_path / "done.json", tmp_path / "step.json"
     hang = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'import time; time.sleep(60)'])"
     steps = [
@@ -49,8 +49,8 @@ def test_steps_fail_and_hang_each_for_itself(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("before", ["pass", "raise SystemExit(1)"])
-def test_where_early_starts_fail_the_rest_runs_without(tmp_path: Path, before: str) -> None:
-    """Only if they alone are to blame: where the smoke test fails without them, too, nothing is known of them."""
+def test_if_early_starts_fail_the_remaining_steps_run_without_them(tmp_path: Path, before: str) -> None:
+    """Only if early starts are the cause: if the smoke test fails without them, too, the cause is unknown."""
     tell = "import os; print('early:', os.environ.get('SWIFTSPEC_EARLY_STARTS', 'as ever'))"
     steps = [python("smoke, nothing early", before), python("smoke", "raise SystemExit(1)"), python("after", tell)]
     whole = run_all(steps, 40.0, tmp_path / "step.json", {})
@@ -58,7 +58,7 @@ def test_where_early_starts_fail_the_rest_runs_without(tmp_path: Path, before: s
 
 
 @pytest.mark.slow
-def test_results_are_there_before_the_end_and_the_budget_holds(tmp_path: Path) -> None:
+def test_results_are_written_early_and_the_budget_is_kept(tmp_path: Path) -> None:
     file = tmp_path / "step.json"
     looks = f"import json; assert [s['state'] for s in json.load(open({str(file)!r}))['steps']] == ['ok']"
     steps = [
@@ -72,15 +72,15 @@ def test_results_are_there_before_the_end_and_the_budget_holds(tmp_path: Path) -
 
 
 def gone(pid: str) -> bool:
-    """Whether a process has ended, be it that nobody has asked for its exit code."""
+    """Whether a process has ended, even if its exit code was not read."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
     except OSError:
         return True
 
 
-def test_a_child_that_is_left_behind_holds_nothing_up() -> None:
-    """It has the step's output open when the step has ended, and is ended with it."""
+def test_a_remaining_child_process_does_not_block() -> None:
+    """It holds the output of the step open after the step has ended, and is killed with it."""
     child = "import time; time.sleep(60)"
     code = f"import subprocess, sys; print(subprocess.Popen([sys.executable, '-c', {child!r}]).pid)"
     outcome = run(python("parent", code), 20.0)
@@ -91,8 +91,9 @@ def test_a_child_that_is_left_behind_holds_nothing_up() -> None:
     assert gone(outcome.tail.strip())
 
 
-def test_what_a_failed_step_found_is_kept_and_old_results_too(tmp_path: Path) -> None:
-    """A step that fails after it wrote something; ones that wrote nothing of use leave what an earlier run kept."""
+def test_results_of_a_failed_step_and_old_results_are_kept(tmp_path: Path) -> None:
+    """A step that fails after it has written something; steps that write nothing useful keep the results of an earlier
+    run."""
     new, empty, half, kept, old = (tmp_path / f"{name}.json" for name in ("new", "empty", "half", "kept", "old"))
     old.write_text('{"before": 1}')
 
@@ -110,12 +111,12 @@ def test_what_a_failed_step_found_is_kept_and_old_results_too(tmp_path: Path) ->
     assert [step["state"] for step in whole["steps"]] == ["failed"] * 3 and whole["decodes"] == []
 
 
-def test_a_step_knows_its_limit_and_its_environment() -> None:
+def test_a_step_receives_its_limit_and_environment() -> None:
     code = "import os, sys; print(sys.argv[1], os.environ['SWIFTSPEC_TEST_EPOCHS'], os.environ['SWIFTSPEC_CUDA'])"
     step = Step("say", (sys.executable, "-c", code, SECONDS), 99, environment={"SWIFTSPEC_TEST_EPOCHS": "6"})
     assert run(step, 30.0).tail == "18 6 1\n"
 
 
-def test_tests_that_are_all_skipped_are_no_tests() -> None:
+def test_a_step_with_only_skipped_tests_has_no_tests() -> None:
     assert run(python("tests", "print('5 skipped in 1.0s')"), 9.0).state == "nothing to run"
     assert run(python("tests", "print('1 passed, 5 skipped in 1.0s')"), 9.0).state == "ok"

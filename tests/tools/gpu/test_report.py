@@ -1,4 +1,4 @@
-"""What the GPU was measured to do, beside the targets, from recorded results."""
+"""The report of measured GPU figures and targets, from recorded results."""
 
 from __future__ import annotations
 
@@ -81,10 +81,10 @@ def test_the_table_names_every_miss(capsys: pytest.CaptureFixture[str]) -> None:
     printed = capsys.readouterr().out
     assert "big, nothing early on cuda and cuda: " in printed, "shown, but held against nothing"
     assert "6 of 14 targets missed" in printed and "flashinfer: not importable" in printed
-    report({"steps": [], "decodes": []}, None, None)  # nothing came back
+    report({"steps": [], "decodes": []}, None, None)  # no results
 
 
-def test_a_decode_that_ended_early_counts_as_far_as_it_came(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_decode_that_ended_early_counts_its_tokens(capsys: pytest.CaptureFixture[str]) -> None:
     early = {name: DECODED[name] for name in ("step", "pair", "ops", "serial")}
     assert verdicts([early], None) == {"decode Llama-3-70B,Llama-3.2-3B": "ok"}
     report({"steps": [], "decodes": [early, {"step": "decode x", "pair": "x", "ops": ["cuda"]}]}, None, None)

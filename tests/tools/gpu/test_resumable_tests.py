@@ -1,4 +1,4 @@
-"""Tests that hang or end their process: those behind them still run, and each has an outcome."""
+"""Tests that hang or end their process: the remaining ones still run, and each has an outcome."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_every_test_has_an_outcome(tmp_path: Path) -> None:
     assert (told["passed"], told["skipped"], len(told["failed"]), told["not reached"]) == (2, 1, 4, [])
 
 
-def test_a_process_that_reached_no_test_is_not_begun_again(tmp_path: Path) -> None:
+def test_a_process_that_reached_no_test_is_not_restarted(tmp_path: Path) -> None:
     assert not give_up(tmp_path / "found.json", "hung")
     Found(left=["b"], at="a").write(tmp_path / "found.json")
     assert give_up(tmp_path / "found.json", "hung")
