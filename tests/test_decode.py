@@ -42,7 +42,7 @@ SAMPLED = SamplingParams(
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """A target and a draft that agrees with it often: the same model with noise on its weights."""
+    """A target and a draft that often agrees with it: the same model with noise on its weights."""
     return make_pair(tmp_path_factory.mktemp("pair"))
 
 

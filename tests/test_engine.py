@@ -102,7 +102,7 @@ def test_the_statistics_are_consistent(llm: LLM) -> None:
     histogram = Acceptance.from_rounds(stats.verified).histogram
     assert sum(histogram) == stats.rounds
     assert sum(j * n for j, n in enumerate(histogram)) == stats.accepted <= stats.drafted
-    assert 0 <= stats.accepted + stats.rounds - stats.tokens < llm.config.verify_batch  # the last round may be cut
+    assert 0 <= stats.accepted + stats.rounds - stats.tokens < llm.config.verify_batch  # the last round is cut
     assert stats.tokens == len(answer.token_ids) and stats.prompt_tokens == len(PROMPT)
     assert stats.target_busy_time > 0 and stats.draft_busy_time > 0
     assert stats.target_busy_time + stats.draft_busy_time <= stats.decode_time

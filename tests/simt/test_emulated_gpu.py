@@ -86,7 +86,7 @@ def run_tests(
     """Runs files of tests/gpu on the emulated GPU of `module`, two tests at a time; `which`: pytest's -k expression."""
     own = {"SWIFTSPEC_EMULATED": str(module), "SWIFTSPEC_EMULATED_CASES": cases, "OMP_NUM_THREADS": "1",
            "SWIFTSPEC_EMULATED_SEED": str(seed)}  # fmt: skip
-    plugins = ("-p", "xdist.plugin", "-p", "pytest_timeout", "-p", "no:cacheprovider")  # others take long to import
+    plugins = ("-p", "xdist.plugin", "-p", "pytest_timeout", "-p", "no:cacheprovider")  # other plugins import slowly
     options = ("-o", "addopts=", "-m", "gpu", "-k", which, "-n", "2", "--dist", "worksteal", "--timeout", "400", "-rp")
     return subprocess.run(
         [sys.executable, "-m", "pytest", *plugins, *options, *more, *map(str, files)], cwd=ROOT, capture_output=True,

@@ -1,4 +1,4 @@
-"""A rule of acceptance that is wrong on purpose, to show that the test of exactness sees it."""
+"""An acceptance rule that is biased on purpose, to show that the exactness test detects it."""
 
 from __future__ import annotations
 
@@ -13,12 +13,11 @@ from swiftspec.tree.rejection import RejectionSampling
 
 
 class LongestBranch(RejectionSampling):
-    """A coin for every node, by itself, and the longest branch that passed: what looks like rejection sampling, but a
-    branch is kept for being long, no residual follows a rejection, and siblings are judged by a q that they have left.
-    """
+    """An independent coin for every node, and the longest accepted branch: it resembles rejection sampling, but prefers
+    long branches, samples no residual after a rejection, and uses a q that siblings no longer follow."""
 
     def __call__(self, proposal: Proposal, logits: Tensor, paths: Paths | None, positions: Tensor) -> Accepted:
-        """As `Rejection`, on one rank, and not exact."""
+        """Like `Rejection`, on one rank, but not exact."""
         p = self._sampler.process_logits(logits, paths).softmax(-1)
         noise = np.random.default_rng([self._sampler.params.seed, proposal.prefix_len])
         branches, above = [[0]], np.unique(np.array(proposal.parents[1:], np.int64)).tolist()

@@ -61,11 +61,11 @@ class Page:
         self.at(name).send_keys(*keys)
 
     def run(self, script: str) -> Any:
-        """What a script returns."""
+        """Returns the result of a script."""
         return self.driver.execute_script(script)
 
     def picture(self) -> str:
-        """The picture of the tree, two frames from now."""
+        """The picture of the tree, two frames later."""
         drawn = "done(document.getElementById('tree').toDataURL())"
         frames = f"requestAnimationFrame(() => requestAnimationFrame(() => {drawn}))"
         return self.driver.execute_async_script(f"const done = arguments[0]; {frames}")

@@ -186,7 +186,7 @@ def usage(job: ServerProcesses) -> dict[str, tuple[int, int]]:
 
 
 def grown(before: dict[str, tuple[int, int]], after: dict[str, tuple[int, int]]) -> list[str]:
-    """One line for each process whose memory or number of files has grown."""
+    """One line for each process whose memory or number of open files has increased."""
     found = []
     for name, (memory, files) in after.items():
         grown, opened = memory - before[name][0], files - before[name][1]

@@ -1,9 +1,9 @@
-"""The core by itself: a pair of random models decodes serially on plain torch. Run as a process of its own.
+"""The core without the rest: a pair of random models decodes serially on plain torch. Run as a separate process.
 
     python -m tests.support.core_alone FILE...
 
-The files are the core's, as docs/walkthrough.md lists them; every other module of swiftspec is refused. Prints as JSON
-the tokens with a draft and without one, and how many of them were draft tokens.
+The files are those of the core, as docs/walkthrough.md lists them; every other module of swiftspec is refused. Prints
+as JSON the tokens with and without a draft, and how many of them were draft tokens.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 
 
 class Refuse(MetaPathFinder):
-    """Lets nobody import a module of swiftspec but these."""
+    """Refuses to import any module of swiftspec except these."""
 
     def __init__(self, allowed: set[str]) -> None:
         self.allowed = allowed
@@ -40,7 +40,7 @@ def main(files: Sequence[str]) -> None:
 
 
 def decoded(draft: bool) -> tuple[list[int], int]:
-    """The tokens after a prompt, and how many of them the draft has guessed."""
+    """The tokens after a prompt, and how many of them were draft tokens."""
     from swiftspec.engine import Engine, TreeDecoding
     from swiftspec.params import SamplingParams
     from swiftspec.runtime.drafter import NoDrafter
@@ -68,7 +68,7 @@ def decoded(draft: bool) -> tuple[list[int], int]:
 
 
 def make_runner(seed: int, noise: float) -> Any:
-    """A model of random tensors under their Hugging Face names, and of `noise` on top of them."""
+    """A model of random tensors under their Hugging Face names, plus `noise`."""
     import torch
 
     from swiftspec.backends import reference

@@ -1,7 +1,8 @@
-"""Every way that draws can fall, through the drafters that choose what is sent; what comes of a proposal by definition.
+"""Enumerates all outcomes of sampling, through the drafters that choose a proposal, and the outcomes of a proposal by
+definition.
 
-Which outcome a proposal has is worked out here in plain Python; tests/tree/test_rejection.py proves that the engine's
-verifier does the same, for whole trees.
+The outcomes of a proposal are computed in plain Python; tests/tree/test_rejection.py proves that the engine's verifier
+has the same, for whole trees.
 """
 
 from __future__ import annotations
@@ -30,13 +31,13 @@ PROMPT = (1, 0)
 
 
 class Choices:
-    """All runs of a program that chooses: each replays the choices so far and takes the next one."""
+    """Enumerates all runs of a program that samples: each run replays the choices so far and takes the next one."""
 
     def __init__(self) -> None:
         self._script: list[tuple[int, int]] = []  # option taken, options
 
     def runs(self) -> Iterator[None]:
-        """Once for every way to choose; `mass` is then the chance of the run under way."""
+        """Yields once for each run; `mass` is then the probability of that run."""
         while True:
             self.mass, self._at = 1.0, 0
             yield
@@ -48,7 +49,7 @@ class Choices:
             self._script[-1] = (option + 1, count)
 
     def choose(self, options: Sequence[tuple[Any, float]]) -> Any:
-        """One of these, each with its chance."""
+        """Chooses one of these values with their probabilities."""
         options = [option for option in options if option[1] > 0]
         if self._at == len(self._script):
             self._script.append((0, len(options)))
@@ -59,7 +60,8 @@ class Choices:
 
 
 def orders(q: Sequence[float], k: int) -> Iterator[tuple[list[int], float]]:
-    """Every way to draw k without replacement, and its chance. What is not drawn follows in order."""
+    """All orders in which k values can be sampled without replacement, with their probabilities. Other values follow in
+    ascending order."""
     support = [i for i, chance in enumerate(q) if chance > 0]
     for some in itertools.permutations(support, min(k, len(support))):
         chance, left = 1.0, sum(q)
@@ -70,7 +72,7 @@ def orders(q: Sequence[float], k: int) -> Iterator[tuple[list[int], float]]:
 
 
 def outcomes(proposal: Proposal, p: Callable[[tuple[int, ...]], Sequence[float]]) -> Law:
-    """The law of the tokens that a proposal leads to, by the definition of rejection sampling."""
+    """The distribution of the tokens after a proposal, by the definition of rejection sampling."""
     out: Law = {}
 
     def visit(node: int, text: tuple[int, ...], mass: float) -> None:
@@ -102,7 +104,7 @@ def outcomes(proposal: Proposal, p: Callable[[tuple[int, ...]], Sequence[float]]
 
 
 def longest_branch(proposal: Proposal, p: Callable[[tuple[int, ...]], Sequence[float]]) -> Law:
-    """The same for what SpecSplit does: a coin for every node by itself, and the longest branch that passed."""
+    """The same for the rule of SpecSplit: an independent coin for every node, and the longest accepted branch."""
     out: Law = {}
     texts: list[tuple[int, ...]] = [()]
     chances, rows = [1.0], sorted(set(proposal.parents[1:]))
@@ -124,7 +126,7 @@ def longest_branch(proposal: Proposal, p: Callable[[tuple[int, ...]], Sequence[f
 
 
 class Pair:
-    """A target and a draft over a few tokens, their laws by history, and a drafter on the draft."""
+    """A target and a draft over a few tokens, their distributions by history, and a drafter of the draft."""
 
     def __init__(
         self, vocab: int, seed: int, plan: EngineConfig, sampling: SamplingParams, sharpness: float = 1.5
@@ -145,7 +147,7 @@ class Pair:
         return self._laws[text]
 
     def run(self, choices: Choices, rounds: int, tokens: int) -> tuple[int, ...]:
-        """Some rounds, judged by `self.judge`, or fewer where they give so many tokens."""
+        """Up to `rounds` rounds, verified by `self.judge`, until there are `tokens` tokens."""
         text: tuple[int, ...] = ()
         drafter = self.around(self.drafter)
         drafter.open(opening(PROMPT, self.sampling))
@@ -161,7 +163,8 @@ class Pair:
         return text
 
     def enumerate(self, monkeypatch: pytest.MonkeyPatch, rounds: int, tokens: int) -> tuple[float, int]:
-        """How far the law of the first `tokens` tokens is from the target's, and in how many runs it was found."""
+        """The distance between the distribution of the first `tokens` tokens and the target's, and the number of
+        runs."""
         choices, found, count = Choices(), {}, 0
 
         def order(children: SampledChildren, q: Tensor) -> Tensor:
@@ -176,7 +179,7 @@ class Pair:
         return distance(found, dict(self.completed((), tokens))), count
 
     def completed(self, text: tuple[int, ...], tokens: int) -> Iterator[tuple[tuple[int, ...], float]]:
-        """The text's ways to go on to so many tokens under the target."""
+        """All continuations of the text to `tokens` tokens under the target, with their probabilities."""
         if len(text) == tokens:
             yield text, 1.0
             return

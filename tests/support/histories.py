@@ -1,7 +1,8 @@
-"""Models whose next-token law is any function of the whole history, computed through a real KV cache, and exact sums.
+"""Models whose next-token distribution is any function of the whole history, computed through a real KV cache, and
+exact sums.
 
-A slot's "key" is its token times a power of the base, so what a row sees adds up to a number that spells its history: a
-wrong mask, slot, position or token shows as another number, hence as another law.
+A slot's "key" is its token times a power of the base, so the visible keys of a row add up to a number that encodes its
+history: a wrong mask, slot, position or token gives another number, hence another distribution.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ CONFIG = parse_config(
 
 
 class HistoryModel:
-    """Logits that depend on every token before, `sharpness` times something between -1 and 1."""
+    """Logits that depend on all previous tokens: `sharpness` times a value between -1 and 1."""
 
     dtype = cache_dtype = torch.float64
     group: TensorParallelGroup | None = None
@@ -102,7 +103,7 @@ def texts(model: HistoryModel, stops: set[int], limit: int) -> Iterator[tuple[in
 def global_power(
     model: HistoryModel, prompt: Sequence[int], sampling: SamplingParams, power: float, stops: set[int], limit: int
 ) -> Law:
-    """p(text)^power, not normalised, by enumeration. Texts that the filters forbid are left out."""
+    """Unnormalised p(text)^power, by enumeration. Texts that the filters exclude are omitted."""
     out: Law = {}
     for text in texts(model, stops, limit):
         steps = [law_after(model, prompt, text[:at], sampling)[token] for at, token in enumerate(text)]
@@ -115,7 +116,7 @@ def global_power(
 def local_power(
     model: HistoryModel, prompt: Sequence[int], sampling: SamplingParams, power: float, stops: set[int], limit: int
 ) -> Law:
-    """The other law: each step normalised by itself."""
+    """The distribution in which each step is normalised separately."""
     out: Law = {}
     for text in texts(model, stops, limit):
         steps = [filtered(model.after([*prompt, *text[:at]]), sampling) ** power for at in range(len(text))]
@@ -164,7 +165,7 @@ def distance(one: Law, other: Law) -> float:
 
 
 def run(worker: Alone, prompt: Sequence[int], sampling: SamplingParams, stops: set[int], limit: int) -> None:
-    """To the end."""
+    """Runs to the end."""
     worker.open(opening(prompt, sampling), stops, limit)
     while worker.launch():
         worker.collect()
@@ -172,7 +173,7 @@ def run(worker: Alone, prompt: Sequence[int], sampling: SamplingParams, stops: s
 
 
 def population(worker: Alone, group: int = 0) -> Law:
-    """The law over texts of the group at that position, weighted, times its estimate of Z."""
+    """The weighted distribution over texts of the group at that index, times its estimate of Z."""
     p = worker.particles
     shares = p.log_weights[group].softmax(0) * p.log_evidence()[group].exp()
     out: Law = {}

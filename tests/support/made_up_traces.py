@@ -68,7 +68,7 @@ def rounds(request: int, count: int, seconds: float = 0.005, seed: int = 0, bs: 
 
 
 def request(number: int, lines: Sequence[Line], prompt: Sequence[int] = (0, 1), **sampling: Any) -> list[Line]:
-    """A begin, its rounds, an end."""
+    """The lines of a request: begin, rounds, end."""
     tokens = sum(len(line["tokens"]) for line in lines)
     begin = {"request": number, "begin": {"at": 99.9, "prompt": list(prompt), "sampling": sampling}}
     return [begin, *lines, {"request": number, "end": {"at": 999.0, "reason": "length", "tokens": tokens}}]

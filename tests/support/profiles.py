@@ -1,4 +1,4 @@
-"""Small profiles and what else the tests of swiftspec/profile share."""
+"""Small profiles and other helpers of the tests of swiftspec/profiles."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A process on a terminal of its own, typed at and read like one."""
+"""A process on a pseudo-terminal, with typed input and parsed output."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ class Terminal:
         os.write(self._fd, keys.encode())
 
     def until(self, pattern: str, seconds: float = 60) -> str:
-        """Reads until the pattern has come and returns what came since last time. Of escape sequences only the end of a
-        typed line is left, as <sent>."""
+        """Reads until the pattern matches and returns the output since the last call. Of escape sequences only the end
+        of a typed line remains, as <sent>."""
         deadline = time.monotonic() + seconds
         while (found := re.search(pattern, self.shown)) is None:
             if time.monotonic() > deadline or not self._read():
@@ -44,7 +44,7 @@ class Terminal:
         return told
 
     def leave(self) -> int:
-        """The exit code, once it has one."""
+        """Waits for the exit code."""
         while self._read():
             pass
         return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
@@ -54,9 +54,9 @@ class Terminal:
             return True
         try:
             data = os.read(self._fd, 65536)
-        except OSError:  # what Linux says when the other side is gone
+        except OSError:  # raised by Linux if the other side is closed
             return False
-        if b"\x1b[6n" in data:  # where is the cursor?
+        if b"\x1b[6n" in data:  # query of the cursor position
             os.write(self._fd, b"\x1b[1;1R")
         self.shown = (self.shown + self._decode(data)).replace("\x1b[?2004l", "<sent>")
         self.shown = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", self.shown)

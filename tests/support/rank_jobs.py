@@ -1,4 +1,4 @@
-"""What the ranks of tests/support/ranks.py can be asked to do. Arguments and results are JSON."""
+"""The jobs of the ranks of tests/support/ranks.py. Arguments and results are JSON."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ Json = dict[str, Any]
 
 
 def sampling_from(values: Json) -> SamplingParams:
-    """JSON makes strings of a bias' tokens, and lists of tuples."""
+    """Restores types that JSON changes: keys of a bias are strings, tuples are lists."""
     bias = {int(token): value for token, value in values.get("logit_bias", {}).items()}
     negative = tuple(values.get("negative_prompt_ids", ()))
     return SamplingParams(**{**values, "logit_bias": bias, "negative_prompt_ids": negative})
@@ -63,8 +63,8 @@ def decode(
     together: bool = False,
     **options: Any,
 ) -> list[Json] | None:
-    """Decodes the requests one after another, or as one batch, with so many engines in a row: rank 0 returns the
-    answers of the last."""
+    """Decodes the requests sequentially, or as one batch, with a number of successive engines: rank 0 returns the
+    answers of the last one."""
     world = join_world()
     if "population" in plan:
         plan = plan | {"population": PopulationConfig(**plan["population"])}
@@ -95,8 +95,8 @@ def decode(
 def decode_on_group(
     side: Side, model: str, other: str, plan: Json, requests: Sequence[tuple[list[int], Json]], more_on: int = -1
 ) -> list[Any] | None:
-    """A worker on all ranks, whose rank 0 also decodes on it: two sessions, which take turns round by round. `more_on`:
-    a rank that has a kind of steps that the others lack."""
+    """A worker on all ranks, whose rank 0 also decodes on it: two sessions that alternate round by round. `more_on`: a
+    rank that has an executor that the others lack."""
     worker = Started(side, Path(model), world=join_world())
     assert worker.world is not None
     if worker.world.rank == more_on:
@@ -130,7 +130,7 @@ def _decode_on_group(
 
 
 def refuse_on_group(side: Side, model: str) -> list[str] | None:
-    """What rank 0 of a worker on all ranks says to openings that it must not begin; each is followed by a good one."""
+    """Errors of rank 0 of a worker on all ranks for invalid request starts, each followed by a valid one."""
     worker = Started(side, Path(model), world=join_world())
     assert worker.world is not None
     if worker.world.rank > 0:
@@ -170,7 +170,7 @@ def refuse_on_group(side: Side, model: str) -> list[str] | None:
 
 def logits(model: str, tokens: list[int], dtype: str = "float64", native: bool = False, fused: bool = True) -> Json:
     """The logits after some tokens, gathered from the ranks of one group, and their bits. `fused`: native operators as
-    one call, where there is one."""
+    one call, if supported."""
     world, group = join_world(), None
     if world is not None:
         wires = {"spin": False, "timeout": timedelta(seconds=30)}
@@ -190,7 +190,7 @@ def logits(model: str, tokens: list[int], dtype: str = "float64", native: bool =
 
 @contextmanager
 def _another_kind() -> Iterator[None]:
-    """Models of this rank have a faster kind of steps."""
+    """Adds a faster executor to the models of this rank."""
 
     class Faster(EagerExecutor):
         name = "faster"
@@ -209,7 +209,7 @@ def _another_kind() -> Iterator[None]:
 
 @contextmanager
 def _unhurried() -> Iterator[None]:
-    """A draft's group is waited for, however busy the machine is."""
+    """Disables the timeout of the draft group, for busy machines."""
     limits = failover.FIRST_PROPOSAL_TIMEOUT_S, failover.MIN_TIMEOUT_S, failover.MAX_TIMEOUT_S
     failover.FIRST_PROPOSAL_TIMEOUT_S = failover.MIN_TIMEOUT_S = failover.MAX_TIMEOUT_S = 60.0
     try:
@@ -220,7 +220,7 @@ def _unhurried() -> Iterator[None]:
 
 @contextmanager
 def switched_by_dice(chance: float | None) -> Iterator[None]:
-    """The policy changes its mind with that chance in every round, about d and bs too, the clock unheard."""
+    """Replaces the decisions of the policy in every round, d and bs included, by random ones with that probability."""
     decide, draw = policy.decide, random.Random(3)
 
     def by_dice(measured: RoundStats) -> Decision:
@@ -236,8 +236,8 @@ def switched_by_dice(chance: float | None) -> Iterator[None]:
 
 
 def answer(llm: LLM, prompt: list[int], values: Json) -> Json:
-    """`cut` among the values: the answer is cut off after so many rounds; `looks`: once that was asked so often, while
-    the prompt is read."""
+    """`cut` in the values: the answer is closed after that many rounds; `looks`: after that many polls during the
+    prefill."""
     cut, looks, tokens, reason = values.pop("cut", None), values.pop("looks", None), list[int](), None
     likelihoods: list[Logprob] = []
     had: list[None] = []
@@ -272,7 +272,7 @@ def answer(llm: LLM, prompt: list[int], values: Json) -> Json:
 
 
 def batch(llm: LLM, requests: Sequence[tuple[list[int], Json]]) -> list[Json]:
-    """As `answer`, of all requests side by side; one with `cut` is cancelled after so many chunks."""
+    """Like `answer`, for all requests concurrently; one with `cut` is cancelled after that many chunks."""
     cuts = [values.pop("cut", None) for _, values in requests]
     chunks: list[list[TokenChunk]] = [[] for _ in requests]
 
@@ -290,7 +290,7 @@ def batch(llm: LLM, requests: Sequence[tuple[list[int], Json]]) -> list[Json]:
 
 @contextmanager
 def _failing_at(call: int | None) -> Iterator[None]:
-    """The `call`-th expansion of this process fails."""
+    """Makes the `call`-th expansion of this process fail."""
     expand, calls = LocalDrafter.expand, 0
 
     def failing(self: LocalDrafter, count: int = 1) -> None:
@@ -309,7 +309,7 @@ def _failing_at(call: int | None) -> Iterator[None]:
 
 
 def profile(argv: list[str]) -> int:
-    """The command of the profile phase, on every rank."""
+    """The profile command, on every rank."""
     import sys
 
     from swiftspec.lab.profile import main
@@ -322,8 +322,8 @@ def profile(argv: list[str]) -> int:
 
 
 def paced(emulate: str, plans: list[Json], prompts: list[list[int]], max_tokens: int) -> list[Json] | None:
-    """The demo models at emulated step times, one plan after the other: rank 0 returns each one's speed, and its
-    rounds as a run without them has them."""
+    """The demo models with emulated step times, one plan after the other: rank 0 returns the speed of each, and the
+    rounds of a run without emulation."""
     import tempfile
 
     from swiftspec.lab import measurement

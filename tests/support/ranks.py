@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-PATIENCE = 600.0  # seconds for a job: far more than any takes
+PATIENCE = 600.0  # seconds for a job: far more than any needs
 
 
 class Pool:
-    """`size` processes. A job runs on the first so many of them, each as one rank of a world of its own."""
+    """`size` processes. A job runs on the first ones, each as one rank of a separate world."""
 
     def __init__(self, size: int) -> None:
         pairs = [socket.socketpair() for _ in range(size)]
@@ -37,9 +37,8 @@ class Pool:
         self._files = [end.makefile("rw") for end in self._ends]
 
     def run(self, ranks: int, job: str, *, apart: bool = False, **arguments: Any) -> list[Any]:
-        """What the job of that name in tests/support/rank_jobs.py returns on each of `ranks` ranks. Raises what it
-        raises
-        there. `apart`: each rank believes that it has a machine to itself."""
+        """Returns the results of the job of that name in tests/support/rank_jobs.py on each of `ranks` ranks, or raises
+        its exception. `apart`: each rank is configured as if on a separate machine."""
         with socket.create_server(("127.0.0.1", 0)) as probe:
             port = probe.getsockname()[1]
         for rank, file in enumerate(self._files[:ranks]):
@@ -64,7 +63,7 @@ class Pool:
 
 
 def _live(descriptor: int) -> None:
-    """Takes jobs until the other end is closed."""
+    """Executes jobs until the other end is closed."""
     from tests.support import rank_jobs
 
     with socket.socket(fileno=descriptor) as end, end.makefile("rw") as file:

@@ -1,9 +1,9 @@
-"""A TCP relay that makes loopback a slow wire: delay and bandwidth a direction, stalls, resets.
+"""A TCP relay that makes loopback a slow connection: delay and bandwidth per direction, stalls, resets.
 
     python -m tests.support.relay --to 127.0.0.1:9000 --link 40ms,1Gbit
 
-prints the address to connect to, and relays until its input ends. What is under way is held with the moment when it is
-due, so a wire holds as many messages as fit into its delay.
+prints the address to connect to, and relays until its input ends. Data in flight is queued with the time when it is
+due, so a connection holds as many messages as fit into its delay.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from swiftspec.lab.network_link import Link
 from swiftspec.observe.step_time_emulation import wait_until
 
 CHUNK = 16 << 10  # bytes taken at once
-HELD = 1024  # chunks under way in one direction of a connection; beyond them its sender has to wait
-LOOK = 0.05  # seconds between two looks at whether the connection was cut
+HELD = 1024  # chunks in flight in one direction of a connection; beyond them its sender blocks
+LOOK = 0.05  # seconds between two checks whether the connection was cut
 ABORT = struct.pack("ii", 1, 0)  # SO_LINGER: closing resets
 
 
 @dataclass
 class Way:
-    """One direction of a wire, which all connections share."""
+    """One direction of the simulated link, which all connections share."""
 
     delay: float  # seconds
     bandwidth: float = math.inf  # bytes a second
@@ -38,14 +38,14 @@ class Way:
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def due(self, now: float, size: int) -> float:
-        """When so many bytes that are handed over now are there: they follow those before them."""
+        """The time when the last of `size` bytes that are sent now arrives, after those before them."""
         with self.lock:
             self.free_at = max(now, self.free_at) + size / self.bandwidth
             return self.free_at + self.delay
 
 
 class Connection:
-    """A client, the server, and what is under way between them."""
+    """A client, the server, and the data in flight between them."""
 
     def __init__(
         self, client: socket.socket, server: socket.socket, there: Way, back: Way, flows: threading.Event
@@ -62,7 +62,7 @@ class Connection:
             self._threads += [self._start(self._take, source, way, under_way), self._start(self._give, sink, under_way)]
 
     def run(self) -> None:
-        """Until both sides have ended, or it was cut, which resets both."""
+        """Relays until both sides have ended, or the connection was cut, which resets both."""
         for thread in self._threads:
             thread.join()
         for end in self.ends:
@@ -119,10 +119,10 @@ class Connection:
 
 
 class Relay:
-    """Listens on loopback for connections to a server elsewhere. To be closed, or used as a context."""
+    """Listens on loopback for connections to a remote server. Must be closed, or used as a context manager."""
 
     def __init__(self, server: tuple[str, int], there: Way, back: Way | None = None) -> None:
-        """`there`: from client to server; `back`, if that differs."""
+        """`there`: client to server; `back`: server to client, if different."""
         self._server = server
         self._ways = there, back or Way(there.delay, there.bandwidth)
         self._flows = threading.Event()
@@ -134,15 +134,15 @@ class Relay:
         self._threads[0].start()
 
     def stall(self) -> None:
-        """Nothing arrives any more,"""
+        """Stops all delivery."""
         self._flows.clear()
 
     def resume(self) -> None:
-        """and what was due meanwhile arrives at once."""
+        """Continues, and delivers all overdue data immediately."""
         self._flows.set()
 
     def reset(self) -> None:
-        """Cuts all connections; others may come."""
+        """Resets all connections; new ones are accepted."""
         for connection in self._connections:
             connection.cut.set()
         self._connections.clear()
@@ -179,7 +179,7 @@ class Relay:
 
 
 def main() -> None:
-    """The command."""
+    """Runs the command."""
     parser = argparse.ArgumentParser(prog="python -m tests.support.relay")
     parser.add_argument("--to", required=True, metavar="HOST:PORT")
     parser.add_argument("--link", required=True, type=Link.parse, help="round trip and bandwidth: 40ms,1Gbit")

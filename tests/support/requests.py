@@ -1,4 +1,4 @@
-"""Random requests and trees: whatever they ask for, the text is plain decoding's."""
+"""Random requests and trees. For all of them the text equals that of autoregressive decoding."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Json = dict[str, Any]
 
 
 def a_request(dice: random.Random) -> tuple[list[int], Json]:
-    """A prompt and sampling parameters; each of these is left alone more often than not."""
+    """A prompt and sampling parameters; most parameters keep their default."""
 
     def some(**values: Any) -> Json:
         return {name: value for name, value in values.items() if dice.random() < 0.35}

@@ -32,8 +32,7 @@ def on(device: torch.device | str, groups: ResamplingState) -> ResamplingState:
 
 
 def agree(found: ResamplingState, wanted: ResamplingState, bits: bool = False) -> None:
-    """Compares bitwise, except logarithms and effective sample sizes, which other math libraries compute, unless
-    `bits`."""
+    """Compares bitwise, except logarithms and effective sample sizes unless `bits`, since math libraries differ."""
     for field in fields(ResamplingState):
         ours, theirs = getattr(found, field.name).cpu(), getattr(wanted, field.name).cpu()
         if field.name == "path":
@@ -68,9 +67,8 @@ def shares_of(count: int, parts: int) -> Iterator[tuple[int, ...]]:
 
 
 def law_holds(operator: Resample, count: int, parts: int, device: str) -> None:
-    """By enumeration, all in one call: weights in whole parts, under as many numbers as decide differently. Over these
-    a particle gets exactly its share of the copies; one that is copied keeps its row; the mean of the weights is
-    recorded."""
+    """By enumeration, in one call: weights in whole parts, with a random number per case. Over these a particle gets
+    exactly its share of the copies; a copied particle keeps its row; the mean of the weights is recorded."""
     shares = torch.tensor([*shares_of(count, parts)], dtype=torch.float64)
     log_weights = (shares.log() - 3).repeat_interleave(parts, 0)
     uniform = ((torch.arange(parts, dtype=torch.float64) + 0.5) / parts).repeat(len(shares))

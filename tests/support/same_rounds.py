@@ -1,5 +1,5 @@
-"""Two drafters that should propose the same, or two verifiers that should draw the same, round after round; for tests
-with and without a GPU."""
+"""Compares two drafters that should propose the same, or two verifiers that should sample the same, round by round; for
+tests with and without a GPU."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.support.roles import opening
 
 
 def as_paths(proposal: Proposal) -> set[tuple[int, ...]]:
-    """The nodes by what they spell: the two number them differently."""
+    """The nodes by their paths, since the drafters number them differently."""
     rows: list[tuple[int, ...]] = []
     for token, parent in zip(proposal.tokens, proposal.parents, strict=True):
         rows.append((*(rows[parent] if parent >= 0 else ()), token))
@@ -30,7 +30,7 @@ def as_paths(proposal: Proposal) -> set[tuple[int, ...]]:
 def same_rounds(
     one: LocalDrafter, other: LocalDrafter, sampling: SamplingParams, vocab: int, *, rounds: int = 20
 ) -> None:
-    """Two requests; the target takes a path of the proposal, and a token that may be beyond it."""
+    """Two requests; the target accepts a path of the proposal, and a token that may be outside of it."""
     dice = np.random.default_rng(3)
     for request in range(2):
         prompt = dice.integers(0, vocab, 9).tolist()
@@ -51,7 +51,7 @@ def same_rounds(
 
 
 def drawn(verifier: LocalVerifier, proposal: Proposal) -> list[int]:
-    """What the target draws after every node, accepted or not."""
+    """The tokens that the target samples after every node, accepted or not."""
     found: list[Tensor] = []
 
     def noted(call: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -69,7 +69,7 @@ def drawn(verifier: LocalVerifier, proposal: Proposal) -> list[int]:
 def same_verdicts(
     one: LocalVerifier, other: LocalVerifier, sampling: SamplingParams, vocab: int, *, rounds: int = 20
 ) -> None:
-    """Two requests with trees of changing size; of each the child that the target drew is there now and then."""
+    """Two requests with trees of changing size, which sometimes contain the child that the target sampled."""
     dice = np.random.default_rng(5)
     for request in range(2):
         prompt, output = dice.integers(0, vocab, 6).tolist(), dice.integers(0, vocab, 3).tolist()

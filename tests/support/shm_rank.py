@@ -1,10 +1,10 @@
-"""The ranks of tests/backends/test_shm.py, a process each, forked from one that has imported torch.
+"""The ranks of tests/backends/test_shm.py, one process each, forked from one that has imported torch.
 
-`python -m tests.support.shm_rank spin|yield GROUP GROUP GROUP MAILBOX FD FD FD FD`, a descriptor for each rank to write
-to. Lives until its standard input ends, so that a rank that is killed stays a zombie.
+`python -m tests.support.shm_rank spin|yield GROUP GROUP GROUP MAILBOX FD FD FD FD`, with one descriptor per rank for
+its output. Lives until its standard input ends, so that a killed rank stays a zombie.
 
 A rank works through the groups and the mailbox of these names, writes one line of JSON for each step, and then waits in
-a sum that never comes: rank 1 is killed there.
+a sum that never completes: rank 1 is killed there.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ ROUNDS = 200
 
 
 def values(rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """What a rank adds: magnitudes so far apart that the order of the sum shows."""
+    """The summands of a rank: magnitudes so different that the order of summation matters."""
     generator = torch.Generator().manual_seed(rank + 1)
     scale = 2.0 ** torch.randint(-12, 12, shape, generator=generator)
     return (torch.randn(shape, generator=generator) * scale).to(dtype)
 
 
 def say(**facts: object) -> None:
-    print(json.dumps(facts), flush=True)  # to the test, where standard output of a rank leads
+    print(json.dumps(facts), flush=True)  # the standard output of a rank goes to the test
 
 
 def bits(x: torch.Tensor) -> str:

@@ -1,4 +1,5 @@
-"""The algorithm once more, slowly: no cache, no masks, no arrays. A context's distribution is one plain forward."""
+"""A slow reference of the algorithm, without cache, masks and arrays. A context's distribution is one ordinary
+forward."""
 
 from __future__ import annotations
 
@@ -21,11 +22,11 @@ def rounds(
     ahead: bool = False,
     worth: float | None = None,
 ) -> tuple[list[int], int]:
-    """Greedy decoding with a draft tree (paper section 3.1): the text and how many target forwards it took.
+    """Greedy decoding with a draft tree (paper section 3.1): the text and the number of target forwards.
 
-    In turn, the tree grows between two verifications; `ahead`, it grows during them, so that a proposal comes from what
-    was grown a round before, and once more at once where fewer than bs nodes are left; and with `worth`, while that
-    share of the best leaves' probability is more than a d-th of the best nodes'.
+    With `ahead` False the tree expands between two verifications. With `ahead` it expands during them, so that a
+    proposal comes from the expansions of the previous round, and once more if fewer than bs nodes are left; and with
+    `worth`, while that share of the best leaves' probability is more than a d-th of the best nodes'.
     """
     text = list(prompt)
     tree: dict[Path, float] = {(): 0.0}  # path from below the root -> log-probability, in order of creation

@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 class ThreadGroup:
-    """One rank's end of it. A rank that fails breaks the barrier, so the others fail too and nothing hangs."""
+    """One rank's end of the group. A rank that fails breaks the barrier, so the others fail too and nothing hangs."""
 
     memory = None
 
@@ -57,7 +57,7 @@ def on_ranks(size: int, work: Callable[[ThreadGroup], T]) -> list[T]:
     with ThreadPoolExecutor(size) as pool:
         futures = [pool.submit(run, rank) for rank in range(size)]
     errors = [error for future in futures if (error := future.exception()) is not None]
-    if errors:  # rather the cause than a barrier that it broke
+    if errors:  # the cause, not the barrier that it broke
         raise next((error for error in errors if "Barrier" not in type(error).__name__), errors[0])
     return [future.result() for future in futures]
 

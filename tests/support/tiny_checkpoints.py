@@ -1,4 +1,4 @@
-"""Small random checkpoints, written by transformers itself, whose greedy text is lively enough to compare."""
+"""Small random checkpoints, written by transformers, whose greedy text varies enough to compare."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def make_model(
     noise = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, weight in model.named_parameters():
-            # strong layers: with weak ones the residual stream repeats its token, above all with tied embeddings
+            # strong layers: with weak ones the residual stream repeats its token, especially with tied embeddings
             scale = 1.0 if "embed" in name else 2.5 / weight.shape[-1] ** 0.5 if weight.ndim == 2 else 0.3
             drawn = scale * torch.randn(weight.shape, generator=noise, dtype=torch.float64)
             weight.copy_(1 + drawn if "norm" in name else drawn)
@@ -95,7 +95,7 @@ def chain(tokens: list[int], start: int = 0, sequence: int = 0, sequences: int =
 
 
 def make_pair(folder: Path, *, vocab: int = 64, seed: int = 1, **shape: Any) -> tuple[Path, Path]:
-    """Checkpoints of a target and of a draft that agrees with it often: the same model with noise on its weights."""
+    """Checkpoints of a target and of a draft that often agrees with it: the same model with noise on its weights."""
     model = make_checkpoint(folder / "target", vocab=vocab, layers=2, dtype=torch.float64, seed=seed, **shape)
     noise = torch.Generator().manual_seed(2)
     with torch.no_grad():

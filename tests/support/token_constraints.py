@@ -1,4 +1,4 @@
-"""Rules that no grammar would make, over a vocabulary of any kind."""
+"""Token constraints that no grammar can express, over any vocabulary."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from swiftspec.sampling.sampler import Paths
 
 
 class DiceRules:
-    """Any third of the tokens may follow, which one depends on all of the output; of the first ones at least one."""
+    """A random third of the tokens is allowed, as a function of the whole output, including at least one of the first
+    ones."""
 
     def __init__(self, vocab: int) -> None:
         self.vocab, self.text = vocab, tuple[int, ...]()

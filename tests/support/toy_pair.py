@@ -1,4 +1,5 @@
-"""A target and a draft that speak gibberish, with tokenizer and chat template: whole model directories in no time."""
+"""A target and a draft with random weights, tokenizer and chat template: complete model directories that are written
+quickly."""
 
 from __future__ import annotations
 
@@ -39,7 +40,7 @@ def byte_level_tokenizer(special: tuple[str, ...] = SPECIAL) -> Tokenizer:
 
 
 def byte_fallback_tokenizer() -> Tokenizer:
-    """As Llama 2 has it: ▁ for a space, <0xE2> for a byte without a token of its own."""
+    """Like Llama 2: ▁ for a space, <0xE2> for a byte without a token."""
     words = [
         "<unk>",
         "<s>",
@@ -107,7 +108,7 @@ def random_weights(seed: int) -> dict[str, torch.Tensor]:
 
 
 def make_pair(folder: Path) -> tuple[Path, Path]:
-    """folder/target and folder/draft. The draft is the target with a little noise, so much of what it guesses holds."""
+    """folder/target and folder/draft. The draft is the target with a little noise, so its acceptance rate is high."""
     tokenizer = byte_level_tokenizer()
     target, noise = random_weights(0), random_weights(1)
     draft = {name: weight + (0.02 * noise[name] if weight.ndim == 2 else 0) for name, weight in target.items()}

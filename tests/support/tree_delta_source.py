@@ -1,4 +1,4 @@
-"""A drafter behind a `TreeDeltaSender` in its own thread: a replica's link without a network."""
+"""A drafter behind a `TreeDeltaSender` in a thread: a replica's link without a network."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from swiftspec.runtime.ahead_drafter import AheadDrafter
 from swiftspec.runtime.tree_delta_sender import TreeDeltaSender
 from swiftspec.tree.replica import TreeDelta
 
-LONG = 30.0  # seconds that nothing takes
+LONG = 30.0  # seconds; more than anything takes
 
 
 class FedLink:
-    """A `TreeDeltaLink`. `pause` is called before the thread does anything."""
+    """A `TreeDeltaLink`. `pause` is called before each action of the thread."""
 
     busy, answer_timeout_s = 0.0, LONG
 

@@ -1,4 +1,4 @@
-"""Workers in this process, on the loopback, and orchestrators that decode on them."""
+"""Workers in this process, on loopback, and clients that decode on them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from swiftspec.distributed.rpc.endpoint import Endpoint, RpcSecurity
 from swiftspec.distributed.rpc.server import RpcServer
 from swiftspec.llm import LLM, LLMBase
 
-TOKENIZER = bytes(32)  # the models of tests have none
+TOKENIZER = bytes(32)  # the models of the tests have none
 OPTIONS: LoadOptions = {"dtype": torch.float64}
 ROOM = {
     "target": EngineConfig(mode="ar", verify_batch=16),
@@ -30,7 +30,7 @@ OPEN = RpcSecurity()
 
 @dataclass
 class Started:
-    """A worker, which may be stopped and started again at the same port."""
+    """A worker that can be stopped and restarted at the same port."""
 
     side: Side
     model: Path
@@ -59,7 +59,7 @@ class Started:
             self.loaded.rank.leave()
 
     def named(self, timeout: float = 20.0, security: RpcSecurity = OPEN) -> WorkerAddress:
-        """As an orchestrator names it."""
+        """The address as a client names it."""
         return WorkerAddress(f"127.0.0.1:{self.port}", f"--{self.side}-url", security, timeout)
 
 
@@ -80,7 +80,7 @@ def on_workers(
     trace: Path | None = None,
     **plan: Any,
 ) -> Iterator[LLMBase]:
-    """An orchestrator: each model is a worker's, or loaded here."""
+    """A client: each model is on a worker, or loaded here."""
     remote = {"target_remote": isinstance(target, WorkerAddress), "draft_remote": isinstance(draft, WorkerAddress)}
     config = EngineConfig(**{"mode": "async" if draft else "ar", **remote, **plan})
     options: LoadOptions = {

@@ -1,5 +1,5 @@
-"""`python -m tests.support.fuzz --minutes 60`: hostile input for all targets by turns, and how many of each were taken
-and refused. Exit code 1 where one was a fault; its smallest example is printed."""
+"""`python -m tests.support.fuzz --minutes 60`: hostile input for all targets alternately; reports how many of each were
+accepted and refused. Exit code 1 after a fault; its smallest example is printed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hypothesis.errors import Flaky
 from tests.support.fuzz import Target, attempt, files, messages, requests, services
 
 HANGS = 120.0  # seconds: a run that lasts longer ends the command, with a traceback of all threads
-TURN = 40  # examples of a target at a time, where one costs 1
+TURN = 40  # examples of a target at a time, for cost 1
 CHECKS: list[HealthCheck] = list(HealthCheck)  # pyright: ignore[reportAssignmentType]
 TARGETS = (*files.TARGETS, *messages.TARGETS, *requests.TARGETS, *services.TARGETS)
 
@@ -70,5 +70,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)  # the models are tiny, and an hour is long for whoever shares the machine
+    torch.set_num_threads(1)  # the models are tiny, and other processes share the machine
     sys.exit(main())

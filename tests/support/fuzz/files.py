@@ -1,4 +1,4 @@
-"""Files that somebody else wrote: models, profiles, traces, settings."""
+"""Files from untrusted sources: models, profiles, traces, settings."""
 
 from __future__ import annotations
 
@@ -113,7 +113,8 @@ def _parts() -> tuple[dict[str, Any], bytes]:
 
 @st.composite
 def safetensors(draw: st.DrawFn) -> bytes:
-    """The file of weights with a damaged header, whose length is mostly right, or with a sound one that lies."""
+    """The weights file with a damaged header, whose length is mostly correct, or with a valid header that does not
+    match the data."""
     header, data = _parts()
     lies = dict(header)
     for name in draw(st.lists(st.sampled_from([name for name in header if name != "__metadata__"]), max_size=2)):

@@ -1,4 +1,4 @@
-"""Damaged JSON: a sound value with fields replaced, taken out or added, and then perhaps its bytes."""
+"""Damaged JSON: a valid value with fields replaced, removed or added, and possibly damaged bytes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-# What json.dumps cannot write, or would take long over, stands here as a word and is put in as text.
+# Placeholders for text that json.dumps cannot write, or not quickly.
 RAW = {
     "@digits": "9" * 5000, "@exponent": "1e999", "@deep": "[" * 100_000 + "]" * 100_000, "@nested": "[" * 70 + "]" * 70,
     "@open": "[" * 5000, "@surrogate": '"\\ud800"', "@objects": '{"a":' * 2000 + "1" + "}" * 2000,
@@ -23,7 +23,7 @@ Place = tuple[str | int, ...]
 
 
 def places(value: object, at: Place = ()) -> Iterator[Place]:
-    """Where a part of a value stands: the whole first."""
+    """The position of each part of a value, the whole first."""
     yield at
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for key, part in items:
@@ -32,7 +32,7 @@ def places(value: object, at: Place = ()) -> Iterator[Place]:
 
 @st.composite
 def mutated(draw: st.DrawFn, *bases: Any) -> Any:
-    """One of the bases with up to three parts replaced, taken out or added."""
+    """One of the base values with up to three parts replaced, removed or added."""
     value = copy.deepcopy(draw(st.sampled_from(bases)))
     for _ in range(draw(st.integers(0, 3))):
         place = draw(st.sampled_from(list(places(value))))
@@ -57,7 +57,7 @@ def mutated(draw: st.DrawFn, *bases: Any) -> Any:
 
 
 def written(value: object) -> bytes:
-    """As text, the words of RAW put in."""
+    """As text, with the placeholders of RAW replaced."""
     text = json.dumps(value)
     for word, raw in RAW.items():
         text = text.replace(f'"{word}"', raw)
@@ -66,7 +66,7 @@ def written(value: object) -> bytes:
 
 @st.composite
 def damaged(draw: st.DrawFn, sound: st.SearchStrategy[bytes]) -> bytes:
-    """Bytes, one time in four cut, changed or added to."""
+    """Bytes; one time in four truncated, changed or extended."""
     data = draw(sound)
     if not data or draw(st.integers(0, 3)):
         return data

@@ -1,5 +1,5 @@
-"""Messages between ranks and a launcher's variables, well formed, mutated and random. A reader may raise ValueError, a
-channel ConnectionError; a leader then has a lost drafter, any other rank a lost rank. Nothing else."""
+"""Messages between ranks and a launcher's variables: valid, mutated and random. A reader may raise ValueError, a
+channel ConnectionError; a leader then has a lost drafter, any other rank a lost rank. Anything else is a fault."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ from tests.support.fuzz.roles import FakeChannel, FakeRole, sound
 
 
 def read(reader: Any, words: Words) -> str:
-    """What is read can be packed again, and is read the same."""
+    """An unpacked message can be packed again, and is unpacked to the same."""
     try:
         found = reader(words)
     except ValueError as error:
@@ -97,13 +97,13 @@ def feed_socket(pieces: tuple[bytes, list[int]]) -> str:
 
 
 def read_lane(lane: Callable[[], object]) -> None:
-    """As a line reads it."""
+    """Reads a round of the draft's timeline into a trace line."""
     with suppress(ValueError):
         lane()
 
 
 def ask_draft(says: Sequence[Message]) -> str:
-    """A target's leader with a draft that says anything."""
+    """A target's leader with a draft that sends arbitrary messages."""
     records = SimpleNamespace(draft=lambda request, round_, lane: read_lane(lane), awaits_draft=lambda round_: True)
     drafter = DraftGroupClient(FakeChannel(says), 3, BOUNDS, recorder=records)  # type: ignore[arg-type]
     try:
@@ -119,7 +119,7 @@ def ask_draft(says: Sequence[Message]) -> str:
 
 
 def ask_times(says: Sequence[Message]) -> str:
-    """The pace that a draft says it has."""
+    """The step times that a draft reports."""
     try:
         times = DraftGroupClient(FakeChannel(says), 3, BOUNDS).times()  # type: ignore[arg-type]
     except DrafterLost:
@@ -129,7 +129,7 @@ def ask_times(says: Sequence[Message]) -> str:
 
 
 def serve_target(says: Sequence[Message]) -> str:
-    """A draft's leader with a target that says anything; it leaves, or is alone at the end."""
+    """A draft's leader with a target that sends arbitrary messages and finally closes, or is lost."""
     channel: Any = FakeChannel(says)
     watched: Any = SimpleNamespace(
         runner=SimpleNamespace(hooks=[], cache=SimpleNamespace(prefix_len=[0])), tree=DraftTree(9, 2)
@@ -141,7 +141,7 @@ def serve_target(says: Sequence[Message]) -> str:
 
 
 def obey(says: Sequence[Message]) -> str:
-    """A follower with a leader that says anything."""
+    """A follower with a leader that sends arbitrary messages."""
     role: Any = FakeRole()
     return _served(lambda: run_follower(FakeChannel(says), role, None, None, BOUNDS, CancelCheck(), Heartbeat()))  # type: ignore[arg-type]
 
@@ -158,7 +158,7 @@ def obey_sessions(says: Sequence[Message]) -> str:
 
 
 def obey_draft(says: Sequence[Message]) -> str:
-    """A follower of the draft's group."""
+    """A follower of the draft group."""
     role: Any = FakeRole()
     return _served(lambda: run_follower(FakeChannel(says), None, role, None, BOUNDS, CancelCheck(), Heartbeat()))  # type: ignore[arg-type]
 

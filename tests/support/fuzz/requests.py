@@ -1,4 +1,4 @@
-"""Sampling parameters of any kind, and whole requests: with a draft the text is that of plain decoding."""
+"""Sampling parameters of any kind, and whole requests: with a draft the text equals that of autoregressive decoding."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ NAMES = [item.name for item in fields(SamplingParams)]
 
 
 def take_parameters(values: dict[str, Any], folder: Path) -> None:
-    """Whatever is taken is a key, and one engine's request."""
+    """Accepted parameters are hashable and valid for an engine."""
     params = SamplingParams(**values)
     assert hash(params) == hash(replace(params)) and params == replace(params)
     answer = plain(torch.float64).generate([5, 17], replace(params, max_tokens=2))

@@ -1,4 +1,4 @@
-"""Roles and a channel for hostile messages: they hold what they are given to what a model could do with it."""
+"""Roles and a channel for hostile messages. The roles assert that their arguments are valid for a model."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from swiftspec.params import SamplingParams
 from swiftspec.tree.tree import DraftTree
 from tests.support.fuzz.message_words import BOUNDS, Message
 
-FLAGS = ("ignore_eos", "stop", "stop_token_ids", "negative_prompt_ids", "logit_bias")  # that are no numbers
+FLAGS = ("ignore_eos", "stop", "stop_token_ids", "negative_prompt_ids", "logit_bias")  # that are not numbers
 
 
 class FakeChannel:
-    """Says what it is told to, then is gone."""
+    """Delivers the given messages, then is lost."""
 
     peer = "rank 9"
 
@@ -25,7 +25,7 @@ class FakeChannel:
         self._says = iter(says)
 
     def send(self, kind: int, words: Sequence[int] = ()) -> None:
-        np.array(words, np.int32)  # as a wire does
+        np.array(words, np.int32)  # as a transport does
 
     def recv(self, timeout: float | None = None) -> Message:
         try:
@@ -38,9 +38,9 @@ class FakeChannel:
 
 
 class FakeRole:
-    """Verifier and drafter of one rank. Holds what it is given to what a model could index by."""
+    """Verifier and drafter of one rank. Asserts that its arguments are valid indices for a model."""
 
-    runner = None  # which keeps nothing
+    runner = None  # without a prefix cache
 
     def __init__(self) -> None:
         self.busy, self.draft_steps = 0.0, 3
@@ -88,7 +88,7 @@ class FakeRole:
 
 
 class AheadRole(FakeRole):
-    """A drafter whose tree grows ahead, by the same two tokens everywhere."""
+    """A lookahead drafter, whose tree has the same two tokens everywhere."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -125,12 +125,12 @@ class AheadRole(FakeRole):
 
 
 def sound(tokens: Sequence[int], most: int = BOUNDS.max_model_len + BOUNDS.max_nodes) -> None:
-    """What a model's embedding can be asked for."""
+    """Asserts that the tokens are valid for a model's embedding."""
     assert 1 <= len(tokens) <= most and all(0 <= token < BOUNDS.vocab_size for token in tokens)
 
 
 def typed(sampling: SamplingParams) -> None:
-    """What a sampler can compute with, and what a model's sizes allow."""
+    """Asserts that a sampler can compute with the values, within a model's sizes."""
     default = asdict(SamplingParams(max_tokens=1))
     for name, value in asdict(sampling).items():
         assert value is None or type(value) in (type(default[name]), *([int] if name not in FLAGS else [])), name

@@ -1,5 +1,5 @@
-"""Targets: the services of workers, with clients that say anything, and the drafter and the verifier that ask workers,
-with workers that answer anything. They may refuse in a line; nothing else."""
+"""Targets: the services of workers, with clients that send arbitrary messages, and the drafter and the verifier that
+use workers, with workers that return arbitrary responses. They may refuse with one line; anything else is a fault."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ OWN = ModelIdentity(b"model", b"tokenizer")
 ABOUT = ModelInfo(OWN, "fake", BOUNDS.vocab_size, BOUNDS.max_model_len, (2,), "float32")
 SHAPE = EngineConfig(mode="serial", verify_batch=BOUNDS.max_nodes, draft_steps=3)
 AHEAD = EngineConfig(mode="async", verify_batch=BOUNDS.max_nodes, draft_steps=1)
-Asked = tuple[Message, list[tuple[int, int]]]  # a message, and bytes of it that are other ones
+Asked = tuple[Message, list[tuple[int, int]]]  # a message, and bytes of it to overwrite
 
 
 class Aborted(Exception):
@@ -61,7 +61,7 @@ class Aborted(Exception):
 
 
 class Context:
-    """A call's."""
+    """The context of a call."""
 
     def is_active(self) -> bool:
         return True
@@ -81,7 +81,7 @@ class Role(FakeRole):
 
 
 def ask(service: WorkerService[Any], asked: Sequence[Asked]) -> str:
-    """One client's calls, in its session once it has one."""
+    """The calls of one client, in its session once it has one."""
     session, outcome = b"", "refused"
     for message, damage in asked:
         message.session = session  # type: ignore[attr-defined]
@@ -114,7 +114,7 @@ def ask_draft(asked: Sequence[Asked]) -> str:
 
 
 def ask_stream(service: WorkerService[Any], shape: EngineConfig, asked: Sequence[Asked]) -> str:
-    """As `ask`, in a stream."""
+    """Like `ask`, in a stream."""
     session, requests = service.sessions.open(b"", shape).id, list[bytes]()
     for message, damage in asked:
         message.session = session  # type: ignore[attr-defined]
@@ -142,7 +142,7 @@ def stream_target(asked: Sequence[Asked]) -> str:
 
 
 def stream_draft(asked: tuple[EngineConfig, Sequence[Asked]]) -> str:
-    """A draft that grows ahead, with d given or as long as nothing comes."""
+    """A lookahead draft, with fixed d or expanding until the next message."""
     shape, messages = asked
 
     def feeding(shape: EngineConfig) -> TreeStreamSession:
@@ -157,7 +157,7 @@ def stream_draft(asked: tuple[EngineConfig, Sequence[Asked]]) -> str:
 
 
 def ask_bytes(asked: tuple[str, bytes]) -> str:
-    """Any bytes, for any method."""
+    """Arbitrary bytes, for any method."""
     method, data = asked
     role: Any = Role()
     service = TargetWorkerService(
@@ -171,7 +171,7 @@ def ask_bytes(asked: tuple[str, bytes]) -> str:
 
 
 class Pieces:
-    """A channel to a worker that answers a ping, or sends its files, with any bytes."""
+    """A channel to a worker that returns arbitrary bytes for a ping or for its tokenizer files."""
 
     def __init__(self, pieces: Sequence[bytes]) -> None:
         self._pieces = pieces
@@ -203,7 +203,7 @@ def hear_ping(link: WorkerConnection[Any]) -> str:
 
 
 class Says:
-    """A link whose streams say what they are told to, then nothing more."""
+    """A link whose streams deliver the given messages, then nothing."""
 
     peer = "--a-url 127.0.0.1:1"
 
@@ -266,7 +266,7 @@ def hear_target(says: Sequence[pb.VerifyAnswer]) -> str:
 
 
 def read_or_none(reader: Any, to_message: Any, words: list[int]) -> Any:
-    """Words of ranks as a message of workers, where they make one."""
+    """Converts words of ranks to a message of workers, if they are valid."""
     try:
         return to_message(reader(words))
     except (ValueError, OverflowError):
