@@ -64,7 +64,7 @@ class Recorder:
         return self._round_without_draft(round_) is not None
 
     def deliver(self) -> None:
-        """Delivers earlier rounds to the listener, at most once per LISTENER_INTERVAL_S. Called during the next round."""
+        """Delivers earlier rounds to the listener, at most once per LISTENER_INTERVAL_S; called during a round."""
         if (
             self._active_listener is not None
             and self._undelivered

@@ -70,7 +70,7 @@ INNER_TILES = 8  # of 16 inputs each, in the layout of torch's CUDA kernel
 
 
 def pack(weight: Weight, dtype: torch.dtype, device: torch.device | str) -> LinearFn:
-    """Packs a matrix [N, K] for torch's int4 product if dtype and shape allow it, otherwise like the reference backend."""
+    """Packs a matrix [N, K] for torch's int4 product if dtype and shape allow it, otherwise as reference/ does."""
     if dtype != torch.bfloat16 or not isinstance(weight, Int4Source) or weight.shape[1] % (16 * INNER_TILES):
         return reference.pack(weight, dtype, device)
     weight = weight.to(device).in_order()
