@@ -22,7 +22,7 @@ KINDS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
 def blocks_of_codes(codes: Tensor) -> Tensor:
-    """Codes [K, N] -> [N / 16, K / 8, 16]: input 2i of a word is nibble i, input 2i + 1 nibble 4 + i."""
+    """Codes [K, N] -> [N / 16, K / 8, 16]: input 2i of each word is nibble i, input 2i + 1 nibble 4 + i."""
     padded = F.pad(codes, (0, -codes.shape[1] % 16)).int().unflatten(0, (-1, 4, 2))
     shifts = torch.tensor([[0, 16], [4, 20], [8, 24], [12, 28]], dtype=torch.int32)
     words = (padded << shifts.unsqueeze(-1)).sum((1, 2), dtype=torch.int32)

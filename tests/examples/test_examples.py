@@ -1,4 +1,4 @@
-"""Every program in examples/ runs as its docstring says."""
+"""Every program in examples/ runs as its docstring describes."""
 
 import os
 import socket

@@ -1,11 +1,11 @@
 // Launches that sum over ranks, and between them some that gather (csrc/cuda/peers/channel.h), as threads, for the
-// sanitizers: prints "ok", or says what is wrong.
+// sanitizers: prints "ok" or the error.
 //
 //   cuda_ll RANKS EPOCHS FIRST_EPOCH AHEAD
 //
-// Each rank is a stream of launches of two CTAs, threads here, which meet at the end of a launch as kernels in a stream
-// do. With AHEAD a CTA sends for the next epoch before it receives for this one: what the third and fourth slot allow.
-// Every third launch gathers, but with AHEAD.
+// Each rank is a stream of launches of two CTAs, threads here, with a barrier at the end of a launch as between kernels
+// of a stream. With AHEAD a CTA sends for the next epoch before it receives for this one, which the third and fourth
+// slot allow. Every third launch gathers, except with AHEAD.
 #include <barrier>
 #include <cstdio>
 #include <cstdlib>
@@ -58,7 +58,7 @@ uint64_t expected(int ranks, uint64_t epoch, int64_t line) {
   return word;
 }
 
-// Word `i` of what a rank gathers; an odd number of words leaves half a line.
+// Word `i` that a rank contributes to a gather; an odd number of words leaves half a line.
 uint32_t word(int rank, uint64_t epoch, int64_t i) { return static_cast<uint32_t>(payload(rank, epoch, i) >> 7); }
 
 int64_t length(uint64_t epoch) { return 1 + static_cast<int64_t>(epoch * 7 % kLines); }

@@ -1,5 +1,5 @@
-// A projection of csrc/cuda lane by lane on the CPU: its tiles, its cut over CTAs and warps, its shared memory and its
-// order of sums, by the functions of cuda/linear/tiles.h that the kernel calls, and an m16n8k16 written down from the
+// A projection of csrc/cuda lane by lane on the CPU: its tiles, its split over CTAs and warps, its shared memory and
+// its order of summation, with the functions of cuda/linear/tiles.h that the kernel calls, and an m16n8k16 after the
 // PTX ISA. The loops follow linear.cuh, epilogue.cuh and linear.cu there.
 #pragma once
 

@@ -1,20 +1,20 @@
-// Runs a projection of csrc/cuda on the CPU (cuda_projection.h), or says how it is cut.
+// Runs a projection of csrc/cuda on the CPU (cuda_projection.h), or prints its tiling.
 //
 //   cuda_tiles SHARED K N GROUP ROWS CLUSTERS N_LOG CLUSTER_LOG MODE < weights, x[, bias, residual] > out
 //   cuda_tiles SHARED K N GROUP ONES TWOS FOURS EIGHTS
 //   cuda_tiles SHARED K N GROUP FIRST HALF < weights > out
 //
-// SHARED are the bytes of shared memory that a CTA may have. GROUP 0 is bf16. N_LOG and CLUSTER_LOG are a cut, -1 the
-// tiling's own. stdin: int4 codes, scales and zeros, or the bf16 matrix; then x [rows, k] bf16. MODE logits: out is
+// SHARED is the number of bytes of shared memory per CTA. GROUP 0 is bf16. N_LOG and CLUSTER_LOG select a tiling, -1
+// the default one. stdin: int4 codes, scales and zeros, or the bf16 matrix; then x [rows, k] bf16. MODE logits: out is
 // float32 [rows, n]. Otherwise it is bf16, bias [n] float32 and residual [rows, n] bf16 follow x: plain adds both, sum
-// the same by way of LL lines, swiglu the bias alone.
+// does the same through LL lines, swiglu adds only the bias.
 //
-// The second prints the tiling for a device that runs so many clusters of 1, 2, 4 and 8 at a time: strips at a time,
-// CTAs of a cluster, turns, stages for 8, 16 and 32 rows, rows of a launch that has 40 and 320 of them to do, its cost by
-// the model in ns, and what the cut of a device with 132, 66, 32 and 16 would cost on this one. The third writes outputs
-// as rows [2 half, k] of bf16, as a library's product reads them.
+// The second form prints the tiling for a device that runs ONES, TWOS, FOURS and EIGHTS clusters of 1, 2, 4 and 8
+// concurrently: concurrent strips, CTAs per cluster, iterations, stages for 8, 16 and 32 rows, rows per launch if 40
+// and 320 are needed, its cost by the model in ns, and the cost on this device of the tiling for a device with 132, 66,
+// 32 and 16. The third form writes outputs as rows [2 half, k] of bf16, as a library's product reads them.
 //
-// Leaves with 1 and one line when something does not fit.
+// Exits with 1 and one line if the tiling does not fit.
 #include "cuda/linear/unpack.h"
 #include "cuda/linear/repack.h"
 #include "cuda/linear/large_m.h"
@@ -41,7 +41,7 @@ void read_weights(Launch& l) {
   for (size_t i = 0; i < l.weights.size(); ++i) l.weights[i] = int4_word(l.tiling, source, static_cast<int64_t>(i));
 }
 
-// What the warps of a launch ask for ahead is all that there is, once, in whole lines.
+// The slices that the warps of a launch prefetch cover all bytes once, in whole lines.
 void check_slices(int64_t bytes) {
   for (const int64_t parts : {1, 8, 1056, 100000}) {
     int64_t next = 0;
@@ -66,7 +66,7 @@ void write_rows(const Launch& l, int64_t first, int64_t half) {
   std::fwrite(out.data(), sizeof(Bf16x8), out.size(), stdout);
 }
 
-// A launch of many rows takes every tile once, and those of a strip in the order in which warps and CTAs join their sums.
+// A launch of many rows processes every tile once, and those of a strip in the order in which warps and CTAs add sums.
 void check_tile_order(const Tiling& t, int log) {
   constexpr int kClusters = 3;
   for (int cta = 0; cta < t.cluster(); ++cta) {
@@ -82,11 +82,11 @@ void check_tile_order(const Tiling& t, int log) {
         for (const int tile : order) require(c.tile == tile, "a tile out of turn"), c.next();
       }
     }
-    require(order.empty() || static_cast<int>(strips.size()) == t.strips, "a strip that nobody has");
+    require(order.empty() || static_cast<int>(strips.size()) == t.strips, "a strip without a warp");
   }
 }
 
-// Every part of every tile has a place of its own, and those of a launch's slab follow each other.
+// Every part of every tile has a separate offset, and those of a launch's slab are consecutive.
 void check_parts(const Tiling& t, int rows, const Device& device) {
   const int most = large_m_parts(t, rows, device), all = total_parts(t, rows, device);
   require(rows - all * kMaxRows <= kMaxRows, "rows that no launch has");
@@ -102,7 +102,7 @@ void check_parts(const Tiling& t, int rows, const Device& device) {
   }
 }
 
-// The rows of a launch that has `rows` to do.
+// The rows that one launch processes if `rows` are needed.
 int wide_rows(const Tiling& t, int rows, const Device& device) {
   const int parts = large_m_parts(t, rows, device);
   if (parts == 0) return kMaxRows;
@@ -113,7 +113,7 @@ int wide_rows(const Tiling& t, int rows, const Device& device) {
   return std::min(rows, parts * kMaxRows);
 }
 
-// As device.cu would find it.
+// The device as device.cu would report it.
 Device device_of(int shared, int ones, int twos, int fours, int eights) {
   return {90, shared, (shared + 1024) / 2 - 1024, 50 << 20, {ones, twos, fours, eights}};
 }

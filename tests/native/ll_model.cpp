@@ -1,13 +1,13 @@
-// Walks through every interleaving of a few ranks that exchange words by the rules of csrc/common/ll.h.
+// Model checker: explores every interleaving of a few ranks that exchange words by the rules of csrc/common/ll.h.
 //
 //   ll_model RANKS EPOCHS WORDS SLOTS AHEAD FLAGS CLEAN_EVERY LENGTHS
 //
 // In each epoch every rank sends words to every other rank, in any order, and takes theirs, in any order; one send or
-// one take is one step. A word is the unit that memory writes as one, so WORDS = 2 is a line with its two halves. A
-// rank sends for epoch s while it takes for epoch r if r <= s <= r + AHEAD. A message is WORDS long where the bit of
-// the epoch is set in LENGTHS, else one word; LENGTHS = -1 tries every set of bits. Prints "ok", "stuck" (somebody
-// waits for what cannot come) or "stale" (an old word was taken for a new one), and the number of states walked
-// through.
+// one take is one step. A word is the unit that memory writes atomically, so WORDS = 2 is a line with its two halves. A
+// rank sends for epoch s while it takes for epoch r if r <= s <= r + AHEAD. A message has WORDS words if the bit of
+// the epoch is set in LENGTHS, otherwise one word; LENGTHS = -1 tries every set of bits. Prints "ok", "stuck" (a rank
+// waits for a word that cannot arrive) or "stale" (an old word was taken for a new one), and the number of states
+// explored.
 #include <array>
 #include <cstdint>
 #include <cstdio>
@@ -40,7 +40,7 @@ struct Rank {
 
 struct State {
   std::array<Rank, kRanks> rank{};
-  // The epoch whose word lies there, counted from 1; 0 is fresh memory: [reader][writer][slot][word]
+  // The epoch of the word in each cell, counted from 1; 0 is fresh memory: [reader][writer][slot][word]
   uint8_t memory[kRanks][kRanks][kSlots][kWords] = {};
 
   std::string key() const { return {reinterpret_cast<const char*>(this), sizeof *this}; }

@@ -1,6 +1,6 @@
-// Ranks as threads, for the sanitizers. Exits with 0 and prints "ok", or says what is wrong.
+// Ranks as threads, for the sanitizers. Exits with 0 and prints "ok", or prints the error.
 //
-//   ll_threads sum RANKS BLOCKS EPOCHS FIRST_EPOCH    sessions of csrc/common/ll.h: sums to the bit, under random delays
+//   ll_threads sum RANKS BLOCKS EPOCHS FIRST_EPOCH    sessions of csrc/common/ll.h: bitwise sums, with random delays
 //   ll_threads ring LINES MESSAGES FIRST_LINE         a ring of csrc/host/shm/ring.h
 //   ll_threads shm RANKS                              groups and mailboxes over shared memory
 #include <sched.h>
@@ -107,7 +107,7 @@ void sum(int ranks, int blocks, int epochs, uint64_t first) {
     }
   }
   for (std::thread& thread : threads) thread.join();
-  // Every line was written in or after the last epochs that clean, if there were such.
+  // Every line was written in or after the last cleaning epochs, if there were any.
   uint64_t cleaned = first + epochs;
   while (cleaned > first && !ll::is_cleaning_epoch(--cleaned)) continue;
   if (!ll::is_cleaning_epoch(cleaned)) return;

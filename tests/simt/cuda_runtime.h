@@ -1,4 +1,4 @@
-// What the sources of csrc/cuda take from CUDA, on the emulated GPU of simt/machine.h. All streams are one.
+// The parts of CUDA that csrc/cuda uses, on the emulated GPU of simt/machine.h. All streams are one.
 #pragma once
 
 #include <algorithm>
@@ -92,7 +92,7 @@ struct Shuffle {
   int source;
 };
 
-// Every lane's value as the lane has it that it names.
+// Each lane receives the value of the lane that it names.
 template <class T>
 T shuffle(uint32_t mask, const char* what, T x, int source) {
   const Shuffle<T> mine{x, source};
@@ -132,7 +132,7 @@ inline void __nanosleep(unsigned nanoseconds) {
 inline void __threadfence() {}
 inline void __threadfence_system() {}
 
-// Between what it reads and what it writes nobody else comes; before it, perhaps.
+// Atomic: other threads may run before it, but not between the read and the write.
 template <class T>
 T atomicAdd(T* to, T x) {
   simt::Machine::get().yield();
@@ -244,7 +244,7 @@ inline std::unordered_map<const void*, size_t>& shared_allowed() {
   return bytes;
 }
 
-// False where CUDA would refuse it.
+// Returns false if CUDA would refuse the configuration.
 inline bool read(const cudaLaunchConfig_t& config, const void* kernel, Launch& launch) {
   launch.grid = {config.gridDim.x, config.gridDim.y, config.gridDim.z};
   launch.threads = {config.blockDim.x, config.blockDim.y, config.blockDim.z};

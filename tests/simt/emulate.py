@@ -1,7 +1,7 @@
 """Builds the kernels of csrc/cuda for the emulated GPU of this folder, and installs it instead of a real one.
 
 Device memory is then CPU memory, all streams are one, and graphs cannot be captured: tests skip those parts if
-tests.gpu.device says EMULATED. Launches wait until two more follow or torch, in the thread that called `install`,
+tests.gpu.device.EMULATED is set. Launches wait until two more follow or torch, in the thread that called `install`,
 accesses a tensor.
 """
 

@@ -1,4 +1,4 @@
-// Two launches each, one of them with a fault, by number: what the emulated GPU says of it, or "nothing".
+// Two launches per case, one of them with a fault; prints the error of the emulated GPU, or "nothing".
 #include <cstdio>
 #include <cstdlib>
 #include <stdexcept>
@@ -53,7 +53,7 @@ void gone(int) {
   ptx::remote_load(reinterpret_cast<float*>(dynamic_shared()), 1);
 }
 
-void too_early(int) {  // nobody waits for the copy
+void too_early(int) {  // no thread waits for the copy
   auto* barrier = reinterpret_cast<uint64_t*>(dynamic_shared());
   if (threadIdx.x != 0) return;
   ptx::barrier_init(barrier);
@@ -71,7 +71,7 @@ void late(int) {
   none(0);
 }
 
-void doubles(int) {  // what the launch in front wrote
+void doubles(int) {  // reads what the previous launch wrote
   ptx::wait_for_dependencies();
   if (threadIdx.x == 0 && blockIdx.x == 0) result *= 2;
 }

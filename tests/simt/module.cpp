@@ -14,7 +14,7 @@ Device gpu() { return kCpu; }
 
 namespace {
 
-// What Python has to do about a signal, such as the one by which pytest ends a test that takes too long.
+// Runs Python's signal handlers, such as the one by which pytest ends a test that takes too long.
 void see_signals() {
   if (PyGILState_Check() == 1 && PyErr_CheckSignals() != 0) throw pybind11::error_already_set();
 }
@@ -24,16 +24,16 @@ void see_signals() {
 PYBIND11_MODULE(emulated, m) {
   swiftspec::binding::bind_cuda(m);
   simt::Machine::get().pause = see_signals;
-  m.def("seed", [](uint64_t seed) { simt::Machine::get().seed(seed); }, "Draws another order of everything from now on.");
+  m.def("seed", [](uint64_t seed) { simt::Machine::get().seed(seed); }, "Seeds the schedule of everything that follows.");
   m.def("gpu", [](const std::vector<unsigned>& parts, size_t shared) {
     simt::Machine::get().parts = parts;
     simt::Machine::get().shared = shared;
     ++simt::Machine::get().ordinal;
   }, pybind11::arg("parts"), pybind11::arg("shared") = 0,
-        "Another GPU from now on, which runs so many blocks at a time in each of its parts, with so many bytes of shared "
-        "memory; 0: as many as usual.");
+        "Replaces the GPU by one with these numbers of concurrent blocks in its parts and these bytes of shared memory; "
+        "0: the default.");
   m.def("queues", [](bool on) { simt::Machine::get().queues = on; }, "Whether launches wait until others follow.");
-  m.def("finish", [] { simt::Machine::get().finish(); }, "Until all launches have ended.");
+  m.def("finish", [] { simt::Machine::get().finish(); }, "Blocks until all launches have ended.");
   m.def("spin", [] {
     simt::Launch launch{.grid = {1, 1, 1}, .threads = {32, 1, 1}, .body = {}};
     launch.body = [] {

@@ -22,7 +22,7 @@ from typing import Any
 from swiftspec.lab.network_link import Link
 from swiftspec.observe.step_time_emulation import wait_until
 
-CHUNK = 16 << 10  # bytes taken at once
+CHUNK = 16 << 10  # bytes per read
 HELD = 1024  # chunks in flight in one direction of a connection; beyond them its sender blocks
 LOOK = 0.05  # seconds between two checks whether the connection was cut
 ABORT = struct.pack("ii", 1, 0)  # SO_LINGER: closing resets

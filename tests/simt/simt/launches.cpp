@@ -37,7 +37,7 @@ unsigned Machine::clusters(unsigned blocks) const {
   return count;
 }
 
-// Where a cluster of so many blocks fits. One always does.
+// The part in which a cluster of this size fits. One cluster always fits.
 bool Machine::find_room(unsigned blocks, size_t& part) const {
   std::vector<size_t> used(parts.size(), 0);
   for (const auto& cluster : resident_) used[cluster->part] += cluster->blocks.size();
@@ -111,7 +111,7 @@ void Machine::clear() {
   under_way_.clear();
 }
 
-// Whether a copy to its shared memory is under way.
+// Whether a copy to its shared memory is in flight.
 bool Machine::receives(const Cluster& cluster) const {
   return std::any_of(copies_.begin(), copies_.end(), [&](const BulkCopy& one) {
     return std::any_of(cluster.blocks.begin(), cluster.blocks.end(), [&](const std::unique_ptr<Block>& block) {
@@ -121,14 +121,14 @@ bool Machine::receives(const Cluster& cluster) const {
   });
 }
 
-// Frees what clusters without threads held.
+// Frees the resources of clusters whose threads have ended.
 void Machine::retire() {
   std::erase_if(resident_, [&](std::unique_ptr<Cluster>& cluster) {
     if (cluster->live > 0) return false;
     if (!copies_.empty() && receives(*cluster)) fault_ = "a block has left that a copy is under way to";
     for (auto& block : cluster->blocks) {
       for (auto& thread : block->threads) {
-        thread->fiber->started &= thread->ended;  // the others have stopped amid something
+        thread->fiber->started &= thread->ended;  // the others stopped in the middle
         fibers_.push_back(std::move(thread->fiber));
       }
     }
@@ -139,7 +139,7 @@ void Machine::retire() {
   std::erase_if(under_way_, [](const std::shared_ptr<Grid>& grid) { return grid->ended(); });
 }
 
-// Starts what there is room for.
+// Starts the clusters for which there is room.
 void Machine::begin() {
   for (const auto& grid : under_way_) {
     if (grid->before != nullptr && grid->before->silent > 0) return;
@@ -151,7 +151,7 @@ void Machine::begin() {
   }
 }
 
-// One thread goes on until it waits: mostly one of those that have been woken last, whose memory is in the caches.
+// Runs one thread until it waits: mostly one of those that were woken last, whose memory is in the caches.
 void Machine::step() {
   if (ready_.empty()) {
     if (copies_.empty()) fault_ = stuck();
@@ -164,7 +164,7 @@ void Machine::step() {
   resume(thread);
 }
 
-// A kernel that spins would never end by itself.
+// Allows a signal to end a kernel that spins for ever.
 void Machine::look_up() {
   if (++steps_ % kSteps != 0) return;
   try {

@@ -45,7 +45,7 @@ void Machine::resume(Thread& thread) {
 #if SIMT_ASAN
   __sanitizer_start_switch_fiber(&home_fake_, fiber.stack.get(), kStack);
 #endif
-  if (_setjmp(home_) == 0) {  // jumps, for a swap of contexts asks the kernel twice
+  if (_setjmp(home_) == 0) {  // jumps, since swapcontext needs two system calls
     if (fiber.started) _longjmp(fiber.here, 1);
     fiber.started = true;
     ucontext_t beginning;
@@ -91,7 +91,7 @@ void Machine::leave(Thread& thread) {
   thread.ended = true;
   --block.live, --block.cluster->live;
   if (block.live == 0) launch_dependents();
-  // those that wait for all that are left need wait no longer
+  // threads at a barrier no longer wait for the one that has ended
   if (block.live > 0 && static_cast<int>(block.gate.waiting.size()) == block.live) wake(block.gate);
   changed_ |= block.cluster->live == 0;
   if (block.cluster->live > 0 && static_cast<int>(block.cluster->gate.waiting.size()) == block.cluster->live) {
@@ -144,7 +144,7 @@ void Machine::collective(uint32_t mask, const char* what, const void* in, void* 
   block(what);
 }
 
-// ---- Ends that are none.
+// ---- Traps and faults, which do not return.
 
 void Machine::trap() {
   trapped_ = true;

@@ -1,13 +1,13 @@
-// A GPU emulated on a CPU, so that the kernels of csrc/cuda run in tests as they are: their threads are fibers of one
-// operating system thread, which take turns in an order drawn from a seed, and whatever the hardware does at its own
-// time (copies into shared memory, the halves of a line) happens at a time drawn from that seed.
+// A GPU emulated on a CPU, so that the kernels of csrc/cuda run in tests unchanged: their threads are fibers of one
+// operating system thread, scheduled in a random order that depends on a seed, and asynchronous operations of the
+// hardware (copies into shared memory, the halves of a line) happen at random times that depend on that seed.
 //
 // Launches are queued until a caller waits for them, so that early launches can overlap: a few are in flight at a time.
 //
-// What CUDA leaves undefined and this notices is an error: lanes of a warp that meet at different instructions, threads
-// that wait for each other for ever, shared memory of a block that has left, a misaligned or outlying copy, a thread of
-// an early launch that ends without having waited for the launch in front. Shared memory is full of NaN at first. Built
-// with AddressSanitizer, every block's shared memory ends where its launch said.
+// These kinds of undefined behaviour are errors: lanes of a warp that meet at different instructions, threads that wait
+// for each other for ever, shared memory of a block that has ended, a misaligned or outlying copy, a thread of an early
+// launch that ends without having waited for the previous launch. Shared memory is initialised with NaN. With
+// AddressSanitizer, every block's shared memory has exactly the size of its launch.
 #pragma once
 
 #include <setjmp.h>
@@ -46,7 +46,7 @@ struct Gate {
   std::vector<Thread*> waiting;
 };
 
-// Lanes that have come to an instruction of the whole warp. The last one computes it for all.
+// Lanes that have reached an instruction of the whole warp. The last one computes it for all.
 struct Warp {
   Gate gate;
   uint32_t mask = 0;
@@ -135,7 +135,7 @@ struct BulkCopy {
   uint64_t* barrier;
 };
 
-// The word of an mbarrier.
+// The 64 bits of an mbarrier.
 struct Barrier {
   uint32_t phase : 1, expected : 15, pending : 16;
   int32_t bytes;
@@ -150,12 +150,12 @@ class Machine {
   }
 
   void seed(uint64_t seed) { dice_.seed(seed); }
-  int ordinal = 0;       // of the GPU; another one where `parts` are others
+  int ordinal = 0;       // of the GPU; differs for other `parts`
   std::vector<unsigned> parts = {16, 16, 16, 16};  // blocks that run at a time; a cluster lies within one of them
-  size_t shared = 0;     // bytes of shared memory that a block may have; 0: what the GPU compiled for has
+  size_t shared = 0;     // bytes of shared memory that a block may have; 0: that of the kernels' GPU
   bool queues = false;   // launches run when others follow or a caller waits, not immediately
   bool broken = false;   // a kernel has trapped; no further launch runs
-  std::function<void()> pause = [] {};  // called now and then; where it throws, all launches end
+  std::function<void()> pause = [] {};  // called periodically; if it throws, all launches end
 
   unsigned clusters(unsigned blocks) const;  // clusters of `blocks` blocks that run concurrently
   void run(Launch launch);
@@ -200,15 +200,15 @@ class Machine {
   const void* home_stack_ = nullptr;
   size_t home_size_ = 0;
   Thread* current_ = nullptr;
-  std::vector<std::shared_ptr<Grid>> under_way_;  // as they were launched
+  std::vector<std::shared_ptr<Grid>> under_way_;  // in launch order
   std::vector<Thread*> ready_;
   std::vector<std::unique_ptr<Cluster>> resident_;
   std::vector<BulkCopy> copies_;
-  std::vector<std::unique_ptr<Fiber>> fibers_;  // to be used again
+  std::vector<std::unique_ptr<Fiber>> fibers_;  // for reuse
   std::string fault_;
   bool trapped_ = false;
   uint64_t steps_ = 0;
-  bool changed_ = false;  // a cluster has left, or no block is silent any more
+  bool changed_ = false;  // a cluster has ended, or no block is silent any more
   unsigned patience_ = 1;  // since the last launch: how often a thread that yields is scheduled again soon
 };
 

@@ -17,7 +17,7 @@ struct Operands {
   float c[4];
 };
 
-// PTX ISA, "Matrix Fragments for mma.m16n8k16": who holds what of a [16, 16], b [16, 8] and c [16, 8].
+// PTX ISA, "Matrix Fragments for mma.m16n8k16": the elements of a [16, 16], b [16, 8] and c [16, 8] per lane.
 inline void multiply(Warp& warp) {
   float a[16][16], b[16][8], c[16][8];
   const auto row = [](int lane, int i) { return lane / 4 + i / 2 * 8; };
@@ -91,7 +91,7 @@ inline uint32_t bf16_fma(uint32_t a, uint32_t b, uint32_t c) {
   return bf16_pair(std::fma(low_half(a), low_half(b), low_half(c)), std::fma(high_half(a), high_half(b), high_half(c)));
 }
 
-// The bytes come when they are waited for, or at once.
+// The bytes arrive when they are waited for, or immediately.
 inline void cp_async16(void* shared, const void* global) {
   simt::Machine& machine = simt::Machine::get();
   machine.check_shared(shared, 16, 16, "cp.async");
@@ -198,7 +198,7 @@ T* in_block(T* p, uint32_t rank) {
 inline float4 remote_load4(const float4* p, uint32_t rank) { return remote<float4>(p, rank); }
 inline float remote_load(const float* p, uint32_t rank) { return remote<float>(p, rank); }
 
-// ---- Memory that others see. Between two of these anything may happen, between the halves of a line, too.
+// ---- System-wide memory. Other threads may run between any two accesses, also between the halves of a line.
 
 inline uint64_t load_system(const uint64_t* p) {
   simt::Machine::get().yield();
