@@ -47,7 +47,7 @@ def in_thread(act: Callable[[], Any]) -> Any:
     return got[0]
 
 
-def told_busy(llm: LLM) -> bool:
+def reports_busy(llm: LLM) -> bool:
     """Whether another thread receives the error for a busy engine, with each method."""
     generated = in_thread(lambda: llm.generate(PROMPT, FREE))
     streamed = in_thread(lambda: next(llm.stream(PROMPT, FREE)))
@@ -58,18 +58,18 @@ def told_busy(llm: LLM) -> bool:
 def test_a_call_from_a_second_thread_raises(pair: tuple[Path, Path], mode: str) -> None:
     """In the middle of a forward, and between two rounds; the answer of the first caller is unchanged."""
     llm = LLM(*pair, EngineConfig(mode=mode), dtype=torch.float64)
-    want, told = llm.generate(PROMPT, FREE).token_ids, []
+    want, busy = llm.generate(PROMPT, FREE).token_ids, []
 
     def ask(began: float, rows: int) -> None:
-        told.append(told_busy(llm))
+        busy.append(reports_busy(llm))
 
     parts: Any = llm.roles.parts
     parts.verifier.runner.hooks.append(ask)
     got: list[int] = []
     for chunk in llm.stream(PROMPT, FREE):
         got += chunk.token_ids
-        told.append(told_busy(llm) or chunk.finish_reason is not None)
-    assert got == want and len(told) > 10 and all(told)
+        busy.append(reports_busy(llm) or chunk.finish_reason is not None)
+    assert got == want and len(busy) > 10 and all(busy)
     parts.verifier.runner.hooks.clear()
     assert in_thread(lambda: llm.generate(PROMPT, FREE)).token_ids == want, "nobody is served any more"
 
@@ -114,7 +114,7 @@ def test_a_dropped_stream_releases_the_engine(pair: tuple[Path, Path]) -> None:
     llm = LLM(pair[0], dtype=torch.float64)
     stream = llm.stream(PROMPT, FREE)
     next(stream)
-    assert told_busy(llm)
+    assert reports_busy(llm)
     stream.close()
     assert len(in_thread(lambda: llm.generate(PROMPT, FREE)).token_ids) == 24
 
@@ -148,7 +148,7 @@ def test_prompts_of_other_types_are_converted(pair: tuple[Path, Path], prompt: S
 
 
 @pytest.mark.parametrize(
-    ("prompt", "said"),
+    ("prompt", "message"),
     [
         ([1.5], "the prompt takes a whole number, not 1.5"),
         ([5, True], "the prompt takes a whole number, not True"),
@@ -161,9 +161,9 @@ def test_prompts_of_other_types_are_converted(pair: tuple[Path, Path], prompt: S
         (["x" * 1000], r"not 'x{59}\.\.\.x{9}'"),
     ],
 )
-def test_invalid_prompts_are_refused(pair: tuple[Path, Path], prompt: Any, said: str) -> None:
+def test_invalid_prompts_are_refused(pair: tuple[Path, Path], prompt: Any, message: str) -> None:
     llm = LLM(pair[0], dtype=torch.float64)
-    with pytest.raises(UserError, match=said):
+    with pytest.raises(UserError, match=message):
         llm.generate(prompt, FREE)
     with pytest.raises(UserError, match=r"sampling takes SamplingParams, not \{'top_k': 3\}"):
         llm.generate(PROMPT, {"top_k": 3})  # type: ignore[arg-type]

@@ -51,7 +51,7 @@ def test_valid_values_are_converted(given_: dict[str, Any], meant: dict[str, Any
 
 
 @pytest.mark.parametrize(
-    ("values", "said"),
+    ("values", "message"),
     [
         ({"seed": 1.5}, "seed takes a whole number, not 1.5"),
         ({"top_k": 5.0}, "top_k takes a whole number, not 5.0"),
@@ -80,8 +80,8 @@ def test_valid_values_are_converted(given_: dict[str, Any], meant: dict[str, Any
         ({"seed": "x" * 1000}, r"seed takes a whole number, not 'x{59}\.\.\.x{9}'$"),
     ],
 )
-def test_invalid_values_are_refused_by_name(values: dict[str, Any], said: str) -> None:
-    with pytest.raises(UserError, match=said):
+def test_invalid_values_are_refused_by_name(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
         SamplingParams(**values)
 
 

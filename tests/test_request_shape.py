@@ -70,14 +70,14 @@ def test_every_shape_has_the_same_text(pair: Pair, name: str, request_: str) -> 
     plain = LLM(pair[0], dtype=torch.float64, max_model_len=128).generate(PROMPT, sampling(request_)).token_ids
     llm, config = engine(pair, name), ENGINES[name]
     for bs, d in SHAPES:
-        asked = sampling(request_, verify_batch=bs, draft_steps=d)
-        got = llm.generate(PROMPT, asked)
+        params = sampling(request_, verify_batch=bs, draft_steps=d)
+        got = llm.generate(PROMPT, params)
         assert got.token_ids == plain and got.stats.drafter_lost is None, (bs, d)
         sizes = [len(parents) for parents, _, _ in got.stats.verified]
         assert max(sizes) == (bs or config.verify_batch), (bs, d)
-        told = answer_stats.metrics(llm.config.for_request(asked), got.stats, TOKENS)
-        assert told["verify_batch"] == max(sizes) and told["policy"] is None
-        assert told["draft_steps"] == (0 if bs == 1 else d or config.initial_draft_steps)
+        report = answer_stats.metrics(llm.config.for_request(params), got.stats, TOKENS)
+        assert report["verify_batch"] == max(sizes) and report["policy"] is None
+        assert report["draft_steps"] == (0 if bs == 1 else d or config.initial_draft_steps)
         if bs == 1:
             assert got.stats.rounds == TOKENS and got.stats.drafted == got.stats.draft_busy_time == 0
         else:

@@ -35,8 +35,10 @@ def test_each_projection_prefetches_the_tiles_of_the_next() -> None:
     layers = [SimpleNamespace(**{name: matrix(f"{name} {i}", size) for name, size in sizes.items()}) for i in (0, 1)]
     stack: Any = SimpleNamespace(layers=layers, head=matrix("head", cuda.PREFETCH_BYTES + 1))
     assert cuda.fuse(stack) is None
-    asked = {"qkv": cuda.PREFETCH_BYTES + 256, "o": cuda.PREFETCH_BYTES, "gate_up": 5, "down": 3}
-    expected = {f"{name} {i}": size for i in (0, 1) for name, size in asked.items()} | {"down 1": cuda.PREFETCH_BYTES}
+    prefetched = {"qkv": cuda.PREFETCH_BYTES + 256, "o": cuda.PREFETCH_BYTES, "gate_up": 5, "down": 3}
+    expected = {f"{name} {i}": size for i in (0, 1) for name, size in prefetched.items()} | {
+        "down 1": cuda.PREFETCH_BYTES
+    }
     assert {name: tiles.shape[0] for name, tiles in named.items()} == expected, "qkv for all of o"
     cuda.enable_weight_prefetch(stack, enabled=False)
     assert {tiles.shape[0] for tiles in named.values()} == {0}

@@ -79,9 +79,9 @@ def batch_of(kv_len: int, width: int, slots: list[int]) -> Batch:
 def test_attention_equals_the_reference_without_host_reads(kv_len: int, width: int, slots: list[int]) -> None:
     heads, kv_heads, dim, capacity = 6, 2, 16, 32
     tables = torch.randn(2, 64, dim, dtype=torch.float64)
-    batch, kept = batch_of(kv_len, width, slots), torch.randn(2, 3, 1, kv_heads, capacity, dim, dtype=torch.float64)
+    batch, cached = batch_of(kv_len, width, slots), torch.randn(2, 3, 1, kv_heads, capacity, dim, dtype=torch.float64)
     qkv = torch.randn(len(slots), (heads + 2 * kv_heads) * dim, dtype=torch.float64)
-    one, other = Cache(*kept.clone()), Cache(*kept.clone())
+    one, other = Cache(*cached.clone()), Cache(*cached.clone())
     plan = reference.prepare(batch, one, tables[0], tables[1], heads)
     want = [reference.tree_attention(qkv, plan, layer) for layer in range(3)]
     with NoHost():

@@ -121,15 +121,15 @@ def test_a_complete_file_of_another_model_is_not_used(whole: tuple[Path, Transfo
 
 
 def test_a_changed_checkpoint_has_a_separate_entry(tmp_path: Path) -> None:
-    model, kept = Path(shutil.copytree(TARGET, tmp_path / "model")), tmp_path / "kept"
-    before, _ = start(kept, model)
+    model, folder = Path(shutil.copytree(TARGET, tmp_path / "model")), tmp_path / "kept"
+    before, _ = start(folder, model)
     weights = load_file(model / "model.safetensors")
     name = next(name for name in weights if name.endswith("qweight"))
     save_file(weights | {name: weights[name] ^ 1}, model / "model.safetensors")
-    after, packed = start(kept, model)
-    assert len(packed) == len(after.stack.layers) + 2 and len([*kept.iterdir()]) == 2
+    after, packed = start(folder, model)
+    assert len(packed) == len(after.stack.layers) + 2 and len([*folder.iterdir()]) == 2
     assert any(not torch.equal(a, b) for a, b in zip(tensors(before), tensors(after)))
-    assert start(kept, model, torch.float32)[0].dtype == torch.float32 and len([*kept.iterdir()]) == 3
+    assert start(folder, model, torch.float32)[0].dtype == torch.float32 and len([*folder.iterdir()]) == 3
 
 
 def test_all_levels_read_the_same_entry(whole: tuple[Path, Transformer], level: str) -> None:
@@ -274,17 +274,17 @@ def test_the_writer_stops_at_its_time_limit() -> None:
 
 def test_an_engine_writes_its_packed_weights_after_a_response(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(model_pair, "PackedWeightCache", partial(PackedWeightCache, min_model_bytes=0))
-    kept, texts, plan = tmp_path / "kept", list[tuple[int, ...]](), EngineConfig(mode="ar")
+    folder, texts, plan = tmp_path / "kept", list[tuple[int, ...]](), EngineConfig(mode="ar")
     for files in (0, 1):
-        llm = LLM(TARGET, config=plan, dtype=torch.bfloat16, max_model_len=64, packed_cache=kept)
-        assert len([*kept.glob("*")]) == files and llm.load_time > 0
+        llm = LLM(TARGET, config=plan, dtype=torch.bfloat16, max_model_len=64, packed_cache=folder)
+        assert len([*folder.glob("*")]) == files and llm.load_time > 0
         texts.append(tuple(llm.generate([5, 6, 7], SamplingParams(max_tokens=8, temperature=0)).token_ids))
         assert llm.writer is not None
         llm.writer.close(WRITE_TIMEOUT_S)
         llm.close()
         with pytest.raises(UserError, match="closed"):
             llm.generate([5])
-    assert texts[0] == texts[1] and (only_entry(kept) / "head").exists()
+    assert texts[0] == texts[1] and (only_entry(folder) / "head").exists()
 
 
 def test_small_models_are_not_cached(tmp_path: Path) -> None:

@@ -214,7 +214,7 @@ def test_log_probs(level: str, vocab: int) -> None:
         torch.testing.assert_close(got.double(), exact[:, 0], atol=2e-5, rtol=1e-5)
         torch.testing.assert_close(reference.log_probs(logits, vocab, tokens, scores), got, atol=2e-5, rtol=1e-5)
     logits[1, vocab - 1] = torch.nan
-    there = (host.log_probs(logits, vocab, tokens, scores), reference.log_probs(logits, vocab, tokens, scores))
-    assert all(found.isnan().tolist() == [False, True, False, False, False] for found in there)
+    results = (host.log_probs(logits, vocab, tokens, scores), reference.log_probs(logits, vocab, tokens, scores))
+    assert all(found.isnan().tolist() == [False, True, False, False, False] for found in results)
     with pytest.raises(ValueError, match="outside the vocabulary"):
         host.log_probs(logits, vocab, tokens + vocab, scores)

@@ -137,16 +137,16 @@ def test_targets_that_are_met_and_missed() -> None:
 
 
 def test_too_little_disk_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    said: list[str] = []
+    log: list[str] = []
     with pytest.raises(UserError, match="GB are needed; name a larger disk with --folder"):
-        check_room(tmp_path, 10**18, said.append)
-    assert "to be written" in said[0]
+        check_room(tmp_path, 10**18, log.append)
+    assert "to be written" in log[0]
 
 
 def test_complete_results_are_reused_and_failed_ones_are_absent(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tiny, said = model(tmp_path), list[str]()
+    tiny, log = model(tmp_path), list[str]()
 
     def write(_: object, __: object, ___: object, out: Path) -> None:
         out.mkdir()
@@ -154,12 +154,12 @@ def test_complete_results_are_reused_and_failed_ones_are_absent(
 
     monkeypatch.setattr(width_expanded, "write", write)
     with pytest.raises(KeyboardInterrupt):
-        tiny.make((), said.append)
+        tiny.make((), log.append)
     assert not list(tmp_path.glob("target*")) and tiny.bytes_missing(("q4_1",)) > 0
     tiny.folder.mkdir()
     tiny.gguf("q4_1").touch()
-    tiny.make(("q4_1",), said.append)
-    assert said == ["target-tiny: growing", "target-tiny: reused", "target-tiny.q4_1.gguf: reused"]
+    tiny.make(("q4_1",), log.append)
+    assert log == ["target-tiny: growing", "target-tiny: reused", "target-tiny.q4_1.gguf: reused"]
     assert tiny.bytes_missing(("q4_1",)) == 0
     warm([tiny.gguf("q4_1")])
 

@@ -33,7 +33,7 @@ def test_the_core_decodes_alone() -> None:
     command = [sys.executable, "-m", "tests.support.core_alone", *files]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    said = json.loads(done.stdout)
-    assert len(said["alone"]) == 40 and said["with a draft"] == said["alone"] and said["accepted"] > 10
+    output = json.loads(done.stdout)
+    assert len(output["alone"]) == 40 and output["with a draft"] == output["alone"] and output["accepted"] > 10
     less = subprocess.run(command[:-6], cwd=ROOT, capture_output=True, text=True)
     assert less.returncode != 0 and "is not in the core" in less.stderr

@@ -86,11 +86,11 @@ def folder_cycles(sources: Mapping[str, str]) -> list[list[str]]:
     edges: dict[str, dict[str, set[str]]] = {}
     for path, targets in imported_files(sources).items():
         for target in targets:
-            here, there = PurePosixPath(path).parts, PurePosixPath(target).parts
-            same = next(i for i, (a, b) in enumerate(zip(here, there)) if a != b)
-            folder = edges.setdefault("/".join(here[:same]), {})
-            folder.setdefault(here[same], set()).add(there[same])
-            folder.setdefault(there[same], set())
+            source_parts, target_parts = PurePosixPath(path).parts, PurePosixPath(target).parts
+            same = next(i for i, (a, b) in enumerate(zip(source_parts, target_parts)) if a != b)
+            folder = edges.setdefault("/".join(source_parts[:same]), {})
+            folder.setdefault(source_parts[same], set()).add(target_parts[same])
+            folder.setdefault(target_parts[same], set())
     return [cycle for folder in edges.values() for cycle in cycles(folder)]
 
 

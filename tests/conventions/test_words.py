@@ -96,13 +96,13 @@ def files() -> list[Path]:
 
 
 def complaints(lines: Iterator[tuple[int, str]]) -> list[str]:
-    kept = []
+    violations = []
     for number, line in lines:
         shortened = line
         for phrase in ALLOWED:
             shortened = shortened.replace(phrase, "")
-        kept += [f"{number}: {found.group()!r} in {line.strip()!r}" for found in PATTERN.finditer(shortened)]
-    return kept
+        violations += [f"{number}: {found.group()!r} in {line.strip()!r}" for found in PATTERN.finditer(shortened)]
+    return violations
 
 
 def test_prose_uses_the_words_of_the_field() -> None:

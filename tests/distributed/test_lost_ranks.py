@@ -77,13 +77,13 @@ def test_grammars_and_log_probabilities(pool: Pool, spoken: tuple[Path, Path], s
 def test_a_cancelled_prefill_does_not_affect_the_next_request(pool: Pool, long: tuple[Path, Path], split: str) -> None:
     other = [*LONG[:300], 7, *LONG[301:]]
     turns = ((LONG, 1), (other, None), (LONG, 0), (other, 2), (LONG, None), (other, 4), (other, None))
-    requests = [(prompt, GREEDY if looks is None else {**GREEDY, "looks": looks}) for prompt, looks in turns]
+    requests = [(prompt, GREEDY if polls is None else {**GREEDY, "looks": polls}) for prompt, polls in turns]
     alone = LLM(long[0], dtype=torch.float64, prefix_cache_memory=0)
     want = {tuple(prompt): alone.generate(prompt, sampling_from(GREEDY)).token_ids for prompt in (LONG, other)}
     got = answers(pool, split, long, requests)
     assert got[0]["tokens"] == got[2]["tokens"] == [] and got[0]["looks"] == 2
-    for (prompt, looks), each in zip(turns, got, strict=True):
-        if looks is None:
+    for (prompt, polls), each in zip(turns, got, strict=True):
+        if polls is None:
             assert each["tokens"] == want[tuple(prompt)] and each["lost"] is None
         else:
             assert each["tokens"] in ([], want[tuple(prompt)])
@@ -101,8 +101,8 @@ def test_requests_that_set_bs_and_d(pool: Pool, long: tuple[Path, Path], split: 
     requests.append((LONG[:50], values))
     alone = LLM(long[0], dtype=torch.float64).generate(LONG[:50], sampling_from(values)).token_ids
     got = answers(pool, split, long, requests, **({"self_switch": True, "adapt_batch": True} if decides else {}))
-    for (_, asked), each in zip(requests, got, strict=True):
+    for (_, shaped), each in zip(requests, got, strict=True):
         assert (each["tokens"], each["lost"]) == (alone, None)
-        if asked.get("verify_batch") == 1:
+        if shaped.get("verify_batch") == 1:
             assert each["rounds"] == len(alone) and each["draft_busy"] == 0
     assert decides or len({each["rounds"] for each in got[::2]}) == 1

@@ -195,13 +195,13 @@ def test_draw_and_children(vocab: int, noisy: bool, biased: bool) -> None:
     bias = random(vocab, seed=2, dtype=torch.float32) if biased else None
     block = cuda.gumbel_rows(vocab, 0, torch.arange(3, device=DEVICE), range(vocab)) if noisy else None
     rows = torch.arange(9, device=DEVICE) % 3 if noisy else None
-    scores, here = Scores(1.3, bias, block, rows, 0.7), logits.cpu()
-    there = [None if t is None else t.cpu() for t in (bias, block, rows)]
-    theirs = Scores(1.3, there[0], there[1], there[2], 0.7)
-    assert torch.equal(cuda.draw(logits, vocab, scores).cpu(), reference.draw(here, vocab, theirs))
+    scores, cpu_logits = Scores(1.3, bias, block, rows, 0.7), logits.cpu()
+    on_cpu = [None if t is None else t.cpu() for t in (bias, block, rows)]
+    theirs = Scores(1.3, on_cpu[0], on_cpu[1], on_cpu[2], 0.7)
+    assert torch.equal(cuda.draw(logits, vocab, scores).cpu(), reference.draw(cpu_logits, vocab, theirs))
     for k in {1, min(8, vocab), min(64, vocab)}:
         tokens, values = (t.cpu() for t in cuda.children(logits, vocab, k, scores))
-        want_tokens, want = reference.children(here, vocab, k, theirs)
+        want_tokens, want = reference.children(cpu_logits, vocab, k, theirs)
         torch.testing.assert_close(values, want, rtol=1e-5, atol=2e-5)
         finite = want > -torch.inf
         assert torch.equal(tokens[finite], want_tokens[finite])
@@ -223,9 +223,9 @@ def test_keyed_draws_and_their_log_probabilities(vocab: int, biased: bool) -> No
     scores = Scores(1.3, bias, cuda.gumbel_rows(vocab, 3, positions, range(vocab)), positions)
     tokens, values = cuda.draw_keyed(logits, vocab, keys, scores)
     assert torch.equal(tokens, cuda.draw(logits, vocab, scores))
-    there = Scores(1.3, None if bias is None else bias.cpu())
+    cpu_scores = Scores(1.3, None if bias is None else bias.cpu())
     torch.testing.assert_close(
-        values.cpu(), reference.log_probs(logits.cpu(), vocab, tokens.cpu(), there), rtol=1e-5, atol=2e-5
+        values.cpu(), reference.log_probs(logits.cpu(), vocab, tokens.cpu(), cpu_scores), rtol=1e-5, atol=2e-5
     )
     assert torch.equal(values, cuda.log_probs(logits, vocab, tokens, scores))
     one = cuda.draw_keyed(logits[3:4], vocab, keys[3:4], scores)
@@ -252,10 +252,10 @@ def test_candidates_at_the_edges() -> None:
     assert cuda.draw(logits, 2999).tolist() == [0, -1, 0], "beyond the vocabulary"
 
 
-@pytest.mark.parametrize(("capacity", "kept"), most([(9, 4), (100, 60), (3000, 2500)], 2))
-def test_slots_move_in_place(capacity: int, kept: int) -> None:
+@pytest.mark.parametrize(("capacity", "path"), most([(9, 4), (100, 60), (3000, 2500)], 2))
+def test_slots_move_in_place(capacity: int, path: int) -> None:
     ours, theirs = (Cache(2, 3, capacity, 64) for _ in range(2))
-    order = torch.randperm(capacity, generator=dice(kept), device=DEVICE)[:kept].sort().values.tolist()
+    order = torch.randperm(capacity, generator=dice(path), device=DEVICE)[:path].sort().values.tolist()
     start = 1 if order[0] > 0 else 0
     cuda.mover(ours.k, ours.v)(1, order, start)
     reference.mover(theirs.k, theirs.v)(1, order, start)

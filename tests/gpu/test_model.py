@@ -32,7 +32,7 @@ def test_logits_of_the_demo_target() -> None:
     prompt = dice.integers(5, 4096, 41).tolist()
     for runner in (ours, exact):
         runner.prefill(prompt)
-    for rows, kept in ((1, [0]), (8, [0, 1]), (3, [0])):
+    for rows, accepted in ((1, [0]), (8, [0, 1]), (3, [0])):
         tokens = dice.integers(5, 4096, rows)
         mask = tree_mask.from_parents([-1, *(int(dice.integers(0, i)) for i in range(1, rows))])
 
@@ -43,4 +43,4 @@ def test_logits_of_the_demo_target() -> None:
         assert (got - want).norm() <= 3e-2 * want.norm()
         assert (got.argmax(-1) == want.argmax(-1)).float().mean() > 0.6
         for runner in (ours, exact):
-            runner.cache.commit(kept)
+            runner.cache.commit(accepted)

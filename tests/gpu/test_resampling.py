@@ -68,11 +68,11 @@ def test_resampling_can_be_captured() -> None:
 def test_invalid_arguments_are_rejected() -> None:
     groups, uniform = on(DEVICE, groups_of(torch.zeros(2, 3), 8, 9, 1)), torch.full((2,), 0.5, dtype=torch.float64)
     named = {**groups.fields(), "uniform": uniform.to(DEVICE), "threshold": 0.5, "width": 8, "stream": 0}
-    for name, value, said in (
+    for name, value, message in (
         ("width", 9, "the window is wider"),
         ("uniform", uniform.to(DEVICE)[:1], "uniform: expected"),
         ("mask", groups.mask[:, :2], "mask: expected"),
         ("log_weights", torch.zeros(2, 1025, dtype=torch.float64, device=DEVICE), "between 1 and 1024 particles"),
     ):
-        with pytest.raises(ValueError, match=said):
+        with pytest.raises(ValueError, match=message):
             _C.resample_cuda(**{**named, name: value})

@@ -20,11 +20,11 @@ CHAINS = RecordedAcceptance(
 
 
 def test_rows_and_tokens_of_each_kind_of_batching() -> None:
-    asked: list[tuple[int, int, int]] = []
+    calls: list[tuple[int, int, int]] = []
 
     def forwards(rows: int, drafted: int, requests: int) -> tuple[SimulatedTimes, SimulatedTimes]:
         """A target row takes one second, a draft row a tenth, on the fast and the slow machine."""
-        asked.append((rows, drafted, requests))
+        calls.append((rows, drafted, requests))
         times = SimulatedTimes(10.0 + rows, 1.0 + drafted / 10, verify=0.5)
         return times, times
 
@@ -38,7 +38,7 @@ def test_rows_and_tokens_of_each_kind_of_batching() -> None:
     # the same with N times the rows; K + 1 tokens a round
     assert found["smc N 2 K 2", 4] == pytest.approx(4 * 3 / (34.5 + 2.6 + 1.8))
     assert found["smc N 2 K 2", 1] == pytest.approx(3 / (16.5 + 1.4 + 1.2))
-    assert (24, 16, 4) in asked and (24, 8, 4) in asked
+    assert (24, 16, 4) in calls and (24, 8, 4) in calls
     assert (
         batching_prediction.format_batches(batching_prediction.predict_batches([1, 4], 2, 2, CHAINS, forwards))
         .splitlines()[2]
@@ -69,12 +69,12 @@ def test_the_command_compares_particles_with_chains(tmp_path: Path, capsys: pyte
     assert main(["predict", "--hardware", "h200x1", *models, "--groups", "1,8", "--particles", "2"]) == 0
     out = capsys.readouterr().out
     assert "plain, tok/s" in out and "chains K 4, tok/s" in out and "smc N 2 K 4, tok/s" in out
-    for more, said in (
+    for more, message in (
         (["--groups", "1,x"], "--groups '1,x': write numbers of requests"),
         (["--groups", "1,999"], "in 1..256"),
         (["--groups", "2", "--smc-draft-tokens", "5"], "no chains of 5 draft tokens were recorded (1, 2, 3, 4, 6, 8"),
         ([], "take two ranks or more, or a --link, or --groups"),
     ):
         assert main(["predict", "--hardware", "h200x1", *models, *more]) == 1
-        told = capsys.readouterr().err
-        assert said in told and told.count("\n") == 1
+        errors = capsys.readouterr().err
+        assert message in errors and errors.count("\n") == 1

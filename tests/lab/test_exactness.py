@@ -99,20 +99,20 @@ def test_the_command(pair: list[str], capsys: pytest.CaptureFixture[str]) -> Non
 def test_guided_requests_are_guided_by_the_negative_prompt(
     pair: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked = []
+    prompts = []
     whole = trial.compare_samples
 
     def noted(
         plain: LLM, tree: trial.CountingEngine, prompt: Any, sampling: SamplingParams, *more: Any
     ) -> trial.SampleVerdict:
-        asked.append(sampling)
+        prompts.append(sampling)
         assert isinstance(tree.engine, LLM) and not tree.engine.config.self_switch
         return whole(plain, tree, prompt, sampling, *more)
 
     monkeypatch.setattr(trial, "compare_samples", noted)
     flags = [*pair, "--raw", "--temperature", "0.7", "--samples", "20", "--greedy-tokens", "20"]
     assert main([*flags, "--guidance-scale", "2", "--negative-prompt", "class", "--prompt", "a"]) == 0
-    assert asked[0].guidance_scale == 2 and len(asked[0].negative_prompt_ids) > 0
+    assert prompts[0].guidance_scale == 2 and len(prompts[0].negative_prompt_ids) > 0
 
 
 def test_an_unused_draft_proves_nothing(
@@ -168,5 +168,5 @@ def test_invalid_flags_are_refused_in_one_line(
     pair: list[str], capsys: pytest.CaptureFixture[str], flags: list[str], message: str
 ) -> None:
     assert main([*pair, "--raw", *flags]) in (1, 2)
-    told = capsys.readouterr().err.splitlines()[-1]
-    assert told.startswith("swiftspec: error: ") and message in told
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith("swiftspec: error: ") and message in error

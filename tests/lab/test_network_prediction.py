@@ -31,8 +31,8 @@ def test_a_replica_with_enough_nodes_hides_the_latency() -> None:
 def test_late_deltas_and_deltas_requested_by_a_result() -> None:
     late = network_prediction.async_over_link([HIT] * 400, 4, TIMES, DRAFT_APART)
     assert late.round == pytest.approx((20 + 12 + 20 + 30) / 2, rel=0.01), "growth goes into the round after the next"
-    asked = network_prediction.async_over_link([MISS] * 50, 4, TIMES, BOTH_APART)
-    assert asked.round == pytest.approx(70 + 20 + 3 + 20)
+    requested = network_prediction.async_over_link([MISS] * 50, 4, TIMES, BOTH_APART)
+    assert requested.round == pytest.approx(70 + 20 + 3 + 20)
     slow = network_prediction.async_over_link([HIT] * 50, 4, TIMES, LinkCost(20, 5, both=True))
     assert slow.round == pytest.approx((20 + 12 + 20 + 4 * 5 + 70) / 2, rel=0.01), "nodes take their time on the wire"
 

@@ -212,10 +212,10 @@ def test_serve_uses_the_plan_and_prints_a_line(
 
 
 def test_a_deadline_ends_a_run(pair: list[str]) -> None:
-    crew = RankPool(Pair(Path(pair[1]), Path(pair[3]), {"dtype": torch.float32}), None)
+    ranks = RankPool(Pair(Path(pair[1]), Path(pair[3]), {"dtype": torch.float32}), None)
     from swiftspec.config import EngineConfig
 
-    with crew.engine(EngineBuild(EngineConfig("serial"))) as llm, pytest.raises(measurement.OutOfTime):
+    with ranks.engine(EngineBuild(EngineConfig("serial"))) as llm, pytest.raises(measurement.OutOfTime):
         measurement.decode_all(llm, [[1, 2, 3]], 8, deadline=0.0)
     order = EngineBuild(EngineConfig("serial", draft_steps=2), alone="draft", trace="t")
     assert EngineBuild.unpack(order.pack()) == order

@@ -25,8 +25,8 @@ def configs(tmp_path_factory: pytest.TempPathFactory) -> tuple[ModelConfig, Mode
 
 def test_all_splits_including_impossible_ones(configs: tuple[ModelConfig, ModelConfig]) -> None:
     assert trials.splits("all", 4, *configs) == ([(3, 1), (2, 2), (1, 3)], [])
-    kept, reasons = trials.splits("all", 6, *configs)
-    assert kept == [(4, 2), (3, 3), (2, 4)]
+    splits, reasons = trials.splits("all", 6, *configs)
+    assert splits == [(4, 2), (3, 3), (2, 4)]
     assert len(reasons) == 2 and "5+1: a model of 4 query heads cannot be cut for 5 ranks" in reasons[0]
     assert trials.splits("2+2, 3+1", 4, *configs)[0] == [(2, 2), (3, 1)]
 

@@ -76,11 +76,11 @@ def test_shards_and_progress(tmp_path: Path, single: Path) -> None:
     make_checkpoint(tmp_path / "shards", dtype=torch.bfloat16, shards=3)
     files = sorted(file.name for file in (tmp_path / "shards").glob("*.safetensors"))
     assert len(files) >= 3
-    heard: list[tuple[str, int, int]] = []
-    load(tmp_path / "shards", progress=lambda *step: heard.append(step))
+    progress: list[tuple[str, int, int]] = []
+    load(tmp_path / "shards", progress=lambda *step: progress.append(step))
     size = sum((tmp_path / "shards" / file).stat().st_size for file in files)
-    done = [step[1] for step in heard]
-    assert {(name, count) for name, _, count in heard} == {("shards", size)}
+    done = [step[1] for step in progress]
+    assert {(name, count) for name, _, count in progress} == {("shards", size)}
     assert done[0] == 0 < done[1] and done == sorted(done) and 0.5 * size < done[-1] <= size
     assert torch.equal(logits(tmp_path / "shards"), logits(single))
 
@@ -186,10 +186,10 @@ def test_directories_without_a_checkpoint(tmp_path: Path, single: Path) -> None:
     refused(single, "no config.json")
 
 
-@pytest.mark.parametrize("keep", [0, 4, 200, -1])
-def test_a_truncated_file(single: Path, keep: int) -> None:
+@pytest.mark.parametrize("length", [0, 4, 200, -1])
+def test_a_truncated_file(single: Path, length: int) -> None:
     data = (single / WEIGHTS).read_bytes()
-    (single / WEIGHTS).write_bytes(data[:keep])
+    (single / WEIGHTS).write_bytes(data[:length])
     refused(single, WEIGHTS, "damaged")
 
 

@@ -29,7 +29,7 @@ def engine(mode: str, dtype: torch.dtype) -> LLM:
     return LLM(DEMO / "target", None if mode == "ar" else DEMO / "draft", plan, dtype=dtype)
 
 
-class Heard(list[dict[str, Any]]):
+class Listener(list[dict[str, Any]]):
     """A listener and the lines that it receives."""
 
     def __call__(self, noted: Sequence[TraceEntry]) -> None:
@@ -39,30 +39,30 @@ class Heard(list[dict[str, Any]]):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("mode", ["ar", "serial", "smc"])
 def test_a_listener_does_not_affect_the_output_or_later_requests(mode: str, dtype: torch.dtype) -> None:
-    llm, heard = engine(mode, dtype), Heard()
+    llm, received = engine(mode, dtype), Listener()
     sampling = SamplingParams(seed=3, max_tokens=24, ignore_eos=True)
     alone = llm.generate(PROMPT, sampling).token_ids
-    llm.listen(heard)
+    llm.listen(received)
     stream = llm.stream(PROMPT, sampling)
     first = next(stream)
     llm.listen(None)  # from the next request on
     assert [*first.token_ids, *(token for chunk in stream for token in chunk.token_ids)] == alone
     assert llm.generate(PROMPT, sampling).token_ids == alone
     assert verifier_of(llm).runner.hooks == [] if mode != "smc" else True
-    begin, *rounds, end = heard
+    begin, *rounds, end = received
     assert begin["begin"]["prompt"] == (*PROMPT,) and begin["begin"]["sampling"]["seed"] == 3
     assert [token for line in rounds for token in line["tokens"]][: len(alone)] == alone
     assert (end["end"]["reason"], end["end"]["tokens"]) == ("length", 24)
-    assert {line["request"] for line in heard} == {2}
+    assert {line["request"] for line in received} == {2}
     llm.close()
 
 
 def test_the_tree_contains_the_proposal_and_continues_in_the_next_round() -> None:
-    llm, heard = engine("serial", torch.float32), Heard()
-    llm.listen(heard)
+    llm, received = engine("serial", torch.float32), Listener()
+    llm.listen(received)
     llm.generate(PROMPT, SamplingParams(temperature=0, max_tokens=24, ignore_eos=True))
-    trees = [line["draft"]["tree"] for line in heard[1:-1]]
-    for line, tree in zip(heard[1:-1], trees, strict=True):
+    trees = [line["draft"]["tree"] for line in received[1:-1]]
+    for line, tree in zip(received[1:-1], trees, strict=True):
         proposal, named = line["proposal"], dict[tuple[int, int], int]()
         for node, (token, parent) in enumerate(zip(tree["tokens"].tolist(), tree["parents"].tolist())):
             assert parent < node and (parent, token) not in named
@@ -71,7 +71,7 @@ def test_the_tree_contains_the_proposal_and_continues_in_the_next_round() -> Non
         for token, parent in zip(proposal["tokens"][1:], proposal["parents"][1:]):
             places.append(named[places[parent], token])
         assert tree["expanded"][0] and (tree["logprobs"] <= 0).all() and tree["logprobs"][0] == 0
-    assert [tree["tokens"][0] for tree in trees[1:]] == [line["tokens"][-1] for line in heard[1:-2]]
+    assert [tree["tokens"][0] for tree in trees[1:]] == [line["tokens"][-1] for line in received[1:-2]]
     llm.close()
 
 
@@ -79,10 +79,10 @@ def test_the_target_s_probabilities_are_its_softmax() -> None:
     """For the native executor and the eager one; the greedy token has the largest."""
     found: list[list[Any]] = []
     for penalty in (1.0, 1.0001):  # which applies to the eager executor
-        llm, heard = engine("serial", torch.float32), Heard()
-        llm.listen(heard)
+        llm, received = engine("serial", torch.float32), Listener()
+        llm.listen(received)
         llm.generate(PROMPT, SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, repetition_penalty=penalty))
-        found.append(heard[1:-1])
+        found.append(received[1:-1])
         assert verifier_of(llm).executor.name == ("eager" if penalty > 1 else "native")
         llm.close()
     for native, eager in zip(*found, strict=True):
@@ -93,16 +93,16 @@ def test_the_target_s_probabilities_are_its_softmax() -> None:
 
 
 def test_the_end_of_a_request_is_recorded() -> None:
-    llm, heard = engine("serial", torch.float32), Heard()
-    llm.listen(heard)
+    llm, received = engine("serial", torch.float32), Listener()
+    llm.listen(received)
     stream = llm.stream(PROMPT, SamplingParams(max_tokens=24, ignore_eos=True))
     next(stream)
     stream.close()
-    assert heard[-1]["end"]["reason"] == "abort"
+    assert received[-1]["end"]["reason"] == "abort"
     drafter_of(llm).runner.cancel_check = _broken
     with pytest.raises(UserError, match="broken"):
         llm.generate([1, 2, 3], SamplingParams(max_tokens=24))
-    assert heard[-1]["end"] == {"at": heard[-1]["end"]["at"], "reason": "error", "tokens": 0}
+    assert received[-1]["end"] == {"at": received[-1]["end"]["at"], "reason": "error", "tokens": 0}
     llm.close()
 
 
@@ -118,8 +118,8 @@ def verified(round_: int) -> RoundRecord:
 
 def test_a_late_draft_timeline_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "LISTENER_INTERVAL_S", 0.0)
-    heard, recorder, drained = Heard(), Recorder(), list[int]()
-    recorder.listener, recorder.drain = heard, drained.append
+    received, recorder, drained = Listener(), Recorder(), list[int]()
+    recorder.listener, recorder.drain = received, drained.append
     recorder.begin(RequestStart(2, (1, 2), SamplingParams(), 2))
     recorder.add(verified(0))
     recorder.draft(1, 0, lambda: {"nodes": 1})
@@ -130,10 +130,10 @@ def test_a_late_draft_timeline_is_dropped(monkeypatch: pytest.MonkeyPatch) -> No
     recorder.deliver()
     recorder.draft(2, 0, lambda: {"nodes": 3})
     recorder.add(verified(1))
-    assert recorder.awaits_draft(1) and len(heard) == 2
+    assert recorder.awaits_draft(1) and len(received) == 2
     recorder.end(Stats())
     assert drained == [1]
-    assert heard[1:-1] == [
+    assert received[1:-1] == [
         {
             "request": 2, "round": 0, "wait": (2.0, 3.0), "proposal": {"tokens": (4,), "parents": (-1,)}, "path": (0,),
             "tokens": (5,), "target": {"open": (1.0, 2.0), "verify": (4.0, 5.0), "forward": 0.5}, "draft": {"nodes": 2},
@@ -147,14 +147,14 @@ def test_a_late_draft_timeline_is_dropped(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_rounds_are_delivered_several_at_a_time() -> None:
     """The first line of a request immediately, rounds batched, all at its end; a trace file changes nothing."""
-    recorder, heard = Recorder(), list[int]()
-    recorder.listener = lambda noted: heard.append(len(noted))
+    recorder, received = Recorder(), list[int]()
+    recorder.listener = lambda noted: received.append(len(noted))
     recorder.begin(RequestStart(2, (1, 2), SamplingParams(), 2))
     for round_ in range(3):
         recorder.add(verified(round_))
         recorder.deliver()
     recorder.end(Stats())
-    assert heard[0] == 1 and sum(heard) == 5 and len(heard) <= 5
+    assert received[0] == 1 and sum(received) == 5 and len(received) <= 5
 
 
 def test_an_invalid_timeline_is_left_out() -> None:

@@ -62,8 +62,8 @@ def test_every_round_of_one_process_is_a_line(mode: str, pair: tuple[Path, Path]
     for request, answer in enumerate(answers, 1):
         lines = [line for line in trace.rounds if line["request"] == request]
         assert [line["round"] for line in lines] == list(range(len(lines)))
-        told = [token for line in lines for token in line["tokens"]]
-        assert told[: len(answer)] == answer
+        tokens = [token for line in lines for token in line["tokens"]]
+        assert tokens[: len(answer)] == answer
 
 
 def check_lanes(trace: Trace, steps: int) -> None:
@@ -104,11 +104,11 @@ def test_the_timeline_of_a_draft_in_another_process(pair: tuple[Path, Path], poo
 
 
 def test_a_recorded_request_has_only_its_own_rpcs() -> None:
-    hops = RpcLog()
-    hops.add(RpcRecord("draft", 7, 1, 2, 255, 3, 4, 5, 6), b"")
-    trace = TreeTrace(Recorder(None), lambda: 0.0, lambda: True, lambda tokens, parents: None, rpcs=hops.drain)
+    rpcs = RpcLog()
+    rpcs.add(RpcRecord("draft", 7, 1, 2, 255, 3, 4, 5, 6), b"")
+    trace = TreeTrace(Recorder(None), lambda: 0.0, lambda: True, lambda tokens, parents: None, rpcs=rpcs.drain)
     trace.handlers["opening"](RequestStart(2, tuple(PROMPT), GREEDY, len(PROMPT)))
-    assert hops.drain() == []
+    assert rpcs.drain() == []
 
 
 def test_without_a_trace_nothing_is_recorded(pair: tuple[Path, Path]) -> None:
@@ -134,11 +134,11 @@ def lines(*costs: tuple[float, float, float]) -> list[dict[str, Any]]:
                 "proposal": {"tokens": [5, 1], "parents": [-1, 0]},
             }
         )  # fmt: skip
-        asked = now + 10
-        propose = (asked + late, asked + late + short)
-        forwards = [[asked + late, asked + late + short, 8]] if short else []
-        now = asked + late + short + rest
-        wait = (asked, now)
+        requested_at = now + 10
+        propose = (requested_at + late, requested_at + late + short)
+        forwards = [[requested_at + late, requested_at + late + short, 8]] if short else []
+        now = requested_at + late + short + rest
+        wait = (requested_at, now)
     return made
 
 

@@ -28,27 +28,29 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return folder / "target", folder / "draft"
 
 
-def make(pair: tuple[Path, Path], mode: str, kept: int = 1) -> LLM:
+def make(pair: tuple[Path, Path], mode: str, cache_memory: int = 1) -> LLM:
     few = PopulationConfig(particles=2, smc_draft_tokens=2)
     plan = EngineConfig(mode, population=few)
-    return LLM(pair[0], None if mode == "ar" else pair[1], plan, dtype=torch.float64, prefix_cache_memory=kept)
+    return LLM(pair[0], None if mode == "ar" else pair[1], plan, dtype=torch.float64, prefix_cache_memory=cache_memory)
 
 
-def after(looks: int) -> tuple[Callable[[], bool], list[int]]:
+def after(polls: int) -> tuple[Callable[[], bool], list[int]]:
     """A predicate that is True from its `count`-th call on, and its calls."""
     had: list[int] = []
-    return lambda: had.append(1) or len(had) > looks, had
+    return lambda: had.append(1) or len(had) > polls, had
 
 
-@pytest.mark.parametrize("kept", [0, 1])
+@pytest.mark.parametrize("cache_memory", [0, 1])
 @pytest.mark.parametrize(("mode", "models"), [("ar", 1), ("serial", 2), ("smc", 2)])
-def test_a_cancelled_prefill_ends_at_the_next_chunk(pair: tuple[Path, Path], mode: str, models: int, kept: int) -> None:
-    asked = WARM if mode == "smc" else GREEDY
-    want = make(pair, mode, 0).generate(LONG, asked).token_ids
-    for looks in range(4 * models):
-        llm, (cancelled, had) = make(pair, mode, kept), after(looks)
-        assert list(llm.stream(LONG, asked, cancelled)) == [] and len(had) == looks + 1
-        assert llm.generate(LONG, asked).token_ids == want
+def test_a_cancelled_prefill_ends_at_the_next_chunk(
+    pair: tuple[Path, Path], mode: str, models: int, cache_memory: int
+) -> None:
+    params = WARM if mode == "smc" else GREEDY
+    want = make(pair, mode, 0).generate(LONG, params).token_ids
+    for polls in range(4 * models):
+        llm, (cancelled, had) = make(pair, mode, cache_memory), after(polls)
+        assert list(llm.stream(LONG, params, cancelled)) == [] and len(had) == polls + 1
+        assert llm.generate(LONG, params).token_ids == want
 
 
 def test_the_next_request_reuses_the_prefilled_chunks(pair: tuple[Path, Path]) -> None:

@@ -40,10 +40,10 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
     return make_pair(tmp_path_factory.mktemp("pair"), vocab=VOCAB, seed=3)
 
 
-def make(pair: Pair, mode: str = "serial", kept: int = 1, **config: Any) -> LLM:
+def make(pair: Pair, mode: str = "serial", cache_memory: int = 1, **config: Any) -> LLM:
     draft = None if mode == "ar" else pair[1]
     plan = EngineConfig(mode, **config)
-    return LLM(pair[0], draft, plan, dtype=torch.float64, max_model_len=CONTEXT, prefix_cache_memory=kept)
+    return LLM(pair[0], draft, plan, dtype=torch.float64, max_model_len=CONTEXT, prefix_cache_memory=cache_memory)
 
 
 def runners(llm: LLM) -> list[PrefixCachingRunner]:
@@ -81,7 +81,7 @@ class Requests(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         if not self.makers:
-            self.makers.update({"keeps": make(self.pair), "reads": make(self.pair, kept=0)})
+            self.makers.update({"keeps": make(self.pair), "reads": make(self.pair, cache_memory=0)})
         self.keeps, self.reads = self.makers["keeps"], self.makers["reads"]
         for runner in runners(self.keeps):
             runner.prefix_cache.entries, runner._sequences = [], []
@@ -152,23 +152,23 @@ PLANS: dict[str, dict[str, Any]] = {
 
 def conversation(answer: Callable[[list[int], SamplingParams, int | None], list[int]], warm: bool) -> list[list[int]]:
     """Two alternating conversations, one of which is edited, with answers that are cut off."""
-    sampling, texts, said = WARM if warm else GREEDY, {"a": A, "b": B}, []
+    sampling, texts, answers = WARM if warm else GREEDY, {"a": A, "b": B}, []
     for turn, (name, rounds) in enumerate([("a", None), ("b", 1), ("a", None), ("b", None), ("a", 2), ("a", None)]):
         if turn == 4:
             texts["a"] = texts["a"][:-9]  # the last question is edited
         prompt = [*texts[name], 5 + turn, 6]
-        said.append(answer(prompt, replace(sampling, seed=turn), rounds))
-        texts[name] = prompt + said[-1]
-    return said
+        answers.append(answer(prompt, replace(sampling, seed=turn), rounds))
+        texts[name] = prompt + answers[-1]
+    return answers
 
 
 @pytest.mark.parametrize("plan", PLANS)
 def test_alternating_conversations(pair: Pair, plan: str) -> None:
-    keeps, reads, kept = keep(make(pair, **PLANS[plan]), 200), make(pair, kept=0, **PLANS[plan]), []
+    keeps, reads, counts = keep(make(pair, **PLANS[plan]), 200), make(pair, cache_memory=0, **PLANS[plan]), []
 
     def answer(prompt: list[int], sampling: SamplingParams, rounds: int | None) -> list[int]:
         tokens = ask(keeps, prompt, sampling, rounds)
-        kept.append(len(prompt) - keeps.stats.cached_tokens)
+        counts.append(len(prompt) - keeps.stats.cached_tokens)
         return tokens
 
     warm = plan in ("reject", "smc")
@@ -176,7 +176,7 @@ def test_alternating_conversations(pair: Pair, plan: str) -> None:
     assert conversation(answer, warm) == want
     answers = [0, 0, len(want[0]), len(want[1]), len(want[2]) - 9, len(want[4])]  # particles do not change it
     most = [2 + 1 + (answers[turn] if plan == "smc" else 0) for turn in range(6)]
-    assert all(new <= bound for new, bound in zip(kept[2:], most[2:], strict=True)), (kept, most)
+    assert all(new <= bound for new, bound in zip(counts[2:], most[2:], strict=True)), (counts, most)
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, GUIDED, LONG], ids=["alone", "guided", "long"])
@@ -194,7 +194,7 @@ def test_a_longer_prompt_prefills_only_its_new_tokens(pair: Pair, sampling: Samp
 
 def test_a_repeated_prompt_is_prefilled_once(pair: Pair) -> None:
     """All but its last token is cached, and with other sampling the answer differs."""
-    llm, fresh = make(pair), make(pair, kept=0)
+    llm, fresh = make(pair), make(pair, cache_memory=0)
     for sampling in (GREEDY, WARM, replace(WARM, seed=4), PENALISED):
         assert ask(llm, A, sampling) == ask(fresh, A, sampling)
         assert llm.stats.cached_tokens == (0 if sampling is GREEDY else len(A) - 1)
@@ -207,10 +207,10 @@ def test_the_least_recently_used_entry_is_evicted(pair: Pair) -> None:
     once = replace(GREEDY, max_tokens=1)
     for prompt in (*prompts, prompts[1]):
         ask(llm, prompt, once)
-    stored = [int(kept.tokens[0]) for kept in runner.prefix_cache.entries]
+    stored = [int(entry.tokens[0]) for entry in runner.prefix_cache.entries]
     assert stored == [0, 2, 3] and int(runner._live_tokens()[0][0]) == 1, "what is in use has no copy"
     ask(llm, [9, *prompts[0]], once)
-    assert [int(kept.tokens[0]) for kept in runner.prefix_cache.entries] == [2, 3, 1]
+    assert [int(entry.tokens[0]) for entry in runner.prefix_cache.entries] == [2, 3, 1]
     ask(llm, [2, 2], once)
     ask(llm, prompts[2], once)
     assert llm.stats.cached_tokens == 29
@@ -222,12 +222,12 @@ def test_a_partially_used_copy_stays_cached(pair: Pair) -> None:
     for prompt in (A, B, [*A[:12], 39]):
         ask(llm, prompt, replace(GREEDY, max_tokens=1))
     assert llm.stats.cached_tokens == 12
-    assert [len(kept.tokens) for kept in runner.prefix_cache.entries] == [len(B), len(A)]
+    assert [len(entry.tokens) for entry in runner.prefix_cache.entries] == [len(B), len(A)]
 
 
 def test_guided_and_unguided_requests(pair: Pair) -> None:
     """A different number of sequences reallocates the live cache; cached prefixes are copied there."""
-    llm, fresh = keep(make(pair), 200), make(pair, kept=0)
+    llm, fresh = keep(make(pair), 200), make(pair, cache_memory=0)
     for sampling, least in ((GREEDY, 0), (LONG, len(A) - 1), (GREEDY, len(A) - 1), (LONG, len(A) - 1)):
         assert ask(llm, A, sampling) == ask(fresh, A, sampling)
         assert llm.stats.cached_tokens >= least
@@ -240,16 +240,16 @@ def test_a_leader_limits_the_cached_tokens(pair: Pair) -> None:
     llm = make(pair, "ar")
     (runner,) = runners(llm)
     ask(llm, A, GREEDY)
-    asked = opening([*A, 3], GREEDY)
-    assert with_cached_lengths(asked, runner).num_cached_tokens == (len(A),)
-    assert with_cached_lengths(replace(asked, num_cached_tokens=(7,)), runner).num_cached_tokens == (7,)
-    assert with_cached_lengths(replace(asked, num_cached_tokens=()), runner).num_cached_tokens == (0,)
-    assert with_cached_lengths(replace(asked, sampling=GUIDED), runner, guided=True).num_cached_tokens == (len(A), 0)
+    start = opening([*A, 3], GREEDY)
+    assert with_cached_lengths(start, runner).num_cached_tokens == (len(A),)
+    assert with_cached_lengths(replace(start, num_cached_tokens=(7,)), runner).num_cached_tokens == (7,)
+    assert with_cached_lengths(replace(start, num_cached_tokens=()), runner).num_cached_tokens == (0,)
+    assert with_cached_lengths(replace(start, sampling=GUIDED), runner, guided=True).num_cached_tokens == (len(A), 0)
     runner.prefix_cache.min_tokens = 100
-    assert with_cached_lengths(replace(asked, sampling=GUIDED), runner, guided=True).num_cached_tokens == (0, 0), (
+    assert with_cached_lengths(replace(start, sampling=GUIDED), runner, guided=True).num_cached_tokens == (0, 0), (
         "not worth a copy"
     )
-    assert verifier_of(llm).open(replace(asked, num_cached_tokens=(7,))) == 7
+    assert verifier_of(llm).open(replace(start, num_cached_tokens=(7,))) == 7
     assert runner.cache.prefix_len == [len(A)]
 
 
@@ -294,7 +294,7 @@ def test_an_interrupted_prefill_leaves_whole_chunks(pair: Pair, monkeypatch: pyt
 
 
 def test_without_memory_for_a_copy_all_entries_are_dropped(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    llm, fresh = keep(make(pair, "ar"), 200), make(pair, "ar", kept=0)
+    llm, fresh = keep(make(pair, "ar"), 200), make(pair, "ar", cache_memory=0)
     (runner,) = runners(llm)
     for prompt in (A, B):
         ask(llm, prompt, GREEDY)
@@ -312,7 +312,7 @@ def test_without_memory_for_a_copy_all_entries_are_dropped(pair: Pair, monkeypat
 @pytest.mark.skipif(_C.level() == "none", reason="this CPU has no AVX2")
 def test_with_native_operators_results_are_bitwise_identical_to_a_fresh_prefill(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, vocab=64, layers=2, dtype=torch.float32, seed=3, hidden_size=64, intermediate_size=64)
-    llm, fresh = (LLM(tmp_path, tmp_path, prefix_cache_memory=kept) for kept in (1, 0))
+    llm, fresh = (LLM(tmp_path, tmp_path, prefix_cache_memory=memory) for memory in (1, 0))
     text = [11 * i % 61 for i in range(PREFILL_CHUNK_TOKENS + 45)]
     for _ in range(3):
         text = [*text, *ask(llm, text, GREEDY), 4, 2, 9]

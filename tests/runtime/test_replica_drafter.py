@@ -103,9 +103,9 @@ def test_with_fixed_d_the_rounds_equal_those_of_a_local_drafter(
     config, sampling = SHAPES[name]
     target, draft = pairs[steps]
     verifier = make_verifier(runner(target, steps))
-    here = rounds(drafter_on(draft, config, steps), verifier, sampling)
-    assert rounds(fed(draft, config, steps, dawdle(3)), verifier, sampling) == here
-    assert any(len(result.path) > 1 for _, result in here)
+    local = rounds(drafter_on(draft, config, steps), verifier, sampling)
+    assert rounds(fed(draft, config, steps, dawdle(3)), verifier, sampling) == local
+    assert any(len(result.path) > 1 for _, result in local)
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
@@ -265,7 +265,7 @@ def test_the_end_of_expansions_is_detected_between_deltas() -> None:
     """Otherwise a proposal with too few nodes would wait until the draft counts as late."""
     config = EngineConfig(mode="async", verify_batch=16, draft_leaves=2)
     tokens, end = np.arange(3), np.zeros(0, np.int64)
-    come = [
+    arrivals = [
         TreeDelta(1, 0, 1, 1, np.zeros(3, np.int64), tokens, np.full(3, -0.1)),
         TreeDelta(1, 0, 1, 4, end, end, np.zeros(0)),
     ]
@@ -276,9 +276,9 @@ def test_the_end_of_expansions_is_detected_between_deltas() -> None:
         def __init__(self) -> None: ...
         def open(self, opening: RequestStart) -> None: ...
         def receive(self, deadline: float | None) -> TreeDelta | None:
-            if not come and deadline is not None:
+            if not arrivals and deadline is not None:
                 raise DrafterLost("it waits in vain")
-            return come.pop(0) if come else None
+            return arrivals.pop(0) if arrivals else None
 
     drafter = ReplicaDrafter(Told(), TreeReplica(DraftTree(1 + SLOTS * 16, SLOTS), VOCAB), config)
     drafter.open(opening(PROMPT, GREEDY, request=1))

@@ -196,14 +196,14 @@ def test_nothing_is_computed_twice(checkpoint: Path, truth: list[int]) -> None:
     at, reused = len(PROMPT), 0
     for round_ in range(12):
         before, tokens = rows, truth[at : at + 1 + round_ % 3]
-        kept = runner.cache.prefix_len[0] + runner.cache.tree_len
+        used = runner.cache.prefix_len[0] + runner.cache.tree_len
         drafter.observe(VerifyResult(1, round_, at - 1, tuple(range(len(tokens))), tuple(tokens)))
         drafter.propose()
         at += len(tokens)
         after = runner.cache.prefix_len[0] + runner.cache.tree_len
         grown = rows - before  # with what survived, these are all the slots in use: no row ran for a slot that had KV
         survived = after - grown
-        assert 0 <= survived <= kept
+        assert 0 <= survived <= used
         reused += survived - (at - 1 - len(tokens))
         assert grown <= 2 * 3 + len(tokens)
     assert reused > 0

@@ -133,9 +133,9 @@ def test_the_text_equals_autoregressive_decoding_and_parses(
 ) -> None:
     if (kind, name) == ("sample", "greedy"):
         pytest.skip("drawn proposals need a temperature")
-    llm, asked = make(pair, kind), REQUESTS[name]
+    llm, params = make(pair, kind), REQUESTS[name]
     for prompt in ([5, 60, 70], [44]):
-        want, got = plain.generate(prompt, asked), llm.generate(prompt, asked)
+        want, got = plain.generate(prompt, params), llm.generate(prompt, params)
         assert (got.token_ids, got.finish_reason) == (want.token_ids, want.finish_reason)
         assert got.finish_reason == "stop" and got.token_ids[-1] == EOS
         value = json.loads(tokenizer.decode(got.token_ids[:-1]))

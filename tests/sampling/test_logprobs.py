@@ -88,12 +88,12 @@ def test_log_probabilities_equal_those_of_transformers(
 def test_the_tokenizer_is_returned_only_on_request(pair: tuple[Path, Path]) -> None:
     llm = make(pair, "serial")
     plain = replace(SHAPED, logprobs=None, prompt_logprobs=None)
-    for asked in (SHAPED, replace(SHAPED, prompt_logprobs=None), replace(SHAPED, logprobs=None)):
+    for params in (SHAPED, replace(SHAPED, prompt_logprobs=None), replace(SHAPED, logprobs=None)):
         want = llm.generate(PROMPT, plain).token_ids
-        chunks = list(llm.stream(PROMPT, asked))
+        chunks = list(llm.stream(PROMPT, params))
         assert [token for chunk in chunks for token in chunk.token_ids] == want
-        assert all((chunk.logprobs is not None) == (asked.logprobs is not None) for chunk in chunks)
-        assert (chunks[0].prompt_logprobs is not None) == (asked.prompt_logprobs is not None)
+        assert all((chunk.logprobs is not None) == (params.logprobs is not None) for chunk in chunks)
+        assert (chunks[0].prompt_logprobs is not None) == (params.prompt_logprobs is not None)
     for chunk in llm.stream(PROMPT, plain):
         assert chunk == TokenChunk(chunk.token_ids, chunk.accepted, chunk.finish_reason)
 
@@ -125,9 +125,9 @@ def test_log_probabilities_end_with_the_stop_token(pair: tuple[Path, Path]) -> N
 
 def test_only_verifications_need_another_executor(pair: tuple[Path, Path]) -> None:
     llm = LLM(*pair, EngineConfig("serial"), dtype=torch.float32)
-    verifier, asked = verifier_of(llm), SamplingParams(temperature=0, logprobs=1)
-    assert verifier.required_features(asked) == {"greedy", "log-probabilities"}
-    assert verifier.required_features(replace(asked, logprobs=None, prompt_logprobs=1)) == {"greedy"}
+    verifier, params = verifier_of(llm), SamplingParams(temperature=0, logprobs=1)
+    assert verifier.required_features(params) == {"greedy", "log-probabilities"}
+    assert verifier.required_features(replace(params, logprobs=None, prompt_logprobs=1)) == {"greedy"}
 
 
 @pytest.mark.parametrize("size", [2, 3, 5])

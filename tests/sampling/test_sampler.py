@@ -61,9 +61,9 @@ def test_gumbel_is_exact_at_both_ends() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(0, 200), st.integers(0, 40)), min_size=1, max_size=6))
-def test_blocks_of_noise_equal_single_rows(asks: list[tuple[int, int]]) -> None:
+def test_blocks_of_noise_equal_single_rows(keys: list[tuple[int, int]]) -> None:
     noise = PositionNoise(3, "cpu")
-    for low, span in asks:
+    for low, span in keys:
         positions = torch.tensor([low, low + span])
         alone = gumbel(noise_bits(3, 0, positions.tolist(), range(V)), torch.float64)
         for tokens in (range(V), range(V), range(20, 33), range(7, 7)):
@@ -91,19 +91,19 @@ def test_draws_depend_on_position_not_on_the_row() -> None:
 
 def naive_filter(logits: torch.Tensor, p: SamplingParams) -> torch.Tensor:
     x = (logits / p.temperature).tolist()
-    keep = set(range(len(x)))
+    allowed = set(range(len(x)))
     best = max(x)
-    keep = {t for t in keep if x[t] - best >= (math.log(p.min_p) if p.min_p else -math.inf)}
+    allowed = {t for t in allowed if x[t] - best >= (math.log(p.min_p) if p.min_p else -math.inf)}
     if p.top_k > 0:
-        keep = set(sorted(keep, key=lambda t: -x[t])[: p.top_k])
-    total = sum(math.exp(x[t] - best) for t in keep)
-    mass, kept = 0.0, set()
-    for t in sorted(keep, key=lambda t: -x[t]):
+        allowed = set(sorted(allowed, key=lambda t: -x[t])[: p.top_k])
+    total = sum(math.exp(x[t] - best) for t in allowed)
+    mass, nucleus = 0.0, set()
+    for t in sorted(allowed, key=lambda t: -x[t]):
         if p.top_p < 1 and mass >= p.top_p:
             break
-        kept.add(t)
+        nucleus.add(t)
         mass += math.exp(x[t] - best) / total
-    return torch.tensor([x[t] if t in kept else -math.inf for t in range(len(x))], dtype=logits.dtype)
+    return torch.tensor([x[t] if t in nucleus else -math.inf for t in range(len(x))], dtype=logits.dtype)
 
 
 @settings(deadline=None)

@@ -16,8 +16,8 @@ def test_the_policy_reports_measurements_and_decisions() -> None:
             3, 8, 6, changes, speculative_round_time=0.003, ar_round_time=0.002, break_even=1.5, speedup=2.0
         )
     )
-    told = metrics(EngineConfig(), stats, 0)
-    assert told["policy"] == {
+    report = metrics(EngineConfig(), stats, 0)
+    assert report["policy"] == {
         "draft_steps": 3,
         "verify_batch": 8,
         "plain_rounds": 6,
@@ -28,7 +28,7 @@ def test_the_policy_reports_measurements_and_decisions() -> None:
         "tree_round_ms": 3.0,
         "plain_round_ms": 2.0,
     }
-    spec = told["speculative_decoding"]
+    spec = report["speculative_decoding"]
     assert (spec["break_even_acceptance_length"], spec["speedup_over_plain"]) == (1.5, 2.0)
     stats.rounds = 40
     assert summary_line(stats, 90).endswith(", 6 of 40 rounds without the draft, now d 3, bs 8")
@@ -42,17 +42,17 @@ def test_expected_acceptance_is_reported_with_measured_acceptance() -> None:
 
 
 def test_values_that_were_not_measured_are_null() -> None:
-    told = metrics(EngineConfig(), Stats(policy=PolicyReport(3, 8, 0, (), 0.003, None, None, None)), 0)
-    assert told["policy"]["plain_round_ms"] is None and told["policy"]["tree_round_ms"] == 3.0
-    assert told["speculative_decoding"]["break_even_acceptance_length"] is None
+    report = metrics(EngineConfig(), Stats(policy=PolicyReport(3, 8, 0, (), 0.003, None, None, None)), 0)
+    assert report["policy"]["plain_round_ms"] is None and report["policy"]["tree_round_ms"] == 3.0
+    assert report["speculative_decoding"]["break_even_acceptance_length"] is None
     spec = metrics(EngineConfig(), Stats(), 0)["speculative_decoding"]
     assert spec["speedup_over_plain"] is None and spec["expected_first_child_acceptance_rate"] is None
 
 
 def test_the_time_shares_of_the_models_are_between_0_and_1() -> None:
-    told = metrics(EngineConfig(), Stats(decode_time=2.0, target_busy_time=1.0, draft_busy_time=0.5), 0)
-    assert (told["target_busy"], told["draft_busy"]) == (0.5, 0.25)
-    told = metrics(EngineConfig(), Stats(decode_time=1.0, target_busy_time=1.1, draft_busy_time=1.2), 0)
-    assert (told["target_busy"], told["draft_busy"]) == (1.0, 1.0)
-    told = metrics(EngineConfig(), Stats(), 0)
-    assert (told["target_busy"], told["draft_busy"]) == (0.0, 0.0)
+    report = metrics(EngineConfig(), Stats(decode_time=2.0, target_busy_time=1.0, draft_busy_time=0.5), 0)
+    assert (report["target_busy"], report["draft_busy"]) == (0.5, 0.25)
+    report = metrics(EngineConfig(), Stats(decode_time=1.0, target_busy_time=1.1, draft_busy_time=1.2), 0)
+    assert (report["target_busy"], report["draft_busy"]) == (1.0, 1.0)
+    report = metrics(EngineConfig(), Stats(), 0)
+    assert (report["target_busy"], report["draft_busy"]) == (0.0, 0.0)

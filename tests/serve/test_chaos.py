@@ -90,10 +90,10 @@ def test_leftovers_are_detected(sleeping: Sleeping) -> None:
 
 
 @pytest.mark.parametrize(
-    ("after", "said"),
+    ("after", "messages"),
     [((1 << 20, 9), []), ((30 << 20, 3), ["29 MiB and 0 files"]), ((1 << 20, 30), ["0 MiB and 27 files"])],
 )
-def test_growing_resource_usage_is_detected(after: Any, said: list[str]) -> None:
+def test_growing_resource_usage_is_detected(after: Any, messages: list[str]) -> None:
     before = {"supervisor 0": (1 << 20, 3), "front end": (1 << 20, 3)}
     lines = grown(before, {"supervisor 0": after, "front end": (40 << 20, 5)})
-    assert len(lines) == len(said) and all(part in line for part, line in zip(said, lines))
+    assert len(lines) == len(messages) and all(part in line for part, line in zip(messages, lines))

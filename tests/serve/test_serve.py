@@ -55,8 +55,8 @@ class Command:
         self._capsys.readouterr()
         self._monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(stdin or b"")))
         code = main(argv)
-        told = self._capsys.readouterr()
-        return code, told.out, told.err
+        output = self._capsys.readouterr()
+        return code, output.out, output.err
 
     def json(self, *argv: str, stdin: bytes | None = None) -> dict[str, Any]:
         code, out, err = self(*argv, "--json", stdin=stdin)

@@ -32,8 +32,8 @@ def ask(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[dict[str, Any],
     """The answer, and the lines on stderr."""
     capsys.readouterr()
     assert main(argv) == 0
-    told = capsys.readouterr()
-    return json.loads(told.out), told.err
+    output = capsys.readouterr()
+    return json.loads(output.out), output.err
 
 
 def test_a_negative_prompt_is_processed_like_a_prompt(capsys: pytest.CaptureFixture[str], flags: list[str]) -> None:

@@ -135,8 +135,8 @@ def test_the_started_ranks_end_with_the_command(pair: list[str], number: signal.
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
     assert len(children) == 2
     process.send_signal(number)
-    _, said = process.communicate(timeout=20)  # until none of them has the streams open
-    assert process.returncode == (-9 if number == signal.SIGKILL else 128 + number) and "Traceback" not in said
+    _, errors = process.communicate(timeout=20)  # until none of them has the streams open
+    assert process.returncode == (-9 if number == signal.SIGKILL else 128 + number) and "Traceback" not in errors
 
 
 @pytest.mark.slow

@@ -61,9 +61,9 @@ def test_a_population_reports_its_shape(capsys: pytest.CaptureFixture[str], pair
 def test_text_and_footer(capsys: pytest.CaptureFixture[str], pair: list[str]) -> None:
     result = answer(capsys, *pair, "--mode", "smc", "--max-tokens", "15")
     assert main([*pair, "--mode", "smc", "--max-tokens", "15"]) == 0
-    told = capsys.readouterr()
-    assert told.out.removesuffix("\n") == result["text"].removesuffix("\n")
-    assert told.err.rstrip().endswith("approximate")
+    output = capsys.readouterr()
+    assert output.out.removesuffix("\n") == result["text"].removesuffix("\n")
+    assert output.err.rstrip().endswith("approximate")
 
 
 def test_a_full_cache_is_reported_as_the_reason() -> None:
@@ -86,10 +86,10 @@ def test_other_modes_do_not_mention_populations(capsys: pytest.CaptureFixture[st
 def test_reference_operators_can_be_requested(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, pair: list[str]
 ) -> None:
-    asked: list[object] = []
-    monkeypatch.setattr(host, "fits", lambda *about: bool(asked.append(about)))
+    requested: list[object] = []
+    monkeypatch.setattr(host, "fits", lambda *about: bool(requested.append(about)))
     answer(capsys, *pair, "--max-tokens", "4")
-    assert asked
+    assert requested
     monkeypatch.setattr(host, "fits", lambda *about: pytest.fail("nobody wants native operators"))
     assert answer(capsys, *pair, "--max-tokens", "4", "--ops", "reference")["token_ids"]
     monkeypatch.setenv("SWIFTSPEC_OPS", "reference")
@@ -135,6 +135,6 @@ def test_invalid_arguments_are_refused(
     capsys: pytest.CaptureFixture[str], pair: list[str], flags: list[str], code: int, message: str
 ) -> None:
     assert main([*pair, "--mode", "smc", "--json", *flags]) == code
-    told = capsys.readouterr()
-    assert not told.out and told.err.startswith("swiftspec: error: ") and told.err.count("\n") == 1
-    assert message in told.err
+    output = capsys.readouterr()
+    assert not output.out and output.err.startswith("swiftspec: error: ") and output.err.count("\n") == 1
+    assert message in output.err

@@ -20,7 +20,7 @@ from tests.support.profiles import profile, run
 TARGET, DRAFT = DEMO_DIR / "target", DEMO_DIR / "draft"
 
 
-class Heard(StartupProgress):
+class Log(StartupProgress):
     """Records the messages."""
 
     def __init__(self) -> None:
@@ -34,8 +34,8 @@ class Heard(StartupProgress):
         self.lines.append(text)
 
 
-def plan(heard: Heard, ranks: int = 1, **given: Any) -> Settings:
-    return apply_profile(Settings(dtype="float32", device="cpu", **given), TARGET, DRAFT, ranks, heard)
+def plan(log: Log, ranks: int = 1, **given: Any) -> Settings:
+    return apply_profile(Settings(dtype="float32", device="cpu", **given), TARGET, DRAFT, ranks, log)
 
 
 @pytest.fixture
@@ -52,8 +52,8 @@ def write(folder: Path, name: str, *runs: dict[str, Any], ranks: int = 1) -> Non
 
 def test_a_matching_profile_is_used(folder: Path) -> None:
     write(folder, "a.json", run("serial", 1, 1, 50.0, d=5))
-    heard = Heard()
-    assert plan(heard).draft_steps == 5 and heard.lines[0].startswith("plan: serial 1 bs 8 w 8 d 5")
+    log = Log()
+    assert plan(log).draft_steps == 5 and log.lines[0].startswith("plan: serial 1 bs 8 w 8 d 5")
 
 
 def test_an_unusable_profile_is_reported_and_the_start_continues(folder: Path) -> None:
@@ -62,26 +62,26 @@ def test_an_unusable_profile_is_reported_and_the_start_continues(folder: Path) -
     (folder / "bare.json").write_text('{"swiftspec_profile": 1, "runs": [{}]}')
     write(folder, "huge.json", run("serial", 1, 1, 50.0, d=10**9))
     (folder / "something.json").write_text("{}")
-    heard = Heard()
-    found = plan(heard)
-    assert found.draft_steps is None and len(heard.lines) == 4
+    log = Log()
+    found = plan(log)
+    assert found.draft_steps is None and len(log.lines) == 4
     for name, words in (("huge", "draft_steps must lie in 1..64"), ("pipe", "cannot be read"), ("deep", "is damaged")):
-        assert any(f"{name}.json" in line and words in line for line in heard.lines)
+        assert any(f"{name}.json" in line and words in line for line in log.lines)
         with pytest.raises(UserError, match=words):
-            plan(Heard(), plan=str(folder / f"{name}.json"))
+            plan(Log(), plan=str(folder / f"{name}.json"))
 
 
 def test_an_unusable_plan_is_not_reported_as_a_flag_error(folder: Path) -> None:
     """An asynchronous plan for one rank needs a GPU."""
     write(folder, "a.json", run("async", 1, 0, 50.0, d=4))
-    heard = Heard()
-    assert plan(heard).mode is None and "a.json is not used: mode async needs two ranks" in heard.lines[0]
+    log = Log()
+    assert plan(log).mode is None and "a.json is not used: mode async needs two ranks" in log.lines[0]
     with pytest.raises(UserError, match=r"--plan .*a\.json is refused: mode async needs two ranks"):
-        plan(Heard(), plan=str(folder / "a.json"))
+        plan(Log(), plan=str(folder / "a.json"))
 
 
 def test_a_named_profile_without_a_matching_run_is_reported(folder: Path) -> None:
     write(folder, "a.json", run("serial", 1, 1, 50.0, d=5))
-    heard = Heard()
+    log = Log()
     with pytest.raises(UsageError, match=r"a\.json has no run with --verify-batch 3"):
-        plan(heard, plan=str(folder / "a.json"), verify_batch=3)
+        plan(log, plan=str(folder / "a.json"), verify_batch=3)

@@ -65,8 +65,8 @@ def test_a_full_disk_for_the_trace(pair: str) -> None:
 def test_undeliverable_messages_do_not_affect_the_answer(pair: str) -> None:
     code, whole, _ = shell(f"serve {pair} --temperature 0")
     assert code == 0 and whole
-    for gone in ("2>/dev/full", "2>&- <&-"):
-        assert shell(f"serve {pair} --temperature 0 {gone}") == (0, whole, ""), gone
+    for redirection in ("2>/dev/full", "2>&- <&-"):
+        assert shell(f"serve {pair} --temperature 0 {redirection}") == (0, whole, ""), redirection
     code, out, _ = shell(f"serve {pair} --json --threads 900 2> >(true)", PYTHONUNBUFFERED="1")
     assert code == 0 and json.loads(out)["usage"]["completion_tokens"] == 5
     assert shell("serve --top-p 9 --prompt a 2>&-") == (2, "", "")

@@ -50,13 +50,13 @@ class WorkerAddress:
             env=ENVIRONMENT, preexec_fn=restore_signals,
         )  # fmt: skip
         assert self.process.stderr is not None
-        said = []
+        lines = []
         for line in self.process.stderr:
-            said.append(line)
+            lines.append(line)
             if found := re.search(r"worker listening on (\S+)", line):
                 self.url = found[1]
                 return
-        raise AssertionError("".join(said))
+        raise AssertionError("".join(lines))
 
     def end(self, number: int) -> int:
         self.process.send_signal(number)
@@ -100,22 +100,22 @@ def test_decoding_on_workers_gives_the_text_of_one_process() -> None:
         target, draft = found["target"], found["draft"]
         both = ("--target-url", target.url, "--draft-url", draft.url)
         for mode in ("async", "serial"):
-            told = answer(("generate", *both, *sampled, "--mode", mode))
-            assert told["token_ids"] == plain["token_ids"] and told["metrics"]["drafter_lost"] is None
-            assert told["timings"]["draft_n_accepted"] > 0
+            answered = answer(("generate", *both, *sampled, "--mode", mode))
+            assert answered["token_ids"] == plain["token_ids"] and answered["metrics"]["drafter_lost"] is None
+            assert answered["timings"]["draft_n_accepted"] > 0
         local_draft = ("--draft-model", str(ROOT / "swiftspec/demo/draft"))
-        told = answer(("generate", "--target-url", target.url, *local_draft, *sampled))
-        assert told["token_ids"] == plain["token_ids"] and told["timings"]["draft_n_accepted"] > 0
+        answered = answer(("generate", "--target-url", target.url, *local_draft, *sampled))
+        assert answered["token_ids"] == plain["token_ids"] and answered["timings"]["draft_n_accepted"] > 0
         with collecting() as collector:
             flags = ("--draft-url", draft.url, "--otlp-endpoint", collector.url)
             with ServerProcess(flags, variables={"SWIFTSPEC_TOKEN": "secret"}) as served:
                 body = {"prompt": "def read_lines(path):", "max_tokens": 48, "temperature": 0.8, "seed": 5}
-                url, asked = f"{served.url}/v1/completions", {**body, "ignore_eos": True}
-                assert httpx.post(url, json=asked, timeout=60).json()["choices"][0]["text"] == plain["text"]
+                url, full_body = f"{served.url}/v1/completions", {**body, "ignore_eos": True}
+                assert httpx.post(url, json=full_body, timeout=60).json()["choices"][0]["text"] == plain["text"]
             assert collector.names.count("draft worker") == collector.names.count("draft") > 5
         assert draft.end(signal.SIGKILL) == -signal.SIGKILL
-        told = answer(("generate", *both, *sampled))
-        assert told["token_ids"] == plain["token_ids"] and "not been reached" in told["metrics"]["drafter_lost"]
+        answered = answer(("generate", *both, *sampled))
+        assert answered["token_ids"] == plain["token_ids"] and "not been reached" in answered["metrics"]["drafter_lost"]
         assert target.end(signal.SIGTERM) == 0
         code, out, err = finished(("generate", *both, *sampled, "--remote-timeout", "1"))
         assert code == 1 and not out and re.search(r"error: --target-url \S+ is gone: .*; start it with", err)
@@ -125,9 +125,11 @@ def stop_and_continue(found: dict[str, WorkerAddress]) -> None:
     """A lost draft costs speed; a stopped target is waited for, or ends the answer with one line within the timeout."""
     sampling, prompt = SamplingParams(temperature=0.7, seed=3, max_tokens=120, ignore_eos=True), [5, 17, 3]
     security = RpcSecurity(token="secret")
-    there, helps = (Named(found[side].url, f"--{side}-url", security, 2.0) for side in ("target", "draft"))
+    target_worker, draft_worker = (
+        Named(found[side].url, f"--{side}-url", security, 2.0) for side in ("target", "draft")
+    )
     target, draft = found["target"].process, found["draft"].process
-    with on_workers(there, helps) as running:
+    with on_workers(target_worker, draft_worker) as running:
         plain = running.generate(prompt, replace(sampling, verify_batch=1)).token_ids
         stream = running.stream(prompt, sampling)
         text = [*next(stream).token_ids]
@@ -144,8 +146,8 @@ def stop_and_continue(found: dict[str, WorkerAddress]) -> None:
         with pytest.raises(UserError, match=r"--target-url \S+ did not answer in time: ask again"):
             list(stream)
         target.send_signal(signal.SIGCONT)
-        again = running.generate(prompt, sampling)
-        assert again.token_ids == plain and again.stats.accepted > 0
+        repeated = running.generate(prompt, sampling)
+        assert repeated.token_ids == plain and repeated.stats.accepted > 0
 
 
 @pytest.mark.slow
@@ -176,8 +178,8 @@ def test_either_worker_may_be_stopped_or_killed_during_decoding() -> None:
 def test_a_worker_of_two_ranks_names_the_lost_one() -> None:
     worker = WorkerAddress("target", ranks=2)
     try:
-        told = answer(("generate", "--target-url", worker.url, *PROMPT))
-        assert told["usage"]["completion_tokens"] == 48
+        answered = answer(("generate", "--target-url", worker.url, *PROMPT))
+        assert answered["usage"]["completion_tokens"] == 48
         pid = worker.process.pid
         children = map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())
         (follower,) = [child for child in children if b"\0RANK=1\0" in Path(f"/proc/{child}/environ").read_bytes()]
@@ -215,13 +217,13 @@ NONSENSE = [
 ]
 
 
-@pytest.mark.parametrize(("flags", "told"), NONSENSE)
+@pytest.mark.parametrize(("flags", "message"), NONSENSE)
 def test_invalid_values_are_refused_in_one_line(
-    flags: Sequence[str], told: str, capsys: pytest.CaptureFixture[str]
+    flags: Sequence[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(flags) in (1, 2)
     lines = [line for line in capsys.readouterr().err.splitlines() if "error" in line]
-    assert len(lines) == 1 and told in lines[0]
+    assert len(lines) == 1 and message in lines[0]
 
 
 def test_tokens_and_certificates_are_read(tmp_path: Path) -> None:

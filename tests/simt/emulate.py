@@ -53,8 +53,8 @@ def build(compiler: str, folder: Path, arch: int = HOPPER, flags: Sequence[str] 
     the module of another architecture: objects other than kernels are shared. Raises CalledProcessError on failure."""
     includes = (f"-I{ROOT / 'tests/simt'}", f"-I{csrc}", f"-I{pybind11.get_include()}",
                 f"-I{sysconfig.get_path('include')}")  # fmt: skip
-    here = Path(__file__).resolve().parent
-    plain = [*SOURCES, here / "module.cpp", *sorted(here.glob("simt/*.cpp"))]
+    folder_of_sources = Path(__file__).resolve().parent
+    plain = [*SOURCES, folder_of_sources / "module.cpp", *sorted(folder_of_sources.glob("simt/*.cpp"))]
     jobs: list[tuple[Path, tuple[str, ...], Path]] = [(source, (), folder / f"{source.name}.o") for source in plain]
     for source in sorted(csrc.glob("cuda/*/*.cu")):
         jobs.append((source, device_code(arch), folder / f"{source.name}.{arch}.o"))

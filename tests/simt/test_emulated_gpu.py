@@ -43,10 +43,10 @@ def faults(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [1, 2])
-@pytest.mark.parametrize(("which", "said"), list(enumerate(FAULTS)))
-def test_a_fault_is_detected(faults: str, which: int, said: str, seed: int) -> None:
+@pytest.mark.parametrize(("which", "message"), list(enumerate(FAULTS)))
+def test_a_fault_is_detected(faults: str, which: int, message: str, seed: int) -> None:
     done = subprocess.run([faults, str(which), str(seed)], capture_output=True, text=True, timeout=60, check=True)
-    assert said in done.stdout
+    assert message in done.stdout
 
 
 SPIN = """

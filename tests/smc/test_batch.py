@@ -85,12 +85,12 @@ def test_a_cancelled_request_does_not_affect_others(pair: tuple[Path, Path]) -> 
     engine = llm(pair, 2, dtype=torch.float64)
     sampling = [SamplingParams(0.7, seed=i, max_tokens=30, ignore_eos=True) for i in range(3)]
     wanted = [answer.token_ids for answer in engine.generate_batch([[7, 8]] * 3, sampling)]
-    told: list[list[int]] = [[], [], []]
+    outputs: list[list[int]] = [[], [], []]
     reasons = dict[int, str | None]()
     for index, chunk in engine.stream_batch([[7, 8]] * 3, sampling, lambda index: index == 1 and 1 in reasons):
-        told[index] += chunk.token_ids
+        outputs[index] += chunk.token_ids
         reasons[index] = chunk.finish_reason
-    assert (told[0], told[2]) == (wanted[0], wanted[2]) and reasons == {0: "length", 1: "abort", 2: "length"}
+    assert (outputs[0], outputs[2]) == (wanted[0], wanted[2]) and reasons == {0: "length", 1: "abort", 2: "length"}
     assert not population_of(engine).groups
     left = engine.stream_batch([[7, 8]] * 3, sampling)
     next(left)
@@ -109,7 +109,7 @@ def test_a_batch_runs_sequentially_if_only_one_fits(pair: tuple[Path, Path]) -> 
     assert ended == {0: found[0].finish_reason, 1: "abort", 2: found[2].finish_reason}
 
 
-class Ill(HistoryModel):
+class NonFiniteModel(HistoryModel):
     """A model whose logits after one token, at any position, are not finite."""
 
     def forward(self, batch: Batch, cache: KVCache, *, head: bool = True) -> Tensor:
@@ -121,7 +121,7 @@ class Ill(HistoryModel):
 def test_logits_that_are_not_finite_end_only_their_request(lag: int) -> None:
     """A prompt may end with that token; the other requests avoid it."""
     plan = PopulationConfig(3, 2, smc_groups=3)
-    worker = make_worker(Ill(4, 1), HistoryModel(4, 2), plan, max_tokens=12, slots=64, lag=lag)
+    worker = make_worker(NonFiniteModel(4, 1), HistoryModel(4, 2), plan, max_tokens=12, slots=64, lag=lag)
     decoding = ParticleDecoding(worker)
     bias = {3: -1e9}  # no request generates it
     ends = StopCriteria(9, ())
@@ -132,11 +132,11 @@ def test_logits_that_are_not_finite_end_only_their_request(lag: int) -> None:
         for i in range(4)
     ]
 
-    def run(asked: Sequence[BatchRequest]) -> dict[int, list[int]]:
-        waiting, told = iter(asked), dict[int, list[int]]()
+    def run(batch: Sequence[BatchRequest]) -> dict[int, list[int]]:
+        waiting, outputs = iter(batch), dict[int, list[int]]()
         for request, chunk in decoding.batch(lambda: next(waiting, None), lambda request: False):
-            told.setdefault(request.number, []).extend(chunk.token_ids)
-        return told
+            outputs.setdefault(request.number, []).extend(chunk.token_ids)
+        return outputs
 
     found = run(requests)
     assert {n: found[n] for n in (0, 2, 3)} == {n: run([requests[n]])[n] for n in (0, 2, 3)}
@@ -154,8 +154,8 @@ def test_an_invalid_batch_is_refused(pair: tuple[Path, Path]) -> None:
         ([[1]], {"seed": 1}, "sampling takes SamplingParams"),
         ([[1]], SamplingParams(0), "request 0 of the batch: mode smc samples"),
     ]
-    for prompts, sampling, said in refused:
-        with pytest.raises(UserError, match=said):
+    for prompts, sampling, message in refused:
+        with pytest.raises(UserError, match=message):
             engine.generate_batch(prompts, sampling)
     assert len(engine.generate_batch([[1], [2]], warm)) == 2
     with pytest.raises(

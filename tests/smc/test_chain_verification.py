@@ -35,7 +35,7 @@ def chain(seed: int, batch: int, steps: int, dtype: torch.dtype = torch.float64)
     return target, draft, tokens, coins, gumbel
 
 
-class Laws:
+class Distributions:
     """Distributions p and q [V] after every text, by kind, including zeros and ties."""
 
     def __init__(self, kind: str, vocab: int, seed: int) -> None:
@@ -92,12 +92,12 @@ def test_whole_chains_follow_p(kind: str, vocab: int, steps: int) -> None:
     """By enumeration: every chain sampled from q, every position of a rejection, and the token that then replaces it.
     After the end of a chain p continues. Nothing about rejection sampling is assumed: probabilities and residuals are
     measured."""
-    model = Laws(kind, vocab, 5)
+    model = Distributions(kind, vocab, 5)
     chains = list(itertools.product(range(vocab), repeat=steps))
     target, draft = model.rows(chains)
     drawn = draft.exp().gather(2, torch.tensor(chains)[..., None]).prod(1).squeeze(1)
-    kept = drawn > 0
-    tokens, target, draft, drawn = torch.tensor(chains)[kept], target[kept], draft[kept], drawn[kept]
+    sampled = drawn > 0
+    tokens, target, draft, drawn = torch.tensor(chains)[sampled], target[sampled], draft[sampled], drawn[sampled]
     passes = thresholds(target, draft, tokens)
     law: dict[tuple[int, ...], float] = {}
     mass = drawn.clone()
@@ -106,13 +106,13 @@ def test_whole_chains_follow_p(kind: str, vocab: int, steps: int) -> None:
         if fails < steps:
             coins[:, fails] = 1 - 1e-16
         found = verify.verify_by_rejection(target, draft, tokens, coins, torch.zeros(1, 1))
-        here = mass * (1 - passes[:, fails]) if fails < steps else mass
+        reached = mass * (1 - passes[:, fails]) if fails < steps else mass
         bonus = left_after(target, draft, tokens, coins)
-        for row in torch.nonzero(here > 1e-12).flatten().tolist():
+        for row in torch.nonzero(reached > 1e-12).flatten().tolist():
             assert int(found.count[row]) == fails
             for token in range(vocab):
                 text = (*tokens[row, :fails].tolist(), token)
-                law[text] = law.get(text, 0.0) + float(here[row] * bonus[row, token])
+                law[text] = law.get(text, 0.0) + float(reached[row] * bonus[row, token])
         mass = mass * passes[:, fails] if fails < steps else mass
     whole = dict.fromkeys(itertools.product(range(vocab), repeat=steps + 1), 0.0)
     want = dict(whole)
@@ -168,8 +168,8 @@ def test_a_batch_equals_its_rows(seed: int, batch: int, steps: int, dtype: torch
                 assert torch.equal(getattr(single, name)[0], getattr(every, name)[b])
     for found in together:
         assert torch.equal(found.accepted.sum(-1), found.count)
-        here = target.gather(1, found.count[:, None, None].expand(-1, 1, V)).squeeze(1)
-        assert (here.gather(1, found.bonus[:, None]) > -math.inf).all(), "a forbidden token"
+        chosen = target.gather(1, found.count[:, None, None].expand(-1, 1, V)).squeeze(1)
+        assert (chosen.gather(1, found.bonus[:, None]) > -math.inf).all(), "a forbidden token"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

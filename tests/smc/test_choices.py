@@ -44,9 +44,9 @@ def test_an_answer_contains_all_particles() -> None:
     whole = sum(law.values())
     assert len(answer.particles) == 8 and sum(each.weight for each in answer.particles) == pytest.approx(1)
     for text, mass in law.items():
-        here = [each for each in answer.particles if each.tokens == text]
-        assert sum(each.weight for each in here) == pytest.approx(mass / whole)
-        assert all(each.stopped == (text[-1] in STOPS) for each in here)
+        equal = [each for each in answer.particles if each.tokens == text]
+        assert sum(each.weight for each in equal) == pytest.approx(mass / whole)
+        assert all(each.stopped == (text[-1] in STOPS) for each in equal)
     assert (*answer.tokens,) in {each.tokens for each in answer.particles}
     assert len(answer.choices(8)) == len(law), "all different texts, each with its share"
 

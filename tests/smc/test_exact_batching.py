@@ -87,8 +87,8 @@ def test_texts_follow_the_target(verify: str, shaped: dict[str, Any]) -> None:
     worker = make_worker(target, draft, plan, max_tokens=8, slots=32)
     warm = SamplingParams(temperature=0.8, **shaped)
     runs = 800
-    asked = [Asked((0, 1), replace(warm, seed=seed), frozenset({2}), 4) for seed in range(runs)]
-    found = Counter(tuple(answer.tokens) for answer in together(worker, asked).values())
+    requests = [Asked((0, 1), replace(warm, seed=seed), frozenset({2}), 4) for seed in range(runs)]
+    found = Counter(tuple(answer.tokens) for answer in together(worker, requests).values())
     law = global_power(target, [0, 1], warm, 1.0, {2}, 4)
     assert {*found} <= {*law} and sum(law.values()) == pytest.approx(1)
     likely = [text for text, mass in law.items() if mass * runs >= 8]
@@ -120,8 +120,8 @@ def test_requests_that_chains_do_not_support_are_refused(pair: tuple[Path, Path]
         ({"mode": "serial", "self_switch": True}, "rounds of one shape"),
         ({"mode": "serial", "draft_steps": 64}, "a chain has 1..63 draft_steps, not 64"),
     ]
-    for config, said in configs:
-        with pytest.raises(UserError, match=said):
+    for config, message in configs:
+        with pytest.raises(UserError, match=message):
             EngineConfig(max_num_seqs=2, **config)
     llm = engine(pair, 2)
     assert (llm.config.verify_batch, llm.config.draft_leaves, llm.max_num_seqs) == (4, 1, 2)
@@ -130,8 +130,8 @@ def test_requests_that_chains_do_not_support_are_refused(pair: tuple[Path, Path]
         ({"logprobs": 1}, "a batch gives no log-probabilities"),
         ({"draft_steps": 2}, "a batch has no draft tree"),
     ]
-    for sampling, said in requests:
-        with pytest.raises(UserError, match=f"request 0 of the batch: {said}"):
+    for sampling, message in requests:
+        with pytest.raises(UserError, match=f"request 0 of the batch: {message}"):
             llm.generate_batch([[1]], SamplingParams(**sampling))
     with pytest.raises(UserError, match="temperature 0 leaves nothing to draw"):
         engine(pair, 2, verify="reject").generate([1], SamplingParams(0))

@@ -56,7 +56,7 @@ def mixed(count: int) -> list[Asked]:
 def together(worker: Alone, requests: Sequence[Asked]) -> dict[int, GroupResult]:
     """Decodes all of them as sequences become free, and checks that the streamed tokens of each form its answer."""
     waiting, numbers = iter(enumerate(requests)), dict[SequenceGroup, int]()
-    told: dict[int, list[int]] = {}
+    streamed: dict[int, list[int]] = {}
     answers: dict[int, GroupResult] = {}
 
     def admit() -> bool:
@@ -66,10 +66,10 @@ def together(worker: Alone, requests: Sequence[Asked]) -> dict[int, GroupResult]
         return asked is not None
 
     for group, tokens in decode_population(worker, admit):
-        told.setdefault(numbers[group], []).extend(tokens)
+        streamed.setdefault(numbers[group], []).extend(tokens)
         if group.answer is not None:
             answers[numbers[group]] = group.answer
-    assert {number: answer.tokens for number, answer in answers.items()} == told
+    assert {number: answer.tokens for number, answer in answers.items()} == streamed
     return answers
 
 
@@ -105,8 +105,8 @@ def test_captured_rounds_do_not_change_idle_groups(slots: int, lag: int) -> None
     """A graph runs over a power of two of groups, or all: including those without a request, and those that finished in
     the last round. Here one is out of room while three others continue, which were admitted later."""
     plan = PopulationConfig(3, 2, 0.0, smc_groups=4)
-    asked = [(0, 24, ()), (1, 4, ()), (2, 4, {1}), (3, 4, ()), *((seed, 24, ()) for seed in (4, 5, 6)), (7, 9, {1})]
-    requests = [Asked((0, 1), replace(WARM, seed=seed), frozenset(stops), limit) for seed, limit, stops in asked]
+    specs = [(0, 24, ()), (1, 4, ()), (2, 4, {1}), (3, 4, ()), *((seed, 24, ()) for seed in (4, 5, 6)), (7, 9, {1})]
+    requests = [Asked((0, 1), replace(WARM, seed=seed), frozenset(stops), limit) for seed, limit, stops in specs]
     found: list[dict[int, GroupResult]] = []
     for capture in (None, Rerun()):
         target, draft = (make_runner(model, Capturing(), context=40, tree_slots=slots) for model in MODELS)
@@ -126,25 +126,25 @@ def test_several_groups_follow_the_distribution() -> None:
     plan, limit = PopulationConfig(48, 2, 0.7, 2.0, smc_groups=3), 4
     target, draft = HistoryModel(3, 1), HistoryModel(3, 2, 0.6)
     worker = make_worker(target, draft, plan, slots=1 + 4 * plan.slots_per_round)
-    asked = [((0, 1), replace(WARM, temperature=0.7)), ((0, 1), replace(WARM, **FILTERED))]
-    asked.append(((2, 0), replace(WARM, **PENALISED)))
-    found = [Found(target, []) for _ in asked]
+    specs = [((0, 1), replace(WARM, temperature=0.7)), ((0, 1), replace(WARM, **FILTERED))]
+    specs.append(((2, 0), replace(WARM, **PENALISED)))
+    found = [Found(target, []) for _ in specs]
     for seed in range(30):
         visitor = Asked((1,), replace(WARM, seed=seed), frozenset(), 9).admit(worker)
-        *first, late = [Asked(prompt, replace(s, seed=seed), frozenset({2}), limit) for prompt, s in asked]
-        here = [each.admit(worker) for each in first]
+        *first, late = [Asked(prompt, replace(s, seed=seed), frozenset({2}), limit) for prompt, s in specs]
+        groups = [each.admit(worker) for each in first]
         worker.launch()
         worker.collect()
         assert not visitor.is_finished
         worker.release(visitor)
-        here.append(late.admit(worker))
-        assert here[-1].sequence == visitor.sequence
+        groups.append(late.admit(worker))
+        assert groups[-1].sequence == visitor.sequence
         while worker.launch():
             worker.collect()
-        for group, each in zip(here, found, strict=True):
+        for group, each in zip(groups, found, strict=True):
             each.laws.append(population(worker, worker._order.index(group.sequence)))
             worker.release(group)
-    for (prompt, sampling), each in zip(asked, found, strict=True):
+    for (prompt, sampling), each in zip(specs, found, strict=True):
         check_unbiased(each, global_power(target, prompt, sampling, 2.0, {2}, limit))
 
 

@@ -79,7 +79,7 @@ class Population(RuleBasedStateMachine):
     def extend(self, data: st.DataObject) -> None:
         token = st.integers(0, VOCAB - 1) if data.draw(st.booleans()) else st.integers(0, STOP - 1)
         drafts = data.draw(st.lists(st.lists(token, min_size=K, max_size=K), min_size=N, max_size=N))
-        kept = data.draw(st.lists(st.integers(0, K), min_size=N, max_size=N))
+        accepted = data.draw(st.lists(st.integers(0, K), min_size=N, max_size=N))
         extra = data.draw(st.lists(token, min_size=N, max_size=N))
         p, base, start = self.particles, self.cache.append_tree(N * (K + 1)), self.cache.prefix_len[0]
         slots = p.new_slots()
@@ -98,11 +98,11 @@ class Population(RuleBasedStateMachine):
         stops[0, STOP] = True
         terms = [[float(10 * i + j + 1) for j in range(K + 1)] for i in range(N)]
         log_terms = torch.tensor([terms], dtype=torch.float64)
-        p.append_round(torch.tensor([drafts]), torch.tensor([kept]), torch.tensor([extra]), log_terms, stops, SLOTS)
+        p.append_round(torch.tensor([drafts]), torch.tensor([accepted]), torch.tensor([extra]), log_terms, stops, SLOTS)
         for i, row in enumerate(self.rows):
             if not row.finished:
-                new = [*drafts[i][: kept[i]], extra[i]]
-                self.rows[i] = self.longer(row, new, [base + j * N + i for j in (*range(kept[i]), K)], terms[i])
+                new = [*drafts[i][: accepted[i]], extra[i]]
+                self.rows[i] = self.longer(row, new, [base + j * N + i for j in (*range(accepted[i]), K)], terms[i])
 
     def longer(self, row: Row, new: list[int], slots: list[int], terms: list[float]) -> Row:
         nodes, tokens, weight = list(row.nodes), list(row.tokens), row.weight

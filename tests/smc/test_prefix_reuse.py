@@ -26,17 +26,17 @@ CHAINS = EngineConfig("serial", draft_steps=3, max_num_seqs=3)
 
 
 @given(st.lists(st.tuples(TEXTS, st.booleans()), max_size=12))
-def test_cached_prefixes_equal_what_was_prefilled(asked: Sequence[tuple[list[int], bool]]) -> None:
+def test_cached_prefixes_equal_what_was_prefilled(requests: Sequence[tuple[list[int], bool]]) -> None:
     """A cache whose keys are the tokens: whatever stays or is copied belongs to the text. `bool`: the request
     continues."""
     cache = KVCache(1, 1, 1, 80, reference.mover, sequences=3)
     texts, busy = SequencePrefixes([cache]), list[int]()
-    for text, goes_on in asked:
-        sequence, kept = texts.acquire(text, busy)
-        assert sequence not in busy and kept <= len(text) - 1
-        assert cache.k[0, sequence, 0, :kept, 0].tolist() == text[:kept]
-        first = cache.append_prefix(len(text) - 1 - kept, sequence)
-        cache.k[0, sequence, 0, first : len(text) - 1, 0] = torch.tensor(text[kept:-1], dtype=torch.float32)
+    for text, goes_on in requests:
+        sequence, cached = texts.acquire(text, busy)
+        assert sequence not in busy and cached <= len(text) - 1
+        assert cache.k[0, sequence, 0, :cached, 0].tolist() == text[:cached]
+        first = cache.append_prefix(len(text) - 1 - cached, sequence)
+        cache.k[0, sequence, 0, first : len(text) - 1, 0] = torch.tensor(text[cached:-1], dtype=torch.float32)
         texts.set_prefix(sequence, text[:-1])
         again = [texts.acquire(text, [*busy, sequence])[1]] if len(busy) < 2 else []
         assert again in ([], [len(text) - 1])
@@ -49,10 +49,10 @@ def test_the_least_recently_used_sequence_is_reused() -> None:
 
     def read(*tokens: int) -> tuple[int, int]:
         text = [token for token in tokens for _ in range(40)] + [0]
-        sequence, kept = texts.acquire(text, ())
-        cache.append_prefix(len(text) - 1 - kept, sequence)
+        sequence, cached = texts.acquire(text, ())
+        cache.append_prefix(len(text) - 1 - cached, sequence)
         texts.set_prefix(sequence, text[:-1])
-        return sequence, kept
+        return sequence, cached
 
     one, two, three = read(1, 2), read(3, 4), read(5)
     assert {one[0], two[0], three[0]} == {0, 1, 2}
@@ -71,7 +71,7 @@ def test_a_batch_prefills_only_new_tokens(pair: tuple[Path, Path], plan: EngineC
     """A shared prefix in one batch, the next turns of two texts, and an unknown text."""
     options: dict[str, Any] = {"max_model_len": 160, "dtype": torch.float64}
     engine, system = LLM(*pair, plan, **options), [3 + i % 50 for i in range(40)]
-    asks = [[*system, 7 + i] for i in range(3)]
+    questions = [[*system, 7 + i] for i in range(3)]
     sampling = [SamplingParams(0.7, seed=i, max_tokens=24, ignore_eos=True) for i in range(3)]
 
     def ask(prompts: list[list[int]]) -> list[Completion]:
@@ -80,14 +80,16 @@ def test_a_batch_prefills_only_new_tokens(pair: tuple[Path, Path], plan: EngineC
         assert [each.token_ids for each in found] == [each.token_ids for each in fresh]
         return found
 
-    first = ask(asks)
+    first = ask(questions)
     assert [each.stats.cached_tokens for each in first] == [0, 40, 40]
-    turns = [[*asks[i], *first[i].token_ids, 9, 9] for i in (2, 0)]
+    turns = [[*questions[i], *first[i].token_ids, 9, 9] for i in (2, 0)]
     next_turn = ask([*turns, [60] * 50])
-    least = len(asks[0]) + (12 if plan is CHAINS else 0)  # particles share their last tokens only once one is picked
+    least = len(questions[0]) + (
+        12 if plan is CHAINS else 0
+    )  # particles share their last tokens only once one is picked
     for each, turn in zip(next_turn, turns, strict=False):
         assert least - 1 <= each.stats.cached_tokens < len(turn)
     assert next_turn[2].stats.cached_tokens == 0
     assert not population_of(engine).groups
-    forgetful = LLM(*pair, plan, prefix_cache_memory=0, **options).generate_batch(asks, sampling)
+    forgetful = LLM(*pair, plan, prefix_cache_memory=0, **options).generate_batch(questions, sampling)
     assert [(each.token_ids, each.stats.cached_tokens) for each in forgetful] == [(each.token_ids, 0) for each in first]

@@ -114,15 +114,18 @@ def test_streaming_returns_the_common_prefix_and_the_rest_at_the_end() -> None:
     early = 0
     for seed in range(16):
         worker.open(opening([0, 1], replace(WARM, seed=seed)), {1}, 14)
-        told: list[int] = []
+        streamed: list[int] = []
         for group, tokens in decode_population(worker):
             if group.answer is None:
-                told += tokens
+                streamed += tokens
                 rows, lengths = worker.particles.tokens[0].tolist(), worker.particles.length[0].tolist()
-                assert all(row[: len(told)] == told and len(told) <= n for row, n in zip(rows, lengths, strict=True))
+                assert all(
+                    row[: len(streamed)] == streamed and len(streamed) <= n
+                    for row, n in zip(rows, lengths, strict=True)
+                )
                 early += len(tokens)
             else:
-                assert told + list(tokens) == group.answer.tokens
+                assert streamed + list(tokens) == group.answer.tokens
     assert early > 8
 
 

@@ -65,9 +65,9 @@ def test_rejection_sampling_gives_the_power_target_for_any_draft(power: float) -
     fine = (torch.arange(20000, dtype=torch.float64) + 0.5) / 20000
     accepted = torch.empty_like(b)
     for token in range(7):
-        asked = torch.full((5, len(fine)), token)
+        proposed = torch.full((5, len(fine)), token)
         p, d = (logits[:, None].expand(-1, len(fine), -1) for logits in (target, draft))
-        accepted[:, token] = weights.accept_drafts(p, d, asked, fine.expand(5, -1), power).double().mean(1)
+        accepted[:, token] = weights.accept_drafts(p, d, proposed, fine.expand(5, -1), power).double().mean(1)
     rejected = (q * (1 - accepted)).sum(-1, keepdim=True)
     law = q * accepted + rejected * weights.log_residual(target, draft, power).softmax(-1)
     torch.testing.assert_close(law, b, atol=2e-4, rtol=0)

@@ -156,7 +156,7 @@ def test_blank_layers_add_exact_zeros() -> None:
 
 
 @pytest.mark.parametrize(
-    ("sizes", "said"),
+    ("sizes", "message"),
     [
         (shape(512, 10, 16, 4, 128, 896, 4608), "do not fit 896"),
         (shape(1024, 4, 16, 4, 128, 1280, 4608), "do not fit 4"),
@@ -166,8 +166,8 @@ def test_blank_layers_add_exact_zeros() -> None:
         (shape(1024, 10, 16, 4, 64, 1280, 4608), "take bf16"),
     ],
 )
-def test_shapes_that_are_too_small_are_refused(sizes: dict[str, Any], said: str) -> None:
-    with pytest.raises(UserError, match=said):
+def test_shapes_that_are_too_small_are_refused(sizes: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
         list(Grown.of(TARGET, sizes, "int4", "cpu", 0).layers())
 
 

@@ -33,8 +33,8 @@ def test_llama_cpp_chooses_the_same_tokens(tmp_path: Path, kind: str) -> None:
 
 def test_a_dense_copy_has_the_same_weights(tmp_path: Path) -> None:
     engines.write_dense(DEMO / "target", tmp_path, torch.float32)
-    here, there = (engines.dense_state(path, torch.float32) for path in (DEMO / "target", tmp_path))
-    assert here.keys() == there.keys() and all(torch.equal(here[name], there[name]) for name in here)
+    original, copied = (engines.dense_state(path, torch.float32) for path in (DEMO / "target", tmp_path))
+    assert original.keys() == copied.keys() and all(torch.equal(original[name], copied[name]) for name in original)
     assert read_config(tmp_path).quantization == {}
 
 

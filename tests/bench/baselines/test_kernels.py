@@ -134,11 +134,11 @@ def test_each_package_that_fails_to_load_is_one_line(
         refused.remove(name)
         (tmp_path / f"{name}.py").write_text(code)
     monkeypatch.syspath_prepend(str(tmp_path))
-    said = rivals.find().said
-    assert "vllm not as documented" in said[0] and "'marlin_permute_scales'" in said[0]
-    assert "; sgl_kernel not importable; marlin not importable (libx.so: no such file)" in said[0]
-    assert said[1] == "flashinfer: not importable (No module named 'no_such')"
-    assert all("\n" not in line for line in said)
+    messages = rivals.find().said
+    assert "vllm not as documented" in messages[0] and "'marlin_permute_scales'" in messages[0]
+    assert "; sgl_kernel not importable; marlin not importable (libx.so: no such file)" in messages[0]
+    assert messages[1] == "flashinfer: not importable (No module named 'no_such')"
+    assert all("\n" not in line for line in messages)
 
 
 def test_flexattention_needs_triton(monkeypatch: pytest.MonkeyPatch) -> None:

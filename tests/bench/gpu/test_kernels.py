@@ -143,11 +143,11 @@ def test_recorded_results_are_not_measured_again(tmp_path: Path) -> None:
 def test_a_slow_baseline_is_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The limit counts the time that its cases take beyond the usual one."""
     monkeypatch.setattr(kernels, "SLOW_START", 0.0)
-    for ordinary, measured, said in ((1.0, 4, []), (0.0, 3, ["flexattention: left out after 0 s of compiling"])):
+    for ordinary, measured, messages in ((1.0, 4, []), (0.0, 3, ["flexattention: left out after 0 s of compiling"])):
         monkeypatch.setattr(kernels, "ORDINARY", ordinary)
         one = run(tmp_path / f"{ordinary}.json")
         one.all(iter([case(op, {"flexattention": list, "swiftspec": list}) for op in ("o", "down")]))
-        assert one.found.rivals == said and len(one.found.results) == measured
+        assert one.found.rivals == messages and len(one.found.results) == measured
 
 
 def test_the_predictor_reads_what_the_bench_writes(tmp_path: Path) -> None:
@@ -222,18 +222,18 @@ file.write_text(json.dumps(found))
 
 @pytest.mark.slow
 def test_measurement_continues_after_a_crash_and_a_hang(tmp_path: Path) -> None:
-    file, said = tmp_path / "found.json", list[str]()
+    file, log = tmp_path / "found.json", list[str]()
 
     def give_up(where: Path, why: str) -> bool:
         found = json.loads(where.read_text())
-        said.append(f"{found['at']}: {why}")
+        log.append(f"{found['at']}: {why}")
         where.write_text(json.dumps(found | {"done": [*found["done"], found["at"]]}))
         return True
 
     began = time.monotonic()
     assert watch([sys.executable, "-c", WORKER, str(file)], file, 30.0, 1.5, give_up) == 0
     assert time.monotonic() - began < 20
-    assert said == ["dies: ended the process (-6)", "hangs: hung"]
+    assert log == ["dies: ended the process (-6)", "hangs: hung"]
     assert json.loads(file.read_text())["done"] == ["a", "dies", "b", "hangs", "c"]
 
 
@@ -295,7 +295,7 @@ def test_a_complete_run_in_two_processes(
     assert found.results[0]["accept"] == pytest.approx(3.5 + 2.0, abs=0.1), (
         "two more microseconds from launch to launch"
     )
-    assert len([said for said in found.rivals if said.startswith(("marlin: ", "flashinfer: ", "flexattention: "))]) == 3
+    assert len([line for line in found.rivals if line.startswith(("marlin: ", "flashinfer: ", "flexattention: "))]) == 3
     printed = capsys.readouterr().out
     assert "a copy moves 4000 GB/s" in printed and "small TP2 o x8" in printed and "0 cases left out" in printed
     assert kernels.work(args) == 0 and len(Findings.read(file).results) == len(found.results)

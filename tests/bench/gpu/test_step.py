@@ -40,10 +40,10 @@ def test_particles_are_measured_after_a_warm_up_on_shared_models(monkeypatch: py
 
     monkeypatch.setattr(step, "load_model", counted)
     args = Namespace(prompts=1, tokens=5, context=64, device="cpu", ops="auto", particles=[2, 3])
-    told: list[set[str]] = []
-    found = step.measure_particles("demo", args, lambda result: told.append(set(result)))
+    calls: list[set[str]] = []
+    found = step.measure_particles("demo", args, lambda result: calls.append(set(result)))
     assert [found[f"smc {count}"]["tok/s"] > 0 for count in (2, 3)] == [True, True] and len(made) == 2
-    assert "smc 3" in told[0] and "smc 2" not in told[0] and found["rounds"] in ("native", "eager")
+    assert "smc 3" in calls[0] and "smc 2" not in calls[0] and found["rounds"] in ("native", "eager")
 
 
 def test_a_step_is_timed_as_a_graph_if_the_model_can_be_captured() -> None:

@@ -46,10 +46,10 @@ def test_measured_constants_move_the_targets() -> None:
     assert slow.accept == pytest.approx(base.accept + 1) and slow.goal == pytest.approx(base.goal + 1)
     assert targets.linear(moved, replace(ASSUMED, read=4730.0)).accept < base.accept
     assert targets.linear(moved, replace(ASSUMED, exchange=9.0)) == base
-    here = targets.step("Llama-3-70B", replace(ASSUMED, gap=0.35))
+    measured = targets.step("Llama-3-70B", replace(ASSUMED, gap=0.35))
     then = targets.step("Llama-3-70B", ASSUMED)
-    assert here is not None and then is not None
-    assert then.accept - here.accept == pytest.approx(80 * 5 * 0.5e-3)
+    assert measured is not None and then is not None
+    assert then.accept - measured.accept == pytest.approx(80 * 5 * 0.5e-3)
     found = {"constants": {"gap": 1.0, "copy": 9999.0}}
     on = Constants.of(found, 3000.0)
     assert (on.copy, on.gap, on.read, on.latency) == (3000.0, 1.0, 3000.0, ASSUMED.latency)

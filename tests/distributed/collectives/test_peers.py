@@ -237,16 +237,16 @@ def test_short_messages_are_gathered_by_a_kernel(monkeypatch: pytest.MonkeyPatch
         x: Any = SimpleNamespace(device=torch.device("cuda"), nbytes=count * dtype.itemsize)
         assert end.supports(x) == taken
     assert not end.supports(torch.zeros(2))  # not on a GPU
-    said: list[str] = []
-    stub = SimpleNamespace(supports=lambda x: x.numel() < 3, gather=lambda x: said.append("kernel"))
+    calls: list[str] = []
+    stub = SimpleNamespace(supports=lambda x: x.numel() < 3, gather=lambda x: calls.append("kernel"))
     library = SimpleNamespace(
-        name="draft", rank=0, size=2, all_reduce=None, all_gather=lambda x: said.append("library")
+        name="draft", rank=0, size=2, all_reduce=None, all_gather=lambda x: calls.append("library")
     )
     ends: tuple[Any, Any, Any] = (None, library, SimpleNamespace(communicator=stub))
     group = peers.PeerMemoryGroup(*ends)
     for count in (2, 3):
         group.all_gather(torch.zeros(count))
-    assert said == ["kernel", "library"]
+    assert calls == ["kernel", "library"]
 
 
 @pytest.mark.parametrize("word", [0, 1])

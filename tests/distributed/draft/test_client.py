@@ -77,24 +77,22 @@ class FakeDraft:
         self.calls.append("close")
 
 
-def serve(there: Channel, draft: Any) -> DraftGroupServer:
+def serve(far: Channel, draft: Any) -> DraftGroupServer:
     """The draft's side, with a drafter that has no followers."""
-    recording = DraftTraceSender(there, draft, traced=False)
-    return DraftGroupServer(
-        there, LeaderDrafter(draft, FollowerGroup([])), BOUNDS, recording, CancelCheck(), Heartbeat()
-    )
+    recording = DraftTraceSender(far, draft, traced=False)
+    return DraftGroupServer(far, LeaderDrafter(draft, FollowerGroup([])), BOUNDS, recording, CancelCheck(), Heartbeat())
 
 
 @pytest.fixture
-def bridge() -> Iterator[tuple[DraftGroupClient, FakeDraft, Channel]]:
-    here, there = connect(None)
+def connection() -> Iterator[tuple[DraftGroupClient, FakeDraft, Channel]]:
+    near, far = connect(None)
     draft = FakeDraft()
-    service = threading.Thread(target=serve(there, draft).run)
+    service = threading.Thread(target=serve(far, draft).run)
     service.start()
-    drafter = DraftGroupClient(here, 3, BOUNDS, answer_timeout_s=0.3, open_timeout_s=0.6)
-    yield drafter, draft, there
+    drafter = DraftGroupClient(near, 3, BOUNDS, answer_timeout_s=0.3, open_timeout_s=0.6)
+    yield drafter, draft, far
     with contextlib.suppress(ConnectionError):
-        here.send(Opcode.SHUTDOWN)
+        near.send(Opcode.SHUTDOWN)
     service.join(10)
     assert not service.is_alive()
 
@@ -103,8 +101,8 @@ def result(request: int, round_: int, at: int) -> VerifyResult:
     return VerifyResult(request, round_, at, (0,), (9,))
 
 
-def test_a_request_from_end_to_end(bridge: tuple[DraftGroupClient, FakeDraft, Channel]) -> None:
-    drafter, draft, _ = bridge
+def test_a_request_from_end_to_end(connection: tuple[DraftGroupClient, FakeDraft, Channel]) -> None:
+    drafter, draft, _ = connection
     drafter.draft_steps = 5
     drafter.open(opening([4, 5], GREEDY))
     assert drafter.propose() == Proposal(1, 0, 1, (5, 0), (-1, 0))
@@ -120,9 +118,9 @@ def test_a_request_from_end_to_end(bridge: tuple[DraftGroupClient, FakeDraft, Ch
 
 
 def test_a_late_answer_loses_the_request_and_is_dropped_in_the_next(
-    bridge: tuple[DraftGroupClient, FakeDraft, Channel],
+    connection: tuple[DraftGroupClient, FakeDraft, Channel],
 ) -> None:
-    drafter, draft, _ = bridge
+    drafter, draft, _ = connection
     drafter.open(opening([4, 5], GREEDY))
     drafter.propose()
     draft.sleep = 0.5
@@ -136,9 +134,9 @@ def test_a_late_answer_loses_the_request_and_is_dropped_in_the_next(
 
 
 def test_a_failing_draft_reports_the_reason_and_serves_the_next_request(
-    bridge: tuple[DraftGroupClient, FakeDraft, Channel],
+    connection: tuple[DraftGroupClient, FakeDraft, Channel],
 ) -> None:
-    drafter, draft, _ = bridge
+    drafter, draft, _ = connection
     drafter.open(opening([4, 5], GREEDY))
     drafter.propose()
     draft.fails = True
@@ -151,13 +149,13 @@ def test_a_failing_draft_reports_the_reason_and_serves_the_next_request(
     assert drafter.propose().request == 2
 
 
-def test_a_lost_draft(bridge: tuple[DraftGroupClient, FakeDraft, Channel]) -> None:
-    drafter, _, there = bridge
+def test_a_lost_draft(connection: tuple[DraftGroupClient, FakeDraft, Channel]) -> None:
+    drafter, _, far = connection
     drafter.open(opening([4, 5], GREEDY))
     drafter.propose()
     drafter._send(Opcode.SHUTDOWN)
     time.sleep(0.2)  # its process is about to exit
-    there.close()
+    far.close()
     for _ in range(2):
         with pytest.raises(DrafterLost, match="gone"):
             drafter.open(opening([7], GREEDY, request=2))
@@ -172,33 +170,35 @@ def test_results_within_the_tree_are_answered_by_native_code(tmp_path: Path, mon
     models = (load_model(tmp_path, dtype=torch.float32, ops=host, max_positions=260) for _ in range(2))
     runners = (make_runner(model, host, context=200, tree_slots=60) for model in models)
     ours, theirs = (make_drafter(runner, plan, ahead=True) for runner in runners)
-    said: list[Proposal] = []  # by Python
+    proposed: list[Proposal] = []  # by Python
     propose = DraftGroupServer._propose
-    monkeypatch.setattr(DraftGroupServer, "_propose", lambda self, p: (said.append(p), propose(self, p)))
-    here, there = connect(None)
-    service = threading.Thread(target=serve(there, theirs).run)
+    monkeypatch.setattr(DraftGroupServer, "_propose", lambda self, p: (proposed.append(p), propose(self, p)))
+    near, far = connect(None)
+    service = threading.Thread(target=serve(far, theirs).run)
     service.start()
-    drafter, heard = DraftGroupClient(here, 3, BOUNDS), []
+    drafter, received = DraftGroupClient(near, 3, BOUNDS), []
     try:
         for each in (drafter, ours):
             each.open(opening(prompt, GREEDY))
         for _ in range(20):
-            heard.append(drafter.propose())
-            assert heard[-1] == ours.propose()
+            received.append(drafter.propose())
+            assert received[-1] == ours.propose()
             ours.grow()
-            last = heard[-1]
+            last = received[-1]
             result = VerifyResult(1, last.round, last.prefix_len, (0,), (last.tokens[1],))
             for each in (drafter, ours):
                 each.observe(result)
     finally:
-        here.send(Opcode.SHUTDOWN)
+        near.send(Opcode.SHUTDOWN)
         service.join(10)
-    assert heard[0] == said[0] and 0 < len(heard) - len(said) < 20
+    assert received[0] == proposed[0] and 0 < len(received) - len(proposed) < 20
     assert 0 < drafter.busy <= theirs.busy
 
 
-def test_tracing_of_the_draft_starts_with_the_next_request(bridge: tuple[DraftGroupClient, FakeDraft, Channel]) -> None:
-    drafter, _, _ = bridge
+def test_tracing_of_the_draft_starts_with_the_next_request(
+    connection: tuple[DraftGroupClient, FakeDraft, Channel],
+) -> None:
+    drafter, _, _ = connection
     drafter._recorder = recorder = Recorder()
     recorder.listener = list[Any]().extend
     recorder.begin(opening([4, 5], GREEDY))
@@ -213,5 +213,5 @@ def test_tracing_of_the_draft_starts_with_the_next_request(bridge: tuple[DraftGr
     last = RoundRecord(drafter.propose(), result(2, 0, 1), [0.0] * 7, True, 0.0, None, None)
     recorder.add(last)
     drafter.drain(0)
-    lane = last.line()["draft"]
-    assert lane["nodes"] == 1 and lane["tree"]["tokens"].tolist() == [7]
+    timeline = last.line()["draft"]
+    assert timeline["nodes"] == 1 and timeline["tree"]["tokens"].tolist() == [7]

@@ -31,15 +31,15 @@ class FakeDraft:
     def __init__(self) -> None:
         self.peer = "the draft group"
         self.slow = self.dead = False
-        self.said: list[tuple[int, Words]] = []
+        self.pending: list[tuple[int, Words]] = []
         self.text: list[int] = []
         self.openings = 0
 
     def send(self, kind: int, words: Sequence[int] = ()) -> None:
         self._check()
         if kind == Opcode.DRAFTER_OPEN:
-            told = unpack_request_start(list(words))
-            self.request, self.round, self.text = told.request, 0, list(told.tokens)
+            start = unpack_request_start(list(words))
+            self.request, self.round, self.text = start.request, 0, list(start.tokens)
             self.openings += 1
         elif kind == Opcode.OBSERVE:
             result = unpack_result(list(words))
@@ -49,13 +49,13 @@ class FakeDraft:
             return
         nodes = (self.text[-1], following(self.text))
         answer = Proposal(self.request, self.round, len(self.text) - 1, nodes, (-1, 0))
-        self.said.append((Opcode.PROPOSAL, [0, *pack_message(answer)]))
+        self.pending.append((Opcode.PROPOSAL, [0, *pack_message(answer)]))
 
     def recv(self, timeout: float | None = None) -> tuple[int, Words]:
         self._check()
-        if self.slow or not self.said:
+        if self.slow or not self.pending:
             raise TimeoutError
-        return self.said.pop(0)
+        return self.pending.pop(0)
 
     def recv_or_reply(self, reply: object, asks: int, answers: int, note: int) -> tuple[int, Words, bool]:
         raise AssertionError("the target does not reply")
@@ -89,9 +89,9 @@ class Machine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.now = 0.0
-        self.draft, self.comeback = FakeDraft(), FakeReconnector()
+        self.draft, self.reconnector = FakeDraft(), FakeReconnector()
         group = DraftGroupClient(self.draft, 3, BOUNDS)
-        self.patient = FailoverDrafter(group, RemoteDraft(group, group, self.comeback), lambda: self.now)
+        self.failover_drafter = FailoverDrafter(group, RemoteDraft(group, group, self.reconnector), lambda: self.now)
         self.request = 0
         self.good = 0  # consecutive rounds without a fault of the draft
         self.begin()
@@ -99,25 +99,25 @@ class Machine(RuleBasedStateMachine):
     @rule()
     def begin(self) -> None:
         if self.request:
-            self.patient.close()
+            self.failover_drafter.close()
         self.request, self.round, self.text = self.request + 1, 0, [self.request % 40, 5, 6]
-        self.patient.open(RequestStart(self.request, tuple(self.text), SamplingParams(temperature=0), 3))
+        self.failover_drafter.open(RequestStart(self.request, tuple(self.text), SamplingParams(temperature=0), 3))
         self.good = 0
 
     @rule()
     def decode(self) -> None:
         """One round of the decoding loop."""
         self.now += 0.01
-        proposal = self.patient.propose()
+        proposal = self.failover_drafter.propose()
         where = proposal.request, proposal.round, proposal.prefix_len, proposal.tokens[0]
         assert where == (self.request, self.round, len(self.text) - 1, self.text[-1])
-        self.patient.grow()
+        self.failover_drafter.grow()
         tokens = [following(self.text)]
         if len(proposal.tokens) > 1:
             assert proposal.tokens[1] == tokens[0], "the draft was told another text"
             tokens.append(following([*self.text, *tokens]))
         path = tuple(range(len(tokens)))
-        self.patient.observe(VerifyResult(self.request, self.round, len(self.text) - 1, path, tuple(tokens)))
+        self.failover_drafter.observe(VerifyResult(self.request, self.round, len(self.text) - 1, path, tuple(tokens)))
         self.text += tokens
         self.round += 1
         self.good = 0 if self.draft.slow or self.draft.dead else self.good + 1
@@ -142,24 +142,26 @@ class Machine(RuleBasedStateMachine):
     @precondition(lambda self: self.draft.dead)
     @rule()
     def come_back(self) -> None:
-        self.draft = self.comeback.back = FakeDraft()
+        self.draft = self.reconnector.back = FakeDraft()
         self.good = 0
 
     @invariant()
     def outages_are_in_order(self) -> None:
-        times = [time for each in self.patient.outages for time in (each.since, each.until) if time is not None]
+        times = [
+            time for each in self.failover_drafter.outages for time in (each.since, each.until) if time is not None
+        ]
         assert times == sorted(times)
-        assert all(each.until is not None for each in self.patient.outages[:-1])
+        assert all(each.until is not None for each in self.failover_drafter.outages[:-1])
 
     @invariant()
     def a_draft_that_is_well_is_used_again(self) -> None:
         if self.good > 300:  # after many timeouts it is asked rarely
-            assert self.patient.lost_reason is None
+            assert self.failover_drafter.lost_reason is None
 
     @invariant()
     def a_draft_that_died_is_missed(self) -> None:
-        if self.draft.dead and self.patient.lost_reason is not None:
-            assert self.draft.openings == 0 or self.comeback.losses > 0 or not self.patient._lost
+        if self.draft.dead and self.failover_drafter.lost_reason is not None:
+            assert self.draft.openings == 0 or self.reconnector.losses > 0 or not self.failover_drafter._lost
 
 
 TestPatience = Machine.TestCase
@@ -181,13 +183,13 @@ def test_a_draft_that_is_late_once_misses_a_round() -> None:
     assert decoded(machine, 1) == 1
     machine.quick()
     assert decoded(machine, 3) == 2
-    (outage,) = machine.patient.outages
+    (outage,) = machine.failover_drafter.outages
     assert outage.until is not None and outage.reason == "the draft group did not answer in time"
 
 
 def test_the_timeout_adapts_to_a_draft_that_is_always_slow() -> None:
     machine = Machine()
-    group = machine.patient._remote.drafter
+    group = machine.failover_drafter._remote.drafter
     assert isinstance(group, DraftGroupClient)
     answer, waits = group.propose, list[float]()
 
@@ -204,7 +206,7 @@ def test_the_timeout_adapts_to_a_draft_that_is_always_slow() -> None:
     for _ in range(1000):
         machine.decode()
         waits.append(group.answer_timeout_s)
-    assert 0.8 < waits[-1] < 5 and machine.patient.lost_reason is None
+    assert 0.8 < waits[-1] < 5 and machine.failover_drafter.lost_reason is None
 
 
 def test_a_recovered_draft_continues_within_the_request() -> None:
@@ -215,8 +217,8 @@ def test_a_recovered_draft_continues_within_the_request() -> None:
     machine.come_back()
     assert decoded(machine, 1) == 1, "it reads the text meanwhile"
     assert decoded(machine, 5) == 2
-    assert machine.draft.openings == 1 and machine.comeback.losses > 0
-    assert [outage.until is None for outage in machine.patient.outages] == [False]
+    assert machine.draft.openings == 1 and machine.reconnector.losses > 0
+    assert [outage.until is None for outage in machine.failover_drafter.outages] == [False]
 
 
 def test_a_draft_that_is_always_late_is_asked_with_backoff() -> None:
@@ -225,7 +227,7 @@ def test_a_draft_that_is_always_late_is_asked_with_backoff() -> None:
     for _ in range(1000):
         machine.slow()
         machine.decode()
-        waits += machine.patient._in_step is False and machine.patient._rounds_to_skip > 0
+        waits += machine.failover_drafter._in_step is False and machine.failover_drafter._rounds_to_skip > 0
         machine.quick()
-        machine.draft.slow = bool(machine.patient._in_step)
-    assert len(machine.patient.outages) < 40
+        machine.draft.slow = bool(machine.failover_drafter._in_step)
+    assert len(machine.failover_drafter.outages) < 40

@@ -15,36 +15,36 @@ GO_ON, CLOSE, STEPS, OPEN = (
 )
 
 
-class Says:
+class FakeChannel:
     """A channel that delivers messages of these kinds, then nothing; with `gone` it raises instead."""
 
-    def __init__(self, *kinds: int, gone: bool = False) -> None:
-        self.kinds, self.gone, self.peer = list(kinds), gone, "rank 0"
+    def __init__(self, *kinds: int, lost: bool = False) -> None:
+        self.kinds, self.lost, self.peer = list(kinds), lost, "rank 0"
 
     def recv(self, timeout: float | None = None) -> tuple[int, list[int]]:
         if self.kinds:
             return self.kinds.pop(0), []
-        raise ConnectionError("rank 0 is gone") if self.gone else TimeoutError
+        raise ConnectionError("rank 0 is gone") if self.lost else TimeoutError
 
 
-def orders(*kinds: int, gone: bool = False) -> CommandStream:
-    giver: Any = Says(*kinds, gone=gone)
+def command_stream(*kinds: int, lost: bool = False) -> CommandStream:
+    giver: Any = FakeChannel(*kinds, lost=lost)
     return CommandStream(giver)
 
 
 def test_a_follower_prefills_until_it_receives_another_opcode() -> None:
-    heard = orders(GO_ON, GO_ON, CLOSE, OPEN)
-    assert [heard.prefill_aborted() for _ in range(3)] == [False, False, True]
-    assert [heard.recv()[0] for _ in range(2)] == [CLOSE, OPEN]
+    commands = command_stream(GO_ON, GO_ON, CLOSE, OPEN)
+    assert [commands.prefill_aborted() for _ in range(3)] == [False, False, True]
+    assert [commands.recv()[0] for _ in range(2)] == [CLOSE, OPEN]
 
 
 def test_a_follower_reports_a_lost_leader() -> None:
     with pytest.raises(RankLost, match="is gone"):
-        orders(gone=True).prefill_aborted()
+        command_stream(lost=True).prefill_aborted()
 
 
 def test_a_draft_continues_until_the_end_of_its_request() -> None:
-    heard = orders(STEPS, CLOSE)
-    assert [heard.request_ended() for _ in range(2)] == [False, True]
-    assert [heard.recv()[0] for _ in range(2)] == [STEPS, CLOSE], "in their order, and none is lost"
-    assert not orders().request_ended() and orders(gone=True).request_ended()
+    commands = command_stream(STEPS, CLOSE)
+    assert [commands.request_ended() for _ in range(2)] == [False, True]
+    assert [commands.recv()[0] for _ in range(2)] == [STEPS, CLOSE], "in their order, and none is lost"
+    assert not command_stream().request_ended() and command_stream(lost=True).request_ended()

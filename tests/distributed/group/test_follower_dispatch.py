@@ -24,21 +24,21 @@ def follower(*, drafts: bool) -> FollowerDispatcher:
 
 
 def test_commands_in_a_valid_order_are_executed() -> None:
-    here = follower(drafts=False)
+    dispatcher = follower(drafts=False)
     for kind, words in ((Opcode.VERIFIER_OPEN, OPENING), (Opcode.VERIFY, PROPOSAL), (Opcode.VERIFIER_CLOSE, [])):
-        here.decode(kind, words)()
-    here = follower(drafts=True)
+        dispatcher.decode(kind, words)()
+    dispatcher = follower(drafts=True)
     for kind, words in (
         (Opcode.SET_DRAFT_STEPS, [5]),
         (Opcode.DRAFTER_OPEN, OPENING),
         (Opcode.EXPAND, []),
         (Opcode.OBSERVE, RESULT),
     ):
-        here.decode(kind, words)()
+        dispatcher.decode(kind, words)()
 
 
 @pytest.mark.parametrize(
-    ("drafts", "kind", "words", "said"),
+    ("drafts", "kind", "words", "message"),
     [
         (False, Opcode.VERIFY, PROPOSAL, "no request is open"),
         (True, Opcode.PROPOSE, [], "no request is open"),
@@ -69,6 +69,6 @@ def test_commands_in_a_valid_order_are_executed() -> None:
         ),
     ],
 )
-def test_commands_in_another_order_are_refused(drafts: bool, kind: int, words: Words, said: str) -> None:
-    with pytest.raises(ValueError, match=said):
+def test_commands_in_another_order_are_refused(drafts: bool, kind: int, words: Words, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         follower(drafts=drafts).decode(kind, words)

@@ -114,9 +114,9 @@ def test_a_population_on_a_group_equals_one_rank(pool: Pool, pairs: Pairs, size:
         decode(pool, pair, {"mode": "smc", "target_tp": ranks, "population": shape}, requests=requests)
         for ranks in (1, size)
     )
-    told = [(answer["tokens"], answer["reason"], answer["rounds"]) for answer in group]
-    assert told == [(answer["tokens"], answer["reason"], answer["rounds"]) for answer in alone]
-    assert any(len(tokens) > 10 for tokens, _, _ in told)
+    results = [(answer["tokens"], answer["reason"], answer["rounds"]) for answer in group]
+    assert results == [(answer["tokens"], answer["reason"], answer["rounds"]) for answer in alone]
+    assert any(len(tokens) > 10 for tokens, _, _ in results)
 
 
 @pytest.mark.parametrize(

@@ -43,12 +43,12 @@ def requests(pair: tuple[str, str]) -> list[tuple[list[int], Json, list[int], in
         ("edited", GUIDED, 40), ("b", GREEDY, 70), ("edited", WARM, 60),
     ]  # fmt: skip
     made = []
-    for turn, (name, values, kept) in enumerate(turns):
+    for turn, (name, values, cached) in enumerate(turns):
         prompt = [*texts[name], 63 - turn, 3]
         plain = {name: value for name, value in values.items() if name != "cut"}
         answer = fresh.generate(prompt, sampling_from(plain)).token_ids
         texts[name] = prompt + (answer[:1] if "cut" in values else answer)
-        made.append((prompt, values, answer, kept))
+        made.append((prompt, values, answer, cached))
     return made
 
 
@@ -57,31 +57,31 @@ def requests(pair: tuple[str, str]) -> list[tuple[list[int], Json, list[int], in
 )
 def test_texts_equal_those_of_a_fresh_prefill(pool: Pool, pair: tuple[str, str], requests: Any, split: str) -> None:
     ranks, plan = SPLITS[split]
-    told = [(prompt, values) for prompt, values, _, _ in requests]
-    answers = pool.run(ranks, "decode", target=pair[0], draft=pair[1], plan=plan, requests=told)[0]
-    for answer, (_, values, want, kept) in zip(answers, requests, strict=True):
+    sent = [(prompt, values) for prompt, values, _, _ in requests]
+    answers = pool.run(ranks, "decode", target=pair[0], draft=pair[1], plan=plan, requests=sent)[0]
+    for answer, (_, values, want, cached) in zip(answers, requests, strict=True):
         assert answer["tokens"] == (want[: len(answer["tokens"])] if "cut" in values else want)
-        assert answer["lost"] is None and answer["kept"] >= kept
+        assert answer["lost"] is None and answer["kept"] >= cached
 
 
 def test_a_recovered_draft_prefills_only_missing_tokens(pool: Pool, pair: tuple[str, str], requests: Any) -> None:
     """It fails in the middle of the third answer; the target continues with its cached tokens."""
-    told = [(prompt, values) for prompt, values, _, _ in requests]
+    sent = [(prompt, values) for prompt, values, _, _ in requests]
     _, plan = SPLITS["async 1 + 1"]
-    arguments = {"target": pair[0], "draft": pair[1], "plan": plan, "requests": told, "draft_fails_at": 90}
+    arguments = {"target": pair[0], "draft": pair[1], "plan": plan, "requests": sent, "draft_fails_at": 90}
     answers = pool.run(2, "decode", **arguments)[0]
     assert sum(answer["lost"] is not None for answer in answers) == 1
-    for answer, (_, values, want, kept) in zip(answers, requests, strict=True):
+    for answer, (_, values, want, cached) in zip(answers, requests, strict=True):
         assert answer["tokens"] == (want[: len(answer["tokens"])] if "cut" in values else want)
-        assert answer["kept"] >= kept
+        assert answer["kept"] >= cached
 
 
 @pytest.mark.slow
 def test_gloo_and_a_draft_of_the_same_machine(pool: Pool, pair: tuple[str, str], requests: Any) -> None:
     """Ranks that are configured as if on different machines communicate over TCP."""
     ranks, plan = SPLITS["async 2 + 1"]
-    told = [(prompt, values) for prompt, values, _, _ in requests]
-    answers = pool.run(ranks, "decode", apart=True, target=pair[0], draft=pair[1], plan=plan, requests=told)[0]
-    assert [answer["kept"] >= kept for answer, (*_, kept) in zip(answers, requests, strict=True)] == [True] * 8
+    sent = [(prompt, values) for prompt, values, _, _ in requests]
+    answers = pool.run(ranks, "decode", apart=True, target=pair[0], draft=pair[1], plan=plan, requests=sent)[0]
+    assert [answer["kept"] >= cached for answer, (*_, cached) in zip(answers, requests, strict=True)] == [True] * 8
     for answer, (_, values, want, _) in zip(answers, requests, strict=True):
         assert answer["tokens"] == (want[: len(answer["tokens"])] if "cut" in values else want)

@@ -18,23 +18,23 @@ RESULT = VerifyResult(1, 0, 2, (0, 2), (6, 9))
 DRAWN = DraftProbs(np.array([[5, 6]], np.int32), np.array([[0.5, 0.5]], np.float32))
 
 
-def standing(rejects: bool = False) -> RequestState:
+def open_state(rejects: bool = False) -> RequestState:
     made = RequestState(BOUNDS, rejects)
     made.open(OPENING)
     return made
 
 
 def test_valid_messages_are_accepted() -> None:
-    here = standing()
-    here.check_proposal(PROPOSAL)
-    here.advance(RESULT)
-    assert (here.prefix_len, here.root) == (4, 9)
-    here.check_proposal(Proposal(1, 1, 4, (9,), (-1,)))
-    standing(rejects=True).check_proposal(replace(PROPOSAL, draft_probs=DRAWN))
+    state = open_state()
+    state.check_proposal(PROPOSAL)
+    state.advance(RESULT)
+    assert (state.prefix_len, state.root) == (4, 9)
+    state.check_proposal(Proposal(1, 1, 4, (9,), (-1,)))
+    open_state(rejects=True).check_proposal(replace(PROPOSAL, draft_probs=DRAWN))
 
 
 @pytest.mark.parametrize(
-    ("bad", "said"),
+    ("bad", "message"),
     [
         (replace(PROPOSAL, request=2), "about request 2 at 2"),
         (replace(PROPOSAL, prefix_len=1), "about request 1 at 1"),
@@ -52,16 +52,16 @@ def test_valid_messages_are_accepted() -> None:
         (VerifyResult(1, 0, 2, tuple(range(15)), (1,) * 15), "longer than the context"),
     ],
 )
-def test_invalid_messages_are_refused(bad: Proposal | VerifyResult, said: str) -> None:
-    here = standing()
-    with pytest.raises(ValueError, match=said):
-        (here.check_proposal if isinstance(bad, Proposal) else here.advance)(bad)  # type: ignore[arg-type]
-    assert (here.prefix_len, here.root) == (2, 4), "it stands where it stood"
+def test_invalid_messages_are_refused(bad: Proposal | VerifyResult, message: str) -> None:
+    state = open_state()
+    with pytest.raises(ValueError, match=message):
+        (state.check_proposal if isinstance(bad, Proposal) else state.advance)(bad)  # type: ignore[arg-type]
+    assert (state.prefix_len, state.root) == (2, 4), "it stands where it stood"
 
 
 def test_rejection_sampling_requires_the_draft_probabilities() -> None:
     with pytest.raises(ValueError, match="does not say what its tokens were drawn from"):
-        standing(rejects=True).check_proposal(PROPOSAL)
+        open_state(rejects=True).check_proposal(PROPOSAL)
     greedy = RequestState(BOUNDS, rejection_sampling=True)
     greedy.open(replace(OPENING, sampling=SamplingParams(temperature=0)))
     greedy.check_proposal(PROPOSAL)
@@ -80,25 +80,25 @@ def test_rejection_sampling_requires_the_draft_probabilities() -> None:
     ],
 )
 def test_a_request_beyond_the_limits_of_the_models_is_refused(bad: RequestStart) -> None:
-    here = standing()
+    state = open_state()
     with pytest.raises(ValueError, match=r"outside|longer|above|must lie in"):
-        here.open(bad)
+        state.open(bad)
     with pytest.raises(ValueError, match="no request is open"):
-        here.check_proposal(PROPOSAL)
+        state.check_proposal(PROPOSAL)
 
 
 def test_a_text_ends_at_the_limit_of_the_context() -> None:
-    here = RequestState(BOUNDS)
-    here.open(RequestStart(1, (3,) * 12, SamplingParams(), 3))
-    here.check_proposal(Proposal(1, 0, 11, (3, 5), (-1, 0)))
-    here.open(RequestStart(1, (3,) * 13, SamplingParams(), 3))
+    state = RequestState(BOUNDS)
+    state.open(RequestStart(1, (3,) * 12, SamplingParams(), 3))
+    state.check_proposal(Proposal(1, 0, 11, (3, 5), (-1, 0)))
+    state.open(RequestStart(1, (3,) * 13, SamplingParams(), 3))
     with pytest.raises(ValueError, match="context is full"):
-        here.check_proposal(Proposal(1, 0, 12, (3, 5), (-1, 0)))
+        state.check_proposal(Proposal(1, 0, 12, (3, 5), (-1, 0)))
     guided = SamplingParams(guidance_scale=2.0, negative_prompt_ids=(7,) * 11)
-    here.open(RequestStart(1, (3,) * 4, guided, 3))  # 12 tokens of the unconditional text
-    here.check_proposal(Proposal(1, 0, 3, (3, 5), (-1, 0)))
-    here.open(RequestStart(1, (3,) * 5, guided, 3))
+    state.open(RequestStart(1, (3,) * 4, guided, 3))  # 12 tokens of the unconditional text
+    state.check_proposal(Proposal(1, 0, 3, (3, 5), (-1, 0)))
+    state.open(RequestStart(1, (3,) * 5, guided, 3))
     with pytest.raises(ValueError, match="context is full"):
-        here.check_proposal(Proposal(1, 0, 4, (3, 5), (-1, 0)))
+        state.check_proposal(Proposal(1, 0, 4, (3, 5), (-1, 0)))
     with pytest.raises(ValueError, match="unconditional text of 17 tokens"):
-        here.open(RequestStart(1, (3,) * 9, guided, 3))
+        state.open(RequestStart(1, (3,) * 9, guided, 3))

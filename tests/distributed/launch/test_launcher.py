@@ -29,7 +29,7 @@ def test_a_complete_launcher_environment() -> None:
 
 
 @pytest.mark.parametrize(
-    ("values", "said"),
+    ("values", "message"),
     [
         ({"WORLD_SIZE": "-1"}, "WORLD_SIZE must be a whole number in 1..4096, not '-1'"),
         ({"WORLD_SIZE": "0"}, "WORLD_SIZE must be"),
@@ -47,11 +47,11 @@ def test_a_complete_launcher_environment() -> None:
         ({"MASTER_PORT": "²"}, "MASTER_PORT must be"),
     ],
 )
-def test_an_invalid_value_is_one_line_that_names_the_variable(values: dict[str, str], said: str) -> None:
+def test_an_invalid_value_is_one_line_that_names_the_variable(values: dict[str, str], message: str) -> None:
     with pytest.raises(UserError) as caught:
         launched(JOB | values)
     text = str(caught.value)
-    assert said in text and text.endswith("start several ranks with torchrun") and len(text) < 200
+    assert message in text and text.endswith("start several ranks with torchrun") and len(text) < 200
     assert own_rank(JOB | values) == 0, "somebody must say so"
 
 

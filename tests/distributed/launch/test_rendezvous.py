@@ -30,10 +30,10 @@ FACTS = RankConfig(settings_of(PLAN), {"draft": "d"}, {"target": "t"})
 
 
 def world(
-    page: Any, rank: int, life: int, size: int = 3, waiting: Timeouts = SOON, said: list[str] | None = None
+    page: Any, rank: int, incarnation: int, size: int = 3, waiting: Timeouts = SOON, messages: list[str] | None = None
 ) -> World:
-    say = (lambda text: None) if said is None else said.append
-    meetings = Rendezvous(page, rank)
+    log = (lambda text: None) if messages is None else messages.append
+    rendezvous = Rendezvous(page, rank)
     return World(
         rank,
         size,
@@ -41,10 +41,10 @@ def world(
         size,
         "here",
         page,
-        log=say,
+        log=log,
         timeouts=waiting,
-        supervisor=SupervisorLink(life),
-        rendezvous=meetings,
+        supervisor=SupervisorLink(incarnation),
+        rendezvous=rendezvous,
     )
 
 
@@ -68,12 +68,12 @@ def together(*acts: Callable[[], Any]) -> list[Any]:
 
 def test_every_rejoin_uses_a_new_store_prefix() -> None:
     page = HashStore()
-    for life in (1, 2, 3):
-        worlds = together(*(lambda r=r, n=life: rejoin(world(page, r, n)) for r in range(3)))
+    for incarnation in (1, 2, 3):
+        worlds = together(*(lambda r=r, n=incarnation: rejoin(world(page, r, n)) for r in range(3)))
         for i, each in enumerate(worlds):
-            each.store.set(f"{i} in life {life}", "")
-        assert all(each.store.check([f"{i} in life {life}" for i in range(3)]) for each in worlds)
-        assert not worlds[0].store.check([f"0 in life {life - 1}"])
+            each.store.set(f"{i} in life {incarnation}", "")
+        assert all(each.store.check([f"{i} in life {incarnation}" for i in range(3)]) for each in worlds)
+        assert not worlds[0].store.check([f"0 in life {incarnation - 1}"])
         assert [each.active_ranks for each in worlds] == [(0, 1, 2)] * 3
 
 
@@ -88,24 +88,26 @@ def test_an_incarnation_that_died_before_admission_is_replaced_by_the_next() -> 
 def test_an_incarnation_is_admitted_once() -> None:
     page = HashStore()
     page.set("here 1", "one life")
-    meetings = Rendezvous(page, 0)
-    assert meetings.try_form([1]) is None, "nothing says yet that it is alive"
+    rendezvous = Rendezvous(page, 0)
+    assert rendezvous.try_form([1]) is None, "nothing says yet that it is alive"
     page.add("count one life", 1)
-    assert meetings.try_form([1]) is not None and meetings.try_form([1]) is None and meetings.alive_ranks([1]) == {}
+    assert (
+        rendezvous.try_form([1]) is not None and rendezvous.try_form([1]) is None and rendezvous.alive_ranks([1]) == {}
+    )
 
 
 def test_an_incarnation_without_heartbeats_is_dead(monkeypatch: pytest.MonkeyPatch) -> None:
     page, now = HashStore(), [100.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     page.set("here 1", "one life")
-    meetings = Rendezvous(page, 0)
-    assert meetings.alive_ranks([1]) == {}
+    rendezvous = Rendezvous(page, 0)
+    assert rendezvous.alive_ranks([1]) == {}
     page.add("count one life", 1)
-    assert meetings.alive_ranks([1]) == {1: "one life"}
+    assert rendezvous.alive_ranks([1]) == {1: "one life"}
     now[0] += DEAD_AFTER_S + 0.1
-    assert meetings.alive_ranks([1]) == {} and meetings.try_form([1]) is None
+    assert rendezvous.alive_ranks([1]) == {} and rendezvous.try_form([1]) is None
     page.add("count one life", 1)
-    assert meetings.alive_ranks([1]) == {1: "one life"}
+    assert rendezvous.alive_ranks([1]) == {1: "one life"}
 
 
 def test_no_request_waits_for_a_rank_0_that_has_exited() -> None:
@@ -115,12 +117,12 @@ def test_no_request_waits_for_a_rank_0_that_has_exited() -> None:
 
 
 def test_a_waiting_rank_logs_and_times_out() -> None:
-    said: list[str] = []
+    messages: list[str] = []
     with pytest.raises(RankLost, match=r"rank 0 did not admit rank 2 within 0.2 s"):
-        rejoin(world(HashStore(), 2, 1, waiting=BRIEF, said=said))
+        rejoin(world(HashStore(), 2, 1, waiting=BRIEF, messages=messages))
     with pytest.raises(UserError, match=r"ranks 1 and 2 did not come again within 0.2 s"):
-        rejoin(world(HashStore(), 0, 1, waiting=BRIEF, said=said))
-    assert {"rank 2 is waiting for rank 0", "waiting for ranks 1 and 2"} <= set(said)
+        rejoin(world(HashStore(), 0, 1, waiting=BRIEF, messages=messages))
+    assert {"rank 2 is waiting for rank 0", "waiting for ranks 1 and 2"} <= set(messages)
 
 
 def test_a_restarted_draft_group_is_admitted() -> None:
@@ -131,25 +133,25 @@ def test_a_restarted_draft_group_is_admitted() -> None:
     links = Connections()
     back = DraftGroupRecovery(world(page, 0, 0, 2), PLAN, FACTS, 40, members, links)
 
-    def leader(life: int, loads: bool) -> None:
-        here = rejoin(world(page, 1, life, 2)).next_job()
-        check_consistent(here, PLAN, FACTS)
-        bridge = Connections.connect(here, PLAN).target_leader
-        assert bridge is not None and bridge.recv(10) == (Opcode.READY, [40])
-        bridge.send(Opcode.READY if loads else Opcode.ERROR, [])
-        seen.append(bridge)
+    def leader(incarnation: int, loads: bool) -> None:
+        job = rejoin(world(page, 1, incarnation, 2)).next_job()
+        check_consistent(job, PLAN, FACTS)
+        connection = Connections.connect(job, PLAN).target_leader
+        assert connection is not None and connection.recv(10) == (Opcode.READY, [40])
+        connection.send(Opcode.READY if loads else Opcode.ERROR, [])
+        seen.append(connection)
 
     try:
         leader(1, loads=False)
         assert back.poll() is None, "one that cannot load is not taken"
         leader(2, loads=True)
-        while (bridge := back.poll()) is None:
+        while (connection := back.poll()) is None:
             time.sleep(0.01)
-        assert links.draft_leader is bridge and back.poll() is None
-        bridge.send(Opcode.SET_DRAFT_STEPS, [3])
+        assert links.draft_leader is connection and back.poll() is None
+        connection.send(Opcode.SET_DRAFT_STEPS, [3])
         assert seen[1].recv(10) == (Opcode.SET_DRAFT_STEPS, [3])
     finally:
         back.close()
     assert states[-1][1] == "draft up 2" and "draft lost 1" in {state[1] for state in states}
-    for channel in (*seen, bridge):
+    for channel in (*seen, connection):
         channel.close()

@@ -53,10 +53,10 @@ def start(worlds: list[World], *each: tuple[EngineConfig, RankConfig]) -> list[s
     return outcomes(*(lambda w=w, e=e: check_consistent(w, *e) for w, e in zip(worlds, each)))
 
 
-def job(size: int, said: list[str] | None = None, waiting: Timeouts = SOON) -> list[World]:
+def job(size: int, messages: list[str] | None = None, waiting: Timeouts = SOON) -> list[World]:
     page = store()
-    say = (lambda text: None) if said is None else said.append
-    return [World(r, size, r, size, "here", page, log=say, timeouts=waiting) for r in range(size)]
+    log = (lambda text: None) if messages is None else messages.append
+    return [World(r, size, r, size, "here", page, log=log, timeouts=waiting) for r in range(size)]
 
 
 def test_ranks_with_equal_configurations_are_released() -> None:
@@ -118,19 +118,19 @@ def test_an_error_of_one_rank_ends_all() -> None:
 
 
 def test_each_waiting_rank_logs_which_ranks_it_waits_for() -> None:
-    said: list[str] = []
-    found = start(job(3, said, BRIEF)[:1], (PLAN, FACTS))
+    messages: list[str] = []
+    found = start(job(3, messages, BRIEF)[:1], (PLAN, FACTS))
     assert found == ["ranks 1 and 2 did not come within 0.3 s: start all 3"]
-    assert said[0] == "waiting for ranks 1 and 2"
-    said.clear()
-    found = start([job(2, said, replace(BRIEF, grace_s=0.1))[1]], (PLAN, FACTS))
+    assert messages[0] == "waiting for ranks 1 and 2"
+    messages.clear()
+    found = start([job(2, messages, replace(BRIEF, grace_s=0.1))[1]], (PLAN, FACTS))
     assert found == ["rank 0 did not say within 0.3 s whether all ranks go on"]
-    assert said[0] == "rank 1 is waiting for rank 0"
+    assert messages[0] == "rank 1 is waiting for rank 0"
 
 
 def test_only_rank_0_reports_if_it_is_present() -> None:
-    said: list[str] = []
-    first, second, _ = job(3, said, BRIEF)
+    messages: list[str] = []
+    first, second, _ = job(3, messages, BRIEF)
 
     def comes_second() -> None:
         while not first.barrier("start").store.check(["said 0"]):
@@ -139,7 +139,7 @@ def test_only_rank_0_reports_if_it_is_present() -> None:
 
     found = outcomes(lambda: check_consistent(first, PLAN, FACTS), comes_second)
     assert found == ["rank 2 did not come within 0.3 s: start all 3"] * 2
-    assert set(said) == {"waiting for rank 2"}
+    assert set(messages) == {"waiting for rank 2"}
 
 
 @pytest.mark.parametrize("sizes", [(2, 3), (3, 2), (2, 2, 3)])
@@ -147,8 +147,8 @@ def test_different_world_sizes_are_reported(sizes: tuple[int, ...]) -> None:
     page = store()
 
     def act(rank: int, size: int) -> None:
-        mine = {"WORLD_SIZE": size}
-        StartupBarrier(page, rank, range(size), timeouts=SOON).wait_all(mine, require_equal(mine, rank))
+        facts = {"WORLD_SIZE": size}
+        StartupBarrier(page, rank, range(size), timeouts=SOON).wait_all(facts, require_equal(facts, rank))
 
     found = outcomes(*(lambda r=r, s=s: act(r, s) for r, s in enumerate(sizes)))
     if sizes == (2, 2, 3):
@@ -171,6 +171,6 @@ def test_an_invalid_entry_in_the_store_is_reported(words: bytes) -> None:
 def test_names_and_values_are_truncated() -> None:
     assert format_ranks([1]) == "rank 1" and format_ranks([1, 2, 3]) == "ranks 1, 2 and 3"
     assert format_ranks(range(1, 4000)) == "ranks 1, 2, 3, 4, 5, 6 and 3993 more"
-    said = describe_difference("x", 0, None, 1, True), describe_difference("x", 0, "a\nb", 1, "y" * 10**6)
-    assert "with x true, rank 0 with x unset" in str(said[0]) and "rank 0 with x a b:" in str(said[1])
-    assert len(str(said[1])) < 200
+    errors = describe_difference("x", 0, None, 1, True), describe_difference("x", 0, "a\nb", 1, "y" * 10**6)
+    assert "with x true, rank 0 with x unset" in str(errors[0]) and "rank 0 with x a b:" in str(errors[1])
+    assert len(str(errors[1])) < 200

@@ -41,22 +41,22 @@ def rank(number: int, port: int, size: int = 2) -> Launched:
 
 
 def test_a_rank_logs_that_it_waits_for_the_store(port: int) -> None:
-    said, waits, kept = [], threading.Event(), []
+    messages, waits, stores = [], threading.Event(), []
 
     def say(text: str) -> None:
-        said.append(text)
+        messages.append(text)
         waits.set()
 
     def keep() -> None:
         assert waits.wait(20)
-        kept.append(open_store(rank(0, port), say, SOON))
+        stores.append(open_store(rank(0, port), say, SOON))
 
     keeper = threading.Thread(target=keep)
     keeper.start()
     open_store(rank(1, port), say, SOON).set("a", "b")
     keeper.join()
-    assert kept[0].get("a") == b"b" and len(said) >= 1
-    assert said[0].startswith(f"rank 1 is waiting for rank 0 at 127.0.0.1:{port} (Connection refused)")
+    assert stores[0].get("a") == b"b" and len(messages) >= 1
+    assert messages[0].startswith(f"rank 1 is waiting for rank 0 at 127.0.0.1:{port} (Connection refused)")
 
 
 def test_no_process_hosts_the_store(port: int) -> None:
@@ -92,13 +92,13 @@ def test_another_service_on_the_port_is_reported(listener: int, monkeypatch: pyt
 
 def test_joining(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two ranks join; a third process that also claims to be rank 1 is refused."""
-    mine = threading.local()
-    monkeypatch.setattr(worlds, "launched", lambda: rank(mine.rank, port))
+    local = threading.local()
+    monkeypatch.setattr(worlds, "launched", lambda: rank(local.rank, port))
     monkeypatch.setattr(worlds, "pin_to_cores", lambda cores: None)
     found: dict[str, World | UserError | None] = {}
 
     def join(name: str, number: int) -> None:
-        mine.rank = number
+        local.rank = number
         try:
             found[name] = join_world(timeouts=SOON)
         except UserError as error:

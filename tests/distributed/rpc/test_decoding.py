@@ -66,9 +66,9 @@ SHAPES: dict[str, dict[str, Any]] = {
 def test_the_text_equals_that_of_one_process(
     pair: tuple[Path, Path], target: Started, draft: Started, shape: str, where: str
 ) -> None:
-    here = target.named() if where != "draft" else pair[0]
-    there = draft.named() if where != "target" else pair[1]
-    with on_workers(here, there, **SHAPES[shape]) as running:
+    target_model = target.named() if where != "draft" else pair[0]
+    draft_model = draft.named() if where != "target" else pair[1]
+    with on_workers(target_model, draft_model, **SHAPES[shape]) as running:
         for name, params in (("greedy", GREEDY), ("sampled", SAMPLED)):
             answer = running.generate(PROMPT, params)
             assert answer.token_ids == plain(pair[0], name) and answer.stats.drafter_lost is None
@@ -79,8 +79,8 @@ def test_the_text_equals_that_of_one_process(
 def test_the_sides_may_compute_in_different_dtypes(pair: tuple[Path, Path], target: Started, shape: str) -> None:
     """Like draft and target on different devices: a draft that rounds differently proposes different tokens."""
     with started("draft", pair[1], options={"dtype": torch.bfloat16}) as draft:
-        for there in (target.named(), pair[0]):
-            with on_workers(there, draft.named(), **SHAPES[shape]) as running:
+        for target_model in (target.named(), pair[0]):
+            with on_workers(target_model, draft.named(), **SHAPES[shape]) as running:
                 answer = running.generate(PROMPT, SAMPLED)
                 assert answer.token_ids == plain(pair[0], "sampled") and answer.stats.accepted > 3
 
@@ -114,12 +114,12 @@ def test_a_request_that_sets_d_after_one_that_does_not(
 
 
 def test_without_a_draft_and_with_guidance_and_scores(pair: tuple[Path, Path], target: Started) -> None:
-    asked = replace(SAMPLED, guidance_scale=1.5, logprobs=2, max_tokens=8, repetition_penalty=1.0)
+    guided = replace(SAMPLED, guidance_scale=1.5, logprobs=2, max_tokens=8, repetition_penalty=1.0)
     scored = replace(GREEDY, logprobs=3, prompt_logprobs=1, max_tokens=8)
     with on_workers(target.named(), None) as running:
-        here = LLM(pair[0], None, **OPTIONS)
-        for params in (asked, scored):
-            assert [*running.stream(PROMPT, params)] == [*here.stream(PROMPT, params)]
+        local = LLM(pair[0], None, **OPTIONS)
+        for params in (guided, scored):
+            assert [*running.stream(PROMPT, params)] == [*local.stream(PROMPT, params)]
 
 
 def test_rejection_sampling_has_the_same_rounds(pair: tuple[Path, Path], target: Started, draft: Started) -> None:

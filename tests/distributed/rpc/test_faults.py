@@ -157,7 +157,7 @@ def test_a_target_that_is_too_slow_is_an_error_within_the_timeout(
             running.generate(PROMPT, short)
 
 
-def amiss(name: str, result: VerifyResult) -> VerifyResult:
+def invalid_responses(name: str, result: VerifyResult) -> VerifyResult:
     """Responses that a target must not send."""
     match name:
         case "an old round":
@@ -179,16 +179,16 @@ def test_an_invalid_response_of_a_target_gives_no_token(
     both: dict[str, Started], monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     result_to = service.result_to_proto
-    monkeypatch.setattr(service, "result_to_proto", lambda result: result_to(amiss(name, result)))
+    monkeypatch.setattr(service, "result_to_proto", lambda result: result_to(invalid_responses(name, result)))
     with (
         on_workers(both["target"].named(), both["draft"].named(), mode="serial", draft_steps=2) as running,
-        pytest.raises(UserError, match=r"--target-url \S+ sent what is no result of ours: .*") as told,
+        pytest.raises(UserError, match=r"--target-url \S+ sent what is no result of ours: .*") as caught,
     ):
         list(running.stream(PROMPT, SAMPLED))
-    assert "\n" not in str(told.value)
+    assert "\n" not in str(caught.value)
 
 
-def twice(monkeypatch: pytest.MonkeyPatch, kind: Any) -> None:
+def duplicating(monkeypatch: pytest.MonkeyPatch, kind: Any) -> None:
     """Makes workers of this kind send every response twice."""
     answers = kind._answers
 
@@ -201,7 +201,7 @@ def twice(monkeypatch: pytest.MonkeyPatch, kind: Any) -> None:
 
 
 def test_a_duplicate_response_of_a_target_is_refused(both: dict[str, Started], monkeypatch: pytest.MonkeyPatch) -> None:
-    twice(monkeypatch, service.TargetWorkerService)
+    duplicating(monkeypatch, service.TargetWorkerService)
     with (
         on_workers(both["target"].named(), both["draft"].named(), mode="serial", draft_steps=2) as running,
         pytest.raises(UserError, match="no result of ours"),
@@ -213,7 +213,7 @@ def test_a_duplicate_response_of_a_target_is_refused(both: dict[str, Started], m
 def test_a_duplicate_response_of_a_draft_costs_speed_at_most(
     both: dict[str, Started], plain: list[int], monkeypatch: pytest.MonkeyPatch, mode: str
 ) -> None:
-    twice(monkeypatch, service.DraftWorkerService)
+    duplicating(monkeypatch, service.DraftWorkerService)
     with on_workers(both["target"].named(), both["draft"].named(), mode=mode, draft_steps=2) as running:
         for _ in range(2):
             assert running.generate(PROMPT, SAMPLED).token_ids == plain
@@ -231,6 +231,6 @@ def test_another_tokenizer_or_version_is_refused_at_the_start(
     ):
         pass
     monkeypatch.setattr(service, "PROTOCOL_VERSION", 1)
-    for here in ((target, None), (pair[0], both["draft"].named())):
-        with pytest.raises(UserError, match="speaks version 1 of the protocol, and this is"), on_workers(*here):
+    for models in ((target, None), (pair[0], both["draft"].named())):
+        with pytest.raises(UserError, match="speaks version 1 of the protocol, and this is"), on_workers(*models):
             pass

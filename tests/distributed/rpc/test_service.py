@@ -94,8 +94,8 @@ def test_a_round_is_applied_once(client: Client) -> None:
     opened = client.ask(opening=client.opening())
     assert len(opened.session) == 16 and opened.opened.kept == 0 and opened.telemetry.model > 0
     ask = {"session": opened.session, "proposal": proposal_to_proto(Proposal.root_only(1, 0, 2, TEXT[-1]))}
-    first, twice = client.ask(**ask), client.ask(**ask)
-    assert first == twice and len(first.result.tokens) == 1
+    first, duplicated = client.ask(**ask), client.ask(**ask)
+    assert first == duplicated and len(first.result.tokens) == 1
     token = first.result.tokens[0]
     other = proposal_to_proto(Proposal(1, 0, 2, (TEXT[-1], 9), (-1, 0)))
     assert "over" in client.refused(
@@ -127,9 +127,9 @@ def test_deltas_go_to_the_stream_that_opened_last(tmp_path: Path) -> None:
             while True:
                 first.recv(20)
         second.send(pb.DraftRequest(session=grown.session, result=result))
-        while (told := second.recv(20).delta).round == 0:
+        while (received := second.recv(20).delta).round == 0:
             pass
-        assert told.round == 1
+        assert received.round == 1
         second.send(pb.DraftRequest(session=bytes(16), result=result))
         with pytest.raises(SessionGone):
             while True:
@@ -177,8 +177,8 @@ def test_a_request_for_another_model_is_refused(client: Client) -> None:
     assert "another model" in client.refused(Code.FAILED_PRECONDITION, asked(model=b"other"))
     client.refused(Code.INVALID_ARGUMENT, asked(prompt_len=4))
     large = client.opening(EngineConfig(mode="serial", verify_batch=17))
-    told = client.refused(Code.FAILED_PRECONDITION, lambda: client.ask(opening=large))
-    assert "room for verify_batch 16" in told
+    details = client.refused(Code.FAILED_PRECONDITION, lambda: client.ask(opening=large))
+    assert "room for verify_batch 16" in details
     bad = client.opening()
     bad.sampling.temperature = float("nan")
     client.refused(Code.INVALID_ARGUMENT, lambda: client.ask(opening=bad))
@@ -259,7 +259,7 @@ def test_health_is_served_until_a_worker_drains(target: Started) -> None:
     channel.close()
 
 
-class Shows(grpc.UnaryUnaryClientInterceptor, grpc.StreamStreamClientInterceptor):
+class TokenCredentials(grpc.UnaryUnaryClientInterceptor, grpc.StreamStreamClientInterceptor):
     """A client that sends the token with each call."""
 
     def intercept_unary_unary(self, continuation: Any, client_call_details: Any, request: Any) -> Any:
@@ -278,16 +278,16 @@ def test_reflection_lists_the_services_for_clients_with_the_token(target: Starte
             list(ProtoReflectionDescriptorDatabase(bare).get_services())
         with pytest.raises(grpc.RpcError, match="the token is missing or wrong"):
             health.Check(HEALTH.HealthCheckRequest(), timeout=10)
-        channel = grpc.intercept_channel(bare, Shows())
+        channel = grpc.intercept_channel(bare, TokenCredentials())
         read = ProtoReflectionDescriptorDatabase(channel)
         assert {TARGET_SERVICE, "grpc.health.v1.Health"} < {*read.get_services()}
         methods = DescriptorPool(read).FindServiceByName(TARGET_SERVICE).methods_by_name
         assert {*methods} == {"VerifyDrafts", "Stream", "EndSession", "Ping", "ReadTokenizer"}
         answer = GetMessageClass(methods["Ping"].output_type)
-        told: Any = channel.unary_unary(f"/{TARGET_SERVICE}/Ping", response_deserializer=answer.FromString)(
+        reply: Any = channel.unary_unary(f"/{TARGET_SERVICE}/Ping", response_deserializer=answer.FromString)(
             b"", timeout=10
         )
-        assert told.vocab_size == 64 and told.tokenizer == TOKENIZER
+        assert reply.vocab_size == 64 and reply.tokenizer == TOKENIZER
         bare.close()
 
 

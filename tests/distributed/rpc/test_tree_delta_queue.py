@@ -37,23 +37,23 @@ def taken(grown: TreeDeltaQueue, *, join: bool) -> list[TimedDelta]:
 
 @pytest.mark.parametrize("join", [False, True])
 def test_pending_deltas_are_merged_and_the_end_is_separate(join: bool) -> None:
-    come, told = Event(), [delta(0, 1), delta(0, 3), delta(0, 5, 0), delta(1, 5), delta(1, 7)]
+    arrived, sent = Event(), [delta(0, 1), delta(0, 3), delta(0, 5, 0), delta(1, 5), delta(1, 7)]
 
     def grow() -> Iterator[TimedDelta]:
-        yield from ((each, pb.Telemetry.FromString(COST.SerializeToString())) for each in told)
-        come.set()
+        yield from ((each, pb.Telemetry.FromString(COST.SerializeToString())) for each in sent)
+        arrived.set()
 
     grown = TreeDeltaQueue(grow)
-    assert come.wait(10)
+    assert arrived.wait(10)
     found = taken(grown, join=join)
     shapes = [(each.round, each.first, len(each), each.expansions) for each, _ in found]
     whole = [(0, 1, 4, 2), (0, 5, 0, 1), (1, 5, 4, 2)]
-    assert shapes == (whole if join else [(each.round, each.first, len(each), 1) for each in told])
+    assert shapes == (whole if join else [(each.round, each.first, len(each), 1) for each in sent])
     assert sum(cost.wall for _, cost in found if cost is not None) == 15
 
 
 def test_deltas_of_different_requests_are_separate_and_join_is_evaluated_on_the_first_delta() -> None:
-    waits, opened, joins, come = Event(), Event(), list[bool](), Event()
+    waits, opened, joins, arrived = Event(), Event(), list[bool](), Event()
 
     def grow() -> Iterator[TimedDelta]:
         assert waits.wait(10)
@@ -70,10 +70,10 @@ def test_deltas_of_different_requests_are_separate_and_join_is_evaluated_on_the_
 
     def both() -> Iterator[TimedDelta]:
         yield from ((delta(0, 1 + 2 * number, request=request), None) for request in (1, 2) for number in range(2))
-        come.set()
+        arrived.set()
 
     grown = TreeDeltaQueue(both)
-    assert come.wait(10)
+    assert arrived.wait(10)
     assert [(each.request, each.first, len(each)) for each, _ in taken(grown, join=True)] == [(1, 1, 4), (2, 1, 4)]
 
 
@@ -109,7 +109,7 @@ def test_the_time_of_expansions_is_attributed_to_the_request_message() -> None:
         peer = "--draft-url"
 
         def __init__(self) -> None:
-            self.told = [(0, 1, COST), (0, 3, None), (1, 5, COST)]
+            self.pending = [(0, 1, COST), (0, 3, None), (1, 5, COST)]
 
         def stream(self) -> Link:
             return self
@@ -117,7 +117,7 @@ def test_the_time_of_expansions_is_attributed_to_the_request_message() -> None:
         def send(self, message: pb.DraftRequest) -> None: ...
 
         def recv(self, timeout: float) -> pb.DraftAnswer:
-            round_, first, cost = self.told.pop(0)
+            round_, first, cost = self.pending.pop(0)
             return pb.DraftAnswer(delta=delta_to_proto(delta(round_, first)), telemetry=cost)
 
     stream = DraftStream(Link(), EngineConfig(mode="async"), ModelLimits(64, 100, 16), 1.0)  # type: ignore[arg-type]

@@ -64,12 +64,12 @@ def test_an_invalid_request_of_a_client_ends_no_rank(pool: Pool, tmp_path: Path)
 
 
 def test_a_lost_follower_is_reported_on_every_call() -> None:
-    class Gone:
+    class LostFollower:
         def recv(self, timeout: float) -> None:
             raise ConnectionError("rank 1 is gone")
 
-    crew, said = WorkerGroup([Gone()]), list[str]()  # type: ignore[list-item]
-    crew.check_followers(0.0)
-    crew.on_lost(said.append)
-    crew.check_followers(0.0)
-    assert said == ["rank 1 is gone"]
+    group, messages = WorkerGroup([LostFollower()]), list[str]()  # type: ignore[list-item]
+    group.check_followers(0.0)
+    group.on_lost(messages.append)
+    group.check_followers(0.0)
+    assert messages == ["rank 1 is gone"]

@@ -40,55 +40,55 @@ def connect(host: str | None) -> tuple[Channel, Channel]:
 
     caller = threading.Thread(target=call)
     caller.start()
-    here = accept(store, "here", "the caller", host=host, spin=False, timeout=10)  # type: ignore[arg-type]
+    near = accept(store, "here", "the caller", host=host, spin=False, timeout=10)  # type: ignore[arg-type]
     caller.join()
-    return here, ends["there"]
+    return near, ends["there"]
 
 
 @pytest.fixture(params=[None, "127.0.0.1"], ids=["shared", "tcp"])
 def ends(request: pytest.FixtureRequest) -> Iterator[tuple[Channel, Channel]]:
-    here, there = connect(request.param)
-    yield here, there
-    here.close()
-    there.close()
+    near, far = connect(request.param)
+    yield near, far
+    near.close()
+    far.close()
 
 
 def test_messages_arrive_complete_and_in_order(ends: tuple[Channel, Channel]) -> None:
-    here, there = ends
+    near, far = ends
     messages = [list(range(-7, n - 7)) for n in (0, 1, 5, 1000, 40_000)]
-    sender = threading.Thread(target=lambda: [here.send(kind, words) for kind, words in enumerate(messages)])
+    sender = threading.Thread(target=lambda: [near.send(kind, words) for kind, words in enumerate(messages)])
     sender.start()
     for kind, words in enumerate(messages):
-        assert there.recv(10) == (kind, words)
+        assert far.recv(10) == (kind, words)
     sender.join()
-    there.send(99)
-    assert here.recv()[0] == 99
+    far.send(99)
+    assert near.recv()[0] == 99
 
 
 def test_a_wait_times_out_and_can_be_repeated(ends: tuple[Channel, Channel]) -> None:
-    here, there = ends
+    near, far = ends
     for timeout in (0.0, 0.1):
         began = time.monotonic()
         with pytest.raises(TimeoutError, match="no message from the caller within"):
-            here.recv(timeout)
+            near.recv(timeout)
         assert timeout <= time.monotonic() - began < timeout + 2
-    there.send(3, [4])
-    assert here.recv(5) == (3, [4])
+    far.send(3, [4])
+    assert near.recv(5) == (3, [4])
 
 
 def test_a_lost_peer_is_detected(ends: tuple[Channel, Channel]) -> None:
-    here, there = ends
-    there.send(1)
-    there.close()
-    assert here.recv(5)[0] == 1, "what it had sent is still there"
+    near, far = ends
+    far.send(1)
+    far.close()
+    assert near.recv(5)[0] == 1, "what it had sent is still there"
     with pytest.raises(ConnectionError, match="the caller is gone"):
-        here.recv(5)
+        near.recv(5)
     with pytest.raises(ConnectionError):
         for _ in range(1000):
-            here.send(2, [0] * 1000)
+            near.send(2, [0] * 1000)
 
 
-class Door:
+class Listener:
     """A rank that listens for a peer, at an address that anyone can connect to."""
 
     def __init__(self) -> None:
@@ -100,8 +100,8 @@ class Door:
         self.address = host, int(port)
 
     def _wait(self) -> None:
-        there = accept(self._store, "door", "a friend", host="127.0.0.1", spin=False, timeout=10)  # type: ignore[arg-type]
-        self.got.append(there)
+        far = accept(self._store, "door", "a friend", host="127.0.0.1", spin=False, timeout=10)  # type: ignore[arg-type]
+        self.got.append(far)
 
     def friend(self) -> Channel:
         """Connects with the ticket."""
@@ -109,25 +109,25 @@ class Door:
 
 
 def test_a_connection_without_the_ticket_is_refused() -> None:
-    door = Door()
-    with socket.create_connection(door.address) as stranger:
+    listener = Listener()
+    with socket.create_connection(listener.address) as stranger:
         stranger.sendall(bytes(16))
         assert stranger.recv(1) == b"", "turned away"
-    friend = door.friend()
-    door.waiting.join()
-    friend.send(5)
-    assert door.got[0].recv(5)[0] == 5
+    peer = listener.connect_peer()
+    listener.waiting.join()
+    peer.send(5)
+    assert listener.got[0].recv(5)[0] == 5
 
 
 def test_a_silent_connection_does_not_block_others(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tcp, "AUTH_TIMEOUT_S", 0.1)
-    door = Door()
-    with socket.create_connection(door.address):
-        friend = door.friend()
-        door.waiting.join(5)
-    assert not door.waiting.is_alive() and door.got
-    friend.send(5)
-    assert door.got[0].recv(5)[0] == 5
+    listener = Listener()
+    with socket.create_connection(listener.address):
+        peer = listener.connect_peer()
+        listener.waiting.join(5)
+    assert not listener.waiting.is_alive() and listener.got
+    peer.send(5)
+    assert listener.got[0].recv(5)[0] == 5
 
 
 def test_no_rank_arrives() -> None:
@@ -149,14 +149,14 @@ def test_a_stream_of_another_protocol_is_refused(data: bytes) -> None:
 
 
 def test_an_interrupt_in_the_middle_ends_the_stream(monkeypatch: pytest.MonkeyPatch) -> None:
-    here, there = connect("127.0.0.1")
+    near, far = connect("127.0.0.1")
 
     def interrupted(*_: object) -> Callable[[], None]:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(TcpChannel, "_read", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        here.recv(1)
+        near.recv(1)
     with pytest.raises(ConnectionError, match="closed"):
-        here.recv(1)
-    there.close()
+        near.recv(1)
+    far.close()

@@ -48,9 +48,12 @@ def test_the_draft_probabilities_are_sent_with_a_proposal() -> None:
     proposal = Proposal(7, 3, 20, (4, 6, 4, 5), (-1, 0, 0, 1), DraftProbs(tokens, probs))
     flat = pack_message(proposal)
     assert len(flat) == 4 + 8 + 12
-    again = unpack_proposal(flat)
-    assert again.draft_probs is not None and (again.tokens, again.parents) == (proposal.tokens, proposal.parents)
-    assert np.array_equal(again.draft_probs.tokens, tokens) and np.array_equal(again.draft_probs.probs, probs)
+    unpacked = unpack_proposal(flat)
+    assert unpacked.draft_probs is not None and (unpacked.tokens, unpacked.parents) == (
+        proposal.tokens,
+        proposal.parents,
+    )
+    assert np.array_equal(unpacked.draft_probs.tokens, tokens) and np.array_equal(unpacked.draft_probs.probs, probs)
     nan = np.full(2, np.float32("nan")).view(np.int32).tolist()
     for broken in (flat[:-1], flat[:-2] + nan, [*flat[:-3], 0, 0, 0]):
         with pytest.raises(ValueError, match="distribution"):
@@ -78,17 +81,17 @@ def test_every_sampling_value_is_sent_with_a_request() -> None:
         0.7, 0.9, 5, 0.1, 1.1, 0.5, -0.5, {3: -1.5, 12: 2.0}, 1.5, 2**64 - 1, 7, ("a", "é"), (4, 5), True, 3, None,
         "start: /é+/", (1, 2), 4, 2,
     )  # fmt: skip
-    default, told = asdict(SamplingParams()), set[str]()
+    default, changed = asdict(SamplingParams()), set[str]()
     for sent in (sampling, replace(sampling, guidance_scale=1.0, prompt_logprobs=2)):  # one without the other
-        again = unpack_request_start(pack_message(RequestStart(3, (1, 2, 3), sent, 2, "eager", (2, 0))))
-        assert again == RequestStart(3, (1, 2, 3), sent, 2, "eager", (2, 0))
-        told |= {name for name, value in asdict(again.sampling).items() if value != default[name]}
-    assert told == set(default)
+        unpacked = unpack_request_start(pack_message(RequestStart(3, (1, 2, 3), sent, 2, "eager", (2, 0))))
+        assert unpacked == RequestStart(3, (1, 2, 3), sent, 2, "eager", (2, 0))
+        changed |= {name for name, value in asdict(unpacked.sampling).items() if value != default[name]}
+    assert changed == set(default)
 
 
-@pytest.mark.parametrize("kept", [3, [-1], [1.0], [True], [2**31], [1, 1, 1], ["1"], {}])
-def test_an_invalid_count_of_cached_tokens_is_refused(kept: object) -> None:
-    text = json.dumps({"steps": "", "kept": kept, "sampling": asdict(SamplingParams())}).encode()
+@pytest.mark.parametrize("cached", [3, [-1], [1.0], [True], [2**31], [1, 1, 1], ["1"], {}])
+def test_an_invalid_count_of_cached_tokens_is_refused(cached: object) -> None:
+    text = json.dumps({"steps": "", "kept": cached, "sampling": asdict(SamplingParams())}).encode()
     with pytest.raises(ValueError, match="no count of tokens"):
         unpack_request_start([1, 1, 1, 5, len(text), *bytes_to_words(text)])
 

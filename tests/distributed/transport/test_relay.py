@@ -93,8 +93,8 @@ def test_a_stall_delays_everything_and_a_reset_is_forwarded(server: tuple[str, i
 
 
 def test_a_missing_peer() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as gone:
-        nowhere = gone.getsockname()
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        nowhere = closed.getsockname()
     # The reset may come while the client still connects.
     with Relay(nowhere, Way(0.0)) as relay, pytest.raises(ConnectionResetError), connect(relay) as end:
         end.recv(1)

@@ -36,11 +36,11 @@ class CudaTree:
     """As defined in csrc/cuda/tree/tree.h."""
 
     def __init__(self, *, children: int, **arrays: Tensor) -> None:
-        kept = {name: array.numpy() for name, array in arrays.items()}
-        self.token, self.parent, self.slot, self.weight = (kept[n] for n in ("token", "parent", "slot", "weight"))
-        self.visible, self.used = kept["visible"], kept["used"]
-        self.node, self.tokens, self.positions = kept["node"], kept["tokens"], kept["positions"]
-        self.slots, self.mask = kept["slots"], kept["mask"]
+        views = {name: array.numpy() for name, array in arrays.items()}
+        self.token, self.parent, self.slot, self.weight = (views[n] for n in ("token", "parent", "slot", "weight"))
+        self.visible, self.used = views["visible"], views["used"]
+        self.node, self.tokens, self.positions = views["node"], views["tokens"], views["positions"]
+        self.slots, self.mask = views["slots"], views["mask"]
         self.children = children
 
     def leaves(self, prefix: Tensor, _: int) -> None:

@@ -154,7 +154,7 @@ def test_an_unsupported_request_makes_the_whole_batch_eager(
 
 @pytest.mark.parametrize(("name", "drafts"), [("smc", [0, 6, 3, 3]), ("at once", [0, 3, 3, 3, 3])])
 def test_hooks_are_called_for_every_forward(name: str, drafts: list[int], bf16: tuple[Path, Path]) -> None:
-    told = dict[str, list[tuple[list[int], bool]]]()
+    calls = dict[str, list[tuple[list[int], bool]]]()
     for kind in ("native", "eager"):
         smc, rows = worker(bf16, CONFIGS[name], kind), {"target": [0], "draft": [0]}
         smc.admit(opening([1, 2], SamplingParams(0.8)), (), 9)
@@ -162,8 +162,8 @@ def test_hooks_are_called_for_every_forward(name: str, drafts: list[int], bf16: 
             runner.hooks.append(lambda began, count, mine=mine: mine.append(count))
         busy = smc.busy
         smc.launch()
-        told[kind] = [(mine, now > then) for mine, now, then in zip(rows.values(), smc.busy, busy, strict=True)]
-    assert told["native"] == told["eager"] == [([0, 12], True), (drafts, True)]
+        calls[kind] = [(mine, now > then) for mine, now, then in zip(rows.values(), smc.busy, busy, strict=True)]
+    assert calls["native"] == calls["eager"] == [([0, 12], True), (drafts, True)]
 
 
 def test_an_invalid_round_is_refused(bf16: tuple[Path, Path]) -> None:
@@ -173,11 +173,11 @@ def test_an_invalid_round_is_refused(bf16: tuple[Path, Path]) -> None:
     native: Any = smc.executors[0]
     head = np.empty((1, smc.round.header_len + 16), np.int64)
     spoilt = {"base": "the tree's region is full", "_prefix": "the rows do not fit the cache"}
-    for name, said in spoilt.items():
+    for name, message in spoilt.items():
         tensor = smc.round._prefix if name == "_prefix" else smc.particles.base
         before = tensor.clone()
         tensor.fill_(100_000)
-        with pytest.raises(ValueError, match=said):
+        with pytest.raises(ValueError, match=message):
             native._native.round([(1, 0.8, None)], head, None)
         tensor.copy_(before)
     with pytest.raises(ValueError, match="as many groups as there are"):

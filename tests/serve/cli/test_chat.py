@@ -47,14 +47,14 @@ class FakeEngine:
         self.during: Callable[[], None] = lambda: None
         self.lost: str | None = None
         self.population: GroupResult | None = None
-        self.asked: list[tuple[str, SamplingParams]] = []
+        self.requests: list[tuple[str, SamplingParams]] = []
         self.stats = Stats()
         self._codec = codec
 
     def stream(self, prompt: Sequence[int], sampling: SamplingParams) -> Iterator[TokenChunk]:
         if len(prompt) >= self.max_model_len:
             raise UserError("the prompt does not fit")
-        self.asked.append((self._codec.token_text(prompt), sampling))
+        self.requests.append((self._codec.token_text(prompt), sampling))
         return self._stream()
 
     def _stream(self) -> Iterator[TokenChunk]:
@@ -66,7 +66,7 @@ class FakeEngine:
             self.during()
 
 
-class Room:
+class ChatRoom:
     """A chat with a fake engine that receives lines; `show()` returns the output since the last call."""
 
     def __init__(self, codec: TextCodec, **given: object) -> None:
@@ -99,42 +99,44 @@ def bare_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def room(codec: TextCodec) -> Room:
-    return Room(codec)
+def chat_room(codec: TextCodec) -> ChatRoom:
+    return ChatRoom(codec)
 
 
-def test_the_conversation_goes_through_the_template(room: Room) -> None:
-    shown = room.run("one", "two", EOFError)
-    assert shown.count("return a + b, read\n") == 2
-    assert re.search(r"\d+ tok, \d+ tok/s, TTFT 41 ms, 3\.0 tok/round", shown)
+def test_the_conversation_goes_through_the_template(chat_room: ChatRoom) -> None:
+    output = chat_room.run("one", "two", EOFError)
+    assert output.count("return a + b, read\n") == 2
+    assert re.search(r"\d+ tok, \d+ tok/s, TTFT 41 ms, 3\.0 tok/round", output)
     last = "<|user|>one<|end|><|bot|>return a + b, read<|end|><|user|>two<|end|><|bot|>"
-    assert [asked for asked, _ in room.engine.asked] == ["<|user|>one<|end|><|bot|>", last]
-    assert "forgotten" in room.run("/clear", "three", EOFError)
-    assert room.engine.asked[-1][0] == "<|user|>three<|end|><|bot|>"
+    assert [prompt for prompt, _ in chat_room.engine.requests] == ["<|user|>one<|end|><|bot|>", last]
+    assert "forgotten" in chat_room.run("/clear", "three", EOFError)
+    assert chat_room.engine.requests[-1][0] == "<|user|>three<|end|><|bot|>"
 
 
-def test_the_banner_names_the_pair_and_shows_the_mark(room: Room) -> None:
-    shown = room.run(EOFError)
-    assert "m/target, draft m/draft; mode serial, float32, 1 threads, context 200" in shown
-    assert "like this" in shown
+def test_the_banner_names_the_pair_and_shows_the_mark(chat_room: ChatRoom) -> None:
+    output = chat_room.run(EOFError)
+    assert "m/target, draft m/draft; mode serial, float32, 1 threads, context 200" in output
+    assert "like this" in output
 
 
-def test_leaving(room: Room) -> None:
+def test_leaving(chat_room: ChatRoom) -> None:
     for lines in ([EOFError], ["/quit"], [KeyboardInterrupt, KeyboardInterrupt]):
-        room.run(*lines)
-        assert room.lines == []
-    assert "leaves" in room.run(KeyboardInterrupt, "a", KeyboardInterrupt, "", KeyboardInterrupt, KeyboardInterrupt)
-    assert room.lines == []
+        chat_room.run(*lines)
+        assert chat_room.lines == []
+    assert "leaves" in chat_room.run(
+        KeyboardInterrupt, "a", KeyboardInterrupt, "", KeyboardInterrupt, KeyboardInterrupt
+    )
+    assert chat_room.lines == []
 
 
-def test_set(room: Room) -> None:
-    assert "temperature = 0.5" in room.run(
+def test_set(chat_room: ChatRoom) -> None:
+    assert "temperature = 0.5" in chat_room.run(
         "/set temperature 0.5", "/set --top-k 7", '/set stop ["x", "y"]', "a", EOFError
     )
-    sampling = room.engine.asked[-1][1]
+    sampling = chat_room.engine.requests[-1][1]
     assert (sampling.temperature, sampling.top_k, sampling.top_p, sampling.stop) == (0.5, 7, 0.9, ("x", "y"))
-    assert "temperature = 1.0" in room.run("/set temperature default", EOFError)
-    listed = room.run("/set", EOFError)
+    assert "temperature = 1.0" in chat_room.run("/set temperature default", EOFError)
+    listed = chat_room.run("/set", EOFError)
     assert re.search(r"top_p +0\.9\n", listed)
     assert re.search(r"top_k +7\n", listed)
     for line, words in (
@@ -145,87 +147,89 @@ def test_set(room: Room) -> None:
         ("/frobnicate", "error: no command /frobnicate"),
         ("/stats maybe", "error: /stats takes on, off or last"),
     ):
-        assert words in room.run(line, EOFError)
-    room.run("a", EOFError)
-    assert room.engine.asked[-1][1].top_p == 0.9
+        assert words in chat_room.run(line, EOFError)
+    chat_room.run("a", EOFError)
+    assert chat_room.engine.requests[-1][1].top_p == 0.9
 
 
-def test_a_temperature_at_which_the_draft_samples_differently(room: Room) -> None:
-    assert "proposal" not in room.run("/set temperature 1", EOFError)
-    room.engine.config = EngineConfig("serial", proposal="top")
-    assert "proposal top does not use the target's noise" in room.run("/set temperature 1", EOFError)
-    assert "proposal" not in room.run("/set temperature 0", EOFError)
+def test_a_temperature_at_which_the_draft_samples_differently(chat_room: ChatRoom) -> None:
+    assert "proposal" not in chat_room.run("/set temperature 1", EOFError)
+    chat_room.engine.config = EngineConfig("serial", proposal="top")
+    assert "proposal top does not use the target's noise" in chat_room.run("/set temperature 1", EOFError)
+    assert "proposal" not in chat_room.run("/set temperature 0", EOFError)
 
 
-def test_guidance(room: Room) -> None:
-    assert "guidance without a negative prompt takes an empty one" in room.run("/set guidance_scale 2", "a", EOFError)
-    assert "takes an empty one" not in room.run("/set negative-prompt be rude", "b", EOFError)
-    empty, rude = (sampling for _, sampling in room.engine.asked)
+def test_guidance(chat_room: ChatRoom) -> None:
+    assert "guidance without a negative prompt takes an empty one" in chat_room.run(
+        "/set guidance_scale 2", "a", EOFError
+    )
+    assert "takes an empty one" not in chat_room.run("/set negative-prompt be rude", "b", EOFError)
+    empty, rude = (sampling for _, sampling in chat_room.engine.requests)
     assert (empty.guidance_scale, rude.guidance_scale) == (2.0, 2.0)
-    spelled = [room.codec.token_text(sampling.negative_prompt_ids) for sampling in (empty, rude)]
+    spelled = [chat_room.codec.token_text(sampling.negative_prompt_ids) for sampling in (empty, rude)]
     assert spelled == ["<|user|><|end|><|bot|>", "<|user|>be rude<|end|><|bot|>"]
-    assert re.search(r"negative_prompt +'be rude'\n", room.run("/set", EOFError))
-    assert "does nothing at guidance scale 1" in room.run("/set guidance_scale default", EOFError)
+    assert re.search(r"negative_prompt +'be rude'\n", chat_room.run("/set", EOFError))
+    assert "does nothing at guidance scale 1" in chat_room.run("/set guidance_scale default", EOFError)
 
 
-def test_stats(room: Room) -> None:
-    assert "no answer yet" in room.run("/stats", EOFError)
-    shown = room.run("a", "/stats last", EOFError)
-    told = json.loads(shown[shown.index("{") : shown.rindex("}") + 1])
-    assert told["metrics"]["speculative_decoding"]["mean_acceptance_length"] == 3
-    assert told["timings"]["predicted_n"] == told["usage"]["completion_tokens"]
-    assert "tok/round" not in room.run("/stats off", "a", EOFError)
-    assert "tok/round" in room.run("/stats on", "a", EOFError)
+def test_stats(chat_room: ChatRoom) -> None:
+    assert "no answer yet" in chat_room.run("/stats", EOFError)
+    output = chat_room.run("a", "/stats last", EOFError)
+    stats = json.loads(output[output.index("{") : output.rindex("}") + 1])
+    assert stats["metrics"]["speculative_decoding"]["mean_acceptance_length"] == 3
+    assert stats["timings"]["predicted_n"] == stats["usage"]["completion_tokens"]
+    assert "tok/round" not in chat_room.run("/stats off", "a", EOFError)
+    assert "tok/round" in chat_room.run("/stats on", "a", EOFError)
 
 
-def test_stats_of_a_population(room: Room) -> None:
-    room.engine.config = EngineConfig("smc")
-    room.engine.population = GroupResult([1], True, 1, 2.5, 0.25, -0.5, False, 0, 0)
-    shown = room.run("a", "/stats", EOFError)
-    told = json.loads(shown[shown.index("{") : shown.rindex("}") + 1])
-    assert (told["exact"], told["particles"], told["ess_mean"], told["log_z"]) == (False, 4, 2.5, -0.5)
-    assert "text" not in told
+def test_stats_of_a_population(chat_room: ChatRoom) -> None:
+    chat_room.engine.config = EngineConfig("smc")
+    chat_room.engine.population = GroupResult([1], True, 1, 2.5, 0.25, -0.5, False, 0, 0)
+    output = chat_room.run("a", "/stats", EOFError)
+    stats = json.loads(output[output.index("{") : output.rindex("}") + 1])
+    assert (stats["exact"], stats["particles"], stats["ess_mean"], stats["log_z"]) == (False, 4, 2.5, -0.5)
+    assert "text" not in stats
 
 
-def test_a_lost_drafter_is_reported_without_stats_too(room: Room) -> None:
-    room.engine.lost = "out of memory"
+def test_a_lost_drafter_is_reported_without_stats_too(chat_room: ChatRoom) -> None:
+    chat_room.engine.lost = "out of memory"
     for lines in (("a", EOFError), ("/stats off", "a", EOFError)):
-        assert "the drafter was lost (out of memory), the target continued without it" in room.run(*lines)
+        assert "the drafter was lost (out of memory), the target continued without it" in chat_room.run(*lines)
 
 
-def test_the_oldest_turns_are_dropped_when_the_context_is_full(room: Room) -> None:
-    room.engine.max_model_len = 130
-    shown = room.run(*(f"{n} " + "x" * 20 for n in range(6)), EOFError)
-    assert "the oldest turn was dropped: the context holds 130 tokens" in shown
-    last = room.engine.asked[-1][0]
+def test_the_oldest_turns_are_dropped_when_the_context_is_full(chat_room: ChatRoom) -> None:
+    chat_room.engine.max_model_len = 130
+    output = chat_room.run(*(f"{n} " + "x" * 20 for n in range(6)), EOFError)
+    assert "the oldest turn was dropped: the context holds 130 tokens" in output
+    last = chat_room.engine.requests[-1][0]
     assert last.startswith("<|user|>")
     assert f"5 {'x' * 20}" in last
     assert f"0 {'x' * 20}" not in last
 
 
-def test_a_message_beyond_the_context_is_refused_and_dropped(room: Room) -> None:
-    assert "error: the prompt does not fit" in room.run("x" * 300, EOFError)
-    room.run("a", EOFError)
-    assert room.engine.asked[-1][0] == "<|user|>a<|end|><|bot|>"
+def test_a_message_beyond_the_context_is_refused_and_dropped(chat_room: ChatRoom) -> None:
+    assert "error: the prompt does not fit" in chat_room.run("x" * 300, EOFError)
+    chat_room.run("a", EOFError)
+    assert chat_room.engine.requests[-1][0] == "<|user|>a<|end|><|bot|>"
 
 
-def test_ctrl_c_stops_an_answer_and_keeps_its_tokens(room: Room) -> None:
+def test_ctrl_c_stops_an_answer_and_keeps_its_tokens(chat_room: ChatRoom) -> None:
     before = signal.getsignal(signal.SIGINT)
-    room.engine.during = lambda: os.kill(os.getpid(), signal.SIGINT)
-    shown = room.run("one", EOFError)
-    assert "stopped, 6 tok" in shown
+    chat_room.engine.during = lambda: os.kill(os.getpid(), signal.SIGINT)
+    output = chat_room.run("one", EOFError)
+    assert "stopped, 6 tok" in output
     assert signal.getsignal(signal.SIGINT) is before
-    room.engine.during = lambda: None
-    room.run("two", EOFError)
-    kept = re.fullmatch(
-        r"<\|user\|>one<\|end\|><\|bot\|>(.+)<\|end\|><\|user\|>two<\|end\|><\|bot\|>", room.engine.asked[-1][0]
+    chat_room.engine.during = lambda: None
+    chat_room.run("two", EOFError)
+    tokens = re.fullmatch(
+        r"<\|user\|>one<\|end\|><\|bot\|>(.+)<\|end\|><\|user\|>two<\|end\|><\|bot\|>", chat_room.engine.requests[-1][0]
     )
-    assert kept is not None
-    assert room.engine.reply.startswith(kept.group(1))
-    assert kept.group(1) in shown
+    assert tokens is not None
+    assert chat_room.engine.reply.startswith(tokens.group(1))
+    assert tokens.group(1) in output
 
 
-def test_ctrl_c_before_the_first_token(room: Room, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_before_the_first_token(chat_room: ChatRoom, monkeypatch: pytest.MonkeyPatch) -> None:
     encode = Session.encode_chat
 
     def interrupted(session: Session, messages: Sequence[Any]) -> list[int]:
@@ -234,41 +238,41 @@ def test_ctrl_c_before_the_first_token(room: Room, monkeypatch: pytest.MonkeyPat
 
     with monkeypatch.context() as patch:
         patch.setattr(Session, "encode_chat", interrupted)
-        assert "stopped" in room.run("one", EOFError)
-    room.run("two", EOFError)
-    assert [asked for asked, _ in room.engine.asked] == ["<|user|>two<|end|><|bot|>"]
+        assert "stopped" in chat_room.run("one", EOFError)
+    chat_room.run("two", EOFError)
+    assert [prompt for prompt, _ in chat_room.engine.requests] == ["<|user|>two<|end|><|bot|>"]
 
 
-def test_an_answer_without_text_leaves_no_trace(room: Room) -> None:
-    room.engine.reply = ""
-    room.run("one", EOFError)
-    room.engine.reply = "a"
-    room.run("two", EOFError)
-    assert room.engine.asked[-1][0] == "<|user|>two<|end|><|bot|>"
+def test_an_answer_without_text_leaves_no_trace(chat_room: ChatRoom) -> None:
+    chat_room.engine.reply = ""
+    chat_room.run("one", EOFError)
+    chat_room.engine.reply = "a"
+    chat_room.run("two", EOFError)
+    assert chat_room.engine.requests[-1][0] == "<|user|>two<|end|><|bot|>"
 
 
-def test_a_conversation_far_beyond_the_context_drops_turns(room: Room) -> None:
+def test_a_conversation_far_beyond_the_context_drops_turns(chat_room: ChatRoom) -> None:
     """Even if its text is refused before it is tokenized."""
     roles = ("user", "assistant")
-    room.chat._history = [{"role": roles[at % 2], "content": "x" * 100} for at in range(40)]
-    assert "turns were dropped" in room.run("last", EOFError)
-    assert room.engine.asked[-1][0].endswith("<|user|>last<|end|><|bot|>")
-    assert len(room.chat._history) < 40
-    kept = list(room.chat._history)
-    assert "error: the prompt of 9000 bytes does not fit the context of 200" in room.run("y" * 9000, EOFError)
-    assert room.chat._history == kept
+    chat_room.chat._history = [{"role": roles[at % 2], "content": "x" * 100} for at in range(40)]
+    assert "turns were dropped" in chat_room.run("last", EOFError)
+    assert chat_room.engine.requests[-1][0].endswith("<|user|>last<|end|><|bot|>")
+    assert len(chat_room.chat._history) < 40
+    history = list(chat_room.chat._history)
+    assert "error: the prompt of 9000 bytes does not fit the context of 200" in chat_room.run("y" * 9000, EOFError)
+    assert chat_room.chat._history == history
 
 
 def test_raw_continues_each_text_independently(codec: TextCodec) -> None:
-    room = Room(codec, raw=True)
-    room.run("def a", "class", EOFError)
-    assert [asked for asked, _ in room.engine.asked] == ["def a", "class"]
+    chat_room = ChatRoom(codec, raw=True)
+    chat_room.run("def a", "class", EOFError)
+    assert [prompt for prompt, _ in chat_room.engine.requests] == ["def a", "class"]
 
 
-def test_slashes_in_pasted_code_are_not_commands(room: Room) -> None:
-    room.run("/usr/bin\n/quit", EOFError)
-    assert room.engine.asked[-1][0] == "<|user|>/usr/bin\n/quit<|end|><|bot|>"
-    assert room.lines == []
+def test_slashes_in_pasted_code_are_not_commands(chat_room: ChatRoom) -> None:
+    chat_room.run("/usr/bin\n/quit", EOFError)
+    assert chat_room.engine.requests[-1][0] == "<|user|>/usr/bin\n/quit<|end|><|bot|>"
+    assert chat_room.lines == []
 
 
 def paint(**console: Any) -> str:

@@ -13,7 +13,7 @@ from swiftspec.config import EngineConfig
 from swiftspec.serve.cli.race import MAX_ANSWER_TOKENS, RaceResult, compare_results
 from swiftspec.serve.settings.settings import Settings, env_name
 from swiftspec.serve.text.codec import TextCodec
-from tests.serve.cli.test_chat import Room
+from tests.serve.cli.test_chat import ChatRoom
 from tests.support.toy_pair import byte_level_tokenizer, write_tokenizer
 
 
@@ -23,19 +23,19 @@ def toy(tmp_path_factory: pytest.TempPathFactory) -> TextCodec:
 
 
 @pytest.fixture
-def room(toy: TextCodec, monkeypatch: pytest.MonkeyPatch) -> Room:
+def chat_room(toy: TextCodec, monkeypatch: pytest.MonkeyPatch) -> ChatRoom:
     for name in Settings.model_fields:
         monkeypatch.delenv(env_name(name), raising=False)
-    return Room(toy)
+    return ChatRoom(toy)
 
 
-def test_the_same_request_without_and_with_the_draft(room: Room) -> None:
-    shown = room.run("/set temperature 0.7", "one", "/race two", "three", EOFError)
-    assert shown.count("return a + b, read") == 4
-    assert re.search(r"plain:\s+return[^:]*speculative:\s+return", shown)
-    tokens = len(room.codec.encode(room.engine.reply))
-    assert f"the text is the same: all {tokens} tokens are equal" in shown
-    first, plain, fast, last = room.engine.asked
+def test_the_same_request_without_and_with_the_draft(chat_room: ChatRoom) -> None:
+    output = chat_room.run("/set temperature 0.7", "one", "/race two", "three", EOFError)
+    assert output.count("return a + b, read") == 4
+    assert re.search(r"plain:\s+return[^:]*speculative:\s+return", output)
+    tokens = len(chat_room.codec.encode(chat_room.engine.reply))
+    assert f"the text is the same: all {tokens} tokens are equal" in output
+    first, plain, fast, last = chat_room.engine.requests
     assert plain[0] == fast[0] == f"{first[0]}return a + b, read<|end|><|user|>two<|end|><|bot|>"
     assert plain[0].replace("two", "three") == last[0], "the conversation is as it was"
     assert (plain[1].verify_batch, fast[1].verify_batch, last[1].verify_batch) == (1, None, None)
@@ -43,62 +43,62 @@ def test_the_same_request_without_and_with_the_draft(room: Room) -> None:
     assert (plain[1].temperature, plain[1].seed) == (fast[1].temperature, fast[1].seed) == (0.7, last[1].seed)
 
 
-def test_without_text_the_last_message_is_repeated(room: Room) -> None:
-    assert "error: there is no message yet: /race TEXT" in room.run("/race", EOFError)
-    room.run("/set max_tokens 9", "one", "/race", "/race two", "/race", EOFError)
-    prompts = [prompt for prompt, _ in room.engine.asked]
+def test_without_text_the_last_message_is_repeated(chat_room: ChatRoom) -> None:
+    assert "error: there is no message yet: /race TEXT" in chat_room.run("/race", EOFError)
+    chat_room.run("/set max_tokens 9", "one", "/race", "/race two", "/race", EOFError)
+    prompts = [prompt for prompt, _ in chat_room.engine.requests]
     assert prompts[0] == prompts[1] == prompts[2] and "two" in prompts[3]
     assert prompts[3] == prompts[4] == prompts[5] == prompts[6]
-    assert {sampling.max_tokens for _, sampling in room.engine.asked} == {9}
+    assert {sampling.max_tokens for _, sampling in chat_room.engine.requests} == {9}
 
 
 def test_raw_text(toy: TextCodec) -> None:
-    room = Room(toy, raw=True)
-    room.run("/race def f(", EOFError)
-    assert [prompt for prompt, _ in room.engine.asked] == ["def f("] * 2
+    chat_room = ChatRoom(toy, raw=True)
+    chat_room.run("/race def f(", EOFError)
+    assert [prompt for prompt, _ in chat_room.engine.requests] == ["def f("] * 2
 
 
-@pytest.mark.parametrize("lane", [1, 2])
-def test_ctrl_c_ends_a_race(room: Room, lane: int) -> None:
+@pytest.mark.parametrize("run", [1, 2])
+def test_ctrl_c_ends_a_race(chat_room: ChatRoom, run: int) -> None:
     def stop() -> None:
-        if len(room.engine.asked) == lane:
+        if len(chat_room.engine.requests) == run:
             os.kill(os.getpid(), signal.SIGINT)
 
-    room.engine.during = stop
-    shown = room.run("/race one", EOFError)
-    assert "the race was stopped" in shown and "times as fast" not in shown
-    assert len(room.engine.asked) == lane
+    chat_room.engine.during = stop
+    output = chat_room.run("/race one", EOFError)
+    assert "the race was stopped" in output and "times as fast" not in output
+    assert len(chat_room.engine.requests) == run
 
 
-def test_a_different_text_is_reported(room: Room) -> None:
+def test_a_different_text_is_reported(chat_room: ChatRoom) -> None:
     def other() -> None:
-        room.engine.reply = "return a - b"
+        chat_room.engine.reply = "return a - b"
 
-    room.engine.during = other
-    both = zip(*(room.codec.encode(reply) for reply in ("return a + b, read", "return a - b")), strict=False)
+    chat_room.engine.during = other
+    both = zip(*(chat_room.codec.encode(reply) for reply in ("return a + b, read", "return a - b")), strict=False)
     apart = next(at for at, (a, b) in enumerate(both, 1) if a != b)
-    assert f"THE TEXT IS NOT THE SAME: token {apart} is another" in room.run("/race one", EOFError)
-    room.engine.reply, room.engine.config = "return a + b", EngineConfig(verify="reject")
-    shown = room.run("/race one", EOFError)
-    assert "the texts differ; their distribution is the same" in shown and "NOT" not in shown
+    assert f"THE TEXT IS NOT THE SAME: token {apart} is another" in chat_room.run("/race one", EOFError)
+    chat_room.engine.reply, chat_room.engine.config = "return a + b", EngineConfig(verify="reject")
+    output = chat_room.run("/race one", EOFError)
+    assert "the texts differ; their distribution is the same" in output and "NOT" not in output
 
 
 @pytest.mark.parametrize("mode", ["ar", "smc"])
-def test_a_race_needs_a_tree(room: Room, mode: str) -> None:
-    room.engine.config = EngineConfig(mode)
-    assert f"error: mode {mode} has no draft tree to race with" in room.run("/race one", EOFError)
-    assert room.engine.asked == []
+def test_a_race_needs_a_tree(chat_room: ChatRoom, mode: str) -> None:
+    chat_room.engine.config = EngineConfig(mode)
+    assert f"error: mode {mode} has no draft tree to race with" in chat_room.run("/race one", EOFError)
+    assert chat_room.engine.requests == []
 
 
 def test_the_verdict() -> None:
-    def lane(name: str, seconds: float, tokens: int = 100, **more: Any) -> RaceResult:
+    def run(name: str, seconds: float, tokens: int = 100, **more: Any) -> RaceResult:
         return RaceResult(name, range(tokens), seconds, **{"rounds": 50, "drafter_lost": None, **more})
 
-    lines = compare_results(lane("plain", 2.0, rounds=100), lane("speculative", 0.5), EngineConfig())
+    lines = compare_results(run("plain", 2.0, rounds=100), run("speculative", 0.5), EngineConfig())
     assert [line.count("█") for line in lines] == [10, 40, 0]
     assert re.search(r"plain +█+ +50 tok/s  \(100 tok in 2\.00 s, 1\.0 tok/round\)", lines[0])
     assert re.search(r"speculative +█+ +200 tok/s  \(100 tok in 0\.50 s, 2\.0 tok/round\)", lines[1])
     assert lines[2] == "speculative is 4.00 times as fast; the text is the same: all 100 tokens are equal"
-    lines = compare_results(lane("plain", 1.0), lane("speculative", 1.25, 90, drafter_lost="no memory"), EngineConfig())
+    lines = compare_results(run("plain", 1.0), run("speculative", 1.25, 90, drafter_lost="no memory"), EngineConfig())
     assert lines[2].startswith("plain is 1.39 times as fast; THE TEXT IS NOT THE SAME: token 91")
     assert "the drafter was lost (no memory)" in lines[3]

@@ -27,21 +27,21 @@ def noted(
 ) -> RoundRecord:
     """A round that verifies tokens 3, 5, 6. `more`: p, and what reads the draft's timeline."""
     proposal, result = Proposal(1, round_, 1, (3, 5, 6), parents), VerifyResult(1, round_, 1, path, tokens)
-    p, lane = more or (None, None)
-    return RoundRecord(proposal, result, [0.0] * 7, True, 0.0, p, lane)
+    p, timeline = more or (None, None)
+    return RoundRecord(proposal, result, [0.0] * 7, True, 0.0, p, timeline)
 
 
 def test_a_tree_is_shown() -> None:
-    heard: list[Any] = []
-    rounds, out = RoundHistory(heard.append, lambda token: "\x1b[31m" if token == 8 else f"t{token}"), io.StringIO()
+    lines: list[Any] = []
+    rounds, out = RoundHistory(lines.append, lambda token: "\x1b[31m" if token == 8 else f"t{token}"), io.StringIO()
     console = Console(file=out, width=100, color_system=None)
     with pytest.raises(UserError, match="no round is on record: /tree on, then ask again"):
         rounds.command("", console)
     rounds.command("on", console)
-    heard[0]([{"request": 1, "begin": {}}])
+    lines[0]([{"request": 1, "begin": {}}])
     with pytest.raises(UserError, match="ask something"):
         rounds.command("", console)
-    heard[0]([noted(4, (-1, 0, 0), (0, 1), (5, 7), [0.5, 0.25], lambda: LANE)])
+    lines[0]([noted(4, (-1, 0, 0), (0, 1), (5, 7), [0.5, 0.25], lambda: LANE)])
     rounds.command("0", console)
     assert out.getvalue().splitlines()[1:] == [
         "round 4: 2 guesses verified, 1 right; the target adds 't7'",
@@ -57,14 +57,14 @@ def test_a_tree_is_shown() -> None:
     with pytest.raises(UserError, match="on, off, or how many rounds"):
         rounds.command("-1", console)
     rounds.command("off", console)
-    assert heard[1] is None
+    assert lines[1] is None
 
 
 def test_without_the_draft_s_tree_the_proposal_is_shown() -> None:
-    heard: list[Any] = []
-    rounds, out = RoundHistory(heard.append, lambda token: "\x1b[31m" if token == 6 else str(token)), io.StringIO()
+    lines: list[Any] = []
+    rounds, out = RoundHistory(lines.append, lambda token: "\x1b[31m" if token == 6 else str(token)), io.StringIO()
     console = Console(file=out, width=100, color_system=None)
     rounds.command("on", console)
-    heard[0]([noted(0, (-1, 0, 1), (0,), (1,))])
+    lines[0]([noted(0, (-1, 0, 1), (0,), (1,))])
     rounds.command("", console)
     assert out.getvalue().splitlines()[2:] == ["'3'", "└─ '5'  wrong", "   └─ '\\x1b[31m'  wrong"]

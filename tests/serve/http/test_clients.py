@@ -56,8 +56,8 @@ def test_chat_as_a_stream(player: Player, plain_url: str) -> None:
 def test_concurrent_messages_with_async_clients(player: Player, plain_url: str) -> None:
     async def all_of_them() -> list[Any]:
         async with openai.AsyncOpenAI(base_url=f"{plain_url}/v1", api_key="-") as client:
-            asks = [client.chat.completions.create(model="other", messages=HELLO) for _ in range(8)]
-            return await asyncio.gather(*asks)
+            requests = [client.chat.completions.create(model="other", messages=HELLO) for _ in range(8)]
+            return await asyncio.gather(*requests)
 
     assert {answer.choices[0].message.content for answer in asyncio.run(all_of_them())} == {TEXT}
 
@@ -83,8 +83,8 @@ def test_tools(thinker: Player, hermes_url: str) -> None:
     message = answer.choices[0].message
     assert answer.choices[0].finish_reason == "tool_calls" and message.tool_calls and message.content == "I ask."
     assert message.tool_calls[0].to_dict()["function"] == {"name": "weather", "arguments": '{"city": "中"}'}
-    again: Any = [*HELLO, message.to_dict(), {"role": "tool", "tool_call_id": "x", "content": "rain"}]
-    with client.chat.completions.stream(model="toy", messages=again, tools=tools) as stream:
+    conversation: Any = [*HELLO, message.to_dict(), {"role": "tool", "tool_call_id": "x", "content": "rain"}]
+    with client.chat.completions.stream(model="toy", messages=conversation, tools=tools) as stream:
         final = stream.get_final_completion()
     assert final.choices[0].finish_reason == "tool_calls"
     prompt = thinker.codec.token_text(thinker.requests[-1].prompt)
@@ -137,9 +137,9 @@ def test_anthropic_messages(thinker: Player, hermes_url: str) -> None:
     assert [block.type for block in final.content] == ["thinking", "text", "tool_use"]
     assert final.content[2].to_dict()["input"] == {"city": "中"}
     result = {"type": "tool_result", "tool_use_id": "x", "content": [{"type": "text", "text": "rain"}]}
-    talk: list[Any] = [*HELLO, {"role": "assistant", "content": [block.to_dict() for block in final.content]}]
-    talk.append({"role": "user", "content": [result]})
-    count = client.messages.count_tokens(model="toy", messages=talk)
+    conversation: list[Any] = [*HELLO, {"role": "assistant", "content": [block.to_dict() for block in final.content]}]
+    conversation.append({"role": "user", "content": [result]})
+    count = client.messages.count_tokens(model="toy", messages=conversation)
     assert count.input_tokens > 30
     assert client.models.list().data[0].id == "toy"
 

@@ -97,9 +97,9 @@ def test_concurrent_requests_equal_requests_alone(server: ServerProcess) -> None
 
 def test_choices_of_one_request(server: ServerProcess) -> None:
     """Texts of its particles, all cut at the stop string; chains have none."""
-    asked = {"prompt": "def add(a, b):\n    return", "temperature": 0.9, "max_tokens": 12, "smc": {}, "n": 3}
+    body = {"prompt": "def add(a, b):\n    return", "temperature": 0.9, "max_tokens": 12, "smc": {}, "n": 3}
     with httpx.Client(base_url=server.url, timeout=120) as client:
-        answers = [client.post("/v1/completions", json=asked | {"seed": seed}).json() for seed in range(6)]
+        answers = [client.post("/v1/completions", json=body | {"seed": seed}).json() for seed in range(6)]
         if "error" in answers[0]:
             assert "this server runs mode serial" in answers[0]["error"]["message"]
             return
@@ -108,6 +108,6 @@ def test_choices_of_one_request(server: ServerProcess) -> None:
             assert sum(weights) == pytest.approx(1) and weights == sorted(weights, reverse=True)
             assert answer["exact"] is False and answer["usage"]["completion_tokens"] <= 12 * len(weights)
         assert max(len(answer["choices"]) for answer in answers) > 1, "unless all are copies"
-        cut = client.post("/v1/completions", json=asked | {"stop": ["\n"], "seed": 0, "max_tokens": 60}).json()
+        cut = client.post("/v1/completions", json=body | {"stop": ["\n"], "seed": 0, "max_tokens": 60}).json()
         assert all("\n" not in choice["text"] for choice in cut["choices"])
         assert client.get("/health").json()["running"] == 0

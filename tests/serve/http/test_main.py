@@ -53,10 +53,10 @@ def test_refused_and_answered_requests_are_counted(player: Player) -> None:
 
 
 def test_without_keys_only_this_machine_is_served(player: Player) -> None:
-    there: dict[str, Any] = {"headers": {"Host": "evil.example"}}
-    here, stranger, preflight = responses(
-        player, [], ("GET", "/v1/models", {}), ("GET", "/v1/models", there),
+    foreign: dict[str, Any] = {"headers": {"Host": "evil.example"}}
+    local, stranger, preflight = responses(
+        player, [], ("GET", "/v1/models", {}), ("GET", "/v1/models", foreign),
         ("OPTIONS", "/v1/models", {"headers": {"Origin": "http://evil.example"}}),
     )  # fmt: skip
-    assert [here.status_code, stranger.status_code, preflight.status_code] == [200, 403, 405]
+    assert [local.status_code, stranger.status_code, preflight.status_code] == [200, 403, 405]
     assert not [name for name in preflight.headers if name.startswith("access-control")]

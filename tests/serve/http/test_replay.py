@@ -35,7 +35,7 @@ def test_the_page_and_the_trace_are_served_and_nothing_else(file: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("", "is not a trace"), ("{}\n", "is not a trace"), ("x\n", "is not a trace"),
         ('{"swiftspec_trace": 2}\n', "not a trace"),
@@ -45,10 +45,10 @@ def test_the_page_and_the_trace_are_served_and_nothing_else(file: Path) -> None:
         ('{"swiftspec_trace": 1}\n\xff\n{}\n', "line 2,"),
     ],
 )  # fmt: skip
-def test_an_invalid_trace_is_reported_in_one_line(tmp_path: Path, text: str, said: str) -> None:
+def test_an_invalid_trace_is_reported_in_one_line(tmp_path: Path, text: str, message: str) -> None:
     bad = tmp_path / "bad.jsonl"
     bad.write_text(text, encoding="latin-1")
-    with pytest.raises(UserError, match=said) as error:
+    with pytest.raises(UserError, match=message) as error:
         replay.check_trace(bad)
     assert "\n" not in str(error.value)
 
@@ -65,7 +65,7 @@ def test_a_pipe_does_not_block(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("flags", "said", "code"),
+    ("flags", "message", "code"),
     [
         (["none.jsonl"], "none.jsonl cannot be read", 1), ([], "required: FILE", 2),
         (["x", "--port", "a"], "--port a", 2),
@@ -73,11 +73,11 @@ def test_a_pipe_does_not_block(tmp_path: Path) -> None:
     ],
 )  # fmt: skip
 def test_invalid_arguments_are_refused(
-    capsys: pytest.CaptureFixture[str], flags: list[str], said: str, code: int
+    capsys: pytest.CaptureFixture[str], flags: list[str], message: str, code: int
 ) -> None:
     assert main(["replay", *flags]) == code
     output = capsys.readouterr().err
-    assert said in output and output.count("\n") == 1
+    assert message in output and output.count("\n") == 1
 
 
 @pytest.mark.slow
@@ -85,9 +85,9 @@ def test_as_a_process(file: Path) -> None:
     command = [sys.executable, "-m", "swiftspec.serve", "replay", str(file), "--port", "0"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
-        said = process.stderr.readline()
-        url = said.strip().rpartition(" ")[2]
-        assert said == f"swiftspec: replaying one.jsonl, listening on {url}\n"
+        line = process.stderr.readline()
+        url = line.strip().rpartition(" ")[2]
+        assert line == f"swiftspec: replaying one.jsonl, listening on {url}\n"
         assert httpx.get(f"{url}/replay.jsonl").text == file.read_text()
         assert httpx.get(url, headers={"host": "evil.example"}).status_code == 403
         process.terminate()

@@ -97,11 +97,11 @@ def test_openai(client: openai.OpenAI) -> None:
 def test_openai_async(server: ServerProcess) -> None:
     async def several() -> list[str]:
         async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="-") as client:
-            asks = [
+            requests = [
                 client.completions.create(model="swiftspec-demo", prompt=f"def f{n % 2}(", max_tokens=16, temperature=0)
                 for n in range(6)
             ]
-            return [answer.choices[0].text for answer in await asyncio.gather(*asks)]
+            return [answer.choices[0].text for answer in await asyncio.gather(*requests)]
 
     texts = asyncio.run(several())
     assert texts == texts[:2] * 3 and texts[0] != ""
@@ -120,11 +120,11 @@ def test_openai_errors(client: openai.OpenAI) -> None:
 
 def test_anthropic(server: ServerProcess) -> None:
     with anthropic.Anthropic(base_url=server.url, api_key="-") as client:
-        asked: Any = {"model": "swiftspec-demo", "max_tokens": 24, "messages": HELLO, "extra_body": {"temperature": 0}}
+        body: Any = {"model": "swiftspec-demo", "max_tokens": 24, "messages": HELLO, "extra_body": {"temperature": 0}}
         text = expected("def add(a, b):", 24, "--temperature", "0")
-        answer = client.messages.create(**asked)
+        answer = client.messages.create(**body)
         assert [block.text for block in answer.content if block.type == "text"] == [text]
-        with client.messages.stream(**asked) as stream:
+        with client.messages.stream(**body) as stream:
             assert "".join(stream.text_stream) == text
 
 
@@ -292,8 +292,8 @@ def test_a_signal_lets_the_request_finish_and_refuses_others(tmp_path: Path, ran
                 lines = stream.iter_lines()
                 next(lines)
                 server.process.send_signal(number)  # torchrun passes it on to all ranks
-                said = list(lines)
-            assert said[-2:] == ["data: [DONE]", ""], said[-4:]
+                events = list(lines)
+            assert events[-2:] == ["data: [DONE]", ""], events[-4:]
         assert server.process.wait(60) in ((0,) if ranks == 1 else (0, 1, -15, 143))
         server.stop = lambda number=0, seconds=0.0: 0  # type: ignore[method-assign] # it has left
 

@@ -57,58 +57,58 @@ def check_exchanges(spans: Sequence[Any]) -> Iterator[tuple[Any, list[Any]]]:
 
 def test_every_rpc_is_a_span_and_in_the_trace(tmp_path: Path) -> None:
     """The worker's part lies within the RPC, on this machine's clock."""
-    models, kept, file = make_pair(tmp_path), InMemorySpanExporter(), tmp_path / "trace.jsonl"
+    models, exporter, file = make_pair(tmp_path), InMemorySpanExporter(), tmp_path / "trace.jsonl"
     with (
         started("target", models[0]) as target,
         started("draft", models[1]) as draft,
         on_workers(target.named(), draft.named(), mode="serial", draft_steps=2, trace=file) as running,
     ):
-        with traced_session(session_on(running), AT, lambda address: kept) as session:
+        with traced_session(session_on(running), AT, lambda address: exporter) as session:
             list(session.answer(PROMPT, AT))
         rounds = running.stats.rounds
-    ((root, calls),) = check_exchanges(kept.get_finished_spans())
+    ((root, calls),) = check_exchanges(exporter.get_finished_spans())
     assert root.attributes["gen_ai.usage.output_tokens"] == 12
     assert len([call for call in calls if call.name == "verify"]) == rounds + 1
     head, *lines = map(json.loads, file.read_text().splitlines())
     assert head["clocks"]["unix_ns"] > 0
-    told = [hop for line in lines for hop in line.get("workers", ())]
-    assert {hop["side"] for hop in told} == {"target", "draft"} and len(told) == len(calls)
-    assert all(hop["wall"] >= hop["queue"] + hop["model"] >= 0 for hop in told if hop["side"] == "target")
-    assert all(0 <= hop["clock"]["error"] < 1e9 for hop in told)
+    records = [rpc for line in lines for rpc in line.get("workers", ())]
+    assert {rpc["side"] for rpc in records} == {"target", "draft"} and len(records) == len(calls)
+    assert all(rpc["wall"] >= rpc["queue"] + rpc["model"] >= 0 for rpc in records if rpc["side"] == "target")
+    assert all(0 <= rpc["clock"]["error"] < 1e9 for rpc in records)
 
 
 def test_a_chat_exports_a_span_per_answer(tmp_path: Path) -> None:
     """A race exports two spans."""
-    models, kept = make_pair(tmp_path), InMemorySpanExporter()
+    models, exporter = make_pair(tmp_path), InMemorySpanExporter()
     with (
         started("target", models[0]) as target,
         started("draft", models[1]) as draft,
         on_workers(target.named(), draft.named(), mode="serial", draft_steps=2) as running,
-        traced_session(session_on(running), AT, lambda address: kept) as session,
+        traced_session(session_on(running), AT, lambda address: exporter) as session,
     ):
         chat = Chat(session, AT, Console(file=StringIO()), input)
-        for said in ("5 17 3", "5 17 4", "/race"):
-            chat.handle(said)
-    sizes = [len(calls) for _, calls in check_exchanges(kept.get_finished_spans())]
+        for line in ("5 17 3", "5 17 4", "/race"):
+            chat.handle(line)
+    sizes = [len(calls) for _, calls in check_exchanges(exporter.get_finished_spans())]
     assert len(sizes) == 4
 
 
 def test_a_failed_request_reports_the_error() -> None:
-    kept, hops = InMemorySpanExporter(), RpcLog()
+    exporter, rpcs = InMemorySpanExporter(), RpcLog()
 
     def stream(prompt: Sequence[int], sampling: SamplingParams) -> Iterator[TokenChunk]:
-        hops.add(RpcRecord("target", 0, 1, 2, 255, 3, 0, 0, 0), b"")
+        rpcs.add(RpcRecord("target", 0, 1, 2, 255, 3, 0, 0, 0), b"")
         yield TokenChunk((5,), 0)
         raise ValueError("no more")
 
-    running = SimpleNamespace(stream=stream, stats=Stats(), roles=SimpleNamespace(rpc_log=hops))
+    running = SimpleNamespace(stream=stream, stats=Stats(), roles=SimpleNamespace(rpc_log=rpcs))
     with (
-        traced_session(session_on(running), AT, lambda address: kept) as session,
+        traced_session(session_on(running), AT, lambda address: exporter) as session,
         pytest.raises(ValueError, match="no more"),
     ):
         list(session.answer(PROMPT, AT))
-    call, root = kept.get_finished_spans()
-    assert call.name == "verify" and root.status.description == "no more" and hops.on_record is None
+    call, root = exporter.get_finished_spans()
+    assert call.name == "verify" and root.status.description == "no more" and rpcs.on_record is None
     assert (root.attributes or {})["error.type"] == "ValueError"
 
 
@@ -123,34 +123,36 @@ def test_a_clock_offset_is_known_up_to_half_of_the_rpc_latency() -> None:
 SECOND = 10**9
 
 
-def clock_of(hops: RpcLog, asked: int, began: int, came: int, wall: int, session: bytes = b"one") -> ClockOffset:
-    hops.add(RpcRecord("draft", 0, asked, came, 255, began, wall, 0, 0), session)
-    (hop,) = hops.drain()
-    assert hop.clock is not None
-    return hop.clock
+def clock_of(
+    rpcs: RpcLog, sent_at: int, began: int, received_at: int, wall: int, session: bytes = b"one"
+) -> ClockOffset:
+    rpcs.add(RpcRecord("draft", 0, sent_at, received_at, 255, began, wall, 0, 0), session)
+    (rpc,) = rpcs.drain()
+    assert rpc.clock is not None
+    return rpc.clock
 
 
 def test_the_fastest_rpc_determines_the_clock_offset_until_it_expires() -> None:
-    hops = RpcLog()
-    assert clock_of(hops, 0, 5500, 2000, 1000) == ClockOffset(5000, 500)
-    assert clock_of(hops, 10_000, 16_000, 19_000, 1000) == ClockOffset(5000, 501), "the first one bounds it better"
-    assert clock_of(hops, 20_000, 25_300, 20_700, 100) == ClockOffset(5000, 300)
+    rpcs = RpcLog()
+    assert clock_of(rpcs, 0, 5500, 2000, 1000) == ClockOffset(5000, 500)
+    assert clock_of(rpcs, 10_000, 16_000, 19_000, 1000) == ClockOffset(5000, 501), "the first one bounds it better"
+    assert clock_of(rpcs, 20_000, 25_300, 20_700, 100) == ClockOffset(5000, 300)
     later = SECOND + 20_700
-    assert clock_of(hops, later - 9000, later - 4000, later, 1000) == ClockOffset(1000, 4000), "it is old"
+    assert clock_of(rpcs, later - 9000, later - 4000, later, 1000) == ClockOffset(1000, 4000), "it is old"
     later += SECOND
-    assert clock_of(hops, later, later - SECOND, later + 8000, 0) == ClockOffset(-SECOND - 4000, 4000), "it was set"
-    assert clock_of(hops, later, later + 50, later + 9000, 0, b"two") == ClockOffset(-4450, 4500), "of another machine"
+    assert clock_of(rpcs, later, later - SECOND, later + 8000, 0) == ClockOffset(-SECOND - 4000, 4000), "it was set"
+    assert clock_of(rpcs, later, later + 50, later + 9000, 0, b"two") == ClockOffset(-4450, 4500), "of another machine"
 
 
 def clocks_in(lines: Sequence[Any]) -> dict[str, list[float]]:
     """Clock offset in seconds of each worker in a trace, per RPC."""
-    told: dict[str, list[float]] = {"target": [], "draft": []}
-    for hop in (hop for line in lines for hop in line.get("workers", ())):
-        told[hop["side"]].append(round(hop["clock"]["ahead"] / SECOND))
-    return told
+    offsets: dict[str, list[float]] = {"target": [], "draft": []}
+    for rpc in (rpc for line in lines for rpc in line.get("workers", ())):
+        offsets[rpc["side"]].append(round(rpc["clock"]["ahead"] / SECOND))
+    return offsets
 
 
-class Elsewhere:
+class RemoteClock:
     """A worker on a machine whose clock is ahead by this number of seconds."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, ahead: dict[str, int]) -> None:
@@ -173,7 +175,7 @@ def test_the_clock_offset_of_a_late_or_restarted_worker(
     """During a request, and between two requests."""
     models, file = make_pair(tmp_path), tmp_path / "trace.jsonl"
     ahead = {"TargetService": 1000, "DraftService": 2000}
-    Elsewhere(monkeypatch, ahead)
+    RemoteClock(monkeypatch, ahead)
     late = Started("draft", models[1]).start()
     late.stop()
     target = Started("target", models[0]).start()
@@ -191,9 +193,9 @@ def test_the_clock_offset_of_a_late_or_restarted_worker(
         whole.append(until_it_drafts(running))
     late.stop()
     target.stop()
-    told = clocks_in([*map(json.loads, file.read_text().splitlines())])
-    assert sorted({*told["target"]}) == [1000, 3000] and sorted({*told["draft"]}) == [2000, 4000]
-    assert told == {side: sorted(values) for side, values in told.items()}
+    offsets = clocks_in([*map(json.loads, file.read_text().splitlines())])
+    assert sorted({*offsets["target"]}) == [1000, 3000] and sorted({*offsets["draft"]}) == [2000, 4000]
+    assert offsets == {side: sorted(values) for side, values in offsets.items()}
     assert all(text[:12] == whole[0] for text in whole)
 
 
@@ -209,19 +211,21 @@ def test_all_spans_of_a_long_answer_are_sent_and_a_lost_collector_is_one_line(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("swiftspec.serve.otel.exporter.EXPORT_TIMEOUT_S", 0.1)
-    for address, kept in (("http://collector:4318", InMemorySpanExporter()), ("http://127.0.0.1:1", None)):
-        hops = RpcLog()
+    for address, exporter in (("http://collector:4318", InMemorySpanExporter()), ("http://127.0.0.1:1", None)):
+        rpcs = RpcLog()
 
-        def stream(prompt: Sequence[int], sampling: SamplingParams, hops: RpcLog = hops) -> Iterator[TokenChunk]:
+        def stream(prompt: Sequence[int], sampling: SamplingParams, rpcs: RpcLog = rpcs) -> Iterator[TokenChunk]:
             for number in range(3000):
-                hops.add(RpcRecord("target", number, 1, 2, 255, 3, 0, 0, 0), b"")
+                rpcs.add(RpcRecord("target", number, 1, 2, 255, 3, 0, 0, 0), b"")
             yield TokenChunk((5,), 0, "length")
 
-        running = SimpleNamespace(stream=stream, stats=Stats(), roles=SimpleNamespace(rpc_log=hops))
+        running = SimpleNamespace(stream=stream, stats=Stats(), roles=SimpleNamespace(rpc_log=rpcs))
         settings = AT.model_copy(update={"otlp_endpoint": address})
-        with traced_session(session_on(running), settings, kept and (lambda address, kept=kept: kept)) as session:
+        with traced_session(
+            session_on(running), settings, exporter and (lambda address, exporter=exporter: exporter)
+        ) as session:
             list(session.answer(PROMPT, AT))
-        if kept is not None:
-            assert len(kept.get_finished_spans()) == 3001
+        if exporter is not None:
+            assert len(exporter.get_finished_spans()) == 3001
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("swiftspec: spans do not reach --otlp-endpoint")

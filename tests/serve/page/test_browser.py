@@ -46,8 +46,8 @@ def window(folder: Path) -> Iterator[Page]:
 def page(window: Page) -> Iterator[Page]:
     """The browser. Checks that its console has no messages and that all requests stay on this machine."""
     yield window
-    asked = window.requested_urls()
-    assert asked and all(url.startswith(("http://127.0.0.1:", "blob:http://127.0.0.1:")) for url in asked), asked
+    urls = window.requested_urls()
+    assert urls and all(url.startswith(("http://127.0.0.1:", "blob:http://127.0.0.1:")) for url in urls), urls
     assert window.console_messages() == []
 
 
@@ -128,8 +128,8 @@ def test_a_conversation_continues_and_can_be_stopped(page: Page, tmp_path: Path)
             page.wait_for_text("messages", "Stopped by you.")
     finally:
         renderer.close()
-    said = made.codec.token_text(made.requests[1].prompt)
-    assert said.index("one") < said.index("return a + b") < said.index("two\nlines")
+    prompt = made.codec.token_text(made.requests[1].prompt)
+    assert prompt.index("one") < prompt.index("return a + b") < prompt.index("two\nlines")
 
 
 def test_a_race_shows_that_the_texts_are_equal(page: Page, url: str) -> None:
@@ -189,9 +189,9 @@ def test_the_page_can_be_used_by_keyboard(page: Page, race: str) -> None:
     page.wait_for_text("caption", "Round 1.")
     page.keys("tree", Keys.ARROW_LEFT, Keys.ARROW_RIGHT)
     page.wait_for_text("tip", "the draft found it")
-    said = page.text("tip")
+    tip = page.text("tip")
     page.keys("tree", Keys.ARROW_DOWN, Keys.ARROW_UP, Keys.ARROW_UP)
-    page.wait(lambda: page.text("tip") != said)
+    page.wait(lambda: page.text("tip") != tip)
     page.keys("tree", " ")
     page.wait(lambda: page.at("play").get_attribute("aria-label") == "Pause")
     page.keys("tab-tree", Keys.ARROW_RIGHT)

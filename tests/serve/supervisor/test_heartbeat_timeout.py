@@ -52,8 +52,8 @@ def test_every_setting_is_used_refused_or_named_as_ignored(mode: str, name: str)
             settings.make_plan(True, ranks=2)
     else:
         settings.make_plan(True, ranks=2)
-        told = settings.ignored_settings(mode)
-        assert [flag_name(name) in line for line in told] == [True] * (part in IGNORED_PARTS[mode])
+        lines = settings.ignored_settings(mode)
+        assert [flag_name(name) in line for line in lines] == [True] * (part in IGNORED_PARTS[mode])
     assert (part in has[mode]) + (part in UNSUPPORTED_PARTS[mode]) + (part in IGNORED_PARTS[mode]) == 1
 
 
@@ -145,8 +145,8 @@ def test_prompts_of_unbounded_size(pair: tuple[Path, Path], capsys: pytest.Captu
 
 def test_variables_of_the_build_and_the_kernels_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
     root = Path(__file__).resolve().parents[3]
-    said = "".join(file.read_text() for file in root.glob("csrc/cuda/**/*.cu*"))
-    names = {*re.findall(r'getenv\("(SWIFTSPEC_\w+)"\)', said), "SWIFTSPEC_CUDA", "SWIFTSPEC_CUDA_ARCHS"}
+    sources = "".join(file.read_text() for file in root.glob("csrc/cuda/**/*.cu*"))
+    names = {*re.findall(r'getenv\("(SWIFTSPEC_\w+)"\)', sources), "SWIFTSPEC_CUDA", "SWIFTSPEC_CUDA_ARCHS"}
     assert {"SWIFTSPEC_EARLY_STARTS", "SWIFTSPEC_FEW_STAGES"} < names
     for name in names:
         monkeypatch.setenv(name, "1")

@@ -86,7 +86,7 @@ def running(ranks: int, target_tp: int = 1) -> Iterator[ServerProcesses]:
     assert job.leftovers(10.0) == []
 
 
-def asked(job: ServerProcesses, what: ClientRequest) -> RequestOutcome:
+def request_text(job: ServerProcesses, what: ClientRequest) -> RequestOutcome:
     with httpx.Client(base_url=job.server.url) as client:
         return send_request(client, what)
 
@@ -101,20 +101,20 @@ def hit(job: ServerProcesses, what: str, process: int) -> tuple[RequestOutcome, 
             assert inject_fault(what, process)
 
     with httpx.Client(base_url=job.server.url) as client:
-        told = send_request(client, LONG, heard)
-    assert moments, told
-    return told, moments[0]
+        outcome = send_request(client, LONG, heard)
+    assert moments, outcome
+    return outcome, moments[0]
 
 
 @pytest.mark.slow
 def test_the_front_end_restarts_and_the_ranks_remain(pair_of_ranks: ServerProcesses) -> None:
     job = pair_of_ranks
-    ranks, short, front_end = job.ranks(), asked(job, SHORT).text, job.front_end()
-    told, moment = hit(job, "kill", front_end)
-    assert told.end == "disconnected" and right().startswith(told.text), told
+    ranks, short, front_end = job.ranks(), request_text(job, SHORT).text, job.front_end()
+    outcome, moment = hit(job, "kill", front_end)
+    assert outcome.end == "disconnected" and right().startswith(outcome.text), outcome
     job.wait_until_up(WHOLE)
     print(f"the front end is back after {time.monotonic() - moment:.2f} s")
-    assert asked(job, SHORT).text == short
+    assert request_text(job, SHORT).text == short
     assert job.ranks() == ranks and job.front_end() not in (0, front_end)
 
 
@@ -126,13 +126,13 @@ def test_an_answer_survives_the_loss_of_each_draft_rank(
     with serving(ranks, target_tp, request) as job:
         for what in ("kill", "stop"):
             untouched = [rank["pid"] for rank in job.ranks()[:target_tp]]
-            told, _ = hit(job, what, job.process(victim))
-            assert (told.end, told.text) == ("text", right()), told.error
-            outages = {**told.last["timings"], **told.last["metrics"]}["draft_outages"]
+            outcome, _ = hit(job, what, job.process(victim))
+            assert (outcome.end, outcome.text) == ("text", right()), outcome.error
+            outages = {**outcome.last["timings"], **outcome.last["metrics"]}["draft_outages"]
             print(f"{what} draft rank {victim} of {target_tp} + {ranks - target_tp}:", end=" ")
-            print(f"longest pause {told.longest_pause:.2f} s, {outages}")
+            print(f"longest pause {outcome.longest_pause:.2f} s, {outages}")
             assert outages and all(outage["to_s"] is not None for outage in outages)
-            assert told.longest_pause < PAUSE
+            assert outcome.longest_pause < PAUSE
             job.wait_until_up(WHOLE)
             assert [rank["pid"] for rank in job.ranks()[:target_tp]] == untouched
             assert job.ranks()[victim]["restarts"]
@@ -143,17 +143,19 @@ def test_losing_a_target_rank_ends_only_the_running_request(
     ranks: int, target_tp: int, victim: int, request: pytest.FixtureRequest
 ) -> None:
     with serving(ranks, target_tp, request) as job:
-        short = asked(job, SHORT).text
+        short = request_text(job, SHORT).text
         for what in ("kill", "stop"):
             waiting = list[RequestOutcome]()
-            queued = threading.Thread(target=lambda told=waiting: told.append(asked(job, SHORT)), daemon=True)
+            queued = threading.Thread(
+                target=lambda outcome=waiting: outcome.append(request_text(job, SHORT)), daemon=True
+            )
             threading.Timer(0.3, queued.start).start()
-            told, moment = hit(job, what, job.process(victim))
-            assert told.end == "broken" and right().startswith(told.text) and told.text, told
-            after = asked(job, SHORT)
+            outcome, moment = hit(job, what, job.process(victim))
+            assert outcome.end == "broken" and right().startswith(outcome.text) and outcome.text, outcome
+            after = request_text(job, SHORT)
             assert (after.end, after.text) == ("text", short), after.error
-            print(f"{what} target rank {victim} of {target_tp} + {ranks - target_tp}: {told.error!r}", end=" ")
-            print(f"after {told.ended - moment:.2f} s, served again after {after.ended - moment:.2f} s", end=" ")
+            print(f"{what} target rank {victim} of {target_tp} + {ranks - target_tp}: {outcome.error!r}", end=" ")
+            print(f"after {outcome.ended - moment:.2f} s, served again after {after.ended - moment:.2f} s", end=" ")
             print(f"whole after {time.monotonic() - moment + job.wait_until_up(WHOLE):.2f} s")
             queued.join(WHOLE)
             assert [(one.end, one.text) for one in waiting] == [("text", short)]
@@ -161,16 +163,16 @@ def test_losing_a_target_rank_ends_only_the_running_request(
 
 @pytest.mark.slow
 def test_a_request_without_output_is_retried(pair_of_ranks: ServerProcesses) -> None:
-    job, long_prompt, told = pair_of_ranks, ClientRequest("word " * 1200, 3), list[RequestOutcome]()
+    job, long_prompt, outcomes = pair_of_ranks, ClientRequest("word " * 1200, 3), list[RequestOutcome]()
     job.wait_until_up(WHOLE)
-    asking = threading.Thread(target=lambda: told.append(asked(job, long_prompt)), daemon=True)
+    thread = threading.Thread(target=lambda: outcomes.append(request_text(job, long_prompt)), daemon=True)
     rank_0 = job.process(0)
-    asking.start()
+    thread.start()
     until(lambda: job.health()["running"] == 1, 20.0)
-    assert inject_fault("kill", rank_0) and not told
-    asking.join(60.0)
-    again = asked(job, long_prompt)
-    assert [(one.end, one.text) for one in told] == [("text", again.text)] and again.text
+    assert inject_fault("kill", rank_0) and not outcomes
+    thread.join(60.0)
+    retried = request_text(job, long_prompt)
+    assert [(one.end, one.text) for one in outcomes] == [("text", retried.text)] and retried.text
 
 
 @pytest.mark.parametrize("rank", [long(1), slow(0)])
@@ -178,7 +180,7 @@ def test_without_a_supervisor_the_whole_job_ends(rank: int, request: pytest.Fixt
     """The last test of this file, since nothing is left of the shared server."""
     with serving(2, 1, request) if rank == 0 else running(2) as job:
         job.snapshot()
-        told, moment = hit(job, "kill", job.supervisors()[rank])
+        outcome, moment = hit(job, "kill", job.supervisors()[rank])
         job.server.process.wait(WHOLE)
-        print(f"without the keeper of rank {rank} all ended after {time.monotonic() - moment:.2f} s: {told.end}")
+        print(f"without the keeper of rank {rank} all ended after {time.monotonic() - moment:.2f} s: {outcome.end}")
         assert job.leftovers(10.0) == []

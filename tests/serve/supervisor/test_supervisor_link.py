@@ -15,10 +15,10 @@ def job() -> Launched:
 
 
 def test_the_other_supervisors_receive_the_exit_of_rank_0() -> None:
-    here = job()
-    early = job_link(replace(here, rank=1))
+    link = job()
+    early = job_link(replace(link, rank=1))
     assert early.poll_exit_code() is None, "nobody is there yet"
-    leading, late, stranger = job_link(here), job_link(replace(here, rank=2)), job_link(replace(job(), rank=1))
+    leading, late, stranger = job_link(link), job_link(replace(link, rank=2)), job_link(replace(job(), rank=1))
     for one in (leading, early, late, stranger, leading):
         assert one.poll_exit_code() is None
     leading.close(7)
@@ -28,17 +28,17 @@ def test_the_other_supervisors_receive_the_exit_of_rank_0() -> None:
 
 
 def test_a_process_without_output_has_failed() -> None:
-    here = job()
-    leading, other = job_link(here), job_link(replace(here, rank=1))
+    link = job()
+    leading, other = job_link(link), job_link(replace(link, rank=1))
     assert other.poll_exit_code() is None
     leading._listening.close()  # type: ignore[attr-defined] # as a process that is killed does
     until(lambda: other.poll_exit_code() == 1)
 
 
 def test_a_taken_segment_name_is_skipped() -> None:
-    here = job()
-    first, second = job_link(here), job_link(here)
-    other = job_link(replace(here, rank=1))
+    link = job()
+    first, second = job_link(link), job_link(link)
+    other = job_link(replace(link, rank=1))
     assert (second.poll_exit_code(), other.poll_exit_code()) == (None, None)
     second.close(1)
     assert other.poll_exit_code() is None

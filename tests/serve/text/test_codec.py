@@ -80,21 +80,21 @@ def test_pieces_of_any_size(codec: TextCodec) -> None:
 
 def test_no_partial_characters(codec: TextCodec) -> None:
     text = "a 😀é 中文 👩‍💻 b"
-    told = pieces(codec, codec.encode(text))
-    assert "".join(told).strip() == text
-    assert not any(REPLACEMENT_CHARACTER in piece for piece in told)
-    assert sum(bool(piece) for piece in told) > 3  # but it still streams
+    texts = pieces(codec, codec.encode(text))
+    assert "".join(texts).strip() == text
+    assert not any(REPLACEMENT_CHARACTER in piece for piece in texts)
+    assert sum(bool(piece) for piece in texts) > 3  # but it still streams
 
 
 def test_stray_bytes_neither_stop_the_stream_nor_slow_it(byte_level: TextCodec) -> None:
     stray = byte_level.vocab["Ģ"]  # the byte 0x80, a continuation byte without a start
     detokenizer = Detokenizer(byte_level)
-    told = 0
+    length = 0
     for count in range(200):
-        told += len(detokenizer.push((stray,)))
-        assert told >= count - MAX_PENDING_TOKENS - 4
+        length += len(detokenizer.push((stray,)))
+        assert length >= count - MAX_PENDING_TOKENS - 4
         assert len(detokenizer._pending) <= MAX_PENDING_TOKENS + 1
-    assert told + len(detokenizer.finish()) == 200
+    assert length + len(detokenizer.finish()) == 200
 
 
 def test_a_first_word_keeps_its_space_after_a_prompt(byte_fallback: TextCodec) -> None:
@@ -118,20 +118,20 @@ def test_stop_strings_do_not_depend_on_the_pieces() -> None:
     for _ in range(1500):
         stops = ["".join(rng.choices("ab", k=rng.randint(1, 4))) for _ in range(rng.randint(0, 3))]
         text = "".join(rng.choices("abc", k=rng.randint(0, 12)))
-        machine, shown, at, ended = StopStrings(stops), 0, 0, False
+        machine, emitted, at, ended = StopStrings(stops), 0, 0, False
         while at < len(text) and not ended:
             count = rng.randint(0, 4)
             out, ended = machine.push(text[at : at + count])
-            shown, at = shown + out, at + count
+            emitted, at = emitted + out, at + count
             expected = by_character(stops, text[:at])
             assert ended == expected[1]
             if ended:
-                assert text[:shown] == expected[0]
+                assert text[:emitted] == expected[0]
             else:  # exactly the text that may begin a stop string is held back
-                held = text[shown:at]
+                held = text[emitted:at]
                 assert held == "" or any(stop.startswith(held) for stop in stops)
                 assert not any(
-                    len(stop) > n > at - shown and stop.startswith(text[at - n : at])
+                    len(stop) > n > at - emitted and stop.startswith(text[at - n : at])
                     for stop in stops
                     for n in range(at + 1)
                 )
@@ -176,8 +176,8 @@ def test_a_stop_string_cuts_text_and_tokens(byte_level: TextCodec) -> None:
         chunk(byte_level, "a + b", "\n"), chunk(byte_level, "\nclass R", "e"), chunk(byte_level, "", "x", "length")
     )
     stream = TextStream(chunks, byte_level, ["\n\nclass"])
-    shown = "".join(piece.text for piece in stream)
-    assert shown == stream.text == "a + b"
+    streamed = "".join(piece.text for piece in stream)
+    assert streamed == stream.text == "a + b"
     assert stream.finish_reason == "stop"
     assert byte_level.decode(stream.token_ids).startswith("a + b\n\nclass")
     assert not byte_level.decode(stream.token_ids[:-1]).startswith("a + b\n\nclass")

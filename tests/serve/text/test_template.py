@@ -40,7 +40,7 @@ DATED = (
     "{% endfor %}{{ strftime_now('%Y') }} {{ messages | tojson(indent=2) }} {{ ns.found }} {{ tools is none }}"
     "{{ pad_token is defined }}"
 )
-TALKS: list[list[ChatMessage]] = [
+CONVERSATIONS: list[list[ChatMessage]] = [
     [{"role": "user", "content": "def add(a, b):\n    "}],
     [
         {"role": "user", "content": " <b>für</b> 中 😀 <|end|>\n"},
@@ -75,23 +75,23 @@ def codecs(tmp_path: Path, renderer: TemplateRenderer) -> Iterator[Any]:
         one.close()
 
 
-def theirs(codec: TextCodec, talk: Sequence[ChatMessage]) -> str:
-    messages = [dict(message) for message in talk]
+def theirs(codec: TextCodec, conversation: Sequence[ChatMessage]) -> str:
+    messages = [dict(message) for message in conversation]
     return str(codec.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
 
 
-def ours(codec: TextCodec, talk: Sequence[ChatMessage]) -> str:
-    return codec.token_text(codec.encode_chat(talk))
+def ours(codec: TextCodec, conversation: Sequence[ChatMessage]) -> str:
+    return codec.token_text(codec.encode_chat(conversation))
 
 
-@pytest.mark.parametrize("talk", TALKS, ids=["one", "three"])
-def test_the_text_equals_that_of_transformers(codecs: Any, talk: list[ChatMessage]) -> None:
+@pytest.mark.parametrize("conversation", CONVERSATIONS, ids=["one", "three"])
+def test_the_text_equals_that_of_transformers(codecs: Any, conversation: list[ChatMessage]) -> None:
     several = [{"name": "default", "template": CHATML}, {"name": "tool_use", "template": "{{ tools }}"}]
     for number, template in enumerate((TEMPLATE, CHATML, ALTERNATING, DATED, several)):
         codec = codecs(template, str(number))
-        assert ours(codec, talk) == theirs(codec, talk) != ""
+        assert ours(codec, conversation) == theirs(codec, conversation) != ""
     demo = TextCodec(DEMO / "target")
-    assert demo.encode_chat(talk) == demo.tokenizer.encode(theirs(demo, talk), add_special_tokens=False)
+    assert demo.encode_chat(conversation) == demo.tokenizer.encode(theirs(demo, conversation), add_special_tokens=False)
     demo.close()
 
 

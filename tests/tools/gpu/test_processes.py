@@ -94,7 +94,7 @@ def test_a_remaining_child_process_does_not_block() -> None:
 def test_results_of_a_failed_step_and_old_results_are_kept(tmp_path: Path) -> None:
     """A step that fails after it has written something; steps that write nothing useful keep the results of an earlier
     run."""
-    new, empty, half, kept, old = (tmp_path / f"{name}.json" for name in ("new", "empty", "half", "kept", "old"))
+    new, empty, half, written, old = (tmp_path / f"{name}.json" for name in ("new", "empty", "half", "kept", "old"))
     old.write_text('{"before": 1}')
 
     def writes(name: str, file: Path, text: str, keep: Path | None = None) -> Step:
@@ -102,12 +102,12 @@ def test_results_of_a_failed_step_and_old_results_are_kept(tmp_path: Path) -> No
         return replace(python(name, code, result=file), keep=keep)
 
     steps = [
-        writes("kernels", new, '{"results": [1]}', kept),
+        writes("kernels", new, '{"results": [1]}', written),
         writes("constants", empty, '{"constants": {}}', old),
         writes("decode y", half, '{"pair"'),
     ]
     whole = run_all(steps, 60.0, tmp_path / "step.json", {})
-    assert json.loads(kept.read_text()) == {"results": [1]} and json.loads(old.read_text()) == {"before": 1}
+    assert json.loads(written.read_text()) == {"results": [1]} and json.loads(old.read_text()) == {"before": 1}
     assert [step["state"] for step in whole["steps"]] == ["failed"] * 3 and whole["decodes"] == []
 
 

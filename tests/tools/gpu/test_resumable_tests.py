@@ -33,13 +33,13 @@ def test_every_test_has_an_outcome(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tools.gpu.resumable_tests", "--json", str(found), "--patience", "3", "--mark", ""]
     bare = os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}  # which take seconds, in every process
     done = subprocess.run([*command, str(file)], cwd=ROOT, capture_output=True, text=True, env=bare)
-    outcomes = {name.rpartition("::")[2]: said for name, said in Found.read(found).outcomes.items()}
+    outcomes = {name.rpartition("::")[2]: outcome for name, outcome in Found.read(found).outcomes.items()}
     assert done.returncode == 3, done.stderr
-    assert {name for name, said in outcomes.items() if said == "passed"} == {"test_passes", "test_passes_too"}
+    assert {name for name, outcome in outcomes.items() if outcome == "passed"} == {"test_passes", "test_passes_too"}
     assert outcomes["test_hangs"] == "hung" and outcomes["test_ends_the_process"] == "ended the process (9)"
     assert "illegal memory access" in outcomes["test_breaks_the_gpu"] and "just wrong" in outcomes["test_fails"]
-    told = json.loads(done.stdout.splitlines()[-1])
-    assert (told["passed"], told["skipped"], len(told["failed"]), told["not reached"]) == (2, 1, 4, [])
+    summary = json.loads(done.stdout.splitlines()[-1])
+    assert (summary["passed"], summary["skipped"], len(summary["failed"]), summary["not reached"]) == (2, 1, 4, [])
 
 
 def test_a_process_that_reached_no_test_is_not_restarted(tmp_path: Path) -> None:

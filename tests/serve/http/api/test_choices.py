@@ -75,7 +75,7 @@ def test_one_choice_equals_an_ordinary_answer(player: Player, client: httpx.Clie
 
 
 @pytest.mark.parametrize(
-    ("path", "more", "param", "said"),
+    ("path", "more", "param", "error"),
     [
         (TEXT, {"n": 5}, "n", "n may be 1..best_of, and best_of n..4, the particles of this server"),
         (TEXT, {"n": 2, "best_of": 5}, "n", "best_of n..4"),
@@ -93,14 +93,14 @@ def test_one_choice_equals_an_ordinary_answer(player: Player, client: httpx.Clie
     ids=str,
 )
 def test_invalid_numbers_of_choices_are_refused(
-    player: Player, client: httpx.Client, path: str, more: dict[str, Any], param: str | None, said: str
+    player: Player, client: httpx.Client, path: str, more: dict[str, Any], param: str | None, error: str
 ) -> None:
     body = ASK if path == TEXT else {**HELLO, "smc": {}}
     if path == MESSAGES:
         message = client.post(path, json={**body, **more}).json()["error"]["message"]
     else:
         message = refused(client, path, {**body, **more}, param)
-    assert said in message and not player.requests
+    assert error in message and not player.requests
 
 
 def test_choices_require_mode_smc(player: Player, client: httpx.Client) -> None:

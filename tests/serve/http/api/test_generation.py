@@ -86,20 +86,20 @@ def test_the_variables_of_a_template(thinker: Player) -> None:
 
 
 def test_continuing_the_last_message(thinker: Player) -> None:
-    talk = [*HELLO["messages"], {"role": "assistant", "content": "so far"}]
+    messages = [*HELLO["messages"], {"role": "assistant", "content": "so far"}]
     expected = "<|user|>hello<|end|><|bot|>so far"
-    ask(thinker, CHAT, messages=talk, continue_final_message=True)
+    ask(thinker, CHAT, messages=messages, continue_final_message=True)
     assert prompt(thinker) == expected
-    ask(thinker, MESSAGES, messages=talk, max_tokens=5)
+    ask(thinker, MESSAGES, messages=messages, max_tokens=5)
     assert prompt(thinker) == expected
-    ask(thinker, CHAT, messages=talk)
+    ask(thinker, CHAT, messages=messages)
     assert prompt(thinker) == expected + "<|end|><|bot|>"
 
 
 def test_parts_of_text(thinker: Player) -> None:
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
-    talk: list[dict[str, Any]] = [{"role": "developer", "content": "d"}, {"role": "user", "content": parts}]
-    ask(thinker, CHAT, messages=talk)
+    messages: list[dict[str, Any]] = [{"role": "developer", "content": "d"}, {"role": "user", "content": parts}]
+    ask(thinker, CHAT, messages=messages)
     assert prompt(thinker) == "<|bot|>d<|end|><|user|>a\nb<|end|><|bot|>"
     ask(thinker, RESPONSES, input=[{"role": "user", "content": [{"type": "input_text", "text": "a"}]}])
     assert prompt(thinker) == "<|user|>a<|end|><|bot|>"

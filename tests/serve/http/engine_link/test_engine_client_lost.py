@@ -23,14 +23,14 @@ async def started(rank0: Rank0) -> frames.StartFrame:
     return start
 
 
-@pytest.mark.parametrize("said", [[], [LOST]], ids=["gone", "Lost"])
-def test_a_request_without_output_is_retried_before_all_others(said: list[Any]) -> None:
+@pytest.mark.parametrize("last_frames", [[], [LOST]], ids=["gone", "Lost"])
+def test_a_request_without_output_is_retried_before_all_others(last_frames: list[Any]) -> None:
     async def scene(link: Link) -> None:
         sampling = {"grammar": "x", "seed": 3}
         first = asyncio.create_task(anext(link.engine.generate(AsyncEngineRequest([1], sampling))))
         other = start_request(link.engine, 2)
         before = await started(link.rank0)
-        await link.lose_rank0(*said)
+        await link.lose_rank0(*last_frames)
         assert (link.engine.state.phase, link.engine.state.running, link.engine.state.waiting) == (
             "recovering",
             0,
@@ -68,26 +68,28 @@ def test_unread_heartbeats_do_not_count() -> None:
 
 
 @pytest.mark.parametrize(
-    ("shown", "message"),
+    ("frames_of", "message"),
     [
         (lambda n: [frames.TokensFrame(n, [5, 6], 0), frames.TokensFrame(n, [7], 0)], "after 3 tokens: rank 1 is gone"),
         (lambda n: [frames.TokensFrame(n, [5], 0)], "after 1 token: rank 1 is gone"),
         (lambda n: [frames.PromptLogprobsFrame(n, [])], "after 0 tokens: rank 1 is gone"),
     ],
 )
-def test_a_request_with_output_ends_with_its_number_of_tokens(shown: Callable[[int], list[Any]], message: str) -> None:
+def test_a_request_with_output_ends_with_its_number_of_tokens(
+    frames_of: Callable[[int], list[Any]], message: str
+) -> None:
     async def scene(link: Link) -> None:
         answer = link.engine.generate(AsyncEngineRequest([1], {}))
         first = asyncio.create_task(anext(answer))
         other = start_request(link.engine, 2)
-        said = shown((await started(link.rank0)).request)
-        link.rank0.send(*said)
+        sent = frames_of((await started(link.rank0)).request)
+        link.rank0.send(*sent)
         read = [await first]
         await link.lose_rank0(LOST)
         with pytest.raises(GenerationFailedError, match=message) as broken:
             async for frame in answer:
                 read.append(frame)
-        assert broken.value.kind == "engine_error" and read == said
+        assert broken.value.kind == "engine_error" and read == sent
         rank0 = await link.restart_rank0(READY)
         start = await started(rank0)
         assert start.prompt == [2], "those that waited go on"

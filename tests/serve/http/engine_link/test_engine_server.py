@@ -91,11 +91,11 @@ def tokens(received: list[Any]) -> list[int]:
 
 
 def test_requests_are_admitted_and_released_and_keep_their_texts(llm: LLM, front: Front) -> None:
-    asked: dict[int, dict[str, Any]] = {n: LONG | {"seed": n, "max_tokens": 20 + 8 * n} for n in range(1, 6)}
-    wanted = {n: llm.generate([5, n], SamplingParams(**sampling)).token_ids for n, sampling in asked.items()}
-    front.send(*(frames.StartFrame(n, [5, n], sampling) for n, sampling in asked.items()))
+    bodies: dict[int, dict[str, Any]] = {n: LONG | {"seed": n, "max_tokens": 20 + 8 * n} for n in range(1, 6)}
+    wanted = {n: llm.generate([5, n], SamplingParams(**sampling)).token_ids for n, sampling in bodies.items()}
+    front.send(*(frames.StartFrame(n, [5, n], sampling) for n, sampling in bodies.items()))
     front.send(frames.CancelFrame(77))  # one that has ended, or never existed
-    found = front.until_all_end(*asked)
+    found = front.until_all_end(*bodies)
     assert {n: tokens(received) for n, received in found.items()} == wanted
     for n, received in found.items():
         assert isinstance(received[-1], frames.DoneFrame) and received[-1].timings["predicted_n"] == len(wanted[n])
@@ -146,15 +146,15 @@ def test_losing_the_front_end_ends_all_requests(llm: LLM) -> None:
 def test_rpcs_are_sent_with_the_tokens_of_their_round(tmp_path: Path) -> None:
     """Each request has its own; without spans they are not sent."""
     target, draft = make_pair(tmp_path)
-    asked = {"temperature": 0.0, "max_tokens": 12, "ignore_eos": True}
+    body = {"temperature": 0.0, "max_tokens": 12, "ignore_eos": True}
     with started("draft", draft) as worker, on_workers(target, worker.named(), mode="serial", draft_steps=2) as running:
         for send_rpc_records in (True, False):
             front = Front(running, send_rpc_records=send_rpc_records)
             try:
                 for number in (1, 2):
-                    front.send(frames.StartFrame(number, [5, number], asked))
+                    front.send(frames.StartFrame(number, [5, number], body))
                     *chunks, done = front.until_all_end(number)[number]
-                    rounds = [[hop.round for hop in chunk.rpc_records] for chunk in chunks]
+                    rounds = [[rpc.round for rpc in chunk.rpc_records] for chunk in chunks]
                     wanted = [[at - 1] for at in range(len(chunks))] if send_rpc_records else [[]] * len(chunks)
                     assert rounds == wanted
                     assert isinstance(done, frames.DoneFrame) and done.metrics["drafter_lost"] is None

@@ -56,8 +56,8 @@ def run(scene: Coroutine[Any, Any, None]) -> None:
 
 def test_a_subscriber_resumes_and_receives_missed_events() -> None:
     async def scene() -> None:
-        said: list[bool] = []
-        events = TraceEventBuffer(said.append, max_events=4)
+        subscriptions: list[bool] = []
+        events = TraceEventBuffer(subscriptions.append, max_events=4)
         events.begin(READY)  # 1
         events.put(line(2), line(3))
         head = {"id": 0, "swiftspec_trace": 1}
@@ -66,7 +66,7 @@ def test_a_subscriber_resumes_and_receives_missed_events() -> None:
         seen = await read(events, 3, 6)
         assert seen == [head, 3, *({"id": number, "round": number} for number in range(7, 11))]
         assert await read(events, 99, 2) == [head, 6, *seen[2:]], "an id from before a restart"
-        assert said == [True, False] * 3
+        assert subscriptions == [True, False] * 3
 
     run(scene())
 
@@ -121,19 +121,19 @@ def test_the_stream_has_ids_kinds_and_each_text_once(player: Player) -> None:
     codec = player.codec
 
     async def scene() -> None:
-        said: list[bool] = []
-        events = TraceEventBuffer(said.append)
+        subscriptions: list[bool] = []
+        events = TraceEventBuffer(subscriptions.append)
         events.begin(READY)
         caller = Caller(events, codec, "after=1")
-        asking = asyncio.create_task(caller.run())
+        task = asyncio.create_task(caller.run())
         await caller.until("head")
-        assert said == [True] and caller.status == 200
+        assert subscriptions == [True] and caller.status == 200
         one, other = codec.encode("a", add_special_tokens=False)[0], codec.encode("b", add_special_tokens=False)[0]
         events.put(line(2, one), line(3, one, other))
         await caller.until("id: 3")
         caller.gone.set()
-        await asking
-        assert said == [True, False]
+        await task
+        assert subscriptions == [True, False]
         parts = [part.split("\n") for part in caller.text.split("\n\n")[1:4]]
         assert parts[0] == ["event: head", 'data: {"swiftspec_trace":1}']
         assert parts[1] == ["id: 2", "event: round", f'data: {{"round":2,"texts":{{"{one}":"a"}}}}']
@@ -148,10 +148,10 @@ def test_a_browser_reconnects(query: str, last: str | None) -> None:
         events = TraceEventBuffer(lambda on: None, max_events=3)
         events.put(*(line(number) for number in range(1, 10)))
         caller = Caller(events, None, query, last)
-        asking = asyncio.create_task(caller.run())
+        task = asyncio.create_task(caller.run())
         await caller.until("id: 9")
         events.close()
-        await asking
+        await task
         assert 'event: gap\ndata: {"missed":1}\n\nid: 7\n' in caller.text
 
     run(scene())
@@ -165,12 +165,12 @@ def test_every_rank_0_receives_the_subscription() -> None:
         first.send(frames.TraceEventsFrame([line(1), line(2)]))
         assert len(await reading) == 3
         assert await first.next() == frames.SubscribeFrame(False)
-        again = asyncio.create_task(read(engine.events, None, 2))
+        reader = asyncio.create_task(read(engine.events, None, 2))
         assert await first.next() == frames.SubscribeFrame(True)
         await link.lose_rank0()
         second = await link.restart_rank0(READY)
         assert await second.next() == frames.SubscribeFrame(True)
-        assert (await again)[1] == {"id": 4, "swiftspec_trace": 1}
+        assert (await reader)[1] == {"id": 4, "swiftspec_trace": 1}
         await link.lose_rank0()
 
     run_link(scene, READY)

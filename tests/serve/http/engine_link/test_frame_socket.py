@@ -43,48 +43,48 @@ def test_log_probabilities_are_unchanged_by_the_link() -> None:
 
 
 def test_rank_0_never_waits_for_a_front_end_that_does_not_read() -> None:
-    here, there = socket.socketpair()
-    with there:
-        wire = FrameSocket(here)
+    near, far = socket.socketpair()
+    with far:
+        wire = FrameSocket(near)
         many = [frames.TokensFrame(1, list(range(1000)), 0) for _ in range(1000)]
         for chunk in many:
             wire.send(chunk)
         reader, found = FrameDecoder(FromEngine), []
-        there.setblocking(False)
+        far.setblocking(False)
         while len(found) < len(many):
             assert wire.poll() is None
             try:
-                found += reader.push(there.recv(1 << 20))
+                found += reader.push(far.recv(1 << 20))
             except BlockingIOError:
                 continue
         assert found == many
         wire.close(5)
-        assert there.recv(1) == b""
+        assert far.recv(1) == b""
 
 
 def test_queued_frames_are_sent_before_closing() -> None:
-    here, there = socket.socketpair()
-    with there:
-        wire = FrameSocket(here)
+    near, far = socket.socketpair()
+    with far:
+        wire = FrameSocket(near)
         wire.send(START)
         wire.close(5)
-        assert FrameDecoder(ToEngine).push(there.recv(1 << 10)) == [START]
+        assert FrameDecoder(ToEngine).push(far.recv(1 << 10)) == [START]
 
 
 def test_closing_does_not_wait_for_a_front_end_that_does_not_read() -> None:
-    here, there = socket.socketpair()
-    with there:
-        wire = FrameSocket(here)
+    near, far = socket.socketpair()
+    with far:
+        wire = FrameSocket(near)
         for _ in range(1000):
             wire.send(frames.TokensFrame(1, list(range(1000)), 0))
         wire.close(0.1)
-        assert here.fileno() == -1
+        assert near.fileno() == -1
 
 
 def test_a_lost_front_end_is_noticed_on_send() -> None:
-    here, there = socket.socketpair()
-    wire = FrameSocket(here)
-    there.close()
+    near, far = socket.socketpair()
+    wire = FrameSocket(near)
+    far.close()
     with pytest.raises(FrontEndLost, match="the HTTP front end is gone"):
         while True:
             wire.send(START)
@@ -93,17 +93,17 @@ def test_a_lost_front_end_is_noticed_on_send() -> None:
 
 
 def test_rank_0_polls_frames_and_a_second_descriptor() -> None:
-    here, there = socket.socketpair()
+    near, far = socket.socketpair()
     wakeup_fd, notify_fd = os.pipe()
-    with there:
-        wire = FrameSocket(here)
-        there.sendall(encode_frame(START) + encode_frame(frames.CancelFrame(7)))
+    with far:
+        wire = FrameSocket(near)
+        far.sendall(encode_frame(START) + encode_frame(frames.CancelFrame(7)))
         assert wire.wait(wakeup_fd) == START
         assert wire.poll() == frames.CancelFrame(7)
         assert wire.poll() is None
         os.write(notify_fd, b".")
         assert wire.wait(wakeup_fd) is None
-        there.close()
+        far.close()
         os.read(wakeup_fd, 1)
         with pytest.raises(FrontEndLost):
             wire.wait(wakeup_fd)

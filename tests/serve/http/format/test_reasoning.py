@@ -12,16 +12,16 @@ WORDS = st.lists(st.sampled_from(["<think>", "</think>", "<", "</th", "\n", " ",
 
 
 def split(text: str, begun: bool, cuts: list[int]) -> tuple[str, str, int | None]:
-    reasoning, thought, said, at = ReasoningParser(begun), "", "", 0
+    reasoning, thought, content, at = ReasoningParser(begun), "", "", 0
     for end in sorted({min(cut, len(text)) for cut in cuts}):
         more = reasoning.push(text[at:end])
-        thought, said, at = thought + more[0], said + more[1], end
+        thought, content, at = thought + more[0], content + more[1], end
     more = reasoning.push(text[at:], last=True)
-    return thought + more[0], said + more[1], reasoning.reasoning_end
+    return thought + more[0], content + more[1], reasoning.reasoning_end
 
 
 @pytest.mark.parametrize(
-    ("text", "begun", "thought", "said"),
+    ("text", "begun", "reasoning", "content"),
     [
         ("<think>\nhm\n</think>\n\nfine\n", False, "hm", "fine\n"),
         (" \n<think>a</think>b", False, "a", "b"),
@@ -35,8 +35,8 @@ def split(text: str, begun: bool, cuts: list[int]) -> tuple[str, str, int | None
         ("", True, "", ""),
     ],
 )
-def test_reasoning_and_content(text: str, begun: bool, thought: str, said: str) -> None:
-    assert split(text, begun, [])[:2] == (thought, said)
+def test_reasoning_and_content(text: str, begun: bool, reasoning: str, content: str) -> None:
+    assert split(text, begun, [])[:2] == (reasoning, content)
 
 
 @given(WORDS, st.booleans(), st.lists(st.integers(0, 60), max_size=60))

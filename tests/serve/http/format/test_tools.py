@@ -39,19 +39,19 @@ CASES = [
 
 
 def read(format: ToolCallFormat, text: str, cuts: list[int]) -> tuple[str, list[str], list[str]]:
-    calls, said, found, at = ToolCallParser(format, ("f", "g")), "", [], 0
+    calls, content, found, at = ToolCallParser(format, ("f", "g")), "", [], 0
     for end in sorted({min(cut, len(text)) for cut in cuts}):
         more = calls.push(text[at:end])
-        said, at = said + more[0], end
+        content, at = content + more[0], end
         found += more[1]
     more = calls.push(text[at:], last=True)
     found += more[1]
-    return said + more[0], [call.name for call in found], [call.arguments_json for call in found]
+    return content + more[0], [call.name for call in found], [call.arguments_json for call in found]
 
 
-@pytest.mark.parametrize(("format", "text", "said", "names"), CASES)
-def test_each_format(format: ToolCallFormat, text: str, said: str, names: list[str]) -> None:
-    assert read(format, text, [])[:2] == (said, names)
+@pytest.mark.parametrize(("format", "text", "content", "names"), CASES)
+def test_each_format(format: ToolCallFormat, text: str, content: str, names: list[str]) -> None:
+    assert read(format, text, [])[:2] == (content, names)
 
 
 @given(st.sampled_from(CASES), st.lists(st.integers(0, 160), max_size=160))
@@ -71,8 +71,8 @@ def test_any_text_in_single_characters(words: list[str]) -> None:
 def test_a_call_is_returned_when_it_is_complete() -> None:
     calls = ToolCallParser(HERMES, ())
     assert calls.push(f"a <tool_call>{OTHER}</tool_cal") == ("a", [])
-    said, found = calls.push("l>")
-    assert (said, [call.name for call in found], calls.num_calls) == ("", ["g"], 1)
+    content, found = calls.push("l>")
+    assert (content, [call.name for call in found], calls.num_calls) == ("", ["g"], 1)
     assert found[0].id.startswith("call_")
     assert len(ToolCallParser(MISTRAL, ()).push(f"[TOOL_CALLS][{OTHER}]", last=True)[1][0].id) == 9
 
@@ -80,8 +80,8 @@ def test_a_call_is_returned_when_it_is_complete() -> None:
 def test_the_format_is_detected_from_the_template() -> None:
     assert detect_tool_format("{% if tools %}<tool_call>{% endif %}") is HERMES
     assert detect_tool_format("{{ tools }} [TOOL_CALLS]") is MISTRAL
-    for shown in ('{"name": function name, "parameters": dictionary}', r"{\"name\": x, \"parameters\": y}"):
-        assert detect_tool_format("{{ tools }} " + shown) is LLAMA
+    for shape in ('{"name": function name, "parameters": dictionary}', r"{\"name\": x, \"parameters\": y}"):
+        assert detect_tool_format("{{ tools }} " + shape) is LLAMA
     for other in ("{{ tools }}", "<tool_call>", "{{ tools }} <tool_call><function=f>", "{{ tools['parameters'] }}"):
         assert detect_tool_format(other) is None
 

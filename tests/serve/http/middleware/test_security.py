@@ -68,9 +68,9 @@ def test_a_key_is_needed_everywhere_except_for_health_and_the_page() -> None:
     )  # fmt: skip
     for path in paths:
         for method in ("GET", "OPTIONS"):
-            status, headers, said = ask(guard, path, method=method)
+            status, headers, body = ask(guard, path, method=method)
             assert status == 401 and headers["www-authenticate"] == "Bearer"
-            assert said["error"]["type"] == "authentication_error" and said["error"]["code"] == "invalid_api_key"
+            assert body["error"]["type"] == "authentication_error" and body["error"]["code"] == "invalid_api_key"
     assert not inside.bodies and set(reasons) == {"unauthorized"}
     for headers in (
         ("Authorization", "Bearer one"), ("authorization", "bearer zwö"), ("X-Api-Key", "one"),
@@ -86,8 +86,8 @@ def test_a_wrong_key_is_refused(value: str) -> None:
 
 
 def test_an_anthropic_client_receives_an_anthropic_error() -> None:
-    _, _, said = ask(SecurityMiddleware(Inside(), ["one"]), "/v1/messages")
-    assert said["type"] == "error" and said["error"]["type"] == "authentication_error"
+    _, _, body = ask(SecurityMiddleware(Inside(), ["one"]), "/v1/messages")
+    assert body["type"] == "error" and body["error"]["type"] == "authentication_error"
 
 
 def test_without_a_key_only_local_host_names_are_served() -> None:
@@ -102,8 +102,8 @@ def test_without_a_key_only_local_host_names_are_served() -> None:
         "",
         "10.0.0.1",
     ):
-        status, _, said = ask(guard, headers=[("Host", host)])
-        assert status == 403 and "--api-key" in said["error"]["message"]
+        status, _, body = ask(guard, headers=[("Host", host)])
+        assert status == 403 and "--api-key" in body["error"]["message"]
     assert ask(guard, headers=[("Host", "localhost"), ("Host", "evil.example")])[0] == 403
 
 
@@ -116,8 +116,8 @@ def test_a_body_that_is_too_large_is_not_read_completely() -> None:
         ([("Content-Length", "11")], []), ([("Content-Length", "9" * 5000)], []), ([], [b"12345", b"678901"]),
     ]  # fmt: skip
     for headers, read in cases:
-        status, answered, said = ask(guard, headers=headers, body=[*read, b"never read"])
-        assert status == 413 and answered["connection"] == "close" and "10 bytes" in said["error"]["message"]
+        status, answered, body = ask(guard, headers=headers, body=[*read, b"never read"])
+        assert status == 413 and answered["connection"] == "close" and "10 bytes" in body["error"]["message"]
     assert len(inside.bodies) == 1 and reasons == ["body_too_large"] * 3
 
 

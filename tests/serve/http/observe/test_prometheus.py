@@ -157,7 +157,7 @@ def test_ranks_that_are_up_and_their_restart_counts() -> None:
     engine = ScriptedEngine()
     metrics = PrometheusMetrics(engine, "m")
     up = [RankState(0, "target", 7, "up", 1), RankState(1, "target", 8, "up", 1), RankState(2, "draft", 9, "up", 2)]
-    for ranks, drafts, lives in (
+    for ranks, drafts, incarnations in (
         (up, 1, 2), (up, 1, 2), ([*up[:2], RankState(2, "draft", 9, "lost", 2)], 0, 2), ([], 0, 2),
         ([*up[:2], RankState(2, "draft", 10, "up", 3)], 1, 3),
     ):  # fmt: skip
@@ -165,7 +165,7 @@ def test_ranks_that_are_up_and_their_restart_counts() -> None:
         found = samples(metrics)
         assert (total(found, "ranks_up", role="target"), total(found, "ranks_up", role="draft")) == (2, drafts)
         assert total(found, "rank_restarts_total", role="target") == 2
-        assert total(found, "rank_restarts_total", role="draft") == lives
+        assert total(found, "rank_restarts_total", role="draft") == incarnations
 
 
 def metric_names() -> set[str]:
@@ -177,9 +177,9 @@ def test_the_dashboard_queries_existing_metrics() -> None:
     board = json.loads((ROOT / "docs" / "grafana.json").read_text())
     queries = [target["expr"] for panel in board["panels"] for target in panel.get("targets", ())]
     queries += [variable["query"] for variable in board["templating"]["list"] if variable["type"] == "query"]
-    asked = {re.sub(r"_bucket$", "", name) for query in queries for name in re.findall(r"swiftspec:(\w+)", query)}
+    queried = {re.sub(r"_bucket$", "", name) for query in queries for name in re.findall(r"swiftspec:(\w+)", query)}
     refused = {"requests_refused_total"}
-    assert len(asked) > 15 and asked <= metric_names() | refused
+    assert len(queried) > 15 and queried <= metric_names() | refused
 
 
 def test_the_documented_table_has_every_metric() -> None:

@@ -29,11 +29,11 @@ PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
 def spans(visit: RequestContext, ask: AsyncEngineRequest, *answers: Sequence[Any]) -> list[ReadableSpan]:
     """The spans of these requests; closing exports all of them."""
-    kept, addresses = InMemorySpanExporter(), list[str]()
+    memory, addresses = InMemorySpanExporter(), list[str]()
 
     def exporter(address: str) -> SpanExporter:
         addresses.append(address)
-        return kept
+        return memory
 
     traced = RequestTracing("http://collector:4318", "m", exporter)
     watched = InstrumentedEngine(ScriptedEngine(*answers), [traced.record], TickingClock())
@@ -47,7 +47,7 @@ def spans(visit: RequestContext, ask: AsyncEngineRequest, *answers: Sequence[Any
     asyncio.run(all_of_them())
     traced.close()
     assert addresses == ["http://collector:4318/v1/traces"]
-    return list(kept.get_finished_spans())
+    return list(memory.get_finished_spans())
 
 
 def test_a_request_is_one_span_under_that_of_its_client() -> None:
@@ -77,7 +77,7 @@ def test_a_request_is_one_span_under_that_of_its_client() -> None:
 def test_rpcs_are_child_spans_of_their_request() -> None:
     """Also those of a request that fails."""
     rpc_records = [RpcRecord("draft", at, at, at + 9, 255, 105 + at, 3, 0, 2, ClockOffset(100, 4)) for at in (-1, 0)]
-    frames = [TokensFrame(1, [5], 0, None, None, [hop]) for hop in rpc_records]
+    frames = [TokensFrame(1, [5], 0, None, None, [rpc]) for rpc in rpc_records]
     for answer in (complete_frames(Stats(), [1]), [RequestRejectedError("it is gone", 503, None)]):
         part, call, part_2, call_2, request = spans(
             RequestContext("/v1/completions"), AsyncEngineRequest([1], {}), [*frames, *answer]
