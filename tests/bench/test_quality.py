@@ -56,12 +56,12 @@ def system(name: str, texts: list[str], seconds: float, particles: list[list[str
 
 def test_autoregressive_and_particle_answers_are_scored_alike() -> None:
     with Sandbox() as sandbox:
-        judge = of_functions([Function("def f(x):\n    return", "assert f(2) == 2")], sandbox)
+        score = of_functions([Function("def f(x):\n    return", "assert f(2) == 2")], sandbox)
         right, wrong, broken = " x", " 3", " ("
-        plain = judged(system("plain", [right, wrong, broken, wrong], 2.0, [[]] * 4), judge)
+        plain = judged(system("plain", [right, wrong, broken, wrong], 2.0, [[]] * 4), score)
         assert plain.parses[0] == 0.75 and plain.passes[0] == 0.25 and plain.any_passes[0] == 1.0
         assert (plain.few, plain.different, plain.log_p[0]) == (4, 3.0, -2.0)
-        smc = judged(system("smc", [right, wrong], 4.0, [[right, right, wrong], [wrong, broken, wrong]]), judge)
+        smc = judged(system("smc", [right, wrong], 4.0, [[right, right, wrong], [wrong, broken, wrong]]), score)
         assert smc.passes[0] == 0.5 and smc.any_passes[0] == 0.5 and (smc.few, smc.different) == (3, 2.0)
         lines = table([plain, smc]).splitlines()
     assert lines[2].startswith("| plain | 4 | 1.00x | 75.0 ± ") and "100.0 ± nan % of 4" in lines[2]
@@ -75,9 +75,9 @@ def test_standard_errors_are_those_over_seeds() -> None:
 
 def test_sums_are_compared_by_their_last_number() -> None:
     assert numbers_of("It is $1,234.00, or -5 and 2.50.") == ["1234", "-5", "2.50"]
-    judge = of_sums(["18"])
-    assert judge(0, "3 + 15 = 18") == (True, True) and judge(0, "no idea") == (False, False)
-    assert judge(0, "18 or 19") == (True, False)
+    score = of_sums(["18"])
+    assert score(0, "3 + 15 = 18") == (True, True) and score(0, "no idea") == (False, False)
+    assert score(0, "18 or 19") == (True, False)
 
 
 def test_the_figure_contains_every_point() -> None:

@@ -100,20 +100,20 @@ def test_a_pair_too_large_is_refused(pair: Path, monkeypatch: pytest.MonkeyPatch
 def test_unsupported_models_use_torch_operators_with_a_message(pair: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By GPU, dtype and heads; the message appears once per model. Requesting the CUDA operators by name raises."""
 
-    def said(**options: Any) -> list[str]:
+    def messages(**options: Any) -> list[str]:
         lines: list[str] = []
         wanted: Any = {"device": "cuda:0", "note": lines.append, **options}
         ModelPair.check(pair, None, EngineConfig("ar"), None, wanted)
         return lines
 
-    assert said(dtype=torch.float32) == [
+    assert messages(dtype=torch.float32) == [
         "the target runs on torch's own operators: the CUDA operators compute in bfloat16, not float32"
     ]
-    [line] = said()
+    [line] = messages()
     assert line.startswith("the target runs on torch's own operators: the CUDA operators take heads of 64 or 128, not")
-    assert said(ops="unfused") == []
+    assert messages(ops="unfused") == []
     with pytest.raises(UserError, match="take heads of 64 or 128"):
-        said(ops="cuda")
+        messages(ops="cuda")
 
     def too_old(device: Any) -> Any:
         raise UserError("the CUDA operators need compute capability 8.0 (Ampere) or more, T4 has 7.5")

@@ -32,7 +32,9 @@ from tests.support.roles import opening
 Hits = Callable[[int], tuple[int, ...]]  # round -> nodes on the accepted path
 
 
-def in_turn(m: RoundStats, round_: int, hits: Hits, expansion: float, target: Callable[[int], float]) -> RoundSample:
+def serial_round(
+    m: RoundStats, round_: int, hits: Hits, expansion: float, target: Callable[[int], float]
+) -> RoundSample:
     """A round of serial decoding: nodes as deep as d and within bs count."""
     reached = hits(round_)[: m.steps]
     tokens = 1 + sum(place < m.nodes for place in reached)
@@ -40,7 +42,9 @@ def in_turn(m: RoundStats, round_: int, hits: Hits, expansion: float, target: Ca
     return RoundSample(draft + verified + 0.1, verified, draft, tokens, reached)
 
 
-def at_once(m: RoundStats, round_: int, hits: Hits, expansion: float, target: Callable[[int], float]) -> RoundSample:
+def lookahead_round(
+    m: RoundStats, round_: int, hits: Hits, expansion: float, target: Callable[[int], float]
+) -> RoundSample:
     """A round of a lookahead drafter: of d expansions, d - 1 depths remain below the root."""
     reached = hits(round_)[: max(m.steps - 1, 1)]
     tokens = 1 + sum(place < m.nodes for place in reached)
@@ -94,7 +98,7 @@ def best(chances: Sequence[float], expansion: float, target: float) -> int:
 def test_serial_d_follows_acceptance(chances: tuple[float, ...], expansion: float, wanted: tuple[int, int]) -> None:
     assert wanted[0] <= best(chances, expansion, 10.0) <= wanted[1]
     measured = RoundStats(EngineConfig("serial", verify_batch=16, adapt_steps=True))
-    shapes = run(measured, 800, lambda m, r: in_turn(m, r, chain(*chances), expansion, lambda _: 10.0))
+    shapes = run(measured, 800, lambda m, r: serial_round(m, r, chain(*chances), expansion, lambda _: 10.0))
     late = [d for d, _ in shapes[300:]]
     assert sum(wanted[0] <= d <= wanted[1] for d in late) > 0.85 * len(late)
 
@@ -105,7 +109,7 @@ def test_serial_bs_shrinks_if_rows_are_expensive_and_depth_is_not_reached() -> N
     measured = RoundStats(EngineConfig("serial", adapt_batch=True, self_switch=True))
 
     def see(m: RoundStats, round_: int) -> RoundSample:
-        return in_turn(m, round_, chain(0.9, 0.5, 0.3), 0.2, lambda rows: 1.0 + rows)
+        return serial_round(m, round_, chain(0.9, 0.5, 0.3), 0.2, lambda rows: 1.0 + rows)
 
     shapes = run(measured, WINDOW_ROUNDS, see)
     assert set(shapes) == {(3, 8)} and decide(measured) == NO_SPECULATION, "what a plain round takes is not known"
@@ -179,7 +183,9 @@ def test_lookahead_target_waits_for_expansions_that_are_accepted() -> None:
     not."""
     for chances, wanted in (((0.97,) * 6, (3, 4, 5)), ((0.5, 0.2), (2,))):
         measured = RoundStats(EngineConfig("async", draft_steps=2, adapt_steps=True))
-        shapes = run(measured, 400, lambda m, r, chances=chances: at_once(m, r, chain(*chances), 3.73, lambda _: 10.34))
+        shapes = run(
+            measured, 400, lambda m, r, chances=chances: lookahead_round(m, r, chain(*chances), 3.73, lambda _: 10.34)
+        )
         late = [d for d, _ in shapes[200:]]
         assert sum(d in wanted for d in late) > 0.85 * len(late)
 
@@ -188,7 +194,7 @@ def test_lookahead_bs_shrinks_with_d_if_rows_are_expensive() -> None:
     measured = RoundStats(EngineConfig("async", draft_steps=9, adapt_steps=True, adapt_batch=True))
     measured.ar_seconds.append(4.0)
     law = chain(0.5, 0.1)
-    shapes = run(measured, 400, lambda m, r: at_once(m, r, law, 1.0, lambda rows: 4 + 6 * (rows - 1) / 7))
+    shapes = run(measured, 400, lambda m, r: lookahead_round(m, r, law, 1.0, lambda rows: 4 + 6 * (rows - 1) / 7))
     assert {bs for _, bs in shapes[200:]} == {2} and {d for d, _ in shapes[200:]} <= {3, 4, 5}
 
 
@@ -242,7 +248,7 @@ def test_the_shape_converges_under_constant_conditions(
     measured = RoundStats(EngineConfig(mode, draft_steps=start, adapt_steps=True, adapt_batch=True))
     measured.nodes = 8 >> batch
     measured.ar_seconds.append(1.0 + row)
-    round_of = at_once if ahead else in_turn
+    round_of = lookahead_round if ahead else serial_round
 
     def hits(round_: int) -> tuple[int, ...]:
         depth = next((i for i, t in enumerate(tenths) if (7 * round_ + 3 * i) % 10 >= t), 8)
@@ -267,14 +273,14 @@ def test_the_shape_converges_for_any_acceptance_and_step_times(law: int) -> None
             depth += 1
         return tuple(min(step * place + 1, 7) for place in range(depth))
 
-    shapes = run(measured, 1000, lambda m, r: in_turn(m, r, hits, expansion, lambda rows: 1.0 + row * rows))
+    shapes = run(measured, 1000, lambda m, r: serial_round(m, r, hits, expansion, lambda rows: 1.0 + row * rows))
     assert sum(a != b for a, b in pairwise(shapes[400:])) <= 13
 
 
 def test_the_forecast_of_the_current_shape_equals_the_measurement() -> None:
     measured = RoundStats(EngineConfig("serial", adapt_steps=True))
     for round_ in range(WINDOW_ROUNDS):
-        measured.add(in_turn(measured, round_, chain(0.9, 0.6, 0.3), 2.0, lambda _: 10.0))
+        measured.add(serial_round(measured, round_, chain(0.9, 0.6, 0.3), 2.0, lambda _: 10.0))
     trees = measured.speculative_rounds
     rate = sum(tree.tokens for tree in trees) / sum(tree.seconds for tree in trees)
     assert CostModel(measured).tokens_per_second(3, 8) == pytest.approx(rate)
@@ -300,7 +306,7 @@ def test_a_larger_d_predicts_no_depth_beyond_bs() -> None:
 def test_a_failed_increase_is_not_repeated_soon() -> None:
     """The first depth is always accepted, a second one never: every trial of d = 2 ends after its first evaluation."""
     measured = RoundStats(EngineConfig("serial", draft_steps=1, adapt_steps=True))
-    steps = [d for d, _ in run(measured, 1000, lambda m, r: in_turn(m, r, chain(1.0), 0.1, lambda _: 1.0))]
+    steps = [d for d, _ in run(measured, 1000, lambda m, r: serial_round(m, r, chain(1.0), 0.1, lambda _: 1.0))]
     raised = [at for at, (before, after) in enumerate(pairwise(steps)) if after > before]
     assert len(raised) > 5 and min(b - a for a, b in pairwise(raised)) >= RAISE_COOLDOWN_ROUNDS
 

@@ -56,7 +56,7 @@ class FakeDrafter:
         pass
 
 
-class Room:
+class FakeRounds:
     """A controller whose rounds take the times of `times`: (seconds of a speculative round, its tokens, seconds of an
     autoregressive round)."""
 
@@ -86,47 +86,47 @@ class Room:
 
 
 def test_profitable_speculation_measures_only_a_few_autoregressive_rounds() -> None:
-    room = Room(lambda _: (1.5, 3, 1.0))
+    rounds = FakeRounds(lambda _: (1.5, 3, 1.0))
     trusted = SKIPPED_ROUNDS + REFRESH_ROUNDS + DECISION_INTERVAL_ROUNDS
-    assert room.run(600) == (TRIAL * "s" + GLANCE * "p" + trusted * "s" + GLANCE * "p" + 600 * "s")[:600]
-    report = room.switch.report()
+    assert rounds.run(600) == (TRIAL * "s" + GLANCE * "p" + trusted * "s" + GLANCE * "p" + 600 * "s")[:600]
+    report = rounds.switch.report()
     assert report is not None
     assert (report.break_even, report.speedup, report.ar_rounds) == (1.5, 2.0, 2 * GLANCE)
     assert report.changes[:2] == ((TRIAL, NO_SPECULATION), (TRIAL + GLANCE, Decision(3, 8, True)))
-    assert room.drafter.grown == 600 - 2 * GLANCE
+    assert rounds.drafter.grown == 600 - 2 * GLANCE
 
 
 def test_unprofitable_speculation_stops_and_is_retried_with_backoff() -> None:
-    room = Room(lambda _: (4.0, 2, 1.0))
+    rounds = FakeRounds(lambda _: (4.0, 2, 1.0))
     waits = [GLANCE + (RETRY_AFTER_ROUNDS << doublings) for doublings in (0, 1, 2, 3, 4, 4)]
     want = "".join(TRIAL * "s" + wait * "p" for wait in waits)
-    assert room.run(len(want)) == want
-    report = room.switch.report()
+    assert rounds.run(len(want)) == want
+    report = rounds.switch.report()
     assert report is not None and report.speedup == 0.5
 
 
 def test_speculation_resumes_when_the_times_change() -> None:
     """Slow until round 200; after the next trial speculation stays on, and the backoff is reset."""
-    room = Room(lambda number: (4.0 if number < 200 else 1.0, 2, 1.0))
-    kinds = room.run(500)
+    rounds = FakeRounds(lambda number: (4.0 if number < 200 else 1.0, 2, 1.0))
+    kinds = rounds.run(500)
     back = kinds.index("s", 200)
     assert kinds[back:] == "s" * (500 - back)
-    assert room.switch.round_stats.retry_after > RETRY_AFTER_ROUNDS
-    room.switch.round_stats.apply(NO_SPECULATION)
-    assert room.switch.round_stats.retry_after == RETRY_AFTER_ROUNDS
+    assert rounds.switch.round_stats.retry_after > RETRY_AFTER_ROUNDS
+    rounds.switch.round_stats.apply(NO_SPECULATION)
+    assert rounds.switch.round_stats.retry_after == RETRY_AFTER_ROUNDS
 
 
 def test_one_slow_round_changes_nothing() -> None:
-    room = Room(lambda number: (500.0 if number % 7 == 3 else 1.5, 3, 1.0))
-    assert "p" not in room.run(400)[TRIAL + GLANCE :]
+    rounds = FakeRounds(lambda number: (500.0 if number % 7 == 3 else 1.5, 3, 1.0))
+    assert "p" not in rounds.run(400)[TRIAL + GLANCE :]
 
 
 def test_a_request_starts_with_speculation_and_keeps_the_autoregressive_times() -> None:
-    first = Room(lambda _: (4.0, 2, 1.0))
+    first = FakeRounds(lambda _: (4.0, 2, 1.0))
     assert first.run(30)[-1] == "p"
-    second = Room(lambda _: (1.5, 2, 1.0), first.switch.round_stats)
+    second = FakeRounds(lambda _: (1.5, 2, 1.0), first.switch.round_stats)
     assert second.run(100) == "s" * 100, "no need to look again"
-    third = Room(lambda _: (4.0, 2, 1.0), first.switch.round_stats)
+    third = FakeRounds(lambda _: (4.0, 2, 1.0), first.switch.round_stats)
     kinds = third.run(TRIAL + GLANCE + RETRY_AFTER_ROUNDS)
     tried = kinds.index("p")
     assert tried <= TRIAL, "what the second one saw is outweighed"

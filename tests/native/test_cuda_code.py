@@ -115,7 +115,7 @@ def children(parent: int, k: int, spread: int) -> Iterator[tuple[int, float]]:
         yield token, -math.inf if value % 7 == 6 else -value / 2**18
 
 
-class Grown:
+class ExpandedTree:
     """Parses the output of the driver: rows (node, token, position, tokens seen) of each expansion, and nodes."""
 
     def __init__(self, driver: str, expansions: int, w: int, k: int, slots: int, prefix: int, spread: int) -> None:
@@ -136,7 +136,7 @@ class Grown:
 def test_a_tree_expands_as_on_the_host(tree: str, w: int, k: int) -> None:
     expansions, prefix, spread = 6, 13, 2**20
     slots = expansions * w
-    grown = Grown(tree, expansions, w, k, slots, prefix, spread)
+    grown = ExpandedTree(tree, expansions, w, k, slots, prefix, spread)
     host = DraftTree(1 + slots * k, slots)
     host.reset(ROOT_TOKEN)
     for rows in grown.rows:
@@ -165,7 +165,7 @@ def test_a_tree_expands_as_on_the_host(tree: str, w: int, k: int) -> None:
 
 @pytest.mark.parametrize("spread", [1, 12])
 def test_of_equal_leaves_the_earlier_is_expanded_first(tree: str, spread: int) -> None:
-    grown = Grown(tree, 5, 6, 4, 30, 0, spread)
+    grown = ExpandedTree(tree, 5, 6, 4, 30, 0, spread)
     taken: set[int] = set()
     for part, rows in enumerate(grown.rows):
         before = 1 + 4 * sum(len(earlier) for earlier in grown.rows[:part])
@@ -176,6 +176,6 @@ def test_of_equal_leaves_the_earlier_is_expanded_first(tree: str, spread: int) -
 
 
 def test_rows_without_a_leaf_are_padding(tree: str) -> None:
-    first = Grown(tree, 1, 4, 2, 4, 9, 2**20).all_rows[0]
+    first = ExpandedTree(tree, 1, 4, 2, 4, 9, 2**20).all_rows[0]
     assert first[0] == [0, ROOT_TOKEN, 9, 9, 0]
     assert first[1:] == [[-1, 0, 9, 9 + row, row] for row in (1, 2, 3)], "they see themselves alone"

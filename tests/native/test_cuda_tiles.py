@@ -159,8 +159,8 @@ def test_inputs_in_several_chunks(emulator: str, group: int, shared: int) -> Non
 LARGE = [(2048, 768), (4096, 6144), (14336, 4096), (8192, 57344), (28672, 8192), (2048, 128256)]
 
 
-def tiling(emulator: str, shape: tuple[int, int], group: int, shared: int, *at_once: int) -> list[int]:
-    numbers = map(str, (shared, *shape, group, *at_once))
+def tiling(emulator: str, shape: tuple[int, int], group: int, shared: int, *concurrent: int) -> list[int]:
+    numbers = map(str, (shared, *shape, group, *concurrent))
     done = subprocess.run([emulator, *numbers], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return [int(word) for word in done.stdout.split()]

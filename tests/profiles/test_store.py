@@ -58,7 +58,7 @@ def test_an_invalid_profile_is_refused(text: str, message: str, tmp_path: Path) 
     assert "\n" not in str(caught.value)
 
 
-WHOLE = profile(
+COMPLETE = profile(
     run("async", 3, 1, 300, d=4), steps=[{"side": "target", "tp": 1, "rows": 8, "seconds": [0.5]}],
     rounds=[{"plan": {"mode": "serial", "verify_batch": 8, "draft_leaves": 8, "draft_steps": 1}, "rounds": [[1, 1]]}],
     lanes=[{"wait": [0.0, 0.1], "target": {"verify": [0.1, 1.0]}, "path": [0]}], around={"verify": 0.1},
@@ -85,9 +85,9 @@ WHOLE = profile(
     ],
 )  # fmt: skip
 def test_every_field_is_typed(place: tuple[Any, ...], value: object, tmp_path: Path) -> None:
-    data = copy.deepcopy(WHOLE)
+    data = copy.deepcopy(COMPLETE)
     store.save(tmp_path / "p.json", json.dumps(data))
-    assert store.load(tmp_path / "p.json") == WHOLE
+    assert store.load(tmp_path / "p.json") == COMPLETE
     holder: Any = data
     for step in place[:-1]:
         holder = holder[step]
@@ -162,8 +162,8 @@ def test_the_matching_profile_of_a_folder_is_used(tmp_path: Path) -> None:
 def test_a_profile_of_emulated_times_is_ignored_by_other_runs(tmp_path: Path) -> None:
     """Such a profile is in every checkout and does not apply to a run without emulation."""
     emulated = {**KEY, "emulate": {"target": {"points": [[1, 8, 0.01]]}, "draft": None}}
-    elsewhere = {**emulated, "hardware": {"kind": "cpu", "name": "else", "count": 64}}
-    store.save(tmp_path / "a.json", json.dumps(profile(key=elsewhere)))
+    other_machine = {**emulated, "hardware": {"kind": "cpu", "name": "else", "count": 64}}
+    store.save(tmp_path / "a.json", json.dumps(profile(key=other_machine)))
     assert store.find(tmp_path, store.ProfileKey(**KEY)) == (None, None, [])
     _, _, reasons = store.find(tmp_path, store.ProfileKey(**emulated))
     assert len(reasons) == 1 and "another machine (64 x else" in reasons[0]
@@ -206,12 +206,12 @@ def test_the_report_is_one_file_with_every_plot(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     from swiftspec.lab import html_report
 
-    lane = {
+    timeline = {
         "wait": [0.0, 0.1], "target": {"verify": [0.1, 1.0]}, "path": [0], "draft": {"forwards": [[0.2, 0.6, 8]]},
     }  # fmt: skip
     whole = profile(
         run("async", 3, 1, 300, 500, d=4), run("async", 3, 1, 310, d=4, verify_batch=16, variation=True),
-        run("serial", 4, 4, 100, d=2, ops="reference"), lanes=[lane],
+        run("serial", 4, 4, 100, d=2, ops="reference"), lanes=[timeline],
         steps=[{"side": "target", "tp": tp, "rows": 8, "seconds": [1 / tp, 2 / tp]} for tp in (1, 2)],
     )  # fmt: skip
     page = html_report.html(whole)

@@ -27,14 +27,14 @@ from tests.support.tiny_checkpoints import make_checkpoint
 
 BAD_TOKEN = 7  # whose embedding is damaged
 GOOD, BAD = [5, 17, 3, 29], [5, BAD_TOKEN, 3, 29]
-WANTED = SamplingParams(seed=3, max_tokens=12, ignore_eos=True, logit_bias={BAD_TOKEN: -1e9})
+VALID = SamplingParams(seed=3, max_tokens=12, ignore_eos=True, logit_bias={BAD_TOKEN: -1e9})
 REQUESTS = {
-    "sampled": WANTED,
-    "greedy": replace(WANTED, temperature=0.0),
-    "filtered": replace(WANTED, top_k=20, top_p=0.9, min_p=0.01),
-    "top-p": replace(WANTED, top_p=0.9),
-    "penalised": replace(WANTED, repetition_penalty=1.2, frequency_penalty=0.1),
-    "guided": replace(WANTED, guidance_scale=1.5, negative_prompt_ids=(9, 4)),
+    "sampled": VALID,
+    "greedy": replace(VALID, temperature=0.0),
+    "filtered": replace(VALID, top_k=20, top_p=0.9, min_p=0.01),
+    "top-p": replace(VALID, top_p=0.9),
+    "penalised": replace(VALID, repetition_penalty=1.2, frequency_penalty=0.1),
+    "guided": replace(VALID, guidance_scale=1.5, negative_prompt_ids=(9, 4)),
 }
 PLANS: dict[str, dict[str, Any]] = {
     "ar": {"mode": "ar"},
@@ -96,8 +96,8 @@ def test_logits_that_are_not_finite_end_a_population(models: Path, exact: int, s
     plan = {"mode": "smc", "population": PopulationConfig(smc_exact=exact)}
     kinds = ("damaged", "sound") if side == "target" else ("sound", "damaged")
     damaged = engine(models, kinds[0], plan, torch.float64, kinds[1])
-    one_fails_the_next_is_sound(damaged, engine(models, "sound", plan, torch.float64), WANTED)
-    filtered = replace(WANTED, top_k=20)
+    one_fails_the_next_is_sound(damaged, engine(models, "sound", plan, torch.float64), VALID)
+    filtered = replace(VALID, top_k=20)
     with pytest.raises(NonFiniteLogits):
         damaged.generate(BAD, filtered)
 
@@ -107,7 +107,7 @@ def test_logits_that_are_not_finite_end_a_population(models: Path, exact: int, s
 def test_a_broken_draft_costs_speed_only(models: Path, plan: dict[str, Any], dtype: torch.dtype) -> None:
     broken = engine(models, "sound", plan, dtype, "damaged")
     plain = engine(models, "sound", PLANS["ar"], dtype)
-    sampling = replace(WANTED, temperature=1.0)
+    sampling = replace(VALID, temperature=1.0)
     for prompt in (BAD, GOOD):
         answer = broken.generate(prompt, sampling)
         assert len(answer.token_ids) == 12

@@ -52,10 +52,10 @@ def runner(checkpoint: Path) -> Runner:
     return make_runner(model, reference, context=128, tree_slots=64)
 
 
-def rounds(checkpoint: Path, sampling: SamplingParams, *, beside: bool) -> list[tuple[Proposal, VerifyResult]]:
+def rounds(checkpoint: Path, sampling: SamplingParams, *, overlapped: bool) -> list[tuple[Proposal, VerifyResult]]:
     plan = EngineConfig("async", verify_batch=4, draft_leaves=3, draft_steps=2, draft_tp=0)
     verifier: Any = make_verifier(runner(checkpoint))
-    verifier = ThreadedVerifier(verifier) if beside else verifier
+    verifier = ThreadedVerifier(verifier) if overlapped else verifier
     drafter = make_drafter(runner(checkpoint), plan)
     for role in (drafter, verifier):
         role.open(opening(PROMPT, sampling))
@@ -122,8 +122,8 @@ def test_the_draft_has_priority_on_a_shared_gpu(checkpoint: Path, monkeypatch: p
 @pytest.mark.parametrize("sampling", [SamplingParams(temperature=0), SAMPLED], ids=["greedy", "sampled"])
 def test_overlapped_rounds_equal_serial_ones(checkpoint: Path, sampling: SamplingParams) -> None:
     """The output is the target's."""
-    ours = rounds(checkpoint, sampling, beside=True)
-    assert ours == rounds(checkpoint, sampling, beside=False)
+    ours = rounds(checkpoint, sampling, overlapped=True)
+    assert ours == rounds(checkpoint, sampling, overlapped=False)
     text = [token for _, result in ours for token in result.tokens]
     drafter, alone = NoDrafter(), make_verifier(runner(checkpoint))
     for role in (drafter, alone):
@@ -137,11 +137,11 @@ class Waits(LocalVerifier):
 
     def __init__(self, verifier: LocalVerifier) -> None:
         super().__init__(verifier.runner, verifier.executors)
-        self.began, self.grown = Event(), Event()
+        self.began, self.expanded = Event(), Event()
 
     def verify(self, proposal: Proposal) -> VerifyResult:
         self.began.set()
-        assert self.grown.wait(10), "nobody grew meanwhile"
+        assert self.expanded.wait(10), "nobody grew meanwhile"
         return super().verify(proposal)
 
 
@@ -151,7 +151,7 @@ def test_the_draft_expands_while_the_target_verifies(checkpoint: Path) -> None:
     class Grows(NoDrafter):
         def grow(self) -> None:
             assert target.began.wait(10)
-            target.grown.set()
+            target.expanded.set()
 
     verifier, drafter = ThreadedVerifier(target), Grows()
     for role in (drafter, verifier):
@@ -165,14 +165,14 @@ def test_an_exception_is_raised_to_the_waiting_caller_and_close_waits(checkpoint
     verifier = ThreadedVerifier(target)
     verifier.open(opening(PROMPT, SAMPLED))
     proposal = Proposal(1, 0, len(PROMPT) + 5, (PROMPT[-1],), (-1,))  # of another prefix
-    target.grown.set()
+    target.expanded.set()
     with pytest.raises(AssertionError, match="differ in their prefix"):
         verifier.submit(proposal).wait()
     target.began.clear()
-    target.grown.clear()
+    target.expanded.clear()
     verifier.submit(Proposal(1, 0, len(PROMPT) - 1, (PROMPT[-1],), (-1,)))
     assert target.began.wait(10)
-    target.grown.set()
+    target.expanded.set()
     verifier.close()
     assert target.runner.cache.tree_len == 0, "the forward came before the end"
 

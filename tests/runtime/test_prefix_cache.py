@@ -24,7 +24,7 @@ from tests.support.roles import drafter_of, opening, population_of, verifier_of
 from tests.support.tiny_checkpoints import make_checkpoint, make_pair
 
 VOCAB, CONTEXT = 40, 160
-LEAST = 4
+MIN_TOKENS = 4
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 WARM = replace(GREEDY, temperature=0.9, seed=3)
 PENALISED = replace(WARM, repetition_penalty=1.3, presence_penalty=0.4, logit_bias={3: 1.0})
@@ -55,10 +55,10 @@ def runners(llm: LLM) -> list[PrefixCachingRunner]:
     return both
 
 
-def keep(llm: LLM, budget: int, least: int = LEAST) -> LLM:
+def set_budget(llm: LLM, budget: int, min_tokens: int = MIN_TOKENS) -> LLM:
     """Sets another budget of tokens."""
     for runner in runners(llm):
-        runner.prefix_cache.budget, runner.prefix_cache.min_tokens = budget, least
+        runner.prefix_cache.budget, runner.prefix_cache.min_tokens = budget, min_tokens
     return llm
 
 
@@ -82,15 +82,15 @@ class Requests(RuleBasedStateMachine):
         super().__init__()
         if not self.makers:
             self.makers.update({"keeps": make(self.pair), "reads": make(self.pair, cache_memory=0)})
-        self.keeps, self.reads = self.makers["keeps"], self.makers["reads"]
-        for runner in runners(self.keeps):
+        self.caching, self.fresh = self.makers["keeps"], self.makers["reads"]
+        for runner in runners(self.caching):
             runner.prefix_cache.entries, runner._sequences = [], []
         self.texts = [A]
 
     @rule(budget=st.sampled_from([0, 30, 60, 100, 1000]))
     def give(self, budget: int) -> None:
-        keep(self.keeps, budget)
-        for runner in runners(self.keeps):
+        set_budget(self.caching, budget)
+        for runner in runners(self.caching):
             runner.prefix_cache.update([], [])
 
     @rule(
@@ -99,19 +99,19 @@ class Requests(RuleBasedStateMachine):
     )  # fmt: skip
     def ask(self, data: st.DataObject, sampling: SamplingParams, rounds: int | None) -> None:
         before = data.draw(st.sampled_from(self.texts))
-        kept = data.draw(st.sampled_from([len(before), len(before) - 1]) | st.integers(0, len(before)))
+        length = data.draw(st.sampled_from([len(before), len(before) - 1]) | st.integers(0, len(before)))
         new = data.draw(st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=6))
-        prompt = [*before[:kept], *new][: CONTEXT - 40]
-        found = runners(self.keeps)[0].cached_lengths([prompt] if not sampling.guided else [prompt, new])
-        answer = ask(self.keeps, prompt, sampling, rounds)
-        assert self.keeps.stats.cached_tokens == found[0] < len(prompt)
-        assert answer == ask(self.reads, prompt, sampling, rounds)
+        prompt = [*before[:length], *new][: CONTEXT - 40]
+        found = runners(self.caching)[0].cached_lengths([prompt] if not sampling.guided else [prompt, new])
+        answer = ask(self.caching, prompt, sampling, rounds)
+        assert self.caching.stats.cached_tokens == found[0] < len(prompt)
+        assert answer == ask(self.fresh, prompt, sampling, rounds)
         self.same_cache()
         self.texts.append(prompt + answer)
 
     def same_cache(self) -> None:
         """Compares the KV under the text, in both models and every sequence."""
-        for ours, theirs in zip(runners(self.keeps), every(self.reads), strict=True):
+        for ours, theirs in zip(runners(self.caching), every(self.fresh), strict=True):
             assert ours.cache.prefix_len == theirs.cache.prefix_len
             for s, count in enumerate(ours.cache.prefix_len):
                 for mine, fresh in ((ours.cache.k, theirs.cache.k), (ours.cache.v, theirs.cache.v)):
@@ -119,10 +119,12 @@ class Requests(RuleBasedStateMachine):
 
     @invariant()
     def within_the_budget(self) -> None:
-        for runner in runners(self.keeps):
+        for runner in runners(self.caching):
             copies = runner.prefix_cache.entries
-            assert sum(kept.k.shape[2] for kept in copies) == runner.prefix_cache.size <= runner.prefix_cache.budget
-            assert all(kept.k.shape == kept.v.shape and len(kept.tokens) == kept.k.shape[2] for kept in copies)
+            assert sum(length.k.shape[2] for length in copies) == runner.prefix_cache.size <= runner.prefix_cache.budget
+            assert all(
+                length.k.shape == length.v.shape and len(length.tokens) == length.k.shape[2] for length in copies
+            )
 
 
 def every(llm: LLM) -> list[Any]:
@@ -164,15 +166,15 @@ def conversation(answer: Callable[[list[int], SamplingParams, int | None], list[
 
 @pytest.mark.parametrize("plan", PLANS)
 def test_alternating_conversations(pair: Pair, plan: str) -> None:
-    keeps, reads, counts = keep(make(pair, **PLANS[plan]), 200), make(pair, cache_memory=0, **PLANS[plan]), []
+    caching, fresh, counts = set_budget(make(pair, **PLANS[plan]), 200), make(pair, cache_memory=0, **PLANS[plan]), []
 
     def answer(prompt: list[int], sampling: SamplingParams, rounds: int | None) -> list[int]:
-        tokens = ask(keeps, prompt, sampling, rounds)
-        counts.append(len(prompt) - keeps.stats.cached_tokens)
+        tokens = ask(caching, prompt, sampling, rounds)
+        counts.append(len(prompt) - caching.stats.cached_tokens)
         return tokens
 
     warm = plan in ("reject", "smc")
-    want = conversation(lambda prompt, sampling, rounds: ask(reads, prompt, sampling, rounds), warm)
+    want = conversation(lambda prompt, sampling, rounds: ask(fresh, prompt, sampling, rounds), warm)
     assert conversation(answer, warm) == want
     answers = [0, 0, len(want[0]), len(want[1]), len(want[2]) - 9, len(want[4])]  # particles do not change it
     most = [2 + 1 + (answers[turn] if plan == "smc" else 0) for turn in range(6)]
@@ -181,7 +183,7 @@ def test_alternating_conversations(pair: Pair, plan: str) -> None:
 
 @pytest.mark.parametrize("sampling", [GREEDY, GUIDED, LONG], ids=["alone", "guided", "long"])
 def test_a_longer_prompt_prefills_only_its_new_tokens(pair: Pair, sampling: SamplingParams) -> None:
-    llm = keep(make(pair), 200)
+    llm = set_budget(make(pair), 200)
     text = A + ask(llm, A, sampling)
     rows: list[int] = []
     for runner in runners(llm):
@@ -201,23 +203,23 @@ def test_a_repeated_prompt_is_prefilled_once(pair: Pair) -> None:
 
 
 def test_the_least_recently_used_entry_is_evicted(pair: Pair) -> None:
-    llm = keep(make(pair, "ar"), 100)
+    llm = set_budget(make(pair, "ar"), 100)
     (runner,) = runners(llm)
     prompts = [[first, *range(2, 31)] for first in range(4)]  # 30 tokens each, and one token of the answer
-    once = replace(GREEDY, max_tokens=1)
+    one_token = replace(GREEDY, max_tokens=1)
     for prompt in (*prompts, prompts[1]):
-        ask(llm, prompt, once)
+        ask(llm, prompt, one_token)
     stored = [int(entry.tokens[0]) for entry in runner.prefix_cache.entries]
     assert stored == [0, 2, 3] and int(runner._live_tokens()[0][0]) == 1, "what is in use has no copy"
-    ask(llm, [9, *prompts[0]], once)
+    ask(llm, [9, *prompts[0]], one_token)
     assert [int(entry.tokens[0]) for entry in runner.prefix_cache.entries] == [2, 3, 1]
-    ask(llm, [2, 2], once)
-    ask(llm, prompts[2], once)
+    ask(llm, [2, 2], one_token)
+    ask(llm, prompts[2], one_token)
     assert llm.stats.cached_tokens == 29
 
 
 def test_a_partially_used_copy_stays_cached(pair: Pair) -> None:
-    llm = keep(make(pair, "ar"), 100)
+    llm = set_budget(make(pair, "ar"), 100)
     (runner,) = runners(llm)
     for prompt in (A, B, [*A[:12], 39]):
         ask(llm, prompt, replace(GREEDY, max_tokens=1))
@@ -227,10 +229,10 @@ def test_a_partially_used_copy_stays_cached(pair: Pair) -> None:
 
 def test_guided_and_unguided_requests(pair: Pair) -> None:
     """A different number of sequences reallocates the live cache; cached prefixes are copied there."""
-    llm, fresh = keep(make(pair), 200), make(pair, cache_memory=0)
-    for sampling, least in ((GREEDY, 0), (LONG, len(A) - 1), (GREEDY, len(A) - 1), (LONG, len(A) - 1)):
+    llm, fresh = set_budget(make(pair), 200), make(pair, cache_memory=0)
+    for sampling, min_tokens in ((GREEDY, 0), (LONG, len(A) - 1), (GREEDY, len(A) - 1), (LONG, len(A) - 1)):
         assert ask(llm, A, sampling) == ask(fresh, A, sampling)
-        assert llm.stats.cached_tokens >= least
+        assert llm.stats.cached_tokens >= min_tokens
     held = runners(llm)[0]._live_tokens()
     assert [len(text) for text in held] == [len(A) + 11, 30 + 11]
     assert runners(llm)[0].cached_lengths([A, LONG.negative_prompt_ids]) == [len(A) - 1, 29]
@@ -294,7 +296,7 @@ def test_an_interrupted_prefill_leaves_whole_chunks(pair: Pair, monkeypatch: pyt
 
 
 def test_without_memory_for_a_copy_all_entries_are_dropped(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    llm, fresh = keep(make(pair, "ar"), 200), make(pair, "ar", cache_memory=0)
+    llm, fresh = set_budget(make(pair, "ar"), 200), make(pair, "ar", cache_memory=0)
     (runner,) = runners(llm)
     for prompt in (A, B):
         ask(llm, prompt, GREEDY)

@@ -79,7 +79,7 @@ def rounds(drafter: Drafter, verifier: LocalVerifier, sampling: SamplingParams, 
     return found
 
 
-def fed(path: Path, config: EngineConfig, steps: str, pause: Callable[[], None]) -> ReplicaDrafter:
+def replica_drafter(path: Path, config: EngineConfig, steps: str, pause: Callable[[], None]) -> ReplicaDrafter:
     link = FedLink(drafter_on(path, config, steps), config, pause)
     return ReplicaDrafter(link, TreeReplica(DraftTree(1 + SLOTS * config.children_per_leaf, SLOTS), link.vocab), config)
 
@@ -104,7 +104,7 @@ def test_with_fixed_d_the_rounds_equal_those_of_a_local_drafter(
     target, draft = pairs[steps]
     verifier = make_verifier(runner(target, steps))
     local = rounds(drafter_on(draft, config, steps), verifier, sampling)
-    assert rounds(fed(draft, config, steps, dawdle(3)), verifier, sampling) == local
+    assert rounds(replica_drafter(draft, config, steps, dawdle(3)), verifier, sampling) == local
     assert any(len(result.path) > 1 for _, result in local)
 
 
@@ -116,7 +116,7 @@ def test_with_free_d_the_output_equals_the_targets(
     target, draft = pairs["eager"]
     verifier = make_verifier(runner(target, "eager"))
     plain = text(rounds(NoDrafter(), verifier, sampling))
-    found = rounds(fed(draft, config, "eager", dawdle(5)), verifier, sampling)
+    found = rounds(replica_drafter(draft, config, "eager", dawdle(5)), verifier, sampling)
     assert text(found) == plain and len(found) < 70, "of 80 tokens"
 
 
@@ -154,7 +154,7 @@ class Script:
         pass
 
 
-def grown(round_: int, first: int, parents: list[int], tokens: list[int], request: int = 1) -> TreeDelta:
+def delta(round_: int, first: int, parents: list[int], tokens: list[int], request: int = 1) -> TreeDelta:
     weights = -np.arange(first, first + len(parents)) / 8
     return TreeDelta(request, round_, 1, first, np.array(parents, np.int64), np.array(tokens, np.int64), weights)
 
@@ -170,12 +170,12 @@ def scripted(
 
 
 def test_with_free_d_it_waits_only_for_missing_nodes() -> None:
-    stale = grown(0, 1, [0], [9], request=7)
+    stale = delta(0, 1, [0], [9], request=7)
     drafter, link = scripted(
-        None, None, stale, grown(0, 1, [0, 0, 1, 1, 3], [8, 9, 8, 9, 8]), None,  # a wait, then a proposal
+        None, None, stale, delta(0, 1, [0, 0, 1, 1, 3], [8, 9, 8, 9, 8]), None,  # a wait, then a proposal
         None, None,  # the next delta has already arrived
-        None, None, grown(1, 6, [4], [7]), grown(2, 8, [7, 7, 7], [1, 2, 3]), None,  # text beyond the tree
-        grown(3, 11, [], []),  # and the draft's last delta
+        None, None, delta(1, 6, [4], [7]), delta(2, 8, [7, 7, 7], [1, 2, 3]), None,  # text beyond the tree
+        delta(3, 11, [], []),  # and the draft's last delta
     )  # fmt: skip
     first = drafter.propose()
     assert (link.waits, first.tokens, first.parents) == (1, (PROMPT[-1], 8, 9), (-1, 0, 0))
@@ -191,9 +191,9 @@ def test_with_free_d_it_waits_only_for_missing_nodes() -> None:
 
 def test_with_fixed_d_a_round_without_a_proposal_also_has_deltas() -> None:
     drafter, link = scripted(
-        replace(grown(0, 1, [0, 0], [8, 9]), expansions=4), replace(grown(0, 3, [1], [8]), expansions=4),
-        grown(1, 5, [4, 4], [8, 9]), replace(grown(1, 7, [5], [8]), expansions=4),  # where the text left the tree
-        grown(4, 9, [8, 8], [8, 9]),  # and again, three rounds later
+        replace(delta(0, 1, [0, 0], [8, 9]), expansions=4), replace(delta(0, 3, [1], [8]), expansions=4),
+        delta(1, 5, [4, 4], [8, 9]), replace(delta(1, 7, [5], [8]), expansions=4),  # where the text left the tree
+        delta(4, 9, [8, 8], [8, 9]),  # and again, three rounds later
         steps=4, catch_up=False,
     )  # fmt: skip
     at = drafter.propose().prefix_len
@@ -204,11 +204,11 @@ def test_with_fixed_d_a_round_without_a_proposal_also_has_deltas() -> None:
 
 @pytest.mark.parametrize(("catch_up", "waits"), [(True, 3), (False, 1)])
 def test_with_free_d_it_waits_for_a_profitable_expansion(catch_up: bool, waits: int) -> None:
-    many = replace(grown(0, 1, [0, 0], [8, 9]), expansions=10)  # a tenth of a round each
+    many = replace(delta(0, 1, [0, 0], [8, 9]), expansions=10)  # a tenth of a round each
     drafter, link = scripted(
-        many, None, None, None, None, grown(1, 4, [3, 3], [8, 9]),  # where the text left the tree
-        None, None, grown(1, 6, [4, 4, 5], [8, 9, 8]),
-        None, None, grown(1, 9, [], []),
+        many, None, None, None, None, delta(1, 4, [3, 3], [8, 9]),  # where the text left the tree
+        None, None, delta(1, 6, [4, 4, 5], [8, 9, 8]),
+        None, None, delta(1, 9, [], []),
         catch_up=catch_up,
     )  # fmt: skip
     first = drafter.propose()
@@ -218,9 +218,9 @@ def test_with_free_d_it_waits_for_a_profitable_expansion(catch_up: bool, waits: 
 
 
 NONSENSE = {
-    "node 1 comes next": grown(0, 2, [0], [8]),
-    "under nodes that are not in the tree": grown(0, 1, [5], [8]),
-    "2 expansions, where 1 are due": replace(grown(0, 1, [0], [8]), expansions=2),
+    "node 1 comes next": delta(0, 2, [0], [8]),
+    "under nodes that are not in the tree": delta(0, 1, [5], [8]),
+    "2 expansions, where 1 are due": replace(delta(0, 1, [0], [8]), expansions=2),
 }
 
 
@@ -250,13 +250,13 @@ def test_a_late_draft_has_caught_up_once_it_has_answered(steps: int | None) -> N
     with pytest.raises(DrafterLost, match="late"):
         drafter.propose()
     assert not drafter.poll()
-    link.deltas += [grown(0, 1, [0, 0], [8, 9]), grown(0, 3, [1], [7])]
+    link.deltas += [delta(0, 1, [0, 0], [8, 9]), delta(0, 3, [1], [7])]
     assert drafter.poll()
     at = len(PROMPT) - 1
     drafter.catch_up(VerifyResult(1, 3, at, (0, 1, 2), (8, 7, 5)))  # it has the first two of these
     with pytest.raises(DrafterLost, match="late"):
         drafter.propose()
-    link.deltas += [grown(4, 5, [4, 4], [1, 2])]
+    link.deltas += [delta(4, 5, [4, 4], [1, 2])]
     assert drafter.poll()
     assert drafter.propose() == Proposal(1, 4, at + 3, (5, 1, 2), (-1, 0, 0))
 
@@ -270,7 +270,7 @@ def test_the_end_of_expansions_is_detected_between_deltas() -> None:
         TreeDelta(1, 0, 1, 4, end, end, np.zeros(0)),
     ]
 
-    class Told(FedLink):
+    class ReplyLink(FedLink):
         answer_timeout_s = 0.0
 
         def __init__(self) -> None: ...
@@ -280,6 +280,6 @@ def test_the_end_of_expansions_is_detected_between_deltas() -> None:
                 raise DrafterLost("it waits in vain")
             return arrivals.pop(0) if arrivals else None
 
-    drafter = ReplicaDrafter(Told(), TreeReplica(DraftTree(1 + SLOTS * 16, SLOTS), VOCAB), config)
+    drafter = ReplicaDrafter(ReplyLink(), TreeReplica(DraftTree(1 + SLOTS * 16, SLOTS), VOCAB), config)
     drafter.open(opening(PROMPT, GREEDY, request=1))
     assert len(drafter.propose().tokens) == 4

@@ -49,7 +49,7 @@ def text_of(checkpoint: Path, sampling: SamplingParams) -> list[int]:
 
 
 @pytest.fixture(scope="module")
-def truth(checkpoint: Path) -> list[int]:
+def target_text(checkpoint: Path) -> list[int]:
     """The prompt and the target's continuation."""
     return text_of(checkpoint, GREEDY)
 
@@ -150,23 +150,23 @@ def test_the_target_cache_equals_a_recomputation(
 ) -> None:
     """Proposals hide the target's own next tokens among others, at slots that have to be moved."""
     verifier, oracle = roles.make_verifier(make_runner(checkpoint)), Oracle(checkpoint)
-    truth = text_of(checkpoint, sampling)
+    target_text = text_of(checkpoint, sampling)
     verifier.open(opening(PROMPT, sampling))
     verified = list(PROMPT)
     for round_ in range(4):
         tokens, parents, path = [verified[-1]], [-1], [0]
-        for token in truth[len(verified) : len(verified) + data.draw(st.integers(0, 4))]:
+        for token in target_text[len(verified) : len(verified) + data.draw(st.integers(0, 4))]:
             for _ in range(data.draw(st.integers(0, 2))):  # in between, nodes that the target will not accept
                 parents.append(data.draw(st.integers(0, len(tokens) - 1)))
                 tokens.append(VOCAB)
             parents.append(path[-1])
             path.append(len(tokens))
             tokens.append(token)
-        wrong = next(t for t in range(VOCAB) if t not in truth[len(verified) : len(verified) + 6])
+        wrong = next(t for t in range(VOCAB) if t not in target_text[len(verified) : len(verified) + 6])
         tokens = [token if token < VOCAB else wrong for token in tokens]
         result = verifier.submit(Proposal(1, round_, len(verified) - 1, tuple(tokens), tuple(parents))).wait()
         verifier.settle()
-        assert list(result.tokens) == truth[len(verified) : len(verified) + len(result.tokens)]
+        assert list(result.tokens) == target_text[len(verified) : len(verified) + len(result.tokens)]
         assert len(result.path) >= len(path)
         poison_free(verifier.runner)
         verified += result.tokens
@@ -178,7 +178,7 @@ def test_the_target_cache_equals_a_recomputation(
                 oracle.check(verifier.runner, slot, text[: slot + 1], sequence)
 
 
-def test_nothing_is_computed_twice(checkpoint: Path, truth: list[int]) -> None:
+def test_nothing_is_computed_twice(checkpoint: Path, target_text: list[int]) -> None:
     """Every draft row is a verified token's or a node's, once: rows run = slots ever handed out."""
     runner = make_runner(checkpoint)
     rows, forward = 0, runner.model.forward
@@ -195,17 +195,17 @@ def test_nothing_is_computed_twice(checkpoint: Path, truth: list[int]) -> None:
     drafter.propose()
     at, reused = len(PROMPT), 0
     for round_ in range(12):
-        before, tokens = rows, truth[at : at + 1 + round_ % 3]
+        before, tokens = rows, target_text[at : at + 1 + round_ % 3]
         used = runner.cache.prefix_len[0] + runner.cache.tree_len
         drafter.observe(VerifyResult(1, round_, at - 1, tuple(range(len(tokens))), tuple(tokens)))
         drafter.propose()
         at += len(tokens)
         after = runner.cache.prefix_len[0] + runner.cache.tree_len
-        grown = rows - before  # with what survived, these are all the slots in use: no row ran for a slot that had KV
-        survived = after - grown
+        added = rows - before  # with what survived, these are all the slots in use: no row ran for a slot that had KV
+        survived = after - added
         assert 0 <= survived <= used
         reused += survived - (at - 1 - len(tokens))
-        assert grown <= 2 * 3 + len(tokens)
+        assert added <= 2 * 3 + len(tokens)
     assert reused > 0
 
 

@@ -40,13 +40,13 @@ SCHEMA = {
 JSON = llguidance.LLMatcher.grammar_from_json_schema(SCHEMA, overrides={"whitespace_flexible": False})
 LIST = 'start: item ("," item)*\nitem: /[a-c]+/ | "[" start "]"'
 EOS = 0
-ASKED = SamplingParams(temperature=0, max_tokens=80, grammar=JSON)
+PARAMS = SamplingParams(temperature=0, max_tokens=80, grammar=JSON)
 REQUESTS = {
-    "greedy": ASKED,
-    "sampled": replace(ASKED, temperature=0.9, seed=4),
-    "shaped": replace(ASKED, temperature=1.2, seed=2, top_k=9, repetition_penalty=1.2, logit_bias={40: 1.0}),
-    "guided": replace(ASKED, temperature=0.7, guidance_scale=1.5, negative_prompt_ids=(9, 8, 7)),
-    "scored": replace(ASKED, temperature=0.7, seed=11, logprobs=1),
+    "greedy": PARAMS,
+    "sampled": replace(PARAMS, temperature=0.9, seed=4),
+    "shaped": replace(PARAMS, temperature=1.2, seed=2, top_k=9, repetition_penalty=1.2, logit_bias={40: 1.0}),
+    "guided": replace(PARAMS, temperature=0.7, guidance_scale=1.5, negative_prompt_ids=(9, 8, 7)),
+    "scored": replace(PARAMS, temperature=0.7, seed=11, logprobs=1),
 }
 
 
@@ -146,19 +146,19 @@ def test_the_text_equals_autoregressive_decoding_and_parses(
 def test_rejection_sampling_follows_a_grammar(pair: tuple[Path, Path], tokenizer: Tokenizer) -> None:
     llm = LLM(*pair, EngineConfig("serial", verify="reject"), dtype=torch.float64)
     for seed in range(3):
-        got = llm.generate([5, 60], replace(ASKED, temperature=1.0, seed=seed))
+        got = llm.generate([5, 60], replace(PARAMS, temperature=1.0, seed=seed))
         assert got.finish_reason == "stop" and json.loads(tokenizer.decode(got.token_ids[:-1]))
 
 
 def test_an_answer_ends_with_its_grammar_for_any_parameters(plain: LLM) -> None:
-    got = plain.generate([5], replace(ASKED, ignore_eos=True))
+    got = plain.generate([5], replace(PARAMS, ignore_eos=True))
     assert got.finish_reason == "stop" and got.token_ids[-1] == EOS
 
 
 def test_the_next_request_is_not_restricted_by_the_previous_grammar(pair: tuple[Path, Path], plain: LLM) -> None:
     llm, free = make(pair, "serial"), SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
     want = plain.generate([5, 60], free).token_ids
-    stream = llm.stream([5, 60], ASKED)
+    stream = llm.stream([5, 60], PARAMS)
     next(stream)
     stream.close()
     assert llm.generate([5, 60], free).token_ids == want
@@ -167,8 +167,8 @@ def test_the_next_request_is_not_restricted_by_the_previous_grammar(pair: tuple[
 def test_a_proposal_that_the_grammar_forbids_is_not_accepted(pair: tuple[Path, Path], plain: LLM) -> None:
     """A draft that has lost its own parser could make such a proposal."""
     llm = LLM(pair[0], dtype=torch.float64)
-    want = plain.generate([5, 60], ASKED).token_ids
-    stream = llm.stream([5, 60], ASKED)
+    want = plain.generate([5, 60], PARAMS).token_ids
+    stream = llm.stream([5, 60], PARAMS)
     assert next(stream).token_ids == (want[0],)
     forbidden = Proposal(1, 1, 2, (want[0], 7, 7, want[1]), (-1, 0, 1, 0))
     assert verifier_of(llm).verify(forbidden).tokens == tuple(want[1:3])
@@ -187,7 +187,7 @@ WRONG = {
 @pytest.mark.parametrize("text", WRONG)
 def test_an_invalid_grammar_is_reported_in_one_line(plain: LLM, text: str) -> None:
     with pytest.raises(UserError, match=WRONG[text]) as error:
-        plain.stream([5], replace(ASKED, grammar=text))
+        plain.stream([5], replace(PARAMS, grammar=text))
     assert "\n" not in str(error.value) and len(str(error.value)) < 400
 
 
@@ -216,9 +216,9 @@ def test_a_parser_limit_ends_only_its_request(pair: tuple[Path, Path], monkeypat
             raise GrammarTooComplex("the grammar cannot be followed any further: too complex")
         return compute(self, path)
 
-    want = llm.generate([5], ASKED).token_ids
+    want = llm.generate([5], PARAMS).token_ids
     with monkeypatch.context() as patch:
         patch.setattr(GrammarConstraint, "_mask", fail)
         with pytest.raises(UserError, match="followed any further"):
-            llm.generate([5], ASKED)
-    assert llm.generate([5], ASKED).token_ids == want
+            llm.generate([5], PARAMS)
+    assert llm.generate([5], PARAMS).token_ids == want

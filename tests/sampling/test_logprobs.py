@@ -26,9 +26,9 @@ from tests.support.tiny_checkpoints import make_checkpoint
 
 VOCAB = 64
 PROMPT = [(7 * i + i // 9) % VOCAB for i in range(PREFILL_CHUNK_TOKENS + 40)]
-ASKED = SamplingParams(max_tokens=21, ignore_eos=True, logprobs=3, prompt_logprobs=2)
-SHAPED = replace(ASKED, temperature=0.7, seed=5, top_p=0.9, presence_penalty=0.8, logit_bias={4: 2.0})
-REQUESTS = [replace(ASKED, temperature=0), SHAPED]
+PARAMS = SamplingParams(max_tokens=21, ignore_eos=True, logprobs=3, prompt_logprobs=2)
+SHAPED = replace(PARAMS, temperature=0.7, seed=5, top_p=0.9, presence_penalty=0.8, logit_bias={4: 2.0})
+REQUESTS = [replace(PARAMS, temperature=0), SHAPED]
 
 
 @pytest.fixture(scope="module")
@@ -100,19 +100,19 @@ def test_the_tokenizer_is_returned_only_on_request(pair: tuple[Path, Path]) -> N
 
 def test_prompt_log_probabilities_ignore_the_prefix_cache(pair: tuple[Path, Path]) -> None:
     llm = make(pair, "serial")
-    first, second = (next(iter(llm.stream(PROMPT, ASKED))).prompt_logprobs for _ in range(2))
+    first, second = (next(iter(llm.stream(PROMPT, PARAMS))).prompt_logprobs for _ in range(2))
     assert first == second and len(first or ()) == len(PROMPT) - 1
     assert llm.stats.cached_tokens == 0
-    llm.generate(PROMPT, replace(ASKED, prompt_logprobs=None))
+    llm.generate(PROMPT, replace(PARAMS, prompt_logprobs=None))
     assert llm.stats.cached_tokens == len(PROMPT) - 1
 
 
 def test_a_prompt_of_one_token_has_no_log_probabilities(pair: tuple[Path, Path]) -> None:
-    assert next(iter(make(pair, "ar").stream([5], ASKED))).prompt_logprobs == ()
+    assert next(iter(make(pair, "ar").stream([5], PARAMS))).prompt_logprobs == ()
 
 
 def test_zero_log_probabilities_return_only_the_token_itself(pair: tuple[Path, Path]) -> None:
-    zero = next(iter(make(pair, "ar").stream(PROMPT[:5], replace(ASKED, logprobs=0))))
+    zero = next(iter(make(pair, "ar").stream(PROMPT[:5], replace(PARAMS, logprobs=0))))
     assert zero.logprobs is not None and zero.logprobs[0].top == () and zero.logprobs[0].logprob < 0
 
 

@@ -84,9 +84,9 @@ def test_draws_follow_the_distribution() -> None:
 def test_draws_depend_on_position_not_on_the_row() -> None:
     sampler = Sampler(SamplingParams(seed=11), [0], V, "cpu")
     logits = torch.randn(1, V, dtype=torch.float64).expand(4, V)
-    there = sampler.draw(logits, None, torch.tensor([9, 4, 9, 7]))
+    moved = sampler.draw(logits, None, torch.tensor([9, 4, 9, 7]))
     again = Sampler(SamplingParams(seed=11), [0], V, "cpu").draw(logits[:1], None, torch.tensor([9]))
-    assert there[0] == there[2] == again[0]
+    assert moved[0] == moved[2] == again[0]
 
 
 def naive_filter(logits: torch.Tensor, p: SamplingParams) -> torch.Tensor:

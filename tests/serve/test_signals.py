@@ -19,7 +19,7 @@ CODES = {signal.SIGTERM: 143, signal.SIGINT: 130, signal.SIGHUP: 129}
 
 
 @pytest.fixture(autouse=True)
-def heard() -> object:
+def default_signals() -> object:
     """Restores the default signal handlers, since a process may start with ignored signals."""
     before = {number: signal.signal(number, signal.SIG_DFL) for number in CODES}
     yield

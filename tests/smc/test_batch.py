@@ -45,7 +45,7 @@ def llm(pair: tuple[Path, Path], groups: int, **options: Any) -> LLM:
     return LLM(*pair, EngineConfig("smc", population=plan), max_model_len=96, **options)
 
 
-def asked_of(count: int) -> Iterator[tuple[list[int], SamplingParams]]:
+def requests_of(count: int) -> Iterator[tuple[list[int], SamplingParams]]:
     """Prompts of different lengths, up to the context."""
     for i in range(count):
         prompt = [3 + i * j % 61 for j in range(1 + 31 * (i + 3) % 95)]
@@ -71,7 +71,7 @@ def test_each_request_of_a_batch_equals_itself_alone(
     pair = request.getfixturevalue(models)
     several, one = llm(pair, groups, dtype=dtype), llm(pair, 1, dtype=dtype)
     assert population_of(several).target.ops is (cpu if dtype == torch.bfloat16 else reference)
-    prompts, sampling = zip(*asked_of(count), strict=True)
+    prompts, sampling = zip(*requests_of(count), strict=True)
     assert max(map(len, prompts)) > 90 and min(map(len, prompts)) < 40
     found = several.generate_batch(prompts, sampling)
     wanted = [one.generate(*each) for each in zip(prompts, sampling, strict=True)]
@@ -100,7 +100,7 @@ def test_a_cancelled_request_does_not_affect_others(pair: tuple[Path, Path]) -> 
 
 def test_a_batch_runs_sequentially_if_only_one_fits(pair: tuple[Path, Path]) -> None:
     engine = LLM(*pair, max_model_len=96, dtype=torch.float64)
-    prompts, sampling = zip(*asked_of(3), strict=True)
+    prompts, sampling = zip(*requests_of(3), strict=True)
     wanted = [engine.generate(*each).token_ids for each in zip(prompts, sampling, strict=True)]
     found = engine.generate_batch(prompts, sampling)
     assert [answer.token_ids for answer in found] == wanted

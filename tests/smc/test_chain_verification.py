@@ -14,7 +14,7 @@ from torch import Tensor
 
 from swiftspec.smc import chain_verification as verify
 from swiftspec.tree import acceptance as tree_walk
-from tests.tree.test_rejection import KINDS, laws
+from tests.tree.test_rejection import KINDS, distributions
 
 V = 7
 
@@ -35,7 +35,7 @@ def chain(seed: int, batch: int, steps: int, dtype: torch.dtype = torch.float64)
     return target, draft, tokens, coins, gumbel
 
 
-class Distributions:
+class HistoryDistributions:
     """Distributions p and q [V] after every text, by kind, including zeros and ties."""
 
     def __init__(self, kind: str, vocab: int, seed: int) -> None:
@@ -43,7 +43,7 @@ class Distributions:
 
     def after(self, text: Sequence[int]) -> tuple[list[float], list[float]]:
         number = sum((token + 1) * (self.vocab + 1) ** place for place, token in enumerate(text))
-        return laws(self.kind, self.vocab, 7919 * self.seed + number)
+        return distributions(self.kind, self.vocab, 7919 * self.seed + number)
 
     def rows(self, chains: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
         """Logits of p [n, K + 1, V] and q [n, K, V] along chains of K tokens."""
@@ -92,7 +92,7 @@ def test_whole_chains_follow_p(kind: str, vocab: int, steps: int) -> None:
     """By enumeration: every chain sampled from q, every position of a rejection, and the token that then replaces it.
     After the end of a chain p continues. Nothing about rejection sampling is assumed: probabilities and residuals are
     measured."""
-    model = Distributions(kind, vocab, 5)
+    model = HistoryDistributions(kind, vocab, 5)
     chains = list(itertools.product(range(vocab), repeat=steps))
     target, draft = model.rows(chains)
     drawn = draft.exp().gather(2, torch.tensor(chains)[..., None]).prod(1).squeeze(1)
@@ -126,7 +126,7 @@ def test_whole_chains_follow_p(kind: str, vocab: int, steps: int) -> None:
 
 
 def test_the_replacement_of_a_token_follows_the_residual_distribution() -> None:
-    p, q = laws("random", V, 3)
+    p, q = distributions("random", V, 3)
     n = 40_000
     noise = torch.Generator().manual_seed(5)
     target = torch.tensor([p, p]).double().log().expand(n, 2, V)

@@ -9,7 +9,7 @@ import pytest
 from swiftspec.config import PopulationConfig
 from swiftspec.params import SamplingParams
 from swiftspec.smc.group_result import GroupResult, Particle
-from tests.smc.test_smc_distribution import PROMPT, STOPS, Found, check_unbiased
+from tests.smc.test_smc_distribution import PROMPT, STOPS, RunResults, check_unbiased
 from tests.support.histories import HistoryModel, global_power, make_worker, population
 from tests.support.histories import run as decode
 
@@ -25,7 +25,7 @@ def test_choices_follow_the_distribution_of_the_population(count: int) -> None:
     """The estimate of Z times a choice's weight is unbiased for p(text)^power, as for the population as a whole."""
     plan, sampling, target = PopulationConfig(24, 2, 0.7, 2.0), SamplingParams(temperature=0.7), HistoryModel(3, 1)
     worker = make_worker(target, HistoryModel(3, 2, 0.6), plan, slots=1 + 4 * plan.slots_per_round)
-    found = Found(target, [])
+    found = RunResults(target, [])
     for seed in range(80):
         decode(worker, PROMPT, replace(sampling, seed=seed), STOPS, 4)
         answer = worker.answer()
@@ -33,22 +33,22 @@ def test_choices_follow_the_distribution_of_the_population(count: int) -> None:
         choices = answer.choices(count)
         assert 1 <= len(choices) == len({each.tokens for each in choices}) <= count
         assert sum(each.weight for each in choices) == pytest.approx(1)
-        found.laws.append({each.tokens: each.weight * z for each in choices})
+        found.distributions.append({each.tokens: each.weight * z for each in choices})
     check_unbiased(found, global_power(target, PROMPT, sampling, 2.0, STOPS, 4))
 
 
 def test_an_answer_contains_all_particles() -> None:
     worker = make_worker(HistoryModel(3, 1), HistoryModel(3, 2), PopulationConfig(8, 2, 0.0, 2.0), slots=200)
     decode(worker, PROMPT, SamplingParams(temperature=0.7), STOPS, 5)
-    answer, law = worker.answer(), population(worker)
-    whole = sum(law.values())
+    answer, distribution = worker.answer(), population(worker)
+    whole = sum(distribution.values())
     assert len(answer.particles) == 8 and sum(each.weight for each in answer.particles) == pytest.approx(1)
-    for text, mass in law.items():
+    for text, mass in distribution.items():
         equal = [each for each in answer.particles if each.tokens == text]
         assert sum(each.weight for each in equal) == pytest.approx(mass / whole)
         assert all(each.stopped == (text[-1] in STOPS) for each in equal)
     assert (*answer.tokens,) in {each.tokens for each in answer.particles}
-    assert len(answer.choices(8)) == len(law), "all different texts, each with its share"
+    assert len(answer.choices(8)) == len(distribution), "all different texts, each with its share"
 
 
 def test_equal_texts_are_merged_and_sorted_by_weight() -> None:

@@ -17,7 +17,7 @@ from swiftspec.config import EngineConfig, PopulationConfig
 from swiftspec.errors import UserError
 from swiftspec.llm import LLM
 from swiftspec.params import SamplingParams
-from tests.smc.test_groups import FILTERED, MODELS, Asked, mixed, together
+from tests.smc.test_groups import FILTERED, MODELS, RequestSpec, decode_together, mixed
 from tests.support.histories import HistoryModel, global_power, make_worker
 from tests.support.tiny_checkpoints import make_pair
 
@@ -32,7 +32,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return make_pair(tmp_path_factory.mktemp("pair"), head_dim=16, intermediate_size=64)
 
 
-def asked_of(count: int) -> tuple[list[list[int]], list[SamplingParams]]:
+def requests_of(count: int) -> tuple[list[list[int]], list[SamplingParams]]:
     """Prompts and lengths that differ, with all logits parameters."""
     prompts = [[3 + i * j % 61 for j in range(1 + 31 * (i + 3) % 95)] for i in range(count)]
     ends = [{"max_tokens": 3 + 7 * i % 40, "ignore_eos": i % 2 > 0, "stop_token_ids": (i % 7,)} for i in range(count)]
@@ -49,7 +49,7 @@ NATIVE = pytest.mark.skipif(_C.level() == "none", reason="this CPU has no AVX2")
 
 @pytest.mark.parametrize("dtype", [torch.float64, pytest.param(torch.bfloat16, marks=NATIVE)], ids=str)
 def test_coupled_chains_equal_autoregressive_decoding(pair: tuple[Path, Path], dtype: torch.dtype) -> None:
-    prompts, sampling = asked_of(8)
+    prompts, sampling = requests_of(8)
     plain = LLM(pair[0], config=EngineConfig("ar"), max_model_len=96, dtype=dtype)
     wanted = plain.generate_batch(prompts, sampling)
     found = engine(pair, 3, dtype=dtype).generate_batch(prompts, sampling)
@@ -68,7 +68,7 @@ def test_coupled_chains_equal_autoregressive_decoding(pair: tuple[Path, Path], d
 
 
 def test_rejection_sampled_chains_equal_themselves_alone(pair: tuple[Path, Path]) -> None:
-    prompts, sampling = asked_of(8)
+    prompts, sampling = requests_of(8)
     sampling = [each if each.temperature else replace(each, temperature=0.5) for each in sampling]
     several, one = (engine(pair, groups, verify="reject", dtype=torch.float64) for groups in (4, 2))
     found = several.generate_batch(prompts, sampling)
@@ -87,8 +87,8 @@ def test_texts_follow_the_target(verify: str, shaped: dict[str, Any]) -> None:
     worker = make_worker(target, draft, plan, max_tokens=8, slots=32)
     warm = SamplingParams(temperature=0.8, **shaped)
     runs = 800
-    requests = [Asked((0, 1), replace(warm, seed=seed), frozenset({2}), 4) for seed in range(runs)]
-    found = Counter(tuple(answer.tokens) for answer in together(worker, requests).values())
+    requests = [RequestSpec((0, 1), replace(warm, seed=seed), frozenset({2}), 4) for seed in range(runs)]
+    found = Counter(tuple(answer.tokens) for answer in decode_together(worker, requests).values())
     law = global_power(target, [0, 1], warm, 1.0, {2}, 4)
     assert {*found} <= {*law} and sum(law.values()) == pytest.approx(1)
     likely = [text for text, mass in law.items() if mass * runs >= 8]
@@ -103,10 +103,10 @@ def test_chains_are_admitted_and_released_in_one_batch() -> None:
     """Also with the host one round behind."""
     requests = mixed(10)
     alone = make_worker(*MODELS, PopulationConfig(1, 3, smc_groups=1, chains="match"), max_tokens=24, slots=64)
-    wanted = together(alone, requests)
+    wanted = decode_together(alone, requests)
     for lag in (0, 1):
         plan = PopulationConfig(1, 3, smc_groups=4, chains="match")
-        found = together(make_worker(*MODELS, plan, max_tokens=24, slots=64, lag=lag), requests)
+        found = decode_together(make_worker(*MODELS, plan, max_tokens=24, slots=64, lag=lag), requests)
         assert {n: found[n].tokens for n in found} == {n: wanted[n].tokens for n in wanted}
         assert sum(answer.compactions for answer in found.values()) > 5
 

@@ -19,7 +19,7 @@ from swiftspec.smc.decoding import decode_population
 from swiftspec.smc.group_result import GroupResult
 from swiftspec.smc.particles import DEAD
 from swiftspec.smc.population import SequenceGroup
-from tests.smc.test_smc_distribution import Found, check_unbiased
+from tests.smc.test_smc_distribution import RunResults, check_unbiased
 from tests.support.fake_cuda_graphs import Rerun
 from tests.support.histories import HistoryModel, global_power, make_worker, population
 from tests.support.histories import run as decode
@@ -32,7 +32,7 @@ MODELS = HistoryModel(3, 1), HistoryModel(3, 2)
 
 
 @dataclass(frozen=True)
-class Asked:
+class RequestSpec:
     """A request of a population."""
 
     prompt: tuple[int, ...]
@@ -44,26 +44,26 @@ class Asked:
         return worker.admit(opening(self.prompt, self.sampling), self.stops, self.limit)
 
 
-def mixed(count: int) -> list[Asked]:
+def mixed(count: int) -> list[RequestSpec]:
     """Requests with different prompts, lengths, parameters and ends."""
     prompts = [tuple((i + j) % 3 for j in range(1 + i % 4)) for i in range(count)]
     shaped = [{"temperature": 0.6}, FILTERED, {}, PENALISED]
     sampling = [replace(WARM, seed=i, **shaped[i % 4]) for i in range(count)]
     ends = [(frozenset({1} if i % 2 else ()), 4 + 5 * i % 13) for i in range(count)]
-    return [Asked(*asked, *end) for asked, end in zip(zip(prompts, sampling), ends)]
+    return [RequestSpec(*spec, *end) for spec, end in zip(zip(prompts, sampling), ends)]
 
 
-def together(worker: Alone, requests: Sequence[Asked]) -> dict[int, GroupResult]:
+def decode_together(worker: Alone, requests: Sequence[RequestSpec]) -> dict[int, GroupResult]:
     """Decodes all of them as sequences become free, and checks that the streamed tokens of each form its answer."""
     waiting, numbers = iter(enumerate(requests)), dict[SequenceGroup, int]()
     streamed: dict[int, list[int]] = {}
     answers: dict[int, GroupResult] = {}
 
     def admit() -> bool:
-        number, asked = next(waiting, (0, None))
-        if asked is not None:
-            numbers[asked.admit(worker)] = number
-        return asked is not None
+        number, spec = next(waiting, (0, None))
+        if spec is not None:
+            numbers[spec.admit(worker)] = number
+        return spec is not None
 
     for group, tokens in decode_population(worker, admit):
         streamed.setdefault(numbers[group], []).extend(tokens)
@@ -78,13 +78,13 @@ def test_each_group_equals_itself_alone(plan: PopulationConfig) -> None:
     """With any number of groups, with room or compacted often, and with the host one round behind."""
     requests, alone = mixed(10), make_worker(*MODELS, plan, max_tokens=24, slots=400)
     wanted = dict[int, GroupResult]()
-    for number, asked in enumerate(requests):
-        decode(alone, asked.prompt, asked.sampling, set(asked.stops), asked.limit)
+    for number, spec in enumerate(requests):
+        decode(alone, spec.prompt, spec.sampling, set(spec.stops), spec.limit)
         wanted[number] = alone.answer()
     compactions = 0
     for groups, slots, lag in ((4, 400, 0), (3, 75, 0), (4, 90, 1)):
         worker = make_worker(*MODELS, replace(plan, smc_groups=groups), max_tokens=24, slots=slots, lag=lag)
-        found = together(worker, requests)
+        found = decode_together(worker, requests)
         assert {n: found[n].tokens for n in wanted} == {n: wanted[n].tokens for n in wanted}
         assert all(found[n].log_z == pytest.approx(wanted[n].log_z) for n in wanted)
         compactions += sum(answer.compactions for answer in found.values())
@@ -106,12 +106,12 @@ def test_captured_rounds_do_not_change_idle_groups(slots: int, lag: int) -> None
     the last round. Here one is out of room while three others continue, which were admitted later."""
     plan = PopulationConfig(3, 2, 0.0, smc_groups=4)
     specs = [(0, 24, ()), (1, 4, ()), (2, 4, {1}), (3, 4, ()), *((seed, 24, ()) for seed in (4, 5, 6)), (7, 9, {1})]
-    requests = [Asked((0, 1), replace(WARM, seed=seed), frozenset(stops), limit) for seed, limit, stops in specs]
+    requests = [RequestSpec((0, 1), replace(WARM, seed=seed), frozenset(stops), limit) for seed, limit, stops in specs]
     found: list[dict[int, GroupResult]] = []
     for capture in (None, Rerun()):
         target, draft = (make_runner(model, Capturing(), context=40, tree_slots=slots) for model in MODELS)
         worker = make_population(target, draft, plan, max_tokens=24, lag=lag, captures=(capture, capture))
-        found.append(together(worker, requests))
+        found.append(decode_together(worker, requests))
         assert (worker.executors[0].name == "graph") == (capture is not None)
         assert capture is None or capture.captures > 2
     for number, eager in found[0].items():
@@ -128,10 +128,10 @@ def test_several_groups_follow_the_distribution() -> None:
     worker = make_worker(target, draft, plan, slots=1 + 4 * plan.slots_per_round)
     specs = [((0, 1), replace(WARM, temperature=0.7)), ((0, 1), replace(WARM, **FILTERED))]
     specs.append(((2, 0), replace(WARM, **PENALISED)))
-    found = [Found(target, []) for _ in specs]
+    found = [RunResults(target, []) for _ in specs]
     for seed in range(30):
-        visitor = Asked((1,), replace(WARM, seed=seed), frozenset(), 9).admit(worker)
-        *first, late = [Asked(prompt, replace(s, seed=seed), frozenset({2}), limit) for prompt, s in specs]
+        visitor = RequestSpec((1,), replace(WARM, seed=seed), frozenset(), 9).admit(worker)
+        *first, late = [RequestSpec(prompt, replace(s, seed=seed), frozenset({2}), limit) for prompt, s in specs]
         groups = [each.admit(worker) for each in first]
         worker.launch()
         worker.collect()
@@ -142,7 +142,7 @@ def test_several_groups_follow_the_distribution() -> None:
         while worker.launch():
             worker.collect()
         for group, each in zip(groups, found, strict=True):
-            each.laws.append(population(worker, worker._order.index(group.sequence)))
+            each.distributions.append(population(worker, worker._order.index(group.sequence)))
             worker.release(group)
     for (prompt, sampling), each in zip(specs, found, strict=True):
         check_unbiased(each, global_power(target, prompt, sampling, 2.0, {2}, limit))
@@ -159,53 +159,53 @@ class Places(RuleBasedStateMachine):
         super().__init__()
         self.worker = make_worker(*MODELS, self.PLAN, max_tokens=self.LIMIT, slots=self.SLOTS)
         self.alone = make_worker(*MODELS, replace(self.PLAN, smc_groups=1), max_tokens=self.LIMIT, slots=self.SLOTS)
-        self.here: dict[SequenceGroup, Asked] = {}
+        self.admitted: dict[SequenceGroup, RequestSpec] = {}
 
-    def wanted(self, asked: Asked) -> list[int]:
+    def wanted(self, spec: RequestSpec) -> list[int]:
         """The result of a request alone."""
-        key = repr(asked)
+        key = repr(spec)
         if key not in self.KNOWN:
-            decode(self.alone, asked.prompt, asked.sampling, set(asked.stops), asked.limit)
+            decode(self.alone, spec.prompt, spec.sampling, set(spec.stops), spec.limit)
             self.KNOWN[key] = self.alone.answer().tokens
         return self.KNOWN[key]
 
-    @precondition(lambda self: len(self.here) < self.G)
+    @precondition(lambda self: len(self.admitted) < self.G)
     @rule(
         prompt=st.lists(st.integers(0, 2), min_size=1, max_size=3), seed=st.integers(0, 3),
         shaped=st.sampled_from([{}, FILTERED, PENALISED]), stops=st.sampled_from([frozenset[int](), frozenset({1})]),
         limit=st.integers(1, LIMIT),
     )  # fmt: skip
     def admit(self, prompt: list[int], seed: int, shaped: dict[str, Any], stops: frozenset[int], limit: int) -> None:
-        asked = Asked(tuple(prompt), replace(WARM, seed=seed, **shaped), stops, limit)
+        spec = RequestSpec(tuple(prompt), replace(WARM, seed=seed, **shaped), stops, limit)
         assert self.worker.has_room
-        self.here[asked.admit(self.worker)] = asked
+        self.admitted[spec.admit(self.worker)] = spec
 
     @rule()
     def step(self) -> None:
-        going = {group: group.rounds for group in self.here if not group.is_finished}
+        going = {group: group.rounds for group in self.admitted if not group.is_finished}
         assert self.worker.launch() == bool(going)
         self.worker.collect()
         assert all(group.rounds == rounds + 1 for group, rounds in going.items() if not group.full)
-        for group in [group for group in self.here if group.is_finished]:
-            asked, answer = self.here.pop(group), self.worker.finish(group)
+        for group in [group for group in self.admitted if group.is_finished]:
+            spec, answer = self.admitted.pop(group), self.worker.finish(group)
             self.worker.release(group)
-            assert answer.tokens == self.wanted(asked)
+            assert answer.tokens == self.wanted(spec)
             assert answer.tokens[: len(group.tokens)] == group.tokens
 
-    @precondition(lambda self: self.here)
+    @precondition(lambda self: self.admitted)
     @rule(which=st.integers(0, G - 1))
     def cancel(self, which: int) -> None:
-        group = [*self.here][which % len(self.here)]
-        del self.here[group]
+        group = [*self.admitted][which % len(self.admitted)]
+        del self.admitted[group]
         self.worker.release(group)
 
     @invariant()
     def no_place_is_lost(self) -> None:
         worker, p = self.worker, self.worker.particles
-        assert worker.groups == [*self.here] and worker.has_room == (len(self.here) < self.G)
+        assert worker.groups == [*self.admitted] and worker.has_room == (len(self.admitted) < self.G)
         assert sorted(worker._order) == [*range(self.G)] == sorted(worker.round._sequences.tolist())
-        assert len({group.sequence for group in self.here}) == len(self.here)
-        used = {group.sequence: group.used_slots for group in self.here}
+        assert len({group.sequence for group in self.admitted}) == len(self.admitted)
+        used = {group.sequence: group.used_slots for group in self.admitted}
         for at, sequence in enumerate(worker._order):
             state = p.slot_states(self.SLOTS)[at]
             if sequence not in used:

@@ -245,7 +245,7 @@ def test_a_long_prompt_is_shared(pair: tuple[Path, Path]) -> None:
     while smc.launch():
         smc.collect()
         rounds.append((cache.prefix_len[0] + group.used_slots - 1000, sum(moves)))
-    assert all(grown <= 64 * 4 * (i + 1) for i, (grown, _) in enumerate(rounds))
+    assert all(added <= 64 * 4 * (i + 1) for i, (added, _) in enumerate(rounds))
     assert int(smc.particles.resampled) > group.compactions and sum(moves) == group.moved_slots
     assert rounds[-1][0] < 64 * 24, "lineages coalesce"
     assert 1000 + rounds[-1][0] < 64 * 1000 / 20, "a copy for each particle would take 64,000 slots"

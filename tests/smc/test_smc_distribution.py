@@ -36,27 +36,27 @@ PROMPT, STOPS = [0, 1], {2}
 
 
 @dataclass
-class Found:
+class RunResults:
     """The results of many runs with different seeds."""
 
     target: HistoryModel
-    laws: list[Law]  # of each run: the estimate of Z times the weighted population
+    distributions: list[Law]  # of each run: the estimate of Z times the weighted population
     effective: float = 0.0  # ESS / N, mean
     resampled: float = 0.0  # share of the rounds
 
     def unbiased(self) -> Law:
-        return mean(self.laws)
+        return mean(self.distributions)
 
     def shares(self) -> Law:
         """The weighted population alone."""
-        return mean([normalised(law) for law in self.laws])
+        return mean([normalised(distribution) for distribution in self.distributions])
 
 
-def mean(laws: list[Law]) -> Law:
+def mean(distributions: list[Law]) -> Law:
     out: defaultdict[tuple[int, ...], float] = defaultdict(float)
-    for law in laws:
-        for text, mass in law.items():
-            out[text] += mass / len(laws)
+    for distribution in distributions:
+        for text, mass in distribution.items():
+            out[text] += mass / len(distributions)
     return dict(out)
 
 
@@ -69,10 +69,10 @@ def sample(
     limit: int = 4,
     same: bool = False,
     sharpness: float = 0.6,
-) -> Found:
+) -> RunResults:
     """The draft is flatter than the target: otherwise rare texts of great weight would need many more runs."""
     target = HistoryModel(vocab, 1)
-    found = Found(target, [])
+    found = RunResults(target, [])
     worker = make_worker(
         target, target if same else HistoryModel(vocab, 2, sharpness), plan, slots=1 + 4 * plan.slots_per_round
     )
@@ -80,20 +80,22 @@ def sample(
         decode(worker, PROMPT, replace(sampling, seed=seed), STOPS, limit)
         answer = worker.answer()
         assert not answer.full
-        found.laws.append(population(worker))
+        found.distributions.append(population(worker))
         found.effective += answer.ess_mean / plan.particles / runs
         found.resampled += answer.resample_rate / runs
     return found
 
 
-def check_unbiased(found: Found, exact: Law) -> None:
+def check_unbiased(found: RunResults, exact: Law) -> None:
     """Z, each text with a share of at least 3 %, and the others together: within 4 standard errors."""
-    whole, runs = sum(exact.values()), len(found.laws)
-    assert all(set(law) <= set(exact) for law in found.laws)
+    whole, runs = sum(exact.values()), len(found.distributions)
+    assert all(set(distribution) <= set(exact) for distribution in found.distributions)
     groups = [{text} for text, mass in exact.items() if mass >= 0.03 * whole]
     groups += [set(exact) - set().union(*groups), set(exact)]
     for group in groups:
-        seen = torch.tensor([sum(law.get(text, 0.0) for text in group) for law in found.laws])
+        seen = torch.tensor(
+            [sum(distribution.get(text, 0.0) for text in group) for distribution in found.distributions]
+        )
         error = float(seen.std()) / runs**0.5
         assert abs(float(seen.mean()) - sum(exact[text] for text in group)) < 4 * error + 1e-6 * whole, group
 
@@ -118,9 +120,9 @@ def test_the_population_follows_the_global_power_target(power: float, temperatur
 def test_a_draft_that_computes_its_last_token_immediately_has_the_same_distribution(plan: PopulationConfig) -> None:
     """Population by population, wherever resampling and rejections have left the rows."""
     sampling = SamplingParams(temperature=0.7)
-    deferred, at_once = (sample(replace(plan, deferred_bonus=yes), sampling, 20, limit=8) for yes in (True, False))
-    for law, same in zip(deferred.laws, at_once.laws, strict=True):
-        assert law == pytest.approx(same)
+    deferred, immediate = (sample(replace(plan, deferred_bonus=yes), sampling, 20, limit=8) for yes in (True, False))
+    for distribution, same in zip(deferred.distributions, immediate.distributions, strict=True):
+        assert distribution == pytest.approx(same)
     assert 0 < deferred.resampled < 1
 
 
@@ -163,10 +165,10 @@ def test_penalties_follow_the_text_of_each_particle(shaped: dict[str, Any], exac
         temperature=0.7, repetition_penalty=1.6, presence_penalty=0.5, frequency_penalty=0.4, **shaped
     )
     found = sample(PopulationConfig(40, 2, 0.85, 2.0, exact), sampling, 50, limit=5)
-    law = global_power(found.target, PROMPT, sampling, 2.0, STOPS, 5)
-    check_unbiased(found, law)
+    exact_distribution = global_power(found.target, PROMPT, sampling, 2.0, STOPS, 5)
+    check_unbiased(found, exact_distribution)
     without = global_power(found.target, PROMPT, SamplingParams(temperature=0.7), 2.0, STOPS, 5)
-    assert found.resampled > 0 and distance(normalised(law), normalised(without)) > 0.15, "they matter"
+    assert found.resampled > 0 and distance(normalised(exact_distribution), normalised(without)) > 0.15, "they matter"
 
 
 @pytest.mark.parametrize(("exact", "power"), [(1, 1.0), (1, 2.0), (3, 2.0)])

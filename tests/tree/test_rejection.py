@@ -29,7 +29,7 @@ from tests.support.thread_group import ThreadGroup, on_ranks
 KINDS = ("random", "ties", "equal", "disjoint", "zeros", "one-hot draft", "one-hot target")
 
 
-def laws(kind: str, vocab: int, seed: int) -> tuple[list[float], list[float]]:
+def distributions(kind: str, vocab: int, seed: int) -> tuple[list[float], list[float]]:
     """Distributions p and q over this number of tokens."""
     noise = torch.Generator().manual_seed(seed)
     p, q = torch.rand(2, vocab, generator=noise, dtype=torch.float64) ** 2 + 0.01
@@ -49,7 +49,7 @@ def laws(kind: str, vocab: int, seed: int) -> tuple[list[float], list[float]]:
     return (p / p.sum()).tolist(), (q / q.sum()).tolist()
 
 
-def passing(p: Tensor, q: Tensor, places: Tensor, i: int) -> Tensor:
+def acceptance_thresholds(p: Tensor, q: Tensor, places: Tensor, i: int) -> Tensor:
     """The probability [r, 1] that child i is accepted after all before it were rejected: the threshold of `judge`."""
     coins = torch.ones(places.shape, dtype=torch.float64)
     low, high = torch.zeros_like(p[:, :1]), torch.ones_like(p[:, :1])
@@ -60,33 +60,33 @@ def passing(p: Tensor, q: Tensor, places: Tensor, i: int) -> Tensor:
     return high
 
 
-def judged_law(p: Tensor, q: Tensor, places: Tensor) -> Tensor:
+def verified_distribution(p: Tensor, q: Tensor, places: Tensor) -> Tensor:
     """The distribution [r, V] of the token after each of r nodes with these children [r, c]."""
-    law, mass, count = torch.zeros_like(p), torch.ones_like(p[:, :1]), places.shape[1]
+    distribution, mass, count = torch.zeros_like(p), torch.ones_like(p[:, :1]), places.shape[1]
     for i in range(count):
-        high = passing(p, q, places, i)
-        law.scatter_add_(1, places[:, i : i + 1], mass * high)
+        high = acceptance_thresholds(p, q, places, i)
+        distribution.scatter_add_(1, places[:, i : i + 1], mass * high)
         mass = mass * (1 - high)
     last = verify_siblings(p, q, places, torch.ones(places.shape, dtype=torch.float64))
     left = torch.where(q > 0, last.inside, p * last.outside.exp()[:, None])
     over = mass < 1e-12  # one of the children is always accepted
     assert (over | torch.isfinite(left) & (last.accepted < 0)[:, None]).all()
-    return law + torch.where(over, 0, mass * left)
+    return distribution + torch.where(over, 0, mass * left)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("vocab", "count"), [(3, 1), (3, 2), (4, 3), (6, 2), (8, 1), (5, 4)])
 def test_the_token_follows_p_for_any_children(kind: str, vocab: int, count: int) -> None:
     for seed in range(3):
-        p, q = laws(kind, vocab, seed)
+        p, q = distributions(kind, vocab, seed)
         ways = list(orders(q, count))
         drawn = torch.tensor([order for order, _ in ways])[:, : min(count, sum(x > 0 for x in q))]
         chances = torch.tensor([[chance] for _, chance in ways], dtype=torch.float64)
         ps, qs = (torch.tensor([x] * len(ways), dtype=torch.float64) for x in (p, q))
-        law = chances * judged_law(ps, qs, drawn)
-        torch.testing.assert_close(law.sum(0), torch.tensor(p, dtype=torch.float64), atol=1e-12, rtol=0)
+        distribution = chances * verified_distribution(ps, qs, drawn)
+        torch.testing.assert_close(distribution.sum(0), torch.tensor(p, dtype=torch.float64), atol=1e-12, rtol=0)
         overlap = verify_siblings(ps, qs, drawn, torch.ones(drawn.shape, dtype=torch.float64)).overlap
-        first = (chances * passing(ps, qs, drawn, 0)).sum().expand(len(ways))
+        first = (chances * acceptance_thresholds(ps, qs, drawn, 0)).sum().expand(len(ways))
         torch.testing.assert_close(overlap, first, atol=1e-12, rtol=0)
         assert overlap[0] == pytest.approx(1 - sum(abs(a - b) for a, b in zip(p, q, strict=True)) / 2)
 
@@ -95,7 +95,9 @@ def test_the_token_follows_p_for_any_children(kind: str, vocab: int, count: int)
 @settings(deadline=None)
 def test_rows_are_verified_independently(kind: str, vocab: int, count: int, rows: int, seed: int) -> None:
     noise = torch.Generator().manual_seed(seed)
-    p, q = (torch.tensor(x, dtype=torch.float64) for x in zip(*(laws(kind, vocab, seed + i) for i in range(rows))))
+    p, q = (
+        torch.tensor(x, dtype=torch.float64) for x in zip(*(distributions(kind, vocab, seed + i) for i in range(rows)))
+    )
     places = torch.stack([torch.randperm(vocab, generator=noise) for _ in range(rows)])[:, : min(count, vocab)]
     places = torch.where(q.gather(-1, places) > 0, places, -1).sort(-1, descending=True).values
     coins = torch.rand(places.shape, generator=noise, dtype=torch.float64)
@@ -166,7 +168,7 @@ class Walked:
         self._tokens = proposal.tokens
         self._coins = np.zeros((3, 2))  # by depth and sibling
         self._noise = np.zeros(logits.shape[1])
-        self.law: Law = {}
+        self.distribution: Law = {}
         patch.setattr(rejection, "row_keys", lambda key, positions: positions)
         patch.setattr(rejection, "row_bits", self._bits)
         patch.setattr(PositionNoise, "rows", lambda *_: (torch.from_numpy(self._noise)[None], torch.tensor([0])))
@@ -197,7 +199,7 @@ class Walked:
                 return
         left = self._left()
         for token, chance in enumerate(left / left.sum()):
-            self.law[(*text, token)] = self.law.get((*text, token), 0.0) + mass * chance
+            self.distribution[(*text, token)] = self.distribution.get((*text, token), 0.0) + mass * chance
 
     def _left(self) -> NDArray[np.float64]:
         """The unnormalised distribution [V] of the last token: for two tokens at a time, by the noise at which the most
@@ -242,9 +244,9 @@ def test_a_whole_tree_has_the_distribution_of_the_definition(
     want = outcomes(proposal, p)
     walked = Walked(monkeypatch, proposal, logits, sampling)
     walked.visit()
-    for text in {*want, *walked.law}:
-        assert walked.law.get(text, 0.0) == pytest.approx(want.get(text, 0.0), abs=1e-7), text
-    assert sum(walked.law.values()) == pytest.approx(1)
+    for text in {*want, *walked.distribution}:
+        assert walked.distribution.get(text, 0.0) == pytest.approx(want.get(text, 0.0), abs=1e-7), text
+    assert sum(walked.distribution.values()) == pytest.approx(1)
 
 
 def test_overlaps_equal_those_of_the_filtered_distributions() -> None:

@@ -37,7 +37,7 @@ class ReplicaMachine(RuleBasedStateMachine):
         self.replica = TreeReplica(self.make(), VOCAB)
         self.replica.open(ROOT)
         self.text: Path = (ROOT,)
-        self.round = self.taken = 0
+        self.round = self.applied = 0
         self.results: deque[Path] = deque()  # not yet processed by the draft
         self.deltas: deque[tuple[TreeDelta, dict[Path, float]]] = deque()  # under way
         self.base, self.weight = (ROOT,), 0.0  # position and weight of the draft's root
@@ -58,7 +58,7 @@ class ReplicaMachine(RuleBasedStateMachine):
         new = slice(before, self.tree.count)
         self.ids.add(self.tree.count - before)
         parents, weights = self.ids.ids[self.tree.parent[new]], self.tree.logprob[new].copy()
-        delta = TreeDelta(1, self.taken, count, first, parents, self.tree.token[new].copy(), weights)
+        delta = TreeDelta(1, self.applied, count, first, parents, self.tree.token[new].copy(), weights)
         paths = [(*self.base, *path) for path in self.tree.path_tokens(range(before, self.tree.count))]
         self.send(delta, dict(zip(paths, (weights + self.weight).tolist(), strict=True)))
 
@@ -80,7 +80,7 @@ class ReplicaMachine(RuleBasedStateMachine):
     def take_in(self, speaks: bool) -> None:
         tokens = self.results.popleft()
         node = self.ids.follow(self.tree, tokens)
-        self.base, self.taken = (*self.base, *tokens), self.taken + 1
+        self.base, self.applied = (*self.base, *tokens), self.applied + 1
         weight = NEG_INF if node is None else float(self.tree.logprob[node])
         self.weight = self.weight + weight if weight > NEG_INF else 0.0
         if node is None:
@@ -90,7 +90,7 @@ class ReplicaMachine(RuleBasedStateMachine):
         self.roots[self.base] = self.weight
         if speaks:
             empty = np.array([], np.int64)
-            self.send(TreeDelta(1, self.taken, 1, self.ids.next, empty, empty, empty.astype(np.float64)), {})
+            self.send(TreeDelta(1, self.applied, 1, self.ids.next, empty, empty, empty.astype(np.float64)), {})
 
     def send(self, delta: TreeDelta, nodes: dict[Path, float]) -> None:
         self.deltas.append((delta, self.roots | nodes))

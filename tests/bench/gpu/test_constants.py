@@ -13,7 +13,9 @@ import torch
 from bench.gpu import constants
 from bench.gpu.targets import Constants
 
-SAID = "gpu NVIDIA H200\ngap 1.1000 us\nplain_gap 1.9 us\nexchange 0.7 us\ncopy 4200.0 GB/s\nread_139kB 4410.0 GB/s\n"
+REPORTED = (
+    "gpu NVIDIA H200\ngap 1.1000 us\nplain_gap 1.9 us\nexchange 0.7 us\ncopy 4200.0 GB/s\nread_139kB 4410.0 GB/s\n"
+)
 
 
 @pytest.mark.parametrize("code", [0, 1])
@@ -22,7 +24,7 @@ def test_reported_constants_are_used(
 ) -> None:
     """Constants that were reported before a failure are used, and the targets change with them."""
     program, file = tmp_path / "program", tmp_path / "constants.json"
-    program.write_text(f"#!/bin/sh\nprintf '{SAID.encode('unicode_escape').decode()}'\nexit {code}\n")
+    program.write_text(f"#!/bin/sh\nprintf '{REPORTED.encode('unicode_escape').decode()}'\nexit {code}\n")
     program.chmod(0o755)
     monkeypatch.setattr(constants, "PROGRAM", program)
     monkeypatch.setattr(constants, "build", lambda: None)

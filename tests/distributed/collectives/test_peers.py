@@ -123,7 +123,7 @@ class Gloo(ThreadGroup):
     left = False
 
     def close(self) -> None:
-        self.left = True
+        self.closed = True
 
 
 def on_gpus(machine: Machine, size: int, work: Callable[[Gloo, Any], T]) -> list[T | Exception]:
@@ -154,7 +154,7 @@ def test_every_rank_sees_every_inbox_in_rank_order(machine: Machine, size: int) 
         joined = join(group, store)
         gathered = joined.all_gather(torch.tensor([group.rank]))
         joined.close()
-        return group.left and gathered.flatten().tolist() == list(range(size))
+        return group.closed and gathered.flatten().tolist() == list(range(size))
 
     assert on_gpus(machine, size, work) == [True] * size
     for rank in range(size):
@@ -182,7 +182,7 @@ def test_gpus_without_peer_access_use_the_library(machine: Machine, monkeypatch:
     def work(group: Gloo, store: Any) -> tuple[bool, bool]:
         stands_in: Any = SimpleNamespace(set=store.set, get=store.get, group=group)
         joined = peers.join(stands_in, "", 0, 0, device=CPU, timeout=timedelta(1), width=64)
-        return joined is group, group.left
+        return joined is group, group.closed
 
     assert on_gpus(machine, 4, work) == [(True, False)] * 4
 

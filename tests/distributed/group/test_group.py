@@ -216,8 +216,8 @@ def test_rounds_equal_the_reference_algorithm_one_round_late(
 ) -> None:
     pair = pairs["llama"]
     worth = EXPANSION_YIELD if catch_up else None
-    laws = logprobs(pair[0]), logprobs(pair[1])
-    text, count = slow_reference.rounds(*laws, PROMPT, 40, bs=bs, w=w, d=d, ahead=True, worth=worth)
+    distributions = logprobs(pair[0]), logprobs(pair[1])
+    text, count = slow_reference.rounds(*distributions, PROMPT, 40, bs=bs, w=w, d=d, ahead=True, worth=worth)
     plan = {"mode": "async", "verify_batch": bs, "draft_leaves": w, "draft_steps": d, "calibration": 1.0}
     plan["catch_up"] = catch_up
     for draft_tp in (1, 2):

@@ -43,17 +43,17 @@ def rank(number: int, port: int, size: int = 2) -> Launched:
 def test_a_rank_logs_that_it_waits_for_the_store(port: int) -> None:
     messages, waits, stores = [], threading.Event(), []
 
-    def say(text: str) -> None:
+    def log(text: str) -> None:
         messages.append(text)
         waits.set()
 
     def keep() -> None:
         assert waits.wait(20)
-        stores.append(open_store(rank(0, port), say, SOON))
+        stores.append(open_store(rank(0, port), log, SOON))
 
     keeper = threading.Thread(target=keep)
     keeper.start()
-    open_store(rank(1, port), say, SOON).set("a", "b")
+    open_store(rank(1, port), log, SOON).set("a", "b")
     keeper.join()
     assert stores[0].get("a") == b"b" and len(messages) >= 1
     assert messages[0].startswith(f"rank 1 is waiting for rank 0 at 127.0.0.1:{port} (Connection refused)")

@@ -131,8 +131,8 @@ def test_rejection_sampling_has_the_same_rounds(pair: tuple[Path, Path], target:
 def test_sessions_are_independent(pair: tuple[Path, Path]) -> None:
     """Two clients alternate on workers with room for two sessions, then for one: then each round evicts the session of
     the other client, which is prefilled again."""
-    for room in (2, 1):
-        with started("target", pair[0], sessions=room) as target, started("draft", pair[1], sessions=2) as draft:
+    for sessions in (2, 1):
+        with started("target", pair[0], sessions=sessions) as target, started("draft", pair[1], sessions=2) as draft:
             with (
                 on_workers(target.named(), draft.named(), draft_steps=2) as one,
                 on_workers(target.named(), draft.named(), mode="serial", draft_steps=2) as other,
@@ -148,7 +148,7 @@ def test_sessions_are_independent(pair: tuple[Path, Path]) -> None:
                         else:
                             texts[i].extend(chunk.token_ids)
                 assert texts == (plain(pair[0], "greedy"), plain(pair[0], "sampled"))
-                assert len(target.service.sessions) == room
+                assert len(target.service.sessions) == sessions
             assert len(target.service.sessions) == len(draft.service.sessions) == 0, "whoever leaves says so"
 
 

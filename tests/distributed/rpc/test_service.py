@@ -70,8 +70,8 @@ class Client:
             self._channel.unary_unary(f"/{TARGET_SERVICE}/VerifyDrafts")(data, timeout=20)
         )
 
-    def ask(self, **asks: Any) -> pb.VerifyAnswer:
-        return self.raw(pb.VerifyRequest(**asks).SerializeToString())
+    def ask(self, **fields: Any) -> pb.VerifyAnswer:
+        return self.raw(pb.VerifyRequest(**fields).SerializeToString())
 
     def opening(self, shape: EngineConfig = SHAPE) -> pb.Opening:
         return request_start_to_proto(RequestStart(1, TEXT, GREEDY, len(TEXT)), shape, self.own)

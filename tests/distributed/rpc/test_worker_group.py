@@ -16,7 +16,7 @@ from tests.support.tiny_checkpoints import make_pair
 from tests.support.workers import OPTIONS
 
 PROMPT = [5, 17, 3, 29, 11, 8, 2, 30]
-ASKED = (
+REQUESTS = (
     SamplingParams(temperature=0, max_tokens=20, ignore_eos=True),
     SamplingParams(temperature=0.8, top_p=0.9, seed=7, max_tokens=20, ignore_eos=True),
 )
@@ -33,11 +33,11 @@ ASKED = (
 def test_the_text_equals_that_of_one_rank(pool: Pool, tmp_path: Path, side: str, plan: dict[str, Any]) -> None:
     target, draft = make_pair(tmp_path)
     model, other = (target, draft) if side == "target" else (draft, target)
-    requests = [(PROMPT, asdict(params)) for params in ASKED]
+    requests = [(PROMPT, asdict(params)) for params in REQUESTS]
     job = {"side": side, "model": str(model), "other": str(other), "plan": plan, "requests": requests}
     found = pool.run(2, "decode_on_group", **job)[0]
     plain = LLM(target, None, **OPTIONS)
-    for (one, two, lost, accepted), params in zip(found, ASKED, strict=True):
+    for (one, two, lost, accepted), params in zip(found, REQUESTS, strict=True):
         assert one == two == plain.generate(PROMPT, params).token_ids
         assert lost == [None, None] and accepted > 3
 
@@ -48,10 +48,10 @@ def test_the_text_equals_that_of_one_rank(pool: Pool, tmp_path: Path, side: str,
 def test_all_ranks_use_an_executor_that_all_have(pool: Pool, tmp_path: Path, side: str, rank: int) -> None:
     target, draft = make_pair(tmp_path)
     model, other = (target, draft) if side == "target" else (draft, target)
-    requests = [(PROMPT, asdict(ASKED[0]))]
+    requests = [(PROMPT, asdict(REQUESTS[0]))]
     job = {"side": side, "model": str(model), "other": str(other), "requests": requests, "more_on": rank}
     ((one, two, lost, accepted),) = pool.run(2, "decode_on_group", plan={"mode": "serial", "draft_steps": 3}, **job)[0]
-    assert one == two == LLM(target, None, **OPTIONS).generate(PROMPT, ASKED[0]).token_ids
+    assert one == two == LLM(target, None, **OPTIONS).generate(PROMPT, REQUESTS[0]).token_ids
     assert lost == [None, None] and accepted > 3
 
 

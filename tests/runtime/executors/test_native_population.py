@@ -55,7 +55,7 @@ def worker(
     return smc
 
 
-def asked_of(count: int, *, greedy: bool) -> Iterator[tuple[list[int], SamplingParams, int]]:
+def requests_of(count: int, *, greedy: bool) -> Iterator[tuple[list[int], SamplingParams, int]]:
     """Prompts and limits of different lengths."""
     for i in range(count):
         shaped: dict[str, Any] = {"temperature": 0.0} if greedy and i % 4 == 3 else SHAPES[i % 3]
@@ -95,11 +95,11 @@ def test_native_rounds_equal_eager_rounds(request: pytest.FixtureRequest, models
     """Round by round, while requests are admitted, finish and are cancelled."""
     pair, config = request.getfixturevalue(models), CONFIGS[name]
     workers = worker(pair, config, "native"), worker(pair, config, "eager")
-    waiting = asked_of(9 if models == "bf16" else 5, greedy=name == "match")
+    waiting = requests_of(9 if models == "bf16" else 5, greedy=name == "match")
     live, rounds, ended = list[tuple[SequenceGroup, SequenceGroup]](), 0, 0
     while True:
-        while len(live) < 3 and (asked := next(waiting, None)) is not None:
-            prompt, sampling, limit = asked
+        while len(live) < 3 and (admitted := next(waiting, None)) is not None:
+            prompt, sampling, limit = admitted
             a, b = (each.admit(opening(prompt, sampling), {7, 11}, limit) for each in workers)
             live.append((a, b))
         if not live:

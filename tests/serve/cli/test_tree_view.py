@@ -14,7 +14,7 @@ from swiftspec.messages import Proposal, VerifyResult
 from swiftspec.observe.round_records import RoundRecord
 from swiftspec.serve.cli.tree_view import RoundHistory
 
-LANE: dict[str, Any] = {
+TIMELINE: dict[str, Any] = {
     "tree": {
         "tokens": np.array([3, 5, 6, 7, 8, 9, 4]), "parents": np.array([-1, 0, 0, 1, 1, 3, 2]),
         "logprobs": np.log([1, 0.8, 0.1, 0.4, 0.2, 0.4, 0.1]), "expanded": np.array([1, 1, 1, 1, 0, 0, 0]),
@@ -22,7 +22,7 @@ LANE: dict[str, Any] = {
 }  # fmt: skip
 
 
-def noted(
+def round_record(
     round_: int, parents: tuple[int, ...], path: tuple[int, ...], tokens: tuple[int, ...], *more: Any
 ) -> RoundRecord:
     """A round that verifies tokens 3, 5, 6. `more`: p, and what reads the draft's timeline."""
@@ -41,7 +41,7 @@ def test_a_tree_is_shown() -> None:
     lines[0]([{"request": 1, "begin": {}}])
     with pytest.raises(UserError, match="ask something"):
         rounds.command("", console)
-    lines[0]([noted(4, (-1, 0, 0), (0, 1), (5, 7), [0.5, 0.25], lambda: LANE)])
+    lines[0]([round_record(4, (-1, 0, 0), (0, 1), (5, 7), [0.5, 0.25], lambda: TIMELINE)])
     rounds.command("0", console)
     assert out.getvalue().splitlines()[1:] == [
         "round 4: 2 guesses verified, 1 right; the target adds 't7'",
@@ -65,6 +65,6 @@ def test_without_the_draft_s_tree_the_proposal_is_shown() -> None:
     rounds, out = RoundHistory(lines.append, lambda token: "\x1b[31m" if token == 6 else str(token)), io.StringIO()
     console = Console(file=out, width=100, color_system=None)
     rounds.command("on", console)
-    lines[0]([noted(0, (-1, 0, 1), (0,), (1,))])
+    lines[0]([round_record(0, (-1, 0, 1), (0,), (1,))])
     rounds.command("", console)
     assert out.getvalue().splitlines()[2:] == ["'3'", "└─ '5'  wrong", "   └─ '\\x1b[31m'  wrong"]

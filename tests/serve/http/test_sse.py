@@ -31,7 +31,7 @@ class Caller:
         self._app = application(player, **options)
         self._body = json.dumps(body).encode()
         self._asked = False
-        self.gone = asyncio.Event()
+        self.disconnected = asyncio.Event()
         self.came = asyncio.Event()
         self.sent: list[Message] = []
 
@@ -47,7 +47,7 @@ class Caller:
         if not self._asked:
             self._asked = True
             return {"type": "http.request", "body": self._body, "more_body": False}
-        await self.gone.wait()
+        await self.disconnected.wait()
         return {"type": "http.disconnect"}
 
     async def _send(self, message: Message) -> None:
@@ -76,7 +76,7 @@ def test_a_disconnect_ends_the_request(player: Player, stream: bool, rounds: int
         running = asyncio.ensure_future(caller.run())
         await until(player)
         assert not player.closed
-        caller.gone.set()
+        caller.disconnected.set()
         await running
         assert player.closed == player.requests and len(player.requests) == 1
         assert bool(caller.text) == (stream and rounds > 0) and "[DONE]" not in caller.text
@@ -116,7 +116,7 @@ def test_keep_alive_comments_while_there_is_no_output(player: Player, rounds: in
         while comment not in caller.text:
             caller.came.clear()
             await caller.came.wait()
-        caller.gone.set()
+        caller.disconnected.set()
         await running
         assert [message["type"] for message in caller.sent].count("http.response.start") == 1
         assert caller.sent[0]["status"] == 200

@@ -24,7 +24,7 @@ from tests.support.server_request import ClientRequest, RequestOutcome, send_req
 LONG = ClientRequest("class Stack:\n", 800)
 SHORT = ClientRequest("def add(a, b):", 24, seed=3)
 EARLY = 10  # the piece of an answer at which the fault is injected
-WHOLE = 60.0  # limit of the recovery in seconds; the requirement is 10 and 15 with a core per rank
+RECOVERY_S = 60.0  # limit of the recovery in seconds; the requirement is 10 and 15 with a core per rank
 PAUSE = 5.0  # the requirement is 1 s on an idle machine
 
 pytestmark = pytest.mark.timeout(300)
@@ -80,7 +80,7 @@ def running(ranks: int, target_tp: int = 1) -> Iterator[ServerProcesses]:
         [*split, *EXACT, "--queue-timeout", "60", "--emulate", "target=40ms,draft=2ms"], ranks
     ) as served:
         job = ServerProcesses(served, ranks)
-        job.wait_until_up(WHOLE)
+        job.wait_until_up(RECOVERY_S)
         yield job
         job.snapshot()
     assert job.leftovers(10.0) == []
@@ -95,13 +95,13 @@ def hit(job: ServerProcesses, what: str, process: int) -> tuple[RequestOutcome, 
     """Returns the long answer, in whose middle a fault is injected into a process, and the time of the fault."""
     moments = list[float]()
 
-    def heard(pieces: int) -> None:
+    def count_pieces(pieces: int) -> None:
         if pieces == EARLY:
             moments.append(time.monotonic())
             assert inject_fault(what, process)
 
     with httpx.Client(base_url=job.server.url) as client:
-        outcome = send_request(client, LONG, heard)
+        outcome = send_request(client, LONG, count_pieces)
     assert moments, outcome
     return outcome, moments[0]
 
@@ -112,7 +112,7 @@ def test_the_front_end_restarts_and_the_ranks_remain(pair_of_ranks: ServerProces
     ranks, short, front_end = job.ranks(), request_text(job, SHORT).text, job.front_end()
     outcome, moment = hit(job, "kill", front_end)
     assert outcome.end == "disconnected" and right().startswith(outcome.text), outcome
-    job.wait_until_up(WHOLE)
+    job.wait_until_up(RECOVERY_S)
     print(f"the front end is back after {time.monotonic() - moment:.2f} s")
     assert request_text(job, SHORT).text == short
     assert job.ranks() == ranks and job.front_end() not in (0, front_end)
@@ -133,7 +133,7 @@ def test_an_answer_survives_the_loss_of_each_draft_rank(
             print(f"longest pause {outcome.longest_pause:.2f} s, {outages}")
             assert outages and all(outage["to_s"] is not None for outage in outages)
             assert outcome.longest_pause < PAUSE
-            job.wait_until_up(WHOLE)
+            job.wait_until_up(RECOVERY_S)
             assert [rank["pid"] for rank in job.ranks()[:target_tp]] == untouched
             assert job.ranks()[victim]["restarts"]
 
@@ -156,15 +156,15 @@ def test_losing_a_target_rank_ends_only_the_running_request(
             assert (after.end, after.text) == ("text", short), after.error
             print(f"{what} target rank {victim} of {target_tp} + {ranks - target_tp}: {outcome.error!r}", end=" ")
             print(f"after {outcome.ended - moment:.2f} s, served again after {after.ended - moment:.2f} s", end=" ")
-            print(f"whole after {time.monotonic() - moment + job.wait_until_up(WHOLE):.2f} s")
-            queued.join(WHOLE)
+            print(f"whole after {time.monotonic() - moment + job.wait_until_up(RECOVERY_S):.2f} s")
+            queued.join(RECOVERY_S)
             assert [(one.end, one.text) for one in waiting] == [("text", short)]
 
 
 @pytest.mark.slow
 def test_a_request_without_output_is_retried(pair_of_ranks: ServerProcesses) -> None:
     job, long_prompt, outcomes = pair_of_ranks, ClientRequest("word " * 1200, 3), list[RequestOutcome]()
-    job.wait_until_up(WHOLE)
+    job.wait_until_up(RECOVERY_S)
     thread = threading.Thread(target=lambda: outcomes.append(request_text(job, long_prompt)), daemon=True)
     rank_0 = job.process(0)
     thread.start()
@@ -181,6 +181,6 @@ def test_without_a_supervisor_the_whole_job_ends(rank: int, request: pytest.Fixt
     with serving(2, 1, request) if rank == 0 else running(2) as job:
         job.snapshot()
         outcome, moment = hit(job, "kill", job.supervisors()[rank])
-        job.server.process.wait(WHOLE)
+        job.server.process.wait(RECOVERY_S)
         print(f"without the keeper of rank {rank} all ended after {time.monotonic() - moment:.2f} s: {outcome.end}")
         assert job.leftovers(10.0) == []

@@ -51,8 +51,8 @@ def test_a_failing_or_hanging_step_does_not_affect_others(tmp_path: Path) -> Non
 @pytest.mark.parametrize("before", ["pass", "raise SystemExit(1)"])
 def test_if_early_starts_fail_the_remaining_steps_run_without_them(tmp_path: Path, before: str) -> None:
     """Only if early starts are the cause: if the smoke test fails without them, too, the cause is unknown."""
-    tell = "import os; print('early:', os.environ.get('SWIFTSPEC_EARLY_STARTS', 'as ever'))"
-    steps = [python("smoke, nothing early", before), python("smoke", "raise SystemExit(1)"), python("after", tell)]
+    report = "import os; print('early:', os.environ.get('SWIFTSPEC_EARLY_STARTS', 'as ever'))"
+    steps = [python("smoke, nothing early", before), python("smoke", "raise SystemExit(1)"), python("after", report)]
     whole = run_all(steps, 40.0, tmp_path / "step.json", {})
     assert f"early: {'0' if before == 'pass' else 'as ever'}" in whole["steps"][-1]["tail"]
 
@@ -71,7 +71,7 @@ def test_results_are_written_early_and_the_budget_is_kept(tmp_path: Path) -> Non
     assert [entry["state"] for entry in whole["steps"]] == ["ok", "ok", "out of time", "not begun"]
 
 
-def gone(pid: str) -> bool:
+def has_ended(pid: str) -> bool:
     """Whether a process has ended, even if its exit code was not read."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
@@ -86,9 +86,9 @@ def test_a_remaining_child_process_does_not_block() -> None:
     outcome = run(python("parent", code), 20.0)
     assert outcome.state == "ok" and outcome.seconds < 15
     until = time.monotonic() + 5
-    while not gone(outcome.tail.strip()) and time.monotonic() < until:
+    while not has_ended(outcome.tail.strip()) and time.monotonic() < until:
         time.sleep(0.05)
-    assert gone(outcome.tail.strip())
+    assert has_ended(outcome.tail.strip())
 
 
 def test_results_of_a_failed_step_and_old_results_are_kept(tmp_path: Path) -> None:

@@ -27,8 +27,8 @@ def result(op: str, rows: int, competitor: str, us: float, model: str = "Llama-3
 
 
 def kernels(*results: dict[str, Any]) -> dict[str, Any]:
-    rivals = ["flashinfer: not importable"]
-    return {"machine": {"copy GB/s": 4300.0}, "results": list(results), "rivals": rivals, "failed": []}
+    baselines = ["flashinfer: not importable"]
+    return {"machine": {"copy GB/s": 4300.0}, "results": list(results), "rivals": baselines, "failed": []}
 
 
 def verdicts(decodes: list[dict[str, Any]], found: dict[str, Any] | None) -> dict[str, str]:

@@ -14,29 +14,29 @@ from tests.support.http import READY, Player
 PLAN = {"mode": "smc", "population": {"particles": 4, "power": 1.0}}
 POPULATION = msgspec.structs.replace(READY, plan=PLAN)
 ASK: dict[str, Any] = {"prompt": "a", "max_tokens": 50, "smc": {}}
-SAID = [("return a + b\n", "stop", 0.5), ("return a - b", "length", 0.25), ("pass", "stop", 0.25)]
+ANSWER = [("return a + b\n", "stop", 0.5), ("return a - b", "length", 0.25), ("pass", "stop", 0.25)]
 
 
 @pytest.fixture(autouse=True)
 def particles(player: Player) -> None:
-    player.prepare(info=POPULATION, text="return a", choices=SAID, more={"exact": False})
+    player.prepare(info=POPULATION, text="return a", choices=ANSWER, more={"exact": False})
 
 
 def test_completions_have_a_choice_for_each_text(player: Player, client: httpx.Client) -> None:
     answer = client.post(TEXT, json={**ASK, "n": 3}).json()
-    assert [choice["text"] for choice in answer["choices"]] == [text for text, _, _ in SAID]
+    assert [choice["text"] for choice in answer["choices"]] == [text for text, _, _ in ANSWER]
     assert [choice["finish_reason"] for choice in answer["choices"]] == ["stop", "length", "stop"]
     assert [choice["weight"] for choice in answer["choices"]] == [0.5, 0.25, 0.25]
     assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2] and answer["exact"] is False
-    assert answer["usage"]["completion_tokens"] == sum(len(player.tokens(text)) for text, _, _ in SAID)
+    assert answer["usage"]["completion_tokens"] == sum(len(player.tokens(text)) for text, _, _ in ANSWER)
     assert player.requests[-1].choices == (3, 3)
     echoed = client.post(TEXT, json={**ASK, "n": 3, "echo": True}).json()
-    assert [choice["text"] for choice in echoed["choices"]] == [f"a{text}" for text, _, _ in SAID]
+    assert [choice["text"] for choice in echoed["choices"]] == [f"a{text}" for text, _, _ in ANSWER]
 
 
 def test_chat_has_a_message_for_each_text(player: Player, client: httpx.Client) -> None:
     answer = client.post(CHAT, json={**HELLO, "smc": {"particles": 4}, "n": 2, "best_of": 4}).json()
-    assert [choice["message"]["content"] for choice in answer["choices"]] == [text for text, _, _ in SAID]
+    assert [choice["message"]["content"] for choice in answer["choices"]] == [text for text, _, _ in ANSWER]
     assert all(choice["message"]["role"] == "assistant" for choice in answer["choices"])
     assert answer["choices"][1]["weight"] == 0.25 and player.requests[-1].choices == (2, 4)
 

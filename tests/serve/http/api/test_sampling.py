@@ -12,7 +12,7 @@ from tests.serve.http.test_app import CHAT, HELLO, TEXT, refused
 from tests.support.http import READY, Player
 
 
-def asked(client: httpx.Client, player: Player, path: str = TEXT, **body: Any) -> dict[str, Any]:
+def engine_request(client: httpx.Client, player: Player, path: str = TEXT, **body: Any) -> dict[str, Any]:
     given = HELLO if path == CHAT else {"prompt": "def"}
     answer = client.post(path, json={**given, **body})
     assert answer.status_code == 200, answer.text
@@ -25,7 +25,7 @@ def test_every_parameter(player: Player, client: httpx.Client) -> None:
         "frequency_penalty": -1, "guidance_scale": 2, "ignore_eos": True, "stop_token_ids": [4, 5], "seed": 9,
         "max_tokens": 11, "verify_batch": 4, "draft_steps": 2,
     }  # fmt: skip
-    sampling = asked(client, player, **values, logit_bias={"7": -5}, negative_prompt="b")
+    sampling = engine_request(client, player, **values, logit_bias={"7": -5}, negative_prompt="b")
     negative = player.codec.encode("b")
     assert sampling == {**values, "logit_bias": {7: -5}, "negative_prompt_ids": negative}
     lists: dict[str, Any] = {name: tuple(value) for name, value in sampling.items() if isinstance(value, list)}
@@ -34,35 +34,40 @@ def test_every_parameter(player: Player, client: httpx.Client) -> None:
 
 def test_defaults_come_from_the_model(player: Player, client: httpx.Client) -> None:
     player.info = msgspec.structs.replace(READY, defaults={"temperature": 0.3, "top_k": 20, "max_tokens": 30})
-    assert asked(client, player, CHAT, seed=1) == {"temperature": 0.3, "top_k": 20, "max_tokens": 30, "seed": 1}
-    assert asked(client, player, CHAT, temperature=0, max_tokens=9)["temperature"] == 0
-    assert asked(client, player, CHAT, temperature=1e-7)["temperature"] == 0.001
+    assert engine_request(client, player, CHAT, seed=1) == {
+        "temperature": 0.3,
+        "top_k": 20,
+        "max_tokens": 30,
+        "seed": 1,
+    }
+    assert engine_request(client, player, CHAT, temperature=0, max_tokens=9)["temperature"] == 0
+    assert engine_request(client, player, CHAT, temperature=1e-7)["temperature"] == 0.001
 
 
 def test_seeds(player: Player, client: httpx.Client) -> None:
-    assert asked(client, player)["seed"] != asked(client, player)["seed"]
-    assert asked(client, player, seed=-1)["seed"] == 2**64 - 1
-    assert asked(client, player, seed=2**63 + 1)["seed"] == 2**63 + 1
-    assert asked(client, player, seed=4.0)["seed"] == 4, "JSON knows no integers"
+    assert engine_request(client, player)["seed"] != engine_request(client, player)["seed"]
+    assert engine_request(client, player, seed=-1)["seed"] == 2**64 - 1
+    assert engine_request(client, player, seed=2**63 + 1)["seed"] == 2**63 + 1
+    assert engine_request(client, player, seed=4.0)["seed"] == 4, "JSON knows no integers"
 
 
 def test_max_tokens_is_limited_by_the_context(player: Player, client: httpx.Client) -> None:
     prompt = player.codec.encode_chat(HELLO["messages"])
     bodies: list[dict[str, Any]] = [{}, {"max_tokens": 100_000}, {"max_completion_tokens": 2**31 - 1}]
     for body in bodies:
-        assert asked(client, player, CHAT, **body)["max_tokens"] == 256 - len(prompt)
-    assert asked(client, player, CHAT, max_tokens=9, max_completion_tokens=7)["max_tokens"] == 7
-    assert asked(client, player)["max_tokens"] == 16, "as OpenAI has it"
+        assert engine_request(client, player, CHAT, **body)["max_tokens"] == 256 - len(prompt)
+    assert engine_request(client, player, CHAT, max_tokens=9, max_completion_tokens=7)["max_tokens"] == 7
+    assert engine_request(client, player)["max_tokens"] == 16, "as OpenAI has it"
     long: dict[str, Any] = {"guidance_scale": 2, "negative_prompt": "a b " * 20}
     longer = player.codec.encode_chat([{"role": "user", "content": long["negative_prompt"]}])
-    assert asked(client, player, CHAT, **long)["max_tokens"] == 256 - len(longer)
+    assert engine_request(client, player, CHAT, **long)["max_tokens"] == 256 - len(longer)
 
 
 def test_a_negative_prompt_is_rendered_like_a_prompt(player: Player, client: httpx.Client) -> None:
-    sampling = asked(client, player, CHAT, guidance_scale=2, negative_prompt="b")
+    sampling = engine_request(client, player, CHAT, guidance_scale=2, negative_prompt="b")
     assert player.codec.token_text(sampling["negative_prompt_ids"]) == "<|user|>b<|end|><|bot|>"
-    assert "negative_prompt_ids" not in asked(client, player, CHAT, negative_prompt="b")
-    assert asked(client, player, guidance_scale=2)["negative_prompt_ids"] == []
+    assert "negative_prompt_ids" not in engine_request(client, player, CHAT, negative_prompt="b")
+    assert engine_request(client, player, guidance_scale=2)["negative_prompt_ids"] == []
 
 
 def test_the_population_is_that_of_the_server(player: Player, client: httpx.Client) -> None:
@@ -82,8 +87,8 @@ def test_grammars(player: Player, client: httpx.Client) -> None:
         {"response_format": {"type": "json_object"}},
     ]  # fmt: skip
     for body in bodies:
-        assert asked(client, player, **body)["grammar"], body
-    assert "grammar" not in asked(client, player, response_format={"type": "text"})
+        assert engine_request(client, player, **body)["grammar"], body
+    assert "grammar" not in engine_request(client, player, response_format={"type": "text"})
 
 
 def test_filling_in_the_middle(player: Player, client: httpx.Client) -> None:
@@ -91,7 +96,7 @@ def test_filling_in_the_middle(player: Player, client: httpx.Client) -> None:
     words = ("<fim_prefix>", "<fim_suffix>", "<fim_middle>")
     try:
         vocab.update(zip(words, (310, 311, 312)))
-        asked(client, player, prompt="def f", suffix="return")
+        engine_request(client, player, prompt="def f", suffix="return")
         enc = player.codec.encode
         assert player.requests[-1].prompt == [310, *enc("def f"), 311, *enc("return"), 312]
     finally:

@@ -31,7 +31,7 @@ READY = EngineInfo("m", None, 100, 50, [1], {}, {"mode": "ar"}, 1.0, {"swiftspec
 
 
 @pytest.fixture(autouse=True)
-def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def immediate(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "FLUSH_INTERVAL_S", 0.0)
 
 
@@ -97,7 +97,7 @@ class Caller:
             "scheme": "http", "query_string": query.encode(), "headers": headers, "http_version": "1.1",
             "asgi": {"spec_version": "2.4"},
         }  # fmt: skip
-        self.gone, self.came, self.text, self.status = asyncio.Event(), asyncio.Event(), "", 0
+        self.disconnected, self.came, self.text, self.status = asyncio.Event(), asyncio.Event(), "", 0
 
     async def run(self) -> None:
         await self._app(self._scope, self._receive, self._send)
@@ -108,7 +108,7 @@ class Caller:
             await self.came.wait()
 
     async def _receive(self) -> Message:
-        await self.gone.wait()
+        await self.disconnected.wait()
         return {"type": "http.disconnect"}
 
     async def _send(self, message: Message) -> None:
@@ -131,7 +131,7 @@ def test_the_stream_has_ids_kinds_and_each_text_once(player: Player) -> None:
         one, other = codec.encode("a", add_special_tokens=False)[0], codec.encode("b", add_special_tokens=False)[0]
         events.put(line(2, one), line(3, one, other))
         await caller.until("id: 3")
-        caller.gone.set()
+        caller.disconnected.set()
         await task
         assert subscriptions == [True, False]
         parts = [part.split("\n") for part in caller.text.split("\n\n")[1:4]]
