@@ -21,7 +21,7 @@ from swiftspec.params import SamplingParams
 from swiftspec.runtime.drafter import Drafter
 from swiftspec.runtime.fallback_drafter import FallbackDrafter
 from tests.support import slow_reference
-from tests.support.roles import drafter_of, make_drafter, opening, put, verifier_of
+from tests.support.roles import drafter_of, make_drafter, replace_roles, request_start, verifier_of
 from tests.support.tiny_checkpoints import ROPES, make_checkpoint, make_pair
 
 PROMPT = [5, 17, 3, 29, 11, 8, 2, 30]
@@ -178,10 +178,10 @@ def test_a_drafter_that_fails_midway_changes_nothing(
     sampling = replace(sampling, max_tokens=60)
     plain = plain_text(pair[0], sampling.temperature)[:60]
     llm = make_llm(*pair)
-    put(llm, Failing(drafter_of(llm), calls))
+    replace_roles(llm, Failing(drafter_of(llm), calls))
     answer = llm.generate(PROMPT, sampling)
     assert answer.token_ids == plain and answer.stats.drafter_lost == "the draft model left"
-    put(llm)
+    replace_roles(llm)
     again = llm.generate(PROMPT, sampling)
     assert again.token_ids == plain and again.stats.drafter_lost is None
     assert again.stats.rounds < answer.stats.rounds
@@ -192,7 +192,7 @@ def test_both_roles_can_be_reopened_in_the_middle_of_a_text(pair: tuple[Path, Pa
     plain = plain_text(pair[0], SAMPLED.temperature)
     llm = make_llm(*pair)
     drafter, verifier = FallbackDrafter(drafter_of(llm)), verifier_of(llm)
-    middle = opening([*PROMPT, *plain[:30]], SAMPLED, len(PROMPT), request=7)
+    middle = request_start([*PROMPT, *plain[:30]], SAMPLED, len(PROMPT), request=7)
     for role in (drafter, verifier):
         role.open(middle)
     tokens: list[int] = []
@@ -231,7 +231,7 @@ def test_rejection_sampling_over_many_trees(pair: tuple[Path, Path], ahead: bool
     """To the end of the text, with new trees in between; the same again for the same seed."""
     llm = make_llm(*pair, verify="reject", **shape)
     if ahead:
-        put(llm, make_drafter(drafter_of(llm).runner, llm.config, ahead=True))
+        replace_roles(llm, make_drafter(drafter_of(llm).runner, llm.config, ahead=True))
     sampling = replace(SAMPLED, max_tokens=50)
     first = llm.generate(PROMPT, sampling)
     assert len(first.token_ids) == 50 and llm.generate(PROMPT, sampling).token_ids == first.token_ids
@@ -240,7 +240,7 @@ def test_rejection_sampling_over_many_trees(pair: tuple[Path, Path], ahead: bool
     assert seen.judged == seen.tried_child[0] and seen.expected_rate is not None and 0 < seen.expected_rate < 1
     plainly = make_llm(*pair, **shape).generate(PROMPT, sampling)
     assert Acceptance.from_rounds(plainly.stats.verified).expected_rate is None
-    put(llm, Failing(drafter_of(llm), 40))
+    replace_roles(llm, Failing(drafter_of(llm), 40))
     answer = llm.generate(PROMPT, sampling)
     assert len(answer.token_ids) == 50 and answer.stats.drafter_lost == "the draft model left"
 

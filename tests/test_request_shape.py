@@ -18,7 +18,7 @@ from swiftspec.params import SamplingParams
 from swiftspec.runtime.local_drafter import LocalDrafter
 from swiftspec.runtime.overlapped import ThreadedVerifier
 from swiftspec.serve import answer_stats
-from tests.support.roles import drafter_of, make_drafter, put, verifier_of
+from tests.support.roles import drafter_of, make_drafter, replace_roles, verifier_of
 from tests.support.tiny_checkpoints import make_pair
 
 PROMPT = [5, 17, 3, 29, 11, 8, 2, 30]
@@ -60,7 +60,7 @@ def engine(pair: Pair, name: str) -> LLM:
     llm = made(pair, ENGINES[name])
     if name.startswith("ahead"):
         drafter = make_drafter(drafter_of(llm).runner, llm.config, ahead=True)
-        put(llm, drafter, ThreadedVerifier(verifier_of(llm)))
+        replace_roles(llm, drafter, ThreadedVerifier(verifier_of(llm)))
     return llm
 
 

@@ -27,7 +27,7 @@ from swiftspec.control.round_stats import (
 )
 from swiftspec.messages import Proposal, RequestStart, VerifyResult
 from swiftspec.params import SamplingParams
-from tests.support.roles import opening
+from tests.support.roles import request_start
 
 Hits = Callable[[int], tuple[int, ...]]  # round -> nodes on the accepted path
 
@@ -127,7 +127,7 @@ def test_a_truncated_proposal_counts_as_a_whole_one() -> None:
     measured = RoundStats(EngineConfig("serial", verify_batch=6, draft_steps=4, adapt_batch=True))
     measured.nodes = 3
     controller = Controller(drafter, lambda: measured, clock=lambda: 0.0)
-    controller.open(opening([0], SamplingParams()))
+    controller.open(request_start([0], SamplingParams()))
     at = 0
     for round_ in range(SKIPPED_ROUNDS + 2):
         proposal = controller.propose()

@@ -26,7 +26,7 @@ from swiftspec.llm import LLM
 from swiftspec.messages import Proposal, RequestStart, VerifyResult
 from swiftspec.params import SamplingParams
 from tests.support.rank_jobs import switched_by_dice
-from tests.support.roles import drafter_of, make_drafter, opening, put
+from tests.support.roles import drafter_of, make_drafter, replace_roles, request_start
 from tests.support.tiny_checkpoints import make_checkpoint
 from tests.test_decode import GREEDY, PROMPT, SAMPLED
 
@@ -64,7 +64,7 @@ class FakeRounds:
         self.now, self.times, self.drafter = 0.0, times, FakeDrafter()
         measured = measured or RoundStats(EngineConfig(self_switch=True))
         self.switch = Controller(self.drafter, lambda: measured, clock=lambda: self.now)
-        self.switch.open(opening([0], GREEDY))
+        self.switch.open(request_start([0], GREEDY))
         self.kinds = ""
 
     def run(self, rounds: int) -> str:
@@ -161,7 +161,7 @@ def test_no_decision_changes_a_token(pair: tuple[Path, Path], ahead: bool, sampl
     llm = LLM(*pair, EngineConfig(self_switch=True), dtype=torch.float64)
     drafter = make_drafter(drafter_of(llm).runner, llm.config, ahead=ahead)
     switch = Controller(drafter, lambda: RoundStats(llm.config))
-    put(llm, switch)
+    replace_roles(llm, switch)
     for chance in (0.5, 0.1):
         with switched_by_dice(chance):
             answer = llm.generate(PROMPT, sampling)

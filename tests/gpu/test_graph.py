@@ -35,7 +35,7 @@ from swiftspec.tree import mask as tree_mask
 from tests.gpu.device import DEVICE, EMULATED, most, needs_kernels, real
 from tests.support.fake_cuda_graphs import Rerun
 from tests.support.roles import make_drafter, make_runner, make_verifier
-from tests.support.same_rounds import same_rounds, same_verdicts
+from tests.support.same_rounds import same_rounds, same_verifications
 
 pytestmark = pytest.mark.gpu
 ROUNDS, VOCAB = (1, 136) if EMULATED else (20, 4096)
@@ -150,5 +150,5 @@ def test_a_verification_as_one_graph(sampling: SamplingParams, grouped: bool) ->
         make_verifier(make_runner(model, cuda, VOCAB, context=320, tree_slots=16), capture=capture)
         for capture in (None, new_capture())
     )
-    same_verdicts(eager, graphed, sampling, VOCAB, rounds=ROUNDS)
+    same_verifications(eager, graphed, sampling, VOCAB, rounds=ROUNDS)
     assert isinstance(graphed.executor, GraphVerificationExecutor) and eager.executor.name == "eager"

@@ -9,7 +9,7 @@ from torch import Tensor
 from swiftspec import _C
 from swiftspec.backends import cpu, cuda
 from tests.gpu.device import DEVICE, EMULATED, captured, most, needs_kernels
-from tests.support.resampling import ALWAYS, agree, checked, groups_of, law_holds, on
+from tests.support.resampling import ALWAYS, assert_agreement, check_by_enumeration, checked, groups_of, on
 
 pytestmark = [pytest.mark.gpu, needs_kernels]
 
@@ -36,12 +36,12 @@ def test_as_the_reference_and_the_host(count: int, slots: int, width: int, words
     groups = groups_of(weights, slots, words, 1)
     found, host = checked(cuda.resample, groups, uniform, threshold, width, DEVICE.type), on("cpu", groups)
     cpu.resample(host, uniform, threshold, width)
-    agree(found, host, bits=EMULATED)
+    assert_agreement(found, host, bits=EMULATED)
 
 
 @pytest.mark.parametrize(("count", "parts"), most([(3, 3), (4, 4), (2, 9), (5, 6)], 2, 1))
 def test_every_distribution_of_the_weights(count: int, parts: int) -> None:
-    law_holds(cuda.resample, count, parts, DEVICE.type)
+    check_by_enumeration(cuda.resample, count, parts, DEVICE.type)
 
 
 def test_resampling_can_be_captured() -> None:
@@ -62,7 +62,7 @@ def test_resampling_can_be_captured() -> None:
     replay()
     wanted = on(DEVICE, groups)
     cuda.resample(wanted, numbers, 0.7, 32)
-    agree(ours, wanted, bits=True)
+    assert_agreement(ours, wanted, bits=True)
 
 
 def test_invalid_arguments_are_rejected() -> None:

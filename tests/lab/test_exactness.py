@@ -22,7 +22,7 @@ from swiftspec.runtime.local_drafter import LocalDrafter
 from swiftspec.runtime.rejection_verifier import RejectionVerifier
 from tests.serve.test_serve import bare_environment, pair
 from tests.support.biased_acceptance import LongestBranch
-from tests.support.roles import put, tools, verifier_of
+from tests.support.roles import executor_deps, replace_roles, verifier_of
 
 __all__ = ["bare_environment", "pair"]  # fixtures
 
@@ -82,7 +82,10 @@ def test_the_biased_verifier_is_detected_and_the_exact_one_passes(pair: list[str
     tree = LLM(target, draft, EngineConfig(verify="reject", draft_steps=2))
     assert trial.compare_samples(plain, tree, [5, 17, 40], sampling, 300, lambda: None).same
     runner = verifier_of(tree).runner
-    put(tree, verifier=RejectionVerifier(runner, selection.target_executors(runner, tools(runner)), LongestBranch))
+    replace_roles(
+        tree,
+        verifier=RejectionVerifier(runner, selection.target_executors(runner, executor_deps(runner)), LongestBranch),
+    )
     assert not trial.compare_samples(plain, tree, [5, 17, 40], sampling, 300, lambda: None).same
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from swiftspec.errors import UserError
 from swiftspec.lab import timeline
-from tests.support.fuzz.files import HEAD, LANE, PARTICLES
+from tests.support.fuzz.files import HEAD, PARTICLES, TIMELINE
 
 
 def read(folder: Path, *lines: Any, end: str = "\n") -> timeline.Trace:
@@ -20,8 +20,8 @@ def read(folder: Path, *lines: Any, end: str = "\n") -> timeline.Trace:
 
 
 def test_valid_lines(tmp_path: Path) -> None:
-    trace = read(tmp_path, HEAD, LANE, LANE | {"round": 2}, end='\n{"cut')
-    assert trace.head == HEAD and trace.rounds == [LANE, LANE | {"round": 2}]
+    trace = read(tmp_path, HEAD, TIMELINE, TIMELINE | {"round": 2}, end='\n{"cut')
+    assert trace.head == HEAD and trace.rounds == [TIMELINE, TIMELINE | {"round": 2}]
     assert len(timeline.costs(trace)) == 1 and "2 rounds" in timeline.summary(trace)
     assert "mode smc" in timeline.summary(read(tmp_path, HEAD | {"mode": "smc"}, PARTICLES))
     assert timeline.chrome(read(tmp_path, HEAD, {**PARTICLES, "population": [1.0, 1.0]}))["traceEvents"]
@@ -35,30 +35,30 @@ def test_valid_lines(tmp_path: Path) -> None:
         ("[" * 100_000 + "]" * 100_000, "line 2, is not usable as JSON"),
         ("[]", "line 2, is damaged: it is not a JSON object"),
         ({}, "line 2, is damaged (request:"),
-        (LANE | {"wait": None}, "line 2, is damaged (wait:"),
-        (LANE | {"wait": [1]}, "line 2, is damaged (wait.1:"),
-        (LANE | {"target": {"verify": ["a", "b"]}}, "line 2, is damaged (target.verify.0:"),
-        (LANE | {"target": {"verify": [0, 1]}}, "forward, proposal and path"),
-        (LANE | {"tokens": 5}, "line 2, is damaged (tokens:"),
-        (LANE | {"round": "1"}, "line 2, is damaged (round:"),
+        (TIMELINE | {"wait": None}, "line 2, is damaged (wait:"),
+        (TIMELINE | {"wait": [1]}, "line 2, is damaged (wait.1:"),
+        (TIMELINE | {"target": {"verify": ["a", "b"]}}, "line 2, is damaged (target.verify.0:"),
+        (TIMELINE | {"target": {"verify": [0, 1]}}, "forward, proposal and path"),
+        (TIMELINE | {"tokens": 5}, "line 2, is damaged (tokens:"),
+        (TIMELINE | {"round": "1"}, "line 2, is damaged (round:"),
         ("x" * (33 << 20), "line 2, is longer than 32 MiB"),
     ],
 )
 def test_a_damaged_line_is_named(tmp_path: Path, line: object, reason: str) -> None:
     with pytest.raises(UserError) as caught:
-        read(tmp_path, HEAD, line, LANE)
+        read(tmp_path, HEAD, line, TIMELINE)
     assert reason in str(caught.value) and str(caught.value).isprintable() and len(str(caught.value)) < 600
 
 
 def test_an_invalid_first_line(tmp_path: Path) -> None:
     for first in ("{", "[]", {}, {"swiftspec_trace": 99}):
         with pytest.raises(UserError, match=r"is not a trace of this version|line 1"):
-            read(tmp_path, first, LANE)
+            read(tmp_path, first, TIMELINE)
     with pytest.raises(UserError, match="line 1, is damaged"):
-        read(tmp_path, {"swiftspec_trace": 1}, LANE)
+        read(tmp_path, {"swiftspec_trace": 1}, TIMELINE)
 
 
 def test_a_trace_without_a_span(tmp_path: Path) -> None:
     bare = {"request": 0, "round": 0, "tokens": [], "target": {}}
     assert timeline.chrome(read(tmp_path, HEAD, bare)) == {"traceEvents": []}
-    timeline.summary(read(tmp_path, HEAD, LANE, LANE | {"round": 2, "target": {}}))
+    timeline.summary(read(tmp_path, HEAD, TIMELINE, TIMELINE | {"round": 2, "target": {}}))

@@ -33,7 +33,7 @@ from swiftspec.runtime.runner import Runner
 from swiftspec.runtime.verifier import LocalVerifier
 from swiftspec.serve.rank_plan import split_ranks
 from swiftspec.serve.settings.settings import Settings
-from tests.support.roles import make_drafter, make_runner, make_verifier, opening
+from tests.support.roles import make_drafter, make_runner, make_verifier, request_start
 from tests.support.tiny_checkpoints import make_checkpoint
 
 PROMPT = [5, 17, 3, 29, 11]
@@ -58,7 +58,7 @@ def rounds(checkpoint: Path, sampling: SamplingParams, *, overlapped: bool) -> l
     verifier = ThreadedVerifier(verifier) if overlapped else verifier
     drafter = make_drafter(runner(checkpoint), plan)
     for role in (drafter, verifier):
-        role.open(opening(PROMPT, sampling))
+        role.open(request_start(PROMPT, sampling))
     found = list(islice(decode(drafter, verifier), 15))
     for role in (drafter, verifier):
         role.close()
@@ -72,7 +72,7 @@ def test_a_warm_up_does_not_change_the_state(checkpoint: Path) -> None:
         if warm:
             warm_up(drafter, verifier)
         for role in (drafter, verifier):
-            role.open(opening(PROMPT, SAMPLED))
+            role.open(request_start(PROMPT, SAMPLED))
         return [tuple(result.tokens) for _, result in islice(decode(drafter, verifier), 8)]
 
     assert tokens(True) == tokens(False)
@@ -111,7 +111,7 @@ def test_the_draft_has_priority_on_a_shared_gpu(checkpoint: Path, monkeypatch: p
     monkeypatch.setattr(drafter.runner.model, "forward", lambda *a, **k: seen.append(streams.now) or forward(*a, **k))
     verifier = make_verifier(runner(checkpoint))
     for role in (drafter, verifier):
-        role.open(opening(PROMPT, SAMPLED))
+        role.open(request_start(PROMPT, SAMPLED))
     assert len(list(islice(decode(drafter, verifier), 4))) == 4
     assert set(seen) == {DRAFT_STREAM_PRIORITY} and len(seen) > 4 and streams.now == 0
     for priority in (DRAFT_STREAM_PRIORITY, 0):
@@ -127,7 +127,7 @@ def test_overlapped_rounds_equal_serial_ones(checkpoint: Path, sampling: Samplin
     text = [token for _, result in ours for token in result.tokens]
     drafter, alone = NoDrafter(), make_verifier(runner(checkpoint))
     for role in (drafter, alone):
-        role.open(opening(PROMPT, sampling))
+        role.open(request_start(PROMPT, sampling))
     plain = [token for _, result in islice(decode(drafter, alone), len(text)) for token in result.tokens]
     assert text == plain
 
@@ -155,7 +155,7 @@ def test_the_draft_expands_while_the_target_verifies(checkpoint: Path) -> None:
 
     verifier, drafter = ThreadedVerifier(target), Grows()
     for role in (drafter, verifier):
-        role.open(opening(PROMPT, SAMPLED))
+        role.open(request_start(PROMPT, SAMPLED))
     assert len(list(islice(decode(drafter, verifier), 3))) == 3
     verifier.close()
 
@@ -163,7 +163,7 @@ def test_the_draft_expands_while_the_target_verifies(checkpoint: Path) -> None:
 def test_an_exception_is_raised_to_the_waiting_caller_and_close_waits(checkpoint: Path) -> None:
     target = Waits(make_verifier(runner(checkpoint)))
     verifier = ThreadedVerifier(target)
-    verifier.open(opening(PROMPT, SAMPLED))
+    verifier.open(request_start(PROMPT, SAMPLED))
     proposal = Proposal(1, 0, len(PROMPT) + 5, (PROMPT[-1],), (-1,))  # of another prefix
     target.expanded.set()
     with pytest.raises(AssertionError, match="differ in their prefix"):

@@ -20,7 +20,7 @@ from swiftspec.llm import LLM
 from swiftspec.params import SamplingParams
 from swiftspec.runtime.prefix_cache import PrefixCachingRunner, with_cached_lengths
 from swiftspec.runtime.runner import PREFILL_CHUNK_TOKENS
-from tests.support.roles import drafter_of, opening, population_of, verifier_of
+from tests.support.roles import drafter_of, population_of, request_start, verifier_of
 from tests.support.tiny_checkpoints import make_checkpoint, make_pair
 
 VOCAB, CONTEXT = 40, 160
@@ -242,7 +242,7 @@ def test_a_leader_limits_the_cached_tokens(pair: Pair) -> None:
     llm = make(pair, "ar")
     (runner,) = runners(llm)
     ask(llm, A, GREEDY)
-    start = opening([*A, 3], GREEDY)
+    start = request_start([*A, 3], GREEDY)
     assert with_cached_lengths(start, runner).num_cached_tokens == (len(A),)
     assert with_cached_lengths(replace(start, num_cached_tokens=(7,)), runner).num_cached_tokens == (7,)
     assert with_cached_lengths(replace(start, num_cached_tokens=()), runner).num_cached_tokens == (0,)

@@ -27,9 +27,9 @@ from swiftspec.runtime.runner import Runner
 from swiftspec.runtime.verifier import LocalVerifier
 from swiftspec.tree.replica import TreeDelta, TreeReplica
 from swiftspec.tree.tree import DraftTree
-from tests.support.roles import make_drafter, make_runner, make_verifier, opening
+from tests.support.roles import make_drafter, make_runner, make_verifier, request_start
 from tests.support.toy_pair import VOCAB, make_pair
-from tests.support.tree_delta_source import FedLink, dawdle
+from tests.support.tree_delta_source import ThreadedLink, dawdle
 
 PROMPT = [5, 17, 3, 29, 11]
 GREEDY = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
@@ -65,7 +65,7 @@ def rounds(drafter: Drafter, verifier: LocalVerifier, sampling: SamplingParams, 
     """Two requests, one after the other."""
     found: Rounds = []
     for request in (1, 2):
-        opened = opening(PROMPT[: 3 + request], sampling, request=request)
+        opened = request_start(PROMPT[: 3 + request], sampling, request=request)
         verifier.open(opened)
         drafter.open(opened)
         made = 0
@@ -80,7 +80,7 @@ def rounds(drafter: Drafter, verifier: LocalVerifier, sampling: SamplingParams, 
 
 
 def replica_drafter(path: Path, config: EngineConfig, steps: str, pause: Callable[[], None]) -> ReplicaDrafter:
-    link = FedLink(drafter_on(path, config, steps), config, pause)
+    link = ThreadedLink(drafter_on(path, config, steps), config, pause)
     return ReplicaDrafter(link, TreeReplica(DraftTree(1 + SLOTS * config.children_per_leaf, SLOTS), link.vocab), config)
 
 
@@ -165,7 +165,7 @@ def scripted(
     config = EngineConfig("async", verify_batch=3, draft_leaves=2, draft_steps=steps, catch_up=catch_up)
     link = Script(list(deltas))
     drafter = ReplicaDrafter(link, TreeReplica(DraftTree(40, 20), VOCAB), config)
-    drafter.open(opening(PROMPT, GREEDY))
+    drafter.open(request_start(PROMPT, GREEDY))
     return drafter, link
 
 
@@ -246,7 +246,7 @@ def test_a_late_draft_has_caught_up_once_it_has_answered(steps: int | None) -> N
     config = EngineConfig("async", verify_batch=3, draft_leaves=2, draft_steps=steps, catch_up=False)
     link = Late([])
     drafter = ReplicaDrafter(link, TreeReplica(DraftTree(40, 20), VOCAB), config)
-    drafter.open(opening(PROMPT, GREEDY))
+    drafter.open(request_start(PROMPT, GREEDY))
     with pytest.raises(DrafterLost, match="late"):
         drafter.propose()
     assert not drafter.poll()
@@ -270,7 +270,7 @@ def test_the_end_of_expansions_is_detected_between_deltas() -> None:
         TreeDelta(1, 0, 1, 4, end, end, np.zeros(0)),
     ]
 
-    class ReplyLink(FedLink):
+    class ReplyLink(ThreadedLink):
         answer_timeout_s = 0.0
 
         def __init__(self) -> None: ...
@@ -281,5 +281,5 @@ def test_the_end_of_expansions_is_detected_between_deltas() -> None:
             return arrivals.pop(0) if arrivals else None
 
     drafter = ReplicaDrafter(ReplyLink(), TreeReplica(DraftTree(1 + SLOTS * 16, SLOTS), VOCAB), config)
-    drafter.open(opening(PROMPT, GREEDY, request=1))
+    drafter.open(request_start(PROMPT, GREEDY, request=1))
     assert len(drafter.propose().tokens) == 4

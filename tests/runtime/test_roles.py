@@ -24,7 +24,7 @@ from swiftspec.runtime.kv_cache import KVCache
 from swiftspec.runtime.local_drafter import LocalDrafter
 from swiftspec.runtime.runner import PREFILL_CHUNK_TOKENS, Runner
 from tests.support import roles
-from tests.support.roles import opening
+from tests.support.roles import request_start
 from tests.support.tiny_checkpoints import make_checkpoint
 
 VOCAB = 40
@@ -112,7 +112,7 @@ def test_the_draft_cache_equals_a_recomputation(checkpoint: Path, data: st.DataO
     plan = EngineConfig(verify_batch=5, draft_leaves=w, draft_steps=d)
     ahead, oracle = data.draw(st.booleans()), Oracle(checkpoint)
     drafter = roles.make_drafter(make_runner(checkpoint), plan, ahead=ahead)
-    drafter.open(opening(PROMPT, sampling))
+    drafter.open(request_start(PROMPT, sampling))
     verified = list(PROMPT)
     proposal = drafter.propose()
     for round_ in range(data.draw(st.integers(1, 5))):
@@ -151,7 +151,7 @@ def test_the_target_cache_equals_a_recomputation(
     """Proposals hide the target's own next tokens among others, at slots that have to be moved."""
     verifier, oracle = roles.make_verifier(make_runner(checkpoint)), Oracle(checkpoint)
     target_text = text_of(checkpoint, sampling)
-    verifier.open(opening(PROMPT, sampling))
+    verifier.open(request_start(PROMPT, sampling))
     verified = list(PROMPT)
     for round_ in range(4):
         tokens, parents, path = [verified[-1]], [-1], [0]
@@ -190,7 +190,7 @@ def test_nothing_is_computed_twice(checkpoint: Path, target_text: list[int]) -> 
 
     runner.model.forward = count  # type: ignore[method-assign]
     drafter = roles.make_drafter(runner, EngineConfig(verify_batch=4, draft_leaves=3, draft_steps=2))
-    drafter.open(opening(PROMPT, GREEDY))
+    drafter.open(request_start(PROMPT, GREEDY))
     assert rows == len(PROMPT) - 1
     drafter.propose()
     at, reused = len(PROMPT), 0
@@ -222,7 +222,7 @@ def test_chunked_prefill_equals_a_prompt_in_tree_rows(checkpoint: Path) -> None:
 def test_a_full_tree_region_stops_only_expansions(checkpoint: Path) -> None:
     """Repeated expansions without a result, as with a slow target."""
     drafter = roles.make_drafter(make_runner(checkpoint), EngineConfig(verify_batch=2, draft_leaves=8, draft_steps=8))
-    drafter.open(opening(PROMPT, GREEDY))
+    drafter.open(request_start(PROMPT, GREEDY))
     drafter.propose()
     for _ in range(20):
         drafter.expand()

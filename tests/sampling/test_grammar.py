@@ -24,7 +24,7 @@ from swiftspec.llm import LLM
 from swiftspec.messages import Proposal
 from swiftspec.params import SamplingParams
 from swiftspec.sampling.grammar import GrammarCompiler, GrammarConstraint, GrammarTooComplex
-from tests.support.roles import drafter_of, make_drafter, put, verifier_of
+from tests.support.roles import drafter_of, make_drafter, replace_roles, verifier_of
 from tests.support.toy_pair import VOCAB, make_pair
 
 SCHEMA = {
@@ -122,7 +122,7 @@ def make(pair: tuple[Path, Path], kind: str) -> LLM:
     config: dict[str, Any] = {"proposal": "sample"} if kind == "sample" else {}
     llm = LLM(*pair, EngineConfig("serial", **config), dtype=torch.float64)
     if kind == "ahead":
-        put(llm, make_drafter(drafter_of(llm).runner, llm.config, ahead=True))
+        replace_roles(llm, make_drafter(drafter_of(llm).runner, llm.config, ahead=True))
     return llm
 
 

@@ -20,7 +20,7 @@ from swiftspec.runtime.runner import PREFILL_CHUNK_TOKENS
 from swiftspec.sampling.logprobs import token_logprobs
 from swiftspec.sampling.sampler import Sampler
 from swiftspec.sampling.vocab import VocabShard
-from tests.support.roles import make_drafter, put, verifier_of
+from tests.support.roles import make_drafter, replace_roles, verifier_of
 from tests.support.thread_group import on_ranks
 from tests.support.tiny_checkpoints import make_checkpoint
 
@@ -45,7 +45,7 @@ def make(pair: tuple[Path, Path], mode: str, **config: Any) -> LLM:
     llm = LLM(pair[0], None if mode == "ar" else pair[1], plan, dtype=torch.float64)
     if mode == "ahead":
         drafter: Any = llm.roles.parts
-        put(llm, make_drafter(drafter.drafter.runner, plan, ahead=True))
+        replace_roles(llm, make_drafter(drafter.drafter.runner, plan, ahead=True))
     return llm
 
 

@@ -16,7 +16,7 @@ from swiftspec.model.checkpoint_files import read_config
 from swiftspec.model.formats import format_of
 from swiftspec.model.formats.awq import Awq
 from swiftspec.params import SamplingParams
-from tests.support.roles import drafter_of, make_drafter, put
+from tests.support.roles import drafter_of, make_drafter, replace_roles
 
 TARGET, DRAFT = DEMO / "target", DEMO / "draft"
 
@@ -78,7 +78,7 @@ def test_lookahead_expansion_keeps_most_of_the_tokens_per_round() -> None:
     are those of two groups of ranks, so one process can count them."""
     llm, every = LLM(TARGET, DRAFT, EngineConfig(draft_steps=8), dtype=torch.bfloat16), len(prompts())
     serial = tokens_per_round(llm, 0.0, every)
-    put(llm, make_drafter(drafter_of(llm).runner, llm.config, ahead=True))
+    replace_roles(llm, make_drafter(drafter_of(llm).runner, llm.config, ahead=True))
     ahead = tokens_per_round(llm, 0.0, every)
     print(f"serial {serial:.3f}, ahead {ahead:.3f} tokens a round: {ahead / serial:.1%}")
     assert 0.9 * serial <= ahead < serial  # measured: 0.914 with w = 4, 0.941 with w = 8

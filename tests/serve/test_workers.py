@@ -32,7 +32,7 @@ from swiftspec.serve.settings.settings import Settings
 from swiftspec.serve.worker_endpoints import load_security
 from tests.support.collector import collecting
 from tests.support.server_process import ROOT, ServerProcess, restore_signals
-from tests.support.workers import on_workers
+from tests.support.workers import client_on_workers
 
 SERVE = (sys.executable, "-m", "swiftspec.serve")
 PROMPT = ("--raw", "--prompt", "def read_lines(path):", "--json", "--max-tokens", "48", "--ignore-eos")
@@ -129,7 +129,7 @@ def stop_and_continue(found: dict[str, WorkerAddress]) -> None:
         Named(found[side].url, f"--{side}-url", security, 2.0) for side in ("target", "draft")
     )
     target, draft = found["target"].process, found["draft"].process
-    with on_workers(target_worker, draft_worker) as running:
+    with client_on_workers(target_worker, draft_worker) as running:
         plain = running.generate(prompt, replace(sampling, verify_batch=1)).token_ids
         stream = running.stream(prompt, sampling)
         text = [*next(stream).token_ids]

@@ -24,7 +24,7 @@ from swiftspec.smc.decoding import BatchRequest, ParticleDecoding
 from swiftspec.smc.limits import region_slots
 from tests.model.test_loader import quantise
 from tests.support.histories import HistoryModel, make_worker
-from tests.support.roles import opening, population_of
+from tests.support.roles import population_of, request_start
 from tests.support.tiny_checkpoints import make_pair
 
 
@@ -127,7 +127,9 @@ def test_logits_that_are_not_finite_end_only_their_request(lag: int) -> None:
     ends = StopCriteria(9, ())
     requests = [
         BatchRequest(
-            opening((1, 3 if i == 1 else 2), SamplingParams(0.8, seed=i, logit_bias=bias), request=i), ends, Stats()
+            request_start((1, 3 if i == 1 else 2), SamplingParams(0.8, seed=i, logit_bias=bias), request=i),
+            ends,
+            Stats(),
         )
         for i in range(4)
     ]

@@ -23,7 +23,7 @@ from tests.smc.test_smc_distribution import RunResults, check_unbiased
 from tests.support.fake_cuda_graphs import Rerun
 from tests.support.histories import HistoryModel, global_power, make_worker, population
 from tests.support.histories import run as decode
-from tests.support.roles import Alone, make_population, make_runner, opening
+from tests.support.roles import SequentialPopulation, make_population, make_runner, request_start
 
 WARM = SamplingParams(temperature=0.8)
 FILTERED: dict[str, Any] = {"top_k": 2, "min_p": 0.05}
@@ -40,8 +40,8 @@ class RequestSpec:
     stops: frozenset[int]
     limit: int
 
-    def admit(self, worker: Alone) -> SequenceGroup:
-        return worker.admit(opening(self.prompt, self.sampling), self.stops, self.limit)
+    def admit(self, worker: SequentialPopulation) -> SequenceGroup:
+        return worker.admit(request_start(self.prompt, self.sampling), self.stops, self.limit)
 
 
 def mixed(count: int) -> list[RequestSpec]:
@@ -53,7 +53,7 @@ def mixed(count: int) -> list[RequestSpec]:
     return [RequestSpec(*spec, *end) for spec, end in zip(zip(prompts, sampling), ends)]
 
 
-def decode_together(worker: Alone, requests: Sequence[RequestSpec]) -> dict[int, GroupResult]:
+def decode_together(worker: SequentialPopulation, requests: Sequence[RequestSpec]) -> dict[int, GroupResult]:
     """Decodes all of them as sequences become free, and checks that the streamed tokens of each form its answer."""
     waiting, numbers = iter(enumerate(requests)), dict[SequenceGroup, int]()
     streamed: dict[int, list[int]] = {}

@@ -21,7 +21,7 @@ from swiftspec.smc.decoding import decode_population
 from swiftspec.smc.limits import region_slots
 from tests.support.histories import HistoryModel, make_worker
 from tests.support.histories import run as decode
-from tests.support.roles import make_population, make_runner, opening, population_of
+from tests.support.roles import make_population, make_runner, population_of, request_start
 from tests.support.tiny_checkpoints import make_checkpoint
 
 WARM = SamplingParams(temperature=0.8, seed=5)
@@ -60,7 +60,7 @@ def test_a_round_has_constant_shapes_and_no_host_reads(plan: PopulationConfig, f
     shapes = []
     worker = make_worker(HistoryModel(6, 1), HistoryModel(6, 2), plan)
     for seed, stops in ((1, set()), (2, {0}), (3, {0, 1, 2}), (4, set(range(6)))):
-        worker.open(opening([1, 2], replace(WARM, seed=seed, **filters)), stops, 12)
+        worker.open(request_start([1, 2], replace(WARM, seed=seed, **filters)), stops, 12)
         for _ in range(2):
             with Shapes() as mode:
                 worker.round(48, 1)
@@ -73,7 +73,7 @@ def test_a_round_has_constant_shapes_and_no_host_reads(plan: PopulationConfig, f
 def test_a_round_runs_on_meta_tensors(plan: PopulationConfig, filters: dict[str, Any]) -> None:
     """On meta tensors `.tolist()`, `.item()` and `if tensor:` raise."""
     worker = make_worker(HistoryModel(6, 1, device="meta"), HistoryModel(6, 2, device="meta"), plan)
-    worker.open(opening([1, 2], replace(WARM, **filters)), (), 12)
+    worker.open(request_start([1, 2], replace(WARM, **filters)), (), 12)
     head = worker.round(48, 1)
     assert head.shape == (1, 3 + 16 + plan.smc_draft_tokens + 1 + 48)
     with pytest.raises(RuntimeError):
@@ -113,7 +113,7 @@ def test_streaming_returns_the_common_prefix_and_the_rest_at_the_end() -> None:
     worker = make_worker(HistoryModel(3, 1), HistoryModel(3, 2), PopulationConfig(3, 1, 1.0))
     early = 0
     for seed in range(16):
-        worker.open(opening([0, 1], replace(WARM, seed=seed)), {1}, 14)
+        worker.open(request_start([0, 1], replace(WARM, seed=seed)), {1}, 14)
         streamed: list[int] = []
         for group, tokens in decode_population(worker):
             if group.answer is None:
@@ -171,7 +171,7 @@ def test_every_live_slot_holds_the_kv_of_its_path(pair: tuple[Path, Path], exact
         runners.append(make_runner(model, reference, context=64, tree_slots=128))
         oracles.append(make_runner(model, reference, context=64, tree_slots=128))
     worker = make_population(runners[0], runners[1], PopulationConfig(4, 2, 0.8, 1.0, exact), max_tokens=40)
-    worker.open(opening(PROMPT, replace(WARM, temperature=0.5, seed=9)), {7}, 30)
+    worker.open(request_start(PROMPT, replace(WARM, temperature=0.5, seed=9)), {7}, 30)
     checked = 0
     while worker.launch():
         worker.collect()
@@ -239,7 +239,7 @@ def test_a_long_prompt_is_shared(pair: tuple[Path, Path]) -> None:
     move = cache._move
     assert move is not None
     cache._move = lambda s, source, start: (moves.append(len(source)), move(s, source, start))[1]
-    group = smc.admit(opening([i % 40 for i in range(1000)], WARM), (), 24)
+    group = smc.admit(request_start([i % 40 for i in range(1000)], WARM), (), 24)
     assert cache.prefix_len[0] + group.used_slots == 1000 and not moves
     rounds = []
     while smc.launch():

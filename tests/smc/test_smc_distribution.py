@@ -22,7 +22,7 @@ from swiftspec.params import SamplingParams
 from swiftspec.smc.noise_streams import ParticleStreams
 from tests.support.histories import (
     HistoryModel,
-    Law,
+    TextDistribution,
     distance,
     global_power,
     local_power,
@@ -40,19 +40,19 @@ class RunResults:
     """The results of many runs with different seeds."""
 
     target: HistoryModel
-    distributions: list[Law]  # of each run: the estimate of Z times the weighted population
+    distributions: list[TextDistribution]  # of each run: the estimate of Z times the weighted population
     effective: float = 0.0  # ESS / N, mean
     resampled: float = 0.0  # share of the rounds
 
-    def unbiased(self) -> Law:
+    def unbiased(self) -> TextDistribution:
         return mean(self.distributions)
 
-    def shares(self) -> Law:
+    def shares(self) -> TextDistribution:
         """The weighted population alone."""
         return mean([normalised(distribution) for distribution in self.distributions])
 
 
-def mean(distributions: list[Law]) -> Law:
+def mean(distributions: list[TextDistribution]) -> TextDistribution:
     out: defaultdict[tuple[int, ...], float] = defaultdict(float)
     for distribution in distributions:
         for text, mass in distribution.items():
@@ -86,7 +86,7 @@ def sample(
     return found
 
 
-def check_unbiased(found: RunResults, exact: Law) -> None:
+def check_unbiased(found: RunResults, exact: TextDistribution) -> None:
     """Z, each text with a share of at least 3 %, and the others together: within 4 standard errors."""
     whole, runs = sum(exact.values()), len(found.distributions)
     assert all(set(distribution) <= set(exact) for distribution in found.distributions)

@@ -88,8 +88,8 @@ class Page:
 
     def console_messages(self) -> list[str]:
         """The messages of the browser's console since the last call, without failed requests."""
-        said = [entry["message"] for entry in self.driver.get_log("browser")]
-        return [one for one in said if "Failed to load resource" not in one]
+        messages = [entry["message"] for entry in self.driver.get_log("browser")]
+        return [one for one in messages if "Failed to load resource" not in one]
 
 
 @contextlib.contextmanager

@@ -17,7 +17,7 @@ from types import SimpleNamespace
 from typing import Any
 
 
-class Refuse(MetaPathFinder):
+class CoreOnlyFinder(MetaPathFinder):
     """Refuses to import any module of swiftspec except these."""
 
     def __init__(self, allowed: set[str]) -> None:
@@ -34,12 +34,12 @@ def module_of(file: str) -> str:
 
 
 def main(files: Sequence[str]) -> None:
-    sys.meta_path.insert(0, Refuse({"swiftspec", *map(module_of, files)}))
-    with_draft, accepted = decoded(draft=True)
-    print(json.dumps({"with a draft": with_draft, "alone": decoded(draft=False)[0], "accepted": accepted}))
+    sys.meta_path.insert(0, CoreOnlyFinder({"swiftspec", *map(module_of, files)}))
+    with_draft, accepted = decode(draft=True)
+    print(json.dumps({"with a draft": with_draft, "alone": decode(draft=False)[0], "accepted": accepted}))
 
 
-def decoded(draft: bool) -> tuple[list[int], int]:
+def decode(draft: bool) -> tuple[list[int], int]:
     """The tokens after a prompt, and how many of them were draft tokens."""
     from swiftspec.engine import Engine, TreeDecoding
     from swiftspec.params import SamplingParams

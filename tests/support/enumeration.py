@@ -24,8 +24,8 @@ from swiftspec.params import SamplingParams
 from swiftspec.runtime.local_drafter import LocalDrafter
 from swiftspec.tree import sampled_children
 from swiftspec.tree.sampled_children import SampledChildren
-from tests.support.histories import HistoryModel, Law, distance, filtered, penalised
-from tests.support.roles import make_drafter, make_runner, opening
+from tests.support.histories import HistoryModel, TextDistribution, distance, filtered, penalised
+from tests.support.roles import make_drafter, make_runner, request_start
 
 PROMPT = (1, 0)
 
@@ -71,9 +71,9 @@ def orders(q: Sequence[float], k: int) -> Iterator[tuple[list[int], float]]:
         yield [*some, *(i for i in range(len(q)) if i not in some)], chance
 
 
-def outcomes(proposal: Proposal, p: Callable[[tuple[int, ...]], Sequence[float]]) -> Law:
+def outcomes(proposal: Proposal, p: Callable[[tuple[int, ...]], Sequence[float]]) -> TextDistribution:
     """The distribution of the tokens after a proposal, by the definition of rejection sampling."""
-    out: Law = {}
+    out: TextDistribution = {}
 
     def visit(node: int, text: tuple[int, ...], mass: float) -> None:
         target = list(p(text))
@@ -103,9 +103,9 @@ def outcomes(proposal: Proposal, p: Callable[[tuple[int, ...]], Sequence[float]]
     return out
 
 
-def longest_branch(proposal: Proposal, p: Callable[[tuple[int, ...]], Sequence[float]]) -> Law:
+def longest_branch(proposal: Proposal, p: Callable[[tuple[int, ...]], Sequence[float]]) -> TextDistribution:
     """The same for the rule of SpecSplit: an independent coin for every node, and the longest accepted branch."""
-    out: Law = {}
+    out: TextDistribution = {}
     texts: list[tuple[int, ...]] = [()]
     chances, rows = [1.0], sorted(set(proposal.parents[1:]))
     for above, token in zip(proposal.parents[1:], proposal.tokens[1:], strict=True):
@@ -115,11 +115,11 @@ def longest_branch(proposal: Proposal, p: Callable[[tuple[int, ...]], Sequence[f
         texts.append((*texts[above], token))
         chances.append(min(1.0, p(texts[above])[token] / q))
     for coins in itertools.product((False, True), repeat=len(texts) - 1):
-        stands, mass = [True], 1.0
+        accepted, mass = [True], 1.0
         for node, passes in enumerate(coins, 1):
-            stands.append(passes and stands[proposal.parents[node]])
+            accepted.append(passes and accepted[proposal.parents[node]])
             mass *= chances[node] if passes else 1 - chances[node]
-        text = max(itertools.compress(texts, stands), key=len)
+        text = max(itertools.compress(texts, accepted), key=len)
         for token, chance in enumerate(p(text)):
             out[(*text, token)] = out.get((*text, token), 0.0) + mass * chance
     return out
@@ -137,24 +137,30 @@ class Pair:
         slots = plan.draft_leaves * (plan.initial_draft_steps + 1) * (sampled_children.MAX_REROOTS + 1)
         self.drafter = make_drafter(make_runner(draft, reference, context=24, tree_slots=slots), plan)
         self._laws: dict[tuple[int, ...], list[float]] = {}
-        self.judge = outcomes
+        self.outcomes = outcomes
         self.around: Callable[[LocalDrafter], LocalDrafter | Controller] = lambda drafter: drafter
 
-    def law(self, text: tuple[int, ...]) -> list[float]:
+    def distribution(self, text: tuple[int, ...]) -> list[float]:
         if text not in self._laws:
             logits = penalised(self.target.after([*PROMPT, *text]), PROMPT, text, self.sampling)
             self._laws[text] = filtered(logits, self.sampling).tolist()
         return self._laws[text]
 
     def run(self, choices: Choices, rounds: int, tokens: int) -> tuple[int, ...]:
-        """Up to `rounds` rounds, verified by `self.judge`, until there are `tokens` tokens."""
+        """Up to `rounds` rounds, verified by `self.outcomes`, until there are `tokens` tokens."""
         text: tuple[int, ...] = ()
         drafter = self.around(self.drafter)
-        drafter.open(opening(PROMPT, self.sampling))
+        drafter.open(request_start(PROMPT, self.sampling))
         for _ in range(rounds):
             proposal = unpack_proposal(pack_message(drafter.propose()))
-            told = text
-            new = choices.choose(list(self.judge(proposal, lambda below, told=told: self.law((*told, *below))).items()))
+            verified = text
+            new = choices.choose(
+                list(
+                    self.outcomes(
+                        proposal, lambda below, verified=verified: self.distribution((*verified, *below))
+                    ).items()
+                )
+            )
             text = (*text, *new)
             if len(text) >= tokens:
                 break
@@ -183,6 +189,6 @@ class Pair:
         if len(text) == tokens:
             yield text, 1.0
             return
-        for token, chance in enumerate(self.law(text)):
+        for token, chance in enumerate(self.distribution(text)):
             for longer, mass in self.completed((*text, token), tokens):
                 yield longer, chance * mass

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-LOOKS = {"aten::_local_scalar_dense", "aten::is_nonzero", "aten::nonzero", "aten::equal", "aten::masked_select"}
+HOST_READS = {"aten::_local_scalar_dense", "aten::is_nonzero", "aten::nonzero", "aten::equal", "aten::masked_select"}
 
 
 class Rerun:
@@ -40,7 +40,7 @@ class Recording(TorchDispatchMode):
         self._calls: list[tuple[Any, Any, Any, Any]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        assert func._schema.name not in LOOKS, f"{func} waits for the device"
+        assert func._schema.name not in HOST_READS, f"{func} waits for the device"
         out = func(*args, **(kwargs or {}))
         self._calls.append((func, args, kwargs or {}, out))
         return out
@@ -82,7 +82,7 @@ class Recorder(Rerun):
         return out, replay
 
 
-class Blind(Rerun):
+class RerunWithoutReads(Rerun):
     """A rerun that must not read values."""
 
     def __call__(

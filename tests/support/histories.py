@@ -21,9 +21,9 @@ from swiftspec.model.tensor_parallel import TensorParallelGroup
 from swiftspec.params import SamplingParams
 from swiftspec.runtime.executors.native import NativeModel
 from swiftspec.runtime.kv_cache import KVCache
-from tests.support.roles import Alone, make_population, make_runner, opening
+from tests.support.roles import SequentialPopulation, make_population, make_runner, request_start
 
-Law = dict[tuple[int, ...], float]  # text -> mass
+TextDistribution = dict[tuple[int, ...], float]  # text -> mass
 
 POISON = 1e6
 CONFIG = parse_config(
@@ -80,7 +80,7 @@ def make_worker(
     max_tokens: int = 16,
     slots: int = 64,
     lag: int = 0,
-) -> Alone:
+) -> SequentialPopulation:
     runners = [make_runner(model, reference, context=max_tokens + 16, tree_slots=slots) for model in (target, draft)]
     for runner in runners:
         runner.cache.k.fill_(POISON)
@@ -102,11 +102,11 @@ def texts(model: HistoryModel, stops: set[int], limit: int) -> Iterator[tuple[in
 
 def global_power(
     model: HistoryModel, prompt: Sequence[int], sampling: SamplingParams, power: float, stops: set[int], limit: int
-) -> Law:
+) -> TextDistribution:
     """Unnormalised p(text)^power, by enumeration. Texts that the filters exclude are omitted."""
-    out: Law = {}
+    out: TextDistribution = {}
     for text in texts(model, stops, limit):
-        steps = [law_after(model, prompt, text[:at], sampling)[token] for at, token in enumerate(text)]
+        steps = [distribution_after(model, prompt, text[:at], sampling)[token] for at, token in enumerate(text)]
         mass = torch.stack(steps).prod().pow(power).item()
         if mass > 0:
             out[text] = mass
@@ -115,16 +115,18 @@ def global_power(
 
 def local_power(
     model: HistoryModel, prompt: Sequence[int], sampling: SamplingParams, power: float, stops: set[int], limit: int
-) -> Law:
+) -> TextDistribution:
     """The distribution in which each step is normalised separately."""
-    out: Law = {}
+    out: TextDistribution = {}
     for text in texts(model, stops, limit):
         steps = [filtered(model.after([*prompt, *text[:at]]), sampling) ** power for at in range(len(text))]
         out[text] = torch.stack([p[token] / p.sum() for p, token in zip(steps, text, strict=True)]).prod().item()
     return out
 
 
-def law_after(model: HistoryModel, prompt: Sequence[int], text: Sequence[int], sampling: SamplingParams) -> Tensor:
+def distribution_after(
+    model: HistoryModel, prompt: Sequence[int], text: Sequence[int], sampling: SamplingParams
+) -> Tensor:
     """The target's distribution [V] after a text."""
     return filtered(penalised(model.after([*prompt, *text]), prompt, text, sampling), sampling)
 
@@ -154,29 +156,31 @@ def filtered(logits: Tensor, sampling: SamplingParams) -> Tensor:
     return p / p.sum()
 
 
-def normalised(law: Law) -> Law:
+def normalised(law: TextDistribution) -> TextDistribution:
     whole = sum(law.values())
     return {text: mass / whole for text, mass in law.items()}
 
 
-def distance(one: Law, other: Law) -> float:
+def distance(one: TextDistribution, other: TextDistribution) -> float:
     """Total variation."""
     return sum(abs(one.get(text, 0.0) - other.get(text, 0.0)) for text in {*one, *other}) / 2
 
 
-def run(worker: Alone, prompt: Sequence[int], sampling: SamplingParams, stops: set[int], limit: int) -> None:
+def run(
+    worker: SequentialPopulation, prompt: Sequence[int], sampling: SamplingParams, stops: set[int], limit: int
+) -> None:
     """Runs to the end."""
-    worker.open(opening(prompt, sampling), stops, limit)
+    worker.open(request_start(prompt, sampling), stops, limit)
     while worker.launch():
         worker.collect()
     worker.drain()
 
 
-def population(worker: Alone, group: int = 0) -> Law:
+def population(worker: SequentialPopulation, group: int = 0) -> TextDistribution:
     """The weighted distribution over texts of the group at that index, times its estimate of Z."""
     p = worker.particles
     shares = p.log_weights[group].softmax(0) * p.log_evidence()[group].exp()
-    out: Law = {}
+    out: TextDistribution = {}
     for row, length, share in zip(p.tokens[group].tolist(), p.length[group].tolist(), shares.tolist(), strict=True):
         text = tuple(row[:length])
         out[text] = out.get(text, 0.0) + share

@@ -22,7 +22,7 @@ class Terminal:
     """Python with these arguments in the repository's root, on a terminal of 40 x 200."""
 
     def __init__(self, argv: Sequence[str], **environment: str) -> None:
-        self.shown = ""
+        self.output = ""
         self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
         self.pid, self._fd = pty.fork()
         if self.pid == 0:  # the child
@@ -37,11 +37,11 @@ class Terminal:
         """Reads until the pattern matches and returns the output since the last call. Of escape sequences only the end
         of a typed line remains, as <sent>."""
         deadline = time.monotonic() + seconds
-        while (found := re.search(pattern, self.shown)) is None:
+        while (found := re.search(pattern, self.output)) is None:
             if time.monotonic() > deadline or not self._read():
-                pytest.fail(f"no {pattern!r} in {self.shown!r}")
-        told, self.shown = self.shown[: found.end()], self.shown[found.end() :]
-        return told
+                pytest.fail(f"no {pattern!r} in {self.output!r}")
+        matched, self.output = self.output[: found.end()], self.output[found.end() :]
+        return matched
 
     def leave(self) -> int:
         """Waits for the exit code."""
@@ -58,6 +58,6 @@ class Terminal:
             return False
         if b"\x1b[6n" in data:  # query of the cursor position
             os.write(self._fd, b"\x1b[1;1R")
-        self.shown = (self.shown + self._decode(data)).replace("\x1b[?2004l", "<sent>")
-        self.shown = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", self.shown)
+        self.output = (self.output + self._decode(data)).replace("\x1b[?2004l", "<sent>")
+        self.output = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", self.output)
         return bool(data)

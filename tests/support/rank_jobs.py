@@ -39,7 +39,7 @@ from swiftspec.runtime.local_drafter import LocalDrafter
 from swiftspec.runtime.runner import Runner
 from swiftspec.tree.tree import DraftTree
 from tests.support.roles import make_runner
-from tests.support.workers import OPEN, Started, on_workers
+from tests.support.workers import OPEN, StartedWorker, client_on_workers
 
 Json = dict[str, Any]
 
@@ -84,7 +84,7 @@ def decode(
     except UserError as error:
         return [{"refused": str(error)}]
     try:
-        with switched_by_dice(by_dice), _unhurried():
+        with switched_by_dice(by_dice), _without_timeouts():
             if together:
                 return batch(llm, requests)
             return [answer(llm, prompt, dict(values)) for prompt, values in requests]
@@ -97,25 +97,27 @@ def decode_on_group(
 ) -> list[Any] | None:
     """A worker on all ranks, whose rank 0 also decodes on it: two sessions that alternate round by round. `more_on`: a
     rank that has an executor that the others lack."""
-    worker = Started(side, Path(model), world=join_world())
+    worker = StartedWorker(side, Path(model), world=join_world())
     assert worker.world is not None
     if worker.world.rank == more_on:
-        with _another_kind():
+        with _with_faster_executor():
             return _decode_on_group(worker, other, plan, requests)
     return _decode_on_group(worker, other, plan, requests)
 
 
 def _decode_on_group(
-    worker: Started, other: str, plan: Json, requests: Sequence[tuple[list[int], Json]]
+    worker: StartedWorker, other: str, plan: Json, requests: Sequence[tuple[list[int], Json]]
 ) -> list[Any] | None:
     assert worker.world is not None
     if worker.world.rank > 0:
         worker.load().follow()
         return None
     worker.start()
-    here = (worker.named(), Path(other)) if worker.side == "target" else (Path(other), worker.named())
+    models = (
+        (worker.client_address(), Path(other)) if worker.side == "target" else (Path(other), worker.client_address())
+    )
     try:
-        with on_workers(*here, **plan) as one, on_workers(*here, **plan) as two:
+        with client_on_workers(*models, **plan) as one, client_on_workers(*models, **plan) as two:
             found = []
             for prompt, values in requests:
                 streams = [llm.stream(prompt, sampling_from(values)) for llm in (one, two)]
@@ -131,15 +133,17 @@ def _decode_on_group(
 
 def refuse_on_group(side: Side, model: str) -> list[str] | None:
     """Errors of rank 0 of a worker on all ranks for invalid request starts, each followed by a valid one."""
-    worker = Started(side, Path(model), world=join_world())
+    worker = StartedWorker(side, Path(model), world=join_world())
     assert worker.world is not None
     if worker.world.rank > 0:
         worker.load().follow()
         return None
     worker.start()
-    asks, answers = (pb.VerifyRequest, pb.VerifyAnswer) if side == "target" else (pb.DraftRequest, pb.DraftAnswer)
-    link = WorkerConnection(f"127.0.0.1:{worker.port}", "--url", worker.service.name, answers, OPEN)
-    about, said = link.ping(10), list[str]()
+    request_type, response_type = (
+        (pb.VerifyRequest, pb.VerifyAnswer) if side == "target" else (pb.DraftRequest, pb.DraftAnswer)
+    )
+    link = WorkerConnection(f"127.0.0.1:{worker.port}", "--url", worker.service.name, response_type, OPEN)
+    about, errors = link.ping(10), list[str]()
     text, most, own = (5, 17, 3), about.max_model_len, ModelIdentity(about.model, about.tokenizer)
     openings = [
         RequestStart(1, text, SamplingParams(temperature=0, grammar="no grammar"), 3),
@@ -152,18 +156,20 @@ def refuse_on_group(side: Side, model: str) -> list[str] | None:
     try:
         for opening in openings:
             stream, at = link.stream(), len(opening.tokens) - 1
-            stream.send(asks(opening=request_start_to_proto(opening, EngineConfig("serial", draft_steps=2), own)))
+            stream.send(
+                request_type(opening=request_start_to_proto(opening, EngineConfig("serial", draft_steps=2), own))
+            )
             try:
                 opened = stream.recv(20)
                 if side == "target":
                     proposal = proposal_to_proto(Proposal(1, 0, at, (opening.tokens[-1], 9), (-1, 0)))
                     stream.send(pb.VerifyRequest(session=opened.session, proposal=proposal))
                     opened = stream.recv(20)
-                said.append("" if opened.session else "no session")
+                errors.append("" if opened.session else "no session")
             except WorkerRefused as error:
-                said.append(str(error))
+                errors.append(str(error))
             stream.close()
-        return said
+        return errors
     finally:
         worker.stop()
 
@@ -189,7 +195,7 @@ def logits(model: str, tokens: list[int], dtype: str = "float64", native: bool =
 
 
 @contextmanager
-def _another_kind() -> Iterator[None]:
+def _with_faster_executor() -> Iterator[None]:
     """Adds a faster executor to the models of this rank."""
 
     class Faster(EagerExecutor):
@@ -208,7 +214,7 @@ def _another_kind() -> Iterator[None]:
 
 
 @contextmanager
-def _unhurried() -> Iterator[None]:
+def _without_timeouts() -> Iterator[None]:
     """Disables the timeout of the draft group, for busy machines."""
     limits = failover.FIRST_PROPOSAL_TIMEOUT_S, failover.MIN_TIMEOUT_S, failover.MAX_TIMEOUT_S
     failover.FIRST_PROPOSAL_TIMEOUT_S = failover.MIN_TIMEOUT_S = failover.MAX_TIMEOUT_S = 60.0
@@ -333,18 +339,18 @@ def paced(emulate: str, plans: list[Json], prompts: list[list[int]], max_tokens:
 
     world, demo = join_world(), Path(__file__).parents[2] / "swiftspec" / "demo"
     options: LoadOptions = {"dtype": torch.bfloat16, "emulate": emulation.parse_emulation(emulate)}
-    crew = RankPool(Pair(demo / "target", demo / "draft", options, threads=1), world)
+    pool = RankPool(Pair(demo / "target", demo / "draft", options, threads=1), world)
     if world is not None and world.rank > 0:
-        crew.follow()
+        pool.follow()
         return None
     found = []
     with tempfile.TemporaryDirectory() as folder:
         for plan in plans:
-            with crew.engine(EngineBuild(EngineConfig(**plan))) as llm:
+            with pool.engine(EngineBuild(EngineConfig(**plan))) as llm:
                 speed = measurement.decode_all(llm, prompts, max_tokens).speed
             file = f"{folder}/rounds.jsonl"
-            with crew.engine(EngineBuild(EngineConfig(**plan), paced=False, trace=file)) as llm:
+            with pool.engine(EngineBuild(EngineConfig(**plan), paced=False, trace=file)) as llm:
                 measurement.decode_all(llm, prompts, max_tokens)
             found.append({"speed": speed, "rounds": measurement.rounds_of(Trace.read(Path(file)))})
-    crew.dismiss()
+    pool.dismiss()
     return found

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-PATIENCE = 600.0  # seconds for a job: far more than any needs
+JOB_TIMEOUT_S = 600.0  # seconds for a job: far more than any needs
 
 
 class Pool:
@@ -33,7 +33,7 @@ class Pool:
         for _, far in pairs:
             far.close()
         for end in self._ends:
-            end.settimeout(PATIENCE)
+            end.settimeout(JOB_TIMEOUT_S)
         self._files = [end.makefile("rw") for end in self._ends]
 
     def run(self, ranks: int, job: str, *, apart: bool = False, **arguments: Any) -> list[Any]:

@@ -22,14 +22,14 @@ from typing import Any
 from swiftspec.lab.network_link import Link
 from swiftspec.observe.step_time_emulation import wait_until
 
-CHUNK = 16 << 10  # bytes per read
-HELD = 1024  # chunks in flight in one direction of a connection; beyond them its sender blocks
-LOOK = 0.05  # seconds between two checks whether the connection was cut
+CHUNK_BYTES = 16 << 10  # bytes per read
+MAX_CHUNKS = 1024  # chunks in flight in one direction of a connection; beyond them its sender blocks
+POLL_S = 0.05  # seconds between two checks whether the connection was cut
 ABORT = struct.pack("ii", 1, 0)  # SO_LINGER: closing resets
 
 
 @dataclass
-class Way:
+class Direction:
     """One direction of the simulated link, which all connections share."""
 
     delay: float  # seconds
@@ -48,18 +48,23 @@ class Connection:
     """A client, the server, and the data in flight between them."""
 
     def __init__(
-        self, client: socket.socket, server: socket.socket, there: Way, back: Way, flows: threading.Event
+        self,
+        client: socket.socket,
+        server: socket.socket,
+        forward: Direction,
+        backward: Direction,
+        flows: threading.Event,
     ) -> None:
         self.ends = client, server
         self._flows = flows
         self.cut = threading.Event()
         for end in self.ends:
             end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            end.settimeout(LOOK)
+            end.settimeout(POLL_S)
         self._threads: list[threading.Thread] = []
-        for source, sink, way in ((client, server, there), (server, client, back)):
-            under_way: Queue[tuple[float, bytes]] = Queue(HELD)
-            self._threads += [self._start(self._take, source, way, under_way), self._start(self._give, sink, under_way)]
+        for source, sink, way in ((client, server, forward), (server, client, backward)):
+            in_flight: Queue[tuple[float, bytes]] = Queue(MAX_CHUNKS)
+            self._threads += [self._start(self._take, source, way, in_flight), self._start(self._give, sink, in_flight)]
 
     def run(self) -> None:
         """Relays until both sides have ended, or the connection was cut, which resets both."""
@@ -75,11 +80,11 @@ class Connection:
         thread.start()
         return thread
 
-    def _take(self, source: socket.socket, way: Way, under_way: Queue[tuple[float, bytes]]) -> None:
+    def _take(self, source: socket.socket, way: Direction, in_flight: Queue[tuple[float, bytes]]) -> None:
         data = b"more"
         while data and not self.cut.is_set():
             try:
-                data = source.recv(CHUNK)
+                data = source.recv(CHUNK_BYTES)
             except TimeoutError:
                 continue
             except OSError:
@@ -88,19 +93,19 @@ class Connection:
             due = way.due(time.perf_counter(), len(data))
             while not self.cut.is_set():
                 try:
-                    under_way.put((due, data), timeout=LOOK)
+                    in_flight.put((due, data), timeout=POLL_S)
                     break
                 except Full:
                     continue
 
-    def _give(self, sink: socket.socket, under_way: Queue[tuple[float, bytes]]) -> None:
+    def _give(self, sink: socket.socket, in_flight: Queue[tuple[float, bytes]]) -> None:
         while not self.cut.is_set():
             try:
-                due, data = under_way.get(timeout=LOOK)
+                due, data = in_flight.get(timeout=POLL_S)
             except Empty:
                 continue
             wait_until(due)
-            while not self._flows.wait(LOOK) and not self.cut.is_set():
+            while not self._flows.wait(POLL_S) and not self.cut.is_set():
                 pass
             try:
                 if not data:
@@ -121,10 +126,10 @@ class Connection:
 class Relay:
     """Listens on loopback for connections to a remote server. Must be closed, or used as a context manager."""
 
-    def __init__(self, server: tuple[str, int], there: Way, back: Way | None = None) -> None:
-        """`there`: client to server; `back`: server to client, if different."""
+    def __init__(self, server: tuple[str, int], forward: Direction, backward: Direction | None = None) -> None:
+        """`forward`: client to server; `backward`: server to client, if different."""
         self._server = server
-        self._ways = there, back or Way(there.delay, there.bandwidth)
+        self._ways = forward, backward or Direction(forward.delay, forward.bandwidth)
         self._flows = threading.Event()
         self._flows.set()
         self._connections: list[Connection] = []
@@ -185,7 +190,7 @@ def main() -> None:
     parser.add_argument("--link", required=True, type=Link.parse, help="round trip and bandwidth: 40ms,1Gbit")
     args = parser.parse_args()
     host, _, port = args.to.rpartition(":")
-    with Relay((host, int(port)), Way(args.link.round_trip / 2, args.link.bandwidth)) as relay:
+    with Relay((host, int(port)), Direction(args.link.round_trip / 2, args.link.bandwidth)) as relay:
         print(*relay.address, sep=":", flush=True)
         sys.stdin.read()
 

@@ -31,13 +31,13 @@ def on(device: torch.device | str, groups: ResamplingState) -> ResamplingState:
     return ResamplingState(**{name: tensor.to(device, copy=True) for name, tensor in groups.fields().items()})
 
 
-def agree(found: ResamplingState, wanted: ResamplingState, bits: bool = False) -> None:
+def assert_agreement(found: ResamplingState, wanted: ResamplingState, bits: bool = False) -> None:
     """Compares bitwise, except logarithms and effective sample sizes unless `bits`, since math libraries differ."""
     for field in fields(ResamplingState):
         ours, theirs = getattr(found, field.name).cpu(), getattr(wanted, field.name).cpu()
         if field.name == "path":
-            there = torch.arange(theirs.shape[-1]) < PATH_HEADER_WORDS + theirs[..., :1]
-            ours, theirs = ours.where(there, 0), theirs.where(there, 0)
+            used = torch.arange(theirs.shape[-1]) < PATH_HEADER_WORDS + theirs[..., :1]
+            ours, theirs = ours.where(used, 0), theirs.where(used, 0)
         if bits or field.name not in ("log_z", "ess"):
             torch.testing.assert_close(ours, theirs, rtol=0, atol=0, equal_nan=True, msg=field.name)
         else:
@@ -51,7 +51,7 @@ def checked(
     found, wanted = on(device, groups), on("cpu", groups)
     operator(found, uniform.to(device), threshold, width)
     resampling.resample(wanted, uniform, threshold, width)
-    agree(found, wanted)
+    assert_agreement(found, wanted)
     assert torch.equal(found.mask[..., width:].cpu(), groups.mask[..., width:]), "beyond the window nothing is copied"
     return found
 
@@ -66,7 +66,7 @@ def shares_of(count: int, parts: int) -> Iterator[tuple[int, ...]]:
             yield (first, *rest)
 
 
-def law_holds(operator: Resample, count: int, parts: int, device: str) -> None:
+def check_by_enumeration(operator: Resample, count: int, parts: int, device: str) -> None:
     """By enumeration, in one call: weights in whole parts, with a random number per case. Over these a particle gets
     exactly its share of the copies; a copied particle keeps its row; the mean of the weights is recorded."""
     shares = torch.tensor([*shares_of(count, parts)], dtype=torch.float64)

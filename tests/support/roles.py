@@ -26,7 +26,7 @@ from swiftspec.smc.population import LocalPopulation, SequenceGroup
 from swiftspec.tree.rejection import RejectionSampling
 
 
-def opening(
+def request_start(
     tokens: Sequence[int], sampling: SamplingParams, prompt_len: int | None = None, request: int = 1
 ) -> RequestStart:
     """A request whose tokens are all prompt by default."""
@@ -40,7 +40,7 @@ def make_runner(model: Any, ops: Any, vocab: int | None = None, *, context: int,
     return Runner(model, ops, size, context=context, tree_slots=tree_slots, shard=shard)
 
 
-def tools(runner: Runner, capture: Capture | None = None) -> ExecutorDeps:
+def executor_deps(runner: Runner, capture: Capture | None = None) -> ExecutorDeps:
     """What the executors of the runner's model are built from."""
     ops: Any = runner.ops
     return ExecutorDeps(ops, getattr(runner.model, "fused", None), capture)
@@ -52,19 +52,19 @@ def make_drafter(
     """`ahead`: a lookahead or a serial drafter; None: as the mode requires."""
     if ahead is not None:
         config = replace(config, mode="async" if ahead else "serial", target_tp=1, draft_tp=-1)
-    return build_drafter(runner, tools(runner, capture), config)
+    return build_drafter(runner, executor_deps(runner, capture), config)
 
 
 def make_verifier(runner: Runner, method: str = "match", capture: Capture | None = None) -> LocalVerifier:
     """`method`: as EngineConfig.verify."""
     return RejectionVerifier(
         runner,
-        selection.target_executors(runner, tools(runner, capture)),
+        selection.target_executors(runner, executor_deps(runner, capture)),
         RejectionSampling if method == "reject" else None,
     )
 
 
-class Alone(LocalPopulation):
+class SequentialPopulation(LocalPopulation):
     """Serves one request at a time, as an engine does whose caller waits for each."""
 
     group: SequenceGroup
@@ -92,14 +92,14 @@ def make_population(
     max_tokens: int,
     lag: int = 0,
     captures: tuple[Capture | None, Capture | None] = (None, None),
-) -> Alone:
+) -> SequentialPopulation:
     """Particles on two models of this process."""
-    made = tools(target, captures[0]), tools(draft, captures[1])
+    made = executor_deps(target, captures[0]), executor_deps(draft, captures[1])
     steps = selection.population_executors(target, draft, *made, config)
-    return Alone(target, draft, steps, config, max_tokens=max_tokens, lag=lag)
+    return SequentialPopulation(target, draft, steps, config, max_tokens=max_tokens, lag=lag)
 
 
-def only(role: LocalDrafter | LocalVerifier | LocalPopulation, *names: str) -> None:
+def restrict_executors(role: LocalDrafter | LocalVerifier | LocalPopulation, *names: str) -> None:
     """Restricts a role to these executors."""
     left: list[Any] = [kind for kind in role.executors if kind.name in names]
     role.executors = left
@@ -131,7 +131,7 @@ def population_of(llm: LLM) -> LocalPopulation:
     return llm.roles.parts
 
 
-def put(llm: LLM, drafter: Drafter | None = None, verifier: Verifier | None = None) -> None:
+def replace_roles(llm: LLM, drafter: Drafter | None = None, verifier: Verifier | None = None) -> None:
     """Replaces drafter or verifier of an engine; without a controller."""
     parts = tree_of(llm)
     llm.engine.decoding = make_fallback_decoding(drafter or parts.drafter, verifier or parts.verifier)

@@ -16,7 +16,7 @@ from swiftspec.params import SamplingParams
 from swiftspec.runtime.executors.graph import GraphForwardExecutor
 from swiftspec.runtime.local_drafter import LocalDrafter
 from swiftspec.runtime.verifier import LocalVerifier
-from tests.support.roles import opening
+from tests.support.roles import request_start
 
 
 def as_paths(proposal: Proposal) -> set[tuple[int, ...]]:
@@ -35,7 +35,7 @@ def same_rounds(
     for request in range(2):
         prompt = dice.integers(0, vocab, 9).tolist()
         for drafter in (one, other):
-            drafter.open(opening(prompt, sampling, request=request))
+            drafter.open(request_start(prompt, sampling, request=request))
         for round_ in range(rounds):
             want, got = one.propose(), other.propose()
             paths = as_paths(want)
@@ -50,23 +50,23 @@ def same_rounds(
             drafter.close()
 
 
-def drawn(verifier: LocalVerifier, proposal: Proposal) -> list[int]:
+def sampled_tokens(verifier: LocalVerifier, proposal: Proposal) -> list[int]:
     """The tokens that the target samples after every node, accepted or not."""
     found: list[Tensor] = []
 
-    def noted(call: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def recorded(call: Callable[..., Tensor]) -> Callable[..., Tensor]:
         return lambda *args: (found.append(call(*args)), found[-1])[1]
 
     sampler, steps = verifier._sampler, verifier.executor
     with ExitStack() as patches:
-        patches.enter_context(mock.patch.object(sampler, "draw", noted(sampler.draw)))
+        patches.enter_context(mock.patch.object(sampler, "draw", recorded(sampler.draw)))
         if isinstance(steps, GraphForwardExecutor):
-            patches.enter_context(mock.patch.object(steps.graphs, "run_batch", noted(steps.graphs.run_batch)))
+            patches.enter_context(mock.patch.object(steps.graphs, "run_batch", recorded(steps.graphs.run_batch)))
         verifier.submit(proposal).wait()
     return found[-1].tolist()
 
 
-def same_verdicts(
+def same_verifications(
     one: LocalVerifier, other: LocalVerifier, sampling: SamplingParams, vocab: int, *, rounds: int = 20
 ) -> None:
     """Two requests with trees of changing size, which sometimes contain the child that the target sampled."""
@@ -75,7 +75,7 @@ def same_verdicts(
         prompt, output = dice.integers(0, vocab, 6).tolist(), dice.integers(0, vocab, 3).tolist()
         for verifier in (one, other):
             seeded = replace(sampling, seed=sampling.seed + request)
-            verifier.open(opening([*prompt, *output], seeded, len(prompt), request))
+            verifier.open(request_start([*prompt, *output], seeded, len(prompt), request))
         root = output[-1]
         for round_ in range(rounds):
             nodes, at = int(dice.choice([1, 2, 3, 5, 8])), one.runner.cache.prefix_len[0]
@@ -83,13 +83,13 @@ def same_verdicts(
             proposal = Proposal(
                 request, round_, at, (root, *dice.integers(0, vocab, nodes - 1).tolist()), tuple(parents)
             )
-            likely = drawn(one, proposal)
-            assert drawn(other, proposal) == likely
+            likely = sampled_tokens(one, proposal)
+            assert sampled_tokens(other, proposal) == likely
             for verifier in (one, other):
                 verifier.runner.cache.commit(())
             guesses = [likely[parent] if dice.random() < 0.7 else likely[0] for parent in parents[1:]]
             proposal = replace(proposal, tokens=(root, *guesses))
-            assert drawn(other, proposal) == drawn(one, proposal)
+            assert sampled_tokens(other, proposal) == sampled_tokens(one, proposal)
             assert other._accepted == one._accepted
             root = one._accepted.tokens[-1]
             for verifier in (one, other):

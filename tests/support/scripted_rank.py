@@ -56,10 +56,10 @@ class Link:
 
     async def restart_rank0(self, *sent: frames.Frame) -> Rank0:
         """Connects a new rank 0 that sends these frames, and waits until they are received."""
-        here, there = socket.socketpair()
-        there.setblocking(False)
-        self._hearing = asyncio.create_task(self.engine.serve_connection(await AsyncFrameSocket.from_socket(here)))
-        self.rank0 = Rank0(there)
+        near, far = socket.socketpair()
+        far.setblocking(False)
+        self._serving = asyncio.create_task(self.engine.serve_connection(await AsyncFrameSocket.from_socket(near)))
+        self.rank0 = Rank0(far)
         self.rank0.send(*sent, frames.LoadingFrame("received"))
         await self.until(lambda: self.engine.state.detail == "received")
         return self.rank0
@@ -68,7 +68,7 @@ class Link:
         """Rank 0 sends these frames and exits."""
         self.rank0.send(*sent)
         self.rank0.close()
-        await self._hearing
+        await self._serving
 
     async def until(self, true: Callable[[], bool]) -> None:
         while not true():
@@ -78,23 +78,23 @@ class Link:
 def run_with_rank0(scene: Scenario, ready: bool = True, **limits: Any) -> None:
     """Runs a scenario with an engine client and a scripted rank 0, which exits at the end."""
 
-    async def on_stage(link: Link) -> None:
+    async def run_scene(link: Link) -> None:
         await scene(link.engine, link.rank0)
         await link.lose_rank0()
 
-    run_link(on_stage, *([READY] if ready else []), **limits)
+    run_link(run_scene, *([READY] if ready else []), **limits)
 
 
-def run_link(scene: Callable[[Link], Awaitable[None]], *said: Any, **limits: Any) -> None:
+def run_link(scene: Callable[[Link], Awaitable[None]], *first_frames: Any, **limits: Any) -> None:
     """Runs a scenario with a first rank 0 that has sent these frames, and checks that no request is left."""
 
-    async def whole() -> None:
+    async def run() -> None:
         link = Link(**limits)
-        await link.restart_rank0(*said)
+        await link.restart_rank0(*first_frames)
         await asyncio.wait_for(scene(link), 20)
         assert (link.engine.state.running, link.engine.state.waiting) == (0, 0)
 
-    asyncio.run(whole())
+    asyncio.run(run())
 
 
 async def collect(answer: AsyncGenerator[Any]) -> list[Any]:

@@ -32,7 +32,7 @@ def values(rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tenso
     return (torch.randn(shape, generator=generator) * scale).to(dtype)
 
 
-def say(**facts: object) -> None:
+def report(**facts: object) -> None:
     print(json.dumps(facts), flush=True)  # the standard output of a rank goes to the test
 
 
@@ -43,12 +43,12 @@ def bits(x: torch.Tensor) -> str:
 def collectives(group: SharedGroup) -> None:
     for dtype in (torch.float32, torch.float64, torch.bfloat16):
         for shape in ((3, 5), (8, 384)):
-            say(sum=str(dtype), shape=shape, bits=bits(group.all_reduce(values(group.rank, shape, dtype))))
-    say(gather=group.all_gather(torch.tensor([[group.rank, 7, group.rank]], dtype=torch.int16)).tolist())
+            report(sum=str(dtype), shape=shape, bits=bits(group.all_reduce(values(group.rank, shape, dtype))))
+    report(gather=group.all_gather(torch.tensor([[group.rank, 7, group.rank]], dtype=torch.int16)).tolist())
     for i in range(ROUNDS):
         total = group.all_reduce(torch.full((i % 40 + 1,), float(group.rank + i)))
         if not bool((total == sum(r + i for r in range(group.size))).all()):
-            say(wrong=i)
+            report(wrong=i)
 
 
 def ping_pong(mailbox: Mailbox, side: int) -> None:
@@ -57,28 +57,28 @@ def ping_pong(mailbox: Mailbox, side: int) -> None:
             mailbox.send(range(i, 2 * i))
         message = mailbox.recv(30)
         if message != list(range(i, 2 * i)):
-            say(wrong=i)
+            report(wrong=i)
         if side == 1:
             mailbox.send(message)
-    say(ping_pong=ROUNDS)
+    report(ping_pong=ROUNDS)
 
 
 def until_lost(call: Callable[[], object]) -> None:
     try:
         call()
     except OSError as error:
-        say(lost=type(error).__name__, message=str(error), at=time.monotonic())
+        report(lost=type(error).__name__, message=str(error), at=time.monotonic())
 
 
 def work(rank: int, spin: bool, names: list[str]) -> None:
-    say(process=os.getpid())
+    report(process=os.getpid())
     groups = [SharedGroup(name, rank, n, spin=spin, capacity=4096) for n, name in zip((2, 3, 4), names) if rank < n]
     mailbox = Mailbox(names[3], rank, spin=spin, words=64) if rank < 2 else None
     for group in groups:
         collectives(group)
     if mailbox is not None:
         ping_pong(mailbox, rank)
-    say(ready=True)
+    report(ready=True)
     if rank == 1:
         time.sleep(60)
     until_lost(lambda: groups[-1].all_reduce(torch.zeros(4)))

@@ -18,48 +18,48 @@ from swiftspec.tree.replica import TreeDelta
 LONG = 30.0  # seconds; more than anything takes
 
 
-class FedLink:
+class ThreadedLink:
     """A `TreeDeltaLink`. `pause` is called before each action of the thread."""
 
     busy, answer_timeout_s = 0.0, LONG
 
     def __init__(self, drafter: AheadDrafter, config: EngineConfig, pause: Callable[[], None]) -> None:
         self._pause, self.vocab = pause, drafter.runner.vocab
-        self._grown: Queue[TreeDelta] = Queue()
-        self._feed = TreeDeltaSender(drafter, lambda delta: self._grown.put(delta), config)
+        self._deltas: Queue[TreeDelta] = Queue()
+        self._sender = TreeDeltaSender(drafter, lambda delta: self._deltas.put(delta), config)
 
     def open(self, opening: RequestStart) -> None:
-        self._told: Queue[RequestStart | VerifyResult | None] = Queue()
-        self._grown = Queue()
+        self._messages: Queue[RequestStart | VerifyResult | None] = Queue()
+        self._deltas = Queue()
         self._thread = Thread(target=self._serve, daemon=True)
         self._thread.start()
-        self._told.put(opening)
+        self._messages.put(opening)
 
     def send(self, result: VerifyResult) -> None:
-        self._told.put(result)
+        self._messages.put(result)
 
     def receive(self, deadline: float | None) -> TreeDelta | None:
         try:
-            return self._grown.get(deadline is not None, LONG)
+            return self._deltas.get(deadline is not None, LONG)
         except Empty:
             if deadline is not None:
                 raise DrafterLost("nothing more came") from None
             return None
 
     def close(self) -> None:
-        self._told.put(None)
+        self._messages.put(None)
         self._thread.join(LONG)
 
     def _serve(self) -> None:
-        while (told := self._told.get()) is not None:
+        while (message := self._messages.get()) is not None:
             self._pause()
-            if isinstance(told, RequestStart):
-                self._feed.open(told)
+            if isinstance(message, RequestStart):
+                self._sender.open(message)
             else:
-                self._feed.observe(told)
-            while self._told.empty() and self._feed.grow():
+                self._sender.observe(message)
+            while self._messages.empty() and self._sender.grow():
                 self._pause()
-        self._feed.close()
+        self._sender.close()
 
 
 def dawdle(seed: int) -> Callable[[], None]:

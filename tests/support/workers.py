@@ -21,7 +21,7 @@ from swiftspec.llm import LLM, LLMBase
 
 TOKENIZER = bytes(32)  # the models of the tests have none
 OPTIONS: LoadOptions = {"dtype": torch.float64}
-ROOM = {
+CONFIGS = {
     "target": EngineConfig(mode="ar", verify_batch=16),
     "draft": EngineConfig(mode="serial", verify_batch=16, draft_leaves=8, adapt_steps=True),
 }
@@ -29,7 +29,7 @@ OPEN = RpcSecurity()
 
 
 @dataclass
-class Started:
+class StartedWorker:
     """A worker that can be stopped and restarted at the same port."""
 
     side: Side
@@ -43,10 +43,10 @@ class Started:
 
     def load(self) -> WorkerModel:
         ranks = 1 if self.world is None else self.world.size
-        room = WorkerLimits(self.sessions, 600.0, replace(ROOM[self.side], target_tp=ranks, draft_tp=-1))
-        return WorkerModel(self.side, self.model, room, self.world, {**OPTIONS, **self.options})
+        limits = WorkerLimits(self.sessions, 600.0, replace(CONFIGS[self.side], target_tp=ranks, draft_tp=-1))
+        return WorkerModel(self.side, self.model, limits, self.world, {**OPTIONS, **self.options})
 
-    def start(self) -> Started:
+    def start(self) -> StartedWorker:
         self.loaded = model = self.load()
         self.service = make_service(model, self.side, self.tokenizer, ())
         self.server = RpcServer(self.service, Endpoint("127.0.0.1", self.port), self.security, self.sessions)
@@ -58,14 +58,14 @@ class Started:
         if self.loaded.rank is not None:
             self.loaded.rank.leave()
 
-    def named(self, timeout: float = 20.0, security: RpcSecurity = OPEN) -> WorkerAddress:
+    def client_address(self, timeout: float = 20.0, security: RpcSecurity = OPEN) -> WorkerAddress:
         """The address as a client names it."""
         return WorkerAddress(f"127.0.0.1:{self.port}", f"--{self.side}-url", security, timeout)
 
 
 @contextmanager
-def started(side: Side, model: Path, **how: Any) -> Iterator[Started]:
-    worker = Started(side, model, **how).start()
+def started(side: Side, model: Path, **how: Any) -> Iterator[StartedWorker]:
+    worker = StartedWorker(side, model, **how).start()
     try:
         yield worker
     finally:
@@ -73,7 +73,7 @@ def started(side: Side, model: Path, **how: Any) -> Iterator[Started]:
 
 
 @contextmanager
-def on_workers(
+def client_on_workers(
     target: WorkerAddress | Path,
     draft: WorkerAddress | Path | None,
     tokenizer: Path = Path(),
@@ -88,11 +88,11 @@ def on_workers(
         "trace": trace,
         "draft_worker": draft if isinstance(draft, WorkerAddress) else None,
     }
-    here = draft if isinstance(draft, Path) else None
+    local_draft = draft if isinstance(draft, Path) else None
     if isinstance(target, WorkerAddress):
-        running = LLMBase(build_remote_roles(RemoteTarget(target), here, config, tokenizer, **options))
+        running = LLMBase(build_remote_roles(RemoteTarget(target), local_draft, config, tokenizer, **options))
     else:
-        running = LLM(target, here, config, **options)
+        running = LLM(target, local_draft, config, **options)
     try:
         yield running
     finally:

@@ -23,7 +23,7 @@ from swiftspec.sampling.vocab import VocabShard
 from swiftspec.tree import rejection
 from swiftspec.tree.rejection import RejectionSampling, verify_siblings
 from tests.support.enumeration import PROMPT, orders, outcomes, penalised
-from tests.support.histories import Law, filtered
+from tests.support.histories import TextDistribution, filtered
 from tests.support.thread_group import ThreadGroup, on_ranks
 
 KINDS = ("random", "ties", "equal", "disjoint", "zeros", "one-hot draft", "one-hot target")
@@ -168,7 +168,7 @@ class Walked:
         self._tokens = proposal.tokens
         self._coins = np.zeros((3, 2))  # by depth and sibling
         self._noise = np.zeros(logits.shape[1])
-        self.distribution: Law = {}
+        self.distribution: TextDistribution = {}
         patch.setattr(rejection, "row_keys", lambda key, positions: positions)
         patch.setattr(rejection, "row_bits", self._bits)
         patch.setattr(PositionNoise, "rows", lambda *_: (torch.from_numpy(self._noise)[None], torch.tensor([0])))

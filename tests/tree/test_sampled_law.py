@@ -145,7 +145,7 @@ def test_independent_coins_with_the_longest_branch_are_detected(
     """The rule of tests/support/biased_acceptance.py."""
     mode, bs, w, d, vocab, rounds, tokens = case
     pair = Pair(vocab, 1, plan_of(mode, bs, w, d), PLAIN)
-    pair.judge = longest_branch
+    pair.outcomes = longest_branch
     assert pair.enumerate(monkeypatch, rounds, tokens)[0] > 0.01
 
 

@@ -29,7 +29,7 @@ from swiftspec.errors import RankLost, UserError
 from swiftspec.messages import Proposal
 from swiftspec.model.loader import load_model
 from swiftspec.params import SamplingParams
-from tests.support.roles import make_runner, make_verifier, opening
+from tests.support.roles import make_runner, make_verifier, request_start
 from tests.support.thread_group import ThreadGroup
 from tests.support.tiny_checkpoints import make_checkpoint
 
@@ -276,7 +276,7 @@ def test_a_peer_that_never_arrives_is_named(machine: Machine, tmp_path: Path, wo
     model.forward = lambda *args, **more: torch.zeros(1, 64)
     group.all_gather = fail  # the descriptions of the logits by the ranks
     stands_in[2].communicator.supports = lambda x: False
-    verifier.open(opening([1], SamplingParams(temperature=0), request=0))
+    verifier.open(request_start([1], SamplingParams(temperature=0), request=0))
     with pytest.raises(kind, match=text):
         verifier.verify(Proposal(0, 0, 0, (1,), (-1,)))
 

@@ -32,7 +32,7 @@ from swiftspec.params import SamplingParams
 from swiftspec.runtime.cancellation import CancelCheck
 from swiftspec.tree.tree import DraftTree
 from tests.distributed.transport.test_channel import connect
-from tests.support.roles import make_drafter, make_runner, opening
+from tests.support.roles import make_drafter, make_runner, request_start
 from tests.support.tiny_checkpoints import make_checkpoint
 
 GREEDY = SamplingParams(temperature=0)
@@ -104,7 +104,7 @@ def result(request: int, round_: int, at: int) -> VerifyResult:
 def test_a_request_from_end_to_end(connection: tuple[DraftGroupClient, FakeDraft, Channel]) -> None:
     drafter, draft, _ = connection
     drafter.draft_steps = 5
-    drafter.open(opening([4, 5], GREEDY))
+    drafter.open(request_start([4, 5], GREEDY))
     assert drafter.propose() == Proposal(1, 0, 1, (5, 0), (-1, 0))
     for round_ in range(3):
         drafter.grow()
@@ -112,7 +112,7 @@ def test_a_request_from_end_to_end(connection: tuple[DraftGroupClient, FakeDraft
         assert drafter.propose() == Proposal(1, round_ + 1, 2 + round_, (9, round_ + 1), (-1, 0))
     assert drafter.busy == 1.0 and draft.draft_steps == 5
     drafter.close()
-    drafter.open(opening([7], GREEDY, request=2))
+    drafter.open(request_start([7], GREEDY, request=2))
     assert drafter.propose().request == 2
     assert draft.calls[:6] == ["open 1", "grow", "grow", "grow", "grow", "close"]
 
@@ -121,7 +121,7 @@ def test_a_late_answer_loses_the_request_and_is_dropped_in_the_next(
     connection: tuple[DraftGroupClient, FakeDraft, Channel],
 ) -> None:
     drafter, draft, _ = connection
-    drafter.open(opening([4, 5], GREEDY))
+    drafter.open(request_start([4, 5], GREEDY))
     drafter.propose()
     draft.sleep = 0.5
     drafter.observe(result(1, 0, 1))
@@ -129,7 +129,7 @@ def test_a_late_answer_loses_the_request_and_is_dropped_in_the_next(
         drafter.propose()
     draft.sleep = 0.0
     drafter.close()
-    drafter.open(opening([7], GREEDY, request=2))
+    drafter.open(request_start([7], GREEDY, request=2))
     assert drafter.propose() == Proposal(2, 0, 0, (7, 0), (-1, 0)), "not the answer to the first request"
 
 
@@ -137,7 +137,7 @@ def test_a_failing_draft_reports_the_reason_and_serves_the_next_request(
     connection: tuple[DraftGroupClient, FakeDraft, Channel],
 ) -> None:
     drafter, draft, _ = connection
-    drafter.open(opening([4, 5], GREEDY))
+    drafter.open(request_start([4, 5], GREEDY))
     drafter.propose()
     draft.fails = True
     drafter.observe(result(1, 0, 1))
@@ -145,20 +145,20 @@ def test_a_failing_draft_reports_the_reason_and_serves_the_next_request(
         drafter.propose()
     drafter.observe(result(1, 1, 2))  # as a target that has not received it would
     draft.fails = False
-    drafter.open(opening([7], GREEDY, request=2))
+    drafter.open(request_start([7], GREEDY, request=2))
     assert drafter.propose().request == 2
 
 
 def test_a_lost_draft(connection: tuple[DraftGroupClient, FakeDraft, Channel]) -> None:
     drafter, _, far = connection
-    drafter.open(opening([4, 5], GREEDY))
+    drafter.open(request_start([4, 5], GREEDY))
     drafter.propose()
     drafter._send(Opcode.SHUTDOWN)
     time.sleep(0.2)  # its process is about to exit
     far.close()
     for _ in range(2):
         with pytest.raises(DrafterLost, match="gone"):
-            drafter.open(opening([7], GREEDY, request=2))
+            drafter.open(request_start([7], GREEDY, request=2))
 
 
 @pytest.mark.skipif(_C.level() == "none", reason="this CPU has no AVX2")
@@ -179,7 +179,7 @@ def test_results_within_the_tree_are_answered_by_native_code(tmp_path: Path, mon
     drafter, received = DraftGroupClient(near, 3, BOUNDS), []
     try:
         for each in (drafter, ours):
-            each.open(opening(prompt, GREEDY))
+            each.open(request_start(prompt, GREEDY))
         for _ in range(20):
             received.append(drafter.propose())
             assert received[-1] == ours.propose()
@@ -201,15 +201,15 @@ def test_tracing_of_the_draft_starts_with_the_next_request(
     drafter, _, _ = connection
     drafter._recorder = recorder = Recorder()
     recorder.listener = list[Any]().extend
-    recorder.begin(opening([4, 5], GREEDY))
-    drafter.open(opening([4, 5], GREEDY))
+    recorder.begin(request_start([4, 5], GREEDY))
+    drafter.open(request_start([4, 5], GREEDY))
     drafter.set_trace(True)
     recorder.add(RoundRecord(drafter.propose(), result(1, 0, 1), [], True, 0.0, None, None))
     drafter.observe(result(1, 0, 1))
     drafter.propose()
     assert recorder.awaits_draft(0), "not in the midst of a request"
-    recorder.begin(opening([4, 5], GREEDY, request=2))
-    drafter.open(opening([4, 5], GREEDY, request=2))
+    recorder.begin(request_start([4, 5], GREEDY, request=2))
+    drafter.open(request_start([4, 5], GREEDY, request=2))
     last = RoundRecord(drafter.propose(), result(2, 0, 1), [0.0] * 7, True, 0.0, None, None)
     recorder.add(last)
     drafter.drain(0)

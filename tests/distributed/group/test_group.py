@@ -19,7 +19,7 @@ from tests.model.test_loader import quantise
 from tests.support import slow_reference
 from tests.support.rank_jobs import sampling_from
 from tests.support.ranks import Pool
-from tests.support.roles import drafter_of, make_drafter, put
+from tests.support.roles import drafter_of, make_drafter, replace_roles
 from tests.support.tiny_checkpoints import make_checkpoint, make_pair
 
 PROMPT = [5, 17, 3, 29, 11, 8, 2, 30]
@@ -189,7 +189,7 @@ def test_rounds_are_the_same_in_groups(
     shape: dict[str, Any] = {"draft_steps": 3, **how}
     alone = LLM(*pair, EngineConfig(**shape), dtype=torch.float64)
     if mode == "async":
-        put(alone, make_drafter(drafter_of(alone).runner, alone.config, ahead=True))
+        replace_roles(alone, make_drafter(drafter_of(alone).runner, alone.config, ahead=True))
     sampled = [(prompt, values) for prompt, values in REQUESTS if values["temperature"] > 0]
     expected = [alone.generate(prompt, sampling_from(values)) for prompt, values in sampled]
     answers = decode(pool, pair, {"mode": mode, "target_tp": x, "draft_tp": y, **shape}, requests=sampled)

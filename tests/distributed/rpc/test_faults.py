@@ -22,9 +22,9 @@ from swiftspec.llm import LLM, LLMBase
 from swiftspec.messages import VerifyResult
 from swiftspec.observe.step_time_emulation import StepTimeEmulation, StepTimes
 from swiftspec.params import SamplingParams
-from tests.support.relay import Relay, Way
+from tests.support.relay import Direction, Relay
 from tests.support.tiny_checkpoints import make_checkpoint, make_pair
-from tests.support.workers import OPTIONS, Started, on_workers, started
+from tests.support.workers import OPTIONS, StartedWorker, client_on_workers, started
 
 PROMPT = [5, 17, 3, 29, 11, 8, 2, 30]
 SAMPLED = SamplingParams(temperature=0.8, seed=1234, max_tokens=40, ignore_eos=True)
@@ -42,7 +42,7 @@ def plain(pair: tuple[Path, Path]) -> list[int]:
 
 
 @pytest.fixture(scope="module")
-def both(pair: tuple[Path, Path]) -> Iterator[dict[str, Started]]:
+def both(pair: tuple[Path, Path]) -> Iterator[dict[str, StartedWorker]]:
     with started("target", pair[0]) as target, started("draft", pair[1]) as draft:
         yield {"target": target, "draft": draft}
 
@@ -55,14 +55,14 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @contextmanager
-def relayed(worker: Started, **named: Any) -> Iterator[tuple[Relay, WorkerAddress]]:
+def relayed(worker: StartedWorker, **named: Any) -> Iterator[tuple[Relay, WorkerAddress]]:
     """The worker behind a relay that can stall the connection."""
-    with Relay(("127.0.0.1", worker.port), Way(0.0)) as relay:
-        yield relay, replace(worker.named(**named), url="{}:{}".format(*relay.address))
+    with Relay(("127.0.0.1", worker.port), Direction(0.0)) as relay:
+        yield relay, replace(worker.client_address(**named), url="{}:{}".format(*relay.address))
 
 
 @contextmanager
-def slow(side: Any, model: Path, seconds: float) -> Iterator[Started]:
+def slow(side: Any, model: Path, seconds: float) -> Iterator[StartedWorker]:
     """A worker whose steps take this long."""
     step = StepTimes(((1, 1, seconds),))
     with started(side, model, options={"emulate": StepTimeEmulation(**{side: step})}) as worker:
@@ -82,11 +82,11 @@ def until_it_drafts(running: LLMBase, plain: list[int]) -> None:
 
 @pytest.mark.parametrize("mode", MODES)
 def test_a_draft_that_is_silent_for_a_while_costs_speed_only(
-    both: dict[str, Started], plain: list[int], impatient: None, mode: str
+    both: dict[str, StartedWorker], plain: list[int], impatient: None, mode: str
 ) -> None:
     with (
         relayed(both["draft"]) as (wire, draft),
-        on_workers(both["target"].named(), draft, mode=mode, draft_steps=2) as running,
+        client_on_workers(both["target"].client_address(), draft, mode=mode, draft_steps=2) as running,
     ):
         stream = running.stream(PROMPT, SAMPLED)
         text = [*next(stream).token_ids]
@@ -99,11 +99,11 @@ def test_a_draft_that_is_silent_for_a_while_costs_speed_only(
 
 @pytest.mark.parametrize("mode", MODES)
 def test_decoding_continues_after_a_target_was_silent_for_a_while(
-    both: dict[str, Started], plain: list[int], mode: str
+    both: dict[str, StartedWorker], plain: list[int], mode: str
 ) -> None:
     with (
         relayed(both["target"]) as (wire, target),
-        on_workers(target, both["draft"].named(), mode=mode, draft_steps=2) as running,
+        client_on_workers(target, both["draft"].client_address(), mode=mode, draft_steps=2) as running,
     ):
         stream = running.stream(PROMPT, SAMPLED)
         text = [*next(stream).token_ids]
@@ -114,11 +114,11 @@ def test_decoding_continues_after_a_target_was_silent_for_a_while(
 
 @pytest.mark.parametrize("mode", MODES)
 def test_a_silent_target_is_an_error_within_the_timeout_and_can_be_retried(
-    both: dict[str, Started], plain: list[int], mode: str
+    both: dict[str, StartedWorker], plain: list[int], mode: str
 ) -> None:
     with (
         relayed(both["target"], timeout=0.4) as (wire, target),
-        on_workers(target, both["draft"].named(), mode=mode, draft_steps=2) as running,
+        client_on_workers(target, both["draft"].client_address(), mode=mode, draft_steps=2) as running,
     ):
         stream = running.stream(PROMPT, SAMPLED)
         next(stream)
@@ -133,25 +133,27 @@ def test_a_silent_target_is_an_error_within_the_timeout_and_can_be_retried(
 
 @pytest.mark.parametrize("mode", MODES)
 def test_a_slow_draft_costs_speed_only(
-    pair: tuple[Path, Path], both: dict[str, Started], plain: list[int], impatient: None, mode: str
+    pair: tuple[Path, Path], both: dict[str, StartedWorker], plain: list[int], impatient: None, mode: str
 ) -> None:
     with (
         slow("draft", pair[1], 0.3) as draft,
-        on_workers(both["target"].named(), draft.named(), mode=mode, draft_steps=1) as running,
+        client_on_workers(both["target"].client_address(), draft.client_address(), mode=mode, draft_steps=1) as running,
     ):
         assert running.generate(PROMPT, SAMPLED).token_ids == plain and running.outages
 
 
 def test_a_target_that_is_too_slow_is_an_error_within_the_timeout(
-    pair: tuple[Path, Path], both: dict[str, Started], plain: list[int]
+    pair: tuple[Path, Path], both: dict[str, StartedWorker], plain: list[int]
 ) -> None:
     """A target that is only slow is waited for."""
     short = replace(SAMPLED, max_tokens=4)
     with slow("target", pair[0], 0.2) as target:
-        with on_workers(target.named(), both["draft"].named(), draft_steps=2) as running:
+        with client_on_workers(target.client_address(), both["draft"].client_address(), draft_steps=2) as running:
             assert running.generate(PROMPT, short).token_ids == plain[:4]
         with (
-            on_workers(target.named(timeout=0.1), both["draft"].named(), draft_steps=2) as running,
+            client_on_workers(
+                target.client_address(timeout=0.1), both["draft"].client_address(), draft_steps=2
+            ) as running,
             pytest.raises(UserError, match="did not answer in time"),
         ):
             running.generate(PROMPT, short)
@@ -176,12 +178,14 @@ def invalid_responses(name: str, result: VerifyResult) -> VerifyResult:
     "name", ["an old round", "another request", "another place", "a token that was not proposed", "no token"]
 )
 def test_an_invalid_response_of_a_target_gives_no_token(
-    both: dict[str, Started], monkeypatch: pytest.MonkeyPatch, name: str
+    both: dict[str, StartedWorker], monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     result_to = service.result_to_proto
     monkeypatch.setattr(service, "result_to_proto", lambda result: result_to(invalid_responses(name, result)))
     with (
-        on_workers(both["target"].named(), both["draft"].named(), mode="serial", draft_steps=2) as running,
+        client_on_workers(
+            both["target"].client_address(), both["draft"].client_address(), mode="serial", draft_steps=2
+        ) as running,
         pytest.raises(UserError, match=r"--target-url \S+ sent what is no result of ours: .*") as caught,
     ):
         list(running.stream(PROMPT, SAMPLED))
@@ -200,10 +204,14 @@ def duplicating(monkeypatch: pytest.MonkeyPatch, kind: Any) -> None:
     monkeypatch.setattr(kind, "_answers", doubled)
 
 
-def test_a_duplicate_response_of_a_target_is_refused(both: dict[str, Started], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_duplicate_response_of_a_target_is_refused(
+    both: dict[str, StartedWorker], monkeypatch: pytest.MonkeyPatch
+) -> None:
     duplicating(monkeypatch, service.TargetWorkerService)
     with (
-        on_workers(both["target"].named(), both["draft"].named(), mode="serial", draft_steps=2) as running,
+        client_on_workers(
+            both["target"].client_address(), both["draft"].client_address(), mode="serial", draft_steps=2
+        ) as running,
         pytest.raises(UserError, match="no result of ours"),
     ):
         list(running.stream(PROMPT, SAMPLED))
@@ -211,26 +219,31 @@ def test_a_duplicate_response_of_a_target_is_refused(both: dict[str, Started], m
 
 @pytest.mark.parametrize("mode", MODES)
 def test_a_duplicate_response_of_a_draft_costs_speed_at_most(
-    both: dict[str, Started], plain: list[int], monkeypatch: pytest.MonkeyPatch, mode: str
+    both: dict[str, StartedWorker], plain: list[int], monkeypatch: pytest.MonkeyPatch, mode: str
 ) -> None:
     duplicating(monkeypatch, service.DraftWorkerService)
-    with on_workers(both["target"].named(), both["draft"].named(), mode=mode, draft_steps=2) as running:
+    with client_on_workers(
+        both["target"].client_address(), both["draft"].client_address(), mode=mode, draft_steps=2
+    ) as running:
         for _ in range(2):
             assert running.generate(PROMPT, SAMPLED).token_ids == plain
 
 
 def test_another_tokenizer_or_version_is_refused_at_the_start(
-    pair: tuple[Path, Path], both: dict[str, Started], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    pair: tuple[Path, Path], both: dict[str, StartedWorker], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     make_checkpoint(tmp_path, vocab=64)
-    target = both["target"].named()
+    target = both["target"].client_address()
     with (
         started("draft", tmp_path, tokenizer=bytes(31) + b"x") as draft,
         pytest.raises(UserError, match=r"--draft-url \S+ makes no pair with this target: their tokenizers differ"),
-        on_workers(target, draft.named()),
+        client_on_workers(target, draft.client_address()),
     ):
         pass
     monkeypatch.setattr(service, "PROTOCOL_VERSION", 1)
-    for models in ((target, None), (pair[0], both["draft"].named())):
-        with pytest.raises(UserError, match="speaks version 1 of the protocol, and this is"), on_workers(*models):
+    for models in ((target, None), (pair[0], both["draft"].client_address())):
+        with (
+            pytest.raises(UserError, match="speaks version 1 of the protocol, and this is"),
+            client_on_workers(*models),
+        ):
             pass

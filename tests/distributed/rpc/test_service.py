@@ -38,7 +38,7 @@ from swiftspec.errors import UserError
 from swiftspec.messages import Proposal, RequestStart, VerifyResult
 from swiftspec.params import SamplingParams
 from tests.support.tiny_checkpoints import make_checkpoint
-from tests.support.workers import TOKENIZER, Started, started
+from tests.support.workers import TOKENIZER, StartedWorker, started
 
 TEXT = (5, 17, 3)
 GREEDY = SamplingParams(temperature=0)
@@ -47,7 +47,7 @@ Code = grpc.StatusCode
 
 
 @pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Started]:
+def target(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StartedWorker]:
     path = tmp_path_factory.mktemp("model")
     make_checkpoint(path, vocab=64)
     with started("target", path) as worker:
@@ -57,7 +57,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Started]:
 class Client:
     """Calls a target worker without the checks of the real client."""
 
-    def __init__(self, worker: Started) -> None:
+    def __init__(self, worker: StartedWorker) -> None:
         self._channel = grpc.insecure_channel(f"127.0.0.1:{worker.port}")
         link = WorkerConnection(
             f"127.0.0.1:{worker.port}", "--target-url", TARGET_SERVICE, pb.VerifyAnswer, RpcSecurity()
@@ -86,7 +86,7 @@ class Client:
 
 
 @pytest.fixture
-def client(target: Started) -> Client:
+def client(target: StartedWorker) -> Client:
     return Client(target)
 
 
@@ -184,7 +184,7 @@ def test_a_request_for_another_model_is_refused(client: Client) -> None:
     client.refused(Code.INVALID_ARGUMENT, lambda: client.ask(opening=bad))
 
 
-def test_clients_without_credentials_are_refused(target: Started) -> None:
+def test_clients_without_credentials_are_refused(target: StartedWorker) -> None:
     guarded = RpcSecurity(token="secret")
     with started("target", target.model, security=guarded) as worker:
         for security in (RpcSecurity(), RpcSecurity(token="other")):
@@ -210,7 +210,7 @@ def test_clients_without_credentials_are_refused(target: Started) -> None:
 
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="makes the certificate")
-def test_a_worker_over_tls(target: Started, tmp_path: Path) -> None:
+def test_a_worker_over_tls(target: StartedWorker, tmp_path: Path) -> None:
     made = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2 -subj /CN=worker"
     for name in ("own", "other"):
         files = ["-keyout", str(tmp_path / f"{name}.key"), "-out", str(tmp_path / f"{name}.pem")]
@@ -240,9 +240,9 @@ def test_a_worker_over_tls(target: Started, tmp_path: Path) -> None:
 HEALTH: Any = health_pb2  # its names are generated on import
 
 
-def test_health_is_served_until_a_worker_drains(target: Started) -> None:
+def test_health_is_served_until_a_worker_drains(target: StartedWorker) -> None:
     """With the client of the standard service: of the worker, of each service, and of an unknown one."""
-    worker = Started("target", target.model).start()
+    worker = StartedWorker("target", target.model).start()
     channel = grpc.insecure_channel(f"127.0.0.1:{worker.port}")
     health: Any = health_pb2_grpc.HealthStub(channel)
     serving = HEALTH.HealthCheckResponse.SERVING
@@ -269,7 +269,7 @@ class TokenCredentials(grpc.UnaryUnaryClientInterceptor, grpc.StreamStreamClient
         return self.intercept_unary_unary(continuation, client_call_details, request_iterator)
 
 
-def test_reflection_lists_the_services_for_clients_with_the_token(target: Started) -> None:
+def test_reflection_lists_the_services_for_clients_with_the_token(target: StartedWorker) -> None:
     """With the client of the standard service, which makes a call from the descriptors that it has read."""
     with started("target", target.model, security=RpcSecurity("secret")) as worker:
         bare = grpc.insecure_channel(f"127.0.0.1:{worker.port}")
@@ -291,14 +291,14 @@ def test_reflection_lists_the_services_for_clients_with_the_token(target: Starte
         bare.close()
 
 
-def test_a_worker_of_the_other_kind_is_refused(target: Started) -> None:
+def test_a_worker_of_the_other_kind_is_refused(target: StartedWorker) -> None:
     with pytest.raises(WorkerRefused, match="worker of the other kind"):
         WorkerConnection(f"127.0.0.1:{target.port}", "--draft-url", DRAFT_SERVICE, pb.DraftAnswer, RpcSecurity()).ping(
             10
         )
 
 
-def test_an_idle_worker_checks_its_group(target: Started, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_idle_worker_checks_its_group(target: StartedWorker, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("swiftspec.distributed.rpc.server.SWEEP_INTERVAL_S", 0.01)
     over: SimpleQueue[int] = SimpleQueue()
     target.server.run(over, lambda: over.put(0))  # ends because of the error that it received

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.support.relay import Relay, Way
+from tests.support.relay import Direction, Relay
 
 LONG = 30.0  # seconds; more than anything takes
 
@@ -55,14 +55,14 @@ def read(end: socket.socket, size: int) -> bytes:
 
 
 def test_messages_share_a_delay_and_queue_for_the_bandwidth() -> None:
-    way = Way(delay=2.0, bandwidth=100.0)
+    way = Direction(delay=2.0, bandwidth=100.0)
     assert [way.due(now, 50) for now in (0.0, 0.0, 0.1, 9.0)] == [2.5, 3.0, 3.5, 11.5]
-    assert [Way(2.0).due(now, 50) for now in (0.0, 1.0)] == [2.0, 3.0]
+    assert [Direction(2.0).due(now, 50) for now in (0.0, 1.0)] == [2.0, 3.0]
 
 
 def test_bytes_arrive_complete_in_order_and_not_early(server: tuple[str, int]) -> None:
     data = bytes(range(256)) * 4096
-    with Relay(server, Way(0.02), Way(0.03)) as relay, connect(relay) as one, connect(relay) as other:
+    with Relay(server, Direction(0.02), Direction(0.03)) as relay, connect(relay) as one, connect(relay) as other:
         began = time.perf_counter()
         sender = threading.Thread(target=lambda: one.sendall(data))
         sender.start()
@@ -75,7 +75,7 @@ def test_bytes_arrive_complete_in_order_and_not_early(server: tuple[str, int]) -
 
 
 def test_a_stall_delays_everything_and_a_reset_is_forwarded(server: tuple[str, int]) -> None:
-    with Relay(server, Way(0.0)) as relay, connect(relay) as end:
+    with Relay(server, Direction(0.0)) as relay, connect(relay) as end:
         relay.stall()
         end.sendall(b"late")
         end.settimeout(0.1)
@@ -96,5 +96,5 @@ def test_a_missing_peer() -> None:
     with socket.create_server(("127.0.0.1", 0)) as closed:
         nowhere = closed.getsockname()
     # The reset may come while the client still connects.
-    with Relay(nowhere, Way(0.0)) as relay, pytest.raises(ConnectionResetError), connect(relay) as end:
+    with Relay(nowhere, Direction(0.0)) as relay, pytest.raises(ConnectionResetError), connect(relay) as end:
         end.recv(1)

@@ -26,7 +26,7 @@ from swiftspec.runtime.executors.graph import CAPTURED_ROWS, MAX_FAMILIES, Graph
 from swiftspec.tree import mask as tree_mask
 from tests.support.fake_cuda_graphs import Rerun
 from tests.support.histories import HistoryModel
-from tests.support.roles import make_population, make_runner, opening
+from tests.support.roles import make_population, make_runner, request_start
 from tests.support.thread_group import ThreadGroup, on_ranks, peers
 from tests.support.tiny_checkpoints import make_checkpoint
 
@@ -144,7 +144,7 @@ def test_a_population_with_graphs_equals_one_without(exact: int) -> None:
     for number, more in enumerate(shaped):
         sampling = SamplingParams(temperature=0.8 if number < 4 else 1.2, seed=number // 2, **more)
         for worker in workers:
-            worker.open(opening([0, 1, 2], sampling), {1}, 18)
+            worker.open(request_start([0, 1, 2], sampling), {1}, 18)
             while worker.launch():
                 worker.collect()
         graphed, plain = (worker.answer() for worker in workers)
@@ -179,7 +179,7 @@ def test_rounds_of_a_group_of_ranks_equal_those_of_one(checkpoint: Path, tmp_pat
         found = []
         for seed in (1, 2):
             sampling = SamplingParams(temperature=0.8, seed=seed, **more)
-            worker.open(opening([3, 1, 4, 1, 5], sampling), {7}, 14)
+            worker.open(request_start([3, 1, 4, 1, 5], sampling), {7}, 14)
             while worker.launch():
                 worker.collect()
             answer = worker.answer()

@@ -24,7 +24,7 @@ from swiftspec.runtime.executors.graph import FORWARD_FAMILY
 from swiftspec.runtime.executors.graph_expansions import GraphExpansionExecutor
 from swiftspec.runtime.local_drafter import LocalDrafter
 from tests.support.fake_cuda_graphs import Rerun
-from tests.support.roles import make_drafter, make_runner, opening
+from tests.support.roles import make_drafter, make_runner, request_start
 from tests.support.same_rounds import as_paths, same_rounds
 from tests.support.thread_group import ThreadGroup, on_ranks, peers
 from tests.support.tiny_checkpoints import make_checkpoint
@@ -149,7 +149,7 @@ def test_a_group_expands_the_same_tree_without_the_host(checkpoint: Path, size: 
         host, ours, capture = drafters(checkpoint, plan, peers(group, 1 << 16))
         same_rounds(host, ours, sampling, 64)
         assert grown(ours)
-        ours.open(opening([1, 2, 3], sampling, request=0))
+        ours.open(request_start([1, 2, 3], sampling, request=0))
         return capture.captures, capture.replays, [as_paths(ours.propose())]
 
     found = on_ranks(size, work)
@@ -162,7 +162,7 @@ def test_a_group_whose_messages_are_too_long_runs_phase_by_phase(checkpoint: Pat
 
     def work(group: ThreadGroup) -> list[str]:
         made = [drafters(checkpoint, plan, peers(group, most))[1] for most in (longest - 1, longest)]
-        return [drafter.select_executor(opening([1], SAMPLING[0])).name for drafter in made]
+        return [drafter.select_executor(request_start([1], SAMPLING[0])).name for drafter in made]
 
     assert on_ranks(2, work) == [["graph forwards", "graph"]] * 2
 

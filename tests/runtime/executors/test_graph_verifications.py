@@ -27,9 +27,9 @@ from swiftspec.runtime.verifier import LocalVerifier
 from swiftspec.sampling.vocab import TOP_CANDIDATES
 from swiftspec.tree import mask as tree_mask
 from tests.runtime.executors.test_graph_expansions import peers
-from tests.support.fake_cuda_graphs import Blind, Recorder, Rerun
-from tests.support.roles import make_runner, make_verifier, opening
-from tests.support.same_rounds import drawn, same_verdicts
+from tests.support.fake_cuda_graphs import Recorder, Rerun, RerunWithoutReads
+from tests.support.roles import make_runner, make_verifier, request_start
+from tests.support.same_rounds import same_verifications, sampled_tokens
 from tests.support.thread_group import ThreadGroup, on_ranks
 from tests.support.tiny_checkpoints import make_checkpoint
 
@@ -49,7 +49,7 @@ def verifiers(
 ) -> tuple[LocalVerifier, LocalVerifier, Rerun]:
     """One without graphs, one with graphs."""
     model = load_model(checkpoint, dtype=torch.float64, ops=ops, max_positions=256, group=group)
-    capture = Rerun() if ops is not unfused else Recorder() if group is None else Blind()
+    capture = Rerun() if ops is not unfused else Recorder() if group is None else RerunWithoutReads()
     steps, graphed = (
         make_verifier(make_runner(model, ops, context=160, tree_slots=64), method, each) for each in (None, capture)
     )
@@ -84,7 +84,7 @@ def test_one_graph_samples_the_same_tokens(checkpoint: Path, name: str, monkeypa
     outside, accept = [], GraphVerificationExecutor.accept
     monkeypatch.setattr(GraphVerificationExecutor, "accept", lambda *a: outside.append(a[0]) or accept(*a))
     steps, graphed, capture = verifiers(checkpoint)
-    same_verdicts(steps, graphed, SAMPLING[name], VOCAB)
+    same_verifications(steps, graphed, SAMPLING[name], VOCAB)
     assert not in_one_graph(steps) and in_one_graph(graphed)
     assert capture.replays == 80 and len(outside) == (80 if name == "flat" else 0)
     assert capture.captures <= 4, "1, 2, 4 and 8 rows, all of one width, and nothing for the forwards alone"
@@ -95,7 +95,7 @@ def test_one_graph_samples_the_same_tokens(checkpoint: Path, name: str, monkeypa
 def test_a_group_samples_the_same_tokens(checkpoint: Path, size: int, name: str) -> None:
     def work(group: ThreadGroup) -> int:
         steps, graphed, capture = verifiers(checkpoint, peers(group, 1 << 16))
-        same_verdicts(steps, graphed, SAMPLING[name], VOCAB, rounds=4)
+        same_verifications(steps, graphed, SAMPLING[name], VOCAB, rounds=4)
         assert in_one_graph(graphed)
         return capture.captures
 
@@ -114,7 +114,7 @@ def test_a_group_with_library_gathers_does_not_use_one_graph(checkpoint: Path) -
             (longest, 2 * TOP_CANDIDATES),
         ):
             _, graphed, _ = verifiers(checkpoint, peers(group, most))
-            graphed.open(opening(PROMPT, replace(SAMPLED, top_k=top_k), request=0))
+            graphed.open(request_start(PROMPT, replace(SAMPLED, top_k=top_k), request=0))
             found.append(in_one_graph(graphed))
         return found
 
@@ -125,17 +125,19 @@ def test_unsupported_verifications_run_without_one_graph(checkpoint: Path) -> No
     """Guided requests, where operators support one sequence, and proposals of too many nodes. After a guided request,
     whose cache is reallocated, graphs are captured anew."""
     steps, graphed, capture = verifiers(checkpoint)
-    same_verdicts(steps, graphed, SAMPLED, VOCAB, rounds=2)
+    same_verifications(steps, graphed, SAMPLED, VOCAB, rounds=2)
     before = capture.captures
-    same_verdicts(steps, graphed, replace(SAMPLED, guidance_scale=1.5, negative_prompt_ids=(7, 2)), VOCAB, rounds=3)
+    same_verifications(
+        steps, graphed, replace(SAMPLED, guidance_scale=1.5, negative_prompt_ids=(7, 2)), VOCAB, rounds=3
+    )
     assert not in_one_graph(graphed) and capture.captures == before
-    same_verdicts(steps, graphed, SAMPLED, VOCAB, rounds=2)
+    same_verifications(steps, graphed, SAMPLED, VOCAB, rounds=2)
     assert in_one_graph(graphed) and capture.captures > before
     many = Proposal(0, 0, 5, tuple(range(CAPTURED_ROWS[-1] + 1)), tuple(range(-1, CAPTURED_ROWS[-1])))
     before = capture.captures
     for verifier in (steps, graphed):
-        verifier.open(opening(PROMPT, SAMPLED, request=0))
-    assert drawn(graphed, many) == drawn(steps, many) and capture.captures == before
+        verifier.open(request_start(PROMPT, SAMPLED, request=0))
+    assert sampled_tokens(graphed, many) == sampled_tokens(steps, many) and capture.captures == before
 
 
 def drawn_proposal(dice: np.random.Generator, at: int, root: int, round_: int) -> Proposal:
@@ -155,7 +157,7 @@ def same_rejections(steps: LocalVerifier, graphed: LocalVerifier, sampling: Samp
     dice, root = np.random.default_rng(4), PROMPT[-1]
     for seed in (5, 6):
         for verifier in (steps, graphed):
-            verifier.open(opening(PROMPT, replace(sampling, seed=seed), request=0))
+            verifier.open(request_start(PROMPT, replace(sampling, seed=seed), request=0))
         for round_ in range(10):
             proposal = drawn_proposal(dice, steps.runner.cache.prefix_len[0], root, round_)
             for verifier in (steps, graphed):
@@ -193,13 +195,13 @@ def test_guided_requests_in_one_graph(checkpoint: Path, size: int, name: str) ->
 
     def work(group: ThreadGroup | None) -> int:
         steps, graphed, capture = verifiers(checkpoint, group and peers(group, 1 << 16), ops=ops)
-        same_verdicts(steps, graphed, guided, VOCAB, rounds=4)
+        same_verifications(steps, graphed, guided, VOCAB, rounds=4)
         assert in_one_graph(graphed)
         before = capture.captures
-        same_verdicts(steps, graphed, replace(guided, guidance_scale=2.5), VOCAB, rounds=2)
+        same_verifications(steps, graphed, replace(guided, guidance_scale=2.5), VOCAB, rounds=2)
         scored = replace(guided, guidance_scale=3.0, logprobs=0)
         assert capture.captures > before  # the scale is captured by value
-        same_verdicts(steps, graphed, scored, VOCAB, rounds=2)
+        same_verifications(steps, graphed, scored, VOCAB, rounds=2)
         assert type(graphed.executor) is GraphForwardExecutor
         return capture.captures
 
@@ -212,7 +214,7 @@ def test_graphs_are_kept_for_a_few_logits_keys(checkpoint: Path) -> None:
 
     def captured(sampling: SamplingParams) -> int:
         before = capture.captures
-        verifier.open(opening(PROMPT, sampling, request=0))
+        verifier.open(request_start(PROMPT, sampling, request=0))
         verifier.verify(Proposal(0, 0, 5, (9,), (-1,)))
         verifier.close()
         return capture.captures - before

@@ -26,7 +26,7 @@ from swiftspec.params import SamplingParams
 from swiftspec.runtime.local_drafter import LocalDrafter
 from swiftspec.runtime.runner import Runner
 from tests.support import roles
-from tests.support.roles import opening
+from tests.support.roles import request_start
 from tests.support.tiny_checkpoints import make_checkpoint
 from tests.support.token_constraints import DiceRules
 
@@ -99,9 +99,9 @@ def test_drafts(checkpoint: Path, dtype: torch.dtype, data: st.DataObject) -> No
     )
     sampling = data.draw(st.sampled_from(SAMPLINGS))
     fused, stepped = (roles.make_drafter(make_runner(checkpoint, dtype), plan) for _ in range(2))
-    roles.only(stepped, "eager")
-    fused.open(opening(PROMPT, sampling))
-    stepped.open(opening(PROMPT, sampling))
+    roles.restrict_executors(stepped, "eager")
+    fused.open(request_start(PROMPT, sampling))
+    stepped.open(request_start(PROMPT, sampling))
     assert (fused.executor.name, stepped.executor.name) == ("native", "eager")
     for _ in range(data.draw(st.integers(1, 5))):
         proposal = fused.propose()
@@ -123,7 +123,7 @@ def test_native_replies_equal_the_proposals_of_the_drafter(checkpoint: Path, dat
         catch_up=data.draw(st.booleans()),
     )  # fmt: skip
     drafter = roles.make_drafter(make_runner(checkpoint, torch.float32), plan, ahead=True)
-    drafter.open(opening(PROMPT, SAMPLINGS[0]))
+    drafter.open(request_start(PROMPT, SAMPLINGS[0]))
     proposal = drafter.propose()
     for _ in range(4):
         drafter.grow()
@@ -147,14 +147,14 @@ def test_native_replies_equal_the_proposals_of_the_drafter(checkpoint: Path, dat
 def test_verifications(checkpoint: Path, dtype: torch.dtype, data: st.DataObject) -> None:
     sampling = data.draw(st.sampled_from(SAMPLINGS))
     fused, stepped = (roles.make_verifier(make_runner(checkpoint, dtype)) for _ in range(2))
-    roles.only(stepped, "eager")
-    fused.open(opening(PROMPT, sampling))
-    stepped.open(opening(PROMPT, sampling))
+    roles.restrict_executors(stepped, "eager")
+    fused.open(request_start(PROMPT, sampling))
+    stepped.open(request_start(PROMPT, sampling))
     plain = roles.make_verifier(make_runner(checkpoint, dtype))  # one token ahead, to have something to accept
     text = list(PROMPT)
     for round_ in range(4):
         root, at = text[-1], len(text) - 1
-        plain.open(opening(text, sampling, len(PROMPT)))
+        plain.open(request_start(text, sampling, len(PROMPT)))
         (likely,) = plain.verify(Proposal.root_only(1, 0, at, root)).tokens
         tokens, parents = [root, likely], [-1, 0]
         for _ in range(data.draw(st.integers(0, 6))):
@@ -202,9 +202,9 @@ def group_rounds(path: Path, ranks: Ranks, sampling: SamplingParams, steps: str)
     drafter = roles.make_drafter(runners[0], EngineConfig(verify_batch=6, draft_leaves=3, draft_steps=3))
     verifier = roles.make_verifier(runners[1])
     for role in (drafter, verifier):
-        roles.only(role, steps)
-    drafter.open(opening(PROMPT, sampling))
-    verifier.open(opening(PROMPT, sampling))
+        roles.restrict_executors(role, steps)
+    drafter.open(request_start(PROMPT, sampling))
+    verifier.open(request_start(PROMPT, sampling))
     seen: list[Any] = []
     for _ in range(12):
         proposal = drafter.propose()
@@ -235,13 +235,13 @@ def test_requests_that_need_python_run_eagerly(checkpoint: Path) -> None:
     """Also on a follower whose leader has selected the eager executor."""
     verifier = roles.make_verifier(make_runner(checkpoint, torch.float32))
     for sampling in SAMPLINGS:
-        assert verifier.select_executor(opening(PROMPT, sampling)).name == "native"
-        assert verifier.select_executor(replace(opening(PROMPT, sampling), executor="eager")).name == "eager"
+        assert verifier.select_executor(request_start(PROMPT, sampling)).name == "native"
+        assert verifier.select_executor(replace(request_start(PROMPT, sampling), executor="eager")).name == "eager"
     plain = SamplingParams(temperature=0.8)
     for values in ({"top_k": 5}, {"top_p": 0.9}, {"min_p": 0.1}, {"repetition_penalty": 1.1}, {"guidance_scale": 2.0}):
-        assert verifier.select_executor(opening(PROMPT, replace(plain, **values))).name == "eager"
+        assert verifier.select_executor(request_start(PROMPT, replace(plain, **values))).name == "eager"
     drawing = roles.make_drafter(make_runner(checkpoint, torch.float32), EngineConfig(proposal="sample"))
-    assert drawing.select_executor(opening(PROMPT, plain)).name == "eager"
+    assert drawing.select_executor(request_start(PROMPT, plain)).name == "eager"
 
 
 def test_invalid_arguments_are_refused(checkpoint: Path) -> None:

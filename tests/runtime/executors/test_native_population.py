@@ -18,7 +18,7 @@ from swiftspec.params import SamplingParams
 from swiftspec.runtime.executors.native_population import NativePopulationExecutor
 from swiftspec.smc.population import LocalPopulation, SequenceGroup
 from tests.model.test_loader import quantise
-from tests.support.roles import only, opening, population_of
+from tests.support.roles import population_of, request_start, restrict_executors
 from tests.support.tiny_checkpoints import make_pair
 
 pytestmark = pytest.mark.skipif(_C.level() == "none", reason="this CPU has no AVX2")
@@ -51,7 +51,7 @@ def worker(
 ) -> LocalPopulation:
     smc = population_of(LLM(*pair, config, max_model_len=96, dtype=dtype))
     assert [kind.name for kind in smc.executors] == ["native", "eager"]
-    only(smc, *names)
+    restrict_executors(smc, *names)
     return smc
 
 
@@ -100,7 +100,7 @@ def test_native_rounds_equal_eager_rounds(request: pytest.FixtureRequest, models
     while True:
         while len(live) < 3 and (admitted := next(waiting, None)) is not None:
             prompt, sampling, limit = admitted
-            a, b = (each.admit(opening(prompt, sampling), {7, 11}, limit) for each in workers)
+            a, b = (each.admit(request_start(prompt, sampling), {7, 11}, limit) for each in workers)
             live.append((a, b))
         if not live:
             break
@@ -126,7 +126,7 @@ def test_rejection_sampling_equals_eager_rounds_at_every_isa_level(level: str, b
     texts: list[list[list[int]]] = []
     for kind in ("native", "eager"):
         engine = LLM(*bf16, CONFIGS["reject"], max_model_len=96, dtype=torch.bfloat16)
-        only(population_of(engine), kind)
+        restrict_executors(population_of(engine), kind)
         texts.append([answer.token_ids for answer in engine.generate_batch([[5, 6, 7], [8, 9], [10]], sampling)])
     assert texts[0] == texts[1]
 
@@ -145,7 +145,7 @@ def test_an_unsupported_request_makes_the_whole_batch_eager(
     sampling = [replace(warm, seed=1), replace(warm, seed=2, max_tokens=4, **more), replace(warm, seed=3)]
     for config in (CONFIGS["smc"], CONFIGS["reject"]):
         engines = [LLM(*bf16, config, max_model_len=96, dtype=torch.bfloat16) for _ in range(2)]
-        only(population_of(engines[1]), "eager")
+        restrict_executors(population_of(engines[1]), "eager")
         before = calls[0]
         found, wanted = (engine.generate_batch(prompts, sampling) for engine in engines)
         assert [answer.token_ids for answer in found] == [answer.token_ids for answer in wanted]
@@ -157,7 +157,7 @@ def test_hooks_are_called_for_every_forward(name: str, drafts: list[int], bf16: 
     calls = dict[str, list[tuple[list[int], bool]]]()
     for kind in ("native", "eager"):
         smc, rows = worker(bf16, CONFIGS[name], kind), {"target": [0], "draft": [0]}
-        smc.admit(opening([1, 2], SamplingParams(0.8)), (), 9)
+        smc.admit(request_start([1, 2], SamplingParams(0.8)), (), 9)
         for runner, mine in ((smc.target, rows["target"]), (smc.draft, rows["draft"])):
             runner.hooks.append(lambda began, count, mine=mine: mine.append(count))
         busy = smc.busy
@@ -168,7 +168,7 @@ def test_hooks_are_called_for_every_forward(name: str, drafts: list[int], bf16: 
 
 def test_an_invalid_round_is_refused(bf16: tuple[Path, Path]) -> None:
     smc = worker(bf16, CONFIGS["smc"], "native")
-    smc.admit(opening([1, 2], SamplingParams(0.8)), (), 9)
+    smc.admit(request_start([1, 2], SamplingParams(0.8)), (), 9)
     smc.launch()
     native: Any = smc.executors[0]
     head = np.empty((1, smc.round.header_len + 16), np.int64)

@@ -14,13 +14,13 @@ from starlette.testclient import TestClient
 from swiftspec.errors import UserError
 from swiftspec.serve.__main__ import main
 from swiftspec.serve.http import replay
-from tests.support import made_up_traces
+from tests.support import synthetic_traces
 
 
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
-    return made_up_traces.write(
-        tmp_path / "one.jsonl", [made_up_traces.head(), *made_up_traces.request(1, made_up_traces.rounds(1, 3))]
+    return synthetic_traces.write(
+        tmp_path / "one.jsonl", [synthetic_traces.head(), *synthetic_traces.request(1, synthetic_traces.rounds(1, 3))]
     )
 
 

@@ -23,7 +23,7 @@ from swiftspec.serve.otel.spans import traced_session
 from swiftspec.serve.session import Session
 from swiftspec.serve.settings.settings import Settings
 from tests.support.tiny_checkpoints import make_pair
-from tests.support.workers import Started, on_workers, started
+from tests.support.workers import StartedWorker, client_on_workers, started
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 PROMPT = [5, 17, 3]
@@ -61,7 +61,9 @@ def test_every_rpc_is_a_span_and_in_the_trace(tmp_path: Path) -> None:
     with (
         started("target", models[0]) as target,
         started("draft", models[1]) as draft,
-        on_workers(target.named(), draft.named(), mode="serial", draft_steps=2, trace=file) as running,
+        client_on_workers(
+            target.client_address(), draft.client_address(), mode="serial", draft_steps=2, trace=file
+        ) as running,
     ):
         with traced_session(session_on(running), AT, lambda address: exporter) as session:
             list(session.answer(PROMPT, AT))
@@ -83,7 +85,7 @@ def test_a_chat_exports_a_span_per_answer(tmp_path: Path) -> None:
     with (
         started("target", models[0]) as target,
         started("draft", models[1]) as draft,
-        on_workers(target.named(), draft.named(), mode="serial", draft_steps=2) as running,
+        client_on_workers(target.client_address(), draft.client_address(), mode="serial", draft_steps=2) as running,
         traced_session(session_on(running), AT, lambda address: exporter) as session,
     ):
         chat = Chat(session, AT, Console(file=StringIO()), input)
@@ -176,10 +178,12 @@ def test_the_clock_offset_of_a_late_or_restarted_worker(
     models, file = make_pair(tmp_path), tmp_path / "trace.jsonl"
     ahead = {"TargetService": 1000, "DraftService": 2000}
     RemoteClock(monkeypatch, ahead)
-    late = Started("draft", models[1]).start()
+    late = StartedWorker("draft", models[1]).start()
     late.stop()
-    target = Started("target", models[0]).start()
-    with on_workers(target.named(), late.named(), mode=mode, draft_steps=2, trace=file) as running:
+    target = StartedWorker("target", models[0]).start()
+    with client_on_workers(
+        target.client_address(), late.client_address(), mode=mode, draft_steps=2, trace=file
+    ) as running:
         whole = [running.generate(PROMPT, GREEDY).token_ids]
         late.start()
         whole.append(until_it_drafts(running))

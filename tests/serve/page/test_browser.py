@@ -15,7 +15,7 @@ from swiftspec.serve.http.engine_link.events import TraceEventBuffer
 from swiftspec.serve.http.middleware.security import SecurityMiddleware
 from swiftspec.serve.text.codec import TextCodec
 from swiftspec.serve.text.template import TemplateRenderer
-from tests.support import made_up_traces
+from tests.support import synthetic_traces
 from tests.support.http import Player, application, serving
 from tests.support.server_process import ServerProcess
 from tests.support.toy_pair import TEMPLATE, byte_level_tokenizer, write_tokenizer
@@ -61,8 +61,8 @@ def url() -> Iterator[str]:
 @pytest.fixture(scope="module")
 def race(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """A recorded race, replayed."""
-    file = made_up_traces.write(
-        tmp_path_factory.mktemp("trace") / "race.jsonl", [made_up_traces.head(), *made_up_traces.race()]
+    file = synthetic_traces.write(
+        tmp_path_factory.mktemp("trace") / "race.jsonl", [synthetic_traces.head(), *synthetic_traces.race()]
     )
     with serving(replay.replay_app(file)) as address:
         yield address
@@ -212,10 +212,10 @@ def test_a_hostile_text_is_not_interpreted_as_markup(page: Page, tmp_path: Path)
         page.wait_for_text("messages", "<script>window.hurt=1</script>")
         assert "<b>bold</b>" in page.text("messages") and "⟨202E⟩txet &amp; ⟨1B⟩[31m" in page.text("messages")
     lines = [
-        made_up_traces.head(texts={str(at): HOSTILE for at in range(len(made_up_traces.WORDS))}),
-        *made_up_traces.race(4),
+        synthetic_traces.head(texts={str(at): HOSTILE for at in range(len(synthetic_traces.WORDS))}),
+        *synthetic_traces.race(4),
     ]
-    with serving(replay.replay_app(made_up_traces.write(tmp_path / "h.jsonl", lines))) as address:
+    with serving(replay.replay_app(synthetic_traces.write(tmp_path / "h.jsonl", lines))) as address:
         page.open(address, still=True)
         page.wait(lambda: page.data("nodes") > 20)
         page.keys("tree", ".", Keys.ARROW_LEFT)
@@ -260,7 +260,7 @@ def test_a_server_that_restarts(page: Page, tmp_path: Path) -> None:
 def test_traces_are_opened_and_saved(page: Page, url: str, folder: Path, tmp_path: Path) -> None:
     page.open(url)
     page.wait(lambda: page.data("nodes") > 20)
-    file = made_up_traces.write(tmp_path / "mine.jsonl", [made_up_traces.head(), *made_up_traces.race(6)])
+    file = synthetic_traces.write(tmp_path / "mine.jsonl", [synthetic_traces.head(), *synthetic_traces.race(6)])
     page.keys("file", str(file))
     page.wait_for_text("talk-title", "mine.jsonl")
     page.driver.find_element("css selector", "#files summary").click()
@@ -269,7 +269,7 @@ def test_traces_are_opened_and_saved(page: Page, url: str, folder: Path, tmp_pat
     page.wait(saved.exists)
     replay.check_trace(saved)
     assert len(saved.read_text().splitlines()) == len(file.read_text().splitlines())
-    page.keys("file", str(made_up_traces.write(tmp_path / "bad.jsonl", [{"no": "trace"}])))
+    page.keys("file", str(synthetic_traces.write(tmp_path / "bad.jsonl", [{"no": "trace"}])))
     page.wait_for_text("note", "bad.jsonl cannot be shown: line 1: this is not a trace")
 
 

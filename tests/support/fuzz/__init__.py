@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from swiftspec.errors import UserError
 
-LONGEST = 600  # characters of an error message
+MAX_MESSAGE_CHARS = 600  # characters of an error message
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,5 +40,5 @@ def attempt(target: Target, value: object) -> str:
             return "refused" if target.run(value, Path(folder)) == "refused" else "taken"
         except UserError as error:
             text = str(error).replace(folder, "")
-            assert 0 < len(text) <= LONGEST and text.isprintable(), text
+            assert 0 < len(text) <= MAX_MESSAGE_CHARS and text.isprintable(), text
             return "refused"

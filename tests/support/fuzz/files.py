@@ -139,7 +139,7 @@ def _index(text: bytes, folder: Path) -> None:
     open_tensors(folder).take("model.norm.weight", 16)
 
 
-LANE = {
+TIMELINE = {
     "request": 0, "round": 1, "wait": [0.0, 0.1], "target": {"verify": [0.1, 1.0], "forward": 0.5, "open": [0.0, 0.1]},
     "proposal": {"tokens": [1, 2], "parents": [-1, 0]}, "path": [0, 1], "tokens": [2, 5], "draft": {
         "observe": [1.0, 1.1], "propose": [1.1, 1.2], "grow": [0.2, 0.9], "forwards": [[0.2, 0.6, 8]], "nodes": 3,
@@ -153,11 +153,11 @@ PARTICLES = {
     "request": 0, "round": 3, "population": [2.0, 3.0], "tokens": [1, 2], "target": {"forwards": [[2.0, 2.5, 8]]},
     "draft": {"forwards": [[2.5, 2.9, 8]]},
 }  # fmt: skip
-TRACE = [HEAD, LANE, LANE | {"round": 2}, LANE | {"round": 3}]
+TRACE = [HEAD, TIMELINE, TIMELINE | {"round": 2}, TIMELINE | {"round": 3}]
 PROFILE = profile(
     run("async", 3, 1, 300, 500, d=4), run("serial", 4, 4, 100, d=2, ops="reference"), run("ar", 4, 0, 90.0),
     run("async", 2, 2, dropped="too slow"), run("async", 3, 1, 310, d=4, verify_batch=16, variation=True),
-    lanes=[LANE], steps=[{"side": "target", "tp": 1, "rows": 8, "seconds": [0.5, 1]}],
+    lanes=[TIMELINE], steps=[{"side": "target", "tp": 1, "rows": 8, "seconds": [0.5, 1]}],
     rounds=[{"plan": {"mode": "serial", "verify_batch": 8, "draft_leaves": 8, "draft_steps": 1}, "rounds": [[1, 1]]}],
     around={"verify": 0.1, "link": 0.2}, orchestration={"seconds": 0.1, "share": 0.5},
     key=KEY | {"emulate": {"target": {"points": [[1, 8, 0.01]]}, "draft": None}},

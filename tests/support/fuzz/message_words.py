@@ -38,12 +38,12 @@ def proposal() -> st.SearchStrategy[Proposal]:
         count = draw(st.integers(1, BOUNDS.max_nodes))
         parents = (-1, *(draw(st.integers(0, i - 1)) for i in range(1, count)))
         tokens = (TEXT[-1], *draw(st.lists(st.integers(5, 39), min_size=count - 1, max_size=count - 1, unique=True)))
-        return Proposal(1, 0, 2, tokens, parents, draw(st.none() | st.just(_drawn(tokens, parents))))
+        return Proposal(1, 0, 2, tokens, parents, draw(st.none() | st.just(_draft_probs(tokens, parents))))
 
     return made()
 
 
-def _drawn(tokens: Sequence[int], parents: Sequence[int]) -> DraftProbs | None:
+def _draft_probs(tokens: Sequence[int], parents: Sequence[int]) -> DraftProbs | None:
     """Each row contains all children, so that every child can have been sampled from it."""
     rows = len({*parents[1:]})
     if rows == 0:
@@ -61,9 +61,9 @@ SAMPLING = st.builds(
     max_tokens=st.none() | st.integers(1, 9),
     negative_prompt_ids=st.lists(st.integers(0, 39), max_size=3).map(tuple),
 )
-STEPS = st.sampled_from(["", "eager", "x"])
-KEPT = st.sampled_from([None, (), (0,), (0, 0), (2,), (1, 1)])
-OPENINGS = st.builds(RequestStart, st.just(1), st.just(TEXT), SAMPLING, st.integers(1, 3), STEPS, KEPT)
+EXECUTORS = st.sampled_from(["", "eager", "x"])
+CACHED = st.sampled_from([None, (), (0,), (0, 0), (2,), (1, 1)])
+REQUEST_STARTS = st.builds(RequestStart, st.just(1), st.just(TEXT), SAMPLING, st.integers(1, 3), EXECUTORS, CACHED)
 TOKENS = st.lists(st.integers(0, 39), min_size=1, max_size=3)
 RESULTS = TOKENS.map(lambda tokens: VerifyResult(1, 0, 2, tuple(range(len(tokens))), tuple(tokens)))
 JUNK = ("", "[", "[" * 50_000, "{}", "1", '{"request": 1, "round": []}', "\0", "NaN", "9" * 5000)
@@ -72,9 +72,9 @@ LINES = JUNK_TEXT.map(text_to_words)
 
 
 @st.composite
-def damaged(draw: st.DrawFn, sound: st.SearchStrategy[Words]) -> Words:
+def damaged(draw: st.DrawFn, valid: st.SearchStrategy[Words]) -> Words:
     """Words of which a few are changed, removed or inserted."""
-    words = list(draw(sound))
+    words = list(draw(valid))
     for _ in range(draw(st.integers(0, 3))):
         at = draw(st.integers(0, max(len(words) - 1, 0)))
         words[at : at + draw(st.integers(0, 2))] = draw(st.lists(WORD, max_size=2))
@@ -82,14 +82,14 @@ def damaged(draw: st.DrawFn, sound: st.SearchStrategy[Words]) -> Words:
 
 
 @st.composite
-def bent_opening(draw: st.DrawFn) -> Words:
+def mistyped_start(draw: st.DrawFn) -> Words:
     """A request start whose parameters are JSON of any type."""
     values: dict[str, Any] = json.loads(json.dumps(asdict(SamplingParams())))
     for name in draw(st.lists(st.sampled_from([*values, "more"]), max_size=2)):
         values[name] = draw(VALUES)
-    told = {"steps": draw(st.sampled_from(["", "eager"])), "kept": draw(st.just([0]) | VALUES), "sampling": values}
-    whole = st.just(json.dumps(told))
-    text = draw(whole | whole | JUNK_TEXT).encode()
+    fields = {"steps": draw(st.sampled_from(["", "eager"])), "kept": draw(st.just([0]) | VALUES), "sampling": values}
+    text_json = st.just(json.dumps(fields))
+    text = draw(text_json | text_json | JUNK_TEXT).encode()
     return [1, 2, len(TEXT), *TEXT, len(text), *bytes_to_words(text)]
 
 
@@ -98,7 +98,7 @@ PLACE = st.tuples(st.sampled_from([1, 1, 1, 2]), st.just(0), st.sampled_from([2,
 
 
 @st.composite
-def strange(draw: st.DrawFn) -> Words:
+def inconsistent_proposal(draw: st.DrawFn) -> Words:
     """A well-formed proposal that may be for another request, from another root, too large or empty."""
     count = draw(st.integers(1, 8))
     parents = (-1, *(draw(st.integers(0, i - 1)) for i in range(1, count)))
@@ -107,21 +107,21 @@ def strange(draw: st.DrawFn) -> Words:
 
 
 @st.composite
-def strange_result(draw: st.DrawFn) -> Words:
-    """Like `strange`, for results."""
+def inconsistent_result(draw: st.DrawFn) -> Words:
+    """Like `inconsistent_proposal`, for results."""
     count = draw(st.integers(1, 3) | st.just(40))
     path = draw(st.just(tuple(range(count))) | st.lists(EDGES, min_size=count, max_size=count).map(tuple))
     return pack_message(VerifyResult(*draw(PLACE), path, tuple(draw(TOKEN) for _ in path)))
 
 
 @st.composite
-def strange_opening(draw: st.DrawFn) -> Words:
-    """Like `strange`, for request starts."""
+def inconsistent_start(draw: st.DrawFn) -> Words:
+    """Like `inconsistent_proposal`, for request starts."""
     tokens = draw(st.lists(TOKEN, min_size=1, max_size=4) | st.just([1] * 99))
     bias = draw(st.dictionaries(TOKEN, st.just(1.0), max_size=1))
     negative = tuple(draw(st.lists(TOKEN, max_size=1)))
     sampling = SamplingParams(logit_bias=bias, negative_prompt_ids=negative, top_k=draw(st.sampled_from([0, 9, 41])))
-    return pack_message(RequestStart(1, tuple(tokens), sampling, 1, draw(STEPS)))
+    return pack_message(RequestStart(1, tuple(tokens), sampling, 1, draw(EXECUTORS)))
 
 
 @st.composite
@@ -141,20 +141,20 @@ def records(draw: st.DrawFn) -> Words:
 
 
 RANDOM = st.lists(WORD, max_size=20)
-OPENING_WORDS = damaged(OPENINGS.map(pack_message)) | bent_opening() | strange_opening() | RANDOM
-PROPOSAL_WORDS = damaged(proposal().map(pack_message)) | strange() | RANDOM
-RESULT_WORDS = damaged(RESULTS.map(pack_message)) | strange_result() | RANDOM
+REQUEST_START_WORDS = damaged(REQUEST_STARTS.map(pack_message)) | mistyped_start() | inconsistent_start() | RANDOM
+PROPOSAL_WORDS = damaged(proposal().map(pack_message)) | inconsistent_proposal() | RANDOM
+RESULT_WORDS = damaged(RESULTS.map(pack_message)) | inconsistent_result() | RANDOM
 KIND = st.sampled_from([*map(int, Opcode)]) | WORD
 RECORDS = damaged(records()) | records()
-BODY = st.one_of(RANDOM, OPENING_WORDS, PROPOSAL_WORDS, RESULT_WORDS, LINES)
-DRAFT_SAYS = st.one_of(
+BODY = st.one_of(RANDOM, REQUEST_START_WORDS, PROPOSAL_WORDS, RESULT_WORDS, LINES)
+DRAFT_MESSAGE = st.one_of(
     st.tuples(st.just(int(Opcode.PROPOSAL)), st.builds(lambda spent, words: [spent, *words], EDGES, PROPOSAL_WORDS)),
     st.tuples(st.just(int(Opcode.TRACE_RECORD)), RECORDS | LINES),
     st.tuples(st.just(int(Opcode.ERROR)), RANDOM),
     st.tuples(KIND, BODY),
 )
-TARGET_SAYS = st.one_of(
-    st.tuples(st.sampled_from([int(Opcode.DRAFTER_OPEN), int(Opcode.VERIFIER_OPEN)]), OPENING_WORDS),
+TARGET_MESSAGE = st.one_of(
+    st.tuples(st.sampled_from([int(Opcode.DRAFTER_OPEN), int(Opcode.VERIFIER_OPEN)]), REQUEST_START_WORDS),
     st.tuples(st.just(int(Opcode.VERIFY)), PROPOSAL_WORDS),
     st.tuples(st.just(int(Opcode.OBSERVE)), RESULT_WORDS),
     st.tuples(
@@ -163,11 +163,11 @@ TARGET_SAYS = st.one_of(
     ),
     st.tuples(KIND, BODY),
 )
-DRAFT = st.lists(DRAFT_SAYS, max_size=4)
+DRAFT = st.lists(DRAFT_MESSAGE, max_size=4)
 TIMES = st.lists(st.tuples(st.sampled_from([int(Opcode.STEP_TIMES), 99]), st.lists(EDGES, max_size=3)), max_size=2)
-NONE_KEPT = OPENINGS.map(lambda o: replace(o, executor="eager", num_cached_tokens=(0,)))
-OPENED = NONE_KEPT.map(lambda o: (int(Opcode.DRAFTER_OPEN), pack_message(o)))
-OPENED_TARGET = NONE_KEPT.map(
+NONE_CACHED = REQUEST_STARTS.map(lambda o: replace(o, executor="eager", num_cached_tokens=(0,)))
+OPENED = NONE_CACHED.map(lambda o: (int(Opcode.DRAFTER_OPEN), pack_message(o)))
+OPENED_TARGET = NONE_CACHED.map(
     lambda o: (
         int(Opcode.VERIFIER_OPEN),
         pack_message(replace(o, num_cached_tokens=(0, 0) if o.sampling.guided else (0,))),
@@ -177,13 +177,13 @@ OPENED_TARGET = NONE_KEPT.map(
 
 def after(opened: st.SearchStrategy[Message]) -> st.SearchStrategy[list[Message]]:
     """Messages after the start of a request, or before it."""
-    rest = st.lists(TARGET_SAYS, max_size=4)
+    rest = st.lists(TARGET_MESSAGE, max_size=4)
     return st.builds(lambda first, more: [first, *more], opened, rest) | rest
 
 
 NUMBER = st.sampled_from([1, 2])
 SHAPE = st.sampled_from(['{"mode": "serial"}', '{"mode": "async", "draft_steps": 2}', '{"mode": 3}', "{", "[]"])
-SESSION_SAYS = (
+SESSION_MESSAGE = (
     st.builds(lambda number, text: (int(Opcode.SESSION_OPEN), [number, *text_to_words(text)]), NUMBER, SHAPE)
     | st.builds(lambda number: (int(Opcode.SESSION_SELECT), [number]), NUMBER)
     | st.tuples(
@@ -191,8 +191,11 @@ SESSION_SAYS = (
     )
     | st.builds(lambda number: (int(Opcode.SESSION_CLOSE), [number]), NUMBER)
 )
-BEGUN = [(int(Opcode.SESSION_OPEN), [1, *text_to_words('{"mode": "serial"}')]), (int(Opcode.SESSION_SELECT), [1])]
+SESSION_STARTED = [
+    (int(Opcode.SESSION_OPEN), [1, *text_to_words('{"mode": "serial"}')]),
+    (int(Opcode.SESSION_SELECT), [1]),
+]
 SESSIONS = st.builds(
-    lambda begun, more: [*begun, *more], st.sampled_from([BEGUN, BEGUN[:1], []]),
-    st.lists(SESSION_SAYS | OPENED_TARGET | TARGET_SAYS, max_size=6),
+    lambda begun, more: [*begun, *more], st.sampled_from([SESSION_STARTED, SESSION_STARTED[:1], []]),
+    st.lists(SESSION_MESSAGE | OPENED_TARGET | TARGET_MESSAGE, max_size=6),
 )  # fmt: skip

@@ -45,10 +45,10 @@ from tests.support.fuzz.message_words import (
     EDGES,
     OPENED,
     OPENED_TARGET,
-    OPENING_WORDS,
     PROPOSAL_WORDS,
     RANDOM,
     RECORDS,
+    REQUEST_START_WORDS,
     RESULT_WORDS,
     SESSIONS,
     TEXT,
@@ -56,10 +56,10 @@ from tests.support.fuzz.message_words import (
     Message,
     after,
 )
-from tests.support.fuzz.roles import FakeChannel, FakeRole, sound
+from tests.support.fuzz.roles import FakeChannel, FakeRole, assert_valid_tokens
 
 
-def read(reader: Any, words: Words) -> str:
+def check_round_trip(reader: Any, words: Words) -> str:
     """An unpacked message can be packed again, and is unpacked to the same."""
     try:
         found = reader(words)
@@ -67,11 +67,11 @@ def read(reader: Any, words: Words) -> str:
         assert len(str(error)) < 400 and "\n" not in str(error)
         return "refused"
     if not isinstance(found, dict):
-        again = reader(pack_message(found))
+        unpacked = reader(pack_message(found))
         assert (
-            replace(again, draft_probs=None) == replace(found, draft_probs=None)
+            replace(unpacked, draft_probs=None) == replace(found, draft_probs=None)
             if isinstance(found, Proposal)
-            else again == found
+            else unpacked == found
         )
     return "taken"
 
@@ -96,16 +96,16 @@ def feed_socket(pieces: tuple[bytes, list[int]]) -> str:
     return "taken"
 
 
-def read_lane(lane: Callable[[], object]) -> None:
+def read_timeline(parse: Callable[[], object]) -> None:
     """Reads a round of the draft's timeline into a trace line."""
     with suppress(ValueError):
-        lane()
+        parse()
 
 
-def ask_draft(says: Sequence[Message]) -> str:
+def run_draft_client(messages: Sequence[Message]) -> str:
     """A target's leader with a draft that sends arbitrary messages."""
-    records = SimpleNamespace(draft=lambda request, round_, lane: read_lane(lane), awaits_draft=lambda round_: True)
-    drafter = DraftGroupClient(FakeChannel(says), 3, BOUNDS, recorder=records)  # type: ignore[arg-type]
+    records = SimpleNamespace(draft=lambda request, round_, lane: read_timeline(lane), awaits_draft=lambda round_: True)
+    drafter = DraftGroupClient(FakeChannel(messages), 3, BOUNDS, recorder=records)  # type: ignore[arg-type]
     try:
         drafter.open(RequestStart(1, TEXT, SamplingParams(), len(TEXT)))
         found = drafter.propose()
@@ -113,24 +113,24 @@ def ask_draft(says: Sequence[Message]) -> str:
         assert "\n" not in str(lost)[:1000] and len(str(lost)) < 1000
         drafter.drain(0)
         return "refused"
-    sound(found.tokens, BOUNDS.max_nodes)
+    assert_valid_tokens(found.tokens, BOUNDS.max_nodes)
     assert found.tokens[0] == TEXT[-1] and found.prefix_len == 2 and drafter.busy >= 0
     return "taken"
 
 
-def ask_times(says: Sequence[Message]) -> str:
+def read_step_times(messages: Sequence[Message]) -> str:
     """The step times that a draft reports."""
     try:
-        times = DraftGroupClient(FakeChannel(says), 3, BOUNDS).times()  # type: ignore[arg-type]
+        times = DraftGroupClient(FakeChannel(messages), 3, BOUNDS).times()  # type: ignore[arg-type]
     except DrafterLost:
         return "refused"
     assert times.overhead >= 0 and times.expansion > 0
     return "taken"
 
 
-def serve_target(says: Sequence[Message]) -> str:
+def run_draft_server(messages: Sequence[Message]) -> str:
     """A draft's leader with a target that sends arbitrary messages and finally closes, or is lost."""
-    channel: Any = FakeChannel(says)
+    channel: Any = FakeChannel(messages)
     watched: Any = SimpleNamespace(
         runner=SimpleNamespace(hooks=[], cache=SimpleNamespace(prefix_len=[0])), tree=DraftTree(9, 2)
     )
@@ -140,27 +140,27 @@ def serve_target(says: Sequence[Message]) -> str:
     return _served(service.run)
 
 
-def obey(says: Sequence[Message]) -> str:
+def follow_target(messages: Sequence[Message]) -> str:
     """A follower with a leader that sends arbitrary messages."""
     role: Any = FakeRole()
-    return _served(lambda: run_follower(FakeChannel(says), role, None, None, BOUNDS, CancelCheck(), Heartbeat()))  # type: ignore[arg-type]
+    return _served(lambda: run_follower(FakeChannel(messages), role, None, None, BOUNDS, CancelCheck(), Heartbeat()))  # type: ignore[arg-type]
 
 
-def obey_sessions(says: Sequence[Message]) -> str:
+def follow_sessions(messages: Sequence[Message]) -> str:
     """A follower of a worker's rank 0, which has several sessions."""
 
     def make(shape: EngineConfig) -> FollowerDispatcher:
         role: Any = FakeRole()
         return FollowerDispatcher(role, None, None, BOUNDS)
 
-    channel: Any = FakeChannel(says)
+    channel: Any = FakeChannel(messages)
     return _served(lambda: follow_calls(channel, CommandStream(channel), FollowerSessions(make).decode, Heartbeat()))
 
 
-def obey_draft(says: Sequence[Message]) -> str:
+def follow_draft(messages: Sequence[Message]) -> str:
     """A follower of the draft group."""
     role: Any = FakeRole()
-    return _served(lambda: run_follower(FakeChannel(says), None, role, None, BOUNDS, CancelCheck(), Heartbeat()))  # type: ignore[arg-type]
+    return _served(lambda: run_follower(FakeChannel(messages), None, role, None, BOUNDS, CancelCheck(), Heartbeat()))  # type: ignore[arg-type]
 
 
 def _served(run: Any) -> str:
@@ -172,22 +172,24 @@ def _served(run: Any) -> str:
     return "taken"
 
 
-def launch(environment: dict[str, str]) -> str:
+def parse_launcher(environment: dict[str, str]) -> str:
     """A launcher's variables."""
     try:
-        here = launched(environment)
+        rank_info = launched(environment)
     except UserError as error:
         assert len(str(error)) < 300 and "\n" not in str(error)
         return "refused"
-    assert here is None or (0 <= here.rank < here.size and 0 <= here.local_rank < here.local_size <= here.size)
+    assert rank_info is None or (
+        0 <= rank_info.rank < rank_info.size and 0 <= rank_info.local_rank < rank_info.local_size <= rank_info.size
+    )
     return "taken"
 
 
-HEADS = st.builds(HEADER.pack, st.integers(0, 30), EDGES.map(lambda n: n % 2**32))
-WHOLE = st.builds(
+HEADERS = st.builds(HEADER.pack, st.integers(0, 30), EDGES.map(lambda n: n % 2**32))
+VALID_FRAME = st.builds(
     lambda kind, words: HEADER.pack(kind, len(words)) + np.array(words, np.int32).tobytes(), st.integers(0, 30), RANDOM
 )
-STREAM = st.lists(WHOLE | HEADS | st.binary(max_size=20), max_size=5).map(b"".join)
+STREAM = st.lists(VALID_FRAME | HEADERS | st.binary(max_size=20), max_size=5).map(b"".join)
 NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 SETTING = st.sampled_from(["", "0", "1", "2", "3", "-1", "29500", "localhost"]) | st.text(max_size=5)
 
@@ -197,18 +199,20 @@ def target(name: str, strategy: st.SearchStrategy[Any], run: Callable[[Any], str
 
 
 TARGETS = (
-    target("read_opening", OPENING_WORDS, lambda words: read(unpack_request_start, words)),
-    target("read_proposal", PROPOSAL_WORDS, lambda words: read(unpack_proposal, words)),
-    target("read_result", RESULT_WORDS, lambda words: read(unpack_result, words)),
+    target("read_opening", REQUEST_START_WORDS, lambda words: check_round_trip(unpack_request_start, words)),
+    target("read_proposal", PROPOSAL_WORDS, lambda words: check_round_trip(unpack_proposal, words)),
+    target("read_result", RESULT_WORDS, lambda words: check_round_trip(unpack_result, words)),
     target(
-        "read_record", RECORDS | RANDOM, lambda words: read(lambda flat: unpack_record(flat, BOUNDS.vocab_size), words)
+        "read_record",
+        RECORDS | RANDOM,
+        lambda words: check_round_trip(lambda flat: unpack_record(flat, BOUNDS.vocab_size), words),
     ),
     target("TcpChannel", st.tuples(STREAM, st.lists(st.integers(0, 60), max_size=4)), feed_socket),
-    target("DraftGroupClient", DRAFT, ask_draft),
-    target("DraftGroupClient.times", TIMES, ask_times),
-    target("DraftService", after(OPENED), serve_target),
-    target("follow target", after(OPENED_TARGET), obey),
-    target("follow draft", after(OPENED), obey_draft),
-    target("follow sessions", SESSIONS, obey_sessions),
-    target("launched", st.dictionaries(st.sampled_from(NAMES), SETTING), launch),
+    target("DraftGroupClient", DRAFT, run_draft_client),
+    target("DraftGroupClient.times", TIMES, read_step_times),
+    target("DraftService", after(OPENED), run_draft_server),
+    target("follow target", after(OPENED_TARGET), follow_target),
+    target("follow draft", after(OPENED), follow_draft),
+    target("follow sessions", SESSIONS, follow_sessions),
+    target("launched", st.dictionaries(st.sampled_from(NAMES), SETTING), parse_launcher),
 )

@@ -21,8 +21,8 @@ class FakeChannel:
 
     peer = "rank 9"
 
-    def __init__(self, says: Sequence[Message]) -> None:
-        self._says = iter(says)
+    def __init__(self, messages: Sequence[Message]) -> None:
+        self._says = iter(messages)
 
     def send(self, kind: int, words: Sequence[int] = ()) -> None:
         np.array(words, np.int32)  # as a transport does
@@ -52,13 +52,13 @@ class FakeRole:
         return self.executors[0]
 
     def open(self, opening: RequestStart) -> None:
-        sound(opening.tokens)
-        typed(opening.sampling)
+        assert_valid_tokens(opening.tokens)
+        assert_valid_sampling(opening.sampling)
         self.opening, self.at, self.root, self.round = opening, len(opening.tokens) - 1, opening.tokens[-1], 0
 
     def verify(self, proposal: Proposal) -> VerifyResult:
         assert self.opening is not None and (proposal.prefix_len, proposal.tokens[0]) == (self.at, self.root)
-        sound(proposal.tokens, BOUNDS.max_nodes)
+        assert_valid_tokens(proposal.tokens, BOUNDS.max_nodes)
         self._move((7,))
         return VerifyResult(proposal.request, proposal.round, proposal.prefix_len, (0,), (7,))
 
@@ -66,7 +66,7 @@ class FakeRole:
 
     def observe(self, result: VerifyResult) -> None:
         assert self.opening is not None and result.prefix_len == self.at
-        sound(result.tokens)
+        assert_valid_tokens(result.tokens)
         self.round = result.round
         self._move(result.tokens)
 
@@ -87,7 +87,7 @@ class FakeRole:
         self.at, self.root = self.at + len(tokens), tokens[-1]
 
 
-class AheadRole(FakeRole):
+class LookaheadRole(FakeRole):
     """A lookahead drafter, whose tree has the same two tokens everywhere."""
 
     def __init__(self) -> None:
@@ -124,12 +124,12 @@ class AheadRole(FakeRole):
             hook(1)
 
 
-def sound(tokens: Sequence[int], most: int = BOUNDS.max_model_len + BOUNDS.max_nodes) -> None:
+def assert_valid_tokens(tokens: Sequence[int], most: int = BOUNDS.max_model_len + BOUNDS.max_nodes) -> None:
     """Asserts that the tokens are valid for a model's embedding."""
     assert 1 <= len(tokens) <= most and all(0 <= token < BOUNDS.vocab_size for token in tokens)
 
 
-def typed(sampling: SamplingParams) -> None:
+def assert_valid_sampling(sampling: SamplingParams) -> None:
     """Asserts that a sampler can compute with the values, within a model's sizes."""
     default = asdict(SamplingParams(max_tokens=1))
     for name, value in asdict(sampling).items():

@@ -46,14 +46,14 @@ from swiftspec.runtime.replica_drafter import ReplicaDrafter
 from swiftspec.tree.replica import TreeReplica
 from swiftspec.tree.tree import DraftTree
 from tests.support.fuzz import Target
-from tests.support.fuzz.message_words import BOUNDS, EDGES, OPENINGS, PROPOSAL_WORDS, RESULT_WORDS, TEXT, proposal
-from tests.support.fuzz.roles import AheadRole, FakeRole, sound
+from tests.support.fuzz.message_words import BOUNDS, EDGES, PROPOSAL_WORDS, REQUEST_STARTS, RESULT_WORDS, TEXT, proposal
+from tests.support.fuzz.roles import FakeRole, LookaheadRole, assert_valid_tokens
 
 OWN = ModelIdentity(b"model", b"tokenizer")
 ABOUT = ModelInfo(OWN, "fake", BOUNDS.vocab_size, BOUNDS.max_model_len, (2,), "float32")
 SHAPE = EngineConfig(mode="serial", verify_batch=BOUNDS.max_nodes, draft_steps=3)
 AHEAD = EngineConfig(mode="async", verify_batch=BOUNDS.max_nodes, draft_steps=1)
-Asked = tuple[Message, list[tuple[int, int]]]  # a message, and bytes of it to overwrite
+DamagedMessage = tuple[Message, list[tuple[int, int]]]  # a message, and bytes of it to overwrite
 
 
 class Aborted(Exception):
@@ -72,18 +72,18 @@ class Context:
 
 
 class Role(FakeRole):
-    def submit(self, asked: Proposal) -> Role:
-        self._asked = asked
+    def submit(self, submitted: Proposal) -> Role:
+        self._asked = submitted
         return self
 
     def wait(self) -> Any:
         return self.verify(self._asked)
 
 
-def ask(service: WorkerService[Any], asked: Sequence[Asked]) -> str:
+def ask(service: WorkerService[Any], sent: Sequence[DamagedMessage]) -> str:
     """The calls of one client, in its session once it has one."""
     session, outcome = b"", "refused"
-    for message, damage in asked:
+    for message, damage in sent:
         message.session = session  # type: ignore[attr-defined]
         data = bytearray(message.SerializeToString())
         for at, byte in damage if data else ():
@@ -95,28 +95,28 @@ def ask(service: WorkerService[Any], asked: Sequence[Asked]) -> str:
     return outcome
 
 
-def ask_target(asked: Sequence[Asked]) -> str:
+def ask_target(sent: Sequence[DamagedMessage]) -> str:
     role: Any = Role()
     return ask(
         TargetWorkerService(
             ABOUT, WorkerSessions(lambda s: VerifySession(role, s, BOUNDS, CancelCheck()), 2, 60.0), ()
         ),
-        asked,
+        sent,
     )
 
 
-def ask_draft(asked: Sequence[Asked]) -> str:
+def ask_draft(sent: Sequence[DamagedMessage]) -> str:
     role: Any = Role()
     return ask(
         DraftWorkerService(ABOUT, WorkerSessions(lambda s: DraftSession(role, s, BOUNDS, CancelCheck()), 2, 60.0)),
-        asked,
+        sent,
     )
 
 
-def ask_stream(service: WorkerService[Any], shape: EngineConfig, asked: Sequence[Asked]) -> str:
+def ask_stream(service: WorkerService[Any], shape: EngineConfig, sent: Sequence[DamagedMessage]) -> str:
     """Like `ask`, in a stream."""
     session, requests = service.sessions.open(b"", shape).id, list[bytes]()
-    for message, damage in asked:
+    for message, damage in sent:
         message.session = session  # type: ignore[attr-defined]
         data = bytearray(message.SerializeToString())
         for at, byte in damage:
@@ -133,32 +133,32 @@ def ask_stream(service: WorkerService[Any], shape: EngineConfig, asked: Sequence
     return "taken" if count else "refused"
 
 
-def stream_target(asked: Sequence[Asked]) -> str:
+def stream_target(sent: Sequence[DamagedMessage]) -> str:
     role: Any = Role()
     service = TargetWorkerService(
         ABOUT, WorkerSessions(lambda s: VerifySession(role, s, BOUNDS, CancelCheck()), 2, 60.0), ()
     )
-    return ask_stream(service, SHAPE, asked)
+    return ask_stream(service, SHAPE, sent)
 
 
-def stream_draft(asked: tuple[EngineConfig, Sequence[Asked]]) -> str:
+def stream_draft(sent: tuple[EngineConfig, Sequence[DamagedMessage]]) -> str:
     """A lookahead draft, with fixed d or expanding until the next message."""
-    shape, messages = asked
+    shape, messages = sent
 
-    def feeding(shape: EngineConfig) -> TreeStreamSession:
-        role: Any = AheadRole()
+    def stream_session(shape: EngineConfig) -> TreeStreamSession:
+        role: Any = LookaheadRole()
         return TreeStreamSession(role, role, shape, BOUNDS, CancelCheck())
 
     for message, _ in messages:
         if message.HasField("opening"):  # type: ignore[attr-defined]
             start = request_start_to_proto(RequestStart(1, TEXT, SamplingParams(), 3), shape, OWN)
             message.opening.shape.CopyFrom(start.shape)  # type: ignore[attr-defined]
-    return ask_stream(DraftWorkerService(ABOUT, WorkerSessions(feeding, 2, 60.0)), shape, messages)
+    return ask_stream(DraftWorkerService(ABOUT, WorkerSessions(stream_session, 2, 60.0)), shape, messages)
 
 
-def ask_bytes(asked: tuple[str, bytes]) -> str:
+def ask_bytes(sent: tuple[str, bytes]) -> str:
     """Arbitrary bytes, for any method."""
-    method, data = asked
+    method, data = sent
     role: Any = Role()
     service = TargetWorkerService(
         ABOUT, WorkerSessions(lambda s: VerifySession(role, s, BOUNDS, CancelCheck()), 2, 60.0), ()
@@ -183,34 +183,34 @@ class Pieces:
         return lambda *about, **how: b"".join(self._pieces)
 
 
-def hear_about(pieces: Sequence[bytes]) -> str:
+def read_worker_files(pieces: Sequence[bytes]) -> str:
     link: WorkerConnection[Any] = WorkerConnection.__new__(WorkerConnection)
     link.peer, link._service, link._metadata, link._channel = "--a-url 127.0.0.1:1", TARGET_SERVICE, (), Pieces(pieces)
     try:
         for name, data in link.read_tokenizer(1.0):
             assert isinstance(name, str) and isinstance(data, bytes)
     except WorkerRefused:
-        return hear_ping(link)
-    hear_ping(link)
+        return read_ping(link)
+    read_ping(link)
     return "taken"
 
 
-def hear_ping(link: WorkerConnection[Any]) -> str:
+def read_ping(link: WorkerConnection[Any]) -> str:
     with suppress(UserError):
         link.ping(1.0)
         return "taken"
     return "refused"
 
 
-class Says:
+class FakeLink:
     """A link whose streams deliver the given messages, then nothing."""
 
     peer = "--a-url 127.0.0.1:1"
 
-    def __init__(self, says: Sequence[Message]) -> None:
-        self._says = iter(says)
+    def __init__(self, responses: Sequence[Message]) -> None:
+        self._says = iter(responses)
 
-    def stream(self) -> Says:
+    def stream(self) -> FakeLink:
         return self
 
     def send(self, message: Message) -> None:
@@ -227,22 +227,24 @@ class Says:
     cancel = close
 
 
-def hear_draft(says: Sequence[pb.DraftAnswer]) -> str:
-    return hear(lambda: GrpcDrafter(heard(says, SHAPE)))
+def run_remote_drafter(responses: Sequence[pb.DraftAnswer]) -> str:
+    return run_drafter(lambda: GrpcDrafter(draft_stream(responses, SHAPE)))
 
 
-def hear_growth(says: Sequence[pb.DraftAnswer]) -> str:
-    stream = heard(says, AHEAD)
-    return hear(lambda: ReplicaDrafter(GrpcFeed(stream), TreeReplica(DraftTree(40, 20), BOUNDS.vocab_size), AHEAD))
+def run_replica_drafter(responses: Sequence[pb.DraftAnswer]) -> str:
+    stream = draft_stream(responses, AHEAD)
+    return run_drafter(
+        lambda: ReplicaDrafter(GrpcFeed(stream), TreeReplica(DraftTree(40, 20), BOUNDS.vocab_size), AHEAD)
+    )
 
 
-def heard(says: Sequence[pb.DraftAnswer], shape: EngineConfig) -> DraftStream:
-    stream = DraftStream(Says(says), shape, BOUNDS, 0.0)  # type: ignore[arg-type]
+def draft_stream(responses: Sequence[pb.DraftAnswer], shape: EngineConfig) -> DraftStream:
+    stream = DraftStream(FakeLink(responses), shape, BOUNDS, 0.0)  # type: ignore[arg-type]
     stream.attach(OWN)
     return stream
 
 
-def hear(make: Callable[[], Drafter]) -> str:
+def run_drafter(make: Callable[[], Drafter]) -> str:
     try:
         drafter = make()
         drafter.open(RequestStart(1, TEXT, SamplingParams(), len(TEXT)))
@@ -250,18 +252,18 @@ def hear(make: Callable[[], Drafter]) -> str:
     except DrafterLost as lost:
         assert "\n" not in str(lost) and len(str(lost)) < 600
         return "refused"
-    sound(found.tokens, BOUNDS.max_nodes)
+    assert_valid_tokens(found.tokens, BOUNDS.max_nodes)
     assert found.tokens[0] == TEXT[-1] and found.prefix_len == 2
     return "taken"
 
 
-def hear_target(says: Sequence[pb.VerifyAnswer]) -> str:
-    verifier = GrpcVerifier(Says([pb.VerifyAnswer(), *says]), OWN, SHAPE, BOUNDS, 0.0)  # type: ignore[arg-type]
+def run_remote_verifier(responses: Sequence[pb.VerifyAnswer]) -> str:
+    verifier = GrpcVerifier(FakeLink([pb.VerifyAnswer(), *responses]), OWN, SHAPE, BOUNDS, 0.0)  # type: ignore[arg-type]
     verifier.open(RequestStart(1, TEXT, SamplingParams(), len(TEXT)))
-    asked = Proposal(1, 0, 2, (TEXT[-1], 5, 6), (-1, 0, 1))
-    result = verifier.submit(asked).wait()
-    sound(result.tokens)
-    assert tuple(asked.tokens[node] for node in result.path[1:]) == result.tokens[:-1]
+    submitted = Proposal(1, 0, 2, (TEXT[-1], 5, 6), (-1, 0, 1))
+    result = verifier.submit(submitted).wait()
+    assert_valid_tokens(result.tokens)
+    assert tuple(submitted.tokens[node] for node in result.path[1:]) == result.tokens[:-1]
     return "taken"
 
 
@@ -274,7 +276,7 @@ def read_or_none(reader: Any, to_message: Any, words: list[int]) -> Any:
 
 
 DAMAGE = st.lists(st.tuples(st.integers(0, 400), st.integers(0, 255)), max_size=3)
-OPENED = OPENINGS.map(lambda opening: request_start_to_proto(opening, SHAPE, OWN))
+OPENED = REQUEST_STARTS.map(lambda opening: request_start_to_proto(opening, SHAPE, OWN))
 PROPOSED = (
     proposal().map(proposal_to_proto)
     | PROPOSAL_WORDS.map(lambda w: read_or_none(unpack_proposal, proposal_to_proto, w))
@@ -283,7 +285,7 @@ SMALL = st.integers(-1, 5)
 NODES = st.tuples(SMALL, SMALL | EDGES.map(lambda n: n % 2**31), st.floats() | st.sampled_from([-0.5, -1.5]))
 
 
-def growth(place: tuple[int, int, int], nodes: list[tuple[int, int, float]]) -> pb.DraftAnswer:
+def delta_response(place: tuple[int, int, int], nodes: list[tuple[int, int, float]]) -> pb.DraftAnswer:
     parents, tokens, weights = zip(*nodes) if nodes else ((), (), ())
     round_, expansions, first = place
     delta = pb.TreeDelta(request=1, round=round_, expansions=expansions, first=first, parents=parents, tokens=tokens)
@@ -291,33 +293,33 @@ def growth(place: tuple[int, int, int], nodes: list[tuple[int, int, float]]) -> 
     return pb.DraftAnswer(delta=delta)
 
 
-GROWN = st.builds(growth, st.just((0, 1, 1)) | st.tuples(SMALL, SMALL, SMALL), st.lists(NODES, max_size=4))
+DELTA = st.builds(delta_response, st.just((0, 1, 1)) | st.tuples(SMALL, SMALL, SMALL), st.lists(NODES, max_size=4))
 ENDED = RESULT_WORDS.map(lambda w: read_or_none(unpack_result, result_to_proto, w)).filter(
     lambda message: message is not None
 )
-STEPS = st.just(0) | EDGES
+DRAFT_STEPS = st.just(0) | EDGES
 TO_TARGET = st.builds(lambda m: pb.VerifyRequest(opening=m), OPENED) | st.builds(
     lambda m: pb.VerifyRequest(proposal=m), PROPOSED
 )
-TO_DRAFT = st.builds(lambda m, steps: pb.DraftRequest(opening=m, draft_steps=steps % 2**31), OPENED, STEPS) | st.builds(
-    lambda m: pb.DraftRequest(result=m), ENDED
-)
+TO_DRAFT = st.builds(
+    lambda m, steps: pb.DraftRequest(opening=m, draft_steps=steps % 2**31), OPENED, DRAFT_STEPS
+) | st.builds(lambda m: pb.DraftRequest(result=m), ENDED)
 
 
-def calls(messages: st.SearchStrategy[Any]) -> st.SearchStrategy[list[Asked]]:
+def calls(messages: st.SearchStrategy[Any]) -> st.SearchStrategy[list[DamagedMessage]]:
     whole = st.tuples(messages, st.just([]))
     return st.lists(whole | whole | st.tuples(messages, DAMAGE), min_size=1, max_size=4)
 
 
 FROM_DRAFT = st.lists(PROPOSED.map(lambda m: pb.DraftAnswer(proposal=m)), max_size=3)
-GROWTH = st.lists(GROWN | st.just(pb.DraftAnswer()), max_size=4)
+DELTAS = st.lists(DELTA | st.just(pb.DraftAnswer()), max_size=4)
 PATHS = st.lists(st.integers(-1, 3), min_size=1, max_size=3)
-STANDS = st.builds(
+ACCEPTED_RESULT = st.builds(
     lambda path, tokens: pb.VerifyResult(request=1, prefix_len=2, path=path, tokens=tokens),
     PATHS | st.sampled_from([[0], [0, 1], [0, 1, 2]]),
     st.lists(st.integers(-1, 40), min_size=1, max_size=3) | st.sampled_from([[7], [5, 7], [5, 6, 7]]),
 )
-FROM_TARGET = (STANDS | ENDED).map(lambda m: [pb.VerifyAnswer(result=m)])
+FROM_TARGET = (ACCEPTED_RESULT | ENDED).map(lambda m: [pb.VerifyAnswer(result=m)])
 
 
 def target(name: str, strategy: st.SearchStrategy[Any], run: Any) -> Target:
@@ -337,9 +339,9 @@ TARGETS = (
     target("TargetService.Stream", calls(TO_TARGET), stream_target),
     target("DraftService.Stream, growth", st.tuples(SHAPES, calls(TO_DRAFT)), stream_draft),
     target("services, any bytes", st.tuples(METHOD, st.binary(max_size=200)), ask_bytes),
-    target("Link", PIECES, hear_about),
+    target("Link", PIECES, read_worker_files),
     target("DraftService of a worker", calls(TO_DRAFT), ask_draft),
-    target("GrpcDrafter", FROM_DRAFT, hear_draft),
-    target("GrpcFeed", GROWTH, hear_growth),
-    target("GrpcVerifier", FROM_TARGET, hear_target),
+    target("GrpcDrafter", FROM_DRAFT, run_remote_drafter),
+    target("GrpcFeed", DELTAS, run_replica_drafter),
+    target("GrpcVerifier", FROM_TARGET, run_remote_verifier),
 )

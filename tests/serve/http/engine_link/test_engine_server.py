@@ -21,7 +21,7 @@ from swiftspec.serve.http.engine_link.engine_server import EngineServer
 from swiftspec.serve.http.engine_link.frame_socket import FrameDecoder, FrameSocket, encode_frame
 from swiftspec.serve.http.engine_link.frames import FromEngine
 from tests.support.tiny_checkpoints import make_pair
-from tests.support.workers import on_workers, started
+from tests.support.workers import client_on_workers, started
 
 LONG: dict[str, Any] = {"temperature": 0.8, "max_tokens": 60, "ignore_eos": True}
 
@@ -147,7 +147,10 @@ def test_rpcs_are_sent_with_the_tokens_of_their_round(tmp_path: Path) -> None:
     """Each request has its own; without spans they are not sent."""
     target, draft = make_pair(tmp_path)
     body = {"temperature": 0.0, "max_tokens": 12, "ignore_eos": True}
-    with started("draft", draft) as worker, on_workers(target, worker.named(), mode="serial", draft_steps=2) as running:
+    with (
+        started("draft", draft) as worker,
+        client_on_workers(target, worker.client_address(), mode="serial", draft_steps=2) as running,
+    ):
         for send_rpc_records in (True, False):
             front = Front(running, send_rpc_records=send_rpc_records)
             try:

@@ -19,7 +19,7 @@ def head(**more: Any) -> Line:
     return {"swiftspec_trace": 1, **facts, "texts": {str(at): word for at, word in enumerate(WORDS)}, **more}
 
 
-def grown(rng: random.Random, root: int, steps: int = 3, leaves: int = 4, children: int = 8) -> Line:
+def random_tree(rng: random.Random, root: int, steps: int = 3, leaves: int = 4, children: int = 8) -> Line:
     """A tree like a draft's: the most likely leaves get children, repeatedly."""
     tree: Line = {"tokens": [root], "parents": [-1], "logprobs": [0.0], "expanded": [0]}
     for _ in range(steps):
@@ -35,7 +35,7 @@ def grown(rng: random.Random, root: int, steps: int = 3, leaves: int = 4, childr
     return tree
 
 
-def chosen(tree: Line, count: int) -> Line:
+def best_nodes(tree: Line, count: int) -> Line:
     """The best nodes of a tree, as a proposal."""
     best = sorted(sorted(range(len(tree["tokens"])), key=lambda at: -tree["logprobs"][at])[:count])
     place = {node: at for at, node in enumerate(best)}
@@ -47,8 +47,8 @@ def rounds(request: int, count: int, seconds: float = 0.005, seed: int = 0, bs: 
     """`count` rounds of a request, `seconds` seconds each."""
     rng, root, lines = random.Random(seed), 0, list[Line]()
     for number in range(count):
-        tree = grown(rng, root)
-        proposal = chosen(tree, bs)
+        tree = random_tree(rng, root)
+        proposal = best_nodes(tree, bs)
         path = [0]
         while path[-1] in proposal["parents"] and rng.random() < 0.7:
             path.append(proposal["parents"].index(path[-1]))
