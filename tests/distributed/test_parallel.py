@@ -179,14 +179,14 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from swiftspec.errors import RankLost
-from swiftspec.distributed.collectives.torch_dist import TensorParallel
+from swiftspec.distributed.collectives.torch_dist import TorchDistGroup
 from swiftspec.distributed.collectives.sums import sum_in_rank_order
 
 rank, store = int(sys.argv[1]), dist.FileStore(sys.argv[2], 3)
 torch.set_num_threads(1)
 
 def join(name, size, seconds):
-    return TensorParallel.join(store, name, rank, size, device="cpu", timeout=timedelta(seconds=seconds))
+    return TorchDistGroup.join(store, name, rank, size, device="cpu", timeout=timedelta(seconds=seconds))
 
 def part(rank, dtype):
     return torch.randn(4, 33, generator=torch.Generator().manual_seed(rank)).mul(10).to(dtype)

@@ -155,7 +155,7 @@ def test_the_chat_under_torchrun(pair: list[str]) -> None:
     chat.until(r"5 tok, [\s\S]*tok/round[\s\S]*>>>")
     chat.send("/quit\r")
     assert chat.leave() == 0
-    assert "Traceback" not in chat.shown
+    assert "Traceback" not in chat.output
 
 
 @pytest.mark.slow

@@ -117,7 +117,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
 
 
 class Gloo(ThreadGroup):
-    """A stand-in for the torch.distributed group of a TensorParallel."""
+    """A stand-in for the torch.distributed group of a TorchDistGroup."""
 
     name = "target"
     left = False

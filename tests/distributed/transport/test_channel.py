@@ -103,7 +103,7 @@ class Listener:
         far = accept(self._store, "door", "a friend", host="127.0.0.1", spin=False, timeout=10)  # type: ignore[arg-type]
         self.got.append(far)
 
-    def friend(self) -> Channel:
+    def connect_peer(self) -> Channel:
         """Connects with the ticket."""
         return dial(self._store, "door", "the house", spin=False, timeout=10)  # type: ignore[arg-type]
 

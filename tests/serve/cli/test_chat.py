@@ -342,4 +342,4 @@ def test_in_a_real_terminal(tmp_path: Path) -> None:
     terminal.until(r"leaves[\s\S]*>>>")
     terminal.send("/quit\r")
     assert terminal.leave() == 0
-    assert "Traceback" not in terminal.shown
+    assert "Traceback" not in terminal.output
