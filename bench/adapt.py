@@ -32,9 +32,9 @@ from swiftspec.decode import decode
 from swiftspec.llm import LLM
 from swiftspec.messages import Proposal, RequestStart, VerifyResult
 from swiftspec.params import SamplingParams
-from swiftspec.runtime.ahead_drafter import AheadDrafter
 from swiftspec.runtime.drafter import Drafter
 from swiftspec.runtime.local_drafter import LocalDrafter
+from swiftspec.runtime.lookahead_drafter import LookaheadDrafter
 from swiftspec.runtime.verifier import Verifier
 
 TIMES = {  # milliseconds: target forward over 1 row, over 8 rows, one expansion
@@ -86,7 +86,7 @@ class TimedDrafter:
         return self._drafter.propose()
 
 
-class Counted(AheadDrafter):
+class Counted(LookaheadDrafter):
     """Lookahead drafter that counts its expansions."""
 
     made = 0

@@ -54,7 +54,7 @@ def listening() -> Iterator[str]:
         yield url
 
 
-def beside(url: str, exchange: Exchange) -> float:
+def overhead(url: str, exchange: Exchange) -> float:
     """Returns the median seconds of an exchange, less the server's delay."""
     out: SimpleQueue[bytes | None] = SimpleQueue()
     ask = ASK.pack(exchange.rest, exchange.back).ljust(exchange.there, b"\0")

@@ -1,6 +1,6 @@
 """Timelines of target and draft in asynchronous mode: time per function in a round, and waiting times of both sides.
 
-    torchrun --standalone --nproc-per-node 2 -m bench.lanes [--limit 8] [--steps 4] [--temperature 0] [--kept]
+    torchrun --standalone --nproc-per-node 2 -m bench.lanes [--limit 8] [--steps 4] [--temperature 0] [--supervised]
 
 Processes of one machine share a clock, so the timelines are aligned. Timing adds a microsecond to each timed function;
 `target busy` comes from a run without timing.
@@ -69,13 +69,13 @@ def timed(spans: list[Span]) -> Iterator[None]:
 
         return wrapper
 
-    kept = [(owner, name, getattr(owner, name)) for owner, name in TIMED]
-    for owner, name, function in kept:
+    originals = [(owner, name, getattr(owner, name)) for owner, name in TIMED]
+    for owner, name, function in originals:
         setattr(owner, name, wrap(PRINTED.get(name, name), function))
     try:
         yield
     finally:
-        for owner, name, function in kept:
+        for owner, name, function in originals:
             setattr(owner, name, function)
 
 
@@ -150,7 +150,7 @@ def show(target: list[Span], draft: list[Span]) -> None:
                 print(f"  {lane:6} {1e6 * (a - begin):7.0f} .. {1e6 * (b - begin):7.0f}  {name}")
 
 
-def kept() -> SupervisorLink:
+def supervisor_link() -> SupervisorLink:
     """Returns a link like a supervisor's: it receives heartbeats, which are not read here, and looks for restarted
     ranks."""
     here, there = socket.socketpair()
@@ -166,9 +166,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=None, help="d; measured if left out")
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--ops", default="auto", choices=("auto", "reference"))
-    parser.add_argument("--kept", action="store_true", help="with what a rank does for its keeper")
+    parser.add_argument("--supervised", action="store_true", help="with what a rank does for its supervisor")
     args = parser.parse_args()
-    whole = join_world(supervisor=kept() if args.kept else None)
+    whole = join_world(supervisor=supervisor_link() if args.supervised else None)
     if whole is None or whole.size != 2:
         parser.error("start it on two ranks: torchrun --standalone --nproc-per-node 2 -m bench.lanes")
     torch.set_num_threads(1)

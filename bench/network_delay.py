@@ -68,7 +68,7 @@ def predicted(link: Link, times: SimulatedTimes) -> dict[str, float]:
 def rows(delays: Sequence[float], bandwidth: str, tokens: int) -> Iterator[dict[str, Any]]:
     """Yields one row for each delay and mode."""
     with workers() as at:
-        times = SimulatedTimes(PACES["target"], PACES["draft"], **rpc_latency.around(at))
+        times = SimulatedTimes(PACES["target"], PACES["draft"], **rpc_latency.worker_overhead(at))
         print("outside the models, ms: " + ", ".join(f"{name} {1e3 * getattr(times, name):.2f}" for name in AROUND))
         for delay in delays:
             text = f"{2 * delay:g}ms,{bandwidth}"

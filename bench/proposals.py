@@ -5,9 +5,9 @@ held-out prompts.
     python -m bench.proposals --calibration 0.4,0.5 --proposals top --temperatures 0    # varies the constant
     python -m bench.proposals --same-text --limit 50    # separates the effect of sampled text from that of sampling
 
-Runs in one process: for a fixed d the rounds of two groups of ranks equal those of `AheadDrafter`. No time is measured.
-`coupled` and `top` are verified by token equality, `sample` by rejection. At temperature 0 `coupled` equals `top`, and
-`sample` is not defined.
+Runs in one process: for a fixed d the rounds of two groups of ranks equal those of `LookaheadDrafter`. No time is
+measured. `coupled` and `top` are verified by token equality, `sample` by rejection. At temperature 0 `coupled` equals
+`top`, and `sample` is not defined.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from swiftspec.decode import decode
 from swiftspec.llm import LLM
 from swiftspec.messages import RequestStart
 from swiftspec.params import SamplingParams
-from swiftspec.runtime.ahead_drafter import AheadDrafter
+from swiftspec.runtime.lookahead_drafter import LookaheadDrafter
 
 COLOURS = {"top": "#d1495b", "coupled": "#1b6ca8", "sample": "#3a7d44"}
 
@@ -55,7 +55,7 @@ def engine(proposal: str, ahead: bool, calibration: float | None, args: argparse
     llm = LLM(DEMO / "target", DEMO / "draft", config, dtype=torch.bfloat16)
     if ahead:
         drafter, verifier = local_roles(llm)
-        decode_on(llm, growing_ahead(drafter, config, AheadDrafter), verifier)
+        decode_on(llm, growing_ahead(drafter, config, LookaheadDrafter), verifier)
     return llm
 
 

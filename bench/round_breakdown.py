@@ -71,13 +71,13 @@ def breakdown(llm: LLM, prompts: list[list[int]], sampling: SamplingParams) -> l
 
         return wrapper
 
-    kept = [(owner, name, getattr(owner, name)) for owner, name in PARTS]
+    originals = [(owner, name, getattr(owner, name)) for owner, name in PARTS]
     try:
-        for owner, name, function in kept:
+        for owner, name, function in originals:
             setattr(owner, name, timed(f"{owner.__name__.rpartition('.')[2]}.{name}", function))
         rounds = decode(llm, prompts, sampling)["rounds"]
     finally:
-        for owner, name, function in kept:
+        for owner, name, function in originals:
             setattr(owner, name, function)
     return [
         (name, calls[name] / rounds, 1000 * seconds / rounds)

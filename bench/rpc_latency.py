@@ -45,7 +45,7 @@ MODES = ("serial", "async")
 
 
 @dataclass
-class Hops:
+class RpcTimes:
     """Measurements of one side, in seconds and bytes.
 
     Per response: the time beyond the model's, the model's time, and the worker's time around the model. Also the time
@@ -53,40 +53,46 @@ class Hops:
     each direction.
     """
 
-    asked: float = 0.0  # when the last message was sent
-    heard: float = 0.0  # when the last response arrived
-    beside: list[float] = field(default_factory=list)
+    sent_at: float = 0.0  # when the last message was sent
+    received_at: float = 0.0  # when the last response arrived
+    overhead: list[float] = field(default_factory=list)
     model: list[float] = field(default_factory=list)
-    around: list[float] = field(default_factory=list)
+    worker_overhead: list[float] = field(default_factory=list)
     between: list[float] = field(default_factory=list)
     expansion: list[float] = field(default_factory=list)
-    sent: list[int] = field(default_factory=list)
-    come: list[int] = field(default_factory=list)
+    sent_bytes: list[int] = field(default_factory=list)
+    received_bytes: list[int] = field(default_factory=list)
+
+    def extend(self, request: RpcTimes) -> None:
+        """Adds the measurements of a request, without the first two, which start it."""
+        for name, values in vars(self).items():
+            if isinstance(values, list):
+                values += getattr(request, name)[2:]
 
 
 @contextmanager
-def measured(hops: dict[str, Hops]) -> Iterator[None]:
+def measured(times: dict[str, RpcTimes]) -> Iterator[None]:
     """Records the messages of every stream inside the context."""
     send, recv = MessageStream.send, MessageStream.recv
 
-    def of(stream: Any) -> Hops:
-        return hops["target" if "--target-url" in stream._peer else "draft"]
+    def of(stream: Any) -> RpcTimes:
+        return times["target" if "--target-url" in stream._peer else "draft"]
 
     def timed_send(self: Any, message: Message) -> None:
-        hop, hop.asked = of(self), time.perf_counter()
+        entry, entry.sent_at = of(self), time.perf_counter()
         send(self, message)
-        hop.between.append(hop.asked - hop.heard)
-        hop.sent.append(message.ByteSize())
+        entry.between.append(entry.sent_at - entry.received_at)
+        entry.sent_bytes.append(message.ByteSize())
 
     def timed_recv(self: Any, timeout: float) -> Any:
-        answer, hop = recv(self, timeout), of(self)
-        hop.heard = time.perf_counter()
-        hop.model.append(1e-9 * answer.telemetry.model)
-        hop.around.append(1e-9 * answer.telemetry.wall - hop.model[-1])
-        hop.beside.append(hop.heard - hop.asked - hop.model[-1])
-        hop.come.append(answer.ByteSize())
+        answer, entry = recv(self, timeout), of(self)
+        entry.received_at = time.perf_counter()
+        entry.model.append(1e-9 * answer.telemetry.model)
+        entry.worker_overhead.append(1e-9 * answer.telemetry.wall - entry.model[-1])
+        entry.overhead.append(entry.received_at - entry.sent_at - entry.model[-1])
+        entry.received_bytes.append(answer.ByteSize())
         if (expansions := getattr(answer, "delta", None) and answer.delta.expansions) and answer.telemetry.wall:
-            hop.expansion.append(1e-9 * answer.telemetry.wall / expansions)
+            entry.expansion.append(1e-9 * answer.telemetry.wall / expansions)
         return answer
 
     MessageStream.send, MessageStream.recv = timed_send, timed_recv  # type: ignore[method-assign]
@@ -96,7 +102,7 @@ def measured(hops: dict[str, Hops]) -> Iterator[None]:
         MessageStream.send, MessageStream.recv = send, recv  # type: ignore[method-assign]
 
 
-def rounds(mode: str, urls: dict[str, str], tokens: int) -> tuple[dict[str, Hops], int]:
+def rounds(mode: str, urls: dict[str, str], tokens: int) -> tuple[dict[str, RpcTimes], int]:
     """Measures the rounds of a few answers, without request starts.
 
     Returns the measurements and the number of rounds.
@@ -104,60 +110,60 @@ def rounds(mode: str, urls: dict[str, str], tokens: int) -> tuple[dict[str, Hops
     codec = TextCodec(Path(demo_model_path("target")))
     prompts = [codec.encode(text, 1024) for text in texts()[PROMPTS]]
     codec.close()
-    found, count = {side: Hops() for side in PACES}, 0
+    found, count = {side: RpcTimes() for side in PACES}, 0
     remote = {side: WorkerAddress(urls[side], f"--{side}-url", RpcSecurity(), 30.0) for side in PACES}
     plan = EngineConfig(mode, verify_batch=NODES, draft_leaves=LEAVES, target_remote=True, draft_remote=True)
     with tempfile.TemporaryDirectory() as folder:
         target = RemoteTarget(remote["target"])
         running = LLMBase(build_remote_roles(target, None, plan, Path(folder), draft_worker=remote["draft"]))
         for prompt in prompts:
-            hops = {side: Hops() for side in PACES}
-            with measured(hops):
+            times = {side: RpcTimes() for side in PACES}
+            with measured(times):
                 running.generate(prompt, SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True))
             count += running.stats.rounds
             for side in PACES:
-                for name in ("beside", "model", "around", "between", "expansion", "sent", "come"):
-                    getattr(found[side], name).extend(getattr(hops[side], name)[2:])
+                found[side].extend(times[side])
         running.close()
     return found, count
 
 
-def round_trip(url: str, rest: float = 0.0) -> float:
-    """Median seconds of 20 calls that do nothing, each after a pause of `rest` seconds."""
+def round_trip(url: str, pause_s: float = 0.0) -> float:
+    """Median seconds of 20 calls that do nothing, each after a pause of `pause_s` seconds."""
     with grpc.insecure_channel(url) as channel:
         ping, seconds = channel.unary_unary(f"/{TARGET_SERVICE}/Ping"), []
         for _ in range(20):
-            time.sleep(rest)
+            time.sleep(pause_s)
             began = time.perf_counter()
             ping(b"")
             seconds.append(time.perf_counter() - began)
     return statistics.median(seconds)
 
 
-def around(urls: dict[str, str]) -> dict[str, float]:
+def worker_overhead(urls: dict[str, str]) -> dict[str, float]:
     """Seconds of the work around the forwards in mode async, by the field names of `SimulatedTimes`.
 
     These are the latency of a verification beyond a Ping, the time of an expansion beyond its step, and the time from a
     result to the next proposal if the proposal does not wait.
     """
-    hops, _ = rounds("async", urls, 64)
-    verify = max(statistics.median(hops["target"].beside) - round_trip(urls["target"]), 0.0)
-    expand = max(statistics.median(hops["draft"].expansion) - PACES["draft"], 0.0)
-    return {"verify": verify, "expand": expand, "answer": statistics.quantiles(hops["target"].between, n=10)[0]}
+    times, _ = rounds("async", urls, 64)
+    verify = max(statistics.median(times["target"].overhead) - round_trip(urls["target"]), 0.0)
+    expand = max(statistics.median(times["draft"].expansion) - PACES["draft"], 0.0)
+    return {"verify": verify, "expand": expand, "answer": statistics.quantiles(times["target"].between, n=10)[0]}
 
 
-def row(mode: str, side: str, hops: Hops, count: int, url: str) -> dict[str, Any]:
+def row(mode: str, side: str, times: RpcTimes, count: int, url: str) -> dict[str, Any]:
     """Returns the printed figures of one side. `url`: address of the bare stream."""
-    size = {"there": sum(hops.sent) / count, "back": sum(hops.come) / count}
+    size = {"there": sum(times.sent_bytes) / count, "back": sum(times.received_bytes) / count}
     about = {"mode": mode, "side": side, "rounds": count, **size}
     if mode == "async" and side == "draft":  # tree deltas do not answer a request, so they have no RPC latency
         return about
-    tenths = statistics.quantiles(hops.beside, n=10)
+    tenths = statistics.quantiles(times.overhead, n=10)
     middle = statistics.median
-    wire = bare_grpc.Exchange(int(middle(hops.sent)), int(middle(hops.come)), middle(hops.model), middle(hops.between))
-    times = {"p50": middle(hops.beside), "p90": tenths[-1], "around": middle(hops.around)}
-    times["bare"] = bare_grpc.beside(url, wire)
-    return {**about, **{f"{name}_ms": 1e3 * seconds for name, seconds in times.items()}}
+    sent, received = int(middle(times.sent_bytes)), int(middle(times.received_bytes))
+    wire = bare_grpc.Exchange(sent, received, middle(times.model), middle(times.between))
+    seconds = {"p50": middle(times.overhead), "p90": tenths[-1], "around": middle(times.worker_overhead)}
+    seconds["bare"] = bare_grpc.overhead(url, wire)
+    return {**about, **{f"{name}_ms": 1e3 * each for name, each in seconds.items()}}
 
 
 def main() -> None:
@@ -170,8 +176,8 @@ def main() -> None:
     found: list[dict[str, Any]] = []
     with workers() as urls, bare_grpc.listening() as echo, bare_grpc.awake() if args.awake else nullcontext():
         for mode in MODES:
-            hops, count = rounds(mode, urls, args.tokens)
-            found += [row(mode, side, hops[side], count, echo) for side in PACES]
+            times, count = rounds(mode, urls, args.tokens)
+            found += [row(mode, side, times[side], count, echo) for side in PACES]
         found.append({"ping_ms": 1e3 * round_trip(urls["target"]), "rested_ms": 1e3 * round_trip(urls["target"], 0.03)})
     for each in found:
         print("  ".join(f"{k} {v:.2f}" if isinstance(v, float) else f"{k} {v}" for k, v in each.items()), flush=True)

@@ -24,8 +24,8 @@ from swiftspec.config import EngineConfig
 from swiftspec.llm import LLM
 from swiftspec.messages import Proposal, RequestStart, VerifyResult
 from swiftspec.params import SamplingParams
-from swiftspec.runtime.ahead_drafter import AheadDrafter
 from swiftspec.runtime.cancellation import CancelCheck
+from swiftspec.runtime.lookahead_drafter import LookaheadDrafter
 from swiftspec.runtime.replica_drafter import ReplicaDrafter
 from swiftspec.runtime.tree_delta_sender import TreeDeltaSender
 from swiftspec.serve.model_resolution import demo_model_path
@@ -52,7 +52,7 @@ class CountedLink:
         drafter = build_drafter(
             *models.load_side("draft", config, None, None).runner(draft_tree_slots(config), CancelCheck()), config
         )
-        assert isinstance(drafter, AheadDrafter)
+        assert isinstance(drafter, LookaheadDrafter)
         self._feed = TreeDeltaSender(drafter, self._say, config)
         self._delay, self._expansion, self.now = delay, expansion, 0.0
 

@@ -29,7 +29,7 @@ SETTINGS = {"seed": 3, "temperature": 0.5, "max_tokens": 72}
 LINES = ("def read_lines(path):", "/set temperature 0", "def main(argv=None):")
 FRAME = """\
 <svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {terminal_height}" role="img">
-<title>A chat with the embedded pair in a terminal: what the draft guessed right is green and underlined</title>
+<title>A chat with the embedded pair in a terminal: accepted draft tokens are green and underlined</title>
 <style>text {{ font: {char_height}px ui-monospace, Menlo, Consolas, "DejaVu Sans Mono", monospace; white-space: pre }}
 {styles}</style>
 <defs>{lines}</defs>

@@ -17,7 +17,7 @@ from swiftspec.config import EngineConfig, PopulationConfig
 from swiftspec.errors import UserError
 from swiftspec.messages import RequestStart
 from swiftspec.params import SamplingParams
-from swiftspec.runtime.executors import Executor, TreeExecutor, features_of, select_executor, selection
+from swiftspec.runtime.executors import Executor, TreeExecutor, available, features_of, select_executor
 from swiftspec.runtime.executors.population_rounds import PopulationExecutor
 from swiftspec.runtime.local_drafter import LocalDrafter
 from swiftspec.runtime.rejection_verifier import RejectionVerifier
@@ -57,7 +57,7 @@ class Machine:
         shard = SimpleNamespace(num_exchanged=DEEP) if self.group else None
         return SimpleNamespace(model=model, shard=shard, vocab=1, tree_slots=16)
 
-    def deps(self) -> selection.ExecutorDeps:
+    def deps(self) -> available.ExecutorDeps:
         """Returns stand-ins for the components that executors are built from."""
         tree = SimpleNamespace(rows=SimpleNamespace(tokens=()))
         ops: Any = SimpleNamespace(
@@ -65,16 +65,16 @@ class Machine:
         )
         fused: Any = SimpleNamespace(tree=lambda *shape: None) if self.fused else None
         capture: Any = (lambda work: None) if self.graphs else None
-        return selection.ExecutorDeps(ops, fused, capture)
+        return available.ExecutorDeps(ops, fused, capture)
 
     def expansion_executors(self) -> list[TreeExecutor]:
-        return selection.draft_executors(self.runner(), self.deps(), SERIAL)[0]
+        return available.draft_executors(self.runner(), self.deps(), SERIAL)[0]
 
     def verification_executors(self) -> list[TreeExecutor]:
-        return selection.target_executors(self.runner(), self.deps())
+        return available.target_executors(self.runner(), self.deps())
 
     def population_executors(self) -> list[PopulationExecutor]:
-        return selection.population_executors(
+        return available.population_executors(
             self.runner(), self.runner(), self.deps(), self.deps(), PopulationConfig()
         )
 

@@ -23,8 +23,8 @@ const COLOURS = {
   rejected: "#ff7d75", own: "#b79cff", kept: "#6db8ff", idle: "#7d8884", focus: "#7fb2ff",
 };
 const MONO = "ui-monospace, Menlo, Consolas, 'DejaVu Sans Mono', monospace";
-const SIGNS = [["flight", "?", "with the target now"], ["verified", "✓", "guess held"], ["rejected", "✕", "guess rejected"],
-  ["own", "◆", "the target’s own"], ["kept", "●", "kept for later"], ["idle", "○", "guessed, not sent"]];
+const SIGNS = [["flight", "?", "with the target now"], ["verified", "✓", "accepted"], ["rejected", "✕", "rejected"],
+  ["own", "◆", "the target’s own"], ["kept", "●", "kept for later"], ["idle", "○", "drafted, not sent"]];
 
 const escaped = (text) => text.replace(/[&<>"]/g, (sign) => `&#${sign.charCodeAt(0)};`);
 const short = (value) => String(Math.round(value * 10) / 10);
@@ -118,7 +118,7 @@ function draw() {
   const scenes = halves.map(([index, answered], at) =>
     `<g class="s" style="animation-delay:${at * SECONDS - whole}s">${scene(recording, request, trees, index, answered)}</g>`);
   return `<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 ${WIDTH} ${HEIGHT}" role="img">
-<title>Five rounds: the draft grows a tree, the target checks its best guesses in one pass, and some of them hold</title>
+<title>Five rounds: the draft grows a tree, the target verifies the likeliest tokens in one pass and accepts some of them</title>
 <style>text{white-space:pre}.s{opacity:0;animation:s ${whole}s infinite}.s:nth-of-type(2){opacity:1}
 @keyframes s{0%,${short(share - 0.6)}%{opacity:1}${short(share)}%,99.400%{opacity:0}100%{opacity:1}}
 @media(prefers-reduced-motion:reduce){.s{animation:none}}</style>

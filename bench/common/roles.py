@@ -7,14 +7,14 @@ from typing import TypeVar
 from swiftspec.builder.roles import TreeRoles, make_fallback_decoding
 from swiftspec.config import EngineConfig
 from swiftspec.llm import LLM
-from swiftspec.runtime.ahead_drafter import AheadDrafter
 from swiftspec.runtime.drafter import Drafter
 from swiftspec.runtime.local_drafter import LocalDrafter
+from swiftspec.runtime.lookahead_drafter import LookaheadDrafter
 from swiftspec.runtime.verifier import LocalVerifier, Verifier
 from swiftspec.tree.children import ChildSelector, TopChildren
 from swiftspec.tree.sampled_children import SampledChildren
 
-Ahead = TypeVar("Ahead", bound=AheadDrafter)
+Ahead = TypeVar("Ahead", bound=LookaheadDrafter)
 
 
 def local_roles(llm: LLM) -> tuple[LocalDrafter, LocalVerifier]:

@@ -37,12 +37,12 @@ from swiftspec.llm import LLM
 from swiftspec.model.loader import load_model
 from swiftspec.model.transformer import Transformer
 from swiftspec.params import SamplingParams
-from swiftspec.runtime.ahead_drafter import AheadDrafter
 from swiftspec.runtime.drafter import NoDrafter
 from swiftspec.runtime.executors import ExecutorRequest
 from swiftspec.runtime.executors.eager import EagerExecutor
 from swiftspec.runtime.executors.graph import FORWARD_FAMILY, GraphForwardExecutor
 from swiftspec.runtime.local_drafter import LocalDrafter
+from swiftspec.runtime.lookahead_drafter import LookaheadDrafter
 from swiftspec.runtime.overlapped import ThreadedVerifier
 from swiftspec.runtime.verifier import LocalVerifier
 from swiftspec.smc.population import LocalPopulation
@@ -69,7 +69,7 @@ def grown_pair(shapes: list[str], seed: int = 0) -> Iterator[tuple[list[Path], L
         def load(path: Path, /, **options: Any) -> Transformer:
             if options.pop("group") is not None:
                 raise UserError("a grown model is made on one rank: write it to disk for more")
-            del options["progress"], options["rounding"], options["kept"]
+            del options["progress"], options["rounding"], options["packed_cache"]
             sizes = read_shape(str(path / "config.json"))
             return load_grown(smalls[path], sizes, "int4", seed=seed, **options)
 
@@ -207,7 +207,7 @@ def measure(pair: str, args: argparse.Namespace, note: Callable[[dict[str, Any]]
         note(result)
         if args.device == "cuda":
             config = EngineConfig("async", draft_steps=args.steps, draft_tp=0)
-            decode_on(llm, growing_ahead(drafter, config, AheadDrafter), ThreadedVerifier(verifier))
+            decode_on(llm, growing_ahead(drafter, config, LookaheadDrafter), ThreadedVerifier(verifier))
             texts, result["async"] = decode(llm, prompts, args.tokens)
             result["async equals ar"] = agreement(texts, plain)
             note(result)

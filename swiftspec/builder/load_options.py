@@ -17,7 +17,7 @@ from swiftspec.errors import UserError, truncated_repr
 from swiftspec.model.config import ModelConfig
 from swiftspec.model.float8 import FLOAT8
 from swiftspec.model.formats.int8 import Rounding
-from swiftspec.model.loader import Kept
+from swiftspec.model.loader import PackedWeightSource
 from swiftspec.model.tensor_parallel import TensorParallelGroup
 from swiftspec.model.transformer import Transformer
 from swiftspec.observe.step_time_emulation import StepTimeEmulation
@@ -98,7 +98,7 @@ class LoadModel(Protocol):
         rounding: Rounding,
         cache_dtype: torch.dtype | None,
         progress: Progress | None,
-        kept: Kept | None,
+        packed_cache: PackedWeightSource | None,
     ) -> Transformer: ...
 
 

@@ -9,8 +9,8 @@ from typing import Any
 from swiftspec.backends import cuda
 from swiftspec.model.transformer import Transformer
 from swiftspec.runtime.cancellation import CancelCheck
+from swiftspec.runtime.executors.available import ExecutorDeps
 from swiftspec.runtime.executors.graph import Capture
-from swiftspec.runtime.executors.selection import ExecutorDeps
 from swiftspec.runtime.prefix_cache import PrefixCachingRunner
 from swiftspec.runtime.runner import Runner, StepHook
 from swiftspec.sampling.sampler import TokenConstraint

@@ -42,12 +42,12 @@ from swiftspec.model.loader import load_model
 from swiftspec.model.tensor_parallel import TensorParallelGroup
 from swiftspec.observe import step_time_emulation
 from swiftspec.observe.step_time_emulation import StepTimeEmulation
-from swiftspec.runtime.ahead_drafter import AheadDrafter
 from swiftspec.runtime.cancellation import CancelCheck
-from swiftspec.runtime.executors import selection
+from swiftspec.runtime.executors import available
+from swiftspec.runtime.executors.available import ExecutorDeps
 from swiftspec.runtime.executors.graph import CudaCapture
-from swiftspec.runtime.executors.selection import ExecutorDeps
 from swiftspec.runtime.local_drafter import LocalDrafter
+from swiftspec.runtime.lookahead_drafter import LookaheadDrafter
 from swiftspec.runtime.overlapped import DRAFT_STREAM_PRIORITY, OverlappedDrafter
 from swiftspec.runtime.rejection_verifier import RejectionVerifier
 from swiftspec.runtime.runner import Runner
@@ -226,7 +226,7 @@ class ModelPair:
         lag = 1 if self.device.type == "cuda" else 0  # on a CPU rounds are synchronous
         config = plan.effective_population
         assert config is not None
-        executors = selection.population_executors(target, draft, deps, draft_deps, config)
+        executors = available.population_executors(target, draft, deps, draft_deps, config)
         return LocalPopulation(
             target, draft, executors, config,
             max_tokens=self.max_model_len, lag=lag, reuse_prefixes=self.prefix_cache_memory > 0,
@@ -250,7 +250,7 @@ class ModelPair:
         model = self.load(
             path, dtype=dtype, device=self.device, ops=ops, max_positions=context + self.tree_slots(side, plan),
             progress=progress, group=group, rounding=self._rounding(side, ops, dtype),
-            cache_dtype=self.cache_dtype, kept=self.cache if ops is cpu else None,
+            cache_dtype=self.cache_dtype, packed_cache=self.cache if ops is cpu else None,
         )  # fmt: skip
         hook = None if times is None else step_time_emulation.make_hook(times, 1 if group is None else group.size)
         captures = self.device.type == "cuda" and ops.MAX_CAPTURED_SEQUENCES > 0
@@ -311,7 +311,7 @@ def _model_fingerprint(path: Path) -> str:
 def build_verifier(runner: Runner, deps: ExecutorDeps, plan: EngineConfig) -> LocalVerifier:
     """A verifier on a model of this process."""
     return RejectionVerifier(
-        runner, selection.target_executors(runner, deps), RejectionSampling if plan.verify == "reject" else None
+        runner, available.target_executors(runner, deps), RejectionSampling if plan.verify == "reject" else None
     )
 
 
@@ -326,11 +326,11 @@ def draft_tree_slots(plan: EngineConfig) -> int:
 
 def build_drafter(runner: Runner, deps: ExecutorDeps, plan: EngineConfig) -> LocalDrafter:
     """A drafter on a model of this process."""
-    steps, tree = selection.draft_executors(runner, deps, plan)
+    steps, tree = available.draft_executors(runner, deps, plan)
     children: ChildSelector = TopChildren(plan.children_per_leaf, plan.proposal == "coupled")
     if plan.proposal == "sample":
         children = SampledChildren(
             plan.children_per_leaf, runner.tree_slots, runner.vocab, carry=plan.verify == "reject"
         )
-    kind = OverlappedDrafter if plan.overlap_on_one_gpu else AheadDrafter if plan.mode == "async" else LocalDrafter
+    kind = OverlappedDrafter if plan.overlap_on_one_gpu else LookaheadDrafter if plan.mode == "async" else LocalDrafter
     return kind(runner, steps, tree, children, plan)

@@ -197,8 +197,8 @@ def make_tree_decoding(
     report = (lambda: None) if controller is None else controller.report
     if away is None:
         return make_fallback_decoding(controller or parts.drafter, parts.verifier, on_event, report)
-    patient = FailoverDrafter(controller or away.drafter, away)
-    return TreeDecoding(patient, parts.verifier, on_event, lambda: patient.lost_reason, report)
+    drafter = FailoverDrafter(controller or away.drafter, away)
+    return TreeDecoding(drafter, parts.verifier, on_event, lambda: drafter.lost_reason, report)
 
 
 def make_fallback_decoding(

@@ -28,9 +28,9 @@ from swiftspec.distributed.worker_group import SessionFollowers, WorkerGroup, Wo
 from swiftspec.errors import UserError
 from swiftspec.model.checkpoint_files import read_config
 from swiftspec.model.fingerprint import fingerprint
-from swiftspec.runtime.ahead_drafter import AheadDrafter
 from swiftspec.runtime.cancellation import CancelCheck
 from swiftspec.runtime.local_drafter import LocalDrafter
+from swiftspec.runtime.lookahead_drafter import LookaheadDrafter
 from swiftspec.runtime.verifier import LocalVerifier
 
 
@@ -145,7 +145,7 @@ def make_service(model: WorkerModel, name: str, tokenizer: bytes, files: tuple[P
         drafter = model.drafter(shape, cancel_check)
         leading = LeaderDrafter(drafter, session_followers)
         if streams_tree_deltas(shape):
-            assert isinstance(drafter, AheadDrafter)
+            assert isinstance(drafter, LookaheadDrafter)
             work: DraftSession | TreeStreamSession = TreeStreamSession(drafter, leading, shape, bounds, cancel_check)
         else:
             work = DraftSession(leading, shape, bounds, cancel_check)

@@ -109,10 +109,10 @@ class WorkerGroup:
 class SessionFollowers(FollowerGroup):
     """The followers in one session. `opened`: whether they have received SESSION_OPEN."""
 
-    def __init__(self, crew: WorkerGroup, number: int, shape: EngineConfig) -> None:
-        super().__init__(crew.followers)
+    def __init__(self, workers: WorkerGroup, number: int, shape: EngineConfig) -> None:
+        super().__init__(workers.followers)
         self.number, self.shape, self.opened = number, shape, False
-        self._group = crew
+        self._group = workers
 
     def broadcast(self, call: Opcode, message: Message | None = None) -> None:
         if self._group.broken is not None:

@@ -97,34 +97,34 @@ def sweep(args: argparse.Namespace) -> int:
     if found.draft is None:
         raise UserError("a sweep needs a draft model: name one with --draft-model")
     options, dtype, _ = load_options(settings, found.target, world)
-    crew = RankPool(Pair(found.target, found.draft, options, settings.threads), world)
+    pool = RankPool(Pair(found.target, found.draft, options, settings.threads), world)
     if world is not None and world.rank > 0:
-        crew.follow()
+        pool.follow()
         return 0
     try:
-        made = _prepare(args, settings, crew, found.model, dtype, world)
+        made = _prepare(args, settings, pool, found.model, dtype, world)
         return 0 if made is None else _measure(made)
     finally:
-        crew.dismiss()
+        pool.dismiss()
 
 
 def _prepare(
-    args: argparse.Namespace, settings: Settings, crew: Any, model: str, dtype: str, world: World | None
+    args: argparse.Namespace, settings: Settings, pool: Any, model: str, dtype: str, world: World | None
 ) -> Sweep | None:
     """Builds the sweep for these flags. Returns None for a dry run."""
     from swiftspec.lab import sweep as sweeps
     from swiftspec.lab.progress import SweepProgressBar
     from swiftspec.profiles import store
 
-    pair = crew.pair
-    wish = _wish(args, crew.ranks, pair.target, pair.draft, settings)
+    pair = pool.pair
+    request = _request(args, pool.ranks, pair.target, pair.draft, settings)
     emulate, device = pair.options.get("emulate"), str(pair.options.get("device", "cpu"))
-    key = store.ProfileKey.of(device, crew.ranks, pair.target, pair.draft, dtype, settings.ops, emulate)
+    key = store.ProfileKey.of(device, pool.ranks, pair.target, pair.draft, dtype, settings.ops, emulate)
     file = args.output / f"{store.file_stem(key, 'embedded' if settings.model is None else Path(model).name)}.json"
     if args.dry_run:
-        print("\n".join([*sweeps.outlook(wish, crew.ranks), f"into {file}, within {wish.budget:g} s"]))
+        print("\n".join([*sweeps.outlook(request, pool.ranks), f"into {file}, within {request.budget:g} s"]))
         return None
-    profile = sweeps.Sweep.empty(json.loads(json.dumps(asdict(key))), store.environment(), wish)
+    profile = sweeps.Sweep.empty(json.loads(json.dumps(asdict(key))), store.environment(), request)
     if args.resume:
         profile = sweeps.resumed(file, profile)
     bar = SweepProgressBar()
@@ -133,10 +133,10 @@ def _prepare(
             f"{world.local_size} ranks share {len(world.cores)} cores: they wait for each other, so the figures say how"
             " the ranks of this machine share it, not what as many cores would give"
         )
-    return sweeps.Sweep(crew, wish, profile, file, bar)
+    return sweeps.Sweep(pool, request, profile, file, bar)
 
 
-def _wish(args: argparse.Namespace, ranks: int, target: Path, draft: Path, settings: Settings) -> SweepRequest:
+def _request(args: argparse.Namespace, ranks: int, target: Path, draft: Path, settings: Settings) -> SweepRequest:
     from swiftspec.lab import trials
     from swiftspec.lab.trials import SweepRequest
     from swiftspec.serve.text.codec import TextCodec

@@ -49,18 +49,18 @@ class Sweep:
     Every finished measurement is written to `file` with the ending .partial.json immediately.
     """
 
-    def __init__(self, crew: RankPool, wish: SweepRequest, profile: Json, file: Path, show: SweepDisplay) -> None:
+    def __init__(self, pool: RankPool, request: SweepRequest, profile: Json, file: Path, show: SweepDisplay) -> None:
         self.profile, self.file = profile, file
-        self._crew, self._wish, self._show = crew, wish, show
+        self._pool, self._request, self._show = pool, request, show
         self._began = time.monotonic()
         self._longest = 0.0  # seconds of the longest measurement
         self._done = 0
 
     @staticmethod
-    def empty(key: Json, environment: Json, wish: SweepRequest) -> Json:
+    def empty(key: Json, environment: Json, request: SweepRequest) -> Json:
         """Returns a profile without measurements."""
         return {
-            "swiftspec_profile": store.VERSION, "key": key, "environment": environment, "settings": wish.settings(),
+            "swiftspec_profile": store.VERSION, "key": key, "environment": environment, "settings": request.settings(),
             "steps": [], "runs": [], "rounds": [], "lanes": [], "around": {}, "orchestration": None, "stopped": None,
         }  # fmt: skip
 
@@ -69,9 +69,9 @@ class Sweep:
 
         Raises UserError if the budget does not suffice for any measurement.
         """
-        contest = trials.contest(self._wish.modes, self._wish.pairs, self._crew.ranks, self._wish.whole)
+        contest = trials.contest(self._request.modes, self._request.pairs, self._pool.ranks, self._request.whole)
         try:
-            for repeat in range(self._wish.repeats):
+            for repeat in range(self._request.repeats):
                 for trial in contest:
                     self._contest(trial, repeat)
                 self._drop()
@@ -82,7 +82,7 @@ class Sweep:
             self._later(lambda: trials.ablation(self.profile["runs"]))
             self._later(lambda: trials.populations(self.profile["runs"]))
         except measurement.OutOfTime:
-            self.profile["stopped"] = f"the budget of {self._wish.budget:g} s was spent (--budget gives more)"
+            self.profile["stopped"] = f"the budget of {self._request.budget:g} s was spent (--budget gives more)"
             self._show.note(self.profile["stopped"])
         if not any(run["speeds"] for run in self.profile["runs"]):
             raise UserError(f"nothing could be measured: {self.profile['stopped'] or self._first_reason()}")
@@ -135,18 +135,18 @@ class Sweep:
         known = [d for d in steps if d is not None]
         order = EngineBuild(trial.plan(max(known) if known else None), trial.ops)
         try:
-            with self._crew.engine(order) as llm:
+            with self._pool.engine(order) as llm:
                 times = None
                 if trial.mode == "async":
                     times = measurement.phase_times(llm)
                     steps = trials.depths(*times) if not known else steps
-                measurement.decode_all(llm, self._wish.prompts[:1], WARM_UP_TOKENS, self._deadline())
+                measurement.decode_all(llm, self._request.prompts[:1], WARM_UP_TOKENS, self._deadline())
                 for d in steps:
                     self._entry(trial, d, variation)  # a resumed sweep finds out which d are missing
                 for d in steps:
                     if d is not None:
                         measurement.tree_roles(llm).drafter.draft_steps = d
-                    run = measurement.decode_all(llm, self._wish.prompts, self._wish.max_tokens, self._deadline())
+                    run = measurement.decode_all(llm, self._request.prompts, self._request.max_tokens, self._deadline())
                     self._add(trial, d, run, times, variation)
                     self._save()
         except UserError as error:
@@ -188,13 +188,13 @@ class Sweep:
     def _step_times(self) -> None:
         """Measures forwards of each model on groups of every size (paper, Table 1)."""
         for side in ("target", "draft"):
-            for tp in range(1, self._crew.ranks + 1):
+            for tp in range(1, self._pool.ranks + 1):
                 if any(step["side"] == side and step["tp"] == tp for step in self.profile["steps"]):
                     continue
                 self._step(f"step times of the {side} on {tp} rank{'s' if tp > 1 else ''}")
                 plan = EngineConfig("ar", verify_batch=max(trials.ROWS), target_tp=tp)
                 try:
-                    with self._crew.engine(EngineBuild(plan, alone=side)) as llm:
+                    with self._pool.engine(EngineBuild(plan, alone=side)) as llm:
                         room = llm.max_model_len - 1
                         for rows in trials.ROWS:
                             seconds = list(
@@ -233,7 +233,7 @@ class Sweep:
 
     def _orchestration(self, trace: Trace, plan: Json) -> Json | None:
         """Cost of a round beyond the emulated step times: median seconds, and their share of the median round."""
-        emulate = self._crew.pair.options.get("emulate")
+        emulate = self._pool.pair.options.get("emulate")
         if emulate is None or emulate.target is None or emulate.draft is None:
             return None
         target = emulate.target.at(plan["target_tp"], plan["verify_batch"])
@@ -246,8 +246,8 @@ class Sweep:
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder) / "rounds.jsonl"
             order = EngineBuild(trial.plan(plan["draft_steps"]), paced=paced, trace=str(file))
-            with self._crew.engine(order) as llm:
-                measurement.decode_all(llm, self._wish.prompts, self._wish.max_tokens, self._deadline())
+            with self._pool.engine(order) as llm:
+                measurement.decode_all(llm, self._request.prompts, self._request.max_tokens, self._deadline())
             return Trace.read(file)
 
     # ---- the budget
@@ -258,9 +258,9 @@ class Sweep:
         spent = now - self._began
         if self._done > 0:
             self._longest = max(self._longest, now - self._last)
-        if self._done > 0 and spent + self._longest > self._wish.budget:
+        if self._done > 0 and spent + self._longest > self._request.budget:
             raise measurement.OutOfTime
-        left = max(self._wish.budget - spent, 0.0)
+        left = max(self._request.budget - spent, 0.0)
         total = max(self._total(), self._done + 1)
         if self._done > 0:
             left = min(left, spent / self._done * (total - self._done))
@@ -270,14 +270,15 @@ class Sweep:
 
     def _total(self) -> int:
         """Estimates the number of measurements. Variations and dropped runs are not known in advance."""
-        contest = trials.contest(self._wish.modes, self._wish.pairs, self._crew.ranks, self._wish.whole)
-        return len(contest) * self._wish.repeats + 2 * self._crew.ranks + len(trials.BATCHES) * 4 + self._populations()
+        contest = trials.contest(self._request.modes, self._request.pairs, self._pool.ranks, self._request.whole)
+        alone = 2 * self._pool.ranks + len(trials.BATCHES) * 4
+        return len(contest) * self._request.repeats + alone + self._populations()
 
     def _populations(self) -> int:
-        return sum(map(len, trials.PARTICLES.values())) if "smc" in self._wish.modes else 0
+        return sum(map(len, trials.PARTICLES.values())) if "smc" in self._request.modes else 0
 
     def _deadline(self) -> float:
-        return self._began + self._wish.budget
+        return self._began + self._request.budget
 
     def _save(self) -> None:
         store.save(self._partial, json.dumps(self.profile) + "\n")
@@ -303,9 +304,9 @@ def resumed(file: Path, fresh: Json) -> Json:
     return found
 
 
-def outlook(wish: SweepRequest, ranks: int) -> Sequence[str]:
+def outlook(request: SweepRequest, ranks: int) -> Sequence[str]:
     """Returns one line for each trial of a sweep."""
-    contest = trials.contest(wish.modes, wish.pairs, ranks, wish.whole)
+    contest = trials.contest(request.modes, request.pairs, ranks, request.whole)
     lines = []
     for trial in contest:
         d = "d measured" if trial.mode == "async" else f"d in {', '.join(map(str, trial.steps))}" if trial.steps else ""
@@ -314,4 +315,4 @@ def outlook(wish: SweepRequest, ranks: int) -> Sequence[str]:
     lines.append(f"step times of both models on 1..{ranks} ranks, {rows} rows")
     lines += ["the best serial and async once more on plain torch operators", "the winner's bs and w one at a time"]
     several = [f"{name} in {', '.join(map(str, values))}" for name, values in trials.PARTICLES.items()]
-    return [*lines, *(["smc with one at a time of " + "; ".join(several)] if "smc" in wish.modes else [])]
+    return [*lines, *(["smc with one at a time of " + "; ".join(several)] if "smc" in request.modes else [])]

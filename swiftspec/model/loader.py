@@ -34,7 +34,7 @@ class Entry(Protocol):
         ...
 
 
-class Kept(Protocol):
+class PackedWeightSource(Protocol):
     """Cache of packed weights from earlier starts; see backends/cpu/packed_weight_cache.py."""
 
     def entry(self, facts: Mapping[str, object], /) -> Entry:
@@ -56,13 +56,15 @@ def load_model(
     rounding: Rounding = NO_ROUNDING,
     cache_dtype: torch.dtype | None = None,
     progress: Progress | None = None,
-    kept: Kept | None = None,
+    packed_cache: PackedWeightSource | None = None,
 ) -> Transformer:
     """Loads a checkpoint directory as a model that computes in `dtype`; None takes the dtype of config.json.
 
     `rounding`: what is quantised at load, for the CPU operators. `cache_dtype`: dtype of the KV cache, None for the
-    model's; for float8 the weights are scaled so that keys and values fit (float8.py). `kept`: cache for weights that
-    `ops` packs. With a group the model is this rank's shard, and every rank of the group must run the same forwards.
+    model's; for float8 the weights are scaled so that keys and values fit (float8.py). `packed_cache`: cache for
+    weights that `ops` packs.
+
+    With a group the model is this rank's shard, and every rank of the group must run the same forwards.
     Raises UserError on a checkpoint that is damaged, not supported, or cannot be sharded over this number of ranks.
     """
     config = read_config(path)
@@ -81,11 +83,11 @@ def load_model(
         weights = Fp8KVScale(own.num_heads, kv_heads, config.head_dim).of_weights(weights)
     kind: torch.dtype = dtype or getattr(torch, config.dtype)
     entry = None
-    if kept is not None:
+    if packed_cache is not None:
         share = [0, 1] if shard is None else [shard.rank, shard.size]
         facts = {"files": tensors.facts, "config": repr(config), "dtype": str(kind), "share": share}
         facts |= {} if cache_dtype is None else {"cache": str(cache_dtype)}
-        entry = kept.entry({**facts, "rounding": repr(rounding)})
+        entry = packed_cache.entry({**facts, "rounding": repr(rounding)})
         weights = entry.load(weights, kind, tensors.skip)
     model = Transformer(
         config, weights, ops, device, kind, max_positions, share=shard, group=group, cache_dtype=cache_dtype

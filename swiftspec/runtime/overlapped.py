@@ -16,9 +16,9 @@ import torch
 from swiftspec.config import EngineConfig
 from swiftspec.messages import Proposal, RequestStart, VerifyResult
 from swiftspec.params import SamplingParams
-from swiftspec.runtime.ahead_drafter import AheadDrafter
 from swiftspec.runtime.executors import TreeExecutor
 from swiftspec.runtime.local_drafter import LocalDrafter
+from swiftspec.runtime.lookahead_drafter import LookaheadDrafter
 from swiftspec.runtime.runner import Runner
 from swiftspec.runtime.verifier import LocalVerifier
 from swiftspec.tree.children import ChildSelector
@@ -41,7 +41,7 @@ class StreamContext:
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
 
-class OverlappedDrafter(AheadDrafter):
+class OverlappedDrafter(LookaheadDrafter):
     """A lookahead drafter that runs concurrently with the target on the same GPU."""
 
     def __init__(

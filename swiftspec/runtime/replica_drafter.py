@@ -10,7 +10,7 @@ from typing import Protocol
 from swiftspec.config import EngineConfig
 from swiftspec.errors import DrafterLost
 from swiftspec.messages import Proposal, RequestStart, VerifyResult
-from swiftspec.runtime.ahead_drafter import expansion_pays
+from swiftspec.runtime.lookahead_drafter import expansion_pays
 from swiftspec.tree.replica import TreeDelta, TreeReplica, merge_deltas
 
 
@@ -46,7 +46,7 @@ class ReplicaDrafter:
     """Proposes from a replica, which is updated as tree deltas arrive.
 
     With fixed d, a proposal is based on all d expansions from before the last result, and on those after it that the
-    tree alone requires. These are waited for, so the rounds are the same as those of an `AheadDrafter`.
+    tree alone requires. These are waited for, so the rounds are the same as those of an `LookaheadDrafter`.
 
     With free d, a proposal is based on the deltas that have arrived. It waits only while more deltas are coming and
     either there are fewer than bs nodes, or the draft has seen the last result and its next expansion is worth the
@@ -140,7 +140,7 @@ class ReplicaDrafter:
 
     def _required_deltas(self) -> Iterator[bool]:
         """With fixed d: yields True for each delta that the proposal still needs. These are the expansions from before
-        the last result, then those made after it by the rule of `AheadDrafter`."""
+        the last result, then those made after it by the rule of `LookaheadDrafter`."""
         while self._expansions_due > 0:
             yield True
         if self._is_short():

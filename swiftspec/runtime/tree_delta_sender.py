@@ -7,8 +7,8 @@ from typing import Protocol
 
 from swiftspec.config import EngineConfig
 from swiftspec.messages import RequestStart, VerifyResult
-from swiftspec.runtime.ahead_drafter import AheadDrafter
 from swiftspec.runtime.drafter import Drafter
+from swiftspec.runtime.lookahead_drafter import LookaheadDrafter
 from swiftspec.tree.replica import NodeIds, TreeDelta
 
 
@@ -25,14 +25,14 @@ class GroupLedDrafter(Drafter, Protocol):
 class TreeDeltaSender:
     """Drives a drafter that expands its tree ahead of the results, and sends what each expansion adds.
 
-    With fixed d a result is followed by the expansions that the tree alone requires (`AheadDrafter.propose`), and
+    With fixed d a result is followed by the expansions that the tree alone requires (`LookaheadDrafter.propose`), and
     `grow` adds d more, at the latest when the next result arrives. With free d the tree is expanded once per call of
     `grow`. Sampled children are not supported: which of them are sent must not depend on timing.
     """
 
     def __init__(
         self,
-        drafter: AheadDrafter,
+        drafter: LookaheadDrafter,
         send: Callable[[TreeDelta], None],
         config: EngineConfig,
         group_drafter: GroupLedDrafter | None = None,

@@ -19,7 +19,7 @@ from swiftspec.config import EngineConfig
 from swiftspec.llm import LLM
 from swiftspec.model.formats.activation_quantization import round_rows
 from swiftspec.model.formats.int4 import Int4Weight
-from swiftspec.model.formats.int8 import Int8Weight, Rounding, Unrounded
+from swiftspec.model.formats.int8 import Int8Weight, LazyInt8Weight, Rounding
 from swiftspec.model.weights import DenseWeight, LayerWeights, ModelWeights, Weight
 from swiftspec.params import SamplingParams
 from tests.backends.test_cpu import BF16, F32, dense, int4, random
@@ -161,7 +161,7 @@ def test_only_the_supported_weights_of_a_model_are_quantised() -> None:
 
     four = int4(64, 64, 32, 1)
     both = Rounding(activations=True, head="int8").of_weights(model(four))
-    assert isinstance(both.head(), Unrounded)
+    assert isinstance(both.head(), LazyInt8Weight)
     assert all(isinstance(x.down, Int4Weight) and x.down.rounds and x.qkv.product("cpu") for x in read_layers(both))
     small = Rounding(activations=True, head="int4").of_weights(model(four)).head()
     assert isinstance(small, Int4Weight) and small.rounds

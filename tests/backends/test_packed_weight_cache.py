@@ -51,7 +51,7 @@ class Watched(PackedWeightCache):
 def start(folder: Path, model: Path = TARGET, dtype: torch.dtype = torch.bfloat16) -> tuple[Transformer, set[str]]:
     """Loads with this cache folder and writes all packed units. Returns the model and the names of the units."""
     cache = Watched(folder, min_model_bytes=0)
-    loaded = load_model(model, dtype=dtype, ops=cpu, max_positions=64, kept=cache)
+    loaded = load_model(model, dtype=dtype, ops=cpu, max_positions=64, packed_cache=cache)
     cache.writer.resume()
     cache.writer.close(WRITE_TIMEOUT_S)
     assert cache.writer.error is None
@@ -74,7 +74,7 @@ def same(one: Transformer, other: Transformer) -> None:
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Transformer]:
     """A cache folder with a complete entry, and the packed model."""
-    folder = tmp_path_factory.mktemp("kept")
+    folder = tmp_path_factory.mktemp("packed")
     model, packed = start(folder)
     assert len(packed) == len(model.stack.layers) + 2
     return folder, model
@@ -97,7 +97,7 @@ def test_the_next_start_maps_the_cached_weights(whole: tuple[Path, Transformer])
 
 
 def test_missing_or_damaged_units_are_packed_again(whole: tuple[Path, Transformer], tmp_path: Path) -> None:
-    folder = Path(shutil.copytree(whole[0], tmp_path / "kept"))
+    folder = Path(shutil.copytree(whole[0], tmp_path / "packed"))
     entry = only_entry(folder)
     (entry / "layer-00000").unlink()
     shortened, bent = entry / "layer-00001", bytearray((entry / "head").read_bytes())
@@ -112,7 +112,7 @@ def test_missing_or_damaged_units_are_packed_again(whole: tuple[Path, Transforme
 
 
 def test_a_complete_file_of_another_model_is_not_used(whole: tuple[Path, Transformer], tmp_path: Path) -> None:
-    folder = Path(shutil.copytree(whole[0], tmp_path / "kept"))
+    folder = Path(shutil.copytree(whole[0], tmp_path / "packed"))
     unit = PackedUnit({"x": torch.ones(3)}, {"qkv": {}})
     packed_weight_file.write(only_entry(folder) / "layer-00000", unit, lambda: None)
     model, packed = start(folder)
@@ -121,7 +121,7 @@ def test_a_complete_file_of_another_model_is_not_used(whole: tuple[Path, Transfo
 
 
 def test_a_changed_checkpoint_has_a_separate_entry(tmp_path: Path) -> None:
-    model, folder = Path(shutil.copytree(TARGET, tmp_path / "model")), tmp_path / "kept"
+    model, folder = Path(shutil.copytree(TARGET, tmp_path / "model")), tmp_path / "packed"
     before, _ = start(folder, model)
     weights = load_file(model / "model.safetensors")
     name = next(name for name in weights if name.endswith("qweight"))
@@ -201,15 +201,15 @@ def test_two_concurrent_writers(tmp_path: Path) -> None:
 @pytest.mark.parametrize("spoil", ["a file", "no room"])
 def test_a_cache_folder_that_is_not_writable(tmp_path: Path, spoil: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if spoil == "a file":
-        (tmp_path / "kept").write_text("")
+        (tmp_path / "packed").write_text("")
     else:
         monkeypatch.setattr(caches, "MIN_FREE_BYTES", 1 << 62)
-    cache = PackedWeightCache(tmp_path / "kept", min_model_bytes=0)
-    load_model(TARGET, dtype=torch.bfloat16, ops=cpu, max_positions=64, kept=cache)
+    cache = PackedWeightCache(tmp_path / "packed", min_model_bytes=0)
+    load_model(TARGET, dtype=torch.bfloat16, ops=cpu, max_positions=64, packed_cache=cache)
     cache.writer.resume()
     cache.writer.close(WRITE_TIMEOUT_S)
     assert cache.writer.error == ("Not a directory" if spoil == "a file" else None)
-    assert not [*(tmp_path / "kept").glob("*/*")]
+    assert not [*(tmp_path / "packed").glob("*/*")]
 
 
 def test_entries_of_other_layouts_and_the_oldest_are_evicted_first(tmp_path: Path) -> None:
@@ -274,7 +274,7 @@ def test_the_writer_stops_at_its_time_limit() -> None:
 
 def test_an_engine_writes_its_packed_weights_after_a_response(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(model_pair, "PackedWeightCache", partial(PackedWeightCache, min_model_bytes=0))
-    folder, texts, plan = tmp_path / "kept", list[tuple[int, ...]](), EngineConfig(mode="ar")
+    folder, texts, plan = tmp_path / "packed", list[tuple[int, ...]](), EngineConfig(mode="ar")
     for files in (0, 1):
         llm = LLM(TARGET, config=plan, dtype=torch.bfloat16, max_model_len=64, packed_cache=folder)
         assert len([*folder.glob("*")]) == files and llm.load_time > 0
@@ -288,8 +288,8 @@ def test_an_engine_writes_its_packed_weights_after_a_response(tmp_path: Path, mo
 
 
 def test_small_models_are_not_cached(tmp_path: Path) -> None:
-    cache = PackedWeightCache(tmp_path / "kept")
-    load_model(TARGET, dtype=torch.bfloat16, ops=cpu, max_positions=64, kept=cache)
+    cache = PackedWeightCache(tmp_path / "packed")
+    load_model(TARGET, dtype=torch.bfloat16, ops=cpu, max_positions=64, packed_cache=cache)
     cache.writer.resume()
     cache.writer.close(WRITE_TIMEOUT_S)
-    assert not (tmp_path / "kept").exists()
+    assert not (tmp_path / "packed").exists()

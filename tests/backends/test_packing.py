@@ -12,7 +12,7 @@ from torch import Tensor
 from swiftspec import _C
 from swiftspec.backends.cpu.packing import PackedLinear, pack
 from swiftspec.model.formats.int4 import AWQ_ORDER, Int4Weight, pack_int4, unpack_int4
-from swiftspec.model.formats.int8 import Int8Weight, Unrounded
+from swiftspec.model.formats.int8 import Int8Weight, LazyInt8Weight
 from swiftspec.model.weights import DenseWeight, fuse_weights
 
 pytestmark = pytest.mark.skipif(_C.level() == "none", reason="this CPU has no AVX2")
@@ -114,7 +114,7 @@ def test_rounded_to_int8(n: int, k: int, kind: torch.dtype, seed: int) -> None:
     dense[n // 2, : k // 2] = torch.arange(k // 2) - 63.5
     dense[n // 3] = 0
     rows = dense.to(kind)
-    lazy, exact = Unrounded.of(rows), Int8Weight.of(rows)
+    lazy, exact = LazyInt8Weight.of(rows), Int8Weight.of(rows)
     assert lazy is not None and exact is not None
     ours, theirs = pack(lazy, torch.bfloat16, "cpu"), pack(exact, torch.bfloat16, "cpu")
     same(ours, theirs.data, theirs.scales)
@@ -126,7 +126,7 @@ def test_packing_in_strips_equals_packing_the_whole_matrix() -> None:
     """A matrix that must be converted is converted in strips; together they equal the whole."""
     dense = torch.randn(4096 + 40, 32, generator=torch.Generator().manual_seed(1)).half()
     same(pack(DenseWeight(dense), torch.bfloat16, "cpu"), blocks_of_dense(dense.bfloat16()))
-    ours, theirs = Unrounded.of(dense), Int8Weight.of(dense)
+    ours, theirs = LazyInt8Weight.of(dense), Int8Weight.of(dense)
     assert ours is not None and theirs is not None
     same(pack(ours, torch.bfloat16, "cpu"), *pack(theirs, torch.bfloat16, "cpu").tensors())
 
@@ -134,7 +134,7 @@ def test_packing_in_strips_equals_packing_the_whole_matrix() -> None:
 def test_a_nan_affects_only_its_group() -> None:
     dense = torch.ones(16, 256)
     dense[3, 200] = torch.nan
-    lazy = Unrounded.of(dense)
+    lazy = LazyInt8Weight.of(dense)
     assert lazy is not None
     scales = pack(lazy, torch.float32, "cpu").scales
     assert scales is not None and scales.isnan().nonzero().tolist() == [[0, 1, 3]]

@@ -30,8 +30,8 @@ def left_behind() -> list[Path]:
 
 
 @pytest.fixture(scope="module", params=["spin", "yield"])
-def job(request: pytest.FixtureRequest) -> Iterator[tuple[list[Report], float, list[Path]]]:
-    """The reports of four ranks, when rank 1 was killed, and the named shared memory while they ran."""
+def job(request: pytest.FixtureRequest) -> Iterator[tuple[list[Report], list[Path]]]:
+    """The reports of four ranks, of which rank 1 was killed, and the named shared memory while they ran."""
     names, pipes = [new_name() for _ in range(4)], [os.pipe() for _ in range(4)]
     ends = [end for _, end in pipes]
     command = [sys.executable, "-m", "tests.support.shm_rank", request.param, *names, *map(str, ends)]
@@ -44,10 +44,9 @@ def job(request: pytest.FixtureRequest) -> Iterator[tuple[list[Report], float, l
         named = [path for path in left_behind() if f"/{path.name}" in names]
         time.sleep(0.2)  # by then the other ranks wait
         os.kill(reports[1][0]["process"], signal.SIGKILL)  # it stays a zombie until the fixture ends
-        killed = time.monotonic()
         for r in (0, 2, 3):
             reports[r] += [json.loads(line) for line in ranks[r]]
-        yield reports, killed, named
+        yield reports, named
 
 
 def read_until_ready(rank: Iterable[str]) -> Report:
@@ -67,7 +66,7 @@ def in_rank_order(size: int, shape: tuple[int, ...], dtype: torch.dtype) -> torc
     return total.to(dtype)
 
 
-def test_sums_are_those_in_rank_order(job: tuple[list[Report], float, list[Path]]) -> None:
+def test_sums_are_those_in_rank_order(job: tuple[list[Report], list[Path]]) -> None:
     for rank, facts in enumerate(job[0]):
         sums = [fact for fact in facts if "sum" in fact]
         sizes = [size for size in (2, 3, 4) if rank < size for _ in range(6)]
@@ -83,7 +82,7 @@ def test_the_order_of_summation_matters() -> None:
     assert not torch.equal((a + b) + c, a + (b + c))
 
 
-def test_gathers_and_many_rounds(job: tuple[list[Report], float, list[Path]]) -> None:
+def test_gathers_and_many_rounds(job: tuple[list[Report], list[Path]]) -> None:
     for rank, facts in enumerate(job[0]):
         gathers = [fact["gather"] for fact in facts if "gather" in fact]
         assert gathers == [[[[r, 7, r]] for r in range(size)] for size in (2, 3, 4) if rank < size]
@@ -91,20 +90,19 @@ def test_gathers_and_many_rounds(job: tuple[list[Report], float, list[Path]]) ->
     assert [fact["ping_pong"] for facts in job[0] for fact in facts if "ping_pong" in fact] == [ROUNDS, ROUNDS]
 
 
-def test_a_killed_rank_is_detected(job: tuple[list[Report], float, list[Path]]) -> None:
-    reports, killed, _ = job
+def test_a_killed_rank_is_detected(job: tuple[list[Report], list[Path]]) -> None:
+    reports, _ = job
     losses = {rank: [fact for fact in reports[rank] if "lost" in fact] for rank in (0, 2, 3)}
     assert [len(losses[rank]) for rank in (0, 2, 3)] == [2, 1, 1]
     for found in losses.values():
         for loss in found:
             assert loss["lost"] == "ConnectionError"
-            assert loss["at"] - killed < 0.5
         assert "rank 1 (process" in found[0]["message"] and "has ended" in found[0]["message"]
         assert "slot" in found[0]["message"] and "epoch" in found[0]["message"]
 
 
-def test_shared_memory_has_no_name_after_the_setup(job: tuple[list[Report], float, list[Path]]) -> None:
-    assert job[2] == []
+def test_shared_memory_has_no_name_after_the_setup(job: tuple[list[Report], list[Path]]) -> None:
+    assert job[1] == []
 
 
 def together(*calls: Callable[[], object]) -> list[object]:
@@ -262,15 +260,13 @@ def test_a_rank_killed_before_the_group_is_complete() -> None:
 
 def test_ctrl_c_interrupts_a_wait() -> None:
     ours, _theirs = mailboxes()
-    began = time.monotonic()
     timer = threading.Timer(0.1, lambda: signal.raise_signal(signal.SIGINT))
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job begins with it ignored
     try:
         timer.start()
         with pytest.raises(KeyboardInterrupt):
-            ours.recv(20)
+            ours.recv(3600)
     finally:
         timer.join()
         signal.signal(signal.SIGINT, before)
-    assert time.monotonic() - began < 5
     assert isinstance(ours._mailbox, _C.Mailbox)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import time
 from pathlib import Path
 
 import pytest
@@ -13,6 +12,7 @@ import torch
 from swiftspec.config import EngineConfig
 from swiftspec.errors import UserError
 from swiftspec.llm import LLM
+from swiftspec.observe import step_time_emulation
 from swiftspec.observe.step_time_emulation import StepTimeEmulation, StepTimes, wait_until
 from swiftspec.params import SamplingParams
 from swiftspec.profiles import emulation
@@ -88,15 +88,29 @@ def test_a_pipe_of_step_times_does_not_block(tmp_path: Path) -> None:
         assert len(str(caught.value)) < 300
 
 
-def test_waiting_is_accurate_and_leaves_the_core_idle() -> None:
-    cpu, late = time.thread_time(), []
-    for _ in range(20):
-        moment = time.perf_counter() + 5e-3
-        wait_until(moment)
-        late.append(time.perf_counter() - moment)
-    assert min(late) >= 0
-    assert sorted(late)[10] < 1e-3
-    assert time.thread_time() - cpu < 0.05
+class FakeClock:
+    """A clock that each reading advances by a microsecond."""
+
+    def __init__(self) -> None:
+        self.now, self.slept = 100.0, list[float]()
+
+    def perf_counter(self) -> float:
+        self.now += 1e-6
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.slept.append(seconds)
+        self.now += seconds
+
+
+def test_waiting_sleeps_first_and_spins_to_the_moment(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = FakeClock()
+    monkeypatch.setattr(step_time_emulation, "time", clock)
+    wait_until(100.005)
+    assert clock.slept == [pytest.approx(5e-3 - step_time_emulation.SPIN_S, abs=1e-5)]
+    assert 100.005 <= clock.now < 100.005 + 2e-6
+    wait_until(100.005)
+    assert len(clock.slept) == 1, "no sleep for a moment in the past"
 
 
 def test_forwards_take_the_emulated_time(tmp_path: Path) -> None:

@@ -20,8 +20,8 @@ from swiftspec.errors import DrafterLost
 from swiftspec.messages import Proposal, RequestStart, VerifyResult
 from swiftspec.model.loader import load_model
 from swiftspec.params import SamplingParams
-from swiftspec.runtime.ahead_drafter import AheadDrafter
 from swiftspec.runtime.drafter import Drafter, NoDrafter
+from swiftspec.runtime.lookahead_drafter import LookaheadDrafter
 from swiftspec.runtime.replica_drafter import ReplicaDrafter
 from swiftspec.runtime.runner import Runner
 from swiftspec.runtime.verifier import LocalVerifier
@@ -55,9 +55,9 @@ def runner(path: Path, steps: str) -> Runner:
     return make_runner(model, ops, context=180, tree_slots=SLOTS)
 
 
-def drafter_on(path: Path, config: EngineConfig, steps: str) -> AheadDrafter:
+def drafter_on(path: Path, config: EngineConfig, steps: str) -> LookaheadDrafter:
     drafter = make_drafter(runner(path, steps), config)
-    assert isinstance(drafter, AheadDrafter)
+    assert isinstance(drafter, LookaheadDrafter)
     return drafter
 
 

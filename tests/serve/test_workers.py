@@ -10,7 +10,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -167,9 +166,8 @@ def test_either_worker_may_be_stopped_or_killed_during_decoding() -> None:
         more = running.stdout.read(40)
         assert first and more, "it goes on alone"
         found["target"].end(signal.SIGKILL)
-        began = time.monotonic()
         _, err = running.communicate(timeout=60)
-        assert running.returncode == 1 and time.monotonic() - began < 30
+        assert running.returncode == 1
         lines = [line for line in err.decode().splitlines() if "error" in line]
         assert len(lines) == 1 and "--target-url" in lines[0] and "is gone" in lines[0]
 

@@ -32,9 +32,9 @@ from swiftspec.llm import LLM, serve_rank
 from swiftspec.messages import Logprob, Proposal, RequestStart
 from swiftspec.model.loader import load_model
 from swiftspec.params import SamplingParams
-from swiftspec.runtime.executors import TreeExecutor, selection
+from swiftspec.runtime.executors import TreeExecutor, available
+from swiftspec.runtime.executors.available import ExecutorDeps
 from swiftspec.runtime.executors.eager import EagerExecutor
-from swiftspec.runtime.executors.selection import ExecutorDeps
 from swiftspec.runtime.local_drafter import LocalDrafter
 from swiftspec.runtime.runner import Runner
 from swiftspec.tree.tree import DraftTree
@@ -201,15 +201,15 @@ def _with_faster_executor() -> Iterator[None]:
     class Faster(EagerExecutor):
         name = "faster"
 
-    target, draft = selection.target_executors, selection.draft_executors
+    target, draft = available.target_executors, available.draft_executors
 
     def for_draft(runner: Runner, tools: ExecutorDeps, config: EngineConfig) -> tuple[list[TreeExecutor], DraftTree]:
         steps, tree = draft(runner, tools, config)
         return [Faster(runner), *steps], tree
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(selection, "target_executors", lambda runner, tools: [Faster(runner), *target(runner, tools)])
-        patch.setattr(selection, "draft_executors", for_draft)
+        patch.setattr(available, "target_executors", lambda runner, tools: [Faster(runner), *target(runner, tools)])
+        patch.setattr(available, "draft_executors", for_draft)
         yield
 
 

@@ -13,9 +13,9 @@ from swiftspec.llm import LLM
 from swiftspec.messages import RequestStart
 from swiftspec.params import SamplingParams
 from swiftspec.runtime.drafter import Drafter
-from swiftspec.runtime.executors import selection
+from swiftspec.runtime.executors import available
+from swiftspec.runtime.executors.available import ExecutorDeps
 from swiftspec.runtime.executors.graph import Capture
-from swiftspec.runtime.executors.selection import ExecutorDeps
 from swiftspec.runtime.local_drafter import LocalDrafter
 from swiftspec.runtime.rejection_verifier import RejectionVerifier
 from swiftspec.runtime.runner import Runner
@@ -59,7 +59,7 @@ def make_verifier(runner: Runner, method: str = "match", capture: Capture | None
     """`method`: as EngineConfig.verify."""
     return RejectionVerifier(
         runner,
-        selection.target_executors(runner, executor_deps(runner, capture)),
+        available.target_executors(runner, executor_deps(runner, capture)),
         RejectionSampling if method == "reject" else None,
     )
 
@@ -95,7 +95,7 @@ def make_population(
 ) -> SequentialPopulation:
     """Particles on two models of this process."""
     made = executor_deps(target, captures[0]), executor_deps(draft, captures[1])
-    steps = selection.population_executors(target, draft, *made, config)
+    steps = available.population_executors(target, draft, *made, config)
     return SequentialPopulation(target, draft, steps, config, max_tokens=max_tokens, lag=lag)
 
 

@@ -67,7 +67,7 @@ def until_lost(call: Callable[[], object]) -> None:
     try:
         call()
     except OSError as error:
-        report(lost=type(error).__name__, message=str(error), at=time.monotonic())
+        report(lost=type(error).__name__, message=str(error))
 
 
 def work(rank: int, spin: bool, names: list[str]) -> None:

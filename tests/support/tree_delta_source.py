@@ -11,7 +11,7 @@ from threading import Thread
 from swiftspec.config import EngineConfig
 from swiftspec.errors import DrafterLost
 from swiftspec.messages import RequestStart, VerifyResult
-from swiftspec.runtime.ahead_drafter import AheadDrafter
+from swiftspec.runtime.lookahead_drafter import LookaheadDrafter
 from swiftspec.runtime.tree_delta_sender import TreeDeltaSender
 from swiftspec.tree.replica import TreeDelta
 
@@ -23,7 +23,7 @@ class ThreadedLink:
 
     busy, answer_timeout_s = 0.0, LONG
 
-    def __init__(self, drafter: AheadDrafter, config: EngineConfig, pause: Callable[[], None]) -> None:
+    def __init__(self, drafter: LookaheadDrafter, config: EngineConfig, pause: Callable[[], None]) -> None:
         self._pause, self.vocab = pause, drafter.runner.vocab
         self._deltas: Queue[TreeDelta] = Queue()
         self._sender = TreeDeltaSender(drafter, lambda delta: self._deltas.put(delta), config)

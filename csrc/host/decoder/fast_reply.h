@@ -12,8 +12,8 @@ namespace swiftspec::host {
 
 using Words = std::vector<int32_t>;
 
-// The state from which a draft can reply, and the rule that decides whether it does (see AheadDrafter in
-// swiftspec/runtime/ahead_drafter.py).
+// The state from which a draft can reply, and the rule that decides whether it does (see LookaheadDrafter in
+// swiftspec/runtime/lookahead_drafter.py).
 struct FastReply {
   const Tree& tree;
   int32_t request, prefix_len;  // the current request; number of tokens up to the root (node 0)

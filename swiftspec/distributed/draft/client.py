@@ -167,10 +167,10 @@ class DraftGroupClient:
         if self._recorder is not None:
             self._recorder.draft(words[0], words[1], partial(unpack_record, words, self._state.limits.vocab_size))
 
-    def attach(self, bridge: Channel) -> None:
+    def attach(self, channel: Channel) -> None:
         """Replaces the connection by one to a restarted draft group, which has no open request."""
         self._channel.close()
-        self._channel, self._buffered, self.lost_reason = bridge, None, None
+        self._channel, self._buffered, self.lost_reason = channel, None, None
         self._send(Opcode.SET_DRAFT_STEPS, [self._steps])
         if self._tracing:
             self._send(Opcode.SET_TRACE, [1])

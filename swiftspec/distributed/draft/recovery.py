@@ -51,7 +51,7 @@ class DraftGroupRecovery:
         self._ranks = range(plan.target_tp, plan.num_ranks)
         self._recovered: Channel | None = None
         self._closing = Event()
-        self._thread = Thread(target=self._run, name="comeback", daemon=True)
+        self._thread = Thread(target=self._run, name="draft-recovery", daemon=True)
         self._thread.start()
 
     def poll(self) -> Channel | None:
@@ -71,20 +71,20 @@ class DraftGroupRecovery:
         self.poll()
 
     def _run(self) -> None:
-        meetings = self._world.rendezvous
-        assert meetings is not None
+        rendezvous = self._world.rendezvous
+        assert rendezvous is not None
         with suppress(RuntimeError):  # the store is gone, and the job with it
             while not self._closing.wait(POLL_S):
-                if meetings.alive_ranks(self._ranks):
+                if rendezvous.alive_ranks(self._ranks):
                     self._rank_table.set_state("draft", "lost")
-                meeting = meetings.try_form(self._ranks)
-                if meeting is not None:
+                info = rendezvous.try_form(self._ranks)
+                if info is not None:
                     with suppress(RankLost, UserError, ConnectionError, OSError):  # the ranks are restarted
-                        self._connect(meeting)
+                        self._connect(info)
 
-    def _connect(self, meeting: RendezvousInfo) -> None:
+    def _connect(self, info: RendezvousInfo) -> None:
         """Starts the draft group on rank 0's side: startup barrier, connection, wait for the weights."""
-        world = self._world.after_rendezvous(meeting).next_job()
+        world = self._world.after_rendezvous(info).next_job()
         self._rank_table.update(
             member for member in check_consistent(world, self._plan, self._rank_config) if member.rank in self._ranks
         )

@@ -74,7 +74,5 @@ def _number(environment: Mapping[str, str], name: str, low: int, high: int, defa
         text = str(default)
     number = int(text) if text.removeprefix("-").isdecimal() and len(text) < 20 else None
     if number is None or not low <= number <= high:
-        raise UserError(
-            f"{name} must be a whole number in {low}..{high}, not {truncated_repr(text)}: {TORCHRUN_HINT}"
-        )
+        raise UserError(f"{name} must be a whole number in {low}..{high}, not {truncated_repr(text)}: {TORCHRUN_HINT}")
     return number

@@ -86,7 +86,7 @@ class Rendezvous:
         names = self.alive_ranks(wanted)
         if len(names) < len(wanted):
             return None
-        info = RendezvousInfo(f"meeting {self._store.add('meetings', 1)}", (0, *wanted))
+        info = RendezvousInfo(f"rendezvous {self._store.add('rendezvous', 1)}", (0, *wanted))
         for name in names.values():
             self._store.set(f"called {name}", json.dumps([info.store_prefix, info.ranks]))
         return info

@@ -59,14 +59,14 @@ class World:
         """The same ranks with a fresh store prefix, so that they can build one engine after another."""
         return replace(self, store=PrefixStore(f"job {next(self.jobs)}", self.store))
 
-    def after_rendezvous(self, meeting: RendezvousInfo) -> World:
+    def after_rendezvous(self, info: RendezvousInfo) -> World:
         """The ranks of a rendezvous, with a fresh store prefix. All of them are alive, so the timeout is short."""
         assert self.rendezvous is not None
         waiting = replace(self.timeouts, timeout_s=REJOIN_TIMEOUT_S)
         return replace(
             self,
-            store=self.rendezvous.store_of(meeting),
-            active_ranks=meeting.ranks,
+            store=self.rendezvous.store_of(info),
+            active_ranks=info.ranks,
             timeouts=waiting,
             jobs=itertools.count(),
         )
@@ -128,13 +128,13 @@ def join_world(
         here.rank, here.size, here.local_rank, here.local_size, here.host, store, log=log, timeouts=timeouts,
         supervisor=supervisor, rendezvous=None if supervisor is None else Rendezvous(store, here.rank),
     )  # fmt: skip
-    life = 0 if supervisor is None else supervisor.incarnation
-    if store.add(f"rank {here.rank} life {life}", 1) > 1:
+    incarnation = 0 if supervisor is None else supervisor.incarnation
+    if store.add(f"rank {here.rank} incarnation {incarnation}", 1) > 1:
         raise UserError(
             f"another process with RANK={here.rank} is at MASTER_PORT={here.port} already: give every rank a number of"
             " its own, and every job a port"
         )
-    if life == 0:
+    if incarnation == 0:
         mine = {"WORLD_SIZE": here.size, "version": __version__}
         world.barrier("join").wait_all(mine, require_equal(mine, here.rank))
     else:
@@ -152,13 +152,13 @@ def rejoin(world: World) -> World:
         if world.rank > 0:
             return world.after_rendezvous(world.rendezvous.join(world.timeouts, world.log))
         clock = PollTimer(world.timeouts)
-        while (meeting := world.rendezvous.try_form(range(1, world.size))) is None:
+        while (info := world.rendezvous.try_form(range(1, world.size))) is None:
             missing = sorted(set(range(1, world.size)) - world.rendezvous.alive_ranks(range(1, world.size)).keys())
             if not clock.sleep(lambda: world.log(f"waiting for {format_ranks(missing)}")):  # noqa: B023
                 raise UserError(f"{format_ranks(missing)} did not come again within {world.timeouts.timeout_s:g} s")
     except RuntimeError as error:
         raise RankLost(f"the store is gone ({first_line(error)})") from None
-    return world.after_rendezvous(meeting)
+    return world.after_rendezvous(info)
 
 
 def require_equal(mine: Entry, here: int) -> Validator:

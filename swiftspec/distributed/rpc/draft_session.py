@@ -19,7 +19,7 @@ class DraftSession:
         """`pause`: cancellation check of the drafter's runner during prefill."""
         self.shape = shape
         self._drafter, self._pause = drafter, pause
-        self._standing = RequestState(bounds)
+        self._request = RequestState(bounds)
         self._round, self._grown = 0, True  # round of the last proposal; whether the tree is expanded since
 
     @property
@@ -34,20 +34,20 @@ class DraftSession:
 
     def open(self, opening: RequestStart, cancelled: Callable[[], bool]) -> Proposal:
         """Prefills the tokens and returns the first proposal. Raises Cancelled when `cancelled` returns True."""
-        self._standing.open(opening)
+        self._request.open(opening)
         self._pause.cancelled = cancelled
-        with self._standing.close_on_error():
+        with self._request.close_on_error():
             self._drafter.open(opening)
             return self._propose(0)
 
     def observe(self, result: VerifyResult) -> Proposal:
         """Applies a result and returns the next proposal. Raises StaleRound on the result of an earlier round."""
-        self._standing.require_open()
+        self._request.require_open()
         if result.round < self._round:
             raise StaleRound(f"round {result.round} is over: round {self._round} is next")
-        self._standing.advance(result)
+        self._request.advance(result)
         self.grow()
-        with self._standing.close_on_error():
+        with self._request.close_on_error():
             self._drafter.observe(result)
             return self._propose(result.round + 1)
 
@@ -55,7 +55,7 @@ class DraftSession:
         """Expands the tree ahead of the next result, once per round."""
         if not self._grown:
             self._grown = True
-            with self._standing.close_on_error():
+            with self._request.close_on_error():
                 self._drafter.grow()
 
     def _propose(self, round_: int) -> Proposal:

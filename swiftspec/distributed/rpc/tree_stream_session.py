@@ -7,8 +7,8 @@ from collections.abc import Callable
 from swiftspec.config import EngineConfig
 from swiftspec.distributed.group.request_state import ModelLimits, RequestState
 from swiftspec.messages import RequestStart, VerifyResult
-from swiftspec.runtime.ahead_drafter import AheadDrafter
 from swiftspec.runtime.cancellation import CancelCheck
+from swiftspec.runtime.lookahead_drafter import LookaheadDrafter
 from swiftspec.runtime.tree_delta_sender import GroupLedDrafter, TreeDeltaSender
 from swiftspec.tree.replica import TreeDelta
 
@@ -21,7 +21,12 @@ class TreeStreamSession:
     """
 
     def __init__(
-        self, drafter: AheadDrafter, led: GroupLedDrafter, shape: EngineConfig, bounds: ModelLimits, pause: CancelCheck
+        self,
+        drafter: LookaheadDrafter,
+        led: GroupLedDrafter,
+        shape: EngineConfig,
+        bounds: ModelLimits,
+        pause: CancelCheck,
     ) -> None:
         """`led`: the drafter on all ranks of its group. `pause`: cancellation check of its runner during prefill."""
         self.shape = shape
@@ -29,7 +34,7 @@ class TreeStreamSession:
         self._grown: list[TreeDelta] = []
         self._drafter, self._pause = drafter, pause
         self._feed = TreeDeltaSender(drafter, lambda delta: self._grown.append(delta), shape, led)
-        self._standing = RequestState(bounds)
+        self._request = RequestState(bounds)
 
     @property
     def busy(self) -> float:
@@ -45,23 +50,23 @@ class TreeStreamSession:
         """Prefills the tokens. Raises Cancelled when `cancelled` returns True."""
         self.openings += 1
         self._grown = []
-        self._standing.open(opening)
+        self._request.open(opening)
         self._pause.cancelled = cancelled
-        with self._standing.close_on_error():
+        with self._request.close_on_error():
             self._feed.open(opening)
         return True
 
     def observe(self, result: VerifyResult) -> bool:
         """Applies a result, possibly of several merged rounds. Raises ValueError if it does not fit the position."""
-        self._standing.advance(result)
-        with self._standing.close_on_error():
+        self._request.advance(result)
+        with self._request.close_on_error():
             self._feed.observe(result)
         return True
 
     def grow(self) -> bool:
         """Expands the tree once, or by the d expansions that are due."""
-        self._standing.require_open()
-        with self._standing.close_on_error():
+        self._request.require_open()
+        with self._request.close_on_error():
             return self._feed.grow()
 
     def take(self) -> list[TreeDelta]:

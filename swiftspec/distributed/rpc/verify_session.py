@@ -19,7 +19,7 @@ class VerifySession:
         """`pause`: cancellation check of the verifier's runner during prefill."""
         self.shape = shape
         self._verifier, self._pause = verifier, pause
-        self._standing = RequestState(bounds, rejection_sampling=shape.verify == "reject")
+        self._request = RequestState(bounds, rejection_sampling=shape.verify == "reject")
         self._round, self._settled = -1, True  # last verified round; whether its path is committed
 
     @property
@@ -30,22 +30,22 @@ class VerifySession:
     def open(self, opening: RequestStart, cancelled: Callable[[], bool]) -> int:
         """Prefills the tokens; returns the number of cached tokens. Raises Cancelled when `cancelled` returns True."""
         self.settle()
-        self._standing.open(opening)
+        self._request.open(opening)
         self._pause.cancelled, self._round = cancelled, -1
-        with self._standing.close_on_error():
+        with self._request.close_on_error():
             return self._verifier.open(opening)
 
     def verify(self, proposal: Proposal) -> VerifyResult:
         """Verifies a proposal. Raises StaleRound on an earlier round."""
-        self._standing.require_open()
+        self._request.require_open()
         if proposal.round <= self._round:
             raise StaleRound(f"round {proposal.round} is over: round {self._round + 1} is next")
         self.settle()
-        self._standing.check_proposal(proposal)
-        with self._standing.close_on_error():
+        self._request.check_proposal(proposal)
+        with self._request.close_on_error():
             result = self._verifier.submit(proposal).wait()
             self._settled, self._round = False, proposal.round
-        self._standing.advance(result)
+        self._request.advance(result)
         return result
 
     def settle(self) -> None:

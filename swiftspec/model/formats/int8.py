@@ -43,7 +43,7 @@ class Rounding:
         if isinstance(head, DenseWeight):
             group = group_of(head.weight.shape[1])
             if self.head == "int8":
-                head = Unrounded.of(head.weight, head.bias) or head
+                head = LazyInt8Weight.of(head.weight, head.bias) or head
             elif self.head == "int4" and group is not None and head.weight.shape[0] % 8 == 0:
                 head = Int4Weight.of(head.weight, group, head.bias)
         return _row_rounding(head) if self.activations else head
@@ -116,7 +116,7 @@ class Int8Weight:
 
 
 @dataclass(frozen=True, slots=True)
-class Unrounded:
+class LazyInt8Weight:
     """Dense matrix [N, K] that behaves like an `Int8Weight`. It is quantised at its first use, so that packing can
     include the quantisation."""
 
@@ -125,10 +125,10 @@ class Unrounded:
     bias: Tensor | None = None  # [N]
 
     @staticmethod
-    def of(dense: Tensor, bias: Tensor | None = None) -> Unrounded | None:
+    def of(dense: Tensor, bias: Tensor | None = None) -> LazyInt8Weight | None:
         """None if no group size divides K."""
         group = group_of(dense.shape[1])
-        return None if group is None else Unrounded(dense, group, bias)
+        return None if group is None else LazyInt8Weight(dense, group, bias)
 
     def rounded(self) -> Int8Weight:
         weight = Int8Weight.of(self.dense, self.bias)
@@ -143,7 +143,7 @@ class Unrounded:
         """See `Weight.product`."""
         return self.rounded().product(device)
 
-    def outputs(self, index: Tensor) -> Unrounded:
+    def outputs(self, index: Tensor) -> LazyInt8Weight:
         """See `Weight.outputs`."""
         bias = None if self.bias is None else select(self.bias, 0, index)
         return replace(self, dense=select(self.dense, 0, index), bias=bias)
@@ -152,5 +152,5 @@ class Unrounded:
         """See `Weight.inputs`."""
         return self.rounded().inputs(index, run)
 
-    def stack(self, others: Sequence[Unrounded], bias: Tensor | None) -> Unrounded:
+    def stack(self, others: Sequence[LazyInt8Weight], bias: Tensor | None) -> LazyInt8Weight:
         return replace(self, dense=torch.cat([part.dense for part in (self, *others)]), bias=bias)

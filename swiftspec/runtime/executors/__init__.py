@@ -111,7 +111,7 @@ class TreeExecutor(Executor, Protocol):
 
     def fast_reply(self, tree: DraftTree, *where: Any) -> Any:
         """A native object that answers the next result without Python, or None. `where`: request, position of the root,
-        bs, w, d, and the yield of an expansion (`ahead_drafter.EXPANSION_YIELD`)."""
+        bs, w, d, and the yield of an expansion (`lookahead_drafter.EXPANSION_YIELD`)."""
 
 
 T = TypeVar("T", bound=Executor)

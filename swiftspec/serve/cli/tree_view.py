@@ -101,31 +101,33 @@ def render_round(line: Record, token_text: Callable[[int], str]) -> Iterator[Tex
     ahead = nodes.surviving_nodes(line["tokens"])
     wanted = {*nodes.verified, *ahead}
     others = len(nodes.tokens) - len(wanted)
-    head = f"round {line['round']}: {len(proposal['tokens']) - 1} guesses verified, {len(path) - 1} right"
+    head = f"round {line['round']}: {len(proposal['tokens']) - 1} draft tokens verified, {len(path) - 1} accepted"
     yield Text(f"{head}; the target adds {_token_label(token_text(line['tokens'][-1]))}", "bold")
     yield Text(_token_label(token_text(nodes.tokens[0])))
 
-    def under(node: int, margin: str) -> Iterator[Text]:
+    def subtree(node: int, margin: str) -> Iterator[Text]:
         children = [child for child in nodes.children.get(node, {}).values() if child in wanted]
         for child in children:
             last = child == children[-1]
             at = nodes.verified.get(child)
-            right = at in path
+            accepted = at in path
             text = Text(margin + ("└─ " if last else "├─ "))
             text.append(
                 _token_label(token_text(nodes.tokens[child])),
-                ACCEPTED_STYLE if right else "red" if at is not None else "",
+                ACCEPTED_STYLE if accepted else "red" if at is not None else "",
             )
             if nodes.logprobs is not None:
                 text.append(f"  q {exp(nodes.logprobs[child] - nodes.logprobs[node]):.2f}", "dim")
             if at is not None and "p" in proposal:
                 text.append(f"  p {proposal['p'][at]:.2f}", "dim")
-            fate = ["right" if right else "wrong"] if at is not None else []
-            text.append("  " + ", ".join([*fate, *(["survives"] if child in ahead and not right else [])]), "dim")
+            labels = ["accepted" if accepted else "rejected"] if at is not None else []
+            if child in ahead and not accepted:
+                labels.append("survives")
+            text.append("  " + ", ".join(labels), "dim")
             yield text
-            yield from under(child, margin + ("   " if last else "│  "))
+            yield from subtree(child, margin + ("   " if last else "│  "))
 
-    yield from under(0, "")
+    yield from subtree(0, "")
     if others > 0:
         yield Text(f"and {others} more nodes, not verified", "dim")
 

@@ -16,16 +16,17 @@ export function caption(tree, answered, round, textOf) {
     const drawn = visible(textOf(round.tokens.at(-1)));
     return answered
       ? [name, [`Without a draft, one pass of the target gives one token: “${drawn}”.`, false]]
-      : [name, ["No guesses this time: the target continues alone.", false]];
+      : [name, ["The draft proposed no tokens: the target continues alone.", false]];
   }
   if (!answered) {
-    const sent = plural(tree.proposed, "its best guess goes", "its # best guesses go");
-    return [name, [`The draft has grown the tree; ${sent} to the target, which checks `, false],
+    const sent = plural(tree.proposed, "its likeliest token goes", "its # likeliest tokens go");
+    return [name, [`The draft has grown the tree; ${sent} to the target, which verifies `, false],
       [plural(tree.proposed, "it in one pass.", "all of them in one pass."), true]];
   }
   const own = visible(textOf(round.tokens.at(-1)));
   const gained = round.tokens.length;
-  const held = tree.accepted === 0 ? "No guess held" : plural(tree.accepted, "One guess held", "# guesses held");
+  const held = plural(tree.accepted, "One draft token was accepted",
+    `${tree.accepted || "No"} draft tokens were accepted`);
   const below = plural(tree.kept, "One node below it stays", "# nodes below it stay");
   const kept = tree.kept > 0 ? ` ${below} for the next round.` : "";
   return [name, [`${held}, and the target adds its own, “${own}”: `, false],
@@ -34,12 +35,12 @@ export function caption(tree, answered, round, textOf) {
 
 const MEANING = {
   flight: "with the target now",
-  verified: "guess held: the target writes the same",
-  rejected: "guess rejected: the target writes something else here",
-  fallen: "fell with its parent: what it follows was rejected",
+  verified: "accepted: the target generates the same token",
+  rejected: "rejected: the target generates another token here",
+  fallen: "rejected with its parent",
   own: "the target’s own token",
   kept: "stays for the next round",
-  idle: "guessed, not sent: not likely enough",
+  idle: "drafted, not sent: not likely enough",
 };
 
 function likely(who, share, letter) {
@@ -59,9 +60,9 @@ export function about(node, answered, textOf) {
   const lines = [`“${visible(textOf(node.token))}”, ${meaning}`];
   if (node.parent !== null) {
     if (!node.added) lines.push(likely("the draft", node.q, "q"));
-    if (node.sent && !answered && node.p !== null) lines.push("the target is checking it");
+    if (node.sent && !answered && node.p !== null) lines.push("the target is verifying it");
     else if (node.sent) lines.push(likely("the target", node.p, "p"));
-    lines.push(plural(node.depth, "the first guess of its path", "guess # of its path"));
+    lines.push(plural(node.depth, "the first token of its path", "token # of its path"));
   }
   return lines.join("\n");
 }

@@ -1,9 +1,9 @@
-// Statistics of a request up to a round: speed, tokens per round, and how often how many guesses held.
+// Statistics of a request up to a round: speed, tokens per round, and the distribution of accepted draft tokens.
 
 import { busy, timelinesOf } from "./timelines.js";
 import { answerOf, spanOf } from "./recording.js";
 
-/** Statistics of the rounds 0 to `last`. `held`: the number of rounds by the number of guesses that held. */
+/** Statistics of the rounds 0 to `last`. `held`: the number of rounds by the number of accepted draft tokens. */
 export function statsOf(request, last) {
   let tokens = 0;
   const held = [];
@@ -45,6 +45,6 @@ export function drawHistogram(list, held) {
     label.textContent = String(accepted);
     bar.style.width = `${(60 * count) / most}%`;
     share.textContent = `${Math.round((100 * count) / Math.max(rounds, 1))} %`;
-    list.children[accepted].setAttribute("aria-label", `${accepted} guesses held in ${count} of ${rounds} rounds`);
+    list.children[accepted].setAttribute("aria-label", `${accepted} accepted in ${count} of ${rounds} rounds`);
   }
 }

@@ -1,4 +1,4 @@
-// The messages of the conversation: prompts and answers, with accepted guesses underlined.
+// The messages of the conversation: prompts and answers, with accepted draft tokens underlined.
 
 import { answerOf } from "./recording.js";
 import { number, safe, seconds } from "./tokens.js";

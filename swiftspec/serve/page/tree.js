@@ -27,7 +27,8 @@ export class Trees {
 /**
  * The tree of one round: `nodes` in order, a parent before its children, each {name, token, parent, children, depth, q,
  * p, sent, fate, survives, old}. `sent`: it was in the proposal. `survives`: it is still there in the next round.
- * `old`: it was there in the round before. `accepted`: guesses that held. `next`: the node that is the next root.
+ * `old`: it was there in the round before. `accepted`: number of accepted draft tokens. `next`: the next
+ * round's root.
  */
 function grown(request, index, before) {
   const round = request.rounds[index];
@@ -91,7 +92,7 @@ function markSent(nodes, round) {
   return found;
 }
 
-/** The token that the target drew itself, after the last guess that held: the next round's root. */
+/** The token that the target drew itself, after the last accepted draft token: the next round's root. */
 function own(nodes, last, token) {
   let node = childOf(last, token);
   if (node === undefined) {

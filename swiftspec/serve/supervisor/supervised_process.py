@@ -120,7 +120,7 @@ class SupervisedProcess:
             return
         limit = timeout if self._ready_at is not None else max(timeout, STARTUP_HEARTBEAT_TIMEOUT_S)
         if now - self._last_heartbeat > limit:
-            self.kill_reason = f"gave no sign of life for {limit:g} s"
+            self.kill_reason = f"sent no heartbeat for {limit:g} s"
         elif (
             self._ready_at is not None
             and self._busy_since is not None

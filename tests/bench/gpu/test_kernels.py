@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import sys
-import time
 from argparse import Namespace
 from collections import Counter
 from dataclasses import replace
@@ -230,9 +229,7 @@ def test_measurement_continues_after_a_crash_and_a_hang(tmp_path: Path) -> None:
         where.write_text(json.dumps(found | {"done": [*found["done"], found["at"]]}))
         return True
 
-    began = time.monotonic()
     assert watch([sys.executable, "-c", WORKER, str(file)], file, 30.0, 1.5, give_up) == 0
-    assert time.monotonic() - began < 20
     assert log == ["dies: ended the process (-6)", "hangs: hung"]
     assert json.loads(file.read_text())["done"] == ["a", "dies", "b", "hangs", "c"]
 

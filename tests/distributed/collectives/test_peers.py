@@ -120,7 +120,7 @@ class Gloo(ThreadGroup):
     """A stand-in for the torch.distributed group of a TorchDistGroup."""
 
     name = "target"
-    left = False
+    closed = False
 
     def close(self) -> None:
         self.closed = True

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -40,10 +39,12 @@ BOUNDS = ModelLimits(40, 200, 8)
 
 
 class FakeDraft:
-    """Proposes the root and one token, which is the number of the round; can be configured to sleep or to fail."""
+    """Proposes the root and one token, which is the number of the round; can be configured to be late or to fail."""
 
     def __init__(self) -> None:
-        self.busy, self.draft_steps, self.sleep, self.fails = 0.0, 3, 0.0, False
+        self.busy, self.draft_steps, self.fails = 0.0, 3, False
+        self.may_answer = threading.Event()
+        self.may_answer.set()
         self.calls: list[str] = []
         self.runner = SimpleNamespace(hooks=[], cache=SimpleNamespace(prefix_len=[0]))  # without a prefix cache
         self.tree = DraftTree(9, 2)
@@ -58,7 +59,7 @@ class FakeDraft:
         self.at, self.root = len(opening.tokens) - 1, opening.tokens[-1]
 
     def propose(self) -> Proposal:
-        time.sleep(self.sleep)
+        assert self.may_answer.wait(30)
         if self.fails:
             raise RuntimeError("no memory left")
         self.busy += 0.25
@@ -87,7 +88,7 @@ def serve(far: Channel, draft: Any) -> DraftGroupServer:
 def connection() -> Iterator[tuple[DraftGroupClient, FakeDraft, Channel]]:
     near, far = connect(None)
     draft = FakeDraft()
-    service = threading.Thread(target=serve(far, draft).run)
+    service = threading.Thread(target=serve(far, draft).run, name="draft server")
     service.start()
     drafter = DraftGroupClient(near, 3, BOUNDS, answer_timeout_s=0.3, open_timeout_s=0.6)
     yield drafter, draft, far
@@ -123,11 +124,11 @@ def test_a_late_answer_loses_the_request_and_is_dropped_in_the_next(
     drafter, draft, _ = connection
     drafter.open(request_start([4, 5], GREEDY))
     drafter.propose()
-    draft.sleep = 0.5
+    draft.may_answer.clear()
     drafter.observe(result(1, 0, 1))
     with pytest.raises(DrafterLost, match="did not answer in time"):
         drafter.propose()
-    draft.sleep = 0.0
+    draft.may_answer.set()
     drafter.close()
     drafter.open(request_start([7], GREEDY, request=2))
     assert drafter.propose() == Proposal(2, 0, 0, (7, 0), (-1, 0)), "not the answer to the first request"
@@ -154,7 +155,7 @@ def test_a_lost_draft(connection: tuple[DraftGroupClient, FakeDraft, Channel]) -
     drafter.open(request_start([4, 5], GREEDY))
     drafter.propose()
     drafter._send(Opcode.SHUTDOWN)
-    time.sleep(0.2)  # its process is about to exit
+    next(thread for thread in threading.enumerate() if thread.name == "draft server").join(10)
     far.close()
     for _ in range(2):
         with pytest.raises(DrafterLost, match="gone"):

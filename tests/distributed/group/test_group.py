@@ -14,7 +14,7 @@ import transformers
 from swiftspec import _C
 from swiftspec.config import DEFAULT_DRAFT_STEPS, EngineConfig
 from swiftspec.llm import LLM
-from swiftspec.runtime.ahead_drafter import EXPANSION_YIELD
+from swiftspec.runtime.lookahead_drafter import EXPANSION_YIELD
 from tests.model.test_loader import quantise
 from tests.support import slow_reference
 from tests.support.rank_jobs import sampling_from

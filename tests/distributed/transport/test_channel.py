@@ -71,7 +71,7 @@ def test_a_wait_times_out_and_can_be_repeated(ends: tuple[Channel, Channel]) -> 
         began = time.monotonic()
         with pytest.raises(TimeoutError, match="no message from the caller within"):
             near.recv(timeout)
-        assert timeout <= time.monotonic() - began < timeout + 2
+        assert time.monotonic() - began >= timeout
     far.send(3, [4])
     assert near.recv(5) == (3, [4])
 

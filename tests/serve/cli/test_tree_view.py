@@ -44,12 +44,12 @@ def test_a_tree_is_shown() -> None:
     lines[0]([round_record(4, (-1, 0, 0), (0, 1), (5, 7), [0.5, 0.25], lambda: TIMELINE)])
     rounds.command("0", console)
     assert out.getvalue().splitlines()[1:] == [
-        "round 4: 2 guesses verified, 1 right; the target adds 't7'",
+        "round 4: 2 draft tokens verified, 1 accepted; the target adds 't7'",
         "'t3'",
-        "├─ 't5'  q 0.80  p 0.50  right",
+        "├─ 't5'  q 0.80  p 0.50  accepted",
         "│  └─ 't7'  q 0.50  survives",
         "│     └─ 't9'  q 1.00  survives",
-        "└─ 't6'  q 0.10  p 0.25  wrong",
+        "└─ 't6'  q 0.10  p 0.25  rejected",
         "and 2 more nodes, not verified",
     ]
     with pytest.raises(UserError, match="only 1 rounds are on record"):
@@ -67,4 +67,4 @@ def test_without_the_draft_s_tree_the_proposal_is_shown() -> None:
     rounds.command("on", console)
     lines[0]([round_record(0, (-1, 0, 1), (0,), (1,))])
     rounds.command("", console)
-    assert out.getvalue().splitlines()[2:] == ["'3'", "└─ '5'  wrong", "   └─ '\\x1b[31m'  wrong"]
+    assert out.getvalue().splitlines()[2:] == ["'3'", "└─ '5'  rejected", "   └─ '\\x1b[31m'  rejected"]

@@ -189,7 +189,7 @@ test("the recorded races that come along are whole, and prove the text equal", (
       assert.equal(tree.accepted + 1, round.tokens.length);
       assert.ok(tree.nodes.every((node) => recording.texts.has(node.token)));
       for (const node of tree.nodes.filter(({ fate }) => fate === "rejected")) {
-        assert.equal(about(node, true, String).includes("fell with its parent"), node.parent.fate === "rejected");
+        assert.equal(about(node, true, String).includes("rejected with its parent"), node.parent.fate === "rejected");
       }
     }
   }

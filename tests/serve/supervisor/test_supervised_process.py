@@ -69,7 +69,7 @@ def test_a_process_stays_ready_whatever_heartbeat_arrives_last(processes: list[S
     while process.is_final_exit(1):
         receive_heartbeats(process, now)
     process.kill_if_hung(now + 3.1)
-    assert process.kill_reason == "gave no sign of life for 3 s"
+    assert process.kill_reason == "sent no heartbeat for 3 s"
 
 
 def test_a_process_without_heartbeats_is_killed(processes: list[SupervisedProcess]) -> None:
@@ -78,7 +78,7 @@ def test_a_process_without_heartbeats_is_killed(processes: list[SupervisedProces
     process.kill_if_hung(now + 2.9)
     assert process.kill_reason == ""
     process.kill_if_hung(now + 3.1)
-    assert process.kill_reason == "gave no sign of life for 3 s"
+    assert process.kill_reason == "sent no heartbeat for 3 s"
     assert (exit_code(process), process.process, process.control) == (-9, None, None)
 
 

@@ -127,7 +127,7 @@ def test_a_stopped_process_is_restarted(started: list[SupervisorProcess]) -> Non
     assert supervisor.until(up=1)["incarnation"] == 1
     assert not Path(f"/proc/{first['pid']}").exists()
     supervisor.process.terminate()
-    assert "rank 0 gave no sign of life for 1.5 s: it is started again\n" in supervisor.end()[1]
+    assert "rank 0 sent no heartbeat for 1.5 s: it is started again\n" in supervisor.end()[1]
 
 
 def test_a_supervisor_that_was_stopped_kills_no_process(started: list[SupervisorProcess]) -> None:

@@ -24,7 +24,7 @@ def expansion_pays(tokens: float, leaves: float, d: int) -> bool:
     return EXPANSION_YIELD * leaves > tokens / d
 
 
-class AheadDrafter(LocalDrafter):
+class LookaheadDrafter(LocalDrafter):
     """Expands the tree while the target verifies a part of it (parallel tree generation, paper section 3.1).
 
     Each round expands d times ahead of the result, regardless of when the result arrives, and afterwards as the tree
