@@ -118,9 +118,9 @@ class TimedAhead:
     def draft_steps(self, steps: int) -> None:
         self._drafter.draft_steps = steps
 
-    def open(self, opening: RequestStart) -> None:
+    def open(self, start: RequestStart) -> None:
         self._free = max(self._free, self._clock.now)
-        self._spend(lambda: self._drafter.open(opening))
+        self._spend(lambda: self._drafter.open(start))
         self._answer()
 
     def propose(self) -> Proposal:
@@ -197,9 +197,9 @@ def speed(
     began, count = clock.now, 0
     for number, prompt in enumerate(half.prompts):
         drafter: Drafter = timed if measured is None else Controller(timed, lambda: measured, clock)
-        opening = RequestStart(number, tuple(prompt), half.sampling, len(prompt))
-        drafter.open(opening)
-        verifier.open(opening)
+        start = RequestStart(number, tuple(prompt), half.sampling, len(prompt))
+        drafter.open(start)
+        verifier.open(start)
         there = count
         for _, result in decode(drafter, verifier):
             count += len(result.tokens)

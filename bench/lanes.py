@@ -29,7 +29,7 @@ from swiftspec.builder.load_options import LoadOptions
 from swiftspec.config import EngineConfig
 from swiftspec.distributed.launch.supervision import SupervisorLink
 from swiftspec.distributed.launch.world import World, join_world
-from swiftspec.distributed.transport.mailbox import SharedMemoryChannel
+from swiftspec.distributed.transport.shm_channel import SharedMemoryChannel
 from swiftspec.llm import LLM, serve_rank
 from swiftspec.params import SamplingParams
 from swiftspec.runtime.executors.native import NativeExecutor, NativeTree

@@ -25,7 +25,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from swiftspec.backends.cpu.shm import Mailbox, SharedGroup, new_name
+from swiftspec.backends.cpu.shm import Mailbox, ShmCollectives, new_name
 
 ROWS, WIDTH, WORDS = 8, 384, 100
 WAYS = ["all_reduce LL", "all_reduce gloo", "round trip mailbox", "round trip TCP"]
@@ -56,7 +56,7 @@ def receive(peer: socket.socket, size: int) -> bytes:
 
 def ways(rank: int, folder: Path, names: list[str], spin: bool) -> dict[str, Callable[[], object]]:
     """Returns the calls of one process by name. Both processes make the same call at the same time."""
-    group = SharedGroup(names[0], rank, 2, spin=spin)
+    group = ShmCollectives(names[0], rank, 2, spin=spin)
     mailbox = Mailbox(names[1], rank, spin=spin)
     dist.init_process_group("gloo", init_method=f"file://{folder}/gloo", rank=rank, world_size=2)
     peer = connect(rank, folder)

@@ -23,13 +23,18 @@ from bench.data.heldout import DEMO
 from swiftspec.backends import cpu, reference
 from swiftspec.model.checkpoint_files import read_config
 from swiftspec.model.float8 import FLOAT8
-from swiftspec.model.formats.int8 import Rounding
+from swiftspec.model.formats.int8 import LoadTimeQuantization
 from swiftspec.model.loader import load_model
 from swiftspec.runtime.runner import Runner
 
 WINDOW = 512  # tokens
-VARIANTS = {"native": Rounding(), "rows": Rounding(activations=True), "rows and head": Rounding(True, "int8"),
-            "head int4": Rounding(head="int4"), "rows and head int4": Rounding(True, "int4")}  # fmt: skip
+VARIANTS = {
+    "native": LoadTimeQuantization(),
+    "rows": LoadTimeQuantization(activations=True),
+    "rows and head": LoadTimeQuantization(True, "int8"),
+    "head int4": LoadTimeQuantization(head="int4"),
+    "rows and head int4": LoadTimeQuantization(True, "int4"),
+}
 CACHES = {"bfloat16 cache": None, "float8 cache": FLOAT8}
 
 
@@ -48,9 +53,9 @@ def windows(tokenizer: Path, count: int) -> list[tuple[list[int], int]]:
     return [(ids, len(encode.decode(ids[1:]).encode())) for ids in chosen]
 
 
-def rounded(path: Path, rounding: Rounding) -> Runner:
+def rounded(path: Path, quantization: LoadTimeQuantization) -> Runner:
     """Loads a model on the native operators."""
-    model = load_model(path, dtype=torch.bfloat16, ops=cpu, max_positions=WINDOW + 8, rounding=rounding)
+    model = load_model(path, dtype=torch.bfloat16, ops=cpu, max_positions=WINDOW + 8, quantization=quantization)
     return Runner(model, cpu, read_config(path).vocab_size, context=WINDOW, tree_slots=8)
 
 
@@ -84,7 +89,7 @@ def main() -> None:
         native: list[float] = []
         runners = {name: partial(cached, path, kind) for name, kind in CACHES.items()}
         if not args.cache:
-            runners = {name: partial(rounded, path, rounding) for name, rounding in VARIANTS.items()}
+            runners = {name: partial(rounded, path, quantization) for name, quantization in VARIANTS.items()}
         for name, make in runners.items():
             found = bits_a_byte(make(), texts)
             native = native or found

@@ -56,10 +56,10 @@ class CountedLink:
         self._feed = TreeDeltaSender(drafter, self._say, config)
         self._delay, self._expansion, self.now = delay, expansion, 0.0
 
-    def open(self, opening: RequestStart) -> None:
+    def open(self, start: RequestStart) -> None:
         self._said, self._told = deque[tuple[float, TreeDelta]](), deque[tuple[float, VerifyResult]]()
         self._free, self._grows = self.now + self._delay, True
-        self._feed.open(opening)
+        self._feed.open(start)
 
     def send(self, result: VerifyResult) -> None:
         self._told.append((self.now + self._delay, result))

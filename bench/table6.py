@@ -67,7 +67,7 @@ def main() -> None:
             with pool.engine(EngineBuild(EngineConfig("async", draft_steps=d), trace=str(file))) as llm:
                 run = measurement.decode_all(llm, prompts, args.max_tokens)
             costs = timeline.costs(Trace.read(file))
-            own = statistics.median(timeline.orchestration(costs, target, draft))
+            own = statistics.median(timeline.host_overhead(costs, target, draft))
             length = statistics.median(cost.length for cost in costs)
             more = f", round {1e3 * length:.2f} ms, {1e3 * own:.3f} ms of it neither model's ({own / length:.1%})"
             ahead.append(show("parallel", d, run, more))

@@ -86,7 +86,7 @@ class Decoding(Protocol):
         """Seconds that target and draft have spent in forwards."""
         ...
 
-    def open(self, opening: RequestStart, stop_criteria: StopCriteria) -> int:
+    def open(self, start: RequestStart, stop_criteria: StopCriteria) -> int:
         """Begins a request. Returns the number of prompt tokens that the prefix cache supplied."""
         ...
 
@@ -116,12 +116,12 @@ class TreeDecoding:
     def busy(self) -> tuple[float, float]:
         return self.verifier.busy, self.drafter.busy
 
-    def open(self, opening: RequestStart, stop_criteria: StopCriteria) -> int:
-        self._notify("opening", opening)
-        self.active_drafter = NoDrafter() if opening.sampling.verify_batch == 1 else self.drafter
-        self.active_drafter.open(opening)  # first, so that a draft on another device prefills concurrently
+    def open(self, start: RequestStart, stop_criteria: StopCriteria) -> int:
+        self._notify("opening", start)
+        self.active_drafter = NoDrafter() if start.sampling.verify_batch == 1 else self.drafter
+        self.active_drafter.open(start)  # first, so that a draft on another device prefills concurrently
         self._notify("drafter opened")
-        kept = self.verifier.open(opening)
+        kept = self.verifier.open(start)
         self._notify("opened")
         return kept
 

@@ -16,7 +16,7 @@ from swiftspec.decode import decode
 from swiftspec.errors import DrafterLost, UserError
 from swiftspec.llm import LLM
 from swiftspec.messages import Proposal, RequestStart, VerifyResult
-from swiftspec.observe.acceptance import Acceptance
+from swiftspec.observe.acceptance_stats import Acceptance
 from swiftspec.params import SamplingParams
 from swiftspec.runtime.drafter import Drafter
 from swiftspec.runtime.fallback_drafter import FallbackDrafter
@@ -150,9 +150,9 @@ class Failing:
         if self.calls < 0:
             raise DrafterLost("the draft model left")
 
-    def open(self, opening: RequestStart) -> None:
+    def open(self, start: RequestStart) -> None:
         self._count()
-        self.inner.open(opening)
+        self.inner.open(start)
 
     def propose(self) -> Proposal:
         self._count()

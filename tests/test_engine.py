@@ -11,7 +11,7 @@ import torch
 from swiftspec.config import EngineConfig
 from swiftspec.errors import UserError
 from swiftspec.llm import LLM
-from swiftspec.observe.acceptance import Acceptance
+from swiftspec.observe.acceptance_stats import Acceptance
 from swiftspec.params import SamplingParams
 from swiftspec.serve.rank_plan import acceptance_advice
 from tests.support.roles import drafter_of

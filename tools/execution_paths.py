@@ -20,7 +20,7 @@ from swiftspec.params import SamplingParams
 from swiftspec.runtime.executors import Executor, TreeExecutor, available, features_of, select_executor
 from swiftspec.runtime.executors.population_rounds import PopulationExecutor
 from swiftspec.runtime.local_drafter import LocalDrafter
-from swiftspec.runtime.rejection_verifier import RejectionVerifier
+from swiftspec.runtime.target_verifier import TargetVerifier
 from swiftspec.sampling.vocab import TOP_CANDIDATES
 from swiftspec.smc.limits import check_sampling
 from swiftspec.tree.rejection import RejectionSampling
@@ -98,7 +98,7 @@ class RequestCase:
     config: EngineConfig = SERIAL
 
     @property
-    def opening(self) -> RequestStart:
+    def start(self) -> RequestStart:
         return RequestStart(0, (0,), self.sampling, 1)
 
 
@@ -124,16 +124,14 @@ def expansion_executor(machine: Machine, case: RequestCase) -> TreeExecutor:
     children: Any = SimpleNamespace(sampled=case.config.proposal == "sample")
     return LocalDrafter(
         machine.runner(), machine.expansion_executors(), nothing, children, case.config
-    ).select_executor(case.opening)
+    ).select_executor(case.start)
 
 
 def verification_executor(machine: Machine, case: RequestCase) -> TreeExecutor:
     """Returns the executor that runs the target on a proposal."""
     case.config.check_request(case.sampling)
     rejection = RejectionSampling if case.config.verify == "reject" else None
-    return RejectionVerifier(machine.runner(), machine.verification_executors(), rejection).select_executor(
-        case.opening
-    )
+    return TargetVerifier(machine.runner(), machine.verification_executors(), rejection).select_executor(case.start)
 
 
 def population_executor(machine: Machine, case: RequestCase) -> Executor:

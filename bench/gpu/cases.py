@@ -21,8 +21,7 @@ from bench.baselines import kernels as rivals
 from bench.baselines.kernels import Rivals, Tree
 from bench.gpu.shapes import SPLITS, RankShape
 from bench.gpu.timing import Call
-from swiftspec.backends import library as unfused
-from swiftspec.backends import reference
+from swiftspec.backends import reference, unfused
 from swiftspec.backends.cuda.linear import PeerCommunicator, make_inbox, max_lines
 from swiftspec.backends.reference import Scores
 from swiftspec.model.batch import Batch

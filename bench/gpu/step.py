@@ -40,7 +40,7 @@ from swiftspec.params import SamplingParams
 from swiftspec.runtime.drafter import NoDrafter
 from swiftspec.runtime.executors import ExecutorRequest
 from swiftspec.runtime.executors.eager import EagerExecutor
-from swiftspec.runtime.executors.graph import FORWARD_FAMILY, GraphForwardExecutor
+from swiftspec.runtime.executors.graph import FORWARD_GRAPHS, GraphForwardExecutor
 from swiftspec.runtime.local_drafter import LocalDrafter
 from swiftspec.runtime.lookahead_drafter import LookaheadDrafter
 from swiftspec.runtime.overlapped import ThreadedVerifier
@@ -69,7 +69,7 @@ def grown_pair(shapes: list[str], seed: int = 0) -> Iterator[tuple[list[Path], L
         def load(path: Path, /, **options: Any) -> Transformer:
             if options.pop("group") is not None:
                 raise UserError("a grown model is made on one rank: write it to disk for more")
-            del options["progress"], options["rounding"], options["packed_cache"]
+            del options["progress"], options["quantization"], options["packed_cache"]
             sizes = read_shape(str(path / "config.json"))
             return load_grown(smalls[path], sizes, "int4", seed=seed, **options)
 
@@ -108,7 +108,7 @@ def asking_ahead(role: Role, on: bool) -> Role:
     cuda.enable_weight_prefetch(model.stack, on)
     for steps in role.executors:
         if isinstance(steps, GraphForwardExecutor):
-            steps.graphs.evict(FORWARD_FAMILY)  # captured graphs contain the previous setting
+            steps.graphs.evict(FORWARD_GRAPHS)  # captured graphs contain the previous setting
     return role
 
 

@@ -9,14 +9,14 @@ from typing import Any, Literal, Protocol, TypedDict, get_args
 
 import torch
 
-from swiftspec.backends import cpu, cuda, library, reference
+from swiftspec.backends import cpu, cuda, reference, unfused
 from swiftspec.backends.cuda.devices import why_no_gpu
 from swiftspec.distributed.rank_startup import Progress
 from swiftspec.distributed.rpc.endpoint import RpcSecurity
 from swiftspec.errors import UserError, truncated_repr
 from swiftspec.model.config import ModelConfig
 from swiftspec.model.float8 import FLOAT8
-from swiftspec.model.formats.int8 import Rounding
+from swiftspec.model.formats.int8 import LoadTimeQuantization
 from swiftspec.model.loader import PackedWeightSource
 from swiftspec.model.tensor_parallel import TensorParallelGroup
 from swiftspec.model.transformer import Transformer
@@ -24,7 +24,7 @@ from swiftspec.observe.step_time_emulation import StepTimeEmulation
 
 PREFIX_CACHE_MEMORY_MIB = 1024
 OpsName = Literal["auto", "reference", "unfused", "cuda"]
-RoundingName = Literal["auto", "int8", "native"]
+ActivationsName = Literal["auto", "int8", "native"]
 CacheName = Literal["auto", "fp8"]
 Side = Literal["target", "draft"]
 HeadName = Literal["auto", "int8", "int4", "native"]
@@ -67,7 +67,7 @@ class LoadOptions(TypedDict, total=False):
     max_model_len: int | None
     vocab_size: int | None  # base vocabulary that both tokenizers share; logits beyond it count as -inf
     ops: OpsName  # default auto: the fastest that fit; see --ops of `swiftspec serve`
-    activations: RoundingName  # default auto: int8 for int4 weights in a bfloat16 model on a CPU
+    activations: ActivationsName  # default auto: int8 for int4 weights in a bfloat16 model on a CPU
     kv_cache_dtype: CacheName  # default auto: the model's dtype; fp8: float8 e4m3
     head: HeadName  # default auto: draft only, int8 if activations are, int4 on the CUDA operators
     load: LoadModel  # loads a model directory; default load_model
@@ -95,7 +95,7 @@ class LoadModel(Protocol):
         ops: Any,
         max_positions: int,
         group: TensorParallelGroup | None,
-        rounding: Rounding,
+        quantization: LoadTimeQuantization,
         cache_dtype: torch.dtype | None,
         progress: Progress | None,
         packed_cache: PackedWeightSource | None,
@@ -108,9 +108,9 @@ def select_operators(name: OpsName, config: ModelConfig, dtype: torch.dtype, dev
         cuda.check_supported(config, dtype, device)
         return cuda
     if name == "auto" and device.type == "cuda":
-        return cuda if why_not_cuda(config, dtype, device) is None else library
+        return cuda if why_not_cuda(config, dtype, device) is None else unfused
     if name == "unfused":
-        return library
+        return unfused
     return cpu if name == "auto" and cpu.fits(config, dtype, device) else reference
 
 
@@ -123,7 +123,7 @@ def why_not_cuda(config: ModelConfig, dtype: torch.dtype, device: torch.device) 
     return None
 
 
-def check_rounding(activations: RoundingName, head: HeadName, ops: OpsName, device: torch.device) -> None:
+def check_quantization(activations: ActivationsName, head: HeadName, ops: OpsName, device: torch.device) -> None:
     """Raises UserError if int8 is requested and the operators do not have it."""
     requested = {"activations": activations, "head": head}
     for name, value in requested.items():

@@ -69,8 +69,8 @@ class LockedEngine(Engine):
         """A request for `run_batch`, under a number chosen by the caller. Raises UserError if it cannot be served."""
         prompt = token_ids(prompt)
         self.limits.check(prompt, sampling)
-        opening = RequestStart(number, prompt, sampling, len(prompt))
-        return BatchRequest(opening, self._stop_criteria(prompt, sampling), Stats(prompt_tokens=len(prompt)))
+        start = RequestStart(number, prompt, sampling, len(prompt))
+        return BatchRequest(start, self._stop_criteria(prompt, sampling), Stats(prompt_tokens=len(prompt)))
 
     def batch(
         self,
@@ -126,7 +126,7 @@ class LockedEngine(Engine):
         """Decodes the requests one after the other."""
         while (request := next_request()) is not None:
             reason = "abort"
-            with suppress(Cancelled), closing(self._stream(request.opening.tokens, request.opening.sampling)) as chunks:
+            with suppress(Cancelled), closing(self._stream(request.start.tokens, request.start.sampling)) as chunks:
                 try:
                     while not cancelled(request) and (chunk := next(chunks, None)) is not None:
                         request.stats, reason = self.stats, chunk.finish_reason or "abort"

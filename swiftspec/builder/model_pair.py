@@ -15,14 +15,14 @@ from swiftspec.backends import cpu, cuda
 from swiftspec.backends.cpu.packed_weight_cache import PackedWeightCache
 from swiftspec.builder.load_options import (
     PREFIX_CACHE_MEMORY_MIB,
+    ActivationsName,
     HeadName,
     LoadModel,
     LoadOptions,
     OpsName,
     RankLayout,
-    RoundingName,
     Side,
-    check_rounding,
+    check_quantization,
     rank_device,
     resolve_cache_dtype,
     select_operators,
@@ -37,7 +37,7 @@ from swiftspec.errors import UserError
 from swiftspec.model.checkpoint_files import read_config
 from swiftspec.model.config import ModelConfig
 from swiftspec.model.fingerprint import fingerprint
-from swiftspec.model.formats.int8 import Rounding
+from swiftspec.model.formats.int8 import LoadTimeQuantization
 from swiftspec.model.loader import load_model
 from swiftspec.model.tensor_parallel import TensorParallelGroup
 from swiftspec.observe import step_time_emulation
@@ -49,8 +49,8 @@ from swiftspec.runtime.executors.graph import CudaCapture
 from swiftspec.runtime.local_drafter import LocalDrafter
 from swiftspec.runtime.lookahead_drafter import LookaheadDrafter
 from swiftspec.runtime.overlapped import DRAFT_STREAM_PRIORITY, OverlappedDrafter
-from swiftspec.runtime.rejection_verifier import RejectionVerifier
 from swiftspec.runtime.runner import Runner
+from swiftspec.runtime.target_verifier import TargetVerifier
 from swiftspec.runtime.verifier import LocalVerifier
 from swiftspec.sampling.grammar import GrammarCompiler
 from swiftspec.settings_schema import require
@@ -73,7 +73,7 @@ class ModelPair:
     max_model_len: int
     vocab_size: int
     ops: OpsName
-    activations: RoundingName
+    activations: ActivationsName
     cache_dtype: torch.dtype | None  # of keys and values; None: the model's dtype
     head: HeadName
     load: LoadModel
@@ -116,7 +116,7 @@ class ModelPair:
         ops, load = options.get("ops", "auto"), options.get("load", load_model)
         emulate, trace = options.get("emulate") or StepTimeEmulation(), options.get("trace")
         activations, head = options.get("activations", "auto"), options.get("head", "auto")
-        check_rounding(activations, head, ops, device)
+        check_quantization(activations, head, ops, device)
         stored = resolve_cache_dtype(options.get("kv_cache_dtype", "auto"), ops, device)
         prefix_cache = options.get("prefix_cache_memory", PREFIX_CACHE_MEMORY_MIB)
         require(prefix_cache >= 0, f"prefix_cache_memory must be at least 0 MiB, not {prefix_cache}")
@@ -249,7 +249,7 @@ class ModelPair:
         ops = select_operators(self.ops, config, dtype, self.device)
         model = self.load(
             path, dtype=dtype, device=self.device, ops=ops, max_positions=context + self.tree_slots(side, plan),
-            progress=progress, group=group, rounding=self._rounding(side, ops, dtype),
+            progress=progress, group=group, quantization=self._quantization(side, ops, dtype),
             cache_dtype=self.cache_dtype, packed_cache=self.cache if ops is cpu else None,
         )  # fmt: skip
         hook = None if times is None else step_time_emulation.make_hook(times, 1 if group is None else group.size)
@@ -270,15 +270,15 @@ class ModelPair:
             return plan.verify_batch
         return draft_tree_slots(plan)
 
-    def _rounding(self, side: Side, ops: object, dtype: torch.dtype) -> Rounding:
+    def _quantization(self, side: Side, ops: object, dtype: torch.dtype) -> LoadTimeQuantization:
         """What is quantised at load."""
         usual = ops is cpu and dtype == torch.bfloat16
         activations = usual if self.activations == "auto" else self.activations == "int8"
         if self.head != "auto":
-            return Rounding(activations, None if self.head == "native" else self.head)
+            return LoadTimeQuantization(activations, None if self.head == "native" else self.head)
         # the draft's only: rounding the target's head would change its output
         head = None if side == "target" else "int4" if ops is cuda else "int8" if activations else None
-        return Rounding(activations, head)
+        return LoadTimeQuantization(activations, head)
 
     def _prefix_cache_tokens(self, plan: EngineConfig) -> int:
         """Budget of the prefix cache in tokens, counting both models, so that it is equal on all ranks."""
@@ -310,7 +310,7 @@ def _model_fingerprint(path: Path) -> str:
 
 def build_verifier(runner: Runner, deps: ExecutorDeps, plan: EngineConfig) -> LocalVerifier:
     """A verifier on a model of this process."""
-    return RejectionVerifier(
+    return TargetVerifier(
         runner, available.target_executors(runner, deps), RejectionSampling if plan.verify == "reject" else None
     )
 

@@ -17,7 +17,7 @@ from swiftspec.distributed.group.request_state import ModelLimits
 from swiftspec.distributed.rpc import swiftspec_pb2 as pb
 from swiftspec.distributed.rpc.connection import WorkerConnection
 from swiftspec.distributed.rpc.draft_stream import DraftStream
-from swiftspec.distributed.rpc.drafter import GrpcDrafter, GrpcFeed
+from swiftspec.distributed.rpc.drafter import GrpcDrafter, GrpcTreeDeltaLink
 from swiftspec.distributed.rpc.protobuf_codec import ModelIdentity, streams_tree_deltas
 from swiftspec.distributed.rpc.reconnect import PING_TIMEOUT_S, WorkerReconnector
 from swiftspec.distributed.rpc.service import DRAFT_SERVICE, TARGET_SERVICE
@@ -84,7 +84,9 @@ def build_remote_drafter(
         return RemoteDraft(GrpcDrafter(stream), stream, redial, stream.rpc_log), leave
     slots = draft_tree_slots(config)
     replica = TreeReplica(DraftTree(1 + slots * config.children_per_leaf, slots), bounds.vocab_size)
-    return RemoteDraft(ReplicaDrafter(GrpcFeed(stream), replica, config), stream, redial, stream.rpc_log), leave
+    return RemoteDraft(
+        ReplicaDrafter(GrpcTreeDeltaLink(stream), replica, config), stream, redial, stream.rpc_log
+    ), leave
 
 
 def _check(worker: WorkerAddress, bounds: ModelLimits, about: pb.PingAnswer) -> None:

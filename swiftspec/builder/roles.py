@@ -31,7 +31,7 @@ from swiftspec.runtime.drafter import Drafter, NoDrafter
 from swiftspec.runtime.fallback_drafter import FallbackDrafter
 from swiftspec.runtime.local_drafter import LocalDrafter
 from swiftspec.runtime.overlapped import ThreadedVerifier, warm_up
-from swiftspec.runtime.rejection_verifier import RejectionVerifier
+from swiftspec.runtime.target_verifier import TargetVerifier
 from swiftspec.runtime.verifier import Verifier
 from swiftspec.sampling.grammar import GrammarCompiler
 from swiftspec.smc.decoding import ParticleDecoding
@@ -176,7 +176,7 @@ def _tree(
         parts = TreeRoles(drafter, ThreadedVerifier(alone) if threaded else alone)
         if config.overlap_on_one_gpu and local is not None:
             warm_up(local, alone)
-    assert isinstance(alone, RejectionVerifier)
+    assert isinstance(alone, TargetVerifier)
     rpc_log = None if away is None else away.rpc_log
     return parts, make_tree_decoding(parts, config, recorder, alone.probabilities, local, away, rpc_log), config
 

@@ -24,7 +24,7 @@ from swiftspec.distributed.rpc.sessions import WorkerSessions
 from swiftspec.distributed.rpc.tree_stream_session import TreeStreamSession
 from swiftspec.distributed.rpc.verify_session import VerifySession
 from swiftspec.distributed.transport.opcodes import Opcode
-from swiftspec.distributed.worker_group import SessionFollowers, WorkerGroup, WorkerRank
+from swiftspec.distributed.worker_group import SessionFollowerGroup, WorkerGroup, WorkerRank
 from swiftspec.errors import UserError
 from swiftspec.model.checkpoint_files import read_config
 from swiftspec.model.fingerprint import fingerprint
@@ -133,9 +133,9 @@ def make_service(model: WorkerModel, name: str, tokenizer: bytes, files: tuple[P
         read_config(model.path).eos_token_ids, str(model.loaded.model.dtype).removeprefix("torch."),
     )  # fmt: skip
     group = WorkerGroup(()) if model.rank is None else model.rank.worker_group
-    followers: dict[Any, SessionFollowers] = {}  # by session
+    followers: dict[Any, SessionFollowerGroup] = {}  # by session
 
-    def open_session(shape: EngineConfig) -> tuple[ModelLimits, CancelCheck, SessionFollowers]:
+    def open_session(shape: EngineConfig) -> tuple[ModelLimits, CancelCheck, SessionFollowerGroup]:
         bounds, cancel_check, session_followers = model.bounds(shape), CancelCheck(), group.new_session(shape)
         cancel_check.on_continue = partial(session_followers.broadcast, Opcode.PREFILL_CONTINUE)
         return bounds, cancel_check, session_followers

@@ -66,13 +66,13 @@ class Controller:
     def busy(self) -> float:
         return self._drafter.busy
 
-    def open(self, opening: RequestStart) -> None:
+    def open(self, start: RequestStart) -> None:
         self._reset()
-        self.round_stats = self._stats_for(opening.sampling)
+        self.round_stats = self._stats_for(start.sampling)
         self.round_stats.start_request()
-        self._none.open(opening)
+        self._none.open(start)
         self._set_steps()
-        self._drafter.open(opening)
+        self._drafter.open(start)
         self._busy = self._drafter.busy
 
     def _stats_for(self, sampling: SamplingParams) -> RoundStats:

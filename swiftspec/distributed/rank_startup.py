@@ -110,7 +110,7 @@ class EngineRank:
         with report_startup_error(world):
             facts = builder.rank_config(config, **holds)
         whole = world
-        self._world = world = world.next_job()
+        self._world = world = world.next_engine()
         keeping = world.supervisor
         self._heartbeat = Heartbeat() if keeping is None else keeping.heartbeat
         self.rank_table = RankTable((lambda members: None) if keeping is None else keeping.on_ranks_changed)

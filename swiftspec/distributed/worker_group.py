@@ -52,19 +52,19 @@ class WorkerGroup:
         self.broken: str | None = None
         self._on_lost: Callable[[str], None] = lambda why: None
         self._count = 0
-        self._selected: SessionFollowers | None = None  # the session whose calls the followers execute
-        self._ended: list[SessionFollowers] = []
+        self._selected: SessionFollowerGroup | None = None  # the session whose calls the followers execute
+        self._ended: list[SessionFollowerGroup] = []
 
-    def new_session(self, shape: EngineConfig) -> SessionFollowers:
+    def new_session(self, shape: EngineConfig) -> SessionFollowerGroup:
         """Creates the follower group of a new session."""
         self._count += 1
-        return SessionFollowers(self, self._count, shape)
+        return SessionFollowerGroup(self, self._count, shape)
 
-    def end_session(self, team: SessionFollowers) -> None:
+    def end_session(self, team: SessionFollowerGroup) -> None:
         """Marks a session as ended; the followers free its KV cache with the next session change."""
         self._ended.append(team)
 
-    def select_session(self, team: SessionFollowers) -> None:
+    def select_session(self, team: SessionFollowerGroup) -> None:
         """Selects the session whose calls follow. Raises ConnectionError if a follower is gone."""
         if self._selected is team:
             return
@@ -106,7 +106,7 @@ class WorkerGroup:
             follower.send(call, words)
 
 
-class SessionFollowers(FollowerGroup):
+class SessionFollowerGroup(FollowerGroup):
     """The followers in one session. `opened`: whether they have received SESSION_OPEN."""
 
     def __init__(self, workers: WorkerGroup, number: int, shape: EngineConfig) -> None:
@@ -130,7 +130,7 @@ class SessionFollowers(FollowerGroup):
         return error
 
 
-class FollowerSessions:
+class FollowerSessionRegistry:
     """Dispatcher of a follower's sessions: executes session commands and forwards others to the selected one."""
 
     def __init__(self, make: Callable[[EngineConfig], FollowerDispatcher]) -> None:
@@ -195,7 +195,7 @@ class WorkerRank:
         held = {"target": plan.mode == "ar", "draft": plan.mode != "ar"}
         with report_startup_error(world):
             facts = builder.rank_config(plan, **held)
-        self._world = world = world.next_job()
+        self._world = world = world.next_engine()
         check_consistent(world, plan, RankConfig({**facts.settings, **settings}, facts.files, facts.group_files))
         self._connections = Connections.connect(world, plan)
         vocab = self._connections.broadcast_value(builder.vocab_size)
@@ -231,7 +231,7 @@ class WorkerRank:
             return make(shape, pause)
 
         try:
-            dispatch_loop(leader, orders, FollowerSessions(made).decode, Heartbeat())
+            dispatch_loop(leader, orders, FollowerSessionRegistry(made).decode, Heartbeat())
         finally:
             self.leave()
 

@@ -122,11 +122,11 @@ def _prepare(
     key = store.ProfileKey.of(device, pool.ranks, pair.target, pair.draft, dtype, settings.ops, emulate)
     file = args.output / f"{store.file_stem(key, 'embedded' if settings.model is None else Path(model).name)}.json"
     if args.dry_run:
-        print("\n".join([*sweeps.outlook(request, pool.ranks), f"into {file}, within {request.budget:g} s"]))
+        print("\n".join([*sweeps.describe_trials(request, pool.ranks), f"into {file}, within {request.budget:g} s"]))
         return None
     profile = sweeps.Sweep.empty(json.loads(json.dumps(asdict(key))), store.environment(), request)
     if args.resume:
-        profile = sweeps.resumed(file, profile)
+        profile = sweeps.load_resumed(file, profile)
     bar = SweepProgressBar()
     if world is not None and not world.spin:
         bar.note(
@@ -150,7 +150,7 @@ def _request(args: argparse.Namespace, ranks: int, target: Path, draft: Path, se
     pairs, reasons = trials.splits(args.splits, ranks, *configs) if ranks > 1 else ([], [])
     for reason in reasons:
         print(f"swiftspec: left out: {reason}", file=sys.stderr)
-    whole = all(trials.cannot_cut(config, ranks) is None for config in configs)
+    whole = all(trials.shard_error(config, ranks) is None for config in configs)
     modes = trials.check_modes(args.modes)
     if "async" in modes and ranks == 1:
         modes = [mode for mode in modes if mode != "async"]
@@ -215,7 +215,7 @@ def show_trace(argv: Sequence[str], prog: str = "python -m swiftspec.profile") -
     args = made.parse_args(argv)
     trace = timeline.Trace.read(args.file)
     output = args.output or args.file.with_suffix(".trace.json")
-    output.write_text(json.dumps(timeline.chrome(trace)), encoding="utf-8")
+    output.write_text(json.dumps(timeline.to_chrome_trace(trace)), encoding="utf-8")
     print(timeline.summary(trace))
     print(f"timeline: {output} (open it at ui.perfetto.dev or chrome://tracing)")
     return 0

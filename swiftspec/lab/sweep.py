@@ -69,18 +69,18 @@ class Sweep:
 
         Raises UserError if the budget does not suffice for any measurement.
         """
-        contest = trials.contest(self._request.modes, self._request.pairs, self._pool.ranks, self._request.whole)
+        contest = trials.initial_trials(self._request.modes, self._request.pairs, self._pool.ranks, self._request.whole)
         try:
             for repeat in range(self._request.repeats):
                 for trial in contest:
-                    self._contest(trial, repeat)
+                    self._run_initial(trial, repeat)
                 self._drop()
             self._lanes()
             self._rounds()
             self._step_times()
-            self._later(self._variations)
-            self._later(lambda: trials.ablation(self.profile["runs"]))
-            self._later(lambda: trials.populations(self.profile["runs"]))
+            self._run_variations(self._variations)
+            self._run_variations(lambda: trials.ablation(self.profile["runs"]))
+            self._run_variations(lambda: trials.populations(self.profile["runs"]))
         except measurement.OutOfTime:
             self.profile["stopped"] = f"the budget of {self._request.budget:g} s was spent (--budget gives more)"
             self._show.note(self.profile["stopped"])
@@ -103,11 +103,11 @@ class Sweep:
 
     # ---- engines, one at a time
 
-    def _contest(self, trial: Trial, repeat: int) -> None:
+    def _run_initial(self, trial: Trial, repeat: int) -> None:
         """Runs one more repeat of each run of a trial that has not been dropped."""
         plan = trial.row(None)
         runs = [r for r in self.profile["runs"] if r["ops"] == trial.ops and not r["variation"]]
-        mine = [r for r in runs if same(r["plan"], plan)]
+        mine = [r for r in runs if plan_matches(r["plan"], plan)]
         steps = trial.steps or (None,)
         if mine:
             steps = [r["plan"]["draft_steps"] for r in mine if not r["dropped"] and len(r["speeds"]) <= repeat]
@@ -116,7 +116,7 @@ class Sweep:
         if steps:
             self._decode(trial, tuple(steps), variation=False)
 
-    def _later(self, pick: Callable[[], Iterable[Trial]]) -> None:
+    def _run_variations(self, pick: Callable[[], Iterable[Trial]]) -> None:
         """Runs trials that depend on earlier measurements, once each."""
         for trial in pick():
             steps = trial.steps or (None,)
@@ -180,7 +180,7 @@ class Sweep:
 
     def _drop(self) -> None:
         """Stops repeating runs that are too far behind."""
-        for index in trials.losers(self.profile["runs"]):
+        for index in trials.dominated_runs(self.profile["runs"]):
             run = self.profile["runs"][index]
             if not run["dropped"] and not run["variation"]:
                 run["dropped"] = "far behind the fastest"
@@ -211,7 +211,7 @@ class Sweep:
         plans = [run["plan"] for run in runs if run["plan"]["draft_steps"]]
         for plan in plans:
             shape = {name: plan[name] for name in ("mode", *store.TREE_FIELDS)}
-            if not any(same(known["plan"], shape) for known in self.profile["rounds"]):
+            if not any(plan_matches(known["plan"], shape) for known in self.profile["rounds"]):
                 self._step(f"rounds of {store.plan_title(plan)}")
                 trial = replace(Trial.of(plan), target_tp=1, draft_tp=1)
                 trace = self._traced(trial, plan)
@@ -229,9 +229,9 @@ class Sweep:
                 measurement.round_timeline(line) for line in last[len(last) // 2 :][:TIMELINE_ROUNDS]
             ]
             self.profile["around"] = measurement.overhead_times(trace)
-            self.profile["orchestration"] = self._orchestration(trace, winner["plan"])
+            self.profile["orchestration"] = self._host_overhead(trace, winner["plan"])
 
-    def _orchestration(self, trace: Trace, plan: Json) -> Json | None:
+    def _host_overhead(self, trace: Trace, plan: Json) -> Json | None:
         """Cost of a round beyond the emulated step times: median seconds, and their share of the median round."""
         emulate = self._pool.pair.options.get("emulate")
         if emulate is None or emulate.target is None or emulate.draft is None:
@@ -239,7 +239,7 @@ class Sweep:
         target = emulate.target.at(plan["target_tp"], plan["verify_batch"])
         draft = emulate.draft.at(plan["draft_tp"], plan["draft_leaves"])
         costs = timeline.costs(trace)
-        cost = statistics.median(timeline.orchestration(costs, target, draft))
+        cost = statistics.median(timeline.host_overhead(costs, target, draft))
         return {"seconds": cost, "share": cost / statistics.median(r.length for r in costs)}
 
     def _traced(self, trial: Trial, plan: Json, paced: bool = False) -> Trace:
@@ -270,7 +270,7 @@ class Sweep:
 
     def _total(self) -> int:
         """Estimates the number of measurements. Variations and dropped runs are not known in advance."""
-        contest = trials.contest(self._request.modes, self._request.pairs, self._pool.ranks, self._request.whole)
+        contest = trials.initial_trials(self._request.modes, self._request.pairs, self._pool.ranks, self._request.whole)
         alone = 2 * self._pool.ranks + len(trials.BATCHES) * 4
         return len(contest) * self._request.repeats + alone + self._populations()
 
@@ -284,12 +284,12 @@ class Sweep:
         store.save(self._partial, json.dumps(self.profile) + "\n")
 
 
-def same(plan: Json, wanted: Json) -> bool:
+def plan_matches(plan: Json, wanted: Json) -> bool:
     """Whether a plan has these values. None matches any value."""
     return all(value is None or plan[name] == value for name, value in wanted.items())
 
 
-def resumed(file: Path, fresh: Json) -> Json:
+def load_resumed(file: Path, fresh: Json) -> Json:
     """Loads what an interrupted sweep left next to `file`.
 
     Raises UserError if nothing is there, or if it belongs to a different sweep.
@@ -304,9 +304,9 @@ def resumed(file: Path, fresh: Json) -> Json:
     return found
 
 
-def outlook(request: SweepRequest, ranks: int) -> Sequence[str]:
+def describe_trials(request: SweepRequest, ranks: int) -> Sequence[str]:
     """Returns one line for each trial of a sweep."""
-    contest = trials.contest(request.modes, request.pairs, ranks, request.whole)
+    contest = trials.initial_trials(request.modes, request.pairs, ranks, request.whole)
     lines = []
     for trial in contest:
         d = "d measured" if trial.mode == "async" else f"d in {', '.join(map(str, trial.steps))}" if trial.steps else ""

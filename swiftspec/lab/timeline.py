@@ -97,7 +97,7 @@ def expanded_first(line: Json) -> list[Sequence[float]]:
     return [forward for forward in draft.get("forwards", ()) if begin <= forward[0] < end]
 
 
-def orchestration(rounds: Iterable[RoundCost], target: float, draft: float) -> list[float]:
+def host_overhead(rounds: Iterable[RoundCost], target: float, draft: float) -> list[float]:
     """Seconds of each round that neither model accounts for.
 
     This is the length of the round less the longer of the target's step and the concurrent expansions, and less the
@@ -106,7 +106,7 @@ def orchestration(rounds: Iterable[RoundCost], target: float, draft: float) -> l
     return [r.length - max(target, r.expansions * draft) - r.critical * draft for r in rounds]
 
 
-def chrome(trace: Trace) -> Json:
+def to_chrome_trace(trace: Trace) -> Json:
     """Converts the trace to Chrome's format, which Perfetto reads. Times are in microseconds from the first event."""
     events = [
         {"ph": "M", "pid": 1, "tid": tid, "name": "thread_name", "args": {"name": name}}

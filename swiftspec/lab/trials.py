@@ -107,7 +107,7 @@ def splits(text: str, ranks: int, target: ModelConfig, draft: ModelConfig) -> tu
             named.append((x, y))
     kept, reasons = [], []
     for x, y in dict.fromkeys(named):
-        reason = cannot_cut(target, x) or cannot_cut(draft, y)
+        reason = shard_error(target, x) or shard_error(draft, y)
         if reason is None:
             kept.append((x, y))
         elif text != "all":
@@ -117,7 +117,7 @@ def splits(text: str, ranks: int, target: ModelConfig, draft: ModelConfig) -> tu
     return kept, reasons
 
 
-def cannot_cut(config: ModelConfig, size: int) -> str | None:
+def shard_error(config: ModelConfig, size: int) -> str | None:
     """Returns the reason why a model cannot be sharded over `size` ranks, or None."""
     try:
         Shard.of(config, 0, size)
@@ -135,7 +135,7 @@ def check_modes(text: str) -> list[str]:
     return modes
 
 
-def contest(modes: Sequence[str], pairs: Sequence[tuple[int, int]], ranks: int, whole: bool) -> list[Trial]:
+def initial_trials(modes: Sequence[str], pairs: Sequence[tuple[int, int]], ranks: int, whole: bool) -> list[Trial]:
     """Returns the trials of all splits and modes at the usual bs and w. `whole`: all ranks can share both models."""
     trials = []
     if "ar" in modes:
@@ -191,7 +191,7 @@ def depths(target: float, draft: float) -> tuple[int, ...]:
     return tuple(sorted({low, high}))
 
 
-def losers(runs: Sequence[Mapping[str, Any]]) -> list[int]:
+def dominated_runs(runs: Sequence[Mapping[str, Any]]) -> list[int]:
     """Returns the indices of runs that are too far behind the leader on the same number of ranks to be repeated.
 
     The best run of every mode is always retained for comparison.

@@ -18,7 +18,7 @@ _ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM"}
 def parse_config(data: Json) -> ModelConfig:
     """Parses a config.json of transformers 4 or 5. Raises UserError on unsupported features."""
     fields = Fields(data)
-    family = _family(fields)
+    family = _architecture(fields)
     hidden = fields.integer("hidden_size", ge=1, le=2**18)
     heads = fields.integer("num_attention_heads", ge=1, le=2**14)
     kv_heads = fields.integer("num_key_value_heads", heads, ge=1, le=2**14)
@@ -83,7 +83,7 @@ def parse_rope(data: Json) -> RopeConfig:
     return RopeConfig(theta, kind, factor, low, high, original)
 
 
-def _family(fields: Fields) -> Literal["llama", "qwen2"]:
+def _architecture(fields: Fields) -> Literal["llama", "qwen2"]:
     names, kind = fields.strings("architectures"), fields.string("model_type", "")
     name = names[0] if names else _ARCHITECTURES.get(kind, kind or None)
     if name not in _ARCHITECTURES.values():

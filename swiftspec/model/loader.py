@@ -13,7 +13,7 @@ from swiftspec.model.checkpoint import Checkpoint
 from swiftspec.model.checkpoint_files import Progress, open_tensors, read_config
 from swiftspec.model.float8 import FLOAT8, Fp8KVScale
 from swiftspec.model.formats import format_of
-from swiftspec.model.formats.int8 import Rounding
+from swiftspec.model.formats.int8 import LoadTimeQuantization
 from swiftspec.model.packed_model import PackedModel
 from swiftspec.model.shard import Shard
 from swiftspec.model.tensor_parallel import TensorParallelGroup
@@ -42,7 +42,7 @@ class PackedWeightSource(Protocol):
         ...
 
 
-NO_ROUNDING = Rounding()
+NO_QUANTIZATION = LoadTimeQuantization()
 
 
 def load_model(
@@ -53,14 +53,14 @@ def load_model(
     ops: ModelOps,
     max_positions: int,
     group: TensorParallelGroup | None = None,
-    rounding: Rounding = NO_ROUNDING,
+    quantization: LoadTimeQuantization = NO_QUANTIZATION,
     cache_dtype: torch.dtype | None = None,
     progress: Progress | None = None,
     packed_cache: PackedWeightSource | None = None,
 ) -> Transformer:
     """Loads a checkpoint directory as a model that computes in `dtype`; None takes the dtype of config.json.
 
-    `rounding`: what is quantised at load, for the CPU operators. `cache_dtype`: dtype of the KV cache, None for the
+    `quantization`: what is quantised at load, for the CPU operators. `cache_dtype`: dtype of the KV cache, None for the
     model's; for float8 the weights are scaled so that keys and values fit (float8.py). `packed_cache`: cache for
     weights that `ops` packs.
 
@@ -76,7 +76,7 @@ def load_model(
             raise UserError(f"{path}: {error}") from None
     tensors = open_tensors(path, progress)
     weights = Checkpoint(config, tensors, format_of(config)).read()
-    weights = rounding.of_weights(weights if shard is None else shard.cut(weights))
+    weights = quantization.of_weights(weights if shard is None else shard.cut(weights))
     if cache_dtype == FLOAT8:
         own = config if shard is None else shard
         kv_heads = config.num_kv_heads if shard is None else shard.kv_heads
@@ -87,10 +87,10 @@ def load_model(
         share = [0, 1] if shard is None else [shard.rank, shard.size]
         facts = {"files": tensors.facts, "config": repr(config), "dtype": str(kind), "share": share}
         facts |= {} if cache_dtype is None else {"cache": str(cache_dtype)}
-        entry = packed_cache.entry({**facts, "rounding": repr(rounding)})
+        entry = packed_cache.entry({**facts, "quantization": repr(quantization)})
         weights = entry.load(weights, kind, tensors.skip)
     model = Transformer(
-        config, weights, ops, device, kind, max_positions, share=shard, group=group, cache_dtype=cache_dtype
+        config, weights, ops, device, kind, max_positions, shard=shard, group=group, cache_dtype=cache_dtype
     )
     tensors.check_all_taken()
     if entry is not None:

@@ -46,7 +46,7 @@ class Cache(Protocol):
     v: Tensor
 
 
-class Fused(Protocol):
+class FusedModel(Protocol):
     """A whole model as one native call."""
 
     def forward(self, batch: Batch, cache: Any, head: bool, /) -> Tensor | None:

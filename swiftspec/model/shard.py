@@ -24,7 +24,7 @@ EIGHT = 8  # int4 weights are packed in groups of eight along N
 
 
 @dataclass(frozen=True, slots=True)
-class HeadCut:
+class HeadPartition:
     """Divides every key-value head into units of `width` query heads; each rank gets `per_rank` units.
 
     A unit is a local key-value head with its `width` query heads; units that share a key-value head each hold a copy of
@@ -35,7 +35,7 @@ class HeadCut:
     per_rank: int
 
     @staticmethod
-    def of(heads: int, kv_heads: int, size: int) -> HeadCut:
+    def of(heads: int, kv_heads: int, size: int) -> HeadPartition:
         """The division with the least weight per rank (2u + 2 heads per unit); ties go to the wider units."""
         group = heads // kv_heads
 
@@ -43,7 +43,7 @@ class HeadCut:
             return _ceil(kv_heads * _ceil(group, width), size)
 
         width = min(range(group, 0, -1), key=lambda width: (2 * width + 2) * per_rank(width))
-        return HeadCut(width, per_rank(width))
+        return HeadPartition(width, per_rank(width))
 
     def heads_of(self, rank: int, heads: int, kv_heads: int) -> tuple[list[int], list[int]]:
         """Indices of a rank's query heads [per_rank * u] and key-value heads [per_rank] in the model; -1 is padding."""
@@ -87,11 +87,11 @@ class Shard:
         layout = format_of(config)
         if size > 1 and layout is not None and width % EIGHT:
             raise UserError(f"int4 weights are cut by eights, heads of {width} are not: take one rank or dense weights")
-        cut = HeadCut.of(heads, kv_heads, size)
+        cut = HeadPartition.of(heads, kv_heads, size)
         q_heads, own_kv_heads = cut.heads_of(rank, heads, kv_heads)
-        q, kv = _spread(q_heads, width), _spread(own_kv_heads, width)
+        q, kv = _expand_head_rows(q_heads, width), _expand_head_rows(own_kv_heads, width)
         unit = INNER_UNIT if layout is None else layout.group_size
-        rows = _deal(inner, unit, rank, size)
+        rows = _partition_rows(inner, unit, rank, size)
         return Shard(
             rank=rank,
             size=size,
@@ -103,7 +103,7 @@ class Shard:
             o=q,
             gate_up=torch.cat((rows, _after(inner, rows))),
             down=rows,
-            vocab=_deal(config.vocab_size, EIGHT, rank, size),
+            vocab=_partition_rows(config.vocab_size, EIGHT, rank, size),
         )
 
     @property
@@ -130,7 +130,7 @@ def _ceil(a: int, b: int) -> int:
     return -(-a // b)
 
 
-def _spread(heads: list[int], width: int) -> Tensor:
+def _expand_head_rows(heads: list[int], width: int) -> Tensor:
     """Row indices of whole heads."""
     first = torch.tensor(heads).unsqueeze(1)
     return torch.where(first < 0, -1, first * width + torch.arange(width)).flatten()
@@ -141,7 +141,7 @@ def _after(count: int, rows: Tensor) -> Tensor:
     return torch.where(rows < 0, -1, rows + count)
 
 
-def _deal(count: int, unit: int, rank: int, size: int) -> Tensor:
+def _partition_rows(count: int, unit: int, rank: int, size: int) -> Tensor:
     """This rank's share of `count` rows, divided into equal runs of whole units."""
     share = unit * _ceil(_ceil(count, unit), size)
     rows = torch.arange(rank * share, (rank + 1) * share)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from swiftspec.model.batch import Batch
 from swiftspec.model.config import ModelConfig
-from swiftspec.model.packed_model import Cache, Fused, PackedLayer, PackedModel
+from swiftspec.model.packed_model import Cache, FusedModel, PackedLayer, PackedModel
 from swiftspec.model.tensor_parallel import TensorParallelGroup
 from swiftspec.model.weights import LayerWeights, ModelWeights, Weight
 
@@ -27,7 +27,7 @@ class ModelOps(Protocol):
     def rope_tables(
         self, rope: Any, head_dim: int, length: int, dtype: torch.dtype, device: torch.device | str, /
     ) -> tuple[Tensor, Tensor]: ...
-    def fuse(self, stack: PackedModel, /) -> Fused | None: ...
+    def fuse(self, stack: PackedModel, /) -> FusedModel | None: ...
     def prepare(self, batch: Batch, cache: Any, cos: Tensor, sin: Tensor, num_heads: int, /) -> Any: ...
     def embed(self, tokens: Tensor, weight: Tensor, /) -> Tensor: ...
     def norm_linear(self, x: Tensor, norm: Any, packed: Any, /) -> Tensor: ...
@@ -59,13 +59,13 @@ class Transformer:
 
     def __init__(
         self, config: ModelConfig, weights: ModelWeights, ops: ModelOps, device: torch.device | str, dtype: torch.dtype,
-        max_positions: int, *, share: ShardInfo | None = None, group: TensorParallelGroup | None = None,
+        max_positions: int, *, shard: ShardInfo | None = None, group: TensorParallelGroup | None = None,
         cache_dtype: torch.dtype | None = None,
     ) -> None:  # fmt: skip
         self.config, self.device, self.dtype = config, torch.device(device), dtype
-        self.num_heads = config.num_heads if share is None else share.num_heads
-        self.kv_heads = config.num_kv_heads if share is None else share.kv_heads
-        self.head_rows = config.vocab_size if share is None else share.head_rows  # of this rank, including padding
+        self.num_heads = config.num_heads if shard is None else shard.num_heads
+        self.kv_heads = config.num_kv_heads if shard is None else shard.kv_heads
+        self.head_rows = config.vocab_size if shard is None else shard.head_rows  # of this rank, including padding
         self.group, self._ops, self.cache_dtype = group, ops, cache_dtype or dtype
         cos, sin = ops.rope_tables(config.rope, config.head_dim, max_positions, dtype, device)
         head = ops.pack(weights.head(), dtype, device)  # first, because packing holds the largest matrix twice

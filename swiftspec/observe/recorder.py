@@ -41,11 +41,11 @@ class Recorder:
         """Whether the next request is to be recorded."""
         return self.file is not None or self.listener is not None
 
-    def begin(self, opening: RequestStart) -> None:
+    def begin(self, start: RequestStart) -> None:
         """Starts a request."""
-        self._request, self._active_listener = opening.request, self.listener
+        self._request, self._active_listener = start.request, self.listener
         self._undelivered, self._for_file = [], []
-        begin = {"at": time.perf_counter(), "prompt": opening.prompt, "sampling": non_default_fields(opening.sampling)}
+        begin = {"at": time.perf_counter(), "prompt": start.prompt, "sampling": non_default_fields(start.sampling)}
         self.add({"request": self._request, "begin": begin})
         self._deliver()
 

@@ -161,10 +161,10 @@ class TreeTrace:
         if self._timeline is not None:
             self._timeline.watch(on)
 
-    def _opening(self, opening: RequestStart) -> None:
-        self._recorder.begin(opening)
+    def _opening(self, start: RequestStart) -> None:
+        self._recorder.begin(start)
         self._drain_rpcs()  # discard those of requests that were not recorded
-        self._plain = opening.sampling.verify_batch == 1
+        self._plain = start.sampling.verify_batch == 1
         self.times.clear()
 
     def _opened(self) -> None:
@@ -204,8 +204,8 @@ class DraftTrace:
         }  # fmt: skip
         self.watch = self._timeline.watch
 
-    def _opening(self, opening: RequestStart) -> None:
-        self._request = opening.request
+    def _opening(self, start: RequestStart) -> None:
+        self._request = start.request
 
     def _proposed(self, proposal: Proposal) -> None:
         self._round = proposal.round
@@ -234,9 +234,9 @@ class ParticleTrace:
         for forwards in self._forwards.values():
             forwards.watch(on)
 
-    def _opening(self, opening: RequestStart) -> None:
-        self._recorder.begin(opening)
-        self._request = opening.request
+    def _opening(self, start: RequestStart) -> None:
+        self._recorder.begin(start)
+        self._request = start.request
 
     def _opened(self) -> None:
         self._round = 0

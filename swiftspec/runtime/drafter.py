@@ -16,7 +16,7 @@ class Drafter(Protocol):
     @property
     def busy(self) -> float: ...
 
-    def open(self, opening: RequestStart) -> None:
+    def open(self, start: RequestStart) -> None:
         """Starts or resumes a request from its verified tokens."""
 
     def propose(self) -> Proposal:
@@ -40,8 +40,8 @@ class NoDrafter:
     busy = 0.0
     draft_steps = 0
 
-    def open(self, opening: RequestStart) -> None:
-        self._root = opening.request, 0, len(opening.tokens) - 1, opening.tokens[-1]
+    def open(self, start: RequestStart) -> None:
+        self._root = start.request, 0, len(start.tokens) - 1, start.tokens[-1]
 
     def propose(self) -> Proposal:
         return Proposal.root_only(*self._root)

@@ -28,11 +28,11 @@ class FallbackDrafter:
     def busy(self) -> float:
         return self._drafter.busy
 
-    def open(self, opening: RequestStart) -> None:
+    def open(self, start: RequestStart) -> None:
         self.lost = None
-        self._none.open(opening)
+        self._none.open(start)
         try:
-            self._drafter.open(opening)
+            self._drafter.open(start)
         except FAILURES as error:
             self._mark_lost(error)
 

@@ -22,10 +22,10 @@ class KVCache:
     """
 
     def __init__(
-        self, layers: int, kv_heads: int, head_dim: int, capacity: int, mover: MakeMove, *,
+        self, layers: int, kv_heads: int, head_dim: int, capacity: int, make_slot_mover: MakeMove, *,
         sequences: int = 1, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu",
     ) -> None:  # fmt: skip
-        self.capacity, self._mover = capacity, mover
+        self.capacity, self._mover = capacity, make_slot_mover
         self._shape, self._dtype, self._device = (layers, kv_heads, capacity, head_dim), dtype, device
         self.prefix_len: list[int] = []
         self.reset(sequences)

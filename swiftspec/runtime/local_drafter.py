@@ -64,26 +64,26 @@ class LocalDrafter:
         """d of this request."""
         return self._request_steps or self.draft_steps
 
-    def select_executor(self, opening: RequestStart) -> TreeExecutor:
+    def select_executor(self, start: RequestStart) -> TreeExecutor:
         """The executor that runs a request."""
         drawn = ("drawn proposals",) if self._children.sampled else ()
-        return select_executor(self.executors, features_of(opening.sampling, *drawn), opening.executor)
+        return select_executor(self.executors, features_of(start.sampling, *drawn), start.executor)
 
-    def open(self, opening: RequestStart) -> None:
-        config, sampling = self._config, opening.sampling
+    def open(self, start: RequestStart) -> None:
+        config, sampling = self._config, start.sampling
         self._nodes, self._request_steps = sampling.verify_batch or config.verify_batch, sampling.draft_steps
-        self._request, self._round = opening.request, 0
-        self._root_at = len(opening.tokens) - 1  # absolute position
+        self._request, self._round = start.request, 0
+        self._root_at = len(start.tokens) - 1  # absolute position
         self.pending, self._root = [], 0
-        sampler = self._sampler = self.runner.sampler(sampling, opening.prompt)
-        sampler.observe(opening.output)
+        sampler = self._sampler = self.runner.sampler(sampling, start.prompt)
+        sampler.observe(start.output)
         tau = config.calibration_for(sampling.greedy)
         self._children.open(sampler, self._root_at, tau)
-        self.runner.open(opening.tokens, max_cached=opening.num_cached_tokens)
-        self.tree.reset(opening.tokens[-1])
+        self.runner.open(start.tokens, max_cached=start.num_cached_tokens)
+        self.tree.reset(start.tokens[-1])
         coupled = config.proposal == "coupled" and not sampling.greedy
         count = min(config.children_per_leaf, self.runner.vocab)
-        self.executor = self.select_executor(opening)
+        self.executor = self.select_executor(start)
         shape = ExpansionShape(config.draft_leaves, count, coupled, tau, self._children.rank)
         self.executor.open(ExecutorRequest(sampler, expansion=shape))
 

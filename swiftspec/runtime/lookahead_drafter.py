@@ -45,8 +45,8 @@ class LookaheadDrafter(LocalDrafter):
         self._catch_up = config.catch_up and not children.sampled
         self.hooks: list[Callable[[int], None]] = []
 
-    def open(self, opening: RequestStart) -> None:
-        super().open(opening)
+    def open(self, start: RequestStart) -> None:
+        super().open(start)
         self.grow()
 
     def expand(self, count: int = 1) -> None:

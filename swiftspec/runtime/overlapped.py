@@ -55,9 +55,9 @@ class OverlappedDrafter(LookaheadDrafter):
         super().__init__(runner, executors, tree, children, config)
         self._on_stream = StreamContext(runner.model.device, DRAFT_STREAM_PRIORITY)
 
-    def open(self, opening: RequestStart) -> None:
+    def open(self, start: RequestStart) -> None:
         with self._on_stream():
-            super().open(opening)
+            super().open(start)
 
     def propose(self) -> Proposal:
         with self._on_stream():
@@ -80,9 +80,9 @@ def warm_up(drafter: LocalDrafter, verifier: LocalVerifier) -> None:
     """Runs one round of both models, one after the other, before they run concurrently. CUDA loads a kernel at its
     first launch, which may wait for all work on the GPU and must not happen during a graph capture of the other model.
     """
-    opening = RequestStart(0, (0, 0), SamplingParams(max_tokens=2, ignore_eos=True), 2)
-    verifier.open(opening)
-    drafter.open(opening)
+    start = RequestStart(0, (0, 0), SamplingParams(max_tokens=2, ignore_eos=True), 2)
+    verifier.open(start)
+    drafter.open(start)
     result = verifier.verify(drafter.propose())
     drafter.observe(result)
     verifier.settle()
@@ -104,9 +104,9 @@ class ThreadedVerifier:
     def busy(self) -> float:
         return self.verifier.busy
 
-    def open(self, opening: RequestStart) -> int:
+    def open(self, start: RequestStart) -> int:
         with self._on_stream():
-            return self.verifier.open(opening)
+            return self.verifier.open(start)
 
     def submit(self, proposal: Proposal) -> ThreadedVerification:
         self._running = self._thread.submit(self._verify, proposal)

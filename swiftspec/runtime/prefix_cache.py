@@ -174,13 +174,13 @@ def common_prefix_len(a: Tokens, b: Tokens) -> int:
     return int(different[0]) if len(different) else length
 
 
-def with_cached_lengths(opening: RequestStart, *runners: Runner, guided: bool = False) -> RequestStart:
+def with_cached_lengths(start: RequestStart, *runners: Runner, guided: bool = False) -> RequestStart:
     """The request with the number of cached tokens that all `runners` have; a leader sends it to its group. `guided`:
     the runners also run the unconditional sequence, if there is one."""
-    guidance = Guidance.of(opening.sampling, opening.tokens, opening.prompt_len) if guided else None
-    texts = [opening.tokens] if guidance is None else [opening.tokens, guidance.tokens]
+    guidance = Guidance.of(start.sampling, start.tokens, start.prompt_len) if guided else None
+    texts = [start.tokens] if guidance is None else [start.tokens, guidance.tokens]
     found = [
-        r.cached_lengths(texts, opening.num_cached_tokens) if isinstance(r, PrefixCachingRunner) else [0] * len(texts)
+        r.cached_lengths(texts, start.num_cached_tokens) if isinstance(r, PrefixCachingRunner) else [0] * len(texts)
         for r in runners
     ]
-    return replace(opening, num_cached_tokens=tuple(map(min, zip(*found, strict=True))))
+    return replace(start, num_cached_tokens=tuple(map(min, zip(*found, strict=True))))

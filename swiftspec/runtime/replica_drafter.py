@@ -27,7 +27,7 @@ class TreeDeltaLink(Protocol):
     @property
     def answer_timeout_s(self) -> float: ...
 
-    def open(self, opening: RequestStart) -> None:
+    def open(self, start: RequestStart) -> None:
         """Starts a request on the draft. Deltas that were sent before are never returned again."""
 
     def send(self, result: VerifyResult) -> None:
@@ -67,10 +67,10 @@ class ReplicaDrafter:
     def busy(self) -> float:
         return self._link.busy
 
-    def open(self, opening: RequestStart) -> None:
-        self._shape = self._config.for_request(opening.sampling)
+    def open(self, start: RequestStart) -> None:
+        self._shape = self._config.for_request(start.sampling)
         self._free_steps = self._shape.draft_steps_adaptive
-        self._request, self._round, self._root_at = opening.request, 0, len(opening.tokens) - 1
+        self._request, self._round, self._root_at = start.request, 0, len(start.tokens) - 1
         self._expansions_due = (
             self._shape.initial_draft_steps
         )  # expansions still due before the next proposal, with fixed d
@@ -80,9 +80,9 @@ class ReplicaDrafter:
         self._expansions_received = (
             self._shape.initial_draft_steps
         )  # expansions that have come in this round; _pace: in the one before
-        self._replica.open(opening.tokens[-1])
+        self._replica.open(start.tokens[-1])
         self._start_round()
-        self._link.open(opening)
+        self._link.open(start)
 
     def propose(self) -> Proposal:
         deadline = time.monotonic() + self._link.answer_timeout_s

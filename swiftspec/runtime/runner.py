@@ -27,7 +27,7 @@ StepHook = Callable[[float, int], None]  # start time of a step (perf_counter) a
 class RunnerOps(sampler.SamplerOps, Protocol):
     """The operators that a runner needs in addition to those of the model."""
 
-    def mover(self, k: Tensor, v: Tensor, /) -> MoveSlots: ...
+    def make_slot_mover(self, k: Tensor, v: Tensor, /) -> MoveSlots: ...
 
 
 class Runner:
@@ -58,7 +58,7 @@ class Runner:
         config = model.config
         self.model, self.ops, self.vocab, self.shard, self.tree_slots = model, ops, vocab, shard, tree_slots
         shape = config.num_layers, model.kv_heads, config.head_dim, context + tree_slots
-        self.cache = KVCache(*shape, ops.mover, dtype=model.cache_dtype, device=model.device)
+        self.cache = KVCache(*shape, ops.make_slot_mover, dtype=model.cache_dtype, device=model.device)
         self.busy = 0.0
         self.hooks: list[StepHook] = []
         self.cancel_check: Callable[[], None] = lambda: None  # called before each prefill chunk; may raise RequestEnds

@@ -45,18 +45,18 @@ class TreeDeltaSender:
         drafter.hooks.append(self._send_delta)
         self.free = self._expansions_owed = False  # _owed: d expansions, where d is fixed
 
-    def open(self, opening: RequestStart) -> None:
+    def open(self, start: RequestStart) -> None:
         """Starts a request: prefills the prompt and sends the first delta."""
         self._expansions_owed = False  # left over from an earlier request
-        shape = self._config.for_request(opening.sampling)
+        shape = self._config.for_request(start.sampling)
         self.free, self._max_expansions = shape.draft_steps_adaptive, shape.max_draft_steps
         steps = 1 if self.free else shape.initial_draft_steps
         if self._group_drafter.draft_steps != steps:
             self._group_drafter.draft_steps = steps
-        self._request = opening.request
+        self._request = start.request
         self._ids.open()
         self._start_round(0)
-        self._group_drafter.open(opening)
+        self._group_drafter.open(start)
         self._after_update()
 
     def observe(self, result: VerifyResult) -> None:

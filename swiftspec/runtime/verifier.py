@@ -27,7 +27,7 @@ class Verifier(Protocol):
     @property
     def busy(self) -> float: ...
 
-    def open(self, opening: RequestStart) -> int:
+    def open(self, start: RequestStart) -> int:
         """Starts a request from its verified tokens. Returns the number of cached tokens."""
         ...
 
@@ -66,16 +66,16 @@ class LocalVerifier:
         """The function that decides which nodes of a proposal are accepted."""
         return TokenMatching(sampler)
 
-    def select_executor(self, opening: RequestStart) -> TreeExecutor:
+    def select_executor(self, start: RequestStart) -> TreeExecutor:
         """The executor that runs a request."""
-        return select_executor(self.executors, self.required_features(opening.sampling), opening.executor)
+        return select_executor(self.executors, self.required_features(start.sampling), start.executor)
 
-    def open(self, opening: RequestStart) -> int:
-        self._sampler = self.runner.sampler(opening.sampling, opening.prompt)
-        self._sampler.observe(opening.output)
-        guidance = Guidance.of(opening.sampling, opening.tokens, opening.prompt_len)
-        kept = self.runner.open(opening.tokens, guidance, opening.num_cached_tokens)
-        self.executor = self.select_executor(opening)
+    def open(self, start: RequestStart) -> int:
+        self._sampler = self.runner.sampler(start.sampling, start.prompt)
+        self._sampler.observe(start.output)
+        guidance = Guidance.of(start.sampling, start.tokens, start.prompt_len)
+        kept = self.runner.open(start.tokens, guidance, start.num_cached_tokens)
+        self.executor = self.select_executor(start)
         self.executor.open(ExecutorRequest(self._sampler, accept=self.acceptance_rule(self._sampler)))
         return kept
 

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NoReturn
 
-from swiftspec.distributed.launch.launcher import Launched, launched, own_rank
+from swiftspec.distributed.launch.launcher import LaunchedRank, launched, own_rank
 from swiftspec.distributed.launch.supervision import EXIT_PEER_LOST, JobEnded
 from swiftspec.errors import RankLost, UserError
 from swiftspec.serve.signals import SIGNAL_GRACE_S, TERMINATION_SIGNALS, TerminationGuard
@@ -165,7 +165,7 @@ def _run_subcommand(name: str, argv: list[str], first: bool) -> int:
     return _dispatch(argv, first)
 
 
-def _run_with_workers(name: str, argv: Sequence[str], here: Launched | None) -> int:
+def _run_with_workers(name: str, argv: Sequence[str], here: LaunchedRank | None) -> int:
     """Runs `worker`, or `generate` with a remote target."""
     from swiftspec.serve.cli import generate, worker
     from swiftspec.serve.cli.arguments import parse_command
@@ -188,7 +188,7 @@ def _run_with_workers(name: str, argv: Sequence[str], here: Launched | None) -> 
     return generate.run_generate(command, prompt)
 
 
-def _supervise_server(command: ParsedCommand, here: Launched | None, ranks: int, argv: Sequence[str]) -> int:
+def _supervise_server(command: ParsedCommand, here: LaunchedRank | None, ranks: int, argv: Sequence[str]) -> int:
     from swiftspec.serve.http.engine_link import frontend_process
     from swiftspec.serve.settings.settings import UsageError
     from swiftspec.serve.supervisor.job import supervise_server

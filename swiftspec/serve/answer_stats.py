@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from swiftspec.config import EngineConfig
-from swiftspec.observe.acceptance import Acceptance
+from swiftspec.observe.acceptance_stats import Acceptance
 from swiftspec.params import SamplingParams
 
 if TYPE_CHECKING:

@@ -27,13 +27,13 @@ class ChainVerdict:
     bonus: Tensor  # [B] int64, the target's token after the accepted ones
 
 
-def verify_by_rejection(target: Tensor, draft: Tensor, tokens: Tensor, coins: Tensor, noise: Tensor) -> ChainVerdict:
+def verify_by_rejection(target: Tensor, draft: Tensor, tokens: Tensor, uniforms: Tensor, noise: Tensor) -> ChainVerdict:
     """Rejection sampling of tokens that were sampled from the draft: the output follows p, whatever q is.
 
     `target`, `draft`: [B, K + 1, V] and [B, K, V] processed logits of p and q. A draft row without a finite logit is a
     q of zeros.
     `tokens`: [B, K] sampled from q.
-    `coins`: [B, K] uniform in (0, 1).
+    `uniforms`: [B, K] uniform in (0, 1).
     `noise`: [B, V] standard Gumbel.
 
     A token is accepted with probability min(1, p / q). The first rejected one is replaced by a sample of the residual
@@ -42,13 +42,13 @@ def verify_by_rejection(target: Tensor, draft: Tensor, tokens: Tensor, coins: Te
     algorithm 1.
     """
     _check_shapes(tokens, target=(target, 1), draft=(draft, 0))
-    if coins.shape != tokens.shape:
-        raise ValueError(f"coins must be {list(tokens.shape)}, as the tokens are, not {list(coins.shape)}")
+    if uniforms.shape != tokens.shape:
+        raise ValueError(f"uniforms must be {list(tokens.shape)}, as the tokens are, not {list(uniforms.shape)}")
     steps, rows = tokens.shape[1], torch.arange(tokens.shape[0], device=tokens.device)
     kind = torch.float64 if target.dtype == torch.float64 else torch.float32
     log_p, log_q = (_log_probs(logits, tokens, kind) for logits in (target, draft))
     # a token with q = 0 was not sampled; p = 0 would make the difference NaN
-    passes = (coins.to(kind).log() < log_p - log_q) & (log_p > -torch.inf)
+    passes = (uniforms.to(kind).log() < log_p - log_q) & (log_p > -torch.inf)
     accepted = passes.long().cumprod(-1).bool()
     count = accepted.sum(-1)
     p = target[rows, count].to(kind).softmax(-1)

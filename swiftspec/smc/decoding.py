@@ -32,7 +32,7 @@ class Population(Protocol):
     def max_requests(self) -> int: ...
     @property
     def has_room(self) -> bool: ...
-    def admit(self, opening: RequestStart, stops: Collection[int], limit: int) -> SequenceGroup: ...
+    def admit(self, start: RequestStart, stops: Collection[int], limit: int) -> SequenceGroup: ...
     def launch(self) -> bool: ...
     def collect(self) -> None: ...
     def finish(self, group: SequenceGroup) -> GroupResult: ...
@@ -86,7 +86,7 @@ def _last(population: Population, group: SequenceGroup) -> Sequence[int]:
 class BatchRequest:
     """One request of a batch. Its times are measured from admission."""
 
-    opening: RequestStart
+    start: RequestStart
     stop_criteria: StopCriteria
     stats: Stats
     error: UserError | None = None  # set if its finish reason is "error"
@@ -96,7 +96,7 @@ class BatchRequest:
 
     @property
     def number(self) -> int:
-        return self.opening.request
+        return self.start.request
 
     def ended_chunk(self, reason: str) -> TokenChunk:
         """The last chunk of a request that ends early, with its finish reason."""
@@ -120,10 +120,10 @@ class ParticleDecoding:
     def busy(self) -> tuple[float, float]:
         return self.population.busy
 
-    def open(self, opening: RequestStart, stop_criteria: StopCriteria) -> int:
+    def open(self, start: RequestStart, stop_criteria: StopCriteria) -> int:
         self._release_all()
-        self._on_event("opening", opening)
-        self._group = self.population.admit(opening, stop_criteria.stop_token_ids, stop_criteria.max_tokens)
+        self._on_event("opening", start)
+        self._group = self.population.admit(start, stop_criteria.stop_token_ids, stop_criteria.max_tokens)
         self._on_event("opened")
         return self._group.num_cached_tokens
 
@@ -183,7 +183,7 @@ class ParticleDecoding:
     def _admit(self, request: BatchRequest) -> SequenceGroup:
         request.started_at = time.perf_counter()
         group = self.population.admit(
-            request.opening, request.stop_criteria.stop_token_ids, request.stop_criteria.max_tokens
+            request.start, request.stop_criteria.stop_token_ids, request.stop_criteria.max_tokens
         )
         request.admitted_at, request.busy_before = time.perf_counter(), self.busy
         request.stats.cached_tokens, request.stats.prompt_time = (

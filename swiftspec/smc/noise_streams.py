@@ -90,7 +90,7 @@ class ParticleStreams:
         """Keys [A, N]."""
         return self._keys[:groups, purpose, : self._particles]
 
-    def coins(self, clock: Tensor) -> Tensor:
+    def uniforms(self, clock: Tensor) -> Tensor:
         """Uniform (0, 1) numbers of each particle of the first A groups at each of `clock` [A, m]: [A, N, m]
         float64."""
         return self._uniform(self._keys_of(StreamPurpose.COIN, len(clock))[..., None], clock[:, None])

@@ -129,24 +129,24 @@ class LocalPopulation:
         """Whether another request can be admitted."""
         return len(self.groups) < self.max_requests
 
-    def select_executor(self, opening: RequestStart) -> PopulationExecutor:
+    def select_executor(self, start: RequestStart) -> PopulationExecutor:
         """The executor that runs a request."""
-        return select_executor(self.executors, features_of(opening.sampling, "population"), opening.executor)
+        return select_executor(self.executors, features_of(start.sampling, "population"), start.executor)
 
-    def admit(self, opening: RequestStart, stops: Collection[int], limit: int) -> SequenceGroup:
+    def admit(self, start: RequestStart, stops: Collection[int], limit: int) -> SequenceGroup:
         """Prefills the prompt on both models and fans out N particles. Other groups are not affected.
 
         An answer ends at a token of `stops` or after `limit` tokens. Requires `has_room`, and a request that
         `check_sampling` accepts.
         """
         assert self.has_room
-        executor = self.select_executor(opening)
-        sequence, num_cached = self._prefill_prompt(opening)
-        self.round.open(self._order.index(sequence), opening.tokens, opening.sampling, stops, limit)
+        executor = self.select_executor(start)
+        sequence, num_cached = self._prefill_prompt(start)
+        self.round.open(self._order.index(sequence), start.tokens, start.sampling, stops, limit)
         # without rejections every particle grows by K + 1 tokens per round, so the number of rounds is known
-        max_rounds = limit if self.round.rejects(opening.sampling) else -(-limit // self.particles.step)
+        max_rounds = limit if self.round.rejects(start.sampling) else -(-limit // self.particles.step)
         group = SequenceGroup(
-            sequence, executor, opening.tokens, num_cached, len(opening.tokens) - 1, max_rounds,
+            sequence, executor, start.tokens, num_cached, len(start.tokens) - 1, max_rounds,
             compact_at=2 * self.config.slots_per_round,
         )  # fmt: skip
         self.groups.append(group)
@@ -222,11 +222,11 @@ class LocalPopulation:
             uniform=uniform,
         )
 
-    def _prefill_prompt(self, opening: RequestStart) -> tuple[int, int]:
+    def _prefill_prompt(self, start: RequestStart) -> tuple[int, int]:
         """Prefills a free sequence of both caches. Returns the sequence and the number of cached prompt tokens."""
-        tokens, runners = opening.tokens, (self.target, self.draft)
+        tokens, runners = start.tokens, (self.target, self.draft)
         if self.max_requests == 1:
-            return 0, min(runner.open(tokens, max_cached=opening.num_cached_tokens) for runner in runners)
+            return 0, min(runner.open(tokens, max_cached=start.num_cached_tokens) for runner in runners)
         sequence, num_cached = self._prefixes.acquire(tokens, [group.sequence for group in self.groups])
         for runner in runners:
             runner.prefill(tokens[num_cached:-1], [sequence])

@@ -292,10 +292,10 @@ class PopulationRound:
         keys = [*chains.keys, last]
         for span, kept in zip(context.spans, chains.logits, strict=True):
             some = span.groups
-            coins = partial(self._coins, context, some)
+            uniforms = partial(self._uniforms, context, some)
             rows = span.rows(context.particles.count)
             mine = [None if each is None else each[rows] for each in keys]
-            drafted = DraftedTokens(chains.tokens[some], chains.log_q[some], kept, mine, coins)
+            drafted = DraftedTokens(chains.tokens[some], chains.log_q[some], kept, mine, uniforms)
             found.append(verify_round(span.processor, self._config, logits[some], drafted))
         if len(found) == 1:
             return found[0]
@@ -303,9 +303,9 @@ class PopulationRound:
             *(concatenate([getattr(each, name) for each in found]) for name in ("accepted", "bonus", "terms"))
         )
 
-    def _coins(self, context: RoundContext, groups: slice) -> Tensor:
+    def _uniforms(self, context: RoundContext, groups: slice) -> Tensor:
         clock = context.particles.clock[:, None] + self._ticks[: self._config.num_rejection_tokens]
-        return self.streams.coins(clock)[groups]
+        return self.streams.uniforms(clock)[groups]
 
     def _forward(
         self, runner: Runner, context: RoundContext, tokens: Tensor, positions: Tensor, slots: Tensor, mask: Tensor

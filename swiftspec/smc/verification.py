@@ -31,7 +31,7 @@ class DraftedTokens:
     log_q: Tensor  # [A, N, K]
     logits: list[Tensor]  # [A N, V] each: the draft's at the steps that may be rejected, shaped
     keys: list[Tensor | None]  # [A N] of the noise of the token after them; of theirs before it, where chains match
-    coins: Callable[[], Tensor]  # [A, N, E], where the first tokens are verified; all are of rejected chains
+    uniforms: Callable[[], Tensor]  # [A, N, E], where the first tokens are verified; all are of rejected chains
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,9 +72,9 @@ def _verify_by_rejection(processor: LogitsProcessor, logits: Tensor, drafted: Dr
     """Rejection sampling."""
     groups, steps, particles, _ = logits.shape
     target = processor.target(logits.transpose(1, 2).flatten(0, 2)).view(groups * particles, steps, -1)
-    tokens, coins = drafted.tokens.flatten(0, 1), drafted.coins().flatten(0, 1)
+    tokens, uniforms = drafted.tokens.flatten(0, 1), drafted.uniforms().flatten(0, 1)
     found = chain_verification.verify_by_rejection(
-        target, torch.stack(drafted.logits, 1), tokens, coins, _bonus_noise(drafted, target)
+        target, torch.stack(drafted.logits, 1), tokens, uniforms, _bonus_noise(drafted, target)
     )
     last = target.gather(1, found.count[:, None, None].expand(-1, 1, target.shape[-1]))
     bonus = torch.where(last.isnan().flatten(1).any(-1), -1, found.bonus)
@@ -147,8 +147,8 @@ def _reject_drafts(
     power, exact, tokens = config.power, config.smc_exact, drafted.tokens.flatten(0, 1)
     stays = logits[:, :-1].gather(-1, tokens.unsqueeze(-1)).squeeze(-1) > filters.NEG_INF
     if exact:
-        coins = drafted.coins().flatten(0, 1)
-        verified = weights.accept_drafts(logits[:, :exact], draft[:, :exact], tokens[:, :exact], coins, power)
+        uniforms = drafted.uniforms().flatten(0, 1)
+        verified = weights.accept_drafts(logits[:, :exact], draft[:, :exact], tokens[:, :exact], uniforms, power)
         stays = torch.cat((verified, stays[:, exact:]), 1)
     accepted = stays.cumprod(1).sum(1)
     at = accepted[:, None, None].expand(-1, 1, logits.shape[-1])

@@ -73,17 +73,17 @@ def log_mass_inside(target: Tensor, draft: Tensor) -> Tensor:
     return (left.logsumexp(-1) - draft.logsumexp(-1)).to(torch.float64)
 
 
-def accept_drafts(target: Tensor, draft: Tensor, tokens: Tensor, coins: Tensor, power: float) -> Tensor:
+def accept_drafts(target: Tensor, draft: Tensor, tokens: Tensor, uniforms: Tensor, power: float) -> Tensor:
     """Which draft tokens pass exact verification against b, each on its own path without siblings: [N, E] bool.
 
     `target`, `draft`: logits [N, E, V] before each token.
     `tokens`: [N, E].
-    `coins`: [N, E] uniform.
+    `uniforms`: [N, E] uniform.
 
     Source: Leviathan et al. 2023, algorithm 1, with b for p.
     """
     ratio = (power * target).log_softmax(-1) - draft.log_softmax(-1)
-    return coins.log() < ratio.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
+    return uniforms.log() < ratio.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
 
 
 def log_residual(target: Tensor, draft: Tensor, power: float) -> Tensor:

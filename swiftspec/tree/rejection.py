@@ -30,7 +30,7 @@ from swiftspec.sampling.noise import COIN_STREAM, RESIDUAL_STREAM
 from swiftspec.sampling.sampler import Paths, Sampler
 from swiftspec.tree.acceptance import Accepted
 
-Families = dict[int, list[int]]  # node -> its children
+ChildNodes = dict[int, list[int]]  # node -> its children
 RESIDUAL_SHARE = 1e-30  # share of p in a residual; decides only where rounding leaves no other mass
 
 
@@ -44,11 +44,11 @@ class Verdict:
     overlap: Tensor  # [r] float64, 1 - TV(p, q): prior probability that the first child is accepted
 
 
-def verify_siblings(p: Tensor, q: Tensor, child_index: Tensor, coins: Tensor) -> Verdict:
+def verify_siblings(p: Tensor, q: Tensor, child_index: Tensor, uniforms: Tensor) -> Verdict:
     """Tests the children of r nodes one sibling after the other, vectorised over the nodes.
 
     `p`, `q` [r, width] float64: probabilities of q's tokens, where those of q sum to about 1. `child_index` [r, c]:
-    columns of the children in the order drawn, -1 for padding. `coins` [r, c]: uniform random numbers in (0, 1).
+    columns of the children in the order drawn, -1 for padding. `uniforms` [r, c]: uniform random numbers in (0, 1).
     """
     p = torch.where(q > 0, p, 0)
     overlap = torch.minimum(p, q / q.sum(-1, keepdim=True).clamp_min(RESIDUAL_SHARE)).sum(-1)
@@ -60,7 +60,7 @@ def verify_siblings(p: Tensor, q: Tensor, child_index: Tensor, coins: Tensor) ->
         live = (own >= 0) & (accepted < 0)
         own = own.clamp_min(0)
         q = q / q.sum(-1, keepdim=True).clamp_min(RESIDUAL_SHARE)
-        passes = coins[:, i : i + 1] * q.gather(-1, own) < p.gather(-1, own)
+        passes = uniforms[:, i : i + 1] * q.gather(-1, own) < p.gather(-1, own)
         accepted = torch.where(live & passes, i, accepted)
         failed = live & ~passes
         rest = (p - q).clamp_min(0) + RESIDUAL_SHARE * p
@@ -76,7 +76,7 @@ class RejectionSampling:
     result.
 
     Nothing between the logits and the verdict synchronises with the device. Every node is therefore tested and gets a
-    final token, although only one path is used. `noise` and `coins` may be buffers of a CUDA graph.
+    final token, although only one path is used. `noise` and `uniforms` may be buffers of a CUDA graph.
     """
 
     def __init__(self, sampler: Sampler) -> None:
@@ -84,7 +84,7 @@ class RejectionSampling:
         self.noise = sampler.noise_of(RESIDUAL_STREAM)
         self.noise_rows = self.noise.rows
         key = torch.tensor([stream_key(sampler.params.seed, COIN_STREAM)], dtype=torch.uint32)
-        self.coins = key.view(torch.int32).to(sampler.device)
+        self.uniforms = key.view(torch.int32).to(sampler.device)
 
     def __call__(self, proposal: Proposal, logits: Tensor, paths: Paths | None, positions: Tensor) -> Accepted:
         """See `AcceptFn`. Raises ValueError if the proposal has no draft distributions."""
@@ -103,9 +103,9 @@ class RejectionSampling:
             values, total = shaped.gather(-1, named), shaped.logsumexp(-1, keepdim=True)
         else:
             values, total = shard.values(shaped, named)
-        bits = row_bits(row_keys(self.coins, positions + 1), counters(range(places.shape[1]), shaped.device))
-        coins = bits.to(torch.float64).add_(0.5).mul_(2.0**-32)
-        judged = verify_siblings((values - total).double().exp(), q, places, coins)
+        bits = row_bits(row_keys(self.uniforms, positions + 1), counters(range(places.shape[1]), shaped.device))
+        uniforms = bits.to(torch.float64).add_(0.5).mul_(2.0**-32)
+        judged = verify_siblings((values - total).double().exp(), q, places, uniforms)
         columns = range(shaped.shape[-1]) if shard is None else shard.tokens
         # Scatter the residual of p; entries outside q or of another rank go to a padding column that is dropped.
         inside = judged.inside.log() - judged.outside.unsqueeze(1) + total
@@ -130,10 +130,10 @@ def pack_draft_probs(
     row.
     """
     check_draft_probs(proposal)
-    families, drawn = _families(proposal), proposal.draft_probs
-    if not families or drawn is None:
+    child_nodes, drawn = _child_nodes(proposal), proposal.draft_probs
+    if not child_nodes or drawn is None:
         return np.tile([0.0, 0.0, -1.0], (rows, 1)), 1  # one unused token and no child
-    nodes, places, width = list(families), _child_index(proposal, drawn, families), drawn.tokens.shape[1]
+    nodes, places, width = list(child_nodes), _child_index(proposal, drawn, child_nodes), drawn.tokens.shape[1]
     out = np.zeros((rows, 2 * width + padded(places.shape[1])))
     out[:, 2 * width :] = -1
     out[nodes, :width], out[nodes, width : 2 * width] = drawn.tokens, drawn.probs
@@ -144,36 +144,36 @@ def pack_draft_probs(
 def rejection_path(proposal: Proposal, judged: NDArray[np.float64]) -> Accepted:
     """The accepted path: follows the accepted children from the root. `judged` is the result of
     `RejectionSampling.verdicts`."""
-    families, path, tokens = _families(proposal), [0], []
+    child_nodes, path, tokens = _child_nodes(proposal), [0], []
     while (child := int(judged[path[-1], 0])) >= 0:
-        path.append(families[path[-1]][child])
+        path.append(child_nodes[path[-1]][child])
         tokens.append(proposal.tokens[path[-1]])
-    overlaps = tuple(float(judged[node, 1]) for node in path if node in families)
+    overlaps = tuple(float(judged[node, 1]) for node in path if node in child_nodes)
     return Accepted(path, [*tokens, int(judged[path[-1], 2])], overlaps)
 
 
 def check_draft_probs(proposal: Proposal) -> None:
     """Raises ValueError on a proposal without draft distributions, or with a child that was not drawn from them."""
-    families = _families(proposal)
-    if families and proposal.draft_probs is None:
+    child_nodes = _child_nodes(proposal)
+    if child_nodes and proposal.draft_probs is None:
         raise ValueError("verify reject was sent a proposal that does not say what its tokens were drawn from")
-    if families and proposal.draft_probs is not None:
-        _child_index(proposal, proposal.draft_probs, families)
+    if child_nodes and proposal.draft_probs is not None:
+        _child_index(proposal, proposal.draft_probs, child_nodes)
 
 
-def _families(proposal: Proposal) -> Families:
+def _child_nodes(proposal: Proposal) -> ChildNodes:
     """The children of each node that has children, in the order drawn."""
-    families: Families = {}
+    child_nodes: ChildNodes = {}
     for node, parent in enumerate(proposal.parents[1:], 1):
-        families.setdefault(parent, []).append(node)
-    return dict(sorted(families.items()))
+        child_nodes.setdefault(parent, []).append(node)
+    return dict(sorted(child_nodes.items()))
 
 
-def _child_index(proposal: Proposal, drawn: DraftProbs, families: Families) -> NDArray[np.int64]:
+def _child_index(proposal: Proposal, drawn: DraftProbs, child_nodes: ChildNodes) -> NDArray[np.int64]:
     """The column of each child in its row of `drawn`: [rows, c], -1 for padding. Raises ValueError on a child that
     cannot have been drawn from its row."""
-    places = np.full((len(families), max(map(len, families.values()))), -1)
-    for row, children in enumerate(families.values()):
+    places = np.full((len(child_nodes), max(map(len, child_nodes.values()))), -1)
+    for row, children in enumerate(child_nodes.values()):
         for i, child in enumerate(children):
             (found,) = np.nonzero((drawn.tokens[row] == proposal.tokens[child]) & (drawn.probs[row] > 0))
             if len(found) != 1:

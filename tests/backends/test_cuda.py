@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from swiftspec import _C
-from swiftspec.backends import library as unfused
-from swiftspec.backends import reference
+from swiftspec.backends import reference, unfused
 from swiftspec.builder.load_options import select_operators
 from swiftspec.errors import UserError
 from swiftspec.model.config_json import parse_config

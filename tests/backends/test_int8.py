@@ -17,9 +17,9 @@ from swiftspec import _C
 from swiftspec.backends import cpu as host
 from swiftspec.config import EngineConfig
 from swiftspec.llm import LLM
-from swiftspec.model.formats.activation_quantization import round_rows
+from swiftspec.model.formats.activation_quantization import quantize_rows
 from swiftspec.model.formats.int4 import Int4Weight
-from swiftspec.model.formats.int8 import Int8Weight, LazyInt8Weight, Rounding
+from swiftspec.model.formats.int8 import Int8Weight, LazyInt8Weight, LoadTimeQuantization
 from swiftspec.model.weights import DenseWeight, LayerWeights, ModelWeights, Weight
 from swiftspec.params import SamplingParams
 from tests.backends.test_cpu import BF16, F32, dense, int4, random
@@ -111,7 +111,7 @@ def test_threads_change_nothing() -> None:
 
 def test_quantised_rows_have_seven_bits_of_precision() -> None:
     x = random(5, 256, seed=1, dtype=F32)
-    codes, scales = round_rows(x, 64)
+    codes, scales = quantize_rows(x, 64)
     assert codes.abs().amax(2).eq(127).all()  # the largest of each group
     back = (codes * scales.unsqueeze(2)).flatten(1)
     assert float((back - x).abs().max()) <= float(scales.max()) / 2 * 1.001
@@ -160,14 +160,14 @@ def test_only_the_supported_weights_of_a_model_are_quantised() -> None:
         return ModelWeights(torch.ones(8, 64), [lambda: layer(weight)], torch.ones(64), lambda: dense(8, 64, 1))
 
     four = int4(64, 64, 32, 1)
-    both = Rounding(activations=True, head="int8").of_weights(model(four))
+    both = LoadTimeQuantization(activations=True, head="int8").of_weights(model(four))
     assert isinstance(both.head(), LazyInt8Weight)
     assert all(isinstance(x.down, Int4Weight) and x.down.rounds and x.qkv.product("cpu") for x in read_layers(both))
-    small = Rounding(activations=True, head="int4").of_weights(model(four)).head()
+    small = LoadTimeQuantization(activations=True, head="int4").of_weights(model(four)).head()
     assert isinstance(small, Int4Weight) and small.rounds
-    neither = Rounding().of_weights(model(four))
+    neither = LoadTimeQuantization().of_weights(model(four))
     assert isinstance(neither.head(), DenseWeight) and [read().o for read in neither.layers] == [four]
-    bf16 = Rounding(activations=True).of_weights(model(dense(64, 64, 1)))
+    bf16 = LoadTimeQuantization(activations=True).of_weights(model(dense(64, 64, 1)))
     assert isinstance(bf16.head(), DenseWeight) and all(x.o.product("cpu") is None for x in read_layers(bf16))
 
 

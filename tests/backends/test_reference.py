@@ -208,5 +208,5 @@ def test_mover(seed: int, count: int, start: int) -> None:
     for x, before in zip(want, (k, v)):
         for i, slot in enumerate(source.tolist()):
             x[:, 1, :, start + i] = before[:, 1, :, slot]
-    ops.mover(k, v)(1, source.tolist(), start)
+    ops.make_slot_mover(k, v)(1, source.tolist(), start)
     assert torch.equal(k, want[0]) and torch.equal(v, want[1])

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from swiftspec import _C
-from swiftspec.backends.cpu.shm import Mailbox, SharedGroup, new_name
+from swiftspec.backends.cpu.shm import Mailbox, ShmCollectives, new_name
 from tests.support.shm_rank import ROUNDS, bits, values
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -123,11 +123,11 @@ def together(*calls: Callable[[], object]) -> list[object]:
     return results
 
 
-def groups(size: int, **options: Any) -> list[SharedGroup]:
+def groups(size: int, **options: Any) -> list[ShmCollectives]:
     name = new_name()
-    made = together(*(lambda r=r: SharedGroup(name, r, size, spin=False, **options) for r in range(size)))
-    assert all(isinstance(group, SharedGroup) for group in made), made
-    return [group for group in made if isinstance(group, SharedGroup)]
+    made = together(*(lambda r=r: ShmCollectives(name, r, size, spin=False, **options) for r in range(size)))
+    assert all(isinstance(group, ShmCollectives) for group in made), made
+    return [group for group in made if isinstance(group, ShmCollectives)]
 
 
 def mailboxes(**options: Any) -> tuple[Mailbox, Mailbox]:
@@ -223,21 +223,21 @@ def test_a_full_mailbox() -> None:
 
 def test_an_incomplete_group_times_out() -> None:
     with pytest.raises(TimeoutError, match="only 1 of 2 ranks"):
-        SharedGroup(new_name(), 0, 2, spin=False, attach_timeout_s=0.05)
+        ShmCollectives(new_name(), 0, 2, spin=False, attach_timeout_s=0.05)
     with pytest.raises(TimeoutError, match="rank 0 has not made"):
-        SharedGroup(new_name(), 1, 2, spin=False, attach_timeout_s=0.05)
+        ShmCollectives(new_name(), 1, 2, spin=False, attach_timeout_s=0.05)
     name = new_name()
     found = together(
-        lambda: SharedGroup(name, 0, 3, spin=False, attach_timeout_s=0.3),
-        lambda: SharedGroup(name, 1, 3, spin=False, attach_timeout_s=0.3, capacity=64),
+        lambda: ShmCollectives(name, 0, 3, spin=False, attach_timeout_s=0.3),
+        lambda: ShmCollectives(name, 1, 3, spin=False, attach_timeout_s=0.3, capacity=64),
     )
     assert isinstance(found[0], TimeoutError) and isinstance(found[1], ValueError)
     assert "other sizes" in str(found[1])
     for rank, size in ((-1, 2), (2, 2), (0, 0), (0, 17)):
         with pytest.raises(ValueError, match="ranks"):
-            SharedGroup(name, rank, size, spin=False)
+            ShmCollectives(name, rank, size, spin=False)
     with pytest.raises(OSError, match="shared memory"):
-        SharedGroup("/a/b", 0, 2, spin=False)
+        ShmCollectives("/a/b", 0, 2, spin=False)
     with pytest.raises(ValueError, match="side"):
         Mailbox(name, 2, spin=False)
     assert not [path for path in left_behind() if path.name == name[1:]]
@@ -254,7 +254,7 @@ def test_a_rank_killed_before_the_group_is_complete() -> None:
         assert path.stat().st_mode & 0o777 == 0o600
         threading.Timer(0.2, first.kill).start()
         with pytest.raises(ConnectionError, match="rank 0 ended while the group was being formed"):
-            SharedGroup(name, 1, 3, spin=False, capacity=4096)
+            ShmCollectives(name, 1, 3, spin=False, capacity=4096)
     assert not path.exists()
 
 

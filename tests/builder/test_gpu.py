@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from swiftspec.backends import cuda, library
+from swiftspec.backends import cuda, unfused
 from swiftspec.builder import model_pair as assembled
 from swiftspec.builder.load_options import select_operators
 from swiftspec.builder.memory_estimate import BYTES_PER_GB, MemoryEstimate, check_memory
@@ -121,6 +121,6 @@ def test_unsupported_models_use_torch_operators_with_a_message(pair: Path, monke
     large = parse_config(LLAMA_8B)
     assert select_operators("auto", large, BF16, GPU) is cuda
     monkeypatch.setattr(cuda, "require_usable", too_old)
-    assert select_operators("auto", large, BF16, GPU) is library
+    assert select_operators("auto", large, BF16, GPU) is unfused
     with pytest.raises(UserError, match="T4 has 7"):
         select_operators("cuda", large, BF16, GPU)

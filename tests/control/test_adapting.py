@@ -144,8 +144,8 @@ class FixedDrafter:
 
     busy, draft_steps = 0.0, 3
 
-    def open(self, opening: RequestStart) -> None:
-        self.round, self.at = 0, len(opening.tokens) - 1
+    def open(self, start: RequestStart) -> None:
+        self.round, self.at = 0, len(start.tokens) - 1
 
     def propose(self) -> Proposal:
         return Proposal(1, self.round, self.at, (0, 11, 12, 13, 14), (-1, 0, 1, 1, 3))

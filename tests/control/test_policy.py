@@ -38,8 +38,8 @@ class FakeDrafter:
 
     busy, draft_steps = 0.0, 3
 
-    def open(self, opening: RequestStart) -> None:
-        self.round, self.at, self.grown = 0, len(opening.tokens) - 1, 0
+    def open(self, start: RequestStart) -> None:
+        self.round, self.at, self.grown = 0, len(start.tokens) - 1, 0
 
     def propose(self) -> Proposal:
         return Proposal(1, self.round, self.at, (0, 0, 0), (-1, 0, 1))

@@ -14,7 +14,7 @@ from torch import Tensor
 from swiftspec import _C
 from swiftspec.backends import cpu as host
 from swiftspec.backends import reference
-from swiftspec.distributed.collectives.sums import sum_in_rank_order
+from swiftspec.distributed.collectives.torch_dist import sum_in_rank_order
 from swiftspec.errors import UserError
 from swiftspec.model.checkpoint_files import read_config
 from swiftspec.model.loader import load_model
@@ -36,7 +36,7 @@ def logits(
     """All logits of a prompt, gathered: the first rows as one chunk, the rest row by row."""
     model = load_model(path, dtype=dtype, ops=ops, max_positions=64, group=group)
     c = model.config
-    cache = KVCache(c.num_layers, model.kv_heads, c.head_dim, 32, ops.mover, dtype=dtype)
+    cache = KVCache(c.num_layers, model.kv_heads, c.head_dim, 32, ops.make_slot_mover, dtype=dtype)
     rows: list[Tensor] = []
     for first, last in ((0, 7), (7, 8), (8, len(TOKENS))):
         out = model.forward(chain(TOKENS[first:last], first), cache)
@@ -180,7 +180,7 @@ import torch
 import torch.distributed as dist
 from swiftspec.errors import RankLost
 from swiftspec.distributed.collectives.torch_dist import TorchDistGroup
-from swiftspec.distributed.collectives.sums import sum_in_rank_order
+from swiftspec.distributed.collectives.torch_dist import sum_in_rank_order
 
 rank, store = int(sys.argv[1]), dist.FileStore(sys.argv[2], 3)
 torch.set_num_threads(1)

@@ -257,8 +257,8 @@ def test_slots_move_in_place(capacity: int, path: int) -> None:
     ours, theirs = (Cache(2, 3, capacity, 64) for _ in range(2))
     order = torch.randperm(capacity, generator=dice(path), device=DEVICE)[:path].sort().values.tolist()
     start = 1 if order[0] > 0 else 0
-    cuda.mover(ours.k, ours.v)(1, order, start)
-    reference.mover(theirs.k, theirs.v)(1, order, start)
+    cuda.make_slot_mover(ours.k, ours.v)(1, order, start)
+    reference.make_slot_mover(theirs.k, theirs.v)(1, order, start)
     assert torch.equal(ours.k, theirs.k) and torch.equal(ours.v, theirs.v)
 
 

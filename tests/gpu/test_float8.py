@@ -58,7 +58,7 @@ def test_attention_over_float8(rows: int, length: int, dim: int) -> None:
         assert torch.equal(alone[0], together[row])
     assert same(narrow.k, single.k) and same(narrow.v, single.v)
 
-    cuda.mover(single.k, single.v)(0, [5, 9, 11], 3)
+    cuda.make_slot_mover(single.k, single.v)(0, [5, 9, 11], 3)
     assert same(single.k[:, :, :, 3:6].contiguous(), narrow.k[:, :, :, [5, 9, 11]].contiguous())
     narrow.k.view(torch.uint8)[1, 0, 1, 2, 5] = 0x7F
     spoiled = run(batch, narrow, qkv, *turns).view(rows, KV_HEADS, -1)

@@ -14,8 +14,7 @@ import torch
 
 from bench.data.heldout import DEMO
 from swiftspec import _C
-from swiftspec.backends import cuda
-from swiftspec.backends import library as unfused
+from swiftspec.backends import cuda, unfused
 from swiftspec.backends.cuda.linear import PeerCommunicator, make_inbox
 from swiftspec.config import EngineConfig
 from swiftspec.distributed.collectives.peers import PeerMemoryGroup
@@ -94,7 +93,7 @@ def random_model(group: Any = None, seed: int = 1) -> Transformer:
     weights = ModelWeights(dense(VOCAB, 256).weight, [layer, layer], torch.ones(256), lambda: dense(VOCAB, 256))
     share = None if group is None else Shard.of(config, group.rank, group.size)
     weights = weights if share is None else share.cut(weights)
-    return Transformer(config, weights, cuda, DEVICE, torch.bfloat16, 512, share=share, group=group)
+    return Transformer(config, weights, cuda, DEVICE, torch.bfloat16, 512, shard=share, group=group)
 
 
 def group_of_one(gather: Any = None, rows: int = 32) -> PeerMemoryGroup:
@@ -137,7 +136,7 @@ def test_a_draft_round_as_one_graph(mode: str, sampling: SamplingParams, grouped
     )
     same_rounds(eager, graphed, sampling, VOCAB, rounds=ROUNDS)
     steps = graphed.executor
-    assert isinstance(steps, GraphExpansionExecutor) and steps.graphs._families[steps._family].graphs
+    assert isinstance(steps, GraphExpansionExecutor) and steps.graphs._graph_sets[steps._family].graphs
     assert eager.executor.name == "eager"
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import FileStore
 
 from swiftspec.backends.cuda import linear as ops
-from swiftspec.backends.cuda.peers import PeerGroup
+from swiftspec.backends.cuda.peers import PeerCollectives
 from swiftspec.distributed.collectives.peers import PeerMemoryGroup
 from swiftspec.params import SamplingParams
 from tests.gpu.device import DEVICE, EMULATED, captured, most, needs_kernels
@@ -29,7 +29,7 @@ K, N = 512, 1024
 HERE = DEVICE.type  # this process's GPU
 
 
-def open_peers(rank: int, size: int, file: str, patience: float) -> PeerGroup:
+def open_peers(rank: int, size: int, file: str, patience: float) -> PeerCollectives:
     """The peer group of this process; its GPU becomes the current one."""
     device = torch.device(f"{HERE}:{rank % torch.cuda.device_count()}" if HERE == "cuda" else HERE)
     torch.cuda.set_device(device)
@@ -39,7 +39,7 @@ def open_peers(rank: int, size: int, file: str, patience: float) -> PeerGroup:
         store.set(f"{topic} {rank}", mine.hex())
         return [bytes.fromhex(store.get(f"{topic} {peer}").decode()) for peer in range(size)]
 
-    return PeerGroup(rank, size, ops.max_lines(N), device, exchange, patience)
+    return PeerCollectives(rank, size, ops.max_lines(N), device, exchange, patience)
 
 
 def sum_products(rank: int, size: int, file: str) -> None:

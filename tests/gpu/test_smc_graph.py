@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from bench.data.heldout import DEMO
-from swiftspec.backends import cuda
-from swiftspec.backends import library as unfused
+from swiftspec.backends import cuda, unfused
 from swiftspec.config import PopulationConfig
 from swiftspec.model.loader import load_model
 from swiftspec.params import SamplingParams

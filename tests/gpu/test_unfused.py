@@ -1,11 +1,11 @@
-"""int4 products of backends/library on a GPU, where torch has other operators and another packing than on a CPU."""
+"""int4 products of backends/unfused on a GPU, where torch has other operators and another packing than on a CPU."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from swiftspec.backends import library as unfused
+from swiftspec.backends import unfused
 from swiftspec.model.formats.int4 import Int4Weight, pack_int4
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU")]

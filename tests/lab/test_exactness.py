@@ -19,7 +19,7 @@ from swiftspec.messages import VerifyResult
 from swiftspec.params import SamplingParams
 from swiftspec.runtime.executors import available
 from swiftspec.runtime.local_drafter import LocalDrafter
-from swiftspec.runtime.rejection_verifier import RejectionVerifier
+from swiftspec.runtime.target_verifier import TargetVerifier
 from tests.serve.test_serve import bare_environment, pair
 from tests.support.biased_acceptance import LongestBranch
 from tests.support.roles import executor_deps, replace_roles, verifier_of
@@ -84,7 +84,7 @@ def test_the_biased_verifier_is_detected_and_the_exact_one_passes(pair: list[str
     runner = verifier_of(tree).runner
     replace_roles(
         tree,
-        verifier=RejectionVerifier(runner, available.target_executors(runner, executor_deps(runner)), LongestBranch),
+        verifier=TargetVerifier(runner, available.target_executors(runner, executor_deps(runner)), LongestBranch),
     )
     assert not trial.compare_samples(plain, tree, [5, 17, 40], sampling, 300, lambda: None).same
 

@@ -24,7 +24,7 @@ def test_valid_lines(tmp_path: Path) -> None:
     assert trace.head == HEAD and trace.rounds == [TIMELINE, TIMELINE | {"round": 2}]
     assert len(timeline.costs(trace)) == 1 and "2 rounds" in timeline.summary(trace)
     assert "mode smc" in timeline.summary(read(tmp_path, HEAD | {"mode": "smc"}, PARTICLES))
-    assert timeline.chrome(read(tmp_path, HEAD, {**PARTICLES, "population": [1.0, 1.0]}))["traceEvents"]
+    assert timeline.to_chrome_trace(read(tmp_path, HEAD, {**PARTICLES, "population": [1.0, 1.0]}))["traceEvents"]
 
 
 @pytest.mark.parametrize(
@@ -60,5 +60,5 @@ def test_an_invalid_first_line(tmp_path: Path) -> None:
 
 def test_a_trace_without_a_span(tmp_path: Path) -> None:
     bare = {"request": 0, "round": 0, "tokens": [], "target": {}}
-    assert timeline.chrome(read(tmp_path, HEAD, bare)) == {"traceEvents": []}
+    assert timeline.to_chrome_trace(read(tmp_path, HEAD, bare)) == {"traceEvents": []}
     timeline.summary(read(tmp_path, HEAD, TIMELINE, TIMELINE | {"round": 2, "target": {}}))

@@ -49,8 +49,8 @@ def test_losers_are_dropped_but_every_mode_keeps_its_best() -> None:
         run("async", 3, 1, 100, 110, d=4), run("async", 2, 2, 80, 96, d=4), run("async", 1, 3, 50, 60, d=4),
         run("serial", 4, 4, 40, d=2), run("serial", 4, 4, 30, d=3), run("smc", 1, 1, 5), run("serial", 1, 1, 900, d=2),
     ]  # fmt: skip
-    assert trials.losers(runs) == [2, 4]
-    assert trials.losers([]) == []
+    assert trials.dominated_runs(runs) == [2, 4]
+    assert trials.dominated_runs([]) == []
 
 
 def test_variations_change_one_thing_at_a_time() -> None:
@@ -106,4 +106,4 @@ def test_populations_change_one_thing_at_a_time() -> None:
 def test_the_throughput_of_many_groups_does_not_exclude_other_modes() -> None:
     """The speed of several groups is that of all requests together."""
     several = run("smc", 1, 1, 900, variation=True)
-    assert trials.losers([run("serial", 1, 1, 100, d=3), several, run("smc", 1, 1, 20)]) == []
+    assert trials.dominated_runs([run("serial", 1, 1, 100, d=3), several, run("smc", 1, 1, 20)]) == []

@@ -37,7 +37,7 @@ def load(path: Path, **options: Any) -> Transformer:
 def logits(path: Path, **options: Any) -> Tensor:
     model = load(path, **options)
     c = model.config
-    cache = KVCache(c.num_layers, c.num_kv_heads, c.head_dim, 32, reference.mover, dtype=model.dtype)
+    cache = KVCache(c.num_layers, c.num_kv_heads, c.head_dim, 32, reference.make_slot_mover, dtype=model.dtype)
     out = model.forward(chain(TOKENS), cache)
     assert out is not None
     return out

@@ -13,7 +13,7 @@ from torch import Tensor
 from swiftspec.errors import UserError
 from swiftspec.model.config import ModelConfig
 from swiftspec.model.config_json import parse_config
-from swiftspec.model.shard import HeadCut, Shard
+from swiftspec.model.shard import HeadPartition, Shard
 
 
 def config(
@@ -48,7 +48,7 @@ def held(index: Tensor) -> list[int]:
     ],
 )
 def test_the_smallest_shard(heads: int, kv_heads: int, size: int, width: int, per_rank: int) -> None:
-    assert HeadCut.of(heads, kv_heads, size) == HeadCut(width, per_rank)
+    assert HeadPartition.of(heads, kv_heads, size) == HeadPartition(width, per_rank)
 
 
 models = st.tuples(st.integers(1, 8), st.integers(1, 9)).map(lambda shape: (shape[0] * shape[1], shape[0]))
@@ -59,7 +59,7 @@ models = st.tuples(st.integers(1, 8), st.integers(1, 9)).map(lambda shape: (shap
 def test_heads_by_brute_force(model: tuple[int, int], size: int) -> None:
     """Each query head is on one rank, with the key-value head that the model assigns to it."""
     heads, kv_heads = model
-    cut, found = HeadCut.of(heads, kv_heads, size), []
+    cut, found = HeadPartition.of(heads, kv_heads, size), []
     for rank in range(size):
         q, kv = cut.heads_of(rank, heads, kv_heads)
         assert len(q) == cut.width * cut.per_rank and len(kv) == cut.per_rank

@@ -28,7 +28,7 @@ def load(path: Path, dtype: torch.dtype = torch.float64) -> Transformer:
 def new_cache(model: Transformer, sequences: int = 1) -> KVCache:
     c = model.config
     size = (c.num_layers, c.num_kv_heads, c.head_dim, CAPACITY)
-    return KVCache(*size, reference.mover, sequences=sequences, dtype=model.dtype)
+    return KVCache(*size, reference.make_slot_mover, sequences=sequences, dtype=model.dtype)
 
 
 def logits(model: Transformer, batch: Batch, cache: KVCache) -> Tensor:

@@ -155,8 +155,8 @@ def test_the_summary_lists_waits_and_their_reasons() -> None:
         (pytest.approx(12.5), pytest.approx(2), 0, 0, 2),
         (pytest.approx(13.5), 0, pytest.approx(3), 1, 2),
     ]
-    assert timeline.orchestration(found, 10, 5) == [pytest.approx(2.5), pytest.approx(-1.5)]
-    assert timeline.orchestration(found, 10, 3) == [pytest.approx(2.5), pytest.approx(0.5)]
+    assert timeline.host_overhead(found, 10, 5) == [pytest.approx(2.5), pytest.approx(-1.5)]
+    assert timeline.host_overhead(found, 10, 3) == [pytest.approx(2.5), pytest.approx(0.5)]
     text = timeline.summary(trace)
     assert "a round lasts 13000.000 ms" in text
     assert "still growing   1000.000 ms, in 1 rounds" in text

@@ -18,7 +18,7 @@ from swiftspec.distributed.transport.codec import pack_message, unpack_request_s
 from swiftspec.errors import UserError
 from swiftspec.llm import LLM
 from swiftspec.messages import RequestStart
-from swiftspec.observe.acceptance import Acceptance
+from swiftspec.observe.acceptance_stats import Acceptance
 from swiftspec.params import SamplingParams
 from swiftspec.sampling.guidance import Guidance
 from swiftspec.smc.limits import check_sampling
@@ -193,9 +193,9 @@ def test_guidance_of_a_population_is_refused() -> None:
 
 
 def test_guidance_works_with_a_draft_group() -> None:
-    opening = RequestStart(3, (1, 2, 3), guided(1.7, LONG), 2)
-    assert unpack_request_start(pack_message(opening)) == opening
-    guidance = Guidance.of(opening.sampling, opening.tokens, opening.prompt_len)
+    start = RequestStart(3, (1, 2, 3), guided(1.7, LONG), 2)
+    assert unpack_request_start(pack_message(start)) == start
+    guidance = Guidance.of(start.sampling, start.tokens, start.prompt_len)
     assert guidance == Guidance((*LONG, 3), 1.7)
 
 

@@ -18,11 +18,11 @@ POISON = 1e4  # in every slot that is free
 class CacheMachine(RuleBasedStateMachine):
     """Two sequences with unequal prefixes under one tree; every written slot has a unique number."""
 
-    mover = staticmethod(reference.mover)
+    make_slot_mover = staticmethod(reference.make_slot_mover)
 
     def __init__(self) -> None:
         super().__init__()
-        self.cache = KVCache(2, 1, 2, CAPACITY, self.mover, sequences=2, dtype=torch.float64)
+        self.cache = KVCache(2, 1, 2, CAPACITY, self.make_slot_mover, sequences=2, dtype=torch.float64)
         self._poison()
         self.prefix: list[list[float]] = [[], []]
         self.tree: list[float] = []
@@ -85,7 +85,7 @@ TestKVCache = CacheMachine.TestCase
 class NativeCacheMachine(CacheMachine):
     """The same with the native move, which supports any dtype."""
 
-    mover = staticmethod(host.mover)
+    make_slot_mover = staticmethod(host.make_slot_mover)
 
 
 NativeCacheMachine.TestCase.settings = CacheMachine.TestCase.settings

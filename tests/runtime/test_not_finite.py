@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from swiftspec.backends import cpu as host
-from swiftspec.backends import library, reference
+from swiftspec.backends import reference, unfused
 from swiftspec.backends.reference import Scores
 from swiftspec.config import EngineConfig, PopulationConfig
 from swiftspec.errors import NonFiniteLogits
@@ -167,7 +167,7 @@ def test_all_ranks_agree_on_logits_that_are_not_finite(
     assert [answer["tokens"] for answer in got[1::2]] == [answer["tokens"] for answer in want]
 
 
-@pytest.mark.parametrize("ops", [reference, library, host], ids=["reference", "library", "native"])
+@pytest.mark.parametrize("ops", [reference, unfused, host], ids=["reference", "unfused", "native"])
 def test_sampling_detects_values_that_are_not_finite(ops: Any) -> None:
     """At any position of a row; other rows keep their tokens."""
     chance = random.Random(0)

@@ -137,7 +137,7 @@ class Script:
         """A delta None: nothing has arrived; a wait skips it."""
         self.deltas, self.waits = deltas, 0
 
-    def open(self, opening: RequestStart) -> None:
+    def open(self, start: RequestStart) -> None:
         pass
 
     def send(self, result: VerifyResult) -> None:
@@ -274,7 +274,7 @@ def test_the_end_of_expansions_is_detected_between_deltas() -> None:
         answer_timeout_s = 0.0
 
         def __init__(self) -> None: ...
-        def open(self, opening: RequestStart) -> None: ...
+        def open(self, start: RequestStart) -> None: ...
         def receive(self, deadline: float | None) -> TreeDelta | None:
             if not arrivals and deadline is not None:
                 raise DrafterLost("it waits in vain")

@@ -26,8 +26,8 @@ from torch.overrides import TorchFunctionMode
 
 from swiftspec import _C
 from swiftspec.backends import cuda
-from swiftspec.backends.cuda import checks as cuda_checks
 from swiftspec.backends.cuda import linear as cuda_linear
+from swiftspec.backends.cuda import torch_interop
 
 ROOT = Path(__file__).resolve().parents[2]
 CSRC = ROOT / "csrc"
@@ -96,7 +96,7 @@ def install(module: Path, seed: int) -> None:
     gpu.device = lambda *_: contextlib.nullcontext()
     gpu.current_stream = lambda *_: SimpleNamespace(cuda_stream=0, synchronize=_synchronize)
     gpu.synchronize = lambda *_: _synchronize()
-    modules: tuple[Any, ...] = (cuda, cuda_linear, cuda_checks)
+    modules: tuple[Any, ...] = (cuda, cuda_linear, torch_interop)
     for ops in modules:  # torch versions have one of the two
         ops.require_usable = lambda *_: cpu
         ops.on_gpu = lambda device: device == cpu

@@ -20,7 +20,7 @@ V = 7
 
 
 def chain(seed: int, batch: int, steps: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, ...]:
-    """target, draft, tokens sampled from it, coins, noise."""
+    """target, draft, tokens sampled from it, uniforms, noise."""
     noise = torch.Generator().manual_seed(seed)
     target, draft = (2 * torch.randn(batch, steps + extra, V, generator=noise).to(dtype) for extra in (1, 0))
     target[torch.rand(target.shape, generator=noise) < 0.3] = -math.inf
@@ -30,9 +30,9 @@ def chain(seed: int, batch: int, steps: int, dtype: torch.dtype = torch.float64)
         if steps
         else torch.zeros(batch, 0, dtype=torch.int64)
     )
-    coins = torch.rand(batch, steps, generator=noise, dtype=torch.float64)
+    uniforms = torch.rand(batch, steps, generator=noise, dtype=torch.float64)
     gumbel = -torch.rand(batch, V, generator=noise, dtype=torch.float64).log().neg().log()
-    return target, draft, tokens, coins, gumbel
+    return target, draft, tokens, uniforms, gumbel
 
 
 class HistoryDistributions:
@@ -59,20 +59,20 @@ def thresholds(target: Tensor, draft: Tensor, tokens: Tensor) -> Tensor:
     for k in range(tokens.shape[1]):
         low, high = torch.zeros(len(tokens), dtype=torch.float64), torch.ones(len(tokens), dtype=torch.float64)
         for _ in range(45):
-            coins = torch.full(tokens.shape, 1e-300, dtype=torch.float64)
-            coins[:, k] = middle = (low + high) / 2
-            passes = verify.verify_by_rejection(target, draft, tokens, coins, torch.zeros(1, 1)).count > k
+            uniforms = torch.full(tokens.shape, 1e-300, dtype=torch.float64)
+            uniforms[:, k] = middle = (low + high) / 2
+            passes = verify.verify_by_rejection(target, draft, tokens, uniforms, torch.zeros(1, 1)).count > k
             low, high = torch.where(passes, middle, low), torch.where(passes, high, middle)
         found[:, k] = high
     return found
 
 
-def left_after(target: Tensor, draft: Tensor, tokens: Tensor, coins: Tensor) -> Tensor:
-    """The distribution [n, V] of the bonus token after these coins: for two tokens at a time, from the noise at which
-    one replaces the other."""
+def left_after(target: Tensor, draft: Tensor, tokens: Tensor, uniforms: Tensor) -> Tensor:
+    """The distribution [n, V] of the bonus token after these uniforms: for two tokens at a time, from the noise at
+    which one replaces the other."""
     n, vocab = len(tokens), target.shape[-1]
     silent = torch.full((n, vocab), -1e6, dtype=torch.float64)
-    first = verify.verify_by_rejection(target, draft, tokens, coins, torch.zeros(1, 1)).bonus[:, None]
+    first = verify.verify_by_rejection(target, draft, tokens, uniforms, torch.zeros(1, 1)).bonus[:, None]
     logs = torch.zeros(n, vocab, dtype=torch.float64)
     for token in range(vocab):
         low, high = (torch.full((n, 1), end, dtype=torch.float64) for end in (-1.0, 60.0))
@@ -80,7 +80,7 @@ def left_after(target: Tensor, draft: Tensor, tokens: Tensor, coins: Tensor) -> 
             middle = (low + high) / 2
             noise = silent.scatter(1, first, 0)
             noise[:, token : token + 1] = torch.where(first == token, 0.0, middle)
-            wins = verify.verify_by_rejection(target, draft, tokens, coins, noise).bonus[:, None] == token
+            wins = verify.verify_by_rejection(target, draft, tokens, uniforms, noise).bonus[:, None] == token
             low, high = torch.where(wins, low, middle), torch.where(wins, middle, high)
         logs[:, token] = torch.where(first == token, 0.0, -high).squeeze(1)
     return torch.where(logs < -50, -math.inf, logs).softmax(-1)
@@ -102,12 +102,12 @@ def test_whole_chains_follow_p(kind: str, vocab: int, steps: int) -> None:
     law: dict[tuple[int, ...], float] = {}
     mass = drawn.clone()
     for fails in range(steps + 1):
-        coins = torch.full(tokens.shape, 1e-300, dtype=torch.float64)
+        uniforms = torch.full(tokens.shape, 1e-300, dtype=torch.float64)
         if fails < steps:
-            coins[:, fails] = 1 - 1e-16
-        found = verify.verify_by_rejection(target, draft, tokens, coins, torch.zeros(1, 1))
+            uniforms[:, fails] = 1 - 1e-16
+        found = verify.verify_by_rejection(target, draft, tokens, uniforms, torch.zeros(1, 1))
         reached = mass * (1 - passes[:, fails]) if fails < steps else mass
-        bonus = left_after(target, draft, tokens, coins)
+        bonus = left_after(target, draft, tokens, uniforms)
         for row in torch.nonzero(reached > 1e-12).flatten().tolist():
             assert int(found.count[row]) == fails
             for token in range(vocab):
@@ -151,17 +151,17 @@ def test_the_replacement_of_a_token_follows_the_residual_distribution() -> None:
 )
 @settings(deadline=None)
 def test_a_batch_equals_its_rows(seed: int, batch: int, steps: int, dtype: torch.dtype) -> None:
-    target, draft, tokens, coins, noise = chain(seed, batch, steps, dtype)
+    target, draft, tokens, uniforms, noise = chain(seed, batch, steps, dtype)
     best = (target + noise[:, None]).argmax(-1)
     together = (
         verify.accept_matching_prefix(best, tokens),
-        verify.verify_by_rejection(target, draft, tokens, coins, noise),
+        verify.verify_by_rejection(target, draft, tokens, uniforms, noise),
     )
     for b in range(batch):
         one = slice(b, b + 1)
         alone = (
             verify.accept_matching_prefix(best[one], tokens[one]),
-            verify.verify_by_rejection(target[one], draft[one], tokens[one], coins[one], noise[one]),
+            verify.verify_by_rejection(target[one], draft[one], tokens[one], uniforms[one], noise[one]),
         )
         for single, every in zip(alone, together):
             for name in ("accepted", "count", "bonus"):
@@ -174,9 +174,9 @@ def test_a_batch_equals_its_rows(seed: int, batch: int, steps: int, dtype: torch
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_lower_precision_gives_the_decisions_of_float64(dtype: torch.dtype) -> None:
-    target, draft, tokens, coins, noise = chain(4, 500, 3, dtype)
-    low = verify.verify_by_rejection(target, draft, tokens, coins, noise)
-    high = verify.verify_by_rejection(target.double(), draft.double(), tokens, coins, noise)
+    target, draft, tokens, uniforms, noise = chain(4, 500, 3, dtype)
+    low = verify.verify_by_rejection(target, draft, tokens, uniforms, noise)
+    high = verify.verify_by_rejection(target.double(), draft.double(), tokens, uniforms, noise)
     assert (low.count == high.count).double().mean() > 0.99 and (low.bonus == high.bonus).double().mean() > 0.99
 
 
@@ -193,23 +193,23 @@ def test_tokens_are_accepted_while_they_equal_those_of_autoregressive_decoding()
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_a_draft_without_probabilities_gives_p(dtype: torch.dtype) -> None:
-    target, draft, tokens, coins, noise = chain(2, 64, 2, dtype)
+    target, draft, tokens, uniforms, noise = chain(2, 64, 2, dtype)
     draft[:, 1] = -math.inf
-    found = verify.verify_by_rejection(target, draft, tokens, coins, noise)
+    found = verify.verify_by_rejection(target, draft, tokens, uniforms, noise)
     reached = found.count == 1
     assert (found.count < 2).all() and reached.any()
     assert torch.equal(found.bonus[reached], (target[:, 1].double() + noise).argmax(-1)[reached])
 
 
 def test_invalid_shapes_are_named() -> None:
-    target, draft, tokens, coins, noise = chain(1, 3, 2)
+    target, draft, tokens, uniforms, noise = chain(1, 3, 2)
     with pytest.raises(ValueError, match=r"target must be \[3, 3, 7\] for tokens \[3, 2\], not \[3, 2, 7\]"):
-        verify.verify_by_rejection(draft, draft, tokens, coins, noise)
+        verify.verify_by_rejection(draft, draft, tokens, uniforms, noise)
     with pytest.raises(ValueError, match=r"target must be \[3, 2, 7\] for tokens \[3, 1\]"):
-        verify.verify_by_rejection(target, draft, tokens[:, :1], coins, noise)
+        verify.verify_by_rejection(target, draft, tokens[:, :1], uniforms, noise)
     with pytest.raises(ValueError, match=r"draft must be \[3, 2, 7\] for tokens \[3, 2\], not \[3, 3, 7\]"):
-        verify.verify_by_rejection(target, target, tokens, coins, noise)
-    with pytest.raises(ValueError, match=r"coins must be \[3, 2\], as the tokens are, not \[3\]"):
-        verify.verify_by_rejection(target, draft, tokens, coins[:, 0], noise)
+        verify.verify_by_rejection(target, target, tokens, uniforms, noise)
+    with pytest.raises(ValueError, match=r"uniforms must be \[3, 2\], as the tokens are, not \[3\]"):
+        verify.verify_by_rejection(target, draft, tokens, uniforms[:, 0], noise)
     with pytest.raises(ValueError, match=r"tokens must be \[requests, draft tokens\], not \[3\]"):
-        verify.verify_by_rejection(target, draft, tokens[:, 0], coins, noise)
+        verify.verify_by_rejection(target, draft, tokens[:, 0], uniforms, noise)

@@ -40,7 +40,7 @@ class Population(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.cache = KVCache(1, 1, 1, 80, reference.mover, dtype=torch.float64)
+        self.cache = KVCache(1, 1, 1, 80, reference.make_slot_mover, dtype=torch.float64)
         self.particles = Particles(1, N, K, SLOTS, LIMIT)
         self.bytes_moved = 0
         self.fan_out()

@@ -29,7 +29,7 @@ CHAINS = EngineConfig("serial", draft_steps=3, max_num_seqs=3)
 def test_cached_prefixes_equal_what_was_prefilled(requests: Sequence[tuple[list[int], bool]]) -> None:
     """A cache whose keys are the tokens: whatever stays or is copied belongs to the text. `bool`: the request
     continues."""
-    cache = KVCache(1, 1, 1, 80, reference.mover, sequences=3)
+    cache = KVCache(1, 1, 1, 80, reference.make_slot_mover, sequences=3)
     texts, busy = SequencePrefixes([cache]), list[int]()
     for text, goes_on in requests:
         sequence, cached = texts.acquire(text, busy)
@@ -44,7 +44,7 @@ def test_cached_prefixes_equal_what_was_prefilled(requests: Sequence[tuple[list[
 
 
 def test_the_least_recently_used_sequence_is_reused() -> None:
-    cache = KVCache(1, 1, 1, 200, reference.mover, sequences=3)
+    cache = KVCache(1, 1, 1, 200, reference.make_slot_mover, sequences=3)
     texts = SequencePrefixes([cache])
 
     def read(*tokens: int) -> tuple[int, int]:

@@ -33,7 +33,7 @@ def test_noise_equals_that_of_every_backend(seed: int, clock: int) -> None:
     bits = [
         int(noise_bits(seed, stream_of(i, StreamPurpose.COIN), [clock], range(1)).to(torch.int64)) for i in range(3)
     ]
-    assert streams.coins(torch.tensor([[clock]]))[0, :, 0].tolist() == [(b + 0.5) / 2**32 for b in bits]
+    assert streams.uniforms(torch.tensor([[clock]]))[0, :, 0].tolist() == [(b + 0.5) / 2**32 for b in bits]
 
 
 def test_no_two_particles_or_purposes_share_noise() -> None:
@@ -43,7 +43,7 @@ def test_no_two_particles_or_purposes_share_noise() -> None:
     streams = ParticleStreams(1, 1, "cpu")
     streams.seed(0, 7)
     tick = torch.tensor([4])
-    drawn = {float(streams.resampling(torch.tensor([0]))), streams.pick(0), float(streams.coins(tick[None]))}
+    drawn = {float(streams.resampling(torch.tensor([0]))), streams.pick(0), float(streams.uniforms(tick[None]))}
     assert len(drawn) == 3 and all(0 < u < 1 for u in drawn)
 
 

@@ -114,9 +114,9 @@ def longest_branch(proposal: Proposal, p: Callable[[tuple[int, ...]], Sequence[f
         q = float(proposal.draft_probs.probs[row][proposal.draft_probs.tokens[row] == token].sum())
         texts.append((*texts[above], token))
         chances.append(min(1.0, p(texts[above])[token] / q))
-    for coins in itertools.product((False, True), repeat=len(texts) - 1):
+    for uniforms in itertools.product((False, True), repeat=len(texts) - 1):
         accepted, mass = [True], 1.0
-        for node, passes in enumerate(coins, 1):
+        for node, passes in enumerate(uniforms, 1):
             accepted.append(passes and accepted[proposal.parents[node]])
             mass *= chances[node] if passes else 1 - chances[node]
         text = max(itertools.compress(texts, accepted), key=len)

@@ -16,7 +16,7 @@ from fastapi import FastAPI
 from starlette.types import ASGIApp
 
 from swiftspec.serve.http.app import create_app
-from swiftspec.serve.http.engine_link.engine import AsyncEngineRequest, EngineState
+from swiftspec.serve.http.engine_link.async_engine import AsyncEngineRequest, EngineState
 from swiftspec.serve.http.engine_link.frames import (
     Choice,
     DoneFrame,

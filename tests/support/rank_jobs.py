@@ -145,7 +145,7 @@ def refuse_on_group(side: Side, model: str) -> list[str] | None:
     link = WorkerConnection(f"127.0.0.1:{worker.port}", "--url", worker.service.name, response_type, OPEN)
     about, errors = link.ping(10), list[str]()
     text, most, own = (5, 17, 3), about.max_model_len, ModelIdentity(about.model, about.tokenizer)
-    openings = [
+    starts = [
         RequestStart(1, text, SamplingParams(temperature=0, grammar="no grammar"), 3),
         RequestStart(1, (5,) * (most + 1), SamplingParams(temperature=0), 3),
         RequestStart(
@@ -154,15 +154,13 @@ def refuse_on_group(side: Side, model: str) -> list[str] | None:
         RequestStart(1, text, SamplingParams(temperature=0), 3),
     ]
     try:
-        for opening in openings:
-            stream, at = link.stream(), len(opening.tokens) - 1
-            stream.send(
-                request_type(opening=request_start_to_proto(opening, EngineConfig("serial", draft_steps=2), own))
-            )
+        for start in starts:
+            stream, at = link.stream(), len(start.tokens) - 1
+            stream.send(request_type(opening=request_start_to_proto(start, EngineConfig("serial", draft_steps=2), own)))
             try:
                 opened = stream.recv(20)
                 if side == "target":
-                    proposal = proposal_to_proto(Proposal(1, 0, at, (opening.tokens[-1], 9), (-1, 0)))
+                    proposal = proposal_to_proto(Proposal(1, 0, at, (start.tokens[-1], 9), (-1, 0)))
                     stream.send(pb.VerifyRequest(session=opened.session, proposal=proposal))
                     opened = stream.recv(20)
                 errors.append("" if opened.session else "no session")

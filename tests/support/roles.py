@@ -17,8 +17,8 @@ from swiftspec.runtime.executors import available
 from swiftspec.runtime.executors.available import ExecutorDeps
 from swiftspec.runtime.executors.graph import Capture
 from swiftspec.runtime.local_drafter import LocalDrafter
-from swiftspec.runtime.rejection_verifier import RejectionVerifier
 from swiftspec.runtime.runner import Runner
+from swiftspec.runtime.target_verifier import TargetVerifier
 from swiftspec.runtime.verifier import LocalVerifier, Verifier
 from swiftspec.sampling.vocab import VocabShard
 from swiftspec.smc.group_result import GroupResult
@@ -57,7 +57,7 @@ def make_drafter(
 
 def make_verifier(runner: Runner, method: str = "match", capture: Capture | None = None) -> LocalVerifier:
     """`method`: as EngineConfig.verify."""
-    return RejectionVerifier(
+    return TargetVerifier(
         runner,
         available.target_executors(runner, executor_deps(runner, capture)),
         RejectionSampling if method == "reject" else None,
@@ -69,10 +69,10 @@ class SequentialPopulation(LocalPopulation):
 
     group: SequenceGroup
 
-    def open(self, opening: RequestStart, stops: Collection[int], limit: int) -> SequenceGroup:
+    def open(self, start: RequestStart, stops: Collection[int], limit: int) -> SequenceGroup:
         for group in [*self.groups]:
             self.release(group)
-        self.group = self.admit(opening, stops, limit)
+        self.group = self.admit(start, stops, limit)
         return self.group
 
     def answer(self) -> GroupResult:

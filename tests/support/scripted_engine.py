@@ -9,7 +9,7 @@ from typing import Any
 from swiftspec.config import EngineConfig
 from swiftspec.engine import Stats
 from swiftspec.serve import answer_stats
-from swiftspec.serve.http.engine_link.engine import AsyncEngineRequest, EngineState
+from swiftspec.serve.http.engine_link.async_engine import AsyncEngineRequest, EngineState
 from swiftspec.serve.http.engine_link.frames import DoneFrame, EngineInfo, RankState, TokensFrame
 from swiftspec.serve.http.observe.request_metrics import InstrumentedEngine
 

@@ -9,7 +9,7 @@ from contextlib import aclosing
 from typing import Any
 
 from swiftspec.serve.http.engine_link import frames
-from swiftspec.serve.http.engine_link.engine import AsyncEngineRequest
+from swiftspec.serve.http.engine_link.async_engine import AsyncEngineRequest
 from swiftspec.serve.http.engine_link.engine_client import EngineClient
 from swiftspec.serve.http.engine_link.frame_socket import AsyncFrameSocket, FrameDecoder, encode_frame
 from swiftspec.serve.http.engine_link.frames import FrontendConfig, ToEngine

@@ -20,7 +20,7 @@ from collections.abc import Callable
 
 import torch
 
-from swiftspec.backends.cpu.shm import Mailbox, SharedGroup
+from swiftspec.backends.cpu.shm import Mailbox, ShmCollectives
 
 ROUNDS = 200
 
@@ -40,7 +40,7 @@ def bits(x: torch.Tensor) -> str:
     return hashlib.sha256(x.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
 
 
-def collectives(group: SharedGroup) -> None:
+def collectives(group: ShmCollectives) -> None:
     for dtype in (torch.float32, torch.float64, torch.bfloat16):
         for shape in ((3, 5), (8, 384)):
             report(sum=str(dtype), shape=shape, bits=bits(group.all_reduce(values(group.rank, shape, dtype))))
@@ -72,7 +72,7 @@ def until_lost(call: Callable[[], object]) -> None:
 
 def work(rank: int, spin: bool, names: list[str]) -> None:
     report(process=os.getpid())
-    groups = [SharedGroup(name, rank, n, spin=spin, capacity=4096) for n, name in zip((2, 3, 4), names) if rank < n]
+    groups = [ShmCollectives(name, rank, n, spin=spin, capacity=4096) for n, name in zip((2, 3, 4), names) if rank < n]
     mailbox = Mailbox(names[3], rank, spin=spin, words=64) if rank < 2 else None
     for group in groups:
         collectives(group)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from swiftspec.distributed.collectives.peers import PeerMemoryGroup
-from swiftspec.distributed.collectives.sums import sum_in_rank_order
+from swiftspec.distributed.collectives.torch_dist import sum_in_rank_order
 
 T = TypeVar("T")
 

@@ -28,12 +28,12 @@ class ThreadedLink:
         self._deltas: Queue[TreeDelta] = Queue()
         self._sender = TreeDeltaSender(drafter, lambda delta: self._deltas.put(delta), config)
 
-    def open(self, opening: RequestStart) -> None:
+    def open(self, start: RequestStart) -> None:
         self._messages: Queue[RequestStart | VerifyResult | None] = Queue()
         self._deltas = Queue()
         self._thread = Thread(target=self._serve, daemon=True)
         self._thread.start()
-        self._messages.put(opening)
+        self._messages.put(start)
 
     def send(self, result: VerifyResult) -> None:
         self._messages.put(result)

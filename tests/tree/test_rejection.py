@@ -1,5 +1,5 @@
 """Rejection sampling of sampled children: the engine's verifier compared with the definition, over the whole range of
-its coins."""
+its uniforms."""
 
 from __future__ import annotations
 
@@ -51,11 +51,11 @@ def distributions(kind: str, vocab: int, seed: int) -> tuple[list[float], list[f
 
 def acceptance_thresholds(p: Tensor, q: Tensor, places: Tensor, i: int) -> Tensor:
     """The probability [r, 1] that child i is accepted after all before it were rejected: the threshold of `judge`."""
-    coins = torch.ones(places.shape, dtype=torch.float64)
+    uniforms = torch.ones(places.shape, dtype=torch.float64)
     low, high = torch.zeros_like(p[:, :1]), torch.ones_like(p[:, :1])
     for _ in range(50):
-        coins[:, i : i + 1] = middle = (low + high) / 2
-        passes = verify_siblings(p, q, places, coins).accepted[:, None] == i
+        uniforms[:, i : i + 1] = middle = (low + high) / 2
+        passes = verify_siblings(p, q, places, uniforms).accepted[:, None] == i
         low, high = torch.where(passes, middle, low), torch.where(passes, high, middle)
     return high
 
@@ -100,10 +100,10 @@ def test_rows_are_verified_independently(kind: str, vocab: int, count: int, rows
     )
     places = torch.stack([torch.randperm(vocab, generator=noise) for _ in range(rows)])[:, : min(count, vocab)]
     places = torch.where(q.gather(-1, places) > 0, places, -1).sort(-1, descending=True).values
-    coins = torch.rand(places.shape, generator=noise, dtype=torch.float64)
-    together = verify_siblings(p, q, places, coins)
+    uniforms = torch.rand(places.shape, generator=noise, dtype=torch.float64)
+    together = verify_siblings(p, q, places, uniforms)
     for row in range(rows):
-        alone = verify_siblings(*(x[row : row + 1] for x in (p, q, places, coins)))
+        alone = verify_siblings(*(x[row : row + 1] for x in (p, q, places, uniforms)))
         assert torch.equal(alone.accepted[0], together.accepted[row])
         torch.testing.assert_close(alone.inside[0], together.inside[row])
         torch.testing.assert_close(alone.outside[0], together.outside[row])
@@ -160,13 +160,13 @@ def test_every_rank_of_a_group_equals_one_rank(sampling: SamplingParams) -> None
 
 
 class Walked:
-    """`Rejection` on one proposal, over all values of its coins and its noise."""
+    """`Rejection` on one proposal, over all values of its uniforms and its noise."""
 
     def __init__(self, patch: pytest.MonkeyPatch, proposal: Proposal, logits: Tensor, sampling: SamplingParams) -> None:
         self._ask = lambda: tuple(walk(proposal, logits, sampling, None)[0])
-        self._families = rejection._families(proposal)
+        self._child_nodes = rejection._child_nodes(proposal)
         self._tokens = proposal.tokens
-        self._coins = np.zeros((3, 2))  # by depth and sibling
+        self._uniforms = np.zeros((3, 2))  # by depth and sibling
         self._noise = np.zeros(logits.shape[1])
         self.distribution: TextDistribution = {}
         patch.setattr(rejection, "row_keys", lambda key, positions: positions)
@@ -174,14 +174,14 @@ class Walked:
         patch.setattr(PositionNoise, "rows", lambda *_: (torch.from_numpy(self._noise)[None], torch.tensor([0])))
 
     def _bits(self, positions: Tensor, counters: Tensor) -> Tensor:
-        return torch.from_numpy(self._coins)[positions - 8, : counters.shape[-1]] * 2.0**32 - 0.5
+        return torch.from_numpy(self._uniforms)[positions - 8, : counters.shape[-1]] * 2.0**32 - 0.5
 
     def visit(self, node: int = 0, text: tuple[int, ...] = (), mass: float = 1.0) -> None:
         """Adds the distribution of the tokens after this node: for each child the probability that it is accepted, by
         the threshold of its coin, then the rest."""
-        mine = self._coins[len(text)]
+        mine = self._uniforms[len(text)]
         mine[:] = 1e-9
-        for i, child in enumerate(self._families.get(node, [])):
+        for i, child in enumerate(self._child_nodes.get(node, [])):
             longer = (*text, self._tokens[child])
 
             def fails(coin: float, i: int = i, longer: tuple[int, ...] = longer) -> bool:

@@ -41,7 +41,7 @@ __all__ = [
     "linear_residual",
     "log_probs",
     "log_top_k",
-    "mover",
+    "make_slot_mover",
     "norm_head",
     "norm_linear",
     "norm_swiglu",
@@ -186,7 +186,7 @@ def tree_attention(qkv: Tensor, plan: CpuAttentionPlan, layer: int) -> Tensor:
     return out
 
 
-def mover(k: Tensor, v: Tensor) -> Callable[[int, Sequence[int], int], None]:
+def make_slot_mover(k: Tensor, v: Tensor) -> Callable[[int, Sequence[int], int], None]:
     """Returns `move(sequence, source, start)`, which moves slots source[i] to start + i in place, in all layers of a
     cache. `source` [m] must ascend, with source[i] >= start + i."""
     return _C.Cache(k, v).move

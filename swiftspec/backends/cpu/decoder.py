@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from swiftspec import _C
-from swiftspec.backends.cpu.shm import SharedGroup
+from swiftspec.backends.cpu.shm import ShmCollectives
 from swiftspec.model.packed_model import Cache, PackedModel
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ class HostDecoder:
 
     def __init__(self, stack: PackedModel) -> None:
         self._group, self._outputs = stack.group, stack.head.outputs
-        shared: SharedGroup | None = None if stack.group is None else stack.group.memory
+        shared: ShmCollectives | None = None if stack.group is None else stack.group.memory
         layers = [
             (
                 layer.input_norm.weight, layer.qkv.native, layer.o.native,

@@ -45,7 +45,7 @@ class Int8Source(Protocol):
 
 
 @runtime_checkable
-class UnroundedSource(Protocol):
+class UnquantizedSource(Protocol):
     """A dense matrix to be quantised to int8; see model.formats.int8."""
 
     dense: Tensor  # [N, K]
@@ -87,7 +87,7 @@ def pack(weight: Weight | PackedLinear, dtype: torch.dtype, device: torch.device
     if isinstance(weight, Int4Source) and weight.group_size % 16 == 0:
         outputs, inputs = weight.shape
         return PackedLinear.create(inputs, outputs, weight.rounds, *_pack_codes(weight), bias)
-    if isinstance(weight, UnroundedSource):
+    if isinstance(weight, UnquantizedSource):
         outputs, inputs = weight.dense.shape
         return PackedLinear.create(inputs, outputs, True, *_quantize(weight.dense, weight.group_size), None, bias)
     if isinstance(weight, Int8Source):

@@ -25,7 +25,7 @@ def new_name() -> str:
     return f"/swiftspec-{os.getpid()}-{secrets.token_hex(16)}"
 
 
-class SharedGroup:
+class ShmCollectives:
     """Collectives of a tensor-parallel group. All ranks make the same calls in the same order, with the same shapes.
 
     `spin`: whether every rank of this machine has a core of its own; otherwise waiting ranks yield immediately.
@@ -74,7 +74,7 @@ class Mailbox:
     """Bidirectional channel of int32 messages between two processes, sides 0 and 1. Not thread-safe.
 
     `words`: capacity of one direction. Sending a message that fits returns immediately; a longer one is written while
-    the other side reads it. `spin` as in SharedGroup.
+    the other side reads it. `spin` as in ShmCollectives.
     """
 
     def __init__(

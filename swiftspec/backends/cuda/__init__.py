@@ -17,10 +17,10 @@ from torch import Tensor
 
 from swiftspec import _C
 from swiftspec.backends.cuda.attention import HEAD_DIMS, MAX_HEADS_PER_KV_HEAD, prepare, tree_attention
-from swiftspec.backends.cuda.checks import current_stream, native_cache
 from swiftspec.backends.cuda.devices import require_usable
 from swiftspec.backends.cuda.linear import linear_residual, norm_head, norm_linear, norm_swiglu, pack
 from swiftspec.backends.cuda.sampling import children, draw, draw_keyed, gumbel_rows, log_probs, log_top_k, resample
+from swiftspec.backends.cuda.torch_interop import current_stream, native_cache
 from swiftspec.backends.cuda.tree import DeviceTree, device_tree
 from swiftspec.backends.reference import DEFAULT_SCORES, Scores, rope_tables
 from swiftspec.errors import UserError
@@ -46,7 +46,7 @@ __all__ = [
     "linear_residual",
     "log_probs",
     "log_top_k",
-    "mover",
+    "make_slot_mover",
     "norm_head",
     "norm_linear",
     "norm_swiglu",
@@ -115,7 +115,7 @@ def enable_weight_prefetch(model: PackedModel, enabled: bool = True) -> None:
             matrix.native.precede(next_matrix.tiles[: prefetch_bytes if enabled else 0])
 
 
-def mover(k: Tensor, v: Tensor) -> Callable[[int, Sequence[int], int], None]:
+def make_slot_mover(k: Tensor, v: Tensor) -> Callable[[int, Sequence[int], int], None]:
     """Returns `move(sequence, source, start)` for a KV cache: it moves slot source[i] to start + i, in place and in all
     layers. `source` [m] is ascending and source[i] >= start + i."""
     native = native_cache(k, v)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from swiftspec import _C
-from swiftspec.backends.cuda.checks import current_stream, native_cache
+from swiftspec.backends.cuda.torch_interop import current_stream, native_cache
 from swiftspec.model.batch import Batch
 from swiftspec.model.packed_model import Cache
 

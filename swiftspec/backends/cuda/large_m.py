@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from swiftspec import _C
-from swiftspec.backends.cuda.checks import current_stream
+from swiftspec.backends.cuda.torch_interop import current_stream
 
 MAX_KERNEL_ROWS = 256
 SCRATCH_BYTES = 256 << 20  # of weights unpacked at a time; enough outputs to keep every SM busy

@@ -17,9 +17,9 @@ from torch import Tensor
 from swiftspec import _C
 from swiftspec.backends.cpu.packing import Int4Source
 from swiftspec.backends.cuda import large_m
-from swiftspec.backends.cuda.checks import current_stream, on_gpu, use_current_device
 from swiftspec.backends.cuda.devices import require_usable
 from swiftspec.backends.cuda.large_m import NormWeights
+from swiftspec.backends.cuda.torch_interop import current_stream, on_gpu, use_current_device
 from swiftspec.errors import UserError
 from swiftspec.model.weights import Weight
 

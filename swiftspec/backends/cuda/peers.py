@@ -14,8 +14,8 @@ import torch
 
 from swiftspec import _C
 from swiftspec.backends.cpu.shm import new_name
-from swiftspec.backends.cuda.checks import use_current_device
 from swiftspec.backends.cuda.linear import PeerCommunicator
+from swiftspec.backends.cuda.torch_interop import use_current_device
 from swiftspec.errors import UserError
 
 MAX_PEERS = 8  # cuda::kMaxPeers
@@ -28,7 +28,7 @@ class PeerAccessError(UserError):
     """The GPUs of a group cannot all access each other's memory, so a library has to sum their products."""
 
 
-class PeerGroup:
+class PeerCollectives:
     """A rank's peer memory in a group of GPUs, and the `PeerCommunicator` over it.
 
     Construction is collective. If there are more than MAX_PEERS ranks, or a GPU cannot access another's memory, every

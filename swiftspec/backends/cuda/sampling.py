@@ -7,7 +7,7 @@ from torch import Tensor
 
 from swiftspec import _C
 from swiftspec.backends import reference
-from swiftspec.backends.cuda.checks import current_stream
+from swiftspec.backends.cuda.torch_interop import current_stream
 from swiftspec.backends.reference import DEFAULT_SCORES, Scores
 from swiftspec.backends.reference.resampling import ResamplingState
 

@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from swiftspec import _C
-from swiftspec.backends.cuda.checks import current_stream, use_current_device
 from swiftspec.backends.cuda.sampling import MAX_CANDIDATES
+from swiftspec.backends.cuda.torch_interop import current_stream, use_current_device
 
 MAX_LEAVES = 64
 NO_SLOT = -1  # the slot of a leaf

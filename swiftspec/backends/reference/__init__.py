@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from swiftspec.backends.reference.attention import mover, prepare, rope_tables, tree_attention
+from swiftspec.backends.reference.attention import make_slot_mover, prepare, rope_tables, tree_attention
 from swiftspec.backends.reference.linear import embed, linear_residual, norm_head, norm_linear, norm_swiglu
 from swiftspec.backends.reference.noise import gumbel_rows
 from swiftspec.backends.reference.packing import pack, pack_norm
@@ -21,7 +21,7 @@ from swiftspec.backends.reference.sampling import (
     log_probs,
     log_top_k,
 )
-from swiftspec.model.packed_model import Fused, PackedModel
+from swiftspec.model.packed_model import FusedModel, PackedModel
 
 __all__ = [
     "DEFAULT_SCORES",
@@ -37,7 +37,7 @@ __all__ = [
     "linear_residual",
     "log_probs",
     "log_top_k",
-    "mover",
+    "make_slot_mover",
     "norm_head",
     "norm_linear",
     "norm_swiglu",
@@ -51,7 +51,7 @@ __all__ = [
 MAX_CAPTURED_SEQUENCES = 0  # no CUDA graphs: `prepare` reads its inputs on the host
 
 
-def fuse(stack: PackedModel) -> Fused | None:
+def fuse(stack: PackedModel) -> FusedModel | None:
     """Optional operator: the model as one call. Not implemented here."""
     return None
 

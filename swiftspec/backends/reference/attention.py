@@ -140,7 +140,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, part: ReferenceSequenceRows, layer:
     return out.view(kv_heads, -1, rows, head_dim).permute(2, 0, 1, 3).reshape(rows, -1)
 
 
-def mover(k: Tensor, v: Tensor) -> Callable[[int, Sequence[int], int], None]:
+def make_slot_mover(k: Tensor, v: Tensor) -> Callable[[int, Sequence[int], int], None]:
     """Returns `move(sequence, source, start)`, which moves slots source[i] to start + i in place, in all layers of a
     cache. `source` [m] must ascend, with source[i] >= start + i."""
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import Store
 
 from swiftspec.backends.cuda.linear import RowwiseReduce, max_lines
-from swiftspec.backends.cuda.peers import PeerAccessError, PeerGroup
+from swiftspec.backends.cuda.peers import PeerAccessError, PeerCollectives
 from swiftspec.distributed.collectives.torch_dist import TorchDistGroup
 from swiftspec.errors import RankLost
 
@@ -34,7 +34,7 @@ class PeerMemoryGroup:
 
     memory = None
 
-    def __init__(self, store: Store, group: TorchDistGroup, peers: PeerGroup) -> None:
+    def __init__(self, store: Store, group: TorchDistGroup, peers: PeerCollectives) -> None:
         self.name, self.rank, self.size = group.name, group.rank, group.size
         self.all_reduce = RowwiseReduce(peers.communicator, group.all_reduce)
         self._store, self._group, self._peers = store, group, peers
@@ -52,7 +52,7 @@ class PeerMemoryGroup:
             store.set(keys[group.rank], mine.hex())
             return [bytes.fromhex(store.get(key).decode()) for key in keys]
 
-        peers = PeerGroup(group.rank, group.size, max_lines(width), device, exchange, PEER_TIMEOUT_S)
+        peers = PeerCollectives(group.rank, group.size, max_lines(width), device, exchange, PEER_TIMEOUT_S)
         return PeerMemoryGroup(store, group, peers)
 
     def all_gather(self, x: Tensor) -> Tensor:

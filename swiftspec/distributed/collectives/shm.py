@@ -7,7 +7,7 @@ from datetime import timedelta
 from torch import Tensor
 from torch.distributed.distributed_c10d import Store
 
-from swiftspec.backends.cpu.shm import SharedGroup, new_name
+from swiftspec.backends.cpu.shm import ShmCollectives, new_name
 from swiftspec.errors import RankLost
 
 
@@ -18,7 +18,7 @@ class SharedMemoryGroup:
     second if a peer has exited, and after the timeout if it is blocked.
     """
 
-    def __init__(self, name: str, group: SharedGroup) -> None:
+    def __init__(self, name: str, group: ShmCollectives) -> None:
         self.name, self.rank, self.size = name, group.rank, group.size
         self.memory = group
 
@@ -28,7 +28,7 @@ class SharedMemoryGroup:
         if rank == 0:
             store.set(name, new_name())
         try:
-            group = SharedGroup(store.get(name).decode(), rank, size, spin=spin, timeout_s=timeout.total_seconds())
+            group = ShmCollectives(store.get(name).decode(), rank, size, spin=spin, timeout_s=timeout.total_seconds())
         except OSError as error:
             raise RankLost(f"group {name}: rank {rank} of {size} could not join ({error})") from None
         return SharedMemoryGroup(name, group)

@@ -10,7 +10,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from swiftspec.distributed.collectives.sums import sum_in_rank_order
 from swiftspec.errors import RankLost
 
 
@@ -79,6 +78,18 @@ class TorchDistGroup:
     def close(self) -> None:
         """Leaves the group; the process may then join another."""
         dist.destroy_process_group()
+
+
+def sum_in_rank_order(parts: Tensor) -> Tensor:
+    """Sums `parts` [size, ...] over ranks and returns [...], bitwise identical on every rank.
+
+    Adds in rank order in float32 (float64 for float64) and rounds once.
+    """
+    wide = torch.float64 if parts.dtype == torch.float64 else torch.float32
+    total = parts[0].to(wide, copy=True)
+    for part in parts[1:]:
+        total += part
+    return total.to(parts.dtype)
 
 
 def _line(error: BaseException) -> str:

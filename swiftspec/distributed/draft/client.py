@@ -70,13 +70,13 @@ class DraftGroupClient:
         self.lost_reason: str | None = None
         self.answer_timeout_s, self.open_timeout_s = answer_timeout_s, open_timeout_s
 
-    def open(self, opening: RequestStart) -> None:
+    def open(self, start: RequestStart) -> None:
         try:
-            self._state.open(opening)
+            self._state.open(start)
         except ValueError as error:
             raise DrafterLost(f"the draft cannot be told of this request: {error}") from None
         self._round, self._buffered = 0, None
-        self._send(Opcode.DRAFTER_OPEN, pack_message(opening))
+        self._send(Opcode.DRAFTER_OPEN, pack_message(start))
 
     def propose(self) -> Proposal:
         held, self._buffered = self._buffered, None

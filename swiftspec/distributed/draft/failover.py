@@ -111,16 +111,16 @@ class FailoverDrafter:
         """Why the draft group does not propose at present, or None."""
         return self.outages[-1].reason if self.outages and self.outages[-1].until is None else None
 
-    def open(self, opening: RequestStart) -> None:
+    def open(self, start: RequestStart) -> None:
         self.outages, self._began = [], self._clock()
-        self._opening, self._tokens = opening, list(opening.tokens)
-        self._fallback.open(opening)
+        self._opening, self._tokens = start, list(start.tokens)
+        self._fallback.open(start)
         self._num_late = self._rounds_in_step = self._rounds_to_skip = (
             0  # late proposals; rounds answered in time since; rounds to decode before the next attempt
         )
         self._remote.connection.open_timeout_s = FIRST_PROPOSAL_TIMEOUT_S
         self._attach()
-        self._start(opening)
+        self._start(start)
         self._in_step = not self._lost
 
     def propose(self) -> Proposal:
@@ -166,11 +166,11 @@ class FailoverDrafter:
             self._try(lambda: self._remote.connection.attach(back))  # a failure repeats in `open`, where it is handled
         return back is not None
 
-    def _start(self, opening: RequestStart) -> None:
+    def _start(self, start: RequestStart) -> None:
         """Opens the request on the draft group. Its first proposal starts at the last of these tokens."""
         self._lost, self._in_step = False, False
         self._missed: list[VerifyResult] = []
-        self._try(lambda: self._drafter.open(opening))
+        self._try(lambda: self._drafter.open(start))
 
     def _caught_up(self) -> bool:
         """Whether a late draft group has answered and received the rounds that it has missed."""

@@ -84,7 +84,7 @@ class DraftGroupRecovery:
 
     def _connect(self, info: RendezvousInfo) -> None:
         """Starts the draft group on rank 0's side: startup barrier, connection, wait for the weights."""
-        world = self._world.after_rendezvous(info).next_job()
+        world = self._world.after_rendezvous(info).next_engine()
         self._rank_table.update(
             member for member in check_consistent(world, self._plan, self._rank_config) if member.rank in self._ranks
         )

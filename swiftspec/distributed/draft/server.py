@@ -124,11 +124,11 @@ class DraftGroupServer:
         bounds = self._state.limits
         match kind:
             case Opcode.DRAFTER_OPEN:
-                opening = replace(
+                start = replace(
                     unpack_request_start(words), executor="", num_cached_tokens=None
                 )  # both are chosen by the draft's leader
-                self._state.open(opening)
-                return partial(self._serve_opening, opening)
+                self._state.open(start)
+                return partial(self._serve_opening, start)
             case Opcode.OBSERVE:
                 if not self._open:  # the target has received the error, or will do so soon
                     return lambda: None
@@ -149,11 +149,11 @@ class DraftGroupServer:
             case _:
                 raise ValueError(f"a target does not send messages of kind {kind}")
 
-    def _serve_opening(self, opening: RequestStart) -> None:
+    def _serve_opening(self, start: RequestStart) -> None:
         """Starts a request: prefill, first proposal, then the first expansions ahead of the result."""
-        self._request, self._reported_us = opening.request, int(1e6 * self._drafter.busy)
-        self._notify("opening", opening)
-        self._drafter.open(opening)
+        self._request, self._reported_us = start.request, int(1e6 * self._drafter.busy)
+        self._notify("opening", start)
+        self._drafter.open(start)
         self._notify("drafter opened")
         self._open = True
         self._round(answered=False)

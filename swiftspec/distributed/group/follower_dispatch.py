@@ -93,15 +93,15 @@ class FollowerDispatcher:
     def _decode_population(self, smc: LocalPopulation, kind: int, words: Words) -> Action:
         match kind:
             case Opcode.POPULATION_OPEN:
-                opening = _opening(words, self._population, smc, smc.target, smc.draft)
-                ends = opening.sampling
+                start = _opening(words, self._population, smc, smc.target, smc.draft)
+                ends = start.sampling
                 if ends.max_tokens is None:
                     raise ValueError("a population is opened with a limit of its tokens")
                 if not smc.has_room:
                     raise ValueError("a population is opened where there is no room for another")
-                most = self._bounds.max_model_len - len(opening.tokens)
+                most = self._bounds.max_model_len - len(start.tokens)
                 in_range(ends.max_tokens, 1, max(most, 1), "the tokens of a population")
-                return partial(smc.admit, opening, ends.stop_token_ids, ends.max_tokens)
+                return partial(smc.admit, start, ends.stop_token_ids, ends.max_tokens)
             case Opcode.POPULATION_ROUND:
                 if not smc.groups:
                     raise ValueError("no request is open")
@@ -128,13 +128,11 @@ def _opening(words: Words, standing: RequestState, role: Any, *runners: Runner, 
     Raises ValueError if this rank does not have the executor that the leader has chosen, or has a different number of
     cached tokens.
     """
-    opening = unpack_request_start(words)
-    if opening.executor not in {kind.name for kind in role.executors}:
+    start = unpack_request_start(words)
+    if start.executor not in {kind.name for kind in role.executors}:
         raise ValueError("the request start names an executor that this rank does not have")
-    standing.open(opening)
-    here = with_cached_lengths(opening, *runners, guided=guided).num_cached_tokens
-    if here != opening.num_cached_tokens:
-        raise ValueError(
-            f"the leader has {opening.num_cached_tokens} cached tokens of this prompt, this rank has {here}"
-        )
-    return opening
+    standing.open(start)
+    here = with_cached_lengths(start, *runners, guided=guided).num_cached_tokens
+    if here != start.num_cached_tokens:
+        raise ValueError(f"the leader has {start.num_cached_tokens} cached tokens of this prompt, this rank has {here}")
+    return start

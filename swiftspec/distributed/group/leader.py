@@ -93,16 +93,16 @@ class LeaderVerifier:
     def busy(self) -> float:
         return self._verifier.busy
 
-    def open(self, opening: RequestStart) -> int:
-        opening = with_cached_lengths(
-            replace(opening, executor=self._verifier.select_executor(opening).name), self._verifier.runner, guided=True
+    def open(self, start: RequestStart) -> int:
+        start = with_cached_lengths(
+            replace(start, executor=self._verifier.select_executor(start).name), self._verifier.runner, guided=True
         )
-        _read_grammar(opening, self._verifier.runner)
-        return self._team.run(Opcode.VERIFIER_OPEN, opening, partial(self._verifier.open, opening))
+        _read_grammar(start, self._verifier.runner)
+        return self._team.run(Opcode.VERIFIER_OPEN, start, partial(self._verifier.open, start))
 
-    def submit(self, proposal: Proposal) -> LeaderPending:
+    def submit(self, proposal: Proposal) -> LeaderVerification:
         self._team.broadcast(Opcode.VERIFY, proposal)
-        return LeaderPending(self._verifier, proposal, self._team)
+        return LeaderVerification(self._verifier, proposal, self._team)
 
     def settle(self) -> None:
         self._verifier.settle()  # a follower settles immediately after each verification
@@ -111,7 +111,7 @@ class LeaderVerifier:
         self._team.run_close(Opcode.VERIFIER_CLOSE, self._verifier.close)
 
 
-class LeaderPending:
+class LeaderVerification:
     """A verification that the followers are already executing."""
 
     def __init__(self, verifier: LocalVerifier, proposal: Proposal, team: FollowerGroup) -> None:
@@ -144,12 +144,12 @@ class LeaderDrafter:
     def draft_steps(self, steps: int) -> None:
         self._team.run(Opcode.SET_DRAFT_STEPS, steps, lambda: setattr(self.drafter, "draft_steps", steps))
 
-    def open(self, opening: RequestStart) -> None:
-        opening = with_cached_lengths(
-            replace(opening, executor=self.drafter.select_executor(opening).name), self.drafter.runner
+    def open(self, start: RequestStart) -> None:
+        start = with_cached_lengths(
+            replace(start, executor=self.drafter.select_executor(start).name), self.drafter.runner
         )
-        _read_grammar(opening, self.drafter.runner)
-        self._team.run(Opcode.DRAFTER_OPEN, opening, partial(self.drafter.open, opening))
+        _read_grammar(start, self.drafter.runner)
+        self._team.run(Opcode.DRAFTER_OPEN, start, partial(self.drafter.open, start))
 
     def propose(self) -> Proposal:
         return self._team.run(Opcode.PROPOSE, None, self.drafter.propose)
@@ -199,11 +199,11 @@ class LeaderPopulation:
     def has_room(self) -> bool:
         return self.population.has_room
 
-    def admit(self, opening: RequestStart, stops: Collection[int], limit: int) -> SequenceGroup:
-        ends = replace(opening.sampling, stop_token_ids=tuple(sorted(stops)), max_tokens=limit)
-        opening = replace(opening, sampling=ends, executor=self.population.select_executor(opening).name)
-        opening = with_cached_lengths(opening, self.population.target, self.population.draft)
-        return self._team.run(Opcode.POPULATION_OPEN, opening, partial(self.population.admit, opening, stops, limit))
+    def admit(self, start: RequestStart, stops: Collection[int], limit: int) -> SequenceGroup:
+        ends = replace(start.sampling, stop_token_ids=tuple(sorted(stops)), max_tokens=limit)
+        start = replace(start, sampling=ends, executor=self.population.select_executor(start).name)
+        start = with_cached_lengths(start, self.population.target, self.population.draft)
+        return self._team.run(Opcode.POPULATION_OPEN, start, partial(self.population.admit, start, stops, limit))
 
     def launch(self) -> bool:
         return self._team.run(Opcode.POPULATION_ROUND, None, self.population.launch)
@@ -218,10 +218,10 @@ class LeaderPopulation:
         self._team.run_close(Opcode.POPULATION_CLOSE, partial(self.population.release, group), group.sequence)
 
 
-def _read_grammar(opening: RequestStart, runner: Runner) -> None:
+def _read_grammar(start: RequestStart, runner: Runner) -> None:
     """Raises UserError on an invalid grammar. Runs before the broadcast: a failing follower would break the group."""
-    if opening.sampling.grammar is not None and runner.make_constraint is not None:
-        runner.make_constraint(opening.sampling.grammar)
+    if start.sampling.grammar is not None and runner.make_constraint is not None:
+        runner.make_constraint(start.sampling.grammar)
 
 
 def run_follower(

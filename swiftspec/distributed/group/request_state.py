@@ -40,18 +40,20 @@ class RequestState:
     expects_draft_probs: bool = False
     extra_negative_tokens: int = 0  # with guidance: tokens by which the negative sequence is longer
 
-    def open(self, opening: RequestStart) -> None:
+    def open(self, start: RequestStart) -> None:
         """Starts another request from its verified tokens."""
         self.is_open = False
-        _check_tokens(opening.tokens, self.limits, "an opening")
-        _check_sampling(opening.sampling, self.limits)
+        _check_tokens(start.tokens, self.limits, "a request start")
+        _check_sampling(start.sampling, self.limits)
         self.extra_negative_tokens = 0
-        if opening.sampling.guided:
-            self.extra_negative_tokens = max(len(opening.sampling.negative_prompt_ids) - opening.prompt_len, 0)
-        _check_length(len(opening.tokens) + self.extra_negative_tokens, self.limits, "an opening's unconditional text")
-        self.request, self.prefix_len = opening.request, len(opening.tokens) - 1
-        self.root, self.is_open = opening.tokens[-1], True
-        self.expects_draft_probs = self.rejection_sampling and not opening.sampling.greedy
+        if start.sampling.guided:
+            self.extra_negative_tokens = max(len(start.sampling.negative_prompt_ids) - start.prompt_len, 0)
+        _check_length(
+            len(start.tokens) + self.extra_negative_tokens, self.limits, "a request start's unconditional text"
+        )
+        self.request, self.prefix_len = start.request, len(start.tokens) - 1
+        self.root, self.is_open = start.tokens[-1], True
+        self.expects_draft_probs = self.rejection_sampling and not start.sampling.greedy
 
     def require_open(self) -> None:
         if not self.is_open:

@@ -79,7 +79,7 @@ def report_startup_error(world: World | None) -> Iterator[None]:
         yield
     except UserError as error:
         if world is not None:
-            _barrier(world.next_job()).abort(str(error))
+            _barrier(world.next_engine()).abort(str(error))
         raise
 
 

@@ -16,7 +16,7 @@ TORCHRUN_HINT = "start several ranks with torchrun"
 
 
 @dataclass(frozen=True, slots=True)
-class Launched:
+class LaunchedRank:
     """One rank of a job with several ranks.
 
     `host`, `port`: address of the store. `agent`: the launcher serves the store; otherwise rank 0 does.
@@ -33,7 +33,7 @@ class Launched:
     attempt: str = "0"
 
 
-def launched(environment: Mapping[str, str] = os.environ) -> Launched | None:
+def launched(environment: Mapping[str, str] = os.environ) -> LaunchedRank | None:
     """This process's rank, or None if WORLD_SIZE is 1 or unset, whatever RANK is.
 
     Raises UserError on invalid values."""
@@ -53,7 +53,7 @@ def launched(environment: Mapping[str, str] = os.environ) -> Launched | None:
     port = _number(environment, "MASTER_PORT", 1, 65535)
     agent = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     attempt = environment.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return Launched(rank, size, local_rank, local_size, host, port, agent, attempt)
+    return LaunchedRank(rank, size, local_rank, local_size, host, port, agent, attempt)
 
 
 def own_rank(environment: Mapping[str, str] = os.environ) -> int:

@@ -11,7 +11,7 @@ from ipaddress import ip_address
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from swiftspec.distributed.launch.launcher import Launched
+from swiftspec.distributed.launch.launcher import LaunchedRank
 from swiftspec.distributed.launch.startup_barrier import LogFn, PollTimer, Timeouts, first_line
 from swiftspec.errors import UserError
 
@@ -19,7 +19,7 @@ CONNECT_ATTEMPT_S = 5.0  # seconds per connection attempt
 HANDSHAKE_TIMEOUT_S = 20.0  # seconds until a store must have answered
 
 
-def open_store(here: Launched, log: LogFn, timeouts: Timeouts) -> Store:
+def open_store(here: LaunchedRank, log: LogFn, timeouts: Timeouts) -> Store:
     """Connects to the store; on rank 0 without a launcher's store, also serves it. Raises UserError if that fails."""
     keeps = here.rank == 0 and not here.agent
     if not keeps:
@@ -29,7 +29,7 @@ def open_store(here: Launched, log: LogFn, timeouts: Timeouts) -> Store:
     return PrefixStore(f"attempt {here.attempt}", store)
 
 
-def _wait_for_server(here: Launched, say: LogFn, waiting: Timeouts) -> None:
+def _wait_for_server(here: LaunchedRank, say: LogFn, waiting: Timeouts) -> None:
     """Blocks until the store's port accepts connections. torch would block without logging anything."""
     clock, keeper = PollTimer(waiting), "the launcher's store" if here.agent else "rank 0"
     while True:
@@ -42,7 +42,7 @@ def _wait_for_server(here: Launched, say: LogFn, waiting: Timeouts) -> None:
             raise UserError(f"rank {here.rank} does not reach {why}: look at MASTER_ADDR and MASTER_PORT")
 
 
-def _handshake(here: Launched, keeps: bool) -> TCPStore:
+def _handshake(here: LaunchedRank, keeps: bool) -> TCPStore:
     """Opens the store, in a thread: torch blocks forever if another program listens on that port."""
     found: list[TCPStore | RuntimeError | ValueError] = []
     listening = _loopback(here) if keeps else None
@@ -69,7 +69,7 @@ def _handshake(here: Launched, keeps: bool) -> TCPStore:
     raise UserError(f"no store at {here.host}:{here.port} ({reason[:200]}): look at MASTER_ADDR and MASTER_PORT")
 
 
-def _loopback(here: Launched) -> int | None:
+def _loopback(here: LaunchedRank) -> int | None:
     """File descriptor of a listening socket if the store's address is a loopback address, else None.
 
     torch itself would listen on all interfaces. torch takes ownership of the descriptor. Returns None also if the
@@ -95,5 +95,5 @@ def _loopback(here: Launched) -> int | None:
     return listening.detach()
 
 
-def _in_use(here: Launched) -> UserError:
+def _in_use(here: LaunchedRank) -> UserError:
     return UserError(f"port {here.port} is in use on this machine: choose another with MASTER_PORT")

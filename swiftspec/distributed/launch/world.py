@@ -55,7 +55,7 @@ class World:
         members = range(self.size) if self.active_ranks is None else self.active_ranks
         return StartupBarrier(PrefixStore(name, self.store), self.rank, members, self.log, self.timeouts)
 
-    def next_job(self) -> World:
+    def next_engine(self) -> World:
         """The same ranks with a fresh store prefix, so that they can build one engine after another."""
         return replace(self, store=PrefixStore(f"job {next(self.jobs)}", self.store))
 

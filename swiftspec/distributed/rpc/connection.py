@@ -165,7 +165,7 @@ class MessageStream(Generic[A]):
             self._in.put(_lost(error_from_rpc(error, self._peer)))
 
 
-def hop_of(side: str, round_: int, asked: int, cost: pb.Telemetry) -> RpcRecord:
+def rpc_record(side: str, round_: int, asked: int, cost: pb.Telemetry) -> RpcRecord:
     """The latency record of an RPC whose answer has just arrived."""
     return RpcRecord(side, round_, asked, time.time_ns(), cost.span, cost.began, cost.wall, cost.queue, cost.model)
 

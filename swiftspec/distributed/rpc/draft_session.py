@@ -32,12 +32,12 @@ class DraftSession:
         if steps:
             self._drafter.draft_steps = in_range(steps, 1, self.shape.max_draft_steps, "the steps of a draft")
 
-    def open(self, opening: RequestStart, cancelled: Callable[[], bool]) -> Proposal:
+    def open(self, start: RequestStart, cancelled: Callable[[], bool]) -> Proposal:
         """Prefills the tokens and returns the first proposal. Raises Cancelled when `cancelled` returns True."""
-        self._request.open(opening)
+        self._request.open(start)
         self._pause.cancelled = cancelled
         with self._request.close_on_error():
-            self._drafter.open(opening)
+            self._drafter.open(start)
             return self._propose(0)
 
     def observe(self, result: VerifyResult) -> Proposal:

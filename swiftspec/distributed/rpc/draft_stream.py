@@ -8,7 +8,7 @@ from swiftspec.config import EngineConfig
 from swiftspec.distributed.draft.client import LATE_MESSAGE, OPEN_TIMEOUT_S, DrafterLate
 from swiftspec.distributed.group.request_state import ModelLimits, RequestState
 from swiftspec.distributed.rpc import swiftspec_pb2 as pb
-from swiftspec.distributed.rpc.connection import MessageStream, WorkerConnection, hop_of
+from swiftspec.distributed.rpc.connection import MessageStream, WorkerConnection, rpc_record
 from swiftspec.distributed.rpc.protobuf_codec import ModelIdentity, request_start_to_proto, result_to_proto
 from swiftspec.distributed.rpc.status import SessionGone, WorkerLost, WorkerRefused
 from swiftspec.errors import DrafterLost
@@ -33,7 +33,7 @@ class DraftStream:
     ) -> None:
         """`shape`: config of the rounds; a worker refuses one that exceeds its memory."""
         self.busy, self.rpc_log = 0.0, RpcLog()
-        self._sent_at: dict[int, int] = {}  # send time in ns, by the round that a message ends; -1 for the opening
+        self._sent_at: dict[int, int] = {}  # send time in ns by the round that a message ends; -1: request start
         self.state = RequestState(bounds, shape.verify == "reject")
         self.shape = shape
         self.round = 0
@@ -52,14 +52,14 @@ class DraftStream:
         """Marks the worker as reachable. The next request sends all tokens, whether or not the session still exists."""
         self._worker, self.lost_reason = worker, None
 
-    def open(self, opening: RequestStart, steps: int) -> None:
+    def open(self, start: RequestStart, steps: int) -> None:
         """Opens a request with `steps` expansions per round."""
         self._cancel_stream()
         if self.lost_reason is not None:
             raise DrafterLost(self.lost_reason)
         try:
-            self.state.open(opening)
-            message = request_start_to_proto(opening, self.shape, self._worker)
+            self.state.open(start)
+            message = request_start_to_proto(start, self.shape, self._worker)
         except ValueError as error:
             raise DrafterLost(f"the draft cannot be told of this request: {error}") from None
         self.round, self._stream = 0, self._connection.stream()
@@ -101,7 +101,7 @@ class DraftStream:
         """Records the latency since the request that this answers, which need not be the last one sent."""
         ended = (answer.delta if answer.HasField("delta") else answer.proposal).round - 1
         asked = self._sent_at.get(ended, self._sent_at[self.round - 1])
-        self.rpc_log.add(hop_of("draft", ended, asked, answer.telemetry), answer.session)
+        self.rpc_log.add(rpc_record("draft", ended, asked, answer.telemetry), answer.session)
 
     def protocol_error(self, why: object) -> DrafterLost:
         """Cancels the request and returns the error to raise."""

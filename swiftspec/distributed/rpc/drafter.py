@@ -2,7 +2,7 @@
 
 `GrpcDrafter` sends a result and receives the next proposal, as `DraftGroupClient` does between rank groups; it is used
 in serial mode and with sampled children. In the other cases a replica of the worker's tree proposes on the client
-(`ReplicaDrafter`); `GrpcFeed` sends it results and receives tree deltas, asynchronously in both directions.
+(`ReplicaDrafter`); `GrpcTreeDeltaLink` sends it results and receives tree deltas, asynchronously in both directions.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ class GrpcDrafter:
     def busy(self) -> float:
         return self._stream.busy
 
-    def open(self, opening: RequestStart) -> None:
+    def open(self, start: RequestStart) -> None:
         self._buffered = None
-        self._stream.open(opening, self.draft_steps)
+        self._stream.open(start, self.draft_steps)
 
     def propose(self) -> Proposal:
         held, self._buffered = self._buffered, None
@@ -71,7 +71,7 @@ class GrpcDrafter:
                 raise self._stream.protocol_error(error) from None
 
 
-class GrpcFeed:
+class GrpcTreeDeltaLink:
     """A `TreeDeltaLink` (runtime/replica_drafter.py) over a worker's stream."""
 
     def __init__(self, stream: DraftStream) -> None:
@@ -85,8 +85,8 @@ class GrpcFeed:
     def answer_timeout_s(self) -> float:
         return self._stream.timeout_s
 
-    def open(self, opening: RequestStart) -> None:
-        self._stream.open(opening, 0)
+    def open(self, start: RequestStart) -> None:
+        self._stream.open(start, 0)
 
     def send(self, result: VerifyResult) -> None:
         self._stream.send_result(result, 0)

@@ -56,13 +56,13 @@ def parse_message(kind: type[M], data: bytes) -> M:
         raise ValueError(f"{len(data)} bytes that are no {kind.DESCRIPTOR.name}") from None
 
 
-def request_start_to_proto(opening: RequestStart, shape: EngineConfig, peer: ModelIdentity) -> pb.Opening:
+def request_start_to_proto(start: RequestStart, shape: EngineConfig, peer: ModelIdentity) -> pb.Opening:
     """Converts a request start; a worker with another identity than `peer` refuses it."""
     return pb.Opening(
-        protocol=PROTOCOL_VERSION, tokenizer=peer.tokenizer, model=peer.model, request=opening.request,
-        prompt_len=opening.prompt_len, tokens=opening.tokens, sampling=pb.Sampling(**_set_fields(opening.sampling)),
+        protocol=PROTOCOL_VERSION, tokenizer=peer.tokenizer, model=peer.model, request=start.request,
+        prompt_len=start.prompt_len, tokens=start.tokens, sampling=pb.Sampling(**_set_fields(start.sampling)),
         shape=pb.Shape(ahead=shape.mode == "async", **_set_values(shape, SHAPE_FIELDS)),
-        afresh=opening.num_cached_tokens is not None,
+        afresh=start.num_cached_tokens is not None,
     )  # fmt: skip
 
 
@@ -82,7 +82,7 @@ def request_start_from_proto(message: pb.Opening, own: ModelIdentity) -> tuple[R
         raise UserError("this worker runs another model than the request began with: ask again")
     count = len(message.tokens)
     if not 1 <= message.prompt_len <= count:
-        raise ValueError(f"an opening whose prompt is {message.prompt_len} of {count} tokens")
+        raise ValueError(f"a request start whose prompt is {message.prompt_len} of {count} tokens")
     try:
         values = _values(message.shape, SHAPE_FIELDS)
         shape = EngineConfig(mode="async" if message.shape.ahead else "serial", **values)

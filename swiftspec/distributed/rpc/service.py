@@ -192,13 +192,13 @@ class DraftWorkerService(WorkerService[DraftSession | TreeStreamSession]):
         self, session: WorkerSession[Any], act: Callable[[], bool], requests: Iterator[bytes], context: Any
     ) -> Iterator[TimedDelta]:
         """Expands the tree and yields its deltas. Errors are those of `status_of`."""
-        work, coming, opening = session.state, RequestReader(requests, context), None
+        work, coming, start = session.state, RequestReader(requests, context), None
         while not coming.ended:
             with self.sessions.in_use(session):
-                if opening not in (None, work.openings):
+                if start not in (None, work.openings):
                     raise StaleRound("the request is over: the session has begun another one")
                 more, telemetry = self._timed(session, act)
-                opening, grown = work.openings, work.take()
+                start, grown = work.openings, work.take()
             for delta in grown:
                 yield delta, telemetry
                 telemetry = None
@@ -211,14 +211,14 @@ class DraftWorkerService(WorkerService[DraftSession | TreeStreamSession]):
     def _read(self, data: bytes, cancelled: Callable[[], bool]) -> tuple[WorkerSession[Any], Callable[[], Any]]:
         request = parse_message(pb.DraftRequest, data)
         if request.HasField("opening"):
-            opening, shape = request_start_from_proto(request.opening, self._model_info.identity)
+            start, shape = request_start_from_proto(request.opening, self._model_info.identity)
             session: WorkerSession[Any] = self.sessions.open(request.session, shape)
-            act = partial(session.state.open, opening, cancelled)
+            act = partial(session.state.open, start, cancelled)
         elif request.HasField("result"):
             session = self.sessions.find(request.session)
             act = partial(session.state.observe, result_from_proto(request.result))
         else:
-            raise ValueError("a request with neither an opening nor a result")
+            raise ValueError("a request with neither a request start nor a result")
         if isinstance(session.state, TreeStreamSession):
             return session, act
         return session, partial(self._propose, session.state, request.draft_steps, act)
@@ -258,13 +258,13 @@ class TargetWorkerService(WorkerService[VerifySession]):
     ) -> tuple[WorkerSession[VerifySession], Callable[[], Any]]:
         request = parse_message(pb.VerifyRequest, data)
         if request.HasField("opening"):
-            opening, shape = request_start_from_proto(request.opening, self._model_info.identity)
+            start, shape = request_start_from_proto(request.opening, self._model_info.identity)
             session = self.sessions.open(request.session, shape)
-            return session, lambda: _opened(session.state.open(opening, cancelled))
+            return session, lambda: _opened(session.state.open(start, cancelled))
         if request.HasField("proposal"):
             session, proposal = self.sessions.find(request.session), proposal_from_proto(request.proposal)
             return session, lambda: _verified(session.state.verify(proposal))
-        raise ValueError("a request with neither an opening nor a proposal")
+        raise ValueError("a request with neither a request start nor a proposal")
 
     def _afterwards(self, work: VerifySession) -> None:
         work.settle()

@@ -46,14 +46,14 @@ class TreeStreamSession:
         """Whether the tree is expanded until the next result arrives; deltas of a round may then be merged."""
         return self._feed.free
 
-    def open(self, opening: RequestStart, cancelled: Callable[[], bool]) -> bool:
+    def open(self, start: RequestStart, cancelled: Callable[[], bool]) -> bool:
         """Prefills the tokens. Raises Cancelled when `cancelled` returns True."""
         self.openings += 1
         self._grown = []
-        self._request.open(opening)
+        self._request.open(start)
         self._pause.cancelled = cancelled
         with self._request.close_on_error():
-            self._feed.open(opening)
+            self._feed.open(start)
         return True
 
     def observe(self, result: VerifyResult) -> bool:

@@ -9,7 +9,7 @@ from dataclasses import replace
 from swiftspec.config import EngineConfig
 from swiftspec.distributed.group.request_state import ModelLimits, RequestState
 from swiftspec.distributed.rpc import swiftspec_pb2 as pb
-from swiftspec.distributed.rpc.connection import MessageStream, WorkerConnection, hop_of
+from swiftspec.distributed.rpc.connection import MessageStream, WorkerConnection, rpc_record
 from swiftspec.distributed.rpc.protobuf_codec import (
     ModelIdentity,
     check_result,
@@ -57,13 +57,13 @@ class GrpcVerifier:
         self._proposal_sent = False  # whether the proposal was sent on that stream
         self._deadline = 0.0
 
-    def open(self, opening: RequestStart) -> int:
+    def open(self, start: RequestStart) -> int:
         self._cancel_stream()
         try:
-            self._state.open(opening)
+            self._state.open(start)
         except ValueError as error:
             raise UserError(f"{self._connection.peer} cannot be told of this request: {error}") from None
-        self._opening, self._verified = opening, list(opening.tokens)
+        self._opening, self._verified = start, list(start.tokens)
         self._deadline = time.monotonic() + PREFILL_TIMEOUT_FACTOR * self._timeout
         while True:
             try:
@@ -114,11 +114,11 @@ class GrpcVerifier:
 
     def _open(self) -> int:
         """Sends all tokens so far to the worker, which prefills them. Returns the number of cached tokens."""
-        opening = replace(self._opening, tokens=tuple(self._verified))
+        start = replace(self._opening, tokens=tuple(self._verified))
         if len(self._verified) > len(self._opening.tokens):  # the prompt's logprobs were returned already
-            opening = replace(opening, sampling=replace(opening.sampling, prompt_logprobs=None), num_cached_tokens=None)
+            start = replace(start, sampling=replace(start.sampling, prompt_logprobs=None), num_cached_tokens=None)
         try:
-            message = request_start_to_proto(opening, self._shape, self._worker)
+            message = request_start_to_proto(start, self._shape, self._worker)
         except ValueError as error:
             raise UserError(f"{self._connection.peer} cannot be told of this request: {error}") from None
         self._send(pb.VerifyRequest(session=self._session, opening=message))
@@ -166,7 +166,7 @@ class GrpcVerifier:
                 raise UserError(late) from None
         self.busy += 1e-9 * max(answer.telemetry.model, 0)
         round_ = answer.result.round if answer.HasField("result") else -1
-        self.rpc_log.add(hop_of("target", round_, self._sent_at, answer.telemetry), answer.session)
+        self.rpc_log.add(rpc_record("target", round_, self._sent_at, answer.telemetry), answer.session)
         return answer
 
     def _wait_before_retry(self, error: WorkerLost) -> None:

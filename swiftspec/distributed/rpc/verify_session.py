@@ -27,13 +27,13 @@ class VerifySession:
         """Seconds spent in forwards of the model."""
         return self._verifier.busy
 
-    def open(self, opening: RequestStart, cancelled: Callable[[], bool]) -> int:
+    def open(self, start: RequestStart, cancelled: Callable[[], bool]) -> int:
         """Prefills the tokens; returns the number of cached tokens. Raises Cancelled when `cancelled` returns True."""
         self.settle()
-        self._request.open(opening)
+        self._request.open(start)
         self._pause.cancelled, self._round = cancelled, -1
         with self._request.close_on_error():
-            return self._verifier.open(opening)
+            return self._verifier.open(start)
 
     def verify(self, proposal: Proposal) -> VerifyResult:
         """Verifies a proposal. Raises StaleRound on an earlier round."""

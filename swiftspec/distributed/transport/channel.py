@@ -13,7 +13,7 @@ from torch.distributed.distributed_c10d import Store
 
 from swiftspec.backends.cpu.shm import new_name
 from swiftspec.distributed.transport.codec import Words
-from swiftspec.distributed.transport.mailbox import SharedMemoryChannel
+from swiftspec.distributed.transport.shm_channel import SharedMemoryChannel
 from swiftspec.distributed.transport.tcp import Listener, connect
 
 

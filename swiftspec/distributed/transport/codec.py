@@ -77,15 +77,17 @@ def unpack_result(flat: Words) -> VerifyResult:
 
 def unpack_request_start(flat: Words) -> RequestStart:
     """Unpacks a request start from the words that `pack_message` returned."""
-    request, prompt_len, count = _at_least(4, flat, "opening")[:3]
+    request, prompt_len, count = _at_least(4, flat, "request start")[:3]
     tokens, rest = flat[3 : 3 + count], flat[3 + count :]
     if count < 1 or not 1 <= prompt_len <= count or not rest or 4 * len(rest) < 4 + rest[0] or rest[0] < 2:
-        raise ValueError(f"an opening of {len(flat)} words does not hold the {count} tokens it names")
+        raise ValueError(f"a request start of {len(flat)} words does not hold the {count} tokens it names")
     try:
         told = json.loads(words_to_bytes(rest[1:])[: rest[0]])
         steps, kept, sampling = str(told["steps"]), _kept(told["kept"]), _sampling(told["sampling"])
     except (ValueError, TypeError, KeyError, AttributeError, ArithmeticError, RecursionError, UserError) as error:
-        raise ValueError(f"an opening's sampling parameters make no sense ({str(error)[:MAX_REASON_CHARS]})") from None
+        raise ValueError(
+            f"a request start's sampling parameters make no sense ({str(error)[:MAX_REASON_CHARS]})"
+        ) from None
     return RequestStart(request, tuple(tokens), sampling, prompt_len, steps, kept)
 
 

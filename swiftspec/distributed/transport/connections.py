@@ -74,10 +74,10 @@ class Connections:
         as far as this rank knows. Raises UserError on rank 0 with the first error.
         """
         for channel in self.followers:
-            heard, theirs = _heard(channel)
+            heard, theirs = _recv_ready(channel)
             error, kinds = error or heard, kinds & theirs
         if self.draft_leader is not None:
-            error = error or _heard(self.draft_leader)[0]
+            error = error or _recv_ready(self.draft_leader)[0]
         up = self.leader or self.target_leader
         if up is not None:
             ready = (Opcode.READY, text_to_words(",".join(sorted(kinds))))
@@ -112,7 +112,7 @@ def _host(world: World) -> str | None:
     return None if world.one_machine else _address_towards(world.host)
 
 
-def _heard(channel: Channel) -> tuple[str | None, set[str]]:
+def _recv_ready(channel: Channel) -> tuple[str | None, set[str]]:
     """Receives a rank's readiness: its error, or that of the connection, and the names of its executors."""
     try:
         kind, words = channel.recv()

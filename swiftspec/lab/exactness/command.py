@@ -160,7 +160,7 @@ def _report(tree: Session, tested: CountingEngine, verdict: SampleVerdict | None
     if not same:
         out.print(f"DIFFERENT: beyond what chance allows (level {SIGNIFICANCE_LEVEL})")
         if tree.dtype != "float64" and (verdict is None or verdict.same):
-            out.print(f"Rounding can do that to single answers in {tree.dtype}: --dtype float64 tells whether it did")
+            out.print(f"Rounding in {tree.dtype} can change single answers: --dtype float64 tells whether it did")
     else:
         out.print("no difference found" if tested.idle is None else f"NOT TESTED: {tested.idle}")
     return 0 if same and tested.idle is None else 1

@@ -14,7 +14,7 @@ from torch import Tensor
 TOO_SMALL = 1e-30  # a group below this is zero, because the inverse could be infinite
 
 
-def round_rows(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
+def quantize_rows(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
     """Quantises x [n, K] to integers -127..127 [n, K / g, g] with scales [n, K / g], both float32.
 
     The largest magnitude of a group becomes 127. A group with NaN or infinity gets the scale NaN.
@@ -27,12 +27,12 @@ def round_rows(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
     return (groups * inverse.unsqueeze(2)).round_(), scales
 
 
-def rounded_product(x: Tensor, codes: Tensor, scales: Tensor, zeros: Tensor, bias: Tensor | None) -> Tensor:
+def quantized_matmul(x: Tensor, codes: Tensor, scales: Tensor, zeros: Tensor, bias: Tensor | None) -> Tensor:
     """Product of the quantised x [n, K] with (codes - zeros) scales: [n, N] in the dtype of x.
 
     codes [K / g, g, N], scales [K / g, N] and zeros [K / g, N], all float32; bias [N] float32.
     """
-    rows, by_row = round_rows(x, codes.shape[1])
+    rows, by_row = quantize_rows(x, codes.shape[1])
     sums = rows.sum(2)
     out = torch.zeros(x.shape[0], codes.shape[2], device=x.device)
     for group in range(codes.shape[0]):  # in order, because these sums are rounded

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from swiftspec.errors import UserError
 from swiftspec.model.checkpoint import Source
-from swiftspec.model.formats.activation_quantization import rounded_product
+from swiftspec.model.formats.activation_quantization import quantized_matmul
 from swiftspec.model.weights import select
 
 GROUP_SIZES = (32, 64, 128)
@@ -169,7 +169,7 @@ class Int4Weight:
         codes, scales, zeros = (tensor.to(device, torch.float32).contiguous() for tensor in self.plain())
         codes = codes.unflatten(0, (-1, self.group_size))
         bias = None if self.bias is None else self.bias.to(device, torch.float32)
-        return partial(rounded_product, codes=codes, scales=scales, zeros=zeros, bias=bias)
+        return partial(quantized_matmul, codes=codes, scales=scales, zeros=zeros, bias=bias)
 
     def outputs(self, index: Tensor) -> Int4Weight:
         """See `Weight.outputs`; the index consists of aligned runs of eight."""

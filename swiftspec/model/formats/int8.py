@@ -11,7 +11,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from swiftspec.model.formats.activation_quantization import rounded_product
+from swiftspec.model.formats.activation_quantization import quantized_matmul
 from swiftspec.model.formats.int4 import Int4Weight
 from swiftspec.model.weights import DenseWeight, LayerWeights, ModelWeights, Weight, select
 
@@ -24,7 +24,7 @@ def group_of(inputs: int) -> int | None:
 
 
 @dataclass(frozen=True, slots=True)
-class Rounding:
+class LoadTimeQuantization:
     """Selects what is quantised at load. A dense LM head is quantised if its shape allows it; activations for an int8
     head are quantised to int8, too."""
 
@@ -35,7 +35,7 @@ class Rounding:
         """Applies the quantisation to a model; int4 matrices keep their codes."""
         layers = weights.layers
         if self.activations:
-            layers = [partial(_rounding_rows, read) for read in layers]
+            layers = [partial(_quantize_layer_activations, read) for read in layers]
         return replace(weights, layers=layers, head=partial(self._of_head, weights.head))
 
     def _of_head(self, read: Callable[[], Weight]) -> Weight:
@@ -46,15 +46,16 @@ class Rounding:
                 head = LazyInt8Weight.of(head.weight, head.bias) or head
             elif self.head == "int4" and group is not None and head.weight.shape[0] % 8 == 0:
                 head = Int4Weight.of(head.weight, group, head.bias)
-        return _row_rounding(head) if self.activations else head
+        return _quantize_activations(head) if self.activations else head
 
 
-def _rounding_rows(read: Callable[[], LayerWeights]) -> LayerWeights:
+def _quantize_layer_activations(read: Callable[[], LayerWeights]) -> LayerWeights:
     layer = read()
-    return replace(layer, **{name: _row_rounding(getattr(layer, name)) for name in ("qkv", "o", "gate_up", "down")})
+    names = ("qkv", "o", "gate_up", "down")
+    return replace(layer, **{name: _quantize_activations(getattr(layer, name)) for name in names})
 
 
-def _row_rounding(weight: Weight) -> Weight:
+def _quantize_activations(weight: Weight) -> Weight:
     return replace(weight, rounds=True) if isinstance(weight, Int4Weight) else weight
 
 
@@ -96,7 +97,7 @@ class Int8Weight:
         codes = self.codes.to(device, torch.float32).T.unflatten(0, (-1, self.group_size)).contiguous()
         scales = self.scales.to(device, torch.float32).T.contiguous()
         bias = None if self.bias is None else self.bias.to(device, torch.float32)
-        return partial(rounded_product, codes=codes, scales=scales, zeros=torch.zeros_like(scales), bias=bias)
+        return partial(quantized_matmul, codes=codes, scales=scales, zeros=torch.zeros_like(scales), bias=bias)
 
     def outputs(self, index: Tensor) -> Int8Weight:
         """See `Weight.outputs`."""

@@ -29,10 +29,10 @@ from swiftspec.sampling.noise import PositionNoise
 T = TypeVar("T")
 
 CAPTURED_ROWS = (1, 2, 4, 8, 16, 32)  # per sequence; larger batches are not captured
-MAX_FAMILIES = 5  # of graphs that are kept: forwards, and four combinations of logits parameters
+MAX_GRAPH_SETS = 5  # of graphs that are kept: forwards, and four combinations of logits parameters
 WARM_UP_RUNS = 2  # before a capture: one-time set-up and tuning must not be captured
 INT64_BYTES = 8
-FORWARD_FAMILY, ROUND_FAMILY = "forwards", "rounds"  # families: forwards of a model, rounds of a population
+FORWARD_GRAPHS, ROUND_GRAPHS = "forwards", "rounds"  # graph sets: forwards of a model, rounds of a population
 
 
 def _nothing() -> None:
@@ -90,7 +90,7 @@ class CapturedGraph:
 
 
 @dataclass(slots=True)
-class _Family:
+class _GraphSet:
     """Graphs that share their captured objects and are evicted together."""
 
     owner: Any
@@ -100,38 +100,40 @@ class _Family:
 class GraphCache:
     """The graphs of one model. A function is captured when its key first occurs.
 
-    Keys are grouped in families. A few families are kept; the least recently used one is evicted with all its graphs.
+    Keys are grouped in graph sets. A few of them are kept; the least recently used one is evicted with all its graphs.
     All are dropped when the buffer that they read and write is reallocated.
     """
 
     def __init__(self, capture: Capture) -> None:
         self._capture = capture
-        self._families: dict[Hashable, _Family] = {}
+        self._graph_sets: dict[Hashable, _GraphSet] = {}
         self._bound: Tensor | None = None
 
     def bind(self, buffer: Tensor) -> None:
         """Sets the buffer whose address the graphs hold."""
         if self._bound is not buffer:
-            self._families.clear()
+            self._graph_sets.clear()
             self._bound = buffer
 
     def open(self, name: Hashable, make: Callable[[], T]) -> T:
-        """Marks a family as used. Returns the object that its graphs were captured with, which `make` creates when the
-        family first occurs."""
-        family = self._families.pop(name, None) or _Family(make())
-        if len(self._families) == MAX_FAMILIES:
-            del self._families[next(iter(self._families))]
-        self._families[name] = family
-        return family.owner
+        """Marks a graph set as used, and creates it if it is new.
+
+        Returns the object that its graphs were captured with, which `make` has created.
+        """
+        graph_set = self._graph_sets.pop(name, None) or _GraphSet(make())
+        if len(self._graph_sets) == MAX_GRAPH_SETS:
+            del self._graph_sets[next(iter(self._graph_sets))]
+        self._graph_sets[name] = graph_set
+        return graph_set.owner
 
     def evict(self, name: Hashable) -> None:
-        """Drops a family."""
-        self._families.pop(name, None)
+        """Drops a graph set."""
+        self._graph_sets.pop(name, None)
 
     def run(self, name: Hashable, key: Hashable, work: Callable[[], Tensor], state: Sequence[Tensor] = ()) -> Tensor:
         """The output of `work`, valid until the next run: graphs share their memory. `state`: tensors that `work`
         changes, which warm-up runs must leave unchanged."""
-        graphs = self._families[name].graphs
+        graphs = self._graph_sets[name].graphs
         if key not in graphs:
             before = [tensor.clone() for tensor in state]
 
@@ -149,7 +151,7 @@ class GraphCache:
     ) -> Tensor:  # fmt: skip
         """The output of `work` for each row of a batch of at most CAPTURED_ROWS[-1] rows per sequence, [n, ...] on the
         device. `shape`: the shape of its other inputs."""
-        graphs = self._families[name].graphs
+        graphs = self._graph_sets[name].graphs
         rows, width = padded_rows(rows_per_sequence(batch)), batch.mask.shape[1]
         key = rows, width, shape
         captured = graphs.get(key)
@@ -201,7 +203,7 @@ class GraphForwardExecutor(EagerExecutor):
         super().open(request)
         self.graphs.bind(self.runner.cache.k)
         guidance = self.runner.guidance
-        self._forwards = FORWARD_FAMILY if guidance is None else (FORWARD_FAMILY, guidance.scale)
+        self._forwards = FORWARD_GRAPHS if guidance is None else (FORWARD_GRAPHS, guidance.scale)
         self.graphs.open(self._forwards, lambda: None)
 
     def forward(self, batch: HostBatch) -> Tensor:

@@ -63,7 +63,7 @@ class GraphVerificationExecutor(GraphForwardExecutor):
         self._draws = self.graphs.open(self._family, lambda: _GraphSampler(self.runner, params, self._noise))
         self._draws.share_history(request.sampler)
         if self._rejection is not None:
-            self._draws.rejection.coins.copy_(self._rejection.coins)
+            self._draws.rejection.uniforms.copy_(self._rejection.uniforms)
 
     def verify(self, proposal: Proposal) -> Accepted:
         runner, began, self._logits = self.runner, time.perf_counter(), None

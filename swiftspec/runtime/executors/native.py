@@ -16,7 +16,7 @@ from torch import Tensor
 
 from swiftspec.config import PopulationConfig
 from swiftspec.messages import Proposal
-from swiftspec.model.packed_model import Fused
+from swiftspec.model.packed_model import FusedModel
 from swiftspec.runtime.executors import Accepted, ExecutorRequest, Features
 from swiftspec.runtime.executors.eager import EagerExecutor
 from swiftspec.runtime.executors.native_population import NativePopulation
@@ -46,7 +46,7 @@ class NativeTreeRounds(Protocol):
     def probabilities(self, tokens: Sequence[int], parents: Sequence[int], scoring: Any, /) -> list[float]: ...
 
 
-class NativeModel(Fused, Protocol):
+class NativeModel(FusedModel, Protocol):
     """A model as one native call that also implements the phases of a round, a draft tree and the rounds of a
     population (native_population.py)."""
 

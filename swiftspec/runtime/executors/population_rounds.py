@@ -11,7 +11,7 @@ from torch import Tensor
 
 from swiftspec.runtime.async_copy import AsyncCopy
 from swiftspec.runtime.executors import FEATURES, Executor, Features
-from swiftspec.runtime.executors.graph import ROUND_FAMILY, GraphCache
+from swiftspec.runtime.executors.graph import ROUND_GRAPHS, GraphCache
 from swiftspec.tree.mask import MASK_WIDTHS
 
 EAGER_WINDOW_SLOTS = 16  # windows of eager rounds are multiples of it
@@ -132,7 +132,7 @@ class GraphPopulationExecutor(EagerPopulationExecutor):
 
     def round(self, program: RoundProgram, width: int, groups: int) -> RoundResult:
         if program.key != self._key:
-            self.graphs.evict(ROUND_FAMILY)  # the tensors that its graphs hold no longer exist
+            self.graphs.evict(ROUND_GRAPHS)  # the tensors that its graphs hold no longer exist
             self._key = program.key
-        self.graphs.open(ROUND_FAMILY, lambda: None)
-        return AsyncCopy(self.graphs.run(ROUND_FAMILY, (width, groups), partial(program, width, groups), program.state))
+        self.graphs.open(ROUND_GRAPHS, lambda: None)
+        return AsyncCopy(self.graphs.run(ROUND_GRAPHS, (width, groups), partial(program, width, groups), program.state))

@@ -21,7 +21,7 @@ from starlette.types import ASGIApp
 from swiftspec.errors import UserError
 from swiftspec.serve.http.app import create_app
 from swiftspec.serve.http.engine_link import events
-from swiftspec.serve.http.engine_link.engine import AsyncEngine
+from swiftspec.serve.http.engine_link.async_engine import AsyncEngine
 from swiftspec.serve.http.engine_link.engine_client import EngineClient
 from swiftspec.serve.http.engine_link.events import TraceEventBuffer
 from swiftspec.serve.http.engine_link.frame_socket import AsyncFrameSocket

@@ -12,7 +12,7 @@ from swiftspec import __version__
 from swiftspec.serve.http import errors, page
 from swiftspec.serve.http.api import chat, completions, info, messages, responses, tokens
 from swiftspec.serve.http.app_context import AppContext, CompileGrammar, compile_in_thread
-from swiftspec.serve.http.engine_link.engine import AsyncEngine
+from swiftspec.serve.http.engine_link.async_engine import AsyncEngine
 from swiftspec.serve.http.middleware.request_id import UnexpectedErrorMiddleware
 from swiftspec.serve.text.codec import TextCodec
 

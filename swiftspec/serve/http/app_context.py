@@ -11,7 +11,7 @@ from typing import ParamSpec, TypeVar
 
 from starlette.concurrency import run_in_threadpool
 
-from swiftspec.serve.http.engine_link.engine import AsyncEngine
+from swiftspec.serve.http.engine_link.async_engine import AsyncEngine
 from swiftspec.serve.http.engine_link.frames import EngineInfo
 from swiftspec.serve.http.errors import ApiError, unavailable_error
 from swiftspec.serve.http.grammar import build_grammar

@@ -13,7 +13,11 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from swiftspec.errors import UserError
-from swiftspec.serve.http.engine_link.engine import GenerationFailedError, InvalidRequestError, RequestRejectedError
+from swiftspec.serve.http.engine_link.async_engine import (
+    GenerationFailedError,
+    InvalidRequestError,
+    RequestRejectedError,
+)
 from swiftspec.serve.text.template import PromptTooLong
 
 ERROR_TYPES = {

@@ -9,20 +9,22 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 
-from swiftspec.distributed.launch.launcher import Launched
+from swiftspec.distributed.launch.launcher import LaunchedRank
 from swiftspec.serve.supervisor.supervised_process import Program
 from swiftspec.serve.supervisor.supervisor import Supervisor
 from swiftspec.serve.supervisor.supervisor_link import job_link
 
 
-def supervise_server(launched: Launched | None, ranks: int, argv: Sequence[str], frontend: Program, url: str) -> int:
+def supervise_server(
+    launched: LaunchedRank | None, ranks: int, argv: Sequence[str], frontend: Program, url: str
+) -> int:
     """Supervises a server: the ranks, and the front end, whose address is `url`. Returns the exit code."""
     programs = _programs(launched, ranks, argv)
     programs[0] = replace(programs[0], first_message=url.encode(), inherit_stdin=True)
     return Supervisor(programs, frontend, log=_log, link=None if launched is None else job_link(launched)).run()
 
 
-def supervise_command(launched: Launched | None, ranks: int, argv: Sequence[str]) -> int:
+def supervise_command(launched: LaunchedRank | None, ranks: int, argv: Sequence[str]) -> int:
     """Supervises a chat or a single answer. The user sees how rank 0 ends, so it is not restarted and has no heartbeat
     timeout. In a terminal it stays in the foreground process group, which receives Ctrl-C and reads keys."""
     terminal = _in_terminal()
@@ -34,12 +36,12 @@ def supervise_command(launched: Launched | None, ranks: int, argv: Sequence[str]
     return Supervisor(programs, log=_log, link=link, shares_terminal=terminal).run()
 
 
-def supervise_rank(launched: Launched, argv: Sequence[str]) -> int:
+def supervise_rank(launched: LaunchedRank, argv: Sequence[str]) -> int:
     """Supervises a rank other than 0 that a launcher has started."""
     return Supervisor([_program(launched.rank, argv)], log=_log, link=job_link(launched)).run()
 
 
-def _programs(launched: Launched | None, ranks: int, argv: Sequence[str]) -> list[Program]:
+def _programs(launched: LaunchedRank | None, ranks: int, argv: Sequence[str]) -> list[Program]:
     if launched is not None or ranks == 1:
         return [_program(0, argv)]
     with socket.create_server(("127.0.0.1", 0)) as placeholder:

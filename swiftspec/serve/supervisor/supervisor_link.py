@@ -10,7 +10,7 @@ import struct
 from contextlib import suppress
 from typing import Protocol
 
-from swiftspec.distributed.launch.launcher import Launched
+from swiftspec.distributed.launch.launcher import LaunchedRank
 
 BACKLOG_CONNECTIONS = 128
 
@@ -100,7 +100,7 @@ def same_user(peer: socket.socket) -> bool:
     return user == os.getuid()
 
 
-def job_link(launched: Launched) -> JobLink:
+def job_link(launched: LaunchedRank) -> JobLink:
     """Creates this supervisor's end. The socket name is abstract, so it disappears with the processes."""
     job = f"{os.getuid()} {launched.host} {launched.port} {launched.size} {launched.attempt}"
     name = b"\0swiftspec-" + hashlib.sha256(job.encode()).hexdigest()[:32].encode()

@@ -10,10 +10,10 @@ import torch
 
 from bench.data.heldout import DEMO, read_token_ids
 from bench.gpu import step
-from swiftspec.backends import library
+from swiftspec.backends import unfused
 from swiftspec.config import EngineConfig
 from swiftspec.model.loader import load_model
-from swiftspec.runtime.executors.graph import FORWARD_FAMILY, GraphForwardExecutor
+from swiftspec.runtime.executors.graph import FORWARD_GRAPHS, GraphForwardExecutor
 from tests.support.fake_cuda_graphs import Rerun
 from tests.support.roles import make_drafter, make_runner
 
@@ -48,14 +48,14 @@ def test_particles_are_measured_after_a_warm_up_on_shared_models(monkeypatch: py
 
 def test_a_step_is_timed_as_a_graph_if_the_model_can_be_captured() -> None:
     """One capture for all repetitions, and another one after the graphs are dropped."""
-    model = load_model(DEMO / "draft", dtype=torch.float32, ops=library, max_positions=128)
+    model = load_model(DEMO / "draft", dtype=torch.float32, ops=unfused, max_positions=128)
     config, capture = EngineConfig(verify_batch=4, draft_leaves=4, draft_steps=2), Rerun()
     for given in (None, capture):
-        drafter = make_drafter(make_runner(model, library, context=96, tree_slots=32), config, given)
+        drafter = make_drafter(make_runner(model, unfused, context=96, tree_slots=32), config, given)
         assert step.step_time(drafter, 4, 64) > 0
         assert drafter.runner.cache.kv_len()[0] == 0
         for steps in drafter.executors:
             if isinstance(steps, GraphForwardExecutor):
-                steps.graphs.evict(FORWARD_FAMILY)
+                steps.graphs.evict(FORWARD_GRAPHS)
                 step.step_time(drafter, 4, 64)
     assert capture.captures == 2 and capture.replays == 2 * (step.REPEATS + 2)

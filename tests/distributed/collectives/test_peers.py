@@ -18,8 +18,7 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import HashStore
 
-from swiftspec.backends import cuda
-from swiftspec.backends import library as unfused
+from swiftspec.backends import cuda, unfused
 from swiftspec.backends.cuda import linear as cuda_linear
 from swiftspec.backends.cuda import peers as cuda_peers
 from swiftspec.backends.cuda.peers import PeerAccessError

@@ -50,13 +50,13 @@ class FakeDraft:
         self.tree = DraftTree(9, 2)
         self.tree.reset(7)
 
-    def select_executor(self, opening: RequestStart) -> SimpleNamespace:
+    def select_executor(self, start: RequestStart) -> SimpleNamespace:
         return SimpleNamespace(name="eager")
 
-    def open(self, opening: RequestStart) -> None:
-        self.calls.append(f"open {opening.request}")
-        self.request, self.round = opening.request, 0
-        self.at, self.root = len(opening.tokens) - 1, opening.tokens[-1]
+    def open(self, start: RequestStart) -> None:
+        self.calls.append(f"open {start.request}")
+        self.request, self.round = start.request, 0
+        self.at, self.root = len(start.tokens) - 1, start.tokens[-1]
 
     def propose(self) -> Proposal:
         assert self.may_answer.wait(30)

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from swiftspec.distributed.launch.launcher import Launched, launched, own_rank
+from swiftspec.distributed.launch.launcher import LaunchedRank, launched, own_rank
 from swiftspec.errors import UserError
 
 JOB = {"WORLD_SIZE": "4", "RANK": "3", "MASTER_ADDR": "somewhere", "MASTER_PORT": "29500"}
@@ -22,9 +22,9 @@ def test_one_rank_alone_needs_no_launcher(alone: dict[str, str]) -> None:
 
 
 def test_a_complete_launcher_environment() -> None:
-    assert launched(JOB) == Launched(3, 4, 3, 4, "somewhere", 29500)
+    assert launched(JOB) == LaunchedRank(3, 4, 3, 4, "somewhere", 29500)
     more = {"TORCHELASTIC_RESTART_COUNT": "2"}
-    assert launched(JOB | TORCHRUN | more) == Launched(3, 4, 1, 2, "somewhere", 29500, True, "2")
+    assert launched(JOB | TORCHRUN | more) == LaunchedRank(3, 4, 1, 2, "somewhere", 29500, True, "2")
     assert own_rank(JOB) == 3
 
 

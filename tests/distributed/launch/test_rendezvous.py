@@ -134,7 +134,7 @@ def test_a_restarted_draft_group_is_admitted() -> None:
     back = DraftGroupRecovery(world(page, 0, 0, 2), PLAN, FACTS, 40, members, links)
 
     def leader(incarnation: int, loads: bool) -> None:
-        job = rejoin(world(page, 1, incarnation, 2)).next_job()
+        job = rejoin(world(page, 1, incarnation, 2)).next_engine()
         check_consistent(job, PLAN, FACTS)
         connection = Connections.connect(job, PLAN).target_leader
         assert connection is not None and connection.recv(10) == (Opcode.READY, [40])

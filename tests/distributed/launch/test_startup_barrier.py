@@ -110,7 +110,7 @@ def test_an_error_of_one_rank_ends_all() -> None:
             raise UserError("--model /nowhere: no such directory")
 
     def goes_on() -> None:
-        check_consistent(worlds[0].next_job(), PLAN, FACTS)
+        check_consistent(worlds[0].next_engine(), PLAN, FACTS)
 
     assert outcomes(goes_on, refused) == [
         "rank 1: --model /nowhere: no such directory", "--model /nowhere: no such directory",

@@ -12,7 +12,7 @@ import pytest
 
 from swiftspec.distributed.launch import store as module
 from swiftspec.distributed.launch import world as worlds
-from swiftspec.distributed.launch.launcher import Launched
+from swiftspec.distributed.launch.launcher import LaunchedRank
 from swiftspec.distributed.launch.startup_barrier import Timeouts
 from swiftspec.distributed.launch.store import open_store
 from swiftspec.distributed.launch.world import World, join_world
@@ -36,8 +36,8 @@ def listener() -> Iterator[int]:
         yield server.getsockname()[1]
 
 
-def rank(number: int, port: int, size: int = 2) -> Launched:
-    return Launched(number, size, number, size, "127.0.0.1", port)
+def rank(number: int, port: int, size: int = 2) -> LaunchedRank:
+    return LaunchedRank(number, size, number, size, "127.0.0.1", port)
 
 
 def test_a_rank_logs_that_it_waits_for_the_store(port: int) -> None:

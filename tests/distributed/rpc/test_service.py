@@ -73,7 +73,7 @@ class Client:
     def ask(self, **fields: Any) -> pb.VerifyAnswer:
         return self.raw(pb.VerifyRequest(**fields).SerializeToString())
 
-    def opening(self, shape: EngineConfig = SHAPE) -> pb.Opening:
+    def start(self, shape: EngineConfig = SHAPE) -> pb.Opening:
         return request_start_to_proto(RequestStart(1, TEXT, GREEDY, len(TEXT)), shape, self.own)
 
     def refused(self, code: grpc.StatusCode, call: Callable[[], object]) -> str:
@@ -91,7 +91,7 @@ def client(target: StartedWorker) -> Client:
 
 
 def test_a_round_is_applied_once(client: Client) -> None:
-    opened = client.ask(opening=client.opening())
+    opened = client.ask(opening=client.start())
     assert len(opened.session) == 16 and opened.opened.kept == 0 and opened.telemetry.model > 0
     ask = {"session": opened.session, "proposal": proposal_to_proto(Proposal.root_only(1, 0, 2, TEXT[-1]))}
     first, duplicated = client.ask(**ask), client.ask(**ask)
@@ -140,7 +140,7 @@ def test_deltas_go_to_the_stream_that_opened_last(tmp_path: Path) -> None:
 
 
 def test_invalid_messages_are_refused_in_one_line(client: Client) -> None:
-    session = client.ask(opening=client.opening()).session
+    session = client.ask(opening=client.start()).session
     good = proposal_to_proto(Proposal(1, 0, 2, (TEXT[-1], 9, 8), (-1, 0, 1)))
 
     def asked(change: Callable[[Any], object], what: Any = good, name: str = "proposal") -> Callable[[], object]:
@@ -167,7 +167,7 @@ def test_invalid_messages_are_refused_in_one_line(client: Client) -> None:
 
 def test_a_request_for_another_model_is_refused(client: Client) -> None:
     def asked(**changes: Any) -> Callable[[], object]:
-        message = client.opening()
+        message = client.start()
         for name, value in changes.items():
             setattr(message, name, value)
         return lambda: client.ask(opening=message)
@@ -176,10 +176,10 @@ def test_a_request_for_another_model_is_refused(client: Client) -> None:
     assert "tokenizers" in client.refused(Code.FAILED_PRECONDITION, asked(tokenizer=b"other"))
     assert "another model" in client.refused(Code.FAILED_PRECONDITION, asked(model=b"other"))
     client.refused(Code.INVALID_ARGUMENT, asked(prompt_len=4))
-    large = client.opening(EngineConfig(mode="serial", verify_batch=17))
+    large = client.start(EngineConfig(mode="serial", verify_batch=17))
     details = client.refused(Code.FAILED_PRECONDITION, lambda: client.ask(opening=large))
     assert "room for verify_batch 16" in details
-    bad = client.opening()
+    bad = client.start()
     bad.sampling.temperature = float("nan")
     client.refused(Code.INVALID_ARGUMENT, lambda: client.ask(opening=bad))
 
@@ -312,8 +312,8 @@ def test_messages_carry_every_field() -> None:
         stop_token_ids=(1, 2), grammar="g", negative_prompt_ids=(3,), verify_batch=2,
     )  # fmt: skip
     shape = EngineConfig(mode="async", draft_steps=5, calibration=0.3, catch_up=False)
-    own, opening = ModelIdentity(b"m", b"t"), RequestStart(3, TEXT, sampling, 2)
-    assert request_start_from_proto(request_start_to_proto(opening, shape, own), own) == (opening, shape)
+    own, start = ModelIdentity(b"m", b"t"), RequestStart(3, TEXT, sampling, 2)
+    assert request_start_from_proto(request_start_to_proto(start, shape, own), own) == (start, shape)
     proposal = Proposal(1, 2, 3, (4, 5, 6), (-1, 0, 0))
     assert proposal_from_proto(proposal_to_proto(proposal)) == proposal
 

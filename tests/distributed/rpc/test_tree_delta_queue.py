@@ -126,5 +126,5 @@ def test_the_time_of_expansions_is_attributed_to_the_request_message() -> None:
     stream.send_result(VerifyResult(1, 0, 1, (0,), (9,)), 0)
     for _ in range(3):
         stream.recv(None)
-    opening, result = stream.rpc_log.drain()
-    assert (opening.round, result.round) == (-1, 0) and opening.asked < result.asked
+    start, result = stream.rpc_log.drain()
+    assert (start.round, result.round) == (-1, 0) and start.asked < result.asked

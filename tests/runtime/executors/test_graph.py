@@ -14,15 +14,20 @@ import numpy as np
 import pytest
 import torch
 
-from swiftspec.backends import library as unfused
-from swiftspec.backends import reference
+from swiftspec.backends import reference, unfused
 from swiftspec.config import PopulationConfig
 from swiftspec.model.batch import Batch, HostBatch
 from swiftspec.model.loader import load_model
 from swiftspec.params import SamplingParams
 from swiftspec.runtime.executors import ExecutorRequest
 from swiftspec.runtime.executors.eager import EagerExecutor
-from swiftspec.runtime.executors.graph import CAPTURED_ROWS, MAX_FAMILIES, GraphCache, GraphForwardExecutor, GraphInputs
+from swiftspec.runtime.executors.graph import (
+    CAPTURED_ROWS,
+    MAX_GRAPH_SETS,
+    GraphCache,
+    GraphForwardExecutor,
+    GraphInputs,
+)
 from swiftspec.tree import mask as tree_mask
 from tests.support.fake_cuda_graphs import Rerun
 from tests.support.histories import HistoryModel
@@ -84,9 +89,9 @@ def test_the_least_recently_used_family_is_evicted_with_its_buffer() -> None:
         graphs.run(family, "key", lambda: buffers[buffer] + 1)
         return capture.captures - before
 
-    assert [run(family) for family in range(MAX_FAMILIES)] == [1] * MAX_FAMILIES
+    assert [run(family) for family in range(MAX_GRAPH_SETS)] == [1] * MAX_GRAPH_SETS
     assert run(0) == 0 and owners[-1] is owners[0], "what a family was captured with stays as long"
-    assert run(MAX_FAMILIES) == 1 and run(0) == 0 and run(1) == 1, "the one that rested longest went"
+    assert run(MAX_GRAPH_SETS) == 1 and run(0) == 0 and run(1) == 1, "the one that rested longest went"
     assert run(0, 1) == 1 and owners[-1] is not owners[0], "they know the buffer by its address"
     graphs.evict(0)
     assert run(0, 1) == 1

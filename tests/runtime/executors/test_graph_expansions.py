@@ -15,12 +15,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from swiftspec.backends import library as unfused
+from swiftspec.backends import unfused
 from swiftspec.backends.cuda import tree as cuda_tree
 from swiftspec.config import EngineConfig
 from swiftspec.model.loader import load_model
 from swiftspec.params import SamplingParams
-from swiftspec.runtime.executors.graph import FORWARD_FAMILY
+from swiftspec.runtime.executors.graph import FORWARD_GRAPHS
 from swiftspec.runtime.executors.graph_expansions import GraphExpansionExecutor
 from swiftspec.runtime.local_drafter import LocalDrafter
 from tests.support.fake_cuda_graphs import Rerun
@@ -96,12 +96,12 @@ def drafters(checkpoint: Path, config: EngineConfig, group: Any = None) -> tuple
 
 
 def grown(drafter: LocalDrafter) -> list[Any]:
-    """The graph families that a drafter has for successive expansions."""
+    """The graph sets that a drafter has for successive expansions."""
     found: list[Any] = []
     for kind in drafter.executors:
         if isinstance(kind, GraphExpansionExecutor):
             found += [
-                name for name, family in kind.graphs._families.items() if name != FORWARD_FAMILY and family.graphs
+                name for name, family in kind.graphs._graph_sets.items() if name != FORWARD_GRAPHS and family.graphs
             ]
     return found
 

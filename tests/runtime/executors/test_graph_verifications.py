@@ -16,12 +16,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swiftspec.backends import library as unfused
+from swiftspec.backends import unfused
 from swiftspec.messages import DraftProbs, Proposal
 from swiftspec.model.batch import HostBatch
 from swiftspec.model.loader import load_model
 from swiftspec.params import SamplingParams
-from swiftspec.runtime.executors.graph import CAPTURED_ROWS, MAX_FAMILIES, GraphForwardExecutor, GraphInputs
+from swiftspec.runtime.executors.graph import CAPTURED_ROWS, MAX_GRAPH_SETS, GraphForwardExecutor, GraphInputs
 from swiftspec.runtime.executors.graph_verifications import AncestorPaths, DeviceHistory, GraphVerificationExecutor
 from swiftspec.runtime.verifier import LocalVerifier
 from swiftspec.sampling.vocab import TOP_CANDIDATES
@@ -219,7 +219,7 @@ def test_graphs_are_kept_for_a_few_logits_keys(checkpoint: Path) -> None:
         verifier.close()
         return capture.captures - before
 
-    ways = [replace(SAMPLED, temperature=0.5 + step / 10) for step in range(MAX_FAMILIES)]
+    ways = [replace(SAMPLED, temperature=0.5 + step / 10) for step in range(MAX_GRAPH_SETS)]
     assert [captured(way) for way in ways[:-1]] == [1] * len(ways[:-1])
     assert [captured(replace(way, seed=9)) for way in ways[:-1]] == [0] * len(ways[:-1])
     assert captured(ways[0]) == 0 and captured(ways[-1]) == 1

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from swiftspec import _C
 from swiftspec.backends import cpu as host
 from swiftspec.backends.cpu import shm
-from swiftspec.backends.cpu.shm import SharedGroup
+from swiftspec.backends.cpu.shm import ShmCollectives
 from swiftspec.config import EngineConfig
 from swiftspec.distributed.transport.codec import pack_message, unpack_proposal
 from swiftspec.messages import Proposal, VerifyResult
@@ -174,7 +174,7 @@ def test_verifications(checkpoint: Path, dtype: torch.dtype, data: st.DataObject
 class Ranks:
     """One rank of a group, over shared memory; the ranks are threads."""
 
-    memory: SharedGroup
+    memory: ShmCollectives
 
     def __post_init__(self) -> None:
         self.rank, self.size = self.memory.rank, self.memory.size
@@ -190,7 +190,9 @@ class Ranks:
 def in_a_group(size: int, work: Callable[[Ranks], T]) -> list[T]:
     name = shm.new_name()
     with ThreadPoolExecutor(size) as pool:
-        return list(pool.map(lambda r: work(Ranks(SharedGroup(name, r, size, spin=False, timeout_s=20))), range(size)))
+        return list(
+            pool.map(lambda r: work(Ranks(ShmCollectives(name, r, size, spin=False, timeout_s=20))), range(size))
+        )
 
 
 def group_rounds(path: Path, ranks: Ranks, sampling: SamplingParams, steps: str) -> list[Any]:

@@ -11,7 +11,7 @@ import httpx
 import pytest
 from starlette.types import Message
 
-from swiftspec.serve.http.engine_link.engine import (
+from swiftspec.serve.http.engine_link.async_engine import (
     AsyncEngineRequest,
     EngineState,
     GenerationFailedError,

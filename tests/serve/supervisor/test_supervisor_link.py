@@ -5,13 +5,13 @@ from __future__ import annotations
 import secrets
 from dataclasses import replace
 
-from swiftspec.distributed.launch.launcher import Launched
+from swiftspec.distributed.launch.launcher import LaunchedRank
 from swiftspec.serve.supervisor.supervisor_link import job_link
 from tests.support.http import until
 
 
-def job() -> Launched:
-    return Launched(0, 3, 0, 3, "127.0.0.1", 29500, attempt=secrets.token_hex(8))
+def job() -> LaunchedRank:
+    return LaunchedRank(0, 3, 0, 3, "127.0.0.1", 29500, attempt=secrets.token_hex(8))
 
 
 def test_the_other_supervisors_receive_the_exit_of_rank_0() -> None:

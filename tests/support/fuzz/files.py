@@ -201,7 +201,7 @@ def traces(draw: st.DrawFn) -> bytes:
 def _trace(data: bytes, folder: Path) -> None:
     (folder / "t.jsonl").write_bytes(data)
     found = timeline.Trace.read(folder / "t.jsonl")
-    json.dumps(timeline.chrome(found), allow_nan=False)
+    json.dumps(timeline.to_chrome_trace(found), allow_nan=False)
     timeline.summary(found)
 
 

@@ -32,7 +32,7 @@ from swiftspec.distributed.transport.codec import (
     unpack_result,
 )
 from swiftspec.distributed.transport.tcp import HEADER, TcpChannel
-from swiftspec.distributed.worker_group import FollowerSessions
+from swiftspec.distributed.worker_group import FollowerSessionRegistry
 from swiftspec.errors import DrafterLost, RankLost, UserError
 from swiftspec.messages import Proposal, RequestStart
 from swiftspec.params import SamplingParams
@@ -154,7 +154,9 @@ def follow_sessions(messages: Sequence[Message]) -> str:
         return FollowerDispatcher(role, None, None, BOUNDS)
 
     channel: Any = FakeChannel(messages)
-    return _served(lambda: follow_calls(channel, CommandStream(channel), FollowerSessions(make).decode, Heartbeat()))
+    return _served(
+        lambda: follow_calls(channel, CommandStream(channel), FollowerSessionRegistry(make).decode, Heartbeat())
+    )
 
 
 def follow_draft(messages: Sequence[Message]) -> str:

@@ -45,19 +45,19 @@ class FakeRole:
     def __init__(self) -> None:
         self.busy, self.draft_steps = 0.0, 3
         self.executors = [SimpleNamespace(name="eager")]
-        self.opening: RequestStart | None = None
+        self.start: RequestStart | None = None
 
-    def select_executor(self, opening: RequestStart) -> SimpleNamespace:
-        assert opening.executor in ("", "eager")
+    def select_executor(self, start: RequestStart) -> SimpleNamespace:
+        assert start.executor in ("", "eager")
         return self.executors[0]
 
-    def open(self, opening: RequestStart) -> None:
-        assert_valid_tokens(opening.tokens)
-        assert_valid_sampling(opening.sampling)
-        self.opening, self.at, self.root, self.round = opening, len(opening.tokens) - 1, opening.tokens[-1], 0
+    def open(self, start: RequestStart) -> None:
+        assert_valid_tokens(start.tokens)
+        assert_valid_sampling(start.sampling)
+        self.start, self.at, self.root, self.round = start, len(start.tokens) - 1, start.tokens[-1], 0
 
     def verify(self, proposal: Proposal) -> VerifyResult:
-        assert self.opening is not None and (proposal.prefix_len, proposal.tokens[0]) == (self.at, self.root)
+        assert self.start is not None and (proposal.prefix_len, proposal.tokens[0]) == (self.at, self.root)
         assert_valid_tokens(proposal.tokens, BOUNDS.max_nodes)
         self._move((7,))
         return VerifyResult(proposal.request, proposal.round, proposal.prefix_len, (0,), (7,))
@@ -65,23 +65,23 @@ class FakeRole:
     def settle(self) -> None: ...
 
     def observe(self, result: VerifyResult) -> None:
-        assert self.opening is not None and result.prefix_len == self.at
+        assert self.start is not None and result.prefix_len == self.at
         assert_valid_tokens(result.tokens)
         self.round = result.round
         self._move(result.tokens)
 
     def propose(self) -> Proposal:
-        assert self.opening is not None
-        return Proposal.root_only(self.opening.request, self.round, self.at, self.root)
+        assert self.start is not None
+        return Proposal.root_only(self.start.request, self.round, self.at, self.root)
 
     def grow(self) -> None:
-        assert self.opening is not None
+        assert self.start is not None
 
     def fast_reply(self) -> None:
         return None
 
     def close(self) -> None:
-        self.opening = None
+        self.start = None
 
     def _move(self, tokens: Sequence[int]) -> None:
         self.at, self.root = self.at + len(tokens), tokens[-1]
@@ -95,8 +95,8 @@ class LookaheadRole(FakeRole):
         self.tree = DraftTree(40, 20)
         self.hooks: list[Callable[[int], None]] = []
 
-    def open(self, opening: RequestStart) -> None:
-        super().open(opening)
+    def open(self, start: RequestStart) -> None:
+        super().open(start)
         self.tree.reset(self.root)
         self.grow()
 

@@ -16,7 +16,7 @@ from swiftspec.distributed.rpc import swiftspec_pb2 as pb
 from swiftspec.distributed.rpc.connection import WorkerConnection
 from swiftspec.distributed.rpc.draft_session import DraftSession
 from swiftspec.distributed.rpc.draft_stream import DraftStream
-from swiftspec.distributed.rpc.drafter import GrpcDrafter, GrpcFeed
+from swiftspec.distributed.rpc.drafter import GrpcDrafter, GrpcTreeDeltaLink
 from swiftspec.distributed.rpc.protobuf_codec import (
     ModelIdentity,
     delta_from_proto,
@@ -234,7 +234,7 @@ def run_remote_drafter(responses: Sequence[pb.DraftAnswer]) -> str:
 def run_replica_drafter(responses: Sequence[pb.DraftAnswer]) -> str:
     stream = draft_stream(responses, AHEAD)
     return run_drafter(
-        lambda: ReplicaDrafter(GrpcFeed(stream), TreeReplica(DraftTree(40, 20), BOUNDS.vocab_size), AHEAD)
+        lambda: ReplicaDrafter(GrpcTreeDeltaLink(stream), TreeReplica(DraftTree(40, 20), BOUNDS.vocab_size), AHEAD)
     )
 
 
@@ -276,7 +276,7 @@ def read_or_none(reader: Any, to_message: Any, words: list[int]) -> Any:
 
 
 DAMAGE = st.lists(st.tuples(st.integers(0, 400), st.integers(0, 255)), max_size=3)
-OPENED = REQUEST_STARTS.map(lambda opening: request_start_to_proto(opening, SHAPE, OWN))
+OPENED = REQUEST_STARTS.map(lambda start: request_start_to_proto(start, SHAPE, OWN))
 PROPOSED = (
     proposal().map(proposal_to_proto)
     | PROPOSAL_WORDS.map(lambda w: read_or_none(unpack_proposal, proposal_to_proto, w))
@@ -342,6 +342,6 @@ TARGETS = (
     target("Link", PIECES, read_worker_files),
     target("DraftService of a worker", calls(TO_DRAFT), ask_draft),
     target("GrpcDrafter", FROM_DRAFT, run_remote_drafter),
-    target("GrpcFeed", DELTAS, run_replica_drafter),
+    target("GrpcTreeDeltaLink", DELTAS, run_replica_drafter),
     target("GrpcVerifier", FROM_TARGET, run_remote_verifier),
 )

@@ -12,7 +12,7 @@ from pydantic import Field
 from swiftspec.serve.http.api.generation import JSON_OR_SSE, replace_key, respond
 from swiftspec.serve.http.api.sampling import grammar_request, requested_choices, sampling_params
 from swiftspec.serve.http.app_context import AppContext, check_tokens, new_id
-from swiftspec.serve.http.engine_link.engine import AsyncEngineRequest
+from swiftspec.serve.http.engine_link.async_engine import AsyncEngineRequest
 from swiftspec.serve.http.engine_link.frames import EngineInfo, TokenLogprob, TokensFrame
 from swiftspec.serve.http.errors import ApiError, unsupported
 from swiftspec.serve.http.format.generation_output import (

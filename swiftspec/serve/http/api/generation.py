@@ -14,7 +14,7 @@ from swiftspec.errors import UserError
 from swiftspec.serve.http import errors
 from swiftspec.serve.http.api.sampling import GrammarRequest, sampling_params
 from swiftspec.serve.http.app_context import AppContext
-from swiftspec.serve.http.engine_link.engine import AsyncEngineRequest
+from swiftspec.serve.http.engine_link.async_engine import AsyncEngineRequest
 from swiftspec.serve.http.errors import ApiError, to_api_error, unsupported
 from swiftspec.serve.http.format.conversation import Conversation
 from swiftspec.serve.http.format.generation_output import GenerationOutput, GenerationRequest, OutputDelta

@@ -11,7 +11,7 @@ from fastapi import APIRouter, Request, Response
 
 from swiftspec import __version__
 from swiftspec.serve.http.app_context import RETRY_AFTER_S, AppContext
-from swiftspec.serve.http.engine_link.engine import AsyncEngineRequest
+from swiftspec.serve.http.engine_link.async_engine import AsyncEngineRequest
 from swiftspec.serve.http.engine_link.frames import EngineInfo
 from swiftspec.serve.http.errors import ApiError, error_body, unavailable_error
 from swiftspec.serve.http.sse import ENCODER, cancel_on_disconnect

@@ -12,7 +12,7 @@ from typing import TypeVar
 from msgspec import structs
 
 from swiftspec.serve.http.engine_link import frames
-from swiftspec.serve.http.engine_link.engine import (
+from swiftspec.serve.http.engine_link.async_engine import (
     AsyncEngineRequest,
     EngineState,
     GenerationFailedError,
@@ -39,7 +39,7 @@ MAX_BUFFERED_FRAMES = 200_000  # per request whose client reads slowly; a frame 
 ENGINE_GONE = "rank 0 is gone"
 
 
-class Ticket:
+class QueuedRequest:
     """A request that waits or runs.
 
     `updates` receives the frames of rank 0, an exception that ends the request, or None when `deadline` has changed.
@@ -84,8 +84,8 @@ class EngineClient:
         self._phase, self._detail = "loading", ""
         self._ranks: list[RankState] = []
         self._attempts = itertools.count(1)  # unique over all connections
-        self._waiting: deque[Ticket] = deque()
-        self._running: dict[int, Ticket] = {}  # by attempt number
+        self._waiting: deque[QueuedRequest] = deque()
+        self._running: dict[int, QueuedRequest] = {}  # by attempt number
         self._idle = asyncio.Event()
         self._idle.set()
         self._announced = False
@@ -108,7 +108,7 @@ class EngineClient:
         self, request: AsyncEngineRequest
     ) -> AsyncGenerator[PromptLogprobsFrame | TokensFrame | DoneFrame, bool | None]:
         """See `AsyncEngine.generate`."""
-        ticket = Ticket(request, _deadline_after(self._config.queue_timeout))
+        ticket = QueuedRequest(request, _deadline_after(self._config.queue_timeout))
         self._enqueue(ticket)
         try:
             frame = None
@@ -127,7 +127,7 @@ class EngineClient:
         finally:
             self._release(ticket)
 
-    async def _next_frame(self, ticket: Ticket) -> FromEngine:
+    async def _next_frame(self, ticket: QueuedRequest) -> FromEngine:
         """The next frame of a request. Raises the exception that ends it."""
         while True:
             deadline = ticket.deadline
@@ -142,7 +142,7 @@ class EngineClient:
             if update is not None:
                 return update
 
-    def _timeout_error(self, ticket: Ticket) -> Exception:
+    def _timeout_error(self, ticket: QueuedRequest) -> Exception:
         if ticket.attempt:
             return GenerationFailedError(f"the request took longer than {self._config.request_timeout:g} s", "timeout")
         waited = f"waited {self._config.queue_timeout:g} s (--queue-timeout) for"
@@ -150,7 +150,7 @@ class EngineClient:
             return RequestRejectedError(f"{waited} the engine to restart: try again later", 503, LOADING_RETRY_AFTER_S)
         return RequestRejectedError(f"{waited} other requests to end: try again later", 429, QUEUE_FULL_RETRY_AFTER_S)
 
-    def _enqueue(self, ticket: Ticket) -> None:
+    def _enqueue(self, ticket: QueuedRequest) -> None:
         """Appends a request to the queue. Raises RequestRejectedError if that is not possible."""
         if self._phase == "loading":
             raise RequestRejectedError(
@@ -191,7 +191,7 @@ class EngineClient:
                 )
             )
 
-    def _release(self, ticket: Ticket) -> None:
+    def _release(self, ticket: QueuedRequest) -> None:
         """Removes a request that its caller has closed. If it runs, its place is free after rank 0 confirms the
         cancel."""
         ticket.finished = True
@@ -269,7 +269,7 @@ class EngineClient:
             if not ticket.finished:
                 self._retry_or_fail(ticket, reason)
 
-    def _retry_or_fail(self, ticket: Ticket, reason: str) -> None:
+    def _retry_or_fail(self, ticket: QueuedRequest, reason: str) -> None:
         """Puts a request of a lost rank 0 back to the front of the queue, or ends it with an error."""
         if ticket.has_output or ticket.retried or self._phase == "dead":
             plural = "s" * (ticket.num_tokens != 1)

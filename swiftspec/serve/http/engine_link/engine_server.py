@@ -265,7 +265,7 @@ class EngineServer:
         self._publisher.socket.send(frame)
 
     def _done_frame(self, request: BatchRequest, choices: tuple[int, int] | None) -> frames.DoneFrame:
-        llm, sampling, stats = self._session.llm, request.opening.sampling, request.stats
+        llm, sampling, stats = self._session.llm, request.start.sampling, request.stats
         extra = answer_stats.guidance_stats(sampling) if sampling.guided else {}
         if llm.config.mode == "smc":
             extra = {**extra, **answer_stats.population_stats(llm.config, stats)}

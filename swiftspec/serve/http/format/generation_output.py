@@ -9,7 +9,7 @@ from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from swiftspec.serve.http.engine_link.engine import AsyncEngine, AsyncEngineRequest, GenerationFailedError
+from swiftspec.serve.http.engine_link.async_engine import AsyncEngine, AsyncEngineRequest, GenerationFailedError
 from swiftspec.serve.http.engine_link.frames import Choice, DoneFrame, PromptLogprobsFrame, TokenLogprob, TokensFrame
 from swiftspec.serve.http.format.reasoning import ReasoningParser
 from swiftspec.serve.http.format.tools import ParsedToolCall, ToolCallParser

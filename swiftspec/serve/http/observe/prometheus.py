@@ -13,7 +13,7 @@ from fastapi import APIRouter, Response
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 
-from swiftspec.serve.http.engine_link.engine import AsyncEngine
+from swiftspec.serve.http.engine_link.async_engine import AsyncEngine
 from swiftspec.serve.http.engine_link.frames import RankState
 from swiftspec.serve.http.observe.request_metrics import RequestRecord
 

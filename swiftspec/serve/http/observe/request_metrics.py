@@ -10,7 +10,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 
 from swiftspec.observe.rpc_latency import RpcRecord
-from swiftspec.serve.http.engine_link.engine import (
+from swiftspec.serve.http.engine_link.async_engine import (
     AsyncEngine,
     AsyncEngineRequest,
     EngineState,

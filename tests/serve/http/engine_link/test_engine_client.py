@@ -9,7 +9,7 @@ import pytest
 from msgspec import structs
 
 from swiftspec.serve.http.engine_link import frames
-from swiftspec.serve.http.engine_link.engine import (
+from swiftspec.serve.http.engine_link.async_engine import (
     AsyncEngineRequest,
     GenerationFailedError,
     InvalidRequestError,

@@ -9,7 +9,11 @@ from typing import Any
 import pytest
 
 from swiftspec.serve.http.engine_link import frames
-from swiftspec.serve.http.engine_link.engine import AsyncEngineRequest, GenerationFailedError, RequestRejectedError
+from swiftspec.serve.http.engine_link.async_engine import (
+    AsyncEngineRequest,
+    GenerationFailedError,
+    RequestRejectedError,
+)
 from swiftspec.serve.http.engine_link.engine_client import EngineClient
 from tests.support.scripted_rank import READY, Link, Rank0, run_link, start_request
 

@@ -188,8 +188,8 @@ def test_lines_on_the_engine_link() -> None:
     tree = DraftTree(9, 2)
     tree.reset(7)
     tree.add_children(tree.best_leaves(1).nodes, np.array([[3, 4]]), np.array([[-0.5, float("-inf")]]))
-    opening = RequestStart(1, (5, 6), SamplingParams(logit_bias={3: 1.0}), 2)
-    start_request = {"request": 1, "begin": {"prompt": opening.prompt, "sampling": {"logit_bias": {3: 1.0}}}}
+    start = RequestStart(1, (5, 6), SamplingParams(logit_bias={3: 1.0}), 2)
+    start_request = {"request": 1, "begin": {"prompt": start.prompt, "sampling": {"logit_bias": {3: 1.0}}}}
     proposal, result = Proposal(1, 0, 1, (7, 3), (-1, 0)), VerifyResult(1, 0, 1, (0,), (9,))
     grown: Any = tree.state.tobytes(), 1, [(0.0, 0.5, 1)]
     noted = RoundRecord(proposal, result, [float(at) for at in range(7)], True, 0.5, [0.25], (grown, grown))

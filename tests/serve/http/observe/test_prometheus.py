@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
 from swiftspec.engine import Stats
-from swiftspec.serve.http.engine_link.engine import (
+from swiftspec.serve.http.engine_link.async_engine import (
     AsyncEngineRequest,
     EngineState,
     GenerationFailedError,

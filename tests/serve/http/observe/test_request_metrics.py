@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from swiftspec.engine import Stats
-from swiftspec.serve.http.engine_link.engine import (
+from swiftspec.serve.http.engine_link.async_engine import (
     AsyncEngineRequest,
     GenerationFailedError,
     InvalidRequestError,

@@ -16,7 +16,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from swiftspec.engine import Stats
 from swiftspec.errors import UserError
 from swiftspec.observe.rpc_latency import ClockOffset, RpcRecord
-from swiftspec.serve.http.engine_link.engine import AsyncEngineRequest, RequestRejectedError
+from swiftspec.serve.http.engine_link.async_engine import AsyncEngineRequest, RequestRejectedError
 from swiftspec.serve.http.engine_link.frames import TokensFrame
 from swiftspec.serve.http.observe.request_metrics import REQUEST_CONTEXT, InstrumentedEngine, RequestContext
 from swiftspec.serve.http.observe.tracing import RequestTracing

@@ -17,7 +17,7 @@ from swiftspec.sampling.sampler import Paths, Sampler
 from swiftspec.tree.acceptance import Accepted, AcceptFn
 
 
-class RejectionVerifier(LocalVerifier):
+class TargetVerifier(LocalVerifier):
     """A `LocalVerifier` that also supports rejection sampling and log-probabilities of prompt and output."""
 
     def __init__(
@@ -56,16 +56,16 @@ class RejectionVerifier(LocalVerifier):
 
         return accept
 
-    def open(self, opening: RequestStart) -> int:
+    def open(self, start: RequestStart) -> int:
         self._prompt_logprobs = self._logprobs = None
-        k = opening.sampling.prompt_logprobs
+        k = start.sampling.prompt_logprobs
         if k is None:
-            return super().open(opening)
+            return super().open(start)
         plain = self.runner.sampler(SamplingParams(), ())  # prompt logprobs use unprocessed logits
-        prompt = PromptLogprobs(plain, opening.tokens, k)
+        prompt = PromptLogprobs(plain, start.tokens, k)
         self.runner.on_prompt_logits = prompt.add_rows
         try:
-            kept = super().open(opening)
+            kept = super().open(start)
         finally:
             self.runner.on_prompt_logits = None
         self._prompt_logprobs = tuple(prompt.values)

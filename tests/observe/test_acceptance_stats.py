@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swiftspec.observe.acceptance import Acceptance
+from swiftspec.observe.acceptance_stats import Acceptance
 from swiftspec.tree.acceptance import match_path
 
 

@@ -1,4 +1,4 @@
-"""Differences of backends/library from reference/: torch's int4 product, and a plan without host reads."""
+"""Differences of backends/unfused from reference/: torch's int4 product, and a plan without host reads."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from bench.heldout import DEMO
-from swiftspec.backends import library as unfused
-from swiftspec.backends import reference
+from swiftspec.backends import reference, unfused
 from swiftspec.config import EngineConfig
 from swiftspec.llm import LLM
 from swiftspec.model.batch import Batch
