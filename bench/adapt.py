@@ -1,14 +1,13 @@
-"""Adaptive tree shape against a fixed shape, on prompts whose text is predictable at first and barely predictable
-later.
+"""Compares adaptive with fixed tree shapes on prompts whose text is first predictable and then unpredictable.
 
     python -m bench.adapt [--limit 8] [--max-tokens 128] [--self-switch] [--sets 5] [--no-fixed]
 
 Runs the rounds of the demo models in serial and asynchronous mode on a simulated clock, which advances by a given time
 per verification and per expansion, so the result does not depend on the machine or its load. In asynchronous mode draft
-and target have separate timelines of one clock, like two groups of ranks. The predictable half continues a table
-(greedy); the other half is held-out code at temperature 1.5. Without adaptation bs is 8, and d is 3 in serial mode and
-the ratio of the step times in asynchronous mode. The best fixed shape for each half is printed as well. With several
-sets of prompts (`--sets`) the ratios have a standard error.
+and target have separate timelines of one clock, like two groups of ranks. The predictable half of the prompts continues
+a table (greedy); the other half is held-out code at temperature 1.5. Without adaptation bs is 8, and d is 3 in serial
+mode and follows from the step times in asynchronous mode. The best fixed shape for each half is printed as well. With
+several sets of prompts (`--sets`) the standard error of the speedup is printed.
 """
 
 from __future__ import annotations
@@ -44,7 +43,8 @@ TIMES = {  # milliseconds: target forward over 1 row, over 8 rows, one expansion
     "rows that cost much": (4.0, 20.0, 2.0),
 }
 FIXED = [(d, bs) for bs in (8, 4, 2) for d in (1, 2, 3, 4, 6, 8, 12)]
-TURN = 0.15  # milliseconds from a result to the answer of an asynchronous draft: re-rooting, choosing, both messages
+# milliseconds from a result to the next proposal of an asynchronous draft: re-rooting, best sub-tree, two messages
+TURN = 0.15
 T = TypeVar("T")
 ROW = "    [" + ", ".join(["{0}"] * 8) + "],\n"
 
@@ -54,7 +54,7 @@ class Clock:
     """Simulated clock in milliseconds, advanced only by the time that a model would have taken."""
 
     one: float  # target forward over one row
-    eight: float
+    eight: float  # the same over eight rows
     expansion: float
     now: float = 0.0
 
@@ -63,7 +63,7 @@ class Clock:
 
 
 class TimedDrafter:
-    """Drafter whose proposals advance the clock by d expansions."""
+    """Serial drafter whose proposals advance the clock by the time of d expansions."""
 
     def __init__(self, drafter: LocalDrafter, clock: Clock) -> None:
         self._drafter, self._clock = drafter, clock
@@ -97,10 +97,10 @@ class Counted(LookaheadDrafter):
 
 
 class TimedAhead:
-    """Lookahead drafter on its own timeline, like a draft group.
+    """Lookahead drafter on a timeline of its own, as if it ran on a separate draft group.
 
-    It takes a result once its expansions have finished, answers, and runs d more expansions, with the d that was set
-    before the result.
+    It handles a verification result when its earlier expansions have finished: it answers with the next proposal and
+    then runs d more expansions. A new d therefore takes effect at the next result.
     """
 
     def __init__(self, drafter: Counted, clock: Clock) -> None:
@@ -146,7 +146,7 @@ class TimedAhead:
 
 
 class TimedVerifier:
-    """Verifier whose forwards advance the clock by the time for their rows."""
+    """Verifier whose forwards advance the clock by a time that grows linearly with the number of rows."""
 
     def __init__(self, verifier: Verifier, clock: Clock) -> None:
         self._verifier, self.clock = verifier, clock
@@ -168,7 +168,7 @@ class TimedVerifier:
 
 @dataclass(frozen=True, slots=True)
 class Half:
-    """Prompts and their sampling parameters."""
+    """One half of a set: prompts of one kind and their sampling parameters."""
 
     name: str
     prompts: list[list[int]]
@@ -176,7 +176,7 @@ class Half:
 
 
 def halves(limit: int, sets: int) -> list[list[Half]]:
-    """Returns `sets` pairs, each with `limit` predictable prompts and `limit` of the other kind."""
+    """Returns `sets` pairs of halves: `limit` predictable prompts and `limit` unpredictable ones."""
     tokenizer = AutoTokenizer.from_pretrained(DEMO / "target")
     tables = [tokenizer("table = [\n" + ROW.format(n) * 10)["input_ids"] for n in range(limit * sets)]
     code = read_prompts(tokenizer)
@@ -192,7 +192,11 @@ def halves(limit: int, sets: int) -> list[list[Half]]:
 def speed(
     half: Half, timed: TimedDrafter | TimedAhead, verifier: TimedVerifier, measured: RoundStats | None, tokens: int
 ) -> float:
-    """Tokens per second of the simulated clock. Without `measured` the drafter keeps its shape."""
+    """Decodes the prompts of a half and returns the tokens per second of simulated time.
+
+    `measured`: statistics from which a controller adapts the tree shape, or None to keep the shape. `tokens`: minimum
+    number of tokens per prompt.
+    """
     clock = verifier.clock
     began, count = clock.now, 0
     for number, prompt in enumerate(half.prompts):
@@ -213,7 +217,7 @@ def speed(
 def run(
     plan: EngineConfig, times: Sequence[float], adapting: bool, texts: Sequence[Half], tokens: int
 ) -> list[tuple[float, str]]:
-    """Returns for each half the speed and the final tree shape."""
+    """Decodes every half and returns its tokens per second and its final tree shape (empty without adaptation)."""
     alone = replace(plan, mode="serial", adapt_steps=True)  # a tree with slots for any d
     llm, clock = LLM(DEMO / "target", DEMO / "draft", alone, dtype=torch.bfloat16), Clock(*times)
     drafter, verifier = local_roles(llm)
@@ -231,10 +235,8 @@ def run(
 def compare(
     plan: EngineConfig, times: Sequence[float], sets: Sequence[Sequence[Half]], tokens: int, fixed: bool
 ) -> None:
-    """Prints one line per half: without adaptation, with adaptation, best fixed shape.
-
-    Speeds are means over the sets.
-    """
+    """Prints one line per half: mean speeds over the sets without adaptation, with it and, if `fixed`, with the best
+    shape of FIXED."""
     adapting = replace(plan, adapt_steps=True, adapt_batch=True)
     off = [run(plan, times, plan.self_switch, texts, tokens) for texts in sets]
     on = [run(adapting, times, True, texts, tokens) for texts in sets]
@@ -256,7 +258,7 @@ def compare(
 
 
 def main() -> None:
-    """Compares serial and asynchronous mode for every set of step times."""
+    """Runs the comparison in each of --modes for every entry of TIMES."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--limit", type=int, default=8, help="prompts a half")
     parser.add_argument("--max-tokens", type=int, default=128)

@@ -2,7 +2,8 @@
 
     python -m bench.bare_grpc
 
-Prints its address and answers each message after the requested delay with a message of the requested size.
+The server prints its address. It answers each message after the delay, and with the number of bytes, that the message
+requests.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ from swiftspec.distributed.rpc import connection, server
 from swiftspec.observe.step_time_emulation import wait_until
 
 METHOD = ("bench.Bare", "Echo")
-ASK = struct.Struct("dI")  # delay in seconds, and size of the answer in bytes
-REST = struct.Struct("d")  # duration of the delay in seconds
+ASK = struct.Struct("dI")  # requested delay in seconds, and requested size of the answer in bytes
+REST = struct.Struct("d")  # actual duration of the delay in seconds
 ROUNDS = 64
 SPIN = """import os
 os.sched_setaffinity(0, {%d})
@@ -39,7 +40,11 @@ while True:
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """A message and its answer: bytes in each direction, and seconds that the server and then the client wait."""
+    """Sizes and delays of a message and its answer.
+
+    `there`, `back`: bytes of the message and of the answer. `rest`: delay of the answer on the server, in seconds.
+    `between`: pause of the client before each message, in seconds.
+    """
 
     there: int
     back: int
@@ -55,7 +60,7 @@ def listening() -> Iterator[str]:
 
 
 def overhead(url: str, exchange: Exchange) -> float:
-    """Returns the median seconds of an exchange, less the server's delay."""
+    """Returns the median duration of an exchange without the delay on the server, in seconds."""
     out: SimpleQueue[bytes | None] = SimpleQueue()
     ask = ASK.pack(exchange.rest, exchange.back).ljust(exchange.there, b"\0")
     seconds: list[float] = []
@@ -73,9 +78,9 @@ def overhead(url: str, exchange: Exchange) -> float:
 
 @contextmanager
 def awake() -> Iterator[None]:
-    """Prevents all CPUs from being halted, with a process per CPU that runs at the lowest priority.
+    """Keeps all CPUs from halting, by one busy process per CPU at the lowest scheduling priority.
 
-    A halted CPU of a virtual machine wakes up late, and this would be measured as RPC latency.
+    A halted CPU of a virtual machine wakes up late, which would be measured as RPC latency.
     """
     spinners = [Popen([sys.executable, "-c", SPIN % cpu]) for cpu in os.sched_getaffinity(0)]
     try:

@@ -74,7 +74,7 @@ class Result:
         return self.tokens / sum(self.seconds)
 
     def add(self, answer: Answer, seconds: float) -> None:
-        """Adds a request."""
+        """Adds one answer and the duration of its request."""
         self.tokens += len(answer.tokens)
         self.rounds += answer.rounds
         self.decoded += answer.decoded
@@ -84,7 +84,8 @@ class Result:
 
 
 def transformers_system(target: Any, draft: Any | None, args: argparse.Namespace) -> Generate:
-    """`generate` of transformers, assisted if a draft is given. A hook counts its forwards."""
+    """Returns a system that runs `generate` of transformers (with assisted generation if a draft is given) and counts
+    its forwards."""
     forwards = 0
 
     def count(*_: object) -> None:
@@ -113,7 +114,7 @@ def transformers_system(target: Any, draft: Any | None, args: argparse.Namespace
 
 
 def our_system(llm: LLM, args: argparse.Namespace, cores: set[int]) -> Generate:
-    """One mode of SwiftSpec, on the cores `cores`."""
+    """Returns a system that decodes with the engine `llm` on the CPU cores `cores`."""
     sampling = SamplingParams(temperature=args.temperature, max_tokens=args.max_tokens, ignore_eos=True, seed=args.seed)
 
     def generate(prompt: list[int]) -> Answer:
@@ -131,15 +132,16 @@ def our_system(llm: LLM, args: argparse.Namespace, cores: set[int]) -> Generate:
 
 
 def llama_cpp_systems(args: argparse.Namespace) -> dict[str, Generate]:
-    """llama.cpp's plain decoding of the target, for every weight type, with one thread and with all.
+    """Returns systems of llama.cpp's autoregressive decoding, for every weight type, with one thread and with all, by
+    name.
 
-    Returns nothing and prints the reason if llama.cpp is not available.
+    Prints the reason and returns an empty dict if llama.cpp is not installed or cannot run the model.
     """
     if not has_llama_cpp():
         print("llama.cpp: not installed")
         return {}
     systems: dict[str, Generate] = {}
-    with TemporaryDirectory() as folder:  # a loaded model keeps its file mapped
+    with TemporaryDirectory() as folder:  # may be deleted afterwards, because a loaded model keeps its file mapped
         for kind in TYPES:
             file = Path(folder) / f"{kind}.gguf"
             try:
@@ -154,7 +156,7 @@ def llama_cpp_systems(args: argparse.Namespace) -> dict[str, Generate]:
 
 
 def llama_cpp_system(llama: LlamaCpp, args: argparse.Namespace) -> Generate:
-    """Plain decoding, one forward per token. The prefill produces the first token."""
+    """Returns a system that decodes with llama.cpp, one forward per token. The prefill produces the first token."""
 
     def generate(prompt: list[int]) -> Answer:
         tokens, _, seconds = llama.generate(prompt, args.max_tokens)
@@ -177,7 +179,7 @@ def config_of(mode: str, args: argparse.Namespace) -> EngineConfig:
 
 
 def build(args: argparse.Namespace) -> dict[str, Generate]:
-    """Builds every system of this process, by its name in the table."""
+    """Builds all systems that run in this process. The keys are their names in the table."""
     dtype, every = getattr(torch, args.dtype), available_cores()
     target, draft = load_transformers(args.model, dtype), load_transformers(args.draft_model, dtype)
     systems = {
@@ -198,7 +200,10 @@ def build(args: argparse.Namespace) -> dict[str, Generate]:
 
 
 def measure(systems: dict[str, Generate], prompts: list[list[int]], repeats: int) -> list[Result]:
-    """Runs every system on every prompt, alternating between systems, after one warm-up each."""
+    """Runs every system on every prompt `repeats` times and returns the totals per system.
+
+    The systems alternate on each prompt. Each runs one request as a warm-up first.
+    """
     results = [Result(name) for name in systems]
     for generate in systems.values():
         generate(prompts[0])

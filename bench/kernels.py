@@ -2,9 +2,9 @@
 
     python -m bench.kernels [--threads 1] [--level avx2] [--only linear] [--json out.json] [--quick]
 
-Copy and peak speed are measured in the same run with the same number of threads. An operator cycles through the weights
-of several layers, LAYERS bytes of them, as in a forward; so does the copy. One thread is timed by its CPU time, several
-by the wall clock.
+The copy speed is measured in the same run with the same number of threads; the peak is that of one thread, times the
+number of threads. An operator cycles through the weights of several layers, LAYERS bytes of them, as in a forward; so
+does the copy. One thread is timed by its CPU time, several by the wall clock.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from swiftspec.model.batch import Batch
 from swiftspec.model.formats.int4 import Int4Weight, pack_int4
 from swiftspec.model.weights import DenseWeight
 
-LAYERS = 16 << 20  # bytes
+LAYERS = 16 << 20  # bytes of all weights that an operator cycles through
 GROUP = 128
 # outputs, inputs, whether the projection is gate and up
 LINEAR = {
@@ -72,7 +72,7 @@ class Result:
 
 
 def best(run: Callable[[], Any], quick: bool) -> float:
-    """Returns the seconds of the fastest of several runs."""
+    """Returns the seconds per call of the fastest of several repetitions."""
     clock = time.thread_time if host.threads() == 1 else time.perf_counter
     run()
     began = clock()
@@ -88,7 +88,7 @@ def best(run: Callable[[], Any], quick: bool) -> float:
 
 
 def make_weight(kind: str, n: int, k: int) -> tuple[Any, int]:
-    """Builds a projection and returns it with its size in bytes."""
+    """Builds a random packed projection with `n` outputs and `k` inputs. Returns it and its size in bytes."""
     dtype = torch.float32 if kind == "f32" else torch.bfloat16
     if kind == "int4":
         codes, zeros = (torch.randint(0, 16, (r, n), dtype=torch.uint8) for r in (k, k // GROUP))
@@ -150,7 +150,8 @@ def sampling_cases(rows: int) -> Iterator[Case]:
 
 
 def copy_speed(quick: bool) -> float:
-    """GB/s read and written by a copy between two buffers of LAYERS bytes together, split among the threads."""
+    """Returns the GB/s read and written by a copy between two buffers of LAYERS bytes together, split among the
+    threads."""
     source, target = torch.ones(LAYERS // 8), torch.zeros(LAYERS // 8)
     parts = list(zip(target.chunk(host.threads()), source.chunk(host.threads()), strict=True))
     with ThreadPoolExecutor(len(parts)) as pool:
@@ -165,7 +166,7 @@ def copy_speed(quick: bool) -> float:
 
 
 def peak_speed(wide: bool, quick: bool) -> float:
-    """GFLOPS of a multiply-only loop on all threads."""
+    """Returns the GFLOPS of a loop of multiply-adds on one thread, times the number of threads. `wide`: in float32."""
     rounds = 2_000 if quick else 20_000
     operations = host.peak(rounds, wide)
     return operations / best(lambda: host.peak(rounds, wide), quick) / 1e9 * host.threads()

@@ -52,12 +52,12 @@ TIMED: list[tuple[Any, str]] = [
 # printed names; a forward is batch construction and the model's run
 PRINTED = {"_batch": "forward", "run": "forward"}
 MODELS = (DEMO / "target", DEMO / "draft")
-Span = tuple[str, float, float]  # name, begin, end
+Span = tuple[str, float, float]  # name, begin and end in seconds
 
 
 @contextmanager
 def timed(spans: list[Span]) -> Iterator[None]:
-    """Records every call of the timed functions."""
+    """Appends a span to `spans` for each call of the functions in TIMED, inside the context."""
 
     def wrap(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def wrapper(*args: Any, **kwargs: Any) -> Any:
@@ -80,16 +80,19 @@ def timed(spans: list[Span]) -> Iterator[None]:
 
 
 def rounds(target: list[Span]) -> list[tuple[float, float]]:
-    """Returns the rounds, each from one proposal's arrival to the next: the target's receive calls, without request
-    starts."""
+    """Returns (begin, end) of each round in seconds: from the arrival of one proposal at the target to that of the
+    next.
+
+    Intervals of 0.1 s or more contain a request start and are left out.
+    """
     ends = [end for name, _, end in target if name == "recv"]
     return [(a, b) for a, b in pairwise(ends) if b - a < 0.1]
 
 
 def host_times(target: list[Span], draft: list[Span]) -> list[float]:
-    """Seconds between verifications in rounds whose proposal was ready, which is the host time on the critical path.
+    """Returns the seconds from one verification to the next, in rounds whose proposal was ready.
 
-    Empty without native operators.
+    That is the host time on the critical path. The list is empty without native operators.
     """
     expansions, times = [(a, b) for name, a, b in draft if name == "expand"], []
     verifications = sorted(span[1:] for span in target if span[0] == "verify")
@@ -104,7 +107,7 @@ def host_times(target: list[Span], draft: list[Span]) -> list[float]:
 
 
 def table(lane: str, spans: list[Span], spots: list[tuple[float, float]]) -> None:
-    """Prints the mean milliseconds per round by function, over complete rounds."""
+    """Prints the mean milliseconds per round by function. `spots`: (begin, end) of the rounds."""
     begin, end = spots[0][0], spots[-1][1]
     total: defaultdict[str, float] = defaultdict(float)
     for name, a, b in spans:
@@ -116,7 +119,8 @@ def table(lane: str, spans: list[Span], spots: list[tuple[float, float]]) -> Non
 def decode(
     world: World, config: EngineConfig, options: LoadOptions, limit: int, temperature: float
 ) -> tuple[LLM, float, float]:
-    """Decodes on rank 0. Returns the engine, the target's busy share of the decoding time, and the tokens per round."""
+    """Decodes the prompts on rank 0. Returns the engine, the share of time in which the target is busy, and the tokens
+    per round."""
     llm = LLM(*MODELS, config, world=world, **options)
     prompts = read_prompts(AutoTokenizer.from_pretrained(MODELS[0]))[: limit + 1]
     sampling = SamplingParams(temperature=temperature, max_tokens=128, ignore_eos=True)
@@ -151,8 +155,10 @@ def show(target: list[Span], draft: list[Span]) -> None:
 
 
 def supervisor_link() -> SupervisorLink:
-    """Returns a link like a supervisor's: it receives heartbeats, which are not read here, and looks for restarted
-    ranks."""
+    """Returns the link of a supervised rank, without a supervisor.
+
+    The rank sends heartbeats, which are not read here, and looks for restarted ranks.
+    """
     here, there = socket.socketpair()
     there.sendall(encode_first_message(b""))
     there.detach()  # stays open, otherwise this process would end
@@ -160,7 +166,7 @@ def supervisor_link() -> SupervisorLink:
 
 
 def main() -> None:
-    """Runs twice: without timing for the shares, with timing for the timelines."""
+    """Decodes twice: without timing for the busy share, with timing for the timelines."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--limit", type=int, default=8, help="prompts")
     parser.add_argument("--steps", type=int, default=None, help="d; measured if left out")

@@ -38,19 +38,24 @@ class Row:
         return {"system": self.system, "name": self.name, "kind": self.kind, **figures, **found}
 
     def rates(self) -> tuple[float | None, float | None, float | None]:
-        """Minimum, median and maximum of the requests' rates."""
+        """Returns minimum, median and maximum of the requests' tokens per second, or three times None without
+        requests."""
         rates = self.measured.rates
         return (min(rates), statistics.median(rates), max(rates)) if rates else (None, None, None)
 
     @property
     def per_round(self) -> float | None:
-        """Tokens per target forward after the prefill."""
+        """Tokens per target forward after the prefill, or None if the rounds are not known."""
         return self.measured.decoded / self.measured.rounds if self.measured.rounds else None
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """A requirement: a figure with a lower or an upper bound. None: not measured in this run."""
+    """A requirement on a measured figure.
+
+    `aim`: lower bound, or upper bound if `most` is set. `found`: the figure, or None if it was not measured in this
+    run.
+    """
 
     what: str
     aim: float
@@ -90,7 +95,7 @@ def table(rows: list[Row]) -> str:
 
 
 def verdicts(rows: list[Row], weights: int) -> list[Verdict]:
-    """Returns the requirements on a large pair on a laptop. `weights`: bytes of both models' files."""
+    """Returns the requirements on a large pair on a laptop, with the figures found. `weights`: bytes of both models."""
     ours, peers = ([row for row in rows if row.system == system] for system in (OURS, PEER))
     plain = [row for row in peers if row.kind == "plain"]
     best, best_plain = (max((max(r.measured.rates, default=0.0) for r in of), default=0.0) for of in (peers, plain))
@@ -115,7 +120,8 @@ def verdicts(rows: list[Row], weights: int) -> list[Verdict]:
 
 
 def agreement(rows: list[Row]) -> list[str]:
-    """Compares llama.cpp's texts with those of SwiftSpec's plain decoding: equal tokens at the start of each."""
+    """Returns one line per llama.cpp system: for each text, how many leading tokens equal those of SwiftSpec without a
+    draft."""
     reference = next((row.measured.texts for row in rows if row.system == OURS and row.kind == "ar"), None)
     lines: list[str] = []
     for row in rows if reference else []:
@@ -126,7 +132,7 @@ def agreement(rows: list[Row]) -> list[str]:
 
 
 def machine() -> dict[str, Any]:
-    """Describes the machine and the software versions."""
+    """Returns a description of the machine and of the software versions."""
     import torch
 
     from swiftspec import __version__

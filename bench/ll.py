@@ -32,7 +32,7 @@ WAYS = ["all_reduce LL", "all_reduce gloo", "round trip mailbox", "round trip TC
 
 
 def connect(side: int, folder: Path) -> socket.socket:
-    """Opens a TCP connection between the two processes. A file transfers the port."""
+    """Opens a TCP connection between the two processes. The file `folder`/port passes the port number to side 1."""
     port = folder / "port"
     if side == 0:
         with socket.create_server(("127.0.0.1", 0)) as server:
@@ -83,7 +83,7 @@ def ways(rank: int, folder: Path, names: list[str], spin: bool) -> dict[str, Cal
 
 
 def measure(call: Callable[[], object], calls: int) -> tuple[float, float]:
-    """Median and 98th percentile of a call in microseconds, after a warm-up of a tenth of the calls."""
+    """Returns the median and the 98th percentile of a call in microseconds, after a warm-up of a tenth of the calls."""
     times = []
     for i in range(calls + calls // 10):
         began = time.perf_counter()

@@ -1,12 +1,12 @@
-"""Tokens per second against the delay of the network to remote draft and target, in serial and asynchronous mode, with
-the prediction.
+"""Measures and predicts tokens per second with remote draft and target, at several network delays, in serial and
+asynchronous mode.
 
     python -m bench.network_delay [--delays 0.2,2,20] [--bandwidth 1Gbit] [--tokens 128] [--json out.json]
                                   [--plot out.svg]
 
 Runs the workers of bench/workers.py, each behind its own relay (tests/support/relay.py), and decodes through both, like
 `generate`. Delays are milliseconds one way. The prediction is that of `swiftspec.profile predict --link` at its best d.
-It uses rounds of the same prompts on one machine, the round trip of a Ping, and the work around the forwards, which
+Its inputs are recorded rounds of the same prompts, the round trip of a Ping, and the time around the forwards, which
 bench/rpc_latency.py measures without relays on other prompts.
 """
 
@@ -30,13 +30,14 @@ from swiftspec.serve.cli.arguments import parse_command
 from swiftspec.serve.remote_session import open_local_or_remote
 from swiftspec.serve.terminal import StartupProgress
 
-PROMPTS = 12  # prompts of the recorded rounds, and tokens of each
+PROMPTS = 12  # those of the recorded rounds
 MODES = ("serial", "async")
 AROUND = ("verify", "expand", "answer")
 
 
 def measure(mode: str, urls: dict[str, str], tokens: int) -> dict[str, float]:
-    """Tokens per second and tokens per round of a few answers, over their rounds only."""
+    """Decodes a few prompts through both workers. Returns tokens per second and tokens per round, without request
+    starts."""
     flags = ["--target-url", urls["target"], "--draft-url", urls["draft"], "--mode", mode, "--raw", *SHAPE]
     flags += ["--temperature", "0", "--ignore-eos", "--max-tokens", str(tokens)]
     flags += ["--no-self-switch"]  # self-switch tries plain rounds, which are a large share of such a short request
@@ -56,7 +57,7 @@ def measure(mode: str, urls: dict[str, str], tokens: int) -> dict[str, float]:
 
 
 def predicted(link: Link, times: SimulatedTimes) -> dict[str, float]:
-    """Predicted tokens per second by mode."""
+    """Returns the predicted tokens per second by mode."""
     known = RecordedAcceptance(json.loads(predict.ACCEPTANCE.read_text(encoding="utf-8"))["rounds"])
     found = {
         plan.name: plan.outcome.speed
@@ -90,7 +91,7 @@ def plot(found: Sequence[dict[str, Any]], file: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    pyplot.rcParams |= {"svg.fonttype": "none", "svg.hashsalt": "wire"}  # letters as text: a fifth of the lines
+    pyplot.rcParams |= {"svg.fonttype": "none", "svg.hashsalt": "wire"}  # letters as text make the file much smaller
     figure, axes = pyplot.subplots(figsize=(6, 3.5))
     for mode in MODES:
         own = [row for row in found if row["mode"] == mode]

@@ -5,7 +5,7 @@ held-out prompts.
     python -m bench.proposals --calibration 0.4,0.5 --proposals top --temperatures 0    # varies the constant
     python -m bench.proposals --same-text --limit 50    # separates the effect of sampled text from that of sampling
 
-Runs in one process: for a fixed d the rounds of two groups of ranks equal those of `LookaheadDrafter`. No time is
+Runs in one process, since for a fixed d `LookaheadDrafter` gives the same rounds as two groups of ranks. No time is
 measured. `coupled` and `top` are verified by token equality, `sample` by rejection. At temperature 0 `coupled` equals
 `top`, and `sample` is not defined.
 """
@@ -37,7 +37,7 @@ COLOURS = {"top": "#d1495b", "coupled": "#1b6ca8", "sample": "#3a7d44"}
 
 @dataclass(frozen=True)
 class Point:
-    """Tokens per round of one configuration."""
+    """Tokens per round (`ratio`) of one configuration. `ahead`: asynchronous instead of serial mode."""
 
     proposal: str
     ahead: bool
@@ -60,7 +60,7 @@ def engine(proposal: str, ahead: bool, calibration: float | None, args: argparse
 
 
 def ratio(llm: LLM, prompts: Sequence[list[int]], temperature: float, top_p: float, args: argparse.Namespace) -> float:
-    """Tokens per round over all prompts and seeds."""
+    """Returns the tokens per round over all prompts and seeds."""
     tokens = rounds = 0
     for seed, prompt in product(range(args.seeds), prompts):
         sampling = SamplingParams(
@@ -85,10 +85,10 @@ def measure(args: argparse.Namespace) -> Iterator[Point]:
 
 
 def same_text(args: argparse.Namespace) -> None:
-    """Compares single rounds of coupled trees in serial mode at the same positions of greedy and of sampled texts.
+    """Prints the mean tokens of single rounds with coupled trees in serial mode, at positions of greedy and of sampled
+    texts.
 
-    Each position is run once at temperature 0 and once at 1. Rounds of a whole text could only be compared with those
-    of another text.
+    At each position one round runs at temperature 0 and one at temperature 1, so that both continue the same text.
     """
     prompts = read_prompts(AutoTokenizer.from_pretrained(DEMO / "target"))[: args.limit]
     llm = engine("coupled", False, None, args)
@@ -113,7 +113,8 @@ def same_text(args: argparse.Namespace) -> None:
 
 
 def plot(points: Sequence[Point], file: Path) -> None:
-    """Plots tokens per round against temperature as SVG, one line per proposal, dashed with top-p."""
+    """Plots tokens per round in serial mode against temperature as SVG. Lines: one per proposal, dashed for top-p below
+    1."""
     in_turn = [point for point in points if not point.ahead]
     right, high = max(p.temperature for p in in_turn), 1.1 * max(p.ratio for p in in_turn)
 
@@ -152,7 +153,7 @@ def main() -> None:
     parser.add_argument("--calibration", type=numbers, default=[None])
     parser.add_argument("--ahead", type=lambda text: [word == "yes" for word in text.split(",")], default=[False, True],
                         help="no, yes, or no,yes (the default)")  # fmt: skip
-    parser.add_argument("--steps", type=int, default=4, help="d in turn")
+    parser.add_argument("--steps", type=int, default=4, help="largest d; each d up to it is measured")
     parser.add_argument("--ahead-steps", type=int, default=8, help="d ahead")
     parser.add_argument("--limit", type=int, default=24)
     parser.add_argument("--seeds", type=int, default=1)

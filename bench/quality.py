@@ -64,7 +64,7 @@ class System:
         return self.tokens / self.seconds
 
     def add(self, task: int, answer: Completion, said: Callable[[Sequence[int]], str]) -> None:
-        """Adds one answer to a task."""
+        """Adds one answer to the task with number `task`. The last argument converts tokens to text."""
         while len(self.texts) <= task:
             self.texts.append([])
             self.particles.append([])
@@ -76,8 +76,11 @@ class System:
 
 
 def systems(args: argparse.Namespace) -> list[System]:
-    """Returns plain sampling first, also at the temperatures that powers of single steps correspond to, then the other
-    systems."""
+    """Returns the systems: plain sampling at temperatures T, T / 2 and T / 4, exact speculation, and the particles of
+    SHAPES.
+
+    Sampling at T / alpha is what a power alpha of the distribution of each single token gives.
+    """
     hot, paths = args.temperature, (args.model, args.draft_model)
     options: dict[str, Any] = {"dtype": torch.bfloat16, "max_model_len": args.context, "device": args.device}
     plain = LLM(args.model, config=EngineConfig("ar"), **options)
@@ -90,7 +93,8 @@ def systems(args: argparse.Namespace) -> list[System]:
 
 
 def finished(prompt: str, text: str) -> str:
-    """Truncates a completion where its function ends, at a line that is not indented deeper than the `def`."""
+    """Returns the part of `text` inside the function: up to the first line that is not indented deeper than its
+    `def`."""
     depth = next(_indent(line) for line in reversed(prompt.split("\n")) if line.lstrip().startswith("def "))
     first, *rest = text.split("\n")
     ends = [at for at, line in enumerate(rest) if line.strip() and _indent(line) <= depth]
@@ -102,7 +106,7 @@ def _indent(line: str) -> int:
 
 
 def of_functions(functions: Sequence[Function], sandbox: Sandbox) -> Judge:
-    """Returns the judge of functions: parses, and passes its asserts."""
+    """Returns a judge of completed functions: whether a function parses, and whether its asserts pass."""
 
     def judge(task: int, text: str) -> tuple[bool, bool]:
         program = functions[task].prompt + text
@@ -116,10 +120,8 @@ def of_functions(functions: Sequence[Function], sandbox: Sandbox) -> Judge:
 
 
 def of_sums(wanted: Sequence[str]) -> Judge:
-    """Returns the judge of numeric answers: the last number must be the right one.
-
-    An answer without a number does not parse.
-    """
+    """Returns a judge of numeric answers: whether there is a number, and whether the last one equals the entry of
+    `wanted`."""
 
     def judge(task: int, text: str) -> tuple[bool, bool]:
         found = numbers_of(text)
@@ -148,7 +150,7 @@ def measure(made: Sequence[System], prompts: Sequence[Sequence[int]], said: Call
 
 
 def stratified(found: Sequence[Sequence[float]]) -> tuple[float, float]:
-    """Mean over tasks of the means over seeds, and its standard error for this fixed set of tasks."""
+    """Returns the mean of `found` [tasks, seeds], and its standard error over the seeds for this fixed set of tasks."""
     rows = np.array(found, dtype=float)
     tasks, seeds = rows.shape
     error = math.sqrt(float(rows.var(1, ddof=1).sum()) / seeds) / tasks if seeds > 1 else math.nan
@@ -157,7 +159,10 @@ def stratified(found: Sequence[Sequence[float]]) -> tuple[float, float]:
 
 @dataclass
 class Row:
-    """Results of a system, each as (mean, standard error)."""
+    """Results of a system. Pairs are (mean, standard error).
+
+    `any_passes`: whether any of `few` answers passes. `different`: mean number of different texts among them.
+    """
 
     system: System
     parses: tuple[float, float]

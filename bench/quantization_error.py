@@ -39,8 +39,10 @@ CACHES = {"bfloat16 cache": None, "float8 cache": FLOAT8}
 
 
 def windows(tokenizer: Path, count: int) -> list[tuple[list[int], int]]:
-    """Returns token ids of disjoint windows, spread over the held-out files, each with its size in bytes without the
-    first token."""
+    """Returns at most `count` disjoint windows of WINDOW tokens, spread over the held-out files.
+
+    Each is a pair of its token ids and the bytes of its text without the first token.
+    """
     names = json.loads((DEMO / "provenance.json").read_text())["data"]["held_out_files"]
     files = [Path(sysconfig.get_path("stdlib")) / name for name in names]
     encode = AutoTokenizer.from_pretrained(tokenizer)
@@ -54,19 +56,20 @@ def windows(tokenizer: Path, count: int) -> list[tuple[list[int], int]]:
 
 
 def rounded(path: Path, quantization: LoadTimeQuantization) -> Runner:
-    """Loads a model on the native operators."""
+    """Loads a model on the native CPU operators, quantised at load as `quantization` requests."""
     model = load_model(path, dtype=torch.bfloat16, ops=cpu, max_positions=WINDOW + 8, quantization=quantization)
     return Runner(model, cpu, read_config(path).vocab_size, context=WINDOW, tree_slots=8)
 
 
 def cached(path: Path, cache_dtype: torch.dtype | None) -> Runner:
-    """Loads a model on the reference operators with a KV cache of this type."""
+    """Loads a model on the reference operators with a KV cache of type `cache_dtype`, or of the model's type if
+    None."""
     model = load_model(path, dtype=torch.bfloat16, ops=reference, max_positions=WINDOW + 8, cache_dtype=cache_dtype)
     return Runner(model, reference, read_config(path).vocab_size, context=WINDOW, tree_slots=8)
 
 
 def bits_a_byte(runner: Runner, texts: list[tuple[list[int], int]]) -> list[float]:
-    """Bits per byte of each window."""
+    """Returns the bits per byte of each window."""
     found = []
     for ids, size in texts:
         runner.cache.reset()

@@ -31,9 +31,9 @@ DRAFT_STEPS = 3
 
 @dataclass
 class System:
-    """A mode on all ranks or on one.
+    """A decoding mode on all ranks, or on rank 0 alone.
 
-    Per pass: tokens per second, milliseconds per round in each model and outside both.
+    `passes` has per pass: tokens per second, and milliseconds per round in the target, in the draft, and outside both.
     """
 
     name: str
@@ -61,7 +61,7 @@ def systems(size: int) -> list[System]:
 
 
 def measure(llm: LLM, prompts: list[list[int]]) -> tuple[float, float, float, float]:
-    """Runs one pass and returns the figures of `System`."""
+    """Runs one pass over the prompts and returns its entry of `System.passes`."""
     sampling = SamplingParams(temperature=0, max_tokens=128, ignore_eos=True)
     tokens = rounds = 0
     spent = target = draft = 0.0
@@ -85,7 +85,7 @@ def run(system: System, world: World, prompts: list[list[int]]) -> None:
 
 
 def follow(world: World, passes: int) -> None:
-    """Main loop of the other ranks."""
+    """Runs the main loop of the other ranks: joins each engine that rank 0 builds on all ranks."""
     for number in range(passes):
         for system in systems(world.size):
             if not system.alone:

@@ -43,7 +43,8 @@ PARTS: list[tuple[Any, str]] = [
 
 
 def decode(llm: LLM, prompts: list[list[int]], sampling: SamplingParams) -> dict[str, float]:
-    """Milliseconds per round over all prompts."""
+    """Returns the mean milliseconds per round in target, draft and host, the tokens per round, and the number of
+    rounds."""
     total: defaultdict[str, float] = defaultdict(float)
     for prompt in prompts:
         stats = llm.generate(prompt, sampling).stats
@@ -57,7 +58,7 @@ def decode(llm: LLM, prompts: list[list[int]], sampling: SamplingParams) -> dict
 
 
 def breakdown(llm: LLM, prompts: list[list[int]], sampling: SamplingParams) -> list[tuple[str, float, float]]:
-    """Returns name, calls per round and milliseconds per round of each part."""
+    """Returns name, calls per round and milliseconds per round of each function in PARTS, the slowest first."""
     spent: defaultdict[str, float] = defaultdict(float)
     calls: Counter[str] = Counter()
 

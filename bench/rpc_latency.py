@@ -1,4 +1,4 @@
-"""RPC latency of a worker: the time from request to response, less the model's time as the worker reports it.
+"""RPC latency of a worker: the time from request to response, minus the model's time as the worker reports it.
 
     python -m bench.rpc_latency [--tokens 128] [--awake] [--json out.json]
 
@@ -46,11 +46,11 @@ MODES = ("serial", "async")
 
 @dataclass
 class RpcTimes:
-    """Measurements of one side, in seconds and bytes.
+    """Measurements of one side (target or draft), in seconds and bytes.
 
-    Per response: the time beyond the model's, the model's time, and the worker's time around the model. Also the time
-    between a response and the next message, the duration of an expansion as reported by the worker, and the bytes in
-    each direction.
+    `overhead`: RPC latency of each response. `model`: time of the model's forwards. `worker_overhead`: the worker's
+    time around the forwards. `between`: time between a response and the next message. `expansion`: duration of an
+    expansion as the worker reports it.
     """
 
     sent_at: float = 0.0  # when the last message was sent
@@ -64,7 +64,7 @@ class RpcTimes:
     received_bytes: list[int] = field(default_factory=list)
 
     def extend(self, request: RpcTimes) -> None:
-        """Adds the measurements of a request, without the first two, which start it."""
+        """Adds the measurements of a request, except the first two messages, which start the request."""
         for name, values in vars(self).items():
             if isinstance(values, list):
                 values += getattr(request, name)[2:]
@@ -72,7 +72,7 @@ class RpcTimes:
 
 @contextmanager
 def measured(times: dict[str, RpcTimes]) -> Iterator[None]:
-    """Records the messages of every stream inside the context."""
+    """Adds times and sizes of the messages of all streams to `times`, by side, inside the context."""
     send, recv = MessageStream.send, MessageStream.recv
 
     def of(stream: Any) -> RpcTimes:
@@ -103,9 +103,9 @@ def measured(times: dict[str, RpcTimes]) -> Iterator[None]:
 
 
 def rounds(mode: str, urls: dict[str, str], tokens: int) -> tuple[dict[str, RpcTimes], int]:
-    """Measures the rounds of a few answers, without request starts.
+    """Decodes a few prompts through the workers.
 
-    Returns the measurements and the number of rounds.
+    Returns the measurements of the rounds by side, without request starts, and the number of rounds.
     """
     codec = TextCodec(Path(demo_model_path("target")))
     prompts = [codec.encode(text, 1024) for text in texts()[PROMPTS]]
@@ -128,7 +128,7 @@ def rounds(mode: str, urls: dict[str, str], tokens: int) -> tuple[dict[str, RpcT
 
 
 def round_trip(url: str, pause_s: float = 0.0) -> float:
-    """Median seconds of 20 calls that do nothing, each after a pause of `pause_s` seconds."""
+    """Returns the median seconds of 20 Pings, each after a pause of `pause_s` seconds."""
     with grpc.insecure_channel(url) as channel:
         ping, seconds = channel.unary_unary(f"/{TARGET_SERVICE}/Ping"), []
         for _ in range(20):
@@ -140,10 +140,10 @@ def round_trip(url: str, pause_s: float = 0.0) -> float:
 
 
 def worker_overhead(urls: dict[str, str]) -> dict[str, float]:
-    """Seconds of the work around the forwards in mode async, by the field names of `SimulatedTimes`.
+    """Returns the seconds of the work around the forwards in mode async, by the field names of `SimulatedTimes`.
 
-    These are the latency of a verification beyond a Ping, the time of an expansion beyond its step, and the time from a
-    result to the next proposal if the proposal does not wait.
+    `verify`: RPC latency of a verification beyond a Ping. `expand`: time of an expansion beyond its step. `answer`:
+    time from a result to the next proposal if the proposal does not have to wait.
     """
     times, _ = rounds("async", urls, 64)
     verify = max(statistics.median(times["target"].overhead) - round_trip(urls["target"]), 0.0)
@@ -152,7 +152,7 @@ def worker_overhead(urls: dict[str, str]) -> dict[str, float]:
 
 
 def row(mode: str, side: str, times: RpcTimes, count: int, url: str) -> dict[str, Any]:
-    """Returns the printed figures of one side. `url`: address of the bare stream."""
+    """Returns the printed figures of one side. `count`: rounds. `url`: address of the bare stream."""
     size = {"there": sum(times.sent_bytes) / count, "back": sum(times.received_bytes) / count}
     about = {"mode": mode, "side": side, "rounds": count, **size}
     if mode == "async" and side == "draft":  # tree deltas do not answer a request, so they have no RPC latency

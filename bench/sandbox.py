@@ -22,7 +22,7 @@ NEVER = {"open", "exec", "eval", "compile", "__import__", "input", "breakpoint",
 
 
 class Sandbox:
-    """Runs programs in a child process and caches the results. Must be closed after use."""
+    """Runner of programs in child processes, with cached results. Must be closed after use."""
 
     def __init__(self) -> None:
         command = [sys.executable, "-I", __file__]
@@ -30,7 +30,7 @@ class Sandbox:
         self._known = dict[str, bool]()
 
     def passes(self, program: str) -> bool:
-        """Whether a program ends without an error."""
+        """Returns whether a program ends without an error."""
         if program not in self._known:
             stdin, stdout = self._process.stdin, self._process.stdout
             assert stdin is not None and stdout is not None
@@ -47,7 +47,7 @@ class Sandbox:
 
 
 def _run(program: str) -> None:
-    """Runs a program in the child process. Never returns."""
+    """Runs a program under the limits in this process, then exits with 0, or with 1 after an error. Never returns."""
     with contextlib.suppress(BaseException):
         nowhere = os.open(os.devnull, os.O_RDWR)
         for number in (0, 1, 2):

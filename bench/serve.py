@@ -5,8 +5,8 @@
 For each of --steps ("full": without emulation; otherwise the emulated milliseconds of a target step, with a twentieth
 of that for a draft step) a server and a session in another process answer the same held-out prompts greedily,
 alternately. Prints for both the tokens per second of whole requests, from the request to the last byte; for the server
-also the time to the first byte less the engine's time to the first token, and the speed of text under a JSON schema
-relative to free text, per token and per round.
+also the time to the first byte minus the engine's time to the first token, and how much slower text under a JSON schema
+is than free text, per token and per round.
 """
 
 from __future__ import annotations
@@ -39,8 +39,11 @@ SCHEMA = {
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """One request: its tokens and rounds, and the seconds from the request to its end, to the first byte, and to the
-    first token according to the engine."""
+    """Measurements of one request, in tokens, rounds and seconds.
+
+    `seconds`: until the end of the answer. `first`: until the first byte. `engine_first`: until the first token
+    according to the engine.
+    """
 
     tokens: int
     rounds: int
@@ -69,7 +72,11 @@ def session(flags: Sequence[str]) -> Iterator[subprocess.Popen[str]]:
 
 
 def answer_here(flags: list[str]) -> None:
-    """Answers each line of standard input, a JSON list of token ids and a number of tokens, in this process."""
+    """Decodes in this process: answers each line of standard input, a JSON list [token ids of the prompt, number of
+    tokens].
+
+    Prints an `Answer` as JSON for each line.
+    """
     from swiftspec.params import SamplingParams
     from swiftspec.serve.cli.arguments import parse_command
     from swiftspec.serve.session import open_session
@@ -110,7 +117,10 @@ def server(flags: Sequence[str], ranks: int = 1) -> Iterator[str]:
 
 
 def over_http(url: str, prompt: list[int], tokens: int, more: dict[str, Any] | None = None) -> Answer:
-    """Streams one answer from the server with curl, a client that needs little CPU time."""
+    """Streams one answer from the server with curl and returns its measurements.
+
+    curl needs little CPU time. `more`: additional fields of the request.
+    """
     asked = {"prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True, "stream": True}
     command = ["curl", "-sNf", f"{url}/v1/completions", "-H", "Content-Type: application/json", "-d", "@-"]
     done = subprocess.run(
@@ -125,7 +135,7 @@ def over_http(url: str, prompt: list[int], tokens: int, more: dict[str, Any] | N
 
 
 def measure(steps: str, prompts: list[list[int]], tokens: int) -> dict[str, Any]:
-    """Measures one row."""
+    """Measures one row of the table. `steps`: one of --steps. `tokens`: tokens per answer."""
     flags = serving.flags(steps)
     schema = {"response_format": {"type": "json_schema", "json_schema": {"name": "list", "schema": SCHEMA}}}
     found: dict[str, list[Answer]] = {"session": [], "http": [], "schema": []}

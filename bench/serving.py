@@ -14,7 +14,7 @@ from bench.heldout import DEMO, read_prompts
 
 
 def options(doc: str | None) -> argparse.ArgumentParser:
-    """Parser with --steps, --requests, --tokens and --json."""
+    """Returns a parser with the flags --steps, --requests, --tokens and --json. `doc`: its description."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", default="full,2,5", type=lambda text: text.split(","))
     parser.add_argument("--requests", type=int, default=6)
@@ -24,8 +24,10 @@ def options(doc: str | None) -> argparse.ArgumentParser:
 
 
 def flags(steps: str) -> list[str]:
-    """Returns the server flags for rounds of a fixed shape with emulated step times: `steps` milliseconds for the
-    target and a twentieth of that for the draft. "full": without emulation."""
+    """Returns the server flags for rounds of a fixed shape with emulated step times.
+
+    `steps`: milliseconds of a target step; a draft step takes a twentieth of that. "full" disables the emulation.
+    """
     fixed = ["--plan", "none", "--threads", "1", "--prefix-cache-memory", "0", "--no-adapt", "--no-self-switch"]
     return fixed if steps == "full" else [*fixed, "--emulate", f"target={steps}ms,draft={float(steps) / 20:g}ms"]
 

@@ -1,4 +1,4 @@
-"""Simulation of asynchronous mode over a slow network with a simulated clock: tokens per second with d left open.
+"""Simulates asynchronous mode over a slow network on a simulated clock, without a fixed d; prints tokens per second.
 
     python -m bench.simulated_network [--delays 0.2,2,20] [--leaves 16,32] [--expansion 3.4] [--host 1]
 
@@ -40,7 +40,7 @@ Text = tuple[list[int], list[int]]  # a prompt and its continuation
 class CountedLink:
     """A `TreeDeltaLink` to a simulated worker on the same clock.
 
-    `now` is the client's time, `_free` the time at which the draft becomes idle.
+    `now`: time of the client, in seconds. `_free`: time at which the draft becomes idle.
     """
 
     busy, answer_timeout_s = 0.0, 1.0
@@ -65,9 +65,9 @@ class CountedLink:
         self._told.append((self.now + self._delay, result))
 
     def receive(self, deadline: float | None) -> TreeDelta | None:
-        """Returns the next delta that has arrived by now.
+        """Returns the next delta that has arrived.
 
-        If `deadline` is set, advances the clock until one arrives.
+        If none has arrived, returns None without a `deadline`; with one, advances the clock to the next arrival.
         """
         while self._free + self._expansion <= self.now + self._delay and self._step():
             pass
@@ -86,7 +86,7 @@ class CountedLink:
         self._said.append((self._free + self._delay, delta))
 
     def _step(self) -> bool:
-        """Executes the draft's next action, an arrived result or an expansion.
+        """Executes the draft's next action: handles a result that has arrived, or runs an expansion.
 
         Returns False if there is nothing to do.
         """
@@ -103,7 +103,7 @@ class CountedLink:
 
 
 def verified(proposal: Proposal, text: Sequence[int]) -> VerifyResult:
-    """Returns the result of verifying a proposal against the text to come."""
+    """Returns the result of verifying a proposal if the target continues the prefix with `text`."""
     path, below = [0], list(zip(proposal.parents, proposal.tokens))
     while (path[-1], text[len(path) - 1]) in below:
         path.append(below.index((path[-1], text[len(path) - 1])))
@@ -112,7 +112,11 @@ def verified(proposal: Proposal, text: Sequence[int]) -> VerifyResult:
 
 
 def run(known: Sequence[Text], leaves: int, delay: float, expansion: float, host: float) -> tuple[float, float, float]:
-    """Returns tokens per second, tokens per round, and the share of rounds that waited."""
+    """Simulates all texts. Returns tokens per second, tokens per round, and the share of rounds that waited for a
+    proposal.
+
+    `leaves`: w. `delay`: one way. `expansion`: per expansion. `host`: of the loop per round. Times are in seconds.
+    """
     config = EngineConfig("async", verify_batch=NODES, draft_leaves=leaves, target_remote=True, draft_remote=True)
     link, slots = CountedLink(config, delay, expansion), draft_tree_slots(config)
     seconds, made, rounds, waited = 0.0, 0, 0, 0

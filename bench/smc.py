@@ -49,7 +49,7 @@ Y_AXIS = "log p per token, above plain sampling's (± standard error)"
 
 @dataclass
 class Result:
-    """Totals of one configuration; N = 0 is plain sampling.
+    """Totals of one configuration. `particles`: N, 0 for plain sampling. `steps`: K.
 
     `likelihood` has one mean per request: of one text, or of PLAIN texts for plain sampling.
     """
@@ -108,7 +108,7 @@ def build(particles: int, steps: int, args: argparse.Namespace) -> LLM:
 
 
 def measure(args: argparse.Namespace) -> list[Result]:
-    """Measures plain sampling first, then every N and K."""
+    """Returns the totals of plain sampling, then of every N and K."""
     shapes = [(0, 0)] + [(n, k) for k in args.steps for n in args.particles]
     systems = [(Result(n, k), build(n, k, args)) for n, k in shapes]
     prompts = read_prompts(AutoTokenizer.from_pretrained(DEMO / "target"))[: args.limit]
@@ -157,7 +157,8 @@ def table(results: Sequence[Result]) -> str:
 
 
 def memory(args: argparse.Namespace) -> None:
-    """Prints the cache bytes of 64 particles on a prompt of 1,000 tokens, compared with those of copies."""
+    """Prints the KV cache bytes of 64 particles on a prompt of 1,000 tokens, and those of a separate copy for each
+    particle."""
     llm = build(64, 4, args)
     smc = llm.roles.parts
     assert isinstance(smc, LocalPopulation)
@@ -229,7 +230,8 @@ def _curve(
 
 
 def distance(result: Result, plain: Result) -> tuple[float, float]:
-    """Difference from the likelihood of plain sampling, mean over the requests, and its standard error."""
+    """Returns the mean over the requests of the difference from the log-likelihood of plain sampling, and its standard
+    error."""
     apart = np.array(result.likelihood) - np.array(plain.likelihood)
     return float(apart.mean()), float(apart.std(ddof=1)) / math.sqrt(len(apart)) if len(apart) > 1 else math.nan
 
@@ -239,7 +241,7 @@ def numbers(text: str) -> list[int]:
 
 
 def main() -> None:
-    """Prints the table, and the ratio of rounds if N = 1 and 8 are among the shapes."""
+    """Prints the table, and for each K the ratio of the times of a round with N = 8 and N = 1 if both are measured."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--particles", type=numbers, default=[1, 2, 4, 8, 16, 32, 64])
     parser.add_argument("--steps", type=numbers, default=[1, 4, 16])

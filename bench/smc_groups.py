@@ -1,9 +1,9 @@
 """Concurrent requests: total tokens per second, as particles and as exact chains. Started by `bench.smc`.
 
-For every number G of concurrent requests the same requests are decoded, twice the largest G of them, all of equal
-length; the next one joins as soon as one ends. The speed excludes the time of prefill. `own` is the cost of a round
-beyond its forwards, relative to the forwards. `plain` is an upper bound for any batch without a draft: the target's
-forwards alone, with one row per request. Kinds and numbers alternate.
+For every number G of concurrent requests, the same requests of equal length are decoded; there are twice the largest G
+of them, and the next one joins as soon as one ends. The speed excludes the time of prefill. `own` is the cost of a
+round beyond its forwards, relative to the forwards. `plain` is an upper bound for any batch without a draft: the
+target's forwards alone, with one row per request. All kinds and all G alternate.
 
 `--ablate` runs particles with all optimizations and then without one at a time: the deferred bonus (without it the
 draft reads the last token of a round in a separate forward), the late host (without it the host reads a round before it
@@ -38,7 +38,7 @@ KINDS = ("smc", "match", "reject")
 ABLATED = ("deferred bonus", "late host", "round in one call")
 Shape = tuple[str, int, int, str]  # kind, N, K and the optimization that is left out
 PROMPT = 64  # tokens per prompt
-WINDOW = 16  # slots of a forward's mask
+WINDOW = 16  # width of the mask in `plain`, in slots
 COLOURS = ("#1b6ca8", "#d1495b", "#3a7d44", "#777777", "#b07d12", "#6a4c93")
 
 
@@ -58,13 +58,14 @@ class Total:
 
     @property
     def own(self) -> str:
-        """Formats the cost beyond the forwards as a percentage. On a GPU the time of a round's forwards is unknown."""
+        """Cost of the rounds beyond their forwards, as a percentage of the forwards; "-" on a GPU, where that is
+        unknown."""
         return "-" if self.forwards <= 0 else f"{100 * (self.seconds / self.forwards - 1):.1f} %"
 
 
 def build(kind: str, particles: int, steps: int, without: str, args: argparse.Namespace) -> LLM:
     """Builds an engine with room for the largest number of requests. `without`: one of ABLATED, or empty."""
-    most = max(2, *args.groups)  # a single chain would run as a tree
+    most = max(2, *args.groups)  # with one sequence the engine would decode trees
     options: dict[str, Any] = {"dtype": torch.bfloat16, "ops": args.ops, "max_model_len": 1536, "device": args.device}
     if kind == "smc":
         shape = PopulationConfig(particles, steps, args.ess_threshold, args.power, smc_groups=most)
@@ -85,7 +86,7 @@ def build(kind: str, particles: int, steps: int, without: str, args: argparse.Na
 
 
 def run(llm: LLM, prompts: Sequence[Sequence[int]], args: argparse.Namespace, at_once: int, total: Total) -> None:
-    """Decodes the requests, at most `at_once` at a time, and adds the totals."""
+    """Decodes the requests, at most `at_once` at a time, and adds the measurements to `total`."""
     sampling = [
         SamplingParams(args.temperature, max_tokens=args.max_tokens, ignore_eos=True, seed=i)
         for i in range(len(prompts))
@@ -117,10 +118,9 @@ def run(llm: LLM, prompts: Sequence[Sequence[int]], args: argparse.Namespace, at
 
 
 def plain(llm: LLM, at_once: int, forwards: int = 8) -> float:
-    """Tokens per second of target forwards with one row for each of `at_once` requests, on prompts that earlier
-    requests left in the cache.
+    """Returns the tokens per second of target forwards with one row for each of `at_once` requests.
 
-    Median of several forwards.
+    The prompts are those that earlier requests left in the cache. The time is the median of `forwards` forwards.
     """
     population = llm.roles.parts
     assert isinstance(population, LocalPopulation)
@@ -151,7 +151,7 @@ def plain(llm: LLM, at_once: int, forwards: int = 8) -> float:
 
 
 def compare(prompts: Sequence[Sequence[int]], args: argparse.Namespace) -> None:
-    """Prints one line for each kind, N, K, left-out optimization and G."""
+    """Prints one line of `plain` for each G, then one line for each kind, N, K, left-out optimization and G."""
     left_out = ["", *ABLATED] if args.ablate else [""]
     particles = args.particles if "smc" in args.kinds else []
     shapes: list[Shape] = [("smc", n, k, without) for k in args.steps for n in particles for without in left_out]
@@ -232,6 +232,10 @@ def add_flags(parser: argparse.ArgumentParser, target: Path, draft: Path) -> Non
     parser.add_argument("--target", type=Path, default=target, help="of --groups: a folder of tools.width_expand, say")
     parser.add_argument("--draft", type=Path, default=draft)
     parser.add_argument("--device", default="cpu", help="where the models run: cpu or cuda")
-    parser.add_argument("--rounds", choices=("native", "graph", "eager"), help="of --groups: no other, but eager ones")
+    parser.add_argument(
+        "--rounds",
+        choices=("native", "graph", "eager"),
+        help="with --groups: measure only this kind of rounds, and eager ones",
+    )
     parser.add_argument("--lag", type=int, choices=(0, 1), help="of --groups: rounds that the host is behind")
     parser.add_argument("--ablate", action="store_true", help="of --groups: particles without one thing at a time")

@@ -1,4 +1,4 @@
-"""One start of SwiftSpec in a separate process, opened as the command does, with its measurements.
+"""Measures a start of SwiftSpec and a workload in this process. The session is opened as by the command.
 
 python -m bench.startup TASK.json        # started by bench/large.py: {"flags": [...], "cache": a folder or null}
 """
@@ -16,7 +16,7 @@ from swiftspec.serve.cli.arguments import parse_command
 from swiftspec.serve.session import Session, open_session
 from swiftspec.serve.terminal import StartupProgress
 
-QUIET, LONGEST = 3.0, 300.0  # seconds without a change after which a cache counts as complete, and the timeout
+QUIET, LONGEST = 3.0, 300.0  # seconds without a change after which a folder counts as complete, and the timeout
 
 
 def main() -> None:
@@ -63,7 +63,7 @@ def run(session: Session, task: Task, measured: Measured) -> None:
 
 
 def settle(folder: Path) -> None:
-    """Waits until a folder has not changed for a while, so that files written in the background are complete."""
+    """Waits until a folder has not changed for QUIET seconds, so that files written in the background are complete."""
     until, seen, since = time.monotonic() + LONGEST, None, time.monotonic()
     while time.monotonic() < min(until, since + QUIET):
         now = state(folder)
@@ -73,7 +73,7 @@ def settle(folder: Path) -> None:
 
 
 def state(folder: Path) -> list[tuple[str, int, int]]:
-    """Returns name, modification time and size of every file.
+    """Returns name, modification time in nanoseconds and bytes of every file.
 
     A file that is renamed concurrently is left out until the next call.
     """

@@ -9,17 +9,20 @@ COLOURS = ("#1b6ca8", "#d1495b")
 
 
 def line_of(x0: float, y0: float, x1: float, y1: float, colour: str) -> str:
-    """Returns a line."""
+    """Returns an SVG line."""
     return f'<line x1="{x0:.1f}" y1="{y0:.1f}" x2="{x1:.1f}" y2="{y1:.1f}" stroke="{colour}"/>'
 
 
 def text_of(x: float, y: float, words: str, colour: str, anchor: str = "start", size: int = 12) -> str:
-    """Returns a text at a point."""
+    """Returns an SVG text at a point."""
     return f'<text x="{x:.1f}" y="{y:.1f}" fill="{colour}" text-anchor="{anchor}" font-size="{size}">{words}</text>'
 
 
 def scatter(points: Sequence[tuple[str, float, float, float]], title: str, axis: str) -> str:
-    """Scatter plot of points (name, x on a logarithmic scale, share, its standard error), numbered, with a legend."""
+    """Returns a scatter plot as SVG, with numbered points and a legend.
+
+    `points`: name, x on a logarithmic axis, share, and standard error of the share.
+    """
     first = math.floor(math.log2(min(x for _, x, _, _ in points)))
     last = max(math.ceil(math.log2(max(x for _, x, _, _ in points))), first + 1)
     low = math.floor(20 * min(share - error for _, _, share, error in points)) / 20

@@ -31,7 +31,10 @@ DEPTHS = (1, 2, 3, 4)
 
 
 def spec(side: str) -> tuple[str, float, float]:
-    """Returns the step times of one half of Table 6 in the format of `--emulate`, and in seconds."""
+    """Returns the step times of one half of Table 6: in the format of `--emulate`, then target and draft in seconds.
+
+    `side`: parallel or serial.
+    """
     row = emulation.paper_figures()["table6"][side]
     text = f"target={row['target_ms']}ms,draft={row['draft_ms']}ms"
     return text, 1e-3 * row["target_ms"], 1e-3 * row["draft_ms"]

@@ -27,7 +27,7 @@ SETTLE = 0.2  # seconds until rank 0 knows that a subscriber has connected or di
 
 @contextmanager
 def listener(url: str, file: Path) -> Iterator[None]:
-    """Writes all events to a file."""
+    """Subscribes to the events of the server inside the context and appends them to `file`."""
     with file.open("ab") as out:
         reading = subprocess.Popen(["curl", "-sN", f"{url}/v1/spec/events"], stdout=out)
         try:
@@ -41,7 +41,7 @@ def listener(url: str, file: Path) -> Iterator[None]:
 
 
 def measure(steps: str, ranks: int, prompts: list[list[int]], tokens: int) -> dict[str, Any]:
-    """Measures one row."""
+    """Measures one row of the table. `steps`, `ranks`: one of --steps and of --ranks. `tokens`: tokens per answer."""
     flags = serving.flags(steps)
     if ranks > 1:
         flags += ["--mode", "async", "--draft-steps", "4"]

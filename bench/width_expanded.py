@@ -25,7 +25,7 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """One of the two models: its folder and its shape."""
+    """A width-expanded demo model: its checkpoint, its source and its sizes. GGUF files are next to the checkpoint."""
 
     folder: Path  # the checkpoint
     source: Path  # the demo model that is width-expanded
@@ -33,7 +33,10 @@ class Model:
 
     @staticmethod
     def of(folder: Path, side: str, shape: str) -> Model:
-        """`side`: target or draft. `shape`: a short name, or any shape that tools.width_expand accepts."""
+        """Returns the model of a side in `folder`.
+
+        `side`: target or draft. `shape`: a short name, or any shape that tools.width_expand accepts.
+        """
         name = Path(shape).stem if shape.endswith(".json") else shape
         return Model(folder / f"{side}-{name}", DEMO / side, read_shape(SHORT.get(shape, shape)))
 
@@ -42,7 +45,7 @@ class Model:
 
     @property
     def weights(self) -> tuple[int, int]:
-        """Number of weights in the layers' matrices, and in embedding and head together."""
+        """Number of weights in the matrices of the layers, and in embedding and head together."""
         s = self.sizes
         heads = (2 * s["num_attention_heads"] + 2 * s["num_key_value_heads"]) * s["head_dim"]
         layer = s["hidden_size"] * (heads + 3 * s["intermediate_size"])
@@ -56,14 +59,14 @@ class Model:
         return int(inner * INT4 + ends * DENSE)
 
     def bytes_missing(self, kinds: tuple[str, ...]) -> int:
-        """Approximate bytes of the checkpoint and GGUF files that do not exist yet."""
+        """Returns the approximate bytes of the checkpoint and of the GGUF files that do not exist yet."""
         inner, ends = self.weights
         one = int(inner * GGUF + ends * Q8_0)
         checkpoint = 0 if self.folder.is_dir() else self.bytes_grown
         return checkpoint + sum(one for kind in kinds if not self.gguf(kind).is_file())
 
     def files(self) -> list[Path]:
-        """Files with the weights."""
+        """Returns the safetensors files of the checkpoint."""
         return sorted(self.folder.glob("*.safetensors"))
 
     @property
@@ -72,7 +75,10 @@ class Model:
         return sum(file.stat().st_size for file in self.files())
 
     def make(self, kinds: tuple[str, ...], say: Say) -> None:
-        """Writes what is missing. Each file gets its final name only when it is complete."""
+        """Writes the checkpoint, and its GGUF files of the types `kinds`, unless they exist.
+
+        Each gets its final name only when it is complete.
+        """
         if self.folder.is_dir():
             say(f"{self.folder.name}: reused")
         else:
@@ -90,7 +96,7 @@ class Model:
 
 
 def pad_tokenizer(file: Path, vocab_size: int) -> None:
-    """Adds names for tokens that the small model lacks.
+    """Adds names for tokens that the small model lacks to tokenizer.json.
 
     Without them SwiftSpec would sample from a smaller vocabulary.
     """
@@ -102,7 +108,7 @@ def pad_tokenizer(file: Path, vocab_size: int) -> None:
 
 
 def check_room(folder: Path, needed: int, say: Say) -> None:
-    """Reports the required size. Raises UserError if the disk is too small."""
+    """Reports the required bytes. Raises UserError if less than that, and a margin, is free in the folder."""
     free = shutil.disk_usage(folder).free
     if needed:
         say(f"{needed / 1e9:.1f} GB to be written to {folder}, {free / 1e9:.1f} GB are free there")

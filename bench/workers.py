@@ -20,7 +20,10 @@ SHAPE = ["--verify-batch", str(NODES), "--draft-leaves", str(LEAVES)]
 
 @contextmanager
 def started(command: Sequence[str], said: str, **how: Any) -> Iterator[str]:
-    """Starts a process and yields the address that it prints, on either output, in a line that matches the pattern."""
+    """Starts a process and yields the address that it prints. Kills the process afterwards.
+
+    The address is the first group of the pattern, which is searched in every line of either output.
+    """
     process = subprocess.Popen(
         command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, **how
     )

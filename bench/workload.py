@@ -1,4 +1,4 @@
-"""Workload of a program in a comparison, and the measurements that it reports.
+"""Workload of a program in a comparison, and the measurements that the program reports.
 
 Imports no torch, since baselines use it too.
 """
@@ -17,7 +17,8 @@ WARM_UP = 8  # warm-up tokens of every system
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Long prompts with one new token each, and short ones, answered greedily with exactly `tokens` tokens."""
+    """Prompts of a comparison: `long` ones for one new token each, `short` ones for exactly `tokens` greedy tokens
+    each."""
 
     long: list[list[int]]
     short: list[list[int]]
@@ -25,8 +26,11 @@ class Work:
 
     @staticmethod
     def of(texts: list[list[int]], *, long: int, short: int, length: int, requests: int, tokens: int) -> Work:
-        """Cuts `long` prompts of `length` tokens and `requests` short ones from tokenised texts, all with different
-        beginnings."""
+        """Cuts prompts with different beginnings from tokenised texts.
+
+        `long`: number of long prompts, of `length` tokens each. `requests`: number of short prompts, of `short` tokens
+        each.
+        """
         ids, starts = sum(texts, list[int]()), [0]
         for text in texts[:-1]:
             starts.append(starts[-1] + len(text))
@@ -40,7 +44,7 @@ class Work:
         return Work(prompts, [cut(i, short, 0) for i in range(requests)], tokens)
 
     def less(self, requests: int) -> Work:
-        """Returns the same workload with fewer requests."""
+        """Returns the workload with at most `requests` short prompts."""
         return Work(self.long, self.short[:requests], self.tokens)
 
 
@@ -62,7 +66,7 @@ class Measured:
 
 
 def peak_of(process: int | str = "self") -> int:
-    """Peak resident bytes of a process, mapped pages included. 0 if the system does not report it."""
+    """Returns the peak resident bytes of a process, mapped pages included, or 0 if the system does not report it."""
     try:
         status = Path(f"/proc/{process}/status").read_text(encoding="utf-8")
     except OSError:
@@ -85,7 +89,7 @@ class Task:
 
     @staticmethod
     def given() -> Task:
-        """Reads the task named by the first argument."""
+        """Reads the task file that the first command-line argument names."""
         data = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
         return Task(data["what"], Work(**data["work"]), data["began"])
 

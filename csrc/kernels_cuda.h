@@ -26,12 +26,12 @@ struct Int4Source;  // cuda/linear/repack.h
 // capture.
 void prepare_linear(const Device& device);
 
-// Repack a checkpoint's matrix into tiles: int4 with groups of tiling.group, or bf16 [n, k]. out: tiling.bytes() bytes.
+// Repacks a checkpoint's matrix, int4 with groups of tiling.group or bf16 [n, k], into tiles: out [tiling.bytes()].
 void repack_int4(const tiles::Tiling& tiling, const tiles::Int4Source& source, void* out, Stream stream);
 void repack_bf16(const tiles::Tiling& tiling, const uint16_t* matrix, void* out, Stream stream);
 
-// Unpacks weights for a library GEMM: outputs 16 first .. 16 first + half - 1 of a projection, and the outputs n / 2
-// after them, become rows of bf16. out: [2 half, k].
+// Unpacks weights to rows of bf16 for a library GEMM: out [2 * half, k] receives the `half` outputs from output
+// 16 * first on, then those that lie n / 2 outputs further on.
 void unpack_rows(const Weights& weights, int64_t first, int64_t half, void* out, Stream stream);
 
 // out = epilogue(norm(x) W^T + bias) for a bfloat16 model, accumulated in float32. A row's result is bitwise
@@ -50,7 +50,7 @@ struct LinearArgs {
 };
 void linear(const LinearArgs& args, Stream stream);
 
-// The arguments for `rows` rows from row `first` on.
+// Returns the arguments of `linear` for `rows` of the rows, from row `first` on.
 LinearArgs slice_rows(LinearArgs args, int64_t first, int64_t rows);
 
 // `linear` for large M (more than 32 rows): each launch reads the weights once for up to 64 (int4) or 128 (bf16) rows.
@@ -60,12 +60,13 @@ int64_t large_m_scratch_bytes(const Weights& weights, int64_t rows);
 int64_t linear_large_m(const LinearArgs& args, void* scratch, Stream stream);
 void prepare_large_m(const Device& device);
 
-// The first launch of linear_large_m: writes x in the layout of the matrix units, at the offsets of tiles::part_offset.
+// The first launch of linear_large_m: writes x in the layout of the matrix units to `slabs`, at the offsets of
+// tiles::part_offset, to which `parts` and `all` belong.
 void pack_activations(const LinearArgs& args, int parts, int all, void* slabs, Stream stream);
 void prepare_pack_activations();
 
-// All ranks of a group in one cooperative launch, for tests. Every element of `ranks` has a channel. `delays` seeds
-// random pauses; 0 disables them.
+// Runs `linear` for all ranks of a group in one cooperative launch, for tests. Every element of `ranks` has a channel.
+// `delays` seeds random pauses; 0 disables them.
 void linear_virtual(const LinearArgs* ranks, int count, uint32_t delays, Stream stream);
 
 // out[row] = table[tokens[row]]; row_bytes is a multiple of 16.
@@ -77,6 +78,8 @@ void embed(const int64_t* tokens, const void* table, int64_t rows, int64_t row_b
 // values are rounded to the type of the cache before they are used. `prepare_attention` runs once per forward,
 // `attention` once per layer; see cuda/attention/attention.h. All pointers are device pointers; those that are not
 // const are uninitialised scratch of the given sizes.
+
+// Consecutive rows of one sequence, which load keys and values together.
 struct RowGroup {
   int32_t first, count;  // rows
   int32_t base;          // number of leading slots that all rows see
@@ -94,7 +97,7 @@ struct AttentionSetup {
   int32_t* tail;             // [rows, width], the keys that a row sees in the window of the mask
   int32_t* count;            // [rows], number of keys that a row sees
   RowGroup* groups;          // [attention_groups]
-  uint32_t* arrived;         // [attention_groups, kv_heads]
+  uint32_t* arrived;         // [attention_groups, kv_heads], clusters of a group that have finished
   float* part_values;        // [attention_lines, dim]
   float* part_sums;          // [attention_lines, 2]
   int64_t rows, width, sequences, heads, kv_heads, capacity, dim;
@@ -108,7 +111,7 @@ int64_t attention_clusters(int64_t dim, bool float8);  // also sets the attribut
 void prepare_attention(const AttentionSetup& setup, Stream stream);
 void attention(const AttentionSetup& setup, const void* qkv, void* keys, void* values, void* out, Stream stream);
 
-// host::move_kv on keys and values in one launch; slot_bytes is a multiple of 16.
+// Runs host::move_kv on keys and values in one launch; slot_bytes is a multiple of 16.
 void move_kv(const MoveArgs& keys, uint8_t* values, Stream stream);
 
 // ---- sampling
@@ -155,6 +158,8 @@ struct TreeState {
   int32_t* used;     // [2]: nodes, tree slots
   int32_t nodes, slots;
 };
+
+// The rows of one expansion: w leaves and the inputs of their forward.
 struct Expansion {
   int32_t* node;       // [w], -1 for rows without a leaf
   int64_t* tokens;     // [w]
@@ -162,6 +167,9 @@ struct Expansion {
   int64_t* slots;      // [w], from the sequence's start
   uint8_t* mask;       // [w, slots of the tree]
 };
+
+// `tree_leaves` gives the w best leaves the next tree slots and fills `out`; `prefix` [1] is the number of slots before
+// the tree. `tree_add` appends k children to each node of the expansion: tokens and log-probabilities [w, k].
 void tree_leaves(const TreeState& tree, int32_t w, const int64_t* prefix, const Expansion& out, Stream stream);
 void tree_add(const TreeState& tree, int32_t w, const int32_t* node, int32_t k, const int64_t* tokens,
               const float* values, Stream stream);
@@ -178,7 +186,7 @@ struct GatherArgs {
 };
 void gather(const GatherArgs& args, Stream stream);
 
-// All ranks of a group in one cooperative launch, for tests.
+// Runs `gather` for all ranks of a group in one cooperative launch, for tests.
 void gather_virtual(const GatherArgs* ranks, int count, Stream stream);
 
 }  // namespace swiftspec::cuda

@@ -1,4 +1,4 @@
-// All CPU operators. They take raw pointers and sizes; the callers have checked the arguments.
+// Declarations of all CPU operators. They take raw pointers and sizes, which the callers (csrc/bind) have checked.
 #pragma once
 
 #include <cmath>
@@ -23,23 +23,24 @@ bool use_level(const std::string& name);
 void set_threads(int count);
 int threads();
 
-// A loop of only the products that `linear` consists of, for benchmarks. Returns its number of floating-point
-// operations.
-int64_t peak(int64_t int8_activations, bool is_f32);
+// Arithmetic peak, for benchmarks: runs a loop of multiply-adds on the calling thread, with the first argument as the
+// number of iterations. Returns the number of floating-point operations.
+int64_t peak(int64_t rounds, bool is_f32);
 
 // ---- linear
 
 enum class Format : uint8_t { f32, bf16, int4, int8 };
 enum class ScaleType : uint8_t { f32, bf16, f16 };
 
-// A projection packed at load in blocks of 16 outputs (layout: host/ops/product.h). N is padded to 16, K to 8. An int4
-// or int8 weight is (code - zero) scale, with one scale and one zero per group of inputs.
+// A projection packed at load in blocks of 16 outputs (layout: host/ops/product.h). The outputs are padded to a
+// multiple of 16, the inputs to one of 8. An int4 or int8 weight is (code - zero) * scale, with one scale and one zero
+// per group of inputs.
 struct Weights {
   Format format;
   const void* data;
-  const void* scales;  // [N / 16][K / group][16] of scale_type; null without codes
+  const void* scales;  // int4 and int8: [n / 16][k / group][16] of scale_type; else null
   ScaleType scale_type;
-  const uint8_t* zeros;   // int4: [N / 16][K / group][16]; else null (the zero of int8 is 128)
+  const uint8_t* zeros;   // int4: [n / 16][k / group][16]; else null (the zero of int8 is 128)
   const float* bias;      // [n], or null
   int64_t k, n, group;    // inputs, outputs, inputs per group: a multiple of 16 that divides k
   bool int8_activations;  // rows are quantised to int8 per group, sums are integers; required for int8 weights
@@ -69,14 +70,14 @@ void add(const void* x, int64_t count, void* into, bool is_f32);
 // the order of positions, which is the order of a row's visible slots, so a row's result does not depend (bitwise) on
 // other rows or on the slots of its keys.
 struct AttentionArgs {
-  const void* qkv;       // [rows, (heads + 2 kv_heads) dim]
+  const void* qkv;       // [rows, (heads + 2 * kv_heads) * dim]
   const void* cos;       // [rows, dim]
   const void* sin;       // [rows, dim], negative in its first half
   const int64_t* slots;  // [rows]
   const uint8_t* mask;   // [rows, width], over the last `width` of the `length` slots in use; earlier slots are visible
   void* keys;            // [kv_heads, capacity, dim]
   void* values;          // the same
-  void* out;             // [rows, heads dim]
+  void* out;             // [rows, heads * dim]
   int64_t rows, heads, kv_heads, capacity, length, width;
   int64_t dim;  // head_dim, a multiple of 16, at most 256
 };
@@ -107,8 +108,9 @@ void gumbel_keyed(const uint32_t* keys, int64_t rows, uint32_t first, int64_t co
 void draw(const ScoreArgs& args, int64_t* tokens, float* values);
 
 // Per row the k largest of log_softmax(scores), largest first, and their tokens. Values are never above 0 or NaN;
-// missing candidates are filled with -inf. With `totals` [rows] (vocabulary shard of one rank) the values are the
-// scores themselves and totals the logsumexp(scores); host/decoder/merge.h merges the shards.
+// missing candidates are filled with -inf. If `totals` [rows] is not null, the columns are one rank's shard of the
+// vocabulary: then the values are the scores themselves, and totals receives logsumexp(scores). host/decoder/merge.h
+// merges the shards.
 void children(const ScoreArgs& args, int64_t k, int64_t* tokens, float* values, float* totals);
 
 // Converts a score to a log-probability, clamped to at most 0, since a parent's weight must bound its children's.
@@ -125,8 +127,8 @@ void log_probs(const ScoreArgs& args, const int64_t* tokens, float* out);
 // is null, its log_softmax; NaN if the token is -1. The noise of the arguments is ignored.
 void draw_keyed(const ScoreArgs& args, const uint32_t* keys, int64_t* tokens, float* log_probs);
 
-// Draws a token from max(0, p - q), where p and q are the softmax of one row of scores each, with the noise of this
-// key. -1 if the difference is zero or a score is NaN. Noise and tau of the arguments are ignored.
+// Draws a token from max(0, p - q), where p and q are the softmax of one row of scores each, with the noise of `key`.
+// Returns -1 if the difference is zero or a score is NaN. Noise and tau of the arguments are ignored.
 int64_t draw_residual(const ScoreArgs& p, const ScoreArgs& q, uint32_t key);
 
 }  // namespace swiftspec::host

@@ -23,7 +23,7 @@ USAGE_EXIT_CODE = 2
 
 
 def help_page() -> str:
-    """The text of `swiftspec --help`."""
+    """Returns the text of `swiftspec --help`."""
     width = max(map(len, SUBCOMMANDS))
     lines = [f"  {name:{width}}  {text}" for name, text in SUBCOMMANDS.items()]
     return "\n".join(
@@ -46,7 +46,8 @@ def help_page() -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command and returns its exit code: 2 for a usage error. The sub-commands document the others."""
+    """Runs the command line `argv` (default `sys.argv[1:]`) and returns the exit code: 2 for an unknown sub-command, 0
+    after --help, otherwise that of the sub-command."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     name, rest = (arguments[0], arguments[1:]) if arguments else ("", [])
     if name in ("-h", "--help") or (not arguments and sys.stdin is not None and sys.stdin.isatty()):
@@ -65,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run_subcommand(name: str, argv: Sequence[str]) -> int:
-    """Imports and runs one sub-command. Returns its exit code."""
+    """Imports and runs a sub-command. Returns its exit code."""
     if name == "profile":
         from swiftspec.lab import profile
 
@@ -82,7 +83,7 @@ def run_subcommand(name: str, argv: Sequence[str]) -> int:
 
 
 def command() -> NoReturn:
-    """Console script: runs the command in this process and exits with its exit code."""
+    """Runs `main` and exits the process with the code that it returns; entry point of the console script."""
     code = main()
     from swiftspec.serve.__main__ import exit_process
 

@@ -1,7 +1,7 @@
 """Engine configuration: the mode, the split of the ranks, the shape of the tree or of the population.
 
-Each setting is declared once, at its field (see settings_schema.py). The code below checks only rules that involve
-several fields.
+Each setting is declared once, at its dataclass field, with its limits and help text (see settings_schema.py). The
+methods here check only rules that involve several fields.
 """
 
 from dataclasses import dataclass, replace
@@ -11,36 +11,38 @@ from swiftspec.settings_schema import check_fields, require, setting
 
 MODES = ("ar", "serial", "async", "smc")
 DEFAULT_DRAFT_STEPS = 3  # default d: the fastest for the demo models in mode serial (docs/decisions/tree-and-cache.md)
-MAX_MEASURED_DRAFT_STEPS = 16  # a larger measured d adds nodes that are hardly ever accepted
+MAX_MEASURED_DRAFT_STEPS = 16  # limit of a measured d: deeper nodes are hardly ever accepted
 MAX_CONCURRENT_REQUESTS = 256
-MAX_TREE_NODES = 64  # bound of bs, w and d: a larger round costs more than it can save
+MAX_TREE_NODES = 64  # limit of bs, w and d: a larger round costs more than it can save
 VERIFY_METHODS = ("match", "reject")
 PROPOSAL_METHODS = ("top", "coupled", "sample")
+# by proposal method; greedy: any method at temperature 0
 DEFAULT_CALIBRATION = {"greedy": 0.6, "top": 1.0, "coupled": 0.7, "sample": 0.2}
 
-# headings of --help, and the values of `applies_to`
+# first line: headings of --help; second line: values of `applies_to`
 SPECULATION, PARTICLES = "speculation", "mode smc: a population of particles, approximate"
 DRAFT, TREE, LOOKAHEAD, POPULATION = "draft", "draft tree", "tree that grows during a verification", "population"
 
 
 @dataclass(frozen=True, slots=True)
 class PopulationConfig:
-    """Shape of a population of particles (mode smc). Raises UserError on invalid values."""
+    """Configuration of a population: the particles of mode smc, or exact batching if `chains` is set. Raises UserError
+    on invalid values."""
 
     particles: int = setting(4, "Particles per request.", PARTICLES, "N", ge=1, le=1024, applies_to=POPULATION)
     smc_draft_tokens: int = setting(
         4, "Draft tokens per particle and round; the target adds one.", PARTICLES, "K", ge=1, le=MAX_TREE_NODES,
         applies_to=POPULATION,
     )  # fmt: skip
-    ess_threshold: float = setting(  # 0: never
+    ess_threshold: float = setting(  # 0: never resample
         0.5, "Resample when the effective sample size falls below this share of N.", PARTICLES, "X", ge=0, le=1,
         applies_to=POPULATION,
     )  # fmt: skip
-    power: float = setting(  # alpha
+    power: float = setting(  # alpha in smc/weights.py
         1.0, "Power A of the target distribution: texts are sampled from p(text)^A.", PARTICLES, "A", gt=0,
         le=100, applies_to=POPULATION,
     )  # fmt: skip
-    smc_exact: int = setting(  # leading draft tokens; with K of them the output is exact
+    smc_exact: int = setting(  # the first tokens of a round; all K of them, with power 1: exact output
         0, "Draft tokens of a round that are verified exactly, by rejection; the rest is weighted.", PARTICLES, "K",
         rule="lie in 0..smc_draft_tokens", depends_on="smc_draft_tokens", applies_to=POPULATION,
     )  # fmt: skip
@@ -48,8 +50,8 @@ class PopulationConfig:
         1, "Requests decoded concurrently, each with its own particles.", PARTICLES, "G", ge=1,
         le=MAX_CONCURRENT_REQUESTS, applies_to=POPULATION,
     )  # fmt: skip
-    chains: str | None = None  # verification of chains of one particle, match or reject; None: weights
-    deferred_bonus: bool = True  # False, for benchmarks: a separate forward reads the last draft token of a round
+    chains: str | None = None  # match, reject: how the chain of a single particle is verified; None: weights
+    deferred_bonus: bool = True  # False, for benchmarks: an additional forward computes the last draft token's KV
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -66,17 +68,19 @@ class PopulationConfig:
 
     @property
     def slots_per_round(self) -> int:
-        """Cache slots that a round allocates: one for each new token of each particle."""
+        """Tree slots that a round allocates for each group: K + 1 for each of its N particles."""
         return self.particles * (self.smc_draft_tokens + 1)
 
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """The mode, the split of the ranks and the shape of the tree. Raises UserError on an invalid combination.
+    """Configuration of the engine: mode, split of the ranks, tree shape and population. Raises UserError on an invalid
+    combination.
 
-    In mode async the first `target_tp` ranks run the target and the next `draft_tp` ranks run the draft; 1 and 0 mean
-    one rank whose GPU runs both at the same time. In modes serial and smc one group runs both models alternately, so
-    the two sizes are equal. Mode ar has no draft.
+    In mode async the first `target_tp` ranks run the target and the next `draft_tp` ranks run the draft. With
+    `target_tp` 1 and `draft_tp` 0, a single rank runs both models concurrently on its GPU, unless a worker runs one of
+    them. In modes serial and smc the same ranks run both models alternately, so `target_tp` and `draft_tp` are equal.
+    Mode ar has no draft.
     """
 
     mode: str = setting("serial", choices=MODES)
@@ -92,7 +96,7 @@ class EngineConfig:
     draft_leaves: int = setting(
         4, "Leaves expanded per draft forward.", SPECULATION, "W", ge=1, le=MAX_TREE_NODES, applies_to=TREE
     )
-    draft_steps: int | None = setting(  # None: 3; in mode async measured at start
+    draft_steps: int | None = setting(  # None: 3; in mode async as many as fit into a target forward
         None, "Draft forwards per round.", SPECULATION, "D", "async: as many as fit into a target forward; serial: 3",
         ge=1, le=MAX_TREE_NODES, applies_to=TREE,
     )  # fmt: skip
@@ -101,14 +105,14 @@ class EngineConfig:
         " draft. reject: rejection sampling of sampled children; a text of the same distribution.", SPECULATION,
         choices=VERIFY_METHODS, applies_to=TREE,
     )  # fmt: skip
-    proposal: str | None = setting(  # None: follows from verify
+    proposal: str | None = setting(  # None: coupled, or sample if `verify` is reject
         None, "How the children of a leaf are selected. top: the most likely. coupled: the most likely under"
         " the target's noise. sample: sampled without replacement.", SPECULATION,
         default_text="coupled; sample with --verify reject",
         choices=PROPOSAL_METHODS,
         applies_to=TREE,
     )  # fmt: skip
-    calibration: float | None = setting(  # of the children's weights; None: see `calibration_for`
+    calibration: float | None = setting(  # None: DEFAULT_CALIBRATION; see `calibration_for`
         None, "Temperature of the draft's confidence when nodes are ranked; below 1 favours its first"
         " choices.", SPECULATION,
         "C", "fitted to the demo models", ge=0.05, le=20, applies_to=TREE,
@@ -124,11 +128,11 @@ class EngineConfig:
     )  # fmt: skip
     self_switch: bool = False  # decode without the draft while that is faster; rounds then depend on the clock
     adapt_steps: bool = False  # d follows measurements of running requests; rounds then depend on the clock
-    adapt_batch: bool = False  # the same for bs, which never exceeds verify_batch
+    adapt_batch: bool = False  # bs follows measurements, up to verify_batch; rounds then depend on the clock
     target_tp: int = setting(1, ge=1)
-    draft_tp: int = -1  # -1: default of the mode (async 1, serial and smc target_tp, ar 0)
-    target_remote: bool = False  # a worker runs the target, and no rank of this job
-    draft_remote: bool = False
+    draft_tp: int = -1  # -1: default of the mode (async 1, or 0 with a worker; serial, smc: target_tp; ar: 0)
+    target_remote: bool = False  # a worker runs the target instead of the ranks of this job
+    draft_remote: bool = False  # the same for the draft
     population: PopulationConfig = PopulationConfig()  # mode smc
 
     def __post_init__(self) -> None:
@@ -150,7 +154,7 @@ class EngineConfig:
             require(self.draft_tp == usual, f"draft_tp must be {usual} in mode {self.mode}, not {self.draft_tp}")
 
     def _check_rejection(self) -> None:
-        """Checks the fields that rejection sampling depends on."""
+        """Raises UserError if `verify` is reject and another field excludes rejection sampling."""
         require(
             self.verify == "match" or self.proposal == "sample",
             f"verify reject needs the distribution that tokens were drawn from, and proposal {self.proposal} carries"
@@ -162,7 +166,8 @@ class EngineConfig:
         )
 
     def _make_chains(self) -> None:
-        """Turns the tree into a chain: one leaf per expansion, all nodes verified, the same shape for every request."""
+        """Sets w and bs so that the tree is a chain of d draft tokens, all of which are verified. Raises UserError if
+        another field requires a tree."""
         here = self.mode == "serial" and not (self.target_remote or self.draft_remote)
         require(here, "max_num_seqs above 1 is for mode serial without workers; mode smc has smc_groups")
         require(not self.is_adaptive, "max_num_seqs above 1 has rounds of one shape: leave self_switch and adapt_* out")
@@ -176,7 +181,8 @@ class EngineConfig:
         object.__setattr__(self, "verify_batch", self.initial_draft_steps + 1)
 
     def check_request(self, sampling: SamplingParams) -> None:
-        """Raises UserError on a request that the tree cannot serve."""
+        """Raises UserError if `sampling` does not fit this configuration: its mode, its proposal method, or the largest
+        bs and d that its caches are allocated for."""
         instead = "verify match" if self.verify == "reject" else "proposal top"
         require(
             self.mode in ("ar", "smc") or self.proposal != "sample" or not sampling.greedy,
@@ -191,8 +197,8 @@ class EngineConfig:
             require(fits, f"{name} of a request must lie in 1..{most}, what this engine has room for, not {asked}")
 
     def for_request(self, sampling: SamplingParams) -> "EngineConfig":
-        """The configuration for the rounds of one request. A request that sets any part of the shape disables
-        adaptation of all parts."""
+        """Returns the configuration with the bs and d that a request sets. If it sets either of them, bs, d and the use
+        of the draft do not adapt during the request."""
         if sampling.verify_batch is None and sampling.draft_steps is None:
             return self
         shape = {"verify_batch": sampling.verify_batch or self.verify_batch}
@@ -200,21 +206,25 @@ class EngineConfig:
         return replace(self, **shape, self_switch=False, adapt_steps=False, adapt_batch=False)
 
     def calibration_for(self, greedy: bool) -> float:
-        """Calibration that turns a child's weight into the probability that the target agrees. For children ranked by
-        likelihood it is a temperature on the draft's log-probabilities, for sampled children an exponent of its
-        confidence. The defaults fit the demo models."""
+        """Returns the calibration, which makes a child's weight approximate the probability that the target accepts the
+        child.
+
+        With proposal methods top and coupled it is a temperature, by which the draft's scores are divided; with method
+        sample it is the exponent of q in `child_log_weights` (tree/sampled_children.py). `greedy`: whether the request
+        has temperature 0. The defaults fit the demo models.
+        """
         if self.calibration is not None:
             return self.calibration
         return DEFAULT_CALIBRATION["greedy" if greedy else str(self.proposal)]
 
     @property
     def adapts_shape(self) -> bool:
-        """Whether the shape of a round follows measurements."""
+        """Whether d or bs is adapted to measurements."""
         return self.adapt_steps or self.adapt_batch
 
     @property
     def children_per_leaf(self) -> int:
-        """k, the children kept per expanded leaf: as many as could be verified or expanded next."""
+        """k, the number of children of an expanded leaf: a round cannot verify or expand more of them."""
         return max(self.verify_batch, self.draft_leaves)
 
     @property
@@ -224,30 +234,31 @@ class EngineConfig:
 
     @property
     def draft_steps_adaptive(self) -> bool:
-        """Whether d is not fixed but as large as the time allows; rounds then depend on the clock."""
+        """Whether d is not fixed: in mode async a draft worker then expands as often as time allows, so that rounds
+        depend on the clock."""
         return self.draft_steps is None or self.adapt_steps
 
     @property
     def max_draft_steps(self) -> int:
-        """The largest d that the trees are allocated for."""
+        """Largest d of any round; draft trees are allocated for it."""
         measured = self.adapt_steps or (self.mode == "async" and self.draft_steps is None)
         return max(MAX_MEASURED_DRAFT_STEPS, self.initial_draft_steps) if measured else self.initial_draft_steps
 
     @property
     def is_adaptive(self) -> bool:
-        """Whether the kind or the shape of a round follows measurements."""
+        """Whether d, bs or the use of the draft is adapted to measurements."""
         return self.self_switch or self.adapts_shape
 
     @property
     def num_ranks(self) -> int:
-        """G, the number of ranks of the plan."""
+        """G, the number of ranks of the job."""
         return self.target_tp + (self.draft_tp if self.mode == "async" else 0)
 
     @property
     def effective_population(self) -> PopulationConfig | None:
-        """Shape of the sequence groups that requests are decoded in: as configured in mode smc; one particle per group,
-        whose draft tokens are verified, if `max_num_seqs` is above 1; None for a tree, which decodes one request at a
-        time."""
+        """Configuration of the sequence groups that decode requests: `population` in mode smc, groups of one particle
+        whose chain is verified if `max_num_seqs` is above 1, otherwise None, since a draft tree decodes one request at
+        a time."""
         if self.mode == "smc":
             return self.population
         if self.max_num_seqs == 1:
@@ -256,10 +267,11 @@ class EngineConfig:
 
     @property
     def num_sequences(self) -> int:
-        """Sequences of a model's KV cache: one per concurrent request. A guided request takes a second one."""
+        """Number of sequences in the KV cache of a model: one for each concurrent request. A guided request allocates a
+        second one."""
         return 1 if self.effective_population is None else self.effective_population.smc_groups
 
     @property
     def overlap_on_one_gpu(self) -> bool:
-        """Whether both models run on one GPU at the same time."""
+        """Whether both models run concurrently on one GPU (overlapped mode)."""
         return self.mode == "async" and self.num_ranks == 1 and not (self.target_remote or self.draft_remote)

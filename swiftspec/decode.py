@@ -14,20 +14,22 @@ Event = Literal[
     "opening", "drafter opened", "opened", "proposed", "grown", "verified", "observed", "settled", "taken", "collected",
     "closed",
 ]  # fmt: skip
-Observer = Callable[..., None]  # called right after each event, with the event and its objects
+Observer = Callable[..., None]  # called right after each event, with its name and the objects that `decode` passes
 
 
 def no_observer(event: Event, *about: Any) -> None:
-    """Ignores all events."""
+    """Ignores all events; default observer."""
 
 
 def decode(
     drafter: Drafter, verifier: Verifier, notify: Observer = no_observer
 ) -> Iterator[tuple[Proposal, VerifyResult]]:
-    """Decodes the request that both roles have opened, one round per iteration, until the consumer stops iterating.
+    """Runs the decoding loop of a request that `drafter` and `verifier` have opened, until the consumer stops
+    iterating.
 
-    A round is yielded after its result has been sent to the drafter. The consumer's work (detokenising, printing)
-    therefore overlaps with the draft's forward, and stopping costs no additional forward.
+    Yields the proposal and the result of each round, after the result has been sent to the drafter. The consumer's work
+    (detokenising, printing) therefore overlaps with the forwards of a draft in another process, and stopping costs no
+    additional forward. `notify`: observer of the events of each round.
     """
     while True:
         proposal = drafter.propose()

@@ -1,4 +1,4 @@
-"""Engine for one request at a time: runs the decoding loop on a drafter and a verifier, on token ids."""
+"""The engine: decodes one request at a time, on token ids, with a draft tree or a population."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from swiftspec.params import SamplingParams
 from swiftspec.runtime.drafter import Drafter, NoDrafter
 from swiftspec.runtime.verifier import Verifier
 
-Verified = tuple[tuple[int, ...], tuple[int, ...], tuple[float, ...]]  # proposal's parents; result's path, overlaps
+# `Proposal.parents`, `VerifyResult.path` and `VerifyResult.overlaps` of a round
+Verified = tuple[tuple[int, ...], tuple[int, ...], tuple[float, ...]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,9 +23,9 @@ class TokenChunk:
     """The output tokens of one round."""
 
     token_ids: tuple[int, ...]
-    accepted: int  # number of leading draft tokens; the target sampled the others
+    accepted: int  # number of leading tokens that the draft proposed; the target sampled the others
     finish_reason: str | None = None  # "stop" or "length" on the last chunk
-    logprobs: tuple[Logprob, ...] | None = None  # of the tokens, if requested
+    logprobs: tuple[Logprob, ...] | None = None  # of `token_ids`, if requested
     prompt_logprobs: tuple[Logprob, ...] | None = (
         None  # on the first chunk, if requested: of all prompt tokens except the first
     )
@@ -32,28 +33,32 @@ class TokenChunk:
 
 @dataclass(slots=True)
 class Stats:
-    """Statistics of one request. All times are in seconds of one monotonic clock."""
+    """Statistics of one request. Times are durations in seconds."""
 
     prompt_tokens: int = 0
     cached_tokens: int = 0  # prompt tokens that the target's prefix cache supplied
     prompt_time: float = 0.0  # prefill of both models
     first_token_time: float = 0.0  # from the request to the first token
-    decode_time: float = 0.0  # from the end of the prefill
-    tokens: int = 0
+    decode_time: float = 0.0  # from the end of the prefill to the last round
+    tokens: int = 0  # output tokens
     rounds: int = 0
-    drafted: int = 0
-    accepted: int = 0
+    drafted: int = 0  # proposed draft tokens
+    accepted: int = 0  # accepted draft tokens
     target_busy_time: float = 0.0  # the target's forwards while decoding
-    draft_busy_time: float = 0.0
-    drafter_lost: str | None = None
+    draft_busy_time: float = 0.0  # the same for the draft
+    drafter_lost: str | None = None  # why the drafter is lost; None while it is available
     finish_reason: str | None = None  # as on the last chunk
-    verified: list[Verified] = field(default_factory=list)  # one entry per round, before the tokens are cut
-    policy: Any = None  # report of the controller at the end of the request (control/controller.py)
-    population: Any = None  # mode smc: report of the population at the end of the request (smc/population.py)
+    verified: list[Verified] = field(default_factory=list)  # one entry per round, before stop criteria
+    policy: Any = None  # `PolicyReport` at the end of the request (control/controller.py)
+    population: Any = None  # mode smc: `GroupResult` at the end of the request (smc/group_result.py)
 
     def record_times(self, produced_token: bool, began: float, opened: float, busy: Sequence[float]) -> None:
-        """Updates the times after a round. `produced_token`: whether the round yielded a token. `busy`: seconds that
-        target and draft have spent in forwards since the prefill."""
+        """Updates the times after a round.
+
+        `produced_token`: whether the round produced an output token.
+        `began`, `opened`: start of the request and end of its prefill, in seconds of `time.perf_counter`.
+        `busy`: seconds that target and draft have spent in forwards since the prefill.
+        """
         now = time.perf_counter()
         if produced_token:
             self.first_token_time = self.first_token_time or now - began
@@ -79,23 +84,25 @@ class StopCriteria:
 
 
 class Decoding(Protocol):
-    """Decoding strategy of the engine: a draft tree (`TreeDecoding`) or a population."""
+    """Decoding strategy of the engine: a draft tree (`TreeDecoding`) or a population (`ParticleDecoding`)."""
 
     @property
     def busy(self) -> tuple[float, float]:
-        """Seconds that target and draft have spent in forwards."""
+        """Seconds that target and draft have spent in forwards, over all requests."""
         ...
 
     def open(self, start: RequestStart, stop_criteria: StopCriteria) -> int:
-        """Begins a request. Returns the number of prompt tokens that the prefix cache supplied."""
+        """Begins a request and prefills its prompt. Returns the number of prompt tokens that the prefix cache
+        supplied."""
         ...
 
     def chunks(self, stop_criteria: StopCriteria, stats: Stats) -> Iterator[TokenChunk]:
-        """Yields one chunk per round and counts it in `stats`. The last chunk has a finish reason."""
+        """Decodes the request: yields one chunk per round and adds the round to `stats`. The last chunk has a finish
+        reason."""
         ...
 
     def close(self, stats: Stats) -> None:
-        """Ends the request."""
+        """Ends the request and completes `stats`."""
         ...
 
 
@@ -106,10 +113,12 @@ class TreeDecoding:
         self, drafter: Drafter, verifier: Verifier, notify: Observer = no_observer,
         drafter_loss: Callable[[], str | None] = lambda: None, policy_report: Callable[[], Any] = lambda: None,
     ) -> None:  # fmt: skip
-        """`drafter_loss` returns the reason why the drafter was lost, or None while it is available. `policy_report`
-        returns what the controller around the drafter has decided."""
+        """`notify`: observer of the events of the decoding loop.
+        `drafter_loss`: returns the reason why the drafter was lost, or None while it is available.
+        `policy_report`: returns the report of the controller that wraps the drafter, or None without a controller.
+        """
         self.drafter, self.verifier = drafter, verifier
-        self.active_drafter = drafter  # of the request that was begun last
+        self.active_drafter = drafter  # of the latest request; a `NoDrafter` if that request disables the draft
         self._notify, self._drafter_loss, self._policy_report = notify, drafter_loss, policy_report
 
     @property
@@ -149,12 +158,12 @@ class RequestLimits(Protocol):
     @property
     def eos_token_ids(self) -> Collection[int]: ...
     def check(self, prompt: Sequence[int], sampling: SamplingParams, /) -> None:
-        """Raises UserError on a request that cannot be served."""
+        """Raises UserError if the request cannot be served."""
         ...
 
 
 class Engine:
-    """Decodes one request at a time. `stats` belongs to the request that was begun last."""
+    """Engine that decodes one request at a time. `stats`: statistics of the latest request."""
 
     def __init__(self, decoding: Decoding, limits: RequestLimits) -> None:
         self.decoding, self.limits = decoding, limits
@@ -162,15 +171,18 @@ class Engine:
         self._requests = 0
 
     def generate(self, prompt: Sequence[int], sampling: SamplingParams | None = None) -> Completion:
-        """Decodes a request to its end. Raises UserError if the prompt is empty or does not fit."""
+        """Decodes a request to its end and returns its output. Raises UserError if the request cannot be served, for
+        example because the prompt is empty or exceeds the context."""
         tokens = [token for chunk in self.stream(prompt, sampling) for token in chunk.token_ids]
         return Completion(tokens, self.stats.finish_reason or "length", self.stats)
 
     def stream(self, prompt: Sequence[int], sampling: SamplingParams | None = None) -> Generator[TokenChunk]:
-        """Yields one chunk per round; the last chunk has a finish reason. Closing the iterator ends the request.
+        """Streams a request: yields one chunk per round; the last chunk has a finish reason. Closing the iterator ends
+        the request.
 
-        An engine decodes one request at a time: a new request ends the current one, and reading the ended stream raises
-        UserError. An empty prompt, or one that does not fit, raises UserError before anything is computed.
+        A new request ends the current one; reading the stream of the ended request then raises UserError. Raises
+        UserError before anything is computed if the request cannot be served, for example because the prompt is empty
+        or exceeds the context.
         """
         sampling = sampling if sampling is not None else SamplingParams()
         self.limits.check(prompt, sampling)
@@ -211,7 +223,8 @@ class Engine:
 
 
 def _count(stats: Stats, proposal: Proposal, result: VerifyResult) -> None:
-    """Adds a round to `stats` before its tokens are cut, so that acceptance does not depend on the stop criteria."""
+    """Adds a round to `stats`. Called before the tokens of the round are cut, so that the acceptance rate does not
+    depend on the stop criteria."""
     stats.rounds += 1
     stats.drafted += len(proposal.tokens) - 1
     stats.accepted += len(result.tokens) - 1
@@ -219,7 +232,8 @@ def _count(stats: Stats, proposal: Proposal, result: VerifyResult) -> None:
 
 
 def _cut(result: VerifyResult, budget: int, stops: Collection[int]) -> TokenChunk:
-    """Cuts the tokens of a round after the first stop token (which is kept) or at the token limit."""
+    """Cuts the tokens of a round after the first stop token, which is kept, or at the token limit. `budget`: output
+    tokens left until that limit."""
     kept = result.tokens[:budget]
     reason = "length" if len(kept) == budget else None
     end = next((i for i, token in enumerate(kept, 1) if token in stops), None)

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 
 class UserError(Exception):
-    """An error that the user can fix. The message is one line, cause and then fix. Front ends print it and exit."""
+    """An error that the user can fix. The message is one line: the cause, then the fix. Commands print it and exit; the
+    HTTP server returns it with a 4xx status."""
 
 
 class RequestFailed(UserError):
-    """An error that ends one request and leaves the engine usable. All ranks of a group raise it in the same step."""
+    """An error that ends one request and leaves the engine usable. All ranks of a group raise it in the same call, so
+    their states stay equal."""
 
 
 class NonFiniteLogits(RequestFailed):
-    """The target's logits contain NaN or infinity."""
+    """The logits of a model contain NaN or infinity. `whose`: the model, in the possessive form, for the message."""
 
     def __init__(self, whose: str = "the target's") -> None:
         super().__init__(f"{whose} logits are not finite: its weights are damaged, or too large for this dtype")
@@ -23,12 +25,12 @@ class DrafterLost(Exception):
 
 
 class RankLost(Exception):
-    """A rank of this rank's group, or its leader, has exited. The job ends; the message is one line that names the
-    rank."""
+    """A rank that this rank depends on has exited, does not respond or has failed. The message is one line."""
 
 
 def truncated_repr(value: object, max_chars: int = 80) -> str:
-    """repr of a value for a message: one line, and for a long value only its beginning and its end."""
+    """Returns the repr of a value for a message: on one line, and with the middle left out if it is longer than
+    `max_chars`."""
     try:
         text = " ".join(repr(value).split())
     except ValueError:  # Python refuses to format integers of thousands of digits

@@ -20,24 +20,25 @@ from swiftspec.errors import UserError, truncated_repr
 SMALL_FILE_BYTES = 1 << 20  # limit for files written by hand
 MAX_FILE_BYTES = 16 << 20  # limit for configs and profiles; well above the usual size
 MAX_JSON_DEPTH = 64  # nesting levels
-MAX_ERROR_CHARS = 300  # characters of another program's error message that are kept
+MAX_ERROR_CHARS = 300  # limit of an exception's message that is quoted in another message
 MIN_INT, MAX_INT = -(2**63), 2**63 - 1
 FILE_KINDS = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a pipe", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device"}
 
 
 def is_file(path: str | Path) -> bool:
-    """Whether the path is a regular file or a link to one. Returns False for a name that the file system does not
+    """Returns whether the path is a regular file or a link to one; False for a name that the file system does not
     allow."""
-    return os.path.isfile(path)  # noqa: PTH113  (pathlib raises on names too long and folders closed to us)
+    return os.path.isfile(path)  # noqa: PTH113  (pathlib raises on names too long and on unreadable folders)
 
 
 def is_folder(path: str | Path) -> bool:
-    """Whether the path is a directory or a link to one."""
+    """Returns whether the path is a directory or a link to one."""
     return os.path.isdir(path)  # noqa: PTH112
 
 
 def expand_user(name: str) -> Path:
-    """Expands `~` and `~user`. Raises UserError if the user does not exist."""
+    """Expands `~` and `~user` at the start of a path. Raises UserError if the user does not exist or has no home
+    directory."""
     try:
         return Path(name).expanduser()
     except RuntimeError:
@@ -47,13 +48,15 @@ def expand_user(name: str) -> Path:
 
 
 def one_line(error: BaseException) -> str:
-    """The message of an exception, on one line of bounded length."""
+    """Returns the message of an exception as one printable line of at most MAX_ERROR_CHARS characters, or the name of
+    the exception's class if it has no message."""
     words = _printable(" ".join(str(error).split())) or type(error).__name__
     return words if len(words) <= MAX_ERROR_CHARS else words[: MAX_ERROR_CHARS - 3] + "..."
 
 
 def open_file(file: Path, name: str | None = None) -> BinaryIO:
-    """Opens a regular file for reading; does not block on a pipe or a device. `name`: its name in error messages."""
+    """Opens a regular file for reading. Raises UserError, without blocking, on a pipe, a device or a file that cannot
+    be opened. `name`: the file's name in error messages; default its path."""
     name = _display_name(file, name)
     try:
         descriptor = os.open(file, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0))
@@ -68,14 +71,16 @@ def open_file(file: Path, name: str | None = None) -> BinaryIO:
 
 
 def read_bytes(file: Path, name: str | None = None, max_bytes: int = MAX_FILE_BYTES) -> bytes:
-    """The contents of a regular file of at most `max_bytes` bytes."""
+    """Returns the contents of a regular file. Raises UserError if the file cannot be read or is larger than
+    `max_bytes`. `name`: as in `open_file`."""
     name = _display_name(file, name)
     with open_file(file, name) as stream:
         return read_stream(stream, name, max_bytes)
 
 
 def read_stream(stream: BinaryIO, name: str, max_bytes: int) -> bytes:
-    """The rest of an open stream, at most `max_bytes` bytes. The stream may be a pipe."""
+    """Returns the rest of an open stream, which may be a pipe. Raises UserError if it cannot be read or is larger than
+    `max_bytes`. `name`: the stream's name in error messages."""
     try:
         data = stream.read(max_bytes + 1)
     except OSError as error:
@@ -86,7 +91,7 @@ def read_stream(stream: BinaryIO, name: str, max_bytes: int) -> bytes:
 
 
 def decode_utf8(data: bytes, name: str) -> str:
-    """Decodes UTF-8. Raises UserError on invalid bytes."""
+    """Decodes UTF-8. Raises UserError on invalid bytes. `name`: name of their source in the error message."""
     try:
         return data.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -94,7 +99,8 @@ def decode_utf8(data: bytes, name: str) -> str:
 
 
 def read_text(file: Path, name: str | None = None, max_bytes: int = MAX_FILE_BYTES) -> str:
-    """The text of a regular file of at most `max_bytes` bytes."""
+    """Returns the text of a regular UTF-8 file. Raises UserError if the file cannot be read, is not UTF-8, or is larger
+    than `max_bytes`. `name`: as in `open_file`."""
     name = _display_name(file, name)
     return decode_utf8(read_bytes(file, name, max_bytes), name)
 
@@ -102,8 +108,8 @@ def read_text(file: Path, name: str | None = None, max_bytes: int = MAX_FILE_BYT
 def read_lines(
     file: Path, name: str | None = None, *, max_bytes: int, max_line_bytes: int = SMALL_FILE_BYTES
 ) -> Iterator[bytes]:
-    """Yields the lines of a regular file of at most `max_bytes` bytes. A line longer than `max_line_bytes` bytes raises
-    UserError."""
+    """Yields the lines of a regular file. Raises UserError if the file is larger than `max_bytes` or a line is longer
+    than `max_line_bytes`. `name`: as in `open_file`."""
     name = _display_name(file, name)
     with open_file(file, name) as stream:
         if os.fstat(stream.fileno()).st_size > max_bytes:
@@ -117,8 +123,8 @@ def read_lines(
 
 
 def parse_json(text: str, name: str) -> Any:
-    """Parses JSON. Raises UserError on invalid JSON, on NaN and numbers too large for a float, and on nesting that is
-    too deep."""
+    """Parses JSON. Raises UserError on invalid JSON, on NaN and infinity, on numbers too large for a float, and on
+    nesting deeper than MAX_JSON_DEPTH. `name`: name of the source in error messages."""
     try:
         data = json.loads(text, parse_constant=_reject_constant, parse_float=_parse_float)
     except RecursionError:
@@ -134,7 +140,8 @@ def parse_json(text: str, name: str) -> Any:
 
 
 def read_object(file: Path, name: str | None = None, max_bytes: int = MAX_FILE_BYTES) -> dict[str, Any]:
-    """The JSON object in a file."""
+    """Returns the JSON object in a file. Raises UserError if the file cannot be read or does not contain a JSON object.
+    `name`: as in `open_file`."""
     name = _display_name(file, name)
     data = parse_json(read_text(file, name, max_bytes), name)
     if not isinstance(data, dict):
@@ -176,8 +183,8 @@ def _reason(error: OSError | ValueError) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Fields:
-    """Typed access to the fields of an untrusted JSON object. A field of the wrong type or out of bounds raises
-    UserError with its name.
+    """Typed access to the fields of an untrusted JSON object. Raises UserError with the field's name if a field has the
+    wrong type or is out of bounds.
 
     A field that is null counts as missing. `where`: prefix of a field's name in an error message, such as `file: `.
     """
@@ -186,42 +193,44 @@ class Fields:
     where: str = ""
 
     def integer(self, name: str, default: int | None = None, *, ge: int = MIN_INT, le: int = MAX_INT) -> int:
-        """An integer in ge..le; 4.0 is accepted. Required unless it has a default."""
+        """Returns an integer in `ge`..`le`; 4.0 is accepted as 4. Raises UserError if the field is missing and has no
+        default."""
         value = _as_int(self._value(name, default))
         if value is None or not ge <= value <= le:
             raise self.error(name, f"be a whole number in {ge}..{le}")
         return value
 
     def number(self, name: str, default: float | None = None, *, ge: float, le: float) -> float:
-        """A number in ge..le."""
+        """Returns a number in `ge`..`le` as a float. Raises UserError if the field is missing and has no default."""
         value = self._value(name, default)
         if isinstance(value, bool) or not isinstance(value, int | float) or not ge <= value <= le:
             raise self.error(name, f"be a number in {ge:g}..{le:g}")
         return float(value)
 
     def boolean(self, name: str, default: bool = False) -> bool:
-        """True or false."""
+        """Returns true or false; `default` if the field is missing."""
         value = self._value(name, default)
         if not isinstance(value, bool):
             raise self.error(name, "be true or false")
         return value
 
     def string(self, name: str, default: str | None = None) -> str:
-        """A string. Required unless it has a default."""
+        """Returns a string. Raises UserError if the field is missing and has no default."""
         value = self._value(name, default)
         if not isinstance(value, str):
             raise self.error(name, "be text")
         return value
 
     def strings(self, name: str) -> list[str]:
-        """A list of strings; empty if missing."""
+        """Returns a list of strings; an empty one if the field is missing."""
         value = self._value(name, [])
         if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
             raise self.error(name, "be a list of texts")
         return value
 
     def integers(self, name: str, *, ge: int, le: int) -> list[int]:
-        """A list of integers in ge..le, or a single one; empty if missing."""
+        """Returns a list of integers in `ge`..`le`; an empty one if the field is missing. A single integer is accepted
+        as a list of one."""
         value = self._value(name, [])
         found = [_as_int(item) for item in (value if isinstance(value, list) else [value])]
         if not all(number is not None and ge <= number <= le for number in found):
@@ -229,21 +238,22 @@ class Fields:
         return [number for number in found if number is not None]
 
     def object(self, name: str) -> Fields:
-        """A nested object; empty if missing."""
+        """Returns a nested object; an empty one if the field is missing."""
         value = self._value(name, {})
         if not isinstance(value, dict):
             raise self.error(name, "be an object")
         return Fields(value, f"{self.where}{_field_name(name)}.")
 
     def objects(self, name: str) -> list[Fields]:
-        """A list of objects; empty if missing."""
+        """Returns a list of objects; an empty one if the field is missing."""
         value = self._value(name, [])
         if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
             raise self.error(name, "be a list of objects")
         return [Fields(item, f"{self.where}{_field_name(name)}[{number}].") for number, item in enumerate(value)]
 
     def error(self, name: str, rule: str) -> UserError:
-        """The error for a field that breaks a rule."""
+        """Returns the UserError for a field that is missing or breaks a rule. `rule`: the end of the message "FIELD
+        must RULE, not VALUE"."""
         value = self.data.get(name)
         said = f"{self.where}{_field_name(name)}"
         return UserError(f"{said} is missing" if value is None else f"{said} must {rule}, not {truncated_repr(value)}")
@@ -254,12 +264,13 @@ class Fields:
 
 
 def _as_int(value: object) -> int | None:
-    """The value as an integer if JSON can represent it as one, else None."""
+    """Returns the value as an integer, or None if it is not a whole number."""
     if isinstance(value, float) and value.is_integer():
         return int(value)
     return value if isinstance(value, int) and not isinstance(value, bool) else None
 
 
 def _field_name(name: str) -> str:
-    """The name of a field unchanged if it is a short identifier, otherwise its truncated repr."""
+    """Returns the name of a field for a message: unchanged if it is a short identifier, otherwise its truncated
+    repr."""
     return name if name.isidentifier() and len(name) <= 80 else truncated_repr(name)

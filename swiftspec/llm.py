@@ -28,9 +28,10 @@ from swiftspec.smc.decoding import BatchRequest
 
 
 class LLMBase:
-    """Decodes requests on given roles, one at a time or up to `max_num_seqs` concurrently.
+    """The decoding interface of `LLM`, on roles that are already built.
 
-    The roles can be local models, ranks of a job, or workers.
+    The roles run local models, lead the ranks of a job, or call workers. Decodes one request at a time, or up to
+    `max_num_seqs` concurrently.
     """
 
     def __init__(
@@ -40,24 +41,28 @@ class LLMBase:
         writer: BackgroundWriter | None = None,
         pause: CancelCheck | None = None,
     ) -> None:
-        """`load_time`: seconds that loading took. `writer`: writes packed weights to the disk cache after the first
-        request."""
+        """`load_time`: seconds that loading took.
+        `writer`: background thread that writes packed weights to the disk cache between requests; None without a disk
+        cache.
+        `pause`: cancellation check that the runners of the roles call before each prefill chunk.
+        """
         self.roles, self.load_time, self.writer = roles, load_time, writer
         self.config = roles.config
         self.engine = LockedEngine(roles.decoding, roles.limits, writer, pause)
 
     @property
     def stats(self) -> Stats:
-        """Costs of the most recent request so far."""
+        """Statistics of the latest request, updated while it runs."""
         return self.engine.stats
 
     @property
     def outages(self) -> Sequence[Outage]:
-        """Intervals of the most recent request during which the draft group was unavailable."""
+        """Intervals of the latest request during which a draft in another process was unavailable."""
         return self.roles.outages
 
     @property
     def max_model_len(self) -> int:
+        """Maximum number of prompt and output tokens of a request."""
         return self.roles.limits.max_model_len
 
     @property
@@ -67,16 +72,19 @@ class LLMBase:
 
     @property
     def vocab_size(self) -> int:
+        """Size of the vocabulary that target and draft share; token ids are below it."""
         return self.roles.limits.vocab_size
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
+        """End-of-text tokens of the target, which end an output unless `ignore_eos` is set."""
         return self.roles.limits.eos_token_ids
 
     def generate(self, prompt: Sequence[int], sampling: SamplingParams | None = None) -> Completion:
         """Decodes one request to its end and returns the completion.
 
-        Raises UserError if the prompt is empty or exceeds the context.
+        Raises UserError if the request cannot be served, for example because the prompt is empty or exceeds the
+        context.
         """
         return self.engine.generate(prompt, sampling)
 
@@ -88,8 +96,8 @@ class LLMBase:
     ) -> Generator[TokenChunk]:
         """Streams one request: yields the verified tokens of each round. Closing the iterator ends the request.
 
-        The first step of the iterator prefills the prompt. It calls `cancelled` before each prompt chunk and ends the
-        stream without a chunk when that returns true.
+        The first step of the iterator prefills the prompt. It calls `cancelled` before each prefill chunk; if that
+        returns True, the stream ends without yielding anything.
         """
         return self.engine.stream(prompt, sampling, cancelled)
 
@@ -99,9 +107,10 @@ class LLMBase:
         """Decodes several prompts, at most `max_num_seqs` concurrently, and returns completions in the order of
         prompts.
 
-        `sampling` is one set of parameters for all prompts or one per prompt. A text depends on its own prompt and seed
-        only. A request with non-finite logits ends with finish reason "error" without affecting the others. Raises
-        UserError before any computation if a request cannot be served.
+        `sampling` is one set of parameters for all prompts or one per prompt. The output of a prompt depends only on
+        that prompt and its parameters, not on the other prompts. A request with non-finite logits ends with finish
+        reason "error" without affecting the others. Raises UserError before any computation if a request cannot be
+        served.
         """
         requests, chunks = self.engine.batch(prompts, sampling)
         tokens: list[list[int]] = [[] for _ in requests]
@@ -120,14 +129,14 @@ class LLMBase:
     ) -> Generator[tuple[int, TokenChunk]]:
         """Streams several prompts: like `generate_batch`, but yields (prompt index, chunk) pairs.
 
-        `cancelled(index)` is called between rounds and during prefill; a request for which it returns true ends with
-        finish reason "abort".
+        `cancelled(index)` is called between rounds and before each prefill chunk; a request for which it returns True
+        ends with finish reason "abort".
         """
         _, chunks = self.engine.batch(prompts, sampling, cancelled)
         return _numbered(chunks)
 
     def listen(self, listener: TraceListener | None) -> None:
-        """Sets the trace listener from the next request on, or removes it with None, which stops recording.
+        """Sets the listener that receives trace records, from the next request on. None removes the listener.
 
         The listener is called on the decoding thread with the records of several rounds. Functions in
         `observe.round_records` and `observe.trace_format` convert records to trace lines in any thread; see
@@ -136,9 +145,11 @@ class LLMBase:
         self.roles.recorder.listener = listener
 
     def close(self, *, will_restart: bool = False) -> None:
-        """Shuts the other ranks down, closes the trace and flushes the packed-weight cache for at most one second.
+        """Ends the running request, shuts the other ranks down, closes the trace and continues writing the disk cache
+        of packed weights for at most one second.
 
-        Later requests raise UserError. `will_restart` leaves the other ranks running, since they will be restarted.
+        Later requests raise UserError. `will_restart`: only disconnects from the other ranks, because a supervisor is
+        about to restart this rank and its followers.
         """
         self.engine.close()
         self.roles.close(will_restart=will_restart)
@@ -155,9 +166,10 @@ def _numbered(chunks: Generator[tuple[BatchRequest, TokenChunk]]) -> Generator[t
 class LLM(LLMBase):
     """A target model and optionally a draft model, loaded and ready to decode token ids.
 
-    Decodes one request at a time, or up to `max_num_seqs` concurrently. With a `world` this object is rank 0, and the
-    other ranks run `serve_rank` with the same arguments. Raises UserError if a model cannot be loaded or the pair does
-    not fit together.
+    Decodes one request at a time, or up to `max_num_seqs` concurrently. `config` defaults to mode serial with a draft
+    and to mode ar without one. With a `world`, which describes the ranks of a job, this process is rank 0, and the
+    other ranks run `serve_rank` with the same arguments. Raises UserError if a model cannot be loaded or the two models
+    are not compatible.
     """
 
     def __init__(
@@ -179,7 +191,7 @@ class LLM(LLMBase):
 
 
 def _drafter_elsewhere(options: LoadOptions) -> MakeRemoteDrafter | None:
-    """Factory of the remote drafter; None without a draft worker."""
+    """Returns the factory of the drafter on a worker, or None if the options name no draft worker."""
     worker = options.get("draft_worker")
     if worker is None:
         return None
@@ -191,7 +203,9 @@ def _drafter_elsewhere(options: LoadOptions) -> MakeRemoteDrafter | None:
 def serve_rank(
     world: World, target: str | Path, draft: str | Path | None, config: EngineConfig, **options: Unpack[LoadOptions]
 ) -> None:
-    """Runs any rank except 0 until rank 0 closes its `LLM`. Raises RankLost if rank 0 or a group leader disappears."""
+    """Loads and runs a rank other than rank 0 until rank 0 closes its `LLM`. Takes the arguments of that `LLM`. Raises
+    UserError if they are invalid or differ between ranks, and RankLost if rank 0 or the leader of this rank's group
+    exits without shutting this rank down."""
     with report_startup_error(world):
         models = ModelPair.check(target, draft, config, world, options)
     rank = EngineRank(world, config, models, options.get("progress"))

@@ -12,12 +12,12 @@ from swiftspec.params import SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class RequestStart:
-    """Start of a request: the verified tokens, of which those from `prompt_len` on are output, and the sampling
-    parameters.
+    """Message that opens a request on the drafter and the verifier.
 
-    The last token is the root. The leader of a group chooses for all its ranks: `executor`, the executor that runs the
-    request, and `num_cached_tokens`, the number of tokens of each sequence that the KV cache already holds. An empty
-    `executor` and None mean that the leader has not chosen yet.
+    `tokens`: the verified tokens; the first `prompt_len` are the prompt, the others output. The last one is the root.
+    `executor`: name of the executor that runs the request; empty until the leader of the group has selected it.
+    `num_cached_tokens`: for each sequence of the KV cache, the maximum number of its tokens to reuse; None until the
+    leader of the group has determined it.
     """
 
     request: int
@@ -38,14 +38,14 @@ class RequestStart:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DraftProbs:
-    """Draft distributions that the children of a proposal were drawn from, without replacement and in the order of the
-    nodes.
+    """Draft distributions q from which the children in a proposal were sampled without replacement.
 
-    There is one row for each node that has children, in node order. A token that is not in a row was never drawn.
+    There is one row for each node that has children, in node order; the children of a node were drawn in the order of
+    their nodes. A token that is not in a row has q = 0.
     """
 
-    tokens: NDArray[np.int32]  # [rows, width]
-    probs: NDArray[np.float32]  # [rows, width]; 0 marks an unused entry
+    tokens: NDArray[np.int32]  # [nodes with children, width]
+    probs: NDArray[np.float32]  # q of `tokens`, of the same shape; 0 marks an unused entry
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,23 +64,23 @@ class Proposal:
 
     @staticmethod
     def root_only(request: int, round_: int, prefix_len: int, token: int) -> Proposal:
-        """A proposal of the root alone, as autoregressive decoding sends it."""
+        """Returns a proposal that contains only the root, as in autoregressive decoding. `token`: the root's token."""
         return Proposal(request, round_, prefix_len, (token,), (-1,))
 
 
 @dataclass(frozen=True, slots=True)
 class Logprob:
-    """Log-probability of a token in the target's distribution, and the most likely tokens with theirs."""
+    """Log-probability of a token under the target, and the most likely tokens at the same position."""
 
     logprob: float
-    top: tuple[tuple[int, float], ...]
+    top: tuple[tuple[int, float], ...]  # (token, log-probability) pairs, the most likely first
 
 
 @dataclass(frozen=True, slots=True)
 class VerifyResult:
     """Result of a verification: the accepted path and the tokens that the target sampled along it.
 
-    `tokens` are the tokens of the path without the root, followed by the bonus token. `prefix_len` is copied from the
+    `tokens` are the tokens of the path without the root, followed by the bonus token. `prefix_len` is that of the
     proposal, so the next root is at position prefix_len + len(tokens).
     """
 

@@ -15,8 +15,9 @@ class SamplingParams:
     """Parameters of the target's distribution and of the end of the output. Raises UserError on invalid values.
 
     Logits are processed in this order: guidance, grammar, logit_bias, penalties, temperature, min_p, top_k, top_p.
-    Penalties count the tokens of the path up to the row: repetition_penalty includes the prompt, presence_penalty and
-    frequency_penalty count only the output. Temperature 0 is greedy.
+    repetition_penalty applies to the tokens of prompt and output, presence_penalty and frequency_penalty only to those
+    of the output; at a node of a draft tree, the tokens on the path to the node count as output. Temperature 0 is
+    greedy.
 
     `grammar`: a grammar for llguidance that the output follows, in Lark or as JSON. An end-of-text token is allowed
     only where the grammar may end, and ends the output.
@@ -24,8 +25,8 @@ class SamplingParams:
     `logprobs` = k: output tokens are returned with their log-probabilities and with the k most likely tokens, computed
     after guidance and before all other processing. `prompt_logprobs`: the same for the prompt tokens.
 
-    `verify_batch` (bs; 1: without the draft) and `draft_steps` (d) override the engine's values for this request. The
-    output stays the same, or with rejection sampling its distribution does.
+    `verify_batch` (bs; 1: without the draft) and `draft_steps` (d) override the engine's values for this request. They
+    do not change the output; with rejection sampling they may change its tokens, but not their distribution.
     """
 
     temperature: float = setting(
@@ -57,7 +58,7 @@ class SamplingParams:
         finite=True,
     )  # fmt: skip
     logit_bias: dict[int, float] = setting({}, 'Added to the logits, by token id: {"42": -5}.', SAMPLING, "JSON", "{}")  # noqa: RUF009
-    guidance_scale: float = setting(  # s of l_u + s (l_c - l_u); 1: off
+    guidance_scale: float = setting(  # s in l_u + s (l_c - l_u), l_c: prompt, l_u: negative prompt; 1: off
         1.0, "Classifier-free guidance: above 1 moves the logits away from those after --negative-prompt.", SAMPLING,
         "S", ge=0, le=100, rule="lie in 0..100 (1: off)", finite=True,
     )  # fmt: skip
@@ -75,7 +76,7 @@ class SamplingParams:
     logprobs: int | None = setting(None, ge=0, le=20)
     prompt_logprobs: int | None = setting(None, ge=0, le=20)
     grammar: str | None = setting(None, "The answer's grammar, for llguidance: Lark or JSON.", SAMPLING, "TEXT", "none")
-    negative_prompt_ids: tuple[int, ...] = ()  # context of l_u; empty: only the last token of the prompt
+    negative_prompt_ids: tuple[int, ...] = ()  # negative prompt of guidance; empty: the last token of the prompt
     verify_batch: int | None = setting(None, ge=1)
     draft_steps: int | None = setting(None, ge=1)
 
@@ -92,15 +93,15 @@ class SamplingParams:
 
     @property
     def guided(self) -> bool:
-        """Whether guidance uses the logits after the negative prompt."""
+        """Whether classifier-free guidance is on."""
         return self.guidance_scale != 1
 
     @property
     def filtered(self) -> bool:
-        """Whether some tokens are never drawn. At temperature 0 a filter changes nothing."""
+        """Whether min_p, top_k or top_p excludes tokens. False at temperature 0, where no filter changes the output."""
         return not self.greedy and (self.min_p > 0 or self.top_k > 0 or self.top_p < 1)
 
     @property
     def penalised(self) -> bool:
-        """Whether a row's logits depend on the tokens of its path."""
+        """Whether a penalty is set, so that logits depend on the preceding tokens."""
         return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1.0, 0.0, 0.0)

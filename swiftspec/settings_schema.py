@@ -31,7 +31,8 @@ class DataclassInstance(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """Declaration of a setting besides its type and default: how it is shown, and which values are valid."""
+    """Declaration of a setting: how it is shown, and which values are valid. The dataclass field has its type and
+    default."""
 
     help: str | None = None  # None: the setting has no flag and is set by code
     group: str = ""  # the heading in --help
@@ -39,7 +40,7 @@ class Setting:
     default_text: str | None = None  # description of the default, if the value alone is unclear
     order: int = 0  # position in its group: below 0 at the start, above 0 at the end, 0 in field order
     from_model: str | None = None  # key in the model's generation_config.json that supplies the default
-    applies_to: str | None = None  # the part that it configures; a mode without that part rejects it
+    applies_to: str | None = None  # the part that it configures; a mode without that part rejects or ignores it
     profile: bool = False  # also a flag of `python -m swiftspec.profile`
 
     choices: tuple[str, ...] = ()
@@ -48,7 +49,7 @@ class Setting:
     le: float | None = None
     allow_zero: bool = False  # 0 is valid although outside the range
     rule: str | None = None  # text of the rule, if `ge`, `gt` and `le` do not describe it completely
-    finite: bool = False  # infinity and NaN have an error message of their own
+    finite: bool = False  # infinity and NaN are rejected, with their own error message
     depends_on: str | None = None  # another field that its check reads
 
     @property
@@ -67,7 +68,7 @@ class Setting:
         return "" if self.le is None else f"be at most {self.le:.15g}"
 
     def check(self, name: str, value: Any) -> None:
-        """Raises UserError on a value that breaks the rule."""
+        """Raises UserError on a value that breaks the rule. `name`: name of the setting in the message."""
         if self.finite:
             require(math.isfinite(value), f"{name} must be a finite number")
         if not self._allows(value):
@@ -82,7 +83,7 @@ class Setting:
 
 
 def setting(default: T, *args: Any, **kwargs: Any) -> T:
-    """A dataclass field with this default, declared by `Setting(*args, **kwargs)`."""
+    """Returns a dataclass field with this default, declared by `Setting(*args, **kwargs)` in its metadata."""
     metadata = {"setting": Setting(*args, **kwargs)}
     if isinstance(default, dict):  # a mutable default needs a factory, and a dict is not hashable
         return cast(T, field(default_factory=default.copy, hash=False, metadata=metadata))
@@ -90,15 +91,18 @@ def setting(default: T, *args: Any, **kwargs: Any) -> T:
 
 
 def declared_settings(config: DataclassInstance | type[DataclassInstance]) -> Iterator[tuple[Field[Any], Setting]]:
-    """The fields of a dataclass that were made by `setting`, with their declarations."""
+    """Returns the fields of a dataclass that were made by `setting`, each with its declaration."""
     return ((item, item.metadata["setting"]) for item in fields(config) if "setting" in item.metadata)
 
 
 def check_fields(config: DataclassInstance) -> None:
     """Coerces each field to its declared type: NumPy and Torch scalars to Python numbers, integral floats to int, a
-    list or a single value to a tuple. Raises UserError on the first value that cannot be converted or that breaks its
-    rule. None is valid if it is the default."""
-    for item in fields(config):  # types are objects here: these files do not import annotations from __future__
+    list or a single value to a tuple.
+
+    Raises UserError on the first value that cannot be converted or that breaks its rule. None is valid if it is the
+    default.
+    """
+    for item in fields(config):  # `item.type` is a type: these modules import no annotations from __future__
         object.__setattr__(config, item.name, coerce(item.name, item.type, getattr(config, item.name)))
     for item, declaration in declared_settings(config):
         value = getattr(config, item.name)
@@ -107,7 +111,8 @@ def check_fields(config: DataclassInstance) -> None:
 
 
 def coerce(name: str, kind: Any, value: Any) -> Any:
-    """Converts a value to the type of a field. Raises UserError if that is not possible."""
+    """Converts a value to `kind`, the type of a field. Raises UserError if that is not possible. `name`: name of the
+    field in the message."""
     outer, inner = get_origin(kind), get_args(kind)
     value = value.item() if getattr(value, "ndim", None) == 0 else value  # NumPy and Torch scalars
     if outer is UnionType:  # a type or None
@@ -121,12 +126,12 @@ def coerce(name: str, kind: Any, value: Any) -> Any:
     takes, words = ACCEPTED_TYPES.get(outer or kind) or (kind, f"a {kind.__name__}")
     if not isinstance(value, takes) or (kind is bool) != isinstance(value, bool):
         raise UserError(f"{name} takes {words}, not {truncated_repr(value)}")
-    if kind is float and abs(value) > 2**1000:  # float() would raise
+    if kind is float and abs(value) > 2**1000:  # float() would raise OverflowError
         return math.inf if value > 0 else -math.inf
     return kind(value) if kind in (int, float) else value
 
 
 def require(ok: bool, message: str) -> None:
-    """Raises UserError unless `ok`."""
+    """Raises UserError with this message unless `ok`."""
     if not ok:
         raise UserError(message)

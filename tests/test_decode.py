@@ -21,6 +21,7 @@ from swiftspec.params import SamplingParams
 from swiftspec.runtime.drafter import Drafter
 from swiftspec.runtime.fallback_drafter import FallbackDrafter
 from tests.support import slow_reference
+from tests.support.cases import fast_first
 from tests.support.roles import drafter_of, make_drafter, replace_roles, request_start, verifier_of
 from tests.support.tiny_checkpoints import ROPES, make_checkpoint, make_pair
 
@@ -212,7 +213,7 @@ def logprobs(model: transformers.PreTrainedModel, temperature: float = 1.0) -> s
     return lambda context: of(tuple(context))
 
 
-@pytest.mark.parametrize(("bs", "w", "d", "calibration"), [(8, 8, 4, 1.0), (4, 2, 3, 0.4)])
+@pytest.mark.parametrize(("bs", "w", "d", "calibration"), fast_first([(4, 2, 3, 0.4), (8, 8, 4, 1.0)], 1, unpack=True))
 def test_rounds_equal_the_reference_algorithm(
     pair: tuple[Path, Path], bs: int, w: int, d: int, calibration: float
 ) -> None:
@@ -226,7 +227,7 @@ def test_rounds_equal_the_reference_algorithm(
 
 
 @pytest.mark.parametrize("ahead", [False, True])
-@pytest.mark.parametrize("shape", [{}, {"verify_batch": 3, "draft_leaves": 1, "draft_steps": 6}])
+@pytest.mark.parametrize("shape", fast_first([{}, {"verify_batch": 3, "draft_leaves": 1, "draft_steps": 6}], 1))
 def test_rejection_sampling_over_many_trees(pair: tuple[Path, Path], ahead: bool, shape: dict[str, Any]) -> None:
     """To the end of the text, with new trees in between; the same again for the same seed."""
     llm = make_llm(*pair, verify="reject", **shape)

@@ -18,6 +18,7 @@ from swiftspec.params import SamplingParams
 from swiftspec.runtime.local_drafter import LocalDrafter
 from swiftspec.runtime.overlapped import ThreadedVerifier
 from swiftspec.serve import answer_stats
+from tests.support.cases import fast_first
 from tests.support.roles import drafter_of, make_drafter, replace_roles, verifier_of
 from tests.support.tiny_checkpoints import make_pair
 
@@ -64,7 +65,7 @@ def engine(pair: Pair, name: str) -> LLM:
     return llm
 
 
-@pytest.mark.parametrize("request_", REQUESTS)
+@pytest.mark.parametrize("request_", fast_first(REQUESTS, 2))
 @pytest.mark.parametrize("name", ENGINES)
 def test_every_shape_has_the_same_text(pair: Pair, name: str, request_: str) -> None:
     plain = LLM(pair[0], dtype=torch.float64, max_model_len=128).generate(PROMPT, sampling(request_)).token_ids
@@ -149,7 +150,7 @@ def test_a_request_with_its_own_shape_is_not_measured(pair: Pair, monkeypatch: p
 
 
 def test_rejection_sampling_proposes_at_most_the_requested_nodes(pair: Pair) -> None:
-    """tests/tree/test_sampled_law.py proves that the distribution of the text is unchanged."""
+    """tests/tree/test_sampled_distribution.py proves that the distribution of the text is unchanged."""
     llm = made(pair, EngineConfig(verify="reject"))
     for bs, d in ((None, None), (1, None), (2, 1), (5, 2), (None, 3)):
         stats = llm.generate(PROMPT, sampling("sampled", verify_batch=bs, draft_steps=d)).stats

@@ -47,9 +47,9 @@ if torch.cuda.is_available():
 
 
 def machine() -> dict[str, Any] | None:
-    """Describes the GPU and the software.
+    """Returns a description of the GPU and the software, or None without a GPU.
 
-    A separate process collects it and frees the GPU. Returns None without a GPU.
+    A separate process collects it, so that this one does not hold the GPU.
     """
     command = [sys.executable, "-c", MACHINE]
     try:
@@ -62,7 +62,7 @@ def machine() -> dict[str, Any] | None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, help="the folder for what is found")
-    parser.add_argument("--compare", action="store_true", help="only measure each switch, off and on by turns")
+    parser.add_argument("--compare", action="store_true", help="only measure each switch, alternately off and on")
     parser.add_argument("--budget", type=float, default=530.0, help="seconds for all steps together")
     parser.add_argument("--dry-run", action="store_true", help="print the steps and their limits, run nothing")
     args = parser.parse_args()

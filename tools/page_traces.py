@@ -2,9 +2,9 @@
 
     python -m tools.page_traces
 
-Each is a race on a server: one prompt without a draft, then with speculation. `pair` runs the demo models on one rank.
-`large` runs them on two ranks, one per model, with the emulated step times of a target of 70 billion parameters and its
-draft on GPUs: rounds and tokens are real, step times are emulated.
+Each trace is a race on a server: one prompt without a draft, then with speculation. `pair` runs the demo models on one
+rank. `large` runs them on two ranks, one per model, with the emulated step times of a target of 70 billion parameters
+and its draft on GPUs: rounds and tokens are real, step times are emulated.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import httpx
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "swiftspec" / "serve" / "page" / "traces"
 REQUEST = {"prompt": "def read_lines(path):\n", "max_tokens": 128, "temperature": 0.6, "seed": 5}
-TRACES = {  # flags
+TRACES = {  # server flags by name of the trace
     "pair": ["--mode", "serial", "--draft-steps", "4"],
     "large": ["--mode", "async", "--draft-steps", "3", "--emulate", "target=10.48ms,draft=3.25ms"],
 }
@@ -43,7 +43,8 @@ def main() -> None:
 
 
 def record_race(flags: Sequence[str]) -> list[str]:
-    """Returns the trace lines of a race on a server with these flags."""
+    """Runs the race twice on a server with these flags, the first time as a warm-up, and returns the lines of its
+    trace."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "trace.jsonl"
         ranks = [] if "async" not in flags else ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
@@ -64,7 +65,7 @@ def record_race(flags: Sequence[str]) -> list[str]:
 
 
 def last_requests(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Keeps the last two requests, and in the header the texts of their tokens."""
+    """Returns the header and the lines of the last two requests. The header keeps only the texts of their tokens."""
     head, *rest = lines
     texts = {token: text for line in lines for token, text in line.pop("texts", {}).items()}
     warm = max(line["request"] for line in rest) - 2
@@ -74,7 +75,7 @@ def last_requests(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def token_ids_in(value: Any, under: str = "") -> set[int]:
-    """Returns the token ids in a line."""
+    """Returns the token ids in a trace line, or in one of its values with the key `under`."""
     if isinstance(value, dict):
         return {token for key, one in value.items() for token in token_ids_in(one, key)}
     return set(value) if under in ("tokens", "prompt") and isinstance(value, list) else set()

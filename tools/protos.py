@@ -20,7 +20,7 @@ MADE = tuple(PROTO.replace(".proto", end) for end in ("_pb2.py", "_pb2.pyi"))
 
 
 def made() -> dict[str, str]:
-    """Returns the text of each file, by its path from the root."""
+    """Returns the text of each generated file, by its path from the root."""
     with tempfile.TemporaryDirectory() as folder:
         if protoc.main(["", f"-I{ROOT}", f"--python_out={folder}", f"--pyi_out={folder}", str(ROOT / PROTO)]) != 0:
             raise SystemExit(f"{PROTO} cannot be compiled")

@@ -46,19 +46,19 @@ BULK = {
                      "embed_kernel", "add_kernel", "slot_owner_kernel", "leaves_kernel", "pack_activations_kernel",
                      "resample_kernel"), (WAIT,)),
 }  # fmt: skip
-# On GPUs without them.
+# On GPUs without bulk copies and programmatic dependent launch.
 WITHOUT_BULK = dict.fromkeys(("linear_kernel", "large_m_kernel"),
                       ("cp.async.cg.shared", "cp.async.mbarrier.arrive.noinc", "mbarrier.test_wait",
                        "prefetch.global.L2"))  # fmt: skip
 CLUSTERS = dict.fromkeys(("attention_kernel", "children_kernel", "draw_keyed_kernel", "large_m_kernel",
                           "pack_activations_kernel"),
                           ("mapa", "barrier.cluster.arrive", "barrier.cluster.wait"))  # fmt: skip
-# its blocks synchronise, but do not read each other's shared memory
+# blocks of resample_kernel synchronise, but do not read each other's shared memory
 CLUSTERS |= {"resample_kernel": ("barrier.cluster.arrive", "barrier.cluster.wait")}
 
 
 def required(arch: int) -> dict[str, tuple[str, ...]]:
-    """Instructions that the PTX of a kernel must contain, by prefix of the kernel's name."""
+    """Returns the instructions that the PTX of a kernel must contain, by prefix of the kernel's name."""
     tables = [
         BULK if arch >= HOPPER else WITHOUT_BULK,
         *([CLUSTERS] if HOPPER <= arch < SMALL_BLACKWELL else []),
@@ -134,7 +134,7 @@ def plain_name(text: str) -> str:
 
 
 def read_ptxas(log: str) -> dict[str, Kernel]:
-    """Parses the output of ptxas -v, by mangled name."""
+    """Returns the kernels in the output of ptxas -v, by mangled name."""
     kernels: dict[str, Kernel] = {}
     here = Kernel()
     for line in log.splitlines():
@@ -214,7 +214,10 @@ def broken_rules(report: Report) -> list[str]:
 
 
 def changed_figures(report: Report, written: dict) -> list[str]:
-    """Differences to the written figures; empty if another nvcc release wrote them. Compares only common counters."""
+    """Returns the differences to the written figures, in counters that both have.
+
+    There are none if another nvcc release wrote them.
+    """
     if written["nvcc"] != report.release:
         return []
     old, new, complaints = written["kernels"], report.figures, []

@@ -47,7 +47,7 @@ Definition = ast.ClassDef | ast.FunctionDef
 
 
 def is_cuda(name: str) -> bool:
-    """Whether a definition exists only in builds with CUDA."""
+    """Returns whether a definition exists only in builds with CUDA."""
     return "cuda" in name.lower()
 
 
@@ -95,7 +95,7 @@ def format_definition(node: Definition, indent: str = "") -> str:
 
 
 def is_current() -> bool:
-    """Whether the file has the expected definitions, apart from formatting."""
+    """Returns whether the file has the expected definitions, apart from formatting."""
 
     def normalized(found: dict[str, Definition]) -> dict[str, str]:
         return {name: re.sub(r"\s+", " ", format_definition(node)) for name, node in found.items()}

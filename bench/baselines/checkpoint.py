@@ -15,9 +15,9 @@ from swiftspec.model.formats.int4 import Int4Weight
 
 
 class Weights:
-    """The safetensors files of a directory.
+    """Tensors of a checkpoint directory, read on demand from its safetensors files.
 
-    An AutoAWQ "gemm" matrix is addressed as `module.weight`, like a dense one.
+    An AutoAWQ "gemm" matrix has the name `module.weight`, like a dense one.
     """
 
     def __init__(self, path: Path) -> None:
@@ -35,7 +35,7 @@ class Weights:
         return any(name.endswith(".qweight") for name in self._where)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Returns the shape of the dense tensor, from the header of its file."""
+        """Returns the shape of the tensor after dequantisation. Reads only the header of its file."""
         if name in self._where:
             return tuple(self._where[name].get_slice(name).get_shape())
         columns, words = self._slice(name, "qweight")

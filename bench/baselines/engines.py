@@ -1,4 +1,4 @@
-"""The same weights in transformers as a baseline, and dense copies of a checkpoint."""
+"""Loads a checkpoint into transformers as a baseline, and writes dense copies of checkpoints."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from bench.baselines.checkpoint import Weights
 def load_transformers(path: Path, dtype: torch.dtype) -> Any:
     """Loads a checkpoint as a transformers model, with int4 weights dequantised.
 
-    transformers reads AWQ only with an additional library, which computes the same products.
+    transformers would read AWQ only with an additional library; dequantised weights give the same products.
     """
     import transformers
 
@@ -32,16 +32,13 @@ def load_transformers(path: Path, dtype: torch.dtype) -> Any:
 
 
 def dense_state(path: Path, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """Returns every weight of a checkpoint by its Hugging Face name, dense, in `dtype`.
-
-    AutoAWQ "gemm" matrices are unpacked.
-    """
+    """Returns all weights of a checkpoint in `dtype`, by Hugging Face name. Int4 matrices are dequantised."""
     weights = Weights(path)
     return {name: weights.dense(name, dtype) for name in weights.names}
 
 
 def write_dense(path: Path, folder: Path, dtype: torch.dtype) -> None:
-    """Writes a checkpoint with the same weights, dense, to `folder`."""
+    """Writes a copy of the checkpoint `path` with dense weights in `dtype` to `folder`."""
     for file in path.glob("*.json"):
         shutil.copy(file, folder)
     data = json.loads((path / "config.json").read_text())

@@ -1,9 +1,10 @@
 """Writer for GGUF, the file format of llama.cpp: metadata by key, then tensors, in the encodings that the benchmarks
 need.
 
-Each tensor is encoded when it is written, a few rows at a time, so memory does not grow with the file. Blocks are 32
-adjacent weights of a row. Q8_0 has a scale and 32 signed bytes, Q4_0 a scale, Q4_1 a scale d and a minimum m (w = d q +
-m). Q4_0 and Q4_1 have 16 bytes of codes, with weight i in the low half of byte i and weight i + 16 in the high half.
+Each tensor is encoded when it is written, a few rows at a time, so memory does not grow with the file. A block is 32
+adjacent weights of a row. Per block, Q8_0 stores a scale and 32 signed bytes; Q4_0 a scale and 16 bytes of codes; Q4_1
+a scale d, a minimum m (w = d q + m) and 16 bytes of codes. Byte i of the codes holds weight i in its low half and
+weight i + 16 in its high half.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ Fact = int | float | str | Sequence[str] | Sequence[int]
 
 @dataclass(frozen=True, slots=True)
 class Encoding:
-    """Encoding of weights: its number in the format, and `size` bytes per `block` adjacent weights of a row."""
+    """Encoding of tensors: `number` is its type in GGUF, and `block` adjacent weights of a row take `size` bytes."""
 
     number: int
     block: int
@@ -42,7 +43,7 @@ ENCODINGS = {
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A tensor of the file. `parts`: its bytes as uint8 tensors, in order."""
+    """A tensor of the file. `parts` returns its encoded bytes as uint8 tensors, in order."""
 
     name: str
     shape: tuple[int, ...]
@@ -57,7 +58,7 @@ class Entry:
 
 
 def write_file(out: Path, facts: Mapping[str, Fact], entries: Sequence[Entry]) -> None:
-    """Writes a complete file of GGUF version 3."""
+    """Writes a GGUF file, version 3, with the metadata `facts` and the tensors `entries`."""
     with out.open("wb") as file:
         file.write(b"GGUF" + struct.pack("<IQQ", 3, len(entries), len(facts)))
         for name, fact in facts.items():
@@ -79,14 +80,15 @@ def write_file(out: Path, facts: Mapping[str, Fact], entries: Sequence[Entry]) -
 
 
 def encoded(values: Tensor, kind: str, rows: int = 4096) -> Iterator[Tensor]:
-    """Encodes a matrix or vector by rounding to nearest, `rows` rows at a time."""
+    """Yields the bytes of a matrix or vector rounded to f32, bf16, q8_0 or q4_0 (`kind`), `rows` rows at a time."""
     encode = {"f32": _f32, "bf16": _bf16, "q8_0": _q8_0, "q4_0": _q4_0}[kind]
     for part in values.split(rows):
         yield encode(part)
 
 
 def q4_1(codes: Tensor, scales: Tensor, minima: Tensor) -> Tensor:
-    """Packs codes [N, K] in 0..15 with scales and minima [N, K / 32], rounded to fp16, into uint8 [N, K / 32, 20]."""
+    """Packs codes 0..15 [outputs, inputs] with fp16 scales and minima [outputs, inputs / 32] into Q4_1 blocks, uint8
+    [outputs, inputs / 32, 20]."""
     return torch.cat((_halves(scales), _halves(minima), _nibbles(codes.unflatten(1, (-1, BLOCK)))), 2)
 
 
@@ -115,7 +117,7 @@ def _q4_0(values: Tensor) -> Tensor:
 
 
 def _halves(values: Tensor) -> Tensor:
-    """Converts to fp16 and returns two bytes per value."""
+    """Returns the two bytes of each value in fp16, uint8 [..., 2]."""
     return values.half().unsqueeze(2).contiguous().view(torch.uint8)
 
 
@@ -134,7 +136,7 @@ def _text(text: str) -> bytes:
 
 
 def _value(fact: Fact) -> bytes:
-    """Encodes a metadata value after its type number: 4 uint32, 5 int32, 6 float32, 8 string, 9 array."""
+    """Encodes a metadata value, preceded by its GGUF type: 4 uint32, 5 int32, 6 float32, 8 string, 9 array."""
     if isinstance(fact, str):
         return struct.pack("<I", 8) + _text(fact)
     if isinstance(fact, int):

@@ -1,8 +1,8 @@
 """Kernels of other projects for the same operators, if they can be imported: Marlin, FlashInfer, FlexAttention.
 
-`find` tries each of them once. One that is missing, or that lacks a documented name, is reported as one line, such as
-"flashinfer: not importable". Each kernel gets its inputs in its preferred layout, prepared before the timing, and is
-compared with plain torch before it is timed, because a kernel that is called incorrectly can be fast.
+`find` tries to import each of them once. A package that is missing, or that lacks a documented name, is reported in one
+line, such as "flashinfer: not importable". Each kernel gets its inputs in its preferred layout, prepared before the
+timing, and is compared with plain torch before it is timed, because a kernel that is called incorrectly can be fast.
 
 Marlin is the AWQ product of vLLM or of sgl-kernel, or else the original kernel (float16, without zero points).
 FlashInfer is the attention of one request with a custom mask. FlexAttention is torch's, compiled with such a mask. Not
@@ -27,8 +27,8 @@ from swiftspec.model.formats.int4 import AWQ_ORDER, Int4Weight, pack_int4, unpac
 BF16 = torch.bfloat16
 BITS = 4
 Call = Callable[[], Any]
-CLOSE = 0.02  # allowed relative error of a product; rounding accounts for a tenth of it
-TILES = [8 * j + i for i in range(8) for j in range(8)]  # of 64 outputs, in the order of Marlin's scales and zeros
+CLOSE = 0.02  # allowed relative error of a result; rounding accounts for a tenth of it
+TILES = [8 * j + i for i in range(8) for j in range(8)]  # order of 64 outputs in Marlin's scales and zeros
 
 
 class Absent(Exception):
@@ -37,20 +37,23 @@ class Absent(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Tree:
-    """Tree attention inputs: rows see all columns of a cache except the last, and of the last those that `window`
-    allows."""
+    """Inputs of tree attention over one cache per layer.
 
-    q: Tensor  # [rows, heads, width]
-    keys: Tensor  # [layers, kv_heads, context, width]
+    A row attends to all slots before the window, and in the window (the last slots of the context) to those that
+    `window` allows.
+    """
+
+    q: Tensor  # [rows, heads, head_dim]
+    keys: Tensor  # [layers, kv_heads, context, head_dim]
     values: Tensor
-    window: Tensor  # [rows, columns] bool
+    window: Tensor  # [rows, window slots] bool
 
     def mask(self) -> Tensor:
-        """Attention mask, [rows, context] bool."""
+        """Returns the attention mask, bool [rows, context]."""
         return F.pad(self.window, (self.keys.shape[2] - self.window.shape[1], 0), value=True)
 
 
-Attention = Callable[[Tree], list[Callable[[], Tensor]]]  # one call per layer: [rows, heads, width]
+Attention = Callable[[Tree], list[Callable[[], Tensor]]]  # one call per layer, which returns [rows, heads, head_dim]
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +61,8 @@ class Product:
     """A kernel that multiplies by int4 weights."""
 
     package: str
-    make: Callable[[Int4Weight], Callable[[Tensor], Tensor]]  # prepares a weight: [rows, K] -> [rows, N]
-    exact: bool = True  # if False, it takes float16 and weights in another order, so only its time is used
+    make: Callable[[Int4Weight], Callable[[Tensor], Tensor]]  # packs a weight; [rows, inputs] -> [rows, outputs]
+    exact: bool = True  # if False, it takes float16 and gets the weights in a wrong order: only its time is valid
 
 
 @dataclass(slots=True)
@@ -70,7 +73,7 @@ class Rivals:
 
 
 def find() -> Rivals:
-    """Returns the available kernels, with the reasons why the others are not."""
+    """Returns the available kernels, and one line per kernel with its package or the reason why it is not available."""
     found = Rivals()
     try:
         found.product = marlin()
@@ -87,9 +90,9 @@ def find() -> Rivals:
 
 
 def fetch(module: str, *names: str) -> list[Any]:
-    """Imports attributes of a module.
+    """Imports a module and returns its attributes `names`.
 
-    Raises Absent on any error, because packages fail in many ways while they load.
+    Raises Absent on any error, because packages fail in many ways during their import.
     """
     try:
         loaded = importlib.import_module(module)
@@ -108,7 +111,8 @@ def first_line(error: BaseException) -> str:
 
 
 def checked(calls: list[Callable[[], Tensor]], wanted: Tensor) -> list[Call]:
-    """Returns the calls after comparing the leading columns of the first result with `wanted`."""
+    """Returns `calls` if the leading columns of the result of the first one are close to `wanted`. Raises ValueError
+    otherwise."""
     got = calls[0]().flatten(1)[:, : wanted.shape[1]].double()
     error = float((got - wanted).norm() / wanted.norm())
     if not error <= CLOSE:
@@ -117,7 +121,11 @@ def checked(calls: list[Callable[[], Tensor]], wanted: Tensor) -> list[Call]:
 
 
 def product_calls(product: Product, x: Tensor, weights: list[Int4Weight]) -> list[Call]:
-    """Returns one call per weight. 64 outputs of the first weight are compared."""
+    """Returns one call per weight.
+
+    Unless `product.exact` is False, 64 outputs of the first weight are compared with plain torch, and ValueError is
+    raised if they differ.
+    """
     if not product.exact:
         return [partial(product.make(weight), x.half()) for weight in weights]
     ready = [partial(product.make(weight), x) for weight in weights]
@@ -126,7 +134,7 @@ def product_calls(product: Product, x: Tensor, weights: list[Int4Weight]) -> lis
 
 
 def attention_calls(make: Attention, tree: Tree) -> list[Call]:
-    """Returns one call per layer. The first result is compared."""
+    """Returns one call per layer. Raises ValueError if the result of the first layer differs from plain torch."""
     group = tree.q.shape[1] // tree.keys.shape[1]
     keys, values = (t[0].repeat_interleave(group, 0).double() for t in (tree.keys, tree.values))
     wanted = F.scaled_dot_product_attention(tree.q.transpose(0, 1).double(), keys, values, tree.mask())
@@ -134,10 +142,10 @@ def attention_calls(make: Attention, tree: Tree) -> list[Call]:
 
 
 def sdpa(tree: Tree) -> list[Callable[[], Tensor]]:
-    """torch's scaled dot product attention with a mask, on the kernel that torch selects (on Hopper cuDNN's, if
-    possible).
+    """Returns one call per layer of torch's scaled dot product attention with a mask, on the kernel that torch selects.
 
-    Heads that share keys are rows of one head. RoPE and appending to the cache are not included.
+    On Hopper torch selects cuDNN's kernel, if possible. Query heads that share keys are rows of one head. RoPE and KV
+    append are not included.
     """
     rows, heads, width = tree.q.shape
     kv_heads = tree.keys.shape[1]
@@ -153,7 +161,8 @@ def sdpa(tree: Tree) -> list[Callable[[], Tensor]]:
 
 
 def flexattention() -> Attention:
-    """torch's FlexAttention, compiled again for each shape. Raises Absent if nothing can be compiled."""
+    """Returns torch's FlexAttention, compiled anew for each shape. Raises Absent if it or, on a GPU, triton is not
+    importable."""
     if torch.cuda.is_available() and importlib.util.find_spec("triton") is None:
         raise Absent("triton, which it is compiled by, is not importable")
     flex, block_mask = fetch("torch.nn.attention.flex_attention", "flex_attention", "create_block_mask")
@@ -185,7 +194,8 @@ def flex_calls(flex: Any, block_mask: Any, tree: Tree) -> list[Callable[[], Tens
 
 
 def flashinfer() -> Attention:
-    """FlashInfer's attention of one request with a packed mask, the baseline of the paper."""
+    """Returns FlashInfer's attention of one request with a packed mask, the baseline of the paper. Raises Absent if it
+    is not importable."""
     attend, packbits = fetch("flashinfer", "single_prefill_with_kv_cache", "packbits")
 
     def make(tree: Tree) -> list[Callable[[], Tensor]]:
@@ -199,7 +209,8 @@ def flashinfer() -> Attention:
 
 
 def marlin() -> Product:
-    """Returns the first of three implementations that is available."""
+    """Returns the first available Marlin kernel: vLLM's, sgl-kernel's or the original. Raises Absent if there is
+    none."""
     reasons = []
     for package, attempt in (("vllm", _vllm), ("sgl_kernel", _sgl_kernel), ("marlin", _marlin)):
         try:
@@ -258,7 +269,7 @@ def _sgl_kernel() -> Product:
 
 
 def _in_tiles(columns: Tensor) -> Tensor:
-    """Reorders [groups, N] to the order in which Marlin's threads read scales and zeros."""
+    """Reorders [groups, outputs] to the order in which Marlin's threads read scales and zeros."""
     return columns.view(-1, 64)[:, TILES].view(columns.shape).contiguous()
 
 

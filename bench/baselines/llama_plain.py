@@ -1,4 +1,5 @@
-"""llama.cpp's plain decoding through its Python package. Imports no torch, so that it can run in a separate Python.
+"""Measures llama.cpp's autoregressive decoding through its Python package. Imports no torch, so that another Python can
+run it.
 
 python -m bench.baselines.llama_plain TASK.json        # started by bench/large.py: {"file": ..., "threads": ...}
 """
@@ -19,9 +20,9 @@ CONTEXT = 2048  # context length in tokens, prompt and answer together
 
 
 def has_llama_cpp(python: str = sys.executable) -> bool:
-    """Whether llama.cpp's package is installed here, or for another Python.
+    """Returns whether llama.cpp's package is installed for the interpreter `python`.
 
-    Raises UserError if that Python cannot be run.
+    Raises UserError if that interpreter cannot be run.
     """
     if python == sys.executable:
         return importlib.util.find_spec("llama_cpp") is not None
@@ -33,9 +34,9 @@ def has_llama_cpp(python: str = sys.executable) -> bool:
 
 
 class LlamaCpp:
-    """A GGUF file in llama.cpp.
+    """A GGUF model, loaded and run by llama.cpp.
 
-    Uses the C interface with two calls per token, so the overhead of Python is negligible.
+    It is driven through the C interface with two calls per token, so the overhead of Python is negligible.
     """
 
     def __init__(self, file: Path, threads: int, temperature: float, seed: int) -> None:
@@ -64,9 +65,9 @@ class LlamaCpp:
         return self._c.__version__
 
     def generate(self, prompt: list[int], max_tokens: int) -> tuple[list[int], float, float]:
-        """Generates exactly `max_tokens` tokens from an empty cache.
+        """Generates exactly `max_tokens` tokens, starting from an empty cache.
 
-        Returns them with the seconds for the first token and for all others.
+        Returns the tokens, the seconds until the first token, and the seconds for all others.
         """
         self._c.llama_memory_clear(self._c.llama_get_memory(self._llama.ctx), False)
         began = time.perf_counter()
@@ -77,7 +78,7 @@ class LlamaCpp:
         return tokens, prefilled - began, time.perf_counter() - prefilled
 
     def _next(self, tokens: list[int]) -> int:
-        """Decodes `tokens`, which follow those in the cache, and returns the next token."""
+        """Runs a forward over `tokens`, which are appended to the cache, and returns the sampled next token."""
         ids = (self._c.llama_token * len(tokens))(*tokens)
         failed = self._c.llama_decode(self._llama.ctx, self._c.llama_batch_get_one(ids, len(tokens)))
         assert not failed, f"llama_decode: {failed}"

@@ -1,4 +1,5 @@
-"""llama.cpp's server, with or without a draft model: speed, prompt rate and acceptance as the server reports them."""
+"""Measures llama.cpp's server, with or without a draft model: speed, prompt rate and acceptance as the server reports
+them."""
 
 from __future__ import annotations
 
@@ -18,13 +19,13 @@ from bench.baselines.llama_plain import CONTEXT
 from bench.workload import WARM_UP, Measured, Work, peak_of
 from swiftspec.errors import UserError
 
-PATIENCE = 600.0  # timeout of loading and of an answer in seconds
-BETWEEN = 0.05  # seconds between checks whether the server has loaded
+PATIENCE = 600.0  # timeout in seconds for loading, and for each answer
+BETWEEN = 0.05  # seconds between checks whether the models are loaded
 DRAFT_TOKENS = ("--spec-draft-n-max", "--draft-max")  # the same flag in different versions
 
 
 class LlamaServer:
-    """The program `llama-server` in a folder."""
+    """The executable `llama-server`. Each measurement runs it as a separate process."""
 
     def __init__(self, binary: Path) -> None:
         self.binary = binary
@@ -32,10 +33,10 @@ class LlamaServer:
         self.version = next(iter(self._says("--version").splitlines()), "unknown").removeprefix("version: ")
 
     def measure(self, work: Work, target: Path, threads: int, draft: tuple[Path, int] | None = None) -> Measured:
-        """Serves a GGUF file and measures requests.
+        """Serves the GGUF file `target` and returns the measurements of the workload.
 
-        `draft`: a draft's file and the number of tokens drafted per round. Raises UserError if the server does not
-        start or answer.
+        `draft`: GGUF file of the draft, and number of draft tokens per round; None decodes without a draft. Raises
+        UserError if the server does not start or answer.
         """
         with self._running(target, threads, draft) as (process, port, start):
             measured = Measured(start, notes={"version": self.version})
@@ -59,7 +60,8 @@ class LlamaServer:
     def _running(
         self, target: Path, threads: int, draft: tuple[Path, int] | None
     ) -> Iterator[tuple[subprocess.Popen[bytes], int, float]]:
-        """Yields the process once it accepts requests, its port, and the seconds that the start took."""
+        """Starts the server and yields its process, its port, and the seconds until it accepted requests. Ends it
+        afterwards."""
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
@@ -95,13 +97,13 @@ class LlamaServer:
 
 
 def find_server(folder: Path | None) -> LlamaServer | None:
-    """Returns the server in a folder, or else the one on PATH, or None."""
+    """Returns the server in `folder`, or the one on PATH if `folder` is None. Returns None if there is none."""
     found = shutil.which("llama-server", path=None if folder is None else str(folder))
     return None if found is None else LlamaServer(Path(found))
 
 
 def _wait(process: subprocess.Popen[bytes], port: int, log: IO[bytes]) -> None:
-    """Waits until the models are loaded."""
+    """Waits until the models are loaded. Raises UserError if the server ends or takes longer than PATIENCE."""
     until = time.monotonic() + PATIENCE
     while time.monotonic() < until:
         if process.poll() is not None:
@@ -116,7 +118,7 @@ def _wait(process: subprocess.Popen[bytes], port: int, log: IO[bytes]) -> None:
 
 
 def _complete(port: int, prompt: list[int], tokens: int) -> dict[str, Any]:
-    """Requests one greedy answer of exactly `tokens` tokens, with prompt caching disabled."""
+    """Requests one greedy answer of exactly `tokens` tokens, with prompt caching disabled, and returns the response."""
     asked = {
         "prompt": prompt, "n_predict": tokens, "temperature": 0.0, "top_k": 1, "samplers": ["top_k"],
         "ignore_eos": True, "cache_prompt": False, "return_tokens": True, "stream": False,

@@ -2,11 +2,11 @@
 
     python -m bench.baselines.to_gguf out.gguf [--model swiftspec/demo/target] [--type q8_0]
 
-bf16 and q8_0 store every matrix in that type; int4 matrices are dequantised to bf16 first. q4_1 keeps the codes of
-AutoAWQ's int4 matrices: (q - z) s = s q + m with m = -z s, which is rounded to fp16 once. q4_0 quantises them again, in
-blocks of 32 without a zero point. With q4_0 and q4_1, embedding and head become q8_0.
+Types bf16 and q8_0 store every matrix in that type; int4 matrices are dequantised to bf16 first. Type q4_1 keeps the
+codes of AutoAWQ's int4 matrices: (q - z) s = s q + m with m = -z s, which is rounded to fp16 once. Type q4_0 quantises
+int4 matrices again, in blocks of 32 without a zero point. With q4_0 and q4_1, embedding and head become q8_0.
 
-The vocabulary is written without the pre-tokenisation rule: the file takes token ids, not chats.
+The vocabulary is written without the pre-tokenisation rule, so prompts must be given as token ids.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ PLACES = {  # Hugging Face names and GGUF names
 
 
 def write_gguf(model: Path, out: Path, kind: str) -> None:
-    """Writes a checkpoint with matrices of type `kind`, one of TYPES or INT4_TYPES, and vectors in float32.
+    """Writes the checkpoint `model` as GGUF, with matrices of type `kind` (one of TYPES or INT4_TYPES) and vectors in
+    float32.
 
     Raises UserError on architectures other than Llama, on scaled RoPE, and on an int4 type for weights that are not
     int4.
@@ -57,7 +58,7 @@ def write_gguf(model: Path, out: Path, kind: str) -> None:
 
 
 def _entry(weights: Weights, name: str, config: ModelConfig, kind: str) -> Entry:
-    """Returns the name and encoding of a tensor in the file."""
+    """Returns the GGUF tensor for the checkpoint tensor `name`."""
     rows, shape = _order(name, config), weights.shape(name)
     module, _, part = name.rpartition(".")
     layer = module.split(".")[2] if module.startswith("model.layers.") else None
@@ -72,7 +73,7 @@ def _entry(weights: Weights, name: str, config: ModelConfig, kind: str) -> Entry
 
 
 def _as_they_are(weights: Weights, name: str, rows: Tensor | None) -> Iterator[Tensor]:
-    """Yields the blocks of an int4 matrix."""
+    """Yields the Q4_1 blocks of an int4 matrix, with unchanged codes."""
     weight = weights.int4(name)
     assert isinstance(weight, Int4Weight), f"{name}: a dense matrix among int4 ones"
     scales = weight.scales.float()
@@ -87,10 +88,9 @@ def _rows(tensor: Tensor, order: Tensor | None) -> Tensor:
 
 
 def _order(name: str, config: ModelConfig) -> Tensor | None:
-    """Row order of query and key projections for llama.cpp's RoPE. llama.cpp rotates adjacent rows, Hugging Face rows
-    half a head apart.
+    """Returns the row order of a query or key projection for llama.cpp's RoPE, or None for other tensors.
 
-    None: the order does not change.
+    llama.cpp rotates pairs of adjacent rows, Hugging Face pairs of rows that are half a head apart.
     """
     heads = {"q_proj": config.num_heads, "k_proj": config.num_kv_heads}.get(name.split(".")[-2])
     if heads is None:
@@ -117,7 +117,8 @@ def _shape(config: ModelConfig) -> dict[str, Fact]:
 
 
 def _tokens(model: Path, vocab_size: int) -> dict[str, Fact]:
-    """Byte-level BPE vocabulary from tokenizer.json. Unused ids get a name that does not occur in text."""
+    """Returns the metadata of the byte-level BPE vocabulary in tokenizer.json. Unused ids get a name that does not
+    occur in text."""
     data = json.loads((model / "tokenizer.json").read_text(encoding="utf-8"))
     tokens, types = [f"<|unused {i}|>" for i in range(vocab_size)], [UNUSED] * vocab_size
     for token, index in data["model"]["vocab"].items():

@@ -1,4 +1,4 @@
-"""Drafter and verifier of a single-process engine, and replacements for them on the same models."""
+"""Access to the drafter and the verifier of a single-process engine, and their replacement."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ def decode_on(llm: LLM, drafter: Drafter, verifier: Verifier) -> None:
 
 
 def growing_ahead(drafter: LocalDrafter, config: EngineConfig, kind: type[Ahead]) -> Ahead:
-    """Builds a lookahead drafter with the same tree and the same executors.
+    """Builds a lookahead drafter of class `kind` on the tree and the executors of `drafter`.
 
-    The two drafters must not be used concurrently. `config`: equal to the drafter's, except for d.
+    The two drafters must not be used concurrently. `config`: its tree shape must equal that of `drafter`, except for d.
     """
     runner = drafter.runner
     children: ChildSelector = TopChildren(config.children_per_leaf, config.proposal == "coupled")

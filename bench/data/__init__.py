@@ -1,1 +1,1 @@
-"""Prompts: sources held out from the training of the demo models, and published task files."""
+"""Prompts: files held out from the training of the demo models, small functions, and published task files."""

@@ -2,7 +2,7 @@
 
 They were written for this benchmark and occur in no training text. A model of 14 million parameters continues a pattern
 more readily than it computes, so most prompts contain the required pattern. Plain sampling completes each of them
-sometimes.
+correctly in some samples.
 """
 
 from __future__ import annotations

@@ -19,7 +19,10 @@ TOKENS = Path(__file__).with_name("prompts.json")
 
 
 def texts() -> list[str]:
-    """Returns all prompts, starts of files first. A file that this Python lacks is left out."""
+    """Returns all held-out prompts: those from the start of each file, then those from the middle.
+
+    Files that this Python lacks are left out.
+    """
     names = json.loads((DEMO / "provenance.json").read_text())["data"]["held_out_files"]
     files = [Path(sysconfig.get_path("stdlib")) / name for name in names]
     lines = [file.read_text(encoding="utf-8").splitlines(keepends=True) for file in files if file.is_file()]
@@ -27,7 +30,7 @@ def texts() -> list[str]:
 
 
 def _cut(lines: list[str]) -> str:
-    """Returns leading lines with a total of SIZE characters."""
+    """Returns leading lines with at least SIZE characters, or all lines."""
     text = ""
     for line in lines:
         text += line
@@ -37,11 +40,11 @@ def _cut(lines: list[str]) -> str:
 
 
 def read_prompts(tokenizer: Any, file: Path | None = None) -> list[list[int]]:
-    """Returns token ids of the held-out prompts, or of the field `prompt` of a JSONL file."""
+    """Returns token ids of the held-out prompts or, if `file` is given, of the field `prompt` of a JSONL file."""
     found = texts() if file is None else [json.loads(line)["prompt"] for line in file.read_text().splitlines()]
     return [tokenizer(text)["input_ids"] for text in found]
 
 
 def read_token_ids(count: int) -> list[list[int]]:
-    """Returns the first `count` held-out prompts from a file of token ids, for machines without a tokenizer."""
+    """Returns the first `count` held-out prompts from TOKENS, a file of token ids for machines without a tokenizer."""
     return json.loads(TOKENS.read_text(encoding="utf-8"))[:count]

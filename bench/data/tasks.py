@@ -1,8 +1,8 @@
 """Prompts of the paper's six task families from the published files, and a few prompts of this project.
 
 Files: MT-bench `question.jsonl`, `HumanEval.jsonl`, GSM8K `test.jsonl`, Alpaca `alpaca_data.json`, CNN/DailyMail as
-JSONL with a field `article`, Natural Questions simplified (`question_text`) or NQ-open (`question`). The family follows
-from the fields of the file. Nothing is downloaded.
+JSONL with a field `article`, Natural Questions simplified (`question_text`) or NQ-open (`question`). The fields of a
+record determine its family. Nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ SUMMARIZE = "Summarize the following article in three sentences.\n\n"
 def own(family: str | None = None) -> list[str]:
     """Returns this project's prompts, of one family or of all. Raises UserError on an unknown family."""
     if family is not None and family not in FAMILIES:
-        raise UserError(f"task family {family!r} is none of {', '.join(FAMILIES)}")
+        raise UserError(f"task family {family!r} is not one of {', '.join(FAMILIES)}")
     lines = [json.loads(line) for line in PROMPTS.read_text(encoding="utf-8").splitlines()]
     return [line["prompt"] for line in lines if family in (None, line["family"])]
 
@@ -43,7 +43,7 @@ def load(file: Path) -> list[str]:
 
 
 def prompt_of(record: Any, where: str = "record") -> str:
-    """Returns the prompt in one record."""
+    """Returns the prompt in one record. Raises UserError, with `where`, if its fields match no family."""
     if isinstance(record, Mapping):
         if record.get("turns"):  # MT-bench: only the first turn
             return str(record["turns"][0])
@@ -59,13 +59,13 @@ def prompt_of(record: Any, where: str = "record") -> str:
 
 
 def numbers_of(text: str) -> list[str]:
-    """Extracts the numbers in a text as GSM8K compares them: without commas, currency signs and trailing zeros."""
+    """Returns the numbers in a text as GSM8K compares them: without commas and without a fraction of zeros."""
     found = re.findall(r"-?\d[\d,]*(?:\.\d+)?", text)
     return [re.sub(r"\.0+$", "", number.replace(",", "")) for number in found]
 
 
 def _records(file: Path) -> Iterator[Any]:
-    """Reads JSON lines or one JSON array, gzipped or not."""
+    """Yields the records of a file with JSON lines or one JSON array, gzipped or not."""
     data = file.read_bytes()
     text = (gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data).decode("utf-8")
     if text.lstrip().startswith("["):

@@ -1,4 +1,5 @@
-"""Cases of bench/gpu/kernels.py: an operator of one rank, and per competitor a function that prepares its calls.
+"""Cases of bench/gpu/kernels.py. A case is an operator of one rank, and has a function per competitor that prepares its
+calls.
 
 Every competitor cycles through copies of its weights, or layers of a cache, that together are several times as large as
 the L2, so every call reads cold memory.
@@ -32,9 +33,9 @@ COLD = 256 << 20  # minimum bytes of all copies of a case together
 BF16 = torch.bfloat16
 CONTEXTS = (1000, 500, 4000)
 PARTICLES, DRAWN = (8, 64), 5  # particles of a population, and rows per particle: 4 draft tokens and a bonus token
-FIRST_SPLITS = 5  # the other numbers of rows of these splits are measured before the other splits
+FIRST_SPLITS = 5  # splits that are measured with 8 rows before any is measured with other numbers of rows
 OURS = "swiftspec"
-SUMMED = "swiftspec, summed"  # includes an all-reduce in a group of one: its additional time on one GPU
+SUMMED = "swiftspec, summed"  # with an all-reduce in a group of one, which measures its cost on one GPU
 RIVALS = ("sdpa", "marlin", "flashinfer", "flexattention")
 Made = Callable[[], list[Call]]
 
@@ -48,7 +49,7 @@ class Case:
     op: str
     rows: int
     moved: int  # bytes read and written
-    variants: dict[str, Made]
+    variants: dict[str, Made]  # by competitor
 
     @property
     def name(self) -> str:
@@ -57,7 +58,7 @@ class Case:
 
 @dataclass(slots=True)
 class Cache:
-    k: Tensor  # [layers, 1, kv_heads, capacity, width]
+    k: Tensor  # [layers, 1, kv_heads, capacity, head_dim]
     v: Tensor
 
 
@@ -72,7 +73,8 @@ def random_int4(outputs: int, inputs: int, group: int, device: str) -> Int4Weigh
 
 @dataclass(frozen=True, slots=True)
 class Maker:
-    """Builds cases for a device. `others`: kernels of other packages."""
+    """Builder of the cases for one device. `others`: kernels of other packages. `cold`: minimum bytes of all copies of
+    a case."""
 
     device: str
     others: Rivals
@@ -82,7 +84,7 @@ class Maker:
         return range(max(4, math.ceil(self.cold / size)))
 
     def linear(self, model: str, tp: int, op: str, rows: int) -> Case:
-        """One int4 projection of a layer, or the bfloat16 LM head."""
+        """Returns the case of an int4 projection of a layer, or of the bfloat16 LM head (`op` head)."""
         n, k, group = RankShape.of(model, tp).projection(op)
         weights = n * k // 2 + k // group * n * 5 // 2 if group else 2 * n * k
         residual = n if op in ("o", "down") else 0
@@ -121,13 +123,17 @@ class Maker:
         return Case(model, tp, op, rows, moved, variants)
 
     def attention(self, model: str, tp: int, context: int, rows: int) -> Case:
-        """Tree attention of `rows` nodes in the last of `context` slots. Each copy is a layer of one cache."""
+        """Returns the case of tree attention over `context` slots, of which the last `rows` hold the nodes of the tree.
+
+        Each copy is a layer of one cache.
+        """
         window = torch.rand(rows, max(rows, 8), device=self.device) < 0.5
         window[:, -rows:] |= torch.eye(rows, dtype=torch.bool, device=self.device)
         return self._attention(model, tp, f"attention {context}", window, context)
 
     def particles(self, model: str, tp: int, count: int) -> Case:
-        """Attention of `count` particles with DRAWN rows each, over a shared prefix of 1000 tokens."""
+        """Returns the case of attention of `count` particles with DRAWN rows each, over a shared prefix of 1000
+        tokens."""
         own = torch.ones(DRAWN, DRAWN, dtype=torch.bool, device=self.device).tril()
         window = torch.block_diag(*itertools.repeat(own, count)).bool()
         return self._attention(model, tp, f"attention of {count} particles", window, 1000 + len(window))
@@ -160,7 +166,8 @@ class Maker:
         return Case(model, tp, op, rows, moved, variants)
 
     def sampling(self, model: str, op: str, rows: int) -> Case:
-        """Sampling from logits and noise: one token per row, or 8 candidates with their log-probabilities."""
+        """Returns the case of sampling: one token per row (`op` draw), or 8 candidates with log-probabilities
+        (children)."""
         vocab = RankShape.of(model, 1).vocab
 
         def calls(ops: Any) -> list[Call]:
@@ -189,7 +196,7 @@ class Maker:
 
 
 def operators(device: str) -> dict[str, Any]:
-    """Returns the competitors that are operator modules: backends/cuda if available, and the library backend."""
+    """Returns the operator modules among the competitors: backends/cuda if available, and backends/unfused."""
     try:
         modules = {OURS: importlib.import_module("swiftspec.backends.cuda")} if device.startswith("cuda") else {}
     except ImportError:
@@ -206,7 +213,7 @@ def projection(ops: Any, op: str, x: Tensor, norm: Any, packed: Any, residual: T
 
 
 class Alone(PeerCommunicator):
-    """Communicator of a group of one. It sends and receives every line on this GPU."""
+    """Communicator of a group of one rank, which sends all lines to itself."""
 
     def __init__(self, outputs: int, device: str) -> None:
         lines, trouble = max_lines(outputs), torch.zeros(1, dtype=torch.int64, pin_memory=True)
@@ -215,7 +222,10 @@ class Alone(PeerCommunicator):
 
 
 def cases(make: Maker, rows: tuple[int, ...]) -> Iterator[Case]:
-    """Yields all cases: 8 rows of the first splits before the other numbers of rows of the first split, and so on."""
+    """Yields all cases, the most important first.
+
+    The cases of a split with 8 rows come FIRST_SPLITS splits earlier than those with other numbers of rows.
+    """
     order = itertools.product(enumerate(SPLITS), rows)
     for (number, (model, tp)), count in sorted(order, key=lambda case: case[0][0] + FIRST_SPLITS * (case[1] != 8)):
         for op in ("qkv", "o", "swiglu", "down", "head"):

@@ -2,8 +2,8 @@
 
     python -m bench.gpu.constants [--json out.json]
 
-Compiles constants.cu with nvcc and runs it. A constant whose measurement failed, or that follows a failed one, retains
-its assumed value; the measured ones are used. Not run on a GPU yet.
+Compiles constants.cu with nvcc and runs it. If a measurement fails, its constant and those after it keep their assumed
+values. Not run on a GPU yet.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ BUILDING, RUNNING = 18.0, 8.0  # seconds; their sum is below the limit of this s
 
 
 def build() -> str | None:
-    """Compiles the program. Returns the reason for a failure, or None."""
+    """Compiles constants.cu. Returns an error message if nvcc is missing or fails, else None."""
     homes = [os.environ.get("CUDA_HOME"), "/usr/local/cuda"]
     compilers = [os.environ.get("CUDACXX"), "nvcc", *(f"{home}/bin/nvcc" for home in homes if home)]
     nvcc = next((found for name in compilers if name and (found := shutil.which(name))), None)
@@ -46,7 +46,7 @@ def build() -> str | None:
 
 
 def run(command: list[str], limit: float) -> tuple[str, str | None]:
-    """Runs the program. Returns its output and the error, if there was one."""
+    """Runs `command` for at most `limit` seconds. Returns its output, and an error message or None."""
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         try:
             said, complaint = process.communicate(timeout=limit)
@@ -58,7 +58,10 @@ def run(command: list[str], limit: float) -> tuple[str, str | None]:
 
 
 def parse(said: str) -> dict[str, Any]:
-    """Parses to {"gpu": ..., "constants": those used by the targets, "more": the others, "units": ...}."""
+    """Parses the output of the program.
+
+    Returns {"gpu": name, "constants": the values that the targets use, "more": the other values, by name and unit}.
+    """
     found: dict[str, Any] = {"constants": {}, "more": {}}
     for name, _, rest in (line.partition(" ") for line in said.splitlines()):
         if name == "gpu":
@@ -71,7 +74,7 @@ def parse(said: str) -> dict[str, Any]:
 
 
 def derived(on: Constants) -> dict[str, list[float]]:
-    """Returns the accept and goal figures of the 70B's operators on one of four ranks and of whole steps."""
+    """Returns [accept, goal] by name, for the operators of Llama-3-70B on one of four ranks and for whole steps."""
     make, made = Maker("cpu", Rivals()), dict[str, list[float]]()
     cases = [make.linear("Llama-3-70B", 4, op, 8) for op in targets.INT4]
     wanted = [targets.linear(case.moved, on) for case in cases]

@@ -7,10 +7,11 @@ is replayed between two events. The result is the median replay divided by the n
 overhead, and every call reads cold memory. `floor` is the bytes that must move divided by the copy speed of this run.
 The most important cases come first; cases that do not fit into `--budget` seconds are skipped and listed.
 
-Competitors: `swiftspec` (backends/cuda if available, with norm, activation, residual, RoPE and KV append), with
-`summed` an all-reduce in a group of one in addition; `unfused` (the same work through libraries); the bare products and
-attention of `cublas bf16`, `torch int4`, `sdpa` and, if available, the kernels of bench/baselines/kernels.py. A
-separate process measures; it is restarted if it exits or hangs (watchdog.py). Not run on a GPU yet.
+Competitors: `swiftspec` (backends/cuda if available, with norm, activation, residual, RoPE and KV append), the same
+with an all-reduce in a group of one (`swiftspec, summed`), `unfused` (the same work through libraries), and kernels
+that only compute the product or the attention: `cublas bf16`, `torch int4`, `sdpa` and, if available, those of
+bench/baselines/kernels.py. A separate process measures; it is restarted if it crashes or hangs (watchdog.py). Not run
+on a GPU yet.
 """
 
 from __future__ import annotations
@@ -34,9 +35,10 @@ from bench.gpu.timing import GpuLost, Timer, alive, copy_speed, graph_timer
 from bench.gpu.watchdog import FAILED, watch
 
 PATIENCE = 45.0  # timeout in seconds of one competitor in one case
-ORDINARY, SLOW_START = 1.0, 10.0  # seconds per case, and a baseline's total beyond them (it may compile)
+# usual seconds per case; total seconds beyond these, such as for compilation, after which a baseline is skipped
+ORDINARY, SLOW_START = 1.0, 10.0
 MOST_FAILURES = 3  # of a baseline, before it is skipped
-PACKAGES = "other packages"  # name of the current step while they are imported
+PACKAGES = "other packages"  # value of Findings.at while other packages are imported
 LOST = 70  # exit code of the measuring process when the GPU is unusable
 
 
@@ -51,8 +53,8 @@ class Result:
     microseconds: float
     moved: int  # bytes read and written
     gigabytes: float  # GB/s, of the bytes that must move
-    of_copy: float
-    over_floor: float  # microseconds
+    of_copy: float  # `gigabytes` divided by the copy speed
+    over_floor: float  # microseconds above the time that a copy of `moved` bytes takes
     accept: float | None  # microseconds for 8 rows, from the constants measured here if available
     goal: float | None
     quoted: dict[str, float]  # microseconds on an H800 as published in the paper, not measured here
@@ -60,7 +62,7 @@ class Result:
 
 @dataclass(slots=True)
 class Findings:
-    """All results so far, in the form of the file. `at`: the case being measured."""
+    """All results so far, as stored in the results file. `at`: case and competitor being measured."""
 
     machine: dict[str, Any] = field(default_factory=dict)
     results: list[dict[str, Any]] = field(default_factory=list)
@@ -91,7 +93,7 @@ class Findings:
 
 
 def measure(case: Case, competitor: str, make: Made, constants: targets.Constants, timer: Timer) -> Result:
-    """Measures one competitor. Raises whatever the competitor raises."""
+    """Measures one competitor on a case. Exceptions of the competitor propagate."""
     floor, target = case.moved / (1e3 * constants.copy), target_of(case, constants)
     us = timer(make())
     speed = case.moved / (1e3 * us)
@@ -103,7 +105,7 @@ def measure(case: Case, competitor: str, make: Made, constants: targets.Constant
 
 
 def target_of(case: Case, constants: targets.Constants) -> targets.Target | None:
-    """Returns the target figure of the operator, or None if there is not one."""
+    """Returns the target of the case in microseconds, or None if the operator has no target."""
     if case.op in ("draw", "children"):
         return targets.sampling(case.moved // 2, constants)
     if "particles" in case.op:
@@ -113,13 +115,13 @@ def target_of(case: Case, constants: targets.Constants) -> targets.Target | None
 
 @dataclass(slots=True)
 class Run:
-    """Measures cases and saves the findings to a file."""
+    """Measurement of cases, with the findings saved to `file` after every step."""
 
     file: Path
     found: Findings
     constants: targets.Constants
     timer: Timer
-    until: float  # in terms of time.monotonic()
+    until: float  # deadline on the clock of time.monotonic()
     spent: dict[str, float] = field(default_factory=dict)  # seconds beyond the ordinary time, by competitor
 
     def all(self, several: Iterator[Case]) -> None:
@@ -159,7 +161,7 @@ class Run:
         print(why, flush=True)
 
     def given_up(self, competitor: str) -> bool:
-        """Whether a baseline has taken too long or failed too often to be tried again. Reports it once."""
+        """Returns whether a baseline is skipped because it took too long or failed too often. Records this once."""
         if competitor not in RIVALS:
             return False
         failures = [said for said in self.found.rivals if f" {competitor}: " in said]
@@ -188,7 +190,7 @@ def head() -> str:
 
 
 def work(args: argparse.Namespace) -> int:
-    """Measures the cases that the file does not contain yet."""
+    """Measures the cases that the results file does not contain yet. Returns the exit code."""
     found, began = Findings.read(args.json), time.monotonic()
     if not found.machine:
         copy = round(copy_speed("cuda"), 1)
@@ -216,7 +218,8 @@ def read_json(file: Path | None) -> dict[str, Any] | None:
 
 
 def find_rivals(found: Findings, file: Path) -> rivals.Rivals:
-    """Imports the other packages. If the import ends the process, the next process continues without them."""
+    """Imports the kernels of other packages. If the import ends the process, the next process continues without
+    them."""
     if PACKAGES in found.done:
         return rivals.Rivals()
     found.at = PACKAGES
@@ -228,7 +231,10 @@ def find_rivals(found: Findings, file: Path) -> rivals.Rivals:
 
 
 def give_up(file: Path, why: str) -> bool:
-    """Records that the current case ended the process or hung, so that the next process continues after it."""
+    """Records that the current case ended the process or hung, so that the next process continues after it.
+
+    Returns False if no case was being measured.
+    """
     found = Findings.read(file)
     if found.at is None:
         return False

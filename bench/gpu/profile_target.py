@@ -1,4 +1,4 @@
-"""Four operators of a layer, each launched a few times on cold memory, as the target of a profiler.
+"""Launches four operators a few times each, as the target of a profiler.
 
     ncu --kernel-name regex:swiftspec ... python -m bench.gpu.profile_target [--shape Llama-3-70B] [--rows 8]
 
@@ -19,7 +19,7 @@ LAUNCHES = 2
 
 
 def chosen(make: Maker, shape: str, rows: int) -> list[Case]:
-    """Returns the cases of the operators on one rank."""
+    """Returns the cases of OPERATORS and of attention on one rank."""
     linear = [make.linear(shape, 1, op, rows) for op in OPERATORS]
     return [*linear, make.attention(shape, 1, 1000, rows)]
 

@@ -35,13 +35,13 @@ SPLITS = [
 
 @dataclass(frozen=True, slots=True)
 class RankShape:
-    """Sizes of one rank, padding included."""
+    """Sizes of one rank's shard of a model, padding included."""
 
     hidden: int
     heads: int
     kv_heads: int
-    width: int
-    inner: int
+    width: int  # head dimension
+    inner: int  # intermediate size
     vocab: int
     o_group: int  # group size of O's int4 weights: smaller if a shard boundary is inside a group
 

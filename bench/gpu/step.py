@@ -6,9 +6,10 @@ A pair of shapes means the demo models width-expanded to these shapes in int4 (t
 speed is that of the large models, text and acceptance are real. The prompts are held-out texts, tokenised beforehand.
 The text is compared with the demo target's own in float32; in bfloat16 texts diverge at a near-tie sooner or later.
 
-Mode `serial` runs the models alternately. Mode `async` on a GPU runs them concurrently on two streams; there `host ms`,
-the round without both models, is negative if they overlap. `ar` is the target alone. `step` is one forward as the
-engine runs it, host time included, with `bs` rows after `--context` tokens. Not run on a GPU yet.
+Mode `serial` runs the models alternately, `async` (only on a GPU) concurrently on two streams, `ar` the target alone.
+`host ms` is the time of a round minus that of both models; in mode `async` it is negative if the models overlap.
+`step ms` is the time of one forward after `--context` tokens as the engine runs it, host time included: bs rows for the
+target, w rows for the draft. Not run on a GPU yet.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ from tools.width_expand.model import load as load_grown
 from tools.width_expand.shapes import read_shape
 
 REPEATS = 20
-WARM = 0.7  # temperature of particles, which are useless at 0
+WARM = 0.7  # temperature of particles; at temperature 0 all particles would be equal
 TEXT = ROOT / "bench" / "data" / "demo_text.json"
 Role = LocalDrafter | LocalVerifier
 
@@ -77,7 +78,8 @@ def grown_pair(shapes: list[str], seed: int = 0) -> Iterator[tuple[list[Path], L
 
 
 def forwards(role: Role) -> EagerExecutor:
-    """Returns the executor of a role that returns logits: the CUDA graph executor if the model can be captured."""
+    """Returns the role's executor for single forwards, opened for a greedy request: CUDA graphs if the model can be
+    captured, else eager."""
     steps = next(kind for kind in role.executors if type(kind) in (GraphForwardExecutor, EagerExecutor))
     assert isinstance(steps, EagerExecutor)
     steps.open(ExecutorRequest(role.runner.sampler(SamplingParams(temperature=0), ())))
@@ -85,7 +87,7 @@ def forwards(role: Role) -> EagerExecutor:
 
 
 def step_time(role: Role, rows: int, context: int) -> float:
-    """Milliseconds of a forward over `rows` nodes after `context` tokens. Leaves the cache empty."""
+    """Returns the median milliseconds of a forward over `rows` nodes after `context` tokens. Leaves the cache empty."""
     runner, steps = role.runner, forwards(role)
     tokens = np.random.default_rng(0).integers(0, 4096, context)
     mask = tree_mask.from_parents([-1, *((row - 1) // 2 for row in range(1, rows))])
@@ -102,7 +104,7 @@ def step_time(role: Role, rows: int, context: int) -> float:
 
 
 def asking_ahead(role: Role, on: bool) -> Role:
-    """Enables or disables weight prefetch, in which a projection loads tiles of the next one."""
+    """Enables or disables weight prefetch, in which a projection loads tiles of the next one. Returns `role`."""
     model = role.runner.model
     assert isinstance(model, Transformer)
     cuda.enable_weight_prefetch(model.stack, on)
@@ -115,10 +117,10 @@ def asking_ahead(role: Role, on: bool) -> Role:
 def decode(
     llm: LLM, prompts: list[list[int]], tokens: int, temperature: float = 0.0
 ) -> tuple[list[list[int]], dict[str, float]]:
-    """Decodes all prompts and returns their tokens and rates over all of them.
+    """Decodes all prompts and returns their tokens, with speed and times per round over all prompts.
 
     Each prompt is decoded once before, so that the timing does not include graph capture. If a round is a single graph,
-    the time per model is unknown and reported as 0.
+    the time per model is unknown and reported as 0. Raises RuntimeError if the draft failed.
     """
     sampling = SamplingParams(temperature=temperature, max_tokens=tokens, ignore_eos=True)
     before, done = ([llm.generate(prompt, sampling) for prompt in prompts] for _ in range(2))
@@ -138,13 +140,13 @@ def decode(
 
 
 def agreement(texts: list[list[int]], truth: list[list[int]]) -> float:
-    """Share of tokens before the first difference."""
+    """Returns the share of the tokens of `truth` that come before the first difference in each text."""
     same = [next((i for i, (a, b) in enumerate(zip(x, y)) if a != b), len(y)) for x, y in zip(texts, truth)]
     return sum(same) / sum(map(len, truth))
 
 
 def truth(prompts: list[list[int]], tokens: int) -> list[list[int]]:
-    """Greedy texts of the demo target in float32 with the reference operators.
+    """Returns the greedy texts of the demo target in float32 with the reference operators.
 
     Texts of the first prompts are stored (`--write-text`), so that a machine with a GPU does not have to compute them.
     """
@@ -158,7 +160,7 @@ def truth(prompts: list[list[int]], tokens: int) -> list[list[int]]:
 
 
 def measure(pair: str, args: argparse.Namespace, note: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
-    """Measures one pair: speed with and without a tree, agreement with the reference text, step times.
+    """Measures one pair: speed with and without a draft tree, agreement with the reference text, step times.
 
     `note` is called with the results after every part, so that a later failure does not lose them.
     """

@@ -19,7 +19,10 @@ LAUNCHES = 5  # kernels per layer
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A target in microseconds, milliseconds or tokens per second, in the unit of the measured quantity."""
+    """Target of a quantity, in its unit: microseconds, milliseconds or tokens per second.
+
+    `accept` must be reached, `goal` can be reached.
+    """
 
     accept: float
     goal: float
@@ -37,9 +40,10 @@ class Constants:
 
     @staticmethod
     def of(found: dict[str, Any] | None, copy: float) -> Constants:
-        """Returns the constants written by `bench.gpu.constants`, with the copy speed of this run.
+        """Returns the measured constants, completed by assumed ones.
 
-        Constants that it could not measure are assumed; the read speed is then scaled with the copy speed.
+        `found`: document of `bench.gpu.constants`, or None. `copy`: copy speed of this run in GB/s. Constants that
+        `found` lacks are those of ASSUMED, with the read speed scaled like the copy speed.
         """
         made = asdict(ASSUMED) | {"copy": copy, "read": ASSUMED.read * copy / ASSUMED.copy}
         measured = {} if found is None else found["constants"]
@@ -50,19 +54,19 @@ ASSUMED = Constants(copy=4300.0, read=4300.0, gap=0.85, latency=0.8, exchange=0.
 
 
 def linear(moved: int, on: Constants) -> Target:
-    """Microseconds of a projection that moves `moved` bytes."""
+    """Returns the target in microseconds for a projection that moves `moved` bytes."""
     fixed, bytes_ = on.gap + on.latency, moved / (1e3 * on.read)
     return Target(fixed + 1.85 + bytes_ / 0.744, fixed + 0.85 + bytes_ / 0.860)
 
 
 def attention(moved: int, on: Constants) -> Target:
-    """Microseconds of attention over 8 rows that reads `moved` bytes of keys and values."""
+    """Returns the target in microseconds for attention over 8 rows that reads `moved` bytes of keys and values."""
     fixed, bytes_ = on.gap + on.latency + on.exchange, moved / (1e3 * on.read)
     return Target(fixed + 2.5 + 1.57 * bytes_, fixed + 1.25 + 1.45 * bytes_)
 
 
 def sampling(logits: int, on: Constants) -> Target:
-    """Microseconds of sampling from `logits` bytes of logits."""
+    """Returns the target in microseconds for sampling from `logits` bytes of logits."""
     took = on.gap + on.latency + 3.21 + 1.2 * logits / (1e3 * on.read)
     return Target(took, took)
 
@@ -79,7 +83,8 @@ STEPS = {
 
 
 def step(shape: str, on: Constants) -> Target | None:
-    """Milliseconds of a step, with fixed parts from the constants. None for shapes without a figure."""
+    """Returns the target in milliseconds for a step of the model `shape`, adapted to the constants `on`; None if STEPS
+    lacks it."""
     if shape not in STEPS:
         return None
     layers, found = STEPS[shape]
@@ -93,16 +98,17 @@ def step(shape: str, on: Constants) -> Target | None:
 
 
 def decode(target: str, on: Constants) -> Target | None:
-    """Tokens per second with a draft tree on one GPU. None for target models without a figure."""
+    """Returns the target in tokens per second for decoding with a draft tree on one GPU, or None for models without a
+    target."""
     share = min(1.0, on.copy / ASSUMED.copy)
     return Target(180.0 * share, 260.0 * share) if target == "Llama-3-70B" else None
 
 
 def ratios(op: str, moved: float, rows: int) -> list[tuple[str, float, float]]:
-    """Required and possible speedups of an operator over each competitor. `moved` is in MB.
+    """Returns (competitor, required speedup over it, possible speedup) for an operator that moves `moved` MB.
 
-    They follow from the time for the same weights in bfloat16, which take 3.85 times the bytes of int4, and are lower
-    below 30 MB and again below 5 MB.
+    The speedups depend on the size of the weights in bfloat16, which is 3.85 times that of int4: they are lower below
+    30 MB and again below 5 MB.
     """
     if op.startswith("attention"):
         return [("sdpa", 2.5, 2.5), ("flexattention", 2.5, 2.5), ("flashinfer", 2.5, 2.5)]
@@ -124,9 +130,10 @@ INT4 = ("qkv", "o", "swiglu", "down")
 
 
 def marlin_published(moved: float, on: Constants) -> float | None:
-    """Microseconds published for Marlin moving `moved` MB, interpolated at the speed of its points.
+    """Returns the published microseconds of Marlin for `moved` MB, or None below MARLIN_FROM.
 
-    None below MARLIN_FROM.
+    The speed is interpolated between the points of MARLIN, and scaled down on a GPU that copies more slowly than
+    ASSUMED.
     """
     if moved < MARLIN_FROM:
         return None

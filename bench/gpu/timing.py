@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 CALLS, REPLAYS = 200, 20
-ENOUGH = 0.1  # seconds of replays; there are at least 5 of them
+ENOUGH = 0.1  # seconds of replays after which the timing stops, but not before 5 replays
 
 Call = Callable[[], Any]
 Timer = Callable[[list[Call]], float]  # microseconds per call
@@ -21,7 +21,10 @@ class GpuLost(Exception):
 
 
 def graph_timer(calls: list[Call]) -> float:
-    """Microseconds per call: the median replay of a graph that runs all calls sequentially, at least CALLS of them."""
+    """Returns the microseconds per call: the median replay of a graph of at least CALLS calls, divided by their number.
+
+    Raises GpuLost if the capture fails.
+    """
     many = list(itertools.islice(itertools.cycle(calls), max(CALLS, len(calls))))
     for call in calls[:3]:
         call()
@@ -46,7 +49,8 @@ def graph_timer(calls: list[Call]) -> float:
 
 
 def copy_speed(device: str, size: int = 4 << 30) -> float:
-    """GB/s read and written by a device copy much larger than the caches."""
+    """Returns the GB/s read and written by a device copy of `size` bytes in total, which must be much larger than the
+    caches."""
     source = torch.ones(size // 2, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     times = []
@@ -61,7 +65,7 @@ def copy_speed(device: str, size: int = 4 << 30) -> float:
 
 
 def alive() -> bool:
-    """Whether this process can still use the GPU. A device error persists until the process ends."""
+    """Returns whether this process can still use the GPU. A device error persists until the process ends."""
     try:
         torch.cuda.synchronize()
     except RuntimeError:

@@ -25,12 +25,13 @@ def watch(
     give_up: Callable[[Path, str], bool],
     start: float | None = None,
 ) -> int:
-    """Runs `command --budget SECONDS_LEFT`. The command updates `file` as it proceeds and continues from what it finds
-    there.
+    """Runs `command --budget SECONDS_LEFT`, and restarts it when it crashes or hangs.
 
-    If the process exits or has not written for `patience` seconds, `give_up(file, why)` records the current item and
-    returns whether there was one. If so, the process is restarted while there is time. `start`: seconds until the first
-    write, by default `patience`. Returns the exit code of the last process, or 1 if it was ended.
+    The command must update `file` as it proceeds and continue from what it finds there. It has crashed if it exits with
+    another code than 0 or FAILED, and hangs if it has not written for `patience` seconds. Then `give_up(file, why)`
+    marks the current item in `file` and returns whether the command can continue after it; if so, it is restarted while
+    the `budget` in seconds lasts. `start`: limit until the first write, in seconds, by default `patience`. Returns the
+    exit code of the last process, or 1 if that crashed or hung.
     """
     until = time.monotonic() + budget
     while True:
@@ -44,7 +45,7 @@ def watch(
 
 
 def _wait(process: subprocess.Popen[bytes], file: Path, patience: float, start: float) -> int | None:
-    """Returns the exit code, or None for a process that hung and was killed.
+    """Waits for the process. Returns its exit code, or None if it hung and was killed.
 
     A process blocked in the driver may survive.
     """

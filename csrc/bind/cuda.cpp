@@ -1,10 +1,10 @@
-// All that needs a GPU.
+// Bindings of everything that needs a GPU.
 #include "bind/module.h"
 
 namespace swiftspec::binding {
 
 void bind_cuda(py::module_& m) {
-  bind_cuda_peers(m);  // a class stands before those that take it
+  bind_cuda_peers(m);  // first, so that its classes are known to the functions that take them
   bind_cuda_cache(m);
   bind_cuda_linear(m);
   bind_cuda_attention(m);

@@ -1,4 +1,4 @@
-// A KV cache on a GPU: a type of its own, CudaCache in Python.
+// A KV cache on a GPU. It is a separate type (CudaCache in Python), so that CPU operators do not accept it.
 #pragma once
 
 #include "bind/cache.h"

@@ -1,4 +1,4 @@
-// Resampling of particles on the CPU as an operator of its own; Population does the same within a round.
+// Resampling of particles on the CPU as a separate operator; Population resamples within a round.
 #include "host/decoder/particles.h"
 
 #include <vector>

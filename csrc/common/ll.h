@@ -31,14 +31,14 @@ struct alignas(16) Line {
   uint64_t half[2];
 };
 
-// Constants of the protocol; only the model checker uses other values.
+// Constants of the protocol. CUDA kernels use four slots (cuda/peers/channel.h), the model checker also other values.
 struct ProtocolParams {
   uint32_t num_slots = 2;
-  uint64_t num_flags = 0xffffffffu;         // how many flags there are: 1 to 2^32 - 1
-  uint64_t cleaning_interval = 1ull << 30;    // epochs; at least twice in the life of a flag
+  uint64_t num_flags = 0xffffffffu;         // number of flag values, 1 to 2^32 - 1
+  uint64_t cleaning_interval = 1ull << 30;    // epochs; at most num_flags / 2
 };
 
-// Never 0, the content of fresh memory. A flag value recurs after 2^32 - 1 epochs.
+// The flag of an epoch: never 0, which is the content of fresh memory. A value recurs after num_flags epochs.
 SWIFTSPEC_HD uint32_t flag_of(uint64_t epoch, const ProtocolParams& params = {}) {
   return static_cast<uint32_t>(1 + epoch % params.num_flags);
 }
@@ -47,9 +47,9 @@ SWIFTSPEC_HD uint32_t slot_of(uint64_t epoch, const ProtocolParams& params = {})
   return static_cast<uint32_t>(epoch % params.num_slots);
 }
 
-// Messages differ in length, so the last lines of a slot may keep a flag until its value recurs, and would then be
-// taken for new. In cleaning epochs a sender therefore writes every line of its slot. A line cleaned in epoch e holds
-// the flag of e, so cleaning once per cycle of the flags is not enough.
+// Whether a sender writes every line of its slot in this epoch. Messages differ in length, so the last lines of a slot
+// may keep a flag until its value recurs, and would then be taken for new. A line cleaned in epoch e holds the flag of
+// e, so cleaning once per cycle of the flags is not enough.
 SWIFTSPEC_HD bool is_cleaning_epoch(uint64_t epoch, const ProtocolParams& params = {}) {
   return epoch % params.cleaning_interval < params.num_slots;
 }
@@ -80,8 +80,8 @@ enum class Reason : uint8_t { kNone, kTimeout, kEnded, kLeft, kInterrupted };
 
 struct Fault {
   Reason reason;
-  uint8_t rank;    // that aborted
-  uint8_t source;  // that it was waiting for
+  uint8_t rank;    // the rank that aborted
+  uint8_t source;  // the rank from which it was waiting for a line
   uint8_t slot;
   uint32_t epoch;  // low 32 bits
 };
@@ -135,7 +135,7 @@ SWIFTSPEC_HD bool parse_line(const Line& seen, uint32_t flag, uint64_t& payload)
   return true;
 }
 
-// parse_line of a line in memory.
+// Loads a line and parses it like parse_line.
 template <class Memory>
 SWIFTSPEC_HD bool try_read(const Line& line, uint32_t flag, uint64_t& payload) {
   return parse_line(Memory::load(line), flag, payload);
@@ -147,8 +147,8 @@ SWIFTSPEC_HD void write_line(Line& line, uint32_t flag, uint64_t payload) {
 }
 
 // Polls one line until it carries the flag. Calls `wait.begin()` after the first failed poll and
-// `wait.keep_waiting(source)` after each further one. If that returns false there is one last poll, since a rank may end
-// right after it has sent.
+// `wait.keep_waiting(source)` after each further one. If the latter returns false, there is one last poll, since a rank
+// may end right after it has sent. Returns false if that fails, too.
 template <class Memory, class Wait>
 SWIFTSPEC_HD bool poll_line(const Line& line, uint32_t flag, int source, uint64_t& payload, Wait& wait) {
   if (try_read<Memory>(line, flag, payload)) return true;
@@ -159,7 +159,7 @@ SWIFTSPEC_HD bool poll_line(const Line& line, uint32_t flag, int source, uint64_
   return true;
 }
 
-// One block of one rank: send or broadcast lines, receive or reduce them, finish the epoch.
+// The exchanges of one block of one rank. In each epoch: send or broadcast lines, receive or reduce them, finish.
 template <class Memory>
 struct Session {
   Layout layout;
@@ -184,7 +184,8 @@ struct Session {
     return poll_line<Memory>(from, flag_of(epoch), source, payload, wait);
   }
 
-  // The sum of this line over all ranks, in rank order, so that it is bitwise identical on every rank.
+  // Sums this line over all ranks, in rank order, so that `total` is bitwise identical on every rank. Returns false if
+  // the wait gave up.
   template <class Element, class Wait>
   SWIFTSPEC_HD bool reduce(int64_t line, uint64_t own, uint64_t& total, Wait& wait) const {
     constexpr int kValues = kLineBytes / sizeof(typename Element::Value);

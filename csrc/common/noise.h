@@ -21,6 +21,7 @@ SWIFTSPEC_HD uint32_t mix(uint32_t x) {
   return x;
 }
 
+// The key of one position of a noise stream, from which `bits` derives the noise of every token.
 SWIFTSPEC_HD uint32_t row_key(uint64_t seed, uint32_t stream, uint32_t position) {
   uint32_t key = mix(static_cast<uint32_t>(seed) + kGolden);  // keeps seed 0 off the fixed point 0
   key = mix(key ^ static_cast<uint32_t>(seed >> 32));

@@ -1,5 +1,5 @@
 // Weights of a group of particles: log-sum-exp, effective sample size and systematic resampling. The reference
-// implementation is backends/reference/resampling.py.
+// implementation is swiftspec/backends/reference/resampling.py.
 #pragma once
 
 #include <cmath>

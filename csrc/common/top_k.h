@@ -31,7 +31,7 @@ template <class T>
 struct TopK {
   warp::PerLane<T> value[2];
   warp::PerLane<int32_t> index[2];
-  T last;  // the k-th
+  T last;  // value of the k-th entry
   int32_t last_index;
   int k;
 

@@ -1,2 +1,2 @@
-"""Builds drafter, verifier or population from model paths, a config and the ranks; the package that imports all
-others."""
+"""Builds drafter, verifier or population from model paths, an engine configuration and the ranks. It imports the
+packages of all these parts, and none of them imports it."""

@@ -1,4 +1,4 @@
-"""How models are loaded and on what they run: the caller's options, and what follows from them."""
+"""Load options: how models are loaded and on what they run. Also checks the options and resolves their defaults."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ActivationsName = Literal["auto", "int8", "native"]
 CacheName = Literal["auto", "fp8"]
 Side = Literal["target", "draft"]
 HeadName = Literal["auto", "int8", "int4", "native"]
-ROUNDING_OPS = ("auto", "reference")  # operators that multiply int8 activations, on a CPU
+ROUNDING_OPS = ("auto", "reference")  # with these operators, a CPU can use int8 activations
 
 
 class RankLayout(Protocol):
@@ -44,10 +44,11 @@ class RankLayout(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class WorkerAddress:
-    """A worker at HOST:PORT, as the user named it.
+    """Address of a worker, and how to connect to it.
 
-    `flag`: the command-line flag that named it, for messages.
-    `timeout`: seconds per round.
+    `url`: HOST:PORT, as the user wrote it.
+    `flag`: the command-line flag that names the worker, for messages.
+    `timeout`: seconds within which the worker must answer a round; a prefill may take ten times as long.
     `tokenizer`: hash that the worker's tokenizer must have; None: any.
     """
 
@@ -59,25 +60,25 @@ class WorkerAddress:
 
 
 class LoadOptions(TypedDict, total=False):
-    """How the models are loaded. For an option that is absent or None the model's own value is used."""
+    """Options for loading the models. `dtype`, `max_model_len` and `vocab_size` default to the models' own values."""
 
     dtype: torch.dtype | None
     device: torch.device | str  # default cpu; with "cuda" each rank of a machine takes its own GPU
     share_device: bool  # allows more ranks than GPUs
-    max_model_len: int | None
+    max_model_len: int | None  # maximum number of prompt and output tokens
     vocab_size: int | None  # base vocabulary that both tokenizers share; logits beyond it count as -inf
     ops: OpsName  # default auto: the fastest that fit; see --ops of `swiftspec serve`
     activations: ActivationsName  # default auto: int8 for int4 weights in a bfloat16 model on a CPU
     kv_cache_dtype: CacheName  # default auto: the model's dtype; fp8: float8 e4m3
     head: HeadName  # default auto: draft only, int8 if activations are, int4 on the CUDA operators
     load: LoadModel  # loads a model directory; default load_model
-    emulate: StepTimeEmulation | None  # minimum step times of the models
+    emulate: StepTimeEmulation | None  # minimum time of each forward, to emulate larger models
     trace: Path | None  # trace file of rank 0; other ranks only check whether it is set
-    progress: Progress | None
-    note: Callable[[str], None] | None  # receives a line if a model does not run on the fastest operators
-    packed_cache: Path | None  # folder that keeps packed weights for the next start; default none
-    only: Side | None  # the only model of the pair that this process runs, as a worker
-    sessions: int  # number of caches of a worker's model; default 1
+    progress: Progress | None  # called while models are loaded: description, step, number of steps
+    note: Callable[[str], None] | None  # receives notices, such as a model that does not run on the fastest operators
+    packed_cache: Path | None  # folder of the disk cache of packed weights; default: no cache
+    only: Side | None  # the only model of the pair that this process loads; default both
+    sessions: int  # maximum number of a worker's sessions, each with its own KV cache; default 1
     draft_worker: WorkerAddress | None  # the worker that runs the draft, if it is remote
     prefix_cache_memory: int  # MiB for the prefix cache of both models on all ranks; default 1024
 
@@ -103,7 +104,8 @@ class LoadModel(Protocol):
 
 
 def select_operators(name: OpsName, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> Any:
-    """The operator module that a model runs on. Raises UserError if the requested operators cannot run it."""
+    """Returns the operator module that a model runs on. Raises UserError if the CUDA operators are requested and cannot
+    run the model."""
     if name == "cuda":
         cuda.check_supported(config, dtype, device)
         return cuda
@@ -115,7 +117,7 @@ def select_operators(name: OpsName, config: ModelConfig, dtype: torch.dtype, dev
 
 
 def why_not_cuda(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> str | None:
-    """Why the CUDA operators cannot run a model, in one line; None if they can."""
+    """Returns the reason why the CUDA operators cannot run a model, in one line, or None if they can."""
     try:
         cuda.check_supported(config, dtype, device)
     except UserError as error:
@@ -124,7 +126,8 @@ def why_not_cuda(config: ModelConfig, dtype: torch.dtype, device: torch.device) 
 
 
 def check_quantization(activations: ActivationsName, head: HeadName, ops: OpsName, device: torch.device) -> None:
-    """Raises UserError if int8 is requested and the operators do not have it."""
+    """Raises UserError if int8 is requested and the operators do not support it, or if `head` int8 is combined with
+    `activations` native."""
     requested = {"activations": activations, "head": head}
     for name, value in requested.items():
         if value == "int8" and (device.type != "cpu" or ops not in ROUNDING_OPS):
@@ -137,7 +140,8 @@ def check_quantization(activations: ActivationsName, head: HeadName, ops: OpsNam
 
 
 def resolve_cache_dtype(name: CacheName, ops: OpsName, device: torch.device) -> torch.dtype | None:
-    """The dtype of keys and values; None: the model's own. Raises UserError if the operators do not support it."""
+    """Returns the dtype of cached keys and values, or None for the model's own. Raises UserError if the name is unknown
+    or the operators do not support the dtype."""
     if name not in get_args(CacheName):
         raise UserError(f"kv_cache_dtype must be one of {', '.join(get_args(CacheName))}, not {truncated_repr(name)}")
     if name == "fp8" and device.type == "cpu" and ops == "auto":
@@ -146,7 +150,8 @@ def resolve_cache_dtype(name: CacheName, ops: OpsName, device: torch.device) -> 
 
 
 def rank_device(device: torch.device, ranks: RankLayout | None, share: bool) -> torch.device:
-    """This rank's GPU among those of its machine."""
+    """Returns the device of this rank: with device cuda, its own GPU among those of its machine, otherwise `device`.
+    Raises UserError if there is no GPU, or if there are more ranks than GPUs and `share` is False."""
     if device.type != "cuda":
         return device
     if not torch.cuda.is_available():

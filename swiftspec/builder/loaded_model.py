@@ -1,4 +1,4 @@
-"""One of the two models in memory, and the runners on it."""
+"""A model in memory, and the runners on it."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from swiftspec.sampling.vocab import VocabShard
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A model, or this rank's shard of it, shared by any number of runners: each has its own KV cache, and one of them
-    runs at a time."""
+    """A loaded model, or this rank's shard of it, shared by any number of runners. Each runner has its own KV cache,
+    and only one of them runs at a time."""
 
     model: Transformer
     ops: Any
-    vocab: int
+    vocab: int  # size of the base vocabulary
     context: int  # maximum tokens of a sequence, including the overshoot of its last round
     prefix_cache_tokens: int  # budget of each runner; 0 disables the prefix cache
-    make_constraint: Callable[[str], TokenConstraint]
+    make_constraint: Callable[[str], TokenConstraint]  # compiles a grammar
     hook: StepHook | None  # prolongs steps, for emulated step times
     capture: Callable[[], Capture] | None  # creates a graph capture; each runner has its own
 
     def runner(self, tree_slots: int, cancel_check: CancelCheck) -> tuple[Runner, ExecutorDeps]:
-        """A runner with a new KV cache, and what faster executors on it are built from. `cancel_check`: called before
-        each prefill chunk."""
+        """Returns a runner with a new KV cache, and the dependencies from which its executors are built. `tree_slots`:
+        slots of the cache's tree region. `cancel_check`: called before each prefill chunk."""
         group = self.model.group
         shard = None if group is None else VocabShard(group, self.model.head_rows, self.vocab)
         sizes: Any = {"context": self.context, "tree_slots": tree_slots, "shard": shard}

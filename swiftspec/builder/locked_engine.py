@@ -23,14 +23,15 @@ OUT_OF_MEMORY = "not enough memory for this request: take a smaller max_model_le
 
 
 class BackgroundWork(Protocol):
-    """Work that uses the CPU or GPU too and can be postponed."""
+    """Work that competes with requests for the CPU or GPU and can be paused."""
 
     def pause(self) -> None: ...
     def resume(self) -> None: ...
 
 
 class LockedEngine(Engine):
-    """An engine that any thread may call, one thread at a time: concurrent calls of other threads raise UserError.
+    """A thread-safe engine that serves one thread at a time: while a request of one thread is open, calls of other
+    threads raise UserError.
 
     An open stream belongs to the thread that last requested a chunk; that thread may start another request, which ends
     the open one. After `close` every call raises UserError.
@@ -44,7 +45,7 @@ class LockedEngine(Engine):
         cancel_check: CancelCheck | None = None,
     ) -> None:
         """`background`: work that is paused while a request runs.
-        `cancel_check`: called by its runners during a prefill.
+        `cancel_check`: the check that the runners of `decoding` call before each prefill chunk.
         """
         super().__init__(decoding, limits)
         self._background, self._cancel_check = background, cancel_check if cancel_check is not None else CancelCheck()
@@ -58,15 +59,17 @@ class LockedEngine(Engine):
         sampling: SamplingParams | None = None,
         cancelled: Callable[[], bool] = lambda: False,
     ) -> Generator[TokenChunk]:
-        """As `Engine.stream`. Token ids may be NumPy or torch integers. `cancelled` is called repeatedly during the
-        prefill, on this thread: once it returns True the stream ends without a chunk."""
+        """Streams a request as `Engine.stream` does. Token ids may be NumPy or torch integers. `cancelled` is called
+        before each prefill chunk, on the thread that reads the stream; if it returns True, the stream ends without
+        yielding anything."""
         sampling = sampling if sampling is not None else SamplingParams()
         require(isinstance(sampling, SamplingParams), f"sampling takes SamplingParams, not {truncated_repr(sampling)}")
         with self._engine_lock():
             return self._rounds(super().stream(token_ids(prompt), sampling), cancelled)
 
     def request(self, number: int, prompt: Sequence[int], sampling: SamplingParams) -> BatchRequest:
-        """A request for `run_batch`, under a number chosen by the caller. Raises UserError if it cannot be served."""
+        """Returns a request for `run_batch`. `number`: the caller's identifier of the request. Raises UserError if the
+        request cannot be served."""
         prompt = token_ids(prompt)
         self.limits.check(prompt, sampling)
         start = RequestStart(number, prompt, sampling, len(prompt))
@@ -78,8 +81,12 @@ class LockedEngine(Engine):
         sampling: SamplingParams | Sequence[SamplingParams] | None,
         cancelled: Callable[[int], bool] = lambda index: False,
     ) -> tuple[list[BatchRequest], Generator[tuple[BatchRequest, TokenChunk]]]:
-        """Several requests, and their chunks as from `run_batch`. Raises UserError, before anything is computed, if one
-        of them cannot be served."""
+        """Decodes several prompts. Returns one request per prompt, numbered from 0, and the generator of `run_batch`
+        over them.
+
+        `cancelled`: called with the index of a prompt; returns True to end its request. Raises UserError before
+        anything is computed if a request cannot be served.
+        """
         requests: list[BatchRequest] = []
         for index, pair in enumerate(pair_with_sampling(prompts, sampling)):
             try:
@@ -92,9 +99,14 @@ class LockedEngine(Engine):
     def run_batch(
         self, next_request: NextRequest, cancelled: IsCancelled
     ) -> Generator[tuple[BatchRequest, TokenChunk]]:
-        """Decodes requests that may arrive while others run: concurrently if the decoding has several groups, otherwise
-        in order of arrival. As `ParticleDecoding.batch`, for any decoding; `cancelled` is also called repeatedly during
-        a prefill."""
+        """Decodes requests that may arrive while others run: concurrently if the decoding has several sequence groups,
+        otherwise one after the other. Yields (request, chunk) pairs.
+
+        `next_request`: returns the next waiting request, or None.
+        `cancelled`: called between rounds and before each prefill chunk; returns True to end a request.
+
+        Finish reasons are those of `ParticleDecoding.batch`.
+        """
         prefilling: BatchRequest | None = None
 
         def fetch() -> BatchRequest | None:
@@ -111,7 +123,7 @@ class LockedEngine(Engine):
             return self._rounds(chunks, lambda: prefilling is not None and cancelled(prefilling))
 
     def _batch(self, chunks: Generator[tuple[BatchRequest, TokenChunk]]) -> Generator[tuple[BatchRequest, TokenChunk]]:
-        """The chunks of all requests, until a later request ends the batch."""
+        """Yields the chunks of a batch. Raises UserError once a later request has ended the batch."""
         self._requests += 1
         number = self._requests
         with closing(chunks):
@@ -137,14 +149,15 @@ class LockedEngine(Engine):
                 yield request, request.ended_chunk(reason)
 
     def close(self) -> None:
-        """Waits for the current round, if any, and ends its request."""
+        """Waits for the current round, if any, ends its request and closes the engine."""
         with self._lock:
             self._closed = True
             if self._open is not None:
                 self._open[0].close()
 
     def _rounds(self, chunks: Generator[Piece], cancelled: Callable[[], bool]) -> Generator[Piece]:
-        """The chunks, each decoded while this stream holds the engine."""
+        """Yields the chunks, and holds the engine's lock while each of them is decoded. Background work is paused
+        meanwhile. Raises UserError if memory does not suffice."""
         if self._background is not None:
             self._background.pause()
         try:
@@ -173,7 +186,8 @@ class LockedEngine(Engine):
 
     @contextmanager
     def _engine_lock(self, mine: Generator[Any] | None = None) -> Iterator[None]:
-        """Excludes other threads. Raises UserError if another thread's request is running, or the engine is closed."""
+        """Holds the engine's lock. Raises UserError, without waiting, if another thread's request is running or the
+        engine is closed. `mine`: the stream that is read; it may belong to another thread."""
         taken = self._lock.acquire(blocking=False)
         try:
             others = self._open is not None and self._open[0] is not mine and self._open[1] != threading.get_ident()
@@ -187,7 +201,8 @@ class LockedEngine(Engine):
 
 
 def token_ids(prompt: Sequence[int]) -> tuple[int, ...]:
-    """The token ids of a prompt, which may be NumPy or torch integers. Raises UserError on anything else."""
+    """Returns the token ids of a prompt, which may be NumPy or torch integers, as Python integers. Raises UserError on
+    anything else."""
     tokens = prompt.tolist() if isinstance(prompt, np.ndarray | torch.Tensor) else prompt
     return coerce("the prompt", tuple[int, ...], tokens)
 
@@ -195,7 +210,8 @@ def token_ids(prompt: Sequence[int]) -> tuple[int, ...]:
 def pair_with_sampling(
     prompts: Sequence[Sequence[int]], sampling: SamplingParams | Sequence[SamplingParams] | None
 ) -> list[tuple[Sequence[int], SamplingParams]]:
-    """Pairs each prompt with its sampling parameters. Raises UserError unless there is one for each, or one for all."""
+    """Returns (prompt, sampling parameters) pairs. `sampling`: one set for all prompts, one set per prompt, or None for
+    defaults. Raises UserError if it is neither of these."""
     if sampling is None or isinstance(sampling, SamplingParams):
         return [(prompt, sampling or SamplingParams()) for prompt in prompts]
     several = isinstance(sampling, Sequence) and all(isinstance(each, SamplingParams) for each in sampling)

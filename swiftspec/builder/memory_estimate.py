@@ -17,14 +17,14 @@ BYTES_PER_GB = 1e9
 
 
 def kv_bytes_per_token(config: ModelConfig, cache_dtype: torch.dtype) -> int:
-    """Bytes of one token's keys and values, in all layers."""
+    """Returns the size of one token's keys and values in all layers, in bytes."""
     return 2 * config.num_layers * config.num_kv_heads * config.head_dim * cache_dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryEstimate:
-    """Bytes on one of `ranks` ranks that share a model: its weights, the KV of `slots` cache slots, and the buffers of
-    a prefill chunk."""
+    """Estimate of the GPU memory, in bytes, that a model needs on each of the `ranks` ranks that share it: weights, KV
+    cache of `slots` slots, and the buffers of a prefill chunk."""
 
     config: ModelConfig
     dtype: torch.dtype
@@ -49,8 +49,8 @@ class MemoryEstimate:
 
     @property
     def chunk(self) -> float:
-        """Buffers of a prefill chunk: weights unpacked to bfloat16 (backends/cuda/large_m.py), hidden states, gates and
-        products of all rows, and the rows of a product that reads its weights once for many rows
+        """Size of the buffers of a prefill chunk: weights unpacked to bfloat16 (backends/cuda/large_m.py), hidden
+        states, gates and products of all rows, and the packed input rows of a kernel for large M
         (csrc/cuda/linear/large_m.h)."""
         hidden, inner = self.config.hidden_size, self.config.intermediate_size // self.ranks
         numbers = PREFILL_CHUNK_ROWS * 4 * (hidden + inner) + MAX_KERNEL_ROWS * max(hidden, inner)
@@ -58,12 +58,13 @@ class MemoryEstimate:
 
 
 def check_memory(needs: Iterable[MemoryEstimate], device: torch.device) -> None:
-    """Raises UserError if the models of a rank do not fit the free memory of its GPU."""
+    """Raises UserError if the models of a rank do not fit into the free memory of its GPU. `needs`: the estimate of
+    each of these models."""
     held = list(needs)
     weights, cache = sum(need.weights for need in held), sum(need.cache for need in held)
     chunk = sum(need.chunk for need in held)
     free, _ = torch.cuda.mem_get_info(device)
-    free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # cached by torch and unused
+    free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # reserved by torch and unused
     if weights + cache + chunk <= free:
         return
     raise UserError(

@@ -63,7 +63,7 @@ from swiftspec.tree.sampled_children import MAX_REROOTS, SampledChildren
 
 @dataclass(frozen=True, slots=True)
 class ModelPair:
-    """The models of a job, and how this rank runs them."""
+    """Target and draft of a job, and how this rank loads and runs them."""
 
     target: Path
     draft: Path | None
@@ -79,11 +79,11 @@ class ModelPair:
     load: LoadModel
     emulate: StepTimeEmulation
     trace: Path | None
-    prefix_cache_memory: int
-    cache: PackedWeightCache | None
+    prefix_cache_memory: int  # MiB, of both models on all ranks
+    cache: PackedWeightCache | None  # disk cache of packed weights
     grammars: GrammarCompiler
-    only: Side | None = None  # the model that a worker runs, and its number of sessions
-    sessions: int = 1
+    only: Side | None = None  # the only model that this process loads; None: both
+    sessions: int = 1  # maximum number of a worker's sessions
     cancel_check: CancelCheck = field(default_factory=CancelCheck)  # shared by the runners of this process
     capture_lock: Lock = field(default_factory=Lock)  # serialises graph captures of this process
 
@@ -91,7 +91,8 @@ class ModelPair:
     def check(
         target: str | Path, draft: str | Path | None, plan: EngineConfig, ranks: RankLayout | None, options: LoadOptions
     ) -> ModelPair:
-        """Checks that models, config, ranks and options are consistent, before anything is loaded. Raises UserError."""
+        """Returns the model pair of a job. Raises UserError, before anything is loaded, if models, configuration, ranks
+        and options are not consistent. `plan`: the engine configuration. `ranks`: None for a single process."""
         if plan.mode != "ar" and draft is None and not plan.draft_remote:
             raise UserError(f"mode {plan.mode} needs a draft model: name one, or take mode ar")
         count = 1 if ranks is None else ranks.size
@@ -131,8 +132,8 @@ class ModelPair:
         return models
 
     def check_gpu(self, plan: EngineConfig, note: Callable[[str], None]) -> None:
-        """Reports which models do not run on the CUDA operators, and why. Raises UserError if the CUDA operators were
-        requested, or if the memory does not suffice."""
+        """Reports to `note` which models do not run on the CUDA operators, and why. Raises UserError if the CUDA
+        operators were requested for such a model, or if the GPU memory does not suffice."""
         sides: dict[Side, Path] = {"target": self.target}
         if self.draft is not None and plan.mode != "ar":
             sides["draft"] = self.draft
@@ -154,7 +155,8 @@ class ModelPair:
             check_memory(held, self.device)
 
     def with_vocab(self, vocab_size: int) -> ModelPair:
-        """The same pair with the vocabulary size of the whole job. Raises UserError if a model's head is smaller."""
+        """Returns a copy with the vocabulary size that rank 0 determined for all ranks. Raises UserError if a model's
+        LM head has fewer rows."""
         if not 1 <= vocab_size <= self.vocab_size:
             raise UserError(
                 f"rank 0's vocabulary has {vocab_size} tokens, the LM head of this rank {self.vocab_size} rows"
@@ -163,8 +165,9 @@ class ModelPair:
         return replace(self, vocab_size=vocab_size, grammars=grammars)
 
     def rank_config(self, plan: EngineConfig, *, target: bool, draft: bool) -> RankConfig:
-        """What all ranks of a job must agree on, and what the ranks of the group with these models must agree on. The
-        vocabulary size is not included: only rank 0 has the tokenizer. Raises UserError if a file cannot be read."""
+        """Returns the settings and model fingerprints of this rank that must equal those of the other ranks of its job
+        or group. `target`, `draft`: whether the rank's group runs the model. The vocabulary size is not included,
+        because only rank 0 has the tokenizer. Raises UserError if a model file cannot be read."""
         paces = {"emulate target": self.emulate.target, "emulate draft": self.emulate.draft}
         settings = {
             **settings_of(plan),
@@ -185,7 +188,7 @@ class ModelPair:
         return RankConfig(settings, files, {"target": _model_fingerprint(self.target)} if target else {})
 
     def trace_metadata(self, plan: EngineConfig) -> dict[str, object]:
-        """The description of a run in the first line of a trace."""
+        """Returns the description of a run for the first line of a trace."""
         shape = {
             "verify_batch": plan.verify_batch,
             "draft_leaves": plan.draft_leaves,
@@ -195,8 +198,9 @@ class ModelPair:
         return {"mode": plan.mode, **shape, **split, "model": self.target.name, "emulate": asdict(self.emulate)}
 
     def kernel_sums(self, *, target: bool, draft: bool) -> int:
-        """The largest width of the products that the kernels of a group with these models sum over peer memory; 0 if
-        they do not."""
+        """Returns the largest hidden size of the models whose kernels all-reduce through peer memory, or 0 if they do
+        not: other operators than cuda, or ranks that share a GPU. `target`, `draft`: whether the rank's group runs the
+        model."""
         width = 0
         for path in self._paths(target=target, draft=draft):
             config = read_config(path)
@@ -208,19 +212,19 @@ class ModelPair:
     def verifier(
         self, plan: EngineConfig, group: TensorParallelGroup | None = None, progress: Progress | None = None
     ) -> LocalVerifier:
-        """The verifier on the target."""
+        """Loads the target and returns a verifier on it."""
         return build_verifier(*self._runner("target", plan, group, progress), plan)
 
     def drafter(
         self, plan: EngineConfig, group: TensorParallelGroup | None = None, progress: Progress | None = None
     ) -> LocalDrafter:
-        """The drafter for this mode."""
+        """Loads the draft and returns a drafter on it, for the mode of `plan`."""
         return build_drafter(*self._runner("draft", plan, group, progress), plan)
 
     def population(
         self, plan: EngineConfig, group: TensorParallelGroup | None = None, progress: Progress | None = None
     ) -> LocalPopulation:
-        """Both models and the sequence groups on them."""
+        """Loads both models and returns a population on them."""
         target, deps = self._runner("target", plan, group, progress)
         draft, draft_deps = self._runner("draft", plan, group, progress)
         lag = 1 if self.device.type == "cuda" else 0  # on a CPU rounds are synchronous
@@ -235,13 +239,13 @@ class ModelPair:
     def _runner(
         self, side: Side, plan: EngineConfig, group: TensorParallelGroup | None, progress: Progress | None
     ) -> tuple[Runner, ExecutorDeps]:
-        """Loads one of the two models, or this rank's shard of it, with a single runner on it."""
+        """Loads a model, or this rank's shard of it. Returns its only runner and the dependencies of the executors."""
         return self.load_side(side, plan, group, progress).runner(self.tree_slots(side, plan), self.cancel_check)
 
     def load_side(
         self, side: Side, plan: EngineConfig, group: TensorParallelGroup | None, progress: Progress | None
     ) -> LoadedModel:
-        """Loads one of the two models, or this rank's shard of it."""
+        """Loads target or draft, or this rank's shard of it."""
         path, times = (self.target, self.emulate.target) if side == "target" else (self.draft, self.emulate.draft)
         assert path is not None
         context, config = self._context(plan), read_config(path)
@@ -263,7 +267,7 @@ class ModelPair:
         return self.max_model_len + plan.verify_batch  # the last round may overshoot
 
     def tree_slots(self, side: Side, plan: EngineConfig) -> int:
-        """Tree slots of a model's cache."""
+        """Returns the number of tree slots in the KV cache of target or draft."""
         if plan.effective_population is not None:
             return region_slots(plan.effective_population, self.max_model_len)
         if side == "target":
@@ -271,7 +275,7 @@ class ModelPair:
         return draft_tree_slots(plan)
 
     def _quantization(self, side: Side, ops: object, dtype: torch.dtype) -> LoadTimeQuantization:
-        """What is quantised at load."""
+        """Returns what is quantised when the target or the draft is loaded."""
         usual = ops is cpu and dtype == torch.bfloat16
         activations = usual if self.activations == "auto" else self.activations == "int8"
         if self.head != "auto":
@@ -281,7 +285,8 @@ class ModelPair:
         return LoadTimeQuantization(activations, head)
 
     def _prefix_cache_tokens(self, plan: EngineConfig) -> int:
-        """Budget of the prefix cache in tokens, counting both models, so that it is equal on all ranks."""
+        """Returns the budget of the prefix cache in tokens. The KV of both models is counted for each token, so that
+        all ranks have the same budget."""
         size = 0  # bytes of one token's keys and values
         for path in self._paths(target=True, draft=plan.mode != "ar"):
             config = read_config(path)
@@ -289,7 +294,8 @@ class ModelPair:
         return self.prefix_cache_memory * 2**20 // size
 
     def _paths(self, *, target: bool, draft: bool) -> list[Path]:
-        """The directories of the models that a group holds."""
+        """Returns the directories of the models that this process loads. `target`, `draft`: whether to include the
+        model."""
         paths = (
             self.target if target and self.only != "draft" else None,
             self.draft if draft and self.only != "target" else None,
@@ -301,7 +307,7 @@ class ModelPair:
 
 
 def _model_fingerprint(path: Path) -> str:
-    """Identifies the contents of a model directory. Raises UserError if a file cannot be read."""
+    """Returns the fingerprint of a model directory's contents. Raises UserError if a file cannot be read."""
     try:
         return fingerprint(path)
     except OSError as error:
@@ -309,14 +315,14 @@ def _model_fingerprint(path: Path) -> str:
 
 
 def build_verifier(runner: Runner, deps: ExecutorDeps, plan: EngineConfig) -> LocalVerifier:
-    """A verifier on a model of this process."""
+    """Returns a verifier on a model of this process."""
     return TargetVerifier(
         runner, available.target_executors(runner, deps), RejectionSampling if plan.verify == "reject" else None
     )
 
 
 def draft_tree_slots(plan: EngineConfig) -> int:
-    """Tree slots of the draft's cache and of its tree."""
+    """Returns the number of tree slots of the draft's KV cache, which is also that of the draft tree."""
     if plan.proposal == "sample":
         return (
             plan.draft_leaves * (plan.max_draft_steps + 1) * (MAX_REROOTS + 1)
@@ -325,7 +331,7 @@ def draft_tree_slots(plan: EngineConfig) -> int:
 
 
 def build_drafter(runner: Runner, deps: ExecutorDeps, plan: EngineConfig) -> LocalDrafter:
-    """A drafter on a model of this process."""
+    """Returns a drafter on a model of this process, for the mode of `plan`."""
     steps, tree = available.draft_executors(runner, deps, plan)
     children: ChildSelector = TopChildren(plan.children_per_leaf, plan.proposal == "coupled")
     if plan.proposal == "sample":

@@ -38,7 +38,8 @@ Disconnect = Callable[[], None]
 
 
 class RemoteTarget:
-    """A connection to a target worker that has answered. Raises UserError if it does not."""
+    """Connection to a target worker. The constructor pings the worker and raises UserError if it does not answer.
+    `about`: the worker's answer, which has the identity and the limits of its model."""
 
     def __init__(self, worker: WorkerAddress) -> None:
         self.worker = worker
@@ -49,7 +50,7 @@ class RemoteTarget:
             raise UserError(f"{error}; start it with `swiftspec worker target`") from None
 
     def files(self) -> dict[str, bytes]:
-        """The worker's tokenizer files, by name."""
+        """Returns the worker's tokenizer files, by name. Raises UserError if the worker is lost."""
         try:
             return dict(self.link.read_tokenizer(10 * self.worker.timeout))
         except WorkerLost as error:
@@ -59,9 +60,12 @@ class RemoteTarget:
 def build_remote_drafter(
     worker: WorkerAddress, note: Callable[[str], None], config: EngineConfig, bounds: ModelLimits
 ) -> tuple[RemoteDraft, Disconnect]:
-    """The drafter whose model a worker runs, and a function that disconnects from it. A worker that does not answer yet
-    is retried while the target decodes, and `note` receives a message. Raises UserError if the worker does not match
-    this target."""
+    """Returns a drafter whose model runs on a worker, and a function that disconnects from the worker.
+
+    If the worker does not answer, `note` receives a message, decoding starts without the draft, and the worker is
+    pinged in the background until it answers. Raises UserError if the worker does not match the target. `bounds`: the
+    target's limits.
+    """
     link = WorkerConnection(worker.url, worker.flag, DRAFT_SERVICE, pb.DraftAnswer, worker.security)
     redial = WorkerReconnector(link, partial(_check, worker, bounds))
     stream = DraftStream(link, config, bounds, PING_TIMEOUT_S)
@@ -90,7 +94,7 @@ def build_remote_drafter(
 
 
 def _check(worker: WorkerAddress, bounds: ModelLimits, about: pb.PingAnswer) -> None:
-    """Raises UserError for a draft worker that does not match this target."""
+    """Raises UserError if a draft worker does not match the target: its tokenizer differs or its context is shorter."""
     if worker.tokenizer is not None and about.tokenizer != worker.tokenizer:
         raise UserError(f"{worker.flag} {worker.url} makes no pair with this target: their tokenizers differ")
     if about.max_model_len < bounds.max_model_len:
@@ -103,7 +107,7 @@ def _check(worker: WorkerAddress, bounds: ModelLimits, about: pb.PingAnswer) -> 
 def build_remote_roles(
     target: RemoteTarget, draft: Path | None, config: EngineConfig, tokenizer: Path, **options: Unpack[LoadOptions]
 ) -> Roles:
-    """Roles on a target worker.
+    """Builds the roles of a client whose target runs on a worker.
 
     `draft`: a draft model to load in this process; None without a draft, or with a draft worker.
     `tokenizer`: folder with the target's tokenizer files.
@@ -144,7 +148,7 @@ def build_remote_roles(
     parts = TreeRoles(drafter, verifier)
     decoding = make_tree_decoding(parts, config, recorder, lambda tokens, parents: None, local, away, rpc_log)
     if away is not None:
-        verifier.while_waiting = lambda: decoding.active_drafter.grow()  # applies what the draft worker sends
+        verifier.while_waiting = lambda: decoding.active_drafter.grow()  # applies received tree deltas
     eos = tuple(about.eos_token_ids)
     check = partial(check_request, config, GrammarCompiler(tokenizer, eos, about.vocab_size))
     limits = EngineLimits(length, about.vocab_size, eos, check)

@@ -41,8 +41,8 @@ from swiftspec.smc.population import LocalPopulation
 
 @dataclass(frozen=True, slots=True)
 class EngineLimits:
-    """The limits of a request on a pair of models. `check_sampling` raises UserError for parameters that the mode does
-    not support."""
+    """Limits that a request on a pair of models must respect. `check_sampling`: raises UserError for parameters that
+    the mode does not support."""
 
     max_model_len: int
     vocab_size: int
@@ -50,7 +50,7 @@ class EngineLimits:
     check_sampling: Callable[[SamplingParams], None]
 
     def check(self, prompt: Sequence[int], sampling: SamplingParams) -> None:
-        """Raises UserError for a request that cannot be served, before anything is computed for it."""
+        """Raises UserError if a request cannot be served. Called before anything is computed for the request."""
         length, vocab = self.max_model_len, self.vocab_size
         if not prompt:
             raise UserError("the prompt is empty: give at least one token")
@@ -72,7 +72,7 @@ class EngineLimits:
 
 @dataclass(frozen=True, slots=True)
 class TreeRoles:
-    """Drafter and verifier of a draft tree, before wrappers are put around the drafter."""
+    """Drafter and verifier of a draft tree. The drafter is not wrapped yet, by a controller or for failover."""
 
     drafter: SteppedDrafter
     verifier: Verifier
@@ -84,7 +84,8 @@ MakeRemoteDrafter = Callable[[EngineConfig, ModelLimits], tuple[RemoteDraft, Cal
 
 @dataclass(frozen=True, slots=True)
 class Roles:
-    """What rank 0 decodes with: a tree or a population. `config` includes d if that was measured at the start."""
+    """The roles that rank 0 or a single process decodes with. `config`: the engine configuration, in which a measured d
+    is filled in."""
 
     decoding: Decoding
     parts: TreeRoles | LocalPopulation
@@ -94,16 +95,17 @@ class Roles:
     recorder: Recorder
     head: Record  # the first line of traces
     leave: Callable[[], None] = lambda: None  # disconnects from workers
-    rpc_log: RpcLog | None = None  # RPCs with them
+    rpc_log: RpcLog | None = None  # RPCs with workers; None without workers
 
     @property
     def outages(self) -> Sequence[Outage]:
-        """The intervals of the last request in which the draft group was unavailable."""
+        """Intervals of the latest request during which a draft in another process was unavailable."""
         drafter = self.decoding.active_drafter if isinstance(self.decoding, TreeDecoding) else None
         return drafter.outages if isinstance(drafter, FailoverDrafter) else ()
 
     def close(self, *, will_restart: bool = False) -> None:
-        """Shuts the other ranks down, see `EngineRank.leave`, disconnects from workers and closes the trace."""
+        """Shuts the other ranks down, disconnects from workers and closes the trace. `will_restart`: only disconnects
+        from the other ranks, because this rank is about to be restarted."""
         if self.rank is not None:
             self.rank.leave(restarting=will_restart)
         self.leave()
@@ -115,11 +117,11 @@ def build_roles(
     models: ModelPair, config: EngineConfig, world: World | None, progress: Progress | None,
     worker: MakeRemoteDrafter | None = None,
 ) -> Roles:  # fmt: skip
-    """Loads the models and builds the roles of rank 0, or of a single process. `worker`: builds the drafter whose model
-    a worker runs, if the config has a remote draft."""
+    """Loads the models and builds the roles of rank 0, or of a single process. `world`: the ranks of the job; None for
+    a single process. `worker`: builds the drafter on a worker, if the config has a remote draft."""
     recorder = Recorder(None if models.trace is None else TraceFile(models.trace))
     rank = None if world is None else EngineRank(world, config, models, progress)
-    check = partial(check_request, config, models.grammars)  # on the config before d is measured, which allows more
+    check = partial(check_request, config, models.grammars)  # before d is measured, when the config allows a larger d
     away, leave = None, lambda: None
     if worker is not None and config.draft_remote and config.mode != "ar":
         away, leave = worker(config, ModelLimits(models.vocab_size, models.max_model_len, config.verify_batch))
@@ -137,7 +139,7 @@ def build_roles(
 
 
 def check_request(config: EngineConfig, grammars: GrammarCompiler, sampling: SamplingParams) -> None:
-    """Raises UserError for sampling parameters that the mode does not support, or an invalid grammar."""
+    """Raises UserError if the mode does not support the sampling parameters, or if the grammar is invalid."""
     if config.effective_population is not None:
         check_sampling(sampling, chains=config.effective_population.chains is not None)
     config.check_request(sampling)
@@ -148,7 +150,8 @@ def check_request(config: EngineConfig, grammars: GrammarCompiler, sampling: Sam
 def _population(
     models: ModelPair, config: EngineConfig, rank: EngineRank | None, recorder: Recorder, progress: Progress | None
 ) -> tuple[LocalPopulation, ParticleDecoding]:
-    """The population, led by rank 0 if there are several ranks."""
+    """Returns the population on rank 0 and the decoding on it, which forwards every call to the followers if there are
+    several ranks."""
     population = models.population(config, None, progress) if rank is None else rank.population
     assert population is not None
     on_event = ObserverToggle(lambda: recorder.enabled, ParticleTrace(population.target, population.draft, recorder))
@@ -163,7 +166,8 @@ def _tree(
     recorder: Recorder,
     progress: Progress | None,
 ) -> tuple[TreeRoles, TreeDecoding, EngineConfig]:
-    """Drafter and verifier, a controller between them if the config is adaptive, and their observers."""
+    """Returns drafter and verifier, the decoding on them, and the config, in which a measured d is filled in. `away`:
+    the remote draft on a worker, if there is one."""
     if rank is not None:
         verifier, drafter, config = rank.leader_roles(config, recorder)
         alone, local, parts = rank.verifier, rank.drafter, TreeRoles(drafter, verifier)
@@ -185,10 +189,13 @@ def make_tree_decoding(
     parts: TreeRoles, config: EngineConfig, recorder: Recorder, probabilities: Probabilities,
     local: LocalDrafter | None, away: RemoteDraft | None, rpc_log: RpcLog | None = None,
 ) -> TreeDecoding:  # fmt: skip
-    """Decoding with a drafter in this process (`local`), in another one (`away`), or without one.
+    """Returns the decoding with a draft tree: wraps the drafter in a controller, if the config is adaptive, and for
+    failover or fallback, and adds observers.
 
-    `probabilities`: the target's, as in `TreeTrace`.
-    `rpc_log`: the RPCs with workers.
+    `local`: the drafter, if its model runs in this process.
+    `away`: the remote draft, if it runs in another process. Both are None without a draft.
+    `probabilities`: returns the target's probabilities of a proposal's tokens, for traces (see `TreeTrace`).
+    `rpc_log`: log of the RPCs with workers; None without workers.
     """
     controller = None
     if config.mode != "ar" and config.is_adaptive:
@@ -204,8 +211,8 @@ def make_tree_decoding(
 def make_fallback_decoding(
     drafter: Drafter, verifier: Verifier, on_event: Observer = no_observer, report: Callable[[], Any] = lambda: None
 ) -> TreeDecoding:
-    """Decoding that continues when the drafter is lost. `report`: returns the decisions of a controller, if there is
-    one."""
+    """Returns a decoding that continues without the drafter once it fails. `report`: returns the report of a controller
+    around the drafter, or None without a controller."""
     fallback = FallbackDrafter(drafter)
     return TreeDecoding(fallback, verifier, on_event, lambda: fallback.lost, report)
 
@@ -214,8 +221,8 @@ def _observers(
     recorder: Recorder, parts: TreeRoles, probabilities: Probabilities, local: LocalDrafter | None,
     controller: Controller | None, rpc_log: RpcLog | None,
 ) -> ObserverToggle:  # fmt: skip
-    """The observer of both models' timelines on rank 0, enabled while there is a trace or a subscriber. A draft in
-    another process sends its own records."""
+    """Returns the observer that records the rounds of rank 0, with the draft's timeline if the draft runs in this
+    process. It is enabled while there is a trace file or a listener."""
     drafter_active = (lambda: True) if controller is None else (lambda: controller.round_stats.speculating)
     on_change = parts.drafter.set_trace if isinstance(parts.drafter, DraftGroupClient) else lambda on: None
     timeline = None if local is None else DraftTimeline(local)

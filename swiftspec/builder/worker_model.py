@@ -36,15 +36,20 @@ from swiftspec.runtime.verifier import LocalVerifier
 
 @dataclass(frozen=True, slots=True)
 class WorkerLimits:
-    """The limits of a worker: its number of sessions, the idle timeout of a session in seconds, and the largest round
-    shape."""
+    """Limits of a worker.
+
+    `sessions`: maximum number of sessions.
+    `idle_timeout_s`: seconds without a call after which a session is ended.
+    `shape`: configuration with the largest bs, w and d of a session.
+    """
 
     sessions: int
     idle_timeout_s: float
     shape: EngineConfig
 
     def check(self, shape: EngineConfig, side: Side) -> None:
-        """Raises UserError for a shape that is too large."""
+        """Raises UserError if bs, or on a draft worker w or d, exceeds the limits. `shape`: the configuration of a
+        session."""
         for name in ("verify_batch",) if side == "target" else ("verify_batch", "draft_leaves", "max_draft_steps"):
             requested, limit = getattr(shape, name), getattr(self.shape, name)
             if requested > limit:
@@ -58,8 +63,8 @@ class WorkerLimits:
 class WorkerModel:
     """The model of a worker, or this rank's shard of it, and the roles on it.
 
-    `rank`: set if the worker is a group of ranks. Raises UserError if the model cannot be loaded, its caches do not
-    fit, or the ranks were started with different settings.
+    `rank`: this rank of the worker's group; None if the worker is a single process. Raises UserError if the model
+    cannot be loaded, its caches do not fit into memory, or the ranks were started with different settings.
     """
 
     def __init__(
@@ -84,8 +89,8 @@ class WorkerModel:
         self.models, self.loaded = models, models.load_side(self.side, largest, group, self._progress)
 
     def _load_share(self, models: ModelPair, group: RankGroup) -> set[str]:
-        """Loads this rank's shard. Returns the names of the executors that sessions can use on it, as found with a
-        small cache."""
+        """Loads this rank's shard. Returns the names of the executors that sessions can use on it, which are determined
+        with a minimal KV cache."""
         self._load(models, group)
         shape = self.limits.shape
         small = replace(self.loaded, context=1, prefix_cache_tokens=0).runner(
@@ -94,24 +99,28 @@ class WorkerModel:
         return executor_names(build_verifier(*small, shape) if self.side == "target" else build_drafter(*small, shape))
 
     def bounds(self, shape: EngineConfig) -> ModelLimits:
-        """The limits of a session of that shape. Raises UserError for a shape that is too large."""
+        """Returns the limits of a session. Raises UserError if its configuration `shape` exceeds the limits of the
+        worker."""
         self.limits.check(shape, self.side)
         return ModelLimits(self.models.vocab_size, self.models.max_model_len, shape.verify_batch)
 
     def verifier(self, shape: EngineConfig, cancel_check: CancelCheck) -> LocalVerifier:
+        """Returns a verifier for a session, with its own KV cache."""
         verifier = build_verifier(*self.loaded.runner(self.models.tree_slots(self.side, shape), cancel_check), shape)
         if self.rank is not None:
             restrict_executors(verifier, self.rank.executor_names)
         return verifier
 
     def drafter(self, shape: EngineConfig, cancel_check: CancelCheck) -> LocalDrafter:
+        """Returns a drafter for a session, with its own KV cache."""
         drafter = build_drafter(*self.loaded.runner(self.models.tree_slots(self.side, shape), cancel_check), shape)
         if self.rank is not None:
             restrict_executors(drafter, self.rank.executor_names)
         return drafter
 
     def follow(self) -> None:
-        """Runs a rank other than 0 until it is shut down."""
+        """Runs this rank, which is not rank 0, until rank 0 shuts it down. Raises RankLost if rank 0 exits without
+        doing so."""
         assert self.rank is not None
         self.rank.run_follower(self._follower)
 
@@ -122,9 +131,10 @@ class WorkerModel:
 
 
 def make_service(model: WorkerModel, name: str, tokenizer: bytes, files: tuple[Path, ...]) -> WorkerService[Any]:
-    """The gRPC service of a worker's rank 0.
+    """Returns the gRPC service of a worker, which its rank 0 runs.
 
-    `tokenizer`: hash of its id-to-token map.
+    `name`: name of the model.
+    `tokenizer`: hash of the tokenizer's id-to-token map.
     `files`: the tokenizer files that a client needs.
     """
     models, limits = model.models, model.limits
@@ -133,7 +143,7 @@ def make_service(model: WorkerModel, name: str, tokenizer: bytes, files: tuple[P
         read_config(model.path).eos_token_ids, str(model.loaded.model.dtype).removeprefix("torch."),
     )  # fmt: skip
     group = WorkerGroup(()) if model.rank is None else model.rank.worker_group
-    followers: dict[Any, SessionFollowerGroup] = {}  # by session
+    followers: dict[Any, SessionFollowerGroup] = {}  # of each session
 
     def open_session(shape: EngineConfig) -> tuple[ModelLimits, CancelCheck, SessionFollowerGroup]:
         bounds, cancel_check, session_followers = model.bounds(shape), CancelCheck(), group.new_session(shape)

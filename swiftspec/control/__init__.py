@@ -1,1 +1,1 @@
-"""Adaptation of d and bs, and of speculation itself, to measured rounds."""
+"""Adaptation of d, of bs and of the use of the draft to measurements of recent rounds."""

@@ -13,29 +13,29 @@ from swiftspec.messages import Proposal, RequestStart, VerifyResult
 from swiftspec.params import SamplingParams
 from swiftspec.runtime.drafter import NoDrafter
 
-SKIPPED_ROUNDS = 2  # unmeasured rounds after a change: caches are cold, and a draft may have to catch up
+SKIPPED_ROUNDS = 2  # rounds after a change that are not measured: caches are cold, and the draft may have to catch up
 
 
 @dataclass(frozen=True, slots=True)
 class PolicyReport:
-    """Decisions made in one request, and the latest measurements. Times are in seconds."""
+    """Decisions made in one request, and the latest measurements. Times are in seconds; None: not measured."""
 
-    steps: int  # d and bs of a speculative round at the end of the request
-    nodes: int
-    ar_rounds: int
-    changes: tuple[tuple[int, Decision], ...]  # (first round, decision) pairs
+    steps: int  # d of speculative rounds at the end of the request
+    nodes: int  # bs of speculative rounds at the end of the request
+    ar_rounds: int  # autoregressive rounds of the request
+    changes: tuple[tuple[int, Decision], ...]  # per change: the first round that it applies to, and the decision
     speculative_round_time: float | None
     ar_round_time: float | None
     break_even: float | None  # tokens per round at which speculation is as fast as autoregressive rounds
-    speedup: float | None  # of speculative rounds over autoregressive ones
+    speedup: float | None  # tokens per second of speculative rounds, relative to autoregressive rounds
 
 
 class Controller:
-    """A drafter that calls an inner drafter in speculative rounds and none in autoregressive rounds.
+    """Drafter that calls an inner drafter in speculative rounds and proposes only the root in autoregressive rounds.
 
-    The inner drafter is idle during autoregressive rounds. Before the next speculative round it receives the missed
-    rounds as one merged result. All of this runs on rank 0, because only rank 0 has a clock. The other ranks receive a
-    smaller bs as a smaller proposal, an autoregressive round as a root-only proposal, and d as the drafter's
+    During autoregressive rounds the inner drafter is idle. Before the next speculative round it receives the missed
+    rounds as one merged result. The controller runs on rank 0, because only rank 0 reads a clock. A smaller bs reaches
+    the other ranks as a smaller proposal, an autoregressive round as a root-only proposal, and d as the drafter's
     `draft_steps`.
     """
 
@@ -45,7 +45,8 @@ class Controller:
         make_stats: Callable[[], RoundStats],
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """`make_stats` is called once for ordinary requests and once for guided ones, whose rounds take longer."""
+        """`make_stats`: returns empty measurements. It is called once for ordinary requests and once for requests with
+        guidance, whose rounds take longer. `clock`: returns the time in seconds."""
         self._drafter, self._none = drafter, NoDrafter()
         self._clock, self._make_stats = clock, make_stats
         self.round_stats = make_stats()
@@ -53,14 +54,14 @@ class Controller:
         self._reset()
 
     def _reset(self) -> None:
-        """Resets the state of a request."""
+        """Resets the per-request state."""
         self._ar_rounds = 0
         self._changes: list[tuple[int, Decision]] = []
         self._missed: list[VerifyResult] = []  # results that the idle drafter has not received
-        self._proposal: Proposal | None = None  # before it was cut; None in an autoregressive round
-        self._began = self._proposed = 0.0  # start of the round, and time of its proposal
+        self._proposal: Proposal | None = None  # the drafter's whole proposal; None in an autoregressive round
+        self._began = self._proposed = 0.0  # clock times of the start of the round and of its proposal
         self._busy = self._draft = 0.0  # seconds in the draft's forwards: in total, and in this round
-        self._skip = SKIPPED_ROUNDS  # number of next rounds that are not measured
+        self._skip = SKIPPED_ROUNDS  # upcoming rounds that are not measured
 
     @property
     def busy(self) -> float:
@@ -76,7 +77,8 @@ class Controller:
         self._busy = self._drafter.busy
 
     def _stats_for(self, sampling: SamplingParams) -> RoundStats:
-        """The measurements of similar requests. A request that sets the shape of its rounds gets empty ones."""
+        """Returns the measurements that a request continues: those of all ordinary requests or of all requests with
+        guidance, or empty ones if the request sets its own bs or d."""
         guided, ours = sampling.guided, self._all_stats[False].config
         asked = ours.for_request(sampling)
         if asked is not ours:
@@ -121,7 +123,8 @@ class Controller:
             self._set_steps()
 
     def catch_up(self, result: VerifyResult) -> None:
-        """Adds rounds that were decoded without this drafter, as one merged result. They are not measured."""
+        """Applies `result`, which merges rounds that were decoded without this drafter. These rounds are not
+        measured."""
         if self.round_stats.speculating:
             self._catch_up()
             self._drafter.observe(result)
@@ -134,7 +137,7 @@ class Controller:
         self._drafter.close()
 
     def report(self) -> PolicyReport | None:
-        """The report of the request so far; None if nothing is adaptive."""
+        """Returns the report of the request so far, or None if the config enables no adaptation."""
         m = self.round_stats
         if not m.config.is_adaptive:
             return None
@@ -152,7 +155,7 @@ class Controller:
             self._drafter.draft_steps = self.round_stats.steps
 
     def _sample(self, result: VerifyResult, came: float) -> RoundSample:
-        """Measurement of the round that ends now. `came`: time of its result."""
+        """Returns the measurement of the round that ends now. `came`: clock time at which its result arrived."""
         seconds, target = self._clock() - self._began, came - self._proposed
         if self._proposal is None:
             return RoundSample(seconds, target, 0.0, len(result.tokens), ())
@@ -161,29 +164,30 @@ class Controller:
         return RoundSample(seconds, target, self._draft, len(result.tokens), hits)
 
     def _catch_up(self) -> None:
-        """Sends the missed rounds to the drafter as one merged result."""
+        """Sends the missed rounds to the inner drafter as one merged result."""
         if self._missed:
             self._drafter.observe(merge_results(self._missed))
             self._missed.clear()
 
 
 def merge_results(results: Sequence[VerifyResult]) -> VerifyResult:
-    """Merges consecutive results into that of one long round, for a drafter that missed them."""
+    """Merges the results of consecutive rounds into one result, as of a single long round. A drafter that has missed
+    these rounds can observe it."""
     tokens = tuple(token for result in results for token in result.tokens)
     first, last = results[0], results[-1]
     return VerifyResult(last.request, last.round, first.prefix_len, tuple(range(len(tokens))), tokens)
 
 
 def _truncate(proposal: Proposal, nodes: int) -> Proposal:
-    """Cuts a proposal to its most likely nodes. A proposal with draft distributions is never cut: dropping a node
-    because of its own draw would bias the output."""
+    """Cuts a proposal to its `nodes` most likely nodes. A proposal with draft distributions is returned unchanged: the
+    choice of nodes to cut would depend on the tokens that were drawn, and that would bias rejection sampling."""
     if len(proposal.tokens) <= nodes or proposal.draft_probs is not None:
         return proposal
     return replace(proposal, tokens=proposal.tokens[:nodes], parents=proposal.parents[:nodes])
 
 
 def _match_path(proposal: Proposal, tokens: Sequence[int]) -> tuple[int, ...]:
-    """The nodes along the longest prefix of `tokens` that the proposal contains, including nodes that were cut off."""
+    """Returns the nodes along the longest prefix of `tokens` that is a path of the proposal, without the root."""
     path, node = [], 0
     for token in tokens:
         children = zip(proposal.tokens[node + 1 :], proposal.parents[node + 1 :])

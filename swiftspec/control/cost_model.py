@@ -1,4 +1,4 @@
-"""Cost model: predicts tokens per second of rounds with another shape (d, bs) from recent rounds. Pure arithmetic."""
+"""Cost model: predicts the tokens per second of other shapes (d, bs) from measurements of recent rounds."""
 
 from __future__ import annotations
 
@@ -10,23 +10,26 @@ import numpy as np
 from swiftspec.control.round_stats import RoundStats
 from swiftspec.control.step_times import DraftTimes, steps_for
 
-# Estimate for depths that were never grown: the probability that the path continues to the next depth, divided by the
-# same probability one depth higher. Fitted by eye to the demo models.
+# Probability that the accepted path continues from depth i to i + 1, divided by the probability that it continues from
+# i - 1 to i; assumed for depths that no measured proposal has reached. Fitted by eye to the demo models.
 DEPTH_DECAY = 0.75
-# Estimated time of a one-row verification, relative to that of the fewest rows measured. Low enough that a smaller bs
-# is tried if that would lose few tokens; from then on its time is measured.
+# Time of a verification of one node relative to that of the smallest measured bs, assumed until it is measured. The
+# value is so low that a smaller bs is tried where it would lose few tokens; its time is measured from then on.
 ONE_ROW_FACTOR = 0.75
-HYSTERESIS = 1.05  # d is kept if it is right for a verification time within this factor
+HYSTERESIS = 1.05  # tolerance of the verification time, as a factor, within which d stays unchanged
 
 
 class CostModel:
-    """Predictions for rounds of any shape from measured rounds of the current shape (at least one)."""
+    """Predictions for rounds of any shape (d, bs), based on at least one measured round of the current shape.
+
+    In all methods, `steps` is d and `nodes` is bs.
+    """
 
     def __init__(self, stats: RoundStats) -> None:
         trees = stats.speculative_rounds
         self._stats, self._lookahead = stats, stats.config.mode == "async"
-        # A lookahead drafter that runs out of nodes makes more than d expansions in a round. The lower quartile
-        # excludes such rounds.
+        # The lower quartile excludes rounds in which a lookahead drafter ran out of nodes and made more than d
+        # expansions.
         self._expansion = _lower_quartile([tree.draft for tree in trees]) / stats.steps
         times = stats.verify_times | {stats.nodes: median(tree.target for tree in trees)}
         fewest = min(times)
@@ -40,17 +43,17 @@ class CostModel:
         self._overhead = max(median(tree.seconds for tree in trees) - forwards, 0.0)
 
     def tokens_per_second(self, steps: int, nodes: int) -> float:
-        """Predicted tokens per second."""
+        """Returns the predicted tokens per second; 0 if the predicted time of a round is 0."""
         seconds = self.round_time(steps, nodes)
         return self.tokens_per_round(steps, nodes) / seconds if seconds > 0 else 0.0
 
     def round_time(self, steps: int, nodes: int) -> float:
-        """Predicted seconds of a round."""
+        """Returns the predicted duration of a round, in seconds."""
         return self._forward_time(steps, nodes) + self._overhead
 
     def tokens_per_round(self, steps: int, nodes: int) -> float:
-        """Predicted tokens per round. For fewer nodes or a smaller d, each measured round shows the depth that its
-        accepted path would have reached; the gain of a larger d is estimated."""
+        """Returns the predicted tokens per round. For a smaller bs or d, each measured round determines the depth that
+        its accepted path would have reached; the gain of a larger d is estimated."""
         trees, now = self._stats.speculative_rounds, self._stats.steps
         depths = [bisect_left(tree.hits, nodes) for tree in trees]
         if steps < now:
@@ -59,8 +62,9 @@ class CostModel:
         return 1 + sum(depths) / len(depths) + further
 
     def steps_per_verification(self, nodes: int) -> int:
-        """d of a lookahead drafter (paper, section 3.1): as many expansions as fit into a verification of `nodes`
-        nodes, minus the time of the draft's answer. The current d is kept if it is right within `HYSTERESIS`."""
+        """Returns d for a lookahead drafter (paper section 3.1): the number of expansions that fit into a verification
+        of `nodes` nodes after the drafter's fixed overhead per round. The current d is returned if it is the right
+        number for a verification time that differs by at most the factor `HYSTERESIS`."""
         trees, steps = self._stats.speculative_rounds, self._stats.steps
         if self._expansion <= 0:
             return steps
@@ -72,23 +76,30 @@ class CostModel:
         return min(max(steps, steps_for(target / HYSTERESIS, draft)), steps_for(target * HYSTERESIS, draft))
 
     def _forward_time(self, steps: int, nodes: int) -> float:
-        """Seconds of a round's forwards: the sum of both models, or with a lookahead drafter the slower one."""
+        """Returns the seconds of a round's forwards: the sum over both models, or the maximum with a lookahead drafter,
+        whose forwards run during the verification."""
         target, draft = self._verify_time(nodes), steps * self._expansion
         return max(target, draft) if self._lookahead else target + draft
 
     def _verify_time(self, nodes: int) -> float:
-        """Seconds of a verification: interpolated linearly between measured numbers of rows, constant above them."""
+        """Returns the seconds of a verification of `nodes` nodes: interpolated linearly between the measured values of
+        bs, constant above the largest."""
         return float(np.interp(nodes, self._rows, self._times))
 
     def _proposal_depth(self, steps: int) -> int:
-        """Depths below the root after d expansions. With a lookahead drafter it is one less, because the bonus token
-        becomes the new root."""
+        """Returns the number of levels below the root of a proposal after `steps` expansions. A lookahead drafter's
+        proposal has one level less, because it expands before the result is known, and the bonus token takes up one
+        level as the new root."""
         return max(steps - 1, 1) if self._lookahead else steps
 
     def _tokens_of_deeper(self, depths: list[int], nodes: int, more: int) -> float:
-        """Estimated additional tokens per round with `more` further depths. Two effects reduce them: the probability
-        that the path continues falls with depth, and a deeper node ranks lower in the proposal, so a small bs omits it.
-        The rank is assumed to grow in proportion to the depth."""
+        """Returns the estimated additional tokens per round if the tree has `more` further levels.
+
+        `depths`: depth of the accepted path of each measured round, with bs = `nodes`.
+        Two effects reduce the gain. The probability that the path continues falls by `DEPTH_DECAY` per level. And a
+        deeper node ranks lower in the proposal, so that a small bs omits it; the rank is assumed to be proportional to
+        the depth.
+        """
         trees, grown = self._stats.speculative_rounds, self._proposal_depth(self._stats.steps)
         places = [tree.hits[grown - 1] for tree in trees if len(tree.hits) >= grown]
         above = sum(depth >= grown - 1 for depth in depths)
@@ -102,5 +113,5 @@ class CostModel:
 
 
 def _lower_quartile(values: list[float]) -> float:
-    """The lower quartile."""
+    """Returns the lower quartile of `values`."""
     return sorted(values)[len(values) // 4]

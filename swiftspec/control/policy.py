@@ -1,8 +1,7 @@
-"""Adaptive speculation policy: the number of expansions (d), the number of verified nodes (bs), and whether the draft
-is used.
+"""Adaptive speculation policy: chooses d, bs and whether the draft is used, from measurements of recent rounds.
 
-`decide` is a pure function of the measurements, and its decisions never change the output. It compares tokens per
-second between shapes (d, bs), and between the best shape and autoregressive rounds.
+`decide` compares the predicted tokens per second of different shapes (d, bs), and the best shape with autoregressive
+rounds. It is a pure function of the measurements, and its decisions never change the output.
 """
 
 from __future__ import annotations
@@ -11,27 +10,28 @@ from swiftspec.config import MAX_MEASURED_DRAFT_STEPS
 from swiftspec.control.cost_model import CostModel
 from swiftspec.control.round_stats import NO_SPECULATION, PROBE_ROUNDS, WINDOW_ROUNDS, Decision, RoundStats
 
-DECISION_INTERVAL_ROUNDS = 8  # rounds between two decisions; a decision takes about 0.1 ms
+DECISION_INTERVAL_ROUNDS = 8  # rounds from one decision to the next; a decision takes about 0.1 ms
 REFRESH_ROUNDS = 512  # rounds after which the time of an autoregressive round is measured again
 SWITCH_OFF_FACTOR = 1.05  # speculation stops only if autoregressive rounds are faster by this factor
 MIN_GAIN_FACTOR = 1.04  # another shape is chosen only if its prediction is better by this factor
-FIRST_DECISION_ROUNDS = 3  # rounds after which the cost of forwards is known
+FIRST_DECISION_ROUNDS = 3  # speculative rounds before the first decision, which needs only the cost of forwards
 # Typical acceptance, fitted by eye to the demo models with bs = 4, 8, 16 and d up to 6: the accepted path reaches depth
-# i with probability TYPICAL_ACCEPTANCE^i, and less often if bs leaves few nodes per depth.
+# i with probability TYPICAL_ACCEPTANCE^i * min(1, bs / (NODES_PER_DEPTH * i))^2.
 TYPICAL_ACCEPTANCE, NODES_PER_DEPTH = 0.88, 2.5
 MAX_RAISE_STEPS = 2  # largest increase of d per decision, because the acceptance at new depths is an estimate
 
 
 def decide(m: RoundStats) -> Decision:
-    """Decides the kind of the next rounds.
+    """Returns the kind of the next rounds: speculative with some d and bs, or autoregressive.
 
-    Speculation continues while it is faster than autoregressive rounds, in the shape with the highest prediction. A few
-    autoregressive rounds are run if their time is unknown or was measured long ago. If speculation is slower, rounds
-    stay autoregressive until it is time to try again.
+    Speculation continues while it is faster than autoregressive rounds, in the shape with the most predicted tokens per
+    second. A few autoregressive rounds are run if their time is unknown or was measured more than `REFRESH_ROUNDS`
+    rounds ago. If speculation is slower, rounds become autoregressive, and after `m.retry_after` rounds at the latest
+    speculation is tried again.
 
-    The first measured rounds give the cost of forwards, but not yet the acceptance rate. Together with a typical
-    acceptance rate this is enough to choose d for models of any size, and bs if the time of an autoregressive round is
-    known.
+    The first decision is made after `FIRST_DECISION_ROUNDS` rounds, which suffice for the cost of forwards but not for
+    the acceptance rate. With a typical acceptance rate it already chooses d for models of any size, and also bs if the
+    time of an autoregressive round is known.
     """
     if not m.config.is_adaptive:
         return m.current
@@ -58,8 +58,9 @@ def decide(m: RoundStats) -> Decision:
 
 
 def _first_decision(m: RoundStats) -> Decision:
-    """Decision after the first rounds: the shape with the most tokens per second at a typical acceptance rate. A few
-    autoregressive rounds measure the cost of a single row before bs is chosen."""
+    """Returns the decision after the first rounds: the shape with the most tokens per second at a typical acceptance
+    rate. If bs and the use of the draft are adaptive, but the time of an autoregressive round is unknown, returns
+    `NO_SPECULATION`, so that a few autoregressive rounds measure it."""
     if m.config.mode == "async":
         return Decision(CostModel(m).steps_per_verification(m.nodes), m.nodes, True)
     free = m.config.adapt_batch and m.config.self_switch
@@ -77,17 +78,18 @@ def _first_decision(m: RoundStats) -> Decision:
 
 
 def _batch_sizes(m: RoundStats) -> list[int]:
-    """Candidates for bs: the configured value, its half, its quarter and so on."""
+    """Returns the candidates for bs: the configured value, its half, its quarter and so on, down to 2 or 3."""
     return [m.config.verify_batch >> i for i in range(m.config.verify_batch.bit_length() - 1)]
 
 
 def _best_shape(m: RoundStats, forecast: CostModel) -> tuple[int, int]:
-    """The shape (d, bs) with the most predicted tokens per second. The current shape is kept unless another one is
-    better by `MIN_GAIN_FACTOR`.
+    """Returns the shape (d, bs) with the most predicted tokens per second. The current shape is kept unless another
+    shape is better by `MIN_GAIN_FACTOR`.
 
-    Predictions for smaller shapes follow from measured rounds, those for larger shapes are estimates, so no larger
-    shape is tried during `raise_cooldown`. A lookahead drafter makes as many expansions for free as fit into a
-    verification. Its d is never below that number, and a change to that number needs no gain.
+    Predictions for a smaller d or bs follow from measured rounds, but those for a larger d or bs are estimates, so
+    neither is increased while `m.raise_cooldown` is positive. Expansions of a lookahead drafter cost no time as long as
+    they fit into a verification: its d is never below the number that fits, and changing d to that number requires no
+    gain.
     """
     ahead, most = m.config.mode == "async", max(MAX_MEASURED_DRAFT_STEPS, m.config.initial_draft_steps)
     halves = _batch_sizes(m)

@@ -11,16 +11,16 @@ from swiftspec.config import EngineConfig
 
 WINDOW_ROUNDS = 16  # speculative rounds that a decision is based on
 PROBE_ROUNDS = 4  # autoregressive rounds that a decision is based on
-RETRY_AFTER_ROUNDS = 64  # autoregressive rounds before speculation is retried; doubles after a failed trial
-MAX_RETRY_ROUNDS = 16 * RETRY_AFTER_ROUNDS  # upper bound of that number
-RAISE_COOLDOWN_ROUNDS = 120  # rounds without an increase of d or bs, after an increase that was soon reverted
+RETRY_AFTER_ROUNDS = 64  # autoregressive rounds before speculation is retried; doubled per retry until one lasts
+MAX_RETRY_ROUNDS = 16 * RETRY_AFTER_ROUNDS  # upper bound of the doubled number
+RAISE_COOLDOWN_ROUNDS = 120  # rounds in which d and bs are not increased, after an increase was soon reverted
 
 
 class Decision(NamedTuple):
-    """Kind of the next rounds. An autoregressive round has d = 0 and bs = 1: only the root is verified."""
+    """Kind of the next rounds: speculative, or autoregressive, where d is 0 and bs is 1: only the root is verified."""
 
     steps: int  # d, expansions per round
-    nodes: int  # bs, verified nodes
+    nodes: int  # bs, nodes that the target verifies per round
     speculate: bool  # whether the draft is used
 
 
@@ -28,23 +28,23 @@ NO_SPECULATION = Decision(0, 1, False)
 
 
 class RoundSample(NamedTuple):
-    """Measurement of one round; times in seconds. An autoregressive round has no draft, one token and no hits."""
+    """Measurement of one round. For an autoregressive round, `draft` is 0, `tokens` is 1 and `hits` is empty."""
 
-    seconds: float  # duration of the round, excluding the consumer of its tokens
-    target: float  # from the proposal to the result
-    draft: float  # in the draft's forwards
-    tokens: int
-    hits: tuple[int, ...]  # accepted nodes, as indices into the draft's uncut proposal
+    seconds: float  # duration of the round, without the time in which the caller consumes its tokens
+    target: float  # seconds from the proposal to its result
+    draft: float  # seconds in the draft's forwards
+    tokens: int  # output tokens, the bonus token included
+    hits: tuple[int, ...]  # nodes of the whole proposal, before it is cut to bs, that match the output tokens
 
 
 @dataclass(slots=True)
 class RoundStats:
-    """The current kind of rounds and recent measurements. Kept across requests."""
+    """Current kind of rounds and recent measurements. They persist across requests."""
 
-    config: EngineConfig  # determines what is adaptive
-    steps: int = field(init=False)  # d and bs of a speculative round
-    nodes: int = field(init=False)
-    speculating: bool = True
+    config: EngineConfig  # determines which of d, bs and the use of the draft are adaptive
+    steps: int = field(init=False)  # current d of speculative rounds
+    nodes: int = field(init=False)  # current bs of speculative rounds
+    speculating: bool = True  # whether rounds are speculative at present
     rounds: int = 0  # rounds measured since steps, nodes or speculating changed
     speculative_rounds: deque[RoundSample] = field(
         default_factory=lambda: deque(maxlen=WINDOW_ROUNDS)
@@ -52,11 +52,11 @@ class RoundStats:
     ar_seconds: deque[float] = field(
         default_factory=lambda: deque(maxlen=PROBE_ROUNDS)
     )  # seconds of recent autoregressive rounds
-    ar_age: int = 0  # rounds measured since the last autoregressive one
-    verify_times: dict[int, float] = field(default_factory=dict)  # seconds of a verification by bs, as last measured
+    ar_age: int = 0  # rounds measured since the last autoregressive round
+    verify_times: dict[int, float] = field(default_factory=dict)  # latest measured seconds of a verification, by bs
     retry_after: int = RETRY_AFTER_ROUNDS  # autoregressive rounds before speculation is retried
-    raised: bool = False  # the last change of shape increased d or bs
-    raise_cooldown: int = 0  # rounds before d or bs may be increased
+    raised: bool = False  # whether the last change of the shape increased d or bs
+    raise_cooldown: int = 0  # rounds until d and bs may be increased again; not positive: they may
 
     def __post_init__(self) -> None:
         self.steps, self.nodes = self.config.initial_draft_steps, self.config.verify_batch
@@ -68,24 +68,25 @@ class RoundStats:
 
     @property
     def speculative_round_time(self) -> float | None:
-        """Seconds of a speculative round. All times are medians, since a single round may be delayed."""
+        """Median duration of the recent speculative rounds in seconds; None if none were measured."""
         return median(tree.seconds for tree in self.speculative_rounds) if self.speculative_rounds else None
 
     @property
     def ar_round_time(self) -> float | None:
-        """Seconds of an autoregressive round."""
+        """Median duration of the recent autoregressive rounds in seconds; None if none were measured."""
         return median(self.ar_seconds) if self.ar_seconds else None
 
     def start_request(self) -> None:
-        """Begins a request. It speculates with the d and bs at the end of the previous request. If that ended with
-        autoregressive rounds, speculation is judged only after a full window of new rounds. Back-off times of the
-        previous request are reset."""
+        """Begins a request. Its first rounds are speculative, with the d and bs of the previous request's last
+        speculative round. If the previous request ended with autoregressive rounds, the count of measured rounds
+        restarts, so that the next decision waits for new speculative rounds. The back-off times of the previous request
+        are reset."""
         if not self.speculating:
             self.speculating, self.rounds = True, 0
         self.retry_after, self.raise_cooldown = RETRY_AFTER_ROUNDS, 0
 
     def add(self, seen: RoundSample) -> None:
-        """Adds a round of the current kind."""
+        """Adds the measurement of a round of the current kind."""
         self.rounds += 1
         self.raise_cooldown -= 1
         self.ar_age += 1
@@ -96,8 +97,8 @@ class RoundStats:
             self.ar_age = 0
 
     def apply(self, to: Decision) -> None:
-        """Switches the next rounds to another kind."""
-        short = self.rounds <= 2 * WINDOW_ROUNDS  # the shape was in use only briefly
+        """Makes `to` the kind of the next rounds, and updates the back-off times."""
+        short = self.rounds <= 2 * WINDOW_ROUNDS  # whether the current kind was in use only briefly
         if not to.speculate and not short:
             self.retry_after = RETRY_AFTER_ROUNDS
         if to.speculate and not self.speculating and self.rounds >= self.retry_after:

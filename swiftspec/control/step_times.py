@@ -1,4 +1,4 @@
-"""Measured step times of draft and target, from which d, the expansions per round, is derived (paper section 3.1)."""
+"""Measurement of the step times of draft and target, and the choice of d that follows from them (paper section 3.1)."""
 
 from __future__ import annotations
 
@@ -15,22 +15,23 @@ from swiftspec.params import SamplingParams
 from swiftspec.runtime.drafter import Drafter
 from swiftspec.runtime.verifier import Verifier
 
-CONTEXT_TOKENS = 256  # context length during measurement, since attention contributes to both steps
+CONTEXT_TOKENS = 256  # context length during a measurement; attention over it is part of the step times
 GREEDY = SamplingParams(temperature=0)
-REPEATS = 8
-VERIFICATIONS_PER_PREFILL = 4  # verifications per prefill, which leaves the CPU caches in another state than rounds do
+REPEATS = 8  # requests that are opened per measurement
+# Verifications timed after each prefill: several, because a prefill leaves the CPU caches in another state than rounds.
+VERIFICATIONS_PER_PREFILL = 4
 
 
 @dataclass(frozen=True, slots=True)
 class DraftTimes:
-    """Typical times of a draft round in seconds: one overhead and d expansions."""
+    """Typical times of a drafter in seconds. A round of the drafter takes overhead + d * expansion."""
 
-    overhead: float  # processing a result, re-rooting, proposing
-    expansion: float  # of w leaves, including host time
+    overhead: float  # for processing a result, re-rooting and proposing
+    expansion: float  # for one expansion of w leaves, including host time
 
 
 class SteppedDrafter(Drafter, Protocol):
-    """A drafter whose `draft_steps` (d) can be set between rounds; 0 for a drafter that does not expand."""
+    """A drafter whose d can be set between rounds. `draft_steps`: d; 0 if the drafter does not expand a tree."""
 
     @property
     def draft_steps(self) -> int: ...
@@ -40,7 +41,8 @@ class SteppedDrafter(Drafter, Protocol):
 
 
 def measure_draft_times(drafter: SteppedDrafter, max_model_len: int) -> DraftTimes:
-    """Measures the draft's times in a context of at most `max_model_len` tokens. Leaves no request open."""
+    """Measures the times of a drafter with d > 0, in a context of at most `max_model_len` tokens. No request is
+    open afterwards."""
     text = (0,) * min(CONTEXT_TOKENS, max_model_len)
     grows, rounds = [], []
     for _ in range(REPEATS):
@@ -56,8 +58,8 @@ def measure_draft_times(drafter: SteppedDrafter, max_model_len: int) -> DraftTim
 
 
 def measure_verification_time(verifier: Verifier, bs: int, max_model_len: int) -> float:
-    """Measures the seconds of one verification of bs nodes, including host time, in a context of at most
-    `max_model_len` tokens. Leaves no request open."""
+    """Measures the shortest time of a verification of `bs` nodes, in seconds and including host time, in a context of
+    at most `max_model_len` tokens. No request is open afterwards."""
     text = (0,) * max(min(CONTEXT_TOKENS, max_model_len - bs * VERIFICATIONS_PER_PREFILL), 1)
     times = []
     for _ in range(REPEATS):
@@ -75,8 +77,11 @@ def measure_verification_time(verifier: Verifier, bs: int, max_model_len: int) -
 
 
 def steps_for(target: float, draft: DraftTimes) -> int:
-    """d for a verification of `target` seconds: as many expansions as fit next to the overhead, so that the target
-    never waits. The draft is seldom late, because its times are typical values and the target's time is a minimum."""
+    """Returns d for a lookahead drafter: the expansions that fit into a verification of `target` seconds.
+
+    This is (target - overhead) / expansion, rounded down and limited to 1..MAX_MEASURED_DRAFT_STEPS, so that the target
+    does not wait for the draft. The draft is rarely late if its times are typical values and `target` is a minimum.
+    """
     return math.floor(min(max((target - draft.overhead) / draft.expansion, 1), MAX_MEASURED_DRAFT_STEPS))
 
 

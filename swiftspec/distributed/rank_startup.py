@@ -44,7 +44,10 @@ Progress = Callable[[str, int, int], None]  # description, step, number of steps
 
 
 class RoleBuilder(Protocol):
-    """Builds the roles of one rank. Implemented by `builder.model_pair.ModelPair`."""
+    """Builds the roles of one rank. Implemented by `builder.model_pair.ModelPair`.
+
+    Parameters `target` and `draft` of the methods: whether this rank loads the respective model.
+    """
 
     @property
     def device(self) -> torch.device: ...
@@ -57,18 +60,19 @@ class RoleBuilder(Protocol):
     @property
     def cancel_check(self) -> CancelCheck: ...
     def with_vocab(self, vocab_size: int, /) -> RoleBuilder:
-        """A copy with the vocabulary size of the job. Raises UserError if a model's vocabulary is smaller."""
+        """Returns a copy with the vocabulary size of the job. Raises UserError if a model's vocabulary is smaller."""
         ...
 
     def rank_config(self, config: EngineConfig, *, target: bool, draft: bool) -> RankConfig:
-        """The configuration that must match the other ranks of the job, or of the group that loads these models.
+        """Returns the configuration that must be the same on all ranks of the job, or on all ranks of one group.
 
         Raises UserError if model files cannot be read.
         """
         ...
 
     def kernel_sums(self, *, target: bool, draft: bool) -> int:
-        """Width of the widest product that kernels of these models all-reduce through peer memory; 0 for none."""
+        """Returns the largest output size of a projection whose kernel all-reduces through peer memory; 0 if the models
+        have no such kernel."""
         ...
 
     def verifier(
@@ -86,22 +90,23 @@ Role = LocalVerifier | LocalDrafter | LocalPopulation
 
 
 def executor_names(role: Role) -> set[str]:
-    """Names of the executors that the role supports."""
+    """Returns the names of the executors that `role` supports."""
     return {kind.name for kind in role.executors}
 
 
 def restrict_executors(role: Role, common: Container[str]) -> None:
-    """Removes the executors that some rank of its group does not support."""
+    """Removes all executors from `role` except those in `common`, the names that all ranks of its group support."""
     agreed: list[Any] = [kind for kind in role.executors if kind.name in common]
     role.executors = agreed
 
 
 class EngineRank:
-    """One rank of an engine. The constructor returns once all ranks have loaded their models.
+    """One rank of an engine.
 
-    It checks that all ranks have the same configuration, connects this rank, joins its group and loads its shard of the
-    group's models. Raises UserError on all ranks if configurations differ. If a rank cannot load, rank 0 raises
-    UserError and the other ranks shut down.
+    The constructor checks that all ranks have the same configuration, connects this rank, joins its group and loads its
+    shard of the group's models. It returns once this rank and the ranks that it leads have loaded; on rank 0 these are
+    all ranks. Raises UserError on all ranks if configurations differ. If a rank cannot load, rank 0 raises UserError,
+    and the other ranks receive SHUTDOWN.
     """
 
     def __init__(self, world: World, config: EngineConfig, builder: RoleBuilder, progress: Progress | None) -> None:
@@ -122,7 +127,7 @@ class EngineRank:
         self.drafter: LocalDrafter | None = None
         self.population: LocalPopulation | None = None
         self._group: RankGroup | None = None
-        self.recovery: DraftGroupRecovery | None = None  # set on rank 0 if a lost draft group is restarted
+        self.recovery: DraftGroupRecovery | None = None  # set on rank 0 if a supervisor restarts a lost draft group
         error: str | None = None
         try:
             self._builder = builder = builder.with_vocab(vocab)
@@ -158,7 +163,7 @@ class EngineRank:
         holds: dict[str, bool],
         progress: Progress | None,
     ) -> None:
-        """Joins the group and loads this rank's shard of its models with their roles."""
+        """Joins this rank's group, loads its shard of the group's models and builds their roles."""
         if here.group_size > 1:
             self._group = join_group(
                 self._world, here.group, here.group_rank, here.group_size, device=builder.device,
@@ -178,7 +183,8 @@ class EngineRank:
     def leader_roles(
         self, config: EngineConfig, log: Recorder | None = None
     ) -> tuple[LeaderVerifier, SteppedDrafter, EngineConfig]:
-        """Rank 0's verifier and drafter, and the config with d filled in. `log` receives the draft's trace records."""
+        """Returns rank 0's verifier, its drafter, and the config. With a draft group, d in the config is measured if it
+        was None. `log`: receives the trace records of the draft group."""
         assert self.verifier is not None
         team = self._follower_group()
         verifier = LeaderVerifier(self.verifier, team)
@@ -198,20 +204,22 @@ class EngineRank:
         return verifier, NoDrafter(), config
 
     def leader_population(self) -> LeaderPopulation:
-        """Rank 0's population, in mode smc."""
+        """Returns rank 0's population, if requests are decoded in sequence groups (mode smc, or `max_num_seqs` > 1)."""
         assert self.population is not None
         return LeaderPopulation(self.population, self._follower_group())
 
     def _follower_group(self) -> FollowerGroup:
-        """The followers of this leader, which also receive PREFILL_CONTINUE before each prefill chunk."""
+        """Returns the followers of this leader, and makes its cancellation check send them PREFILL_CONTINUE before each
+        prefill chunk."""
         team = FollowerGroup(self._connections.followers)
         self._builder.cancel_check.on_continue = partial(team.broadcast, Opcode.PREFILL_CONTINUE)
         return team
 
     def _measure_draft_steps(self, config: EngineConfig, verifier: LeaderVerifier, drafter: DraftGroupClient) -> int:
-        """Chooses d from measured draft and target times; returns the initial value if the draft group fails.
+        """Returns the d that follows from measured draft and target times, and sets it on the drafter. Returns the
+        config's initial d if the draft group fails.
 
-        Both are measured concurrently, because draft and target share caches and memory bandwidth.
+        Both times are measured concurrently, because draft and target share caches and memory bandwidth.
         """
         room = self._builder.max_model_len - 1
         try:
@@ -224,9 +232,11 @@ class EngineRank:
         return steps
 
     def run(self, *, traced: bool) -> None:
-        """Main loop of every rank except rank 0, until SHUTDOWN. `traced`: the trace needs exact times.
+        """Runs the main loop of any rank except rank 0, until SHUTDOWN.
 
-        Raises RankLost if its leader, or the target's leader, is gone without SHUTDOWN.
+        `traced`: whether the draft's leader records its rounds with exact times from the start.
+        Raises RankLost if the leader of this rank is gone without SHUTDOWN. The draft's leader is led by the target's
+        leader.
         """
         leader = self._connections.leader or self._connections.target_leader
         assert leader is not None
@@ -247,8 +257,12 @@ class EngineRank:
             self.leave(restarting=comes_again)
 
     def _follow(self, leader: Channel) -> None:
-        """Runs a follower. If the model of an unsupervised draft follower fails, blocks until SHUTDOWN, since the job
-        continues without the draft."""
+        """Executes the leader's commands until SHUTDOWN.
+
+        If the model of this rank fails: a supervised rank raises RankLost, so that it is restarted; a draft follower
+        without a supervisor ignores all further commands until SHUTDOWN, since the job continues without the draft; any
+        other rank raises the error.
+        """
         roles = self.verifier, self.drafter, self.population
         try:
             run_follower(leader, *roles, self._limits, self._builder.cancel_check, self._heartbeat)
@@ -261,10 +275,9 @@ class EngineRank:
             wait_for_shutdown(leader)
 
     def leave(self, *, restarting: bool = False) -> None:
-        """Shuts down the ranks that this one leads, and leaves the group.
+        """Sends SHUTDOWN to the ranks that this rank leads, closes the connections and leaves the group.
 
-        `restarting`: closes the connections without SHUTDOWN, since this rank is about to be restarted and its
-        followers with it.
+        `restarting`: this rank and its followers are about to be restarted, so SHUTDOWN is not sent.
         """
         if self.recovery is not None:
             self.recovery.close()

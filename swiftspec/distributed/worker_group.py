@@ -1,7 +1,7 @@
 """Tensor-parallel worker: serves one model that is sharded over a group of ranks.
 
-Every rank has all sessions, each with its own KV cache, and executes the same calls in the same order, see
-group/leader.py. Rank 0 sends SESSION_SELECT before it switches to the calls of another session.
+Every rank has all sessions, each with its own KV cache, and executes the same calls in the same order (see
+group/leader.py). When rank 0 switches to the calls of another session, it first sends SESSION_SELECT.
 """
 
 from __future__ import annotations
@@ -31,18 +31,19 @@ SHAPE_FIELDS = (
     "mode", "verify_batch", "draft_leaves", "draft_steps", "verify", "proposal", "calibration", "catch_up",
     "adapt_steps",
 )  # fmt: skip
-EXIT_POLL_S = 0.2  # seconds within which the exit of a process is detected
+EXIT_POLL_S = 0.2  # seconds within which the exit of a follower is detected
 MakeFollower = Callable[
     [EngineConfig, CancelCheck], FollowerDispatcher
-]  # returns the roles of a session with that config, on their own KV caches
+]  # returns the dispatcher of a new session with that config and its own KV cache
 
 
 class WorkerGroup:
-    """The followers of a worker's rank 0.
+    """The followers of a worker's rank 0, and the sessions on them.
 
-    Followers receive SESSION_OPEN when a session first acquires the model, and SESSION_CLOSE when another session next
-    does. Until then they keep its KV cache; the total never exceeds the worker's session limit. Sessions may begin and
-    end in any thread; all other methods require the model lock.
+    Followers receive SESSION_OPEN before the first call of a session. They keep the KV cache of an ended session until
+    calls of another session follow, and then receive SESSION_CLOSE first, so the number of KV caches never exceeds the
+    worker's session limit. `new_session` and `end_session` may be called in any thread; all other methods require the
+    model lock.
 
     `broken`: the reason why the group cannot continue, or None.
     """
@@ -56,16 +57,17 @@ class WorkerGroup:
         self._ended: list[SessionFollowerGroup] = []
 
     def new_session(self, shape: EngineConfig) -> SessionFollowerGroup:
-        """Creates the follower group of a new session."""
+        """Returns the follower group of a new session. `shape`: config of the session's rounds."""
         self._count += 1
         return SessionFollowerGroup(self, self._count, shape)
 
     def end_session(self, team: SessionFollowerGroup) -> None:
-        """Marks a session as ended; the followers free its KV cache with the next session change."""
+        """Marks a session as ended. The followers free its KV cache at the next change of the selected session."""
         self._ended.append(team)
 
     def select_session(self, team: SessionFollowerGroup) -> None:
-        """Selects the session whose calls follow. Raises ConnectionError if a follower is gone."""
+        """Makes `team` the session whose calls the followers execute next: closes ended sessions, and opens `team` on
+        the followers if necessary. Raises ConnectionError if a follower is gone."""
         if self._selected is team:
             return
         while self._ended:
@@ -80,13 +82,15 @@ class WorkerGroup:
         self._selected = team
 
     def on_lost(self, lost: Callable[[str], None]) -> None:
-        """Registers a callback that receives the reason when the group breaks; called immediately if it is broken."""
+        """Registers a callback that is called with the reason when the group breaks, or immediately if it is broken
+        already."""
         self._on_lost = lost
         if self.broken is not None:
             lost(self.broken)
 
     def check_followers(self, patience: float = EXIT_POLL_S) -> None:
-        """Detects lost followers by polling their channels, on which a healthy follower sends nothing."""
+        """Marks the group as broken if a follower is gone. Polls each channel for `patience` seconds; followers send no
+        messages on it while they are alive."""
         for follower in self.followers:
             try:
                 follower.recv(patience)
@@ -96,7 +100,7 @@ class WorkerGroup:
                 self.mark_broken(str(error))
 
     def mark_broken(self, why: str) -> None:
-        """Marks the group as broken: the ranks may no longer be in the same state."""
+        """Marks the group as broken for the reason `why`: its ranks may no longer be in the same state."""
         if self.broken is None:
             self.broken = why
             self._on_lost(why)
@@ -107,7 +111,8 @@ class WorkerGroup:
 
 
 class SessionFollowerGroup(FollowerGroup):
-    """The followers in one session. `opened`: whether they have received SESSION_OPEN."""
+    """The follower group of one session: before each call, selects the session on the followers. `opened`: whether they
+    have received SESSION_OPEN."""
 
     def __init__(self, workers: WorkerGroup, number: int, shape: EngineConfig) -> None:
         super().__init__(workers.followers)
@@ -131,7 +136,8 @@ class SessionFollowerGroup(FollowerGroup):
 
 
 class FollowerSessionRegistry:
-    """Dispatcher of a follower's sessions: executes session commands and forwards others to the selected one."""
+    """The sessions of a follower. Decodes session commands, and passes all other commands to the dispatcher of the
+    selected session. `make`: returns the dispatcher of a new session with the given config."""
 
     def __init__(self, make: Callable[[EngineConfig], FollowerDispatcher]) -> None:
         self._make = make
@@ -139,7 +145,8 @@ class FollowerSessionRegistry:
         self._selected: FollowerDispatcher | None = None
 
     def decode(self, kind: int, words: Words) -> Action:
-        """Returns the call that a message requests. Raises ValueError if the message is invalid."""
+        """Returns a function that executes the command with opcode `kind`. Raises ValueError if the command is
+        invalid."""
         match kind:
             case Opcode.SESSION_OPEN:
                 number, shape = words[0] if words else 0, _shape(words[1:])
@@ -176,13 +183,15 @@ def _shape(words: Words) -> EngineConfig:
 
 
 class WorkerRank:
-    """One rank of a tensor-parallel worker. The constructor returns once all ranks have loaded their shards.
+    """One rank of a tensor-parallel worker.
 
-    It checks that all ranks have the same configuration, connects this rank, joins the group and calls `load`. Raises
-    UserError on all ranks if configurations differ. If a rank cannot load, rank 0 raises UserError and the other ranks
-    shut down.
+    The constructor checks that all ranks have the same configuration, connects this rank, joins the group and calls
+    `load`. It returns once this rank has loaded its shard, and on rank 0 once all ranks have. Raises UserError on all
+    ranks if configurations differ. If a rank cannot load, rank 0 raises UserError, and the other ranks receive
+    SHUTDOWN.
 
-    `executor_names`: executors that this rank supports; on rank 0, which selects one, those that all ranks support.
+    `executor_names`: names of the executors that this rank supports; on rank 0, which selects the executor of each
+    request, of those that all ranks support.
     """
 
     def __init__(
@@ -191,7 +200,9 @@ class WorkerRank:
     ) -> None:  # fmt: skip
         """`settings`: further values that must be equal on all ranks.
 
-        `load` loads this rank's shard and returns the names of the executors that it supports."""
+        `load`: loads this rank's shard and returns the names of the executors that the rank supports. It is called with
+        the builder and the group.
+        """
         held = {"target": plan.mode == "ar", "draft": plan.mode != "ar"}
         with report_startup_error(world):
             facts = builder.rank_config(plan, **held)
@@ -220,7 +231,8 @@ class WorkerRank:
         self.worker_group = WorkerGroup(self._connections.followers)
 
     def run_follower(self, make: MakeFollower) -> None:
-        """Main loop of every rank except rank 0, until SHUTDOWN. Raises RankLost if rank 0 is gone without SHUTDOWN."""
+        """Runs the main loop of any rank except rank 0, until SHUTDOWN. Raises RankLost if rank 0 is gone without
+        SHUTDOWN. `make`: returns the dispatcher of a new session."""
         leader = self._connections.leader
         assert leader is not None
         orders = CommandStream(leader)
@@ -236,7 +248,7 @@ class WorkerRank:
             self.leave()
 
     def leave(self) -> None:
-        """Leaves the group; on rank 0, first sends SHUTDOWN to the others."""
+        """Closes the connections and leaves the group. Rank 0 first sends SHUTDOWN to the other ranks."""
         self._connections.close(shutdown=True)
         pin_to_cores(set(self._world.cores))
         if self._group is not None:

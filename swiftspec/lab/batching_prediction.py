@@ -1,9 +1,9 @@
-"""Predicted throughput of G concurrent requests on one rank: plain decoding, exact chains and groups of particles.
+"""Predicted throughput of concurrent requests on one rank: autoregressive decoding, exact chains, and particles (SMC).
 
-A round of all requests is one batch: the phases of serial decoding with more rows. Per request the target's batch has 1
-row in plain decoding, K + 1 rows for a chain and N (K + 1) rows for particles; the first draft forward has twice as
-many rows as the others. The rows of a request read that request's own context. Particles always gain K + 1 tokens per
-round; the tokens that chains gain come from recorded acceptance.
+The requests are decoded as one batch, so a round has the phases of serial mode with more rows. Each request adds to a
+target forward 1 row in autoregressive decoding, K + 1 rows as a chain and N (K + 1) rows as particles. To a draft
+forward it adds one row per chain or particle, and two in the first forward of a round. Each row reads the context of
+its own request. A particle gains K + 1 tokens per round; the tokens that a chain gains come from recorded acceptance.
 """
 
 from __future__ import annotations
@@ -14,13 +14,17 @@ from dataclasses import dataclass, replace
 from swiftspec.lab import simulation
 from swiftspec.lab.simulation import RecordedAcceptance, Rounds, SimulatedTimes
 
-# (rows of the target, rows of the draft, requests) -> (slow, fast)
+# (rows of a target forward, rows of a draft forward, requests) -> (slow, fast) step times
 Forwards = Callable[[int, int, int], tuple[SimulatedTimes, SimulatedTimes]]
 
 
 @dataclass(frozen=True, slots=True)
 class PredictedBatch:
-    """One way to decode G requests and the tokens per second of all of them together: slow, middle and fast."""
+    """Predicted throughput of one decoding method for a number of concurrent requests.
+
+    `groups`: number of requests.
+    `low`, `speed`, `high`: tokens per second of all requests together, with slow, mean and fast step times.
+    """
 
     name: str
     groups: int
@@ -32,9 +36,11 @@ class PredictedBatch:
 def predict_batches(
     groups: Sequence[int], particles: int, steps: int, acceptance: RecordedAcceptance, forwards: Forwards
 ) -> list[PredictedBatch]:
-    """Predicts every way of decoding for every number of requests.
+    """Predicts autoregressive decoding, exact chains and particles for each number of requests in `groups`.
 
-    Raises UserError if no chains of that length were recorded.
+    `particles`: N.
+    `steps`: K, the draft tokens per chain or particle and round.
+    Raises UserError if no chains of K draft tokens were recorded.
     """
     ways: list[tuple[str, int, int, Rounds]] = [
         ("plain", 0, 0, [(0, 0)]),
@@ -56,12 +62,12 @@ def _batch(name: str, count: int, n: int, k: int, rounds: Rounds, forwards: Forw
 
 
 def _speed(rounds: Rounds, k: int, times: SimulatedTimes) -> float:
-    """Returns the tokens per second of one request."""
+    """Returns the tokens per second of one request. `k`: K, or 0 for autoregressive decoding."""
     return (simulation.serial(rounds, k, times) if k else simulation.plain(times)).speed
 
 
 def format_batches(found: Sequence[PredictedBatch]) -> str:
-    """Formats the predictions as a table with one row per number of requests and one column per way of decoding."""
+    """Formats the predictions as a table with one row per number of requests and one column per decoding method."""
     names, counts = list(dict.fromkeys(each.name for each in found)), sorted({each.groups for each in found})
     cells = [["requests", *(f"{name}, tok/s" for name in names)]]
     for count in counts:

@@ -1,4 +1,4 @@
-"""HTML report: one self-contained file with its plots as inline SVG. This is the only module that uses matplotlib."""
+"""HTML report of a profile: a single file with inline SVG plots. This is the only module that uses matplotlib."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ tr.best{background:#eef6ee;font-weight:600}tr.dropped{color:#888}p.note{color:#5
 
 
 def html(profile: Json) -> str:
-    """Renders the report of a profile. Raises UserError if matplotlib is not installed."""
+    """Returns the report of a profile as an HTML page. Raises UserError if matplotlib is not installed."""
     key, winner = profile["key"], store.best_run(profile)
     machine = f"{key['hardware']['count']} x {key['hardware']['name']}, {key['ranks']} ranks, {key['dtype']}"
     emulated = " Step times are emulated: models that wait." if any(key["emulate"].values()) else ""
@@ -71,7 +71,7 @@ def _table(profile: Json, winner: Json | None) -> str:
 
 
 def _svg(profile: Json, draw: Callable[[Json, Axes], bool]) -> str | None:
-    """Renders a figure as inline SVG. Returns None if the profile has no data for it."""
+    """Renders the figure that `draw` draws as inline SVG. Returns None if the profile has no data for it."""
     try:
         import matplotlib
         from matplotlib.backends.backend_svg import FigureCanvasSVG
@@ -95,12 +95,12 @@ def _best_of(runs: Sequence[Json]) -> Json | None:
 
 
 def _default(profile: Json) -> list[Json]:
-    """Returns the runs with the default operators and the usual tree."""
+    """Returns the runs with the default operators, bs and w."""
     return [run for run in profile["runs"] if run["ops"] == "auto" and not run["variation"]]
 
 
 def draw_splits(profile: Json, axes: Axes) -> bool:
-    """Draws the speed of every split at its best d (paper, Figure 9)."""
+    """Draws the speed of every mode and split at its best d (paper, Figure 9)."""
     groups: dict[str, list[Json]] = {}
     for run in _default(profile):
         plan = run["plan"]
@@ -122,7 +122,7 @@ def draw_splits(profile: Json, axes: Axes) -> bool:
 
 
 def draw_compression(profile: Json, axes: Axes) -> bool:
-    """Draws the tokens per round against bs and w (paper, Figure 2)."""
+    """Draws the tokens per round against bs and against w, the other one at 8 (paper, Figure 2)."""
     trees = [run for run in profile["runs"] if run["plan"]["mode"] != "smc"]
     winner = next((run for run in trees if run["variation"] and run["ops"] == "auto" and run["speeds"]), None)
     if winner is None:
@@ -145,7 +145,7 @@ def draw_compression(profile: Json, axes: Axes) -> bool:
 
 
 def draw_step_times(profile: Json, axes: Axes) -> bool:
-    """Draws the step time against the TP size (paper, Table 1)."""
+    """Draws the step times of both models against the TP size (paper, Table 1)."""
     from matplotlib.ticker import LogLocator, NullFormatter
 
     shades = {"target": ("#9ecae1", "#1f6fb4", "#08306b"), "draft": ("#fdd0a2", "#d98c00", "#7f3b08")}
@@ -173,7 +173,7 @@ def draw_step_times(profile: Json, axes: Axes) -> bool:
 
 
 def draw_lanes(profile: Json, axes: Axes) -> bool:
-    """Draws the timelines of draft and target over a few rounds."""
+    """Draws the timelines of draft and target over a few rounds of the fastest asynchronous run."""
     lines = profile["lanes"]
     if not lines:
         return False
@@ -224,6 +224,7 @@ def draw_ablation(profile: Json, axes: Axes) -> bool:
     return any(run["ops"] == "reference" and run["speeds"] for run in profile["runs"])
 
 
+# (title, caption, function that draws into the axes and returns False if the profile has no data)
 FIGURES: tuple[tuple[str, str, Callable[[Json, Axes], bool]], ...] = (
     ("Splits and modes", "Median at the best d; the whiskers are the slowest and the fastest repeat.", draw_splits),
     ("Compression ratio", "Tokens a target forward against bs and w, one at a time, the other at 8.", draw_compression),

@@ -1,9 +1,9 @@
 """Latency model of a forward on GPUs that are not present, from the bytes and fixed costs of its operators.
 
-Each operator takes `fixed + bytes / bandwidth` seconds. Two sets of constants, what should at least be reached (slow)
-and what could be reached (fast), give the ends of every interval. The constants are design targets for an H200 (CUDA
-graph, cold caches), scaled by memory bandwidth for other GPUs, unless profiles/<gpu>-kernels.json contains measured
-ones. The link terms are modelled, not measured.
+Each operator takes `fixed + bytes / bandwidth` seconds. There are two sets of constants, a pessimistic one (slow) and
+an optimistic one (fast), so every latency is an interval. The constants are design targets for an H200 (CUDA graph,
+cold caches), scaled by memory bandwidth for other GPUs, unless profiles/<gpu>-kernels.json contains measurements. The
+latency of an all-reduce is always modelled, never measured.
 """
 
 from __future__ import annotations
@@ -20,18 +20,19 @@ from swiftspec.file_io import Fields
 from swiftspec.model.checkpoint_files import read_config
 from swiftspec.model.config import ModelConfig
 
-H200_COPY_BYTES_PER_S = 4.3e12  # bytes per second of a plain copy on the GPU that the constants below were set for
-INT4_BITS = 4.156  # bits per weight, with its share of fp16 scale and 4-bit zero point, groups of 128
-CONTEXT_TOKENS = 1000  # tokens in the cache before the rows
-MIN_FIT_POINTS = 3  # points per kind of operator that a fit needs
+H200_COPY_BYTES_PER_S = 4.3e12  # memory bandwidth of a plain copy on an H200, for which `constants` was written
+INT4_BITS = 4.156  # 4 bits per weight, plus a 16-bit scale and a 4-bit zero point per group of 128 weights
+CONTEXT_TOKENS = 1000  # default tokens of context per request
+MIN_FIT_POINTS = 3  # measurements that the fit of an operator needs
 
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """`copy`: bytes per second of a large copy.
+    """Peak rates of one GPU.
 
-    `link`: bytes per second that one GPU sends to the others. `flops`: dense bfloat16 operations per second according
-    to the data sheet.
+    `copy`: bytes per second of a large copy in its memory.
+    `link`: bytes per second that it sends to the other GPUs.
+    `flops`: dense bfloat16 operations per second according to the data sheet.
     """
 
     copy: float
@@ -40,12 +41,12 @@ class Gpu:
 
 
 GPUS = {"h200": Gpu(4.3e12, 450e9), "h100": Gpu(3.0e12, 450e9), "h800": Gpu(3.0e12, 200e9)}
-FLOPS_EFFICIENCY = (0.4, 0.7)  # assumed share of the peak that products with some hundred rows reach
+FLOPS_EFFICIENCY = (0.4, 0.7)  # (slow, fast): assumed share of `flops` that products with hundreds of rows reach
 
 
 @dataclass(frozen=True, slots=True)
 class LatencyLine:
-    """Linear cost model: seconds = fixed + bytes / bandwidth."""
+    """Linear cost model of an operator: seconds = fixed + bytes / bandwidth."""
 
     fixed: float
     bandwidth: float
@@ -56,18 +57,22 @@ class LatencyLine:
 
 @dataclass(frozen=True, slots=True)
 class Constants:
-    """The cost lines of one end of the interval. `origin`: measured or predicted."""
+    """Constants of the latency model, for the slow or the fast end of an interval.
+
+    `sampler`: seconds of sampling per forward.
+    `origin`: "measured" if `linear` is fitted to measurements, else "predicted".
+    """
 
     linear: LatencyLine
     attention: LatencyLine
-    all_reduce: LatencyLine  # as a function of the bytes that one GPU sends
+    all_reduce: LatencyLine  # of the bytes that one GPU sends
     sampler: float
     flops: float  # operations per second
     origin: str = "predicted"
 
 
 def constants(gpu: Gpu) -> tuple[Constants, Constants]:
-    """Returns the (slow, fast) constants of a GPU without measurements."""
+    """Returns the (slow, fast) constants of a GPU without measurements: the design targets, scaled to that GPU."""
     scale = gpu.copy / H200_COPY_BYTES_PER_S
     slow = Constants(LatencyLine(3.5e-6, 3.2e12 * scale), LatencyLine(5.0e-6, 2.4e12 * scale),
                      LatencyLine(3.0e-6, gpu.link), 6e-6,
@@ -79,10 +84,11 @@ def constants(gpu: Gpu) -> tuple[Constants, Constants]:
 
 
 def fitted(file: Path, gpu: Gpu) -> tuple[Constants, Constants]:
-    """Returns the (slow, fast) constants with the lines of measured operators fitted.
+    """Returns the (slow, fast) constants of a GPU, with `linear` and `attention` fitted to measurements.
 
-    The file contains `{"points": [{"op": "linear" or "attention", "bytes": B, "us": T}, ...]}`. Slow and fast are the
-    fit plus and minus its residual deviation.
+    The file contains `{"points": [{"op": "linear" or "attention", "bytes": number, "us": microseconds}, ...]}`. The
+    slow and the fast line are the least-squares fit plus and minus the standard deviation of its residuals. An operator
+    that cannot be fitted has its line from `constants`. Raises UserError if the file is invalid or has no points.
     """
     points = Fields(file_io.read_object(file), f"{file}: ").objects("points")
     if not points:
@@ -104,9 +110,9 @@ KINDS = ("linear", "attention")
 
 
 def _fit(points: list[tuple[float, float]]) -> tuple[float, float, float] | None:
-    """Least-squares fit (fixed, bandwidth, deviation).
+    """Fits a line to (bytes, seconds) points. Returns (fixed, bandwidth, standard deviation of the residuals).
 
-    Returns None for too few points or a line that is not physical.
+    Returns None if there are fewer than MIN_FIT_POINTS points, or if the time does not increase with the bytes.
     """
     if len(points) < MIN_FIT_POINTS:
         return None
@@ -126,10 +132,14 @@ def forward(
     context: int = CONTEXT_TOKENS,
     sequences: int = 1,
 ) -> float:
-    """Seconds of a forward over `rows`, sampling included, on a tensor-parallel group of `tp` GPUs.
+    """Returns the seconds of a forward over `rows` rows on a tensor-parallel group of `tp` GPUs, sampling included.
 
-    The rows belong to `sequences` requests, each with its own context. With few rows a product takes the time to read
-    its weights; a product whose operations take longer than that takes the time of its operations.
+    A matrix product takes the time to read its weights or the time of its arithmetic, whichever is longer.
+
+    `lines`: constants of the slow or the fast end.
+    `int4`: assumes 4-bit weights even if the config is not quantised.
+    `context`: tokens in the KV cache of each request.
+    `sequences`: number of requests that the rows belong to.
     """
     bits = INT4_BITS if int4 or config.quantization else 16.0
     heads, kv_heads = math.ceil(config.num_heads / tp), math.ceil(config.num_kv_heads / tp)
@@ -143,18 +153,19 @@ def forward(
     layer += product(hidden, 2 * inner) + product(inner, hidden)
     layer += lines.attention.at(2 * 2 * kv_heads * width * context * sequences)
     if tp > 1:
-        layer += 2 * lines.all_reduce.at(2 * (tp - 1) * rows * hidden * 2)  # half of each LL line is flags
+        layer += 2 * lines.all_reduce.at(2 * (tp - 1) * rows * hidden * 2)  # twice: half of an LL line is flags
     head = product(hidden, math.ceil(config.vocab_size / tp), 16.0)
     return config.num_layers * layer + head + lines.sampler
 
 
 def config_at(path: Path) -> ModelConfig:
-    """Reads the config of a model directory or of its config.json. Raises UserError."""
+    """Reads the config of a model. `path`: its directory or config.json. Raises UserError if it cannot be read."""
     return read_config(path.parent if path.name == "config.json" else path)
 
 
 def parse_hardware(text: str) -> tuple[str, int]:
-    """Parses `h200x8` to the GPU name and the number of GPUs. Raises UserError."""
+    """Parses text such as `h200x8` to (GPU name, number of GPUs). Raises UserError if it does not name a known GPU and
+    a number."""
     name, _, count = text.lower().partition("x")
     if name not in GPUS or not count.isdigit() or int(count) < 1:
         raise UserError(f"--hardware {text!r}: write GPU and number, such as h200x8; known are {', '.join(GPUS)}")

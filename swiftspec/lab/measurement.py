@@ -26,7 +26,12 @@ class OutOfTime(Exception):
 
 
 class RequestProgress(NamedTuple):
-    """Progress of a request: tokens before truncation, seconds since the prefill and the target's part of them."""
+    """Progress of a request at one moment.
+
+    `tokens`: verified tokens, before truncation at the token limit (mode smc: output tokens).
+    `seconds`: since the end of the prefill.
+    `busy`: seconds that the target has spent in forwards since the prefill.
+    """
 
     tokens: int = 0
     rounds: int = 0
@@ -35,7 +40,7 @@ class RequestProgress(NamedTuple):
 
     @staticmethod
     def of(llm: LLM) -> RequestProgress:
-        """Returns the progress of the current request."""
+        """Returns the progress of the engine's most recent request."""
         stats = llm.stats
         tokens = stats.tokens if llm.config.mode == "smc" else stats.accepted + stats.rounds
         return RequestProgress(tokens, stats.rounds, stats.decode_time, stats.target_busy_time)
@@ -45,8 +50,9 @@ class RequestProgress(NamedTuple):
 class Run:
     """Totals of one pass over a prompt set.
 
-    The first round of a request is left out, unless it is the only one: it waits for a draft that is still reading the
-    prompt and that, without a pause between requests, still expands the tree of the previous request.
+    `seconds`: decoding time, without prefill.
+    `busy`: seconds of it that the target spent in forwards.
+    `answers`: output tokens of each request.
     """
 
     tokens: int = 0
@@ -56,7 +62,12 @@ class Run:
     answers: list[list[int]] = field(default_factory=list)
 
     def add(self, first: RequestProgress, last: RequestProgress) -> None:
-        """Adds a request, given its progress after the first round and at its end."""
+        """Adds a request, without its first round unless that is the only one. `first`, `last`: the progress after the
+        first round and at the end.
+
+        The first round is not typical: it waits for the draft, which is still prefilling the prompt, or still expanding
+        the tree of the previous request, since there is no pause between requests.
+        """
         if last.rounds == first.rounds:
             first = RequestProgress()
         self.tokens += last.tokens - first.tokens
@@ -74,7 +85,10 @@ class Run:
 
 
 def decode_all(llm: LLM, prompts: Sequence[Sequence[int]], max_tokens: int, deadline: float = float("inf")) -> Run:
-    """Decodes all prompts, greedily in modes that support it. Raises OutOfTime at `deadline` (time.monotonic)."""
+    """Decodes `max_tokens` tokens for every prompt and returns the totals. Greedy; in mode smc at temperature 1.
+
+    Raises OutOfTime after the first round that ends later than `deadline`, a time of `time.monotonic`.
+    """
     temperature = 1.0 if llm.config.mode == "smc" else 0.0
     sampling = SamplingParams(temperature=temperature, max_tokens=max_tokens, ignore_eos=True)
     if llm.max_num_seqs > 1:
@@ -93,9 +107,9 @@ def decode_all(llm: LLM, prompts: Sequence[Sequence[int]], max_tokens: int, dead
 
 
 def _decode_batch(llm: LLM, prompts: Sequence[Sequence[int]], sampling: SamplingParams, deadline: float) -> Run:
-    """Decodes enough requests to fill an engine with several sequences twice; repeated prompts get new seeds.
+    """Decodes at least twice as many requests as the engine decodes concurrently; repeats prompts with other seeds.
 
-    The seconds are those of all requests together, without prefill.
+    `Run.seconds` is the duration of the whole batch without the prefills.
     """
     count = max(2 * llm.max_num_seqs, len(prompts))
     asked = [(prompts[i % len(prompts)], replace(sampling, seed=i)) for i in range(count)]
@@ -114,13 +128,14 @@ def _decode_batch(llm: LLM, prompts: Sequence[Sequence[int]], sampling: Sampling
 
 
 def tree_roles(llm: LLM) -> TreeRoles:
-    """Returns the roles of an engine that decodes with a draft tree."""
+    """Returns the drafter and the verifier of an engine that decodes with a draft tree."""
     assert isinstance(llm.roles.parts, TreeRoles)
     return llm.roles.parts
 
 
 def phase_times(llm: LLM) -> tuple[float, float]:
-    """Returns the seconds of a verification and of an expansion while both sides of an asynchronous engine run."""
+    """Measures (seconds of a verification, seconds of an expansion) of an asynchronous engine, both concurrently, so
+    that each includes the slowdown by the other."""
     roles, room = tree_roles(llm), llm.max_model_len - 1
     assert isinstance(roles.drafter, DraftGroupClient)
     roles.drafter.measure(room)
@@ -128,7 +143,10 @@ def phase_times(llm: LLM) -> tuple[float, float]:
 
 
 def step_times(verifier: Verifier, rows: int, room: int, repeats: int) -> Iterator[float]:
-    """Yields the seconds of a forward over `rows`, sampling included, once per repeat after one warm-up."""
+    """Measures a forward over `rows` rows, sampling included, after one warm-up. Yields its seconds once per repeat.
+
+    `room`: maximum number of context tokens.
+    """
     text = (0,) * min(CONTEXT_TOKENS, room)
     chain = Proposal(0, 0, len(text) - 1, (0,) * rows, tuple(range(-1, rows - 1)))
     for repeat in range(repeats + 1):
@@ -141,8 +159,8 @@ def step_times(verifier: Verifier, rows: int, room: int, repeats: int) -> Iterat
 
 
 def rounds_of(trace: Trace) -> list[tuple[int, int]]:
-    """Returns (accepted draft tokens, expansions on the critical path before it) for every round but the first of a
-    request."""
+    """Returns (accepted draft tokens, expansions on the critical path before the proposal) of each verified round,
+    without the first round of each request."""
     return [
         (len(line["path"]) - 1, len(timeline.expanded_first(line)))
         for before, line in pairwise(trace.rounds)
@@ -151,13 +169,16 @@ def rounds_of(trace: Trace) -> list[tuple[int, int]]:
 
 
 def round_timeline(line: dict[str, Any]) -> dict[str, Any]:
-    """Returns a round without the tree and texts, for the timelines of a profile."""
+    """Returns a trace line without the draft tree and the token texts, as field `lanes` of a profile stores it."""
     draft = {name: part for name, part in line.get("draft", {}).items() if name != "tree"}
     return {name: draft if name == "draft" else part for name, part in line.items() if name != "texts"}
 
 
 def overhead_times(trace: Trace) -> dict[str, float]:
-    """Mean seconds of the work around the forwards of an asynchronous run, by the field names of `SimulatedTimes`."""
+    """Returns the mean seconds of host work and messages around the forwards of an asynchronous run.
+
+    The keys are fields of `SimulatedTimes`. A field that the trace has no spans for is left out.
+    """
     found: dict[str, list[float]] = {name: [] for name in ("verify", "settle", "expand", "answer", "link")}
     for this, after in trace.successive():
         if "observe" not in after.get("draft", {}) or "grow" not in this.get("draft", {}):

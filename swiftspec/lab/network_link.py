@@ -1,4 +1,4 @@
-"""Network link between draft and target, used by predictions and by the relay that emulates it."""
+"""Model of a network link, for predictions and for the relay that makes a local connection as slow as that link."""
 
 from __future__ import annotations
 
@@ -16,14 +16,17 @@ MAX_ROUND_TRIP_S = 60.0  # seconds
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """A link with equal delay and bandwidth in both directions."""
+    """Network link with the same delay and bandwidth in both directions."""
 
     round_trip: float  # seconds, for an empty message
     bandwidth: float = math.inf  # bytes per second
 
     @staticmethod
     def parse(text: str) -> Link:
-        """Parses `40ms,1Gbit`: the round trip and, optionally, the bandwidth. Raises UserError."""
+        """Parses text such as `40ms,1Gbit`: the round trip and, optionally, the bandwidth (default: unlimited).
+
+        Raises UserError if the text has another form or the round trip exceeds MAX_ROUND_TRIP_S.
+        """
         trip, comma, rate = text.partition(",")
         delay = re.fullmatch(NUMBER + "(us|ms|s)", trip.strip())
         speed = re.fullmatch(NUMBER + "(kbit|Mbit|Gbit)", rate.strip()) if comma else None
@@ -38,5 +41,5 @@ class Link:
         return Link(round_trip, bandwidth)
 
     def one_way(self, size: int) -> float:
-        """Returns the seconds until a message of `size` bytes has arrived."""
+        """Returns the seconds between sending a message of `size` bytes and its arrival."""
         return self.round_trip / 2 + size / self.bandwidth

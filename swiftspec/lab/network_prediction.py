@@ -1,7 +1,8 @@
-"""Predicted rounds over a network link, with a tree replica on the near side.
+"""Predicted speed of decoding over a network link.
 
-Two forms: only the draft is behind the link, and the decoding loop runs next to the target; or both models are behind
-links of this kind, and only the loop is on the near side.
+Either only the draft is remote and the decoding loop runs on the target's machine, or both models are remote, each over
+a link of its own with the same properties. In asynchronous mode the decoding loop proposes from a tree replica, which
+tree deltas from the draft update.
 """
 
 from __future__ import annotations
@@ -20,35 +21,43 @@ NODE_BYTES = 20  # bytes of a node in a tree delta
 
 @dataclass(frozen=True, slots=True)
 class LinkCost:
-    """Cost of a link per round, in seconds."""
+    """Delays by a link, in seconds."""
 
-    message: float  # one way, of a result or a proposal
-    expansion: float  # additional time for the nodes of one expansion
-    both: bool  # whether the target is behind such a link too
+    message: float  # from sending a result or a proposal to its arrival
+    expansion: float  # additional transfer time for the nodes of one expansion
+    both: bool  # whether the target is remote too, over a link of its own
 
     @staticmethod
     def over(link: Link, nodes: int, *, both: bool) -> LinkCost:
-        """Returns the cost of `link`. `nodes`: nodes that an expansion adds to the tree."""
+        """Returns the delays by `link`.
+
+        `nodes`: nodes that one expansion adds to the tree.
+        `both`: whether both models are remote, instead of the draft only.
+        """
         return LinkCost(link.one_way(MESSAGE_BYTES), nodes * NODE_BYTES / link.bandwidth, both)
 
     @property
     def verifying(self) -> float:
-        """Additional seconds of a verification."""
+        """Seconds that the link adds to a verification: a round trip, or 0 for a local target."""
         return 2 * self.message if self.both else 0.0
 
 
 def serial_over_link(rounds: Rounds, d: int, times: SimulatedTimes, far: LinkCost) -> Outcome:
-    """Serial rounds: the result crosses the link, d expansions run, the proposal returns and is verified."""
+    """Simulates serial mode: in each round the result is sent to the draft, which expands d times and sends a proposal,
+    which the target verifies."""
     drafting = 2 * far.message + times.answer + d * (times.draft + times.expand)
     length = far.verifying + times.target + times.verify + times.settle + drafting
     return simulation.outcome(rounds, length * len(rounds), drafting * len(rounds))
 
 
 def async_over_link(rounds: Rounds, d: int, times: SimulatedTimes, far: LinkCost) -> Outcome:
-    """Asynchronous rounds: a verification starts from the tree replica, which contains the d expansions from before the
-    result and, if the result requires further expansions immediately, these as well."""
+    """Simulates asynchronous mode with a tree replica.
+
+    A verification starts when the replica has received the d expansions that the draft ran ahead of the previous result
+    and, if that result required expansions on the critical path, those as well.
+    """
     expansion, growth = times.draft + times.expand, far.message + d * far.expansion
-    submitted = growing = waiting = 0.0  # growing: when the draft started its expansions
+    submitted = growing = waiting = 0.0  # growing: when the draft starts its d expansions
     for _, critical in rounds:
         grown = growing + d * expansion
         result = submitted + far.verifying + times.target + times.verify
@@ -61,9 +70,10 @@ def async_over_link(rounds: Rounds, d: int, times: SimulatedTimes, far: LinkCost
 
 
 def max_hidden_depth(times: SimulatedTimes, far: LinkCost) -> int:
-    """Returns the largest d whose expansions the target never waits for.
+    """Returns the largest d whose expansions are computed and received before the target needs them, if no round has
+    expansions on the critical path.
 
-    0: the link alone takes longer than a round.
+    Returns 0 if the target has to wait even at d = 1.
     """
     left = times.target + times.verify + times.settle + far.verifying - 2 * far.message
     return max(math.floor(left / (times.draft + times.expand + far.expansion)), 0)
@@ -71,7 +81,7 @@ def max_hidden_depth(times: SimulatedTimes, far: LinkCost) -> int:
 
 @dataclass(frozen=True, slots=True)
 class PredictedPlan:
-    """One way to run the pair, at its best d."""
+    """Predicted outcome of one mode and placement of the models, at its best d. `d` is None in mode ar."""
 
     name: str
     d: int | None
@@ -87,10 +97,12 @@ def predict_plans(
     near: SimulatedTimes,
     apart: SimulatedTimes,
 ) -> list[PredictedPlan]:
-    """Predicts every way to run the pair, those on one side first.
+    """Predicts `ar` and `serial` with both models local, then `serial` and `async` with a remote draft, then with two
+    remote models.
 
-    `plain`, `near` and `apart` are the step times of plain decoding, of both models on one side in serial mode, and of
-    a split pair.
+    `plain`: step times of autoregressive decoding.
+    `near`: step times with both models local.
+    `apart`: step times with a remote draft.
     """
     depths = {mode: acceptance.depths(mode, bs, w) for mode in ("serial", "async")}
     rounds = {(mode, d): acceptance.rounds(mode, bs, w, d) for mode in depths for d in depths[mode]}
@@ -112,7 +124,8 @@ def _best(name: str, outcomes: dict[int, Outcome]) -> PredictedPlan:
 
 
 def format_verdict(found: Sequence[PredictedPlan], link: Link, bs: int, w: int, apart: SimulatedTimes) -> str:
-    """Reports whether a split over the link is faster, and which depth hides the link."""
+    """Formats, for a remote draft and for two remote models, the speed relative to local decoding and the largest d
+    whose expansions do not delay the target. `apart`: step times as in `predict_plans`."""
     here = max((plan for plan in found if plan.name.endswith("one side")), key=lambda plan: plan.outcome.speed)
     lines = []
     for both, where in ((False, "draft apart"), (True, "both apart")):
@@ -126,7 +139,7 @@ def format_verdict(found: Sequence[PredictedPlan], link: Link, bs: int, w: int, 
 
 
 def format_plans(found: Sequence[PredictedPlan]) -> str:
-    """Formats the plans as aligned text."""
+    """Formats the plans as an aligned table."""
     cells = [("run", "d", "tok/s", "tok/round", "round ms", "of it waiting")]
     for plan in found:
         out, d = plan.outcome, "" if plan.d is None else str(plan.d)

@@ -11,9 +11,10 @@ from swiftspec.profiles import store
 
 
 def write_outputs(profile: Mapping[str, Any], file: Path) -> Iterator[Path]:
-    """Writes CSV, settings and report next to `file` and yields their paths.
+    """Writes the CSV, the fastest plan as YAML settings, and the HTML report of a profile next to its JSON file `file`.
 
-    Raises UserError at the end, without a report, if matplotlib is not installed.
+    Yields `file`, then the path of each file after it is written. There are no settings if no exact run on all ranks
+    was measured. Raises UserError instead of writing the report if matplotlib is not installed.
     """
     yield file
     base = file.with_suffix("")

@@ -1,6 +1,6 @@
-"""Predicts the speed on a machine that is not present.
+"""Predicts the decoding speed of a model pair on a machine that is not present.
 
-Step times come from a latency model, a table or the paper; acceptance comes from rounds recorded on a real pair.
+Step times come from a latency model, a table or the paper; acceptance comes from rounds recorded with a real pair.
 """
 
 from __future__ import annotations
@@ -21,25 +21,33 @@ from swiftspec.observe.step_time_emulation import StepTimeEmulation
 from swiftspec.profiles import emulation, store
 
 ACCEPTANCE = Path(__file__).with_name("acceptance.json")
-ASSUMED = {"verify": 30e-6, "settle": 20e-6, "expand": 30e-6, "answer": 60e-6, "link": 10e-6}  # s, besides forwards
+ASSUMED = {"verify": 30e-6, "settle": 20e-6, "expand": 30e-6, "answer": 60e-6, "link": 10e-6}  # s, see `SimulatedTimes`
 
 
 class StepTimesOf(Protocol):
-    """Protocol of a function from a plan to its (slow, fast) step times."""
+    """Protocol of a function that returns the step times of a split as (slow, fast)."""
 
     def __call__(
         self, x: int, y: int, rows: int, leaves: int | None = None, sequences: int = 1
     ) -> tuple[SimulatedTimes, SimulatedTimes]:
-        """Target on x ranks and draft on y.
+        """Returns the (slow, fast) step times of a target on `x` ranks and a draft on `y` ranks.
 
-        `rows` of the target and, unless `leaves` is given, of the draft; `sequences` requests.
+        `rows`: rows of a target forward.
+        `leaves`: rows of a draft forward; None: the value of --draft-leaves.
+        `sequences`: number of requests that the rows belong to.
         """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A split at its best d."""
+    """Predicted speed of one mode and split, at its best d.
+
+    `low`, `speed`, `high`: tokens per second, see `simulation.interval`.
+    `times`: mean of the slow and the fast step times.
+    `outcome`: simulated with `times`.
+    `advice`: the most effective change and its gain, see `simulation.best_improvement`.
+    """
 
     mode: str
     target_tp: int
@@ -59,7 +67,7 @@ class Row:
 
     @property
     def limit(self) -> str:
-        """Returns the side that limits the speed."""
+        """Side that limits the speed."""
         if self.mode != "async":
             return "both in turn" if self.mode == "serial" else "target"
         drafting = self.d * (self.times.draft + self.times.expand)
@@ -67,13 +75,13 @@ class Row:
 
 
 def candidates(ranks: int) -> list[tuple[str, int, int]]:
-    """Returns every way to use all ranks."""
+    """Returns (mode, target ranks, draft ranks) of every way to use all of `ranks` ranks."""
     pairs = [("async", x, ranks - x) for x in range(ranks - 1, 0, -1)]
     return [("ar", ranks, 0), ("serial", ranks, ranks), *pairs]
 
 
 def predict(ranks: int, acceptance: RecordedAcceptance, bs: int, w: int, step_times: StepTimesOf) -> list[Row]:
-    """Predicts all splits of `ranks` ranks, each at its best d, fastest first."""
+    """Predicts every mode and split of `ranks` ranks, each at its best d. Returns the fastest first."""
     rows = []
     for mode, x, y in candidates(ranks):
         slow, fast = step_times(x, max(y, 1), 1 if mode == "ar" else bs)
@@ -107,7 +115,8 @@ def _rounds(known: RecordedAcceptance, mode: str, bs: int, w: int, d: int) -> si
 
 
 def over_link(link: Link, ranks: int, acceptance: RecordedAcceptance, bs: int, w: int, step_times: StepTimesOf) -> str:
-    """Predicts drafting over a link, target on all ranks and draft on one elsewhere, compared with one side alone."""
+    """Predicts decoding over a network link, with only the draft remote and with both models remote: the target on
+    `ranks` ranks, the draft on one. Returns a comparison with local decoding as text."""
     near, split = (simulation.between(*step_times(ranks, y, bs)) for y in (ranks, 1))
     plain = simulation.between(*step_times(ranks, 1, 1))
     found = network_prediction.predict_plans(link, acceptance, bs, w, plain, near, split)
@@ -117,7 +126,7 @@ def over_link(link: Link, ranks: int, acceptance: RecordedAcceptance, bs: int, w
 
 
 def format_rows(rows: Sequence[Row]) -> str:
-    """Formats the rows as aligned text."""
+    """Formats the rows as an aligned table."""
     cells = [("run", "d", "tok/s", "5..95 %", "tok/round", "round ms", "target ms", "draft ms", "limited by", "helps")]
     for row in rows:
         cells.append(
@@ -131,7 +140,11 @@ def format_rows(rows: Sequence[Row]) -> str:
 
 
 def predict_concurrent(args: argparse.Namespace, acceptance: RecordedAcceptance, step_times: StepTimesOf) -> str:
-    """Predicts several concurrent requests on one rank. Raises UserError on an invalid shape."""
+    """Predicts concurrent requests on one rank and returns a table as text.
+
+    Raises UserError if --groups, --particles or --smc-draft-tokens is out of range, or if no chains of that many draft
+    tokens were recorded.
+    """
     try:
         groups = [int(part) for part in args.groups.split(",")]
     except ValueError:
@@ -150,7 +163,7 @@ def predict_concurrent(args: argparse.Namespace, acceptance: RecordedAcceptance,
 
 
 def compare_with_profile(rows: Sequence[Row], profile: dict[str, Any], bs: int, w: int) -> str:
-    """Compares prediction and measurement per split, each at its own best d."""
+    """Formats the predicted and the measured speed of each mode and split, each speed at its own best d."""
     lines, found = [], []
     for row in rows:
         tree = {} if row.mode == "ar" else {"verify_batch": bs, "draft_leaves": w}
@@ -170,7 +183,7 @@ def compare_with_profile(rows: Sequence[Row], profile: dict[str, Any], bs: int, 
 
 
 def build_predict_parser() -> argparse.ArgumentParser:
-    """Builds the parser of the `predict` flags."""
+    """Builds the parser of the flags of `predict`."""
     made = argparse.ArgumentParser(prog="python -m swiftspec.profile predict", description=__doc__)
     made.add_argument("--hardware", help=f"GPU and number, such as h200x8; known are {', '.join(latency_model.GPUS)}")
     made.add_argument("--model", type=Path, help="config.json of the target, or its directory")
@@ -200,7 +213,8 @@ def build_predict_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Predicts and prints the result. Raises UserError."""
+    """Runs the command `predict`: prints the predictions and returns exit code 0. Raises UserError if a flag or a file
+    that it names is invalid."""
     args = build_predict_parser().parse_args(argv)
     profile = None if args.against is None else store.load(args.against)
     recorded = args.acceptance or (args.against if profile is not None and profile["rounds"] else None)
@@ -235,9 +249,9 @@ def _records(file: Path | None) -> list[dict[str, Any]]:
 
 
 def _emulation(args: argparse.Namespace, profile: dict[str, Any] | None) -> StepTimeEmulation:
-    """Returns the step times given by flags, or those that the profile was measured with.
+    """Returns the step times of --emulate, else those that the profile was measured with.
 
-    Raises UserError if there are neither.
+    Raises UserError unless they include both models.
     """
     given = StepTimeEmulation()
     if args.emulate is not None:

@@ -1,8 +1,8 @@
-"""Profile phase: measures how a pair runs fastest on this machine and saves the plan for `serve`.
+"""Profiles a model pair: measures splits, modes and tree shapes on this machine and saves the fastest plan for `serve`.
 
 python -m swiftspec.profile [flags]                              one process
-torchrun --standalone --nproc-per-node 4 -m swiftspec.profile    every split of four ranks
-python -m swiftspec.profile trace FILE.jsonl                     timeline and waiting times of a `serve --trace` file
+torchrun --standalone --nproc-per-node 4 -m swiftspec.profile    every split of four ranks, four processes
+python -m swiftspec.profile trace FILE.jsonl                     timeline and waiting times from a `serve --trace` file
 python -m swiftspec.profile report PROFILE.json                  writes the HTML report again
 python -m swiftspec.profile predict --hardware h200x8 ...        predicts the speed on a machine that is not present
 """
@@ -35,7 +35,7 @@ PROMPTS = Path(__file__).with_name("prompts.jsonl")
 
 
 def main(argv: Sequence[str] | None = None, prog: str = "python -m swiftspec.profile") -> int:
-    """Runs the command and returns its exit code. `prog`: the command's name in help texts."""
+    """Runs the command `profile` and returns its exit code. `prog`: name of the command in help texts."""
     return run_guarded(lambda first: _run(list(sys.argv[1:] if argv is None else argv), prog))
 
 
@@ -53,14 +53,14 @@ def _run(argv: list[str], prog: str) -> int:
             return predict.main(argv[1:])
         return sweep(build_profile_parser(prog).parse_args(argv))
     except UsageError as error:
-        raise UserError(str(error)) from None  # exit code 1, like every other error of a sweep
+        raise UserError(str(error)) from None  # exit code 1 instead of 2, as for every other error of a sweep
     except KeyboardInterrupt:
         print("swiftspec: interrupted; --resume goes on from here", file=sys.stderr)
         return 130
 
 
 def build_profile_parser(prog: str = "python -m swiftspec.profile") -> argparse.ArgumentParser:
-    """Builds the parser of a sweep's flags."""
+    """Builds the parser of the flags of a sweep."""
     made = argparse.ArgumentParser(prog=prog, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name in model_settings():
         made.add_argument("--" + name.replace("_", "-"), dest=name, metavar="X", help="as `serve` has it")
@@ -83,7 +83,10 @@ def model_settings() -> list[str]:
 
 
 def sweep(args: argparse.Namespace) -> int:
-    """Runs the whole profile phase, on any rank."""
+    """Runs a sweep on every rank and returns the exit code: rank 0 measures, the other ranks follow it.
+
+    Raises UserError if a flag is invalid, there is no draft model, or nothing could be measured.
+    """
     from swiftspec.lab.worker_pool import Pair, RankPool
     from swiftspec.serve.model_resolution import ResolvedModels
     from swiftspec.serve.session import load_options
@@ -111,7 +114,7 @@ def sweep(args: argparse.Namespace) -> int:
 def _prepare(
     args: argparse.Namespace, settings: Settings, pool: Any, model: str, dtype: str, world: World | None
 ) -> Sweep | None:
-    """Builds the sweep for these flags. Returns None for a dry run."""
+    """Builds the sweep for these flags. With --dry-run, prints what it would measure and returns None."""
     from swiftspec.lab import sweep as sweeps
     from swiftspec.lab.progress import SweepProgressBar
     from swiftspec.profiles import store
@@ -175,13 +178,17 @@ def _measure(sweep: Sweep) -> int:
     try:
         for file in outputs.write_outputs(sweep.profile, sweep.file):
             print(f"wrote {file}")
-    except UserError as error:  # no matplotlib; the measurements are already written
+    except UserError as error:  # matplotlib is not installed; the profile is already written
         print(f"swiftspec: {error}, then python -m swiftspec.profile report {sweep.file}", file=sys.stderr)
     return 0
 
 
 def read_prompts(file: Path, family: str | None = None) -> list[str]:
-    """Reads the field `prompt` of every line. Raises UserError on a file without any."""
+    """Returns the field `prompt` of every line of a JSONL file.
+
+    `family`: skips lines whose field `family` differs from it; None: skips none.
+    Raises UserError if a line is invalid, a prompt is empty, or no prompt is found.
+    """
     name, texts = f"--prompts {file}", []
     for number, line in enumerate(file_io.read_lines(file, name, max_bytes=MAX_PROMPTS_BYTES), 1):
         where = f"{name}, line {number},"
@@ -198,7 +205,7 @@ def read_prompts(file: Path, family: str | None = None) -> list[str]:
 
 
 def seconds(text: str) -> float:
-    """Converts `90s`, `10m` or `1h` to seconds. Raises UserError."""
+    """Converts text such as `90s`, `10m` or `1h` to seconds. Raises UserError if it is not a positive time."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)([smh])", text)
     if found is None or float(found[1]) <= 0:
         raise UserError(f"--budget must be a time such as 90s, 10m or 1h, not {text!r}")
@@ -206,7 +213,7 @@ def seconds(text: str) -> float:
 
 
 def show_trace(argv: Sequence[str], prog: str = "python -m swiftspec.profile") -> int:
-    """Writes the timeline of a trace and prints its summary."""
+    """Writes the timeline of a trace for Perfetto or Chrome, and prints a summary of its waiting times."""
     from swiftspec.lab import timeline
 
     made = argparse.ArgumentParser(prog=f"{prog} trace", description=show_trace.__doc__)
@@ -222,7 +229,7 @@ def show_trace(argv: Sequence[str], prog: str = "python -m swiftspec.profile") -
 
 
 def write_report(argv: Sequence[str], prog: str = "python -m swiftspec.profile") -> int:
-    """Writes CSV, HTML and the recommended settings of a profile."""
+    """Writes the CSV, the HTML report and the recommended settings of a profile."""
     from swiftspec.lab import outputs, results
     from swiftspec.profiles import store
 

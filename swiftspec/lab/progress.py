@@ -20,7 +20,7 @@ class SweepProgressBar:
             self._progress.start()
 
     def begin(self, what: str, done: int, total: int, left: float) -> None:
-        """Shows the next measurement."""
+        """Shows that the measurement `what` begins, see `SweepDisplay`."""
         line = f"{what} · about {_span(left)} left{self._best}"
         if self._progress is None:
             self._console.print(f"[{done + 1}/{total}] {line}", markup=False, soft_wrap=True)
@@ -28,11 +28,11 @@ class SweepProgressBar:
             self._progress.update(self._task, description=line, completed=done, total=total)
 
     def best(self, what: str, speed: float) -> None:
-        """Shows the fastest run so far."""
+        """Sets the fastest run so far, `what`, which later lines show. `speed`: tokens per second."""
         self._best = f" · best {what}, {speed:.0f} tok/s"
 
     def note(self, text: str) -> None:
-        """Prints a separate line."""
+        """Prints a message to the user on a line of its own."""
         self._console.print(f"swiftspec: {text}", markup=False, soft_wrap=True)
 
     def close(self) -> None:

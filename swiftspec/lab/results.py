@@ -1,4 +1,4 @@
-"""A profile as text: a table for the terminal, a CSV file, settings for `serve`."""
+"""Formats a profile as a table for the terminal, as CSV, and as settings for `serve`."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def as_csv(profile: Mapping[str, Any]) -> str:
 
 
 def as_yaml(run: Mapping[str, Any], source: str) -> str:
-    """Formats the settings of a run for `serve --config`."""
+    """Formats the plan of a run as YAML for `serve --config`. `source`: name of its profile, for the comment."""
     settings = store.plan_settings(run["plan"])
     count = len(run["speeds"])
     lines = [f"# {source}: {store.median_speed(run):.1f} tokens a second, {count} repeat{'s' if count > 1 else ''}"]
@@ -43,7 +43,7 @@ def as_yaml(run: Mapping[str, Any], source: str) -> str:
 
 
 def format_profile(profile: Mapping[str, Any]) -> str:
-    """Formats the runs as aligned text, fastest first, with a star at the recommended one."""
+    """Formats the runs as an aligned table, fastest first, and marks the recommended one with a star."""
     winner = store.best_run(profile)
     rows = [("", "run", "ops", "tok/s", "least..most", "tok/round", "busy", "")]
     for run in sorted(profile["runs"], key=store.median_speed, reverse=True):
@@ -62,7 +62,8 @@ def format_profile(profile: Mapping[str, Any]) -> str:
 
 
 def format_orchestration(profile: Mapping[str, Any]) -> Iterator[str]:
-    """Yields one line with the cost of everything except the two models, if their step times are emulated."""
+    """Yields a line with the host overhead per round of the fastest asynchronous run. Yields nothing if the profile has
+    none, as without emulated step times."""
     cost = profile.get("orchestration")
     if cost is not None:
         beyond = f"{1e3 * cost['seconds']:.3f} ms ({cost['share']:.1%})"
@@ -70,5 +71,5 @@ def format_orchestration(profile: Mapping[str, Any]) -> Iterator[str]:
 
 
 def missing_dependency(module: str, what: str) -> UserError:
-    """Returns the error for an optional library that is not installed."""
+    """Returns the error that `what` needs the optional library `module`, which is not installed."""
     return UserError(f"{what} needs {module}: pip install 'swiftspec[report]'")

@@ -1,7 +1,7 @@
-"""Discrete-event simulation of rounds, driven by rounds recorded on a real tree.
+"""Simulates the duration of rounds that were recorded with a real model pair.
 
-For a fixed d the accepted tokens of a round do not depend on any duration. The recorded rounds therefore give what is
-accepted, and the simulation gives the times.
+For a fixed d the accepted tokens of a round do not depend on any duration. The recorded rounds therefore determine what
+is accepted, and the simulation determines the times.
 """
 
 from __future__ import annotations
@@ -16,26 +16,35 @@ from typing import Any
 from swiftspec.errors import UserError
 
 Rounds = Sequence[tuple[int, int]]  # (accepted draft tokens, expansions on the critical path)
-NUM_BLOCKS = 64  # blocks of resampled rounds
-BLOCK_ROUNDS = 16  # rounds per block: the acceptance of successive rounds is correlated
+NUM_BLOCKS = 64  # bootstrap samples of the recorded rounds, each made of blocks
+BLOCK_ROUNDS = 16  # rounds per block, since the acceptance of successive rounds is correlated
 
 
 @dataclass(frozen=True, slots=True)
 class SimulatedTimes:
-    """Times in seconds. `target`, `draft`: one forward. The other fields are the work around the forwards."""
+    """Times that a simulation takes as given, in seconds.
+
+    `target`, `draft`: one forward.
+    The other fields are host work and messages around the forwards.
+    """
 
     target: float
     draft: float
     verify: float = 0.0  # sampling, finding the accepted path, building the batch
-    settle: float = 0.0  # the target's work after a result, while the draft answers
-    expand: float = 0.0  # selecting leaves, children, mask, per expansion
+    settle: float = 0.0  # the target's work after a result, while the draft makes the next proposal
+    expand: float = 0.0  # per expansion: selecting leaves and children, building the mask
     answer: float = 0.0  # re-rooting and choosing the proposal
-    link: float = 0.0  # one message, one way
+    link: float = 0.0  # one message between target and draft, in one direction
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Result of a simulated run: tokens per second, mean round, and the target's waiting time in it."""
+    """Result of a simulated run.
+
+    `speed`: tokens per second.
+    `round`: mean duration of a round in seconds.
+    `waiting`: mean seconds per round in which the target waits for a proposal.
+    """
 
     speed: float
     round: float
@@ -44,10 +53,11 @@ class Outcome:
 
 
 def asynchronous(rounds: Rounds, d: int, times: SimulatedTimes) -> Outcome:
-    """Asynchronous mode: the draft runs d expansions while the target verifies, and answers when both have finished."""
+    """Simulates asynchronous mode: the draft runs d expansions while the target verifies, and sends the next proposal
+    after both have finished."""
     submitted = grown = waiting = 0.0
     for _, critical in rounds:
-        grown_until = grown + d * (times.draft + times.expand)  # `grown`: when the expansions start
+        grown_until = grown + d * (times.draft + times.expand)  # `grown`: here the start of the expansions
         result = submitted + times.target + times.verify
         answering = max(result + times.link, grown_until)
         answered = answering + times.answer + critical * (times.draft + times.expand)
@@ -58,24 +68,24 @@ def asynchronous(rounds: Rounds, d: int, times: SimulatedTimes) -> Outcome:
 
 
 def serial(rounds: Rounds, d: int, times: SimulatedTimes) -> Outcome:
-    """Serial mode: d expansions, then the verification."""
+    """Simulates serial mode: in each round d expansions, then the verification."""
     drafting = times.answer + d * (times.draft + times.expand)
     length = times.target + times.verify + times.settle + drafting
     return outcome(rounds, length * len(rounds), drafting * len(rounds))
 
 
 def plain(times: SimulatedTimes, count: int = 1) -> Outcome:
-    """Plain decoding by the target alone."""
+    """Simulates `count` rounds of autoregressive decoding."""
     return outcome([(0, 0)] * count, count * (times.target + times.verify + times.settle), 0.0)
 
 
 def run(mode: str, rounds: Rounds, d: int, times: SimulatedTimes) -> Outcome:
-    """Simulates one of the three modes."""
+    """Simulates mode `ar`, `serial` or `async`."""
     return {"async": asynchronous, "serial": serial}[mode](rounds, d, times) if mode != "ar" else plain(times)
 
 
 def outcome(rounds: Rounds, seconds: float, waiting: float) -> Outcome:
-    """Returns the outcome of rounds that took `seconds` in total, of which the target waited for `waiting`."""
+    """Returns the outcome of `rounds` that took `seconds` in total, in which the target waited `waiting` seconds."""
     tokens = sum(accepted + 1 for accepted, _ in rounds)
     return Outcome(tokens / seconds, seconds / len(rounds), waiting / len(rounds), tokens / len(rounds))
 
@@ -83,7 +93,12 @@ def outcome(rounds: Rounds, seconds: float, waiting: float) -> Outcome:
 def interval(
     mode: str, rounds: Rounds, d: int, slow: SimulatedTimes, fast: SimulatedTimes
 ) -> tuple[float, float, float]:
-    """Tokens per second as (5 %, middle, 95 %): rounds are resampled in blocks, step times vary from slow to fast."""
+    """Returns (low, middle, high) tokens per second.
+
+    Middle is the speed with the mean of `slow` and `fast`. The other two come from a block bootstrap of the rounds: low
+    is the 5 % quantile with `slow`, high the 95 % quantile with `fast`. In mode ar every round is the same, and low and
+    high are the speeds with `slow` and `fast`.
+    """
     middle = run(mode, rounds, d, between(slow, fast)).speed
     if mode == "ar":
         return run(mode, rounds, d, slow).speed, middle, run(mode, rounds, d, fast).speed
@@ -99,15 +114,15 @@ def interval(
 
 
 def between(slow: SimulatedTimes, fast: SimulatedTimes) -> SimulatedTimes:
-    """Returns the mean of two sets of times."""
+    """Returns the mean of two sets of times, field by field."""
     return SimulatedTimes(
         **{f.name: (getattr(slow, f.name) + getattr(fast, f.name)) / 2 for f in fields(SimulatedTimes)}
     )
 
 
 def best_improvement(mode: str, rounds: Rounds, d: int, times: SimulatedTimes) -> tuple[str, float]:
-    """Returns the change that helps most, and its gain: 10 % off the target's step, 10 % off the draft's step, or no
-    work around the forwards."""
+    """Returns (description, relative gain in speed) of the most effective of three changes: a target step shorter by
+    10 %, a draft step shorter by 10 %, or no time outside the forwards."""
     base = run(mode, rounds, d, times).speed
     bare = replace(SimulatedTimes(times.target, times.draft))
     options = {
@@ -120,7 +135,7 @@ def best_improvement(mode: str, rounds: Rounds, d: int, times: SimulatedTimes) -
 
 
 class RecordedAcceptance:
-    """Recorded rounds of several trees, in the form of a profile's `rounds`."""
+    """Recorded rounds by mode and tree shape. Created from records with the layout of field `rounds` of a profile."""
 
     def __init__(self, records: Sequence[Mapping[str, Any]]) -> None:
         self._rounds: dict[tuple[str, int, int, int], list[tuple[int, int]]] = {}
@@ -131,14 +146,14 @@ class RecordedAcceptance:
                 self._rounds[shape] = [(int(accepted), int(critical)) for accepted, critical in record["rounds"]]
 
     def depths(self, mode: str, bs: int, w: int) -> list[int]:
-        """Returns every d that was recorded for a tree. Raises UserError if none was."""
+        """Returns every d recorded with this mode, bs and w, in ascending order. Raises UserError if there is none."""
         found = sorted(d for m, b, leaves, d in self._rounds if (m, b, leaves) == (mode, bs, w))
         if not found:
             raise UserError(f"no rounds of mode {mode} with bs {bs} and w {w} were recorded: take others, or a profile")
         return found
 
     def chains(self, steps: int) -> Rounds:
-        """Returns the rounds of chains of `steps` draft tokens. Raises UserError if none were recorded."""
+        """Returns the rounds recorded with chains of `steps` draft tokens. Raises UserError if there are none."""
         known = sorted(d for mode, _, leaves, d in self._rounds if (mode, leaves) == ("serial", 1))
         if steps not in known:
             listed = ", ".join(map(str, known)) or "none"
@@ -146,5 +161,5 @@ class RecordedAcceptance:
         return self.rounds("serial", steps + 1, 1, steps)
 
     def rounds(self, mode: str, bs: int, w: int, d: int) -> Rounds:
-        """Returns the rounds of one tree."""
+        """Returns the rounds recorded with this mode and tree shape. Raises KeyError if there are none."""
         return self._rounds[mode, bs, w, d]

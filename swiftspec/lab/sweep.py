@@ -1,4 +1,4 @@
-"""Sweep of the profile phase (paper, sections 3.1 and 5.5): measures every split, mode and d."""
+"""Sweep: measures a model pair with every mode, split and d (paper, sections 3.1 and 5.5: the profile phase)."""
 
 from __future__ import annotations
 
@@ -29,24 +29,29 @@ class SweepDisplay(Protocol):
     """Protocol of the progress display of a sweep."""
 
     def begin(self, what: str, done: int, total: int, left: float) -> None:
-        """Shows the next measurement. `left`: expected seconds for the rest."""
+        """Shows that the measurement `what` begins.
+
+        `done`, `total`: number of finished measurements, and of all.
+        `left`: expected seconds until the end of the sweep.
+        """
         ...
 
     def best(self, what: str, speed: float) -> None:
-        """Shows the fastest run so far."""
+        """Shows the fastest run so far, `what`. `speed`: tokens per second."""
         ...
 
     def note(self, text: str) -> None:
-        """Shows a note to the user."""
+        """Shows a message to the user."""
         ...
 
     def close(self) -> None: ...
 
 
 class Sweep:
-    """One sweep, on rank 0.
+    """Sweep on rank 0, which adds its measurements to `profile`.
 
-    Every finished measurement is written to `file` with the ending .partial.json immediately.
+    After each measurement the unfinished profile is saved next to `file`, with the ending .partial.json, so that
+    `load_resumed` can load it. `run` writes `file` itself at the end.
     """
 
     def __init__(self, pool: RankPool, request: SweepRequest, profile: Json, file: Path, show: SweepDisplay) -> None:
@@ -65,9 +70,9 @@ class Sweep:
         }  # fmt: skip
 
     def run(self) -> None:
-        """Measures until everything is done or the budget is spent, then writes the final profile.
+        """Measures until everything is measured or the budget is spent, then writes the profile.
 
-        Raises UserError if the budget does not suffice for any measurement.
+        Raises UserError if no run could be measured.
         """
         contest = trials.initial_trials(self._request.modes, self._request.pairs, self._pool.ranks, self._request.whole)
         try:
@@ -91,7 +96,7 @@ class Sweep:
         self._partial.unlink(missing_ok=True)
 
     def close(self) -> None:
-        """Closes the display."""
+        """Closes the progress display."""
         self._show.close()
 
     @property
@@ -104,7 +109,8 @@ class Sweep:
     # ---- engines, one at a time
 
     def _run_initial(self, trial: Trial, repeat: int) -> None:
-        """Runs one more repeat of each run of a trial that has not been dropped."""
+        """Measures a trial, in repeat number `repeat` (from 0): all its values of d the first time, later those that
+        are not dropped and do not have this repeat yet."""
         plan = trial.row(None)
         runs = [r for r in self.profile["runs"] if r["ops"] == trial.ops and not r["variation"]]
         mine = [r for r in runs if plan_matches(r["plan"], plan)]
@@ -117,7 +123,7 @@ class Sweep:
             self._decode(trial, tuple(steps), variation=False)
 
     def _run_variations(self, pick: Callable[[], Iterable[Trial]]) -> None:
-        """Runs trials that depend on earlier measurements, once each."""
+        """Measures, once each, the trials that `pick` derives from the earlier measurements."""
         for trial in pick():
             steps = trial.steps or (None,)
             plan = trial.row(steps[0])
@@ -130,7 +136,12 @@ class Sweep:
         return [] if winner is None else trials.variations(winner["plan"])
 
     def _decode(self, trial: Trial, steps: tuple[int | None, ...], variation: bool) -> None:
-        """Builds the engine of a trial and decodes the prompts at each d."""
+        """Builds the engine of a trial, decodes the prompts at each d and adds the speeds to the profile.
+
+        `steps`: values of d; (None,) in mode async: derives them from measured step times; in a mode without d: one
+        run.
+        `variation`: marks the runs as trials that depend on earlier measurements.
+        """
         self._step(store.plan_title(trial.row(steps[0] if len(steps) == 1 else None)))
         known = [d for d in steps if d is not None]
         order = EngineBuild(trial.plan(max(known) if known else None), trial.ops)
@@ -142,7 +153,7 @@ class Sweep:
                     steps = trials.depths(*times) if not known else steps
                 measurement.decode_all(llm, self._request.prompts[:1], WARM_UP_TOKENS, self._deadline())
                 for d in steps:
-                    self._entry(trial, d, variation)  # a resumed sweep finds out which d are missing
+                    self._entry(trial, d, variation)  # so that a resumed sweep finds the d that are missing
                 for d in steps:
                     if d is not None:
                         measurement.tree_roles(llm).drafter.draft_steps = d
@@ -179,14 +190,14 @@ class Sweep:
             self._show.best(store.plan_title(leader["plan"]), store.median_speed(leader))
 
     def _drop(self) -> None:
-        """Stops repeating runs that are too far behind."""
+        """Marks the runs that are too slow as dropped, so that they are not repeated."""
         for index in trials.dominated_runs(self.profile["runs"]):
             run = self.profile["runs"][index]
             if not run["dropped"] and not run["variation"]:
                 run["dropped"] = "far behind the fastest"
 
     def _step_times(self) -> None:
-        """Measures forwards of each model on groups of every size (paper, Table 1)."""
+        """Measures the step times of each model on groups of every size (paper, Table 1)."""
         for side in ("target", "draft"):
             for tp in range(1, self._pool.ranks + 1):
                 if any(step["side"] == side and step["tp"] == tp for step in self.profile["steps"]):
@@ -206,7 +217,10 @@ class Sweep:
                 self._save()
 
     def _rounds(self) -> None:
-        """Records the rounds of every tree that was tried, for the predictor. They do not depend on step times."""
+        """Records the rounds of every mode and tree shape that was measured, as input of the predictor.
+
+        One rank per model and no emulated step times are enough, since rounds of a fixed d do not depend on them.
+        """
         runs = [run for run in self.profile["runs"] if run["speeds"] and not run["variation"]]
         plans = [run["plan"] for run in runs if run["plan"]["draft_steps"]]
         for plan in plans:
@@ -219,7 +233,7 @@ class Sweep:
                 self._save()
 
     def _lanes(self) -> None:
-        """Records the timelines of a few rounds of the best asynchronous run."""
+        """Records the timelines of a few rounds of the fastest asynchronous run, and the times around its forwards."""
         winner = store.best_run(self.profile, {"mode": "async"})
         if winner is not None and not self.profile["lanes"]:
             self._step("both lanes")
@@ -232,7 +246,8 @@ class Sweep:
             self.profile["orchestration"] = self._host_overhead(trace, winner["plan"])
 
     def _host_overhead(self, trace: Trace, plan: Json) -> Json | None:
-        """Cost of a round beyond the emulated step times: median seconds, and their share of the median round."""
+        """Returns the host overhead per round of a run with emulated step times: its median in seconds, and the share
+        of that in the median round. Returns None unless the step times of both models are emulated."""
         emulate = self._pool.pair.options.get("emulate")
         if emulate is None or emulate.target is None or emulate.draft is None:
             return None
@@ -253,7 +268,8 @@ class Sweep:
     # ---- the budget
 
     def _step(self, what: str) -> None:
-        """Begins a measurement. Raises OutOfTime if the budget does not suffice for it."""
+        """Counts and shows the next measurement, `what`. Raises OutOfTime if the rest of the budget is shorter than the
+        longest measurement so far."""
         now = time.monotonic()
         spent = now - self._began
         if self._done > 0:
@@ -269,7 +285,7 @@ class Sweep:
         self._done += 1
 
     def _total(self) -> int:
-        """Estimates the number of measurements. Variations and dropped runs are not known in advance."""
+        """Estimates the number of measurements, since the variations and dropped runs are not known in advance."""
         contest = trials.initial_trials(self._request.modes, self._request.pairs, self._pool.ranks, self._request.whole)
         alone = 2 * self._pool.ranks + len(trials.BATCHES) * 4
         return len(contest) * self._request.repeats + alone + self._populations()
@@ -285,14 +301,15 @@ class Sweep:
 
 
 def plan_matches(plan: Json, wanted: Json) -> bool:
-    """Whether a plan has these values. None matches any value."""
+    """Returns whether `plan` has all values of `wanted`. A value None matches any value."""
     return all(value is None or plan[name] == value for name, value in wanted.items())
 
 
 def load_resumed(file: Path, fresh: Json) -> Json:
-    """Loads what an interrupted sweep left next to `file`.
+    """Returns the unfinished profile that an interrupted sweep has saved next to `file`.
 
-    Raises UserError if nothing is there, or if it belongs to a different sweep.
+    `fresh`: profile of the new sweep.
+    Raises UserError if there is no unfinished profile, or if its key or settings differ from those of `fresh`.
     """
     partial = file.with_name(file.name.removesuffix(".json") + store.PARTIAL_SUFFIX)
     if not partial.exists():
@@ -305,7 +322,7 @@ def load_resumed(file: Path, fresh: Json) -> Json:
 
 
 def describe_trials(request: SweepRequest, ranks: int) -> Sequence[str]:
-    """Returns one line for each trial of a sweep."""
+    """Returns lines that describe the measurements of a sweep, for --dry-run. `ranks`: number of ranks of the job."""
     contest = trials.initial_trials(request.modes, request.pairs, ranks, request.whole)
     lines = []
     for trial in contest:

@@ -1,5 +1,5 @@
-"""Analysis of a trace: timeline for Chrome or Perfetto, waiting times of both sides with their causes, and the cost of
-a round beyond the two models."""
+"""Analysis of a trace: timeline for Chrome or Perfetto, waiting times of draft and target with their causes, and host
+overhead per round."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ class Trace:
 
     @staticmethod
     def read(file: Path) -> Trace:
-        """Reads a trace.
+        """Reads a trace. Skips a truncated last line.
 
-        Raises UserError on a file that is not a trace and on a damaged line. A truncated last line is dropped.
+        Raises UserError if the file is larger than LARGEST, is not a trace, or has a damaged line.
         """
         head: Json = {}
         rounds: list[Json] = []
@@ -45,7 +45,7 @@ class Trace:
     def successive(self) -> Iterator[tuple[Json, Json]]:
         """Yields pairs of successive rounds of one request.
 
-        The first round of a request is left out because it includes the prompt.
+        The first round of each request is left out because it includes the prefill.
         """
         for this, after in pairwise(self.rounds):
             if this["request"] == after["request"] and this["round"] > 0 and after["round"] == this["round"] + 1:
@@ -54,20 +54,21 @@ class Trace:
 
 @dataclass(frozen=True, slots=True)
 class RoundCost:
-    """Cost of one round, from the submission of one proposal to that of the next, in seconds."""
+    """Durations in one round, in seconds. A round lasts from the start of one verification to the start of the next."""
 
-    length: float
-    verify: float  # the target's forward and sampling
-    forward: float  # the forward alone
-    wait: float  # the target's waiting time for the proposal
-    late: float  # part of the wait in which the draft was still expanding when the result arrived
-    short: float  # part of the wait spent in expansions for lack of nodes (serial mode: in all expansions)
-    critical: int  # number of these expansions
-    expansions: int
+    length: float  # the whole round
+    verify: float  # the verification: the target's forward and sampling
+    forward: float  # the target's forward alone
+    wait: float  # the target's wait for the next proposal
+    late: float  # part of the wait: the draft finishes the expansions that it began during the verification
+    short: float  # part of the wait: expansions before the draft can propose (serial mode: all expansions)
+    critical: int  # number of the expansions in `short`, which are on the critical path
+    expansions: int  # number of expansions during the verification
 
 
 def costs(trace: Trace) -> list[RoundCost]:
-    """Returns the cost of every complete round that both sides have recorded."""
+    """Returns the cost of each verified round that another verified round of its request follows, without the first
+    round of each request."""
     return [
         _cost(this, after)
         for this, after in trace.successive() if "verify" in this["target"] and "verify" in after["target"]
@@ -77,7 +78,7 @@ def costs(trace: Trace) -> list[RoundCost]:
 def _cost(this: Json, after: Json) -> RoundCost:
     begin, end = this["target"]["verify"]
     length = after["target"]["verify"][0] - begin
-    asked, given = after.get("wait", (0.0, 0.0))  # a round without a draft does not wait
+    asked, given = after.get("wait", (0.0, 0.0))  # an autoregressive round does not wait
     grown, short = this.get("draft", {}), expanded_first(after)
     late = max(grown.get("grow", (end, end))[1] - end, 0.0)
     seconds = sum(f[1] - f[0] for f in short)
@@ -91,23 +92,22 @@ def _cost(this: Json, after: Json) -> RoundCost:
 
 
 def expanded_first(line: Json) -> list[Sequence[float]]:
-    """Returns the draft forwards that a round's proposal had to wait for."""
+    """Returns the draft forwards of a round that its proposal had to wait for, as (begin, end, rows)."""
     draft = line.get("draft", {})
     begin, end = draft.get("propose", (0.0, 0.0))
     return [forward for forward in draft.get("forwards", ()) if begin <= forward[0] < end]
 
 
 def host_overhead(rounds: Iterable[RoundCost], target: float, draft: float) -> list[float]:
-    """Seconds of each round that neither model accounts for.
+    """Returns the seconds of each round outside the two models (host overhead).
 
-    This is the length of the round less the longer of the target's step and the concurrent expansions, and less the
-    expansions that the algorithm puts on the critical path. `target`, `draft`: seconds per step.
+    This is `length - max(target, expansions * draft) - critical * draft`. `target`, `draft`: step times in seconds.
     """
     return [r.length - max(target, r.expansions * draft) - r.critical * draft for r in rounds]
 
 
 def to_chrome_trace(trace: Trace) -> Json:
-    """Converts the trace to Chrome's format, which Perfetto reads. Times are in microseconds from the first event."""
+    """Converts a trace to Chrome's trace format, which Perfetto reads. Times are microseconds since the first span."""
     events = [
         {"ph": "M", "pid": 1, "tid": tid, "name": "thread_name", "args": {"name": name}}
         for tid, name in ((TARGET, "target"), (DRAFT, "draft"))
@@ -127,7 +127,7 @@ def to_chrome_trace(trace: Trace) -> Json:
 
 
 def _spans(line: Json) -> Iterator[tuple[int, str, float, float, Json]]:
-    """Yields (thread id, name, begin, end, details) of the spans of one line."""
+    """Yields (thread id, name, begin, end, details) of each span of a trace line; begin and end are in seconds."""
     about = {"request": line["request"], "round": line["round"]}
     target, draft = line.get("target", {}), line.get("draft", {})
     if "population" in line:
@@ -150,7 +150,7 @@ def _spans(line: Json) -> Iterator[tuple[int, str, float, float, Json]]:
 
 
 def summary(trace: Trace) -> str:
-    """Summarizes as text which side waited for the other, and why."""
+    """Formats a summary: mean times per round, and how long draft and target waited for each other and why."""
     rounds, head = costs(trace), trace.head
     tokens = sum(len(line["tokens"]) for line in trace.rounds)
     split = f"{head['target_tp']}+{head['draft_tp']}" if head["mode"] == "async" else head["target_tp"]
@@ -190,7 +190,8 @@ def summary(trace: Trace) -> str:
 
 
 def _draft_idle(trace: Trace) -> list[float]:
-    """Seconds per round between the end of the draft's expansions and the result."""
+    """Returns the draft's waiting time in each round, in seconds: from the end of its expansions to the arrival of the
+    result."""
     found = []
     for this, after in trace.successive():
         if "grow" in this.get("draft", {}) and "observe" in after.get("draft", {}):

@@ -1,4 +1,4 @@
-"""Trials of a sweep, their order, and the criterion for dropping them. Pure arithmetic, no measurements."""
+"""Trials of a sweep: which there are, in which order, and which are dropped. Nothing is measured here."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ from swiftspec.model.config import ModelConfig
 from swiftspec.model.shard import Shard
 from swiftspec.profiles import schema, store
 
-ROWS = (1, 2, 4, 8, 16, 32)  # rows of the measured step times
-SERIAL_STEPS = (1, 2, 3, 4, 6)  # in serial mode the best d follows from acceptance, not from a ratio of times
-BATCHES = (2, 4, 8, 16, 32)  # bs and w, each varied with the other at its usual value (paper, Figure 2)
-PARTICLES = {  # each varied with the others at their usual values
+ROWS = (1, 2, 4, 8, 16, 32)  # rows per forward of the measured step times
+SERIAL_STEPS = (1, 2, 3, 4, 6)  # d in serial mode, where the best d depends on acceptance, not on a ratio of times
+BATCHES = (2, 4, 8, 16, 32)  # values of bs and of w, each with the other one at its default (paper, Figure 2)
+PARTICLES = {  # values of N, K and sequence groups, each with the others at their defaults
     "particles": (1, 2, 8, 16), "smc_draft_tokens": (1, 2, 8), "smc_groups": (2, 4, 8),
 }  # fmt: skip
 USUAL = EngineConfig()
 ENGINE = tuple(
     name for name in store.PLAN_FIELDS if name != "draft_steps"
-)  # fields of a plan that stay fixed for an engine while d changes
-LOSING = 0.85  # a run is not repeated if its best repeat stays below this share of the leader's median
+)  # fields of a plan that are fixed when an engine is built, unlike d
+LOSING = 0.85  # a run is not repeated if its best repeat is below this share of the fastest run's median
 
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """An engine to build and the values of d to run on it.
+    """An engine to build, and the values of d to measure with it.
 
-    Without values, d follows from the ratio of the step times.
+    `steps`: values of d. If it is empty, mode async derives them from measured step times (`depths`).
     """
 
     mode: str
@@ -45,22 +45,22 @@ class Trial:
     verify_batch: int = USUAL.verify_batch
     draft_leaves: int = USUAL.draft_leaves
     steps: tuple[int, ...] = ()
-    particles: int = USUAL.population.particles  # used in mode smc, like the next two fields
+    particles: int = USUAL.population.particles  # only used in mode smc, like the next two fields
     smc_draft_tokens: int = USUAL.population.smc_draft_tokens
     smc_groups: int = USUAL.population.smc_groups
 
     @staticmethod
     def of(plan: Mapping[str, Any], ops: str = "auto", steps: tuple[int, ...] = ()) -> Trial:
-        """Returns the trial of a profile's plan."""
+        """Returns the trial whose engine has the plan of a profile's run."""
         particles = {name: plan[name] for name in schema.PARTICLE_FIELDS if plan.get(name) is not None}
         return Trial(ops=ops, steps=steps, **{name: plan[name] for name in ENGINE}, **particles)
 
     def plan(self, draft_steps: int | None) -> EngineConfig:
-        """Returns the engine configuration for one d."""
+        """Returns the engine configuration at d = `draft_steps`."""
         return schema.engine_config(self.row(draft_steps))
 
     def row(self, draft_steps: int | None) -> dict[str, Any]:
-        """Returns the plan in the form of a profile."""
+        """Returns the plan at d = `draft_steps` as a profile stores it. d is None in modes without a draft tree."""
         names = (*ENGINE, *(schema.PARTICLE_FIELDS if self.mode == "smc" else ()))
         engine = {name: getattr(self, name) for name in names}
         return {**engine, "draft_steps": draft_steps if self.mode in ("serial", "async") else None}
@@ -71,15 +71,15 @@ class SweepRequest:
     """Specification of a sweep."""
 
     modes: list[str]
-    pairs: list[tuple[int, int]]  # splits of all ranks
-    whole: bool  # whether all ranks can share both models
-    prompts: list[list[int]]
-    max_tokens: int
+    pairs: list[tuple[int, int]]  # (target ranks, draft ranks) of mode async
+    whole: bool  # whether both models can be sharded over all ranks
+    prompts: list[list[int]]  # token ids
+    max_tokens: int  # per prompt
     repeats: int
     budget: float  # seconds
 
     def settings(self) -> dict[str, Any]:
-        """Returns the values that must be equal for a sweep to be resumed."""
+        """Returns field `settings` of the profile. A sweep can only be resumed with equal settings."""
         digest = hashlib.sha256(json.dumps(self.prompts).encode()).hexdigest()
         return {
             "prompts": len(self.prompts), "prompts_sha256": digest, "max_tokens": self.max_tokens,
@@ -88,10 +88,11 @@ class SweepRequest:
 
 
 def splits(text: str, ranks: int, target: ModelConfig, draft: ModelConfig) -> tuple[list[tuple[int, int]], list[str]]:
-    """Parses splits of `ranks` ranks (`all`, or `3+1,2+2`) and returns them with the reasons why splits of `all` are
-    left out.
+    """Parses --splits. Returns the splits as (target ranks, draft ranks), and the reasons why splits are left out.
 
-    Raises UserError if a named split does not add up to `ranks` or cannot shard a model.
+    `text`: splits such as `3+1,2+2`; or `all`, which leaves out the splits that cannot shard a model.
+    Raises UserError if the text has another form, or if a split that it names does not add up to `ranks` or cannot
+    shard a model.
     """
     if text == "all":
         named = [(x, ranks - x) for x in range(ranks - 1, 0, -1)]
@@ -118,7 +119,7 @@ def splits(text: str, ranks: int, target: ModelConfig, draft: ModelConfig) -> tu
 
 
 def shard_error(config: ModelConfig, size: int) -> str | None:
-    """Returns the reason why a model cannot be sharded over `size` ranks, or None."""
+    """Returns the reason why a model cannot be sharded over `size` ranks, or None if it can."""
     try:
         Shard.of(config, 0, size)
     except UserError as error:
@@ -127,16 +128,21 @@ def shard_error(config: ModelConfig, size: int) -> str | None:
 
 
 def check_modes(text: str) -> list[str]:
-    """Parses a list of modes. Raises UserError."""
+    """Parses a comma-separated list of modes. Raises UserError on an unknown mode."""
     modes = text.split(",")
     for mode in modes:
         if mode not in MODES:
-            raise UserError(f"--modes: {mode!r} is none of {', '.join(MODES)}")
+            raise UserError(f"--modes: {mode!r} is not one of {', '.join(MODES)}")
     return modes
 
 
 def initial_trials(modes: Sequence[str], pairs: Sequence[tuple[int, int]], ranks: int, whole: bool) -> list[Trial]:
-    """Returns the trials of all splits and modes at the usual bs and w. `whole`: all ranks can share both models."""
+    """Returns the first trials of a sweep: every mode and split with the default bs and w.
+
+    `pairs`: splits of mode async.
+    `whole`: whether both models can be sharded over all ranks. Modes ar and serial run on one rank, and if so on all
+    ranks too.
+    """
     trials = []
     if "ar" in modes:
         trials += [Trial("ar", x, 0, "auto") for x in dict.fromkeys((ranks if whole else 1, 1))]
@@ -150,7 +156,8 @@ def initial_trials(modes: Sequence[str], pairs: Sequence[tuple[int, int]], ranks
 
 
 def variations(plan: Mapping[str, Any]) -> list[Trial]:
-    """Varies the winner's bs and w, one at a time (paper, Figure 2), at its d."""
+    """Returns trials with the mode, split and d of the fastest plan, `plan`, and other values of bs or w: one is varied
+    while the other has its default (paper, Figure 2). Returns none if the plan has no draft tree."""
     if plan["mode"] not in ("serial", "async"):
         return []
     start = Trial(plan["mode"], plan["target_tp"], plan["draft_tp"], "auto", steps=(plan["draft_steps"],))
@@ -159,10 +166,10 @@ def variations(plan: Mapping[str, Any]) -> list[Trial]:
 
 
 def populations(runs: Sequence[Mapping[str, Any]]) -> list[Trial]:
-    """Varies N, K and the number of groups of mode smc, one at a time, if the mode was measured.
+    """Returns trials of mode smc that vary N, K and the number of sequence groups, one at a time.
 
-    The speed of several groups is their total. The fastest setting does not imply the best text, which depends on N and
-    K.
+    Returns none if `runs` has no measurement of mode smc. The speed of several groups is that of all together. Speed
+    alone does not select a setting, since the quality of the text depends on N and K.
     """
     if not any(run["plan"]["mode"] == "smc" and run["speeds"] for run in runs):
         return []
@@ -171,8 +178,11 @@ def populations(runs: Sequence[Mapping[str, Any]]) -> list[Trial]:
 
 
 def ablation(runs: Sequence[Mapping[str, Any]]) -> list[Trial]:
-    """Repeats the best serial and asynchronous runs on all ranks, with the usual tree, on plain torch operators: base,
-    parallel tree only, operators only, both (paper, Figure 8, where the other axis is CUDA kernels)."""
+    """Returns trials that repeat the fastest serial and the fastest asynchronous run with plain torch operators.
+
+    Only runs on the largest number of ranks, with the default bs and w, count. Together with the original runs this
+    gives an ablation of asynchronous mode and of the operators (paper, Figure 8, with CUDA kernels as the operators).
+    """
     made = []
     most = max((store.ranks_of(run["plan"]) for run in runs), default=1)
     for mode in ("serial", "async"):
@@ -185,16 +195,22 @@ def ablation(runs: Sequence[Mapping[str, Any]]) -> list[Trial]:
 
 
 def depths(target: float, draft: float) -> tuple[int, ...]:
-    """Returns d as floor and ceiling of the ratio of verification to expansion time (paper, section 3.1)."""
+    """Returns floor and ceiling of `target / draft` as values of d, within 1..MAX_MEASURED_DRAFT_STEPS (paper, section
+    3.1).
+
+    `target`: seconds of a verification.
+    `draft`: seconds of an expansion.
+    """
     low = steps_for(target, DraftTimes(0.0, draft))
     high = min(max(math.ceil(target / draft), 1), MAX_MEASURED_DRAFT_STEPS)
     return tuple(sorted({low, high}))
 
 
 def dominated_runs(runs: Sequence[Mapping[str, Any]]) -> list[int]:
-    """Returns the indices of runs that are too far behind the leader on the same number of ranks to be repeated.
+    """Returns the indices of the runs that are too slow to be repeated.
 
-    The best run of every mode is always retained for comparison.
+    A run is too slow if its best repeat is below LOSING times the median of the fastest run on as many ranks. The
+    fastest run of each mode and number of ranks is never too slow, so that modes can be compared.
     """
     best: dict[tuple[int, str], float] = {}
     for run in runs:

@@ -1,6 +1,6 @@
-"""Processes of a sweep.
+"""Ranks of a sweep, which build one engine after another without a restart.
 
-Rank 0 publishes which engine is built next and every rank builds its shard, repeatedly and without restarts.
+Rank 0 publishes the description of each engine in the rendezvous store, and every rank builds its part of it.
 """
 
 from __future__ import annotations
@@ -28,15 +28,16 @@ Ops = Literal["auto", "reference"]
 
 @dataclass(frozen=True, slots=True)
 class EngineBuild:
-    """An engine to build on the first ranks of the job.
+    """Description of an engine that the first `plan.num_ranks` ranks of the job build.
 
-    `alone`: one of the two models without the other, for step times.
+    `alone`: name of a model that is loaded without the other one, to measure its step times.
+    `trace`: path of the trace file, or None.
     """
 
     plan: EngineConfig
     ops: str = "auto"
     alone: str | None = None  # "target" or "draft"
-    paced: bool = True  # uses emulated step times, if there are any
+    paced: bool = True  # whether to emulate the step times that the load options contain
     trace: str | None = None
 
     def pack(self) -> str:
@@ -51,7 +52,7 @@ class EngineBuild:
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """The two models and their load options."""
+    """Paths of the two models, and their load options."""
 
     target: Path
     draft: Path
@@ -59,7 +60,7 @@ class Pair:
     threads: int | None = None  # threads per operation; None: the number of this rank's cores
 
     def options_for(self, order: EngineBuild) -> LoadOptions:
-        """Returns the load options of a build. The prefix cache is disabled, so that each run reads its prompts."""
+        """Returns the load options of a build. The prefix cache is disabled, so that every run prefills its prompts."""
         emulate = (self.options.get("emulate") if order.paced else None) or StepTimeEmulation()
         if order.alone == "draft":
             emulate = StepTimeEmulation(target=emulate.draft)
@@ -68,14 +69,17 @@ class Pair:
         return {**self.options, "emulate": emulate, "trace": trace, "ops": ops, "prefix_cache_memory": 0}
 
     def models(self, order: EngineBuild) -> tuple[Path, Path | None]:
-        """Returns the paths of the target and the draft of a build."""
+        """Returns the paths of the models that a build loads as target and as draft; None if it has no draft."""
         if order.alone is not None:
             return (self.target if order.alone == "target" else self.draft), None
         return self.target, None if order.plan.mode == "ar" else self.draft
 
 
 class RankPool:
-    """All ranks of the job, or this process alone. Rank 0 builds and dismisses; the other ranks follow."""
+    """Pool of all ranks of the job; without a job, of this process alone.
+
+    Rank 0 calls `engine` repeatedly, then `dismiss`. The other ranks call `follow`.
+    """
 
     def __init__(self, pair: Pair, world: World | None) -> None:
         self.pair = pair
@@ -88,7 +92,10 @@ class RankPool:
 
     @contextlib.contextmanager
     def engine(self, order: EngineBuild) -> Iterator[LLM]:
-        """Builds the engine of an order and yields it. Raises UserError if it cannot be built."""
+        """Context manager that builds an engine on its ranks, yields its `LLM` and closes it.
+
+        Raises UserError if the engine cannot be built.
+        """
         if self._world is not None:
             self._world.store.set(f"order {self._orders}", order.pack())
         part = self._part(order)
@@ -99,14 +106,18 @@ class RankPool:
             llm.close()
 
     def dismiss(self) -> None:
-        """Ends the other ranks and waits until they have left, because the store ends with this process."""
+        """Makes `follow` return on the other ranks and blocks until it has, since they need the store, which ends with
+        this process."""
         if self._world is not None:
             self._world.store.set(f"order {self._orders}", "")
             for rank in range(1, self._world.size):
                 self._world.store.get(f"gone {rank}")
 
     def follow(self) -> None:
-        """Main loop of every rank but 0, until it is dismissed. Raises RankLost if rank 0 is lost."""
+        """Runs the main loop of a rank other than 0: builds and serves each engine of rank 0 that includes this rank.
+
+        Returns after `dismiss`. Raises RankLost if rank 0 is lost.
+        """
         while (text := self._next()) != "":
             order = EngineBuild.unpack(text)
             part = self._part(order)
@@ -126,7 +137,10 @@ class RankPool:
                     raise RankLost("rank 0 is gone") from None
 
     def _part(self, order: EngineBuild) -> World | None:
-        """Returns the ranks of an order, this rank on its cores, or None for a process without a world."""
+        """Pins this process to its cores, sets its thread counts, and returns the ranks that build the engine.
+
+        Returns None if this process builds the engine alone.
+        """
         number, self._orders = self._orders, self._orders + 1
         part = None if self._world is None else self._world.subworld(order.plan.num_ranks, f"part {number}")
         alone = part is None or part.size == 1

@@ -1,4 +1,4 @@
-"""Input of a forward. Letters: n rows of a forward, W the width of the mask window, S sequences in the KV cache."""
+"""Input of a forward: `Batch` on the model's device, `HostBatch` in host memory."""
 
 from __future__ import annotations
 
@@ -16,16 +16,17 @@ Ints = NDArray[np.int64]
 class Batch:
     """The input of every forward: prefill chunk, autoregressive decoding, expansion, verification, particles.
 
-    A row attends to all slots of its sequence before the last W ones, and among those to the ones in its mask row,
-    which include its own slot. All tensors are on the model's device.
+    Each row is one token of one sequence. `mask` covers the last `window` slots in use of the row's sequence; the row
+    attends to the slots that are set there and to all earlier slots. A row's own slot lies in the window and is set.
+    All tensors are on the model's device.
     """
 
-    tokens: Tensor  # [n] int64
-    positions: Tensor  # [n] int64, RoPE positions in the row's own sequence
-    slots: Tensor  # [n] int64, slot of the row's KV, relative to the region of its sequence
-    mask: Tensor  # [n, W] bool, right-aligned: column W - 1 is slot kv_len[sequence] - 1
-    sequence: Tensor  # [n] int64, index of the row's region in the cache
-    kv_len: Tensor  # [S] int64, slots in use, including those that this batch writes
+    tokens: Tensor  # [rows] int64
+    positions: Tensor  # [rows] int64, RoPE position of the row in its sequence
+    slots: Tensor  # [rows] int64, slot that the row's KV is written to, counted from the first slot of its sequence
+    mask: Tensor  # [rows, window] bool, right-aligned: the last column is slot kv_len[sequence] - 1
+    sequence: Tensor  # [rows] int64, index of the row's sequence in the cache
+    kv_len: Tensor  # [sequences] int64, slots in use, including those that this batch writes
 
     def __len__(self) -> int:
         return self.tokens.shape[0]

@@ -16,34 +16,37 @@ FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
 class Source(Protocol):
-    """Tensors of a checkpoint; checkpoint_files.py reads them from disk."""
+    """Tensors of a checkpoint by name; `checkpoint_files.Tensors` reads them from disk."""
 
     folder: Path  # for error messages
 
     def __contains__(self, name: str, /) -> bool: ...
     def take(self, name: str, /, *shape: int, kinds: tuple[torch.dtype, ...] = FLOATS) -> Tensor:
-        """Returns the named tensor. Raises UserError unless it exists, with this shape and one of these dtypes."""
+        """Returns the tensor `name`. Raises UserError if it is missing, its shape is not `shape`, or its dtype is not
+        in `kinds`."""
         ...
 
 
 class Format(Protocol):
-    """Storage format of quantised matrices (formats/)."""
+    """Storage format of a checkpoint's quantised matrices; the formats are in formats/."""
 
     @property
-    def group_size(self) -> int: ...  # inputs per scale
+    def group_size(self) -> int: ...  # inputs that share a scale
     def linear(self, tensors: Source, module: str, rows: int, columns: int, bias: Tensor | None) -> Weight:
-        """Reads the matrix [rows, columns] of the layer named `module`."""
+        """Reads the matrix [rows, columns] of the linear layer `module`, such as "model.layers.0.mlp.down_proj"."""
         ...
 
 
 class Checkpoint:
-    """Reads a model's weights by their Hugging Face names. `layout`: format of the quantised matrices, or None."""
+    """Reader of a model's weights by their Hugging Face names. `layout`: format of the quantised matrices; None if all
+    matrices are dense."""
 
     def __init__(self, config: ModelConfig, tensors: Source, layout: Format | None = None) -> None:
         self.config, self.tensors, self.layout = config, tensors, layout
 
     def read(self) -> ModelWeights:
-        """Reads the whole model."""
+        """Returns the weights of the whole model. Its callables read the layers and the LM head when they are
+        called."""
         hidden, vocab = self.config.hidden_size, self.config.vocab_size
         layers = [partial(self._layer, f"model.layers.{index}") for index in range(self.config.num_layers)]
         norm = self.tensors.take("model.norm.weight", hidden)
@@ -66,7 +69,8 @@ class Checkpoint:
         return LayerWeights(first, fuse_weights(qkv), o, second, fuse_weights(gate_up), down)
 
     def _linear(self, module: str, rows: int, columns: int, bias: bool) -> Weight:
-        """Reads a matrix [rows, columns]. Some matrices of a quantised checkpoint may be dense."""
+        """Reads the matrix [rows, columns] of `module`. A quantised checkpoint may have dense matrices, too: those
+        whose tensor is named "weight"."""
         shift = self.tensors.take(f"{module}.bias", rows) if bias else None
         if self.layout is None or f"{module}.weight" in self.tensors:
             return DenseWeight(self.tensors.take(f"{module}.weight", rows, columns), shift)

@@ -18,16 +18,17 @@ from swiftspec.model.config import ModelConfig
 from swiftspec.model.config_json import parse_config, stop_tokens
 from swiftspec.model.formats import format_of
 
-Progress = Callable[[str, int, int], None]  # name of a directory; bytes read; bytes in total
-LARGEST_MAPPED = 64 << 20
-LARGEST_INDEX = 64 << 20  # bytes; about ten times the index of the largest mixture of experts
+Progress = Callable[[str, int, int], None]  # arguments: name of the directory, bytes read so far, bytes in total
+LARGEST_MAPPED = 64 << 20  # bytes read through one mapping of a file; see Tensors._handle
+LARGEST_INDEX = 64 << 20  # bytes; about ten times the index of the largest mixture-of-experts checkpoint
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 
 
 def read_config(path: str | Path) -> ModelConfig:
-    """Reads the config of a checkpoint directory. generation_config.json, if present, supplies the end-of-text tokens.
+    """Reads config.json of a checkpoint directory. An `eos_token_id` in generation_config.json replaces that of
+    config.json.
 
-    Raises UserError on a model or a weight format that is not supported.
+    Raises UserError if there is no config.json, or if the model or the format of its weights is not supported.
     """
     folder = Path(path)
     file, stops = folder / "config.json", folder / "generation_config.json"
@@ -46,14 +47,17 @@ def read_config(path: str | Path) -> ModelConfig:
 
 
 class Tensors:
-    """Tensors of a checkpoint directory by name. They are views of memory-mapped files, so their data is read from disk
-    only when it is first used."""
+    """Tensors of a checkpoint's safetensors files, by name. They are views of memory-mapped files, so data is read from
+    disk when it is first used.
+
+    `files`: names of the files in `folder`. `progress`: called before each tensor.
+    """
 
     def __init__(self, folder: Path, files: list[str], progress: Progress | None) -> None:
         self.folder = folder
         self._progress = progress
         self._where: dict[str, str] = {}
-        self._open: tuple[str, Any, int] | None = None  # a file, its mapping, and the bytes taken from it
+        self._open: tuple[str, Any, int] | None = None  # the mapped file, its mapping, and the bytes taken through it
         for file in files:  # reads the headers, so that a truncated file is found before any tensor is read
             self._where.update(dict.fromkeys(_open(folder / file).keys(), file))
         self._left = set(self._where)
@@ -64,7 +68,8 @@ class Tensors:
         return name in self._where
 
     def take(self, name: str, *shape: int, kinds: tuple[torch.dtype, ...] = FLOATS) -> Tensor:
-        """Maps one tensor. Raises UserError unless it exists, with this shape and one of these dtypes."""
+        """Maps the tensor `name` and marks it as taken. Raises UserError if it is missing or unreadable, its shape is
+        not `shape`, or its dtype is not in `kinds`."""
         if name not in self._where:
             raise UserError(f"{self.folder}: tensor {name} is missing")
         file = self._where[name]
@@ -98,8 +103,9 @@ class Tensors:
             self._progress(self.folder.name, min(self._read, self._bytes), self._bytes)
 
     def _handle(self, file: str) -> tuple[Any, int]:
-        """A mapping of the file, and the number of bytes taken from it. A new mapping is made after every
-        `LARGEST_MAPPED` bytes, because the pages read through one stay resident until its last tensor is freed."""
+        """Returns a mapping of `file` and the number of bytes taken through it. Makes a new mapping after every
+        `LARGEST_MAPPED` bytes, because pages that were read through a mapping stay resident until the mapping's last
+        tensor is freed. Raises UserError if the file has changed since it was opened."""
         if self._open is None or self._open[0] != file or self._open[2] > LARGEST_MAPPED:
             self._open = None
             self._open = file, _open(self.folder / file), 0
@@ -108,8 +114,8 @@ class Tensors:
         return self._open[1:]
 
     def check_all_taken(self) -> None:
-        """Raises UserError if a tensor was not taken, which means that the model is of another kind."""
-        # Old versions saved the rotary tables, and some the tied head. Both are redundant.
+        """Raises UserError if a tensor was not taken: the checkpoint then has weights that this architecture lacks."""
+        # Some checkpoints contain the RoPE frequencies (old transformers) or a tied LM head. Both are redundant.
         redundant = ("rotary_emb.inv_freq", "lm_head.weight")
         extra = sorted(name for name in self._left if not name.endswith(redundant))
         if extra:
@@ -119,7 +125,8 @@ class Tensors:
 
 
 def open_tensors(path: str | Path, progress: Progress | None = None) -> Tensors:
-    """Opens the safetensors files of a directory. `progress` is called before each tensor, at first with 0 bytes."""
+    """Opens the safetensors files of a checkpoint directory. `progress`: called before each tensor, at first with 0
+    bytes. Raises UserError if there are no such files or one is damaged."""
     folder = Path(path)
     if is_file(folder / _INDEX):
         return Tensors(folder, _indexed_files(folder), progress)
@@ -131,7 +138,7 @@ def open_tensors(path: str | Path, progress: Progress | None = None) -> Tensors:
 
 
 def _indexed_files(folder: Path) -> list[str]:
-    """The files in the index, in order."""
+    """Returns the sorted names of the files in model.safetensors.index.json. Raises UserError if one does not exist."""
     index = Fields(read_object(folder / _INDEX, max_bytes=LARGEST_INDEX), f"{folder / _INDEX}: ").object("weight_map")
     if not index.data:
         raise UserError(f"{folder / _INDEX}: not a safetensors index (its weight_map names no file)")
@@ -145,7 +152,8 @@ def _indexed_files(folder: Path) -> list[str]:
 
 
 def _facts(file: Path) -> tuple[int, ...]:
-    """File attributes that change when the contents change."""
+    """Returns attributes of a file that change when its contents change: size, times of modification and status change,
+    inode. Raises UserError if the file cannot be accessed."""
     try:
         now = file.stat()
     except OSError as error:

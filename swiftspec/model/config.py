@@ -1,4 +1,4 @@
-"""Shape of a model, as config_json.py reads it from config.json."""
+"""Configuration of a model, as config_json.py reads it from config.json."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from typing import Any, Literal
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
-    """Rotary embedding: `theta`, and the scaling of the frequencies beyond the trained length."""
+    """Rotary position embedding (RoPE): base `theta`, and the frequency scaling for contexts beyond the trained
+    length."""
 
     theta: float
     kind: Literal["default", "linear", "llama3"] = "default"
@@ -21,7 +22,7 @@ class RopeConfig:
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """Shape of a Llama or Qwen2 model."""
+    """Configuration of a Llama or Qwen2 model."""
 
     family: Literal["llama", "qwen2"]
     vocab_size: int  # rows of the embedding; may exceed the tokenizer's vocabulary
@@ -39,5 +40,5 @@ class ModelConfig:
     mlp_bias: bool
     tie_word_embeddings: bool
     dtype: str  # name of a torch dtype
-    quantization: Mapping[str, Any]  # unchanged `quantization_config` (formats/); empty if all weights are dense
+    quantization: Mapping[str, Any]  # `quantization_config` of config.json, empty if all weights are dense
     eos_token_ids: tuple[int, ...]

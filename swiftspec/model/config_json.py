@@ -1,4 +1,4 @@
-"""Parser of a checkpoint's config.json. Unsupported features raise UserError with their name."""
+"""Parser of a checkpoint's config.json. An unsupported feature raises UserError, which names it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from swiftspec.model.config import ModelConfig, RopeConfig
 
 Json = Mapping[str, Any]
 DTYPES = ("bfloat16", "float16", "float32", "float64")
-MOST_POSITIONS = 2**31 - 1  # all bounds in this file exceed those of real models, and cannot overflow
+MOST_POSITIONS = 2**31 - 1  # the bounds in this file exceed the values of real models and exclude overflow
 _ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM"}
 
 
@@ -54,7 +54,7 @@ def parse_config(data: Json) -> ModelConfig:
 
 
 def stop_tokens(fields: Fields) -> tuple[int, ...]:
-    """Reads `eos_token_id`, a number or a list. Negative ids are ignored."""
+    """Returns the token ids of `eos_token_id`, a number or a list; empty if it is missing. Negative ids are ignored."""
     ids = fields.integers("eos_token_id", ge=-1, le=2**31 - 1)
     return tuple(token for token in ids if token >= 0)
 

@@ -8,13 +8,14 @@ from pathlib import Path
 
 from swiftspec import file_io
 
-LARGEST = 256 << 20  # bytes; bound of tokenizer.json, the largest JSON file
-HEAD = 1 << 20
+LARGEST = 256 << 20  # bytes; limit of a JSON file (tokenizer.json is the largest one)
+HEAD = 1 << 20  # bytes of a weight file that are hashed
 
 
 def fingerprint(path: Path) -> str:
-    """SHA-256 that identifies a model directory: the contents of its JSON files, and the names, sizes and first bytes
-    of its weights. Raises UserError if one of them cannot be read. Files that are not regular are ignored."""
+    """Returns a SHA-256 in hex that identifies a model directory. It covers the contents of the JSON files, and name,
+    size and first MiB of each safetensors file. Raises UserError if a file cannot be read; ignores files that are not
+    regular."""
     digest = hashlib.sha256()
     for file in _regular(path, "*.json"):
         digest.update(os.fsencode(file.name) + file_io.read_bytes(file, max_bytes=LARGEST))

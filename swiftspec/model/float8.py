@@ -1,14 +1,13 @@
-"""Scales weights by powers of two, so that keys and values fit float8 e4m3: a float8 KV cache needs no scales.
+"""Scaling of weights by powers of two so that keys and values fit float8 e4m3; a float8 KV cache then needs no scales.
 
 float8 e4m3 has 4 exponent and 3 mantissa bits: values up to 448, with full precision down to 1/64. A key is W_k x +
-b_k, rotated by its position, where x is the output of an RMSNorm: a vector of length at most sqrt(D), times the weight
-of the norm. The rows of W_k therefore bound every key for any input, and those of W_v every value. Typical values are
-about sqrt(D) below the bound, and the format covers another factor of 2^8 below these.
+b_k, rotated by its position, where x is the output of an RMSNorm: a vector of length at most sqrt(hidden size), times
+the weight of the norm. The norms of the rows of W_k therefore bound every key for any input, and those of W_v every
+value. Typical values are smaller than the bound by a factor of about sqrt(hidden size), and the format has full
+precision for values that are smaller by another factor of 2^8.
 
-Replacing W_k by W_k / 2^e and W_q by W_q 2^e leaves the scores bitwise identical; W_v / 2^e and W_o 2^e do the same for
-the outputs.
-
-Letters: D the hidden size, H query heads, G key-value heads, hd the head size; H and G are those of this rank.
+Replacing W_k by W_k / 2^e and W_q by W_q * 2^e leaves the attention scores bitwise identical. Replacing W_v by
+W_v / 2^e and W_o by W_o * 2^e leaves the outputs of attention bitwise identical.
 """
 
 from __future__ import annotations
@@ -26,20 +25,20 @@ from swiftspec.model.formats.int4 import Int4Weight
 from swiftspec.model.weights import DenseWeight, LayerWeights, ModelWeights
 
 FLOAT8 = torch.float8_e4m3fn
-LARGEST = 448.0
+LARGEST = 448.0  # of float8 e4m3
 SLACK = 1.0625  # margin for rounding errors
 
 
 @dataclass(frozen=True, slots=True)
 class Fp8KVScale:
-    """Scaling of a model, or of a rank's shard, with these heads for a float8 KV cache."""
+    """Scaling of a model's weights for a float8 KV cache. Sizes are those of the model, or of a rank's shard."""
 
     heads: int
     kv_heads: int
     head_dim: int
 
     def of_weights(self, weights: ModelWeights) -> ModelWeights:
-        """Returns the same model with keys and values that fit float8."""
+        """Returns weights that compute the same function, with keys and values that fit float8."""
         return replace(weights, layers=[partial(self._layer, read) for read in weights.layers])
 
     def _layer(self, read: Callable[[], LayerWeights]) -> LayerWeights:
@@ -55,7 +54,7 @@ class Fp8KVScale:
         return replace(layer, qkv=qkv, o=_scaled(layer.o, full(layer.input_norm.shape, values)))
 
     def reach(self, layer: LayerWeights) -> tuple[float, float]:
-        """Upper bounds of the elements of a key and of a value, before rounding."""
+        """Returns upper bounds of the magnitude of a key's and of a value's elements, before rounding."""
         first, count = self.heads * self.head_dim, 2 * self.kv_heads * self.head_dim
         part = layer.qkv.outputs(torch.arange(first, first + count))
         matrix = part.dequantize(torch.float32) * layer.input_norm.float()
@@ -63,16 +62,18 @@ class Fp8KVScale:
         if part.bias is not None:
             most = most + part.bias.float().abs()
         keys, values = most.view(2, self.kv_heads, 2, self.head_dim // 2)
-        return float(keys.norm(dim=1).max()), float(values.max())  # RoPE rotates pairs of the two halves of a key
+        # RoPE rotates pairs of elements, one of each half of a key
+        return float(keys.norm(dim=1).max()), float(values.max())
 
 
 def _exponent(reach: float) -> int:
-    """The exponent of the power of two that values up to `reach` are divided by."""
+    """Returns the exponent e for which values up to `reach`, divided by 2^e, fit float8. 0 if `reach` is 0 or not
+    finite."""
     return math.frexp(SLACK * reach / LARGEST)[1] if 0 < reach < math.inf else 0
 
 
 def _scaled(weight: Any, factors: Tensor) -> Any:
-    """The matrix with its rows multiplied by powers of two [N]; its bias is unchanged."""
+    """Returns the matrix with its rows multiplied by `factors` [outputs], powers of two; its bias is unchanged."""
     if isinstance(weight, Int4Weight):
         weight = weight.joined()
         across = factors.unsqueeze(1) if weight.order == "inputs" else factors

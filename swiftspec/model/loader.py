@@ -25,12 +25,14 @@ class Entry(Protocol):
     """Cache entry of one model's packed weights."""
 
     def load(self, weights: ModelWeights, dtype: torch.dtype, skip: Callable[[str], object], /) -> ModelWeights:
-        """Returns the weights, with packed weights from the cache instead of those that would be read. `skip` is called
-        with the prefix of the tensors that are not needed."""
+        """Returns `weights` with cached packed weights instead of those that would be read from the checkpoint.
+
+        `dtype`: that of the model. `skip`: called with the name prefix of checkpoint tensors that cached weights
+        replace."""
         ...
 
     def store(self, stack: PackedModel, /) -> None:
-        """Stores newly packed weights, possibly later."""
+        """Stores the packed weights of `stack` that the entry lacks; may return before they are written."""
         ...
 
 
@@ -38,7 +40,7 @@ class PackedWeightSource(Protocol):
     """Cache of packed weights from earlier starts; see backends/cpu/packed_weight_cache.py."""
 
     def entry(self, facts: Mapping[str, object], /) -> Entry:
-        """The entry for these facts, which determine the packed weights."""
+        """Returns the entry for `facts`: everything that determines the packed weights, such as files and dtype."""
         ...
 
 
@@ -58,14 +60,14 @@ def load_model(
     progress: Progress | None = None,
     packed_cache: PackedWeightSource | None = None,
 ) -> Transformer:
-    """Loads a checkpoint directory as a model that computes in `dtype`; None takes the dtype of config.json.
+    """Loads a checkpoint directory as a model that computes in `dtype`; None: the dtype of config.json.
 
-    `quantization`: what is quantised at load, for the CPU operators. `cache_dtype`: dtype of the KV cache, None for the
-    model's; for float8 the weights are scaled so that keys and values fit (float8.py). `packed_cache`: cache for
+    `max_positions`: length of the RoPE tables. `group`: loads only this rank's shard; every rank of the group must run
+    the same forwards. `quantization`: what is quantised at load. `cache_dtype`: dtype of the KV cache; None: that of
+    the model; for float8 the weights are scaled so that keys and values fit (float8.py). `packed_cache`: cache for
     weights that `ops` packs.
 
-    With a group the model is this rank's shard, and every rank of the group must run the same forwards.
-    Raises UserError on a checkpoint that is damaged, not supported, or cannot be sharded over this number of ranks.
+    Raises UserError if the checkpoint is damaged, is not supported, or cannot be divided over the ranks of `group`.
     """
     config = read_config(path)
     shard = None

@@ -1,4 +1,4 @@
-"""Model with packed weights, and the interface for running all of it in one call."""
+"""A model with packed weights, and the protocol of a backend that runs its forward in one call."""
 
 from __future__ import annotations
 
@@ -26,29 +26,31 @@ class PackedLayer:
 
 @dataclass(frozen=True, slots=True)
 class PackedModel:
-    """All weights that a forward reads, of a model or of one rank's shard."""
+    """Packed weights and RoPE tables of a model, or of one rank's shard."""
 
-    embedding: Tensor  # [vocab, D]
+    embedding: Tensor  # [vocab, hidden]
     layers: Sequence[PackedLayer]
     norm: Any
     head: Any
-    cos: Tensor  # [positions, hd]
+    cos: Tensor  # [positions, head_dim]
     sin: Tensor
     num_heads: int
     kv_heads: int
-    group: TensorParallelGroup | None  # the ranks that all-reduce the outputs of O and down
+    group: TensorParallelGroup | None  # all-reduces the outputs of `o` and `down`; None: the model is not sharded
 
 
 class Cache(Protocol):
-    """Keys and values, both [layers, S, G, capacity, hd]. The forward writes the slots of its rows."""
+    """KV cache: `k` and `v` are [layers, sequences, kv_heads, capacity, head_dim]. A forward writes the slots of its
+    rows."""
 
     k: Tensor
     v: Tensor
 
 
 class FusedModel(Protocol):
-    """A whole model as one native call."""
+    """A model whose forward is one native call."""
 
     def forward(self, batch: Batch, cache: Any, head: bool, /) -> Tensor | None:
-        """Writes the rows' keys and values into the cache. Returns logits [n, V], or None without the head."""
+        """Runs a forward and writes its keys and values to `cache`. Returns logits [rows, vocab] (in a group: of this
+        rank's part of the vocabulary), or None if `head` is false."""
         ...

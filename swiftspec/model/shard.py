@@ -1,7 +1,7 @@
 """Sharding of a model over a group of any number of ranks (paper section 4, "arbitrary tensor parallelism").
 
-All ranks have the same local shape; indivisible dimensions are padded with zeros, which contribute nothing. Letters: H
-query heads, G key-value heads, g = H / G, hd the head size, I the size of the MLP.
+All ranks have the same local shape: dimensions that the number of ranks does not divide are padded with zeros, which
+contribute nothing.
 """
 
 from __future__ import annotations
@@ -20,23 +20,27 @@ from swiftspec.model.formats import format_of
 from swiftspec.model.weights import LayerWeights, ModelWeights, Weight
 
 INNER_UNIT = 16  # kernels require a projection's inputs to be a multiple of this
-EIGHT = 8  # int4 weights are packed in groups of eight along N
+EIGHT = 8  # int4 weights are packed in groups of eight outputs
 
 
 @dataclass(frozen=True, slots=True)
 class HeadPartition:
-    """Divides every key-value head into units of `width` query heads; each rank gets `per_rank` units.
+    """Division of the attention heads over ranks. The query heads of each key-value head are divided into units of
+    `width` heads, and each rank gets `per_rank` units.
 
-    A unit is a local key-value head with its `width` query heads; units that share a key-value head each hold a copy of
-    it.
+    A unit becomes one local key-value head with `width` query heads. If several units belong to the same key-value
+    head, each has a copy of it.
     """
 
-    width: int  # u
-    per_rank: int
+    width: int  # query heads per unit
+    per_rank: int  # units per rank
 
     @staticmethod
     def of(heads: int, kv_heads: int, size: int) -> HeadPartition:
-        """The division with the least weight per rank (2u + 2 heads per unit); ties go to the wider units."""
+        """Returns the division over `size` ranks with the fewest weights per rank; ties go to the wider units.
+
+        A unit has 2 * width + 2 heads of weights: `width` each in Q and O, one each in K and V.
+        """
         group = heads // kv_heads
 
         def per_rank(width: int) -> int:
@@ -46,7 +50,8 @@ class HeadPartition:
         return HeadPartition(width, per_rank(width))
 
     def heads_of(self, rank: int, heads: int, kv_heads: int) -> tuple[list[int], list[int]]:
-        """Indices of a rank's query heads [per_rank * u] and key-value heads [per_rank] in the model; -1 is padding."""
+        """Returns the indices of a rank's query heads [per_rank * width] and key-value heads [per_rank] in the model;
+        -1 marks padding. `heads`, `kv_heads`: numbers of heads of the model."""
         group = heads // kv_heads
         units = _ceil(group, self.width)  # units per key-value head
         q: list[int] = []
@@ -61,26 +66,28 @@ class HeadPartition:
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """Rows and columns of one rank, int64 [local size], as indices into the whole matrix; -1 marks zero padding.
+    """One rank's shard of a model: for each matrix the indices (int64) of its rows or columns in the whole matrix; -1
+    marks zero padding.
 
-    A padding query head has no columns in O and a padding row of the MLP has none in down, so both contribute nothing.
+    The columns of a padding query head in O and of a padding row of the MLP in `down` are zero, so both contribute
+    nothing.
     """
 
     rank: int
     size: int
-    num_heads: int  # of this rank, including padding
+    num_heads: int  # query heads of this rank, including padding
     kv_heads: int
     head_dim: int
-    inner_unit: int  # length of the aligned runs of `down`
-    qkv: Tensor  # rows: [(num_heads + 2 kv_heads) hd]
-    o: Tensor  # columns: [num_heads * hd], in aligned runs of hd
+    inner_unit: int  # `down` consists of aligned runs of this many columns
+    qkv: Tensor  # rows: [(num_heads + 2 * kv_heads) * head_dim]
+    o: Tensor  # columns: [num_heads * head_dim], in aligned runs of head_dim
     gate_up: Tensor  # rows
     down: Tensor  # columns
     vocab: Tensor  # rows of the LM head, following those of the previous rank
 
     @staticmethod
     def of(config: ModelConfig, rank: int, size: int) -> Shard:
-        """The shard of a rank. Raises UserError if the model cannot be divided over `size` ranks."""
+        """Returns the shard of `rank`. Raises UserError if the model cannot be divided over `size` ranks."""
         heads, kv_heads, width, inner = config.num_heads, config.num_kv_heads, config.head_dim, config.intermediate_size
         if size > heads:
             raise UserError(f"a model of {heads} query heads cannot be cut for {size} ranks: take {heads} at most")
@@ -108,16 +115,17 @@ class Shard:
 
     @property
     def head_rows(self) -> int:
-        """Rows of the LM head, including padding."""
+        """Number of rows of this rank's LM head, including padding."""
         return len(self.vocab)
 
     def cut(self, weights: ModelWeights) -> ModelWeights:
-        """Cuts this rank's shard out of the weights. The embedding is complete on every rank."""
+        """Returns this rank's shard of `weights`. The embedding and the norms are complete on every rank."""
         layers = [partial(self._layer, read) for read in weights.layers]
         return replace(weights, layers=layers, head=lambda: weights.head().outputs(self.vocab))
 
     def _layer(self, read: Callable[[], LayerWeights]) -> LayerWeights:
-        """Cuts one layer. The ranks' outputs of O and down are summed, so only rank 0 keeps their biases."""
+        """Reads one layer and cuts it. The ranks' outputs of O and down are summed, so only rank 0 keeps their
+        biases."""
         layer = read()
         o, down = layer.o.inputs(self.o, self.head_dim), layer.down.inputs(self.down, self.inner_unit)
         if self.rank > 0:
@@ -131,23 +139,24 @@ def _ceil(a: int, b: int) -> int:
 
 
 def _expand_head_rows(heads: list[int], width: int) -> Tensor:
-    """Row indices of whole heads."""
+    """Returns the row indices of `heads`, each of `width` rows; -1 for the rows of a head -1."""
     first = torch.tensor(heads).unsqueeze(1)
     return torch.where(first < 0, -1, first * width + torch.arange(width)).flatten()
 
 
 def _after(count: int, rows: Tensor) -> Tensor:
-    """The same rows in a matrix that is stacked below `count` other rows."""
+    """Returns the indices of `rows` after the matrix is stacked below `count` other rows; -1 stays -1."""
     return torch.where(rows < 0, -1, rows + count)
 
 
 def _partition_rows(count: int, unit: int, rank: int, size: int) -> Tensor:
-    """This rank's share of `count` rows, divided into equal runs of whole units."""
+    """Returns the indices of this rank's rows if `count` rows are divided over `size` ranks into equal runs of whole
+    units of `unit` rows; -1 marks padding."""
     share = unit * _ceil(_ceil(count, unit), size)
     rows = torch.arange(rank * share, (rank + 1) * share)
     return torch.where(rows < count, rows, -1)
 
 
 def _without_bias(weight: Any) -> Weight:
-    """The weight, of any class, without its bias."""
+    """Returns `weight`, which may be of any class, without its bias."""
     return replace(weight, bias=None)

@@ -1,8 +1,4 @@
-"""The Llama and Qwen2 decoder: one forward for prefill chunks, autoregressive decoding and trees.
-
-Letters: n rows, D the hidden size, H query heads, G key-value heads, hd the head size, I the size of the MLP, V the
-rows of the LM head. In a group H, G, I and V are those of this rank, including padding.
-"""
+"""The Llama and Qwen2 decoder: one forward for prefill chunks, autoregressive decoding and trees."""
 
 from __future__ import annotations
 
@@ -20,7 +16,8 @@ from swiftspec.model.weights import LayerWeights, ModelWeights, Weight
 
 
 class ModelOps(Protocol):
-    """Module of fused operators; swiftspec.backends.reference defines them. Packed weights are opaque to the model."""
+    """Module of the fused operators that the model calls; swiftspec.backends.reference documents them. Packed weights
+    are opaque to the model."""
 
     def pack(self, weight: Weight, dtype: torch.dtype, device: torch.device | str, /) -> Any: ...
     def pack_norm(self, weight: Tensor, eps: float, dtype: torch.dtype, device: torch.device | str, /) -> Any: ...
@@ -40,7 +37,7 @@ class ModelOps(Protocol):
 
 
 class ShardInfo(Protocol):
-    """Sizes of one rank's shard; shard.py computes them."""
+    """Sizes of one rank's shard, including padding; `shard.Shard` implements it."""
 
     @property
     def num_heads(self) -> int: ...
@@ -53,8 +50,9 @@ class ShardInfo(Protocol):
 class Transformer:
     """A decoder whose operators come from the module `ops`.
 
-    In a group this is one rank's shard, described by `share`. Its KV cache must be built with `kv_heads` and
-    `cache_dtype`.
+    `max_positions`: length of the RoPE tables. `shard`, `group`: if the model is sharded, `weights` are those of one
+    rank, `shard` has their sizes, and `group` all-reduces. The KV cache must be built with the attributes `kv_heads`
+    and `cache_dtype`.
     """
 
     def __init__(
@@ -68,11 +66,11 @@ class Transformer:
         self.head_rows = config.vocab_size if shard is None else shard.head_rows  # of this rank, including padding
         self.group, self._ops, self.cache_dtype = group, ops, cache_dtype or dtype
         cos, sin = ops.rope_tables(config.rope, config.head_dim, max_positions, dtype, device)
-        head = ops.pack(weights.head(), dtype, device)  # first, because packing holds the largest matrix twice
+        head = ops.pack(weights.head(), dtype, device)  # first, because packing needs the largest matrix twice
         embedding, layers = weights.embedding.to(device, dtype), [self._pack(read()) for read in weights.layers]
         norm = ops.pack_norm(weights.norm, config.rms_norm_eps, dtype, device)
         self.stack = PackedModel(embedding, layers, norm, head, cos, sin, self.num_heads, self.kv_heads, group)
-        self.fused: Any = ops.fuse(self.stack)  # a `Fused` or None; native executors use more of its interface
+        self.fused: Any = ops.fuse(self.stack)  # a `FusedModel` or None; native executors call further methods of it
 
     def _pack(self, layer: LayerWeights) -> PackedLayer:
         norms = (layer.input_norm, layer.post_norm)
@@ -83,9 +81,10 @@ class Transformer:
 
     @torch.no_grad()
     def forward(self, batch: Batch, cache: Cache, *, head: bool = True) -> Tensor | None:
-        """Writes the rows' keys and values into the cache. Returns logits [n, V]; None without `head`.
+        """Runs a forward and writes its keys and values to `cache`. Returns logits [rows, head_rows], or None if `head`
+        is false.
 
-        In a group the logits are this rank's columns only; they are not gathered.
+        In a group the logits are those of this rank's part of the vocabulary; they are not gathered.
         """
         if self.fused is not None:
             return self.fused.forward(batch, cache, head)
@@ -95,7 +94,7 @@ class Transformer:
     # inference mode saves 1 us per operator; the head is outside, so that logits are ordinary tensors
     @torch.inference_mode()
     def _hidden(self, batch: Batch, cache: Cache) -> Tensor:
-        """Hidden states [n, D], before the final norm."""
+        """Returns the hidden states [rows, hidden] before the final norm."""
         ops, stack = self._ops, self.stack
         reduce = None if self.group is None else self.group.all_reduce
         plan = ops.prepare(batch, cache, stack.cos, stack.sin, self.num_heads)

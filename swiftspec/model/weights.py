@@ -1,8 +1,4 @@
-"""Model weights as read from disk. A linear layer computes y = x W^T + b, where W is [N, K].
-
-Letters: N outputs, K inputs, D the hidden size, H query heads, G key-value heads, hd the head size, I the size of the
-MLP, V the rows of the LM head.
-"""
+"""Model weights as read from disk. A linear layer computes y = x W^T + b, where W is [outputs, inputs]."""
 
 from __future__ import annotations
 
@@ -18,29 +14,36 @@ class Weight(Protocol):
     """Matrix of a linear layer, dense or quantised (formats/), which can be sharded over a group."""
 
     @property
-    def bias(self) -> Tensor | None: ...  # [N]
+    def bias(self) -> Tensor | None: ...  # [outputs]
     def dequantize(self, dtype: torch.dtype) -> Tensor:
-        """The matrix [N, K] in `dtype`."""
+        """Returns the matrix [outputs, inputs] in `dtype`."""
         ...
 
-    # Function from x to y, if the format defines its own arithmetic; None: compute with the dense matrix.
-    def product(self, device: torch.device | str) -> Callable[[Tensor], Tensor] | None: ...
+    def product(self, device: torch.device | str) -> Callable[[Tensor], Tensor] | None:
+        """Returns a function from x [rows, inputs] to y [rows, outputs] if the format defines its own arithmetic, and
+        None if y is the product with the dense matrix."""
+        ...
 
     def outputs(self, index: Tensor) -> Weight:
-        """The rows `index` [n] int64 of matrix and bias. An index of -1 gives a row of zeros."""
+        """Returns the weight with only the outputs `index` (int64), in this order: rows of the matrix and elements of
+        the bias. An index of -1 gives zeros."""
         ...
 
     def inputs(self, index: Tensor, run: int) -> Weight:
-        """The columns `index` [k] int64, which consist of aligned runs of length `run`. -1 gives a column of zeros."""
+        """Returns the weight with only the inputs `index` (int64), in this order: columns of the matrix. An index of -1
+        gives zeros. `index` consists of runs of `run` consecutive inputs that start at a multiple of `run`, or of runs
+        of -1."""
         ...
 
     def stack(self, others: Sequence[Any], bias: Tensor | None) -> Weight:
-        """One matrix with the outputs of this one, followed by those of `others`, which have the same class."""
+        """Returns one weight with the outputs of this one, followed by those of `others`, which are of the same class.
+        `bias`: bias of the result."""
         ...
 
 
 def select(x: Tensor, dim: int, index: Tensor) -> Tensor:
-    """x.index_select(dim, index), with zeros where the index is -1. A contiguous range is returned as a view."""
+    """Returns x.index_select(dim, index), with zeros where the index is -1. The result is a view if `index` is a
+    contiguous range."""
     start, count = int(index[0]), len(index)
     if start >= 0 and torch.equal(index, torch.arange(start, start + count)):
         return x.narrow(dim, start, count)
@@ -53,8 +56,8 @@ def select(x: Tensor, dim: int, index: Tensor) -> Tensor:
 class DenseWeight:
     """A floating-point matrix."""
 
-    weight: Tensor  # [N, K]
-    bias: Tensor | None = None  # [N]
+    weight: Tensor  # [outputs, inputs]
+    bias: Tensor | None = None  # [outputs]
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
         return self.weight.to(dtype)
@@ -74,9 +77,10 @@ class DenseWeight:
 
 
 def fuse_weights(parts: Sequence[Weight]) -> Weight:
-    """Concatenates `parts` to one matrix that computes all of them on the same input. All or none have a bias.
+    """Concatenates the outputs of `parts` to one weight, so that a single product computes all of them. Either all
+    parts have a bias or none.
 
-    If only some of them are dense in the checkpoint, the result is dense.
+    If some parts are dense and others quantised, the result is dense.
     """
     biases = [part.bias for part in parts if part.bias is not None]
     assert len(biases) in (0, len(parts))
@@ -89,21 +93,22 @@ def fuse_weights(parts: Sequence[Weight]) -> Weight:
 
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
-    """Weights of one layer."""
+    """Weights of one layer, or of one rank's shard of it."""
 
-    input_norm: Tensor  # [D]
-    qkv: Weight  # [(H + 2G) hd, D]
-    o: Weight  # [D, H hd]
-    post_norm: Tensor  # [D]
-    gate_up: Weight  # [2I, D]
-    down: Weight  # [D, I]
+    input_norm: Tensor  # [hidden]
+    qkv: Weight  # [(num_heads + 2 * kv_heads) * head_dim, hidden]
+    o: Weight  # [hidden, num_heads * head_dim]
+    post_norm: Tensor  # [hidden]
+    gate_up: Weight  # [2 * intermediate_size, hidden]
+    down: Weight  # [hidden, intermediate_size]
 
 
 @dataclass(frozen=True, slots=True)
 class ModelWeights:
-    """Weights of a whole model. Callables read or create their weights when called; layers are called in order."""
+    """Weights of a whole model, or of one rank's shard. The callables read their weights when they are called; those of
+    `layers` are called in order."""
 
-    embedding: Tensor  # [vocab, D]
+    embedding: Tensor  # [vocab, hidden]
     layers: Sequence[Callable[[], LayerWeights]]
-    norm: Tensor  # [D]
-    head: Callable[[], Weight]  # [V, D]
+    norm: Tensor  # [hidden]
+    head: Callable[[], Weight]  # [vocab, hidden]; in a shard, this rank's rows

@@ -1,1 +1,1 @@
-"""Observation: traces, acceptance statistics, RPC latency and emulated step times."""
+"""Observation of decoding: traces, acceptance statistics, RPC latency, emulated step times."""

@@ -1,4 +1,4 @@
-"""Acceptance statistics by depth and by the rank of a child among its siblings, and the expected acceptance rate."""
+"""Acceptance statistics: by depth, by the rank of a node among its siblings, and the expected acceptance rate."""
 
 from __future__ import annotations
 
@@ -6,20 +6,23 @@ from collections.abc import Iterable, Sequence
 
 
 class Acceptance:
-    """Counts over rounds. `tried_*` and `accepted_*` belong together: attempts and acceptances.
+    """Attempts (`tried_*`) and acceptances (`accepted_*`) of draft tokens, counted over rounds.
 
-    An attempt at depth j is a round whose accepted path reached depth j and had children proposed there, one of which
-    may be next. An attempt of the child of rank r is a node on an accepted path with more than r proposed children:
-    siblings are in the draft's order, the most likely one first, so rank 0 is its first choice.
+    `histogram[j]`: number of rounds that accepted j draft tokens.
+    `tried_at_depth[j]`: number of rounds whose accepted path has a node with proposed children at depth j (root: 0).
+    `accepted_at_depth[j]`: number of those in which one of these children was accepted.
+    `tried_child[r]`: number of nodes on accepted paths with more than r proposed children. Siblings are in the draft's
+    order, the most likely one first, so the child of rank 0 is the draft's first choice.
+    `accepted_child[r]`: number of those whose child of rank r was accepted.
 
-    Where children are sampled and verified by rejection, the first one is accepted with probability 1 - TV(p, q) before
-    it is drawn: `expected` sums that over the attempts of rank 0, and `judged` is their number (Leviathan et al. 2023,
-    theorem 3.5).
+    With sampled children and rejection sampling, the first child of a node is accepted with probability 1 - TV(p, q),
+    where TV is the total variation distance (Leviathan et al. 2023, theorem 3.5). `expected` is the sum of this
+    probability over the nodes with children on accepted paths, and `judged` is the number of these nodes.
     """
 
     def __init__(self) -> None:
-        self.histogram: list[int] = []  # rounds that accepted j draft tokens
-        self.tried_at_depth: list[int] = []  # of the path's node at depth j
+        self.histogram: list[int] = []
+        self.tried_at_depth: list[int] = []
         self.accepted_at_depth: list[int] = []
         self.tried_child: list[int] = []
         self.accepted_child: list[int] = []
@@ -28,7 +31,7 @@ class Acceptance:
 
     @staticmethod
     def from_rounds(rounds: Iterable[tuple[Sequence[int], Sequence[int], Sequence[float]]]) -> Acceptance:
-        """Counts rounds: a proposal's parents, the accepted path, and its overlaps."""
+        """Returns the statistics of `rounds`, each a tuple (parents, path, overlaps) as in `add`."""
         seen = Acceptance()
         for round_ in rounds:
             seen.add(*round_)
@@ -36,22 +39,21 @@ class Acceptance:
 
     @property
     def expected_rate(self) -> float | None:
-        """The mean of 1 - TV(p, q), the expected acceptance rate of the first child. None if no probabilities of the
-        draft were recorded."""
+        """Mean of 1 - TV(p, q), the expected acceptance rate of the first child. None if no round had overlaps."""
         return self.expected / self.judged if self.judged else None
 
     def add(self, parents: Sequence[int], path: Sequence[int], overlaps: Sequence[float] = ()) -> None:
         """Adds a round.
 
-        `parents`: of the proposal's nodes.
-        `path`: the accepted nodes, the root first.
-        `overlaps`: 1 - TV(p, q) of the path's nodes with sampled children.
+        `parents`: parent of each node of the proposal, -1 for the root.
+        `path`: nodes of the accepted path, the root first.
+        `overlaps`: 1 - TV(p, q) of each node of the path that has sampled children.
         """
         self.expected += sum(overlaps)
         self.judged += len(overlaps)
         _add(self.histogram, len(path) - 1)
         depths = {node: depth for depth, node in enumerate(path)}
-        siblings = [0] * len(path)  # so far, under each node of the path
+        siblings = [0] * len(path)  # children seen so far of each node of the path
         for child, parent in enumerate(parents):
             depth = depths.get(parent)
             if depth is None:

@@ -1,4 +1,4 @@
-"""Records the rounds of requests and delivers them to a trace file and to a subscriber."""
+"""Collects the trace entries of requests for a trace file and a listener."""
 
 from __future__ import annotations
 
@@ -15,34 +15,36 @@ from swiftspec.runtime.cancellation import Cancelled
 
 TraceListener = Callable[[Sequence[TraceEntry]], None]
 
-LISTENER_INTERVAL_S = 0.03  # of rounds per delivery to a listener; people do not see faster updates
+LISTENER_INTERVAL_S = 0.03  # shortest time between two deliveries during a request; people do not see faster updates
 
 
 class Recorder:
-    """Collects the trace entries of a request on rank 0. The listener receives several rounds at a time, each once its
-    draft timeline is complete or too late. All entries go to the file when the request ends, since writing takes time.
+    """Collects the trace entries of the running request on rank 0.
 
-    `listener` receives whole requests: setting or removing it while a request runs takes effect with the next one.
-    `drain` fetches the draft timelines that another process has yet to send for a finished round; the owner of such a
-    process sets it.
+    The listener receives several rounds at a time, a round after its draft timeline has arrived or is too late. The
+    file receives all entries when the request ends, because writing takes time.
+
+    `listener`: receives whole requests, so a change during a request takes effect with the next one. None: no listener.
+    `drain`: called at the end of a request if the draft's timeline of its last round is missing, with the number of the
+    round; receives it from the draft's process. `DraftGroupClient` sets this function.
     """
 
     def __init__(self, file: TraceFile | None = None) -> None:
         self.drain: Callable[[int], None] = lambda round_: None
         self.file = file
         self.listener: TraceListener | None = None
-        self._active_listener: TraceListener | None = None  # of this request
-        self._undelivered: list[TraceEntry] = []  # of this request, not delivered yet
-        self._for_file: list[TraceEntry] = []  # for the file
+        self._active_listener: TraceListener | None = None  # listener of the running request
+        self._undelivered: list[TraceEntry] = []  # entries of the running request that are not delivered yet
+        self._for_file: list[TraceEntry] = []  # delivered entries that are not written to the file yet
         self._request, self._delivered_at = 0, 0.0
 
     @property
     def enabled(self) -> bool:
-        """Whether the next request is to be recorded."""
+        """Whether the next request will be recorded: there is a trace file or a listener."""
         return self.file is not None or self.listener is not None
 
     def begin(self, start: RequestStart) -> None:
-        """Starts a request."""
+        """Starts the record of a request and delivers its first entry."""
         self._request, self._active_listener = start.request, self.listener
         self._undelivered, self._for_file = [], []
         begin = {"at": time.perf_counter(), "prompt": start.prompt, "sampling": non_default_fields(start.sampling)}
@@ -50,21 +52,21 @@ class Recorder:
         self._deliver()
 
     def add(self, entry: TraceEntry) -> None:
-        """Adds the next round of this request, once it is verified."""
+        """Adds the next entry of the running request. A round is added after it is verified."""
         self._undelivered.append(entry)
 
     def draft(self, request: int, round_: int, timeline: Callable[[], Record]) -> None:
-        """Sets what reads the draft's timeline of a round (see `RoundRecord`). Ignored if it comes late, after the next
-        round or the end of its request."""
+        """Sets the draft's timeline of a round, as a function that decodes it (see `RoundRecord.draft`). Ignored if the
+        round is no longer the last one, has been delivered, or belongs to another request."""
         if request == self._request and (last := self._round_without_draft(round_)) is not None:
             last.draft = timeline
 
     def awaits_draft(self, round_: int) -> bool:
-        """Whether the draft's timeline of that round, the last one verified, is missing."""
+        """Returns whether `round_` is the last verified round and its draft timeline has not arrived."""
         return self._round_without_draft(round_) is not None
 
     def deliver(self) -> None:
-        """Delivers earlier rounds to the listener, at most once per LISTENER_INTERVAL_S; called during a round."""
+        """Delivers the entries so far to the listener, at most once per LISTENER_INTERVAL_S. Called in every round."""
         if (
             self._active_listener is not None
             and self._undelivered
@@ -73,8 +75,8 @@ class Recorder:
             self._deliver()
 
     def end(self, stats: Stats) -> None:
-        """Ends the request. Called while its context is being left, so the exception that ended it is the current
-        one."""
+        """Ends the record of the request and writes it to the file. Must be called while an exception that ended the
+        request is being handled, which determines the recorded reason."""
         last = self._round_without_draft()
         if last is not None and last.asked:
             self.drain(last.proposal.round)
@@ -89,7 +91,8 @@ class Recorder:
             self._for_file = []
 
     def _round_without_draft(self, round_: int | None = None) -> RoundRecord | None:
-        """The last round verified, if it is round `round_` (None: any) and has no draft timeline."""
+        """Returns the last entry if it is a round without draft timeline and has number `round_` (None: any number).
+        Returns None otherwise."""
         last = self._undelivered[-1] if self._undelivered else None
         if isinstance(last, RoundRecord) and last.draft is None and round_ in (None, last.proposal.round):
             return last

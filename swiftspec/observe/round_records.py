@@ -1,5 +1,5 @@
-"""Records of rounds as they are taken during decoding, where time is short, and their conversion to trace lines, which
-is done later, outside the critical path."""
+"""Records of rounds, and their conversion to trace lines. A record is taken on the critical path of decoding, so the
+conversion is left for later."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from swiftspec.messages import Proposal, VerifyResult
 from swiftspec.observe.rpc_latency import RpcRecord
 from swiftspec.observe.trace_format import LOGPROB_DIGITS, Record
 
-MIN_LOGPROB = -9999.0  # instead of log 0, for a node that a filter forbids
+MIN_LOGPROB = -9999.0  # replaces -inf, the log-probability of a node that a filter forbids
 
 ForwardSpan = tuple[float, float, int]  # begin, end, rows
 DraftSnapshot = tuple[bytes, int, list[ForwardSpan]]  # `DraftTree.state`, prefix length of the draft's cache, forwards
@@ -25,11 +25,13 @@ DraftSnapshot = tuple[bytes, int, list[ForwardSpan]]  # `DraftTree.state`, prefi
 class RoundRecord:
     """A round as recorded on rank 0.
 
-    `times`: times of the loop's events: how the request opened (opening, drafter opened, opened), or the end of the
-    previous round (verified, observed, settled, taken); then proposed, grown, verified and observed.
-    `asked`: whether the drafter took part.
-    `draft`: for a draft in this process its tree, now and one round before; for another one a function that reads its
-    timeline and may raise ValueError.
+    `times`: `perf_counter` times of events of the decoding loop. In round 0 they are opening, drafter opened, opened;
+    in later rounds verified, observed, settled, taken of the previous round. Then follow proposed, grown, verified,
+    observed of this round.
+    `asked`: whether the drafter made the proposal; false in autoregressive rounds.
+    `draft`: the draft's timeline, or None if there is none. For a draft in this process: its snapshots after this round
+    and the previous one. For a draft in another process: a function that decodes the timeline, and raises ValueError if
+    it is invalid.
     `rpcs`: RPCs with workers since the previous round.
     """
 
@@ -37,13 +39,13 @@ class RoundRecord:
     result: VerifyResult
     times: list[float]
     asked: bool
-    forward: float  # seconds in the target
-    p: Sequence[float] | None  # target probabilities of all nodes but the root
+    forward: float  # seconds that the target spent in forwards
+    p: Sequence[float] | None  # the target's probability of each node except the root
     draft: tuple[DraftSnapshot, DraftSnapshot] | Callable[[], Record] | None
     rpcs: Sequence[RpcRecord] = ()
 
     def line(self) -> Record:
-        """Its trace line. An invalid draft timeline is omitted."""
+        """Returns the trace line of the round. Omits an invalid draft timeline."""
         proposal, times, first = self.proposal, self.times, self.proposal.round == 0
         began, proposed, grown, verified, _ = times[-5:]
         nodes: Record = {"tokens": proposal.tokens, "parents": proposal.parents}
@@ -68,17 +70,19 @@ TraceEntry = Record | RoundRecord
 
 
 def to_record(entry: TraceEntry) -> Record:
-    """The trace line of an entry."""
+    """Returns the trace line of an entry."""
     return entry.line() if isinstance(entry, RoundRecord) else entry
 
 
 def draft_timeline(
     grown: DraftSnapshot, before: DraftSnapshot, first: bool, times: Sequence[float], growth: Sequence[float]
 ) -> Record:
-    """The draft's timeline of a round.
+    """Returns the draft's timeline of a round, as in a trace line.
 
-    `times`: begin and end of the prefill, in the `first` round, otherwise of processing the previous result.
-    `growth`: when a proposal was requested, when it was ready, when the tree had been expanded.
+    `grown`, `before`: snapshots after the expansions of this round and of the previous one.
+    `first`: whether this is round 0.
+    `times`: begin and end of the prefill in round 0, and of processing the previous result in later rounds.
+    `growth`: times when a proposal was requested, when it was ready, and when the expansions had ended.
     """
     (state, prefix, forwards), (began, proposed, ended) = grown, growth
     (count, expanded), (_, known) = tree_sizes(state), tree_sizes(before[0])
@@ -90,13 +94,16 @@ def draft_timeline(
 
 
 def tree_sizes(state: bytes) -> tuple[int, int]:
-    """The number of nodes of a tree, and of its expanded nodes."""
+    """Returns (number of nodes, number of expanded nodes) of a tree. `state`: the bytes of `DraftTree.state`."""
     nodes, expanded = np.frombuffer(state, np.int64, 2).tolist()
     return nodes, expanded
 
 
 def tree_record(state: bytes) -> dict[str, NDArray[Any]]:
-    """tokens, parents, logprobs and expanded flags, as in a trace line."""
+    """Returns field `tree` of a trace line: tokens, parents, log-probabilities and expanded flags of all nodes.
+
+    `state`: the bytes of `DraftTree.state`.
+    """
     nodes, expanded = tree_sizes(state)
     tokens, parents, slots, bits = np.frombuffer(state, np.int64)[2:].reshape(4, -1)[:, :nodes]
     logprobs = np.maximum(bits.view(np.float64), MIN_LOGPROB).astype(np.float32)

@@ -1,4 +1,4 @@
-"""RPCs with workers: durations, and the offset between the clocks of the worker and this machine."""
+"""Latency of RPCs with workers, and the offset of a worker's clock."""
 
 from __future__ import annotations
 
@@ -9,42 +9,49 @@ from dataclasses import asdict, dataclass, field, replace
 
 from swiftspec.observe.trace_format import Record
 
-MAX_BUFFERED_RPCS = 4096  # older ones are dropped
-MAX_CLOCK_DRIFT = 1e-4  # seconds per second
+MAX_BUFFERED_RPCS = 4096  # RPCs in the log; the oldest ones are dropped
+MAX_CLOCK_DRIFT = 1e-4  # assumed bound on the drift between two clocks, in seconds per second
 
 
 @dataclass(frozen=True, slots=True)
 class ClockOffset:
-    """Nanoseconds by which a worker's clock is ahead of this machine's, and the error bound of that."""
+    """Offset of a worker's clock.
+
+    `ahead`: nanoseconds that it is ahead of this machine's clock.
+    `error`: error bound of `ahead` in nanoseconds.
+    """
 
     ahead: int
     error: int
 
     @staticmethod
     def of(asked: int, clock: int, came: int) -> ClockOffset:
-        """The offset of a clock that was read between two local times, most likely halfway."""
+        """Returns the offset of a clock that read `clock` at a moment between the local times `asked` and `came`."""
         return ClockOffset(clock - (asked + came) // 2, (came - asked + 1) // 2)
 
     def aged(self, passed: int) -> ClockOffset:
-        """The same offset `passed` nanoseconds later, with a larger error."""
+        """Returns the offset `passed` nanoseconds later: the same, with an error bound that includes clock drift."""
         return replace(self, error=self.error + int(MAX_CLOCK_DRIFT * passed))
 
     def excludes(self, other: ClockOffset) -> bool:
-        """Whether two offsets contradict each other: then a clock was set."""
+        """Returns whether the offsets differ by more than the sum of their error bounds, which means that a clock was set."""
         return abs(self.ahead - other.ahead) > self.error + other.error
 
     def to_local(self, clock: int) -> int:
-        """Converts a time of the worker's clock to this machine's."""
+        """Converts a time of the worker's clock to this machine's clock, in nanoseconds."""
         return clock - self.ahead
 
 
 @dataclass(frozen=True, slots=True)
 class RpcRecord:
-    """One RPC: a request to a worker and its response, or a tree delta from the worker. Times in nanoseconds.
+    """One RPC: a request to a worker and its response, or a tree delta from the worker. Times are in nanoseconds.
 
-    `asked`, `came`: sent and received, by this machine's clock since 1970.
-    `began`: by the worker's clock, which `clock` relates to this machine's.
-    `span`: the worker's identifier for it.
+    `asked`, `came`: Unix times on this machine when the request was sent and the response received. For a tree delta
+    `asked` is when the previous result was sent.
+    `span`: the worker's span id.
+    `began`: start of the worker's part, on the worker's clock.
+    `wall`, `queue`, `model`: duration of the worker's part, of waiting for other sessions, and of forwards.
+    `clock`: offset of the worker's clock.
     """
 
     side: str  # "target" or "draft"
@@ -60,40 +67,40 @@ class RpcRecord:
 
     @property
     def offset(self) -> ClockOffset:
-        """The clock offset according to this RPC alone: the worker's part lies within it."""
+        """Clock offset from this RPC alone: `began` lies after `asked`, and at least `wall` before `came`."""
         return ClockOffset.of(self.asked, self.began, max(self.came - self.wall, self.asked))
 
     def line(self) -> Record:
-        """Its entry in a trace line."""
+        """Returns the entry of the RPC in a trace line."""
         return {**asdict(self), "span": f"{self.span:016x}"}
 
 
 @dataclass(slots=True)
 class RpcLog:
-    """The RPCs of the running request. `on_record` is called with each."""
+    """Log of RPCs with workers. `on_record`: called with each RPC."""
 
     on_record: Callable[[RpcRecord], None] | None = None
     _known: deque[RpcRecord] = field(default_factory=lambda: deque(maxlen=MAX_BUFFERED_RPCS))
     _clocks: dict[str, tuple[bytes, int, ClockOffset]] = field(
         default_factory=dict
-    )  # by side: session, time of the reading, offset
+    )  # by side: session, `RpcRecord.came` of the RPC that gave the offset, offset
 
     def add(self, rpc: RpcRecord, session: bytes) -> None:
-        """Adds an RPC of that session of the worker."""
+        """Adds an RPC and sets its clock offset. `session`: id of the worker session that answered."""
         rpc = replace(rpc, clock=self._clock(rpc, session))
         self._known.append(rpc)
         if self.on_record is not None:
             self.on_record(rpc)
 
     def drain(self) -> list[RpcRecord]:
-        """Returns and removes the RPCs since the last call."""
+        """Returns the RPCs since the last call and removes them."""
         known = [*self._known]
         self._known.clear()
         return known
 
     def _clock(self, rpc: RpcRecord, session: bytes) -> ClockOffset:
-        """The offset of the worker's clock, from the RPC of this session that bounds it best; another session may be on
-        another machine."""
+        """Returns the offset of the worker's clock with the smallest error bound: that of this RPC or of an earlier one
+        of the same session. Another session may be on another machine."""
         before, read, offset = self._clocks.get(rpc.side, (b"", 0, rpc.offset))
         if before == session:
             offset, new = offset.aged(rpc.came - read), rpc.offset
@@ -104,5 +111,6 @@ class RpcLog:
 
 
 def clock_reading() -> Record:
-    """The current time by both of this machine's clocks, for the first line of a trace of a run with workers."""
+    """Returns field `clocks` of the first line of a trace: the current time on two clocks of this machine, so that the
+    `perf_counter` times of rounds can be related to the Unix times of RPCs."""
     return {"clocks": {"at": time.perf_counter(), "unix_ns": time.time_ns()}}

@@ -1,7 +1,7 @@
-"""Emulated step times: a small model that takes as long for each step as a large one would.
+"""Emulated step times: a small model takes as long for each step as a large one would.
 
-Everything around it (trees, messages, caches, samplers) is real, so a laptop can run at the pace of eight GPUs. A rank
-that is ahead of that pace sleeps, so that more ranks than cores do not slow each other down.
+Everything else (trees, messages, caches, samplers) is real, so a laptop can run at the pace of eight GPUs. A rank
+sleeps until the emulated time has passed, so that ranks that share a core do not slow each other down.
 """
 
 from __future__ import annotations
@@ -13,20 +13,23 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-SPIN_S = 120e-6  # a sleep may end this much too late: spin for the last part
+SPIN_S = 120e-6  # the last part of a wait, spent spinning, because a sleep may end this much too late
 
 
 @dataclass(frozen=True, slots=True)
 class StepTimes:
-    """Seconds per forward: `points` are (TP size, rows, seconds), at least one.
+    """Step times in seconds as a function of TP size and rows, interpolated between given points.
 
-    Linear between given row counts, linear in the logarithms between given TP sizes, constant outside.
+    Between row counts the interpolation is linear, between TP sizes linear in the logarithms. Beyond the given points
+    the step time is constant.
+
+    `points`: (TP size, rows, seconds), at least one.
     """
 
     points: tuple[tuple[int, int, float], ...]
 
     def at(self, tp: int, rows: int) -> float:
-        """Seconds of a forward over `rows` on a group of `tp` ranks."""
+        """Returns the seconds of a forward over `rows` rows on a group of `tp` ranks."""
         sizes = sorted({size for size, _, _ in self.points})
         below, above = _around(sizes, tp)
         low, high = self._of_rows(below, rows), self._of_rows(above, rows)
@@ -45,14 +48,14 @@ class StepTimes:
 
 @dataclass(frozen=True, slots=True)
 class StepTimeEmulation:
-    """Step times of both models; None: not emulated."""
+    """Emulated step times of both models. None: the model runs at its own speed."""
 
     target: StepTimes | None = None
     draft: StepTimes | None = None
 
     @staticmethod
     def from_dict(data: Mapping[str, Any]) -> StepTimeEmulation:
-        """The inverse of `dataclasses.asdict`, also after a round trip through JSON."""
+        """Creates an object from the result of `dataclasses.asdict`, also after a round trip through JSON."""
         sides = {
             side: StepTimes(tuple((int(tp), int(rows), float(seconds)) for tp, rows, seconds in times["points"]))
             for side, times in data.items() if times is not None
@@ -61,8 +64,8 @@ class StepTimeEmulation:
 
 
 def make_hook(times: StepTimes, tp: int) -> Callable[[float, int], None]:
-    """A hook (see `Runner.hooks`) that prolongs every step of a model on `tp` ranks, prefill chunks included, to the
-    given times."""
+    """Returns a hook for `Runner.hooks` that prolongs each step of a model on `tp` ranks to its step time in `times`.
+    Prefill chunks are steps too."""
 
     def wait(began: float, rows: int) -> None:
         wait_until(began + times.at(tp, rows))
@@ -71,7 +74,7 @@ def make_hook(times: StepTimes, tp: int) -> Callable[[float, int], None]:
 
 
 def wait_until(moment: float) -> None:
-    """Sleeps, then spins, until `moment` (`perf_counter`): exact to a few microseconds, without occupying a core."""
+    """Blocks until the `perf_counter` time `moment`, exact to a few microseconds. Sleeps, then spins for SPIN_S."""
     left = moment - time.perf_counter() - SPIN_S
     if left > 0:
         time.sleep(left)
@@ -80,7 +83,8 @@ def wait_until(moment: float) -> None:
 
 
 def _around(known: list[int], value: int) -> tuple[int, int]:
-    """The neighbours of a value in an ascending list; the same one twice if the value is in the list or outside."""
+    """Returns the elements of the ascending list `known` just below and above `value`. If `value` is an element or lies
+    outside the list's range, returns the nearest element twice."""
     at = bisect_left(known, value)
     if at == len(known) or known[at] == value or at == 0:
         return known[min(at, len(known) - 1)], known[min(at, len(known) - 1)]

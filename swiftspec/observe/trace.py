@@ -1,8 +1,8 @@
-"""Traces of decoding: what draft and target did, and when. Recorded by observers of the loops and hooks of the models,
-which are installed only while a trace or a subscriber needs them; docs/reference/trace.md documents the lines.
+"""Traces of decoding: what draft and target did, and when. docs/reference/trace.md documents the lines of a trace.
 
-Between two forwards all code runs with cold caches, several times slower than in a tight loop. So as little as possible
-runs there: taking the time of each event, and copying state that will change. `RoundRecord` converts it to lines later.
+Observers of the decoding loops and hooks of the models record events, only while there is a trace file or a listener.
+Code between two forwards runs with cold CPU caches, several times slower than in a tight loop. Recording therefore only
+takes the time of each event and copies state that will change; `RoundRecord` converts it to lines later.
 
 Times are seconds of `time.perf_counter`, which all processes of one machine share.
 """
@@ -19,35 +19,35 @@ from swiftspec.observe.round_records import DraftSnapshot, ForwardSpan, RoundRec
 from swiftspec.observe.rpc_latency import RpcRecord
 from swiftspec.observe.trace_format import Record
 
-Observer = Callable[..., None]  # as swiftspec.decode has it
+Observer = Callable[..., None]  # called with an event of the decoding loop and its objects, see swiftspec.decode
 Probabilities = Callable[
     [Sequence[int], Sequence[int]], Sequence[float] | None
-]  # tokens, parents -> of all but the root
+]  # (tokens, parents) of a proposal -> the target's probability of each node except the root, or None
 
 
 class HasHooks(Protocol):
-    """The part of a runner through which forwards are recorded."""
+    """Protocol of a runner whose forwards can be recorded."""
 
     hooks: list[Callable[[float, int], None]]
 
 
 class ForwardTimes:
-    """Records the forwards of a runner while enabled."""
+    """Records begin, end and rows of each forward of a runner while recording is on."""
 
     def __init__(self, runner: HasHooks) -> None:
         self._runner, self._known = runner, list[ForwardSpan]()
 
     def watch(self, on: bool) -> None:
-        """Starts or stops recording; idempotent."""
+        """Starts or stops recording, and discards the recorded forwards. Idempotent."""
         hooks = self._runner.hooks
         if on and self._note not in hooks:
-            hooks.append(self._note)  # after a hook that prolongs steps
+            hooks.append(self._note)  # after the hook that emulates step times
         elif not on and self._note in hooks:
             hooks.remove(self._note)
         self._known.clear()
 
     def take(self) -> list[ForwardSpan]:
-        """Returns and removes the forwards since the last call."""
+        """Returns the forwards since the last call and removes them."""
         known, self._known = self._known, []
         return known
 
@@ -56,22 +56,25 @@ class ForwardTimes:
 
 
 class TraceWatcher(Protocol):
-    """Handlers of some of a loop's events, by name, called with the event's arguments. Afterwards the event's time is
-    appended to `times`."""
+    """Protocol of a recorder of events of a decoding loop. `ObserverToggle` calls it.
+
+    `handlers`: functions by event name, called with the objects of the event. An event may have no handler.
+    `times`: receives the `perf_counter` time of every event, after its handler was called.
+    """
 
     times: list[float]
     handlers: dict[str, Callable[..., None]]
 
     def watch(self, on: bool) -> None:
-        """Installs or removes its hooks."""
+        """Installs or removes the hooks that record forwards."""
         ...
 
 
 class ObserverToggle:
-    """Forwards the loop's events to `watcher` while tracing is on, at no cost while it is off.
+    """Observer that passes the events of a decoding loop to `watcher` while tracing is on.
 
-    Tracing can change only when a request opens: `enabled` is called then, and `on_change` with the new state if it
-    differs, before any other event of that request.
+    Tracing turns on or off only when a request opens, to the value that `enabled` returns then. `on_change` is called
+    with the new value before any other event of that request.
     """
 
     def __init__(
@@ -94,7 +97,7 @@ class ObserverToggle:
 
 
 class TracedDrafter(Protocol):
-    """A drafter on a model in this process, whose timeline can be recorded."""
+    """Protocol of a drafter with its model in this process, whose timeline can be recorded."""
 
     @property
     def runner(self) -> Any: ...
@@ -103,34 +106,34 @@ class TracedDrafter(Protocol):
 
 
 class DraftTimeline:
-    """Records the timeline of a drafter, round by round."""
+    """Takes a snapshot of a drafter in each round, from which the draft's timeline is made."""
 
     def __init__(self, drafter: TracedDrafter) -> None:
         self._drafter, self._forwards = drafter, ForwardTimes(drafter.runner)
         self._last: DraftSnapshot = b"", 0, []
 
     def watch(self, on: bool) -> None:
-        """Installs or removes its hooks."""
+        """Installs or removes the hooks that record forwards."""
         self._forwards.watch(on)
 
     def opened(self) -> None:
-        """Called after the prefill."""
+        """Takes the snapshot before round 0. Must be called after the prefill."""
         self.grown()
 
     def grown(self) -> tuple[DraftSnapshot, DraftSnapshot]:
-        """A snapshot of a round after its expansions, and that of the previous round."""
+        """Takes a snapshot after the expansions of a round. Returns it and that of the previous round."""
         drafter, before = self._drafter, self._last
         self._last = drafter.tree.state.tobytes(), drafter.runner.cache.prefix_len[0], self._forwards.take()
         return self._last, before
 
 
 class TreeTrace:
-    """Records the decoding loop on rank 0.
+    """Records the rounds of the decoding loop on rank 0, in all modes except smc.
 
     `busy`: returns the seconds that the target has spent in forwards.
-    `drafter_active`: returns whether the last proposal was the drafter's; false in autoregressive rounds and requests.
-    `probabilities`: the target's, of the tokens of the proposal verified last.
-    `lane`: the timeline of a drafter in this process.
+    `drafter_active`: returns whether the drafter made the last proposal; false in autoregressive rounds.
+    `probabilities`: returns the target's probabilities of the nodes of the last verified proposal.
+    `lane`: timeline of the drafter, if its model is in this process.
     `rpcs`: returns the RPCs with workers since its last call.
     """
 
@@ -148,8 +151,8 @@ class TreeTrace:
             lane,
         )
         self._plain = False  # whether the request is autoregressive
-        self._spent = 0.0
-        self._drafted, self._grown = False, None  # in this round: whether the drafter took part; its snapshots
+        self._spent = 0.0  # `busy` at the end of the previous round
+        self._drafted, self._grown = False, None  # in this round: whether the drafter made the proposal; its snapshots
         self.times = list[float]()
         self.handlers: dict[str, Callable[..., None]] = {
             "opening": self._opening, "opened": self._opened, "grown": self._on_expanded, "settled": self._settled,
@@ -157,13 +160,13 @@ class TreeTrace:
         }  # fmt: skip
 
     def watch(self, on: bool) -> None:
-        """Installs or removes its hooks."""
+        """Installs or removes the hooks that record forwards."""
         if self._timeline is not None:
             self._timeline.watch(on)
 
     def _opening(self, start: RequestStart) -> None:
         self._recorder.begin(start)
-        self._drain_rpcs()  # discard those of requests that were not recorded
+        self._drain_rpcs()  # discard RPCs of requests that were not recorded
         self._plain = start.sampling.verify_batch == 1
         self.times.clear()
 
@@ -173,13 +176,13 @@ class TreeTrace:
             self._timeline.opened()
 
     def _on_expanded(self) -> None:
-        """The expansions are done and the verification begins: a listener works during that."""
+        """Takes the draft's snapshot and delivers earlier rounds to the listener, while the target verifies."""
         self._drafted = not self._plain and self._drafter_active()
         self._grown = self._timeline.grown() if self._timeline is not None and self._drafted else None
         self._recorder.deliver()
 
     def _settled(self, proposal: Proposal, result: VerifyResult) -> None:
-        """The result has been sent, so this is off the critical path."""
+        """Adds the record of the round, off the critical path: the result has been sent to the draft."""
         known = self._probabilities(proposal.tokens, proposal.parents)
         busy, times = self._busy(), self.times
         self._recorder.add(
@@ -191,10 +194,10 @@ class TreeTrace:
 
 
 class DraftTrace:
-    """Records the loop of the draft's ranks; each round of its timeline is sent after its expansions."""
+    """Records the draft's timeline on the draft group's leader and sends that of each round after its expansions."""
 
     def __init__(self, drafter: TracedDrafter, send: Callable[[int, int, Record], None]) -> None:
-        """`send`: called with request, round, and the timeline's record."""
+        """`send`: called with request, round, and the draft's timeline of that round."""
         self._timeline, self._send = DraftTimeline(drafter), send
         self._request, self._round = 0, 0
         self.times = list[float]()
@@ -219,7 +222,7 @@ class DraftTrace:
 
 
 class ParticleTrace:
-    """Records mode smc, where nothing overlaps: a round lasts from the end of the previous one."""
+    """Records the rounds of mode smc. Nothing overlaps there, so a round begins when the previous one ends."""
 
     def __init__(self, target: HasHooks, draft: HasHooks, recorder: Recorder) -> None:
         self._recorder, self._forwards = recorder, {"target": ForwardTimes(target), "draft": ForwardTimes(draft)}
@@ -230,7 +233,7 @@ class ParticleTrace:
         }  # fmt: skip
 
     def watch(self, on: bool) -> None:
-        """Installs or removes its hooks."""
+        """Installs or removes the hooks that record forwards."""
         for forwards in self._forwards.values():
             forwards.watch(on)
 
@@ -241,10 +244,10 @@ class ParticleTrace:
     def _opened(self) -> None:
         self._round = 0
         for forwards in self._forwards.values():
-            forwards.take()  # discard those of the prefill
+            forwards.take()  # discard the forwards of the prefill
 
     def _collected(self, tokens: Sequence[int]) -> None:
-        """Ends a round. `tokens`: those that all particles share since this round."""
+        """Adds the record of a round. `tokens`: further tokens that all particles share after it."""
         span = self.times[-1], time.perf_counter()
         lanes = {side: {"forwards": forwards.take()} for side, forwards in self._forwards.items()}
         about = {"request": self._request, "round": self._round, "population": span, "tokens": tokens}

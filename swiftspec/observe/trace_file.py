@@ -1,4 +1,4 @@
-"""Trace files (`--trace`): one line of JSON per entry; writing and reading."""
+"""Writes and reads trace files (`--trace`), which have one line of JSON per entry."""
 
 from __future__ import annotations
 
@@ -15,14 +15,18 @@ from swiftspec.errors import UserError
 from swiftspec.observe.round_records import TraceEntry, to_record
 from swiftspec.observe.trace_format import TRACE_VERSION, Record, TokenTexts, to_json
 
-MAX_LINE_BYTES = 32 << 20  # the longest line has a prompt and the texts of its tokens
+MAX_LINE_BYTES = 32 << 20  # limit for reading; the longest line contains a prompt and the texts of its tokens
 
 
 class TraceFile:
-    """Raises UserError for a file that cannot be opened, or a pipe without a reader. A later write error never affects
-    a request: the remaining entries are dropped, and `error` is set.
+    """Trace file that is open for writing; it may be a named pipe.
 
-    `token_text`: converts a token to text; if set, each line has the `texts` of the tokens that are new in it.
+    The constructor raises UserError if the file cannot be opened or a pipe has no reader. A later write error does not
+    affect requests: it sets `error`, and all further entries are dropped.
+
+    `error`: message of the first write error, or None.
+    `token_text`: converts a token id to text. If set, each line has the field `texts` for the tokens that no earlier
+    line contains.
     """
 
     def __init__(self, path: Path) -> None:
@@ -38,7 +42,7 @@ class TraceFile:
             raise UserError(f"--trace {path} cannot be written: {why}") from None
 
     def write(self, entries: Iterable[TraceEntry]) -> None:
-        """Writes the lines of these entries and flushes the file."""
+        """Writes the trace lines of the entries and flushes the file."""
         for line in map(to_record, entries):
             texts = {} if self.token_text is None else self._texts.new(line, self.token_text)
             self._try(self._file.write, json.dumps(line | texts, default=to_json) + "\n")
@@ -55,13 +59,13 @@ class TraceFile:
             act(*values)
         except OSError as error:
             self.error = error.strerror or str(error)
-            with suppress(OSError):  # close retries to write the rest
+            with suppress(OSError):  # closing tries to write the rest again
                 self._file.close()
 
 
 def read_trace(path: Path, max_bytes: int) -> Iterator[tuple[str, Record]]:
-    """The lines of a trace of at most `max_bytes` bytes, the header first, each with a name for error messages. A
-    truncated last line is skipped. Raises UserError for a file that is not a trace, or an invalid line."""
+    """Yields (name for error messages, content) of each line of a trace file, the header first. Skips a truncated last
+    line. Raises UserError if the file is larger than `max_bytes`, is not a trace, or has an invalid line."""
     no_trace = UserError(f"{path} is not a trace of this version: make one with `serve --trace {path.name}`")
     number, bad = 0, None
     for number, line in enumerate(file_io.read_lines(path, max_bytes=max_bytes, max_line_bytes=MAX_LINE_BYTES), 1):
@@ -83,7 +87,7 @@ def read_trace(path: Path, max_bytes: int) -> Iterator[tuple[str, Record]]:
 
 
 def _opened(path: Path) -> int:
-    """Opens a file for writing, without waiting for the reader of a pipe."""
+    """Opens a file for writing and returns its descriptor. Raises OSError (ENXIO) if a pipe has no reader."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NONBLOCK, 0o666)
     os.set_blocking(descriptor, True)
     return descriptor

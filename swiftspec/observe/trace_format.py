@@ -1,5 +1,7 @@
-"""The lines of a trace, which are also sent as events; docs/reference/trace.md documents the fields. Arrays in a line
-are kept until it is written; `to_json` converts them to lists."""
+"""Format of the lines of a trace, in a file or as server-sent events. docs/reference/trace.md documents the fields.
+
+A line may contain NumPy arrays, which `to_json` converts to lists when the line is written.
+"""
 
 from __future__ import annotations
 
@@ -13,23 +15,23 @@ from swiftspec.params import SamplingParams
 
 Record = dict[str, Any]
 TRACE_VERSION = 1
-LOGPROB_DIGITS = 5  # decimals of logarithms and probabilities
+LOGPROB_DIGITS = 5  # decimals of probabilities and log-probabilities
 
 
 def trace_header(facts: Record) -> Record:
-    """The first line."""
+    """Returns the first line of a trace. `facts`: its fields except the version."""
     return {"swiftspec_trace": TRACE_VERSION, **facts}
 
 
 def non_default_fields(sampling: SamplingParams) -> Record:
-    """The fields that differ from their defaults."""
+    """Returns the sampling parameters that differ from their defaults."""
     usual = SamplingParams()
     values = {field.name: getattr(sampling, field.name) for field in fields(sampling)}
     return {name: value for name, value in values.items() if value != getattr(usual, name)}
 
 
 def to_json(value: Any) -> Any:
-    """The JSON representation of an array."""
+    """Converts an array to a list, as the `default` function of a JSON encoder. Raises TypeError on another object."""
     if not isinstance(value, np.ndarray):
         raise TypeError(f"a line holds no {type(value).__name__}")
     if value.dtype.kind == "f":
@@ -38,7 +40,7 @@ def to_json(value: Any) -> Any:
 
 
 def tokens_in(line: Record) -> set[int]:
-    """All tokens that occur in a line."""
+    """Returns all token ids in a line."""
     found = set(line.get("tokens", ()))
     found.update(line.get("begin", {}).get("prompt", ()), line.get("proposal", {}).get("tokens", ()))
     tree = line.get("draft", {}).get("tree")
@@ -48,17 +50,17 @@ def tokens_in(line: Record) -> set[int]:
 
 
 class TokenTexts:
-    """Tracks the tokens whose texts were already written."""
+    """Makes field `texts` of trace lines, so that each token's text is written once."""
 
     def __init__(self) -> None:
         self._given: set[int] = set()
 
     def new(self, line: Record, token_text: Callable[[int], str]) -> Record:
-        """The texts of the tokens that occur in this line for the first time."""
+        """Returns field `texts` for the tokens that no earlier line contains; no field if there are none."""
         return self.of(tokens_in(line), token_text)
 
     def of(self, tokens: set[int], token_text: Callable[[int], str]) -> Record:
-        """As `new`, for a set of tokens."""
+        """Like `new`, for a set of token ids instead of a line."""
         missing = sorted(tokens - self._given)
         self._given.update(missing)
         return {"texts": {str(token): token_text(token) for token in missing}} if missing else {}

@@ -1,1 +1,2 @@
-"""Profiles: stored measurements of sweeps, as the engine reads them."""
+"""Profiles: files with the measured step times and speeds of a model pair on one machine; and the parser of
+`--emulate`."""

@@ -1,4 +1,4 @@
-"""Parser of `--emulate`: emulated step times as numbers, from the paper's Table 1, or from a file."""
+"""Parser of `--emulate`: step times as durations, as names of models in the paper's Table 1, or from a JSON file."""
 
 from __future__ import annotations
 
@@ -15,19 +15,24 @@ from swiftspec.observe.step_time_emulation import StepTimeEmulation, StepTimes
 
 UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 TABLE_ROWS = 8  # rows per forward in Table 1
-MIN_STEP_MS = 1e-9  # smallest time in a file
-MAX_STEP_S = 60.0  # larger step times are rejected as unit errors
+MIN_STEP_MS = 1e-9  # smallest step time that a file may contain
+MAX_STEP_S = 60.0  # a larger step time is rejected: its unit is probably wrong
 
 
 def paper_figures() -> dict[str, Any]:
-    """The paper's figures, from the JSON file in the package."""
+    """Returns the measurements quoted from the SwiftSpec paper (Tables 1 and 6), from paper.json in this package."""
     return json.loads(Path(__file__).with_name("paper.json").read_text(encoding="utf-8"))
 
 
 def parse_emulation(text: str) -> StepTimeEmulation:
-    """Parses `target=10.48ms,draft=3.25ms`, where a time may be the name of a model in Table 1 if it should depend on
-    the number of ranks, or reads a JSON file `{"target": {"TP size": {"rows": milliseconds}}, "draft": ...}`. Raises
-    UserError."""
+    """Parses the value of `--emulate`. Raises UserError if it is invalid.
+
+    `text` is one of:
+    - a step time per model, such as `target=10.48ms,draft=3.25ms`; a model that is left out is not emulated
+    - the same with the name of a model in the paper's Table 1 instead of a time, such as `target=llama3-70b`: the step
+    time then depends on the TP size
+    - a path that ends in .json, of a file `{"target": {"TP size": {"rows": milliseconds}}, "draft": ...}`
+    """
     if text.endswith(".json"):
         return _from_file(Path(text))
     sides: dict[str, StepTimes] = {}

@@ -1,6 +1,7 @@
-"""Schemas of profile and trace files: types and bounds of all fields. Code that reads a validated file relies on them.
+"""Schemas of profile and trace files (pydantic): types and bounds of all fields.
 
-Unknown fields are ignored. Numbers are finite, and integers must be integers.
+Code that reads a file after `validate` does not check its fields again. Unknown fields are ignored, except in `emulate`
+and `around`. NaN, infinity, and numbers such as 4.0 for integers are rejected.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from swiftspec.config import EngineConfig, PopulationConfig
 from swiftspec.errors import UserError, truncated_repr
 
 MAX_RANKS = 4096
-MAX_TIME_S = 1e9  # also bounds clocks that start at boot
+MAX_TIME_S = 1e9  # bounds durations, speeds, and readings of time.perf_counter, which may count from boot
 
 Count = Annotated[int, Field(ge=0, le=2**31)]
 Ranks = Annotated[int, Field(ge=1, le=MAX_RANKS)]
@@ -24,20 +25,21 @@ Name = Annotated[str, Field(max_length=200)]
 Seconds = Annotated[float, Field(ge=-MAX_TIME_S, le=MAX_TIME_S)]
 Positive = Annotated[float, Field(gt=0, le=MAX_TIME_S)]
 Span = Annotated[tuple[Seconds, Seconds], Strict(False)]  # [begin, end]; JSON has no tuples
-Forward = Annotated[tuple[Seconds, Seconds, Count], Strict(False)]  # begin, end, rows
+Forward = Annotated[tuple[Seconds, Seconds, Count], Strict(False)]  # [begin, end, rows] of a forward
 PARTICLE_FIELDS = ("particles", "smc_draft_tokens", "smc_groups")  # fields of a plan in mode smc
 OPTIONAL: Any = None  # default of a field that may be missing but not null
 M = TypeVar("M", bound=BaseModel)
 
 
 class SchemaModel(BaseModel):
-    """Base of all objects of a file."""
+    """Base class of all schemas."""
 
     model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
 
 
 def requires_field(name: str, otherwise: str) -> AfterValidator:
-    """Validator that rejects an object in which the field is null or missing. `otherwise`: its message."""
+    """Returns a validator that rejects an object whose field `name` is null or missing. `otherwise`: the error
+    message."""
 
     def check(part: SchemaModel) -> SchemaModel:
         if getattr(part, name) is None:
@@ -77,14 +79,16 @@ class KeySchema(SchemaModel):
 
 
 def engine_config(plan: Mapping[str, Any]) -> EngineConfig:
-    """The engine configuration of a plan, whose particle fields are optional. Raises UserError on an invalid plan."""
+    """Returns the engine configuration of a plan, which may lack particle fields. Raises UserError if the plan is
+    invalid."""
     particles = {name: plan[name] for name in PARTICLE_FIELDS if plan.get(name) is not None}
     engine = {name: value for name, value in plan.items() if name not in PARTICLE_FIELDS}
     return EngineConfig(**engine, population=PopulationConfig(**particles))
 
 
 class EngineShape(SchemaModel):
-    """The part of a plan that determines the engine: the mode, and the tree or the particles."""
+    """The fields of a plan from which an engine is configured: the mode, and the shape of the tree or of the
+    population."""
 
     mode: Name
     verify_batch: int
@@ -158,7 +162,7 @@ class DraftRoundTimes(SchemaModel):
 
 
 class RoundTimeline(SchemaModel):
-    """Timeline of a round, drawn in the report."""
+    """Timeline of one round, which the HTML report draws."""
 
     wait: Span
     target: Annotated[TargetTimes, requires_field("verify", "the round was not verified")]
@@ -167,6 +171,15 @@ class RoundTimeline(SchemaModel):
 
 
 class OverheadTimes(SchemaModel):
+    """Mean seconds outside the forwards in an asynchronous run. A time that was not measured is 0.
+
+    `verify`: per verification; sampling, selecting the accepted path and building the batch.
+    `settle`: per round; the target's work between a result and waiting for the next proposal.
+    `expand`: per expansion; selecting leaves, adding children and building the mask.
+    `answer`: per round; re-rooting the draft tree and selecting the proposal.
+    `link`: from sending a proposal on the draft's side to receiving it on the target's side.
+    """
+
     model_config = ConfigDict(extra="forbid")
 
     verify: Seconds = Field(default=0.0, ge=0)
@@ -240,7 +253,8 @@ class TraceRound(SchemaModel):
 
 
 def validate(kind: type[M], data: Mapping[str, Any], name: str) -> None:
-    """Raises UserError unless `data` matches the schema; its message begins with `name`."""
+    """Raises UserError if `data` does not match the schema `kind`. `name`: name of the file, with which the message
+    begins."""
     try:
         kind.model_validate(data)
     except ValidationError as error:

@@ -1,21 +1,35 @@
-"""Profiles on disk: one JSON file per hardware and model pair, written atomically, with the plan that it recommends.
+"""Profile files: one JSON file per machine and model pair, written atomically, from which `serve` selects its plan.
 
 A profile is a JSON object:
 
-    swiftspec_profile   version of this layout
-    key                 must be equal where the profile is used: hardware, ranks, models, dtype, operators, emulation
-    environment         versions and names, for information only
-    settings            prompts, tokens and repeats of the runs
-    steps               {side, tp, rows, seconds: [one per repeat]}: forwards of one model on a group of tp ranks
-    runs                {plan (in mode smc with its particles), ops, speeds: [tokens per second after the prefill, one
-                        per repeat], tokens_per_round, rounds, target_busy, steps: [verification, expansion] or null,
-                        dropped: reason or null}
-    rounds              {plan, rounds: [[accepted draft tokens, expansions on the critical path], ...]}: input of the
-                        predictor; deterministic, the same on any machine
-    lanes               lines of a trace: a few rounds of the best asynchronous run
-    around              seconds per round outside the forwards of that run; see OverheadTimes in schema.py
-    orchestration       of that run with emulated step times: {seconds, share} of the median round beyond them, or null
-    stopped             reason for an early end, or null
+    swiftspec_profile   version of this format
+    key                 hardware, ranks, models, dtype, operators and emulation (ProfileKey): the profile is used only
+                        where all of them are equal
+    environment         versions of Python and torch, and the operating system; for information only
+    settings            number of prompts, tokens per prompt and repeats
+    steps               {side, tp, rows, seconds: [one per repeat]}: step times of one model on a group of tp ranks, for
+                        forwards over `rows` rows
+    runs                {plan, ops, variation, speeds, tokens_per_round, rounds, target_busy, steps, dropped}, see below
+    rounds              {plan, rounds: [[accepted draft tokens, expansions on the critical path], ...]}: recorded rounds
+                        from which `swiftspec.lab.predict` predicts speeds; deterministic, the same on any machine
+    lanes               trace lines of a few rounds of the fastest asynchronous run, for the timelines of the report
+    around              seconds outside the forwards in that run; see OverheadTimes in schema.py
+    orchestration       with emulated step times: {seconds, share}, the median seconds per round of that run that the
+                        emulated step times do not account for, and their share of the median round; else null
+    stopped             why the sweep ended early, or null
+
+Fields of a run:
+
+    plan                mode, split and tree shape; in mode smc also the particles
+    ops                 operators (`--ops`)
+    variation           whether the plan is a variation of the fastest plan, measured once after the main part of the
+                        sweep
+    speeds              tokens per second after the prefill, one per repeat
+    tokens_per_round    tokens per round in the last repeat
+    rounds              number of rounds in the last repeat
+    target_busy         share of the last repeat's decode time that the target spent in forwards
+    steps               mode async: [seconds per verification, seconds per expansion]; null in other modes
+    dropped             why the plan was not measured, or not measured again; else null
 """
 
 from __future__ import annotations
@@ -40,15 +54,15 @@ from swiftspec.profiles import schema
 
 Json = dict[str, Any]
 VERSION = 1
-PARTIAL_SUFFIX = ".partial.json"  # an unfinished sweep, which serve does not read
+PARTIAL_SUFFIX = ".partial.json"  # of the file of an unfinished sweep, which serve does not read
 SPLIT_FIELDS = ("target_tp", "draft_tp")
 TREE_FIELDS = ("verify_batch", "draft_leaves", "draft_steps")
-PLAN_FIELDS = ("mode", *SPLIT_FIELDS, *TREE_FIELDS)  # engine settings in the plan of a run
+PLAN_FIELDS = ("mode", *SPLIT_FIELDS, *TREE_FIELDS)  # fields of a plan without those for particles
 EXACT_MODES = ("ar", "serial", "async")  # modes whose output is exact
 
 
 def hardware(device: str) -> Json:
-    """The hardware that step times depend on."""
+    """Returns kind, name and number of the devices that step times depend on. `device`: "cuda" or "cpu"."""
     if device == "cuda":
         return {"kind": "cuda", "name": torch.cuda.get_device_name(), "count": torch.cuda.device_count()}
     return {"kind": "cpu", "name": _cpu_name(), "count": os.cpu_count() or 1}
@@ -64,16 +78,16 @@ def _cpu_name() -> str:
 
 
 class NotAProfile(UserError):
-    """The file is JSON, but not a profile."""
+    """The file is valid JSON, but has no field `swiftspec_profile`."""
 
 
 @dataclass(frozen=True, slots=True)
 class ProfileKey:
-    """Identity of a profile: its measurements are valid only if all fields are equal."""
+    """Identity of a profile: its measurements are valid only where all fields are equal."""
 
     hardware: Json
     ranks: int
-    target: str  # fingerprints
+    target: str  # fingerprints of the model directories
     draft: str
     dtype: str
     ops: str
@@ -83,12 +97,13 @@ class ProfileKey:
     def of(
         device: str, ranks: int, target: Path, draft: Path, dtype: str, ops: str, emulate: StepTimeEmulation | None
     ) -> ProfileKey:
-        """The key of a run on this machine."""
+        """Returns the key of this machine with the given models and options. `emulate`: step times; None: not
+        emulated."""
         paced = json.loads(json.dumps(asdict(emulate or StepTimeEmulation())))  # normalised as if read from a file
         return ProfileKey(hardware(device), ranks, fingerprint(target), fingerprint(draft), dtype, ops, paced)
 
     def difference(self, other: Mapping[str, Any]) -> str | None:
-        """The reason why a profile with the key `other` does not match this key; None if it matches."""
+        """Returns why a profile with the key `other` cannot be used with this key; None if it can."""
         mine = asdict(self)
         if (mine["target"], mine["draft"]) != (other.get("target"), other.get("draft")):
             return "it is of another pair of models"
@@ -104,13 +119,13 @@ class ProfileKey:
 
 
 def environment() -> Json:
-    """Versions, for information only."""
+    """Returns the versions of Python and torch, and the operating system."""
     system = f"{platform.system()} {platform.machine()}"
     return {"python": platform.python_version(), "torch": torch.__version__, "system": system}
 
 
 def file_stem(key: ProfileKey, model: str) -> str:
-    """File name of a profile, without its suffix."""
+    """Returns the file name of a profile without its suffix. `model`: name of the target."""
     machine = re.sub(r"[^a-z0-9]+", "-", f"{key.hardware['count']}x-{key.hardware['name']}".lower()).strip("-")
     model = re.sub(r"[^A-Za-z0-9.]+", "-", model)
     emulated = "-emulated" if any(key.emulate.values()) else ""
@@ -118,7 +133,11 @@ def file_stem(key: ProfileKey, model: str) -> str:
 
 
 def load(file: Path) -> Json:
-    """Loads and validates a profile (schema.py). Raises UserError if it is damaged, outdated or not a profile."""
+    """Loads and validates a profile (schema.py).
+
+    Raises NotAProfile if the file is JSON but not a profile, UserError if it cannot be read, is damaged or has another
+    version.
+    """
     again = "measure again with `python -m swiftspec.profile`"
     text = file_io.read_text(file, f"profile {file}")
     try:
@@ -142,7 +161,7 @@ def load(file: Path) -> Json:
 
 
 def save(file: Path, text: str) -> None:
-    """Writes a file atomically: a reader sees either the old or the new contents. Raises UserError."""
+    """Writes a file atomically: a reader sees either the old or the new contents. Raises UserError if that fails."""
     draft = file.with_name(f".{file.name}.{os.getpid()}")
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -157,18 +176,22 @@ def save(file: Path, text: str) -> None:
 
 
 def median_speed(run: Mapping[str, Any]) -> float:
-    """Tokens per second: the median over the repeats, or 0 without any."""
+    """Returns the median speed of a run over its repeats, in tokens per second; 0 if the run was not measured."""
     return statistics.median(run["speeds"]) if run["speeds"] else 0.0
 
 
 def median_min_max(values: Iterable[float]) -> tuple[float, float, float]:
-    """(median, minimum, maximum)."""
+    """Returns (median, minimum, maximum) of at least one value."""
     values = list(values)
     return statistics.median(values), min(values), max(values)
 
 
 def best_run(profile: Mapping[str, Any], wanted: Mapping[str, Any] | None = None) -> Json | None:
-    """The fastest exact run with all ranks and the default operators. `wanted`: values that its plan must have."""
+    """Returns the fastest run that uses all ranks and the profile's operators; None if there is none.
+
+    `wanted`: fields that the run's plan must have, such as `{"draft_leaves": 8}`. Only modes with exact output are
+    considered, unless `wanted` names a mode.
+    """
     ranks, ops = profile["key"]["ranks"], profile["key"]["ops"]
     runs = [
         run for run in profile["runs"]
@@ -180,19 +203,19 @@ def best_run(profile: Mapping[str, Any], wanted: Mapping[str, Any] | None = None
 
 
 def plan_settings(plan: Mapping[str, Any]) -> Json:
-    """The `serve` settings of a plan: those that its mode uses, without undetermined ones."""
+    """Returns the `serve` settings of a plan: the fields that its mode uses, without those that are None."""
     names = ("mode", "target_tp") if plan["mode"] == "ar" else PLAN_FIELDS
-    own_group = plan["mode"] == "async"  # the draft's group; otherwise its size follows from the target's
+    own_group = plan["mode"] == "async"  # in other modes draft_tp follows from target_tp
     return {name: plan[name] for name in names if plan[name] is not None and (own_group or name != "draft_tp")}
 
 
 def ranks_of(plan: Mapping[str, Any]) -> int:
-    """Number of ranks of a plan."""
+    """Returns the number of ranks that a plan uses."""
     return plan["target_tp"] + (plan["draft_tp"] if plan["mode"] == "async" else 0)
 
 
 def plan_title(plan: Mapping[str, Any]) -> str:
-    """Title such as `async 3+1 bs 8 w 8 d 4`; without d if it is undetermined."""
+    """Returns a title such as `async 3+1 bs 8 w 8 d 4`: mode, ranks, and tree shape. d is left out if it is None."""
     split = f"{plan['target_tp']}+{plan['draft_tp']}" if plan["mode"] == "async" else str(plan["target_tp"])
     if plan["mode"] == "smc":
         words = zip(("N", "K", "G"), schema.PARTICLE_FIELDS, strict=True)
@@ -204,9 +227,13 @@ def plan_title(plan: Mapping[str, Any]) -> str:
 
 
 def find(folder: Path, key: ProfileKey) -> tuple[Json | None, Path | None, list[str]]:
-    """Returns the profile in `folder` for this key, and its file; otherwise the reasons why the profiles of the same
-    pair do not match. Skips files that are not profiles and, unless step times are emulated, profiles with emulated
-    step times."""
+    """Returns (profile, file, []) for the profile in `folder` whose key equals `key`. If there is none, returns (None,
+    None, reasons), one reason for each file that cannot be read or that is a profile of the same model pair with
+    another key.
+
+    Profiles with emulated step times give a reason only if `key` has emulated step times. Files of unfinished sweeps
+    and JSON files that are not profiles give none.
+    """
     reasons = []
     for file in sorted(folder.glob("*.json")):
         if file.name.endswith(PARTIAL_SUFFIX):

@@ -1,1 +1,1 @@
-"""Runs forwards for one request: the roles, the cache, and the kinds of steps."""
+"""Runtime of one request: drafters and verifiers, KV cache, prefix cache, and the executors of forwards."""

@@ -1,4 +1,4 @@
-"""Asynchronous copies from device to host; the host waits only when it reads them."""
+"""Asynchronous copies from device to host. The host waits only when it reads a copy."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 class AsyncCopy:
-    """A copy of a tensor into pinned memory, followed by an event that `read` waits for."""
+    """A copy of a tensor in host memory. A copy from a CUDA device is asynchronous; `read` waits for it."""
 
     def __init__(self, tensor: Tensor) -> None:
         pinned = tensor.device.type == "cuda"

@@ -8,17 +8,17 @@ from swiftspec.errors import RequestFailed
 
 
 class Cancelled(RequestFailed):
-    """The request was cancelled by its client."""
+    """Raised if a client has cancelled its request before or during the prefill."""
 
 
 class CancelCheck:
-    """Called by a rank's runners before each prefill chunk. Raises Cancelled if the request is to end; the chunks
-    prefilled by then stay valid in the cache.
+    """Cancellation check, which a rank's runners call before each prefill chunk. Raises Cancelled if the request is
+    cancelled; the KV of earlier chunks stays valid.
 
-    `cancelled`: returns True to end the request. On a leader, or in a single process, it asks the request's owner; on a
-    follower it asks the leader.
-    `on_continue`: called if the request continues.
-    `on_progress`: called before each chunk, so that a long prefill counts as progress.
+    `cancelled`: returns whether the request is cancelled. A leader or a single process asks the client of the request;
+    a follower waits for the leader's decision.
+    `on_continue`: called if the request is not cancelled; a leader notifies its followers.
+    `on_progress`: called before each chunk, so that a long prefill is not mistaken for a blocked process.
     """
 
     def __init__(self) -> None:

@@ -8,7 +8,8 @@ from swiftspec.messages import Proposal, RequestStart, VerifyResult
 
 
 class Drafter(Protocol):
-    """Proposes sub-trees of likely continuations. Any call may raise DrafterLost; `open` attaches the drafter again.
+    """A drafter: proposes trees of likely continuations. Any call may raise DrafterLost; the next `open` uses the
+    drafter again.
 
     `busy`: seconds that the draft model has spent in forwards, as far as this process knows.
     """
@@ -20,22 +21,21 @@ class Drafter(Protocol):
         """Starts or resumes a request from its verified tokens."""
 
     def propose(self) -> Proposal:
-        """The sub-tree to verify next. Called once after `open` and once after each `observe`."""
+        """Returns the proposal of the next round. Called once after `open` and once after each `observe`."""
         ...
 
     def grow(self) -> None:
-        """Expands the tree ahead of the result. Called while the target verifies."""
+        """Expands the tree before the result is known. Called while the target verifies."""
 
     def observe(self, result: VerifyResult) -> None:
-        """Re-roots the tree after a verification. A drafter in another process may return early and finish before the
-        next `propose`."""
+        """Receives the result of a verification and re-roots the tree, at the latest before the next proposal."""
 
     def close(self) -> None:
         """Ends the request."""
 
 
 class NoDrafter:
-    """Proposes only the root: autoregressive decoding."""
+    """A drafter without a model: proposes only the root, which is autoregressive decoding."""
 
     busy = 0.0
     draft_steps = 0

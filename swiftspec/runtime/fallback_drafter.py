@@ -1,4 +1,4 @@
-"""Continues without a drafter that is lost: the request belongs to the target, a drafter only makes it faster."""
+"""Fallback: decoding continues without a local draft that has failed, since the target can decode alone."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ FAILURES = (DrafterLost, GrammarTooComplex, RuntimeError, MemoryError)
 
 
 class FallbackDrafter:
-    """Delegates to a drafter and, once that is lost, continues with root-only proposals.
+    """A drafter that delegates to another one and, after that one has failed, proposes only the root.
 
-    `lost` is the reason, None as long as the drafter works. The next `open` attaches the drafter again.
+    `lost`: reason of the failure, None while the other drafter works. The next request uses the other drafter again.
     """
 
     def __init__(self, drafter: Drafter) -> None:

@@ -1,4 +1,4 @@
-"""The KV cache of one model: prefix region of verified tokens, then the tree region (paper section 3.2)."""
+"""KV cache of one model: prefix region of verified tokens, then the tree region (paper section 3.2)."""
 
 from __future__ import annotations
 
@@ -8,17 +8,18 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+# sequence, ascending source slots, first destination slot: moves keys and values to consecutive slots
 MoveSlots = Callable[[int, Sequence[int], int], None]
-MakeMove = Callable[[Tensor, Tensor], MoveSlots]
+MakeMove = Callable[[Tensor, Tensor], MoveSlots]  # k and v of a cache -> its MoveSlots
 
 
 class KVCache:
-    """One buffer each for keys and values: `k` and `v` are [layers, S, kv_heads, capacity, head_dim].
+    """KV cache of one model: the buffers `k` and `v` are [layers, sequences, kv_heads, capacity, head_dim].
 
-    Each of the S sequences has `capacity` slots: `prefix_len[s]` slots of verified tokens, then `tree_len` slots of the
-    tree, the same number in every sequence (except after `commit_sequence`). Tree slots are handed out in order and
-    never reused in place, so their order is topological and the root has tree slot 0. `commit` moves slots forward and
-    recomputes nothing.
+    Each sequence s has `capacity` slots: `prefix_len[s]` slots of verified tokens, then `tree_len` slots of the tree,
+    the same number in every sequence (except after `commit_sequence`). Tree slots are allocated in order and never
+    reused in place, so their order is topological and the root has tree slot 0. `commit` moves keys and values to lower
+    slots and recomputes nothing.
     """
 
     def __init__(
@@ -50,26 +51,27 @@ class KVCache:
         return self.capacity - max(self.prefix_len) - self.tree_len
 
     def kv_len(self) -> list[int]:
-        """Slots in use, per sequence."""
+        """Returns the number of slots in use of each sequence."""
         return [p + self.tree_len for p in self.prefix_len]
 
     def append_prefix(self, count: int, sequence: int = 0) -> int:
-        """Allocates `count` prefix slots of a sequence whose tree is empty. Returns the first slot."""
+        """Allocates `count` prefix slots of a sequence. The tree must be empty. Returns the first slot."""
         assert self.tree_len == 0 and self.prefix_len[sequence] + count <= self.capacity
         self.prefix_len[sequence] += count
         return self.prefix_len[sequence] - count
 
     def append_tree(self, count: int) -> int:
-        """Allocates `count` tree slots in every sequence. Returns the first, relative to the tree region."""
+        """Allocates `count` tree slots in every sequence. Returns the first one, counted from the start of the tree
+        region."""
         assert count <= self.free_slots
         self.tree_len += count
         return self.tree_len - count
 
     def commit(self, path: Sequence[int], keep: Sequence[int] = ()) -> None:
-        """Moves the tree slots `path` to the end of the prefix and `keep` right after them; frees all other tree slots.
+        """Appends the tree slots `path` to the prefix, makes `keep` the new tree slots, and frees all other tree slots.
 
-        Both lists ascend, and all slots of `keep` come after the path (descendants follow their ancestors), so data
-        only moves forward.
+        Both lists must ascend, and all slots of `keep` must come after those of `path`, as descendants do, so that data
+        moves only to lower slots.
         """
         assert max((*path, *keep), default=-1) < self.tree_len
         for sequence in range(len(self.prefix_len)):
@@ -77,7 +79,7 @@ class KVCache:
         self.tree_len = len(keep)
 
     def commit_sequence(self, sequence: int, path: Sequence[int], keep: Sequence[int] = ()) -> None:
-        """`commit` in one sequence, whose tree slots the caller counts."""
+        """As `commit`, in one sequence and without an update of `tree_len`: the caller counts its tree slots."""
         order, start = [*path, *keep], self.prefix_len[sequence]
         assert all(a < b for a, b in pairwise(order))
         still = next(

@@ -28,16 +28,16 @@ class TreeConfig(Protocol):
     @property
     def proposal(self) -> str | None: ...
     def calibration_for(self, greedy: bool) -> float:
-        """The temperature at which a child's weight approximates the probability that the target accepts it."""
+        """Returns the calibration of the children's weights, see `EngineConfig.calibration_for`."""
         ...
 
 
 class LocalDrafter:
-    """Expands the draft tree between the target's forwards (serial mode).
+    """Drafter on a model in this process, which expands the draft tree between the target's forwards (serial mode).
 
-    The model's cache holds the prefix of verified tokens before the root, then the expanded nodes. `pending` are
-    verified tokens before the root whose draft KV is missing, because the target accepted a node that was never
-    expanded. They are computed in the root's forward, or are prefilled if there are more than w of them.
+    The model's KV cache holds the verified tokens before the root, then the expanded nodes. `pending`: verified tokens
+    before the root whose KV is missing, because the draft had not expanded them. Their KV is computed in the root's
+    forward, or by a prefill if there are more than w of them.
     """
 
     def __init__(
@@ -48,12 +48,12 @@ class LocalDrafter:
         children: ChildSelector,
         config: TreeConfig,
     ) -> None:
-        """`executors`: those that can expand `tree`, the fastest first."""
+        """`executors`: executors that can expand `tree`, the fastest first."""
         self.runner, self.tree, self.executors = runner, tree, executors
         self._children, self._config = children, config
         self.draft_steps = config.initial_draft_steps  # d, unless the request overrides it
         self.pending: list[int] = []
-        self._root = 0  # node that is the current root; `settle` makes it node 0
+        self._root = 0  # node of the current root; `settle` re-roots the tree, so that it becomes node 0
 
     @property
     def busy(self) -> float:
@@ -61,11 +61,11 @@ class LocalDrafter:
 
     @property
     def expansions(self) -> int:
-        """d of this request."""
+        """d, the number of expansions per round of this request."""
         return self._request_steps or self.draft_steps
 
     def select_executor(self, start: RequestStart) -> TreeExecutor:
-        """The executor that runs a request."""
+        """Returns the executor that runs a request."""
         drawn = ("drawn proposals",) if self._children.sampled else ()
         return select_executor(self.executors, features_of(start.sampling, *drawn), start.executor)
 
@@ -95,8 +95,8 @@ class LocalDrafter:
         pass  # serial: the tree is expanded after the result
 
     def fast_reply(self) -> Any:
-        """A native object that answers the next result as `observe` and `propose` would, without Python. None if the
-        request needs Python."""
+        """Returns a native object that answers the next result without Python, with the proposal that `observe` and
+        `propose` would give. None if the request does not support that."""
         return None
 
     def observe(self, result: VerifyResult) -> None:
@@ -108,7 +108,8 @@ class LocalDrafter:
         self._round = result.round + 1
 
     def settle(self) -> None:
-        """Re-roots tree and cache if `observe` only recorded the new root; a proposal need not wait for that."""
+        """Re-roots tree and KV cache at the node that `observe` has recorded as the new root. It is a separate step, so
+        that a proposal need not wait for it."""
         if self._root != 0:
             path, kept = self.tree.reroot(self._root)
             self.runner.cache.commit(path, kept)
@@ -119,7 +120,7 @@ class LocalDrafter:
         self.runner.cache.commit(())  # keeps the prefix region
 
     def expand(self, count: int = 1) -> None:
-        """Expands the tree `count` times, or fewer if it runs out of room."""
+        """Expands the tree `count` times, or fewer if the tree or the KV cache is full."""
         self.settle()
         if len(self.pending) > self._config.draft_leaves:
             self.runner.prefill(self.pending)
@@ -135,12 +136,13 @@ class LocalDrafter:
         return Proposal(self._request, self._round, self._root_at, tuple(tokens), tuple(parents), carried)
 
     def _reroot(self, tokens: Sequence[int]) -> None:
-        """Follows the verified tokens down the tree; the sub-tree under the last one stays."""
+        """Records the node of the last verified token as the new root. Resets the tree instead if it does not contain
+        all of the `tokens`, or if the child selector requires a reset."""
         path = [0, *self.tree.match_prefix(tokens)]
         if len(path) > len(tokens) and self._children.reroot():  # all tokens are nodes of the tree
             self._root = path[-1]
             return
-        # The last token, and possibly others, are not in the tree: start a new one. Expanded nodes on the path have KV.
+        # Start a new tree. Of the tokens before its root, those of expanded nodes have KV; the others become pending.
         spelled = [int(self.tree.token[0]), *tokens[:-1]]
         slots = [slot for slot in self.tree.slot[path[: len(tokens)]].tolist() if slot < self.tree.slots]
         self.runner.cache.commit(slots)

@@ -13,23 +13,28 @@ from swiftspec.runtime.runner import Runner
 from swiftspec.tree.children import ChildSelector
 from swiftspec.tree.tree import DraftTree
 
-# What an expansion adds to a round's expected tokens, per probability of its leaves
+# Estimated tokens that an expansion adds to a round, divided by the summed probability of the expanded leaves
 # (docs/decisions/asynchronous-drafting.md).
 EXPANSION_YIELD = 0.3
 
 
 def expansion_pays(tokens: float, leaves: float, d: int) -> bool:
-    """Whether one more expansion after a result, which takes 1/d of a round, is expected to add more than 1/d of the
-    tokens that the round has without it. `tokens` and `leaves`: as returned by `DraftTree.prospects`."""
+    """Returns whether one more expansion after a result pays: `EXPANSION_YIELD * leaves > tokens / d`.
+
+    The expansion takes 1/d of a round's time, so it must add more than 1/d of the round's expected tokens. `tokens`,
+    `leaves`: expected tokens of the round and probability of the best leaves, as returned by
+    `DraftTree.expected_mass`. `d`: expansions per round.
+    """
     return EXPANSION_YIELD * leaves > tokens / d
 
 
 class LookaheadDrafter(LocalDrafter):
-    """Expands the tree while the target verifies a part of it (parallel tree generation, paper section 3.1).
+    """Drafter that expands its tree while the target verifies a part of it (parallel tree generation, paper section
+    3.1).
 
-    Each round expands d times ahead of the result, regardless of when the result arrives, and afterwards as the tree
-    alone requires. For a fixed d the rounds of a request are therefore always the same. `hooks` are called after
-    expansions with the requested number of expansions.
+    Each round has d expansions before the result, regardless of when it arrives, and further ones after it if the tree
+    has too few nodes or another expansion pays (`expansion_pays`). This does not depend on time, so for a fixed d the
+    rounds of a request are always the same. `hooks`: called after expansions, with the number that was requested.
     """
 
     def __init__(
@@ -41,7 +46,7 @@ class LookaheadDrafter(LocalDrafter):
         config: EngineConfig,
     ) -> None:
         super().__init__(runner, executors, tree, children, config)
-        # Sampled children follow the paper's rule: which of them are proposed must not depend on their own draw.
+        # Sampled children: only the paper's rule applies, since which are proposed must not depend on their own draw.
         self._catch_up = config.catch_up and not children.sampled
         self.hooks: list[Callable[[int], None]] = []
 
@@ -61,10 +66,10 @@ class LookaheadDrafter(LocalDrafter):
             self.expand()  # the paper's rule: expand once more if too few nodes are left to propose
             best = self._best_proposal(there if self._children.sampled else 0)
         while self._catch_up and self._worth_expanding():
-            self.settle()  # first: compare expansion counts of the re-rooted tree
+            self.settle()  # before the comparison, since a re-root changes the number of expanded nodes
             before = self.tree.expanded
             self.expand()
-            if self.tree.expanded == before:  # out of room
+            if self.tree.expanded == before:  # tree or KV cache is full
                 break
             best = self._best_proposal()
         return best

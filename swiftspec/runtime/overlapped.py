@@ -1,6 +1,6 @@
 """Overlapped mode: both models on one GPU at the same time.
 
-The target verifies on its own stream, driven by a thread, while the draft expands on another stream whose kernels have
+The target verifies on its own CUDA stream, driven by a thread, while the draft expands on another stream with a higher
 priority. Without the priority, a large matrix product of the target, which fills the GPU, would delay every small
 kernel of the draft.
 """
@@ -24,7 +24,7 @@ from swiftspec.runtime.verifier import LocalVerifier
 from swiftspec.tree.children import ChildSelector
 from swiftspec.tree.tree import DraftTree
 
-DRAFT_STREAM_PRIORITY = -1  # of a stream and of graphs captured on it; its kernels are scheduled before others
+DRAFT_STREAM_PRIORITY = -1  # CUDA priority of the draft's stream and graphs; below the default 0: scheduled first
 
 
 class StreamContext:
@@ -37,7 +37,7 @@ class StreamContext:
             self._stream = torch.cuda.Stream(device, priority)
 
     def __call__(self) -> AbstractContextManager[object]:
-        """A context in which work is launched on this stream."""
+        """Returns a context manager within which kernels are launched on this stream."""
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
 
@@ -77,9 +77,9 @@ class OverlappedDrafter(LookaheadDrafter):
 
 
 def warm_up(drafter: LocalDrafter, verifier: LocalVerifier) -> None:
-    """Runs one round of both models, one after the other, before they run concurrently. CUDA loads a kernel at its
-    first launch, which may wait for all work on the GPU and must not happen during a graph capture of the other model.
-    """
+    """Runs one round with the two models one after the other, so that all kernels are loaded before the models run
+    concurrently. CUDA loads a kernel at its first launch, which may wait for all work on the GPU and must not happen
+    while the other model captures a graph."""
     start = RequestStart(0, (0, 0), SamplingParams(max_tokens=2, ignore_eos=True), 2)
     verifier.open(start)
     drafter.open(start)
@@ -91,7 +91,7 @@ def warm_up(drafter: LocalDrafter, verifier: LocalVerifier) -> None:
 
 
 class ThreadedVerifier:
-    """A `Verifier` whose forward runs in a thread. Only one call is in progress at any time, so its state needs no
+    """A `Verifier` whose verifications run in a thread. Only one call is in progress at any time, so its state needs no
     lock. All its GPU work is on one stream and therefore ordered."""
 
     def __init__(self, verifier: LocalVerifier) -> None:
@@ -117,7 +117,7 @@ class ThreadedVerifier:
             self.verifier.settle()
 
     def close(self) -> None:
-        """Waits for a forward that may still run after an error of the drafter."""
+        """Ends the request. Waits for its verification, which is still running if the drafter has raised an error."""
         if self._running is not None:
             wait([self._running])
         with self._on_stream():
@@ -129,11 +129,11 @@ class ThreadedVerifier:
 
 
 class ThreadedVerification:
-    """A verification that runs in the thread or has finished."""
+    """A `PendingVerification` in the thread of a `ThreadedVerifier`."""
 
     def __init__(self, running: Future[VerifyResult]) -> None:
         self._running = running
 
     def wait(self) -> VerifyResult:
-        """Returns the result, or raises the exception of the verification."""
+        """Waits for the verification. Returns its result, or raises its exception."""
         return self._running.result()

@@ -1,9 +1,9 @@
 """Prefix cache for KV reuse across requests, so that only new tokens are prefilled.
 
-The KV of the last request stays in the live cache at no cost. When another request is about to overwrite much of it, it
-is copied into the prefix cache, which has a budget in tokens and evicts the least recently used entry first. Entries
-are matched by their tokens. The contents follow from the requests and their results alone, so all ranks of a group hold
-the same entries, and the leader sends the number of cached tokens with each request.
+The KV of the last request stays in the live KV cache at no cost. When a new request is about to overwrite much of it,
+the KV is copied into the prefix cache, which has a budget in tokens and evicts the least recently used entry first.
+Entries are matched by their tokens. The contents follow from the requests and their results alone, so all ranks of a
+group hold the same entries, and the leader sends the number of cached tokens with each request.
 """
 
 from __future__ import annotations
@@ -32,11 +32,12 @@ class CachedPrefix:
 
     tokens: Tokens
     k: Tensor  # [layers, kv_heads, tokens, head_dim]
-    v: Tensor
+    v: Tensor  # as k
 
 
 class PrefixCache:
-    """Copies of prefixes with at most `budget` tokens in total, in LRU order: the most recently used one is last."""
+    """LRU cache of prefixes with at most `budget` tokens in total. Sequences of fewer than `min_tokens` tokens are not
+    worth an entry. `entries`: the most recently used one is last."""
 
     def __init__(self, budget: int, min_tokens: int) -> None:
         self.budget, self.min_tokens = budget, min_tokens
@@ -44,23 +45,24 @@ class PrefixCache:
 
     @property
     def size(self) -> int:
-        """Tokens of all entries."""
+        """Number of tokens of all entries."""
         return sum(len(entry.tokens) for entry in self.entries)
 
     def fits(self, text: Tokens) -> bool:
-        """Whether a sequence is long enough to be worth a copy and fits the budget."""
+        """Returns whether a sequence has at least `min_tokens` and at most `budget` tokens."""
         return self.min_tokens <= len(text) <= self.budget
 
     def contains(self, text: Tokens) -> bool:
-        """Whether an entry has this sequence as a prefix."""
+        """Returns whether an entry begins with this sequence."""
         return any(common_prefix_len(entry.tokens, text) == len(text) for entry in self.entries)
 
     def update(self, new: Sequence[CachedPrefix], used: Sequence[tuple[CachedPrefix, int]]) -> None:
-        """Inserts new entries and evicts old ones.
+        """Inserts the entries `new` and evicts old ones.
 
-        `used`: (entry, n) pairs, new entries included, whose first n tokens are moved back into the live KV cache. An
-        entry that is moved almost entirely is removed. Older entries that are prefixes of a new one are removed too,
-        and finally the least recently used ones until the budget is met.
+        `used`: pairs (entry, n), one for each entry, old or new, whose first n tokens are about to be copied into the
+        live KV cache. These entries become the most recently used ones, but an entry with fewer than `min_tokens`
+        further tokens is removed. Old entries that are prefixes of a new one are removed too, and finally the least
+        recently used ones until the budget is met.
         """
         sources = [entry for entry, _ in used]
         gone = [entry for entry, count in used if len(entry.tokens) - count < self.min_tokens]
@@ -76,23 +78,24 @@ class PrefixCache:
 
 
 class PrefixCachingRunner(Runner):
-    """A runner whose requests start from the longest prefix found in its live cache or its prefix cache. The two
-    sequences of a guided request are cached separately."""
+    """A runner with a prefix cache: a request starts from its longest prefix in the live KV cache or the prefix cache.
+    The two sequences of a guided request are cached separately."""
 
     def __init__(self, *args: Any, budget: int, min_tokens: int = MIN_CACHED_TOKENS, **kwargs: Any) -> None:
         """As `Runner`.
 
-        `budget`: tokens of all entries together; during a swap one extra copy is held.
-        `min_tokens`: shorter sequences are not copied.
+        `budget`: largest number of tokens in the prefix cache; it is exceeded temporarily when the live KV cache is
+        copied before an entry is evicted.
+        `min_tokens`: shorter sequences are not copied into the prefix cache.
         """
         super().__init__(*args, **kwargs)
         self.prefix_cache = PrefixCache(budget, min_tokens)
         self._sequences: list[list[int]] = []  # the verified tokens of each sequence
-        self._incomplete = False  # prefix slots were allocated and are not filled yet
+        self._incomplete = False  # whether prefix slots were allocated whose KV is not computed yet
 
     def cached_lengths(self, texts: TokenSequences, max_cached: Sequence[int] | None = None) -> list[int]:
-        """The number of leading tokens of each sequence that `match_prefix` will find: never the last token, and at
-        most `max_cached`."""
+        """Returns for each sequence the number of leading tokens whose KV `match_prefix` would find, at most
+        `max_cached`. The last token, which is the root, never counts."""
         held, counts = self._live_tokens(), []
         for s, text in enumerate(texts):
             stored = [entry.tokens for entry in self.prefix_cache.entries]
@@ -142,12 +145,16 @@ class PrefixCachingRunner(Runner):
         self._incomplete = False
 
     def _live_tokens(self) -> list[Tokens]:
-        """The tokens of each sequence whose KV in the live cache is known to be complete."""
+        """Returns for each sequence the leading tokens whose KV in the live cache is complete."""
         texts = [] if self._incomplete else self._sequences
         return [np.array(text[:count], np.int64) for text, count in zip(texts, self.cache.prefix_len)]
 
     def _copy_out(self, texts: dict[int, Tokens]) -> list[CachedPrefix]:
-        """Copies of the given live sequences, for those that fit and have no entry yet."""
+        """Copies live sequences into new entries, except those that do not fit the prefix cache or are in it already.
+
+        `texts`: tokens by index of the sequence. If memory is exhausted, the prefix cache is emptied and nothing is
+        copied; in a tensor-parallel group the error is raised.
+        """
         cache, copies = self.cache, []
         try:
             for s, text in texts.items():
@@ -156,27 +163,29 @@ class PrefixCachingRunner(Runner):
                     copies.append(CachedPrefix(text, k, v))
         except (MemoryError, RuntimeError):
             self.prefix_cache.entries = []
-            if self.model.group is not None:  # the other ranks have their copies; they must not diverge
+            if self.model.group is not None:  # other ranks may have their copies; the caches must not diverge
                 raise
             return []
         return copies
 
     def _find_source(self, wanted: Tokens, new: Sequence[CachedPrefix]) -> CachedPrefix | None:
-        """The entry from which to copy these tokens."""
+        """Returns an entry that begins with the tokens `wanted`: one of `new`, or else the most recently used one. None
+        if there is no such entry, or if `wanted` is empty."""
         every = (*new, *reversed(self.prefix_cache.entries))
         return next((entry for entry in every if common_prefix_len(entry.tokens, wanted) == len(wanted) > 0), None)
 
 
 def common_prefix_len(a: Tokens, b: Tokens) -> int:
-    """The number of leading tokens that two sequences share."""
+    """Returns the number of leading tokens that two sequences share."""
     length = min(len(a), len(b))
     different = np.flatnonzero(a[:length] != b[:length])
     return int(different[0]) if len(different) else length
 
 
 def with_cached_lengths(start: RequestStart, *runners: Runner, guided: bool = False) -> RequestStart:
-    """The request with the number of cached tokens that all `runners` have; a leader sends it to its group. `guided`:
-    the runners also run the unconditional sequence, if there is one."""
+    """Returns the request with `num_cached_tokens` set, per sequence, to the smallest number that any of the `runners`
+    finds in its caches. A leader sends this request to its group. `guided`: whether the runners also run the
+    unconditional sequence of a guided request."""
     guidance = Guidance.of(start.sampling, start.tokens, start.prompt_len) if guided else None
     texts = [start.tokens] if guidance is None else [start.tokens, guidance.tokens]
     found = [

@@ -17,8 +17,8 @@ from swiftspec.tree.replica import TreeDelta, TreeReplica, merge_deltas
 class TreeDeltaLink(Protocol):
     """A connection to a `TreeDeltaSender`. Any call may raise DrafterLost.
 
-    `busy`: as of a `Drafter`.
-    `answer_timeout_s`: seconds that a proposal may wait.
+    `busy`: seconds that the draft model has spent in forwards, as far as this process knows.
+    `answer_timeout_s`: longest time in seconds that a proposal may wait for deltas.
     """
 
     @property
@@ -28,14 +28,14 @@ class TreeDeltaLink(Protocol):
     def answer_timeout_s(self) -> float: ...
 
     def open(self, start: RequestStart) -> None:
-        """Starts a request on the draft. Deltas that were sent before are never returned again."""
+        """Starts a request on the draft. Discards all deltas that were sent before."""
 
     def send(self, result: VerifyResult) -> None:
         """Sends a result to the draft."""
 
     def receive(self, deadline: float | None) -> TreeDelta | None:
-        """The next delta in the order sent. Waits until `deadline` (`time.monotonic`) and then raises DrafterLost.
-        Without a deadline it does not wait, and returns None if nothing has arrived."""
+        """Returns the next delta, in the order sent. Blocks until `deadline`, a `time.monotonic` time, and then raises
+        DrafterLost. Without a deadline it does not block, and returns None if no delta has arrived."""
         ...
 
     def close(self) -> None:
@@ -43,25 +43,26 @@ class TreeDeltaLink(Protocol):
 
 
 class ReplicaDrafter:
-    """Proposes from a replica, which is updated as tree deltas arrive.
+    """Drafter that proposes from a tree replica, which it updates as tree deltas arrive.
 
-    With fixed d, a proposal is based on all d expansions from before the last result, and on those after it that the
-    tree alone requires. These are waited for, so the rounds are the same as those of an `LookaheadDrafter`.
+    With fixed d, `propose` waits for the deltas of the expansions that a `LookaheadDrafter` would make: d before the
+    last result, and further ones after it by the rules of `LookaheadDrafter.propose`. The rounds are therefore the same
+    as those of a `LookaheadDrafter`.
 
-    With free d, a proposal is based on the deltas that have arrived. It waits only while more deltas are coming and
-    either there are fewer than bs nodes, or the draft has seen the last result and its next expansion is worth the
-    time. Rounds then depend on timing; the output does not.
+    With adaptive d, `propose` uses the deltas that have arrived. It waits for another delta only if the draft can still
+    expand in this round, and either the proposal has fewer than bs nodes, or the draft has processed the last result
+    and another expansion pays (`expansion_pays`). Rounds then depend on timing; the output does not.
 
-    Sampled children are not supported: a proposal of them must not depend on timing.
+    Sampled children are not supported: which of them are proposed must not depend on timing.
 
-    After a timeout of the link `propose` may be called again, or, once `poll` returns True, `catch_up` with the rounds
-    that were missed.
+    After a timeout of the link, `propose` may be called again. Alternatively the caller continues without the draft,
+    and calls `catch_up` with the result of the missed rounds once `poll` returns True.
     """
 
     def __init__(self, link: TreeDeltaLink, replica: TreeReplica, config: EngineConfig) -> None:
         assert config.proposal != "sample", "a proposal of sampled children must not depend on timing"
         self._link, self._replica, self._config = link, replica, config
-        self.draft_steps = config.initial_draft_steps  # d; unused if it is free
+        self.draft_steps = config.initial_draft_steps  # d; unused if it is adaptive
 
     @property
     def busy(self) -> float:
@@ -76,10 +77,10 @@ class ReplicaDrafter:
         )  # expansions still due before the next proposal, with fixed d
         self._last_delta_round = -1  # round of the last delta
         self._nodes_added = 0  # nodes added by the last delta
-        self._ended = False  # the draft does not expand again before the next result, with free d
+        self._ended = False  # with adaptive d: the draft does not expand again before the next result
         self._expansions_received = (
             self._shape.initial_draft_steps
-        )  # expansions that have come in this round; _pace: in the one before
+        )  # expansions whose deltas have arrived in this round; initially of an assumed round before the first one
         self._replica.open(start.tokens[-1])
         self._start_round()
         self._link.open(start)
@@ -100,7 +101,7 @@ class ReplicaDrafter:
 
     def observe(self, result: VerifyResult) -> None:
         deadline = time.monotonic() + self._link.answer_timeout_s
-        while self._needs_delta:  # without a proposal in between: separate its deltas from the next round's
+        while self._needs_delta:  # `propose` was not called: receive this round's deltas before the next round's
             self._receive(deadline)
         self._link.send(result)
         self._replica.follow(result.tokens, result.round + 1)
@@ -108,7 +109,7 @@ class ReplicaDrafter:
         self._start_round()
 
     def poll(self) -> bool:
-        """Whether the draft has sent everything that the next proposal needs. Does not wait."""
+        """Returns whether all deltas that the next proposal needs have arrived. Does not block."""
         if self._free_steps:
             self.grow()
             return self._last_delta_round == self._round
@@ -117,21 +118,21 @@ class ReplicaDrafter:
         return not self._needs_delta
 
     def catch_up(self, result: VerifyResult) -> None:
-        """Replays rounds that were decoded without the draft, merged into one result."""
+        """Processes the rounds that were decoded without the draft. `result`: their results, merged into one."""
         self.observe(result)
 
     def close(self) -> None:
         self._link.close()
 
     def _start_round(self) -> None:
-        """Resets the state of a round and computes which deltas its proposal waits for."""
+        """Resets the per-round state, and with fixed d starts to count the deltas that the proposal needs."""
         self._ended = False
         self._expansions_last_round, self._expansions_received = max(self._expansions_received, 1), 0
         self._requirements = None if self._free_steps else self._required_deltas()
         self._needs_delta = self._requirements is not None and next(self._requirements, False)
 
     def _is_waiting(self) -> bool:
-        """Whether the proposal has to wait for another delta."""
+        """Returns whether the proposal has to wait for another delta."""
         if not self._free_steps:
             return self._needs_delta
         in_step = self._last_delta_round == self._round  # then the next delta is one expansion away
@@ -139,8 +140,8 @@ class ReplicaDrafter:
         return not self._ended and (self._is_short() or worth)
 
     def _required_deltas(self) -> Iterator[bool]:
-        """With fixed d: yields True for each delta that the proposal still needs. These are the expansions from before
-        the last result, then those made after it by the rule of `LookaheadDrafter`."""
+        """With fixed d: yields True for each further delta that the proposal needs, and ends when it needs none. Needed
+        are the d expansions before the last result, then those after it by the rules of `LookaheadDrafter.propose`."""
         while self._expansions_due > 0:
             yield True
         if self._is_short():
@@ -158,14 +159,14 @@ class ReplicaDrafter:
         return len(self._replica.best(bs)[0]) < bs
 
     def _expansion_pays(self, steps: int) -> bool:
-        """Whether another expansion is worth its time in a round of `steps` expansions."""
+        """Returns `expansion_pays` for a round of `steps` expansions."""
         prospects = self._replica.expected_mass(self._shape.verify_batch, self._shape.draft_leaves)
         return expansion_pays(*prospects, steps)
 
     def _receive(self, deadline: float | None) -> bool:
-        """Applies the next delta, and with free d all that have arrived: together they cost little more than one.
-        Returns False if nothing has arrived and there was no deadline to wait for. Raises DrafterLost for a delta that
-        does not fit this request's tree."""
+        """Applies the next delta, and with adaptive d all that have arrived, since several cost little more than one.
+        Blocks until `deadline`, see `TreeDeltaLink.receive`. Returns False if no delta has arrived. Raises DrafterLost
+        if a delta does not fit this request's tree."""
         first = self._next(deadline)
         if first is None:
             return False

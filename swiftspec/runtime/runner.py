@@ -1,4 +1,4 @@
-"""Forwards of one model over a prefix and a tree, with its KV cache and its step statistics."""
+"""Model runner: forwards of one model over a prefix and a tree, with its KV cache and the time spent in forwards."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from swiftspec.sampling.sampler import Sampler, ShardedVocab, TokenConstraint
 from swiftspec.tree import mask as tree_mask
 
 PREFILL_CHUNK_TOKENS = 256  # large enough to be compute-bound, small enough to be interrupted
-StepHook = Callable[[float, int], None]  # start time of a step (perf_counter) and its rows; called when it ends
+StepHook = Callable[[float, int], None]  # called after a step with its start time (perf_counter) and its rows
 
 
 class RunnerOps(sampler.SamplerOps, Protocol):
@@ -31,13 +31,14 @@ class RunnerOps(sampler.SamplerOps, Protocol):
 
 
 class Runner:
-    """Runs one model over a prefix and a tree. Owns the KV cache and counts the time spent in steps.
+    """Model runner: runs one model over a prefix and a tree, and owns the KV cache.
 
     A guided request has two sequences, the conditional and the unconditional one, each with its own prefix and
-    positions, and one tree: every row runs in both sequences, in one batch, and the result is the guided logits.
+    positions, and one tree: every row of the tree runs in both sequences, in one batch, and the two results are
+    combined into the guided logits.
 
-    `hooks` are called after every step, prefill chunks included; a hook may prolong the step. `busy` is the time spent
-    in steps, in seconds.
+    `hooks`: called after every step (forward), prefill chunks included; a hook may prolong the step.
+    `busy`: seconds spent in steps.
     """
 
     def __init__(
@@ -50,7 +51,7 @@ class Runner:
         tree_slots: int,
         shard: ShardedVocab | None = None,
     ) -> None:
-        """`vocab`: size of the base vocabulary; logits of a longer head beyond it count as -inf.
+        """`vocab`: size of the base vocabulary; further logits of the LM head are ignored.
         `context`: slots of the prefix region.
         `tree_slots`: slots of the tree region.
         `shard`: this rank's part of the vocabulary, in a tensor-parallel group.
@@ -61,15 +62,15 @@ class Runner:
         self.cache = KVCache(*shape, ops.make_slot_mover, dtype=model.cache_dtype, device=model.device)
         self.busy = 0.0
         self.hooks: list[StepHook] = []
-        self.cancel_check: Callable[[], None] = lambda: None  # called before each prefill chunk; may raise RequestEnds
+        self.cancel_check: Callable[[], None] = lambda: None  # called before each prefill chunk; may raise Cancelled
         self.make_constraint: Callable[[str], TokenConstraint] | None = None  # compiles a grammar
         self.guidance: Guidance | None = None
-        self.prefill_chunk_rows = PREFILL_CHUNK_TOKENS  # where no logits are needed
-        # receives the logits of a prompt's tokens, one chunk at a time
+        self.prefill_chunk_rows = PREFILL_CHUNK_TOKENS  # tokens per prefill chunk if no logits are needed
+        # receives the logits of the prompt's tokens, one prefill chunk at a time
         self.on_prompt_logits: Callable[[Tensor], None] | None = None
 
     def sampler(self, params: SamplingParams, prompt: Sequence[int]) -> Sampler:
-        """The sampler of one request on this model's logits."""
+        """Returns the sampler of one request for this model's logits."""
         constraint = None
         if params.grammar is not None and self.make_constraint is not None:
             constraint = self.make_constraint(params.grammar)
@@ -78,9 +79,9 @@ class Runner:
     def open(
         self, tokens: Sequence[int], guidance: Guidance | None = None, max_cached: Sequence[int] | None = None
     ) -> int:
-        """Starts a request whose last token is the root: the tokens before it, and those before the root of the
-        unconditional sequence, become the prefixes. `max_cached` limits the cached tokens per sequence. Returns the
-        number of tokens of the first sequence that `match_prefix` found in the cache."""
+        """Starts a request: prefills all `tokens` but the last, which becomes the root, and likewise the unconditional
+        sequence of `guidance`. Tokens that `match_prefix` finds in the cache are not prefilled. `max_cached`: largest
+        number of cached tokens, per sequence. Returns the number of cached tokens of the first sequence."""
         sequences = [tokens] if guidance is None else [tokens, guidance.tokens]
         cached, self.guidance = self.match_prefix(sequences, max_cached), guidance
         for sequence, text in enumerate(sequences):
@@ -88,17 +89,16 @@ class Runner:
         return cached[0]
 
     def match_prefix(self, texts: Sequence[Sequence[int]], max_cached: Sequence[int] | None) -> Sequence[int]:
-        """Resets the cache, except for the prefix that each sequence shares with an earlier request, and returns the
-        lengths of these prefixes: 0 here (see prefix_cache.py)."""
+        """Resets the KV cache for a request with these token sequences. Returns for each sequence the length of the
+        prefix that the cache still holds: 0 here, without a prefix cache (see prefix_cache.py)."""
         self.cache.reset(len(texts))
         return [0] * len(texts)
 
     def observe(self, tokens: Sequence[int]) -> None:
-        """Called with the verified tokens that follow the prompt. Does nothing here."""
+        """Receives verified output tokens. Ignored here, without a prefix cache."""
 
     def prefill(self, tokens: Sequence[int], sequences: Sequence[int] | None = None) -> None:
-        """Appends `tokens` to the prefix of the given sequences, or of all, in chunks and without logits. The tree must
-        be empty."""
+        """Appends `tokens` to the prefix of the given `sequences` (None: of all), in chunks. The tree must be empty."""
         for sequence in range(len(self.cache.prefix_len)) if sequences is None else sequences:
             self._prefill_sequence(tokens, sequence)
 
@@ -117,25 +117,27 @@ class Runner:
             self.on_prompt_logits(logits)
 
     def chain_batch(self, tokens: Sequence[int]) -> HostBatch:
-        """The batch of verified tokens that have no KV yet, followed by the root: the root becomes tree slot 0, the
-        others join the prefix."""
+        """Allocates the slots of `tokens` and returns their batch. The last token is the root and gets tree slot 0; the
+        others are verified tokens without KV and get prefix slots."""
         starts = {s: self.cache.append_prefix(len(tokens) - 1, s) for s in range(len(self.cache.prefix_len))}
         self.cache.append_tree(1)
         return self._batch(np.array(tokens), None, starts, 0, tree_mask.causal(len(tokens)))
 
     def tree_batch(self, tokens: Ints, depths: Ints, mask: tree_mask.MaskRows) -> HostBatch:
-        """The batch of rows that join the tree: `tokens` and `depths` [n], `mask` [n, tree slots in use afterwards]."""
+        """Allocates tree slots for new rows and returns their batch. `tokens`, `depths` [rows]: depth 0 is the root.
+        `mask` [rows, tree slots in use afterwards]: tree mask."""
         starts = dict(enumerate(self.cache.prefix_len))
         return self._batch(tokens, depths, starts, self.cache.append_tree(tokens.shape[0]), mask)
 
     def logits(self, batch: HostBatch) -> Tensor:
-        """Logits of a batch [n, vocab]. With guidance each pair of rows is combined into one."""
+        """Runs a forward and returns its logits [rows, vocab]. With guidance the conditional and the unconditional row
+        of each token are combined into one."""
         logits = self.run(batch)
         assert logits is not None
         return logits if self.guidance is None else self.guidance.combine(logits)
 
     def run(self, batch: HostBatch, *, head: bool = True) -> Tensor | None:
-        """The model's forward; waits for the result. Returns no logits if `head` is False."""
+        """Runs a forward and waits for it. Returns its logits, or None if `head` (the LM head) is False."""
         device, began = self.model.device, time.perf_counter()
         with self.translate_peer_errors():
             logits = self.model.forward(batch.to(device), self.cache, head=head)
@@ -146,15 +148,15 @@ class Runner:
         return logits
 
     def record_step(self, began: float, rows: int, seconds: float | None = None) -> None:
-        """Records a step of `rows` rows that has just finished, and calls the hooks. `seconds`: measured model time;
-        without it, or with hooks, the wall time since `began` is used."""
+        """Calls the hooks for a step that has just finished, and adds its duration to `busy`: the measured `seconds`,
+        or the time since `began` (perf_counter) if `seconds` is None or a hook may have prolonged the step."""
         for hook in self.hooks:
             hook(began, rows)
         self.busy += time.perf_counter() - began if seconds is None or self.hooks else seconds
 
     @contextmanager
     def translate_peer_errors(self) -> Iterator[None]:
-        """Raises RankLost instead of a device error that was caused by a peer that did not respond."""
+        """Returns a context manager that raises RankLost instead of a device error that a lost rank has caused."""
         try:
             yield
         except RuntimeError as error:
@@ -166,8 +168,9 @@ class Runner:
     def _batch(
         self, tokens: Ints, depths: Ints | None, starts: dict[int, int], first: int, mask: tree_mask.MaskRows
     ) -> HostBatch:
-        """The same rows in each of several sequences. `starts`: by sequence, the slot from which its rows are counted.
-        Row i has slot start + `first` + i and position start + `depths[i]`; without depths the position is the slot."""
+        """Returns a batch with the same rows in each sequence of `starts`, which maps a sequence to the slot `start` of
+        its depth 0. Row i has slot `start + first + i` and position `start + depths[i]`, or without depths the position
+        that equals its slot."""
         several = len(starts) > 1
         rows = [self._rows(sequence, start, tokens, depths, first) for sequence, start in starts.items()]
         token, position, slot, sequence = map(np.concatenate, zip(*rows, strict=True)) if several else rows[0]
@@ -177,7 +180,8 @@ class Runner:
     def _rows(
         self, sequence: int, start: int, tokens: Ints, depths: Ints | None, first: int
     ) -> tuple[Ints, Ints, Ints, Ints]:
-        """Tokens, positions, slots and sequence indices of one sequence's rows, [n] each."""
+        """Returns tokens, positions, slots and sequence indices of the rows of one sequence, [rows] each. Parameters as
+        in `_batch`."""
         count = tokens.shape[0]
         slots = np.arange(start + first, start + first + count)
         positions = slots if depths is None else depths + start

@@ -1,4 +1,4 @@
-"""The verifier of all requests: adds rejection sampling and log-probabilities to the local verifier."""
+"""Target verifier: the local verifier with rejection sampling and log-probabilities."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ class TargetVerifier(LocalVerifier):
     def __init__(
         self, runner: Runner, executors: Sequence[TreeExecutor], rejection: Callable[[Sampler], AcceptFn] | None = None
     ) -> None:
-        """`rejection`: makes the acceptance rule of sampled requests, instead of coupled verification."""
+        """`rejection`: creates the acceptance rule of requests at a temperature above 0; None: coupled verification."""
         super().__init__(runner, executors)
         self._rejection = rejection
-        self._prompt_logprobs: tuple[Logprob, ...] | None = None  # for the next result
-        self._logprobs: tuple[Logprob, ...] | None = None  # of the tokens last accepted
+        self._prompt_logprobs: tuple[Logprob, ...] | None = None  # to be sent with the next result
+        self._logprobs: tuple[Logprob, ...] | None = None  # of the output tokens of the last verification
 
     def _rejects(self, sampling: SamplingParams) -> bool:
-        """Whether a request is verified by rejection sampling. At temperature 0 both rules give the same result, and
-        coupled verification does not need the draft's probabilities."""
+        """Returns whether a request is verified by rejection sampling. At temperature 0 both rules give the same
+        result, and coupled verification does not need the draft's probabilities."""
         return self._rejection is not None and not sampling.greedy
 
     def required_features(self, sampling: SamplingParams) -> Features:
@@ -46,7 +46,8 @@ class TargetVerifier(LocalVerifier):
         return decide if params.logprobs is None else self._with_logprobs(decide, sampler, params.logprobs)
 
     def _with_logprobs(self, decide: AcceptFn, sampler: Sampler, k: int) -> AcceptFn:
-        """Wraps an acceptance rule so that it also records the log-probabilities of the accepted tokens."""
+        """Wraps the acceptance rule `decide` so that it also records the log-probabilities of the output tokens, and of
+        the `k` most likely tokens at each."""
 
         def accept(proposal: Proposal, logits: Tensor, paths: Paths | None, positions: Tensor) -> Accepted:
             accepted = decide(proposal, logits, paths, positions)
@@ -72,8 +73,9 @@ class TargetVerifier(LocalVerifier):
         return kept
 
     def probabilities(self, tokens: Sequence[int], parents: Sequence[int]) -> Sequence[float] | None:
-        """The target's probability of each token of the last proposal but the root, given its parent, from unprocessed
-        logits. None if no rank has the whole logits: in a tensor-parallel group, and in a CUDA graph."""
+        """Returns the target's probability of each node's token given its parent, the root excluded, for the proposal
+        that was verified last. Bias, penalties, temperature and filters are not applied. None if the host has no
+        complete logits: in a tensor-parallel group, or after a verification as one CUDA graph."""
         return self.executor.probabilities(tokens, parents)
 
     def verify(self, proposal: Proposal) -> VerifyResult:

@@ -1,4 +1,4 @@
-"""The draft's side of a replica: sends the nodes that each expansion adds (see tree/replica.py)."""
+"""Tree delta sender: sends the nodes that each expansion of the draft tree adds to a replica (see tree/replica.py)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from swiftspec.tree.replica import NodeIds, TreeDelta
 
 
 class GroupLedDrafter(Drafter, Protocol):
-    """A drafter as the leader of its group runs it, with d adjustable."""
+    """A drafter that the leader of a tensor-parallel group runs on all ranks of the group, with adjustable d."""
 
     @property
     def draft_steps(self) -> int: ...
@@ -23,11 +23,12 @@ class GroupLedDrafter(Drafter, Protocol):
 
 
 class TreeDeltaSender:
-    """Drives a drafter that expands its tree ahead of the results, and sends what each expansion adds.
+    """Runs a lookahead drafter for a tree replica, and sends the nodes that each expansion adds as a tree delta.
 
-    With fixed d a result is followed by the expansions that the tree alone requires (`LookaheadDrafter.propose`), and
-    `grow` adds d more, at the latest when the next result arrives. With free d the tree is expanded once per call of
-    `grow`. Sampled children are not supported: which of them are sent must not depend on timing.
+    With fixed d, a result is followed immediately by the expansions that `LookaheadDrafter.propose` makes. The d
+    expansions before the next result follow in `grow`, or at the latest when that result arrives. With adaptive d
+    (`free`), each call of `grow` expands the tree once. Sampled children are not supported: which of them are sent must
+    not depend on timing.
     """
 
     def __init__(
@@ -37,17 +38,19 @@ class TreeDeltaSender:
         config: EngineConfig,
         group_drafter: GroupLedDrafter | None = None,
     ) -> None:
-        """`group_drafter`: the same drafter on all ranks of its tensor-parallel group, if there are several."""
+        """`send`: sends a delta to the replica. `group_drafter`: runs `drafter` on all ranks of its tensor-parallel
+        group; None if there is one rank."""
         assert config.proposal != "sample", "which sampled children are sent must not depend on timing"
         self._drafter, self._send, self._config = drafter, send, config
         self._group_drafter: GroupLedDrafter = group_drafter or drafter
         self._ids = NodeIds()
         drafter.hooks.append(self._send_delta)
-        self.free = self._expansions_owed = False  # _owed: d expansions, where d is fixed
+        # free: d is adaptive; _expansions_owed: with fixed d, whether the d expansions of this round are still due
+        self.free = self._expansions_owed = False
 
     def open(self, start: RequestStart) -> None:
-        """Starts a request: prefills the prompt and sends the first delta."""
-        self._expansions_owed = False  # left over from an earlier request
+        """Starts a request: prefills the prompt and sends the first deltas."""
+        self._expansions_owed = False  # may be left over from an earlier request
         shape = self._config.for_request(start.sampling)
         self.free, self._max_expansions = shape.draft_steps_adaptive, shape.max_draft_steps
         steps = 1 if self.free else shape.initial_draft_steps
@@ -60,7 +63,7 @@ class TreeDeltaSender:
         self._after_update()
 
     def observe(self, result: VerifyResult) -> None:
-        """Re-roots the tree after a result."""
+        """Re-roots the tree after a result. With fixed d it sends the deltas that the next proposal needs."""
         self._expand_owed()
         self._drafter.settle()
         self._ids.follow(self._drafter.tree, result.tokens)
@@ -69,8 +72,8 @@ class TreeDeltaSender:
         self._after_update()
 
     def grow(self) -> bool:
-        """Expands the tree; to be called while there is nothing else to do. Returns False if the tree is not to be
-        expanded again before the next result, after that was sent."""
+        """Expands the tree and sends the delta. To be called while no message is waiting. Returns False if the tree
+        will not be expanded again before the next result; the replica has then been notified."""
         if not self.free:
             self._expand_owed()
             return False
@@ -100,7 +103,8 @@ class TreeDeltaSender:
             self._group_drafter.grow()
 
     def _send_delta(self, expansions: int) -> None:
-        """Sends the nodes that the last `expansions` expansions added, possibly none."""
+        """Sends the nodes that were added since the previous delta, possibly none. `expansions`: number of expansions
+        requested since then."""
         tree, first, known = self._drafter.tree, self._ids.next, len(self._ids)
         new = slice(known, tree.count)
         self._ids.add(tree.count - known)

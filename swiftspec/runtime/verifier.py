@@ -1,4 +1,4 @@
-"""Verifiers: the target runs over a proposal and samples. Only tokens that are sampled here are output."""
+"""Verifiers: run the target over a proposal and decide which tokens become output."""
 
 from __future__ import annotations
 
@@ -36,20 +36,21 @@ class Verifier(Protocol):
         ...
 
     def settle(self) -> None:
-        """Does the work that the drafter need not wait for. Called after a result was sent to the drafter."""
+        """Completes a round, for example by the commit of the accepted path. Called after the result was sent to the
+        drafter, which therefore does not wait for it."""
 
     def close(self) -> None:
         """Ends the request."""
 
 
 class LocalVerifier:
-    """The target model in this process. Its prefix holds all verified tokens before the root.
+    """Verifier on a model in this process. The prefix region of its KV cache holds all verified tokens before the root.
 
-    It implements `PendingVerification` itself, since there is one verification at a time.
+    It is its own `PendingVerification`, since there is one verification at a time.
     """
 
     def __init__(self, runner: Runner, executors: Sequence[TreeExecutor]) -> None:
-        """`executors`: those that can verify, the fastest first."""
+        """`executors`: executors that can verify proposals, the fastest first."""
         self.runner, self.executors = runner, executors
 
     @property
@@ -57,17 +58,17 @@ class LocalVerifier:
         return self.runner.busy
 
     def required_features(self, sampling: SamplingParams) -> Features:
-        """The features that a request needs of the executor."""
+        """Returns the features that an executor must support to run a request."""
         shard, more = self.runner.shard, ["guidance"] if sampling.guided else []
         deep = shard is not None and sampling.filtered and sampling.top_k >= shard.num_exchanged
         return features_of(sampling, *more, *(["deep top-k"] if deep else []))
 
     def acceptance_rule(self, sampler: Sampler) -> AcceptFn:
-        """The function that decides which nodes of a proposal are accepted."""
+        """Returns the function that decides which nodes of a request's proposals are accepted."""
         return TokenMatching(sampler)
 
     def select_executor(self, start: RequestStart) -> TreeExecutor:
-        """The executor that runs a request."""
+        """Returns the executor that runs a request."""
         return select_executor(self.executors, self.required_features(start.sampling), start.executor)
 
     def open(self, start: RequestStart) -> int:
@@ -84,12 +85,12 @@ class LocalVerifier:
         return self
 
     def wait(self) -> VerifyResult:
-        """Runs the forward, synchronously: this process has no other work meanwhile."""
+        """Runs the verification and returns its result. It runs only now, since this process has no work to overlap."""
         return self.verify(self._submitted)
 
     def verify(self, proposal: Proposal) -> VerifyResult:
         """Runs the target over a proposal and returns the accepted path with the bonus token. `settle` commits the
-        path. Raises NonFiniteLogits."""
+        path. Raises NonFiniteLogits if the target's logits contain NaN or infinity."""
         assert proposal.prefix_len == self.runner.cache.prefix_len[0], "proposal and target differ in their prefix"
         accepted = self._accepted = self.executor.verify(proposal)
         if accepted.tokens[-1] < 0:

@@ -1,4 +1,4 @@
-"""min_p, top_k and top_p filters on whole rows of logits [n, V]. Each keeps all tokens above a logit threshold."""
+"""min_p, top_k and top_p filters on whole rows of logits [n, V]. Each sets the logits below a threshold to -inf."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from torch import Tensor
 from swiftspec.params import SamplingParams
 
 NEG_INF = float("-inf")
-TOP_CANDIDATES = 256  # enough to reach p in nearly all rows; sorting the vocabulary takes ten times longer
-CheckAll = Callable[[Tensor], bool]  # whether all of [n] or [n, 1] bools hold, so that the fast path is valid
+TOP_CANDIDATES = 256  # tokens; enough for top_p in nearly all rows, and ten times faster than a sort of all tokens
+CheckAll = Callable[[Tensor], bool]  # returns whether all bools [n] or [n, 1] are True; the fast path is then valid
 
 
 def all_on_host(holds: Tensor) -> bool:
-    """Default `CheckAll`; synchronises with the device."""
+    """Returns whether all entries are True; the default `CheckAll`. Synchronises with the device."""
     return bool(holds.all())
 
 
 def apply_filters(logits: Tensor, params: SamplingParams, check_all: CheckAll = all_on_host) -> Tensor:
-    """Applies all filters of a request in their order and sets filtered logits to -inf."""
+    """Applies min_p, top_k and top_p in this order; filtered logits become -inf."""
     logits = apply_min_p_top_k(logits, params)
     return apply_top_p(logits, params.top_p, check_all=check_all) if params.top_p < 1 else logits
 
 
 def apply_min_p_top_k(logits: Tensor, params: SamplingParams) -> Tensor:
-    """Applies min_p and top_k, which read only the most likely tokens."""
+    """Applies min_p and top_k, for which the most likely tokens of a row suffice."""
     if params.min_p > 0:
         limit = logits.amax(-1, keepdim=True) + torch.log(torch.tensor(params.min_p))
         logits = logits.masked_fill(logits < limit, NEG_INF)
@@ -43,10 +43,11 @@ def apply_top_p(
     num_candidates: int = TOP_CANDIDATES,
     check_all: CheckAll = all_on_host,
 ) -> Tensor:
-    """Keeps the smallest set of most likely tokens whose probabilities reach p, and all tokens tied with the last one.
+    """Keeps the smallest set of most likely tokens whose probabilities sum to at least `p`, and all tokens tied with
+    the last one.
 
     `total` [n, 1]: logsumexp of the complete row, if `logits` contain only its most likely tokens. `num_candidates`:
-    number of tokens that are ranked first; unless `check_all` confirms that they suffice, all tokens are sorted.
+    number of most likely tokens that are ranked; unless `check_all` confirms that they suffice, all tokens are sorted.
     """
     num_candidates = min(num_candidates, logits.shape[-1])
     total = logits.logsumexp(-1, keepdim=True) if total is None else total

@@ -34,20 +34,22 @@ PARSER_LIMITS: dict[str, Any] = {
 
 
 class GrammarTooComplex(RequestFailed):
-    """The parser has exceeded its limits. All ranks raise it at the same token, because they read the same tokens."""
+    """Raised if the parser exceeds its limits or cannot continue. All ranks raise it at the same token, because they
+    read the same tokens."""
 
 
 class GrammarCompiler:
-    """Compiles grammars for one tokenizer, the one in the target's folder."""
+    """Grammar compiler for the target's tokenizer, with an LRU cache of compiled grammars."""
 
     def __init__(self, folder: Path, eos: Sequence[int], vocab: int) -> None:
-        """`eos`: the end-of-text tokens."""
+        """`folder`: the target's model folder. `eos`: its end-of-text tokens. `vocab`: size of the base vocabulary."""
         self._folder, self._eos, self._vocab = folder, tuple(eos), vocab
         self._tokenizer: Any = None
         self._ready: dict[str, Any] = {}  # parsers in their initial state, least recently used first
 
     def compile(self, text: str) -> GrammarConstraint:
-        """Returns the constraint for one request. Raises UserError on an invalid grammar."""
+        """Returns the token constraint for one request. Raises UserError if the grammar is invalid or too long, or if
+        the target has no tokenizer or end-of-text token that llguidance can use."""
         parser = self._ready.pop(text, None) or self._compile(text)
         self._ready[text] = parser
         if len(self._ready) > MAX_COMPILED_GRAMMARS:
@@ -80,14 +82,15 @@ class GrammarCompiler:
 
 
 class GrammarConstraint:
-    """A grammar applied to the output of one request, a `sampler.TokenConstraint`. After an end-of-text token only
-    end-of-text tokens are allowed."""
+    """Token constraint (`sampler.TokenConstraint`) by which the output of one request follows a grammar. After an
+    end-of-text token only end-of-text tokens are allowed."""
 
     def __init__(self, parser: Any, eos: Sequence[int], vocab: int, known: int) -> None:
-        """`parser`: in its initial state. `known`: number of tokens in its vocabulary."""
+        """`parser`: llguidance parser of this request, in its initial state. `known`: size of the parser's vocabulary,
+        which may differ from `vocab`."""
         self._parser, self._eos, self._vocab, self._known = parser, frozenset(eos), vocab, known
         self._at: Tokens = ()  # tokens after the last verified one that the parser has consumed
-        self._masks: dict[Tokens, NDArray[np.uint8]] = {}  # by path
+        self._masks: dict[Tokens, NDArray[np.uint8]] = {}  # computed bitmasks, by path
         self._ended = False
         end = np.zeros(vocab, np.bool_)
         end[[token for token in eos if token < vocab]] = True
@@ -101,12 +104,13 @@ class GrammarConstraint:
         self._at, self._masks = (), _below(self._masks, path)
 
     def allowed_mask(self, paths: Paths) -> Tensor:
-        """[n, V] bool. A path that the grammar forbids allows all tokens, because it is never accepted."""
+        """Returns the allowed tokens after each path, [n, V] bool. After a path that the grammar forbids, all tokens
+        are allowed, because such a path is never accepted."""
         every = np.unpackbits(self.bitmask(paths), axis=-1, count=self._vocab, bitorder="little")
         return torch.from_numpy(every.view(np.bool_))
 
     def bitmask(self, paths: Paths) -> NDArray[np.uint8]:
-        """`allowed_mask` as uint8 bitmasks [n, bytes], the lowest bit of each byte first."""
+        """Returns `allowed_mask` as uint8 bitmasks [n, bytes], the lowest bit of each byte first."""
         return np.stack([self._mask(tuple(path)) for path in paths])
 
     def _mask(self, path: Tokens) -> NDArray[np.uint8]:
@@ -124,7 +128,8 @@ class GrammarConstraint:
         return self._masks[path]
 
     def _follow(self, path: Tokens) -> bool:
-        """Moves the parser along a path without an end-of-text token. Returns False if the grammar forbids it."""
+        """Moves the parser along a path, which must not contain an end-of-text token. Returns False if the grammar
+        forbids the path."""
         same = next((i for i, (a, b) in enumerate(zip(self._at, path)) if a != b), min(len(self._at), len(path)))
         if same < len(self._at):
             self._parser.rollback(len(self._at) - same)
@@ -143,10 +148,10 @@ class GrammarConstraint:
 
 
 def _below(found: dict[Tokens, T], path: Tokens) -> dict[Tokens, T]:
-    """The entries of paths that begin with this one, relative to it."""
+    """Returns the entries of `found` whose key begins with `path`, with `path` removed from the keys."""
     return {known[len(path) :]: value for known, value in found.items() if known[: len(path)] == path}
 
 
 def _reason(error: object) -> str:
-    """The beginning of an error message, in one line."""
+    """Returns the first 200 characters of an error message, in one line."""
     return " ".join(str(error).split())[:200]

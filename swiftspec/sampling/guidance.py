@@ -23,8 +23,8 @@ class Guidance:
 
     @staticmethod
     def of(sampling: SamplingParams, tokens: Sequence[int], prompt_len: int) -> Guidance | None:
-        """Guidance of a request that starts from `tokens`, of which those from `prompt_len` on are output. None if
-        guidance is off.
+        """Returns the guidance of a request that starts from `tokens` (prompt, and output from `prompt_len` on), or
+        None if its guidance scale is 1.
 
         Without a negative prompt the unconditional sequence begins with the last prompt token, as in transformers.
         """
@@ -34,7 +34,8 @@ class Guidance:
         return Guidance((*negative, *tokens[prompt_len:]), sampling.guidance_scale)
 
     def combine(self, logits: Tensor) -> Tensor:
-        """Combines conditional rows [n, m], followed by unconditional rows [n, m], to l_u + s (l_c - l_u) [n, m].
+        """Returns the guided logits `l_u + s (l_c - l_u)`, half as many rows as `logits`, whose first half are the
+        conditional rows l_c and whose second half are the unconditional rows l_u.
 
         transformers combines log-probabilities instead, which adds a constant to each row: the distribution is the
         same. The formula is elementwise, so a vocabulary shard needs no communication.

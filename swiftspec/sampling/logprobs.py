@@ -1,4 +1,4 @@
-"""Log-probabilities of tokens in the model's own distribution: before grammar, bias, penalties and temperature."""
+"""Log-probabilities of tokens under the model: after guidance, before grammar, bias, penalties and temperature."""
 
 from __future__ import annotations
 
@@ -13,8 +13,11 @@ from swiftspec.sampling.sampler import Sampler
 
 
 def token_logprobs(sampler: Sampler, logits: Tensor, tokens: Sequence[int], k: int) -> tuple[Logprob, ...]:
-    """Log-probabilities of `tokens` [n], each after its row of raw logits [n, >= V, or this rank's width], and the k
-    most likely tokens of the row. In a group every rank must call it; all get the same result."""
+    """Returns the log-probability of each of the `tokens` [n], and the `k` most likely tokens with theirs.
+
+    `logits` [n, >= V]: raw; row i is the distribution of `tokens[i]`. In a tensor-parallel group they are this rank's
+    columns, and every rank must call the function; all get the same result.
+    """
     vocab, shard = sampler.vocab, sampler.shard
     logits = logits[:, : vocab if shard is None else len(shard.tokens)]
     wanted = torch.tensor(list(tokens), dtype=torch.int64, device=logits.device)[:, None]

@@ -18,7 +18,8 @@ GumbelRows = Callable[[int, int, Tensor, range], Tensor]  # seed, stream, positi
 
 
 class PositionNoise:
-    """Gumbel noise by position, generated in blocks: the nodes of a tree share a few positions, round after round."""
+    """Gumbel noise of one stream by position. It is generated and cached in blocks of positions, since the nodes of a
+    tree share few positions, and consecutive rounds use neighbouring ones."""
 
     BLOCK_POSITIONS = 32
 
@@ -33,8 +34,9 @@ class PositionNoise:
         self._block = torch.empty(0)
 
     def rows(self, positions: Tensor, tokens: range, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """The noise of `positions` [n]: a block [p, tokens], and for each position its row in the block [n]. The noise
-        of a token does not depend on the range `tokens`."""
+        """Returns a block of noise [positions of the block, len(tokens)], and for each of `positions` [n] its row in
+        the block. `tokens`: token ids of the columns; the noise of a token does not depend on the range. Synchronises
+        with the device."""
         low, high = (int(bound) for bound in positions.aminmax())
         end = self._first + self._block.shape[0]
         if not (self._first <= low and high < end) or self._block.dtype != dtype or self._tokens != tokens:
@@ -43,7 +45,7 @@ class PositionNoise:
         return self._block, positions - self._first
 
     def generate(self, span: range, tokens: range, dtype: torch.dtype) -> Tensor:
-        """Generates the noise [span, tokens]."""
+        """Generates the noise [len(span), len(tokens)] of the positions `span`."""
         if dtype == torch.float32:
             positions = torch.arange(span.start, span.stop, device=self._device)
             return self._gumbel_rows(self._seed, self._stream, positions, tokens)

@@ -1,7 +1,9 @@
 """Sampler: bias, penalties, temperature, filters, and position-keyed noise.
 
-The token at absolute position p is argmax(log p_T + gumbel(seed, stream, p, token)): a pure function of prompt, seed,
-sampling parameters and target logits, independent of the tree. Letters: n rows, V tokens of the base vocabulary.
+The token at absolute position i is argmax over tokens of log p(token) + gumbel(seed, stream, i, token), where p is the
+target's distribution after logits processing. It is a pure function of prompt, seed, sampling parameters and target
+logits, and does not depend on the draft tree. Letters: n rows of logits, V tokens of the base vocabulary, m of them on
+this rank (V without a tensor-parallel group).
 """
 
 from __future__ import annotations
@@ -18,12 +20,13 @@ from swiftspec.params import SamplingParams
 from swiftspec.sampling import filters
 from swiftspec.sampling.noise import TARGET_STREAM, PositionNoise
 
-NoiseRows = Callable[[Tensor, range, torch.dtype], tuple[Tensor, Tensor]]  # as PositionNoise.rows
-Paths = Sequence[Sequence[int]]  # per row, the tokens after the last verified one, including the row's own
+NoiseRows = Callable[[Tensor, range, torch.dtype], tuple[Tensor, Tensor]]  # signature of PositionNoise.rows
+Paths = Sequence[Sequence[int]]  # per row of logits, its unverified tokens, the row's own included; empty at the root
 
 
 class SamplerOps(Protocol):
-    """Fused operators over whole rows of logits; swiftspec.backends.reference defines them."""
+    """Sampling operators over whole rows of logits; see the functions of the same names in
+    swiftspec.backends.reference."""
 
     def gumbel_rows(self, seed: int, stream: int, positions: Tensor, tokens: range, /) -> Tensor: ...
     def draw(self, logits: Tensor, vocab: int, scores: Scores, /) -> Tensor: ...
@@ -33,10 +36,10 @@ class SamplerOps(Protocol):
 
 
 class ShardedVocab(Protocol):
-    """One rank's part of a vocabulary that is sharded over a group; defined in sampling/vocab.py."""
+    """One rank's part of a vocabulary that is sharded over a group; see `VocabShard` in sampling/vocab.py."""
 
     @property
-    def tokens(self) -> range: ...  # of this rank
+    def tokens(self) -> range: ...  # token ids of this rank
     @property
     def num_exchanged(
         self,
@@ -48,7 +51,8 @@ class ShardedVocab(Protocol):
 
 
 class History:
-    """Token counts for penalties, [V] each: tokens in the prompt, and the occurrences of each token in the output."""
+    """Token counts for penalties. `prompt` [V] bool: whether the prompt contains a token. `output` [V]: occurrences of
+    each token in the verified output."""
 
     def __init__(self, prompt: Sequence[int], vocab: int, device: torch.device | str) -> None:
         self.prompt = torch.zeros(vocab, dtype=torch.bool, device=device)
@@ -61,7 +65,7 @@ class History:
         self.output.index_add_(0, index, torch.ones(len(tokens), device=self.output.device))
 
     def counts(self, paths: Paths) -> Tensor:
-        """[n, V] occurrences in the output followed by each row's unverified path."""
+        """Returns the occurrences [n, V] of each token in the verified output and the row's path together."""
         counts = self.output.repeat(len(paths), 1)
         for row, path in zip(counts, paths, strict=True):
             if path:
@@ -74,15 +78,14 @@ class TokenConstraint(Protocol):
 
     def allowed_mask(self, paths: Paths, /) -> Tensor: ...  # [n, V] bool, for the token after each path
     def bitmask(self, paths: Paths, /) -> Any: ...  # the same as NumPy uint8 [n, bytes], lowest bit first
-    def observe(self, tokens: Sequence[int], /) -> None: ...  # verified tokens
+    def observe(self, tokens: Sequence[int], /) -> None: ...  # advances by verified output tokens
 
 
 class Sampler:
-    """Processes logits with the parameters of one request; samples the target's tokens and ranks the draft's children.
+    """Sampler of one request: processes logits, samples the target's tokens and ranks the draft's children.
 
-    In a group the logits are this rank's columns of the head [n, width], equally many on every rank; `shard` holds
-    their range. `draw` and `children` return the same result on all ranks, and every rank must call them. m: the tokens
-    of this rank (V without a group).
+    `shard`: this rank's part of the vocabulary in a tensor-parallel group; logits are then this rank's columns of the
+    LM head. Every rank must call `draw` and `children`, which return the same result on all ranks.
     """
 
     def __init__(
@@ -93,7 +96,7 @@ class Sampler:
         self.device, self._ops = device, ops
         self.noise = self.noise_of(TARGET_STREAM)
         self.noise_rows: NoiseRows = self.noise.rows
-        self.check_all = filters.all_on_host  # whether filters may use their fast path
+        self.check_all = filters.all_on_host  # decides whether filters may use their fast path
         self.history = History(prompt, vocab, device) if params.penalised else None
         self.bias: Tensor | None = None  # [V] float32
         if params.logit_bias:
@@ -107,7 +110,7 @@ class Sampler:
         return self.history is not None or self.constraint is not None
 
     def noise_of(self, stream: int) -> PositionNoise:
-        """The noise of one of the request's streams."""
+        """Returns the request's noise of a noise stream (noise.py)."""
         return PositionNoise(self.params.seed, self.device, stream=stream, gumbel_rows=self._ops.gumbel_rows)
 
     def observe(self, tokens: Sequence[int]) -> None:
@@ -117,11 +120,10 @@ class Sampler:
                 follower.observe(tokens)
 
     def process_logits(self, logits: Tensor, paths: Paths | None) -> Tensor:
-        """Maps raw logits [n, >= V or width] to the logits [n, m] of the sampled distribution; filtered tokens are
-        -inf.
+        """Returns the logits [n, m] of the distribution that tokens are sampled from; filtered tokens are -inf.
 
-        `paths`: required if `needs_paths`. Greedy requests are neither scaled nor filtered, since that does not change
-        the argmax.
+        `logits` [n, >= m]: raw; columns beyond the vocabulary are ignored. `paths`: required if `needs_paths`. Logits
+        of greedy requests are neither scaled nor filtered, since that does not change the argmax.
         """
         p, shard = self.params, self.shard
         here = slice(0, self.vocab) if shard is None else slice(shard.tokens.start, shard.tokens.stop)
@@ -141,7 +143,7 @@ class Sampler:
         )
 
     def _apply_constraint(self, logits: Tensor, paths: Paths | None, here: slice) -> Tensor:
-        """Masks the tokens that the constraint forbids; logits [n, m] of the tokens in the range `here`."""
+        """Sets the logits [n, m] of tokens that the constraint forbids to -inf. `here`: token ids of the columns."""
         if self.constraint is None:
             return logits
         assert paths is not None
@@ -156,7 +158,8 @@ class Sampler:
         return logits - p.frequency_penalty * counts - p.presence_penalty * (counts > 0)
 
     def draw(self, logits: Tensor, paths: Paths | None, positions: Tensor) -> Tensor:
-        """Samples the target's tokens [n] that follow the rows at `positions` [n], from raw logits."""
+        """Samples the target's token after each row, [n]; -1 if the highest score of the row is not finite. `logits`:
+        raw. `positions` [n]: absolute positions of the rows."""
         noisy = not self.params.greedy
         if self.shard is None:
             return self._ops.draw(*self._operator_inputs(logits, paths, positions if noisy else None, 1.0))
@@ -166,11 +169,12 @@ class Sampler:
     def children(
         self, logits: Tensor, paths: Paths | None, positions: Tensor, *, k: int, coupled: bool = False, tau: float = 1.0
     ) -> tuple[Tensor, Tensor]:
-        """The k best children of draft rows: tokens [n, k] and log-probabilities [n, k], the most likely first.
+        """Returns the `k` best children of each row of raw draft logits: tokens [n, k] and log-probabilities [n, k],
+        the most likely first.
 
-        Uncoupled: log_softmax(log q / tau), where q is processed like the target's distribution. Coupled:
-        log_softmax((log q + gumbel) / tau) with the noise that the target will use at that position, so that both tend
-        to select the same token.
+        The log-probabilities are log_softmax(log q / tau), where q is the draft's distribution after the same logits
+        processing as the target's. With `coupled` they are log_softmax((log q + gumbel) / tau), with the noise that the
+        target will use at that position, so that both tend to select the same token.
         """
         k = min(k, self.vocab)
         noisy = coupled and not self.params.greedy
@@ -185,8 +189,8 @@ class Sampler:
     def _operator_inputs(
         self, logits: Tensor, paths: Paths | None, positions: Tensor | None, tau: float
     ) -> tuple[Tensor, int, Scores]:
-        """Arguments of the fused operators, which apply bias and temperature themselves unless penalties or filters
-        require a separate pass."""
+        """Returns the arguments (logits, vocab, scores) of `SamplerOps.draw` and `children`, which apply bias and
+        temperature themselves unless penalties or filters require `process_logits`. `positions`: None for no noise."""
         p, temperature, bias = self.params, 1.0, None
         if self.history is not None or p.filtered:
             logits = self.process_logits(logits, paths)
@@ -199,6 +203,6 @@ class Sampler:
         return logits, self.vocab, Scores(temperature, bias, noise, rows, tau)
 
     def _noise(self, shaped: Tensor, shard: ShardedVocab, positions: Tensor) -> Tensor:
-        """Noise [n, m] for the tokens after `positions`."""
+        """Returns the noise [n, m] of the tokens that follow the rows at `positions` [n]."""
         block, rows = self.noise_rows(positions + 1, shard.tokens, shaped.dtype)
         return block[rows]

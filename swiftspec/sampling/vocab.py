@@ -1,7 +1,7 @@
-"""Sharded vocabulary: the collectives by which all ranks of a group select the same tokens.
+"""Sharded vocabulary: the collectives by which all ranks of a tensor-parallel group select the same tokens.
 
 Messages are gathered in rank order and every rank computes the same result from them, so results are identical by
-construction. Letters: n rows, V tokens of the base vocabulary, m of them on this rank.
+construction. Letters: n rows of scores or logits, V tokens of the base vocabulary, m of them on this rank.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ from swiftspec.params import SamplingParams
 from swiftspec.sampling import filters
 from swiftspec.sampling.filters import NEG_INF, CheckAll, all_on_host
 
-TOP_CANDIDATES = 64  # most likely tokens of each shard; enough for nearly every filter
+TOP_CANDIDATES = 64  # most likely tokens that each rank sends for a filter; enough for nearly every filter
 
 
 class VocabGroup(Protocol):
-    """The ranks that share a vocabulary."""
+    """The tensor-parallel group whose ranks share a vocabulary."""
 
     @property
     def rank(self) -> int: ...
     @property
     def size(self) -> int: ...
     def all_gather(self, x: Tensor, /) -> Tensor:
-        """Gathers x of all ranks in rank order: [size, *x.shape]."""
+        """Returns `x` of all ranks in rank order: [size, *x.shape]."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class VocabShard:
-    """One rank's columns of [n, V]: `width` of them, fewer or none at the end of the vocabulary."""
+    """One rank's part of the vocabulary: `width` consecutive tokens, fewer or none at its end."""
 
     group: VocabGroup
     width: int
@@ -43,17 +43,18 @@ class VocabShard:
 
     @property
     def tokens(self) -> range:
-        """The range of this rank's tokens, m of them."""
+        """Token ids of this rank, m of them."""
         first = self.group.rank * self.width
         return range(min(first, self.vocab), min(first + self.width, self.vocab))
 
     @property
     def num_exchanged(self) -> int:
-        """Number of most likely tokens that the ranks exchange."""
+        """Number of most likely tokens per row that all ranks together exchange for a filter."""
         return TOP_CANDIDATES * self.group.size
 
     def argmax(self, scores: Tensor) -> Tensor:
-        """The best token [n] of all scores [n, m], see `backends.reference.argmax_token` for whole rows."""
+        """Returns the token [n] with the highest score over the `scores` [n, m] of all ranks, as
+        `backends.reference.argmax_token` does for whole rows: -1 if that score is not finite."""
         scores = _not_empty(scores)
         best = scores.argmax(-1, keepdim=True)
         message = torch.cat((scores.gather(-1, best).double(), (best + self.tokens.start).double()), -1)
@@ -62,7 +63,8 @@ class VocabShard:
         return tokens.gather(0, rank).masked_fill_(~values.gather(0, rank).isfinite(), -1).squeeze(0).long()
 
     def log_top_k(self, scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
-        """The k best of log_softmax over all scores [n, m], see `backends.reference.log_top_k` for whole rows."""
+        """Returns the `k` largest of log_softmax over the `scores` [n, m] of all ranks, as
+        `backends.reference.log_top_k` does for whole rows: tokens [n, k] and log-probabilities [n, k]."""
         scores = _not_empty(scores)
         best = scores.topk(min(k, scores.shape[-1]))
         missing = (0, k - best.values.shape[-1])
@@ -77,8 +79,8 @@ class VocabShard:
         return tokens.gather(-1, order[:, :k]).long(), logprobs.to(scores.dtype)
 
     def values(self, scores: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Gathers the scores [n, j] of arbitrary tokens [n, j] from all ranks' scores [n, m]. Also returns the
-        logsumexp [n, 1] over all scores of a row."""
+        """Returns the scores [n, j] of arbitrary `tokens` [n, j], looked up in the `scores` [n, m] of all ranks, and
+        the logsumexp [n, 1] of each row over all ranks."""
         scores = _not_empty(scores)
         own = tokens - self.tokens.start
         inside = (own >= 0) & (own < len(self.tokens))
@@ -88,8 +90,8 @@ class VocabShard:
         return values.amax(0), totals.logsumexp(0)
 
     def apply_filters(self, logits: Tensor, params: SamplingParams, check_all: CheckAll = all_on_host) -> Tensor:
-        """`filters.apply_filters` on [n, m]. Gathers whole rows only if `check_all` does not confirm that the exchanged
-        top candidates suffice."""
+        """Applies `filters.apply_filters` to this rank's `logits` [n, m]. Gathers whole rows only if `check_all` does
+        not confirm that the exchanged top candidates suffice."""
         if not params.filtered:
             return logits
         limit = self._filter_threshold(logits, params, check_all)
@@ -100,9 +102,10 @@ class VocabShard:
         return filters.apply_filters(whole, params)[:, self.tokens.start : self.tokens.stop]
 
     def _filter_threshold(self, logits: Tensor, params: SamplingParams, check_all: CheckAll) -> Tensor | None:
-        """The smallest logit [n, 1] that the filters keep, or None if it may be below the exchanged candidates.
+        """Returns the smallest logit [n, 1] that the filters keep, or None if it may be below the exchanged candidates.
 
-        The merged candidates are the true ranking down to the largest of the shards' last candidates.
+        The merged candidates are the true ranking of the row down to `floor`, the largest of the ranks' last
+        candidates.
         """
         head = _not_empty(logits)
         total = head.logsumexp(-1, keepdim=True)
@@ -128,12 +131,12 @@ class VocabShard:
 
 
 def _not_empty(x: Tensor) -> Tensor:
-    """Replaces the scores of a rank without tokens by one column of -inf, which is never selected."""
+    """Returns `x`, or for a rank without tokens one column of -inf, which is never selected."""
     return x if x.shape[-1] else x.new_full((x.shape[0], 1), NEG_INF)
 
 
 def _concat_ranks(parts: Tensor) -> Tensor:
-    """[size, n, j] -> [n, size * j], in rank order."""
+    """Concatenates the gathered columns of all ranks in rank order: [size, n, j] -> [n, size * j]."""
     return parts.transpose(0, 1).flatten(1)
 
 

@@ -1,7 +1,8 @@
-"""Command `python -m swiftspec.serve`: a server with --port, a chat in a terminal, otherwise one answer.
+"""Command `python -m swiftspec.serve`: a server with --port, one answer if there is a prompt, else a chat in the
+terminal.
 
-A server, and a command on several ranks, runs in supervised processes; this process is their supervisor then. Modules
-are imported where they are needed, so that --help is fast.
+A server, and a chat or an answer on several ranks, run in child processes that this process supervises. Modules are
+imported where they are needed, so that --help is fast.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ if TYPE_CHECKING:
     from swiftspec.serve.supervisor.supervisor_client import SupervisorClient
 
 
-# Rank 0 reports an error first: the launcher ends all ranks as soon as one exits.
+# Delay before a rank other than 0 reports an error and exits. Rank 0 must report first: the launcher ends all ranks as
+# soon as one exits.
 FOLLOWER_ERROR_DELAY_S = 5.0
 DEFAULT_PORT = 8000  # of `swiftspec serve`
 
@@ -34,7 +36,9 @@ DEFAULT_PORT = 8000  # of `swiftspec serve`
 def main(argv: Sequence[str] | None = None, subcommand: str | None = None) -> int:
     """Runs the command and returns its exit code (see `run_guarded`).
 
-    `subcommand`: "chat", "serve" or "generate"; None decides by the flags and by whether there is a terminal."""
+    `subcommand`: "chat", "serve" or "generate"; None selects one of them by the flags and by whether there is a
+    terminal.
+    """
     arguments = list(sys.argv[1:] if argv is None else argv)
     if subcommand is None:
         return run_guarded(lambda first: _dispatch(arguments, first))
@@ -48,22 +52,23 @@ def run_guarded(run: Callable[[bool], int], grace_s: float = SIGNAL_GRACE_S, *, 
     printed as one line on stderr, by rank 0 if there are several ranks.
 
     `run`: the command; its argument is whether this process is rank 0.
-    `grace_s`: see `TerminationGuard`.
-    `supervised`: a supervisor has started this process, and restarts it after the loss of another rank.
+    `grace_s`: seconds after a signal before the process is ended, see `TerminationGuard`.
+    `supervised`: a supervisor has started this process. After the loss of another rank, the exit code is
+    EXIT_PEER_LOST, on which the supervisor restarts the process.
     """
     rank = own_rank()
     first = rank == 0
     for name, level in (("TORCH_CPP_LOG_LEVEL", "ERROR"), ("GRPC_VERBOSITY", "NONE")):
-        os.environ.setdefault(name, level)  # a lost peer is reported by one line of this command instead
+        os.environ.setdefault(name, level)  # this command reports a lost peer in one line; torch and gRPC take many
     numbers = TERMINATION_SIGNALS if first else (signal.SIGINT,)
     with command_streams(first) as streams, TerminationGuard(grace_s, numbers) as ending:
         try:
             streams.check()
-            if first and not supervised:  # otherwise the supervisor has done so
+            if first and not supervised:  # if supervised, the supervisor has printed these warnings
                 _warn_of_unknown_variables()
             try:
                 code = run(first)
-            finally:  # also after --help; a full disk may only be noticed here
+            finally:  # also after --help; buffered output to a full disk fails only here
                 streams.flush()
         except JobEnded:
             code = 0
@@ -85,8 +90,8 @@ def run_guarded(run: Callable[[bool], int], grace_s: float = SIGNAL_GRACE_S, *, 
 
 
 def exit_process(code: int) -> NoReturn:
-    """Exits the process. Signals are ignored from here on: one that arrives during the interpreter's shutdown would
-    change the exit code."""
+    """Exits the process with `code`. Ignores termination signals from here on: one that arrives during the
+    interpreter's shutdown would change the exit code."""
     for number in TERMINATION_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     sys.exit(code)
@@ -107,13 +112,14 @@ def _report_error(error: UserError, rank: int) -> int:
     if rank == 0:
         print(f"swiftspec: error: {error}", file=sys.stderr)
     else:
-        time.sleep(FOLLOWER_ERROR_DELAY_S)  # only a rank whose error rank 0 does not share is still running after that
+        time.sleep(FOLLOWER_ERROR_DELAY_S)  # if rank 0 has failed too, the launcher ends this process meanwhile
         print(f"swiftspec: rank {rank}: error: {error}", file=sys.stderr)
     return 2 if isinstance(error, UsageError) else 1
 
 
 def _dispatch(argv: Sequence[str], first: bool) -> int:
-    """Runs a command on a single rank in this process; a server or several ranks in supervised processes."""
+    """Runs a command: on a single rank in this process; as a server or on several ranks in supervised processes.
+    `first`: whether this process is rank 0."""
     here = launched()
     if argv[:1] in (["worker"], ["generate"]):
         return _run_with_workers(argv[0], argv[1:], here)
@@ -144,8 +150,8 @@ def _dispatch(argv: Sequence[str], first: bool) -> int:
 
 
 def _run_subcommand(name: str, argv: list[str], first: bool) -> int:
-    """`swiftspec chat|serve|generate`: checks that the flags and the terminal fit the sub-command, then runs it like
-    `python -m swiftspec.serve` with the same flags. Raises UsageError if they do not fit."""
+    """Runs `swiftspec chat|serve|generate` like `python -m swiftspec.serve` with the same flags. Raises UsageError if
+    the flags or the terminal do not fit the sub-command."""
     from swiftspec.serve.cli.arguments import HELP_PAGES, parse_command
     from swiftspec.serve.settings.settings import UsageError
 
@@ -166,7 +172,7 @@ def _run_subcommand(name: str, argv: list[str], first: bool) -> int:
 
 
 def _run_with_workers(name: str, argv: Sequence[str], here: LaunchedRank | None) -> int:
-    """Runs `worker`, or `generate` with a remote target."""
+    """Runs `worker`, or `generate` with --target-url. `here`: this process's rank; None without a launcher."""
     from swiftspec.serve.cli import generate, worker
     from swiftspec.serve.cli.arguments import parse_command
     from swiftspec.serve.settings.settings import UsageError
@@ -205,7 +211,9 @@ def _supervise_server(command: ParsedCommand, here: LaunchedRank | None, ranks: 
 def run_rank(command: ParsedCommand, first: bool, supervisor: SupervisorClient | None = None) -> int:
     """Runs one rank of the command in this process. Returns its exit code.
 
-    `supervisor`: the supervisor that has started this process, if any."""
+    `first`: whether this process is rank 0.
+    `supervisor`: connection to the supervisor that has started this process; None without one.
+    """
     serving = command.settings.port is not None
     if not first:
         from swiftspec.serve.session import run_follower_rank
@@ -213,7 +221,7 @@ def run_rank(command: ParsedCommand, first: bool, supervisor: SupervisorClient |
         if serving:
             signal.signal(
                 signal.SIGTERM, signal.SIG_IGN
-            )  # rank 0 handles it, drains the requests and shuts this rank down
+            )  # rank 0 handles the signal, drains the requests and shuts this rank down
         world = join_launched_world(None if supervisor is None else supervisor.supervision())
         assert world is not None
         run_follower_rank(command.settings, world)
@@ -237,7 +245,8 @@ def run_rank(command: ParsedCommand, first: bool, supervisor: SupervisorClient |
 def join_launched_world(supervision: SupervisorLink | None = None) -> World | None:
     """Joins the job that a launcher has started. Returns None for a single process, without importing torch.
 
-    `supervision`: the supervisor that restarts ranks, if any."""
+    `supervision`: connection to the supervisor of this rank; None without one.
+    """
     if launched() is None:
         return None
     from swiftspec.distributed.launch.world import join_world

@@ -1,4 +1,4 @@
-"""Statistics of one answer as JSON: own fields, llama.cpp's `timings`, vLLM's `metrics`."""
+"""Statistics of one answer as JSON: own fields, `timings` as in llama.cpp, and `metrics` as in vLLM."""
 
 from __future__ import annotations
 
@@ -22,7 +22,10 @@ def answer_summary(
     prompt_token_ids: Sequence[int], finish_reason: str, sampling: SamplingParams, load_time: float,
     outages: Sequence[Outage] = (),
 ) -> Json:  # fmt: skip
-    """The object that --json prints. `finish_reason`: stop, length, or abort after Ctrl-C. All numbers are finite."""
+    """Returns the object that --json prints. All numbers in it are finite.
+
+    `finish_reason`: "stop", "length", or "abort" after Ctrl-C. `load_time`: seconds that loading the models took.
+    """
     return {
         "model": model,
         "draft_model": draft_model,
@@ -43,14 +46,19 @@ def answer_summary(
 
 
 def guidance_stats(sampling: SamplingParams) -> Json:
-    """Guidance scale and tokens of the negative prompt. Without any, the last token of the prompt is used."""
+    """Returns the guidance scale and the tokens of the negative prompt. If these are empty, guidance has used the last
+    token of the prompt as the negative prompt."""
     negative = list(sampling.negative_prompt_ids)
     return {"guidance_scale": sampling.guidance_scale, "negative_prompt_token_ids": negative}
 
 
 def population_stats(plan: EngineConfig, stats: Stats) -> Json:
-    """Statistics of the particles in mode smc, whose text is approximate. `log_z`: estimate of the logarithm of the sum
-    of p^alpha over all texts; its true value for power 1 is 0."""
+    """Returns the statistics of the particles in mode smc, whose text is approximate. They are null if the request
+    ended without a result.
+
+    `log_z` is an estimate of log(sum over all texts of p(text)^A), where A is the setting `power`. For A = 1 the exact
+    value is 0.
+    """
     end = stats.population
     return {
         "exact": False,
@@ -64,9 +72,12 @@ def population_stats(plan: EngineConfig, stats: Stats) -> Json:
 
 
 def timings(stats: Stats, tokens: int, load_time: float) -> Json:
-    """Times in milliseconds under llama.cpp's names, and the time to load the models. Of the prompt, `cache_n` tokens
-    came from the prefix cache and `prompt_n` were prefilled. Mode smc has no draft_n, as it accepts and rejects
-    nothing."""
+    """Returns times in milliseconds and token counts under llama.cpp's names, and `load_ms`, the time to load the
+    models.
+
+    Of the prompt's tokens, `cache_n` came from the prefix cache and `prompt_n` were prefilled. The fields `draft_n` and
+    `draft_n_accepted` are absent in mode smc, which accepts and rejects nothing.
+    """
     accepted = {"draft_n": stats.drafted, "draft_n_accepted": stats.accepted} if stats.population is None else {}
     return {
         "load_ms": _ms(load_time),
@@ -81,13 +92,13 @@ def timings(stats: Stats, tokens: int, load_time: float) -> Json:
 
 
 def metrics(plan: EngineConfig, stats: Stats, tokens: int, outages: Sequence[Outage] = ()) -> Json:
-    """Metrics in vLLM's format, with own fields from `mode` on.
+    """Returns metrics under vLLM's names; the fields from `mode` on are SwiftSpec's own.
 
-    Acceptance counts whole rounds, even if the answer stops inside the last one. `target_busy` and `draft_busy` are the
-    shares of the decode time in the forwards of each model; their sum can exceed 1, because in mode async they run
-    concurrently.
+    Acceptance statistics count all accepted tokens of the last round, even if the answer ends before them.
+    `target_busy` and `draft_busy` are the shares of the decode time in the forwards of each model; their sum can exceed
+    1, because in mode async they run concurrently.
 
-    `plan`: the configuration for this request. `outages`: when the draft group was unavailable.
+    `plan`: the configuration for this request. `tokens`: output tokens. `outages`: intervals without the draft group.
     """
     return {
         "time_to_first_token_ms": _ms(stats.first_token_time),
@@ -106,7 +117,7 @@ def metrics(plan: EngineConfig, stats: Stats, tokens: int, outages: Sequence[Out
 
 
 def final_round_shape(plan: EngineConfig, stats: Stats) -> Json:
-    """bs and d at the end of the answer: 1 and 0 without a draft, null in mode smc."""
+    """Returns bs and d of a speculative round at the end of the answer: 1 and 0 without a draft, null in mode smc."""
     if plan.mode == "smc":
         return {"verify_batch": None, "draft_steps": None}
     if plan.mode == "ar" or plan.verify_batch == 1:
@@ -117,21 +128,23 @@ def final_round_shape(plan: EngineConfig, stats: Stats) -> Json:
 
 
 def outage_record(away: Outage) -> Json:
-    """An outage of the draft group: its reason, and its time in seconds since the start of the request. `to_s` is null
-    while it lasts."""
+    """Returns an outage of the draft group: its reason, begin and end, in seconds since the start of the request. The
+    end (`to_s`) is null while the outage lasts."""
     until = None if away.until is None else round(away.until, 3)
     return {"reason": away.reason, "from_s": round(away.since, 3), "to_s": until}
 
 
 def speculation_stats(plan: EngineConfig, stats: Stats) -> Json | None:
-    """Acceptance statistics; None in mode smc, which accepts and rejects nothing.
+    """Returns acceptance statistics under vLLM's names; None in mode smc, which accepts and rejects nothing.
 
-    Invariants: sum(histogram) = rounds, sum(j * histogram[j]) = accepted tokens.
+    `acceptance_histogram[j]` is the number of rounds that accepted j draft tokens.
 
-    Accepted tokens and chances are counted by depth (`per_pos` as in vLLM, from 1) and by the rank of a child among its
-    siblings. With rejection sampling the acceptance rate of the first child has the expectation 1 - TV(p, q), whose
-    mean is `expected_first_child_acceptance_rate`. The break-even length and the speedup are known once rounds without
-    the draft have been measured.
+    Accepted tokens and attempts (`num_chances_*`; see `Acceptance`) are counted in `*_per_pos` by depth in the tree,
+    from depth 1, and in `*_per_child` by the rank of a child among its siblings, the most likely first.
+
+    `expected_first_child_acceptance_rate` is the mean of 1 - TV(p, q), where TV is the total variation distance; null
+    without rejection sampling. `break_even_acceptance_length` (tokens per round at which speculation is as fast as
+    decoding without the draft) and `speedup_over_plain` are null until rounds without the draft have been measured.
     """
     if plan.mode == "smc":
         return None
@@ -156,7 +169,9 @@ def speculation_stats(plan: EngineConfig, stats: Stats) -> Json | None:
 
 
 def policy_stats(stats: Stats) -> Json | None:
-    """d and bs at the end of the answer, and the rounds in which they changed."""
+    """Returns the controller's decisions: d and bs at the end of the answer, the rounds in which they changed, the
+    number of rounds without the draft, and the median times of rounds with and without it. Returns None without a
+    controller."""
     found = stats.policy
     if found is None:
         return None
@@ -168,14 +183,15 @@ def policy_stats(stats: Stats) -> Json | None:
 
 
 def mean_acceptance_length(stats: Stats) -> float:
-    """Tokens per target forward, including the bonus token; 0 before the first round."""
+    """Returns the mean tokens per round: accepted draft tokens and the bonus token; in mode smc the output tokens.
+    Returns 0 before the first round."""
     if stats.population is not None:
         return stats.tokens / max(stats.rounds, 1)
     return 1 + stats.accepted / stats.rounds if stats.rounds else 0.0
 
 
 def summary_line(stats: Stats, tokens: int) -> str:
-    """`312 tok, 348 tok/s, TTFT 41 ms, 3.4 tok/round`."""
+    """Returns a line such as `312 tok, 348 tok/s, TTFT 41 ms, 3.4 tok/round`. `tokens`: output tokens."""
     parts = [
         f"{tokens} tok",
         format_speed(_share(tokens, stats.decode_time)),
@@ -198,7 +214,7 @@ def summary_line(stats: Stats, tokens: int) -> str:
 
 
 def format_speed(value: float) -> str:
-    """`348 tok/s`, `2.5 tok/s`."""
+    """Formats tokens per second: `348 tok/s`, `2.5 tok/s`."""
     return f"{value:.0f} tok/s" if value >= 10 else f"{value:.2g} tok/s"
 
 
@@ -211,6 +227,6 @@ def _ms(seconds: float) -> float:
 
 
 def _share(part: float, whole: float) -> float:
-    """part / whole, or 0 if that is not finite."""
+    """Returns part / whole; 0 if `whole` is not positive or the quotient is not finite."""
     value = part / whole if whole > 0 else 0.0
     return value if math.isfinite(value) else 0.0

@@ -1,4 +1,4 @@
-"""Device, dtype and CPU threads that a pair of models uses on this machine."""
+"""Device, dtype and number of CPU threads that a model pair uses on this machine."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from swiftspec.serve.settings.settings import Settings
 
 
 def resolve_device(name: str) -> str:
-    """Resolves --device. Raises UserError if a GPU is requested and there is none."""
+    """Returns "cuda" or "cpu" for the value of --device. Raises UserError if it is cuda and PyTorch finds no GPU."""
     import torch
 
     found = torch.cuda.is_available()
@@ -27,7 +27,8 @@ def resolve_device(name: str) -> str:
 
 
 def resolve_dtype(settings: Settings, target: Path, device: str) -> str:
-    """Resolves --dtype: as given, else the checkpoint's own, or bfloat16 where that is faster."""
+    """Returns the name of the dtype for --dtype. For auto this is bfloat16 if the checkpoint has 16-bit weights and
+    bfloat16 is fast on the device, else the checkpoint's own."""
     if settings.dtype != "auto":
         return settings.dtype
     own = read_config(target).dtype
@@ -38,7 +39,7 @@ def resolve_dtype(settings: Settings, target: Path, device: str) -> str:
 
 
 def _cpu_has_bf16() -> bool:
-    """Whether the CPU multiplies bfloat16 natively. Emulation by float32 arithmetic would be slower than float32."""
+    """Returns whether the CPU has bfloat16 instructions. Without them bfloat16 is slower than float32."""
     try:
         flags = set(Path("/proc/cpuinfo").read_text(encoding="utf-8").split())
     except OSError:
@@ -47,8 +48,11 @@ def _cpu_has_bf16() -> bool:
 
 
 def set_thread_counts(settings: Settings, target: Path, dtype: str, device: str, ranks: int) -> int:
-    """Sets and returns the number of threads of an operator. `ranks` of this machine share its cores. With native
-    operators torch gets one thread: its remaining operations are too small for more."""
+    """Sets the CPU threads of the native operators and of torch. Returns the number of threads of one operator.
+
+    `ranks`: ranks on this machine, which share its cores. If the models run on the native operators, torch gets one
+    thread: its remaining operations are too small for more.
+    """
     import torch
 
     from swiftspec.backends import cpu as host
@@ -61,7 +65,8 @@ def set_thread_counts(settings: Settings, target: Path, dtype: str, device: str,
 
 
 def packed_cache_folder(settings: Settings) -> Path | None:
-    """Directory of the packed weights; None if they are not stored."""
+    """Returns the directory in which packed weights are stored; None if they are not stored (`--packed-cache off`, or
+    no home directory)."""
     if settings.packed_cache is not None:
         return None if settings.packed_cache == "off" else expand_user(settings.packed_cache)
     try:
@@ -71,13 +76,13 @@ def packed_cache_folder(settings: Settings) -> Path | None:
 
 
 def available_cpus() -> set[int]:
-    """Hardware threads that this process may run on."""
+    """Returns the numbers of the logical CPUs that this process may run on."""
     affinity = getattr(os, "sched_getaffinity", None)
     return affinity(0) if affinity is not None else set(range(os.cpu_count() or 1))
 
 
 def physical_cores() -> int:
-    """Number of cores that this process may run on; the hardware threads of a core count once."""
+    """Returns the number of physical cores that this process may run on."""
     cores = set()
     for cpu in available_cpus():
         siblings = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")

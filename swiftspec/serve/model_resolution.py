@@ -1,4 +1,4 @@
-"""Model resolution: the models that the settings name, their directories and their plan, before they are loaded."""
+"""Model resolution: locates the models that the settings name and selects the plan, before the models are loaded."""
 
 from __future__ import annotations
 
@@ -27,7 +27,12 @@ GENERATION_CONFIG_NAMES = {  # name in generation_config.json: name of the setti
 
 @dataclass(frozen=True, slots=True)
 class ResolvedModels:
-    """The models that the settings name, and the plan. `draft_model` and `draft` are None in mode ar."""
+    """The located models, and the plan.
+
+    `model`, `draft_model`: names as the user gave them; HOST:PORT for a draft that a worker runs.
+    `target`, `draft`: directories; `draft` is None if a worker runs the draft.
+    In mode ar `draft_model` and `draft` are None.
+    """
 
     model: str
     draft_model: str | None
@@ -37,7 +42,8 @@ class ResolvedModels:
 
     @staticmethod
     def resolve(settings: Settings, ranks: int, phases: StartupProgress) -> ResolvedModels:
-        """Finds the models, locally or on the hub. Raises UserError if one is missing or the plan is invalid."""
+        """Locates the models, downloads them from the hub if needed, and selects the plan for `ranks` ranks. Raises
+        UserError if a model is missing or the plan is invalid."""
         check_worker_settings(settings, ranks)
         if settings.target_url is not None:
             raise UsageError("--target-url is for a chat and for one answer: leave it out, and name the --model")
@@ -68,8 +74,8 @@ class ResolvedModels:
 
 
 def apply_profile(settings: Settings, target: Path, draft: Path, ranks: int, phases: StartupProgress) -> Settings:
-    """Returns the settings with mode, split and tree shape from a profile where they are not given, and prints which
-    one.
+    """Returns the settings with mode, split and tree shape from a matching profile where they are not given, and prints
+    the profile's file. Returns them unchanged if no profile matches.
 
     Raises UserError if a profile given by --plan is damaged, or measured on another machine or pair. Such profiles in
     ./profiles are skipped with a note.
@@ -105,7 +111,7 @@ def apply_profile(settings: Settings, target: Path, draft: Path, ranks: int, pha
     filled.model_fields_set.difference_update(open_)  # values from a profile do not count as given
     try:
         filled.make_plan(True, ranks)
-    except UserError as error:  # the settings alone are valid, so the profile does not fit
+    except UserError as error:  # `resolve` has checked the settings alone, so the profile causes the error
         if named:
             raise UserError(f"--plan {file} is refused: {error}") from None
         phases.note(f"{file} is not used: {error}")
@@ -115,7 +121,8 @@ def apply_profile(settings: Settings, target: Path, draft: Path, ranks: int, pha
 
 
 def _check_profile_usable(settings: Settings, draft: Path | None) -> None:
-    """Raises UsageError if a profile given by --plan cannot set anything."""
+    """Raises UsageError if a profile given by --plan would have no effect, because there is no draft or no draft
+    tree."""
     why = None
     if draft is None:
         why = "fills in settings of a draft, and there is no draft model: name one with --draft-model"
@@ -128,7 +135,7 @@ def _check_profile_usable(settings: Settings, draft: Path | None) -> None:
 
 
 def _model_names(settings: Settings) -> tuple[str, str | None]:
-    """Names of target and draft; the demo models if no target is given."""
+    """Returns the names of target and draft; those of the demo models if no target is given."""
     if settings.model is not None:
         return settings.model, settings.draft_model
     embedded = demo_model_path("draft") if settings.draft_url is None else None
@@ -136,7 +143,7 @@ def _model_names(settings: Settings) -> tuple[str, str | None]:
 
 
 def demo_model_path(side: Literal["target", "draft"]) -> str:
-    """Directory of a demo model. Raises UserError if it is missing."""
+    """Returns the directory of a demo model. Raises UserError if it is missing."""
     path = DEMO_DIR / side
     if not (path / "config.json").is_file():
         raise UserError(f"the demo models are missing ({path}): name yours with --model and --draft-model")
@@ -144,7 +151,7 @@ def demo_model_path(side: Literal["target", "draft"]) -> str:
 
 
 def check_worker_settings(settings: Settings, ranks: int) -> None:
-    """Raises UsageError if the settings of workers contradict others."""
+    """Raises UsageError if --target-url or --draft-url contradicts another setting or the number of ranks."""
     for ours, url in (("model", "target_url"), ("draft_model", "draft_url")):
         if getattr(settings, url) is not None and getattr(settings, ours) is not None:
             raise UsageError(f"{flag_name(ours)} and {flag_name(url)} name one model twice: leave one out")
@@ -160,14 +167,16 @@ def check_worker_settings(settings: Settings, ranks: int) -> None:
 
 
 def requested_emulation(settings: Settings) -> StepTimeEmulation | None:
-    """Step times to emulate, or None. Raises UserError if --emulate is invalid."""
+    """Returns the step times that --emulate requests; None if it is not set. Raises UserError if its value is
+    invalid."""
     from swiftspec.profiles import emulation
 
     return None if settings.emulate is None else emulation.parse_emulation(settings.emulate)
 
 
 def generation_defaults(path: Path) -> dict[str, Any]:
-    """Sampling values from a checkpoint's generation_config.json. `do_sample: false` means greedy."""
+    """Returns the default sampling values of a model by setting name, from its generation_config.json. `do_sample:
+    false` becomes temperature 0. Returns an empty dict if the file is missing; raises UserError if it is invalid."""
     file = path / "generation_config.json"
     if not is_file(file):
         return {}

@@ -6,17 +6,19 @@ from swiftspec.config import EngineConfig
 from swiftspec.params import SamplingParams
 from swiftspec.settings_schema import require
 
-MAX_LOCAL_RANKS = 64  # that a command starts without a launcher
+MAX_LOCAL_RANKS = 64  # ranks that a command starts itself, without a launcher
 
 
 def split_ranks(
     mode: str, ranks: int, target_tp: int | None, draft_tp: int | None, *, single_rank_ok: bool = False
 ) -> tuple[int, int]:
-    """Splits `ranks` ranks into (target_tp, draft_tp); None: not given. Raises UserError if the numbers do not add up.
+    """Splits `ranks` ranks into (target_tp, draft_tp). Raises UserError if the given sizes do not match `ranks` or the
+    mode.
 
-    `single_rank_ok`: mode async needs one rank only, because both models run on its GPU or a worker runs one of them;
-    the split is (1, 0) then. If neither number is given, the draft gets a quarter of the ranks, since a small model
-    gains little from more (paper, Table 1).
+    `target_tp`, `draft_tp`: sizes that the user gave; None: not given. If neither is given in mode async, the draft
+    gets a quarter of the ranks, at least one: a small model gains little from more (paper, Table 1).
+    `single_rank_ok`: mode async may have one rank, with the split (1, 0), because both models run on its GPU or a
+    worker runs one of them.
     """
     if mode != "async":
         require(target_tp in (None, ranks), f"mode {mode} takes all {ranks} ranks for the target, not {target_tp}")
@@ -43,8 +45,12 @@ def split_ranks(
 def requested_ranks(
     mode: str | None, target_tp: int | None, draft_tp: int | None, *, has_draft: bool, gpu: bool = False
 ) -> int:
-    """Number of ranks that --target-tp and --draft-tp request, for a command that no launcher has started. Raises
-    UserError if there are too many."""
+    """Returns the number of ranks that --target-tp and --draft-tp request, for a command that no launcher has started.
+    Raises UserError if it exceeds MAX_LOCAL_RANKS.
+
+    `has_draft`: a draft model is given, or used by default. `gpu`: --device is cuda, so that one rank can run both
+    models.
+    """
     ranks = target_tp or 1
     if mode is None and has_draft and (ranks > 1 or draft_tp):
         mode = "async"
@@ -56,7 +62,8 @@ def requested_ranks(
 
 
 def acceptance_advice(plan: EngineConfig, sampling: SamplingParams) -> str | None:
-    """Advice if draft and target sample in different ways, so that fewer tokens are accepted than possible."""
+    """Returns advice if the draft's children are selected without the noise with which the target samples, which lowers
+    the acceptance rate; else None."""
     if plan.mode in ("ar", "smc") or sampling.greedy:
         return None
     if plan.proposal == "top":

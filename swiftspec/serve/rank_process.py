@@ -1,7 +1,7 @@
 """Process of one rank, which a supervisor starts: `python -m swiftspec.serve.rank_process CONTROL INCARNATION --
 FLAGS`.
 
-CONTROL is the file descriptor of the control socket.
+CONTROL is the file descriptor of the control socket, INCARNATION the number of restarts of this rank so far.
 """
 
 from __future__ import annotations

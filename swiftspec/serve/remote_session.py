@@ -1,4 +1,4 @@
-"""Session with a remote target: a worker runs the model and sends its tokenizer; no local model is needed."""
+"""Session with a remote target: a worker runs the model and sends its tokenizer; no local target is needed."""
 
 from __future__ import annotations
 
@@ -32,8 +32,11 @@ if TYPE_CHECKING:
 def open_local_or_remote(
     settings: Settings, phases: StartupProgress, world: World | None = None, *, warm_up: bool = False
 ) -> Session:
-    """Opens the session that the settings name, local or with a remote target. Raises UserError if anything does not
-    fit."""
+    """Opens a session: with a remote target if --target-url is set, else with local models. Raises UserError if the
+    settings are invalid or the models do not match.
+
+    `warm_up`: see `open_session`; has no effect with a remote target.
+    """
     if settings.target_url is None:
         return open_session(settings, phases, world, warm_up=warm_up)
     check_worker_settings(settings, 1 if world is None else world.size)
@@ -56,12 +59,12 @@ def _open(
 ) -> Session:
     path = Path(folder.name)
     for name, data in target.files().items():
-        if name in TOKENIZER_FILES:  # no other file of the worker is written
+        if name in TOKENIZER_FILES:  # a worker must not make this process write other files
             (path / name).write_bytes(data)
     defaults = generation_defaults(path)
     renderer = TemplateRenderer(path)
     if not settings.raw and may_have_template(path):
-        renderer.start()  # its imports take as long as those of this process
+        renderer.start()  # its imports run concurrently with those of this process, which take as long
     phases.begin("tokenizers")
     codec = TextCodec(path, renderer)
     if codec.digest != target.about.tokenizer:
@@ -89,7 +92,7 @@ def _open(
 def _options(
     settings: Settings, phases: StartupProgress, draft: Path | None, codec: TextCodec
 ) -> tuple[LoadOptions, int]:
-    """Returns the options for the roles, including those of a local draft, and the number of threads."""
+    """Returns the load options, including those of a local draft, and the number of threads of one operator."""
     trace = None if settings.trace is None else Path(settings.trace)
     if draft is None:
         worker = draft_worker(settings)

@@ -1,4 +1,4 @@
-"""Session of a command: a loaded pair of models with its tokenizer, which answers one prompt at a time."""
+"""Session of a command: a loaded model pair with its tokenizer, which answers one prompt at a time."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """A loaded pair of models and its tokenizer."""
+    """A loaded model pair and its tokenizer."""
 
     llm: LLMBase
     codec: TextCodec
@@ -49,8 +49,8 @@ class Session:
     threads: int
     model_defaults: Mapping[str, Any]  # sampling values of the target's generation_config.json
     packed_cache: str | None = None  # --packed-cache, if given
-    tokenizer_folder: TemporaryDirectory[str] | None = None  # files of a remote target's tokenizer
-    wrap_chunks: Callable[[Iterator[TokenChunk]], Iterator[TokenChunk]] = lambda chunks: chunks  # observes each answer
+    tokenizer_folder: TemporaryDirectory[str] | None = None  # contains the tokenizer files of a remote target
+    wrap_chunks: Callable[[Iterator[TokenChunk]], Iterator[TokenChunk]] = lambda chunks: chunks  # wraps each answer
 
     def encode(self, text: str, settings: Settings) -> list[int]:
         """Encodes a single prompt: as raw text with --raw, otherwise as the only turn of a chat."""
@@ -63,7 +63,8 @@ class Session:
         return self.codec.encode_chat(messages, self.llm.max_model_len)
 
     def sampling_params(self, settings: Settings) -> SamplingParams:
-        """Sampling parameters of an answer. The negative prompt is encoded like a single prompt."""
+        """Returns the sampling parameters of an answer. With guidance, encodes the negative prompt like a single
+        prompt."""
         if settings.guidance_scale == 1:
             return settings.sampling_params(self.model_defaults)
         return settings.sampling_params(self.model_defaults, self.encode(settings.negative_prompt or "", settings))
@@ -75,18 +76,19 @@ class Session:
         wrap: Callable[[Iterator[TokenChunk]], Iterator[TokenChunk]] = lambda chunks: chunks,
         **overrides: Any,
     ) -> TextStream:
-        """Decodes one answer as a stream; its statistics are in `llm.stats`.
+        """Starts decoding one answer and returns its text as a stream. The statistics are in `llm.stats`.
 
-        `wrap`: wraps the engine's chunks, and may end them early. `overrides`: sampling values that differ from the
-        settings. Raises UserError if the prompt is empty or does not fit the context.
+        `wrap`: applied to the iterator over the engine's chunks; may end it early. `overrides`: fields of
+        SamplingParams that replace those of the settings. Raises UserError if the prompt is empty or does not fit the
+        context.
         """
         sampling = replace(self.sampling_params(settings), **overrides)
         chunks = wrap(self.wrap_chunks(self.llm.stream(prompt, sampling)))
         return TextStream(chunks, self.codec, sampling.stop, prompt[-16:] if settings.raw else ())
 
     def close(self, *, will_restart: bool = False) -> None:
-        """Shuts down the other ranks (see `LLM.close`) and the processes and files of this session. Warns if the trace
-        or the packed weights are incomplete."""
+        """Shuts down the other ranks (see `LLM.close`) and the template process, and deletes temporary files. Warns if
+        the trace or the packed weights are incomplete."""
         try:
             self.llm.close(will_restart=will_restart)
         finally:
@@ -110,11 +112,12 @@ def open_session(
     render_chats: bool = True,
     on_resolved: Callable[[ResolvedModels], None] = lambda found: None,
 ) -> Session:
-    """Resolves, checks and loads the models that the settings name. Raises UserError if anything does not fit.
+    """Locates, checks and loads the models that the settings name. Raises UserError if the settings are invalid or the
+    models do not match.
 
     `warm_up`: decode two tokens before returning.
     `render_chats`: start the process that renders chat templates; in a server the front end does that.
-    `on_resolved`: called once the models are resolved, before they are loaded.
+    `on_resolved`: called once the models are located, before they are loaded.
     """
     resolved = ResolvedModels.resolve(settings, 1 if world is None else world.size, phases)
     on_resolved(resolved)
@@ -138,9 +141,9 @@ def _load_tokenizer(resolved: ResolvedModels, phases: StartupProgress, *, start_
     """Imports torch and loads the target's tokenizer. Raises UserError if the draft has another vocabulary."""
     renderer = TemplateRenderer(resolved.target)
     if start_renderer and may_have_template(resolved.target):
-        renderer.start()  # its imports take as long as those of this process
+        renderer.start()  # its imports run concurrently with those of this process, which take as long
     phases.begin("libraries")
-    importlib.import_module("torch")  # most of the start of small models
+    importlib.import_module("torch")  # takes most of the startup time of small models
     phases.begin("tokenizers")
     codec = TextCodec(resolved.target, renderer)
     if resolved.draft is not None:
@@ -169,8 +172,8 @@ def _print_advice(
 def _load_llm(
     settings: Settings, resolved: ResolvedModels, codec: TextCodec, world: World | None, phases: StartupProgress
 ) -> tuple[LLMBase, str, int]:
-    """Loads the models. Returns them with the dtype's name and the number of threads. Raises UserError if there
-    is not enough memory."""
+    """Loads the models. Returns them with the name of the dtype and the number of threads of one operator. Raises
+    UserError if there is not enough memory."""
     phases.begin("target weights")
     from swiftspec.llm import LLM
 
@@ -190,7 +193,8 @@ def _load_llm(
 
 
 def run_follower_rank(settings: Settings, world: World) -> None:
-    """Runs any rank but 0 until rank 0 shuts it down. Raises UserError for the same reasons as rank 0, and RankLost."""
+    """Runs a rank other than 0 until rank 0 shuts it down. Raises UserError if the settings or models are invalid, as
+    rank 0 does, and RankLost if a rank fails."""
     from swiftspec import llm
     from swiftspec.distributed.launch.config_check import report_startup_error
 
@@ -201,7 +205,8 @@ def run_follower_rank(settings: Settings, world: World) -> None:
 
 
 def load_options(settings: Settings, target: Path, world: World | None) -> tuple[LoadOptions, str, int]:
-    """Returns the options for loading the models, and for display the name of the dtype and the number of threads."""
+    """Sets the thread counts of this process. Returns the options for loading the models, and for display the name of
+    the dtype and the number of threads of one operator."""
     import torch
 
     device = resolve_device(settings.device)
@@ -226,10 +231,11 @@ def load_options(settings: Settings, target: Path, world: World | None) -> tuple
 
 
 class WeightProgress:
-    """Shows the loader's progress. The loader does not name the model: each one starts at 0 bytes, in a fixed order."""
+    """Progress callback of the weight loader: shows bytes and rate. The loader does not pass the name of the model, so
+    a call with `done` 0 begins the next one of `names`."""
 
     def __init__(self, phases: StartupProgress, *names: str) -> None:
-        """`names`: phases in loading order; those of a pair by default."""
+        """`names`: titles of the phases in loading order; target weights and draft weights by default."""
         self._phases, self._names = phases, names or ("target weights", "draft weights")
         self._models, self._began = 0, 0.0
 

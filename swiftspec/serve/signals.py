@@ -1,4 +1,5 @@
-"""Termination by a signal: the exit code is that of the signal, whatever happens to the exception on its way."""
+"""Termination by a signal: the exit code is 128 + the signal's number, even if other code replaces or suppresses the
+exception that the signal raises."""
 
 from __future__ import annotations
 
@@ -11,17 +12,20 @@ from contextlib import suppress
 from types import FrameType
 from typing import Any
 
-SIGNAL_GRACE_S = 10.0  # for a process to clean up
+SIGNAL_GRACE_S = 10.0  # time for a process to clean up after a signal
 TERMINATION_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class TerminationGuard:
-    """Context in which a signal raises KeyboardInterrupt or SystemExit in the main thread, and is recorded.
+    """Context manager in which a termination signal raises KeyboardInterrupt or SystemExit in the main thread, and sets
+    `exit_code`.
 
-    Native code may turn the exception into another one, and some code continues after any exception; therefore
-    `exit_code` stores the exit code of the first signal. A process that still runs `grace_s` later is ended
-    immediately, by a thread. The interpreter's C handler notifies that thread through a file descriptor, so it works
-    even if the main thread never returns from a native call. Signals that were ignored before stay ignored.
+    `exit_code` is that of the first signal, or None. Callers use it instead of the exception, which native code may
+    turn into another one and other code may suppress.
+
+    A process that still runs `grace_s` seconds after a signal is ended immediately, by a thread. The interpreter's C
+    handler notifies that thread through a file descriptor, so it works even if the main thread never returns from a
+    native call. Signals that were ignored before stay ignored.
     """
 
     def __init__(self, grace_s: float = SIGNAL_GRACE_S, signals: tuple[int, ...] = TERMINATION_SIGNALS) -> None:
@@ -61,7 +65,7 @@ class TerminationGuard:
     def _watch(self) -> None:
         try:
             while numbers := os.read(self._read_fd, 64):
-                for number in numbers:  # another handler may be installed at the moment
+                for number in numbers:  # a signal counts only if no other handler is installed at the moment
                     if number in self._previous_handlers and signal.getsignal(number) == self._handle:
                         self._exit_after_grace(128 + number)
                         return
@@ -69,9 +73,10 @@ class TerminationGuard:
             os.close(self._read_fd)
 
     def _exit_after_grace(self, code: int) -> None:
-        """Waits for the end of the command; ends the process after the grace period."""
+        """Waits until the context is left. If that takes longer than the grace period, ends the process, with exit code
+        `code` if the Python handler has not run."""
         poll = select.poll()
-        poll.register(self._read_fd, 0)  # a closed writing end is reported without being requested
+        poll.register(self._read_fd, 0)  # poll reports POLLHUP, a closed writing end, without being asked
         poll.poll(self._grace_s * 1000)
         if not self._finished:
             _restore_terminal(self._terminal_state)
@@ -79,7 +84,7 @@ class TerminationGuard:
 
 
 def _read_terminal_state() -> list[Any] | None:
-    """Settings of the terminal, or None without one."""
+    """Returns the settings of the terminal on standard input; None if that is not a terminal."""
     try:
         return termios.tcgetattr(0)
     except termios.error:
@@ -87,7 +92,8 @@ def _read_terminal_state() -> list[Any] | None:
 
 
 def _restore_terminal(state: list[Any] | None) -> None:
-    """Restores the terminal's settings and shows the cursor; works in a background process group too."""
+    """Restores the terminal's settings and shows the cursor, also from a background process group. Does nothing if
+    `state` is None."""
     if state is None:
         return
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTTOU})

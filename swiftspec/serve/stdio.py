@@ -1,5 +1,5 @@
-"""Standard output and standard error of a command. A failed write to standard output ends the command with one line; a
-failed write to standard error is ignored."""
+"""Standard output and standard error of a command. A failed write to standard output ends the command with a one-line
+error; a failed write to standard error is ignored."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class OutputLost(UserError):
 
 
 class _AnswerStream(io.TextIOWrapper):
-    """Standard output. The first failed write raises the reason and redirects the file to /dev/null, so that buffered
-    text causes no second error, not even at the interpreter's exit."""
+    """Standard output. The first failed write raises BrokenPipeError or OutputLost and redirects the file descriptor to
+    /dev/null, so that buffered text causes no second error, not even at the interpreter's exit."""
 
     failure: Exception | None = None
 
@@ -77,13 +77,14 @@ class CommandStreams:
 @contextmanager
 def command_streams(first: bool) -> Iterator[CommandStreams]:
     """Installs the output streams of a command and restores the previous ones at the end. Streams that are not the
-    process's own, such as those of a test, are left in place. `first`: this is rank 0; other ranks print nothing."""
+    process's own, such as those of a test, are left unchanged. `first`: whether this is rank 0; the standard output of
+    other ranks is discarded."""
     before = sys.stdout, sys.stderr
-    for closed in (0, 1, 2):  # otherwise a file that is opened later would get the messages of libraries
+    for closed in (0, 1, 2):  # if one stays closed, the next opened file gets its number and receives library messages
         try:
             os.fstat(closed)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)  # gets the lowest free number
+            os.open(os.devnull, os.O_RDWR)  # the kernel assigns the lowest free number, which is `closed`
     answers = messages = None
     if sys.stderr is sys.__stderr__:
         encoding = "utf-8" if sys.stderr is None else sys.stderr.encoding
@@ -110,5 +111,5 @@ def _open_fd(number: int) -> io.BufferedWriter:
 
 
 def warn(text: str) -> None:
-    """Prints a warning, even if progress and notes are not shown."""
+    """Prints a warning on standard error, even if progress and notes are not shown."""
     print(f"swiftspec: warning: {text}", file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""Terminal: startup progress, Ctrl-C, colours, and escaping of control characters."""
+"""Terminal: startup progress, Ctrl-C, colours, and replacement of control characters."""
 
 from __future__ import annotations
 
@@ -20,18 +20,19 @@ if TYPE_CHECKING:
     from swiftspec.engine import TokenChunk
 
 ACCEPTED_STYLE = "underline green"
-C0_PICTURES = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"}  # to control pictures
+C0_PICTURES = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"}  # control code -> its picture
 VISIBLE_CONTROLS = C0_PICTURES | dict.fromkeys(range(0x7F, 0xA0), 0xFFFD)
 
 
 def visible(text: str) -> str:
-    """Replaces control characters by visible ones, so that they have no effect on the terminal."""
+    """Replaces control characters, except newline and tab, by visible ones, so that they have no effect on the
+    terminal."""
     return text.translate(VISIBLE_CONTROLS)
 
 
 def line_reader() -> Callable[[], str]:
-    """Returns a function that reads one message. It raises EOFError on Ctrl-D, and KeyboardInterrupt on Ctrl-C in an
-    empty line."""
+    """Returns a function that reads one message from the terminal. The function raises EOFError on Ctrl-D, and
+    KeyboardInterrupt on Ctrl-C in an empty line."""
     from prompt_toolkit import PromptSession
     from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
 
@@ -58,7 +59,7 @@ def print_note(console: Console, text: str, style: str = "dim") -> None:
 
 
 class Painter:
-    """Writes an answer to a terminal: accepted draft tokens underlined and, unless NO_COLOR is set, coloured."""
+    """Output of an answer to a terminal: accepted draft tokens are underlined and, unless NO_COLOR is set, coloured."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -75,8 +76,8 @@ class Painter:
 
 
 class Interrupt:
-    """Context in which Ctrl-C ends an answer between two rounds. Before the first token, and when pressed a second
-    time, it raises KeyboardInterrupt immediately."""
+    """Context manager in which Ctrl-C ends an answer after the current round. A Ctrl-C before the first token, or a
+    second one, raises KeyboardInterrupt immediately."""
 
     def __init__(self) -> None:
         self.pressed = False
@@ -96,7 +97,7 @@ class Interrupt:
         self.pressed = True
 
     def until_pressed(self, chunks: Iterator[TokenChunk]) -> Iterator[TokenChunk]:
-        """Yields the chunks until Ctrl-C is pressed."""
+        """Yields the chunks until Ctrl-C is pressed, then closes their iterator."""
         try:
             for chunk in chunks:
                 self._began = True
@@ -110,9 +111,9 @@ class Interrupt:
 
 
 class KeyInterrupt(Interrupt):
-    """Ctrl-C under a launcher such as torchrun, which handles the terminal's signals and would end all ranks. During an
-    answer the terminal delivers it as a key, which is read between two rounds; other keys are discarded.
-    """
+    """Interrupt for a rank under a launcher such as torchrun, which would end all ranks on the terminal's SIGINT.
+    During an answer the terminal delivers Ctrl-C as a character instead of a signal. It is read between two rounds;
+    other keys are discarded."""
 
     def __enter__(self) -> KeyInterrupt:
         super().__enter__()
@@ -134,7 +135,7 @@ class KeyInterrupt(Interrupt):
 
 
 class StartupProgress:
-    """Progress of the start on stderr: one live line in a terminal, otherwise a line per phase; nothing if `quiet`."""
+    """Startup progress on stderr: in a terminal one line that is updated, else one line per phase; none if `quiet`."""
 
     def __init__(self, quiet: bool = False) -> None:
         self._began = self._phase_began = time.monotonic()
@@ -147,7 +148,7 @@ class StartupProgress:
             self._status.start()
 
     def begin(self, phase: str, step: str = "") -> None:
-        """Begins a phase, or updates the current one. `step`: its progress."""
+        """Begins `phase` if it is not the current one. `step`: progress within the phase, shown in a terminal only."""
         if phase != self._phase:
             self._end()
             self._phase, self._phase_began = phase, time.monotonic()
@@ -157,16 +158,16 @@ class StartupProgress:
             self._status.update(f"{phase} {step}".rstrip())
 
     def warn(self, text: str) -> None:
-        """Prints a warning, even if the phases are not shown."""
+        """Prints a warning, even if `quiet`."""
         print(f"swiftspec: warning: {text}", file=sys.stderr, flush=True)
 
     def note(self, text: str) -> None:
-        """Prints a note, if the phases are shown."""
+        """Prints a note, unless `quiet`."""
         if self._lines:
             print(f"swiftspec: {text}", file=sys.stderr, flush=True)
 
     def ready(self) -> None:
-        """Ends the last phase and prints the duration of each."""
+        """Ends the last phase and prints the duration of the startup and of each phase."""
         self._end()
         self.close()
         if self._lines:
@@ -174,7 +175,7 @@ class StartupProgress:
             print(f"swiftspec: ready in {total:.1f} s ({', '.join(self._done)})", file=sys.stderr, flush=True)
 
     def close(self) -> None:
-        """Removes the live line; also called after a failure."""
+        """Removes the progress line from the terminal; also called after a failure."""
         if self._status is not None:
             self._status.stop()
             self._status = None

@@ -16,12 +16,14 @@ MAX_TOKEN_BYTES = 4096
 
 
 def draft_worker(settings: Settings) -> WorkerAddress | None:
-    """Address of the draft worker, if there is one."""
+    """Returns address and credentials of the draft worker; None if --draft-url is not set. Raises UserError if they are
+    invalid."""
     return None if settings.draft_url is None else _worker(settings, settings.draft_url, "--draft-url")
 
 
 def target_worker(settings: Settings) -> WorkerAddress:
-    """Address of the target worker. --target-url must be set."""
+    """Returns address and credentials of the target worker. --target-url must be set. Raises UserError if they are
+    invalid."""
     assert settings.target_url is not None
     return _worker(settings, settings.target_url, "--target-url")
 
@@ -35,7 +37,8 @@ def _worker(settings: Settings, url: str, flag: str) -> WorkerAddress:
 
 
 def load_security(settings: Settings) -> RpcSecurity:
-    """Reads the token and the certificates. Raises UsageError if one cannot be read."""
+    """Reads the token and the PEM files that the settings name. Raises UsageError if one cannot be read or is
+    invalid."""
     read = {name: _pem(getattr(settings, f"tls_{name}"), f"--tls-{name}") for name in ("cert", "key", "ca")}
     return RpcSecurity(_token(settings.token), **read)
 

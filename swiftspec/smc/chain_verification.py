@@ -1,11 +1,11 @@
-"""Verification of chains: which draft tokens the target accepts, and the token that it adds.
+"""Batched verification of draft chains: the number of draft tokens that the target accepts, and its bonus token.
 
-Batched, for a device, without branches and without loops over rows: `accept_matching_prefix` and
-`verify_by_rejection`. Trees are verified on the host, one at a time (tree/acceptance.py, tree/rejection.py). All
-methods are exact for any sampling parameters: logits are processed (temperature, filters, penalties, bias) before they
-are passed in, and forbidden tokens are -inf.
+`verify_by_rejection` and `accept_matching_prefix` run on the device, without branches and without loops over requests.
+Trees are verified on the host, one at a time (tree/acceptance.py, tree/rejection.py). Both functions are exact for any
+sampling parameters: the caller applies temperature, filters, penalties and bias to the logits, and forbidden tokens are
+-inf.
 
-Symbols: B requests, K draft tokens per request, V tokens. Wrong shapes raise ValueError.
+Shapes: one chain of K draft tokens per request, V tokens in the vocabulary.
 """
 
 from __future__ import annotations
@@ -15,31 +15,31 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-RESIDUAL_FLOOR = 1e-30  # weight of p in a residual; matters only where rounding leaves a residual of zero
+RESIDUAL_FLOOR = 1e-30  # weight of p that is added to a residual, which rounding could make zero
 
 
 @dataclass(frozen=True, slots=True)
 class ChainVerdict:
-    """The outcome for B chains."""
+    """Result of the verification of a batch of chains."""
 
-    accepted: Tensor  # [B, K] bool, a prefix of each row
-    count: Tensor  # [B] int64, number of accepted tokens
-    bonus: Tensor  # [B] int64, the target's token after the accepted ones
+    accepted: Tensor  # [requests, K] bool; True for the leading tokens that are accepted
+    count: Tensor  # [requests] int64, number of accepted tokens
+    bonus: Tensor  # [requests] int64, the token after the accepted ones
 
 
 def verify_by_rejection(target: Tensor, draft: Tensor, tokens: Tensor, uniforms: Tensor, noise: Tensor) -> ChainVerdict:
-    """Rejection sampling of tokens that were sampled from the draft: the output follows p, whatever q is.
+    """Verifies draft tokens by rejection sampling: the output follows p, whatever q is.
 
-    `target`, `draft`: [B, K + 1, V] and [B, K, V] processed logits of p and q. A draft row without a finite logit is a
-    q of zeros.
-    `tokens`: [B, K] sampled from q.
-    `uniforms`: [B, K] uniform in (0, 1).
-    `noise`: [B, V] standard Gumbel.
+    `target`: processed logits of p, [requests, K + 1, V].
+    `draft`: processed logits of q, [requests, K, V]; a row without a finite logit counts as q = 0 for every token.
+    `tokens`: [requests, K], sampled from q.
+    `uniforms`: [requests, K], uniform in (0, 1), one per acceptance test.
+    `noise`: [requests, V], standard Gumbel noise for the token after the accepted ones.
 
-    A token is accepted with probability min(1, p / q). The first rejected one is replaced by a sample of the residual
-    distribution norm(max(0, p - q)); after K accepted tokens one is sampled from p. Arithmetic is float32, or float64
-    for float64 logits. Probabilities of a whole [B, K, V] are never materialised. Source: Leviathan et al. 2023,
-    algorithm 1.
+    A token is accepted with probability min(1, p / q). The first rejected token is replaced by a sample of the residual
+    distribution norm(max(0, p - q)); if all K tokens are accepted, the next token is sampled from p. Raises ValueError
+    on wrong shapes. Arithmetic is float32, or float64 for float64 logits. The softmax is computed for one position at a
+    time, so probabilities [requests, K, V] are never materialised. Source: Leviathan et al. 2023, algorithm 1.
     """
     _check_shapes(tokens, target=(target, 1), draft=(draft, 0))
     if uniforms.shape != tokens.shape:
@@ -47,7 +47,7 @@ def verify_by_rejection(target: Tensor, draft: Tensor, tokens: Tensor, uniforms:
     steps, rows = tokens.shape[1], torch.arange(tokens.shape[0], device=tokens.device)
     kind = torch.float64 if target.dtype == torch.float64 else torch.float32
     log_p, log_q = (_log_probs(logits, tokens, kind) for logits in (target, draft))
-    # a token with q = 0 was not sampled; p = 0 would make the difference NaN
+    # q > 0, since the tokens were sampled from q; a token with p = 0 is always rejected
     passes = (uniforms.to(kind).log() < log_p - log_q) & (log_p > -torch.inf)
     accepted = passes.long().cumprod(-1).bool()
     count = accepted.sum(-1)
@@ -60,7 +60,8 @@ def verify_by_rejection(target: Tensor, draft: Tensor, tokens: Tensor, uniforms:
 
 
 def _check_shapes(tokens: Tensor, **logits: tuple[Tensor, int]) -> None:
-    """`logits`: by name, the tensor and its number of rows beyond the K of `tokens` [B, K]."""
+    """Raises ValueError unless `tokens` is [requests, K] and the logits have matching shapes. `logits`: by name, a
+    tensor [requests, K + extra, V] and `extra`."""
     if tokens.dim() != 2:
         raise ValueError(f"tokens must be [requests, draft tokens], not {list(tokens.shape)}")
     batch, steps = tokens.shape
@@ -72,14 +73,19 @@ def _check_shapes(tokens: Tensor, **logits: tuple[Tensor, int]) -> None:
 
 
 def accept_matching_prefix(best: Tensor, tokens: Tensor) -> ChainVerdict:
-    """Accepts draft tokens [B, K] as long as each equals the target's own token, `best` [B, K + 1]."""
+    """Accepts the draft tokens before the first one that differs from the target's token.
+
+    `best`: [requests, K + 1], the target's token at each position, the bonus token included.
+    `tokens`: [requests, K] draft tokens.
+    """
     accepted = (best[:, :-1] == tokens).long().cumprod(-1).bool()
     count = accepted.sum(-1)
     return ChainVerdict(accepted, count, best.gather(1, count[:, None]).squeeze(1))
 
 
 def _log_probs(logits: Tensor, tokens: Tensor, kind: torch.dtype) -> Tensor:
-    """log softmax(logits [B, >= K, V]) of tokens [B, K]: [B, K], one position at a time."""
+    """Returns the log-probabilities [requests, K] of `tokens` [requests, K] under softmax(`logits`), in dtype `kind`.
+    `logits`: [requests, at least K, V]. Processes one position at a time."""
     out = torch.empty(tokens.shape, dtype=kind, device=logits.device)
     for k in range(tokens.shape[1]):
         row = logits[:, k].to(kind)

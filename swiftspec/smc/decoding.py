@@ -18,7 +18,7 @@ from swiftspec.smc.population import EITHER_MODEL, SequenceGroup
 
 
 class Population(Protocol):
-    """Decodes sequence groups; `LocalPopulation` documents the methods."""
+    """A population of sequence groups, one per request; `LocalPopulation` documents the methods."""
 
     @property
     def busy(self) -> tuple[float, float]: ...
@@ -42,13 +42,16 @@ class Population(Protocol):
 def decode_population(
     population: Population, admit: Callable[[], bool] = lambda: False, on_event: Observer = no_observer
 ) -> Iterator[tuple[SequenceGroup, tuple[int, ...]]]:
-    """Decodes the groups of a population, all of them round by round, until the last one is released.
+    """Decodes the requests of a population round by round, until the last one is released. Yields (group, new tokens)
+    pairs.
 
-    After a round it yields, for each group, the new tokens that all its particles share, often none: only these are
-    certain to be part of the answer. The last tokens of a group, with `SequenceGroup.answer` set, complete the particle
-    that was picked; the group has been released by then. A group whose logits are not finite is released without an
-    answer (`SequenceGroup.not_finite`); the others continue. While there is room, `admit` is called to admit another
-    request and returns whether it has.
+    After each round it yields for every group the new tokens that all its particles share, often none: only these are
+    certain to be part of the answer. When a group is finished, one of its particles is picked as the answer
+    (`SequenceGroup.answer`), the group is released, and the rest of the answer is yielded. A group whose logits are not
+    finite is released without an answer (`SequenceGroup.not_finite`); the other groups continue.
+
+    `admit`: called while the population has room; admits another request and returns whether it has.
+    `on_event`: observer, called with "collected" and the tokens before they are yielded.
     """
     num_sent: dict[SequenceGroup, int] = {}  # tokens yielded so far
 
@@ -69,13 +72,14 @@ def decode_population(
             return
         if population.launch():
             population.collect()
-            # a group with an answer finished during `launch`; its remaining tokens are yielded above
+            # a group that finished during `launch` has an answer; the loop above yields its remaining tokens
             for group in [group for group in population.groups if group.answer is None]:
                 yield new(group, group.tokens)
 
 
 def _last(population: Population, group: SequenceGroup) -> Sequence[int]:
-    """All tokens of a finished group."""
+    """Returns all tokens of a finished group: its answer, or the tokens that its particles share if logits are not
+    finite."""
     try:
         return population.finish(group).tokens
     except NonFiniteLogits:
@@ -84,37 +88,42 @@ def _last(population: Population, group: SequenceGroup) -> Sequence[int]:
 
 @dataclass(slots=True, eq=False)
 class BatchRequest:
-    """One request of a batch. Its times are measured from admission."""
+    """A request of a batch with its statistics. Its times begin with its prefill: they do not include the wait before
+    it."""
 
     start: RequestStart
     stop_criteria: StopCriteria
     stats: Stats
     error: UserError | None = None  # set if its finish reason is "error"
-    started_at: float = 0.0
-    admitted_at: float = 0.0
-    busy_before: tuple[float, float] = (0.0, 0.0)  # busy time of both models at its admission
+    started_at: float = 0.0  # start of its prefill, in seconds of `time.perf_counter`
+    admitted_at: float = 0.0  # end of its prefill
+    busy_before: tuple[float, float] = (0.0, 0.0)  # `Population.busy` at `admitted_at`
 
     @property
     def number(self) -> int:
         return self.start.request
 
     def ended_chunk(self, reason: str) -> TokenChunk:
-        """The last chunk of a request that ends early, with its finish reason."""
+        """Returns the last chunk of a request that ends early: no tokens and the finish reason, which is also recorded
+        in `stats`."""
         self.stats.finish_reason = reason
         return TokenChunk((), 0, reason)
 
 
-NextRequest = Callable[[], BatchRequest | None]  # the next waiting request, if any
-IsCancelled = Callable[[BatchRequest], bool]
+NextRequest = Callable[[], BatchRequest | None]  # returns the next waiting request, or None
+IsCancelled = Callable[[BatchRequest], bool]  # returns whether a request is to end early
 
 
 class ParticleDecoding:
-    """Decodes with sequence groups. A chunk often has no token, since it contains only what all particles share; the
-    remaining tokens come last."""
+    """Decoding with sequence groups, for one request or for a batch.
+
+    A chunk contains only the new tokens that all particles of the group share, so it is often empty; the last chunk
+    contains the rest of the answer.
+    """
 
     def __init__(self, population: Population, on_event: Observer = no_observer) -> None:
         self.population, self._on_event = population, on_event
-        self._group: SequenceGroup | None = None  # of a single request
+        self._group: SequenceGroup | None = None  # group of the request that `open` has begun
 
     @property
     def busy(self) -> tuple[float, float]:
@@ -140,8 +149,11 @@ class ParticleDecoding:
         self._on_event("closed", stats)
 
     def batch(self, next_request: NextRequest, cancelled: IsCancelled) -> Generator[tuple[BatchRequest, TokenChunk]]:
-        """Decodes requests concurrently, as many as there are groups. While there is room `next_request` is called for
-        another one; the batch ends once it returns None and all admitted requests have ended.
+        """Decodes requests concurrently, at most one per sequence group. Yields (request, chunk) pairs.
+
+        `next_request`: called while a group is free; the batch ends once it returns None and all admitted requests have
+        ended.
+        `cancelled`: called before a request is admitted and after each round.
 
         The finish reason of a request's last chunk is "stop", "length", "abort" if `cancelled` returned True for it, or
         "error" if its logits are not finite (`BatchRequest.error`); the other requests are not affected.
@@ -217,7 +229,7 @@ class ParticleDecoding:
         return TokenChunk(tokens, accepted, stats.finish_reason)
 
     def _end(self, group: SequenceGroup, stats: Stats) -> None:
-        """Records the outcome of a group in any state."""
+        """Picks the answer of a group, finished or not, and records its result in `stats`."""
         with suppress(NonFiniteLogits):  # then no particle can be picked
             answer = self.population.finish(group)
             stats.population = None if self.population.exact else answer
@@ -230,7 +242,7 @@ class ParticleDecoding:
 
 
 def chain_parents(steps: int) -> tuple[int, ...]:
-    """The parents of a chain: a root and `steps` draft tokens."""
+    """Returns the parents of the nodes of a chain: -1 for the root, then 0, 1, ... for its `steps` draft tokens."""
     return tuple(range(-1, steps))
 
 

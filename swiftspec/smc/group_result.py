@@ -1,7 +1,4 @@
-"""The result of a sequence group: its texts and their weights, one of which is the answer.
-
-Symbol: N particles.
-"""
+"""The result of a sequence group: the texts of its particles with their weights, one of which is the answer."""
 
 from __future__ import annotations
 
@@ -14,36 +11,38 @@ from swiftspec.smc import weights
 
 @dataclass(frozen=True, slots=True)
 class Particle:
-    """One of the texts of a finished group, and its share of the weight."""
+    """The text of one particle of a finished group, and its weight."""
 
     tokens: tuple[int, ...]
     stopped: bool  # by a stop token
-    weight: float
+    weight: float  # normalised: the weights of a group add up to 1
 
 
 @dataclass(frozen=True, slots=True)
 class GroupResult:
-    """The particle that was picked, and statistics of its group."""
+    """The answer of a sequence group, which is the text of the particle that was picked, and statistics of the
+    group."""
 
-    tokens: list[int]
+    tokens: list[int]  # the answer
     stopped: bool  # by a stop token
-    coalesced_prefix: int  # tokens that all particles shared at the end
+    coalesced_prefix: int  # number of leading tokens that all particles share
     ess_mean: float  # effective sample size, mean over the rounds
     resample_rate: float  # share of rounds with a resampling
-    log_z: float  # estimate of the power target's log-normaliser
-    full: bool  # the cache had no room for another round
-    compactions: int
-    moved_slots: int  # by compactions; fan-out and resampling move no KV
+    log_z: float  # estimate of log Z, the log-normaliser of the power target (smc/weights.py)
+    full: bool  # the group ended because its tree region had no room for another round
+    compactions: int  # number of compactions of its tree region
+    moved_slots: int  # slots whose KV compactions moved; fan-out and resampling move no KV
     particles: tuple[Particle, ...] = ()  # all of them; their weights add up to 1
-    uniform: float = 0.5  # in (0, 1), the number by which the particle was picked
+    uniform: float = 0.5  # uniform number in (0, 1) by which the answer was picked
 
     def choices(self, count: int, considered: int | None = None) -> list[Particle]:
-        """Up to `count` different texts that represent all N, in order of descending weight. Copies of a text are
-        merged, so there may be fewer. Averaged over seeds, each text's weight equals its weight in the population
-        (`thin_weights` in smc/weights.py).
+        """Returns up to `count` different texts that represent the population, in order of descending weight.
 
-        With `considered` > `count`, that many are drawn and the `count` heaviest of them are returned. These no longer
-        represent the population; their weights show which part of it they are.
+        Particles with equal texts are merged first, so there may be fewer than `count`. The expected weight of a text
+        over seeds is its weight in the population (`thin_weights` in smc/weights.py).
+
+        `considered`: number of texts to draw, of which the `count` heaviest are returned; default `count`. If it is
+        larger, the returned texts represent only the part of the population that the sum of their weights shows.
         """
         whole = dict[tuple[int, ...], Particle]()
         for each in self.particles:

@@ -7,12 +7,13 @@ from swiftspec.errors import UserError
 from swiftspec.params import SamplingParams
 from swiftspec.tree.mask import MASK_WIDTHS
 
-MAX_REGION_SLOTS = 32768  # tree slots of all groups together, at most
+MAX_REGION_SLOTS = 32768  # maximum number of tree slots of all groups together
 
 
 def region_slots(config: PopulationConfig, context: int) -> int:
-    """Tree slots of each group: enough for N texts of `context` tokens, if that fits MAX_REGION_SLOTS. A multiple of
-    the widest window. Raises UserError if two rounds of every group do not fit."""
+    """Returns the number of tree slots per group: enough for N texts of `context` tokens, but at most the group's share
+    of MAX_REGION_SLOTS; a multiple of the widest mask window. Raises UserError if that share does not hold two
+    rounds."""
     widest, groups = MASK_WIDTHS[-1], config.smc_groups
     if config.chains is not None:  # a chain is committed to the prefix within two rounds
         return -(-4 * config.slots_per_round // widest) * widest
@@ -29,8 +30,8 @@ def region_slots(config: PopulationConfig, context: int) -> int:
 
 
 def check_sampling(sampling: SamplingParams, chains: bool = False) -> None:
-    """Raises UserError for sampling parameters that sequence groups do not support. `chains`: exact batching, with one
-    verified chain per group."""
+    """Raises UserError for sampling parameters that sequence groups do not support. `chains`: True for exact batching,
+    with one verified chain per group; False for mode smc."""
     who, instead = ("a batch", "take max_num_seqs 1") if chains else ("mode smc", "take mode serial")
     if sampling.greedy and not chains:
         raise UserError("mode smc samples, and temperature 0 leaves nothing to sample: raise it, or take mode serial")

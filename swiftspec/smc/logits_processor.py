@@ -1,4 +1,5 @@
-"""Logits processing of sequence groups by their sampling parameters, without device synchronisation."""
+"""Processing of the logits of sequence groups (bias, penalties, temperature, filters), without device
+synchronisation."""
 
 from __future__ import annotations
 
@@ -17,11 +18,12 @@ from swiftspec.sampling.sampler import Sampler, SamplerOps
 
 
 class LogitsProcessor:
-    """The distributions of one request, or of several with equal parameters: p of the target and q of the draft.
+    """Processing of raw logits to the distributions p of the target and q of the draft, for requests with equal
+    parameters.
 
-    Filters apply to p only: the draft must cover the target's support (smc/weights.py). Penalties apply to both and
-    come first: if there are any, all other methods take the output of `penalise`. `key` is equal for requests that can
-    share one processor.
+    Filters (min_p, top_k, top_p) apply to p only, because q must reach every token that p reaches (smc/weights.py).
+    Penalties apply to both: if `penalised`, the input of all other methods is the output of `penalise` instead of raw
+    logits. `key`: equal for requests that can share a processor.
     """
 
     def __init__(self, sampling: SamplingParams, vocab: int, device: torch.device, ops: SamplerOps) -> None:
@@ -33,19 +35,19 @@ class LogitsProcessor:
             sampling = replace(sampling, logit_bias={}, **no)
         self._draft = Sampler(replace(sampling, top_k=0, top_p=1.0, min_p=0.0), (), vocab, device)
         self._target = Sampler(replace(sampling, top_p=1.0), (), vocab, device)
-        self.temperature, self.bias = sampling.temperature, self._draft.bias  # sufficient without filters
+        self.temperature, self.bias = sampling.temperature, self._draft.bias  # complete without filters and penalties
 
     @property
     def penalised(self) -> bool:
-        """Whether a row's logits depend on the tokens of its text."""
+        """Whether a penalty is set, so that logits depend on the preceding tokens."""
         return self._penalties is not None
 
     def penalise(self, logits: Tensor, prompts: Tensor, counts: Tensor) -> Tensor:
-        """Applies bias and penalties: raw logits [A, ..., N, >= V] -> [A, ..., N, V]. Without penalties only the
-        vocabulary is cut.
+        """Applies bias and penalties to raw logits [groups, ..., N, at least V] and returns [groups, ..., N, V].
+        Without penalties it applies neither and only cuts the logits to the vocabulary.
 
-        `prompts`: [A, V] bool, the tokens of each group's prompt.
-        `counts`: [A, ..., N, V], the token counts of each row's text so far.
+        `prompts`: [groups, V] bool, whether a token occurs in the group's prompt.
+        `counts`: [groups, ..., N, V], occurrences of each token in the output before the row's next token.
         """
         logits = logits[..., : self._vocab]
         if self._penalties is None:
@@ -56,23 +58,35 @@ class LogitsProcessor:
         return self._penalties.apply_penalties(logits, prompts, counts)
 
     def target(self, logits: Tensor) -> Tensor:
-        """The target's logits: [n, >= V] raw -> [n, V] with temperature, bias and filters."""
+        """Returns the target's processed logits [rows, V]: raw logits [rows, at least V] with bias, temperature and
+        filters."""
         shaped = self._target.process_logits(logits, None)
         return filters.apply_top_p(shaped, self._top_p, num_candidates=shaped.shape[-1]) if self._top_p < 1 else shaped
 
     def tempered(self, logits: Tensor) -> Tensor:
-        """[n, >= V] raw -> [n, V] with temperature and bias: the draft's logits, or the target's without filters."""
+        """Returns the draft's processed logits [rows, V]: raw logits [rows, at least V] with bias and temperature.
+        Without filters, these are the target's too."""
         return self._draft.process_logits(logits, None)
 
     def draw(self, logits: Tensor, keys: Tensor, power: float = 1.0) -> tuple[Tensor, Tensor]:
-        """Samples a token [n] from each row of raw logits, without filters, raised to `power`, with the noise of its
-        key [n]; -1 where logits are not finite. Also returns its log-probability [n], NaN where logits are not finite.
+        """Samples a token from each row, with bias and temperature, without filters.
+
+        `logits`: raw logits [rows, at least V].
+        `keys`: [rows], keys of the sampling noise.
+        `power`: exponent of the distribution, which is then normalised.
+
+        Returns the tokens [rows], -1 where logits are not finite, and their log-probabilities [rows], NaN there.
         """
         return self._ops.draw_keyed(logits, self._vocab, keys, self._scores(power))
 
     def draw_autoregressive(self, logits: Tensor, keys: Tensor | None) -> Tensor:
-        """Samples a token [n] from each row of raw logits as autoregressive decoding does, with the noise of its key
-        [n], or greedily at temperature 0; -1 where logits are not finite."""
+        """Samples a token from each row as autoregressive decoding does, with bias, temperature and filters.
+
+        `logits`: raw logits [rows, at least V].
+        `keys`: [rows], keys of the sampling noise; None at temperature 0, which is greedy.
+
+        Returns the tokens [rows], -1 where logits are not finite.
+        """
         params, bias, temperature = self._draft.params, self._draft.bias, 1.0
         if self.filtered:
             logits, bias = self.target(logits), None
@@ -83,7 +97,8 @@ class LogitsProcessor:
         return self._ops.draw_keyed(logits, self._vocab, keys, Scores(temperature, bias))[0]
 
     def log_probs(self, logits: Tensor, tokens: Tensor) -> Tensor:
-        """The log-probabilities [n] of tokens [n], given raw logits, without filters."""
+        """Returns the log-probabilities [rows] of `tokens` [rows] under raw logits [rows, at least V] with bias and
+        temperature, without filters."""
         return self._ops.log_probs(logits, self._vocab, tokens, self._scores())
 
     def _scores(self, power: float = 1.0) -> Scores:
@@ -92,18 +107,19 @@ class LogitsProcessor:
 
 @dataclass(frozen=True, slots=True)
 class GroupSpan:
-    """A run of neighbouring groups with equal logits parameters."""
+    """Consecutive groups with equal logits parameters, which share a processor."""
 
     processor: LogitsProcessor
-    groups: slice  # positions among the groups
+    groups: slice  # positions in the particle tensors
 
     def rows(self, particles: int) -> slice:
-        """Their rows in a forward with N rows per group."""
+        """Returns the rows of these groups in a batch that has `particles` rows per group."""
         return slice(self.groups.start * particles, self.groups.stop * particles)
 
 
 def group_spans(processors: Sequence[LogitsProcessor | None]) -> list[GroupSpan]:
-    """The spans of groups with these processors. A group that never had a request joins its neighbour."""
+    """Returns the spans of groups, given the processor of each group. A group that never had a request (None) joins the
+    span before it."""
     spans: list[GroupSpan] = []
     for processor, run in groupby(range(len(processors)), lambda group: processors[group]):
         places = [*run]
@@ -115,10 +131,11 @@ def group_spans(processors: Sequence[LogitsProcessor | None]) -> list[GroupSpan]
 
 
 def penalise_spans(spans: Sequence[GroupSpan], logits: Tensor, prompts: Tensor, counts: Tensor) -> Tensor:
-    """Applies `LogitsProcessor.penalise` span by span to raw logits [A, ..., N, >= V]."""
+    """Applies `LogitsProcessor.penalise` to raw logits [groups, ..., N, at least V], each group with its own
+    processor."""
     return concatenate([s.processor.penalise(logits[s.groups], prompts[s.groups], counts[s.groups]) for s in spans])
 
 
 def concatenate(parts: Sequence[Tensor]) -> Tensor:
-    """Concatenates along the first dimension; a single part is returned as is."""
+    """Concatenates along the first dimension; returns a single tensor unchanged, without a copy."""
     return parts[0] if len(parts) == 1 else torch.cat([*parts])

@@ -1,15 +1,16 @@
-"""Particles over the tree region of the cache: the mask is the genealogy.
+"""Particles in the tree region of the KV cache. The rows of the tree mask record their genealogy.
 
-A particle is a path of tree slots, and its mask row marks them. A slot belongs to a token as soon as the token is
-sampled; copies of a row that are made before the token's KV exists share the slot and write the same values to it. So
-fan-out and resampling move mask rows and no KV, and the reference count of a slot is the sum of its column. What a
-`DraftTree` keeps on the host is kept here in tensors on the device: a round never waits for them.
+A particle is a path of tree slots, and its mask row marks these slots. A slot belongs to a token as soon as the token
+is sampled; copies of a particle that are made before the token's KV exists share the slot and write the same values to
+it. So fan-out and resampling copy mask rows and move no KV, and the reference count of a slot is the sum of its mask
+column. What a `DraftTree` keeps on the host is kept here in tensors on the device, so that a round never waits for the
+host.
 
 A group is the particles of one request, with its own cache sequence, weights and clock. All groups are in the same
 tensors and never read each other's data.
 
-Symbols: G groups of N particles, K draft tokens per round, R slots of a tree region, W slots in the window of a round,
-L tokens.
+Shapes: N particles per group, K draft tokens per round, V tokens in the vocabulary; `slots` is the size of a tree
+region and `width` that of its part in use, the window.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from torch import Tensor
 
 from swiftspec.backends.reference import resampling
 
-DEAD, LIVE, SHARED = 0, 1, 2  # slot states: held by no live row, by some, by all (and its KV is written)
+DEAD, LIVE, SHARED = 0, 1, 2  # slot states: used by no live row, by some, by all (and its KV is written)
 STATE_FIELDS = (
     "mask",
     "_ends",
@@ -40,7 +41,8 @@ STATE_FIELDS = (
 
 
 class Particles:
-    """The state of G groups. Rows are stable; resampling overwrites their contents.
+    """State of the particles of all groups. A particle is a row of its group's tensors; resampling overwrites the
+    contents of a row with those of another.
 
     A finished row keeps its tokens and weight and can still be a source or destination of resampling. Its slots are
     freed, since its KV is never read again.
@@ -56,17 +58,17 @@ class Particles:
             return torch.zeros(shape, dtype=dtype, device=device)
 
         self.step, self._resample = step, resample
-        self.limit = zeros(g)  # maximum length of the texts, at most `max_tokens`
+        self.limit = zeros(g)  # maximum length of a group's texts, at most `max_tokens`
         self.log_weights = zeros(g, n, dtype=torch.float64)
         # The state that a copy inherits is in three tensors, so that resampling copies three kinds of rows.
         self.mask = zeros(g, n, slots, dtype=torch.bool)
         self._ends = zeros(g, n, 2, dtype=torch.bool)
         self._path = zeros(g, n, resampling.PATH_HEADER_WORDS + max_tokens + step)
-        self.base = zeros(g)  # tree slots handed out
-        self.clock = zeros(g)  # draws so far, counted from the end of the prompt; keys the noise
-        self.log_z = zeros(g, dtype=torch.float64)  # sum over all resamplings so far
-        self.ess = zeros(g, dtype=torch.float64)  # summed over the rounds
-        self.resampled = zeros(g)  # rounds with a resampling
+        self.base = zeros(g)  # number of tree slots allocated so far
+        self.clock = zeros(g)  # length of the prompt plus draws so far; keys the noise
+        self.log_z = zeros(g, dtype=torch.float64)  # log of the mean weight, summed over the resamplings
+        self.ess = zeros(g, dtype=torch.float64)  # effective sample size, summed over the rounds
+        self.resampled = zeros(g)  # number of rounds with a resampling
         self.rounds = zeros(g)
         self._rows = torch.arange(n, device=device)
         self._steps = torch.arange(step, device=device)
@@ -76,7 +78,7 @@ class Particles:
     def _bind_views(self) -> None:
         self.finished, self.stopped = self._ends.unbind(-1)  # stopped: by a stop token rather than by length
         self.length = self._path[..., 0]
-        # The two tokens without draft KV; the second one, the pending token, has no target KV either.
+        # The last two tokens of each row, without draft KV; the second, the pending token, has no target KV either.
         self.tail_tokens, self.tail_slots, self.tail_positions = self._path[..., 1:7].split(2, -1)
         self.tokens = self._path[..., resampling.PATH_HEADER_WORDS :]
         self._weighed = resampling.ResamplingState(
@@ -84,7 +86,7 @@ class Particles:
         )
 
     def first_groups(self, groups: int) -> Particles:
-        """A view of the first groups, on the same tensors."""
+        """Returns a view of the first `groups` groups, which shares their tensors."""
         some = copy.copy(self)
         for name in STATE_FIELDS:
             setattr(some, name, getattr(self, name)[:groups])
@@ -93,7 +95,7 @@ class Particles:
 
     @property
     def state(self) -> list[Tensor]:
-        """All tensors that belong to groups: [G, ...] each."""
+        """All tensors of the state; their first dimension is the group."""
         return [getattr(self, name) for name in STATE_FIELDS]
 
     @property
@@ -106,8 +108,8 @@ class Particles:
         return self.tokens.shape[1]
 
     def fan_out(self, group: int, token: int, position: int, limit: int) -> None:
-        """Starts N particles from one prompt, whose last token is pending in tree slot 0 at position `position`. Texts
-        end after `limit` tokens."""
+        """Starts the N particles of a group from a prompt. `token`, `position`: the prompt's last token and its
+        absolute position; the token is pending in tree slot 0. `limit`: maximum number of output tokens."""
         self.mask[group] = False
         self.mask[group, :, 0] = True
         books = (self.log_z, self.ess, self.resampled, self.rounds)
@@ -120,19 +122,21 @@ class Particles:
         self.clock[group].fill_(position + 1)
 
     def release(self, group: int) -> None:
-        """Ends a request in any state. A round may run over a group without a request; all its rows count as
-        finished."""
+        """Ends the request of a group, finished or not. All rows of the group then count as finished, because a round
+        may still run over it."""
         self.mask[group] = False
         self._ends[group] = True
         self.reset_idle(slice(group, group + 1))
 
     def reset_idle(self, groups: slice) -> None:
-        """Frees the slots that a round has handed out to groups without a request."""
+        """Resets the slot and round counts of groups without a running request, which a captured round increases as
+        well."""
         self.base[groups] = 1
         self.rounds[groups] = 0
 
     def new_slots(self) -> Tensor:
-        """[G, N, K + 1], the tree slots of this round's tokens: topological, and contiguous per step."""
+        """Returns the tree slots [groups, N, K + 1] of this round's tokens. The N slots of a step follow those of the
+        step before it, so slots are in topological order."""
         return self.base[:, None, None] + self._steps * self.count + self._rows[:, None]
 
     def append_round(
@@ -141,11 +145,12 @@ class Particles:
         """Appends a round to every unfinished row, and finishes rows at a stop token or at their length limit.
         Allocates N (K + 1) slots per group.
 
-        `drafts`: [G, N, K], of which the first `accepted` [G, N] are kept.
-        `bonus`: [G, N], the token after those: bonus token or residual sample.
-        `terms`: [G, N, K + 1], log-weights by position in the new text; the last one that counts belongs to the bonus
-        token.
-        `stops`: [G, V] bool.
+        `drafts`: [groups, N, K] draft tokens, of which the first `accepted` [groups, N] are kept.
+        `bonus`: [groups, N], the token after those: bonus token or residual sample.
+        `terms`: [groups, N, K + 1], log-weight of each new token; entry `accepted` is that of `bonus`, later entries
+        are ignored.
+        `stops`: [groups, V] bool, the stop tokens.
+        `width`: tree slots in the window, including the new ones.
         """
         slots, place = self.new_slots(), self._steps
         at = accepted[..., None]
@@ -175,13 +180,14 @@ class Particles:
         self.clock += self.step
 
     def resample(self, threshold: float, uniform: Tensor, width: int) -> None:
-        """Resamples each group whose effective sample size is below `threshold` N, by one number per group in `uniform`
-        [G]."""
+        """Resamples each group whose effective sample size is below `threshold` times N. `uniform`: [groups], one
+        uniform number per group. `width`: tree slots in the window."""
         self._resample(self._weighed, uniform, threshold, width)
 
     def slot_states(self, width: int) -> Tensor:
-        """DEAD, LIVE or SHARED [G, W] for each tree slot. A token of a row's tail is never SHARED: its KV is not
-        written yet. Later rounds keep DEAD slots dead, and SHARED slots shared by all live rows."""
+        """Returns the state of each tree slot in the window: DEAD, LIVE or SHARED [groups, width]. Slots of the last
+        two tokens of a row are never SHARED, since their KV is not complete. In later rounds DEAD slots stay dead, and
+        SHARED slots stay shared by all live rows."""
         mask = self.mask[..., :width]
         counts = mask.sum(1)
         live = self.count - self.finished.sum(1, keepdim=True)
@@ -192,8 +198,8 @@ class Particles:
         return torch.where(counts == 0, DEAD, torch.where(shared, SHARED, LIVE))
 
     def compact(self, group: int, path: Sequence[int], keep: Sequence[int]) -> None:
-        """Applies `KVCache.commit_sequence(path, keep)`: the path leaves the window, `keep` become the slots 0, 1,
-        ..."""
+        """Updates a group after `KVCache.commit_sequence(path, keep)`: the slots in `path` leave the tree region, and
+        those in `keep` become slots 0, 1, ..."""
         mask, device = self.mask[group], self.mask.device
         kept = torch.tensor(keep, dtype=torch.int64, device=device)
         place = torch.zeros(mask.shape[1], dtype=torch.int64, device=device)
@@ -206,26 +212,27 @@ class Particles:
         self.base[group].fill_(len(keep))
 
     def ref_counts(self, group: int, width: int | None = None) -> Tensor:
-        """The number of live rows of a group that hold each tree slot: [W] int64."""
+        """Returns the number of live rows of a group that use each tree slot, [width] int64. `width`: slots to count;
+        default all."""
         return self.mask[group, :, :width].sum(0)
 
     def counts(self, vocab: int) -> Tensor:
-        """[G, N, V] float32, how often each token occurs in each row's text."""
+        """Returns how often each token occurs in each row's text: [groups, N, `vocab`] float32."""
         places = torch.arange(self.tokens.shape[-1], device=self.tokens.device)
         there = (places < self.length[..., None]).to(torch.float32)
         found = torch.zeros(self.groups, self.count, vocab, device=self.tokens.device)
         return found.scatter_add_(-1, self.tokens.clamp(0, vocab - 1), there)
 
     def common_lengths(self) -> Tensor:
-        """[G], the number of leading tokens that all rows of a group share, finished rows included, since any of them
-        may become the answer."""
+        """Returns the number of leading tokens that all rows of a group share, [groups]. Finished rows are included,
+        since any of them may become the answer."""
         same = (self.tokens == self.tokens[:, :1]).all(1)
         return torch.minimum(same.cumprod(-1).sum(-1), self.length.amin(-1))
 
     def log_evidence(self) -> Tensor:
-        """[G], the estimates of log Z."""
+        """Returns the estimates [groups] of log Z (smc/weights.py)."""
         return self.log_z + self._log_mean()
 
     def _log_mean(self) -> Tensor:
-        """[G], the logarithm of the mean weight."""
+        """Returns the logarithms [groups] of the mean weight."""
         return self.log_weights.logsumexp(-1) - math.log(self.count)

@@ -1,15 +1,13 @@
-"""Populations of particles: host side. smc/round.py is the device side.
+"""Populations of particles: the host side. smc/round.py is the device side.
 
-A request is admitted when one of G cache sequences is free: its prompt is prefilled once, into that sequence, and N
-particles fan out from it. It takes part in every round until all its particles have finished, and is then released with
-a result, which frees its sequence for the next request. A single request is a batch of one group.
+A request is admitted when a cache sequence is free: its prompt is prefilled once, into that sequence, and N particles
+fan out from it. It takes part in every round until all its particles have finished, and is then released with a result,
+which frees its sequence for the next request. A single request is a batch of one group.
 
 The host launches rounds and counts tree slots, N (K + 1) per round and group, without reading from the device.
-Everything
-else that it needs (which particles have finished, which slots are free, which tokens all particles of a group share) it
-reads from an asynchronous copy, one round late if the device runs ahead.
+Everything else that it needs (which particles have finished, which slots are free, which tokens all particles of a
+group share) it reads from an asynchronous copy, one round late if the device runs ahead.
 
-Symbols: G groups of N particles, K draft tokens per round.
 Source: SMC-SD engine v0.1 sections 3.1, 3.2 and 3.5, v0.2 section 3.
 """
 
@@ -34,7 +32,7 @@ from swiftspec.smc.particles import LIVE, SHARED
 from swiftspec.smc.prefix_reuse import SequencePrefixes
 from swiftspec.smc.round import PopulationRound
 
-EITHER_MODEL = "the target's or the draft's"  # whose logits are not finite, for error messages
+EITHER_MODEL = "the target's or the draft's"  # `whose` of NonFiniteLogits: a result does not show which one it is
 
 
 @dataclass(slots=True, eq=False)
@@ -44,25 +42,25 @@ class SequenceGroup:
     sequence: int  # index of its cache sequence, exclusive until it is released
     executor: PopulationExecutor  # the fastest one that supports the request; slower ones support it too
     prompt: Sequence[int]
-    num_cached_tokens: int  # prompt tokens taken from earlier requests
+    num_cached_tokens: int  # prompt tokens whose KV an earlier request has computed
     committed_tokens: int  # tokens of prompt and answer that are known to be in the cache's prefix region
     max_rounds: int
     compact_at: int  # tree slots in use at which the next compaction is due
-    used_slots: int = 1  # tree slots handed out
+    used_slots: int = 1  # number of tree slots allocated
     rounds: int = 0
     tokens: list[int] = field(default_factory=list)  # shared by all particles, as of the last result read
     all_finished: bool = False  # every particle has finished
-    slot_states: NDArray | None = None  # of its slots as of the last result read; None since a compaction
-    full: bool = False  # the cache has no room for another round
+    slot_states: NDArray | None = None  # state of each tree slot in the last result read; None after a compaction
+    full: bool = False  # its tree region has no room for another round
     not_finite: bool = False  # its logits or weights are not finite
     accepted: list[int] = field(default_factory=list)  # accepted draft tokens, per round
-    compactions: int = 0
-    moved_slots: int = 0
+    compactions: int = 0  # number of compactions
+    moved_slots: int = 0  # slots whose KV compactions moved
     answer: GroupResult | None = None  # set once a particle is picked
 
     @property
     def is_finished(self) -> bool:
-        """Whether it needs no further round."""
+        """Whether the group takes part in no further round."""
         return self.all_finished or self.full or self.not_finite or self.rounds == self.max_rounds
 
 
@@ -76,7 +74,7 @@ class LaunchedGroup:
 
 
 class LocalPopulation:
-    """The population of this process: both models and up to G sequence groups.
+    """Population on models of this process: target, draft and up to `smc_groups` sequence groups.
 
     In a tensor-parallel group each rank holds its shards of both models. The logits are gathered, so all ranks execute
     everything else identically.
@@ -86,10 +84,10 @@ class LocalPopulation:
         self, target: Runner, draft: Runner, executors: Sequence[PopulationExecutor], config: PopulationConfig, *,
         max_tokens: int, lag: int = 0, reuse_prefixes: bool = True,
     ) -> None:  # fmt: skip
-        """`executors`: those that can run rounds of both models, the fastest first.
-        `max_tokens`: the longest answer.
-        `lag`: rounds by which the host is behind the device.
-        `reuse_prefixes`: reuse the KV of earlier prompts with the same prefix.
+        """`executors`: executors of population rounds on these models, the fastest first.
+        `max_tokens`: maximum length of an answer.
+        `lag`: number of launched rounds whose results the host does not wait for.
+        `reuse_prefixes`: whether the KV of earlier prompts with the same prefix is reused.
         """
         self.target, self.draft, self.config = target, draft, config
         self.executors = executors
@@ -99,7 +97,7 @@ class LocalPopulation:
                 runner.cache.reset(config.smc_groups)
         self.round = PopulationRound(target, draft, config, max_tokens)
         self.particles = self.round.particles
-        self._slots = self.particles.mask.shape[-1]  # of each group's tree region
+        self._slots = self.particles.mask.shape[-1]  # tree slots of each group
         self._prefixes = SequencePrefixes([target.cache, draft.cache], reuse_prefixes)
         self.groups: list[SequenceGroup] = []  # in order of admission
         self._order = [*range(config.smc_groups)]  # sequence of the group at each position of the particle tensors
@@ -116,12 +114,12 @@ class LocalPopulation:
 
     @property
     def exact(self) -> bool:
-        """Whether outputs follow the target's distribution exactly: chains, each verified."""
+        """Whether every group is a verified chain, whose output follows the target's distribution exactly."""
         return self.config.chains is not None
 
     @property
     def max_requests(self) -> int:
-        """How many requests can be decoded in one batch."""
+        """Maximum number of requests that are decoded concurrently."""
         return self.config.smc_groups
 
     @property
@@ -130,11 +128,13 @@ class LocalPopulation:
         return len(self.groups) < self.max_requests
 
     def select_executor(self, start: RequestStart) -> PopulationExecutor:
-        """The executor that runs a request."""
+        """Returns the executor for a request: the one that the leader has chosen, otherwise the fastest that supports
+        it."""
         return select_executor(self.executors, features_of(start.sampling, "population"), start.executor)
 
     def admit(self, start: RequestStart, stops: Collection[int], limit: int) -> SequenceGroup:
-        """Prefills the prompt on both models and fans out N particles. Other groups are not affected.
+        """Prefills the prompt on both models and fans out N particles. Returns their group. Other groups are not
+        affected.
 
         An answer ends at a token of `stops` or after `limit` tokens. Requires `has_room`, and a request that
         `check_sampling` accepts.
@@ -153,8 +153,8 @@ class LocalPopulation:
         return group
 
     def launch(self) -> bool:
-        """Launches a round of all groups that need one. Returns False if no group needs one, or no group has room for
-        one (`SequenceGroup.full`)."""
+        """Launches a round of all groups that are not finished. Returns False if there is no such group, or if none of
+        them has room for a round (`SequenceGroup.full`)."""
         going = [group for group in self.groups if not group.is_finished and self._ensure_slots(group)]
         going = [group for group in going if not group.is_finished]  # `_ensure_slots` may have read new results
         if not going:
@@ -178,14 +178,13 @@ class LocalPopulation:
         return True
 
     def collect(self) -> None:
-        """Reads the results of all rounds but the last `lag` ones."""
+        """Reads the results of all launched rounds except the last `lag`."""
         while len(self._in_flight) > self.lag:
             self._read_result()
 
     def finish(self, group: SequenceGroup) -> GroupResult:
-        """Picks one particle of a group as its answer, once. Waits for the device. Raises NonFiniteLogits if the
-        group's
-        logits or weights are not finite."""
+        """Returns the result of a group; the first call picks the particle that is its answer. Waits for the device.
+        Raises NonFiniteLogits if the group's logits or weights are not finite."""
         self._read_results_of(group)
         if group.not_finite:
             raise NonFiniteLogits(EITHER_MODEL)
@@ -194,9 +193,10 @@ class LocalPopulation:
         return group.answer
 
     def release(self, group: SequenceGroup) -> None:
-        """Ends a request in any state and frees its sequence. Its committed tokens stay in the cache."""
+        """Ends the request of a group, finished or not, and frees its cache sequence. The KV of its committed tokens
+        stays in the cache for later prompts."""
         if group in self.groups:
-            self._read_results_of(group)  # its sequence may have to be wiped
+            self._read_results_of(group)  # if its logits are not finite, its sequence must be wiped first
             self.groups.remove(group)
             self._prefixes.set_prefix(group.sequence, [*group.prompt, *group.tokens][: group.committed_tokens])
             self.particles.release(self._order.index(group.sequence))
@@ -223,7 +223,8 @@ class LocalPopulation:
         )
 
     def _prefill_prompt(self, start: RequestStart) -> tuple[int, int]:
-        """Prefills a free sequence of both caches. Returns the sequence and the number of cached prompt tokens."""
+        """Prefills all prompt tokens except the last into a free sequence of both caches. Returns the index of the
+        sequence and the number of cached prompt tokens."""
         tokens, runners = start.tokens, (self.target, self.draft)
         if self.max_requests == 1:
             return 0, min(runner.open(tokens, max_cached=start.num_cached_tokens) for runner in runners)
@@ -234,8 +235,8 @@ class LocalPopulation:
         return sequence, num_cached
 
     def _move_to_front(self, sequences: list[int]) -> None:
-        """Moves the groups of these sequences, in this order, to the first positions, which the next round runs
-        over."""
+        """Moves the groups of these sequences, in this order, to the first positions of the particle tensors, because a
+        round runs over the first groups."""
         if self._order[: len(sequences)] != sequences:
             order = [*self._order]
             for place, sequence in enumerate(sequences):
@@ -245,7 +246,8 @@ class LocalPopulation:
             self._order = order
 
     def _ensure_slots(self, group: SequenceGroup) -> bool:
-        """Returns whether another round of a group fits, and compacts the group first if that is due."""
+        """Compacts a group if that is due. Returns whether its tree region has room for another round; sets
+        `SequenceGroup.full` if not."""
         limit = self._slots - self.config.slots_per_round
         if group.used_slots >= group.compact_at:
             self._compact(group)
@@ -288,8 +290,8 @@ class LocalPopulation:
     def _compact(self, group: SequenceGroup) -> None:
         """Commits the slots that all live particles share to the prefix region and frees the dead ones.
 
-        Uses the slot states of the last result read and does not wait; slots handed out since then stay. The next
-        compaction is due once as many slots as survived, or two rounds' worth if that is more, have been handed out.
+        Uses the slot states of the last result read and does not wait; slots allocated since then stay. The next
+        compaction is due after `max(slots that stay, slots of two rounds)` further slots have been allocated.
         """
         if group.slot_states is None:
             return
@@ -301,7 +303,7 @@ class LocalPopulation:
         for runner in (self.target, self.draft):
             runner.cache.commit_sequence(group.sequence, path, keep)
         group.executor.compact(self.round, self._order.index(group.sequence), path, keep)
-        # the path is a prefix of every live particle, and so are the shared tokens
+        # the path may be longer than the shared tokens that the host has read; only these are known
         group.committed_tokens = min(group.committed_tokens + len(path), len(group.prompt) + len(group.tokens))
         group.used_slots, group.slot_states = len(keep), None
         group.compactions += 1

@@ -16,8 +16,8 @@ from swiftspec.runtime.prefix_cache import MIN_CACHED_TOKENS, Tokens, common_pre
 
 
 class SequencePrefixes:
-    """The token prefixes whose KV the sequences of some caches hold. All caches are filled alike. With `enabled` False
-    every prompt is prefilled from its first token."""
+    """Record of the tokens whose KV the prefix of each cache sequence holds. `caches`: KV caches of target and draft,
+    which hold the same tokens. `enabled`: if False, every prompt is prefilled from its first token."""
 
     def __init__(self, caches: Sequence[KVCache], enabled: bool = True) -> None:
         self._caches, self._enabled = caches, enabled
@@ -26,9 +26,13 @@ class SequencePrefixes:
         self._lru = [*range(sequences)]  # least recently used first
 
     def acquire(self, tokens: Sequence[int], busy: Collection[int]) -> tuple[int, int]:
-        """Chooses a sequence for a prompt, none of the `busy` ones, and fills its prefix with the longest matching
-        prefix of any sequence, excluding the prompt's last token. Returns the sequence and the length; the rest is to
-        be prefilled."""
+        """Selects a sequence for a prompt that is not in `busy`, and fills its prefix with the longest prefix of the
+        prompt that any sequence holds. Returns the sequence and the length of that prefix; the caller prefills the
+        rest.
+
+        `tokens`: the prompt. Its last token is never part of the prefix.
+        `busy`: sequences of running requests.
+        """
         wanted = np.array(tokens[:-1], np.int64)
         shared = {each: common_prefix_len(self._cached(each), wanted) for each in self._lru}
         source = max(self._lru, key=lambda each: (shared[each], each not in busy))
@@ -47,7 +51,7 @@ class SequencePrefixes:
         return sequence, count
 
     def set_prefix(self, sequence: int, text: Sequence[int]) -> None:
-        """Records the tokens that the prefix of a sequence starts with."""
+        """Records that the prefix of a sequence begins with the tokens `text`."""
         self._tokens[sequence] = np.array(text if self._enabled else (), np.int64)
         self._touch(sequence)
 
@@ -56,5 +60,5 @@ class SequencePrefixes:
         self._lru.append(sequence)
 
     def _cached(self, sequence: int) -> Tokens:
-        """The recorded tokens that are still in the prefix; none after it was wiped."""
+        """Returns the recorded tokens whose KV a sequence still holds: an empty array after it was wiped."""
         return self._tokens[sequence][: self._caches[0].prefix_len[sequence]]

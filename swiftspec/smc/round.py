@@ -1,16 +1,18 @@
-"""One round of all groups on the device: K draft steps, target scores, weights, bonus token, resampling; no host work.
+"""One round of all groups on the device: K draft forwards, one target forward, weights, bonus token, resampling; no
+host work.
 
-A round has one shape whatever it samples, so it never synchronises: tensors on the device hold its state. Everything
-that it reads and writes stays at fixed addresses, as a captured graph requires: one graph per window width and number
-of groups.
+A round has the same shape whatever it samples, and tensors on the device hold its state, so it never synchronises with
+the host. Everything that it reads and writes stays at fixed addresses, so that a CUDA graph can capture it: one graph
+per window width and number of groups.
 
-The groups that take part are the first ones in every tensor, at the positions 0..A - 1, ordered by sequence. They form
-one flat batch, ordered by group, then step, then particle. Each forward runs over all of them, and so does all that
-follows, except where requests have different logits parameters: then each run of equal neighbours is processed
-separately.
+The groups that take part are the first ones in every tensor, ordered by cache sequence. They form one flat batch,
+ordered by group, then step, then particle. Each forward runs over the whole batch, and so does all later processing,
+except where requests have different logits parameters: then each run of consecutive groups with equal parameters
+(`GroupSpan`) is processed separately.
 
-Symbols: A groups of N particles, K draft tokens per round, W tree slots in the window, V tokens, S sequences. Source:
-SMC-SD engine v0.1 section 3.3, v0.2 sections 3 to 5; smc/weights.py derives the distribution.
+Shapes: `groups` is the number of groups that take part, `width` the number of tree slots in the window; N particles per
+group, K draft tokens per round, V tokens in the vocabulary. Source: SMC-SD engine v0.1 section 3.3, v0.2 sections 3 to
+5; smc/weights.py derives the distribution.
 """
 
 from __future__ import annotations
@@ -39,31 +41,31 @@ from swiftspec.smc.verification import DraftedTokens, RoundVerdict, verify_round
 
 @dataclass(frozen=True, slots=True)
 class RoundContext:
-    """The inputs of a round."""
+    """Inputs of a round, the same for all its steps."""
 
     particles: Particles  # the groups that take part
     spans: list[GroupSpan]
-    width: int
-    slots: Tensor  # [A, N, K + 1], of the round's tokens
-    kv_len: Tensor  # [S], where the windows end
+    width: int  # tree slots in the window
+    slots: Tensor  # [groups, N, K + 1], tree slots of the round's tokens
+    kv_len: Tensor  # [sequences], cache slot at which each window ends; 0 if the group does not take part
 
 
 @dataclass(frozen=True, slots=True)
 class DraftChains:
-    """The draft's chains. `views`: K + 1 masks [A, N, W], what the pending token and then each draft token attends
-    to."""
+    """The draft tokens of a round, one chain per particle, and what the verification needs of them."""
 
-    tokens: Tensor  # [A, N, K]
-    log_q: Tensor  # [A, N, K]
-    logits: list[list[Tensor]]  # per span, the steps that may be rejected: [A N, V] each
-    keys: list[Tensor | None]  # noise keys of the steps verified by coupling: [A N] each
-    pending_slots: Tensor  # [A, N]
-    views: list[Tensor]
-    counts: list[Tensor]  # K + 1 token counts [A, N, V] of the text up to each; empty without penalties
+    tokens: Tensor  # [groups, N, K]
+    log_q: Tensor  # [groups, N, K], log-probabilities of the tokens under q
+    logits: list[list[Tensor]]  # per span: the draft's logits [rows, V] of each step that may be rejected
+    keys: list[Tensor | None]  # noise keys [groups * N] of each step with coupled verification, else empty
+    pending_slots: Tensor  # [groups, N], tree slots of the pending tokens
+    views: list[Tensor]  # K + 1 tree masks [groups, N, width]: of the pending token, then of each draft token
+    counts: list[Tensor]  # K + 1 token counts [groups, N, V] of the text up to each of them; empty without penalties
 
 
 class PopulationRound:
-    """Runs rounds on both models, all groups and their noise."""
+    """Device side of a population: the tensors of all groups and their noise, and the operators of a round on both
+    models."""
 
     def __init__(self, target: Runner, draft: Runner, config: PopulationConfig, max_tokens: int) -> None:
         vocab, groups, device = target.vocab, config.smc_groups, target.model.device
@@ -93,8 +95,8 @@ class PopulationRound:
     def open(
         self, group: int, prompt: Sequence[int], sampling: SamplingParams, stops: Collection[int], limit: int
     ) -> None:
-        """Fans out the group at that position from a prompt that is prefilled except for its last token, which has tree
-        slot 0."""
+        """Starts a request in the group at position `group`: fans out N particles from `prompt`, whose tokens except
+        the last are prefilled. `stops`: stop tokens. `limit`: maximum number of output tokens."""
         key = logits_key(sampling)
         alike = [processor for processor in self._processors if processor is not None and processor.key == key]
         # reuse an equal processor, since graphs have captured its tensors
@@ -111,7 +113,7 @@ class PopulationRound:
         self.particles.fan_out(group, prompt[-1], len(prompt) - 1, limit)
 
     def rearrange(self, order: Sequence[int]) -> None:
-        """Moves the group at position `order[i]` to position i."""
+        """Moves the group at position `order[i]` to position i, for every i."""
         moved = torch.tensor([pair for pair in enumerate(order) if pair[0] != pair[1]], device=self._prefix.device)
         for tensor in (*self.tensors, self._prompts):
             tensor.index_copy_(0, moved[:, 0], tensor.index_select(0, moved[:, 1]))
@@ -119,32 +121,34 @@ class PopulationRound:
         self._sampling_spans.clear()
 
     def compact(self, group: int, path: Sequence[int], keep: Sequence[int]) -> None:
-        """Applies `KVCache.commit_sequence` of both caches."""
+        """Updates the group at position `group` after `KVCache.commit_sequence(path, keep)` in both caches."""
         self.particles.compact(group, path, keep)
         self._prefix[group] += len(path)
 
     def rejects(self, sampling: SamplingParams) -> bool:
-        """Whether a particle of such a request may grow by fewer than K + 1 tokens in a round."""
+        """Returns whether a round may reject draft tokens of a request with these parameters, so that its particles
+        grow by fewer than K + 1 tokens."""
         return sampling.filtered or self._config.smc_exact > 0 or self._config.chains is not None
 
     @property
     def state(self) -> list[Tensor]:
-        """The tensors that a round changes, except keys and values, which the next round writes again."""
+        """The tensors that a round changes, except keys and values, which a repeated round overwrites."""
         return self.particles.state
 
     @property
     def tensors(self) -> list[Tensor]:
-        """The per-group tensors [G, ...] that a round reads or writes, except the counts of penalties."""
+        """The tensors that a round without penalties reads or changes, except keys and values; their first dimension is
+        the group."""
         return self._tensors
 
     @property
     def header_len(self) -> int:
-        """The number of values per group in the result, in addition to one per slot of the window."""
+        """Number of values per group in the result of a round, apart from one per slot of the window."""
         return self._header_len
 
     def sampling_spans(self, groups: int) -> list[tuple[int, float, Tensor | None]]:
-        """The logits parameters of the first groups, which must not have filters or penalties, as runs of equal
-        neighbours: number of groups, temperature, bias."""
+        """Returns (number of groups, temperature, bias) for each run of consecutive groups with equal logits parameters
+        among the first `groups` groups. These must have no filters and no penalties."""
         if groups not in self._sampling_spans:
             processors = [
                 (span.groups.stop - span.groups.start, span.processor)
@@ -158,17 +162,18 @@ class PopulationRound:
 
     @property
     def key(self) -> Hashable:
-        """Equal for rounds that hold the same tensors and operators by value."""
+        """Key of captured graphs: rounds with equal keys run the same operators on the same tensors."""
         return tuple((span.processor, span.groups.stop) for span in group_spans(self._processors))
 
     @torch.inference_mode()  # saves a microsecond per operator
     def __call__(self, width: int, groups: int) -> Tensor:
-        """Runs one round of the first groups over the first `width` tree slots of each, which include the slots that it
-        hands out. Never synchronises with the host.
+        """Runs one round of the first `groups` groups. Never synchronises with the host.
 
-        Returns [A, 3 + L + W] int64, to be read by the host. Per group: length of the common prefix, or -1 if logits or
-        weights are not finite; number of finished particles; number of accepted draft tokens; the tokens of row 0; the
-        state of each slot of the window (`Particles.slot_states`).
+        `width`: number of tree slots in each group's window, including those that the round allocates.
+
+        Returns [groups, header_len + width] int64, to be read by the host. Per group: length of the common prefix, or
+        -1 if logits or weights are not finite; number of finished particles; number of accepted draft tokens of all
+        particles; the tokens of row 0; the state of each slot of the window (`Particles.slot_states`).
         """
         p = self._by_count[groups]
         kv_len = self._no_kv_len.index_copy(0, self._sequences[:groups], self._prefix[:groups] + width)
@@ -188,8 +193,9 @@ class PopulationRound:
         return torch.cat((books, p.tokens[:, 0], p.slot_states(width)), 1)
 
     def _keys(self, context: RoundContext) -> Iterator[Tensor | None]:
-        """The noise keys [A N] of the draft's tokens, step by step, and of the token after them. With coupled chains
-        these are the keys of autoregressive decoding, so that the draft samples with the target's noise."""
+        """Yields the noise keys [groups * N] of each draft step, then those of the token after the draft tokens. Chains
+        with coupled verification get the keys of autoregressive decoding, so that the draft samples with the target's
+        noise, or None if all requests are greedy."""
         p = context.particles
         if self._config.chains != "match":
             return self.streams.round_keys(p.clock[:, None] + self._ticks)
@@ -198,7 +204,8 @@ class PopulationRound:
         return self.streams.target_keys(p.tail_positions[..., 1:] + 1 + self._ticks)
 
     def _draft_tokens(self, context: RoundContext, keys: Iterator[Tensor | None]) -> DraftChains:
-        """Runs K draft forwards, the first over the two tokens of each row that have no draft KV."""
+        """Samples K draft tokens per row with K draft forwards, the first over the last two tokens of each row, which
+        have no draft KV."""
         p, n = context.particles, context.particles.count
         tail, last, pending = self._tail(context)
         count, deferred = self._config.smc_draft_tokens, self._config.deferred_bonus
@@ -241,8 +248,8 @@ class PopulationRound:
         return DraftChains(torch.stack(tokens, -1), log, shaped, drawn_by, tail[..., 1], views, counts)
 
     def _draw(self, processor: LogitsProcessor, logits: Tensor, keys: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Samples the draft's tokens [n], and returns them with their log-probabilities [n], or zeros where weights are
-        not used."""
+        """Samples a draft token from each row. Returns the tokens [rows] and their log-probabilities [rows], which are
+        0 for coupled verification, where they are not used."""
         if self._config.chains == "match":
             tokens = processor.draw_autoregressive(logits, keys)
             tokens = tokens.clamp_min_(0)  # -1 marks logits that are not finite; any token is a valid proposal
@@ -254,14 +261,15 @@ class PopulationRound:
         ), log_probs  # -1 marks logits that are not finite: its weight is NaN, or it is rejected
 
     def _keeps_logits(self, processor: LogitsProcessor, step: int) -> bool:
-        """Whether the verification of a step needs the draft's logits."""
+        """Returns whether the verification of a draft step needs the draft's logits."""
         outside = processor.filtered and self._config.chains is None
         return outside or step < self._config.num_rejection_tokens
 
     def _tail(self, context: RoundContext) -> tuple[Tensor, Tensor, Tensor]:
-        """The two tokens of each row that have no draft KV: their slots [A, N, 2], and the masks [A, N, W] of each.
+        """Returns the tree slots [groups, N, 2] of the last two tokens of each row, which have no draft KV, and the
+        tree masks [groups, N, width] of the first and of the second of them.
 
-        A finished row has freed its slots, so it writes to its own new slot, which is never read.
+        A finished row has freed its slots, so it writes to one of its new slots, which is never read.
         """
         p = context.particles
         window = p.mask[..., : context.width]
@@ -271,7 +279,8 @@ class PopulationRound:
         return tail, window.scatter(-1, pending, False).scatter(-1, last, True), window.scatter(-1, pending, True)
 
     def _score(self, context: RoundContext, chains: DraftChains) -> Tensor:
-        """The target's forward over pending and draft tokens, step by step: logits [A, K + 1, N, >= V]."""
+        """Runs the target over pending and draft tokens. Returns logits [groups, K + 1, N, at least V], with the
+        penalties applied if a request has any."""
         p = context.particles
         logits = self._forward(
             self._target,
@@ -287,7 +296,8 @@ class PopulationRound:
         return penalise_spans(context.spans, logits, self._prompts, torch.stack(chains.counts, 1))
 
     def _verify(self, context: RoundContext, logits: Tensor, chains: DraftChains, last: Tensor | None) -> RoundVerdict:
-        """Verifies the chains, span by span. `last`: the noise keys of the token after them."""
+        """Verifies the draft tokens, each span of groups with its own logits processor. `logits`: the target's. `last`:
+        noise keys of the token after the draft tokens."""
         found: list[RoundVerdict] = []
         keys = [*chains.keys, last]
         for span, kept in zip(context.spans, chains.logits, strict=True):
@@ -310,13 +320,13 @@ class PopulationRound:
     def _forward(
         self, runner: Runner, context: RoundContext, tokens: Tensor, positions: Tensor, slots: Tensor, mask: Tensor
     ) -> Tensor:
-        """Runs a model over rows of all groups, whose tree slots are allocated.
+        """Runs a model over rows of all groups, whose tree slots are allocated, and returns logits [rows, at least V].
 
-        `tokens`, `positions`, `slots`: [A, ...] with m rows per group.
-        `mask`: [A, ..., W] over tree slots 0..W-1.
+        `tokens`, `positions`, `slots`: [groups, ...], equally many rows for every group.
+        `mask`: [groups, ..., width], over the tree slots of the window.
 
-        Returns logits [A m, >= V]. The rows of a group are in topological order, so they can be split into chunks. A
-        group's window ends at its slot W - 1; slots in it that are not allocated are masked for all rows.
+        The rows of a group are in topological order, so they can be split into chunks. The window contains the tree
+        slots 0..width - 1; slots in it that are not allocated are masked for all rows.
         """
         began, groups = time.perf_counter(), context.particles.groups
         slots = slots.reshape(groups, -1)

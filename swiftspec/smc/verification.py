@@ -1,10 +1,11 @@
 """Verification of a round's draft tokens: the number of accepted tokens, the token after them, and the weights.
 
-This is where the two kinds of rounds differ. Particles are weighted as described in smc/weights.py, and some of their
-tokens may be verified; chains, one particle per group, are verified as a whole by smc/chain_verification.py and have no
-weights.
+This is where rounds of mode smc and of exact batching differ. In mode smc, particles are weighted as described in
+smc/weights.py, and some of their tokens may be verified. In exact batching, every group has one particle; its chain is
+verified by smc/chain_verification.py and has no weight.
 
-Symbols: A groups of N particles that share a logits processor, K draft tokens per round, E of them verified, V tokens.
+Shapes: `groups` is the number of groups that share a logits processor; N particles per group, K draft tokens per round,
+V tokens in the vocabulary.
 """
 
 from __future__ import annotations
@@ -25,29 +26,29 @@ from swiftspec.smc.logits_processor import LogitsProcessor
 
 @dataclass(frozen=True, slots=True)
 class DraftedTokens:
-    """The draft's tokens of a round, and the noise of the token after them."""
+    """The draft tokens of a round, and the noise for their verification and for the token after them."""
 
-    tokens: Tensor  # [A, N, K]
-    log_q: Tensor  # [A, N, K]
-    logits: list[Tensor]  # [A N, V] each: the draft's at the steps that may be rejected, shaped
-    keys: list[Tensor | None]  # [A N] of the noise of the token after them; of theirs before it, where chains match
-    uniforms: Callable[[], Tensor]  # [A, N, E], where the first tokens are verified; all are of rejected chains
+    tokens: Tensor  # [groups, N, K]
+    log_q: Tensor  # [groups, N, K], log-probabilities of the tokens under q
+    logits: list[Tensor]  # the draft's processed logits [groups * N, V] of each step that may be rejected
+    keys: list[Tensor | None]  # noise keys [groups * N]: of each token (coupled chains only), then of the token after
+    uniforms: Callable[[], Tensor]  # returns [groups, N, tokens verified by rejection sampling], uniform in (0, 1)
 
 
 @dataclass(frozen=True, slots=True)
 class RoundVerdict:
-    """The outcome of a round. `accepted`: number of leading draft tokens that are kept; `terms`: log-weights by
-    position."""
+    """Result of the verification of a round."""
 
-    accepted: Tensor  # [A, N]
-    bonus: Tensor  # [A, N]
-    terms: Tensor  # [A, N, K + 1]
+    accepted: Tensor  # [groups, N], number of leading draft tokens that are kept
+    bonus: Tensor  # [groups, N], the token after those; -1 if logits are not finite
+    terms: Tensor  # [groups, N, K + 1], log-weight of each kept token and of `bonus`, by position
 
 
 def verify_round(
     processor: LogitsProcessor, config: PopulationConfig, logits: Tensor, drafted: DraftedTokens
 ) -> RoundVerdict:
-    """Verifies a round by the target's raw logits [A, K + 1, N, >= V]."""
+    """Verifies the draft tokens of groups that share a logits processor. `logits`: the target's, [groups, K + 1, N, at
+    least V], raw or with penalties applied."""
     if config.chains is not None:
         return (
             _verify_coupled(processor, logits, drafted)
@@ -60,7 +61,7 @@ def verify_round(
 
 
 def _verify_coupled(processor: LogitsProcessor, logits: Tensor, drafted: DraftedTokens) -> RoundVerdict:
-    """Accepts tokens as long as they equal those of autoregressive decoding."""
+    """Accepts the draft tokens before the first one that differs from the token of autoregressive decoding."""
     keys = [each for each in drafted.keys if each is not None]
     rows = logits.transpose(1, 2).flatten(0, 2)  # ordered by group, then by step
     best = processor.draw_autoregressive(rows, torch.stack(keys, 1).flatten(0, 1) if keys else None)
@@ -69,7 +70,7 @@ def _verify_coupled(processor: LogitsProcessor, logits: Tensor, drafted: Drafted
 
 
 def _verify_by_rejection(processor: LogitsProcessor, logits: Tensor, drafted: DraftedTokens) -> RoundVerdict:
-    """Rejection sampling."""
+    """Accepts draft tokens by rejection sampling."""
     groups, steps, particles, _ = logits.shape
     target = processor.target(logits.transpose(1, 2).flatten(0, 2)).view(groups * particles, steps, -1)
     tokens, uniforms = drafted.tokens.flatten(0, 1), drafted.uniforms().flatten(0, 1)
@@ -88,7 +89,7 @@ def _without_weights(found: chain_verification.ChainVerdict, drafted: DraftedTok
 
 
 def _accept_all(processor: LogitsProcessor, power: float, logits: Tensor, drafted: DraftedTokens) -> RoundVerdict:
-    """Accepts all draft tokens."""
+    """Accepts all draft tokens and weights them: mode smc, with neither filters nor exactly verified tokens."""
     groups, particles, steps = drafted.tokens.shape
     ahead, last = (part.reshape(-1, logits.shape[-1]) for part in (logits[:, :-1], logits[:, -1]))
     log_p = processor.log_probs(ahead, drafted.tokens.transpose(1, 2).flatten())
@@ -105,7 +106,8 @@ def _accept_all(processor: LogitsProcessor, power: float, logits: Tensor, drafte
 def _accept_part(
     processor: LogitsProcessor, config: PopulationConfig, logits: Tensor, drafted: DraftedTokens
 ) -> RoundVerdict:
-    """Draft tokens may be rejected. Rows are ordered by particle: R = A N."""
+    """Accepts the draft tokens before the first one that fails exact verification or the target's filters, and weights
+    the new tokens. A row is a particle; rows are ordered by group."""
     power, exact = config.power, config.smc_exact
     groups, step, particles, _ = logits.shape
     logits = processor.target(logits.flatten(0, 2)).view(groups, step, particles, -1).transpose(1, 2).flatten(0, 1)
@@ -124,14 +126,14 @@ def _accept_part(
 
 
 def _bonus_keys(drafted: DraftedTokens) -> Tensor:
-    """The noise keys [A N] of the token after the draft's."""
+    """Returns the noise keys [groups * N] of the token after the accepted draft tokens."""
     keys = drafted.keys[-1]
     assert keys is not None
     return keys
 
 
 def _bonus_noise(drafted: DraftedTokens, logits: Tensor) -> Tensor:
-    """The noise [A N, V] of the token after the draft's, for logits [..., V]."""
+    """Returns the Gumbel noise [groups * N, V] of the token after the accepted draft tokens, for logits [..., V]."""
     keys = _bonus_keys(drafted)
     return gumbel(row_bits(keys, counters(range(logits.shape[-1]), keys.device)), logits.dtype)
 
@@ -139,10 +141,11 @@ def _bonus_noise(drafted: DraftedTokens, logits: Tensor) -> Tensor:
 def _reject_drafts(
     config: PopulationConfig, logits: Tensor, draft: Tensor, drafted: DraftedTokens
 ) -> tuple[Tensor, Tensor]:
-    """The number of accepted draft tokens [R], and the scores [R, V] of the token after them, given processed logits
-    [R, K + 1, V] of the target and [R, K or E, V] of the draft.
+    """Returns the number of accepted draft tokens [rows], and the scores [rows, V] of the token after them. The first
+    `smc_exact` tokens are verified; the others must only pass the target's filters.
 
-    The first `smc_exact` tokens are verified; the others must only pass the target's filters.
+    `logits`: the target's processed logits [rows, K + 1, V].
+    `draft`: the draft's processed logits [rows, steps, V] of the first steps: `smc_exact` or, with filters, all K.
     """
     power, exact, tokens = config.power, config.smc_exact, drafted.tokens.flatten(0, 1)
     stays = logits[:, :-1].gather(-1, tokens.unsqueeze(-1)).squeeze(-1) > filters.NEG_INF

@@ -14,23 +14,28 @@ the global power does. So each token multiplies its particle's weight by p^alpha
 - the bonus token x ~ b:           alpha log p(x) - log b(x) = log Z(prefix), whichever token it is
 - an exactly verified token (accepted, or drawn from the residual, hence x ~ b): log Z(prefix) too
 
-With the first term alone, without the bonus token's log Z(prefix), the population follows neither distribution.
-Tokens after a particle's last one add nothing. A particle's weight is then an unbiased estimate of its share of
-Z, resampling (systematic, weights reset to their mean) keeps it one, and log Z is the sum of the logarithms of those
-means. Expectations over the weighted population are off by O(1 / N). tests/smc/test_smc_distribution.py proves it.
+With the first term alone, without the bonus token's log Z(prefix), the population follows neither distribution. Tokens
+after a particle's last one add nothing. A particle's weight is then an unbiased estimate of its share of Z. Resampling
+(systematic, weights reset to their mean) preserves that, and log Z is the sum of the logarithms of those means.
+Expectations over the weighted population are off by O(1 / N). tests/smc/test_smc_distribution.py verifies the
+distribution.
 
 For Z and pi to be right, q must reach whatever p reaches, so the filters (top-k, top-p, min-p) shape p alone. Let A be
-the tokens that they leave, and q(A) the draft's mass there. A draft token outside A ends the particle's round: a token
-y ~ b takes its place, for log Z(prefix), and one inside A counts alpha log p(x) - log q(x) + log q(A). Both ways
-together give every token v of A the expected weight q(A) p(v)^alpha + (1 - q(A)) b(v) Z(prefix) = p(v)^alpha, and no
-particle's weight is ever zero.
+the set of tokens that the filters keep, and q(A) the draft's probability of that set:
 
-Exact verification of the first tokens of a round (mixed mode) is the same with the rule of rejection sampling instead
-of A. Its particles differ in length, which is allowed: each weight is correct for its own text. With all K tokens
-verified and alpha = 1 nothing is approximate, for any N.
+- a draft token x in A:            alpha log p(x) - log q(x) + log q(A)
+- a draft token outside A ends the particle's round, and a token y ~ b replaces it: log Z(prefix)
 
-A few of the N texts can represent all (`thin_weights`): the heavy ones are kept, others are drawn, each with a weight
-whose mean is its share. Estimates that are unbiased for the whole population are then unbiased for the few.
+Both cases together give every token v of A the expected weight q(A) p(v)^alpha + (1 - q(A)) b(v) Z(prefix), which
+equals p(v)^alpha, and no particle's weight is ever zero.
+
+Exact verification of the first tokens of a round (`smc_exact`) works in the same way, with the acceptance rule of
+rejection sampling instead of the membership in A. The particles then differ in length, which is allowed: each weight is
+correct for its own text. With all K tokens verified and alpha = 1 nothing is approximate, for any N.
+
+A few of the N texts can represent all (`thin_weights`): the heavy ones are kept, others are drawn, each with a new
+weight whose expectation is its weight in the population. Estimates that are unbiased for the whole population are then
+unbiased for the few.
 
 All this only requires p to be a distribution over tokens for each prefix. Penalties, which depend on a particle's own
 text, preserve that; they apply to p and q.
@@ -52,33 +57,37 @@ from torch import Tensor
 
 from swiftspec.sampling.filters import NEG_INF
 
-RESIDUAL_FLOOR = 1e-30  # weight of b in a residual; matters only where b = q leaves a residual of zero
+RESIDUAL_FLOOR = 1e-30  # weight of b that is added to a residual, which is zero where b = q
 
 
 def log_prob(logits: Tensor, whole: Tensor, tokens: Tensor) -> Tensor:
-    """log softmax(logits [..., V]) of tokens [...]: [...] float64. `whole` [...]: logsumexp of the logits."""
+    """Returns the log-probabilities [...] of `tokens` [...] under softmax(logits [..., V]), in float64. `whole`: [...],
+    logsumexp of the logits."""
     return (logits.gather(-1, tokens.unsqueeze(-1)).squeeze(-1) - whole).to(torch.float64)
 
 
 def log_normaliser(logits: Tensor, whole: Tensor, power: float) -> Tensor:
-    """log Z(prefix) [...] float64 of the power target on logits [..., V]; 0 where the power is 1."""
+    """Returns log Z(prefix) [...] in float64, where Z(prefix) is the sum of p^`power` over the vocabulary; 0 if `power`
+    is 1. `logits`: [..., V] of p. `whole`: [...], logsumexp of the logits."""
     if power == 1:
         return torch.zeros_like(whole, dtype=torch.float64)
     return ((power * logits).logsumexp(-1) - power * whole).to(torch.float64)
 
 
 def log_mass_inside(target: Tensor, draft: Tensor) -> Tensor:
-    """log q(A) [...] float64: the draft's mass on the tokens that the target's filters keep; both logits [..., V]."""
+    """Returns the logarithm [...] of the draft's probability that a token passes the target's filters, in float64.
+    `target`, `draft`: logits [..., V]; filtered tokens are -inf in `target`."""
     left = draft.masked_fill(target == NEG_INF, NEG_INF)
     return (left.logsumexp(-1) - draft.logsumexp(-1)).to(torch.float64)
 
 
 def accept_drafts(target: Tensor, draft: Tensor, tokens: Tensor, uniforms: Tensor, power: float) -> Tensor:
-    """Which draft tokens pass exact verification against b, each on its own path without siblings: [N, E] bool.
+    """Returns which draft tokens pass the acceptance test of rejection sampling against b, the normalised p^`power`:
+    [rows, steps] bool. Each token is tested on its own, whether or not those before it pass.
 
-    `target`, `draft`: logits [N, E, V] before each token.
-    `tokens`: [N, E].
-    `uniforms`: [N, E] uniform.
+    `target`, `draft`: logits [rows, steps, V] of p and q before each token.
+    `tokens`: [rows, steps].
+    `uniforms`: [rows, steps], uniform in (0, 1).
 
     Source: Leviathan et al. 2023, algorithm 1, with b for p.
     """
@@ -87,15 +96,15 @@ def accept_drafts(target: Tensor, draft: Tensor, tokens: Tensor, uniforms: Tenso
 
 
 def log_residual(target: Tensor, draft: Tensor, power: float) -> Tensor:
-    """log (b - q)+ [N, V], not normalised: the distribution of the token that replaces a rejected one; logits [N,
-    V]."""
+    """Returns log max(b - q, 0) [rows, V], not normalised, where b is the normalised p^`power`: the distribution of the
+    token that replaces a rejected one. `target`, `draft`: logits [rows, V] of p and q."""
     b, q = (power * target).softmax(-1), draft.softmax(-1)
     return ((b - q).clamp_min(0) + RESIDUAL_FLOOR * b).log()
 
 
 def pick_particle(log_weights: Sequence[float], uniform: float) -> tuple[int, list[float]]:
-    """Picks a row of one group with probability proportional to its weight, using one number `uniform` in (0, 1).
-    Returns the row and the normalised weights [N]. Runs on the host, since it is called once per request. Source:
+    """Picks a particle of a group with probability proportional to its weight, by one number `uniform` in (0, 1).
+    Returns its index and the normalised weights [N]. Runs on the host, since it is called once per request. Source:
     SMC-SD engine v0.1 section 3.5."""
     top = max(log_weights)
     raised = [math.exp(weight - top) for weight in log_weights]
@@ -105,14 +114,16 @@ def pick_particle(log_weights: Sequence[float], uniform: float) -> tuple[int, li
 
 
 def thin_weights(shares: Tensor, count: int, uniform: float) -> Tensor:
-    """New weights [N] for N texts with weights `shares` [N], all above 0: at most `count` of them are non-zero, and the
-    mean of each is the text's share. Uses one number `uniform` in (0, 1).
+    """Returns new weights [texts], at most `count` of them above 0, whose expectations are the weights `shares`
+    [texts].
 
-    The k heaviest texts keep their share. Each of the others stays with a probability proportional to its share, and
-    then has the weight c, the same for all: c = (remaining weight) / (count - k), with the smallest k for which no
-    remaining share exceeds c. With count = N all texts keep their shares; with count = 1 one is drawn by its share. No
-    other unbiased choice is closer to the shares in mean square. Source: Fearnhead, Clifford 2003, section 3; the draw
-    is systematic.
+    `shares`: normalised weights, all above 0. `uniform`: uniform number in (0, 1).
+
+    The k heaviest texts keep their weight. Each of the others stays with a probability proportional to its weight, and
+    then has the weight c, the same for all: c = (sum of the weights of the others) / (count - k), with the smallest k
+    for which none of the others' weights exceeds c. If there are at most `count` texts, all keep their weights; with
+    count = 1 one is drawn by its weight. No other unbiased choice is closer to `shares` in mean square. Source:
+    Fearnhead, Clifford 2003, section 3; the draw is systematic.
     """
     if count >= len(shares):
         return shares

@@ -1,4 +1,4 @@
-"""Acceptance by token matching: follows a proposal from the root as long as the target's tokens are among its nodes."""
+"""Acceptance rules of a verification: their signature, and token matching, the rule of coupled verification."""
 
 from __future__ import annotations
 
@@ -13,23 +13,28 @@ from swiftspec.sampling.sampler import Paths, Sampler
 
 @dataclass(frozen=True, slots=True)
 class Accepted:
-    """The accepted path of a proposal, from the root down, and as many tokens along it. The last token is the bonus
-    token, or -1 if its logits are not finite. `overlaps`: 1 - TV(p, q) for each node of the path that has sampled
-    children."""
+    """The accepted path of a proposal and the output tokens along it.
+
+    `path`: indices of the accepted nodes, the root first.
+    `tokens`: the output token after each node of `path`; the last one is the bonus token, or -1 if its logits are not
+    finite.
+    `overlaps`: with rejection sampling, 1 - TV(p, q) for each node of `path` that has children, where TV is the total
+    variation distance.
+    """
 
     path: list[int]
     tokens: list[int]
     overlaps: tuple[float, ...] = ()
 
 
-# Determines the accepted path of a proposal. Arguments: the proposal; the target's raw logits, one row per node; the
-# paths of the rows, for penalties; the positions [n] of the nodes.
+# Acceptance rule: returns the accepted path of a proposal. Arguments: the proposal; the target's raw logits, one row
+# per node; the paths of the nodes, required if `Sampler.needs_paths`; the absolute positions [nodes].
 AcceptFn = Callable[[Proposal, Tensor, Paths | None, Tensor], Accepted]
 
 
 class TokenMatching:
-    """Coupled verification: samples the target's token at every node and accepts a child whose token is equal, so that
-    the output equals that of autoregressive decoding."""
+    """Coupled verification: samples the target's token after every node and accepts the child with the same token, so
+    that the output equals that of autoregressive decoding."""
 
     def __init__(self, sampler: Sampler) -> None:
         self._sampler = sampler
@@ -40,12 +45,15 @@ class TokenMatching:
 
 
 def match_path(tokens: Sequence[int], parents: Sequence[int], sampled: Sequence[int]) -> tuple[list[int], list[int]]:
-    """Follows a proposal from the root as long as the token that the target sampled after a node is one of its
-    children.
+    """Returns the accepted path of a proposal under token matching, and the target's tokens along it.
 
-    `tokens`, `parents`: the nodes of the proposal in topological order, the root first. `sampled[i]`: the target's
-    token after node i. Returns the accepted path (nodes, the root first) and as many sampled tokens along it; the last
-    one is the bonus token, or -1 if its logits are not finite. Source: paper section 3.1.
+    The path begins at the root and continues with the child whose token the target sampled after the current node,
+    until there is no such child (paper section 3.1).
+
+    `tokens`, `parents`: the nodes of the proposal in topological order, the root first.
+    `sampled`: the target's token after each node; -1 where the logits are not finite.
+    Returns (path, out): `path` are node indices, `out[i]` is the sampled token after `path[i]`; the last one is the
+    bonus token.
     """
     child = {(parent, token): node for node, (parent, token) in enumerate(zip(parents, tokens, strict=True))}
     path, out = [0], [sampled[0]]

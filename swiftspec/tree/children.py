@@ -1,4 +1,4 @@
-"""Selection of the children of expanded leaves: the most likely ones here, sampled ones in sampled_children.py."""
+"""Child selectors, which choose the children of expanded leaves: protocol and top-k (sampled_children.py samples)."""
 
 from __future__ import annotations
 
@@ -14,42 +14,47 @@ from swiftspec.tree.tree import Ints, Leaves
 
 
 class ChildSelector(Protocol):
-    """Selects the children in the draft tree of one request, and supplies the draft distributions for a proposal.
+    """Chooses the children of expanded leaves in one draft tree, and keeps the draft distributions that rejection
+    sampling needs.
 
-    `sampled`: children are drawn from the draft, so whether a node is expanded or proposed must not depend on its own
-    draw. `tau` calibrates a child's weight to the probability that the target agrees.
+    `sampled`: whether children are random draws from the draft's distribution. If so, whether a node is expanded or
+    proposed must not depend on its own draw.
     """
 
     sampled: bool
 
     def open(self, sampler: Sampler, position: int, tau: float) -> None:
-        """Begins a request whose root is at an absolute position."""
+        """Starts a request. `position`: absolute position of the root. `tau`: calibration of the children's weights to
+        the probability that the target accepts them, see `EngineConfig.calibration_for`."""
         ...
 
     def rank(
         self, logits: Tensor, leaves: Leaves, paths: Paths | None, positions: Tensor
     ) -> tuple[Ints, NDArray[np.floating]]:
-        """Returns k children of each leaf: tokens [n, k] and log-weights [n, k]. `logits` [n, vocab] are raw; `paths`
-        of the leaves are used for penalties; `positions` [n] are those of the leaves."""
+        """Returns k children of each leaf: tokens [leaves, k] and log-weights [leaves, k].
+
+        `logits` [leaves, vocab]: raw. `paths`: paths of the leaves, required if `Sampler.needs_paths`. `positions`
+        [leaves]: absolute positions of the leaves.
+        """
         ...
 
     def reroot(self) -> bool:
-        """Called after a re-root within the tree. Returns False if the tree has to be reset."""
+        """Called before the tree is re-rooted to one of its nodes. Returns False if it must be reset instead."""
         ...
 
     def retain_slots(self, slots: list[int]) -> None:
-        """Keeps the data of the surviving tree slots, which are in ascending order. An empty list means that the tree
-        was reset and that all data is obsolete."""
+        """Renumbers per-slot data after a re-root: tree slot `slots[i]` becomes slot i, all others are freed. `slots`
+        ascend; an empty list means that the tree was reset."""
         ...
 
     def draft_probs(self, slots: Ints) -> DraftProbs | None:
-        """The draft distributions for a proposal: one row for each of these tree slots, which belong to its nodes with
-        children, in node order."""
+        """Returns the draft distributions that are sent with a proposal, or None if it is sent without them. `slots`:
+        tree slots of the proposal's nodes that have children, in node order; the result has one row for each."""
         ...
 
 
 class TopChildren:
-    """The k most likely children, or, if `coupled`, those that are most likely under the target's sampling noise."""
+    """Child selector for the k most likely tokens; with `coupled`, the most likely ones under the target's noise."""
 
     sampled = False
 

@@ -1,7 +1,8 @@
 """Tree masks: which of the last cache slots a row attends to (paper section 3.1, non-square masks; section 4, padding).
 
-A mask row is a right-aligned bit window over the last W slots; all older slots are visible. The same representation
-serves the draft (w leaves against the whole tree), the verifier (a square) and a prompt chunk (a triangle).
+A mask row covers only the last W slots in use, right-aligned: column W - 1 is the last slot. A row attends to all
+earlier slots. Expansions (w rows over the whole tree), verifications (square) and prompt chunks (lower triangular) use
+the same representation.
 """
 
 from __future__ import annotations
@@ -20,13 +21,13 @@ MASK_WIDTHS = (
     64,
     128,
     256,
-)  # fixed widths that masks are padded to, which limits the number of CUDA graphs
+)  # widths of padded masks, in slots; few, because a CUDA graph is captured for each
 
 
 def from_parents(parents: Sequence[int]) -> MaskRows:
-    """Rows of a whole tree in topological order: [n, n], where row i contains the ancestors of node i and itself.
+    """Returns the tree attention mask [nodes, nodes] of a whole tree: row i is True at node i and its ancestors.
 
-    `parents[i] < i`; a negative parent marks a root.
+    `parents`: parent of each node, in topological order (`parents[i] < i`); negative for a root.
     """
     rows = np.eye(len(parents), dtype=np.bool_)
     for node, parent in enumerate(parents):
@@ -36,14 +37,14 @@ def from_parents(parents: Sequence[int]) -> MaskRows:
 
 
 def causal(n: int) -> MaskRows:
-    """Rows of a chain, such as a prompt chunk: [n, n], lower triangular."""
+    """Returns the causal mask [n, n] of a chain of `n` tokens, such as a prompt chunk."""
     return np.tri(n, dtype=np.bool_)
 
 
 def pad_left(rows: MaskRows) -> MaskRows:
-    """Pads [n, W] with visible columns to the next fixed width, or beyond the largest one to its next multiple.
+    """Pads mask rows on the left to the next of `MASK_WIDTHS`, or to a multiple of the largest one.
 
-    The added columns stand for older slots, which every row attends to.
+    The added columns are True, since they stand for earlier slots, which every row attends to.
     """
     n, width = rows.shape
     fixed = next((w for w in MASK_WIDTHS if w >= width), -(-width // MASK_WIDTHS[-1]) * MASK_WIDTHS[-1])
@@ -53,7 +54,7 @@ def pad_left(rows: MaskRows) -> MaskRows:
 
 
 def paths(tokens: Sequence[int], parents: Sequence[int]) -> list[list[int]]:
-    """For each node of a proposal, the tokens from below the root down to the node."""
+    """Returns for each node of a proposal the tokens from the root's child down to the node; empty for the root."""
     rows: list[list[int]] = []
     for token, parent in zip(tokens, parents, strict=True):
         rows.append([] if parent < 0 else [*rows[parent], token])

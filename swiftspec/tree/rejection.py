@@ -3,12 +3,13 @@
 The children x_1, x_2, ... of a node were drawn from q and are tested in that order against the target distribution p.
 x_1 is accepted with probability min(1, p / q). After a rejection p becomes norm(max(0, p - q)), x_1 is removed from q,
 q is normalised again, and x_2 is tested. If all children are rejected, the token is drawn from the residual
-distribution, that is the final p. The resulting token follows p; sampled_children.py states what that requires of the
-proposal. q contains at most `width` tokens. All other tokens keep their ratios, so the whole vocabulary is read only
-twice: for the normaliser of p, and for the token drawn at the end of a path.
+distribution, that is the final p. The resulting token follows the original p; sampled_children.py states what that
+requires of the proposal.
 
-Letters: r nodes with children, c the largest number of children of a node, `width` tokens of a q, m tokens of this
-rank. Source: Jeon et al. 2024 (recursive rejection sampling), Leviathan et al. 2023 for the acceptance rule.
+q covers at most `width` tokens. The probabilities of all other tokens keep their ratios, so the whole vocabulary is
+read only twice: for the normaliser of p, and for the token drawn at the end of a path.
+
+Source: Jeon et al. 2024 (recursive rejection sampling), Leviathan et al. 2023 for the acceptance rule.
 """
 
 from __future__ import annotations
@@ -31,24 +32,30 @@ from swiftspec.sampling.sampler import Paths, Sampler
 from swiftspec.tree.acceptance import Accepted
 
 ChildNodes = dict[int, list[int]]  # node -> its children
-RESIDUAL_SHARE = 1e-30  # share of p in a residual; decides only where rounding leaves no other mass
+RESIDUAL_SHARE = 1e-30  # fraction of p that is added to a residual, so that rounding never makes it all zero
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Result of rejection sampling for the children of r nodes, with the residual of p."""
+    """Result of rejection sampling for the children of each node, with the residual distribution.
 
-    accepted: Tensor  # [r] int64, index of the accepted child among its siblings; -1: none
-    inside: Tensor  # [r, width] float64, residual probabilities of q's tokens
-    outside: Tensor  # [r] float64, log of the factor by which all other probabilities of p have grown
-    overlap: Tensor  # [r] float64, 1 - TV(p, q): prior probability that the first child is accepted
+    Only the tokens that q covers have individual residual probabilities. Those of all other tokens are p times a common
+    factor.
+    """
+
+    accepted: Tensor  # [nodes] int64, index of the accepted child among its siblings; -1: all were rejected
+    inside: Tensor  # [nodes, width] float64, residual probabilities of the tokens that q covers
+    outside: Tensor  # [nodes] float64, log of the factor for all other tokens
+    overlap: Tensor  # [nodes] float64, 1 - TV(p, q): probability that the first child is accepted, before it is drawn
 
 
 def verify_siblings(p: Tensor, q: Tensor, child_index: Tensor, uniforms: Tensor) -> Verdict:
-    """Tests the children of r nodes one sibling after the other, vectorised over the nodes.
+    """Tests the children of each node by rejection sampling: sibling after sibling, vectorised over the nodes.
 
-    `p`, `q` [r, width] float64: probabilities of q's tokens, where those of q sum to about 1. `child_index` [r, c]:
-    columns of the children in the order drawn, -1 for padding. `uniforms` [r, c]: uniform random numbers in (0, 1).
+    `p`, `q` [nodes, width] float64: target and draft probabilities of the tokens that q covers; a row of q sums to
+    about 1, or is 0 if the node has no children.
+    `child_index` [nodes, children]: column of each child in `q`, in the order drawn; -1 for padding.
+    `uniforms` [nodes, children]: uniform random numbers in (0, 1).
     """
     p = torch.where(q > 0, p, 0)
     overlap = torch.minimum(p, q / q.sum(-1, keepdim=True).clamp_min(RESIDUAL_SHARE)).sum(-1)
@@ -72,11 +79,13 @@ def verify_siblings(p: Tensor, q: Tensor, child_index: Tensor, uniforms: Tensor)
 
 
 class RejectionSampling:
-    """Verifies the proposals of one request by rejection sampling. All ranks of a group must call it and get the same
-    result.
+    """Acceptance rule (`AcceptFn`) of one request by rejection sampling. In a tensor-parallel group every rank must
+    call it; all get the same result.
 
-    Nothing between the logits and the verdict synchronises with the device. Every node is therefore tested and gets a
-    final token, although only one path is used. `noise` and `uniforms` may be buffers of a CUDA graph.
+    `verdicts` tests every node and draws a final token after each, although only one path is used, so that it takes no
+    decision on the host and can be part of a CUDA graph. The graph's owner replaces `noise_rows` by a function that
+    reads a fixed buffer, and copies the request's `uniforms`, the stream key of the uniform random numbers, into the
+    captured tensor.
     """
 
     def __init__(self, sampler: Sampler) -> None:
@@ -87,14 +96,14 @@ class RejectionSampling:
         self.uniforms = key.view(torch.int32).to(sampler.device)
 
     def __call__(self, proposal: Proposal, logits: Tensor, paths: Paths | None, positions: Tensor) -> Accepted:
-        """See `AcceptFn`. Raises ValueError if the proposal has no draft distributions."""
+        """See `AcceptFn`. Raises ValueError if a child of the proposal has no draft probability."""
         numbers, width = pack_draft_probs(proposal, len(proposal.tokens))
         numbers = torch.from_numpy(numbers).to(logits.device)
         return rejection_path(proposal, self.verdicts(logits, paths, positions, numbers, width).cpu().numpy())
 
     def verdicts(self, logits: Tensor, paths: Any, positions: Tensor, numbers: Tensor, width: int) -> Tensor:
-        """Returns [n, 3] float64, one row per row of logits: the index of the accepted child (see `Verdict`), the
-        overlap, and the final token for a path that ends at this node. `numbers` and `width` are the result of
+        """Returns [nodes, 3] float64. Per node: the index of the accepted child and the overlap (see `Verdict`), and
+        the final token, which is output if the accepted path ends at this node. `numbers`, `width`: as returned by
         `pack_draft_probs`."""
         shaped, shard = self._sampler.process_logits(logits, paths), self._sampler.shard
         named, q, places = numbers.split((width, width, numbers.shape[1] - 2 * width), 1)
@@ -121,13 +130,14 @@ class RejectionSampling:
 def pack_draft_probs(
     proposal: Proposal, rows: int, padded: Callable[[int], int] = lambda most: most
 ) -> tuple[NDArray[np.float64], int]:
-    """Packs the draft distributions of a proposal into one array and returns it with `width`.
+    """Packs the draft distributions of a proposal into one array, so that one copy transfers them to the device.
 
-    The array has one row per node, padded to `rows` rows. A row has the `width` tokens of q, their probabilities, and
-    the columns of the c children among them, -1 for padding.
+    Returns the array and `width`, the number of tokens that each distribution q covers. The array has one row per node,
+    padded to `rows` rows. A row consists of the `width` tokens, their probabilities, and for each child of the node its
+    column among the tokens; -1 for padding.
 
-    `padded` maps c to a larger number of columns. Raises ValueError on a child that cannot have been drawn from its
-    row.
+    `padded`: maps the largest number of children of a node to the number of columns for them.
+    Raises ValueError if a child of the proposal has no draft probability.
     """
     check_draft_probs(proposal)
     child_nodes, drawn = _child_nodes(proposal), proposal.draft_probs
@@ -142,7 +152,7 @@ def pack_draft_probs(
 
 
 def rejection_path(proposal: Proposal, judged: NDArray[np.float64]) -> Accepted:
-    """The accepted path: follows the accepted children from the root. `judged` is the result of
+    """Returns the accepted path, which follows the accepted children down from the root. `judged`: as returned by
     `RejectionSampling.verdicts`."""
     child_nodes, path, tokens = _child_nodes(proposal), [0], []
     while (child := int(judged[path[-1], 0])) >= 0:
@@ -153,7 +163,8 @@ def rejection_path(proposal: Proposal, judged: NDArray[np.float64]) -> Accepted:
 
 
 def check_draft_probs(proposal: Proposal) -> None:
-    """Raises ValueError on a proposal without draft distributions, or with a child that was not drawn from them."""
+    """Validates a proposal for rejection sampling. Raises ValueError if it has children without draft distributions,
+    or a child whose token has no probability in the distribution of its parent."""
     child_nodes = _child_nodes(proposal)
     if child_nodes and proposal.draft_probs is None:
         raise ValueError("verify reject was sent a proposal that does not say what its tokens were drawn from")
@@ -162,7 +173,7 @@ def check_draft_probs(proposal: Proposal) -> None:
 
 
 def _child_nodes(proposal: Proposal) -> ChildNodes:
-    """The children of each node that has children, in the order drawn."""
+    """Returns the children of each node that has any, by node, in the order drawn."""
     child_nodes: ChildNodes = {}
     for node, parent in enumerate(proposal.parents[1:], 1):
         child_nodes.setdefault(parent, []).append(node)
@@ -170,8 +181,8 @@ def _child_nodes(proposal: Proposal) -> ChildNodes:
 
 
 def _child_index(proposal: Proposal, drawn: DraftProbs, child_nodes: ChildNodes) -> NDArray[np.int64]:
-    """The column of each child in its row of `drawn`: [rows, c], -1 for padding. Raises ValueError on a child that
-    cannot have been drawn from its row."""
+    """Returns the column of each child's token in its parent's row of `drawn`: [parents, children], -1 for padding.
+    Raises ValueError if the token has no probability in that row, or occurs in it more than once."""
     places = np.full((len(child_nodes), max(map(len, child_nodes.values()))), -1)
     for row, children in enumerate(child_nodes.values()):
         for i, child in enumerate(children):

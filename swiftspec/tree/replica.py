@@ -1,11 +1,11 @@
-"""Tree replica: a copy of the draft's tree next to the decoding loop, without keys and values. It proposes without a
-round trip to a remote draft.
+"""Tree replica: a copy of the draft's tree, without keys and values, in the process of the decoding loop. It proposes
+without a round trip to a remote draft.
 
-The draft sends the nodes that its expansions add, in order (`TreeDelta`). The replica applies these and the verified
-tokens in the same order as the draft, so it equals the draft's tree at the last result that the draft had processed
-when it sent the delta. Verified tokens that the draft has not processed yet are followed down from that root, and the
-proposal begins at the node they lead to. A late delta therefore still counts where its nodes survive; the other nodes
-are removed by the next re-root.
+The draft sends the nodes that its expansions add, in order (`TreeDelta`). The replica applies deltas and results in the
+same order as the draft, so its tree equals the draft's tree at the time when the draft sent the last delta. Results
+that the draft had not processed by then do not re-root the replica yet: their tokens are followed down from its root,
+and a proposal begins at the node that they lead to. The nodes of a late delta are therefore used if they lie below that
+node; the others are removed by the next re-root.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ from swiftspec.tree.tree import NEG_INF, DraftTree, Floats, Ints
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TreeDelta:
-    """Nodes that expansions have added to the draft tree of a request: n nodes in the order of creation, with
-    consecutive ids from `first` on. None instead of a delta means that the tree is full, or must not grow before the
-    next result.
+    """Nodes that expansions have added to the draft tree of a request, in the order of creation, with consecutive ids
+    from `first` on. A delta without nodes means that the draft does not expand again before the next result, for
+    example because its tree is full.
 
-    Ids count from 0, the root of the request, and are stable across re-roots; when the tree is reset, its root takes
-    the next id. `round`: the round whose root they grew under, that is one more than the round of the last processed
-    result.
+    An id numbers the nodes of a request from 0, its first root, and is stable across re-roots; when the tree is reset,
+    the new root takes the next id. `round`: the round in which the draft expanded: 0 before it has processed a result,
+    then one more than the round of the last processed result.
     """
 
     request: int
     round: int
-    expansions: int  # number of requested expansions
+    expansions: int  # number of expansions requested since the previous delta; a full tree performs fewer
     first: int
-    parents: Ints  # [n] ids
-    tokens: Ints  # [n]
-    weights: Floats  # [n] log-probabilities, cumulative from the root of that round
+    parents: Ints  # [nodes] ids
+    tokens: Ints  # [nodes]
+    weights: Floats  # [nodes] log-probabilities, cumulative from the root of `round`
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -58,10 +58,11 @@ def merge_deltas(deltas: Sequence[TreeDelta]) -> TreeDelta:
 
 
 class NodeIds:
-    """Ids of the nodes of a tree, numbered identically by the draft and its replicas."""
+    """Ids of the nodes of a draft tree (see `TreeDelta`), equal on the draft and its replicas. `ids[i]`: id of node i.
+    `next`: id of the next node."""
 
     def open(self) -> None:
-        """Resets the ids to a tree with only a root."""
+        """Starts a request: the tree consists of a root with id 0."""
         self.next = 0
         self._start_over()
 
@@ -74,8 +75,8 @@ class NodeIds:
         self.next += count
 
     def follow(self, tree: DraftTree, tokens: Sequence[int]) -> int | None:
-        """Must be called before the tree is re-rooted along verified tokens. Returns the node that they lead to, or
-        None if the tree does not contain all of them and has to be reset."""
+        """Updates the ids for a re-root along verified `tokens`, before `tree` itself is re-rooted. Returns the node
+        of the last token, or None if the tree does not contain all tokens and has to be reset."""
         path = tree.match_prefix(tokens)
         if len(path) < len(tokens):
             self._start_over()
@@ -84,35 +85,37 @@ class NodeIds:
         return path[-1]
 
     def _start_over(self) -> None:
-        self.ids = np.array([self.next])  # ascending, [nodes of the tree]
+        self.ids = np.array([self.next])  # [nodes of the tree], ascending
         self.next += 1
 
 
 class TreeReplica:
-    """Replica of a draft tree. `tree` has the capacity of the draft's tree; slots and masks serve only to re-root."""
+    """Replica of a draft tree. `tree` must have the capacity of the draft's tree. Its slots and masks are used only to
+    find descendants, since the replica has no KV."""
 
     def __init__(self, tree: DraftTree, vocab: int) -> None:
         self.tree, self._vocab, self._ids = tree, vocab, NodeIds()
 
     def open(self, token: int) -> None:
-        """Begins a request with its root token."""
+        """Starts a request. `token`: token of the root."""
         self.tree.reset(token)
         self._ids.open()
-        self._token, self._root = token, 0  # _root: first node of proposals; None: not in the tree
+        # root of proposals: its token, and its node or None while the tree does not contain it
+        self._token, self._root = token, 0
         self._round = 0  # the round whose root is node 0
-        self._ahead: deque[tuple[int, tuple[int, ...]]] = deque()  # later rounds, with the tokens up to their roots
+        # results that no delta covers yet: the round that each one starts, and its verified tokens
+        self._ahead: deque[tuple[int, tuple[int, ...]]] = deque()
 
     def follow(self, tokens: Sequence[int], round_: int) -> None:
-        """Moves the root of the proposals to the end of these verified tokens, the root of round `round_`. If the
-        tree does not contain them, proposals consist of the root alone until the draft has processed them and grown
-        there."""
+        """Moves the root of proposals along the verified `tokens` of a result; the last one is the root of round
+        `round_`. Proposals consist of this root alone while the tree does not contain it."""
         self._ahead.append((round_, tuple(tokens)))
         self._token = tokens[-1]
         self._find_root()
 
     def apply(self, delta: TreeDelta) -> None:
-        """Applies the next delta. Raises ValueError if it cannot come from the draft of this tree; the tree is then
-        unchanged except for its root."""
+        """Re-roots the tree to the round of the next delta and adds its nodes. Raises ValueError if the delta does not
+        fit the tree; none of its nodes is then added."""
         if self._take_results(delta.round):
             self._find_root()
         parents = self._check_parents(delta)
@@ -122,14 +125,14 @@ class TreeReplica:
                 self._find_root()
 
     def best(self, bs: int) -> tuple[list[int], list[int]]:
-        """Tokens and parents of a proposal of at most bs nodes, see `DraftTree.best_subtree`."""
+        """Returns tokens and parents of a proposal of at most `bs` nodes, see `DraftTree.best_subtree`."""
         if self._root is None:
             return [self._token], [-1]
         _, tokens, parents = self.tree.best_subtree(bs, self._root)
         return tokens, parents
 
     def expected_mass(self, bs: int, w: int) -> tuple[float, float]:
-        """Expected mass below the root, see `DraftTree.expected_mass`."""
+        """Returns `DraftTree.expected_mass` for the root of proposals; (1, 1) while the tree does not contain it."""
         return (1.0, 1.0) if self._root is None else self.tree.expected_mass(bs, w, self._root)
 
     def _find_root(self) -> None:
@@ -140,7 +143,8 @@ class TreeReplica:
         self._root = node if whole else None
 
     def _take_results(self, round_: int) -> bool:
-        """Re-roots along the results that the draft had processed before that round. Returns whether there were any."""
+        """Re-roots the tree along the results that the draft had processed by round `round_`. Returns whether there
+        were any."""
         before = len(self._ahead)
         while self._ahead and self._ahead[0][0] <= round_:
             self._round, tokens = self._ahead.popleft()
@@ -152,8 +156,8 @@ class TreeReplica:
         return len(self._ahead) < before
 
     def _check_parents(self, delta: TreeDelta) -> Ints:
-        """Returns the node indices of the delta's parents [n]; new nodes are numbered after those of the tree. Raises
-        ValueError on a delta that does not fit."""
+        """Validates a delta and returns the node index of each new node's parent; the new nodes themselves count from
+        `tree.count` on. Raises ValueError if the delta does not fit the tree."""
         tree, n, there = self.tree, len(delta), self.tree.count
         if delta.round != self._round:
             raise ValueError(f"growth of round {delta.round}, where the draft stands at round {self._round}")
@@ -175,7 +179,8 @@ class TreeReplica:
         return places
 
     def _add_nodes(self, parents: Ints, delta: TreeDelta) -> None:
-        """Expands the parents into the nodes of a delta."""
+        """Adds the nodes of a delta to the tree. `parents`: node index of each node's parent. Raises ValueError if a
+        parent was expanded by an earlier delta, or if there are not enough tree slots."""
         tree, new = self.tree, slice(self.tree.count, self.tree.count + len(delta))
         expanded: NDArray[np.int64] = np.unique(parents)
         first, after = tree.expanded, tree.expanded + len(expanded)

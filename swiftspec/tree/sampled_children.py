@@ -9,13 +9,13 @@ draws: those of its ancestors, of its earlier siblings, and of nodes that were s
   that order, such as a node's own children, therefore do not influence whether it is proposed;
 - if a proposal is too short and the tree expands once more, the nodes that existed before are proposed first;
 - every expanded node has its own noise, which is used once: two nodes at the same position are independent;
-- a tree is reset after MAX_REROOTS re-roots, so that it never becomes full, which would depend on all draws.
+- a tree is reset after MAX_REROOTS re-roots, so that it never becomes full: when it is full would depend on all draws.
 
 Nodes that survive a re-root have never been proposed, because the new root is the bonus token, which was not a proposed
-child. tests/tree/test_sampled_law.py verifies this by enumeration, over two rounds, through the drafters themselves.
+child. tests/tree/test_sampled_distribution.py verifies this by enumeration, over two rounds, through the drafters
+themselves.
 
 Source: Gumbel top-k, Kool et al. 2019; recursive rejection sampling without replacement, Jeon et al. 2024.
-Letters: n expanded leaves, k children of each, `width` tokens of a q.
 """
 
 from __future__ import annotations
@@ -31,19 +31,21 @@ from swiftspec.sampling.noise import DRAFT_STREAM
 from swiftspec.sampling.sampler import Paths, Sampler
 from swiftspec.tree.tree import Leaves
 
-MAX_CANDIDATES = 64  # most likely draft tokens, the support of q
+MAX_CANDIDATES = 64  # number of most likely draft tokens that q covers; it is 0 elsewhere
 MAX_REROOTS = 3  # re-roots after which a tree is reset
 WEIGHT_DIGITS = 6  # decimal places of a log-weight
 Ints, Floats = NDArray[np.int64], NDArray[np.float64]
 
 
 class SampledChildren:
-    """k sampled children of each leaf, and the q of every expanded node of a draft tree by tree slot."""
+    """Child selector that samples k children per leaf without replacement, and keeps the draft distribution q of every
+    expanded node by tree slot. A q covers `width` tokens."""
 
     sampled = True
 
     def __init__(self, k: int, slots: int, vocab: int, *, carry: bool) -> None:
-        """`carry`: proposals contain the draft distributions of their nodes, for rejection sampling."""
+        """`slots`: number of tree slots. `carry`: whether proposals contain the draft distributions of their nodes,
+        which rejection sampling needs."""
         self.k, self._carry = k, carry
         self.width = min(MAX_CANDIDATES, vocab)
         self._tokens = np.zeros((slots, self.width), np.int32)
@@ -51,22 +53,25 @@ class SampledChildren:
         self._counters = counters(range(self.width))
 
     def open(self, sampler: Sampler, position: int, tau: float) -> None:
-        """Begins a request, or resumes one, at the absolute position of the root, which keys the noise. `tau` is the
-        exponent of the draft's confidence."""
+        """Starts or resumes a request. `position`: absolute position of the root, which keys the noise. `tau`: exponent
+        of the draft's confidence, see `child_log_weights`."""
         self._sampler, self._exponent = sampler, tau
         key = row_key(sampler.params.seed, DRAFT_STREAM, position)
         self._key = torch.tensor([key], dtype=torch.uint32).view(torch.int32)
-        self._rows = 0  # number of expanded leaves
-        self._age = 0
+        self._rows = 0  # number of leaves expanded in this request: the counter of their noise
+        self._age = 0  # re-roots since the tree was reset
 
     def rank(self, logits: Tensor, leaves: Leaves, paths: Paths | None, positions: Tensor) -> tuple[Ints, Floats]:
-        """See `ChildSelector.rank`; tokens are in the order drawn."""
+        """See `ChildSelector.rank`. The children of a leaf are in the order drawn."""
         likeliest = self._sampler.children(logits, paths, positions, k=self.width)
         return self.sample(leaves.mask.shape[1] - len(leaves.nodes), *likeliest)  # slots are allocated in order
 
     def sample(self, first: int, tokens: Tensor, logprobs: Tensor) -> tuple[Ints, Floats]:
-        """Draws children for the leaves in tree slots `first` and following, from the draft's most likely `tokens` [n,
-        width] and their `logprobs` [n, width]."""
+        """Draws k children of each leaf: tokens [leaves, k] and log-weights [leaves, k], in the order drawn.
+
+        `first`: tree slot of the first leaf; the others follow. `tokens`, `logprobs` [leaves, width]: the draft's most
+        likely tokens and their log-probabilities.
+        """
         rows = tokens.shape[0]
         here = slice(first, first + rows)
         self._tokens[here] = tokens.cpu().numpy()
@@ -79,35 +84,36 @@ class SampledChildren:
         ]
 
     def _sample_order(self, q: Tensor) -> Tensor:
-        """Draws all tokens of each row without replacement: indices [n, width], the first draw first."""
+        """Draws all tokens of each row of `q` without replacement. Returns their columns in the order drawn."""
         clock = torch.arange(self._rows, self._rows + q.shape[0])
         self._rows += q.shape[0]
         noise = gumbel(row_bits(row_keys(self._key, clock), self._counters), q.dtype)
         return (q.log() + noise).argsort(-1, descending=True)
 
     def reroot(self) -> bool:
-        """Counts a re-root within the tree. Returns False after MAX_REROOTS of them: the tree has to be reset."""
+        """See `ChildSelector.reroot`. Returns False after MAX_REROOTS re-roots of the same tree."""
         self._age += 1
         return self._age <= MAX_REROOTS
 
     def retain_slots(self, slots: list[int]) -> None:
-        """Keeps the rows of the surviving tree slots, in ascending order; an empty list resets the selector."""
+        """See `ChildSelector.retain_slots`."""
         if not slots:
             self._age = 0
         self._tokens[: len(slots)] = self._tokens[slots]
         self._probs[: len(slots)] = self._probs[slots]
 
     def draft_probs(self, slots: Ints) -> DraftProbs | None:
-        """The distributions that the children of the nodes in these tree slots were drawn from."""
+        """See `ChildSelector.draft_probs`."""
         return DraftProbs(self._tokens[slots], self._probs[slots]) if self._carry and len(slots) > 0 else None
 
 
 def child_log_weights(q: Floats, exponent: float) -> Floats:
-    """Log of the prior probability that the i-th child is the accepted one; q [n, width] in the order drawn.
+    """Returns the log-weight of each child: log of the estimated probability that it is the accepted one.
 
-    With q_i the rest of q after i draws, the acceptance probability of the next draw is estimated as the mean of
-    q_i^exponent under q_i, so that a confident draft gets larger weights. A weight never exceeds that of an earlier
-    child; -inf where no mass is left.
+    `q` [leaves, width]: draft probabilities in the order drawn. With q_i the distribution q without its first i tokens,
+    normalised, the probability that the next token is accepted is estimated as a_i = sum(q_i^(1 + exponent)), which is
+    larger for a confident draft. The weight of child i is a_i (1 - a_0) ... (1 - a_(i-1)), limited to that of the
+    previous child. It is -inf where q has no mass left.
     """
     left = _reverse_cumsum(q)
     with np.errstate(divide="ignore", invalid="ignore"):
@@ -121,5 +127,5 @@ def child_log_weights(q: Floats, exponent: float) -> Floats:
 
 
 def _reverse_cumsum(x: Floats) -> Floats:
-    """Sum of each entry and all later ones, accumulated from the end, where entries are small."""
+    """Returns the sum of each entry and all later ones of its row, added from the end, where entries are small."""
     return x[:, ::-1].cumsum(-1)[:, ::-1]

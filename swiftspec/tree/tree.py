@@ -17,7 +17,8 @@ NEG_INF = float("-inf")
 
 @dataclass(frozen=True, slots=True)
 class Leaves:
-    """The rows of one expansion. `nodes`, `tokens`, `depths` are [r]; `mask` is [r, tree slots in use after it]."""
+    """The leaves of one expansion, one row each: `nodes`, `tokens` and `depths` (0 at the root) are [leaves], `mask` is
+    [leaves, tree slots in use after the expansion]."""
 
     nodes: Ints
     tokens: Ints
@@ -26,18 +27,21 @@ class Leaves:
 
 
 class DraftTree:
-    """Struct of arrays over nodes in the order of creation, so a parent's index is below those of its children.
+    """Draft tree: arrays over its nodes in the order of creation, so a parent's index is below those of its children.
 
-    `logprob` is the cumulative draft log-probability from the root (0 there), so a child never outweighs its parent and
-    the best nodes always form a connected sub-tree. An expanded node has a tree slot (KV and children); the other nodes
-    are leaves. Node 0 is the root; once expanded it has tree slot 0. Dead nodes (weight -inf, forbidden by a filter)
-    are never expanded or proposed. `visible[s]` is the mask row of tree slot s; the last row, all false, represents "no
-    parent". The arrays are in host memory, where a tree of a few hundred nodes costs less than one tensor call.
+    `logprob` is the cumulative draft log-probability from the root (0 there), so a child is never more likely than its
+    parent, and the most likely nodes always form a connected sub-tree. An expanded node has a tree slot (KV and
+    children); the other nodes are leaves. Node 0 is the root; once expanded it has tree slot 0. Dead nodes (`logprob`
+    -inf: tokens that a filter or a token constraint excludes) are never expanded or proposed. `visible[s]` is the mask
+    row of tree slot s; the last row, all False, is used for the root, which has no parent. The arrays are in host
+    memory, where an operation on a few hundred nodes costs less than one tensor call.
+
+    `nodes`, `slots`: capacity of the tree in nodes and in tree slots.
     """
 
     def __init__(self, nodes: int, slots: int) -> None:
         self.state = np.zeros(2 + 4 * nodes, dtype=np.int64)  # one array, so that a single copy transfers it
-        self.token, self.parent, self.slot, logprob = self.state[2:].reshape(4, nodes)  # slot: `slots` marks a leaf
+        self.token, self.parent, self.slot, logprob = self.state[2:].reshape(4, nodes)  # slot of a leaf: `slots`
         self.logprob = logprob.view(np.float64)
         self.visible = np.zeros((slots + 1, slots), dtype=np.bool_)
         self.sizes = self.state[:2]  # number of nodes, number of tree slots in use
@@ -61,12 +65,12 @@ class DraftTree:
         self.slot.fill(self.slots)
 
     def expandable_leaves(self, children: int) -> int:
-        """Number of leaves that can still be expanded into `children` children each."""
+        """Returns the number of leaves that can still be expanded into `children` children each, given the capacity."""
         return min(self.slots - self.expanded, (self.token.shape[0] - self.count) // children)
 
     def best_leaves(self, w: int) -> Leaves:
-        """Takes the w most likely leaves, or all if there are fewer, in node order; ties go to the older node. Assigns
-        each the next tree slot and its mask row."""
+        """Selects the `w` most likely leaves, or all if there are fewer, and assigns the next tree slots and their mask
+        rows to them. Returns them in node order. Of equally likely leaves the older one is selected."""
         unexpanded = self.slot[: self.count] == self.slots
         weights = np.where(unexpanded, self.logprob[: self.count], NEG_INF)
         nodes = np.argsort(-weights, kind="stable")[:w]  # sampled_children.py relies on this order of ties
@@ -82,7 +86,8 @@ class DraftTree:
         return Leaves(nodes, self.token[nodes], mask.sum(-1) - 1, mask[:, :after])
 
     def add_children(self, nodes: Ints, tokens: Ints, logprobs: NDArray[np.floating]) -> None:
-        """Adds `tokens` [r, k] with their `logprobs` [r, k] (at most 0) as children of the expanded `nodes` [r]."""
+        """Adds k children to each of the expanded `nodes` [leaves]: `tokens` [leaves, k] with the log-probabilities
+        `logprobs` [leaves, k], at most 0, given the parent."""
         rows, k = tokens.shape
         new = slice(self.count, self.count + rows * k)
         self.token[new] = tokens.ravel()
@@ -91,11 +96,12 @@ class DraftTree:
         self.sizes[0] += rows * k
 
     def best_subtree(self, bs: int, root: int = 0, first: int = 0) -> tuple[list[int], list[int], list[int]]:
-        """The bs most likely nodes from `root` down: (nodes, tokens, parents), the most likely first, parents as
-        indices into the result. The `first` oldest nodes precede all others.
+        """Returns the `bs` most likely nodes of the sub-tree of node `root` as (nodes, tokens, parents), the most
+        likely first, or all nodes if there are fewer. `parents` are indices into `nodes`, -1 for `root`.
 
-        The result is connected and in topological order, because ties go to the older node, hence to the parent. Any
-        prefix of it is therefore the best sub-tree of that size.
+        The result is connected and in topological order, because the older of equally likely nodes comes first, hence
+        the parent. Any prefix of it is therefore the best sub-tree of that size. `first`: number of oldest nodes of the
+        tree that precede all others, in the order of creation.
         """
         weights = self.logprob[: self.count]
         if root != 0:
@@ -111,8 +117,8 @@ class DraftTree:
         return list(place), self.token[nodes].tolist(), [-1, *parents]
 
     def expected_mass(self, bs: int, w: int, root: int = 0) -> tuple[float, float]:
-        """Probability mass below `root`: the sum over the bs most likely nodes (including the root's 1; the expected
-        tokens per round), and the sum over the w most likely leaves."""
+        """Returns two sums of node probabilities in the sub-tree of node `root`, relative to `root`: over its `bs` most
+        likely nodes, which is the expected number of tokens per round, and over its `w` most likely leaves."""
         weights = np.exp(self.logprob[: self.count] - self.logprob[root])
         if root != 0:
             weights = np.where(self.descendants(root), weights, 0.0)
@@ -120,7 +126,7 @@ class DraftTree:
         return float(np.sort(weights)[::-1][:bs].sum()), float(np.sort(leaves)[::-1][:w].sum())
 
     def match_prefix(self, tokens: Sequence[int]) -> list[int]:
-        """The nodes along the longest prefix of `tokens` that the tree contains, from below the root down."""
+        """Returns the nodes along the longest prefix of `tokens` that the tree contains, from the root's child down."""
         path = [0]
         for token in tokens:
             child = (self.parent[1 : self.count] == path[-1]) & (self.token[1 : self.count] == token)
@@ -130,10 +136,10 @@ class DraftTree:
         return path[1:]
 
     def reroot(self, node: int) -> tuple[list[int], list[int]]:
-        """Makes `node` the root and keeps its sub-tree, renumbered in order.
+        """Re-roots the tree at `node`: keeps only its sub-tree, whose nodes and slots are renumbered in order.
 
-        Returns the old tree slots of the path from the old root to the node's parent, and those of the surviving nodes,
-        which are the arguments of `KVCache.commit`.
+        Returns the arguments of `KVCache.commit`, as tree slots before the re-root: those of the path from the old root
+        to the parent of `node`, and those of the surviving expanded nodes.
         """
         if node == 0:
             return [], list(range(self.expanded))
@@ -148,7 +154,7 @@ class DraftTree:
         return above, kept.tolist()
 
     def descendants(self, node: int) -> NDArray[np.bool_]:
-        """[count] bool: the nodes below `node`, including itself."""
+        """Returns a bool array [nodes in use] that is True in the sub-tree of `node`, itself included."""
         slot = int(self.slot[node])
         if slot == self.slots:
             inside = np.zeros(self.count, dtype=np.bool_)
@@ -158,7 +164,7 @@ class DraftTree:
         return inside
 
     def _compact(self, nodes: Ints, slots: Ints) -> None:
-        """Keeps only these nodes and tree slots, both ascending, and renumbers them; the first node is the new root."""
+        """Keeps only `nodes` and tree `slots`, both ascending, and renumbers them; the first node is the new root."""
         new_node = np.zeros(self.count, dtype=np.int64)
         new_node[nodes] = np.arange(nodes.shape[0])
         new_slot = np.full(self.slots + 1, self.slots)
@@ -175,6 +181,6 @@ class DraftTree:
         self.visible[: self.expanded, : self.expanded] = rows
 
     def path_tokens(self, nodes: Sequence[int] | Ints) -> list[list[int]]:
-        """The tokens from below the root down to each node, including the node."""
+        """Returns for each node the tokens from the root's child down to the node; empty for the root."""
         spelled = lambda node: [*spelled(int(self.parent[node])), int(self.token[node])] if node else []  # noqa: E731
         return [spelled(int(node)) for node in nodes]

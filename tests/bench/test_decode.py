@@ -22,6 +22,7 @@ def run(monkeypatch: pytest.MonkeyPatch, out: Path) -> list[dict[str, object]]:
     return json.loads(out.read_text())["systems"]
 
 
+@pytest.mark.slow
 def test_a_run_without_llama_cpp(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

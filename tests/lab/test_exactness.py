@@ -75,6 +75,7 @@ def test_the_interval_contains_zero_for_equal_distributions() -> None:
         assert sum(held) >= 26
 
 
+@pytest.mark.slow
 def test_the_biased_verifier_is_detected_and_the_exact_one_passes(pair: list[str]) -> None:
     target, draft = Path(pair[1]), Path(pair[3])
     sampling = SamplingParams(temperature=0.7, top_k=3, max_tokens=3)

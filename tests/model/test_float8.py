@@ -20,6 +20,7 @@ from swiftspec.model.float8 import FLOAT8, LARGEST, Fp8KVScale
 from swiftspec.model.loader import load_model
 from swiftspec.params import SamplingParams
 from swiftspec.runtime.runner import Runner
+from tests.support.cases import fast_first
 from tests.support.roles import make_runner, population_of, verifier_of
 from tests.support.tiny_checkpoints import make_checkpoint, make_pair
 
@@ -73,7 +74,9 @@ def test_no_key_or_value_can_overflow(tmp_path: Path) -> None:
         assert LARGEST / 4 < float(values.abs().max()) <= LARGEST
 
 
-@pytest.mark.parametrize("plan", [EngineConfig("serial"), EngineConfig("serial", verify_batch=4, draft_leaves=2)])
+@pytest.mark.parametrize(
+    "plan", fast_first([EngineConfig("serial"), EngineConfig("serial", verify_batch=4, draft_leaves=2)], 1)
+)
 @pytest.mark.parametrize("ops", ["reference", "unfused"])
 def test_tree_decoding_equals_autoregressive_decoding(pair: tuple[Path, Path], ops: str, plan: EngineConfig) -> None:
     """With the same cache: whole requests, requests that continue from a cached prefix, and guided ones."""

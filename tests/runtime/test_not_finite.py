@@ -22,6 +22,7 @@ from swiftspec.config import EngineConfig, PopulationConfig
 from swiftspec.errors import NonFiniteLogits
 from swiftspec.llm import LLM
 from swiftspec.params import SamplingParams
+from tests.support.cases import fast_first
 from tests.support.ranks import Pool
 from tests.support.tiny_checkpoints import make_checkpoint
 
@@ -78,7 +79,7 @@ def one_fails_the_next_is_sound(damaged: LLM, sound: LLM, sampling: SamplingPara
         assert damaged.generate(GOOD, sampling).token_ids == want
 
 
-@pytest.mark.parametrize("request_", REQUESTS.values(), ids=list(REQUESTS))
+@pytest.mark.parametrize("request_", fast_first(REQUESTS.values(), 1), ids=list(REQUESTS))
 @pytest.mark.parametrize("plan", PLANS.values(), ids=list(PLANS))
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=["plain torch", "native"])
 def test_logits_that_are_not_finite_end_only_that_request(
@@ -143,7 +144,7 @@ RANKS: dict[str, tuple[int, dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("case", RANKS.values(), ids=list(RANKS))
+@pytest.mark.parametrize("case", fast_first(RANKS.values(), 2), ids=list(RANKS))
 def test_all_ranks_agree_on_logits_that_are_not_finite(
     models: Path, pool: Pool, case: tuple[int, dict[str, Any], str]
 ) -> None:

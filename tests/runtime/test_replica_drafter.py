@@ -27,6 +27,7 @@ from swiftspec.runtime.runner import Runner
 from swiftspec.runtime.verifier import LocalVerifier
 from swiftspec.tree.replica import TreeDelta, TreeReplica
 from swiftspec.tree.tree import DraftTree
+from tests.support.cases import fast_first
 from tests.support.roles import make_drafter, make_runner, make_verifier, request_start
 from tests.support.toy_pair import VOCAB, make_pair
 from tests.support.tree_delta_source import ThreadedLink, dawdle
@@ -96,7 +97,7 @@ SHAPES = {
 CASES = [*((name, "eager") for name in SHAPES), ("d 4", "native"), ("the paper's rule", "native")]
 
 
-@pytest.mark.parametrize(("name", "steps"), CASES)
+@pytest.mark.parametrize(("name", "steps"), fast_first(CASES, 3, unpack=True))
 def test_with_fixed_d_the_rounds_equal_those_of_a_local_drafter(
     pairs: dict[str, tuple[Path, Path]], name: str, steps: str
 ) -> None:

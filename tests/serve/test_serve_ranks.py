@@ -98,6 +98,7 @@ def started() -> Iterator[list[Ranks]]:
         one.kill()
 
 
+@pytest.mark.slow
 def test_the_output_under_torchrun_equals_that_of_one_process(
     pair: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -23,7 +23,7 @@ from swiftspec.runtime.kv_cache import KVCache
 from swiftspec.smc.decoding import BatchRequest, ParticleDecoding
 from swiftspec.smc.limits import region_slots
 from tests.model.test_loader import quantise
-from tests.support.histories import HistoryModel, make_worker
+from tests.support.history_models import HistoryModel, make_worker
 from tests.support.roles import population_of, request_start
 from tests.support.tiny_checkpoints import make_pair
 

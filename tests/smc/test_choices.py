@@ -10,8 +10,8 @@ from swiftspec.config import PopulationConfig
 from swiftspec.params import SamplingParams
 from swiftspec.smc.group_result import GroupResult, Particle
 from tests.smc.test_smc_distribution import PROMPT, STOPS, RunResults, check_unbiased
-from tests.support.histories import HistoryModel, global_power, make_worker, population
-from tests.support.histories import run as decode
+from tests.support.history_models import HistoryModel, global_power, make_worker, population
+from tests.support.history_models import run as decode
 
 SOME = (
     Particle((1,), True, 0.125), Particle((2, 3), False, 0.125), Particle((1,), True, 0.375),

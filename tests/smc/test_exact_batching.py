@@ -18,7 +18,7 @@ from swiftspec.errors import UserError
 from swiftspec.llm import LLM
 from swiftspec.params import SamplingParams
 from tests.smc.test_groups import FILTERED, MODELS, RequestSpec, decode_together, mixed
-from tests.support.histories import HistoryModel, global_power, make_worker
+from tests.support.history_models import HistoryModel, global_power, make_worker
 from tests.support.tiny_checkpoints import make_pair
 
 SHAPES: list[dict[str, Any]] = [

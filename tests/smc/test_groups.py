@@ -21,8 +21,8 @@ from swiftspec.smc.particles import DEAD
 from swiftspec.smc.population import SequenceGroup
 from tests.smc.test_smc_distribution import RunResults, check_unbiased
 from tests.support.fake_cuda_graphs import Rerun
-from tests.support.histories import HistoryModel, global_power, make_worker, population
-from tests.support.histories import run as decode
+from tests.support.history_models import HistoryModel, global_power, make_worker, population
+from tests.support.history_models import run as decode
 from tests.support.roles import SequentialPopulation, make_population, make_runner, request_start
 
 WARM = SamplingParams(temperature=0.8)
@@ -148,7 +148,7 @@ def test_several_groups_follow_the_distribution() -> None:
         check_unbiased(each, global_power(target, prompt, sampling, 2.0, {2}, limit))
 
 
-class Places(RuleBasedStateMachine):
+class SequenceGroups(RuleBasedStateMachine):
     """Requests are admitted, continue, end and are cancelled in any order; each is compared with itself alone."""
 
     G, SLOTS, LIMIT = 3, 64, 12
@@ -216,13 +216,13 @@ class Places(RuleBasedStateMachine):
             assert worker.draft.cache.prefix_len[sequence] == prefix == int(worker.round._prefix[at])
 
 
-Places.TestCase.settings = settings(max_examples=10, stateful_step_count=20, deadline=None)
-TestPlaces = Places.TestCase
+SequenceGroups.TestCase.settings = settings(max_examples=10, stateful_step_count=20, deadline=None)
+TestSequenceGroups = SequenceGroups.TestCase
 
 
-class ManyPlaces(Places):
+class ManySequenceGroups(SequenceGroups):
     """The same with more steps."""
 
 
-ManyPlaces.TestCase.settings = settings(max_examples=200, stateful_step_count=50, deadline=None)
-TestManyPlaces = pytest.mark.long(ManyPlaces.TestCase)
+ManySequenceGroups.TestCase.settings = settings(max_examples=200, stateful_step_count=50, deadline=None)
+TestManySequenceGroups = pytest.mark.long(ManySequenceGroups.TestCase)

@@ -20,7 +20,8 @@ from swiftspec.backends.reference.noise import counters, gumbel, row_bits
 from swiftspec.config import PopulationConfig
 from swiftspec.params import SamplingParams
 from swiftspec.smc.noise_streams import ParticleStreams
-from tests.support.histories import (
+from tests.support.cases import fast_first
+from tests.support.history_models import (
     HistoryModel,
     TextDistribution,
     distance,
@@ -30,7 +31,7 @@ from tests.support.histories import (
     normalised,
     population,
 )
-from tests.support.histories import run as decode
+from tests.support.history_models import run as decode
 
 PROMPT, STOPS = [0, 1], {2}
 
@@ -100,9 +101,9 @@ def check_unbiased(found: RunResults, exact: TextDistribution) -> None:
         assert abs(float(seen.mean()) - sum(exact[text] for text in group)) < 4 * error + 1e-6 * whole, group
 
 
-@pytest.mark.parametrize("temperature", [0.7, 1.0])
+@pytest.mark.parametrize("temperature", fast_first([0.7, 1.0], 1))
 @pytest.mark.parametrize("power", [1.0, 2.0])
-@pytest.mark.parametrize("steps", [1, 2])
+@pytest.mark.parametrize("steps", fast_first([2, 1], 1))
 def test_the_population_follows_the_global_power_target(power: float, temperature: float, steps: int) -> None:
     runs, sampling = 50, SamplingParams(temperature=temperature)
     found = sample(PopulationConfig(64, steps, 0.85, power), sampling, runs)
@@ -141,7 +142,7 @@ def test_the_distribution_is_exact_with_any_resampling_threshold(threshold: floa
     check_unbiased(found, global_power(found.target, PROMPT, sampling, 2.0, STOPS, 4))
 
 
-@pytest.mark.parametrize("filters", [{"top_k": 2}, {"top_p": 0.7}, {"min_p": 0.5}], ids=str)
+@pytest.mark.parametrize("filters", fast_first([{"top_p": 0.7}, {"top_k": 2}, {"min_p": 0.5}], 1), ids=str)
 def test_filters_apply_to_the_target_and_no_weight_is_lost(filters: dict[str, float]) -> None:
     runs, sampling = 50, SamplingParams(temperature=0.7, **filters)  # pyright: ignore[reportArgumentType]
     found = sample(PopulationConfig(40, 2, 0.5, 2.0), sampling, runs)
@@ -171,7 +172,7 @@ def test_penalties_follow_the_text_of_each_particle(shaped: dict[str, Any], exac
     assert found.resampled > 0 and distance(normalised(exact_distribution), normalised(without)) > 0.15, "they matter"
 
 
-@pytest.mark.parametrize(("exact", "power"), [(1, 1.0), (1, 2.0), (3, 2.0)])
+@pytest.mark.parametrize(("exact", "power"), fast_first([(3, 2.0), (1, 1.0), (1, 2.0)], 1, unpack=True))
 def test_mixed_mode_is_exact(exact: int, power: float) -> None:
     runs, sampling = 40, SamplingParams(temperature=0.7)
     found = sample(PopulationConfig(40, 3, 0.5, power, exact), sampling, runs, limit=5)

@@ -126,6 +126,7 @@ def test_uniform_weights_cause_no_resampling() -> None:
 
 @settings(max_examples=40, deadline=None)
 @given(parts=st.lists(st.integers(1, 40), min_size=1, max_size=9), count=st.integers(1, 10))
+@pytest.mark.slow
 def test_a_few_texts_represent_the_population(parts: list[int], count: int) -> None:
     """Over all uniform numbers the mean weight of each is its share; `count` of them are left, and heavy ones are
     unchanged."""

@@ -24,7 +24,7 @@ from swiftspec.params import SamplingParams
 from swiftspec.runtime.local_drafter import LocalDrafter
 from swiftspec.tree import sampled_children
 from swiftspec.tree.sampled_children import SampledChildren
-from tests.support.histories import HistoryModel, TextDistribution, distance, filtered, penalised
+from tests.support.history_models import HistoryModel, TextDistribution, distance, filtered, penalised
 from tests.support.roles import make_drafter, make_runner, request_start
 
 PROMPT = (1, 0)

@@ -88,6 +88,7 @@ def test_the_sanitizer_runs_tests_of_virtual_ranks(kind: str, collected: str) ->
     assert kind == "memcheck" or all("[4" in name for name in names), "only these, for the race check takes long"
 
 
+@pytest.mark.slow
 def test_without_a_gpu_one_line_is_printed() -> None:
     if torch.cuda.is_available():
         pytest.skip("there is one here")

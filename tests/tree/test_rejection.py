@@ -22,8 +22,9 @@ from swiftspec.sampling.sampler import Sampler
 from swiftspec.sampling.vocab import VocabShard
 from swiftspec.tree import rejection
 from swiftspec.tree.rejection import RejectionSampling, verify_siblings
+from tests.support.cases import fast_first
 from tests.support.enumeration import PROMPT, orders, outcomes, penalised
-from tests.support.histories import TextDistribution, filtered
+from tests.support.history_models import TextDistribution, filtered
 from tests.support.thread_group import ThreadGroup, on_ranks
 
 KINDS = ("random", "ties", "equal", "disjoint", "zeros", "one-hot draft", "one-hot target")
@@ -74,7 +75,7 @@ def verified_distribution(p: Tensor, q: Tensor, places: Tensor) -> Tensor:
     return distribution + torch.where(over, 0, mass * left)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", fast_first(KINDS, 2))
 @pytest.mark.parametrize(("vocab", "count"), [(3, 1), (3, 2), (4, 3), (6, 2), (8, 1), (5, 4)])
 def test_the_token_follows_p_for_any_children(kind: str, vocab: int, count: int) -> None:
     for seed in range(3):
@@ -226,7 +227,7 @@ def halve(most: float, true: Callable[[float], bool]) -> float:
     return high
 
 
-@pytest.mark.parametrize("sampling", PARAMS, ids=range(len(PARAMS)))
+@pytest.mark.parametrize("sampling", fast_first(PARAMS, 2), ids=range(len(PARAMS)))
 @pytest.mark.parametrize("seed", [1, 6, *(pytest.param(seed, marks=pytest.mark.long) for seed in (2, 3))])
 def test_a_whole_tree_has_the_distribution_of_the_definition(
     monkeypatch: pytest.MonkeyPatch, sampling: SamplingParams, seed: int

@@ -26,7 +26,7 @@ DEMO = ROOT / "swiftspec" / "demo"
 VOCAB = 4096
 EOS = "<|endoftext|>"
 IDS = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
-# a base model rarely ends by itself, hence a length
+# a base model rarely generates the end token, so the length is limited
 GENERATION = IDS | {"do_sample": True, "temperature": 0.7, "max_new_tokens": 256}
 
 HELD_OUT = (
@@ -82,7 +82,7 @@ def tokens_of(files: list[tuple[str, str]], tokenizer: PreTrainedTokenizerFast) 
 
 
 class Windows:
-    """Batches of random windows.
+    """Batches of random windows of the training tokens. `tests_share`: share of windows from the library's own tests.
 
     Each batch depends only on the seed and the step, so a resumed run gets the same ones.
     """
@@ -135,7 +135,7 @@ def make_tokenizer(args: argparse.Namespace) -> None:
 
 
 def load_data(args: argparse.Namespace) -> tuple[Windows, tuple[np.ndarray, float]]:
-    """Returns the training windows, and the held-out tokens with their bits per byte for one nat per token."""
+    """Returns the training windows, and the held-out tokens with the factor from nats per token to bits per byte."""
     tokenizer = AutoTokenizer.from_pretrained(args.work / "tokenizer")
     files = library_files()
     ids = {k: tokens_of(v, tokenizer) for k, v in files.items()}

@@ -23,7 +23,7 @@ TOP = (1, 2, 4, 8)
 
 
 def load_int4(path: Path) -> Any:
-    """Loads the AWQ checkpoint as plain weights.
+    """Loads the AWQ checkpoint as a dense float32 model.
 
     Each int32 packs the 4-bit codes of eight output columns in AutoAWQ's order.
     """
@@ -51,7 +51,7 @@ def greedy_choice(target: LlamaForCausalLM, ids: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def ranks(draft: LlamaForCausalLM, ids: torch.Tensor, wanted: torch.Tensor) -> np.ndarray:
-    """Returns for each position the number of tokens that the draft ranks before the wanted one."""
+    """Returns for each position the number of tokens that the draft ranks before the token in `wanted`."""
     logits = draft(input_ids=ids, use_cache=False).logits.float()
     return (logits > logits.gather(-1, wanted[..., None])).sum(-1).flatten().numpy()
 

@@ -74,7 +74,7 @@ def make_awq(out: Path) -> None:
 def make_compressed_tensors(out: Path, preset: str) -> None:
     from compressed_tensors import ModelCompressor  # pyright: ignore[reportMissingImports] # own environment
     from compressed_tensors.quantization import (  # pyright: ignore[reportMissingImports] # own environment
-        LoadTimeQuantization,
+        QuantizationConfig,
         QuantizationStatus,
         apply_quantization_config,
         preset_name_to_scheme,
@@ -85,7 +85,7 @@ def make_compressed_tensors(out: Path, preset: str) -> None:
 
     model = tiny_llama().bfloat16()
     scheme = preset_name_to_scheme(preset, ["Linear"])
-    apply_quantization_config(model, LoadTimeQuantization(config_groups={"group_0": scheme}, ignore=["lm_head"]))
+    apply_quantization_config(model, QuantizationConfig(config_groups={"group_0": scheme}, ignore=["lm_head"]))
     quantised: list[tuple[str, Any]] = [(n, m) for n, m in model.named_modules() if hasattr(m, "weight_scale")]
     for _, module in quantised:
         groups = module.weight.data.unflatten(-1, (-1, GROUP))

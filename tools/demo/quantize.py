@@ -7,8 +7,8 @@ autoawq requires an older transformers than the rest of the project, so this run
     build/awq/bin/pip install --no-deps autoawq==0.2.9
     build/awq/bin/python -m tools.demo.quantize
 
-The calibration texts come from the training files. The last training steps used weights rounded to this grid, so the
-search is restricted to it: no scaling by the weights (`duo_scaling=False`), and "leave as is" is always a candidate.
+The calibration texts come from the training files. The last training steps used weights rounded to int4, so the search
+for AWQ's scales must be able to leave the weights unscaled. With `duo_scaling=False` that is always a candidate.
 """
 
 from __future__ import annotations

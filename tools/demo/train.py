@@ -63,7 +63,8 @@ def make_optimizers(model: LlamaForCausalLM, lr: float) -> list[torch.optim.Opti
 
 
 def int4_grid(w: torch.Tensor, group: int = 128) -> torch.Tensor:
-    """Rounds weights to AutoAWQ's 4-bit groups with zero points (its min-max rule, no scaling)."""
+    """Returns the weights rounded to AutoAWQ's int4 groups with zero points, by its min-max rule and without
+    scaling."""
     g = w.reshape(-1, group)
     high, low = g.amax(1, keepdim=True), g.amin(1, keepdim=True)
     scale = ((high - low).clamp(min=1e-5) / 15).half().float()
@@ -73,7 +74,10 @@ def int4_grid(w: torch.Tensor, group: int = 128) -> torch.Tensor:
 
 @contextlib.contextmanager
 def on_int4_grid(model: LlamaForCausalLM, active: bool) -> Iterator[None]:
-    """Computes with rounded weights and updates the exact ones, so that the final rounding causes no loss."""
+    """Replaces the matrices by their int4-rounded values inside the context, if `active`.
+
+    Gradients of the rounded weights thus update the exact ones, so that the final rounding causes no loss.
+    """
     kept = [(p, p.data) for n, p in model.named_parameters() if active and is_hidden_matrix(n)]
     for p, w in kept:
         p.data = int4_grid(w)
@@ -84,7 +88,7 @@ def on_int4_grid(model: LlamaForCausalLM, active: bool) -> Iterator[None]:
 
 @torch.no_grad()
 def nats(model: LlamaForCausalLM, ids: np.ndarray, length: int, windows: int | None = None) -> float:
-    """Mean loss per token over disjoint windows (evenly spread ones if `windows` is given)."""
+    """Returns the mean nats per token over disjoint windows of `length` tokens: all, or `windows` evenly spread."""
     starts = np.arange(0, len(ids) - length - 1, length)
     if windows is not None:
         starts = starts[np.linspace(0, len(starts) - 1, min(windows, len(starts))).astype(int)]
@@ -104,9 +108,10 @@ def train(
     held_out: tuple[np.ndarray, float],
     args: argparse.Namespace,
 ) -> list[dict[str, float]]:
-    """Trains with warm-up, constant rate and decay to zero.
+    """Trains with a learning rate that warms up, stays constant and decays to zero.
 
-    Returns the losses. Leaves the int4-rounded weights in the model if `args` request it.
+    `held_out`: tokens, and the factor from nats per token to bits per byte. Returns the training and held-out losses in
+    nats per token, every 100 steps. Leaves int4-rounded weights in the model if `args.int4_steps` is not 0.
     """
     optimizers = make_optimizers(model, args.lr)
     base = [[g["lr"] for g in o.param_groups] for o in optimizers]
@@ -160,7 +165,7 @@ def save(model: Any, out: Path, work: Path, dtype: torch.dtype) -> None:
 
 
 def length_at(step: int, args: argparse.Namespace) -> int:
-    """Returns the window length of a step: short windows first, long ones while the rate decays."""
+    """Returns the window length of a step in tokens: short windows first, long ones while the learning rate decays."""
     left = (args.steps - step) / args.decay
     return 1024 if left < 0.6 else 512 if left < 1.2 else 256
 

@@ -67,7 +67,7 @@ def run(step: Step, limit: float) -> Outcome:
 
 
 def interrupt(process: subprocess.Popen[bytes]) -> None:
-    """Interrupts a process like Ctrl-C. pytest then reports the failures so far."""
+    """Interrupts a process like Ctrl-C, on which pytest reports the failures so far. Waits for a limited time."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGINT)
     with contextlib.suppress(subprocess.TimeoutExpired):
@@ -85,7 +85,7 @@ def end(process: subprocess.Popen[bytes]) -> None:
 def run_all(steps: Sequence[Step], budget: float, file: Path, machine: dict[str, Any]) -> dict[str, Any]:
     """Runs the steps sequentially. After each, writes all results to `file` and packs the logs next to it.
 
-    If the smoke test fails with kernels that start early and passes without, all later steps run without them.
+    If the smoke test passes without kernels that start early and fails with them, all later steps run without them.
     """
     whole: dict[str, Any] = {"machine": machine, "steps": [], "decodes": []}
     began = time.monotonic()

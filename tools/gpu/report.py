@@ -34,7 +34,10 @@ class Line:
 
 def lines(decodes: list[Json], kernels: Json | None, constants: Json | None) -> Iterator[Line]:
     """Yields all measured figures with a target: operators, speedups over competitors, ratios among own operators,
-    steps, decodes."""
+    steps, decodes.
+
+    `decodes`, `kernels`, `constants`: documents of bench.gpu.step, bench.gpu.kernels and bench.gpu.constants.
+    """
     copy = targets.ASSUMED.copy if kernels is None else kernels["machine"]["copy GB/s"]
     on = Constants.of(constants, copy)
     if kernels is not None:
@@ -87,7 +90,7 @@ def _beside_each_other(ours: Iterable[Json]) -> Iterator[Line]:
 
 
 def _decode(decoded: Json, on: Constants) -> Iterator[Line]:
-    """Yields the figures of a decode. One that ended early contributes what it measured before."""
+    """Yields the figures of a decode. A decode that ended early yields those measured before."""
     for shape, took in decoded.get("step ms", {}).items():
         target = targets.step(shape, on)
         if target is not None:

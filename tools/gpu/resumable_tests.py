@@ -29,7 +29,8 @@ TAIL = 3000  # characters retained of a failure
 
 @dataclass(slots=True)
 class Found:
-    """All results so far, in the form of the file. `outcomes` by test: passed, skipped or the error."""
+    """All results so far, as stored in the file. `outcomes`: by test, passed, skipped or the error text. `at`: the
+    current test."""
 
     outcomes: dict[str, str] = field(default_factory=dict)
     left: list[str] = field(default_factory=list)  # tests that were not reached
@@ -82,7 +83,7 @@ class Recorder:
 
 
 def work(args: argparse.Namespace) -> int:
-    """Runs the tests without an outcome."""
+    """Runs the tests that have no outcome yet. Returns the exit code."""
     if torch.cuda.is_available():
         torch.zeros(1, device="cuda")  # creates the context before the time of the first test begins
     found, until = Found.read(args.json), time.monotonic() + args.budget
@@ -97,7 +98,10 @@ def work(args: argparse.Namespace) -> int:
 
 
 def give_up(file: Path, why: str) -> bool:
-    """Records that a test hung or ended its process, so that the next process continues after it."""
+    """Records that a test hung or ended its process, so that the next process continues after it.
+
+    Returns whether tests are left.
+    """
     found = Found.read(file)
     if found.at is None:
         return False

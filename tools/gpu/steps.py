@@ -10,18 +10,21 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRATCH = ROOT / "build" / "gpu-check"
-SECONDS = "{seconds}"  # in a command: the limit of the step less the time for ending it
+SECONDS = "{seconds}"  # placeholder in a command for the limit of the step minus the time for ending it
 EPOCHS = "6"  # epochs of each test under the sanitizer: every number of rows once
 PAIR, SMALL_PAIR, MIDDLE_PAIR = "Llama-3-70B,Llama-3.2-1B", "Llama-3-8B,Llama-3.2-1B", "Llama-3-70B,Llama-3.2-3B"
 NOTHING_EARLY = {"SWIFTSPEC_EARLY_STARTS": "0"}  # csrc/cuda/launch.cuh
-FEW_STAGES = {"SWIFTSPEC_FEW_STAGES": "3"}  # csrc/cuda/device/device.h: then two blocks share a multiprocessor
+FEW_STAGES = {"SWIFTSPEC_FEW_STAGES": "3"}  # csrc/cuda/device/device.cu; lets two blocks share a multiprocessor
 NAMES = {"SWIFTSPEC_EARLY_STARTS": "nothing early", "SWIFTSPEC_FEW_STAGES": "three stages"}
 SMOKE = "smoke"  # if this fails, all later steps run without early starts
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One step. It writes JSON to `result`. If the JSON contains results or constants, it is also copied to `keep`."""
+    """A step of the check: a command with a time limit.
+
+    It writes JSON to `result`. If the JSON contains results or constants, it is also copied to `keep`.
+    """
 
     name: str
     command: tuple[str, ...]
@@ -76,9 +79,10 @@ SWITCHES: tuple[tuple[tuple[str, ...], dict[str, str]], ...] = (
 
 
 def comparison(turns: int = 2) -> list[Step]:
-    """Steps of `--compare`: the defaults, then each switch in its other position, alternately.
+    """Returns the steps of `--compare`: `turns` times a decode with the defaults and one with each switch in its other
+    position.
 
-    Every decode measures with and without weight prefetch anyway.
+    Weight prefetch is not among the switches, because every decode measures with and without it.
     """
     return [
         decode(SMALL_PAIR, 40, "--prompts", "2", *options, environment=environment, turn=turn)
@@ -88,12 +92,15 @@ def comparison(turns: int = 2) -> list[Step]:
 
 
 def build() -> Step:
-    """Builds the extension. Takes no time if the existing one is usable."""
+    """Returns the step that builds the extension. It takes no time if the existing one is usable."""
     return Step("build", (sys.executable, "-m", "tools.gpu.build"), 65)
 
 
 def smoke(name: str, environment: dict[str, str]) -> Step:
-    """Decodes a few tokens with the demo models and compares most of them with those of the CPU."""
+    """Returns the step that decodes a few tokens with the demo models.
+
+    It fails if the text differs from that of the CPU in its first half.
+    """
     file = SCRATCH / f"{slug(name)}.json"
     short = ("--prompts", "1", "--tokens", "24", "--context", "200", "--least", "0.5")
     command = (sys.executable, "-m", "bench.gpu.step", *short, "--json", str(file))
@@ -101,7 +108,7 @@ def smoke(name: str, environment: dict[str, str]) -> Step:
 
 
 def tests() -> list[Step]:
-    """Runs the GPU tests in three steps, so that one that takes too long does not use the time of the others."""
+    """Returns the three steps of the GPU tests. If one takes too long, it does not use the time of the others."""
     files = sorted((ROOT / "tests" / "gpu").glob("test_*.py"))
     groups: dict[str, tuple[str, ...]] = {
         "operators": ("test_linear", "test_cuda_ops", "test_resampling"),
@@ -114,7 +121,8 @@ def tests() -> list[Step]:
 
 
 def tested(name: str, stems: tuple[str, ...], limit: float, patience: int) -> Step:
-    """Runs tests in a process that is restarted if it hangs for `patience` seconds or breaks the GPU."""
+    """Returns the step that runs tests in a process, which is restarted if it hangs for `patience` seconds or breaks
+    the GPU."""
     name = f"tests of {name}"
     file = SCRATCH / f"{slug(name)}.json"
     paths = (f"tests/gpu/{stem}.py" for stem in stems)
@@ -145,10 +153,11 @@ def tool(name: str) -> str:
 
 
 def sanitize(kind: str, which: str, limit: float, extra: bool = False) -> Step:
-    """Runs compute-sanitizer on the tests of several ranks on this GPU, selected by `which` like pytest's -k, for
-    kernels of this project only.
+    """Returns the step that runs compute-sanitizer on tests of several ranks on one GPU, for kernels of this project
+    only.
 
-    Each tensor is a separate allocation, so that accesses out of bounds are found.
+    `which` selects the tests like pytest's -k. Each tensor is a separate allocation, so that accesses out of bounds are
+    found.
     """
     options = ("--error-exitcode", "9", "--kernel-name", "kns=swiftspec")
     test = (sys.executable, "-m", "pytest", "-m", "gpu", "-p", "no:cacheprovider", "-vv")
@@ -158,7 +167,8 @@ def sanitize(kind: str, which: str, limit: float, extra: bool = False) -> Step:
 
 
 def profile() -> Step:
-    """Profiles four operators: share of the memory speed, issue rate, and the stall reasons of warps."""
+    """Returns the step that profiles four operators: share of the memory speed, issue rate, and stall reasons of
+    warps."""
     sections = ("SpeedOfLight", "SchedulerStats", "WarpStateStats")
     options = ("--clock-control", "none", "--kernel-name", "regex:linear_kernel|attention_kernel")
     options += tuple(part for section in sections for part in ("--section", section))
@@ -166,6 +176,9 @@ def profile() -> Step:
 
 
 def slug(gpu: str) -> str:
-    """Converts NVIDIA H100 80GB HBM3 to h100, as in `profile predict --hardware`. Other names are retained whole."""
+    """Returns a name in a form for files.
+
+    NVIDIA H100 80GB HBM3 becomes h100, as in `profile predict --hardware`. Other names are retained whole.
+    """
     name = re.sub(r"[^a-z0-9]+", "-", gpu.lower().removeprefix("nvidia ")).strip("-")
     return re.sub(r"-\d+gb-hbm\d\w*$", "", name)

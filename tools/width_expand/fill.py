@@ -1,8 +1,8 @@
-"""Builds large matrices from small ones: entries named by a layer's maps are copied, the others are random or zero.
+"""Builds large matrices from small ones, by the maps of a layer (maps.py).
 
-Free rows and quiet columns contain random weights. The weight is zero at a significant row and a loud column, and at a
-silent row and a column that is not quiet. In int4 a whole group of zeros has a scale of zero, so that its codes stay
-random.
+An entry in a FREE row or a QUIET column is random. Any other entry is copied if its row and its column copy small ones,
+and zero if the row is SILENT or the column LOUD. In int4 a whole group of zeros has a scale of zero, so that its codes
+stay random.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ SPREAD, STEP = 0.02, 2e-3  # standard deviation of random dense weights; scale o
 
 @dataclass(frozen=True, slots=True)
 class Filler:
-    """Builds the large matrices on the device of `noise`, the generator of the random part."""
+    """Builder of the large matrices, on the device of `noise`, the generator of the random weights."""
 
     noise: torch.Generator
     dtype: torch.dtype  # of dense weights
@@ -33,7 +33,10 @@ class Filler:
         return self.noise.device
 
     def matrix(self, source: Weight, rows: Tensor, columns: Tensor, gain: Tensor | None = None) -> Weight:
-        """Places rows and columns of `source` in a large matrix. `gain` [rows] float32 multiplies the copied rows."""
+        """Returns a large matrix with entries of `source`, placed by the maps `rows` and `columns`.
+
+        `gain` [rows] float32 multiplies the copied rows.
+        """
         bias = None
         if source.bias is not None:
             taken = source.bias[rows.clamp_min(0)].float() * (1 if gain is None else gain)
@@ -43,7 +46,7 @@ class Filler:
         return DenseWeight(self.dense_matrix(source, rows, columns, gain), bias)
 
     def dense_matrix(self, source: Weight, rows: Tensor, columns: Tensor, gain: Tensor | None = None) -> Tensor:
-        """The same without a bias, and always dense."""
+        """Returns the same matrix as `matrix`, but always dense and without a bias."""
         shape, device = (rows.shape[0], columns.shape[0]), self.device
         out = torch.randn(shape, generator=self.noise, dtype=self.dtype, device=device).mul_(SPREAD)
         bound, heard = _where(rows != FREE), _where(columns != QUIET)
@@ -74,7 +77,7 @@ class Filler:
         return Int4Weight(packed, scales, zeros, GROUP, bias)
 
     def _words(self, *shape: int) -> Tensor:
-        """Returns random int32 bits."""
+        """Returns int32 words of random bits."""
         return torch.randint(-(2**31), 2**31, shape, generator=self.noise, dtype=torch.int32, device=self.device)
 
 
@@ -83,7 +86,8 @@ def _where(condition: Tensor) -> Tensor:
 
 
 def _overlay(words: Tensor, lines: Tensor, rows: Tensor, codes: Tensor) -> None:
-    """Writes uint8 codes [lines, rows] into the codes that `words` [K, N / 8] packs."""
+    """Writes `codes` [lines, rows] uint8 at the inputs `lines` and outputs `rows` of packed `words` [inputs, outputs /
+    8]."""
     if lines.numel() == 0:
         return
     plain = unpack_int4(words[lines])
@@ -93,23 +97,24 @@ def _overlay(words: Tensor, lines: Tensor, rows: Tensor, codes: Tensor) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Groups of a large matrix that contain small columns, for n rows.
+    """Int4 groups of a large matrix that contain small columns, for some rows.
 
     A code without a small column is the zero point.
     """
 
-    codes: Tensor  # [j, GROUP, n] uint8
-    scales: Tensor  # [j, n] float32
-    zeros: Tensor  # [j, n] uint8
+    codes: Tensor  # [groups, GROUP, rows] uint8
+    scales: Tensor  # [groups, rows] float32
+    zeros: Tensor  # [groups, rows] uint8
 
 
 def _take(source: Weight, rows: Tensor, columns: Tensor) -> Block:
-    """Returns small rows [n] at large groups of columns [j, GROUP].
+    """Returns the block of the small `rows` [rows] and, for each large group, the small `columns` [groups, GROUP].
 
-    Int4 is copied exactly, dense is rounded to nearest.
+    Int4 is copied exactly, dense is rounded to nearest. Raises UserError if two int4 groups of `source` would share a
+    large group.
     """
     if isinstance(source, DenseWeight):
-        values = source.weight[rows].float()[:, columns.clamp_min(0)] * (columns >= 0)  # [n, j, GROUP]
+        values = source.weight[rows].float()[:, columns.clamp_min(0)] * (columns >= 0)  # [rows, groups, GROUP]
         low, high = values.amin(2).clamp_max(0), values.amax(2).clamp_min(0)
         scales = ((high - low) / 15).clamp_min(1e-7).half().float()
         zeros = (-low / scales).round().clamp(0, 15)
@@ -121,6 +126,7 @@ def _take(source: Weight, rows: Tensor, columns: Tensor) -> Block:
     if bool(((groups >= 0) & (groups != group.unsqueeze(1))).any()):
         raise UserError("two int4 groups of the small model would share one of the large: heads too narrow; take bf16")
     all_codes, scales, all_zeros = source.plain()
-    zeros, codes = all_zeros[group][:, rows], all_codes[columns.clamp_min(0)][:, :, rows]  # [j, n], [j, GROUP, n]
+    # zeros [groups, rows], codes [groups, GROUP, rows]
+    zeros, codes = all_zeros[group][:, rows], all_codes[columns.clamp_min(0)][:, :, rows]
     codes = torch.where((columns < 0).unsqueeze(2), zeros.unsqueeze(1), codes)
     return Block(codes, scales[group][:, rows].float(), zeros)

@@ -24,8 +24,8 @@ GROUP = 128  # inputs that share a scale in the written checkpoint
 class Maps:
     """Maps of one layer, int64: for each large row or column the index of the small one, or a constant above."""
 
-    hidden: Tensor  # [D'], rows of O and down: a small row or SILENT
-    input: Tensor  # [D'], columns of QKV, gate and up: a small column or QUIET
+    hidden: Tensor  # [large hidden size], rows of O and down: a small row or SILENT
+    input: Tensor  # [large hidden size], columns of QKV, gate and up: a small column or QUIET
     qkv: Tensor  # rows
     o: Tensor  # columns
     gate_up: Tensor  # rows
@@ -44,8 +44,11 @@ class Maps:
 
 
 def spread(count: int, size: int, filler: int, run: int = 1, slot: int = 1) -> Tensor:
-    """Returns [size]: 0..count - 1 in runs of `run`, each at the start of a slot, with evenly spread slots; elsewhere
-    `filler`."""
+    """Returns an index map [size] in which 0 .. count - 1 are evenly spread and the other entries are `filler`.
+
+    The indices come in runs of `run` entries, each at the start of a slot of `slot` entries. Raises UserError if they
+    do not fit.
+    """
     runs, slots = -(-count // run), size // slot
     if runs > slots:
         raise UserError(f"{count} columns, heads or layers of the small model do not fit {size} of the large one")
@@ -77,10 +80,11 @@ def map_layer(small: ModelConfig, large: ModelConfig) -> Maps:
 
 
 def _map_heads(small: ModelConfig, large: ModelConfig) -> tuple[Tensor, Tensor]:
-    """Returns the rows of QKV and the columns of O.
+    """Returns the map of the rows of QKV and that of the columns of O.
 
-    RoPE rotates dimensions i and i + hd / 2 of a head by theta^(-2i / hd). With hd' = s hd and the same theta the pair
-    s i of the large head rotates equally, and dimension d of the small head is dimension s d of the large one.
+    RoPE rotates dimensions i and i + head_dim / 2 of a head by theta^(-2i / head_dim). In a large head, s times as wide
+    and with the same theta, the pair s * i rotates equally, so dimension d of the small head is dimension s * d of the
+    large one. Raises UserError if the large head dimension is not a multiple of the small one.
     """
     group, wide = small.num_heads // small.num_kv_heads, large.num_heads // large.num_kv_heads
     stride, rest = divmod(large.head_dim, small.head_dim)
@@ -110,6 +114,6 @@ def _map_heads(small: ModelConfig, large: ModelConfig) -> tuple[Tensor, Tensor]:
 
 
 def _cross(heads: Tensor, dims: Tensor, width: int) -> Tensor:
-    """Returns the row indices [heads, dims], SILENT if the head or the dimension is absent."""
+    """Returns the indices [heads, dims] of small rows, SILENT if the head or the dimension is not a copy."""
     rows = heads.unsqueeze(1) * width + dims
     return torch.where((heads.unsqueeze(1) < 0) | (dims < 0), SILENT, rows)

@@ -55,13 +55,13 @@ class Grown:
 
     @property
     def constant(self) -> int | None:
-        """Returns the column of the residual stream with the constant, or None without tokens to mask."""
+        """Column of the residual stream with the constant, or None if no tokens have to be masked."""
         if self.large.vocab_size == self.small.vocab_size:
             return None
         return int((self.maps.hidden == SILENT).nonzero()[0])
 
     def weights(self) -> ModelWeights:
-        """Returns embedding and head, with layers that are built on demand."""
+        """Returns the weights of the large model, with layers that are built on demand."""
         known, constant, filler = self.small.vocab_size, self.constant, replace(self.filler, int4=False)
         rows = torch.cat((torch.arange(known), torch.full((self.large.vocab_size - known,), FREE)))
         columns = self.maps.hidden  # the other entries of a known token's row are zero
@@ -120,7 +120,8 @@ class Grown:
         )
 
     def _norm(self, source: Tensor, constant: float) -> Tensor:
-        """Expands a norm weight to [D'] float32, with `constant` in the constant's column."""
+        """Returns a norm weight expanded to [large hidden size] float32, with `constant` in the column of the
+        constant."""
         columns = self.maps.hidden
         weight = torch.where(columns < 0, 1.0, source.float()[columns.clamp_min(0)])
         weight *= (self.small.hidden_size / self.large.hidden_size) ** 0.5

@@ -28,7 +28,7 @@ DTYPES = {"int4": torch.bfloat16, "bf16": torch.bfloat16, "f32": torch.float32}
 
 
 def read_shape(shape: str) -> dict[str, Any]:
-    """Returns the sizes in FIELDS for the name of a shape or a config.json."""
+    """Returns the sizes in FIELDS for the name of a shape or a config.json. Raises UserError if it is neither."""
     if shape in SHAPES:
         return dict(zip(FIELDS, SHAPES[shape], strict=True))
     if not Path(shape).is_file():
@@ -41,7 +41,7 @@ def read_shape(shape: str) -> dict[str, Any]:
 
 
 def grown_config(small: ModelConfig, sizes: dict[str, Any], kind: Kind) -> dict[str, Any]:
-    """Returns the config.json of the small model in the large shape."""
+    """Returns the config.json of the small model in the large shape `sizes`, with weights of type `kind`."""
     share = small.hidden_size / sizes["hidden_size"]
     rope: dict[str, Any] = {"rope_theta": small.rope.theta, "rope_type": small.rope.kind}
     if small.rope.kind != "default":

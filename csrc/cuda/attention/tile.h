@@ -14,11 +14,11 @@ struct SharedMemory {
   alignas(16) uint16_t stage[F::kStage][kUnit][F::kDim + kPad];
   alignas(16) uint16_t queries[kColumns][F::kDim + kPad];
   alignas(16) float scores[kColumns][F::kScoreStride];  // then, where they were, shares in bfloat16; then output [kDim]
-  float top[kColumns];                           // of a column's scores in this tile, base 2; -inf without keys
-  float total[kColumns];                         // of its shares
+  float top[kColumns];                           // maximum of a column's scores in this tile, base 2; -inf without keys
+  float total[kColumns];                         // sum of its shares
   int32_t key_counts[kColumns];                        // keys of each row
   float running_top[F::kSequential ? kColumns : 1],
-      running_total[F::kSequential ? kColumns : 1];  // of the part's tiles so far
+      running_total[F::kSequential ? kColumns : 1];  // top and total of the part's tiles so far
   uint16_t own[F::kOwnUnits];                    // the units for single rows: row * kUnits + index in the tile
   int32_t shared_units, units;
   int32_t last;  // this cluster was the last of its group
@@ -31,10 +31,10 @@ struct TileTask {
   const uint16_t* qkv;
   typename F::Stored *keys, *values;  // of the layer
   uint16_t* out;
-  int64_t head;  // of keys and values
+  int64_t head;  // KV head
   RowGroup group;
-  int64_t entry;  // of the group
-  int64_t part;   // the cluster's
+  int64_t entry;  // index of the group in setup.groups
+  int64_t part;   // part that the cluster computes
   int64_t tile;
 
   SWIFTSPEC_HD int64_t sequence() const { return sequence_of(setup, group.first); }

@@ -11,10 +11,11 @@ struct Device {
   int32_t arch;         // 10 major + minor
   int32_t shared;       // bytes of shared memory that a block may have
   int32_t half_shared;  // the same for each of two blocks on one multiprocessor
-  int64_t l2;           // bytes of its L2 cache
+  int64_t l2;           // bytes of the L2 cache
   int32_t
-      max_clusters[4];  // clusters of 1, 2, 4 and 8 blocks that run at a time, a multiprocessor to each block; 0: none
-  int32_t min_stages = 4;  // tiles of weights under way for each warp, with which two blocks share a multiprocessor
+      max_clusters[4];  // number of clusters of 1, 2, 4 and 8 blocks that run concurrently, with one block per SM
+  // Two blocks share a multiprocessor if that leaves each warp at least this number of weight tiles in flight.
+  int32_t min_stages = 4;
 
   // Bulk copies and programmatic dependent launch.
   SWIFTSPEC_HD bool has_early_launch() const { return arch >= 90; }

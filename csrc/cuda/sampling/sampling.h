@@ -27,7 +27,7 @@ constexpr int kPrefetch = 8;    // columns of a lane that are loaded before the 
 constexpr int kWarpSpan = 32 * kPrefetch;  // columns that a warp loads at a time
 constexpr int kClusterSpan = kWarpSpan * kWarps * kBlocks;
 
-// kBlocks of the kernels for a device.
+// Blocks per cluster (kBlocks) of the kernels that run on `device`.
 SWIFTSPEC_HD int cluster_blocks(const cuda::Device& device) { return device.has_clusters() ? 8 : 1; }
 
 // A log-sum-exp: top + ln(total).

@@ -58,7 +58,8 @@ class Decoder {
  public:
   Decoder(const PackedModel& model, std::vector<PackedLayer> layers);
 
-  // Throws the exceptions of ShmGroup::all_reduce.
+  // Appends the keys and values of the rows to the cache and writes `logits`. Throws the exceptions of
+  // ShmGroup::all_reduce.
   void forward(const ForwardArgs& args);
 
   const PackedModel& model() const { return model_; }

@@ -6,7 +6,8 @@ namespace swiftspec::host {
 
 namespace {
 
-// Header of both messages: request, round, prefix_len, count. The path and the tokens follow, `count` each.
+// Header of both messages: request, round, prefix_len, count. Then a VerifyResult has path and tokens, a Proposal
+// tokens and parents, `count` words each.
 constexpr std::size_t kHeaderWords = 4;
 
 bool matches(const FastReply& state, const Words& result) {

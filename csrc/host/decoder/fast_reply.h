@@ -18,11 +18,12 @@ struct FastReply {
   const Tree& tree;
   int32_t request, prefix_len;  // the current request; number of tokens up to the root (node 0)
   int64_t bs, w, steps;
-  double expansion_yield;  // tokens per round that an expansion adds, per probability of its leaves; 0: none
+  double expansion_yield;  // tokens per round that an expansion adds, per probability of its leaves; 0: never pays
 };
 
-// The packed proposal that follows a packed VerifyResult. Empty if the caller must handle the result: an expansion pays
-// off, the result is malformed, belongs to another request or prefix, or its last token is not in the tree.
+// Returns the packed proposal that follows a packed VerifyResult. Empty if the caller must handle the result: fewer
+// than bs nodes are left, an expansion pays off, the result is malformed or belongs to another request or prefix, or
+// its last token is not in the tree.
 Words fast_reply(const FastReply& state, const Words& result);
 
 }  // namespace swiftspec::host

@@ -8,7 +8,7 @@
 
 namespace swiftspec::host {
 
-// All ranks make the same calls and get the same result. Buffers grow to the largest call.
+// All ranks make the same calls and get the same result. Buffers grow to the largest call. `seconds`: timeout per call.
 class TopKMerger {
  public:
   TopKMerger(ShmGroup& group, double seconds) : group_(group), seconds_(seconds) {}

@@ -1,5 +1,5 @@
-// Sequence groups of particles on the tensors of swiftspec/smc (particles.py, streams.py and round.py document them),
-// and their updates in a round.
+// Sequence groups of particles on the tensors of swiftspec/smc (particles.py, noise_streams.py and round.py document
+// them), and their updates in a round.
 #pragma once
 
 #include <cstdint>
@@ -7,18 +7,18 @@
 
 namespace swiftspec::host {
 
-// One row. After the fan-out both tail tokens are the last prompt token.
+// The state of one particle, a row of each tensor. After the fan-out both tail tokens are the last prompt token.
 struct Particle {
   uint8_t* mask;  // [slots]
   uint8_t *finished, *stopped;
   int64_t* length;
-  int64_t *tail_tokens, *tail_slots, *tail_positions;  // [2], the last tokens, of which the draft has no KV
+  int64_t *tail_tokens, *tail_slots, *tail_positions;  // [2], the last tokens, whose draft KV is missing
   int64_t* tokens;                                     // [max_tokens]
 };
 
 // The result of verifying a group's draft tokens; N rows.
 struct Verdict {
-  std::vector<int64_t> num_accepted;  // leading draft tokens that are kept
+  std::vector<int64_t> num_accepted;  // leading draft tokens that are accepted
   std::vector<int64_t> bonus;         // the token after them; -1 if logits are not finite
   std::vector<double> terms;          // [N, K + 1], log-weight of each token
 };
@@ -57,8 +57,8 @@ struct Particles {
   // Appends a round to every unfinished row: the accepted prefix of `drafts` [N, K], then the bonus token.
   void append_round(int64_t group, const int64_t* drafts, const Verdict& verdict) const;
 
-  // Resamples if the effective sample size is below `threshold` N, with the round's number of `resampling` or
-  // `uniform`.
+  // Resamples if the effective sample size is below `threshold` * N. The uniform random number is that of the round in
+  // `resampling`, or `uniform`.
   void resample(int64_t group, double threshold) const;
   void resample(int64_t group, double threshold, double uniform) const;
 

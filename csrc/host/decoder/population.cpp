@@ -166,7 +166,7 @@ void Population::draw_drafts(const std::vector<Span>& spans, int64_t step, const
     values_.assign(static_cast<size_t>(rows), 0.0f);
     const ScoreArgs args = scores(span, logits + first * draft_.decoder.model().head->n, rows, false);
     draw_rows(args, span, verify_mode_ == VerifyMode::match ? nullptr : values_.data());
-    for (int64_t row = 0; row < rows; ++row) {  // -1: the weight is not finite, or the token is rejected
+    for (int64_t row = 0; row < rows; ++row) {  // for -1 the weight is not finite, or the token is rejected
       drafts_[static_cast<size_t>((first + row) * p.steps + step)] =
           std::max<int64_t>(sampled_[static_cast<size_t>(row)], 0);
       log_q_[static_cast<size_t>((first + row) * p.steps + step)] = values_[static_cast<size_t>(row)];

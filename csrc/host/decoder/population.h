@@ -20,8 +20,8 @@ struct ModelWithCache {
   int64_t capacity, layer_stride, region_stride;  // slots of a region; bytes to the next layer and to the next sequence
 };
 
-// How draft tokens are verified (swiftspec/smc/chain_verification.py): all are kept and weighted; chains are matched
-// with the draws of autoregressive decoding; or rejection sampling.
+// How draft tokens are verified (swiftspec/smc/verification.py). weigh: all are accepted, and particles are weighted.
+// match: those that equal the draws of autoregressive decoding. reject: rejection sampling.
 enum class VerifyMode : uint8_t { weigh, match, reject };
 
 // Consecutive groups whose requests share temperature and bias. Temperature 0 draws without noise.
@@ -87,7 +87,7 @@ class Population {
   Nodes view_offsets_, sampled_, drafts_;  // drafts_ [groups, N, K]
   std::vector<uint32_t> keys_;
   std::vector<float> values_, log_q_;             // log_q_ [groups, N, K]
-  std::vector<std::vector<float>> draft_logits_;  // by draft step; only rejection keeps more than the first
+  std::vector<std::vector<float>> draft_logits_;  // by draft step; only `reject` has more than one buffer
   std::vector<float> target_logits_;
   Verdict verdict_;
 };

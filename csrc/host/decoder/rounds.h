@@ -12,7 +12,8 @@
 
 namespace swiftspec::host {
 
-// The columns of the vocabulary whose logits a rank computes: all of them without a group.
+// The columns of the vocabulary whose logits a rank computes: `count` of all `vocab` columns, from `first` on. Without
+// a group these are all columns.
 struct VocabShard {
   int64_t first, count, vocab;
 };
@@ -27,8 +28,8 @@ class Scoring {
   bool noisy() const { return noisy_; }
   VocabShard columns() const { return columns_; }
 
-  // For rows of logits at `positions`; the noise is that of the next position, or none without `noisy`. tau divides the
-  // scores including the noise.
+  // The arguments for rows of logits at `positions`. The noise of a row is that of the next position; without `noisy`
+  // there is no noise. tau divides the scores including the noise.
   ScoreArgs args(const float* logits, int64_t stride, const std::vector<int64_t>& positions, bool noisy, double tau);
 
  private:

@@ -25,7 +25,7 @@ inline F load_as(const float* p) { return load(p); }
 inline F load_as(const uint16_t* p) { return widen(p); }
 inline void store_as(float* p, F x) { store(p, x); }
 #ifdef SWIFTSPEC_DOT_BF16
-inline void store_as(uint16_t* p, F x) {  // like the other one, except that subnormal numbers become zero
+inline void store_as(uint16_t* p, F x) {  // like store_as below, but subnormal numbers become zero
   const __m256bh half = _mm512_cvtneps_pbh(x);
   std::memcpy(p, &half, sizeof half);
 }

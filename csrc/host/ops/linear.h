@@ -16,7 +16,8 @@ void rms_norm(const T* x, const T* weight, float eps, int64_t k, X* out) {
   }
 }
 
-// The rows in X: normalised if there is a norm, K padded with zeros. Returns `a.x` itself if nothing is to be done.
+// Returns the input rows as values of type X: normalised if there is a norm, and padded with zeros to a multiple of 8
+// inputs. Returns `a.x` itself if it has this form already.
 template <class T, class X>
 const X* prepare_rows(const LinearArgs& a, std::vector<X>& scratch) {
   const Weights& w = *a.weights;
@@ -54,7 +55,7 @@ Inputs<X> with_group_sums(const LinearArgs& a, const X* x, std::vector<float>& s
   return {x, sums.data()};
 }
 
-// The rows quantised to int8. `sums` also holds the scales.
+// Returns the input rows quantised to int8. The buffer `sums` also holds the scales.
 template <class X>
 QuantizedRows quantize_rows(const LinearArgs& a, const X* x, std::vector<uint32_t>& words, std::vector<float>& sums) {
   const Weights& w = *a.weights;
@@ -115,7 +116,7 @@ void store_swiglu(const LinearArgs& a, const float* gates, const float* ups, int
 // Blocks of outputs computed for all rows before the next ones, so that their weights stay in the CPU cache.
 constexpr int64_t kStripBlocks = 8;
 
-// The outputs of `strip` for all rows. With swiglu a strip has half as many gates, and their ups.
+// Computes the outputs of strip number `strip` for all rows. With swiglu a strip has half as many gates, and their ups.
 template <class T, class In>
 void linear_strip(const LinearArgs& a, const In& in, int64_t strip) {
   const Weights& w = *a.weights;

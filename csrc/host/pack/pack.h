@@ -20,21 +20,21 @@ struct GroupedView {
 
 struct Int4Part {
   CodeOrder order;
-  const uint32_t* codes;  // [K] rows of N / 8 words, or with `inputs` [N] rows of K / 8
-  int64_t row;            // distance of two of these rows, in words
-  GroupedView scales;     // 2 or 4 bytes each, stored as they are
+  const uint32_t* codes;  // [k, n / 8] words, or [n, k / 8] in the order `inputs`
+  int64_t row;            // distance of two rows of `codes`, in words
+  GroupedView scales;     // 2 or 4 bytes each, stored unchanged
   GroupedView zeros;      // words of eight outputs, `output` in words; null: the zero point is 8
   int64_t k, n, group;    // n and group are multiples of 8
 };
 
-// Fills data [.., K / 8, 16], scales and zeros [.., K / group, 16] from output `first` on, a multiple of 8.
+// Fills data [blocks, k / 8, 16], scales and zeros [blocks, k / group, 16] from output `first` on, a multiple of 8.
 void pack_int4(const Int4Part& part, int64_t first, int64_t scale_bytes, uint32_t* data, void* scales, uint8_t* zeros);
 
-// Packs rows of `words` 32-bit words, `stride` words apart: out [N / 16, words, 16], padded with zero rows.
+// Packs n rows of `words` 32-bit words, `stride` words apart, into out [n / 16, words, 16], padded with zero rows.
 void pack_rows(const uint32_t* rows, int64_t n, int64_t words, int64_t stride, uint32_t* out);
 
-// Quantises rows of k float32 or bfloat16 values, `stride` apart, to int8 as model/formats/int8.py: data
-// [N / 16, K / 4, 16] and scales [N / 16, K / group, 16] in bfloat16, padded with zero rows.
+// Quantises n rows of k float32 or bfloat16 values, `stride` values apart, to int8 like model/formats/int8.py: into
+// data [n / 16, k / 4, 16] and scales [n / 16, k / group, 16] in bfloat16, padded with zero rows.
 void pack_int8(const void* rows, bool is_f32, int64_t n, int64_t k, int64_t stride, int64_t group, uint32_t* data,
                uint16_t* scales);
 

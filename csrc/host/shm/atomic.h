@@ -1,6 +1,6 @@
 // Atomic access to words shared by threads or processes: loads acquire, stores release. A flag and its data are one
-// word and would not need it; but a slot may be overwritten once a line of another slot has arrived (common/ll.h), and
-// this orders the two accesses. On x86 it is free.
+// word, for which relaxed accesses would suffice; but a slot may be overwritten once a line of another slot has arrived
+// (common/ll.h), and acquire and release order these two accesses. On x86 they are free.
 #pragma once
 
 #include <atomic>

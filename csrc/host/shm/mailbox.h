@@ -18,7 +18,7 @@ class Mailbox {
   Mailbox(const std::string& name, int side, int64_t words, double attach_timeout_s, const WaitPolicy& policy);
 
   void send(const int32_t* words, int64_t n, double timeout_s);
-  int32_t wait(double timeout_s);                          // for a message; returns its number of words
+  int32_t wait(double timeout_s);                          // waits for a message; returns its number of words
   void take(int32_t* words, int64_t n, double timeout_s);  // reads the message that `wait` returned
   void leave() { segment_.leave(); }
 

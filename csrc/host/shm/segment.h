@@ -21,14 +21,15 @@ struct Interrupted {};
 
 // How a rank waits for another.
 struct WaitPolicy {
-  bool spin;              // if every rank of this machine has a core of its own; else waiting ranks yield immediately
+  bool spin;              // set if every rank of this machine has its own core; else waiting ranks yield immediately
   bool (*interrupted)();  // polled while waiting: true aborts the wait; or null
 };
 
 class Segment {
  public:
   // Rank 0 creates `name` (private to the user), the other ranks open it, and the last one unlinks it. Returns when all
-  // `size` ranks have joined. Throws TimedOut after `timeout_s`, PeerLost, std::invalid_argument, std::system_error.
+  // `size` ranks have joined. Throws TimedOut after `timeout_s`, PeerLost if a rank ends before, std::invalid_argument
+  // if the ranks disagree about the sizes, and std::system_error if the memory cannot be created.
   Segment(const std::string& name, int rank, int size, size_t bytes, double timeout_s, const WaitPolicy& policy);
   ~Segment();
   Segment(const Segment&) = delete;
@@ -67,8 +68,8 @@ class Waiter {
   ~Waiter() { begin(); }
   Waiter(const Waiter&) = delete;
   Waiter& operator=(const Waiter&) = delete;
-  void begin();
-  bool keep_waiting(int source);
+  void begin();                   // starts a wait; adapts the spin count to how the previous one ended
+  bool keep_waiting(int source);  // pauses for a moment; returns false if the wait for rank `source` must end
   ll::Reason reason() const { return reason_; }  // kNone: another rank gave up first
   int source() const { return source_; }
   std::string limit() const;  // the time limit as text

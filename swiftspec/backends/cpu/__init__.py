@@ -1,9 +1,8 @@
 """CPU backend: fused operators for x86-64 CPUs with AVX2 or more, in the native extension.
 
 It implements the functions of reference/ for bfloat16 and float32 models (`fits`) with bfloat16, float32, int4 or int8
-weights. Sums are float32. A row's result does not depend (bitwise) on the other rows of its batch, on their number, or
-on the slots of its keys.
-"""
+weights. Products are accumulated in float32. A row's result does not depend (bitwise) on the other rows of its batch,
+on their number, or on the slots of its keys."""
 
 from __future__ import annotations
 
@@ -57,16 +56,16 @@ __all__ = [
     "use_level",
 ]
 
-level = _C.level  # the ISA level in use, such as "avx512_bf16" or "avx2"; "none" if the CPU lacks AVX2
+level = _C.level  # returns the ISA level in use, such as "avx512_bf16"; "none" if the CPU lacks AVX2
 
-set_threads = _C.set_threads  # threads of the process that share large products and prompt chunks; 1 by default
+set_threads = _C.set_threads  # number of threads that share large products and prompt chunks; 1 by default
 threads = _C.threads
 use_level = _C.use_level  # selects an ISA level for tests and benchmarks; returns False if it is not supported
-peak = _C.peak  # (rounds, float32): runs a loop of products only, returns its floating-point operations
+peak = _C.peak  # peak(rounds, float32) runs a loop of products only and returns its number of floating-point operations
 
 
 def fits(config: ModelConfig, dtype: torch.dtype, device: torch.device | str) -> bool:
-    """Whether this backend supports a model and device."""
+    """Returns whether this backend can run the model in `dtype` on `device`."""
     if torch.device(device).type != "cpu" or dtype not in (torch.bfloat16, torch.float32) or level() == "none":
         return False
     return config.head_dim % 16 == 0 and config.head_dim <= 256
@@ -76,12 +75,13 @@ def fits(config: ModelConfig, dtype: torch.dtype, device: torch.device | str) ->
 class CpuNorm:
     """A packed RMSNorm."""
 
-    weight: Tensor  # [D] in the model's dtype
+    weight: Tensor  # [hidden] in the model's dtype
     eps: float
 
 
 def pack_norm(weight: Tensor, eps: float, dtype: torch.dtype, device: torch.device | str) -> CpuNorm:
-    """Packs an RMSNorm: weight [D] and epsilon. Copies, since a view would keep a mapped file's pages in memory."""
+    """Packs an RMSNorm with weight [hidden]. Copies it, since a view would keep the pages of a mapped file in
+    memory."""
     return CpuNorm(weight.to(device, dtype, copy=True).contiguous(), eps)
 
 
@@ -100,46 +100,48 @@ def _linear(
 
 
 def norm_linear(x: Tensor, norm: CpuNorm, packed: PackedLinear) -> Tensor:
-    """RMSNorm, then the projection (QKV): [n, D] -> [n, N]."""
+    """Applies RMSNorm, then a projection (QKV): x [rows, hidden] -> [rows, outputs]."""
     return _linear(x, packed, x.new_empty(x.shape[0], packed.outputs), norm=norm)
 
 
 def norm_swiglu(x: Tensor, norm: CpuNorm, gate_up: PackedLinear) -> Tensor:
-    """RMSNorm, gate and up projections, SiLU(gate) * up: [n, D] -> [n, N / 2]."""
+    """Applies RMSNorm, the gate and up projections and SiLU(gate) * up: x [rows, hidden] -> [rows, outputs / 2]."""
     return _linear(x, gate_up, x.new_empty(x.shape[0], gate_up.outputs // 2), norm=norm, swiglu=True)
 
 
 def linear_residual(
     x: Tensor, packed: PackedLinear, residual: Tensor, reduce: Callable[[Tensor], Tensor] | None = None
 ) -> Tensor:
-    """Projection, all-reduce over the ranks of a group, plus residual (O, down): [n, K] and [n, D] -> [n, D]."""
+    """Applies a projection (O, down), all-reduces it over the ranks of a group with `reduce`, and adds the residual: x
+    [rows, inputs] and residual [rows, hidden] -> [rows, hidden]."""
     if reduce is None:
         return _linear(x, packed, torch.empty_like(residual), residual=residual)
     return reduce(_linear(x, packed, torch.empty_like(residual))).add_(residual)
 
 
 def norm_head(x: Tensor, norm: CpuNorm, packed: PackedLinear) -> Tensor:
-    """Final RMSNorm and vocabulary projection: [n, D] -> logits [n, vocab], float32, not rounded to bfloat16."""
+    """Applies the final RMSNorm and the LM head: x [rows, hidden] -> logits [rows, vocab], float32, not rounded to
+    bfloat16."""
     out = torch.empty(x.shape[0], packed.outputs, dtype=torch.float32)
     return _linear(x, packed, out, norm=norm)
 
 
 @dataclass(frozen=True, slots=True)
 class CpuSequenceRows:
-    """The rows of one sequence in a batch."""
+    """Attention inputs of the m rows of one sequence in a batch."""
 
-    rows: Tensor | None  # [m] int64; None: all rows of the batch
-    cos: Tensor  # [m, hd]
-    sin: Tensor  # [m, hd]
-    slots: Tensor  # [m] int64
-    mask: Tensor  # [m, W] bool, W at most `length`
-    length: int
-    sequence: int
+    rows: Tensor | None  # [m] int64, indices of the rows in the batch; None: all rows of the batch
+    cos: Tensor  # [m, head_dim]
+    sin: Tensor  # [m, head_dim]
+    slots: Tensor  # [m] int64, slots to write
+    mask: Tensor  # [m, window] bool; window is at most `length`
+    length: int  # slots in use
+    sequence: int  # index in the cache
 
 
 @dataclass(frozen=True, slots=True)
 class CpuAttentionPlan:
-    """Inputs of attention that are the same in every layer."""
+    """Inputs of attention that are the same in every layer of a forward."""
 
     parts: list[CpuSequenceRows]
     cache: _C.Cache
@@ -147,7 +149,7 @@ class CpuAttentionPlan:
 
 
 def prepare(batch: Batch, cache: Cache, cos: Tensor, sin: Tensor, num_heads: int) -> CpuAttentionPlan:
-    """Prepares attention, once per forward. `cos` and `sin` are the tables of `rope_tables`."""
+    """Prepares the attention of a forward, before its layers. `cos` and `sin` are the tables of `rope_tables`."""
     sequences, head_dim = cache.k.shape[1], cache.k.shape[4]
     present = [0] if sequences == 1 else sorted(set(batch.sequence.tolist()))
     lengths = batch.kv_len.tolist()
@@ -173,7 +175,8 @@ def prepare(batch: Batch, cache: Cache, cos: Tensor, sin: Tensor, num_heads: int
 
 
 def tree_attention(qkv: Tensor, plan: CpuAttentionPlan, layer: int) -> Tensor:
-    """RoPE, KV append, masked attention: qkv [n, (H + 2G) hd] -> [n, H hd]."""
+    """Applies RoPE, appends keys and values to the cache, and computes masked attention: qkv [rows, (heads + 2 *
+    kv_heads) * head_dim] -> [rows, heads * head_dim]."""
     out = qkv.new_empty(qkv.shape[0], plan.out_width)
     for part in plan.parts:
         mine = qkv if part.rows is None else qkv[part.rows]
@@ -187,23 +190,22 @@ def tree_attention(qkv: Tensor, plan: CpuAttentionPlan, layer: int) -> Tensor:
 
 
 def make_slot_mover(k: Tensor, v: Tensor) -> Callable[[int, Sequence[int], int], None]:
-    """Returns `move(sequence, source, start)`, which moves slots source[i] to start + i in place, in all layers of a
-    cache. `source` [m] must ascend, with source[i] >= start + i."""
+    """Returns `move(sequence, source, start)`, which moves slot source[i] of a sequence to slot start + i, in place and
+    in all layers of the KV cache `k`, `v`. `source` must be ascending, with source[i] >= start + i."""
     return _C.Cache(k, v).move
 
 
 def gumbel_rows(seed: int, stream: int, positions: Tensor, tokens: range) -> Tensor:
-    """Standard Gumbel noise of absolute positions [n] (int64): [n, tokens] float32, within 1e-6 of reference/."""
+    """Returns the standard Gumbel noise [rows, tokens] float32 of absolute positions [rows] (int64), within 1e-6 of
+    reference/."""
     out = torch.empty(positions.shape[0], len(tokens))
     _C.gumbel_rows(seed, stream, positions.to(torch.int32), tokens.start, out)
     return out
 
 
 def draw(logits: Tensor, vocab: int, scores: Scores = DEFAULT_SCORES) -> Tensor:
-    """The token [n] of each row's highest score (the first of equal ones); logits [n, >= vocab]. tau is ignored.
-
-    -1 if a score is NaN or the highest is infinite.
-    """
+    """Returns the token [rows] with the highest score per row, the first one of ties; logits [rows, >= vocab]. tau is
+    ignored. The token is -1 if a score of the row is NaN or the highest is infinite."""
     if logits.dtype != torch.float32 or logits.stride(1) != 1:
         return reference.draw(logits, vocab, scores)
     tokens = torch.empty(logits.shape[0], dtype=torch.int64)
@@ -212,7 +214,8 @@ def draw(logits: Tensor, vocab: int, scores: Scores = DEFAULT_SCORES) -> Tensor:
 
 
 def children(logits: Tensor, vocab: int, k: int, scores: Scores = DEFAULT_SCORES) -> tuple[Tensor, Tensor]:
-    """`log_top_k` of the scores of logits [n, >= vocab]: tokens [n, k] and log-probabilities [n, k]."""
+    """Returns `log_top_k` of the scores of logits [rows, >= vocab]: tokens [rows, k] and log-probabilities [rows,
+    k]."""
     if logits.dtype != torch.float32 or logits.stride(1) != 1:
         return reference.children(logits, vocab, k, scores)
     count = logits.shape[0]
@@ -222,7 +225,7 @@ def children(logits: Tensor, vocab: int, k: int, scores: Scores = DEFAULT_SCORES
 
 
 def log_probs(logits: Tensor, vocab: int, tokens: Tensor, scores: Scores = DEFAULT_SCORES) -> Tensor:
-    """log_softmax of the scores of logits [n, >= vocab] at tokens [n]: [n]. Noise and tau are ignored."""
+    """Returns log_softmax(scores) [rows] at `tokens` [rows], for logits [rows, >= vocab]. Noise and tau are ignored."""
     if logits.dtype != torch.float32 or logits.stride(1) != 1:
         return reference.log_probs(logits, vocab, tokens, scores)
     out = torch.empty(logits.shape[0])
@@ -231,8 +234,9 @@ def log_probs(logits: Tensor, vocab: int, tokens: Tensor, scores: Scores = DEFAU
 
 
 def draw_keyed(logits: Tensor, vocab: int, keys: Tensor, scores: Scores = DEFAULT_SCORES) -> tuple[Tensor, Tensor]:
-    """Fused `draw` and `log_probs`: the token [n] drawn with the noise of `keys` [n] (int32, `noise.row_keys`), and its
-    log-probability [n], NaN if the token is -1. Skips the noise of tokens that cannot win."""
+    """Draws a token per row of logits [rows, >= vocab] with the Gumbel noise of `keys` [rows] (int32, see
+    `noise.row_keys`). Returns the tokens [rows], -1 as in `draw`, and their log-probabilities [rows] without the noise,
+    NaN if the token is -1. Skips the noise of tokens that cannot have the highest score."""
     if logits.dtype != torch.float32 or logits.stride(1) != 1:
         return reference.draw_keyed(logits, vocab, keys, scores)
     tokens, out = torch.empty(logits.shape[0], dtype=torch.int64), torch.empty(logits.shape[0])
@@ -241,16 +245,16 @@ def draw_keyed(logits: Tensor, vocab: int, keys: Tensor, scores: Scores = DEFAUL
 
 
 def resample(groups: ResamplingState, uniform: Tensor, threshold: float, width: int) -> None:
-    """`reference.resampling.resample` as a native operator."""
+    """Native version of `reference.resampling.resample`."""
     _C.resample(**groups.fields(), uniform=uniform, threshold=threshold, width=width)
 
 
 def _noise(scores: Scores) -> tuple[Tensor, Tensor] | tuple[None, None]:
-    """Noise and the noise row of each row of logits, or (None, None)."""
+    """Returns the noise and the noise row of each row of logits, or (None, None) if the scores have no noise."""
     return (None, None) if scores.noise is None or scores.rows is None else (scores.noise, scores.rows)
 
 
 def log_top_k(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """The k largest of log_softmax(scores [n, V]): tokens [n, k] and log-probabilities [n, k], likeliest first, never
-    above 0 or NaN."""
+    """Returns the k largest of log_softmax(scores): tokens [rows, k] and log-probabilities [rows, k], most likely
+    first; scores [rows, vocab]. Log-probabilities are at most 0 and never NaN."""
     return children(scores, scores.shape[1], k)

@@ -20,12 +20,13 @@ if TYPE_CHECKING:
 
 
 def fuse(stack: PackedModel) -> HostDecoder | None:
-    """Returns the model as one native call, or None if its ranks have no shared memory."""
+    """Returns a decoder that runs a forward in one native call, or None if the model is sharded over ranks without
+    shared memory."""
     return HostDecoder(stack) if stack.group is None or stack.group.memory is not None else None
 
 
 class HostDecoder:
-    """A packed model as one native call. Buffers grow to the largest batch. Not thread-safe."""
+    """A packed model whose forward is one native call. Buffers grow to the largest batch. Not thread-safe."""
 
     def __init__(self, stack: PackedModel) -> None:
         self._group, self._outputs = stack.group, stack.head.outputs
@@ -44,18 +45,18 @@ class HostDecoder:
         )  # fmt: skip
 
     def rounds(self, cache: Cache) -> _C.Rounds:
-        """The native phases of a round on a cache with one sequence."""
+        """Returns native expansion and verification on a cache with one sequence."""
         return _C.Rounds(self._native, _C.Cache(cache.k, cache.v))
 
     @staticmethod
     def tree(arrays: Sequence[NDArray]) -> _C.Tree:
-        """A native draft tree on the arrays token, parent, slot, logprob, visible and sizes."""
+        """Returns a native draft tree on `arrays` of a `DraftTree`: token, parent, slot, logprob, visible, sizes."""
         return _C.Tree(*arrays)
 
     def population(
         self, cache: Cache, draft: HostDecoder, draft_cache: Cache, tensors: Sequence[Tensor], config: PopulationConfig
     ) -> _C.Population:
-        """Native rounds of a population on this model (the target) and a draft. `tensors`: SMCRound.tensors."""
+        """Returns native rounds of a population with this model as target. `tensors`: `PopulationRound.tensors`."""
         caches = _C.Cache(draft_cache.k, draft_cache.v), _C.Cache(cache.k, cache.v)
         return _C.Population(
             draft._native, caches[0], self._native, caches[1], [*tensors], config.smc_draft_tokens,
@@ -63,7 +64,8 @@ class HostDecoder:
         )  # fmt: skip
 
     def forward(self, batch: Batch, cache: Cache, head: bool) -> Tensor | None:
-        """Runs a forward and writes its KV to the cache. Returns float32 logits [n, V], or None without `head`."""
+        """Runs a forward and writes its keys and values to `cache`. Returns float32 logits [rows, vocab], or None if
+        `head` is false. If a peer is lost, raises the exception of `TensorParallelGroup.lost`."""
         order = None
         if cache.k.shape[1] > 1 and bool((batch.sequence.diff() < 0).any()):
             order = batch.sequence.argsort(stable=True)  # the rows of a sequence must be consecutive

@@ -1,8 +1,8 @@
 """Disk cache of packed weights, which later starts map into memory instead of packing again.
 
-An entry is a folder of units (packed_weight_file.py): one per layer, one for the head. A start reads the valid units
-and packs the others. Newly packed units are written in the background, in chunks, while no request runs.
-"""
+The entry of a model is a folder of units, one file each (packed_weight_file.py): one unit per layer, one for the LM
+head, and one for the embedding if its dtype is converted. A start maps the valid units and packs the others. Newly
+packed units are written in the background, in chunks, while no request runs."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from swiftspec.backends.cpu.packing import PackedLinear
 from swiftspec.model.packed_model import PackedLayer, PackedModel
 from swiftspec.model.weights import LayerWeights, ModelWeights, Weight
 
-LAYOUT_VERSION = "v1-"  # name prefix of entries; changes with the layout
+LAYOUT_VERSION = "v1-"  # name prefix of entry folders; must change with the packed layout
 MIN_MODEL_BYTES = 64 << 20  # smaller models are not cached
 MAX_CACHE_BYTES = 32 << 30  # of all entries; beyond, the least recently used are evicted
 MIN_FREE_BYTES = 1 << 30  # left free on the disk
@@ -38,7 +38,7 @@ T = TypeVar("T")
 
 
 class WriterStopped(Exception):
-    """Raised in the writer thread when the process ends."""
+    """Raised in the writer thread to stop it when the process ends."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,13 +55,14 @@ class PackedWeightCache:
     writer: BackgroundWriter = field(default_factory=lambda: BackgroundWriter())
 
     def entry(self, facts: Mapping[str, object]) -> CacheEntry:
-        """The entry of a model. `facts`: everything that determines its packed bytes, serialisable as JSON."""
+        """Returns the entry of a model. `facts`: everything that determines its packed bytes, serialisable as JSON."""
         words = json.dumps(facts, sort_keys=True, default=str).encode()
         return CacheEntry(self, self.folder / f"{LAYOUT_VERSION}{hashlib.sha256(words).hexdigest()[:40]}")
 
     def make_room(self, size: int, own: Path) -> bool:
-        """Evicts entries until `size` more bytes fit: other layouts first, then the least recently used. `own`: the
-        entry to be written. Returns whether they fit."""
+        """Evicts entries until `size` more bytes fit: those of other layout versions first, then the least recently
+        used. Does not evict entries that this process uses. `own`: folder of the entry that will grow. Returns whether
+        the bytes fit, in the cache and on the disk."""
         sizes = {found: _size(found) for found in self.folder.iterdir() if found.name[:1] == "v"}
         if sizes.get(own, 0) + size > self.max_bytes:
             return False
@@ -78,7 +79,7 @@ class PackedWeightCache:
 
 
 def _used(entry: Path) -> float:
-    """When an entry was last used, as a POSIX timestamp."""
+    """Returns the time of the last use of an entry as a POSIX timestamp; 0 if it no longer exists."""
     try:
         return entry.stat().st_mtime
     except OSError:  # another process has just evicted it
@@ -86,7 +87,7 @@ def _used(entry: Path) -> float:
 
 
 def _size(entry: Path) -> int:
-    """Bytes of an entry. Deletes its abandoned temporary files."""
+    """Returns the size of an entry in bytes. Deletes its abandoned temporary files."""
     total = 0
     with contextlib.suppress(OSError):
         for file in [*entry.iterdir()]:
@@ -104,11 +105,14 @@ class CacheEntry:
 
     cache: PackedWeightCache
     folder: Path
-    missing: set[str] = field(default_factory=set)  # units that had to be packed
+    missing: set[str] = field(default_factory=set)  # names of the units that this process had to pack
 
     def load(self, weights: ModelWeights, dtype: torch.dtype, skip: Callable[[str], object]) -> ModelWeights:
-        """Replaces weights by their cached packed units, converted to `dtype`, so that they are not read. Calls `skip`
-        with the name prefix of tensors that are not needed."""
+        """Returns `weights` with cached packed units instead of the weights that would be read from the checkpoint.
+
+        `dtype`: that of the model, to which the embedding is converted. `skip`: called with the name prefix of
+        checkpoint tensors that cached units replace.
+        """
         with contextlib.suppress(OSError):
             os.utime(self.folder)  # marks the entry as used
         self.cache.writer.used.add(self.folder)
@@ -120,7 +124,8 @@ class CacheEntry:
         return replace(weights, embedding=embedding, layers=layers, head=partial(self._head, weights.head, skip))
 
     def store(self, stack: PackedModel) -> None:
-        """Queues the units that had to be packed for writing in the background."""
+        """Queues the units that had to be packed for writing in the background. Does nothing for models below
+        `min_model_bytes`."""
         names: dict[str, Callable[[], PackedUnit]] = {}
         for index, layer in enumerate(stack.layers):
             names[_name(index)] = partial(_unit_of, layer)
@@ -147,7 +152,8 @@ class CacheEntry:
         return found
 
     def _read_unit(self, name: str, make: Callable[[PackedUnit], T]) -> T | None:
-        """Reads a unit and converts it with `make`. Returns None if it must be packed."""
+        """Returns `make` of the cached unit `name`. If the unit is missing or invalid, records it as missing and
+        returns None."""
         unit = packed_weight_file.read(self.folder / name)
         with contextlib.suppress(LookupError, TypeError, ValueError):  # intact, but not the expected contents
             if unit is not None:
@@ -189,7 +195,7 @@ def _unit(**matrices: PackedLinear) -> PackedUnit:
 
 
 def _packed(unit: PackedUnit, name: str) -> Weight:
-    """A matrix of a unit. It is already packed, so `pack` returns it unchanged."""
+    """Returns the matrix `name` of a unit as a `PackedLinear`, which `pack` returns unchanged."""
     tensors = (unit.tensors.get(f"{name}.{part}") for part in ("scales", "zeros", "bias"))
     shape = unit.metadata[name]
     packed = PackedLinear.create(
@@ -198,12 +204,13 @@ def _packed(unit: PackedUnit, name: str) -> Weight:
     return cast(Weight, packed)
 
 
-WriteJob = Callable[[Callable[[], None]], None]  # its argument blocks while a request runs, and raises to stop
+# Writes a file. Calls its argument between chunks, which blocks while a request runs and raises WriterStopped to stop.
+WriteJob = Callable[[Callable[[], None]], None]
 
 
 class BackgroundWriter:
-    """Background thread that writes packed units. It starts after the first request, pauses while one runs, and stops
-    for good after the first error."""
+    """Background thread that writes packed units. It starts after the first request, pauses while a request runs, and
+    stops permanently after the first error."""
 
     def __init__(self) -> None:
         self.used: set[Path] = set()  # entries that this process maps or writes
@@ -214,7 +221,7 @@ class BackgroundWriter:
         self._thread: threading.Thread | None = None
 
     def add(self, file: Path, size: int, work: WriteJob) -> None:
-        """Queues a file of `size` bytes, which `work` writes."""
+        """Queues `file`, which `work` writes. `size`: its size in bytes; small files are written first."""
         self._work[file] = size, work
 
     def pause(self) -> None:

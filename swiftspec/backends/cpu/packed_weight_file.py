@@ -1,9 +1,9 @@
-"""File of packed weights (a layer or the head): written atomically, and verified by checksums when it is read.
+"""File of packed weights (one unit: a layer, the LM head or the embedding): written atomically, and verified by
+checksums when it is read.
 
-Bytes: `MAGIC`; the length of the JSON after it, 8 bytes; the BLAKE2b of that JSON, 32 bytes; the JSON; then the
-tensors, each at a multiple of 64. The JSON contains the metadata and the name, dtype, shape, start and
-checksum of each tensor.
-"""
+Layout: `MAGIC` (8 bytes), length of the JSON (8 bytes, little-endian), BLAKE2b hash of the JSON (32 bytes), the JSON,
+then the tensors, each at a multiple of 64 bytes. The JSON contains the metadata and, for each tensor, its name, dtype,
+shape, file offset and checksum."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from swiftspec.file_io import Fields, decode_utf8, parse_json
 MAGIC = b"SWPACK01"
 PREAMBLE_BYTES = len(MAGIC) + 8 + 32
 MAX_HEADER_BYTES, ALIGNMENT_BYTES = 1 << 20, 64
-CHUNK_BYTES = 1 << 20  # written between two checks whether to stop
+CHUNK_BYTES = 1 << 20  # bytes written between two calls of `check_stop`
 DTYPES = {
     "int32": torch.int32, "uint8": torch.uint8, "bfloat16": torch.bfloat16, "float16": torch.float16,
     "float32": torch.float32,
@@ -36,7 +36,7 @@ DTYPES = {
 
 @dataclass(frozen=True, slots=True)
 class PackedUnit:
-    """Packed tensors of a layer or of the head, with JSON metadata."""
+    """Packed tensors of a layer, of the LM head or of the embedding, with metadata that is stored as JSON."""
 
     tensors: Mapping[str, Tensor]
     metadata: Mapping[str, Any]
@@ -47,7 +47,7 @@ class PackedUnit:
 
 
 def read(file: Path) -> PackedUnit | None:
-    """Maps the unit in a file. Returns None if the file is missing, damaged or not a unit."""
+    """Maps a file and returns its unit. Returns None if the file is missing, damaged or not a unit."""
     try:
         size = file.stat().st_size
         if size < PREAMBLE_BYTES or not file.is_file():
@@ -59,7 +59,8 @@ def read(file: Path) -> PackedUnit | None:
 
 
 def _parsed(whole: Tensor) -> PackedUnit:
-    """Parses a mapped file. Raises ValueError, LookupError or UserError if it is not a valid unit."""
+    """Returns the unit in the bytes of a mapped file. Raises ValueError, LookupError or UserError if it is not a valid
+    unit."""
     head = whole[:PREAMBLE_BYTES].numpy().tobytes()
     length = int.from_bytes(head[len(MAGIC) : len(MAGIC) + 8], "little")
     if not head.startswith(MAGIC) or length > min(MAX_HEADER_BYTES, len(whole) - PREAMBLE_BYTES):
@@ -82,10 +83,10 @@ def _parsed(whole: Tensor) -> PackedUnit:
 
 
 def write(file: Path, unit: PackedUnit, check_stop: Callable[[], None]) -> None:
-    """Writes a unit to a temporary file and renames it.
+    """Writes a unit to a temporary file and renames that to `file`.
 
-    `check_stop` is called before each chunk and may raise to stop. Raises OSError if the file cannot be written. The
-    temporary file is deleted in both cases.
+    `check_stop`: called before each chunk; may raise to stop. Raises OSError if the file cannot be written. The
+    temporary file is deleted after any exception.
     """
     entries, start = list[dict[str, object]](), 0
     for name, tensor in unit.tensors.items():
@@ -111,7 +112,8 @@ def write(file: Path, unit: PackedUnit, check_stop: Callable[[], None]) -> None:
 
 
 def _header(entries: list[dict[str, object]], metadata: Mapping[str, Any]) -> bytes:
-    """The bytes before the tensors. Converts `start` of `entries` from offsets after the header to file offsets."""
+    """Returns the bytes before the tensors. `entries`: JSON entries of the tensors, whose `start` counts from the end
+    of these bytes; the result contains file offsets."""
     length = 0
     while True:  # larger offsets can lengthen the header itself
         moved = [entry | {"start": int(str(entry["start"])) + length} for entry in entries]
@@ -124,7 +126,7 @@ def _header(entries: list[dict[str, object]], metadata: Mapping[str, Any]) -> by
 
 
 def _chunks(tensor: Tensor, check_stop: Callable[[], None]) -> Iterator[Tensor]:
-    """The bytes of a contiguous tensor in chunks."""
+    """Yields the bytes of a contiguous tensor in chunks, and calls `check_stop` before each."""
     for piece in tensor.flatten().view(torch.uint8).split(CHUNK_BYTES):
         check_stop()
         yield piece

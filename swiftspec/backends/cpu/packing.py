@@ -14,7 +14,7 @@ from swiftspec import _C
 from swiftspec.model.weights import DenseWeight, Weight
 
 BLOCK_OUTPUTS = 16
-STRIP_ROWS = 4096  # of a dense matrix, converted at a time if its dtype or layout differs
+STRIP_ROWS = 4096  # rows of a dense matrix converted at a time if its dtype or layout differs
 
 
 @runtime_checkable
@@ -25,7 +25,7 @@ class Int4Source(Protocol):
     scales: Tensor
     zeros: Tensor
     group_size: int
-    rounds: bool  # its rows of activations are rounded to int8
+    rounds: bool  # whether activations are quantised to int8
     order: str
 
     @property
@@ -40,16 +40,16 @@ class Int4Source(Protocol):
 class Int8Source(Protocol):
     """Int8 weights; see model.formats.int8.Int8Weight."""
 
-    codes: Tensor  # [N, K] int8
-    scales: Tensor  # [N, K / g]
+    codes: Tensor  # [outputs, inputs] int8
+    scales: Tensor  # [outputs, groups]
 
 
 @runtime_checkable
 class UnquantizedSource(Protocol):
-    """A dense matrix to be quantised to int8; see model.formats.int8."""
+    """Dense matrix that is quantised to int8 when it is packed; see model.formats.int8.LazyInt8Weight."""
 
-    dense: Tensor  # [N, K]
-    group_size: int  # of the int8 weight
+    dense: Tensor  # [outputs, inputs]
+    group_size: int  # inputs per scale of the int8 weight
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,26 +61,26 @@ class PackedLinear:
     outputs: int
     int8_activations: bool  # activations are quantised to int8
     data: Tensor  # blocks of 16 outputs (layouts: csrc/host/ops/product.h)
-    scales: Tensor | None  # int4, int8: [N / 16, K / g, 16]
-    zeros: Tensor | None  # int4: [N / 16, K / g, 16] uint8
-    bias: Tensor | None  # [N] float32
+    scales: Tensor | None  # int4, int8: [outputs / 16, groups, 16]
+    zeros: Tensor | None  # int4: [outputs / 16, groups, 16] uint8
+    bias: Tensor | None  # [outputs] float32
 
     @staticmethod
     def create(
         inputs: int, outputs: int, int8_activations: bool, data: Tensor, scales: Tensor | None, zeros: Tensor | None,
         bias: Tensor | None,
     ) -> PackedLinear:  # fmt: skip
-        """Creates the native weights. Raises ValueError if the tensors do not fit each other."""
+        """Creates a packed projection with its native object. Raises ValueError if shapes or dtypes do not match."""
         native = _C.Weights(data, scales, zeros, bias, inputs, outputs, int8_activations)
         return PackedLinear(native, inputs, outputs, int8_activations, data, scales, zeros, bias)
 
     def tensors(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Data, scales, zeros."""
+        """Returns data, scales and zero points."""
         return self.data, self.scales, self.zeros
 
 
 def pack(weight: Weight | PackedLinear, dtype: torch.dtype, device: torch.device | str) -> PackedLinear:
-    """Packs a dense, int4 or int8 matrix [N, K] of a checkpoint. Returns a PackedLinear unchanged."""
+    """Packs a dense, int4 or int8 matrix [outputs, inputs] of a checkpoint. Returns a PackedLinear unchanged."""
     if isinstance(weight, PackedLinear):
         return weight
     bias = None if weight.bias is None else weight.bias.to(device, torch.float32, copy=True)
@@ -104,8 +104,8 @@ def _blocks(outputs: int) -> int:
 
 
 def _pack_codes(weight: Int4Source) -> tuple[Tensor, Tensor, Tensor]:
-    """Codes [N / 16, K / 8, 16] int32, scales and zeros. In 32 bits of eight codes, input 2i is nibble i and input
-    2i + 1 is nibble 4 + i."""
+    """Returns codes [outputs / 16, inputs / 8, 16] int32, scales and zero points as in `PackedLinear`. An int32
+    contains eight inputs: input 2i in nibble i, input 2i + 1 in nibble 4 + i."""
     outputs, inputs = weight.shape
     blocks, groups = _blocks(outputs), inputs // weight.group_size
     data = torch.empty(blocks, inputs // 8, BLOCK_OUTPUTS, dtype=torch.int32)
@@ -123,9 +123,9 @@ def _pack_codes(weight: Int4Source) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _strips(dense: Tensor, kinds: Sequence[torch.dtype]) -> Iterator[tuple[slice, Tensor]]:
-    """Yields (slice of blocks, rows) with rows in one of `kinds` and inputs padded to a multiple of 8.
+    """Yields (slice of blocks, rows of the matrix), where the rows have a dtype in `kinds` and a multiple of 8 inputs.
 
-    Yields the whole matrix if it complies, otherwise strips converted to the first dtype.
+    Yields the whole matrix if it is already in that form, otherwise strips that are padded and converted to kinds[0].
     """
     whole = dense.dtype in kinds and dense.shape[1] % 8 == 0 and dense.stride(1) == 1 and dense.stride(0) % 2 == 0
     step = len(dense) if whole else STRIP_ROWS
@@ -136,7 +136,8 @@ def _strips(dense: Tensor, kinds: Sequence[torch.dtype]) -> Iterator[tuple[slice
 
 
 def _pack_dense(dense: Tensor, dtype: torch.dtype) -> Tensor:
-    """[N, K] -> [N / 16, K / 2, 16, 2] bfloat16 or [N / 16, K, 16] float32, N and K padded with zeros."""
+    """Packs a dense matrix: [outputs, inputs] -> bfloat16 [outputs / 16, inputs / 2, 16, 2] or float32 [outputs / 16,
+    inputs, 16]. Outputs and inputs are padded with zeros."""
     outputs, inputs = dense.shape[0], -(-dense.shape[1] // 8) * 8
     shape = (inputs // 2, BLOCK_OUTPUTS, 2) if dtype == torch.bfloat16 else (inputs, BLOCK_OUTPUTS)
     data = torch.empty(_blocks(outputs), *shape, dtype=dtype)
@@ -146,7 +147,7 @@ def _pack_dense(dense: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _quantize(dense: Tensor, group: int) -> tuple[Tensor, Tensor]:
-    """Quantises and packs in one step: `_pack_bytes` of Int8Weight.of(dense), and its scales."""
+    """Quantises to int8 and packs in one step. Returns the same data and scales as packing `Int8Weight.of(dense)`."""
     blocks, inputs = _blocks(dense.shape[0]), dense.shape[1]
     data = torch.empty(blocks, inputs // 4, BLOCK_OUTPUTS, dtype=torch.int32)
     scales = torch.empty(blocks, inputs // group, BLOCK_OUTPUTS, dtype=torch.bfloat16)
@@ -156,15 +157,15 @@ def _quantize(dense: Tensor, group: int) -> tuple[Tensor, Tensor]:
 
 
 def _pack_bytes(codes: Tensor) -> Tensor:
-    """[N, K] int8 -> [N / 16, K / 4, 16] int32 of bytes plus 128; of eight inputs, 0 4 1 5 are one word, 2 6 3 7 the
-    next."""
+    """Packs int8 codes [outputs, inputs] to int32 [outputs / 16, inputs / 4, 16], whose bytes are codes plus 128. Of
+    eight inputs, 0, 4, 1 and 5 are the bytes of one int32, and 2, 6, 3 and 7 those of the next."""
     stored = F.pad(codes, (0, 0, 0, -codes.shape[0] % BLOCK_OUTPUTS)).view(torch.uint8) ^ 128
-    eights = stored.unflatten(1, (-1, 8))[:, :, [0, 4, 1, 5, 2, 6, 3, 7]]  # [N, K / 8, 8]
-    words = eights.flatten(1).view(torch.int32)  # [N, K / 4]
+    eights = stored.unflatten(1, (-1, 8))[:, :, [0, 4, 1, 5, 2, 6, 3, 7]]  # [outputs, inputs / 8, 8]
+    words = eights.flatten(1).view(torch.int32)  # [outputs, inputs / 4]
     return words.unflatten(0, (-1, BLOCK_OUTPUTS)).transpose(1, 2).contiguous()
 
 
 def _by_blocks(groups: Tensor) -> Tensor:
-    """[K / g, N] -> [N / 16, K / g, 16], N padded with zeros."""
+    """Rearranges [groups, outputs] to [outputs / 16, groups, 16]; outputs are padded with zeros."""
     padded = F.pad(groups, (0, -groups.shape[1] % BLOCK_OUTPUTS))
     return padded.unflatten(1, (-1, BLOCK_OUTPUTS)).transpose(0, 1).contiguous()

@@ -1,9 +1,10 @@
 """Collectives and a mailbox over shared memory, by the native LL protocol (csrc/common/ll.h).
 
-One rank creates a name with `new_name` and sends it to the others; all open it together. Opening returns when all ranks
-have joined; the name is then unlinked, so nothing outlives the processes. A waiting rank notices within a fraction of a
-second that its peer has ended, even by SIGKILL. Errors: TimeoutError (deadline), ConnectionError (a peer has ended,
-left or given up), other OSError (no shared memory).
+One rank creates a name with `new_name` and sends it to the others. All ranks then construct the object with this name;
+the constructor returns when all have joined. The name is then unlinked, so no memory outlives the processes. A waiting
+rank detects within a fraction of a
+second that its peer has ended, even by SIGKILL. Raises TimeoutError at
+a deadline, ConnectionError if a peer has ended, left or given up, and another OSError if there is no shared memory.
 """
 
 from __future__ import annotations
@@ -20,16 +21,17 @@ ATTACH_TIMEOUT_S = 60.0
 
 
 def new_name() -> str:
-    """A random name for a group or a mailbox. It contains the process id, so that a supervisor can unlink the memory of
-    a process that dies before all ranks have opened it."""
+    """Returns a random name for a group or a mailbox. It contains the process id, so that a supervisor can unlink the
+    memory of a process that dies before all ranks have opened it."""
     return f"/swiftspec-{os.getpid()}-{secrets.token_hex(16)}"
 
 
 class ShmCollectives:
     """Collectives of a tensor-parallel group. All ranks make the same calls in the same order, with the same shapes.
 
-    `spin`: whether every rank of this machine has a core of its own; otherwise waiting ranks yield immediately.
-    `timeout_s`: limit of each wait. After an exception every rank's calls raise. Not thread-safe.
+    `spin`: waiting ranks spin; set it only if every rank of this machine has a core of its own. Otherwise waiting ranks
+    yield immediately. `timeout_s`: limit of each wait. After an exception, all further calls raise on every rank. Not
+    thread-safe.
     """
 
     def __init__(
@@ -43,24 +45,25 @@ class ShmCollectives:
         capacity: int = 1 << 16,
         attach_timeout_s: float = ATTACH_TIMEOUT_S,
     ) -> None:
-        """Opens the group. `capacity`: the longest message in bytes that is sent in one piece; the group takes
-        4 `size`^2 times as much memory."""
+        """Joins the group; blocks until all ranks have joined, for at most `attach_timeout_s`. `capacity`: bytes of the
+        longest message that is sent in one piece; the group allocates 4 * `size`^2 * `capacity` bytes."""
         self.rank = rank
         self.size = size
         self.timeout_s = timeout_s
         self.native = _C.ShmGroup(name, rank, size, capacity, attach_timeout_s, spin)
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """The sum over the ranks, in rank order and therefore bitwise identical on all ranks.
+        """Returns the sum of `x` over the ranks, added in rank order and therefore bitwise identical on all ranks.
 
-        float32, float64, or bfloat16 (summed in float32, rounded once). In place if `x` is contiguous; returns the sum.
+        `x` is float32, float64 or bfloat16 (summed in float32, rounded once). The sum overwrites `x` if that is
+        contiguous.
         """
         x = x.contiguous()
         self.native.all_reduce(x, self.timeout_s)
         return x
 
     def all_gather(self, x: Tensor) -> Tensor:
-        """Gathers `x` of every rank, in rank order: [size, *x.shape]. Any dtype."""
+        """Returns `x` of every rank, in rank order: [size, *x.shape]. Any dtype."""
         out = x.new_empty(self.size, *x.shape)
         self.native.all_gather(x.contiguous(), out, self.timeout_s)
         return out
@@ -73,8 +76,8 @@ class ShmCollectives:
 class Mailbox:
     """Bidirectional channel of int32 messages between two processes, sides 0 and 1. Not thread-safe.
 
-    `words`: capacity of one direction. Sending a message that fits returns immediately; a longer one is written while
-    the other side reads it. `spin` as in ShmCollectives.
+    `words`: capacity of one direction, in int32. Sending a message that fits returns immediately; a longer message is
+    written while the other side reads it. `spin`: see ShmCollectives.
     """
 
     def __init__(
@@ -87,23 +90,30 @@ class Mailbox:
         words: int = 1 << 16,
         attach_timeout_s: float = ATTACH_TIMEOUT_S,
     ) -> None:
-        """Opens the mailbox. `timeout_s`: limit of a send into a full mailbox and of the waits within a message."""
+        """Opens the mailbox; blocks until the other side has opened it, for at most `attach_timeout_s`. `timeout_s`:
+        limit of a send into a full mailbox, and of waiting for the rest of a message that has begun to arrive."""
         self.timeout_s = timeout_s
         self._mailbox = _C.Mailbox(name, side, words, attach_timeout_s, spin)
 
     def send(self, message: Sequence[int]) -> None:
-        """Sends a message. Does not wait for the other side while there is space."""
+        """Sends a message. Blocks only while the mailbox is full; raises TimeoutError after the mailbox's
+        `timeout_s`."""
         self._mailbox.send(message, self.timeout_s)
 
     def recv(self, timeout_s: float) -> list[int]:
-        """Receives a message. Raises TimeoutError after `timeout_s` (0: polls once); the call may be repeated."""
+        """Receives a message. Raises TimeoutError if none arrives within `timeout_s` (0: polls once); the call may then
+        be repeated."""
         return self._mailbox.recv(timeout_s, self.timeout_s)
 
     def recv_or_reply(
         self, state: _C.FastReply, result: int, proposal: int, note: int, timeout_s: float
     ) -> tuple[list[int], bool]:
-        """As `recv`, but immediately answers a message [result, ...] with [proposal, note, ...] if `state` has a reply
-        (csrc/host/decoder/fast_reply.h). The second value is whether it did."""
+        """Receives a message as `recv` does, and replies without Python code if possible.
+
+        If the message begins with the opcode `result` and `state` computes a reply to it
+        (csrc/host/decoder/fast_reply.h), sends [proposal, note, *reply] immediately. Returns the message, and whether a
+        reply was sent. `proposal`: opcode of the reply. `note`: a number for the receiver.
+        """
         return self._mailbox.recv_or_reply(state, result, proposal, note, timeout_s, self.timeout_s)
 
     def close(self) -> None:

@@ -1,6 +1,6 @@
 """CUDA backend: the fused operators of the native extension, for bfloat16 models on NVIDIA GPUs since Ampere.
 
-It implements the functions of backends/reference. Everything runs asynchronously on torch's current stream. A row's
+It implements the functions of backends/reference. All operators run asynchronously on torch's current stream. A row's
 result is bitwise independent of the other rows of its batch, of their number, and of the slots in which its keys lie,
 except for long prefill chunks (large_m.py).
 """
@@ -60,7 +60,7 @@ __all__ = [
 
 # Bytes of the next projection's tiles to prefetch: about 2 us of an H200's memory bandwidth; an estimate, not measured.
 PREFETCH_BYTES = 8 << 20
-MAX_CAPTURED_SEQUENCES = 64  # in a captured forward; no operator synchronises with the host for any number
+MAX_CAPTURED_SEQUENCES = 64  # in a captured forward; an arbitrary limit: no operator synchronises with the host
 # Rows of a prefill chunk: enough for a library GEMM to be compute-bound, and for unpacking weights rarely.
 PREFILL_CHUNK_ROWS = 1024
 
@@ -69,12 +69,12 @@ PREFILL_CHUNK_ROWS = 1024
 class CudaNorm:
     """The weight and epsilon of an RMSNorm."""
 
-    weight: Tensor  # [D] bfloat16
+    weight: Tensor  # [hidden] bfloat16
     eps: float
 
 
 def check_supported(config: ModelConfig, dtype: torch.dtype, device: torch.device | str) -> None:
-    """Raises UserError if these operators cannot run the model because of its type or shape, the build, or the GPU."""
+    """Raises UserError if these operators cannot run the model because of its dtype or shape, the build, or the GPU."""
     require_usable(device)
     if dtype != torch.bfloat16:
         raise UserError(f"the CUDA operators compute in bfloat16, not {str(dtype).removeprefix('torch.')}")
@@ -87,26 +87,27 @@ def check_supported(config: ModelConfig, dtype: torch.dtype, device: torch.devic
 
 
 def pack_norm(weight: Tensor, eps: float, dtype: torch.dtype, device: torch.device | str) -> CudaNorm:
-    """An RMSNorm's weight [D] and epsilon."""
+    """Packs an RMSNorm with weight [hidden]."""
     return CudaNorm(weight.to(device, dtype).contiguous(), eps)
 
 
 def embed(tokens: Tensor, weight: Tensor) -> Tensor:
-    """Embedding lookup: tokens [n], weight [vocab, D] -> [n, D]."""
+    """Embedding lookup: tokens [rows], weight [vocab, hidden] -> [rows, hidden]."""
     out = weight.new_empty(tokens.shape[0], weight.shape[1])
     _C.embed_cuda(tokens, weight, out, current_stream())
     return out
 
 
 def fuse(model: PackedModel) -> None:
-    """Enables weight prefetching between the projections. The model still runs operator by operator."""
+    """Enables weight prefetching between the projections. Returns None: the model runs operator by operator."""
     enable_weight_prefetch(model)
 
 
 def enable_weight_prefetch(model: PackedModel, enabled: bool = True) -> None:
-    """Makes each projection prefetch the first tiles of the next one to L2 when its own weights have been read, so that
-    the memory is not idle while it reduces its sums and the next one starts. QKV prefetches more, since attention,
-    which runs in between, reads little. `enabled=False` switches prefetching off."""
+    """Makes each projection prefetch the first `PREFETCH_BYTES` of the next projection's tiles to L2 once its own
+    weights have been read, so that the memory is not idle while the projection reduces its sums and the next one
+    starts. QKV prefetches all tiles of O, since attention, which runs in between, reads little. `enabled`: False
+    switches prefetching off."""
     following = [*(layer.qkv for layer in model.layers[1:]), model.head]
     for layer, after_layer in zip(model.layers, following, strict=True):
         matrices = (layer.qkv, layer.o, layer.gate_up, layer.down, after_layer)
@@ -116,8 +117,8 @@ def enable_weight_prefetch(model: PackedModel, enabled: bool = True) -> None:
 
 
 def make_slot_mover(k: Tensor, v: Tensor) -> Callable[[int, Sequence[int], int], None]:
-    """Returns `move(sequence, source, start)` for a KV cache: it moves slot source[i] to start + i, in place and in all
-    layers. `source` [m] is ascending and source[i] >= start + i."""
+    """Returns `move(sequence, source, start)`, which moves slot source[i] of a sequence to slot start + i, in place and
+    in all layers of the KV cache `k`, `v`. `source` must be ascending, with source[i] >= start + i."""
     native = native_cache(k, v)
     device = k.device
 

@@ -1,9 +1,8 @@
-"""Tree attention on a GPU: RoPE, KV append and masked attention, one launch a layer (csrc/cuda/attention).
+"""Tree attention on a GPU: RoPE, KV append and masked attention in one launch per layer (csrc/cuda/attention).
 
-For bfloat16 heads of 64 or 128 over a bfloat16 or float8 cache. A row's result is bitwise independent of the other rows
-of its batch, of their number, and of the slots in which its keys lie. Nothing here synchronises with the device, and
-grids depend on shapes only, so a forward can be captured in a graph.
-"""
+Supports bfloat16 heads of dimension 64 or 128 and a bfloat16 or float8 cache. A row's result is bitwise independent of
+the other rows of its batch, of their number, and of the slots in which its keys lie. Nothing here synchronises with the
+device, and grids depend on shapes only, so a forward can be captured in a CUDA graph."""
 
 from __future__ import annotations
 
@@ -18,16 +17,17 @@ from swiftspec.model.batch import Batch
 from swiftspec.model.packed_model import Cache
 
 HEAD_DIMS = (64, 128)
-MAX_HEADS_PER_KV_HEAD = 64  # that share keys
-# rows of one launch, which bounds its scratch; of more rows, a prompt's, none sees a later one
+MAX_HEADS_PER_KV_HEAD = 64  # query heads that share one key-value head
+# Bounds the scratch memory of a launch. More rows take several launches, which is correct because only prefill chunks
+# have more, and no row of a prefill chunk attends to a later one.
 MAX_ROWS_PER_LAUNCH = 256
 
 
 @dataclass(frozen=True, slots=True)
 class CudaAttentionPlan:
-    """The arguments of attention that are the same in every layer of a forward."""
+    """Inputs of attention that are the same in every layer of a forward."""
 
-    slices: list[tuple[slice, _C.CudaAttention]]
+    slices: list[tuple[slice, _C.CudaAttention]]  # one per launch: its rows, and the native arguments
     out_width: int
 
 
@@ -73,7 +73,8 @@ def prepare(batch: Batch, cache: Cache, cos: Tensor, sin: Tensor, num_heads: int
 
 
 def tree_attention(qkv: Tensor, plan: CudaAttentionPlan, layer: int) -> Tensor:
-    """RoPE, KV append, masked attention: qkv [n, (H + 2G) hd] -> [n, H hd]."""
+    """Applies RoPE, appends keys and values to the cache, and computes masked attention: qkv [rows, (heads + 2 *
+    kv_heads) * head_dim] -> [rows, heads * head_dim]."""
     out = qkv.new_empty(qkv.shape[0], plan.out_width)
     for chunk, native in plan.slices:
         native.attend(qkv[chunk], layer, out[chunk], current_stream())

@@ -7,11 +7,12 @@ import torch
 from swiftspec import _C
 from swiftspec.errors import UserError
 
-MIN_COMPUTE_CAPABILITY = (8, 0)  # compute capability
+MIN_COMPUTE_CAPABILITY = (8, 0)  # Ampere
 
 
 def require_usable(device: torch.device | str) -> torch.device:
-    """Returns `device` with its index. Raises UserError if the CUDA operators cannot run on it."""
+    """Returns `device` with an explicit index. Raises UserError with the reason if the CUDA operators cannot run on
+    it."""
     device = torch.device(device)
     if device.type != "cuda":
         raise UserError(f"the CUDA operators need a GPU, not {device}")
@@ -34,13 +35,15 @@ def require_usable(device: torch.device | str) -> torch.device:
         try:
             _C.use_cuda_device(device.index)
             _C.cuda_device()
-        except RuntimeError as error:  # a driver that is too old for the toolkit, a part of a GPU that is too small
+        except (
+            RuntimeError
+        ) as error:  # such as a driver that is too old for the toolkit, or a too small partition of a GPU
             raise UserError(f"the CUDA operators cannot use {name}: {error}") from None
     return device
 
 
 def why_no_gpu() -> str:
-    """The reason why torch finds no GPU and how to fix it."""
+    """Returns in one line why torch finds no GPU and how to fix it."""
     if torch.version.cuda is None:
         return "this PyTorch is built without CUDA, install one that has it"
     driver = int(getattr(torch._C, "_cuda_getDriverVersion", int)())  # 12080 for CUDA 12.8; 0 without a driver

@@ -1,8 +1,8 @@
 """Projections of long prefill chunks: the weights are unpacked to bfloat16 rows for a library GEMM over all rows.
 
 Batches of up to MAX_KERNEL_ROWS rows use the kernels of linear.py instead, which read the weights once for every 64
-rows (bf16: 128). Trees are smaller and populations are split, so only prefill chunks come here; their results may
-depend on the number of rows in the last bits.
+rows (bf16: 128). Trees are smaller and populations are split, so only prefill chunks are computed here; the
+last bits of their results may depend on the number of rows.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from swiftspec import _C
 from swiftspec.backends.cuda.torch_interop import current_stream
 
 MAX_KERNEL_ROWS = 256
-SCRATCH_BYTES = 256 << 20  # of weights unpacked at a time; enough outputs to keep every SM busy
+SCRATCH_BYTES = 256 << 20  # weights unpacked at a time; enough outputs to keep every SM busy
 STRIP_OUTPUTS = 16  # granularity of unpacking, in outputs of each half of a weight (csrc/cuda/linear/tiles.h)
 BF16_BYTES = 2
 
@@ -27,7 +27,7 @@ class NormWeights(Protocol):
     """The weight and epsilon of an RMSNorm."""
 
     @property
-    def weight(self) -> Tensor: ...  # [D] bfloat16
+    def weight(self) -> Tensor: ...  # [hidden] bfloat16
     @property
     def eps(self) -> float: ...
 
@@ -42,21 +42,22 @@ class LinearWeights(Protocol):
     @property
     def outputs(self) -> int: ...
     @property
-    def bias(self) -> Tensor | None: ...  # [N] float32
+    def bias(self) -> Tensor | None: ...  # [outputs] float32
 
 
 def uses_library(x: Tensor, packed: LinearWeights) -> bool:
-    """Whether the functions of this module compute x [n, K]."""
+    """Returns whether the functions of this module, instead of the kernels, compute the projection of x [rows,
+    inputs]."""
     return x.shape[0] > MAX_KERNEL_ROWS and packed.outputs % 2 == 0
 
 
 def normalise(x: Tensor, norm: NormWeights) -> Tensor:
-    """RMSNorm of [n, D], rounded before the weight is applied, as transformers does."""
+    """Returns the RMSNorm of x [rows, hidden], rounded before the weight is applied, as transformers does."""
     return F.rms_norm(x, x.shape[-1:], None, norm.eps).mul_(norm.weight)
 
 
 def linear(x: Tensor, packed: LinearWeights) -> Tensor:
-    """The projection with its bias: [n, K] -> [n, N]."""
+    """Returns the projection with its bias: x [rows, inputs] -> [rows, outputs]."""
     out, half = x.new_empty(x.shape[0], packed.outputs), packed.outputs // 2
     for columns, first, second in _products_of_halves(x, packed):
         out[:, columns], out[:, half + columns.start : half + columns.stop] = first, second
@@ -64,7 +65,7 @@ def linear(x: Tensor, packed: LinearWeights) -> Tensor:
 
 
 def swiglu(x: Tensor, gate_up: LinearWeights) -> Tensor:
-    """SiLU(gate) * up: [n, K] -> [n, N / 2]."""
+    """Returns SiLU(gate) * up: x [rows, inputs] -> [rows, outputs / 2]."""
     out = x.new_empty(x.shape[0], gate_up.outputs // 2)
     for columns, gate, up in _products_of_halves(x, gate_up):
         torch.mul(F.silu(gate, inplace=True), up, out=out[:, columns])
@@ -72,7 +73,9 @@ def swiglu(x: Tensor, gate_up: LinearWeights) -> Tensor:
 
 
 def _products_of_halves(x: Tensor, packed: LinearWeights) -> Iterator[tuple[slice, Tensor, Tensor]]:
-    """Yields m outputs of the weight's first half, as a slice, their products, and those of the second half: [n, m]."""
+    """Yields (columns, first, second) for consecutive slices `columns` of the first half of the outputs. `first` is the
+    product of these outputs, `second` that of the corresponding outputs of the second half: [rows, len(columns)]
+    each."""
     half = packed.outputs // 2
     step = max(SCRATCH_BYTES // (2 * STRIP_OUTPUTS * packed.inputs * BF16_BYTES), 1) * STRIP_OUTPUTS
     for start in range(0, half, step):

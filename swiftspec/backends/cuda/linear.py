@@ -1,9 +1,8 @@
 """Projections on a GPU, for bfloat16 models: packing, the fused linear operators, and all-reduce in the kernel.
 
-int4 weights are used directly; scales and zero points are applied in float32 (csrc/cuda/linear/tiles.h). Sums are
-float32. A row's result is bitwise independent of the other rows of its batch and of their number, except for long
-prefill chunks, which large_m.py computes.
-"""
+int4 weights are not dequantised in memory: scales and zero points are applied in float32 (csrc/cuda/linear/tiles.h).
+Sums are float32. A row's result is bitwise independent of the other rows of its batch and of their number, except for
+long prefill chunks, which large_m.py computes."""
 
 from __future__ import annotations
 
@@ -23,10 +22,10 @@ from swiftspec.backends.cuda.torch_interop import current_stream, on_gpu, use_cu
 from swiftspec.errors import UserError
 from swiftspec.model.weights import Weight
 
-MAX_REDUCED_ROWS = 32  # of one launch that sums over ranks
-WORD_BYTES, LINE_BYTES = 4, 8  # bytes that a message counts in, and of an LL line
-MAX_GATHER_LAUNCHES = 64  # launches of a message at most, longer ones go through a library; an estimate, not measured
-INT4_GROUP_SIZES = (32, 64, 128)  # inputs of an int4 group, as the tiles hold them
+MAX_REDUCED_ROWS = 32  # rows of one launch that all-reduces in its kernel
+WORD_BYTES, LINE_BYTES = 4, 8  # a gathered message is a multiple of the one; payload of an LL line
+MAX_GATHER_LAUNCHES = 64  # per gathered message; longer ones use a library; an estimate, not measured
+INT4_GROUP_SIZES = (32, 64, 128)  # inputs per int4 group that the tiles support
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,15 +35,15 @@ class CudaLinear:
     native: _C.CudaWeights
     inputs: int
     outputs: int
-    tiles: Tensor  # bytes
-    bias: Tensor | None  # [N] float32
+    tiles: Tensor  # uint8; layout: csrc/cuda/linear/tiles.h
+    bias: Tensor | None  # [outputs] float32
 
 
 def pack(weight: Weight, dtype: torch.dtype, device: torch.device | str) -> CudaLinear:
-    """Packs a checkpoint's matrix [N, K] into tiles on `device`; returns after the device has finished.
+    """Packs a matrix [outputs, inputs] of a checkpoint into tiles on `device`; returns after the device has finished.
 
-    int4 groups whose size is not 32, 64 or 128 are split into smaller ones. If that would need groups of less than 32
-    inputs, the matrix is dequantised.
+    int4 groups whose size is not 32, 64 or 128 are split into groups of such a size; if that is impossible, the matrix
+    is dequantised. Raises UserError if the CUDA operators cannot run on `device` or do not support the matrix.
     """
     device = require_usable(device)
     if dtype != torch.bfloat16:
@@ -58,14 +57,14 @@ def pack(weight: Weight, dtype: torch.dtype, device: torch.device | str) -> Cuda
             group = 0
             tiles, inputs, outputs = _bf16_tiles(weight.dequantize(dtype).to(device))
         bias = None if weight.bias is None else weight.bias.to(device, torch.float32).contiguous()
-        # a projection loads its weights before it waits for the preceding kernels
+        # a projection loads its weights before it waits for preceding kernels, so packing must have finished
         torch.cuda.current_stream().synchronize()
         native = _C.CudaWeights(tiles, bias, inputs, outputs, group)
     return CudaLinear(native, inputs, outputs, tiles, bias)
 
 
 def _int4_tiles(weight: Int4Source, group: int, device: torch.device) -> tuple[Tensor, int, int]:
-    splits, weight = weight.group_size // group, weight.to(device).in_order()  # words are put in order on the device
+    splits, weight = weight.group_size // group, weight.to(device).in_order()  # reorders the codes on the device
     codes = weight.packed.contiguous()
     scales = weight.scales.float().repeat_interleave(splits, 0).contiguous()
     zeros = weight.zeros.repeat_interleave(splits, 0).contiguous()
@@ -88,9 +87,10 @@ def _bf16_tiles(matrix: Tensor) -> tuple[Tensor, int, int]:
 class PeerCommunicator:
     """A rank's endpoint of a group of GPUs that all-reduce products in the kernel that computes them.
 
-    `inboxes`: addresses of all inboxes on this rank, in rank order. `lines`: LL lines of the longest product.
-    `error_word`: one int64 in pinned memory that all ranks can access. `timeout_s`: seconds after which a kernel that
-    waits for a peer aborts. All ranks make the same calls in the same order, each on one stream.
+    `inboxes`: the addresses at which this rank sees the inbox of each rank, in rank order. `lines`: LL lines of the
+    longest product (`max_lines`). `error_word`: one int64 in pinned memory that all ranks can access; a kernel that
+    aborts writes the reason to it. `timeout_s`: seconds after which a kernel that waits for a peer aborts. All ranks
+    make the same calls in the same order, each on one stream.
     """
 
     def __init__(
@@ -110,23 +110,25 @@ class PeerCommunicator:
 
     @property
     def epoch(self) -> Tensor:
-        """[1] int64 on the device: the number of exchanges so far (summed products and launches of `gather`)."""
+        """Number of exchanges so far (all-reduced products and launches of `gather`): [1] int64 on the device."""
         return self._epoch
 
     def supports(self, x: Tensor) -> bool:
-        """Whether `gather` supports x: on a GPU, a multiple of 4 bytes, and at most MAX_GATHER_LAUNCHES launches."""
+        """Returns whether `gather` supports x: it is on a GPU, its size is a multiple of 4 bytes, and it takes at most
+        MAX_GATHER_LAUNCHES launches."""
         limit = MAX_GATHER_LAUNCHES * self._lines * LINE_BYTES
         return on_gpu(x.device) and x.nbytes % WORD_BYTES == 0 and x.nbytes <= limit
 
     def gather(self, x: Tensor) -> Tensor:
-        """All-gather of x in rank order: [...] -> [size, ...], one launch per chunk that fits the lines of the group.
-        It does not synchronise with the host, so it can be captured in a graph."""
+        """Returns x of all ranks in rank order: [...] -> [size, ...]. Launches one kernel per chunk of `lines` LL
+        lines. Does not synchronise with the host, so it can be captured in a CUDA graph."""
         out = x.new_empty(self.size, *x.shape)
         _C.gather_cuda(self.native, x.contiguous(), out, current_stream())
         return out
 
     def describe_fault(self) -> str | None:
-        """Describes in one line why a kernel aborted, or None. Call it after the device has reported an error."""
+        """Returns in one line why a kernel of the group aborted; None if no kernel did. Call it after the device has
+        reported an error."""
         found = _C.cuda_trouble(int(self._error_word[0]) & (2**64 - 1))
         if found is None:
             return None
@@ -136,23 +138,23 @@ class PeerCommunicator:
 
 @dataclass(frozen=True, slots=True)
 class RowwiseReduce:
-    """All-reduce of a group of GPUs: in the projection's kernel for few rows, by a library for more."""
+    """All-reduce of a group of GPUs: in the kernel of the projection for few rows, by a library for more rows."""
 
     fused: PeerCommunicator  # for up to MAX_REDUCED_ROWS rows
     library: Callable[[Tensor], Tensor]
 
     def __call__(self, x: Tensor) -> Tensor:
-        """The library's all-reduce, for operators without an all-reduce of their own."""
+        """All-reduces x by the library, for operators without an all-reduce in their kernel."""
         return self.library(x)
 
 
 def make_inbox(ranks: int, lines: int, device: torch.device | str) -> Tensor:
-    """The zeroed inbox of a rank. `lines`: LL lines of the longest product, see `max_lines`."""
+    """Returns a zeroed inbox for a rank. `lines`: LL lines of the longest product, see `max_lines`."""
     return torch.zeros(_C.cuda_inbox_bytes(ranks, lines), dtype=torch.uint8, device=device)
 
 
 def max_lines(outputs: int) -> int:
-    """LL lines of the longest product that is summed in one launch."""
+    """Returns the number of LL lines of the largest product with `outputs` outputs that one launch all-reduces."""
     return _C.cuda_lines(outputs, MAX_REDUCED_ROWS)
 
 
@@ -166,7 +168,8 @@ def _linear(
     swiglu: bool = False,
     channel: PeerCommunicator | None = None,
 ) -> Tensor:
-    """Launches a projection on the current stream. A float32 `out` receives logits."""
+    """Launches a projection on the current stream. A float32 `out` receives logits, which are not
+    rounded to bfloat16."""
     weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
     native, scratch = None if channel is None else channel.native, None
     if channel is None and (bytes_ := packed.native.scratch_bytes(x.shape[0])) > 0:
@@ -176,14 +179,14 @@ def _linear(
 
 
 def norm_linear(x: Tensor, norm: NormWeights, packed: CudaLinear) -> Tensor:
-    """RMSNorm, then the projection (QKV): [n, D] -> [n, N]."""
+    """Applies RMSNorm, then a projection (QKV): x [rows, hidden] -> [rows, outputs]."""
     if large_m.uses_library(x, packed):
         return large_m.linear(large_m.normalise(x, norm), packed)
     return _linear(x, packed, x.new_empty(x.shape[0], packed.outputs), norm=norm)
 
 
 def norm_swiglu(x: Tensor, norm: NormWeights, gate_up: CudaLinear) -> Tensor:
-    """RMSNorm, gate and up projections, SiLU(gate) * up: [n, D] -> [n, N / 2]."""
+    """Applies RMSNorm, the gate and up projections and SiLU(gate) * up: x [rows, hidden] -> [rows, outputs / 2]."""
     if large_m.uses_library(x, gate_up):
         return large_m.swiglu(large_m.normalise(x, norm), gate_up)
     return _linear(x, gate_up, x.new_empty(x.shape[0], gate_up.outputs // 2), norm=norm, swiglu=True)
@@ -195,10 +198,11 @@ def linear_residual(
     residual: Tensor,
     reduce: PeerCommunicator | Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
-    """Projection, all-reduce over a group's ranks, residual added (O, down): [n, K] and [n, D] -> [n, D].
+    """Applies a projection (O, down), all-reduces it over the ranks of a group with `reduce`, and adds the residual: x
+    [rows, inputs] and residual [rows, hidden] -> [rows, hidden].
 
-    A PeerCommunicator sums in the projection's own kernel, any other callable after it; RowwiseReduce chooses by the
-    number of rows.
+    A PeerCommunicator all-reduces in the kernel of the projection, any other callable after it; RowwiseReduce selects
+    by the number of rows.
     """
     if isinstance(reduce, RowwiseReduce):
         reduce = reduce.fused if x.shape[0] <= MAX_REDUCED_ROWS else reduce.library
@@ -212,6 +216,7 @@ def linear_residual(
 
 
 def norm_head(x: Tensor, norm: NormWeights, packed: CudaLinear) -> Tensor:
-    """Final RMSNorm and LM head: [n, D] -> logits [n, vocab] in float32, not rounded to bfloat16."""
+    """Applies the final RMSNorm and the LM head: x [rows, hidden] -> logits [rows, vocab], float32, not rounded to
+    bfloat16."""
     out = torch.empty(x.shape[0], packed.outputs, dtype=torch.float32, device=x.device)
     return _linear(x, packed, out, norm=norm)

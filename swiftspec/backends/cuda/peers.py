@@ -1,7 +1,8 @@
-"""Peer memory among the GPUs of one machine, for groups whose projections sum in their own kernels (csrc/cuda/peers).
+"""Peer memory among the GPUs of one machine, for groups that all-reduce in the kernels of their
+projections (csrc/cuda/peers).
 
 Every rank allocates an inbox in its GPU's memory and opens the inboxes of the others by CUDA IPC. An error word in
-pinned memory that all of them can access holds the reason why a rank has aborted.
+pinned memory, which all ranks can access, contains the reason why a rank has aborted.
 """
 
 from __future__ import annotations
@@ -25,20 +26,21 @@ Exchange = Callable[[str, bytes], list[bytes]]  # (topic, this rank's data) -> t
 
 
 class PeerAccessError(UserError):
-    """The GPUs of a group cannot all access each other's memory, so a library has to sum their products."""
+    """Raised if the GPUs of a group cannot all access each other's memory, so that a library has to all-reduce."""
 
 
 class PeerCollectives:
     """A rank's peer memory in a group of GPUs, and the `PeerCommunicator` over it.
 
     Construction is collective. If there are more than MAX_PEERS ranks, or a GPU cannot access another's memory, every
-    rank raises PeerAccessError. Every rank must have called `close` before any calls `free`.
+    rank raises PeerAccessError. Every rank must have called `close` before any rank calls `free`.
     """
 
     def __init__(
         self, rank: int, size: int, lines: int, device: torch.device, exchange: Exchange, timeout_s: float
     ) -> None:
-        """`lines`: LL lines of the longest product. `timeout_s`: seconds after which a waiting kernel aborts."""
+        """`lines`: LL lines of the longest product (`linear.max_lines`). `exchange`: all-gathers bytes over the ranks.
+        `timeout_s`: seconds after which a waiting kernel aborts."""
         if size > MAX_PEERS:
             raise PeerAccessError(f"the CUDA operators sum over at most {MAX_PEERS} GPUs, not {size}")
         self._device = device
@@ -57,7 +59,7 @@ class PeerCollectives:
             self.communicator = PeerCommunicator(rank, inboxes, lines, trouble, device, timeout_s)
 
     def close(self) -> None:
-        """Unmaps the other ranks' memory, after all kernels of this rank have ended."""
+        """Waits until all kernels of this rank have ended, then unmaps the other ranks' memory."""
         with suppress(RuntimeError):  # a lost device runs no kernels
             torch.cuda.synchronize(self._device)
         self._peer_inboxes = {}
@@ -68,7 +70,7 @@ class PeerCollectives:
 
 
 def _check_peer_access(rank: int, buses: list[str], exchange: Exchange) -> None:
-    """Raises the same PeerAccessError on all ranks if a GPU cannot access another's memory."""
+    """Raises the same PeerAccessError on all ranks if one GPU cannot access the memory of another."""
     unreached = [peer for peer, bus in enumerate(buses) if peer != rank and not _C.cuda_reaches(bus)]
     for other, found in enumerate(exchange("unreached", json.dumps(unreached).encode())):
         for peer in json.loads(found):

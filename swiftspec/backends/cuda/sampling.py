@@ -11,11 +11,12 @@ from swiftspec.backends.cuda.torch_interop import current_stream
 from swiftspec.backends.reference import DEFAULT_SCORES, Scores
 from swiftspec.backends.reference.resampling import ResamplingState
 
-MAX_CANDIDATES = 64
+MAX_CANDIDATES = 64  # largest k of the top-k kernel
 
 
 def gumbel_rows(seed: int, stream: int, positions: Tensor, tokens: range) -> Tensor:
-    """Gumbel noise of absolute positions [n] (int64): [n, tokens] float32, bitwise identical to backends/cpu."""
+    """Returns the standard Gumbel noise [rows, tokens] float32 of absolute positions [rows] (int64), bitwise identical
+    to backends/cpu."""
     out = torch.empty(positions.shape[0], len(tokens), dtype=torch.float32, device=positions.device)
     if out.numel() > 0:
         _C.gumbel_rows_cuda(seed, stream, positions, tokens.start, out, current_stream())
@@ -23,10 +24,8 @@ def gumbel_rows(seed: int, stream: int, positions: Tensor, tokens: range) -> Ten
 
 
 def draw(logits: Tensor, vocab: int, scores: Scores = DEFAULT_SCORES) -> Tensor:
-    """The token [n] of each row's highest score, the first one of ties; logits [n, >= vocab]. Ignores tau.
-
-    The token is -1 if a score of the row is NaN or the highest is infinite.
-    """
+    """Returns the token [rows] with the highest score per row, the first one of ties; logits [rows, >= vocab]. tau is
+    ignored. The token is -1 if a score of the row is NaN or the highest is infinite."""
     if not _supported(logits, 1):
         return reference.draw(logits, vocab, scores)
     tokens = torch.empty(logits.shape[0], dtype=torch.int64, device=logits.device)
@@ -38,7 +37,8 @@ def draw(logits: Tensor, vocab: int, scores: Scores = DEFAULT_SCORES) -> Tensor:
 
 
 def children(logits: Tensor, vocab: int, k: int, scores: Scores = DEFAULT_SCORES) -> tuple[Tensor, Tensor]:
-    """`log_top_k` of the scores of logits [n, >= vocab]: tokens [n, k] and log-probabilities [n, k]."""
+    """Returns `log_top_k` of the scores of logits [rows, >= vocab]: tokens [rows, k] and log-probabilities [rows,
+    k]."""
     if not _supported(logits, k):
         return reference.children(logits, vocab, k, scores)
     tokens = torch.empty(logits.shape[0], k, dtype=torch.int64, device=logits.device)
@@ -51,8 +51,9 @@ def children(logits: Tensor, vocab: int, k: int, scores: Scores = DEFAULT_SCORES
 
 
 def draw_keyed(logits: Tensor, vocab: int, keys: Tensor, scores: Scores = DEFAULT_SCORES) -> tuple[Tensor, Tensor]:
-    """The token [n] that `draw` returns with the noise of `keys` [n] (int32, `noise.row_keys`), and its log-probability
-    [n], NaN if the token is -1. One launch; the noise is not written to memory."""
+    """Draws a token per row of logits [rows, >= vocab] with the Gumbel noise of `keys` [rows] (int32, see
+    `noise.row_keys`). Returns the tokens [rows], -1 as in `draw`, and their log-probabilities [rows] without the noise,
+    NaN if the token is -1. One launch; the noise is not written to memory."""
     if not _supported(logits, 1):
         return reference.draw_keyed(logits, vocab, keys, scores)
     tokens = torch.empty(logits.shape[0], dtype=torch.int64, device=logits.device)
@@ -60,14 +61,14 @@ def draw_keyed(logits: Tensor, vocab: int, keys: Tensor, scores: Scores = DEFAUL
 
 
 def log_probs(logits: Tensor, vocab: int, tokens: Tensor, scores: Scores = DEFAULT_SCORES) -> Tensor:
-    """log_softmax of the scores of logits [n, >= vocab] at tokens [n]: [n]. Ignores noise and tau."""
+    """Returns log_softmax(scores) [rows] at `tokens` [rows], for logits [rows, >= vocab]. Noise and tau are ignored."""
     if not _supported(logits, 1):
         return reference.log_probs(logits, vocab, tokens, scores)
     return _keyed(logits, vocab, None, tokens.contiguous(), scores)
 
 
 def _keyed(logits: Tensor, vocab: int, keys: Tensor | None, tokens: Tensor, scores: Scores) -> Tensor:
-    """Log-probabilities of `tokens`; with `keys`, draws `tokens` first."""
+    """Returns the log-probabilities [rows] of `tokens`. With `keys`, first draws tokens and writes them to `tokens`."""
     values = torch.empty(logits.shape[0], dtype=torch.float32, device=logits.device)
     if logits.shape[0] > 0:
         _C.draw_keyed_cuda(logits, vocab, scores.bias, scores.temperature, keys, tokens, values, current_stream())
@@ -75,13 +76,14 @@ def _keyed(logits: Tensor, vocab: int, keys: Tensor | None, tokens: Tensor, scor
 
 
 def log_top_k(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """The k largest entries of log_softmax(scores [n, V]): tokens [n, k] and log-probabilities [n, k], in descending
-    order, ties by token. Log-probabilities are at most 0 and never NaN."""
+    """Returns the k largest of log_softmax(scores): tokens [rows, k] and log-probabilities [rows, k], most likely
+    first, ties by token; scores [rows, vocab]. Log-probabilities are at most 0 and never NaN."""
     return children(scores, scores.shape[1], k)
 
 
 def resample(groups: ResamplingState, uniform: Tensor, threshold: float, width: int) -> None:
-    """`reference.resampling.resample` in one launch of a fixed grid (csrc/cuda/particles), for up to 1024 particles."""
+    """`reference.resampling.resample` in one launch of a fixed grid (csrc/cuda/particles), for up to 1024 particles
+    per group."""
     _C.resample_cuda(**groups.fields(), uniform=uniform, threshold=threshold, width=width, stream=current_stream())
 
 
@@ -90,5 +92,5 @@ def _supported(logits: Tensor, k: int) -> bool:
 
 
 def _noise_arguments(scores: Scores) -> tuple[Tensor, Tensor] | tuple[None, None]:
-    """The noise and the noise row of each row, or (None, None)."""
+    """Returns the noise and the noise row of each row of logits, or (None, None) if the scores have no noise."""
     return (None, None) if scores.noise is None or scores.rows is None else (scores.noise, scores.rows)

@@ -1,4 +1,5 @@
-"""Device and stream of the CUDA operators. The native side checks their array arguments (csrc/bind/array.h)."""
+"""Passes torch's current device and stream, and KV caches, to the native CUDA operators. These check their array
+arguments (csrc/bind/array.h)."""
 
 from __future__ import annotations
 
@@ -15,18 +16,19 @@ def use_current_device() -> None:
 
 
 def current_stream() -> int:
-    """Torch's current stream; also makes torch's current GPU the native extension's."""
+    """Returns the cudaStream_t of torch's current stream; also calls `use_current_device`."""
     use_current_device()
     return torch.cuda.current_stream().cuda_stream
 
 
 def on_gpu(device: torch.device) -> bool:
-    """Whether the device is a GPU."""
+    """Returns whether the device is a GPU."""
     return device.type == "cuda"
 
 
 def native_cache(k: Tensor, v: Tensor) -> _C.CudaCache:
-    """Wraps keys and values [layers, S, G, capacity, hd] for the native extension; float8 is passed as uint8."""
+    """Wraps keys and values [layers, sequences, kv_heads, capacity, head_dim] for the native extension; float8 is
+    passed as uint8."""
     use_current_device()
     k, v = (part.view(torch.uint8) if part.dtype == torch.float8_e4m3fn else part for part in (k, v))
     return _C.CudaCache(k, v)

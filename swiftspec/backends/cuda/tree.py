@@ -16,46 +16,49 @@ from swiftspec import _C
 from swiftspec.backends.cuda.sampling import MAX_CANDIDATES
 from swiftspec.backends.cuda.torch_interop import current_stream, use_current_device
 
-MAX_LEAVES = 64
-NO_SLOT = -1  # the slot of a leaf
+MAX_LEAVES = 64  # largest w of the kernels
+NO_SLOT = -1  # tree slot of a leaf
 
 
 class HostTree(Protocol):
-    """The arrays of tree.DraftTree: nodes in order of creation, mask rows by tree slot, and the numbers in use."""
+    """Arrays of a `tree.DraftTree` in host memory. The first four are indexed by node, `visible` by tree slot."""
 
     token: NDArray[np.int64]
     parent: NDArray[np.int64]
-    slot: NDArray[np.int64]  # `slots` of leaves
+    slot: NDArray[np.int64]  # tree slot; a leaf has the value `slots`
     logprob: NDArray[np.float64]
     visible: NDArray[np.bool_]
-    sizes: NDArray[np.int64]  # nodes, tree slots
-    slots: int
+    sizes: NDArray[np.int64]  # [2]: nodes and tree slots in use
+    slots: int  # tree slots
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceExpansion:
-    """The rows of one expansion, in tensors that the next one overwrites. `mask` covers the whole tree region."""
+    """Rows of one expansion, in tensors that the next expansion overwrites. `mask` covers the whole tree region."""
 
-    nodes: Tensor  # [w] int32, -1 of rows without a leaf, which come last
+    nodes: Tensor  # [w] int32, node of each row; -1 for rows without a leaf, which come last
     tokens: Tensor  # [w] int64
     positions: Tensor  # [w] int64, absolute
-    slots: Tensor  # [w] int64, from the sequence's start
-    mask: Tensor  # [w, slots] bool
+    slots: Tensor  # [w] int64, counted from the first slot of the sequence
+    mask: Tensor  # [w, tree slots] bool
 
 
 class DeviceTree:
     """The part of `tree.DraftTree` that expansions need, in device tensors with fixed addresses.
 
-    An expansion always has w rows and takes w tree slots. Its rows are the w best leaves by descending weight, ties by
-    node index. If there are fewer leaves, the last rows belong to no node, and no mask contains their slots.
+    An expansion always has w rows and takes w tree slots. Its rows are the w leaves with the highest `logprob`, best
+    first, ties by node index. If there are fewer leaves, the last rows belong to no node, and no mask contains their
+    slots.
+
+    `slots`: number of tree slots. `children`: children per expanded leaf. Raises ValueError if `w` is out of range.
     """
 
     token: Tensor  # [nodes] int64
-    logprob: Tensor  # [nodes] float64, summed from the root
+    logprob: Tensor  # [nodes] float64, cumulative from the root
     parent: Tensor  # [nodes] int32
-    slot: Tensor  # [nodes] int32
-    used: Tensor  # [2] int32: nodes, tree slots
-    visible: Tensor  # [slots, slots] bool
+    slot: Tensor  # [nodes] int32, tree slot; NO_SLOT for a leaf
+    used: Tensor  # [2] int32: nodes and tree slots in use
+    visible: Tensor  # [slots, slots] bool, mask rows by tree slot
 
     def __init__(self, slots: int, children: int, w: int, device: torch.device | str) -> None:
         if not 1 <= w <= min(MAX_LEAVES, slots):
@@ -68,7 +71,7 @@ class DeviceTree:
             "slot": (torch.int32, (nodes,)),
             "used": (torch.int32, (2,)),  # nodes, tree slots
             "visible": (torch.bool, (slots, slots)),
-        }  # the wide ones first, so that all are aligned
+        }  # widest dtype first, so that all fields are aligned
         size = sum(dtype.itemsize * math.prod(shape) for dtype, shape in fields.values())
         self.state, self._start = (torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(2))
         self._staged = torch.zeros(size, dtype=torch.uint8, pin_memory=self.state.device.type == "cuda")
@@ -105,15 +108,16 @@ class DeviceTree:
         )
 
     def reset(self, token: Tensor) -> None:
-        """Starts over from an unexpanded root, `token` [1] int64."""
+        """Resets the tree to an unexpanded root. `token`: [1] int64, token of the root."""
         self.used.copy_(self._first)
         self.slot[:1].fill_(-1)
         self.logprob[:1].zero_()
         self.token[:1].copy_(token)
-        self.expansions_left = self.visible.shape[0] // len(self.rows.nodes)  # expansions
+        self.expansions_left = self.visible.shape[0] // len(self.rows.nodes)
 
     def upload(self, tree: HostTree) -> None:
-        """Copies a tree of the same size to a staging buffer on the device; `restore` makes it the current tree."""
+        """Copies a host tree with the same `slots` to a staging buffer on the device; `restore` makes it the current
+        tree."""
         nodes, slots = tree.sizes.tolist()
         host = self._host
         host["token"][:nodes], host["parent"][:nodes] = tree.token[:nodes], tree.parent[:nodes]
@@ -123,12 +127,14 @@ class DeviceTree:
         self._start.copy_(self._staged, non_blocking=True)
 
     def restore(self) -> None:
-        """Resets the current tree to the last uploaded one, with device operations only, so it can begin a graph."""
+        """Replaces the current tree by the last uploaded one, with device operations only, so that a CUDA graph can
+        begin with it."""
         self.state.copy_(self._start)
         self.expansions_left = self.visible.shape[0] // len(self.rows.nodes)
 
     def download(self, tree: HostTree) -> None:
-        """Copies the tree from the device into `tree`, the one that was uploaded. Waits for all earlier operations."""
+        """Copies the current tree to `tree`, the host tree that was uploaded. Waits for all earlier device
+        operations."""
         self._staged.copy_(self.state)
         host = self._host
         nodes, slots = host["used"].tolist()
@@ -138,9 +144,12 @@ class DeviceTree:
         tree.sizes[:] = nodes, slots
 
     def best_leaves(self, prefix: Tensor) -> DeviceExpansion:
-        """Assigns the next tree slots to the best leaves and returns their rows. `prefix` [1] int64: number of slots
-        before the tree, which is also the position of the root. Replays of a graph are not counted here: the caller has
-        to count its expansions."""
+        """Assigns the next tree slots to the w best leaves and returns their rows. Raises ValueError if no tree slots
+        are left.
+
+        `prefix`: [1] int64, number of cache slots before the tree region, which is also the position of the root. The
+        replay of a captured CUDA graph does not update `expansions_left`; the caller must count its expansions.
+        """
         if self.expansions_left == 0:
             raise ValueError("the tree's slots are used up")
         self.expansions_left -= 1
@@ -148,19 +157,20 @@ class DeviceTree:
         return self.rows
 
     def add_children(self, tokens: Tensor, logprobs: Tensor) -> None:
-        """Children of the last expansion's rows: tokens [w, k] int64, log-probabilities [w, k] float32."""
+        """Adds children to the leaves of the last expansion: `tokens` [w, children] int64, `logprobs` [w, children]
+        float32."""
         self._native.add(tokens, logprobs, current_stream())
 
 
 def device_tree(slots: int, children: int, leaves: int, vocab: int, device: torch.device) -> DeviceTree | None:
-    """A device tree, or None if the kernels do not support expansions of this width."""
+    """Returns a device tree, or None if the kernels do not support `leaves` per expansion or `children` per leaf."""
     if leaves > MAX_LEAVES or children > min(MAX_CANDIDATES, vocab):
         return None
     return DeviceTree(slots, children, leaves, device)
 
 
 def _fields_of(buffer: Tensor, fields: dict[str, tuple[torch.dtype, tuple[int, ...]]]) -> dict[str, Tensor]:
-    """Views of consecutive fields in a byte buffer."""
+    """Returns views of consecutive fields in a byte buffer. `fields`: dtype and shape of each."""
     parts: dict[str, Tensor] = {}
     at = 0
     for name, (dtype, shape) in fields.items():

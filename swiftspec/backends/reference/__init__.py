@@ -1,7 +1,7 @@
-"""Reference backend: the operators in plain torch on any device, the baseline of the other backends' tests.
+"""Reference backend: the operators in plain torch on any device, with which tests compare the other backends.
 
-Letters: n rows of a forward, D the hidden size, N and K outputs and inputs of a projection, H query heads, G
-key-value heads, g = H / G, hd the head's width, L slots in use, W the width of the mask window, S sequences.
+In shapes, `rows` is the number of tokens of a forward, `hidden` the hidden size, `inputs` and `outputs` are those of a
+projection, `heads` is the number of query heads, `window` the number of columns of the mask (`Batch.mask`).
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ __all__ = [
     "tree_attention",
 ]  # fmt: skip
 
-MAX_CAPTURED_SEQUENCES = 0  # no CUDA graphs: `prepare` reads its inputs on the host
+MAX_CAPTURED_SEQUENCES = 0  # a forward cannot be captured in a CUDA graph: `prepare` reads on the host
 
 
 def fuse(stack: PackedModel) -> FusedModel | None:
-    """Optional operator: the model as one call. Not implemented here."""
+    """Returns None: this backend cannot run a model as one call (optional operator)."""
     return None
 
 
 def device_tree(slots: int, children: int, leaves: int, vocab: int, device: torch.device) -> None:
-    """Optional operator: a draft tree on the device. Not implemented here."""
+    """Returns None: this backend has no draft tree in device memory (optional operator)."""

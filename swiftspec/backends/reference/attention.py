@@ -1,4 +1,4 @@
-"""RoPE and masked attention over a KV cache. Symbols as in reference/__init__.py."""
+"""RoPE and masked attention over a KV cache. Shapes as in reference/__init__.py."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ from swiftspec.model.packed_model import Cache
 def rope_tables(
     rope: RopeConfig, head_dim: int, length: int, dtype: torch.dtype, device: torch.device | str
 ) -> tuple[Tensor, Tensor]:
-    """RoPE tables cos and sin [length, hd]; sin includes the sign of the rotation: x' = x cos + roll(x, hd/2) sin.
+    """Returns the RoPE tables cos and sin [length, head_dim]. The sine includes the sign of the rotation:
+    x' = x * cos + roll(x, head_dim / 2) * sin.
 
-    Angles are float32 whatever the model's dtype, as in transformers' modeling_rope_utils.
+    Angles are computed in float32 for every model dtype, as in transformers' modeling_rope_utils.
     """
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
     frequencies = _scale_frequencies(1.0 / (rope.theta**exponents), rope)
@@ -30,12 +31,13 @@ def rope_tables(
 
 
 def _scale_frequencies(frequencies: Tensor, rope: RopeConfig) -> Tensor:
-    """RoPE scaling. "llama3" keeps high frequencies, divides low ones by the factor, and interpolates in between."""
+    """Applies RoPE scaling to `frequencies`. "llama3" keeps high frequencies, divides low ones by the factor, and
+    interpolates in between."""
     if rope.kind == "default":
         return frequencies
     if rope.kind == "linear":
         return frequencies / rope.factor
-    wavelengths = rope.original_max_position / (2 * math.pi / frequencies)  # in the original context
+    wavelengths = rope.original_max_position / (2 * math.pi / frequencies)  # number of periods in the original context
     share = (wavelengths - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
     blend = (1 - share) * frequencies / rope.factor + share * frequencies
     stretched = torch.where(wavelengths < rope.low_freq_factor, frequencies / rope.factor, blend)
@@ -44,29 +46,29 @@ def _scale_frequencies(frequencies: Tensor, rope: RopeConfig) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class ReferenceSequenceRows:
-    """The rows of one sequence in a batch. The lists contain one view of the cache per layer."""
+    """Attention inputs of the m rows of one sequence in a batch. The lists contain one view of the cache per layer."""
 
-    rows: Tensor | None  # [m] int64; None: all rows of the batch
-    slots: Tensor | None  # [m] int64; None: consecutive slots, and the targets are views of exactly these
-    key_targets: list[Tensor]  # [m, G, hd], or with slots [capacity, G, hd]
+    rows: Tensor | None  # [m] int64, indices of the rows in the batch; None: all rows of the batch
+    slots: Tensor | None  # [m] int64, slots to write; None: the targets are views of exactly these slots
+    key_targets: list[Tensor]  # [m, kv_heads, head_dim], or with `slots` [capacity, kv_heads, head_dim]
     value_targets: list[Tensor]
-    keys: list[Tensor]  # [1, G, L, hd]
+    keys: list[Tensor]  # [1, kv_heads, length, head_dim], the slots in use
     values: list[Tensor]
-    mask: Tensor | None  # [1, 1, g * m, L], added to the scores; None: all slots are visible
+    mask: Tensor | None  # [1, 1, heads / kv_heads * m, length], added to the scores; None: all slots are visible
 
 
 @dataclass(frozen=True, slots=True)
 class ReferenceAttentionPlan:
-    """Inputs of attention that are the same in every layer."""
+    """Inputs of attention that are the same in every layer of a forward."""
 
-    cos: Tensor  # [n, 1, hd]
-    sin: Tensor  # [n, 1, hd]
+    cos: Tensor  # [rows, 1, head_dim]
+    sin: Tensor  # [rows, 1, head_dim]
     num_heads: int
     parts: list[ReferenceSequenceRows]
 
 
 def prepare(batch: Batch, cache: Cache, cos: Tensor, sin: Tensor, num_heads: int) -> ReferenceAttentionPlan:
-    """Prepares attention, once per forward. `cos` and `sin` are the tables of `rope_tables`."""
+    """Prepares the attention of a forward, before its layers. `cos` and `sin` are the tables of `rope_tables`."""
     lengths = batch.kv_len.tolist()
     present = sorted(set(batch.sequence.tolist()))
     parts: list[ReferenceSequenceRows] = []
@@ -93,7 +95,9 @@ def _sequence_rows(
 
 
 def _mask(window: Tensor, length: int, group: int, dtype: torch.dtype) -> Tensor | None:
-    """[m, W] bool, right-aligned at `length` -> [1, 1, g * m, L] of 0 and -inf, head by head."""
+    """Converts a bool mask [rows, window], right-aligned at `length`, to one of 0 and -inf [1, 1, group * rows,
+    length]: the rows repeated for each of the `group` query heads that share keys. Returns None if all slots are
+    visible."""
     window = window[:, max(window.shape[1] - length, 0) :]
     if window.all():
         return None
@@ -103,7 +107,8 @@ def _mask(window: Tensor, length: int, group: int, dtype: torch.dtype) -> Tensor
 
 
 def tree_attention(qkv: Tensor, plan: ReferenceAttentionPlan, layer: int) -> Tensor:
-    """RoPE, KV append, masked attention: qkv [n, (H + 2G) hd] -> [n, H hd]."""
+    """Applies RoPE, appends keys and values to the cache, and computes masked attention: qkv [rows, (heads + 2 *
+    kv_heads) * head_dim] -> [rows, heads * head_dim]."""
     rows, head_dim = qkv.shape[0], plan.cos.shape[-1]
     heads = qkv.view(rows, -1, head_dim)
     kv_heads = (heads.shape[1] - plan.num_heads) // 2
@@ -121,9 +126,10 @@ def tree_attention(qkv: Tensor, plan: ReferenceAttentionPlan, layer: int) -> Ten
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, part: ReferenceSequenceRows, layer: int) -> Tensor:
-    """One sequence: q [m, H, hd], k and v [m, G, hd] -> [m, H hd].
+    """Appends and attends for the rows of one sequence: q [rows, heads, head_dim], k and v [rows, kv_heads, head_dim]
+    -> [rows, heads * head_dim].
 
-    The g query heads that share keys become rows of one head, so keys and values are not expanded.
+    The query heads that share keys become rows of one head, so keys and values are not expanded.
     """
     rows, kv_heads, head_dim = k.shape
     for target, new in ((part.key_targets[layer], k), (part.value_targets[layer], v)):
@@ -141,8 +147,8 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, part: ReferenceSequenceRows, layer:
 
 
 def make_slot_mover(k: Tensor, v: Tensor) -> Callable[[int, Sequence[int], int], None]:
-    """Returns `move(sequence, source, start)`, which moves slots source[i] to start + i in place, in all layers of a
-    cache. `source` [m] must ascend, with source[i] >= start + i."""
+    """Returns `move(sequence, source, start)`, which moves slot source[i] of a sequence to slot start + i, in place and
+    in all layers of the KV cache `k`, `v`. `source` must be ascending, with source[i] >= start + i."""
 
     def move(sequence: int, source: Sequence[int], start: int) -> None:
         slots = torch.tensor(source, dtype=torch.int64, device=k.device)

@@ -1,4 +1,4 @@
-"""Embedding, norms and projections with their prologues and epilogues. Symbols as in reference/__init__.py."""
+"""Embedding, norms and projections with their prologues and epilogues. Shapes as in reference/__init__.py."""
 
 from __future__ import annotations
 
@@ -12,28 +12,29 @@ from swiftspec.backends.reference.packing import LinearFn, ReferenceNorm
 
 
 def embed(tokens: Tensor, weight: Tensor) -> Tensor:
-    """tokens [n], weight [vocab, D] -> [n, D]."""
+    """Embedding lookup: tokens [rows], weight [vocab, hidden] -> [rows, hidden]."""
     return weight.index_select(0, tokens)
 
 
 def _normalise(x: Tensor, norm: ReferenceNorm) -> Tensor:
-    """RMSNorm of [n, D]: rounded to the model's dtype before the weight is applied, as transformers does.
+    """Returns the RMSNorm of x [rows, hidden], rounded to the model's dtype before the weight is applied, as
+    transformers does.
 
     Uses the vector norm, since F.rms_norm and a mean of squares take 1.3 to 2 times as long on the CPU.
     """
     length = torch.linalg.vector_norm(x, 2, -1, True, dtype=norm.eps.dtype)
     scale = torch.addcmul(norm.eps, length, length, value=1 / x.shape[-1]).rsqrt_()
-    # `out` rounds the product, which is computed in the dtype of `scale`; saves a cast
+    # the product is computed in the dtype of `scale` and rounded by `out`, which saves a cast
     return torch.mul(x, scale, out=torch.empty_like(x)).mul_(norm.weight)
 
 
 def norm_linear(x: Tensor, norm: ReferenceNorm, packed: LinearFn) -> Tensor:
-    """RMSNorm, then the projection (QKV): [n, D] -> [n, N]."""
+    """Applies RMSNorm, then a projection (QKV): x [rows, hidden] -> [rows, outputs]."""
     return packed(_normalise(x, norm))
 
 
 def norm_swiglu(x: Tensor, norm: ReferenceNorm, gate_up: LinearFn) -> Tensor:
-    """RMSNorm, gate and up projections, SiLU(gate) * up: [n, D] -> [n, N / 2]."""
+    """Applies RMSNorm, the gate and up projections and SiLU(gate) * up: x [rows, hidden] -> [rows, outputs / 2]."""
     gate, up = gate_up(_normalise(x, norm)).chunk(2, -1)
     return F.silu(gate).mul_(up)
 
@@ -41,7 +42,8 @@ def norm_swiglu(x: Tensor, norm: ReferenceNorm, gate_up: LinearFn) -> Tensor:
 def linear_residual(
     x: Tensor, packed: LinearFn, residual: Tensor, reduce: Callable[[Tensor], Tensor] | None = None
 ) -> Tensor:
-    """Projection, all-reduce over the ranks of a group, plus residual (O, down): [n, K] and [n, D] -> [n, D]."""
+    """Applies a projection (O, down), all-reduces it over the ranks of a group with `reduce`, and adds the residual: x
+    [rows, inputs] and residual [rows, hidden] -> [rows, hidden]."""
     product = packed(x)
     if reduce is not None:
         product = reduce(product)
@@ -49,5 +51,6 @@ def linear_residual(
 
 
 def norm_head(x: Tensor, norm: ReferenceNorm, packed: LinearFn) -> Tensor:
-    """Final RMSNorm and projection: [n, D] -> logits [n, vocab], float32, or float64 in a float64 model."""
+    """Applies the final RMSNorm and the LM head: x [rows, hidden] -> logits [rows, vocab], float32, or float64 in a
+    float64 model."""
     return packed(_normalise(x, norm)).to(norm.eps.dtype)

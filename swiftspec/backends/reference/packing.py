@@ -1,4 +1,4 @@
-"""Packing of weights at load. Symbols as in reference/__init__.py."""
+"""Packing of weights at load. Shapes as in reference/__init__.py."""
 
 from __future__ import annotations
 
@@ -11,19 +11,20 @@ from torch import Tensor
 
 from swiftspec.model.weights import Weight
 
-LinearFn = Callable[[Tensor], Tensor]  # a packed projection: [n, K] -> [n, N]
+LinearFn = Callable[[Tensor], Tensor]  # a packed projection: [rows, inputs] -> [rows, outputs]
 
 
 @dataclass(frozen=True, slots=True)
 class ReferenceNorm:
     """A packed RMSNorm."""
 
-    weight: Tensor  # [D]
-    eps: Tensor  # [] in the dtype that the variance is computed in
+    weight: Tensor  # [hidden]
+    eps: Tensor  # [], in the dtype in which the variance is computed
 
 
 def pack(weight: Weight, dtype: torch.dtype, device: torch.device | str) -> LinearFn:
-    """Packs a checkpoint's matrix [N, K]: its own product if it defines one, else a dense projection."""
+    """Packs a matrix [outputs, inputs] of a checkpoint. Returns `weight.product` if its format defines one, otherwise a
+    dense projection in `dtype`."""
     own = weight.product(device)
     if own is not None:
         return own
@@ -33,6 +34,6 @@ def pack(weight: Weight, dtype: torch.dtype, device: torch.device | str) -> Line
 
 
 def pack_norm(weight: Tensor, eps: float, dtype: torch.dtype, device: torch.device | str) -> ReferenceNorm:
-    """Packs an RMSNorm: weight [D] and epsilon. The variance is float32, or float64 in a float64 model."""
+    """Packs an RMSNorm with weight [hidden]. The variance is computed in float32, or in float64 in a float64 model."""
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     return ReferenceNorm(weight.to(device, dtype), torch.tensor(eps, dtype=wide, device=device))

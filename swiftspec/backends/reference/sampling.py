@@ -16,8 +16,8 @@ class Scores:
 
     temperature: float = 1.0
     bias: Tensor | None = None  # [vocab] float32
-    noise: Tensor | None = None  # [p, vocab], rows of `gumbel_rows`
-    rows: Tensor | None = None  # [n] int64, the noise row of each row of logits
+    noise: Tensor | None = None  # [noise rows, vocab], from `gumbel_rows`
+    rows: Tensor | None = None  # [rows] int64, index in `noise` for each row of logits
     tau: float = 1.0
 
 
@@ -25,41 +25,45 @@ DEFAULT_SCORES = Scores()
 
 
 def log_top_k(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """The k largest of log_softmax(scores [n, V]): tokens [n, k] and log-probabilities [n, k], likeliest first.
+    """Returns the k largest of log_softmax(scores): tokens [rows, k] and log-probabilities [rows, k], most likely
+    first; scores [rows, vocab].
 
-    Clamped to at most 0, since rounding could exceed it and the tree requires children to be no likelier than parents;
-    -inf instead of NaN if the scores have overflowed.
+    Log-probabilities are clamped to at most 0, since rounding could exceed it and the tree requires that a child is not
+    likelier than its parent. They are -inf instead of NaN if the scores have overflowed.
     """
     best = scores.log_softmax(-1).topk(k)
     return best.indices, best.values.nan_to_num_(-math.inf, neginf=-math.inf).clamp_max_(0)
 
 
 def draw(logits: Tensor, vocab: int, scores: Scores = DEFAULT_SCORES) -> Tensor:
-    """The token [n] of each row's highest score (the first of equal ones); logits [n, >= vocab]. tau is ignored. -1 if
-    a score is NaN or the highest is infinite."""
+    """Returns the token [rows] with the highest score per row, the first one of ties; logits [rows, >= vocab]. tau is
+    ignored. The token is -1 if a score of the row is NaN or the highest is infinite."""
     return argmax_token(_compute_scores(logits[:, :vocab], scores))
 
 
 def argmax_token(scores: Tensor) -> Tensor:
-    """The column [n] of each row's highest score; -1 as in `draw`."""
-    column = scores.argmax(-1, keepdim=True)  # argmax returns a NaN if there is one
+    """Returns the column [rows] of the highest score per row; -1 if a score is NaN or the highest is infinite."""
+    column = scores.argmax(-1, keepdim=True)  # argmax returns the column of a NaN if there is one
     return column.masked_fill_(~scores.gather(-1, column).isfinite(), -1).squeeze(-1)
 
 
 def children(logits: Tensor, vocab: int, k: int, scores: Scores = DEFAULT_SCORES) -> tuple[Tensor, Tensor]:
-    """`log_top_k` of the scores of logits [n, >= vocab]: tokens [n, k] and log-probabilities [n, k]."""
+    """Returns `log_top_k` of the scores of logits [rows, >= vocab]: tokens [rows, k] and log-probabilities [rows,
+    k]."""
     shifted = _compute_scores(logits[:, :vocab], scores)
     return log_top_k(shifted / scores.tau if scores.noise is not None else shifted, k)
 
 
 def log_probs(logits: Tensor, vocab: int, tokens: Tensor, scores: Scores = DEFAULT_SCORES) -> Tensor:
-    """log_softmax of the scores of logits [n, >= vocab] at tokens [n]: [n]. Noise and tau are ignored."""
+    """Returns log_softmax(scores) [rows] at `tokens` [rows], for logits [rows, >= vocab]. Noise and tau are ignored."""
     shifted = _compute_scores(logits[:, :vocab], Scores(scores.temperature, scores.bias))
     return shifted.log_softmax(-1).gather(1, tokens[:, None]).squeeze(1)
 
 
 def draw_keyed(logits: Tensor, vocab: int, keys: Tensor, scores: Scores = DEFAULT_SCORES) -> tuple[Tensor, Tensor]:
-    """The token [n] of `draw` with the noise of `keys` [n] (`row_keys`), and its log_softmax; NaN if it is -1."""
+    """Draws a token per row of logits [rows, >= vocab] with the Gumbel noise of `keys` [rows] (int32, see
+    `noise.row_keys`). Returns the tokens [rows], -1 as in `draw`, and their log-probabilities [rows] without the noise,
+    NaN if the token is -1."""
     shifted = _compute_scores(logits[:, :vocab], Scores(scores.temperature, scores.bias))
     tokens = argmax_token(shifted + gumbel(row_bits(keys, counters(range(vocab), keys.device)), logits.dtype))
     values = shifted.log_softmax(-1).gather(1, tokens.clamp_min(0)[:, None]).squeeze(1)

@@ -1,8 +1,9 @@
-"""Library backend: the operators as unfused torch kernels, a baseline for benchmarks and debugging.
+"""Library backend: the operators as unfused torch kernels, for comparison in benchmarks and for debugging.
 
-It differs from reference/ in two points. Int4 weights of bfloat16 models stay int4 and use torch's int4 product, whose
-scales are bfloat16. And `prepare` reads nothing on the host, so that a forward can be captured as a CUDA graph
-(runtime/executors/graph.py); therefore every row is scored against the whole region of the cache, masked.
+It differs from reference/ in two points:
+- Int4 weights of bfloat16 models stay int4 and use torch's int4 product, whose scales are bfloat16.
+- `prepare` reads nothing on the host, so that a forward can be captured in a CUDA graph (runtime/executors/graph.py).
+  Attention therefore scores the whole capacity of the cache and masks unused slots.
 """
 
 from __future__ import annotations
@@ -65,19 +66,20 @@ __all__ = [
     "tree_attention",
 ]
 
-MAX_CAPTURED_SEQUENCES = 1  # forwards of one sequence do not synchronise with the host
-INNER_TILES = 8  # of 16 inputs each, in the layout of torch's CUDA kernel
+MAX_CAPTURED_SEQUENCES = 1  # only forwards of one sequence do not synchronise with the host
+INNER_TILES = 8  # tiles of 16 inputs in a block of the layout of torch's int4 kernels
 
 
 def pack(weight: Weight, dtype: torch.dtype, device: torch.device | str) -> LinearFn:
-    """Packs a matrix [N, K] for torch's int4 product if dtype and shape allow it, otherwise as reference/ does."""
+    """Packs a matrix [outputs, inputs] for torch's int4 product if dtype and shape allow it, otherwise as reference/
+    does."""
     if dtype != torch.bfloat16 or not isinstance(weight, Int4Source) or weight.shape[1] % (16 * INNER_TILES):
         return reference.pack(weight, dtype, device)
     weight = weight.to(device).in_order()
     codes, scales = _unpack(weight.packed).t(), weight.scales.float()
-    # torch computes (q - 8) s + zero
+    # torch computes (q - 8) * scale + zero
     zeros = (8 - _unpack(weight.zeros)) * scales
-    pairs = torch.stack((scales, zeros), 2).to(dtype)  # [K / g, N, 2]
+    pairs = torch.stack((scales, zeros), 2).to(dtype)  # [groups, outputs, 2]
     bias, group = None if weight.bias is None else weight.bias.to(device, dtype), weight.group_size
     aten = torch.ops.aten
     if codes.device.type == "cuda":
@@ -95,13 +97,14 @@ def pack(weight: Weight, dtype: torch.dtype, device: torch.device | str) -> Line
 
 
 def _unpack(words: Tensor) -> Tensor:
-    """int32 [R, C / 8] -> int32 [R, C] of codes."""
+    """Unpacks int4 codes: int32 [rows, columns / 8] -> int32 [rows, columns]."""
     shifts = torch.arange(0, 32, 4, dtype=torch.int32, device=words.device)
     return (words.unsqueeze(-1) >> shifts).bitwise_and_(15).flatten(1)
 
 
 def prepare(batch: Batch, cache: Cache, cos: Tensor, sin: Tensor, num_heads: int) -> ReferenceAttentionPlan:
-    """Prepares attention, once per forward. Caches of several sequences use reference/, which reads on the host."""
+    """Prepares the attention of a forward, before its layers. For a cache of several sequences it calls reference/,
+    which reads on the host."""
     if cache.k.shape[1] > 1:
         return reference.prepare(batch, cache, cos, sin, num_heads)
     group, capacity, width = num_heads // cache.k.shape[2], cache.k.shape[3], batch.mask.shape[1]

@@ -12,17 +12,18 @@ from swiftspec.distributed.collectives.shm import SharedMemoryGroup
 from swiftspec.distributed.collectives.torch_dist import TorchDistGroup
 from swiftspec.distributed.launch.world import World
 
-COLLECTIVE_TIMEOUT = timedelta(seconds=30)  # for a peer that is blocked; one that exits is detected earlier
+COLLECTIVE_TIMEOUT = timedelta(seconds=30)  # longest wait for a blocked peer; one that has exited is detected earlier
 RankGroup = TorchDistGroup | PeerMemoryGroup | SharedMemoryGroup
 
 
 def join_group(
     world: World, name: str, rank: int, size: int, *, device: torch.device, share_device: bool, width: int
 ) -> RankGroup:
-    """Joins group `name` as rank `rank` of `size` and returns the group.
+    """Joins group `name` as rank `rank` of `size` and returns the group. Raises RankLost if a rank does not join.
 
-    `share_device`: several ranks may use one GPU.
-    `width`: outputs of the widest product that kernels all-reduce through peer memory; 0 for none.
+    `share_device`: whether several ranks may use one GPU, which excludes NCCL and peer memory.
+    `width`: largest output size of a projection whose kernel all-reduces through peer memory; 0 if there is no such
+    projection.
     """
     store, timeout = world.store, COLLECTIVE_TIMEOUT
     if world.one_machine and device.type == "cpu":

@@ -1,7 +1,7 @@
 """Collectives over the GPUs of one machine through peer memory.
 
-Small all-reduces are fused into the kernels of the row-parallel projections, small gathers have a kernel of their own,
-and NCCL does the rest.
+Small all-reduces are fused into the kernels of the row-parallel projections, and small all-gathers have their own
+kernel. NCCL performs all other collectives.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from swiftspec.backends.cuda.peers import PeerAccessError, PeerCollectives
 from swiftspec.distributed.collectives.torch_dist import TorchDistGroup
 from swiftspec.errors import RankLost
 
-PEER_TIMEOUT_S = 10.0  # seconds; ranks begin a forward within milliseconds of each other
-CLOSE_TIMEOUT_S = (
-    PEER_TIMEOUT_S + 5
-)  # seconds; a rank's memory must outlive kernels of its peers, which may still be waiting
+PEER_TIMEOUT_S = 10.0  # seconds that a kernel waits for a peer; ranks begin a forward within milliseconds of each other
+# Seconds that a closing rank waits for its peers before it frees its memory. It exceeds PEER_TIMEOUT_S, up to which
+# waiting kernels of the peers access that memory.
+CLOSE_TIMEOUT_S = PEER_TIMEOUT_S + 5
 
 
 class PeerMemoryGroup:
     """A `TensorParallelGroup` that reduces and gathers small tensors through peer memory.
 
     The kernels (csrc/cuda/peers/channel.h) sum in rank order and round as `sum_in_rank_order` does, so results are
-    bitwise identical on all ranks and to those of the NCCL path. If a peer does not arrive in time, the waiting kernels
-    abort, after which the process cannot use its GPU any more.
+    bitwise identical on all ranks, and identical to those of the NCCL path. If a peer does not arrive within
+    `PEER_TIMEOUT_S`, the waiting kernels abort, after which the process cannot use its GPU any more.
     """
 
     memory = None
@@ -41,10 +41,11 @@ class PeerMemoryGroup:
 
     @staticmethod
     def join(store: Store, group: TorchDistGroup, *, width: int, device: torch.device) -> PeerMemoryGroup:
-        """Maps the peer memory of the ranks of `group`, which are all on this machine.
+        """Maps the peer memory of the ranks of `group`, all of which must be on this machine.
 
-        `width`: outputs of the widest product that is all-reduced. Raises PeerAccessError on all ranks if the GPUs
-        cannot access each other's memory.
+        `store`: used to exchange the memory handles.
+        `width`: largest output size of a projection whose kernel all-reduces.
+        Raises PeerAccessError on all ranks if the GPUs cannot access each other's memory.
         """
 
         def exchange(topic: str, mine: bytes) -> list[bytes]:
@@ -56,7 +57,7 @@ class PeerMemoryGroup:
         return PeerMemoryGroup(store, group, peers)
 
     def all_gather(self, x: Tensor) -> Tensor:
-        """[...] -> [size, ...], in rank order."""
+        """Gathers `x` of all ranks in rank order: [size, *x.shape]."""
         sums = self._peers.communicator
         return sums.gather(x) if sums.supports(x) else self._group.all_gather(x)
 
@@ -68,7 +69,8 @@ class PeerMemoryGroup:
         return None if found is None else RankLost(f"group {self.name}: {found}")
 
     def close(self) -> None:
-        """Leaves the group. Frees this rank's memory once all ranks have unmapped it, or after CLOSE_TIMEOUT_S."""
+        """Leaves the group. Frees this rank's memory once all ranks have unmapped it, at the latest after
+        CLOSE_TIMEOUT_S."""
         self._peers.close()
         until, gone = time.monotonic() + CLOSE_TIMEOUT_S, f"{self.name} gone"
         try:
@@ -84,10 +86,8 @@ class PeerMemoryGroup:
 def join(
     store: Store, name: str, rank: int, size: int, *, device: torch.device, timeout: timedelta, width: int
 ) -> TorchDistGroup | PeerMemoryGroup:
-    """Joins an NCCL group, and a `PeerMemoryGroup` on top of it if `width` > 0 and the GPUs support peer access.
-
-    Consumer GPUs mostly do not. `width`: see `PeerMemoryGroup.join`.
-    """
+    """Joins an NCCL group. Returns a `PeerMemoryGroup` on top of it if `width` > 0 and the GPUs support peer access,
+    which most consumer GPUs do not; otherwise returns the NCCL group. `width`: see `PeerMemoryGroup.join`."""
     group = TorchDistGroup.join(store, name, rank, size, device=device, timeout=timeout)
     if width == 0:
         return group

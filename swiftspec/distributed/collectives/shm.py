@@ -12,10 +12,10 @@ from swiftspec.errors import RankLost
 
 
 class SharedMemoryGroup:
-    """A `TensorParallelGroup` over the LL protocol (csrc/common/ll.h).
+    """A `TensorParallelGroup` through shared memory, by the LL protocol (csrc/common/ll.h).
 
     Sums in rank order, so results are bitwise identical on all ranks. Calls raise RankLost within a fraction of a
-    second if a peer has exited, and after the timeout if it is blocked.
+    second if a peer has exited, and after the timeout given to `join` if a peer is blocked.
     """
 
     def __init__(self, name: str, group: ShmCollectives) -> None:
@@ -24,7 +24,10 @@ class SharedMemoryGroup:
 
     @staticmethod
     def join(store: Store, name: str, rank: int, size: int, *, spin: bool, timeout: timedelta) -> SharedMemoryGroup:
-        """Joins group `name`. `spin`: waiting ranks spin, because every rank of this machine has its own core."""
+        """Joins group `name`. Raises RankLost if a rank does not join.
+
+        `spin`: whether waiting ranks busy-wait, for which every rank of this machine must have its own core.
+        """
         if rank == 0:
             store.set(name, new_name())
         try:
@@ -34,27 +37,27 @@ class SharedMemoryGroup:
         return SharedMemoryGroup(name, group)
 
     def all_gather(self, x: Tensor) -> Tensor:
-        """[...] -> [size, ...], in rank order."""
+        """Gathers `x` of all ranks in rank order: [size, *x.shape]."""
         try:
             return self.memory.all_gather(x)
         except OSError as error:
             raise self._gone(error) from None
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """The sum over the ranks, in rank order. May overwrite `x`."""
+        """Returns the sum of `x` over all ranks, added in rank order. May overwrite `x`."""
         try:
             return self.memory.all_reduce(x)
         except OSError as error:
             raise self._gone(error) from None
 
     def captures(self, x: Tensor) -> bool:
-        return False  # the host performs these collectives
+        return False  # the host performs these collectives, which a CUDA graph cannot contain
 
     def lost(self, error: Exception) -> RankLost | None:
         return self._gone(error) if isinstance(error, OSError) else None
 
     def _gone(self, error: OSError) -> RankLost:
-        """The RankLost for a peer that has exited or is blocked."""
+        """Returns the RankLost to raise for an error of shared memory: a peer has exited or is blocked."""
         return RankLost(f"group {self.name}: rank {self.rank} of {self.size}: {error}")
 
     def close(self) -> None:

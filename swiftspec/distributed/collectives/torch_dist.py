@@ -14,10 +14,11 @@ from swiftspec.errors import RankLost
 
 
 class TorchDistGroup:
-    """A `TensorParallelGroup` over torch's default process group: Gloo for CPU tensors, NCCL for CUDA tensors.
+    """A `TensorParallelGroup` over torch's default process group: Gloo for CPU tensors, NCCL for CUDA tensors. If ranks
+    share a GPU, Gloo is used for both.
 
-    A process belongs to one group only, so no communicator spans draft and target ranks. Calls raise RankLost after at
-    most `timeout` if a peer is gone or blocked; NCCL aborts the process instead.
+    A process belongs to one group only, so no communicator spans draft and target ranks. If a peer is gone or blocked,
+    calls raise RankLost after at most the timeout given to `join`; with NCCL the process is aborted instead.
     """
 
     memory = None
@@ -37,7 +38,10 @@ class TorchDistGroup:
         timeout: timedelta,
         share_device: bool = False,
     ) -> TorchDistGroup:
-        """Joins group `name`. `share_device`: several ranks on one GPU, which NCCL does not support: uses Gloo."""
+        """Joins group `name`. Raises RankLost if a rank does not join within `timeout`.
+
+        `share_device`: whether several ranks may use one GPU. NCCL does not support that, so Gloo is used.
+        """
         nccl = torch.device(device).type == "cuda" and not share_device
         try:
             dist.init_process_group(
@@ -52,7 +56,7 @@ class TorchDistGroup:
         return TorchDistGroup(name, rank, size, nccl)
 
     def all_gather(self, x: Tensor) -> Tensor:
-        """[...] -> [size, ...], in rank order."""
+        """Gathers `x` of all ranks in rank order: [size, *x.shape]."""
         parts = x.new_empty(self.size, *x.shape)
         try:
             dist.all_gather(list(parts.unbind(0)), x.contiguous())
@@ -62,10 +66,10 @@ class TorchDistGroup:
         return parts
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """The sum over the ranks, in rank order.
+        """Returns the sum of `x` over all ranks, added in rank order.
 
-        Not `dist.all_reduce`, whose summation order depends on topology and size and differs between ranks. The tensors
-        of a round are small, so gathering them costs little more; a prefill is bound by the forward.
+        Does not call `dist.all_reduce`, because its summation order depends on topology and size and differs between
+        ranks. Gathering costs little more for the small tensors of a round; a prefill is dominated by the forward.
         """
         return sum_in_rank_order(self.all_gather(x))
 
@@ -76,14 +80,14 @@ class TorchDistGroup:
         return None  # a lost peer has raised RankLost already
 
     def close(self) -> None:
-        """Leaves the group; the process may then join another."""
+        """Leaves the group. The process may then join another group."""
         dist.destroy_process_group()
 
 
 def sum_in_rank_order(parts: Tensor) -> Tensor:
-    """Sums `parts` [size, ...] over ranks and returns [...], bitwise identical on every rank.
+    """Returns the sum of `parts` over its first dimension, the ranks. The result is bitwise identical on every rank.
 
-    Adds in rank order in float32 (float64 for float64) and rounds once.
+    Adds in rank order in float32, or float64 for float64 tensors, and rounds once to the dtype of `parts`.
     """
     wide = torch.float64 if parts.dtype == torch.float64 else torch.float32
     total = parts[0].to(wide, copy=True)
@@ -93,6 +97,6 @@ def sum_in_rank_order(parts: Tensor) -> Tensor:
 
 
 def _line(error: BaseException) -> str:
-    """The library's error message without its source location and advice."""
+    """Returns torch's error message on one line, without source location and advice."""
     text = " ".join(str(error).split())
     return re.sub(r"^\[[^\]]*\] ", "", text).partition(". ")[0] or type(error).__name__

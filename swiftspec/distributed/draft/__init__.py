@@ -1,1 +1,1 @@
-"""The draft group as a service to the target group: client, server, failover, recovery."""
+"""The draft group of an asynchronous job: its server, its client on the target's leader, failover and recovery."""

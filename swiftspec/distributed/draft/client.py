@@ -1,8 +1,8 @@
 """Client of the draft group, on the target's leader (paper section 3.1).
 
-A round takes one message in each direction. The client sends the result; the draft re-roots its tree and answers with
-the next proposal, and expands d times while the target verifies it. Late answers, and answers to another request, are
-discarded.
+A round takes one message in each direction. The client sends the result; the draft re-roots its tree, answers with the
+next proposal, and expands its tree d times while the target verifies the proposal. Proposals of earlier rounds, and
+answers to earlier requests, are discarded.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class DraftGroupClient:
     Every call raises DrafterLost if the connection is lost or the draft sends an invalid message. `propose` raises
     DrafterLate on a timeout; it can then be called again.
 
-    `lost_reason`: why the connection is lost, until `attach` replaces it; else None.
+    `lost_reason`: the reason why the connection is lost; None before that, and again after `attach`.
     """
 
     def __init__(
@@ -55,9 +55,12 @@ class DraftGroupClient:
         open_timeout_s: float = OPEN_TIMEOUT_S,
         recorder: Recorder | None = None,
     ) -> None:
-        """`steps`: d at the start.
+        """`steps`: initial d.
 
-        `rejection_sampling`: proposals carry draft distributions.
+        `limits`: limits against which proposals are validated.
+        `rejection_sampling`: whether proposals must carry draft distributions.
+        `answer_timeout_s`, `open_timeout_s`: longest wait in seconds for a proposal, and for the first proposal of a
+        request.
         `recorder`: receives the trace records that the draft sends while tracing is on.
         """
         self.busy = 0.0
@@ -74,7 +77,7 @@ class DraftGroupClient:
         try:
             self._state.open(start)
         except ValueError as error:
-            raise DrafterLost(f"the draft cannot be told of this request: {error}") from None
+            raise DrafterLost(f"the draft did not receive this request: {error}") from None
         self._round, self._buffered = 0, None
         self._send(Opcode.DRAFTER_OPEN, pack_message(start))
 
@@ -83,7 +86,7 @@ class DraftGroupClient:
         return held or self._recv_proposal(self.answer_timeout_s if self._round else self.open_timeout_s)
 
     def poll(self) -> bool:
-        """Whether the proposal that follows the last result has arrived. Does not block."""
+        """Returns whether the proposal that follows the last result has arrived. Does not block."""
         with contextlib.suppress(DrafterLate):
             self._buffered = self._buffered or self._recv_proposal(0.0)
         return self._buffered is not None
@@ -110,25 +113,26 @@ class DraftGroupClient:
         try:
             self._state.advance(result)
         except ValueError as error:
-            raise DrafterLost(f"the draft cannot be told of this result: {error}") from None
+            raise DrafterLost(f"the draft did not receive this result: {error}") from None
         self._send(Opcode.OBSERVE, pack_message(result))
 
     def catch_up(self, result: VerifyResult) -> None:
-        """Sends the rounds decoded without the draft, merged into one result."""
+        """Sends `result`, which merges the rounds that were decoded without the draft."""
         self.observe(result)
 
     def close(self) -> None:
         self._send(Opcode.DRAFTER_CLOSE)
 
     def measure(self, room: int) -> None:
-        """Starts the measurement of draft step times, in a context of `room` tokens."""
+        """Requests a measurement of the draft's step times, in a context of at most `room` tokens."""
         self._send(Opcode.MEASURE_STEP, [room])
 
     def times(self) -> DraftTimes:
-        """Blocks for the step times that `measure` has requested."""
+        """Returns the step times that `measure` has requested. Blocks until they arrive; raises DrafterLate after
+        `open_timeout_s`."""
         words = self._recv_answer(Opcode.STEP_TIMES, time.monotonic() + self.open_timeout_s)
         if len(words) != 2 or words[0] < 0 or words[1] < 1:
-            raise _protocol_error(f"times of {len(words)} words are none")
+            raise _protocol_error(f"step times of {len(words)} words are invalid")
         return DraftTimes(words[0] * 1e-6, words[1] * 1e-6)
 
     @property
@@ -138,18 +142,19 @@ class DraftGroupClient:
 
     @draft_steps.setter
     def draft_steps(self, steps: int) -> None:
-        """Takes effect with the draft's next expansions."""
+        """Sends d to the draft group, which applies it from its next expansions on."""
         self._send(Opcode.SET_DRAFT_STEPS, [steps])
         self._steps = steps
 
     def set_trace(self, on: bool) -> None:
-        """Turns trace records of the draft's rounds on or off, from the next request on."""
+        """Makes the draft group send trace records of its rounds, or stop that, from the next request on."""
         self._tracing = on
         with contextlib.suppress(DrafterLost):  # `attach` sends it on the next connection
             self._send(Opcode.SET_TRACE, [int(on)])
 
     def drain(self, round_: int) -> None:
-        """Receives trace records up to that round's. Other messages belong to a request that has ended."""
+        """Receives trace records until the record of round `round_` has arrived, for at most LAST_ROUND_TIMEOUT_S.
+        Discards other messages, since the request has ended."""
         assert self._recorder is not None
         deadline = time.monotonic() + LAST_ROUND_TIMEOUT_S
         try:
@@ -161,14 +166,15 @@ class DraftGroupClient:
             return  # the trace then lacks the draft's timeline of this round
 
     def _record(self, words: Words) -> None:
-        """Stores a trace record; it is decoded only when it is written, since the target is waiting here."""
+        """Gives a trace record to the recorder. It is decoded only when it is written, because the target waits during
+        this call."""
         if len(words) < 2:
             raise ValueError("a record is of no round")
         if self._recorder is not None:
             self._recorder.draft(words[0], words[1], partial(unpack_record, words, self._state.limits.vocab_size))
 
     def attach(self, channel: Channel) -> None:
-        """Replaces the connection by one to a restarted draft group, which has no open request."""
+        """Replaces the lost connection by `channel`, to a restarted draft group, which has no open request."""
         self._channel.close()
         self._channel, self._buffered, self.lost_reason = channel, None, None
         self._send(Opcode.SET_DRAFT_STEPS, [self._steps])
@@ -176,7 +182,7 @@ class DraftGroupClient:
             self._send(Opcode.SET_TRACE, [1])
 
     def _disconnect(self, reason: str) -> DrafterLost:
-        """Closes the connection, which a draft group that is alive detects. Returns the error to raise."""
+        """Closes the connection, so that a draft group that is alive detects the loss. Returns the error to raise."""
         if self.lost_reason is None:
             self.lost_reason = reason
             self._channel.close()
@@ -191,9 +197,10 @@ class DraftGroupClient:
             raise self._disconnect(str(error)) from None
 
     def _recv_answer(self, wanted: Opcode, deadline: float) -> Words:
-        """Receives the next message with opcode `wanted`. Raises DrafterLost if the draft reports an error.
+        """Receives the next message with opcode `wanted` and returns its words.
 
-        Reads the channel at least once, since an answer may have arrived before the deadline without being read.
+        Raises DrafterLate at `deadline`, a `time.monotonic` time, and DrafterLost if the draft reports an error. Reads
+        the channel at least once, since an answer may have arrived before the deadline without being read.
         """
         while True:
             left = deadline - time.monotonic()
@@ -220,4 +227,4 @@ class DraftGroupClient:
 
 
 def _protocol_error(error: object) -> DrafterLost:
-    return DrafterLost(f"the draft group sent what is no message of ours: {error}")
+    return DrafterLost(f"the draft group sent an invalid message: {error}")

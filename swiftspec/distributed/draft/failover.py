@@ -19,19 +19,20 @@ from swiftspec.observe.rpc_latency import RpcLog
 from swiftspec.runtime.drafter import Drafter, NoDrafter
 from swiftspec.runtime.fallback_drafter import FAILURES
 
-# A first proposal that arrives later, after a long prompt, is used when it arrives.
+# Seconds that a request waits for its first proposal. After a long prompt the proposal may take longer; the rounds
+# until then are decoded without the draft.
 FIRST_PROPOSAL_TIMEOUT_S = 2.0
-# Bounds on the wait for any later proposal: TIMEOUT_FACTOR times the usual wait.
+# The timeout of all later proposals, in seconds, is TIMEOUT_FACTOR times the usual wait, within these bounds.
 MIN_TIMEOUT_S, MAX_TIMEOUT_S = 0.5, 10.0
 TIMEOUT_FACTOR = 5.0
-STEADY_ROUNDS = 16  # rounds answered in time after which the backoff is reset
+STEADY_ROUNDS = 16  # rounds with a proposal in time after which the backoff is reset
 
 
 class ResumableDrafter(Drafter, Protocol):
     """A drafter that can continue after rounds that were decoded without it."""
 
     def catch_up(self, result: VerifyResult) -> None:
-        """Replaces `observe` for rounds that this drafter has missed, merged into one result."""
+        """Applies `result`, which merges rounds that this drafter has missed. Called instead of `observe`."""
         ...
 
 
@@ -42,37 +43,38 @@ class RemoteDrafter(SteppedDrafter, ResumableDrafter, Protocol):
     """
 
     def poll(self) -> bool:
-        """Whether the proposal that follows the last result has arrived. Does not block."""
+        """Returns whether the proposal that follows the last result has arrived. Does not block."""
         ...
 
 
 class DraftConnection(Protocol):
     """Connection to a remote drafter. Implemented by `DraftGroupClient` and `DraftStream`."""
 
-    lost_reason: str | None  # why the connection is lost, until `attach` replaces it; else None
+    lost_reason: str | None  # why the connection is lost; None before that, and again after `attach`
     answer_timeout_s: float  # seconds; the longest wait for a proposal
     open_timeout_s: float  # seconds; the longest wait for a request's first proposal
 
     def attach(self, back: Any, /) -> None:
-        """Switches to a recovered drafter, which has no open request."""
+        """Switches to a recovered drafter, which has no open request. `back`: what `Reconnector.poll` has returned."""
 
 
 class Reconnector(Protocol):
     """Recovers a lost drafter. Implemented by `DraftGroupRecovery` and `WorkerReconnector`."""
 
     def poll(self) -> Any:
-        """Returns a recovered drafter for `DraftConnection.attach`, once; None if there is not one yet."""
+        """Returns the argument of `DraftConnection.attach` once after the drafter has recovered, and None at all other
+        times."""
         ...
 
     def on_lost(self) -> None:
-        """Called when the drafter is lost."""
+        """Notifies the reconnector that the drafter is lost."""
 
 
 @dataclass(frozen=True, slots=True)
 class RemoteDraft:
-    """A remote drafter, its connection, and what recovers it.
+    """A remote drafter, its connection and its reconnector.
 
-    `reconnector`: None if the drafter is not restarted; the next request then tries again.
+    `reconnector`: None if a lost drafter is not restarted. Each later request then tries to open it anyway.
     """
 
     drafter: RemoteDrafter
@@ -83,15 +85,16 @@ class RemoteDraft:
 
 @dataclass(slots=True)
 class Outage:
-    """An interval without the draft group, in seconds since the request began; `until` is unset during the outage."""
+    """An interval of a request without the draft group, in seconds since the request began."""
 
     reason: str
     since: float
-    until: float | None = None
+    until: float | None = None  # None until the outage ends
 
 
 class FailoverDrafter:
-    """Drafter that falls back to proposing the root alone. `outages`: those of the current or last request."""
+    """Drafter that forwards to a remote drafter, and proposes only the root while that is late or lost. `outages`:
+    outages of the current or last request."""
 
     def __init__(
         self, drafter: ResumableDrafter, remote: RemoteDraft, clock: Callable[[], float] = time.monotonic
@@ -108,7 +111,7 @@ class FailoverDrafter:
 
     @property
     def lost_reason(self) -> str | None:
-        """Why the draft group does not propose at present, or None."""
+        """The reason why the draft group does not propose at present; None if it does."""
         return self.outages[-1].reason if self.outages and self.outages[-1].until is None else None
 
     def open(self, start: RequestStart) -> None:
@@ -116,7 +119,7 @@ class FailoverDrafter:
         self._opening, self._tokens = start, list(start.tokens)
         self._fallback.open(start)
         self._num_late = self._rounds_in_step = self._rounds_to_skip = (
-            0  # late proposals; rounds answered in time since; rounds to decode before the next attempt
+            0  # late proposals (at most 8); rounds in time since the last of them; rounds until the next attempt
         )
         self._remote.connection.open_timeout_s = FIRST_PROPOSAL_TIMEOUT_S
         self._attach()
@@ -124,7 +127,7 @@ class FailoverDrafter:
         self._in_step = not self._lost
 
     def propose(self) -> Proposal:
-        if self._attach():  # it starts a prefill and counts rounds from there, so it misses this round
+        if self._attach():  # the restarted draft prefills first, so this round is without it
             self._start(replace(self._opening, tokens=tuple(self._tokens)))
             return self._fallback.propose()
         if self._lost or not (self._in_step or self._caught_up()):
@@ -160,20 +163,21 @@ class FailoverDrafter:
             self._try(self._drafter.close)
 
     def _attach(self) -> bool:
-        """Switches to a recovered draft group, if there is one, and returns whether it did."""
+        """Switches to the draft group if it has just recovered. Returns whether it has."""
         back = None if self._remote.reconnector is None else self._remote.reconnector.poll()
         if back is not None:
-            self._try(lambda: self._remote.connection.attach(back))  # a failure repeats in `open`, where it is handled
+            self._try(lambda: self._remote.connection.attach(back))  # a failure recurs in `_start`
         return back is not None
 
     def _start(self, start: RequestStart) -> None:
-        """Opens the request on the draft group. Its first proposal starts at the last of these tokens."""
+        """Opens the request on the draft group. The last of `start.tokens` is the root of its first proposal."""
         self._lost, self._in_step = False, False
         self._missed: list[VerifyResult] = []
         self._try(lambda: self._drafter.open(start))
 
     def _caught_up(self) -> bool:
-        """Whether a late draft group has answered and received the rounds that it has missed."""
+        """Polls a late draft group, unless the backoff excludes this round. If its proposal has arrived, sends it the
+        missed rounds and returns True; otherwise returns False."""
         if self._rounds_to_skip > 0:
             self._rounds_to_skip -= 1
             return False
@@ -187,14 +191,16 @@ class FailoverDrafter:
             self._in_step = True
 
     def _update_timeout(self, seconds: float) -> None:
-        """Updates the timeout from a wait in seconds, also an unsuccessful one: it grows for a slow draft group."""
+        """Updates the timeout of proposals from the latest wait, in seconds. Waits that timed out count as well, so the
+        timeout grows if the draft group is slow."""
         self._usual_wait_s += 0.1 * (seconds - self._usual_wait_s)
         self._remote.connection.answer_timeout_s = min(
             max(TIMEOUT_FACTOR * self._usual_wait_s, MIN_TIMEOUT_S), MAX_TIMEOUT_S
         )
 
     def _on_answer(self) -> None:
-        """Records a proposal that arrived in time."""
+        """Ends the outage, if there is one, after a proposal that has arrived in time, and resets the backoff after
+        STEADY_ROUNDS of them."""
         if self.lost_reason is not None:
             self.outages[-1].until = self._clock() - self._began
         self._rounds_in_step += 1
@@ -202,7 +208,8 @@ class FailoverDrafter:
             self._num_late = 0
 
     def _on_late(self, reason: str) -> None:
-        """Continues without the draft group, and doubles the number of rounds until the next attempt."""
+        """Begins an outage after a late proposal. The next attempt is made 2^n - 1 rounds later, after n earlier late
+        proposals."""
         self._record_outage(reason)
         self._in_step, self._rounds_in_step = False, 0
         self._rounds_to_skip = 2**self._num_late - 1

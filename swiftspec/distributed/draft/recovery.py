@@ -1,4 +1,4 @@
-"""Recovery of a lost draft group on rank 0, while the target decodes.
+"""Recovery of a lost draft group, on rank 0 and while the target decodes.
 
 Restarted draft ranks join the rendezvous, pass the startup barrier and connect, as at the start of the job.
 """
@@ -20,11 +20,11 @@ from swiftspec.distributed.transport.opcodes import Opcode
 from swiftspec.errors import RankLost, UserError
 
 POLL_S = 0.1  # seconds between two polls of the rendezvous
-LOAD_TIMEOUT_S = 600.0  # seconds; the longest wait until a draft group has loaded its weights
+LOAD_TIMEOUT_S = 600.0  # seconds; the longest wait for a draft group to load its weights
 
 
 class DraftGroupRecovery:
-    """Background thread that reconnects restarted draft ranks, until `close`."""
+    """Reconnects restarted draft ranks in a background thread, which runs until `close`."""
 
     def __init__(
         self,
@@ -35,10 +35,12 @@ class DraftGroupRecovery:
         rank_table: RankTable,
         connections: Connections,
     ) -> None:
-        """`world`: returned by `join_world`.
+        """`world`: the world that `join_world` has returned.
 
-        `vocab_size`: tokens in the job's vocabulary.
-        `connections`: those of rank 0, in which the new channel replaces the lost one.
+        `rank_config`: configuration of rank 0, which the restarted ranks must match.
+        `vocab_size`: vocabulary size of the job.
+        `rank_table`: receives the states of the draft's ranks.
+        `connections`: channels of rank 0. `poll` replaces the channel to the draft's leader in it.
         """
         self._world, self._plan, self._rank_config, self._vocab_size, self._rank_table = (
             world,
@@ -55,17 +57,18 @@ class DraftGroupRecovery:
         self._thread.start()
 
     def poll(self) -> Channel | None:
-        """Returns the channel to a recovered draft group, once; else None."""
+        """Returns the channel to the draft group once after each recovery, and None at all other times."""
         back, self._recovered = self._recovered, None
         self._connections.draft_leader = back or self._connections.draft_leader
         return back
 
     def on_lost(self) -> None:
-        """Marks the draft group as lost."""
+        """Marks the draft group as lost in the rank table."""
         self._rank_table.set_state("draft", "lost")
 
     def close(self) -> None:
-        """Stops the thread. A draft group recovered just before is added to the connections."""
+        """Stops the thread. A channel to a draft group that has just recovered is added to the connections, so that the
+        draft group receives SHUTDOWN."""
         self._closing.set()
         self._thread.join(2 * POLL_S)
         self.poll()
@@ -79,11 +82,12 @@ class DraftGroupRecovery:
                     self._rank_table.set_state("draft", "lost")
                 info = rendezvous.try_form(self._ranks)
                 if info is not None:
-                    with suppress(RankLost, UserError, ConnectionError, OSError):  # the ranks are restarted
+                    with suppress(RankLost, UserError, ConnectionError, OSError):  # the ranks are restarted again
                         self._connect(info)
 
     def _connect(self, info: RendezvousInfo) -> None:
-        """Starts the draft group on rank 0's side: startup barrier, connection, wait for the weights."""
+        """Performs rank 0's part of the startup of a restarted draft group: passes the startup barrier, opens the
+        channel and waits until the weights are loaded. `info`: result of the rendezvous."""
         world = self._world.after_rendezvous(info).next_engine()
         self._rank_table.update(
             member for member in check_consistent(world, self._plan, self._rank_config) if member.rank in self._ranks
@@ -102,7 +106,8 @@ class DraftGroupRecovery:
             channel.close()
 
     def _await_loaded(self, channel: Channel) -> int:
-        """Blocks for the opcode that the draft leader sends after loading its weights. Raises RankLost."""
+        """Returns the opcode that the draft's leader sends after loading its weights: READY or ERROR. Raises RankLost
+        after LOAD_TIMEOUT_S, or when `close` is called."""
         until = time.monotonic() + LOAD_TIMEOUT_S
         while not self._closing.is_set() and time.monotonic() < until:
             with suppress(TimeoutError):

@@ -1,4 +1,4 @@
-"""Draft group server: the draft's leader sends the target a proposal for each result (paper section 3.1)."""
+"""Draft group server: the draft's leader answers each result of the target with a proposal (paper section 3.1)."""
 
 from __future__ import annotations
 
@@ -33,14 +33,15 @@ from swiftspec.runtime.local_drafter import LocalDrafter
 
 
 class DraftTraceSender:
-    """Sends trace records of the draft's timeline to the target.
+    """Sends trace records of the draft's timeline to the target's leader.
 
     `enabled`: whether rounds are recorded, from the next request on.
-    `native_replies`: whether results may be answered in native code, which shifts the recorded times.
+    `native_replies`: whether results may be answered in native code. This shifts the times in trace records.
+    `notify`: called with each event of the draft's loop.
     """
 
     def __init__(self, target: Channel, drafter: LocalDrafter, *, traced: bool) -> None:
-        """`traced`: records exact times from the start."""
+        """`traced`: whether rounds are recorded from the start; their times are then exact, without native replies."""
         self._target = target
         self.enabled, self.native_replies = traced, not traced
         self.notify = ObserverToggle(lambda: self.enabled, DraftTrace(drafter, self._send))
@@ -53,8 +54,9 @@ class DraftTraceSender:
 class DraftGroupServer:
     """Main loop of the draft group's leader.
 
-    A result whose accepted node is in the tree is answered in native code when it arrives. The drafter then repeats the
-    update in Python, while the target already verifies the proposal.
+    If the last token of a result is a node of the tree and no expansion is due before the next proposal, native code
+    sends that proposal as soon as the result arrives. The drafter then applies the result in Python, while the target
+    already verifies the proposal.
     """
 
     def __init__(
@@ -62,11 +64,13 @@ class DraftGroupServer:
         CancelCheck,
         heartbeat: Heartbeat, *, stay_on_error: bool = True,
     ) -> None:  # fmt: skip
-        """`pause`: cancellation check of the draft's runner during prefill.
+        """`target`: channel to the target's leader.
 
+        `limits`: limits against which messages are validated.
+        `pause`: cancellation check of the draft's runner during prefill.
         `heartbeat`: records when this rank is busy.
-        `stay_on_error`: a broken group keeps running and answers every request with an error; else `run` raises, and
-        the supervisor restarts the rank.
+        `stay_on_error`: whether a broken draft group keeps running and answers every request with an error. If False,
+        `run` raises RankLost, so that the supervisor restarts the rank.
         """
         self._state = RequestState(limits)
         self._target, self._heartbeat, self._stay_on_error = target, heartbeat, stay_on_error
@@ -80,10 +84,10 @@ class DraftGroupServer:
         pause.cancelled = self._commands.request_ended
 
     def run(self) -> None:
-        """Serves until SHUTDOWN. A failure of the draft model ends only the current request.
+        """Executes the target's commands until SHUTDOWN. A failure of the draft model ends only the current request.
 
         Raises RankLost if the target is gone without SHUTDOWN or sends an invalid message, and, unless `stay_on_error`,
-        if the group is broken.
+        if the draft group is broken.
         """
         try:
             while True:
@@ -95,7 +99,7 @@ class DraftGroupServer:
                 try:
                     serve = self._decode(kind, words, answered)
                 except ValueError as error:
-                    raise RankLost(f"{self._target.peer} sent what is no message of ours: {error}") from None
+                    raise RankLost(f"{self._target.peer} sent an invalid message: {error}") from None
                 try:
                     serve()
                 except Cancelled:
@@ -110,7 +114,7 @@ class DraftGroupServer:
                 raise RankLost(str(error)) from None
 
     def _next(self) -> tuple[int, Words, bool]:
-        """Receives the next message; the last value is whether native code has answered it."""
+        """Returns opcode and words of the next message, and whether native code has answered it already."""
         reply = self._drafter.fast_reply() if self._open and self._trace.native_replies else None
         if reply is None or self._commands.buffered:
             return *self._commands.recv(), False
@@ -120,17 +124,18 @@ class DraftGroupServer:
         return kind, words, answered
 
     def _decode(self, kind: int, words: Words, answered: bool) -> Callable[[], object]:
-        """Returns the call that a message requests. Raises ValueError if the message is invalid."""
+        """Returns a function that executes the command with opcode `kind`. Raises ValueError if the command is invalid.
+        `answered`: whether native code has answered it already."""
         bounds = self._state.limits
         match kind:
             case Opcode.DRAFTER_OPEN:
                 start = replace(
                     unpack_request_start(words), executor="", num_cached_tokens=None
-                )  # both are chosen by the draft's leader
+                )  # the draft's leader chooses its own
                 self._state.open(start)
                 return partial(self._serve_opening, start)
             case Opcode.OBSERVE:
-                if not self._open:  # the target has received the error, or will do so soon
+                if not self._open:  # the request has failed or ended
                     return lambda: None
                 result = unpack_result(words)
                 self._state.advance(result)
@@ -150,7 +155,7 @@ class DraftGroupServer:
                 raise ValueError(f"a target does not send messages of kind {kind}")
 
     def _serve_opening(self, start: RequestStart) -> None:
-        """Starts a request: prefill, first proposal, then the first expansions ahead of the result."""
+        """Starts a request: prefills, sends the first proposal, and expands the tree ahead of the first result."""
         self._request, self._reported_us = start.request, int(1e6 * self._drafter.busy)
         self._notify("opening", start)
         self._drafter.open(start)
@@ -174,7 +179,8 @@ class DraftGroupServer:
         self._target.send(Opcode.STEP_TIMES, [int(1e6 * times.overhead), max(int(1e6 * times.expansion), 1)])
 
     def _round(self, answered: bool) -> None:
-        """Proposes, sends the proposal unless native code has, and expands the tree ahead of the result."""
+        """Makes the next proposal, sends it unless native code has done so (`answered`), and expands the tree ahead of
+        the result."""
         proposal = self._drafter.propose()
         self._notify("proposed", proposal)
         if not answered:
@@ -183,7 +189,7 @@ class DraftGroupServer:
         self._notify("grown")
 
     def _propose(self, proposal: Proposal) -> None:
-        """Sends a proposal and the microseconds of forwards since the previous one."""
+        """Sends a proposal, and the microseconds that the draft has spent in forwards since the previous proposal."""
         spent = self._unreported_us()
         self._target.send(Opcode.PROPOSAL, [spent, *pack_message(proposal)])
         self._reported_us += spent

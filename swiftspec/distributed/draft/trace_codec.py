@@ -1,4 +1,4 @@
-"""Codec of the draft's trace records: flat words, which are cheap for the draft to send."""
+"""Codec of the draft's trace records: flat lists of 32-bit words, which the draft can send at low cost."""
 
 from __future__ import annotations
 
@@ -18,11 +18,14 @@ HEADER_WORDS = (
 
 
 def pack_record(request: int, round_: int, record: Record) -> Words:
-    """Packs a record of the draft's timeline (observe/trace.py); `unpack_record` is the inverse.
+    """Packs a record of the draft's timeline in one round (observe/trace.py); `unpack_record` is the inverse.
 
-    Words: request, round, the counts, the mask of spans and the number of forwards; the start and end of each span and
-    forward as doubles of two words; the rows of each forward; then of all tree nodes the tokens, 2 * parent + expanded,
-    and the bits of the float32 log-probabilities.
+    The words are, in this order:
+    - request, round, the counts, the bit mask of spans, the number of forwards;
+    - start and end of each span, then of each forward, as doubles of two words;
+    - the number of rows of each forward;
+    - the tokens of all tree nodes, then 2 * parent + expanded of all nodes, then the bits of their float32
+      log-probabilities.
     """
     forwards, tree = record["forwards"], record["tree"]
     there = [name for name in SPANS if name in record]
@@ -42,7 +45,7 @@ def unpack_record(flat: Words, vocab: int) -> Record:
     """Unpacks a record. Raises ValueError on invalid words and on tokens outside a vocabulary of `vocab` tokens."""
     record = _unpack(flat)
     if record is None or record["tree"]["tokens"].max() >= vocab:
-        raise ValueError("a record of a round is none")
+        raise ValueError("the record of a round is invalid")
     return record
 
 
@@ -51,7 +54,7 @@ def _unpack(flat: Words) -> Record | None:
     if len(words) < HEADER_WORDS:
         return None
     *counts, known, forwards = words[2:HEADER_WORDS].tolist()
-    if min(*counts[:2], known, forwards) < 0:  # the cache counters may be negative
+    if min(*counts[:2], known, forwards) < 0:  # `reused` and `wasted` may be negative
         return None
     there = [name for bit, name in enumerate(SPANS) if known >> bit & 1]
     times, rows = HEADER_WORDS + 4 * (len(there) + forwards), HEADER_WORDS + 4 * (len(there) + forwards) + forwards
@@ -68,7 +71,8 @@ def _unpack(flat: Words) -> Record | None:
 
 
 def _is_valid_tree(tree: dict[str, NDArray]) -> bool:
-    """Whether parents precede their children and all log-probabilities are finite and at most 0."""
+    """Returns whether node 0 is the root, parents precede their children, tokens are not negative, and all
+    log-probabilities are finite and at most 0."""
     parents, logprobs = tree["parents"], tree["logprobs"]
     above = (parents[1:] >= 0).all() and (parents < np.arange(len(parents))).all() and parents[0] == -1
     return bool(above and tree["tokens"].min() >= 0 and np.isfinite(logprobs).all() and (logprobs <= 0).all())

@@ -1,4 +1,4 @@
-"""Buffered command stream of a rank that is led by another one; detects cancellation during prefill."""
+"""Stream of the commands that a rank receives from the rank that leads it. Detects cancellation during a prefill."""
 
 from __future__ import annotations
 
@@ -12,18 +12,20 @@ END_OPCODES = (Opcode.DRAFTER_OPEN, Opcode.DRAFTER_CLOSE, Opcode.SHUTDOWN)
 
 
 class CommandStream:
-    """Messages from a leader or from the target, in order, including those received during a prefill."""
+    """The commands that a follower receives from its leader, or the draft's leader from the target's leader, in order.
+    Commands that arrive during a prefill are buffered."""
 
     def __init__(self, giver: Channel) -> None:
         self._channel = giver
         self.buffered: list[tuple[int, Words]] = []  # received during a prefill and not yet returned by `recv`
 
     def recv(self) -> tuple[int, Words]:
-        """Returns the next message; blocks until there is one."""
+        """Returns opcode and words of the next message; blocks until a message arrives."""
         return self.buffered.pop(0) if self.buffered else self._channel.recv()
 
     def prefill_aborted(self) -> bool:
-        """Blocks until the leader continues or aborts a prefill; returns whether it has aborted it. Raises RankLost."""
+        """Returns whether the leader has aborted the prefill; blocks until it continues or aborts. Raises RankLost if
+        the leader is gone."""
         try:
             message = self.recv()
         except ConnectionError as error:
@@ -33,7 +35,7 @@ class CommandStream:
         return bool(self.buffered)
 
     def request_ended(self) -> bool:
-        """Whether the target has already ended the request. Does not block."""
+        """Returns whether the target has already ended the request, or its connection is lost. Does not block."""
         try:
             self.buffered.append(self._channel.recv(0.0))
         except TimeoutError:

@@ -27,7 +27,7 @@ Action = Callable[[], object]
 
 
 class FollowerDispatcher:
-    """Decodes commands for the roles of one rank; None stands for a role that it does not have.
+    """Decoder of the leader's commands for the roles of one rank. A role is None if this rank does not have it.
 
     Every message is validated before it is executed, against the models' limits and the state of the open request.
     """
@@ -43,7 +43,8 @@ class FollowerDispatcher:
         self._target, self._draft, self._population = (RequestState(bounds) for _ in range(3))
 
     def decode(self, kind: int, words: Words) -> Action:
-        """Returns the call that a message requests. Raises ValueError if the message is invalid."""
+        """Returns a function that executes the command with opcode `kind`. Raises ValueError if the command is
+        invalid."""
         if self._verifier is not None and kind in (Opcode.VERIFIER_OPEN, Opcode.VERIFY, Opcode.VERIFIER_CLOSE):
             return self._decode_verifier(self._verifier, kind, words)
         if self._drafter is not None and (Opcode.DRAFTER_OPEN <= kind <= Opcode.SET_DRAFT_STEPS):
@@ -123,10 +124,11 @@ def _leave(smc: LocalPopulation, groups: Sequence[SequenceGroup]) -> None:
 
 
 def _opening(words: Words, standing: RequestState, role: Any, *runners: Runner, guided: bool = False) -> RequestStart:
-    """Unpacks a request start and opens `standing` with it.
+    """Unpacks a request start, opens the request in `standing` and returns the request start.
 
-    Raises ValueError if this rank does not have the executor that the leader has chosen, or has a different number of
-    cached tokens.
+    `runners`: runners of `role`. `guided`: whether they also run the negative prompt of a request with guidance.
+    Raises ValueError if the message is invalid, if this rank does not have the executor that the leader has chosen, or
+    if it has another number of cached tokens.
     """
     start = unpack_request_start(words)
     if start.executor not in {kind.name for kind in role.executors}:

@@ -1,4 +1,5 @@
-"""Replicated execution within a tensor-parallel group: followers execute every role call that the leader broadcasts.
+"""Replicated execution within a tensor-parallel group: the leader broadcasts every call of a role (verifier, drafter or
+population), and the followers execute the same call on their own role.
 
 Logits are bitwise identical on all ranks of a group, so the same calls in the same order have the same results on every
 rank, and no messages are needed inside a round. Only the leader reads clocks, sockets and user input.
@@ -56,10 +57,11 @@ class FollowerGroup:
             raise self.translate_error(call, error) from error
 
     def translate_error(self, call: Opcode, error: BaseException) -> BaseException:
-        """The exception that the leader raises instead of `error`; marks the group as broken if necessary.
+        """Returns the exception that the leader raises after `error` has occurred in `call`, and marks the group as
+        broken.
 
-        A leader without followers can be called again after any error. RequestFailed is raised by all ranks at the same
-        point, so the group remains usable.
+        The group stays usable in two cases: a leader without followers can be called again after any error, and all
+        ranks raise RequestFailed at the same point.
         """
         if not self._followers or isinstance(error, RequestFailed):
             return error
@@ -67,7 +69,7 @@ class FollowerGroup:
         return RankLost(self.broken) if isinstance(error, (ConnectionError, *FAILURES)) else error
 
     def run(self, call: Opcode, message: Message | None, act: Callable[[], T]) -> T:
-        """Broadcasts the call and executes `act`, the same call, on the leader."""
+        """Broadcasts `call` and returns the result of `act`, which executes the same call on the leader."""
         self.broadcast(call, message)
         try:
             return act()
@@ -75,7 +77,8 @@ class FollowerGroup:
             raise self.translate_error(call, error) from error
 
     def run_close(self, call: Opcode, act: Callable[[], None], message: Message | None = None) -> None:
-        """Like `run`, for calls that close something: in a broken group, only the leader executes `act`."""
+        """Like `run`, for calls that end a request. In a broken group it executes the call on the leader only, instead
+        of raising RankLost."""
         if self.broken is None:
             self.run(call, message, act)
         else:
@@ -83,7 +86,7 @@ class FollowerGroup:
 
 
 class LeaderVerifier:
-    """Verifier on the leader: forwards every call to the followers."""
+    """Verifier on the leader: broadcasts every call to the followers and executes it on the leader's `verifier`."""
 
     def __init__(self, verifier: LocalVerifier, team: FollowerGroup) -> None:
         self._verifier = verifier
@@ -112,7 +115,7 @@ class LeaderVerifier:
 
 
 class LeaderVerification:
-    """A verification that the followers are already executing."""
+    """A verification that the followers are already executing. `wait` executes it on the leader."""
 
     def __init__(self, verifier: LocalVerifier, proposal: Proposal, team: FollowerGroup) -> None:
         self._verifier, self._proposal, self._team = verifier, proposal, team
@@ -125,7 +128,7 @@ class LeaderVerification:
 
 
 class LeaderDrafter:
-    """Drafter on the leader: forwards every call to the followers."""
+    """Drafter on the leader: broadcasts every call to the followers and executes it on the leader's `drafter`."""
 
     def __init__(self, drafter: LocalDrafter, team: FollowerGroup) -> None:
         self.drafter = drafter
@@ -158,7 +161,7 @@ class LeaderDrafter:
         self._team.run(Opcode.EXPAND, None, self.drafter.grow)
 
     def fast_reply(self) -> Any:
-        """As `LocalDrafter.fast_reply`. It runs no forward, so the followers do not need the call."""
+        """See `LocalDrafter.fast_reply`. It runs no forward, so the followers do not need the call."""
         return self.drafter.fast_reply()
 
     def observe(self, result: VerifyResult) -> None:
@@ -169,7 +172,7 @@ class LeaderDrafter:
 
 
 class LeaderPopulation:
-    """Population on the leader, in mode smc: forwards every call to the followers."""
+    """Population on the leader: broadcasts every call to the followers and executes it on the leader's `population`."""
 
     def __init__(self, population: LocalPopulation, team: FollowerGroup) -> None:
         self.population = population
@@ -219,7 +222,8 @@ class LeaderPopulation:
 
 
 def _read_grammar(start: RequestStart, runner: Runner) -> None:
-    """Raises UserError on an invalid grammar. Runs before the broadcast: a failing follower would break the group."""
+    """Raises UserError if the grammar of the request is invalid. Called before the broadcast, since an error on the
+    followers would break the group."""
     if start.sampling.grammar is not None and runner.make_constraint is not None:
         runner.make_constraint(start.sampling.grammar)
 
@@ -233,10 +237,13 @@ def run_follower(
     pause: CancelCheck,
     pulse: Heartbeat,
 ) -> None:
-    """Main loop of a follower: executes the leader's calls on its own roles until SHUTDOWN.
+    """Runs the main loop of a follower: executes the leader's calls on its own roles until SHUTDOWN.
 
-    `pause` is the cancellation check of the roles' runners; `pulse` records when this rank is busy. Raises RankLost if
-    the leader is gone without SHUTDOWN or sends an invalid message.
+    `smc`: the population.
+    `bounds`: limits against which messages are validated.
+    `pause`: cancellation check of the roles' runners during prefill.
+    `pulse`: records when this rank is busy.
+    Raises RankLost if the leader is gone without SHUTDOWN or sends an invalid message.
     """
     follower, orders = FollowerDispatcher(verifier, drafter, smc, bounds), CommandStream(leader)
     pause.cancelled = orders.prefill_aborted
@@ -246,7 +253,13 @@ def run_follower(
 def dispatch_loop(
     leader: Channel, orders: CommandStream, read: Callable[[int, Words], Action], pulse: Heartbeat
 ) -> None:
-    """Executes the leader's messages as `run_follower` does; `read` decodes a message into a call."""
+    """Executes the leader's commands until SHUTDOWN.
+
+    `orders`: the commands from `leader`.
+    `read`: returns the function that executes a command, given its opcode and words.
+    `pulse`: records when this rank is busy.
+    Raises RankLost if the leader is gone without SHUTDOWN or sends an invalid message.
+    """
     while True:
         try:
             pulse.mark_idle()
@@ -258,13 +271,13 @@ def dispatch_loop(
         except ConnectionError as error:
             raise RankLost(str(error)) from None
         except ValueError as error:
-            raise RankLost(f"{leader.peer} sent what is no message of ours: {error}") from None
+            raise RankLost(f"{leader.peer} sent an invalid message: {error}") from None
         with contextlib.suppress(RequestFailed):  # the leader raises it too and ends the request
             act()
 
 
 def received_shutdown(peer: Channel) -> bool:
-    """Whether a peer that is gone has sent SHUTDOWN before."""
+    """Returns whether a lost peer has sent SHUTDOWN before its end. Reads and discards its remaining messages."""
     with contextlib.suppress(ConnectionError, TimeoutError):
         while True:
             if peer.recv(0.0)[0] == Opcode.SHUTDOWN:
@@ -273,7 +286,7 @@ def received_shutdown(peer: Channel) -> bool:
 
 
 def wait_for_shutdown(leader: Channel) -> None:
-    """Discards messages until the leader sends SHUTDOWN or is gone."""
+    """Blocks until the leader sends SHUTDOWN or is gone; discards all other messages."""
     with contextlib.suppress(ConnectionError):
         while leader.recv()[0] != Opcode.SHUTDOWN:
             pass

@@ -1,4 +1,4 @@
-"""State of a request shared by two ranks, against which every message is validated before it is used.
+"""State of a request that two ranks share. Every message about the request is validated against it before use.
 
 A message that does not fit the state or the models' limits raises ValueError.
 """
@@ -17,18 +17,21 @@ from swiftspec.tree.rejection import check_draft_probs
 
 @dataclass(frozen=True, slots=True)
 class ModelLimits:
-    """Limits that the tokens and lengths of a job must respect."""
+    """Limits of a job, against which token ids and sequence lengths in messages are validated."""
 
     vocab_size: int
-    max_model_len: int  # tokens of a sequence; the last round may exceed it by `max_nodes`
-    max_nodes: int  # bs, the nodes of a proposal
+    max_model_len: int  # most tokens of a sequence; the last round may exceed it by `max_nodes`
+    max_nodes: int  # bs, most nodes of a proposal
 
 
 @dataclass(slots=True)
 class RequestState:
-    """Position of a request: the number of its verified tokens before the root, and the root token.
+    """State of a request: whether it is open, and its position.
 
-    `rejection_sampling`: proposals carry draft distributions, unless the request is greedy.
+    `rejection_sampling`: whether proposals must carry draft distributions, unless the request is greedy.
+    `prefix_len`: number of verified tokens before the root.
+    `root`: token id of the root.
+    `expects_draft_probs`: whether proposals of the open request must carry draft distributions.
     """
 
     limits: ModelLimits
@@ -38,10 +41,10 @@ class RequestState:
     prefix_len: int = 0
     root: int = 0
     expects_draft_probs: bool = False
-    extra_negative_tokens: int = 0  # with guidance: tokens by which the negative sequence is longer
+    extra_negative_tokens: int = 0  # with guidance: additional tokens of the negative sequence
 
     def open(self, start: RequestStart) -> None:
-        """Starts another request from its verified tokens."""
+        """Opens another request whose root is the last of its verified tokens. Raises ValueError if it is invalid."""
         self.is_open = False
         _check_tokens(start.tokens, self.limits, "a request start")
         _check_sampling(start.sampling, self.limits)
@@ -61,15 +64,17 @@ class RequestState:
 
     @contextmanager
     def close_on_error(self) -> Iterator[None]:
-        """Context of work on the request: closes it on an exception, since its state is then undefined."""
+        """Context manager for work on the request. An exception in it leaves the request closed, since the state of the
+        models is then undefined."""
         self.is_open = False
         yield
         self.is_open = True
 
     def check_proposal(self, proposal: Proposal) -> None:
-        """Raises ValueError if a proposal cannot be verified in this state.
+        """Raises ValueError if a proposal does not fit this state.
 
-        A wrong root would give wrong output; a token outside the vocabulary would read outside the embedding.
+        Without this check, a wrong root would change the output, and a token outside the vocabulary would read outside
+        the embedding table.
         """
         self._check_position(proposal)
         _check_tokens(proposal.tokens, self.limits, "a proposal")
@@ -91,7 +96,8 @@ class RequestState:
             check_draft_probs(proposal)
 
     def advance(self, result: VerifyResult) -> None:
-        """Moves the position forward by a result, which may be that of several rounds."""
+        """Advances the position by the tokens of a result, which may merge several rounds. Raises ValueError if the
+        result does not fit this state."""
         self._check_position(result)
         _check_tokens(result.tokens, self.limits, "a result")
         if result.path[0] != 0 or any(a >= b for a, b in zip(result.path, result.path[1:])):
@@ -109,7 +115,7 @@ class RequestState:
 
 
 def in_range(value: int, low: int, high: int, what: str) -> int:
-    """Returns the value; raises ValueError if it is outside low..high."""
+    """Returns `value`. Raises ValueError, with `what` as its name, if it is outside low..high."""
     if not low <= value <= high:
         raise ValueError(f"{what} must lie in {low}..{high}, not {value}")
     return value
@@ -121,7 +127,8 @@ def _check_length(length: int, bounds: ModelLimits, what: str) -> None:
 
 
 def _check_tokens(tokens: Iterable[int], bounds: ModelLimits, what: str, most: int | None = 0) -> None:
-    """Checks tokens against the vocabulary, and their number against the context length; most=None skips the latter."""
+    """Raises ValueError if a token is outside the vocabulary, or, unless `most` is None, if there are more tokens than
+    the context holds. `what`: name of the tokens in the error."""
     tokens = tuple(tokens)
     if most is not None:
         _check_length(len(tokens), bounds, what)
@@ -130,7 +137,7 @@ def _check_tokens(tokens: Iterable[int], bounds: ModelLimits, what: str, most: i
 
 
 def _check_sampling(sampling: SamplingParams, bounds: ModelLimits) -> None:
-    """Checks the parameters that depend on the models' limits; SamplingParams checks the others itself."""
+    """Raises ValueError if a parameter exceeds the models' limits. SamplingParams validates everything else itself."""
     _check_tokens(sampling.negative_prompt_ids, bounds, "a negative prompt")
     _check_tokens(sampling.logit_bias, bounds, "a logit_bias", most=None)
     if sampling.top_k > bounds.vocab_size:

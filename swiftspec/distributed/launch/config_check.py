@@ -20,7 +20,7 @@ from swiftspec.errors import UserError
 
 @dataclass(frozen=True, slots=True)
 class RankRole:
-    """Group of a rank and its position in it.
+    """The group of a rank, and the rank's position in that group.
 
     Rank 0 of a group is its leader; rank 0 of the job leads the target group."""
 
@@ -37,11 +37,11 @@ class RankRole:
 
 @dataclass(frozen=True, slots=True)
 class RankConfig:
-    """Configuration of a rank that has to match the other ranks.
+    """Configuration of a rank that has to match the configuration of other ranks.
 
-    `settings`: values by name; the same on all ranks of the job.
-    `files`: fingerprints of model directories by model name; the same on all ranks of the job.
-    `group_files`: fingerprints that have to be the same only on the ranks of one group.
+    `settings`: values by name, which must be the same on all ranks of the job.
+    `files`: fingerprints of model directories by model name, which must be the same on all ranks of the job.
+    `group_files`: fingerprints that must be the same only on the ranks of one group.
     """
 
     settings: Mapping[str, Any]
@@ -50,17 +50,17 @@ class RankConfig:
 
 
 def settings_of(plan: EngineConfig) -> dict[str, Any]:
-    """The fields of a plan by name, including those of its population."""
+    """Returns the fields of `plan` by name, with the fields of its population at the same level."""
     values = asdict(plan)
     return values | values.pop("population")
 
 
 def check_consistent(world: World, plan: EngineConfig, rank_config: RankConfig) -> list[RankInfo]:
-    """Waits until all ranks have published their configuration and checks that they match.
+    """Publishes this rank's configuration, and blocks until rank 0 has compared the configurations of all ranks.
 
-    Returns the ranks of the job on rank 0, and rank 0 and this rank elsewhere. Raises UserError on all ranks if two
-    configurations differ, with one line that names the rank, the setting and both values, and RankLost if rank 0 is
-    gone.
+    Returns the state of all ranks on rank 0, and only the states of rank 0 and of this rank on the other ranks. Raises
+    UserError on all ranks if two configurations differ, with one line that names the rank, the setting and both values.
+    Raises RankLost if rank 0 is gone.
     """
     incarnation = 0 if world.supervisor is None else world.supervisor.incarnation
     settings = {**rank_config.settings, "one_machine": world.one_machine}
@@ -74,7 +74,8 @@ def check_consistent(world: World, plan: EngineConfig, rank_config: RankConfig) 
 
 @contextmanager
 def report_startup_error(world: World | None) -> Iterator[None]:
-    """If this rank raises UserError before `check_consistent`, publishes the error, so that all ranks raise it."""
+    """Context manager for what precedes `check_consistent`: publishes a UserError that is raised in it, so that all
+    ranks raise UserError. `world`: None if there is only one rank."""
     try:
         yield
     except UserError as error:
@@ -107,7 +108,8 @@ def _validator(own: int, mine: Entry, plan: EngineConfig) -> Validator:
 
 
 def _file_difference(here: int, mine: Entry, there: int, theirs: Entry, part: str) -> str | None:
-    """The error message if two ranks differ in the files of a model, else None."""
+    """Returns an error message if the entries of ranks `here` and `there` differ in the files of a model, else None.
+    `part`: "files" or "group_files"."""
     ours, yours = _section(mine, part), _section(theirs, part)
     for name in ours | yours:
         if ours.get(name) != yours.get(name):

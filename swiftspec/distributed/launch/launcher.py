@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from swiftspec.errors import UserError, truncated_repr
 
-MAX_RANKS = 4096  # larger values are taken for typing errors
+MAX_RANKS = 4096  # larger values are rejected as typing errors
 TORCHRUN_HINT = "start several ranks with torchrun"
 
 
@@ -19,8 +19,10 @@ TORCHRUN_HINT = "start several ranks with torchrun"
 class LaunchedRank:
     """One rank of a job with several ranks.
 
-    `host`, `port`: address of the store. `agent`: the launcher serves the store; otherwise rank 0 does.
-    `attempt`: the launcher's restart count.
+    `local_rank`, `local_size`: rank among the ranks of this machine, and their number.
+    `host`, `port`: address of the store.
+    `agent`: whether the launcher serves the store; if False, rank 0 serves it.
+    `attempt`: restart count of the launcher.
     """
 
     rank: int
@@ -34,9 +36,8 @@ class LaunchedRank:
 
 
 def launched(environment: Mapping[str, str] = os.environ) -> LaunchedRank | None:
-    """This process's rank, or None if WORLD_SIZE is 1 or unset, whatever RANK is.
-
-    Raises UserError on invalid values."""
+    """Returns the rank that a launcher has assigned to this process, or None if WORLD_SIZE is 1 or unset; RANK is not
+    read then. Raises UserError if a variable is missing or invalid."""
     size = _number(environment, "WORLD_SIZE", 1, MAX_RANKS, 1)
     if size == 1:
         return None
@@ -57,7 +58,8 @@ def launched(environment: Mapping[str, str] = os.environ) -> LaunchedRank | None
 
 
 def own_rank(environment: Mapping[str, str] = os.environ) -> int:
-    """This process's rank; 0 if the variables are invalid, so that one process reports the error."""
+    """Returns the number of this process's rank; 0 without a launcher. Returns 0 also if the variables are invalid, so
+    that the process reports the error as rank 0 does."""
     try:
         process = launched(environment)
     except UserError:
@@ -66,7 +68,8 @@ def own_rank(environment: Mapping[str, str] = os.environ) -> int:
 
 
 def _number(environment: Mapping[str, str], name: str, low: int, high: int, default: int | None = None) -> int:
-    """A variable's integer value, checked to lie in low..high. An empty variable counts as unset."""
+    """Returns the integer value of a variable. Raises UserError if it is unset and has no default, or is not in
+    low..high. An empty variable counts as unset."""
     text = environment.get(name, "").strip()
     if not text:
         if default is None:

@@ -1,7 +1,7 @@
 """Rendezvous of restarted ranks with the rest of the job.
 
-Each restarted rank registers in the store and waits. Rank 0, which alone knows the state of the job, forms a group of
-registered ranks once all those that it needs are alive.
+Each restarted rank registers in the store and waits. Rank 0, which alone knows the state of the job, admits registered
+ranks once all ranks that it needs are registered and alive.
 """
 
 from __future__ import annotations
@@ -22,30 +22,32 @@ from swiftspec.errors import RankLost
 
 @dataclass(frozen=True, slots=True)
 class RendezvousInfo:
-    """Result of a rendezvous: its ranks, rank 0 included, and the store prefix that is reserved for them."""
+    """Result of a rendezvous: the participating ranks, including rank 0, and a store prefix reserved for them."""
 
     store_prefix: str
     ranks: tuple[int, ...]
 
 
-DEAD_AFTER_S = 2.0  # without a heartbeat increment, an incarnation is considered dead after this time
+DEAD_AFTER_S = 2.0  # seconds; an incarnation is considered dead if its counter was not incremented for this time
 
 
 class Rendezvous:
     """One rank's access to the rendezvous.
 
-    Each incarnation of a rank registers under a unique name, increments a counter while it waits, and joins at most one
-    group. Rank 0 therefore never waits for an incarnation that registered and then died.
+    Each incarnation of a rank registers under a unique name, increments a counter in the store while it waits, and is
+    admitted at most once. Rank 0 therefore never waits for an incarnation that has registered and then died.
     """
 
     def __init__(self, store: Store, rank: int) -> None:
         self._store, self._rank = store, rank
-        self._seen: dict[str, tuple[int, float]] = {}  # rank 0: by incarnation, last counter value and alive until
+        # On rank 0, by incarnation: the last counter value, and the time until which the incarnation is alive.
+        self._seen: dict[str, tuple[int, float]] = {}
 
     def join(self, timeouts: Timeouts, log: Callable[[str], None]) -> RendezvousInfo:
-        """Registers this rank and waits until rank 0 admits it.
+        """Registers this rank and blocks until rank 0 admits it.
 
-        Raises JobEnded, RankLost after the timeout, and RuntimeError if the store is gone.
+        Raises JobEnded if rank 0 has ended the job, RankLost if rank 0 does not admit the rank in time, and
+        RuntimeError if the store is gone.
         """
         name, timer = secrets.token_hex(8), PollTimer(timeouts)
         self._store.set(f"here {self._rank}", name)
@@ -59,10 +61,11 @@ class Rendezvous:
         return RendezvousInfo(store_prefix, tuple(ranks))
 
     def alive_ranks(self, wanted: Iterable[int]) -> dict[int, str]:
-        """The ranks among `wanted` that have registered, are alive and not yet admitted, with the names of
-        their incarnations.
+        """Returns the ranks of `wanted` that are registered, alive and not yet admitted, each with the name of its
+        incarnation.
 
-        A rank that has registered since the previous call is included from the next call on, if it is alive.
+        An incarnation is alive if its counter has changed since an earlier call. A newly registered rank is therefore
+        included in the second call at the earliest.
         """
         registered = [rank for rank in wanted if self._store.check([f"here {rank}"])]
         names = {rank: self._store.get(f"here {rank}").decode() for rank in registered}
@@ -73,7 +76,8 @@ class Rendezvous:
         }
 
     def _is_alive(self, name: str) -> bool:
-        """Whether that incarnation has incremented its counter recently, after it was first seen."""
+        """Returns whether the incarnation `name` has incremented its counter within the last `DEAD_AFTER_S`; False when
+        it is seen for the first time."""
         count, now = self._store.add(f"count {name}", 0), time.monotonic()
         previous, alive_until = self._seen.get(name, (count, now))
         if count != previous:
@@ -82,7 +86,8 @@ class Rendezvous:
         return now < alive_until
 
     def try_form(self, wanted: Sequence[int]) -> RendezvousInfo | None:
-        """On rank 0: admits these ranks if all of them are alive; otherwise returns None."""
+        """On rank 0: admits the ranks `wanted` and returns the rendezvous, or returns None if not all of them are
+        registered and alive."""
         names = self.alive_ranks(wanted)
         if len(names) < len(wanted):
             return None
@@ -92,7 +97,7 @@ class Rendezvous:
         return info
 
     def store_of(self, info: RendezvousInfo) -> Store:
-        """The part of the store that is reserved for these ranks."""
+        """Returns the part of the store that is reserved for the ranks of `info`."""
         return PrefixStore(info.store_prefix, self._store)
 
     def end_job(self) -> None:

@@ -20,7 +20,7 @@ from swiftspec.errors import RankLost, UserError
 
 LogFn = Callable[[str], None]  # writes one line of progress
 Entry = Mapping[str, Any]  # what a rank publishes, as a JSON object
-Validator = Callable[[dict[int, Entry]], str | None]  # the error in the entries so far, or None
+Validator = Callable[[dict[int, Entry]], str | None]  # returns the error in the entries so far, or None
 MAX_VALUE_CHARS = 60  # characters of a value in an error message
 MAX_LISTED_RANKS = 6  # ranks that one line lists
 MAX_POLL_S = 0.02  # seconds; the longest interval between two polls
@@ -30,19 +30,23 @@ MAX_POLL_S = 0.02  # seconds; the longest interval between two polls
 class Timeouts:
     """Timeouts of a startup barrier, in seconds."""
 
-    timeout_s: float = 300.0  # until the last rank has to have arrived
-    first_log_s: float = 5.0  # until the missing ranks are logged for the first time
-    log_interval_s: float = 30.0  # between two log lines
-    grace_s: float = 5.0  # that rank 0 stays after its verdict, so that the others can read it
+    timeout_s: float = 300.0  # longest wait for all ranks to arrive
+    first_log_s: float = 5.0  # time after which the missing ranks are logged for the first time
+    log_interval_s: float = 30.0  # time between two log lines
+    grace_s: float = 5.0  # longest time that rank 0 stays after its verdict, so that the other ranks can read it
 
 
 def no_log(text: str) -> None:
-    """A `LogFn` that discards its line."""
+    """Discards a line. The `LogFn` of a rank that logs nothing."""
 
 
 @dataclass(slots=True)
 class StartupBarrier:
-    """One startup barrier of `ranks`, which include rank 0. `store` must have a prefix that is used only once."""
+    """A startup barrier as one of its ranks, `rank`, sees it.
+
+    `store`: must have a prefix that no other barrier uses.
+    `ranks`: all ranks of the barrier, including rank 0.
+    """
 
     store: Store
     rank: int
@@ -53,9 +57,9 @@ class StartupBarrier:
     def wait_all(self, mine: Entry, judge: Validator) -> dict[int, Entry]:
         """Publishes this rank's entry and blocks until rank 0 releases the barrier.
 
-        Returns the entries of all ranks on rank 0, and those of rank 0 and this rank elsewhere. Rank 0 calls `judge`
-        whenever entries have arrived. Raises UserError on all ranks if `judge` returns an error or a rank does not
-        arrive in time, and RankLost if rank 0 is gone.
+        Returns the entries of all ranks on rank 0, and only the entries of rank 0 and of this rank on the other ranks.
+        Rank 0 calls `judge` whenever entries have arrived. Raises UserError on all ranks if `judge` returns an error or
+        a rank does not arrive in time, and RankLost if rank 0 is gone.
         """
         try:
             self.store.set(_entry_key(self.rank), json.dumps(mine))
@@ -64,7 +68,7 @@ class StartupBarrier:
             raise RankLost("rank 0 is gone" if self.rank > 0 else "the launcher's store is gone") from None
 
     def abort(self, reason: str) -> None:
-        """Aborts the job: publishes the reason why this rank cannot start. Does not block."""
+        """Publishes the reason why this rank cannot start, which aborts the job on all ranks. Does not block."""
         with contextlib.suppress(RuntimeError):  # the store is gone, and so are the other ranks
             key, words = (
                 ("verdict", reason) if self.rank == 0 else (_entry_key(self.rank), json.dumps({"refused": reason}))
@@ -94,16 +98,18 @@ class StartupBarrier:
         self.log(f"waiting for {format_ranks(missing)}")
 
     def _linger(self) -> None:
-        """Blocks until all ranks have read the verdict, at most `grace_s`: the store may end with rank 0."""
+        """Blocks until all ranks have read the verdict, for at most `grace_s` seconds, because a store served by rank 0
+        ends with it."""
         clock = PollTimer(Timeouts(self.timeouts.grace_s))
         others = [f"heard {rank}" for rank in self.ranks if rank > 0]
         while others and not self.store.check(others) and clock.sleep(lambda: None):
             pass
 
     def _await_verdict(self, mine: Entry, judge: Validator) -> dict[int, Entry]:
-        """On the other ranks: blocks until rank 0 has published its verdict.
+        """On all ranks except rank 0: blocks until rank 0 has published its verdict, and returns the entries of rank 0
+        and of this rank or raises UserError.
 
-        Runs `judge` as well, for the case that rank 0 expects fewer ranks and does not know of this one.
+        Calls `judge` as well, because rank 0 may expect fewer ranks and not know of this rank.
         """
         clock = PollTimer(self.timeouts, late=self.timeouts.grace_s)
         while not self.store.check(["verdict"]):
@@ -125,7 +131,8 @@ class StartupBarrier:
 
 
 class PollTimer:
-    """Poll interval with exponential backoff, a log interval and a deadline. `late`: seconds added to the deadline."""
+    """Timer of a polling loop, with exponential backoff, a log interval and a deadline. `late`: seconds added to the
+    deadline."""
 
     def __init__(self, waiting: Timeouts, late: float = 0.0) -> None:
         self._waiting = waiting
@@ -134,7 +141,8 @@ class PollTimer:
         self._nap = MAX_POLL_S / 32
 
     def sleep(self, say: Callable[[], None]) -> bool:
-        """Sleeps until the next poll, calls the callback if a log line is due, and returns False after the deadline."""
+        """Sleeps until the next poll and returns True, or returns False after the deadline. Calls the callback if a log
+        line is due."""
         now = time.monotonic()
         if now >= self._end:
             return False
@@ -147,7 +155,8 @@ class PollTimer:
 
 
 def describe_difference(name: str, here: int, mine: Any, there: int, theirs: Any) -> str | None:
-    """The error message if two ranks differ in a value that must be equal, else None."""
+    """Returns an error message if setting `name` has value `mine` on rank `here` and another value, `theirs`, on rank
+    `there`; else None."""
     if mine == theirs:
         return None
     values = (
@@ -157,7 +166,8 @@ def describe_difference(name: str, here: int, mine: Any, there: int, theirs: Any
 
 
 def format_ranks(numbers: Collection[int]) -> str:
-    """Formats rank numbers: `rank 1`; `ranks 1, 2 and 3`; a long list is cut to the first ranks and a count."""
+    """Formats rank numbers: `rank 1`, `ranks 1, 2 and 3`. Of a long list, the first MAX_LISTED_RANKS numbers and the
+    number of remaining ranks are printed."""
     texts = [str(number) for number in list(numbers)[:MAX_LISTED_RANKS]]
     if len(numbers) > MAX_LISTED_RANKS:
         texts.append(f"{len(numbers) - MAX_LISTED_RANKS} more")
@@ -165,12 +175,12 @@ def format_ranks(numbers: Collection[int]) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """The first non-blank line of an error message, or the name of its type."""
+    """Returns the first non-blank line of an error message, or the name of the exception's type if there is none."""
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
 def _format_value(value: Any) -> str:
-    """A value as it is written in a configuration, truncated to MAX_VALUE_CHARS."""
+    """Returns a value as it is written in a configuration, truncated to MAX_VALUE_CHARS."""
     text = "unset" if value is None else str(value).lower() if isinstance(value, bool) else " ".join(str(value).split())
     return text if len(text) <= MAX_VALUE_CHARS else f"{text[:MAX_VALUE_CHARS]}..."
 
@@ -180,7 +190,7 @@ def _entry_key(rank: int) -> str:
 
 
 def _parse_entry(data: bytes) -> Entry:
-    """Parses a rank's entry; returns an empty one for anything but a JSON object."""
+    """Parses a rank's entry. Returns an empty entry if `data` is not a JSON object."""
     try:
         words = json.loads(data)
     except (ValueError, RecursionError):
@@ -189,10 +199,10 @@ def _parse_entry(data: bytes) -> Entry:
 
 
 def _first_refusal(said: dict[int, Entry]) -> str | None:
-    """The error of the first rank that has aborted, or None."""
+    """Returns the error of the first rank that has called `abort`, or None."""
     return next((f"rank {rank}: {_reason(words)}" for rank, words in said.items() if "refused" in words), None)
 
 
 def _reason(words: Entry) -> str:
-    """A rank's reason as one line of at most 500 characters."""
+    """Returns the reason with which a rank has aborted, as one line of at most 500 characters."""
     return " ".join(str(words["refused"]).split())[:500]

@@ -1,4 +1,4 @@
-"""Key-value store of a job, served by rank 0 or by the launcher. A rank that waits for it logs that."""
+"""Key-value store of a job, served by rank 0 or by the launcher. A rank logs that it is waiting for the store."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ from swiftspec.distributed.launch.startup_barrier import LogFn, PollTimer, Timeo
 from swiftspec.errors import UserError
 
 CONNECT_ATTEMPT_S = 5.0  # seconds per connection attempt
-HANDSHAKE_TIMEOUT_S = 20.0  # seconds until a store must have answered
+HANDSHAKE_TIMEOUT_S = 20.0  # seconds within which the store must answer
 
 
 def open_store(here: LaunchedRank, log: LogFn, timeouts: Timeouts) -> Store:
-    """Connects to the store; on rank 0 without a launcher's store, also serves it. Raises UserError if that fails."""
+    """Connects to the store and returns it; rank 0 also serves the store if the launcher does not. Raises UserError if
+    that fails."""
     keeps = here.rank == 0 and not here.agent
     if not keeps:
         _wait_for_server(here, log, timeouts)
@@ -30,7 +31,8 @@ def open_store(here: LaunchedRank, log: LogFn, timeouts: Timeouts) -> Store:
 
 
 def _wait_for_server(here: LaunchedRank, say: LogFn, waiting: Timeouts) -> None:
-    """Blocks until the store's port accepts connections. torch would block without logging anything."""
+    """Blocks until the store's port accepts connections, since torch would block without a log line. Raises UserError
+    after the timeout."""
     clock, keeper = PollTimer(waiting), "the launcher's store" if here.agent else "rank 0"
     while True:
         try:
@@ -43,7 +45,8 @@ def _wait_for_server(here: LaunchedRank, say: LogFn, waiting: Timeouts) -> None:
 
 
 def _handshake(here: LaunchedRank, keeps: bool) -> TCPStore:
-    """Opens the store, in a thread: torch blocks forever if another program listens on that port."""
+    """Opens the store, in a thread, because torch blocks forever if another program listens on the port. Raises
+    UserError if that fails or takes longer than HANDSHAKE_TIMEOUT_S. `keeps`: whether this rank serves the store."""
     found: list[TCPStore | RuntimeError | ValueError] = []
     listening = _loopback(here) if keeps else None
 
@@ -70,10 +73,11 @@ def _handshake(here: LaunchedRank, keeps: bool) -> TCPStore:
 
 
 def _loopback(here: LaunchedRank) -> int | None:
-    """File descriptor of a listening socket if the store's address is a loopback address, else None.
+    """Returns the file descriptor of a socket that listens on the store's address if that is a loopback address, since
+    torch itself would listen on all interfaces. torch takes ownership of the descriptor.
 
-    torch itself would listen on all interfaces. torch takes ownership of the descriptor. Returns None also if the
-    address cannot be resolved.
+    Returns None if the address is not a loopback address or cannot be resolved, or if the socket cannot listen. Raises
+    UserError if the port is in use.
     """
     try:
         family, kind, _, _, address = socket.getaddrinfo(here.host, here.port, type=socket.SOCK_STREAM)[0]
@@ -83,7 +87,7 @@ def _loopback(here: LaunchedRank) -> int | None:
     except (OSError, ValueError):
         return None
     try:
-        # as torch does: a previous job's socket may be in TIME_WAIT
+        # As torch does, since a socket of a previous job may be in TIME_WAIT.
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listening.bind(address)
         listening.listen()

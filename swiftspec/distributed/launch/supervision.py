@@ -19,7 +19,8 @@ class JobEnded(Exception):
 
 @dataclass(frozen=True, slots=True)
 class RankInfo:
-    """State of one rank as rank 0 sees it. `role` is "target" or "draft"; `restarts` is its incarnation number."""
+    """State of one rank as rank 0 sees it. `role`: its group, "target" or "draft". `restarts`: number of its
+    incarnation."""
 
     rank: int
     role: str
@@ -29,17 +30,17 @@ class RankInfo:
 
 
 class Heartbeat:
-    """Start time of the unit of work in progress: a forward, a message or a part of the weights.
+    """Record of whether a rank makes progress. Its work consists of units: a forward, a message or a part of the
+    weights; the supervisor considers a rank blocked if one unit takes too long.
 
-    `busy_since` is a `time.monotonic` time, or None while the rank waits for a peer. The supervisor treats a rank whose
-    unit of work takes too long as blocked.
+    `busy_since`: `time.monotonic` time at which the current unit began, or None while the rank waits for a peer.
     """
 
     def __init__(self) -> None:
         self.busy_since: float | None = None
 
     def mark_busy(self) -> None:
-        """Starts a unit of work and thereby ends the previous one."""
+        """Marks the start of a unit of work, and thereby the end of the previous unit."""
         self.busy_since = time.monotonic()
 
     def mark_idle(self) -> None:
@@ -48,9 +49,8 @@ class Heartbeat:
 
 
 class RankTable:
-    """State of all ranks of a job, kept on rank 0.
-
-    Thread-safe; `on_change` is called with all ranks after each change."""
+    """Table of the states of all ranks of a job, on rank 0. Thread-safe. `on_change`: called with all ranks after each
+    change."""
 
     def __init__(self, on_change: Callable[[Sequence[RankInfo]], None]) -> None:
         self._on_change, self._lock = on_change, Lock()
@@ -62,7 +62,7 @@ class RankTable:
             self._merge({info.rank: info for info in infos})
 
     def set_state(self, role: str, state: RankState) -> None:
-        """Sets the state of all ranks of a group."""
+        """Sets the state of all ranks of the group `role`."""
         with self._lock:
             self._merge({rank: replace(info, state=state) for rank, info in self._ranks.items() if info.role == role})
 
@@ -75,11 +75,11 @@ class RankTable:
 
 @dataclass(frozen=True, slots=True)
 class SupervisorLink:
-    """What a supervised rank shares with its supervisor.
+    """Data and callbacks that a supervised rank shares with its supervisor.
 
-    `incarnation`: 0 for the first start of this rank, then the number of restarts.
-    `heartbeat`: when the current unit of work began.
-    `on_ranks_changed`: called on rank 0, in any thread, with all ranks whenever the state of one changes.
+    `incarnation`: number of restarts of this rank, 0 at first.
+    `heartbeat`: start time of the current unit of work.
+    `on_ranks_changed`: called on rank 0, in any thread, with the states of all ranks whenever a state changes.
     `on_ready`: called when the rank has loaded and starts to serve.
     """
 

@@ -34,7 +34,11 @@ REJOIN_TIMEOUT_S = 20.0  # seconds for ranks that are all alive to pass the star
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """All ranks of a job, numbered by their launcher. `host` is the address of rank 0's machine."""
+    """The ranks of a job as one of them, `rank`, sees them. Their launcher has numbered them.
+
+    `local_rank`, `local_size`: rank among the ranks of this machine, and their number.
+    `host`: address of rank 0's machine.
+    """
 
     rank: int
     size: int
@@ -42,8 +46,9 @@ class World:
     local_size: int
     host: str
     store: Store
-    cores: frozenset[int] = field(default_factory=lambda: frozenset(available_cores()))  # cores of this machine
-    jobs: Iterator[int] = field(default_factory=itertools.count)
+    # Cores of this machine that its ranks share.
+    cores: frozenset[int] = field(default_factory=lambda: frozenset(available_cores()))
+    jobs: Iterator[int] = field(default_factory=itertools.count)  # numbers of engines, see `next_engine`
     log: LogFn = no_log  # writes one line of progress
     timeouts: Timeouts = field(default_factory=Timeouts)
     supervisor: SupervisorLink | None = None  # None: ranks are not restarted
@@ -51,16 +56,18 @@ class World:
     active_ranks: Sequence[int] | None = None  # participants of startup barriers; None: all ranks
 
     def barrier(self, name: str) -> StartupBarrier:
-        """The startup barrier of that name, in which all active ranks take part."""
+        """Returns the startup barrier `name`, in which all active ranks take part."""
         members = range(self.size) if self.active_ranks is None else self.active_ranks
         return StartupBarrier(PrefixStore(name, self.store), self.rank, members, self.log, self.timeouts)
 
     def next_engine(self) -> World:
-        """The same ranks with a fresh store prefix, so that they can build one engine after another."""
+        """Returns a copy with an unused store prefix, so that the same ranks can build one engine after another. All
+        ranks must call it the same number of times."""
         return replace(self, store=PrefixStore(f"job {next(self.jobs)}", self.store))
 
     def after_rendezvous(self, info: RendezvousInfo) -> World:
-        """The ranks of a rendezvous, with a fresh store prefix. All of them are alive, so the timeout is short."""
+        """Returns the world of the ranks in `info`, with the store prefix reserved for them. All these ranks are alive,
+        so the timeout is short."""
         assert self.rendezvous is not None
         waiting = replace(self.timeouts, timeout_s=REJOIN_TIMEOUT_S)
         return replace(
@@ -72,9 +79,9 @@ class World:
         )
 
     def subworld(self, size: int, name: str) -> World:
-        """The first `size` ranks as a separate world; ranks from `size` on do not belong to it.
+        """Returns a separate world of the ranks below `size`. Only these ranks may use it.
 
-        `name` must be the same on all ranks.
+        `name`: store prefix of the world, the same on all its ranks.
         """
         first = self.rank - self.local_rank  # lowest rank on this machine
         local = max(min(self.local_size, size - first), 1)
@@ -87,11 +94,11 @@ class World:
 
     @property
     def spin(self) -> bool:
-        """Whether a waiting rank may spin: every rank of this machine has a core of its own."""
+        """Whether a waiting rank may busy-wait, because every rank of this machine has its own core."""
         return self.local_size <= len(self.cores)
 
     def own_cores(self) -> set[int]:
-        """The cores reserved for this rank; all cores if the machine has fewer cores than ranks."""
+        """Returns the cores reserved for this rank; all cores if the machine has fewer cores than ranks."""
         cores = sorted(self.cores)
         if not self.spin:
             return set(cores)
@@ -100,7 +107,7 @@ class World:
 
 
 def available_cores() -> set[int]:
-    """The cores that this process may run on."""
+    """Returns the cores that this process may run on."""
     affinity = getattr(os, "sched_getaffinity", None)  # missing on some platforms
     return affinity(0) if affinity is not None else set(range(os.cpu_count() or 1))
 
@@ -114,11 +121,14 @@ def pin_to_cores(cores: set[int]) -> None:
 def join_world(
     log: LogFn = no_log, timeouts: Timeouts | None = None, supervisor: SupervisorLink | None = None
 ) -> World | None:
-    """Joins the ranks that a launcher such as torchrun has started; returns None if there is only one rank.
+    """Joins the ranks that a launcher such as torchrun has started, and pins this process to its cores. Returns None if
+    there is only one rank.
 
-    Blocks until all ranks have joined. `log` receives lines about missing ranks. `supervisor` is set if ranks are
-    restarted. Raises UserError if the launcher's variables are invalid or a rank does not join, and RankLost if rank 0
-    or the store is gone.
+    Blocks until all ranks have joined.
+    `log`: receives lines about missing ranks.
+    `supervisor`: None if ranks are not restarted.
+    Raises UserError if the launcher's variables are invalid or a rank does not join, and RankLost if rank 0 or the
+    store is gone.
     """
     here, timeouts = launched(), timeouts or Timeouts()
     if here is None:
@@ -145,7 +155,12 @@ def join_world(
 
 
 def rejoin(world: World) -> World:
-    """Joins the rendezvous as a restarted rank and returns the world of the ranks that rank 0 has admitted with it."""
+    """Takes part in the rendezvous as a restarted rank, and returns the world of the admitted ranks. A restarted rank 0
+    waits for all other ranks and admits them.
+
+    Raises UserError on rank 0 if a rank does not arrive in time, JobEnded if rank 0 has ended the job, and RankLost if
+    rank 0 does not admit this rank in time or the store is gone.
+    """
     assert world.rendezvous is not None
     world.store.set_timeout(timedelta(seconds=REJOIN_TIMEOUT_S))
     try:
@@ -162,7 +177,8 @@ def rejoin(world: World) -> World:
 
 
 def require_equal(mine: Entry, here: int) -> Validator:
-    """A validator that returns an error if another rank differs from this one in a value of `mine`."""
+    """Returns a validator that returns an error if a value of `mine`, the entry of rank `here`, differs on another
+    rank."""
 
     def judge(said: dict[int, Entry]) -> str | None:
         found = (

@@ -38,7 +38,11 @@ class WorkerConnection(Generic[A]):
     """
 
     def __init__(self, url: str, flag: str, service: str, answers: type[A], security: RpcSecurity) -> None:
-        """`flag`: command-line flag with the URL. Raises UserError if the URL is invalid or requires a token."""
+        """`flag`: command-line flag that the URL comes from.
+
+        `service`: full name of the gRPC service.
+        Raises UserError if the URL is invalid, or requires a token that `security` lacks.
+        """
         endpoint = Endpoint.parse(url, flag)
         self.peer = f"{flag} {endpoint}"
         self._service, self._answers, self._metadata = service, answers, security.metadata
@@ -49,7 +53,8 @@ class WorkerConnection(Generic[A]):
             self._channel = grpc.secure_channel(str(endpoint), grpc.ssl_channel_credentials(security.ca), OPTIONS)
 
     def ping(self, timeout: float) -> pb.PingAnswer:
-        """Returns the worker's model info. Raises WorkerLost, and WorkerRefused on another protocol version."""
+        """Returns the worker's model info. Raises WorkerLost if the worker does not answer within `timeout` seconds,
+        and WorkerRefused if it has another protocol version or refuses the call."""
         try:
             answer = parse_message(
                 pb.PingAnswer, self._call("Ping")(b"", timeout, self._metadata, wait_for_ready=False)
@@ -67,7 +72,7 @@ class WorkerConnection(Generic[A]):
         return answer
 
     def stream(self) -> MessageStream[A]:
-        """Opens a stream of requests and answers."""
+        """Opens a stream of messages to and from the worker."""
         return MessageStream(
             self._channel.stream_stream(f"/{self._service}/Stream"), self._metadata, self._answers, self.peer
         )
@@ -81,7 +86,8 @@ class WorkerConnection(Generic[A]):
             return
 
     def read_tokenizer(self, timeout: float) -> Iterator[tuple[str, bytes]]:
-        """Yields name and content of each tokenizer file. Raises WorkerLost, and WorkerRefused on excessive size."""
+        """Yields name and content of each tokenizer file. Raises WorkerLost if the connection is lost or `timeout`
+        seconds have passed, and WorkerRefused if the files exceed MAX_TOKENIZER_BYTES."""
         read, name, data, size = self._channel.unary_stream(f"/{self._service}/ReadTokenizer"), "", b"", 0
         try:
             for piece in read(b"", timeout, self._metadata):
@@ -125,9 +131,10 @@ class MessageStream(Generic[A]):
         self._out.put(message.SerializeToString())
 
     def recv(self, timeout: float) -> A:
-        """Receives the next answer. Raises TimeoutError; a later call can still succeed.
+        """Returns the next answer. Raises TimeoutError if it does not arrive within `timeout` seconds; the call can
+        then be repeated.
 
-        Once the stream has ended, every call raises the exception that `error_from_rpc` returns for it.
+        Once the stream has ended, every call raises the reason: WorkerLost, WorkerRefused or SessionGone.
         """
         if self._error is not None:
             raise self._error
@@ -141,12 +148,13 @@ class MessageStream(Generic[A]):
         try:
             return self._answers.FromString(came)
         except DecodeError:
-            self._error = WorkerLost(f"{self._peer} sent what is no message of ours")
+            self._error = WorkerLost(f"{self._peer} sent an invalid message")
             self.cancel()
             raise self._error from None
 
     def close(self) -> None:
-        """Half-closes the stream: no more requests follow, and the worker ends it after its last answer."""
+        """Half-closes the stream: this client sends no further messages, and the worker ends the stream after its last
+        answer."""
         self._out.put(None)
 
     def cancel(self) -> None:
@@ -166,10 +174,15 @@ class MessageStream(Generic[A]):
 
 
 def rpc_record(side: str, round_: int, asked: int, cost: pb.Telemetry) -> RpcRecord:
-    """The latency record of an RPC whose answer has just arrived."""
+    """Returns the latency record of an RPC whose answer has just arrived.
+
+    `side`: "draft" or "target".
+    `asked`: time at which the request was sent, in nanoseconds since the Unix epoch.
+    `cost`: telemetry that the worker has sent with the answer.
+    """
     return RpcRecord(side, round_, asked, time.time_ns(), cost.span, cost.began, cost.wall, cost.queue, cost.model)
 
 
 def _lost(error: Exception) -> Exception:
-    """Converts TimeoutError, an expired gRPC deadline, to WorkerLost."""
+    """Returns WorkerLost for a TimeoutError (an expired gRPC deadline), and all other errors unchanged."""
     return WorkerLost(str(error)) if isinstance(error, TimeoutError) else error

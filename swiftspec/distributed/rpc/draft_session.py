@@ -13,14 +13,15 @@ from swiftspec.runtime.tree_delta_sender import GroupLedDrafter
 
 
 class DraftSession:
-    """Requests of one client, sequentially. A failure ends the request, which the client may open again."""
+    """Session of one client on a draft worker, for requests one after another. An error ends the current request, which
+    the client may open again."""
 
     def __init__(self, drafter: GroupLedDrafter, shape: EngineConfig, bounds: ModelLimits, pause: CancelCheck) -> None:
         """`pause`: cancellation check of the drafter's runner during prefill."""
         self.shape = shape
         self._drafter, self._pause = drafter, pause
         self._request = RequestState(bounds)
-        self._round, self._grown = 0, True  # round of the last proposal; whether the tree is expanded since
+        self._round, self._grown = 0, True  # round of the last proposal; whether the tree was expanded since then
 
     @property
     def busy(self) -> float:
@@ -28,7 +29,7 @@ class DraftSession:
         return self._drafter.busy
 
     def set_steps(self, steps: int) -> None:
-        """Sets d, from the next expansions on; 0 leaves it unchanged."""
+        """Sets d for all later expansions; 0 leaves d unchanged. Raises ValueError if `steps` is out of range."""
         if steps:
             self._drafter.draft_steps = in_range(steps, 1, self.shape.max_draft_steps, "the steps of a draft")
 
@@ -41,7 +42,7 @@ class DraftSession:
             return self._propose(0)
 
     def observe(self, result: VerifyResult) -> Proposal:
-        """Applies a result and returns the next proposal. Raises StaleRound on the result of an earlier round."""
+        """Applies a result and returns the next proposal. Raises StaleRound if the result is of an earlier round."""
         self._request.require_open()
         if result.round < self._round:
             raise StaleRound(f"round {result.round} is over: round {self._round} is next")
@@ -52,7 +53,7 @@ class DraftSession:
             return self._propose(result.round + 1)
 
     def grow(self) -> None:
-        """Expands the tree ahead of the next result, once per round."""
+        """Expands the tree ahead of the next result, unless that was done in this round."""
         if not self._grown:
             self._grown = True
             with self._request.close_on_error():

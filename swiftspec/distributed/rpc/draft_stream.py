@@ -17,23 +17,25 @@ from swiftspec.observe.rpc_latency import RpcLog
 
 
 class DraftStream:
-    """One session on a draft worker, with one stream per request.
+    """Client side of one session on a draft worker, with one stream per request.
 
     Every call raises DrafterLost if the worker is lost or sends an invalid message.
 
-    `lost_reason`: why the worker is lost, until `attach`; else None.
-    `answer_timeout_s`, `open_timeout_s`: seconds until a proposal, or the first proposal of a request, must arrive.
-    `busy`: seconds of the draft's forwards that the worker has reported.
-    `state`: position of the request.
+    `lost_reason`: the reason why the worker cannot be used; None while it can. `attach` resets it.
+    `answer_timeout_s`, `open_timeout_s`: longest wait in seconds for a proposal, and for the first proposal of a
+    request.
+    `busy`: seconds of the draft's forwards, as reported by the worker.
+    `state`: state of the request.
     `rpc_log`: latency records of all answers.
     """
 
     def __init__(
         self, link: WorkerConnection[pb.DraftAnswer], shape: EngineConfig, bounds: ModelLimits, answer_timeout: float
     ) -> None:
-        """`shape`: config of the rounds; a worker refuses one that exceeds its memory."""
+        """`shape`: config of the rounds. A worker refuses a config that exceeds its memory. `answer_timeout`: initial
+        `answer_timeout_s`."""
         self.busy, self.rpc_log = 0.0, RpcLog()
-        self._sent_at: dict[int, int] = {}  # send time in ns by the round that a message ends; -1: request start
+        self._sent_at: dict[int, int] = {}  # send times of results in ns, by round; -1: request start
         self.state = RequestState(bounds, shape.verify == "reject")
         self.shape = shape
         self.round = 0
@@ -45,11 +47,12 @@ class DraftStream:
 
     @property
     def timeout_s(self) -> float:
-        """Seconds until the next proposal must arrive."""
+        """Longest wait for the next proposal, in seconds."""
         return self.answer_timeout_s if self.round else self.open_timeout_s
 
     def attach(self, worker: ModelIdentity) -> None:
-        """Marks the worker as reachable. The next request sends all tokens, whether or not the session still exists."""
+        """Marks the worker as reachable. The session need not exist any more, since every request start contains all
+        tokens. `worker`: identity that the worker must have."""
         self._worker, self.lost_reason = worker, None
 
     def open(self, start: RequestStart, steps: int) -> None:
@@ -61,23 +64,24 @@ class DraftStream:
             self.state.open(start)
             message = request_start_to_proto(start, self.shape, self._worker)
         except ValueError as error:
-            raise DrafterLost(f"the draft cannot be told of this request: {error}") from None
+            raise DrafterLost(f"the draft did not receive this request: {error}") from None
         self.round, self._stream = 0, self._connection.stream()
         self._sent_at.clear()
         self._send(pb.DraftRequest(session=self._session, draft_steps=steps, opening=message))
 
     def send_result(self, result: VerifyResult, steps: int) -> None:
-        """Sends a result, and the d that applies from the next expansions on."""
+        """Sends a result, and in `steps` the d of all later expansions."""
         try:
             self.state.advance(result)
         except ValueError as error:
-            raise DrafterLost(f"the draft cannot be told of this result: {error}") from None
+            raise DrafterLost(f"the draft did not receive this result: {error}") from None
         self.round = result.round + 1
         told = result_to_proto(result, for_client=False)
         self._send(pb.DraftRequest(session=self._session, draft_steps=steps, result=told))
 
     def recv(self, until: float | None) -> pb.DraftAnswer:
-        """Receives the next answer. Raises DrafterLate at `until`, a `time.monotonic` time; None does not block."""
+        """Returns the next answer. Raises DrafterLate if it has not arrived at `until`, a `time.monotonic` time. None
+        means that the call does not block."""
         if self._stream is None:
             raise DrafterLost(self.lost_reason or "the draft has no request open")
         try:
@@ -93,23 +97,23 @@ class DraftStream:
             raise DrafterLost(str(error)) from None
         self._session = answer.session
         self.busy += 1e-9 * max(answer.telemetry.model, 0)
-        if answer.HasField("telemetry"):  # else another delta of the same expansion has carried the telemetry
+        if answer.HasField("telemetry"):  # if not, an earlier delta of the same expansion had it
             self._record_rpc(answer)
         return answer
 
     def _record_rpc(self, answer: pb.DraftAnswer) -> None:
-        """Records the latency since the request that this answers, which need not be the last one sent."""
+        """Records the latency of the message that `answer` responds to. It is not always the last message sent."""
         ended = (answer.delta if answer.HasField("delta") else answer.proposal).round - 1
         asked = self._sent_at.get(ended, self._sent_at[self.round - 1])
         self.rpc_log.add(rpc_record("draft", ended, asked, answer.telemetry), answer.session)
 
     def protocol_error(self, why: object) -> DrafterLost:
-        """Cancels the request and returns the error to raise."""
+        """Cancels the request after an invalid answer and returns the error to raise. `why`: what is invalid."""
         self._cancel_stream()
-        return DrafterLost(f"{self._connection.peer} sent what is no answer of ours: {why}")
+        return DrafterLost(f"{self._connection.peer} sent an invalid response: {why}")
 
     def close(self) -> None:
-        """Ends the request. The session and its KV cache stay for the next one."""
+        """Ends the request. The session and its KV cache stay for the next request."""
         if self._stream is not None:
             self._stream.close()
             self._stream = None

@@ -1,8 +1,9 @@
 """Drafters whose model runs on a worker, on another machine or on another device of this one.
 
 `GrpcDrafter` sends a result and receives the next proposal, as `DraftGroupClient` does between rank groups; it is used
-in serial mode and with sampled children. In the other cases a replica of the worker's tree proposes on the client
-(`ReplicaDrafter`); `GrpcTreeDeltaLink` sends it results and receives tree deltas, asynchronously in both directions.
+in serial mode and with sampled children. In all other cases a replica of the worker's tree proposes on the client
+(`ReplicaDrafter`). `GrpcTreeDeltaLink` is its connection: it sends results to the worker and receives tree deltas,
+asynchronously in both directions.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class GrpcDrafter:
         return held or self._recv_proposal(time.monotonic() + self._stream.timeout_s)
 
     def poll(self) -> bool:
-        """Whether the proposal that follows the last result has arrived. Does not block."""
+        """Returns whether the proposal that follows the last result has arrived. Does not block."""
         with contextlib.suppress(DrafterLate):
             self._buffered = self._buffered or self._recv_proposal(None)
         return self._buffered is not None
@@ -51,14 +52,15 @@ class GrpcDrafter:
         self._stream.send_result(result, self.draft_steps)
 
     def catch_up(self, result: VerifyResult) -> None:
-        """Sends the rounds decoded without the draft, merged into one result."""
+        """Sends `result`, which merges the rounds that were decoded without the draft."""
         self.observe(result)
 
     def close(self) -> None:
         self._stream.close()
 
     def _recv_proposal(self, until: float | None) -> Proposal:
-        """Receives the proposal of the current round; discards late proposals of earlier rounds."""
+        """Returns the proposal of the current round; discards late proposals of earlier rounds. `until`: see
+        `DraftStream.recv`."""
         standing = self._stream.state
         while True:
             answer = self._stream.recv(until)
@@ -92,7 +94,8 @@ class GrpcTreeDeltaLink:
         self._stream.send_result(result, 0)
 
     def receive(self, deadline: float | None) -> TreeDelta | None:
-        """Receives the next tree delta. Raises DrafterLate at `deadline`; None does not block."""
+        """Returns the next tree delta. Raises DrafterLate if it has not arrived at `deadline`, a `time.monotonic` time.
+        Without a deadline, returns None if no tree delta has arrived yet."""
         try:
             answer = self._stream.recv(deadline)
         except DrafterLate:
@@ -100,7 +103,7 @@ class GrpcTreeDeltaLink:
                 return None
             raise
         if not answer.HasField("delta"):
-            raise self._stream.protocol_error("it tells no growth")
+            raise self._stream.protocol_error("a response without a tree delta")
         return delta_from_proto(answer.delta)
 
     def close(self) -> None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from swiftspec.errors import UserError, truncated_repr
 
-MAX_MESSAGE_BYTES = 16 << 20  # limit of one message
+MAX_MESSAGE_BYTES = 16 << 20  # largest message in bytes
 KEEPALIVE_TIME_MS, KEEPALIVE_TIMEOUT_MS = (
     10_000,
     5_000,
@@ -56,11 +56,11 @@ class Endpoint:
 
 @dataclass(frozen=True, slots=True)
 class RpcSecurity:
-    """Credentials of either end of a connection.
+    """Credentials of either end of a connection; certificates and keys are in PEM format.
 
     `token`: bearer token that a client sends and a worker checks.
-    `cert`, `key`: PEM; of a worker.
-    `ca`: PEM; certificates that a client trusts in addition to those of the system.
+    `cert`, `key`: certificate and private key of a worker.
+    `ca`: certificates that a client trusts instead of those of the system.
     """
 
     token: str | None = None
@@ -69,7 +69,8 @@ class RpcSecurity:
     ca: bytes | None = None
 
     def check_client(self, endpoint: Endpoint, flag: str) -> None:
-        """Raises UserError if the worker is on another machine, where TLS is always used, and the token is missing."""
+        """Raises UserError if the token is missing and the worker is on another machine. A client always uses TLS
+        there."""
         if not endpoint.is_loopback and self.token is None:
             raise UserError(f"{flag} {endpoint} is another machine: give the worker's --token")
 

@@ -1,7 +1,7 @@
 """Conversion between messages and protobuf.
 
-Reading an invalid message raises ValueError with one line. `RequestState` checks what depends on the vocabulary and on
-the position of the request.
+Converting an invalid protobuf message raises ValueError with one line. What depends on the vocabulary or on the
+position of the request is validated by `RequestState`.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class ModelIdentity:
 
 
 def streams_tree_deltas(shape: EngineConfig) -> bool:
-    """Whether a draft worker with that config sends tree deltas instead of proposals."""
+    """Returns whether a draft worker sends tree deltas instead of proposals in a session with the config `shape`."""
     return shape.mode == "async" and shape.proposal != "sample"
 
 
@@ -57,7 +57,8 @@ def parse_message(kind: type[M], data: bytes) -> M:
 
 
 def request_start_to_proto(start: RequestStart, shape: EngineConfig, peer: ModelIdentity) -> pb.Opening:
-    """Converts a request start; a worker with another identity than `peer` refuses it."""
+    """Converts a request start. `shape`: config of its rounds. `peer`: identity that the worker must have, otherwise it
+    refuses the request."""
     return pb.Opening(
         protocol=PROTOCOL_VERSION, tokenizer=peer.tokenizer, model=peer.model, request=start.request,
         prompt_len=start.prompt_len, tokens=start.tokens, sampling=pb.Sampling(**_set_fields(start.sampling)),
@@ -69,7 +70,9 @@ def request_start_to_proto(start: RequestStart, shape: EngineConfig, peer: Model
 def request_start_from_proto(message: pb.Opening, own: ModelIdentity) -> tuple[RequestStart, EngineConfig]:
     """Returns the request start and the config of its rounds.
 
-    Raises UserError if protocol version, model or tokenizer differ from this worker's.
+    `own`: identity of this worker.
+    Raises UserError if the client expects another protocol version, model or tokenizer, and ValueError if the message
+    is invalid.
     """
     if message.protocol != PROTOCOL_VERSION:
         raise UserError(
@@ -134,14 +137,14 @@ def delta_to_proto(delta: TreeDelta) -> pb.TreeDelta:
 
 
 def delta_from_proto(message: pb.TreeDelta) -> TreeDelta:
-    """Converts a tree delta. The replica checks that it fits the tree."""
+    """Converts a tree delta without validation, since the replica checks whether the delta fits its tree."""
     parents, tokens = np.array(message.parents, np.int64), np.array(message.tokens, np.int64)
     weights = np.array(message.weights, np.float64)
     return TreeDelta(message.request, message.round, message.expansions, message.first, parents, tokens, weights)
 
 
 def result_to_proto(result: VerifyResult, *, for_client: bool = True) -> pb.VerifyResult:
-    """`for_client`: includes the fields that only the client of a target worker needs."""
+    """Converts a result. `for_client`: whether to include the fields that only the client of a target worker needs."""
     message = pb.VerifyResult(
         request=result.request, round=result.round, prefix_len=result.prefix_len, path=result.path, tokens=result.tokens
     )
@@ -167,7 +170,8 @@ def result_from_proto(message: pb.VerifyResult) -> VerifyResult:
 
 
 def check_result(result: VerifyResult, proposal: Proposal) -> None:
-    """Raises ValueError unless the result is of the proposal's round and its path is one of the proposal's."""
+    """Raises ValueError unless the result is of the proposal's round, its path is a path of the proposal, and its
+    tokens are the tokens of that path."""
     if (result.request, result.round, result.prefix_len) != (proposal.request, proposal.round, proposal.prefix_len):
         raise ValueError(f"a result of round {result.round}, where round {proposal.round} was asked for")
     path, parents = result.path, proposal.parents
@@ -199,12 +203,13 @@ def _set_fields(values: object) -> dict[str, Any]:
 
 
 def _set_values(values: object, names: Sequence[str]) -> dict[str, Any]:
-    """The named attributes that are not None."""
+    """Returns the attributes of `values` with these names, without attributes that are None."""
     return {name: value for name in names if (value := getattr(values, name)) is not None}
 
 
 def _values(message: Message, names: Sequence[str]) -> dict[str, Any]:
-    """The named fields of a message as values for a dataclass; None for an optional field that is not set."""
+    """Returns the fields of a message with these names, as values for a dataclass. An optional field that is not set is
+    None."""
     found: dict[str, Any] = {}
     for name in names:
         field, value = message.DESCRIPTOR.fields_by_name[name], getattr(message, name)

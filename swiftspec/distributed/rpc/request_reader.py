@@ -1,4 +1,4 @@
-"""Reader of a call's request stream that can be polled."""
+"""Reader of the request stream of a gRPC call, which can be polled."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ POLL_S = 1.0  # seconds between two checks whether the call has ended
 
 
 class RequestReader:
-    """Reads requests in a background thread until the stream or the call ends. `ended`: the stream has ended."""
+    """Reads requests in a background thread until the stream or the call ends. `ended`: whether `next` has reached the
+    end of the stream."""
 
     def __init__(self, requests: Iterator[bytes], context: Any) -> None:
         self.ended = False
@@ -24,7 +25,8 @@ class RequestReader:
         Thread(target=self._run, name="requests", daemon=True).start()
 
     def next(self, *, wait: bool) -> bytes | None:
-        """Returns the next request, or None if the stream has ended or, without `wait`, has not got one yet."""
+        """Returns the next request, or None if the stream has ended. With `wait=False` it does not block, and returns
+        None also if no request has arrived yet."""
         try:
             data = self._read.get(wait)
         except Empty:

@@ -25,12 +25,14 @@ OPTIONS = (
 
 
 class RpcServer:
-    """Listens from construction until `stop`. `port`: the actual port."""
+    """gRPC server of a worker, which listens from its construction until `stop`. `port`: the port that it listens on,
+    also if the endpoint's port is 0."""
 
     def __init__(
         self, service: WorkerService[Any], endpoint: Endpoint, security: RpcSecurity, max_sessions: int
     ) -> None:
-        """Raises UserError if it cannot listen at `endpoint`, or if other machines could connect without a token."""
+        """Raises UserError if the server cannot listen at `endpoint`, or if other machines could connect without TLS
+        and a token."""
         security.check_worker(endpoint)
         calls = 2 * max_sessions + EXTRA_CALLS
         guards: list[grpc.ServerInterceptor] = [] if security.token is None else [TokenInterceptor(security.token)]
@@ -48,9 +50,10 @@ class RpcServer:
             self._health.set(name, health_pb2.HealthCheckResponse.SERVING)  # type: ignore[attr-defined]
 
     def run(self, stop_queue: SimpleQueue[int], on_idle: Callable[[], None] = lambda: None) -> None:
-        """Serves until `stop_queue` receives an item.
+        """Blocks until `stop_queue` receives an item; calls are served in other threads.
 
-        Every SWEEP_INTERVAL_S, ends sessions that have been idle too long and calls `on_idle` if the model is idle.
+        Every SWEEP_INTERVAL_S, ends sessions that have been idle too long, and calls `on_idle` if no session uses the
+        model.
         """
         while True:
             try:
@@ -67,7 +70,7 @@ class RpcServer:
 
 
 def _listen(server: Any, endpoint: Endpoint, security: RpcSecurity) -> int:
-    """Binds the server to the address and returns the port. Raises UserError if that fails."""
+    """Binds the server to `endpoint` and returns the port. Raises UserError if that fails."""
     try:
         if security.cert is None or security.key is None:
             return server.add_insecure_port(str(endpoint))

@@ -1,8 +1,8 @@
 """gRPC services of a worker, for any number of concurrent sessions.
 
 Requests are parsed here and not by gRPC, so that an invalid message is refused with a status and one line like any
-other error. A request that repeats the previous one byte by byte gets the same answer, because a client whose
-connection broke cannot know whether the worker has processed it.
+other error. If a request equals the previous request of its session byte by byte, it gets the same answer and is not
+executed again, because a client that has lost its connection cannot know whether the worker has executed the request.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """Model info of a worker, as Ping returns it."""
+    """Description of a worker's model, which Ping returns to clients."""
 
     identity: ModelIdentity
     name: str
@@ -78,11 +78,11 @@ class WorkerService(Generic[W]):
         self._model_info, self._lock = model_info, FairLock()
 
     def handlers(self) -> Any:
-        """The handlers to register at a gRPC server."""
+        """Returns the handlers to register at a gRPC server."""
         return grpc.method_handlers_generic_handler(self.name, self._methods())
 
     def run_if_idle(self, act: Callable[[], None]) -> None:
-        """Calls `act` with the model lock held, unless a session holds the lock."""
+        """Calls `act` with the model lock held, or does nothing if a session holds the lock."""
         if self._lock.try_acquire():
             try:
                 act()
@@ -116,7 +116,7 @@ class WorkerService(Generic[W]):
     def _answers(
         self, data: bytes, session: WorkerSession[W], act: Callable[[], Any], requests: Iterator[bytes], context: Any
     ) -> Iterator[Message]:
-        """Yields the answer, and then does the work that is not needed for it, while it is sent."""
+        """Yields the answer, and then does the session's work that the answer does not depend on."""
         with errors_to_status(context):
             answer = self._answer(data, session, act)
         yield answer
@@ -145,11 +145,12 @@ class WorkerService(Generic[W]):
 
     @abstractmethod
     def _read(self, data: bytes, cancelled: Callable[[], bool]) -> tuple[WorkerSession[W], Callable[[], Any]]:
-        """Parses a request; returns its session and the call that makes the answer. Errors are those of `status_of`."""
+        """Parses a request. Returns its session and the function that computes the answer. Raises errors that
+        `status_of` converts."""
 
     @abstractmethod
     def _afterwards(self, work: W) -> None:
-        """Work of a session after its answer was sent."""
+        """Does the work of a session that its last answer did not depend on. `work`: state of the session."""
 
 
 class DraftWorkerService(WorkerService[DraftSession | TreeStreamSession]):
@@ -174,10 +175,10 @@ class DraftWorkerService(WorkerService[DraftSession | TreeStreamSession]):
     def _growth(
         self, session: WorkerSession[Any], act: Callable[[], bool], requests: Iterator[bytes], context: Any
     ) -> Iterator[Message]:
-        """Yields tree deltas after a request start and after each result, until the next request arrives.
+        """Yields the tree deltas that follow a request start and each result, until the client ends the stream.
 
         A background thread expands the tree without waiting for messages to be sent. Deltas that accumulate meanwhile
-        can be merged into one message.
+        can be merged into one message. `act`: function that executes the first request.
         """
         with closing(TreeDeltaQueue(lambda: self._grow(session, act, requests, context))) as grown:
             while True:
@@ -191,7 +192,8 @@ class DraftWorkerService(WorkerService[DraftSession | TreeStreamSession]):
     def _grow(
         self, session: WorkerSession[Any], act: Callable[[], bool], requests: Iterator[bytes], context: Any
     ) -> Iterator[TimedDelta]:
-        """Expands the tree and yields its deltas. Errors are those of `status_of`."""
+        """Executes the requests of a stream, expands the tree between them and yields its deltas. Raises errors that
+        `status_of` converts."""
         work, coming, start = session.state, RequestReader(requests, context), None
         while not coming.ended:
             with self.sessions.in_use(session):
@@ -237,7 +239,7 @@ class TargetWorkerService(WorkerService[VerifySession]):
     name, unary_method = TARGET_SERVICE, "VerifyDrafts"
 
     def __init__(self, about: ModelInfo, sessions: WorkerSessions[VerifySession], tokenizer: tuple[Path, ...]) -> None:
-        """`tokenizer`: the tokenizer files, which a client can read."""
+        """`tokenizer`: paths of the tokenizer files, which clients can read."""
         super().__init__(about, sessions)
         self._files = tokenizer
 
@@ -280,7 +282,8 @@ def _verified(result: VerifyResult) -> pb.VerifyAnswer:
 
 @contextmanager
 def errors_to_status(context: Any) -> Iterator[None]:
-    """Context of a call's work: ends the call with the status of an error that the client has to handle.
+    """Context manager for the work of a gRPC call: if an error occurs that the client has to handle, ends the call with
+    the status of that error.
 
     Other exceptions are internal errors, which gRPC logs.
     """

@@ -16,12 +16,12 @@ from swiftspec.config import EngineConfig
 from swiftspec.distributed.rpc.status import SessionGone, WorkerFull
 
 GONE_MESSAGE = "the session is gone: begin again from the tokens"
-IDLE_GRACE_S = 0.5  # seconds; longest wait for work that a session does after its answer
+IDLE_GRACE_S = 0.5  # seconds; longest wait for a session to finish the work that follows its answer
 ID_BYTES = 16  # drawn from a secure random generator, so that ids cannot be guessed
 
 
 class FairLock:
-    """Fair (FIFO) lock: a thread waits for at most one turn of each other thread."""
+    """Fair (FIFO) lock: while a thread waits, each other thread acquires the lock at most once."""
 
     def __init__(self) -> None:
         self._lock, self._taken = Lock(), False
@@ -38,7 +38,7 @@ class FairLock:
         turn.acquire()
 
     def try_acquire(self) -> bool:
-        """Acquires the lock if it is free, until `release`; returns whether it has."""
+        """Acquires the lock if it is free, and returns whether it has done so. The caller must then call `release`."""
         with self._lock:
             taken, self._taken = self._taken, True
             return not taken
@@ -49,7 +49,7 @@ class FairLock:
         self.release()
 
     def release(self) -> None:
-        """Passes the lock to the first waiter, or frees it."""
+        """Passes the lock to the first waiting thread, or frees it."""
         with self._lock:
             if self._waiting:
                 self._waiting.popleft().release()  # the lock itself stays taken
@@ -71,19 +71,20 @@ W = TypeVar("W", bound=SessionState)
 
 @dataclass(eq=False, slots=True)
 class WorkerSession(Generic[W]):
-    """Session of one client. The thread that works on it holds `lock`."""
+    """Session of one client. `lock`: held by the thread that executes a call of the session."""
 
     id: bytes
     state: W
-    last_used: float  # time of the last call
+    last_used: float  # time of the last call, in seconds of the sessions' clock
     lock: Lock = field(default_factory=Lock)
     ended: bool = False
     busy: float = 0.0  # seconds of forwards already reported in telemetry
-    last_answer: tuple[bytes, Any] | None = None  # the bytes of the last request, and its answer
+    last_answer: tuple[bytes, Any] | None = None  # last request as bytes, and its answer
 
 
 class WorkerSessions(Generic[W]):
-    """At most `max_sessions` sessions, with LRU eviction. An idle session ends after `idle_timeout_s` seconds."""
+    """The sessions of a worker: at most `max_sessions`, with LRU eviction. `sweep` ends sessions that have been idle
+    for more than `idle_timeout_s` seconds."""
 
     def __init__(
         self,
@@ -93,8 +94,10 @@ class WorkerSessions(Generic[W]):
         clock: Callable[[], float] = time.monotonic,
         on_end: Callable[[W], None] = lambda work: None,
     ) -> None:
-        """`make`: returns the state of a session with that config and its own KV cache; raises UserError if the config
-        exceeds the worker's memory. `on_end`: called with the state of each session that has ended.
+        """`make`: returns the state of a new session with that config and its own KV cache. Raises UserError if the
+        config exceeds the worker's memory.
+
+        `on_end`: called with the state of each session that has ended.
         """
         self._make, self._most, self._idle, self._clock, self._ended = make, max_sessions, idle_timeout_s, clock, on_end
         self._lock = Lock()
@@ -104,7 +107,7 @@ class WorkerSessions(Generic[W]):
         return len(self._sessions)
 
     def find(self, name: bytes) -> WorkerSession[W]:
-        """Returns the session with that id. Raises SessionGone if it does not exist."""
+        """Returns the session with the id `name`. Raises SessionGone if it does not exist."""
         with self._lock:
             session = self._sessions.get(name)
         if session is None:
@@ -113,7 +116,8 @@ class WorkerSessions(Generic[W]):
 
     @contextmanager
     def in_use(self, session: WorkerSession[W]) -> Iterator[None]:
-        """Context of a call in a session: holds its lock. Raises SessionGone if it has ended meanwhile."""
+        """Context manager for a call of a session: holds the session's lock. Raises SessionGone if the session has
+        ended."""
         with session.lock:
             if session.ended:
                 raise SessionGone(GONE_MESSAGE)
@@ -121,7 +125,8 @@ class WorkerSessions(Generic[W]):
             session.last_used = self._clock()
 
     def open(self, name: bytes, shape: EngineConfig) -> WorkerSession[W]:
-        """Returns the session if it exists with that config, else a new one. Raises WorkerFull."""
+        """Returns the session with the id `name` if it exists and has the config `shape`, otherwise a new session.
+        Raises WorkerFull if all sessions are in use."""
         with suppress(SessionGone):
             session = self.find(name)
             if session.state.shape == shape:
@@ -131,7 +136,7 @@ class WorkerSessions(Generic[W]):
             return self._create(shape)
         except (
             WorkerFull
-        ):  # a session may still be doing the work after its answer, which ends soon; others continue meanwhile
+        ):  # a session that still does the work after its answer becomes idle soon; other sessions continue meanwhile
             self._wait_for_idle_session()
             return self._create(shape)
 
@@ -144,7 +149,8 @@ class WorkerSessions(Generic[W]):
             return session
 
     def end(self, name: bytes) -> None:
-        """Ends a session and frees its memory after the call in progress. An unknown session is ignored."""
+        """Waits for the call in progress of a session, then ends the session and frees its memory. An unknown session
+        is ignored."""
         with self._lock:
             session = self._sessions.pop(name, None)
         if session is not None:
@@ -163,18 +169,18 @@ class WorkerSessions(Generic[W]):
             raise WorkerFull(f"all {self._most} sessions of this worker are at work: start it with more --max-sessions")
 
     def _wait_for_idle_session(self) -> None:
-        """Blocks until the least recently used session is idle, at most IDLE_GRACE_S."""
+        """Blocks until the least recently used session is idle, for at most IDLE_GRACE_S."""
         with self._lock:
             rested = self._by_last_use()
         if rested and rested[0].lock.acquire(timeout=IDLE_GRACE_S):
             rested[0].lock.release()
 
     def _by_last_use(self) -> list[WorkerSession[W]]:
-        """All sessions, least recently used first."""
+        """Returns all sessions, least recently used first."""
         return sorted(self._sessions.values(), key=lambda each: each.last_used)
 
     def _try_end(self, session: WorkerSession[W]) -> bool:
-        """Ends a session unless a call is in progress in it; returns whether it has."""
+        """Ends a session, unless a call of it is in progress. Returns whether it has ended the session."""
         if not session.lock.acquire(blocking=False):
             return False
         session.ended = True

@@ -65,7 +65,8 @@ def status_of(error: BaseException) -> tuple[Code, str] | None:
 
 
 def error_from_rpc(error: Any, peer: str) -> Exception:
-    """Returns the exception for a failed call. `error`: the `grpc.RpcError`. `peer`: name of the worker in messages."""
+    """Returns the exception to raise for `error`, the `grpc.RpcError` of a failed call. `peer`: name of the worker in
+    the exception's message."""
     code, details = error.code(), one_line(Exception(error.details() or error.code().name))
     if code == Code.NOT_FOUND:
         return SessionGone(f"{peer}: {details}")

@@ -16,9 +16,9 @@ POLL_S = 1.0  # seconds between two checks whether the queue was closed
 
 
 class TreeDeltaQueue:
-    """Runs `grow` in a background thread until it ends or `close` is called.
+    """Queue that a background thread fills with the deltas of `grow`, until `grow` ends or `close` is called.
 
-    Sending a message delays the expansion only for the serialization, which holds the interpreter.
+    Sending a message delays the expansions only while the message is serialized, because serialization holds the GIL.
     """
 
     def __init__(self, grow: Callable[[], Iterable[TimedDelta]]) -> None:
@@ -29,10 +29,11 @@ class TreeDeltaQueue:
         Thread(target=self._run, args=(grow,), name="growth", daemon=True).start()
 
     def take(self, *, join: Callable[[], bool]) -> list[TimedDelta]:
-        """Blocks until there are new deltas and returns them; an empty list means that the stream has ended.
+        """Blocks until there are new deltas and returns them. Returns an empty list if `grow` has ended, and raises its
+        exception if it has failed.
 
-        `join` decides whether the deltas of one round are merged. It is evaluated only once a delta exists, because the
-        request that determines it may not be open earlier. Raises the exception of `grow`.
+        `join`: returns whether the deltas of one round are merged. It is called only once a delta exists, because its
+        answer depends on the open request.
         """
         told: list[TimedDelta] = []
         while not self._ended:
@@ -49,7 +50,7 @@ class TreeDeltaQueue:
         return _merge(told) if told and join() else told
 
     def close(self) -> None:
-        """Stops the thread at its next delta; the remaining deltas are discarded."""
+        """Stops the thread at its next delta. Deltas in the queue are discarded."""
         self._closed = True
 
     def _run(self, grow: Callable[[], Iterable[TimedDelta]]) -> None:

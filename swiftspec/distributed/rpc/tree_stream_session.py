@@ -14,7 +14,8 @@ from swiftspec.tree.replica import TreeDelta
 
 
 class TreeStreamSession:
-    """Requests of one client, sequentially. A failure ends the request, which the client may open again.
+    """Session of one client on a draft worker that streams tree deltas, for requests one after another. An error ends
+    the current request, which the client may open again.
 
     `openings`: number of requests so far, from which a stream detects that another request has replaced its own.
     `open`, `observe` and `grow` return whether the tree may be expanded further before the next result.
@@ -28,7 +29,8 @@ class TreeStreamSession:
         bounds: ModelLimits,
         pause: CancelCheck,
     ) -> None:
-        """`led`: the drafter on all ranks of its group. `pause`: cancellation check of its runner during prefill."""
+        """`led`: `drafter` as its group's leader runs it, on all ranks of the group. `pause`: cancellation check of the
+        drafter's runner during prefill."""
         self.shape = shape
         self.openings = 0
         self._grown: list[TreeDelta] = []
@@ -43,7 +45,8 @@ class TreeStreamSession:
 
     @property
     def free(self) -> bool:
-        """Whether the tree is expanded until the next result arrives; deltas of a round may then be merged."""
+        """Whether the tree is expanded until the next result arrives, instead of d times. Deltas of a round may then be
+        merged."""
         return self._feed.free
 
     def open(self, start: RequestStart, cancelled: Callable[[], bool]) -> bool:
@@ -57,19 +60,20 @@ class TreeStreamSession:
         return True
 
     def observe(self, result: VerifyResult) -> bool:
-        """Applies a result, possibly of several merged rounds. Raises ValueError if it does not fit the position."""
+        """Applies a result, possibly of several merged rounds. Raises ValueError if the result does not fit the state
+        of the request."""
         self._request.advance(result)
         with self._request.close_on_error():
             self._feed.observe(result)
         return True
 
     def grow(self) -> bool:
-        """Expands the tree once, or by the d expansions that are due."""
+        """Expands the tree once if `free`, otherwise d times unless that was done in this round."""
         self._request.require_open()
         with self._request.close_on_error():
             return self._feed.grow()
 
     def take(self) -> list[TreeDelta]:
-        """Returns the deltas since the previous call."""
+        """Returns the tree deltas since the previous call of `take`."""
         grown, self._grown = self._grown, []
         return grown

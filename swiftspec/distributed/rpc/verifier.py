@@ -1,4 +1,4 @@
-"""Verifier whose model runs on a worker. It keeps the verified tokens, so that a restarted worker can prefill them."""
+"""Verifier whose model runs on a worker. It stores the verified tokens, so that a restarted worker can prefill them."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ from swiftspec.messages import Proposal, RequestStart, VerifyResult
 from swiftspec.observe.rpc_latency import RpcLog
 from swiftspec.runtime.verifier import PendingVerification
 
-PREFILL_TIMEOUT_FACTOR = 10.0  # timeout of a prefill, in timeouts of a round
+PREFILL_TIMEOUT_FACTOR = 10.0  # timeout of a prefill, as a multiple of the timeout of a round
 RETRY_DELAY_S = 0.2  # seconds between two attempts to reach a lost worker
 POLL_S = 2e-3  # seconds between two calls of `while_waiting`
 
 
 class GrpcVerifier:
-    """Verifier on a worker, and its own `PendingVerification`, since there is one verification at a time.
+    """Verifier on a worker. It is its own `PendingVerification`, since there is one verification at a time.
 
-    If the worker is lost, the round is repeated until the deadline: a worker that has already verified it returns the
-    same answer; a restarted worker first receives all tokens so far. The request ends with a UserError at the deadline
-    or if the worker refuses it.
+    If the worker is lost, the round is repeated until the deadline: a worker that has already verified the proposal
+    returns the same answer, and a restarted worker first receives all tokens so far. Raises UserError at the deadline,
+    or if the worker refuses the request.
 
     `while_waiting`: called periodically while `wait` blocks.
     `rpc_log`: latency records of all answers.
@@ -62,7 +62,7 @@ class GrpcVerifier:
         try:
             self._state.open(start)
         except ValueError as error:
-            raise UserError(f"{self._connection.peer} cannot be told of this request: {error}") from None
+            raise UserError(f"this request cannot be sent to {self._connection.peer}: {error}") from None
         self._opening, self._verified = start, list(start.tokens)
         self._deadline = time.monotonic() + PREFILL_TIMEOUT_FACTOR * self._timeout
         while True:
@@ -78,7 +78,7 @@ class GrpcVerifier:
         return self
 
     def wait(self) -> VerifyResult:
-        known, read_again = True, False  # whether the worker has the request; whether it was reopened
+        known, read_again = True, False  # whether the worker has the request open; whether it was reopened
         while True:
             try:
                 if not known:
@@ -90,7 +90,7 @@ class GrpcVerifier:
             except SessionGone as error:
                 self._cancel_stream()
                 if read_again:
-                    raise UserError(f"{error}; it has too few sessions for all who ask") from None
+                    raise UserError(f"{error}; all sessions of the worker are in use") from None
                 self._deadline = time.monotonic() + PREFILL_TIMEOUT_FACTOR * self._timeout
                 known, read_again = False, True
             except WorkerLost as error:
@@ -100,7 +100,7 @@ class GrpcVerifier:
         pass  # the worker settles after its answer
 
     def close(self) -> None:
-        """Ends the request. The session and its KV cache stay for the next one."""
+        """Ends the request. The session and its KV cache stay for the next request."""
         if self._stream is not None:
             self._stream.close()
             self._stream = None
@@ -120,7 +120,7 @@ class GrpcVerifier:
         try:
             message = request_start_to_proto(start, self._shape, self._worker)
         except ValueError as error:
-            raise UserError(f"{self._connection.peer} cannot be told of this request: {error}") from None
+            raise UserError(f"this request cannot be sent to {self._connection.peer}: {error}") from None
         self._send(pb.VerifyRequest(session=self._session, opening=message))
         answer = self._recv()
         self._session = answer.session
@@ -138,7 +138,7 @@ class GrpcVerifier:
             self._state.advance(result)
         except ValueError as error:
             self._cancel_stream()
-            raise UserError(f"{self._connection.peer} sent what is no result of ours: {error}") from None
+            raise UserError(f"{self._connection.peer} sent an invalid result: {error}") from None
         self._proposal_sent = False
         self._verified += result.tokens
         return result
@@ -150,7 +150,8 @@ class GrpcVerifier:
         self._stream.send(message)
 
     def _recv(self, meanwhile: Callable[[], None] | None = None) -> pb.VerifyAnswer:
-        """Receives the next answer. Raises UserError at the deadline, and the errors of `MessageStream.recv`."""
+        """Returns the next answer. Raises UserError at the deadline, and the errors of `MessageStream.recv`.
+        `meanwhile`: called periodically while the call blocks."""
         assert self._stream is not None, "nothing was asked"
         while True:
             left = self._deadline - time.monotonic()

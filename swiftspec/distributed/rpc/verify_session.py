@@ -13,7 +13,8 @@ from swiftspec.runtime.verifier import Verifier
 
 
 class VerifySession:
-    """Requests of one client, sequentially. A failure ends the request, which the client may open again."""
+    """Session of one client on a target worker, for requests one after another. An error ends the current request,
+    which the client may open again."""
 
     def __init__(self, verifier: Verifier, shape: EngineConfig, bounds: ModelLimits, pause: CancelCheck) -> None:
         """`pause`: cancellation check of the verifier's runner during prefill."""
@@ -36,7 +37,7 @@ class VerifySession:
             return self._verifier.open(start)
 
     def verify(self, proposal: Proposal) -> VerifyResult:
-        """Verifies a proposal. Raises StaleRound on an earlier round."""
+        """Verifies a proposal and returns the result. Raises StaleRound if the proposal's round is already verified."""
         self._request.require_open()
         if proposal.round <= self._round:
             raise StaleRound(f"round {proposal.round} is over: round {self._round + 1} is next")
@@ -49,7 +50,7 @@ class VerifySession:
         return result
 
     def settle(self) -> None:
-        """Commits the last accepted path to the prefix, once per round."""
+        """Commits the last accepted path to the prefix, unless that was done already."""
         if not self._settled:
             self._settled = True
             self._verifier.settle()

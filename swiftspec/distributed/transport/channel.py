@@ -1,7 +1,7 @@
-"""Point-to-point channels between two ranks, of the same or of different groups.
+"""Point-to-point channels between two ranks, of the same group or of different groups.
 
-No collective spans both groups, so a lost peer ends its own channel only. A receiver can block without limit; a
-collective would run into its timeout.
+Target group and draft group exchange messages through a channel, not by a collective: a lost peer ends only its own
+channel, and a receiver can block without limit, where a collective would run into its timeout.
 """
 
 from __future__ import annotations
@@ -18,23 +18,28 @@ from swiftspec.distributed.transport.tcp import Listener, connect
 
 
 class Channel(Protocol):
-    """Ordered messages of an opcode and 32-bit words. Every call raises ConnectionError once the peer is gone."""
+    """Bidirectional channel of ordered messages, each an opcode and a list of 32-bit words. Every call raises
+    ConnectionError once the peer is gone."""
 
     peer: str  # name of the peer in messages to the user
 
     def send(self, kind: int, words: Sequence[int] = ()) -> None:
-        """Sends a message; returns before the peer has read it."""
+        """Sends a message with opcode `kind`; returns before the peer has read it."""
         ...
 
     def recv(self, timeout: float | None = None) -> tuple[int, Words]:
-        """Receives the next message; None blocks without limit. Raises TimeoutError; a later call can still succeed."""
+        """Returns opcode and words of the next message. Raises TimeoutError if it does not arrive within `timeout`
+        seconds (None: no limit); the call can then be repeated."""
         ...
 
     def recv_or_reply(self, reply: Any, asks: int, answers: int, note: int) -> tuple[int, Words, bool]:
-        """Receives the next message and, if the channel can, replies to it in native code, before Python sees it.
+        """Returns opcode and words of the next message, and whether native code has replied to it already.
 
-        A message with opcode `asks` that `reply` matches is answered with a message of opcode `answers`, whose first
-        word is `note`. The last value returned is whether that has happened.
+        `reply`: native object returned by `LocalDrafter.fast_reply`, which computes a reply or leaves the message to
+        Python.
+        `asks`: opcode of the messages that may be replied to.
+        `answers`: opcode of a reply. `note`: first word of a reply.
+        A channel without native code never replies.
         """
         ...
 
@@ -42,10 +47,12 @@ class Channel(Protocol):
 
 
 def accept(store: Store, key: str, peer: str, *, host: str | None, spin: bool, timeout: float) -> Channel:
-    """Opens a channel and blocks until a peer calls `dial` with the same key.
+    """Opens a channel and blocks until the peer calls `dial` with the same key.
 
+    `peer`: name of the peer in messages to the user.
     `host`: this machine's address, or None if both ranks are on one machine and use shared memory.
-    `spin`: whether a waiting rank may spin, because each rank of the machine has a core of its own.
+    `spin`: whether a rank that waits at shared memory busy-waits, for which every rank of the machine must have its own
+    core.
     Raises OSError if the peer does not connect within `timeout` seconds.
     """
     if host is None:
@@ -58,7 +65,11 @@ def accept(store: Store, key: str, peer: str, *, host: str | None, spin: bool, t
 
 
 def dial(store: Store, key: str, peer: str, *, spin: bool, timeout: float) -> Channel:
-    """Connects to the rank that calls `accept` with the same key."""
+    """Opens a channel to the rank that calls `accept` with the same key. Other parameters are those of `accept`.
+
+    Raises OSError if the connection fails or takes longer than `timeout` seconds, and RuntimeError if the other rank
+    does not call `accept` within the timeout of `store`.
+    """
     kind, _, where = store.get(key).decode().partition(" ")
     if kind == "shared":
         return SharedMemoryChannel(where, 1, peer, spin=spin, timeout=timeout)

@@ -13,18 +13,19 @@ from swiftspec.messages import DraftProbs, Proposal, RequestStart, VerifyResult
 from swiftspec.params import SamplingParams
 
 Words = list[int]  # flat; each is a 32-bit integer
-MAX_REASON_CHARS = 200  # characters of an error message that quotes what a peer has sent
+MAX_REASON_CHARS = 200  # longest quotation of a peer's data in an error message, in characters
 Message = RequestStart | Proposal | VerifyResult | int
 
 
 def pack_message(message: Message) -> Words:
     """Packs a message; `unpack_request_start`, `unpack_proposal` and `unpack_result` are the inverses.
 
-    RequestStart: request, prompt_len, count, tokens, then the remaining fields as JSON: its length in bytes, and the
-    bytes, four per word.
-    Proposal: request, round, prefix_len, count, tokens, parents, then, for sampled children, the draft distributions:
-    tokens, and the bits of the float32 probabilities.
-    VerifyResult: request, round, prefix_len, count, path, tokens.
+    RequestStart: request, prompt_len, number of tokens, tokens, then the remaining fields as JSON text: its length in
+    bytes, and the bytes, four per word.
+    Proposal: request, round, prefix_len, number of nodes, tokens, parents, then, for sampled children, the draft
+    distributions: tokens, and the bits of the float32 probabilities.
+    VerifyResult: request, round, prefix_len, number of nodes, path, tokens.
+    int: the number itself.
     """
     match message:
         case RequestStart():
@@ -85,14 +86,12 @@ def unpack_request_start(flat: Words) -> RequestStart:
         told = json.loads(words_to_bytes(rest[1:])[: rest[0]])
         steps, kept, sampling = str(told["steps"]), _kept(told["kept"]), _sampling(told["sampling"])
     except (ValueError, TypeError, KeyError, AttributeError, ArithmeticError, RecursionError, UserError) as error:
-        raise ValueError(
-            f"a request start's sampling parameters make no sense ({str(error)[:MAX_REASON_CHARS]})"
-        ) from None
+        raise ValueError(f"a request start has invalid sampling parameters ({str(error)[:MAX_REASON_CHARS]})") from None
     return RequestStart(request, tuple(tokens), sampling, prompt_len, steps, kept)
 
 
 def _kept(counts: Any) -> tuple[int, ...] | None:
-    """Checks the number of cached tokens per sequence; None if the sender has not chosen it."""
+    """Returns the validated number of cached tokens per sequence; None if the sender has not chosen it."""
     if counts is None:
         return None
     if isinstance(counts, list) and len(counts) <= 2 and all(type(n) is int and 0 <= n < 2**31 for n in counts):
@@ -101,7 +100,8 @@ def _kept(counts: Any) -> tuple[int, ...] | None:
 
 
 def _sampling(values: dict[str, Any]) -> SamplingParams:
-    """Rebuilds the parameters from `dataclasses.asdict` after JSON, which turns integer keys into strings."""
+    """Returns the sampling parameters for the decoded JSON of `dataclasses.asdict`, in which the integer keys of
+    `logit_bias` are strings."""
     if len(values) != len(fields(SamplingParams)):
         raise ValueError("some are missing")
     bias = {int(token): value for token, value in values["logit_bias"].items()}
@@ -109,7 +109,8 @@ def _sampling(values: dict[str, Any]) -> SamplingParams:
 
 
 def single_word(flat: Words, what: str) -> int:
-    """The value of a message that consists of a single word."""
+    """Returns the only word of a message. Raises ValueError, with `what` as the name of the message, if the message has
+    more or fewer words."""
     if len(flat) != 1:
         raise ValueError(f"a {what} of {len(flat)} words is not one number")
     return flat[0]
@@ -121,7 +122,8 @@ def text_to_words(text: str) -> Words:
 
 
 def words_to_text(words: Words) -> str:
-    """Decodes `text_to_words` as one line: unprintable characters become blanks, trailing blanks are removed."""
+    """Decodes words of `text_to_words` into one line: unprintable characters become blanks, trailing blanks are
+    removed."""
     text = words_to_bytes(words).decode(errors="replace")
     return "".join(character if character.isprintable() else " " for character in text).rstrip()
 
@@ -132,7 +134,7 @@ def bytes_to_words(data: bytes) -> Words:
 
 
 def words_to_bytes(words: Words) -> bytes:
-    """The inverse of `bytes_to_words`; the padding is kept."""
+    """Returns the bytes that `bytes_to_words` has packed, with the padding at their end."""
     return np.array(words, np.int32).tobytes()
 
 

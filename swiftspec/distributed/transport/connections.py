@@ -22,8 +22,8 @@ CONNECT_TIMEOUT_S = 60.0  # seconds; all ranks have just passed the startup barr
 class Connections:
     """Channels of one rank.
 
-    A follower is connected to its leader, a leader to its followers. The two leaders are connected to each other:
-    `draft_leader` is set on the target's leader and `target_leader` on the draft's.
+    A follower is connected to its leader, and a leader to its followers. If there is a draft group, the two leaders are
+    connected to each other: `draft_leader` is set on the target's leader, and `target_leader` on the draft's leader.
     """
 
     leader: Channel | None = None
@@ -33,7 +33,8 @@ class Connections:
 
     @staticmethod
     def connect(world: World, plan: EngineConfig) -> Connections:
-        """Connects this rank. All ranks call it at about the same time; raises RankLost if a peer does not connect."""
+        """Connects this rank to its peers and returns the channels. Raises RankLost if a peer does not connect within
+        CONNECT_TIMEOUT_S, so all ranks have to call it at about the same time."""
         here, links, store, spin = RankRole.of(world.rank, plan), Connections(), world.store, world.spin
         first = world.rank - here.group_rank
         try:
@@ -55,7 +56,7 @@ class Connections:
         return links
 
     def broadcast_value(self, value: int) -> int:
-        """Returns rank 0's value on all ranks. Raises RankLost if the sending rank is gone or breaks the protocol."""
+        """Returns rank 0's value on all ranks. Raises RankLost if a peer is gone or sends an invalid message."""
         up = self.leader or self.target_leader
         try:
             if up is not None:
@@ -68,10 +69,13 @@ class Connections:
         return value
 
     def wait_ready(self, error: str | None, kinds: set[str]) -> set[str]:
-        """Reports to the leader that this rank and its followers have loaded, or `error`. Blocks only on leaders.
+        """Blocks until the ranks that this rank leads have loaded or failed, and reports to this rank's own leader
+        whether all of them, and this rank, have loaded.
 
-        `kinds`: names of the executors that this rank supports. Returns the names that all ranks of its group support,
-        as far as this rank knows. Raises UserError on rank 0 with the first error.
+        `error`: the reason why this rank has failed to load, or None.
+        `kinds`: names of the executors that this rank supports.
+        Returns the names of the executors that this rank and all its followers support. Raises UserError on rank 0 with
+        the error of a failed rank, and RankLost on the other ranks if their leader is gone.
         """
         for channel in self.followers:
             heard, theirs = _recv_ready(channel)
@@ -90,7 +94,7 @@ class Connections:
         return kinds
 
     def close(self, *, shutdown: bool) -> None:
-        """Closes all connections. With `shutdown`, first sends SHUTDOWN to the ranks that this one leads."""
+        """Closes all connections. With `shutdown`, first sends SHUTDOWN to the ranks that this rank leads."""
         for channel in (*self.followers, *([] if self.draft_leader is None else [self.draft_leader])):
             with contextlib.suppress(ConnectionError):  # the peer is gone already
                 if shutdown:
@@ -101,19 +105,21 @@ class Connections:
 
 
 def accept_draft_leader(world: World, timeout: float) -> Channel:
-    """The target leader's channel to the draft's leader. Raises OSError if the draft's leader does not connect."""
+    """Opens the target leader's channel to the draft's leader, and blocks until it is connected. Raises OSError if the
+    draft's leader does not connect within `timeout` seconds."""
     return accept(
         world.store, "bridge", "the draft group", host=_host(world), spin=world.spin, timeout=timeout
     )  # fmt: skip
 
 
 def _host(world: World) -> str | None:
-    """This machine's address for the other ranks, or None if all ranks are on one machine."""
+    """Returns the address at which the other ranks reach this machine, or None if all ranks are on one machine."""
     return None if world.one_machine else _address_towards(world.host)
 
 
 def _recv_ready(channel: Channel) -> tuple[str | None, set[str]]:
-    """Receives a rank's readiness: its error, or that of the connection, and the names of its executors."""
+    """Blocks until the rank at the other end of `channel` has loaded or failed. Returns the error, or None, and the
+    names of the executors that the rank supports. A lost connection is returned as an error."""
     try:
         kind, words = channel.recv()
     except ConnectionError as error:
@@ -122,7 +128,7 @@ def _recv_ready(channel: Channel) -> tuple[str | None, set[str]]:
 
 
 def _address_towards(host: str) -> str:
-    """The local address that the route to `host` uses. Sends no packet."""
+    """Returns the local IPv4 address from which packets to `host` are sent. Sends no packet itself."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((host, 1))
         return str(probe.getsockname()[0])

@@ -8,9 +8,9 @@ from enum import IntEnum
 class Opcode(IntEnum):
     """Opcode of a message between ranks.
 
-    READY to TRACE_RECORD are answers; at startup, READY also carries rank 0's value to the other ranks. The leader
-    sends PREFILL_CONTINUE before each prefill chunk; any other opcode at that point means that it has aborted the
-    request.
+    A rank sends READY to TRACE_RECORD (15 to 19) to the rank that leads it; all other opcodes are sent by the leading
+    rank. At startup, READY is also sent by the leading rank, with a value of rank 0. A leader sends PREFILL_CONTINUE to
+    its followers before each prefill chunk; any other opcode at that point means that it has aborted the request.
     """
 
     VERIFIER_OPEN = 1

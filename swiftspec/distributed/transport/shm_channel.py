@@ -1,4 +1,5 @@
-"""Channel through shared memory, between ranks of one machine. Takes microseconds; a socket takes tens of them."""
+"""Channel through shared memory, between ranks of one machine. A message takes microseconds, and tens of microseconds
+through a socket."""
 
 from __future__ import annotations
 
@@ -34,7 +35,7 @@ class SharedMemoryChannel:
         return kind, words
 
     def recv_or_reply(self, reply: Any, asks: int, answers: int, note: int) -> tuple[int, Words, bool]:
-        """Receives like `recv`; replies in native code if the opcode is `asks` and `reply` matches."""
+        """Receives like `recv`, without a timeout, and replies in native code, see `Channel.recv_or_reply`."""
         try:
             (kind, *words), answered = self._mailbox.recv_or_reply(reply, asks, answers, note, NO_TIMEOUT_S)
         except OSError as error:

@@ -14,10 +14,10 @@ import numpy as np
 from swiftspec.distributed.transport.codec import Words
 
 HEADER = struct.Struct("=II")  # opcode, number of words
-MAX_WORDS = 1 << 24  # 64 MiB, far more than any prompt: a larger count means a corrupt stream
-MIN_POLL_S = 1e-3  # seconds; socket timeout of a non-blocking receive
-AUTH_TIMEOUT_S = 2.0  # seconds for a client to send its token; other clients wait meanwhile
-SEND_TIMEOUT_S = 30.0  # seconds; a sender blocks only while the peer does not read
+MAX_WORDS = 1 << 24  # words per message (64 MiB), far more than any prompt has: a larger count means a corrupt stream
+MIN_POLL_S = 1e-3  # seconds; shortest socket timeout, since 0 would make the socket non-blocking
+AUTH_TIMEOUT_S = 2.0  # seconds that a client has to send its token; other clients wait meanwhile
+SEND_TIMEOUT_S = 30.0  # seconds; longest time that a send blocks while the peer does not read
 
 
 class TcpChannel:
@@ -32,13 +32,14 @@ class TcpChannel:
         self._usable = True
 
     def send(self, kind: int, words: Sequence[int] = ()) -> None:
-        """Sends a message; returns before the peer has read it."""
+        """Sends a message with opcode `kind`; returns before the peer has read it."""
         data = HEADER.pack(kind, len(words)) + np.array(words, np.int32).tobytes()
         self._sock.settimeout(SEND_TIMEOUT_S)
         self._checked_io(lambda: self._sock.sendall(data))
 
     def recv(self, timeout: float | None = None) -> tuple[int, Words]:
-        """Receives the next message; None blocks without limit. Raises TimeoutError; a later call can still succeed."""
+        """Returns opcode and words of the next message. Raises TimeoutError if it does not arrive within `timeout`
+        seconds (None: no limit); the call can then be repeated."""
         deadline = None if timeout is None else time.monotonic() + timeout
         looked = False
         while (message := self._pop_message()) is None:
@@ -51,7 +52,7 @@ class TcpChannel:
         return message
 
     def recv_or_reply(self, reply: Any, asks: int, answers: int, note: int) -> tuple[int, Words, bool]:
-        """Receives a message like `recv`. TCP has no native reply, so the last value is always False."""
+        """Receives like `recv`, without a timeout. Never replies in native code, so the last value is False."""
         return *self.recv(), False
 
     def close(self) -> None:
@@ -68,13 +69,13 @@ class TcpChannel:
         self._buffer += data
 
     def _pop_message(self) -> tuple[int, Words] | None:
-        """Removes the first message from the buffer if it is complete."""
+        """Removes and returns the first message in the buffer; returns None if it is incomplete."""
         if len(self._buffer) < HEADER.size:
             return None
         kind, count = HEADER.unpack_from(self._buffer)
         if count > MAX_WORDS:
             self._usable = False
-            raise ConnectionError(f"{self.peer} sent a message of {count} words: not one of ours")
+            raise ConnectionError(f"{self.peer} sent a message of {count} words: invalid")
         end = HEADER.size + 4 * count
         if len(self._buffer) < end:
             return None
@@ -90,7 +91,7 @@ class TcpChannel:
         except TimeoutError:
             self._usable = False
             raise ConnectionError(f"{self.peer} does not listen") from None
-        except OSError as error:  # messages that arrived earlier can still be read
+        except OSError as error:  # the channel stays usable: messages that arrived earlier can still be read
             raise ConnectionError(f"{self.peer} is gone ({error})") from None
         except BaseException:  # an interrupt may have left a partial message
             self._usable = False
@@ -98,7 +99,8 @@ class TcpChannel:
 
 
 class Listener:
-    """Listening socket for one peer, which authenticates with a random token from the store."""
+    """Listening socket for one peer, which authenticates with a random token. `address`: host, port and token, as
+    `connect` takes them."""
 
     def __init__(self, host: str) -> None:
         self._server = socket.create_server((host, 0))
@@ -106,7 +108,8 @@ class Listener:
         self.address = f"{host} {self._server.getsockname()[1]} {self._auth_token.hex()}"
 
     def accept(self, peer: str, timeout: float) -> TcpChannel:
-        """Accepts the client that sends the token and closes other connections. Raises TimeoutError."""
+        """Returns the channel to the client that sends the token; closes connections of other clients. Raises
+        TimeoutError if that client does not connect within `timeout` seconds."""
         end = time.monotonic() + timeout
         with self._server:
             while True:
@@ -119,7 +122,8 @@ class Listener:
 
 
 def connect(address: str, peer: str, timeout: float) -> TcpChannel:
-    """Connects to a `Listener`. `address`: host, port and token, separated by spaces."""
+    """Connects to the `Listener` at `address`: host, port and token, separated by spaces. Raises OSError if that fails
+    or takes longer than `timeout` seconds."""
     host, port, ticket = address.split()
     sock = socket.create_connection((host, int(port)), timeout)
     sock.sendall(bytes.fromhex(ticket))

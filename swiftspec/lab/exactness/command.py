@@ -1,6 +1,7 @@
 """`python -m swiftspec.exactness`: draws many answers with and without speculation and compares their distributions.
 
-Exit codes: 0 no difference found, 1 a difference was found or the draft was not used, 2 usage error.
+Exit codes: 0 no difference found; 1 a difference found, nothing tested because the draft was lost or none of its tokens
+accepted, or a runtime error; 2 usage error.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ is one of `python -m swiftspec.serve`, such as --model, --draft-model, --mode, -
 
 
 def main(argv: Sequence[str] | None = None, prog: str = "python -m swiftspec.exactness") -> int:
-    """Runs the command and returns its exit code. For several ranks: torchrun -m swiftspec.exactness ..."""
+    """Runs the command on this rank and returns its exit code. Several ranks: torchrun -m swiftspec.exactness ..."""
     return run_guarded(lambda first: _run(argv, first, prog))
 
 
@@ -74,7 +75,7 @@ def _run(argv: Sequence[str] | None, first: bool, prog: str) -> int:
 
 
 def _test(own: argparse.Namespace, settings: Settings, prompt: str) -> int:
-    """Builds both engines, runs all trials, prints the table and returns the exit code."""
+    """Builds an engine with and one without speculation, compares them, prints a table and returns the exit code."""
     from rich.console import Console
     from rich.progress import Progress
 
@@ -112,7 +113,11 @@ def _trials(
     prompt: str,
     progress: Progress,
 ) -> tuple[SampleVerdict | None, list[TextComparison]]:
-    """Compares the distributions, unless the request is greedy, then the texts that must be equal token by token."""
+    """Compares the engine with speculation, `tree`, with the one without, `plain`.
+
+    Returns the comparison of the sampled distributions (None for greedy requests), and the comparisons of the texts
+    that must be equal token by token. `tested` is the engine of `tree`, wrapped.
+    """
     from swiftspec.lab.exactness.trial import compare_samples, compare_texts
 
     plan = tree.llm.config

@@ -1,6 +1,7 @@
 """Two-sample tests on categorical data: chi-square test, Holm correction, total variation distance.
 
-Array shapes use c for the number of cells. Counts are the number of observations per cell.
+A cell is a category, or all rare categories together. A sample is represented by its counts, an array [c] with the
+number of observations in each of the c cells.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 MIN_CELL_COUNT = 10  # cells with fewer observations in both samples together are merged into one cell
-RESAMPLES = 1000
+RESAMPLES = 1000  # pairs of samples that estimate the noise of a total variation distance
 TAIL, Z = 0.025, 1.96  # probability on each side of a confidence interval, and its normal quantile
 Counts = NDArray[np.int64]
 
@@ -23,7 +24,8 @@ Counts = NDArray[np.int64]
 class Comparison:
     """Comparison of two samples of one quantity.
 
-    `p` is the probability of a difference at least this large if both samples have the same distribution.
+    `square`: chi-square statistic.
+    `p`: probability of a statistic at least this large if both samples have the same distribution.
     """
 
     name: str
@@ -31,12 +33,12 @@ class Comparison:
     square: float
     p: float
     apart: float  # total variation distance of the two samples
-    low: float  # the 95 % confidence interval of the distance of the distributions
-    high: float
+    low: float  # lower end of the 95 % confidence interval of the distance of the two distributions
+    high: float  # its upper end
 
 
 def compare(name: str, first: Sequence[Hashable], second: Sequence[Hashable], seed: int = 0) -> Comparison:
-    """Compares two samples. They may differ in size."""
+    """Compares two samples, which may differ in size. `seed`: of the resampling for the confidence interval."""
     a, b = pooled(first, second)
     square, p = chi_square(a, b)
     apart, low, high = total_variation(a, b, seed)
@@ -44,7 +46,8 @@ def compare(name: str, first: Sequence[Hashable], second: Sequence[Hashable], se
 
 
 def pooled(first: Sequence[Hashable], second: Sequence[Hashable]) -> tuple[Counts, Counts]:
-    """Counts both samples over the same cells. Rare values share the last cell."""
+    """Returns the counts [c] of both samples over the same cells. The last cell has all values with fewer than
+    MIN_CELL_COUNT observations in both samples together, if there are any."""
     one, other = Counter(first), Counter(second)
     often = sorted(
         (x for x in {*one, *other} if one[x] + other[x] >= MIN_CELL_COUNT), key=lambda x: (-one[x] - other[x], str(x))
@@ -58,7 +61,11 @@ def pooled(first: Sequence[Hashable], second: Sequence[Hashable]) -> tuple[Count
 
 
 def chi_square(a: Counts, b: Counts) -> tuple[float, float]:
-    """Chi-square statistic of homogeneity of two samples [c] and its p-value, with c - 1 degrees of freedom."""
+    """Returns the chi-square statistic of homogeneity of the counts `a` and `b` [c], and its p-value at c - 1 degrees
+    of freedom.
+
+    Returns (0, 1) if there are fewer than two cells.
+    """
     if len(a) < 2:
         return 0.0, 1.0
     ratio = (b.sum() / a.sum()) ** 0.5
@@ -73,10 +80,9 @@ def survival(square: float, freedom: int) -> float:
 
 
 def holm(p: Sequence[float]) -> list[float]:
-    """Holm-Bonferroni correction of p-values.
+    """Returns p-values after Holm-Bonferroni correction, in the given order.
 
-    Each returned value is the family-wise error rate at which that difference would just be reported. Source: Holm
-    1979.
+    A corrected p-value is the smallest family-wise error rate at which its test rejects. Source: Holm 1979.
     """
     out, worst = [0.0] * len(p), 0.0
     for rank, i in enumerate(sorted(range(len(p)), key=lambda i: p[i])):
@@ -86,13 +92,14 @@ def holm(p: Sequence[float]) -> list[float]:
 
 
 def total_variation(a: Counts, b: Counts, seed: int = 0) -> tuple[float, float, float]:
-    """Total variation distance of two samples [c], with a confidence interval of at least 95 % for their distributions.
+    """Returns (distance, low, high): the total variation distance of the counts `a` and `b` [c], and a confidence
+    interval of at least 95 % for the distance of the distributions that the samples were drawn from.
 
-    The distance of samples exceeds the distance of their distributions by at most the noise of both. The lower end is
-    therefore the sample distance less a quantile of the noise, estimated by resampling. The distance of the
-    distributions is their largest difference over all sets of cells. On the set that attains it the samples differ by
-    at most their distance, and chance moves that difference by at most half of 1 / sqrt(size) per sample, which gives
-    the upper end.
+    `low`: the distance of the counts exceeds that of the distributions by at most their sampling noise, so `low` is the
+    distance minus the 97.5 % quantile of the noise, estimated by resampling with `seed`.
+    `high`: the distance of the distributions is the largest difference in probability of any set of cells. The counts
+    differ on the set that attains it by at most their distance. The standard deviation of their difference is at most
+    `sqrt(1 / m + 1 / n) / 2` for samples of m and n observations, so `high` is the distance plus 1.96 times that.
     """
     dice, (m, n) = np.random.default_rng(seed), (int(a.sum()), int(b.sum()))
     p, q = a / m, b / n

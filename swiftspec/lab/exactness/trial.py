@@ -1,4 +1,4 @@
-"""Exactness trials: the same requests with and without speculation, and the comparison of their answers."""
+"""Exactness trials: run the same requests with and without speculation and compare the answers."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from swiftspec.engine import Completion
 from swiftspec.lab.exactness.statistics import Comparison, compare, holm
 from swiftspec.params import SamplingParams
 
-SIGNIFICANCE_LEVEL = 0.001  # probability that the test of an exact engine fails
+SIGNIFICANCE_LEVEL = 0.001  # probability that the statistical test rejects an exact engine
 Tick = Callable[[], None]
 
 
 class GeneratingEngine(Protocol):
-    """Protocol of an engine that answers requests."""
+    """Protocol of an engine that decodes whole requests."""
 
     def generate(self, prompt: Sequence[int], sampling: SamplingParams | None = None) -> Completion: ...
 
 
 @dataclass(slots=True)
 class CountingEngine:
-    """Wraps an engine and counts its accepted draft tokens. Without any, the trial has not tested speculation."""
+    """Engine wrapper that counts rounds and accepted draft tokens, to find out whether speculation was tested."""
 
     engine: GeneratingEngine
     rounds: int = 0
     accepted: int = 0
-    lost: str | None = None  # why the draft was not used in some request
+    lost: str | None = None  # reason why the drafter was lost, of the last request in which it was
 
     def generate(self, prompt: Sequence[int], sampling: SamplingParams | None = None) -> Completion:
         """Generates with the wrapped engine and adds up its statistics."""
@@ -39,7 +39,7 @@ class CountingEngine:
 
     @property
     def idle(self) -> str | None:
-        """Returns the reason why the answers did not exercise speculation, or None if they did."""
+        """Reason why the answers did not test speculation, or None if they did."""
         if self.lost is not None:
             return f"the drafter was lost ({self.lost})"
         return None if self.accepted else "no draft token was accepted"
@@ -47,7 +47,7 @@ class CountingEngine:
 
 @dataclass(frozen=True, slots=True)
 class SampleVerdict:
-    """Result of all comparisons of samples. `corrected` holds their p-values after Holm correction."""
+    """Result of comparing samples. `corrected`: p-value of each comparison after Holm correction."""
 
     comparisons: list[Comparison]
     corrected: list[float]
@@ -59,9 +59,10 @@ class SampleVerdict:
 
 @dataclass(frozen=True, slots=True)
 class TextComparison:
-    """Comparison of answers that must be equal token by token.
+    """Comparison of pairs of answers that must be equal token by token.
 
-    `parted` holds the position of the first difference of each pair that differs.
+    `requests`: number of pairs.
+    `parted`: index of the first token that differs, for each pair that differs.
     """
 
     name: str
@@ -77,10 +78,14 @@ def compare_samples(
     samples: int,
     tick: Tick,
 ) -> SampleVerdict:
-    """Draws `samples` continuations with each engine and compares each next token and each pair of successive tokens.
+    """Draws `samples` continuations of `prompt` with each engine, and compares the distributions of the token at each
+    position and of each two successive tokens.
 
-    No seed is used twice. `sampling.max_tokens` is the length of a continuation, at least 1. `tick` is called after
-    each request.
+    Every continuation has a seed of its own, from `sampling.seed` on.
+
+    `plain`, `tree`: the engines without and with speculation.
+    `sampling`: its `max_tokens` is the length of a continuation, at least 1.
+    `tick`: called after each request.
     """
     sampling = replace(sampling, ignore_eos=True, stop=(), stop_token_ids=())
     texts: list[list[list[int]]] = []
@@ -107,7 +112,11 @@ def compare_texts(
     sampling: SamplingParams,
     tick: Tick,
 ) -> TextComparison:
-    """Answers every prompt with both engines. Prompt i uses the seed `sampling.seed` + i."""
+    """Answers every prompt with both engines and compares the tokens. Prompt i has the seed `sampling.seed + i`.
+
+    `name`: name of the comparison.
+    `tick`: called after each prompt.
+    """
     parted = []
     for i, prompt in enumerate(prompts):
         asked = replace(sampling, seed=(sampling.seed + i) % 2**64)

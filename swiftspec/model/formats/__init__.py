@@ -1,4 +1,5 @@
-"""Quantisation formats, by the method in config.json. A new format is a module here and an entry in FORMATS."""
+"""Quantisation formats of checkpoints, by `quant_method` in config.json. A new format needs a module here and an entry
+in FORMATS."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ FORMATS = {"awq": Awq.of, "compressed-tensors": CompressedTensors.of}
 
 
 def format_of(config: ModelConfig) -> Format | None:
-    """The format of the quantised weights; None if all are dense. Raises UserError if it is not supported."""
+    """Returns the format of the quantised weights; None if all weights are dense. Raises UserError if the format is not
+    supported."""
     if not config.quantization:
         return None
     method = Fields(config.quantization, "quantization_config.").string("quant_method", "none")

@@ -17,7 +17,8 @@ from swiftspec.model.formats.int4 import Int4Weight, check, groups
 def from_awq(
     qweight: Tensor, qzeros: Tensor, scales: Tensor, group_size: int, bias: Tensor | None = None
 ) -> Int4Weight:
-    """Creates a weight from qweight [K, N/8], qzeros [K/g, N/8] and scales [K/g, N]."""
+    """Creates a weight from qweight [inputs, outputs / 8], qzeros [groups, outputs / 8] and scales [groups, outputs],
+    where groups = inputs / `group_size`."""
     return Int4Weight(qweight, scales, qzeros, group_size, bias, order="awq")
 
 
@@ -25,11 +26,11 @@ def from_awq(
 class Awq:
     """Reader of AWQ matrices."""
 
-    group_size: int  # g
+    group_size: int  # inputs that share a scale
 
     @staticmethod
     def of(data: Json) -> Awq:
-        """Parses config.json's `quantization_config`."""
+        """Parses config.json's `quantization_config`. Raises UserError if a feature is not supported."""
         fields = Fields(data, "quantization_config.")
         version = (fields.string("version", "") or fields.string("format", "") or "gemm").lower()
         if version != "gemm":

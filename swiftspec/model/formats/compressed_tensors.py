@@ -19,7 +19,8 @@ EIGHTS = -0x77777778  # eight nibbles of 8, the zero point of symmetric codes
 def from_pack_quantized(
     packed: Tensor, scale: Tensor, zero_point: Tensor | None, group_size: int, bias: Tensor | None = None
 ) -> Int4Weight:
-    """Creates a weight from packed [N, K/8], scale [N, K/g], and zero_point [N/8, K/g] or None.
+    """Creates a weight from packed [outputs, inputs / 8], scale [outputs, groups], and zero_point [outputs / 8, groups]
+    or None (symmetric codes), where groups = inputs / `group_size`.
 
     Codes and zero points are signed and stored with an offset of 8, which cancels in q - z.
     """
@@ -32,12 +33,12 @@ def from_pack_quantized(
 class CompressedTensors:
     """Reader of pack-quantized matrices."""
 
-    group_size: int  # g
+    group_size: int  # inputs that share a scale
     zero_point: bool  # whether the file has zero points
 
     @staticmethod
     def of(data: Json) -> CompressedTensors:
-        """Parses config.json's `quantization_config`."""
+        """Parses config.json's `quantization_config`. Raises UserError if a feature is not supported."""
         fields = Fields(data, "quantization_config.")
         found = fields.object("config_groups")
         if len(found.data) != 1:
@@ -67,7 +68,7 @@ class CompressedTensors:
 
 
 def _refuse(fields: Fields, group: Fields, weights: Fields) -> None:
-    """Raises UserError on features of this format that are not supported."""
+    """Raises UserError if the checkpoint uses a feature of this format that is not supported."""
     sparsity = fields.object("sparsity_config").string("format", "dense")
     kind, strategy = weights.string("type", "int"), weights.string("strategy", "group")
     order = weights.data.get("actorder")

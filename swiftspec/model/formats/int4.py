@@ -1,7 +1,4 @@
-"""Int4 weights: w = (q - z) * s, with one scale and one zero point per group of g inputs.
-
-Letters: N outputs, K inputs.
-"""
+"""Int4 weights: w = (q - z) * s, where each output has one scale s and one zero point z per group of inputs."""
 
 from __future__ import annotations
 
@@ -20,13 +17,14 @@ from swiftspec.model.formats.activation_quantization import quantized_matmul
 from swiftspec.model.weights import select
 
 GROUP_SIZES = (32, 64, 128)
-AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # nibble i of an int32 holds this one of its eight columns
+AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # nibble i of an int32 contains column AWQ_ORDER[i] of its eight
 Order = Literal["outputs", "awq", "inputs"]
 _IN_ORDER = tuple(range(8))
 
 
 def check(method: str, bits: int, group_size: int) -> int:
-    """Returns the group size. Raises UserError if it or the number of bits is not supported."""
+    """Returns `group_size`. Raises UserError if it or the number of bits is not supported. `method`: named in the
+    error."""
     if bits != 4:
         raise UserError(f"{method} with {bits} bits is not supported; only 4 is")
     if group_size not in GROUP_SIZES:
@@ -35,14 +33,16 @@ def check(method: str, bits: int, group_size: int) -> int:
 
 
 def groups(tensors: Source, module: str, rows: int, columns: int, group_size: int) -> int:
-    """Number of groups of a matrix's inputs. Raises UserError if the matrix does not divide into groups."""
+    """Returns the number of groups that the inputs of the matrix [rows, columns] of `module` have. Raises UserError if
+    `group_size` does not divide the columns, or 8 the rows."""
     if rows % 8 or columns % group_size:
         raise UserError(f"{tensors.folder}: {module} [{rows}, {columns}] does not divide into int4 groups")
     return columns // group_size
 
 
 def unpack_int4(words: Tensor, order: Sequence[int] = _IN_ORDER) -> Tensor:
-    """int32 [R, C/8] -> uint8 [R, C]; nibble i (from the low end) of an int32 contains column order[i]."""
+    """Unpacks int4 codes: int32 [rows, columns / 8] -> uint8 [rows, columns]. Nibble i (0: the lowest) of an int32
+    contains column order[i] of its eight."""
     shifts = torch.empty(8, dtype=torch.int32, device=words.device)
     shifts[list(order)] = torch.arange(0, 32, 4, dtype=torch.int32, device=words.device)
     codes = (words.unsqueeze(-1) >> shifts).bitwise_and_(15)
@@ -50,7 +50,7 @@ def unpack_int4(words: Tensor, order: Sequence[int] = _IN_ORDER) -> Tensor:
 
 
 def pack_int4(codes: Tensor, order: Sequence[int] = _IN_ORDER) -> Tensor:
-    """The inverse of `unpack_int4`: uint8 [R, C] in 0..15 -> int32 [R, C/8]."""
+    """Packs int4 codes, the inverse of `unpack_int4`: uint8 [rows, columns] in 0..15 -> int32 [rows, columns / 8]."""
     groups = codes.view(codes.shape[0], -1, 8)
     words = torch.zeros(groups.shape[:2], dtype=torch.int32, device=codes.device)
     for nibble, column in enumerate(order):
@@ -59,7 +59,8 @@ def pack_int4(codes: Tensor, order: Sequence[int] = _IN_ORDER) -> Tensor:
 
 
 def _runs(index: Tensor, width: int) -> Tensor:
-    """Indices of the aligned runs of length `width` that `index` consists of; -1 for runs of -1."""
+    """Returns the index of each run of `index`, which consists of runs of `width` consecutive numbers that start at a
+    multiple of `width`, or of runs of -1, whose index is -1."""
     rows = index.view(-1, width)
     runs = rows[:, 0] // width
     whole = torch.where(runs.unsqueeze(1) < 0, -1, runs.unsqueeze(1) * width + torch.arange(width))
@@ -69,27 +70,29 @@ def _runs(index: Tensor, width: int) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Int4Weight:
-    """Int4 matrix in the packed layout of its file, so that loading computes nothing before `pack`.
+    """Int4 matrix in the layout of its checkpoint, which is converted only when a backend packs it. In shapes, groups =
+    inputs / `group_size`.
 
-    `order`: layout of the tensors. "outputs": packed along N, with K outside, as the field comments describe; a shard
-    of the outputs is a range of columns of every tensor (in groups of eight), a shard of the inputs a range of rows (in
-    quantisation groups). "awq": the same, but nibble i of an int32 is output 8c + AWQ_ORDER[i]. "inputs": packed [N,
-    K/8], scales [N, K/g], zeros [N/8, K/g], where an int32 has eight consecutive inputs or outputs.
+    `order`: layout of the tensors.
+    "outputs": as the field comments describe, with eight outputs per int32.
+    "awq": like "outputs", but nibble i of column c is output 8c + AWQ_ORDER[i].
+    "inputs": packed [outputs, inputs / 8] with eight consecutive inputs per int32, scales [outputs, groups], zeros
+    [outputs / 8, groups] with eight consecutive outputs per int32.
     """
 
-    packed: Tensor  # [K, N/8] int32, nibble i of column c is output 8c + i
-    scales: Tensor  # [K/g, N]
-    zeros: Tensor  # [K/g, N/8] int32, packed like the codes
-    group_size: int
-    bias: Tensor | None = None  # [N], including the outputs in `rest`
+    packed: Tensor  # [inputs, outputs / 8] int32, nibble i of column c is the code of output 8c + i
+    scales: Tensor  # [groups, outputs]
+    zeros: Tensor  # [groups, outputs / 8] int32, packed like the codes
+    group_size: int  # inputs per group
+    bias: Tensor | None = None  # [outputs], including the outputs in `rest`
     rounds: bool = False  # whether activations are quantised to int8 for the product
     order: Order = "outputs"
     rest: tuple[Int4Weight, ...] = ()  # matrices with further outputs, in the same `order`
 
     @staticmethod
     def of(dense: Tensor, group: int, bias: Tensor | None = None) -> Int4Weight:
-        """Quantises a dense matrix [N, K], where N is a multiple of 8 and K of `group`. The codes of a group span its
-        minimum (at most 0) to its maximum (at least 0)."""
+        """Quantises a dense matrix [outputs, inputs]; outputs must be a multiple of 8, inputs of `group`. The codes
+        0..15 of a group represent values from min(smallest, 0) to max(largest, 0)."""
         outputs, inputs = dense.shape
         packed = torch.empty(outputs, inputs // 8, dtype=torch.int32)
         scales = torch.empty(outputs, inputs // group, dtype=torch.bfloat16)
@@ -107,23 +110,24 @@ class Int4Weight:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """(N, K)."""
+        """(outputs, inputs), including the outputs in `rest`."""
         rows, words = self.packed.shape
         outputs, inputs = (rows, 8 * words) if self.order == "inputs" else (8 * words, rows)
         return outputs + sum(part.shape[0] for part in self.rest), inputs
 
     @property
     def _across(self) -> int:
-        """The dimension of the outputs."""
+        """The dimension of `packed`, `scales` and `zeros` along which outputs lie."""
         return 0 if self.order == "inputs" else 1
 
     @property
     def parts(self) -> tuple[Int4Weight, ...]:
-        """The parts of the matrix along the outputs, each with an empty `rest`."""
+        """The matrix divided along the outputs: this one and those in `rest`, each without bias and with an empty
+        `rest`."""
         return (replace(self, rest=(), bias=None), *self.rest)
 
     def joined(self) -> Int4Weight:
-        """The same matrix with an empty `rest`."""
+        """Returns the same matrix with an empty `rest`, whose tensors are concatenated to its own."""
         if not self.rest:
             return self
         tensors = zip(*((part.packed, part.scales, part.zeros) for part in self.parts))
@@ -131,14 +135,14 @@ class Int4Weight:
         return replace(self, packed=packed, scales=scales, zeros=zeros, rest=())
 
     def to(self, device: torch.device | str) -> Int4Weight:
-        """The same matrix on a device."""
+        """Returns the matrix with codes, scales and zero points on `device`. The bias is not copied."""
         packed, scales, zeros = (tensor.to(device) for tensor in (self.packed, self.scales, self.zeros))
         return replace(
             self, packed=packed, scales=scales, zeros=zeros, rest=tuple(part.to(device) for part in self.rest)
         )
 
     def plain(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Codes [K, N] uint8, scales [K/g, N] and zeros [K/g, N] uint8."""
+        """Returns codes [inputs, outputs] uint8, scales [groups, outputs] and zero points [groups, outputs] uint8."""
         weight = self.joined()
         order = AWQ_ORDER if self.order == "awq" else _IN_ORDER
         if self.order == "inputs":
@@ -146,7 +150,7 @@ class Int4Weight:
         return unpack_int4(weight.packed, order), weight.scales, unpack_int4(weight.zeros, order)
 
     def in_order(self) -> Int4Weight:
-        """The same matrix in the order "outputs", with an empty `rest`."""
+        """Returns the same matrix in the order "outputs", with an empty `rest`."""
         weight = self.joined()
         if weight.order == "outputs":
             return weight
@@ -155,7 +159,7 @@ class Int4Weight:
         return replace(weight, packed=packed, scales=scales.contiguous(), zeros=zeros, order="outputs")
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
-        """[N, K] in `dtype`: (q - z) * s, rounded once."""
+        """Returns the dense matrix [outputs, inputs] in `dtype`: (q - z) * s, rounded once."""
         wide = torch.float64 if dtype == torch.float64 else torch.float32
         codes, scales, zeros = self.plain()
         weight = codes.to(wide, copy=True).unflatten(0, (-1, self.group_size))
@@ -163,7 +167,7 @@ class Int4Weight:
         return weight.flatten(0, 1).T.contiguous().to(dtype)
 
     def product(self, device: torch.device | str) -> Callable[[Tensor], Tensor] | None:
-        """See `Weight.product`."""
+        """Returns the product with int8 activations if `rounds` is set, otherwise None; see `Weight.product`."""
         if not self.rounds:
             return None
         codes, scales, zeros = (tensor.to(device, torch.float32).contiguous() for tensor in self.plain())
@@ -172,7 +176,7 @@ class Int4Weight:
         return partial(quantized_matmul, codes=codes, scales=scales, zeros=zeros, bias=bias)
 
     def outputs(self, index: Tensor) -> Int4Weight:
-        """See `Weight.outputs`; the index consists of aligned runs of eight."""
+        """See `Weight.outputs`. `index` consists of runs of eight outputs that start at a multiple of eight."""
         weight, across, eights = self.joined(), self._across, _runs(index, 8)
         packed = select(weight.packed, across, index if self.order == "inputs" else eights)
         scales, zeros = select(weight.scales, across, index), select(weight.zeros, across, eights)
@@ -193,7 +197,8 @@ class Int4Weight:
         return replace(first, rest=tuple(rest), bias=bias)
 
     def regroup(self, group_size: int) -> Int4Weight:
-        """The same matrix in smaller groups, with repeated scales and zero points."""
+        """Returns the same matrix in smaller groups, with repeated scales and zero points. `group_size` must divide the
+        present one."""
         times, rest = divmod(self.group_size, group_size)
         assert rest == 0
         if times == 1:

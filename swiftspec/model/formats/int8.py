@@ -1,4 +1,4 @@
-"""Quantisation at load. Int8 weights are w = q s, with one scale per output and group of inputs."""
+"""Quantisation at load. An int8 weight is w = q * s, where each output has one scale s per group of inputs."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ GROUPS = (128, 64, 32)  # supported group sizes, the largest first
 
 
 def group_of(inputs: int) -> int | None:
-    """Largest supported group size that divides the inputs, or None."""
+    """Returns the largest supported group size that divides `inputs`, or None if no supported size does."""
     return next((size for size in GROUPS if inputs % size == 0), None)
 
 
 @dataclass(frozen=True, slots=True)
 class LoadTimeQuantization:
-    """Selects what is quantised at load. A dense LM head is quantised if its shape allows it; activations for an int8
-    head are quantised to int8, too."""
+    """What is quantised at load. A dense LM head is quantised to the format `head` if its shape allows it. An int8 head
+    always takes int8 activations."""
 
-    activations: bool = False  # activations to int8, for products with int4 weights
-    head: Literal["int8", "int4"] | None = None
+    activations: bool = False  # whether the activations of int4 matrices are quantised to int8
+    head: Literal["int8", "int4"] | None = None  # None: a dense LM head stays dense
 
     def of_weights(self, weights: ModelWeights) -> ModelWeights:
-        """Applies the quantisation to a model; int4 matrices keep their codes."""
+        """Returns the weights with this quantisation. Int4 matrices keep their codes."""
         layers = weights.layers
         if self.activations:
             layers = [partial(_quantize_layer_activations, read) for read in layers]
@@ -61,15 +61,15 @@ def _quantize_activations(weight: Weight) -> Weight:
 
 @dataclass(frozen=True, slots=True)
 class Int8Weight:
-    """Int8 matrix [N, K]; activations are quantised to int8 for the product."""
+    """Int8 matrix [outputs, inputs]; activations are quantised to int8 for the product."""
 
-    codes: Tensor  # [N, K] int8, -127..127
-    scales: Tensor  # [N, K / g] bfloat16
-    bias: Tensor | None = None  # [N]
+    codes: Tensor  # [outputs, inputs] int8, -127..127
+    scales: Tensor  # [outputs, groups] bfloat16
+    bias: Tensor | None = None  # [outputs]
 
     @staticmethod
     def of(dense: Tensor, bias: Tensor | None = None) -> Int8Weight | None:
-        """Quantises a dense matrix [N, K]; None if no group size divides K."""
+        """Quantises a dense matrix [outputs, inputs]. Returns None if no supported group size divides the inputs."""
         group = group_of(dense.shape[1])
         if group is None:
             return None
@@ -88,7 +88,7 @@ class Int8Weight:
         return self.codes.shape[1] // self.scales.shape[1]
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
-        """[N, K] in `dtype`."""
+        """Returns the dense matrix [outputs, inputs] in `dtype`."""
         wide = self.codes.float().unflatten(1, (-1, self.group_size))
         return wide.mul_(self.scales.float().unsqueeze(2)).flatten(1).to(dtype)
 
@@ -118,26 +118,27 @@ class Int8Weight:
 
 @dataclass(frozen=True, slots=True)
 class LazyInt8Weight:
-    """Dense matrix [N, K] that behaves like an `Int8Weight`. It is quantised at its first use, so that packing can
-    include the quantisation."""
+    """Dense matrix [outputs, inputs] that behaves like an `Int8Weight` but is quantised only when it is used, so that a
+    backend can quantise and pack in one step."""
 
-    dense: Tensor  # [N, K]
-    group_size: int
-    bias: Tensor | None = None  # [N]
+    dense: Tensor  # [outputs, inputs]
+    group_size: int  # inputs per scale after quantisation
+    bias: Tensor | None = None  # [outputs]
 
     @staticmethod
     def of(dense: Tensor, bias: Tensor | None = None) -> LazyInt8Weight | None:
-        """None if no group size divides K."""
+        """Returns the weight, or None if no supported group size divides the inputs."""
         group = group_of(dense.shape[1])
         return None if group is None else LazyInt8Weight(dense, group, bias)
 
     def rounded(self) -> Int8Weight:
+        """Returns the quantised matrix."""
         weight = Int8Weight.of(self.dense, self.bias)
         assert weight is not None
         return weight
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
-        """[N, K] in `dtype`, after quantisation to int8."""
+        """Returns the matrix [outputs, inputs], quantised to int8, in `dtype`."""
         return self.rounded().dequantize(dtype)
 
     def product(self, device: torch.device | str) -> Callable[[Tensor], Tensor]:

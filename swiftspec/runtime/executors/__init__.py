@@ -1,9 +1,9 @@
-"""Executors run the phases of a round on one model: expansions, verifications, rounds of particles.
+"""Executors run the phases of a round on a model: expansions, verifications, population rounds.
 
-The eager executor (eager.py) supports every request. Others are faster and support some requests: native.py runs a
-phase as one C++ call, graph.py as one CUDA graph. A role receives the executors that its model can use, the fastest
-first, and the first one that supports a request runs it. In a group of ranks the leader selects, and
-`RequestStart.executor` carries the choice.
+The eager executor (eager.py) supports every request. The others are faster and support some requests: the native one
+(native.py) runs a phase as one C++ call, the graph executors run a forward (graph.py) or a whole phase (graph_*.py) as
+one CUDA graph. A role receives the executors that its model can use, the fastest first, and the first one that supports
+a request runs it. In a tensor-parallel group the leader selects, and sends its choice as `RequestStart.executor`.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from swiftspec.sampling.sampler import Paths, Sampler
 from swiftspec.tree.acceptance import Accepted, AcceptFn
 from swiftspec.tree.tree import DraftTree, Leaves
 
+# feature that an executor must support -> the setting of a request or of the engine that requires it
 FEATURES = {
     "greedy": "temperature 0",
     "sampled": "temperature above 0",
@@ -37,11 +38,13 @@ FEATURES = {
     "population": "mode smc",
 }
 Features = frozenset[str]  # keys of FEATURES: the properties of a request that decide which executors support it
+# as `ChildSelector.rank`
 RankChildren = Callable[[Tensor, Leaves, Paths | None, Tensor], tuple[NDArray[np.int64], NDArray[np.floating]]]
 
 
 def features_of(sampling: SamplingParams, *more: str) -> Features:
-    """The features that a request needs of an executor. `more`: features that its role adds, such as `rejection`."""
+    """Returns the features that an executor must support to run a request. `more`: features that do not follow from
+    the sampling parameters, such as `rejection`."""
     found = {
         "greedy": sampling.greedy,
         "sampled": not sampling.greedy,
@@ -55,10 +58,10 @@ def features_of(sampling: SamplingParams, *more: str) -> Features:
 
 @dataclass(frozen=True, slots=True)
 class ExpansionShape:
-    """How leaves are expanded: the `leaves` (w) most likely ones into `children` (k) each.
+    """Shape of an expansion: the `leaves` (w) most likely leaves get `children` (k) children each.
 
-    `coupled` and `tau` are those of `Sampler.children`, which an executor may implement itself unless children are
-    sampled; `rank_children` works in every case.
+    `rank_children` selects the children from the logits of the leaves. Unless children are sampled, an executor may
+    instead select them itself as `Sampler.children` does with `coupled` and `tau`.
     """
 
     leaves: int
@@ -66,7 +69,7 @@ class ExpansionShape:
     coupled: bool
     tau: float
     rank_children: (
-        RankChildren  # logits [n, vocab], their leaves, paths, positions [n] -> tokens [n, k], weights [n, k]
+        RankChildren  # logits [leaves, vocab], leaves, paths, positions [leaves] -> tokens, log-weights [leaves, k]
     )
 
 
@@ -81,7 +84,7 @@ class ExecutorRequest:
 
 
 class Executor(Protocol):
-    """What all executors have in common, for the selection by features."""
+    """Base protocol of executors: a name, and the features by which `select_executor` selects."""
 
     @property
     def name(self) -> str: ...
@@ -95,28 +98,31 @@ class TreeExecutor(Executor, Protocol):
         """Starts a request that this executor supports."""
 
     def expand(self, tree: DraftTree, pending: list[int], count: int) -> None:
-        """Expands the tree `count` times, or fewer if it runs out of room or leaves. `pending`: verified tokens before
-        the root that have no KV yet; they are computed together with an unexpanded root, and the list is cleared."""
+        """Expands the tree `count` times, or fewer if tree or KV cache is full or no leaf is left. `pending`: verified
+        tokens before an unexpanded root whose KV is missing; it is computed in the root's forward, and the list is
+        cleared."""
 
     def verify(self, proposal: Proposal) -> Accepted:
         """Runs the target over a proposal's nodes and decides which of them are accepted."""
         ...
 
     def probabilities(self, tokens: Sequence[int], parents: Sequence[int]) -> Sequence[float] | None:
-        """The target's probabilities of the tokens verified last, except the root; None if no rank has the whole
-        logits."""
+        """Returns the target's probability of each node's token given its parent, the root excluded, for the proposal
+        that was verified last, or None if the host has no complete logits of it."""
 
     def settle(self, path: Sequence[int]) -> None:
         """Commits the accepted path's KV to the prefix, unless `verify` has already done so."""
 
     def fast_reply(self, tree: DraftTree, *where: Any) -> Any:
-        """A native object that answers the next result without Python, or None. `where`: request, position of the root,
-        bs, w, d, and the yield of an expansion (`lookahead_drafter.EXPANSION_YIELD`)."""
+        """Returns a native object that answers the next result without Python, or None if the executor has none.
+        `where`: request number, position of the root, bs, w, d, and `lookahead_drafter.EXPANSION_YIELD`, or 0 to ignore
+        whether another expansion pays."""
 
 
 T = TypeVar("T", bound=Executor)
 
 
 def select_executor(kinds: Sequence[T], required: Features, named: str = "") -> T:
-    """The first executor that supports a request, or the one that the leader has `named`."""
+    """Returns the first executor that supports the `required` features, or the one with the name `named`, which a
+    leader has selected."""
     return next(kind for kind in kinds if kind.name == named or (not named and kind.supports(required)))

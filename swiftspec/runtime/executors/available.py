@@ -1,6 +1,6 @@
-"""Which executors a model can use, the fastest first, given its operators, its device and its group.
+"""Lists the executors that a model can use, the fastest first, given its operators, its device and its group.
 
-Which of them runs a request depends only on the features that they support (`Executor.supports`).
+Which executor of a list runs a request depends only on the features that it supports (`select_executor`).
 """
 
 from __future__ import annotations
@@ -29,22 +29,24 @@ from swiftspec.tree.tree import DraftTree
 
 
 class ExecutorOps(Protocol):
-    """The capabilities that a backend declares."""
+    """The part of a backend that decides which executors can use it."""
 
-    MAX_CAPTURED_SEQUENCES: int  # a forward over up to this many sequences can be captured; 0: never
+    MAX_CAPTURED_SEQUENCES: int  # most sequences of a forward that a CUDA graph can contain; 0: no forward
 
     def device_tree(
         self, slots: int, children: int, leaves: int, vocab: int, device: torch.device, /
     ) -> DeviceTreeLike | None:
-        """A tree that is expanded on the device; None if the backend has none, or none of that shape."""
+        """Returns a draft tree that is expanded on the device, or None if the backend does not support that, or not
+        with these sizes. `slots`: tree slots. `children`, `leaves`: k and w."""
         ...
 
 
 class ExecutorDeps:
-    """What the faster executors are built from.
+    """Dependencies of the executors of one model.
 
-    `fused`: the model as one native call; None if the backend has none.
-    `capture`: captures CUDA graphs; None if graphs are not supported.
+    `ops`: the model's backend.
+    `fused`: the model in native code, for the native executors; None if the backend has none.
+    `capture`: captures CUDA graphs, for the graph executors; None if they are not supported.
     """
 
     def __init__(self, ops: ExecutorOps, fused: NativeModel | None, capture: Capture | None) -> None:
@@ -53,21 +55,21 @@ class ExecutorDeps:
 
 
 def target_executors(runner: Runner, deps: ExecutorDeps) -> list[TreeExecutor]:
-    """The executors that can verify."""
+    """Returns the executors that can verify proposals, the fastest first."""
     executors: list[TreeExecutor] = []
     if deps.fused is not None:
         executors.append(NativeExecutor(runner, deps.fused))
     graphs = deps.graphs
     if graphs is not None and _captures(runner, 1):
         guided = deps.ops.MAX_CAPTURED_SEQUENCES > 1
-        if _captures(runner, CAPTURED_ROWS[-1], TOP_CANDIDATES + 1):  # the message that vocabulary shards exchange
+        if _captures(runner, CAPTURED_ROWS[-1], TOP_CANDIDATES + 1):  # largest message of `VocabShard.apply_filters`
             executors.append(GraphVerificationExecutor(runner, graphs, guided))
         executors.append(GraphForwardExecutor(runner, graphs, guided))
     return [*executors, EagerExecutor(runner)]
 
 
 def draft_executors(runner: Runner, deps: ExecutorDeps, config: EngineConfig) -> tuple[list[TreeExecutor], DraftTree]:
-    """The executors that can expand, and the tree that they expand."""
+    """Returns the executors that can expand the draft tree, the fastest first, and the tree."""
     executors: list[TreeExecutor] = []
     slots, leaves, children = runner.tree_slots, config.draft_leaves, config.children_per_leaf
     tree = DraftTree(1 + slots * children, slots)
@@ -77,7 +79,7 @@ def draft_executors(runner: Runner, deps: ExecutorDeps, config: EngineConfig) ->
     graphs = deps.graphs
     if graphs is not None and _captures(runner, 1):
         on_device = deps.ops.device_tree(slots, children, leaves, runner.vocab, runner.model.device)
-        # vocabulary shards exchange children, their scores and a sum per leaf
+        # message of `VocabShard.log_top_k`: per leaf the children, their scores and one sum
         if on_device is not None and _captures(runner, leaves, 2 * children + 1, dtype=torch.float64):
             executors.append(GraphExpansionExecutor(runner, graphs, on_device))
         executors.append(GraphForwardExecutor(runner, graphs))
@@ -87,7 +89,8 @@ def draft_executors(runner: Runner, deps: ExecutorDeps, config: EngineConfig) ->
 def population_executors(
     target: Runner, draft: Runner, deps: ExecutorDeps, draft_deps: ExecutorDeps, config: PopulationConfig
 ) -> list[PopulationExecutor]:
-    """The executors that can run population rounds, which use both models."""
+    """Returns the executors that can run population rounds, the fastest first. `deps`: of the target. `draft_deps`: of
+    the draft."""
     executors: list[PopulationExecutor] = []
     alone, groups = target.model.group is None, config.smc_groups
     fused = deps.fused, draft_deps.fused
@@ -97,14 +100,15 @@ def population_executors(
     if groups <= max(sequences, 1) and deps.graphs is not None and draft_deps.graphs is not None:
         rows = min(
             groups * config.slots_per_round, PREFILL_CHUNK_TOKENS
-        )  # of a forward, whose whole logits the ranks of a group gather
+        )  # largest number of rows of a forward; the ranks of a group gather its logits
         if all(_captures(runner, rows, runner.vocab) for runner in (target, draft)):
             executors.append(GraphPopulationExecutor(deps.graphs))
     return [*executors, EagerPopulationExecutor()]
 
 
 def _captures(runner: Runner, *message: int, dtype: torch.dtype = torch.float32) -> bool:
-    """Whether a graph may contain the model's all-reduces, and an all-gather of messages of that shape."""
+    """Returns whether a CUDA graph can contain the collectives of a forward and an all-gather of a tensor of shape
+    `message`. Always True without a group."""
     group = runner.model.group
     if group is None:
         return True

@@ -1,4 +1,4 @@
-"""The eager executor: operator by operator, for every request and device."""
+"""Eager executor: launches each forward operator by operator; supports every request and device."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from swiftspec.tree.tree import DraftTree
 
 
 class EagerExecutor:
-    """Runs forwards through the runner; the host receives the logits of each."""
+    """Eager executor of expansions and verifications. The host waits for the logits of each forward."""
 
     name = "eager"
     SUPPORTED = frozenset(FEATURES)
@@ -39,13 +39,13 @@ class EagerExecutor:
                 return
 
     def has_room(self, tree: DraftTree, pending: Sequence[int]) -> bool:
-        """Whether tree and cache have room for another expansion."""
+        """Returns whether tree and KV cache have space for another expansion."""
         shape = self._request.expansion
         assert shape is not None
         return min(tree.expandable_leaves(shape.children), self.runner.cache.free_slots - len(pending)) >= shape.leaves
 
     def _expand_once(self, tree: DraftTree, pending: list[int]) -> bool:
-        """Expands once; returns False without a leaf to expand."""
+        """Expands the best leaves once. Returns False if the tree has no leaf that can be expanded."""
         shape = self._request.expansion
         assert shape is not None
         leaves = tree.best_leaves(shape.leaves)
@@ -69,13 +69,14 @@ class EagerExecutor:
             return self.accept(proposal, depths, self.forward(batch))
 
     def proposal_batch(self, proposal: Proposal) -> tuple[HostBatch, Ints]:
-        """The rows of a proposal's nodes, and their depths [n] below the root."""
+        """Allocates tree slots for a proposal's nodes. Returns their batch and their depths [nodes]; 0 is the root."""
         mask = tree_mask.from_parents(proposal.parents)
         depths = mask.sum(-1) - 1
         return self.runner.tree_batch(np.array(proposal.tokens), depths, mask), depths
 
     def accept(self, proposal: Proposal, depths: Ints, logits: Tensor) -> Accepted:
-        """Decides which nodes are accepted, given the logits."""
+        """Decides which nodes of a proposal are accepted. `depths` [nodes]: 0 is the root. `logits` [nodes, vocab]:
+        raw."""
         request, self._logits = self._request, logits
         assert request.accept is not None
         paths = tree_mask.paths(proposal.tokens, proposal.parents) if request.sampler.needs_paths else None
@@ -95,5 +96,5 @@ class EagerExecutor:
         return None
 
     def forward(self, batch: HostBatch) -> Tensor:
-        """The logits of a batch [n, vocab]."""
+        """Runs a forward and returns its logits [rows, vocab]."""
         return self.runner.logits(batch)

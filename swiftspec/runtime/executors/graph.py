@@ -1,10 +1,11 @@
 """CUDA graphs: capture and replay, the noise that graphs read, and the executor whose forwards are graphs.
 
-All use of CUDA graphs is in this module.
+All calls of torch's CUDA graph API are in this module.
 
-A graph reads and writes tensors at fixed addresses; values that it holds by value are part of its key. The shape of a
-forward is a number of rows per sequence, padded to one of a few, and a width of the mask window, which tree/mask.py has
-already padded. Padding rows repeat the last row: they write the same KV to the same slots, and their logits are unused.
+A graph reads and writes tensors at fixed addresses. Everything that is fixed when it is captured, such as shapes and a
+temperature, is part of its key. The shape of a forward is the number of rows per sequence, padded to one of
+`CAPTURED_ROWS`, and the width of the mask window, which tree/mask.py has already padded. Padding rows repeat the last
+row: they write the same KV to the same slots, and their logits are unused.
 """
 
 from __future__ import annotations
@@ -28,20 +29,21 @@ from swiftspec.sampling.noise import PositionNoise
 
 T = TypeVar("T")
 
-CAPTURED_ROWS = (1, 2, 4, 8, 16, 32)  # per sequence; larger batches are not captured
-MAX_GRAPH_SETS = 5  # of graphs that are kept: forwards, and four combinations of logits parameters
-WARM_UP_RUNS = 2  # before a capture: one-time set-up and tuning must not be captured
+CAPTURED_ROWS = (1, 2, 4, 8, 16, 32)  # rows per sequence of captured batches; larger batches run eagerly
+MAX_GRAPH_SETS = 5  # graph sets that are kept: forwards, and four combinations of logits parameters
+WARM_UP_RUNS = 2  # runs before a capture, since one-time set-up and tuning must not be captured
 INT64_BYTES = 8
 FORWARD_GRAPHS, ROUND_GRAPHS = "forwards", "rounds"  # graph sets: forwards of a model, rounds of a population
 
 
 def _nothing() -> None:
-    """Default of `restore`: nothing to undo."""
+    """Does nothing; the default `restore`."""
 
 
 class Capture(Protocol):
-    """Captures `work`. Returns its output tensor and a function that replays it on the current contents of its inputs.
-    `restore` undoes the changes made by a run of `work`; it is called after each warm-up run."""
+    """Captures the operators that `work` launches as a CUDA graph. Returns the output tensor of `work` and a function
+    that replays the graph, which reads the current contents of the input tensors and overwrites the output. `restore`:
+    undoes the changes of a run of `work`; called after each warm-up run."""
 
     def __call__(
         self, work: Callable[[], Tensor], restore: Callable[[], None] = _nothing, /
@@ -49,8 +51,8 @@ class Capture(Protocol):
 
 
 class GraphInputs:
-    """The input batch of one captured shape on the device. All parts are in one buffer, so that one copy fills it.
-    `rows`: per sequence."""
+    """The input batch of a captured forward, in one device buffer, so that one copy fills it. `rows`: rows per
+    sequence. `width`: width of the mask window. `sequences`: sequences in the KV cache."""
 
     def __init__(self, rows: int, width: int, sequences: int, device: torch.device) -> None:
         count = rows * sequences
@@ -70,7 +72,8 @@ class GraphInputs:
         self._mask = flat[INT64_BYTES * words :].view(np.bool_).reshape(sequences, rows, width)
 
     def fill(self, batch: HostBatch) -> None:
-        """Copies a batch of at most as many rows to the device. The previous batch must have been consumed."""
+        """Copies a batch of at most `rows` rows per sequence to the device, padded by repetitions of its last row. All
+        forwards over the previous batch must have finished."""
         count = rows_per_sequence(batch)
         parts = (batch.tokens, batch.positions, batch.slots, batch.mask)
         for to, part in zip((*self._columns, self._mask), parts, strict=True):
@@ -82,7 +85,7 @@ class GraphInputs:
 
 @dataclass(frozen=True, slots=True)
 class CapturedGraph:
-    """A captured function."""
+    """A captured function, with the output tensor that each replay overwrites."""
 
     out: Tensor
     replay: Callable[[], None]
@@ -91,17 +94,17 @@ class CapturedGraph:
 
 @dataclass(slots=True)
 class _GraphSet:
-    """Graphs that share their captured objects and are evicted together."""
+    """Graphs that are evicted together. `owner`: the object whose tensors they were captured with."""
 
     owner: Any
     graphs: dict[Hashable, CapturedGraph] = field(default_factory=dict)
 
 
 class GraphCache:
-    """The graphs of one model. A function is captured when its key first occurs.
+    """Cache of the CUDA graphs of one model. A function is captured when its key first occurs.
 
-    Keys are grouped in graph sets. A few of them are kept; the least recently used one is evicted with all its graphs.
-    All are dropped when the buffer that they read and write is reallocated.
+    Graphs belong to graph sets. At most MAX_GRAPH_SETS sets are kept; the least recently used one is evicted with all
+    its graphs. All graphs are dropped when the KV cache that they read and write is reallocated (`bind`).
     """
 
     def __init__(self, capture: Capture) -> None:
@@ -110,16 +113,15 @@ class GraphCache:
         self._bound: Tensor | None = None
 
     def bind(self, buffer: Tensor) -> None:
-        """Sets the buffer whose address the graphs hold."""
+        """Sets the buffer that all graphs read and write. Drops all graphs if it is not the previous one, since they
+        hold its address."""
         if self._bound is not buffer:
             self._graph_sets.clear()
             self._bound = buffer
 
     def open(self, name: Hashable, make: Callable[[], T]) -> T:
-        """Marks a graph set as used, and creates it if it is new.
-
-        Returns the object that its graphs were captured with, which `make` has created.
-        """
+        """Marks the graph set `name` as most recently used. If it does not exist, creates it with the object that
+        `make` returns, whose tensors its graphs may read and write. Returns the object of the set."""
         graph_set = self._graph_sets.pop(name, None) or _GraphSet(make())
         if len(self._graph_sets) == MAX_GRAPH_SETS:
             del self._graph_sets[next(iter(self._graph_sets))]
@@ -127,12 +129,13 @@ class GraphCache:
         return graph_set.owner
 
     def evict(self, name: Hashable) -> None:
-        """Drops a graph set."""
+        """Drops the graph set `name`, if it exists."""
         self._graph_sets.pop(name, None)
 
     def run(self, name: Hashable, key: Hashable, work: Callable[[], Tensor], state: Sequence[Tensor] = ()) -> Tensor:
-        """The output of `work`, valid until the next run: graphs share their memory. `state`: tensors that `work`
-        changes, which warm-up runs must leave unchanged."""
+        """Returns the output of `work`, from a replay of the graph `key` of the graph set `name`. It is valid until the
+        next run, since all graphs share their memory. `state`: tensors that `work` changes; they are restored after
+        the warm-up runs of a capture."""
         graphs = self._graph_sets[name].graphs
         if key not in graphs:
             before = [tensor.clone() for tensor in state]
@@ -149,8 +152,9 @@ class GraphCache:
         self, name: Hashable, batch: HostBatch, work: Callable[[Batch], Tensor], device: torch.device,
         shape: Hashable = None,
     ) -> Tensor:  # fmt: skip
-        """The output of `work` for each row of a batch of at most CAPTURED_ROWS[-1] rows per sequence, [n, ...] on the
-        device. `shape`: the shape of its other inputs."""
+        """As `run`, for a `work` over a batch of at most CAPTURED_ROWS[-1] rows per sequence. The graph's key is the
+        shape of the padded batch, and `shape`, the shape of other inputs of `work`. Returns the output [rows, ...] for
+        the rows of the first sequence, without padding."""
         graphs = self._graph_sets[name].graphs
         rows, width = padded_rows(rows_per_sequence(batch)), batch.mask.shape[1]
         key = rows, width, shape
@@ -167,31 +171,31 @@ class GraphCache:
 
 
 def rows_per_sequence(batch: HostBatch) -> int:
-    """The number of rows of each of its sequences."""
+    """Returns the number of rows of a batch in each of its sequences."""
     return len(batch) // len(batch.kv_len)
 
 
 def logits_key(sampling: SamplingParams) -> str:
-    """Equal for two requests whose logits are processed alike: a graph that holds these parameters by value can run
-    both."""
+    """Returns a key that is equal for requests whose logits are processed alike, so that one graph, which holds the
+    parameters by value, can run all of them."""
     ends = {"prompt_logprobs": None, "max_tokens": None, "stop": (), "stop_token_ids": (), "ignore_eos": False}
     rounds = {"verify_batch": None, "draft_steps": None}
     return repr(replace(sampling, seed=0, negative_prompt_ids=(), **ends, **rounds))
 
 
 def padded_rows(rows: int) -> int:
-    """The number of rows with which a batch of `rows` is captured."""
+    """Returns the smallest of `CAPTURED_ROWS` that is at least `rows`."""
     return next(fixed for fixed in CAPTURED_ROWS if fixed >= rows)
 
 
 class GraphForwardExecutor(EagerExecutor):
-    """Eager executor whose forwards are graphs; sampling from their logits follows operator by operator."""
+    """Executor whose forwards are CUDA graphs; sampling and acceptance follow operator by operator."""
 
     name = "graph forwards"
     SUPPORTED: Features = frozenset(FEATURES) - {"guidance", "population"}
 
     def __init__(self, runner: Runner, graphs: GraphCache, guided: bool = False) -> None:
-        """`guided`: whether a graph may hold two sequences, so that guided requests are supported too."""
+        """`guided`: whether graphs over two sequences are possible, so that guided requests are supported too."""
         super().__init__(runner)
         self.graphs = graphs
         self._supported = self.SUPPORTED | {"guidance"} if guided else self.SUPPORTED
@@ -217,23 +221,25 @@ class GraphForwardExecutor(EagerExecutor):
         return logits
 
     def model_forward(self, batch: Batch) -> Tensor:
-        """Logits of a batch on the device, to be captured. With guidance each pair of rows is combined into one."""
+        """Runs the operators of a forward, which a graph captures, and returns the logits. With guidance the
+        conditional and the unconditional row of each token are combined into one."""
         logits, guidance = self.runner.model.forward(batch, self.runner.cache), self.runner.guidance
         assert logits is not None
         return logits if guidance is None else guidance.combine(logits)
 
 
 class StaticNoiseBuffer:
-    """A block of noise in tensors at a fixed address, which a graph reads when it is replayed. Columns are all tokens
-    of the vocabulary."""
+    """Gumbel noise of a block of positions, for all tokens of the vocabulary, in tensors at fixed addresses, which a
+    graph reads when it is replayed."""
 
     def __init__(self, vocab: int, dtype: torch.dtype, device: torch.device | str) -> None:
         self._block = torch.zeros(PositionNoise.BLOCK_POSITIONS, vocab, dtype=dtype, device=device)
         self._first = torch.zeros(1, dtype=torch.int64, device=device)
-        self._holds: tuple[PositionNoise, range] | None = None  # source and positions of the loaded block
+        self._holds: tuple[PositionNoise, range] | None = None  # noise and positions that the block contains
 
     def ensure(self, noise: PositionNoise, low: int, end: int) -> None:
-        """Loads the noise of the positions `low` to `end` - 1, at most one block of them, unless it is loaded."""
+        """Loads the noise of the positions `low` to `end - 1` unless the block contains it. They must fit one block
+        (PositionNoise.BLOCK_POSITIONS)."""
         if self._holds is not None and self._holds[0] is noise:
             held = self._holds[1]
             if held.start <= low and end <= held.stop:
@@ -245,25 +251,25 @@ class StaticNoiseBuffer:
         self._holds = noise, span
 
     def rows(self, positions: Tensor, tokens: range, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """As `PositionNoise.rows`, without a device synchronisation.
-
-        Positions outside the block get arbitrary noise."""
+        """As `PositionNoise.rows`, without a device synchronisation. Positions outside the block get arbitrary noise:
+        call `ensure` before a graph is replayed."""
         assert dtype == self._block.dtype
         rows = (positions - self._first).clamp_(0, len(self._block) - 1)
         return self._block[:, tokens.start : tokens.stop], rows
 
 
 class CudaCapture:
-    """Captures on the current CUDA device. Its graphs share one memory pool, since they never run concurrently.
+    """A `Capture` on the current CUDA device. Its graphs share one memory pool, since they never run concurrently.
 
-    Captures of two threads are serialised by `lock`; meanwhile the other thread may launch work and wait for its own
-    stream. `priority`: of the kernels of the graphs, whatever stream they are replayed on; lower values are scheduled
+    `lock`: serialises the captures of two threads. During a capture the other thread may launch kernels and wait for
+    its own stream.
+    `priority`: CUDA priority of the graphs' kernels on whatever stream they are replayed; lower values are scheduled
     first.
     """
 
     def __init__(self, lock: Lock, priority: int = 0) -> None:
         self._pool, self._lock = torch.cuda.graph_pool_handle(), lock
-        # its own stream: per-stream state of libraries is then separate, and exists before a capture begins
+        # a stream of its own: libraries keep separate state for it, which the warm-up runs allocate before the capture
         self._stream = torch.cuda.Stream(priority=priority)
         self._first: torch.cuda.CUDAGraph | None = (
             None  # keeps the pool alive: a pool without graphs cannot be used again

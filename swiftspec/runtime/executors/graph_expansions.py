@@ -1,8 +1,8 @@
-"""Successive expansions of a draft tree as one CUDA graph, without synchronising with the host.
+"""Graph executor of expansions: several expansions of a draft tree as one CUDA graph.
 
-The tree is copied to the device, expanded there and copied back: two copies and one wait instead of one wait per
-expansion. In a tensor-parallel group whose kernels sum and gather over peer memory, each rank has its own graph and the
-same tree.
+The tree is copied to the device, expanded there and copied back: two copies and one wait of the host instead of one
+wait per expansion. In a tensor-parallel group the collectives must be kernels on peer memory; each rank then has its
+own graph and computes the same tree.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from swiftspec.tree.tree import DraftTree
 
 
 class ExpansionRows(Protocol):
-    """The rows of one expansion, in tensors that the next expansion overwrites. `mask` covers the whole tree region."""
+    """The rows of one expansion, in tensors that the next expansion overwrites."""
 
     @property
     def tokens(self) -> Tensor: ...  # [w] int64
     @property
     def positions(self) -> Tensor: ...  # [w] int64, absolute
     @property
-    def slots(self) -> Tensor: ...  # [w] int64, from the sequence's start
+    def slots(self) -> Tensor: ...  # [w] int64, counted from the start of the sequence
     @property
-    def mask(self) -> Tensor: ...  # [w, slots] bool
+    def mask(self) -> Tensor: ...  # [w, tree slots] bool, over the whole tree region
 
 
 class DeviceTreeLike(Protocol):
-    """A draft tree that is expanded on the device; backends/cuda/tree.py implements it."""
+    """A draft tree that is expanded on the device; backends/cuda/tree.py implements and documents it."""
 
     children: int
     rows: Any
@@ -50,7 +50,8 @@ class DeviceTreeLike(Protocol):
 
 
 class GraphExpansionExecutor(GraphForwardExecutor):
-    """Expansions on the device, except the root's, whose batch contains the pending tokens."""
+    """Graph executor of expansions. The root is expanded by a separate forward, because its batch contains the pending
+    tokens."""
 
     name = "graph"
     SUPPORTED: Features = frozenset({"greedy", "sampled"})
@@ -70,7 +71,7 @@ class GraphExpansionExecutor(GraphForwardExecutor):
         assert shape is not None
         temperature = 1.0 if params.greedy else params.temperature
         self._noisy = shape.coupled and not params.greedy
-        self._family = "expansions", temperature, shape.tau, self._noisy  # held by value
+        self._family = "expansions", temperature, shape.tau, self._noisy  # graph set; a graph holds these by value
         self.graphs.open(self._family, lambda: None)
 
     def expand(self, tree: DraftTree, pending: list[int], count: int) -> None:
@@ -83,9 +84,8 @@ class GraphExpansionExecutor(GraphForwardExecutor):
             super().expand(tree, pending, count)
 
     def expansions_that_fit(self, tree: DraftTree) -> int:
-        """The number of expansions that fit into tree and cache.
-
-        The tree may not become deeper than a block of noise."""
+        """Returns the number of expansions for which tree and KV cache have space, and after which the tree is not
+        deeper than a block of noise (PositionNoise.BLOCK_POSITIONS)."""
         slots = min(tree.expandable_leaves(self._tree.children), self.runner.cache.free_slots)
         return min(slots // len(self._sequence), PositionNoise.BLOCK_POSITIONS - _depth(tree))
 
@@ -111,12 +111,13 @@ class GraphExpansionExecutor(GraphForwardExecutor):
         for _ in range(count):
             rows = self._tree.best_leaves(prefix)
             batch = Batch(rows.tokens, rows.positions, rows.slots, rows.mask, self._sequence, end)
-            # rows without a leaf point anywhere; their children are never used
+            # if there are fewer than w leaves, the other rows have arbitrary contents and their children are never used
             self._tree.add_children(*self._children(self.model_forward(batch), rows.positions + 1))
         return self._tree.logprob
 
     def _children(self, logits: Tensor, after: Tensor) -> tuple[Tensor, Tensor]:
-        """As `Sampler.children`, with the same operations. `after`: the children's positions."""
+        """As `Sampler.children`, with the same operations, for a graph. `after` [w]: absolute positions of the
+        children."""
         _, temperature, tau, _ = self._family
         runner, count = self.runner, self._tree.children
         if runner.shard is None:
@@ -132,5 +133,5 @@ class GraphExpansionExecutor(GraphForwardExecutor):
 
 
 def _depth(tree: DraftTree) -> int:
-    """The number of expanded levels of the tree."""
+    """Returns the number of levels of the tree that contain expanded nodes."""
     return int(tree.visible[: tree.expanded].sum(1).max(initial=0))

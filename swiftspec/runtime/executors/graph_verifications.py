@@ -1,12 +1,13 @@
-"""A verification as one CUDA graph: the target's forward, the logits processing, and a sample for every row; with
-rejection sampling also a verdict for every node's children.
+"""Graph executor of verifications: the target's forward, the logits processing and a token for every node are one CUDA
+graph; with rejection sampling also the acceptance of every node's children.
 
 The graph holds by value the batch's shape and the request's logits parameters. The batch, the noise and the tokens that
-penalties count are in tensors at fixed addresses. The host copies a batch in, waits for one copy and reads tokens.
-Sampling uses the operators of `Sampler.draw`, so results are bitwise identical.
+penalties count are in tensors at fixed addresses. The host copies a batch to the device, waits for the copy of the
+result and reads tokens. Sampling uses the operators of `Sampler.draw`, so results are bitwise identical to the eager
+executor's.
 
-A filter may have to check whether the top candidates suffice. The captured graph assumes that they do and sets a flag
-per row where they do not; those batches are sampled again eagerly from the logits that the graph left in its buffer.
+A filter ranks only the most likely tokens if they suffice. The graph assumes that they do and marks rows where they do
+not as UNDECIDED. Such a batch is sampled again eagerly, from the logits that the graph has left in its buffer.
 """
 
 from __future__ import annotations
@@ -39,18 +40,18 @@ from swiftspec.sampling.sampler import History, Paths, Sampler
 from swiftspec.tree import acceptance, rejection
 from swiftspec.tree.rejection import RejectionSampling
 
-UNDECIDED = -2  # distinct from -1, which a draw returns where logits are not finite
+UNDECIDED = -2  # result of a row whose top candidates do not suffice for a filter; -1 marks logits that are not finite
 
 
 class GraphVerificationExecutor(GraphForwardExecutor):
-    """Verifications with a single wait of the host."""
+    """Graph executor of verifications: one CUDA graph and one wait of the host each."""
 
     name = "graph"
     SUPPORTED: Features = frozenset({"greedy", "sampled", "logit bias", "filters", "penalties", "rejection"})
 
     def __init__(self, runner: Runner, graphs: GraphCache, guided: bool = False) -> None:
         super().__init__(runner, graphs, guided)
-        # dtype of the logits
+        # of the logits and the noise
         dtype = torch.float64 if runner.model.dtype == torch.float64 else torch.float32
         self._noise = StaticNoiseBuffer(runner.vocab, dtype, runner.model.device)
 
@@ -58,7 +59,7 @@ class GraphVerificationExecutor(GraphForwardExecutor):
         super().open(request)
         params, accept = request.sampler.params, request.accept
         self._rejection = accept if isinstance(accept, RejectionSampling) else None
-        self._shape: Any = None  # shape of a graph's inputs other than the batch
+        self._shape: Any = None  # shape of the graph's inputs other than the batch: of the packed draft probabilities
         self._family = "verifications", logits_key(params), self._rejection is not None
         self._draws = self.graphs.open(self._family, lambda: _GraphSampler(self.runner, params, self._noise))
         self._draws.share_history(request.sampler)
@@ -87,8 +88,8 @@ class GraphVerificationExecutor(GraphForwardExecutor):
         return Accepted(*acceptance.match_path(proposal.tokens, proposal.parents, found.tolist()))
 
     def _drawn(self, proposal: Proposal, batch: HostBatch) -> Tensor:
-        """The target's token after each node [n] int64, or with rejection sampling the result of
-        `RejectionSampling.verdicts`. UNDECIDED in rows where the top candidates do not suffice for a filter."""
+        """Returns the target's token after each node, [nodes] int64, or with rejection sampling the result of
+        `RejectionSampling.verdicts`. Rows in which the top candidates do not suffice for a filter are UNDECIDED."""
         device = self.runner.model.device
         if self._rejection is None:
             return self.graphs.run_batch(self._family, batch, self._tokens, device)
@@ -100,7 +101,7 @@ class GraphVerificationExecutor(GraphForwardExecutor):
         )
 
     def _key(self, batch: Batch | HostBatch) -> tuple[Any, ...]:
-        """Identifies a graph, as in `run_batch`."""
+        """Returns the key that `GraphCache.run_batch` uses for the graph of this batch."""
         return padded_rows(len(batch) // len(batch.kv_len)), batch.mask.shape[1], self._shape
 
     def _tokens(self, batch: Batch) -> Tensor:
@@ -111,7 +112,8 @@ class GraphVerificationExecutor(GraphForwardExecutor):
         return self._shaped(batch, lambda logits, paths, positions: verdicts(logits, paths, positions, packed, width))
 
     def _shaped(self, batch: Batch, draw: Callable[[Tensor, Any, Tensor], Tensor]) -> Tensor:
-        """The result of `draw` on a batch's logits, paths and positions."""
+        """Runs the forward of a batch and returns the result of `draw` on its logits, paths and positions, with rows
+        UNDECIDED where an assumption of `draw` does not hold."""
         draws, logits = self._draws, self.model_forward(batch)
         draws.assumptions.clear()  # left over from a failed draw
         ancestors = None if draws.history is None else AncestorPaths.of(batch)
@@ -126,8 +128,8 @@ class GraphVerificationExecutor(GraphForwardExecutor):
 
 
 class _GraphSampler:
-    """Samples for all requests with the same logits parameters, one request at a time, without synchronising with the
-    device."""
+    """The sampling tensors and rules that the graphs of one set were captured with. Requests with the same logits
+    parameters use them one after the other. Sampling does not synchronise with the device."""
 
     def __init__(self, runner: Runner, params: SamplingParams, noise: StaticNoiseBuffer) -> None:
         self.sampler = runner.sampler(params, ())
@@ -137,18 +139,19 @@ class _GraphSampler:
             self.history = self.sampler.history = DeviceHistory((), runner.vocab, runner.model.device)
         self.rejection = RejectionSampling(self.sampler)
         self.rejection.noise_rows = noise.rows
-        self._packed: dict[tuple[int, ...], Tensor] = {}  # draft probabilities, by shape
-        self.assumptions: list[Tensor] = []  # conditions that a draw assumed, [n] or [n, 1] each
-        self.logits: dict[tuple[Any, ...], Tensor] = {}  # by graph, of draws with assumptions
+        self._packed: dict[tuple[int, ...], Tensor] = {}  # packed draft probabilities, by shape
+        self.assumptions: list[Tensor] = []  # bools that a draw assumed to be True, [rows] or [rows, 1] each
+        self.logits: dict[tuple[Any, ...], Tensor] = {}  # logits of graphs with assumptions, by `_key`
 
     def share_history(self, sampler: Sampler) -> None:
-        """Loads the tokens that a request's penalties count. From then on the request counts in these tensors."""
+        """Copies the token counts for a request's penalties into the tensors that graphs read, and makes `sampler`
+        count in these tensors from then on."""
         if self.history is not None and sampler.history is not None:
             self.history.load(sampler.history)
             sampler.history = self.history
 
     def place(self, numbers: Tensor) -> Tensor:
-        """Copies a proposal's packed draft probabilities to where graphs read them."""
+        """Copies packed draft probabilities (`rejection.pack_draft_probs`) into the tensor that graphs read."""
         placed = self._packed.setdefault(tuple(numbers.shape), torch.empty_like(numbers, device=self.sampler.device))
         return placed.copy_(numbers)
 
@@ -159,14 +162,15 @@ class _GraphSampler:
 
 @dataclass(frozen=True, slots=True)
 class AncestorPaths:
-    """The paths of the rows of a tree batch, computed on the device."""
+    """The paths (`sampler.Paths`) of the rows of a proposal's batch, computed on the device."""
 
-    tokens: Tensor  # [n] int64
-    on_path: Tensor  # [n, n] bool: whether column j's token is on row i's path
+    tokens: Tensor  # [rows] int64
+    on_path: Tensor  # [rows, rows] bool: whether the path of row i contains the token of row j
 
     @staticmethod
     def of(batch: Batch) -> AncestorPaths:
-        """The paths of a batch in its first sequence. All tree slots must be in the window, with the root's first."""
+        """Returns the paths of the rows of the first sequence. The first row must be the root, and the mask window must
+        cover all tree slots."""
         rows = len(batch) // len(batch.kv_len)
         slots, mask = batch.slots[:rows], batch.mask[:rows]
         column = slots - (batch.kv_len[:1] - mask.shape[1])
@@ -176,7 +180,7 @@ class AncestorPaths:
 
 
 class DeviceHistory(History):
-    """A token history that keeps its tensors across requests, and also counts `AncestorPaths`."""
+    """A `History` whose tensors stay the same across requests, and which also counts the tokens of `AncestorPaths`."""
 
     def load(self, other: History) -> None:
         """Copies the contents of another history."""

@@ -1,8 +1,8 @@
-"""Native executor: each phase as one C++ call on a CPU. Otherwise Python dominates the round of a small model.
+"""Native executor: each phase as one C++ call on a CPU, since Python would dominate the round of a small model.
 
-The native side computes rows, masks and positions itself, keeps the logits and returns tokens. It therefore supports
-requests whose logits need only a token constraint, a bias, a temperature and noise. A verification also commits the
-accepted path.
+The native code computes rows, masks and positions itself, keeps the logits and returns tokens. It therefore supports
+only requests whose logits need no more than a token constraint, a bias, a temperature and noise. A verification also
+commits the accepted path.
 """
 
 from __future__ import annotations
@@ -26,12 +26,13 @@ from swiftspec.sampling.noise import TARGET_STREAM
 from swiftspec.tree import mask as tree_mask
 from swiftspec.tree.tree import DraftTree
 
-AllowedTokenBits = Callable[[list[int]], NDArray]  # leaf nodes -> bit mask of the allowed next tokens of each
+AllowedTokenBits = Callable[[list[int]], NDArray]  # leaf nodes -> uint8 bitmasks [leaves, bytes] of the allowed tokens
 
 
 class NativeTreeRounds(Protocol):
-    """The phases of a round as native calls on the only sequence of one cache; no logits are returned. The ranks of a
-    group make the same calls; OSError reports a lost rank. csrc/bind/rounds.cpp implements it."""
+    """The phases of a round as native calls, on a KV cache with one sequence. They return tokens but no logits. The
+    ranks of a group must make the same calls, which raise OSError if a rank is lost. csrc/bind/rounds.cpp implements
+    and documents them."""
 
     def scoring(
         self, vocab: int, temperature: float, bias: Tensor | None, noisy: bool, seed: int, stream: int, /
@@ -47,26 +48,28 @@ class NativeTreeRounds(Protocol):
 
 
 class NativeModel(FusedModel, Protocol):
-    """A model as one native call that also implements the phases of a round, a draft tree and the rounds of a
-    population (native_population.py)."""
+    """A model in native code that also implements the phases of a round, a draft tree and the rounds of a population
+    (native_population.py)."""
 
     def rounds(self, cache: Any, /) -> NativeTreeRounds:
-        """The phases of a round on a cache of one sequence."""
+        """Returns the phases of a round on a KV cache with one sequence."""
         ...
 
     def tree(self, arrays: Sequence[NDArray], /) -> Any:
-        """The native side of a draft tree, on its arrays."""
+        """Returns a `NativeTreeHandle` on the arrays of a `DraftTree`: token, parent, slot, logprob, visible, sizes."""
         ...
 
     def population(
         self, cache: Any, draft: Any, draft_cache: Any, tensors: Sequence[Tensor], config: PopulationConfig, /
     ) -> NativePopulation:
-        """Rounds of a population with this model as target and `draft` as draft, on caches of both."""
+        """Returns the native rounds of a population, with this model as the target, on the KV caches of both models.
+        `tensors`: `RoundProgram.tensors`."""
         ...
 
 
 class NativeTreeHandle(Protocol):
-    """The native side of a tree."""
+    """The methods of a `DraftTree` in native code, on its arrays: `prospects` is `expected_mass`, `walk` is
+    `match_prefix`. `fast_reply`: see `TreeExecutor.fast_reply`."""
 
     def best_subtree(self, bs: int, root: int, /) -> tuple[list[int], list[int], list[int]]: ...
     def prospects(self, bs: int, w: int, root: int, /) -> tuple[float, float]: ...
@@ -76,7 +79,7 @@ class NativeTreeHandle(Protocol):
 
 
 class NativeTree(DraftTree):
-    """A `DraftTree` whose arithmetic is native, on the same arrays; `NativeExecutor` can expand it."""
+    """A `DraftTree` whose methods run in native code on the same arrays. `NativeExecutor` expands only such trees."""
 
     def __init__(self, nodes: int, slots: int, fused: NativeModel) -> None:
         super().__init__(nodes, slots)
@@ -99,7 +102,7 @@ class NativeTree(DraftTree):
 
 
 class NativeExecutor(EagerExecutor):
-    """Expansions and verifications on a model that is one native call (`Fused`). The tree is a `NativeTree`."""
+    """Native executor of expansions and verifications. The draft tree must be a `NativeTree`."""
 
     name = "native"
     SUPPORTED = frozenset({"greedy", "sampled", "logit bias", "grammar"})
@@ -166,11 +169,11 @@ class NativeExecutor(EagerExecutor):
         return Accepted(path, tokens)
 
     def probabilities(self, tokens: Sequence[int], parents: Sequence[int]) -> list[float] | None:
-        """With a grammar, the probabilities among the allowed tokens."""
+        """See `TreeExecutor.probabilities`. With a grammar they are normalised over the allowed tokens."""
         return None if self._group is not None else self._rounds.probabilities(tokens, parents, self._scoring)
 
     def _reason(self, error: OSError) -> Exception:
-        """The exception for an error in the ranks' shared memory."""
+        """Returns RankLost if a lost rank has caused this error in the ranks' shared memory, otherwise the error."""
         lost = None if self._group is None else self._group.lost(error)
         return lost or error
 

@@ -1,7 +1,7 @@
-"""Rounds of a population as one native call each, on a CPU.
+"""Native executor of population rounds: each round is one C++ call on a CPU.
 
-The native side works on the population's tensors and on both caches, so eager and native rounds can alternate. It
-supports groups whose logits need only a bias, a temperature and noise.
+The native code works on the population's tensors and on both KV caches, so eager and native rounds can alternate. It
+supports only requests whose logits need no more than a bias, a temperature and noise.
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ from swiftspec.runtime.executors import Features
 from swiftspec.runtime.executors.population_rounds import RoundProgram
 from swiftspec.runtime.runner import Runner
 
-ForwardCallback = Callable[[bool, int, float], None]  # per forward: is it the target's, rows, seconds
+ForwardCallback = Callable[[bool, int, float], None]  # after each forward: whether it is the target's, rows, seconds
 
 
 class NativePopulation(Protocol):
-    """The native side of a population, on fixed tensors. csrc/bind/population.cpp implements it."""
+    """Population rounds in native code, on tensors at fixed addresses. csrc/bind/population.cpp implements and
+    documents them."""
 
     def round(
         self, spans: Sequence[tuple[int, float, Tensor | None]], out: NDArray, on_forward: ForwardCallback | None, /
@@ -33,7 +34,8 @@ class NativePopulation(Protocol):
 
 
 class NativePopulationModel(Protocol):
-    """A target as one native call that also runs population rounds with a native draft."""
+    """A target in native code that also runs population rounds with a draft in native code, see
+    `NativeModel.population`."""
 
     def population(
         self, cache: Any, draft: Any, draft_cache: Any, tensors: Sequence[Tensor], config: PopulationConfig, /
@@ -42,7 +44,7 @@ class NativePopulationModel(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ReadyResult:
-    """A round result that is already on the host."""
+    """A `RoundResult` that is already in host memory."""
 
     out: NDArray
 
@@ -51,7 +53,7 @@ class ReadyResult:
 
 
 class NativePopulationExecutor:
-    """Rounds of two models that are each one native call (`Fused`)."""
+    """Native executor of population rounds; both models must be in native code."""
 
     name = "native"
     SUPPORTED: Features = frozenset({"greedy", "sampled", "logit bias", "population"})
@@ -68,7 +70,7 @@ class NativePopulationExecutor:
         return required <= self.SUPPORTED
 
     def window(self, slots: int) -> int:
-        """The window ends at each group's last slot."""
+        """See `PopulationExecutor.window`. Native rounds need no padding."""
         return slots
 
     def groups(self, live: int, max_groups: int) -> int:

@@ -1,4 +1,4 @@
-"""Executors of population rounds; a round is one phase of both models."""
+"""Executors of population rounds. A round runs as a whole, with the forwards of both models."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ EAGER_WINDOW_SLOTS = 16  # windows of eager rounds are multiples of it
 
 
 class RoundResult(Protocol):
-    """The outcome of a launched round."""
+    """The result of a round that was launched on the device."""
 
     def read(self) -> NDArray:
-        """[groups, `RoundProgram.header_len` + width] int64. Waits for the round."""
+        """Waits for the round. Returns [groups, `RoundProgram.header_len` + width] int64: per group the values that
+        swiftspec/smc/round.py describes."""
         ...
 
 
@@ -30,18 +31,18 @@ class RoundProgram(Protocol):
 
     @property
     def key(self) -> Hashable:
-        """Equal for rounds that, for the same number of groups and window width, run the same operators on the same
-        tensors."""
+        """Key of a captured round: equal keys mean the same operators on the same tensors, given the number of groups
+        and the window width."""
         ...
 
     @property
     def state(self) -> Sequence[Tensor]:
-        """The tensors that a round changes, except keys and values, which the next round writes again."""
+        """The tensors that a round changes, except keys and values, which a repetition of the round overwrites."""
         ...
 
     @property
     def tensors(self) -> Sequence[Tensor]:
-        """All tensors that a round without penalties reads or changes, except keys and values: [G, ...] each."""
+        """All tensors that a round without penalties reads or changes, except keys and values: [groups, ...] each."""
         ...
 
     @property
@@ -50,16 +51,18 @@ class RoundProgram(Protocol):
         ...
 
     def compact(self, group: int, path: Sequence[int], keep: Sequence[int], /) -> None:
-        """Applies `KVCache.commit_sequence` of both caches to the group at that position."""
+        """Updates the tensors of the group at position `group` after `KVCache.commit_sequence` with the same `path` and
+        `keep` in both caches."""
         ...
 
     def sampling_spans(self, groups: int, /) -> Sequence[tuple[int, float, Tensor | None]]:
-        """The logits parameters of the first groups, as runs of equal neighbours: number of groups, temperature,
-        bias."""
+        """Returns the logits parameters of the first `groups` groups. Neighbours with equal parameters share one entry:
+        number of groups, temperature, bias [vocab] or None."""
         ...
 
     def __call__(self, width: int, groups: int, /) -> Tensor:
-        """Runs one round, operator by operator."""
+        """Runs one round of the first `groups` groups, operator by operator. `width`: width of the mask window, in tree
+        slots. Returns what `RoundResult.read` copies to the host."""
         ...
 
 
@@ -67,25 +70,25 @@ class PopulationExecutor(Executor, Protocol):
     """An executor of population rounds."""
 
     def window(self, slots: int) -> int:
-        """The width of the mask window for a round over that many tree slots."""
+        """Returns the width of the mask window for a round over `slots` tree slots: at least `slots`."""
         ...
 
     def groups(self, live: int, max_groups: int) -> int:
-        """The number of groups that a round runs over if `live` of at most `max_groups` take part; the others are
-        idle."""
+        """Returns the number of groups that a round runs over if `live` of at most `max_groups` take part. It may be
+        larger than `live`; the further groups are idle."""
         ...
 
     def round(self, program: RoundProgram, width: int, groups: int, /) -> RoundResult:
-        """Launches a round of the first groups over a window of that width."""
+        """Launches a round of the first `groups` groups over a mask window of `width` tree slots."""
         ...
 
     def compact(self, program: RoundProgram, group: int, path: Sequence[int], keep: Sequence[int], /) -> None:
-        """`RoundProgram.compact`, ordered after the rounds launched so far."""
+        """Calls `RoundProgram.compact`, which takes effect after the rounds launched so far."""
         ...
 
 
 class EagerPopulationExecutor:
-    """Rounds operator by operator, for every request and device."""
+    """Eager executor of population rounds: launches operator by operator; supports every request and device."""
 
     name = "eager"
 
@@ -106,8 +109,8 @@ class EagerPopulationExecutor:
 
 
 class GraphPopulationExecutor(EagerPopulationExecutor):
-    """Population rounds as one CUDA graph each, with the forwards of both models and everything between. The time per
-    model cannot be measured, so `Runner.busy` does not include it."""
+    """Executor that runs a population round as one CUDA graph, with the forwards of both models and everything between
+    them. The time of each model cannot be measured, so `Runner.busy` does not include it."""
 
     name = "graph"
     SUPPORTED: Features = frozenset(FEATURES) - {"guidance"}
@@ -120,14 +123,15 @@ class GraphPopulationExecutor(EagerPopulationExecutor):
         return required <= self.SUPPORTED
 
     def window(self, slots: int) -> int:
-        """One of a few widths, each with its own graph."""
+        """See `PopulationExecutor.window`. Returns one of a few widths, because a graph is captured for each."""
         step = MASK_WIDTHS[-1]
         if slots < step:
             step = next(width for width in MASK_WIDTHS if width >= slots)
         return -(-slots // step) * step
 
     def groups(self, live: int, max_groups: int) -> int:
-        """One of a few numbers: a power of two, or the maximum."""
+        """See `PopulationExecutor.groups`. Returns a power of two or `max_groups`, because a graph is captured for
+        each number."""
         return min(1 << (live - 1).bit_length(), max_groups)
 
     def round(self, program: RoundProgram, width: int, groups: int) -> RoundResult:

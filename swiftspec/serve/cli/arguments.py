@@ -1,4 +1,5 @@
-"""Command-line arguments: one flag per setting, from the table of flags.py, and the flags of a single run."""
+"""Command-line parser: one flag per setting, from the table of flags.py, and the flags of a single run such as
+--prompt."""
 
 from __future__ import annotations
 
@@ -30,10 +31,10 @@ PRECEDENCE = "Precedence: flag > environment variable > --config file > default.
 
 @dataclass(frozen=True, slots=True)
 class HelpPage:
-    """What --help shows. Every command accepts all flags; a flag that the command does not use is left out of its page.
+    """The --help page of a command. Every command accepts all flags; flags that the command does not use are not shown.
 
-    `hidden_groups`: groups of flags that are left out, except the settings in `shown`.
-    `prompt_flags`: whether the flags for a prompt and for JSON output are shown.
+    `hidden_groups`: groups of flags that are not shown, except the settings in `shown`.
+    `prompt_flags`: whether --prompt, --prompt-file and --json are shown.
     """
 
     usage: str
@@ -43,7 +44,7 @@ class HelpPage:
     prompt_flags: bool = True
 
     def shows(self, flag: Flag) -> bool:
-        """Whether the page has this flag."""
+        """Returns whether the page shows a flag."""
         return flag.group not in self.hidden_groups or flag.name in self.shown
 
 
@@ -85,7 +86,7 @@ class ParsedCommand:
 
 
 class CommandParser(argparse.ArgumentParser):
-    """Argument parser whose errors are UsageErrors of one line."""
+    """Argument parser that reports an error by raising a UsageError with a one-line message, instead of exiting."""
 
     def error(self, message: str) -> NoReturn:
         words = message.removeprefix("argument ").replace(": expected one argument", " needs a value", 1)
@@ -97,7 +98,10 @@ def parse_command(
 ) -> ParsedCommand:
     """Parses the command line and merges it with the environment and the --config file.
 
-    Raises UsageError, and SystemExit after --help and --version. `page`: what --help prints."""
+    Raises UsageError if an argument or a setting is invalid, and SystemExit after --help and --version.
+
+    `kind`: class of the settings. `page`: what --help prints.
+    """
     arguments = list(sys.argv[1:] if argv is None else argv)
     for argument in arguments:
         name = argument.partition("=")[0]
@@ -113,7 +117,8 @@ def parse_command(
 
 
 def build_parser(kind: type[Settings] = Settings, page: HelpPage = DEFAULT_PAGE) -> argparse.ArgumentParser:
-    """Builds the parser. Its result holds only the flags that were given, as text."""
+    """Returns the argument parser. The namespace that it returns contains only the flags that were given; except for
+    on/off flags, their values are unconverted text."""
     parser = CommandParser(
         prog="swiftspec",
         usage=page.usage,
@@ -134,7 +139,8 @@ def build_parser(kind: type[Settings] = Settings, page: HelpPage = DEFAULT_PAGE)
 
 
 def add_run_flags(group: Any, *, prompt_flags: bool = True) -> list[argparse.Action]:
-    """Adds the flags that are not settings: those of a single run. `prompt_flags`: show the ones for a prompt."""
+    """Adds the flags of a single run, which are not settings, and returns their actions. `prompt_flags`: whether --help
+    shows --prompt, --prompt-file and --json."""
 
     def text(words: str) -> str:
         return words if prompt_flags else argparse.SUPPRESS
@@ -154,7 +160,7 @@ def add_run_flags(group: Any, *, prompt_flags: bool = True) -> list[argparse.Act
 
 
 def renamed_flags() -> dict[str, str]:
-    """Flags that have a new name, by the old one."""
+    """Returns the new name of each flag that was renamed, by its old name."""
     return {flag_name(old): flag_name(new) for old, new in RENAMED_SETTINGS.items()}
 
 

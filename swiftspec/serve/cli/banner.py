@@ -10,7 +10,7 @@ from swiftspec.serve.terminal import ACCEPTED_STYLE, print_note
 
 
 def show_banner(session: Session, console: Console, *, raw: bool) -> None:
-    """Prints the models, the mode and hints. `raw`: there is no chat template."""
+    """Prints the models, the mode and hints. `raw`: whether text is continued without a chat template."""
     plan = session.llm.config
     target, draft = _short(session.model), _short(session.draft_model)
     if session.uses_demo_models:
@@ -47,5 +47,5 @@ def show_banner(session: Session, console: Console, *, raw: bool) -> None:
 
 
 def _short(name: str | None) -> str | None:
-    """The last two parts of a path; a hub id is unchanged."""
+    """Returns the last two parts of a path; a hub id is unchanged."""
     return None if name is None else "/".join(name.rstrip("/").split("/")[-2:])

@@ -40,7 +40,7 @@ HELP = """\
 /help             show this page
 /quit             exit (also Ctrl-D, or Ctrl-C twice)
 Enter sends, Alt-Enter begins a new line, pasted lines stay together. Ctrl-C stops an answer and keeps its text."""
-ANSWER_RESERVE_TOKENS = 256  # room for an answer, if the context is large enough and no token limit is set
+ANSWER_RESERVE_TOKENS = 256  # reserved for an answer without a token limit; at most a quarter of the context
 
 
 def run_chat(settings: Settings, world: World | None = None) -> int:
@@ -64,9 +64,10 @@ def run_chat(settings: Settings, world: World | None = None) -> int:
 
 
 class Chat:
-    """A chat: the conversation and its settings.
+    """A chat in the terminal: the conversation and its settings.
 
-    `read_line`: reads the next message, see `line_reader`. `interrupt`: creates the Ctrl-C handler of each answer."""
+    `read_line`: reads the next message, see `line_reader`. `interrupt`: creates the Ctrl-C handler of each answer.
+    """
 
     def __init__(
         self,
@@ -118,7 +119,8 @@ class Chat:
                 self._note("stopped")
 
     def handle(self, text: str) -> bool:
-        """Handles one message or command. Returns False to exit. Raises UserError on an invalid command."""
+        """Handles one message or command. Returns False on the command to exit. Raises UserError on an invalid
+        command."""
         if not text.strip():
             return True
         if not text.startswith("/") or "\n" in text.strip():
@@ -163,14 +165,15 @@ class Chat:
         self._finish_answer(stream, prompt)
 
     def _encode_message(self, text: str) -> list[int]:
-        """Adds a message to the conversation. Returns the tokens of the whole prompt."""
+        """Adds a message to the conversation and returns the tokens of the whole prompt. With --raw, returns only the
+        tokens of the message."""
         if self._settings.raw:
             return self._session.encode(text, self._settings)
         self._history.append({"role": "user", "content": text})
         return self._encode_history()
 
     def _race(self, text: str) -> None:
-        """Runs `/race`. The conversation does not change."""
+        """Runs `/race TEXT`, or for an empty text `/race` on the last prompt. The conversation does not change."""
         before = list(self._history)
         try:
             prompt = self._encode_message(text) if text else self._last_prompt

@@ -26,8 +26,9 @@ EXIT_INTERRUPTED = 130
 
 
 def read_prompt(command: ParsedCommand) -> str | None:
-    """Reads the prompt of --prompt, --prompt-file or standard input. Returns None if standard input is a terminal, for
-    a chat. Raises UsageError if the prompt is empty or cannot be read."""
+    """Reads the prompt of --prompt, --prompt-file or standard input. Returns None if there is none and the command can
+    open a chat: it runs in a terminal without --json. Raises UsageError if the prompt is missing, empty or cannot be
+    read."""
     if command.prompt is not None:
         text, source = command.prompt, "--prompt"
     elif command.prompt_file is not None:
@@ -65,7 +66,8 @@ def _read_bounded(stream: BinaryIO, name: str) -> str:
 
 
 def run_generate(command: ParsedCommand, prompt: str, world: World | None = None) -> int:
-    """Prints the answer while it is decoded, or one JSON object at the end. Returns the exit code."""
+    """Loads the models and prints the answer while it is decoded, or with --json one object at the end. Returns the
+    exit code."""
     phases = StartupProgress(quiet=command.json)
     try:
         session = open_local_or_remote(command.settings, phases, world)

@@ -15,13 +15,14 @@ from swiftspec.serve.session import Session
 from swiftspec.serve.settings.settings import Settings
 from swiftspec.serve.terminal import Interrupt, Painter, print_note
 
-MAX_ANSWER_TOKENS = 256  # of an answer without a token limit
-BAR_WIDTH_CHARS = 40  # bar of the faster run
+MAX_ANSWER_TOKENS = 256  # token limit of an answer if the settings have none
+BAR_WIDTH_CHARS = 40  # length of the faster run's bar
 
 
 @dataclass(frozen=True, slots=True)
 class RaceResult:
-    """One of the two runs; it has at least one token. `seconds`: from the end of the prefill to the last token."""
+    """Result of one of the two runs, which has at least one token. `seconds`: from the end of the prefill to the last
+    token."""
 
     name: str
     tokens: Sequence[int]
@@ -38,8 +39,11 @@ class RaceResult:
 def race(
     session: Session, settings: Settings, prompt: Sequence[int], console: Console, interrupt: Callable[[], Interrupt]
 ) -> None:
-    """Decodes and shows both answers, then compares them. Ctrl-C ends the race. Raises UserError in a mode without a
-    draft tree."""
+    """Decodes `prompt` without and with the draft, shows both answers and compares them. Ctrl-C ends the race. Raises
+    UserError in a mode without a draft tree.
+
+    `interrupt`: creates the Ctrl-C handler of each answer.
+    """
     plan, results = session.llm.config, list[RaceResult]()
     if plan.mode in ("ar", "smc"):
         raise UserError(f"mode {plan.mode} has no draft tree to race with: start with a draft, in mode serial or async")
@@ -60,7 +64,8 @@ def _run(
     session: Session, settings: Settings, prompt: Sequence[int], painter: Painter, guard: Interrupt, name: str,
     bs: int | None,
 ) -> RaceResult | None:  # fmt: skip
-    """Decodes and shows one answer. Returns None if Ctrl-C ended it."""
+    """Decodes and shows one answer. Returns None if Ctrl-C ended it. `bs`: nodes per round; 1: without the draft, None:
+    as configured."""
     limit = session.sampling_params(settings).max_tokens or MAX_ANSWER_TOKENS
     stream = session.answer(prompt, settings, guard.until_pressed, verify_batch=bs, max_tokens=limit)
     try:
@@ -75,7 +80,7 @@ def _run(
 
 
 def compare_results(plain: RaceResult, fast: RaceResult, plan: EngineConfig) -> list[str]:
-    """Lines that compare speed and text of the two runs."""
+    """Returns lines that compare speed and text of the two runs."""
     most, lines = max(plain.speed, fast.speed), list[str]()
     for lane in (plain, fast):
         bar = "█" * max(round(BAR_WIDTH_CHARS * lane.speed / most), 1)
@@ -90,7 +95,7 @@ def compare_results(plain: RaceResult, fast: RaceResult, plan: EngineConfig) -> 
 
 
 def _compare_texts(plain: RaceResult, fast: RaceResult, plan: EngineConfig) -> str:
-    """Compares the tokens of the two runs."""
+    """Returns a clause on whether the tokens of the two runs are equal."""
     if list(plain.tokens) == list(fast.tokens):
         return f"the text is the same: all {len(plain.tokens)} tokens are equal"
     if plan.verify == "reject":

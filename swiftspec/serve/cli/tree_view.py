@@ -18,12 +18,15 @@ from swiftspec.observe.trace_format import Record
 from swiftspec.serve.terminal import ACCEPTED_STYLE, print_note, visible
 
 MAX_ROUNDS = 2000  # in the history
-MAX_AHEAD_NODES = 12  # likeliest surviving nodes that are shown
+MAX_AHEAD_NODES = 12  # surviving nodes that are shown, the likeliest ones
 MAX_TOKEN_CHARS = 24  # longer tokens are cut
 
 
 class RoundHistory:
-    """History of the last rounds. `set_listener`: `LLM.listen`; `token_text`: decodes one token."""
+    """The last rounds, recorded for the command /tree.
+
+    `set_listener`: sets or removes the trace listener, see `LLM.listen`. `token_text`: decodes one token.
+    """
 
     def __init__(self, set_listener: Callable[[TraceListener | None], None], token_text: Callable[[int], str]) -> None:
         self._set_listener, self._token_text = set_listener, token_text
@@ -58,17 +61,22 @@ class RoundHistory:
 
 @dataclass(frozen=True, slots=True)
 class RoundTree:
-    """The tree of a round; node 0 is the root. `verified`: node of the proposal, by node of the tree."""
+    """Draft tree of one round. Nodes are numbered by their position in `tokens`; node 0 is the root.
+
+    `logprobs`: the draft's log-probability of the path from the root to each node; None if it was not recorded.
+    `verified`: maps each verified node to its number in the proposal.
+    `children`: maps each node to its children by token.
+    """
 
     tokens: Sequence[int]
     parents: Sequence[int]
     logprobs: Sequence[float] | None
     verified: dict[int, int]
-    children: dict[int, dict[int, int]]  # token -> node, of each node's children
+    children: dict[int, dict[int, int]]  # node -> {token: child}
 
     @staticmethod
     def from_record(line: Record) -> RoundTree:
-        """The draft tree of a trace record; the proposal if the record has no draft tree."""
+        """Returns the draft tree of a trace record; if the record has none, the proposal as a tree."""
         proposal, tree = line["proposal"], line.get("draft", {}).get("tree")
         named: dict[str, Any] = proposal if tree is None else {name: each.tolist() for name, each in tree.items()}
         below: dict[int, dict[int, int]] = {}
@@ -81,7 +89,8 @@ class RoundTree:
         return RoundTree(named["tokens"], named["parents"], named.get("logprobs"), verified, below)
 
     def surviving_nodes(self, tokens: Sequence[int]) -> set[int]:
-        """Nodes that survive re-rooting after these tokens: the new root and the likeliest nodes below it."""
+        """Returns the nodes that survive re-rooting after the output `tokens` of the round: the new root and the
+        likeliest nodes below it, at most MAX_AHEAD_NODES. The set is empty if the tree does not contain the tokens."""
         node: int | None = 0
         for token in tokens:
             node = self.children.get(node, {}).get(token)
@@ -96,7 +105,7 @@ class RoundTree:
 
 
 def render_round(line: Record, token_text: Callable[[int], str]) -> Iterator[Text]:
-    """Yields the lines that show a round."""
+    """Yields the lines that show a round's tree and its verification. `line`: the trace record of the round."""
     nodes, path, proposal = RoundTree.from_record(line), set(line["path"]), line["proposal"]
     ahead = nodes.surviving_nodes(line["tokens"])
     wanted = {*nodes.verified, *ahead}
@@ -133,6 +142,6 @@ def render_round(line: Record, token_text: Callable[[int], str]) -> Iterator[Tex
 
 
 def _token_label(text: str) -> str:
-    """A token's text on one line, as a Python literal."""
+    """Returns a token's text on one line, as a Python literal."""
     written = visible(repr(text))
     return written if len(written) <= MAX_TOKEN_CHARS else written[: MAX_TOKEN_CHARS - 1] + "…"

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from swiftspec.distributed.launch.world import World
     from swiftspec.distributed.rpc.endpoint import Endpoint, RpcSecurity
 
-DEFAULT_PORTS = {"target": 7070, "draft": 7071}  # on the loopback interface, without --listen
+DEFAULT_PORTS = {"target": 7070, "draft": 7071}  # ports of 127.0.0.1 that are used without --listen
 JoinFn = Callable[[], "World | None"]
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -34,7 +34,8 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 def run_worker_command(argv: Sequence[str], join: JoinFn) -> int:
     """Parses the arguments and runs a worker until a signal ends it. Returns the exit code.
 
-    `join`: joins the ranks that a launcher has started."""
+    `join`: joins the job that a launcher has started, or returns None for a single process.
+    """
     side = argv[0] if argv else ""
     if side in ("-h", "--help"):
         parse_command(argv, page=HELP_PAGES["worker"])
@@ -53,7 +54,7 @@ def run_worker_command(argv: Sequence[str], join: JoinFn) -> int:
 
 
 def run_worker(side: Literal["draft", "target"], settings: Settings, join: JoinFn) -> int:
-    """Loads the model and serves clients until a signal.
+    """Loads the model and serves clients until a signal. Returns the exit code.
 
     After the first signal, running requests have --drain-timeout to finish; a second signal ends the worker
     immediately. With several ranks, rank 0 serves and the others follow it. Raises RankLost if a rank is lost.
@@ -67,7 +68,7 @@ def run_worker(side: Literal["draft", "target"], settings: Settings, join: JoinF
     security.check_worker(endpoint)
     world = join()
     if world is not None and world.rank > 0:
-        for number in STOP_SIGNALS:  # rank 0 handles it, drains the requests and shuts this rank down
+        for number in STOP_SIGNALS:  # rank 0 handles the signal, drains the requests and shuts this rank down
             signal.signal(number, signal.SIG_IGN)
         _load(side, settings, world, StartupProgress(quiet=True))[0].follow()
         return 0
@@ -92,7 +93,11 @@ def _serve(
     settings: Settings,
     phases: StartupProgress,
 ) -> None:
-    """Serves until a signal. Raises UserError if the address is not available, and RankLost."""
+    """Serves clients until a signal. Raises UserError if the address is not available, and RankLost if another rank is
+    lost.
+
+    `tokenizer`: digest of the tokenizer.
+    """
     from swiftspec.builder.worker_model import make_service
     from swiftspec.distributed.rpc.endpoint import Endpoint
     from swiftspec.distributed.rpc.server import RpcServer
@@ -110,15 +115,16 @@ def _serve(
         else:
             group.on_lost(lambda why: stop.signals.put(0))
             server.run(stop.signals, partial(group.check_followers, 0.0))
-            service.run_if_idle(group.check_followers)  # a launcher that has lost one rank sends SIGTERM to the others
+            service.run_if_idle(group.check_followers)  # SIGTERM may come from a launcher that has lost a rank
         server.stop(settings.drain_timeout if group is None or group.broken is None else 0.0)
     if group is not None and group.broken is not None:
         raise RankLost(group.broken)
 
 
 class GracefulStop:
-    """Context in which the first signal is put into `signals`, for a graceful stop. A second signal is handled like in
-    any other command. SimpleQueue.put is reentrant, so the handler may call it at any moment."""
+    """Context manager in which the first termination signal does not end the process: its number is put into `signals`,
+    which lets the server stop gracefully. A second signal is handled by the handler that was installed before.
+    SimpleQueue.put is reentrant, so the handler may call it at any moment."""
 
     def __init__(self) -> None:
         self.signals: SimpleQueue[int] = SimpleQueue()
@@ -146,7 +152,8 @@ class GracefulStop:
 def _load(
     side: Literal["draft", "target"], settings: Settings, world: World | None, phases: StartupProgress
 ) -> tuple[WorkerModel, TextCodec]:
-    """Loads the model, or this rank's shard of it, and its tokenizer."""
+    """Loads the model, or this rank's shard of it, and its tokenizer. Raises UserError if there is not enough
+    memory."""
     from swiftspec.distributed.launch.config_check import report_startup_error
 
     ranks = 1 if world is None else world.size

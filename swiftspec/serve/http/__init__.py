@@ -1,1 +1,1 @@
-"""The HTTP front end, in a process of its own: rank 0 decodes and never touches a socket of a client."""
+"""HTTP front end (API server) in its own process. Rank 0 decodes in another process and has no client connections."""

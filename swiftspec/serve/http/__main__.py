@@ -1,7 +1,8 @@
-"""The front-end process: `python -m swiftspec.serve.http CONTROL_FD INCARNATION LISTENER_FD`.
+"""Front-end process: `python -m swiftspec.serve.http CONTROL_FD INCARNATION LISTENER_FD`.
 
-Its supervisor starts it. Through the control socket the supervisor sends the configuration, receives heartbeats and
-passes the sockets that connect to rank 0.
+The supervisor starts it with two inherited sockets. The listener accepts HTTP connections. Through the control socket
+the supervisor sends the configuration and each socket that connects to rank 0 (engine link), and receives heartbeats.
+`INCARNATION` is the number of earlier restarts.
 """
 
 from __future__ import annotations
@@ -42,12 +43,12 @@ from swiftspec.serve.text.template import TemplateRenderer
 
 MAX_CONNECTIONS = 1024
 IDLE_CONNECTION_TIMEOUT_S = 60
-RESPONSE_GRACE_S = 2  # at shutdown, for the last bytes of responses
+RESPONSE_GRACE_S = 2  # time at shutdown to finish sending responses
 
 
 def main() -> None:
-    """Serves until rank 0 or the supervisor ends it."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 handles it and sends DrainFrame
+    """Runs the front end until rank 0 or the supervisor requests the shutdown."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 handles SIGINT and sends DrainFrame
     control, incarnation, listener = map(int, sys.argv[1:4])
     supervisor = SupervisorClient(socket.socket(fileno=control), incarnation, send_heartbeats=False)
     with contextlib.suppress(KeyboardInterrupt):
@@ -55,7 +56,8 @@ def main() -> None:
 
 
 async def serve_frontend(supervisor: SupervisorClient, listener: socket.socket) -> None:
-    """Runs server, heartbeats and the connection to rank 0; then drains and closes them."""
+    """Runs the HTTP server, the heartbeats and the connection to rank 0. When rank 0 or the supervisor requests the
+    shutdown, drains the running requests, shuts rank 0 down and closes everything."""
     config = msgspec.msgpack.decode(supervisor.first_message, type=FrontendConfig)
     engine, tokenizer_loader = EngineClient(config), TokenizerLoader()
     tracing = None if config.otlp_endpoint is None else RequestTracing(config.otlp_endpoint, config.model_name)
@@ -87,7 +89,7 @@ async def serve_frontend(supervisor: SupervisorClient, listener: socket.socket) 
 
 
 async def send_heartbeats(supervisor: SupervisorClient) -> None:
-    """Shows the supervisor that the event loop is not blocked."""
+    """Reports readiness to the supervisor, then sends heartbeats, which show that the event loop is not blocked."""
     supervisor.set_ready()
     while True:
         await asyncio.sleep(HEARTBEAT_INTERVAL_S)
@@ -95,14 +97,14 @@ async def send_heartbeats(supervisor: SupervisorClient) -> None:
 
 
 class EngineConnections:
-    """The connections to rank 0, one after the other: the supervisor passes a new socket when rank 0 restarts."""
+    """Connection to rank 0, replaced whenever rank 0 restarts: the supervisor then passes a new socket."""
 
     def __init__(self, supervisor: SupervisorClient, engine: EngineClient) -> None:
         self._supervisor, self._engine = supervisor, engine
         self._socket: AsyncFrameSocket | None = None
 
     async def run(self) -> None:
-        """Serves each connection, until the supervisor requests the shutdown."""
+        """Receives frames from one connection after the other until the supervisor requests the shutdown."""
         while (link := await self._next_link()) is not None:
             self._socket = await AsyncFrameSocket.from_socket(link)
             await self._engine.serve_connection(self._socket)
@@ -118,7 +120,7 @@ class EngineConnections:
         return self._supervisor.next_link()
 
     async def close(self) -> None:
-        """Flushes and closes the present connection."""
+        """Flushes and closes the current connection."""
         if self._socket is not None:
             await self._socket.close()
 
@@ -127,7 +129,13 @@ def build_app(
     engine: AsyncEngine, codec: Callable[[], TextCodec | None], config: FrontendConfig, trace_events: TraceEventBuffer,
     tracing: RequestTracing | None = None,
 ) -> ASGIApp:  # fmt: skip
-    """The application of the front end: endpoints, metrics and events behind the security and request-id middleware."""
+    """Builds the front end's ASGI application: the endpoints, /metrics and /v1/spec/events behind the security and
+    request-id middleware.
+
+    `codec`: returns the target's tokenizer, or None while it loads.
+    `trace_events`: events that /v1/spec/events sends.
+    `tracing`: exports a span per request; None disables it.
+    """
     metrics = PrometheusMetrics(engine, config.model_name)
     instrumented = InstrumentedEngine(
         engine, [metrics.record_request] if tracing is None else [metrics.record_request, tracing.record]
@@ -141,22 +149,22 @@ def build_app(
 
 
 class TokenizerLoader:
-    """Loads the target's tokenizer once rank 0 has sent its path."""
+    """Loader of the target's tokenizer, whose path rank 0 sends."""
 
     def __init__(self) -> None:
         self._codec: TextCodec | None = None
 
     def get(self) -> TextCodec | None:
-        """The tokenizer; None while it loads."""
+        """Returns the tokenizer, or None while it loads."""
         return self._codec
 
     async def load(self, engine: EngineClient) -> None:
-        """Loads the tokenizer in a thread, then announces that the front end serves. Rank 0 reports a tokenizer that
-        cannot be loaded."""
+        """Loads the tokenizer in a thread, then notifies rank 0 that the front end accepts requests. A UserError
+        is ignored here, since rank 0 loads the same tokenizer and reports the error."""
         folder = Path(await engine.target_folder)
         renderer = TemplateRenderer(folder)
         if may_have_template(folder):
-            renderer.start()  # in advance: its imports take seconds
+            renderer.start()  # starts the template process early: its imports take seconds
         with contextlib.suppress(UserError):
             self._codec = await asyncio.to_thread(TextCodec, folder, renderer)
             await engine.was_ready.wait()
@@ -164,11 +172,11 @@ class TokenizerLoader:
 
 
 class SignalNeutralServer(uvicorn.Server):
-    """Installs no signal handlers: SIGTERM ends the process, and rank 0 handles the other signals."""
+    """uvicorn server without signal handlers: SIGTERM ends the process, and rank 0 handles the other signals."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Overrides uvicorn's handlers."""
+        """Leaves the signal handlers of the process unchanged."""
         yield
 
 

@@ -1,4 +1,4 @@
-"""The FastAPI application: endpoints, page, error handlers and middleware."""
+"""FastAPI application: endpoints, web page, error handlers and middleware."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from swiftspec.serve.text.codec import TextCodec
 
 
 class ErrorBody(BaseModel):
-    """Message, type, field and code of an error."""
+    """Message, type, invalid request field (`param`) and code of an error."""
 
     message: str
     type: str
@@ -27,7 +27,7 @@ class ErrorBody(BaseModel):
 
 
 class Error(BaseModel):
-    """Body of an error response. Below /v1/messages it is {"type": "error", "error": {type, message}}."""
+    """Body of an error response. Endpoints below /v1/messages return {"type": "error", "error": {type, message}}."""
 
     error: ErrorBody
 
@@ -41,13 +41,14 @@ def create_app(
     keep_alive_s: float = 15.0,
     always_usage: bool = False,
 ) -> FastAPI:
-    """Creates the application around an engine.
+    """Creates the FastAPI application that serves `engine`.
 
-    `codec`: returns the target's tokenizer; None while it loads.
+    `codec`: returns the target's tokenizer, or None while it loads.
     `model_names`: names that clients can use for the model, the default first.
-    `compile`: compiles a grammar as `grammar.build_grammar` does, in a process that can be killed; raises ValueError.
-    `keep_alive_s`: seconds without an event after which a stream gets a comment.
-    `always_usage`: streams contain usage even if the request does not ask for it.
+    `compile`: asynchronous version of `grammar.build_grammar`; raises ValueError on an invalid grammar. The default has
+        no limits on time and memory, so it is for trusted clients only.
+    `keep_alive_s`: seconds without output after which a stream sends a comment.
+    `always_usage`: whether streams contain `usage` even if the request does not ask for it.
     """
     context = AppContext(engine, codec, model_names, compile, keep_alive_s, always_usage)
     error_schema: dict[int | str, dict[str, Any]] = {"default": {"model": Error, "description": "An error."}}

@@ -20,18 +20,18 @@ from swiftspec.serve.text.codec import TextCodec
 P = ParamSpec("P")
 T = TypeVar("T")
 CompileGrammar = Callable[[str, str], Awaitable[str]]
-RETRY_AFTER_S = 2.0  # sent to clients while the models load
+RETRY_AFTER_S = 2.0  # sent to clients while the server does not accept requests
 
 
 async def compile_in_thread(kind: str, text: str) -> str:
-    """Compiles a trusted grammar in a thread of this process."""
+    """Compiles a grammar of a trusted client in a thread of this process, without limits on time and memory."""
     return await run_in_threadpool(build_grammar, kind, text)
 
 
 @dataclass(frozen=True, slots=True)
 class AppContext:
-    """Shared state of the endpoints; see `app.create_app` for the parameters. `created`: start time, seconds since
-    1970."""
+    """Shared state of the endpoints; see `app.create_app` for the parameters. `created`: start time of the server in
+    seconds since 1970."""
 
     engine: AsyncEngine
     codec: Callable[[], TextCodec | None]
@@ -43,8 +43,8 @@ class AppContext:
     _tokenizer_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     def require_ready(self) -> tuple[EngineInfo, TextCodec]:
-        """The engine's info and the tokenizer. Raises ApiError while no request can be accepted. During a recovery
-        requests are accepted and wait in the queue."""
+        """Returns the engine's info and the tokenizer. Raises ApiError (503) while the server is loading, draining or
+        dead. While rank 0 restarts (phase "recovering"), requests are accepted and wait in the queue."""
         state, info, codec = self.engine.state, self.engine.info, self.codec()
         if state.phase == "dead":
             raise unavailable_error(f"the engine is gone: {state.detail}", None)
@@ -57,7 +57,7 @@ class AppContext:
         return info, codec
 
     def resolve_model_name(self, requested: str | None) -> str:
-        """The requested model name, or the default. Raises ApiError on a model that is not served."""
+        """Returns the requested model name, or the default one. Raises ApiError (404) if the name is not served."""
         if not requested or requested in self.model_names:
             return requested or self.model_names[0]
         served = ", ".join(self.model_names)
@@ -66,13 +66,16 @@ class AppContext:
         )
 
     async def run_in_tokenizer_thread(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Runs a call of the tokenizer or the template renderer in a thread, one at a time: they are not
+        """Runs `call` in a thread, one call at a time, since the tokenizer and the template renderer are not
         thread-safe."""
         async with self._tokenizer_lock:
             return await run_in_threadpool(call, *args, **kwargs)
 
     async def compile_grammar(self, requested: tuple[str, str, str]) -> str:
-        """Compiles a (kind, text, request field). Raises ApiError on an invalid grammar."""
+        """Compiles a grammar. Raises ApiError if the grammar is invalid.
+
+        `requested`: kind and text of the grammar, and the request field that contained it.
+        """
         kind, text, param = requested
         try:
             return await self.compile(kind, text)
@@ -81,7 +84,7 @@ class AppContext:
 
 
 def new_id(prefix: str) -> str:
-    """A random id with a prefix."""
+    """Returns a random id: `prefix` and 24 hexadecimal digits."""
     return f"{prefix}{secrets.token_hex(12)}"
 
 

@@ -1,4 +1,4 @@
-"""HTTP errors: exceptions as error responses in OpenAI's schema, and in Anthropic's below /v1/messages."""
+"""Conversion of exceptions to HTTP error responses: in Anthropic's schema below /v1/messages, else in OpenAI's."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ FAILURE_STATUS = {"engine_error": 500, "timeout": 504, "replaced": 409}
 NESTED_TOO_DEEPLY = "the body is nested too deeply"
 MAX_MESSAGE_CHARS = 600
 ANTHROPIC_PATH = "/v1/messages"
-ANTHROPIC_ERROR_TYPES = {  # by the type in OpenAI's schema
+ANTHROPIC_ERROR_TYPES = {  # by OpenAI's error type; the other types are equal
     "unavailable_error": "overloaded_error", "timeout": "timeout_error", "engine_error": "api_error",
     "replaced": "invalid_request_error",
 }  # fmt: skip
@@ -37,11 +37,11 @@ NO_RETRY_HEADERS = {"x-should-retry": "false"}
 
 
 class ApiError(Exception):
-    """An error response.
+    """Exception that is returned to the client as an HTTP error response.
 
-    `param`: the field of the request that is wrong.
-    `code`: an identifier of the error for programs.
-    `kind`: the error type; by default that of the status.
+    `param`: name of the invalid request field.
+    `code`: machine-readable identifier such as "model_not_found".
+    `kind`: error type such as "invalid_request_error"; None derives it from `status`.
     """
 
     def __init__(
@@ -59,12 +59,13 @@ class ApiError(Exception):
 
 
 def unsupported(param: str, message: str) -> ApiError:
-    """The error for a field that the API defines and this server does not support."""
+    """Returns the error for a field that the API defines but this server does not support."""
     return ApiError(400, f"{param}: {message}", param, "unsupported_parameter")
 
 
 def unavailable_error(message: str, retry_after: float | None, status: int = 503) -> ApiError:
-    """The error for a request that cannot be accepted now. `retry_after`: seconds; None if a retry is useless."""
+    """Returns the error for a request that cannot be accepted now. `retry_after`: seconds after which the client may
+    retry; None if a retry is useless."""
     if retry_after is None:
         return ApiError(status, message, headers=NO_RETRY_HEADERS)
     headers = {"Retry-After": str(max(1, math.ceil(retry_after))), "retry-after-ms": str(math.ceil(retry_after * 1000))}
@@ -72,7 +73,7 @@ def unavailable_error(message: str, retry_after: float | None, status: int = 503
 
 
 def to_api_error(error: Exception) -> ApiError:
-    """Converts any exception to an error response."""
+    """Converts any exception to an ApiError."""
     match error:
         case ApiError():
             return error
@@ -99,7 +100,7 @@ def to_api_error(error: Exception) -> ApiError:
 
 
 def _invalid(validation_errors: Sequence[Any]) -> ApiError:
-    """The error for the first validation error of pydantic, with its field."""
+    """Converts the first of pydantic's validation errors to an ApiError that names the invalid field."""
     first = validation_errors[0]
     if first["type"] == "json_invalid":
         return ApiError(400, f"the body is not JSON: {first['ctx']['error']} at character {first['loc'][-1]}")
@@ -113,7 +114,7 @@ def _invalid(validation_errors: Sequence[Any]) -> ApiError:
 
 
 def error_body(error: ApiError, path: str) -> dict[str, Any]:
-    """The JSON of an error, in the schema of the path's API."""
+    """Returns the JSON object of an error, in Anthropic's schema if `path` is below /v1/messages, else in OpenAI's."""
     if path.startswith(ANTHROPIC_PATH):
         kind = ANTHROPIC_ERROR_TYPES.get(error.kind, error.kind)
         return {"type": "error", "error": {"type": kind, "message": error.message}}
@@ -127,11 +128,11 @@ def error_response(error: ApiError, path: str) -> Response:
 
 
 def install_error_handlers(app: FastAPI) -> None:
-    """Registers handlers for all expected exceptions."""
+    """Registers exception handlers that return error responses."""
 
     async def handle(request: Request, error: Exception) -> Response:
         if isinstance(error, ClientDisconnect):
-            return Response(status_code=499)  # the client is gone: for logs only
+            return Response(status_code=499)  # the client has disconnected and does not receive the response
         return error_response(to_api_error(error), request.url.path)
 
     handled = (

@@ -1,7 +1,7 @@
 """Conversion of output constraints to llguidance grammars.
 
-It is unbounded in time and memory, so `grammar_compiler` runs this file in a process of its own, which it can kill.
-Therefore this file imports nothing from the package.
+The conversion is unbounded in time and memory, so `grammar_compiler` runs this file as a separate process that it can
+kill. The file imports nothing from swiftspec, so that this process loads only llguidance.
 """
 
 from __future__ import annotations
@@ -13,13 +13,17 @@ import sys
 from llguidance import LLMatcher, grammar_from
 
 KINDS = ("json_schema", "regex", "grammar", "choice", "lark")  # "grammar": Lark, or the GBNF of llama.cpp
-ANY_OBJECT = '{"type":"object"}'  # the schema that `response_format: json_object` means
+ANY_OBJECT = '{"type":"object"}'  # JSON schema of `response_format: json_object`
 MAX_ERROR_CHARS = 300
 
 
 def build_grammar(kind: str, text: str) -> str:
-    """The grammar for one of KINDS, as text for `LLMatcher`. The text of "choice" is a JSON list of strings. Raises
-    ValueError, with a message of one line, on an invalid grammar."""
+    """Converts an output constraint to a grammar for llguidance's `LLMatcher`. Raises ValueError with a one-line
+    message if the constraint is invalid.
+
+    `kind`: one of KINDS.
+    `text`: the constraint: a JSON schema, regular expression or grammar; for "choice" a JSON list of strings.
+    """
     if kind not in KINDS:
         raise ValueError(f"no such kind of grammar: {kind}")
     try:
@@ -35,9 +39,10 @@ def build_grammar(kind: str, text: str) -> str:
 
 
 def main() -> None:
-    """Compiles the grammar on standard input, a JSON object with `kind` and `text`, within the limits in argv: CPU
-    seconds
-    and bytes of address space."""
+    """Reads a JSON object with `kind` and `text` from standard input and writes one with `grammar` or `error`.
+
+    Command-line arguments: limits on CPU time in seconds and on address space in bytes.
+    """
     seconds, memory = map(int, sys.argv[1:3])
     resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
     resource.setrlimit(resource.RLIMIT_AS, (memory, memory))

@@ -1,4 +1,4 @@
-"""Compiler for untrusted grammars: each is compiled in a process with limits on time and memory."""
+"""Compiler for untrusted grammars: each grammar is compiled in a process with limits on time and memory."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from contextlib import suppress
 from swiftspec.serve.http import grammar
 
 COMPILE_TIMEOUT_S = 5.0
-COMPILE_MEMORY_BYTES = 4 << 30  # address space of a process
+COMPILE_MEMORY_BYTES = 4 << 30  # address space of one process
 MAX_GRAMMAR_CHARS = 1 << 18
 MAX_CACHED_GRAMMARS = 64
 MAX_PROCESSES = 2
 
 
 class SandboxedGrammarCompiler:
-    """`grammar.build_grammar` in a process with limits, with an LRU cache of grammars."""
+    """Grammar compiler that runs `grammar.build_grammar` in a process with limits, with an LRU cache of the results."""
 
     def __init__(self, timeout_s: float = COMPILE_TIMEOUT_S, memory_bytes: int = COMPILE_MEMORY_BYTES) -> None:
         self._timeout_s, self._memory_bytes = timeout_s, memory_bytes
@@ -26,8 +26,7 @@ class SandboxedGrammarCompiler:
         self._semaphore = asyncio.Semaphore(MAX_PROCESSES)
 
     async def __call__(self, kind: str, text: str) -> str:
-        """Compiles a grammar. Raises ValueError, with a message of one line, on an invalid grammar or one that
-        exceeds the
+        """Compiles a grammar. Raises ValueError with a one-line message if the grammar is invalid or exceeds the
         limits."""
         key = kind, text
         if key not in self._cache:

@@ -1,7 +1,7 @@
-"""The web page at `/`: static files of the package.
+"""Web page at `/`: static files of the package.
 
-They contain no secrets and need no API key. The page requests its data from the endpoints, with the key that the user
-enters.
+The files contain no secrets and need no API key. The page requests its data from the endpoints with the API key that
+the user enters.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ PAGE_HEADERS = {
 
 
 class PageFiles(StaticFiles):
-    """Serves the files with PAGE_HEADERS."""
+    """Static files of the web page, sent with PAGE_HEADERS."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handles an ASGI request."""
@@ -36,7 +36,7 @@ class PageFiles(StaticFiles):
 
 
 def with_page_headers(send: Send) -> Send:
-    """Adds PAGE_HEADERS to a response."""
+    """Returns an ASGI `send` that adds PAGE_HEADERS to the response."""
 
     async def send_with_headers(message: Message) -> None:
         if message["type"] == "http.response.start":
@@ -47,7 +47,7 @@ def with_page_headers(send: Send) -> Send:
 
 
 def page_routes() -> list[BaseRoute]:
-    """The routes of `/` and of its files below `/page/`."""
+    """Returns the routes of the web page: `/` and its files below `/page/`."""
 
     async def index(request: Request) -> Response:
         return FileResponse(PAGE_FOLDER / "index.html", headers=PAGE_HEADERS)
@@ -56,5 +56,5 @@ def page_routes() -> list[BaseRoute]:
 
 
 def is_page_path(path: str) -> bool:
-    """Whether a path belongs to the page."""
+    """Returns whether a URL path belongs to the web page."""
     return path == "/" or path.startswith("/page/")

@@ -1,4 +1,4 @@
-"""Command `python -m swiftspec.serve replay FILE`: serves the page without a model; it plays the rounds of a trace."""
+"""Command `python -m swiftspec.serve replay FILE`: serves the web page without a model, to replay a trace."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from swiftspec.serve.settings.settings import UsageError
 DESCRIPTION = (
     "Serve the page that shows the draft tree, without a model: it plays a trace written by --trace or by the page."
 )
-MAX_TRACE_BYTES = 256 << 20  # limit for the memory of a browser
+MAX_TRACE_BYTES = 256 << 20  # the browser keeps the whole trace in memory
 
 
 def replay_main(argv: Sequence[str]) -> int:
-    """Runs the command until it is interrupted. Raises UserError if the file is not a trace or the address is in
-    use."""
+    """Runs the command until it is interrupted, then returns the exit code 0. Raises UserError if the file is not a
+    trace or the address is in use."""
     parser = CommandParser(
         prog="swiftspec", usage="python -m swiftspec.serve replay FILE [flags]", description=DESCRIPTION
     )
@@ -58,13 +58,13 @@ def replay_main(argv: Sequence[str]) -> int:
 
 
 def check_trace(file: Path) -> None:
-    """Checks that the file is a trace. Raises UserError with the line of the first error."""
+    """Raises UserError if the file is not a valid trace, with the line number of the first error."""
     for _ in trace_file.read_trace(file, MAX_TRACE_BYTES):
         pass
 
 
 def replay_app(file: Path) -> Starlette:
-    """The page, the trace, and a /health by which the page recognises a replay server."""
+    """Returns an application that serves the web page, the trace, and a /health that marks it as a replay server."""
 
     async def health(request: Request) -> Response:
         return JSONResponse({"status": "replay", "trace": file.name}, headers=page.PAGE_HEADERS)

@@ -1,7 +1,7 @@
 """Request fields that several endpoints share.
 
 Unknown fields are ignored. Every number has a range and every list and text a maximum length. Fields that OpenAI or
-vLLM define and this server does not support are accepted with values that change nothing: see `reject_unsupported`.
+vLLM define but this server does not support are accepted only with values that change nothing (`reject_unsupported`).
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Body(BaseModel):
 
 
 class Smc(Body):
-    """The population in mode smc; the values must be those that the server was started with."""
+    """Parameters of the particle population in mode smc. Each must have the value that the server was started with."""
 
     particles: Annotated[int, Field(ge=1, le=1024), INTEGRAL] | None = None
     smc_draft_tokens: Annotated[int, Field(ge=1, le=64), INTEGRAL] | None = None
@@ -54,8 +54,8 @@ class Smc(Body):
 
 
 class SamplingFields(Body):
-    """Sampling parameters with vLLM's names. Missing values default to the model's generation config, then to vLLM's
-    defaults."""
+    """Sampling parameters with vLLM's names. Missing values default to the server's flags, then to the model's
+    generation config, then to vLLM's defaults."""
 
     temperature: Annotated[float, Field(ge=0, le=100)] | None = Field(
         None, description="0 is greedy; values between 0 and 0.001 become 0.001."
@@ -100,7 +100,7 @@ class SamplingFields(Body):
 
 
 class StructuredOutputs(Body):
-    """vLLM's `structured_outputs`: exactly one field is set."""
+    """vLLM's `structured_outputs`; at most one field may be set."""
 
     json_: JsonObject | Text | None = Field(None, alias="json")
     regex: Annotated[str, Field(max_length=1 << 16)] | None = None
@@ -117,14 +117,14 @@ class JsonSchema(Body):
 
 
 class ResponseFormat(Body):
-    """OpenAI's `response_format`: text, any JSON object, or JSON by a schema."""
+    """OpenAI's `response_format`: text, any JSON object, or JSON that matches a schema."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
 
 
 class ConstraintFields(Body):
-    """Output constraints, of which at most one is set."""
+    """Output constraints; at most one may be set."""
 
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
@@ -138,7 +138,7 @@ class StreamOptions(Body):
     include_usage: bool | None = None
 
 
-# Fields that are not supported, with the values that are accepted because they change nothing.
+# Unsupported fields, each with the values that are accepted because they change nothing.
 UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "min_tokens": (0,), "use_beam_search": (False,), "bad_words": ([],),
     "allowed_token_ids": (), "include_stop_str_in_output": (False,), "skip_special_tokens": (True,),
@@ -153,7 +153,7 @@ CHAT_UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
 
 
 def reject_unsupported(body: Body, unsupported_fields: Mapping[str, tuple[Any, ...]]) -> None:
-    """Raises ApiError if a field in `unsupported_fields` has a value that is not among the accepted ones."""
+    """Raises ApiError if a field of `body` has a value that `unsupported_fields` does not list as accepted."""
     for name, allowed in unsupported_fields.items():
         value = getattr(body, name, None)
         if value is not None and value not in allowed:

@@ -24,7 +24,8 @@ DONE_EVENT = b"data: [DONE]\n\n"
 
 
 def sse_event(data: Any, name: str | None = None) -> bytes:
-    """Encodes one event with JSON data. `name`: the event type, which Anthropic's and OpenAI's newer streams have."""
+    """Encodes one event with JSON data. `name`: event type, used by Anthropic's Messages API and OpenAI's Responses
+    API; None omits it."""
     head = b"data: " if name is None else b"event: " + name.encode() + b"\ndata: "
     return head + ENCODER.encode(data) + b"\n\n"
 
@@ -51,12 +52,12 @@ async def _wait_for_disconnect(receive: Receive) -> None:
 class EventStream(Response):
     """A streaming response of server-sent events.
 
-    The status is sent with the first event or comment. Exceptions before that propagate, so that the response gets an
-    error status; later ones are converted to an event. `events` is closed when the client disconnects.
+    Status 200 is sent with the first event or comment. An exception before that propagates, so that the response gets
+    an error status; `on_error` converts a later exception to an event.
 
-    `events`: encoded events.
-    `on_error`: converts an exception to an event; None: it propagates.
-    `comment`: makes a comment, sent after `keep_alive_s` seconds without an event.
+    `events`: encoded events. The generator is closed when the client disconnects.
+    `on_error`: returns an encoded event for an exception, or None to let the exception propagate.
+    `comment`: returns an encoded comment, which is sent after `keep_alive_s` seconds without output.
     """
 
     def __init__(

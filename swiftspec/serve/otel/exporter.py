@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
     from opentelemetry.sdk.trace.export import SpanExporter
 
-EXPORT_TIMEOUT_S = 2.0  # of one request to the collector
-RETRY_AFTER_S = 5.0  # pause after a failed export
+EXPORT_TIMEOUT_S = 2.0  # timeout of one request to the collector
+RETRY_AFTER_S = 5.0  # pause of the export after a failure
 MAX_QUEUED_SPANS = 1 << 16  # the oldest ones are dropped if more are queued
 TRACES_PATH = "/v1/traces"
 MAX_LOG_CHARS = 200  # longer log messages of OpenTelemetry are cut
@@ -38,10 +38,12 @@ def check_otlp_endpoint(endpoint: str) -> str:
 
 
 def make_tracer_provider(endpoint: str, exporter: Callable[[str], SpanExporter] | None = None) -> TracerProvider:
-    """Creates a tracer provider that exports spans in a background thread; its shutdown exports the rest.
+    """Creates a tracer provider that exports spans in a background thread. Its method `shutdown` exports the remaining
+    spans.
 
     `exporter`: creates the span exporter for a URL; OTLP over HTTP by default. Raises UserError, see
-    `check_otlp_endpoint`."""
+    `check_otlp_endpoint`.
+    """
     address = check_otlp_endpoint(endpoint)
     from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
     from opentelemetry.sdk.resources import Resource
@@ -62,14 +64,14 @@ def make_tracer_provider(endpoint: str, exporter: Callable[[str], SpanExporter] 
 
 
 class BackoffExporter:
-    """Span exporter that drops spans for RETRY_AFTER_S after a failed export. Otherwise a shutdown after a long answer
-    would wait for the timeout of each batch."""
+    """Span exporter that drops spans for RETRY_AFTER_S after a failed export. Without this pause, the shutdown after a
+    long answer would wait for the timeout of each batch."""
 
     def __init__(self, exporter: SpanExporter) -> None:
         self._exporter, self._until = exporter, 0.0
 
     def export(self, spans: Sequence[ReadableSpan]) -> None:
-        """As the exporter does."""
+        """Exports spans with the wrapped exporter, or drops them during the pause."""
         from opentelemetry.sdk.trace.export import SpanExportResult
 
         now = time.monotonic()
@@ -77,12 +79,12 @@ class BackoffExporter:
             self._until = now + RETRY_AFTER_S
 
     def shutdown(self) -> None:
-        """As the exporter does."""
+        """Shuts down the wrapped exporter."""
         self._exporter.shutdown()
 
 
 class FirstErrorHandler(logging.Handler):
-    """Log handler that prints the first export error as one line and ignores the repetitions."""
+    """Log handler that prints the first export error as one line and ignores all others."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)

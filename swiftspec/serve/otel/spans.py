@@ -1,5 +1,5 @@
-"""OpenTelemetry spans of an answer: one for the request, a child per RPC to a worker, and below that the worker's part
-of the RPC on this machine's clock. Spans contain no text."""
+"""OpenTelemetry spans of an answer. The span of a request has a child span for each RPC to a worker, and that has a
+child span for the worker's part, converted to this machine's clock. Spans contain no text."""
 
 from __future__ import annotations
 
@@ -24,9 +24,10 @@ if TYPE_CHECKING:
 def traced_session(
     session: Session, settings: Settings, exporter: Callable[[str], SpanExporter] | None = None
 ) -> Iterator[Session]:
-    """Yields the session, with export of spans of its answers if --otlp-endpoint is set.
+    """Yields the session; if --otlp-endpoint is set, exports the spans of its answers.
 
-    `exporter`: see `make_tracer_provider`. Raises UserError, see `check_otlp_endpoint`."""
+    `exporter`: see `make_tracer_provider`. Raises UserError, see `check_otlp_endpoint`.
+    """
     if settings.otlp_endpoint is None:
         yield session
         return
@@ -41,14 +42,14 @@ def traced_session(
 
 
 class RequestSpans:
-    """Records spans of the requests that this process decodes one after the other."""
+    """Recorder of the spans of requests that this process decodes one after the other."""
 
     def __init__(self, tracer: Any, model: str, hops: RpcLog, stats: Callable[[], Stats]) -> None:
-        """`stats`: returns the statistics of the last request."""
+        """`hops`: the RPCs to workers. `stats`: returns the statistics of the last request."""
         self._tracer, self._model, self._hops, self._stats = tracer, model, hops, stats
 
     def trace_chunks(self, chunks: Iterator[TokenChunk]) -> Iterator[TokenChunk]:
-        """Yields the chunks of a request and records its spans at the end."""
+        """Yields the chunks of a request and records the spans of the request at its end."""
         began, known, failed = time.time_ns(), list[RpcRecord](), None
         self._hops.on_record = known.append
         try:
@@ -78,8 +79,12 @@ class RequestSpans:
 
 
 def add_rpc_spans(tracer: Any, request: Any, hops: Iterable[RpcRecord]) -> None:
-    """Records the spans of RPCs as children of the span of a request. The worker's part is placed by its clock offset,
-    as far as that is known, and clipped to the RPC."""
+    """Records a span for each RPC of `hops`, as a child of the request's span, and below it a span of the worker's
+    part.
+
+    The worker's part is converted to this machine's clock and clipped to the RPC; it is left out if the clock offset is
+    unknown.
+    """
     from opentelemetry.trace import SpanKind, set_span_in_context
 
     request_context = set_span_in_context(request)

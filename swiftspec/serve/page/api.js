@@ -1,12 +1,12 @@
-// Requests to the server: with the API key, as streams, and with errors as one line.
+// HTTP client of the server: sends the API key, reads event streams, and reports errors in one line.
 
-const KEY = "swiftspec key"; // in the session storage
+const KEY = "swiftspec key"; // entry of the session storage
 
 export class ServerError extends Error {
   constructor(message, status = 0, gone = false) {
     super(message);
     this.status = status;
-    this.gone = gone; // the server was unreachable, or was lost during the answer
+    this.gone = gone; // the server cannot be reached, or the connection was lost during the answer
   }
 }
 
@@ -20,7 +20,7 @@ export function setKey(value) {
   sessionStorage.setItem(KEY, value);
 }
 
-/** Sends a request. Throws ServerError with the server's message if it fails. */
+/** Sends a request, a POST if it has a body, and returns the response. Throws ServerError with the server's message. */
 export async function ask(path, { body = null, signal = null } = {}) {
   const headers = {};
   if (key() !== "") headers.authorization = `Bearer ${key()}`;
@@ -45,7 +45,7 @@ export async function ask(path, { body = null, signal = null } = {}) {
   throw new ServerError(said, answer.status);
 }
 
-/** The events of a text/event-stream, as {id, event, data} with the data as text. */
+/** Yields the events of a text/event-stream response as {id, event, data}, with the data as text. */
 export async function* events(answer) {
   const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";
@@ -68,7 +68,7 @@ export async function* events(answer) {
   }
 }
 
-/** One block of lines; null for a comment. */
+/** Parses one event of an event stream. Returns null if it has no data, such as a comment. */
 export function eventOf(block) {
   const event = { id: null, event: "message", data: [] };
   for (const line of block.split(/\r?\n/)) {
@@ -80,8 +80,9 @@ export function eventOf(block) {
 }
 
 /**
- * Subscribes to the engine's events while the page is open: `line` gets each event, `state` the connection ("live",
- * "gone", "key", or "none" if the server has no such stream). After a loss it continues where it stopped.
+ * Subscribes to the engine's events while the page is open. `line` is called with each event, `state` with the state of
+ * the connection: "live"; "gone", while it reconnects; "key" if the server requires an API key; "none" if it has no
+ * events. The last two end the subscription. After a reconnection the stream continues after the last received event.
  */
 export async function listen(line, state) {
   let last = null;

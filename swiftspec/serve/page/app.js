@@ -12,14 +12,14 @@ import { cut, safe } from "./tokens.js";
 import { transcribe } from "./transcript.js";
 
 const $ = (id) => document.getElementById(id);
-const NAMED = 34; // characters of a request in the list
+const NAMED = 34; // maximum length of a request's name in the list, characters
 
 class App {
   constructor() {
     this.live = new Recording();
     this.shown = null;
-    this.messages = new Map(); // of the recording that is shown
-    this.mine = []; // the conversation's elements, while a recording is shown
+    this.messages = new Map(); // request -> Message, of the recording that is shown
+    this.mine = []; // elements of the live conversation, while a recording is shown instead
     this.treeView = new TreeView();
     this.race = new Race();
     this.race.told = (text) => this.announce(text);
@@ -44,7 +44,7 @@ class App {
     this.server.start();
   }
 
-  /** A replay server: it has one trace and no model. */
+  /** Sets the page up for a replay server, which has one trace, called `name`, and no model. */
   async replay(name) {
     this.server.connection("", "a recording");
     document.body.dataset.mode = "replay";
@@ -54,7 +54,7 @@ class App {
     await this.load("/replay.jsonl", name);
   }
 
-  /** An event of the engine, of a request of this page or of another client. */
+  /** Handles an event of the engine. It belongs to a request of this page or of another client. */
   line(line) {
     const request = this.live.add(line);
     if (line.swiftspec_trace) this.server.named();
@@ -81,18 +81,18 @@ class App {
     $("hint").textContent = safe(text);
   }
 
-  /** Shows an error or an instruction. `gone`: until the server answers again. */
+  /** Shows an error or an instruction. `gone`: it disappears when the server answers again. */
   trouble(text, gone = false) {
     $("trouble").textContent = safe(text);
     this.gone = gone;
   }
 
-  /** The server answers again. */
+  /** Hides the message that the server is gone. */
   answers() {
     if (this.gone) this.trouble("");
   }
 
-  /** Shows a trace that is at an address of this server. */
+  /** Loads the trace at `path` of this server and shows it under `name`. */
   async load(path, name) {
     try {
       const answer = await fetch(path, { cache: "no-store" });
@@ -159,13 +159,13 @@ class App {
     $("strip-back").textContent = own ? "Back to yours" : "To this server’s";
   }
 
-  /** The kind of a request, for the list. */
+  /** Returns the label for the kind of a request in the list: without a draft, or of another client. */
   kind(request) {
     const others = this.shown === this.live && !this.requests.asked.has(request) ? ", another client’s" : "";
     return `${isPlain(request) ? ", plain" : ""}${others}`;
   }
 
-  /** The beginning of its prompt. */
+  /** Returns the name of a request in the list: the beginning of its prompt. */
   nameOf(request) {
     const prompt = (request.begin.prompt ?? []).slice(0, NAMED).map((token) => this.shown.text(token)).join("");
     return cut(safe(this.requests.asked.get(request) ?? prompt).replace(/\s+/g, " "), NAMED);
@@ -176,7 +176,7 @@ class App {
     keepWritten(text);
   }
 
-  /** The recorded race with a large target. */
+  /** Loads and plays the recorded race with a large target. */
   async raceLarge() {
     await this.load("/page/traces/large.jsonl", LARGE);
     if (this.race.pair) this.race.play(this.race.recording, this.race.pair);

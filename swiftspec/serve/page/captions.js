@@ -5,7 +5,10 @@ import { fateInFlight } from "./tree.js";
 
 const plural = (count, one, many) => (count === 1 ? one : many.replace("#", String(count)));
 
-/** The caption above the tree, as pieces [text, whether it is bold]. */
+/**
+ * Returns the caption above the tree as pieces [text, whether it is bold]. `answered`: whether the target has verified
+ * the proposal. `textOf`: returns the text of a token.
+ */
 export function caption(tree, answered, round, textOf) {
   const name = [`Round ${tree.index + 1}. `, true];
   if (round.population) {
@@ -48,7 +51,7 @@ function likely(who, share, letter) {
     : `${who} found it ${percent(share)} likely (${letter})`;
 }
 
-/** A node in a few lines. */
+/** Describes a node in a few lines, for its tooltip. The parameters are those of `caption`. */
 export function about(node, answered, textOf) {
   const fate = answered ? node.fate : fateInFlight(node);
   let meaning = MEANING[fate];

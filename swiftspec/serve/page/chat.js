@@ -5,14 +5,14 @@ import { ask, events, ServerError } from "./api.js";
 export class Chat {
   constructor() {
     this.talks = null; // whether the model has a chat template; null: not known yet
-    this.turns = []; // of the conversation
+    this.turns = []; // messages of the conversation: {role, content}
     this.abort = null;
   }
 
   /**
-   * Streams an answer to `text`; `said` gets each piece of it. Returns why it ended: "stop", "length", or "stopped" by
-   * the person. `more`: fields of the request beside the settings. `alone`: the conversation so far is left out, and
-   * this turn too is not kept.
+   * Streams an answer to `text` and calls `said` with each piece. Returns the finish reason: "stop", "length", or
+   * "stopped" by the user. `more`: fields of the request in addition to `settings`. `alone`: the request does not
+   * contain the conversation, and its prompt and answer are not added to it.
    */
   async answer(text, settings, said, { more = {}, alone = false } = {}) {
     const turn = { role: "user", content: text };
@@ -51,7 +51,7 @@ export class Chat {
   }
 }
 
-/** The text of one chunk, including reasoning. Throws ServerError if the chunk contains an error. */
+/** Returns the text of one chunk, including reasoning. Throws ServerError if the chunk contains an error. */
 export function pieceOf(chunk) {
   if (chunk.error) throw new ServerError(chunk.error.message ?? "The answer broke off.");
   const choice = chunk.choices?.[0];

@@ -134,7 +134,7 @@ function save(recording) {
   setTimeout(() => URL.revokeObjectURL(link.href), 10000);
 }
 
-/** Space plays, comma and full stop step, outside of text fields. */
+/** Handles keys outside of text fields: space plays or pauses, comma and full stop step. */
 function shortcut(app, event) {
   const typing = event.target.closest?.("input, textarea, select, button, summary, dialog");
   if (typing || event.ctrlKey || event.metaKey || event.altKey || $("panel-tree").hidden) return;

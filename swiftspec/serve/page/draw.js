@@ -6,10 +6,10 @@ import { cut, visible } from "./tokens.js";
 import { fateInFlight } from "./tree.js";
 
 const FONT = "12px ui-monospace, SFMono-Regular, Menlo, Consolas, 'DejaVu Sans Mono', monospace";
-const LETTER = 7.25; // pixels of a letter in it
+const LETTER = 7.25; // width of a letter of FONT, pixels
 const SMALL = FONT.replace("12px", "10px");
 const SMALL_LETTER = 6.05;
-const TALL = 20;
+const TALL = 20; // height of a node with a frame, pixels
 const MARKS = { verified: "✓", rejected: "✕", own: "◆" };
 
 export class TreeCanvas {
@@ -17,13 +17,13 @@ export class TreeCanvas {
     this.canvas = canvas;
     this.textOf = textOf;
     this.context = canvas.getContext("2d");
-    this.spots = []; // of the last drawing: {node, x, y, width}
+    this.spots = []; // nodes as last drawn: {node, x, y, width, ...}
     this.places = new WeakMap();
     this.colours = {};
     this.resize();
   }
 
-  /** Reads the size and the colours of the page again. */
+  /** Adopts the current size of the canvas and the current colours of the page. */
   resize() {
     const { clientWidth, clientHeight } = this.canvas;
     const dots = window.devicePixelRatio || 1;
@@ -39,15 +39,16 @@ export class TreeCanvas {
     }
   }
 
-  /** The positions of the nodes of a tree. */
+  /** Returns the layout of a tree, see `place`. */
   placesOf(tree) {
     if (!this.places.has(tree)) this.places.set(tree, place(tree, this.width, this.height));
     return this.places.get(tree);
   }
 
   /**
-   * Draws `tree`. `answered`: whether the target has. `from` and `share`: the tree of the round before, and how far
-   * this one has come from there, 0 to 1. `beat`: seconds, for what moves while it waits. `chosen`: a node to point at.
+   * Draws `tree`. `answered`: whether the target has verified the proposal. `from`: tree of the previous round during
+   * the transition to this one; `share`: progress of the transition, 0 to 1. `beat`: time in seconds, which moves the
+   * dashes of nodes that the target is verifying. `chosen`: node that is outlined.
    */
   draw({ tree, answered, from = null, share = 1, beat = 0, chosen = null }) {
     this.spots = [];
@@ -68,7 +69,10 @@ export class TreeCanvas {
     this.spots = spots;
   }
 
-  /** A node between its previous and its next position; a new one starts at its parent. */
+  /**
+   * Returns a node as it is drawn: its text and its current position, which moves from its place in the previous tree
+   * to its place in this tree. A new node starts at its parent. `share`: progress of the move, 0 to 1.
+   */
   spot(node, answered, past, places, share) {
     const to = places.get(node.name);
     const above = node.parent?.name;
@@ -76,11 +80,11 @@ export class TreeCanvas {
     const fresh = past !== null && !past.has(node.name);
     const x = start.x + (to.x - start.x) * share;
     const y = start.y + (to.y - start.y) * share;
-    const large = isLarge(node) && (answered || node.fate !== "own"); // which is not known before
+    const large = isLarge(node) && (answered || node.fate !== "own"); // the target's own token is not known before
     return { node, x, y, alpha: fresh ? share : 1, ...this.lettered(node, to, large) };
   }
 
-  /** The text at a node (`small`: next to its dot), and its width. */
+  /** Returns the text of a node, either `label` in its frame or `small` next to its dot, and its width in pixels. */
   lettered(node, place, large) {
     const written = (letter) => cut(visible(this.textOf(node.token)), Math.max(Math.floor(place.room / letter) - 2, 2));
     if (large) {
@@ -200,7 +204,7 @@ export class TreeCanvas {
     context.textAlign = "left";
   }
 
-  /** The node at a point, or the nearest one close to it. */
+  /** Returns the drawn node at a point, or the nearest one within 13 pixels; null: none. */
   hit(x, y) {
     let best = null;
     let least = 13;

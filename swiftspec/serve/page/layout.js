@@ -1,32 +1,34 @@
 // Layout of a tree: levels from left to right, the most likely path straight through the middle.
 
-const ROW = 27; // pixels of a node with its text
-const BRANCH = 15; // of one that was expanded, but not sent: a dot and small letters
-const DOT = 3.8; // of the others
-const NARROWEST = 62; // pixels of a level
-const COMFORTABLE = 92; // of one whose texts can be read
-const WIDEST = 190;
+// Heights of nodes and widths of levels, in pixels.
+const ROW = 27; // a node with a frame and text
+const BRANCH = 15; // a node that was expanded, but is not in the proposal: a dot and small letters
+const DOT = 3.8; // any other node
+const NARROWEST = 62; // the narrowest level
+const COMFORTABLE = 92; // a level whose texts can be read
+const WIDEST = 190; // the widest level
 
-/** Whether a node is drawn with its text. */
+/** Returns whether a node is drawn with a frame and text. */
 export function isLarge(node) {
   return node.sent || node.parent === null || node.fate === "own";
 }
 
-/** The height of a node without its children. The target's own token has its place before it is known. */
+/** Returns the height of a node without its children. The target's own token has its place before it is known. */
 function size(node) {
   if (isLarge(node)) return ROW;
   return node.expanded ? BRANCH : DOT;
 }
 
 /**
- * Places for a tree's nodes: a Map of name -> {x, y, room, scale}. `x` is a node's left end, `y` its middle, `room` the
- * pixels that its text may take. `deeper`: how many nodes stand beyond the right edge.
+ * Lays out a tree in `width` x `height` pixels. Returns {places, deeper}. `places` is a Map from the name of a node to
+ * {x, y, room, scale}: its left end, its middle, the width for its text, and the factor by which heights are scaled.
+ * `deeper` is the number of nodes beyond the right edge.
  */
 export function place(tree, width, height) {
   const { nodes } = tree;
   const levels = 1 + Math.max(...nodes.map((node) => (isLarge(node) ? node.depth : node.depth - 0.6)));
   const readable = 1 + Math.max(...nodes.map((node) => (isLarge(node) ? node.depth : 0)));
-  const least = Math.max(NARROWEST, Math.min(COMFORTABLE, (width - 8) / readable)); // the rest may end up outside
+  const least = Math.max(NARROWEST, Math.min(COMFORTABLE, (width - 8) / readable)); // deeper levels may be outside
   const step = Math.min(WIDEST, Math.max(least, (width - 8) / levels));
   const heights = new Map();
   const measure = (node) => {
@@ -59,7 +61,7 @@ export function place(tree, width, height) {
   return { places: named, deeper };
 }
 
-/** The most likely child in the middle, the others alternately above and below it. */
+/** Returns the children in the order of drawing: the most likely in the middle, the others alternately around it. */
 function fanned(children) {
   const sorted = [...children].sort((one, other) => (other.q ?? 0) - (one.q ?? 0));
   const row = [];
@@ -67,7 +69,7 @@ function fanned(children) {
   return row;
 }
 
-/** The position of the most likely child, so that its path is a straight line. */
+/** Returns the y of the most likely child, so that its path is a straight line; null if there are no children. */
 function middle(children, places) {
   if (children.length === 0) return null;
   const first = children.reduce((best, child) => ((child.q ?? 0) > (best.q ?? 0) ? child : best));

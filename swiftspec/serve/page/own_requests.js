@@ -1,13 +1,13 @@
-// Recognises this page's requests among the engine's: by the seed, which the event of the request's begin contains.
+// Recognises this page's requests among those of all clients by their seed, which is in the event `begin` of a request.
 
-const EVENTS_TIMEOUT_MS = 5000; // for events that arrive after the answer
+const EVENTS_TIMEOUT_MS = 5000; // longest wait for events that arrive after the answer
 
 export class OwnRequests {
   constructor() {
     this.open = [];
   }
 
-  /** Claims the next request with this seed, an answer to `text`. */
+  /** Registers that this page is about to send the prompt `text` with this seed. Returns a claim, see `done`. */
   expect(seed, text = "") {
     const claim = { seed, text, request: null, over: null };
     claim.ended = new Promise((resolve) => (claim.over = resolve));
@@ -15,7 +15,7 @@ export class OwnRequests {
     return claim;
   }
 
-  /** Whether a request that begins is this page's. Events omit the default seed 0. */
+  /** Returns whether this page has sent a request that begins, and assigns it to its claim. Events omit the seed 0. */
   begun(request) {
     const seed = request.begin.sampling?.seed ?? 0;
     const claim = this.open.find((one) => one.request === null && one.seed === seed);
@@ -23,7 +23,7 @@ export class OwnRequests {
     return claim !== undefined;
   }
 
-  /** The prompt of a running request of this page. */
+  /** Returns the prompt of a running request of this page; empty for other requests. */
   textOf(request) {
     return this.open.find((one) => one.request === request)?.text ?? "";
   }
@@ -32,7 +32,7 @@ export class OwnRequests {
     this.open.find((one) => one.request === request)?.over();
   }
 
-  /** The request of a claim after its last event or the timeout; null: no event arrived. */
+  /** Waits for the last event of a claimed request, or a timeout. Returns the request; null: no event arrived. */
   async done(claim, connected) {
     let timer = 0;
     const late = new Promise((resolve) => (timer = setTimeout(resolve, connected ? EVENTS_TIMEOUT_MS : 0)));

@@ -1,14 +1,14 @@
-// The clock of a replay: which moment of a request is shown, independent of its drawing.
+// The clock of a replay: determines which moment of a request is shown.
 
 import { spanOf } from "./recording.js";
 
-export const SLOW = 1.5; // seconds of a round in slow motion
-const VERDICT = 0.4; // share of a round in which the result of the previous one is shown
+export const SLOW = 1.5; // seconds per round in slow motion
+const VERDICT = 0.4; // share of a round's time in which the result of the previous round is still shown
 
 export class Player {
   constructor() {
     this.request = null;
-    this.time = 0; // on the clock of the trace
+    this.time = 0; // the moment that is shown, in seconds on the clock of the trace
     this.playing = false;
     this.speed = "slow"; // or a number: 1 is true speed
     this.following = false; // shows the newest round of a request that still runs
@@ -29,14 +29,14 @@ export class Player {
     return this.rounds === 0 ? 0 : spanOf(this.request, 0).begin;
   }
 
-  /** The end, after the result of the last round was shown. */
+  /** Time of the end, after the result of the last round was shown. */
   get end() {
     if (this.rounds === 0) return 0;
     const last = spanOf(this.request, this.rounds - 1);
     return last.end + VERDICT * this.mean;
   }
 
-  /** Seconds of a round, on average. */
+  /** Mean duration of a round, in seconds. */
   get mean() {
     if (this.rounds === 0) return 1;
     return Math.max((spanOf(this.request, this.rounds - 1).end - this.begin) / this.rounds, 1e-6);
@@ -47,7 +47,7 @@ export class Player {
     return this.speed === "slow" ? Math.min(this.mean / SLOW, 1) : this.speed;
   }
 
-  /** Advances by real seconds. Returns whether anything moved. */
+  /** Advances by real seconds. Returns whether the moment that is shown has changed. */
   tick(seconds) {
     if (this.rounds === 0) return false;
     if (this.following) {
@@ -78,7 +78,7 @@ export class Player {
     return this.end > this.begin ? (this.time - this.begin) / (this.end - this.begin) : 0;
   }
 
-  /** Steps half a round forward or back: between proposal and result. */
+  /** Steps `by` half rounds, forward or back: from a proposal to its result, or from there to the next proposal. */
   step(by) {
     this.following = this.playing = false;
     if (this.rounds === 0) return;
@@ -95,8 +95,8 @@ export class Player {
   }
 
   /**
-   * What is to be seen now: round `index`, and whether the target has `answered`. When a round ends, its answer stays
-   * for a while: the time in which the draft goes on.
+   * Returns what is shown now: round `index`, and `answered`, whether its result is shown or its proposal. The result
+   * of a round is also shown during the first part of the next round, see VERDICT.
    */
   moment() {
     const index = this.find();
@@ -106,7 +106,7 @@ export class Player {
     return index > 0 && inside < VERDICT ? { index: index - 1, answered: true } : { index, answered: false };
   }
 
-  /** The first round that has not ended, or the last one. */
+  /** Returns the first round that has not ended at `time`, or the last one. */
   find() {
     let low = 0;
     let high = this.rounds - 1;
@@ -118,7 +118,7 @@ export class Player {
     return low;
   }
 
-  /** Rounds per picture of the screen; above 1 it cannot show all of them. */
+  /** Rounds per frame of a screen with 60 Hz; above 1, not every round can be shown. */
   get roundsPerFrame() {
     return (this.playing || this.following ? this.rate : 0) / this.mean / 60;
   }

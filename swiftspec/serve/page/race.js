@@ -10,11 +10,11 @@ const NO_RACE = "Write a text and press Race: the engine answers it without, the
   + " both are played side by side.";
 const SMALL = " Speculation often loses with models as small as the demo models: for them a pass over a tree"
   + " costs more than one over a token. The 70B recording shows the other case.";
-const SHORT = 1; // seconds; what took less is played so that it takes
-const WATCHED = 3; // seconds
+const SHORT = 1; // seconds; a shorter race is played in slow motion
+const WATCHED = 3; // seconds that its slow motion takes
 const $ = (id) => document.getElementById(id);
 
-/** The last two requests with the same prompt, one of them without a draft; null: none. */
+/** Returns the last two successive requests with the same prompt, one without a draft: {plain, fast}; null: none. */
 export function findRace(recording) {
   const done = recording.requests.filter((request) => request.rounds.length > 0);
   for (let at = done.length - 1; at > 0; at -= 1) {
@@ -26,7 +26,7 @@ export function findRace(recording) {
   return null;
 }
 
-/** The tokens and their times in seconds after the prefill: {tokens, times, took}. */
+/** Returns an answer as {tokens, times, took}: `times` in seconds after the prefill, `took` is the last of them. */
 export function runOf(request) {
   const tokens = answerOf(request);
   const times = [];
@@ -37,7 +37,7 @@ export function runOf(request) {
   return { tokens, times, took: times.at(-1) ?? 0 };
 }
 
-/** The first position at which two answers differ; -1: they are the same. */
+/** Returns the first position at which two answers differ; -1: they are the same. */
 export function difference(one, other) {
   const longest = Math.max(one.length, other.length);
   for (let at = 0; at < longest; at += 1) if (one[at] !== other[at]) return at;
@@ -53,7 +53,7 @@ export class Race {
     $("race-speed").addEventListener("change", () => this.pair && this.play(this.recording, this.pair));
   }
 
-  /** Shows the last race of a recording, at its end, or that there is none. */
+  /** Shows the end of the last race of a recording, or that there is none. `live`: it is that of this server. */
   show(recording, live) {
     cancelAnimationFrame(this.timer);
     this.recording = recording;
@@ -138,7 +138,7 @@ export class Race {
     this.told(`${speed} ${why}${same}`);
   }
 
-  /** The verdict: its first line, the rest of it, and which side is coloured as the winner. */
+  /** Shows the result: its first line, the rest, and in colour the winner, "plain" or "fast". */
   judge(first, rest, winner = "") {
     const strong = document.createElement("b");
     strong.textContent = first;
@@ -147,13 +147,13 @@ export class Race {
   }
 }
 
-/** Seconds of the race per real second. */
+/** Returns the seconds of the race per real second. `chosen`: menu value. `slowest`: seconds of the slower run. */
 function rateOf(chosen, slowest) {
   if (chosen !== "auto") return Number(chosen);
   return slowest > 0 && slowest < SHORT ? slowest / WATCHED : 1;
 }
 
-/** The number of times up to `time`. */
+/** Returns how many of the ascending `times` are at most `time`. */
 function upTo(times, time) {
   let low = 0;
   let high = times.length;

@@ -1,20 +1,20 @@
 // A trace in memory: its header, and requests with their rounds. The format is documented in
 // docs/reference/trace.md; unknown lines and fields are ignored.
 
-const MAX_ROUNDS = 10000; // of a live recording; the oldest requests are dropped
+const MAX_ROUNDS = 10000; // with more rounds than this, a recording drops its oldest requests
 
 export class BadTrace extends Error {}
 
 export class Recording {
   constructor() {
     this.head = null;
-    this.texts = new Map(); // the text of a token id
+    this.texts = new Map(); // token id -> text
     this.requests = []; // {id, begin, rounds, end, missed}
     this.byId = new Map();
     this.count = 0; // rounds of all requests
   }
 
-  /** Adds one line. Returns its request, or null. */
+  /** Adds one line of a trace. Returns the request that it belongs to, or null. Throws BadTrace if it is invalid. */
   add(line) {
     const isObject = line !== null && typeof line === "object" && !Array.isArray(line);
     if (!isObject) throw new BadTrace("a line is not a JSON object");
@@ -58,7 +58,7 @@ export class Recording {
     return this.texts.get(token) ?? `⟨${token}⟩`;
   }
 
-  /** All of it as the lines of a trace file. */
+  /** Returns the recording as the lines of a trace file. */
   lines() {
     const bare = (line) => {
       const { texts, ...rest } = line;
@@ -74,8 +74,8 @@ export class Recording {
   }
 }
 
-/** A recording of the text of a trace file; a last line that was cut off is left out. Throws BadTrace with the line
- * that is wrong. */
+/** Parses the text of a trace file into a recording; a last line that was cut off is left out. Throws BadTrace, which
+ * names the invalid line. */
 export function parse(text) {
   const recording = new Recording();
   const lines = text.split("\n");
@@ -98,7 +98,7 @@ export function parse(text) {
   return recording;
 }
 
-/** When a round began and ended, and when its proposal was with the target; seconds. */
+/** Returns the times of a round in seconds: {begin, sent, end}. `sent`: when the target received the proposal. */
 export function spanOf(request, at) {
   const round = request.rounds[at];
   const before = at > 0 ? endOf(request.rounds[at - 1]) : firstOf(round);
@@ -111,23 +111,23 @@ function endOf(round) {
   return round.target?.verify?.[1] ?? round.population?.[1] ?? round.wait?.[1] ?? 0;
 }
 
-/** A request's clock begins after its prefill. */
+/** Returns the time when the first round of a request began: after the prefill. */
 function firstOf(round) {
   return round.target?.open?.[1] ?? round.wait?.[0] ?? round.target?.verify?.[0] ?? round.population?.[0] ?? 0;
 }
 
-/** Whether a request had no draft: no round proposed more than the root. */
+/** Returns whether a request had no draft: no round proposed more than the root. */
 export function isPlain(request) {
   return request.rounds.length > 0 && request.rounds.every((round) => (round.proposal?.tokens.length ?? 2) === 1);
 }
 
-/** Whether the step times were emulated, not measured. */
+/** Returns whether the step times were emulated, not measured. */
 export function isEmulated(recording) {
   const { target, draft } = recording.head?.emulate ?? {};
   return Boolean(target || draft);
 }
 
-/** All tokens of a request's answer; the last rounds' may be cut at a stop token or the limit, as `end` says. */
+/** Returns all tokens of a request's answer. The last round may have more: the answer is cut at the length in `end`. */
 export function answerOf(request) {
   const tokens = request.rounds.flatMap((round) => round.tokens);
   return request.end?.tokens === undefined ? tokens : tokens.slice(0, request.end.tokens);

@@ -16,12 +16,12 @@ export class Requests {
     this.chat = new Chat();
     this.ownRequests = new OwnRequests();
     this.talk = []; // the conversation's messages
-    this.told = new Map(); // messages with known rounds, by request
-    this.asked = new WeakMap(); // the prompts of this page's requests
+    this.told = new Map(); // request -> Message, of requests whose rounds are known
+    this.asked = new WeakMap(); // request -> prompt, of this page's requests
     this.busy = false;
   }
 
-  /** A request begins. Returns whether this page sent it. */
+  /** Handles the begin of a request. Returns whether this page has sent it. */
   begun(request) {
     const own = this.ownRequests.begun(request);
     if (own) this.asked.set(request, this.ownRequests.textOf(request));
@@ -54,7 +54,7 @@ export class Requests {
     }, (error) => this.failed(error, text, message));
   }
 
-  /** Restores the prompt to the box and keeps a partial answer. */
+  /** Handles an error of a request: restores the prompt to the box, and keeps a partial answer. */
   failed(error, text, message) {
     if ($("composer-text").value === "") this.app.write(text);
     if (message !== null && message.text !== "") {
@@ -66,7 +66,7 @@ export class Requests {
     this.app.trouble(blamed(error.message), error.gone);
   }
 
-  /** A race on this server: without a draft, with speculation, then a replay of both side by side. */
+  /** Runs a race on this server: decodes without a draft, then with speculation, and replays both side by side. */
   async runRace() {
     const text = $("composer-text").value;
     if (!this.ready(text, "Write a text first: the race runs it twice.")) return;
@@ -91,7 +91,7 @@ export class Requests {
     });
   }
 
-  /** Whether a request can be sent now; else shows what to do. */
+  /** Returns whether a request can be sent now; if not, shows why. `wanted`: message if `text` is empty. */
   ready(text, wanted) {
     if (this.busy) this.app.trouble("An answer is being generated; Stop ends it.");
     else if (text.trim() === "") {
@@ -101,7 +101,7 @@ export class Requests {
     return false;
   }
 
-  /** Runs `work` with the buttons switched to Stop. */
+  /** Runs `work` while Stop is shown instead of the buttons that send. `failed`: called with an error of `work`. */
   async working(work, failed) {
     this.busy = true;
     this.app.trouble("");

@@ -3,7 +3,7 @@
 import { ask, key, listen, setKey } from "./api.js";
 
 const $ = (id) => document.getElementById(id);
-const EMBEDDED = "swiftspec-demo"; // its chat template joins the turns to one source text
+const EMBEDDED = "swiftspec-demo"; // the demo model; its chat template only joins the turns to one source text
 const EXAMPLES = {
   text: ["def read_lines(path):\n", "class Stack:\n    def __init__(self", "def main(argv=None):\n"],
   talk: ["Explain in three sentences how a hash table works.", "Write a Python function that merges two sorted lists."],
@@ -12,7 +12,7 @@ const EXAMPLES = {
 export class Server {
   constructor(app) {
     this.app = app;
-    this.connected = false; // to the engine's events
+    this.connected = false; // whether the page receives the engine's events
     this.model = null; // its name; null: not known yet
   }
 
@@ -21,7 +21,7 @@ export class Server {
     this.meet();
   }
 
-  /** Requests the model's name until the server answers. */
+  /** Asks the server for its model until the model is loaded, then adapts the page to it. */
   async meet() {
     for (;;) {
       try {

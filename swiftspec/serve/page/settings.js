@@ -3,14 +3,14 @@
 import { ServerError } from "./api.js";
 import { safe } from "./tokens.js";
 
-// The labels of the request's fields.
+// Labels of the input fields, by the field's name in the request.
 const LABELS = {
   temperature: "Temperature", top_p: "Top-p", top_k: "Top-k", seed: "Seed", max_tokens: "Max tokens",
   verify_batch: "Nodes per round", draft_steps: "Expansions per round",
 };
 const field = (name) => document.getElementById(name);
 
-/** The values of the settings. Throws ServerError on a value that is not a number. */
+/** Returns the values of the settings, with a random seed by default. Throws ServerError if one is not a number. */
 export function settings() {
   const asked = {};
   field("settings-trouble").textContent = "";
@@ -26,7 +26,10 @@ export function settings() {
   return asked;
 }
 
-/** An error message with the label of the field that it names; marks the field and opens the settings. */
+/**
+ * Marks the field that an error message names, and opens the settings. Returns the message with the field's label
+ * instead of its name.
+ */
 export function blamed(message) {
   const name = Object.keys(LABELS).find((one) => new RegExp(`\\b${one}\\b`).test(message));
   if (name === undefined) return message;

@@ -3,7 +3,10 @@
 import { busy, timelinesOf } from "./timelines.js";
 import { answerOf, spanOf } from "./recording.js";
 
-/** Statistics of the rounds 0 to `last`. `held`: the number of rounds by the number of accepted draft tokens. */
+/**
+ * Returns statistics of the rounds 0 to `last`. `held[j]` is the number of rounds that accepted j draft tokens;
+ * `targetBusy` and `draftBusy` are shares of the time of the last 61 rounds.
+ */
 export function statsOf(request, last) {
   let tokens = 0;
   const held = [];
@@ -26,7 +29,7 @@ export function statsOf(request, last) {
   };
 }
 
-/** Draws the histogram as rows of a list. */
+/** Draws the histogram `held` as rows of a list. */
 export function drawHistogram(list, held) {
   const most = Math.max(...held, 1);
   const rounds = held.reduce((sum, count) => sum + count, 0);

@@ -4,7 +4,7 @@ const TALK = "swiftspec talk";
 const WRITTEN = "swiftspec written";
 const MAX_MESSAGES = 50;
 
-/** The stored conversation: {turns, messages: [{asked, text, cost, labels}]}; null: none. */
+/** Returns the stored conversation: {turns, messages: [{asked, text, cost, labels}]}; null: none. */
 export function recall() {
   try {
     const kept = JSON.parse(sessionStorage.getItem(TALK));
@@ -29,7 +29,7 @@ export function keepWritten(text) {
   put(WRITTEN, text);
 }
 
-/** Stores a value; a full storage is ignored. */
+/** Stores a value. If the storage is full, removes the previous value instead. */
 function put(name, value) {
   try {
     sessionStorage.setItem(name, value);

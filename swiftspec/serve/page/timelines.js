@@ -2,11 +2,11 @@
 
 import { spanOf } from "./recording.js";
 
-const TALL = 22; // pixels of a timeline
-const GAP = 10;
-const ROUNDS = 5; // in view
+const TALL = 22; // height of a timeline, pixels
+const GAP = 10; // between the two timelines, pixels
+const ROUNDS = 5; // rounds in view
 
-/** The spans of both timelines in rounds `from` to `to`: {target: [[begin, end]], draft: [...], wait: [...]}. */
+/** Returns the spans in rounds `from` to `to`: {target: [[begin, end]], draft: [...], wait: [...]}. */
 export function timelinesOf(request, from, to) {
   const lanes = { target: [], draft: [], wait: [] };
   for (let at = Math.max(from, 0); at <= Math.min(to, request.rounds.length - 1); at += 1) {
@@ -19,7 +19,7 @@ export function timelinesOf(request, from, to) {
   return lanes;
 }
 
-/** The share of the time between two moments that spans cover. */
+/** Returns the share of the time from `begin` to `end` that the spans cover. */
 export function busy(spans, begin, end) {
   const inside = spans.reduce((sum, [from, to]) => sum + Math.max(Math.min(to, end) - Math.max(from, begin), 0), 0);
   return end > begin ? Math.min(inside / (end - begin), 1) : 0;
@@ -67,7 +67,7 @@ export class TimelinesCanvas {
     context.fillRect(x(player.time) - 1, 0, 2, rows[1] + TALL + 4);
   }
 
-  /** A vertical line at the end of each round. */
+  /** Draws a vertical line at the end of each round. */
   ends(request, at, x, rows) {
     const context = this.context;
     context.strokeStyle = this.colours.ink;
@@ -93,7 +93,7 @@ export class TimelinesCanvas {
     this.context.globalAlpha = 1;
   }
 
-  /** A wait, as thin slanted lines. */
+  /** Draws a wait as thin slanted lines. */
   hatch(from, to, top, colour) {
     const left = Math.max(from, 0);
     const right = Math.min(to, this.width);
@@ -130,7 +130,7 @@ export class TimelinesCanvas {
   }
 }
 
-/** The pauses between spans that are longer than `least`. */
+/** Returns the pauses between spans that are longer than `least` seconds. */
 function idle(spans, least) {
   const sorted = [...spans].sort((one, other) => one[0] - other[0]);
   const pauses = [];

@@ -1,4 +1,4 @@
-// Tokens as readable and harmless text: it is set as text, never as markup.
+// Converts tokens and numbers to text that is readable and has no control characters.
 
 const SIGNS = { " ": "·", "\n": "⏎", "\t": "⇥", "\r": "␍", "\u00a0": "⍽" };
 const HIDDEN = /[\p{Cc}\p{Cf}\p{Co}\p{Cs}\u2028\u2029]/u; // control, direction, joiners, lone surrogates
@@ -7,7 +7,7 @@ function code(sign) {
   return `⟨${sign.codePointAt(0).toString(16).toUpperCase()}⟩`;
 }
 
-/** A token with its whitespace visible, and what is invisible or turns the line around as its code. */
+/** Returns a token's text with signs for whitespace, and code points for invisible and bidirectional characters. */
 export function visible(text) {
   let shown = "";
   for (const sign of text) {
@@ -17,7 +17,7 @@ export function visible(text) {
   return shown === "" ? "∅" : shown;
 }
 
-/** Running text: lines stay lines, and what would turn the line around becomes its code. */
+/** Returns a text with newlines and tabs unchanged, and code points for invisible and bidirectional characters. */
 export function safe(text) {
   let shown = "";
   for (const sign of text) {
@@ -26,13 +26,13 @@ export function safe(text) {
   return shown;
 }
 
-/** Truncated to `most` characters. */
+/** Truncates a text to `most` characters. */
 export function cut(text, most) {
   const signs = [...text];
   return signs.length <= most ? text : signs.slice(0, Math.max(most - 1, 1)).join("") + "…";
 }
 
-/** A probability in percent. */
+/** Formats a probability in percent. */
 export function percent(probability) {
   if (probability === null || probability === undefined || Number.isNaN(probability)) return "not known";
   const hundredths = probability * 100;
@@ -42,14 +42,14 @@ export function percent(probability) {
   return hundredths === 0 ? "0 %" : "< 0.1 %";
 }
 
-/** A duration with its unit. */
+/** Formats a duration in seconds. */
 export function seconds(value) {
   if (value >= 10) return `${value.toFixed(1)} s`;
   if (value >= 1) return `${value.toFixed(2)} s`;
   return `${(value * 1e3).toFixed(value >= 0.01 ? 0 : 1)} ms`;
 }
 
-/** A number with two or three significant digits. */
+/** Formats a number with two or three significant digits; "–" if it is not finite. */
 export function number(value) {
   if (!Number.isFinite(value)) return "–";
   return value >= 100 ? value.toFixed(0) : value.toFixed(value >= 10 ? 1 : 2);

@@ -18,15 +18,15 @@ const ENDS = {
   abort: "Aborted: the client disconnected.", error: "Aborted by an error.",
 };
 
-/** One question and its answer. */
+/** A prompt and its answer in the conversation. */
 export class Message {
   constructor(log, asked, labels = TALKS) {
     this.asked = asked;
     this.labels = labels;
     this.request = null;
     this.text = "";
-    this.pieces = []; // {element, round}
-    this.now = null; // the round pointed at; null: none was yet
+    this.pieces = []; // a {span, round} for each token of the answer; span: its element
+    this.now = null; // the highlighted round; null: none was yet
     this.element = element("article", "message");
     this.answer = element("pre", "answer");
     this.answer.dir = "auto";
@@ -39,7 +39,7 @@ export class Message {
     log.parentElement.scrollTop = log.parentElement.scrollHeight;
   }
 
-  /** Applies a change and stays scrolled to the end. */
+  /** Calls `change`, which adds text, and stays scrolled to the end. */
   grow(change) {
     const area = this.element.parentElement?.parentElement;
     const atEnd = area && area.scrollHeight - area.scrollTop - area.clientHeight < 60;
@@ -58,7 +58,7 @@ export class Message {
     this.grow(() => (this.cost.textContent = why));
   }
 
-  /** Shows the answer token by token from the recording, unless its text differs from the streamed one. */
+  /** Replaces the streamed text by the tokens of the recording, unless their text differs. */
   tell(recording, request) {
     this.request = request;
     const most = answerOf(request).length;
@@ -79,7 +79,7 @@ export class Message {
     this.now = null;
   }
 
-  /** Shows the statistics and why it ended. */
+  /** Shows the statistics of the request and its finish reason. */
   sum(request, ended = request?.end?.reason) {
     this.grow(() => (this.cost.textContent = [this.spent(request), ENDS[ended]].filter(Boolean).join(" ")));
   }
@@ -91,7 +91,7 @@ export class Message {
     return `${tokens} tokens in ${seconds(took)}: ${each}.`;
   }
 
-  /** Scrolls into view. */
+  /** Scrolls the message into view. */
   shown() {
     const area = this.element.parentElement.parentElement;
     area.scrollTop += this.element.getBoundingClientRect().top - area.getBoundingClientRect().top - 12;
@@ -121,7 +121,7 @@ export class Message {
     if (below > 0 || above < 0) area.scrollTop += below > 0 ? below : above;
   }
 
-  /** The first piece of a round or one after it. */
+  /** Returns the position of the first piece of `round` or of a later round. */
   first(round) {
     let low = 0;
     let high = this.pieces.length;
@@ -134,7 +134,7 @@ export class Message {
   }
 }
 
-/** A recording's requests as messages, by request. */
+/** Shows the requests of a recording in the element `log`. Returns their messages as a Map, by request. */
 export function transcribe(log, recording) {
   log.replaceChildren();
   const messages = new Map();

@@ -1,11 +1,11 @@
-// The draft tree of a round as nodes with a fate, and the identity of nodes over rounds.
+// Builds the draft tree of a round: nodes with a fate, and with names that stay the same from round to round.
 
-// The fates of a node. The names are the classes of the legend.
+// The fates of a node, which are also the classes of the legend.
 export const FATES = ["flight", "verified", "rejected", "own", "kept", "idle"];
 
-let names = 0; // names are unique and stay the same from round to round
+let names = 0; // number of names given; names are unique
 
-const MAX_CACHED_TREES = 64; // of a request
+const MAX_CACHED_TREES = 64; // per request
 
 /** The trees of a request's rounds, built on demand. */
 export class Trees {
@@ -25,10 +25,12 @@ export class Trees {
 }
 
 /**
- * The tree of one round: `nodes` in order, a parent before its children, each {name, token, parent, children, depth, q,
- * p, sent, fate, survives, old}. `sent`: it was in the proposal. `survives`: it is still there in the next round.
- * `old`: it was there in the round before. `accepted`: number of accepted draft tokens. `next`: the next
- * round's root.
+ * Builds the tree of one round. `before`: the tree of the previous round, or null.
+ *
+ * `nodes` has parents before children, each node as {name, token, parent, children, depth, q, p, sent, fate, survives,
+ * old}. `sent`: the node was in the proposal. `survives`: it is also in the tree of the next round. `old`: it was also
+ * in the tree of the previous round. `accepted`, `proposed`: numbers of draft tokens. `next`: root of the next round.
+ * `kept`: number of nodes below it.
  */
 function grown(request, index, before) {
   const round = request.rounds[index];
@@ -46,7 +48,7 @@ function grown(request, index, before) {
   return { index, nodes, accepted, proposed, next, kept };
 }
 
-/** The whole tree where the trace has it, else the proposal alone. */
+/** Returns the nodes of the whole tree if the trace has it, else those of the proposal. */
 function whole(round) {
   const tree = round.draft?.tree ?? round.proposal ?? { tokens: [0], parents: [-1] };
   const nodes = [];
@@ -61,7 +63,7 @@ function whole(round) {
   return nodes;
 }
 
-/** Adds a node. */
+/** Adds a node below `parent` and returns it. */
 function hang(nodes, parent, token) {
   const depth = parent ? parent.depth + 1 : 0;
   const facts = { name: 0, token, parent, depth, children: [], logprob: null, q: null, p: null };
@@ -75,14 +77,14 @@ function childOf(node, token) {
   return node.children.find((child) => child.token === token);
 }
 
-/** Which nodes of the tree were proposed: a node is named by the tokens from the root down to it. */
+/** Marks the nodes of the proposal, which are found by their tokens from the root down. Returns them in its order. */
 function markSent(nodes, round) {
   const proposal = round.proposal ?? { tokens: [nodes[0].token], parents: [-1] };
   const found = [];
   for (const [at, token] of proposal.tokens.entries()) {
     const parent = found[proposal.parents[at]];
     let node = at === 0 ? nodes[0] : parent && childOf(parent, token);
-    if (node === undefined && parent) node = hang(nodes, parent, token); // the draft was repeated or lost
+    if (node === undefined && parent) node = hang(nodes, parent, token); // the recorded tree does not contain this node
     found.push(node);
     if (node === undefined) continue;
     node.sent = true;
@@ -92,7 +94,7 @@ function markSent(nodes, round) {
   return found;
 }
 
-/** The token that the target drew itself, after the last accepted draft token: the next round's root. */
+/** Returns the node of the target's own token, after the last accepted node; adds it if the draft has not. */
 function own(nodes, last, token) {
   let node = childOf(last, token);
   if (node === undefined) {
@@ -131,7 +133,7 @@ function nameAll(nodes, before) {
   give(root, was);
 }
 
-/** The fate of a node as it is known while the round's proposal is with the target. */
+/** Returns the fate of a node as far as it is known during the verification. */
 export function fateInFlight(node) {
   if (node.parent === null) return "verified";
   if (node.sent) return "flight";

@@ -1,4 +1,4 @@
-// One request of a recording at one moment: its tree, the two timelines and statistics.
+// Shows one request of a recording at one moment: its tree, the two timelines and statistics.
 
 import { TreeCanvas } from "./draw.js";
 import { TimelinesCanvas } from "./timelines.js";
@@ -9,7 +9,7 @@ import { Trees } from "./tree.js";
 import { about, caption } from "./captions.js";
 
 const CONTEXT = 48; // tokens of the text before the root that are shown
-const HURRY = 0.08; // minimum seconds per picture if rounds are faster
+const HURRY = 0.08; // minimum seconds that a round is shown; if rounds are faster, some are skipped
 const MOVE = 0.3; // seconds of the transition to the next tree, at any speed
 const $ = (id) => document.getElementById(id);
 
@@ -24,9 +24,9 @@ export class TreeView {
     this.timelines = new TimelinesCanvas($("lanes"));
     this.chosen = null;
     this.dirty = true;
-    this.said = -1; // the half round of the present texts
-    this.saidAt = 0;
-    this.movedAt = -1; // when the transition began
+    this.said = -1; // the half round that the texts describe: 2 * index + answered; -1: none
+    this.saidAt = 0; // time when the texts were set, seconds
+    this.movedAt = -1; // time when the transition began, seconds; -1: there is none
     this.now = null;
     this.nothing = "No requests yet.";
     this.frames = { count: 0, spent: 0 };
@@ -123,7 +123,7 @@ export class TreeView {
     }
   }
 
-  /** Progress of the transition from the previous tree, 0 to 1; 1 at rest and after a jump. */
+  /** Returns the progress of the transition from the previous tree, 0 to 1; 1 at rest and after a jump. */
   share(index, answered, beat) {
     if (!this.player.playing || this.still.matches || answered) this.movedAt = -1;
     else if (this.now?.answered && this.now.index === index - 1) this.movedAt = beat;
@@ -160,7 +160,7 @@ export class TreeView {
     for (const listener of this.listeners) listener(this.request, answered ? index : index - 1);
   }
 
-  /** Statistics of the rounds up to `last`; -1: before the first. */
+  /** Shows statistics of the rounds up to `last`; -1: before the first. */
   numbers(last) {
     const stats = last < 0 ? { held: [], tokens: 0 } : statsOf(this.request, last);
     $("per-round").textContent = number(stats.perRound);
@@ -171,7 +171,7 @@ export class TreeView {
     drawHistogram($("held"), stats.held);
   }
 
-  /** The end of the text before the tree's root. */
+  /** Shows the end of the text before the tree's root. `rounds`: number of rounds that belong to the text. */
   soFar(rounds) {
     const pieces = [];
     for (let at = rounds - 1; at >= 0 && pieces.length < CONTEXT; at -= 1) {
@@ -196,7 +196,7 @@ export class TreeView {
 
   pace() {
     const { player } = this;
-    const each = player.roundsPerFrame > 0.08 ? 60 * HURRY : 1; // frames of a picture
+    const each = player.roundsPerFrame > 0.08 ? 60 * HURRY : 1; // screen frames for which a round is shown
     const every = Math.ceil(player.roundsPerFrame * each);
     const slowed = player.rate < 0.995 ? `Shown ${number(1 / player.rate)} times slower than it ran. ` : "";
     const skipped = every > 1 ? `Too fast for a screen: about one in ${every} rounds is shown. ` : "";
@@ -237,7 +237,7 @@ export class TreeView {
     tip.style.top = `${below + tip.offsetHeight < height ? below : Math.max(spot.y - 18 - tip.offsetHeight, 0)}px`;
   }
 
-  /** Arrow keys: to the parent, the most likely child, the sibling above or below. */
+  /** Handles arrow keys: selects the parent, the most likely child, or the sibling above or below. */
   walk(event) {
     if (!this.now || !event.key.startsWith("Arrow") && event.key !== "Escape") return;
     event.preventDefault();

@@ -28,9 +28,11 @@ NON_SETTING_VARIABLES = (  # read by the build, the tests and the kernels
 
 
 def load_settings(cli: Mapping[str, object], file: Path | None = None, kind: type[Settings] = Settings) -> Settings:
-    """Merges all sources into settings. Raises UsageError that names the offending flag, variable or key.
+    """Merges command line, environment and --config file into settings. Raises a UsageError that names the offending
+    flag, variable or key.
 
-    `cli`: values that were given on the command line, by field name. `file`: the --config file."""
+    `cli`: values that were given on the command line, by field name. `file`: the --config file.
+    """
     known = list(kind.model_fields)
     for old, new in RENAMED_SETTINGS.items():
         if os.environ.get(env_name(old)):
@@ -51,7 +53,7 @@ def load_settings(cli: Mapping[str, object], file: Path | None = None, kind: typ
 
 
 def unknown_variable_warnings(kind: type[Settings] = Settings) -> list[str]:
-    """Warnings about environment variables that look like settings but are not."""
+    """Returns warnings about environment variables whose names begin with SWIFTSPEC_ but are not those of settings."""
     known = [env_name(name) for name in (*kind.model_fields, *RENAMED_SETTINGS)]
     names = sorted(name for name, value in os.environ.items() if name.startswith(ENV_PREFIX) and value)
     return [
@@ -61,8 +63,8 @@ def unknown_variable_warnings(kind: type[Settings] = Settings) -> list[str]:
 
 
 def _read_yaml(file: Path, known: Sequence[str]) -> dict[str, object]:
-    """Reads the file. Returns its values by field name, as the text that the flag would get on the command line. Empty
-    values are left out."""
+    """Returns the values of the --config file by field name: text as on the command line, and lists and mappings of
+    text. Null values are left out. Raises UsageError if the file cannot be read or has a key that is not in `known`."""
     from swiftspec.serve.settings.plain_yaml import UnsupportedYaml, parse_mapping  # yaml is not needed for --help
 
     name = f"--config {file}"

@@ -1,7 +1,8 @@
-"""Table of settings. The command's own are declared here, those of the engine in params.py and config.py.
+"""Table of all settings. Those of the command are declared in this file, those of the engine in params.py and
+config.py.
 
-Flags, environment variables, YAML keys, --help and docs/reference/flags.md are generated from it, so a new setting is
-one entry. Imports must stay cheap (no torch, no transformers), because `--help` needs this module.
+Flags, environment variables, YAML keys, --help and docs/reference/flags.md are generated from the table, so a new
+setting is one entry. Imports must stay cheap (no torch, no transformers), because `--help` needs this module.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from swiftspec.settings_schema import DataclassInstance, Setting, declared_setti
 MODELS, SERVER, NETWORK = "models", "server", "workers: models on other machines or devices"
 GROUPS = (MODELS, SERVER, NETWORK, SPECULATION, PARTICLES, SAMPLING, STOPPING)  # in the order of --help
 RENAMED_SETTINGS = {"kept_memory": "prefix_cache_memory"}  # old name: new name
-UNSUPPORTED_PARTS = {  # by mode: settings that apply to these parts are refused
+UNSUPPORTED_PARTS = {  # by mode: settings that apply to these parts of the engine are refused
     "ar": (POPULATION,), "serial": (POPULATION,), "async": (POPULATION,), "smc": (TREE, LOOKAHEAD),
 }  # fmt: skip
 IGNORED_PARTS = {
@@ -35,15 +36,17 @@ IGNORED_PARTS = {
     "serial": (LOOKAHEAD,),
     "async": (),
     "smc": (),
-}  # by mode: settings that apply to these parts are ignored, with a note
+}  # by mode: settings that apply to these parts of the engine are ignored, with a note
 MAX_THREADS = 8  # rounds are short: with more threads, synchronisation takes longer than the computation
 
 
 @dataclass
 class CommandSettings:
-    """Settings of the command itself: the models, how they run, the server, and values that `Settings.make_plan`
-    resolves before it creates an EngineConfig. Some of these have the name of the EngineConfig field that they fill:
-    mode and split may be unset here, and --self-switch is on unless rounds must not depend on measured times.
+    """Settings of the command itself: models, devices, server, workers, and the plan before `Settings.make_plan`
+    resolves it.
+
+    `mode`, `target_tp`, `draft_tp` and `self_switch` have the names of EngineConfig fields, but other defaults: None
+    lets `make_plan` select the value, and `self_switch` is on unless rounds must not depend on measured times.
     """
 
     model: str | None = setting(
@@ -213,12 +216,12 @@ class Flag:
 
     name: str
     setting: Setting
-    value_type: Any  # type of the value
+    value_type: Any  # type that the value is converted to, see `_value_type`
     default: Any
     default_text: str  # the default as --help shows it
     config: (
         type[DataclassInstance] | None
-    )  # engine configuration whose field it fills unchanged; None: a setting of the command
+    )  # engine dataclass that declares the setting; None: CommandSettings declares it
 
     @property
     def group(self) -> str:
@@ -226,18 +229,18 @@ class Flag:
 
     @property
     def metavar(self) -> str:
-        """Placeholder of the value in --help: as declared, or the choices."""
+        """Placeholder of the value in --help: the declared one, or the choices."""
         return self.setting.metavar or "|".join(self.choices)
 
     @property
     def choices(self) -> list[str]:
-        """The allowed values; empty if they are not a fixed set."""
+        """The allowed values; empty if they are not listed."""
         return list(_literal_choices(self.value_type))
 
 
 @dataclass(frozen=True, slots=True)
 class SettingsTable:
-    """The dataclasses that declare settings, and the resulting flags in the order of --help."""
+    """The dataclasses that declare settings, and the flags made from them, by setting name in the order of --help."""
 
     command: type[CommandSettings] = CommandSettings
     engine: type[EngineConfig] = EngineConfig
@@ -254,7 +257,7 @@ class SettingsTable:
 
 
 def _declared_flags(source: type[DataclassInstance], config: type[DataclassInstance] | None) -> Iterator[Flag]:
-    """Yields flags for the fields of a dataclass that have a help text."""
+    """Yields flags for the fields of the dataclass `source` that have a help text. `config`: see `Flag.config`."""
     hints = get_type_hints(source)
     for item, declaration in declared_settings(source):
         if declaration.help is None:
@@ -272,7 +275,8 @@ def _declared_flags(source: type[DataclassInstance], config: type[DataclassInsta
 
 
 def _value_type(hint: Any, declaration: Setting) -> Any:
-    """Type of a flag's value: its choices, else the type of the field. A tuple field is a flag that can be repeated."""
+    """Returns the type of a flag's value: a Literal of its choices if it has any, else the type of the field. For a
+    tuple field this is a list, as the flag can be repeated."""
     if declaration.choices:
         return Literal[declaration.choices]
     return list[get_args(hint)[0]] if get_origin(hint) is tuple else hint

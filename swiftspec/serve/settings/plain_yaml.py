@@ -30,12 +30,13 @@ NULL_SPELLINGS = ("", "~", "null", "Null", "NULL")
 
 
 class UnsupportedYaml(Exception):
-    """Unsupported content. The message continues a sentence that begins with the name of the file."""
+    """The text is not YAML of the supported subset. The message is a predicate, such as `holds more than one document`,
+    which follows the name of the file."""
 
 
 def parse_mapping(text: str) -> list[tuple[str, YamlValue]]:
-    """Parses a text that holds one mapping. Returns its pairs in order; a value is text, a list of texts, a mapping
-    from text to text, or None for null. Raises UnsupportedYaml on anything else."""
+    """Parses a text that contains one mapping. Returns its pairs in order; a value is text, a list of texts, a mapping
+    from text to text, or None for null. Raises UnsupportedYaml on any other content."""
     try:
         return list(_pairs(yaml.parse(text, Loader=yaml.SafeLoader)))
     except yaml.YAMLError as error:

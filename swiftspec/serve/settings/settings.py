@@ -1,4 +1,4 @@
-"""Settings: validation, and conversion to an EngineConfig and SamplingParams.
+"""Settings: validation, and conversion to EngineConfig and SamplingParams.
 
 Imports must stay cheap (no torch, no transformers), because `--help` needs this module.
 """
@@ -24,7 +24,8 @@ S = TypeVar("S", bound="Settings")
 if TYPE_CHECKING:
 
     class SettingsAttributes(CommandSettings, BaseSettings):
-        """The fields that `with_fields_of` adds, for type checkers. Those of the engine have type Any."""
+        """Type declarations of the fields that `with_fields_of` adds, for type checkers. Fields of the engine have type
+        Any."""
 
         def __getattr__(self, name: str) -> Any: ...
         def __setattr__(self, name: str, value: Any) -> None: ...
@@ -37,7 +38,7 @@ class UsageError(UserError):
 
 
 def with_fields_of(table: SettingsTable) -> Callable[[type[S]], type[S]]:
-    """Class decorator: adds a field for every flag of the table."""
+    """Returns a class decorator that adds a field for every flag of the table."""
 
     def filled(kind: type[S]) -> type[S]:
         values: dict[str, Any] = {flag.name: _field(flag) for flag in table.flags.values()}
@@ -49,15 +50,19 @@ def with_fields_of(table: SettingsTable) -> Callable[[type[S]], type[S]]:
 
 
 def _field(flag: Flag) -> tuple[Any, Any]:
-    """The pydantic field of a flag. `_from_text` converts text to lists and objects, and the engine's configurations
-    check the range of their fields, so only the ranges of the command's own settings are declared here."""
+    """Returns type and pydantic field of a flag.
+
+    Only a setting of the command declares its range here; the range of an engine setting is checked by `_as_in_config`.
+    NoDecode leaves the conversion of text to lists and dicts to `_from_text`.
+    """
     limits: dict[str, Any] = {} if flag.config else {"ge": flag.setting.ge, "le": flag.setting.le}
     return Annotated[flag.value_type, NoDecode, flag], Field(flag.default, description=flag.setting.help, **limits)
 
 
 @with_fields_of(SettingsTable())
 class Settings(SettingsAttributes):
-    """All settings. None for a sampling value means the model's own, else vLLM's default."""
+    """All settings of a command. A sampling value of None means that of the model's generation_config.json, else vLLM's
+    default."""
 
     model_config = SettingsConfigDict(
         env_prefix=ENV_PREFIX, env_ignore_empty=True, extra="forbid", validate_assignment=True, protected_namespaces=()
@@ -67,7 +72,8 @@ class Settings(SettingsAttributes):
     @field_validator("*", mode="before")
     @classmethod
     def _from_text(cls, value: object, info: ValidationInfo) -> object:
-        """Converts text to a list or an object: JSON, or for lists also the bare values."""
+        """Converts the text of a list or dict field: from JSON, and for a list also from one text or numbers separated
+        by commas."""
         kind = cls.table.flags[str(info.field_name)].value_type
         if get_origin(kind) is list:
             return _as_list(value, of_text=get_args(kind)[0] is str)
@@ -79,7 +85,7 @@ class Settings(SettingsAttributes):
     @field_validator("*")
     @classmethod
     def _as_in_config(cls, value: Any, info: ValidationInfo) -> Any:
-        """Checks a value of an engine configuration by that configuration's own rules."""
+        """Validates the value of an engine setting by creating the dataclass that declares it."""
         flag = cls.table.flags[str(info.field_name)]
         if value is None or flag.config is None:
             return value
@@ -93,10 +99,12 @@ class Settings(SettingsAttributes):
         return value
 
     def make_plan(self, has_draft: bool, ranks: int = 1) -> EngineConfig:
-        """Creates the EngineConfig; resolves mode and split where they are not set.
+        """Creates the EngineConfig for `ranks` ranks; selects mode and split where they are not set. `has_draft`:
+        whether there is a local or remote draft.
 
         Raises UserError if the mode needs a draft and there is none, if the split does not match the number of ranks,
-        or if a given setting does not apply to the mode."""
+        or if a given setting does not apply to the mode.
+        """
         remote = {"target_remote": self.target_url is not None, "draft_remote": self.draft_url is not None}
         apart = any(remote.values())
         mode = self.mode or ("ar" if not has_draft else "async" if ranks > 1 or apart else "serial")
@@ -129,13 +137,14 @@ class Settings(SettingsAttributes):
             raise UsageError(str(error)) from None
 
     def _explicitly_set(self, part: str) -> list[str]:
-        """The settings that apply to a part of the engine and were given explicitly."""
+        """Returns the names of the settings that were given explicitly and that apply to a part of the engine, such as
+        "draft"."""
         shaping = [name for name, flag in self.table.flags.items() if flag.setting.applies_to == part]
         return [name for name in shaping if name in self.model_fields_set]
 
     def ignored_settings(self, mode: str) -> list[str]:
-        """Notes on settings that were given but have no effect in this mode, except obvious ones such as the seed of a
-        greedy answer."""
+        """Returns notes on settings that were given but have no effect in this mode. Obvious cases, such as the seed of
+        a greedy answer, are left out."""
         notes = []
         for part in IGNORED_PARTS[mode]:
             flags = [flag_name(name) for name in self._explicitly_set(part)]
@@ -150,8 +159,11 @@ class Settings(SettingsAttributes):
         return notes
 
     def _adaptive_options(self, mode: str) -> dict[str, bool]:
-        """The options that let a round depend on measured times. They are off for values that the user gave, with
-        --verify reject (its text depends on the rounds), and if several requests share a round."""
+        """Returns the EngineConfig options that let rounds depend on measured times.
+
+        `adapt_steps` and `adapt_batch` are off if d or bs is given. Unless requested, all options are off with --verify
+        reject, whose text depends on the rounds, and if several requests share a round.
+        """
         fixed = self.verify == "reject" or self.max_num_seqs > 1
         adapts = self.adapt and mode in ("serial", "async") and (not fixed or "adapt" in self.model_fields_set)
         return {
@@ -161,12 +173,12 @@ class Settings(SettingsAttributes):
         }
 
     def _config_values(self, config: type) -> dict[str, Any]:
-        """The values of the fields of an engine configuration that are set."""
+        """Returns the settings that are not None and that the engine dataclass `config` declares."""
         mine = {name: getattr(self, name) for name, flag in self.table.flags.items() if flag.config is config}
         return {name: _for_config(value) for name, value in mine.items() if value is not None}
 
     def guidance_note(self) -> str | None:
-        """A note on guidance settings that may be unintended, or None."""
+        """Returns a note on guidance settings that may be unintended; None if there is none."""
         if self.guidance_scale != 1 and self.negative_prompt is None:
             return "guidance without a negative prompt takes an empty one"
         if self.guidance_scale == 1 and self.negative_prompt is not None:
@@ -174,21 +186,22 @@ class Settings(SettingsAttributes):
         return None
 
     def sampling_params(self, model_defaults: Mapping[str, Any], negative: Sequence[int] = ()) -> SamplingParams:
-        """Creates the sampling parameters. `model_defaults`: values for the unset ones, see `generation_defaults`.
-        `negative`: tokens of the negative prompt."""
+        """Creates the sampling parameters. `model_defaults`: values for settings that are not set, see
+        `generation_defaults`. `negative`: tokens of the negative prompt."""
         values = {**model_defaults, **self._config_values(self.table.sampling)}
         return self.table.sampling(**values, negative_prompt_ids=tuple(negative))
 
 
 def _for_config(value: Any) -> Any:
-    """Copies a value into the form that engine configurations hold: lists become tuples."""
+    """Returns a copy of a value in the form that the engine dataclasses contain: lists become tuples."""
     if isinstance(value, list):
         return tuple(value)
     return dict(value) if isinstance(value, dict) else value
 
 
 def _as_list(value: object, of_text: bool) -> object:
-    """Parses a list: JSON, one text, or numbers separated by commas."""
+    """Parses a list from JSON, from one text, or from numbers separated by commas. `of_text`: whether its items are
+    text."""
     if isinstance(value, str):
         decoded = _from_json(value)
         if isinstance(decoded, list):
@@ -202,7 +215,7 @@ def _as_list(value: object, of_text: bool) -> object:
 
 
 def _from_json(text: str) -> Any:
-    """Parses JSON; None if the text is not JSON."""
+    """Parses JSON. Returns None if the text is not JSON."""
     try:
         return parse_json(text, "it")
     except UserError:
@@ -210,17 +223,18 @@ def _from_json(text: str) -> Any:
 
 
 def flag_name(name: str) -> str:
-    """top_p -> --top-p."""
+    """Returns the flag of a setting: top_p -> --top-p."""
     return "--" + name.replace("_", "-")
 
 
 def env_name(name: str) -> str:
-    """top_p -> SWIFTSPEC_TOP_P."""
+    """Returns the environment variable of a setting: top_p -> SWIFTSPEC_TOP_P."""
     return ENV_PREFIX + name.upper()
 
 
 def describe_validation_error(error: ValidationError, label: Callable[[str], str] = str) -> str:
-    """Describes the first error in one line: `--top-p must be a number, not 'much'`."""
+    """Describes the first error in one line: `--top-p must be a number, not 'much'`. `label`: returns the name under
+    which a field is shown."""
     first = error.errors(include_url=False)[0]
     name = str(first["loc"][0]) if first["loc"] else "a value"
     kind, context = first["type"], first.get("ctx", {})

@@ -34,7 +34,8 @@ def encode_first_message(data: bytes) -> bytes:
 
 
 def read_first_message(control: socket.socket) -> bytes:
-    """Blocks until the first message has arrived. Raises EOFError if the supervisor has exited."""
+    """Blocks until the first message has arrived and returns its payload. Raises EOFError if the supervisor has
+    exited."""
     return _read_exactly(control, int.from_bytes(_read_exactly(control, LENGTH_BYTES), "big"))
 
 

@@ -1,5 +1,8 @@
-"""The processes of a command. Under a launcher such as torchrun (`launched`) each supervisor runs one rank; otherwise
-one supervisor runs all `ranks`."""
+"""Starts the supervisors of a command.
+
+Under a launcher such as torchrun, each rank has its own supervisor, and `launched` is the rank that this one
+supervises. Without a launcher `launched` is None, and one supervisor runs all `ranks` ranks.
+"""
 
 from __future__ import annotations
 
@@ -18,15 +21,19 @@ from swiftspec.serve.supervisor.supervisor_link import job_link
 def supervise_server(
     launched: LaunchedRank | None, ranks: int, argv: Sequence[str], frontend: Program, url: str
 ) -> int:
-    """Supervises a server: the ranks, and the front end, whose address is `url`. Returns the exit code."""
+    """Supervises a server until it ends: its ranks, and the front end, whose address is `url`. Returns the exit
+    code."""
     programs = _programs(launched, ranks, argv)
     programs[0] = replace(programs[0], first_message=url.encode(), inherit_stdin=True)
     return Supervisor(programs, frontend, log=_log, link=None if launched is None else job_link(launched)).run()
 
 
 def supervise_command(launched: LaunchedRank | None, ranks: int, argv: Sequence[str]) -> int:
-    """Supervises a chat or a single answer. The user sees how rank 0 ends, so it is not restarted and has no heartbeat
-    timeout. In a terminal it stays in the foreground process group, which receives Ctrl-C and reads keys."""
+    """Supervises a chat or a single answer until it ends. Returns the exit code.
+
+    Rank 0 is not restarted and has no heartbeat timeout, because the user sees how it ends. In a terminal, rank 0 stays
+    in the foreground process group, which receives Ctrl-C and reads keys.
+    """
     terminal = _in_terminal()
     programs = _programs(launched, ranks, argv)
     programs[0] = replace(
@@ -37,7 +44,7 @@ def supervise_command(launched: LaunchedRank | None, ranks: int, argv: Sequence[
 
 
 def supervise_rank(launched: LaunchedRank, argv: Sequence[str]) -> int:
-    """Supervises a rank other than 0 that a launcher has started."""
+    """Supervises a rank other than 0 that a launcher has started, until it ends. Returns the exit code."""
     return Supervisor([_program(launched.rank, argv)], log=_log, link=job_link(launched)).run()
 
 
@@ -47,7 +54,7 @@ def _programs(launched: LaunchedRank | None, ranks: int, argv: Sequence[str]) ->
     with socket.create_server(("127.0.0.1", 0)) as placeholder:
         port = placeholder.getsockname()[1]
     environment = {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    environment |= {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", 1)}  # as torchrun has it
+    environment |= {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", 1)}  # the default of torchrun
     programs = []
     for rank in range(ranks):
         values = {**environment, "RANK": rank, "LOCAL_RANK": rank}
@@ -57,7 +64,7 @@ def _programs(launched: LaunchedRank | None, ranks: int, argv: Sequence[str]) ->
 
 
 def _program(rank: int, argv: Sequence[str]) -> Program:
-    """The program of one rank. Only rank 0 is critical: without a draft rank the target goes on decoding."""
+    """Returns the program of one rank. Only rank 0 is critical: without a draft rank the target continues to decode."""
 
     def command(control: int, incarnation: int) -> list[str]:
         return [sys.executable, "-m", "swiftspec.serve.rank_process", str(control), str(incarnation), "--", *argv]
@@ -66,7 +73,7 @@ def _program(rank: int, argv: Sequence[str]) -> Program:
 
 
 def _in_terminal() -> bool:
-    """Whether this process is in the foreground process group of a terminal."""
+    """Returns whether this process is in the foreground process group of a terminal."""
     try:
         return os.tcgetpgrp(0) == os.getpgrp()
     except OSError:

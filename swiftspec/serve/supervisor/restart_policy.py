@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections import deque
 
 RESTART_DELAYS_S = (0.0, 0.5, 1.0, 2.0, 4.0, 8.0)  # before consecutive restarts; the last value repeats
-STABLE_AFTER_S = 60.0  # a process that was ready this long starts again at the first delay
+STABLE_AFTER_S = 60.0  # after a process was ready this long, its delays begin again at the first
 MAX_RESTARTS, RESTART_WINDOW_S = 8, 600.0  # at most MAX_RESTARTS restarts per window
 
 
 class RestartPolicy:
-    """Restart history of one process."""
+    """Restart policy of one process, and the history of its restarts."""
 
     def __init__(self) -> None:
         self._consecutive = 0

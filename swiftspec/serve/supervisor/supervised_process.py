@@ -15,15 +15,15 @@ from swiftspec.distributed.launch.supervision import EXIT_PEER_LOST
 from swiftspec.serve.supervisor import control_protocol
 from swiftspec.serve.supervisor.restart_policy import RestartPolicy
 
-STARTUP_HEARTBEAT_TIMEOUT_S = 30.0  # before it is ready: imports of large libraries hold the interpreter lock
+STARTUP_HEARTBEAT_TIMEOUT_S = 30.0  # until the process is ready: imports of large libraries hold the interpreter lock
 WORK_UNIT_TIMEOUT_S = 300.0  # limit of one operation; a prefill chunk may take a minute on a slow machine
 SHM_DIR = Path("/dev/shm")
-FINAL_EXIT_CODES = {0, 2, 128 + signal.SIGHUP, 128 + signal.SIGINT, 141, 128 + signal.SIGTERM}  # of an intended exit
+FINAL_EXIT_CODES = {0, 2, 128 + signal.SIGHUP, 128 + signal.SIGINT, 141, 128 + signal.SIGTERM}  # of intended exits
 
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """How to start and supervise one process.
+    """Command and supervision options of one process.
 
     `command`: returns the command line, given the control socket's file descriptor and the incarnation.
     `environment`: variables in addition to this process's environment.
@@ -49,13 +49,13 @@ class Program:
 
 
 class SupervisedProcess:
-    """The current process of a `Program`, if one is running."""
+    """A `Program` and its current process, if one is running."""
 
     def __init__(self, program: Program) -> None:
         self.program = program
         self.incarnation = -1
-        self.restart_at: float | None = None  # time of the next start
-        self.kill_reason = ""  # why this supervisor killed it
+        self.restart_at: float | None = None  # time of the scheduled restart (monotonic clock)
+        self.kill_reason = ""  # why this supervisor killed the process; empty if it did not
         self.process: subprocess.Popen[bytes] | None = None
         self.control: socket.socket | None = None
         self._restart_policy = RestartPolicy()
@@ -100,7 +100,7 @@ class SupervisedProcess:
             self._receive_buffer += data
             complete = len(self._receive_buffer) // control_protocol.HEARTBEAT.size * control_protocol.HEARTBEAT.size
             for at in range(0, complete, control_protocol.HEARTBEAT.size):
-                # A heartbeat that was built before the process became ready may arrive last.
+                # `_ready_at` is never unset: a heartbeat encoded before `set_ready` may arrive after the ready one.
                 ready, self._busy_since = control_protocol.decode_heartbeat(
                     self._receive_buffer[at : at + control_protocol.HEARTBEAT.size]
                 )
@@ -110,11 +110,13 @@ class SupervisedProcess:
             self._receive_buffer = self._receive_buffer[complete:]
 
     def reset_timers(self, now: float) -> None:
-        """Restarts both timeouts: the supervisor itself was suspended, so the past silence proves nothing."""
+        """Restarts the timeouts of the heartbeat and of the current operation. Called after the supervisor itself was
+        suspended and could not read heartbeats."""
         self._last_heartbeat = self._timers_reset_at = now
 
     def kill_if_hung(self, now: float) -> None:
-        """Kills the process if it is blocked or stopped."""
+        """Kills the process if it has sent no heartbeat, or has been in the same operation, for longer than the
+        timeout."""
         timeout = self.program.heartbeat_timeout_s
         if self.process is None or timeout is None or self.kill_reason:
             return
@@ -131,7 +133,8 @@ class SupervisedProcess:
             self.signal(signal.SIGKILL)
 
     def poll_exit(self) -> int | None:
-        """Returns the exit code once, after the process has exited, and removes its shared-memory files."""
+        """Returns the exit code on the first call after the process has exited, and removes its shared-memory files.
+        Returns None on other calls."""
         if self.process is None or (code := self.process.poll()) is None:
             return None
         for file in SHM_DIR.glob(f"swiftspec-{self.process.pid}-*"):
@@ -142,7 +145,8 @@ class SupervisedProcess:
         return code
 
     def is_final_exit(self, code: int) -> bool:
-        """Whether this exit code ends the program: an intended exit, or a first start that failed."""
+        """Returns whether the program is not restarted after this exit code: `restart` is off, the exit was intended,
+        or the process failed in its first start."""
         started = self.incarnation > 0 or self._ready_at is not None
         return not self.program.restart or (code != EXIT_PEER_LOST and (not started or code in FINAL_EXIT_CODES))
 
@@ -158,8 +162,8 @@ class SupervisedProcess:
             self.process.send_signal(number)
 
     def send(self, message: bytes, file: socket.socket | None = None) -> None:
-        """Sends a message, optionally with a file descriptor. The message is dropped if the process has just exited:
-        the next incarnation gets its own."""
+        """Sends a message, optionally with a file descriptor. If the process has just exited, the message is dropped;
+        the next incarnation is sent a new one."""
         if self.control is not None:
             with suppress(OSError):
                 socket.send_fds(self.control, [message], [] if file is None else [file.fileno()])

@@ -20,16 +20,17 @@ from swiftspec.serve.supervisor.supervisor_link import JobLink
 
 POLL_INTERVAL_S = 0.25  # longest wait between two checks
 MAX_POLL_DELAY_S = 1.0  # a check that is later than this means that the supervisor itself was stopped
-SHUTDOWN_GRACE_S = 5.0  # for processes that were asked to leave
+SHUTDOWN_GRACE_S = 5.0  # for processes that were asked to exit
 SIGTERM_GRACE_S = 2.0  # after SIGTERM, before SIGKILL
 
 
 class Supervisor:
-    """Supervises ranks and, for a server, the front end.
+    """Supervisor of ranks and, for a server, of the front end.
 
-    `ranks`: the first one is the leader; the job ends with it.
-    `frontend`: connected to the leader by the engine link, and shut down with the job.
-    `log`: called with one line per process that ends.
+    `ranks`: programs of the ranks. The first is that of the leader, with which the job ends.
+    `frontend`: program of the front end, which is connected to the leader by the engine link and shut down with the
+    job.
+    `log`: called with a line when a process ends unexpectedly or is restarted.
     `link`: connection to the supervisors of the other ranks on this machine.
     `shares_terminal`: the leader receives Ctrl-C from the terminal itself, so SIGINT is not forwarded to it.
     """
@@ -48,14 +49,15 @@ class Supervisor:
         self._frontend = None if frontend is None else SupervisedProcess(frontend)
         self._children = [*([] if self._frontend is None else [self._frontend]), *self._ranks]
         self._log, self._link, self._shares_terminal = log, link, shares_terminal
-        self._received_signals: list[int] = []  # not forwarded yet
-        self._first_signal: int | None = None  # the first one that asked for an end
-        self._exit_code: int | None = None  # of the job, once the leader has exited for good
-        self._ranks_shut_down = False  # rank 0 has shut them down
+        self._received_signals: list[int] = []  # signals that are not forwarded yet
+        self._first_signal: int | None = None  # the first termination signal
+        self._exit_code: int | None = None  # exit code of the job; None while it runs
+        self._ranks_shut_down = False  # whether rank 0 has shut down the other ranks
         self._last_poll = 0.0  # time of the last check
 
     def run(self) -> int:
-        """Runs until the leader, and with it every other process, has exited for good. Returns the exit code."""
+        """Runs until the leader has exited and is not restarted, then ends the other processes. Returns the exit code
+        of the job."""
         with SignalQueue(self._received_signals) as wakeup:
             try:
                 self._last_poll = time.monotonic()
@@ -87,7 +89,8 @@ class Supervisor:
                 self._start(child, now)
 
     def _poll(self, wakeup: int) -> float:
-        """Waits for an event or the next due restart, then reads heartbeats. Returns the time."""
+        """Waits for an event or the next due restart, then reads heartbeats. `wakeup`: file descriptor of the
+        SignalQueue. Returns the time (monotonic clock)."""
         poll = select.poll()
         poll.register(wakeup, select.POLLIN)
         for child in self._children:
@@ -106,7 +109,8 @@ class Supervisor:
         return now
 
     def _start(self, child: SupervisedProcess, now: float) -> None:
-        """Starts the next incarnation. If it is the front end or rank 0, connects the two by a new engine link."""
+        """Starts the next incarnation of a process. If it is the front end or rank 0, connects these two by a new
+        engine link."""
         try:
             child.start(now)
         except OSError as error:
@@ -159,7 +163,7 @@ class Supervisor:
                 self._exit_code = 128 + number
 
     def _shut_down(self, wakeup: int) -> None:
-        """Waits for all processes to exit, with SIGTERM and SIGKILL for those that do not leave by themselves."""
+        """Waits for all processes to exit. Ranks that do not exit get SIGTERM, then SIGKILL."""
         if self._frontend is not None:
             self._frontend.send(control_protocol.SHUTDOWN)
         ranks = [child for child in self._children if child is not self._frontend]
@@ -187,15 +191,15 @@ class Supervisor:
 
 
 def _describe_exit(code: int) -> str:
-    """Describes an exit for the log."""
+    """Returns a predicate that describes an exit code in the log."""
     if code == EXIT_PEER_LOST:
         return "has lost another rank"
     return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
 
 
 class SignalQueue:
-    """Context in which termination signals are appended to a list. They and SIGCHLD make the returned file descriptor
-    readable. Signals that were ignored before stay ignored."""
+    """Context manager that appends termination signals to the list `received`. On entry it returns a file descriptor
+    that becomes readable on these signals and on SIGCHLD. Signals that were ignored before stay ignored."""
 
     def __init__(self, received: list[int]) -> None:
         self._received = received

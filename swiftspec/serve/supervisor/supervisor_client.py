@@ -16,7 +16,7 @@ from swiftspec.serve.supervisor import control_protocol
 
 
 def ignore_rank_changes(infos: Sequence[RankInfo]) -> None:
-    """Default callback: ignores changes of the rank table."""
+    """Default for `on_ranks_changed`: does nothing."""
 
 
 class SupervisorClient:
@@ -25,12 +25,15 @@ class SupervisorClient:
 
     `first_message`: payload of the supervisor's first message.
     `incarnation`: how often the supervisor has restarted this process.
-    `link_fd`: file descriptor with one byte to read per engine link, and one for the shutdown message.
+    `heartbeat`: records when the current operation began.
+    `link_fd`: file descriptor from which one byte can be read for each engine link and for the shutdown message.
     """
 
     def __init__(self, control: socket.socket, incarnation: int, *, send_heartbeats: bool = True) -> None:
-        """`send_heartbeats`: the thread sends them. Otherwise the code that may block calls `send_heartbeat` itself,
-        every `HEARTBEAT_INTERVAL_S`."""
+        """`control`: this process's end of the control socket.
+        `send_heartbeats`: whether the thread sends heartbeats. If not, the code that may block calls `send_heartbeat`
+        itself, every `HEARTBEAT_INTERVAL_S`.
+        """
         control.set_inheritable(False)
         self.incarnation, self.heartbeat = incarnation, Heartbeat()
         self.first_message = control_protocol.read_first_message(control)
@@ -44,7 +47,8 @@ class SupervisorClient:
     def supervision(
         self, on_ranks_changed: Callable[[Sequence[RankInfo]], None] = ignore_rank_changes
     ) -> SupervisorLink:
-        """The view of the supervisor that a rank gets. `on_ranks_changed` is called on rank 0 with the rank table."""
+        """Returns what a rank shares with the supervisor. `on_ranks_changed`: called on rank 0 with the state of all
+        ranks after each change."""
         return SupervisorLink(self.incarnation, self.heartbeat, on_ranks_changed, self.set_ready)
 
     def set_ready(self) -> None:

@@ -1,5 +1,5 @@
 """Connection between the supervisors that a launcher has started on one machine. It carries the exit code of rank 0's
-supervisor, with which the others then exit too: a launcher waits for all of them."""
+supervisor, with which the others exit too: a launcher waits for all of them."""
 
 from __future__ import annotations
 
@@ -16,19 +16,21 @@ BACKLOG_CONNECTIONS = 128
 
 
 class JobLink(Protocol):
-    """One supervisor's end. No call blocks."""
+    """One supervisor's end of the connection. No method blocks."""
 
     def poll_exit_code(self) -> int | None:
-        """Returns the exit code of rank 0's supervisor once it has exited (1 if it sent none), else None."""
+        """Returns the exit code of rank 0's supervisor once it has exited (1 if it sent none); None before that, and on
+        rank 0."""
         ...
 
     def close(self, code: int) -> None:
-        """Closes the connection; rank 0 sends its exit code."""
+        """Closes the connection. On rank 0, sends the exit code `code` first."""
         ...
 
 
 class LeaderJobLink:
-    """Rank 0's end. Does nothing if the name is taken: another job has the port then, and rank 0 reports that."""
+    """End of rank 0's supervisor. If the socket name is in use, another job has the same port: no supervisor can
+    connect then, and rank 0 reports the error."""
 
     def __init__(self, name: bytes) -> None:
         self._listening = socket.socket(socket.AF_UNIX)
@@ -57,7 +59,7 @@ class LeaderJobLink:
 
 
 class FollowerJobLink:
-    """Every other rank's end."""
+    """End of any other rank's supervisor."""
 
     def __init__(self, name: bytes) -> None:
         self._name = name
@@ -95,13 +97,15 @@ class FollowerJobLink:
 
 
 def same_user(peer: socket.socket) -> bool:
-    """Whether the peer process belongs to the same user. Any user can connect to an abstract socket name."""
+    """Returns whether the process at the other end belongs to the same user. Any user can connect to an abstract socket
+    name."""
     _, user, _ = struct.unpack("3i", peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
     return user == os.getuid()
 
 
 def job_link(launched: LaunchedRank) -> JobLink:
-    """Creates this supervisor's end. The socket name is abstract, so it disappears with the processes."""
+    """Creates this supervisor's end of the connection. The socket name is abstract, so it disappears with the
+    processes."""
     job = f"{os.getuid()} {launched.host} {launched.port} {launched.size} {launched.attempt}"
     name = b"\0swiftspec-" + hashlib.sha256(job.encode()).hexdigest()[:32].encode()
     return LeaderJobLink(name) if launched.rank == 0 else FollowerJobLink(name)

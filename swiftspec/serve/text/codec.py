@@ -1,4 +1,5 @@
-"""Tokenizer of a model: where the model is, encoding, chat template, decoding, comparison of two vocabularies."""
+"""Tokenizer of a model: encoding, chat template, decoding, comparison of two vocabularies; and search for the directory
+of a model."""
 
 from __future__ import annotations
 
@@ -35,12 +36,13 @@ TOKENIZER_FILES = (  # all files of a model that its tokenizer reads, and its co
     "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "chat_template.jinja",
     "chat_template.json",
 )  # fmt: skip
-MAX_TEXT_BYTES = 64 << 20  # of a text, if the context length is not known
-FAST_TOKENIZER_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")  # read tokenizer.json alone
+MAX_TEXT_BYTES = 64 << 20  # limit of a text if the context length is not known
+FAST_TOKENIZER_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")  # classes that read only tokenizer.json
 
 
 def locate_model(name: str, revision: str | None = None) -> Path:
-    """Returns the directory of a model. Downloads a hub id: safetensors, configuration and tokenizer, never code."""
+    """Returns the directory of a model. Downloads a hub id: safetensors, configuration and tokenizer, never code.
+    Raises UserError if `name` is neither a directory nor an available hub id."""
     path = file_io.expand_user(name)
     if file_io.is_folder(path):
         return path
@@ -62,7 +64,7 @@ def locate_model(name: str, revision: str | None = None) -> Path:
 class TextCodec:
     """The tokenizer of one model. Raises UserError if it cannot be read, or if its chat template fails.
 
-    `renderer`: a renderer of its chat template that was started before.
+    `renderer`: renderer of the model's chat template, if the caller has started one already.
     """
 
     def __init__(self, path: Path, renderer: TemplateRenderer | None = None) -> None:
@@ -75,7 +77,7 @@ class TextCodec:
             raise UserError(f"{path}: the tokenizer cannot be read ({_one_line(error)})") from None
         if not self.vocab:
             raise UserError(f"{path}: the tokenizer is empty; is tokenizer.json missing?")
-        self.size = max(self.vocab.values()) + 1  # the base vocabulary
+        self.size = max(self.vocab.values()) + 1  # of the base vocabulary
         added = self.tokenizer.added_tokens_decoder
         self.special = frozenset(token for token, what in added.items() if what.special)
         self.byte_tokens = frozenset(
@@ -84,7 +86,7 @@ class TextCodec:
 
     @property
     def digest(self) -> bytes:
-        """Hash of the vocabulary. Target and draft need the same one."""
+        """SHA-256 of the vocabulary. Target and draft need equal ones."""
         known = sorted((number, token) for token, number in self.vocab.items())
         return hashlib.sha256(json.dumps(known, separators=(",", ":")).encode()).digest()
 
@@ -98,22 +100,26 @@ class TextCodec:
 
     @cached_property
     def longest_token_bytes(self) -> int:
-        """Bytes of the longest token. A token stands for more text only if the tokenizer drops text first (repeated
-        spaces) or maps unknown text to one token."""
+        """Length of the longest token in UTF-8 bytes. A token can stand for a longer text only if the tokenizer drops
+        text first (repeated spaces) or maps unknown text to one token."""
         return max(len(token.encode("utf-8", "surrogatepass")) for token in self.vocab)
 
     def max_text_bytes(self, context: int | None) -> int:
-        """Longest text in bytes that may fit `context` tokens; longer text certainly does not. None: unknown."""
+        """Returns the length in bytes above which a text certainly exceeds `context` tokens. `context`: None if
+        unknown."""
         return MAX_TEXT_BYTES if context is None else context * self.longest_token_bytes
 
     def encode(self, text: str, context: int | None = None, add_special_tokens: bool = True) -> list[int]:
-        """Encodes raw text. Raises PromptTooLong on text that cannot fit `context` tokens; shorter text may be too
-        long as
-        well. `add_special_tokens`: add those that the tokenizer puts around any text."""
+        """Encodes raw text. Raises PromptTooLong if the text has too many bytes to fit `context` tokens. The result may
+        have more than `context` tokens nevertheless.
+
+        `add_special_tokens`: add those that the tokenizer puts around any text, such as BOS.
+        """
         return self._encode(text, context, add_special_tokens)
 
     def template_source(self, tools: Sequence[Mapping[str, Any]] | None = None) -> str:
-        """Source of the chat template. Of several it is the default one, or with `tools` the one for tools."""
+        """Returns the source of the chat template. If there are several, this is the default one, or with `tools` the
+        one for tools. Raises UserError if there is none."""
         if not self.has_template:
             raise UserError(f"{self.path} has no chat template: continue plain text with --raw")
         try:
@@ -133,7 +139,7 @@ class TextCodec:
 
         As in transformers and vLLM the template alone adds special tokens such as BOS.
 
-        `context`: see `encode`. `tools`: JSON schemas of the tools. `variables`: other variables of the template.
+        `context`: see `encode`. `tools`: JSON schemas of the tools. `variables`: additional variables of the template.
         `continue_final_message`: leave the last message open, instead of beginning the assistant's turn.
         """
         template = self.template_source(tools)
@@ -152,11 +158,11 @@ class TextCodec:
         return self._encode(text, context, special=False)
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Decodes tokens without the special ones."""
+        """Decodes tokens; special tokens are left out."""
         return self.token_text([token for token in tokens if token not in self.special])
 
     def token_text(self, tokens: Sequence[int]) -> str:
-        """Decodes tokens, special ones included."""
+        """Decodes tokens, including special ones."""
         text = self.tokenizer.decode(list(tokens), skip_special_tokens=False, clean_up_tokenization_spaces=False)
         return str(text)
 
@@ -165,7 +171,8 @@ class TextCodec:
         return list(self.tokenizer.encode(text, add_special_tokens=special))
 
     def _check_size(self, text: str, context: int | None) -> None:
-        """Raises PromptTooLong before tokenizing, which has no limit of time and memory of its own."""
+        """Raises PromptTooLong if the text has too many bytes to fit `context` tokens. Called before tokenizing, which
+        itself has no limit on time and memory."""
         try:
             size = len(text.encode())
         except UnicodeEncodeError:
@@ -192,8 +199,8 @@ def may_have_template(path: Path) -> bool:
 
 
 def _read_tokenizer(path: Path) -> PreTrainedTokenizerBase:
-    """Loads the tokenizer as AutoTokenizer does. If that would choose the fast base class, this uses it directly:
-    AutoTokenizer reads the model's config first and imports half of torch for that (1.5 s)."""
+    """Loads the tokenizer that AutoTokenizer would load. Where that is PreTrainedTokenizerFast, uses the class
+    directly: AutoTokenizer reads the model's config first and imports half of torch for that (1.5 s)."""
     os.environ.setdefault(
         "TOKENIZERS_PARALLELISM", "false"
     )  # prompts come one at a time; this also silences a warning on fork
@@ -212,7 +219,8 @@ def _read_tokenizer(path: Path) -> PreTrainedTokenizerBase:
 
 
 def check_same_vocabulary(target: TextCodec, draft: TextCodec) -> None:
-    """Raises UserError, naming the first difference, unless both map the same ids to the same tokens."""
+    """Raises UserError, which names the first difference, unless both tokenizers map the same ids to the same
+    tokens."""
     if target.vocab == draft.vocab:
         return
     ours = {number: token for token, number in target.vocab.items()}
@@ -227,6 +235,6 @@ def _quoted(token: str | None) -> str:
 
 
 def _one_line(error: Exception) -> str:
-    """An exception in one line of bounded length."""
+    """Returns the message of an exception, on one line of bounded length."""
     words = " ".join(str(error).split()) or type(error).__name__
     return words if len(words) <= 300 else words[:297] + "..."

@@ -1,4 +1,5 @@
-"""Incremental detokenization and stop strings: never emits half a character or a part of a stop string."""
+"""Incremental detokenization and stop strings. The text that is emitted ends at a character and contains no part of a
+stop string."""
 
 from __future__ import annotations
 
@@ -6,8 +7,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-REPLACEMENT_CHARACTER = "\ufffd"  # what a decoder writes for invalid or incomplete UTF-8
-MAX_PENDING_TOKENS = 8  # held back for one incomplete character before the window is cut
+REPLACEMENT_CHARACTER = "\ufffd"  # decoded from invalid or incomplete UTF-8
+MAX_PENDING_TOKENS = 8  # above this, the tokens before an incomplete character are emitted without it
 
 
 class TokenCodec(Protocol):
@@ -26,21 +27,23 @@ class ChunkLike(Protocol):
     def token_ids(self) -> Sequence[int]: ...
     @property
     def accepted(self) -> int:
-        """How many of the first tokens were accepted draft tokens."""
+        """Number of leading tokens that are accepted draft tokens."""
         ...
 
     @property
     def finish_reason(self) -> str | None:
-        """ "stop" or "length" on the last chunk."""
+        """On the last chunk "stop" or "length", on the others None."""
         ...
 
 
 class Detokenizer:
     """Incremental detokenizer: the concatenation of all returned pieces is the text of all tokens.
 
-    It decodes a window of the last emitted tokens, since decoding depends on the tokens before, and the pending ones.
+    It decodes the pending tokens together with the last emitted ones, because the text of a token depends on the tokens
+    before it.
 
-    `context`: tokens before the first one. They are not emitted; with them a first word keeps its leading space.
+    `context`: tokens before the first one, such as the end of the prompt. Their text is not emitted; they preserve the
+    leading space of the first word.
     """
 
     def __init__(self, codec: TokenCodec, context: Sequence[int] = ()) -> None:
@@ -84,16 +87,20 @@ class Detokenizer:
             self._num_stable = max(self._num_stable - count, 0)
 
     def _decoding_context(self, tokens: Sequence[int]) -> list[int]:
-        """The last of `tokens`, which the following ones are decoded with: one token, or a whole run of byte tokens."""
+        """Returns the end of `tokens` with which the following tokens are decoded: one token, and any byte tokens after
+        it."""
         at = len(tokens) - 1
         while at > 0 and tokens[at] in self._codec.byte_tokens:
             at -= 1
         return list(tokens[max(at, 0) :])
 
     def _boundary(self, ready: int, text: str) -> int:
-        """The number of pending tokens to emit if `text` still ends in an invalid character. A character has at most
-        four bytes, so one of the last tokens begins a new one: the last place where cutting the tokens in two does not
-        change the text."""
+        """Returns how many of the first `ready` pending tokens to emit if their `text` ends in an incomplete character.
+
+        This is the last position at which decoding the tokens in two parts gives the same text, that is, at which a
+        character begins. A character has at most four bytes, so only the last four positions are tried. Returns 0 if
+        there is none.
+        """
         for at in range(ready - 1, max(ready - 5, 0), -1):
             if self._decode_pending(at) + self._codec.token_text(self._pending[at:ready]) == text:
                 return at
@@ -101,8 +108,12 @@ class Detokenizer:
 
 
 class StopStrings:
-    """Searches for stop strings in text that arrives in pieces. The result does not depend on the pieces: the stop
-    string that is complete first ends the text, of several the longest. `matched` is that string."""
+    """Search for stop strings in text that arrives in pieces. The text ends before the stop string that is complete
+    first; if several are complete at the same character, before the longest. The result does not depend on how the text
+    is split.
+
+    `matched`: that stop string; None until one is complete.
+    """
 
     def __init__(self, stops: Sequence[str]) -> None:
         self.matched: str | None = None
@@ -111,7 +122,8 @@ class StopStrings:
         self._buffer = ""
 
     def push(self, text: str) -> tuple[int, bool]:
-        """Adds text. Returns how many of the unreleased characters can be released, and whether the text ends there."""
+        """Adds text. Returns how many of the characters that are held back can be released now, and whether the text
+        ends after them. Characters that may begin a stop string are held back."""
         self._buffer += text
         ends = [(at + len(stop), at) for stop in self._stops if (at := self._buffer.find(stop)) >= 0]
         if ends:
@@ -139,7 +151,7 @@ class TextPiece:
 
 
 class TextBuilder:
-    """Builds the text of one answer from chunks of tokens. `finish_reason` is None until the answer is complete; after
+    """Builder of one answer's text from chunks of tokens. `finish_reason` is None until the answer is complete; after
     that no chunk may be pushed."""
 
     def __init__(self, codec: TokenCodec, stops: Sequence[str] = (), context: Sequence[int] = ()) -> None:
@@ -147,18 +159,18 @@ class TextBuilder:
         self._stops = StopStrings(stops)
         self._held_pieces: list[TextPiece] = []
         self._text_length = 0
-        self.token_ids: list[int] = []  # up to the one that completed a stop string
-        self.text_offsets: list[int] = []  # where each token begins in the text
+        self.token_ids: list[int] = []  # up to the token that completed a stop string
+        self.text_offsets: list[int] = []  # for each token, its first character's position in the text
         self.text = ""
         self.finish_reason: str | None = None
 
     @property
     def stop_string(self) -> str | None:
-        """The stop string that ended the text."""
+        """The stop string that ended the text; None if none did."""
         return self._stops.matched
 
     def push(self, chunk: ChunkLike) -> list[TextPiece]:
-        """Adds the tokens of a round and returns the text that can be shown. Ends at the first stop string."""
+        """Adds the tokens of a round and returns the text that can be shown, up to the first stop string."""
         out: list[TextPiece] = []
         for index, token in enumerate(chunk.token_ids):
             self.token_ids.append(token)
@@ -173,13 +185,14 @@ class TextBuilder:
         return self._merge(out)
 
     def flush(self) -> list[TextPiece]:
-        """Returns the text that is still held back of an answer that was cancelled."""
+        """Ends an answer that was cancelled: returns the text that was held back. Returns nothing if the answer is
+        complete."""
         if self.finish_reason is not None:
             return []
         return self._merge(self._add(TextPiece(self._detokenizer.finish(), False), last=True))
 
     def _add(self, piece: TextPiece, last: bool = False) -> list[TextPiece]:
-        """Adds a piece and returns the pieces that can be shown."""
+        """Adds a piece and returns the pieces that can be shown. `last`: no further piece follows."""
         self._held_pieces.append(piece)
         self._text_length += len(piece.text)
         count, ended = self._stops.push(piece.text)
@@ -210,7 +223,7 @@ class TextBuilder:
 
 
 class TextStream:
-    """Iterates over the pieces of one answer of an engine in this process."""
+    """Iterable over the text of one answer, given the token chunks of an engine in this process."""
 
     def __init__(
         self, chunks: Iterator[ChunkLike], codec: TokenCodec, stops: Sequence[str] = (), context: Sequence[int] = ()
@@ -229,7 +242,7 @@ class TextStream:
 
     @property
     def finish_reason(self) -> str | None:
-        """None until the answer is complete."""
+        """ "stop" or "length"; None until the answer is complete."""
         return self._builder.finish_reason
 
     def __iter__(self) -> Iterator[TextPiece]:
@@ -245,5 +258,5 @@ class TextStream:
                 close()
 
     def flush(self) -> Iterator[TextPiece]:
-        """Returns the text that is still held back of an answer that was cancelled."""
+        """Ends an answer that was cancelled: yields the text that was held back."""
         yield from self._builder.flush()

@@ -25,22 +25,23 @@ from swiftspec.serve.text import template_process
 RENDER_TIMEOUT_S = 10.0
 RENDER_MEMORY_BYTES = 512 << 20  # in addition to what the imports take
 STARTUP_TIMEOUT_S = 120.0  # for the imports, on a busy machine
-REPLY_OVERHEAD_BYTES = 1 << 20  # of a reply, in addition to its text
-MAX_JSON_BYTES_PER_BYTE = 6  # JSON escapes of one byte of text
+REPLY_OVERHEAD_BYTES = 1 << 20  # size limit of a reply, in addition to the rendered text
+MAX_JSON_BYTES_PER_BYTE = 6  # longest JSON escape of one byte of text
 ADVICE = "take another template, or continue plain text with --raw"
 
 
 class PromptTooLong(UserError):
-    """A text that certainly does not fit the context, which is known without tokenizing it."""
+    """The prompt certainly does not fit the context. This is known from its length in bytes, without tokenizing it."""
 
 
 class TemplateRenderer:
-    """Renders the chat template of one model in a child process.
+    """Renderer of one model's chat template, in a child process.
 
     `start`, or the first rendering, starts the process. After a timeout, a crash or a lack of memory the next rendering
     starts a new one.
 
-    `timeout_s`: limit of one rendering. `memory_bytes`: limit of its memory, in addition to the imports.
+    `timeout_s`: time limit of one rendering. `memory_bytes`: its memory limit, in addition to the memory of the
+    imports.
     """
 
     def __init__(
@@ -80,9 +81,9 @@ class TemplateRenderer:
         """Renders a conversation.
 
         `variables`: the special tokens by name, and other variables of the template.
-        `max_bytes`: longest result.
+        `max_bytes`: limit of the result's length in bytes.
         `tools`: JSON schemas of the tools.
-        `continue_final_message`: end with the last message left open, instead of with the assistant's turn.
+        `continue_final_message`: leave the last message open, instead of beginning the assistant's turn.
 
         Raises UserError if the template fails or exceeds a limit, PromptTooLong if the result exceeds `max_bytes`.
         """
@@ -98,7 +99,7 @@ class TemplateRenderer:
             )
             if not isinstance(reply.get("text"), str | None):
                 raise ValueError
-        except (OSError, ValueError):  # it has exited, or sent an invalid reply
+        except (OSError, ValueError):  # the process has exited, or sent an invalid reply
             how = self._failure_reason()
             self.close()
             raise UserError(f"{self._model}: the chat template {how}: {ADVICE}") from None
@@ -121,7 +122,8 @@ class TemplateRenderer:
         raise UserError(f"{self._model}: the chat template failed ({words[:297] + '...' * (len(words) > 297)})")
 
     def _exchange(self, data: bytes, max_bytes: int) -> dict[str, Any]:
-        """Sends a frame and returns the reply. Raises OSError or ValueError if there is none."""
+        """Sends a request to the process, which is started if necessary, and returns the reply. Raises UserError on a
+        timeout, and OSError or ValueError if no valid reply of at most `max_bytes` arrives."""
         self.start()
         assert self._process is not None and self._process.stdin is not None and self._process.stdout is not None
         request_fd, reply_fd = self._process.stdin.fileno(), self._process.stdout.fileno()
@@ -140,7 +142,7 @@ class TemplateRenderer:
             ) from None
 
     def _failure_reason(self) -> str:
-        """Describes why the process sent no valid reply."""
+        """Returns why the process sent no valid reply, as a predicate of "the chat template"."""
         assert self._process is not None
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(1)
@@ -154,11 +156,12 @@ def _send(file: int, data: bytes, deadline: float) -> None:
     rest = memoryview(data)
     while rest:
         _wait(file, select.POLLOUT, deadline)
-        rest = rest[os.write(file, rest[: select.PIPE_BUF]) :]  # this much fits without blocking
+        rest = rest[os.write(file, rest[: select.PIPE_BUF]) :]  # PIPE_BUF bytes fit without blocking
 
 
 def _receive(file: int, max_bytes: int, deadline: float) -> dict[str, Any]:
-    """Reads a frame of at most `max_bytes`. Raises TimeoutError at `deadline`, and ValueError if it is invalid."""
+    """Reads a frame of at most `max_bytes`. Raises TimeoutError at `deadline` (monotonic clock), BrokenPipeError if the
+    writer exits, and ValueError if the frame is invalid."""
     (length,) = template_process.LENGTH.unpack(_read(file, template_process.LENGTH.size, deadline))
     if length > max_bytes:
         raise ValueError("frame too long")

@@ -1,8 +1,10 @@
-"""Process that renders chat templates. They are programs; the process can be killed. See template.py.
+"""Process that renders chat templates. A template is a program, so template.py lets it run in this process and can kill
+it.
 
-It runs as a file and imports nothing of the package. Requests and replies are frames: four bytes of length, then JSON.
-The first reply reports that the imports are done, or why they failed; after that there is one reply per request. The
-process exits at the end of its input. Its limit of CPU seconds ends a rendering whose client is gone.
+This file is run by its path and imports nothing of the package. Requests and replies are frames: four bytes of length,
+then JSON. The first reply reports that the imports are done, or why they failed; after that there is one reply per
+request. The process exits at the end of its input. A limit of CPU seconds ends a rendering even if the client has
+exited.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from typing import Any, BinaryIO
 
 LENGTH = struct.Struct(">I")
 MAX_ERROR_CHARS = 2000  # longer error messages are cut
-MEMORY_BYTES_PER_REQUEST_BYTE = 8  # the text, its copy, and the rendered result
+MEMORY_BYTES_PER_REQUEST_BYTE = 8  # for the request's text, its parsed copy, and the rendered result
 
 
 def main() -> None:
@@ -72,7 +74,7 @@ def _error_text(error: Exception) -> str:
 
 
 def _limit(what: int, soft: int) -> None:
-    """Sets a soft limit of this process, at most to the hard limit."""
+    """Sets a soft resource limit of this process, at most the hard limit. Does nothing if the system refuses."""
     hard = resource.getrlimit(what)[1]
     try:
         resource.setrlimit(what, (soft if hard == resource.RLIM_INFINITY else min(soft, hard), hard))
@@ -81,7 +83,7 @@ def _limit(what: int, soft: int) -> None:
 
 
 def _address_space() -> int:
-    """Bytes that this process has mapped; 4 GiB if /proc does not report it."""
+    """Returns the bytes of address space that this process has mapped; 4 GiB if /proc does not report it."""
     try:
         return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0]) * resource.getpagesize()
     except (OSError, ValueError):

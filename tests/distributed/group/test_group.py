@@ -92,7 +92,7 @@ def test_async_equals_ar(pool: Pool, pairs: Pairs, kind: str, x: int, y: int) ->
 @pytest.mark.parametrize(
     ("kind", "mode", "x", "y"),
     [
-        *[("llama", "serial", 2, -1), slow("llama", "serial", 3, -1), ("llama", "ar", 3, -1)],
+        *[("llama", "serial", 2, -1), slow("llama", "serial", 3, -1), slow("llama", "ar", 3, -1)],
         *[long("qwen2", "serial", 2, -1), slow("qwen2", "serial", 3, -1), long("qwen2", "ar", 3, -1)],
         *[slow("awq", "serial", 2, -1), long("awq", "serial", 3, -1), slow("awq", "ar", 3, -1)],
     ],
@@ -161,7 +161,7 @@ def test_native_operators_in_bfloat16(pool: Pool, tmp_path: Path, x: int, y: int
 
 
 @pytest.mark.parametrize(
-    ("mode", "x", "y"), [slow("async", 1, 1), ("async", 1, 2), slow("async", 2, 1), slow("serial", 2, 2)]
+    ("mode", "x", "y"), [slow("async", 1, 1), slow("async", 1, 2), slow("async", 2, 1), slow("serial", 2, 2)]
 )
 def test_pausing_and_resuming_the_draft_changes_no_token(pool: Pool, pairs: Pairs, mode: str, x: int, y: int) -> None:
     plan = {"mode": mode, "target_tp": x, "draft_tp": y, "draft_steps": 3, "self_switch": True}
@@ -210,7 +210,7 @@ def logprobs(path: Path) -> slow_reference.LogProbs:
 
 
 @pytest.mark.parametrize("catch_up", [pytest.param(True, marks=pytest.mark.slow), False])
-@pytest.mark.parametrize(("bs", "w", "d"), [(8, 8, 4), slow(4, 2, 9), slow(4, 2, 3), slow(6, 1, 1)])
+@pytest.mark.parametrize(("bs", "w", "d"), [slow(8, 8, 4), slow(4, 2, 9), slow(4, 2, 3), slow(6, 1, 1)])
 def test_rounds_equal_the_reference_algorithm_one_round_late(
     pool: Pool, pairs: Pairs, bs: int, w: int, d: int, catch_up: bool
 ) -> None:

@@ -15,6 +15,7 @@ from swiftspec.config import EngineConfig
 from swiftspec.errors import UserError
 from swiftspec.llm import LLM
 from swiftspec.params import SamplingParams
+from tests.support.cases import fast_first
 from tests.support.tiny_checkpoints import make_checkpoint, make_pair
 from tests.support.workers import OPTIONS, StartedWorker, client_on_workers, started
 
@@ -61,7 +62,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("where", ["both", "target", "draft"])
+@pytest.mark.parametrize("where", fast_first(["both", "target", "draft"], 1))
 @pytest.mark.parametrize("shape", SHAPES)
 def test_the_text_equals_that_of_one_process(
     pair: tuple[Path, Path], target: StartedWorker, draft: StartedWorker, shape: str, where: str

@@ -184,7 +184,7 @@ def test_an_invalid_response_of_a_target_gives_no_token(
         client_on_workers(
             both["target"].client_address(), both["draft"].client_address(), mode="serial", draft_steps=2
         ) as running,
-        pytest.raises(UserError, match=r"--target-url \S+ sent what is no result of ours: .*") as caught,
+        pytest.raises(UserError, match=r"--target-url \S+ sent an invalid result: .*") as caught,
     ):
         list(running.stream(PROMPT, SAMPLED))
     assert "\n" not in str(caught.value)
@@ -210,7 +210,7 @@ def test_a_duplicate_response_of_a_target_is_refused(
         client_on_workers(
             both["target"].client_address(), both["draft"].client_address(), mode="serial", draft_steps=2
         ) as running,
-        pytest.raises(UserError, match="no result of ours"),
+        pytest.raises(UserError, match="an invalid result"),
     ):
         list(running.stream(PROMPT, SAMPLED))
 

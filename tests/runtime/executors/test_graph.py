@@ -30,7 +30,7 @@ from swiftspec.runtime.executors.graph import (
 )
 from swiftspec.tree import mask as tree_mask
 from tests.support.fake_cuda_graphs import Rerun
-from tests.support.histories import HistoryModel
+from tests.support.history_models import HistoryModel
 from tests.support.roles import make_population, make_runner, request_start
 from tests.support.thread_group import ThreadGroup, on_ranks, peers
 from tests.support.tiny_checkpoints import make_checkpoint

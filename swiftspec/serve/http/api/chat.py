@@ -71,7 +71,7 @@ class ChatRequest(SamplingFields, ConstraintFields, TemplateFields):
 
 
 def chat_to_conversation(body: ChatRequest) -> Conversation:
-    """The conversation of a request, for the chat template."""
+    """Converts a request to a conversation for the chat template. Raises ApiError on content that is not text."""
     tools = [item.to_template() for item in body.tools or ()]
     choice = body.tool_choice.function.name if isinstance(body.tool_choice, NamedTool) else body.tool_choice or "auto"
     return Conversation(
@@ -86,12 +86,12 @@ def stop_list(stop: str | list[str] | None) -> list[str]:
 
 
 def openai_tool_call(call: ParsedToolCall) -> dict[str, Any]:
-    """A tool call in OpenAI's schema."""
+    """Returns a tool call in OpenAI's schema."""
     return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments_json}}
 
 
 def assistant_message(output: GenerationOutput) -> dict[str, Any]:
-    """The complete message of the assistant."""
+    """Returns the complete message of the assistant."""
     message: dict[str, Any] = {"role": "assistant", "content": output.content, "refusal": None}
     if output.tool_calls:
         message |= {
@@ -104,10 +104,10 @@ def assistant_message(output: GenerationOutput) -> dict[str, Any]:
 
 
 class ChatWriter:
-    """Formats a generation as a response of OpenAI's chat completions endpoint.
+    """Formatter of a generation as a response of OpenAI's chat completions endpoint.
 
     `top`: number of top log-probabilities per token; None: no log-probabilities.
-    `usage`: a stream ends with a usage chunk.
+    `usage`: whether a stream ends with a usage chunk.
     """
 
     def __init__(
@@ -123,11 +123,11 @@ class ChatWriter:
         self._num_calls = 0
 
     def start_events(self) -> bytes:
-        """The chunk with the role."""
+        """Returns the first chunk, which contains the role."""
         return self._chunk({"role": "assistant", "content": ""})
 
     def delta_events(self, delta: OutputDelta) -> bytes:
-        """The chunk of one round."""
+        """Returns the chunk of one round; empty if the round adds nothing visible."""
         fields: dict[str, Any] = {}
         if delta.reasoning_text:
             fields["reasoning_content"] = delta.reasoning_text
@@ -144,7 +144,7 @@ class ChatWriter:
         return self._chunk(fields, logprobs=self._logprobs(delta.first_token, delta.end_token))
 
     def end_events(self) -> bytes:
-        """The finish reason, usage and statistics."""
+        """Returns the last chunks: finish reason, usage and statistics."""
         output = self._output
         stats = output.stats()
         last = self._chunk(
@@ -155,7 +155,7 @@ class ChatWriter:
         return last + DONE_EVENT
 
     def full_response(self) -> dict[str, Any]:
-        """The complete response."""
+        """Returns the complete response."""
         output = self._output
         logprobs = self._logprobs(0, len(output.tokens))
         choices = [
@@ -181,7 +181,7 @@ class ChatWriter:
 
 
 def chat_router(context: AppContext) -> APIRouter:
-    """The route of the chat completions endpoint."""
+    """Returns the router of /v1/chat/completions."""
     router = APIRouter()
 
     @router.post("/v1/chat/completions", responses=JSON_OR_SSE)

@@ -1,4 +1,4 @@
-"""/v1/completions."""
+"""Endpoint /v1/completions: OpenAI's completions of text without a chat template."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ DEFAULT_MAX_TOKENS = 16  # as in OpenAI's API
 TokenList = Annotated[list[Token], Field(min_length=1, max_length=1 << 22)]
 TextList = Annotated[list[Text], Field(max_length=128)]
 TokenLists = Annotated[list[TokenList], Field(max_length=128)]
-# Fill-in-the-middle tokens before the prefix, the suffix and the middle: Qwen and Gemma, StarCoder and Granite,
-# DeepSeek, Code Llama.
+# Fill-in-the-middle tokens that precede the prefix, the suffix and the middle. One row each for Qwen and Gemma,
+# StarCoder and Granite, DeepSeek, Code Llama.
 FIM_TOKENS = (
     ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),
     ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),
@@ -73,7 +73,7 @@ class CompletionRequest(SamplingFields, ConstraintFields):
 
 
 def single_prompt(prompt: str | list[int] | list[str] | list[list[int]]) -> str | list[int]:
-    """The prompt as text or tokens, unwrapped from a list of one. Raises ApiError on prompts prompts."""
+    """Returns the prompt as text or token ids. Raises ApiError if `prompt` is a list of zero or several prompts."""
     if isinstance(prompt, str):
         return prompt
     tokens = [token for token in prompt if isinstance(token, int)]
@@ -86,7 +86,8 @@ def single_prompt(prompt: str | list[int] | list[str] | list[list[int]]) -> str 
 
 
 async def encode_prompt(context: AppContext, info: EngineInfo, codec: TextCodec, body: CompletionRequest) -> list[int]:
-    """The prompt's tokens. With a suffix: in the fill-in-the-middle order that the model was trained on."""
+    """Returns the token ids of the prompt. With a suffix they have the fill-in-the-middle format of the model. Raises
+    ApiError on a prompt that is empty or invalid."""
     prompt = single_prompt(body.prompt)
     if body.suffix:
         return await _encode_fill_in_the_middle(context, info, codec, prompt, body.suffix)
@@ -118,19 +119,19 @@ async def _encode_fill_in_the_middle(
 
 
 def prompt_text(codec: TextCodec, tokens: Sequence[int]) -> TextBuilder:
-    """The text of a prompt and the offset of each of its tokens."""
+    """Returns a `TextBuilder` with the prompt's text and the offset of each token in it."""
     builder = TextBuilder(codec)
     builder.push(TokensFrame(0, list(tokens), 0, finish_reason="length"))
     return builder
 
 
 class CompletionWriter:
-    """Formats a generation as a response of OpenAI's completions endpoint.
+    """Formatter of a generation as a response of OpenAI's completions endpoint.
 
     `top`: number of top log-probabilities per token; None: no log-probabilities.
-    `usage`: a stream ends with a usage chunk.
-    `echo`: the prompt's text, put before the generated text.
-    `prompt`: the prompt's tokens and offsets, if their log-probabilities are requested.
+    `usage`: whether a stream ends with a usage chunk.
+    `echo`: the prompt's text, which precedes the generated text; empty if not requested.
+    `prompt`: tokens of the prompt and their offsets; None unless the prompt's log-probabilities are requested.
     """
 
     def __init__(
@@ -148,17 +149,17 @@ class CompletionWriter:
         }
 
     def start_events(self) -> bytes:
-        """A chunk with the echoed prompt."""
+        """Returns a chunk with the echoed prompt; empty if no echo is requested."""
         return self._chunk(self._echo, self._logprobs(0, 0, True)) if self._echo or self._prompt else b""
 
     def delta_events(self, delta: OutputDelta) -> bytes:
-        """The chunk of one round."""
+        """Returns the chunk of one round; empty if the round adds nothing visible."""
         if self._top is None and not delta.content:
             return b""
         return self._chunk(delta.content, self._logprobs(delta.first_token, delta.end_token, False))
 
     def end_events(self) -> bytes:
-        """The finish reason, usage and statistics."""
+        """Returns the last chunks: finish reason, usage and statistics."""
         output = self._output
         stats = output.stats()
         last = self._chunk("", None, output.finish_reason, **({} if self._usage else stats))
@@ -167,7 +168,7 @@ class CompletionWriter:
         return last + DONE_EVENT
 
     def full_response(self) -> dict[str, Any]:
-        """The complete response."""
+        """Returns the complete response."""
         output = self._output
         logprobs = self._logprobs(0, len(output.tokens), True)
         choices = [self._choice(self._echo + choice.content, logprobs, choice.finish_reason, index)
@@ -196,7 +197,7 @@ class CompletionWriter:
 
 
 async def completion_request(context: AppContext, request: Request, body: CompletionRequest) -> GenerationRequest:
-    """Builds the request of a completion. Raises ApiError on a combination that is not supported."""
+    """Builds the generation request of a completion. Raises ApiError on an unsupported combination of fields."""
     info, codec = context.require_ready()
     if body.max_tokens == 0 and not body.echo:
         raise ApiError(400, "max_tokens: 0 needs echo", "max_tokens")
@@ -222,7 +223,7 @@ async def completion_request(context: AppContext, request: Request, body: Comple
 
 
 def completions_router(context: AppContext) -> APIRouter:
-    """The route of the completions endpoint."""
+    """Returns the router of /v1/completions."""
     router = APIRouter()
 
     @router.post("/v1/completions", responses=JSON_OR_SSE)

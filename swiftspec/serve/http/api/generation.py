@@ -45,28 +45,28 @@ NO_TOOL_FORMAT = "this model's chat template has no tools, or writes tool calls 
 
 
 class OutputWriter(Protocol):
-    """Formats a generation in the schema of one endpoint."""
+    """Formatter of a generation in the schema of one endpoint."""
 
     def start_events(self) -> bytes:
-        """The events before the first delta."""
+        """Returns the events before the first delta."""
         ...
 
     def delta_events(self, delta: OutputDelta) -> bytes:
-        """The events of one round; empty if the round adds nothing visible."""
+        """Returns the events of one round; empty if the round adds nothing visible."""
         ...
 
     def end_events(self) -> bytes:
-        """The events after the last delta."""
+        """Returns the events after the last delta."""
         ...
 
     def full_response(self) -> dict[str, object]:
-        """The complete response of a request without `stream`."""
+        """Returns the complete response of a request without `stream`."""
         ...
 
 
 def replace_key(request: Request, body: SamplingFields) -> str | None:
-    """The key of a request, from its body or its header: a request replaces unfinished ones with the same key. Raises
-    ApiError if the key is empty or too long."""
+    """Returns the replace key of a request, from its body or header, or None. A request replaces unfinished requests
+    with the same key. Raises ApiError if the key is empty or too long."""
     key = body.replace_key or request.headers.get(REPLACE_KEY_HEADER)
     if key is not None and not 0 < len(key) <= 128:
         raise ApiError(400, f"{REPLACE_KEY_HEADER} must have 1..128 characters", REPLACE_KEY_HEADER)
@@ -74,9 +74,8 @@ def replace_key(request: Request, body: SamplingFields) -> str | None:
 
 
 async def encode_conversation(context: AppContext, conversation: Conversation) -> list[int]:
-    """Renders a conversation with the model's chat template and tokenizes it. Raises ApiError on a conversation that
-    the
-    template rejects."""
+    """Renders a conversation with the model's chat template and tokenizes it. Raises ApiError if the
+    conversation is invalid, too long, or rejected by the template."""
     info, codec = context.require_ready()
     conversation.validate()
     if not codec.has_template:
@@ -102,13 +101,14 @@ async def chat_generation_request(
     stops: Sequence[str] = (), grammar: GrammarRequest | None = None, logprobs: int | None = None,
     choices: tuple[int, int] | None = None,
 ) -> GenerationRequest:  # fmt: skip
-    """Builds the request for the answer to a conversation.
+    """Builds the generation request for the answer to a conversation.
 
-    `limit`: maximum number of output tokens; None: the rest of the context.
+    `limit`: maximum number of output tokens; None: the server's default, or the rest of the context.
     `stops`: stop strings.
-    `logprobs`: number of top log-probabilities per token; None: none.
-    `choices`: (returned, sampled) texts of a population.
-    Raises ApiError on a combination that is not supported.
+    `grammar`: constraint of the output.
+    `logprobs`: number of top log-probabilities per token; None: no log-probabilities.
+    `choices`: (number of texts to return, number to sample) in mode smc; None: a single text.
+    Raises ApiError on an unsupported combination of fields.
     """
     info, codec = context.require_ready()
     prompt = await encode_conversation(context, conversation)
@@ -162,7 +162,7 @@ def _tool_format(conversation: Conversation, template: str) -> ToolCallFormat | 
 
 
 def _forced_tool_grammar(tool_format: ToolCallFormat, conversation: Conversation, codec: TextCodec) -> GrammarRequest:
-    """A grammar of exactly one tool call: of any tool, or of the one that `tool_choice` names."""
+    """Returns a grammar that accepts exactly one tool call: of any tool, or of the tool that `tool_choice` names."""
     tools = {tool["function"]["name"]: tool["function"]["parameters"] for tool in conversation.tools}
     if conversation.tool_choice != "required":
         tools = {conversation.tool_choice: tools[conversation.tool_choice]}
@@ -177,7 +177,7 @@ def _marker_ids(codec: TextCodec, words: Sequence[str]) -> frozenset[int]:
 async def respond(
     context: AppContext, request: Request, output: GenerationOutput, writer: OutputWriter, stream: bool | None
 ) -> Response:
-    """Runs the generation and sends what `writer` makes of it: one JSON object, or server-sent events if `stream`."""
+    """Runs the generation and returns the response of `writer`: a JSON object, or with `stream` server-sent events."""
     if not stream:
 
         async def run_to_end() -> None:

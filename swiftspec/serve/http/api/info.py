@@ -18,7 +18,7 @@ from swiftspec.serve.http.sse import ENCODER, cancel_on_disconnect
 
 
 def info_router(context: AppContext) -> APIRouter:
-    """The routes of the endpoints about the server."""
+    """Returns the router of the endpoints about the server."""
     router = APIRouter()
 
     @router.get("/v1/models")
@@ -41,7 +41,7 @@ def info_router(context: AppContext) -> APIRouter:
         info = _require_up(context)
         began = time.monotonic()
         prompt = [info.eos_token_ids[0] if info.eos_token_ids else 0]
-        # At temperature 1, which every mode supports.
+        # The default temperature is 1, which every mode supports.
         await cancel_on_disconnect(
             request.receive, _run_to_end(context, AsyncEngineRequest(prompt, {"max_tokens": 1, "ignore_eos": True}))
         )
@@ -55,7 +55,7 @@ def info_router(context: AppContext) -> APIRouter:
 
 
 def _model_card(context: AppContext, name: str) -> dict[str, Any]:
-    """A model with the fields of both OpenAI and Anthropic."""
+    """Returns the description of a model, with the fields of both OpenAI's and Anthropic's API."""
     info, codec = context.engine.info, context.codec()
     return {
         "id": name, "object": "model", "created": context.created, "owned_by": "swiftspec",
@@ -66,7 +66,7 @@ def _model_card(context: AppContext, name: str) -> dict[str, Any]:
 
 
 def _require_up(context: AppContext) -> EngineInfo:
-    """The engine's info. Raises ApiError while rank 0 would not start a request immediately."""
+    """Returns the engine's info. Raises ApiError (503) while rank 0 is loading, restarting, draining or dead."""
     info, _ = context.require_ready()
     state = context.engine.state
     if state.phase == "recovering":

@@ -1,4 +1,4 @@
-"""Endpoints /v1/messages and /v1/messages/count_tokens: Anthropic's messages."""
+"""Endpoints /v1/messages and /v1/messages/count_tokens: Anthropic's Messages API."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class OutputConfig(Body):
     format: OutputFormat | None = None
 
     def grammar_request(self) -> GrammarRequest | None:
-        """The grammar that constrains the answer."""
+        """Returns the grammar that constrains the output, or None."""
         return None if self.format is None else ("json_schema", json.dumps(self.format.schema_), "output_config.format")
 
 
@@ -111,7 +111,7 @@ class MessagesRequest(CountRequest, SamplingFields):
 
 
 def blocks_text(content: str | list[Block] | None, field_path: str) -> str:
-    """The text of text blocks. Raises ApiError on a block of another type."""
+    """Returns the text of a message; text blocks are joined by newlines. Raises ApiError on a block of another type."""
     if content is None or isinstance(content, str):
         return content or ""
     for block in content:
@@ -121,7 +121,7 @@ def blocks_text(content: str | list[Block] | None, field_path: str) -> str:
 
 
 def anthropic_to_template_messages(body: CountRequest) -> TemplateMessages:
-    """The messages in the form that chat templates take."""
+    """Converts the messages to the form that chat templates take. Raises ApiError on content that is not text."""
     template_messages: TemplateMessages = []
     system = blocks_text(body.system, "system")
     if system:
@@ -151,7 +151,7 @@ def _assistant_message(blocks: list[Block], field_path: str) -> dict[str, Any]:
 
 
 def _user_messages(role: str, blocks: list[Block], field_path: str) -> TemplateMessages:
-    """Tool results become messages of their own, before the rest of the content."""
+    """Converts a message of the user. Each tool result becomes a separate message before the remaining content."""
     template_messages: TemplateMessages = []
     for block in blocks:
         if block.type == "tool_result":
@@ -169,7 +169,7 @@ def _user_messages(role: str, blocks: list[Block], field_path: str) -> TemplateM
 
 
 def _tool_result_text(content: Any, field_path: str) -> str:
-    """The text of a tool result, given as text or as text blocks."""
+    """Returns the text of a tool result, which is a string or text blocks. Raises ApiError on any other content."""
     if content is None or isinstance(content, str):
         return content or ""
     parts = content if isinstance(content, list) else [content]
@@ -180,9 +180,8 @@ def _tool_result_text(content: Any, field_path: str) -> str:
 
 
 def anthropic_to_conversation(body: CountRequest) -> Conversation:
-    """The conversation of a request, for the chat template. If its last message is the assistant's, the answer
-    continues
-    that message."""
+    """Converts a request to a conversation for the chat template. If the last message is the assistant's, the output
+    continues that message. Raises ApiError on tools or content that the server does not support."""
     tools: list[dict[str, Any]] = []
     for index, tool in enumerate(body.tools or ()):
         if tool.type not in (None, "custom"):
@@ -210,7 +209,7 @@ def anthropic_to_conversation(body: CountRequest) -> Conversation:
 
 
 class MessageWriter:
-    """Formats a generation as an Anthropic message: blocks of thinking, text and tool use, one after the other."""
+    """Formatter of a generation as an Anthropic message: a sequence of thinking, text and tool_use blocks."""
 
     def __init__(self, output: GenerationOutput, model: str) -> None:
         self._output = output
@@ -219,13 +218,13 @@ class MessageWriter:
         self._index = -1
 
     def start_events(self) -> bytes:
-        """The empty message."""
+        """Returns the start event, which contains an empty message."""
         usage = {"input_tokens": len(self._output.prompt), "output_tokens": 0, "cache_read_input_tokens": 0}
         message = {**self._common_fields, "content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}
         return self._event("message_start", message=message)
 
     def delta_events(self, delta: OutputDelta) -> bytes:
-        """A delta for each kind of text in the round, and a block for each tool call."""
+        """Returns a delta for each kind of text in the round, and a block for each tool call."""
         out = b""
         if delta.reasoning_text:
             out += self._delta_events(
@@ -238,13 +237,13 @@ class MessageWriter:
         return out
 
     def end_events(self) -> bytes:
-        """The stop reason, usage and statistics."""
+        """Returns the last events: stop reason, usage and statistics."""
         delta = {"stop_reason": self._stop_reason(), "stop_sequence": self._output.text_builder.stop_string}
         last = self._event("message_delta", delta=delta, usage=self._usage(), **self._output.stats())
         return self._close_block() + last + self._event("message_stop")
 
     def full_response(self) -> dict[str, Any]:
-        """The complete message."""
+        """Returns the complete message."""
         output = self._output
         content: list[dict[str, Any]] = []
         if output.reasoning_text:
@@ -298,7 +297,7 @@ class MessageWriter:
 
 
 def messages_router(context: AppContext) -> APIRouter:
-    """The routes of the messages endpoints."""
+    """Returns the router of /v1/messages and /v1/messages/count_tokens."""
     router = APIRouter()
 
     @router.post("/v1/messages", responses=JSON_OR_SSE)

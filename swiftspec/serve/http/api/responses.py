@@ -1,4 +1,4 @@
-"""Endpoint /v1/responses: OpenAI's responses, stateless: every request contains its whole conversation."""
+"""Endpoint /v1/responses: OpenAI's Responses API without stored state: each request contains the whole conversation."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from swiftspec.serve.http.schema import (
 from swiftspec.serve.http.sse import ENCODER
 
 LOGPROBS = "message.output_text.logprobs"
-# Fields that are not supported, with the values that are accepted because they change nothing.
+# Unsupported fields, each with the values that are accepted because they change nothing.
 RESPONSES_UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     **UNSUPPORTED, **SINGLE_CHOICE, "previous_response_id": (), "conversation": (), "background": (False,), "prompt":
     (),
@@ -114,7 +114,7 @@ class ResponsesRequest(SamplingFields, ConstraintFields):
 
 
 def responses_to_template_messages(body: ResponsesRequest) -> TemplateMessages:
-    """The messages in the form that chat templates take. Raises ApiError on items that are not supported."""
+    """Converts the input to the messages that chat templates take. Raises ApiError on an unsupported item."""
     template_messages: TemplateMessages = []
     if body.instructions:
         template_messages.append({"role": "system", "content": body.instructions})
@@ -151,7 +151,8 @@ def _reasoning_text(item: Item) -> str:
 
 
 def _add_call(template_messages: TemplateMessages, item: Item, field_path: str) -> None:
-    """Adds a tool call to the assistant's message: templates expect it there, while it is an item of its own here."""
+    """Appends a function_call item to the preceding assistant message, or to a new one if the preceding message is not
+    the assistant's. Raises ApiError if the item has no name or invalid arguments."""
     if item.name is None:
         raise ApiError(400, f"{field_path}.name: a call needs one", f"{field_path}.name")
     call = template_tool_call(item.call_id, item.name, parse_arguments(item.arguments or "", f"{field_path}.arguments"))
@@ -161,7 +162,7 @@ def _add_call(template_messages: TemplateMessages, item: Item, field_path: str) 
 
 
 def responses_to_conversation(body: ResponsesRequest) -> Conversation:
-    """The conversation of a request, for the chat template."""
+    """Converts a request to a conversation for the chat template. Raises ApiError on an unsupported tool or item."""
     tools: list[dict[str, Any]] = []
     for index, tool in enumerate(body.tools or ()):
         if tool.type != "function" or tool.name is None:
@@ -181,7 +182,7 @@ def responses_to_conversation(body: ResponsesRequest) -> Conversation:
 
 
 def responses_grammar_request(body: ResponsesRequest) -> GrammarRequest | None:
-    """Like `grammar_request`; this endpoint also takes a format in `text`."""
+    """As `grammar_request`, but a format in `text.format`, which only this endpoint has, replaces `response_format`."""
     text_format = None if body.text is None else body.text.format
     if text_format is None:
         return grammar_request(body)
@@ -194,7 +195,7 @@ def responses_grammar_request(body: ResponsesRequest) -> GrammarRequest | None:
 
 
 def responses_router(context: AppContext) -> APIRouter:
-    """The route of the responses endpoint."""
+    """Returns the router of /v1/responses."""
     router = APIRouter()
 
     @router.post("/v1/responses", responses=JSON_OR_SSE)
@@ -221,7 +222,7 @@ def responses_router(context: AppContext) -> APIRouter:
             "reasoning": {} if body.reasoning is None else _plain(body.reasoning),
             "truncation": "disabled", "store": False, "background": False,
         }  # fmt: skip
-        ENCODER.encode(echoed_fields)  # raises on half a surrogate pair before the engine gets the request
+        ENCODER.encode(echoed_fields)  # raises on an unpaired surrogate before the engine gets the request
         writer = ResponsesWriter(output, echoed_fields, LogprobFormatter(codec), top)
         return await respond(context, request, output, writer, body.stream)
 

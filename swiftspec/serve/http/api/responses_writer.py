@@ -1,4 +1,4 @@
-"""Writer for OpenAI's responses endpoint: a list of output items, and events for each change of an item."""
+"""Writer for OpenAI's Responses API: a list of output items, and events for each change of an item."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ REASONING, MESSAGE = "reasoning", "message"
 
 
 class ResponsesWriter:
-    """Formats a generation as a response: reasoning, a message and tool calls, each an output item.
+    """Formatter of a generation as a response, whose output items are reasoning, a message and tool calls.
 
     `echoed_fields`: fields of the request that the response repeats.
     `top`: number of top log-probabilities per token of the message; None: no log-probabilities.
@@ -37,20 +37,20 @@ class ResponsesWriter:
             **echoed_fields,
         }
         self._items: list[dict[str, Any]] = []
-        self._open_text = ""  # of the open item
-        self._first_token = 0  # of the open item
+        self._open_text = ""  # text of the open item
+        self._first_token = 0  # index of the open item's first token
         self._open_kind: str | None = None
         self._sequence_number = 0
 
     def start_events(self) -> bytes:
-        """The empty response."""
+        """Returns the start events, which contain an empty response."""
         response = self._response("in_progress")
         return self._event("response.created", response=response) + self._event(
             "response.in_progress", response=response
         )
 
     def delta_events(self, delta: OutputDelta) -> bytes:
-        """A delta for each kind of text in the round, and an item for each tool call."""
+        """Returns a delta for each kind of text in the round, and an item for each tool call."""
         out = b""
         if delta.reasoning_text:
             out += self._open_item(REASONING, delta) + self._delta_event(
@@ -65,14 +65,14 @@ class ResponsesWriter:
         return out
 
     def end_events(self) -> bytes:
-        """The end of the open item, and the complete response."""
+        """Returns the last events of the open item, and the complete response."""
         out = self._close_item(len(self._output.tokens))
         if self._output.finish_reason == "length":
             return out + self._event("response.incomplete", response=self.full_response())
         return out + self._event("response.completed", response=self.full_response())
 
     def full_response(self) -> dict[str, Any]:
-        """The complete response."""
+        """Returns the complete response."""
         output = self._output
         self._close_item(len(output.tokens))
         cut = output.finish_reason == "length"
@@ -108,7 +108,7 @@ class ResponsesWriter:
         return self._event(name, **self._position(), delta=text, **more)
 
     def _close_item(self, end_token: int) -> bytes:
-        """Closes the open item, whose tokens end before `end_token`."""
+        """Closes the open item, if any, and returns its last events. Its tokens end before the index `end_token`."""
         if self._open_kind is None:
             return b""
         content = self._content(end_token)

@@ -18,16 +18,18 @@ PASSED_THROUGH = (
     "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
     "guidance_scale", "ignore_eos", "stop_token_ids", "verify_batch", "draft_steps",
 )  # fmt: skip
-GrammarRequest = tuple[str, str, str]  # kind, text, and the request field that contained it
+GrammarRequest = tuple[str, str, str]  # kind, text (see `build_grammar`), and the request field that contained it
 
 
 def sampling_params(
     body: SamplingFields, info: EngineInfo, prompt: Sequence[int], negative: Sequence[int] | None, limit: int | None
 ) -> dict[str, Any]:
-    """The fields of SamplingParams that a request sets, completed with the model's defaults.
+    """Returns the fields of SamplingParams that a request sets, completed with the server's defaults.
 
-    `negative`: tokens of the negative prompt.
-    `limit`: maximum number of output tokens, reduced to what fits into the context; None: the model's default.
+    `prompt`: token ids.
+    `negative`: token ids of the negative prompt; None without guidance.
+    `limit`: maximum number of output tokens; None: the server's default. The result is at most what fits into
+        the context.
     Raises ApiError on values that the model or the server does not support.
     """
     values = dict(info.defaults)
@@ -77,8 +79,9 @@ def _check_population(smc: Smc | None, info: EngineInfo) -> None:
 def requested_choices(
     body: SamplingFields, n: int | None, stream: bool | None, info: EngineInfo
 ) -> tuple[int, int] | None:
-    """The number of texts of a population to return, and of texts to sample for that; None: a single text. Raises
-    ApiError if `n` or `best_of` do not fit the population."""
+    """Returns (`n`, `best_of`), the numbers of texts to return and to sample from the population in mode smc, or None
+    for a single text. Raises ApiError if several texts are requested in another mode, as a stream, or beyond the
+    number of particles."""
     requested = {"n": 1 if n is None else n, "best_of": body.best_of or (1 if n is None else n)}
     field = next((name for name, value in requested.items() if value not in SINGLE_CHOICE[name]), None)
     if field is None:
@@ -96,8 +99,8 @@ def requested_choices(
 
 
 def grammar_request(body: ConstraintFields) -> GrammarRequest | None:
-    """The grammar that constrains the answer; None: unconstrained. Raises ApiError if the request contains two
-    constraints, or an incomplete one."""
+    """Returns the grammar that constrains the output, or None if there is no constraint. Raises ApiError if the request
+    contains two constraints, or an incomplete one."""
     requests: list[GrammarRequest] = []
     response_format = body.response_format
     if response_format is not None and response_format.type == "json_object":

@@ -15,7 +15,7 @@ from swiftspec.serve.http.schema import Body, ShortText, Text, Token
 
 
 class TokenizeRequest(TemplateFields):
-    """Request with a text or a conversation."""
+    """Request of /tokenize, with either a text (`prompt`) or a conversation (`messages`)."""
 
     model: ShortText | None = None
     prompt: Text | None = None
@@ -31,7 +31,7 @@ class DetokenizeRequest(Body):
 
 
 def tokens_router(context: AppContext) -> APIRouter:
-    """The routes of the tokenizer endpoints."""
+    """Returns the router of /tokenize and /detokenize."""
     router = APIRouter()
 
     @router.post("/tokenize")

@@ -1,1 +1,1 @@
-"""The link between the HTTP process and rank 0: client, server and message frames."""
+"""Engine link between the HTTP front end and rank 0: client, server and message frames."""

@@ -1,4 +1,4 @@
-"""Interface of the engine to the HTTP endpoints: its state, and one generation as a stream of frames."""
+"""Engine interface for the HTTP endpoints: the protocol `AsyncEngine`, its requests, state and exceptions."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from swiftspec.serve.http.engine_link.frames import DoneFrame, EngineInfo, Promp
 
 @dataclass(frozen=True, slots=True)
 class AsyncEngineRequest:
-    """A request to the engine.
+    """Request to the engine.
 
     `prompt`: token ids.
-    `replace_key`: the request replaces unfinished requests with the same key.
-    `choices`: (returned, sampled) texts of a population; None: a single text.
+    `replace_key`: the request replaces unfinished requests with the same key; None: it replaces no request.
+    `choices`: (number of texts to return, number to sample) in mode smc; None: a single text.
     """
 
     prompt: list[int]
@@ -26,10 +26,10 @@ class AsyncEngineRequest:
 
 
 class RequestRejectedError(UserError):
-    """The engine cannot accept a request now.
+    """Raised if the engine cannot accept a request now.
 
-    `status`: 429 (queue full, or queue timeout) or 503 (loading, recovering for too long, draining, or dead).
-    `retry_after`: seconds; None if a retry is useless.
+    `status`: HTTP status 429 (queue full, or queue timeout) or 503 (loading, recovering for too long, draining, dead).
+    `retry_after`: seconds after which the client may retry; None if a retry is useless.
     """
 
     def __init__(self, message: str, status: int, retry_after: float | None) -> None:
@@ -38,11 +38,12 @@ class RequestRejectedError(UserError):
 
 
 class InvalidRequestError(UserError):
-    """The engine refuses the contents of a request: status 400."""
+    """Raised if the contents of a request are invalid (HTTP status 400)."""
 
 
 class GenerationFailedError(UserError):
-    """A running request has failed. `kind`: "engine_error", "timeout" or "replaced"."""
+    """Raised if an accepted request fails. `kind`: "engine_error", "timeout" or "replaced" (by a request with the same
+    `replace_key`)."""
 
     def __init__(self, message: str, kind: str) -> None:
         super().__init__(message)
@@ -53,10 +54,10 @@ class GenerationFailedError(UserError):
 class EngineState:
     """State of the engine.
 
-    `phase`: "loading", "ready", "recovering" (rank 0 restarts), "draining" or "dead" (rank 0 exited while draining).
-    `detail`: progress of loading, or why rank 0 is lost.
-    `running`, `waiting`: numbers of requests.
-    `ranks`: as rank 0 last reported them.
+    `phase`: "loading", "ready", "recovering" (rank 0 restarts), "draining" or "dead" (shutting down without rank 0).
+    `detail`: progress of loading, or the reason for the loss of rank 0.
+    `running`, `waiting`: number of requests in rank 0 and in the queue.
+    `ranks`: states that rank 0 last reported.
     """
 
     phase: str
@@ -72,22 +73,23 @@ class EngineState:
 
 
 class AsyncEngine(Protocol):
-    """An engine that decodes up to `info.max_num_seqs` requests concurrently, first come, first served."""
+    """Engine that decodes up to `info.max_num_seqs` requests concurrently, first come, first served."""
 
     @property
     def state(self) -> EngineState: ...
     @property
     def info(self) -> EngineInfo | None:
-        """Facts about the models; None before rank 0 is ready for the first time."""
+        """Properties of the models and the engine; None before rank 0 is ready for the first time."""
         ...
 
     def generate(
         self, request: AsyncEngineRequest
     ) -> AsyncGenerator[PromptLogprobsFrame | TokensFrame | DoneFrame, bool | None]:
-        """Yields the frames of one request, `DoneFrame` last. The first step waits in the queue.
+        """Yields the frames of one request, `DoneFrame` last. The first frame follows after the time in the queue.
 
         `asend(True)` ends the request early: `DoneFrame` still follows, possibly after further tokens. Closing the
         generator cancels the request; callers must close it (`contextlib.aclosing`).
-        Raises RequestRejectedError, InvalidRequestError or GenerationFailedError.
+        Raises RequestRejectedError if the engine cannot accept the request, InvalidRequestError if its contents are
+        invalid, and GenerationFailedError if it fails later.
         """
         ...

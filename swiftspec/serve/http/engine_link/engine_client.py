@@ -35,55 +35,54 @@ from swiftspec.serve.http.engine_link.frames import (
 T = TypeVar("T")
 QUEUE_FULL_RETRY_AFTER_S = 1.0
 LOADING_RETRY_AFTER_S = 5.0  # also while rank 0 restarts
-MAX_BUFFERED_FRAMES = 200_000  # per request whose client reads slowly; a frame has a few hundred bytes
+MAX_BUFFERED_FRAMES = 200_000  # unread frames of a request, a few hundred bytes each; with more it fails
 ENGINE_GONE = "rank 0 is gone"
 
 
 class QueuedRequest:
-    """A request that waits or runs.
+    """Request that waits in the queue or runs in rank 0.
 
-    `updates` receives the frames of rank 0, an exception that ends the request, or None when `deadline` has changed.
-    `deadline`: time of the loop's clock at which waiting or running times out.
+    `deadline`: time of the event loop's clock at which waiting or running times out; None: no limit.
+    `updates`: queue of frames from rank 0, an exception that ends the request, and None whenever `deadline` changes.
     """
 
     def __init__(self, request: AsyncEngineRequest, deadline: float | None) -> None:
         self.request, self.deadline = request, deadline
-        self.attempt = 0  # number of the running attempt; 0 while it waits
-        self.num_tokens = 0  # received from rank 0
+        self.attempt = 0  # number under which it runs in rank 0; 0 while it waits
+        self.num_tokens = 0  # tokens received from rank 0
         self.has_output = False  # the caller has received a frame
         self.retried = False  # rank 0 was lost during an earlier attempt
         self.finished = False  # failed, or closed by its caller
         self.updates: asyncio.Queue[FromEngine | Exception | None] = asyncio.Queue()
 
     def schedule(self, attempt: int, deadline: float | None) -> None:
-        """Marks it as running under this attempt number, or as waiting (0)."""
+        """Marks the request as running with the number `attempt`, or as waiting if that is 0, and sets its deadline."""
         self.attempt, self.deadline = attempt, deadline
         self.updates.put_nowait(None)
 
     def fail(self, error: Exception) -> None:
-        """Ends it with an error, after the frames that were received before."""
+        """Ends the request with an error, which its caller gets after the frames that are already in `updates`."""
         if not self.finished:
             self.finished = True
             self.updates.put_nowait(error)
 
     def reset_for_retry(self) -> None:
-        """Discards the unread frames of a lost attempt."""
+        """Discards the unread frames of an attempt that was lost with rank 0."""
         self.retried, self.num_tokens = True, 0
         while not self.updates.empty():
             self.updates.get_nowait()
 
 
 class EngineClient:
-    """Implementation of `AsyncEngine`. Rank 0 can restart, each time with a new connection (`serve_connection`). A
-    request
-    that was running then is repeated once if its caller has not received anything."""
+    """Implementation of `AsyncEngine` over the engine link. After each restart of rank 0 `serve_connection` gets a new
+    connection. A request that was running is then repeated once, if its caller has not received a frame."""
 
     def __init__(self, config: FrontendConfig) -> None:
         self._config = config
         self._socket: AsyncFrameSocket | None = None
         self._phase, self._detail = "loading", ""
         self._ranks: list[RankState] = []
-        self._attempts = itertools.count(1)  # unique over all connections
+        self._attempts = itertools.count(1)  # numbers that are unique over all connections
         self._waiting: deque[QueuedRequest] = deque()
         self._running: dict[int, QueuedRequest] = {}  # by attempt number
         self._idle = asyncio.Event()
@@ -91,7 +90,7 @@ class EngineClient:
         self._announced = False
         self.info: EngineInfo | None = None
         self.events = TraceEventBuffer(lambda on: self._send(frames.SubscribeFrame(on)))
-        self.drain_requested = asyncio.Event()  # set by DrainFrame
+        self.drain_requested = asyncio.Event()  # set when rank 0 sends DrainFrame
         self.was_ready = asyncio.Event()  # set when rank 0 is ready for the first time
         self.target_folder: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
@@ -128,7 +127,7 @@ class EngineClient:
             self._release(ticket)
 
     async def _next_frame(self, ticket: QueuedRequest) -> FromEngine:
-        """The next frame of a request. Raises the exception that ends it."""
+        """Returns the next frame of a request. Raises the exception that ends the request, or its timeout."""
         while True:
             deadline = ticket.deadline
             try:
@@ -151,7 +150,7 @@ class EngineClient:
         return RequestRejectedError(f"{waited} other requests to end: try again later", 429, QUEUE_FULL_RETRY_AFTER_S)
 
     def _enqueue(self, ticket: QueuedRequest) -> None:
-        """Appends a request to the queue. Raises RequestRejectedError if that is not possible."""
+        """Appends a request to the queue. Raises RequestRejectedError if rank 0 is not serving or the queue is full."""
         if self._phase == "loading":
             raise RequestRejectedError(
                 f"the model is being loaded ({self._detail or 'starting'})", 503, LOADING_RETRY_AFTER_S
@@ -172,7 +171,7 @@ class EngineClient:
         self._start_waiting()
 
     def _replace_older(self, key: str) -> None:
-        """Ends the requests with the same key as a new one."""
+        """Fails the unfinished requests whose replace key is `key`."""
         for older in (*self._waiting, *self._running.values()):
             if older.request.replace_key == key:
                 older.fail(GenerationFailedError("a newer request with the same key has replaced this one", "replaced"))
@@ -192,8 +191,8 @@ class EngineClient:
             )
 
     def _release(self, ticket: QueuedRequest) -> None:
-        """Removes a request that its caller has closed. If it runs, its place is free after rank 0 confirms the
-        cancel."""
+        """Removes a request that its caller has closed. A running request is cancelled and counts as running
+        until rank 0 confirms the `CancelFrame`."""
         ticket.finished = True
         with suppress(ValueError):
             self._waiting.remove(ticket)
@@ -201,7 +200,7 @@ class EngineClient:
             self._send(frames.CancelFrame(ticket.attempt))
 
     async def serve_connection(self, connection: AsyncFrameSocket) -> None:
-        """Receives frames of rank 0 over one connection until rank 0 exits or is lost, then closes it."""
+        """Receives frames over one connection until rank 0 exits or is lost, then closes the connection."""
         self._socket = connection
         try:
             while (frame := await connection.receive()) is not None and not isinstance(frame, frames.EngineLostFrame):
@@ -232,7 +231,7 @@ class EngineClient:
                 pass
 
     def _on_ready(self, ready: EngineInfo) -> None:
-        """Rank 0 accepts requests, for the first time or after a restart."""
+        """Handles `EngineInfo`: rank 0 is ready, for the first time or after a restart. Starts waiting requests."""
         self.info, self._detail = ready, ""
         self.events.begin(ready)
         self.was_ready.set()
@@ -258,7 +257,7 @@ class EngineClient:
             self._start_waiting()
 
     def _on_engine_lost(self, reason: str) -> None:
-        """Rank 0 is lost: its running requests are repeated before the waiting ones, or fail."""
+        """Handles the loss of rank 0: its running requests are repeated, ahead of the waiting ones, or fail."""
         if self._phase != "loading":
             self._phase = "recovering" if self._phase in ("ready", "recovering") else "dead"
         self._detail = reason
@@ -270,7 +269,8 @@ class EngineClient:
                 self._retry_or_fail(ticket, reason)
 
     def _retry_or_fail(self, ticket: QueuedRequest, reason: str) -> None:
-        """Puts a request of a lost rank 0 back to the front of the queue, or ends it with an error."""
+        """Handles a request that was running when rank 0 was lost. Puts it at the front of the queue, or fails it if
+        its caller has received a frame, it was retried before, or rank 0 does not restart."""
         if ticket.has_output or ticket.retried or self._phase == "dead":
             plural = "s" * (ticket.num_tokens != 1)
             ticket.fail(
@@ -284,7 +284,8 @@ class EngineClient:
             self._waiting.appendleft(ticket)
 
     async def drain(self) -> None:
-        """Refuses the waiting requests and waits up to `drain_timeout` for the running ones, then ends those too."""
+        """Rejects new and waiting requests, waits up to `drain_timeout` seconds for the running ones, then fails those
+        that remain."""
         self._phase = "dead" if self._socket is None else "draining"
         for ticket in self._waiting:
             ticket.fail(RequestRejectedError("the server is draining", 503, LOADING_RETRY_AFTER_S))
@@ -301,22 +302,22 @@ class EngineClient:
         self._send(frames.ServingFrame())
 
     def shut_down_engine(self) -> None:
-        """Asks rank 0 to shut down."""
+        """Sends `ShutdownFrame` to rank 0, which shuts down all ranks."""
         self._send(frames.ShutdownFrame())
 
     def _send(self, frame: frames.Frame) -> None:
-        """Sends a frame to rank 0, if it is connected."""
+        """Sends a frame to rank 0, or drops it if rank 0 is not connected."""
         if self._socket is not None:
             self._socket.send(frame)
 
 
 def _deadline_after(seconds: float | None) -> float | None:
-    """The time of the loop's clock in `seconds`; None: no deadline."""
+    """Returns the time of the event loop's clock in `seconds` from now. None stands for no deadline."""
     return None if seconds is None else asyncio.get_running_loop().time() + seconds
 
 
 async def _get_before(deadline: float | None, queue: asyncio.Queue[T]) -> T:
-    """The next item of a queue. Raises TimeoutError at `deadline`, a time of the loop's clock."""
+    """Returns the next item of a queue. Raises TimeoutError at `deadline`, a time of the event loop's clock."""
     if not queue.empty():
         return queue.get_nowait()
     async with asyncio.timeout_at(deadline):

@@ -1,7 +1,7 @@
-"""Engine server in rank 0: loads the models and decodes the requests of the front end, until it is asked to shut down.
+"""Engine server in rank 0: loads the models and decodes the requests of the front end until a shutdown is requested.
 
-Its only contact with HTTP is the engine link to the front end. The supervisor passes it a new socket whenever the front
-end restarts.
+It receives requests only through the engine link to the front end. The supervisor passes a new socket whenever the
+front end restarts.
 """
 
 from __future__ import annotations
@@ -40,14 +40,17 @@ if TYPE_CHECKING:
     from swiftspec.messages import Logprob
     from swiftspec.smc.decoding import BatchRequest
 
-FLUSH_TIMEOUT_S = 2.0  # at shutdown, for the last frames
+FLUSH_TIMEOUT_S = 2.0  # time at shutdown to send the last frames
 
 
 def run_engine_server(
     settings: Settings, supervisor: SupervisorClient, join: Callable[[SupervisorLink], World | None]
 ) -> int:
-    """Runs rank 0 until a signal or the front end ends it. `join`: joins the other ranks. Returns the exit code. Raises
-    UserError and RankLost."""
+    """Runs rank 0 until a signal or the front end requests the shutdown, then returns the exit code 0.
+
+    `join`: joins the other ranks; returns None if rank 0 is the only one.
+    Raises UserError if the models cannot be loaded, and RankLost if another rank is lost.
+    """
     defaults = sampling_defaults(settings)
     publisher = StatusPublisher(supervisor)
     loading_phases = LoadingPhases(publisher)
@@ -83,9 +86,8 @@ def run_engine_server(
 
 
 class DrainSignals:
-    """Signal handlers: the first signal sets `requested` and makes `wakeup_fd` readable, instead of an exception
-    inside of
-    a round. A second signal has its default effect."""
+    """Signal handlers that request a drain. The first signal sets `requested` and makes `wakeup_fd` readable, so that
+    it does not interrupt a round. A second signal runs the handler that was installed before."""
 
     SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -120,7 +122,7 @@ class DrainSignals:
 
 
 class EngineServer:
-    """Decodes the requests of the front end, as many concurrently as the engine supports."""
+    """Server that decodes the front end's requests, as many concurrently as the engine supports."""
 
     def __init__(
         self,
@@ -131,19 +133,20 @@ class EngineServer:
         *,
         send_rpc_records: bool = False,
     ) -> None:
-        """`send_rpc_records`: the front end exports spans of RPCs to workers."""
+        """`send_rpc_records`: whether to send the records of RPCs to workers, which the front end exports as spans."""
         self._session, self._publisher, self._stop = session, publisher, stop
         self._heartbeat, self._url = supervisor.heartbeat, supervisor.first_message.decode()
         self._draining = self._shutting_down = self._frontend_lost = False
         self._queued: deque[frames.StartFrame] = deque()  # not started yet
         self._running = dict[int, tuple[int, int] | None]()  # requests in the engine, with their `choices`
-        self._cancelled: set[int] = set()  # of both
+        self._cancelled: set[int] = set()  # numbers of cancelled requests, queued or in the engine
         self._rpc_records: list[RpcRecord] = []  # not sent yet
         if send_rpc_records and session.llm.roles.rpc_log is not None:
             session.llm.roles.rpc_log.on_record = self._rpc_records.append
 
     def run(self) -> None:
-        """Serves until the front end sends `ShutdownFrame`. Raises RankLost."""
+        """Serves until the front end sends `ShutdownFrame` or is lost during a drain. Raises RankLost if a rank fails
+        during decoding."""
         while not self._shutting_down:
             self._heartbeat.mark_idle()
             try:
@@ -177,7 +180,7 @@ class EngineServer:
         self._session.llm.listen(self._send_trace if on else None)
 
     def _send_trace(self, records: Sequence[TraceEntry]) -> None:
-        """Sends trace events; without a front end they are dropped."""
+        """Sends trace events, or drops them if the front end is lost."""
         with suppress(FrontEndLost):
             self._publisher.socket.send(partial(to_trace_frame, records))
 
@@ -189,8 +192,8 @@ class EngineServer:
                 self._publisher.socket.send(frames.DrainFrame())
 
     def _decode_batch(self) -> None:
-        """Decodes queued and arriving requests, each to its `DoneFrame` or `FailedFrame`, until none is left. Raises
-        FrontEndLost."""
+        """Decodes queued and arriving requests until the queue is empty. Each request ends with a `DoneFrame` or
+        `FailedFrame`. Raises FrontEndLost or RankLost if the front end or a rank is lost."""
         socket = self._publisher.socket
         try:
             with closing(self._session.llm.engine.run_batch(self._next_request, self._should_end)) as chunks:
@@ -204,13 +207,13 @@ class EngineServer:
         except FrontEndLost:
             raise
         except UserError as error:
-            if not self._running:  # not the error of a request
+            if not self._running:  # the error does not belong to a request
                 raise
             for number in sorted(self._running):
                 self._finish(frames.FailedFrame(number, str(error), user=True))
 
     def _next_request(self) -> BatchRequest | None:
-        """The next request for the engine to start; None: none is queued."""
+        """Returns the next request for the engine to start, or None if the queue is empty. Rejects invalid requests."""
         self._receive_available()
         while self._queued and not (self._shutting_down or self._frontend_lost):
             start = self._queued.popleft()
@@ -226,9 +229,8 @@ class EngineServer:
         return None
 
     def _should_end(self, request: BatchRequest) -> bool:
-        """Whether to end a request: it was cancelled, or the front end shuts down or is lost. It is also called
-        during a
-        prefill, in which all ranks have to take the same steps, so it must not raise."""
+        """Returns whether to end a request because it was cancelled or the front end shuts down or is lost. Must not
+        raise, since it is also called during a prefill, in which all ranks have to take the same steps."""
         self._heartbeat.mark_busy()
         if self._stop.requested:
             self._drain()
@@ -244,7 +246,7 @@ class EngineServer:
             self._frontend_lost = True
 
     def _send_chunk(self, request: BatchRequest, chunk: TokenChunk) -> None:
-        """Sends the tokens of a round; after the last ones, how the request has ended."""
+        """Sends the tokens of a round, and after the last round also the `DoneFrame` or `FailedFrame`."""
         socket, number = self._publisher.socket, request.number
         if chunk.prompt_logprobs is not None:
             socket.send(frames.PromptLogprobsFrame(number, to_token_logprobs(chunk.prompt_logprobs)))
@@ -279,12 +281,12 @@ class EngineServer:
 
 
 def to_token_logprobs(logprobs: Sequence[Logprob]) -> list[frames.TokenLogprob]:
-    """Converts log-probabilities to their form in frames."""
+    """Converts the engine's `Logprob` objects to the `TokenLogprob` objects of a frame."""
     return [frames.TokenLogprob(one.logprob, list(one.top)) for one in logprobs]
 
 
 def to_trace_frame(entries: Sequence[TraceEntry]) -> frames.TraceEventsFrame:
-    """Formats trace entries as events. Too slow for the decoding loop: call it in the thread that sends."""
+    """Converts trace entries to a frame. It is too slow for the decoding loop: call it in the sending thread."""
     events: list[frames.TraceEvent] = []
     for line in map(to_record, entries):
         kind = next(kind for kind in ("begin", "end", "round") if kind in line)
@@ -293,7 +295,8 @@ def to_trace_frame(entries: Sequence[TraceEntry]) -> frames.TraceEventsFrame:
 
 
 def engine_info(session: Session, defaults: Mapping[str, Any]) -> frames.EngineInfo:
-    """Facts about models and engine for the front end. `defaults`: sampling parameters that override the model's."""
+    """Returns the properties of the models and the engine for the front end. `defaults`: sampling parameters that
+    override the model's defaults."""
     llm = session.llm
     return frames.EngineInfo(
         model=session.model, draft_model=session.draft_model, max_model_len=llm.max_model_len,

@@ -1,7 +1,7 @@
 """Endpoint /v1/spec/events: trace events of every round as server-sent events (format: docs/reference/trace.md).
 
-Rank 0 records while there are subscribers. Its events go into one ring buffer, which each subscriber reads at its own
-speed. A subscriber that is too slow gets the number of events that it missed.
+Rank 0 records trace events only while there are subscribers. The events go into one ring buffer, which each subscriber
+reads at its own speed. A subscriber that is too slow receives the number of events that it missed.
 """
 
 from __future__ import annotations
@@ -22,25 +22,29 @@ from swiftspec.serve.http.engine_link.frames import EngineInfo, TraceEvent
 from swiftspec.serve.http.sse import ENCODER, EventStream
 from swiftspec.serve.text.codec import TextCodec
 
-MAX_BUFFERED_EVENTS = 10_000  # in the ring
-MAX_BUFFERED_BYTES = 32 << 20  # of their lines
+MAX_BUFFERED_EVENTS = 10_000  # in the ring buffer
+MAX_BUFFERED_BYTES = 32 << 20  # total size of the lines in the ring buffer
 MAX_INLINE_TOKENS = 200  # more unknown tokens are detokenized in a thread
 FLUSH_INTERVAL_S = 0.016  # a frame at 60 Hz: the page does not draw more often
-MAX_BATCH_EVENTS = 64  # per write
+MAX_BATCH_EVENTS = 64  # events per write
 RETRY_FIELD = b"retry: 1000\n\n"  # milliseconds until a browser reconnects
 KEEP_ALIVE_COMMENT = b": still here\n\n"
 
 
 @dataclass(frozen=True, slots=True)
 class NumberedEvent:
-    """An event with its sequence number; 0: the header, which every subscriber gets first."""
+    """Trace event with its sequence number. Number 0 is the header, which every subscriber receives first."""
 
     number: int
     event: TraceEvent
 
 
 class TraceEventBuffer:
-    """Ring buffer of trace events. `set_recording`: turns recording in rank 0 on or off."""
+    """Ring buffer of trace events.
+
+    `set_recording`: callback that turns recording in rank 0 on or off.
+    `max_events`, `max_bytes`: limits of the buffer; `max_bytes` counts the lines of the events.
+    """
 
     def __init__(
         self,
@@ -50,13 +54,14 @@ class TraceEventBuffer:
     ) -> None:
         self._set_recording, self._max_events, self._max_bytes = set_recording, max_events, max_bytes
         self._ring: deque[NumberedEvent] = deque()
-        self._num_bytes, self._last_number = 0, 0  # bytes in the ring; last sequence number
+        self._num_bytes, self._last_number = 0, 0  # bytes in the ring buffer; last sequence number
         self._header: TraceEvent | None = None
         self._num_subscribers, self._closed = 0, False
         self._changed = asyncio.Event()  # set when events arrive, and then replaced
 
     def begin(self, ready: EngineInfo) -> None:
-        """Rank 0 is ready, for the first time or after a restart; it numbers its requests from 1 again."""
+        """Handles a start or restart of rank 0: appends a header, since rank 0 now numbers its requests from 1 again,
+        and turns recording on if there are subscribers."""
         self._header = TraceEvent("head", ENCODER.encode(ready.trace_head), [])
         self.put(self._header)
         if self._num_subscribers:
@@ -73,16 +78,17 @@ class TraceEventBuffer:
         self._notify()
 
     def close(self) -> None:
-        """Ends all streams."""
+        """Ends the generators of all subscribers."""
         self._closed = True
         self._notify()
 
     async def subscribe(self, after: int | None) -> AsyncGenerator[list[NumberedEvent | int]]:
-        """Yields batches: the header, then events as they arrive. An int is the number of events that this subscriber
-        missed.
+        """Yields batches of events: the header, then events as they arrive. An int in a batch is the number of events
+        that this subscriber missed.
 
-        `after`: sequence number after which to begin; None: from now on.
-        The generator must be closed.
+        `after`: sequence number of the last event that the subscriber has; None: begin with the next event. A number
+            that does not exist yet, as after a restart of the front end, begins with the oldest event.
+        Callers must close the generator (`contextlib.aclosing`).
         """
         position = self._last_number if after is None else after if after <= self._last_number else 0
         self._num_subscribers += 1
@@ -113,13 +119,14 @@ class TraceEventBuffer:
 
 
 class TokenTextCache:
-    """Texts of tokens, each detokenized once and sent once to each subscriber."""
+    """Cache of token texts: each token is detokenized once, and its text is sent once to each subscriber."""
 
     def __init__(self, codec: Callable[[], TextCodec | None]) -> None:
         self._codec, self._texts = codec, dict[int, str]()
 
     async def line_with_texts(self, event: TraceEvent, sent_tokens: set[int]) -> bytes:
-        """The line of an event with the texts of its tokens that are not in `sent_tokens`, to which it adds them."""
+        """Returns the line of an event with a field `texts`: the text of each of its tokens that is not in
+        `sent_tokens`. Adds these tokens to `sent_tokens`. Returns the line unchanged while the tokenizer loads."""
         codec, new = self._codec(), [token for token in event.tokens if token not in sent_tokens]
         if codec is None or not new:
             return event.line
@@ -140,7 +147,11 @@ class TokenTextCache:
 def trace_events_router(
     events: TraceEventBuffer, codec: Callable[[], TextCodec | None], keep_alive_s: float = 15.0
 ) -> APIRouter:
-    """The route of the endpoint. `keep_alive_s`: seconds without an event after which a comment is sent."""
+    """Returns the router of /v1/spec/events.
+
+    `codec`: returns the target's tokenizer, or None while it loads.
+    `keep_alive_s`: seconds without output after which a stream sends a comment.
+    """
     router, token_texts = APIRouter(), TokenTextCache(codec)
 
     async def encode_item(item: NumberedEvent | int, sent_tokens: set[int]) -> bytes:

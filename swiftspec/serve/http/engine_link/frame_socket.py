@@ -1,4 +1,4 @@
-"""Frames over a Unix socket: rank 0's non-blocking end, and the front end's end on an event loop."""
+"""Sockets of the engine link, a Unix socket that transfers frames: for rank 0 and for the front end."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ RECV_BYTES = 1 << 18
 
 
 class FrontEndLost(UserError):
-    """The front end is gone, or has sent an invalid frame."""
+    """Raised if the front end has closed the engine link or sent an invalid frame."""
 
 
 def encode_frame(frame: Frame) -> bytes:
@@ -31,14 +31,14 @@ def encode_frame(frame: Frame) -> bytes:
 
 
 class FrameDecoder:
-    """Decodes frames of one type from a byte stream."""
+    """Decoder of length-prefixed frames in a byte stream. `frame_type`: union of the accepted frame classes."""
 
     def __init__(self, frame_type: Any) -> None:
         self._decoder = msgspec.msgpack.Decoder(frame_type)
         self._bytes = bytearray()
 
     def push(self, data: bytes) -> list[Any]:
-        """Adds bytes and returns the frames that are complete. Raises ValueError on an invalid frame."""
+        """Adds bytes and returns the frames that are now complete. Raises ValueError on an invalid frame."""
         self._bytes += data
         found, at = [], 0
         while len(self._bytes) - at >= LENGTH_PREFIX_BYTES:
@@ -54,17 +54,18 @@ class FrameDecoder:
 
 
 class FrameSocket:
-    """Rank 0's end, which it owns. `send` and `poll` never wait, however slowly the other end reads.
+    """Rank 0's socket of the engine link. `send` and `poll` never block, however slowly the front end reads.
 
-    A thread sends: a round's tokens go while the next round's first step computes, and so does the front end's work on
-    them, which they wake. Sent by the decode loop itself they cost a round of 5 ms a twentieth
-    (docs/decisions/serving-http.md).
-    Raises FrontEndLost where the front end is gone.
+    A thread encodes and sends the frames. The tokens of a round are thus sent, and processed by the front end, while
+    the next forward computes, instead of delaying it (measured in docs/decisions/serving-http.md).
+
+    `connected`: connected Unix socket, which this object closes.
+    `send`, `poll` and `wait` raise FrontEndLost if the front end has closed the link or sent an invalid frame.
     """
 
     def __init__(self, connected: socket.socket) -> None:
         self._socket, self._frames = connected, FrameDecoder(ToEngine)
-        self._poll = select.poll()  # polled after every round: cheaper than an exception of recv
+        self._poll = select.poll()  # polled after every round; cheaper than a BlockingIOError of recv
         self._poll.register(connected, select.POLLIN)
         self._received: deque[Any] = deque()
         self._to_send: SimpleQueue[Frame | Callable[[], Frame] | None] = SimpleQueue()
@@ -73,19 +74,19 @@ class FrameSocket:
         self._sender.start()
 
     def send(self, frame: Frame | Callable[[], Frame]) -> None:
-        """Queues a frame, or a function that the sending thread calls to make it."""
+        """Queues a frame for the sending thread. If `frame` is a function, that thread calls it to create the frame."""
         if self._error is not None:
             raise self._error
         self._to_send.put(frame)
 
     def poll(self) -> ToEngine | None:
-        """The next frame; None if none has arrived."""
+        """Returns the next frame, or None if no frame has arrived."""
         if not self._received and self._poll.poll(0):
             self._read()
         return self._received.popleft() if self._received else None
 
     def wait(self, wakeup_fd: int) -> ToEngine | None:
-        """Waits for the next frame; None if `wakeup_fd` becomes readable first."""
+        """Blocks until the next frame and returns it. Returns None if `wakeup_fd` becomes readable first."""
         while (frame := self.poll()) is None:
             ready, _, _ = select.select([self._socket, wakeup_fd], [], [])
             if wakeup_fd in ready:
@@ -93,7 +94,7 @@ class FrameSocket:
         return frame
 
     def close(self, timeout_s: float) -> None:
-        """Closes the socket after sending the queued frames, for which it waits up to `timeout_s`."""
+        """Waits up to `timeout_s` until the queued frames are sent, then closes the socket."""
         self._to_send.put(None)
         self._sender.join(timeout_s)
         with suppress(OSError):
@@ -121,12 +122,12 @@ class FrameSocket:
 
 
 def frontend_lost(why: object) -> FrontEndLost:
-    """The exception for a lost front end."""
+    """Returns the exception for a lost front end. `why`: the reason."""
     return FrontEndLost(f"the HTTP front end is gone ({why})")
 
 
 class AsyncFrameSocket:
-    """asyncio socket of the engine link, used by the front end."""
+    """The front end's asyncio socket of the engine link."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader, self._writer = reader, writer
@@ -135,16 +136,16 @@ class AsyncFrameSocket:
 
     @staticmethod
     async def from_socket(connected: socket.socket) -> AsyncFrameSocket:
-        """Takes over a connected socket."""
+        """Creates an AsyncFrameSocket that owns a connected Unix socket."""
         reader, writer = await asyncio.open_unix_connection(sock=connected)
         return AsyncFrameSocket(reader, writer)
 
     def send(self, frame: Frame) -> None:
-        """Queues a frame for rank 0. `receive` reports a lost rank 0."""
+        """Queues a frame for rank 0. Never raises if rank 0 is lost; `receive` then returns None."""
         self._writer.write(encode_frame(frame))
 
     async def receive(self) -> FromEngine | None:
-        """The next frame; None if rank 0 is gone or has sent an invalid frame."""
+        """Returns the next frame, or None if rank 0 has closed the connection or sent an invalid frame."""
         while not self._received:
             try:
                 data = await self._reader.read(RECV_BYTES)

@@ -1,9 +1,8 @@
 """Frames of the engine link between rank 0 and the front end: msgspec structs over a Unix socket, length-prefixed.
 
-Rank 0 decodes up to `EngineInfo.max_num_seqs` requests concurrently. Beyond that the front end sends a `StartFrame`
-only
-after the `DoneFrame` or `FailedFrame` of an earlier request, which also follow a `CancelFrame`. Nothing is pickled, and
-the size of a frame is limited.
+Rank 0 decodes up to `EngineInfo.max_num_seqs` requests concurrently. While that many are running, the front end sends
+the next `StartFrame` only after the `DoneFrame` or `FailedFrame` of one of them. A cancelled request also ends with one
+of these two frames. Nothing is pickled, and the size of a frame is limited.
 """
 
 from __future__ import annotations
@@ -19,18 +18,19 @@ LENGTH_PREFIX_BYTES = 4  # big-endian
 
 
 class Frame(msgspec.Struct, frozen=True, tag=True):
-    """Base of all frames. The class name is the tag on the wire."""
+    """Base class of all frames. The class name is the tag of a serialized frame."""
 
 
 # From the front end to rank 0.
 
 
 class StartFrame(Frame, frozen=True):
-    """A request.
+    """Starts a request.
 
+    `request`: number that identifies the request in later frames.
     `prompt`: token ids.
     `sampling`: fields of SamplingParams that differ from their defaults.
-    `choices`: (returned, sampled) texts of a population; None: a single text.
+    `choices`: (number of texts to return, number to sample) in mode smc; None: a single text.
     """
 
     request: int
@@ -46,26 +46,26 @@ class CancelFrame(Frame, frozen=True):
 
 
 class ServingFrame(Frame, frozen=True):
-    """The front end is ready to accept requests from clients."""
+    """Notifies rank 0 that the front end accepts requests from clients."""
 
 
 class SubscribeFrame(Frame, frozen=True):
-    """Turns trace events on or off, from the next request on."""
+    """Turns the sending of trace events on or off, from the next request on."""
 
     on: bool
 
 
 class ShutdownFrame(Frame, frozen=True):
-    """The front end has finished: rank 0 and the other ranks shut down."""
+    """Requests the shutdown of all ranks, after the front end has finished."""
 
 
-# From rank 0 to the front end.
+# From the supervisor to the front end.
 
 
 class FrontendConfig(Frame, frozen=True):
-    """Configuration of the front end, which its supervisor sends before there is a link to rank 0. Times in seconds."""
+    """Configuration of the front end, sent before the engine link is connected. Timeouts in seconds; None: no limit."""
 
-    model_name: str  # for clients
+    model_name: str  # name that clients use for the model
     api_keys: list[str]  # a request needs one of them; empty: no key is needed
     max_queue: int
     queue_timeout: float
@@ -75,8 +75,11 @@ class FrontendConfig(Frame, frozen=True):
     otlp_endpoint: str | None = None  # OpenTelemetry collector; None: no spans
 
 
+# From rank 0 to the front end.
+
+
 class DrainFrame(Frame, frozen=True):
-    """Drain request: the front end refuses new requests, lets running ones end, and then sends `ShutdownFrame`."""
+    """Requests a drain: the front end rejects new requests, lets running ones end, and then sends `ShutdownFrame`."""
 
 
 class LoadingFrame(Frame, frozen=True):
@@ -86,14 +89,14 @@ class LoadingFrame(Frame, frozen=True):
 
 
 class ModelPathFrame(Frame, frozen=True):
-    """Path of the target, sent before its weights are loaded so that the front end can load the tokenizer meanwhile."""
+    """Path of the target, sent before the weights are loaded so that the front end can load the tokenizer meanwhile."""
 
     target: str  # a folder
 
 
 class EngineInfo(Frame, frozen=True):
-    """Rank 0 accepts requests; facts about the models and the engine. `plan`: the fields of the EngineConfig in
-    force."""
+    """Properties of the models and the engine, sent when rank 0 is ready to accept requests. `plan`: fields of the
+    EngineConfig that the server runs with."""
 
     model: str
     draft_model: str | None
@@ -103,13 +106,13 @@ class EngineInfo(Frame, frozen=True):
     defaults: dict[str, Any]  # default sampling parameters, from the command line and generation_config.json
     plan: dict[str, Any]
     load_ms: float
-    trace_head: dict[str, Any] = {}  # the header line of a trace
-    max_num_seqs: int = 1  # requests that are decoded concurrently
+    trace_head: dict[str, Any] = {}  # header line of a trace
+    max_num_seqs: int = 1  # maximum number of requests that are decoded concurrently
 
 
 class RankState(msgspec.Struct, frozen=True):
-    """A rank: its `role` ("target" or "draft"), process id, `state` ("up", "loading" or "lost") and number of
-    restarts."""
+    """State of one rank. `role`: "target" or "draft". `state`: "up", "loading" or "lost". `restarts`: number of
+    restarts so far."""
 
     rank: int
     role: str
@@ -119,25 +122,25 @@ class RankState(msgspec.Struct, frozen=True):
 
 
 class RankStatesFrame(Frame, frozen=True):
-    """All ranks of the job, sent whenever one of them changes."""
+    """States of all ranks of the job, sent whenever one of them changes."""
 
     ranks: list[RankState]
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
-    """The log-probability of a token in the target's distribution, and the most likely tokens with theirs."""
+    """Log-probability of a token under the target. `top`: (id, log-probability) of each of the most likely tokens."""
 
     logprob: float
     top: list[tuple[int, float]]
 
 
 class TokensFrame(Frame, frozen=True):
-    """The tokens of one round.
+    """Tokens of one round.
 
-    `accepted`: the number of leading tokens that the draft proposed.
-    `logprobs`: one per token, if requested.
-    `finish_reason`: "stop" or "length" in the last frame of a request.
-    `rpc_records`: RPCs to workers since the previous frame, if the front end exports spans.
+    `accepted`: number of leading tokens that are accepted draft tokens.
+    `logprobs`: one per token; None if not requested.
+    `finish_reason`: "stop" or "length" in the last `TokensFrame` of a request, otherwise None.
+    `rpc_records`: RPCs to workers since the previous `TokensFrame`, if the front end exports spans.
     """
 
     request: int
@@ -156,11 +159,11 @@ class PromptLogprobsFrame(Frame, frozen=True):
 
 
 class TraceEvent(msgspec.Struct, frozen=True, array_like=True):
-    """A line of a trace (docs/reference/trace.md). `kind`: "head", "begin", "round" or "end"."""
+    """One line of a trace (docs/reference/trace.md). `kind`: "head", "begin", "round" or "end"."""
 
     kind: str
     line: bytes  # a JSON object, not empty
-    tokens: list[int]  # token ids in the line
+    tokens: list[int]  # token ids that the line contains
 
 
 class TraceEventsFrame(Frame, frozen=True):
@@ -170,7 +173,7 @@ class TraceEventsFrame(Frame, frozen=True):
 
 
 class Choice(msgspec.Struct, frozen=True, array_like=True):
-    """One text of a population with its weight."""
+    """One text of the population in mode smc, with its weight."""
 
     token_ids: list[int]
     finish_reason: str
@@ -178,11 +181,11 @@ class Choice(msgspec.Struct, frozen=True, array_like=True):
 
 
 class DoneFrame(Frame, frozen=True):
-    """A request has ended, by itself or cancelled, and its place is free.
+    """Reports that a request has finished or was cancelled, so that rank 0 can start another request.
 
     `timings`, `metrics`: see `serve.answer_stats`.
     `extra`: further fields of the response (`exact`, `particles`, ...).
-    `choices`: the requested texts of a population.
+    `choices`: the requested texts of the population (mode smc); empty for a single text.
     """
 
     request: int
@@ -193,7 +196,8 @@ class DoneFrame(Frame, frozen=True):
 
 
 class FailedFrame(Frame, frozen=True):
-    """A request has failed; rank 0 continues. `user`: the request is invalid (status 400), else an internal error."""
+    """Reports that one request has failed; rank 0 continues to serve. `user`: whether the request is invalid (status
+    400); otherwise the error is internal (status 500)."""
 
     request: int
     message: str
@@ -201,7 +205,7 @@ class FailedFrame(Frame, frozen=True):
 
 
 class EngineLostFrame(Frame, frozen=True):
-    """Rank 0 exits, and its running requests are lost; no `FailedFrame` is sent for them."""
+    """Reports that rank 0 exits after an error. Its running requests are lost, without a `FailedFrame` for each."""
 
     message: str
 

@@ -1,4 +1,4 @@
-"""Front-end process of a server, as its supervisor starts it: listening socket, command line and configuration.
+"""Start of the front-end process by the supervisor: listening socket, command line and configuration.
 
 This module imports neither FastAPI nor uvicorn, since the supervisor imports it.
 """
@@ -28,7 +28,7 @@ DEFAULTABLE_FIELDS = (  # sampling flags that are valid as defaults of all reque
 
 
 def check_frontend_settings(settings: Settings) -> None:
-    """Checks the settings that concern the front end, before any model is loaded. Raises UserError."""
+    """Validates the front end's settings before any model is loaded. Raises UserError if one is invalid."""
     sampling_defaults(settings)
     if settings.otlp_endpoint is not None:
         exporter.check_otlp_endpoint(settings.otlp_endpoint)
@@ -37,7 +37,7 @@ def check_frontend_settings(settings: Settings) -> None:
 
 
 def frontend_program(settings: Settings, listener: socket.socket) -> Program:
-    """The front end as a program for the supervisor, which passes it the control socket and `listener`."""
+    """Returns the program with which the supervisor starts the front end. The process inherits `listener`."""
 
     def command(control: int, incarnation: int) -> list[str]:
         return [sys.executable, "-m", "swiftspec.serve.http", str(control), str(incarnation), str(listener.fileno())]
@@ -49,14 +49,14 @@ def frontend_program(settings: Settings, listener: socket.socket) -> Program:
 
 
 def listener_url(listener: socket.socket) -> str:
-    """The URL of a listening socket."""
+    """Returns the URL of a listening socket."""
     host, port = listener.getsockname()[:2]
     return f"http://{host}:{port}"
 
 
 def local_host_names(host: str) -> frozenset[str] | None:
-    """The `Host` names under which local programs reach a server that listens at `host`; None if other machines can
-    reach it too, in which case the name can be anything."""
+    """Returns the values of the `Host` header with which local programs reach a server that listens on `host`. Returns
+    None if other machines can reach the server too, so that any name is possible."""
     bare = host.strip("[]").lower()
     if bare in ("localhost", "::1") or bare.startswith("127."):
         return LOOPBACK | {f"[{bare}]" if ":" in bare else bare}
@@ -64,8 +64,8 @@ def local_host_names(host: str) -> frozenset[str] | None:
 
 
 def sampling_defaults(settings: Settings) -> dict[str, Any]:
-    """Sampling parameters from the command line, the defaults for requests that do not set them. Raises UsageError on
-    parameters that only a request can set."""
+    """Returns the sampling parameters from the command line, the defaults for requests that do not set them. Raises
+    UsageError on a parameter that only a request can set."""
     table, defaults = settings.table, dict[str, Any]()
     for name, flag in table.flags.items():
         if name in settings.model_fields_set and (flag.config is table.sampling or name == "negative_prompt"):
@@ -100,7 +100,7 @@ def open_listener(host: str, port: int) -> socket.socket:
 
 
 def frontend_config(settings: Settings) -> frames.FrontendConfig:
-    """The front end's part of the settings."""
+    """Returns the front end's part of the settings."""
     return frames.FrontendConfig(
         model_name=settings.served_model_name or settings.model or "swiftspec-demo",
         api_keys=list(settings.api_key or []),

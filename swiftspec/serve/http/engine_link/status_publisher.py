@@ -1,4 +1,4 @@
-"""Status of rank 0, published to the front end and again to each restarted front end."""
+"""Status of rank 0, sent to the front end and repeated for each restarted front end."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from swiftspec.serve.terminal import StartupProgress
 
 
 class StatusPublisher:
-    """Publishes the state of rank 0 and of the ranks. The last frame of each type is sent again to a restarted front
-    end.
+    """Publisher of rank 0's status (loading progress, engine properties, rank states) to the front end. A restarted
+    front end gets the last frame of each type again.
 
-    `socket`: the link to the present front end.
+    `socket`: engine link to the current front end.
     """
 
     def __init__(self, supervisor: SupervisorClient) -> None:
@@ -29,7 +29,8 @@ class StatusPublisher:
         self.socket = self._next_socket(None)
 
     def publish(self, frame: frames.Frame) -> None:
-        """Sends a frame that is valid until the next one of its type. Thread-safe."""
+        """Sends a status frame, and stores it for restarted front ends until the next frame of its type. Does not raise
+        if the front end is lost. Thread-safe."""
         with self._lock:
             self._published[type(frame)] = frame
             with suppress(FrontEndLost):
@@ -44,9 +45,8 @@ class StatusPublisher:
         self.publish(frames.RankStatesFrame([frames.RankState(**asdict(rank)) for rank in ranks]))
 
     def reconnect(self, wakeup_fd: int) -> bool:
-        """Waits for the link to the next front end and publishes the status to it; False if `wakeup_fd` becomes
-        readable
-        first."""
+        """Blocks until the restarted front end is connected and sends the status to it. Returns False if `wakeup_fd`
+        becomes readable first or the supervisor requests the shutdown."""
         socket = self._next_socket(wakeup_fd)
         if socket is None:
             return False
@@ -70,7 +70,7 @@ class StatusPublisher:
 
 
 class LoadingPhases(StartupProgress):
-    """Phases of the startup, shown in the terminal and published to clients."""
+    """Startup progress that is shown in the terminal and also published to the front end."""
 
     def __init__(self, publisher: StatusPublisher) -> None:
         super().__init__()

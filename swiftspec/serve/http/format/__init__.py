@@ -1,1 +1,1 @@
-"""Response formats: tool calls, reasoning, log-probabilities, server-sent events, errors."""
+"""Formats of requests and responses: conversations, reasoning, tool calls and log-probabilities."""

@@ -1,4 +1,4 @@
-"""Conversations and tools: OpenAI's request schema, and the form that chat templates take."""
+"""Conversations and tools: OpenAI's request schema, and its conversion to the input of chat templates."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ RESERVED_VARIABLES = frozenset({
     "conversation", "conversations", "messages", "tools", "documents", "chat_template", "add_generation_prompt",
     "continue_final_message", "return_assistant_tokens_mask",
 })  # fmt: skip
-MAX_VARIABLES_CHARS = 16 << 10  # as JSON
+MAX_VARIABLES_CHARS = 16 << 10  # length of all template variables as JSON
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.:/-]{1,128}$")]
 TemplateMessages = list[dict[str, Any]]
 
@@ -62,7 +62,7 @@ class Tool(Body):
     function: Function
 
     def to_template(self) -> dict[str, Any]:
-        """In the form that chat templates take."""
+        """Converts the tool to the form that chat templates take."""
         return template_tool(self.function.name, self.function.description, self.function.parameters)
 
 
@@ -80,11 +80,13 @@ ToolChoice = Literal["none", "auto", "required"] | NamedTool
 
 @dataclass(slots=True)
 class Conversation:
-    """A conversation for a chat template.
+    """Conversation to render with a chat template.
 
-    `tool_choice`: none, auto, required, or the name of a tool.
-    `continues_last_message`: the answer continues the last message, which is the assistant's.
-    `single_tool_call`: the answer ends after its first tool call.
+    `tool_choice`: "none", "auto", "required", or the name of a tool.
+    `template_variables`: further variables of the chat template.
+    `continues_last_message`: whether the output continues the last message, which must be the assistant's, instead of
+        starting a new message.
+    `single_tool_call`: whether the output ends after its first tool call.
     """
 
     messages: TemplateMessages
@@ -117,7 +119,7 @@ class Conversation:
 
 
 def content_text(content: str | Sequence[ContentPart] | None, param: str) -> str:
-    """The text of a message. Raises ApiError on a part that is not text."""
+    """Returns the text of a message; text parts are joined by newlines. Raises ApiError if a part is not text."""
     if content is None or isinstance(content, str):
         return content or ""
     texts: list[str] = []
@@ -131,12 +133,13 @@ def content_text(content: str | Sequence[ContentPart] | None, param: str) -> str
 
 
 def template_tool_call(call_id: str | None, name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """A tool call of an earlier message, in the form that templates take."""
+    """Returns a tool call of an earlier message in the form that chat templates take."""
     return {"id": call_id, "type": "function", "function": {"name": name, "arguments": dict(arguments)}}
 
 
 def parse_arguments(text: str, param: str) -> dict[str, Any]:
-    """Parses the arguments of a tool call. Raises ApiError if they are not a JSON object."""
+    """Parses the arguments of a tool call. Raises ApiError, which names the field `param`, if they are not a JSON
+    object."""
     try:
         value = json.loads(text or "{}")
     except (ValueError, RecursionError):
@@ -147,7 +150,7 @@ def parse_arguments(text: str, param: str) -> dict[str, Any]:
 
 
 def to_template_messages(messages: Sequence[Message]) -> TemplateMessages:
-    """Messages in the form that chat templates take: the content as one text."""
+    """Converts messages to the form that chat templates take, with the content of each as one string."""
     template_messages: TemplateMessages = []
     for index, message in enumerate(messages):
         field_path = f"messages.{index}"
@@ -171,7 +174,7 @@ def to_template_messages(messages: Sequence[Message]) -> TemplateMessages:
 
 
 def template_tool(name: str, description: str | None, parameters: JsonObject | None) -> dict[str, Any]:
-    """A tool in the form that chat templates take."""
+    """Returns a tool in the form that chat templates take. `parameters`: JSON schema of the arguments."""
     schema = parameters or {"type": "object", "properties": {}}
     return {
         "type": "function",

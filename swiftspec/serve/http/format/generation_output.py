@@ -16,11 +16,11 @@ from swiftspec.serve.http.format.tools import ParsedToolCall, ToolCallParser
 from swiftspec.serve.text.codec import TextCodec
 from swiftspec.serve.text.stream import TextBuilder
 
-CONTEXT_TOKENS = 16  # last prompt tokens with which the text of a continuation is detokenized
+CONTEXT_TOKENS = 16  # last prompt tokens that precede the output in detokenization if it continues the prompt
 
 
 class MarkerCodec:
-    """A codec that also detokenizes special tokens that mark reasoning and tool calls."""
+    """Codec that detokenizes the special tokens in `marker_tokens`, which delimit reasoning and tool calls."""
 
     def __init__(self, codec: TextCodec, marker_tokens: frozenset[int]) -> None:
         self.codec = codec
@@ -28,18 +28,18 @@ class MarkerCodec:
         self.byte_tokens = codec.byte_tokens
 
     def token_text(self, tokens: Sequence[int]) -> str:
-        """The text of tokens."""
+        """Returns the text of `tokens`."""
         return self.codec.token_text(tokens)
 
 
 @dataclass(slots=True)
 class GenerationRequest:
-    """An engine request and how its output is parsed.
+    """Engine request and the parsers of its output.
 
-    `continues_text`: the output continues the prompt's text, so that its first word can need a leading space.
-    `single_tool_call`: the output ends after the first tool call.
-    `prompt_only`: only the prompt's log-probabilities are of interest; the one generated token is dropped.
-    `marker_tokens`: special tokens that are detokenized, for the parsers.
+    `continues_text`: whether the output continues the prompt's text; its first word then keeps a leading space.
+    `single_tool_call`: whether the output ends after the first tool call.
+    `prompt_only`: whether only the prompt's log-probabilities are requested; the one generated token is then dropped.
+    `marker_tokens`: special tokens that are detokenized because the parsers search for their text.
     """
 
     engine_request: AsyncEngineRequest
@@ -53,14 +53,14 @@ class GenerationRequest:
 
 
 def choice_end_fields(answer: GenerationOutput) -> dict[str, Any]:
-    """Fields of a finished choice: its stop string, and its weight in a population."""
+    """Returns a finished choice's `stop_reason` (its stop string or None), and in mode smc also its `weight`."""
     weight = {} if answer.weight is None else {"weight": answer.weight}
     return {"stop_reason": answer.text_builder.stop_string, **weight}
 
 
 @dataclass(slots=True)
 class OutputDelta:
-    """The output of one round. Its tokens are `first_token` to `end_token` (exclusive) of the whole output."""
+    """Output that one round adds. Its tokens are `tokens[first_token:end_token]` of the `GenerationOutput`."""
 
     reasoning_text: str
     content: str
@@ -73,8 +73,12 @@ class OutputDelta:
 class GenerationOutput:
     """The output of a generation so far: `reasoning_text`, `content`, `tool_calls`, tokens and log-probabilities.
 
-    After the end, `choices` are the texts that the client gets: this one, or the requested texts of a population, each
-    with its `weight`.
+    After the last round, `choices` holds the outputs that the client gets: this output itself, or in mode smc the
+    requested texts of the population, each with its `weight`.
+
+    `num_accepted`: accepted draft tokens in the output.
+    `done`: the engine's last frame; None before it arrives.
+    `started`: whether the engine has sent a frame.
     """
 
     request: GenerationRequest
@@ -95,10 +99,10 @@ class GenerationOutput:
 
     @staticmethod
     def create(request: GenerationRequest, codec: TextCodec) -> GenerationOutput:
-        """An empty output."""
+        """Creates an empty output with its own copies of the request's parsers."""
         marker_codec = MarkerCodec(codec, request.marker_tokens)
         context = request.engine_request.prompt[-CONTEXT_TOKENS:] if request.continues_text else ()
-        parsers = copy.deepcopy(request.reasoning_parser), copy.deepcopy(request.tool_call_parser)  # they have state
+        parsers = copy.deepcopy(request.reasoning_parser), copy.deepcopy(request.tool_call_parser)  # parsers have state
         return GenerationOutput(request, codec, TextBuilder(marker_codec, request.stop_strings, context), *parsers)
 
     @property
@@ -111,13 +115,13 @@ class GenerationOutput:
 
     @property
     def finish_reason(self) -> str:
-        """stop, length or tool_calls."""
+        """Finish reason in OpenAI's terms: "stop", "length" or "tool_calls"."""
         reason = self.text_builder.finish_reason or "stop"
         return "tool_calls" if self.tool_calls and reason == "stop" else reason
 
     async def deltas(self, engine: AsyncEngine) -> AsyncGenerator[OutputDelta]:
-        """Runs the request and yields the output of each round. A stop string ends the request; closing this generator
-        cancels it. Raises the exceptions of `AsyncEngine.generate`."""
+        """Runs the request and yields the output of each round. A stop string ends the request early; closing this
+        generator cancels the request. Raises the exceptions of `AsyncEngine.generate`."""
         stop: bool | None = None
         async with contextlib.aclosing(engine.generate(self.request.engine_request)) as frames:
             while self.done is None:
@@ -144,7 +148,7 @@ class GenerationOutput:
             self.weight = 1.0  # a stop string ended the request before the population diverged
 
     def _from_choice(self, choice: Choice) -> GenerationOutput:
-        """The output of one text of a population."""
+        """Returns the output for one text of the population (mode smc)."""
         other = GenerationOutput.create(self.request, self.codec)
         other.weight = choice.weight
         other._add_frame(
@@ -153,7 +157,7 @@ class GenerationOutput:
         return other
 
     def _should_stop(self, frame: TokensFrame) -> bool:
-        """Whether the output has ended while the engine would continue."""
+        """Returns whether the output has ended although the engine would decode further tokens."""
         if self.request.single_tool_call and self.tool_calls:
             self.text_builder.finish_reason = self.text_builder.finish_reason or "stop"
         return self.text_builder.finish_reason is not None and frame.finish_reason is None
@@ -198,7 +202,7 @@ class GenerationOutput:
         return int(spec.get("num_draft_tokens", 0)) - int(spec.get("num_accepted_draft_tokens", 0))
 
     def usage(self) -> dict[str, Any]:
-        """OpenAI's `usage`, over all choices."""
+        """Returns OpenAI's `usage` object. Output tokens are summed over all choices."""
         choices = self.choices or [self]
         tokens = sum(len(choice.tokens) for choice in choices)
         return {
@@ -214,7 +218,7 @@ class GenerationOutput:
         }
 
     def stats(self) -> dict[str, Any]:
-        """llama.cpp's `timings`, vLLM's `metrics`, and further statistics of the engine."""
+        """Returns llama.cpp's `timings`, vLLM's `metrics` and further statistics; {} until the request completes."""
         if self.done is None:
             return {}
         return {"timings": self.done.timings, "metrics": self.done.metrics, **self.done.extra}

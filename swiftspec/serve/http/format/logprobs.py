@@ -10,12 +10,12 @@ from swiftspec.serve.http.engine_link.frames import TokenLogprob
 from swiftspec.serve.text.codec import TextCodec
 from swiftspec.serve.text.stream import REPLACEMENT_CHARACTER
 
-MIN_LOGPROB = -9999.0  # in JSON, which has no infinity
+MIN_LOGPROB = -9999.0  # replaces -inf, which JSON cannot represent
 BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 def _byte_letters() -> dict[str, int]:
-    """The characters that byte-level tokenizers use for bytes."""
+    """Returns the byte for each character of a byte-level vocabulary (the inverse of GPT-2's `bytes_to_unicode`)."""
     plain = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in plain]
     return {chr(byte): byte for byte in plain} | {chr(256 + at): byte for at, byte in enumerate(others)}
@@ -25,14 +25,14 @@ BYTE_LETTERS = _byte_letters()
 
 
 class LogprobFormatter:
-    """Formats tokens and their log-probabilities."""
+    """Formatter of tokens and their log-probabilities in OpenAI's schemas."""
 
     def __init__(self, codec: TextCodec) -> None:
         self._codec = codec
         self._cache: dict[int, tuple[str, bytes]] = {}
 
     def _token(self, token: int) -> tuple[str, bytes]:
-        """The text and the bytes of a token. Bytes that are not text by themselves are written `bytes:\\xe2\\x80`."""
+        """Returns the text and the bytes of a token. The text of an incomplete character is like `bytes:\\xe2\\x80`."""
         cached = self._cache.get(token)
         if cached is None:
             text = self._codec.token_text([token, token])[
@@ -49,7 +49,7 @@ class LogprobFormatter:
 
     def _bytes(self, token: int) -> bytes:
         name = self._codec.tokenizer.convert_ids_to_tokens(token)
-        if not isinstance(name, str):  # a vocabulary can have more rows than the tokenizer has tokens
+        if not isinstance(name, str):  # the model's vocabulary can be larger than the tokenizer's
             return b""
         single = BYTE_TOKEN.fullmatch(name)
         if single:
@@ -63,7 +63,7 @@ class LogprobFormatter:
         return {"token": text, "logprob": max(logprob, MIN_LOGPROB), "bytes": list(data)}
 
     def chat_logprobs(self, tokens: Sequence[int], logprobs: Sequence[TokenLogprob], top: int) -> list[dict[str, Any]]:
-        """The items of `logprobs.content`, each with the `top` most likely tokens."""
+        """Returns the items of `logprobs.content` in a chat completion, each with the `top` most likely tokens."""
         return [
             {**self._entry(token, logprob.logprob), "top_logprobs": [self._entry(*one) for one in logprob.top[:top]]}
             for token, logprob in zip(tokens, logprobs)
@@ -72,7 +72,11 @@ class LogprobFormatter:
     def completion_logprobs(
         self, tokens: Sequence[int], logprobs: Sequence[TokenLogprob | None], top: int, text_offsets: Sequence[int]
     ) -> dict[str, Any]:
-        """The `logprobs` object of a completion; the first prompt token has None entries."""
+        """Returns the `logprobs` object of a completion, with the `top` most likely tokens at each position.
+
+        `logprobs`: one item per token; None for the first prompt token.
+        `text_offsets`: position of each token in the text, in characters.
+        """
         texts = [self._token(token)[0] for token in tokens]
         top_logprobs: list[dict[str, float] | None] = []
         for text, logprob in zip(texts, logprobs):

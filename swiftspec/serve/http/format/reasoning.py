@@ -6,23 +6,27 @@ REASONING_OPEN, REASONING_CLOSE = "<think>", "</think>"
 
 
 def partial_marker_length(text: str, marker: str) -> int:
-    """Length of the longest suffix of `text` that is a proper prefix of `marker`."""
+    """Returns the length of the longest suffix of `text` that is a proper prefix of `marker`."""
     return next((n for n in range(min(len(marker) - 1, len(text)), 0, -1) if marker.startswith(text[-n:])), 0)
 
 
 class ReasoningParser:
-    """Separates reasoning from content; the result does not depend on how the text is split. Newlines next to the
-    markers belong to neither. `opened_by_prompt`: the prompt ends with the opening marker."""
+    """Parser that separates reasoning from content in streamed text. The result does not depend on how the text is
+    split into pieces. Newlines next to the markers are dropped.
+
+    `opened_by_prompt`: whether the prompt ends with the opening marker, so that the text begins with reasoning.
+    """
 
     def __init__(self, opened_by_prompt: bool) -> None:
         self._opened_by_prompt = opened_by_prompt
         self._state = self._before_reasoning
         self._buffer = ""
         self._num_chars = 0
-        self.reasoning_end: int | None = None  # number of characters up to the end of the closing marker
+        self.reasoning_end: int | None = None  # characters up to the end of the closing marker
 
     def push(self, text: str, last: bool = False) -> tuple[str, str]:
-        """Adds text. Returns the reasoning and content that are certain by now; with `last`, all the rest."""
+        """Adds text. Returns the new reasoning and content that later text cannot change. `last`: no text follows, so
+        that all buffered text is returned."""
         self._buffer += text
         self._num_chars += len(text)
         reasoning = content = ""
@@ -35,7 +39,7 @@ class ReasoningParser:
 
     @property
     def in_reasoning(self) -> bool:
-        """Whether the next text is reasoning, as far as is known."""
+        """Whether reasoning has begun and its closing marker has not been read."""
         return self._state in (self._in_reasoning, self._at_reasoning_start)
 
     def _before_reasoning(self, last: bool) -> tuple[str, str]:

@@ -1,4 +1,4 @@
-"""Tool-call parsing: finds tool calls in generated text, in the formats that chat templates teach models."""
+"""Tool-call parsing: finds tool calls in generated text, in the formats of Hermes, Mistral and Llama."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TOOL_NAME = re.compile(r"[\w.:/-]{1,128}", re.ASCII)
 
 @dataclass(frozen=True, slots=True)
 class ParsedToolCall:
-    """A tool call with its arguments by name."""
+    """Tool call in generated text. `arguments`: values by parameter name."""
 
     id: str
     name: str
@@ -30,11 +30,11 @@ class ParsedToolCall:
 
 @dataclass(frozen=True, slots=True)
 class ToolCallFormat:
-    """The syntax of tool calls in a text.
+    """Syntax of tool calls in generated text.
 
-    `begin`, `end`: markers around each call; without `end`, everything after `begin` is calls.
-    `arguments_key`: the JSON key of the arguments.
-    `leading`: calls occur only at the beginning of the text.
+    `begin`, `end`: markers around each call; if `end` is None, all text after `begin` consists of calls.
+    `arguments_key`: JSON key of the arguments.
+    `leading`: whether calls occur only at the beginning of the text.
     """
 
     begin: str
@@ -51,11 +51,11 @@ UNSUPPORTED_MARKERS = (
     "<function=",
     "<arg_key>",
     "[ARGS]",
-)  # calls that are not JSON, or have the name outside of the JSON
+)  # of formats whose calls are not JSON, or have the tool's name outside of the JSON
 
 
 def detect_tool_format(template: str) -> ToolCallFormat | None:
-    """The format that a chat template uses; None if the template has no tools or an unsupported format."""
+    """Returns the tool-call format of a chat template, or None if it has no tools or uses an unsupported format."""
     if "tools" not in template or any(other in template for other in UNSUPPORTED_MARKERS):
         return None
     for format in (HERMES, MISTRAL):
@@ -65,10 +65,11 @@ def detect_tool_format(template: str) -> ToolCallFormat | None:
 
 
 class ToolCallParser:
-    """Separates tool calls from content in streamed text. A call is returned when it is complete; text that turns out
-    not to be a call is returned as content.
+    """Parser that separates tool calls from content in streamed text. A call is returned when it is complete; text that
+    turns out not to be a call is returned as content.
 
-    `tool_names`: names of the available tools; without markers, an object is a call only if it has one of them.
+    `tool_names`: names of the available tools. In a format without markers, a JSON object is a call only if its name is
+        one of these.
     """
 
     def __init__(self, format: ToolCallFormat, tool_names: Collection[str]) -> None:
@@ -80,7 +81,8 @@ class ToolCallParser:
         self.num_calls = 0
 
     def push(self, text: str, last: bool = False) -> tuple[str, list[ParsedToolCall]]:
-        """Adds text. Returns the content and calls that are certain by now; with `last`, all the rest."""
+        """Adds text. Returns the new content and calls that later text cannot change. `last`: no text follows, so that
+        all buffered text is returned."""
         self._buffer += text
         content, calls = "", []
         while True:
@@ -93,7 +95,7 @@ class ToolCallParser:
             if parsed is None and not last:
                 return content, calls
             self._in_call = False
-            if parsed is None:  # never closed, or not JSON
+            if parsed is None:  # the call is not closed, or is not JSON
                 self._buffer = ""
                 return content + self._format.begin + text, calls
             calls += parsed[0]
@@ -105,7 +107,7 @@ class ToolCallParser:
                 return content, calls
 
     def _read_content(self, last: bool) -> str:
-        """The content before the next call. Whitespace before a call is not content."""
+        """Returns the content before the next call, without whitespace at its end. Sets `_in_call` if a call begins."""
         if self._format.leading:
             text = self._buffer.lstrip()
             self._in_call = not self._has_content and text.startswith("{")
@@ -128,7 +130,7 @@ class ToolCallParser:
         return certain
 
     def _read_calls(self, text: str, last: bool) -> tuple[list[ParsedToolCall], str] | None:
-        """The calls after a `begin` marker, and the text behind them; None: incomplete."""
+        """Returns the calls at the start of `text` and the text after them, or None if no call is complete."""
         end = self._format.end
         if end is None:
             calls = self._parse_calls(text) if last else None
@@ -143,7 +145,7 @@ class ToolCallParser:
         return None if calls is None else (calls, "")
 
     def _parse_calls(self, text: str) -> list[ParsedToolCall] | None:
-        """Parses one call, a list of calls, or calls separated by semicolons; None if the text is anything else."""
+        """Parses a call, a list of calls, or calls separated by semicolons. Returns None if `text` is anything else."""
         parsed: list[Any] = []
         remaining = text.strip()
         try:
@@ -152,7 +154,7 @@ class ToolCallParser:
                 value, position = decoder.raw_decode(remaining)
                 parsed += value if isinstance(value, list) else [value]
                 remaining = remaining[position:].lstrip().removeprefix(";").lstrip()
-            json.dumps(parsed, ensure_ascii=False).encode()  # raises on half a surrogate pair
+            json.dumps(parsed, ensure_ascii=False).encode()  # raises on an unpaired surrogate
         except (ValueError, RecursionError):
             return None
         calls = [self._to_call(one) for one in parsed]
@@ -176,10 +178,11 @@ def _reject_constant(word: str) -> float:
 
 
 def forced_call_grammar(format: ToolCallFormat, tools: dict[str, dict[str, Any]], marker: int | None) -> str:
-    """A Lark grammar for llguidance: exactly one call of one of the tools, with arguments by its schema.
+    """Returns a Lark grammar for llguidance that accepts exactly one call of one tool, with arguments that match its
+    schema.
 
-    `tools`: schemas of the arguments by tool name.
-    `marker`: id of the token that begins a call, if that is a special token.
+    `tools`: JSON schema of the arguments by tool name.
+    `marker`: id of the special token that begins a call; None if a call begins with the ordinary text `format.begin`.
     """
     brackets = {"[": '"["', "]": '"]"'} if format is MISTRAL else {"[": "", "]": ""}
     begin = f"<[{marker}]>" if marker is not None else format.begin and json.dumps(format.begin)

@@ -17,10 +17,10 @@ VALID_REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
 class RequestIdMiddleware:
-    """Gives each request an id: the client's `x-request-id` if it is valid, else a new one.
+    """Middleware that assigns an id to each request: the client's `x-request-id` if it is valid, else a random one.
 
-    It is the outermost layer. The id is written to the headers of the request scope, where `request_id` reads it, and
-    to the headers of the response.
+    It is the outermost middleware. The id is written to the request headers in the ASGI scope, where `request_id` reads
+    it, and to the response headers.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -44,8 +44,8 @@ class RequestIdMiddleware:
 
 
 class UnexpectedErrorMiddleware:
-    """Logs an unexpected exception under the request id and responds with status 500; uvicorn would only drop the
-    connection. Exceptions after the start of a response are raised again."""
+    """Middleware that logs an unexpected exception with the request id and responds with status 500, since uvicorn
+    would only drop the connection. If the response has already started, the exception is logged and raised again."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -71,5 +71,5 @@ class UnexpectedErrorMiddleware:
 
 
 def request_id(scope: Scope) -> str:
-    """The id that `RequestIdMiddleware` has given to a request."""
+    """Returns the id that `RequestIdMiddleware` assigned to a request, or "" if there is none."""
     return Headers(scope=scope).get(REQUEST_ID_HEADER, "")

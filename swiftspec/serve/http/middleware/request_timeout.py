@@ -8,12 +8,12 @@ import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 MAX_HEAD_BYTES = 32 << 10  # request line and headers; a longer head is answered with 400
-REQUEST_TIMEOUT_S = 30.0  # from the connection or the first byte of a request to the last byte of its body
+REQUEST_TIMEOUT_S = 30.0  # from the connection, or the first byte of a later request, to the end of the body
 
 
 class RequestTimeoutProtocol(H11Protocol):
-    """Closes the connection if a request is incomplete after REQUEST_TIMEOUT_S, so that half-open connections do not
-    accumulate."""
+    """HTTP protocol that closes a connection whose request is incomplete after REQUEST_TIMEOUT_S, so that half-open
+    connections do not accumulate."""
 
     _timer: asyncio.TimerHandle | None = None
 

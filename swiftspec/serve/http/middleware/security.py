@@ -1,6 +1,6 @@
 """Security middleware: API keys, allowed hosts, and limits on the size and nesting of requests.
 
-It is plain ASGI outside the application, so that no other code parses a request that it refuses.
+The middleware wraps the whole application, so that no other code parses a request that it refuses.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from swiftspec.serve.http.middleware.request_id import request_id
 from swiftspec.serve.http.observe.request_metrics import REQUEST_CONTEXT, RequestContext
 from swiftspec.serve.http.page import is_page_path
 
-MAX_BODY_BYTES = 8 << 20  # bytes
+MAX_BODY_BYTES = 8 << 20
 MAX_HEADERS = 100
-MAX_HEADER_BYTES = 8 << 10  # of a name and its value; `request_timeout.MAX_HEAD_BYTES` limits the whole head
-MAX_JSON_DEPTH = 64  # nested brackets of JSON: parsers and validators are recursive
+MAX_HEADER_BYTES = 8 << 10  # one name and value; `request_timeout.MAX_HEAD_BYTES` limits all headers together
+MAX_JSON_DEPTH = 64  # nested lists and objects; limited since parsers and validators are recursive
 PUBLIC_PATHS = {"/health"}  # need no key, so that supervisors can probe the server
 
 QUOTE = ord('"')
@@ -32,18 +32,18 @@ DEPTH_CHANGE[list(b"[{")], DEPTH_CHANGE[list(b"]}")] = 1, -1
 
 
 def ignore_refusal(reason: str) -> None:
-    """The default of `on_refusal`."""
+    """Default `on_refusal` of `SecurityMiddleware`: does nothing."""
 
 
 class SecurityMiddleware:
-    """Passes a request to `app`, or refuses it with an error.
+    """Middleware that passes a valid request to `app` and answers any other request with an error.
 
-    `api_keys`: a request needs one of them, as `Authorization: Bearer KEY` or `x-api-key: KEY`, except for /health and
-        the page's files. If empty, no key is needed.
-    `allowed_hosts`: values of the `Host` header, with any port, which protects a server without keys from DNS
-        rebinding by a page in a browser; None: any.
+    `api_keys`: a request needs one of these keys, as `Authorization: Bearer KEY` or `x-api-key: KEY`, except for
+        /health and the files of the web page. If empty, no key is needed.
+    `allowed_hosts`: accepted values of the `Host` header, without port; None accepts all. They protect a server without
+        API keys from DNS rebinding by a web page in a browser.
     `on_refusal`: called with the reason of each refusal, a label such as "unauthorized".
-    `max_body_bytes`: limit of the request body.
+    `max_body_bytes`: largest accepted request body.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class SecurityMiddleware:
         try:
             self._check_headers(scope["path"], headers)
             body = await _read_body(headers, receive, self._max_body_bytes)
-            if body is None:  # the client left
+            if body is None:  # the client disconnected
                 return
             _check_body(body)
         except _Refusal as refusal:
@@ -75,7 +75,7 @@ class SecurityMiddleware:
         await self._app(scope, _replay_body(body, receive), send)
 
     def _check_headers(self, path: str, headers: Headers) -> None:
-        """Checks number and size of the headers, host and key. Raises _Refusal."""
+        """Validates the headers: number, sizes, host and API key. Raises _Refusal if one is not accepted."""
         if len(headers.raw) > MAX_HEADERS or any(
             len(name) + len(value) > MAX_HEADER_BYTES for name, value in headers.raw
         ):
@@ -95,7 +95,7 @@ class SecurityMiddleware:
             )  # fmt: skip
 
     def _has_valid_key(self, headers: Headers) -> bool:
-        """Whether the request has a valid key. Compares it with all keys in constant time."""
+        """Returns whether the request has a valid key. Compares in constant time, which reveals no key."""
         scheme, _, token = headers.get("authorization", "").partition(" ")
         candidates = [token.strip() if scheme.lower() == "bearer" else "", headers.get("x-api-key", "")]
         encoded = [candidate.encode("latin-1") for candidate in candidates]
@@ -112,8 +112,8 @@ class _Refusal(Exception):
 
 
 def json_depth(data: bytes) -> int:
-    """Nesting depth of the brackets outside of strings. For malformed JSON it is at least the depth at which a parser
-    detects the error."""
+    """Returns the nesting depth of lists and objects in JSON text. For malformed JSON it is at least the depth at which
+    a parser detects the error."""
     structural = data.replace(b"\\\\", b"").replace(b'\\"', b"").translate(None, NON_STRUCTURAL_BYTES)
     signs = np.frombuffer(structural, np.uint8)
     outside = np.cumsum(signs == QUOTE, dtype=np.int32) % 2 == 0
@@ -121,7 +121,7 @@ def json_depth(data: bytes) -> int:
 
 
 async def _read_body(headers: Headers, receive: Receive, max_bytes: int) -> bytes | None:
-    """Reads the body; None if the client disconnected. Raises _Refusal as soon as the body exceeds `max_bytes`."""
+    """Returns the body, or None if the client disconnected. Raises _Refusal as soon as the body exceeds `max_bytes`."""
     too_large = _Refusal(
         "body_too_large", 413, f"the body is larger than {max_bytes} bytes, the limit", {"Connection": "close"}
     )
@@ -141,7 +141,7 @@ async def _read_body(headers: Headers, receive: Receive, max_bytes: int) -> byte
 
 
 def _check_body(body: bytes) -> None:
-    """Raises _Refusal on a body that is not UTF-8 text or is nested too deeply."""
+    """Raises _Refusal if the body contains a zero byte or is nested too deeply."""
     if b"\0" in body:  # parsers accept UTF-16 and UTF-32 too, in which `json_depth` would not find the brackets
         raise _Refusal("malformed", 400, "the body must be JSON in UTF-8, which has no byte 0")
     if json_depth(body) > MAX_JSON_DEPTH:
@@ -153,7 +153,7 @@ def _check_body(body: bytes) -> None:
 
 
 def _replay_body(body: bytes, receive: Receive) -> Receive:
-    """A `receive` that returns the buffered body as one message, then forwards to `receive`."""
+    """Returns an ASGI `receive` that yields the buffered body as one message, then forwards to `receive`."""
     sent = False
 
     async def receive_again() -> Message:
@@ -167,5 +167,5 @@ def _replay_body(body: bytes, receive: Receive) -> Receive:
 
 
 def _without_port(host: str) -> str:
-    """`localhost:80` -> `localhost`, `[::1]:80` -> `[::1]`."""
+    """Returns a host in lower case without port: `localhost:80` -> `localhost`, `[::1]:80` -> `[::1]`."""
     return re.sub(r":[0-9]*$", "", host).lower()

@@ -1,1 +1,1 @@
-"""Metrics, tracing and round events of the HTTP server."""
+"""Per-request metrics and OpenTelemetry tracing of the HTTP server."""

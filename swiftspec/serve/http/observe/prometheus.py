@@ -1,7 +1,7 @@
 """Prometheus metrics at /metrics, with the prefix `swiftspec:` and vLLM's names where vLLM has the metric.
 
-The front end updates them when a request ends, from its own timestamps and from the statistics in `DoneFrame`. The
-decoding loop in rank 0 does no work for them.
+The front end updates the metrics when a request ends, from its own timestamps and from the statistics in `DoneFrame`.
+The decoding loop in rank 0 does no work for them.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from swiftspec.serve.http.observe.request_metrics import RequestRecord
 
 PREFIX = "swiftspec:"
 MODEL_LABEL = "model_name"
-SHORT_BUCKETS_S = (0.001, 0.0025, 0.005, 0.0075, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.25, 0.5, 1.0)  # of rounds
+SHORT_BUCKETS_S = (0.001, 0.0025, 0.005, 0.0075, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.25, 0.5, 1.0)  # for each round
 LONG_BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0)
 PLAN_LABELS = ("mode", "target_tp", "draft_tp", "verify_batch", "draft_leaves", "draft_steps", "verify", "proposal")
 
 
 class PrometheusMetrics:
-    """The metrics of one server.
+    """Prometheus metrics of one server.
 
-    `render` reads the gauges from `engine`. `record_request` is a callback for `InstrumentedEngine`; `record_refusal`
-    counts requests that `SecurityMiddleware` refused.
+    `render` reads the gauges from `engine`. `record_request` is an `on_finished` callback of `InstrumentedEngine`, and
+    `record_refusal` the `on_refusal` callback of `SecurityMiddleware`.
     """
 
     def __init__(self, engine: AsyncEngine, model_name: str) -> None:
@@ -39,7 +39,7 @@ class PrometheusMetrics:
         self._create_speculation_metrics()
 
     def render(self) -> bytes:
-        """All metrics in Prometheus' text format."""
+        """Returns all metrics in Prometheus' text format."""
         state, info = self._engine.state, self._engine.info
         self._running.set(state.running)
         self._waiting.set(state.waiting)
@@ -47,7 +47,7 @@ class PrometheusMetrics:
         self._update_ranks(state.ranks)
         if info is not None:
             self._loading.set(info.load_ms / 1e3)
-            draft = (info.draft_model or "").rpartition("/")[2]  # without its folder
+            draft = (info.draft_model or "").rpartition("/")[2]  # its name without the folder
             self._info.labels(
                 self._model_name, draft, *(_label_value(info.plan.get(name)) for name in PLAN_LABELS)
             ).set(1)
@@ -63,11 +63,11 @@ class PrometheusMetrics:
             self._restarts.labels(self._model_name, rank.role).inc(more)
 
     def record_refusal(self, reason: str) -> None:
-        """Counts a request that was refused."""
+        """Counts a refused request. `reason`: label such as "unauthorized"."""
         self._refused.labels(self._model_name, reason).inc()
 
     def record_request(self, record: RequestRecord) -> None:
-        """Counts a request that has ended."""
+        """Updates the metrics with a request that has ended."""
         if not record.accepted:
             self.record_refusal(record.outcome)
             return
@@ -85,13 +85,13 @@ class PrometheusMetrics:
             self._record_engine_stats(record.done.timings, record.done.metrics)
 
     def _record_engine_stats(self, timings: dict[str, Any], metrics: dict[str, Any]) -> None:
-        """Counts the statistics of a request that the engine completed."""
+        """Updates the metrics with the statistics in the `DoneFrame` of a completed request."""
         decode_s = metrics["generation_time_ms"] / 1e3
         self._prefill.observe(timings["prompt_ms"] / 1e3)
         self._decode.observe(decode_s)
         self._cached_tokens.inc(timings["cache_n"])
         verify, draft = (metrics[f"{model}_busy"] * decode_s for model in ("target", "draft"))
-        exclusive_draft = 0.0 if metrics["mode"] == "async" else draft  # mode async drafts during the verification
+        exclusive_draft = 0.0 if metrics["mode"] == "async" else draft  # mode async drafts during verification
         for phase, seconds in (
             ("verify", verify),
             ("draft", draft),
@@ -117,7 +117,7 @@ class PrometheusMetrics:
         help = "Ranks that are up."
         self._ranks_up = Gauge(f"{PREFIX}ranks_up", help, [MODEL_LABEL, "role"], registry=self._registry)
         self._restarts = self._labelled("rank_restarts", "Restarts of ranks.", ["role"])
-        self._known_restarts: dict[int, int] = {}  # by rank, at the last update
+        self._known_restarts: dict[int, int] = {}  # restarts by rank, at the last update
         self._loading = self._gauge("loading_seconds", "Time to load the models.")
         self._overlap = self._gauge(
             "overlap_ratio", "Share of the decode time in the target's forwards, of the last completed request."
@@ -180,7 +180,7 @@ class PrometheusMetrics:
 
 
 def metrics_router(metrics: PrometheusMetrics) -> APIRouter:
-    """The route of /metrics."""
+    """Returns the router of /metrics."""
     router = APIRouter()
 
     @router.get("/metrics", response_class=Response, responses={200: {"content": {"text/plain": {}}}})

@@ -37,18 +37,18 @@ REQUEST_CONTEXT: ContextVar[RequestContext] = ContextVar("visit", default=NO_CON
 
 @dataclass(slots=True)
 class RequestRecord:
-    """Measurements of one request in the front end. Times in seconds on the monotonic clock."""
+    """Measurements of one request in the front end. Times are seconds of the monotonic clock."""
 
     request: AsyncEngineRequest
     started_at: float
     context: RequestContext
-    token_times: list[float] = field(default_factory=list)  # arrival of the tokens of each round
+    token_times: list[float] = field(default_factory=list)  # when the tokens of each round arrived
     num_tokens: int = 0
     rpc_records: list[RpcRecord] = field(default_factory=list)  # RPCs to workers
     ended_at: float = 0.0
     outcome: str = "error"  # stop, length, abort, error, busy, unavailable or invalid
     error: Exception | None = None
-    done: DoneFrame | None = None  # the engine's statistics; None if the request did not complete
+    done: DoneFrame | None = None  # statistics of the engine; None if the request did not complete
 
     @property
     def accepted(self) -> bool:
@@ -57,17 +57,18 @@ class RequestRecord:
 
     @property
     def queue_time_s(self) -> float | None:
-        """Time in the queue: the time to the first tokens less the engine's own time to them; None if unknown."""
+        """Time in the queue in seconds: `token_times[0] - started_at`, minus rank 0's time to first token, which begins
+        after the queue. None if the request did not complete or has no tokens."""
         if self.done is None or not self.token_times:
             return None
         return max(self.token_times[0] - self.started_at - 1e-3 * self.done.metrics["time_to_first_token_ms"], 0.0)
 
 
 class InstrumentedEngine:
-    """An engine that forwards to `engine` and measures each request.
+    """Wrapper of an `AsyncEngine` that measures each request.
 
-    `on_finished`: called with the record of each request at its end, also if it fails or is cancelled.
-    `clock`: the time in seconds.
+    `on_finished`: callbacks that get the record of each request when it completes, fails or is cancelled.
+    `clock`: returns the current time in seconds.
     """
 
     def __init__(

@@ -22,12 +22,15 @@ SAMPLING_ATTRIBUTES = ("temperature", "top_p", "top_k", "max_tokens", "frequency
 
 
 class RequestTracing:
-    """Exports a span for each request, in a background thread. `record` is a callback for `InstrumentedEngine`."""
+    """Exporter of one span per request, in a background thread. `record` is an `on_finished` callback of
+    `InstrumentedEngine`."""
 
     def __init__(self, endpoint: str, model_name: str, exporter: Callable[[str], SpanExporter] | None = None) -> None:
-        """`exporter`: see `serve.otel.exporter.provider`. Raises UserError if OpenTelemetry is missing or the
-        endpoint is
-        invalid."""
+        """Raises UserError if OpenTelemetry is not installed or the endpoint is invalid.
+
+        `endpoint`: URL of the OTLP collector.
+        `exporter`: creates the span exporter for a URL; None uses OTLP over HTTP.
+        """
         self._provider = otel_exporter.make_tracer_provider(endpoint, exporter)
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
@@ -35,8 +38,8 @@ class RequestTracing:
         self._tracer = self._provider.get_tracer("swiftspec", __version__)
 
     def record(self, record: RequestRecord) -> None:
-        """Exports the span of a request that has ended, as a child of the client's `traceparent`. Spans contain neither
-        prompts nor generated text."""
+        """Exports the span of a request that has ended, as a child of the span in the client's `traceparent` header.
+        Spans contain neither prompts nor generated text."""
         from opentelemetry.trace import SpanKind, StatusCode
 
         context, now = record.context, time.time_ns()
@@ -58,7 +61,7 @@ class RequestTracing:
         span.end(now)
 
     def close(self) -> None:
-        """Exports the remaining spans."""
+        """Exports the remaining spans and shuts the exporter down."""
         self._provider.shutdown()
 
 
@@ -68,13 +71,13 @@ def _context_attributes(context: RequestContext) -> dict[str, str]:
 
 
 def _sampling_attributes(sampling: dict[str, Any]) -> dict[str, Any]:
-    """Sampling parameters. A seed beyond OTLP's 64-bit signed integers becomes text."""
+    """Returns sampling parameters as span attributes. A seed beyond OTLP's signed 64-bit integers becomes text."""
     attributes = {name: sampling[name] for name in SAMPLING_ATTRIBUTES if sampling.get(name) is not None}
     return {f"gen_ai.request.{name}": value if abs(value) < 2**63 else str(value) for name, value in attributes.items()}
 
 
 def _outcome_attributes(record: RequestRecord) -> dict[str, Any]:
-    """Usage, times and statistics of the request."""
+    """Returns token usage, times and statistics of a request as span attributes."""
     attributes: dict[str, Any] = {
         "gen_ai.usage.input_tokens": len(record.request.prompt), "gen_ai.usage.output_tokens": record.num_tokens,
     }  # fmt: skip

@@ -1,0 +1,19 @@
+"""Parameters of tests of which the fast suite runs some."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import islice
+from typing import Any
+
+import pytest
+
+
+def fast_first(values: Iterable[Any], count: int, *, unpack: bool = False) -> list[Any]:
+    """Returns the values for `parametrize`, all but the first `count` marked `slow`.
+
+    `unpack`: each value is a tuple of values for several parameters.
+    """
+    each = iter(values)
+    rest = ((value if unpack else (value,)) for value in each)
+    return [*islice(each, count), *(pytest.param(*value, marks=pytest.mark.slow) for value in rest)]
