@@ -122,7 +122,7 @@ def draw_splits(profile: Json, axes: Axes) -> bool:
 
 
 def draw_compression(profile: Json, axes: Axes) -> bool:
-    """Draws the tokens per round against bs and against w, the other one at 8 (paper, Figure 2)."""
+    """Draws the tokens per round against bs at w = 8, and against w at bs = 8 (paper, Figure 2)."""
     trees = [run for run in profile["runs"] if run["plan"]["mode"] != "smc"]
     winner = next((run for run in trees if run["variation"] and run["ops"] == "auto" and run["speeds"]), None)
     if winner is None:

@@ -70,10 +70,10 @@ def async_over_link(rounds: Rounds, d: int, times: SimulatedTimes, far: LinkCost
 
 
 def max_hidden_depth(times: SimulatedTimes, far: LinkCost) -> int:
-    """Returns the largest d whose expansions are computed and received before the target needs them, if no round has
-    expansions on the critical path.
+    """Returns the largest d whose expansions and their transfer fit into a round of the target, so that they do not
+    delay it. Expansions on the critical path are not counted.
 
-    Returns 0 if the target has to wait even at d = 1.
+    Returns 0 if not even one expansion fits.
     """
     left = times.target + times.verify + times.settle + far.verifying - 2 * far.message
     return max(math.floor(left / (times.draft + times.expand + far.expansion)), 0)

@@ -163,7 +163,7 @@ def predict_concurrent(args: argparse.Namespace, acceptance: RecordedAcceptance,
 
 
 def compare_with_profile(rows: Sequence[Row], profile: dict[str, Any], bs: int, w: int) -> str:
-    """Formats the predicted and the measured speed of each mode and split, each speed at its own best d."""
+    """Formats the predicted and the measured speed of each mode and split, each at its own best d."""
     lines, found = [], []
     for row in rows:
         tree = {} if row.mode == "ar" else {"verify_batch": bs, "draft_leaves": w}

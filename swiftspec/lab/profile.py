@@ -1,9 +1,9 @@
 """Profiles a model pair: measures splits, modes and tree shapes on this machine and saves the fastest plan for `serve`.
 
 python -m swiftspec.profile [flags]                              one process
-torchrun --standalone --nproc-per-node 4 -m swiftspec.profile    every split of four ranks, four processes
+torchrun --standalone --nproc-per-node 4 -m swiftspec.profile    every split of four ranks
 python -m swiftspec.profile trace FILE.jsonl                     timeline and waiting times from a `serve --trace` file
-python -m swiftspec.profile report PROFILE.json                  writes the HTML report again
+python -m swiftspec.profile report PROFILE.json                  writes CSV, settings and HTML report again
 python -m swiftspec.profile predict --hardware h200x8 ...        predicts the speed on a machine that is not present
 """
 

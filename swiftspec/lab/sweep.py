@@ -109,8 +109,7 @@ class Sweep:
     # ---- engines, one at a time
 
     def _run_initial(self, trial: Trial, repeat: int) -> None:
-        """Measures a trial, in repeat number `repeat` (from 0): all its values of d the first time, later those that
-        are not dropped and do not have this repeat yet."""
+        """Measures a trial in repeat number `repeat` (from 0), at each d that is not dropped and lacks this repeat."""
         plan = trial.row(None)
         runs = [r for r in self.profile["runs"] if r["ops"] == trial.ops and not r["variation"]]
         mine = [r for r in runs if plan_matches(r["plan"], plan)]
@@ -138,9 +137,9 @@ class Sweep:
     def _decode(self, trial: Trial, steps: tuple[int | None, ...], variation: bool) -> None:
         """Builds the engine of a trial, decodes the prompts at each d and adds the speeds to the profile.
 
-        `steps`: values of d; (None,) in mode async: derives them from measured step times; in a mode without d: one
-        run.
-        `variation`: marks the runs as trials that depend on earlier measurements.
+        `steps`: the values of d. (None,) stands for values derived from step times in mode async, and for no d in modes
+        without a draft tree.
+        `variation`: whether the trial depends on earlier measurements.
         """
         self._step(store.plan_title(trial.row(steps[0] if len(steps) == 1 else None)))
         known = [d for d in steps if d is not None]

@@ -78,7 +78,7 @@ def costs(trace: Trace) -> list[RoundCost]:
 def _cost(this: Json, after: Json) -> RoundCost:
     begin, end = this["target"]["verify"]
     length = after["target"]["verify"][0] - begin
-    asked, given = after.get("wait", (0.0, 0.0))  # an autoregressive round does not wait
+    asked, given = after.get("wait", (0.0, 0.0))  # a round without the draft does not wait
     grown, short = this.get("draft", {}), expanded_first(after)
     late = max(grown.get("grow", (end, end))[1] - end, 0.0)
     seconds = sum(f[1] - f[0] for f in short)

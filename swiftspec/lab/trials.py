@@ -51,7 +51,7 @@ class Trial:
 
     @staticmethod
     def of(plan: Mapping[str, Any], ops: str = "auto", steps: tuple[int, ...] = ()) -> Trial:
-        """Returns the trial whose engine has the plan of a profile's run."""
+        """Returns the trial whose engine has `plan`, the plan of a run in a profile."""
         particles = {name: plan[name] for name in schema.PARTICLE_FIELDS if plan.get(name) is not None}
         return Trial(ops=ops, steps=steps, **{name: plan[name] for name in ENGINE}, **particles)
 
@@ -140,8 +140,8 @@ def initial_trials(modes: Sequence[str], pairs: Sequence[tuple[int, int]], ranks
     """Returns the first trials of a sweep: every mode and split with the default bs and w.
 
     `pairs`: splits of mode async.
-    `whole`: whether both models can be sharded over all ranks. Modes ar and serial run on one rank, and if so on all
-    ranks too.
+    `whole`: whether both models can be sharded over all ranks. If so, ar and serial run on all ranks too, not only on
+    one.
     """
     trials = []
     if "ar" in modes:
@@ -180,8 +180,8 @@ def populations(runs: Sequence[Mapping[str, Any]]) -> list[Trial]:
 def ablation(runs: Sequence[Mapping[str, Any]]) -> list[Trial]:
     """Returns trials that repeat the fastest serial and the fastest asynchronous run with plain torch operators.
 
-    Only runs on the largest number of ranks, with the default bs and w, count. Together with the original runs this
-    gives an ablation of asynchronous mode and of the operators (paper, Figure 8, with CUDA kernels as the operators).
+    Considers only runs on the largest number of ranks with the default bs and w. Together with the original runs the
+    trials are an ablation of asynchronous mode and of the operators (paper, Figure 8, which has CUDA kernels instead).
     """
     made = []
     most = max((store.ranks_of(run["plan"]) for run in runs), default=1)

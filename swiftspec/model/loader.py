@@ -28,7 +28,8 @@ class Entry(Protocol):
         """Returns `weights` with cached packed weights instead of those that would be read from the checkpoint.
 
         `dtype`: that of the model. `skip`: called with the name prefix of checkpoint tensors that cached weights
-        replace."""
+        replace.
+        """
         ...
 
     def store(self, stack: PackedModel, /) -> None:

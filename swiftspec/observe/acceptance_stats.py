@@ -17,7 +17,7 @@ class Acceptance:
 
     With sampled children and rejection sampling, the first child of a node is accepted with probability 1 - TV(p, q),
     where TV is the total variation distance (Leviathan et al. 2023, theorem 3.5). `expected` is the sum of this
-    probability over the nodes with children on accepted paths, and `judged` is the number of these nodes.
+    probability over the nodes with sampled children on accepted paths, and `judged` is the number of these nodes.
     """
 
     def __init__(self) -> None:

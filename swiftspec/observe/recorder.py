@@ -75,8 +75,8 @@ class Recorder:
             self._deliver()
 
     def end(self, stats: Stats) -> None:
-        """Ends the record of the request and writes it to the file. Must be called while an exception that ended the
-        request is being handled, which determines the recorded reason."""
+        """Ends the record of the request and writes it to the file. Must be called while the exception that ended the
+        request, if any, is being handled: the recorded reason depends on it."""
         last = self._round_without_draft()
         if last is not None and last.asked:
             self.drain(last.proposal.round)

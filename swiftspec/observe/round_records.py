@@ -28,7 +28,8 @@ class RoundRecord:
     `times`: `perf_counter` times of events of the decoding loop. In round 0 they are opening, drafter opened, opened;
     in later rounds verified, observed, settled, taken of the previous round. Then follow proposed, grown, verified,
     observed of this round.
-    `asked`: whether the drafter made the proposal; false in autoregressive rounds.
+    `asked`: whether the drafter was asked for the proposal. False in rounds without the draft, except in mode ar, where
+    it is always true.
     `draft`: the draft's timeline, or None if there is none. For a draft in this process: its snapshots after this round
     and the previous one. For a draft in another process: a function that decodes the timeline, and raises ValueError if
     it is invalid.

@@ -34,7 +34,7 @@ class ClockOffset:
         return replace(self, error=self.error + int(MAX_CLOCK_DRIFT * passed))
 
     def excludes(self, other: ClockOffset) -> bool:
-        """Returns whether the offsets differ by more than the sum of their error bounds, which means that a clock was set."""
+        """Returns whether the offsets differ by more than the sum of their error bounds, i.e. a clock was set."""
         return abs(self.ahead - other.ahead) > self.error + other.error
 
     def to_local(self, clock: int) -> int:
@@ -67,7 +67,7 @@ class RpcRecord:
 
     @property
     def offset(self) -> ClockOffset:
-        """Clock offset from this RPC alone: `began` lies after `asked`, and at least `wall` before `came`."""
+        """Clock offset estimated from this RPC alone: `began` is between `asked` and `came - wall`."""
         return ClockOffset.of(self.asked, self.began, max(self.came - self.wall, self.asked))
 
     def line(self) -> Record:

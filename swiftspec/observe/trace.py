@@ -131,7 +131,7 @@ class TreeTrace:
     """Records the rounds of the decoding loop on rank 0, in all modes except smc.
 
     `busy`: returns the seconds that the target has spent in forwards.
-    `drafter_active`: returns whether the drafter made the last proposal; false in autoregressive rounds.
+    `drafter_active`: returns whether the drafter is in use; false in rounds that skip it.
     `probabilities`: returns the target's probabilities of the nodes of the last verified proposal.
     `lane`: timeline of the drafter, if its model is in this process.
     `rpcs`: returns the RPCs with workers since its last call.
@@ -152,7 +152,7 @@ class TreeTrace:
         )
         self._plain = False  # whether the request is autoregressive
         self._spent = 0.0  # `busy` at the end of the previous round
-        self._drafted, self._grown = False, None  # in this round: whether the drafter made the proposal; its snapshots
+        self._drafted, self._grown = False, None  # in this round: whether the drafter was asked; its snapshots
         self.times = list[float]()
         self.handlers: dict[str, Callable[..., None]] = {
             "opening": self._opening, "opened": self._opened, "grown": self._on_expanded, "settled": self._settled,

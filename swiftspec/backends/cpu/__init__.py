@@ -2,7 +2,8 @@
 
 It implements the functions of reference/ for bfloat16 and float32 models (`fits`) with bfloat16, float32, int4 or int8
 weights. Products are accumulated in float32. A row's result does not depend (bitwise) on the other rows of its batch,
-on their number, or on the slots of its keys."""
+on their number, or on the slots of its keys.
+"""
 
 from __future__ import annotations
 
@@ -214,8 +215,7 @@ def draw(logits: Tensor, vocab: int, scores: Scores = DEFAULT_SCORES) -> Tensor:
 
 
 def children(logits: Tensor, vocab: int, k: int, scores: Scores = DEFAULT_SCORES) -> tuple[Tensor, Tensor]:
-    """Returns `log_top_k` of the scores of logits [rows, >= vocab]: tokens [rows, k] and log-probabilities [rows,
-    k]."""
+    """Returns `log_top_k` of the scores of logits [rows, >= vocab]: tokens and log-probabilities, each [rows, k]."""
     if logits.dtype != torch.float32 or logits.stride(1) != 1:
         return reference.children(logits, vocab, k, scores)
     count = logits.shape[0]

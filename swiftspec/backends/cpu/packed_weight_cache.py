@@ -2,7 +2,8 @@
 
 The entry of a model is a folder of units, one file each (packed_weight_file.py): one unit per layer, one for the LM
 head, and one for the embedding if its dtype is converted. A start maps the valid units and packs the others. Newly
-packed units are written in the background, in chunks, while no request runs."""
+packed units are written in the background, in chunks, while no request runs.
+"""
 
 from __future__ import annotations
 
@@ -152,7 +153,7 @@ class CacheEntry:
         return found
 
     def _read_unit(self, name: str, make: Callable[[PackedUnit], T]) -> T | None:
-        """Returns `make` of the cached unit `name`. If the unit is missing or invalid, records it as missing and
+        """Returns make(unit) for the cached unit `name`. If the unit is missing or invalid, records it as missing and
         returns None."""
         unit = packed_weight_file.read(self.folder / name)
         with contextlib.suppress(LookupError, TypeError, ValueError):  # intact, but not the expected contents
@@ -204,7 +205,8 @@ def _packed(unit: PackedUnit, name: str) -> Weight:
     return cast(Weight, packed)
 
 
-# Writes a file. Calls its argument between chunks, which blocks while a request runs and raises WriterStopped to stop.
+# Writes a file. Calls its argument before each chunk; that call blocks while a request runs, and raises WriterStopped
+# when the process ends.
 WriteJob = Callable[[Callable[[], None]], None]
 
 

@@ -3,7 +3,8 @@ checksums when it is read.
 
 Layout: `MAGIC` (8 bytes), length of the JSON (8 bytes, little-endian), BLAKE2b hash of the JSON (32 bytes), the JSON,
 then the tensors, each at a multiple of 64 bytes. The JSON contains the metadata and, for each tensor, its name, dtype,
-shape, file offset and checksum."""
+shape, file offset and checksum.
+"""
 
 from __future__ import annotations
 

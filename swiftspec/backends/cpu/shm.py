@@ -2,9 +2,9 @@
 
 One rank creates a name with `new_name` and sends it to the others. All ranks then construct the object with this name;
 the constructor returns when all have joined. The name is then unlinked, so no memory outlives the processes. A waiting
-rank detects within a fraction of a
-second that its peer has ended, even by SIGKILL. Raises TimeoutError at
-a deadline, ConnectionError if a peer has ended, left or given up, and another OSError if there is no shared memory.
+rank detects within a fraction of a second that its peer has ended, even by SIGKILL. Constructors and methods raise
+TimeoutError at a deadline, ConnectionError if a peer has ended, left or given up, and another OSError if there is no
+shared memory.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
 Supports bfloat16 heads of dimension 64 or 128 and a bfloat16 or float8 cache. A row's result is bitwise independent of
 the other rows of its batch, of their number, and of the slots in which its keys lie. Nothing here synchronises with the
-device, and grids depend on shapes only, so a forward can be captured in a CUDA graph."""
+device, and grids depend on shapes only, so a forward can be captured in a CUDA graph.
+"""
 
 from __future__ import annotations
 

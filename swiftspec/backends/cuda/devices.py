@@ -35,9 +35,7 @@ def require_usable(device: torch.device | str) -> torch.device:
         try:
             _C.use_cuda_device(device.index)
             _C.cuda_device()
-        except (
-            RuntimeError
-        ) as error:  # such as a driver that is too old for the toolkit, or a too small partition of a GPU
+        except RuntimeError as error:  # for example the driver is too old or the GPU partition too small
             raise UserError(f"the CUDA operators cannot use {name}: {error}") from None
     return device
 

@@ -1,8 +1,8 @@
 """Projections of long prefill chunks: the weights are unpacked to bfloat16 rows for a library GEMM over all rows.
 
 Batches of up to MAX_KERNEL_ROWS rows use the kernels of linear.py instead, which read the weights once for every 64
-rows (bf16: 128). Trees are smaller and populations are split, so only prefill chunks are computed here; the
-last bits of their results may depend on the number of rows.
+rows (bf16: 128). Trees are smaller and populations are split, so only prefill chunks are computed here; the last
+bits of their results may depend on the number of rows.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
 int4 weights are not dequantised in memory: scales and zero points are applied in float32 (csrc/cuda/linear/tiles.h).
 Sums are float32. A row's result is bitwise independent of the other rows of its batch and of their number, except for
-long prefill chunks, which large_m.py computes."""
+long prefill chunks, which large_m.py computes.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ from swiftspec.errors import UserError
 from swiftspec.model.weights import Weight
 
 MAX_REDUCED_ROWS = 32  # rows of one launch that all-reduces in its kernel
-WORD_BYTES, LINE_BYTES = 4, 8  # a gathered message is a multiple of the one; payload of an LL line
+WORD_BYTES, LINE_BYTES = 4, 8  # granularity of gathered messages; payload of an LL line
 MAX_GATHER_LAUNCHES = 64  # per gathered message; longer ones use a library; an estimate, not measured
 INT4_GROUP_SIZES = (32, 64, 128)  # inputs per int4 group that the tiles support
 
@@ -168,8 +169,8 @@ def _linear(
     swiglu: bool = False,
     channel: PeerCommunicator | None = None,
 ) -> Tensor:
-    """Launches a projection on the current stream. A float32 `out` receives logits, which are not
-    rounded to bfloat16."""
+    """Launches a projection on the current stream. A float32 `out` receives logits, which are not rounded to
+    bfloat16."""
     weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
     native, scratch = None if channel is None else channel.native, None
     if channel is None and (bytes_ := packed.native.scratch_bytes(x.shape[0])) > 0:

@@ -1,5 +1,5 @@
-"""Peer memory among the GPUs of one machine, for groups that all-reduce in the kernels of their
-projections (csrc/cuda/peers).
+"""Peer memory among the GPUs of one machine, for groups that all-reduce in the kernels of their projections
+(csrc/cuda/peers).
 
 Every rank allocates an inbox in its GPU's memory and opens the inboxes of the others by CUDA IPC. An error word in
 pinned memory, which all ranks can access, contains the reason why a rank has aborted.

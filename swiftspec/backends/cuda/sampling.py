@@ -37,8 +37,7 @@ def draw(logits: Tensor, vocab: int, scores: Scores = DEFAULT_SCORES) -> Tensor:
 
 
 def children(logits: Tensor, vocab: int, k: int, scores: Scores = DEFAULT_SCORES) -> tuple[Tensor, Tensor]:
-    """Returns `log_top_k` of the scores of logits [rows, >= vocab]: tokens [rows, k] and log-probabilities [rows,
-    k]."""
+    """Returns `log_top_k` of the scores of logits [rows, >= vocab]: tokens and log-probabilities, each [rows, k]."""
     if not _supported(logits, k):
         return reference.children(logits, vocab, k, scores)
     tokens = torch.empty(logits.shape[0], k, dtype=torch.int64, device=logits.device)

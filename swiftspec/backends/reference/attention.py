@@ -126,8 +126,8 @@ def tree_attention(qkv: Tensor, plan: ReferenceAttentionPlan, layer: int) -> Ten
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, part: ReferenceSequenceRows, layer: int) -> Tensor:
-    """Appends and attends for the rows of one sequence: q [rows, heads, head_dim], k and v [rows, kv_heads, head_dim]
-    -> [rows, heads * head_dim].
+    """Writes the keys and values of one sequence's rows to the cache and returns their attention outputs: q [rows,
+    heads, head_dim], k and v [rows, kv_heads, head_dim] -> [rows, heads * head_dim].
 
     The query heads that share keys become rows of one head, so keys and values are not expanded.
     """

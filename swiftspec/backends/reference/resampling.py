@@ -42,7 +42,8 @@ def resample(groups: ResamplingState, uniform: Tensor, threshold: float, width: 
     """Resamples in place each group whose effective sample size is below `threshold` * N; counts a round in all groups.
 
     `uniform` [groups] float64: one number in (0, 1) per group. `width`: number of columns of the mask in use; only
-    these are copied. The same operators run for all weights, so the function can be captured in a CUDA graph."""
+    these are copied. The operators do not depend on the weights, so the function can be captured in a CUDA graph.
+    """
     weights = groups.log_weights
     count = weights.shape[1]
     rows = torch.arange(count, device=weights.device)

@@ -48,8 +48,7 @@ def argmax_token(scores: Tensor) -> Tensor:
 
 
 def children(logits: Tensor, vocab: int, k: int, scores: Scores = DEFAULT_SCORES) -> tuple[Tensor, Tensor]:
-    """Returns `log_top_k` of the scores of logits [rows, >= vocab]: tokens [rows, k] and log-probabilities [rows,
-    k]."""
+    """Returns `log_top_k` of the scores of logits [rows, >= vocab]: tokens and log-probabilities, each [rows, k]."""
     shifted = _compute_scores(logits[:, :vocab], scores)
     return log_top_k(shifted / scores.tau if scores.noise is not None else shifted, k)
 
