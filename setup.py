@@ -79,7 +79,9 @@ def select_archs(requested: str, gpus: list[int]) -> list[int]:
         wrong = [name for name in names if not name.isdigit() or int(name) not in ARCHS]
         if wrong:
             known = ", ".join(map(str, ARCHS))
-            raise SystemExit(f"swiftspec: SWIFTSPEC_CUDA_ARCHS names {wrong[0]}; it takes all, or some of {known}")
+            raise SystemExit(
+                f"swiftspec: SWIFTSPEC_CUDA_ARCHS: unknown architecture {wrong[0]}; use all, or some of {known}"
+            )
         return sorted(set(map(int, names)))
     if not gpus:
         return [DEFAULT_ARCH]
@@ -91,7 +93,9 @@ def select_archs(requested: str, gpus: list[int]) -> list[int]:
 def cuda_problem(nvcc: str | None, archs: list[int], gpus: list[int]) -> str | None:
     """Why CUDA cannot be built here, or None. Compiles a small kernel to detect an old or broken toolkit."""
     if not archs:
-        return f"no kernels for compute capability {gpus[0] // 10}.{gpus[0] % 10}; they are for 8.x, 9.0, 10.x and 12.x"
+        return (
+            f"compute capability {gpus[0] // 10}.{gpus[0] % 10} is not supported; supported are 8.x, 9.0, 10.x and 12.x"
+        )
     if nvcc is None:
         return "nvcc not found"
     known = run_quietly(nvcc, "--list-gpu-arch").split()

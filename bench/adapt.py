@@ -37,10 +37,10 @@ from swiftspec.runtime.lookahead_drafter import LookaheadDrafter
 from swiftspec.runtime.verifier import Verifier
 
 TIMES = {  # milliseconds: target forward over 1 row, over 8 rows, one expansion
-    "a dear draft (the paper's Table 6)": (10.34, 10.34, 3.73),
-    "a cheap draft": (10.0, 10.0, 0.8),
-    "rows that cost": (4.0, 10.0, 1.0),
-    "rows that cost much": (4.0, 20.0, 2.0),
+    "expensive draft (paper, Table 6)": (10.34, 10.34, 3.73),
+    "cheap draft": (10.0, 10.0, 0.8),
+    "expensive rows": (4.0, 10.0, 1.0),
+    "very expensive rows": (4.0, 20.0, 2.0),
 }
 FIXED = [(d, bs) for bs in (8, 4, 2) for d in (1, 2, 3, 4, 6, 8, 12)]
 # milliseconds from a result to the next proposal of an asynchronous draft: re-rooting, best sub-tree, two messages
@@ -260,12 +260,12 @@ def compare(
 def main() -> None:
     """Runs the comparison in each of --modes for every entry of TIMES."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--limit", type=int, default=8, help="prompts a half")
+    parser.add_argument("--limit", type=int, default=8, help="prompts per half")
     parser.add_argument("--max-tokens", type=int, default=128)
     parser.add_argument("--modes", default="serial,async")
-    parser.add_argument("--self-switch", action="store_true", help="both may decode plainly for a while")
-    parser.add_argument("--sets", type=int, default=1, help="of prompts, each run for itself")
-    parser.add_argument("--fixed", action=argparse.BooleanOptionalAction, default=True, help="fixed shapes, too")
+    parser.add_argument("--self-switch", action="store_true", help="allow rounds without the draft in both runs")
+    parser.add_argument("--sets", type=int, default=1, help="sets of prompts, run separately")
+    parser.add_argument("--fixed", action=argparse.BooleanOptionalAction, default=True, help="also run fixed shapes")
     args = parser.parse_args()
     torch.set_num_threads(1)
     sets = halves(args.limit, args.sets)

@@ -267,10 +267,10 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--prompts",
         type=Path,
-        help="a task file as published, or JSONL with a field prompt; default: the held-out files",
+        help="published task file, or JSONL file with field prompt (default: the held-out files)",
     )
-    parser.add_argument("--task", choices=tasks.FAMILIES, help="our own prompts of this family instead")
-    parser.add_argument("--limit", type=int, default=12, help="how many prompts")
+    parser.add_argument("--task", choices=tasks.FAMILIES, help="use this project's prompts of this family instead")
+    parser.add_argument("--limit", type=int, default=12, help="number of prompts")
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--max-tokens", type=int, default=128)
     parser.add_argument("--modes", default="ar,serial")

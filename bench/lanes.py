@@ -137,17 +137,17 @@ def decode(
 def show(target: list[Span], draft: list[Span]) -> None:
     """Prints the means over all rounds, then the timeline of one round of median length."""
     spots = rounds(target)
-    table("target, ms a round", target, spots)
-    table("draft,  ms a round", draft, spots)
+    table("target, ms per round", target, spots)
+    table("draft,  ms per round", draft, spots)
     length = statistics.median(b - a for a, b in spots)
     host = host_times(target, draft)
     if host:
         print(
-            f"host on the critical path: {1e6 * statistics.median(host):.0f} us, the median of {len(host)} rounds of"
-            f" {len(spots)}, those in which the draft was ready"
+            f"host on the critical path: {1e6 * statistics.median(host):.0f} us, median of the {len(host)}"
+            f" of {len(spots)} rounds in which the draft was ready"
         )
     begin, end = min(spots, key=lambda spot: abs(spot[1] - spot[0] - length))
-    print(f"one round of {1000 * length:.2f} ms (median of {len(spots)}), times in microseconds from its beginning:")
+    print(f"one round of {1000 * length:.2f} ms (median of {len(spots)}), times in microseconds from its start:")
     for lane, spans in (("target", target), ("draft", draft)):
         for name, a, b in sorted(spans, key=lambda span: span[1]):
             if b > begin and a < end:
@@ -169,14 +169,14 @@ def main() -> None:
     """Decodes twice: without timing for the busy share, with timing for the timelines."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--limit", type=int, default=8, help="prompts")
-    parser.add_argument("--steps", type=int, default=None, help="d; measured if left out")
+    parser.add_argument("--steps", type=int, default=None, help="d (default: measured)")
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--ops", default="auto", choices=("auto", "reference"))
-    parser.add_argument("--supervised", action="store_true", help="with what a rank does for its supervisor")
+    parser.add_argument("--supervised", action="store_true", help="include the heartbeats to a supervisor")
     args = parser.parse_args()
     whole = join_world(supervisor=supervisor_link() if args.supervised else None)
     if whole is None or whole.size != 2:
-        parser.error("start it on two ranks: torchrun --standalone --nproc-per-node 2 -m bench.lanes")
+        parser.error("requires two ranks; start it with torchrun --standalone --nproc-per-node 2 -m bench.lanes")
     torch.set_num_threads(1)
     options: LoadOptions = {"dtype": torch.bfloat16, "ops": args.ops}
     config, spans = EngineConfig("async", draft_steps=args.steps), []
@@ -192,7 +192,7 @@ def main() -> None:
     print(f"d = {llm.config.initial_draft_steps}: target busy {busy:.3f}, {tokens:.2f} tok/round")
     with timed(spans):
         _, busy, _ = decode(close, config, options, args.limit, args.temperature)
-    print(f"timed: target busy {busy:.3f}")
+    print(f"with timing: target busy {busy:.3f}")
     show(spans, json.loads(whole.store.get("lane")))
     whole.store.set("shown", "")
 

@@ -89,7 +89,7 @@ class Bench:
         work, cache = replace(self.work.less(1), long=[]), self.folder / "packed"
         shutil.rmtree(cache, ignore_errors=True)
         if CACHE not in Settings.table.flags:
-            self._skip(f"{SECOND}: no {flag_name(CACHE)} in this version: it is another first one")
+            self._skip(f"{SECOND}: this version has no {flag_name(CACHE)}, so it equals the first start")
         for name in (FIRST, SECOND):
             self._ours(Options(name, "start", {"mode": "serial"}), work, cache)
         shutil.rmtree(cache, ignore_errors=True)
@@ -103,7 +103,7 @@ class Bench:
         """Measures llama.cpp's plain decoding."""
         python, server = self.args.llama_python, self.llama_server
         if python is None and server is None:
-            self._skip("llama.cpp plain: neither its Python package (--llama-python) nor llama-server (--llama-bin)")
+            self._skip("llama.cpp plain: no Python package (--llama-python) and no llama-server (--llama-bin)")
             return
         for kind in KINDS:
             file, work = self.target.gguf(kind), self.work.less(PEERS)
@@ -170,7 +170,7 @@ class Bench:
         done = subprocess.run([*command, str(file)], cwd=ROOT, env=env, capture_output=True, text=True, check=False)
         file.unlink()
         if done.returncode:
-            last = done.stderr.strip().splitlines()[-1:] or ["nothing on stderr"]
+            last = done.stderr.strip().splitlines()[-1:] or ["no output on stderr"]
             raise UserError(f"failed with code {done.returncode}: {last[0]}")
         return Measured(**json.loads(done.stdout.splitlines()[-1]))
 
@@ -195,7 +195,7 @@ class Bench:
         print(report.table(self.rows))
         for line in self.skipped:
             print(f"skipped: {line}")
-        print("equal tokens at the start of each text, beside plain decoding of ours:")
+        print("leading tokens of each text that equal SwiftSpec's autoregressive decoding:")
         for line in report.agreement(self.rows) or ["nothing to compare"]:
             print(f"  {line}")
         for verdict in report.verdicts(self.rows, self.target.size + self.draft.size):
@@ -213,24 +213,24 @@ def say(line: str) -> None:
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     """Parses the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--folder", type=Path, help="keeps the models and files; default: a temporary one")
-    parser.add_argument("--shapes", type=_words, default=["8b", "1b"], help="target and draft: 1b, 3b, 8b, 70b, or what"
-                        " tools.width_expand takes")  # fmt: skip
-    parser.add_argument("--tokens", type=int, default=64, help="of each answer")
+    parser.add_argument("--folder", type=Path, help="folder for models and files (default: a temporary one)")
+    parser.add_argument("--shapes", type=_words, default=["8b", "1b"], help="target and draft: 1b, 3b, 8b, 70b, or any"
+                        " shape of tools.width_expand")  # fmt: skip
+    parser.add_argument("--tokens", type=int, default=64, help="tokens per answer")
     parser.add_argument("--prompt", type=int, default=512, help="tokens of a long prompt")
     parser.add_argument("--requests", type=int, default=10)
-    parser.add_argument("--threads", type=int, dest="given_threads", help="default: what each side takes; all")
-    parser.add_argument("--drafts", type=_numbers, default=[2, 4, 8], help="tokens that llama.cpp drafts a round")
-    parser.add_argument("--only", type=_words, default=list(PARTS), help=f"of {','.join(PARTS)}")
-    parser.add_argument("--llama-python", default=sys.executable, help="a Python with the package llama_cpp")
-    parser.add_argument("--llama-bin", type=Path, help="the folder of llama-server; default: as PATH says")
+    parser.add_argument("--threads", type=int, dest="given_threads", help="threads (default: the system's own, or all)")
+    parser.add_argument("--drafts", type=_numbers, default=[2, 4, 8], help="draft tokens per round of llama.cpp")
+    parser.add_argument("--only", type=_words, default=list(PARTS), help=f"parts to run, of {','.join(PARTS)}")
+    parser.add_argument("--llama-python", default=sys.executable, help="Python interpreter with the package llama_cpp")
+    parser.add_argument("--llama-bin", type=Path, help="folder of llama-server (default: search PATH)")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args(argv)
     args.threads = args.given_threads or len(os.sched_getaffinity(0))
     if len(args.shapes) != 2:
-        parser.error("--shapes takes two, the target's and the draft's")
+        parser.error("--shapes: expected two shapes, TARGET,DRAFT")
     if not set(args.only) <= set(PARTS):
-        parser.error(f"--only takes some of {','.join(PARTS)}")
+        parser.error(f"--only: expected some of {','.join(PARTS)}")
     if min(args.tokens - 1, args.prompt, args.requests, args.threads, *args.drafts) < 1:
         parser.error("--tokens must be at least 2, the other numbers at least 1")
     if max(args.prompt + 1, SHORT + args.tokens) > CONTEXT - 64:

@@ -115,7 +115,7 @@ def verdicts(rows: list[Row], weights: int) -> list[Verdict]:
         found.append(Verdict(f"{name}, seconds with Python's imports", aim, start and start.start, most=True))
         peak = start.peak / 1e9 if start is not None and start.peak else None
         most = round(1.2 * weights / 1e9 + 0.5, 2)
-        found.append(Verdict(f"{name}, GB of memory at most (1.2 times the weights, and 0.5)", most, peak, most=True))
+        found.append(Verdict(f"{name}, peak GB of memory (1.2 times the weights plus 0.5)", most, peak, most=True))
     return found
 
 

@@ -63,7 +63,7 @@ def predicted(link: Link, times: SimulatedTimes) -> dict[str, float]:
         plan.name: plan.outcome.speed
         for plan in network_prediction.predict_plans(link, known, NODES, LEAVES, times, times, times)
     }
-    return {mode: found[f"{mode}, both apart"] for mode in MODES}
+    return {mode: found[f"{mode}, both remote"] for mode in MODES}
 
 
 def rows(delays: Sequence[float], bandwidth: str, tokens: int) -> Iterator[dict[str, Any]]:
@@ -98,7 +98,7 @@ def plot(found: Sequence[dict[str, Any]], file: Path) -> None:
         delays = [row["delay_ms"] for row in own]
         (line,) = axes.plot(delays, [row["tokens_per_second"] for row in own], "o-", label=mode)
         axes.plot(delays, [row["predicted"] for row in own], "x", color=line.get_color(), label=f"{mode}, predicted")
-    axes.set(xscale="log", xlabel="delay one way (ms)", ylabel="tokens a second", ylim=(0, None))
+    axes.set(xscale="log", xlabel="one-way delay (ms)", ylabel="tokens per second", ylim=(0, None))
     known = sorted({row["delay_ms"] for row in found})
     axes.set_xticks(known, [f"{delay:g}" for delay in known], minor=False)
     axes.minorticks_off()

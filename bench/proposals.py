@@ -136,7 +136,7 @@ def plot(points: Sequence[Point], file: Path) -> None:
     for x in sorted({p.temperature for p in in_turn}):
         out.append(f'<text x="{int(at(x, 1).split(",")[0]) - 8}" y="358">{x:g}</text>')
     out.append('<text x="200" y="385">temperature (dashed: top-p below 1)</text>')
-    out.append('<text transform="translate(18 220) rotate(-90)">tokens a round</text>')
+    out.append('<text transform="translate(18 220) rotate(-90)">tokens per round</text>')
     file.write_text("\n".join([*out, "</svg>\n"]), encoding="utf-8")
 
 
@@ -152,13 +152,13 @@ def main() -> None:
     parser.add_argument("--top-p", type=numbers, default=[1.0, 0.9])
     parser.add_argument("--calibration", type=numbers, default=[None])
     parser.add_argument("--ahead", type=lambda text: [word == "yes" for word in text.split(",")], default=[False, True],
-                        help="no, yes, or no,yes (the default)")  # fmt: skip
-    parser.add_argument("--steps", type=int, default=4, help="largest d; each d up to it is measured")
-    parser.add_argument("--ahead-steps", type=int, default=8, help="d ahead")
+                        help="no, yes, or no,yes (default: no,yes)")  # fmt: skip
+    parser.add_argument("--steps", type=int, default=4, help="largest d; every d up to it is measured")
+    parser.add_argument("--ahead-steps", type=int, default=8, help="d when drafting ahead")
     parser.add_argument("--limit", type=int, default=24)
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--max-tokens", type=int, default=96)
-    parser.add_argument("--same-text", action="store_true", help="single rounds at temperature 0 and 1 on both's texts")
+    parser.add_argument("--same-text", action="store_true", help="single rounds at temperatures 0 and 1 on equal text")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--plot", type=Path)
     args = parser.parse_args()

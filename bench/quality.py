@@ -224,11 +224,11 @@ def tasks(
 def parser() -> argparse.ArgumentParser:
     """Builds the parser of the flags."""
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    made.add_argument("--seeds", type=int, default=12, help="answers of each system to each prompt, 4 at least")
+    made.add_argument("--seeds", type=int, default=12, help="answers per system and prompt, at least 4")
     made.add_argument("--temperature", type=float, default=0.7)
     made.add_argument("--max-tokens", type=int, default=24)
-    made.add_argument("--gsm8k", type=Path, help="test.jsonl of GSM8K: exact match of the last number")
-    made.add_argument("--limit", type=int, default=100, help="of --gsm8k: records to take")
+    made.add_argument("--gsm8k", type=Path, help="test.jsonl of GSM8K; scores the exact match of the last number")
+    made.add_argument("--limit", type=int, default=100, help="records to use, with --gsm8k")
     made.add_argument("--model", type=Path, default=DEMO / "target")
     made.add_argument("--draft-model", type=Path, default=DEMO / "draft")
     made.add_argument("--context", type=int, default=1024)
@@ -257,7 +257,7 @@ def main() -> None:
         plain = rows[0].system.rate
         points = [(row.system.name, row.system.rate / plain, *row.passes) for row in rows]
         title = f"completions that pass their asserts: {len(prompts)} functions, {args.seeds} seeds each"
-        args.plot.write_text(scatter(points, title, "tokens per second, times plain sampling"), encoding="utf-8")
+        args.plot.write_text(scatter(points, title, "tokens per second relative to plain sampling"), encoding="utf-8")
 
 
 if __name__ == "__main__":

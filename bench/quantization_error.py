@@ -83,7 +83,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--windows", type=int, default=120)
     parser.add_argument("--model", type=Path, action="append")
-    parser.add_argument("--cache", action="store_true", help="compare caches")
+    parser.add_argument("--cache", action="store_true", help="compare KV cache dtypes")
     args = parser.parse_args()
     for path in args.model or [DEMO / "target", DEMO / "draft"]:
         texts = windows(path, args.windows)
@@ -99,7 +99,7 @@ def main() -> None:
             mean, first = sum(found) / len(found), sum(native) / len(native)
             differences = torch.tensor(found) / torch.tensor(native) - 1
             error = float(differences.std()) / math.sqrt(len(found))
-            print(f"  {name:14} {mean:.5f} bits a byte, {100 * (mean / first - 1):+.3f} % (error {100 * error:.3f} %)")
+            print(f"  {name:14} {mean:.5f} bits/byte, {100 * (mean / first - 1):+.3f} % (error {100 * error:.3f} %)")
 
 
 if __name__ == "__main__":

@@ -102,7 +102,7 @@ def main() -> None:
     args = parser.parse_args()
     world = join_world()
     if world is None:
-        sys.exit("start it on several ranks: torchrun --standalone --nproc-per-node 2 -m bench.ranks")
+        sys.exit("requires several ranks; start it with torchrun --standalone --nproc-per-node 2 -m bench.ranks")
     torch.set_num_threads(1)
     host.set_threads(1)
     if world.rank:
@@ -119,7 +119,7 @@ def main() -> None:
         target, draft, rest = (system.median(column) for column in (1, 2, 3))
         print(
             f"{system.name:20} {rates} tok/s, median {system.median() / alone.median():.2f}x alone;"
-            f" ms a round: target {target:.3f}, draft {draft:.3f}, rest {rest:.3f}"
+            f" ms per round: target {target:.3f}, draft {draft:.3f}, rest {rest:.3f}"
         )
 
 

@@ -103,12 +103,12 @@ def main() -> None:
         best = min((decode(llm, prompts, sampling) for _ in range(3)), key=lambda r: r["host"])
         budget = 0.4 + 0.15 * d
         print(
-            f"d={d}: {best['tokens']:.2f} tok/round; ms a round: target {best['target']:.2f},"
+            f"d={d}: {best['tokens']:.2f} tok/round; ms per round: target {best['target']:.2f},"
             f" draft {best['draft']:.2f}, host {best['host']:.2f} (budget {budget:.2f})"
         )
     llm = LLM(DEMO / "target", DEMO / "draft", EngineConfig(draft_steps=4), dtype=torch.bfloat16)
     for name, count, milliseconds in breakdown(llm, prompts, sampling):
-        print(f"  {name:24} {count:5.2f} a round  {milliseconds:.3f} ms")
+        print(f"  {name:24} {count:5.2f} per round  {milliseconds:.3f} ms")
 
 
 if __name__ == "__main__":

@@ -164,7 +164,7 @@ def main() -> None:
     args = serving.options(__doc__).parse_args()
     prompts = serving.prompts(args.requests)
     rows = []
-    print("steps   session tok/s   http tok/s   share   first byte   schema tok/s   slower   a round slower")
+    print("steps   session tok/s   http tok/s   share   first byte   schema tok/s   slower   round slower")
     for steps in args.steps:
         row = measure(steps, prompts, args.tokens)
         rows.append(row)

@@ -48,7 +48,7 @@ class CountedLink:
     def __init__(self, config: EngineConfig, delay: float, expansion: float) -> None:
         path = Path(demo_model_path("draft"))
         shape = EngineConfig(verify_batch=NODES, draft_leaves=config.draft_leaves, adapt_steps=True)
-        models = ModelPair.check(path, path, shape, None, {"only": "draft"})
+        models = ModelPair.create(path, path, shape, None, {"only": "draft"})
         drafter = build_drafter(
             *models.load_side("draft", config, None, None).runner(draft_tree_slots(config), CancelCheck()), config
         )
@@ -72,7 +72,7 @@ class CountedLink:
         while self._free + self._expansion <= self.now + self._delay and self._step():
             pass
         while not self._said and deadline is not None:
-            assert self._step(), "nothing more will come"
+            assert self._step(), "no further delta will arrive"
         if not self._said or (deadline is None and self._said[0][0] > self.now):
             return None
         came, delta = self._said.popleft()

@@ -44,7 +44,7 @@ CONTEXT = 1536
 PLAIN = 8  # plain texts per request: they are fast, and every distance is relative to their mean
 COLOURS = ("#1b6ca8", "#d1495b", "#3a7d44", "#b07d12", "#6a4c93")
 LABELS = ((5, -7, "start"), (5, 15, "start"), (-5, -7, "end"), (-5, 15, "end"))  # position of N, for each curve
-Y_AXIS = "log p per token, above plain sampling's (± standard error)"
+Y_AXIS = "log p per token, relative to plain sampling (± standard error)"
 
 
 @dataclass
@@ -160,7 +160,7 @@ def memory(args: argparse.Namespace) -> None:
     """Prints the KV cache bytes of 64 particles on a prompt of 1,000 tokens, and those of a separate copy for each
     particle."""
     llm = build(64, 4, args)
-    smc = llm.roles.parts
+    smc = llm.roles.inner_roles
     assert isinstance(smc, LocalPopulation)
     each = sum(2 * r.cache.k[:, 0, :, 0].numel() * r.cache.k.element_size() for r in (smc.target, smc.draft))
     prompt = tuple((7 * i) % 4000 + 5 for i in range(1000))
@@ -170,10 +170,10 @@ def memory(args: argparse.Namespace) -> None:
         smc.collect()
         counts.append(smc.target.cache.prefix_len[group.sequence] + group.used_slots)
     answer = smc.finish(group)
-    print(f"\n64 particles, prompt of 1,000 tokens, {each} cache bytes a token (both models)")
-    print(f"  after the fan-out: {counts[0]} slots, {counts[0] * each / 2**20:.1f} MiB")
-    print(f"  most while 64 tokens were added to each: {max(counts)} slots, {max(counts) * each / 2**20:.1f} MiB")
-    print(f"  a copy for each particle: {64 * 1064} slots, {64 * 1064 * each / 2**20:.1f} MiB")
+    print(f"\n64 particles, prompt of 1,000 tokens, {each} cache bytes per token (both models)")
+    print(f"  after fan-out: {counts[0]} slots, {counts[0] * each / 2**20:.1f} MiB")
+    print(f"  maximum while 64 tokens were added to each: {max(counts)} slots, {max(counts) * each / 2**20:.1f} MiB")
+    print(f"  with a copy per particle: {64 * 1064} slots, {64 * 1064 * each / 2**20:.1f} MiB")
     print(
         f"  KV moved by fan-out and resampling ({int(smc.particles.resampled)} times): none; by {answer.compactions}"
         f" compactions: {answer.moved_slots} slots"
@@ -203,7 +203,7 @@ def plot(results: Sequence[Result], file: Path, title: str) -> None:
         x, y = at(2.0**first, quarter / 4)
         out += [line_of(x, y, 680, y, "#999" if quarter == 0 else "#e4e4e4")]
         out += [text_of(72, y + 4, f"{quarter / 4:+.2f}" if quarter else "0", "#333", "end")]
-    out += [text_of(380, 450, "tokens per second, times plain sampling; the numbers are N", "#333", "middle")]
+    out += [text_of(380, 450, "tokens per second relative to plain sampling; numbers: N", "#333", "middle")]
     out += [f'<g transform="translate(22 235) rotate(-90)">{text_of(0, 0, Y_AXIS, "#333", "middle")}</g>']
     for index, steps in enumerate(sorted({r.steps for r in rest})):
         mine = {r.particles: points[r.particles, steps] for r in rest if r.steps == steps}
@@ -246,7 +246,7 @@ def main() -> None:
     parser.add_argument("--particles", type=numbers, default=[1, 2, 4, 8, 16, 32, 64])
     parser.add_argument("--steps", type=numbers, default=[1, 4, 16])
     parser.add_argument("--ops", choices=("auto", "reference"), default="auto")
-    parser.add_argument("--threads", type=int, default=1, help="inside torch's operators; reference ops gain by more")
+    parser.add_argument("--threads", type=int, default=1, help="threads of torch operators (for reference ops)")
     parser.add_argument("--temperature", type=float, default=0.7)
     parser.add_argument("--power", type=float, default=1.0)
     parser.add_argument("--ess-threshold", type=float, default=0.5)
@@ -254,7 +254,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--max-tokens", type=int, default=96)
     parser.add_argument("--memory", action="store_true")
-    parser.add_argument("--groups", type=numbers, help="so many requests side by side: their speed alone")
+    parser.add_argument("--groups", type=numbers, help="numbers of concurrent requests; measures only their speed")
     add_flags(parser, DEMO / "target", DEMO / "draft")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--plot", type=Path)
@@ -276,7 +276,7 @@ def main() -> None:
     rounds = {(r.particles, r.steps): r.round_ms for r in results}
     for steps in args.steps:
         if (1, steps) in rounds and (8, steps) in rounds:
-            print(f"K={steps}: a round of N=8 takes {rounds[8, steps] / rounds[1, steps]:.2f} times one of N=1")
+            print(f"K={steps}: a round of N=8 takes {rounds[8, steps] / rounds[1, steps]:.2f}x as long as one of N=1")
     print(f"\n{table(results)}")
     if args.json:
         args.json.write_text(json.dumps([asdict(result) for result in results]))

@@ -74,7 +74,7 @@ def build(kind: str, particles: int, steps: int, without: str, args: argparse.Na
     else:
         config = EngineConfig("serial", draft_steps=steps, verify=kind, max_num_seqs=most)
     llm = LLM(args.target, args.draft, config, **options)
-    population = llm.roles.parts
+    population = llm.roles.inner_roles
     assert isinstance(population, LocalPopulation)
     rounds = "eager" if without == "round in one call" else args.rounds
     if rounds is not None:
@@ -122,7 +122,7 @@ def plain(llm: LLM, at_once: int, forwards: int = 8) -> float:
 
     The prompts are those that earlier requests left in the cache. The time is the median of `forwards` forwards.
     """
-    population = llm.roles.parts
+    population = llm.roles.inner_roles
     assert isinstance(population, LocalPopulation)
     target = population.target
     device, cache = target.model.device, target.cache
@@ -206,7 +206,7 @@ def plot(groups: Sequence[int], rates: Mapping[str, Sequence[float]], file: Path
         x, y = at(min(groups), quarter * top / 4)
         out += [line_of(x, y, 680, y, "#e4e4e4"), text_of(72, y + 4, f"{quarter * top / 4:.1f}", "#333", "end")]
     out += [text_of(at(count, 0)[0], 420, str(count), "#333", "middle") for count in groups]
-    out += [text_of(380, 450, "requests side by side; up: tokens a second of all of them", "#333", "middle")]
+    out += [text_of(380, 450, "concurrent requests; vertical axis: total tokens per second", "#333", "middle")]
     for index, (name, mine) in enumerate(rates.items()):
         colour = COLOURS[index % len(COLOURS)]
         points = [at(*point) for point in zip(groups, mine, strict=True)]
@@ -222,20 +222,20 @@ def kinds(text: str) -> list[str]:
     """Parses comma-separated kinds."""
     found = text.split(",")
     if not set(found) <= set(KINDS):
-        raise argparse.ArgumentTypeError(f"kinds are {', '.join(KINDS)}")
+        raise argparse.ArgumentTypeError(f"expected some of {', '.join(KINDS)}")
     return found
 
 
 def add_flags(parser: argparse.ArgumentParser, target: Path, draft: Path) -> None:
     """Adds the flags of this module."""
-    parser.add_argument("--kinds", type=kinds, default=[*KINDS], help="of --groups: particles, and exact chains")
-    parser.add_argument("--target", type=Path, default=target, help="of --groups: a folder of tools.width_expand, say")
+    parser.add_argument("--kinds", type=kinds, default=[*KINDS], help="with --groups: kinds of groups (default: all)")
+    parser.add_argument("--target", type=Path, default=target, help="target, such as one of tools.width_expand")
     parser.add_argument("--draft", type=Path, default=draft)
-    parser.add_argument("--device", default="cpu", help="where the models run: cpu or cuda")
+    parser.add_argument("--device", default="cpu", help="device of the models: cpu or cuda")
     parser.add_argument(
         "--rounds",
         choices=("native", "graph", "eager"),
-        help="with --groups: measure only this kind of rounds, and eager ones",
+        help="with --groups: measure only this executor and the eager one",
     )
-    parser.add_argument("--lag", type=int, choices=(0, 1), help="of --groups: rounds that the host is behind")
-    parser.add_argument("--ablate", action="store_true", help="of --groups: particles without one thing at a time")
+    parser.add_argument("--lag", type=int, choices=(0, 1), help="with --groups: rounds by which the host lags")
+    parser.add_argument("--ablate", action="store_true", help="with --groups: also disable one optimization at a time")

@@ -54,7 +54,7 @@ def main() -> None:
     args = parser.parse_args()
     world = join_world()
     if world is None or world.size != 2:
-        parser.error("start it on two ranks: torchrun --standalone --nproc-per-node 2 -m bench.table6")
+        parser.error("requires two ranks; start it with torchrun --standalone --nproc-per-node 2 -m bench.table6")
     torch.set_num_threads(1)
     text, target, draft = spec("parallel")
     options: LoadOptions = {"dtype": torch.bfloat16, "emulate": emulation.parse_emulation(text)}
@@ -72,7 +72,7 @@ def main() -> None:
             costs = timeline.costs(Trace.read(file))
             own = statistics.median(timeline.host_overhead(costs, target, draft))
             length = statistics.median(cost.length for cost in costs)
-            more = f", round {1e3 * length:.2f} ms, {1e3 * own:.3f} ms of it neither model's ({own / length:.1%})"
+            more = f", round {1e3 * length:.2f} ms, {1e3 * own:.3f} ms host overhead ({own / length:.1%})"
             ahead.append(show("parallel", d, run, more))
     pool.dismiss()
     options["emulate"] = emulation.parse_emulation(spec("serial")[0])
@@ -80,7 +80,7 @@ def main() -> None:
         llm = LLM(DEMO / "target", DEMO / "draft", EngineConfig("serial", draft_steps=d), **options)
         in_turn.append(show("serial", d, measurement.decode_all(llm, prompts, args.max_tokens)))
     paper = emulation.paper_figures()["table6"]
-    print(f"ratio of the best {max(ahead) / max(in_turn):.2f}; the paper's (quoted)"
+    print(f"ratio of the best {max(ahead) / max(in_turn):.2f}; in the paper (quoted)"
           f" {paper['parallel']['tokens_per_second'] / paper['serial']['tokens_per_second']:.2f}")  # fmt: skip
 
 

@@ -73,7 +73,7 @@ def main() -> None:
     args = parser.parse_args()
     prompts = serving.prompts(args.requests)
     rows = []
-    print("steps  ranks   alone tok/s   watched tok/s     cost   rounds heard   bytes a round")
+    print("steps  ranks   alone tok/s   watched tok/s     cost   rounds heard   bytes/round")
     for steps in args.steps:
         for ranks in map(int, args.ranks.split(",")):
             row = measure(steps, ranks, prompts, args.tokens)

@@ -82,7 +82,7 @@ class Model:
         if self.folder.is_dir():
             say(f"{self.folder.name}: reused")
         else:
-            say(f"{self.folder.name}: growing")
+            say(f"{self.folder.name}: expanding")
             with _whole(self.folder) as out:
                 write(self.source, self.sizes, "int4", out)
                 pad_tokenizer(out / "tokenizer.json", self.sizes["vocab_size"])
@@ -111,9 +111,9 @@ def check_room(folder: Path, needed: int, say: Say) -> None:
     """Reports the required bytes. Raises UserError if less than that, and a margin, is free in the folder."""
     free = shutil.disk_usage(folder).free
     if needed:
-        say(f"{needed / 1e9:.1f} GB to be written to {folder}, {free / 1e9:.1f} GB are free there")
+        say(f"{needed / 1e9:.1f} GB will be written to {folder} ({free / 1e9:.1f} GB free)")
     if needed > 0.95 * free:
-        raise UserError(f"{folder}: {needed / 1e9:.1f} GB are needed; name a larger disk with --folder")
+        raise UserError(f"{folder}: {needed / 1e9:.1f} GB are needed; specify a larger disk with --folder")
 
 
 def warm(files: list[Path]) -> None:

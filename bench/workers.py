@@ -33,7 +33,7 @@ def started(command: Sequence[str], said: str, **how: Any) -> Iterator[str]:
             if found := re.search(said, line):
                 yield found[1]
                 return
-        raise SystemExit(f"{' '.join(command)} said nowhere that it listens")
+        raise SystemExit(f"{' '.join(command)} exited before it listened")
     finally:
         process.kill()
         process.wait()

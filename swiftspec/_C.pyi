@@ -83,7 +83,8 @@ class Population:
         threshold: float,
         deferred_bonus: bool,
     ) -> None:
-        """`tensors`: those of SMCRound.tensors. `verify_mode`: weigh, match or reject. Keeps all arguments alive."""
+        """`tensors`: those of PopulationRound.tensors. `verify_mode`: weigh, match or reject. Keeps all arguments
+        alive."""
     def compact(self, group: int, promoted: int, surviving: Sequence[int]) -> None:
         """Follows a compaction of both caches: the first `promoted` slots joined the prefix, slots `surviving` are
         kept."""
@@ -91,8 +92,9 @@ class Population:
         self, spans: Sequence[tuple[int, float, Array | None]], summary: Array, on_forward: Callable | None
     ) -> tuple[float, float]:
         """Runs a round of the first groups. Each span is (groups, temperature, bias [vocab]); temperature 0 draws
-        without noise. Fills `summary` [groups, 3 + max_tokens + width] as SMCRound does. Calls on_forward(is_target,
-        rows, seconds) after each forward. Returns the seconds of the draft's forwards and of the target's."""
+        without noise. Fills `summary` [groups, 3 + max_tokens + width] as PopulationRound does. Calls
+        on_forward(is_target, rows, seconds) after each forward. Returns the seconds of the draft's forwards and of the
+        target's."""
 
 class Rounds:
     """Expansions and verifications as one call each, for one decoder and a cache of one sequence; see
@@ -329,12 +331,19 @@ class CudaCache:
         on the GPU."""
 
 class CudaChannel:
-    """A rank's endpoint of a group of GPUs; see cuda/peers/channel.h. `patience`: timeout in seconds."""
+    """A rank's endpoint of a group of GPUs; see cuda/peers/channel.h. `timeout_s`: limit of a wait."""
     def __init__(
-        self, rank: int, inboxes: Sequence[int], lines: int, epoch: Array, done: Array, trouble: Array, patience: float
+        self,
+        rank: int,
+        inboxes: Sequence[int],
+        lines: int,
+        epoch: Array,
+        done: Array,
+        error_word: Array,
+        timeout_s: float,
     ) -> None:
         """`inboxes`: the addresses at which this rank sees every rank's. On the GPU `epoch` [1] int64 and `done` [1]
-        int32, `trouble` [1] int64 in pinned memory."""
+        int32, `error_word` [1] int64 in pinned memory."""
 
 class CudaInbox:
     """Zeroed memory of the current GPU that other processes can open."""
@@ -413,6 +422,9 @@ def children_cuda(
 def cuda_bus_id() -> str:
     """The PCI bus id of the current GPU."""
 
+def cuda_decode_fault(word: int) -> tuple[int, int, int, int] | None:
+    """(rank, source, slot, epoch) of a wait that timed out, or None."""
+
 def cuda_device() -> dict:
     """Properties of the current GPU; see cuda::Device in cuda/device/device.h."""
 
@@ -427,9 +439,6 @@ def cuda_reaches(bus_id: str) -> bool:
 
 def cuda_tile_bytes(k: int, n: int, group: int) -> int:
     """Bytes of a projection's tiles on the current GPU. group 0 is bf16."""
-
-def cuda_trouble(word: int) -> tuple[int, int, int, int] | None:
-    """(rank, source, slot, epoch) of a wait that gave up, or None."""
 
 def draw_cuda(
     logits: Array,

@@ -43,8 +43,8 @@ class PopulationConfig:
         le=100, applies_to=POPULATION,
     )  # fmt: skip
     smc_exact: int = setting(  # the first tokens of a round; all K of them, with power 1: exact output
-        0, "Draft tokens of a round that are verified exactly, by rejection; the rest is weighted.", PARTICLES, "K",
-        rule="lie in 0..smc_draft_tokens", depends_on="smc_draft_tokens", applies_to=POPULATION,
+        0, "Draft tokens per round that are verified exactly, by rejection sampling; the rest are weighted.", PARTICLES,
+        "K", rule="lie in 0..smc_draft_tokens", depends_on="smc_draft_tokens", applies_to=POPULATION,
     )  # fmt: skip
     smc_groups: int = setting(
         1, "Requests decoded concurrently, each with its own particles.", PARTICLES, "G", ge=1,
@@ -58,7 +58,7 @@ class PopulationConfig:
         most = self.smc_draft_tokens
         require(
             0 <= self.smc_exact <= most,
-            f"smc_exact must lie in 0..{most}, the draft tokens of a round, not {self.smc_exact}",
+            f"smc_exact must lie in 0..{most} (smc_draft_tokens), not {self.smc_exact}",
         )
 
     @property
@@ -86,7 +86,7 @@ class EngineConfig:
     mode: str = setting("serial", choices=MODES)
     verify_batch: int = setting(
         8,
-        "Tree nodes verified per round, the root counted.",
+        "Tree nodes verified per round, including the root.",
         SPECULATION,
         "BS",
         ge=1,
@@ -101,8 +101,8 @@ class EngineConfig:
         ge=1, le=MAX_TREE_NODES, applies_to=TREE,
     )  # fmt: skip
     verify: str = setting(
-        "match", "match: nodes that equal the token that the target samples are accepted; the same text as without a"
-        " draft. reject: rejection sampling of sampled children; a text of the same distribution.", SPECULATION,
+        "match", "match: accept nodes that equal the token that the target samples; the output is the same as without a"
+        " draft. reject: rejection sampling of sampled children; the output has the same distribution.", SPECULATION,
         choices=VERIFY_METHODS, applies_to=TREE,
     )  # fmt: skip
     proposal: str | None = setting(  # None: coupled, or sample if `verify` is reject
@@ -118,8 +118,8 @@ class EngineConfig:
         "C", "fitted to the demo models", ge=0.05, le=20, applies_to=TREE,
     )  # fmt: skip
     catch_up: bool = setting(
-        True, "Mode async: after a result, expand as long as that pays (off: only below bs nodes, the paper's"
-        " rule).", SPECULATION,
+        True, "Mode async: after a result, expand while that is worthwhile; off: only below bs nodes, as in the"
+        " paper.", SPECULATION,
         applies_to=LOOKAHEAD,
     )  # fmt: skip
     max_num_seqs: int = setting(
@@ -140,7 +140,7 @@ class EngineConfig:
         if self.proposal is None:
             object.__setattr__(self, "proposal", "sample" if self.verify == "reject" else "coupled")
         remote = self.target_remote or self.draft_remote
-        require(self.mode != "smc" or not remote, "mode smc runs both models in one place: take a mode with a tree")
+        require(self.mode != "smc" or not remote, "mode smc does not support workers; use mode serial or async")
         usual = {"ar": 0, "async": 0 if remote else 1}.get(self.mode, self.target_tp)
         if self.draft_tp == -1:
             object.__setattr__(self, "draft_tp", usual)
@@ -157,25 +157,27 @@ class EngineConfig:
         """Raises UserError if `verify` is reject and another field excludes rejection sampling."""
         require(
             self.verify == "match" or self.proposal == "sample",
-            f"verify reject needs the distribution that tokens were drawn from, and proposal {self.proposal} carries"
-            " none: take proposal sample, or verify match",
+            f"verify reject requires proposal sample, not {self.proposal}: use proposal sample or verify match",
         )
         require(
             self.verify == "match" or not self.adapts_shape,
-            "with verify reject the text depends on the tree, which must not depend on time: leave adapt_* out",
+            "adapt_* is not supported with verify reject, because the output would depend on timing; remove adapt_*",
         )
 
     def _make_chains(self) -> None:
         """Sets w and bs so that the tree is a chain of d draft tokens, all of which are verified. Raises UserError if
         another field requires a tree."""
         here = self.mode == "serial" and not (self.target_remote or self.draft_remote)
-        require(here, "max_num_seqs above 1 is for mode serial without workers; mode smc has smc_groups")
-        require(not self.is_adaptive, "max_num_seqs above 1 has rounds of one shape: leave self_switch and adapt_* out")
+        require(here, "max_num_seqs above 1 requires mode serial without workers; in mode smc use smc_groups")
+        require(
+            not self.is_adaptive, "self_switch and adapt_* are not supported with max_num_seqs above 1; remove them"
+        )
         fits = self.proposal == ("sample" if self.verify == "reject" else "coupled")
-        require(fits, f"with max_num_seqs above 1 verify {self.verify} says what is proposed: leave proposal out")
+        require(fits, f"with max_num_seqs above 1, verify {self.verify} determines the proposal; remove proposal")
         require(
             self.initial_draft_steps < MAX_TREE_NODES,
-            f"a chain has 1..{MAX_TREE_NODES - 1} draft_steps, not {self.initial_draft_steps}",
+            f"with max_num_seqs above 1, draft_steps must lie in 1..{MAX_TREE_NODES - 1}, not"
+            f" {self.initial_draft_steps}",
         )
         object.__setattr__(self, "draft_leaves", 1)
         object.__setattr__(self, "verify_batch", self.initial_draft_steps + 1)
@@ -186,15 +188,17 @@ class EngineConfig:
         instead = "verify match" if self.verify == "reject" else "proposal top"
         require(
             self.mode in ("ar", "smc") or self.proposal != "sample" or not sampling.greedy,
-            f"proposal sample draws tokens, and temperature 0 leaves nothing to draw: raise it, or take {instead}",
+            f"temperature 0 is not supported with proposal sample; raise it, or use {instead}",
         )
         drafts = (sampling.verify_batch or 1) > 1 or sampling.draft_steps is not None
-        require(self.mode != "ar" or not drafts, "mode ar has no draft: leave verify_batch and draft_steps out")
+        require(
+            self.mode != "ar" or not drafts, "verify_batch and draft_steps are not supported in mode ar; remove them"
+        )
         room = {"verify_batch": self.verify_batch, "draft_steps": self.max_draft_steps}
         for name, most in room.items():
             asked = getattr(sampling, name)
             fits = asked is None or asked <= most
-            require(fits, f"{name} of a request must lie in 1..{most}, what this engine has room for, not {asked}")
+            require(fits, f"{name} of a request must lie in 1..{most}, the limit of this engine, not {asked}")
 
     def for_request(self, sampling: SamplingParams) -> "EngineConfig":
         """Returns the configuration with the bs and d that a request sets. If it sets either of them, bs, d and the use

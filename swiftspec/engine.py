@@ -209,7 +209,9 @@ class Engine:
                 if chunk.finish_reason is not None:
                     return
                 if self._requests != request:
-                    raise UserError("this request was ended by a later one: read a stream to its end before the next")
+                    raise UserError(
+                        "this request was ended by a later one: read each stream to its end before starting another"
+                    )
         finally:
             if self._requests == request:  # otherwise the caches belong to a later request
                 decoding.close(stats)

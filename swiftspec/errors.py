@@ -17,7 +17,7 @@ class NonFiniteLogits(RequestFailed):
     """The logits of a model contain NaN or infinity. `whose`: the model, in the possessive form, for the message."""
 
     def __init__(self, whose: str = "the target's") -> None:
-        super().__init__(f"{whose} logits are not finite: its weights are damaged, or too large for this dtype")
+        super().__init__(f"{whose} logits are not finite: the weights are corrupt, or too large for this dtype")
 
 
 class DrafterLost(Exception):
@@ -34,5 +34,5 @@ def truncated_repr(value: object, max_chars: int = 80) -> str:
     try:
         text = " ".join(repr(value).split())
     except ValueError:  # Python refuses to format integers of thousands of digits
-        text = "a number of too many digits"
+        text = "a number with too many digits"
     return text if len(text) <= max_chars else f"{text[: max_chars - 20]}...{text[-10:]}"

@@ -42,9 +42,7 @@ def expand_user(name: str) -> Path:
     try:
         return Path(name).expanduser()
     except RuntimeError:
-        raise UserError(
-            f"{truncated_repr(name)}: there is no such user, or it has no home: write the path in full"
-        ) from None
+        raise UserError(f"{truncated_repr(name)}: no such user, or no home directory: use an absolute path") from None
 
 
 def one_line(error: BaseException) -> str:
@@ -65,8 +63,8 @@ def open_file(file: Path, name: str | None = None) -> BinaryIO:
     mode = os.fstat(descriptor).st_mode
     if not stat.S_ISREG(mode):
         os.close(descriptor)
-        kind = FILE_KINDS.get(stat.S_IFMT(mode), "something else")
-        raise UserError(f"{name} cannot be read: it is {kind}, and a regular file is needed")
+        kind = FILE_KINDS.get(stat.S_IFMT(mode), "a special file")
+        raise UserError(f"{name} cannot be read: it is {kind}, not a regular file")
     return os.fdopen(descriptor, "rb")
 
 
@@ -128,15 +126,15 @@ def parse_json(text: str, name: str) -> Any:
     try:
         data = json.loads(text, parse_constant=_reject_constant, parse_float=_parse_float)
     except RecursionError:
-        raise UserError(f"{name} is not usable as JSON: it is nested too deeply") from None
+        raise UserError(f"{name} cannot be parsed as JSON: it is nested too deeply") from None
     except ValueError as error:
-        raise UserError(f"{name} is not readable as JSON ({one_line(error)})") from None
+        raise UserError(f"{name} is not valid JSON ({one_line(error)})") from None
     level: list[Any] = [data]
     for _ in range(MAX_JSON_DEPTH):
         level = [item for value in level if isinstance(value, dict | list) for item in _children(value)]
         if not level:
             return data
-    raise UserError(f"{name} is not usable as JSON: it is nested too deeply")
+    raise UserError(f"{name} cannot be parsed as JSON: it is nested too deeply")
 
 
 def read_object(file: Path, name: str | None = None, max_bytes: int = MAX_FILE_BYTES) -> dict[str, Any]:
@@ -163,13 +161,13 @@ def _children(value: dict[str, Any] | list[Any]) -> Sequence[Any]:
 
 
 def _reject_constant(word: str) -> NoReturn:
-    raise ValueError(f"{word} is no number")
+    raise ValueError(f"{word} is not a valid number")
 
 
 def _parse_float(text: str) -> float:
     value = float(text)
     if math.isinf(value):
-        raise ValueError(f"{truncated_repr(text)} is too large a number")
+        raise ValueError(f"number {truncated_repr(text)} is too large")
     return value
 
 
@@ -218,14 +216,14 @@ class Fields:
         """Returns a string. Raises UserError if the field is missing and has no default."""
         value = self._value(name, default)
         if not isinstance(value, str):
-            raise self.error(name, "be text")
+            raise self.error(name, "be a string")
         return value
 
     def strings(self, name: str) -> list[str]:
         """Returns a list of strings; an empty one if the field is missing."""
         value = self._value(name, [])
         if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
-            raise self.error(name, "be a list of texts")
+            raise self.error(name, "be a list of strings")
         return value
 
     def integers(self, name: str, *, ge: int, le: int) -> list[int]:

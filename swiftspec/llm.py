@@ -183,7 +183,7 @@ class LLM(LLMBase):
     ) -> None:
         config = config if config is not None else EngineConfig(mode="serial" if draft is not None else "ar")
         with report_startup_error(world):
-            models = ModelPair.check(target, draft, config, world, options)
+            models = ModelPair.create(target, draft, config, world, options)
         began = time.perf_counter()
         roles = build_roles(models, config, world, options.get("progress"), _drafter_elsewhere(options))
         writer = None if models.cache is None else models.cache.writer
@@ -207,7 +207,7 @@ def serve_rank(
     UserError if they are invalid or differ between ranks, and RankLost if rank 0 or the leader of this rank's group
     exits without shutting this rank down."""
     with report_startup_error(world):
-        models = ModelPair.check(target, draft, config, world, options)
+        models = ModelPair.create(target, draft, config, world, options)
     rank = EngineRank(world, config, models, options.get("progress"))
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 handles interrupts and ends the other ranks
     try:

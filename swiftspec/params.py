@@ -30,11 +30,11 @@ class SamplingParams:
     """
 
     temperature: float = setting(
-        1.0, "0 is greedy.", SAMPLING, "T", ge=MIN_TEMPERATURE, le=100, allow_zero=True, finite=True,
-        rule=f"be 0 (greedy) or lie in {MIN_TEMPERATURE}..100", from_model="temperature",
+        1.0, "Sampling temperature; 0 is greedy.", SAMPLING, "T", ge=MIN_TEMPERATURE, le=100, allow_zero=True,
+        finite=True, rule=f"be 0 (greedy) or lie in {MIN_TEMPERATURE}..100", from_model="temperature",
     )  # fmt: skip
     top_p: float = setting(
-        1.0, "Keep the likeliest tokens that reach this mass.", SAMPLING, "P", gt=0, le=1, finite=True,
+        1.0, "Keep the most likely tokens whose total probability reaches P.", SAMPLING, "P", gt=0, le=1, finite=True,
         from_model="top_p",
     )  # fmt: skip
     top_k: int = setting(
@@ -46,15 +46,15 @@ class SamplingParams:
         from_model="min_p",
     )  # fmt: skip
     repetition_penalty: float = setting(
-        1.0, "Above 1: tokens of prompt and answer become less likely.", SAMPLING, "X", ge=0.01, le=100,
+        1.0, "Above 1: tokens of the prompt and output become less likely.", SAMPLING, "X", ge=0.01, le=100,
         finite=True, from_model="repetition_penalty",
     )  # fmt: skip
     presence_penalty: float = setting(
-        0.0, "Subtracted from the logit of each token that the answer contains.", SAMPLING, "X", ge=-2, le=2,
+        0.0, "Subtracted from the logit of each token that the output contains.", SAMPLING, "X", ge=-2, le=2,
         finite=True,
     )  # fmt: skip
     frequency_penalty: float = setting(
-        0.0, "Subtracted from a token's logit once for each time it occurs in the answer.", SAMPLING, "X", ge=-2, le=2,
+        0.0, "Subtracted from a token's logit once for each time it occurs in the output.", SAMPLING, "X", ge=-2, le=2,
         finite=True,
     )  # fmt: skip
     logit_bias: dict[int, float] = setting({}, 'Added to the logits, by token id: {"42": -5}.', SAMPLING, "JSON", "{}")  # noqa: RUF009
@@ -67,15 +67,17 @@ class SamplingParams:
         SAMPLING, "N", ge=0, le=2**64 - 1, rule="lie in 0..2^64-1", order=-1,
     )  # fmt: skip
     max_tokens: int | None = setting(
-        None, "Longest answer in tokens.", STOPPING, "N", "to the end of the context", ge=1,
+        None, "Maximum number of output tokens.", STOPPING, "N", "to the end of the context", ge=1,
         le=MAX_TOKEN_COUNT, from_model="max_new_tokens",
     )  # fmt: skip
-    stop: tuple[str, ...] = setting((), "End before this text. May be given several times.", STOPPING, "TEXT", "none")
-    stop_token_ids: tuple[int, ...] = setting((), "End after one of these tokens.", STOPPING, "ID[,ID]", "none")
+    stop: tuple[str, ...] = setting((), "Stop before this text. May be given several times.", STOPPING, "TEXT", "none")
+    stop_token_ids: tuple[int, ...] = setting((), "Stop after any of these tokens.", STOPPING, "ID[,ID]", "none")
     ignore_eos: bool = setting(False, "Continue after an end-of-text token.", STOPPING)
     logprobs: int | None = setting(None, ge=0, le=20)
     prompt_logprobs: int | None = setting(None, ge=0, le=20)
-    grammar: str | None = setting(None, "The answer's grammar, for llguidance: Lark or JSON.", SAMPLING, "TEXT", "none")
+    grammar: str | None = setting(
+        None, "Grammar of the output, for llguidance: Lark or JSON.", SAMPLING, "TEXT", "none"
+    )
     negative_prompt_ids: tuple[int, ...] = ()  # negative prompt of guidance; empty: the last token of the prompt
     verify_batch: int | None = setting(None, ge=1)
     draft_steps: int | None = setting(None, ge=1)
@@ -83,9 +85,15 @@ class SamplingParams:
     def __post_init__(self) -> None:
         check_fields(self)
         require(all(self.stop), "a stop string must not be empty")
-        require(self.prompt_logprobs is None or not self.guided, "prompt_logprobs: leave guidance_scale at 1")
-        require(min(self.stop_token_ids, default=0) >= 0, "stop_token_ids must not be below 0")
-        require(all(abs(b) <= MAX_BIAS for b in self.logit_bias.values()), f"logit_bias must lie in +-{MAX_BIAS:g}")
+        require(
+            self.prompt_logprobs is None or not self.guided,
+            "prompt_logprobs is not supported with guidance; set guidance_scale to 1",
+        )
+        require(min(self.stop_token_ids, default=0) >= 0, "stop_token_ids must not be negative")
+        require(
+            all(abs(b) <= MAX_BIAS for b in self.logit_bias.values()),
+            f"logit_bias must lie in -{MAX_BIAS:g}..{MAX_BIAS:g}",
+        )
 
     @property
     def greedy(self) -> bool:

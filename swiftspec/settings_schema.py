@@ -18,8 +18,8 @@ from swiftspec.errors import UserError, truncated_repr
 
 T = TypeVar("T")
 ACCEPTED_TYPES = {  # per field type: the accepted type, and its name in a message
-    bool: (bool, "true or false"), int: (Integral, "a whole number"), float: (Real, "a number"), str: (str, "text"),
-    dict: (Mapping, "numbers by token id"),
+    bool: (bool, "true or false"), int: (Integral, "a whole number"), float: (Real, "a number"), str: (str, "a string"),
+    dict: (Mapping, "a mapping from token id to number"),
 }  # fmt: skip
 
 
@@ -60,7 +60,7 @@ class Setting:
         if self.choices:
             return f"be one of {', '.join(self.choices)}"
         if self.gt is not None:
-            return f"lie above {self.gt:.15g}" + ("" if self.le is None else f" and at most {self.le:.15g}")
+            return f"be above {self.gt:.15g}" + ("" if self.le is None else f" and at most {self.le:.15g}")
         if self.ge is not None and self.le is not None:
             return f"lie in {self.ge:.15g}..{self.le:.15g}"
         if self.ge is not None:
@@ -125,7 +125,7 @@ def coerce(name: str, kind: Any, value: Any) -> Any:
         return {coerce(name, inner[0], key): coerce(name, inner[1], item) for key, item in value.items()}
     takes, words = ACCEPTED_TYPES.get(outer or kind) or (kind, f"a {kind.__name__}")
     if not isinstance(value, takes) or (kind is bool) != isinstance(value, bool):
-        raise UserError(f"{name} takes {words}, not {truncated_repr(value)}")
+        raise UserError(f"{name}: expected {words}, not {truncated_repr(value)}")
     if kind is float and abs(value) > 2**1000:  # float() would raise OverflowError
         return math.inf if value > 0 else -math.inf
     return kind(value) if kind in (int, float) else value

@@ -202,12 +202,12 @@ def test_bad_prompts_are_refused(llm: LLM, prompt: list[int], message: str) -> N
 
 
 def test_a_bias_on_an_unknown_token_is_refused(llm: LLM) -> None:
-    with pytest.raises(UserError, match="logit_bias names a token"):
+    with pytest.raises(UserError, match="logit_bias contains a token"):
         llm.stream(PROMPT, SamplingParams(logit_bias={64: 1.0}))
 
 
 def test_invalid_engine_settings_are_refused(path: Path) -> None:
-    with pytest.raises(UserError, match="needs a draft model"):
+    with pytest.raises(UserError, match="requires a draft model"):
         LLM(path, config=EngineConfig(mode="serial"))
     with pytest.raises(UserError, match=r"max_model_len must lie in 2\.\.512"):
         LLM(path, max_model_len=513)
@@ -216,7 +216,7 @@ def test_invalid_engine_settings_are_refused(path: Path) -> None:
     with pytest.raises(UserError, match="no such directory"):
         LLM(path / "nowhere")
     if not torch.cuda.is_available():
-        with pytest.raises(UserError, match="device cuda: PyTorch finds no NVIDIA GPU here"):
+        with pytest.raises(UserError, match="device cuda: PyTorch finds no NVIDIA GPU"):
             LLM(path, device="cuda")
 
 
@@ -250,7 +250,7 @@ def test_plans_report_different_sampling_of_draft_and_target() -> None:
     assert "proposal coupled has a higher acceptance rate" in str(
         acceptance_advice(EngineConfig(proposal="top"), sampled)
     )
-    assert "verify reject, or proposal coupled" in str(acceptance_advice(EngineConfig(proposal="sample"), sampled))
+    assert "verify reject or proposal coupled" in str(acceptance_advice(EngineConfig(proposal="sample"), sampled))
     for plan in (EngineConfig(), EngineConfig(verify="reject"), EngineConfig(mode="ar", proposal="top")):
         assert acceptance_advice(plan, sampled) is None
     assert acceptance_advice(EngineConfig(proposal="top"), greedy) is None

@@ -54,11 +54,11 @@ def test_impossible_file_names_are_not_an_error(tmp_path: Path) -> None:
     [
         (b"x" * 101, "larger than 100 bytes"),
         (b'{"a": "\xff"}', "not valid UTF-8 (byte 7)"),
-        (b"{", "not readable as JSON"),
+        (b"{", "not valid JSON"),
         (b"[]", "not a JSON object"),
-        (b'{"a": NaN}', "NaN is no number"),
-        (b'{"a": -Infinity}', "-Infinity is no number"),
-        (b'{"a": 1e999}', "too large a number"),
+        (b'{"a": NaN}', "NaN is not a valid number"),
+        (b'{"a": -Infinity}', "-Infinity is not a valid number"),
+        (b'{"a": 1e999}', "number '1e999' is too large"),
     ],
 )
 def test_valid_contents_of_a_file(tmp_path: Path, data: bytes, reason: str) -> None:
@@ -76,7 +76,7 @@ def test_excessive_nesting_is_refused(text: str) -> None:
 
 
 def test_excessive_digits_are_refused() -> None:
-    with pytest.raises(UserError, match="not readable as JSON") as caught:
+    with pytest.raises(UserError, match="not valid JSON") as caught:
         parse_json("9" * 5000, "it")
     assert len(str(caught.value)) < 400
 
@@ -96,7 +96,7 @@ def test_lines_are_bounded(tmp_path: Path) -> None:
 def test_values_are_shown_on_one_line_and_truncated() -> None:
     assert truncated_repr("a\nb") == "'a\\nb'" and truncated_repr(3.5) == "3.5" and truncated_repr(True) == "True"
     assert truncated_repr("x" * 5000) == "'" + "x" * 59 + "..." + "x" * 9 + "'"
-    assert truncated_repr(10**5000) == truncated_repr([10**5000]) == "a number of too many digits"
+    assert truncated_repr(10**5000) == truncated_repr([10**5000]) == "a number with too many digits"
 
 
 def test_fields_are_typed_and_bounded() -> None:
@@ -128,8 +128,8 @@ def test_fields_are_typed_and_bounded() -> None:
         "f: n must be a whole number in 5..9, not 4.0": lambda: fields.integer("n", ge=5, le=9),
         "f: yes must be a number in 0..1, not True": lambda: fields.number("yes", ge=0, le=1),
         "f: n must be true or false, not 4.0": lambda: fields.boolean("n"),
-        "f: n must be text, not 4.0": lambda: fields.string("n"),
-        "f: word must be a list of texts, not 'w'": lambda: fields.strings("word"),
+        "f: n must be a string, not 4.0": lambda: fields.string("n"),
+        "f: word must be a list of strings, not 'w'": lambda: fields.strings("word"),
         "f: ids must be a whole number in 0..1, or a list of them, not [1, 2.0]": lambda: fields.integers(
             "ids", ge=0, le=1
         ),

@@ -63,7 +63,7 @@ def test_a_call_from_a_second_thread_raises(pair: tuple[Path, Path], mode: str) 
     def ask(began: float, rows: int) -> None:
         busy.append(reports_busy(llm))
 
-    parts: Any = llm.roles.parts
+    parts: Any = llm.roles.inner_roles
     parts.verifier.runner.hooks.append(ask)
     got: list[int] = []
     for chunk in llm.stream(PROMPT, FREE):
@@ -150,14 +150,14 @@ def test_prompts_of_other_types_are_converted(pair: tuple[Path, Path], prompt: S
 @pytest.mark.parametrize(
     ("prompt", "message"),
     [
-        ([1.5], "the prompt takes a whole number, not 1.5"),
-        ([5, True], "the prompt takes a whole number, not True"),
-        ("abc", "the prompt takes a whole number, not 'abc'"),
-        ([[5, 6]], r"the prompt takes a whole number, not \[5, 6\]"),
-        (np.array([1.0]), "the prompt takes a whole number, not 1.0"),
-        (None, "the prompt takes a whole number, not None"),
-        ([10**5000], "the prompt names a token outside"),
-        ([-1], "the prompt names a token outside"),
+        ([1.5], "prompt token: expected a whole number, not 1.5"),
+        ([5, True], "prompt token: expected a whole number, not True"),
+        ("abc", "prompt token: expected a whole number, not 'abc'"),
+        ([[5, 6]], r"prompt token: expected a whole number, not \[5, 6\]"),
+        (np.array([1.0]), "prompt token: expected a whole number, not 1.0"),
+        (None, "prompt token: expected a whole number, not None"),
+        ([10**5000], "the prompt contains a token outside"),
+        ([-1], "the prompt contains a token outside"),
         (["x" * 1000], r"not 'x{59}\.\.\.x{9}'"),
     ],
 )
@@ -165,9 +165,9 @@ def test_invalid_prompts_are_refused(pair: tuple[Path, Path], prompt: Any, messa
     llm = LLM(pair[0], dtype=torch.float64)
     with pytest.raises(UserError, match=message):
         llm.generate(prompt, FREE)
-    with pytest.raises(UserError, match=r"sampling takes SamplingParams, not \{'top_k': 3\}"):
+    with pytest.raises(UserError, match=r"sampling must be SamplingParams, not \{'top_k': 3\}"):
         llm.generate(PROMPT, {"top_k": 3})  # type: ignore[arg-type]
-    with pytest.raises(UserError, match="stop_token_ids names a token outside"):
+    with pytest.raises(UserError, match="stop_token_ids contains a token outside"):
         llm.generate(PROMPT, SamplingParams(stop_token_ids=(64,)))
 
 
@@ -180,7 +180,7 @@ def test_a_bias_of_integers_is_accepted(pair: tuple[Path, Path]) -> None:
 
 def test_a_failed_allocation_is_one_line(pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     llm = LLM(pair[0], dtype=torch.float64)
-    parts: Any = llm.roles.parts
+    parts: Any = llm.roles.inner_roles
 
     def full(proposal: Proposal) -> VerifyResult:
         raise RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory")

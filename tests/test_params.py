@@ -53,31 +53,31 @@ def test_valid_values_are_converted(given_: dict[str, Any], meant: dict[str, Any
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"seed": 1.5}, "seed takes a whole number, not 1.5"),
-        ({"top_k": 5.0}, "top_k takes a whole number, not 5.0"),
-        ({"top_k": True}, "top_k takes a whole number, not True"),
-        ({"temperature": "1"}, "temperature takes a number, not '1'"),
-        ({"temperature": None}, "temperature takes a number, not None"),
-        ({"temperature": Decimal(1)}, r"temperature takes a number, not Decimal\('1'\)"),
-        ({"temperature": np.array([1.0])}, "temperature takes a number, not array"),
+        ({"seed": 1.5}, "seed: expected a whole number, not 1.5"),
+        ({"top_k": 5.0}, "top_k: expected a whole number, not 5.0"),
+        ({"top_k": True}, "top_k: expected a whole number, not True"),
+        ({"temperature": "1"}, "temperature: expected a number, not '1'"),
+        ({"temperature": None}, "temperature: expected a number, not None"),
+        ({"temperature": Decimal(1)}, r"temperature: expected a number, not Decimal\('1'\)"),
+        ({"temperature": np.array([1.0])}, "temperature: expected a number, not array"),
         ({"temperature": 10**400}, "temperature must be a finite number"),
         ({"temperature": -(10**400)}, "temperature must be a finite number"),
         ({"top_p": math.nan}, "top_p must be a finite number"),
-        ({"stop": 5}, "stop takes text, not 5"),
-        ({"stop": [b"a"]}, "stop takes text, not b'a'"),
+        ({"stop": 5}, "stop: expected a string, not 5"),
+        ({"stop": [b"a"]}, "stop: expected a string, not b'a'"),
         ({"stop": ""}, "a stop string must not be empty"),
-        ({"stop_token_ids": "7"}, "stop_token_ids takes a whole number, not '7'"),
-        ({"stop_token_ids": [1.5]}, "stop_token_ids takes a whole number, not 1.5"),
-        ({"stop_token_ids": [-1]}, "stop_token_ids must not be below 0"),
-        ({"logit_bias": [1]}, r"logit_bias takes numbers by token id, not \[1\]"),
-        ({"logit_bias": {"42": 1}}, "logit_bias takes a whole number, not '42'"),
-        ({"logit_bias": {42: "x"}}, "logit_bias takes a number, not 'x'"),
+        ({"stop_token_ids": "7"}, "stop_token_ids: expected a whole number, not '7'"),
+        ({"stop_token_ids": [1.5]}, "stop_token_ids: expected a whole number, not 1.5"),
+        ({"stop_token_ids": [-1]}, "stop_token_ids must not be negative"),
+        ({"logit_bias": [1]}, r"logit_bias: expected a mapping from token id to number, not \[1\]"),
+        ({"logit_bias": {"42": 1}}, "logit_bias: expected a whole number, not '42'"),
+        ({"logit_bias": {42: "x"}}, "logit_bias: expected a number, not 'x'"),
         ({"logit_bias": {42: math.nan}}, "logit_bias must lie in"),
         ({"logit_bias": {42: 10**400}}, "logit_bias must lie in"),
-        ({"ignore_eos": 1}, "ignore_eos takes true or false, not 1"),
+        ({"ignore_eos": 1}, "ignore_eos: expected true or false, not 1"),
         ({"max_tokens": 0}, "max_tokens must lie in 1.*, not 0"),
-        ({"max_tokens": 10**5000}, "max_tokens must lie in .*, not a number of too many digits"),
-        ({"seed": "x" * 1000}, r"seed takes a whole number, not 'x{59}\.\.\.x{9}'$"),
+        ({"max_tokens": 10**5000}, "max_tokens must lie in .*, not a number with too many digits"),
+        ({"seed": "x" * 1000}, r"seed: expected a whole number, not 'x{59}\.\.\.x{9}'$"),
     ],
 )
 def test_invalid_values_are_refused_by_name(values: dict[str, Any], message: str) -> None:
@@ -101,13 +101,13 @@ def test_the_callers_dictionary_is_copied() -> None:
 
 def test_other_configs_convert_and_refuse_values() -> None:
     assert EngineConfig(verify_batch=np.int64(4)) == EngineConfig(verify_batch=4)  # type: ignore[arg-type]
-    with pytest.raises(UserError, match=r"verify_batch takes a whole number, not 4\.0"):
+    with pytest.raises(UserError, match=r"verify_batch: expected a whole number, not 4\.0"):
         EngineConfig(verify_batch=4.0)  # type: ignore[arg-type]
-    with pytest.raises(UserError, match="target_tp takes a whole number, not 'x'"):
+    with pytest.raises(UserError, match="target_tp: expected a whole number, not 'x'"):
         EngineConfig(target_tp="x")  # type: ignore[arg-type]
-    with pytest.raises(UserError, match="population takes a PopulationConfig, not 5"):
+    with pytest.raises(UserError, match="population: expected a PopulationConfig, not 5"):
         EngineConfig(population=5)  # type: ignore[arg-type]
-    with pytest.raises(UserError, match="power takes a number"):
+    with pytest.raises(UserError, match="power: expected a number"):
         PopulationConfig(power=[])  # type: ignore[arg-type]
 
 

@@ -135,7 +135,7 @@ PAGES: dict[str, Callable[[], str]] = {
 def main(argv: Sequence[str] | None = None, root: Path = ROOT) -> int:
     """Writes the pages of docs/ that are derived from the code."""
     parser = argparse.ArgumentParser(prog="python -m tools.docs", description=main.__doc__)
-    parser.add_argument("--check", action="store_true", help="write nothing; 1 where a page is out of date")
+    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if a page is out of date")
     check = parser.parse_args(argv).check
     stale = 0
     for name, page in PAGES.items():
@@ -143,7 +143,7 @@ def main(argv: Sequence[str] | None = None, root: Path = ROOT) -> int:
         if file.is_file() and file.read_text(encoding="utf-8") == text:
             continue
         if check:
-            print(f"{name} is out of date: python -m tools.docs writes it")
+            print(f"{name} is out of date; run python -m tools.docs")
             stale = 1
         else:
             file.parent.mkdir(parents=True, exist_ok=True)

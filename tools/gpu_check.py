@@ -55,23 +55,23 @@ def machine() -> dict[str, Any] | None:
     try:
         said = subprocess.run(command, stdout=subprocess.PIPE, text=True, cwd=ROOT, timeout=FIRST_LOOK).stdout.strip()
     except subprocess.TimeoutExpired:
-        raise SystemExit(f"gpu_check: PyTorch did not answer within {FIRST_LOOK:.0f} s") from None
+        raise SystemExit(f"gpu_check: PyTorch did not respond within {FIRST_LOOK:.0f} s") from None
     return json.loads(said) | {"date": time.strftime("%Y-%m-%d")} if said else None
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, help="the folder for what is found")
-    parser.add_argument("--compare", action="store_true", help="only measure each switch, alternately off and on")
-    parser.add_argument("--budget", type=float, default=530.0, help="seconds for all steps together")
-    parser.add_argument("--dry-run", action="store_true", help="print the steps and their limits, run nothing")
+    parser.add_argument("--output", type=Path, help="folder for the results")
+    parser.add_argument("--compare", action="store_true", help="only measure each switch, alternating off and on")
+    parser.add_argument("--budget", type=float, default=530.0, help="total seconds for all steps")
+    parser.add_argument("--dry-run", action="store_true", help="print the steps and time limits, run nothing")
     args = parser.parse_args()
     if args.output is None and not args.dry_run:
-        parser.error("--output DIR: name the folder for what is found, such as profiles")
+        parser.error("specify the folder for the results with --output DIR, such as profiles")
     began = time.monotonic()
     found = None if args.dry_run else machine()
     if found is None and not args.dry_run:
-        print("gpu_check: PyTorch finds no NVIDIA GPU here; --dry-run lists what would be run", file=sys.stderr)
+        print("gpu_check: PyTorch finds no NVIDIA GPU; list the steps with --dry-run", file=sys.stderr)
         return 2
     output, name = (args.output or ROOT).resolve(), slug(found["gpu"]) if found is not None else "GPU"
     steps = [build(), *comparison()] if args.compare else plan(output, name)

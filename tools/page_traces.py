@@ -39,7 +39,7 @@ def main() -> None:
         file.write_text("".join(json.dumps(line, separators=(",", ":")) + "\n" for line in lines), encoding="utf-8")
         size = file.stat().st_size
         print(f"wrote {file.relative_to(ROOT)}: {len(lines)} lines, {size} bytes")
-        assert size <= MAX_FILE_BYTES, f"more than {MAX_FILE_BYTES} bytes: generate fewer tokens"
+        assert size <= MAX_FILE_BYTES, f"larger than {MAX_FILE_BYTES} bytes; generate fewer tokens"
 
 
 def record_race(flags: Sequence[str]) -> list[str]:

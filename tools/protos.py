@@ -36,7 +36,7 @@ def main() -> int:
     for name in [] if check else stale:
         (ROOT / name).write_text(texts[name], encoding="utf-8")
     for name in stale if check else []:
-        print(f"{name} is out of date: python -m tools.protos", file=sys.stderr)
+        print(f"{name} is out of date; run python -m tools.protos", file=sys.stderr)
     return 1 if check and stale else 0
 
 

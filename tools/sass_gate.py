@@ -223,7 +223,7 @@ def changed_figures(report: Report, written: dict) -> list[str]:
     old, new, complaints = written["kernels"], report.figures, []
     for name in sorted(old.keys() | new.keys()):
         if name not in new or name not in old:
-            complaints.append(f"{name}: {'new' if name not in old else 'gone'}")
+            complaints.append(f"{name}: {'new' if name not in old else 'removed'}")
             continue
         before, now = old[name], new[name]
         both = [key for key in before.keys() & now.keys() if before[key] != now[key]]

@@ -22,7 +22,7 @@ class Weights:
 
     def __init__(self, path: Path) -> None:
         self._layout = format_of(read_config(path))
-        assert self._layout is None or isinstance(self._layout, awq.Awq), f"{path}: neither dense nor AutoAWQ"
+        assert self._layout is None or isinstance(self._layout, awq.Awq), f"{path}: expected dense or AutoAWQ weights"
         self._where: dict[str, Any] = {}
         for file in sorted(path.glob("*.safetensors")):
             handle = safe_open(file, framework="pt")

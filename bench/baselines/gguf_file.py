@@ -53,7 +53,7 @@ class Entry:
     @property
     def size(self) -> int:
         encoding, count = ENCODINGS[self.kind], torch.Size(self.shape).numel()
-        assert self.shape[-1] % encoding.block == 0, f"{self.name}: rows of {self.shape[-1]} make no whole blocks"
+        assert self.shape[-1] % encoding.block == 0, f"{self.name}: rows of {self.shape[-1]} are not whole blocks"
         return count // encoding.block * encoding.size
 
 
@@ -75,7 +75,7 @@ def write_file(out: Path, facts: Mapping[str, Fact], entries: Sequence[Entry]) -
             began = file.tell()
             for part in entry.parts():
                 file.write(part.contiguous().numpy().data)
-            assert file.tell() - began == entry.size, f"{entry.name}: not the bytes that were announced"
+            assert file.tell() - began == entry.size, f"{entry.name}: size differs from the header"
         _align(file)
 
 

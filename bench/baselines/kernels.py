@@ -66,15 +66,15 @@ class Product:
 
 
 @dataclass(slots=True)
-class Rivals:
+class BaselineKernels:
     product: Product | None = None  # Marlin
     attention: dict[str, Attention] = field(default_factory=dict)
     said: list[str] = field(default_factory=list)  # one line per kernel, available ones included
 
 
-def find() -> Rivals:
+def find() -> BaselineKernels:
     """Returns the available kernels, and one line per kernel with its package or the reason why it is not available."""
-    found = Rivals()
+    found = BaselineKernels()
     try:
         found.product = marlin()
         found.said.append(f"marlin: {found.product.package}'s")
@@ -101,7 +101,7 @@ def fetch(module: str, *names: str) -> list[Any]:
         package = module.partition(".")[0]
         raise Absent("not importable" if error.name == package else f"not importable ({first_line(error)})") from None
     except AttributeError as error:
-        raise Absent(f"not as documented ({first_line(error)})") from None
+        raise Absent(f"API differs from its documentation ({first_line(error)})") from None
     except Exception as error:
         raise Absent(f"not importable ({first_line(error)})") from None
 
@@ -116,7 +116,7 @@ def checked(calls: list[Callable[[], Tensor]], wanted: Tensor) -> list[Call]:
     got = calls[0]().flatten(1)[:, : wanted.shape[1]].double()
     error = float((got - wanted).norm() / wanted.norm())
     if not error <= CLOSE:
-        raise ValueError(f"gives another result than torch (relative error {error:.2g})")
+        raise ValueError(f"result differs from torch (relative error {error:.2g})")
     return list(calls)
 
 
@@ -164,7 +164,7 @@ def flexattention() -> Attention:
     """Returns torch's FlexAttention, compiled anew for each shape. Raises Absent if it or, on a GPU, triton is not
     importable."""
     if torch.cuda.is_available() and importlib.util.find_spec("triton") is None:
-        raise Absent("triton, which it is compiled by, is not importable")
+        raise Absent("triton is not importable")
     flex, block_mask = fetch("torch.nn.attention.flex_attention", "flex_attention", "create_block_mask")
 
     def make(tree: Tree) -> list[Callable[[], Tensor]]:

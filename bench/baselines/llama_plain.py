@@ -30,7 +30,7 @@ def has_llama_cpp(python: str = sys.executable) -> bool:
     try:
         return subprocess.run([python, "-c", test], capture_output=True, check=False).returncode == 0
     except OSError as error:
-        raise UserError(f"{python}: cannot be run ({error.strerror})") from None
+        raise UserError(f"{python}: cannot run ({error.strerror})") from None
 
 
 class LlamaCpp:

@@ -77,7 +77,7 @@ class LlamaServer:
                 _wait(process, port, log)
                 yield process, port, time.monotonic() - began
             except (OSError, http.client.HTTPException) as error:
-                raise UserError(f"llama-server does not answer ({error}); its last line: {_last(log)}") from None
+                raise UserError(f"llama-server does not respond ({error}); last output: {_last(log)}") from None
             finally:
                 process.terminate()
 
@@ -85,13 +85,13 @@ class LlamaServer:
         for flag in DRAFT_TOKENS:
             if flag in self._help:
                 return flag
-        raise UserError(f"{self.binary}: knows neither {' nor '.join(DRAFT_TOKENS)}; take another version")
+        raise UserError(f"{self.binary}: supports neither {' nor '.join(DRAFT_TOKENS)}; use another version")
 
     def _says(self, flag: str) -> str:
         try:
             done = subprocess.run([self.binary, flag], capture_output=True, text=True, timeout=60, check=False)
         except (OSError, subprocess.TimeoutExpired) as error:
-            raise UserError(f"{self.binary}: cannot be run ({error})") from None
+            raise UserError(f"{self.binary}: cannot run ({error})") from None
         lines = (done.stdout + done.stderr).splitlines()
         return "\n".join(sorted(lines, key=lambda line: not line.startswith("version")))
 
@@ -107,7 +107,7 @@ def _wait(process: subprocess.Popen[bytes], port: int, log: IO[bytes]) -> None:
     until = time.monotonic() + PATIENCE
     while time.monotonic() < until:
         if process.poll() is not None:
-            raise UserError(f"llama-server ended with code {process.returncode}: {_last(log)}")
+            raise UserError(f"llama-server exited with code {process.returncode}: {_last(log)}")
         try:
             if _asked(port, "GET", "/health")[0] == 200:
                 return

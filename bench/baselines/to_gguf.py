@@ -49,10 +49,10 @@ def write_gguf(model: Path, out: Path, kind: str) -> None:
     """
     config = read_config(model)
     if config.family != "llama" or config.rope.kind != "default":
-        raise UserError(f"{model}: only Llama with plain RoPE is written as GGUF; choose such a model")
+        raise UserError(f"{model}: GGUF export supports only Llama with unscaled RoPE")
     weights = Weights(model)
     if kind in INT4_TYPES and not weights.has_int4:
-        raise UserError(f"{model}: {kind} is for int4 weights, and these are dense; take {' or '.join(TYPES)}")
+        raise UserError(f"{model}: {kind} requires int4 weights, but these are dense; use {' or '.join(TYPES)}")
     entries = [_entry(weights, name, config, kind) for name in weights.names]
     write_file(out, {"general.architecture": "llama", **_shape(config), **_tokens(model, config.vocab_size)}, entries)
 
@@ -75,7 +75,7 @@ def _entry(weights: Weights, name: str, config: ModelConfig, kind: str) -> Entry
 def _as_they_are(weights: Weights, name: str, rows: Tensor | None) -> Iterator[Tensor]:
     """Yields the Q4_1 blocks of an int4 matrix, with unchanged codes."""
     weight = weights.int4(name)
-    assert isinstance(weight, Int4Weight), f"{name}: a dense matrix among int4 ones"
+    assert isinstance(weight, Int4Weight), f"{name}: expected an int4 matrix"
     scales = weight.scales.float()
     minima = -(unpack_int4(weight.zeros).float() * scales)
     per_group = weight.group_size // BLOCK

@@ -19,7 +19,7 @@ Ahead = TypeVar("Ahead", bound=LookaheadDrafter)
 
 def local_roles(llm: LLM) -> tuple[LocalDrafter, LocalVerifier]:
     """Returns the drafter and the verifier of an engine in serial mode."""
-    parts = llm.roles.parts
+    parts = llm.roles.inner_roles
     assert isinstance(parts, TreeRoles)
     assert isinstance(parts.drafter, LocalDrafter) and isinstance(parts.verifier, LocalVerifier)
     return parts.drafter, parts.verifier

@@ -38,7 +38,7 @@ def load(file: Path) -> list[str]:
     except ValueError:
         raise UserError(f"{file} is neither JSON nor JSONL") from None
     if not records:
-        raise UserError(f"{file} holds no prompt")
+        raise UserError(f"{file} contains no prompt")
     return [prompt_of(record, f"{file}, record {number}") for number, record in enumerate(records, 1)]
 
 

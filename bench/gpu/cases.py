@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from bench.baselines import kernels as rivals
-from bench.baselines.kernels import Rivals, Tree
+from bench.baselines.kernels import BaselineKernels, Tree
 from bench.gpu.shapes import SPLITS, RankShape
 from bench.gpu.timing import Call
 from swiftspec.backends import reference, unfused
@@ -77,7 +77,7 @@ class Maker:
     a case."""
 
     device: str
-    others: Rivals
+    others: BaselineKernels
     cold: int = COLD
 
     def copies(self, size: int) -> range:
@@ -216,9 +216,9 @@ class Alone(PeerCommunicator):
     """Communicator of a group of one rank, which sends all lines to itself."""
 
     def __init__(self, outputs: int, device: str) -> None:
-        lines, trouble = max_lines(outputs), torch.zeros(1, dtype=torch.int64, pin_memory=True)
+        lines, error_word = max_lines(outputs), torch.zeros(1, dtype=torch.int64, pin_memory=True)
         self.inbox = make_inbox(1, lines, device)
-        super().__init__(0, [self.inbox.data_ptr()], lines, trouble, torch.device(device))
+        super().__init__(0, [self.inbox.data_ptr()], lines, error_word, torch.device(device))
 
 
 def cases(make: Maker, rows: tuple[int, ...]) -> Iterator[Case]:

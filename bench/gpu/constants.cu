@@ -207,7 +207,7 @@ void streams(cudaStream_t on, const uint8_t* from, uint8_t* dirty, int processor
 
 int main() {
   cudaDeviceProp device{};
-  need(cudaGetDeviceProperties(&device, 0), "no NVIDIA GPU can be used here");
+  need(cudaGetDeviceProperties(&device, 0), "no usable NVIDIA GPU");
   cudaStream_t on = nullptr;
   uint8_t *from = nullptr, *to = nullptr;
   std::setvbuf(stdout, nullptr, _IOLBF, 0);  // prints each result immediately, so that an abort loses none

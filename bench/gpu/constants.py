@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from bench.baselines.kernels import Rivals
+from bench.baselines.kernels import BaselineKernels
 from bench.gpu import targets
 from bench.gpu.cases import Maker
 from bench.gpu.targets import ASSUMED, Constants
@@ -53,8 +53,8 @@ def run(command: list[str], limit: float) -> tuple[str, str | None]:
         except subprocess.TimeoutExpired:
             process.kill()
             said, _ = process.communicate()
-            return said, f"ended after {limit:.0f} s"
-    return said, complaint.strip() or f"left with {process.returncode}" if process.returncode else None
+            return said, f"timed out after {limit:.0f} s"
+    return said, complaint.strip() or f"exit code {process.returncode}" if process.returncode else None
 
 
 def parse(said: str) -> dict[str, Any]:
@@ -75,7 +75,7 @@ def parse(said: str) -> dict[str, Any]:
 
 def derived(on: Constants) -> dict[str, list[float]]:
     """Returns [accept, goal] by name, for the operators of Llama-3-70B on one of four ranks and for whole steps."""
-    make, made = Maker("cpu", Rivals()), dict[str, list[float]]()
+    make, made = Maker("cpu", BaselineKernels()), dict[str, list[float]]()
     cases = [make.linear("Llama-3-70B", 4, op, 8) for op in targets.INT4]
     wanted = [targets.linear(case.moved, on) for case in cases]
     cases.append(make.attention("Llama-3-70B", 4, 1000, 8))
@@ -103,7 +103,7 @@ def report(found: dict[str, Any], on: Constants) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, help="where to write the constants")
+    parser.add_argument("--json", type=Path, help="file for the constants")
     args = parser.parse_args()
     problem = build()
     if problem is not None:

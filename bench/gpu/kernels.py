@@ -170,7 +170,7 @@ class Run:
         if not slow and not fatal and len(failures) < MOST_FAILURES:
             return False
         reason = f"{SLOW_START:.0f} s of compiling" if slow else f"{len(failures)} failures"
-        why = f"{competitor}: left out after {reason}"
+        why = f"{competitor}: skipped after {reason}"
         if why not in self.found.rivals:
             self.found.rivals.append(why)
             print(why, flush=True)
@@ -186,7 +186,7 @@ def line(r: Result) -> str:
 
 def head() -> str:
     numbers = "".join(f" {what:>8}" for what in ("us", "GB/s", "of copy", "over", "accept", "goal"))
-    return f"{'':44} {'':17}{numbers}  the paper's, quoted: us on an H800"
+    return f"{'':44} {'':17}{numbers}  us on an H800 (quoted from the paper)"
 
 
 def work(args: argparse.Namespace) -> int:
@@ -196,8 +196,8 @@ def work(args: argparse.Namespace) -> int:
         copy = round(copy_speed("cuda"), 1)
         found.machine = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "copy GB/s": copy}
         found.machine["quoted"] = "microseconds on an H800, from the SwiftSpec paper's Tables 3 and 7"
-        print(f"{found.machine['gpu']}: a copy moves {copy:.0f} GB/s\n{head()}")
-    others = find_rivals(found, args.json)
+        print(f"{found.machine['gpu']}: copy bandwidth {copy:.0f} GB/s\n{head()}")
+    others = find_baseline_kernels(found, args.json)
     constants = targets.Constants.of(read_json(args.constants), found.machine["copy GB/s"])
     run = Run(args.json, found, constants, graph_timer, began + args.budget)
     several = cases(Maker("cuda", others), tuple(map(int, args.rows.split(","))))
@@ -205,7 +205,7 @@ def work(args: argparse.Namespace) -> int:
         run.all(case for case in several if args.only in case.name)
     except GpuLost:
         return LOST
-    print(f"{len(found.failed)} failed, {len(found.left_out)} cases left out for want of time")
+    print(f"{len(found.failed)} failed, {len(found.left_out)} cases skipped after the budget was spent")
     return FAILED if found.failed else 0
 
 
@@ -217,11 +217,11 @@ def read_json(file: Path | None) -> dict[str, Any] | None:
         return None
 
 
-def find_rivals(found: Findings, file: Path) -> rivals.Rivals:
+def find_baseline_kernels(found: Findings, file: Path) -> rivals.BaselineKernels:
     """Imports the kernels of other packages. If the import ends the process, the next process continues without
     them."""
     if PACKAGES in found.done:
-        return rivals.Rivals()
+        return rivals.BaselineKernels()
     found.at = PACKAGES
     found.write(file)
     others = rivals.find()
@@ -248,16 +248,16 @@ def give_up(file: Path, why: str) -> bool:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="", help="cases whose name holds this")
+    parser.add_argument("--only", default="", help="only cases whose name contains this")
     parser.add_argument("--rows", default="8,1,16,32,4")
-    parser.add_argument("--budget", type=float, default=90.0, help="seconds after which no case is begun")
-    parser.add_argument("--json", type=Path, help="where to write the results, after every case")
-    parser.add_argument("--constants", type=Path, help="what bench.gpu.constants has written, for the targets")
-    parser.add_argument("--resume", action="store_true", help="go on with what --json holds")
+    parser.add_argument("--budget", type=float, default=90.0, help="seconds after which no further case starts")
+    parser.add_argument("--json", type=Path, help="file for the results, written after every case")
+    parser.add_argument("--constants", type=Path, help="constants written by bench.gpu.constants, for the targets")
+    parser.add_argument("--resume", action="store_true", help="continue from the results in --json")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if not torch.cuda.is_available():
-        parser.error("PyTorch finds no NVIDIA GPU here")
+        parser.error("PyTorch finds no NVIDIA GPU")
     if args.worker:
         return work(args)
     with tempfile.TemporaryDirectory() as folder:

@@ -11,7 +11,7 @@ import argparse
 
 import torch
 
-from bench.baselines.kernels import Rivals
+from bench.baselines.kernels import BaselineKernels
 from bench.gpu.cases import OURS, Case, Maker
 
 OPERATORS = ("swiglu", "o", "head")
@@ -29,7 +29,7 @@ def main() -> None:
     parser.add_argument("--shape", default="Llama-3-70B")
     parser.add_argument("--rows", type=int, default=8)
     args = parser.parse_args()
-    for case in chosen(Maker("cuda", Rivals(), cold=1), args.shape, args.rows):
+    for case in chosen(Maker("cuda", BaselineKernels(), cold=1), args.shape, args.rows):
         call = case.variants[OURS]()[0]
         for _ in range(LAUNCHES):
             call()

@@ -69,7 +69,7 @@ def grown_pair(shapes: list[str], seed: int = 0) -> Iterator[tuple[list[Path], L
 
         def load(path: Path, /, **options: Any) -> Transformer:
             if options.pop("group") is not None:
-                raise UserError("a grown model is made on one rank: write it to disk for more")
+                raise UserError("a width-expanded model needs one rank, or to be written to disk first")
             del options["progress"], options["quantization"], options["packed_cache"]
             sizes = read_shape(str(path / "config.json"))
             return load_grown(smalls[path], sizes, "int4", seed=seed, **options)
@@ -236,7 +236,7 @@ def measure_particles(pair: str, args: argparse.Namespace, note: Callable[[dict[
             options = {**options, "dtype": torch.bfloat16, "ops": args.ops}
             llm = LLM(paths[0], paths[1], config, **options)
             result[f"smc {count}"] = decode(llm, prompts, args.tokens, WARM)[1]
-            population = llm.roles.parts
+            population = llm.roles.inner_roles
             assert isinstance(population, LocalPopulation)
             result["rounds"] = population.executors[0].name
             note(result)
@@ -256,20 +256,20 @@ def _numbers(text: str) -> list[int]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--pair", default="demo", help="demo, or two shapes of tools/width_expand/shapes.py with a comma between"
+        "--pair", default="demo", help="demo, or two comma-separated shapes of tools/width_expand/shapes.py"
     )
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--ops", default="auto", choices=("auto", "reference", "unfused"))
-    parser.add_argument("--head", default="auto", choices=get_args(HeadName), help="of the draft")
+    parser.add_argument("--head", default="auto", choices=get_args(HeadName), help="LM head of the draft")
     parser.add_argument("--kv-cache-dtype", default="auto", choices=get_args(CacheName))
-    parser.add_argument("--steps", type=int, default=4, help="expansions a round")
+    parser.add_argument("--steps", type=int, default=4, help="expansions per round")
     parser.add_argument("--prompts", type=int, default=4)
     parser.add_argument("--tokens", type=int, default=96)
-    parser.add_argument("--context", type=int, default=1000, help="of the single steps")
-    parser.add_argument("--json", type=Path, help="where to write the result as well, after every part")
-    parser.add_argument("--least", type=float, default=0.0, help="share of the text that must be right, or it fails")
-    parser.add_argument("--particles", type=_numbers, help="measure mode smc alone, with so many particles: 4,8,16")
-    parser.add_argument("--write-text", action="store_true", help=f"write {TEXT.name} anew, and measure nothing")
+    parser.add_argument("--context", type=int, default=1000, help="tokens of context of the single steps")
+    parser.add_argument("--json", type=Path, help="file for the result, written after every part")
+    parser.add_argument("--least", type=float, default=0.0, help="minimum share of correct text, else exit with 1")
+    parser.add_argument("--particles", type=_numbers, help="measure only mode smc, with N,N,... particles")
+    parser.add_argument("--write-text", action="store_true", help=f"write {TEXT.name} again without measuring")
     args = parser.parse_args()
     if args.write_text:
         TEXT.unlink(missing_ok=True)
@@ -289,7 +289,7 @@ def main() -> None:
         parser.error(str(error))
     print(json.dumps(found, indent=1))
     if found["same text"] < args.least:
-        raise SystemExit(f"only {found['same text']:.0%} of the text is right, {args.least:.0%} must be")
+        raise SystemExit(f"only {found['same text']:.0%} of the text is correct, expected at least {args.least:.0%}")
 
 
 if __name__ == "__main__":

@@ -21,22 +21,22 @@ def watch(
     command: Sequence[str],
     file: Path,
     budget: float,
-    patience: float,
+    timeout_s: float,
     give_up: Callable[[Path, str], bool],
     start: float | None = None,
 ) -> int:
     """Runs `command --budget SECONDS_LEFT`, and restarts it when it crashes or hangs.
 
     The command must update `file` as it proceeds and continue from what it finds there. It has crashed if it exits with
-    another code than 0 or FAILED, and hangs if it has not written for `patience` seconds. Then `give_up(file, why)`
+    another code than 0 or FAILED, and hangs if it has not written for `timeout_s` seconds. Then `give_up(file, why)`
     marks the current item in `file` and returns whether the command can continue after it; if so, it is restarted while
-    the `budget` in seconds lasts. `start`: limit until the first write, in seconds, by default `patience`. Returns the
+    the `budget` in seconds lasts. `start`: limit until the first write, in seconds, by default `timeout_s`. Returns the
     exit code of the last process, or 1 if that crashed or hung.
     """
     until = time.monotonic() + budget
     while True:
         process = subprocess.Popen([*command, "--budget", f"{until - time.monotonic():.1f}"])
-        code = _wait(process, file, patience, patience if start is None else start)
+        code = _wait(process, file, timeout_s, timeout_s if start is None else start)
         if code in BY_ITSELF:
             return code
         went_on = give_up(file, "hung" if code is None else f"ended the process ({code})")
@@ -44,7 +44,7 @@ def watch(
             return 1
 
 
-def _wait(process: subprocess.Popen[bytes], file: Path, patience: float, start: float) -> int | None:
+def _wait(process: subprocess.Popen[bytes], file: Path, timeout_s: float, start: float) -> int | None:
     """Waits for the process. Returns its exit code, or None if it hung and was killed.
 
     A process blocked in the driver may survive.
@@ -53,7 +53,7 @@ def _wait(process: subprocess.Popen[bytes], file: Path, patience: float, start: 
     while process.poll() is None:
         written = _written(file)
         if written != seen:
-            seen, since, limit = written, time.monotonic(), patience
+            seen, since, limit = written, time.monotonic(), timeout_s
         if time.monotonic() - since > limit:
             process.kill()
             with contextlib.suppress(subprocess.TimeoutExpired):

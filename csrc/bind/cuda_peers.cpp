@@ -66,17 +66,18 @@ uintptr_t address_of(const T& memory) {
 
 // The inboxes are passed as addresses, since memory of other processes is not an array of this one.
 std::unique_ptr<Channel> make_channel(int rank, const std::vector<uintptr_t>& inboxes, int64_t lines,
-                                      const Array& epoch, const Array& done, const Array& trouble, double patience) {
+                                      const Array& epoch, const Array& done, const Array& error_word,
+                                      double timeout_s) {
   const int ranks = static_cast<int>(inboxes.size());
   check(ranks >= 1 && ranks <= cuda::kMaxPeers && rank >= 0 && rank < ranks, "1 to 8 ranks, 0 <= rank < size");
-  check(patience > 0 && patience <= 3600, "patience must lie above 0 and be an hour at most");
+  check(timeout_s > 0 && timeout_s <= 3600, "timeout_s must lie above 0 and be an hour at most");
   size_arg("lines", lines, 1);
-  Channel channel{{ranks, 1, lines}, rank, static_cast<uint32_t>(patience * 1000) + 1, {}, nullptr, nullptr, nullptr};
+  Channel channel{{ranks, 1, lines}, rank, static_cast<uint32_t>(timeout_s * 1000) + 1, {}, nullptr, nullptr, nullptr};
   for (int r = 0; r < ranks; ++r) {
     check(inboxes[r] != 0, "an inbox is null");
     channel.inbox[r] = static_cast<ll::Line*>(aligned("an inbox", reinterpret_cast<void*>(inboxes[r])));
   }
-  void* word = trouble.at<int64_t>(kCpu, "trouble", {1});
+  void* word = error_word.at<int64_t>(kCpu, "error_word", {1});
   const Device here = gpu();
   channel.epoch = reinterpret_cast<uint64_t*>(epoch.at<int64_t>(here, "epoch", {1}));
   channel.done = done.at<uint32_t>(here, "done", {1});
@@ -154,15 +155,16 @@ void bind_cuda_peers(py::module_& m) {
   m.def("cuda_reaches", &cuda::can_access_peer, py::arg("bus_id"),
         "Whether the current GPU can access the memory of that one.");
   py::class_<Channel>(m, "CudaChannel",
-                      "A rank's endpoint of a group of GPUs; see cuda/peers/channel.h. `patience`: timeout in seconds.")
+                      "A rank's endpoint of a group of GPUs; see cuda/peers/channel.h. `timeout_s`: limit of a wait.")
       .def(py::init(&make_channel), py::arg("rank"), py::arg("inboxes"), py::arg("lines"), py::arg("epoch"),
-           py::arg("done"), py::arg("trouble"), py::arg("patience"), py::keep_alive<1, 5>(), py::keep_alive<1, 6>(),
+           py::arg("done"), py::arg("error_word"), py::arg("timeout_s"), py::keep_alive<1, 5>(), py::keep_alive<1, 6>(),
            py::keep_alive<1, 7>(),
            "`inboxes`: the addresses at which this rank sees every rank's. On the GPU `epoch` [1] int64 and `done` [1] "
-           "int32, `trouble` [1] int64 in pinned memory.");
+           "int32, `error_word` [1] int64 in pinned memory.");
   m.def("cuda_inbox_bytes", &inbox_bytes, py::arg("ranks"), py::arg("lines"),
         "Size of the inbox of a rank, which must be zeroed.");
-  m.def("cuda_trouble", &decode_fault, py::arg("word"), "(rank, source, slot, epoch) of a wait that gave up, or None.");
+  m.def("cuda_decode_fault", &decode_fault, py::arg("word"),
+        "(rank, source, slot, epoch) of a wait that timed out, or None.");
   m.def("gather_cuda", &gather, py::arg("channel"), py::arg("mine"), py::arg("out"), py::arg("stream"),
         "Gathers the arrays of all ranks, in rank order; see cuda::GatherArgs in kernels_cuda.h.");
   m.def("gather_cuda_virtual", &gather_virtual, py::arg("channels"), py::arg("mine"), py::arg("out"), py::arg("stream"),

@@ -32,7 +32,7 @@ host::ModelWithCache side_of(host::Decoder& decoder, const Cache& cache) {
   return {decoder, cache.keys, cache.values, cache.capacity, cache.layer_bytes(), cache.region_bytes()};
 }
 
-// In the order of SMCRound.tensors (swiftspec/smc/round.py).
+// In the order of PopulationRound.tensors (swiftspec/smc/round.py).
 Particles particles_of(const std::vector<Array>& tensors) {
   check(tensors.size() == 17, "expected the 17 tensors of a population");
   const Array &mask = tensors[0], &keys = tensors[11], &resampling = tensors[13], &stops = tensors[16];
@@ -160,10 +160,11 @@ void bind_population(py::module_& m) {
            py::arg("target_cache"), py::arg("tensors"), py::arg("steps"), py::arg("verify_mode"), py::arg("power"),
            py::arg("threshold"), py::arg("deferred_bonus"), py::keep_alive<1, 2>(), py::keep_alive<1, 3>(),
            py::keep_alive<1, 4>(), py::keep_alive<1, 5>(), py::keep_alive<1, 6>(),
-           "`tensors`: those of SMCRound.tensors. `verify_mode`: weigh, match or reject. Keeps all arguments alive.")
+           "`tensors`: those of PopulationRound.tensors. `verify_mode`: weigh, match or reject. Keeps all arguments "
+           "alive.")
       .def("round", &round, py::arg("spans"), py::arg("summary"), py::arg("on_forward"),
            "Runs a round of the first groups. Each span is (groups, temperature, bias [vocab]); temperature 0 draws "
-           "without noise. Fills `summary` [groups, 3 + max_tokens + width] as SMCRound does. Calls "
+           "without noise. Fills `summary` [groups, 3 + max_tokens + width] as PopulationRound does. Calls "
            "on_forward(is_target, rows, seconds) after each forward. Returns the seconds of the draft's forwards and "
            "of the target's.")
       .def("compact", &compact, py::arg("group"), py::arg("promoted"), py::arg("surviving"),

@@ -132,11 +132,9 @@ def check_quantization(activations: ActivationsName, head: HeadName, ops: OpsNam
     for name, value in requested.items():
         if value == "int8" and (device.type != "cpu" or ops not in ROUNDING_OPS):
             where = f"ops {ops}" if device.type == "cpu" else f"device {device.type}"
-            raise UserError(f"{name} int8 is for the operators of a CPU, not for {where}: leave it out")
+            raise UserError(f"{name} int8 requires the CPU operators and is not supported with {where}; remove it")
     if head == "int8" and activations == "native":
-        raise UserError(
-            "head int8 needs activations rounded to int8, and activations native does not round them: leave one out"
-        )
+        raise UserError("head int8 is not supported with activations native; remove one of them")
 
 
 def resolve_cache_dtype(name: CacheName, ops: OpsName, device: torch.device) -> torch.dtype | None:
@@ -145,7 +143,7 @@ def resolve_cache_dtype(name: CacheName, ops: OpsName, device: torch.device) -> 
     if name not in get_args(CacheName):
         raise UserError(f"kv_cache_dtype must be one of {', '.join(get_args(CacheName))}, not {truncated_repr(name)}")
     if name == "fp8" and device.type == "cpu" and ops == "auto":
-        raise UserError("kv_cache_dtype fp8 is for a GPU, and on a CPU for ops reference: take that, or leave it out")
+        raise UserError("kv_cache_dtype fp8 requires a GPU, or ops reference on a CPU; use ops reference, or remove it")
     return FLOAT8 if name == "fp8" else None
 
 
@@ -155,13 +153,13 @@ def rank_device(device: torch.device, ranks: RankLayout | None, share: bool) -> 
     if device.type != "cuda":
         return device
     if not torch.cuda.is_available():
-        raise UserError(f"device cuda: PyTorch finds no NVIDIA GPU here; take device cpu, or fix this: {why_no_gpu()}")
+        raise UserError(f"device cuda: PyTorch finds no NVIDIA GPU ({why_no_gpu()}); use device cpu")
     if device.index is not None or ranks is None:
         return device
     count = torch.cuda.device_count()
     if ranks.local_size > count and not share:
         raise UserError(
-            f"{ranks.local_size} ranks on a machine with {count} GPUs: start fewer, or let ranks share one with"
+            f"{ranks.local_size} ranks on a machine with {count} GPUs: start fewer ranks, or share GPUs with"
             " --share-gpus"
         )
     return torch.device("cuda", ranks.local_rank % count)

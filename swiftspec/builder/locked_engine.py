@@ -19,7 +19,7 @@ from swiftspec.settings_schema import coerce, require
 from swiftspec.smc.decoding import BatchRequest, IsCancelled, NextRequest, ParticleDecoding
 
 Piece = TypeVar("Piece")
-OUT_OF_MEMORY = "not enough memory for this request: take a smaller max_model_len, or no guidance"
+OUT_OF_MEMORY = "not enough memory for this request: use a smaller max_model_len, or disable guidance"
 
 
 class BackgroundWork(Protocol):
@@ -63,7 +63,9 @@ class LockedEngine(Engine):
         before each prefill chunk, on the thread that reads the stream; if it returns True, the stream ends without
         yielding anything."""
         sampling = sampling if sampling is not None else SamplingParams()
-        require(isinstance(sampling, SamplingParams), f"sampling takes SamplingParams, not {truncated_repr(sampling)}")
+        require(
+            isinstance(sampling, SamplingParams), f"sampling must be SamplingParams, not {truncated_repr(sampling)}"
+        )
         with self._engine_lock():
             return self._rounds(super().stream(token_ids(prompt), sampling), cancelled)
 
@@ -193,7 +195,7 @@ class LockedEngine(Engine):
             others = self._open is not None and self._open[0] is not mine and self._open[1] != threading.get_ident()
             busy = "another thread's request is being served: an engine serves one thread at a time"
             require(taken and not others, busy)
-            require(not self._closed, "this engine is closed: make another")
+            require(not self._closed, "this engine is closed: create a new one")
             yield
         finally:
             if taken:
@@ -204,7 +206,7 @@ def token_ids(prompt: Sequence[int]) -> tuple[int, ...]:
     """Returns the token ids of a prompt, which may be NumPy or torch integers, as Python integers. Raises UserError on
     anything else."""
     tokens = prompt.tolist() if isinstance(prompt, np.ndarray | torch.Tensor) else prompt
-    return coerce("the prompt", tuple[int, ...], tokens)
+    return coerce("prompt token", tuple[int, ...], tokens)
 
 
 def pair_with_sampling(
@@ -215,9 +217,7 @@ def pair_with_sampling(
     if sampling is None or isinstance(sampling, SamplingParams):
         return [(prompt, sampling or SamplingParams()) for prompt in prompts]
     several = isinstance(sampling, Sequence) and all(isinstance(each, SamplingParams) for each in sampling)
-    require(several, f"sampling takes SamplingParams, or one for each prompt, not {truncated_repr(sampling)}")
+    require(several, f"sampling must be SamplingParams, or one per prompt, not {truncated_repr(sampling)}")
     same = len(sampling) == len(prompts)
-    require(
-        same, f"there are {len(sampling)} sampling parameters for {len(prompts)} prompts: give one, or one for each"
-    )
+    require(same, f"got {len(sampling)} SamplingParams for {len(prompts)} prompts: pass one, or one per prompt")
     return [*zip(prompts, sampling, strict=True)]

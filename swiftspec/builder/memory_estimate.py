@@ -68,11 +68,11 @@ def check_memory(needs: Iterable[MemoryEstimate], device: torch.device) -> None:
     if weights + cache + chunk <= free:
         return
     raise UserError(
-        f"the models need {(weights + cache + chunk) / BYTES_PER_GB:.1f} GB of GPU memory,"
-        f" {weights / BYTES_PER_GB:.1f} for weights,"
-        f" {cache / BYTES_PER_GB:.1f} for {held[0].slots} tokens of context and"
-        f" {chunk / BYTES_PER_GB:.1f} to read prompts, and"
-        f" {torch.cuda.get_device_name(device)} has {free / BYTES_PER_GB:.1f} free:"
-        " take a smaller max_model_len, int4 weights,"
+        f"the models need {(weights + cache + chunk) / BYTES_PER_GB:.1f} GB of GPU memory"
+        f" ({weights / BYTES_PER_GB:.1f} for weights,"
+        f" {cache / BYTES_PER_GB:.1f} for the KV cache of {held[0].slots} tokens,"
+        f" {chunk / BYTES_PER_GB:.1f} for prefill), but"
+        f" {torch.cuda.get_device_name(device)} has {free / BYTES_PER_GB:.1f} GB free:"
+        " use a smaller max_model_len, int4 weights,"
         f" {'' if held[0].cache_dtype else 'kv_cache_dtype fp8, '}or more GPUs"
     )

@@ -88,17 +88,18 @@ class ModelPair:
     capture_lock: Lock = field(default_factory=Lock)  # serialises graph captures of this process
 
     @staticmethod
-    def check(
+    def create(
         target: str | Path, draft: str | Path | None, plan: EngineConfig, ranks: RankLayout | None, options: LoadOptions
     ) -> ModelPair:
         """Returns the model pair of a job. Raises UserError, before anything is loaded, if models, configuration, ranks
         and options are not consistent. `plan`: the engine configuration. `ranks`: None for a single process."""
         if plan.mode != "ar" and draft is None and not plan.draft_remote:
-            raise UserError(f"mode {plan.mode} needs a draft model: name one, or take mode ar")
+            raise UserError(f"mode {plan.mode} requires a draft model: specify one, or use mode ar")
         count = 1 if ranks is None else ranks.size
         if plan.num_ranks != count:
             split = f"mode {plan.mode} with target_tp {plan.target_tp} and draft_tp {plan.draft_tp}"
-            raise UserError(f"{split} is for {plan.num_ranks} ranks, not {count}: start as many with torchrun")
+            required = f"{plan.num_ranks} rank{'s' if plan.num_ranks > 1 else ''}"
+            raise UserError(f"{split} requires {required}, not {count}: start that many with torchrun")
         config = read_config(target)
         longest = config.max_position_embeddings
         length = options.get("max_model_len")
@@ -108,11 +109,11 @@ class ModelPair:
         heads = [config.vocab_size, *([] if draft is None else [read_config(draft).vocab_size])]
         vocab = options.get("vocab_size") or min(heads)
         if vocab > min(heads):
-            raise UserError(f"the tokenizer has {vocab} tokens, but a model's head only {min(heads)}")
+            raise UserError(f"the tokenizer has {vocab} tokens, but an LM head has only {min(heads)} rows")
         share = options.get("share_device", False)
         device = rank_device(torch.device(options.get("device", "cpu")), ranks, share)
         if plan.overlap_on_one_gpu and device.type != "cuda":
-            raise UserError(f"mode async on one rank runs both models on a GPU, not on {device}: start two ranks")
+            raise UserError(f"mode async on one rank requires a GPU, not {device}: start two ranks")
         draft_path = None if draft is None else Path(draft)
         ops, load = options.get("ops", "auto"), options.get("load", load_model)
         emulate, trace = options.get("emulate") or StepTimeEmulation(), options.get("trace")
@@ -159,18 +160,18 @@ class ModelPair:
         LM head has fewer rows."""
         if not 1 <= vocab_size <= self.vocab_size:
             raise UserError(
-                f"rank 0's vocabulary has {vocab_size} tokens, the LM head of this rank {self.vocab_size} rows"
+                f"rank 0's vocabulary has {vocab_size} tokens, but the LM head of this rank has {self.vocab_size} rows"
             )
         grammars = GrammarCompiler(self.target, read_config(self.target).eos_token_ids, vocab_size)
         return replace(self, vocab_size=vocab_size, grammars=grammars)
 
-    def rank_config(self, plan: EngineConfig, *, target: bool, draft: bool) -> RankConfig:
+    def rank_config(self, config: EngineConfig, *, target: bool, draft: bool) -> RankConfig:
         """Returns the settings and model fingerprints of this rank that must equal those of the other ranks of its job
         or group. `target`, `draft`: whether the rank's group runs the model. The vocabulary size is not included,
         because only rank 0 has the tokenizer. Raises UserError if a model file cannot be read."""
         paces = {"emulate target": self.emulate.target, "emulate draft": self.emulate.draft}
         settings = {
-            **settings_of(plan),
+            **settings_of(config),
             "dtype": None if self.dtype is None else str(self.dtype).removeprefix("torch."),
             "device": self.device.type,
             "share_gpus": self.share_device,
@@ -197,7 +198,7 @@ class ModelPair:
         split = {"target_tp": plan.target_tp, "draft_tp": plan.draft_tp}
         return {"mode": plan.mode, **shape, **split, "model": self.target.name, "emulate": asdict(self.emulate)}
 
-    def kernel_sums(self, *, target: bool, draft: bool) -> int:
+    def peer_all_reduce_width(self, *, target: bool, draft: bool) -> int:
         """Returns the largest hidden size of the models whose kernels all-reduce through peer memory, or 0 if they do
         not: other operators than cuda, or ranks that share a GPU. `target`, `draft`: whether the rank's group runs the
         model."""

@@ -72,7 +72,7 @@ def build_remote_drafter(
     try:
         stream.attach(redial.probe())
     except WorkerLost as error:
-        note(f"{error}; until it answers the target decodes alone")
+        note(f"{error}; decoding without a draft until it answers")
         redial.on_lost()
     except UserError:
         redial.close()
@@ -96,10 +96,10 @@ def build_remote_drafter(
 def _check(worker: WorkerAddress, bounds: ModelLimits, about: pb.PingAnswer) -> None:
     """Raises UserError if a draft worker does not match the target: its tokenizer differs or its context is shorter."""
     if worker.tokenizer is not None and about.tokenizer != worker.tokenizer:
-        raise UserError(f"{worker.flag} {worker.url} makes no pair with this target: their tokenizers differ")
+        raise UserError(f"{worker.flag} {worker.url} does not match this target: their tokenizers differ")
     if about.max_model_len < bounds.max_model_len:
         raise UserError(
-            f"{worker.flag} {worker.url} has a context of {about.max_model_len} tokens: take --max-model-len"
+            f"{worker.flag} {worker.url} has a context of {about.max_model_len} tokens: use --max-model-len"
             f" {about.max_model_len}"
         )
 
@@ -117,7 +117,7 @@ def build_remote_roles(
     models = None
     if draft is not None:
         options |= {"only": "draft", "max_model_len": length, "vocab_size": about.vocab_size}
-        models = ModelPair.check(draft, draft, config, None, options)
+        models = ModelPair.create(draft, draft, config, None, options)
     bounds = ModelLimits(about.vocab_size, length, config.verify_batch)
     identity, worker = ModelIdentity(about.model, about.tokenizer), options.get("draft_worker")
     away, leave_draft, local = None, lambda: None, None

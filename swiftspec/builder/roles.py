@@ -53,7 +53,7 @@ class EngineLimits:
         """Raises UserError if a request cannot be served. Called before anything is computed for the request."""
         length, vocab = self.max_model_len, self.vocab_size
         if not prompt:
-            raise UserError("the prompt is empty: give at least one token")
+            raise UserError("the prompt is empty: pass at least one token")
         negative = ("the negative prompt", sampling.negative_prompt_ids)
         for name, ids in (("the prompt", prompt), negative):
             if len(ids) >= length:
@@ -64,9 +64,11 @@ class EngineLimits:
         others = ("logit_bias", sampling.logit_bias), ("stop_token_ids", sampling.stop_token_ids)
         for name, ids in (("the prompt", prompt), negative, *others):
             if not all(0 <= token < vocab for token in ids):
-                raise UserError(f"{name} names a token outside 0..{vocab - 1}")
+                raise UserError(f"{name} contains a token outside 0..{vocab - 1}")
         if sampling.top_k > vocab:
-            raise UserError(f"top_k {sampling.top_k} is above the vocabulary of {vocab}: 0 turns it off")
+            raise UserError(
+                f"top_k {sampling.top_k} exceeds the vocabulary size {vocab}: lower it, or disable it with 0"
+            )
         self.check_sampling(sampling)
 
 
@@ -88,13 +90,13 @@ class Roles:
     is filled in."""
 
     decoding: Decoding
-    parts: TreeRoles | LocalPopulation
+    inner_roles: TreeRoles | LocalPopulation
     config: EngineConfig
     limits: EngineLimits
     rank: EngineRank | None
     recorder: Recorder
-    head: Record  # the first line of traces
-    leave: Callable[[], None] = lambda: None  # disconnects from workers
+    trace_header: Record  # the first line of traces
+    disconnect_workers: Callable[[], None] = lambda: None  # disconnects from workers
     rpc_log: RpcLog | None = None  # RPCs with workers; None without workers
 
     @property
@@ -108,7 +110,7 @@ class Roles:
         from the other ranks, because this rank is about to be restarted."""
         if self.rank is not None:
             self.rank.leave(restarting=will_restart)
-        self.leave()
+        self.disconnect_workers()
         if self.recorder.file is not None:
             self.recorder.file.close()
 

@@ -55,7 +55,7 @@ class WorkerLimits:
             if requested > limit:
                 flag = "draft_steps" if name == "max_draft_steps" else name
                 raise UserError(
-                    f"this worker has room for {flag} {limit}, not {requested}: start it with"
+                    f"{flag} {requested} exceeds this worker's limit of {limit}: start the worker with"
                     f" --{flag.replace('_', '-')} {requested}"
                 )
 
@@ -74,7 +74,7 @@ class WorkerModel:
         self.side: Side = side
         self.limits, self.path = limits, model
         with report_startup_error(world):
-            models = ModelPair.check(model, model if side == "draft" else None, limits.shape, world, options)
+            models = ModelPair.create(model, model if side == "draft" else None, limits.shape, world, options)
         self.rank: WorkerRank | None = None
         self._progress = options.get("progress")
         if world is None:

@@ -34,7 +34,7 @@ class RoundSample(NamedTuple):
     target: float  # seconds from the proposal to its result
     draft: float  # seconds in the draft's forwards
     tokens: int  # output tokens, the bonus token included
-    hits: tuple[int, ...]  # nodes of the whole proposal, before it is cut to bs, that match the output tokens
+    accepted_nodes: tuple[int, ...]  # nodes of the whole proposal, before it is cut to bs, that match the output tokens
 
 
 @dataclass(slots=True)

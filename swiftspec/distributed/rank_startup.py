@@ -70,7 +70,7 @@ class RoleBuilder(Protocol):
         """
         ...
 
-    def kernel_sums(self, *, target: bool, draft: bool) -> int:
+    def peer_all_reduce_width(self, *, target: bool, draft: bool) -> int:
         """Returns the largest output size of a projection whose kernel all-reduces through peer memory; 0 if the models
         have no such kernel."""
         ...
@@ -167,7 +167,7 @@ class EngineRank:
         if here.group_size > 1:
             self._group = join_group(
                 self._world, here.group, here.group_rank, here.group_size, device=builder.device,
-                share_device=builder.share_device, width=builder.kernel_sums(**holds),
+                share_device=builder.share_device, width=builder.peer_all_reduce_width(**holds),
             )  # fmt: skip
         if config.effective_population is not None:
             self.population = builder.population(config, self._group, progress)

@@ -88,12 +88,12 @@ class WorkerGroup:
         if self.broken is not None:
             lost(self.broken)
 
-    def check_followers(self, patience: float = EXIT_POLL_S) -> None:
-        """Marks the group as broken if a follower is gone. Polls each channel for `patience` seconds; followers send no
-        messages on it while they are alive."""
+    def check_followers(self, timeout_s: float = EXIT_POLL_S) -> None:
+        """Marks the group as broken if a follower is gone. Polls each channel for `timeout_s` seconds; a
+        follower that is alive sends no messages on it."""
         for follower in self.followers:
             try:
-                follower.recv(patience)
+                follower.recv(timeout_s)
             except TimeoutError:
                 continue
             except ConnectionError as error:
@@ -151,7 +151,7 @@ class FollowerSessionRegistry:
             case Opcode.SESSION_OPEN:
                 number, shape = words[0] if words else 0, _shape(words[1:])
                 if number in self._sessions:
-                    raise ValueError("a session is opened twice")
+                    raise ValueError(f"session {number} is already open")
                 return partial(self._open, number, shape)
             case Opcode.SESSION_SELECT:
                 self._selected = self._find(words)
@@ -171,7 +171,7 @@ class FollowerSessionRegistry:
     def _find(self, words: Words) -> FollowerDispatcher:
         number = single_word(words, "session")
         if number not in self._sessions:
-            raise ValueError("there is no such session")
+            raise ValueError(f"session {number} does not exist")
         return self._sessions[number]
 
 
@@ -179,7 +179,7 @@ def _shape(words: Words) -> EngineConfig:
     try:
         return EngineConfig(**json.loads(words_to_text(words)))
     except (ValueError, TypeError, UserError) as error:
-        raise ValueError(f"a session's shape makes no sense ({str(error)[:200]})") from None
+        raise ValueError(f"a session's configuration is invalid ({str(error)[:200]})") from None
 
 
 class WorkerRank:
@@ -216,7 +216,7 @@ class WorkerRank:
             builder = builder.with_vocab(vocab)
             self._group = join_group(
                 world, "target", world.rank, world.size, device=builder.device, share_device=builder.share_device,
-                width=builder.kernel_sums(**held),
+                width=builder.peer_all_reduce_width(**held),
             )  # fmt: skip
             kinds = load(builder, self._group)
         except UserError as problem:

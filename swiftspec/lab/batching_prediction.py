@@ -43,7 +43,7 @@ def predict_batches(
     Raises UserError if no chains of K draft tokens were recorded.
     """
     ways: list[tuple[str, int, int, Rounds]] = [
-        ("plain", 0, 0, [(0, 0)]),
+        ("ar", 0, 0, [(0, 0)]),
         (f"chains K {steps}", 1, steps, acceptance.chains(steps)),
         (f"smc N {particles} K {steps}", particles, steps, [(steps, 0)]),
     ]

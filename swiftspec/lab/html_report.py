@@ -28,12 +28,12 @@ def html(profile: Json) -> str:
     """Returns the report of a profile as an HTML page. Raises UserError if matplotlib is not installed."""
     key, winner = profile["key"], store.best_run(profile)
     machine = f"{key['hardware']['count']} x {key['hardware']['name']}, {key['ranks']} ranks, {key['dtype']}"
-    emulated = " Step times are emulated: models that wait." if any(key["emulate"].values()) else ""
+    emulated = " Step times are emulated." if any(key["emulate"].values()) else ""
     parts = [
-        f"<h1>SwiftSpec profile</h1><p>{_text(machine)}.{emulated} Every figure was measured here.</p>",
+        f"<h1>SwiftSpec profile</h1><p>{_text(machine)}.{emulated} All figures were measured on this machine.</p>",
         "" if winner is None else f"<p>Recommended: <b>{_text(store.plan_title(winner['plan']))}</b>, "
-        f"{store.median_speed(winner):.1f} tokens a second.</p>",
-        "" if not profile["stopped"] else f"<p class=note>Ended early: {_text(profile['stopped'])}.</p>",
+        f"{store.median_speed(winner):.1f} tokens per second.</p>",
+        "" if not profile["stopped"] else f"<p class=note>Stopped early: {_text(profile['stopped'])}.</p>",
         *(f"<p>{_text(line.capitalize())}.</p>" for line in results.format_orchestration(profile)),
         "<h2>Runs</h2>", _table(profile, winner),
     ]  # fmt: skip
@@ -44,7 +44,7 @@ def html(profile: Json) -> str:
     settings, versions = profile["settings"], ", ".join(f"{k} {v}" for k, v in profile["environment"].items())
     parts.append(
         f"<p class=note>{settings['prompts']} prompts, {settings['max_tokens']} tokens each, greedy (mode smc:"
-        f" temperature 1), speed after the prompt; {_text(versions)}</p>"
+        f" temperature 1), speed without prefill; {_text(versions)}</p>"
     )
     head = f"<!doctype html><html lang=en><meta charset=utf-8><title>SwiftSpec profile</title><style>{STYLE}</style>"
     return head + "\n".join(parts) + "</html>\n"
@@ -115,7 +115,7 @@ def draw_splits(profile: Json, axes: Axes) -> bool:
         axes.annotate(f"{median:.0f}" + (f"\nd {d}" if d else ""), (place, most), (0, 3), textcoords="offset points",
                       ha="center", fontsize=9)  # fmt: skip
     axes.set_xticks(range(len(bars)), [name for name, _ in bars])
-    axes.set_xlabel("mode and ranks (mode async: of the target + of the draft)")
+    axes.set_xlabel("mode and ranks (mode async: target + draft)")
     axes.set_ylabel("tokens a second")
     axes.margins(y=0.2)
     return bool(bars)
@@ -138,8 +138,8 @@ def draw_compression(profile: Json, axes: Axes) -> bool:
         axes.plot(*zip(*points), marker="o", label=label)
     axes.set_xscale("log", base=2)
     axes.set_xticks([2, 4, 8, 16, 32], ["2", "4", "8", "16", "32"])
-    axes.set_xlabel("nodes verified a round (bs) or leaves expanded at a time (w)")
-    axes.set_ylabel("tokens a target forward")
+    axes.set_xlabel("nodes per verification (bs) or leaves per expansion (w)")
+    axes.set_ylabel("tokens per target forward")
     axes.legend(frameon=False)
     return True
 
@@ -160,7 +160,7 @@ def draw_step_times(profile: Json, axes: Axes) -> bool:
                 axes.plot(tp, median, color=colour, marker="o", label=f"{side}, {rows} row{'s' * (rows > 1)}")
                 axes.fill_between(tp, least, most, color=colour, alpha=0.12, linewidth=0)
     axes.set_xlabel("ranks of the group")
-    axes.set_ylabel("milliseconds a forward")
+    axes.set_ylabel("milliseconds per forward")
     axes.set_yscale("log")
     axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axes.yaxis.set_major_formatter("{x:g}")
@@ -203,8 +203,8 @@ def draw_lanes(profile: Json, axes: Axes) -> bool:
 def draw_ablation(profile: Json, axes: Axes) -> bool:
     """Draws the speed with and without the parallel tree and the fused operators (paper, Figure 8)."""
     systems = {
-        "base": ("serial", "reference"), "only parallel tree": ("async", "reference"),
-        "only operators": ("serial", "auto"), "both": ("async", "auto"),
+        "base": ("serial", "reference"), "async only": ("async", "reference"),
+        "operators only": ("serial", "auto"), "both": ("async", "auto"),
     }  # fmt: skip
     ranks = profile["key"]["ranks"]
     for place, (mode, ops) in enumerate(systems.values()):
@@ -226,10 +226,10 @@ def draw_ablation(profile: Json, axes: Axes) -> bool:
 
 # (title, caption, function that draws into the axes and returns False if the profile has no data)
 FIGURES: tuple[tuple[str, str, Callable[[Json, Axes], bool]], ...] = (
-    ("Splits and modes", "Median at the best d; the whiskers are the slowest and the fastest repeat.", draw_splits),
-    ("Compression ratio", "Tokens a target forward against bs and w, one at a time, the other at 8.", draw_compression),
-    ("Step time", "A forward with sampling on groups of every size; the band is least to most.", draw_step_times),
-    ("Two lanes", "A few rounds of the best asynchronous run; the numbers are tokens a round.", draw_lanes),
-    ("Ablation", "Growing the tree in parallel, and native instead of plain torch operators; each at its best d.",
+    ("Splits and modes", "Median at the best d; the whiskers show the slowest and the fastest repeat.", draw_splits),
+    ("Compression ratio", "Tokens per target forward against bs and w; the other one is 8.", draw_compression),
+    ("Step time", "A forward with sampling, by group size; the band spans minimum to maximum.", draw_step_times),
+    ("Timelines", "A few rounds of the best asynchronous run; the numbers are tokens per round.", draw_lanes),
+    ("Ablation", "Asynchronous mode and native operators, alone and together; each at its best d.",
      draw_ablation),
 )  # fmt: skip

@@ -92,7 +92,7 @@ def fitted(file: Path, gpu: Gpu) -> tuple[Constants, Constants]:
     """
     points = Fields(file_io.read_object(file), f"{file}: ").objects("points")
     if not points:
-        raise UserError(f"{file} does not hold measured operators: it has no points")
+        raise UserError(f"{file} contains no measured operators: points is empty or missing")
     found = [(p.string("op"), p.number("bytes", ge=0, le=1e15), p.number("us", ge=0, le=1e9)) for p in points]
     lines = {kind: _fit([(size, 1e-6 * us) for op, size, us in found if op == kind]) for kind in KINDS}
     made = []
@@ -168,5 +168,5 @@ def parse_hardware(text: str) -> tuple[str, int]:
     a number."""
     name, _, count = text.lower().partition("x")
     if name not in GPUS or not count.isdigit() or int(count) < 1:
-        raise UserError(f"--hardware {text!r}: write GPU and number, such as h200x8; known are {', '.join(GPUS)}")
+        raise UserError(f"--hardware {text!r}: expected GPU and count, such as h200x8; GPUs: {', '.join(GPUS)}")
     return name, int(count)

@@ -129,8 +129,8 @@ def _decode_batch(llm: LLM, prompts: Sequence[Sequence[int]], sampling: Sampling
 
 def tree_roles(llm: LLM) -> TreeRoles:
     """Returns the drafter and the verifier of an engine that decodes with a draft tree."""
-    assert isinstance(llm.roles.parts, TreeRoles)
-    return llm.roles.parts
+    assert isinstance(llm.roles.inner_roles, TreeRoles)
+    return llm.roles.inner_roles
 
 
 def phase_times(llm: LLM) -> tuple[float, float]:

@@ -34,9 +34,8 @@ class Link:
         bandwidth = float(speed[1]) * BITS[speed[2].lower()] / 8 if speed else 0.0 if comma else math.inf
         if round_trip > MAX_ROUND_TRIP_S or bandwidth <= 0:
             raise UserError(
-                f"--link {truncated_repr(text)}: write a round trip of at most {MAX_ROUND_TRIP_S:g} s and,"
-                " if you like, a bandwidth,"
-                " such as 40ms or 40ms,1Gbit"
+                f"--link {truncated_repr(text)}: expected a round trip of at most {MAX_ROUND_TRIP_S:g} s and,"
+                " optionally, a bandwidth, such as 40ms or 40ms,1Gbit"
             )
         return Link(round_trip, bandwidth)
 

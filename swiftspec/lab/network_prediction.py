@@ -107,11 +107,11 @@ def predict_plans(
     depths = {mode: acceptance.depths(mode, bs, w) for mode in ("serial", "async")}
     rounds = {(mode, d): acceptance.rounds(mode, bs, w, d) for mode in depths for d in depths[mode]}
     found = [
-        PredictedPlan("ar on one side", None, simulation.plain(plain)),
-        _best("serial on one side", {d: simulation.serial(rounds["serial", d], d, near) for d in depths["serial"]}),
+        PredictedPlan("ar, both local", None, simulation.plain(plain)),
+        _best("serial, both local", {d: simulation.serial(rounds["serial", d], d, near) for d in depths["serial"]}),
     ]
     for both in (False, True):
-        far, where = LinkCost.over(link, w * max(bs, w), both=both), "both apart" if both else "draft apart"
+        far, where = LinkCost.over(link, w * max(bs, w), both=both), "both remote" if both else "draft remote"
         in_turn = {d: serial_over_link(rounds["serial", d], d, apart, far) for d in depths["serial"]}
         at_once = {d: async_over_link(rounds["async", d], d, apart, far) for d in depths["async"]}
         found += [_best(f"serial, {where}", in_turn), _best(f"async, {where}", at_once)]
@@ -126,21 +126,21 @@ def _best(name: str, outcomes: dict[int, Outcome]) -> PredictedPlan:
 def format_verdict(found: Sequence[PredictedPlan], link: Link, bs: int, w: int, apart: SimulatedTimes) -> str:
     """Formats, for a remote draft and for two remote models, the speed relative to local decoding and the largest d
     whose expansions do not delay the target. `apart`: step times as in `predict_plans`."""
-    here = max((plan for plan in found if plan.name.endswith("one side")), key=lambda plan: plan.outcome.speed)
+    here = max((plan for plan in found if plan.name.endswith("both local")), key=lambda plan: plan.outcome.speed)
     lines = []
-    for both, where in ((False, "draft apart"), (True, "both apart")):
+    for both, where in ((False, "draft remote"), (True, "both remote")):
         split = max((plan for plan in found if plan.name.endswith(where)), key=lambda plan: plan.outcome.speed)
         gain = split.outcome.speed / here.outcome.speed
         pays = "pays" if gain > 1 else "does not pay"
         most = max_hidden_depth(apart, LinkCost.over(link, w * max(bs, w), both=both))
-        depth = f"growth of up to d {most} is hidden" if most > 0 else "no d is hidden: the target waits in every round"
-        lines.append(f"{where}: {pays}, {split.name} at d {split.d} gives {gain:.2f} times {here.name}; {depth}")
+        depth = f"no delay of the target up to d {most}" if most > 0 else "every d delays the target"
+        lines.append(f"{where}: {pays}, {split.name} at d {split.d} is {gain:.2f}x as fast as {here.name}; {depth}")
     return "\n".join(lines)
 
 
 def format_plans(found: Sequence[PredictedPlan]) -> str:
     """Formats the plans as an aligned table."""
-    cells = [("run", "d", "tok/s", "tok/round", "round ms", "of it waiting")]
+    cells = [("run", "d", "tok/s", "tok/round", "round ms", "waiting ms")]
     for plan in found:
         out, d = plan.outcome, "" if plan.d is None else str(plan.d)
         cells.append(

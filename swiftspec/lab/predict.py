@@ -69,7 +69,7 @@ class Row:
     def limit(self) -> str:
         """Side that limits the speed."""
         if self.mode != "async":
-            return "both in turn" if self.mode == "serial" else "target"
+            return "both" if self.mode == "serial" else "target"
         drafting = self.d * (self.times.draft + self.times.expand)
         return "draft" if drafting > self.times.target + self.times.verify else "target"
 
@@ -127,7 +127,7 @@ def over_link(link: Link, ranks: int, acceptance: RecordedAcceptance, bs: int, w
 
 def format_rows(rows: Sequence[Row]) -> str:
     """Formats the rows as an aligned table."""
-    cells = [("run", "d", "tok/s", "5..95 %", "tok/round", "round ms", "target ms", "draft ms", "limited by", "helps")]
+    cells = [("run", "d", "tok/s", "5..95 %", "tok/round", "round ms", "target ms", "draft ms", "limit", "best gain")]
     for row in rows:
         cells.append(
             (row.title, str(row.d) if row.mode != "ar" else "", f"{row.speed:.1f}", f"{row.low:.1f}..{row.high:.1f}",
@@ -152,14 +152,14 @@ def predict_concurrent(args: argparse.Namespace, acceptance: RecordedAcceptance,
     config = PopulationConfig(args.particles, args.smc_draft_tokens)  # validates the bounds
     if not all(1 <= count <= MAX_CONCURRENT_REQUESTS for count in groups):
         raise UserError(
-            f"--groups {args.groups!r}: write numbers of requests in 1..{MAX_CONCURRENT_REQUESTS}, such as 1,2,4,8"
+            f"--groups {args.groups!r}: expected numbers of requests in 1..{MAX_CONCURRENT_REQUESTS}, such as 1,2,4,8"
         )
 
     def forwards(rows: int, drafted: int, requests: int) -> tuple[SimulatedTimes, SimulatedTimes]:
         return step_times(1, 1, rows, drafted, requests)
 
     found = batching_prediction.predict_batches(groups, config.particles, config.smc_draft_tokens, acceptance, forwards)
-    return f"\nside by side on one rank, tokens of all requests:\n{batching_prediction.format_batches(found)}\n"
+    return f"\nconcurrent requests on one rank, total tokens per second:\n{batching_prediction.format_batches(found)}\n"
 
 
 def compare_with_profile(rows: Sequence[Row], profile: dict[str, Any], bs: int, w: int) -> str:
@@ -178,37 +178,35 @@ def compare_with_profile(rows: Sequence[Row], profile: dict[str, Any], bs: int, 
             )
     if found:
         picked, top = store.median_speed(found[0][1]), max(store.median_speed(run) for _, run in found)
-        lines.append(f"the predicted best, {found[0][0].title}, is measured at {picked / top:.1%} of the measured best")
-    return "\n".join(lines) or "no split of the profile is among these"
+        lines.append(f"the predicted best, {found[0][0].title}, reaches {picked / top:.1%} of the measured best")
+    return "\n".join(lines) or "the profile contains none of these splits"
 
 
 def build_predict_parser() -> argparse.ArgumentParser:
     """Builds the parser of the flags of `predict`."""
     made = argparse.ArgumentParser(prog="python -m swiftspec.profile predict", description=__doc__)
-    made.add_argument("--hardware", help=f"GPU and number, such as h200x8; known are {', '.join(latency_model.GPUS)}")
+    made.add_argument("--hardware", help=f"GPU and count, such as h200x8; GPUs: {', '.join(latency_model.GPUS)}")
     made.add_argument("--model", type=Path, help="config.json of the target, or its directory")
-    made.add_argument("--draft-model", type=Path, help="the same of the draft")
-    made.add_argument("--int4", action="store_true", help="take 4-bit weights where the config has none")
+    made.add_argument("--draft-model", type=Path, help="config.json of the draft, or its directory")
+    made.add_argument("--int4", action="store_true", help="assume 4-bit weights even if the config is not quantised")
     made.add_argument(
-        "--context", type=int, default=latency_model.CONTEXT_TOKENS, help="tokens before the rows (default 1000)"
+        "--context", type=int, default=latency_model.CONTEXT_TOKENS, help="tokens of context (default: 1000)"
     )
-    made.add_argument("--kernels", type=Path, help="measured operators (default profiles/GPU-kernels.json, if there)")
-    made.add_argument(
-        "--emulate", metavar="SPEC", help="step times as `serve --emulate` has them, in place of hardware"
-    )
-    made.add_argument("--ranks", type=int, help="with --emulate (default 4)")
-    made.add_argument("--link", type=Link.parse, help="also drafting over a network of this round trip and bandwidth,"
-                      " such as 40ms,1Gbit")  # fmt: skip
-    made.add_argument("--groups", metavar="G,G,...", help="also so many requests side by side on one rank, plain, as"
-                      " exact chains and as particles, such as 1,2,4,8,16,32")  # fmt: skip
-    made.add_argument("--particles", type=int, default=4, help="N, with --groups (default 4)")
-    made.add_argument("--smc-draft-tokens", type=int, default=4, help="K, of particles and chains (default 4)")
-    made.add_argument("--verify-batch", type=int, default=8, help="bs (default 8)")
-    made.add_argument("--draft-leaves", type=int, default=8, help="w (default 8)")
-    made.add_argument("--acceptance", type=Path, help="a profile whose recorded rounds are taken (default: those of the"
+    made.add_argument("--kernels", type=Path, help="measured operators (default: profiles/GPU-kernels.json if present)")
+    made.add_argument("--emulate", metavar="SPEC", help="step times as in `serve --emulate`, instead of --hardware")
+    made.add_argument("--ranks", type=int, help="number of ranks, with --emulate (default: 4)")
+    made.add_argument("--link", type=Link.parse, help="also predict remote models over a network with this round trip"
+                      " and bandwidth, such as 40ms,1Gbit")  # fmt: skip
+    made.add_argument("--groups", metavar="G,G,...", help="also predict these numbers of concurrent requests on one"
+                      " rank, in mode ar, as exact chains and as particles, such as 1,2,4,8,16,32")  # fmt: skip
+    made.add_argument("--particles", type=int, default=4, help="N, with --groups (default: 4)")
+    made.add_argument("--smc-draft-tokens", type=int, default=4, help="K, of particles and chains (default: 4)")
+    made.add_argument("--verify-batch", type=int, default=8, help="bs (default: 8)")
+    made.add_argument("--draft-leaves", type=int, default=8, help="w (default: 8)")
+    made.add_argument("--acceptance", type=Path, help="profile whose recorded rounds are used (default: those of the"
                       " demo models)")  # fmt: skip
-    made.add_argument("--against", type=Path, help="a profile to compare with, whose time outside the models is taken,"
-                      " and its emulated step times and ranks where none are given")  # fmt: skip
+    made.add_argument("--against", type=Path, help="profile to compare with; its time outside the models is used, and"
+                      " its emulated step times and ranks unless they are given")  # fmt: skip
     return made
 
 
@@ -225,9 +223,9 @@ def main(argv: Sequence[str]) -> int:
     else:
         given = _emulation(args, profile)
         ranks = args.ranks or (4 if profile is None else profile["key"]["ranks"])
-        step_times, origin = _table(args, given, around), "step times: quoted or given"
+        step_times, origin = _table(args, given, around), "step times: as given or quoted from the paper"
     if ranks < 2 and args.link is None and args.groups is None:
-        raise UserError("a prediction compares splits: take two ranks or more, or a --link, or --groups")
+        raise UserError("a prediction compares splits; use at least two ranks, --link or --groups")
     rows = predict(ranks, acceptance, args.verify_batch, args.draft_leaves, step_times)
     print(format_rows(rows))
     if args.link is not None:
@@ -259,9 +257,11 @@ def _emulation(args: argparse.Namespace, profile: dict[str, Any] | None) -> Step
     elif profile is not None:
         given = StepTimeEmulation.from_dict(profile["key"]["emulate"])
     if args.emulate is None and given == StepTimeEmulation():
-        raise UserError("say for what: --hardware h200x8 --model ... --draft-model ..., or --emulate ... --ranks 4")
+        raise UserError(
+            "no step times are given: pass --hardware h200x8 --model ... --draft-model ..., or --emulate ... --ranks 4"
+        )
     if given.target is None or given.draft is None:
-        raise UserError("--emulate must give step times of target and draft")
+        raise UserError("--emulate must contain step times of target and draft")
     return given
 
 
@@ -281,7 +281,7 @@ def _table(args: argparse.Namespace, given: StepTimeEmulation, around: dict[str,
 def _gpus(args: argparse.Namespace, around: dict[str, float]) -> tuple[int, StepTimesOf, str]:
     name, count = latency_model.parse_hardware(args.hardware)
     if args.model is None or args.draft_model is None:
-        raise UserError("--hardware needs --model and --draft-model: a config.json each, or its directory")
+        raise UserError("--hardware requires --model and --draft-model (each a config.json or its directory)")
     target, draft = latency_model.config_at(args.model), latency_model.config_at(args.draft_model)
     kernels = args.kernels or Path("profiles") / f"{name}-kernels.json"
     measured = args.kernels is not None or kernels.is_file()

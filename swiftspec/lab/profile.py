@@ -55,7 +55,7 @@ def _run(argv: list[str], prog: str) -> int:
     except UsageError as error:
         raise UserError(str(error)) from None  # exit code 1 instead of 2, as for every other error of a sweep
     except KeyboardInterrupt:
-        print("swiftspec: interrupted; --resume goes on from here", file=sys.stderr)
+        print("swiftspec: interrupted; continue with --resume", file=sys.stderr)
         return 130
 
 
@@ -63,17 +63,17 @@ def build_profile_parser(prog: str = "python -m swiftspec.profile") -> argparse.
     """Builds the parser of the flags of a sweep."""
     made = argparse.ArgumentParser(prog=prog, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name in model_settings():
-        made.add_argument("--" + name.replace("_", "-"), dest=name, metavar="X", help="as `serve` has it")
-    made.add_argument("--splits", default="all", help="all, or target+draft such as 3+1,2+2 (default all)")
-    made.add_argument("--modes", default="ar,serial,async,smc", help="default ar,serial,async,smc")
-    made.add_argument("--prompts", type=Path, help="JSONL with a field prompt (default: a few that come along)")
-    made.add_argument("--limit", type=int, default=4, help="prompts to take (default 4)")
-    made.add_argument("--max-tokens", type=int, default=64, help="tokens of each answer (default 64)")
-    made.add_argument("--repeats", type=int, default=3, help="of every measurement (default 3)")
-    made.add_argument("--budget", default="10m", help="longest time, such as 90s, 10m, 1h (default 10m)")
-    made.add_argument("--output", type=Path, default=Path("profiles"), help="folder (default profiles)")
-    made.add_argument("--dry-run", action="store_true", help="say what would be measured, and leave")
-    made.add_argument("--resume", action="store_true", help="go on with a sweep that was interrupted")
+        made.add_argument("--" + name.replace("_", "-"), dest=name, metavar="X", help="as in `serve`")
+    made.add_argument("--splits", default="all", help="all, or target+draft such as 3+1,2+2 (default: all)")
+    made.add_argument("--modes", default="ar,serial,async,smc", help="modes to measure (default: ar,serial,async,smc)")
+    made.add_argument("--prompts", type=Path, help="JSONL file with field prompt (default: a few built-in prompts)")
+    made.add_argument("--limit", type=int, default=4, help="prompts to use (default: 4)")
+    made.add_argument("--max-tokens", type=int, default=64, help="tokens per answer (default: 64)")
+    made.add_argument("--repeats", type=int, default=3, help="repeats of every measurement (default: 3)")
+    made.add_argument("--budget", default="10m", help="time limit, such as 90s, 10m or 1h (default: 10m)")
+    made.add_argument("--output", type=Path, default=Path("profiles"), help="output folder (default: profiles)")
+    made.add_argument("--dry-run", action="store_true", help="print what would be measured and exit")
+    made.add_argument("--resume", action="store_true", help="continue an interrupted sweep")
     return made
 
 
@@ -98,7 +98,7 @@ def sweep(args: argparse.Namespace) -> int:
     world = join_launched_world()
     found = ResolvedModels.resolve(settings, 1, StartupProgress(quiet=True))
     if found.draft is None:
-        raise UserError("a sweep needs a draft model: name one with --draft-model")
+        raise UserError("a sweep requires a draft model: specify one with --draft-model")
     options, dtype, _ = load_options(settings, found.target, world)
     pool = RankPool(Pair(found.target, found.draft, options, settings.threads), world)
     if world is not None and world.rank > 0:
@@ -125,7 +125,7 @@ def _prepare(
     key = store.ProfileKey.of(device, pool.ranks, pair.target, pair.draft, dtype, settings.ops, emulate)
     file = args.output / f"{store.file_stem(key, 'embedded' if settings.model is None else Path(model).name)}.json"
     if args.dry_run:
-        print("\n".join([*sweeps.describe_trials(request, pool.ranks), f"into {file}, within {request.budget:g} s"]))
+        print("\n".join([*sweeps.describe_trials(request, pool.ranks), f"output {file}, budget {request.budget:g} s"]))
         return None
     profile = sweeps.Sweep.empty(json.loads(json.dumps(asdict(key))), store.environment(), request)
     if args.resume:
@@ -133,8 +133,8 @@ def _prepare(
     bar = SweepProgressBar()
     if world is not None and not world.spin:
         bar.note(
-            f"{world.local_size} ranks share {len(world.cores)} cores: they wait for each other, so the figures say how"
-            " the ranks of this machine share it, not what as many cores would give"
+            f"{world.local_size} ranks share {len(world.cores)} cores and wait for each other, so the figures hold for"
+            " this machine only, not for one with a core per rank"
         )
     return sweeps.Sweep(pool, request, profile, file, bar)
 
@@ -148,17 +148,17 @@ def _request(args: argparse.Namespace, ranks: int, target: Path, draft: Path, se
         if getattr(args, name) < 1:
             raise UserError(f"--{name.replace('_', '-')} must be at least 1")
     if ranks == 1 and args.splits != "all":
-        raise UserError("--splits needs several ranks: start it with torchrun --standalone --nproc-per-node N")
+        raise UserError("--splits requires several ranks: start it with torchrun --standalone --nproc-per-node N")
     configs = read_config(target), read_config(draft)
     pairs, reasons = trials.splits(args.splits, ranks, *configs) if ranks > 1 else ([], [])
     for reason in reasons:
-        print(f"swiftspec: left out: {reason}", file=sys.stderr)
+        print(f"swiftspec: skipped split {reason}", file=sys.stderr)
     whole = all(trials.shard_error(config, ranks) is None for config in configs)
     modes = trials.check_modes(args.modes)
     if "async" in modes and ranks == 1:
         modes = [mode for mode in modes if mode != "async"]
     if not modes:
-        raise UserError("mode async needs two ranks or more: start it with torchrun --standalone --nproc-per-node 2")
+        raise UserError("mode async requires at least two ranks: use torchrun --standalone --nproc-per-node 2")
     family = "humaneval" if settings.model is None else None  # the demo models are trained on code only
     texts = read_prompts(args.prompts or PROMPTS, None if args.prompts else family)[: args.limit]
     codec = TextCodec(target)
@@ -179,7 +179,7 @@ def _measure(sweep: Sweep) -> int:
         for file in outputs.write_outputs(sweep.profile, sweep.file):
             print(f"wrote {file}")
     except UserError as error:  # matplotlib is not installed; the profile is already written
-        print(f"swiftspec: {error}, then python -m swiftspec.profile report {sweep.file}", file=sys.stderr)
+        print(f"swiftspec: {error}, then run python -m swiftspec.profile report {sweep.file}", file=sys.stderr)
     return 0
 
 
@@ -196,11 +196,11 @@ def read_prompts(file: Path, family: str | None = None) -> list[str]:
         if text:
             data = file_io.parse_json(text, where)
             if not isinstance(data, dict) or not isinstance(data.get("prompt"), str):
-                raise UserError(f'{name} must hold a JSON object with a field "prompt" on every line')
+                raise UserError(f'{name} must contain a JSON object with field "prompt" on every line')
             if family in (None, data.get("family")):
                 texts.append(data["prompt"])
     if not texts or not all(texts):
-        raise UserError(f"--prompts {file} has no prompt, or an empty one")
+        raise UserError(f"--prompts {file} contains no prompt, or an empty one")
     return texts
 
 
@@ -217,8 +217,8 @@ def show_trace(argv: Sequence[str], prog: str = "python -m swiftspec.profile") -
     from swiftspec.lab import timeline
 
     made = argparse.ArgumentParser(prog=f"{prog} trace", description=show_trace.__doc__)
-    made.add_argument("file", type=Path, help="what `serve --trace FILE` wrote")
-    made.add_argument("-o", "--output", type=Path, help="the timeline (default: FILE with the ending .trace.json)")
+    made.add_argument("file", type=Path, help="trace written by `serve --trace FILE`")
+    made.add_argument("-o", "--output", type=Path, help="timeline to write (default: FILE with suffix .trace.json)")
     args = made.parse_args(argv)
     trace = timeline.Trace.read(args.file)
     output = args.output or args.file.with_suffix(".trace.json")
@@ -234,7 +234,7 @@ def write_report(argv: Sequence[str], prog: str = "python -m swiftspec.profile")
     from swiftspec.profiles import store
 
     made = argparse.ArgumentParser(prog=f"{prog} report", description=write_report.__doc__)
-    made.add_argument("file", type=Path, help="what a sweep wrote")
+    made.add_argument("file", type=Path, help="profile written by a sweep")
     args = made.parse_args(argv)
     profile = store.load(args.file)
     print(results.format_profile(profile))

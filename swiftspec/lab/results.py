@@ -38,7 +38,7 @@ def as_yaml(run: Mapping[str, Any], source: str) -> str:
     """Formats the plan of a run as YAML for `serve --config`. `source`: name of its profile, for the comment."""
     settings = store.plan_settings(run["plan"])
     count = len(run["speeds"])
-    lines = [f"# {source}: {store.median_speed(run):.1f} tokens a second, {count} repeat{'s' if count > 1 else ''}"]
+    lines = [f"# {source}: {store.median_speed(run):.1f} tokens per second, {count} repeat{'s' if count > 1 else ''}"]
     return "\n".join([*lines, *(f"{name.replace('_', '-')}: {value}" for name, value in settings.items())]) + "\n"
 
 
@@ -67,7 +67,7 @@ def format_orchestration(profile: Mapping[str, Any]) -> Iterator[str]:
     cost = profile.get("orchestration")
     if cost is not None:
         beyond = f"{1e3 * cost['seconds']:.3f} ms ({cost['share']:.1%})"
-        yield f"beyond the emulated steps a round of the best async run takes {beyond}"
+        yield f"host overhead per round of the best async run: {beyond}"
 
 
 def missing_dependency(module: str, what: str) -> UserError:

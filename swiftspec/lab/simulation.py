@@ -16,7 +16,7 @@ from typing import Any
 from swiftspec.errors import UserError
 
 Rounds = Sequence[tuple[int, int]]  # (accepted draft tokens, expansions on the critical path)
-NUM_BLOCKS = 64  # bootstrap samples of the recorded rounds, each made of blocks
+NUM_RESAMPLES = 64  # bootstrap samples of the recorded rounds, each made of blocks
 BLOCK_ROUNDS = 16  # rounds per block, since the acceptance of successive rounds is correlated
 
 
@@ -105,7 +105,7 @@ def interval(
     draw = random.Random(0)
     ends = [[], []]
     size = min(BLOCK_ROUNDS, len(rounds))
-    for _ in range(NUM_BLOCKS):
+    for _ in range(NUM_RESAMPLES):
         starts = [draw.randrange(len(rounds) - size + 1) for _ in range(math.ceil(len(rounds) / size))]
         sample = [pair for start in starts for pair in rounds[start : start + size]]
         for end, times in zip(ends, (slow, fast)):
@@ -126,9 +126,9 @@ def best_improvement(mode: str, rounds: Rounds, d: int, times: SimulatedTimes) -
     base = run(mode, rounds, d, times).speed
     bare = replace(SimulatedTimes(times.target, times.draft))
     options = {
-        "a target step shorter by a tenth": replace(times, target=0.9 * times.target),
-        "a draft step shorter by a tenth": replace(times, draft=0.9 * times.draft),
-        "no time outside the two models": bare,
+        "10 % shorter target step": replace(times, target=0.9 * times.target),
+        "10 % shorter draft step": replace(times, draft=0.9 * times.draft),
+        "no time outside the models": bare,
     }
     gains = {what: run(mode, rounds, d, changed).speed / base - 1 for what, changed in options.items()}
     return max(gains.items(), key=lambda item: item[1])
@@ -149,7 +149,7 @@ class RecordedAcceptance:
         """Returns every d recorded with this mode, bs and w, in ascending order. Raises UserError if there is none."""
         found = sorted(d for m, b, leaves, d in self._rounds if (m, b, leaves) == (mode, bs, w))
         if not found:
-            raise UserError(f"no rounds of mode {mode} with bs {bs} and w {w} were recorded: take others, or a profile")
+            raise UserError(f"no recorded rounds of mode {mode} with bs {bs} and w {w}; use others, or --acceptance")
         return found
 
     def chains(self, steps: int) -> Rounds:
@@ -157,7 +157,7 @@ class RecordedAcceptance:
         known = sorted(d for mode, _, leaves, d in self._rounds if (mode, leaves) == ("serial", 1))
         if steps not in known:
             listed = ", ".join(map(str, known)) or "none"
-            raise UserError(f"no chains of {steps} draft tokens were recorded ({listed} were): take one of those")
+            raise UserError(f"no chains of {steps} draft tokens were recorded; recorded lengths: {listed}")
         return self.rounds("serial", steps + 1, 1, steps)
 
     def rounds(self, mode: str, bs: int, w: int, d: int) -> Rounds:

@@ -74,7 +74,7 @@ class Sweep:
 
         Raises UserError if no run could be measured.
         """
-        contest = trials.initial_trials(self._request.modes, self._request.pairs, self._pool.ranks, self._request.whole)
+        contest = trials.initial_trials(self._request, self._pool.ranks)
         try:
             for repeat in range(self._request.repeats):
                 for trial in contest:
@@ -87,7 +87,7 @@ class Sweep:
             self._run_variations(lambda: trials.ablation(self.profile["runs"]))
             self._run_variations(lambda: trials.populations(self.profile["runs"]))
         except measurement.OutOfTime:
-            self.profile["stopped"] = f"the budget of {self._request.budget:g} s was spent (--budget gives more)"
+            self.profile["stopped"] = f"the budget of {self._request.budget:g} s is spent; raise it with --budget"
             self._show.note(self.profile["stopped"])
         if not any(run["speeds"] for run in self.profile["runs"]):
             raise UserError(f"nothing could be measured: {self.profile['stopped'] or self._first_reason()}")
@@ -162,7 +162,7 @@ class Sweep:
         except UserError as error:
             for d in steps:
                 self._entry(trial, d, variation)["dropped"] = str(error)
-            self._show.note(f"{store.plan_title(trial.row(None))} is left out: {error}")
+            self._show.note(f"{store.plan_title(trial.row(None))} skipped: {error}")
         self._save()
 
     def _entry(self, trial: Trial, d: int | None, variation: bool) -> Json:
@@ -193,7 +193,7 @@ class Sweep:
         for index in trials.dominated_runs(self.profile["runs"]):
             run = self.profile["runs"][index]
             if not run["dropped"] and not run["variation"]:
-                run["dropped"] = "far behind the fastest"
+                run["dropped"] = "much slower than the fastest run"
 
     def _step_times(self) -> None:
         """Measures the step times of each model on groups of every size (paper, Table 1)."""
@@ -235,7 +235,7 @@ class Sweep:
         """Records the timelines of a few rounds of the fastest asynchronous run, and the times around its forwards."""
         winner = store.best_run(self.profile, {"mode": "async"})
         if winner is not None and not self.profile["lanes"]:
-            self._step("both lanes")
+            self._step("timelines")
             trace = self._traced(Trial.of(winner["plan"]), winner["plan"], paced=True)
             last = [line for line in trace.rounds if line["request"] == trace.rounds[-1]["request"]]
             self.profile["lanes"] = [
@@ -285,7 +285,7 @@ class Sweep:
 
     def _total(self) -> int:
         """Estimates the number of measurements, since the variations and dropped runs are not known in advance."""
-        contest = trials.initial_trials(self._request.modes, self._request.pairs, self._pool.ranks, self._request.whole)
+        contest = trials.initial_trials(self._request, self._pool.ranks)
         alone = 2 * self._pool.ranks + len(trials.BATCHES) * 4
         return len(contest) * self._request.repeats + alone + self._populations()
 
@@ -312,23 +312,23 @@ def load_resumed(file: Path, fresh: Json) -> Json:
     """
     partial = file.with_name(file.name.removesuffix(".json") + store.PARTIAL_SUFFIX)
     if not partial.exists():
-        raise UserError(f"nothing to resume: there is no {partial}")
+        raise UserError(f"nothing to resume: {partial} does not exist")
     found = store.load(partial)
     for name in ("key", "settings"):
         if found[name] != fresh[name]:
-            raise UserError(f"{partial} cannot be resumed: its {name} differ from what is asked for now")
+            raise UserError(f"cannot resume {partial}: its {name} differ from those of this sweep")
     return found
 
 
 def describe_trials(request: SweepRequest, ranks: int) -> Sequence[str]:
     """Returns lines that describe the measurements of a sweep, for --dry-run. `ranks`: number of ranks of the job."""
-    contest = trials.initial_trials(request.modes, request.pairs, ranks, request.whole)
+    contest = trials.initial_trials(request, ranks)
     lines = []
     for trial in contest:
         d = "d measured" if trial.mode == "async" else f"d in {', '.join(map(str, trial.steps))}" if trial.steps else ""
         lines.append(f"{store.plan_title(trial.row(None))} {d}".rstrip())
     rows = f"{trials.ROWS[0]}..{trials.ROWS[-1]}"
     lines.append(f"step times of both models on 1..{ranks} ranks, {rows} rows")
-    lines += ["the best serial and async once more on plain torch operators", "the winner's bs and w one at a time"]
+    lines += ["the best serial and async runs with reference operators", "the winner with other bs or w"]
     several = [f"{name} in {', '.join(map(str, values))}" for name, values in trials.PARTICLES.items()]
-    return [*lines, *(["smc with one at a time of " + "; ".join(several)] if "smc" in request.modes else [])]
+    return [*lines, *(["smc with one changed at a time: " + "; ".join(several)] if "smc" in request.modes else [])]

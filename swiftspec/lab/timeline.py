@@ -133,7 +133,7 @@ def _spans(line: Json) -> Iterator[tuple[int, str, float, float, Json]]:
     if "population" in line:
         yield TARGET, f"round, {len(line['tokens'])} tokens", *line["population"], about
     if "wait" in line:
-        yield TARGET, "asks for a proposal", *line["wait"], about
+        yield TARGET, "wait for a proposal", *line["wait"], about
     if "open" in target:
         yield TARGET, "prompt", *target["open"], about
     if "verify" in target:
@@ -157,10 +157,10 @@ def summary(trace: Trace) -> str:
     tree = f", bs {head['verify_batch']}, w {head['draft_leaves']}, d {head['draft_steps']}"
     shape = tree if head["mode"] in ("serial", "async") else ""
     plain = sum("verify" in line.get("target", {}) and "wait" not in line for line in trace.rounds)
-    count = f"{len(trace.rounds)} rounds{f' ({plain} of them plain)' if plain else ''}"
+    count = f"{len(trace.rounds)} rounds{f' ({plain} of them without the draft)' if plain else ''}"
     lines = [f"mode {head['mode']}, split {split}{shape}: {count}, {tokens} tokens"]
     if not rounds:
-        return "\n".join([*lines, "no two rounds in a row that tell of a verification: nothing more to say"])
+        return "\n".join([*lines, "no statistics: the trace has no two successive rounds with a verification"])
 
     def ms(values: Iterable[float]) -> str:
         return f"{1e3 * statistics.fmean(values):.3f} ms"
@@ -169,15 +169,15 @@ def summary(trace: Trace) -> str:
     share = sum(r.forward for r in rounds) / max(sum(lengths), 1e-9)  # a damaged trace may contain any values
     growing, expanded = sum(r.late > 0 for r in rounds), sum(r.critical > 0 for r in rounds)
     lines += [
-        f"a round lasts {ms(lengths)} (median {1e3 * statistics.median(lengths):.3f})",
-        f"  verifying                        {ms(r.verify for r in rounds)}, {ms(r.forward for r in rounds)} of it in"
+        f"duration of a round {ms(lengths)} (median {1e3 * statistics.median(lengths):.3f})",
+        f"  verification                     {ms(r.verify for r in rounds)}, {ms(r.forward for r in rounds)} of it in"
         f" the forward ({share:.0%} of the round)",
         f"  target waits for the draft       {ms(r.wait for r in rounds)}",
-        f"    because it was still growing   {ms(r.late for r in rounds)}, in {growing} rounds",
-        f"    because it expanded first      {ms(r.short for r in rounds)}, in {expanded} rounds,"
+        f"    still expanding                {ms(r.late for r in rounds)}, in {growing} rounds",
+        f"    expanding before proposing     {ms(r.short for r in rounds)}, in {expanded} rounds,"
         f" {sum(r.critical for r in rounds)} expansions",
-        f"    to re-root, choose and travel  {ms(r.wait - r.late - r.short for r in rounds)}",
-        f"  settling, the engine, the reader {ms(r.length - r.verify - r.wait for r in rounds)}",
+        f"    re-rooting, choice, transfer   {ms(r.wait - r.late - r.short for r in rounds)}",
+        f"  settling, engine, reader         {ms(r.length - r.verify - r.wait for r in rounds)}",
     ]
     idle = _draft_idle(trace)
     if idle:

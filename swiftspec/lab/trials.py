@@ -28,7 +28,7 @@ USUAL = EngineConfig()
 ENGINE = tuple(
     name for name in store.PLAN_FIELDS if name != "draft_steps"
 )  # fields of a plan that are fixed when an engine is built, unlike d
-LOSING = 0.85  # a run is not repeated if its best repeat is below this share of the fastest run's median
+DROP_SPEED_RATIO = 0.85  # a run is not repeated if its best repeat is below this share of the fastest run's median
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,7 @@ class SweepRequest:
 
     modes: list[str]
     pairs: list[tuple[int, int]]  # (target ranks, draft ranks) of mode async
-    whole: bool  # whether both models can be sharded over all ranks
+    shards_on_all_ranks: bool  # whether both models can be sharded over all ranks
     prompts: list[list[int]]  # token ids
     max_tokens: int  # per prompt
     repeats: int
@@ -101,10 +101,10 @@ def splits(text: str, ranks: int, target: ModelConfig, draft: ModelConfig) -> tu
         for part in text.split(","):
             found = re.fullmatch(r"\s*(\d+)\+(\d+)\s*", part)
             if found is None:
-                raise UserError(f"--splits {text!r}: write all, or target+draft such as 3+1,2+2")
+                raise UserError(f"--splits {text!r}: expected all, or target+draft such as 3+1,2+2")
             x, y = int(found[1]), int(found[2])
             if x < 1 or y < 1 or x + y != ranks:
-                raise UserError(f"--splits: {x}+{y} does not make {ranks} ranks with at least one on either side")
+                raise UserError(f"--splits: {x}+{y} does not match {ranks} ranks with at least one on each side")
             named.append((x, y))
     kept, reasons = [], []
     for x, y in dict.fromkeys(named):
@@ -112,7 +112,7 @@ def splits(text: str, ranks: int, target: ModelConfig, draft: ModelConfig) -> tu
         if reason is None:
             kept.append((x, y))
         elif text != "all":
-            raise UserError(f"--splits: nobody can cut {x}+{y}: {reason}")
+            raise UserError(f"--splits: {x}+{y} is not possible: {reason}")
         else:
             reasons.append(f"{x}+{y}: {reason}")
     return kept, reasons
@@ -136,20 +136,19 @@ def check_modes(text: str) -> list[str]:
     return modes
 
 
-def initial_trials(modes: Sequence[str], pairs: Sequence[tuple[int, int]], ranks: int, whole: bool) -> list[Trial]:
-    """Returns the first trials of a sweep: every mode and split with the default bs and w.
+def initial_trials(request: SweepRequest, ranks: int) -> list[Trial]:
+    """Returns the first trials of a sweep over `ranks` ranks: every mode and split with the default bs and w.
 
-    `pairs`: splits of mode async.
-    `whole`: whether both models can be sharded over all ranks. If so, ar and serial run on all ranks too, not only on
-    one.
+    Modes ar and serial run on one rank, and also on all ranks if both models can be sharded over them.
     """
-    trials = []
+    trials, modes = [], request.modes
+    sizes = dict.fromkeys((ranks if request.shards_on_all_ranks else 1, 1))
     if "ar" in modes:
-        trials += [Trial("ar", x, 0, "auto") for x in dict.fromkeys((ranks if whole else 1, 1))]
+        trials += [Trial("ar", x, 0, "auto") for x in sizes]
     if "serial" in modes:
-        trials += [Trial("serial", x, x, "auto", steps=SERIAL_STEPS) for x in dict.fromkeys((ranks if whole else 1, 1))]
+        trials += [Trial("serial", x, x, "auto", steps=SERIAL_STEPS) for x in sizes]
     if "async" in modes:
-        trials += [Trial("async", x, y, "auto") for x, y in pairs]
+        trials += [Trial("async", x, y, "auto") for x, y in request.pairs]
     if "smc" in modes:
         trials.append(Trial("smc", 1, 1, "auto"))
     return trials
@@ -221,7 +220,7 @@ def dominated_runs(runs: Sequence[Mapping[str, Any]]) -> list[int]:
     for index, run in enumerate(runs):
         if run["speeds"] and not run["variation"] and statistics.median(run["speeds"]) < best[_place(run)]:
             leader = max(speed for (count, _), speed in best.items() if count == _place(run)[0])
-            if max(run["speeds"]) < LOSING * leader:
+            if max(run["speeds"]) < DROP_SPEED_RATIO * leader:
                 behind.append(index)
     return behind
 

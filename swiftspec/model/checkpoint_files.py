@@ -35,7 +35,7 @@ def read_config(path: str | Path) -> ModelConfig:
     if not is_folder(folder):
         raise UserError(f"{folder}: no such directory")
     if not is_file(file):
-        raise UserError(f"{folder}: no config.json; a Hugging Face model directory has one")
+        raise UserError(f"{folder}: no config.json; expected a Hugging Face model directory")
     data = read_object(file)
     try:
         config = parse_config(data)
@@ -79,13 +79,13 @@ class Tensors:
             found = list(handle.get_slice(name).get_shape())  # reads only the header
             if found != list(shape):
                 raise UserError(
-                    f"{self.folder / file}: {name} is {truncated_repr(found)}, config.json says {list(shape)}"
+                    f"{self.folder / file}: {name} has shape {truncated_repr(found)}, config.json implies {list(shape)}"
                 )
             tensor: Tensor = handle.get_tensor(name)
         except (SafetensorError, OSError, ValueError, RuntimeError) as error:
             raise UserError(f"{self.folder / file}: cannot read {name} ({one_line(error)})") from None
         if tensor.dtype not in kinds:
-            raise UserError(f"{self.folder / file}: {name} is {tensor.dtype}, which is not supported here")
+            raise UserError(f"{self.folder / file}: {name} has unsupported dtype {tensor.dtype}")
         self._left.discard(name)
         self._open = file, handle, taken + tensor.nbytes
         self._read += tensor.nbytes
@@ -110,7 +110,7 @@ class Tensors:
             self._open = None
             self._open = file, _open(self.folder / file), 0
             if _facts(self.folder / file) != self.facts[file]:
-                raise UserError(f"{self.folder / file} was changed while it was read: start again")
+                raise UserError(f"{self.folder / file} was changed while it was read; restart")
         return self._open[1:]
 
     def check_all_taken(self) -> None:
@@ -121,7 +121,7 @@ class Tensors:
         if extra:
             name = extra[0] if extra[0].isprintable() and len(extra[0]) <= 200 else truncated_repr(extra[0])
             order = " (activation order is not supported)" if extra[0].endswith("g_idx") else ""
-            raise UserError(f"{self.folder}: tensor {name} has no place in this model{order}")
+            raise UserError(f"{self.folder}: unexpected tensor {name}{order}")
 
 
 def open_tensors(path: str | Path, progress: Progress | None = None) -> Tensors:
@@ -133,21 +133,21 @@ def open_tensors(path: str | Path, progress: Progress | None = None) -> Tensors:
     if is_file(folder / _SINGLE):
         return Tensors(folder, [_SINGLE], progress)
     if any(any(folder.glob(pattern)) for pattern in ("*.bin", "*.pt", "*.pth", "*.ckpt")):
-        raise UserError(f"{folder}: safetensors only, and these weights are pickles, which can run code; convert them")
-    raise UserError(f"{folder}: no weights; {_SINGLE} or {_INDEX} is needed")
+        raise UserError(f"{folder}: pickle weights can execute code and are not loaded; convert them to safetensors")
+    raise UserError(f"{folder}: no weights; expected {_SINGLE} or {_INDEX}")
 
 
 def _indexed_files(folder: Path) -> list[str]:
     """Returns the sorted names of the files in model.safetensors.index.json. Raises UserError if one does not exist."""
     index = Fields(read_object(folder / _INDEX, max_bytes=LARGEST_INDEX), f"{folder / _INDEX}: ").object("weight_map")
     if not index.data:
-        raise UserError(f"{folder / _INDEX}: not a safetensors index (its weight_map names no file)")
+        raise UserError(f"{folder / _INDEX}: not a safetensors index (weight_map is empty or missing)")
     files = sorted({index.string(tensor) for tensor in index.data})
     for file in files:
         if Path(file).name != file or not file.isprintable() or len(file) > 255:
             raise UserError(f"{folder / _INDEX}: {truncated_repr(file)} is not a plain file name")
         if not is_file(folder / file):
-            raise UserError(f"{folder / file}: missing, though {_INDEX} names it")
+            raise UserError(f"{folder / file}: not found, but listed in {_INDEX}")
     return files
 
 
@@ -165,4 +165,4 @@ def _open(file: Path) -> Any:
     try:
         return safe_open(file, framework="pt")
     except (SafetensorError, OSError, ValueError) as error:
-        raise UserError(f"{file}: damaged or cut short ({one_line(error)}); download it again") from None
+        raise UserError(f"{file}: damaged or truncated ({one_line(error)}); download it again") from None

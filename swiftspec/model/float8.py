@@ -43,7 +43,7 @@ class Fp8KVScale:
 
     def _layer(self, read: Callable[[], LayerWeights]) -> LayerWeights:
         layer = read()
-        keys, values = (2.0 ** _exponent(reach) for reach in self.reach(layer))
+        keys, values = (2.0 ** _exponent(reach) for reach in self.max_magnitudes(layer))
         kv = self.kv_heads * self.head_dim
         runs = ((self.heads * self.head_dim, keys), (kv, 1 / keys), (kv, 1 / values))
         full = partial(torch.full, dtype=torch.float32, device=layer.input_norm.device)
@@ -53,7 +53,7 @@ class Fp8KVScale:
             qkv = replace(qkv, bias=qkv.bias * factors)
         return replace(layer, qkv=qkv, o=_scaled(layer.o, full(layer.input_norm.shape, values)))
 
-    def reach(self, layer: LayerWeights) -> tuple[float, float]:
+    def max_magnitudes(self, layer: LayerWeights) -> tuple[float, float]:
         """Returns upper bounds of the magnitude of a key's and of a value's elements, before rounding."""
         first, count = self.heads * self.head_dim, 2 * self.kv_heads * self.head_dim
         part = layer.qkv.outputs(torch.arange(first, first + count))

@@ -90,10 +90,10 @@ class Shard:
         """Returns the shard of `rank`. Raises UserError if the model cannot be divided over `size` ranks."""
         heads, kv_heads, width, inner = config.num_heads, config.num_kv_heads, config.head_dim, config.intermediate_size
         if size > heads:
-            raise UserError(f"a model of {heads} query heads cannot be cut for {size} ranks: take {heads} at most")
+            raise UserError(f"{heads} query heads cannot be sharded over {size} ranks; use at most {heads} ranks")
         layout = format_of(config)
         if size > 1 and layout is not None and width % EIGHT:
-            raise UserError(f"int4 weights are cut by eights, heads of {width} are not: take one rank or dense weights")
+            raise UserError(f"sharded int4 weights need a head dimension divisible by 8, not {width}; use one rank")
         cut = HeadPartition.of(heads, kv_heads, size)
         q_heads, own_kv_heads = cut.heads_of(rank, heads, kv_heads)
         q, kv = _expand_head_rows(q_heads, width), _expand_head_rows(own_kv_heads, width)

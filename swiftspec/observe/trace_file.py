@@ -38,7 +38,7 @@ class TraceFile:
             self._file = os.fdopen(_opened(path), "w", encoding="utf-8")
         except OSError as error:
             alone = error.errno == errno.ENXIO and path.is_fifo()
-            why = "this pipe has no reader yet: start the reader first" if alone else error.strerror
+            why = "the pipe has no reader; start the reader first" if alone else error.strerror
             raise UserError(f"--trace {path} cannot be written: {why}") from None
 
     def write(self, entries: Iterable[TraceEntry]) -> None:
@@ -66,7 +66,7 @@ class TraceFile:
 def read_trace(path: Path, max_bytes: int) -> Iterator[tuple[str, Record]]:
     """Yields (name for error messages, content) of each line of a trace file, the header first. Skips a truncated last
     line. Raises UserError if the file is larger than `max_bytes`, is not a trace, or has an invalid line."""
-    no_trace = UserError(f"{path} is not a trace of this version: make one with `serve --trace {path.name}`")
+    no_trace = UserError(f"{path} is not a trace of this version; record one with `serve --trace {path.name}`")
     number, bad = 0, None
     for number, line in enumerate(file_io.read_lines(path, max_bytes=max_bytes, max_line_bytes=MAX_LINE_BYTES), 1):
         if bad is not None:

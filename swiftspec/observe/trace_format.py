@@ -33,7 +33,7 @@ def non_default_fields(sampling: SamplingParams) -> Record:
 def to_json(value: Any) -> Any:
     """Converts an array to a list, as the `default` function of a JSON encoder. Raises TypeError on another object."""
     if not isinstance(value, np.ndarray):
-        raise TypeError(f"a line holds no {type(value).__name__}")
+        raise TypeError(f"object of type {type(value).__name__} is not JSON serialisable")
     if value.dtype.kind == "f":
         return np.round(value.astype(np.float64), LOGPROB_DIGITS).tolist()
     return value.astype(np.int64).tolist()

@@ -39,9 +39,7 @@ def parse_emulation(text: str) -> StepTimeEmulation:
     for part in text.split(","):
         side, _, value = part.strip().partition("=")
         if side not in ("target", "draft") or side in sides or not value:
-            raise UserError(
-                f"--emulate {truncated_repr(text)}: write target=10.48ms,draft=3.25ms, or name a .json file"
-            )
+            raise UserError(f"--emulate {truncated_repr(text)}: expected target=10.48ms,draft=3.25ms or a .json file")
         sides[side] = _times(value)
     return StepTimeEmulation(sides.get("target"), sides.get("draft"))
 
@@ -57,8 +55,8 @@ def _times(value: str) -> StepTimes:
     except (AssertionError, ValueError):
         known = ", ".join(table)
         raise UserError(
-            f"--emulate: {truncated_repr(value)} is no step time: write 10.48ms (at most {MAX_STEP_S:g} s), or one of"
-            f" {known}"
+            f"--emulate: {truncated_repr(value)} is not a valid step time: expected a time such as 10.48ms (at most"
+            f" {MAX_STEP_S:g} s) or one of {known}"
         ) from None
 
 
@@ -69,12 +67,12 @@ def _from_file(file: Path) -> StepTimeEmulation:
     try:
         if unknown or not fields.data:
             raise ValueError(
-                f"its keys must be target and draft, not {truncated_repr(unknown[0]) if unknown else 'none'}"
+                f"the keys must be target and draft, not {truncated_repr(unknown[0]) if unknown else 'none'}"
             )
         return StepTimeEmulation(**{side: _from_table(fields.object(side)) for side in fields.data})
     except (ValueError, UserError) as error:
         raise UserError(
-            f'{name} must hold {{"target": {{"TP size": {{"rows": milliseconds}}}}, "draft": ...}} ({error})'
+            f'{name} must contain {{"target": {{"TP size": {{"rows": milliseconds}}}}, "draft": ...}} ({error})'
         ) from None
 
 
@@ -86,17 +84,17 @@ def _from_table(table: Fields) -> StepTimes:
             seconds = times.number(rows, ge=MIN_STEP_MS, le=1e3 * MAX_STEP_S) * 1e-3
             points.append((_count(tp), _count(rows), seconds))
     if not points:
-        raise ValueError("it has no times")
+        raise ValueError("a table has no step times")
     return StepTimes(tuple(points))
 
 
 def _count(text: str) -> int:
     if re.fullmatch("[0-9]{1,6}", text) is None or int(text) < 1:
-        raise ValueError(f"TP sizes and rows lie in 1..999999, and {truncated_repr(text)} does not")
+        raise ValueError(f"TP sizes and rows must be in 1..999999, not {truncated_repr(text)}")
     return int(text)
 
 
 def _checked(seconds: float) -> float:
     if not (math.isfinite(seconds) and 0 < seconds <= MAX_STEP_S):
-        raise ValueError(f"{seconds:g} s is no step time")
+        raise ValueError(f"{seconds:g} s is not a valid step time")
     return seconds

@@ -37,13 +37,13 @@ class SchemaModel(BaseModel):
     model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
 
 
-def requires_field(name: str, otherwise: str) -> AfterValidator:
+def requires_field(name: str, message: str) -> AfterValidator:
     """Returns a validator that rejects an object whose field `name` is null or missing. `otherwise`: the error
     message."""
 
     def check(part: SchemaModel) -> SchemaModel:
         if getattr(part, name) is None:
-            raise ValueError(otherwise)
+            raise ValueError(message)
         return part
 
     return AfterValidator(check)
@@ -99,7 +99,7 @@ class EngineShape(SchemaModel):
     smc_groups: int | None = None
 
     @model_validator(mode="after")
-    def _makes_an_engine(self) -> EngineShape:
+    def _check_engine_config(self) -> EngineShape:
         try:
             engine_config(self.model_dump())
         except UserError as error:  # pydantic expects a ValueError
@@ -124,9 +124,9 @@ class RunSchema(SchemaModel):
     dropped: LongText | None
 
     @model_validator(mode="after")
-    def _tells_of_its_speeds(self) -> RunSchema:
+    def _check_measured_fields(self) -> RunSchema:
         if self.speeds and (self.tokens_per_round is None or self.target_busy is None):
-            raise ValueError("a run with speeds has tokens_per_round and target_busy")
+            raise ValueError("a run with speeds requires tokens_per_round and target_busy")
         return self
 
 
@@ -138,7 +138,7 @@ class StepSchema(SchemaModel):
 
 
 class RecordedRounds(SchemaModel):
-    plan: Annotated[EngineShape, requires_field("draft_steps", "its draft_steps is open")]
+    plan: Annotated[EngineShape, requires_field("draft_steps", "draft_steps is not set")]
     rounds: list[Annotated[tuple[Count, Count], Strict(False)]]
 
 
@@ -245,10 +245,10 @@ class TraceRound(SchemaModel):
     path: Annotated[list[Count], Field(min_length=1)] = OPTIONAL
 
     @model_validator(mode="after")
-    def _is_whole(self) -> TraceRound:
+    def _check_complete(self) -> TraceRound:
         verified = (self.target.verify, self.target.forward, self.proposal, self.path)
         if self.target.verify is not None and None in verified:
-            raise ValueError("a verified round has forward, proposal and path")
+            raise ValueError("a verified round requires forward, proposal and path")
         return self
 
 

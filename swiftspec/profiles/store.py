@@ -106,15 +106,17 @@ class ProfileKey:
         """Returns why a profile with the key `other` cannot be used with this key; None if it can."""
         mine = asdict(self)
         if (mine["target"], mine["draft"]) != (other.get("target"), other.get("draft")):
-            return "it is of another pair of models"
+            return "it was measured with another pair of models"
         if mine["hardware"] != other.get("hardware"):
             theirs = other.get("hardware") or {}
             name = f"{theirs.get('count')} x {theirs.get('name')}"
-            return f"it is of another machine ({name}; this is {self.hardware['count']} x {self.hardware['name']})"
+            return (
+                f"it was measured on another machine ({name}, not {self.hardware['count']} x {self.hardware['name']})"
+            )
         for name in ("ranks", "dtype", "ops", "emulate"):
             if mine[name] != other.get(name):
-                here = "" if name == "emulate" else f" {other.get(name)}, not {mine[name]}"
-                return f"it was measured with other {name}{here}"
+                here = "" if name == "emulate" else f" ({other.get(name)}, not {mine[name]})"
+                return f"it was measured with a different value of {name}{here}"
         return None
 
 
@@ -145,18 +147,16 @@ def load(file: Path) -> Json:
     except UserError as error:
         raise UserError(f"profile {file} is damaged ({error}): {again}") from None
     if not isinstance(data, dict) or "swiftspec_profile" not in data:
-        raise NotAProfile(f"{file} is no profile: make one with `python -m swiftspec.profile`")
+        raise NotAProfile(f"{file} is not a profile: create one with `python -m swiftspec.profile`")
     version = data["swiftspec_profile"]
     if version != VERSION:
-        raise UserError(
-            f"profile {file} has version {truncated_repr(version)}, this program reads {VERSION}: measure again"
-        )
+        raise UserError(f"profile {file} has version {truncated_repr(version)}, not {VERSION}: {again}")
     try:
         schema.validate(schema.ProfileSchema, data, f"profile {file}")
     except UserError as error:
         raise UserError(f"{error}: {again}") from None
     if not file.name.endswith(PARTIAL_SUFFIX) and not all(run["speeds"] or run["dropped"] for run in data["runs"]):
-        raise UserError(f"profile {file} is damaged (a run without speeds, and not dropped): {again}")
+        raise UserError(f"profile {file} is damaged (a run has no speeds and is not dropped): {again}")
     return data
 
 

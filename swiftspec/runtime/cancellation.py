@@ -29,5 +29,5 @@ class CancelCheck:
     def __call__(self) -> None:
         self.on_progress()
         if self.cancelled():
-            raise Cancelled("the request was cancelled while its prompt was read")
+            raise Cancelled("the request was cancelled during prefill")
         self.on_continue()

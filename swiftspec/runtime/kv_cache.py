@@ -10,7 +10,7 @@ from torch import Tensor
 
 # sequence, ascending source slots, first destination slot: moves keys and values to consecutive slots
 MoveSlots = Callable[[int, Sequence[int], int], None]
-MakeMove = Callable[[Tensor, Tensor], MoveSlots]  # k and v of a cache -> its MoveSlots
+SlotMoverFactory = Callable[[Tensor, Tensor], MoveSlots]  # k and v of a cache -> its MoveSlots
 
 
 class KVCache:
@@ -23,10 +23,10 @@ class KVCache:
     """
 
     def __init__(
-        self, layers: int, kv_heads: int, head_dim: int, capacity: int, make_slot_mover: MakeMove, *,
+        self, layers: int, kv_heads: int, head_dim: int, capacity: int, make_slot_mover: SlotMoverFactory, *,
         sequences: int = 1, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu",
     ) -> None:  # fmt: skip
-        self.capacity, self._mover = capacity, make_slot_mover
+        self.capacity, self._make_slot_mover = capacity, make_slot_mover
         self._shape, self._dtype, self._device = (layers, kv_heads, capacity, head_dim), dtype, device
         self.prefix_len: list[int] = []
         self.reset(sequences)
@@ -41,7 +41,7 @@ class KVCache:
             # finite: a masked NaN would still propagate through sums.
             shape, kind, device = (self._shape[0], sequences, *self._shape[1:]), self._dtype, self._device
             self.k, self.v = (torch.zeros(shape, dtype=kind, device=device) for _ in range(2))
-            self._move = self._mover(self.k, self.v)
+            self._move = self._make_slot_mover(self.k, self.v)
         self.prefix_len = [0] * sequences
         self.tree_len = 0
 

@@ -60,7 +60,7 @@ class ReplicaDrafter:
     """
 
     def __init__(self, link: TreeDeltaLink, replica: TreeReplica, config: EngineConfig) -> None:
-        assert config.proposal != "sample", "a proposal of sampled children must not depend on timing"
+        assert config.proposal != "sample", "sampled children are not supported: the proposal would depend on timing"
         self._link, self._replica, self._config = link, replica, config
         self.draft_steps = config.initial_draft_steps  # d; unused if it is adaptive
 
@@ -187,11 +187,11 @@ class ReplicaDrafter:
         try:
             if not self._free_steps:
                 if delta.expansions > self._expansions_due:
-                    raise ValueError(f"delta of {delta.expansions} expansions, where {self._expansions_due} are due")
+                    raise ValueError(f"delta of {delta.expansions} expansions, expected at most {self._expansions_due}")
                 self._expansions_due -= delta.expansions
             self._replica.apply(delta)
         except ValueError as error:
-            raise DrafterLost(f"the draft sent a delta that does not fit this tree: {error}") from None
+            raise DrafterLost(f"the draft sent an invalid tree delta: {error}") from None
         self._last_delta_round, self._nodes_added = delta.round, len(delta)
         self._expansions_received += delta.expansions
         self._ended = self._last_delta_round == self._round and self._nodes_added == 0

@@ -12,7 +12,7 @@ from swiftspec.runtime.lookahead_drafter import LookaheadDrafter
 from swiftspec.tree.replica import NodeIds, TreeDelta
 
 
-class GroupLedDrafter(Drafter, Protocol):
+class AdjustableDrafter(Drafter, Protocol):
     """A drafter that the leader of a tensor-parallel group runs on all ranks of the group, with adjustable d."""
 
     @property
@@ -36,13 +36,13 @@ class TreeDeltaSender:
         drafter: LookaheadDrafter,
         send: Callable[[TreeDelta], None],
         config: EngineConfig,
-        group_drafter: GroupLedDrafter | None = None,
+        group_drafter: AdjustableDrafter | None = None,
     ) -> None:
         """`send`: sends a delta to the replica. `group_drafter`: runs `drafter` on all ranks of its tensor-parallel
         group; None if there is one rank."""
-        assert config.proposal != "sample", "which sampled children are sent must not depend on timing"
+        assert config.proposal != "sample", "sampled children are not supported: the deltas would depend on timing"
         self._drafter, self._send, self._config = drafter, send, config
-        self._group_drafter: GroupLedDrafter = group_drafter or drafter
+        self._group_drafter: AdjustableDrafter = group_drafter or drafter
         self._ids = NodeIds()
         drafter.hooks.append(self._send_delta)
         # free: d is adaptive; _expansions_owed: with fixed d, whether the d expansions of this round are still due

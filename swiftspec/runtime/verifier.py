@@ -91,7 +91,7 @@ class LocalVerifier:
     def verify(self, proposal: Proposal) -> VerifyResult:
         """Runs the target over a proposal and returns the accepted path with the bonus token. `settle` commits the
         path. Raises NonFiniteLogits if the target's logits contain NaN or infinity."""
-        assert proposal.prefix_len == self.runner.cache.prefix_len[0], "proposal and target differ in their prefix"
+        assert proposal.prefix_len == self.runner.cache.prefix_len[0], "proposal and target differ in prefix length"
         accepted = self._accepted = self.executor.verify(proposal)
         if accepted.tokens[-1] < 0:
             self.runner.cache.reset(0)  # NaN would propagate into later requests even where it is masked

@@ -11,15 +11,15 @@ from swiftspec.params import SamplingParams
 
 NEG_INF = float("-inf")
 TOP_CANDIDATES = 256  # tokens; enough for top_p in nearly all rows, and ten times faster than a sort of all tokens
-CheckAll = Callable[[Tensor], bool]  # returns whether all bools [n] or [n, 1] are True; the fast path is then valid
+FastPathCheck = Callable[[Tensor], bool]  # whether all bools [n] or [n, 1] are True: the fast path is valid
 
 
 def all_on_host(holds: Tensor) -> bool:
-    """Returns whether all entries are True; the default `CheckAll`. Synchronises with the device."""
+    """Returns whether all entries are True; the default `FastPathCheck`. Synchronises with the device."""
     return bool(holds.all())
 
 
-def apply_filters(logits: Tensor, params: SamplingParams, check_all: CheckAll = all_on_host) -> Tensor:
+def apply_filters(logits: Tensor, params: SamplingParams, check_all: FastPathCheck = all_on_host) -> Tensor:
     """Applies min_p, top_k and top_p in this order; filtered logits become -inf."""
     logits = apply_min_p_top_k(logits, params)
     return apply_top_p(logits, params.top_p, check_all=check_all) if params.top_p < 1 else logits
@@ -41,7 +41,7 @@ def apply_top_p(
     p: float,
     total: Tensor | None = None,
     num_candidates: int = TOP_CANDIDATES,
-    check_all: CheckAll = all_on_host,
+    check_all: FastPathCheck = all_on_host,
 ) -> Tensor:
     """Keeps the smallest set of most likely tokens whose probabilities sum to at least `p`, and all tokens tied with
     the last one.

@@ -59,25 +59,25 @@ class GrammarCompiler:
     def _compile(self, text: str) -> Any:
         require(
             len(text) <= MAX_GRAMMAR_CHARS,
-            f"a grammar of {len(text)} characters is above the limit of {MAX_GRAMMAR_CHARS}",
+            f"a grammar of {len(text)} characters exceeds the limit of {MAX_GRAMMAR_CHARS}",
         )
         from llguidance import LLMatcher, LLParserLimits
 
         parser = LLMatcher(self._read_tokenizer(), text, log_level=0, limits=LLParserLimits(**PARSER_LIMITS))
-        require(not parser.is_error(), f"the grammar cannot be read: {_reason(parser.get_error())}")
+        require(not parser.is_error(), f"invalid grammar: {_reason(parser.get_error())}")
         return parser
 
     def _read_tokenizer(self) -> Any:
         from llguidance import LLTokenizer
 
         if self._tokenizer is None:
-            require(bool(self._eos), "a grammar needs an end-of-text token, and the target's config.json names none")
+            require(bool(self._eos), "a grammar needs an end-of-text token, but the target's config.json has none")
             file = self._folder / "tokenizer.json"
-            require(file.is_file(), f"a grammar needs the target's tokenizer, and there is no {file}")
+            require(file.is_file(), f"a grammar needs the target's tokenizer, but {file} does not exist")
             try:
                 self._tokenizer = LLTokenizer(str(file), eos_token=list(self._eos))
             except Exception as error:  # the type depends on the contents of the file
-                raise UserError(f"{file} is no tokenizer that a grammar can use: {_reason(error)}") from None
+                raise UserError(f"{file} cannot be used for grammars: {_reason(error)}") from None
         return self._tokenizer
 
 
@@ -100,7 +100,7 @@ class GrammarConstraint:
         path = tuple(tokens)
         self._ended = self._ended or not self._eos.isdisjoint(path)
         if not self._ended and not self._follow(path):
-            raise GrammarTooComplex("the text does not follow its grammar")
+            raise GrammarTooComplex("the text does not match its grammar")
         self._at, self._masks = (), _below(self._masks, path)
 
     def allowed_mask(self, paths: Paths) -> Tensor:
@@ -122,7 +122,7 @@ class GrammarConstraint:
             found = np.frombuffer(self._parser.compute_bitmask(), np.uint8)
             self._check()
             if not found.any():  # the tokenizer has no token that the grammar allows
-                raise GrammarTooComplex("the grammar cannot be followed any further: no token fits")
+                raise GrammarTooComplex("the grammar cannot be continued: no token matches")
             mask = self._masks[path] = np.zeros_like(self._end)  # ids beyond the tokenizer's vocabulary are not allowed
             mask[: len(found)] = found[: len(mask)]
         return self._masks[path]
@@ -144,7 +144,7 @@ class GrammarConstraint:
     def _check(self) -> None:
         """Raises GrammarTooComplex if the parser has exceeded its limits."""
         if self._parser.is_error():
-            raise GrammarTooComplex(f"the grammar cannot be followed any further: {_reason(self._parser.get_error())}")
+            raise GrammarTooComplex(f"the grammar cannot be continued: {_reason(self._parser.get_error())}")
 
 
 def _below(found: dict[Tokens, T], path: Tokens) -> dict[Tokens, T]:

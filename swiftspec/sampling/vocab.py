@@ -16,7 +16,7 @@ from torch import Tensor
 
 from swiftspec.params import SamplingParams
 from swiftspec.sampling import filters
-from swiftspec.sampling.filters import NEG_INF, CheckAll, all_on_host
+from swiftspec.sampling.filters import NEG_INF, FastPathCheck, all_on_host
 
 TOP_CANDIDATES = 64  # most likely tokens that each rank sends for a filter; enough for nearly every filter
 
@@ -89,7 +89,7 @@ class VocabShard:
         values, totals = self.group.all_gather(message).split((tokens.shape[-1], 1), -1)
         return values.amax(0), totals.logsumexp(0)
 
-    def apply_filters(self, logits: Tensor, params: SamplingParams, check_all: CheckAll = all_on_host) -> Tensor:
+    def apply_filters(self, logits: Tensor, params: SamplingParams, check_all: FastPathCheck = all_on_host) -> Tensor:
         """Applies `filters.apply_filters` to this rank's `logits` [n, m]. Gathers whole rows only if `check_all` does
         not confirm that the exchanged top candidates suffice."""
         if not params.filtered:
@@ -101,7 +101,7 @@ class VocabShard:
         whole = _concat_ranks(self.group.all_gather(padded))[:, : self.vocab]
         return filters.apply_filters(whole, params)[:, self.tokens.start : self.tokens.stop]
 
-    def _filter_threshold(self, logits: Tensor, params: SamplingParams, check_all: CheckAll) -> Tensor | None:
+    def _filter_threshold(self, logits: Tensor, params: SamplingParams, check_all: FastPathCheck) -> Tensor | None:
         """Returns the smallest logit [n, 1] that the filters keep, or None if it may be below the exchanged candidates.
 
         The merged candidates are the true ranking of the row down to `floor`, the largest of the ranks' last

@@ -74,7 +74,7 @@ def run_guarded(run: Callable[[bool], int], grace_s: float = SIGNAL_GRACE_S, *, 
             code = 0
         except RankLost as error:
             if ending.exit_code is None:
-                print(f"swiftspec: rank {rank} leaves: {error}", file=sys.stderr)
+                print(f"swiftspec: rank {rank} exits: {error}", file=sys.stderr)
             code = EXIT_PEER_LOST if supervised else 1
         except UserError as error:
             code = _report_error(error, rank) if ending.exit_code is None else 1
@@ -160,14 +160,16 @@ def _run_subcommand(name: str, argv: list[str], first: bool) -> int:
     if name == "serve":
         return _dispatch(argv if command.settings.port is not None else [*argv, "--port", str(DEFAULT_PORT)], first)
     if command.settings.port is not None:
-        raise UsageError(f"--port is for `swiftspec serve`: leave it out of `swiftspec {name}`")
+        raise UsageError(f"--port is not supported by `swiftspec {name}`; remove it, or use `swiftspec serve`")
     terminal = sys.stdin is not None and sys.stdin.isatty()
     if name == "chat" and (has_prompt or command.json):
-        raise UsageError("--prompt, --prompt-file and --json are for `swiftspec generate`: leave them out")
+        raise UsageError(
+            "--prompt, --prompt-file and --json are not supported by `swiftspec chat`; use `swiftspec generate`"
+        )
     if name == "chat" and first and not (terminal and sys.stdout.isatty()):
         raise UsageError("`swiftspec chat` needs a terminal: use `swiftspec generate` for a prompt from a pipe")
     if name == "generate" and first and not has_prompt and (terminal or sys.stdin is None):
-        raise UsageError("no prompt: give one with --prompt or --prompt-file, or pipe it in")
+        raise UsageError("no prompt: pass it with --prompt, --prompt-file or standard input")
     return _dispatch(argv, first)
 
 
@@ -180,17 +182,17 @@ def _run_with_workers(name: str, argv: Sequence[str], here: LaunchedRank | None)
     if name == "worker":
         return worker.run_worker_command(argv, join_launched_world)
     if here is not None and here.size > 1:
-        raise UsageError("`swiftspec generate` is one process: start it without torchrun")
+        raise UsageError("`swiftspec generate` runs in one process: start it without torchrun")
     command = parse_command(argv)
     if command.settings.target_url is None:
         raise UsageError(
             "`python -m swiftspec.serve generate` needs --target-url; for a local model use `swiftspec generate`"
         )
     if command.settings.port is not None:
-        raise UsageError("`swiftspec generate` gives one answer: leave out --port")
+        raise UsageError("--port is not supported by `swiftspec generate`; remove it, or use `swiftspec serve`")
     prompt = generate.read_prompt(command)
     if prompt is None:
-        raise UsageError("no prompt: give one with --prompt or --prompt-file, or pipe it in")
+        raise UsageError("no prompt: pass it with --prompt, --prompt-file or standard input")
     return generate.run_generate(command, prompt)
 
 
@@ -200,7 +202,7 @@ def _supervise_server(command: ParsedCommand, here: LaunchedRank | None, ranks: 
     from swiftspec.serve.supervisor.job import supervise_server
 
     if command.json or command.prompt is not None or command.prompt_file is not None:
-        raise UsageError("--port serves clients, who bring their prompts: leave out --prompt, --prompt-file and --json")
+        raise UsageError("--prompt, --prompt-file and --json are not supported with --port; remove them")
     settings = command.settings
     frontend_process.check_frontend_settings(settings)
     with frontend_process.open_listener(settings.host, settings.port or 0) as listening:

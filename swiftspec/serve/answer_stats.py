@@ -209,7 +209,7 @@ def summary_line(stats: Stats, tokens: int) -> str:
         if stats.population.full:
             parts.append("ended because the KV cache has no room for another round of particles that differ this much")
     if stats.drafter_lost is not None:
-        parts.append(f"the drafter was lost ({stats.drafter_lost}), the target continued without it")
+        parts.append(f"the drafter was lost ({stats.drafter_lost}); decoding continued without it")
     return ", ".join(parts)
 
 

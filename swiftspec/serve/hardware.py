@@ -20,9 +20,7 @@ def resolve_device(name: str) -> str:
     if name == "cuda" and not found:
         from swiftspec.backends.cuda.devices import why_no_gpu
 
-        raise UserError(
-            f"--device cuda: PyTorch finds no NVIDIA GPU here; use --device cpu, or fix this: {why_no_gpu()}"
-        )
+        raise UserError(f"--device cuda: PyTorch finds no NVIDIA GPU ({why_no_gpu()}); use --device cpu")
     return ("cuda" if found else "cpu") if name == "auto" else name
 
 

@@ -46,11 +46,11 @@ class ResolvedModels:
         UserError if a model is missing or the plan is invalid."""
         check_worker_settings(settings, ranks)
         if settings.target_url is not None:
-            raise UsageError("--target-url is for a chat and for one answer: leave it out, and name the --model")
+            raise UsageError("--target-url is only supported by `chat` and `generate`; remove it and specify --model")
         model, draft_model = _model_names(settings)
         if settings.revision is not None and is_folder(expand_user(model)):
             raise UsageError(
-                f"--revision {settings.revision} is for a hub id, but {model} is a directory: leave it out"
+                f"--revision {settings.revision} applies to a hub id, but {model} is a directory; remove it"
             )
         drafts = draft_model is not None or settings.draft_url is not None
         plan = settings.make_plan(drafts, ranks)  # reports invalid settings before a download
@@ -94,7 +94,7 @@ def apply_profile(settings: Settings, target: Path, draft: Path, ranks: int, pha
         profile = store.load(file)
         reason = key.difference(profile["key"])
         if reason is not None:
-            raise UserError(f"--plan {file} is refused: {reason}; measure here with `python -m swiftspec.profile`")
+            raise UserError(f"--plan {file} cannot be used: {reason}; measure again with `python -m swiftspec.profile`")
     else:
         profile, file, reasons = store.find(folder, key)
         for reason in reasons:
@@ -103,7 +103,7 @@ def apply_profile(settings: Settings, target: Path, draft: Path, ranks: int, pha
     run = None if profile is None else store.best_run(profile, fixed)
     if run is None and named:
         given = " with ".join(["", *(f"{flag_name(name)} {value}" for name, value in fixed.items())])
-        raise UsageError(f"--plan {settings.plan} has no run{given} whose text is the target's: leave one of them out")
+        raise UsageError(f"--plan {settings.plan} has no lossless run{given}; remove one of these flags")
     if run is None:
         return settings
     open_ = {name: value for name, value in store.plan_settings(run["plan"]).items() if name not in fixed}
@@ -113,7 +113,7 @@ def apply_profile(settings: Settings, target: Path, draft: Path, ranks: int, pha
         filled.make_plan(True, ranks)
     except UserError as error:  # `resolve` has checked the settings alone, so the profile causes the error
         if named:
-            raise UserError(f"--plan {file} is refused: {error}") from None
+            raise UserError(f"--plan {file} cannot be used: {error}") from None
         phases.note(f"{file} is not used: {error}")
         return settings
     phases.note(f"plan: {store.plan_title(run['plan'])} of {file}, measured at {store.median_speed(run):.0f} tok/s")
@@ -125,13 +125,13 @@ def _check_profile_usable(settings: Settings, draft: Path | None) -> None:
     tree."""
     why = None
     if draft is None:
-        why = "fills in settings of a draft, and there is no draft model: name one with --draft-model"
+        why = "requires a draft model: specify one with --draft-model, or remove --plan"
     elif settings.mode in ("ar", "smc"):
-        why = f"fills in settings of a draft tree, and mode {settings.mode} has none"
+        why = f"is not supported in mode {settings.mode}, which has no draft tree; remove it"
     elif settings.max_num_seqs > 1:
-        why = "fills in settings of a draft tree, and --max-num-seqs above 1 has none"
+        why = "is not supported with --max-num-seqs above 1, which has no draft tree; remove it"
     if why is not None:
-        raise UsageError(f"--plan {settings.plan} {why}; or leave it out")
+        raise UsageError(f"--plan {settings.plan} {why}")
 
 
 def _model_names(settings: Settings) -> tuple[str, str | None]:
@@ -146,7 +146,7 @@ def demo_model_path(side: Literal["target", "draft"]) -> str:
     """Returns the directory of a demo model. Raises UserError if it is missing."""
     path = DEMO_DIR / side
     if not (path / "config.json").is_file():
-        raise UserError(f"the demo models are missing ({path}): name yours with --model and --draft-model")
+        raise UserError(f"the demo models are missing ({path}): specify models with --model and --draft-model")
     return str(path)
 
 
@@ -154,16 +154,16 @@ def check_worker_settings(settings: Settings, ranks: int) -> None:
     """Raises UsageError if --target-url or --draft-url contradicts another setting or the number of ranks."""
     for ours, url in (("model", "target_url"), ("draft_model", "draft_url")):
         if getattr(settings, url) is not None and getattr(settings, ours) is not None:
-            raise UsageError(f"{flag_name(ours)} and {flag_name(url)} name one model twice: leave one out")
+            raise UsageError(f"{flag_name(ours)} and {flag_name(url)} specify the same model; remove one of them")
     url = "target_url" if settings.target_url is not None else "draft_url"
     if getattr(settings, url) is None:
         return
     if settings.mode == "smc":
-        raise UsageError(f"mode smc runs both models in one place: leave {flag_name(url)} out, or take another mode")
+        raise UsageError(f"{flag_name(url)} is not supported in mode smc; remove it or use another mode")
     if ranks > 1:
-        raise UsageError(f"{flag_name(url)} is for one rank, not {ranks}: the worker has the others' part")
+        raise UsageError(f"{flag_name(url)} is not supported with {ranks} ranks; start one rank")
     if settings.port is not None and settings.target_url is not None:
-        raise UsageError("--port serves a target of this machine: start the server where the target is")
+        raise UsageError("--port is not supported with --target-url; start the server on the target's machine")
 
 
 def requested_emulation(settings: Settings) -> StepTimeEmulation | None:

@@ -21,22 +21,30 @@ def split_ranks(
     worker runs one of them.
     """
     if mode != "async":
-        require(target_tp in (None, ranks), f"mode {mode} takes all {ranks} ranks for the target, not {target_tp}")
+        require(
+            target_tp in (None, ranks),
+            f"mode {mode} uses all {ranks} ranks for the target, not {target_tp}: remove --target-tp",
+        )
         expected = 0 if mode == "ar" else ranks
-        require(draft_tp in (None, expected), f"mode {mode} has no draft group of its own: leave --draft-tp out")
+        require(
+            draft_tp in (None, expected),
+            f"--draft-tp is not supported in mode {mode}, which has no draft group; remove it",
+        )
         return ranks, expected
     if single_rank_ok and ranks == 1 and target_tp in (None, 1) and draft_tp in (None, 0):
         return 1, 0
-    require(ranks >= 2, "mode async needs two ranks or more: start it with torchrun --standalone --nproc-per-node 2")
+    require(
+        ranks >= 2, "mode async requires at least two ranks: start it with torchrun --standalone --nproc-per-node 2"
+    )
     if target_tp is not None and draft_tp is not None:
         require(
             target_tp >= 1 and draft_tp >= 1 and target_tp + draft_tp == ranks,
-            f"--target-tp {target_tp} and --draft-tp {draft_tp} do not add up to {ranks} ranks: take at least 1 each",
+            f"--target-tp {target_tp} and --draft-tp {draft_tp} must be at least 1 and add up to {ranks} ranks",
         )
         return target_tp, draft_tp
     for name, given in (("target", target_tp), ("draft", draft_tp)):
         fits = given is None or 1 <= given < ranks
-        require(fits, f"--{name}-tp {given} leaves no rank of {ranks} for the other model: take 1..{ranks - 1}")
+        require(fits, f"--{name}-tp {given} leaves none of the {ranks} ranks for the other model: use 1..{ranks - 1}")
     if draft_tp is None:
         draft_tp = max(1, ranks // 4) if target_tp is None else ranks - target_tp
     return ranks - draft_tp, draft_tp
@@ -57,7 +65,10 @@ def requested_ranks(
     if mode == "async" and (target_tp, draft_tp) != (None, None):
         one_gpu = gpu and ranks == 1 and draft_tp is None
         ranks += draft_tp if draft_tp is not None else 0 if one_gpu else 1
-    require(ranks <= MAX_LOCAL_RANKS, f"{ranks} ranks are more than one command starts: start them with torchrun")
+    require(
+        ranks <= MAX_LOCAL_RANKS,
+        f"{ranks} ranks exceed the limit of {MAX_LOCAL_RANKS} per command: start them with torchrun",
+    )
     return ranks
 
 
@@ -69,5 +80,5 @@ def acceptance_advice(plan: EngineConfig, sampling: SamplingParams) -> str | Non
     if plan.proposal == "top":
         return "proposal top does not use the target's noise: proposal coupled has a higher acceptance rate"
     if plan.proposal == "sample" and plan.verify == "match":
-        return "draft and target sample with independent noise: verify reject, or proposal coupled, accepts more"
+        return "draft and target use independent noise: verify reject or proposal coupled has a higher acceptance rate"
     return None

@@ -68,7 +68,7 @@ def _open(
     phases.begin("tokenizers")
     codec = TextCodec(path, renderer)
     if codec.digest != target.about.tokenizer:
-        raise UserError(f"{target.link.peer} has sent a tokenizer that does not match its digest: restart it")
+        raise UserError(f"{target.link.peer} sent a tokenizer that does not match its digest: restart the worker")
     draft = None if settings.draft_model is None or settings.mode == "ar" else locate_model(settings.draft_model)
     plan = settings.make_plan(draft is not None or settings.draft_url is not None)
     plan.check_request(settings.sampling_params(defaults))

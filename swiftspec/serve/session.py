@@ -97,10 +97,10 @@ class Session:
                 self.tokenizer_folder.cleanup()
         writer = self.llm.writer
         if writer is not None and writer.error is not None and self.packed_cache is not None:
-            warn(f"--packed-cache {self.packed_cache} is not complete, and the next start packs again: {writer.error}")
+            warn(f"--packed-cache {self.packed_cache} is incomplete; the next start packs again: {writer.error}")
         trace = self.llm.roles.recorder.file
         if trace is not None and trace.error is not None:
-            warn(f"--trace {trace.path} is not complete: {trace.error}")
+            warn(f"--trace {trace.path} is incomplete: {trace.error}")
 
 
 def open_session(
@@ -156,17 +156,19 @@ def _print_advice(
 ) -> None:
     """Prints warnings about slow settings, and notes on settings without effect."""
     if world is not None and not world.spin:
-        phases.warn(f"{world.local_size} ranks share this machine's cores and will wait for each other: start fewer")
+        phases.warn(f"{world.local_size} ranks share this machine's cores and slow each other down: start fewer ranks")
     for advice in (settings.guidance_note(), acceptance_advice(resolved.plan, sampling)):
         if advice is not None:
             phases.warn(advice)
     cpus = len(available_cpus())
     if (settings.threads or 0) > cpus:
-        phases.warn(f"--threads {settings.threads} on {cpus} CPUs: threads wait for each other, take {cpus} at most")
+        phases.warn(
+            f"--threads {settings.threads} exceeds the {cpus} available CPUs, which is slow: use at most {cpus}"
+        )
     for line in settings.ignored_settings(resolved.plan.mode):
         phases.note(line)
     if settings.share_gpus and resolve_device(settings.device) == "cpu":
-        phases.note("--share-gpus does nothing: the models run on the CPU")
+        phases.note("--share-gpus has no effect: the models run on the CPU")
 
 
 def _load_llm(
@@ -186,7 +188,7 @@ def _load_llm(
     except (MemoryError, RuntimeError) as error:
         if isinstance(error, RuntimeError) and "memory" not in str(error):
             raise
-        raise UserError("not enough memory for these models: take a smaller --max-model-len, or --dtype") from None
+        raise UserError("not enough memory for these models: use a smaller --max-model-len or --dtype") from None
     if llm.roles.recorder.file is not None:
         llm.roles.recorder.file.token_text = lambda token: codec.token_text([token])
     return llm, dtype, threads

@@ -64,7 +64,7 @@ class CommandStreams:
     def check(self) -> None:
         """Raises UserError if standard output is closed."""
         if sys.stdout is None:
-            raise UserError("standard output is closed: there is nowhere to print an answer")
+            raise UserError("standard output is closed: redirect it to a file or to /dev/null")
 
     def flush(self) -> None:
         """Flushes standard output. Raises OutputLost or BrokenPipeError if this or an earlier write failed."""

@@ -62,5 +62,5 @@ def _token(token: str | None) -> str | None:
         except UserError as error:
             raise UsageError(str(error)) from None
     if token is not None and not (token.isascii() and token.isprintable() and token.strip() == token and token):
-        raise UsageError("--token must be printable ASCII without blanks at its ends")
+        raise UsageError("--token must be printable ASCII without leading or trailing spaces")
     return token

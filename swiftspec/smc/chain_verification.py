@@ -43,7 +43,7 @@ def verify_by_rejection(target: Tensor, draft: Tensor, tokens: Tensor, uniforms:
     """
     _check_shapes(tokens, target=(target, 1), draft=(draft, 0))
     if uniforms.shape != tokens.shape:
-        raise ValueError(f"uniforms must be {list(tokens.shape)}, as the tokens are, not {list(uniforms.shape)}")
+        raise ValueError(f"uniforms must have the shape of tokens, {list(tokens.shape)}, not {list(uniforms.shape)}")
     steps, rows = tokens.shape[1], torch.arange(tokens.shape[0], device=tokens.device)
     kind = torch.float64 if target.dtype == torch.float64 else torch.float32
     log_p, log_q = (_log_probs(logits, tokens, kind) for logits in (target, draft))
@@ -63,13 +63,15 @@ def _check_shapes(tokens: Tensor, **logits: tuple[Tensor, int]) -> None:
     """Raises ValueError unless `tokens` is [requests, K] and the logits have matching shapes. `logits`: by name, a
     tensor [requests, K + extra, V] and `extra`."""
     if tokens.dim() != 2:
-        raise ValueError(f"tokens must be [requests, draft tokens], not {list(tokens.shape)}")
+        raise ValueError(f"tokens must have shape [requests, draft tokens], not {list(tokens.shape)}")
     batch, steps = tokens.shape
     vocab = next(iter(logits.values()))[0].shape[-1:]
     for name, (rows, extra) in logits.items():
         want = (batch, steps + extra, *vocab)
         if rows.shape != want:
-            raise ValueError(f"{name} must be {list(want)} for tokens {list(tokens.shape)}, not {list(rows.shape)}")
+            raise ValueError(
+                f"{name} must have shape {list(want)} for tokens {list(tokens.shape)}, not {list(rows.shape)}"
+            )
 
 
 def accept_matching_prefix(best: Tensor, tokens: Tensor) -> ChainVerdict:

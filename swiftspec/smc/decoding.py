@@ -168,7 +168,7 @@ class ParticleDecoding:
                 return False
             try:
                 if cancelled(request):
-                    raise Cancelled("the request was cancelled before its turn")
+                    raise Cancelled("the request was cancelled while it was queued")
                 active[self._admit(request)] = request
             except Cancelled:  # before or during its prefill
                 gone.append(request)

@@ -21,10 +21,10 @@ def region_slots(config: PopulationConfig, context: int) -> int:
     most = max(share - 1, 0) // (2 * (config.smc_draft_tokens + 1))
     if config.particles > most:
         of = "" if groups == 1 else f" in each of {groups} groups"
-        fewer = "" if groups == 1 else ", or take fewer groups"
+        fewer = "" if groups == 1 else ", or use fewer groups"
         raise UserError(
             f"{config.particles} particles with {config.smc_draft_tokens} draft tokens{of} do not fit the cache of"
-            f" {MAX_REGION_SLOTS} slots: at most {most} particles do{fewer}"
+            f" {MAX_REGION_SLOTS} slots: use at most {most} particles{fewer}"
         )
     return -(-min(config.particles * context + 2 * config.slots_per_round, share) // widest) * widest
 
@@ -32,15 +32,16 @@ def region_slots(config: PopulationConfig, context: int) -> int:
 def check_sampling(sampling: SamplingParams, chains: bool = False) -> None:
     """Raises UserError for sampling parameters that sequence groups do not support. `chains`: True for exact batching,
     with one verified chain per group; False for mode smc."""
-    who, instead = ("a batch", "take max_num_seqs 1") if chains else ("mode smc", "take mode serial")
+    where, instead = (
+        ("with max_num_seqs above 1", "use max_num_seqs 1") if chains else ("in mode smc", "use mode serial")
+    )
     if sampling.greedy and not chains:
-        raise UserError("mode smc samples, and temperature 0 leaves nothing to sample: raise it, or take mode serial")
+        raise UserError("temperature 0 is not supported in mode smc; raise it, or use mode serial")
     if sampling.guided:
-        why = "a group has one sequence of the cache, and a negative prompt needs another"
-        raise UserError(f"{who} knows no guidance ({why}): leave guidance_scale at 1, or {instead}")
+        raise UserError(f"guidance is not supported {where}; set guidance_scale to 1, or {instead}")
     if sampling.logprobs is not None or sampling.prompt_logprobs is not None:
-        raise UserError(f"{who} gives no log-probabilities: leave them out, or {instead}")
+        raise UserError(f"log-probabilities are not supported {where}; remove them, or {instead}")
     if sampling.verify_batch is not None or sampling.draft_steps is not None:
-        raise UserError(f"{who} has no draft tree: leave verify_batch and draft_steps out, or {instead}")
+        raise UserError(f"verify_batch and draft_steps are not supported {where}; remove them, or {instead}")
     if sampling.grammar is not None:
-        raise UserError(f"{who} knows no grammar: leave it out, or {instead}")
+        raise UserError(f"grammars are not supported {where}; remove the grammar, or {instead}")

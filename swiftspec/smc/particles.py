@@ -30,7 +30,7 @@ STATE_FIELDS = (
     "_ends",
     "_path",
     "log_weights",
-    "base",
+    "slots_used",
     "clock",
     "limit",
     "log_z",
@@ -64,7 +64,7 @@ class Particles:
         self.mask = zeros(g, n, slots, dtype=torch.bool)
         self._ends = zeros(g, n, 2, dtype=torch.bool)
         self._path = zeros(g, n, resampling.PATH_HEADER_WORDS + max_tokens + step)
-        self.base = zeros(g)  # number of tree slots allocated so far
+        self.slots_used = zeros(g)  # number of tree slots allocated so far
         self.clock = zeros(g)  # length of the prompt plus draws so far; keys the noise
         self.log_z = zeros(g, dtype=torch.float64)  # log of the mean weight, summed over the resamplings
         self.ess = zeros(g, dtype=torch.float64)  # effective sample size, summed over the rounds
@@ -118,7 +118,7 @@ class Particles:
         self.tail_tokens[group].fill_(token)
         self.tail_positions[group].fill_(position)
         self.limit[group].fill_(limit)
-        self.base[group].fill_(1)
+        self.slots_used[group].fill_(1)
         self.clock[group].fill_(position + 1)
 
     def release(self, group: int) -> None:
@@ -131,13 +131,13 @@ class Particles:
     def reset_idle(self, groups: slice) -> None:
         """Resets the slot and round counts of groups without a running request, which a captured round increases as
         well."""
-        self.base[groups] = 1
+        self.slots_used[groups] = 1
         self.rounds[groups] = 0
 
     def new_slots(self) -> Tensor:
         """Returns the tree slots [groups, N, K + 1] of this round's tokens. The N slots of a step follow those of the
         step before it, so slots are in topological order."""
-        return self.base[:, None, None] + self._steps * self.count + self._rows[:, None]
+        return self.slots_used[:, None, None] + self._steps * self.count + self._rows[:, None]
 
     def append_round(
         self, drafts: Tensor, accepted: Tensor, bonus: Tensor, terms: Tensor, stops: Tensor, width: int
@@ -176,7 +176,7 @@ class Particles:
         self.tail_positions.copy_(torch.where(going, torch.cat((position, position + 1), -1), self.tail_positions))
         self.tail_tokens.copy_(torch.cat((chain.gather(-1, at), bonus[..., None]), -1))
         self.tail_slots.copy_(torch.cat((chain_slots.gather(-1, at), slots[..., -1:]), -1))
-        self.base += self.count * self.step
+        self.slots_used += self.count * self.step
         self.clock += self.step
 
     def resample(self, threshold: float, uniform: Tensor, width: int) -> None:
@@ -209,7 +209,7 @@ class Particles:
         mask[:, : len(keep)] = rows
         tails = self.tail_slots[group]
         tails.copy_(place[tails])
-        self.base[group].fill_(len(keep))
+        self.slots_used[group].fill_(len(keep))
 
     def ref_counts(self, group: int, width: int | None = None) -> Tensor:
         """Returns the number of live rows of a group that use each tree slot, [width] int64. `width`: slots to count;

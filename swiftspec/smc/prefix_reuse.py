@@ -25,7 +25,7 @@ class SequencePrefixes:
         self._tokens: list[Tokens] = [np.array([], np.int64)] * sequences
         self._lru = [*range(sequences)]  # least recently used first
 
-    def acquire(self, tokens: Sequence[int], busy: Collection[int]) -> tuple[int, int]:
+    def acquire(self, tokens: Sequence[int], in_use: Collection[int]) -> tuple[int, int]:
         """Selects a sequence for a prompt that is not in `busy`, and fills its prefix with the longest prefix of the
         prompt that any sequence holds. Returns the sequence and the length of that prefix; the caller prefills the
         rest.
@@ -35,12 +35,12 @@ class SequencePrefixes:
         """
         wanted = np.array(tokens[:-1], np.int64)
         shared = {each: common_prefix_len(self._cached(each), wanted) for each in self._lru}
-        source = max(self._lru, key=lambda each: (shared[each], each not in busy))
+        source = max(self._lru, key=lambda each: (shared[each], each not in in_use))
         sequence, count = source, shared[source]
         if (
-            source in busy or len(self._cached(source)) - count >= MIN_CACHED_TOKENS
+            source in in_use or len(self._cached(source)) - count >= MIN_CACHED_TOKENS
         ):  # keep it: its text may be requested again
-            sequence = next((each for each in self._lru if each not in (*busy, source)), source)
+            sequence = next((each for each in self._lru if each not in (*in_use, source)), source)
         for cache in self._caches:
             if sequence != source:
                 for part in (cache.k, cache.v):

@@ -181,9 +181,14 @@ class PopulationRound:
         keys = self._keys(context)
         chains = self._draft_tokens(context, keys)
         verdict = self._verify(context, self._score(context, chains), chains, next(keys))
-        broken = (verdict.bonus < 0).any(-1) | verdict.terms.isnan().flatten(1).any(-1)
+        broken = (verdict.bonus < 0).any(-1) | verdict.log_weight_increments.isnan().flatten(1).any(-1)
         p.append_round(
-            chains.tokens, verdict.accepted, verdict.bonus.clamp_min(0), verdict.terms, self._stops[:groups], width
+            chains.tokens,
+            verdict.accepted,
+            verdict.bonus.clamp_min(0),
+            verdict.log_weight_increments,
+            self._stops[:groups],
+            width,
         )
         if self._config.chains is None:
             p.resample(self._config.ess_threshold, self.streams.resampling(p.rounds), width)
@@ -309,9 +314,8 @@ class PopulationRound:
             found.append(verify_round(span.processor, self._config, logits[some], drafted))
         if len(found) == 1:
             return found[0]
-        return RoundVerdict(
-            *(concatenate([getattr(each, name) for each in found]) for name in ("accepted", "bonus", "terms"))
-        )
+        names = ("accepted", "bonus", "log_weight_increments")
+        return RoundVerdict(*(concatenate([getattr(each, name) for each in found]) for name in names))
 
     def _uniforms(self, context: RoundContext, groups: slice) -> Tensor:
         clock = context.particles.clock[:, None] + self._ticks[: self._config.num_rejection_tokens]

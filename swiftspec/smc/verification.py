@@ -41,7 +41,7 @@ class RoundVerdict:
 
     accepted: Tensor  # [groups, N], number of leading draft tokens that are kept
     bonus: Tensor  # [groups, N], the token after those; -1 if logits are not finite
-    terms: Tensor  # [groups, N, K + 1], log-weight of each kept token and of `bonus`, by position
+    log_weight_increments: Tensor  # [groups, N, K + 1], log-weight of each kept token and of `bonus`, by position
 
 
 def verify_round(

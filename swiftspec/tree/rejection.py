@@ -93,7 +93,7 @@ class RejectionSampling:
         self.noise = sampler.noise_of(RESIDUAL_STREAM)
         self.noise_rows = self.noise.rows
         key = torch.tensor([stream_key(sampler.params.seed, COIN_STREAM)], dtype=torch.uint32)
-        self.uniforms = key.view(torch.int32).to(sampler.device)
+        self.uniform_stream_key = key.view(torch.int32).to(sampler.device)
 
     def __call__(self, proposal: Proposal, logits: Tensor, paths: Paths | None, positions: Tensor) -> Accepted:
         """See `AcceptFn`. Raises ValueError if a child of the proposal has no draft probability."""
@@ -112,7 +112,9 @@ class RejectionSampling:
             values, total = shaped.gather(-1, named), shaped.logsumexp(-1, keepdim=True)
         else:
             values, total = shard.values(shaped, named)
-        bits = row_bits(row_keys(self.uniforms, positions + 1), counters(range(places.shape[1]), shaped.device))
+        bits = row_bits(
+            row_keys(self.uniform_stream_key, positions + 1), counters(range(places.shape[1]), shaped.device)
+        )
         uniforms = bits.to(torch.float64).add_(0.5).mul_(2.0**-32)
         judged = verify_siblings((values - total).double().exp(), q, places, uniforms)
         columns = range(shaped.shape[-1]) if shard is None else shard.tokens
@@ -167,7 +169,7 @@ def check_draft_probs(proposal: Proposal) -> None:
     or a child whose token has no probability in the distribution of its parent."""
     child_nodes = _child_nodes(proposal)
     if child_nodes and proposal.draft_probs is None:
-        raise ValueError("verify reject was sent a proposal that does not say what its tokens were drawn from")
+        raise ValueError("verify reject requires a proposal with draft distributions")
     if child_nodes and proposal.draft_probs is not None:
         _child_index(proposal, proposal.draft_probs, child_nodes)
 
@@ -188,6 +190,6 @@ def _child_index(proposal: Proposal, drawn: DraftProbs, child_nodes: ChildNodes)
         for i, child in enumerate(children):
             (found,) = np.nonzero((drawn.tokens[row] == proposal.tokens[child]) & (drawn.probs[row] > 0))
             if len(found) != 1:
-                raise ValueError(f"node {child} of a proposal was not drawn from what it says")
+                raise ValueError(f"the token of node {child} does not match the draft distribution of its parent")
             places[row, i] = found[0]
     return places

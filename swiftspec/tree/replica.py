@@ -50,7 +50,7 @@ def merge_deltas(deltas: Sequence[TreeDelta]) -> TreeDelta:
         return deltas[0]
     for before, after in pairwise(deltas):
         if after.first != before.first + len(before):
-            raise ValueError(f"growth from node {after.first}, where node {before.first + len(before)} comes next")
+            raise ValueError(f"delta starts at node {after.first}, expected node {before.first + len(before)}")
     parts = ([getattr(delta, name) for delta in deltas] for name in ("parents", "tokens", "weights"))
     parents, tokens, weights = map(np.concatenate, parts)
     expansions = sum(delta.expansions for delta in deltas)
@@ -160,22 +160,24 @@ class TreeReplica:
         `tree.count` on. Raises ValueError if the delta does not fit the tree."""
         tree, n, there = self.tree, len(delta), self.tree.count
         if delta.round != self._round:
-            raise ValueError(f"growth of round {delta.round}, where the draft stands at round {self._round}")
+            raise ValueError(f"delta of round {delta.round}, expected round {self._round}")
         if delta.first != self._ids.next or delta.expansions < 1:
-            raise ValueError(f"growth from node {delta.first}, where node {self._ids.next} comes next")
-        if not len(delta.parents) == len(delta.weights) == n <= len(tree.token) - there:
-            raise ValueError(f"growth of {n} nodes, of which a tree has room for {len(tree.token) - there}")
+            raise ValueError(f"delta starts at node {delta.first}, expected node {self._ids.next}")
+        if not len(delta.parents) == len(delta.weights) == n:
+            raise ValueError(f"delta of {n} tokens has {len(delta.parents)} parents and {len(delta.weights)} weights")
+        if n > len(tree.token) - there:
+            raise ValueError(f"delta of {n} nodes does not fit {len(tree.token) - there} free nodes")
         ids = np.concatenate((self._ids.ids, np.arange(delta.first, delta.first + n)))
         places = np.searchsorted(ids, delta.parents)
         if not (places < np.arange(there, there + n)).all() or not (ids[places] == delta.parents).all():
-            raise ValueError("growth under nodes that are not in the tree")
+            raise ValueError("a parent in the delta is not in the tree")
         if not ((delta.tokens >= 0) & (delta.tokens < self._vocab)).all():
-            raise ValueError(f"growth by a token outside 0..{self._vocab - 1}")
+            raise ValueError(f"a token in the delta is outside 0..{self._vocab - 1}")
         above = np.concatenate((tree.logprob[:there], delta.weights))[places]
         if not (delta.weights <= above).all():  # also rejects NaN
-            raise ValueError("growth by a node that outweighs its parent")
+            raise ValueError("a node in the delta has a larger weight than its parent")
         if len(np.unique(places * self._vocab + delta.tokens)) < n:
-            raise ValueError("growth by the same token twice under one node")
+            raise ValueError("the delta has the same token twice under one parent")
         return places
 
     def _add_nodes(self, parents: Ints, delta: TreeDelta) -> None:
@@ -185,7 +187,7 @@ class TreeReplica:
         expanded: NDArray[np.int64] = np.unique(parents)
         first, after = tree.expanded, tree.expanded + len(expanded)
         if after > tree.slots or (tree.slot[expanded] < tree.slots).any():
-            raise ValueError("growth under nodes that were expanded before, or beyond the tree's room")
+            raise ValueError("a parent in the delta was already expanded, or the tree slots are full")
         tree.token[new], tree.parent[new], tree.logprob[new] = delta.tokens, parents, delta.weights
         while len(expanded) > 0:  # one generation per iteration, ancestors first
             above = tree.slot[tree.parent[expanded]]

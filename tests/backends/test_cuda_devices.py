@@ -56,8 +56,8 @@ def test_a_build_without_cuda_is_refused(machine: Machine) -> None:
 
 @pytest.mark.parametrize(
     ("built", "driver", "message"),
-    [(None, 0, "without CUDA"), ("13.0", 0, "no NVIDIA driver"), ("13.0", 13000, "none that it can use"),
-     ("13.0", 12040, "driver is for CUDA 12.4, this PyTorch needs 13.0: install a newer driver")],
+    [(None, 0, "without CUDA"), ("13.0", 0, "no NVIDIA driver"), ("13.0", 13000, "no usable GPU"),
+     ("13.0", 12040, "driver supports CUDA 12.4, but this PyTorch needs 13.0; install a newer driver")],
 )  # fmt: skip
 def test_without_a_gpu_the_message_names_what_is_missing(
     machine: Machine, monkeypatch: pytest.MonkeyPatch, built: str | None, driver: int, message: str
@@ -91,12 +91,12 @@ def test_a_gpu_runs_kernels_of_its_compute_capability_generation(
             assert devices.require_usable("cuda") == torch.device("cuda", 0)
         else:
             major, minor = capability
-            assert f"A GPU needs sm_{major}{minor}: install swiftspec again" in machine.refusal()
+            assert f"A GPU needs sm_{major}{minor}; reinstall swiftspec" in machine.refusal()
 
 
 def test_a_gpu_that_is_too_old_is_refused(machine: Machine) -> None:
     machine.torch(get_device_capability=lambda _: (7, 5))
-    assert "need compute capability 8.0 (Ampere) or more, A GPU has 7.5" in machine.refusal()
+    assert "need compute capability 8.0 (Ampere) or more; A GPU has 7.5" in machine.refusal()
 
 
 def test_a_driver_that_is_too_old_for_the_kernels_is_reported(machine: Machine) -> None:

@@ -59,7 +59,7 @@ def test_every_isa_level_is_bitwise_identical_to_the_reference(data: st.DataObje
     weight: Weight = rounded_int8(n, k, seed, bias)
     if data.draw(st.booleans()):
         four = int4(n, k, group, seed, bias)
-        weight = replace(four, scales=four.scales.to(data.draw(st.sampled_from(SCALES))), rounds=True)
+        weight = replace(four, scales=four.scales.to(data.draw(st.sampled_from(SCALES))), int8_activations=True)
     x = random(data.draw(st.integers(1, 19)), k, seed=seed, dtype=data.draw(st.sampled_from([BF16, F32])))
     x[data.draw(st.integers(0, x.shape[0] - 1))] *= data.draw(st.sampled_from([0.0, 1e-36, 1e-3, 1e4]))
     want = oracle(weight, x)
@@ -73,7 +73,7 @@ def test_every_isa_level_is_bitwise_identical_to_the_reference(data: st.DataObje
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_a_value_that_is_not_finite_affects_only_its_row(level: str, bad: float) -> None:
-    for weight in (replace(int4(48, 128, 64, 1), rounds=True), rounded_int8(48, 128, 1)):
+    for weight in (replace(int4(48, 128, 64, 1), int8_activations=True), rounded_int8(48, 128, 1)):
         x = random(11, 128, seed=2)
         clean = native(weight, x)
         x[4, 70] = bad
@@ -83,7 +83,7 @@ def test_a_value_that_is_not_finite_affects_only_its_row(level: str, bad: float)
 
 
 def test_rows_are_independent(level: str) -> None:
-    for weight in (replace(int4(208, 256, 128, 3), rounds=True), rounded_int8(208, 256, 3)):
+    for weight in (replace(int4(208, 256, 128, 3), int8_activations=True), rounded_int8(208, 256, 3)):
         packed, norm = host.pack(weight, BF16, "cpu"), host.pack_norm(torch.ones(256), 1e-5, BF16, "cpu")
         x = random(21, 256, seed=1)
 
@@ -100,7 +100,7 @@ def test_rows_are_independent(level: str) -> None:
 
 
 def test_threads_change_nothing() -> None:
-    weight, x = replace(int4(640, 384, 128, 4), rounds=True), random(40, 384, seed=1)
+    weight, x = replace(int4(640, 384, 128, 4), int8_activations=True), random(40, 384, seed=1)
     alone = native(weight, x)
     host.set_threads(3)
     try:
@@ -120,7 +120,7 @@ def test_quantised_rows_have_seven_bits_of_precision() -> None:
 def test_the_product_is_close_to_that_of_unquantised_rows() -> None:
     weight, x = int4(128, 512, 128, 5), random(8, 512, seed=1)
     exact = x.double() @ weight.dequantize(torch.float64).T
-    got = native(replace(weight, rounds=True), x).double()
+    got = native(replace(weight, int8_activations=True), x).double()
     assert float((got - exact).norm() / exact.norm()) < 1e-2
 
 
@@ -143,9 +143,9 @@ def test_a_shard_has_the_weights_of_the_whole_matrix() -> None:
     cut = weight.inputs(columns, 32)
     assert torch.equal(cut.dequantize(F32)[:, :32], weight.dequantize(F32)[:, 32:64])
     assert not cut.dequantize(F32)[:, 32:].any()
-    four = replace(int4(64, 256, 128, 2), rounds=True)
+    four = replace(int4(64, 256, 128, 2), int8_activations=True)
     parts = [four.outputs(torch.arange(16, 32)), four.inputs(torch.arange(64, 128), 64), four.stack([four], None)]
-    assert all(part.rounds for part in parts)
+    assert all(part.int8_activations for part in parts)
 
 
 def read_layers(model: ModelWeights) -> list[LayerWeights]:
@@ -162,9 +162,10 @@ def test_only_the_supported_weights_of_a_model_are_quantised() -> None:
     four = int4(64, 64, 32, 1)
     both = LoadTimeQuantization(activations=True, head="int8").of_weights(model(four))
     assert isinstance(both.head(), LazyInt8Weight)
-    assert all(isinstance(x.down, Int4Weight) and x.down.rounds and x.qkv.product("cpu") for x in read_layers(both))
+    for read in read_layers(both):
+        assert isinstance(read.down, Int4Weight) and read.down.int8_activations and read.qkv.product("cpu")
     small = LoadTimeQuantization(activations=True, head="int4").of_weights(model(four)).head()
-    assert isinstance(small, Int4Weight) and small.rounds
+    assert isinstance(small, Int4Weight) and small.int8_activations
     neither = LoadTimeQuantization().of_weights(model(four))
     assert isinstance(neither.head(), DenseWeight) and [read().o for read in neither.layers] == [four]
     bf16 = LoadTimeQuantization(activations=True).of_weights(model(dense(64, 64, 1)))

@@ -60,7 +60,7 @@ def int4(order: str, n: int, k: int, group: int, kind: torch.dtype, noise: torch
 
 
 def expected(weight: Int4Weight) -> tuple[Tensor, Tensor, Tensor]:
-    codes, scales, zeros = weight.plain()
+    codes, scales, zeros = weight.unpack()
     assert weight.in_order().order == "outputs" and torch.equal(unpack_int4(weight.in_order().packed), codes)
     kind = torch.float32 if scales.dtype == torch.float64 else scales.dtype
     return blocks_of_codes(codes), by_blocks(scales.to(kind)), by_blocks(zeros)

@@ -19,6 +19,7 @@ import torch
 
 from swiftspec import _C
 from swiftspec.backends.cpu.shm import Mailbox, ShmCollectives, new_name
+from tests.support.cases import fast_first
 from tests.support.shm_rank import ROUNDS, bits, values
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -29,7 +30,7 @@ def left_behind() -> list[Path]:
     return list(Path("/dev/shm").glob("swiftspec-*"))
 
 
-@pytest.fixture(scope="module", params=["spin", "yield"])
+@pytest.fixture(scope="module", params=fast_first(["yield", "spin"], 1))
 def job(request: pytest.FixtureRequest) -> Iterator[tuple[list[Report], list[Path]]]:
     """The reports of four ranks, of which rank 1 was killed, and the named shared memory while they ran."""
     names, pipes = [new_name() for _ in range(4)], [os.pipe() for _ in range(4)]

@@ -84,7 +84,7 @@ def test_invalid_flags_are_refused(flags: list[str], capsys: pytest.CaptureFixtu
 
 
 def test_an_invalid_shape_is_refused_in_one_line(tmp_path: Path) -> None:
-    with pytest.raises(SystemExit, match=r"bench.large: 5b: neither .* nor the path of a config.json"):
+    with pytest.raises(SystemExit, match=r"bench.large: 5b: expected .* or the path of a config.json"):
         large.main(["--folder", str(tmp_path), "--shapes", "5b,1b"])
 
 
@@ -138,9 +138,9 @@ def test_targets_that_are_met_and_missed() -> None:
 
 def test_too_little_disk_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     log: list[str] = []
-    with pytest.raises(UserError, match="GB are needed; name a larger disk with --folder"):
+    with pytest.raises(UserError, match="GB are needed; specify a larger disk with --folder"):
         check_room(tmp_path, 10**18, log.append)
-    assert "to be written" in log[0]
+    assert "will be written" in log[0]
 
 
 def test_complete_results_are_reused_and_failed_ones_are_absent(
@@ -159,7 +159,7 @@ def test_complete_results_are_reused_and_failed_ones_are_absent(
     tiny.folder.mkdir()
     tiny.gguf("q4_1").touch()
     tiny.make(("q4_1",), log.append)
-    assert log == ["target-tiny: growing", "target-tiny: reused", "target-tiny.q4_1.gguf: reused"]
+    assert log == ["target-tiny: expanding", "target-tiny: reused", "target-tiny.q4_1.gguf: reused"]
     assert tiny.bytes_missing(("q4_1",)) == 0
     warm([tiny.gguf("q4_1")])
 

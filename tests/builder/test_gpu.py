@@ -66,9 +66,9 @@ def test_too_little_memory_is_reported_before_loading() -> None:
     with pytest.raises(UserError) as error:
         check_memory([need(131072), need(131072)], GPU)
     assert str(error.value) == (
-        "the models need 67.3 GB of GPU memory, 32.1 for weights, 34.4 for 131072 tokens of context and 0.9 to read"
-        " prompts, and RTX 4090 has 23.5 free: take a smaller max_model_len, int4 weights, kv_cache_dtype fp8, or more"
-        " GPUs"
+        "the models need 67.3 GB of GPU memory (32.1 for weights, 34.4 for the KV cache of 131072 tokens, 0.9 for"
+        " prefill), but RTX 4090 has 23.5 GB free: use a smaller max_model_len, int4 weights, kv_cache_dtype fp8, or"
+        " more GPUs"
     )
 
 
@@ -77,7 +77,7 @@ def test_memory_is_checked_per_rank(pair: Path, monkeypatch: pytest.MonkeyPatch,
     held: list[int] = []
     monkeypatch.setattr(assembled, "check_memory", lambda needs, device: held.append(len(needs)))
     stands_in: Any = type("Ranks", (), {"size": plan.num_ranks, "local_rank": 0, "local_size": plan.num_ranks})
-    ModelPair.check(pair, pair, plan, None if plan.num_ranks == 1 else stands_in, {"device": "cuda:0"})
+    ModelPair.create(pair, pair, plan, None if plan.num_ranks == 1 else stands_in, {"device": "cuda:0"})
     assert held == ([2] if plan.mode == "serial" else [1, 1])
 
 
@@ -87,14 +87,14 @@ def test_memory_in_torchs_cache_counts_as_free(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: int(20 * BYTES_PER_GB))
     check_memory([need(**AWQ)], GPU)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: int(18 * BYTES_PER_GB))
-    with pytest.raises(UserError, match=r"has 4\.0 free"):
+    with pytest.raises(UserError, match=r"has 4\.0 GB free"):
         check_memory([need(**AWQ)], GPU)
 
 
 def test_a_pair_too_large_is_refused(pair: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (1000, 2000))
-    with pytest.raises(UserError, match="take a smaller max_model_len"):
-        ModelPair.check(pair, pair, EngineConfig("serial"), None, {"device": "cuda:0"})
+    with pytest.raises(UserError, match="use a smaller max_model_len"):
+        ModelPair.create(pair, pair, EngineConfig("serial"), None, {"device": "cuda:0"})
 
 
 def test_unsupported_models_use_torch_operators_with_a_message(pair: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,20 +103,20 @@ def test_unsupported_models_use_torch_operators_with_a_message(pair: Path, monke
     def messages(**options: Any) -> list[str]:
         lines: list[str] = []
         wanted: Any = {"device": "cuda:0", "note": lines.append, **options}
-        ModelPair.check(pair, None, EngineConfig("ar"), None, wanted)
+        ModelPair.create(pair, None, EngineConfig("ar"), None, wanted)
         return lines
 
     assert messages(dtype=torch.float32) == [
         "the target runs on torch's own operators: the CUDA operators compute in bfloat16, not float32"
     ]
     [line] = messages()
-    assert line.startswith("the target runs on torch's own operators: the CUDA operators take heads of 64 or 128, not")
+    assert line.startswith("the target runs on torch's own operators: the CUDA operators need head dimension 64")
     assert messages(ops="unfused") == []
-    with pytest.raises(UserError, match="take heads of 64 or 128"):
+    with pytest.raises(UserError, match="need head dimension 64 or 128"):
         messages(ops="cuda")
 
     def too_old(device: Any) -> Any:
-        raise UserError("the CUDA operators need compute capability 8.0 (Ampere) or more, T4 has 7.5")
+        raise UserError("the CUDA operators need compute capability 8.0 (Ampere) or more; T4 has 7.5")
 
     large = parse_config(LLAMA_8B)
     assert select_operators("auto", large, BF16, GPU) is cuda

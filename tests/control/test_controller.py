@@ -135,7 +135,7 @@ def test_a_truncated_proposal_counts_as_a_whole_one() -> None:
         tokens = (11, 13) if round_ % 2 == 0 else (14,)
         controller.observe(VerifyResult(1, round_, at, tuple(range(len(tokens))), tokens))
         at += len(tokens)
-    assert [tree.hits for tree in controller.round_stats.speculative_rounds] == [(1, 3), ()]
+    assert [tree.accepted_nodes for tree in controller.round_stats.speculative_rounds] == [(1, 3), ()]
     assert drafter.draft_steps == 4
 
 

@@ -160,7 +160,7 @@ def test_padding_contributes_nothing(tmp_path: Path) -> None:
 
 def test_more_ranks_than_heads(tmp_path: Path) -> None:
     make_checkpoint(tmp_path)
-    with pytest.raises(UserError, match="4 query heads cannot be cut for 5 ranks: take 4 at most"):
+    with pytest.raises(UserError, match="4 query heads cannot be sharded over 5 ranks; use at most 4"):
         on_ranks(5, lambda group: logits(tmp_path, group))
 
 

@@ -291,7 +291,7 @@ def test_a_tree_grows_without_the_host() -> None:
             weights += [weights[node] + value for value in values[row].tolist()]
             parents += [node] * k
     assert tree.logprob[: len(weights)].tolist() == weights and tree.used.tolist() == [len(weights), slots]
-    with pytest.raises(ValueError, match="used up"):
+    with pytest.raises(ValueError, match="no free slots"):
         tree.best_leaves(prefix)
 
 

@@ -29,7 +29,7 @@ K, N = 512, 1024
 HERE = DEVICE.type  # this process's GPU
 
 
-def open_peers(rank: int, size: int, file: str, patience: float) -> PeerCollectives:
+def open_peers(rank: int, size: int, file: str, timeout_s: float) -> PeerCollectives:
     """The peer group of this process; its GPU becomes the current one."""
     device = torch.device(f"{HERE}:{rank % torch.cuda.device_count()}" if HERE == "cuda" else HERE)
     torch.cuda.set_device(device)
@@ -39,7 +39,7 @@ def open_peers(rank: int, size: int, file: str, patience: float) -> PeerCollecti
         store.set(f"{topic} {rank}", mine.hex())
         return [bytes.fromhex(store.get(f"{topic} {peer}").decode()) for peer in range(size)]
 
-    return PeerCollectives(rank, size, ops.max_lines(N), device, exchange, patience)
+    return PeerCollectives(rank, size, ops.max_lines(N), device, exchange, timeout_s)
 
 
 def sum_products(rank: int, size: int, file: str) -> None:

@@ -26,14 +26,14 @@ EPOCHS = (6 if FEW else 12) if EMULATED else int(SANITIZED)
 class Ranks:
     """Virtual ranks of a group on this GPU: inboxes in its memory, one launch for all."""
 
-    def __init__(self, size: int, k: int, n: int, group: int, patience: float = 5.0) -> None:
+    def __init__(self, size: int, k: int, n: int, group: int, timeout_s: float = 5.0) -> None:
         self.weights = [weight(k, n, group, seed) for seed in range(size)]
         self.packed = [ops.pack(w, torch.bfloat16, DEVICE) for w in self.weights]
         lines = ops.max_lines(n)
         self.inboxes = [ops.make_inbox(size, lines, DEVICE) for _ in range(size)]
-        self.trouble = torch.zeros(1, dtype=torch.int64, pin_memory=not EMULATED)
+        self.error_word = torch.zeros(1, dtype=torch.int64, pin_memory=not EMULATED)
         addresses = [box.data_ptr() for box in self.inboxes]
-        self.ends = [ops.PeerCommunicator(r, addresses, lines, self.trouble, DEVICE, patience) for r in range(size)]
+        self.ends = [ops.PeerCommunicator(r, addresses, lines, self.error_word, DEVICE, timeout_s) for r in range(size)]
 
     def sum(self, x: list[Tensor], residual: Tensor, delays: int) -> list[Tensor]:
         out = [torch.full_like(residual, float("nan")) for _ in x]
@@ -160,7 +160,7 @@ def test_launches_that_overlap() -> None:
 
 ALONE = """
 from tests.gpu.test_sums import K, N, Ranks, ops, rows_of, torch
-ranks = Ranks(2, K, N, 128, patience=0.2)
+ranks = Ranks(2, K, N, 128, timeout_s=0.2)
 try:
     ops.linear_residual(rows_of(3, K), ranks.packed[0], rows_of(3, N), ranks.ends[0])
     torch.cuda.synchronize()

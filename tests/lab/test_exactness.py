@@ -94,7 +94,7 @@ def test_the_command(pair: list[str], capsys: pytest.CaptureFixture[str]) -> Non
     flags = [*pair, "--raw", "--temperature", "0.7", "--top-k", "4", "--samples", "40", "--greedy-tokens", "20"]
     assert main(flags) == 0
     out = capsys.readouterr().out
-    assert "greedy: 8 of 8 answers are the same" in out and "sampled, same seed: 8 of 8" in out
+    assert "greedy: 8 of 8 answers are identical" in out and "sampled, same seed: 8 of 8" in out
     assert "tokens 3, 4" in out and "no difference found" in out
     assert int(re.findall(r"(\d+) draft tokens were accepted", out)[0]) > 40
     assert main([*flags, "--temperature", "0"]) == 0
@@ -140,8 +140,8 @@ def test_rounding_is_reported_if_only_single_answers_differ(
     flags = [*pair, "--raw", "--temperature", "0", "--prompt", "a"]
     assert main(flags) == 1
     out = capsys.readouterr().out
-    assert "7 of 8 answers are the same, the first difference at token 4" in out and "DIFFERENT" in out
-    assert "--dtype float64 tells" in out
+    assert "7 of 8 answers are identical; first difference at token 4" in out and "DIFFERENT" in out
+    assert "use --dtype float64" in out
     assert main([*flags, "--dtype", "float64"]) == 1 and "--dtype float64" not in capsys.readouterr().out
 
 
@@ -156,16 +156,16 @@ def test_the_demo_models_pass() -> None:
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--mode", "ar"], "mode ar draws without speculation already"),
+        (["--mode", "ar"], "mode ar does not use speculation; use mode serial or async"),
         (["--mode", "smc"], "mode smc is approximate by design"),
         (["--samples", "0"], "--samples must be at least 1"),
         (["--samples", "many"], "--samples: invalid int value"),
-        (["--json"], "--json has no use here"),
+        (["--json"], "--json is not supported here; remove it"),
         (["--prompt", ""], "the prompt is empty"),
         (["--prompt-file", "/nowhere"], "--prompt-file /nowhere cannot be read"),
-        (["--verify", "reject", "--proposal", "top"], "proposal top carries none: take proposal sample"),
-        (["--verify", "reject", "--temperature", "0"], "temperature 0 leaves nothing to draw"),
-        (["--top-k", "5000"], "top_k 5000 is above the vocabulary"),
+        (["--verify", "reject", "--proposal", "top"], "requires proposal sample, not top: use proposal sample"),
+        (["--verify", "reject", "--temperature", "0"], "temperature 0 is not supported with proposal sample"),
+        (["--top-k", "5000"], "top_k 5000 exceeds the vocabulary size"),
     ],
 )
 def test_invalid_flags_are_refused_in_one_line(

@@ -54,7 +54,7 @@ BAD = ["", "40", "ms", "-1ms", "40ms,", "40ms,fast", "40ms,0Gbit", "61s", "1e3ms
 
 @pytest.mark.parametrize("text", BAD)
 def test_invalid_links(text: str) -> None:
-    with pytest.raises(UserError, match=r"--link .*: write a round trip"):
+    with pytest.raises(UserError, match=r"--link .*: expected a round trip"):
         Link.parse(text)
 
 
@@ -62,8 +62,8 @@ def test_the_command_reports_whether_it_pays(capsys: pytest.CaptureFixture[str])
     pair = ["predict", "--emulate", "target=30ms,draft=3ms", "--ranks", "1"]
     assert main([*pair, "--link", "400us,1Gbit"]) == 0
     near = capsys.readouterr().out
-    assert "draft apart: pays, async, draft apart at d" in near and "async, both apart" in near
+    assert "draft remote: pays, async, draft remote at d" in near and "async, both remote" in near
     assert main([*pair, "--link", "100ms"]) == 0
-    assert "draft apart: does not pay" in capsys.readouterr().out
+    assert "draft remote: does not pay" in capsys.readouterr().out
     assert main([*pair, "--link", "soon"]) == 1
     assert capsys.readouterr().err.count("\n") == 1

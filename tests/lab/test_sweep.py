@@ -176,10 +176,10 @@ def test_a_budget_too_small_for_one_measurement(
 ) -> None:
     assert main([*pair, *short, "--budget", "0.01s"]) == 1
     err = capsys.readouterr().err.strip().splitlines()[-1]
-    spent = "the budget of 0.01 s was spent (--budget gives more)"
+    spent = "the budget of 0.01 s is spent; raise it with --budget"
     assert err == f"swiftspec: error: nothing could be measured: {spent}"
     assert main([*pair, *short, "--splits", "3+1"]) == 1
-    assert "--splits needs several ranks" in capsys.readouterr().err
+    assert "--splits requires several ranks" in capsys.readouterr().err
     assert not list((tmp_path / "profiles").glob("*[!l].json"))
 
 
@@ -202,13 +202,15 @@ def test_serve_uses_the_plan_and_prints_a_line(
     )
     (file,) = (tmp_path / "profiles").glob("*[!l].json")
     other = [*pair, "--plan", str(file), "--dtype", "float64"]
-    with pytest.raises(UserError, match="is refused: it was measured with other dtype float32, not float64"):
+    with pytest.raises(
+        UserError, match=r"cannot be used: it was measured with a different value of dtype \(float32, not float64\)"
+    ):
         serve_found.ResolvedModels.resolve(parse_command(other).settings, 1, phases)
     data = json.loads(file.read_text())
     data["key"]["hardware"]["name"] = "a faster one"
     file.write_text(json.dumps(data))
     assert serve_found.ResolvedModels.resolve(parse_command(pair).settings, 1, phases).plan.draft_steps is None
-    assert "is not used: it is of another machine" in capsys.readouterr().err
+    assert "is not used: it was measured on another machine" in capsys.readouterr().err
 
 
 def test_a_deadline_ends_a_run(pair: list[str]) -> None:

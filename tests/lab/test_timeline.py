@@ -30,9 +30,9 @@ def test_valid_lines(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "reason"),
     [
-        ("{", "line 2, is not readable as JSON"),
-        ("", "line 2, is not readable as JSON"),
-        ("[" * 100_000 + "]" * 100_000, "line 2, is not usable as JSON"),
+        ("{", "line 2, is not valid JSON"),
+        ("", "line 2, is not valid JSON"),
+        ("[" * 100_000 + "]" * 100_000, "line 2, cannot be parsed as JSON"),
         ("[]", "line 2, is damaged: it is not a JSON object"),
         ({}, "line 2, is damaged (request:"),
         (TIMELINE | {"wait": None}, "line 2, is damaged (wait:"),

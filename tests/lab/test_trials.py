@@ -27,7 +27,7 @@ def test_all_splits_including_impossible_ones(configs: tuple[ModelConfig, ModelC
     assert trials.splits("all", 4, *configs) == ([(3, 1), (2, 2), (1, 3)], [])
     splits, reasons = trials.splits("all", 6, *configs)
     assert splits == [(4, 2), (3, 3), (2, 4)]
-    assert len(reasons) == 2 and "5+1: a model of 4 query heads cannot be cut for 5 ranks" in reasons[0]
+    assert len(reasons) == 2 and "5+1: 4 query heads cannot be sharded over 5 ranks" in reasons[0]
     assert trials.splits("2+2, 3+1", 4, *configs)[0] == [(2, 2), (3, 1)]
 
 

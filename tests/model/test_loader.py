@@ -96,7 +96,7 @@ def test_open_tensors(single: Path) -> None:
     tensors = open_tensors(single)
     assert "model.norm.weight" in tensors and "model.nonsense" not in tensors
     assert tensors.take("model.norm.weight", 32).shape == (32,)
-    with pytest.raises(UserError, match=r"tensor model\.embed_tokens\.weight has no place"):
+    with pytest.raises(UserError, match=r"unexpected tensor model\.embed_tokens\.weight"):
         tensors.check_all_taken()
 
 
@@ -179,7 +179,7 @@ def refused(path: Path, *names: str) -> None:
 def test_directories_without_a_checkpoint(tmp_path: Path, single: Path) -> None:
     refused(tmp_path / "none", "no such directory")
     (single / WEIGHTS).rename(single / "pytorch_model.bin")
-    refused(single, "safetensors only", "pickles")
+    refused(single, "pickle weights", "convert them to safetensors")
     (single / "pytorch_model.bin").unlink()
     refused(single, "no weights", WEIGHTS)
     (single / "config.json").unlink()
@@ -209,7 +209,7 @@ def test_shards_and_their_index(tmp_path: Path) -> None:
     shard.write_bytes(content[:-10])
     refused(tmp_path, shard.name, "damaged")
     shard.unlink()
-    refused(tmp_path, shard.name, "missing")
+    refused(tmp_path, shard.name, "not found")
     for file in ("../model.safetensors", "/etc/passwd"):
         index.write_text(json.dumps(sound | {"weight_map": {"model.norm.weight": file}}))
         refused(tmp_path, file, "plain file name")
@@ -230,7 +230,7 @@ def test_missing_and_extra_tensors(single: Path) -> None:
 )
 def test_extra_tensors(single: Path, name: str) -> None:
     change_tensors(single, lambda tensors: tensors.update({name: torch.ones(32)}))
-    refused(single, name, "no place")
+    refused(single, name, "unexpected tensor")
 
 
 def test_shapes_and_kinds(single: Path) -> None:

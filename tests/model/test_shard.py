@@ -103,9 +103,9 @@ def test_every_row_and_column_is_on_a_rank(
 
 
 def test_models_that_cannot_be_sharded() -> None:
-    with pytest.raises(UserError, match="4 query heads cannot be cut for 5 ranks: take 4 at most"):
+    with pytest.raises(UserError, match="4 query heads cannot be sharded over 5 ranks; use at most 4"):
         Shard.of(config(4, 2), 0, 5)
-    with pytest.raises(UserError, match="heads of 12 are not"):
+    with pytest.raises(UserError, match="divisible by 8, not 12"):
         Shard.of(config(4, 2, width=12, group=32), 0, 2)
     assert Shard.of(config(4, 2, width=12), 0, 2).head_dim == 12
     assert Shard.of(config(4, 2, width=12, group=32), 0, 1).num_heads == 4

@@ -158,15 +158,15 @@ def test_the_summary_lists_waits_and_their_reasons() -> None:
     assert timeline.host_overhead(found, 10, 5) == [pytest.approx(2.5), pytest.approx(-1.5)]
     assert timeline.host_overhead(found, 10, 3) == [pytest.approx(2.5), pytest.approx(0.5)]
     text = timeline.summary(trace)
-    assert "a round lasts 13000.000 ms" in text
-    assert "still growing   1000.000 ms, in 1 rounds" in text
-    assert "expanded first      1500.000 ms, in 1 rounds, 1 expansions" in text
+    assert "duration of a round 13000.000 ms" in text
+    assert "still expanding                1000.000 ms, in 1 rounds" in text
+    assert "expanding before proposing     1500.000 ms, in 1 rounds, 1 expansions" in text
     assert "4 nodes reused, 12 wasted (75%)" in text
     assert text.startswith("mode async, split 1+1, bs 8, w 8, d 2: 4 rounds, 8 tokens\n")
     assert timeline.summary(Trace({**HEAD, "mode": "ar"}, [])).startswith("mode ar, split 1: 0 rounds, 0 tokens\n")
     plain = lines((0, 0, 0.5), (0, 0, 0.5))
     del plain[1]["wait"], plain[1]["draft"]
-    assert "3 rounds (1 of them plain), 6 tokens" in timeline.summary(Trace(HEAD, plain))
+    assert "3 rounds (1 of them without the draft), 6 tokens" in timeline.summary(Trace(HEAD, plain))
     assert rounds_of(trace) == [(1, 0), (1, 0), (1, 1)]  # the first round includes the prefill
 
 
@@ -210,7 +210,7 @@ def test_a_pipe(tmp_path: Path) -> None:
     """With a reader it works like a file; without one, opening does not block. A reader may disconnect."""
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
-    with pytest.raises(UserError, match="pipe cannot be written: this pipe has no reader yet: start the reader first"):
+    with pytest.raises(UserError, match="pipe cannot be written: the pipe has no reader; start the reader first"):
         TraceFile(pipe)
     reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
     log = TraceFile(pipe)

@@ -39,9 +39,9 @@ def test_an_interrupted_write_leaves_the_old_file_intact(tmp_path: Path, monkeyp
     ("text", "message"),
     [
         ('{"swiftspec_profile": 1, "ru', "is damaged"),
-        ("[]", "is no profile"),
-        ('{"rounds": []}', "is no profile"),
-        ('{"swiftspec_profile": 0}', "has version 0, this program reads 1"),
+        ("[]", "is not a profile"),
+        ('{"rounds": []}', "is not a profile"),
+        ('{"swiftspec_profile": 0}', "has version 0, not 1"),
         ('{"swiftspec_profile": 1}', "is damaged"),
         (json.dumps(profile({"plan": {}})), "is damaged"),
         (json.dumps(profile(key={})), "is damaged"),
@@ -120,10 +120,10 @@ def test_a_folder_with_damaged_profiles_gives_reasons(tmp_path: Path) -> None:
     [
         ({}, None),
         ({"draft": "cc"}, "another pair"),
-        ({"hardware": {"kind": "cpu", "name": "else", "count": 64}}, "another machine (64 x else; this is 2 x test)"),
-        ({"ranks": 8}, "other ranks 8, not 4"),
-        ({"dtype": "float32"}, "other dtype float32, not bfloat16"),
-        ({"emulate": {"target": {"points": []}, "draft": None}}, "other emulate"),
+        ({"hardware": {"kind": "cpu", "name": "else", "count": 64}}, "another machine (64 x else, not 2 x test)"),
+        ({"ranks": 8}, "a different value of ranks (8, not 4)"),
+        ({"dtype": "float32"}, "a different value of dtype (float32, not bfloat16)"),
+        ({"emulate": {"target": {"points": []}, "draft": None}}, "a different value of emulate"),
         ({"hardware": None}, "another machine"),
     ],
 )
@@ -136,7 +136,7 @@ def test_the_best_run_is_exact_and_uses_all_ranks() -> None:
     runs = [
         run("smc", 1, 1, 900), run("serial", 1, 1, 800, d=3), run("async", 3, 1, 300, 500, 400, d=4),
         run("async", 2, 2, 390, d=5), run("ar", 4, 0, 200), run("async", 3, 1, 999, d=4, ops="reference"),
-        run("serial", 4, 4, dropped="cannot be cut", d=2),
+        run("serial", 4, 4, dropped="cannot be sharded", d=2),
     ]  # fmt: skip
     whole = profile(*runs)
     assert store.best_run(whole) is runs[2]
@@ -154,7 +154,7 @@ def test_the_matching_profile_of_a_folder_is_used(tmp_path: Path) -> None:
     store.save(tmp_path / "x.partial.json", json.dumps(profile()))
     found, _, reasons = store.find(tmp_path, key)
     assert found is None
-    assert len(reasons) == 1 and "other ranks 2" in reasons[0]
+    assert len(reasons) == 1 and "a different value of ranks (2," in reasons[0]
     store.save(tmp_path / "c.json", json.dumps(profile()))
     assert store.find(tmp_path, key) == (profile(), tmp_path / "c.json", [])
 

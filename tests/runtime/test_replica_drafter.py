@@ -219,9 +219,9 @@ def test_with_free_d_it_waits_for_a_profitable_expansion(catch_up: bool, waits: 
 
 
 NONSENSE = {
-    "node 1 comes next": delta(0, 2, [0], [8]),
-    "under nodes that are not in the tree": delta(0, 1, [5], [8]),
-    "2 expansions, where 1 are due": replace(delta(0, 1, [0], [8]), expansions=2),
+    "expected node 1": delta(0, 2, [0], [8]),
+    "a parent in the delta is not in the tree": delta(0, 1, [5], [8]),
+    "2 expansions, expected at most 1": replace(delta(0, 1, [0], [8]), expansions=2),
 }
 
 

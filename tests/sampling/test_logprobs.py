@@ -44,7 +44,7 @@ def make(pair: tuple[Path, Path], mode: str, **config: Any) -> LLM:
     plan = EngineConfig("serial" if mode == "ahead" else mode, **config)
     llm = LLM(pair[0], None if mode == "ar" else pair[1], plan, dtype=torch.float64)
     if mode == "ahead":
-        drafter: Any = llm.roles.parts
+        drafter: Any = llm.roles.inner_roles
         replace_roles(llm, make_drafter(drafter.drafter.runner, plan, ahead=True))
     return llm
 

@@ -31,7 +31,7 @@ from tests.support.server_processes import SHARED_MEMORY, ServerProcesses, injec
 def test_a_server_under_faults(seconds: float, ranks: int, target_tp: int, seed: int) -> None:
     report = Chaos(Plan(seconds, ranks, target_tp, seed, apart=6.0)).run()
     print(json.dumps(report))
-    assert report["trouble"] == []
+    assert report["problems"] == []
     assert report["requests"]["text"] and sum(report["faults"].values())
 
 

@@ -51,10 +51,10 @@ def test_a_negative_prompt_is_processed_like_a_prompt(capsys: pytest.CaptureFixt
 
 def test_startup_messages(capsys: pytest.CaptureFixture[str], flags: list[str]) -> None:
     answer, err = ask(capsys, *flags, "--guidance-scale", "3")
-    assert err == "swiftspec: warning: guidance without a negative prompt takes an empty one\n"
+    assert err == "swiftspec: warning: guidance without a negative prompt uses an empty one\n"
     assert answer["guidance"]["negative_prompt_token_ids"] == [1, 0, 2]
     answer, err = ask(capsys, *flags, "--negative-prompt", "a")
-    assert "a negative prompt does nothing at guidance scale 1" in err and "guidance" not in answer
+    assert "a negative prompt has no effect at guidance scale 1" in err and "guidance" not in answer
 
 
 def test_a_draft_that_samples_differently_is_warned_about(capsys: pytest.CaptureFixture[str], flags: list[str]) -> None:
@@ -68,4 +68,4 @@ def test_invalid_sampling_is_refused_before_weights_are_loaded(
 ) -> None:
     monkeypatch.setattr(llm, "LLM", None)
     assert main([*flags, "--verify", "reject"]) == 1
-    assert "proposal sample draws tokens, and temperature 0 leaves nothing to draw" in capsys.readouterr().err
+    assert "temperature 0 is not supported with proposal sample" in capsys.readouterr().err

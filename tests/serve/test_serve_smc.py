@@ -99,10 +99,10 @@ def test_reference_operators_can_be_requested(
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"mode": "smc", "verify_batch": 4}, "--verify-batch applies to a draft tree, and mode smc has none"),
-        ({"mode": "smc", "proposal": "top"}, "--proposal applies to a draft tree"),
-        ({"particles": 4}, "--particles applies to a population, and mode serial has none"),
-        ({"mode": "ar", "power": 2.0}, "--power applies to a population, and mode ar has none"),
+        ({"mode": "smc", "verify_batch": 4}, "--verify-batch is not supported in mode smc, which has no draft tree"),
+        ({"mode": "smc", "proposal": "top"}, "--proposal is not supported in mode smc"),
+        ({"particles": 4}, "--particles is not supported in mode serial, which has no population"),
+        ({"mode": "ar", "power": 2.0}, "--power is not supported in mode ar, which has no population"),
     ],
     ids=str,
 )
@@ -115,7 +115,7 @@ def test_settings_determine_the_plan() -> None:
     plan = load_settings({"mode": "smc", "particles": 7, "power": 1.5, "smc_exact": 1}).make_plan(has_draft=True)
     assert plan.mode == "smc" and plan.population == PopulationConfig(7, power=1.5, smc_exact=1)
     assert load_settings({"mode": "smc"}).make_plan(has_draft=True, ranks=2).target_tp == 2
-    with pytest.raises(UserError, match="needs a draft model"):
+    with pytest.raises(UserError, match="requires a draft model"):
         load_settings({"mode": "smc"}).make_plan(has_draft=False)
     with pytest.raises(UsageError, match=r"--smc-exact must lie in 0\.\.2"):
         load_settings({"mode": "smc", "smc_draft_tokens": 2, "smc_exact": 3})
@@ -124,10 +124,10 @@ def test_settings_determine_the_plan() -> None:
 @pytest.mark.parametrize(
     ("flags", "code", "message"),
     [
-        (["--temperature", "0"], 1, "temperature 0 leaves nothing to sample"),
-        (["--particles", "900", "--smc-draft-tokens", "40"], 1, "at most 399 particles do"),
-        (["--guidance-scale", "2", "--negative-prompt", "a"], 1, "knows no guidance (a group has one sequence"),
-        (["--draft-leaves", "2"], 2, "--draft-leaves applies to a draft tree"),
+        (["--temperature", "0"], 1, "temperature 0 is not supported in mode smc"),
+        (["--particles", "900", "--smc-draft-tokens", "40"], 1, "use at most 399 particles"),
+        (["--guidance-scale", "2", "--negative-prompt", "a"], 1, "guidance is not supported in mode smc"),
+        (["--draft-leaves", "2"], 2, "--draft-leaves is not supported in mode smc"),
     ],
     ids=str,
 )

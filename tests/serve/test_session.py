@@ -75,13 +75,13 @@ def test_an_unusable_plan_is_not_reported_as_a_flag_error(folder: Path) -> None:
     """An asynchronous plan for one rank needs a GPU."""
     write(folder, "a.json", run("async", 1, 0, 50.0, d=4))
     log = Log()
-    assert plan(log).mode is None and "a.json is not used: mode async needs two ranks" in log.lines[0]
-    with pytest.raises(UserError, match=r"--plan .*a\.json is refused: mode async needs two ranks"):
+    assert plan(log).mode is None and "a.json is not used: mode async requires at least two ranks" in log.lines[0]
+    with pytest.raises(UserError, match=r"--plan .*a\.json cannot be used: mode async requires at least two ranks"):
         plan(Log(), plan=str(folder / "a.json"))
 
 
 def test_a_named_profile_without_a_matching_run_is_reported(folder: Path) -> None:
     write(folder, "a.json", run("serial", 1, 1, 50.0, d=5))
     log = Log()
-    with pytest.raises(UsageError, match=r"a\.json has no run with --verify-batch 3"):
+    with pytest.raises(UsageError, match=r"a\.json has no lossless run with --verify-batch 3"):
         plan(log, plan=str(folder / "a.json"), verify_batch=3)

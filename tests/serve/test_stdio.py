@@ -12,7 +12,7 @@ from swiftspec.serve.stdio import OutputLost, command_streams
 from tests.support.toy_pair import make_pair
 
 ROOT = Path(__file__).parents[2]
-CLOSED = "standard output is closed: there is nowhere to print an answer"
+CLOSED = "standard output is closed: redirect it to a file or to /dev/null"
 FULL = "standard output cannot be written: No space left on device"
 pytestmark = pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
 
@@ -55,7 +55,7 @@ def test_a_full_disk_for_the_answer(pair: str) -> None:
 def test_a_full_disk_for_the_trace(pair: str) -> None:
     """One warning line after a complete answer; also if the trace goes to standard output."""
     code, out, err = shell(f"serve {pair} --json --trace /dev/full")
-    assert (code, err) == (0, "swiftspec: warning: --trace /dev/full is not complete: No space left on device\n")
+    assert (code, err) == (0, "swiftspec: warning: --trace /dev/full is incomplete: No space left on device\n")
     assert json.loads(out)["usage"]["completion_tokens"] == 5
     code, out, err = shell(f"serve {pair} --json --trace /dev/stdout")
     assert (code, err) == (0, "") and "swiftspec_trace" in out

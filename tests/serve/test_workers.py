@@ -117,7 +117,7 @@ def test_decoding_on_workers_gives_the_text_of_one_process() -> None:
         assert answered["token_ids"] == plain["token_ids"] and "not been reached" in answered["metrics"]["drafter_lost"]
         assert target.end(signal.SIGTERM) == 0
         code, out, err = finished(("generate", *both, *sampled, "--remote-timeout", "1"))
-        assert code == 1 and not out and re.search(r"error: --target-url \S+ is gone: .*; start it with", err)
+        assert code == 1 and not out and re.search(r"error: --target-url \S+ is unavailable: .*; start it with", err)
 
 
 def stop_and_continue(found: dict[str, WorkerAddress]) -> None:
@@ -142,7 +142,7 @@ def stop_and_continue(found: dict[str, WorkerAddress]) -> None:
         stream = running.stream(prompt, sampling)
         next(stream)
         target.send_signal(signal.SIGSTOP)
-        with pytest.raises(UserError, match=r"--target-url \S+ did not answer in time: ask again"):
+        with pytest.raises(UserError, match=r"--target-url \S+ did not answer in time: send the request again"):
             list(stream)
         target.send_signal(signal.SIGCONT)
         repeated = running.generate(prompt, sampling)
@@ -169,7 +169,7 @@ def test_either_worker_may_be_stopped_or_killed_during_decoding() -> None:
         _, err = running.communicate(timeout=60)
         assert running.returncode == 1
         lines = [line for line in err.decode().splitlines() if "error" in line]
-        assert len(lines) == 1 and "--target-url" in lines[0] and "is gone" in lines[0]
+        assert len(lines) == 1 and "--target-url" in lines[0] and "is unavailable" in lines[0]
 
 
 @pytest.mark.slow
@@ -186,7 +186,7 @@ def test_a_worker_of_two_ranks_names_the_lost_one() -> None:
     finally:
         worker.process.kill()
     lines = [line for line in err.splitlines() if line.startswith("swiftspec:")]
-    assert worker.process.returncode == 1 and len(lines) == 1 and "rank 0 leaves: rank 1 is gone" in lines[0]
+    assert worker.process.returncode == 1 and len(lines) == 1 and "rank 0 exits: rank 1 disconnected" in lines[0]
 
 
 def test_a_worker_that_cannot_listen_shuts_down_its_other_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -196,22 +196,22 @@ def test_a_worker_that_cannot_listen_shuts_down_its_other_ranks(monkeypatch: pyt
     service = SimpleNamespace(name="none", handlers=lambda: grpc.method_handlers_generic_handler("none", {}))
     monkeypatch.setattr("swiftspec.serve.cli.worker._load", lambda *args: (model, SimpleNamespace(digest=b"")))
     monkeypatch.setattr("swiftspec.builder.worker_model.make_service", lambda *args: service)
-    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(UserError, match="nothing can listen there"):
+    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(UserError, match="cannot listen"):
         run_worker("draft", Settings(listen=f"127.0.0.1:{taken.getsockname()[1]}"), lambda: None)
     assert left == ["home"]
 
 
 NONSENSE = [
-    (("worker",), "which model"),
-    (("worker", "draft", "--port", "1"), "not for a worker"),
+    (("worker",), "specify the model of the worker"),
+    (("worker", "draft", "--port", "1"), "not supported by a worker"),
     (("worker", "target", "--listen", "0.0.0.0:1"), "open to other machines"),
     (("worker", "target", "--listen", "nowhere"), "HOST:PORT"),
-    (("worker", "target", "--prompt", "x"), "bring their prompts"),
+    (("worker", "target", "--prompt", "x"), "--prompt-file and --json are not supported by a worker"),
     (("generate", "--prompt", "x"), "--target-url"),
     (("generate", "--target-url", "example.com:1", "--prompt", "x"), "another machine"),
-    (("--target-url", "127.0.0.1:1", "--model", "x", "--prompt", "x"), "one model twice"),
-    (("--draft-url", "127.0.0.1:1", "--mode", "smc", "--prompt", "x"), "both models in one place"),
-    (("--target-url", "127.0.0.1:1", "--prompt", "x"), "is gone"),
+    (("--target-url", "127.0.0.1:1", "--model", "x", "--prompt", "x"), "specify the same model"),
+    (("--draft-url", "127.0.0.1:1", "--mode", "smc", "--prompt", "x"), "not supported in mode smc"),
+    (("--target-url", "127.0.0.1:1", "--prompt", "x"), "is unavailable"),
 ]
 
 

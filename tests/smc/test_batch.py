@@ -152,9 +152,9 @@ def test_an_invalid_batch_is_refused(pair: tuple[Path, Path]) -> None:
     refused: list[tuple[Any, Any, str]] = [
         ([[1], []], warm, "request 1 of the batch: the prompt is empty"),
         ([[1] * 96], warm, "request 0 of the batch: the prompt of 96 tokens does not fit"),
-        ([[1], [2]], [warm], "1 sampling parameters for 2 prompts"),
-        ([[1]], {"seed": 1}, "sampling takes SamplingParams"),
-        ([[1]], SamplingParams(0), "request 0 of the batch: mode smc samples"),
+        ([[1], [2]], [warm], "got 1 SamplingParams for 2 prompts"),
+        ([[1]], {"seed": 1}, "sampling must be SamplingParams"),
+        ([[1]], SamplingParams(0), "request 0 of the batch: temperature 0 is not supported in mode smc"),
     ]
     for prompts, sampling, message in refused:
         with pytest.raises(UserError, match=message):

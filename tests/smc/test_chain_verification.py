@@ -204,13 +204,13 @@ def test_a_draft_without_probabilities_gives_p(dtype: torch.dtype) -> None:
 
 def test_invalid_shapes_are_named() -> None:
     target, draft, tokens, uniforms, noise = chain(1, 3, 2)
-    with pytest.raises(ValueError, match=r"target must be \[3, 3, 7\] for tokens \[3, 2\], not \[3, 2, 7\]"):
+    with pytest.raises(ValueError, match=r"target must have shape \[3, 3, 7\] for tokens \[3, 2\], not \[3, 2, 7\]"):
         verify.verify_by_rejection(draft, draft, tokens, uniforms, noise)
-    with pytest.raises(ValueError, match=r"target must be \[3, 2, 7\] for tokens \[3, 1\]"):
+    with pytest.raises(ValueError, match=r"target must have shape \[3, 2, 7\] for tokens \[3, 1\]"):
         verify.verify_by_rejection(target, draft, tokens[:, :1], uniforms, noise)
-    with pytest.raises(ValueError, match=r"draft must be \[3, 2, 7\] for tokens \[3, 2\], not \[3, 3, 7\]"):
+    with pytest.raises(ValueError, match=r"draft must have shape \[3, 2, 7\] for tokens \[3, 2\], not \[3, 3, 7\]"):
         verify.verify_by_rejection(target, target, tokens, uniforms, noise)
-    with pytest.raises(ValueError, match=r"uniforms must be \[3, 2\], as the tokens are, not \[3\]"):
+    with pytest.raises(ValueError, match=r"uniforms must have the shape of tokens, \[3, 2\], not \[3\]"):
         verify.verify_by_rejection(target, draft, tokens, uniforms[:, 0], noise)
-    with pytest.raises(ValueError, match=r"tokens must be \[requests, draft tokens\], not \[3\]"):
+    with pytest.raises(ValueError, match=r"tokens must have shape \[requests, draft tokens\], not \[3\]"):
         verify.verify_by_rejection(target, draft, tokens[:, 0], uniforms, noise)

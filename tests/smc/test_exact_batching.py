@@ -113,12 +113,12 @@ def test_chains_are_admitted_and_released_in_one_batch() -> None:
 
 def test_requests_that_chains_do_not_support_are_refused(pair: tuple[Path, Path]) -> None:
     configs: Sequence[tuple[dict[str, Any], str]] = [
-        ({"mode": "ar"}, "is for mode serial without workers"),
-        ({"mode": "smc"}, "mode smc has smc_groups"),
-        ({"mode": "serial", "target_remote": True}, "is for mode serial without workers"),
-        ({"mode": "serial", "proposal": "top"}, "leave proposal out"),
-        ({"mode": "serial", "self_switch": True}, "rounds of one shape"),
-        ({"mode": "serial", "draft_steps": 64}, "a chain has 1..63 draft_steps, not 64"),
+        ({"mode": "ar"}, "requires mode serial without workers"),
+        ({"mode": "smc"}, "in mode smc use smc_groups"),
+        ({"mode": "serial", "target_remote": True}, "requires mode serial without workers"),
+        ({"mode": "serial", "proposal": "top"}, "verify match determines the proposal; remove proposal"),
+        ({"mode": "serial", "self_switch": True}, r"self_switch and adapt_\* are not supported"),
+        ({"mode": "serial", "draft_steps": 64}, "draft_steps must lie in 1..63, not 64"),
     ]
     for config, message in configs:
         with pytest.raises(UserError, match=message):
@@ -126,12 +126,12 @@ def test_requests_that_chains_do_not_support_are_refused(pair: tuple[Path, Path]
     llm = engine(pair, 2)
     assert (llm.config.verify_batch, llm.config.draft_leaves, llm.max_num_seqs) == (4, 1, 2)
     requests: Sequence[tuple[dict[str, Any], str]] = [
-        ({"guidance_scale": 2.0}, r"a batch knows no guidance \(a group has one sequence .* or take max_num_seqs 1"),
-        ({"logprobs": 1}, "a batch gives no log-probabilities"),
-        ({"draft_steps": 2}, "a batch has no draft tree"),
+        ({"guidance_scale": 2.0}, "guidance is not supported with max_num_seqs above 1; .*, or use max_num_seqs 1"),
+        ({"logprobs": 1}, "log-probabilities are not supported"),
+        ({"draft_steps": 2}, "verify_batch and draft_steps are not supported"),
     ]
     for sampling, message in requests:
         with pytest.raises(UserError, match=f"request 0 of the batch: {message}"):
             llm.generate_batch([[1]], SamplingParams(**sampling))
-    with pytest.raises(UserError, match="temperature 0 leaves nothing to draw"):
+    with pytest.raises(UserError, match="temperature 0 is not supported with proposal sample"):
         engine(pair, 2, verify="reject").generate([1], SamplingParams(0))

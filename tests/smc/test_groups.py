@@ -211,7 +211,7 @@ class SequenceGroups(RuleBasedStateMachine):
             if sequence not in used:
                 assert (state == DEAD).all() and p.finished[at].all(), "a slot is leaked"
                 continue
-            assert int(p.base[at]) == used[sequence] <= self.SLOTS and (state[used[sequence] :] == DEAD).all()
+            assert int(p.slots_used[at]) == used[sequence] <= self.SLOTS and (state[used[sequence] :] == DEAD).all()
             prefix = worker.target.cache.prefix_len[sequence]
             assert worker.draft.cache.prefix_len[sequence] == prefix == int(worker.round._prefix[at])
 

@@ -259,7 +259,7 @@ def test_a_long_prompt_is_shared(pair: tuple[Path, Path]) -> None:
         ({"smc_draft_tokens": 65}, "smc_draft_tokens must lie in 1..64"),
         ({"ess_threshold": 1.1}, "ess_threshold must lie in 0..1"),
         ({"ess_threshold": float("nan")}, "ess_threshold"),
-        ({"power": 0.0}, "power must lie above 0"),
+        ({"power": 0.0}, "power must be above 0"),
         ({"smc_exact": 5}, "smc_exact must lie in 0..4"),
     ],
 )
@@ -276,7 +276,7 @@ def test_a_population_runs_on_one_group() -> None:
 
 
 def test_a_population_beyond_the_cache_reports_how_many_fit() -> None:
-    with pytest.raises(UserError, match="at most 252 particles do"):
+    with pytest.raises(UserError, match="use at most 252 particles"):
         region_slots(PopulationConfig(1024, 64), 512)
     assert region_slots(PopulationConfig(252, 64), 512) <= 32768
 
@@ -284,9 +284,9 @@ def test_a_population_beyond_the_cache_reports_how_many_fit() -> None:
 @pytest.mark.parametrize(
     ("sampling", "message"),
     [
-        (SamplingParams(temperature=0), "temperature 0 leaves nothing to sample"),
-        (SamplingParams(guidance_scale=2.0), r"no guidance \(a group has one sequence of the cache"),
-        (SamplingParams(logprobs=1), "no log-probabilities"),
+        (SamplingParams(temperature=0), "temperature 0 is not supported in mode smc"),
+        (SamplingParams(guidance_scale=2.0), "guidance is not supported in mode smc"),
+        (SamplingParams(logprobs=1), "log-probabilities are not supported in mode smc"),
     ],
 )
 def test_sampling_that_a_population_does_not_support(

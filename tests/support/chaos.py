@@ -75,7 +75,7 @@ class Chaos:
     faults: Counter[str] = field(default_factory=Counter)
     ends: Counter[str] = field(default_factory=Counter)
     longest: dict[str, float] = field(default_factory=dict)  # seconds, by outcome
-    trouble: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
     restarts: dict[int, int] = field(default_factory=dict)
     recovery_s: float | None = None  # seconds from the last fault to the recovery
     expected_texts: dict[ClientRequest, str] = field(default_factory=dict)
@@ -94,13 +94,13 @@ class Chaos:
                 self._disturb(job)
                 job.snapshot()
         except AssertionError as error:
-            self.trouble.append(str(error)[-2000:])
-        self.trouble += [f"{what} is left" for what in (job.leftovers(10.0) if job else ())]
+            self.problems.append(str(error)[-2000:])
+        self.problems += [f"{what} is left" for what in (job.leftovers(10.0) if job else ())]
         return {
             "ranks": self.plan.ranks, "target_tp": self.plan.target_tp, "seed": self.plan.seed,
             "seconds": round(time.monotonic() - began, 1), "faults": dict(sorted(self.faults.items())),
             "requests": dict(self.ends), "longest_s": {end: round(longest, 2) for end, longest in self.longest.items()},
-            "whole_again_s": self.recovery_s, "restarts": self.restarts, "trouble": self.trouble[:20],
+            "whole_again_s": self.recovery_s, "restarts": self.restarts, "problems": self.problems[:20],
         }  # fmt: skip
 
     def _disturb(self, job: ServerProcesses) -> None:
@@ -124,7 +124,7 @@ class Chaos:
         self.recovery_s = round(time.monotonic() - last, 2)
         for request, text in self.expected_texts.items():
             assert self._undisturbed(request) == text, f"{request} has another answer in the end"
-        self.trouble += grown(before, usage(job))
+        self.problems += grown(before, usage(job))
         self.restarts = {rank["rank"]: rank["restarts"] for rank in job.ranks()}
 
     def _undisturbed(self, request: ClientRequest) -> str:
@@ -152,7 +152,7 @@ class Chaos:
             self.ends[outcome.end] += 1
             self.longest[outcome.end] = max(self.longest.get(outcome.end, 0.0), outcome.ended - outcome.began)
             if wrong := find_fault(request, outcome, self.expected_texts[request], died):
-                self.trouble.append(f"{wrong} (after {dict(self.faults)})")
+                self.problems.append(f"{wrong} (after {dict(self.faults)})")
 
     def _inject_faults(self, job: ServerProcesses) -> None:
         """Injects faults until the time is over."""
@@ -208,7 +208,7 @@ def main() -> int:
     plan = Plan(args.minutes * 60, args.ranks, args.target_tp, args.seed, args.apart, not args.no_faults)
     report = Chaos(plan).run()
     print(json.dumps(report, indent=2))
-    return 1 if report["trouble"] else 0
+    return 1 if report["problems"] else 0
 
 
 if __name__ == "__main__":

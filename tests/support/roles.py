@@ -107,8 +107,8 @@ def restrict_executors(role: LocalDrafter | LocalVerifier | LocalPopulation, *na
 
 def tree_of(llm: LLM) -> TreeRoles:
     """The roles of an engine that decodes by a draft tree."""
-    assert isinstance(llm.roles.parts, TreeRoles)
-    return llm.roles.parts
+    assert isinstance(llm.roles.inner_roles, TreeRoles)
+    return llm.roles.inner_roles
 
 
 def drafter_of(llm: LLM) -> LocalDrafter:
@@ -127,8 +127,8 @@ def verifier_of(llm: LLM) -> LocalVerifier:
 
 def population_of(llm: LLM) -> LocalPopulation:
     """The particles of an engine in mode smc."""
-    assert isinstance(llm.roles.parts, LocalPopulation)
-    return llm.roles.parts
+    assert isinstance(llm.roles.inner_roles, LocalPopulation)
+    return llm.roles.inner_roles
 
 
 def replace_roles(llm: LLM, drafter: Drafter | None = None, verifier: Verifier | None = None) -> None:

@@ -18,7 +18,7 @@ FOLDERS = "swiftspec|csrc|tests|bench|tools|docs|profiles"
 
 @pytest.mark.parametrize("name", docs.PAGES)
 def test_the_committed_page_is_current(name: str) -> None:
-    assert (docs.ROOT / name).read_text(encoding="utf-8") == docs.PAGES[name](), "python -m tools.docs writes it"
+    assert (docs.ROOT / name).read_text(encoding="utf-8") == docs.PAGES[name](), "run python -m tools.docs"
 
 
 @pytest.mark.parametrize("machine", execution_paths.MACHINES, ids=lambda machine: machine.name)

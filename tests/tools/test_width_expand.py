@@ -161,9 +161,9 @@ def test_blank_layers_add_exact_zeros() -> None:
         (shape(512, 10, 16, 4, 128, 896, 4608), "do not fit 896"),
         (shape(1024, 4, 16, 4, 128, 1280, 4608), "do not fit 4"),
         (shape(1024, 10, 16, 4, 96, 1280, 4608), "not a multiple"),
-        (shape(1024, 10, 16, 4, 128, 1280, 4000), "may only grow"),
+        (shape(1024, 10, 16, 4, 128, 1280, 4000), "cannot shrink"),
         (shape(1000, 10, 16, 4, 128, 1280, 4608), "multiples of 128"),
-        (shape(1024, 10, 16, 4, 64, 1280, 4608), "take bf16"),
+        (shape(1024, 10, 16, 4, 64, 1280, 4608), "use bf16"),
     ],
 )
 def test_shapes_that_are_too_small_are_refused(sizes: dict[str, Any], message: str) -> None:
@@ -179,5 +179,5 @@ def test_shapes(tmp_path: Path) -> None:
     for name in SHAPES:
         large = parse_config(grown_config(read_config(DRAFT), read_shape(name), "int4"))
         map_layer(read_config(DRAFT), large)
-    with pytest.raises(UserError, match="neither"):
+    with pytest.raises(UserError, match="or the path of a config"):
         read_shape("Llama-4")

@@ -278,12 +278,12 @@ def test_forbidden_tokens_are_never_sampled_and_nothing_is_nan(dtype: torch.dtyp
 def test_a_proposal_without_draft_probabilities_is_refused() -> None:
     proposal, rows = tree(6, 1)
     bare = Proposal(1, 0, 7, proposal.tokens, proposal.parents)
-    with pytest.raises(ValueError, match="does not say what its tokens were drawn from"):
+    with pytest.raises(ValueError, match="requires a proposal with draft distributions"):
         walk(bare, torch.from_numpy(rows), SamplingParams(), None)
     assert proposal.draft_probs is not None
     tokens, probs = proposal.draft_probs.tokens, proposal.draft_probs.probs
     never = DraftProbs(tokens, np.where(tokens == proposal.tokens[1], 0, probs))
-    with pytest.raises(ValueError, match="node 1 of a proposal was not drawn from"):
+    with pytest.raises(ValueError, match="token of node 1 does not match the draft distribution"):
         walk(
             Proposal(1, 0, 7, proposal.tokens, proposal.parents, never), torch.from_numpy(rows), SamplingParams(), None
         )

@@ -149,16 +149,16 @@ def delta(parents: Sequence[int], tokens: Sequence[int], weights: Sequence[float
 
 GOOD = delta([0, 0, 1], [1, 2, 1], [-1.0, -2.0, -1.5])
 BAD = {
-    "stands at round 0": replace(GOOD, round=1),
-    "node 1 comes next": replace(GOOD, first=2),
-    "has room for": delta([0] * 9, range(9), [-1.0] * 9),
+    "expected round 0": replace(GOOD, round=1),
+    "expected node 1": replace(GOOD, first=2),
+    "does not fit 7 free nodes": delta([0] * 9, range(9), [-1.0] * 9),
     "not in the tree": delta([0, 2], [1, 2], [-1.0, -2.0]),
     "not in the tree, either": delta([-1], [1], [-1.0]),
     "outside 0..4": delta([0], [VOCAB], [-1.0]),
-    "outweighs its parent": delta([0, 1], [1, 1], [-1.0, -0.5]),
-    "outweighs its parent, or is none": delta([0], [1], [float("nan")]),
+    "larger weight than its parent": delta([0, 1], [1, 1], [-1.0, -0.5]),
+    "larger weight than its parent, or NaN": delta([0], [1], [float("nan")]),
     "same token twice": delta([0, 0], [1, 1], [-1.0, -1.0]),
-    "beyond the tree's room": delta([0, 1, 2, 3], [1, 1, 1, 1], [-1.0] * 4),
+    "tree slots are full": delta([0, 1, 2, 3], [1, 1, 1, 1], [-1.0] * 4),
 }
 
 
@@ -170,10 +170,10 @@ def test_invalid_deltas_change_nothing(reason: str) -> None:
         replica.apply(BAD[reason])
     replica.apply(GOOD)
     assert replica.best(9) == ([ROOT, 1, 1, 2], [-1, 0, 1, 0])
-    with pytest.raises(ValueError, match="expanded before"):
+    with pytest.raises(ValueError, match="already expanded"):
         replica.apply(delta([1], [2], [-1.5], first=4))
 
 
 def test_deltas_that_are_not_consecutive_are_not_merged() -> None:
-    with pytest.raises(ValueError, match="growth from node 5, where node 4 comes next"):
+    with pytest.raises(ValueError, match="delta starts at node 5, expected node 4"):
         merge_deltas([GOOD, replace(GOOD, first=5)])

@@ -140,7 +140,7 @@ def load_data(args: argparse.Namespace) -> tuple[Windows, tuple[np.ndarray, floa
     files = library_files()
     ids = {k: tokens_of(v, tokenizer) for k, v in files.items()}
     size = sum(len(t.encode()) for _, t in files["held_out"])
-    print({k: len(v) for k, v in ids.items()}, f"tokens; {size / len(ids['held_out']):.3f} bytes a token held out")
+    print({k: len(v) for k, v in ids.items()}, f"tokens; {size / len(ids['held_out']):.3f} bytes per held-out token")
     factor = len(ids["held_out"]) / size / math.log(2)
     return Windows(ids["library"], ids["tests"], args.seed, args.tests_share), (ids["held_out"], factor)
 

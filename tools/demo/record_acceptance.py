@@ -43,7 +43,7 @@ def main() -> None:
         return
     if world is None:
         command = "torchrun --standalone --nproc-per-node 2 -m tools.demo.record_acceptance"
-        raise SystemExit(f"start it on two ranks: {command}")
+        raise SystemExit(f"requires two ranks; start it with {command}")
     if world.rank > 0:
         pool.follow()
         return
@@ -72,7 +72,7 @@ def record(pool: RankPool, shapes: Sequence[tuple[str, int, int, int]]) -> list[
             rounds = measurement.rounds_of(Trace.read(file))
         records.append({"plan": plan, "rounds": rounds})
         mean = sum(accepted + 1 for accepted, _ in rounds) / len(rounds)
-        print(f"{mode} bs {bs} w {w} d {d}: {mean:.3f} tokens a round", flush=True)
+        print(f"{mode} bs {bs} w {w} d {d}: {mean:.3f} tokens per round", flush=True)
     return records
 
 

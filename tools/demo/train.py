@@ -145,7 +145,7 @@ def train(
             with on_int4_grid(model, done > args.steps - args.int4_steps):
                 held = nats(model, held_out[0], 256, 64)
             log.append({"step": done, "loss": round(float(np.mean(recent[-100:])), 4), "held_out": round(held, 4)})
-            print(f"  held out {held:.4f} nats a token, {held * held_out[1]:.4f} bits a byte", flush=True)
+            print(f"  held out {held:.4f} nats per token, {held * held_out[1]:.4f} bits per byte", flush=True)
             state = {"model": model.state_dict(), "optimizers": [o.state_dict() for o in optimizers]}
             torch.save(state | {"step": done, "log": log}, checkpoint)
     for name, p in model.named_parameters():
@@ -213,7 +213,7 @@ def train_draft(args: argparse.Namespace) -> None:
     if not args.resume:
         began = time.monotonic()
         torch.save(own_text(teacher, windows, args.own_rows, args.seed), args.work / "own_text.pt")
-        print(f"the target's own text took {time.monotonic() - began:.0f} s", flush=True)
+        print(f"generating the target's own text took {time.monotonic() - began:.0f} s", flush=True)
     own = torch.load(args.work / "own_text.pt", weights_only=True)
 
     def batch_at(step: int) -> torch.Tensor:
@@ -249,19 +249,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("command", choices=["tokenizer", "target", "draft"])
     parser.add_argument(
-        "--work", type=Path, default=ROOT / "build" / "demo", help="tokenizer, checkpoints, exact target"
+        "--work", type=Path, default=ROOT / "build" / "demo", help="folder of tokenizer, checkpoints and dense target"
     )
-    parser.add_argument("--out", type=Path, default=DEMO, help="where the pair and provenance.json go")
+    parser.add_argument("--out", type=Path, default=DEMO, help="output folder for the pair and provenance.json")
     parser.add_argument("--teacher", type=Path, help="target to distil from (default: the one in --work)")
     parser.add_argument("--seed", type=int, default=11)
     parser.add_argument("--steps", type=int, default=2600)
-    parser.add_argument("--decay", type=int, default=800, help="last steps, over which the rate falls to zero")
-    parser.add_argument("--int4-steps", type=int, default=0, help="last steps, computed with weights rounded to int4")
+    parser.add_argument("--decay", type=int, default=800, help="last steps, in which the learning rate falls to zero")
+    parser.add_argument("--int4-steps", type=int, default=0, help="last steps, trained with weights rounded to int4")
     parser.add_argument("--lr", type=float, default=4e-3)
-    parser.add_argument("--tokens", type=int, default=4096, help="tokens a step")
-    parser.add_argument("--tests-share", type=float, default=0.2, help="share of windows from the library's own tests")
-    parser.add_argument("--own-rows", type=int, default=512, help="windows of the target's own text for the draft")
-    parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint")
+    parser.add_argument("--tokens", type=int, default=4096, help="tokens per step")
+    parser.add_argument("--tests-share", type=float, default=0.2, help="share of windows from the library's tests")
+    parser.add_argument("--own-rows", type=int, default=512, help="windows of target-generated text for the draft")
+    parser.add_argument("--resume", action="store_true", help="continue from the last checkpoint")
     args = parser.parse_args()
     args.work.mkdir(parents=True, exist_ok=True)
     {"tokenizer": make_tokenizer, "target": train_target, "draft": train_draft}[args.command](args)

@@ -16,7 +16,7 @@ LOOK = "from swiftspec import _C; print(_C.build_info); raise SystemExit(not _C.
 def main() -> int:
     found = subprocess.run([sys.executable, "-c", LOOK], capture_output=True, text=True, cwd=ROOT)
     if found.returncode == 0:
-        print(f"brought along: {found.stdout.strip()}")
+        print(f"reusing the existing build: {found.stdout.strip()}")
         return 0
     return subprocess.run([sys.executable, "setup.py", "build_ext", "--inplace"], cwd=ROOT).returncode
 

@@ -99,7 +99,7 @@ def run_all(steps: Sequence[Step], budget: float, file: Path, machine: dict[str,
         print(f"== {step.name}: {outcome.state}, {outcome.seconds:.0f} s", flush=True)
         if step.name == SMOKE and outcome.state != "ok" and whole["steps"][-1]["state"] == "ok":
             environment = NOTHING_EARLY
-            print("== kernels that start early are to blame: the rest runs without", flush=True)
+            print("== early starts of kernels cause the failure: the remaining steps run without them", flush=True)
         whole["steps"].append(asdict(outcome) | {"command": shlex.join(step.command), "extra": step.extra})
         found = read(step.result)
         if found is not None and step.name.startswith("decode"):

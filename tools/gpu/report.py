@@ -67,7 +67,7 @@ def _operator(name: str, found: Found, on: Constants) -> Iterator[Line]:
         yield Line(f"{name} against Marlin's published (quoted)", "x", published / took, 1.4, 1.7, more=True)
     if SUMMED in found:
         more = found[SUMMED]["microseconds"] - took
-        yield Line(f"{name}, what summing adds", "us", more, targets.SUMMED.accept, targets.SUMMED.goal)
+        yield Line(f"{name}, added by the all-reduce", "us", more, targets.SUMMED.accept, targets.SUMMED.goal)
 
 
 def _beside_each_other(ours: Iterable[Json]) -> Iterator[Line]:
@@ -96,7 +96,7 @@ def _decode(decoded: Json, on: Constants) -> Iterator[Line]:
         if target is not None:
             yield Line(f"step {shape}", "ms", took, target.accept, target.goal)
     target = targets.decode(decoded["pair"].partition(",")[0], on)
-    for mode, how in (("serial", ""), ("async", " at once")):
+    for mode, how in (("serial", ""), ("async", " async")):
         if target is not None and mode in decoded:
             name = f"decode {decoded['pair']}{how}"
             yield Line(name, "tok/s", decoded[mode]["tok/s"], target.accept, target.goal, more=True)
@@ -104,7 +104,7 @@ def _decode(decoded: Json, on: Constants) -> Iterator[Line]:
 
 def report(whole: Json, kernels: Json | None, constants: Json | None) -> None:
     where = "measured" if constants is not None else "assumed"
-    print(f"\ntargets by constants that were {where}\n{'':62} {'measured':>9} {'accept':>9} {'goal':>9}")
+    print(f"\ntargets computed from {where} constants\n{'':62} {'measured':>9} {'accept':>9} {'goal':>9}")
     found = list(lines(whole["decodes"], kernels, constants))
     for line in found:
         print(line)
@@ -112,7 +112,7 @@ def report(whole: Json, kernels: Json | None, constants: Json | None) -> None:
         rates = [
             f"{mode} {of['tok/s']:.0f} tok/s" for mode, of in decoded.items() if isinstance(of, dict) and "tok/s" in of
         ]
-        same = [f"{decoded['same text']:.0%} of the text is the small model's"] if "same text" in decoded else []
+        same = [f"{decoded['same text']:.0%} of the text equals the small model's"] if "same text" in decoded else []
         on = " and ".join(decoded.get("ops", ()))
         print(f"{decoded['step']}{on and f' on {on}'}: {', '.join(rates + same) or 'nothing'}")
     for said in (kernels["rivals"] + kernels["failed"]) if kernels is not None else []:

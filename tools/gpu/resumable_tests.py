@@ -1,6 +1,6 @@
 """Runs tests in a process that is restarted after the current test whenever it hangs or breaks the GPU.
 
-    python -m tools.gpu.resumable_tests --json out.json [--budget 60] [--patience 8] tests/gpu/test_linear.py ...
+    python -m tools.gpu.resumable_tests --json out.json [--budget 60] [--timeout 8] tests/gpu/test_linear.py ...
 
 A device error persists until its process ends, so a test that causes one is the last of its process. The exit code is 3
 if a test failed, hung or was not reached in time.
@@ -79,7 +79,7 @@ class Recorder:
         self._found.outcomes[report.nodeid] = said
         self._found.write(self._file)
         if report.failed and any(error in said for error in DEVICE_ERROR):
-            pytest.exit("the GPU will not go on in this process", returncode=LOST)
+            pytest.exit("the GPU is unusable in this process", returncode=LOST)
 
 
 def work(args: argparse.Namespace) -> int:
@@ -87,7 +87,7 @@ def work(args: argparse.Namespace) -> int:
     if torch.cuda.is_available():
         torch.zeros(1, device="cuda")  # creates the context before the time of the first test begins
     found, until = Found.read(args.json), time.monotonic() + args.budget
-    limits = ["-o", f"faulthandler_timeout={max(args.patience - 2, 1):g}", "-o", "timeout=0"]
+    limits = ["-o", f"faulthandler_timeout={max(args.timeout - 2, 1):g}", "-o", "timeout=0"]
     code = pytest.main(
         ["-m", args.mark, "-p", "no:cacheprovider", "-vv", *limits, *args.tests],
         plugins=[Recorder(args.json, found, until)],
@@ -110,7 +110,7 @@ def give_up(file: Path, why: str) -> bool:
         found.outcomes[found.at] = why
     went_on, found.at = bool(found.left), None
     found.write(file)
-    print(f"tested: {why}, {len(found.left)} tests to go", flush=True)
+    print(f"tested: {why}, {len(found.left)} tests left", flush=True)
     return went_on
 
 
@@ -123,11 +123,11 @@ def summary(found: Found) -> dict[str, Any]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("tests", nargs="+", help="files of tests")
-    parser.add_argument("--json", type=Path, required=True, help="where to write the outcomes, after every test")
-    parser.add_argument("--budget", type=float, default=60.0, help="seconds after which no test is begun")
-    parser.add_argument("--patience", type=float, default=8.0, help="seconds for a test's set-up, its call, its end")
-    parser.add_argument("--mark", default="gpu", help="pytest's -m")
+    parser.add_argument("tests", nargs="+", help="test files")
+    parser.add_argument("--json", type=Path, required=True, help="file for the outcomes, written after every test")
+    parser.add_argument("--budget", type=float, default=60.0, help="seconds after which no further test starts")
+    parser.add_argument("--timeout", type=float, default=8.0, help="seconds for setup, call and teardown each")
+    parser.add_argument("--mark", default="gpu", help="marker expression for pytest -m")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker:
@@ -144,8 +144,8 @@ def main() -> int:
         "--mark",
         args.mark,
     ]
-    command += ["--patience", f"{args.patience:g}", *args.tests]
-    code = watch(command, args.json, args.budget, args.patience, give_up, START)
+    command += ["--timeout", f"{args.timeout:g}", *args.tests]
+    code = watch(command, args.json, args.budget, args.timeout, give_up, START)
     found = Found.read(args.json)
     for name, said in found.failed.items():
         print(f"\n== {name}\n{said}")

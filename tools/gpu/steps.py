@@ -117,16 +117,16 @@ def tests() -> list[Step]:
     named = [stem for stems in groups.values() for stem in stems]
     groups["engine"] = tuple(file.stem for file in files if file.stem not in named)
     limits = (("operators", 35, 8), ("engine", 55, 8), ("ranks", 45, 16))  # tests of ranks may start processes
-    return [tested(name, groups[name], limit, patience) for name, limit, patience in limits]
+    return [tested(name, groups[name], limit, timeout_s) for name, limit, timeout_s in limits]
 
 
-def tested(name: str, stems: tuple[str, ...], limit: float, patience: int) -> Step:
-    """Returns the step that runs tests in a process, which is restarted if it hangs for `patience` seconds or breaks
+def tested(name: str, stems: tuple[str, ...], limit: float, timeout_s: int) -> Step:
+    """Returns the step that runs tests in a process, which is restarted if it hangs for `timeout_s` seconds or breaks
     the GPU."""
     name = f"tests of {name}"
     file = SCRATCH / f"{slug(name)}.json"
     paths = (f"tests/gpu/{stem}.py" for stem in stems)
-    command = (sys.executable, "-m", "tools.gpu.resumable_tests", "--budget", SECONDS, "--patience", str(patience))
+    command = (sys.executable, "-m", "tools.gpu.resumable_tests", "--budget", SECONDS, "--timeout", str(timeout_s))
     command += ("--json", str(file), *paths)
     return Step(name, command, limit, file)
 

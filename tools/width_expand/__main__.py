@@ -21,10 +21,10 @@ def main() -> None:
     )
     parser.add_argument("model", type=Path, help="directory of the small model")
     parser.add_argument("shape", help=f"{', '.join(SHAPES)}, or a config.json")
-    parser.add_argument("out", type=Path, help="directory to write")
+    parser.add_argument("out", type=Path, help="output directory")
     parser.add_argument("--dtype", choices=list(DTYPES), default="int4")
-    parser.add_argument("--device", default="cpu", help="where the weights are made")
-    parser.add_argument("--seed", type=int, default=0, help="of the random weights")
+    parser.add_argument("--device", default="cpu", help="device on which the weights are computed")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the random weights")
     args = parser.parse_args()
     try:
         write(args.model, read_shape(args.shape), args.dtype, args.out, args.device, args.seed)

@@ -124,8 +124,8 @@ def _take(source: Weight, rows: Tensor, columns: Tensor) -> Block:
     groups = torch.where(columns < 0, -1, columns // source.group_size)
     group = groups.amax(1)
     if bool(((groups >= 0) & (groups != group.unsqueeze(1))).any()):
-        raise UserError("two int4 groups of the small model would share one of the large: heads too narrow; take bf16")
-    all_codes, scales, all_zeros = source.plain()
+        raise UserError("heads are too narrow: two int4 groups of the small model share one of the large; use bf16")
+    all_codes, scales, all_zeros = source.unpack()
     # zeros [groups, rows], codes [groups, GROUP, rows]
     zeros, codes = all_zeros[group][:, rows], all_codes[columns.clamp_min(0)][:, :, rows]
     codes = torch.where((columns < 0).unsqueeze(2), zeros.unsqueeze(1), codes)

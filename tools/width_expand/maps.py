@@ -89,7 +89,7 @@ def _map_heads(small: ModelConfig, large: ModelConfig) -> tuple[Tensor, Tensor]:
     group, wide = small.num_heads // small.num_kv_heads, large.num_heads // large.num_kv_heads
     stride, rest = divmod(large.head_dim, small.head_dim)
     if rest or stride == 0:
-        raise UserError(f"heads of {small.head_dim} do not turn alike in heads of {large.head_dim}: not a multiple")
+        raise UserError(f"head dimension {large.head_dim} is not a multiple of the small model's {small.head_dim}")
     dims = spread(small.head_dim, large.head_dim, SILENT, 1, stride)
     copies = -(-group // wide)  # copies of a key-value head, if it has too many query heads for one
     units = spread(small.num_kv_heads * copies, large.num_kv_heads, SILENT)

@@ -45,9 +45,9 @@ class Grown:
         large = parse_config(grown_config(small, sizes, kind))
         spare = large.hidden_size - small.hidden_size
         if large.vocab_size < small.vocab_size or (large.vocab_size > small.vocab_size and spare < 1):
-            raise UserError(f"{path}: the vocabulary may only grow, and only together with the hidden size")
+            raise UserError(f"{path}: the vocabulary cannot shrink, and can grow only together with the hidden size")
         if large.tie_word_embeddings and not small.tie_word_embeddings:
-            raise UserError(f"{path}: its head is not its embedding, which this shape demands")
+            raise UserError(f"{path}: this shape requires tied embeddings, but the LM head is separate")
         if large.hidden_size % GROUP or large.intermediate_size % GROUP or large.num_heads * large.head_dim % GROUP:
             raise UserError(f"the sizes of the shape must be multiples of {GROUP}")
         noise = torch.Generator(device).manual_seed(seed)

@@ -32,7 +32,7 @@ def read_shape(shape: str) -> dict[str, Any]:
     if shape in SHAPES:
         return dict(zip(FIELDS, SHAPES[shape], strict=True))
     if not Path(shape).is_file():
-        raise UserError(f"{shape}: neither {', '.join(SHAPES)} nor the path of a config.json")
+        raise UserError(f"{shape}: expected {', '.join(SHAPES)}, or the path of a config.json")
     data = json.loads(Path(shape).read_text(encoding="utf-8"))
     config = parse_config(data)
     sizes = (config.hidden_size, config.num_layers, config.num_heads, config.num_kv_heads, config.head_dim)

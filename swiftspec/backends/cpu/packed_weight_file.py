@@ -65,17 +65,17 @@ def _parsed(whole: Tensor) -> PackedUnit:
     head = whole[:PREAMBLE_BYTES].numpy().tobytes()
     length = int.from_bytes(head[len(MAGIC) : len(MAGIC) + 8], "little")
     if not head.startswith(MAGIC) or length > min(MAX_HEADER_BYTES, len(whole) - PREAMBLE_BYTES):
-        raise ValueError("not a unit")
+        raise ValueError("not a packed unit")
     words = whole[PREAMBLE_BYTES : PREAMBLE_BYTES + length].numpy().tobytes()
     if hashlib.blake2b(words, digest_size=32).digest() != head[-32:]:
-        raise ValueError("a damaged header")
+        raise ValueError("damaged header")
     fields = Fields(parse_json(decode_utf8(words, "it"), "it"))
     tensors: dict[str, Tensor] = {}
     for entry in fields.objects("tensors"):
         kind, shape = DTYPES[entry.string("dtype")], entry.integers("shape", ge=0, le=len(whole))
         start, count = entry.integer("start", ge=0, le=len(whole)), math.prod(shape) * kind.itemsize
         if start % ALIGNMENT_BYTES or start + count > len(whole):
-            raise ValueError("a tensor outside the file")
+            raise ValueError("tensor outside the file")
         part = whole[start : start + count]
         if _digest(_C.checksums(part)) != entry.string("sum"):
             raise ValueError("damaged tensor")

@@ -25,7 +25,7 @@ class Int4Source(Protocol):
     scales: Tensor
     zeros: Tensor
     group_size: int
-    rounds: bool  # whether activations are quantised to int8
+    int8_activations: bool  # whether activations are quantised to int8
     order: str
 
     @property
@@ -86,7 +86,7 @@ def pack(weight: Weight | PackedLinear, dtype: torch.dtype, device: torch.device
     bias = None if weight.bias is None else weight.bias.to(device, torch.float32, copy=True)
     if isinstance(weight, Int4Source) and weight.group_size % 16 == 0:
         outputs, inputs = weight.shape
-        return PackedLinear.create(inputs, outputs, weight.rounds, *_pack_codes(weight), bias)
+        return PackedLinear.create(inputs, outputs, weight.int8_activations, *_pack_codes(weight), bias)
     if isinstance(weight, UnquantizedSource):
         outputs, inputs = weight.dense.shape
         return PackedLinear.create(inputs, outputs, True, *_quantize(weight.dense, weight.group_size), None, bias)

@@ -79,11 +79,11 @@ def check_supported(config: ModelConfig, dtype: torch.dtype, device: torch.devic
     if dtype != torch.bfloat16:
         raise UserError(f"the CUDA operators compute in bfloat16, not {str(dtype).removeprefix('torch.')}")
     if config.head_dim not in HEAD_DIMS:
-        raise UserError(f"the CUDA operators take heads of 64 or 128, not {config.head_dim}: use ops reference")
+        raise UserError(f"the CUDA operators need head dimension 64 or 128, not {config.head_dim}; use ops reference")
     if config.num_heads // config.num_kv_heads > MAX_HEADS_PER_KV_HEAD:
-        raise UserError(f"the CUDA operators let at most {MAX_HEADS_PER_KV_HEAD} heads share keys: use ops reference")
+        raise UserError(f"the CUDA operators need at most {MAX_HEADS_PER_KV_HEAD} heads per KV head; use ops reference")
     if config.hidden_size % 8:
-        raise UserError(f"the CUDA operators take a hidden size that 8 divides, not {config.hidden_size}")
+        raise UserError(f"the CUDA operators require a multiple of 8 as hidden size, not {config.hidden_size}")
 
 
 def pack_norm(weight: Tensor, eps: float, dtype: torch.dtype, device: torch.device | str) -> CudaNorm:

@@ -17,18 +17,18 @@ def require_usable(device: torch.device | str) -> torch.device:
     if device.type != "cuda":
         raise UserError(f"the CUDA operators need a GPU, not {device}")
     if not _C.cuda_built:
-        raise UserError(f"{_C.build_info}; install swiftspec where nvcc is found to run on {device}")
+        raise UserError(f"{_C.build_info}; install swiftspec on a machine with nvcc to run on {device}")
     if not torch.cuda.is_available():
-        raise UserError(f"no NVIDIA GPU can be used here: {why_no_gpu()}")
+        raise UserError(f"no usable NVIDIA GPU: {why_no_gpu()}")
     device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
     major, minor = torch.cuda.get_device_capability(device)
     name = torch.cuda.get_device_name(device)
     if (major, minor) < MIN_COMPUTE_CAPABILITY:
-        raise UserError(f"the CUDA operators need compute capability 8.0 (Ampere) or more, {name} has {major}.{minor}")
+        raise UserError(f"the CUDA operators need compute capability 8.0 (Ampere) or more; {name} has {major}.{minor}")
     if not any(arch // 10 == major and arch % 10 <= minor for arch in _C.cuda_archs):
         built = ", ".join(f"sm_{arch}" for arch in _C.cuda_archs)
         raise UserError(
-            f"the CUDA operators were built for {built}, {name} needs sm_{major}{minor}: install swiftspec again on"
+            f"the CUDA operators were built for {built}, but {name} needs sm_{major}{minor}; reinstall swiftspec on"
             " this machine, or with SWIFTSPEC_CUDA_ARCHS=all"
         )
     with torch.cuda.device(device):
@@ -43,10 +43,10 @@ def require_usable(device: torch.device | str) -> torch.device:
 def why_no_gpu() -> str:
     """Returns in one line why torch finds no GPU and how to fix it."""
     if torch.version.cuda is None:
-        return "this PyTorch is built without CUDA, install one that has it"
+        return "this PyTorch was built without CUDA; install a CUDA build"
     driver = int(getattr(torch._C, "_cuda_getDriverVersion", int)())  # 12080 for CUDA 12.8; 0 without a driver
     needed = torch.version.cuda
     if 0 < driver // 1000 < int(needed.partition(".")[0]):
         has = f"{driver // 1000}.{driver % 1000 // 10}"
-        return f"the NVIDIA driver is for CUDA {has}, this PyTorch needs {needed}: install a newer driver"
-    return "there is no NVIDIA driver" if driver == 0 else "PyTorch finds none that it can use"
+        return f"the NVIDIA driver supports CUDA {has}, but this PyTorch needs {needed}; install a newer driver"
+    return "no NVIDIA driver is installed" if driver == 0 else "the driver reports no usable GPU"

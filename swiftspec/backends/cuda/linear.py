@@ -78,7 +78,7 @@ def _int4_tiles(weight: Int4Source, group: int, device: torch.device) -> tuple[T
 def _bf16_tiles(matrix: Tensor) -> tuple[Tensor, int, int]:
     outputs, inputs = matrix.shape
     if inputs % 8 != 0:
-        raise UserError(f"the CUDA operators need a multiple of 8 inputs, a projection has {inputs}")
+        raise UserError(f"the CUDA operators require a multiple of 8 inputs per projection, not {inputs}")
     matrix = matrix.contiguous()
     tiles = torch.empty(_C.cuda_tile_bytes(inputs, outputs, 0), dtype=torch.uint8, device=matrix.device)
     _C.repack_bf16_cuda(matrix, tiles, current_stream())
@@ -130,7 +130,7 @@ class PeerCommunicator:
     def describe_fault(self) -> str | None:
         """Returns in one line why a kernel of the group aborted; None if no kernel did. Call it after the device has
         reported an error."""
-        found = _C.cuda_trouble(int(self._error_word[0]) & (2**64 - 1))
+        found = _C.cuda_decode_fault(int(self._error_word[0]) & (2**64 - 1))
         if found is None:
             return None
         rank, source, slot, epoch = found

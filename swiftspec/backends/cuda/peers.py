@@ -42,7 +42,7 @@ class PeerCollectives:
         """`lines`: LL lines of the longest product (`linear.max_lines`). `exchange`: all-gathers bytes over the ranks.
         `timeout_s`: seconds after which a waiting kernel aborts."""
         if size > MAX_PEERS:
-            raise PeerAccessError(f"the CUDA operators sum over at most {MAX_PEERS} GPUs, not {size}")
+            raise PeerAccessError(f"the CUDA operators all-reduce over at most {MAX_PEERS} GPUs, not {size}")
         self._device = device
         with torch.cuda.device(device):
             use_current_device()
@@ -54,9 +54,9 @@ class PeerCollectives:
             others = {peer: _C.CudaPeerInbox(handle) for peer, handle in enumerate(handles) if peer != rank}
             self._peer_inboxes: dict[int, _C.CudaPeerInbox] = others
             self._error_word = _C.CudaWord(name, rank, size, ATTACH_TIMEOUT_S)
-            trouble = torch.frombuffer(self._error_word.view(), dtype=torch.int64)
+            error_word = torch.frombuffer(self._error_word.view(), dtype=torch.int64)
             inboxes = [others[peer].address if peer != rank else self._inbox.address for peer in range(size)]
-            self.communicator = PeerCommunicator(rank, inboxes, lines, trouble, device, timeout_s)
+            self.communicator = PeerCommunicator(rank, inboxes, lines, error_word, device, timeout_s)
 
     def close(self) -> None:
         """Waits until all kernels of this rank have ended, then unmaps the other ranks' memory."""
@@ -74,5 +74,5 @@ def _check_peer_access(rank: int, buses: list[str], exchange: Exchange) -> None:
     unreached = [peer for peer, bus in enumerate(buses) if peer != rank and not _C.cuda_reaches(bus)]
     for other, found in enumerate(exchange("unreached", json.dumps(unreached).encode())):
         for peer in json.loads(found):
-            pair = f"GPU {buses[other]} of rank {other} cannot reach GPU {buses[peer]} of rank {peer}"
-            raise PeerAccessError(f"{pair} of its group")
+            pair = f"GPU {buses[other]} of rank {other} cannot access GPU {buses[peer]} of rank {peer}"
+            raise PeerAccessError(f"{pair} in its group")

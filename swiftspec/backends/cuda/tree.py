@@ -151,7 +151,7 @@ class DeviceTree:
         replay of a captured CUDA graph does not update `expansions_left`; the caller must count its expansions.
         """
         if self.expansions_left == 0:
-            raise ValueError("the tree's slots are used up")
+            raise ValueError("no free slots in the tree")
         self.expansions_left -= 1
         self._native.leaves(prefix, current_stream())
         return self.rows

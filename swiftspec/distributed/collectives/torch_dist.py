@@ -62,7 +62,7 @@ class TorchDistGroup:
             dist.all_gather(list(parts.unbind(0)), x.contiguous())
         except RuntimeError as error:
             where = f"group {self.name}: rank {self.rank} of {self.size}: all_gather of {list(x.shape)} failed"
-            raise RankLost(f"{where}, a rank is gone or late ({_line(error)})") from error
+            raise RankLost(f"{where}, a rank exited or timed out ({_line(error)})") from error
         return parts
 
     def all_reduce(self, x: Tensor) -> Tensor:

@@ -77,7 +77,7 @@ class DraftGroupClient:
         try:
             self._state.open(start)
         except ValueError as error:
-            raise DrafterLost(f"the draft did not receive this request: {error}") from None
+            raise DrafterLost(f"this request cannot be sent to the draft: {error}") from None
         self._round, self._buffered = 0, None
         self._send(Opcode.DRAFTER_OPEN, pack_message(start))
 
@@ -113,7 +113,7 @@ class DraftGroupClient:
         try:
             self._state.advance(result)
         except ValueError as error:
-            raise DrafterLost(f"the draft did not receive this result: {error}") from None
+            raise DrafterLost(f"this result cannot be sent to the draft: {error}") from None
         self._send(Opcode.OBSERVE, pack_message(result))
 
     def catch_up(self, result: VerifyResult) -> None:
@@ -169,7 +169,7 @@ class DraftGroupClient:
         """Gives a trace record to the recorder. It is decoded only when it is written, because the target waits during
         this call."""
         if len(words) < 2:
-            raise ValueError("a record is of no round")
+            raise ValueError("a trace record lacks its round")
         if self._recorder is not None:
             self._recorder.draft(words[0], words[1], partial(unpack_record, words, self._state.limits.vocab_size))
 
@@ -212,10 +212,10 @@ class DraftGroupClient:
                     return words
                 if kind == Opcode.TRACE_RECORD:
                     self._record(words)
-                elif kind == Opcode.ERROR and single_word(words[:1], "loss") == self._state.request:
+                elif kind == Opcode.ERROR and single_word(words[:1], "request number") == self._state.request:
                     raise DrafterLost(words_to_text(words[1:])[:MAX_REASON_CHARS])
                 elif kind not in ANSWER_OPCODES:
-                    raise ValueError(f"a draft does not send messages of kind {kind}")
+                    raise ValueError(f"unexpected opcode {kind} from the draft group")
             except TimeoutError:
                 raise DrafterLate(LATE_MESSAGE) from None
             except ConnectionError as error:

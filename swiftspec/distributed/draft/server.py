@@ -149,10 +149,12 @@ class DraftGroupServer:
                 on = in_range(single_word(words, "switch"), 0, 1, "a switch")
                 return partial(setattr, self._trace, "enabled", bool(on))
             case Opcode.MEASURE_STEP:
-                room = in_range(single_word(words, "pace"), 1, bounds.max_model_len, "the room to measure in")
+                room = in_range(
+                    single_word(words, "context length"), 1, bounds.max_model_len, "the context of a measurement"
+                )
                 return partial(self._serve_measure, room)
             case _:
-                raise ValueError(f"a target does not send messages of kind {kind}")
+                raise ValueError(f"unexpected opcode {kind} from the target group")
 
     def _serve_opening(self, start: RequestStart) -> None:
         """Starts a request: prefills, sends the first proposal, and expands the tree ahead of the first result."""

@@ -45,7 +45,7 @@ def unpack_record(flat: Words, vocab: int) -> Record:
     """Unpacks a record. Raises ValueError on invalid words and on tokens outside a vocabulary of `vocab` tokens."""
     record = _unpack(flat)
     if record is None or record["tree"]["tokens"].max() >= vocab:
-        raise ValueError("the record of a round is invalid")
+        raise ValueError("the trace record of a round is invalid")
     return record
 
 

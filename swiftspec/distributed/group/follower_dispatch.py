@@ -51,7 +51,7 @@ class FollowerDispatcher:
             return self._decode_drafter(self._drafter, kind, words)
         if self._smc is not None and (Opcode.POPULATION_OPEN <= kind <= Opcode.POPULATION_CLOSE):
             return self._decode_population(self._smc, kind, words)
-        raise ValueError(f"a leader does not send messages of kind {kind} to this rank")
+        raise ValueError(f"unexpected opcode {kind} from the leader")
 
     def _decode_verifier(self, verifier: LocalVerifier, kind: int, words: Words) -> Action:
         match kind:
@@ -97,11 +97,11 @@ class FollowerDispatcher:
                 start = _opening(words, self._population, smc, smc.target, smc.draft)
                 ends = start.sampling
                 if ends.max_tokens is None:
-                    raise ValueError("a population is opened with a limit of its tokens")
+                    raise ValueError("the request start of a sequence group lacks max_tokens")
                 if not smc.has_room:
-                    raise ValueError("a population is opened where there is no room for another")
+                    raise ValueError("the population has no room for another sequence group")
                 most = self._bounds.max_model_len - len(start.tokens)
-                in_range(ends.max_tokens, 1, max(most, 1), "the tokens of a population")
+                in_range(ends.max_tokens, 1, max(most, 1), "max_tokens of a sequence group")
                 return partial(smc.admit, start, ends.stop_token_ids, ends.max_tokens)
             case Opcode.POPULATION_ROUND:
                 if not smc.groups:
@@ -136,5 +136,7 @@ def _opening(words: Words, standing: RequestState, role: Any, *runners: Runner, 
     standing.open(start)
     here = with_cached_lengths(start, *runners, guided=guided).num_cached_tokens
     if here != start.num_cached_tokens:
-        raise ValueError(f"the leader has {start.num_cached_tokens} cached tokens of this prompt, this rank has {here}")
+        raise ValueError(
+            f"the leader has {start.num_cached_tokens} cached tokens of this prompt, but this rank has {here}"
+        )
     return start

@@ -65,7 +65,7 @@ class FollowerGroup:
         """
         if not self._followers or isinstance(error, RequestFailed):
             return error
-        self.broken = f"the group is out of step after {call.name}: {str(error) or type(error).__name__}"
+        self.broken = f"the ranks of the group have diverged after {call.name}: {str(error) or type(error).__name__}"
         return RankLost(self.broken) if isinstance(error, (ConnectionError, *FAILURES)) else error
 
     def run(self, call: Opcode, message: Message | None, act: Callable[[], T]) -> T:
@@ -234,8 +234,8 @@ def run_follower(
     drafter: LocalDrafter | None,
     smc: LocalPopulation | None,
     bounds: ModelLimits,
-    pause: CancelCheck,
-    pulse: Heartbeat,
+    cancel_check: CancelCheck,
+    heartbeat: Heartbeat,
 ) -> None:
     """Runs the main loop of a follower: executes the leader's calls on its own roles until SHUTDOWN.
 
@@ -246,12 +246,12 @@ def run_follower(
     Raises RankLost if the leader is gone without SHUTDOWN or sends an invalid message.
     """
     follower, orders = FollowerDispatcher(verifier, drafter, smc, bounds), CommandStream(leader)
-    pause.cancelled = orders.prefill_aborted
-    dispatch_loop(leader, orders, follower.decode, pulse)
+    cancel_check.cancelled = orders.prefill_aborted
+    dispatch_loop(leader, orders, follower.decode, heartbeat)
 
 
 def dispatch_loop(
-    leader: Channel, orders: CommandStream, read: Callable[[int, Words], Action], pulse: Heartbeat
+    leader: Channel, commands: CommandStream, decode: Callable[[int, Words], Action], heartbeat: Heartbeat
 ) -> None:
     """Executes the leader's commands until SHUTDOWN.
 
@@ -262,12 +262,12 @@ def dispatch_loop(
     """
     while True:
         try:
-            pulse.mark_idle()
-            kind, words = orders.recv()
-            pulse.mark_busy()
+            heartbeat.mark_idle()
+            kind, words = commands.recv()
+            heartbeat.mark_busy()
             if kind == Opcode.SHUTDOWN:
                 return
-            act = read(kind, words)
+            act = decode(kind, words)
         except ConnectionError as error:
             raise RankLost(str(error)) from None
         except ValueError as error:

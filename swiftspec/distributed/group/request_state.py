@@ -52,7 +52,7 @@ class RequestState:
         if start.sampling.guided:
             self.extra_negative_tokens = max(len(start.sampling.negative_prompt_ids) - start.prompt_len, 0)
         _check_length(
-            len(start.tokens) + self.extra_negative_tokens, self.limits, "a request start's unconditional text"
+            len(start.tokens) + self.extra_negative_tokens, self.limits, "a request start's negative sequence"
         )
         self.request, self.prefix_len = start.request, len(start.tokens) - 1
         self.root, self.is_open = start.tokens[-1], True
@@ -79,15 +79,13 @@ class RequestState:
         self._check_position(proposal)
         _check_tokens(proposal.tokens, self.limits, "a proposal")
         if len(proposal.tokens) > self.limits.max_nodes:
-            raise ValueError(
-                f"a proposal of {len(proposal.tokens)} nodes is above the {self.limits.max_nodes} of a round"
-            )
+            raise ValueError(f"a proposal of {len(proposal.tokens)} nodes exceeds the limit of {self.limits.max_nodes}")
         if self.prefix_len + self.extra_negative_tokens >= self.limits.max_model_len:
-            raise ValueError(f"a proposal at {self.prefix_len + self.extra_negative_tokens}, where the context is full")
+            raise ValueError(f"a proposal at {self.prefix_len + self.extra_negative_tokens}, beyond the context")
         if proposal.tokens[0] != self.root:
-            raise ValueError(f"a proposal from token {proposal.tokens[0]}, where the text ends with {self.root}")
+            raise ValueError(f"a proposal has root token {proposal.tokens[0]}; expected {self.root}")
         if len({*zip(proposal.parents, proposal.tokens)}) < len(proposal.tokens):
-            raise ValueError("a proposal has the same token twice under one node")
+            raise ValueError("a proposal has two children with the same token under one node")
         if proposal.draft_probs is not None:
             _check_tokens(
                 map(int, proposal.draft_probs.tokens.ravel()), self.limits, "a proposal's distribution", most=None
@@ -101,17 +99,17 @@ class RequestState:
         self._check_position(result)
         _check_tokens(result.tokens, self.limits, "a result")
         if result.path[0] != 0 or any(a >= b for a, b in zip(result.path, result.path[1:])):
-            raise ValueError("a result's path does not lead down from the root")
+            raise ValueError("a result's path does not descend from the root")
         prefix_len = self.prefix_len + len(result.tokens)
         if prefix_len > self.limits.max_model_len + self.limits.max_nodes:
-            raise ValueError(f"a result's text of {prefix_len} tokens is longer than the context")
+            raise ValueError(f"a result's sequence of {prefix_len} tokens is longer than the context")
         self.prefix_len, self.root = prefix_len, result.tokens[-1]
 
     def _check_position(self, message: Proposal | VerifyResult) -> None:
         self.require_open()
         if (message.request, message.prefix_len) != (self.request, self.prefix_len):
             theirs, ours = (f"request {each.request} at {each.prefix_len}" for each in (message, self))
-            raise ValueError(f"a message about {theirs}, where this side has {ours}")
+            raise ValueError(f"a message for {theirs} does not match {ours}")
 
 
 def in_range(value: int, low: int, high: int, what: str) -> int:
@@ -133,7 +131,7 @@ def _check_tokens(tokens: Iterable[int], bounds: ModelLimits, what: str, most: i
     if most is not None:
         _check_length(len(tokens), bounds, what)
     if tokens and not 0 <= min(tokens) <= max(tokens) < bounds.vocab_size:
-        raise ValueError(f"{what} names a token outside 0..{bounds.vocab_size - 1}")
+        raise ValueError(f"{what} contains a token outside 0..{bounds.vocab_size - 1}")
 
 
 def _check_sampling(sampling: SamplingParams, bounds: ModelLimits) -> None:
@@ -141,6 +139,6 @@ def _check_sampling(sampling: SamplingParams, bounds: ModelLimits) -> None:
     _check_tokens(sampling.negative_prompt_ids, bounds, "a negative prompt")
     _check_tokens(sampling.logit_bias, bounds, "a logit_bias", most=None)
     if sampling.top_k > bounds.vocab_size:
-        raise ValueError(f"a top_k of {sampling.top_k} is above the vocabulary of {bounds.vocab_size}")
+        raise ValueError(f"top_k {sampling.top_k} exceeds the vocabulary size {bounds.vocab_size}")
     in_range(sampling.verify_batch or 1, 1, bounds.max_nodes, "a request's verify_batch")
     in_range(sampling.draft_steps or 1, 1, MAX_TREE_NODES, "a request's draft_steps")

@@ -114,8 +114,8 @@ def _file_difference(here: int, mine: Entry, there: int, theirs: Entry, part: st
     for name in ours | yours:
         if ours.get(name) != yours.get(name):
             return (
-                f"rank {there} has other files of the {name} model than rank {here}: give all ranks the same model"
-                " directories"
+                f"rank {there} and rank {here} have different files of the {name} model: use the same model directories"
+                " on all ranks"
             )
     return None
 

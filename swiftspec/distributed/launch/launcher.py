@@ -46,7 +46,7 @@ def launched(environment: Mapping[str, str] = os.environ) -> LaunchedRank | None
     local_rank = _number(environment, "LOCAL_RANK", 0, local_size - 1, rank)
     if not local_rank <= rank <= size - local_size + local_rank:  # ranks of one machine are numbered consecutively
         raise UserError(
-            f"LOCAL_RANK={local_rank} of {local_size} does not go with RANK={rank} of {size}: {TORCHRUN_HINT}"
+            f"LOCAL_RANK={local_rank} of {local_size} does not match RANK={rank} of {size}: {TORCHRUN_HINT}"
         )
     host = environment.get("MASTER_ADDR", "").strip()
     if not host:

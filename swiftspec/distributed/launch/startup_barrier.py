@@ -54,7 +54,7 @@ class StartupBarrier:
     log: LogFn = no_log
     timeouts: Timeouts = field(default_factory=Timeouts)
 
-    def wait_all(self, mine: Entry, judge: Validator) -> dict[int, Entry]:
+    def wait_all(self, mine: Entry, validate: Validator) -> dict[int, Entry]:
         """Publishes this rank's entry and blocks until rank 0 releases the barrier.
 
         Returns the entries of all ranks on rank 0, and only the entries of rank 0 and of this rank on the other ranks.
@@ -63,9 +63,11 @@ class StartupBarrier:
         """
         try:
             self.store.set(_entry_key(self.rank), json.dumps(mine))
-            return self._collect(judge) if self.rank == 0 else self._await_verdict(mine, judge)
+            return self._collect(validate) if self.rank == 0 else self._await_verdict(mine, validate)
         except RuntimeError:  # raised by the store
-            raise RankLost("rank 0 is gone" if self.rank > 0 else "the launcher's store is gone") from None
+            raise RankLost(
+                "rank 0 disconnected" if self.rank > 0 else "lost the connection to the launcher's store"
+            ) from None
 
     def abort(self, reason: str) -> None:
         """Publishes the reason why this rank cannot start, which aborts the job on all ranks. Does not block."""
@@ -86,8 +88,8 @@ class StartupBarrier:
             complaint = _first_refusal(said) or judge(said) if came else None
             missing = [rank for rank in self.ranks if rank not in said]
             if complaint is None and missing and not clock.sleep(partial(self._log_missing, missing)):
-                late = f"{format_ranks(missing)} did not come within {self.timeouts.timeout_s:g} s"
-                complaint = f"{late}: start all {len(self.ranks)}"
+                late = f"{format_ranks(missing)} did not join within {self.timeouts.timeout_s:g} s"
+                complaint = f"{late}: start all {len(self.ranks)} ranks"
         self.store.set("verdict", complaint or "")
         self._linger()
         if complaint is not None:
@@ -114,7 +116,7 @@ class StartupBarrier:
         clock = PollTimer(self.timeouts, late=self.timeouts.grace_s)
         while not self.store.check(["verdict"]):
             if not clock.sleep(self._say_rank_0):
-                raise RankLost(f"rank 0 did not say within {self.timeouts.timeout_s:g} s whether all ranks go on")
+                raise RankLost(f"rank 0 did not release the startup barrier within {self.timeouts.timeout_s:g} s")
         complaint = self.store.get("verdict").decode(errors="replace")
         said = {self.rank: mine}
         if not complaint:
@@ -140,7 +142,7 @@ class PollTimer:
         self._end, self._next = now + waiting.timeout_s + late, now + waiting.first_log_s
         self._nap = MAX_POLL_S / 32
 
-    def sleep(self, say: Callable[[], None]) -> bool:
+    def sleep(self, on_log_due: Callable[[], None]) -> bool:
         """Sleeps until the next poll and returns True, or returns False after the deadline. Calls the callback if a log
         line is due."""
         now = time.monotonic()
@@ -148,7 +150,7 @@ class PollTimer:
             return False
         if now >= self._next:
             self._next = now + self._waiting.log_interval_s
-            say()
+            on_log_due()
         time.sleep(self._nap)
         self._nap = min(2 * self._nap, MAX_POLL_S)
         return True

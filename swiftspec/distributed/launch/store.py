@@ -41,20 +41,20 @@ def _wait_for_server(here: LaunchedRank, say: LogFn, waiting: Timeouts) -> None:
         except OSError as error:
             why = f"{keeper} at {here.host}:{here.port} ({error.strerror or first_line(error)})"
         if not clock.sleep(lambda: say(f"rank {here.rank} is waiting for {why}")):  # noqa: B023
-            raise UserError(f"rank {here.rank} does not reach {why}: look at MASTER_ADDR and MASTER_PORT")
+            raise UserError(f"rank {here.rank} cannot reach {why}: check MASTER_ADDR and MASTER_PORT")
 
 
-def _handshake(here: LaunchedRank, keeps: bool) -> TCPStore:
+def _handshake(here: LaunchedRank, serves_store: bool) -> TCPStore:
     """Opens the store, in a thread, because torch blocks forever if another program listens on the port. Raises
     UserError if that fails or takes longer than HANDSHAKE_TIMEOUT_S. `keeps`: whether this rank serves the store."""
     found: list[TCPStore | RuntimeError | ValueError] = []
-    listening = _loopback(here) if keeps else None
+    listening = _loopback(here) if serves_store else None
 
     def connect() -> None:
         try:
             made = TCPStore(
-                here.host, here.port, here.size, keeps, timedelta(seconds=HANDSHAKE_TIMEOUT_S), wait_for_workers=False,
-                multi_tenant=True, master_listen_fd=listening,
+                here.host, here.port, here.size, serves_store, timedelta(seconds=HANDSHAKE_TIMEOUT_S),
+                wait_for_workers=False, multi_tenant=True, master_listen_fd=listening,
             )  # fmt: skip
             found.append(made)
         except (RuntimeError, ValueError) as error:
@@ -63,13 +63,13 @@ def _handshake(here: LaunchedRank, keeps: bool) -> TCPStore:
     thread = threading.Thread(target=connect, daemon=True)
     thread.start()
     thread.join(HANDSHAKE_TIMEOUT_S)
-    result = found[0] if found else RuntimeError("nothing answers as a store does")
+    result = found[0] if found else RuntimeError("no response from a store")
     if isinstance(result, TCPStore):
         return result
     reason = first_line(result)
     if "EADDRINUSE" in reason:
         raise _in_use(here)
-    raise UserError(f"no store at {here.host}:{here.port} ({reason[:200]}): look at MASTER_ADDR and MASTER_PORT")
+    raise UserError(f"no store at {here.host}:{here.port} ({reason[:200]}): check MASTER_ADDR and MASTER_PORT")
 
 
 def _loopback(here: LaunchedRank) -> int | None:

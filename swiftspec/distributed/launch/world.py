@@ -48,7 +48,7 @@ class World:
     store: Store
     # Cores of this machine that its ranks share.
     cores: frozenset[int] = field(default_factory=lambda: frozenset(available_cores()))
-    jobs: Iterator[int] = field(default_factory=itertools.count)  # numbers of engines, see `next_engine`
+    engine_numbers: Iterator[int] = field(default_factory=itertools.count)  # numbers of engines, see `next_engine`
     log: LogFn = no_log  # writes one line of progress
     timeouts: Timeouts = field(default_factory=Timeouts)
     supervisor: SupervisorLink | None = None  # None: ranks are not restarted
@@ -63,7 +63,7 @@ class World:
     def next_engine(self) -> World:
         """Returns a copy with an unused store prefix, so that the same ranks can build one engine after another. All
         ranks must call it the same number of times."""
-        return replace(self, store=PrefixStore(f"job {next(self.jobs)}", self.store))
+        return replace(self, store=PrefixStore(f"job {next(self.engine_numbers)}", self.store))
 
     def after_rendezvous(self, info: RendezvousInfo) -> World:
         """Returns the world of the ranks in `info`, with the store prefix reserved for them. All these ranks are alive,
@@ -75,7 +75,7 @@ class World:
             store=self.rendezvous.store_of(info),
             active_ranks=info.ranks,
             timeouts=waiting,
-            jobs=itertools.count(),
+            engine_numbers=itertools.count(),
         )
 
     def subworld(self, size: int, name: str) -> World:
@@ -86,7 +86,7 @@ class World:
         first = self.rank - self.local_rank  # lowest rank on this machine
         local = max(min(self.local_size, size - first), 1)
         store = PrefixStore(name, self.store)
-        return replace(self, size=size, local_size=local, store=store, jobs=itertools.count())
+        return replace(self, size=size, local_size=local, store=store, engine_numbers=itertools.count())
 
     @property
     def one_machine(self) -> bool:
@@ -141,8 +141,8 @@ def join_world(
     incarnation = 0 if supervisor is None else supervisor.incarnation
     if store.add(f"rank {here.rank} incarnation {incarnation}", 1) > 1:
         raise UserError(
-            f"another process with RANK={here.rank} is at MASTER_PORT={here.port} already: give every rank a number of"
-            " its own, and every job a port"
+            f"another process with RANK={here.rank} already uses MASTER_PORT={here.port}: give every rank its own RANK"
+            " and every job its own MASTER_PORT"
         )
     if incarnation == 0:
         mine = {"WORLD_SIZE": here.size, "version": __version__}
@@ -170,9 +170,9 @@ def rejoin(world: World) -> World:
         while (info := world.rendezvous.try_form(range(1, world.size))) is None:
             missing = sorted(set(range(1, world.size)) - world.rendezvous.alive_ranks(range(1, world.size)).keys())
             if not clock.sleep(lambda: world.log(f"waiting for {format_ranks(missing)}")):  # noqa: B023
-                raise UserError(f"{format_ranks(missing)} did not come again within {world.timeouts.timeout_s:g} s")
+                raise UserError(f"{format_ranks(missing)} did not rejoin within {world.timeouts.timeout_s:g} s")
     except RuntimeError as error:
-        raise RankLost(f"the store is gone ({first_line(error)})") from None
+        raise RankLost(f"lost the connection to the store ({first_line(error)})") from None
     return world.after_rendezvous(info)
 
 

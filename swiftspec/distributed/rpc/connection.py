@@ -65,9 +65,8 @@ class WorkerConnection(Generic[A]):
             raise WorkerRefused(f"{self.peer}: {error}") from None
         if answer.protocol != PROTOCOL_VERSION:
             raise WorkerRefused(
-                f"{self.peer} speaks version {answer.protocol} of the protocol, and this is {PROTOCOL_VERSION}:"
-                " install the"
-                " same SwiftSpec on both sides"
+                f"{self.peer} uses protocol version {answer.protocol}, not {PROTOCOL_VERSION}:"
+                " install the same SwiftSpec on both sides"
             )
         return answer
 
@@ -168,7 +167,7 @@ class MessageStream(Generic[A]):
                 while self._in.qsize() >= MAX_BUFFERED_ANSWERS and self._call.is_active():
                     time.sleep(POLL_S)
                 self._in.put(answer)
-            self._in.put(WorkerLost(f"{self._peer} is gone: it has ended the stream"))
+            self._in.put(WorkerLost(f"{self._peer} disconnected: it closed the stream"))
         except grpc.RpcError as error:
             self._in.put(_lost(error_from_rpc(error, self._peer)))
 

@@ -9,14 +9,16 @@ from swiftspec.distributed.group.request_state import ModelLimits, RequestState,
 from swiftspec.distributed.rpc.status import StaleRound
 from swiftspec.messages import Proposal, RequestStart, VerifyResult
 from swiftspec.runtime.cancellation import CancelCheck
-from swiftspec.runtime.tree_delta_sender import GroupLedDrafter
+from swiftspec.runtime.tree_delta_sender import AdjustableDrafter
 
 
 class DraftSession:
     """Session of one client on a draft worker, for requests one after another. An error ends the current request, which
     the client may open again."""
 
-    def __init__(self, drafter: GroupLedDrafter, shape: EngineConfig, bounds: ModelLimits, pause: CancelCheck) -> None:
+    def __init__(
+        self, drafter: AdjustableDrafter, shape: EngineConfig, bounds: ModelLimits, pause: CancelCheck
+    ) -> None:
         """`pause`: cancellation check of the drafter's runner during prefill."""
         self.shape = shape
         self._drafter, self._pause = drafter, pause
@@ -31,7 +33,7 @@ class DraftSession:
     def set_steps(self, steps: int) -> None:
         """Sets d for all later expansions; 0 leaves d unchanged. Raises ValueError if `steps` is out of range."""
         if steps:
-            self._drafter.draft_steps = in_range(steps, 1, self.shape.max_draft_steps, "the steps of a draft")
+            self._drafter.draft_steps = in_range(steps, 1, self.shape.max_draft_steps, "draft_steps")
 
     def open(self, start: RequestStart, cancelled: Callable[[], bool]) -> Proposal:
         """Prefills the tokens and returns the first proposal. Raises Cancelled when `cancelled` returns True."""
@@ -45,7 +47,7 @@ class DraftSession:
         """Applies a result and returns the next proposal. Raises StaleRound if the result is of an earlier round."""
         self._request.require_open()
         if result.round < self._round:
-            raise StaleRound(f"round {result.round} is over: round {self._round} is next")
+            raise StaleRound(f"round {result.round} has already ended; expected round {self._round}")
         self._request.advance(result)
         self.grow()
         with self._request.close_on_error():

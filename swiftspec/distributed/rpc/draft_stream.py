@@ -64,7 +64,7 @@ class DraftStream:
             self.state.open(start)
             message = request_start_to_proto(start, self.shape, self._worker)
         except ValueError as error:
-            raise DrafterLost(f"the draft did not receive this request: {error}") from None
+            raise DrafterLost(f"this request cannot be sent to the draft: {error}") from None
         self.round, self._stream = 0, self._connection.stream()
         self._sent_at.clear()
         self._send(pb.DraftRequest(session=self._session, draft_steps=steps, opening=message))
@@ -74,7 +74,7 @@ class DraftStream:
         try:
             self.state.advance(result)
         except ValueError as error:
-            raise DrafterLost(f"the draft did not receive this result: {error}") from None
+            raise DrafterLost(f"this result cannot be sent to the draft: {error}") from None
         self.round = result.round + 1
         told = result_to_proto(result, for_client=False)
         self._send(pb.DraftRequest(session=self._session, draft_steps=steps, result=told))
@@ -83,7 +83,7 @@ class DraftStream:
         """Returns the next answer. Raises DrafterLate if it has not arrived at `until`, a `time.monotonic` time. None
         means that the call does not block."""
         if self._stream is None:
-            raise DrafterLost(self.lost_reason or "the draft has no request open")
+            raise DrafterLost(self.lost_reason or "the draft has no open request")
         try:
             answer = self._stream.recv(0.0 if until is None else until - time.monotonic())
         except TimeoutError:
@@ -127,7 +127,7 @@ class DraftStream:
 
     def _send(self, message: pb.DraftRequest) -> None:
         if self._stream is None:
-            raise DrafterLost(self.lost_reason or "the draft has no request open")
+            raise DrafterLost(self.lost_reason or "the draft has no open request")
         self._sent_at[self.round - 1] = time.time_ns()
         self._stream.send(message)
 

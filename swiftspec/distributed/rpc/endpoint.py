@@ -72,15 +72,15 @@ class RpcSecurity:
         """Raises UserError if the token is missing and the worker is on another machine. A client always uses TLS
         there."""
         if not endpoint.is_loopback and self.token is None:
-            raise UserError(f"{flag} {endpoint} is another machine: give the worker's --token")
+            raise UserError(f"{flag} {endpoint} is on another machine: pass the worker's --token")
 
     def check_worker(self, endpoint: Endpoint) -> None:
         """Raises UserError if other machines could connect without TLS and a token."""
         if (self.cert is None) != (self.key is None):
-            raise UserError("--tls-cert and --tls-key go together: give both")
+            raise UserError("--tls-cert and --tls-key must be used together: pass both")
         if not endpoint.is_loopback and (self.cert is None or self.token is None):
             raise UserError(
-                f"--listen {endpoint} is open to other machines: give --tls-cert, --tls-key and --token, or listen on"
+                f"--listen {endpoint} is open to other machines: pass --tls-cert, --tls-key and --token, or listen on"
                 " 127.0.0.1"
             )
 

@@ -53,7 +53,7 @@ def parse_message(kind: type[M], data: bytes) -> M:
     try:
         return kind.FromString(data)
     except DecodeError:
-        raise ValueError(f"{len(data)} bytes that are no {kind.DESCRIPTOR.name}") from None
+        raise ValueError(f"{len(data)} bytes are not a valid {kind.DESCRIPTOR.name}") from None
 
 
 def request_start_to_proto(start: RequestStart, shape: EngineConfig, peer: ModelIdentity) -> pb.Opening:
@@ -76,16 +76,16 @@ def request_start_from_proto(message: pb.Opening, own: ModelIdentity) -> tuple[R
     """
     if message.protocol != PROTOCOL_VERSION:
         raise UserError(
-            f"this worker speaks version {PROTOCOL_VERSION} of the protocol, not {message.protocol}:"
-            " install the same SwiftSpec"
+            f"this worker uses protocol version {PROTOCOL_VERSION}, not {message.protocol}:"
+            " install the same SwiftSpec on both sides"
         )
     if message.tokenizer != own.tokenizer:
-        raise UserError("the tokenizers differ: take a worker whose model has the same one")
+        raise UserError("the tokenizers differ: use a worker whose model has the same tokenizer")
     if message.model != own.model:
-        raise UserError("this worker runs another model than the request began with: ask again")
+        raise UserError("this worker runs another model than the client connected to: restart the client")
     count = len(message.tokens)
     if not 1 <= message.prompt_len <= count:
-        raise ValueError(f"a request start whose prompt is {message.prompt_len} of {count} tokens")
+        raise ValueError(f"prompt_len of a request start must lie in 1..{count}, not {message.prompt_len}")
     try:
         values = _values(message.shape, SHAPE_FIELDS)
         shape = EngineConfig(mode="async" if message.shape.ahead else "serial", **values)
@@ -111,7 +111,7 @@ def proposal_to_proto(proposal: Proposal) -> pb.Proposal:
 def proposal_from_proto(message: pb.Proposal) -> Proposal:
     tokens, parents = tuple(message.tokens), tuple(message.parents)
     if not tokens or len(parents) != len(tokens):
-        raise ValueError(f"a proposal of {len(tokens)} tokens and {len(parents)} parents")
+        raise ValueError(f"a proposal has {len(tokens)} tokens and {len(parents)} parents")
     if parents[0] != -1 or any(not 0 <= parent < node for node, parent in enumerate(parents[1:], 1)):
         raise ValueError("a proposal's nodes are not in topological order")
     drawn = _read_drawn(message.drawn, len({*parents[1:]})) if message.HasField("drawn") else None
@@ -121,11 +121,11 @@ def proposal_from_proto(message: pb.Proposal) -> Proposal:
 def _read_drawn(message: pb.Drawn, rows: int) -> DraftProbs:
     count = len(message.tokens)
     if rows == 0 or count == 0 or count % rows or len(message.probs) != count:
-        raise ValueError(f"{count} tokens and {len(message.probs)} probabilities are no distributions of {rows} nodes")
+        raise ValueError(f"{count} tokens and {len(message.probs)} probabilities do not match {rows} distributions")
     tokens = np.array(message.tokens, np.int32).reshape(rows, -1)
     probs = np.array(message.probs, np.float32).reshape(rows, -1)
     if not (np.isfinite(probs).all() and (probs >= 0).all() and (probs > 0).any(-1).all()):
-        raise ValueError("a proposal's nodes were drawn from no distribution")
+        raise ValueError("a proposal contains an invalid distribution")
     return DraftProbs(tokens, probs)
 
 
@@ -160,11 +160,11 @@ def result_to_proto(result: VerifyResult, *, for_client: bool = True) -> pb.Veri
 def result_from_proto(message: pb.VerifyResult) -> VerifyResult:
     path, tokens = tuple(message.path), tuple(message.tokens)
     if not path or len(path) != len(tokens):
-        raise ValueError(f"a result of {len(path)} nodes and {len(tokens)} tokens")
+        raise ValueError(f"a result has {len(path)} nodes and {len(tokens)} tokens")
     likelihoods = _logprobs_from_proto(message.likelihoods) if message.HasField("likelihoods") else None
     prompt = _logprobs_from_proto(message.prompt) if message.HasField("prompt") else None
     if likelihoods is not None and len(likelihoods) != len(tokens):
-        raise ValueError(f"{len(likelihoods)} log-probabilities of {len(tokens)} tokens")
+        raise ValueError(f"a result has {len(likelihoods)} log-probabilities for {len(tokens)} tokens")
     about = message.request, message.round, message.prefix_len
     return VerifyResult(*about, path, tokens, tuple(message.overlaps), likelihoods, prompt)
 
@@ -173,13 +173,16 @@ def check_result(result: VerifyResult, proposal: Proposal) -> None:
     """Raises ValueError unless the result is of the proposal's round, its path is a path of the proposal, and its
     tokens are the tokens of that path."""
     if (result.request, result.round, result.prefix_len) != (proposal.request, proposal.round, proposal.prefix_len):
-        raise ValueError(f"a result of round {result.round}, where round {proposal.round} was asked for")
+        raise ValueError(
+            f"a result of request {result.request}, round {result.round} at {result.prefix_len} does not match the"
+            f" proposal of request {proposal.request}, round {proposal.round} at {proposal.prefix_len}"
+        )
     path, parents = result.path, proposal.parents
     inside = path[0] == 0 and 0 <= min(path) <= max(path) < len(parents)
     if not inside or any(parents[b] != a for a, b in pairwise(path)):
-        raise ValueError("a result's path does not lead down the proposal")
+        raise ValueError("a result's path is not a path of the proposal")
     if tuple(proposal.tokens[node] for node in path[1:]) != result.tokens[:-1]:
-        raise ValueError("a result's tokens are not those of its path")
+        raise ValueError("a result's tokens do not match its path")
 
 
 def _logprobs_to_proto(known: Sequence[Logprob]) -> pb.Likelihoods:
@@ -193,7 +196,7 @@ def _logprobs_to_proto(known: Sequence[Logprob]) -> pb.Likelihoods:
 def _logprobs_from_proto(message: pb.Likelihoods) -> tuple[Logprob, ...]:
     count, width = len(message.logprobs), message.width
     if width < 0 or {len(message.top_tokens), len(message.top_logprobs)} != {count * width}:
-        raise ValueError(f"{len(message.top_tokens)} likeliest tokens are not {width} for each of {count}")
+        raise ValueError(f"{len(message.top_tokens)} top tokens do not match {count} positions of {width}")
     top = list(zip(message.top_tokens, message.top_logprobs))
     return tuple(Logprob(each, tuple(top[i * width : (i + 1) * width])) for i, each in enumerate(message.logprobs))
 

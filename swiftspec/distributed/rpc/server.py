@@ -76,8 +76,8 @@ def _listen(server: Any, endpoint: Endpoint, security: RpcSecurity) -> int:
             return server.add_insecure_port(str(endpoint))
         return server.add_secure_port(str(endpoint), grpc.ssl_server_credentials([(security.key, security.cert)]))
     except RuntimeError:
-        what = "is the address taken, or not of this machine, or the certificate none?"
-        raise UserError(f"--listen {endpoint}: nothing can listen there: {what}") from None
+        what = "the address is in use or not of this machine, or the certificate is invalid"
+        raise UserError(f"--listen {endpoint}: cannot listen: {what}") from None
 
 
 class TokenInterceptor(grpc.ServerInterceptor):
@@ -94,4 +94,4 @@ class TokenInterceptor(grpc.ServerInterceptor):
 
 
 def _refuse(requests: Any, context: Any) -> Any:
-    context.abort(grpc.StatusCode.UNAUTHENTICATED, "the token is missing or wrong: give the worker's --token")
+    context.abort(grpc.StatusCode.UNAUTHENTICATED, "the token is missing or wrong: pass the worker's --token")

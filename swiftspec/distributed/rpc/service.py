@@ -162,7 +162,7 @@ class DraftWorkerService(WorkerService[DraftSession | TreeStreamSession]):
         with errors_to_status(context):
             session, act = self._read(data, lambda: not context.is_active())
             if isinstance(session.state, TreeStreamSession):
-                raise ValueError("a draft that grows ahead tells of it in a stream: ask for one, or for mode serial")
+                raise ValueError("GenerateDrafts does not support mode async; call Stream, or use mode serial")
             return self._answer(data, session, act)
 
     def _answers(
@@ -198,7 +198,7 @@ class DraftWorkerService(WorkerService[DraftSession | TreeStreamSession]):
         while not coming.ended:
             with self.sessions.in_use(session):
                 if start not in (None, work.openings):
-                    raise StaleRound("the request is over: the session has begun another one")
+                    raise StaleRound("the request has already ended: its session has opened another one")
                 more, telemetry = self._timed(session, act)
                 start, grown = work.openings, work.take()
             for delta in grown:
@@ -208,7 +208,7 @@ class DraftWorkerService(WorkerService[DraftSession | TreeStreamSession]):
             if data is not None:
                 whose, act = self._read(data, lambda: not context.is_active())
                 if whose is not session:
-                    raise ValueError("a stream has the requests of one session")
+                    raise ValueError("all requests of a stream must belong to one session")
 
     def _read(self, data: bytes, cancelled: Callable[[], bool]) -> tuple[WorkerSession[Any], Callable[[], Any]]:
         request = parse_message(pb.DraftRequest, data)
@@ -220,7 +220,7 @@ class DraftWorkerService(WorkerService[DraftSession | TreeStreamSession]):
             session = self.sessions.find(request.session)
             act = partial(session.state.observe, result_from_proto(request.result))
         else:
-            raise ValueError("a request with neither a request start nor a result")
+            raise ValueError("the request contains neither a request start nor a result")
         if isinstance(session.state, TreeStreamSession):
             return session, act
         return session, partial(self._propose, session.state, request.draft_steps, act)
@@ -266,7 +266,7 @@ class TargetWorkerService(WorkerService[VerifySession]):
         if request.HasField("proposal"):
             session, proposal = self.sessions.find(request.session), proposal_from_proto(request.proposal)
             return session, lambda: _verified(session.state.verify(proposal))
-        raise ValueError("a request with neither a request start nor a proposal")
+        raise ValueError("the request contains neither a request start nor a proposal")
 
     def _afterwards(self, work: VerifySession) -> None:
         work.settle()

@@ -15,7 +15,7 @@ from typing import Any, Generic, Protocol, TypeVar
 from swiftspec.config import EngineConfig
 from swiftspec.distributed.rpc.status import SessionGone, WorkerFull
 
-GONE_MESSAGE = "the session is gone: begin again from the tokens"
+GONE_MESSAGE = "the session no longer exists: open it again with all tokens"
 IDLE_GRACE_S = 0.5  # seconds; longest wait for a session to finish the work that follows its answer
 ID_BYTES = 16  # drawn from a secure random generator, so that ids cannot be guessed
 
@@ -166,7 +166,9 @@ class WorkerSessions(Generic[W]):
 
     def _evict(self) -> None:
         if not any(map(self._try_end, self._by_last_use())):
-            raise WorkerFull(f"all {self._most} sessions of this worker are at work: start it with more --max-sessions")
+            raise WorkerFull(
+                f"all {self._most} sessions of this worker are in use: start it with a larger --max-sessions"
+            )
 
     def _wait_for_idle_session(self) -> None:
         """Blocks until the least recently used session is idle, for at most IDLE_GRACE_S."""

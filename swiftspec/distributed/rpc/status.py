@@ -47,8 +47,8 @@ ERROR_STATUS: tuple[tuple[type[BaseException], Code], ...] = (  # the first matc
     (MemoryError, Code.ABORTED),
 )
 CERTIFICATE_ERRORS = {  # part of gRPC's message on a rejected certificate, and the message of this module
-    "CERTIFICATE_VERIFY_FAILED": "its certificate is not trusted: name it, or who has signed it, with --tls-ca",
-    "Hostname Verification Check failed": "its certificate is for another host: use a name or address that it names",
+    "CERTIFICATE_VERIFY_FAILED": "its certificate is not trusted: pass it, or its CA certificate, with --tls-ca",
+    "Hostname Verification Check failed": "its certificate is for another host: use a name or address that it lists",
 }
 CONNECTION_LOST_CODES = (
     Code.UNAVAILABLE,
@@ -75,7 +75,9 @@ def error_from_rpc(error: Any, peer: str) -> Exception:
     if (why := next((said for sign, said in CERTIFICATE_ERRORS.items() if sign in details), None)) is not None:
         return WorkerRefused(f"{peer}: {why}")
     if code in CONNECTION_LOST_CODES:
-        return WorkerLost(f"{peer} is gone: {details}")
+        return WorkerLost(f"{peer} is unavailable: {details}")
     if code == Code.UNIMPLEMENTED:
-        return WorkerRefused(f"{peer} has no such service: is it a worker of the other kind, or another program?")
+        return WorkerRefused(
+            f"{peer} does not provide this service: it is the other kind of worker, or another program"
+        )
     return WorkerRefused(f"{peer}: {details}")

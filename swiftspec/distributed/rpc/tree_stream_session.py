@@ -9,7 +9,7 @@ from swiftspec.distributed.group.request_state import ModelLimits, RequestState
 from swiftspec.messages import RequestStart, VerifyResult
 from swiftspec.runtime.cancellation import CancelCheck
 from swiftspec.runtime.lookahead_drafter import LookaheadDrafter
-from swiftspec.runtime.tree_delta_sender import GroupLedDrafter, TreeDeltaSender
+from swiftspec.runtime.tree_delta_sender import AdjustableDrafter, TreeDeltaSender
 from swiftspec.tree.replica import TreeDelta
 
 
@@ -24,7 +24,7 @@ class TreeStreamSession:
     def __init__(
         self,
         drafter: LookaheadDrafter,
-        led: GroupLedDrafter,
+        led: AdjustableDrafter,
         shape: EngineConfig,
         bounds: ModelLimits,
         pause: CancelCheck,

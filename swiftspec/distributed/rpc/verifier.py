@@ -152,7 +152,7 @@ class GrpcVerifier:
     def _recv(self, meanwhile: Callable[[], None] | None = None) -> pb.VerifyAnswer:
         """Returns the next answer. Raises UserError at the deadline, and the errors of `MessageStream.recv`.
         `meanwhile`: called periodically while the call blocks."""
-        assert self._stream is not None, "nothing was asked"
+        assert self._stream is not None, "no request was sent"
         while True:
             left = self._deadline - time.monotonic()
             try:
@@ -163,7 +163,9 @@ class GrpcVerifier:
                     meanwhile()
                     continue
                 self._cancel_stream()
-                late = f"{self._connection.peer} did not answer in time: ask again, or raise --remote-timeout"
+                late = (
+                    f"{self._connection.peer} did not answer in time: send the request again, or raise --remote-timeout"
+                )
                 raise UserError(late) from None
         self.busy += 1e-9 * max(answer.telemetry.model, 0)
         round_ = answer.result.round if answer.HasField("result") else -1
@@ -174,7 +176,7 @@ class GrpcVerifier:
         """Sleeps before another attempt. Raises UserError if the deadline does not allow one."""
         self._cancel_stream()
         if time.monotonic() + RETRY_DELAY_S >= self._deadline:
-            raise UserError(f"{error}; start the worker again, then ask again") from None
+            raise UserError(f"{error}; restart the worker, then send the request again") from None
         time.sleep(RETRY_DELAY_S)
 
     def _cancel_stream(self) -> None:

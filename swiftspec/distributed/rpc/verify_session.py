@@ -40,7 +40,7 @@ class VerifySession:
         """Verifies a proposal and returns the result. Raises StaleRound if the proposal's round is already verified."""
         self._request.require_open()
         if proposal.round <= self._round:
-            raise StaleRound(f"round {proposal.round} is over: round {self._round + 1} is next")
+            raise StaleRound(f"round {proposal.round} has already ended; expected round {self._round + 1}")
         self.settle()
         self._request.check_proposal(proposal)
         with self._request.close_on_error():

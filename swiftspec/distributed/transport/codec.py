@@ -50,7 +50,7 @@ def unpack_proposal(flat: Words) -> Proposal:
     """Unpacks a proposal from the words that `pack_message` returned."""
     request, round_, prefix_len, count, *body = _at_least(4, flat, "proposal")
     if count < 1 or len(body) < 2 * count:
-        raise ValueError(f"a proposal of {len(flat)} words does not hold the {count} nodes it names")
+        raise ValueError(f"a proposal of {len(flat)} words does not match its {count} nodes")
     parents = tuple(body[count : 2 * count])
     if parents[0] != -1 or any(not 0 <= p < i for i, p in enumerate(parents[1:], 1)):
         raise ValueError("a proposal's nodes are not in topological order")
@@ -60,11 +60,11 @@ def unpack_proposal(flat: Words) -> Proposal:
 
 def _read_drawn(flat: Words, rows: int) -> DraftProbs:
     if rows == 0 or len(flat) % (2 * rows) != 0:
-        raise ValueError(f"{len(flat)} words do not hold the distributions of {rows} nodes")
+        raise ValueError(f"{len(flat)} words do not match {rows} distributions")
     tokens, bits = np.array(flat, np.int32).reshape(2, rows, -1)
     probs = bits.view(np.float32)
     if not (np.isfinite(probs).all() and (probs >= 0).all() and (probs > 0).any(-1).all() and (tokens >= 0).all()):
-        raise ValueError("a proposal's nodes were drawn from no distribution")
+        raise ValueError("a proposal contains an invalid distribution")
     return DraftProbs(tokens, probs)
 
 
@@ -72,7 +72,7 @@ def unpack_result(flat: Words) -> VerifyResult:
     """Unpacks a result from the words that `pack_message` returned."""
     request, round_, prefix_len, count, *body = _at_least(4, flat, "result")
     if count < 1 or len(body) != 2 * count:
-        raise ValueError(f"a result of {len(flat)} words does not hold the {count} nodes it names")
+        raise ValueError(f"a result of {len(flat)} words does not match its {count} nodes")
     return VerifyResult(request, round_, prefix_len, tuple(body[:count]), tuple(body[count:]))
 
 
@@ -81,7 +81,7 @@ def unpack_request_start(flat: Words) -> RequestStart:
     request, prompt_len, count = _at_least(4, flat, "request start")[:3]
     tokens, rest = flat[3 : 3 + count], flat[3 + count :]
     if count < 1 or not 1 <= prompt_len <= count or not rest or 4 * len(rest) < 4 + rest[0] or rest[0] < 2:
-        raise ValueError(f"a request start of {len(flat)} words does not hold the {count} tokens it names")
+        raise ValueError(f"a request start of {len(flat)} words does not match its {count} tokens")
     try:
         told = json.loads(words_to_bytes(rest[1:])[: rest[0]])
         steps, kept, sampling = str(told["steps"]), _kept(told["kept"]), _sampling(told["sampling"])
@@ -96,14 +96,14 @@ def _kept(counts: Any) -> tuple[int, ...] | None:
         return None
     if isinstance(counts, list) and len(counts) <= 2 and all(type(n) is int and 0 <= n < 2**31 for n in counts):
         return tuple(counts)
-    raise ValueError("what it keeps is no count of tokens")
+    raise ValueError("the number of cached tokens is invalid")
 
 
 def _sampling(values: dict[str, Any]) -> SamplingParams:
     """Returns the sampling parameters for the decoded JSON of `dataclasses.asdict`, in which the integer keys of
     `logit_bias` are strings."""
     if len(values) != len(fields(SamplingParams)):
-        raise ValueError("some are missing")
+        raise ValueError("wrong number of fields")
     bias = {int(token): value for token, value in values["logit_bias"].items()}
     return SamplingParams(**{**values, "logit_bias": bias})
 
@@ -112,7 +112,7 @@ def single_word(flat: Words, what: str) -> int:
     """Returns the only word of a message. Raises ValueError, with `what` as the name of the message, if the message has
     more or fewer words."""
     if len(flat) != 1:
-        raise ValueError(f"a {what} of {len(flat)} words is not one number")
+        raise ValueError(f"a {what} must be one word, not {len(flat)}")
     return flat[0]
 
 

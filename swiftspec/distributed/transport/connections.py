@@ -52,7 +52,7 @@ class Connections:
             elif plan.mode == "async":
                 links.target_leader = dial(store, "bridge", "the target group", spin=spin, timeout=CONNECT_TIMEOUT_S)
         except (OSError, RuntimeError, ValueError) as error:  # the store raises RuntimeError
-            raise RankLost(f"rank {world.rank} found no connection at the start: {first_line(error)}") from None
+            raise RankLost(f"rank {world.rank} could not connect to its peers: {first_line(error)}") from None
         return links
 
     def broadcast_value(self, value: int) -> int:
@@ -68,7 +68,7 @@ class Connections:
             raise RankLost(str(error)) from None
         return value
 
-    def wait_ready(self, error: str | None, kinds: set[str]) -> set[str]:
+    def wait_ready(self, error: str | None, executor_names: set[str]) -> set[str]:
         """Blocks until the ranks that this rank leads have loaded or failed, and reports to this rank's own leader
         whether all of them, and this rank, have loaded.
 
@@ -79,19 +79,19 @@ class Connections:
         """
         for channel in self.followers:
             heard, theirs = _recv_ready(channel)
-            error, kinds = error or heard, kinds & theirs
+            error, executor_names = error or heard, executor_names & theirs
         if self.draft_leader is not None:
             error = error or _recv_ready(self.draft_leader)[0]
         up = self.leader or self.target_leader
         if up is not None:
-            ready = (Opcode.READY, text_to_words(",".join(sorted(kinds))))
+            ready = (Opcode.READY, text_to_words(",".join(sorted(executor_names))))
             try:
                 up.send(*(ready if error is None else (Opcode.ERROR, text_to_words(error))))
             except ConnectionError as gone:
                 raise RankLost(str(gone)) from None
         elif error is not None:
             raise UserError(error)
-        return kinds
+        return executor_names
 
     def close(self, *, shutdown: bool) -> None:
         """Closes all connections. With `shutdown`, first sends SHUTDOWN to the ranks that this rank leads."""
@@ -123,7 +123,7 @@ def _recv_ready(channel: Channel) -> tuple[str | None, set[str]]:
     try:
         kind, words = channel.recv()
     except ConnectionError as error:
-        return f"{error}: it left while the models were loading", set()
+        return f"{error} while the models were loading", set()
     return (None, set(words_to_text(words).split(","))) if kind == Opcode.READY else (words_to_text(words), set())
 
 

@@ -23,7 +23,7 @@ class SharedMemoryChannel:
         try:
             self._mailbox.send([kind, *words])
         except OSError as error:
-            raise ConnectionError(f"{self.peer} is gone ({error})") from None
+            raise ConnectionError(f"{self.peer} disconnected ({error})") from None
 
     def recv(self, timeout: float | None = None) -> tuple[int, Words]:
         try:
@@ -31,7 +31,7 @@ class SharedMemoryChannel:
         except TimeoutError:
             raise TimeoutError(f"no message from {self.peer} within {timeout:g} s") from None
         except OSError as error:
-            raise ConnectionError(f"{self.peer} is gone ({error})") from None
+            raise ConnectionError(f"{self.peer} disconnected ({error})") from None
         return kind, words
 
     def recv_or_reply(self, reply: Any, asks: int, answers: int, note: int) -> tuple[int, Words, bool]:
@@ -39,7 +39,7 @@ class SharedMemoryChannel:
         try:
             (kind, *words), answered = self._mailbox.recv_or_reply(reply, asks, answers, note, NO_TIMEOUT_S)
         except OSError as error:
-            raise ConnectionError(f"{self.peer} is gone ({error})") from None
+            raise ConnectionError(f"{self.peer} disconnected ({error})") from None
         return kind, words, answered
 
     def close(self) -> None:

@@ -65,7 +65,7 @@ class TcpChannel:
         except TimeoutError:
             return
         if not data:
-            raise ConnectionError(f"{self.peer} is gone")
+            raise ConnectionError(f"{self.peer} disconnected")
         self._buffer += data
 
     def _pop_message(self) -> tuple[int, Words] | None:
@@ -75,7 +75,7 @@ class TcpChannel:
         kind, count = HEADER.unpack_from(self._buffer)
         if count > MAX_WORDS:
             self._usable = False
-            raise ConnectionError(f"{self.peer} sent a message of {count} words: invalid")
+            raise ConnectionError(f"{self.peer} sent an invalid message of {count} words")
         end = HEADER.size + 4 * count
         if len(self._buffer) < end:
             return None
@@ -90,9 +90,9 @@ class TcpChannel:
             act()
         except TimeoutError:
             self._usable = False
-            raise ConnectionError(f"{self.peer} does not listen") from None
+            raise ConnectionError(f"{self.peer} did not read a message within {SEND_TIMEOUT_S:g} s") from None
         except OSError as error:  # the channel stays usable: messages that arrived earlier can still be read
-            raise ConnectionError(f"{self.peer} is gone ({error})") from None
+            raise ConnectionError(f"{self.peer} disconnected ({error})") from None
         except BaseException:  # an interrupt may have left a partial message
             self._usable = False
             raise

@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 PROMPT = "def read"
 OTHER_PROMPTS = ("class Parser:", "import os", "The first", "for i in range(", "# How to", "if not", "Once upon a time")
 ABOUT = """\
-Tests on your own models that speculation changes nothing: draws many short answers with and without it and compares
-every next token and every two tokens in a row (chi-square, Holm's correction for their number; total variation with
-its 95 % interval), then greedy answers token for token. A false alarm comes once in a thousand runs. Every other flag
-is one of `python -m swiftspec.serve`, such as --model, --draft-model, --mode, --verify, --proposal, --temperature. Only
---self-switch is off unless given: rounds without the draft would test nothing."""
+Tests with your own models that speculation is lossless: samples many short answers with and without it and compares
+the distributions of each token and of each two successive tokens (chi-square test with Holm's correction; total
+variation with its 95 % interval), then compares greedy answers token by token. The false-positive rate is 1 in 1,000
+runs. All other flags are those of `python -m swiftspec.serve`, such as --model, --draft-model, --mode, --verify,
+--proposal and --temperature. --self-switch is off by default, since rounds without the draft would test nothing."""
 
 
 def main(argv: Sequence[str] | None = None, prog: str = "python -m swiftspec.exactness") -> int:
@@ -46,9 +46,9 @@ def _run(argv: Sequence[str] | None, first: bool, prog: str) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("--samples", type=int, default=2000, help="answers drawn each way (default: %(default)s)")
-    parser.add_argument("--tokens", type=int, default=4, help="tokens of each (default: %(default)s)")
-    parser.add_argument("--greedy-tokens", type=int, default=64, help="tokens of a greedy answer (%(default)s)")
+    parser.add_argument("--samples", type=int, default=2000, help="answers per engine (default: %(default)s)")
+    parser.add_argument("--tokens", type=int, default=4, help="tokens per sampled answer (default: %(default)s)")
+    parser.add_argument("--greedy-tokens", type=int, default=64, help="tokens per greedy answer (default: %(default)s)")
     own, rest = parser.parse_known_args(argv)
     command = parse_command(rest)
     settings = command.settings
@@ -58,10 +58,10 @@ def _run(argv: Sequence[str] | None, first: bool, prog: str) -> int:
         if getattr(own, name) < 1:
             raise UsageError(f"--{name.replace('_', '-')} must be at least 1, not {getattr(own, name)}")
     if settings.mode in ("ar", "smc"):
-        why = "draws without speculation already" if settings.mode == "ar" else "is approximate by design"
-        raise UsageError(f"mode {settings.mode} {why}: take mode serial or async")
+        why = "does not use speculation" if settings.mode == "ar" else "is approximate by design"
+        raise UsageError(f"mode {settings.mode} {why}; use mode serial or async")
     if command.json:
-        raise UsageError("--json has no use here: the result is a table, and the exit code")
+        raise UsageError("--json is not supported here; remove it (the result is a table and the exit code)")
     given = command.prompt is not None or command.prompt_file is not None
     prompt = (read_prompt(command) if given else None) or PROMPT
     if not first:
@@ -94,8 +94,9 @@ def _test(own: argparse.Namespace, settings: Settings, prompt: str) -> int:
         phases.close()
     if tree.llm.config.mode not in ("serial", "async"):
         drafted = settings.draft_model is not None or settings.model is None
-        why = "the profile's best plan is mode ar: --plan none" if drafted else "there is no draft model: --draft-model"
-        raise UsageError(f"{why} gives something to test")
+        no_draft = "there is no draft model; specify one with --draft-model"
+        why = "the profile's best plan is mode ar; use --plan none" if drafted else no_draft
+        raise UsageError(f"nothing to test: {why}")
     tested = CountingEngine(tree.llm)
     with Progress(console=Console(stderr=True), transient=True) as progress:
         verdict, texts = _trials(own, plain, tree, tested, settings, prompt, progress)
@@ -160,12 +161,12 @@ def _report(tree: Session, tested: CountingEngine, verdict: SampleVerdict | None
             table.add_row(c.name, str(c.cells), f"{c.square:.1f}", f"{c.p:.4f}", f"{p:.4f}", f"{c.apart:.3f}", span)
         out.print(table)
     for text in texts:
-        where = f", the first difference at token {min(text.parted) + 1}" if text.parted else ""
-        out.print(f"{text.name}: {text.requests - len(text.parted)} of {text.requests} answers are the same{where}")
+        where = f"; first difference at token {min(text.parted) + 1}" if text.parted else ""
+        out.print(f"{text.name}: {text.requests - len(text.parted)} of {text.requests} answers are identical{where}")
     if not same:
-        out.print(f"DIFFERENT: beyond what chance allows (level {SIGNIFICANCE_LEVEL})")
+        out.print(f"DIFFERENT: speculation changes the output (significance level {SIGNIFICANCE_LEVEL})")
         if tree.dtype != "float64" and (verdict is None or verdict.same):
-            out.print(f"Rounding in {tree.dtype} can change single answers: --dtype float64 tells whether it did")
+            out.print(f"rounding in {tree.dtype} can change single answers; use --dtype float64 to rule this out")
     else:
         out.print("no difference found" if tested.idle is None else f"NOT TESTED: {tested.idle}")
     return 0 if same and tested.idle is None else 1

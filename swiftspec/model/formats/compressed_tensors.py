@@ -42,7 +42,7 @@ class CompressedTensors:
         fields = Fields(data, "quantization_config.")
         found = fields.object("config_groups")
         if len(found.data) != 1:
-            raise UserError("compressed-tensors with other than one config group is not supported")
+            raise UserError("compressed-tensors with zero or several config groups is not supported")
         group = found.object(*found.data)
         layout = group.string("format", fields.string("format", "none"))
         if layout != "pack-quantized":
@@ -63,7 +63,7 @@ class CompressedTensors:
             zeros = tensors.take(f"{module}.weight_zero_point", rows // 8, count, kinds=words)
         shape = tensors.take(f"{module}.weight_shape", 2, kinds=(torch.int32, torch.int64)).tolist()
         if shape != [rows, columns]:
-            raise UserError(f"{module}.weight_shape says {shape}, not [{rows}, {columns}]")
+            raise UserError(f"{module}.weight_shape is {shape}, expected [{rows}, {columns}]")
         return from_pack_quantized(packed, scale, zeros, self.group_size, bias)
 
 

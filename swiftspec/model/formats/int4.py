@@ -36,7 +36,7 @@ def groups(tensors: Source, module: str, rows: int, columns: int, group_size: in
     """Returns the number of groups that the inputs of the matrix [rows, columns] of `module` have. Raises UserError if
     `group_size` does not divide the columns, or 8 the rows."""
     if rows % 8 or columns % group_size:
-        raise UserError(f"{tensors.folder}: {module} [{rows}, {columns}] does not divide into int4 groups")
+        raise UserError(f"{tensors.folder}: {module} [{rows}, {columns}] cannot be divided into int4 groups")
     return columns // group_size
 
 
@@ -85,7 +85,7 @@ class Int4Weight:
     zeros: Tensor  # [groups, outputs / 8] int32, packed like the codes
     group_size: int  # inputs per group
     bias: Tensor | None = None  # [outputs], including the outputs in `rest`
-    rounds: bool = False  # whether activations are quantised to int8 for the product
+    int8_activations: bool = False  # whether activations are quantised to int8 for the product
     order: Order = "outputs"
     rest: tuple[Int4Weight, ...] = ()  # matrices with further outputs, in the same `order`
 
@@ -141,7 +141,7 @@ class Int4Weight:
             self, packed=packed, scales=scales, zeros=zeros, rest=tuple(part.to(device) for part in self.rest)
         )
 
-    def plain(self) -> tuple[Tensor, Tensor, Tensor]:
+    def unpack(self) -> tuple[Tensor, Tensor, Tensor]:
         """Returns codes [inputs, outputs] uint8, scales [groups, outputs] and zero points [groups, outputs] uint8."""
         weight = self.joined()
         order = AWQ_ORDER if self.order == "awq" else _IN_ORDER
@@ -154,23 +154,23 @@ class Int4Weight:
         weight = self.joined()
         if weight.order == "outputs":
             return weight
-        codes, scales, zeros = weight.plain()
+        codes, scales, zeros = weight.unpack()
         packed, zeros = pack_int4(codes.contiguous()), pack_int4(zeros.contiguous())
         return replace(weight, packed=packed, scales=scales.contiguous(), zeros=zeros, order="outputs")
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
         """Returns the dense matrix [outputs, inputs] in `dtype`: (q - z) * s, rounded once."""
         wide = torch.float64 if dtype == torch.float64 else torch.float32
-        codes, scales, zeros = self.plain()
+        codes, scales, zeros = self.unpack()
         weight = codes.to(wide, copy=True).unflatten(0, (-1, self.group_size))
         weight.sub_(zeros.to(wide).unsqueeze(1)).mul_(scales.to(wide).unsqueeze(1))
         return weight.flatten(0, 1).T.contiguous().to(dtype)
 
     def product(self, device: torch.device | str) -> Callable[[Tensor], Tensor] | None:
         """Returns the product with int8 activations if `rounds` is set, otherwise None; see `Weight.product`."""
-        if not self.rounds:
+        if not self.int8_activations:
             return None
-        codes, scales, zeros = (tensor.to(device, torch.float32).contiguous() for tensor in self.plain())
+        codes, scales, zeros = (tensor.to(device, torch.float32).contiguous() for tensor in self.unpack())
         codes = codes.unflatten(0, (-1, self.group_size))
         bias = None if self.bias is None else self.bias.to(device, torch.float32)
         return partial(quantized_matmul, codes=codes, scales=scales, zeros=zeros, bias=bias)

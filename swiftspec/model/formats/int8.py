@@ -56,7 +56,7 @@ def _quantize_layer_activations(read: Callable[[], LayerWeights]) -> LayerWeight
 
 
 def _quantize_activations(weight: Weight) -> Weight:
-    return replace(weight, rounds=True) if isinstance(weight, Int4Weight) else weight
+    return replace(weight, int8_activations=True) if isinstance(weight, Int4Weight) else weight
 
 
 @dataclass(frozen=True, slots=True)

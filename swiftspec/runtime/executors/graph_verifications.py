@@ -60,11 +60,11 @@ class GraphVerificationExecutor(GraphForwardExecutor):
         params, accept = request.sampler.params, request.accept
         self._rejection = accept if isinstance(accept, RejectionSampling) else None
         self._shape: Any = None  # shape of the graph's inputs other than the batch: of the packed draft probabilities
-        self._family = "verifications", logits_key(params), self._rejection is not None
-        self._draws = self.graphs.open(self._family, lambda: _GraphSampler(self.runner, params, self._noise))
+        self._graph_set = "verifications", logits_key(params), self._rejection is not None
+        self._draws = self.graphs.open(self._graph_set, lambda: _GraphSampler(self.runner, params, self._noise))
         self._draws.share_history(request.sampler)
         if self._rejection is not None:
-            self._draws.rejection.uniforms.copy_(self._rejection.uniforms)
+            self._draws.rejection.uniform_stream_key.copy_(self._rejection.uniform_stream_key)
 
     def verify(self, proposal: Proposal) -> Accepted:
         runner, began, self._logits = self.runner, time.perf_counter(), None
@@ -92,12 +92,12 @@ class GraphVerificationExecutor(GraphForwardExecutor):
         `RejectionSampling.verdicts`. Rows in which the top candidates do not suffice for a filter are UNDECIDED."""
         device = self.runner.model.device
         if self._rejection is None:
-            return self.graphs.run_batch(self._family, batch, self._tokens, device)
+            return self.graphs.run_batch(self._graph_set, batch, self._tokens, device)
         numbers, width = rejection.pack_draft_probs(proposal, padded_rows(rows_per_sequence(batch)), padded_rows)
         packed = self._draws.place(torch.from_numpy(numbers))
         self._shape = numbers.shape, width
         return self.graphs.run_batch(
-            self._family, batch, lambda placed: self._verdicts(placed, packed, width), device, self._shape
+            self._graph_set, batch, lambda placed: self._verdicts(placed, packed, width), device, self._shape
         )
 
     def _key(self, batch: Batch | HostBatch) -> tuple[Any, ...]:

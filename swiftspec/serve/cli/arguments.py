@@ -106,12 +106,12 @@ def parse_command(
     for argument in arguments:
         name = argument.partition("=")[0]
         if (new := renamed_flags().get(name)) is not None:
-            raise UsageError(f"{name} is now called {new}")
+            raise UsageError(f"{name} was renamed to {new}")
     given = vars(build_parser(kind, page).parse_args(arguments))
     prompt, prompt_file, config = (given.pop(name, None) for name in ("prompt", "prompt_file", "config"))
     as_json = given.pop("json", False)
     if prompt is not None and prompt_file is not None:
-        raise UsageError("--prompt and --prompt-file exclude each other")
+        raise UsageError("--prompt and --prompt-file are mutually exclusive")
     settings = load_settings(given, None if config is None else Path(config), kind)
     return ParsedCommand(settings, prompt, None if prompt_file is None else Path(prompt_file), as_json)
 

@@ -17,7 +17,7 @@ def show_banner(session: Session, console: Console, *, raw: bool) -> None:
         target = "the demo code model"
         console.print(
             Text(
-                "This is a small code model, so chat on it is code completion: type the beginning of some Python,"
+                "This small code model completes code instead of chatting: type the beginning of some Python code,"
                 " such as\n    def read_lines(path):",
                 "bold",
             )

@@ -53,7 +53,7 @@ def run_chat(settings: Settings, world: World | None = None) -> int:
     before = signal.signal(signal.SIGINT, lambda number, frame: None)  # a Ctrl-C just after an answer has no effect
     try:
         if not settings.raw and not session.codec.has_template:
-            raise UserError(f"{session.model} has no chat template: continue plain text with --raw")
+            raise UserError(f"{session.model} has no chat template: use --raw to continue plain text")
         interrupt = Interrupt if world is None else KeyInterrupt
         with traced_session(session, settings) as observed:
             Chat(observed, settings, Console(highlight=False), line_reader(), interrupt).run()
@@ -105,7 +105,7 @@ class Chat:
                 if leaving:
                     return
                 leaving = True
-                self._note("Ctrl-C once more, or Ctrl-D, leaves")
+                self._note("press Ctrl-C again or Ctrl-D to exit")
                 continue
             leaving = False
             try:
@@ -135,7 +135,7 @@ class Chat:
                 self._console.print(Text(HELP))
             case "/clear":
                 self._history.clear()
-                self._note("the conversation is forgotten")
+                self._note("conversation cleared")
             case "/set":
                 self._set(rest)
             case "/race":
@@ -145,7 +145,7 @@ class Chat:
             case "/stats":
                 self._stats(rest)
             case _:
-                raise UserError(f"no command {command}; /help lists them")
+                raise UserError(f"unknown command {command}; /help lists the commands")
         return True
 
     def _answer(self, text: str) -> None:
@@ -180,7 +180,7 @@ class Chat:
         finally:
             self._history = before
         if prompt is None:
-            raise UserError("there is no message yet: /race TEXT")
+            raise UserError("there is no message yet: use /race TEXT")
         self._last_prompt = prompt
         race(self._session, self._settings, prompt, self._console, self._interrupt)
 
@@ -209,7 +209,7 @@ class Chat:
             stopped = "" if stream.finish_reason is not None else "stopped, "
             self._note(stopped + answer_stats.summary_line(stats, len(stream.token_ids)))
         elif stats.drafter_lost is not None:
-            self._note(f"the drafter was lost ({stats.drafter_lost}), the target continued without it")
+            self._note(f"the drafter was lost ({stats.drafter_lost}); decoding continued without it")
         self._console.print()
 
     def _encode_history(self) -> list[int]:
@@ -239,7 +239,7 @@ class Chat:
         name, _, value = rest.partition(" ")
         name, value = name.lstrip("-").replace("-", "_"), value.strip()
         if name not in _settable():
-            raise UserError(f"cannot set {name!r} here; what can be set: {', '.join(_settable())}")
+            raise UserError(f"cannot set {name!r}; available settings: {', '.join(_settable())}")
         if not value:
             raise UserError(f"/set {name} needs a value, or `default`")
         try:
@@ -271,7 +271,7 @@ class Chat:
             self._show_stats = rest == "on"
             self._note(f"stats are {rest}")
         elif rest not in ("", "last"):
-            raise UserError(f"/stats takes on, off or last, not {rest!r}")
+            raise UserError(f"/stats: expected on, off or last, not {rest!r}")
         elif self._last_summary is None:
             self._note("no answer yet")
         else:

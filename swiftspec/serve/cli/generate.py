@@ -36,7 +36,7 @@ def read_prompt(command: ParsedCommand) -> str | None:
     elif sys.stdin is None or sys.stdin.isatty():
         if not command.json and sys.stdin is not None and sys.stdout.isatty():
             return None
-        raise UsageError("no prompt: give one with --prompt or --prompt-file, or pipe it in")
+        raise UsageError("no prompt: pass it with --prompt, --prompt-file or standard input")
     else:
         text, source = _read_bounded(sys.stdin.buffer, "standard input"), "standard input"
     if (
@@ -44,7 +44,7 @@ def read_prompt(command: ParsedCommand) -> str | None:
     ):  # the final newline of a file or pipe is not part of the prompt
         text = text.removesuffix("\n").removesuffix("\r")
     if not text:
-        raise UsageError(f"the prompt is empty ({source}): give some text with --prompt, --prompt-file or a pipe")
+        raise UsageError(f"the prompt is empty ({source}): pass text with --prompt, --prompt-file or standard input")
     return text
 
 

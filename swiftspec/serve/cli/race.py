@@ -46,7 +46,7 @@ def race(
     """
     plan, results = session.llm.config, list[RaceResult]()
     if plan.mode in ("ar", "smc"):
-        raise UserError(f"mode {plan.mode} has no draft tree to race with: start with a draft, in mode serial or async")
+        raise UserError(f"/race is not supported in mode {plan.mode}: start with a draft in mode serial or async")
     for name, bs in (("plain", 1), ("speculative", None)):
         print_note(console, f"{name}:", "bold")
         with interrupt() as guard:
@@ -90,7 +90,7 @@ def compare_results(plain: RaceResult, fast: RaceResult, plan: EngineConfig) -> 
     faster = f"{first.name} is {first.speed / second.speed:.2f} times as fast"
     lines.append(f"{faster}; {_compare_texts(plain, fast, plan)}")
     if fast.drafter_lost is not None:
-        lines.append(f"the drafter was lost ({fast.drafter_lost}), the target continued without it")
+        lines.append(f"the drafter was lost ({fast.drafter_lost}); decoding continued without it")
     return lines
 
 
@@ -102,4 +102,4 @@ def _compare_texts(plain: RaceResult, fast: RaceResult, plan: EngineConfig) -> s
         return "with verify reject the texts differ; their distribution is the same"
     apart = next((i for i, (a, b) in enumerate(zip(plain.tokens, fast.tokens)) if a != b), None)
     at = min(len(plain.tokens), len(fast.tokens)) if apart is None else apart
-    return f"THE TEXT IS NOT THE SAME: token {at + 1} is another"
+    return f"THE TEXTS DIFFER from token {at + 1} on"

@@ -42,14 +42,15 @@ class RoundHistory:
                 console, f"rounds are {'recorded from the next answer on' if self._recording else 'no longer recorded'}"
             )
         elif rest and not (rest.isascii() and rest.isdecimal() and len(rest) < 7):
-            raise UserError(f"/tree takes on, off, or how many rounds to go back, not {rest!r}")
+            raise UserError(f"/tree: expected on, off or a number of rounds to go back, not {rest!r}")
         elif not self._rounds:
             raise UserError(
-                "no round is on record" + (": ask something" if self._recording else ": /tree on, then ask again")
+                "no round is recorded"
+                + (": send a message" if self._recording else ": use /tree on, then send a message")
             )
         elif int(rest or 0) >= len(self._rounds):
             raise UserError(
-                f"only {len(self._rounds)} rounds are on record: /tree {len(self._rounds) - 1} is the first"
+                f"only {len(self._rounds)} rounds are recorded: /tree {len(self._rounds) - 1} shows the first"
             )
         else:
             for line in render_round(to_record(self._rounds[-1 - int(rest or 0)]), self._token_text):

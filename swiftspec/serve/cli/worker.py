@@ -40,15 +40,15 @@ def run_worker_command(argv: Sequence[str], join: JoinFn) -> int:
     if side in ("-h", "--help"):
         parse_command(argv, page=HELP_PAGES["worker"])
     if side not in ("draft", "target"):
-        raise UsageError("which model does the worker run? `swiftspec worker draft` or `swiftspec worker target`")
+        raise UsageError("specify the model of the worker: `swiftspec worker draft` or `swiftspec worker target`")
     command = parse_command(argv[1:], page=HELP_PAGES["worker"])
     if command.prompt is not None or command.prompt_file is not None or command.json:
-        raise UsageError("a worker's clients bring their prompts: leave out --prompt, --prompt-file and --json")
+        raise UsageError("--prompt, --prompt-file and --json are not supported by a worker; remove them")
     settings = command.settings
     for name in ("port", "draft_model", "draft_url", "target_url", "target_tp", "draft_tp"):
         if name in settings.model_fields_set and getattr(settings, name) is not None:
             raise UsageError(
-                f"--{name.replace('_', '-')} is not for a worker, which runs the one --model: leave it out"
+                f"--{name.replace('_', '-')} is not supported by a worker, which runs only --model; remove it"
             )
     return run_worker(side, settings, join)
 
@@ -181,5 +181,5 @@ def _load(
         if isinstance(error, RuntimeError) and "memory" not in str(error):
             raise
         raise UserError(
-            "not enough memory for this model: take a smaller --max-model-len, fewer --max-sessions, or --dtype"
+            "not enough memory for this model: use a smaller --max-model-len, --max-sessions or --dtype"
         ) from None

@@ -62,7 +62,7 @@ async def serve_frontend(supervisor: SupervisorClient, listener: socket.socket) 
     engine, tokenizer_loader = EngineClient(config), TokenizerLoader()
     tracing = None if config.otlp_endpoint is None else RequestTracing(config.otlp_endpoint, config.model_name)
     app = build_app(engine, tokenizer_loader.get, config, engine.events, tracing)
-    server = SignalNeutralServer(
+    server = NoSignalHandlerServer(
         uvicorn.Config(
             app, http=RequestTimeoutProtocol, ws="none", lifespan="off", log_level="warning", access_log=False,
             server_header=False, h11_max_incomplete_event_size=MAX_HEAD_BYTES, limit_concurrency=MAX_CONNECTIONS,
@@ -171,7 +171,7 @@ class TokenizerLoader:
             engine.announce_serving()
 
 
-class SignalNeutralServer(uvicorn.Server):
+class NoSignalHandlerServer(uvicorn.Server):
     """uvicorn server without signal handlers: SIGTERM ends the process, and rank 0 handles the other signals."""
 
     @contextlib.contextmanager

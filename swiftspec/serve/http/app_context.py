@@ -47,7 +47,7 @@ class AppContext:
         dead. While rank 0 restarts (phase "recovering"), requests are accepted and wait in the queue."""
         state, info, codec = self.engine.state, self.engine.info, self.codec()
         if state.phase == "dead":
-            raise unavailable_error(f"the engine is gone: {state.detail}", None)
+            raise unavailable_error(f"the engine has exited: {state.detail}", None)
         if state.phase == "draining":
             raise unavailable_error("the server is shutting down", RETRY_AFTER_S)
         if info is None or codec is None or state.phase not in ("ready", "recovering"):
@@ -62,7 +62,7 @@ class AppContext:
             return requested or self.model_names[0]
         served = ", ".join(self.model_names)
         raise ApiError(
-            404, f"the model {requested[:100]!r} is not served here: use {served}", "model", "model_not_found"
+            404, f"the model {requested[:100]!r} is not served by this server: use {served}", "model", "model_not_found"
         )
 
     async def run_in_tokenizer_thread(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:

@@ -94,7 +94,7 @@ def to_api_error(error: Exception) -> ApiError:
         case RecursionError():
             return ApiError(400, NESTED_TOO_DEEPLY)
         case UnicodeEncodeError():
-            return ApiError(400, "the body contains half of a surrogate pair, which is not valid text")
+            return ApiError(400, "the body contains an unpaired surrogate, which is not valid text")
         case _:
             return ApiError(500, "internal server error; see the server's log", code="internal_error")
 

@@ -25,7 +25,7 @@ def build_grammar(kind: str, text: str) -> str:
     `text`: the constraint: a JSON schema, regular expression or grammar; for "choice" a JSON list of strings.
     """
     if kind not in KINDS:
-        raise ValueError(f"no such kind of grammar: {kind}")
+        raise ValueError(f"unknown kind of grammar: {kind}")
     try:
         grammar = str(grammar_from(kind, text))  # pyright: ignore[reportArgumentType]
         error_text = LLMatcher.validate_grammar(grammar)

@@ -31,7 +31,7 @@ class SandboxedGrammarCompiler:
         key = kind, text
         if key not in self._cache:
             if len(text) > MAX_GRAMMAR_CHARS:
-                raise ValueError(f"{len(text)} characters are above the limit of {MAX_GRAMMAR_CHARS}")
+                raise ValueError(f"{len(text)} characters exceed the limit of {MAX_GRAMMAR_CHARS}")
             async with self._semaphore:
                 self._cache[key] = await self._compile(kind, text)
             if len(self._cache) > MAX_CACHED_GRAMMARS:
@@ -50,9 +50,9 @@ class SandboxedGrammarCompiler:
                 stdout, _ = await process.communicate(json.dumps({"kind": kind, "text": text}).encode())
             reply = json.loads(stdout)
         except TimeoutError:
-            raise ValueError(f"it takes longer than {self._timeout_s:g} s to compile: make it simpler") from None
+            raise ValueError(f"compilation took longer than {self._timeout_s:g} s: simplify it") from None
         except ValueError:
-            raise ValueError("it cannot be compiled within the limits of time and memory: make it simpler") from None
+            raise ValueError("compilation exceeded the limits on time and memory: simplify it") from None
         finally:
             with suppress(ProcessLookupError):
                 process.kill()

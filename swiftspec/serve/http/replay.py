@@ -36,11 +36,11 @@ def replay_main(argv: Sequence[str]) -> int:
         prog="swiftspec", usage="python -m swiftspec.serve replay FILE [flags]", description=DESCRIPTION
     )
     parser.add_argument("file", metavar="FILE", help="The trace: one JSON object per line.")
-    parser.add_argument("--host", default="127.0.0.1", metavar="TEXT", help="Address to listen at [%(default)s].")
+    parser.add_argument("--host", default="127.0.0.1", metavar="TEXT", help="Address to listen on [%(default)s].")
     parser.add_argument("--port", default="8000", metavar="N", help="Port; 0 chooses a free one [%(default)s].")
     args = parser.parse_args(argv)
     if not (args.port.isdecimal() and int(args.port) < 1 << 16):
-        raise UsageError(f"--port {args.port}: needs a whole number from 0 to 65535")
+        raise UsageError(f"--port must be a whole number in 0..65535, not {args.port}")
     file = Path(args.file)
     check_trace(file)
     with frontend_process.open_listener(args.host, int(args.port)) as listener:

@@ -68,7 +68,7 @@ class SamplingFields(Body):
     frequency_penalty: Penalty | None = None
     logit_bias: Bias | None = Field(None, description="Added to the logits, by token id.")
     seed: Annotated[int, Field(ge=-(2**63), le=2**64 - 1), INTEGRAL] | None = Field(
-        None, description="Seed of the noise; random by default. A negative seed is taken modulo 2^64."
+        None, description="Seed of the noise; random by default. A negative seed is reduced modulo 2^64."
     )
     guidance_scale: Annotated[float, Field(ge=0, le=100)] | None = None
     negative_prompt: Text | None = None
@@ -157,5 +157,5 @@ def reject_unsupported(body: Body, unsupported_fields: Mapping[str, tuple[Any, .
     for name, allowed in unsupported_fields.items():
         value = getattr(body, name, None)
         if value is not None and value not in allowed:
-            only = f" (only {allowed[0]!r} is)" if allowed and allowed[0] != [] else ""
-            raise unsupported(name, f"not served here{only}: leave it out")
+            only = f" (except {allowed[0]!r})" if allowed and allowed[0] != [] else ""
+            raise unsupported(name, f"not supported{only}; omit it")

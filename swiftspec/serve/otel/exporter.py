@@ -30,7 +30,7 @@ def check_otlp_endpoint(endpoint: str) -> str:
     installed."""
     address = urlsplit(endpoint)
     if address.scheme not in ("http", "https") or not address.netloc:
-        raise UserError(f"--otlp-endpoint must be like http://localhost:4318, not {truncated_repr(endpoint)}")
+        raise UserError(f"--otlp-endpoint must be a URL such as http://localhost:4318, not {truncated_repr(endpoint)}")
     for name in ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http"):
         if not _installed(name):
             raise UserError("--otlp-endpoint needs OpenTelemetry: pip install 'swiftspec[otel]'")
@@ -94,7 +94,7 @@ class FirstErrorHandler(logging.Handler):
         if not self._logged:
             self._logged = True
             what = " ".join(record.getMessage().split())[:MAX_LOG_CHARS]
-            print(f"swiftspec: spans do not reach --otlp-endpoint: {what}", file=sys.stderr, flush=True)
+            print(f"swiftspec: spans cannot be exported to --otlp-endpoint: {what}", file=sys.stderr, flush=True)
 
 
 def _installed(name: str) -> bool:

@@ -36,7 +36,7 @@ export async function ask(path, { body = null, signal = null } = {}) {
     throw new ServerError(GONE, 0, true);
   }
   if (answer.ok) return answer;
-  let said = `The server answered ${answer.status}.`;
+  let said = `The server returned status ${answer.status}.`;
   try {
     said = (await answer.json()).error.message ?? said;
   } catch {
@@ -62,7 +62,7 @@ export async function* events(answer) {
     }
   } catch (error) {
     if (error.name === "AbortError") throw error;
-    throw new ServerError("The server was lost in the middle of its answer.", 0, true);
+    throw new ServerError("The connection to the server was lost during its answer.", 0, true);
   } finally {
     reader.cancel().catch(() => {});
   }

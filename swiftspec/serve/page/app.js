@@ -96,7 +96,7 @@ class App {
   async load(path, name) {
     try {
       const answer = await fetch(path, { cache: "no-store" });
-      if (!answer.ok) throw new ServerError("it does not exist");
+      if (!answer.ok) throw new ServerError("file not found");
       this.showRecording(parse(await answer.text()), name);
     } catch (error) {
       this.trouble(`${name}: ${error.message}`);

@@ -47,7 +47,7 @@ const MEANING = {
 };
 
 function likely(who, share, letter) {
-  return share === null ? `how likely ${who} found it is not in this trace (${letter})`
+  return share === null ? `its probability for ${who} is not in this trace (${letter})`
     : `${who} found it ${percent(share)} likely (${letter})`;
 }
 

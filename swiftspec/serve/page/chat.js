@@ -35,7 +35,7 @@ export class Chat {
         whole += piece;
         if (piece !== "") said(piece);
       }
-      if (!done) throw new ServerError("The server ended in the middle of its answer.", 0, true);
+      if (!done) throw new ServerError("The server ended its answer early.", 0, true);
     } catch (error) {
       if (error.name !== "AbortError") throw error;
       ended = "stopped";
@@ -53,7 +53,7 @@ export class Chat {
 
 /** Returns the text of one chunk, including reasoning. Throws ServerError if the chunk contains an error. */
 export function pieceOf(chunk) {
-  if (chunk.error) throw new ServerError(chunk.error.message ?? "The answer broke off.");
+  if (chunk.error) throw new ServerError(chunk.error.message ?? "The answer was interrupted.");
   const choice = chunk.choices?.[0];
   if (choice === undefined) return "";
   return choice.text ?? (choice.delta?.reasoning_content ?? "") + (choice.delta?.content ?? "");

@@ -21,7 +21,7 @@ export class Recording {
     for (const [id, text] of Object.entries(line.texts ?? {})) this.texts.set(Number(id), String(text));
     if (line.swiftspec_trace !== undefined) {
       const version = line.swiftspec_trace;
-      if (version !== 1) throw new BadTrace(`a trace of version ${version} is not known here`);
+      if (version !== 1) throw new BadTrace(`trace version ${version} is not supported`);
       this.head = line;
       return null;
     }

@@ -58,7 +58,7 @@ export class Requests {
   failed(error, text, message) {
     if ($("composer-text").value === "") this.app.write(text);
     if (message !== null && message.text !== "") {
-      message.fail(error.gone ? "Aborted: the server is gone." : error.message);
+      message.fail(error.gone ? "Aborted: the server disconnected." : error.message);
       return this.keep(message);
     }
     message?.element.remove();

@@ -84,8 +84,8 @@ export class Server {
   wantKey() {
     const dialog = $("key-dialog");
     $("key-why").textContent = key() === "" ? "It was started with --api-key. The key is kept until this tab is closed."
-      : "That key is not one of this server’s. Try another one.";
-    this.connection("gone", "an API key is needed");
+      : "This server does not accept that key. Try another one.";
+    this.connection("gone", "an API key is required");
     if (dialog.open) return;
     $("key").value = "";
     dialog.showModal();

@@ -140,7 +140,7 @@ export function transcribe(log, recording) {
   const messages = new Map();
   for (const request of recording.requests) {
     const prompt = request.begin.prompt?.map((token) => recording.text(token)).join("");
-    const message = new Message(log, prompt ?? "(this trace does not say)", ["Prompt", "Continued"]);
+    const message = new Message(log, prompt ?? "(not in this trace)", ["Prompt", "Continued"]);
     message.tell(recording, request);
     message.sum(request);
     messages.set(request, message);

@@ -153,7 +153,7 @@ export class TreeView {
     canvas.dataset.proposed = String(tree.proposed);
     canvas.dataset.accepted = String(tree.accepted);
     canvas.setAttribute("aria-label", `The draft tree: ${tree.nodes.length} nodes, ${tree.proposed} of them proposed`
-      + (answered ? `, ${tree.accepted} held` : ""));
+      + (answered ? `, ${tree.accepted} accepted` : ""));
     if (this.chosen && !tree.nodes.includes(this.chosen)) this.point(null);
     else if (this.chosen) this.tip();
     this.pace();

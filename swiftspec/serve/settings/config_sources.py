@@ -36,7 +36,7 @@ def load_settings(cli: Mapping[str, object], file: Path | None = None, kind: typ
     known = list(kind.model_fields)
     for old, new in RENAMED_SETTINGS.items():
         if os.environ.get(env_name(old)):
-            raise UsageError(f"the environment variable {env_name(old)} is now called {env_name(new)}")
+            raise UsageError(f"the environment variable {env_name(old)} was renamed to {env_name(new)}")
     from_file = _read_yaml(file, known) if file is not None else {}
     by_env = {name for name in known if os.environ.get(env_name(name))}
     given = {name: value for name, value in from_file.items() if name not in by_env} | dict(cli)
@@ -79,7 +79,7 @@ def _read_yaml(file: Path, known: Sequence[str]) -> dict[str, object]:
     for key, value in data:
         field = key.replace("-", "_")
         if field in RENAMED_SETTINGS:
-            raise UsageError(f"{name}: {key} is now called {flag_name(RENAMED_SETTINGS[field])[2:]}")
+            raise UsageError(f"{name}: {key} was renamed to {flag_name(RENAMED_SETTINGS[field])[2:]}")
         if field not in known:
             raise UsageError(f"{name}: unknown key {truncated_repr(key)}{_hint(key.replace('_', '-'), dashed)}")
         if field in values:

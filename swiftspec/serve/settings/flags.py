@@ -92,7 +92,7 @@ class CommandSettings:
     )  # fmt: skip
     kv_cache_dtype: Literal["auto", "fp8"] = setting(
         "auto", "Data type of the KV cache. fp8: float8 e4m3, half the memory; needs a GPU or --ops reference.",
-        MODELS, default_text="auto: as --dtype",
+        MODELS, default_text="auto: same as --dtype",
     )  # fmt: skip
     head: Literal["auto", "int8", "int4", "native"] = setting(
         "auto", "Quantise a dense LM head when it is loaded; int8 on a CPU only.", MODELS,

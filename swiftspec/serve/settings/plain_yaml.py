@@ -30,8 +30,8 @@ NULL_SPELLINGS = ("", "~", "null", "Null", "NULL")
 
 
 class UnsupportedYaml(Exception):
-    """The text is not YAML of the supported subset. The message is a predicate, such as `holds more than one document`,
-    which follows the name of the file."""
+    """The text is not YAML of the supported subset. The message is a predicate that follows the name of the file:
+    `contains more than one document`."""
 
 
 def parse_mapping(text: str) -> list[tuple[str, YamlValue]]:
@@ -56,13 +56,13 @@ def _pairs(events: Iterator[Event]) -> Iterator[tuple[str, YamlValue]]:
             yield key, _value(next(events), events, key)
     elif not isinstance(start, StreamEndEvent):
         kind = "list" if isinstance(start, SequenceStartEvent) else "single value"
-        raise UnsupportedYaml(f"must hold `flag: value` lines, not a {kind}")
+        raise UnsupportedYaml(f"must contain `flag: value` lines, not a {kind}")
     if any(isinstance(event, DocumentStartEvent) for event in events):
-        raise UnsupportedYaml("holds more than one document")
+        raise UnsupportedYaml("contains more than one document")
 
 
 def _value(event: Event, events: Iterator[Event], key: str) -> YamlValue:
-    rule = f"nests {truncated_repr(key)} deeper than a setting can be"
+    rule = f"nests {truncated_repr(key)} too deeply"
     if isinstance(event, SequenceStartEvent):
         _check_untagged(event)
         items: list[str] = []
@@ -75,7 +75,7 @@ def _value(event: Event, events: Iterator[Event], key: str) -> YamlValue:
         while not isinstance(event := next(events), MappingEndEvent):
             inner = _text(event, rule)
             if inner in found:
-                raise UnsupportedYaml(f"names {truncated_repr(inner)} twice in {truncated_repr(key)}")
+                raise UnsupportedYaml(f"contains {truncated_repr(inner)} twice in {truncated_repr(key)}")
             found[inner] = _text(next(events), rule)
         return found
     text = _text(event, rule)
@@ -85,7 +85,7 @@ def _value(event: Event, events: Iterator[Event], key: str) -> YamlValue:
 def _text(event: Event, rule: str) -> str:
     _check_untagged(event)
     if not isinstance(event, ScalarEvent):
-        raise UnsupportedYaml(rule if rule.startswith("nests") else f"is not usable: {rule}")
+        raise UnsupportedYaml(rule if rule.startswith("nests") else f"is not valid: {rule}")
     return event.value
 
 
@@ -94,5 +94,5 @@ def _check_untagged(event: Event) -> None:
     tagged = isinstance(event, ScalarEvent | SequenceStartEvent | MappingStartEvent) and event.tag is not None
     if isinstance(event, AliasEvent) or tagged or (isinstance(event, NodeEvent) and event.anchor is not None):
         raise UnsupportedYaml(
-            "has an anchor, an alias or a tag (& * !): write the value itself, in quotes if it begins so"
+            "contains an anchor, an alias or a tag (& * !): remove it, or quote a value that begins with one"
         )

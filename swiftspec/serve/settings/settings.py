@@ -109,19 +109,19 @@ class Settings(SettingsAttributes):
         apart = any(remote.values())
         mode = self.mode or ("ar" if not has_draft else "async" if ranks > 1 or apart else "serial")
         if mode != "ar" and not has_draft:
-            raise UserError(f"--mode {mode} needs a draft model: name one with --draft-model, or take --mode ar")
+            raise UserError(f"--mode {mode} requires a draft model: specify one with --draft-model, or use --mode ar")
         for part in UNSUPPORTED_PARTS[mode]:
             for name in self._explicitly_set(part):
-                raise UsageError(f"{flag_name(name)} applies to a {part}, and mode {mode} has none: leave it out")
+                raise UsageError(f"{flag_name(name)} is not supported in mode {mode}, which has no {part}; remove it")
         trees = ("verify_batch", "draft_leaves") if self.max_num_seqs > 1 else ()
         for name in trees:
             if name in self.model_fields_set:
-                chains = "--max-num-seqs above 1 has chains of --draft-steps"
-                raise UsageError(f"{flag_name(name)} applies to a draft tree, and {chains}: leave it out")
+                chains = "--max-num-seqs above 1, which verifies chains of --draft-steps tokens"
+                raise UsageError(f"{flag_name(name)} is not supported with {chains}; remove it")
         if mode != "ar" and self.verify == "reject" and self.adapt and "adapt" in self.model_fields_set:
             raise UsageError(
-                "--adapt makes rounds depend on time, and with --verify reject the text depends on the rounds:"
-                " leave one out"
+                "--adapt is not supported with --verify reject, because the text would depend on measured times;"
+                " remove one of them"
             )
         table = self.table
         try:
@@ -149,13 +149,15 @@ class Settings(SettingsAttributes):
         for part in IGNORED_PARTS[mode]:
             flags = [flag_name(name) for name in self._explicitly_set(part)]
             if flags:
-                notes.append(f"mode {mode} has no {part}: {', '.join(flags)} {'do' if flags[1:] else 'does'} nothing")
+                notes.append(
+                    f"mode {mode} has no {part}: {', '.join(flags)} {'have' if flags[1:] else 'has'} no effect"
+                )
         if (
             mode in ("serial", "async")
             and {"adapt", "draft_steps", "verify_batch"} <= self.model_fields_set
             and self.adapt
         ):
-            notes.append("--adapt does nothing: --draft-steps and --verify-batch are given")
+            notes.append("--adapt has no effect: --draft-steps and --verify-batch are set")
         return notes
 
     def _adaptive_options(self, mode: str) -> dict[str, bool]:
@@ -180,9 +182,9 @@ class Settings(SettingsAttributes):
     def guidance_note(self) -> str | None:
         """Returns a note on guidance settings that may be unintended; None if there is none."""
         if self.guidance_scale != 1 and self.negative_prompt is None:
-            return "guidance without a negative prompt takes an empty one"
+            return "guidance without a negative prompt uses an empty one"
         if self.guidance_scale == 1 and self.negative_prompt is not None:
-            return "a negative prompt does nothing at guidance scale 1"
+            return "a negative prompt has no effect at guidance scale 1"
         return None
 
     def sampling_params(self, model_defaults: Mapping[str, Any], negative: Sequence[int] = ()) -> SamplingParams:
@@ -246,5 +248,5 @@ def describe_validation_error(error: ValidationError, label: Callable[[str], str
         "bool": "be true or false", "string": "be text", "dict": "be a JSON object from token id to number",
         "list": "be a list", "greater": f"be at least {context.get('ge')}", "less": f"be at most {context.get('le')}",
         "literal": f"be one of {context.get('expected', '')}".replace("'", "").replace(" or ", ", "),
-    }.get(kind.partition("_")[0], f"be otherwise ({first['msg']})")  # fmt: skip
+    }.get(kind.partition("_")[0], f"be valid ({first['msg']})")  # fmt: skip
     return f"{label(name)} must {wanted}, not {truncated_repr(first['input'])}"

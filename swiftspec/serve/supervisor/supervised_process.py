@@ -128,7 +128,7 @@ class SupervisedProcess:
             and self._busy_since is not None
             and now - max(self._busy_since, self._timers_reset_at) > WORK_UNIT_TIMEOUT_S
         ):
-            self.kill_reason = f"has worked on one thing for {WORK_UNIT_TIMEOUT_S:g} s"
+            self.kill_reason = f"did not finish an operation within {WORK_UNIT_TIMEOUT_S:g} s"
         if self.kill_reason:
             self.signal(signal.SIGKILL)
 

@@ -137,9 +137,11 @@ class Supervisor:
                 self._exit_code = self._to_exit_code(code)
                 self._ranks_shut_down = self._exit_code == 0
         elif child.schedule_restart(now):
-            self._log(f"{child.program.name} {child.kill_reason or _describe_exit(code)}: it is started again")
+            self._log(f"{child.program.name} {child.kill_reason or _describe_exit(code)}; restarting")
         else:
-            self._log(f"{child.program.name} {child.kill_reason or _describe_exit(code)}, too often: it stays lost")
+            self._log(
+                f"{child.program.name} {child.kill_reason or _describe_exit(code)}; not restarting: too many restarts"
+            )
             if child.program.critical or child is self._leader:
                 self._exit_code = int(child.program.critical)
 
@@ -193,8 +195,8 @@ class Supervisor:
 def _describe_exit(code: int) -> str:
     """Returns a predicate that describes an exit code in the log."""
     if code == EXIT_PEER_LOST:
-        return "has lost another rank"
-    return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
+        return "lost another rank"
+    return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
 
 
 class SignalQueue:

@@ -26,10 +26,10 @@ HUB_ID_PATTERN = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 HUB_FILES = ("*.safetensors", "*.safetensors.index.json", "*.json", "*.jinja", "tokenizer.model", "merges.txt")
 
 HUB_REFUSALS = {
-    "LocalEntryNotFoundError": "it cannot be reached, and there is no copy in the cache",
-    "GatedRepoError": "accept its licence there, then `hf auth login`",
-    "RepositoryNotFoundError": "no such model, or a private one that needs `hf auth login`",
-    "RevisionNotFoundError": "no such revision",
+    "LocalEntryNotFoundError": "the hub cannot be reached, and the model is not in the cache",
+    "GatedRepoError": "accept the model's licence on the hub, then run `hf auth login`",
+    "RepositoryNotFoundError": "the model does not exist, or it is private and needs `hf auth login`",
+    "RevisionNotFoundError": "the revision does not exist",
 }
 TOKENIZER_FILES = (  # all files of a model that its tokenizer reads, and its configuration
     "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "tokenizer.model",
@@ -47,7 +47,7 @@ def locate_model(name: str, revision: str | None = None) -> Path:
     if file_io.is_folder(path):
         return path
     if os.path.exists(path):  # noqa: PTH110  (pathlib raises on names too long)
-        raise UserError(f"{name} is a file: name the model's directory")
+        raise UserError(f"{name} is a file: specify the model's directory")
     if not HUB_ID_PATTERN.fullmatch(name):
         raise UserError(f"{truncated_repr(name, 300)[1:-1]}: no such directory")
     from huggingface_hub import snapshot_download
@@ -58,7 +58,9 @@ def locate_model(name: str, revision: str | None = None) -> Path:
         return Path(snapshot_download(name, revision=revision, allow_patterns=list(HUB_FILES)))
     except Exception as error:  # of the client, its HTTP library or the disk: the model is unavailable
         reason = HUB_REFUSALS.get(type(error).__name__) or _one_line(error)
-        raise UserError(f"{name} is not a directory, and the Hugging Face Hub did not provide it: {reason}") from None
+        raise UserError(
+            f"{name} is not a directory and cannot be downloaded from the Hugging Face Hub: {reason}"
+        ) from None
 
 
 class TextCodec:
@@ -121,7 +123,7 @@ class TextCodec:
         """Returns the source of the chat template. If there are several, this is the default one, or with `tools` the
         one for tools. Raises UserError if there is none."""
         if not self.has_template:
-            raise UserError(f"{self.path} has no chat template: continue plain text with --raw")
+            raise UserError(f"{self.path} has no chat template: use --raw to continue plain text")
         try:
             return str(self.tokenizer.get_chat_template(tools=None if tools is None else [dict(t) for t in tools]))
         except ValueError as error:
@@ -226,12 +228,14 @@ def check_same_vocabulary(target: TextCodec, draft: TextCodec) -> None:
     ours = {number: token for token, number in target.vocab.items()}
     theirs = {number: token for token, number in draft.vocab.items()}
     at = min((i for i in ours.keys() | theirs.keys() if ours.get(i) != theirs.get(i)), default=None)
-    difference = "" if at is None else f": id {at} is {_quoted(ours.get(at))} here and {_quoted(theirs.get(at))} there"
-    raise UserError(f"{target.path} and {draft.path} are not a pair: their tokenizers differ{difference}")
+    difference = (
+        "" if at is None else f" at id {at}: {_quoted(ours.get(at))} (target), {_quoted(theirs.get(at))} (draft)"
+    )
+    raise UserError(f"the tokenizers of target {target.path} and draft {draft.path} differ{difference}")
 
 
 def _quoted(token: str | None) -> str:
-    return "nothing" if token is None else repr(token)
+    return "unused" if token is None else repr(token)
 
 
 def _one_line(error: Exception) -> str:

@@ -27,7 +27,7 @@ RENDER_MEMORY_BYTES = 512 << 20  # in addition to what the imports take
 STARTUP_TIMEOUT_S = 120.0  # for the imports, on a busy machine
 REPLY_OVERHEAD_BYTES = 1 << 20  # size limit of a reply, in addition to the rendered text
 MAX_JSON_BYTES_PER_BYTE = 6  # longest JSON escape of one byte of text
-ADVICE = "take another template, or continue plain text with --raw"
+ADVICE = "use another template, or --raw to continue plain text"
 
 
 class PromptTooLong(UserError):
@@ -110,13 +110,13 @@ class TemplateRenderer:
             return str(reply["text"])
         if "size" in reply:
             raise PromptTooLong(
-                f"the prompt does not fit the context: {self._model}: the chat template makes {reply['size']} bytes of"
-                f" it, and at most {max_bytes} can fit: shorten it or raise max_model_len"
+                f"the prompt does not fit the context: {self._model}: with the chat template it has {reply['size']}"
+                f" bytes, and at most {max_bytes} fit: shorten it or raise max_model_len"
             )
         if "memory" in reply:
             self.close()
             raise UserError(
-                f"{self._model}: the chat template wants more memory than {self._memory_bytes >> 20} MiB: {ADVICE}"
+                f"{self._model}: the chat template needs more than {self._memory_bytes >> 20} MiB of memory: {ADVICE}"
             )
         words = " ".join(str(reply.get("error")).split())
         raise UserError(f"{self._model}: the chat template failed ({words[:297] + '...' * (len(words) > 297)})")
@@ -130,7 +130,7 @@ class TemplateRenderer:
         if not self._ready:
             first = _receive(reply_fd, REPLY_OVERHEAD_BYTES, time.monotonic() + STARTUP_TIMEOUT_S)
             if "ready" not in first:
-                raise UserError(f"chat templates cannot be rendered here: {first.get('error')}")
+                raise UserError(f"chat templates cannot be rendered: {first.get('error')}")
             self._ready = True
         deadline = time.monotonic() + self._timeout_s
         try:
@@ -148,7 +148,7 @@ class TemplateRenderer:
             self._process.wait(1)
         if self._process.returncode == -signal.SIGXCPU:
             return f"took longer than {self._timeout_s:g} s"
-        return "ended the process that it ran in"
+        return "terminated the process that renders it"
 
 
 def _send(file: int, data: bytes, deadline: float) -> None:

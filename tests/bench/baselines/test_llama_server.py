@@ -77,11 +77,11 @@ def test_autoregressive_decoding(tmp_path: Path) -> None:
 
 
 def test_a_server_that_does_not_start(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="ended with code 3: no such model"):
+    with pytest.raises(UserError, match="exited with code 3: no such model"):
         program(tmp_path).measure(WORK, tmp_path / "bad.gguf", 1)
 
 
 def test_a_missing_server_and_another_program(tmp_path: Path) -> None:
     assert find_server(tmp_path) is None
-    with pytest.raises(UserError, match="knows neither --spec-draft-n-max nor --draft-max"):
+    with pytest.raises(UserError, match="supports neither --spec-draft-n-max nor --draft-max"):
         program(tmp_path, "--other").measure(WORK, tmp_path / "good.gguf", 1, (tmp_path / "draft.gguf", 4))

@@ -151,5 +151,5 @@ def test_blocks_of_zeros() -> None:
 
 
 def test_dense_weights_are_not_written_as_int4(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="q4_1 is for int4 weights, and these are dense; take bf16 or q8_0"):
+    with pytest.raises(UserError, match="q4_1 requires int4 weights, but these are dense; use bf16 or q8_0"):
         write_gguf(DRAFT, tmp_path / "out.gguf", "q4_1")

@@ -40,7 +40,7 @@ def test_reported_constants_are_used(
 
 def test_a_program_that_hangs_or_is_missing_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     reported, problem = constants.run([sys.executable, "-uc", "print('gap 1 us'); import time; time.sleep(60)"], 2.0)
-    assert reported == "gap 1 us\n" and problem == "ended after 2 s"
+    assert reported == "gap 1 us\n" and problem == "timed out after 2 s"
     monkeypatch.setattr(shutil, "which", lambda name: None)
     assert constants.build() == "nvcc not found"
 
@@ -53,4 +53,4 @@ def test_the_program_compiles_and_reports_a_missing_gpu(tmp_path: Path, monkeypa
     monkeypatch.setattr(constants, "PROGRAM", tmp_path / "constants")
     assert constants.build() is None
     reported, problem = constants.run([str(constants.PROGRAM)], 10.0)
-    assert reported == "" and problem is not None and problem.startswith("no NVIDIA GPU can be used here")
+    assert reported == "" and problem is not None and problem.startswith("no usable NVIDIA GPU")

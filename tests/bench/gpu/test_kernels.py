@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from bench.baselines import kernels as rivals
-from bench.baselines.kernels import Rivals
+from bench.baselines.kernels import BaselineKernels
 from bench.gpu import kernels, shapes, targets, timing
 from bench.gpu.cases import SPLITS, Case, Maker, cases
 from bench.gpu.kernels import Findings, Run
@@ -27,7 +27,7 @@ from bench.gpu.watchdog import watch
 from swiftspec.lab import latency_model
 from tests.bench.baselines import fakes
 
-MAKE = Maker("cpu", Rivals())
+MAKE = Maker("cpu", BaselineKernels())
 ON = targets.Constants.of(None, 1000.0)
 
 
@@ -55,7 +55,7 @@ def test_operators_run_on_the_cpu_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every variant's calls are made once, on a small model; FlashInfer and Marlin are fakes."""
     monkeypatch.setitem(shapes.MODELS, "small", (256, 4, 2, 64, 512, 128))
     fakes.install(monkeypatch, fakes.vllm() | fakes.flashinfer())
-    others = Rivals(rivals.marlin(), {"flashinfer": rivals.flashinfer()})
+    others = BaselineKernels(rivals.marlin(), {"flashinfer": rivals.flashinfer()})
     make = Maker("cpu", others, cold=1)
     made = [make.linear("small", 1, op, 3) for op in ("qkv", "o", "swiglu", "down", "head")]
     made += [make.attention("small", 2, 40, 3), make.particles("small", 1, 2)]
@@ -99,7 +99,7 @@ def fails(error: Exception) -> Any:
 def test_a_failing_baseline_is_named_and_does_not_fail_the_run(tmp_path: Path) -> None:
     file = tmp_path / "found.json"
     variants = {
-        "marlin": fails(ValueError("gives another result than torch")),
+        "marlin": fails(ValueError("result differs from torch")),
         "unfused": fails(RuntimeError("out of memory\nand more")),
         "swiftspec": list,
     }
@@ -107,8 +107,8 @@ def test_a_failing_baseline_is_named_and_does_not_fail_the_run(tmp_path: Path) -
     one.all(iter([case("o", variants), case("qkv", variants), case("down", variants), case("swiglu", variants)]))
     found = Findings.read(file)
     assert found.failed[0] == "Llama-3-70B TP4 o x8 unfused: out of memory" and len(found.failed) == 4
-    assert found.rivals[0] == "Llama-3-70B TP4 o x8 marlin: gives another result than torch"
-    assert found.rivals[3:] == ["marlin: left out after 3 failures"]
+    assert found.rivals[0] == "Llama-3-70B TP4 o x8 marlin: result differs from torch"
+    assert found.rivals[3:] == ["marlin: skipped after 3 failures"]
     assert [r["op"] for r in found.results] == ["o", "qkv", "down", "swiglu"] and found.at is None
     assert found.results[0]["quoted"] == {"SwiftSpec": 11.72, "vLLM": 16.9, "TensorRT-LLM": 15.5, "Table 3": 22.8}
 
@@ -142,7 +142,7 @@ def test_recorded_results_are_not_measured_again(tmp_path: Path) -> None:
 def test_a_slow_baseline_is_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The limit counts the time that its cases take beyond the usual one."""
     monkeypatch.setattr(kernels, "SLOW_START", 0.0)
-    for ordinary, measured, messages in ((1.0, 4, []), (0.0, 3, ["flexattention: left out after 0 s of compiling"])):
+    for ordinary, measured, messages in ((1.0, 4, []), (0.0, 3, ["flexattention: skipped after 0 s of compiling"])):
         monkeypatch.setattr(kernels, "ORDINARY", ordinary)
         one = run(tmp_path / f"{ordinary}.json")
         one.all(iter([case(op, {"flexattention": list, "swiftspec": list}) for op in ("o", "down")]))
@@ -251,7 +251,7 @@ def test_a_crash_is_recorded_with_the_operator_that_was_measured(tmp_path: Path)
     found = Findings.read(file)
     assert found.failed == ["x TP4 o x8 swiftspec: hung"] and len(found.rivals) == 2 and len(found.done) == 3
     assert run(file).given_up("marlin") and not run(file).given_up("flashinfer")
-    assert kernels.find_rivals(found, file) == Rivals(), "importing them hung: it goes on without"
+    assert kernels.find_baseline_kernels(found, file) == BaselineKernels(), "importing them hung: it goes on without"
 
 
 def test_a_lost_gpu_ends_the_process_after_all_results_are_written(
@@ -276,7 +276,7 @@ def test_a_complete_run_in_two_processes(
     """On a CPU under a GPU's name: what is printed and written, with measured constants, in two runs."""
     fakes.install(monkeypatch, fakes.flashinfer())
     monkeypatch.setitem(shapes.MODELS, "small", (256, 4, 2, 64, 512, 128))
-    small = Maker("cpu", Rivals(), cold=1)
+    small = Maker("cpu", BaselineKernels(), cold=1)
     several = [small.linear("small", 2, "o", 8), small.attention("small", 1, 40, 8)]
     monkeypatch.setattr(kernels, "cases", lambda make, rows: iter(several))
     monkeypatch.setattr(kernels, "copy_speed", lambda device: 4000.0)
@@ -294,14 +294,14 @@ def test_a_complete_run_in_two_processes(
     )
     assert len([line for line in found.rivals if line.startswith(("marlin: ", "flashinfer: ", "flexattention: "))]) == 3
     printed = capsys.readouterr().out
-    assert "a copy moves 4000 GB/s" in printed and "small TP2 o x8" in printed and "0 cases left out" in printed
+    assert "copy bandwidth 4000 GB/s" in printed and "small TP2 o x8" in printed and "0 cases skipped" in printed
     assert kernels.work(args) == 0 and len(Findings.read(file).results) == len(found.results)
 
 
 def test_the_command_restarts_or_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file, seen = tmp_path / "found.json", list[tuple[list[str], bool]]()
 
-    def watched(command: list[str], where: Path, budget: float, patience: float, give_up: object) -> int:
+    def watched(command: list[str], where: Path, budget: float, timeout_s: float, give_up: object) -> int:
         seen.append((command, where.exists()))
         return 0
 

@@ -6,12 +6,12 @@ from dataclasses import asdict, replace
 
 import pytest
 
-from bench.baselines.kernels import Rivals
+from bench.baselines.kernels import BaselineKernels
 from bench.gpu import targets
 from bench.gpu.cases import Maker
 from bench.gpu.targets import ASSUMED, Constants
 
-MAKE = Maker("cpu", Rivals())
+MAKE = Maker("cpu", BaselineKernels())
 
 
 def test_targets_are_the_published_table() -> None:

@@ -72,7 +72,7 @@ class Machine:
         self.channels[rank] = rest
         return f"channel {rank}"
 
-    def cuda_trouble(self, word: int) -> tuple[int, int, int, int] | None:
+    def cuda_decode_fault(self, word: int) -> tuple[int, int, int, int] | None:
         return (0, 2, 1, 5) if word else None
 
 
@@ -157,8 +157,8 @@ def test_every_rank_sees_every_inbox_in_rank_order(machine: Machine, size: int) 
 
     assert on_gpus(machine, size, work) == [True] * size
     for rank in range(size):
-        inboxes, lines, *_, patience = machine.channels[rank]
-        assert inboxes == [1000 * rank + owner for owner in range(size)] and (lines, patience) == (
+        inboxes, lines, *_, timeout_s = machine.channels[rank]
+        assert inboxes == [1000 * rank + owner for owner in range(size)] and (lines, timeout_s) == (
             64,
             peers.PEER_TIMEOUT_S,
         )
@@ -170,7 +170,7 @@ def test_gpus_without_peer_access_are_refused_where_kernels_are_required(machine
     machine.blind = {("1", "3")}
     errors = on_gpus(machine, 4, join)
     assert {type(error) for error in errors} == {PeerAccessError}
-    assert {str(error) for error in errors} == {"GPU 1 of rank 1 cannot reach GPU 3 of rank 3 of its group"}
+    assert {str(error) for error in errors} == {"GPU 1 of rank 1 cannot access GPU 3 of rank 3 in its group"}
 
 
 def test_gpus_without_peer_access_use_the_library(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -302,7 +302,7 @@ def test_which_groups_sum_in_their_kernels(tmp_path: Path, monkeypatch: pytest.M
         return ModelPair(tmp_path / "target", tmp_path / "draft", **{**plain, **others, **more})
 
     def width(target: bool, draft: bool, **more: Any) -> int:
-        return models(**more).kernel_sums(target=target, draft=draft)
+        return models(**more).peer_all_reduce_width(target=target, draft=draft)
 
     assert (width(True, False), width(True, True), width(False, True)) == (64, 64, 32)
     assert width(True, False, share_device=True) == width(True, False, ops="unfused") == 0

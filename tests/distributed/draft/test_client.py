@@ -158,7 +158,7 @@ def test_a_lost_draft(connection: tuple[DraftGroupClient, FakeDraft, Channel]) -
     next(thread for thread in threading.enumerate() if thread.name == "draft server").join(10)
     far.close()
     for _ in range(2):
-        with pytest.raises(DrafterLost, match="gone"):
+        with pytest.raises(DrafterLost, match="disconnected"):
             drafter.open(request_start([7], GREEDY, request=2))
 
 

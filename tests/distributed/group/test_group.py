@@ -307,9 +307,9 @@ def test_hundreds_of_requests_in_a_row(pool: Pool, pairs: Pairs, count: int) -> 
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"target_tp": 2, "draft_tp": 1}, "is for 3 ranks, not 2"),
+        ({"target_tp": 2, "draft_tp": 1}, "requires 3 ranks, not 2"),
         ({"mode": "serial", "target_tp": 2, "max_model_len": 9999}, "max_model_len must lie in"),
-        ({"device": "cuda"}, "device cuda: PyTorch finds no NVIDIA GPU here"),
+        ({"device": "cuda"}, "device cuda: PyTorch finds no NVIDIA GPU"),
     ],
 )
 def test_invalid_configurations_are_refused(pool: Pool, pairs: Pairs, values: dict[str, Any], message: str) -> None:
@@ -324,7 +324,7 @@ def test_more_ranks_than_heads_are_refused(pool: Pool, tmp_path: Path) -> None:
     make_checkpoint(tmp_path, num_attention_heads=2, num_key_value_heads=2, dtype=torch.float64)
     plan = {"mode": "ar", "target_tp": 3}
     answers = pool.run(3, "decode", target=str(tmp_path), draft=None, plan=plan, requests=[])
-    assert "take 2 at most" in answers[0][0]["refused"] and answers[1:] == [None, None]
+    assert "use at most 2" in answers[0][0]["refused"] and answers[1:] == [None, None]
 
 
 def test_unequal_model_directories_are_refused(pool: Pool, tmp_path: Path) -> None:
@@ -333,7 +333,7 @@ def test_unequal_model_directories_are_refused(pool: Pool, tmp_path: Path) -> No
     plan = {"mode": "ar", "target_tp": 2}
     answers = pool.run(2, "decode", target=str(tmp_path / "{rank}"), draft=None, plan=plan, requests=[])
     assert {answer[0]["refused"] for answer in answers} == {
-        "rank 1 has other files of the target model than rank 0: give all ranks the same model directories"
+        "rank 1 and rank 0 have different files of the target model: use the same model directories on all ranks"
     }
 
 

@@ -36,16 +36,16 @@ def test_valid_messages_are_accepted() -> None:
 @pytest.mark.parametrize(
     ("bad", "message"),
     [
-        (replace(PROPOSAL, request=2), "about request 2 at 2"),
-        (replace(PROPOSAL, prefix_len=1), "about request 1 at 1"),
+        (replace(PROPOSAL, request=2), "for request 2 at 2"),
+        (replace(PROPOSAL, prefix_len=1), "for request 1 at 1"),
         (replace(PROPOSAL, tokens=(4, 5, 40)), r"outside 0\.\.39"),
         (replace(PROPOSAL, tokens=(4, 5, -1)), r"outside 0\.\.39"),
-        (replace(PROPOSAL, tokens=(7, 5, 6)), "from token 7, where the text ends with 4"),
-        (replace(PROPOSAL, tokens=(4, 5, 5)), "same token twice"),
-        (Proposal(1, 0, 2, (4, 5, 6, 7, 8), (-1, 0, 1, 2, 3)), "5 nodes is above the 4"),
+        (replace(PROPOSAL, tokens=(7, 5, 6)), "has root token 7; expected 4"),
+        (replace(PROPOSAL, tokens=(4, 5, 5)), "two children with the same token"),
+        (Proposal(1, 0, 2, (4, 5, 6, 7, 8), (-1, 0, 1, 2, 3)), "5 nodes exceeds the limit of 4"),
         (replace(PROPOSAL, draft_probs=DraftProbs(DRAWN.tokens + 34, DRAWN.probs)), r"outside 0\.\.39"),
-        (replace(PROPOSAL, draft_probs=DraftProbs(DRAWN.tokens + 1, DRAWN.probs)), "was not drawn"),
-        (replace(RESULT, prefix_len=3), "about request 1 at 3"),
+        (replace(PROPOSAL, draft_probs=DraftProbs(DRAWN.tokens + 1, DRAWN.probs)), "does not match the draft"),
+        (replace(RESULT, prefix_len=3), "for request 1 at 3"),
         (replace(RESULT, tokens=(6, 99)), r"outside 0\.\.39"),
         (replace(RESULT, path=(1, 2)), "path"),
         (replace(RESULT, path=(0, 0)), "path"),
@@ -60,7 +60,7 @@ def test_invalid_messages_are_refused(bad: Proposal | VerifyResult, message: str
 
 
 def test_rejection_sampling_requires_the_draft_probabilities() -> None:
-    with pytest.raises(ValueError, match="does not say what its tokens were drawn from"):
+    with pytest.raises(ValueError, match="requires a proposal with draft distributions"):
         open_state(rejects=True).check_proposal(PROPOSAL)
     greedy = RequestState(BOUNDS, rejection_sampling=True)
     greedy.open(replace(OPENING, sampling=SamplingParams(temperature=0)))
@@ -81,7 +81,7 @@ def test_rejection_sampling_requires_the_draft_probabilities() -> None:
 )
 def test_a_request_beyond_the_limits_of_the_models_is_refused(bad: RequestStart) -> None:
     state = open_state()
-    with pytest.raises(ValueError, match=r"outside|longer|above|must lie in"):
+    with pytest.raises(ValueError, match=r"outside|longer|exceeds|must lie in"):
         state.open(bad)
     with pytest.raises(ValueError, match="no request is open"):
         state.check_proposal(PROPOSAL)
@@ -92,13 +92,13 @@ def test_a_text_ends_at_the_limit_of_the_context() -> None:
     state.open(RequestStart(1, (3,) * 12, SamplingParams(), 3))
     state.check_proposal(Proposal(1, 0, 11, (3, 5), (-1, 0)))
     state.open(RequestStart(1, (3,) * 13, SamplingParams(), 3))
-    with pytest.raises(ValueError, match="context is full"):
+    with pytest.raises(ValueError, match="beyond the context"):
         state.check_proposal(Proposal(1, 0, 12, (3, 5), (-1, 0)))
     guided = SamplingParams(guidance_scale=2.0, negative_prompt_ids=(7,) * 11)
-    state.open(RequestStart(1, (3,) * 4, guided, 3))  # 12 tokens of the unconditional text
+    state.open(RequestStart(1, (3,) * 4, guided, 3))  # 12 tokens in the negative sequence
     state.check_proposal(Proposal(1, 0, 3, (3, 5), (-1, 0)))
     state.open(RequestStart(1, (3,) * 5, guided, 3))
-    with pytest.raises(ValueError, match="context is full"):
+    with pytest.raises(ValueError, match="beyond the context"):
         state.check_proposal(Proposal(1, 0, 4, (3, 5), (-1, 0)))
-    with pytest.raises(ValueError, match="unconditional text of 17 tokens"):
+    with pytest.raises(ValueError, match="negative sequence of 17 tokens"):
         state.open(RequestStart(1, (3,) * 9, guided, 3))

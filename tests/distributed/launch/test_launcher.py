@@ -41,7 +41,7 @@ def test_a_complete_launcher_environment() -> None:
         ({"RANK": ""}, "RANK is not"),
         ({"LOCAL_WORLD_SIZE": "5"}, "LOCAL_WORLD_SIZE must be a whole number in 1..4"),
         ({"LOCAL_WORLD_SIZE": "2"}, "LOCAL_RANK must be a whole number in 0..1, not '3'"),
-        ({"LOCAL_WORLD_SIZE": "2", "LOCAL_RANK": "0"}, "LOCAL_RANK=0 of 2 does not go with RANK=3 of 4"),
+        ({"LOCAL_WORLD_SIZE": "2", "LOCAL_RANK": "0"}, "LOCAL_RANK=0 of 2 does not match RANK=3 of 4"),
         ({"MASTER_ADDR": " "}, "MASTER_ADDR is not set"),
         ({"MASTER_PORT": "0"}, "MASTER_PORT must be a whole number in 1..65535"),
         ({"MASTER_PORT": "²"}, "MASTER_PORT must be"),

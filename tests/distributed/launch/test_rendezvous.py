@@ -120,7 +120,7 @@ def test_a_waiting_rank_logs_and_times_out() -> None:
     messages: list[str] = []
     with pytest.raises(RankLost, match=r"rank 0 did not admit rank 2 within 0.2 s"):
         rejoin(world(HashStore(), 2, 1, waiting=BRIEF, messages=messages))
-    with pytest.raises(UserError, match=r"ranks 1 and 2 did not come again within 0.2 s"):
+    with pytest.raises(UserError, match=r"ranks 1 and 2 did not rejoin within 0.2 s"):
         rejoin(world(HashStore(), 0, 1, waiting=BRIEF, messages=messages))
     assert {"rank 2 is waiting for rank 0", "waiting for ranks 1 and 2"} <= set(messages)
 

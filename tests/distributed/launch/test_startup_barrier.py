@@ -91,14 +91,14 @@ def test_a_config_difference_is_reported_while_another_rank_is_missing() -> None
 def test_the_draft_must_be_equal_on_all_ranks_and_the_target_within_its_group() -> None:
     other = replace(FACTS, files={"draft": "e" * 64})
     assert start(job(2), (PLAN, FACTS), (PLAN, other))[0].startswith(
-        "rank 1 has other files of the draft model than rank 0: give all ranks the same model directories"
+        "rank 1 and rank 0 have different files of the draft model: use the same model directories on all ranks"
     )
     plan = EngineConfig(mode="async", target_tp=2, draft_tp=1)
     facts = replace(FACTS, settings=settings_of(plan))
     apart, none = replace(facts, group_files={"target": "u" * 64}), replace(facts, group_files={})
     found = start(job(3), (plan, facts), (plan, apart), (plan, none))
     assert set(found) == {
-        "rank 1 has other files of the target model than rank 0: give all ranks the same model directories"
+        "rank 1 and rank 0 have different files of the target model: use the same model directories on all ranks"
     }
 
 
@@ -120,11 +120,11 @@ def test_an_error_of_one_rank_ends_all() -> None:
 def test_each_waiting_rank_logs_which_ranks_it_waits_for() -> None:
     messages: list[str] = []
     found = start(job(3, messages, BRIEF)[:1], (PLAN, FACTS))
-    assert found == ["ranks 1 and 2 did not come within 0.3 s: start all 3"]
+    assert found == ["ranks 1 and 2 did not join within 0.3 s: start all 3 ranks"]
     assert messages[0] == "waiting for ranks 1 and 2"
     messages.clear()
     found = start([job(2, messages, replace(BRIEF, grace_s=0.1))[1]], (PLAN, FACTS))
-    assert found == ["rank 0 did not say within 0.3 s whether all ranks go on"]
+    assert found == ["rank 0 did not release the startup barrier within 0.3 s"]
     assert messages[0] == "rank 1 is waiting for rank 0"
 
 
@@ -138,7 +138,7 @@ def test_only_rank_0_reports_if_it_is_present() -> None:
         check_consistent(second, PLAN, FACTS)
 
     found = outcomes(lambda: check_consistent(first, PLAN, FACTS), comes_second)
-    assert found == ["rank 2 did not come within 0.3 s: start all 3"] * 2
+    assert found == ["rank 2 did not join within 0.3 s: start all 3 ranks"] * 2
     assert set(messages) == {"waiting for rank 2"}
 
 

@@ -60,7 +60,7 @@ def test_a_rank_logs_that_it_waits_for_the_store(port: int) -> None:
 
 
 def test_no_process_hosts_the_store(port: int) -> None:
-    with pytest.raises(UserError, match=rf"^rank 1 does not reach rank 0 at 127.0.0.1:{port} .* look at MASTER_ADDR"):
+    with pytest.raises(UserError, match=rf"^rank 1 cannot reach rank 0 at 127.0.0.1:{port} .* check MASTER_ADDR"):
         open_store(rank(1, port), lambda text: None, BRIEF)
 
 
@@ -111,4 +111,4 @@ def test_joining(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
         thread.join(30)
     join("again", 1)
     assert all(isinstance(found[name], World) for name in "01")
-    assert str(found["again"]).startswith(f"another process with RANK=1 is at MASTER_PORT={port} already")
+    assert str(found["again"]).startswith(f"another process with RANK=1 already uses MASTER_PORT={port}")

@@ -207,7 +207,7 @@ def test_a_lost_target_is_an_error_within_the_timeout(
         stream = running.stream(PROMPT, GREEDY)
         next(stream)
         target.stop()
-        with pytest.raises(UserError, match=r"--target-url 127\.0\.0\.1:\d+ is gone"):
+        with pytest.raises(UserError, match=r"--target-url 127\.0\.0\.1:\d+ is unavailable"):
             next(stream)
         target.model = tmp_path
         target.start()

@@ -123,7 +123,7 @@ def test_a_silent_target_is_an_error_within_the_timeout_and_can_be_retried(
         stream = running.stream(PROMPT, SAMPLED)
         next(stream)
         wire.stall()
-        with pytest.raises(UserError, match=r"--target-url \S+ did not answer in time: ask again"):
+        with pytest.raises(UserError, match=r"--target-url \S+ did not answer in time: send the request again"):
             list(stream)
         wire.resume()
         assert running.generate(PROMPT, SAMPLED).token_ids == plain
@@ -234,14 +234,14 @@ def test_another_tokenizer_or_version_is_refused_at_the_start(
     target = both["target"].client_address()
     with (
         started("draft", tmp_path, tokenizer=bytes(31) + b"x") as draft,
-        pytest.raises(UserError, match=r"--draft-url \S+ makes no pair with this target: their tokenizers differ"),
+        pytest.raises(UserError, match=r"--draft-url \S+ does not match this target: their tokenizers differ"),
         client_on_workers(target, draft.client_address()),
     ):
         pass
     monkeypatch.setattr(service, "PROTOCOL_VERSION", 1)
     for models in ((target, None), (pair[0], both["draft"].client_address())):
         with (
-            pytest.raises(UserError, match="speaks version 1 of the protocol, and this is"),
+            pytest.raises(UserError, match="uses protocol version 1, not"),
             client_on_workers(*models),
         ):
             pass

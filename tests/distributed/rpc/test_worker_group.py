@@ -58,9 +58,9 @@ def test_all_ranks_use_an_executor_that_all_have(pool: Pool, tmp_path: Path, sid
 def test_an_invalid_request_of_a_client_ends_no_rank(pool: Pool, tmp_path: Path) -> None:
     target, draft = make_pair(tmp_path)
     grammar, full, guided, good = pool.run(2, "refuse_on_group", side="target", model=str(target))[0]
-    assert "a grammar needs" in grammar and "context is full" in full and "unconditional text" in guided and not good
+    assert "a grammar needs" in grammar and "beyond the context" in full and "negative sequence" in guided and not good
     grammar, full, guided, good = pool.run(2, "refuse_on_group", side="draft", model=str(draft))[0]
-    assert "a grammar needs" in grammar and "unconditional text" in guided and full == good == ""
+    assert "a grammar needs" in grammar and "negative sequence" in guided and full == good == ""
 
 
 def test_a_lost_follower_is_reported_on_every_call() -> None:

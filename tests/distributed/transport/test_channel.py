@@ -81,7 +81,7 @@ def test_a_lost_peer_is_detected(ends: tuple[Channel, Channel]) -> None:
     far.send(1)
     far.close()
     assert near.recv(5)[0] == 1, "what it had sent is still there"
-    with pytest.raises(ConnectionError, match="the caller is gone"):
+    with pytest.raises(ConnectionError, match="the caller disconnected"):
         near.recv(5)
     with pytest.raises(ConnectionError):
         for _ in range(1000):
@@ -142,7 +142,7 @@ def test_a_stream_of_another_protocol_is_refused(data: bytes) -> None:
     channel = TcpChannel.__new__(TcpChannel)
     channel.peer, channel._sock, channel._buffer, channel._usable = "the stranger", ours, bytearray(), True
     theirs.sendall(data)
-    with pytest.raises(ConnectionError, match="words: invalid"):
+    with pytest.raises(ConnectionError, match="invalid message of"):
         channel.recv(5)
     with pytest.raises(ConnectionError, match="closed"):
         channel.send(1)

@@ -72,7 +72,7 @@ def test_a_malformed_result_is_refused(flat: list[int]) -> None:
 )
 def test_sampling_values_of_another_type_are_refused(values: dict[str, object]) -> None:
     text = json.dumps({"steps": "", "kept": None, "sampling": {**asdict(SamplingParams()), **values}}).encode()
-    with pytest.raises(ValueError, match=f"{next(iter(values))} takes"):
+    with pytest.raises(ValueError, match=f"{next(iter(values))}: expected"):
         unpack_request_start([1, 1, 1, 5, len(text), *bytes_to_words(text)])
 
 
@@ -92,7 +92,7 @@ def test_every_sampling_value_is_sent_with_a_request() -> None:
 @pytest.mark.parametrize("cached", [3, [-1], [1.0], [True], [2**31], [1, 1, 1], ["1"], {}])
 def test_an_invalid_count_of_cached_tokens_is_refused(cached: object) -> None:
     text = json.dumps({"steps": "", "kept": cached, "sampling": asdict(SamplingParams())}).encode()
-    with pytest.raises(ValueError, match="no count of tokens"):
+    with pytest.raises(ValueError, match="number of cached tokens is invalid"):
         unpack_request_start([1, 1, 1, 5, len(text), *bytes_to_words(text)])
 
 

@@ -172,9 +172,9 @@ def test_an_invalid_round_is_refused(bf16: tuple[Path, Path]) -> None:
     smc.launch()
     native: Any = smc.executors[0]
     head = np.empty((1, smc.round.header_len + 16), np.int64)
-    spoilt = {"base": "the tree's region is full", "_prefix": "the rows do not fit the cache"}
+    spoilt = {"slots_used": "the tree's region is full", "_prefix": "the rows do not fit the cache"}
     for name, message in spoilt.items():
-        tensor = smc.round._prefix if name == "_prefix" else smc.particles.base
+        tensor = smc.round._prefix if name == "_prefix" else smc.particles.slots_used
         before = tensor.clone()
         tensor.fill_(100_000)
         with pytest.raises(ValueError, match=message):

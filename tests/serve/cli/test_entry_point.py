@@ -66,7 +66,7 @@ def test_the_help_line() -> None:
     [
         (["--retries", "0"], "--retries must lie in 1..9, not 0"),
         (["--retries", "many"], "--retries must be a whole number, not 'many'"),
-        (["--warmth", "0"], "--warmth must lie above 0 and at most 2, not 0.0"),
+        (["--warmth", "0"], "--warmth must be above 0 and at most 2, not 0.0"),
         (["--warmth", "nan"], "--warmth must be a finite number"),
         (["--colour", "dull"], "--colour must be one of plain, loud, not 'dull'"),
         (["--banned", "x"], "--banned must be a whole number, not 'x'"),
@@ -86,7 +86,7 @@ def test_the_field_of_the_config() -> None:
     assert settings.sampling_params({"warmth": 0.9}) == LongerSampling(warmth=0.9, banned=(1, 2))
     with pytest.raises(UserError, match="retries must lie in 1"):
         LongerConfig(retries=10)
-    with pytest.raises(UsageError, match="--retries applies to a draft tree, and mode smc has none: leave it out"):
+    with pytest.raises(UsageError, match="--retries is not supported in mode smc, which has no draft tree; remove it"):
         parse_command(["--mode", "smc", "--retries", "7"], WIDER).settings.make_plan(has_draft=True)
 
 

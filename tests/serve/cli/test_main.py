@@ -107,7 +107,7 @@ def test_generate_takes_a_prompt_or_a_pipe(
     assert dispatched == [["--prompt", "a"], ["--raw"]]
     monkeypatch.setattr(sys, "stdin", Terminal())
     assert main(["generate"]) == 2
-    assert "no prompt: give one with --prompt or --prompt-file" in capsys.readouterr().err
+    assert "no prompt: pass it with --prompt, --prompt-file or standard input" in capsys.readouterr().err
 
 
 def test_chat_needs_a_terminal(
@@ -124,11 +124,11 @@ def test_chat_needs_a_terminal(
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["chat", "--prompt", "a"], "--prompt, --prompt-file and --json are for `swiftspec generate`"),
-        (["chat", "--port", "1"], "--port is for `swiftspec serve`"),
-        (["generate", "--port", "1", "--prompt", "a"], "--port is for `swiftspec serve`"),
+        (["chat", "--prompt", "a"], "--prompt, --prompt-file and --json are not supported by `swiftspec chat`"),
+        (["chat", "--port", "1"], "--port is not supported by `swiftspec chat`"),
+        (["generate", "--port", "1", "--prompt", "a"], "--port is not supported by `swiftspec generate`"),
         (["serve", "--prot", "1"], "unrecognized arguments: --prot 1"),
-        (["worker", "both"], "which model does the worker run?"),
+        (["worker", "both"], "specify the model of the worker: `swiftspec worker draft`"),
     ],
 )
 def test_flags_of_another_command_are_refused(

@@ -44,7 +44,7 @@ def test_the_same_request_without_and_with_the_draft(chat_room: ChatRoom) -> Non
 
 
 def test_without_text_the_last_message_is_repeated(chat_room: ChatRoom) -> None:
-    assert "error: there is no message yet: /race TEXT" in chat_room.run("/race", EOFError)
+    assert "error: there is no message yet: use /race TEXT" in chat_room.run("/race", EOFError)
     chat_room.run("/set max_tokens 9", "one", "/race", "/race two", "/race", EOFError)
     prompts = [prompt for prompt, _ in chat_room.engine.requests]
     assert prompts[0] == prompts[1] == prompts[2] and "two" in prompts[3]
@@ -77,7 +77,7 @@ def test_a_different_text_is_reported(chat_room: ChatRoom) -> None:
     chat_room.engine.during = other
     both = zip(*(chat_room.codec.encode(reply) for reply in ("return a + b, read", "return a - b")), strict=False)
     apart = next(at for at, (a, b) in enumerate(both, 1) if a != b)
-    assert f"THE TEXT IS NOT THE SAME: token {apart} is another" in chat_room.run("/race one", EOFError)
+    assert f"THE TEXTS DIFFER from token {apart} on" in chat_room.run("/race one", EOFError)
     chat_room.engine.reply, chat_room.engine.config = "return a + b", EngineConfig(verify="reject")
     output = chat_room.run("/race one", EOFError)
     assert "the texts differ; their distribution is the same" in output and "NOT" not in output
@@ -86,7 +86,7 @@ def test_a_different_text_is_reported(chat_room: ChatRoom) -> None:
 @pytest.mark.parametrize("mode", ["ar", "smc"])
 def test_a_race_needs_a_tree(chat_room: ChatRoom, mode: str) -> None:
     chat_room.engine.config = EngineConfig(mode)
-    assert f"error: mode {mode} has no draft tree to race with" in chat_room.run("/race one", EOFError)
+    assert f"error: /race is not supported in mode {mode}" in chat_room.run("/race one", EOFError)
     assert chat_room.engine.requests == []
 
 
@@ -100,5 +100,5 @@ def test_the_verdict() -> None:
     assert re.search(r"speculative +█+ +200 tok/s  \(100 tok in 0\.50 s, 2\.0 tok/round\)", lines[1])
     assert lines[2] == "speculative is 4.00 times as fast; the text is the same: all 100 tokens are equal"
     lines = compare_results(run("plain", 1.0), run("speculative", 1.25, 90, drafter_lost="no memory"), EngineConfig())
-    assert lines[2].startswith("plain is 1.39 times as fast; THE TEXT IS NOT THE SAME: token 91")
+    assert lines[2].startswith("plain is 1.39 times as fast; THE TEXTS DIFFER from token 91 on")
     assert "the drafter was lost (no memory)" in lines[3]

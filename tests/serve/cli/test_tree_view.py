@@ -35,11 +35,11 @@ def test_a_tree_is_shown() -> None:
     lines: list[Any] = []
     rounds, out = RoundHistory(lines.append, lambda token: "\x1b[31m" if token == 8 else f"t{token}"), io.StringIO()
     console = Console(file=out, width=100, color_system=None)
-    with pytest.raises(UserError, match="no round is on record: /tree on, then ask again"):
+    with pytest.raises(UserError, match="no round is recorded: use /tree on, then send a message"):
         rounds.command("", console)
     rounds.command("on", console)
     lines[0]([{"request": 1, "begin": {}}])
-    with pytest.raises(UserError, match="ask something"):
+    with pytest.raises(UserError, match="send a message"):
         rounds.command("", console)
     lines[0]([round_record(4, (-1, 0, 0), (0, 1), (5, 7), [0.5, 0.25], lambda: TIMELINE)])
     rounds.command("0", console)
@@ -52,9 +52,9 @@ def test_a_tree_is_shown() -> None:
         "└─ 't6'  q 0.10  p 0.25  rejected",
         "and 2 more nodes, not verified",
     ]
-    with pytest.raises(UserError, match="only 1 rounds are on record"):
+    with pytest.raises(UserError, match="only 1 rounds are recorded"):
         rounds.command("1", console)
-    with pytest.raises(UserError, match="on, off, or how many rounds"):
+    with pytest.raises(UserError, match="on, off or a number of rounds"):
         rounds.command("-1", console)
     rounds.command("off", console)
     assert lines[1] is None

@@ -53,13 +53,13 @@ def test_requests_during_and_after_shutdown(player: Player, client: httpx.Client
 def test_requests_while_a_rank_restarts(player: Player, client: httpx.Client) -> None:
     """Without rank 0, requests are accepted and wait; without the draft, they are decoded."""
     lost = [RankState(0, "target", 7, "lost", 1), RankState(1, "draft", 8, "up", 0)]
-    player.state = EngineState("recovering", "rank 0 is gone", 0, 0, lost)
+    player.state = EngineState("recovering", "rank 0 has exited", 0, 0, lost)
     expected_ranks = [{"rank": 0, "role": "target", "pid": 7, "state": "lost", "restarts": 1},
             {"rank": 1, "role": "draft", "pid": 8, "state": "up", "restarts": 0}]  # fmt: skip
     health = client.get("/health")
     assert health.status_code == 503 and "retry-after" in health.headers
     assert (health.json()["status"], health.json()["ranks"]) == ("recovering", expected_ranks)
-    assert "rank 0 is gone" in health.json()["error"]["message"]
+    assert "rank 0 has exited" in health.json()["error"]["message"]
     assert client.get("/health/generate").status_code == 503
     assert client.post(TEXT, json={"prompt": "a"}).status_code == 200
     for states, status in ((("up", "loading"), "degraded"), (("up", "up"), "ok")):
@@ -72,7 +72,7 @@ def test_requests_while_a_rank_restarts(player: Player, client: httpx.Client) ->
 @pytest.mark.parametrize("path", [CHAT, TEXT, MESSAGES, RESPONSES])
 def test_an_interrupted_answer_reports_its_number_of_tokens(player: Player, client: httpx.Client, path: str) -> None:
     """In a stream the error is the last event, in the schema of the endpoint."""
-    line = "the answer broke off after 6 tokens: rank 1 is gone"
+    line = "the answer was interrupted after 6 tokens: rank 1 is gone"
     player.prepare(raises=GenerationFailedError(line, "engine_error"), after=2)
     body = {TEXT: {"prompt": "a"}, RESPONSES: {"input": "a"}}.get(path, {**HELLO, "max_tokens": 50})
     whole = client.post(path, json=body)
@@ -100,7 +100,7 @@ def test_tokens_and_text(player: Player, client: httpx.Client) -> None:
     assert client.post("/detokenize", json={"tokens": answer["tokens"]}).json() == {"prompt": "def é"}
     whole = client.post("/tokenize", json=HELLO).json()["tokens"]
     assert player.codec.token_text(whole) == "<|user|>hello<|end|><|bot|>"
-    assert refused(client, "/tokenize", {}, "prompt") == "prompt: give either prompt or messages"
+    assert refused(client, "/tokenize", {}, "prompt") == "prompt: specify either prompt or messages"
     assert "token 999 is outside the vocabulary of 320" in refused(client, "/detokenize", {"tokens": [999]}, "tokens")
 
 
@@ -247,4 +247,4 @@ def test_errors_of_the_anthropic_endpoint(client: httpx.Client) -> None:
     }  # fmt: skip
     block = {"type": "image", "source": {}}
     answer = client.post(MESSAGES, json={"messages": [{"role": "user", "content": [block]}], "max_tokens": 5})
-    assert "messages.0.content: a block of type 'image'" in answer.json()["error"]["message"]
+    assert "messages.0.content: blocks of type 'image' are not supported" in answer.json()["error"]["message"]

@@ -156,7 +156,7 @@ def test_langchain(player: Player, plain_url: str) -> None:
 
 def test_errors_have_the_types_of_the_libraries(player: Player, plain_url: str) -> None:
     client = theirs(plain_url, max_retries=0)
-    with pytest.raises(openai.NotFoundError, match="'gpt' is not served here: use toy, other"):
+    with pytest.raises(openai.NotFoundError, match="'gpt' is not served by this server: use toy, other"):
         client.chat.completions.create(model="gpt", messages=HELLO)
     with pytest.raises(openai.BadRequestError) as caught:
         client.chat.completions.create(model="toy", messages=HELLO, n=2)

@@ -23,7 +23,7 @@ def test_each_kind() -> None:
         ("grammar", "start: nothing", "nothing"),
         ("grammar", "(" * 70_000, None),
         ("choice", "[", None),
-        ("sql", "", "no such kind"),
+        ("sql", "", "unknown kind"),
     ],
 )
 def test_an_invalid_grammar_is_one_line(kind: str, text: str, why: str | None) -> None:

@@ -40,8 +40,8 @@ def test_the_page_and_the_trace_are_served_and_nothing_else(file: Path) -> None:
         ("", "is not a trace"), ("{}\n", "is not a trace"), ("x\n", "is not a trace"),
         ('{"swiftspec_trace": 2}\n', "not a trace"),
         ('{"swiftspec_trace": 1}\n[]\n', "line 2, is damaged: it is not a JSON object"),
-        ('{"swiftspec_trace": 1}\nx\n{}\n', "line 2, is not readable as JSON"),
-        ('{"swiftspec_trace": 1}\n' + "[" * 10**5 + "\n{}\n", "line 2, is not usable as JSON"),
+        ('{"swiftspec_trace": 1}\nx\n{}\n', "line 2, is not valid JSON"),
+        ('{"swiftspec_trace": 1}\n' + "[" * 10**5 + "\n{}\n", "line 2, cannot be parsed as JSON"),
         ('{"swiftspec_trace": 1}\n\xff\n{}\n', "line 2,"),
     ],
 )  # fmt: skip
@@ -68,7 +68,7 @@ def test_a_pipe_does_not_block(tmp_path: Path) -> None:
     ("flags", "message", "code"),
     [
         (["none.jsonl"], "none.jsonl cannot be read", 1), ([], "required: FILE", 2),
-        (["x", "--port", "a"], "--port a", 2),
+        (["x", "--port", "a"], "--port must be a whole number in 0..65535, not a", 2),
         (["x", "--model", "m"], "unrecognized arguments", 2),
     ],
 )  # fmt: skip

@@ -301,11 +301,11 @@ def test_a_signal_lets_the_request_finish_and_refuses_others(tmp_path: Path, ran
 def test_invalid_configurations_are_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         assert main(["--port", str(taken.getsockname()[1])]) == 1
-    assert "cannot be served" in capsys.readouterr().err
+    assert "cannot listen on" in capsys.readouterr().err
     assert main(["--port", "0", "--prompt", "a"]) == 2
     assert "--prompt" in capsys.readouterr().err
     assert main(["--port", "0", "--seed", "3"]) == 2
-    assert "--seed applies to a single request" in capsys.readouterr().err
+    assert "--seed is not supported by a server" in capsys.readouterr().err
     assert main(["--port", "0", "--host", "no.such.host.invalid"]) == 1
     assert "no.such.host.invalid" in capsys.readouterr().err
 

@@ -11,7 +11,7 @@ from tests.support.server_request import ClientRequest, RequestOutcome, disconne
 
 TEXT = "def add(a, b):\n    return a + b\n"
 STREAM, WHOLE = ClientRequest("a", 90), ClientRequest("a", 90, seed=3, stream=False)
-OFF = "the answer broke off after 6 tokens: rank 1 is gone"
+OFF = "the answer was interrupted after 6 tokens: rank 1 is gone"
 
 
 @pytest.mark.parametrize(

@@ -232,4 +232,4 @@ def test_all_spans_of_a_long_answer_are_sent_and_a_lost_collector_is_one_line(
         if exporter is not None:
             assert len(exporter.get_finished_spans()) == 3001
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("swiftspec: spans do not reach --otlp-endpoint")
+    assert line.startswith("swiftspec: spans cannot be exported to --otlp-endpoint")

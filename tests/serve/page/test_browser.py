@@ -228,7 +228,7 @@ def test_the_api_key_is_requested_and_stored_only_for_the_tab(page: Page, tmp_pa
         page.open(address)
         page.wait(lambda: page.at("key-dialog").is_displayed())
         page.keys("key", "wrong", Keys.ENTER)
-        page.wait_for_text("key-why", "not one of this server")
+        page.wait_for_text("key-why", "does not accept that key")
         page.keys("key", "secret", Keys.ENTER)
         page.wait_for_text("hint", "no chat template")
         page.keys("composer-text", "def", Keys.ENTER)

@@ -63,14 +63,14 @@ def test_the_split_of_mode_serial() -> None:
     for flags in ([], ["--draft-tp", "3"]):
         plan = parse_command(["--mode", "serial", *flags]).settings.make_plan(True, ranks=3)
         assert (plan.target_tp, plan.draft_tp, plan.num_ranks) == (3, 3, 3)
-    with pytest.raises(UserError, match="mode serial has no draft group of its own: leave --draft-tp out"):
+    with pytest.raises(UserError, match="--draft-tp is not supported in mode serial"):
         parse_command(["--mode", "serial", "--draft-tp", "1"]).settings.make_plan(True, ranks=3)
     with pytest.raises(UserError, match="draft_tp must be 3 in mode serial, not 1"):
         EngineConfig("serial", target_tp=3, draft_tp=1)
 
 
 BAD = [
-    (["--top-p", "3"], "--top-p must lie above 0 and at most 1, not 3"),
+    (["--top-p", "3"], "--top-p must be above 0 and at most 1, not 3"),
     (["--top-p", "much"], "--top-p must be a number, not 'much'"),
     (["--temperature", "nan"], "--temperature must be a finite number"),
     (["--temperature=-1"], "--temperature must be 0 (greedy) or lie in"),
@@ -85,8 +85,8 @@ BAD = [
     (["--particles", "0"], "--particles must lie in 1..1024, not 0"),
     (["--smc-draft-tokens", "65"], "--smc-draft-tokens must lie in 1..64, not 65"),
     (["--ess-threshold", "1.5"], "--ess-threshold must lie in 0..1, not 1.5"),
-    (["--power", "0"], "--power must lie above 0 and at most 100"),
-    (["--smc-exact", "5"], "--smc-exact must lie in 0..4, the draft tokens of a round, not 5"),
+    (["--power", "0"], "--power must be above 0 and at most 100"),
+    (["--smc-exact", "5"], "--smc-exact must lie in 0..4 (smc_draft_tokens), not 5"),
     (["--draft-steps", "1.5"], "--draft-steps must be a whole number, not '1.5'"),
     (["--threads", "0"], "--threads must be at least 1"),
     (["--mode", "fast"], "--mode must be one of ar, serial, async, smc, not 'fast'"),
@@ -96,7 +96,7 @@ BAD = [
     (["--stop", ""], "--stop: a stop string must not be empty"),
     (["--stop-token-ids", "1,x"], "--stop-token-ids must be a whole number, not 'x'"),
     (["--prompt"], "--prompt needs a value"),
-    (["--prompt", "a", "--prompt-file", "b"], "--prompt and --prompt-file exclude each other"),
+    (["--prompt", "a", "--prompt-file", "b"], "--prompt and --prompt-file are mutually exclusive"),
     (["--top", "0.9"], "unrecognized arguments: --top 0.9"),
     (["stray"], "unrecognized arguments: stray"),
     (["--config", "/nowhere.yaml"], "--config /nowhere.yaml cannot be read: No such file"),
@@ -116,26 +116,26 @@ def test_bad_flags(argv: list[str], message: str) -> None:
     [
         ("topp: 0.9", "unknown key 'topp' (did you mean 'top-p'?)"),
         ("prompt: hi", "unknown key 'prompt'"),
-        ("top-p: 7", "top-p in {file} must lie above 0"),
+        ("top-p: 7", "top-p in {file} must be above 0"),
         ("verify-batch: many", "verify-batch in {file} must be a whole number, not 'many'"),
         ("model: [a]", "model in {file} must be text, not ['a']"),
         ("stop: {a: 1}", "stop in {file} must be a list"),
-        ("just words", "must hold `flag: value` lines"),
+        ("just words", "must contain `flag: value` lines"),
         ("max-tokens: yes", "max-tokens in {file} must be a whole number, not 'yes'"),
         ("max-tokens: 1:30", "max-tokens in {file} must be a whole number, not '1:30'"),
         ("max-tokens: 0x10", "max-tokens in {file} must be a whole number, not '0x10'"),
         ("max-tokens: " + "9" * 5000, "max-tokens in {file} must be a whole number, not '9999"),
         ("seed: 1\nseed: 2", "seed is given twice"),
         ("top_p: 0.5\ntop-p: 0.6", "top-p is given twice"),
-        ("logit-bias: {5: 1, 5: 2}", "names '5' twice in 'logit-bias'"),
-        ("stop: [a, [b]]", "nests 'stop' deeper than a setting can be"),
-        ("stop: " + "[" * 100_000, "nests 'stop' deeper"),
-        ("[" * 100_000, "must hold `flag: value` lines, not a list"),
+        ("logit-bias: {5: 1, 5: 2}", "contains '5' twice in 'logit-bias'"),
+        ("stop: [a, [b]]", "nests 'stop' too deeply"),
+        ("stop: " + "[" * 100_000, "nests 'stop' too deeply"),
+        ("[" * 100_000, "must contain `flag: value` lines, not a list"),
         ("{a: b}: c", "a key must be the name of a flag"),
-        ("seed: &a 1", "has an anchor, an alias or a tag"),
-        ("seed: *a", "has an anchor, an alias or a tag"),
-        ("seed: !!int 1", "has an anchor, an alias or a tag"),
-        ("seed: 1\n---\nseed: 2", "holds more than one document"),
+        ("seed: &a 1", "contains an anchor, an alias or a tag"),
+        ("seed: *a", "contains an anchor, an alias or a tag"),
+        ("seed: !!int 1", "contains an anchor, an alias or a tag"),
+        ("seed: 1\n---\nseed: 2", "contains more than one document"),
         ("x" * 500 + ": 1", "unknown key 'xxxx"),
         (b"seed: 1\n" + b"#" * (1 << 20), "is larger than 1 MiB"),
         ("top-p: [0.9", "is not YAML"),
@@ -165,15 +165,15 @@ def test_yaml_values_are_taken_as_text(tmp_path: Path) -> None:
 
 def test_an_old_name_names_the_new_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for argv in (["--kept-memory", "3"], ["--kept-memory=3"]):
-        with pytest.raises(UsageError, match=r"^--kept-memory is now called --prefix-cache-memory$"):
+        with pytest.raises(UsageError, match=r"^--kept-memory was renamed to --prefix-cache-memory$"):
             parse_command(argv)
     file = tmp_path / "settings.yaml"
     for key in ("kept-memory", "kept_memory"):
         file.write_text(f"{key}: 3")
-        with pytest.raises(UsageError, match=f": {key} is now called prefix-cache-memory$"):
+        with pytest.raises(UsageError, match=f": {key} was renamed to prefix-cache-memory$"):
             parse_command(["--config", str(file)])
     monkeypatch.setenv("SWIFTSPEC_KEPT_MEMORY", "3")
-    with pytest.raises(UsageError, match=r"SWIFTSPEC_KEPT_MEMORY is now called SWIFTSPEC_PREFIX_CACHE_MEMORY$"):
+    with pytest.raises(UsageError, match=r"SWIFTSPEC_KEPT_MEMORY was renamed to SWIFTSPEC_PREFIX_CACHE_MEMORY$"):
         parse_command([])
     assert unknown_variable_warnings() == []  # the error is sufficient
 
@@ -246,7 +246,7 @@ def test_the_mode_follows_the_draft() -> None:
     assert load_settings({"self_switch": False, "adapt": False}).make_plan(has_draft=True) == EngineConfig("serial")
     assert load_settings({}).make_plan(has_draft=False).mode == "ar"
     assert load_settings({"mode": "ar"}).make_plan(has_draft=True).mode == "ar"
-    with pytest.raises(UserError, match="--mode serial needs a draft model"):
+    with pytest.raises(UserError, match="--mode serial requires a draft model"):
         load_settings({"mode": "serial"}).make_plan(has_draft=False)
 
 
@@ -274,7 +274,7 @@ def test_a_later_change_of_a_setting_is_checked(monkeypatch: pytest.MonkeyPatch)
     settings = load_settings({})
     settings.stop_token_ids = "4,5"  # type: ignore[assignment]
     assert settings.stop_token_ids == [4, 5]
-    with pytest.raises(ValueError, match="top_p must lie above 0"):
+    with pytest.raises(ValueError, match="top_p must be above 0"):
         settings.top_p = 2
     assert settings.top_p is None
 
@@ -298,7 +298,7 @@ def test_a_generation_config_may_write_whole_numbers_as_floats(tmp_path: Path) -
 
 def test_invalid_settings_are_refused_before_a_model_is_searched() -> None:
     settings = Settings(model="/nowhere", emulate="target=much")
-    with pytest.raises(UserError, match="'much' is no step time"):
+    with pytest.raises(UserError, match="'much' is not a valid step time"):
         ResolvedModels.resolve(settings, 1, StartupProgress(quiet=True))
     with pytest.raises(UserError, match="no such user"):
         ResolvedModels.resolve(Settings(model="~nosuchuser/x"), 1, StartupProgress(quiet=True))

@@ -48,7 +48,9 @@ def test_every_setting_is_used_refused_or_named_as_ignored(mode: str, name: str)
     settings = load_settings({"mode": mode, name: VALUES.get(name, FLAGS[name].default)})
     part = PARTS[name]
     if part in UNSUPPORTED_PARTS[mode]:
-        with pytest.raises(UsageError, match=f"{flag_name(name)} applies to a .*, and mode {mode} has none"):
+        with pytest.raises(
+            UsageError, match=f"{flag_name(name)} is not supported in mode {mode}, which has no .*; remove it"
+        ):
             settings.make_plan(True, ranks=2)
     else:
         settings.make_plan(True, ranks=2)
@@ -59,19 +61,21 @@ def test_every_setting_is_used_refused_or_named_as_ignored(mode: str, name: str)
 
 def test_several_settings_are_named_in_one_line() -> None:
     settings = load_settings({"mode": "ar", "draft_steps": 2, "verify_batch": 4})
-    assert settings.ignored_settings("ar") == ["mode ar has no draft tree: --verify-batch, --draft-steps do nothing"]
+    assert settings.ignored_settings("ar") == [
+        "mode ar has no draft tree: --verify-batch, --draft-steps have no effect"
+    ]
     assert (
         load_settings({}).ignored_settings("ar") == load_settings({"draft_steps": 2}).ignored_settings("serial") == []
     )
     fixed = load_settings({"adapt": True, "draft_steps": 2, "verify_batch": 4})
-    assert fixed.ignored_settings("serial") == ["--adapt does nothing: --draft-steps and --verify-batch are given"]
+    assert fixed.ignored_settings("serial") == ["--adapt has no effect: --draft-steps and --verify-batch are set"]
     assert load_settings({"adapt": False, "draft_steps": 2, "verify_batch": 4}).ignored_settings("serial") == []
 
 
 def test_rejection_sampling_with_requested_adaptation(monkeypatch: pytest.MonkeyPatch) -> None:
     for given in ({"adapt": False}, {}):
         assert not load_settings({"verify": "reject", **given}).make_plan(True).adapts_shape
-    with pytest.raises(UsageError, match=r"--adapt .* --verify reject .*: leave one out"):
+    with pytest.raises(UsageError, match=r"--adapt .* --verify reject, .*; remove one of them"):
         load_settings({"verify": "reject", "adapt": True}).make_plan(True)
     monkeypatch.setenv("SWIFTSPEC_ADAPT", "1")
     with pytest.raises(UsageError, match="--adapt"):
@@ -97,10 +101,10 @@ def test_a_named_plan_is_used_or_refused(pair: tuple[Path, Path], tmp_path: Path
     plan = found(**draft, draft_leaves=4).plan
     assert (plan.verify_batch, plan.draft_leaves, plan.draft_steps) == (6, 4, 2)
     for given, why in (
-        ({**draft, "verify_batch": 5}, "p.json has no run with --verify-batch 5 whose text"),
-        ({**draft, "mode": "ar"}, "fills in settings of a draft tree, and mode ar has none; or leave it out"),
-        ({**draft, "mode": "smc"}, "fills in settings of a draft tree, and mode smc has none"),
-        ({}, "there is no draft model: name one with --draft-model; or leave it out"),
+        ({**draft, "verify_batch": 5}, "p.json has no lossless run with --verify-batch 5; remove one"),
+        ({**draft, "mode": "ar"}, "is not supported in mode ar, which has no draft tree; remove it"),
+        ({**draft, "mode": "smc"}, "is not supported in mode smc, which has no draft tree"),
+        ({}, "requires a draft model: specify one with --draft-model, or remove --plan"),
     ):
         with pytest.raises(UserError, match=why):
             found(**given)
@@ -108,7 +112,7 @@ def test_a_named_plan_is_used_or_refused(pair: tuple[Path, Path], tmp_path: Path
 
 def test_a_revision_of_a_directory(pair: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*flags(pair), "--revision", "v2"]) == 2
-    assert "--revision v2 is for a hub id, but " in capsys.readouterr().err
+    assert "--revision v2 applies to a hub id, but " in capsys.readouterr().err
 
 
 def test_messages_of_a_run(
@@ -119,9 +123,9 @@ def test_messages_of_a_run(
     given = ["--mode", "ar", "--share-gpus", "--device", "cpu", "--threads", "1000"]
     assert main([*flags(pair), *given]) == 0
     err = capsys.readouterr().err
-    assert "swiftspec: mode ar has no draft: --draft-model does nothing\n" in err
-    assert "swiftspec: --share-gpus does nothing: the models run on the CPU\n" in err
-    assert err.count("swiftspec: warning: --threads 1000 on ") == 1
+    assert "swiftspec: mode ar has no draft: --draft-model has no effect\n" in err
+    assert "swiftspec: --share-gpus has no effect: the models run on the CPU\n" in err
+    assert err.count("swiftspec: warning: --threads 1000 exceeds the ") == 1
     stray = "warning: the environment variable SWIFTSPEC_TOPP is not a setting (did you mean 'SWIFTSPEC_TOP_P'?)\n"
     assert err.startswith(f"swiftspec: {stray}") and "WERROR" not in err
     assert main([*flags(pair), "--max-model-len", "0"]) == 1

@@ -101,7 +101,7 @@ def test_an_operation_that_takes_too_long(processes: list[SupervisedProcess]) ->
     assert process.kill_reason == ""
     receive_heartbeats(process, now + WORK_UNIT_TIMEOUT_S + 1)
     process.kill_if_hung(now + WORK_UNIT_TIMEOUT_S + 1)
-    assert process.kill_reason == "has worked on one thing for 300 s" and exit_code(process) == -9
+    assert process.kill_reason == "did not finish an operation within 300 s" and exit_code(process) == -9
 
 
 def test_an_idle_process_has_no_time_limit(processes: list[SupervisedProcess]) -> None:

@@ -88,16 +88,16 @@ def test_an_intended_exit_ends_the_supervisor(started: list[SupervisorProcess], 
 @pytest.mark.parametrize(
     ("crash", "line"),
     [
-        ("client.set_ready(); import os, signal; os.kill(os.getpid(), signal.SIGKILL)", "was ended by SIGKILL"),
-        ("client.set_ready(); raise SystemExit(1)", "ended with code 1"),
-        ("raise SystemExit(75)", "has lost another rank"),
+        ("client.set_ready(); import os, signal; os.kill(os.getpid(), signal.SIGKILL)", "was killed by SIGKILL"),
+        ("client.set_ready(); raise SystemExit(1)", "exited with code 1"),
+        ("raise SystemExit(75)", "lost another rank"),
     ],
 )
 def test_a_process_that_dies_is_restarted(started: list[SupervisorProcess], crash: str, line: str) -> None:
     supervisor = start(started, {"rank 0": f"exec({crash!r}) if incarnation == 0 else exec('raise SystemExit(0)')"})
     code, lines = supervisor.end()
     assert (code, [report["incarnation"] for report in supervisor.reports]) == (0, [0, 1])
-    assert lines.splitlines()[-1] == f"rank 0 {line}: it is started again"
+    assert lines.splitlines()[-1] == f"rank 0 {line}; restarting"
 
 
 def test_a_failed_start_is_retried(started: list[SupervisorProcess]) -> None:
@@ -107,7 +107,7 @@ def test_a_failed_start_is_retried(started: list[SupervisorProcess]) -> None:
     code, lines = supervisor.end()
     assert (code, [report["incarnation"] for report in supervisor.reports]) == (0, [0, 2])
     why = "rank 0 could not be started (No such file or directory)"
-    assert lines.splitlines()[-1] == f"{why}: it is started again"
+    assert lines.splitlines()[-1] == f"{why}; restarting"
     code, lines = start(started, {"rank 0": {"code": program, "fail_to_start": [0]}}).end()
     assert (code, lines.splitlines()) == (1, [why])
 
@@ -116,7 +116,7 @@ def test_a_process_killed_before_it_is_ready_ends_the_job(started: list[Supervis
     """Like a failed first start: the other ranks wait for this incarnation."""
     supervisor = start(started, {"rank 0": UP, "rank 1": "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"})
     code, lines = supervisor.end()
-    assert (code, lines.splitlines()) == (137, ["rank 1 was ended by SIGKILL"])
+    assert (code, lines.splitlines()) == (137, ["rank 1 was killed by SIGKILL"])
     assert [report["incarnation"] for report in supervisor.reports if report["name"] == "rank 1"] == [0]
 
 
@@ -127,7 +127,7 @@ def test_a_stopped_process_is_restarted(started: list[SupervisorProcess]) -> Non
     assert supervisor.until(up=1)["incarnation"] == 1
     assert not Path(f"/proc/{first['pid']}").exists()
     supervisor.process.terminate()
-    assert "rank 0 sent no heartbeat for 1.5 s: it is started again\n" in supervisor.end()[1]
+    assert "rank 0 sent no heartbeat for 1.5 s; restarting\n" in supervisor.end()[1]
 
 
 def test_a_supervisor_that_was_stopped_kills_no_process(started: list[SupervisorProcess]) -> None:
@@ -151,7 +151,7 @@ def test_the_restart_limit_ends_the_job_only_for_rank_0(started: list[Supervisor
     supervisor = start(started, job, RESTART_DELAYS_S=[0.0], MAX_RESTARTS=2)
     assert supervisor.process.stderr is not None
     lines = [supervisor.process.stderr.readline() for _ in range(3)]
-    assert lines[-1] == "rank 1 has lost another rank, too often: it stays lost\n" and lines[0] == lines[1]
+    assert lines[-1] == "rank 1 lost another rank; not restarting: too many restarts\n" and lines[0] == lines[1]
     supervisor.process.terminate()
     assert supervisor.end()[0] == 143
     assert start(started, {"rank 0": crash}, RESTART_DELAYS_S=[0.0], MAX_RESTARTS=2).end()[0] == 1

@@ -227,7 +227,7 @@ def test_the_tokenizer_equals_that_of_transformers(byte_level: TextCodec) -> Non
 
 
 def test_no_template_and_bad_templates(tmp_path: Path, byte_fallback: TextCodec) -> None:
-    with pytest.raises(UserError, match="no chat template: continue plain text with --raw"):
+    with pytest.raises(UserError, match="no chat template: use --raw to continue plain text"):
         byte_fallback.encode_chat([{"role": "user", "content": "a"}])
     for name, template in (
         ("syntax", "{% if %}"),
@@ -248,11 +248,11 @@ def test_a_prompt_that_is_not_unicode(byte_level: TextCodec) -> None:
 def test_a_pair_must_have_one_vocabulary(tmp_path: Path, byte_level: TextCodec) -> None:
     check_same_vocabulary(byte_level, TextCodec(write_tokenizer(tmp_path / "same", byte_level_tokenizer())))
     swapped = TextCodec(write_tokenizer(tmp_path / "swapped", byte_level_tokenizer((END, BOT, USER))))
-    with pytest.raises(UserError, match=r"id 1 is '<\|user\|>' here and '<\|bot\|>' there"):
+    with pytest.raises(UserError, match=r"at id 1: '<\|user\|>' \(target\), '<\|bot\|>' \(draft\)"):
         check_same_vocabulary(byte_level, swapped)
     more = byte_level_tokenizer()
     more.add_special_tokens(["<|more|>"])
-    with pytest.raises(UserError, match=r"id 300 is nothing here and '<\|more\|>' there"):
+    with pytest.raises(UserError, match=r"at id 300: unused \(target\), '<\|more\|>' \(draft\)"):
         check_same_vocabulary(byte_level, TextCodec(write_tokenizer(tmp_path / "more", more)))
 
 
@@ -285,7 +285,7 @@ def test_locations_of_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         (str(tmp_path / "file"), "is a file"),
         ("/no/such/place", "no such directory"),
         ("./no-such-place", "no such directory"),
-        ("nobody/no-such-model", "the Hugging Face Hub did not provide it"),
+        ("nobody/no-such-model", "cannot be downloaded from the Hugging Face Hub"),
     ):
         with pytest.raises(UserError, match=message) as caught:
             locate_model(name)

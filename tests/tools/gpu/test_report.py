@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from bench.baselines.kernels import Rivals
+from bench.baselines.kernels import BaselineKernels
 from bench.gpu import kernels as bench
 from bench.gpu.cases import Maker
 from bench.gpu.targets import ASSUMED
 from tools.gpu.report import lines, report
 
-MAKE = Maker("cpu", Rivals())
+MAKE = Maker("cpu", BaselineKernels())
 
 
 def result(op: str, rows: int, competitor: str, us: float, model: str = "Llama-3-70B", tp: int = 4) -> dict[str, Any]:
@@ -66,7 +66,7 @@ def test_the_table_names_every_miss(capsys: pytest.CaptureFixture[str]) -> None:
         "Llama-3-70B TP4 qkv x8 against cublas bf16": "MISS",
         "Llama-3-70B TP4 qkv x8 against marlin": "ok",
         "Llama-3-70B TP4 o x8": "ok",
-        "Llama-3-70B TP4 o x8, what summing adds": "ok",
+        "Llama-3-70B TP4 o x8, added by the all-reduce": "ok",
         "Llama-3-70B TP4 down x8": "MISS",
         "Llama-3-70B TP4 down x8 against Marlin's published (quoted)": "MISS",
         "Llama-3-70B TP4 down x16 against x8": "goal",
@@ -75,7 +75,7 @@ def test_the_table_names_every_miss(capsys: pytest.CaptureFixture[str]) -> None:
         "step Llama-3-70B": "goal",
         "step Llama-3.2-3B": "MISS",
         "decode Llama-3-70B,Llama-3.2-3B": "ok",
-        "decode Llama-3-70B,Llama-3.2-3B at once": "MISS",
+        "decode Llama-3-70B,Llama-3.2-3B async": "MISS",
     }
     report({"steps": [], "decodes": table}, recorded, None)
     printed = capsys.readouterr().out

@@ -81,7 +81,7 @@ def single_prompt(prompt: str | list[int] | list[str] | list[list[int]]) -> str 
         return tokens
     prompts = [item for item in prompt if not isinstance(item, int)]
     if len(prompts) != 1:
-        raise unsupported("prompt", f"one prompt per request, not {len(prompts)}")
+        raise unsupported("prompt", f"only one prompt per request is supported, not {len(prompts)}")
     return prompts[0]
 
 
@@ -98,7 +98,7 @@ async def encode_prompt(context: AppContext, info: EngineInfo, codec: TextCodec,
         codec.encode, prompt, info.max_model_len, body.add_special_tokens is not False
     )
     if not tokens:
-        raise ApiError(400, "prompt: it is empty", "prompt")
+        raise ApiError(400, "prompt: must not be empty", "prompt")
     return tokens
 
 
@@ -109,7 +109,7 @@ async def _encode_fill_in_the_middle(
     if markers is None:
         raise unsupported("suffix", "this model's tokenizer has no fill-in-the-middle tokens")
     if not isinstance(prompt, str):
-        raise unsupported("suffix", "needs a prompt that is text")
+        raise unsupported("suffix", "requires a prompt that is text")
     empty = await context.run_in_tokenizer_thread(codec.encode, "", info.max_model_len)
     bos = empty[:1] if empty[:1] == [codec.tokenizer.bos_token_id] else []
     before = await context.run_in_tokenizer_thread(codec.encode, prompt, info.max_model_len, False)
@@ -200,7 +200,7 @@ async def completion_request(context: AppContext, request: Request, body: Comple
     """Builds the generation request of a completion. Raises ApiError on an unsupported combination of fields."""
     info, codec = context.require_ready()
     if body.max_tokens == 0 and not body.echo:
-        raise ApiError(400, "max_tokens: 0 needs echo", "max_tokens")
+        raise ApiError(400, "max_tokens: 0 is only supported with echo", "max_tokens")
     prompt = await encode_prompt(context, info, codec, body)
     negative = None
     if body.guidance_scale not in (None, 1):

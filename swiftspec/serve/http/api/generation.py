@@ -41,7 +41,7 @@ JSON_OR_SSE: dict[int | str, dict[str, Any]] = {  # for the OpenAPI document
         },
     }
 }
-NO_TOOL_FORMAT = "this model's chat template has no tools, or writes tool calls in an unknown format"
+NO_TOOL_FORMAT = "this model's chat template does not support tools, or its tool call format is unknown"
 
 
 class OutputWriter(Protocol):
@@ -125,7 +125,9 @@ async def chat_generation_request(
     tool_format = _tool_format(conversation, template)
     if tool_format is not None and conversation.tool_choice != "auto":
         if grammar is not None:
-            raise ApiError(400, f"{grammar[2]} and tool_choice both constrain the answer: give one", "tool_choice")
+            raise ApiError(
+                400, f"{grammar[2]} and tool_choice both constrain the answer; omit one of them", "tool_choice"
+            )
         grammar = _forced_tool_grammar(tool_format, conversation, codec)
     if grammar is not None:
         sampling["grammar"] = await context.compile_grammar(grammar)

@@ -116,7 +116,7 @@ def blocks_text(content: str | list[Block] | None, field_path: str) -> str:
         return content or ""
     for block in content:
         if block.type != "text":
-            raise unsupported(field_path, f"a block of type {block.type[:40]!r}; this model reads text only")
+            raise unsupported(field_path, f"blocks of type {block.type[:40]!r} are not supported; use text")
     return "\n".join(block.text or "" for block in content)
 
 
@@ -175,7 +175,7 @@ def _tool_result_text(content: Any, field_path: str) -> str:
     parts = content if isinstance(content, list) else [content]
     texts = [part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None for part in parts]
     if not all(isinstance(text, str) for text in texts):
-        raise unsupported(field_path, "a tool_result that is not text; this model reads text only")
+        raise unsupported(field_path, "a tool_result must be text")
     return "\n".join(str(text) for text in texts)
 
 
@@ -185,7 +185,9 @@ def anthropic_to_conversation(body: CountRequest) -> Conversation:
     tools: list[dict[str, Any]] = []
     for index, tool in enumerate(body.tools or ()):
         if tool.type not in (None, "custom"):
-            raise unsupported(f"tools.{index}", f"a tool of type {(tool.type or '')[:40]!r}; only tools of your own")
+            raise unsupported(
+                f"tools.{index}", f"tools of type {(tool.type or '')[:40]!r} are not supported; use type custom"
+            )
         tools.append(template_tool(tool.name, tool.description, tool.input_schema))
     tool_choice = body.tool_choice
     names = {} if tool_choice is None else {"any": "required", "tool": tool_choice.name or ""}

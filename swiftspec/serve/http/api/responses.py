@@ -137,7 +137,7 @@ def responses_to_template_messages(body: ResponsesRequest) -> TemplateMessages:
             role = "system" if item.role == "developer" else item.role
             template_messages.append({"role": role, "content": content_text(item.content, f"{field_path}.content")})
         else:
-            raise unsupported(field_path, f"an item of type {kind[:40]!r}, or a message without a role")
+            raise unsupported(field_path, f"unsupported item of type {kind[:40]!r}, or a message without a role")
         if reasoning and template_messages[-1]["role"] == "assistant":
             template_messages[-1]["reasoning_content"] = reasoning
         reasoning = ""
@@ -154,7 +154,7 @@ def _add_call(template_messages: TemplateMessages, item: Item, field_path: str) 
     """Appends a function_call item to the preceding assistant message, or to a new one if the preceding message is not
     the assistant's. Raises ApiError if the item has no name or invalid arguments."""
     if item.name is None:
-        raise ApiError(400, f"{field_path}.name: a call needs one", f"{field_path}.name")
+        raise ApiError(400, f"{field_path}.name: required in a function_call", f"{field_path}.name")
     call = template_tool_call(item.call_id, item.name, parse_arguments(item.arguments or "", f"{field_path}.arguments"))
     if not template_messages or template_messages[-1]["role"] != "assistant":
         template_messages.append({"role": "assistant", "content": None})
@@ -166,7 +166,9 @@ def responses_to_conversation(body: ResponsesRequest) -> Conversation:
     tools: list[dict[str, Any]] = []
     for index, tool in enumerate(body.tools or ()):
         if tool.type != "function" or tool.name is None:
-            raise unsupported(f"tools.{index}", f"a tool of type {tool.type[:40]!r}; only functions of your own")
+            raise unsupported(
+                f"tools.{index}", f"unsupported tool of type {tool.type[:40]!r}, or a function without a name"
+            )
         tools.append(template_tool(tool.name, tool.description, tool.parameters))
     tool_choice = body.tool_choice
     choice = tool_choice.name if isinstance(tool_choice, ChosenTool) else tool_choice or "auto"

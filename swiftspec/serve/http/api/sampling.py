@@ -73,7 +73,7 @@ def _check_population(smc: Smc | None, info: EngineInfo) -> None:
     population = info.plan.get("population", {})
     for name, value in requested.items():
         if population.get(name) != value:
-            raise unsupported("smc", f"{name} is {population.get(name)} here, not {value}{hint}")
+            raise unsupported("smc", f"{name} is {population.get(name)} on this server, not {value}{hint}")
 
 
 def requested_choices(
@@ -87,14 +87,16 @@ def requested_choices(
     if field is None:
         return None
     if body.smc is None:
-        raise unsupported(field, 'only 1 is supported, except in mode smc together with "smc": {}: leave it out')
+        raise unsupported(field, 'only 1 is supported, except in mode smc with "smc": {}; omit it')
     _check_population(body.smc, info)
     particles = info.plan.get("population", {}).get("particles", 1)
     if not 1 <= requested["n"] <= requested["best_of"] <= particles:
-        message = f"n may be 1..best_of, and best_of n..{particles}, the particles of this server"
+        message = f"n must be in 1..best_of, and best_of at most {particles}, the particles of this server"
         raise ApiError(400, f"{field}: {message}", field)
     if stream:
-        raise ApiError(400, f"{field}: texts are chosen after all have ended: leave stream out", field)
+        raise ApiError(
+            400, f"{field}: not supported with stream, because the texts are selected at the end; omit stream", field
+        )
     return requested["n"], requested["best_of"]
 
 
@@ -126,7 +128,7 @@ def grammar_request(body: ConstraintFields) -> GrammarRequest | None:
             requests.append(("json_schema", ANY_OBJECT, "structured_outputs.json_object"))
     if len(requests) > 1:
         raise ApiError(
-            400, f"{requests[1][2]} and {requests[0][2]} both constrain the answer: give one", requests[1][2]
+            400, f"{requests[1][2]} and {requests[0][2]} both constrain the answer; omit one of them", requests[1][2]
         )
     return requests[0] if requests else None
 

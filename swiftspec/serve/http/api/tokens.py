@@ -39,7 +39,7 @@ def tokens_router(context: AppContext) -> APIRouter:
         info, codec = context.require_ready()
         context.resolve_model_name(body.model)
         if (body.prompt is None) == (body.messages is None):
-            raise ApiError(400, "prompt: give either prompt or messages", "prompt")
+            raise ApiError(400, "prompt: specify either prompt or messages", "prompt")
         if body.prompt is not None:
             special = body.add_special_tokens is not False
             tokens = await context.run_in_tokenizer_thread(codec.encode, body.prompt, info.max_model_len, special)

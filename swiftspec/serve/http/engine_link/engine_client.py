@@ -36,10 +36,10 @@ T = TypeVar("T")
 QUEUE_FULL_RETRY_AFTER_S = 1.0
 LOADING_RETRY_AFTER_S = 5.0  # also while rank 0 restarts
 MAX_BUFFERED_FRAMES = 200_000  # unread frames of a request, a few hundred bytes each; with more it fails
-ENGINE_GONE = "rank 0 is gone"
+ENGINE_GONE = "rank 0 has exited"
 
 
-class QueuedRequest:
+class PendingRequest:
     """Request that waits in the queue or runs in rank 0.
 
     `deadline`: time of the event loop's clock at which waiting or running times out; None: no limit.
@@ -83,8 +83,8 @@ class EngineClient:
         self._phase, self._detail = "loading", ""
         self._ranks: list[RankState] = []
         self._attempts = itertools.count(1)  # numbers that are unique over all connections
-        self._waiting: deque[QueuedRequest] = deque()
-        self._running: dict[int, QueuedRequest] = {}  # by attempt number
+        self._waiting: deque[PendingRequest] = deque()
+        self._running: dict[int, PendingRequest] = {}  # by attempt number
         self._idle = asyncio.Event()
         self._idle.set()
         self._announced = False
@@ -107,12 +107,12 @@ class EngineClient:
         self, request: AsyncEngineRequest
     ) -> AsyncGenerator[PromptLogprobsFrame | TokensFrame | DoneFrame, bool | None]:
         """See `AsyncEngine.generate`."""
-        ticket = QueuedRequest(request, _deadline_after(self._config.queue_timeout))
-        self._enqueue(ticket)
+        pending = PendingRequest(request, _deadline_after(self._config.queue_timeout))
+        self._enqueue(pending)
         try:
             frame = None
             while not isinstance(frame, DoneFrame):
-                frame = await self._next_frame(ticket)
+                frame = await self._next_frame(pending)
                 if isinstance(frame, FailedFrame):
                     raise (
                         InvalidRequestError(frame.message)
@@ -120,36 +120,36 @@ class EngineClient:
                         else GenerationFailedError(frame.message, "engine_error")
                     )
                 assert isinstance(frame, PromptLogprobsFrame | TokensFrame | DoneFrame)
-                ticket.has_output = True
+                pending.has_output = True
                 if (yield frame):
-                    self._send(frames.CancelFrame(ticket.attempt))
+                    self._send(frames.CancelFrame(pending.attempt))
         finally:
-            self._release(ticket)
+            self._release(pending)
 
-    async def _next_frame(self, ticket: QueuedRequest) -> FromEngine:
+    async def _next_frame(self, pending: PendingRequest) -> FromEngine:
         """Returns the next frame of a request. Raises the exception that ends the request, or its timeout."""
         while True:
-            deadline = ticket.deadline
+            deadline = pending.deadline
             try:
-                update = await _get_before(deadline, ticket.updates)
+                update = await _get_before(deadline, pending.updates)
             except TimeoutError:
-                if ticket.deadline == deadline:
-                    raise self._timeout_error(ticket) from None
+                if pending.deadline == deadline:
+                    raise self._timeout_error(pending) from None
                 continue
             if isinstance(update, Exception):
                 raise update
             if update is not None:
                 return update
 
-    def _timeout_error(self, ticket: QueuedRequest) -> Exception:
-        if ticket.attempt:
+    def _timeout_error(self, pending: PendingRequest) -> Exception:
+        if pending.attempt:
             return GenerationFailedError(f"the request took longer than {self._config.request_timeout:g} s", "timeout")
         waited = f"waited {self._config.queue_timeout:g} s (--queue-timeout) for"
         if self._phase == "recovering":
             return RequestRejectedError(f"{waited} the engine to restart: try again later", 503, LOADING_RETRY_AFTER_S)
         return RequestRejectedError(f"{waited} other requests to end: try again later", 429, QUEUE_FULL_RETRY_AFTER_S)
 
-    def _enqueue(self, ticket: QueuedRequest) -> None:
+    def _enqueue(self, pending: PendingRequest) -> None:
         """Appends a request to the queue. Raises RequestRejectedError if rank 0 is not serving or the queue is full."""
         if self._phase == "loading":
             raise RequestRejectedError(
@@ -159,15 +159,15 @@ class EngineClient:
             raise RequestRejectedError(
                 f"the server is {self._phase}", 503, LOADING_RETRY_AFTER_S if self._phase == "draining" else None
             )
-        if ticket.request.replace_key is not None:
-            self._replace_older(ticket.request.replace_key)
+        if pending.request.replace_key is not None:
+            self._replace_older(pending.request.replace_key)
         if not self._has_capacity and len(self._waiting) >= self._config.max_queue:
             raise RequestRejectedError(
                 f"the queue is full ({len(self._waiting)} requests wait): try again later",
                 429,
                 QUEUE_FULL_RETRY_AFTER_S,
             )
-        self._waiting.append(ticket)
+        self._waiting.append(pending)
         self._start_waiting()
 
     def _replace_older(self, key: str) -> None:
@@ -175,29 +175,29 @@ class EngineClient:
         for older in (*self._waiting, *self._running.values()):
             if older.request.replace_key == key:
                 older.fail(GenerationFailedError("a newer request with the same key has replaced this one", "replaced"))
-        self._waiting = deque(ticket for ticket in self._waiting if not ticket.finished)
+        self._waiting = deque(pending for pending in self._waiting if not pending.finished)
 
     def _start_waiting(self) -> None:
         """Starts waiting requests, the oldest first, while rank 0 has capacity."""
         while self._has_capacity and self._waiting:
-            ticket = self._waiting.popleft()
-            ticket.schedule(next(self._attempts), _deadline_after(self._config.request_timeout))
-            self._running[ticket.attempt] = ticket
+            pending = self._waiting.popleft()
+            pending.schedule(next(self._attempts), _deadline_after(self._config.request_timeout))
+            self._running[pending.attempt] = pending
             self._idle.clear()
             self._send(
                 frames.StartFrame(
-                    ticket.attempt, ticket.request.prompt, ticket.request.sampling, ticket.request.choices
+                    pending.attempt, pending.request.prompt, pending.request.sampling, pending.request.choices
                 )
             )
 
-    def _release(self, ticket: QueuedRequest) -> None:
+    def _release(self, pending: PendingRequest) -> None:
         """Removes a request that its caller has closed. A running request is cancelled and counts as running
         until rank 0 confirms the `CancelFrame`."""
-        ticket.finished = True
+        pending.finished = True
         with suppress(ValueError):
-            self._waiting.remove(ticket)
-        if ticket.attempt in self._running:
-            self._send(frames.CancelFrame(ticket.attempt))
+            self._waiting.remove(pending)
+        if pending.attempt in self._running:
+            self._send(frames.CancelFrame(pending.attempt))
 
     async def serve_connection(self, connection: AsyncFrameSocket) -> None:
         """Receives frames over one connection until rank 0 exits or is lost, then closes the connection."""
@@ -242,14 +242,14 @@ class EngineClient:
         self._start_waiting()
 
     def _deliver(self, frame: PromptLogprobsFrame | TokensFrame | DoneFrame | FailedFrame) -> None:
-        ticket = self._running.get(frame.request)
-        if ticket is None:
+        pending = self._running.get(frame.request)
+        if pending is None:
             return
         if isinstance(frame, TokensFrame):
-            ticket.num_tokens += len(frame.token_ids)
-        ticket.updates.put_nowait(frame)
-        if ticket.updates.qsize() > MAX_BUFFERED_FRAMES:
-            ticket.fail(GenerationFailedError("the client reads too slowly", "timeout"))
+            pending.num_tokens += len(frame.token_ids)
+        pending.updates.put_nowait(frame)
+        if pending.updates.qsize() > MAX_BUFFERED_FRAMES:
+            pending.fail(GenerationFailedError("the client reads too slowly", "timeout"))
         if isinstance(frame, DoneFrame | FailedFrame):
             del self._running[frame.request]
             if not self._running:
@@ -264,37 +264,37 @@ class EngineClient:
         self._ranks = [structs.replace(one, state="lost") if one.rank == 0 else one for one in self._ranks]
         tickets, self._running = self._running, {}
         self._idle.set()
-        for ticket in reversed(tickets.values()):
-            if not ticket.finished:
-                self._retry_or_fail(ticket, reason)
+        for pending in reversed(tickets.values()):
+            if not pending.finished:
+                self._retry_or_fail(pending, reason)
 
-    def _retry_or_fail(self, ticket: QueuedRequest, reason: str) -> None:
+    def _retry_or_fail(self, pending: PendingRequest, reason: str) -> None:
         """Handles a request that was running when rank 0 was lost. Puts it at the front of the queue, or fails it if
         its caller has received a frame, it was retried before, or rank 0 does not restart."""
-        if ticket.has_output or ticket.retried or self._phase == "dead":
-            plural = "s" * (ticket.num_tokens != 1)
-            ticket.fail(
+        if pending.has_output or pending.retried or self._phase == "dead":
+            plural = "s" * (pending.num_tokens != 1)
+            pending.fail(
                 GenerationFailedError(
-                    f"the answer broke off after {ticket.num_tokens} token{plural}: {reason}", "engine_error"
+                    f"the answer was interrupted after {pending.num_tokens} token{plural}: {reason}", "engine_error"
                 )
             )
         else:
-            ticket.reset_for_retry()
-            ticket.schedule(0, _deadline_after(self._config.queue_timeout))
-            self._waiting.appendleft(ticket)
+            pending.reset_for_retry()
+            pending.schedule(0, _deadline_after(self._config.queue_timeout))
+            self._waiting.appendleft(pending)
 
     async def drain(self) -> None:
         """Rejects new and waiting requests, waits up to `drain_timeout` seconds for the running ones, then fails those
         that remain."""
         self._phase = "dead" if self._socket is None else "draining"
-        for ticket in self._waiting:
-            ticket.fail(RequestRejectedError("the server is draining", 503, LOADING_RETRY_AFTER_S))
+        for pending in self._waiting:
+            pending.fail(RequestRejectedError("the server is draining", 503, LOADING_RETRY_AFTER_S))
         self._waiting.clear()
         with suppress(TimeoutError):
             async with asyncio.timeout(self._config.drain_timeout):
                 await self._idle.wait()
-        for ticket in self._running.values():
-            ticket.fail(GenerationFailedError("the server is being stopped", "engine_error"))
+        for pending in self._running.values():
+            pending.fail(GenerationFailedError("the server is being stopped", "engine_error"))
 
     def announce_serving(self) -> None:
         """Sends `ServingFrame` to rank 0 now and after each of its restarts."""

@@ -303,5 +303,5 @@ def engine_info(session: Session, defaults: Mapping[str, Any]) -> frames.EngineI
         vocab_size=llm.vocab_size, eos_token_ids=list(llm.eos_token_ids), defaults={**session.model_defaults,
         **defaults},
         plan=asdict(llm.config), load_ms=round(llm.load_time * 1e3, 3),
-        trace_head=llm.roles.head, max_num_seqs=llm.max_num_seqs,
+        trace_head=llm.roles.trace_header, max_num_seqs=llm.max_num_seqs,
     )  # fmt: skip

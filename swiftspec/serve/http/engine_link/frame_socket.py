@@ -123,7 +123,7 @@ class FrameSocket:
 
 def frontend_lost(why: object) -> FrontEndLost:
     """Returns the exception for a lost front end. `why`: the reason."""
-    return FrontEndLost(f"the HTTP front end is gone ({why})")
+    return FrontEndLost(f"the HTTP front end disconnected ({why})")
 
 
 class AsyncFrameSocket:

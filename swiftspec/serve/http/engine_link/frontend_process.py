@@ -51,7 +51,7 @@ def frontend_program(settings: Settings, listener: socket.socket) -> Program:
 def listener_url(listener: socket.socket) -> str:
     """Returns the URL of a listening socket."""
     host, port = listener.getsockname()[:2]
-    return f"http://{host}:{port}"
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def local_host_names(host: str) -> frozenset[str] | None:
@@ -71,7 +71,7 @@ def sampling_defaults(settings: Settings) -> dict[str, Any]:
         if name in settings.model_fields_set and (flag.config is table.sampling or name == "negative_prompt"):
             if name not in DEFAULTABLE_FIELDS:
                 raise UsageError(
-                    f"{flag_name(name)} applies to a single request, and clients send their own: leave it out"
+                    f"{flag_name(name)} is not supported by a server, whose clients set it per request; remove it"
                 )
             defaults[name] = getattr(settings, name)
     return defaults
@@ -93,7 +93,7 @@ def open_listener(host: str, port: int) -> socket.socket:
             raise
     except OSError as error:
         raise UserError(
-            f"{host}:{port} cannot be served ({error.strerror}): choose another --port or --host, or stop the process"
+            f"cannot listen on {host}:{port} ({error.strerror}): use another --port or --host, or stop the process"
             " that uses it"
         ) from None
     return listener

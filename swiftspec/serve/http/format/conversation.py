@@ -102,7 +102,7 @@ class Conversation:
         if self.tool_choice not in ("none", "auto", "required") and self.tool_choice not in names:
             raise ApiError(400, f"tool_choice: there is no tool {self.tool_choice!r}", "tool_choice")
         if self.tool_choice == "required" and not names:
-            raise ApiError(400, "tool_choice: required needs tools", "tool_choice")
+            raise ApiError(400, "tool_choice: required needs at least one tool", "tool_choice")
         for name in self.template_variables:
             if name in RESERVED_VARIABLES or not name.isidentifier():
                 raise ApiError(400, f"chat_template_kwargs: {name[:80]!r} cannot be set", "chat_template_kwargs")
@@ -115,7 +115,7 @@ class Conversation:
         if self.continues_last_message and (
             self.messages[-1]["role"] != "assistant" or not self.messages[-1].get("content")
         ):
-            raise ApiError(400, "continue_final_message: the last message must be the assistant's, with some text")
+            raise ApiError(400, "continue_final_message: the last message must be an assistant message with text")
 
 
 def content_text(content: str | Sequence[ContentPart] | None, param: str) -> str:
@@ -127,7 +127,7 @@ def content_text(content: str | Sequence[ContentPart] | None, param: str) -> str
         if part.type not in ("text", "input_text", "output_text", "refusal") or (
             part.text is None and part.type != "refusal"
         ):
-            raise unsupported(param, f"a part of type {part.type[:40]!r}; this model reads text only")
+            raise unsupported(param, f"parts of type {part.type[:40]!r} are not supported; use text")
         texts.append(part.text or "")
     return "\n".join(texts)
 
@@ -145,7 +145,7 @@ def parse_arguments(text: str, param: str) -> dict[str, Any]:
     except (ValueError, RecursionError):
         value = None
     if not isinstance(value, dict):
-        raise ApiError(400, f"{param}: the arguments of a call must be a JSON object", param)
+        raise ApiError(400, f"{param}: the arguments of a tool call must be a JSON object", param)
     return value
 
 

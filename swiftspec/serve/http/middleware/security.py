@@ -85,7 +85,7 @@ class SecurityMiddleware:
             for host in headers.getlist("host"):
                 if _without_port(host) not in self._allowed_hosts:
                     raise _Refusal(
-                        "foreign_host", 403, f"this server has no name {host[:100]!r}: use localhost or 127.0.0.1, or"
+                        "foreign_host", 403, f"the host {host[:100]!r} is not allowed: use localhost or 127.0.0.1, or"
                         " start the server with --api-key, which allows any name",
                     )  # fmt: skip
         if self._keys and path not in PUBLIC_PATHS and not is_page_path(path) and not self._has_valid_key(headers):
@@ -123,7 +123,7 @@ def json_depth(data: bytes) -> int:
 async def _read_body(headers: Headers, receive: Receive, max_bytes: int) -> bytes | None:
     """Returns the body, or None if the client disconnected. Raises _Refusal as soon as the body exceeds `max_bytes`."""
     too_large = _Refusal(
-        "body_too_large", 413, f"the body is larger than {max_bytes} bytes, the limit", {"Connection": "close"}
+        "body_too_large", 413, f"the body exceeds the limit of {max_bytes} bytes", {"Connection": "close"}
     )
     length = headers.get("content-length", "")
     if length.isdecimal() and int(length[:20]) > max_bytes:
@@ -143,7 +143,7 @@ async def _read_body(headers: Headers, receive: Receive, max_bytes: int) -> byte
 def _check_body(body: bytes) -> None:
     """Raises _Refusal if the body contains a zero byte or is nested too deeply."""
     if b"\0" in body:  # parsers accept UTF-16 and UTF-32 too, in which `json_depth` would not find the brackets
-        raise _Refusal("malformed", 400, "the body must be JSON in UTF-8, which has no byte 0")
+        raise _Refusal("malformed", 400, "the body must be JSON in UTF-8 without null bytes")
     if json_depth(body) > MAX_JSON_DEPTH:
         raise _Refusal(
             "malformed",

@@ -76,7 +76,7 @@ def test_the_population_is_that_of_the_server(player: Player, client: httpx.Clie
     answer = client.post(CHAT, json={**HELLO, "smc": {"particles": 4, "power": 2.0}}).json()
     assert answer["exact"] is False
     message = refused(client, CHAT, {**HELLO, "smc": {"particles": 8}}, "smc")
-    assert message == "smc: particles is 4 here, not 8; start the server with --mode smc --particles 8"
+    assert message == "smc: particles is 4 on this server, not 8; start the server with --mode smc --particles 8"
 
 
 def test_grammars(player: Player, client: httpx.Client) -> None:

@@ -110,7 +110,7 @@ def test_a_request_is_retried_once() -> None:
         await link.lose_rank0()
         await started(await link.restart_rank0(READY))
         await link.lose_rank0()
-        with pytest.raises(GenerationFailedError, match="after 0 tokens: rank 0 is gone"):
+        with pytest.raises(GenerationFailedError, match="after 0 tokens: rank 0 has exited"):
             await task
 
     run_link(scene, READY)

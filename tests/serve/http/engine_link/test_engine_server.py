@@ -126,7 +126,10 @@ def test_a_cancelled_or_refused_request_does_not_affect_others(llm: LLM, front: 
     found = front.until_all_end(1, 2, 3, 4, 5, 6)
     assert tokens(found[1])[-20:] == wanted[-20:]
     assert isinstance(found[2][-1], frames.DoneFrame) and len(tokens(found[2])) < 60
-    assert found[3] == [frames.FailedFrame(3, found[3][0].message, True)] and "mode smc samples" in found[3][0].message
+    assert (
+        found[3] == [frames.FailedFrame(3, found[3][0].message, True)]
+        and "not supported in mode smc" in found[3][0].message
+    )
     assert found[4][-1].user and "empty" in found[4][-1].message
     assert found[6][-1].user and "the prompt of 96 tokens does not fit" in found[6][-1].message
     assert isinstance(found[5][-1], frames.DoneFrame) and tokens(found[5]) == []

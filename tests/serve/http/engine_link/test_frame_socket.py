@@ -85,7 +85,7 @@ def test_a_lost_front_end_is_noticed_on_send() -> None:
     near, far = socket.socketpair()
     wire = FrameSocket(near)
     far.close()
-    with pytest.raises(FrontEndLost, match="the HTTP front end is gone"):
+    with pytest.raises(FrontEndLost, match="the HTTP front end disconnected"):
         while True:
             wire.send(START)
             time.sleep(0.001)

@@ -127,7 +127,7 @@ def test_a_refused_request_is_an_error_span() -> None:
 
 @pytest.mark.parametrize("endpoint", ["", "collector:4318", "grpc://collector:4317", "http://"])
 def test_an_invalid_address_is_refused(endpoint: str) -> None:
-    with pytest.raises(UserError, match="--otlp-endpoint must be like"):
+    with pytest.raises(UserError, match="--otlp-endpoint must be a URL such as"):
         exporter.check_otlp_endpoint(endpoint)
 
 
