@@ -142,8 +142,8 @@ def round_trip(url: str, pause_s: float = 0.0) -> float:
 def worker_overhead(urls: dict[str, str]) -> dict[str, float]:
     """Returns the seconds of the work around the forwards in mode async, by the field names of `SimulatedTimes`.
 
-    `verify`: RPC latency of a verification beyond a Ping. `expand`: time of an expansion beyond its step. `answer`:
-    time from a result to the next proposal if the proposal does not have to wait.
+    Field `verify` is the RPC latency of a verification beyond a Ping, `expand` the time of an expansion beyond its
+    step, `answer` the time from a result to the next proposal if the proposal does not have to wait.
     """
     times, _ = rounds("async", urls, 64)
     verify = max(statistics.median(times["target"].overhead) - round_trip(urls["target"]), 0.0)

@@ -161,7 +161,8 @@ class EngineConfig:
         )
         require(
             self.verify == "match" or not self.adapts_shape,
-            "adapt_* is not supported with verify reject, because the output would depend on timing; remove adapt_*",
+            "adapt_steps and adapt_batch are not supported with verify reject, because the output would depend on"
+            " timing; set both to False",
         )
 
     def _make_chains(self) -> None:

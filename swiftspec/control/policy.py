@@ -1,7 +1,8 @@
 """Adaptive speculation policy: chooses d, bs and whether the draft is used, from measurements of recent rounds.
 
-`decide` compares the predicted tokens per second of different shapes (d, bs), and the best shape with autoregressive
-rounds. It is a pure function of the measurements, and its decisions never change the output.
+`decide` compares shapes (d, bs) by predicted tokens per second, and then the best shape with autoregressive decoding.
+It is a pure function of the measurements. Its decisions do not change the output; with verify reject they change the
+sampled text, but not its distribution.
 """
 
 from __future__ import annotations

@@ -192,17 +192,23 @@ def build_predict_parser() -> argparse.ArgumentParser:
     made.add_argument(
         "--context", type=int, default=latency_model.CONTEXT_TOKENS, help="tokens of context (default: 1000)"
     )
-    made.add_argument("--kernels", type=Path, help="measured operators (default: profiles/GPU-kernels.json if present)")
+    made.add_argument(
+        "--kernels", type=Path, help="file of measured operator times (default: profiles/GPU-kernels.json if present)"
+    )
     made.add_argument("--emulate", metavar="SPEC", help="step times as in `serve --emulate`, instead of --hardware")
-    made.add_argument("--ranks", type=int, help="number of ranks, with --emulate (default: 4)")
+    made.add_argument(
+        "--ranks", type=int, help="number of ranks, with --emulate (default: those of --against, otherwise 4)"
+    )
     made.add_argument("--link", type=Link.parse, help="also predict remote models over a network with this round trip"
                       " and bandwidth, such as 40ms,1Gbit")  # fmt: skip
     made.add_argument("--groups", metavar="G,G,...", help="also predict these numbers of concurrent requests on one"
                       " rank, in mode ar, as exact chains and as particles, such as 1,2,4,8,16,32")  # fmt: skip
-    made.add_argument("--particles", type=int, default=4, help="N, with --groups (default: 4)")
-    made.add_argument("--smc-draft-tokens", type=int, default=4, help="K, of particles and chains (default: 4)")
-    made.add_argument("--verify-batch", type=int, default=8, help="bs (default: 8)")
-    made.add_argument("--draft-leaves", type=int, default=8, help="w (default: 8)")
+    made.add_argument("--particles", type=int, default=4, help="particles per request, with --groups (default: 4)")
+    made.add_argument(
+        "--smc-draft-tokens", type=int, default=4, help="draft tokens per round of a particle or chain (default: 4)"
+    )
+    made.add_argument("--verify-batch", type=int, default=8, help="tree nodes verified per round, bs (default: 8)")
+    made.add_argument("--draft-leaves", type=int, default=8, help="leaves expanded per draft forward, w (default: 8)")
     made.add_argument("--acceptance", type=Path, help="profile whose recorded rounds are used (default: those of the"
                       " demo models)")  # fmt: skip
     made.add_argument("--against", type=Path, help="profile to compare with; its time outside the models is used, and"

@@ -67,7 +67,7 @@ def build_profile_parser(prog: str = "python -m swiftspec.profile") -> argparse.
     made.add_argument("--splits", default="all", help="all, or target+draft such as 3+1,2+2 (default: all)")
     made.add_argument("--modes", default="ar,serial,async,smc", help="modes to measure (default: ar,serial,async,smc)")
     made.add_argument("--prompts", type=Path, help="JSONL file with field prompt (default: a few built-in prompts)")
-    made.add_argument("--limit", type=int, default=4, help="prompts to use (default: 4)")
+    made.add_argument("--limit", type=int, default=4, help="number of prompts to use (default: 4)")
     made.add_argument("--max-tokens", type=int, default=64, help="tokens per answer (default: 64)")
     made.add_argument("--repeats", type=int, default=3, help="repeats of every measurement (default: 3)")
     made.add_argument("--budget", default="10m", help="time limit, such as 90s, 10m or 1h (default: 10m)")

@@ -149,7 +149,10 @@ class RecordedAcceptance:
         """Returns every d recorded with this mode, bs and w, in ascending order. Raises UserError if there is none."""
         found = sorted(d for m, b, leaves, d in self._rounds if (m, b, leaves) == (mode, bs, w))
         if not found:
-            raise UserError(f"no recorded rounds of mode {mode} with bs {bs} and w {w}; use others, or --acceptance")
+            raise UserError(
+                f"no recorded rounds of mode {mode} with bs {bs} and w {w}: use another --verify-batch or"
+                " --draft-leaves, or specify a profile that has them with --acceptance"
+            )
         return found
 
     def chains(self, steps: int) -> Rounds:

@@ -104,7 +104,7 @@ def splits(text: str, ranks: int, target: ModelConfig, draft: ModelConfig) -> tu
                 raise UserError(f"--splits {text!r}: expected all, or target+draft such as 3+1,2+2")
             x, y = int(found[1]), int(found[2])
             if x < 1 or y < 1 or x + y != ranks:
-                raise UserError(f"--splits: {x}+{y} does not match {ranks} ranks with at least one on each side")
+                raise UserError(f"--splits: {x}+{y} must add up to {ranks} ranks, with at least 1 on each side")
             named.append((x, y))
     kept, reasons = [], []
     for x, y in dict.fromkeys(named):

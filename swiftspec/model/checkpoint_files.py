@@ -121,7 +121,7 @@ class Tensors:
         if extra:
             name = extra[0] if extra[0].isprintable() and len(extra[0]) <= 200 else truncated_repr(extra[0])
             order = " (activation order is not supported)" if extra[0].endswith("g_idx") else ""
-            raise UserError(f"{self.folder}: unexpected tensor {name}{order}")
+            raise UserError(f"{self.folder}: tensor {name} is not part of the architecture in config.json{order}")
 
 
 def open_tensors(path: str | Path, progress: Progress | None = None) -> Tensors:

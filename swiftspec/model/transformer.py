@@ -50,9 +50,9 @@ class ShardInfo(Protocol):
 class Transformer:
     """A decoder whose operators come from the module `ops`.
 
-    `max_positions`: length of the RoPE tables. `shard`, `group`: if the model is sharded, `weights` are those of one
-    rank, `shard` has their sizes, and `group` all-reduces. The KV cache must be built with the attributes `kv_heads`
-    and `cache_dtype`.
+    `max_positions`: length of the RoPE tables. `shard`, `group`: given if the model is sharded. `weights` are then one
+    rank's, `shard` has their sizes, and `group` does the all-reduces. Allocate the KV cache with this object's
+    `kv_heads` and `cache_dtype`.
     """
 
     def __init__(

@@ -31,7 +31,8 @@ def parse_emulation(text: str) -> StepTimeEmulation:
     - a step time per model, such as `target=10.48ms,draft=3.25ms`; a model that is left out is not emulated
     - the same with the name of a model in the paper's Table 1 instead of a time, such as `target=llama3-70b`: the step
     time then depends on the TP size
-    - a path that ends in .json, of a file `{"target": {"TP size": {"rows": milliseconds}}, "draft": ...}`
+    - the path of a .json file such as `{"target": {"4": {"1": 9.1, "8": 10.5}}, "draft": ...}`: milliseconds of a
+    forward by TP size and by rows (tokens in the forward)
     """
     if text.endswith(".json"):
         return _from_file(Path(text))
@@ -72,7 +73,8 @@ def _from_file(file: Path) -> StepTimeEmulation:
         return StepTimeEmulation(**{side: _from_table(fields.object(side)) for side in fields.data})
     except (ValueError, UserError) as error:
         raise UserError(
-            f'{name} must contain {{"target": {{"TP size": {{"rows": milliseconds}}}}, "draft": ...}} ({error})'
+            f'{name} must contain milliseconds by TP size and rows, such as {{"target": {{"4": {{"8": 10.5}}}}}}'
+            f" ({error})"
         ) from None
 
 

@@ -38,7 +38,7 @@ class SchemaModel(BaseModel):
 
 
 def requires_field(name: str, message: str) -> AfterValidator:
-    """Returns a validator that rejects an object whose field `name` is null or missing. `otherwise`: the error
+    """Returns a validator that rejects an object whose field `name` is null or missing. `message`: the error
     message."""
 
     def check(part: SchemaModel) -> SchemaModel:

@@ -65,7 +65,7 @@ class History:
         self.output.index_add_(0, index, torch.ones(len(tokens), device=self.output.device))
 
     def counts(self, paths: Paths) -> Tensor:
-        """Returns the occurrences [n, V] of each token in the verified output and the row's path together."""
+        """Returns token counts [n, V]: row i counts each token in the verified output followed by `paths[i]`."""
         counts = self.output.repeat(len(paths), 1)
         for row, path in zip(counts, paths, strict=True):
             if path:

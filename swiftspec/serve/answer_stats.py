@@ -117,7 +117,8 @@ def metrics(plan: EngineConfig, stats: Stats, tokens: int, outages: Sequence[Out
 
 
 def final_round_shape(plan: EngineConfig, stats: Stats) -> Json:
-    """Returns bs and d of a speculative round at the end of the answer: 1 and 0 without a draft, null in mode smc."""
+    """Returns the bs and d of speculative rounds as adapted by the end of the answer: 1 and 0 in mode ar or with
+    verify_batch 1, null in mode smc."""
     if plan.mode == "smc":
         return {"verify_batch": None, "draft_steps": None}
     if plan.mode == "ar" or plan.verify_batch == 1:

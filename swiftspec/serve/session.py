@@ -188,7 +188,9 @@ def _load_llm(
     except (MemoryError, RuntimeError) as error:
         if isinstance(error, RuntimeError) and "memory" not in str(error):
             raise
-        raise UserError("not enough memory for these models: use a smaller --max-model-len or --dtype") from None
+        raise UserError(
+            "not enough memory for these models: use a smaller --max-model-len, or --dtype bfloat16"
+        ) from None
     if llm.roles.recorder.file is not None:
         llm.roles.recorder.file.token_text = lambda token: codec.token_text([token])
     return llm, dtype, threads

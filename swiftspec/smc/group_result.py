@@ -1,4 +1,4 @@
-"""The result of a sequence group: the texts of its particles with their weights, one of which is the answer."""
+"""The result of a sequence group: the texts of its particles, one of which is the answer, and their weights."""
 
 from __future__ import annotations
 
@@ -38,11 +38,13 @@ class GroupResult:
     def choices(self, count: int, considered: int | None = None) -> list[Particle]:
         """Returns up to `count` different texts that represent the population, in order of descending weight.
 
-        Particles with equal texts are merged first, so there may be fewer than `count`. The expected weight of a text
-        over seeds is its weight in the population (`thin_weights` in smc/weights.py).
+        Particles with equal texts are merged first, so there may be fewer than `count`. If there are more texts than
+        `considered`, some are drawn at random and weighted anew (`thin_weights` in smc/weights.py): averaged over
+        seeds, a text's weight, 0 if it is not drawn, is its weight in the population.
 
         `considered`: number of texts to draw, of which the `count` heaviest are returned; default `count`. If it is
-        larger, the returned texts represent only the part of the population that the sum of their weights shows.
+        larger, the weight of the other texts is dropped: the sum of the returned weights is then the share of the
+        population that they stand for.
         """
         whole = dict[tuple[int, ...], Particle]()
         for each in self.particles:

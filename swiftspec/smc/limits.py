@@ -21,10 +21,11 @@ def region_slots(config: PopulationConfig, context: int) -> int:
     most = max(share - 1, 0) // (2 * (config.smc_draft_tokens + 1))
     if config.particles > most:
         of = "" if groups == 1 else f" in each of {groups} groups"
-        fewer = "" if groups == 1 else ", or use fewer groups"
+        fewer = "" if groups == 1 else "fewer --smc-groups"
+        fix = " or ".join(filter(None, (f"at most {most} particles" if most > 0 else "", fewer)))
         raise UserError(
             f"{config.particles} particles with {config.smc_draft_tokens} draft tokens{of} do not fit the cache of"
-            f" {MAX_REGION_SLOTS} slots: use at most {most} particles{fewer}"
+            f" {MAX_REGION_SLOTS} slots: use {fix}"
         )
     return -(-min(config.particles * context + 2 * config.slots_per_round, share) // widest) * widest
 

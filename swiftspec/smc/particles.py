@@ -150,7 +150,7 @@ class Particles:
         `terms`: [groups, N, K + 1], log-weight of each new token; entry `accepted` is that of `bonus`, later entries
         are ignored.
         `stops`: [groups, V] bool, the stop tokens.
-        `width`: tree slots in the window, including the new ones.
+        `width`: number of tree slots in use, including the new ones.
         """
         slots, place = self.new_slots(), self._steps
         at = accepted[..., None]
@@ -180,8 +180,11 @@ class Particles:
         self.clock += self.step
 
     def resample(self, threshold: float, uniform: Tensor, width: int) -> None:
-        """Resamples each group whose effective sample size is below `threshold` times N. `uniform`: [groups], one
-        uniform number per group. `width`: tree slots in the window."""
+        """Resamples each group whose effective sample size is below `threshold` * N.
+
+        `uniform`: [groups], the uniform number of each group's systematic resampling.
+        `width`: number of tree slots in use.
+        """
         self._resample(self._weighed, uniform, threshold, width)
 
     def slot_states(self, width: int) -> Tensor:

@@ -26,12 +26,12 @@ class SequencePrefixes:
         self._lru = [*range(sequences)]  # least recently used first
 
     def acquire(self, tokens: Sequence[int], in_use: Collection[int]) -> tuple[int, int]:
-        """Selects a sequence for a prompt that is not in `busy`, and fills its prefix with the longest prefix of the
+        """Selects a sequence for a prompt that is not in `in_use`, and fills its prefix with the longest prefix of the
         prompt that any sequence holds. Returns the sequence and the length of that prefix; the caller prefills the
         rest.
 
         `tokens`: the prompt. Its last token is never part of the prefix.
-        `busy`: sequences of running requests.
+        `in_use`: sequences of running requests.
         """
         wanted = np.array(tokens[:-1], np.int64)
         shared = {each: common_prefix_len(self._cached(each), wanted) for each in self._lru}

@@ -10,9 +10,9 @@ ordered by group, then step, then particle. Each forward runs over the whole bat
 except where requests have different logits parameters: then each run of consecutive groups with equal parameters
 (`GroupSpan`) is processed separately.
 
-Shapes: `groups` is the number of groups that take part, `width` the number of tree slots in the window; N particles per
-group, K draft tokens per round, V tokens in the vocabulary. Source: SMC-SD engine v0.1 section 3.3, v0.2 sections 3 to
-5; smc/weights.py derives the distribution.
+Shapes: `groups` is the number of groups that take part, `width` the number of tree slots in use (the window); N
+particles per group, K draft tokens per round, V tokens in the vocabulary. Source: SMC-SD engine v0.1 section 3.3, v0.2
+sections 3 to 5; smc/weights.py derives the distribution.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class RoundContext:
 
     particles: Particles  # the groups that take part
     spans: list[GroupSpan]
-    width: int  # tree slots in the window
+    width: int  # tree slots in use, rounded up to a mask width
     slots: Tensor  # [groups, N, K + 1], tree slots of the round's tokens
     kv_len: Tensor  # [sequences], cache slot at which each window ends; 0 if the group does not take part
 

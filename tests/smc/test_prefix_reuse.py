@@ -27,7 +27,7 @@ CHAINS = EngineConfig("serial", draft_steps=3, max_num_seqs=3)
 
 @given(st.lists(st.tuples(TEXTS, st.booleans()), max_size=12))
 def test_cached_prefixes_equal_what_was_prefilled(requests: Sequence[tuple[list[int], bool]]) -> None:
-    """A cache whose keys are the tokens: whatever stays or is copied belongs to the text. `bool`: the request
+    """A cache whose keys are the tokens: whatever stays or is copied belongs to the text. A request that is marked True
     continues."""
     cache = KVCache(1, 1, 1, 80, reference.make_slot_mover, sequences=3)
     texts, busy = SequencePrefixes([cache]), list[int]()

@@ -240,8 +240,8 @@ def switched_by_dice(chance: float | None) -> Iterator[None]:
 
 
 def answer(llm: LLM, prompt: list[int], values: Json) -> Json:
-    """`cut` in the values: the answer is closed after that many rounds; `looks`: after that many polls during the
-    prefill."""
+    """Decodes a prompt. Key `cut` of the values closes the answer after that many rounds, `looks` after that many polls
+    during the prefill."""
     cut, looks, tokens, reason = values.pop("cut", None), values.pop("looks", None), list[int](), None
     likelihoods: list[Logprob] = []
     had: list[None] = []

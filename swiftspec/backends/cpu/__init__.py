@@ -225,7 +225,10 @@ def children(logits: Tensor, vocab: int, k: int, scores: Scores = DEFAULT_SCORES
 
 
 def log_probs(logits: Tensor, vocab: int, tokens: Tensor, scores: Scores = DEFAULT_SCORES) -> Tensor:
-    """Returns log_softmax(scores) [rows] at `tokens` [rows], for logits [rows, >= vocab]. Noise and tau are ignored."""
+    """Returns the log-probabilities [rows] of `tokens` [rows] under softmax((logits + bias) / temperature).
+
+    `scores`: bias and temperature; its noise and calibration are ignored. Logits: [rows, >= vocab].
+    """
     if logits.dtype != torch.float32 or logits.stride(1) != 1:
         return reference.log_probs(logits, vocab, tokens, scores)
     out = torch.empty(logits.shape[0])

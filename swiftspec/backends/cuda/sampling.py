@@ -60,7 +60,10 @@ def draw_keyed(logits: Tensor, vocab: int, keys: Tensor, scores: Scores = DEFAUL
 
 
 def log_probs(logits: Tensor, vocab: int, tokens: Tensor, scores: Scores = DEFAULT_SCORES) -> Tensor:
-    """Returns log_softmax(scores) [rows] at `tokens` [rows], for logits [rows, >= vocab]. Noise and tau are ignored."""
+    """Returns the log-probabilities [rows] of `tokens` [rows] under softmax((logits + bias) / temperature).
+
+    `scores`: bias and temperature; its noise and calibration are ignored. Logits: [rows, >= vocab].
+    """
     if not _supported(logits, 1):
         return reference.log_probs(logits, vocab, tokens, scores)
     return _keyed(logits, vocab, None, tokens.contiguous(), scores)

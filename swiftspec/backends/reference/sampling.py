@@ -54,7 +54,10 @@ def children(logits: Tensor, vocab: int, k: int, scores: Scores = DEFAULT_SCORES
 
 
 def log_probs(logits: Tensor, vocab: int, tokens: Tensor, scores: Scores = DEFAULT_SCORES) -> Tensor:
-    """Returns log_softmax(scores) [rows] at `tokens` [rows], for logits [rows, >= vocab]. Noise and tau are ignored."""
+    """Returns the log-probabilities [rows] of `tokens` [rows] under softmax((logits + bias) / temperature).
+
+    `scores`: bias and temperature; its noise and calibration are ignored. Logits: [rows, >= vocab].
+    """
     shifted = _compute_scores(logits[:, :vocab], Scores(scores.temperature, scores.bias))
     return shifted.log_softmax(-1).gather(1, tokens[:, None]).squeeze(1)
 

@@ -1,4 +1,4 @@
-"""Failover: a drafter that proposes in time even if the draft group is late, lost or restarting.
+"""Failover: a drafter that proposes in time even if the draft group, or the draft worker, is late, lost or restarting.
 
 A round without the draft group proposes only the root, as in autoregressive decoding. The rounds that a late draft
 group has missed are sent to it merged into one result; a restarted draft group starts from all tokens verified so far.

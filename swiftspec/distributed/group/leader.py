@@ -241,8 +241,8 @@ def run_follower(
 
     `smc`: the population.
     `bounds`: limits against which messages are validated.
-    `pause`: cancellation check of the roles' runners during prefill.
-    `pulse`: records when this rank is busy.
+    `cancel_check`: cancellation check of the roles' runners during prefill.
+    `heartbeat`: records when this rank is busy.
     Raises RankLost if the leader is gone without SHUTDOWN or sends an invalid message.
     """
     follower, orders = FollowerDispatcher(verifier, drafter, smc, bounds), CommandStream(leader)
@@ -255,9 +255,9 @@ def dispatch_loop(
 ) -> None:
     """Executes the leader's commands until SHUTDOWN.
 
-    `orders`: the commands from `leader`.
-    `read`: returns the function that executes a command, given its opcode and words.
-    `pulse`: records when this rank is busy.
+    `commands`: the commands from `leader`.
+    `decode`: returns the function that executes a command, given its opcode and words.
+    `heartbeat`: records when this rank is busy.
     Raises RankLost if the leader is gone without SHUTDOWN or sends an invalid message.
     """
     while True:

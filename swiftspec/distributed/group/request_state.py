@@ -1,4 +1,5 @@
-"""State of a request that two ranks share. Every message about the request is validated against it before use.
+"""State of a request on each side that exchanges messages about it: leader and followers, draft client and server, and
+worker sessions. Every message about the request is validated against it before use.
 
 A message that does not fit the state or the models' limits raises ValueError.
 """

@@ -89,7 +89,7 @@ def _barrier(world: World) -> StartupBarrier:
 
 
 def _validator(own: int, mine: Entry, plan: EngineConfig) -> Validator:
-    def judge(said: dict[int, Entry]) -> str | None:
+    def validate(said: dict[int, Entry]) -> str | None:
         for rank, theirs in said.items():
             here, there = _section(mine, "settings"), _section(theirs, "settings")
             for name in here | there:
@@ -104,7 +104,7 @@ def _validator(own: int, mine: Entry, plan: EngineConfig) -> Validator:
                 return line
         return None
 
-    return judge
+    return validate
 
 
 def _file_difference(here: int, mine: Entry, there: int, theirs: Entry, part: str) -> str | None:

@@ -58,8 +58,8 @@ class StartupBarrier:
         """Publishes this rank's entry and blocks until rank 0 releases the barrier.
 
         Returns the entries of all ranks on rank 0, and only the entries of rank 0 and of this rank on the other ranks.
-        Rank 0 calls `judge` whenever entries have arrived. Raises UserError on all ranks if `judge` returns an error or
-        a rank does not arrive in time, and RankLost if rank 0 is gone.
+        Rank 0 calls `validate` whenever entries have arrived. Raises UserError on all ranks if `validate` returns an
+        error or a rank does not arrive in time, and RankLost if rank 0 is gone.
         """
         try:
             self.store.set(_entry_key(self.rank), json.dumps(mine))
@@ -77,7 +77,7 @@ class StartupBarrier:
             )
             self.store.set(key, words)
 
-    def _collect(self, judge: Validator) -> dict[int, Entry]:
+    def _collect(self, validate: Validator) -> dict[int, Entry]:
         """On rank 0: collects the entries, publishes the verdict and returns the entries or raises UserError."""
         said: dict[int, Entry] = {}
         clock = PollTimer(self.timeouts)
@@ -85,7 +85,7 @@ class StartupBarrier:
         while complaint is None and len(said) < len(self.ranks):
             came = [rank for rank in self.ranks if rank not in said and self.store.check([_entry_key(rank)])]
             said |= {rank: _parse_entry(self.store.get(_entry_key(rank))) for rank in came}
-            complaint = _first_refusal(said) or judge(said) if came else None
+            complaint = _first_refusal(said) or validate(said) if came else None
             missing = [rank for rank in self.ranks if rank not in said]
             if complaint is None and missing and not clock.sleep(partial(self._log_missing, missing)):
                 late = f"{format_ranks(missing)} did not join within {self.timeouts.timeout_s:g} s"
@@ -107,11 +107,11 @@ class StartupBarrier:
         while others and not self.store.check(others) and clock.sleep(lambda: None):
             pass
 
-    def _await_verdict(self, mine: Entry, judge: Validator) -> dict[int, Entry]:
+    def _await_verdict(self, mine: Entry, validate: Validator) -> dict[int, Entry]:
         """On all ranks except rank 0: blocks until rank 0 has published its verdict, and returns the entries of rank 0
         and of this rank or raises UserError.
 
-        Calls `judge` as well, because rank 0 may expect fewer ranks and not know of this rank.
+        Calls `validate` as well, because rank 0 may expect fewer ranks and not know of this rank.
         """
         clock = PollTimer(self.timeouts, late=self.timeouts.grace_s)
         while not self.store.check(["verdict"]):
@@ -122,7 +122,7 @@ class StartupBarrier:
         if not complaint:
             said[0] = _parse_entry(self.store.get(_entry_key(0)))
         self.store.set(f"heard {self.rank}", "")
-        complaint = complaint or judge(said)
+        complaint = complaint or validate(said)
         if complaint:
             raise UserError(complaint)
         return said

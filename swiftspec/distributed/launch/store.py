@@ -46,7 +46,7 @@ def _wait_for_server(here: LaunchedRank, say: LogFn, waiting: Timeouts) -> None:
 
 def _handshake(here: LaunchedRank, serves_store: bool) -> TCPStore:
     """Opens the store, in a thread, because torch blocks forever if another program listens on the port. Raises
-    UserError if that fails or takes longer than HANDSHAKE_TIMEOUT_S. `keeps`: whether this rank serves the store."""
+    UserError if that fails or takes longer than HANDSHAKE_TIMEOUT_S. `serves_store`: whether this rank does."""
     found: list[TCPStore | RuntimeError | ValueError] = []
     listening = _loopback(here) if serves_store else None
 

@@ -180,7 +180,7 @@ def require_equal(mine: Entry, here: int) -> Validator:
     """Returns a validator that returns an error if a value of `mine`, the entry of rank `here`, differs on another
     rank."""
 
-    def judge(said: dict[int, Entry]) -> str | None:
+    def validate(said: dict[int, Entry]) -> str | None:
         found = (
             describe_difference(name, here, value, rank, words.get(name))
             for rank, words in said.items()
@@ -188,4 +188,4 @@ def require_equal(mine: Entry, here: int) -> Validator:
         )
         return next((line for line in found if line is not None), None)
 
-    return judge
+    return validate

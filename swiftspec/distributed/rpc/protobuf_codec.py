@@ -76,13 +76,13 @@ def request_start_from_proto(message: pb.Opening, own: ModelIdentity) -> tuple[R
     """
     if message.protocol != PROTOCOL_VERSION:
         raise UserError(
-            f"this worker uses protocol version {PROTOCOL_VERSION}, not {message.protocol}:"
-            " install the same SwiftSpec on both sides"
+            f"the worker uses protocol version {PROTOCOL_VERSION}, the client version {message.protocol}:"
+            " install the same SwiftSpec version on both"
         )
     if message.tokenizer != own.tokenizer:
         raise UserError("the tokenizers differ: use a worker whose model has the same tokenizer")
     if message.model != own.model:
-        raise UserError("this worker runs another model than the client connected to: restart the client")
+        raise UserError("the worker's model has changed since the client connected: restart the client")
     count = len(message.tokens)
     if not 1 <= message.prompt_len <= count:
         raise ValueError(f"prompt_len of a request start must lie in 1..{count}, not {message.prompt_len}")

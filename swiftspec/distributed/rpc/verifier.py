@@ -87,10 +87,13 @@ class GrpcVerifier:
                 if not self._proposal_sent:
                     self._send_proposal()
                 return self._recv_result()
-            except SessionGone as error:
+            except SessionGone:
                 self._cancel_stream()
                 if read_again:
-                    raise UserError(f"{error}; all sessions of the worker are in use") from None
+                    raise UserError(
+                        f"{self._connection.peer} ended this session twice, because other clients use all its sessions:"
+                        " start it with a larger --max-sessions, or try again later"
+                    ) from None
                 self._deadline = time.monotonic() + PREFILL_TIMEOUT_FACTOR * self._timeout
                 known, read_again = False, True
             except WorkerLost as error:

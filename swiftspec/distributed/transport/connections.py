@@ -73,7 +73,7 @@ class Connections:
         whether all of them, and this rank, have loaded.
 
         `error`: the reason why this rank has failed to load, or None.
-        `kinds`: names of the executors that this rank supports.
+        `executor_names`: names of the executors that this rank supports.
         Returns the names of the executors that this rank and all its followers support. Raises UserError on rank 0 with
         the error of a failed rank, and RankLost on the other ranks if their leader is gone.
         """

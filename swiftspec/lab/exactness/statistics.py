@@ -95,11 +95,11 @@ def total_variation(a: Counts, b: Counts, seed: int = 0) -> tuple[float, float, 
     """Returns (distance, low, high): the total variation distance of the counts `a` and `b` [c], and a confidence
     interval of at least 95 % for the distance of the distributions that the samples were drawn from.
 
-    `low`: the distance of the counts exceeds that of the distributions by at most their sampling noise, so `low` is the
+    Low: the distance of the counts exceeds that of the distributions by at most their sampling noise, so low is the
     distance minus the 97.5 % quantile of the noise, estimated by resampling with `seed`.
-    `high`: the distance of the distributions is the largest difference in probability of any set of cells. The counts
+    High: the distance of the distributions is the largest difference in probability of any set of cells. The counts
     differ on the set that attains it by at most their distance. The standard deviation of their difference is at most
-    `sqrt(1 / m + 1 / n) / 2` for samples of m and n observations, so `high` is the distance plus 1.96 times that.
+    `sqrt(1 / m + 1 / n) / 2` for samples of m and n observations, so high is the distance plus 1.96 times that.
     """
     dice, (m, n) = np.random.default_rng(seed), (int(a.sum()), int(b.sum()))
     p, q = a / m, b / n

@@ -167,7 +167,7 @@ class Int4Weight:
         return weight.flatten(0, 1).T.contiguous().to(dtype)
 
     def product(self, device: torch.device | str) -> Callable[[Tensor], Tensor] | None:
-        """Returns the product with int8 activations if `rounds` is set, otherwise None; see `Weight.product`."""
+        """Returns the product with int8 activations, or None if `int8_activations` is not set; see `Weight.product`."""
         if not self.int8_activations:
             return None
         codes, scales, zeros = (tensor.to(device, torch.float32).contiguous() for tensor in self.unpack())

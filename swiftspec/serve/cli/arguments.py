@@ -152,7 +152,9 @@ def add_run_flags(group: Any, *, prompt_flags: bool = True) -> list[argparse.Act
         group.add_argument("--prompt-file", metavar="FILE", help=text(from_file)),
         group.add_argument("--json", action="store_true", help=text(json_output)),
         group.add_argument(
-            "--config", metavar="FILE.yaml", help="Read settings by long flag name, such as `top-p: 0.9`."
+            "--config",
+            metavar="FILE.yaml",
+            help="Read settings from a YAML file; keys are long flag names, such as `top-p: 0.9`.",
         ),
         group.add_argument("--version", action="version", version=f"swiftspec {__version__}", help="Show the version."),
         group.add_argument("-h", "--help", action="help", help="Show this page."),

@@ -49,9 +49,9 @@ class RoundHistory:
                 + (": send a message" if self._recording else ": use /tree on, then send a message")
             )
         elif int(rest or 0) >= len(self._rounds):
-            raise UserError(
-                f"only {len(self._rounds)} rounds are recorded: /tree {len(self._rounds) - 1} shows the first"
-            )
+            count = len(self._rounds)
+            some = "1 round is" if count == 1 else f"{count} rounds are"
+            raise UserError(f"only {some} recorded: /tree {count - 1} shows the first")
         else:
             for line in render_round(to_record(self._rounds[-1 - int(rest or 0)]), self._token_text):
                 console.print(line, soft_wrap=True)

@@ -181,5 +181,5 @@ def _load(
         if isinstance(error, RuntimeError) and "memory" not in str(error):
             raise
         raise UserError(
-            "not enough memory for this model: use a smaller --max-model-len, --max-sessions or --dtype"
+            "not enough memory for this model: use a smaller --max-model-len or --max-sessions, or --dtype bfloat16"
         ) from None

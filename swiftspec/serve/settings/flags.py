@@ -99,9 +99,9 @@ class CommandSettings:
         default_text="auto: only the draft's: int8 if activations are, int4 with the CUDA operators",
     )  # fmt: skip
     emulate: str | None = setting(
-        None, "Emulate the step times of larger models: each forward takes at least this long."
-        " target=10.48ms,draft=3.25ms; names from the paper's Table 1 (target=llama3-70b,draft=llama3-3b); or a .json"
-        " file by TP size and rows.", MODELS, "SPEC", "off", profile=True,
+        None, "Make each forward take at least the time of a larger model: times such as target=10.48ms,draft=3.25ms,"
+        " names from the paper's Table 1 such as target=llama3-70b,draft=llama3-3b, or a .json file of times by TP"
+        " size and rows.", MODELS, "SPEC", "off", profile=True,
     )  # fmt: skip
     trace: str | None = setting(
         None, "Write a trace of all rounds to this file; read it with `swiftspec profile trace`.", MODELS,
@@ -206,7 +206,12 @@ class CommandSettings:
         applies_to=TREE,
     )  # fmt: skip
     negative_prompt: str | None = setting(
-        None, "Prompt to guide away from. It replaces the whole prompt.", SAMPLING, "TEXT", "empty", order=1
+        None,
+        "Negative prompt of guidance. It is a complete prompt; nothing of --prompt is added to it.",
+        SAMPLING,
+        "TEXT",
+        "empty",
+        order=1,
     )
 
 

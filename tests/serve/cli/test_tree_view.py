@@ -52,7 +52,7 @@ def test_a_tree_is_shown() -> None:
         "└─ 't6'  q 0.10  p 0.25  rejected",
         "and 2 more nodes, not verified",
     ]
-    with pytest.raises(UserError, match="only 1 rounds are recorded"):
+    with pytest.raises(UserError, match="only 1 round is recorded"):
         rounds.command("1", console)
     with pytest.raises(UserError, match="on, off or a number of rounds"):
         rounds.command("-1", console)
