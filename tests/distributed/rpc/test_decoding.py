@@ -211,6 +211,6 @@ def test_a_lost_target_is_an_error_within_the_timeout(
             next(stream)
         target.model = tmp_path
         target.start()
-        with pytest.raises(UserError, match="another model"):
+        with pytest.raises(UserError, match="model has changed"):
             running.generate(PROMPT, GREEDY)
         target.stop()
