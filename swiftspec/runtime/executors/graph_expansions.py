@@ -71,8 +71,8 @@ class GraphExpansionExecutor(GraphForwardExecutor):
         assert shape is not None
         temperature = 1.0 if params.greedy else params.temperature
         self._noisy = shape.coupled and not params.greedy
-        self._family = "expansions", temperature, shape.tau, self._noisy  # graph set; a graph holds these by value
-        self.graphs.open(self._family, lambda: None)
+        self._graph_set = "expansions", temperature, shape.tau, self._noisy  # graph set; a graph holds these by value
+        self.graphs.open(self._graph_set, lambda: None)
 
     def expand(self, tree: DraftTree, pending: list[int], count: int) -> None:
         if tree.expanded == 0 and count > 0:
@@ -98,7 +98,7 @@ class GraphExpansionExecutor(GraphForwardExecutor):
         self._numbers.copy_(self._staged, non_blocking=True)
         self._tree.upload(tree)
         with self.runner.translate_peer_errors():
-            self.graphs.run(self._family, count, lambda: self._expansions(count))
+            self.graphs.run(self._graph_set, count, lambda: self._expansions(count))
             self._tree.download(tree)
         cache.append_tree(count * len(self._sequence))
         for _ in range(count):
@@ -118,7 +118,7 @@ class GraphExpansionExecutor(GraphForwardExecutor):
     def _children(self, logits: Tensor, after: Tensor) -> tuple[Tensor, Tensor]:
         """As `Sampler.children`, with the same operations, for a graph. `after` [w]: absolute positions of the
         children."""
-        _, temperature, tau, _ = self._family
+        _, temperature, tau, _ = self._graph_set
         runner, count = self.runner, self._tree.children
         if runner.shard is None:
             if not self._noisy:

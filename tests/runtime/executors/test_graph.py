@@ -82,15 +82,15 @@ def test_the_least_recently_used_family_is_evicted_with_its_buffer() -> None:
     capture = Rerun()
     graphs, buffers, owners = GraphCache(capture), [torch.zeros(3), torch.zeros(3)], []
 
-    def run(family: int, buffer: int = 0) -> int:
+    def run(name: int, buffer: int = 0) -> int:
         before = capture.captures
         graphs.bind(buffers[buffer])
-        owners.append(graphs.open(family, object))
-        graphs.run(family, "key", lambda: buffers[buffer] + 1)
+        owners.append(graphs.open(name, object))
+        graphs.run(name, "key", lambda: buffers[buffer] + 1)
         return capture.captures - before
 
-    assert [run(family) for family in range(MAX_GRAPH_SETS)] == [1] * MAX_GRAPH_SETS
-    assert run(0) == 0 and owners[-1] is owners[0], "what a family was captured with stays as long"
+    assert [run(name) for name in range(MAX_GRAPH_SETS)] == [1] * MAX_GRAPH_SETS
+    assert run(0) == 0 and owners[-1] is owners[0], "the owner of a graph set stays as long as the set"
     assert run(MAX_GRAPH_SETS) == 1 and run(0) == 0 and run(1) == 1, "the one that rested longest went"
     assert run(0, 1) == 1 and owners[-1] is not owners[0], "they know the buffer by its address"
     graphs.evict(0)

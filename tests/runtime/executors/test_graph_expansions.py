@@ -102,7 +102,9 @@ def grown(drafter: LocalDrafter) -> list[Any]:
     for kind in drafter.executors:
         if isinstance(kind, GraphExpansionExecutor):
             found += [
-                name for name, family in kind.graphs._graph_sets.items() if name != FORWARD_GRAPHS and family.graphs
+                name
+                for name, graph_set in kind.graphs._graph_sets.items()
+                if name != FORWARD_GRAPHS and graph_set.graphs
             ]
     return found
 
