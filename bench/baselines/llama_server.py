@@ -97,7 +97,7 @@ class LlamaServer:
 
 
 def find_server(folder: Path | None) -> LlamaServer | None:
-    """Returns the server in `folder`, or the one on PATH if `folder` is None. Returns None if there is none."""
+    """Returns the server in `folder`, or the one on PATH if `folder` is None. Returns None if no server is found."""
     found = shutil.which("llama-server", path=None if folder is None else str(folder))
     return None if found is None else LlamaServer(Path(found))
 

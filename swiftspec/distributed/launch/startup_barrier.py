@@ -177,7 +177,7 @@ def format_ranks(numbers: Collection[int]) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """Returns the first non-blank line of an error message, or the name of the exception's type if there is none."""
+    """Returns the first non-blank line of an error message; if the message is blank, the name of its type."""
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
