@@ -26,6 +26,7 @@ from transformers import AutoTokenizer
 
 from bench.data.heldout import DEMO, read_prompts
 from swiftspec.builder.load_options import LoadOptions
+from swiftspec.cache.model_cache import ModelCache
 from swiftspec.config import EngineConfig
 from swiftspec.distributed.launch.supervision import SupervisorLink
 from swiftspec.distributed.launch.world import World, join_world
@@ -33,7 +34,6 @@ from swiftspec.distributed.transport.shm_channel import SharedMemoryChannel
 from swiftspec.llm import LLM, serve_rank
 from swiftspec.params import SamplingParams
 from swiftspec.runtime.executors.native import NativeExecutor, NativeTree
-from swiftspec.runtime.kv_cache import KVCache
 from swiftspec.runtime.runner import Runner
 from swiftspec.sampling.sampler import Sampler
 from swiftspec.serve.supervisor.control_protocol import encode_first_message
@@ -45,7 +45,7 @@ TIMED: list[tuple[Any, str]] = [
     (Runner, "_batch"), (Runner, "run"), (NativeExecutor, "verify"), (NativeExecutor, "expand"),
     (SharedMemoryChannel, "send"),
     (SharedMemoryChannel, "recv"), (SharedMemoryChannel, "recv_or_reply"),
-    (KVCache, "commit"), (Sampler, "draw"), (Sampler, "children"), (DraftTree, "best_leaves"),
+    (ModelCache, "commit"), (Sampler, "draw"), (Sampler, "children"), (DraftTree, "best_leaves"),
     (DraftTree, "add_children"), (tree_walk, "match_path"),
     *((tree, name) for tree in (DraftTree, NativeTree) for name in ("best_subtree", "match_prefix", "reroot")),
 ]  # fmt: skip

@@ -18,10 +18,10 @@ import torch
 from transformers import AutoTokenizer
 
 from bench.data.heldout import DEMO, read_prompts
+from swiftspec.cache.model_cache import ModelCache
 from swiftspec.config import EngineConfig
 from swiftspec.llm import LLM
 from swiftspec.params import SamplingParams
-from swiftspec.runtime.kv_cache import KVCache
 from swiftspec.sampling.sampler import Sampler
 from swiftspec.tree import acceptance as tree_walk
 from swiftspec.tree import mask
@@ -35,7 +35,7 @@ PARTS: list[tuple[Any, str]] = [
     (DraftTree, "reroot"),
     (Sampler, "children"),
     (Sampler, "draw"),
-    (KVCache, "commit"),
+    (ModelCache, "commit"),
     (mask, "from_parents"),
     (mask, "pad_left"),
     (tree_walk, "match_path"),

@@ -162,7 +162,7 @@ def memory(args: argparse.Namespace) -> None:
     llm = build(64, 4, args)
     smc = llm.roles.inner_roles
     assert isinstance(smc, LocalPopulation)
-    each = sum(2 * r.cache.k[:, 0, :, 0].numel() * r.cache.k.element_size() for r in (smc.target, smc.draft))
+    each = sum(2 * r.cache.kv.k[:, 0, :, 0].numel() * r.cache.kv.k.element_size() for r in (smc.target, smc.draft))
     prompt = tuple((7 * i) % 4000 + 5 for i in range(1000))
     group = smc.admit(RequestStart(1, prompt, SamplingParams(temperature=args.temperature), len(prompt)), (), 64)
     counts = [len(prompt)]

@@ -11,7 +11,7 @@ from swiftspec.model.transformer import Transformer
 from swiftspec.runtime.cancellation import CancelCheck
 from swiftspec.runtime.executors.available import ExecutorDeps
 from swiftspec.runtime.executors.graph import Capture
-from swiftspec.runtime.prefix_cache import PrefixCachingRunner
+from swiftspec.runtime.prefix_caching import PrefixCachingRunner
 from swiftspec.runtime.runner import Runner, StepHook
 from swiftspec.sampling.sampler import TokenConstraint
 from swiftspec.sampling.vocab import VocabShard

@@ -39,12 +39,19 @@ class PackedModel:
     group: TensorParallelGroup | None  # all-reduces the outputs of `o` and `down`; None: the model is not sharded
 
 
-class Cache(Protocol):
-    """KV cache: `k` and `v` are [layers, sequences, kv_heads, capacity, head_dim]. A forward writes the slots of its
-    rows."""
+class KVTensors(Protocol):
+    """Keys and values of the attention layers: `k` and `v` are [layers, sequences, kv_heads, capacity, head_dim]. A
+    forward writes the slots of its rows."""
 
     k: Tensor
     v: Tensor
+
+
+class LayerCaches(Protocol):
+    """Cache of a model, by kind of layer."""
+
+    @property
+    def kv(self) -> KVTensors: ...
 
 
 class FusedModel(Protocol):

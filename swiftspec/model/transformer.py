@@ -10,7 +10,7 @@ from torch import Tensor
 
 from swiftspec.model.batch import Batch
 from swiftspec.model.config import ModelConfig
-from swiftspec.model.packed_model import Cache, FusedModel, PackedLayer, PackedModel
+from swiftspec.model.packed_model import FusedModel, LayerCaches, PackedLayer, PackedModel
 from swiftspec.model.tensor_parallel import TensorParallelGroup
 from swiftspec.model.weights import LayerWeights, ModelWeights, Weight
 
@@ -80,24 +80,24 @@ class Transformer:
         return PackedLayer(first, qkv, o, second, gate_up, down)
 
     @torch.no_grad()
-    def forward(self, batch: Batch, cache: Cache, *, head: bool = True) -> Tensor | None:
-        """Runs a forward and writes its keys and values to `cache`. Returns logits [rows, head_rows], or None if `head`
-        is false.
+    def forward(self, batch: Batch, cache: LayerCaches, *, head: bool = True) -> Tensor | None:
+        """Runs a forward and writes the states of its rows to `cache`. Returns logits [rows, head_rows], or None if
+        `head` is false.
 
         In a group the logits are those of this rank's part of the vocabulary; they are not gathered.
         """
         if self.fused is not None:
-            return self.fused.forward(batch, cache, head)
+            return self.fused.forward(batch, cache.kv, head)
         hidden = self._hidden(batch, cache)
         return self._ops.norm_head(hidden, self.stack.norm, self.stack.head) if head else None
 
     # inference mode saves 1 us per operator; the head is outside, so that logits are ordinary tensors
     @torch.inference_mode()
-    def _hidden(self, batch: Batch, cache: Cache) -> Tensor:
+    def _hidden(self, batch: Batch, cache: LayerCaches) -> Tensor:
         """Returns the hidden states [rows, hidden] before the final norm."""
         ops, stack = self._ops, self.stack
         reduce = None if self.group is None else self.group.all_reduce
-        plan = ops.prepare(batch, cache, stack.cos, stack.sin, self.num_heads)
+        plan = ops.prepare(batch, cache.kv, stack.cos, stack.sin, self.num_heads)
         hidden = ops.embed(batch.tokens, stack.embedding)
         for index, layer in enumerate(stack.layers):
             qkv = ops.norm_linear(hidden, layer.input_norm, layer.qkv)

@@ -11,10 +11,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from swiftspec.cache.kv import KVCache, MoveSlots
+from swiftspec.cache.model_cache import ModelCache
 from swiftspec.model.batch import HostBatch, Ints
 from swiftspec.model.transformer import Transformer
 from swiftspec.params import SamplingParams
-from swiftspec.runtime.kv_cache import KVCache, MoveSlots
 from swiftspec.sampling import sampler
 from swiftspec.sampling.guidance import Guidance
 from swiftspec.sampling.sampler import Sampler, ShardedVocab, TokenConstraint
@@ -31,7 +32,7 @@ class RunnerOps(sampler.SamplerOps, Protocol):
 
 
 class Runner:
-    """Model runner: runs one model over a prefix and a tree, and owns the KV cache.
+    """Model runner: runs one model over a prefix and a tree, and owns its cache.
 
     A guided request has two sequences, the conditional and the unconditional one, each with its own prefix and
     positions, and one tree: every row of the tree runs in both sequences, in one batch, and the two results are
@@ -59,7 +60,8 @@ class Runner:
         config = model.config
         self.model, self.ops, self.vocab, self.shard, self.tree_slots = model, ops, vocab, shard, tree_slots
         shape = config.num_layers, model.kv_heads, config.head_dim, context + tree_slots
-        self.cache = KVCache(*shape, ops.make_slot_mover, dtype=model.cache_dtype, device=model.device)
+        kv = KVCache(*shape, ops.make_slot_mover, dtype=model.cache_dtype, device=model.device)
+        self.cache = ModelCache(kv)
         self.busy = 0.0
         self.hooks: list[StepHook] = []
         self.cancel_check: Callable[[], None] = lambda: None  # called before each prefill chunk; may raise Cancelled
@@ -90,7 +92,7 @@ class Runner:
 
     def match_prefix(self, texts: Sequence[Sequence[int]], max_cached: Sequence[int] | None) -> Sequence[int]:
         """Resets the KV cache for a request with these token sequences. Returns for each sequence the length of the
-        prefix that the cache still holds: 0 here, without a prefix cache (see prefix_cache.py)."""
+        prefix that the cache still holds: 0 here, without a prefix cache (see prefix_caching.py)."""
         self.cache.reset(len(texts))
         return [0] * len(texts)
 

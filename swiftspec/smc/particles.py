@@ -201,8 +201,8 @@ class Particles:
         return torch.where(counts == 0, DEAD, torch.where(shared, SHARED, LIVE))
 
     def compact(self, group: int, path: Sequence[int], keep: Sequence[int]) -> None:
-        """Updates a group after `KVCache.commit_sequence(path, keep)`: the slots in `path` leave the tree region, and
-        those in `keep` become slots 0, 1, ..."""
+        """Updates a group after `ModelCache.commit_sequence(path, keep)`: the slots in `path` leave the tree region,
+        and those in `keep` become slots 0, 1, ..."""
         mask, device = self.mask[group], self.mask.device
         kept = torch.tensor(keep, dtype=torch.int64, device=device)
         place = torch.zeros(mask.shape[1], dtype=torch.int64, device=device)

@@ -283,9 +283,7 @@ class LocalPopulation:
     def _wipe(self, group: SequenceGroup) -> None:
         """Zeroes a group's KV in both caches: NaN would propagate into later requests even where it is masked."""
         for cache in (self.target.cache, self.draft.cache):
-            for part in (cache.k, cache.v):
-                part[:, group.sequence, :, : cache.prefix_len[group.sequence] + group.used_slots].zero_()
-            cache.prefix_len[group.sequence] = 0
+            cache.wipe(group.sequence, group.used_slots)
 
     def _compact(self, group: SequenceGroup) -> None:
         """Commits the slots that all live particles share to the prefix region and frees the dead ones.

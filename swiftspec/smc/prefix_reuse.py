@@ -11,15 +11,15 @@ from collections.abc import Collection, Sequence
 
 import numpy as np
 
-from swiftspec.runtime.kv_cache import KVCache
-from swiftspec.runtime.prefix_cache import MIN_CACHED_TOKENS, Tokens, common_prefix_len
+from swiftspec.cache.model_cache import ModelCache
+from swiftspec.cache.prefix_cache import MIN_CACHED_TOKENS, Tokens, common_prefix_len
 
 
 class SequencePrefixes:
-    """Record of the tokens whose KV the prefix of each cache sequence holds. `caches`: KV caches of target and draft,
+    """Record of the tokens whose KV the prefix of each cache sequence holds. `caches`: caches of target and draft,
     which hold the same tokens. `enabled`: if False, every prompt is prefilled from its first token."""
 
-    def __init__(self, caches: Sequence[KVCache], enabled: bool = True) -> None:
+    def __init__(self, caches: Sequence[ModelCache], enabled: bool = True) -> None:
         self._caches, self._enabled = caches, enabled
         sequences = len(caches[0].prefix_len)
         self._tokens: list[Tokens] = [np.array([], np.int64)] * sequences
@@ -42,10 +42,7 @@ class SequencePrefixes:
         ):  # keep it: its text may be requested again
             sequence = next((each for each in self._lru if each not in (*in_use, source)), source)
         for cache in self._caches:
-            if sequence != source:
-                for part in (cache.k, cache.v):
-                    part[:, sequence, :, :count] = part[:, source, :, :count]
-            cache.prefix_len[sequence] = count
+            cache.set_prefix(sequence, count, source)
         self._touch(source)
         self.set_prefix(sequence, tokens[:count])
         return sequence, count

@@ -121,7 +121,7 @@ class PopulationRound:
         self._sampling_spans.clear()
 
     def compact(self, group: int, path: Sequence[int], keep: Sequence[int]) -> None:
-        """Updates the group at position `group` after `KVCache.commit_sequence(path, keep)` in both caches."""
+        """Updates the group at position `group` after `ModelCache.commit_sequence(path, keep)` in both caches."""
         self.particles.compact(group, path, keep)
         self._prefix[group] += len(path)
 

@@ -138,8 +138,8 @@ class DraftTree:
     def reroot(self, node: int) -> tuple[list[int], list[int]]:
         """Re-roots the tree at `node`: keeps only its sub-tree, whose nodes and slots are renumbered in order.
 
-        Returns the arguments of `KVCache.commit`, as tree slots before the re-root: those of the path from the old root
-        to the parent of `node`, and those of the surviving expanded nodes.
+        Returns the arguments of `ModelCache.commit`, as tree slots before the re-root: those of the path from the old
+        root to the parent of `node`, and those of the surviving expanded nodes.
         """
         if node == 0:
             return [], list(range(self.expanded))

@@ -16,6 +16,8 @@ from swiftspec import _C
 from swiftspec.backends import cpu as host
 from swiftspec.backends import reference
 from swiftspec.builder.load_options import LoadOptions
+from swiftspec.cache.kv import KVCache
+from swiftspec.cache.model_cache import ModelCache
 from swiftspec.config import EngineConfig
 from swiftspec.llm import LLM
 from swiftspec.model.batch import Batch
@@ -24,7 +26,6 @@ from swiftspec.model.formats.int4 import Int4Weight, pack_int4
 from swiftspec.model.loader import load_model
 from swiftspec.model.weights import DenseWeight
 from swiftspec.params import SamplingParams
-from swiftspec.runtime.kv_cache import KVCache
 from tests.support.cases import fast_first
 from tests.support.roles import drafter_of
 from tests.support.tiny_checkpoints import make_checkpoint
@@ -239,7 +240,7 @@ def test_a_model_is_as_accurate_as_on_the_reference(tmp_path: Path, level: str, 
 
     def logits(ops: Any, dtype: torch.dtype) -> Tensor:
         model = load_model(tmp_path, dtype=dtype, ops=ops, max_positions=64)
-        out = model.forward(batch, KVCache(3, 2, 32, 64, ops.make_slot_mover, dtype=dtype))
+        out = model.forward(batch, ModelCache(KVCache(3, 2, 32, 64, ops.make_slot_mover, dtype=dtype)))
         assert out is not None
         return out.double()
 

@@ -29,6 +29,11 @@ class Cache:
     v: Tensor
 
 
+@dataclass
+class Caches:
+    kv: Cache
+
+
 class NoHost(TorchDispatchMode):
     """Fails if a value is read on the host or a size depends on one, which a graph could not replay."""
 
@@ -95,7 +100,8 @@ def test_a_whole_forward_has_no_host_reads() -> None:
     model = load_model(DEMO / "draft", dtype=torch.float32, ops=unfused, max_positions=64)
     shape = (2, 1, 1, 32, 32)
     with NoHost():
-        logits = model.forward(batch_of(20, 8, [12, 13, 17, 19]), Cache(torch.zeros(shape), torch.zeros(shape)))
+        caches = Caches(Cache(torch.zeros(shape), torch.zeros(shape)))
+        logits = model.forward(batch_of(20, 8, [12, 13, 17, 19]), caches)
     assert logits is not None and logits.isfinite().all()
 
 

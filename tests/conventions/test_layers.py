@@ -46,13 +46,13 @@ def core_libraries_only(path: str, source: str) -> list[str]:
 
 
 def forbidden_knowledge(path: str, source: str) -> list[str]:
-    """tree/ and sampling/ use neither models nor ranks; model/ uses neither trees nor samplers; smc/ uses no ranks,
-    and of
-    model/ only the batch and cache types."""
+    """tree/, sampling/ and cache/ use neither models nor ranks; model/ uses neither trees nor samplers; smc/ uses no
+    ranks, and of model/ only the batch and cache types."""
     ranks = {"torch.distributed", "socket", "grpc", "swiftspec.distributed"}
     others = {
         "tree": {"swiftspec.model", *ranks},
         "sampling": {"swiftspec.model", *ranks},
+        "cache": {"swiftspec.model", *ranks},
         "smc": {"swiftspec.model.transformer", "swiftspec.model.loader", "swiftspec.model.tensor_parallel", *ranks},
         "model": {"swiftspec.tree", "swiftspec.sampling", "sampler", *ranks},
     }

@@ -14,13 +14,14 @@ from torch import Tensor
 from swiftspec import _C
 from swiftspec.backends import cpu as host
 from swiftspec.backends import reference
+from swiftspec.cache.kv import KVCache
+from swiftspec.cache.model_cache import ModelCache
 from swiftspec.distributed.collectives.torch_dist import sum_in_rank_order
 from swiftspec.errors import UserError
 from swiftspec.model.checkpoint_files import read_config
 from swiftspec.model.loader import load_model
 from swiftspec.model.shard import Shard
 from swiftspec.model.tensor_parallel import TensorParallelGroup
-from swiftspec.runtime.kv_cache import KVCache
 from tests.model.test_loader import quantise
 from tests.support.ranks import Pool
 from tests.support.thread_group import on_ranks
@@ -36,7 +37,7 @@ def logits(
     """All logits of a prompt, gathered: the first rows as one chunk, the rest row by row."""
     model = load_model(path, dtype=dtype, ops=ops, max_positions=64, group=group)
     c = model.config
-    cache = KVCache(c.num_layers, model.kv_heads, c.head_dim, 32, ops.make_slot_mover, dtype=dtype)
+    cache = ModelCache(KVCache(c.num_layers, model.kv_heads, c.head_dim, 32, ops.make_slot_mover, dtype=dtype))
     rows: list[Tensor] = []
     for first, last in ((0, 7), (7, 8), (8, len(TOKENS))):
         out = model.forward(chain(TOKENS[first:last], first), cache)

@@ -52,7 +52,7 @@ def test_rescaled_weights_give_bitwise_identical_logits(tmp_path: Path, family: 
     tokens = torch.randint(3, 64, (40,), generator=torch.Generator().manual_seed(1)).tolist()
     plain, moved = (runner_of(path, dtype, moved=moved) for moved in (False, True))
     assert torch.equal(*(runner.logits(runner.chain_batch(tokens)) for runner in (plain, moved)))
-    for ours, theirs in ((moved.cache.k, plain.cache.k), (moved.cache.v, plain.cache.v)):
+    for ours, theirs in ((moved.cache.kv.k, plain.cache.kv.k), (moved.cache.kv.v, plain.cache.kv.v)):
         layers = [a[a != 0].double() / b[b != 0].double() for a, b in zip(ours, theirs, strict=True)]
         assert all(bool((ratio == ratio[0]).all()) and float(ratio[0].log2()).is_integer() for ratio in layers)
         assert 1 < float(ours.abs().max()) <= LARGEST
@@ -82,7 +82,7 @@ def test_tree_decoding_equals_autoregressive_decoding(pair: tuple[Path, Path], o
     """With the same cache: whole requests, requests that continue from a cached prefix, and guided ones."""
     options = {"dtype": torch.float64, "max_model_len": 128, "ops": ops, "kv_cache_dtype": "fp8"}
     plain, tree = LLM(pair[0], **options), LLM(*pair, plan, **options)  # pyright: ignore[reportArgumentType]
-    assert verifier_of(tree).runner.cache.k.dtype == FLOAT8
+    assert verifier_of(tree).runner.cache.kv.k.dtype == FLOAT8
     accepted = 0
     for sampling in (GREEDY, SEEDED, GUIDED):
         for prompt in PROMPTS:
@@ -98,7 +98,7 @@ def test_particles_fan_out_over_float8(pair: tuple[Path, Path]) -> None:
     """The same text for the same seed, after any earlier requests."""
     plan = EngineConfig("smc")
     llm, other = (LLM(*pair, plan, dtype=torch.float64, ops="reference", kv_cache_dtype="fp8") for _ in range(2))
-    assert population_of(llm).target.cache.v.dtype == FLOAT8
+    assert population_of(llm).target.cache.kv.v.dtype == FLOAT8
     other.generate(PROMPTS[1], replace(SEEDED, seed=1))
     assert llm.generate(PROMPTS[0], SEEDED).token_ids == other.generate(PROMPTS[0], SEEDED).token_ids
 

@@ -14,12 +14,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from swiftspec.backends import reference
+from swiftspec.cache.kv import KVCache
+from swiftspec.cache.model_cache import ModelCache
 from swiftspec.errors import UserError
 from swiftspec.model.checkpoint_files import open_tensors
 from swiftspec.model.formats.int4 import AWQ_ORDER
 from swiftspec.model.loader import load_model
 from swiftspec.model.transformer import Transformer
-from swiftspec.runtime.kv_cache import KVCache
 from tests.model.test_weights import words
 from tests.support.tiny_checkpoints import chain, make_checkpoint
 
@@ -37,8 +38,8 @@ def load(path: Path, **options: Any) -> Transformer:
 def logits(path: Path, **options: Any) -> Tensor:
     model = load(path, **options)
     c = model.config
-    cache = KVCache(c.num_layers, c.num_kv_heads, c.head_dim, 32, reference.make_slot_mover, dtype=model.dtype)
-    out = model.forward(chain(TOKENS), cache)
+    kv = KVCache(c.num_layers, c.num_kv_heads, c.head_dim, 32, reference.make_slot_mover, dtype=model.dtype)
+    out = model.forward(chain(TOKENS), ModelCache(kv))
     assert out is not None
     return out
 

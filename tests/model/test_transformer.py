@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from swiftspec.backends import reference
+from swiftspec.cache.kv import KVCache
+from swiftspec.cache.model_cache import ModelCache
 from swiftspec.model.batch import Batch
 from swiftspec.model.loader import load_model
 from swiftspec.model.transformer import Transformer
-from swiftspec.runtime.kv_cache import KVCache
 from tests.support.tiny_checkpoints import ROPES, chain, make_checkpoint, make_model
 
 CAPACITY = 96
@@ -25,13 +26,13 @@ def load(path: Path, dtype: torch.dtype = torch.float64) -> Transformer:
     return load_model(path, dtype=dtype, device="cpu", ops=reference, max_positions=128)
 
 
-def new_cache(model: Transformer, sequences: int = 1) -> KVCache:
+def new_cache(model: Transformer, sequences: int = 1) -> ModelCache:
     c = model.config
     size = (c.num_layers, c.num_kv_heads, c.head_dim, CAPACITY)
-    return KVCache(*size, reference.make_slot_mover, sequences=sequences, dtype=model.dtype)
+    return ModelCache(KVCache(*size, reference.make_slot_mover, dtype=model.dtype), sequences)
 
 
-def logits(model: Transformer, batch: Batch, cache: KVCache) -> Tensor:
+def logits(model: Transformer, batch: Batch, cache: ModelCache) -> Tensor:
     out = model.forward(batch, cache)
     assert out is not None
     return out

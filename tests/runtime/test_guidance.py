@@ -130,7 +130,7 @@ def test_scale_1_disables_guidance_and_is_free(pair: Pair) -> None:
     cache, rows, forward = runner.cache, [], runner.model.forward
 
     def count(batch: Any, cache: Any, *, head: bool = True) -> Any:
-        rows.append((len(batch), cache.k.shape[1]))
+        rows.append((len(batch), cache.kv.k.shape[1]))
         return forward(batch, cache, head=head)
 
     runner.model.forward = count  # type: ignore[method-assign]
@@ -140,7 +140,7 @@ def test_scale_1_disables_guidance_and_is_free(pair: Pair) -> None:
     assert (16, 2) in rows, "both sequences in one batch"
     rows.clear()
     assert llm.generate(PROMPT, guided(1.0)).token_ids == want
-    assert rows == plain and cache.k.shape[1] == 1, "the second buffer is given back"
+    assert rows == plain and cache.kv.k.shape[1] == 1, "the second buffer is given back"
 
 
 def test_rejection_uses_the_guided_distribution(pair: Pair) -> None:

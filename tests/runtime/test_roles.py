@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from swiftspec.backends import reference
+from swiftspec.cache.model_cache import ModelCache
 from swiftspec.config import EngineConfig
 from swiftspec.llm import LLM
 from swiftspec.messages import Proposal, VerifyResult
 from swiftspec.model.batch import Batch
 from swiftspec.model.loader import load_model
 from swiftspec.params import SamplingParams
-from swiftspec.runtime.kv_cache import KVCache
 from swiftspec.runtime.local_drafter import LocalDrafter
 from swiftspec.runtime.runner import PREFILL_CHUNK_TOKENS, Runner
 from tests.support import roles
@@ -61,8 +61,8 @@ def make_runner(path: Path, context: int = 400) -> Runner:
 
 def poison_free(runner: Runner) -> None:
     for sequence, used in enumerate(runner.cache.kv_len()):
-        runner.cache.k[:, sequence, :, used:] = POISON
-        runner.cache.v[:, sequence, :, used:] = POISON
+        runner.cache.kv.k[:, sequence, :, used:] = POISON
+        runner.cache.kv.v[:, sequence, :, used:] = POISON
 
 
 def texts(runner: Runner, verified: list[int]) -> list[list[int]]:
@@ -81,12 +81,12 @@ class Oracle:
         self.runner.cache.reset()
         self.runner.prefill(tokens)
         at = len(tokens) - 1
-        return self.runner.cache.k[:, 0, :, at].clone(), self.runner.cache.v[:, 0, :, at].clone()
+        return self.runner.cache.kv.k[:, 0, :, at].clone(), self.runner.cache.kv.v[:, 0, :, at].clone()
 
     def check(self, runner: Runner, slot: int, tokens: Sequence[int], sequence: int = 0) -> None:
         k, v = self.kv(tokens)
-        torch.testing.assert_close(runner.cache.k[:, sequence, :, slot], k, atol=1e-9, rtol=1e-9)
-        torch.testing.assert_close(runner.cache.v[:, sequence, :, slot], v, atol=1e-9, rtol=1e-9)
+        torch.testing.assert_close(runner.cache.kv.k[:, sequence, :, slot], k, atol=1e-9, rtol=1e-9)
+        torch.testing.assert_close(runner.cache.kv.v[:, sequence, :, slot], v, atol=1e-9, rtol=1e-9)
 
 
 def check_drafter(drafter: LocalDrafter, oracle: Oracle, verified: list[int]) -> None:
@@ -183,7 +183,7 @@ def test_nothing_is_computed_twice(checkpoint: Path, target_text: list[int]) -> 
     runner = make_runner(checkpoint)
     rows, forward = 0, runner.model.forward
 
-    def count(batch: Batch, cache: KVCache, *, head: bool = True) -> Tensor | None:
+    def count(batch: Batch, cache: ModelCache, *, head: bool = True) -> Tensor | None:
         nonlocal rows
         rows += len(batch)
         return forward(batch, cache, head=head)
@@ -216,7 +216,7 @@ def test_chunked_prefill_equals_a_prompt_in_tree_rows(checkpoint: Path) -> None:
     for token in tokens:
         single.prefill([token])
     used = len(tokens)
-    torch.testing.assert_close(whole.cache.k[..., :used, :], single.cache.k[..., :used, :], atol=1e-9, rtol=1e-9)
+    torch.testing.assert_close(whole.cache.kv.k[..., :used, :], single.cache.kv.k[..., :used, :], atol=1e-9, rtol=1e-9)
 
 
 def test_a_full_tree_region_stops_only_expansions(checkpoint: Path) -> None:

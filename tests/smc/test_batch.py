@@ -13,13 +13,13 @@ from torch import Tensor
 
 from swiftspec import _C
 from swiftspec.backends import cpu, reference
+from swiftspec.cache.model_cache import ModelCache
 from swiftspec.config import EngineConfig, PopulationConfig
 from swiftspec.engine import Stats, StopCriteria
 from swiftspec.errors import NonFiniteLogits, UserError
 from swiftspec.llm import LLM
 from swiftspec.model.batch import Batch
 from swiftspec.params import SamplingParams
-from swiftspec.runtime.kv_cache import KVCache
 from swiftspec.smc.decoding import BatchRequest, ParticleDecoding
 from swiftspec.smc.limits import region_slots
 from tests.model.test_loader import quantise
@@ -112,7 +112,7 @@ def test_a_batch_runs_sequentially_if_only_one_fits(pair: tuple[Path, Path]) -> 
 class NonFiniteModel(HistoryModel):
     """A model whose logits after one token, at any position, are not finite."""
 
-    def forward(self, batch: Batch, cache: KVCache, *, head: bool = True) -> Tensor:
+    def forward(self, batch: Batch, cache: ModelCache, *, head: bool = True) -> Tensor:
         found = super().forward(batch, cache, head=head)
         return torch.where((batch.tokens == self.vocab - 1)[:, None], torch.nan, found)
 

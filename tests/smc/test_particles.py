@@ -12,7 +12,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from swiftspec.backends import reference
 from swiftspec.backends.reference import resampling
-from swiftspec.runtime.kv_cache import KVCache
+from swiftspec.cache.kv import KVCache
+from swiftspec.cache.model_cache import ModelCache
 from swiftspec.smc.particles import DEAD, LIVE, SHARED, Particles
 
 N, K, VOCAB, STOP, LIMIT, SLOTS = 3, 2, 4, 3, 24, 48
@@ -40,7 +41,7 @@ class Population(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.cache = KVCache(1, 1, 1, 80, reference.make_slot_mover, dtype=torch.float64)
+        self.cache = ModelCache(KVCache(1, 1, 1, 80, reference.make_slot_mover, dtype=torch.float64))
         self.particles = Particles(1, N, K, SLOTS, LIMIT)
         self.bytes_moved = 0
         self.fan_out()
@@ -62,7 +63,7 @@ class Population(RuleBasedStateMachine):
 
     @property
     def kv(self) -> torch.Tensor:
-        return self.cache.k[0, 0, 0, :, 0]
+        return self.cache.kv.k[0, 0, 0, :, 0]
 
     def poison(self) -> None:
         self.kv[self.cache.kv_len()[0] :] = POISON
@@ -122,7 +123,7 @@ class Population(RuleBasedStateMachine):
         values=st.lists(st.floats(-6, 6), min_size=N, max_size=N), uniform=st.floats(0.01, 0.99), always=st.booleans()
     )
     def resample(self, values: list[float], uniform: float, always: bool) -> None:
-        p, before = self.particles, self.cache.k.clone()
+        p, before = self.particles, self.cache.kv.k.clone()
         p.log_weights.copy_(torch.tensor([values], dtype=torch.float64))
         rows = [replace(row, weight=value) for row, value in zip(self.rows, values, strict=True)]
         threshold = 1.0 if always else 0.5
@@ -134,7 +135,7 @@ class Population(RuleBasedStateMachine):
         p.resample(threshold, u, SLOTS)
         self.rows = [replace(rows[i], weight=0.0) for i in source] if poor else rows
         assert abs(float(p.log_evidence()) - evidence) < 1e-9, "resampling changes no estimate"
-        assert torch.equal(self.cache.k, before), "resampling moves no KV"
+        assert torch.equal(self.cache.kv.k, before), "resampling moves no KV"
 
     @rule()
     def promote_and_free(self) -> None:

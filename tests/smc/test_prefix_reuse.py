@@ -12,10 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from swiftspec.backends import reference
+from swiftspec.cache.kv import KVCache
+from swiftspec.cache.model_cache import ModelCache
 from swiftspec.config import EngineConfig, PopulationConfig
 from swiftspec.llm import LLM, Completion
 from swiftspec.params import SamplingParams
-from swiftspec.runtime.kv_cache import KVCache
 from swiftspec.smc.prefix_reuse import SequencePrefixes
 from tests.support.roles import population_of
 from tests.support.tiny_checkpoints import make_pair
@@ -29,14 +30,14 @@ CHAINS = EngineConfig("serial", draft_steps=3, max_num_seqs=3)
 def test_cached_prefixes_equal_what_was_prefilled(requests: Sequence[tuple[list[int], bool]]) -> None:
     """A cache whose keys are the tokens: whatever stays or is copied belongs to the text. A request that is marked True
     continues."""
-    cache = KVCache(1, 1, 1, 80, reference.make_slot_mover, sequences=3)
+    cache = ModelCache(KVCache(1, 1, 1, 80, reference.make_slot_mover), 3)
     texts, busy = SequencePrefixes([cache]), list[int]()
     for text, goes_on in requests:
         sequence, cached = texts.acquire(text, busy)
         assert sequence not in busy and cached <= len(text) - 1
-        assert cache.k[0, sequence, 0, :cached, 0].tolist() == text[:cached]
+        assert cache.kv.k[0, sequence, 0, :cached, 0].tolist() == text[:cached]
         first = cache.append_prefix(len(text) - 1 - cached, sequence)
-        cache.k[0, sequence, 0, first : len(text) - 1, 0] = torch.tensor(text[cached:-1], dtype=torch.float32)
+        cache.kv.k[0, sequence, 0, first : len(text) - 1, 0] = torch.tensor(text[cached:-1], dtype=torch.float32)
         texts.set_prefix(sequence, text[:-1])
         again = [texts.acquire(text, [*busy, sequence])[1]] if len(busy) < 2 else []
         assert again in ([], [len(text) - 1])
@@ -44,7 +45,7 @@ def test_cached_prefixes_equal_what_was_prefilled(requests: Sequence[tuple[list[
 
 
 def test_the_least_recently_used_sequence_is_reused() -> None:
-    cache = KVCache(1, 1, 1, 200, reference.make_slot_mover, sequences=3)
+    cache = ModelCache(KVCache(1, 1, 1, 200, reference.make_slot_mover), 3)
     texts = SequencePrefixes([cache])
 
     def read(*tokens: int) -> tuple[int, int]:

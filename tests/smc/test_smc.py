@@ -188,7 +188,7 @@ def test_every_live_slot_holds_the_kv_of_its_path(pair: tuple[Path, Path], exact
                 oracle.cache.reset()
                 oracle.prefill(tokens)
                 places = torch.tensor([*range(prefix), *(prefix + slot for slot in slots)])[: len(tokens) - lacking]
-                for mine, true in ((runner.cache.k, oracle.cache.k), (runner.cache.v, oracle.cache.v)):
+                for mine, true in ((runner.cache.kv.k, oracle.cache.kv.k), (runner.cache.kv.v, oracle.cache.kv.v)):
                     got, want = mine[:, 0, :, places], true[:, 0, :, : len(places)]
                     torch.testing.assert_close(got, want, atol=1e-9, rtol=1e-9)
                 checked += len(places)
@@ -231,15 +231,14 @@ def test_a_stream_closed_midway_does_not_affect_the_next_request(pair: tuple[Pat
     assert engine.stats.population is not None and engine.generate(PROMPT, sampling).token_ids == want
 
 
-def test_a_long_prompt_is_shared(pair: tuple[Path, Path]) -> None:
+def test_a_long_prompt_is_shared(pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """64 particles over 1,000 tokens: only new tokens use slots, and fan-out and resampling move no KV."""
     engine = llm(pair, particles=64, smc_draft_tokens=3)
     smc = population_of(engine)
     moves: list[int] = []
     cache = smc.target.cache
-    move = cache._move
-    assert move is not None
-    cache._move = lambda s, source, start: (moves.append(len(source)), move(s, source, start))[1]
+    move = cache.kv.move
+    monkeypatch.setattr(cache.kv, "move", lambda s, slots, first: (moves.append(len(slots)), move(s, slots, first))[1])
     group = smc.admit(request_start([i % 40 for i in range(1000)], WARM), (), 24)
     assert cache.prefix_len[0] + group.used_slots == 1000 and not moves
     rounds = []

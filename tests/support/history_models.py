@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 
 from swiftspec.backends import reference
+from swiftspec.cache.model_cache import ModelCache
 from swiftspec.config import PopulationConfig
 from swiftspec.model.batch import Batch
 from swiftspec.model.config_json import parse_config
 from swiftspec.model.tensor_parallel import TensorParallelGroup
 from swiftspec.params import SamplingParams
 from swiftspec.runtime.executors.native import NativeModel
-from swiftspec.runtime.kv_cache import KVCache
 from tests.support.roles import SequentialPopulation, make_population, make_runner, request_start
 
 TextDistribution = dict[tuple[int, ...], float]  # text -> mass
@@ -50,9 +50,9 @@ class HistoryModel:
         self._turns, self._phases = (5 + 7 * drawn[0]).to(device), (6.28 * drawn[1]).to(device)
         self.forwards: list[int] = []
 
-    def forward(self, batch: Batch, cache: KVCache, *, head: bool = True) -> Tensor:
+    def forward(self, batch: Batch, cache: ModelCache, *, head: bool = True) -> Tensor:
         self.forwards.append(len(batch))
-        keys = cache.k[0, :, 0, :, 0]  # [S, capacity]
+        keys = cache.kv.k[0, :, 0, :, 0]  # [S, capacity]
         keys.index_put_(
             (batch.sequence, batch.slots), (batch.tokens + 1) * (self.vocab + 1.0) ** batch.positions.double()
         )
@@ -83,7 +83,7 @@ def make_worker(
 ) -> SequentialPopulation:
     runners = [make_runner(model, reference, context=max_tokens + 16, tree_slots=slots) for model in (target, draft)]
     for runner in runners:
-        runner.cache.k.fill_(POISON)
+        runner.cache.kv.k.fill_(POISON)
     return make_population(runners[0], runners[1], plan, max_tokens=max_tokens, lag=lag)
 
 

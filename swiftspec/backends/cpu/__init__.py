@@ -20,7 +20,7 @@ from swiftspec.backends.cpu.decoder import fuse
 from swiftspec.backends.cpu.packing import PackedLinear, pack
 from swiftspec.backends.reference import DEFAULT_SCORES, MAX_CAPTURED_SEQUENCES, Scores, device_tree, embed, rope_tables
 from swiftspec.backends.reference.resampling import ResamplingState
-from swiftspec.model.packed_model import Cache
+from swiftspec.model.packed_model import KVTensors
 
 if TYPE_CHECKING:
     from swiftspec.model.batch import Batch
@@ -149,7 +149,7 @@ class CpuAttentionPlan:
     out_width: int
 
 
-def prepare(batch: Batch, cache: Cache, cos: Tensor, sin: Tensor, num_heads: int) -> CpuAttentionPlan:
+def prepare(batch: Batch, cache: KVTensors, cos: Tensor, sin: Tensor, num_heads: int) -> CpuAttentionPlan:
     """Prepares the attention of a forward, before its layers. `cos` and `sin` are the tables of `rope_tables`."""
     sequences, head_dim = cache.k.shape[1], cache.k.shape[4]
     present = [0] if sequences == 1 else sorted(set(batch.sequence.tolist()))

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from swiftspec import _C
 from swiftspec.backends.cpu.shm import ShmCollectives
-from swiftspec.model.packed_model import Cache, PackedModel
+from swiftspec.model.packed_model import KVTensors, PackedModel
 
 if TYPE_CHECKING:
     from swiftspec.config import PopulationConfig
@@ -44,7 +44,7 @@ class HostDecoder:
             0.0 if shared is None else shared.timeout_s,
         )  # fmt: skip
 
-    def rounds(self, cache: Cache) -> _C.Rounds:
+    def rounds(self, cache: KVTensors) -> _C.Rounds:
         """Returns native expansion and verification on a cache with one sequence."""
         return _C.Rounds(self._native, _C.Cache(cache.k, cache.v))
 
@@ -54,7 +54,12 @@ class HostDecoder:
         return _C.Tree(*arrays)
 
     def population(
-        self, cache: Cache, draft: HostDecoder, draft_cache: Cache, tensors: Sequence[Tensor], config: PopulationConfig
+        self,
+        cache: KVTensors,
+        draft: HostDecoder,
+        draft_cache: KVTensors,
+        tensors: Sequence[Tensor],
+        config: PopulationConfig,
     ) -> _C.Population:
         """Returns native rounds of a population with this model as target. `tensors`: `PopulationRound.tensors`."""
         caches = _C.Cache(draft_cache.k, draft_cache.v), _C.Cache(cache.k, cache.v)
@@ -63,7 +68,7 @@ class HostDecoder:
             config.chains or "weigh", config.power, config.ess_threshold, config.deferred_bonus,
         )  # fmt: skip
 
-    def forward(self, batch: Batch, cache: Cache, head: bool) -> Tensor | None:
+    def forward(self, batch: Batch, cache: KVTensors, head: bool) -> Tensor | None:
         """Runs a forward and writes its keys and values to `cache`. Returns float32 logits [rows, vocab], or None if
         `head` is false. If a peer is lost, raises the exception of `TensorParallelGroup.lost`."""
         order = None

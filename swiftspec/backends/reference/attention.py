@@ -12,7 +12,7 @@ from torch import Tensor
 
 from swiftspec.model.batch import Batch
 from swiftspec.model.config import RopeConfig
-from swiftspec.model.packed_model import Cache
+from swiftspec.model.packed_model import KVTensors
 
 
 def rope_tables(
@@ -67,7 +67,7 @@ class ReferenceAttentionPlan:
     parts: list[ReferenceSequenceRows]
 
 
-def prepare(batch: Batch, cache: Cache, cos: Tensor, sin: Tensor, num_heads: int) -> ReferenceAttentionPlan:
+def prepare(batch: Batch, cache: KVTensors, cos: Tensor, sin: Tensor, num_heads: int) -> ReferenceAttentionPlan:
     """Prepares the attention of a forward, before its layers. `cos` and `sin` are the tables of `rope_tables`."""
     lengths = batch.kv_len.tolist()
     present = sorted(set(batch.sequence.tolist()))
@@ -80,7 +80,7 @@ def prepare(batch: Batch, cache: Cache, cos: Tensor, sin: Tensor, num_heads: int
 
 
 def _sequence_rows(
-    batch: Batch, cache: Cache, sequence: int, rows: Tensor | None, length: int, num_heads: int, dtype: torch.dtype
+    batch: Batch, cache: KVTensors, sequence: int, rows: Tensor | None, length: int, num_heads: int, dtype: torch.dtype
 ) -> ReferenceSequenceRows:
     slots, window = (each if rows is None else each[rows] for each in (batch.slots, batch.mask))
     indices = slots.tolist()

@@ -39,7 +39,7 @@ from swiftspec.backends.reference import (
 from swiftspec.backends.reference.attention import ReferenceAttentionPlan, ReferenceSequenceRows
 from swiftspec.backends.reference.packing import LinearFn
 from swiftspec.model.batch import Batch
-from swiftspec.model.packed_model import Cache
+from swiftspec.model.packed_model import KVTensors
 from swiftspec.model.weights import Weight
 
 __all__ = [
@@ -102,7 +102,7 @@ def _unpack(words: Tensor) -> Tensor:
     return (words.unsqueeze(-1) >> shifts).bitwise_and_(15).flatten(1)
 
 
-def prepare(batch: Batch, cache: Cache, cos: Tensor, sin: Tensor, num_heads: int) -> ReferenceAttentionPlan:
+def prepare(batch: Batch, cache: KVTensors, cos: Tensor, sin: Tensor, num_heads: int) -> ReferenceAttentionPlan:
     """Prepares the attention of a forward, before its layers. For a cache of several sequences it calls reference/,
     which reads on the host."""
     if cache.k.shape[1] > 1:

@@ -18,7 +18,7 @@ from swiftspec.distributed.transport.codec import (
 from swiftspec.distributed.transport.opcodes import Opcode
 from swiftspec.messages import Proposal, RequestStart
 from swiftspec.runtime.local_drafter import LocalDrafter
-from swiftspec.runtime.prefix_cache import with_cached_lengths
+from swiftspec.runtime.prefix_caching import with_cached_lengths
 from swiftspec.runtime.runner import Runner
 from swiftspec.runtime.verifier import LocalVerifier
 from swiftspec.smc.population import LocalPopulation, SequenceGroup

@@ -25,7 +25,7 @@ from swiftspec.messages import Proposal, RequestStart, VerifyResult
 from swiftspec.runtime.cancellation import CancelCheck
 from swiftspec.runtime.fallback_drafter import FAILURES
 from swiftspec.runtime.local_drafter import LocalDrafter
-from swiftspec.runtime.prefix_cache import with_cached_lengths
+from swiftspec.runtime.prefix_caching import with_cached_lengths
 from swiftspec.runtime.runner import Runner
 from swiftspec.runtime.verifier import LocalVerifier
 from swiftspec.smc.group_result import GroupResult

@@ -205,7 +205,7 @@ class GraphForwardExecutor(EagerExecutor):
 
     def open(self, request: ExecutorRequest) -> None:
         super().open(request)
-        self.graphs.bind(self.runner.cache.k)
+        self.graphs.bind(self.runner.cache.kv.k)
         guidance = self.runner.guidance
         self._forwards = FORWARD_GRAPHS if guidance is None else (FORWARD_GRAPHS, guidance.scale)
         self.graphs.open(self._forwards, lambda: None)

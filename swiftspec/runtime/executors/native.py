@@ -20,7 +20,6 @@ from swiftspec.model.packed_model import FusedModel
 from swiftspec.runtime.executors import Accepted, ExecutorRequest, Features
 from swiftspec.runtime.executors.eager import EagerExecutor
 from swiftspec.runtime.executors.native_population import NativePopulation
-from swiftspec.runtime.kv_cache import KVCache
 from swiftspec.runtime.runner import Runner
 from swiftspec.sampling.noise import TARGET_STREAM
 from swiftspec.tree import mask as tree_mask
@@ -117,10 +116,10 @@ class NativeExecutor(EagerExecutor):
 
     def open(self, request: ExecutorRequest) -> None:
         super().open(request)
-        cache: KVCache = self.runner.cache
-        if self._bound is not cache.k:
-            self._rounds: NativeTreeRounds = self._fused.rounds(cache)
-            self._bound = cache.k
+        kv = self.runner.cache.kv
+        if self._bound is not kv.k:
+            self._rounds: NativeTreeRounds = self._fused.rounds(kv)
+            self._bound = kv.k
         sampler = request.sampler
         p = sampler.params
         temperature = 1.0 if p.greedy else p.temperature

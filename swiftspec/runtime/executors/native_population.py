@@ -91,7 +91,7 @@ class NativePopulationExecutor:
         self._native_of(program).compact(group, len(path), keep)
 
     def _native_of(self, program: RoundProgram) -> NativePopulation:
-        target, draft = self._runners[0].cache, self._runners[1].cache
+        target, draft = (runner.cache.kv for runner in self._runners)
         if self._program is not program or self._target is not target.k or self._draft is not draft.k:
             self._native = self._models[0].population(target, self._models[1], draft, program.tensors, self._config)
             self._program, self._target, self._draft = program, target.k, draft.k

@@ -51,8 +51,8 @@ class RoundProgram(Protocol):
         ...
 
     def compact(self, group: int, path: Sequence[int], keep: Sequence[int], /) -> None:
-        """Updates the tensors of the group at position `group` after `KVCache.commit_sequence` with the same `path` and
-        `keep` in both caches."""
+        """Updates the tensors of the group at position `group` after `ModelCache.commit_sequence` with the same `path`
+        and `keep` in both caches."""
         ...
 
     def sampling_spans(self, groups: int, /) -> Sequence[tuple[int, float, Tensor | None]]:

@@ -130,7 +130,7 @@ def test_a_runner_with_graphs_equals_one_without(checkpoint: Path) -> None:
         assert (want - got).abs().max() < 1e-12
         for runner in (plain, graphed):
             runner.cache.commit(path)
-    assert (plain.cache.k - graphed.cache.k).abs().max() < 1e-12
+    assert (plain.cache.kv.k - graphed.cache.kv.k).abs().max() < 1e-12
     assert capture.captures == 4 and capture.replays == 6  # 1, 2, 4 and 8 rows, all of width 8
 
 

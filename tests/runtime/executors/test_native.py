@@ -63,8 +63,8 @@ def runner_on(model: Any) -> Runner:
 def same_caches(one: Runner, other: Runner) -> None:
     assert one.cache.prefix_len == other.cache.prefix_len and one.cache.tree_len == other.cache.tree_len
     used = one.cache.kv_len()[0]
-    assert torch.equal(one.cache.k[..., :used, :], other.cache.k[..., :used, :])
-    assert torch.equal(one.cache.v[..., :used, :], other.cache.v[..., :used, :])
+    assert torch.equal(one.cache.kv.k[..., :used, :], other.cache.kv.k[..., :used, :])
+    assert torch.equal(one.cache.kv.v[..., :used, :], other.cache.kv.v[..., :used, :])
 
 
 def same_trees(one: LocalDrafter, other: LocalDrafter) -> None:

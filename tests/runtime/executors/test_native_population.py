@@ -85,7 +85,7 @@ def same(one: LocalPopulation, other: LocalPopulation, live: Sequence[tuple[Sequ
             start = r.cache.prefix_len[a.sequence]
             assert start == s.cache.prefix_len[b.sequence]
             slots = torch.cat((torch.arange(start), start + written.nonzero().flatten()))
-            for x, y in ((r.cache.k, s.cache.k), (r.cache.v, s.cache.v)):
+            for x, y in ((r.cache.kv.k, s.cache.kv.k), (r.cache.kv.v, s.cache.kv.v)):
                 assert torch.equal(x[:, a.sequence][:, :, slots], y[:, a.sequence][:, :, slots])
 
 

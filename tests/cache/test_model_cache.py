@@ -1,4 +1,4 @@
-"""The slot accounting of the KV cache, with the KV of a slot replaced by a number that identifies its token."""
+"""The slot accounting of a model's cache, with the KV of a slot replaced by a number that identifies its token."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from swiftspec.backends import cpu as host
 from swiftspec.backends import reference
-from swiftspec.runtime.kv_cache import KVCache
+from swiftspec.cache.kv import KVCache
+from swiftspec.cache.model_cache import ModelCache
 
 CAPACITY = 40
 POISON = 1e4  # in every slot that is free
@@ -22,7 +23,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.cache = KVCache(2, 1, 2, CAPACITY, self.make_slot_mover, sequences=2, dtype=torch.float64)
+        self.cache = ModelCache(KVCache(2, 1, 2, CAPACITY, self.make_slot_mover, dtype=torch.float64), 2)
         self._poison()
         self.prefix: list[list[float]] = [[], []]
         self.tree: list[float] = []
@@ -35,7 +36,7 @@ class CacheMachine(RuleBasedStateMachine):
     def _write(self, slot: int, sequence: int, value: float | None = None) -> float:
         if value is None:
             value, self.next = self.next, self.next + 1
-        for tensor in (self.cache.k, self.cache.v):
+        for tensor in (self.cache.kv.k, self.cache.kv.v):
             assert (tensor[:, sequence, :, slot] == POISON).all(), "a slot in use was handed out again"
             tensor[:, sequence, :, slot] = value
         return value
@@ -64,22 +65,22 @@ class CacheMachine(RuleBasedStateMachine):
 
     def _poison(self) -> None:
         for sequence, used in enumerate(self.cache.kv_len()):
-            self.cache.k[:, sequence, :, used:] = POISON
-            self.cache.v[:, sequence, :, used:] = POISON
+            self.cache.kv.k[:, sequence, :, used:] = POISON
+            self.cache.kv.v[:, sequence, :, used:] = POISON
 
     @invariant()
     def live_slots_hold_their_tokens(self) -> None:
         for sequence, prefix in enumerate(self.prefix):
             live = [*prefix, *self.tree]
             assert self.cache.kv_len()[sequence] == len(live)
-            for tensor in (self.cache.k, self.cache.v):
+            for tensor in (self.cache.kv.k, self.cache.kv.v):
                 for layer in tensor[:, sequence, 0, : len(live), 0]:
                     assert layer.tolist() == live
         assert self.cache.free_slots == CAPACITY - max(len(p) for p in self.prefix) - len(self.tree)
 
 
 CacheMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=20, deadline=None)
-TestKVCache = CacheMachine.TestCase
+TestModelCache = CacheMachine.TestCase
 
 
 class NativeCacheMachine(CacheMachine):
@@ -89,13 +90,14 @@ class NativeCacheMachine(CacheMachine):
 
 
 NativeCacheMachine.TestCase.settings = CacheMachine.TestCase.settings
-TestNativeKVCache = NativeCacheMachine.TestCase
+TestNativeModelCache = NativeCacheMachine.TestCase
 
 
 def test_slots_in_their_final_position_are_not_moved() -> None:
     moves: list[tuple[list[int], int]] = []
 
-    cache = KVCache(1, 1, 2, 16, lambda k, v: lambda sequence, source, start: moves.append(([*source], start)))
+    kv = KVCache(1, 1, 2, 16, lambda k, v: lambda sequence, source, start: moves.append(([*source], start)))
+    cache = ModelCache(kv)
     cache.append_prefix(2)
     cache.append_tree(6)
     cache.commit([0, 1], [2])

@@ -18,7 +18,7 @@ from swiftspec.config import EngineConfig, PopulationConfig
 from swiftspec.errors import NonFiniteLogits
 from swiftspec.llm import LLM
 from swiftspec.params import SamplingParams
-from swiftspec.runtime.prefix_cache import PrefixCachingRunner, with_cached_lengths
+from swiftspec.runtime.prefix_caching import PrefixCachingRunner, with_cached_lengths
 from swiftspec.runtime.runner import PREFILL_CHUNK_TOKENS
 from tests.support.roles import drafter_of, population_of, request_start, verifier_of
 from tests.support.tiny_checkpoints import make_checkpoint, make_pair
@@ -114,17 +114,17 @@ class Requests(RuleBasedStateMachine):
         for ours, theirs in zip(runners(self.caching), every(self.fresh), strict=True):
             assert ours.cache.prefix_len == theirs.cache.prefix_len
             for s, count in enumerate(ours.cache.prefix_len):
-                for mine, fresh in ((ours.cache.k, theirs.cache.k), (ours.cache.v, theirs.cache.v)):
+                for mine, fresh in ((ours.cache.kv.k, theirs.cache.kv.k), (ours.cache.kv.v, theirs.cache.kv.v)):
                     torch.testing.assert_close(mine[:, s, :, :count], fresh[:, s, :, :count], atol=1e-9, rtol=1e-9)
 
     @invariant()
     def within_the_budget(self) -> None:
         for runner in runners(self.caching):
             copies = runner.prefix_cache.entries
-            assert sum(length.k.shape[2] for length in copies) == runner.prefix_cache.size <= runner.prefix_cache.budget
-            assert all(
-                length.k.shape == length.v.shape and len(length.tokens) == length.k.shape[2] for length in copies
-            )
+            assert sum(len(copy.tokens) for copy in copies) == runner.prefix_cache.size <= runner.prefix_cache.budget
+            for copy in copies:
+                ((k, v),) = copy.states
+                assert k.shape == v.shape and k.shape[2] == len(copy.tokens)
 
 
 def every(llm: LLM) -> list[Any]:
@@ -322,5 +322,5 @@ def test_with_native_operators_results_are_bitwise_identical_to_a_fresh_prefill(
     assert llm.stats.cached_tokens >= len(text) - 4
     for ours, theirs in zip(every(llm), every(fresh), strict=True):
         count = ours.cache.prefix_len[0]
-        assert torch.equal(ours.cache.k[:, 0, :, :count], theirs.cache.k[:, 0, :, :count])
-        assert torch.equal(ours.cache.v[:, 0, :, :count], theirs.cache.v[:, 0, :, :count])
+        assert torch.equal(ours.cache.kv.k[:, 0, :, :count], theirs.cache.kv.k[:, 0, :, :count])
+        assert torch.equal(ours.cache.kv.v[:, 0, :, :count], theirs.cache.kv.v[:, 0, :, :count])

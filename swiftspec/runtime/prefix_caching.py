@@ -1,4 +1,4 @@
-"""Prefix cache for KV reuse across requests, so that only new tokens are prefilled.
+"""Runner with a prefix cache, so that only new tokens of a request are prefilled.
 
 The KV of the last request stays in the live KV cache at no cost. When a new request is about to overwrite much of it,
 the KV is copied into the prefix cache, which has a budget in tokens and evicts the least recently used entry first.
@@ -10,72 +10,18 @@ smc, exact batching) have smc/prefix_reuse.py instead.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
-from torch import Tensor
 
+from swiftspec.cache.prefix_cache import MIN_CACHED_TOKENS, CachedPrefix, PrefixCache, Tokens, common_prefix_len
 from swiftspec.messages import RequestStart
 from swiftspec.model.batch import HostBatch
 from swiftspec.runtime.runner import Runner
 from swiftspec.sampling.guidance import Guidance
 
-MIN_CACHED_TOKENS = 32  # shorter prefixes are prefilled again faster than they are copied
-Tokens = NDArray[np.int64]
 TokenSequences = Sequence[Sequence[int]]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class CachedPrefix:
-    """A token sequence with its keys and values."""
-
-    tokens: Tokens
-    k: Tensor  # [layers, kv_heads, tokens, head_dim]
-    v: Tensor  # as k
-
-
-class PrefixCache:
-    """LRU cache of prefixes with at most `budget` tokens in total. Sequences of fewer than `min_tokens` tokens are not
-    worth an entry. `entries`: the most recently used one is last."""
-
-    def __init__(self, budget: int, min_tokens: int) -> None:
-        self.budget, self.min_tokens = budget, min_tokens
-        self.entries: list[CachedPrefix] = []
-
-    @property
-    def size(self) -> int:
-        """Number of tokens of all entries."""
-        return sum(len(entry.tokens) for entry in self.entries)
-
-    def fits(self, text: Tokens) -> bool:
-        """Returns whether a sequence has at least `min_tokens` and at most `budget` tokens."""
-        return self.min_tokens <= len(text) <= self.budget
-
-    def contains(self, text: Tokens) -> bool:
-        """Returns whether an entry begins with this sequence."""
-        return any(common_prefix_len(entry.tokens, text) == len(text) for entry in self.entries)
-
-    def update(self, new: Sequence[CachedPrefix], used: Sequence[tuple[CachedPrefix, int]]) -> None:
-        """Inserts the entries `new` and evicts old ones.
-
-        `used`: pairs (entry, n), one for each entry, old or new, whose first n tokens are about to be copied into the
-        live KV cache. These entries become the most recently used ones, but an entry with fewer than `min_tokens`
-        further tokens is removed. Old entries that are prefixes of a new one are removed too, and finally the least
-        recently used ones until the budget is met.
-        """
-        sources = [entry for entry, _ in used]
-        gone = [entry for entry, count in used if len(entry.tokens) - count < self.min_tokens]
-        rest = [
-            old
-            for old in self.entries
-            if not any(common_prefix_len(n.tokens, old.tokens) == len(old.tokens) for n in new)
-        ]
-        order = [entry for entry in (*rest, *new) if entry not in sources] + list(dict.fromkeys(sources))
-        self.entries = [entry for entry in order if entry not in gone]
-        while self.size > self.budget:
-            del self.entries[0]
 
 
 class PrefixCachingRunner(Runner):
@@ -121,8 +67,7 @@ class PrefixCachingRunner(Runner):
         self.cache.reset(len(texts))
         for s, entry in enumerate(sources):
             if entry is not None:
-                self.cache.k[:, s, :, : counts[s]] = entry.k[:, :, : counts[s]]
-                self.cache.v[:, s, :, : counts[s]] = entry.v[:, :, : counts[s]]
+                self.cache.load_prefix(s, entry.states, counts[s])
             elif not stays[s]:
                 counts[s] = 0
             self.cache.append_prefix(counts[s], s)
@@ -156,12 +101,11 @@ class PrefixCachingRunner(Runner):
         `texts`: tokens by index of the sequence. If memory is exhausted, the prefix cache is emptied and nothing is
         copied; in a tensor-parallel group the error is raised.
         """
-        cache, copies = self.cache, []
+        copies = []
         try:
             for s, text in texts.items():
                 if self.prefix_cache.fits(text) and not self.prefix_cache.contains(text):
-                    k, v = (part[:, s, :, : len(text)].clone() for part in (cache.k, cache.v))
-                    copies.append(CachedPrefix(text, k, v))
+                    copies.append(CachedPrefix(text, self.cache.save_prefix(s, len(text))))
         except (MemoryError, RuntimeError):
             self.prefix_cache.entries = []
             if self.model.group is not None:  # other ranks may have their copies; the caches must not diverge
@@ -174,13 +118,6 @@ class PrefixCachingRunner(Runner):
         if there is no such entry, or if `wanted` is empty."""
         every = (*new, *reversed(self.prefix_cache.entries))
         return next((entry for entry in every if common_prefix_len(entry.tokens, wanted) == len(wanted) > 0), None)
-
-
-def common_prefix_len(a: Tokens, b: Tokens) -> int:
-    """Returns the number of leading tokens that two sequences share."""
-    length = min(len(a), len(b))
-    different = np.flatnonzero(a[:length] != b[:length])
-    return int(different[0]) if len(different) else length
 
 
 def with_cached_lengths(start: RequestStart, *runners: Runner, guided: bool = False) -> RequestStart:

@@ -1,0 +1,62 @@
+"""KV cache: keys and values of the attention layers of a model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+# sequence, ascending source slots, first destination slot: moves keys and values to consecutive slots
+MoveSlots = Callable[[int, Sequence[int], int], None]
+SlotMoverFactory = Callable[[Tensor, Tensor], MoveSlots]  # k and v of a cache -> its MoveSlots
+
+
+class KVCache:
+    """A `LayerCache` of attention layers: the buffers `k` and `v` are [layers, sequences, kv_heads, capacity,
+    head_dim]."""
+
+    def __init__(
+        self, layers: int, kv_heads: int, head_dim: int, capacity: int, make_slot_mover: SlotMoverFactory, *,
+        dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu",
+    ) -> None:  # fmt: skip
+        """`capacity`: slots of each sequence. The buffers are allocated by `allocate`."""
+        self.capacity, self._make_slot_mover = capacity, make_slot_mover
+        self._shape, self._dtype, self._device = (layers, kv_heads, capacity, head_dim), dtype, device
+        self.k = self.v = torch.empty(0)
+        self._move: MoveSlots | None = None
+
+    @property
+    def bytes_per_token(self) -> int:
+        layers, kv_heads, _, head_dim = self._shape
+        return 2 * layers * kv_heads * head_dim * self._dtype.itemsize
+
+    def allocate(self, sequences: int) -> None:
+        self.k = self.v = torch.empty(0)  # frees the old buffers before the new ones are allocated
+        self._move = None
+        # The system maps zero pages lazily, so a long context uses memory only as it fills. Free slots must be finite:
+        # a masked NaN would still propagate through sums.
+        shape = (self._shape[0], sequences, *self._shape[1:])
+        self.k, self.v = (torch.zeros(shape, dtype=self._dtype, device=self._device) for _ in range(2))
+        self._move = self._make_slot_mover(self.k, self.v)
+
+    def move(self, sequence: int, slots: Sequence[int], first: int) -> None:
+        assert self._move is not None
+        self._move(sequence, slots, first)
+
+    def copy_prefix(self, source: int, destination: int, count: int) -> None:
+        for part in (self.k, self.v):
+            part[:, destination, :, :count] = part[:, source, :, :count]
+
+    def save_prefix(self, sequence: int, count: int) -> tuple[Tensor, Tensor]:
+        """Returns copies of keys and values, [layers, kv_heads, count, head_dim] each."""
+        k, v = (part[:, sequence, :, :count].clone() for part in (self.k, self.v))
+        return k, v
+
+    def load_prefix(self, sequence: int, saved: tuple[Tensor, Tensor], count: int) -> None:
+        for part, copy in zip((self.k, self.v), saved, strict=True):
+            part[:, sequence, :, :count] = copy[:, :, :count]
+
+    def wipe(self, sequence: int, count: int) -> None:
+        for part in (self.k, self.v):
+            part[:, sequence, :, :count].zero_()

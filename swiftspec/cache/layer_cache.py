@@ -1,0 +1,45 @@
+"""Interface of a cache of one kind of layer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+
+class LayerCache(Protocol):
+    """Cache of all layers of one kind, for example of the attention layers (kv.py).
+
+    A forward writes the state of each row to a slot of a sequence; the operator of the layer does that. `ModelCache`
+    allocates the slots and calls the methods below, which move or copy states between slots and never recompute them.
+    """
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Size in bytes of one slot in all layers of the kind."""
+        ...
+
+    def allocate(self, sequences: int) -> None:
+        """Allocates zeroed buffers for `sequences` sequences. The old buffers are freed first."""
+        ...
+
+    def move(self, sequence: int, slots: Sequence[int], first: int) -> None:
+        """Moves the states of `slots`, which ascend, to the consecutive slots `first`, `first + 1`, ..., none of which
+        is above its source."""
+        ...
+
+    def copy_prefix(self, source: int, destination: int, count: int) -> None:
+        """Copies the first `count` slots of the sequence `source` to the sequence `destination`."""
+        ...
+
+    def save_prefix(self, sequence: int, count: int) -> Any:
+        """Returns a copy of the first `count` slots of a sequence, for `load_prefix` of this kind of layer."""
+        ...
+
+    def load_prefix(self, sequence: int, saved: Any, count: int) -> None:
+        """Copies the first `count` slots of a copy that `save_prefix` has returned to the start of a sequence."""
+        ...
+
+    def wipe(self, sequence: int, count: int) -> None:
+        """Zeroes the first `count` slots of a sequence, because a state that is not finite would propagate into later
+        requests even where it is masked."""
+        ...

@@ -1,0 +1,114 @@
+"""Cache of one model: the slots of its sequences, and a cache for each kind of layer that holds their states."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+from swiftspec.cache.kv import KVCache
+from swiftspec.cache.layer_cache import LayerCache
+
+
+class ModelCache:
+    """Cache of one model. `kv` holds the keys and values of its attention layers.
+
+    Each sequence s has `capacity` slots: `prefix_len[s]` slots of verified tokens, then `tree_len` slots of the tree,
+    the same number in every sequence (except after `commit_sequence`). Tree slots are allocated in order and never
+    reused in place, so their order is topological and the root has tree slot 0. `commit` moves states to lower slots
+    and recomputes nothing.
+
+    This class counts slots and the caches in `kinds` hold the states, so that a further kind of layer needs a further
+    `LayerCache` and no change here or in the code that commits, compacts or copies.
+    """
+
+    def __init__(self, kv: KVCache, sequences: int = 1) -> None:
+        self.kv, self.capacity = kv, kv.capacity
+        self.kinds: tuple[LayerCache, ...] = (kv,)
+        self.prefix_len: list[int] = []
+        self.reset(sequences)
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Size in bytes of one slot in all layers of the model."""
+        return sum(kind.bytes_per_token for kind in self.kinds)
+
+    def reset(self, sequences: int = 1) -> None:
+        """Empties the cache. A different number of sequences reallocates the buffers."""
+        if sequences != len(self.prefix_len):
+            self.prefix_len = []  # if an allocation fails, the next call tries again
+            for kind in self.kinds:
+                kind.allocate(sequences)
+        self.prefix_len = [0] * sequences
+        self.tree_len = 0
+
+    @property
+    def free_slots(self) -> int:
+        """Free slots of the sequence with the longest prefix; every sequence has at least this many."""
+        return self.capacity - max(self.prefix_len) - self.tree_len
+
+    def kv_len(self) -> list[int]:
+        """Returns the number of slots in use of each sequence."""
+        return [p + self.tree_len for p in self.prefix_len]
+
+    def append_prefix(self, count: int, sequence: int = 0) -> int:
+        """Allocates `count` prefix slots of a sequence. The tree must be empty. Returns the first slot."""
+        assert self.tree_len == 0 and self.prefix_len[sequence] + count <= self.capacity
+        self.prefix_len[sequence] += count
+        return self.prefix_len[sequence] - count
+
+    def append_tree(self, count: int) -> int:
+        """Allocates `count` tree slots in every sequence. Returns the first one, counted from the start of the tree
+        region."""
+        assert count <= self.free_slots
+        self.tree_len += count
+        return self.tree_len - count
+
+    def commit(self, path: Sequence[int], keep: Sequence[int] = ()) -> None:
+        """Appends the tree slots `path` to the prefix, makes `keep` the new tree slots, and frees all other tree slots.
+        With an empty `path` this is a compaction of the tree.
+
+        Both lists must ascend, and all slots of `keep` must come after those of `path`, as descendants do, so that data
+        moves only to lower slots.
+        """
+        assert max((*path, *keep), default=-1) < self.tree_len
+        for sequence in range(len(self.prefix_len)):
+            self.commit_sequence(sequence, path, keep)
+        self.tree_len = len(keep)
+
+    def commit_sequence(self, sequence: int, path: Sequence[int], keep: Sequence[int] = ()) -> None:
+        """As `commit`, in one sequence and without an update of `tree_len`: the caller counts its tree slots."""
+        order, start = [*path, *keep], self.prefix_len[sequence]
+        assert all(a < b for a, b in pairwise(order))
+        still = next(
+            (i for i, slot in enumerate(order) if slot != i), len(order)
+        )  # the leading slots are already in place
+        if still < len(order):
+            moved = [slot + start for slot in order[still:]]
+            for kind in self.kinds:
+                kind.move(sequence, moved, start + still)
+        self.prefix_len[sequence] += len(path)
+
+    def set_prefix(self, sequence: int, count: int, source: int | None = None) -> None:
+        """Makes `count` verified tokens the prefix of a sequence: those that it holds already, or, with `source`,
+        copies of the first `count` tokens of that sequence."""
+        if source is not None and source != sequence:
+            for kind in self.kinds:
+                kind.copy_prefix(source, sequence, count)
+        self.prefix_len[sequence] = count
+
+    def save_prefix(self, sequence: int, count: int) -> tuple[Any, ...]:
+        """Returns copies of the states of the first `count` tokens of a sequence, one for each kind of layer."""
+        return tuple(kind.save_prefix(sequence, count) for kind in self.kinds)
+
+    def load_prefix(self, sequence: int, saved: Sequence[Any], count: int) -> None:
+        """Writes the states of the first `count` tokens from `save_prefix` to the start of a sequence. The caller
+        allocates the slots."""
+        for kind, copy in zip(self.kinds, saved, strict=True):
+            kind.load_prefix(sequence, copy, count)
+
+    def wipe(self, sequence: int, tree_slots: int) -> None:
+        """Zeroes the prefix and the first `tree_slots` tree slots of a sequence, and empties its prefix."""
+        for kind in self.kinds:
+            kind.wipe(sequence, self.prefix_len[sequence] + tree_slots)
+        self.prefix_len[sequence] = 0
