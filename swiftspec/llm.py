@@ -21,6 +21,7 @@ from swiftspec.distributed.launch.config_check import report_startup_error
 from swiftspec.distributed.launch.world import World
 from swiftspec.distributed.rank_startup import EngineRank
 from swiftspec.engine import Completion, Stats, TokenChunk
+from swiftspec.extras import require_extra
 from swiftspec.observe.recorder import TraceListener
 from swiftspec.params import SamplingParams
 from swiftspec.runtime.cancellation import CancelCheck
@@ -191,10 +192,12 @@ class LLM(LLMBase):
 
 
 def _drafter_elsewhere(options: LoadOptions) -> MakeRemoteDrafter | None:
-    """Returns the factory of the drafter on a worker, or None if the options name no draft worker."""
+    """Returns the factory of the drafter on a worker, or None if the options name no draft worker. Raises UserError if
+    gRPC is not installed."""
     worker = options.get("draft_worker")
     if worker is None:
         return None
+    require_extra("network", worker.flag)
     from swiftspec.builder.remote_roles import build_remote_drafter  # gRPC takes a while to import
 
     return partial(build_remote_drafter, worker, options.get("note") or (lambda line: None))

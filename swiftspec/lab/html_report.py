@@ -8,6 +8,7 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from swiftspec.extras import require_extra
 from swiftspec.lab import results
 from swiftspec.profiles import store
 
@@ -72,12 +73,11 @@ def _table(profile: Json, winner: Json | None) -> str:
 
 def _svg(profile: Json, draw: Callable[[Json, Axes], bool]) -> str | None:
     """Renders the figure that `draw` draws as inline SVG. Returns None if the profile has no data for it."""
-    try:
-        import matplotlib
-        from matplotlib.backends.backend_svg import FigureCanvasSVG
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise results.missing_dependency("matplotlib", "the HTML report") from None
+    require_extra("report", "the HTML report")
+    import matplotlib
+    from matplotlib.backends.backend_svg import FigureCanvasSVG
+    from matplotlib.figure import Figure
+
     with matplotlib.rc_context({"svg.fonttype": "none", "font.family": "sans-serif", "svg.hashsalt": draw.__name__}):
         figure = Figure(figsize=(8, 3.6), layout="constrained")
         axes = figure.add_subplot()

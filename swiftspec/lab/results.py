@@ -7,7 +7,6 @@ import io
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from swiftspec.errors import UserError
 from swiftspec.profiles import schema, store
 
 COLUMNS = (
@@ -68,8 +67,3 @@ def format_orchestration(profile: Mapping[str, Any]) -> Iterator[str]:
     if cost is not None:
         beyond = f"{1e3 * cost['seconds']:.3f} ms ({cost['share']:.1%})"
         yield f"host overhead per round of the best async run: {beyond}"
-
-
-def missing_dependency(module: str, what: str) -> UserError:
-    """Returns the error that `what` needs the optional library `module`, which is not installed."""
-    return UserError(f"{what} needs {module}: pip install 'swiftspec[report]'")

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from swiftspec.config import EngineConfig
 from swiftspec.errors import UserError
+from swiftspec.extras import require_extra
 from swiftspec.file_io import Fields, expand_user, is_file, is_folder, read_object
 from swiftspec.model.checkpoint_files import read_config
 from swiftspec.params import SamplingParams
@@ -151,7 +152,8 @@ def demo_model_path(side: Literal["target", "draft"]) -> str:
 
 
 def check_worker_settings(settings: Settings, ranks: int) -> None:
-    """Raises UsageError if --target-url or --draft-url contradicts another setting or the number of ranks."""
+    """Raises UserError if --target-url or --draft-url contradicts another setting or the number of ranks, or gRPC is
+    not installed."""
     for ours, url in (("model", "target_url"), ("draft_model", "draft_url")):
         if getattr(settings, url) is not None and getattr(settings, ours) is not None:
             raise UsageError(f"{flag_name(ours)} and {flag_name(url)} specify the same model; remove one of them")
@@ -164,6 +166,7 @@ def check_worker_settings(settings: Settings, ranks: int) -> None:
         raise UsageError(f"{flag_name(url)} is not supported with {ranks} ranks; start one rank")
     if settings.port is not None and settings.target_url is not None:
         raise UsageError("--port is not supported with --target-url; start the server on the target's machine")
+    require_extra("network", flag_name(url))
 
 
 def requested_emulation(settings: Settings) -> StepTimeEmulation | None:

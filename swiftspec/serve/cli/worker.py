@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from swiftspec.config import EngineConfig
 from swiftspec.errors import RankLost, UserError
+from swiftspec.extras import require_extra
 from swiftspec.serve.cli.arguments import HELP_PAGES, parse_command
 from swiftspec.serve.model_resolution import demo_model_path
 from swiftspec.serve.session import WeightProgress, load_options
@@ -57,8 +58,10 @@ def run_worker(side: Literal["draft", "target"], settings: Settings, join: JoinF
     """Loads the model and serves clients until a signal. Returns the exit code.
 
     After the first signal, running requests have --drain-timeout to finish; a second signal ends the worker
-    immediately. With several ranks, rank 0 serves and the others follow it. Raises RankLost if a rank is lost.
+    immediately. With several ranks, rank 0 serves and the others follow it. Raises RankLost if a rank is lost, and
+    UserError if gRPC is not installed.
     """
+    require_extra("network", "`swiftspec worker`")
     from swiftspec.distributed.rpc.endpoint import Endpoint
 
     endpoint, security = (

@@ -7,12 +7,12 @@ import logging
 import sys
 import time
 from collections.abc import Callable, Sequence
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from swiftspec import __version__
 from swiftspec.errors import UserError, truncated_repr
+from swiftspec.extras import require_extra
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
@@ -31,9 +31,7 @@ def check_otlp_endpoint(endpoint: str) -> str:
     address = urlsplit(endpoint)
     if address.scheme not in ("http", "https") or not address.netloc:
         raise UserError(f"--otlp-endpoint must be a URL such as http://localhost:4318, not {truncated_repr(endpoint)}")
-    for name in ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http"):
-        if not _installed(name):
-            raise UserError("--otlp-endpoint needs OpenTelemetry: pip install 'swiftspec[otel]'")
+    require_extra("otel", "--otlp-endpoint")
     return endpoint if address.path.endswith(TRACES_PATH) else endpoint.rstrip("/") + TRACES_PATH
 
 
@@ -95,10 +93,3 @@ class FirstErrorHandler(logging.Handler):
             self._logged = True
             what = " ".join(record.getMessage().split())[:MAX_LOG_CHARS]
             print(f"swiftspec: spans cannot be exported to --otlp-endpoint: {what}", file=sys.stderr, flush=True)
-
-
-def _installed(name: str) -> bool:
-    try:
-        return find_spec(name) is not None
-    except ModuleNotFoundError:  # its parent package is not installed either
-        return False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
@@ -137,9 +138,6 @@ def test_addresses() -> None:
 
 
 def test_without_the_extra_one_line_is_printed(monkeypatch: pytest.MonkeyPatch) -> None:
-    def missing(name: str) -> None:
-        raise ModuleNotFoundError(name)
-
-    monkeypatch.setattr(exporter, "find_spec", missing)
+    monkeypatch.setitem(sys.modules, "opentelemetry.sdk", None)
     with pytest.raises(UserError, match=r"pip install 'swiftspec\[otel\]'"):
         RequestTracing("http://collector:4318", "m")
