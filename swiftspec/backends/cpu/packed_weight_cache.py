@@ -29,7 +29,7 @@ from swiftspec.backends.cpu.packing import PackedLinear
 from swiftspec.model.packed_model import PackedLayer, PackedModel
 from swiftspec.model.weights import LayerWeights, ModelWeights, Weight
 
-LAYOUT_VERSION = "v1-"  # name prefix of entry folders; must change with the packed layout
+LAYOUT_VERSION = "v2-"  # name prefix of entry folders; must change with the packed layout and the files
 MIN_MODEL_BYTES = 64 << 20  # smaller models are not cached
 MAX_CACHE_BYTES = 32 << 30  # of all entries; beyond, the least recently used are evicted
 MIN_FREE_BYTES = 1 << 30  # left free on the disk
