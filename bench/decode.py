@@ -29,7 +29,6 @@ import torch
 
 from bench.baselines.engines import load_transformers, write_dense
 from bench.baselines.llama_plain import LlamaCpp, has_llama_cpp
-from bench.baselines.to_gguf import TYPES, write_gguf
 from bench.data import tasks
 from bench.data.heldout import DEMO, read_prompts
 from swiftspec.backends import cpu as host
@@ -140,6 +139,8 @@ def llama_cpp_systems(args: argparse.Namespace) -> dict[str, Generate]:
     if not has_llama_cpp():
         print("llama.cpp: not installed")
         return {}
+    from bench.baselines.to_gguf import TYPES, write_gguf  # needs the extra `bench`, as llama.cpp does
+
     systems: dict[str, Generate] = {}
     with TemporaryDirectory() as folder:  # may be deleted afterwards, because a loaded model keeps its file mapped
         for kind in TYPES:

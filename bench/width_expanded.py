@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench.baselines.to_gguf import write_gguf
 from bench.data.heldout import DEMO
 from swiftspec.errors import UserError
 from tools.width_expand.checkpoint import write
@@ -91,6 +90,8 @@ class Model:
                 say(f"{self.gguf(kind).name}: reused")
                 continue
             say(f"{self.gguf(kind).name}: writing")
+            from bench.baselines.to_gguf import write_gguf  # needs the package gguf
+
             with _whole(self.gguf(kind)) as out:
                 write_gguf(self.folder, out, kind)
 

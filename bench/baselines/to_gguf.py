@@ -13,15 +13,16 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterator
-from functools import partial
+import math
 from pathlib import Path
 
+import gguf
+import numpy as np
 import torch
+from gguf import GGMLQuantizationType, GGUFWriter, TokenType
 from torch import Tensor
 
 from bench.baselines.checkpoint import Weights
-from bench.baselines.gguf_file import BLOCK, Entry, Fact, encoded, q4_1, write_file
 from bench.data.heldout import DEMO
 from swiftspec.errors import UserError
 from swiftspec.model.checkpoint_files import read_config
@@ -30,19 +31,13 @@ from swiftspec.model.formats.int4 import Int4Weight, unpack_int4
 
 TYPES = ("bf16", "q8_0")  # for any checkpoint
 INT4_TYPES = ("q4_0", "q4_1")  # for an int4 checkpoint
-NORMAL, CONTROL, UNUSED = 1, 3, 5  # GGUF's token types
-PLACES = {  # Hugging Face names and GGUF names
-    "model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output",
-    "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm",
-    "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
-}  # fmt: skip
+BLOCK = 32  # adjacent weights of a row that share a scale
+STRIP_ROWS = 4096  # rows of a matrix converted at a time
 
 
 def write_gguf(model: Path, out: Path, kind: str) -> None:
     """Writes the checkpoint `model` as GGUF, with matrices of type `kind` (one of TYPES or INT4_TYPES) and vectors in
-    float32.
+    float32. Encodes one tensor at a time, so memory does not grow with the file.
 
     Raises UserError on architectures other than Llama, on scaled RoPE, and on an int4 type for weights that are not
     int4.
@@ -53,34 +48,52 @@ def write_gguf(model: Path, out: Path, kind: str) -> None:
     weights = Weights(model)
     if kind in INT4_TYPES and not weights.has_int4:
         raise UserError(f"{model}: {kind} requires int4 weights, but these are dense; use {' or '.join(TYPES)}")
-    entries = [_entry(weights, name, config, kind) for name in weights.names]
-    write_file(out, {"general.architecture": "llama", **_shape(config), **_tokens(model, config.vocab_size)}, entries)
+    writer = GGUFWriter(out, "llama")
+    _add_shape(writer, config)
+    _add_vocabulary(writer, model, config.vocab_size)
+    types = {name: _type(weights, name, kind) for name in weights.names}
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_layers)
+    for name, type_ in types.items():
+        shape = gguf.quant_shape_to_byte_shape(weights.shape(name), type_)
+        theirs = names.get_name(name, (".weight", ".bias"))
+        assert theirs is not None, f"{name}: no tensor of a Llama model"
+        writer.add_tensor_info(theirs, shape, np.dtype(np.uint8), math.prod(shape), type_)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    for name, type_ in types.items():
+        writer.write_tensor_data(_encoded(weights, name, type_, _order(name, config)))
+    writer.close()
 
 
-def _entry(weights: Weights, name: str, config: ModelConfig, kind: str) -> Entry:
-    """Returns the GGUF tensor for the checkpoint tensor `name`."""
-    rows, shape = _order(name, config), weights.shape(name)
-    module, _, part = name.rpartition(".")
-    layer = module.split(".")[2] if module.startswith("model.layers.") else None
-    place = PLACES[module if layer is None else module.split(".", 3)[3]]
-    theirs = f"{place}.{part}" if layer is None else f"blk.{layer}.{place}.{part}"
-    if len(shape) == 1:
-        return Entry(theirs, shape, "f32", lambda: encoded(_rows(weights.dense(name, torch.float32), rows), "f32"))
-    if kind == "q4_1" and layer is not None:
-        return Entry(theirs, shape, kind, partial(_as_they_are, weights, name, rows))
-    stored = "q8_0" if kind in INT4_TYPES and layer is None else kind
-    return Entry(theirs, shape, stored, lambda: encoded(_rows(weights.dense(name, torch.bfloat16), rows), stored))
+def _type(weights: Weights, name: str, kind: str) -> GGMLQuantizationType:
+    """Returns the type of the GGUF tensor for the checkpoint tensor `name`."""
+    if len(weights.shape(name)) == 1:
+        return GGMLQuantizationType.F32
+    if kind in INT4_TYPES and not name.startswith("model.layers."):
+        return GGMLQuantizationType.Q8_0
+    return GGMLQuantizationType[kind.upper()]
 
 
-def _as_they_are(weights: Weights, name: str, rows: Tensor | None) -> Iterator[Tensor]:
-    """Yields the Q4_1 blocks of an int4 matrix, with unchanged codes."""
+def _encoded(weights: Weights, name: str, type_: GGMLQuantizationType, order: Tensor | None) -> np.ndarray:
+    """Returns the encoded tensor. `order`: see `_order`."""
+    if type_ == GGMLQuantizationType.Q4_1:
+        return _as_they_are(weights, name, order).numpy()
+    dense = _rows(weights.dense(name, torch.float32 if type_ == GGMLQuantizationType.F32 else torch.bfloat16), order)
+    return np.concatenate([gguf.quantize(part.float().numpy(), type_) for part in dense.split(STRIP_ROWS)])
+
+
+def _as_they_are(weights: Weights, name: str, order: Tensor | None) -> Tensor:
+    """Returns the Q4_1 blocks of an int4 matrix, with unchanged codes: a scale, a minimum, and 16 bytes of which byte i
+    has weight i in its low half and weight i + 16 in its high half."""
     weight = weights.int4(name)
     assert isinstance(weight, Int4Weight), f"{name}: expected an int4 matrix"
     scales = weight.scales.float()
     minima = -(unpack_int4(weight.zeros).float() * scales)
     per_group = weight.group_size // BLOCK
-    blocks = [_rows(t.T, rows).repeat_interleave(per_group, 1) for t in (scales, minima)]
-    yield q4_1(_rows(unpack_int4(weight.packed).T, rows), *blocks)
+    low, high = _rows(unpack_int4(weight.packed).T, order).unflatten(1, (-1, BLOCK)).chunk(2, 2)
+    halves = (_rows(t.T, order).repeat_interleave(per_group, 1).half().unsqueeze(2) for t in (scales, minima))
+    return torch.cat((*(half.contiguous().view(torch.uint8) for half in halves), low | high << 4), 2)
 
 
 def _rows(tensor: Tensor, order: Tensor | None) -> Tensor:
@@ -98,40 +111,35 @@ def _order(name: str, config: ModelConfig) -> Tensor | None:
     return torch.arange(heads * config.head_dim).unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten()
 
 
-def _shape(config: ModelConfig) -> dict[str, Fact]:
-    return {
-        "llama.block_count": config.num_layers,
-        "llama.context_length": config.max_position_embeddings,
-        "llama.embedding_length": config.hidden_size,
-        "llama.feed_forward_length": config.intermediate_size,
-        "llama.attention.head_count": config.num_heads,
-        "llama.attention.head_count_kv": config.num_kv_heads,
-        "llama.attention.key_length": config.head_dim,
-        "llama.attention.value_length": config.head_dim,
-        "llama.attention.layer_norm_rms_epsilon": float(config.rms_norm_eps),
-        "llama.rope.dimension_count": config.head_dim,
-        "llama.rope.freq_base": float(config.rope.theta),
-        "llama.vocab_size": config.vocab_size,
-        "general.quantization_version": 2,
-    }
+def _add_shape(writer: GGUFWriter, config: ModelConfig) -> None:
+    writer.add_block_count(config.num_layers)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_heads)
+    writer.add_head_count_kv(config.num_kv_heads)
+    writer.add_key_length(config.head_dim)
+    writer.add_value_length(config.head_dim)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_dimension_count(config.head_dim)
+    writer.add_rope_freq_base(config.rope.theta)
+    writer.add_vocab_size(config.vocab_size)
+    writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
 
 
-def _tokens(model: Path, vocab_size: int) -> dict[str, Fact]:
-    """Returns the metadata of the byte-level BPE vocabulary in tokenizer.json. Unused ids get a name that does not
-    occur in text."""
+def _add_vocabulary(writer: GGUFWriter, model: Path, vocab_size: int) -> None:
+    """Adds the byte-level BPE vocabulary in tokenizer.json. Unused ids get a name that does not occur in text."""
     data = json.loads((model / "tokenizer.json").read_text(encoding="utf-8"))
-    tokens, types = [f"<|unused {i}|>" for i in range(vocab_size)], [UNUSED] * vocab_size
+    tokens, types = [f"<|unused {i}|>" for i in range(vocab_size)], [TokenType.UNUSED] * vocab_size
     for token, index in data["model"]["vocab"].items():
-        tokens[index], types[index] = token, NORMAL
+        tokens[index], types[index] = token, TokenType.NORMAL
     for added in data["added_tokens"]:
-        tokens[added["id"]], types[added["id"]] = added["content"], CONTROL
-    return {
-        "tokenizer.ggml.model": "gpt2",
-        "tokenizer.ggml.pre": "default",
-        "tokenizer.ggml.tokens": tokens,
-        "tokenizer.ggml.token_type": types,
-        "tokenizer.ggml.merges": [m if isinstance(m, str) else " ".join(m) for m in data["model"]["merges"]],
-    }
+        tokens[added["id"]], types[added["id"]] = added["content"], TokenType.CONTROL
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("default")
+    writer.add_token_list(tokens)
+    writer.add_token_types(types)
+    writer.add_token_merges([m if isinstance(m, str) else " ".join(m) for m in data["model"]["merges"]])
 
 
 def main() -> None:
