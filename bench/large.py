@@ -39,7 +39,8 @@ from bench.large_report import FIRST, OURS, PEER, SECOND, Row
 from bench.width_expanded import Model, check_room, warm
 from bench.workload import Measured, Task, Work
 from swiftspec.errors import UserError
-from swiftspec.serve.settings.settings import Settings, flag_name
+from swiftspec.serve.settings.flags import FLAGS
+from swiftspec.serve.settings.settings import flag_name
 
 PARTS = ("starts", "decode", "llama", "server")
 KINDS = ("q4_1", "q4_0")  # weight types of llama.cpp's files
@@ -88,7 +89,7 @@ class Bench:
         """Measures the first and the second start of the pair, with one short request each."""
         work, cache = replace(self.work.less(1), long=[]), self.folder / "packed"
         shutil.rmtree(cache, ignore_errors=True)
-        if CACHE not in Settings.table.flags:
+        if CACHE not in FLAGS:
             self._skip(f"{SECOND}: this version has no {flag_name(CACHE)}, so it equals the first start")
         for name in (FIRST, SECOND):
             self._ours(Options(name, "start", {"mode": "serial"}), work, cache)
@@ -131,7 +132,7 @@ class Bench:
 
     def _ours(self, options: Options, work: Work, cache: Path | None) -> None:
         """Measures one run of SwiftSpec, or records why it was skipped."""
-        settings, known = dict(options.settings), Settings.table.flags
+        settings, known = dict(options.settings), FLAGS
         settings |= {"model": str(self.target.folder), "plan": "none"}
         if settings["mode"] != "ar":
             settings["draft_model"] = str(self.draft.folder)
@@ -271,7 +272,7 @@ def prepared(args: argparse.Namespace, folder: Path) -> Bench:
     plain = "llama" in args.only and (args.llama_python or server) is not None
     spoken = "server" in args.only and server is not None
     kinds, theirs = KINDS if plain or spoken else (), ("q4_1",) if spoken else ()
-    packed = target.bytes_grown + draft.bytes_grown if "starts" in args.only and CACHE in Settings.table.flags else 0
+    packed = target.bytes_grown + draft.bytes_grown if "starts" in args.only and CACHE in FLAGS else 0
     check_room(folder, packed + target.bytes_missing(kinds) + draft.bytes_missing(theirs), say)
     target.make(kinds, say)
     draft.make(theirs, say)

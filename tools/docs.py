@@ -16,7 +16,7 @@ from pathlib import Path
 from swiftspec.runtime.executors.graph import CAPTURED_ROWS
 from swiftspec.sampling.noise import PositionNoise
 from swiftspec.serve.cli.arguments import PRECEDENCE, add_run_flags
-from swiftspec.serve.settings.flags import GROUPS, Flag, SettingsTable
+from swiftspec.serve.settings.flags import FLAGS, GROUPS, Flag
 from swiftspec.serve.settings.settings import env_name, flag_name
 from tools import execution_paths, python_reference
 
@@ -95,7 +95,7 @@ def flags_page() -> str:
     parts = [FLAGS_HEAD, "## a single run\n", table(("flag", "what it does"), once)]
     head = ("flag", "what it does", "values", "default", "environment variable")
     for group in GROUPS:
-        rows = [_row(flag) for flag in SettingsTable().flags.values() if flag.group == group]
+        rows = [_row(flag) for flag in FLAGS.values() if flag.setting.group == group]
         parts += [f"## {group}\n", table(head, rows)]
     return "\n".join(parts)
 

@@ -13,6 +13,7 @@ from swiftspec.file_io import Fields, expand_user, is_file, is_folder, read_obje
 from swiftspec.model.checkpoint_files import read_config
 from swiftspec.params import SamplingParams
 from swiftspec.serve.hardware import resolve_device, resolve_dtype
+from swiftspec.serve.settings.flags import FLAGS
 from swiftspec.serve.settings.settings import Settings, UsageError, flag_name
 from swiftspec.serve.terminal import StartupProgress
 from swiftspec.serve.text.codec import locate_model
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
 DEMO_DIR = Path(__file__).resolve().parent.parent / "demo"
 GENERATION_CONFIG_NAMES = {  # name in generation_config.json: name of the setting
-    flag.setting.from_model: flag.name for flag in Settings.table.flags.values() if flag.setting.from_model is not None
+    flag.setting.from_model: flag.name for flag in FLAGS.values() if flag.setting.from_model is not None
 }
 
 
@@ -186,7 +187,7 @@ def generation_defaults(path: Path) -> dict[str, Any]:
     fields = Fields(read_object(file))
     try:
         given = {name: ours for name, ours in GENERATION_CONFIG_NAMES.items() if fields.data.get(name) is not None}
-        whole = {name for name, ours in given.items() if Settings.table.flags[ours].value_type in (int, int | None)}
+        whole = {name for name, ours in given.items() if FLAGS[ours].value_type in (int, int | None)}
         values: dict[str, Any] = {ours: fields.integer(name) for name, ours in given.items() if name in whole}
         values |= {given[name]: fields.number(name, ge=-1e9, le=1e9) for name in given if name not in whole}
         if not fields.boolean("do_sample", True):

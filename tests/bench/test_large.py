@@ -14,7 +14,7 @@ from bench.large_report import Row, agreement, table, verdicts
 from bench.width_expanded import Model, check_room, pad_tokenizer, warm
 from bench.workload import Measured, Task, Work
 from swiftspec.errors import UserError
-from swiftspec.serve.settings.settings import Settings
+from swiftspec.serve.settings.flags import FLAGS
 
 SHAPE = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu", "rms_norm_eps": 1e-5,
@@ -59,7 +59,7 @@ def test_settings_unknown_to_a_version_are_one_line(tmp_path: Path, monkeypatch:
 
 
 def test_this_version_has_all_settings_of_the_option_sets() -> None:
-    assert {name for one in large.OUR_OPTIONS for name in one.settings} <= Settings.table.flags.keys()
+    assert {name for one in large.OUR_OPTIONS for name in one.settings} <= FLAGS.keys()
 
 
 def test_a_failed_run_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

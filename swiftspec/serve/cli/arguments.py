@@ -7,6 +7,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, get_origin
 
@@ -14,8 +15,8 @@ from swiftspec import __version__
 from swiftspec.config import PARTICLES, SPECULATION
 from swiftspec.params import SAMPLING, STOPPING
 from swiftspec.serve.settings.config_sources import load_settings
-from swiftspec.serve.settings.flags import RENAMED_SETTINGS, SERVER
-from swiftspec.serve.settings.settings import Flag, Settings, UsageError, env_name, flag_name
+from swiftspec.serve.settings.flags import FLAGS, GROUPS, RENAMED_SETTINGS, SERVER, Flag
+from swiftspec.serve.settings.settings import Settings, UsageError, env_name, flag_name
 
 DESCRIPTION = """\
 Low-latency speculative decoding: a small draft model proposes a tree of tokens and the target model verifies it; the
@@ -42,10 +43,6 @@ class HelpPage:
     hidden_groups: tuple[str, ...] = ()
     shown: tuple[str, ...] = ()
     prompt_flags: bool = True
-
-    def shows(self, flag: Flag) -> bool:
-        """Returns whether the page shows a flag."""
-        return flag.group not in self.hidden_groups or flag.name in self.shown
 
 
 DEFAULT_PAGE = HelpPage(USAGE, DESCRIPTION)
@@ -93,30 +90,28 @@ class CommandParser(argparse.ArgumentParser):
         raise UsageError(f"{words} (--help lists the flags)")
 
 
-def parse_command(
-    argv: Sequence[str] | None = None, kind: type[Settings] = Settings, page: HelpPage = DEFAULT_PAGE
-) -> ParsedCommand:
+def parse_command(argv: Sequence[str] | None = None, page: HelpPage = DEFAULT_PAGE) -> ParsedCommand:
     """Parses the command line and merges it with the environment and the --config file.
 
     Raises UsageError if an argument or a setting is invalid, and SystemExit after --help and --version.
 
-    `kind`: class of the settings. `page`: what --help prints.
+    `page`: what --help prints.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     for argument in arguments:
-        name = argument.partition("=")[0]
-        if (new := renamed_flags().get(name)) is not None:
-            raise UsageError(f"{name} was renamed to {new}")
-    given = vars(build_parser(kind, page).parse_args(arguments))
+        for old, new in RENAMED_SETTINGS.items():
+            if argument.partition("=")[0] == flag_name(old):
+                raise UsageError(f"{flag_name(old)} was renamed to {flag_name(new)}")
+    given = vars(build_parser(page).parse_args(arguments))
     prompt, prompt_file, config = (given.pop(name, None) for name in ("prompt", "prompt_file", "config"))
     as_json = given.pop("json", False)
     if prompt is not None and prompt_file is not None:
         raise UsageError("--prompt and --prompt-file are mutually exclusive")
-    settings = load_settings(given, None if config is None else Path(config), kind)
+    settings = load_settings(given, None if config is None else Path(config))
     return ParsedCommand(settings, prompt, None if prompt_file is None else Path(prompt_file), as_json)
 
 
-def build_parser(kind: type[Settings] = Settings, page: HelpPage = DEFAULT_PAGE) -> argparse.ArgumentParser:
+def build_parser(page: HelpPage = DEFAULT_PAGE) -> argparse.ArgumentParser:
     """Returns the argument parser. The namespace that it returns contains only the flags that were given; except for
     on/off flags, their values are unconverted text."""
     parser = CommandParser(
@@ -124,17 +119,16 @@ def build_parser(kind: type[Settings] = Settings, page: HelpPage = DEFAULT_PAGE)
         usage=page.usage,
         description=page.description,
         epilog=PRECEDENCE,
-        formatter_class=_Formatter,
+        formatter_class=partial(argparse.HelpFormatter, max_help_position=30),
         argument_default=argparse.SUPPRESS,
         allow_abbrev=False,
         add_help=False,
     )
     add_run_flags(parser.add_argument_group("this run"), prompt_flags=page.prompt_flags)
-    groups: dict[str, Any] = {}
-    for flag in kind.table.flags.values():
-        if flag.group not in groups:
-            groups[flag.group] = parser.add_argument_group(flag.group)
-        _add(groups[flag.group], flag, visible=page.shows(flag))
+    groups = {name: parser.add_argument_group(name) for name in GROUPS}
+    for flag in FLAGS.values():
+        hidden = flag.setting.group in page.hidden_groups and flag.name not in page.shown
+        _add(groups[flag.setting.group], flag, hidden=hidden)
     return parser
 
 
@@ -161,14 +155,9 @@ def add_run_flags(group: Any, *, prompt_flags: bool = True) -> list[argparse.Act
     ]
 
 
-def renamed_flags() -> dict[str, str]:
-    """Returns the new name of each flag that was renamed, by its old name."""
-    return {flag_name(old): flag_name(new) for old, new in RENAMED_SETTINGS.items()}
-
-
-def _add(group: Any, flag: Flag, *, visible: bool = True) -> None:
+def _add(group: Any, flag: Flag, *, hidden: bool) -> None:
     text = f"{flag.setting.help} [default: {flag.default_text}] [env: {env_name(flag.name)}]"
-    options: dict[str, Any] = {"dest": flag.name, "help": text.replace("%", "%%") if visible else argparse.SUPPRESS}
+    options: dict[str, Any] = {"dest": flag.name, "help": argparse.SUPPRESS if hidden else text.replace("%", "%%")}
     if flag.value_type is bool:
         options["action"] = argparse.BooleanOptionalAction
     else:
@@ -176,8 +165,3 @@ def _add(group: Any, flag: Flag, *, visible: bool = True) -> None:
         if get_origin(flag.value_type) is list:
             options["action"] = "append"
     group.add_argument(flag_name(flag.name), **options)
-
-
-class _Formatter(argparse.HelpFormatter):
-    def __init__(self, prog: str, **options: Any) -> None:
-        super().__init__(prog, max_help_position=30, **options)

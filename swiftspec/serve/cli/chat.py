@@ -21,6 +21,7 @@ from swiftspec.serve.otel.spans import traced_session
 from swiftspec.serve.rank_plan import acceptance_advice
 from swiftspec.serve.remote_session import open_local_or_remote
 from swiftspec.serve.session import Session
+from swiftspec.serve.settings.flags import FLAGS
 from swiftspec.serve.settings.settings import Settings, describe_validation_error
 from swiftspec.serve.stdio import OutputLost
 from swiftspec.serve.terminal import Interrupt, KeyInterrupt, Painter, StartupProgress, line_reader, print_note
@@ -284,7 +285,7 @@ class Chat:
 
 
 def _settable() -> Iterator[str]:
-    return (name for name, flag in Settings.table.flags.items() if flag.group in (SAMPLING, STOPPING))
+    return (name for name, flag in FLAGS.items() if flag.setting.group in (SAMPLING, STOPPING))
 
 
 def _format_json(value: Any, indent: str = "") -> str:

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from swiftspec import file_io
 from swiftspec.errors import UserError, truncated_repr
-from swiftspec.serve.settings.flags import RENAMED_SETTINGS
+from swiftspec.serve.settings.flags import FLAGS, RENAMED_SETTINGS
 from swiftspec.serve.settings.settings import (
     ENV_PREFIX,
     Settings,
@@ -27,19 +27,17 @@ NON_SETTING_VARIABLES = (  # read by the build, the tests and the kernels
 )  # fmt: skip
 
 
-def load_settings(cli: Mapping[str, object], file: Path | None = None, kind: type[Settings] = Settings) -> Settings:
+def load_settings(cli: Mapping[str, object], file: Path | None = None) -> Settings:
     """Merges command line, environment and --config file into settings. Raises a UsageError that names the offending
     flag, variable or key.
 
     `cli`: values that were given on the command line, by field name. `file`: the --config file.
     """
-    known = list(kind.model_fields)
     for old, new in RENAMED_SETTINGS.items():
         if os.environ.get(env_name(old)):
             raise UsageError(f"the environment variable {env_name(old)} was renamed to {env_name(new)}")
-    from_file = _read_yaml(file, known) if file is not None else {}
-    by_env = {name for name in known if os.environ.get(env_name(name))}
-    given = {name: value for name, value in from_file.items() if name not in by_env} | dict(cli)
+    from_file = {} if file is None else _read_yaml(file)
+    by_env = {name: text for name in FLAGS if (text := os.environ.get(env_name(name)))}
 
     def label(name: str) -> str:
         if name in cli:
@@ -47,14 +45,14 @@ def load_settings(cli: Mapping[str, object], file: Path | None = None, kind: typ
         return env_name(name) if name in by_env else f"{flag_name(name)[2:]} in {file}"
 
     try:
-        return kind(**given)  # pyright: ignore[reportArgumentType]
+        return Settings.model_validate({**from_file, **by_env, **cli})
     except ValidationError as error:
         raise UsageError(describe_validation_error(error, label)) from None
 
 
-def unknown_variable_warnings(kind: type[Settings] = Settings) -> list[str]:
+def unknown_variable_warnings() -> list[str]:
     """Returns warnings about environment variables whose names begin with SWIFTSPEC_ but are not those of settings."""
-    known = [env_name(name) for name in (*kind.model_fields, *RENAMED_SETTINGS)]
+    known = [env_name(name) for name in (*FLAGS, *RENAMED_SETTINGS)]
     names = sorted(name for name, value in os.environ.items() if name.startswith(ENV_PREFIX) and value)
     return [
         f"the environment variable {name[:80]} is not a setting{_hint(name, known)}"
@@ -62,9 +60,9 @@ def unknown_variable_warnings(kind: type[Settings] = Settings) -> list[str]:
     ]  # fmt: skip
 
 
-def _read_yaml(file: Path, known: Sequence[str]) -> dict[str, object]:
+def _read_yaml(file: Path) -> dict[str, object]:
     """Returns the values of the --config file by field name: text as on the command line, and lists and mappings of
-    text. Null values are left out. Raises UsageError if the file cannot be read or has a key that is not in `known`."""
+    text. Null values are left out. Raises UsageError if the file cannot be read or has an unknown key."""
     from swiftspec.serve.settings.plain_yaml import UnsupportedYaml, parse_mapping  # yaml is not needed for --help
 
     name = f"--config {file}"
@@ -75,13 +73,13 @@ def _read_yaml(file: Path, known: Sequence[str]) -> dict[str, object]:
     except UserError as error:
         raise UsageError(str(error)) from None
     values: dict[str, object] = {}
-    dashed = [known_field.replace("_", "-") for known_field in known]
-    for key, value in data:
+    for key, value in data.items():
         field = key.replace("-", "_")
         if field in RENAMED_SETTINGS:
             raise UsageError(f"{name}: {key} was renamed to {flag_name(RENAMED_SETTINGS[field])[2:]}")
-        if field not in known:
-            raise UsageError(f"{name}: unknown key {truncated_repr(key)}{_hint(key.replace('_', '-'), dashed)}")
+        if field not in FLAGS:
+            hint = _hint(key.replace("_", "-"), [known.replace("_", "-") for known in FLAGS])
+            raise UsageError(f"{name}: unknown key {truncated_repr(key)}{hint}")
         if field in values:
             raise UsageError(f"{name}: {flag_name(field)[2:]} is given twice: remove one of them")
         values[field] = value

@@ -5,11 +5,8 @@ Flags, environment variables, YAML keys, --help and docs/reference/flags.md are 
 setting is one entry. Imports must stay cheap (no torch, no transformers), because `--help` needs this module.
 """
 
-from __future__ import annotations
-
-from collections.abc import Iterator
-from dataclasses import MISSING, dataclass, field
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from dataclasses import MISSING, Field, dataclass
+from typing import Any, Literal, get_args, get_origin
 
 from swiftspec.config import (
     DRAFT,
@@ -221,82 +218,41 @@ class Flag:
 
     name: str
     setting: Setting
-    value_type: Any  # type that the value is converted to, see `_value_type`
+    config: type[DataclassInstance]  # the dataclass that declares the setting
+    value_type: Any  # type that the value is converted to
+    choices: tuple[str, ...]  # the allowed values; empty if they are not listed
     default: Any
     default_text: str  # the default as --help shows it
-    config: (
-        type[DataclassInstance] | None
-    )  # engine dataclass that declares the setting; None: CommandSettings declares it
-
-    @property
-    def group(self) -> str:
-        return self.setting.group
 
     @property
     def metavar(self) -> str:
         """Placeholder of the value in --help: the declared one, or the choices."""
         return self.setting.metavar or "|".join(self.choices)
 
-    @property
-    def choices(self) -> list[str]:
-        """The allowed values; empty if they are not listed."""
-        return list(_literal_choices(self.value_type))
+
+def _flag(config: type[DataclassInstance], item: Field[Any], declaration: Setting) -> Flag:
+    """Returns the flag of a field of the dataclass `config`. Its values are lists where the field has a tuple, because
+    the flag can be repeated."""
+    default: Any = item.default if item.default_factory is MISSING else item.default_factory()
+    kind: Any = Literal[declaration.choices] if declaration.choices else item.type
+    choices = get_args(kind) if get_origin(kind) is Literal else ()
+    shown = declaration.default_text or ({True: "on", False: "off"}[default] if kind is bool else str(default))
+    if declaration.from_model is not None:
+        shown, default = f"the model's own, else {declaration.default_text or f'{default:g}'}", None
+    if get_origin(kind) is tuple:
+        kind, default = list[get_args(kind)[0]], list(default)
+    return Flag(item.name, declaration, config, kind if default is not None else kind | None, choices, default, shown)
 
 
-@dataclass(frozen=True, slots=True)
-class SettingsTable:
-    """The dataclasses that declare settings, and the flags made from them, by setting name in the order of --help."""
-
-    command: type[CommandSettings] = CommandSettings
-    engine: type[EngineConfig] = EngineConfig
-    population: type[PopulationConfig] = PopulationConfig
-    sampling: type[SamplingParams] = SamplingParams
-    flags: dict[str, Flag] = field(init=False)
-
-    def __post_init__(self) -> None:
-        found = list(_declared_flags(self.command, None))
-        for config in (self.engine, self.population, self.sampling):
-            found += _declared_flags(config, config)
-        found.sort(key=lambda flag: (GROUPS.index(flag.group), flag.setting.order))
-        object.__setattr__(self, "flags", {flag.name: flag for flag in found})
-
-
-def _declared_flags(source: type[DataclassInstance], config: type[DataclassInstance] | None) -> Iterator[Flag]:
-    """Yields flags for the fields of the dataclass `source` that have a help text. `config`: see `Flag.config`."""
-    hints = get_type_hints(source)
-    for item, declaration in declared_settings(source):
-        if declaration.help is None:
-            continue
-        default: Any = item.default if item.default_factory is MISSING else item.default_factory()
-        shown = declaration.default_text or _default_text(default)
-        if declaration.from_model is not None:
-            shown, default = f"the model's own, else {declaration.default_text or f'{default:g}'}", None
-        elif isinstance(default, tuple):
-            default = list(default)
-        kind = _value_type(hints[item.name], declaration)
-        if default is None:
-            kind = kind | None
-        yield Flag(item.name, declaration, kind, default, shown, config)
-
-
-def _value_type(hint: Any, declaration: Setting) -> Any:
-    """Returns the type of a flag's value: a Literal of its choices if it has any, else the type of the field. For a
-    tuple field this is a list, as the flag can be repeated."""
-    if declaration.choices:
-        return Literal[declaration.choices]
-    return list[get_args(hint)[0]] if get_origin(hint) is tuple else hint
-
-
-def _default_text(default: Any) -> str:
-    if isinstance(default, bool):
-        return "on" if default else "off"
-    return str(default)
-
-
-def _literal_choices(kind: Any) -> Iterator[str]:
-    """Yields the values of a Literal, or of `Literal | None`."""
-    for part in get_args(kind):
-        if isinstance(part, str):
-            yield part
-        else:
-            yield from _literal_choices(part)
+FLAGS = {  # by setting name, in the order of --help
+    flag.name: flag
+    for flag in sorted(
+        (
+            _flag(config, item, declaration)
+            for config in (CommandSettings, EngineConfig, PopulationConfig, SamplingParams)
+            for item, declaration in declared_settings(config)
+            if declaration.help is not None
+        ),
+        key=lambda flag: (GROUPS.index(flag.setting.group), flag.setting.order),
+    )
+}

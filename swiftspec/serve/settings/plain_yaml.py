@@ -1,98 +1,65 @@
-"""A subset of YAML: `key: value` lines whose values stay text.
+"""YAML in which every value stays text.
 
-A YAML loader would convert values by rules that few people know: 010 becomes 8, 1:30 becomes 90, yes becomes True.
+A YAML loader converts values by rules that few people know: 010 becomes 8, 1:30 becomes 90, yes becomes True.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from typing import Any
 
 import yaml
-from yaml.events import (
-    AliasEvent,
-    DocumentStartEvent,
-    Event,
-    MappingEndEvent,
-    MappingStartEvent,
-    NodeEvent,
-    ScalarEvent,
-    SequenceEndEvent,
-    SequenceStartEvent,
-    StreamEndEvent,
-    StreamStartEvent,
-)  # fmt: skip
 
 from swiftspec.errors import truncated_repr
 from swiftspec.file_io import one_line
 
-YamlValue = str | None | list[str] | dict[str, str]
 NULL_SPELLINGS = ("", "~", "null", "Null", "NULL")
 
 
 class UnsupportedYaml(Exception):
     """The text is not YAML of the supported subset. The message is a predicate that follows the name of the file:
-    `contains more than one document`."""
+    `contains an anchor, an alias or a tag`."""
 
 
-def parse_mapping(text: str) -> list[tuple[str, YamlValue]]:
-    """Parses a text that contains one mapping. Returns its pairs in order; a value is text, a list of texts, a mapping
-    from text to text, or None for null. Raises UnsupportedYaml on any other content."""
+class PlainLoader(yaml.BaseLoader):
+    """YAML loader that converts no scalar. Raises UnsupportedYaml on anchors, aliases, tags and repeated keys."""
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        """Returns the next node, without its conversion."""
+        event = self.peek_event()
+        if event.anchor is not None or getattr(event, "tag", None) is not None:
+            raise UnsupportedYaml(
+                "contains an anchor, an alias or a tag (& * !): remove it, or quote a value that begins with one"
+            )
+        return super().compose_node(parent, index)
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        """Returns the dict of a node."""
+        found = super().construct_mapping(node, deep)
+        if len(found) < len(node.value):
+            (key, _), *_ = Counter(key.value for key, _ in node.value).most_common(1)
+            raise UnsupportedYaml(f"contains {truncated_repr(key)} twice: remove one of them")
+        return found
+
+
+def parse_mapping(text: str) -> dict[str, Any]:
+    """Parses a text that contains one mapping. A value is text, None for null, or a list or mapping of values. Raises
+    UnsupportedYaml on any other content."""
+    loader = PlainLoader(text)
     try:
-        return list(_pairs(yaml.parse(text, Loader=yaml.SafeLoader)))
+        root = loader.get_single_node()
+        if root is None or _is_null(root):
+            return {}
+        if not isinstance(root, yaml.MappingNode):
+            kind = "list" if isinstance(root, yaml.SequenceNode) else "single value"
+            raise UnsupportedYaml(f"must contain `flag: value` lines, not a {kind}")
+        found = loader.construct_mapping(root, deep=True)
+        return found | {key.value: None for key, value in root.value if _is_null(value)}
     except yaml.YAMLError as error:
         raise UnsupportedYaml(f"is not YAML: {one_line(error)}") from None
     except RecursionError:
         raise UnsupportedYaml("is nested too deeply") from None
 
 
-def _pairs(events: Iterator[Event]) -> Iterator[tuple[str, YamlValue]]:
-    start = next(event for event in events if not isinstance(event, StreamStartEvent | DocumentStartEvent))
-    if isinstance(start, ScalarEvent) and start.style is None and start.value in NULL_SPELLINGS:
-        pass
-    elif isinstance(start, MappingStartEvent):
-        _check_untagged(start)
-        while not isinstance(event := next(events), MappingEndEvent):
-            key = _text(event, "a key must be the name of a flag")
-            yield key, _value(next(events), events, key)
-    elif not isinstance(start, StreamEndEvent):
-        kind = "list" if isinstance(start, SequenceStartEvent) else "single value"
-        raise UnsupportedYaml(f"must contain `flag: value` lines, not a {kind}")
-    if any(isinstance(event, DocumentStartEvent) for event in events):
-        raise UnsupportedYaml("contains more than one document")
-
-
-def _value(event: Event, events: Iterator[Event], key: str) -> YamlValue:
-    rule = f"nests {truncated_repr(key)} too deeply"
-    if isinstance(event, SequenceStartEvent):
-        _check_untagged(event)
-        items: list[str] = []
-        while not isinstance(event := next(events), SequenceEndEvent):
-            items.append(_text(event, rule))
-        return items
-    if isinstance(event, MappingStartEvent):
-        _check_untagged(event)
-        found: dict[str, str] = {}
-        while not isinstance(event := next(events), MappingEndEvent):
-            inner = _text(event, rule)
-            if inner in found:
-                raise UnsupportedYaml(f"contains {truncated_repr(inner)} twice in {truncated_repr(key)}")
-            found[inner] = _text(next(events), rule)
-        return found
-    text = _text(event, rule)
-    return None if isinstance(event, ScalarEvent) and event.style is None and text in NULL_SPELLINGS else text
-
-
-def _text(event: Event, rule: str) -> str:
-    _check_untagged(event)
-    if not isinstance(event, ScalarEvent):
-        raise UnsupportedYaml(rule if rule.startswith("nests") else f"is not valid: {rule}")
-    return event.value
-
-
-def _check_untagged(event: Event) -> None:
-    """Raises UnsupportedYaml on anchors, aliases and tags."""
-    tagged = isinstance(event, ScalarEvent | SequenceStartEvent | MappingStartEvent) and event.tag is not None
-    if isinstance(event, AliasEvent) or tagged or (isinstance(event, NodeEvent) and event.anchor is not None):
-        raise UnsupportedYaml(
-            "contains an anchor, an alias or a tag (& * !): remove it, or quote a value that begins with one"
-        )
+def _is_null(node: yaml.Node) -> bool:
+    return isinstance(node, yaml.ScalarNode) and node.style is None and node.value in NULL_SPELLINGS

@@ -6,75 +6,48 @@ Imports must stay cheap (no torch, no transformers), because `--help` needs this
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeVar, get_args, get_origin
+from typing import TYPE_CHECKING, Any, get_args, get_origin
 
-from pydantic import Field, ValidationError, ValidationInfo, create_model, field_validator
-from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, create_model, field_validator
 
-from swiftspec.config import EngineConfig
+from swiftspec.config import EngineConfig, PopulationConfig
 from swiftspec.errors import UserError, truncated_repr
 from swiftspec.file_io import parse_json
 from swiftspec.params import SamplingParams
 from swiftspec.serve.rank_plan import split_ranks
-from swiftspec.serve.settings.flags import IGNORED_PARTS, UNSUPPORTED_PARTS, CommandSettings, Flag, SettingsTable
+from swiftspec.serve.settings.flags import FLAGS, IGNORED_PARTS, UNSUPPORTED_PARTS, CommandSettings
 
 ENV_PREFIX = "SWIFTSPEC_"
-S = TypeVar("S", bound="Settings")
 
 if TYPE_CHECKING:
 
-    class SettingsAttributes(CommandSettings, BaseSettings):
-        """Type declarations of the fields that `with_fields_of` adds, for type checkers. Fields of the engine have type
-        Any."""
+    class SettingsFields(CommandSettings, BaseModel):
+        """Type declarations of the fields. Fields of the engine have type Any."""
 
         def __getattr__(self, name: str) -> Any: ...
         def __setattr__(self, name: str, value: Any) -> None: ...
 else:
-    SettingsAttributes = BaseSettings
+    SettingsFields = create_model(
+        "SettingsFields", **{flag.name: (flag.value_type, Field(flag.default)) for flag in FLAGS.values()}
+    )
 
 
 class UsageError(UserError):
     """Invalid flag, environment variable or settings file: exit code 2."""
 
 
-def with_fields_of(table: SettingsTable) -> Callable[[type[S]], type[S]]:
-    """Returns a class decorator that adds a field for every flag of the table."""
-
-    def filled(kind: type[S]) -> type[S]:
-        values: dict[str, Any] = {flag.name: _field(flag) for flag in table.flags.values()}
-        made = create_model(kind.__name__, __base__=kind, __module__=kind.__module__, __doc__=kind.__doc__, **values)
-        made.table = table
-        return made
-
-    return filled
-
-
-def _field(flag: Flag) -> tuple[Any, Any]:
-    """Returns type and pydantic field of a flag.
-
-    Only a setting of the command declares its range here; the range of an engine setting is checked by `_as_in_config`.
-    NoDecode leaves the conversion of text to lists and dicts to `_from_text`.
-    """
-    limits: dict[str, Any] = {} if flag.config else {"ge": flag.setting.ge, "le": flag.setting.le}
-    return Annotated[flag.value_type, NoDecode, flag], Field(flag.default, description=flag.setting.help, **limits)
-
-
-@with_fields_of(SettingsTable())
-class Settings(SettingsAttributes):
+class Settings(SettingsFields):
     """All settings of a command. A sampling value of None means that of the model's generation_config.json, else vLLM's
     default."""
 
-    model_config = SettingsConfigDict(
-        env_prefix=ENV_PREFIX, env_ignore_empty=True, extra="forbid", validate_assignment=True, protected_namespaces=()
-    )
-    table: ClassVar[SettingsTable]
+    model_config = ConfigDict(extra="forbid", validate_assignment=True)
 
     @field_validator("*", mode="before")
     @classmethod
     def _from_text(cls, value: object, info: ValidationInfo) -> object:
         """Converts the text of a list or dict field: from JSON, and for a list also from one text or numbers separated
         by commas."""
-        kind = cls.table.flags[str(info.field_name)].value_type
+        kind = FLAGS[str(info.field_name)].value_type
         if get_origin(kind) is list:
             return _as_list(value, of_text=get_args(kind)[0] is str)
         if get_origin(kind) is dict and isinstance(value, str):
@@ -84,16 +57,19 @@ class Settings(SettingsAttributes):
 
     @field_validator("*")
     @classmethod
-    def _as_in_config(cls, value: Any, info: ValidationInfo) -> Any:
-        """Validates the value of an engine setting by creating the dataclass that declares it."""
-        flag = cls.table.flags[str(info.field_name)]
-        if value is None or flag.config is None:
-            return value
+    def _check(cls, value: Any, info: ValidationInfo) -> Any:
+        """Checks a value: an engine setting by creating the dataclass that declares it, any other one by its rule."""
+        flag = FLAGS[str(info.field_name)]
+        if value is None:
+            return None
         values = {flag.name: _for_config(value)}
         if flag.setting.depends_on in info.data:
             values[flag.setting.depends_on] = info.data[flag.setting.depends_on]
         try:
-            flag.config(**values)
+            if flag.config is CommandSettings:
+                flag.setting.check(flag.name, value)
+            else:
+                flag.config(**values)
         except UserError as error:  # pydantic expects a ValueError
             raise ValueError(str(error)) from None
         return value
@@ -123,15 +99,14 @@ class Settings(SettingsAttributes):
                 "--adapt is not supported with --verify reject, because the text would depend on measured times;"
                 " remove one of them"
             )
-        table = self.table
         try:
             target_tp, draft_tp = split_ranks(
                 mode, ranks, self.target_tp, self.draft_tp, single_rank_ok=self.device == "cuda" or apart
             )
-            population = table.population(**self._config_values(table.population))
-            return table.engine(
-                mode=mode, target_tp=target_tp, draft_tp=draft_tp, population=population,
-                **remote, **self._adaptive_options(mode), **self._config_values(table.engine),
+            return EngineConfig(
+                mode=mode, target_tp=target_tp, draft_tp=draft_tp,
+                population=PopulationConfig(**self._config_values(PopulationConfig)),
+                **remote, **self._adaptive_options(mode), **self._config_values(EngineConfig),
             )  # fmt: skip
         except UserError as error:
             raise UsageError(str(error)) from None
@@ -139,7 +114,7 @@ class Settings(SettingsAttributes):
     def _explicitly_set(self, part: str) -> list[str]:
         """Returns the names of the settings that were given explicitly and that apply to a part of the engine, such as
         "draft"."""
-        shaping = [name for name, flag in self.table.flags.items() if flag.setting.applies_to == part]
+        shaping = [name for name, flag in FLAGS.items() if flag.setting.applies_to == part]
         return [name for name in shaping if name in self.model_fields_set]
 
     def ignored_settings(self, mode: str) -> list[str]:
@@ -176,7 +151,7 @@ class Settings(SettingsAttributes):
 
     def _config_values(self, config: type) -> dict[str, Any]:
         """Returns the settings that are not None and that the engine dataclass `config` declares."""
-        mine = {name: getattr(self, name) for name, flag in self.table.flags.items() if flag.config is config}
+        mine = {name: getattr(self, name) for name, flag in FLAGS.items() if flag.config is config}
         return {name: _for_config(value) for name, value in mine.items() if value is not None}
 
     def guidance_note(self) -> str | None:
@@ -190,8 +165,8 @@ class Settings(SettingsAttributes):
     def sampling_params(self, model_defaults: Mapping[str, Any], negative: Sequence[int] = ()) -> SamplingParams:
         """Creates the sampling parameters. `model_defaults`: values for settings that are not set, see
         `generation_defaults`. `negative`: tokens of the negative prompt."""
-        values = {**model_defaults, **self._config_values(self.table.sampling)}
-        return self.table.sampling(**values, negative_prompt_ids=tuple(negative))
+        values = {**model_defaults, **self._config_values(SamplingParams)}
+        return SamplingParams(**values, negative_prompt_ids=tuple(negative))
 
 
 def _for_config(value: Any) -> Any:
@@ -246,7 +221,7 @@ def describe_validation_error(error: ValidationError, label: Callable[[str], str
     wanted = {
         "float": "be a number", "int": "be a whole number",
         "bool": "be true or false", "string": "be text", "dict": "be a JSON object from token id to number",
-        "list": "be a list", "greater": f"be at least {context.get('ge')}", "less": f"be at most {context.get('le')}",
+        "list": "be a list",
         "literal": f"be one of {context.get('expected', '')}".replace("'", "").replace(" or ", ", "),
     }.get(kind.partition("_")[0], f"be valid ({first['msg']})")  # fmt: skip
     return f"{label(name)} must {wanted}, not {truncated_repr(first['input'])}"

@@ -1,103 +1,93 @@
-"""A new setting is one entry: a field of a config, or one of the front end's own settings."""
+"""A new setting is one entry: a field of a config, or one of the command's own settings."""
 
 import re
-from dataclasses import dataclass
-from pathlib import Path
+from typing import Any
 
 import pytest
 
-from swiftspec.config import SPECULATION, TREE, EngineConfig, PopulationConfig
-from swiftspec.errors import UserError
-from swiftspec.params import SAMPLING, SamplingParams
+from swiftspec.config import EngineConfig, PopulationConfig
+from swiftspec.params import SamplingParams
 from swiftspec.serve.cli.arguments import build_parser, parse_command
-from swiftspec.serve.settings.flags import MODELS, CommandSettings, SettingsTable
-from swiftspec.serve.settings.settings import Settings, UsageError, env_name, with_fields_of
-from swiftspec.settings_schema import declared_settings, setting
+from swiftspec.serve.settings.config_sources import load_settings
+from swiftspec.serve.settings.flags import FLAGS, CommandSettings, Flag
+from swiftspec.serve.settings.settings import Settings, UsageError, env_name, flag_name
+from swiftspec.settings_schema import declared_settings
 
-
-@dataclass(frozen=True, slots=True)
-class LongerConfig(EngineConfig):
-    retries: int = setting(3, "Proposals sent again.", SPECULATION, "R", ge=1, le=9, applies_to=TREE)
-
-
-@dataclass(frozen=True, slots=True)
-class LongerSampling(SamplingParams):
-    warmth: float = setting(0.5, "How warm it is.", SAMPLING, "W", gt=0, le=2, finite=True, from_model="warmth")
-    banned: tuple[int, ...] = setting((), "Tokens that never come.", SAMPLING, "ID[,ID]", "none")
-
-
-@dataclass
-class LongerOwn(CommandSettings):
-    colour: str = setting("plain", "How it looks.", MODELS, choices=("plain", "loud"))
-
-
-WIDER = with_fields_of(SettingsTable(LongerOwn, LongerConfig, sampling=LongerSampling))(Settings)
+ENGINE_FLAGS = [flag for flag in FLAGS.values() if flag.config is not CommandSettings]
+SAMPLES: dict[Any, tuple[str, Any]] = {  # by type of the value: as text, and as the config has it
+    int: ("2", 2), float: ("0.5", 0.5), str: ("x", "x"), list[str]: ("x", ("x",)), list[int]: ("3", (3,)),
+    dict[int, float]: ('{"1": 2}', {1: 2.0}),
+}  # fmt: skip
+SOURCES = (CommandSettings, EngineConfig, PopulationConfig, SamplingParams)
 
 
 @pytest.fixture(autouse=True)
 def bare_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in WIDER.model_fields:
+    for name in FLAGS:
         monkeypatch.delenv(env_name(name), raising=False)
 
 
-def test_flag_variable_and_yaml_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file = tmp_path / "settings.yaml"
-    file.write_text("retries: 4\nwarmth: 0.7\ncolour: loud\n")
-    monkeypatch.setenv("SWIFTSPEC_BANNED", "5,6")
-    monkeypatch.setenv("SWIFTSPEC_WARMTH", "0.8")
-    settings = parse_command(["--config", str(file), "--retries", "5"], WIDER).settings
-    assert (settings.retries, settings.warmth, settings.colour, settings.banned) == (5, 0.8, "loud", [5, 6])
-    file.write_text("retires: 4\n")
-    with pytest.raises(UsageError, match="unknown key 'retires' \\(did you mean 'retries'\\?\\)"):
-        parse_command(["--config", str(file)], WIDER)
-
-
 def test_the_help_line() -> None:
-    page = " ".join(build_parser(WIDER).format_help().split())
-    assert "--retries R Proposals sent again. [default: 3] [env: SWIFTSPEC_RETRIES]" in page
-    assert "--warmth W How warm it is. [default: the model's own, else 0.5] [env: SWIFTSPEC_WARMTH]" in page
-    assert "--banned ID[,ID] Tokens that never come. [default: none] [env: SWIFTSPEC_BANNED]" in page
-    assert "--colour plain|loud How it looks. [default: plain] [env: SWIFTSPEC_COLOUR]" in page
-    assert re.search(r"models:.*--colour.*speculation:.*--retries.*sampling:.*--warmth.*length and stopping:", page)
+    page = " ".join(build_parser().format_help().split())
+    assert "--verify-batch BS Tree nodes verified per round, including the root. [default: 8]" in page
+    assert "[env: SWIFTSPEC_VERIFY_BATCH]" in page
+    assert "--top-k K Keep the K most likely tokens. [default: the model's own, else off]" in page
+    assert "--stop-token-ids ID[,ID] Stop after any of these tokens. [default: none]" in page
+    assert "--device auto|cpu|cuda Device that runs the models. [default: auto: cuda if PyTorch" in page
+    assert "--mode ar|serial|async|smc async: the draft group" in page
+    assert "--share-gpus, --no-share-gpus Allow several ranks to use one GPU. [default: off]" in page
+    assert re.search(r"models:.*--device.*speculation:.*--mode.*--adapt.*sampling:.*--seed.*length and stopping:", page)
 
 
-@pytest.mark.parametrize(
-    ("argv", "message"),
-    [
-        (["--retries", "0"], "--retries must lie in 1..9, not 0"),
-        (["--retries", "many"], "--retries must be a whole number, not 'many'"),
-        (["--warmth", "0"], "--warmth must be above 0 and at most 2, not 0.0"),
-        (["--warmth", "nan"], "--warmth must be a finite number"),
-        (["--colour", "dull"], "--colour must be one of plain, loud, not 'dull'"),
-        (["--banned", "x"], "--banned must be a whole number, not 'x'"),
-    ],
-)
-def test_the_check_of_values(argv: list[str], message: str) -> None:
-    with pytest.raises(UsageError, match=f"^{re.escape(message)}$"):
-        parse_command(argv, WIDER)
+def other_value(flag: Flag) -> tuple[str, Any]:
+    """Returns a valid value that is not the default, as text and as the config has it."""
+    if flag.choices:
+        return flag.choices[-1], flag.choices[-1]
+    if flag.value_type is bool:
+        return str(not flag.default), not flag.default
+    if flag.name == "ess_threshold":
+        return "0.25", 0.25
+    return next(sample for kind, sample in SAMPLES.items() if flag.value_type in (kind, kind | None))
 
 
-def test_the_field_of_the_config() -> None:
-    settings = parse_command(["--retries", "7", "--banned", "1,2"], WIDER).settings
-    assert settings.make_plan(has_draft=True) == LongerConfig(
-        "serial", retries=7, self_switch=True, adapt_steps=True, adapt_batch=True
-    )
-    assert settings.sampling_params({}) == LongerSampling(warmth=0.5, banned=(1, 2))
-    assert settings.sampling_params({"warmth": 0.9}) == LongerSampling(warmth=0.9, banned=(1, 2))
-    with pytest.raises(UserError, match="retries must lie in 1"):
-        LongerConfig(retries=10)
-    with pytest.raises(UsageError, match="--retries is not supported in mode smc, which has no draft tree; remove it"):
-        parse_command(["--mode", "smc", "--retries", "7"], WIDER).settings.make_plan(has_draft=True)
+@pytest.mark.parametrize("flag", ENGINE_FLAGS, ids=lambda flag: flag.name)
+def test_the_field_of_the_config(flag: Flag, monkeypatch: pytest.MonkeyPatch) -> None:
+    text, value = other_value(flag)
+    monkeypatch.setenv(env_name(flag.name), text)
+    mode = "smc" if flag.config is PopulationConfig else "async" if flag.name == "catch_up" else "serial"
+    settings = parse_command(["--mode", mode]).settings
+    plan = settings.make_plan(has_draft=True, ranks=2)
+    config = {EngineConfig: plan, PopulationConfig: plan.population, SamplingParams: settings.sampling_params({})}
+    assert getattr(config[flag.config], flag.name) == value != flag.default
+    if flag.setting.from_model is not None:
+        monkeypatch.delenv(env_name(flag.name))
+        assert getattr(parse_command([]).settings.sampling_params({flag.name: value}), flag.name) == value
+
+
+@pytest.mark.parametrize("flag", FLAGS.values(), ids=lambda flag: flag.name)
+def test_the_check_of_values(flag: Flag) -> None:
+    """The rule that the documentation names is the rule that is checked."""
+    for end, step in (("ge", -1), ("gt", 0), ("le", 1)):
+        limit = getattr(flag.setting, end)
+        if limit is not None:
+            if end != "gt":
+                load_settings({flag.name: limit})
+            rule = re.escape(f"{flag_name(flag.name)} must {flag.setting.rule_text}, not ")
+            with pytest.raises(UsageError, match=f"^{rule}"):
+                load_settings({flag.name: limit + step})
+    if flag.choices:
+        with pytest.raises(UsageError, match=f"must be one of {', '.join(flag.choices)}, not 'dull'$"):
+            load_settings({flag.name: "dull"})
 
 
 def test_every_setting_is_one_flag() -> None:
     """No setting is declared twice, and none is missing."""
-    sources = (CommandSettings, EngineConfig, PopulationConfig, SamplingParams)
     found = [
         item.name
-        for source in sources
+        for source in SOURCES
         for item, declaration in declared_settings(source)
         if declaration.help is not None
     ]
-    assert sorted(found) == sorted(Settings.table.flags) == sorted(Settings.model_fields)
-    assert "retries" not in found
+    assert sorted(found) == sorted(FLAGS) == sorted(Settings.model_fields)
+    options = {text for action in build_parser()._actions for text in action.option_strings}
+    assert {flag_name(name) for name in FLAGS} <= options

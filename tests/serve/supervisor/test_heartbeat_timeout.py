@@ -15,20 +15,19 @@ from swiftspec.serve.__main__ import main
 from swiftspec.serve.cli import generate
 from swiftspec.serve.model_resolution import ResolvedModels
 from swiftspec.serve.settings.config_sources import load_settings, unknown_variable_warnings
-from swiftspec.serve.settings.flags import IGNORED_PARTS, UNSUPPORTED_PARTS
-from swiftspec.serve.settings.settings import Settings, UsageError, env_name, flag_name
+from swiftspec.serve.settings.flags import FLAGS, IGNORED_PARTS, UNSUPPORTED_PARTS
+from swiftspec.serve.settings.settings import UsageError, env_name, flag_name
 from swiftspec.serve.terminal import StartupProgress
 from tests.support import profiles
 from tests.support.toy_pair import make_pair
 
-FLAGS = Settings.table.flags
 PARTS = {name: flag.setting.applies_to for name, flag in FLAGS.items() if flag.setting.applies_to is not None}
 VALUES = {"verify": "match", "proposal": "top", "calibration": 1.0, "draft_model": "draft", "draft_steps": 3}
 
 
 @pytest.fixture(autouse=True)
 def bare_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("WORLD_SIZE", "RANK", *map(env_name, Settings.model_fields)):
+    for name in ("WORLD_SIZE", "RANK", *map(env_name, FLAGS)):
         monkeypatch.delenv(name, raising=False)
 
 

@@ -12,8 +12,10 @@ from typing import Any
 import msgspec
 
 from swiftspec.errors import UserError
+from swiftspec.params import SamplingParams
 from swiftspec.serve.http.engine_link import frames
 from swiftspec.serve.otel import exporter
+from swiftspec.serve.settings.flags import FLAGS
 from swiftspec.serve.settings.settings import Settings, UsageError, flag_name
 from swiftspec.serve.stdio import warn
 from swiftspec.serve.supervisor.supervised_process import Program
@@ -66,9 +68,9 @@ def local_host_names(host: str) -> frozenset[str] | None:
 def sampling_defaults(settings: Settings) -> dict[str, Any]:
     """Returns the sampling parameters from the command line, the defaults for requests that do not set them. Raises
     UsageError on a parameter that only a request can set."""
-    table, defaults = settings.table, dict[str, Any]()
-    for name, flag in table.flags.items():
-        if name in settings.model_fields_set and (flag.config is table.sampling or name == "negative_prompt"):
+    defaults: dict[str, Any] = {}
+    for name, flag in FLAGS.items():
+        if name in settings.model_fields_set and (flag.config is SamplingParams or name == "negative_prompt"):
             if name not in DEFAULTABLE_FIELDS:
                 raise UsageError(
                     f"{flag_name(name)} is not supported by a server, whose clients set it per request; remove it"
