@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, NoReturn
 from swiftspec.distributed.launch.launcher import LaunchedRank, launched, own_rank
 from swiftspec.distributed.launch.supervision import EXIT_PEER_LOST, JobEnded
 from swiftspec.errors import RankLost, UserError
-from swiftspec.serve.signals import SIGNAL_GRACE_S, TERMINATION_SIGNALS, TerminationGuard
+from swiftspec.serve.signals import SIGNAL_GRACE_S, TERMINATION_SIGNALS, TerminationGuard, ignore_signals
 from swiftspec.serve.stdio import command_streams, warn
 
 if TYPE_CHECKING:
@@ -92,8 +92,7 @@ def run_guarded(run: Callable[[bool], int], grace_s: float = SIGNAL_GRACE_S, *, 
 def exit_process(code: int) -> NoReturn:
     """Exits the process with `code`. Ignores termination signals from here on: one that arrives during the
     interpreter's shutdown would change the exit code."""
-    for number in TERMINATION_SIGNALS:
-        signal.signal(number, signal.SIG_IGN)
+    ignore_signals()
     sys.exit(code)
 
 
@@ -221,9 +220,7 @@ def run_rank(command: ParsedCommand, first: bool, supervisor: SupervisorClient |
         from swiftspec.serve.session import run_follower_rank
 
         if serving:
-            signal.signal(
-                signal.SIGTERM, signal.SIG_IGN
-            )  # rank 0 handles the signal, drains the requests and shuts this rank down
+            ignore_signals([signal.SIGTERM])  # rank 0 handles it, drains the requests and shuts this rank down
         world = join_launched_world(None if supervisor is None else supervisor.supervision())
         assert world is not None
         run_follower_rank(command.settings, world)

@@ -9,12 +9,13 @@ import sys
 import termios
 import time
 from collections.abc import Callable, Iterator
-from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Self
 
 from rich.console import Console
 from rich.status import Status
 from rich.text import Text
+
+from swiftspec.serve.signals import SignalHandlers
 
 if TYPE_CHECKING:
     from swiftspec.engine import TokenChunk
@@ -75,23 +76,16 @@ class Painter:
         self._console.file.flush()
 
 
-class Interrupt:
+class Interrupt(SignalHandlers):
     """Context manager in which Ctrl-C ends an answer after the current round. A Ctrl-C before the first token, or a
     second one, raises KeyboardInterrupt immediately."""
 
     def __init__(self) -> None:
+        super().__init__(self._press, (signal.SIGINT,))
         self.pressed = False
         self._began = False
-        self._before: Any = None
 
-    def __enter__(self) -> Interrupt:
-        self._before = signal.signal(signal.SIGINT, self._press)
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        signal.signal(signal.SIGINT, self._before)
-
-    def _press(self, number: int, frame: FrameType | None) -> None:
+    def _press(self, number: int) -> None:
         if self.pressed or not self._began:
             raise KeyboardInterrupt
         self.pressed = True
@@ -115,7 +109,7 @@ class KeyInterrupt(Interrupt):
     During an answer the terminal delivers Ctrl-C as a character instead of a signal. It is read between two rounds;
     other keys are discarded."""
 
-    def __enter__(self) -> KeyInterrupt:
+    def __enter__(self) -> Self:
         super().__enter__()
         self._terminal = termios.tcgetattr(0)
         keys = termios.tcgetattr(0)

@@ -1,6 +1,7 @@
 """Signals: the exit code is that of the signal, even if native code or an `except` clause replaces the exception."""
 
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -11,6 +12,7 @@ import pytest
 
 from swiftspec.errors import UserError
 from swiftspec.serve.__main__ import run_guarded
+from swiftspec.serve.signals import GracefulStop, SignalHandlers
 from tests.support.pty_terminal import Terminal
 from tests.support.toy_pair import make_pair
 
@@ -80,9 +82,40 @@ def test_ignored_signals_stay_ignored() -> None:
         assert run_guarded(lambda first, number=number: plain(number)) == 0
 
 
+def test_a_graceful_stop_interrupts_nothing_and_a_second_signal_does() -> None:
+    numbers: list[int] = []
+
+    def stopping(first: bool) -> int:
+        with GracefulStop(numbers.append) as stop:
+            assert not stop.requested and select.select([stop.wakeup_fd], [], [], 0)[0] == []
+            signal.raise_signal(signal.SIGTERM)
+            assert stop.requested and numbers == [signal.SIGTERM]
+            assert os.read(stop.wakeup_fd, 8) == bytes([signal.SIGTERM])
+            signal.raise_signal(signal.SIGINT)
+        return 0
+
+    assert run_guarded(stopping) == 130
+    assert numbers == [signal.SIGTERM]
+    assert [signal.getsignal(number) for number in CODES] == [signal.SIG_DFL] * 3
+
+
+def test_handlers_are_restored_and_child_exits_reach_the_descriptor() -> None:
+    previous_fd, numbers = signal.set_wakeup_fd(-1), list[int]()
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    with SignalHandlers(numbers.append, (signal.SIGHUP, signal.SIGCHLD), wakeup=True) as handlers:
+        for number in (signal.SIGHUP, signal.SIGCHLD):
+            signal.raise_signal(number)
+        assert os.read(handlers.wakeup_fd, 8) == bytes([signal.SIGCHLD]) and numbers == [signal.SIGCHLD]
+    assert signal.getsignal(signal.SIGHUP) is signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN
+    assert signal.set_wakeup_fd(previous_fd) == -1
+    signal.signal(signal.SIGCHLD, before)
+
+
 STUBBORN = """
 import select, sys, time
 from swiftspec.serve.__main__ import run_guarded
+from swiftspec.serve.signals import GracefulStop, SignalHandlers
 def eats(first):
     print("runs", flush=True)
     while True:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import signal
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
@@ -23,6 +24,7 @@ from swiftspec.serve.remote_session import open_local_or_remote
 from swiftspec.serve.session import Session
 from swiftspec.serve.settings.flags import FLAGS
 from swiftspec.serve.settings.settings import Settings, describe_validation_error
+from swiftspec.serve.signals import SignalHandlers
 from swiftspec.serve.stdio import OutputLost
 from swiftspec.serve.terminal import Interrupt, KeyInterrupt, Painter, StartupProgress, line_reader, print_note
 from swiftspec.serve.text.template import PromptTooLong
@@ -51,16 +53,13 @@ def run_chat(settings: Settings, world: World | None = None) -> int:
         session = open_local_or_remote(settings, phases, world, warm_up=True)
     finally:
         phases.close()
-    before = signal.signal(signal.SIGINT, lambda number, frame: None)  # a Ctrl-C just after an answer has no effect
-    try:
+    ignore_late_press = SignalHandlers(lambda number: None, (signal.SIGINT,))  # a Ctrl-C just after an answer
+    with closing(session), ignore_late_press:
         if not settings.raw and not session.codec.has_template:
             raise UserError(f"{session.model} has no chat template: use --raw to continue plain text")
         interrupt = Interrupt if world is None else KeyInterrupt
         with traced_session(session, settings) as observed:
             Chat(observed, settings, Console(highlight=False), line_reader(), interrupt).run()
-    finally:
-        signal.signal(signal.SIGINT, before)
-        session.close()
     return 0
 
 

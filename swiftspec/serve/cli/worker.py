@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from queue import SimpleQueue
-from types import FrameType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from swiftspec.config import EngineConfig
 from swiftspec.errors import RankLost, UserError
@@ -18,6 +15,7 @@ from swiftspec.serve.cli.arguments import HELP_PAGES, parse_command
 from swiftspec.serve.model_resolution import demo_model_path
 from swiftspec.serve.session import WeightProgress, load_options
 from swiftspec.serve.settings.settings import Settings, UsageError
+from swiftspec.serve.signals import GracefulStop, ignore_signals
 from swiftspec.serve.terminal import StartupProgress
 from swiftspec.serve.text.codec import TOKENIZER_FILES, TextCodec, locate_model
 from swiftspec.serve.worker_endpoints import load_security
@@ -29,7 +27,6 @@ if TYPE_CHECKING:
 
 DEFAULT_PORTS = {"target": 7070, "draft": 7071}  # ports of 127.0.0.1 that are used without --listen
 JoinFn = Callable[[], "World | None"]
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def run_worker_command(argv: Sequence[str], join: JoinFn) -> int:
@@ -71,8 +68,7 @@ def run_worker(side: Literal["draft", "target"], settings: Settings, join: JoinF
     security.check_worker(endpoint)
     world = join()
     if world is not None and world.rank > 0:
-        for number in STOP_SIGNALS:  # rank 0 handles the signal, drains the requests and shuts this rank down
-            signal.signal(number, signal.SIG_IGN)
+        ignore_signals()  # rank 0 handles the signal, drains the requests and shuts this rank down
         _load(side, settings, world, StartupProgress(quiet=True))[0].follow()
         return 0
     phases = StartupProgress()
@@ -112,44 +108,17 @@ def _serve(
     address = Endpoint(endpoint.host, server.port)
     print(f"swiftspec: {model.side} worker listening on {address}", file=sys.stderr, flush=True)
     group = None if model.rank is None else model.rank.worker_group
-    with GracefulStop() as stop:
+    stop_queue = SimpleQueue[int]()  # its `put` is reentrant, so that a signal handler may call it
+    with GracefulStop(stop_queue.put):
         if group is None:
-            server.run(stop.signals)
+            server.run(stop_queue)
         else:
-            group.on_lost(lambda why: stop.signals.put(0))
-            server.run(stop.signals, partial(group.check_followers, 0.0))
+            group.on_lost(lambda why: stop_queue.put(0))
+            server.run(stop_queue, partial(group.check_followers, 0.0))
             service.run_if_idle(group.check_followers)  # SIGTERM may come from a launcher that has lost a rank
         server.stop(settings.drain_timeout if group is None or group.broken is None else 0.0)
     if group is not None and group.broken is not None:
         raise RankLost(group.broken)
-
-
-class GracefulStop:
-    """Context manager in which the first termination signal does not end the process: its number is put into `signals`,
-    which lets the server stop gracefully. A second signal is handled by the handler that was installed before.
-    SimpleQueue.put is reentrant, so the handler may call it at any moment."""
-
-    def __init__(self) -> None:
-        self.signals: SimpleQueue[int] = SimpleQueue()
-        self._previous_handlers: dict[int, Any] = {}
-        self._stopping = False
-
-    def __enter__(self) -> GracefulStop:
-        for number in STOP_SIGNALS:
-            if signal.getsignal(number) is not signal.SIG_IGN:
-                self._previous_handlers[number] = signal.signal(number, self._handle)
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        for number, handler in self._previous_handlers.items():
-            signal.signal(number, handler)
-
-    def _handle(self, number: int, frame: FrameType | None) -> None:
-        if self._stopping:
-            self.__exit__()
-            os.kill(os.getpid(), number)
-        self._stopping = True
-        self.signals.put(number)
 
 
 def _load(

@@ -9,11 +9,9 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Sequence
-from types import FrameType
-from typing import Any
 
 from swiftspec.distributed.launch.supervision import EXIT_PEER_LOST
-from swiftspec.serve.signals import TERMINATION_SIGNALS
+from swiftspec.serve.signals import TERMINATION_SIGNALS, SignalHandlers
 from swiftspec.serve.supervisor import control_protocol
 from swiftspec.serve.supervisor.supervised_process import Program, SupervisedProcess
 from swiftspec.serve.supervisor.supervisor_link import JobLink
@@ -58,7 +56,9 @@ class Supervisor:
     def run(self) -> int:
         """Runs until the leader has exited and is not restarted, then ends the other processes. Returns the exit code
         of the job."""
-        with SignalQueue(self._received_signals) as wakeup:
+        handlers = SignalHandlers(self._receive_signal, (*TERMINATION_SIGNALS, signal.SIGCHLD), wakeup=True)
+        with handlers:
+            wakeup = handlers.wakeup_fd
             try:
                 self._last_poll = time.monotonic()
                 for child in self._children:
@@ -90,7 +90,7 @@ class Supervisor:
 
     def _poll(self, wakeup: int) -> float:
         """Waits for an event or the next due restart, then reads heartbeats. `wakeup`: file descriptor of the
-        SignalQueue. Returns the time (monotonic clock)."""
+        signal handlers. Returns the time (monotonic clock)."""
         poll = select.poll()
         poll.register(wakeup, select.POLLIN)
         for child in self._children:
@@ -150,6 +150,10 @@ class Supervisor:
             return 1 if self._first_signal is None else 128 + self._first_signal
         return code if code >= 0 else 128 - code
 
+    def _receive_signal(self, number: int) -> None:
+        if number != signal.SIGCHLD:
+            self._received_signals.append(number)
+
     def _forward_signals(self) -> None:
         """Forwards each signal to the leader. If the leader is not running, the signal ends the job."""
         while self._received_signals:
@@ -197,32 +201,3 @@ def _describe_exit(code: int) -> str:
     if code == EXIT_PEER_LOST:
         return "lost another rank"
     return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
-
-
-class SignalQueue:
-    """Context manager that appends termination signals to the list `received`. On entry it returns a file descriptor
-    that becomes readable on these signals and on SIGCHLD. Signals that were ignored before stay ignored."""
-
-    def __init__(self, received: list[int]) -> None:
-        self._received = received
-        self._previous_handlers: dict[int, Any] = {}
-
-    def __enter__(self) -> int:
-        self._read, self._write = os.pipe()
-        os.set_blocking(self._write, False)
-        self._previous_wakeup_fd = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
-        for number in TERMINATION_SIGNALS:
-            if signal.getsignal(number) is not signal.SIG_IGN:
-                self._previous_handlers[number] = signal.signal(number, self._handle)
-        self._previous_handlers[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, lambda number, frame: None)
-        return self._read
-
-    def __exit__(self, *error: object) -> None:
-        for number, handler in self._previous_handlers.items():
-            signal.signal(number, signal.SIG_DFL if handler is None else handler)
-        signal.set_wakeup_fd(self._previous_wakeup_fd)
-        os.close(self._read)
-        os.close(self._write)
-
-    def _handle(self, number: int, frame: FrameType | None) -> None:
-        self._received.append(number)

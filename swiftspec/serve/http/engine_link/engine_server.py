@@ -7,14 +7,12 @@ front end restarts.
 from __future__ import annotations
 
 import os
-import signal
 import sys
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import asdict
 from functools import partial
-from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -32,6 +30,7 @@ from swiftspec.serve.http.engine_link.frontend_process import sampling_defaults
 from swiftspec.serve.http.engine_link.status_publisher import LoadingPhases, StatusPublisher
 from swiftspec.serve.session import Session, open_session
 from swiftspec.serve.settings.settings import Settings
+from swiftspec.serve.signals import GracefulStop
 from swiftspec.serve.supervisor.supervisor_client import SupervisorClient
 
 if TYPE_CHECKING:
@@ -71,7 +70,7 @@ def run_engine_server(
         try:
             publisher.publish(engine_info(session, defaults))
             supervisor.set_ready()
-            with DrainSignals() as stop:
+            with GracefulStop() as stop:
                 EngineServer(
                     session, publisher, stop, supervisor, send_rpc_records=settings.otlp_endpoint is not None
                 ).run()
@@ -85,42 +84,6 @@ def run_engine_server(
     return 0
 
 
-class DrainSignals:
-    """Signal handlers that request a drain. The first signal sets `requested` and makes `wakeup_fd` readable, so that
-    it does not interrupt a round. A second signal runs the handler that was installed before."""
-
-    SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-
-    def __init__(self) -> None:
-        self.requested = False
-        self._previous_handlers: dict[int, Any] = {}
-
-    def __enter__(self) -> DrainSignals:
-        self.wakeup_fd, self._notify_fd = os.pipe()
-        for number in self.SIGNALS:
-            if signal.getsignal(number) is not signal.SIG_IGN:
-                self._previous_handlers[number] = signal.signal(number, self._on_signal)
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._restore()
-        os.close(self.wakeup_fd)
-        os.close(self._notify_fd)
-
-    def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if self.requested:
-            self._restore()
-            os.kill(os.getpid(), number)
-        else:
-            self.requested = True
-            os.write(self._notify_fd, b".")
-
-    def _restore(self) -> None:
-        for number, handler in self._previous_handlers.items():
-            signal.signal(number, signal.SIG_DFL if handler is None else handler)
-        self._previous_handlers.clear()
-
-
 class EngineServer:
     """Server that decodes the front end's requests, as many concurrently as the engine supports."""
 
@@ -128,7 +91,7 @@ class EngineServer:
         self,
         session: Session,
         publisher: StatusPublisher,
-        stop: DrainSignals,
+        stop: GracefulStop,
         supervisor: SupervisorClient,
         *,
         send_rpc_records: bool = False,
