@@ -147,8 +147,9 @@ class Tree:
     """A draft tree on NumPy arrays, which it keeps alive; see host/decoder/tree.h."""
     def __init__(self, token: Array, parent: Array, slot: Array, logprob: Array, visible: Array, sizes: Array) -> None:
         """The arrays of `DraftTree` (swiftspec/tree/tree.py)."""
-    def best_subtree(self, bs: int, root: int) -> tuple[list[int], list[int], list[int]]:
-        """The likeliest nodes of the sub-tree of `root`, their tokens, and the index of each parent among them."""
+    def best_subtree(self, bs: int, root: int) -> tuple[list[int], list[int], list[int], list[float]]:
+        """The likeliest nodes of the sub-tree of `root`, their tokens, the index of each parent among them, and their
+        log-probabilities relative to `root`."""
     def fast_reply(
         self, request: int, prefix_len: int, bs: int, w: int, steps: int, expansion_yield: float
     ) -> FastReply:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from enum import IntEnum
 
 import numpy as np
 from numpy.typing import NDArray
@@ -48,11 +50,32 @@ class DraftProbs:
     probs: NDArray[np.float32]  # q of `tokens`, of the same shape; 0 marks an unused entry
 
 
+class NodeSource(IntEnum):
+    """What added a node to a proposal. The values are part of the messages between processes."""
+
+    ROOT = 0  # the last verified token, which is node 0 of every proposal
+    DRAFT_MODEL = 1
+
+    @property
+    def label(self) -> str:
+        """Name of the source in traces, metrics and statistics."""
+        return self.name.lower()
+
+
+# Sources that can sample their nodes from a distribution q. Nodes of all other sources are deterministic, and rejection
+# sampling would accept them with the wrong probability.
+SAMPLED_SOURCES = frozenset({NodeSource.DRAFT_MODEL})
+
+
 @dataclass(frozen=True, slots=True)
 class Proposal:
     """The sub-tree that is sent for verification, in topological order. Node 0 is the root: the last verified token.
 
     `prefix_len` is the number of verified tokens before the root, which is also the absolute position of the root.
+
+    `weights`: log-weight of each node: estimated log-probability that the target accepts the path from the root to the
+    node, by which nodes of all sources are ranked. It is 0 at the root, finite, and at most that of the parent. The
+    values are float32 numbers, so that they are equal on both sides of a connection.
     """
 
     request: int
@@ -60,12 +83,25 @@ class Proposal:
     prefix_len: int
     tokens: tuple[int, ...]
     parents: tuple[int, ...]  # parents[0] == -1, parents[i] < i
+    weights: tuple[float, ...]
+    sources: tuple[NodeSource, ...]  # sources[0] == NodeSource.ROOT, which no other node has
     draft_probs: DraftProbs | None = None  # if the children were sampled and are verified by rejection
 
     @staticmethod
     def root_only(request: int, round_: int, prefix_len: int, token: int) -> Proposal:
         """Returns a proposal that contains only the root, as in autoregressive decoding. `token`: the root's token."""
-        return Proposal(request, round_, prefix_len, (token,), (-1,))
+        return Proposal(request, round_, prefix_len, (token,), (-1,), (0.0,), (NodeSource.ROOT,))
+
+    @staticmethod
+    def from_draft_model(
+        request: int, round_: int, prefix_len: int, tokens: Sequence[int], parents: Sequence[int],
+        weights: Sequence[float], draft_probs: DraftProbs | None = None,
+    ) -> Proposal:  # fmt: skip
+        """Returns a proposal in which the draft model is the source of all nodes except the root."""
+        sources = (NodeSource.ROOT, *(NodeSource.DRAFT_MODEL,) * (len(tokens) - 1))
+        return Proposal(
+            request, round_, prefix_len, tuple(tokens), tuple(parents), tuple(weights), sources, draft_probs
+        )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@
 #include <memory>
 #include <tuple>
 #include <utility>
+#include <vector>
 
 #include "bind/arguments.h"
 #include "bind/module.h"
@@ -33,12 +34,12 @@ void check_node(const Tree& tree, int64_t node) {
   check(node >= 0 && node < tree.count(), "a node that the tree does not have");
 }
 
-// Returns nodes, their tokens, and the index of each parent among them.
-std::tuple<Nodes, Nodes, Nodes> best_subtree(const Tree& tree, int64_t bs, int64_t root) {
+// Returns nodes, their tokens, the index of each parent among them, and their weights.
+std::tuple<Nodes, Nodes, Nodes, std::vector<float>> best_subtree(const Tree& tree, int64_t bs, int64_t root) {
   size_arg("bs", bs, 1);
   check_node(tree, root);
   host::SubTree found = tree.best_subtree(bs, root);
-  return {std::move(found.nodes), std::move(found.tokens), std::move(found.parents)};
+  return {std::move(found.nodes), std::move(found.tokens), std::move(found.parents), std::move(found.weights)};
 }
 
 std::pair<double, double> prospects(const Tree& tree, int64_t bs, int64_t w, int64_t root) {
@@ -76,7 +77,8 @@ void bind_tree(py::module_& m) {
            py::keep_alive<1, 4>(), py::keep_alive<1, 5>(), py::keep_alive<1, 6>(), py::keep_alive<1, 7>(),
            "The arrays of `DraftTree` (swiftspec/tree/tree.py).")
       .def("best_subtree", &best_subtree, py::arg("bs"), py::arg("root"),
-           "The likeliest nodes of the sub-tree of `root`, their tokens, and the index of each parent among them.")
+           "The likeliest nodes of the sub-tree of `root`, their tokens, the index of each parent among them, and their "
+           "log-probabilities relative to `root`.")
       .def("prospects", &prospects, py::arg("bs"), py::arg("w"), py::arg("root"),
            "Probability mass, relative to `root`, of the bs likeliest nodes and of the w likeliest leaves.")
       .def("walk", &Tree::walk, py::arg("tokens"),

@@ -161,7 +161,8 @@ class Controller:
             return RoundSample(seconds, target, 0.0, len(result.tokens), ())
         whole = len(self._proposal.tokens) <= self.round_stats.nodes
         hits = result.path[1:] if whole else _match_path(self._proposal, result.tokens)
-        return RoundSample(seconds, target, self._draft, len(result.tokens), hits)
+        rank = {node: at for at, node in enumerate(_nodes_by_weight(self._proposal))}
+        return RoundSample(seconds, target, self._draft, len(result.tokens), tuple(rank[node] for node in hits))
 
     def _catch_up(self) -> None:
         """Sends the missed rounds to the inner drafter as one merged result."""
@@ -179,11 +180,26 @@ def merge_results(results: Sequence[VerifyResult]) -> VerifyResult:
 
 
 def _truncate(proposal: Proposal, nodes: int) -> Proposal:
-    """Cuts a proposal to its `nodes` most likely nodes. A proposal with draft distributions is returned unchanged: the
-    choice of nodes to cut would depend on the tokens that were drawn, and that would bias rejection sampling."""
+    """Cuts a proposal to the `nodes` nodes with the largest weights, in the order of the proposal. A proposal with
+    draft distributions is returned unchanged: the choice of nodes to cut would depend on the tokens that were drawn,
+    and that would bias rejection sampling."""
     if len(proposal.tokens) <= nodes or proposal.draft_probs is not None:
         return proposal
-    return replace(proposal, tokens=proposal.tokens[:nodes], parents=proposal.parents[:nodes])
+    kept = sorted(_nodes_by_weight(proposal)[:nodes])
+    place = {node: at for at, node in enumerate(kept)}
+    return replace(
+        proposal,
+        tokens=tuple(proposal.tokens[node] for node in kept),
+        parents=tuple(place.get(proposal.parents[node], -1) for node in kept),
+        weights=tuple(proposal.weights[node] for node in kept),
+        sources=tuple(proposal.sources[node] for node in kept),
+    )
+
+
+def _nodes_by_weight(proposal: Proposal) -> list[int]:
+    """Returns the nodes with the largest weight first, of equal ones the earlier one. A parent therefore precedes its
+    children, and the first n nodes are the best connected sub-tree of n nodes."""
+    return sorted(range(len(proposal.tokens)), key=lambda node: -proposal.weights[node])
 
 
 def _match_path(proposal: Proposal, tokens: Sequence[int]) -> tuple[int, ...]:

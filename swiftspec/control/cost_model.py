@@ -55,7 +55,7 @@ class CostModel:
         """Returns the predicted tokens per round. For a smaller bs or d, each measured round determines the depth that
         its accepted path would have reached; the gain of a larger d is estimated."""
         trees, now = self._stats.speculative_rounds, self._stats.steps
-        depths = [bisect_left(tree.accepted_nodes, nodes) for tree in trees]
+        depths = [bisect_left(tree.accepted_ranks, nodes) for tree in trees]
         if steps < now:
             depths = [min(depth, self._proposal_depth(steps)) for depth in depths]
         further = self._tokens_of_deeper(depths, nodes, steps - now) if steps > now else 0.0
@@ -101,7 +101,7 @@ class CostModel:
         the depth.
         """
         trees, grown = self._stats.speculative_rounds, self._proposal_depth(self._stats.steps)
-        places = [tree.accepted_nodes[grown - 1] for tree in trees if len(tree.accepted_nodes) >= grown]
+        places = [tree.accepted_ranks[grown - 1] for tree in trees if len(tree.accepted_ranks) >= grown]
         above = sum(depth >= grown - 1 for depth in depths)
         chance = sum(depth >= grown for depth in depths) / above if above else 0.0
         tokens, share = 0.0, 1 / len(depths)

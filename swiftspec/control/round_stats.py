@@ -34,7 +34,8 @@ class RoundSample(NamedTuple):
     target: float  # seconds from the proposal to its result
     draft: float  # seconds in the draft's forwards
     tokens: int  # output tokens, the bonus token included
-    accepted_nodes: tuple[int, ...]  # nodes of the whole proposal, before it is cut to bs, that match the output tokens
+    # ranks by weight, among all nodes of the proposal before it is cut to bs, of those that match the output tokens
+    accepted_ranks: tuple[int, ...]
 
 
 @dataclass(slots=True)

@@ -66,7 +66,7 @@ def measure_verification_time(verifier: Verifier, bs: int, max_model_len: int) -
         verifier.open(RequestStart(0, text, GREEDY, len(text)))
         at, root = len(text) - 1, 0
         for round_ in range(VERIFICATIONS_PER_PREFILL if max_model_len > bs * VERIFICATIONS_PER_PREFILL else 1):
-            chain = Proposal(0, round_, at, (root,) * bs, tuple(range(-1, bs - 1)))
+            chain = Proposal.from_draft_model(0, round_, at, (root,) * bs, range(-1, bs - 1), (0.0,) * bs)
             began = time.perf_counter()
             result = verifier.submit(chain).wait()
             times.append(time.perf_counter() - began)

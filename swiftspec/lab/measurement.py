@@ -148,7 +148,7 @@ def step_times(verifier: Verifier, rows: int, room: int, repeats: int) -> Iterat
     `room`: maximum number of context tokens.
     """
     text = (0,) * min(CONTEXT_TOKENS, room)
-    chain = Proposal(0, 0, len(text) - 1, (0,) * rows, tuple(range(-1, rows - 1)))
+    chain = Proposal.from_draft_model(0, 0, len(text) - 1, (0,) * rows, range(-1, rows - 1), (0.0,) * rows)
     for repeat in range(repeats + 1):
         verifier.open(RequestStart(0, text, GREEDY, len(text)))
         began = time.perf_counter()

@@ -128,12 +128,12 @@ class LocalDrafter:
         self.executor.expand(self.tree, self.pending, count)
 
     def _best_proposal(self, first: int = 0) -> Proposal:
-        nodes, tokens, parents = self.tree.best_subtree(self._nodes, self._root, first)
+        nodes, tokens, parents, weights = self.tree.best_subtree(self._nodes, self._root, first)
         carried = None
         if self._children.sampled and len(nodes) > 1:
             above = np.unique(np.array(parents[1:], np.int64))
             carried = self._children.draft_probs(self.tree.slot[np.array(nodes)[above]])
-        return Proposal(self._request, self._round, self._root_at, tuple(tokens), tuple(parents), carried)
+        return Proposal.from_draft_model(self._request, self._round, self._root_at, tokens, parents, weights, carried)
 
     def _reroot(self, tokens: Sequence[int]) -> None:
         """Records the node of the last verified token as the new root. Resets the tree instead if it does not contain

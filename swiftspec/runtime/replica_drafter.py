@@ -91,8 +91,8 @@ class ReplicaDrafter:
             self.grow()
         while self._is_waiting():
             self._receive(deadline)
-        tokens, parents = self._replica.best(self._shape.verify_batch)
-        return Proposal(self._request, self._round, self._root_at, tuple(tokens), tuple(parents))
+        best = self._replica.best(self._shape.verify_batch)
+        return Proposal.from_draft_model(self._request, self._round, self._root_at, *best)
 
     def grow(self) -> None:
         """Applies the deltas that have arrived; the draft expands in another process."""

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from swiftspec.backends.reference.noise import counters, row_bits, row_keys, stream_key
 from swiftspec.backends.reference.sampling import argmax_token
-from swiftspec.messages import DraftProbs, Proposal
+from swiftspec.messages import SAMPLED_SOURCES, DraftProbs, Proposal
 from swiftspec.sampling.noise import COIN_STREAM, RESIDUAL_STREAM
 from swiftspec.sampling.sampler import Paths, Sampler
 from swiftspec.tree.acceptance import Accepted
@@ -165,9 +165,11 @@ def rejection_path(proposal: Proposal, judged: NDArray[np.float64]) -> Accepted:
 
 
 def check_draft_probs(proposal: Proposal) -> None:
-    """Validates a proposal for rejection sampling. Raises ValueError if it has children without draft distributions,
-    or a child whose token has no probability in the distribution of its parent."""
+    """Validates a proposal for rejection sampling. Raises ValueError if it has children without draft distributions, a
+    child of a deterministic source, or a child whose token has no probability in the distribution of its parent."""
     child_nodes = _child_nodes(proposal)
+    if not SAMPLED_SOURCES.issuperset(proposal.sources[1:]):
+        raise ValueError("verify reject requires sampled nodes, and a proposal has one of a deterministic source")
     if child_nodes and proposal.draft_probs is None:
         raise ValueError("verify reject requires a proposal with draft distributions")
     if child_nodes and proposal.draft_probs is not None:

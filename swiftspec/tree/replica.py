@@ -20,6 +20,8 @@ from numpy.typing import NDArray
 
 from swiftspec.tree.tree import NEG_INF, DraftTree, Floats, Ints
 
+MIN_WEIGHT = float(np.finfo(np.float32).min)  # smallest finite log-weight of a node (`Proposal.weights`)
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TreeDelta:
@@ -124,12 +126,12 @@ class TreeReplica:
             if self._root is None:
                 self._find_root()
 
-    def best(self, bs: int) -> tuple[list[int], list[int]]:
-        """Returns tokens and parents of a proposal of at most `bs` nodes, see `DraftTree.best_subtree`."""
+    def best(self, bs: int) -> tuple[list[int], list[int], list[float]]:
+        """Returns tokens, parents and log-weights of a proposal of at most `bs` nodes, see
+        `DraftTree.best_subtree`."""
         if self._root is None:
-            return [self._token], [-1]
-        _, tokens, parents = self.tree.best_subtree(bs, self._root)
-        return tokens, parents
+            return [self._token], [-1], [0.0]
+        return self.tree.best_subtree(bs, self._root)[1:]
 
     def expected_mass(self, bs: int, w: int) -> tuple[float, float]:
         """Returns `DraftTree.expected_mass` for the root of proposals; (1, 1) while the tree does not contain it."""
@@ -176,6 +178,8 @@ class TreeReplica:
         above = np.concatenate((tree.logprob[:there], delta.weights))[places]
         if not (delta.weights <= above).all():  # also rejects NaN
             raise ValueError("a node in the delta has a larger weight than its parent")
+        if ((delta.weights < MIN_WEIGHT) & (delta.weights > NEG_INF)).any():
+            raise ValueError(f"a weight in the delta is below {MIN_WEIGHT}")
         if len(np.unique(places * self._vocab + delta.tokens)) < n:
             raise ValueError("the delta has the same token twice under one parent")
         return places

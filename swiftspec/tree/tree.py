@@ -14,6 +14,10 @@ Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 NEG_INF = float("-inf")
 
+# A connected sub-tree with its root first: nodes, tokens, parents (indices into `nodes`, -1 for the root) and
+# log-weights relative to the root, as float32 numbers (see `Proposal.weights`).
+SubTree = tuple[list[int], list[int], list[int], list[float]]
+
 
 @dataclass(frozen=True, slots=True)
 class Leaves:
@@ -95,9 +99,9 @@ class DraftTree:
         self.logprob[new] = (self.logprob[nodes, None] + logprobs).ravel()
         self.sizes[0] += rows * k
 
-    def best_subtree(self, bs: int, root: int = 0, first: int = 0) -> tuple[list[int], list[int], list[int]]:
-        """Returns the `bs` most likely nodes of the sub-tree of node `root` as (nodes, tokens, parents), the most
-        likely first, or all nodes if there are fewer. `parents` are indices into `nodes`, -1 for `root`.
+    def best_subtree(self, bs: int, root: int = 0, first: int = 0) -> SubTree:
+        """Returns the `bs` most likely nodes of the sub-tree of node `root`, the most likely first, or all nodes if
+        there are fewer.
 
         The result is connected and in topological order, because the older of equally likely nodes comes first, hence
         the parent. Any prefix of it is therefore the best sub-tree of that size. `first`: number of oldest nodes of the
@@ -114,7 +118,8 @@ class DraftTree:
         nodes = near[np.argsort(-weights[near], kind="stable")[:bs]]
         place = {node: i for i, node in enumerate(nodes.tolist())}
         parents = [place[p] for p in self.parent[nodes[1:]].tolist()]
-        return list(place), self.token[nodes].tolist(), [-1, *parents]
+        relative = (self.logprob[nodes] - self.logprob[root]).astype(np.float32)
+        return list(place), self.token[nodes].tolist(), [-1, *parents], relative.tolist()
 
     def expected_mass(self, bs: int, w: int, root: int = 0) -> tuple[float, float]:
         """Returns two sums of node probabilities in the sub-tree of node `root`, relative to `root`: over its `bs` most

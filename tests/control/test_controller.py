@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from swiftspec.config import EngineConfig
-from swiftspec.control.controller import SKIPPED_ROUNDS, Controller
+from swiftspec.control.controller import SKIPPED_ROUNDS, Controller, _truncate
 from swiftspec.control.cost_model import CostModel
 from swiftspec.control.policy import decide
 from swiftspec.control.round_stats import (
@@ -25,8 +25,11 @@ from swiftspec.control.round_stats import (
     RoundSample,
     RoundStats,
 )
+from swiftspec.distributed.transport.codec import check_nodes
 from swiftspec.messages import Proposal, RequestStart, VerifyResult
 from swiftspec.params import SamplingParams
+from swiftspec.tree import mask as tree_mask
+from tests.support.proposals import proposals
 from tests.support.roles import request_start
 
 Hits = Callable[[int], tuple[int, ...]]  # round -> nodes on the accepted path
@@ -135,8 +138,39 @@ def test_a_truncated_proposal_counts_as_a_whole_one() -> None:
         tokens = (11, 13) if round_ % 2 == 0 else (14,)
         controller.observe(VerifyResult(1, round_, at, tuple(range(len(tokens))), tokens))
         at += len(tokens)
-    assert [tree.accepted_nodes for tree in controller.round_stats.speculative_rounds] == [(1, 3), ()]
+    assert [tree.accepted_ranks for tree in controller.round_stats.speculative_rounds] == [(1, 3), ()]
     assert drafter.draft_steps == 4
+
+
+@given(proposals(), st.integers(1, 9))
+def test_a_cut_proposal_has_the_nodes_with_the_largest_weights(proposal: Proposal, nodes: int) -> None:
+    cut = _truncate(proposal, nodes)
+    assert sorted(cut.weights) == sorted(proposal.weights)[-nodes:]
+    assert check_nodes(cut.parents, cut.weights, cut.sources) == cut.sources, "connected"
+    paths = [tree_mask.paths(each.tokens, each.parents) for each in (cut, proposal)]
+    assert {*map(tuple, paths[0])} <= {*map(tuple, paths[1])}
+
+
+@given(proposals(), st.integers(1, 9))
+def test_a_proposal_in_the_order_of_its_weights_is_cut_at_its_end(proposal: Proposal, nodes: int) -> None:
+    """The order in which drafters propose."""
+    ordered = replace(proposal, weights=tuple(sorted(proposal.weights, reverse=True)))
+    names = ("tokens", "parents", "weights", "sources")
+    assert _truncate(ordered, nodes) == replace(ordered, **{name: getattr(ordered, name)[:nodes] for name in names})
+
+
+def test_the_ranks_of_accepted_nodes_are_by_weight() -> None:
+    """Nodes of another source are at the end of the proposal, but may be likelier than those before them."""
+    drafter = FixedDrafter((0.0, -1.0, -3.0, -1.5, -2.0))
+    measured = RoundStats(EngineConfig("serial", verify_batch=6, draft_steps=4, adapt_batch=True))
+    measured.nodes = 4
+    controller = Controller(drafter, lambda: measured, clock=lambda: 0.0)
+    controller.open(request_start([0], SamplingParams()))
+    for round_ in range(SKIPPED_ROUNDS + 1):
+        proposal = controller.propose()
+        assert (proposal.tokens, proposal.parents) == ((0, 11, 13, 14), (-1, 0, 1, 2))
+        controller.observe(VerifyResult(1, round_, 3 * round_, (0, 1, 2, 3), (11, 13, 14)))
+    assert [tree.accepted_ranks for tree in controller.round_stats.speculative_rounds] == [(1, 2, 3)]
 
 
 class FixedDrafter:
@@ -144,11 +178,15 @@ class FixedDrafter:
 
     busy, draft_steps = 0.0, 3
 
+    def __init__(self, weights: Sequence[float] = (0.0, -1.0, -2.0, -2.0, -3.0)) -> None:
+        self.weights = weights
+
     def open(self, start: RequestStart) -> None:
         self.round, self.at = 0, len(start.tokens) - 1
 
     def propose(self) -> Proposal:
-        return Proposal(1, self.round, self.at, (0, 11, 12, 13, 14), (-1, 0, 1, 1, 3))
+        tree = (0, 11, 12, 13, 14), (-1, 0, 1, 1, 3)
+        return Proposal.from_draft_model(1, self.round, self.at, *tree, self.weights)
 
     def grow(self) -> None: ...
 

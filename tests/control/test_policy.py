@@ -26,6 +26,7 @@ from swiftspec.llm import LLM
 from swiftspec.messages import Proposal, RequestStart, VerifyResult
 from swiftspec.params import SamplingParams
 from tests.support.cases import fast_first
+from tests.support.proposals import draft_proposal
 from tests.support.rank_jobs import switched_by_dice
 from tests.support.roles import drafter_of, make_drafter, replace_roles, request_start
 from tests.support.tiny_checkpoints import make_checkpoint
@@ -43,7 +44,7 @@ class FakeDrafter:
         self.round, self.at, self.grown = 0, len(start.tokens) - 1, 0
 
     def propose(self) -> Proposal:
-        return Proposal(1, self.round, self.at, (0, 0, 0), (-1, 0, 1))
+        return draft_proposal(1, self.round, self.at, (0, 0, 0), (-1, 0, 1))
 
     def grow(self) -> None:
         self.grown += 1

@@ -165,7 +165,7 @@ struct Model {
         prefix += static_cast<int64_t>(pending.size());
         pending.clear();
       }
-      const auto [nodes, tokens, parents] = tree.best_subtree(6, 0);
+      const auto [nodes, tokens, parents, weights] = tree.best_subtree(6, 0);
       const TokenMask allowed = round % 2 == 0 ? TokenMask{} : after(nodes);
       rounds.verify(tokens, parents, prefix + kTree, scoring, allowed, path, sampled);  // after the draft's slots
       trace.insert(trace.end(), sampled.begin(), sampled.end());

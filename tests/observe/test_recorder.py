@@ -13,11 +13,12 @@ from swiftspec.config import EngineConfig, PopulationConfig
 from swiftspec.engine import Stats
 from swiftspec.errors import UserError
 from swiftspec.llm import LLM
-from swiftspec.messages import Proposal, RequestStart, VerifyResult
+from swiftspec.messages import RequestStart, VerifyResult
 from swiftspec.observe import recorder as module
 from swiftspec.observe.recorder import Recorder
 from swiftspec.observe.round_records import RoundRecord, TraceEntry, to_record
 from swiftspec.params import SamplingParams
+from tests.support.proposals import draft_proposal
 from tests.support.roles import drafter_of, verifier_of
 
 DEMO = Path(__file__).parents[2] / "swiftspec" / "demo"
@@ -112,7 +113,7 @@ def _broken() -> None:
 
 def verified(round_: int) -> RoundRecord:
     """A round of request 2 whose draft is in another process."""
-    proposal, result = Proposal(2, round_, 1, (4,), (-1,)), VerifyResult(2, round_, 1, (0,), (5,))
+    proposal, result = draft_proposal(2, round_, 1, (4,), (-1,)), VerifyResult(2, round_, 1, (0,), (5,))
     return RoundRecord(proposal, result, [float(at) for at in range(7)], True, 0.5, None, None)
 
 

@@ -33,6 +33,7 @@ from swiftspec.runtime.runner import Runner
 from swiftspec.runtime.verifier import LocalVerifier
 from swiftspec.serve.rank_plan import split_ranks
 from swiftspec.serve.settings.settings import Settings
+from tests.support.proposals import draft_proposal
 from tests.support.roles import make_drafter, make_runner, make_verifier, request_start
 from tests.support.tiny_checkpoints import make_checkpoint
 
@@ -164,13 +165,13 @@ def test_an_exception_is_raised_to_the_waiting_caller_and_close_waits(checkpoint
     target = Waits(make_verifier(runner(checkpoint)))
     verifier = ThreadedVerifier(target)
     verifier.open(request_start(PROMPT, SAMPLED))
-    proposal = Proposal(1, 0, len(PROMPT) + 5, (PROMPT[-1],), (-1,))  # of another prefix
+    proposal = draft_proposal(1, 0, len(PROMPT) + 5, (PROMPT[-1],), (-1,))  # of another prefix
     target.expanded.set()
     with pytest.raises(AssertionError, match="differ in prefix length"):
         verifier.submit(proposal).wait()
     target.began.clear()
     target.expanded.clear()
-    verifier.submit(Proposal(1, 0, len(PROMPT) - 1, (PROMPT[-1],), (-1,)))
+    verifier.submit(draft_proposal(1, 0, len(PROMPT) - 1, (PROMPT[-1],), (-1,)))
     assert target.began.wait(10)
     target.expanded.set()
     verifier.close()

@@ -183,11 +183,17 @@ def test_with_free_d_it_waits_only_for_missing_nodes() -> None:
     at = first.prefix_len
     drafter.observe(VerifyResult(1, 0, at, (0, 1), (8,)))
     drafter.grow()
-    assert drafter.propose() == Proposal(1, 1, at + 1, (8, 8, 9), (-1, 0, 0)) and link.waits == 1
+    assert (
+        drafter.propose() == Proposal.from_draft_model(1, 1, at + 1, (8, 8, 9), (-1, 0, 0), (0, -1 / 4, -3 / 8))
+        and link.waits == 1
+    )
     drafter.observe(VerifyResult(1, 1, at + 1, (0,), (4,)))
-    assert drafter.propose() == Proposal(1, 2, at + 2, (4, 1, 2), (-1, 0, 0)) and link.waits == 2
+    assert (
+        drafter.propose() == Proposal.from_draft_model(1, 2, at + 2, (4, 1, 2), (-1, 0, 0), (0, -1, -9 / 8))
+        and link.waits == 2
+    )
     drafter.observe(VerifyResult(1, 2, at + 2, (0, 1), (1,)))
-    assert drafter.propose() == Proposal(1, 3, at + 3, (1,), (-1,)) and link.waits == 2
+    assert drafter.propose() == Proposal.from_draft_model(1, 3, at + 3, (1,), (-1,), (0,)) and link.waits == 2
 
 
 def test_with_fixed_d_a_round_without_a_proposal_also_has_deltas() -> None:
@@ -200,7 +206,10 @@ def test_with_fixed_d_a_round_without_a_proposal_also_has_deltas() -> None:
     at = drafter.propose().prefix_len
     drafter.observe(VerifyResult(1, 0, at, (0,), (7,)))
     drafter.observe(VerifyResult(1, 3, at + 1, (0, 1, 2), (1, 2, 3)))
-    assert drafter.propose() == Proposal(1, 4, at + 4, (3, 8, 9), (-1, 0, 0)) and link.waits == 0
+    assert (
+        drafter.propose() == Proposal.from_draft_model(1, 4, at + 4, (3, 8, 9), (-1, 0, 0), (0, -9 / 8, -5 / 4))
+        and link.waits == 0
+    )
 
 
 @pytest.mark.parametrize(("catch_up", "waits"), [(True, 3), (False, 1)])
@@ -259,7 +268,7 @@ def test_a_late_draft_has_caught_up_once_it_has_answered(steps: int | None) -> N
         drafter.propose()
     link.deltas += [delta(4, 5, [4, 4], [1, 2])]
     assert drafter.poll()
-    assert drafter.propose() == Proposal(1, 4, at + 3, (5, 1, 2), (-1, 0, 0))
+    assert drafter.propose() == Proposal.from_draft_model(1, 4, at + 3, (5, 1, 2), (-1, 0, 0), (0, -5 / 8, -3 / 4))
 
 
 def test_the_end_of_expansions_is_detected_between_deltas() -> None:

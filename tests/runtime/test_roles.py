@@ -24,6 +24,7 @@ from swiftspec.params import SamplingParams
 from swiftspec.runtime.local_drafter import LocalDrafter
 from swiftspec.runtime.runner import PREFILL_CHUNK_TOKENS, Runner
 from tests.support import roles
+from tests.support.proposals import draft_proposal
 from tests.support.roles import request_start
 from tests.support.tiny_checkpoints import make_checkpoint
 
@@ -164,7 +165,7 @@ def test_the_target_cache_equals_a_recomputation(
             tokens.append(token)
         wrong = next(t for t in range(VOCAB) if t not in target_text[len(verified) : len(verified) + 6])
         tokens = [token if token < VOCAB else wrong for token in tokens]
-        result = verifier.submit(Proposal(1, round_, len(verified) - 1, tuple(tokens), tuple(parents))).wait()
+        result = verifier.submit(draft_proposal(1, round_, len(verified) - 1, tuple(tokens), tuple(parents))).wait()
         verifier.settle()
         assert list(result.tokens) == target_text[len(verified) : len(verified) + len(result.tokens)]
         assert len(result.path) >= len(path)
@@ -227,7 +228,7 @@ def test_a_full_tree_region_stops_only_expansions(checkpoint: Path) -> None:
     for _ in range(20):
         drafter.expand()
     assert TREE - 8 < drafter.tree.expanded <= TREE
-    _, tokens, _ = drafter.tree.best_subtree(2)
+    _, tokens, *_ = drafter.tree.best_subtree(2)
     drafter.observe(VerifyResult(1, 0, len(PROMPT) - 1, (0, 1), (tokens[1], 7)))
     proposal = drafter.propose()
     assert proposal.tokens[0] == 7

@@ -21,9 +21,9 @@ from tokenizers import Tokenizer
 from swiftspec.config import EngineConfig
 from swiftspec.errors import UserError
 from swiftspec.llm import LLM
-from swiftspec.messages import Proposal
 from swiftspec.params import SamplingParams
 from swiftspec.sampling.grammar import GrammarCompiler, GrammarConstraint, GrammarTooComplex
+from tests.support.proposals import draft_proposal
 from tests.support.roles import drafter_of, make_drafter, replace_roles, verifier_of
 from tests.support.toy_pair import VOCAB, make_pair
 
@@ -170,7 +170,7 @@ def test_a_proposal_that_the_grammar_forbids_is_not_accepted(pair: tuple[Path, P
     want = plain.generate([5, 60], PARAMS).token_ids
     stream = llm.stream([5, 60], PARAMS)
     assert next(stream).token_ids == (want[0],)
-    forbidden = Proposal(1, 1, 2, (want[0], 7, 7, want[1]), (-1, 0, 1, 0))
+    forbidden = draft_proposal(1, 1, 2, (want[0], 7, 7, want[1]), (-1, 0, 1, 0))
     assert verifier_of(llm).verify(forbidden).tokens == tuple(want[1:3])
 
 

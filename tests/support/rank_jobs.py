@@ -29,7 +29,7 @@ from swiftspec.distributed.rpc.status import WorkerRefused
 from swiftspec.engine import TokenChunk
 from swiftspec.errors import NonFiniteLogits, UserError
 from swiftspec.llm import LLM, serve_rank
-from swiftspec.messages import Logprob, Proposal, RequestStart
+from swiftspec.messages import Logprob, RequestStart
 from swiftspec.model.loader import load_model
 from swiftspec.params import SamplingParams
 from swiftspec.runtime.executors import TreeExecutor, available
@@ -38,6 +38,7 @@ from swiftspec.runtime.executors.eager import EagerExecutor
 from swiftspec.runtime.local_drafter import LocalDrafter
 from swiftspec.runtime.runner import Runner
 from swiftspec.tree.tree import DraftTree
+from tests.support.proposals import draft_proposal
 from tests.support.roles import make_runner
 from tests.support.workers import OPEN, StartedWorker, client_on_workers
 
@@ -160,7 +161,7 @@ def refuse_on_group(side: Side, model: str) -> list[str] | None:
             try:
                 opened = stream.recv(20)
                 if side == "target":
-                    proposal = proposal_to_proto(Proposal(1, 0, at, (start.tokens[-1], 9), (-1, 0)))
+                    proposal = proposal_to_proto(draft_proposal(1, 0, at, (start.tokens[-1], 9), (-1, 0)))
                     stream.send(pb.VerifyRequest(session=opened.session, proposal=proposal))
                     opened = stream.recv(20)
                 errors.append("" if opened.session else "no session")

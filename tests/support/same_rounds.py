@@ -9,22 +9,29 @@ from dataclasses import replace
 from unittest import mock
 
 import numpy as np
+import pytest
 from torch import Tensor
 
-from swiftspec.messages import Proposal, VerifyResult
+from swiftspec.messages import NodeSource, Proposal, VerifyResult
 from swiftspec.params import SamplingParams
 from swiftspec.runtime.executors.graph import GraphForwardExecutor
 from swiftspec.runtime.local_drafter import LocalDrafter
 from swiftspec.runtime.verifier import LocalVerifier
+from tests.support.proposals import draft_proposal
 from tests.support.roles import request_start
 
+WEIGHT_TOLERANCE = 1e-4  # the executors sum in different orders
 
-def as_paths(proposal: Proposal) -> set[tuple[int, ...]]:
-    """The nodes by their paths, since the drafters number them differently."""
+
+def weights_by_path(proposal: Proposal) -> dict[tuple[int, ...], float]:
+    """The weights of the nodes by their paths, since the drafters number them differently. Checks the rules of weights
+    and sources that every proposal of a draft model follows."""
+    assert proposal.sources == (NodeSource.ROOT, *[NodeSource.DRAFT_MODEL] * (len(proposal.tokens) - 1))
+    assert list(proposal.weights) == sorted(proposal.weights, reverse=True) and proposal.weights[0] == 0.0
     rows: list[tuple[int, ...]] = []
     for token, parent in zip(proposal.tokens, proposal.parents, strict=True):
         rows.append((*(rows[parent] if parent >= 0 else ()), token))
-    return set(rows)
+    return dict(zip(rows, proposal.weights, strict=True))
 
 
 def same_rounds(
@@ -38,8 +45,9 @@ def same_rounds(
             drafter.open(request_start(prompt, sampling, request=request))
         for round_ in range(rounds):
             want, got = one.propose(), other.propose()
-            paths = as_paths(want)
-            assert as_paths(got) == paths and got.prefix_len == want.prefix_len
+            paths = weights_by_path(want)
+            assert weights_by_path(got) == pytest.approx(paths, rel=WEIGHT_TOLERANCE, abs=WEIGHT_TOLERANCE)
+            assert got.prefix_len == want.prefix_len
             path = sorted(paths, key=lambda path: (len(path), path))[int(dice.integers(0, len(paths)))]
             tokens = (*path[1:], int(dice.integers(0, vocab)))
             result = VerifyResult(request, round_, want.prefix_len, tuple(range(len(tokens))), tokens)
@@ -80,7 +88,7 @@ def same_verifications(
         for round_ in range(rounds):
             nodes, at = int(dice.choice([1, 2, 3, 5, 8])), one.runner.cache.prefix_len[0]
             parents = [-1, *(int(dice.integers(0, node)) for node in range(1, nodes))]
-            proposal = Proposal(
+            proposal = draft_proposal(
                 request, round_, at, (root, *dice.integers(0, vocab, nodes - 1).tolist()), tuple(parents)
             )
             likely = sampled_tokens(one, proposal)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -25,6 +26,7 @@ from swiftspec.tree.rejection import RejectionSampling, verify_siblings
 from tests.support.cases import fast_first
 from tests.support.enumeration import PROMPT, orders, outcomes, penalised
 from tests.support.history_models import TextDistribution, filtered
+from tests.support.proposals import LOOKUP, draft_proposal
 from tests.support.thread_group import ThreadGroup, on_ranks
 
 KINDS = ("random", "ties", "equal", "disjoint", "zeros", "one-hot draft", "one-hot target")
@@ -116,7 +118,7 @@ def tree(vocab: int, seed: int) -> tuple[Proposal, np.ndarray]:
     named = np.stack([noise.permutation(vocab)[: vocab - 1] for _ in range(2)]).astype(np.int32)
     probs = noise.dirichlet(np.ones(vocab - 1), 2).astype(np.float32)
     tokens = (0, int(named[0, 1]), int(named[0, 0]), int(named[1, 2]), int(named[1, 0]))
-    proposal = Proposal(1, 0, 7, tokens, (-1, 0, 0, 1, 1), DraftProbs(named, probs))
+    proposal = draft_proposal(1, 0, 7, tokens, (-1, 0, 0, 1, 1), DraftProbs(named, probs))
     return proposal, 2 * noise.standard_normal((5, vocab))
 
 
@@ -275,15 +277,20 @@ def test_forbidden_tokens_are_never_sampled_and_nothing_is_nan(dtype: torch.dtyp
     assert set(walk(proposal, logits, SamplingParams(), None)[0]) == {2}
 
 
+def test_a_proposal_with_a_deterministic_node_is_refused() -> None:
+    proposal, rows = tree(6, 1)
+    mixed = replace(proposal, sources=(*proposal.sources[:-1], LOOKUP))
+    with pytest.raises(ValueError, match="verify reject requires sampled nodes"):
+        walk(mixed, torch.from_numpy(rows), SamplingParams(), None)
+
+
 def test_a_proposal_without_draft_probabilities_is_refused() -> None:
     proposal, rows = tree(6, 1)
-    bare = Proposal(1, 0, 7, proposal.tokens, proposal.parents)
+    bare = replace(proposal, draft_probs=None)
     with pytest.raises(ValueError, match="requires a proposal with draft distributions"):
         walk(bare, torch.from_numpy(rows), SamplingParams(), None)
     assert proposal.draft_probs is not None
     tokens, probs = proposal.draft_probs.tokens, proposal.draft_probs.probs
     never = DraftProbs(tokens, np.where(tokens == proposal.tokens[1], 0, probs))
     with pytest.raises(ValueError, match="token of node 1 does not match the draft distribution"):
-        walk(
-            Proposal(1, 0, 7, proposal.tokens, proposal.parents, never), torch.from_numpy(rows), SamplingParams(), None
-        )
+        walk(replace(proposal, draft_probs=never), torch.from_numpy(rows), SamplingParams(), None)

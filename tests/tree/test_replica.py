@@ -109,11 +109,14 @@ class ReplicaMachine(RuleBasedStateMachine):
 
     @rule(bs=st.integers(1, 9))
     def propose(self, bs: int) -> None:
-        tokens, parents = self.replica.best(bs)
+        tokens, parents, weights = self.replica.best(bs)
         paths: list[Path] = []
         for token, parent in zip(tokens, parents, strict=True):
             paths.append((*paths[parent], token) if parent >= 0 else self.text)
         assert tokens[0] == self.text[-1] and paths == self.expected(bs)
+        root = self.known.get(self.text, NEG_INF)
+        want = [0.0] if root == NEG_INF else [self.known[path] - root for path in paths]
+        assert weights == pytest.approx(want) and weights == sorted(weights, reverse=True)
 
     def expected(self, bs: int) -> list[Path]:
         """By weight, the earlier of equal ones first; only the root if it was not delivered, or is dead."""
@@ -126,8 +129,7 @@ class ReplicaMachine(RuleBasedStateMachine):
     @invariant()
     def the_same_when_all_has_come(self) -> None:
         if not (self.deltas or self.results or self.roots):
-            _, tokens, parents = self.tree.best_subtree(9)
-            assert self.replica.best(9) == (tokens, parents)
+            assert self.replica.best(9) == self.tree.best_subtree(9)[1:]
             assert self.replica.expected_mass(9, 3) == self.tree.expected_mass(9, 3)
 
 
@@ -157,6 +159,7 @@ BAD = {
     "outside 0..4": delta([0], [VOCAB], [-1.0]),
     "larger weight than its parent": delta([0, 1], [1, 1], [-1.0, -0.5]),
     "larger weight than its parent, or NaN": delta([0], [1], [float("nan")]),
+    "weight in the delta is below": delta([0], [1], [-1e39]),
     "same token twice": delta([0, 0], [1, 1], [-1.0, -1.0]),
     "tree slots are full": delta([0, 1, 2, 3], [1, 1, 1, 1], [-1.0] * 4),
 }
@@ -169,7 +172,7 @@ def test_invalid_deltas_change_nothing(reason: str) -> None:
     with pytest.raises(ValueError, match=reason.partition(",")[0]):
         replica.apply(BAD[reason])
     replica.apply(GOOD)
-    assert replica.best(9) == ([ROOT, 1, 1, 2], [-1, 0, 1, 0])
+    assert replica.best(9) == ([ROOT, 1, 1, 2], [-1, 0, 1, 0], [0.0, -1.0, -1.5, -2.0])
     with pytest.raises(ValueError, match="already expanded"):
         replica.apply(delta([1], [2], [-1.5], first=4))
 

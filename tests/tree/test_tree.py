@@ -90,10 +90,12 @@ class TreeMachine(RuleBasedStateMachine):
 
     @rule(bs=st.integers(1, 9))
     def propose(self, bs: int) -> None:
-        chosen, tokens, parents = self.tree.best_subtree(bs)
+        chosen, tokens, parents, weights = self.tree.best_subtree(bs)
         live = [n for n in self.nodes if n.weight > NEG_INF]
         best = sorted((n.weight for n in live), reverse=True)[:bs]
         np.testing.assert_allclose(sorted((self.nodes[i].weight for i in chosen), reverse=True), best)
+        np.testing.assert_allclose(weights, [self.nodes[i].weight for i in chosen], rtol=1e-6, atol=1e-9)
+        assert weights == sorted(np.float32(weights).tolist(), reverse=True), "float32 numbers, the largest first"
         assert chosen[0] == 0 and parents[0] == -1
         for place in range(1, len(chosen)):
             node = self.nodes[chosen[place]]

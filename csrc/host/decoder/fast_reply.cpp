@@ -1,5 +1,6 @@
 #include "host/decoder/fast_reply.h"
 
+#include <bit>
 #include <cstddef>
 
 namespace swiftspec::host {
@@ -7,8 +8,11 @@ namespace swiftspec::host {
 namespace {
 
 // Header of both messages: request, round, prefix_len, count. Then a VerifyResult has path and tokens, a Proposal
-// tokens and parents, `count` words each.
+// tokens, parents, weights and sources, `count` words each.
 constexpr std::size_t kHeaderWords = 4;
+
+// Sources of nodes: NodeSource in swiftspec/messages.py.
+constexpr int32_t kRootSource = 0, kDraftModelSource = 1;
 
 bool matches(const FastReply& state, const Words& result) {
   return result.size() > kHeaderWords && result[3] >= 1 &&
@@ -35,6 +39,9 @@ Words fast_reply(const FastReply& state, const Words& result) {
   Words words{state.request, result[1] + 1, state.prefix_len + result[3], count};
   for (const int64_t token : best.tokens) words.push_back(static_cast<int32_t>(token));
   for (const int64_t parent : best.parents) words.push_back(static_cast<int32_t>(parent));
+  for (const float weight : best.weights) words.push_back(std::bit_cast<int32_t>(weight));
+  words.push_back(kRootSource);
+  words.insert(words.end(), best.nodes.size() - 1, kDraftModelSource);
   return words;
 }
 

@@ -79,6 +79,7 @@ SubTree Tree::best_subtree(int64_t bs, int64_t root) const {
   for (const int64_t node : all) {
     found.tokens.push_back(token[node]);
     found.parents.push_back(node == root ? -1 : std::find(all.begin(), all.end(), parent[node]) - all.begin());
+    found.weights.push_back(static_cast<float>(logprob[node] - logprob[root]));
   }
   return found;
 }

@@ -9,9 +9,11 @@ namespace swiftspec::host {
 
 using Nodes = std::vector<int64_t>;
 
-// Nodes of a tree, their tokens, and the index of each parent among them (-1 for the first one).
+// Nodes of a tree, their tokens, the index of each parent among them (-1 for the first one), and their
+// log-probabilities relative to the first one.
 struct SubTree {
   Nodes nodes, tokens, parents;
+  std::vector<float> weights;
 };
 
 struct Tree {

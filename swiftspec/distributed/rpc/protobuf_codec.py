@@ -16,12 +16,13 @@ from google.protobuf.message import DecodeError, Message
 
 from swiftspec.config import EngineConfig
 from swiftspec.distributed.rpc import swiftspec_pb2 as pb
+from swiftspec.distributed.transport.codec import check_nodes
 from swiftspec.errors import UserError
 from swiftspec.messages import DraftProbs, Logprob, Proposal, RequestStart, VerifyResult
 from swiftspec.params import SamplingParams
 from swiftspec.tree.replica import TreeDelta
 
-PROTOCOL_VERSION = 2  # a peer with another version is refused
+PROTOCOL_VERSION = 3  # a peer with another version is refused
 SHAPE_FIELDS = (
     "verify_batch",
     "draft_leaves",
@@ -103,19 +104,19 @@ def proposal_to_proto(proposal: Proposal) -> pb.Proposal:
     drawn = proposal.draft_probs
     return pb.Proposal(
         request=proposal.request, round=proposal.round, prefix_len=proposal.prefix_len, tokens=proposal.tokens,
-        parents=proposal.parents,
+        parents=proposal.parents, weights=proposal.weights, sources=proposal.sources,
         drawn=None if drawn is None else pb.Drawn(tokens=drawn.tokens.ravel(), probs=drawn.probs.ravel()),
     )  # fmt: skip
 
 
 def proposal_from_proto(message: pb.Proposal) -> Proposal:
-    tokens, parents = tuple(message.tokens), tuple(message.parents)
-    if not tokens or len(parents) != len(tokens):
-        raise ValueError(f"a proposal has {len(tokens)} tokens and {len(parents)} parents")
-    if parents[0] != -1 or any(not 0 <= parent < node for node, parent in enumerate(parents[1:], 1)):
-        raise ValueError("a proposal's nodes are not in topological order")
+    tokens, parents, weights = tuple(message.tokens), tuple(message.parents), tuple(message.weights)
+    others = len(parents), len(weights), len(message.sources)
+    if not tokens or {*others} != {len(tokens)}:
+        raise ValueError(f"a proposal has {len(tokens)} tokens, and {others} parents, weights and sources")
+    sources = check_nodes(parents, weights, message.sources)
     drawn = _read_drawn(message.drawn, len({*parents[1:]})) if message.HasField("drawn") else None
-    return Proposal(message.request, message.round, message.prefix_len, tokens, parents, drawn)
+    return Proposal(message.request, message.round, message.prefix_len, tokens, parents, weights, sources, drawn)
 
 
 def _read_drawn(message: pb.Drawn, rows: int) -> DraftProbs:

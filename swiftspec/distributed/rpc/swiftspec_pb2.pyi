@@ -110,20 +110,24 @@ class Drawn(_message.Message):
     def __init__(self, tokens: _Optional[_Iterable[int]] = ..., probs: _Optional[_Iterable[float]] = ...) -> None: ...
 
 class Proposal(_message.Message):
-    __slots__ = ("request", "round", "prefix_len", "tokens", "parents", "drawn")
+    __slots__ = ("request", "round", "prefix_len", "tokens", "parents", "drawn", "weights", "sources")
     REQUEST_FIELD_NUMBER: _ClassVar[int]
     ROUND_FIELD_NUMBER: _ClassVar[int]
     PREFIX_LEN_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     PARENTS_FIELD_NUMBER: _ClassVar[int]
     DRAWN_FIELD_NUMBER: _ClassVar[int]
+    WEIGHTS_FIELD_NUMBER: _ClassVar[int]
+    SOURCES_FIELD_NUMBER: _ClassVar[int]
     request: int
     round: int
     prefix_len: int
     tokens: _containers.RepeatedScalarFieldContainer[int]
     parents: _containers.RepeatedScalarFieldContainer[int]
     drawn: Drawn
-    def __init__(self, request: _Optional[int] = ..., round: _Optional[int] = ..., prefix_len: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., parents: _Optional[_Iterable[int]] = ..., drawn: _Optional[_Union[Drawn, _Mapping]] = ...) -> None: ...
+    weights: _containers.RepeatedScalarFieldContainer[float]
+    sources: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, request: _Optional[int] = ..., round: _Optional[int] = ..., prefix_len: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., parents: _Optional[_Iterable[int]] = ..., drawn: _Optional[_Union[Drawn, _Mapping]] = ..., weights: _Optional[_Iterable[float]] = ..., sources: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class TreeDelta(_message.Message):
     __slots__ = ("request", "round", "expansions", "first", "parents", "tokens", "weights")

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import json
+from array import array
+from collections.abc import Sequence
 from dataclasses import asdict, fields
+from math import inf
 from typing import Any
 
 import numpy as np
 
 from swiftspec.errors import UserError
-from swiftspec.messages import DraftProbs, Proposal, RequestStart, VerifyResult
+from swiftspec.messages import DraftProbs, NodeSource, Proposal, RequestStart, VerifyResult
 from swiftspec.params import SamplingParams
 
 Words = list[int]  # flat; each is a 32-bit integer
 MAX_REASON_CHARS = 200  # longest quotation of a peer's data in an error message, in characters
 Message = RequestStart | Proposal | VerifyResult | int
+SOURCES_BY_VALUE = {int(source): source for source in NodeSource}  # a lookup costs a tenth of a call of the enum
 
 
 def pack_message(message: Message) -> Words:
@@ -22,8 +26,8 @@ def pack_message(message: Message) -> Words:
 
     RequestStart: request, prompt_len, number of tokens, tokens, then the remaining fields as JSON text: its length in
     bytes, and the bytes, four per word.
-    Proposal: request, round, prefix_len, number of nodes, tokens, parents, then, for sampled children, the draft
-    distributions: tokens, and the bits of the float32 probabilities.
+    Proposal: request, round, prefix_len, number of nodes, tokens, parents, the bits of the float32 weights, sources;
+    then, for sampled children, the draft distributions: tokens, and the bits of the float32 probabilities.
     VerifyResult: request, round, prefix_len, number of nodes, path, tokens.
     int: the number itself.
     """
@@ -36,6 +40,7 @@ def pack_message(message: Message) -> Words:
         case Proposal():
             head = [message.request, message.round, message.prefix_len, len(message.tokens)]
             words, drawn = [*head, *message.tokens, *message.parents], message.draft_probs
+            words += [*memoryview(array("f", message.weights)).cast("B").cast("i"), *message.sources]
             if drawn is not None:
                 words += [*drawn.tokens.ravel().tolist(), *drawn.probs.view(np.int32).ravel().tolist()]
             return words
@@ -49,13 +54,26 @@ def pack_message(message: Message) -> Words:
 def unpack_proposal(flat: Words) -> Proposal:
     """Unpacks a proposal from the words that `pack_message` returned."""
     request, round_, prefix_len, count, *body = _at_least(4, flat, "proposal")
-    if count < 1 or len(body) < 2 * count:
+    if count < 1 or len(body) < 4 * count:
         raise ValueError(f"a proposal of {len(flat)} words does not match its {count} nodes")
     parents = tuple(body[count : 2 * count])
-    if parents[0] != -1 or any(not 0 <= p < i for i, p in enumerate(parents[1:], 1)):
+    weights = tuple(memoryview(array("i", body[2 * count : 3 * count])).cast("B").cast("f"))
+    sources = check_nodes(parents, weights, body[3 * count : 4 * count])
+    drawn = None if len(body) == 4 * count else _read_drawn(body[4 * count :], len({*parents[1:]}))
+    return Proposal(request, round_, prefix_len, tuple(body[:count]), parents, weights, sources, drawn)
+
+
+def check_nodes(parents: Sequence[int], weights: Sequence[float], sources: Sequence[int]) -> tuple[NodeSource, ...]:
+    """Validates the nodes of a received proposal by the rules of `Proposal`, and returns their sources. Raises
+    ValueError if they break one."""
+    if parents[0] != -1 or any(not 0 <= parent < node for node, parent in enumerate(parents[1:], 1)):
         raise ValueError("a proposal's nodes are not in topological order")
-    drawn = None if len(body) == 2 * count else _read_drawn(body[2 * count :], len({*parents[1:]}))
-    return Proposal(request, round_, prefix_len, tuple(body[:count]), parents, drawn)
+    if weights[0] != 0 or not all(-inf < weight <= weights[parent] for weight, parent in zip(weights[1:], parents[1:])):
+        raise ValueError("the weight of a proposal's node is not finite or exceeds that of its parent")
+    found = tuple(SOURCES_BY_VALUE[source] for source in sources if source in SOURCES_BY_VALUE)
+    if len(found) < len(sources) or found[0] != NodeSource.ROOT or NodeSource.ROOT in found[1:]:
+        raise ValueError("the source of a proposal's node is unknown, or a node other than the first is a root")
+    return found
 
 
 def _read_drawn(flat: Words, rows: int) -> DraftProbs:

@@ -23,7 +23,7 @@ from swiftspec.runtime.executors.native_population import NativePopulation
 from swiftspec.runtime.runner import Runner
 from swiftspec.sampling.noise import TARGET_STREAM
 from swiftspec.tree import mask as tree_mask
-from swiftspec.tree.tree import DraftTree
+from swiftspec.tree.tree import DraftTree, SubTree
 
 AllowedTokenBits = Callable[[list[int]], NDArray]  # leaf nodes -> uint8 bitmasks [leaves, bytes] of the allowed tokens
 
@@ -70,7 +70,7 @@ class NativeTreeHandle(Protocol):
     """The methods of a `DraftTree` in native code, on its arrays: `prospects` is `expected_mass`, `walk` is
     `match_prefix`. `fast_reply`: see `TreeExecutor.fast_reply`."""
 
-    def best_subtree(self, bs: int, root: int, /) -> tuple[list[int], list[int], list[int]]: ...
+    def best_subtree(self, bs: int, root: int, /) -> SubTree: ...
     def prospects(self, bs: int, w: int, root: int, /) -> tuple[float, float]: ...
     def walk(self, tokens: Sequence[int], /) -> list[int]: ...
     def reroot(self, node: int, /) -> tuple[list[int], list[int]]: ...
@@ -85,7 +85,7 @@ class NativeTree(DraftTree):
         arrays = (self.token, self.parent, self.slot, self.logprob, self.visible, self.sizes)
         self.native: NativeTreeHandle = fused.tree(arrays)
 
-    def best_subtree(self, bs: int, root: int = 0, first: int = 0) -> tuple[list[int], list[int], list[int]]:
+    def best_subtree(self, bs: int, root: int = 0, first: int = 0) -> SubTree:
         if first > 0:
             return super().best_subtree(bs, root, first)
         return self.native.best_subtree(bs, root)

@@ -25,9 +25,9 @@ from swiftspec.backends.cuda.peers import PeerAccessError
 from swiftspec.builder.model_pair import ModelPair
 from swiftspec.distributed.collectives import peers
 from swiftspec.errors import RankLost, UserError
-from swiftspec.messages import Proposal
 from swiftspec.model.loader import load_model
 from swiftspec.params import SamplingParams
+from tests.support.proposals import draft_proposal
 from tests.support.roles import make_runner, make_verifier, request_start
 from tests.support.thread_group import ThreadGroup
 from tests.support.tiny_checkpoints import make_checkpoint
@@ -277,7 +277,7 @@ def test_a_peer_that_never_arrives_is_named(machine: Machine, tmp_path: Path, wo
     stands_in[2].communicator.supports = lambda x: False
     verifier.open(request_start([1], SamplingParams(temperature=0), request=0))
     with pytest.raises(kind, match=text):
-        verifier.verify(Proposal(0, 0, 0, (1,), (-1,)))
+        verifier.verify(draft_proposal(0, 0, 0, (1,), (-1,)))
 
 
 def test_which_groups_sum_in_their_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

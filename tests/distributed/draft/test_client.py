@@ -31,6 +31,7 @@ from swiftspec.params import SamplingParams
 from swiftspec.runtime.cancellation import CancelCheck
 from swiftspec.tree.tree import DraftTree
 from tests.distributed.transport.test_channel import connect
+from tests.support.proposals import draft_proposal
 from tests.support.roles import make_drafter, make_runner, request_start
 from tests.support.tiny_checkpoints import make_checkpoint
 
@@ -63,7 +64,7 @@ class FakeDraft:
         if self.fails:
             raise RuntimeError("no memory left")
         self.busy += 0.25
-        return Proposal(self.request, self.round, self.at, (self.root, self.round), (-1, 0))
+        return draft_proposal(self.request, self.round, self.at, (self.root, self.round), (-1, 0))
 
     def grow(self) -> None:
         self.calls.append("grow")
@@ -106,11 +107,11 @@ def test_a_request_from_end_to_end(connection: tuple[DraftGroupClient, FakeDraft
     drafter, draft, _ = connection
     drafter.draft_steps = 5
     drafter.open(request_start([4, 5], GREEDY))
-    assert drafter.propose() == Proposal(1, 0, 1, (5, 0), (-1, 0))
+    assert drafter.propose() == draft_proposal(1, 0, 1, (5, 0), (-1, 0))
     for round_ in range(3):
         drafter.grow()
         drafter.observe(result(1, round_, 1 + round_))
-        assert drafter.propose() == Proposal(1, round_ + 1, 2 + round_, (9, round_ + 1), (-1, 0))
+        assert drafter.propose() == draft_proposal(1, round_ + 1, 2 + round_, (9, round_ + 1), (-1, 0))
     assert drafter.busy == 1.0 and draft.draft_steps == 5
     drafter.close()
     drafter.open(request_start([7], GREEDY, request=2))
@@ -131,7 +132,7 @@ def test_a_late_answer_loses_the_request_and_is_dropped_in_the_next(
     draft.may_answer.set()
     drafter.close()
     drafter.open(request_start([7], GREEDY, request=2))
-    assert drafter.propose() == Proposal(2, 0, 0, (7, 0), (-1, 0)), "not the answer to the first request"
+    assert drafter.propose() == draft_proposal(2, 0, 0, (7, 0), (-1, 0)), "not the answer to the first request"
 
 
 def test_a_failing_draft_reports_the_reason_and_serves_the_next_request(

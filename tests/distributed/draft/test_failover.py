@@ -15,6 +15,7 @@ from swiftspec.distributed.transport.codec import Words, pack_message, unpack_re
 from swiftspec.distributed.transport.opcodes import Opcode
 from swiftspec.messages import Proposal, RequestStart, VerifyResult
 from swiftspec.params import SamplingParams
+from tests.support.proposals import draft_proposal
 
 BOUNDS = ModelLimits(vocab_size=40, max_model_len=4000, max_nodes=8)
 
@@ -48,7 +49,7 @@ class FakeDraft:
         else:
             return
         nodes = (self.text[-1], following(self.text))
-        answer = Proposal(self.request, self.round, len(self.text) - 1, nodes, (-1, 0))
+        answer = draft_proposal(self.request, self.round, len(self.text) - 1, nodes, (-1, 0))
         self.pending.append((Opcode.PROPOSAL, [0, *pack_message(answer)]))
 
     def recv(self, timeout: float | None = None) -> tuple[int, Words]:

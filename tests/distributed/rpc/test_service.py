@@ -17,6 +17,7 @@ from google.protobuf.descriptor_pool import DescriptorPool
 from google.protobuf.message_factory import GetMessageClass
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
+from hypothesis import given
 
 from swiftspec.config import EngineConfig
 from swiftspec.distributed.rpc import swiftspec_pb2 as pb
@@ -37,6 +38,7 @@ from swiftspec.distributed.rpc.status import SessionGone, WorkerFull, WorkerLost
 from swiftspec.errors import UserError
 from swiftspec.messages import Proposal, RequestStart, VerifyResult
 from swiftspec.params import SamplingParams
+from tests.support.proposals import draft_proposal, proposals
 from tests.support.tiny_checkpoints import make_checkpoint
 from tests.support.workers import TOKENIZER, StartedWorker, started
 
@@ -97,7 +99,7 @@ def test_a_round_is_applied_once(client: Client) -> None:
     first, duplicated = client.ask(**ask), client.ask(**ask)
     assert first == duplicated and len(first.result.tokens) == 1
     token = first.result.tokens[0]
-    other = proposal_to_proto(Proposal(1, 0, 2, (TEXT[-1], 9), (-1, 0)))
+    other = proposal_to_proto(draft_proposal(1, 0, 2, (TEXT[-1], 9), (-1, 0)))
     assert "already ended" in client.refused(
         Code.FAILED_PRECONDITION, lambda: client.ask(session=opened.session, proposal=other)
     )
@@ -141,7 +143,7 @@ def test_deltas_go_to_the_stream_that_opened_last(tmp_path: Path) -> None:
 
 def test_invalid_messages_are_refused_in_one_line(client: Client) -> None:
     session = client.ask(opening=client.start()).session
-    good = proposal_to_proto(Proposal(1, 0, 2, (TEXT[-1], 9, 8), (-1, 0, 1)))
+    good = proposal_to_proto(draft_proposal(1, 0, 2, (TEXT[-1], 9, 8), (-1, 0, 1)))
 
     def asked(change: Callable[[Any], object], what: Any = good, name: str = "proposal") -> Callable[[], object]:
         message = type(what).FromString(what.SerializeToString())
@@ -153,7 +155,10 @@ def test_invalid_messages_are_refused_in_one_line(client: Client) -> None:
         lambda m: m.tokens.__setitem__(0, 4), lambda m: m.parents.__setitem__(1, 1),
         lambda m: m.tokens.__setitem__(1, -1), lambda m: setattr(m, "prefix_len", 3),
         lambda m: setattr(m, "request", 2),
-        lambda m: (m.tokens.extend(range(20)), m.parents.extend([0] * 20)),
+        lambda m: m.weights.append(-1), lambda m: m.weights.__setitem__(1, 0.5), lambda m: m.sources.append(1),
+        lambda m: m.sources.__setitem__(1, 99),
+        lambda m: (m.tokens.extend(range(20)), m.parents.extend([0] * 20), m.weights.extend([-1] * 20),
+                   m.sources.extend([1] * 20)),
         lambda m: m.drawn.tokens.append(3), lambda m: m.parents.__setitem__(0, 0),
     ]  # fmt: skip
     for change in wrong:
@@ -172,7 +177,7 @@ def test_a_request_for_another_model_is_refused(client: Client) -> None:
             setattr(message, name, value)
         return lambda: client.ask(opening=message)
 
-    assert "version 2" in client.refused(Code.FAILED_PRECONDITION, asked(protocol=1))
+    assert "version 3" in client.refused(Code.FAILED_PRECONDITION, asked(protocol=1))
     assert "tokenizers" in client.refused(Code.FAILED_PRECONDITION, asked(tokenizer=b"other"))
     assert "model has changed" in client.refused(Code.FAILED_PRECONDITION, asked(model=b"other"))
     client.refused(Code.INVALID_ARGUMENT, asked(prompt_len=4))
@@ -314,7 +319,10 @@ def test_messages_carry_every_field() -> None:
     shape = EngineConfig(mode="async", draft_steps=5, calibration=0.3, catch_up=False)
     own, start = ModelIdentity(b"m", b"t"), RequestStart(3, TEXT, sampling, 2)
     assert request_start_from_proto(request_start_to_proto(start, shape, own), own) == (start, shape)
-    proposal = Proposal(1, 2, 3, (4, 5, 6), (-1, 0, 0))
+
+
+@given(proposals())
+def test_a_proposal_is_unchanged(proposal: Proposal) -> None:
     assert proposal_from_proto(proposal_to_proto(proposal)) == proposal
 
 

@@ -2,12 +2,15 @@
 
 import json
 from dataclasses import asdict, replace
+from math import inf, nan
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from swiftspec.distributed.rpc.protobuf_codec import proposal_from_proto, proposal_to_proto
 from swiftspec.distributed.transport.codec import (
     bytes_to_words,
     pack_message,
@@ -17,37 +20,67 @@ from swiftspec.distributed.transport.codec import (
     unpack_result,
     words_to_text,
 )  # fmt: skip
-from swiftspec.messages import DraftProbs, Proposal, RequestStart, VerifyResult
+from swiftspec.messages import DraftProbs, NodeSource, Proposal, RequestStart, VerifyResult
 from swiftspec.params import SamplingParams
+from tests.support.proposals import LOOKUP, draft_proposal, proposals
 
 words = st.integers(0, 2**31 - 1)
 
 
-@given(words, words, words, st.data())
-def test_round_trip(request: int, round_: int, prefix: int, data: st.DataObject) -> None:
-    n = data.draw(st.integers(1, 9))
-    parents = (-1, *(data.draw(st.integers(0, i - 1)) for i in range(1, n)))
-    tokens = tuple(data.draw(st.lists(words, min_size=n, max_size=n)))
-    proposal = Proposal(request, round_, prefix, tokens, parents)
-    assert unpack_proposal(pack_message(proposal)) == proposal
-    result = VerifyResult(request, round_, prefix, tuple(range(n)), tokens)
+@given(proposals())
+def test_a_proposal_is_unchanged(proposal: Proposal) -> None:
+    unpacked = unpack_proposal(pack_message(proposal))
+    assert unpacked == proposal and all(type(source) is NodeSource for source in unpacked.sources)
+
+
+@given(words, words, words, st.lists(words, min_size=1, max_size=9))
+def test_a_result_is_unchanged(request: int, round_: int, prefix: int, tokens: list[int]) -> None:
+    result = VerifyResult(request, round_, prefix, tuple(range(len(tokens))), tuple(tokens))
     assert unpack_result(pack_message(result)) == result
 
 
-@pytest.mark.parametrize(
-    "flat", [[1, 2, 3], [1, 2, 3, 0], [1, 2, 3, 2, 5, 5, -1], [1, 2, 3, 1, 7, 0], [1, 2, 3, 2, 5, 6, -1, 1]]
-)
-def test_a_malformed_proposal_is_refused(flat: list[int]) -> None:
-    with pytest.raises(ValueError, match=r"proposal|nodes"):
+@pytest.mark.parametrize("flat", [[1, 2, 3], [1, 2, 3, 0], [1, 2, 3, 2, 5, 5, -1], [1, 2, 3, 1, 7, -1, 0]])
+def test_a_proposal_of_the_wrong_length_is_refused(flat: list[int]) -> None:
+    with pytest.raises(ValueError, match=r"proposal of \d+ words"):
         unpack_proposal(flat)
+
+
+MODEL = NodeSource.DRAFT_MODEL
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"parents": (0, 0, 1)}, "topological order"),
+        ({"parents": (-1, 1, 1)}, "topological order"),
+        ({"parents": (-1, -1, 1)}, "topological order"),
+        ({"weights": (-1.0, -1.0, -2.0)}, "weight"),
+        ({"weights": (0.0, 1.0, -2.0)}, "exceeds that of its parent"),
+        ({"weights": (0.0, -2.0, -1.0)}, "exceeds that of its parent"),
+        ({"weights": (0.0, -1.0, -inf)}, "not finite"),
+        ({"weights": (0.0, nan, -1.0)}, "not finite"),
+        ({"weights": (nan, -1.0, -2.0)}, "not finite"),
+        ({"sources": (NodeSource.ROOT, MODEL, LOOKUP)}, "source of a proposal's node is unknown"),
+        ({"sources": (MODEL, MODEL, MODEL)}, "source"),
+        ({"sources": (NodeSource.ROOT, NodeSource.ROOT, MODEL)}, "other than the first is a root"),
+    ],
+)
+def test_an_invalid_node_is_refused(change: dict[str, Any], reason: str) -> None:
+    valid = draft_proposal(1, 2, 3, (5, 6, 7), (-1, 0, 1))
+    assert unpack_proposal(pack_message(valid)) == valid
+    broken = replace(valid, **change)
+    with pytest.raises(ValueError, match=reason):
+        unpack_proposal(pack_message(broken))
+    with pytest.raises(ValueError, match=reason):
+        proposal_from_proto(proposal_to_proto(broken))
 
 
 def test_the_draft_probabilities_are_sent_with_a_proposal() -> None:
     tokens = np.array([[4, 6, 9], [5, 1, 2]], np.int32)
     probs = np.array([[0.5, 0.25, 0.25], [1, 0, 0]], np.float32)
-    proposal = Proposal(7, 3, 20, (4, 6, 4, 5), (-1, 0, 0, 1), DraftProbs(tokens, probs))
+    proposal = draft_proposal(7, 3, 20, (4, 6, 4, 5), (-1, 0, 0, 1), DraftProbs(tokens, probs))
     flat = pack_message(proposal)
-    assert len(flat) == 4 + 8 + 12
+    assert len(flat) == 4 + 4 * 4 + 12
     unpacked = unpack_proposal(flat)
     assert unpacked.draft_probs is not None and (unpacked.tokens, unpacked.parents) == (
         proposal.tokens,

@@ -26,7 +26,7 @@ from swiftspec.runtime.local_drafter import LocalDrafter
 from tests.support.cases import fast_first
 from tests.support.fake_cuda_graphs import Rerun
 from tests.support.roles import make_drafter, make_runner, request_start
-from tests.support.same_rounds import as_paths, same_rounds
+from tests.support.same_rounds import same_rounds, weights_by_path
 from tests.support.thread_group import ThreadGroup, on_ranks, peers
 from tests.support.tiny_checkpoints import make_checkpoint
 
@@ -148,12 +148,12 @@ def test_a_group_expands_the_same_tree_without_the_host(checkpoint: Path, size: 
     """On every rank, and as a group with the host does; all ranks capture equally often."""
     plan = EngineConfig(mode="async", verify_batch=K, draft_leaves=W, draft_steps=D)
 
-    def work(group: ThreadGroup) -> tuple[int, int, list[set[tuple[int, ...]]]]:
+    def work(group: ThreadGroup) -> tuple[int, int, list[dict[tuple[int, ...], float]]]:
         host, ours, capture = drafters(checkpoint, plan, peers(group, 1 << 16))
         same_rounds(host, ours, sampling, 64)
         assert grown(ours)
         ours.open(request_start([1, 2, 3], sampling, request=0))
-        return capture.captures, capture.replays, [as_paths(ours.propose())]
+        return capture.captures, capture.replays, [weights_by_path(ours.propose())]
 
     found = on_ranks(size, work)
     assert all(one == found[0] for one in found)

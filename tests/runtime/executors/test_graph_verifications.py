@@ -29,6 +29,7 @@ from swiftspec.tree import mask as tree_mask
 from tests.runtime.executors.test_graph_expansions import peers
 from tests.support.cases import fast_first
 from tests.support.fake_cuda_graphs import Recorder, Rerun, RerunWithoutReads
+from tests.support.proposals import draft_proposal
 from tests.support.roles import make_runner, make_verifier, request_start
 from tests.support.same_rounds import same_verifications, sampled_tokens
 from tests.support.thread_group import ThreadGroup, on_ranks
@@ -134,7 +135,7 @@ def test_unsupported_verifications_run_without_one_graph(checkpoint: Path) -> No
     assert not in_one_graph(graphed) and capture.captures == before
     same_verifications(steps, graphed, SAMPLED, VOCAB, rounds=2)
     assert in_one_graph(graphed) and capture.captures > before
-    many = Proposal(0, 0, 5, tuple(range(CAPTURED_ROWS[-1] + 1)), tuple(range(-1, CAPTURED_ROWS[-1])))
+    many = draft_proposal(0, 0, 5, tuple(range(CAPTURED_ROWS[-1] + 1)), tuple(range(-1, CAPTURED_ROWS[-1])))
     before = capture.captures
     for verifier in (steps, graphed):
         verifier.open(request_start(PROMPT, SAMPLED, request=0))
@@ -151,7 +152,7 @@ def drawn_proposal(dice: np.random.Generator, at: int, root: int, round_: int) -
     named[:, -1], probs[:, -1] = named[:, 0], 0
     left = {node: list(row[:-1]) for node, row in zip(inner, named, strict=False)}
     tokens = (root, *(int(left[parent].pop(int(dice.integers(0, 3)))) for parent in parents[1:]))
-    return Proposal(0, round_, at, tokens, tuple(parents), DraftProbs(named, probs) if inner else None)
+    return draft_proposal(0, round_, at, tokens, tuple(parents), DraftProbs(named, probs) if inner else None)
 
 
 def same_rejections(steps: LocalVerifier, graphed: LocalVerifier, sampling: SamplingParams) -> None:
@@ -216,7 +217,7 @@ def test_graphs_are_kept_for_a_few_logits_keys(checkpoint: Path) -> None:
     def captured(sampling: SamplingParams) -> int:
         before = capture.captures
         verifier.open(request_start(PROMPT, sampling, request=0))
-        verifier.verify(Proposal(0, 0, 5, (9,), (-1,)))
+        verifier.verify(draft_proposal(0, 0, 5, (9,), (-1,)))
         verifier.close()
         return capture.captures - before
 

@@ -26,6 +26,7 @@ from swiftspec.params import SamplingParams
 from swiftspec.runtime.local_drafter import LocalDrafter
 from swiftspec.runtime.runner import Runner
 from tests.support import roles
+from tests.support.proposals import draft_proposal
 from tests.support.roles import request_start
 from tests.support.tiny_checkpoints import make_checkpoint
 from tests.support.token_constraints import DiceRules
@@ -161,7 +162,7 @@ def test_verifications(checkpoint: Path, dtype: torch.dtype, data: st.DataObject
             parents.append(data.draw(st.integers(0, len(tokens) - 1)))
             taken = {t for t, p in zip(tokens, parents, strict=False) if p == parents[-1]}
             tokens.append(data.draw(st.integers(0, VOCAB - 1).filter(lambda t, taken=taken: t not in taken)))
-        proposal = Proposal(1, round_, at, tuple(tokens), tuple(parents))
+        proposal = draft_proposal(1, round_, at, tuple(tokens), tuple(parents))
         result = fused.verify(proposal)
         assert result == stepped.verify(proposal) and result.tokens[0] == likely and len(result.tokens) >= 2
         fused.settle()
@@ -227,8 +228,9 @@ def test_a_group_of_ranks(checkpoint: Path, size: int, sampling: SamplingParams)
         for (*facts, logprob), (*same, also) in zip(first, rank, strict=True):
             assert facts == same
             np.testing.assert_array_equal(logprob, also)
-    for (*facts, logprob), (*same, also) in zip(first, stepped[0], strict=True):
-        assert facts == same
+    for (native, *facts, logprob), (eager, *same, also) in zip(first, stepped[0], strict=True):
+        assert facts == same and replace(eager, weights=native.weights) == native
+        np.testing.assert_allclose(native.weights, eager.weights, atol=2e-5)
         np.testing.assert_allclose(logprob, also, atol=2e-5)
     assert any(len(result.tokens) > 1 for _, result, *_ in first), "the target follows a child now and then"
 

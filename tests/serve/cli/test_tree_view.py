@@ -10,9 +10,10 @@ import pytest
 from rich.console import Console
 
 from swiftspec.errors import UserError
-from swiftspec.messages import Proposal, VerifyResult
+from swiftspec.messages import VerifyResult
 from swiftspec.observe.round_records import RoundRecord
 from swiftspec.serve.cli.tree_view import RoundHistory
+from tests.support.proposals import draft_proposal
 
 TIMELINE: dict[str, Any] = {
     "tree": {
@@ -26,7 +27,7 @@ def round_record(
     round_: int, parents: tuple[int, ...], path: tuple[int, ...], tokens: tuple[int, ...], *more: Any
 ) -> RoundRecord:
     """A round that verifies tokens 3, 5, 6. `more`: p, and what reads the draft's timeline."""
-    proposal, result = Proposal(1, round_, 1, (3, 5, 6), parents), VerifyResult(1, round_, 1, path, tokens)
+    proposal, result = draft_proposal(1, round_, 1, (3, 5, 6), parents), VerifyResult(1, round_, 1, path, tokens)
     p, timeline = more or (None, None)
     return RoundRecord(proposal, result, [0.0] * 7, True, 0.0, p, timeline)
 

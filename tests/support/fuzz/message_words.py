@@ -16,6 +16,7 @@ from swiftspec.distributed.transport.codec import Words, bytes_to_words, pack_me
 from swiftspec.distributed.transport.opcodes import Opcode
 from swiftspec.messages import DraftProbs, Proposal, RequestStart, VerifyResult
 from swiftspec.params import SamplingParams
+from tests.support.proposals import draft_proposal
 
 BOUNDS = ModelLimits(vocab_size=40, max_model_len=30, max_nodes=6)
 TEXT = (3, 1, 4)  # the request that is open; its root is the last token
@@ -38,7 +39,7 @@ def proposal() -> st.SearchStrategy[Proposal]:
         count = draw(st.integers(1, BOUNDS.max_nodes))
         parents = (-1, *(draw(st.integers(0, i - 1)) for i in range(1, count)))
         tokens = (TEXT[-1], *draw(st.lists(st.integers(5, 39), min_size=count - 1, max_size=count - 1, unique=True)))
-        return Proposal(1, 0, 2, tokens, parents, draw(st.none() | st.just(_draft_probs(tokens, parents))))
+        return draft_proposal(1, 0, 2, tokens, parents, draw(st.none() | st.just(_draft_probs(tokens, parents))))
 
     return made()
 
@@ -103,7 +104,7 @@ def inconsistent_proposal(draw: st.DrawFn) -> Words:
     count = draw(st.integers(1, 8))
     parents = (-1, *(draw(st.integers(0, i - 1)) for i in range(1, count)))
     root = draw(st.just(TEXT[-1]) | TOKEN)
-    return pack_message(Proposal(*draw(PLACE), (root, *(draw(TOKEN) for _ in parents[1:])), parents))
+    return pack_message(draft_proposal(*draw(PLACE), (root, *(draw(TOKEN) for _ in parents[1:])), parents))
 
 
 @st.composite

@@ -48,6 +48,7 @@ from swiftspec.tree.tree import DraftTree
 from tests.support.fuzz import Target
 from tests.support.fuzz.message_words import BOUNDS, EDGES, PROPOSAL_WORDS, REQUEST_STARTS, RESULT_WORDS, TEXT, proposal
 from tests.support.fuzz.roles import FakeRole, LookaheadRole, assert_valid_tokens
+from tests.support.proposals import draft_proposal
 
 OWN = ModelIdentity(b"model", b"tokenizer")
 ABOUT = ModelInfo(OWN, "fake", BOUNDS.vocab_size, BOUNDS.max_model_len, (2,), "float32")
@@ -260,7 +261,7 @@ def run_drafter(make: Callable[[], Drafter]) -> str:
 def run_remote_verifier(responses: Sequence[pb.VerifyAnswer]) -> str:
     verifier = GrpcVerifier(FakeLink([pb.VerifyAnswer(), *responses]), OWN, SHAPE, BOUNDS, 0.0)  # type: ignore[arg-type]
     verifier.open(RequestStart(1, TEXT, SamplingParams(), len(TEXT)))
-    submitted = Proposal(1, 0, 2, (TEXT[-1], 5, 6), (-1, 0, 1))
+    submitted = draft_proposal(1, 0, 2, (TEXT[-1], 5, 6), (-1, 0, 1))
     result = verifier.submit(submitted).wait()
     assert_valid_tokens(result.tokens)
     assert tuple(submitted.tokens[node] for node in result.path[1:]) == result.tokens[:-1]

@@ -13,7 +13,7 @@ import pytest
 from fastapi import FastAPI
 from starlette.types import Message
 
-from swiftspec.messages import Proposal, RequestStart, VerifyResult
+from swiftspec.messages import RequestStart, VerifyResult
 from swiftspec.observe.round_records import RoundRecord
 from swiftspec.params import SamplingParams
 from swiftspec.serve.http.engine_link import events as module
@@ -25,6 +25,7 @@ from swiftspec.serve.http.engine_link.frames import EngineInfo, TraceEvent
 from swiftspec.serve.text.codec import TextCodec
 from swiftspec.tree.tree import DraftTree
 from tests.support.http import Player
+from tests.support.proposals import draft_proposal
 from tests.support.scripted_rank import Link, Rank0, run_link, run_with_rank0
 
 READY = EngineInfo("m", None, 100, 50, [1], {}, {"mode": "ar"}, 1.0, {"swiftspec_trace": 1})
@@ -190,7 +191,7 @@ def test_lines_on_the_engine_link() -> None:
     tree.add_children(tree.best_leaves(1).nodes, np.array([[3, 4]]), np.array([[-0.5, float("-inf")]]))
     start = RequestStart(1, (5, 6), SamplingParams(logit_bias={3: 1.0}), 2)
     start_request = {"request": 1, "begin": {"prompt": start.prompt, "sampling": {"logit_bias": {3: 1.0}}}}
-    proposal, result = Proposal(1, 0, 1, (7, 3), (-1, 0)), VerifyResult(1, 0, 1, (0,), (9,))
+    proposal, result = draft_proposal(1, 0, 1, (7, 3), (-1, 0)), VerifyResult(1, 0, 1, (0,), (9,))
     grown: Any = tree.state.tobytes(), 1, [(0.0, 0.5, 1)]
     noted = RoundRecord(proposal, result, [float(at) for at in range(7)], True, 0.5, [0.25], (grown, grown))
     trace_events = to_trace_frame([start_request, noted, {"request": 1, "end": {}}]).events
