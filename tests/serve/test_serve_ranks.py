@@ -267,5 +267,5 @@ def test_a_port_in_use_is_one_line(
         for name, value in {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}.items():
             monkeypatch.setenv(name, value)
         code = main([*pair, *EXACT])
-    line = f"swiftspec: error: port {port} is in use on this machine: choose another with MASTER_PORT\n"
+    line = f"swiftspec: error: port {port} is in use on this machine: choose another one (MASTER_PORT)\n"
     assert (code, *capfd.readouterr()) == (1, "", line)

@@ -1,6 +1,7 @@
-"""Environment variables of a launcher such as torchrun (RANK, WORLD_SIZE, MASTER_ADDR, ...).
+"""The rank that a launcher assigns to this process: torchrun by environment variables (RANK, WORLD_SIZE, ...), others
+by explicit values.
 
-Only this module reads them. It does not import torch, so that a command knows its rank before slow imports.
+Only this module reads the variables. It does not import torch, so that a command knows its rank before slow imports.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from swiftspec.errors import UserError, truncated_repr
+from swiftspec.settings_schema import require
 
 MAX_RANKS = 4096  # larger values are rejected as typing errors
 TORCHRUN_HINT = "start several ranks with torchrun"
@@ -55,6 +57,25 @@ def launched(environment: Mapping[str, str] = os.environ) -> LaunchedRank | None
     agent = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     attempt = environment.get("TORCHELASTIC_RESTART_COUNT", "0")
     return LaunchedRank(rank, size, local_rank, local_size, host, port, agent, attempt)
+
+
+def explicit_rank(
+    rank: int, size: int, store_address: str, local_rank: int | None, local_size: int | None
+) -> LaunchedRank:
+    """Returns the rank with these values, for a launcher that sets no environment variables. Parameters are those of
+    `World.join`. Raises UserError if they are not consistent."""
+    local_size = size if local_size is None else local_size
+    local_rank = rank if local_rank is None else local_rank
+    host, _, port = store_address.rpartition(":")
+    require(2 <= size <= MAX_RANKS, f"size must lie in 2..{MAX_RANKS}, not {size}; a single rank needs no World")
+    require(0 <= rank < size, f"rank must lie in 0..{size - 1}, not {rank}")
+    require(1 <= local_size <= size, f"local_size must lie in 1..{size}, not {local_size}")
+    fits = 0 <= local_rank < local_size and local_rank <= rank <= size - local_size + local_rank
+    hint = "number the ranks of one machine consecutively"
+    require(fits, f"local_rank {local_rank} of {local_size} does not match rank {rank} of {size}: {hint}")
+    valid = host and port.isdecimal() and 1 <= int(port[:6]) <= 65535
+    require(bool(valid), f"store_address must be HOST:PORT, not {truncated_repr(store_address)}")
+    return LaunchedRank(rank, size, local_rank, local_size, host.strip("[]"), int(port))
 
 
 def own_rank(environment: Mapping[str, str] = os.environ) -> int:

@@ -17,6 +17,7 @@ from swiftspec.errors import UserError
 
 CONNECT_ATTEMPT_S = 5.0  # seconds per connection attempt
 HANDSHAKE_TIMEOUT_S = 20.0  # seconds within which the store must answer
+CHECK_ADDRESS = "check the address of the store (MASTER_ADDR and MASTER_PORT)"
 
 
 def open_store(here: LaunchedRank, log: LogFn, timeouts: Timeouts) -> Store:
@@ -41,7 +42,7 @@ def _wait_for_server(here: LaunchedRank, say: LogFn, waiting: Timeouts) -> None:
         except OSError as error:
             why = f"{keeper} at {here.host}:{here.port} ({error.strerror or first_line(error)})"
         if not clock.sleep(lambda: say(f"rank {here.rank} is waiting for {why}")):  # noqa: B023
-            raise UserError(f"rank {here.rank} cannot reach {why}: check MASTER_ADDR and MASTER_PORT")
+            raise UserError(f"rank {here.rank} cannot reach {why}: {CHECK_ADDRESS}")
 
 
 def _handshake(here: LaunchedRank, serves_store: bool) -> TCPStore:
@@ -69,7 +70,7 @@ def _handshake(here: LaunchedRank, serves_store: bool) -> TCPStore:
     reason = first_line(result)
     if "EADDRINUSE" in reason:
         raise _in_use(here)
-    raise UserError(f"no store at {here.host}:{here.port} ({reason[:200]}): check MASTER_ADDR and MASTER_PORT")
+    raise UserError(f"no store at {here.host}:{here.port} ({reason[:200]}): {CHECK_ADDRESS}")
 
 
 def _loopback(here: LaunchedRank) -> int | None:
@@ -100,4 +101,4 @@ def _loopback(here: LaunchedRank) -> int | None:
 
 
 def _in_use(here: LaunchedRank) -> UserError:
-    return UserError(f"port {here.port} is in use on this machine: choose another with MASTER_PORT")
+    return UserError(f"port {here.port} is in use on this machine: choose another one (MASTER_PORT)")

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from swiftspec import __version__
-from swiftspec.distributed.launch.launcher import launched
+from swiftspec.distributed.launch.launcher import LaunchedRank, explicit_rank, launched
 from swiftspec.distributed.launch.rendezvous import Rendezvous, RendezvousInfo
 from swiftspec.distributed.launch.startup_barrier import (
     Entry,
@@ -28,6 +28,7 @@ from swiftspec.distributed.launch.startup_barrier import (
 from swiftspec.distributed.launch.store import open_store
 from swiftspec.distributed.launch.supervision import SupervisorLink
 from swiftspec.errors import RankLost, UserError
+from swiftspec.settings_schema import require
 
 REJOIN_TIMEOUT_S = 20.0  # seconds for ranks that are all alive to pass the startup barrier and connect
 
@@ -54,6 +55,30 @@ class World:
     supervisor: SupervisorLink | None = None  # None: ranks are not restarted
     rendezvous: Rendezvous | None = None  # set if ranks are restarted
     active_ranks: Sequence[int] | None = None  # participants of startup barriers; None: all ranks
+
+    @staticmethod
+    def join(
+        rank: int, size: int, store_address: str, *, local_rank: int | None = None, local_size: int | None = None,
+        cores: Collection[int] | None = None, log: LogFn = no_log, timeouts: Timeouts | None = None,
+    ) -> World:  # fmt: skip
+        """Joins the ranks of a job from explicit values, for a launcher that does not set torchrun's environment
+        variables, such as Ray. Blocks until all ranks have joined, and pins this process to its cores.
+
+        `rank`, `size`: number of this rank, and number of ranks.
+        `store_address`: HOST:PORT at which rank 0 serves the store; a free port of rank 0's machine.
+        `local_rank`, `local_size`: rank among the ranks of this machine, and their number, if the job has several
+            machines. With device "cuda" a rank takes the GPU of its local rank. If the launcher has hidden the others,
+            load the models on "cuda:0".
+        `cores`: cores of this machine that its ranks share; None: all.
+        `log`: receives lines about missing ranks.
+
+        Raises UserError if the values are not consistent or a rank does not join, and RankLost if rank 0 is gone.
+        """
+        here = explicit_rank(rank, size, store_address, local_rank, local_size)
+        shared = frozenset(cores or available_cores())
+        missing = set(shared - available_cores())
+        require(not missing, f"cores {missing} are not available to this process")
+        return _join(here, log, timeouts or Timeouts(), None, shared)
 
     def barrier(self, name: str) -> StartupBarrier:
         """Returns the startup barrier `name`, in which all active ranks take part."""
@@ -130,19 +155,23 @@ def join_world(
     Raises UserError if the launcher's variables are invalid or a rank does not join, and RankLost if rank 0 or the
     store is gone.
     """
-    here, timeouts = launched(), timeouts or Timeouts()
-    if here is None:
-        return None
+    here = launched()
+    return None if here is None else _join(here, log, timeouts or Timeouts(), supervisor, frozenset(available_cores()))
+
+
+def _join(
+    here: LaunchedRank, log: LogFn, timeouts: Timeouts, supervisor: SupervisorLink | None, cores: frozenset[int]
+) -> World:
     store = open_store(here, log, timeouts)
     world = World(
-        here.rank, here.size, here.local_rank, here.local_size, here.host, store, log=log, timeouts=timeouts,
+        here.rank, here.size, here.local_rank, here.local_size, here.host, store, cores, log=log, timeouts=timeouts,
         supervisor=supervisor, rendezvous=None if supervisor is None else Rendezvous(store, here.rank),
     )  # fmt: skip
     incarnation = 0 if supervisor is None else supervisor.incarnation
     if store.add(f"rank {here.rank} incarnation {incarnation}", 1) > 1:
         raise UserError(
-            f"another process with RANK={here.rank} already uses MASTER_PORT={here.port}: give every rank its own RANK"
-            " and every job its own MASTER_PORT"
+            f"another process is rank {here.rank} of the job at {here.host}:{here.port}: give every rank its own number"
+            " (RANK) and every job its own port (MASTER_PORT)"
         )
     if incarnation == 0:
         mine = {"WORLD_SIZE": here.size, "version": __version__}
