@@ -171,6 +171,10 @@ class LLM(LLMBase):
     and to mode ar without one. With a `world`, which describes the ranks of a job, this process is rank 0, and the
     other ranks run `serve_rank` with the same arguments. Raises UserError if a model cannot be loaded or the two models
     are not compatible.
+
+    `model`: folder of the target.
+    `draft_model`: folder of the draft, or address of its worker; None without a draft.
+    `device`: device of this process.
     """
 
     def __init__(
@@ -189,6 +193,9 @@ class LLM(LLMBase):
         roles = build_roles(models, config, world, options.get("progress"), _drafter_elsewhere(options))
         writer = None if models.cache is None else models.cache.writer
         super().__init__(roles, time.perf_counter() - began, writer, models.cancel_check)
+        worker = options.get("draft_worker")
+        self.model, self.device = Path(target), models.device
+        self.draft_model = worker.url if worker is not None else None if draft is None else str(draft)
 
 
 def _drafter_elsewhere(options: LoadOptions) -> MakeRemoteDrafter | None:

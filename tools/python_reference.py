@@ -19,9 +19,9 @@ HEAD = """\
 <!-- Made by `python -m tools.docs`: do not edit. -->
 # Python API
 
-`LLM` decodes token ids. Tokenize with the target's tokenizer, for example `transformers.AutoTokenizer`. Importing
-`swiftspec` does not import torch; the first use of one of its names does. [cli.md](cli.md) explains modes and settings,
-[examples/](../../examples/README.md) has programs.
+`LLM` decodes token ids, and `AsyncEngine` makes an `LLM` available to coroutines. Tokenize with the target's tokenizer,
+for example `transformers.AutoTokenizer`. Importing `swiftspec` does not import torch; the first use of one of its names
+does. [cli.md](cli.md) explains modes and settings, [examples/](../../examples/README.md) has programs.
 
 ```python
 from swiftspec import LLM, EngineConfig, SamplingParams
@@ -31,6 +31,26 @@ completion = llm.generate(prompt_ids, SamplingParams(temperature=0.8, seed=1))
 print(completion.token_ids, completion.finish_reason, completion.stats.rounds)
 llm.close()
 ```
+
+With `AsyncEngine`, here in a notebook, whose cells can use `await`:
+
+```python
+import asyncio
+from contextlib import aclosing
+
+from swiftspec import LLM, AsyncEngine, SamplingParams
+
+engine = AsyncEngine(LLM("path/to/target", "path/to/draft"))
+completions = await asyncio.gather(*(engine.generate(ids) for ids in prompts))  # queued, or `max_num_seqs` at a time
+
+async with aclosing(engine.stream(prompt_ids, SamplingParams(max_tokens=64))) as chunks:
+    async for chunk in chunks:  # leaving the loop cancels the request
+        print(tokenizer.decode(chunk.token_ids), end="")
+
+await engine.close()
+```
+
+[Embedding](../guides/serving.md#embedding) explains how an engine serves HTTP inside another application.
 """
 
 NOTES = """\
@@ -59,7 +79,8 @@ distribution
 
 def page() -> str:
     """Returns the text of docs/reference/python.md."""
-    parts = [HEAD, *_class(swiftspec.LLM, "LLM"), _options(), _config(swiftspec.EngineConfig, "EngineConfig")]
+    parts = [HEAD, *_class(swiftspec.LLM, "LLM"), _options()]
+    parts += [*_class(swiftspec.AsyncEngine, "AsyncEngine"), _config(swiftspec.EngineConfig, "EngineConfig")]
     parts += [_config(swiftspec.SamplingParams, "SamplingParams")]
     for kind in (Completion, TokenChunk, Stats, Logprob):
         parts.append(_dataclass(kind))

@@ -37,7 +37,9 @@ def free_port() -> int:
 
 def test_every_example_is_run_and_listed() -> None:
     programs = {path.name for path in EXAMPLES.iterdir() if path.suffix in (".py", ".sh")}
-    assert programs == {*TESTED, "openai_client.py", "two_ranks.py", "remote_draft_worker.sh"}
+    assert programs == {
+        *TESTED, "embed_in_fastapi.py", "openai_client.py", "two_ranks.py", "remote_draft_worker.sh"
+    }  # fmt: skip
     readme = (EXAMPLES / "README.md").read_text(encoding="utf-8")
     assert all(f"({name})" in readme for name in programs)
 
@@ -75,10 +77,25 @@ def test_the_openai_client() -> None:
         server.wait(60)
 
 
-def wait_until_healthy(port: int, server: subprocess.Popen[bytes]) -> None:
+@pytest.mark.slow
+def test_embedding_in_fastapi() -> None:
+    port = free_port()
+    server = subprocess.Popen([sys.executable, str(EXAMPLES / "embed_in_fastapi.py"), "--port", str(port)], cwd=ROOT)
+    try:
+        wait_until_healthy(port, server, "/llm/health")
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/complete?text=def%20fib(n):", timeout=60) as response:
+            assert "return" in response.read().decode()
+        client = str(EXAMPLES / "openai_client.py")
+        assert "return" in run(sys.executable, client, "--base-url", f"http://127.0.0.1:{port}/llm/v1")
+    finally:
+        server.terminate()
+        assert server.wait(60) in (0, -15)
+
+
+def wait_until_healthy(port: int, server: subprocess.Popen[bytes], path: str = "/health") -> None:
     while server.poll() is None:
         try:
-            urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5).close()
+            urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=5).close()
             return
         except (urllib.error.URLError, OSError):
             time.sleep(0.2)

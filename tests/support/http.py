@@ -13,10 +13,11 @@ from typing import Any
 
 import uvicorn
 from fastapi import FastAPI
+from starlette.concurrency import run_in_threadpool
 from starlette.types import ASGIApp
 
 from swiftspec.serve.http.app import create_app
-from swiftspec.serve.http.engine_link.async_engine import AsyncEngineRequest, EngineState
+from swiftspec.serve.http.engine_link.engine_client import EngineRequest, EngineState
 from swiftspec.serve.http.engine_link.frames import (
     Choice,
     DoneFrame,
@@ -25,6 +26,8 @@ from swiftspec.serve.http.engine_link.frames import (
     TokenLogprob,
     TokensFrame,
 )
+from swiftspec.serve.http.engine_link.trace_events import TraceEventBuffer
+from swiftspec.serve.http.grammar import build_grammar
 from swiftspec.serve.http.middleware.request_id import RequestIdMiddleware
 from swiftspec.serve.text.codec import TextCodec
 
@@ -65,9 +68,10 @@ class Player:
     hold: int | None = None
     info: EngineInfo | None = READY
     state: EngineState = field(default_factory=lambda: EngineState("ready", "", 0, 0))
-    requests: list[AsyncEngineRequest] = field(default_factory=list)
-    closed: list[AsyncEngineRequest] = field(default_factory=list)
-    stopped: list[AsyncEngineRequest] = field(default_factory=list)
+    events: TraceEventBuffer = field(default_factory=lambda: TraceEventBuffer(lambda on: None))
+    requests: list[EngineRequest] = field(default_factory=list)
+    closed: list[EngineRequest] = field(default_factory=list)
+    stopped: list[EngineRequest] = field(default_factory=list)
     holding: threading.Event = field(default_factory=threading.Event)
     cancelled: threading.Event = field(default_factory=threading.Event)
 
@@ -78,8 +82,8 @@ class Player:
         """Resets everything and sets these fields."""
         self.__dict__.update(replace(Player(self.codec), **values).__dict__)
 
-    async def generate(
-        self, request: AsyncEngineRequest
+    async def stream_frames(
+        self, request: EngineRequest
     ) -> AsyncGenerator[PromptLogprobsFrame | TokensFrame | DoneFrame, bool | None]:
         self.requests.append(request)
         ended = False
@@ -112,9 +116,14 @@ class Player:
                 self.cancelled.set()
 
 
+async def compile_in_thread(kind: str, text: str) -> str:
+    """Compiles a grammar in a thread of this process, which is faster than the process of `create_app`'s default."""
+    return await run_in_threadpool(build_grammar, kind, text)
+
+
 def application(player: Player, **options: Any) -> FastAPI:
     """The application around the engine; it serves one model under two names."""
-    return create_app(player, lambda: player.codec, ["toy", "other"], **options)
+    return create_app(player, lambda: player.codec, ["toy", "other"], compile=compile_in_thread, **options)
 
 
 @contextlib.contextmanager

@@ -9,8 +9,9 @@ from typing import Any
 from swiftspec.config import EngineConfig
 from swiftspec.engine import Stats
 from swiftspec.serve import answer_stats
-from swiftspec.serve.http.engine_link.async_engine import AsyncEngineRequest, EngineState
+from swiftspec.serve.http.engine_link.engine_client import EngineRequest, EngineState
 from swiftspec.serve.http.engine_link.frames import DoneFrame, EngineInfo, RankState, TokensFrame
+from swiftspec.serve.http.engine_link.trace_events import TraceEventBuffer
 from swiftspec.serve.http.observe.request_metrics import InstrumentedEngine
 
 PLAN = {"mode": "serial", "target_tp": 1, "verify_batch": 8}
@@ -24,9 +25,10 @@ class ScriptedEngine:
 
     def __init__(self, *responses: Sequence[Any]) -> None:
         self.state, self.info = EngineState("ready", "", 1, 2, RANKS), INFO
+        self.events = TraceEventBuffer(lambda on: None)
         self._responses, self.closed, self.num_stops = list(responses), 0, 0
 
-    async def generate(self, request: AsyncEngineRequest) -> AsyncGenerator[Any, bool | None]:
+    async def stream_frames(self, request: EngineRequest) -> AsyncGenerator[Any, bool | None]:
         try:
             for frame in self._responses.pop(0):
                 if isinstance(frame, BaseException):
@@ -54,11 +56,11 @@ def complete_frames(stats: Stats, tokens: Sequence[int] = (), mode: str = "seria
 
 
 async def collect_frames(
-    engine: InstrumentedEngine, request: AsyncEngineRequest, max_frames: int | None = None
+    engine: InstrumentedEngine, request: EngineRequest, max_frames: int | None = None
 ) -> list[Any]:
     """The frames of a request up to DoneFrame, or the first `max_frames`."""
     received: list[Any] = []
-    async with aclosing(engine.generate(request)) as frames:
+    async with aclosing(engine.stream_frames(request)) as frames:
         async for frame in frames:
             received.append(frame)
             if isinstance(frame, DoneFrame) or len(received) == max_frames:

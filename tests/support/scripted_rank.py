@@ -9,10 +9,10 @@ from contextlib import aclosing
 from typing import Any
 
 from swiftspec.serve.http.engine_link import frames
-from swiftspec.serve.http.engine_link.async_engine import AsyncEngineRequest
-from swiftspec.serve.http.engine_link.engine_client import EngineClient
+from swiftspec.serve.http.engine_link.engine_client import EngineRequest
 from swiftspec.serve.http.engine_link.frame_socket import AsyncFrameSocket, FrameDecoder, encode_frame
 from swiftspec.serve.http.engine_link.frames import FrontendConfig, ToEngine
+from swiftspec.serve.http.engine_link.remote_engine_client import RemoteEngineClient
 
 READY = frames.EngineInfo("m", None, 100, 50, [1], {}, {"mode": "ar"}, 1.0)
 
@@ -40,7 +40,7 @@ class Rank0:
         self._end.close()
 
 
-Scenario = Callable[[EngineClient, Rank0], Awaitable[None]]
+Scenario = Callable[[RemoteEngineClient, Rank0], Awaitable[None]]
 
 
 class Link:
@@ -51,7 +51,7 @@ class Link:
             "model_name": "m", "api_keys": [], "max_queue": 2, "queue_timeout": 60.0, "request_timeout": None,
             "drain_timeout": 60.0,
         }  # fmt: skip
-        self.engine = EngineClient(FrontendConfig(**(values | limits)))
+        self.engine = RemoteEngineClient(FrontendConfig(**(values | limits)))
         self.rank0: Rank0
 
     async def restart_rank0(self, *sent: frames.Frame) -> Rank0:
@@ -102,5 +102,5 @@ async def collect(answer: AsyncGenerator[Any]) -> list[Any]:
         return [frame async for frame in answer]
 
 
-def start_request(engine: EngineClient, *prompt: int, key: str | None = None) -> asyncio.Task[list[Any]]:
-    return asyncio.create_task(collect(engine.generate(AsyncEngineRequest(list(prompt), {}, key))))
+def start_request(engine: RemoteEngineClient, *prompt: int, key: str | None = None) -> asyncio.Task[list[Any]]:
+    return asyncio.create_task(collect(engine.stream_frames(EngineRequest(list(prompt), {}, key))))

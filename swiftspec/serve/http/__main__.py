@@ -21,20 +21,15 @@ from starlette.types import ASGIApp
 
 from swiftspec.errors import UserError
 from swiftspec.serve.http.app import create_app
-from swiftspec.serve.http.engine_link import events
-from swiftspec.serve.http.engine_link.async_engine import AsyncEngine
 from swiftspec.serve.http.engine_link.engine_client import EngineClient
-from swiftspec.serve.http.engine_link.events import TraceEventBuffer
 from swiftspec.serve.http.engine_link.frame_socket import AsyncFrameSocket
 from swiftspec.serve.http.engine_link.frames import FrontendConfig
 from swiftspec.serve.http.engine_link.frontend_process import local_host_names
-from swiftspec.serve.http.grammar_compiler import SandboxedGrammarCompiler
+from swiftspec.serve.http.engine_link.remote_engine_client import RemoteEngineClient
 from swiftspec.serve.http.middleware.request_id import RequestIdMiddleware
 from swiftspec.serve.http.middleware.request_timeout import MAX_HEAD_BYTES, RequestTimeoutProtocol
 from swiftspec.serve.http.middleware.security import SecurityMiddleware
-from swiftspec.serve.http.observe import prometheus
 from swiftspec.serve.http.observe.prometheus import PrometheusMetrics
-from swiftspec.serve.http.observe.request_metrics import InstrumentedEngine
 from swiftspec.serve.http.observe.tracing import RequestTracing
 from swiftspec.serve.supervisor.control_protocol import HEARTBEAT_INTERVAL_S
 from swiftspec.serve.supervisor.supervisor_client import SupervisorClient
@@ -59,9 +54,9 @@ async def serve_frontend(supervisor: SupervisorClient, listener: socket.socket) 
     """Runs the HTTP server, the heartbeats and the connection to rank 0. When rank 0 or the supervisor requests the
     shutdown, drains the running requests, shuts rank 0 down and closes everything."""
     config = msgspec.msgpack.decode(supervisor.first_message, type=FrontendConfig)
-    engine, tokenizer_loader = EngineClient(config), TokenizerLoader()
+    engine, tokenizer_loader = RemoteEngineClient(config), TokenizerLoader()
     tracing = None if config.otlp_endpoint is None else RequestTracing(config.otlp_endpoint, config.model_name)
-    app = build_app(engine, tokenizer_loader.get, config, engine.events, tracing)
+    app = build_app(engine, tokenizer_loader.get, config, tracing)
     server = NoSignalHandlerServer(
         uvicorn.Config(
             app, http=RequestTimeoutProtocol, ws="none", lifespan="off", log_level="warning", access_log=False,
@@ -99,7 +94,7 @@ async def send_heartbeats(supervisor: SupervisorClient) -> None:
 class EngineConnections:
     """Connection to rank 0, replaced whenever rank 0 restarts: the supervisor then passes a new socket."""
 
-    def __init__(self, supervisor: SupervisorClient, engine: EngineClient) -> None:
+    def __init__(self, supervisor: SupervisorClient, engine: RemoteEngineClient) -> None:
         self._supervisor, self._engine = supervisor, engine
         self._socket: AsyncFrameSocket | None = None
 
@@ -126,23 +121,17 @@ class EngineConnections:
 
 
 def build_app(
-    engine: AsyncEngine, codec: Callable[[], TextCodec | None], config: FrontendConfig, trace_events: TraceEventBuffer,
+    engine: EngineClient, codec: Callable[[], TextCodec | None], config: FrontendConfig,
     tracing: RequestTracing | None = None,
 ) -> ASGIApp:  # fmt: skip
-    """Builds the front end's ASGI application: the endpoints, /metrics and /v1/spec/events behind the security and
-    request-id middleware.
+    """Builds the front end's ASGI application: the endpoints behind the security and request-id middleware.
 
     `codec`: returns the target's tokenizer, or None while it loads.
-    `trace_events`: events that /v1/spec/events sends.
     `tracing`: exports a span per request; None disables it.
     """
     metrics = PrometheusMetrics(engine, config.model_name)
-    instrumented = InstrumentedEngine(
-        engine, [metrics.record_request] if tracing is None else [metrics.record_request, tracing.record]
-    )
-    app = create_app(instrumented, codec, [config.model_name], compile=SandboxedGrammarCompiler())
-    app.include_router(prometheus.metrics_router(metrics))
-    app.include_router(events.trace_events_router(trace_events, codec))
+    on_finished = [] if tracing is None else [tracing.record]
+    app = create_app(engine, codec, [config.model_name], metrics=metrics, on_finished=on_finished)
     allowed_hosts = None if config.api_keys else local_host_names(config.host)
     secured = SecurityMiddleware(app, config.api_keys, allowed_hosts, metrics.record_refusal)
     return RequestIdMiddleware(secured)
@@ -158,7 +147,7 @@ class TokenizerLoader:
         """Returns the tokenizer, or None while it loads."""
         return self._codec
 
-    async def load(self, engine: EngineClient) -> None:
+    async def load(self, engine: RemoteEngineClient) -> None:
         """Loads the tokenizer in a thread, then notifies rank 0 that the front end accepts requests. A UserError
         is ignored here, since rank 0 loads the same tokenizer and reports the error."""
         folder = Path(await engine.target_folder)

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI
 from pydantic import BaseModel
 
 from swiftspec import __version__
+from swiftspec.errors import UserError
 from swiftspec.serve.http import errors, page
-from swiftspec.serve.http.api import chat, completions, info, messages, responses, tokens
-from swiftspec.serve.http.app_context import AppContext, CompileGrammar, compile_in_thread
-from swiftspec.serve.http.engine_link.async_engine import AsyncEngine
+from swiftspec.serve.http.api import chat, completions, events, info, messages, responses, tokens
+from swiftspec.serve.http.app_context import AppContext, CompileGrammar
+from swiftspec.serve.http.engine_link.engine_client import EngineClient
+from swiftspec.serve.http.grammar_compiler import SandboxedGrammarCompiler
 from swiftspec.serve.http.middleware.request_id import UnexpectedErrorMiddleware
-from swiftspec.serve.text.codec import TextCodec
+from swiftspec.serve.http.observe.prometheus import PrometheusMetrics, metrics_router
+from swiftspec.serve.http.observe.request_metrics import InstrumentedEngine, RequestRecord
+from swiftspec.serve.text.codec import TextCodec, may_have_template
+from swiftspec.serve.text.template import TemplateRenderer
 
 
 class ErrorBody(BaseModel):
@@ -33,24 +39,38 @@ class Error(BaseModel):
 
 
 def create_app(
-    engine: AsyncEngine,
-    codec: Callable[[], TextCodec | None],
-    model_names: Sequence[str],
+    engine: EngineClient,
+    codec: Callable[[], TextCodec | None] | None = None,
+    model_names: Sequence[str] = (),
     *,
-    compile: CompileGrammar = compile_in_thread,
+    metrics: PrometheusMetrics | None = None,
+    on_finished: Sequence[Callable[[RequestRecord], None]] = (),
+    compile: CompileGrammar | None = None,
     keep_alive_s: float = 15.0,
     always_usage: bool = False,
 ) -> FastAPI:
-    """Creates the FastAPI application that serves `engine`.
+    """Creates the FastAPI application that serves `engine`. Its requests need no API key; another ASGI application can
+    mount it below a path. `engine` is not closed when the application shuts down.
 
-    `codec`: returns the target's tokenizer, or None while it loads.
-    `model_names`: names that clients can use for the model, the default first.
-    `compile`: asynchronous version of `grammar.build_grammar`; raises ValueError on an invalid grammar. The default has
-        no limits on time and memory, so it is for trusted clients only.
+    `codec`: returns the target's tokenizer, or None while it loads. By default the tokenizer is loaded here from the
+        folder of the engine's model; raises UserError if that is not possible.
+    `model_names`: names that clients can use for the model, the default first; by default the name of that folder.
+    `metrics`: metrics that /metrics sends; None creates them.
+    `on_finished`: callbacks that get the record of each request when it ends.
+    `compile`: asynchronous version of `grammar.build_grammar`; raises ValueError on an invalid grammar. The default
+        compiles in a process with limits on time and memory.
     `keep_alive_s`: seconds without output after which a stream sends a comment.
     `always_usage`: whether streams contain `usage` even if the request does not ask for it.
     """
-    context = AppContext(engine, codec, model_names, compile, keep_alive_s, always_usage)
+    if codec is None:
+        text_codec = _load_codec(_model_folder(engine))
+        codec = lambda: text_codec  # noqa: E731
+    model_names = model_names or [_model_folder(engine).name]
+    metrics = metrics or PrometheusMetrics(engine, model_names[0])
+    instrumented = InstrumentedEngine(engine, [metrics.record_request, *on_finished])
+    context = AppContext(
+        instrumented, codec, model_names, compile or SandboxedGrammarCompiler(), keep_alive_s, always_usage
+    )
     error_schema: dict[int | str, dict[str, Any]] = {"default": {"model": Error, "description": "An error."}}
     app = FastAPI(
         title="SwiftSpec", version=__version__, docs_url=None, redoc_url=None, responses=error_schema,
@@ -61,7 +81,23 @@ def create_app(
         tokens.tokens_router, info.info_router,
     ):  # fmt: skip
         app.include_router(create_router(context))
+    app.include_router(events.trace_events_router(engine.events, codec, keep_alive_s))
+    app.include_router(metrics_router(metrics))
     app.router.routes.extend(page.page_routes())
     errors.install_error_handlers(app)
     app.add_middleware(UnexpectedErrorMiddleware)
     return app
+
+
+def _load_codec(folder: Path) -> TextCodec:
+    renderer = TemplateRenderer(folder)
+    if may_have_template(folder):
+        renderer.start()  # starts the template process early: its imports take seconds
+    return TextCodec(folder, renderer)
+
+
+def _model_folder(engine: EngineClient) -> Path:
+    """Returns the folder of the engine's model. Raises UserError if the engine has not loaded its model yet."""
+    if engine.info is None:
+        raise UserError("the model is being loaded: pass `codec` and `model_names`")
+    return Path(engine.info.model).resolve()

@@ -11,10 +11,9 @@ from typing import ParamSpec, TypeVar
 
 from starlette.concurrency import run_in_threadpool
 
-from swiftspec.serve.http.engine_link.async_engine import AsyncEngine
+from swiftspec.serve.http.engine_link.engine_client import EngineClient
 from swiftspec.serve.http.engine_link.frames import EngineInfo
 from swiftspec.serve.http.errors import ApiError, unavailable_error
-from swiftspec.serve.http.grammar import build_grammar
 from swiftspec.serve.text.codec import TextCodec
 
 P = ParamSpec("P")
@@ -23,22 +22,17 @@ CompileGrammar = Callable[[str, str], Awaitable[str]]
 RETRY_AFTER_S = 2.0  # sent to clients while the server does not accept requests
 
 
-async def compile_in_thread(kind: str, text: str) -> str:
-    """Compiles a grammar of a trusted client in a thread of this process, without limits on time and memory."""
-    return await run_in_threadpool(build_grammar, kind, text)
-
-
 @dataclass(frozen=True, slots=True)
 class AppContext:
     """Shared state of the endpoints; see `app.create_app` for the parameters. `created`: start time of the server in
     seconds since 1970."""
 
-    engine: AsyncEngine
+    engine: EngineClient
     codec: Callable[[], TextCodec | None]
     model_names: Sequence[str]
-    compile: CompileGrammar = compile_in_thread
-    keep_alive_s: float = 15.0
-    always_usage: bool = False
+    compile: CompileGrammar
+    keep_alive_s: float
+    always_usage: bool
     created: int = field(default_factory=lambda: int(time.time()))
     _tokenizer_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 

@@ -11,9 +11,10 @@ from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
+from starlette.types import Scope
 
 from swiftspec.errors import UserError
-from swiftspec.serve.http.engine_link.async_engine import (
+from swiftspec.serve.http.engine_link.engine_client import (
     GenerationFailedError,
     InvalidRequestError,
     RequestRejectedError,
@@ -113,6 +114,11 @@ def _invalid(validation_errors: Sequence[Any]) -> ApiError:
     return ApiError(400, f"{param}: {text[:1].lower()}{text[1:]}", param)
 
 
+def route_path(scope: Scope) -> str:
+    """Returns the path of a request, relative to the path at which the application is mounted."""
+    return str(scope["path"]).removeprefix(scope.get("root_path", ""))
+
+
 def error_body(error: ApiError, path: str) -> dict[str, Any]:
     """Returns the JSON object of an error, in Anthropic's schema if `path` is below /v1/messages, else in OpenAI's."""
     if path.startswith(ANTHROPIC_PATH):
@@ -133,7 +139,7 @@ def install_error_handlers(app: FastAPI) -> None:
     async def handle(request: Request, error: Exception) -> Response:
         if isinstance(error, ClientDisconnect):
             return Response(status_code=499)  # the client has disconnected and does not receive the response
-        return error_response(to_api_error(error), request.url.path)
+        return error_response(to_api_error(error), route_path(request.scope))
 
     handled = (
         ApiError, UserError, RequestValidationError, HTTPException, RecursionError, UnicodeEncodeError,

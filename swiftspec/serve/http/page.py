@@ -1,7 +1,7 @@
 """Web page at `/`: static files of the package.
 
-The files contain no secrets and need no API key. The page requests its data from the endpoints with the API key that
-the user enters.
+Its URLs are relative, so that it works below the path at which the application is mounted. The files contain no secrets
+and need no API key. The page requests its data from the endpoints with the API key that the user enters.
 """
 
 from __future__ import annotations

@@ -89,7 +89,7 @@ export async function listen(line, state) {
   let pause = 500;
   for (;;) {
     try {
-      const answer = await ask(`/v1/spec/events${last === null ? "" : `?after=${encodeURIComponent(last)}`}`);
+      const answer = await ask(`v1/spec/events${last === null ? "" : `?after=${encodeURIComponent(last)}`}`);
       state("live");
       pause = 500;
       for await (const { id, data } of events(answer)) {

@@ -32,7 +32,7 @@ class App {
   async start() {
     let health = null;
     try {
-      health = await (await fetch("/health", { cache: "no-store" })).json();
+      health = await (await fetch("health", { cache: "no-store" })).json();
     } catch {
       this.server.connection("gone", "no server");
     }
@@ -40,7 +40,7 @@ class App {
     this.write(written());
     const kept = recall();
     if (kept) this.requests.restore(kept);
-    else this.load("/page/traces/large.jsonl", LARGE);
+    else this.load("page/traces/large.jsonl", LARGE);
     this.server.start();
   }
 
@@ -51,7 +51,7 @@ class App {
     $("composer").hidden = true;
     document.querySelector(".skip").hidden = true;
     $("race-run").hidden = $("race-large").hidden = true;
-    await this.load("/replay.jsonl", name);
+    await this.load("replay.jsonl", name);
   }
 
   /** Handles an event of the engine. It belongs to a request of this page or of another client. */
@@ -178,7 +178,7 @@ class App {
 
   /** Loads and plays the recorded race with a large target. */
   async raceLarge() {
-    await this.load("/page/traces/large.jsonl", LARGE);
+    await this.load("page/traces/large.jsonl", LARGE);
     if (this.race.pair) this.race.play(this.race.recording, this.race.pair);
   }
 

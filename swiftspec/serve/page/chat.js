@@ -24,7 +24,7 @@ export class Chat {
     let ended = null;
     let done = false;
     try {
-      const path = this.talks ? "/v1/chat/completions" : "/v1/completions";
+      const path = this.talks ? "v1/chat/completions" : "v1/completions";
       const answer = await ask(path, { body, signal: this.abort.signal });
       for await (const { data } of events(answer)) {
         done = data === "[DONE]";

@@ -91,8 +91,8 @@ function wireFiles(app) {
     $("files").open = false;
     act();
   });
-  click("open-pair", () => app.load("/page/traces/pair.jsonl", "the bundled demo models"));
-  click("open-large", () => app.load("/page/traces/large.jsonl", LARGE));
+  click("open-pair", () => app.load("page/traces/pair.jsonl", "the bundled demo models"));
+  click("open-large", () => app.load("page/traces/large.jsonl", LARGE));
   click("open-file", () => $("file").click());
   click("back-live", () => app.showLive());
   $("strip-back").addEventListener("click", () => app.showLive());

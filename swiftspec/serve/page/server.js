@@ -25,7 +25,7 @@ export class Server {
   async meet() {
     for (;;) {
       try {
-        const { data } = await (await ask("/v1/models")).json();
+        const { data } = await (await ask("v1/models")).json();
         if (data[0].chat_template !== null) return this.met(data[0]);
         this.app.hint("The models are loading.");
       } catch (error) {

@@ -9,7 +9,7 @@ import httpx
 import pytest
 from msgspec import structs
 
-from swiftspec.serve.http.engine_link.async_engine import EngineState, GenerationFailedError, InvalidRequestError
+from swiftspec.serve.http.engine_link.engine_client import EngineState, GenerationFailedError, InvalidRequestError
 from swiftspec.serve.http.engine_link.frames import RankState
 from tests.support.http import Player
 

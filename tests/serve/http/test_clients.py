@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from swiftspec.serve.http.engine_link.async_engine import GenerationFailedError, RequestRejectedError
+from swiftspec.serve.http.engine_link.engine_client import GenerationFailedError, RequestRejectedError
 from tests.support.clients import anthropic, openai
 from tests.support.http import TIMINGS, Player
 

@@ -8,7 +8,6 @@ from typing import Any
 import httpx
 
 from swiftspec.serve.http.__main__ import build_app
-from swiftspec.serve.http.engine_link.events import TraceEventBuffer
 from swiftspec.serve.http.engine_link.frames import FrontendConfig
 from tests.support.http import Player
 
@@ -18,9 +17,7 @@ def responses(player: Player, keys: list[str], *requests: tuple[str, str, dict[s
     limits = FrontendConfig("toy", keys, 8, 30.0, None, 20.0)
 
     async def all_of_them() -> list[httpx.Response]:
-        transport = httpx.ASGITransport(
-            build_app(player, lambda: player.codec, limits, TraceEventBuffer(lambda on: None))
-        )
+        transport = httpx.ASGITransport(build_app(player, lambda: player.codec, limits))
         async with httpx.AsyncClient(transport=transport, base_url="http://localhost:8000") as client:
             return [await client.request(method, path, **more) for method, path, more in requests]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import httpx
 import pytest
 
-from swiftspec.serve.http.engine_link.async_engine import GenerationFailedError, RequestRejectedError
+from swiftspec.serve.http.engine_link.engine_client import GenerationFailedError, RequestRejectedError
 from tests.support.http import Player
 from tests.support.server_request import ClientRequest, RequestOutcome, disconnect_after, find_fault, send_request
 

@@ -11,8 +11,8 @@ import httpx
 import pytest
 from starlette.types import Message
 
-from swiftspec.serve.http.engine_link.async_engine import (
-    AsyncEngineRequest,
+from swiftspec.serve.http.engine_link.engine_client import (
+    EngineRequest,
     EngineState,
     GenerationFailedError,
     RequestRejectedError,
@@ -126,11 +126,11 @@ def test_keep_alive_comments_while_there_is_no_output(player: Player, rounds: in
 
 def test_a_refusal_after_a_comment_is_an_event(player: Player) -> None:
     class Late(Player):
-        async def generate(
-            self, request: AsyncEngineRequest
+        async def stream_frames(
+            self, request: EngineRequest
         ) -> AsyncGenerator[PromptLogprobsFrame | TokensFrame | DoneFrame, bool | None]:
             await going.wait()
-            async for frame in super().generate(request):
+            async for frame in super().stream_frames(request):
                 yield frame
 
     going = asyncio.Event()

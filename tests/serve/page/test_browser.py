@@ -10,8 +10,6 @@ import pytest
 from fastapi import FastAPI
 
 from swiftspec.serve.http import replay
-from swiftspec.serve.http.engine_link import events
-from swiftspec.serve.http.engine_link.events import TraceEventBuffer
 from swiftspec.serve.http.middleware.security import SecurityMiddleware
 from swiftspec.serve.text.codec import TextCodec
 from swiftspec.serve.text.template import TemplateRenderer
@@ -71,9 +69,7 @@ def race(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 def player(folder: Path, **plays: Any) -> FastAPI:
     """A server that plays a scripted text and has no template."""
     made = Player(TextCodec(write_tokenizer(folder, byte_level_tokenizer(), None)), **plays)
-    app = application(made)
-    app.include_router(events.trace_events_router(TraceEventBuffer(lambda on: None), lambda: made.codec))
-    return app
+    return application(made)
 
 
 def test_a_tree_expands_and_re_roots_on_the_page(page: Page, url: str) -> None:
@@ -112,7 +108,6 @@ def test_a_conversation_continues_and_can_be_stopped(page: Page, tmp_path: Path)
     renderer = TemplateRenderer(Path("model"))
     made = Player(TextCodec(write_tokenizer(tmp_path, byte_level_tokenizer(), TEMPLATE), renderer))
     app = application(made)
-    app.include_router(events.trace_events_router(TraceEventBuffer(lambda on: None), lambda: made.codec))
     try:
         with serving(app) as address:
             page.open(address)

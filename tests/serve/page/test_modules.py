@@ -48,7 +48,7 @@ def test_a_module_is_short_has_a_header_and_writes_no_markup(file: Path) -> None
 
 def test_every_file_is_local() -> None:
     texts = {file.name: file.read_text(encoding="utf-8") for file in PAGE_FOLDER.glob("*.*")}
-    named = set(re.findall(r'"/page/([\w./]+)"', "".join(texts.values())))
+    named = set(re.findall(r'"page/([\w./]+)"', "".join(texts.values())))
     named |= set(re.findall(r'from "\./([\w.]+)"', "".join(texts.values())))
     assert named | {"index.html"} == {file.relative_to(PAGE_FOLDER).as_posix() for file in PAGE_FOLDER.rglob("*.*")}
     for name, text in texts.items():

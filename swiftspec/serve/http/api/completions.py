@@ -12,7 +12,7 @@ from pydantic import Field
 from swiftspec.serve.http.api.generation import JSON_OR_SSE, replace_key, respond
 from swiftspec.serve.http.api.sampling import grammar_request, requested_choices, sampling_params
 from swiftspec.serve.http.app_context import AppContext, check_tokens, new_id
-from swiftspec.serve.http.engine_link.async_engine import AsyncEngineRequest
+from swiftspec.serve.http.engine_link.engine_client import EngineRequest
 from swiftspec.serve.http.engine_link.frames import EngineInfo, TokenLogprob, TokensFrame
 from swiftspec.serve.http.errors import ApiError, unsupported
 from swiftspec.serve.http.format.generation_output import (
@@ -216,7 +216,7 @@ async def completion_request(context: AppContext, request: Request, body: Comple
         sampling["grammar"] = await context.compile_grammar(grammar)
     stops = [body.stop] if isinstance(body.stop, str) else body.stop or []
     return GenerationRequest(
-        AsyncEngineRequest(prompt, sampling, replace_key(request, body), requested_choices(body, body.n, body.stream,
+        EngineRequest(prompt, sampling, replace_key(request, body), requested_choices(body, body.n, body.stream,
         info)), stops,
         continues_text=not body.suffix, prompt_only=body.max_tokens == 0,
     )  # fmt: skip

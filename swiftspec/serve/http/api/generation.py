@@ -14,7 +14,7 @@ from swiftspec.errors import UserError
 from swiftspec.serve.http import errors
 from swiftspec.serve.http.api.sampling import GrammarRequest, sampling_params
 from swiftspec.serve.http.app_context import AppContext
-from swiftspec.serve.http.engine_link.async_engine import AsyncEngineRequest
+from swiftspec.serve.http.engine_link.engine_client import EngineRequest
 from swiftspec.serve.http.errors import ApiError, to_api_error, unsupported
 from swiftspec.serve.http.format.conversation import Conversation
 from swiftspec.serve.http.format.generation_output import GenerationOutput, GenerationRequest, OutputDelta
@@ -138,7 +138,7 @@ async def chat_generation_request(
     )
     names = [tool["function"]["name"] for tool in conversation.tools]
     return GenerationRequest(
-        AsyncEngineRequest(prompt, sampling, replace_key(request, body), choices),
+        EngineRequest(prompt, sampling, replace_key(request, body), choices),
         stops,
         continues_text=conversation.continues_last_message,
         reasoning_parser=ReasoningParser(codec.token_text(prompt[-8:]).rstrip().endswith(REASONING_OPEN))
@@ -189,7 +189,7 @@ async def respond(
 
         await cancel_on_disconnect(request.receive, run_to_end())
         return Response(ENCODER.encode(writer.full_response()), media_type="application/json")
-    path = request.url.path
+    path = errors.route_path(request.scope)
 
     def error_event(error: Exception) -> bytes:
         api_error = to_api_error(error)

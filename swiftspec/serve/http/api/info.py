@@ -11,7 +11,7 @@ from fastapi import APIRouter, Request, Response
 
 from swiftspec import __version__
 from swiftspec.serve.http.app_context import RETRY_AFTER_S, AppContext
-from swiftspec.serve.http.engine_link.async_engine import AsyncEngineRequest
+from swiftspec.serve.http.engine_link.engine_client import EngineRequest
 from swiftspec.serve.http.engine_link.frames import EngineInfo
 from swiftspec.serve.http.errors import ApiError, error_body, unavailable_error
 from swiftspec.serve.http.sse import ENCODER, cancel_on_disconnect
@@ -43,7 +43,7 @@ def info_router(context: AppContext) -> APIRouter:
         prompt = [info.eos_token_ids[0] if info.eos_token_ids else 0]
         # The default temperature is 1, which every mode supports.
         await cancel_on_disconnect(
-            request.receive, _run_to_end(context, AsyncEngineRequest(prompt, {"max_tokens": 1, "ignore_eos": True}))
+            request.receive, _run_to_end(context, EngineRequest(prompt, {"max_tokens": 1, "ignore_eos": True}))
         )
         return {"status": "ok", "milliseconds": round((time.monotonic() - began) * 1e3, 3)}
 
@@ -88,7 +88,7 @@ def _health(context: AppContext) -> Response:
     return Response(content, media_type="application/json")
 
 
-async def _run_to_end(context: AppContext, request: AsyncEngineRequest) -> None:
-    async with contextlib.aclosing(context.engine.generate(request)) as frames:
+async def _run_to_end(context: AppContext, request: EngineRequest) -> None:
+    async with contextlib.aclosing(context.engine.stream_frames(request)) as frames:
         async for _ in frames:
             pass

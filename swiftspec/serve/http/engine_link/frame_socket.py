@@ -14,14 +14,16 @@ from typing import Any
 
 import msgspec
 
-from swiftspec.errors import UserError
-from swiftspec.serve.http.engine_link.frames import LENGTH_PREFIX_BYTES, MAX_FRAME_BYTES, Frame, FromEngine, ToEngine
+from swiftspec.serve.http.engine_link.frames import (
+    LENGTH_PREFIX_BYTES,
+    MAX_FRAME_BYTES,
+    Frame,
+    FromEngine,
+    FrontEndLost,
+    ToEngine,
+)
 
 RECV_BYTES = 1 << 18
-
-
-class FrontEndLost(UserError):
-    """Raised if the front end has closed the engine link or sent an invalid frame."""
 
 
 def encode_frame(frame: Frame) -> bytes:

@@ -11,10 +11,15 @@ from typing import Any
 
 import msgspec
 
+from swiftspec.errors import UserError
 from swiftspec.observe.rpc_latency import RpcRecord
 
 MAX_FRAME_BYTES = 64 << 20  # enough for a prompt of millions of tokens, or for its log-probabilities
 LENGTH_PREFIX_BYTES = 4  # big-endian
+
+
+class FrontEndLost(UserError):
+    """Raised if the front end has closed the engine link or sent an invalid frame."""
 
 
 class Frame(msgspec.Struct, frozen=True, tag=True):

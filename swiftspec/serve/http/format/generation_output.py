@@ -9,7 +9,7 @@ from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from swiftspec.serve.http.engine_link.async_engine import AsyncEngine, AsyncEngineRequest, GenerationFailedError
+from swiftspec.serve.http.engine_link.engine_client import EngineClient, EngineRequest, GenerationFailedError
 from swiftspec.serve.http.engine_link.frames import Choice, DoneFrame, PromptLogprobsFrame, TokenLogprob, TokensFrame
 from swiftspec.serve.http.format.reasoning import ReasoningParser
 from swiftspec.serve.http.format.tools import ParsedToolCall, ToolCallParser
@@ -42,7 +42,7 @@ class GenerationRequest:
     `marker_tokens`: special tokens that are detokenized because the parsers search for their text.
     """
 
-    engine_request: AsyncEngineRequest
+    engine_request: EngineRequest
     stop_strings: Sequence[str] = ()
     continues_text: bool = False
     reasoning_parser: ReasoningParser | None = None
@@ -119,11 +119,11 @@ class GenerationOutput:
         reason = self.text_builder.finish_reason or "stop"
         return "tool_calls" if self.tool_calls and reason == "stop" else reason
 
-    async def deltas(self, engine: AsyncEngine) -> AsyncGenerator[OutputDelta]:
+    async def deltas(self, engine: EngineClient) -> AsyncGenerator[OutputDelta]:
         """Runs the request and yields the output of each round. A stop string ends the request early; closing this
-        generator cancels the request. Raises the exceptions of `AsyncEngine.generate`."""
+        generator cancels the request. Raises the exceptions of `EngineClient.stream_frames`."""
         stop: bool | None = None
-        async with contextlib.aclosing(engine.generate(self.request.engine_request)) as frames:
+        async with contextlib.aclosing(engine.stream_frames(self.request.engine_request)) as frames:
             while self.done is None:
                 try:
                     frame = await frames.asend(stop)

@@ -59,19 +59,19 @@ class SecurityMiddleware:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        headers = Headers(scope=scope)
+        headers, path = Headers(scope=scope), errors.route_path(scope)
         try:
-            self._check_headers(scope["path"], headers)
+            self._check_headers(path, headers)
             body = await _read_body(headers, receive, self._max_body_bytes)
             if body is None:  # the client disconnected
                 return
             _check_body(body)
         except _Refusal as refusal:
             self._on_refusal(refusal.reason)
-            await errors.error_response(refusal.error, scope["path"])(scope, receive, send)
+            await errors.error_response(refusal.error, path)(scope, receive, send)
             return
         trace_headers = headers.get("traceparent", ""), headers.get("tracestate", "")
-        REQUEST_CONTEXT.set(RequestContext(scope["path"], request_id(scope), *trace_headers))
+        REQUEST_CONTEXT.set(RequestContext(path, request_id(scope), *trace_headers))
         await self._app(scope, _replay_body(body, receive), send)
 
     def _check_headers(self, path: str, headers: Headers) -> None:

@@ -13,7 +13,7 @@ from fastapi import APIRouter, Response
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 
-from swiftspec.serve.http.engine_link.async_engine import AsyncEngine
+from swiftspec.serve.http.engine_link.engine_client import EngineClient
 from swiftspec.serve.http.engine_link.frames import RankState
 from swiftspec.serve.http.observe.request_metrics import RequestRecord
 
@@ -31,7 +31,7 @@ class PrometheusMetrics:
     `record_refusal` the `on_refusal` callback of `SecurityMiddleware`.
     """
 
-    def __init__(self, engine: AsyncEngine, model_name: str) -> None:
+    def __init__(self, engine: EngineClient, model_name: str) -> None:
         self._engine, self._model_name = engine, model_name
         self._registry = CollectorRegistry()
         self._create_gauges()

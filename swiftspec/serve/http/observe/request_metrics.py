@@ -10,15 +10,16 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 
 from swiftspec.observe.rpc_latency import RpcRecord
-from swiftspec.serve.http.engine_link.async_engine import (
-    AsyncEngine,
-    AsyncEngineRequest,
+from swiftspec.serve.http.engine_link.engine_client import (
+    EngineClient,
+    EngineRequest,
     EngineState,
     GenerationFailedError,
     InvalidRequestError,
     RequestRejectedError,
 )
 from swiftspec.serve.http.engine_link.frames import DoneFrame, EngineInfo, PromptLogprobsFrame, TokensFrame
+from swiftspec.serve.http.engine_link.trace_events import TraceEventBuffer
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +40,7 @@ REQUEST_CONTEXT: ContextVar[RequestContext] = ContextVar("visit", default=NO_CON
 class RequestRecord:
     """Measurements of one request in the front end. Times are seconds of the monotonic clock."""
 
-    request: AsyncEngineRequest
+    request: EngineRequest
     started_at: float
     context: RequestContext
     token_times: list[float] = field(default_factory=list)  # when the tokens of each round arrived
@@ -65,7 +66,7 @@ class RequestRecord:
 
 
 class InstrumentedEngine:
-    """Wrapper of an `AsyncEngine` that measures each request.
+    """Wrapper of an `EngineClient` that measures each request.
 
     `on_finished`: callbacks that get the record of each request when it completes, fails or is cancelled.
     `clock`: returns the current time in seconds.
@@ -73,7 +74,7 @@ class InstrumentedEngine:
 
     def __init__(
         self,
-        engine: AsyncEngine,
+        engine: EngineClient,
         on_finished: Sequence[Callable[[RequestRecord], None]],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -87,14 +88,18 @@ class InstrumentedEngine:
     def info(self) -> EngineInfo | None:
         return self._engine.info
 
-    async def generate(
-        self, request: AsyncEngineRequest
+    @property
+    def events(self) -> TraceEventBuffer:
+        return self._engine.events
+
+    async def stream_frames(
+        self, request: EngineRequest
     ) -> AsyncGenerator[PromptLogprobsFrame | TokensFrame | DoneFrame, bool | None]:
-        """See `AsyncEngine.generate`."""
+        """See `EngineClient.stream_frames`."""
         record = RequestRecord(request, self._clock(), REQUEST_CONTEXT.get())
         stop: bool | None = None
         try:
-            async with aclosing(self._engine.generate(request)) as frames:
+            async with aclosing(self._engine.stream_frames(request)) as frames:
                 while True:
                     frame = await frames.asend(stop)
                     self._record_frame(record, frame)

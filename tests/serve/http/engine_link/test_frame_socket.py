@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from swiftspec.serve.http.engine_link import frames
-from swiftspec.serve.http.engine_link.frame_socket import FrameDecoder, FrameSocket, FrontEndLost, encode_frame
-from swiftspec.serve.http.engine_link.frames import FromEngine, ToEngine
+from swiftspec.serve.http.engine_link.frame_socket import FrameDecoder, FrameSocket, encode_frame
+from swiftspec.serve.http.engine_link.frames import FromEngine, FrontEndLost, ToEngine
 
 START = frames.StartFrame(7, [1, 2, 3], {"temperature": 0.5, "stop_token_ids": [4]})
 

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
 from swiftspec.engine import Stats
-from swiftspec.serve.http.engine_link.async_engine import (
-    AsyncEngineRequest,
+from swiftspec.serve.http.engine_link.engine_client import (
+    EngineRequest,
     EngineState,
     GenerationFailedError,
     RequestRejectedError,
@@ -52,7 +52,7 @@ def after(*answers: Any) -> Samples:
     async def all_of_them() -> None:
         for _ in answers:
             with suppress(RequestRejectedError, GenerationFailedError):
-                await collect_frames(watched, AsyncEngineRequest([1, 2, 3], {}))
+                await collect_frames(watched, EngineRequest([1, 2, 3], {}))
 
     asyncio.run(all_of_them())
     return samples(metrics)

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from swiftspec.engine import Stats
-from swiftspec.serve.http.engine_link.async_engine import (
-    AsyncEngineRequest,
+from swiftspec.serve.http.engine_link.engine_client import (
+    EngineRequest,
     GenerationFailedError,
     InvalidRequestError,
     RequestRejectedError,
@@ -19,7 +19,7 @@ from swiftspec.serve.http.engine_link.async_engine import (
 from swiftspec.serve.http.observe.request_metrics import InstrumentedEngine, RequestRecord
 from tests.support.scripted_engine import INFO, ScriptedEngine, TickingClock, collect_frames, complete_frames
 
-REQUEST = AsyncEngineRequest([1, 2], {})
+REQUEST = EngineRequest([1, 2], {})
 
 
 def test_a_complete_answer() -> None:
@@ -60,7 +60,7 @@ def test_an_answer_ended_at_a_stop_string_has_finish_reason_stop() -> None:
     engine = ScriptedEngine(frames)
 
     async def request() -> None:
-        async with aclosing(InstrumentedEngine(engine, [records.append]).generate(REQUEST)) as frames:
+        async with aclosing(InstrumentedEngine(engine, [records.append]).stream_frames(REQUEST)) as frames:
             frame, over = await anext(frames), True
             while frame != done:
                 frame, over = await frames.asend(over), None
@@ -85,7 +85,7 @@ def test_a_disconnect_aborts_the_request(waits: bool) -> None:
     records: list[RequestRecord] = []
 
     class Endless(ScriptedEngine):
-        async def generate(self, request: AsyncEngineRequest) -> AsyncGenerator[Any, bool | None]:
+        async def stream_frames(self, request: EngineRequest) -> AsyncGenerator[Any, bool | None]:
             try:
                 yield complete_frames(Stats(), [1, 1])[0]
                 await asyncio.Event().wait()
@@ -98,7 +98,7 @@ def test_a_disconnect_aborts_the_request(waits: bool) -> None:
         sending, held = asyncio.Event(), asyncio.Event()
 
         async def request() -> None:
-            async with aclosing(InstrumentedEngine(engine, [records.append]).generate(REQUEST)) as frames:
+            async with aclosing(InstrumentedEngine(engine, [records.append]).stream_frames(REQUEST)) as frames:
                 async for _ in frames:
                     sending.set()
                     if not waits:

@@ -17,7 +17,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from swiftspec.engine import Stats
 from swiftspec.errors import UserError
 from swiftspec.observe.rpc_latency import ClockOffset, RpcRecord
-from swiftspec.serve.http.engine_link.async_engine import AsyncEngineRequest, RequestRejectedError
+from swiftspec.serve.http.engine_link.engine_client import EngineRequest, RequestRejectedError
 from swiftspec.serve.http.engine_link.frames import TokensFrame
 from swiftspec.serve.http.observe.request_metrics import REQUEST_CONTEXT, InstrumentedEngine, RequestContext
 from swiftspec.serve.http.observe.tracing import RequestTracing
@@ -28,7 +28,7 @@ from tests.support.scripted_engine import ScriptedEngine, TickingClock, collect_
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
 
-def spans(visit: RequestContext, ask: AsyncEngineRequest, *answers: Sequence[Any]) -> list[ReadableSpan]:
+def spans(visit: RequestContext, ask: EngineRequest, *answers: Sequence[Any]) -> list[ReadableSpan]:
     """The spans of these requests; closing exports all of them."""
     memory, addresses = InMemorySpanExporter(), list[str]()
 
@@ -53,7 +53,7 @@ def spans(visit: RequestContext, ask: AsyncEngineRequest, *answers: Sequence[Any
 
 def test_a_request_is_one_span_under_that_of_its_client() -> None:
     visit = RequestContext("/v1/chat/completions", "r1", PARENT, "a=b")
-    ask = AsyncEngineRequest([1, 2, 3], {"temperature": 0.5, "seed": 2**64 - 1, "stop_token_ids": [1]})
+    ask = EngineRequest([1, 2, 3], {"temperature": 0.5, "seed": 2**64 - 1, "stop_token_ids": [1]})
     cost = Stats(
         prompt_tokens=3, cached_tokens=1, prompt_time=0.5, first_token_time=0.75, decode_time=2.0, rounds=1, drafted=3,
         accepted=1, verified=[((-1, 0, 0, 0), (0, 1), ())], target_busy_time=1.0,
@@ -81,7 +81,7 @@ def test_rpcs_are_child_spans_of_their_request() -> None:
     frames = [TokensFrame(1, [5], 0, None, None, [rpc]) for rpc in rpc_records]
     for answer in (complete_frames(Stats(), [1]), [RequestRejectedError("it is gone", 503, None)]):
         part, call, part_2, call_2, request = spans(
-            RequestContext("/v1/completions"), AsyncEngineRequest([1], {}), [*frames, *answer]
+            RequestContext("/v1/completions"), EngineRequest([1], {}), [*frames, *answer]
         )
         assert [each.name for each in (part, call, request)] == ["draft worker", "draft", "text_completion m"]
         assert call.parent is not None and call.parent == call_2.parent == request.context and request.parent is None
@@ -95,7 +95,7 @@ def test_spans_are_exported_over_http() -> None:
         asyncio.run(
             collect_frames(
                 InstrumentedEngine(ScriptedEngine(complete_frames(Stats(), [1])), [traced.record]),
-                AsyncEngineRequest([1], {}),
+                EngineRequest([1], {}),
             )
         )
         traced.close()
@@ -109,7 +109,7 @@ def test_spans_are_exported_over_http() -> None:
 def test_an_invalid_traceparent_is_ignored(parent: str) -> None:
     (span,) = spans(
         RequestContext("/v1/completions", "r", parent, "="),
-        AsyncEngineRequest([1], {}),
+        EngineRequest([1], {}),
         complete_frames(Stats(), [1], "smc"),
     )
     assert span.parent is None and span.name == "text_completion m"
@@ -118,7 +118,7 @@ def test_an_invalid_traceparent_is_ignored(parent: str) -> None:
 def test_a_refused_request_is_an_error_span() -> None:
     (span,) = spans(
         RequestContext("/v1/completions", "r", "", ""),
-        AsyncEngineRequest([1], {}),
+        EngineRequest([1], {}),
         [RequestRejectedError("the queue is full", 429, 1.0)],
     )
     assert not span.status.is_ok and span.status.description == "the queue is full"

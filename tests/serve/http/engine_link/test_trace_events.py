@@ -16,12 +16,13 @@ from starlette.types import Message
 from swiftspec.messages import RequestStart, VerifyResult
 from swiftspec.observe.round_records import RoundRecord
 from swiftspec.params import SamplingParams
-from swiftspec.serve.http.engine_link import events as module
+from swiftspec.serve.http.api.events import trace_events_router
 from swiftspec.serve.http.engine_link import frames
-from swiftspec.serve.http.engine_link.engine_client import EngineClient
-from swiftspec.serve.http.engine_link.engine_server import to_trace_frame
-from swiftspec.serve.http.engine_link.events import TraceEventBuffer, trace_events_router
+from swiftspec.serve.http.engine_link import trace_events as module
+from swiftspec.serve.http.engine_link.engine_loop import to_trace_frame
 from swiftspec.serve.http.engine_link.frames import EngineInfo, TraceEvent
+from swiftspec.serve.http.engine_link.remote_engine_client import RemoteEngineClient
+from swiftspec.serve.http.engine_link.trace_events import TraceEventBuffer
 from swiftspec.serve.text.codec import TextCodec
 from swiftspec.tree.tree import DraftTree
 from tests.support.http import Player
@@ -178,7 +179,7 @@ def test_every_rank_0_receives_the_subscription() -> None:
 
 
 def test_without_subscribers_nothing_is_recorded() -> None:
-    async def scene(engine: EngineClient, rank0: Rank0) -> None:
+    async def scene(engine: RemoteEngineClient, rank0: Rank0) -> None:
         engine.announce_serving()
         assert await rank0.next() == frames.ServingFrame()
 

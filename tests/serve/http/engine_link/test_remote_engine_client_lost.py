@@ -1,4 +1,4 @@
-"""EngineClient while rank 0 dies and restarts."""
+"""RemoteEngineClient while rank 0 dies and restarts."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from swiftspec.serve.http.engine_link import frames
-from swiftspec.serve.http.engine_link.async_engine import (
-    AsyncEngineRequest,
+from swiftspec.serve.http.engine_link.engine_client import (
+    EngineRequest,
     GenerationFailedError,
     RequestRejectedError,
 )
-from swiftspec.serve.http.engine_link.engine_client import EngineClient
+from swiftspec.serve.http.engine_link.remote_engine_client import RemoteEngineClient
 from tests.support.scripted_rank import READY, Link, Rank0, run_link, start_request
 
 LOST = frames.EngineLostFrame("rank 1 is gone")
@@ -31,7 +31,7 @@ async def started(rank0: Rank0) -> frames.StartFrame:
 def test_a_request_without_output_is_retried_before_all_others(last_frames: list[Any]) -> None:
     async def scene(link: Link) -> None:
         sampling = {"grammar": "x", "seed": 3}
-        first = asyncio.create_task(anext(link.engine.generate(AsyncEngineRequest([1], sampling))))
+        first = asyncio.create_task(anext(link.engine.stream_frames(EngineRequest([1], sampling))))
         other = start_request(link.engine, 2)
         before = await started(link.rank0)
         await link.lose_rank0(*last_frames)
@@ -83,7 +83,7 @@ def test_a_request_with_output_ends_with_its_number_of_tokens(
     frames_of: Callable[[int], list[Any]], message: str
 ) -> None:
     async def scene(link: Link) -> None:
-        answer = link.engine.generate(AsyncEngineRequest([1], {}))
+        answer = link.engine.stream_frames(EngineRequest([1], {}))
         first = asyncio.create_task(anext(answer))
         other = start_request(link.engine, 2)
         sent = frames_of((await started(link.rank0)).request)
@@ -161,7 +161,7 @@ def test_requests_that_wait_too_long_for_rank_0_are_refused() -> None:
         await link.lose_rank0()
         waiting = start_request(link.engine, 2)
         for task in (running, waiting):
-            with pytest.raises(RequestRejectedError, match=r"--queue-timeout.*restart") as refused:
+            with pytest.raises(RequestRejectedError, match=r"queue timeout.*restart") as refused:
                 await task
             assert refused.value.status == 503 and refused.value.retry_after
 
@@ -273,7 +273,7 @@ def test_rank_0_is_not_restarted_while_draining() -> None:
 
 def test_the_last_reported_ranks_remain_and_rank_0_is_lost_with_its_socket() -> None:
     async def scene(link: Link) -> None:
-        engine: EngineClient = link.engine
+        engine: RemoteEngineClient = link.engine
         assert engine.state.all_ranks_up and list(engine.state.ranks) == RANKS
         await link.lose_rank0()
         assert [rank.state for rank in engine.state.ranks] == ["lost", "up"] and not engine.state.all_ranks_up

@@ -1,4 +1,4 @@
-"""EngineClient: the queue in front of a scripted rank 0."""
+"""RemoteEngineClient: the queue in front of a scripted rank 0."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ import pytest
 from msgspec import structs
 
 from swiftspec.serve.http.engine_link import frames
-from swiftspec.serve.http.engine_link.async_engine import (
-    AsyncEngineRequest,
+from swiftspec.serve.http.engine_link.engine_client import (
+    EngineRequest,
     GenerationFailedError,
     InvalidRequestError,
     RequestRejectedError,
 )
-from swiftspec.serve.http.engine_link.engine_client import EngineClient
+from swiftspec.serve.http.engine_link.remote_engine_client import RemoteEngineClient
 from tests.support.scripted_rank import READY, Rank0, run_with_rank0, start_request
 
 
 def test_a_cancelled_request_reports_its_cost() -> None:
-    async def scene(engine: EngineClient, rank0: Rank0) -> None:
+    async def scene(engine: RemoteEngineClient, rank0: Rank0) -> None:
         chunk = frames.TokensFrame(1, [7], 0)
-        async with aclosing(engine.generate(AsyncEngineRequest([1], {}))) as answer:
+        async with aclosing(engine.stream_frames(EngineRequest([1], {}))) as answer:
             first = asyncio.create_task(anext(answer))
             assert isinstance(await rank0.next(), frames.StartFrame)
             rank0.send(chunk)
@@ -40,7 +40,7 @@ def test_a_cancelled_request_reports_its_cost() -> None:
 
 
 def test_requests_run_one_after_the_other_in_their_order() -> None:
-    async def scene(engine: EngineClient, rank0: Rank0) -> None:
+    async def scene(engine: RemoteEngineClient, rank0: Rank0) -> None:
         tasks = [start_request(engine, n) for n in range(3)]
         for n in range(3):
             start = await rank0.next()
@@ -56,14 +56,14 @@ def test_requests_run_one_after_the_other_in_their_order() -> None:
 
 
 def test_a_full_queue_and_a_long_wait_refuse_requests() -> None:
-    async def scene(engine: EngineClient, rank0: Rank0) -> None:
+    async def scene(engine: RemoteEngineClient, rank0: Rank0) -> None:
         tasks = [start_request(engine, n) for n in range(3)]
         await rank0.next()
         with pytest.raises(RequestRejectedError) as refused:
             await start_request(engine, 3)
         assert refused.value.status == 429 and refused.value.retry_after
         for task in tasks[1:]:
-            with pytest.raises(RequestRejectedError, match="--queue-timeout"):
+            with pytest.raises(RequestRejectedError, match="queue timeout"):
                 await task
         rank0.finish(1)
         await tasks[0]
@@ -72,7 +72,7 @@ def test_a_full_queue_and_a_long_wait_refuse_requests() -> None:
 
 
 def test_a_disconnect_cancels_and_the_next_request_starts_afterwards() -> None:
-    async def scene(engine: EngineClient, rank0: Rank0) -> None:
+    async def scene(engine: RemoteEngineClient, rank0: Rank0) -> None:
         first, second, third = (start_request(engine, n) for n in range(3))
         start = await rank0.next()
         assert isinstance(start, frames.StartFrame)
@@ -91,7 +91,7 @@ def test_a_disconnect_cancels_and_the_next_request_starts_afterwards() -> None:
 
 
 def test_a_client_that_disconnects_when_its_request_starts_delays_no_other() -> None:
-    async def scene(engine: EngineClient, rank0: Rank0) -> None:
+    async def scene(engine: RemoteEngineClient, rank0: Rank0) -> None:
         first, second = start_request(engine, 0), start_request(engine, 1)
         await rank0.next()
         rank0.finish(1)
@@ -114,7 +114,7 @@ def test_a_client_that_disconnects_when_its_request_starts_delays_no_other() -> 
 def test_as_many_requests_run_as_rank_0_supports_concurrently() -> None:
     """The others wait; one that ends or is cancelled makes room for the next and does not affect the others."""
 
-    async def scene(engine: EngineClient, rank0: Rank0) -> None:
+    async def scene(engine: RemoteEngineClient, rank0: Rank0) -> None:
         rank0.send(structs.replace(READY, max_num_seqs=2))
         while engine.state.phase != "ready":
             await asyncio.sleep(0)
@@ -145,7 +145,7 @@ def test_as_many_requests_run_as_rank_0_supports_concurrently() -> None:
 
 
 def test_the_newest_request_of_a_key_replaces_the_earlier_ones() -> None:
-    async def scene(engine: EngineClient, rank0: Rank0) -> None:
+    async def scene(engine: RemoteEngineClient, rank0: Rank0) -> None:
         first, other = start_request(engine, 0, key="a"), start_request(engine, 1, key="b")
         second = start_request(engine, 2, key="a")
         newest = start_request(engine, 3, key="a")
@@ -166,7 +166,7 @@ def test_the_newest_request_of_a_key_replaces_the_earlier_ones() -> None:
 
 
 def test_errors_of_a_request_end_only_that_request() -> None:
-    async def scene(engine: EngineClient, rank0: Rank0) -> None:
+    async def scene(engine: RemoteEngineClient, rank0: Rank0) -> None:
         for user, kind in ((True, InvalidRequestError), (False, GenerationFailedError)):
             task = start_request(engine, 0)
             start = await rank0.next()
@@ -179,7 +179,7 @@ def test_errors_of_a_request_end_only_that_request() -> None:
 
 
 def test_a_request_has_a_time_limit() -> None:
-    async def scene(engine: EngineClient, rank0: Rank0) -> None:
+    async def scene(engine: RemoteEngineClient, rank0: Rank0) -> None:
         task = start_request(engine, 0)
         await rank0.next()
         with pytest.raises(GenerationFailedError, match=r"longer than 0\.1 s"):
@@ -191,7 +191,7 @@ def test_a_request_has_a_time_limit() -> None:
 
 
 def test_requests_are_refused_while_loading_and_draining() -> None:
-    async def scene(engine: EngineClient, rank0: Rank0) -> None:
+    async def scene(engine: RemoteEngineClient, rank0: Rank0) -> None:
         rank0.send(frames.LoadingFrame("target weights 1 of 2 GB"), frames.ModelPathFrame("/m"))
         assert await engine.target_folder == "/m"
         with pytest.raises(RequestRejectedError, match="1 of 2 GB") as refused:
@@ -218,7 +218,7 @@ def test_requests_are_refused_while_loading_and_draining() -> None:
 
 
 def test_requests_beyond_the_drain_timeout_are_ended() -> None:
-    async def scene(engine: EngineClient, rank0: Rank0) -> None:
+    async def scene(engine: RemoteEngineClient, rank0: Rank0) -> None:
         running = start_request(engine, 1)
         await rank0.next()
         await engine.drain()

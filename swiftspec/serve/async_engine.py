@@ -1,0 +1,202 @@
+"""`AsyncEngine`: an `LLM` behind asyncio, for Python programs and for the HTTP application in the same process."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import aclosing
+from dataclasses import fields
+from queue import Empty, SimpleQueue
+from threading import Thread
+from typing import Any
+
+import torch
+
+from swiftspec.builder.locked_engine import token_ids
+from swiftspec.engine import Completion, Stats, TokenChunk
+from swiftspec.llm import LLM
+from swiftspec.messages import Logprob
+from swiftspec.params import SamplingParams
+from swiftspec.serve.http.engine_link import frames
+from swiftspec.serve.http.engine_link.engine_client import EngineRequest
+from swiftspec.serve.http.engine_link.engine_loop import EngineLoop, engine_info
+from swiftspec.serve.http.engine_link.request_queue import PendingRequest, RequestQueue
+from swiftspec.serve.model_resolution import generation_defaults
+
+LOG = logging.getLogger("swiftspec.serve")
+
+
+class AsyncEngine(RequestQueue):
+    """Asynchronous engine in this process: one thread decodes with an `LLM`, and coroutines of any event loop read the
+    output. `LLM.max_num_seqs` requests are decoded concurrently, and the others wait in FIFO order.
+
+        async with AsyncEngine(LLM(target, draft)) as engine:
+            async for chunk in engine.stream(prompt, SamplingParams(temperature=0.0)):
+                print(chunk.token_ids)
+
+    The engine owns `llm` and closes it in `close`. `swiftspec.serve.http.app.create_app` serves an engine over HTTP.
+
+    Requests raise RequestRejectedError if the queue is full, its timeout has passed or the engine is closed,
+    InvalidRequestError if they cannot be served, and GenerationFailedError if decoding fails; all are UserErrors. An
+    error of one request does not affect the others. An error outside requests ends the engine: all requests fail, and
+    `state.phase` is "dead".
+    """
+
+    def __init__(
+        self,
+        llm: LLM,
+        *,
+        max_queue: int = 256,
+        queue_timeout_s: float | None = None,
+        request_timeout_s: float | None = None,
+        sampling_defaults: Mapping[str, Any] | None = None,
+    ) -> None:
+        """`max_queue`: number of requests that may wait; further ones are rejected.
+        `queue_timeout_s`, `request_timeout_s`: how long a request may wait and be decoded; None: no limit.
+        `sampling_defaults`: fields of SamplingParams for HTTP requests that do not set them; they override those of the
+            model's generation_config.json.
+        """
+        super().__init__(max_queue, queue_timeout_s, request_timeout_s)
+        self.llm = llm
+        self._link = InProcessLink(self._on_frame)
+        self._ranks = [frames.RankState(0, "target", os.getpid(), "up", 0)]
+        defaults = {**generation_defaults(llm.model), **(sampling_defaults or {})}
+        self._on_ready(engine_info(llm, str(llm.model), llm.draft_model, defaults))
+        self._thread = Thread(target=self._run, name="swiftspec decoding", daemon=True)
+        self._thread.start()
+
+    def stream(
+        self, prompt: Sequence[int], sampling: SamplingParams | None = None, *, replace_key: str | None = None
+    ) -> AsyncGenerator[TokenChunk]:
+        """Streams one request: yields the verified tokens of each round, as `LLM.stream` does. Closing the iterator
+        cancels the request.
+
+        `replace_key`: the request replaces unfinished requests with the same key, which raise GenerationFailedError.
+        """
+        return self._chunks(self._pending(prompt, sampling, replace_key))
+
+    async def generate(
+        self, prompt: Sequence[int], sampling: SamplingParams | None = None, *, replace_key: str | None = None
+    ) -> Completion:
+        """Decodes one request to its end and returns the completion, as `LLM.generate` does. Cancelling the task
+        cancels the request. `replace_key`: see `stream`."""
+        pending = self._pending(prompt, sampling, replace_key)
+        tokens, reason = list[int](), None
+        async with aclosing(self._chunks(pending)) as chunks:
+            async for chunk in chunks:
+                tokens += chunk.token_ids
+                reason = chunk.finish_reason
+        return Completion(tokens, reason or "length", pending.stats or Stats())
+
+    async def close(self, drain_timeout_s: float = 0.0) -> None:
+        """Rejects new and waiting requests, waits up to `drain_timeout_s` seconds for the running ones, fails those
+        that remain, ends the decoding thread and closes the `LLM`. Later calls return without effect."""
+        if self._thread.is_alive():
+            await self._drain("draining", drain_timeout_s)
+            self._send(frames.ShutdownFrame())
+        await asyncio.to_thread(self._thread.join)
+        self.events.close()
+
+    async def __aenter__(self) -> AsyncEngine:
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await self.close()
+
+    def _pending(self, prompt: Sequence[int], sampling: SamplingParams | None, key: str | None) -> PendingRequest:
+        sampling = sampling or SamplingParams()
+        values = {field.name: getattr(sampling, field.name) for field in fields(sampling)}
+        return PendingRequest(EngineRequest(list(token_ids(prompt)), values, key), self._queue_timeout_s)
+
+    async def _chunks(self, pending: PendingRequest) -> AsyncGenerator[TokenChunk]:
+        """Yields the output of a request, converted from frames."""
+        prompt_logprobs = None
+        async with aclosing(self._frames(pending)) as received:
+            async for frame in received:
+                if isinstance(frame, frames.PromptLogprobsFrame):
+                    prompt_logprobs = to_logprobs(frame.logprobs)
+                elif isinstance(frame, frames.TokensFrame):
+                    logprobs = None if frame.logprobs is None else to_logprobs(frame.logprobs)
+                    yield TokenChunk(
+                        tuple(frame.token_ids), frame.accepted, frame.finish_reason, logprobs, prompt_logprobs
+                    )
+                    prompt_logprobs = None
+
+    def _send(self, frame: frames.ToEngine) -> None:
+        self._link.put(frame)
+
+    def _on_frame(self, frame: Any) -> None:
+        if isinstance(frame, frames.TraceEventsFrame):
+            self.events.put(*frame.events)
+        else:
+            self._deliver(frame)
+
+    def _on_stats(self, request: int, stats: Stats) -> None:
+        """Stores the statistics of a completed request for `generate`."""
+        self._running[request].stats = stats
+
+    def _run(self) -> None:
+        """Runs the decoding thread."""
+        reason = "it was closed"
+        try:
+            if self.llm.device.type == "cuda":  # the current device is a property of the thread
+                torch.cuda.set_device(self.llm.device)
+            EngineLoop(self.llm, self._link, on_stats=self._on_stats).run()
+        except Exception as error:
+            LOG.exception("the engine has failed")
+            reason = f"{type(error).__name__}: {error}"
+        self._on_engine_lost("dead", reason)
+        self._link.close()
+        self.llm.close()
+
+
+class InProcessLink:
+    """Connection between an engine loop and the engine client of the same process; implements `FrameLink`.
+
+    `on_frame`: receives the frames from the engine, on the decoding thread or, for trace events, on another one.
+    """
+
+    def __init__(self, on_frame: Callable[[frames.Frame], None]) -> None:
+        self._on_frame = on_frame
+        self._inbox: SimpleQueue[frames.ToEngine] = SimpleQueue()
+        self._executor = ThreadPoolExecutor(1, "swiftspec traces")  # starts its thread at the first trace event
+
+    def put(self, frame: frames.ToEngine) -> None:
+        """Queues a frame for the engine. Thread-safe."""
+        self._inbox.put(frame)
+
+    def send(self, frame: frames.Frame | Callable[[], frames.Frame]) -> None:
+        """See `FrameLink.send`."""
+        if isinstance(frame, frames.Frame):
+            self._on_frame(frame)
+        else:
+            self._executor.submit(self._create_and_send, frame)
+
+    def poll(self) -> frames.ToEngine | None:
+        """See `FrameLink.poll`."""
+        try:
+            return self._inbox.get_nowait()
+        except Empty:
+            return None
+
+    def wait(self) -> frames.ToEngine:
+        """See `FrameLink.wait`."""
+        return self._inbox.get()
+
+    def close(self) -> None:
+        """Ends the thread that creates trace events."""
+        self._executor.shutdown(wait=False)
+
+    def _create_and_send(self, create: Callable[[], frames.Frame]) -> None:
+        try:
+            self._on_frame(create())
+        except Exception:
+            LOG.exception("trace events are lost")
+
+
+def to_logprobs(logprobs: Sequence[frames.TokenLogprob]) -> tuple[Logprob, ...]:
+    """Converts the `TokenLogprob` objects of a frame to the engine's `Logprob` objects."""
+    return tuple(Logprob(one.logprob, tuple(one.top)) for one in logprobs)

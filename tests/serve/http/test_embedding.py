@@ -1,0 +1,168 @@
+"""`create_app(AsyncEngine(llm))` inside another FastAPI application: every endpoint, in one process."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from fastapi import FastAPI
+
+from swiftspec import LLM, AsyncEngine, SamplingParams
+from swiftspec.errors import UserError
+from swiftspec.serve.http.app import create_app
+from swiftspec.serve.http.middleware.security import SecurityMiddleware
+from tests.support.clients import anthropic, openai
+from tests.support.http import Player, serving
+from tests.support.toy_pair import make_pair
+
+HELLO: Any = [{"role": "user", "content": "hello"}]
+GREEDY: dict[str, Any] = {"prompt": "def f", "temperature": 0.0, "max_tokens": 9}
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    return make_pair(tmp_path_factory.mktemp("pair"))
+
+
+@pytest.fixture(scope="module")
+def engine(pair: tuple[Path, Path]) -> Iterator[AsyncEngine]:
+    """One engine for the event loops of all tests."""
+    engine = AsyncEngine(LLM(*pair))
+    yield engine
+    asyncio.run(engine.close())
+
+
+@pytest.fixture(scope="module")
+def outer(engine: AsyncEngine) -> FastAPI:
+    """An application of a user, with an endpoint of its own and the server below /llm."""
+    app = FastAPI()
+
+    @app.get("/own")
+    async def own() -> str:
+        return "answer"
+
+    app.mount("/llm", create_app(engine))
+    return app
+
+
+def run(app: Any, scene: Callable[[httpx.AsyncClient], Awaitable[None]]) -> None:
+    """Runs a scene with an HTTP client of an application in this process."""
+
+    async def main() -> None:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as client:
+            await asyncio.wait_for(scene(client), 100)
+
+    asyncio.run(main())
+
+
+@pytest.fixture(scope="module")
+def url(outer: FastAPI) -> Iterator[str]:
+    """The outer application behind a server in a thread."""
+    with serving(outer) as url:
+        yield f"{url}/llm"
+
+
+def test_the_openai_client(url: str, engine: AsyncEngine) -> None:
+    client = openai.OpenAI(base_url=f"{url}/v1", api_key="-")
+    (model,) = client.models.list().data
+    assert model.id == "target"
+    text = client.completions.create(model=model.id, **GREEDY)
+    parts = client.completions.create(model=model.id, stream=True, **GREEDY)
+    assert "".join(part.choices[0].text for part in parts if part.choices) == text.choices[0].text
+    assert text.usage is not None and text.usage.completion_tokens == 9
+    prompt = httpx.post(f"{url}/tokenize", json={"prompt": "def f"}).json()["tokens"]
+    tokens = asyncio.run(engine.generate(prompt, SamplingParams(temperature=0.0, max_tokens=9))).token_ids
+    assert httpx.post(f"{url}/detokenize", json={"tokens": tokens}).json()["prompt"] == text.choices[0].text
+    chat = client.chat.completions.create(model=model.id, messages=HELLO, max_tokens=5, seed=1)
+    assert chat.choices[0].finish_reason in ("stop", "length") and chat.usage is not None
+    response = client.responses.create(model=model.id, input="hello", max_output_tokens=5)
+    assert response.usage is not None and response.usage.output_tokens <= 5
+    with pytest.raises(openai.BadRequestError, match="leaves no room"):
+        client.completions.create(model=model.id, prompt=[5] * 5000)
+
+
+def test_the_anthropic_client_and_errors_in_its_schema(url: str) -> None:
+    client = anthropic.Anthropic(base_url=url, api_key="-")
+    message = client.messages.create(model="target", messages=HELLO, max_tokens=5)
+    assert message.usage.output_tokens <= 5
+    wrong = httpx.post(f"{url}/v1/messages", json={"model": "other", "messages": HELLO, "max_tokens": 5})
+    assert (wrong.status_code, wrong.json()["type"], wrong.json()["error"]["type"]) == (404, "error", "not_found_error")
+
+
+def test_other_endpoints_and_the_outer_application(outer: FastAPI) -> None:
+    async def scene(client: httpx.AsyncClient) -> None:
+        assert (await client.get("/own")).json() == "answer"
+        health = (await client.get("/llm/health")).json()
+        assert (health["status"], health["mode"], health["running"]) == ("ok", "serial", 0)
+        assert (await client.get("/llm/health/generate")).json()["status"] == "ok"
+        body = {"prompt": "x", "max_tokens": 20, "guided_choice": ["yes", "no"]}
+        text = (await client.post("/llm/v1/completions", json=body)).json()["choices"][0]["text"]
+        assert text in ("yes", "no")
+        metrics = (await client.get("/llm/metrics")).text
+        assert 'swiftspec:ready{model_name="target"} 1.0' in metrics and 'mode="serial"' in metrics
+        assert (await client.get("/llm/")).text.count('"page/app.js"') == 1
+        assert (await client.get("/llm/page/app.js")).status_code == 200
+
+    run(outer, scene)
+
+
+def test_trace_events_of_a_request(url: str) -> None:
+    kinds = list[str]()
+    with httpx.Client(base_url=url, timeout=60) as client, client.stream("GET", "/v1/spec/events") as events:
+        for line in events.iter_lines():
+            if line.startswith("event: "):
+                kinds.append(line.removeprefix("event: "))
+                if kinds == ["head"]:
+                    assert client.post("/v1/completions", json=GREEDY).status_code == 200
+            if kinds[-1:] == ["end"]:
+                break
+    assert kinds[:2] == ["head", "begin"] and "round" in kinds
+
+
+def test_the_lifespan_of_the_outer_application_closes_the_engine(pair: tuple[Path, Path]) -> None:
+    engines = list[AsyncEngine]()
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        async with AsyncEngine(LLM(*pair)) as engine:
+            engines.append(engine)
+            app.mount("/llm", create_app(engine))
+            yield
+
+    app = FastAPI(lifespan=lifespan)
+
+    async def scene(client: httpx.AsyncClient) -> None:
+        async with app.router.lifespan_context(app):
+            assert (await client.post("/llm/v1/completions", json=GREEDY)).status_code == 200
+        closed = await client.post("/llm/v1/completions", json=GREEDY)
+        assert closed.status_code == 503 and "the engine has exited: it was closed" in closed.text
+
+    run(app, scene)
+    assert engines[0].state.phase == "dead"
+
+
+def test_the_security_middleware_can_be_added(engine: AsyncEngine) -> None:
+    app = create_app(engine, model_names=["mine"])
+    app.add_middleware(SecurityMiddleware, api_keys=["key"])
+    outer = FastAPI()
+    outer.mount("/llm", app)
+
+    async def scene(client: httpx.AsyncClient) -> None:
+        assert (await client.get("/llm/v1/models")).status_code == 401
+        assert (await client.get("/llm/health")).status_code == 200
+        assert (await client.get("/llm/")).status_code == 200
+        models = await client.get("/llm/v1/models", headers={"Authorization": "Bearer key"})
+        assert [each["id"] for each in models.json()["data"]] == ["mine"]
+
+    run(outer, scene)
+
+
+def test_defaults_need_a_loaded_model(player: Player) -> None:
+    player.prepare(info=None)
+    with pytest.raises(UserError, match="the model is being loaded: pass `codec` and `model_names`"):
+        create_app(player)
