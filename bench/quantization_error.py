@@ -58,14 +58,14 @@ def windows(tokenizer: Path, count: int) -> list[tuple[list[int], int]]:
 def rounded(path: Path, quantization: LoadTimeQuantization) -> Runner:
     """Loads a model on the native CPU operators, quantised at load as `quantization` requests."""
     model = load_model(path, dtype=torch.bfloat16, ops=cpu, max_positions=WINDOW + 8, quantization=quantization)
-    return Runner(model, cpu, read_config(path).vocab_size, context=WINDOW, tree_slots=8)
+    return Runner(model, cpu, read_config(path).spec.vocab_size, context=WINDOW, tree_slots=8)
 
 
 def cached(path: Path, cache_dtype: torch.dtype | None) -> Runner:
     """Loads a model on the reference operators with a KV cache of type `cache_dtype`, or of the model's type if
     None."""
     model = load_model(path, dtype=torch.bfloat16, ops=reference, max_positions=WINDOW + 8, cache_dtype=cache_dtype)
-    return Runner(model, reference, read_config(path).vocab_size, context=WINDOW, tree_slots=8)
+    return Runner(model, reference, read_config(path).spec.vocab_size, context=WINDOW, tree_slots=8)
 
 
 def bits_a_byte(runner: Runner, texts: list[tuple[list[int], int]]) -> list[float]:

@@ -86,7 +86,7 @@ class Result:
 def scorer(temperature: float) -> Callable[[Sequence[int], Sequence[int]], float]:
     """Returns a function that computes the target's mean log-likelihood per token of a text after a prompt."""
     model = load_model(DEMO / "target", dtype=torch.float32, ops=reference, max_positions=2 * CONTEXT)
-    runner = Runner(model, reference, model.config.vocab_size, context=CONTEXT, tree_slots=CONTEXT)
+    runner = Runner(model, reference, model.spec.vocab_size, context=CONTEXT, tree_slots=CONTEXT)
 
     def score(prompt: Sequence[int], text: Sequence[int]) -> float:
         runner.cache.reset()

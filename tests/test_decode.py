@@ -23,7 +23,7 @@ from swiftspec.runtime.fallback_drafter import FallbackDrafter
 from tests.support import slow_reference
 from tests.support.cases import fast_first
 from tests.support.roles import drafter_of, make_drafter, replace_roles, request_start, verifier_of
-from tests.support.tiny_checkpoints import ROPES, make_checkpoint, make_pair
+from tests.support.tiny_checkpoints import FAMILIES, ROPES, make_checkpoint, make_pair
 
 PROMPT = [5, 17, 3, 29, 11, 8, 2, 30]
 TOKENS = 100
@@ -60,7 +60,7 @@ def plain_text(target: Path, temperature: float, count: int = TOKENS) -> list[in
     return answer.token_ids
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2"])
+@pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("rope", ROPES)
 @pytest.mark.parametrize("tie", [True, False])
 def test_ar_equals_transformers(tmp_path: Path, family: str, rope: str, tie: bool) -> None:
@@ -128,7 +128,7 @@ def test_serial_equals_ar(pair: tuple[Path, Path], sampling: SamplingParams, pla
     )
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2"])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_serial_equals_ar_with_an_unrelated_draft(tmp_path: Path, family: str) -> None:
     """Padded vocabularies of unequal sizes, and a draft whose tokens are mostly rejected."""
     make_checkpoint(tmp_path / "t", family=family, vocab=80, layers=2, dtype=torch.float64, seed=5)

@@ -43,16 +43,17 @@ def write_gguf(model: Path, out: Path, kind: str) -> None:
     int4.
     """
     config = read_config(model)
-    if config.family != "llama" or config.rope.kind != "default":
-        raise UserError(f"{model}: GGUF export supports only Llama with unscaled RoPE")
+    mixer = config.spec.layer.mixer
+    if mixer.qkv_bias or mixer.qk_norm or mixer.rope.kind != "default":
+        raise UserError(f"{model}: GGUF export supports only Llama without biases and with unscaled RoPE")
     weights = Weights(model)
     if kind in INT4_TYPES and not weights.has_int4:
         raise UserError(f"{model}: {kind} requires int4 weights, but these are dense; use {' or '.join(TYPES)}")
     writer = GGUFWriter(out, "llama")
     _add_shape(writer, config)
-    _add_vocabulary(writer, model, config.vocab_size)
+    _add_vocabulary(writer, model, config.spec.vocab_size)
     types = {name: _type(weights, name, kind) for name in weights.names}
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_layers)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, len(config.spec.layers))
     for name, type_ in types.items():
         shape = gguf.quant_shape_to_byte_shape(weights.shape(name), type_)
         theirs = names.get_name(name, (".weight", ".bias"))
@@ -105,25 +106,27 @@ def _order(name: str, config: ModelConfig) -> Tensor | None:
 
     llama.cpp rotates pairs of adjacent rows, Hugging Face pairs of rows that are half a head apart.
     """
-    heads = {"q_proj": config.num_heads, "k_proj": config.num_kv_heads}.get(name.split(".")[-2])
+    mixer = config.spec.layer.mixer
+    heads = {"q_proj": mixer.num_heads, "k_proj": mixer.num_kv_heads}.get(name.split(".")[-2])
     if heads is None:
         return None
-    return torch.arange(heads * config.head_dim).unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten()
+    return torch.arange(heads * mixer.head_dim).unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten()
 
 
 def _add_shape(writer: GGUFWriter, config: ModelConfig) -> None:
-    writer.add_block_count(config.num_layers)
+    spec, mixer = config.spec, config.spec.layer.mixer
+    writer.add_block_count(len(spec.layers))
     writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_heads)
-    writer.add_head_count_kv(config.num_kv_heads)
-    writer.add_key_length(config.head_dim)
-    writer.add_value_length(config.head_dim)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_dimension_count(config.head_dim)
-    writer.add_rope_freq_base(config.rope.theta)
-    writer.add_vocab_size(config.vocab_size)
+    writer.add_embedding_length(spec.hidden_size)
+    writer.add_feed_forward_length(spec.layer.mlp.intermediate_size)
+    writer.add_head_count(mixer.num_heads)
+    writer.add_head_count_kv(mixer.num_kv_heads)
+    writer.add_key_length(mixer.head_dim)
+    writer.add_value_length(mixer.head_dim)
+    writer.add_layer_norm_rms_eps(spec.norm_eps)
+    writer.add_rope_dimension_count(mixer.head_dim)
+    writer.add_rope_freq_base(mixer.rope.theta)
+    writer.add_vocab_size(spec.vocab_size)
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
 
 

@@ -14,10 +14,10 @@ from swiftspec.backends.cuda.devices import why_no_gpu
 from swiftspec.distributed.rank_startup import Progress
 from swiftspec.distributed.rpc.endpoint import RpcSecurity
 from swiftspec.errors import UserError, truncated_repr
-from swiftspec.model.config import ModelConfig
 from swiftspec.model.float8 import FLOAT8
 from swiftspec.model.formats.int8 import LoadTimeQuantization
 from swiftspec.model.loader import PackedWeightSource
+from swiftspec.model.spec import ModelSpec
 from swiftspec.model.tensor_parallel import TensorParallelGroup
 from swiftspec.model.transformer import Transformer
 from swiftspec.observe.step_time_emulation import StepTimeEmulation
@@ -103,23 +103,22 @@ class LoadModel(Protocol):
     ) -> Transformer: ...
 
 
-def select_operators(name: OpsName, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> Any:
+def select_operators(name: OpsName, spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> Any:
     """Returns the operator module that a model runs on. Raises UserError if the CUDA operators are requested and cannot
     run the model."""
     if name == "cuda":
-        cuda.check_supported(config, dtype, device)
+        cuda.check_supported(spec, dtype, device)
         return cuda
-    if name == "auto" and device.type == "cuda":
-        return cuda if why_not_cuda(config, dtype, device) is None else unfused
-    if name == "unfused":
-        return unfused
-    return cpu if name == "auto" and cpu.fits(config, dtype, device) else reference
+    if name == "auto":
+        native, library = (cuda, unfused) if device.type == "cuda" else (cpu, reference)
+        return native if why_not_native(spec, dtype, device) is None else library
+    return unfused if name == "unfused" else reference
 
 
-def why_not_cuda(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> str | None:
-    """Returns the reason why the CUDA operators cannot run a model, in one line, or None if they can."""
+def why_not_native(spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> str | None:
+    """Returns the reason why the native operators of a device cannot run a model, in one line, or None if they can."""
     try:
-        cuda.check_supported(config, dtype, device)
+        (cuda if device.type == "cuda" else cpu).check_supported(spec, dtype, device)
     except UserError as error:
         return str(error)
     return None

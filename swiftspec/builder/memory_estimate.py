@@ -11,14 +11,15 @@ from swiftspec.backends.cuda import PREFILL_CHUNK_ROWS
 from swiftspec.backends.cuda.large_m import MAX_KERNEL_ROWS, SCRATCH_BYTES
 from swiftspec.errors import UserError
 from swiftspec.model.config import ModelConfig
+from swiftspec.model.spec import ModelSpec
 
 INT4_BITS_PER_WEIGHT = 4.25  # with scales and zero points in groups of 128
 BYTES_PER_GB = 1e9
 
 
-def kv_bytes_per_token(config: ModelConfig, cache_dtype: torch.dtype) -> int:
+def kv_bytes_per_token(spec: ModelSpec, cache_dtype: torch.dtype) -> int:
     """Returns the size of one token's keys and values in all layers, in bytes."""
-    return 2 * config.num_layers * config.num_kv_heads * config.head_dim * cache_dtype.itemsize
+    return sum(2 * layer.mixer.kv_size for layer in spec.layers) * cache_dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,25 +35,26 @@ class MemoryEstimate:
 
     @property
     def weights(self) -> float:
-        config = self.config
-        heads = (
-            2 * (config.num_heads + config.num_kv_heads) * config.head_dim
-        )  # query, key, value and output projections
-        matrices = config.num_layers * config.hidden_size * (heads + 3 * config.intermediate_size)
-        bits = INT4_BITS_PER_WEIGHT if config.quantization else 8 * self.dtype.itemsize
-        tables = 2 * config.vocab_size * config.hidden_size  # the head is packed separately, even if it is tied
+        spec = self.config.spec
+        outputs = sum(
+            2 * layer.mixer.q_size + 2 * layer.mixer.kv_size + 3 * layer.mlp.intermediate_size for layer in spec.layers
+        )  # of a layer's projections, except O and down: their inputs
+        bits = INT4_BITS_PER_WEIGHT if self.config.quantization else 8 * self.dtype.itemsize
+        matrices = spec.hidden_size * outputs
+        tables = 2 * spec.vocab_size * spec.hidden_size  # the head is packed separately, even if it is tied
         return (matrices * bits / 8 + tables * self.dtype.itemsize) / self.ranks
 
     @property
     def cache(self) -> float:
-        return kv_bytes_per_token(self.config, self.cache_dtype or self.dtype) * self.slots / self.ranks
+        return kv_bytes_per_token(self.config.spec, self.cache_dtype or self.dtype) * self.slots / self.ranks
 
     @property
     def chunk(self) -> float:
         """Size of the buffers of a prefill chunk: weights unpacked to bfloat16 (backends/cuda/large_m.py), hidden
         states, gates and products of all rows, and the packed input rows of a kernel for large M
         (csrc/cuda/linear/large_m.h)."""
-        hidden, inner = self.config.hidden_size, self.config.intermediate_size // self.ranks
+        spec = self.config.spec
+        hidden, inner = spec.hidden_size, max(layer.mlp.intermediate_size for layer in spec.layers) // self.ranks
         numbers = PREFILL_CHUNK_ROWS * 4 * (hidden + inner) + MAX_KERNEL_ROWS * max(hidden, inner)
         return SCRATCH_BYTES + numbers * self.dtype.itemsize
 

@@ -26,7 +26,7 @@ from swiftspec.builder.load_options import (
     rank_device,
     resolve_cache_dtype,
     select_operators,
-    why_not_cuda,
+    why_not_native,
 )
 from swiftspec.builder.loaded_model import LoadedModel
 from swiftspec.builder.memory_estimate import MemoryEstimate, check_memory, kv_bytes_per_token
@@ -106,7 +106,7 @@ class ModelPair:
         length = longest if length is None else length
         if not 2 <= length <= longest:
             raise UserError(f"max_model_len must lie in 2..{longest} for this target, not {length}")
-        heads = [config.vocab_size, *([] if draft is None else [read_config(draft).vocab_size])]
+        heads = [config.spec.vocab_size, *([] if draft is None else [read_config(draft).spec.vocab_size])]
         vocab = options.get("vocab_size") or min(heads)
         if vocab > min(heads):
             raise UserError(f"the tokenizer has {vocab} tokens, but an LM head has only {min(heads)} rows")
@@ -128,13 +128,12 @@ class ModelPair:
             head, load, emulate, trace, prefix_cache, None if packed is None else PackedWeightCache(packed),
             GrammarCompiler(Path(target), config.eos_token_ids, vocab), options.get("only"), options.get("sessions", 1),
         )  # fmt: skip
-        if device.type == "cuda":
-            models.check_gpu(plan, options.get("note") or (lambda line: None))
+        models.check_operators(plan, options.get("note") or (lambda line: None))
         return models
 
-    def check_gpu(self, plan: EngineConfig, note: Callable[[str], None]) -> None:
-        """Reports to `note` which models do not run on the CUDA operators, and why. Raises UserError if the CUDA
-        operators were requested for such a model, or if the GPU memory does not suffice."""
+    def check_operators(self, plan: EngineConfig, note: Callable[[str], None]) -> None:
+        """Reports to `note` which models do not run on the native operators, and why. Raises UserError if the CUDA
+        operators were requested for such a model, or if the memory of a GPU does not suffice."""
         sides: dict[Side, Path] = {"target": self.target}
         if self.draft is not None and plan.mode != "ar":
             sides["draft"] = self.draft
@@ -144,15 +143,16 @@ class ModelPair:
         for side, path in sides.items():
             config = read_config(path)
             dtype = self._dtype_of(config)
-            select_operators(self.ops, config, dtype, self.device)
-            why = why_not_cuda(config, dtype, self.device) if self.ops == "auto" else None
+            select_operators(self.ops, config.spec, dtype, self.device)
+            why = why_not_native(config.spec, dtype, self.device) if self.ops == "auto" else None
             if why is not None:
                 note(f"the {side} runs on torch's own operators: {why}")
             ranks = plan.draft_tp if side == "draft" and plan.mode == "async" else plan.target_tp
             slots = self.sessions * plan.num_sequences * (self._context(plan) + self.tree_slots(side, plan))
             needs.append(MemoryEstimate(config, dtype, slots, max(ranks, 1), self.cache_dtype))
         apart = plan.mode == "async" and plan.num_ranks > 1  # each rank holds one of the two models
-        for held in [] if self.share_device else [[need] for need in needs] if apart else [needs]:
+        unchecked = self.share_device or self.device.type != "cuda"
+        for held in [] if unchecked else [[need] for need in needs] if apart else [needs]:
             check_memory(held, self.device)
 
     def with_vocab(self, vocab_size: int) -> ModelPair:
@@ -205,9 +205,10 @@ class ModelPair:
         width = 0
         for path in self._paths(target=target, draft=draft):
             config = read_config(path)
-            if self.share_device or select_operators(self.ops, config, self._dtype_of(config), self.device) is not cuda:
+            spec, dtype = config.spec, self._dtype_of(config)
+            if self.share_device or select_operators(self.ops, spec, dtype, self.device) is not cuda:
                 return 0
-            width = max(width, config.hidden_size)
+            width = max(width, spec.hidden_size)
         return width
 
     def verifier(
@@ -251,7 +252,7 @@ class ModelPair:
         assert path is not None
         context, config = self._context(plan), read_config(path)
         dtype = self._dtype_of(config)
-        ops = select_operators(self.ops, config, dtype, self.device)
+        ops = select_operators(self.ops, config.spec, dtype, self.device)
         model = self.load(
             path, dtype=dtype, device=self.device, ops=ops, max_positions=context + self.tree_slots(side, plan),
             progress=progress, group=group, quantization=self._quantization(side, ops, dtype),
@@ -291,7 +292,7 @@ class ModelPair:
         size = 0  # bytes of one token's keys and values
         for path in self._paths(target=True, draft=plan.mode != "ar"):
             config = read_config(path)
-            size += kv_bytes_per_token(config, self.cache_dtype or self._dtype_of(config))
+            size += kv_bytes_per_token(config.spec, self.cache_dtype or self._dtype_of(config))
         return self.prefix_cache_memory * 2**20 // size
 
     def _paths(self, *, target: bool, draft: bool) -> list[Path]:

@@ -142,8 +142,9 @@ def forward(
     `sequences`: number of requests that the rows belong to.
     """
     bits = INT4_BITS if int4 or config.quantization else 16.0
-    heads, kv_heads = math.ceil(config.num_heads / tp), math.ceil(config.num_kv_heads / tp)
-    hidden, inner, width = config.hidden_size, math.ceil(config.intermediate_size / tp), config.head_dim
+    spec, mixer = config.spec, config.spec.layer.mixer
+    heads, kv_heads = math.ceil(mixer.num_heads / tp), math.ceil(mixer.num_kv_heads / tp)
+    hidden, inner, width = spec.hidden_size, math.ceil(spec.layer.mlp.intermediate_size / tp), mixer.head_dim
 
     def product(inputs: int, outputs: int, bits: float = bits) -> float:
         least = lines.linear.at(inputs * outputs * bits / 8 + 2 * rows * (inputs + outputs))
@@ -154,8 +155,8 @@ def forward(
     layer += lines.attention.at(2 * 2 * kv_heads * width * context * sequences)
     if tp > 1:
         layer += 2 * lines.all_reduce.at(2 * (tp - 1) * rows * hidden * 2)  # twice: half of an LL line is flags
-    head = product(hidden, math.ceil(config.vocab_size / tp), 16.0)
-    return config.num_layers * layer + head + lines.sampler
+    head = product(hidden, math.ceil(spec.vocab_size / tp), 16.0)
+    return len(spec.layers) * layer + head + lines.sampler
 
 
 def config_at(path: Path) -> ModelConfig:

@@ -9,7 +9,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from swiftspec.model.config import ModelConfig
+from swiftspec.model.spec import LayerSpec, ModelSpec
+from swiftspec.model.tensor_names import HF_NAMES, TensorNames
 from swiftspec.model.weights import DenseWeight, LayerWeights, ModelWeights, Weight, fuse_weights
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -41,32 +42,43 @@ class Checkpoint:
     """Reader of a model's weights by their Hugging Face names. `layout`: format of the quantised matrices; None if all
     matrices are dense."""
 
-    def __init__(self, config: ModelConfig, tensors: Source, layout: Format | None = None) -> None:
-        self.config, self.tensors, self.layout = config, tensors, layout
+    def __init__(
+        self, spec: ModelSpec, tensors: Source, layout: Format | None = None, names: TensorNames = HF_NAMES
+    ) -> None:
+        self.spec, self.tensors, self.layout, self.names = spec, tensors, layout, names
 
     def read(self) -> ModelWeights:
         """Returns the weights of the whole model. Its callables read the layers and the LM head when they are
         called."""
-        hidden, vocab = self.config.hidden_size, self.config.vocab_size
-        layers = [partial(self._layer, f"model.layers.{index}") for index in range(self.config.num_layers)]
-        norm = self.tensors.take("model.norm.weight", hidden)
-        table = partial(self.tensors.take, "model.embed_tokens.weight", vocab, hidden)
-        own = partial(self._linear, "lm_head", vocab, hidden, bias=False)
-        head = (lambda: DenseWeight(table())) if self.config.tie_word_embeddings else own
-        return ModelWeights(table(), layers, norm, head)
+        spec, names, hidden, vocab = self.spec, self.names, self.spec.hidden_size, self.spec.vocab_size
+        layers = [partial(self._layer, names.layer(index), layer) for index, layer in enumerate(spec.layers)]
+        table = partial(self.tensors.take, f"{names.embedding}.weight", vocab, hidden)
+        own = partial(self._linear, names.head, vocab, hidden, bias=False)
+        head = (lambda: DenseWeight(table())) if spec.tie_word_embeddings else own
+        return ModelWeights(table(), layers, self._norm(names.norm, hidden), head)
 
-    def _layer(self, prefix: str) -> LayerWeights:
-        config, hidden, inner = self.config, self.config.hidden_size, self.config.intermediate_size
-        at, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
-        q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-        heads = (("q", q), ("k", kv), ("v", kv))
-        qkv = [self._linear(f"{at}.{name}_proj", rows, hidden, config.qkv_bias) for name, rows in heads]
-        gate_up = [self._linear(f"{mlp}.{name}_proj", inner, hidden, config.mlp_bias) for name in ("gate", "up")]
-        norms = ("input_layernorm", "post_attention_layernorm")
-        first, second = (self.tensors.take(f"{prefix}.{name}.weight", hidden) for name in norms)
-        o = self._linear(f"{at}.o_proj", hidden, q, config.o_bias)
-        down = self._linear(f"{mlp}.down_proj", hidden, inner, config.mlp_bias)
-        return LayerWeights(first, fuse_weights(qkv), o, second, fuse_weights(gate_up), down)
+    def _layer(self, prefix: str, layer: LayerSpec) -> LayerWeights:
+        mixer, mlp, names, hidden = layer.mixer, layer.mlp, self.names, self.spec.hidden_size
+        heads = ((names.q, mixer.q_size), (names.k, mixer.kv_size), (names.v, mixer.kv_size))
+        qkv = [self._linear(f"{prefix}.{name}", rows, hidden, mixer.qkv_bias) for name, rows in heads]
+        halves = (names.gate, names.up)
+        gate_up = [self._linear(f"{prefix}.{name}", mlp.intermediate_size, hidden, mlp.bias) for name in halves]
+        q_norm = k_norm = None
+        if mixer.qk_norm:
+            q_norm, k_norm = (self._norm(f"{prefix}.{name}", mixer.head_dim) for name in (names.q_norm, names.k_norm))
+        return LayerWeights(
+            input_norm=self._norm(f"{prefix}.{names.input_norm}", hidden),
+            qkv=fuse_weights(qkv),
+            o=self._linear(f"{prefix}.{names.o}", hidden, mixer.q_size, mixer.o_bias),
+            post_norm=self._norm(f"{prefix}.{names.post_norm}", hidden),
+            gate_up=fuse_weights(gate_up),
+            down=self._linear(f"{prefix}.{names.down}", hidden, mlp.intermediate_size, mlp.bias),
+            q_norm=q_norm,
+            k_norm=k_norm,
+        )
+
+    def _norm(self, module: str, size: int) -> Tensor:
+        return self.tensors.take(f"{module}.weight", size)
 
     def _linear(self, module: str, rows: int, columns: int, bias: bool) -> Weight:
         """Reads the matrix [rows, columns] of `module`. A quantised checkpoint may have dense matrices, too: those

@@ -8,6 +8,10 @@ precision for values that are smaller by another factor of 2^8.
 
 Replacing W_k by W_k / 2^e and W_q by W_q * 2^e leaves the attention scores bitwise identical. Replacing W_v by
 W_v / 2^e and W_o by W_o * 2^e leaves the outputs of attention bitwise identical.
+
+A model with a norm of each query and key head (`AttentionSpec.qk_norm`) would cancel a scale of W_q and W_k, so there
+the scale goes into the weights of these norms. They bound the keys as well: a head after its norm has length at most
+sqrt(head dimension), times the weight.
 """
 
 from __future__ import annotations
@@ -45,13 +49,18 @@ class Fp8KVScale:
         layer = read()
         keys, values = (2.0 ** _exponent(reach) for reach in self.max_magnitudes(layer))
         kv = self.kv_heads * self.head_dim
-        runs = ((self.heads * self.head_dim, keys), (kv, 1 / keys), (kv, 1 / values))
+        normed = layer.q_norm is not None and layer.k_norm is not None
+        q_rows, k_rows = (1.0, 1.0) if normed else (keys, 1 / keys)
+        runs = ((self.heads * self.head_dim, q_rows), (kv, k_rows), (kv, 1 / values))
         full = partial(torch.full, dtype=torch.float32, device=layer.input_norm.device)
         factors = torch.cat([full((rows,), factor) for rows, factor in runs])
         qkv: Any = _scaled(layer.qkv, factors)
         if qkv.bias is not None:
             qkv = replace(qkv, bias=qkv.bias * factors)
-        return replace(layer, qkv=qkv, o=_scaled(layer.o, full(layer.input_norm.shape, values)))
+        layer = replace(layer, qkv=qkv, o=_scaled(layer.o, full(layer.input_norm.shape, values)))
+        if layer.q_norm is None or layer.k_norm is None:
+            return layer
+        return replace(layer, q_norm=layer.q_norm * keys, k_norm=layer.k_norm / keys)
 
     def max_magnitudes(self, layer: LayerWeights) -> tuple[float, float]:
         """Returns upper bounds of the magnitude of a key's and of a value's elements, before rounding."""
@@ -62,6 +71,10 @@ class Fp8KVScale:
         if part.bias is not None:
             most = most + part.bias.float().abs()
         keys, values = most.view(2, self.kv_heads, 2, self.head_dim // 2)
+        if layer.k_norm is not None:
+            keys = layer.k_norm.float().abs().view(1, 2, -1)
+            # a rotated pair has at most the length of the head, times the larger of its two weights
+            return math.sqrt(self.head_dim) * float(keys.max()), float(values.max())
         # RoPE rotates pairs of elements, one of each half of a key
         return float(keys.norm(dim=1).max()), float(values.max())
 

@@ -24,11 +24,11 @@ from swiftspec.model.weights import ModelWeights
 class Entry(Protocol):
     """Cache entry of one model's packed weights."""
 
-    def load(self, weights: ModelWeights, dtype: torch.dtype, skip: Callable[[str], object], /) -> ModelWeights:
+    def load(self, weights: ModelWeights, dtype: torch.dtype, skip: Callable[[int | None], object], /) -> ModelWeights:
         """Returns `weights` with cached packed weights instead of those that would be read from the checkpoint.
 
-        `dtype`: that of the model. `skip`: called with the name prefix of checkpoint tensors that cached weights
-        replace.
+        `dtype`: that of the model. `skip`: called when cached weights replace those of the checkpoint, with the index
+        of the layer, or with None for the LM head.
         """
         ...
 
@@ -71,6 +71,7 @@ def load_model(
     Raises UserError if the checkpoint is damaged, is not supported, or cannot be divided over the ranks of `group`.
     """
     config = read_config(path)
+    spec, names = config.spec, config.names
     shard = None
     if group is not None:
         try:
@@ -78,12 +79,12 @@ def load_model(
         except UserError as error:
             raise UserError(f"{path}: {error}") from None
     tensors = open_tensors(path, progress)
-    weights = Checkpoint(config, tensors, format_of(config)).read()
+    weights = Checkpoint(spec, tensors, format_of(config), names).read()
     weights = quantization.of_weights(weights if shard is None else shard.cut(weights))
     if cache_dtype == FLOAT8:
-        own = config if shard is None else shard
-        kv_heads = config.num_kv_heads if shard is None else shard.kv_heads
-        weights = Fp8KVScale(own.num_heads, kv_heads, config.head_dim).of_weights(weights)
+        mixer = spec.layer.mixer
+        heads = (mixer.num_heads, mixer.num_kv_heads) if shard is None else (shard.num_heads, shard.kv_heads)
+        weights = Fp8KVScale(*heads, mixer.head_dim).of_weights(weights)
     kind: torch.dtype = dtype or getattr(torch, config.dtype)
     entry = None
     if packed_cache is not None:
@@ -91,9 +92,13 @@ def load_model(
         facts = {"files": tensors.facts, "config": repr(config), "dtype": str(kind), "share": share}
         facts |= {} if cache_dtype is None else {"cache": str(cache_dtype)}
         entry = packed_cache.entry({**facts, "quantization": repr(quantization)})
-        weights = entry.load(weights, kind, tensors.skip)
+
+        def skip(layer: int | None) -> None:
+            tensors.skip(f"{names.head if layer is None else names.layer(layer)}.")
+
+        weights = entry.load(weights, kind, skip)
     model = Transformer(
-        config, weights, ops, device, kind, max_positions, shard=shard, group=group, cache_dtype=cache_dtype
+        spec, weights, ops, device, kind, max_positions, shard=shard, group=group, cache_dtype=cache_dtype
     )
     tensors.check_all_taken()
     if entry is not None:

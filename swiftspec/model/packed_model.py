@@ -14,7 +14,7 @@ from swiftspec.model.tensor_parallel import TensorParallelGroup
 
 @dataclass(frozen=True, slots=True)
 class PackedLayer:
-    """One layer with packed weights: two norms, four projections."""
+    """One layer with packed weights."""
 
     input_norm: Any
     qkv: Any
@@ -22,6 +22,7 @@ class PackedLayer:
     post_norm: Any
     gate_up: Any
     down: Any
+    qk_norm: Any = None  # norm of the query and key heads, weight [num_heads + kv_heads, head_dim]; None: no norm
 
 
 @dataclass(frozen=True, slots=True)

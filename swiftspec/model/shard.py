@@ -88,7 +88,9 @@ class Shard:
     @staticmethod
     def of(config: ModelConfig, rank: int, size: int) -> Shard:
         """Returns the shard of `rank`. Raises UserError if the model cannot be divided over `size` ranks."""
-        heads, kv_heads, width, inner = config.num_heads, config.num_kv_heads, config.head_dim, config.intermediate_size
+        layer = config.spec.layer
+        heads, kv_heads, width = layer.mixer.num_heads, layer.mixer.num_kv_heads, layer.mixer.head_dim
+        inner = layer.mlp.intermediate_size
         if size > heads:
             raise UserError(f"{heads} query heads cannot be sharded over {size} ranks; use at most {heads} ranks")
         layout = format_of(config)
@@ -110,7 +112,7 @@ class Shard:
             o=q,
             gate_up=torch.cat((rows, _after(inner, rows))),
             down=rows,
-            vocab=_partition_rows(config.vocab_size, EIGHT, rank, size),
+            vocab=_partition_rows(config.spec.vocab_size, EIGHT, rank, size),
         )
 
     @property
@@ -119,7 +121,8 @@ class Shard:
         return len(self.vocab)
 
     def cut(self, weights: ModelWeights) -> ModelWeights:
-        """Returns this rank's shard of `weights`. The embedding and the norms are complete on every rank."""
+        """Returns this rank's shard of `weights`. The embedding and the norms, also those of a
+        head, are complete on every rank."""
         layers = [partial(self._layer, read) for read in weights.layers]
         return replace(weights, layers=layers, head=lambda: weights.head().outputs(self.vocab))
 

@@ -1,4 +1,4 @@
-"""The Llama and Qwen2 decoder: one forward for prefill chunks, autoregressive decoding and trees."""
+"""The decoder: one forward for prefill chunks, autoregressive decoding and trees."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from swiftspec.model.batch import Batch
-from swiftspec.model.config import ModelConfig
 from swiftspec.model.packed_model import FusedModel, LayerCaches, PackedLayer, PackedModel
+from swiftspec.model.spec import ModelSpec
 from swiftspec.model.tensor_parallel import TensorParallelGroup
 from swiftspec.model.weights import LayerWeights, ModelWeights, Weight
 
@@ -28,7 +28,7 @@ class ModelOps(Protocol):
     def prepare(self, batch: Batch, cache: Any, cos: Tensor, sin: Tensor, num_heads: int, /) -> Any: ...
     def embed(self, tokens: Tensor, weight: Tensor, /) -> Tensor: ...
     def norm_linear(self, x: Tensor, norm: Any, packed: Any, /) -> Tensor: ...
-    def tree_attention(self, qkv: Tensor, plan: Any, layer: int, /) -> Tensor: ...
+    def tree_attention(self, qkv: Tensor, plan: Any, layer: int, qk_norm: Any, /) -> Tensor: ...
     def linear_residual(
         self, x: Tensor, packed: Any, residual: Tensor, reduce: Callable[[Tensor], Tensor] | None, /
     ) -> Tensor: ...
@@ -56,28 +56,35 @@ class Transformer:
     """
 
     def __init__(
-        self, config: ModelConfig, weights: ModelWeights, ops: ModelOps, device: torch.device | str, dtype: torch.dtype,
+        self, spec: ModelSpec, weights: ModelWeights, ops: ModelOps, device: torch.device | str, dtype: torch.dtype,
         max_positions: int, *, shard: ShardInfo | None = None, group: TensorParallelGroup | None = None,
         cache_dtype: torch.dtype | None = None,
     ) -> None:  # fmt: skip
-        self.config, self.device, self.dtype = config, torch.device(device), dtype
-        self.num_heads = config.num_heads if shard is None else shard.num_heads
-        self.kv_heads = config.num_kv_heads if shard is None else shard.kv_heads
-        self.head_rows = config.vocab_size if shard is None else shard.head_rows  # of this rank, including padding
+        mixer = spec.layer.mixer
+        self.spec, self.device, self.dtype = spec, torch.device(device), dtype
+        self.num_heads = mixer.num_heads if shard is None else shard.num_heads
+        self.kv_heads = mixer.num_kv_heads if shard is None else shard.kv_heads
+        self.head_rows = spec.vocab_size if shard is None else shard.head_rows  # of this rank, including padding
         self.group, self._ops, self.cache_dtype = group, ops, cache_dtype or dtype
-        cos, sin = ops.rope_tables(config.rope, config.head_dim, max_positions, dtype, device)
+        cos, sin = ops.rope_tables(mixer.rope, mixer.head_dim, max_positions, dtype, device)
         head = ops.pack(weights.head(), dtype, device)  # first, because packing needs the largest matrix twice
         embedding, layers = weights.embedding.to(device, dtype), [self._pack(read()) for read in weights.layers]
-        norm = ops.pack_norm(weights.norm, config.rms_norm_eps, dtype, device)
+        norm = self._pack_norm(weights.norm)
         self.stack = PackedModel(embedding, layers, norm, head, cos, sin, self.num_heads, self.kv_heads, group)
         self.fused: Any = ops.fuse(self.stack)  # a `FusedModel` or None; native executors call further methods of it
 
     def _pack(self, layer: LayerWeights) -> PackedLayer:
-        norms = (layer.input_norm, layer.post_norm)
-        first, second = (self._ops.pack_norm(norm, self.config.rms_norm_eps, self.dtype, self.device) for norm in norms)
+        first, second = self._pack_norm(layer.input_norm), self._pack_norm(layer.post_norm)
         matrices = (layer.qkv, layer.o, layer.gate_up, layer.down)
         qkv, o, gate_up, down = (self._ops.pack(matrix, self.dtype, self.device) for matrix in matrices)
-        return PackedLayer(first, qkv, o, second, gate_up, down)
+        qk_norm = None
+        if layer.q_norm is not None and layer.k_norm is not None:
+            per_head = (layer.q_norm.expand(self.num_heads, -1), layer.k_norm.expand(self.kv_heads, -1))
+            qk_norm = self._pack_norm(torch.cat(per_head))
+        return PackedLayer(first, qkv, o, second, gate_up, down, qk_norm)
+
+    def _pack_norm(self, weight: Tensor) -> Any:
+        return self._ops.pack_norm(weight, self.spec.norm_eps, self.dtype, self.device)
 
     @torch.no_grad()
     def forward(self, batch: Batch, cache: LayerCaches, *, head: bool = True) -> Tensor | None:
@@ -101,7 +108,8 @@ class Transformer:
         hidden = ops.embed(batch.tokens, stack.embedding)
         for index, layer in enumerate(stack.layers):
             qkv = ops.norm_linear(hidden, layer.input_norm, layer.qkv)
-            hidden = ops.linear_residual(ops.tree_attention(qkv, plan, index), layer.o, hidden, reduce)
+            mixed = ops.tree_attention(qkv, plan, index, layer.qk_norm)
+            hidden = ops.linear_residual(mixed, layer.o, hidden, reduce)
             gated = ops.norm_swiglu(hidden, layer.post_norm, layer.gate_up)
             hidden = ops.linear_residual(gated, layer.down, hidden, reduce)
         return hidden

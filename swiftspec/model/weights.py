@@ -101,6 +101,8 @@ class LayerWeights:
     post_norm: Tensor  # [hidden]
     gate_up: Weight  # [2 * intermediate_size, hidden]
     down: Weight  # [hidden, intermediate_size]
+    q_norm: Tensor | None = None  # [head_dim], of each query head; None if the model has no qk_norm
+    k_norm: Tensor | None = None  # [head_dim], of each key head
 
 
 @dataclass(frozen=True, slots=True)

@@ -57,9 +57,8 @@ class Runner:
         `tree_slots`: slots of the tree region.
         `shard`: this rank's part of the vocabulary, in a tensor-parallel group.
         """
-        config = model.config
         self.model, self.ops, self.vocab, self.shard, self.tree_slots = model, ops, vocab, shard, tree_slots
-        shape = config.num_layers, model.kv_heads, config.head_dim, context + tree_slots
+        shape = len(model.spec.layers), model.kv_heads, model.spec.layer.mixer.head_dim, context + tree_slots
         kv = KVCache(*shape, ops.make_slot_mover, dtype=model.cache_dtype, device=model.device)
         self.cache = ModelCache(kv)
         self.busy = 0.0

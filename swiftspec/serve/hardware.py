@@ -54,8 +54,10 @@ def set_thread_counts(settings: Settings, target: Path, dtype: str, device: str,
     import torch
 
     from swiftspec.backends import cpu as host
+    from swiftspec.builder.load_options import select_operators
 
-    native = settings.ops == "auto" and host.fits(read_config(target), getattr(torch, dtype), device)
+    spec, where = read_config(target).spec, torch.device(device)
+    native = select_operators(settings.ops, spec, getattr(torch, dtype), where) is host
     count = settings.threads or min(max(physical_cores() // ranks, 1), MAX_THREADS)
     torch.set_num_threads(1 if native else count)
     host.set_threads(count)

@@ -19,6 +19,7 @@ from swiftspec.builder.load_options import LoadOptions
 from swiftspec.cache.kv import KVCache
 from swiftspec.cache.model_cache import ModelCache
 from swiftspec.config import EngineConfig
+from swiftspec.errors import UserError
 from swiftspec.llm import LLM
 from swiftspec.model.batch import Batch
 from swiftspec.model.config_json import parse_config
@@ -149,7 +150,7 @@ class Cache:
 
 
 def tables(dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    return reference.rope_tables(parse_config(CONFIG).rope, dim, 200, dtype, "cpu")
+    return reference.rope_tables(parse_config(CONFIG).spec.layer.mixer.rope, dim, 200, dtype, "cpu")
 
 
 def check_attention(batch: Batch, sequences: int, heads: int, kv_heads: int, dim: int, dtype: torch.dtype) -> None:
@@ -223,13 +224,22 @@ def test_a_row_of_attention_depends_only_on_its_own_keys(level: str, dtype: torc
         assert torch.equal(run(prefix, places, length, min(length - prefix + pick(0, 9), length), others), alone)
 
 
-def test_sizes_beyond_the_registers_use_the_reference() -> None:
+def test_unsupported_models_are_refused_with_the_reason() -> None:
+    def check(dtype: torch.dtype, device: str = "cpu", **fields: Any) -> None:
+        host.check_supported(parse_config(CONFIG | fields).spec, dtype, device)
+
     for dtype in DTYPES:
-        assert host.fits(parse_config(CONFIG), dtype, "cpu")
-        assert host.fits(parse_config(CONFIG | {"hidden_size": 70, "head_dim": 16}), dtype, "cpu")
-        assert not host.fits(parse_config(CONFIG | {"head_dim": 8}), dtype, "cpu")
-        assert not host.fits(parse_config(CONFIG), dtype, "meta")
-    assert not host.fits(parse_config(CONFIG), F64, "cpu")
+        check(dtype)
+        check(dtype, hidden_size=70, head_dim=16)
+        for head_dim in (8, 272):
+            with pytest.raises(UserError, match=f"a multiple of 16 and at most 256, not {head_dim}"):
+                check(dtype, head_dim=head_dim)
+        with pytest.raises(UserError, match="need a CPU, not meta"):
+            check(dtype, "meta")
+        with pytest.raises(UserError, match=r"no norm of query and key heads \(qk_norm\)"):
+            check(dtype, architectures=["Qwen3ForCausalLM"])
+    with pytest.raises(UserError, match="compute in bfloat16 or float32, not float64"):
+        check(F64)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2"])

@@ -19,12 +19,12 @@ CPU = torch.device("cpu")
 
 
 def test_requesting_cuda_operators_on_an_unsupported_machine_raises_with_the_reason() -> None:
-    config = parse_config(CONFIG)
+    spec = parse_config(CONFIG).spec
     with pytest.raises(UserError, match="need a GPU, not cpu"):
-        select_operators("cuda", config, torch.bfloat16, CPU)
-    assert select_operators("reference", config, torch.bfloat16, torch.device("cuda")) is reference
+        select_operators("cuda", spec, torch.bfloat16, CPU)
+    assert select_operators("reference", spec, torch.bfloat16, torch.device("cuda")) is reference
     if not torch.cuda.is_available():
-        assert select_operators("auto", config, torch.bfloat16, torch.device("cuda")) is unfused
+        assert select_operators("auto", spec, torch.bfloat16, torch.device("cuda")) is unfused
 
 
 @pytest.mark.skipif(not _C.cuda_built, reason=_C.build_info)

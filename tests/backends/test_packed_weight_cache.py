@@ -32,6 +32,7 @@ from swiftspec.llm import LLM
 from swiftspec.model.loader import load_model
 from swiftspec.model.transformer import Transformer
 from swiftspec.params import SamplingParams
+from tests.support.tiny_checkpoints import make_checkpoint
 
 pytestmark = pytest.mark.skipif(_C.level() == "none", reason="this CPU has no AVX2")
 
@@ -130,6 +131,15 @@ def test_a_changed_checkpoint_has_a_separate_entry(tmp_path: Path) -> None:
     assert len(packed) == len(after.stack.layers) + 2 and len([*folder.iterdir()]) == 2
     assert any(not torch.equal(a, b) for a, b in zip(tensors(before), tensors(after)))
     assert start(folder, model, torch.float32)[0].dtype == torch.float32 and len([*folder.iterdir()]) == 3
+
+
+def test_norms_of_heads_are_cached(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path / "model", family="qwen3", dtype=torch.bfloat16)
+    packed = start(tmp_path / "packed", tmp_path / "model")[0].stack.layers
+    mapped, missing = start(tmp_path / "packed", tmp_path / "model")
+    assert missing == set() and len(packed) == 2
+    for one, other in zip(packed, mapped.stack.layers):
+        assert one.qk_norm.weight.shape == (6, 8) and torch.equal(one.qk_norm.weight, other.qk_norm.weight)
 
 
 def test_all_levels_read_the_same_entry(whole: tuple[Path, Transformer], level: str) -> None:

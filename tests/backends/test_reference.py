@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from swiftspec.backends import reference as ops
+from swiftspec.model.architectures.decoder import parse_rope
 from swiftspec.model.batch import Batch
-from swiftspec.model.config import RopeConfig
-from swiftspec.model.config_json import parse_rope
+from swiftspec.model.spec import RopeSpec
 from swiftspec.model.weights import DenseWeight
 from tests.support.tiny_checkpoints import ROPES, make_model
 
@@ -125,18 +125,25 @@ def naive(qkv: Tensor, batch: Batch, old: Cache, layer: int, heads: int, angles:
     return out, new
 
 
-def run(batch: Batch, cache: Cache, heads: int, dtype: torch.dtype, layer: int = 1, seed: int = 3) -> None:
-    """One attention call against the naive one, cache included."""
+def run(
+    batch: Batch, cache: Cache, heads: int, dtype: torch.dtype, layer: int = 1, seed: int = 3, normed: bool = False
+) -> None:
+    """One attention call against the naive one, cache included. `normed`: with a norm of query and key heads."""
     kv_heads, width = cache.k.shape[2], cache.k.shape[4]
-    rope = RopeConfig(100.0)
+    rope = RopeSpec(100.0)
     qkv = random(len(batch), (heads + 2 * kv_heads) * width, seed=seed, dtype=dtype)
     frequencies = 1 / 100.0 ** (torch.arange(0, width, 2, dtype=torch.float32) / width)
     angles = torch.outer(torch.arange(200, dtype=torch.float32), frequencies).double()
-    want, after = naive(qkv, batch, cache, layer, heads, angles)
+    norm, plain = None, qkv
+    if normed:
+        weight, count = random(heads + kv_heads, width, seed=seed + 1, dtype=dtype), heads + kv_heads
+        norm, split = ops.pack_norm(weight, 1e-3, dtype, "cpu"), qkv.double().view(len(batch), -1, width)
+        plain = torch.cat((rms(split[:, :count], weight, 1e-3), split[:, count:]), 1).flatten(1)
+    want, after = naive(plain, batch, cache, layer, heads, angles)
     cos, sin = ops.rope_tables(rope, width, 200, dtype, "cpu")
     if dtype == torch.float64:  # the tables are float32 inside
         cos, sin = angles.cos().repeat(1, 2), torch.cat((-angles.sin(), angles.sin()), 1)
-    got = ops.tree_attention(qkv, ops.prepare(batch, cache, cos, sin, heads), layer)
+    got = ops.tree_attention(qkv, ops.prepare(batch, cache, cos, sin, heads), layer, norm)
     assert got.dtype == dtype
     close(got, want, dtype)
     for ours, exact in ((cache.k, after.k), (cache.v, after.v)):
@@ -159,11 +166,14 @@ def tree_batch(rows: int, length: int, window: int, seed: int) -> Batch:
 @dtypes
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 2), (3, 3), (6, 1)])
 @pytest.mark.parametrize(("rows", "length", "window"), [(1, 1, 1), (8, 8, 8), (5, 40, 12), (8, 40, 40), (3, 9, 16)])
-def test_attention(dtype: torch.dtype, heads: int, kv_heads: int, rows: int, length: int, window: int) -> None:
+@pytest.mark.parametrize("normed", [False, True])
+def test_attention(
+    dtype: torch.dtype, heads: int, kv_heads: int, rows: int, length: int, window: int, normed: bool
+) -> None:
     cache = new_cache(2, 1, kv_heads, 48, 8, dtype)
     cache.k[:, :, :, : length - rows] = random(2, 1, kv_heads, length - rows, 8, seed=1, dtype=dtype)
     cache.v[:, :, :, : length - rows] = random(2, 1, kv_heads, length - rows, 8, seed=2, dtype=dtype)
-    run(tree_batch(rows, length, window, seed=length), cache, heads, dtype)
+    run(tree_batch(rows, length, window, seed=length), cache, heads, dtype, normed=normed)
 
 
 def test_attention_with_many_consecutive_masked_keys() -> None:

@@ -118,7 +118,7 @@ def test_unsupported_models_use_torch_operators_with_a_message(pair: Path, monke
     def too_old(device: Any) -> Any:
         raise UserError("the CUDA operators need compute capability 8.0 (Ampere) or more; T4 has 7.5")
 
-    large = parse_config(LLAMA_8B)
+    large = parse_config(LLAMA_8B).spec
     assert select_operators("auto", large, BF16, GPU) is cuda
     monkeypatch.setattr(cuda, "require_usable", too_old)
     assert select_operators("auto", large, BF16, GPU) is unfused

@@ -36,8 +36,8 @@ def logits(
 ) -> Tensor:
     """All logits of a prompt, gathered: the first rows as one chunk, the rest row by row."""
     model = load_model(path, dtype=dtype, ops=ops, max_positions=64, group=group)
-    c = model.config
-    cache = ModelCache(KVCache(c.num_layers, model.kv_heads, c.head_dim, 32, ops.make_slot_mover, dtype=dtype))
+    spec, mixer = model.spec, model.spec.layer.mixer
+    cache = ModelCache(KVCache(len(spec.layers), model.kv_heads, mixer.head_dim, 32, ops.make_slot_mover, dtype=dtype))
     rows: list[Tensor] = []
     for first, last in ((0, 7), (7, 8), (8, len(TOKENS))):
         out = model.forward(chain(TOKENS[first:last], first), cache)
@@ -45,11 +45,11 @@ def logits(
         rows.append(out)
     local = torch.cat(rows)
     if group is None:
-        assert model.kv_heads == c.num_kv_heads and model.group is None
+        assert model.kv_heads == mixer.num_kv_heads and model.group is None
         return local
     whole = torch.cat(group.all_gather(local).unbind(0), -1)
-    assert (whole[:, c.vocab_size :] == 0).all(), "rows of the head beyond the vocabulary are zeros"
-    return whole[:, : c.vocab_size]
+    assert (whole[:, spec.vocab_size :] == 0).all(), "rows of the head beyond the vocabulary are zeros"
+    return whole[:, : spec.vocab_size]
 
 
 def equal_on_ranks(path: Path, sizes: Any = SIZES) -> None:
@@ -68,6 +68,7 @@ CASES: list[dict[str, Any]] = [
     {"num_attention_heads": 12, "num_key_value_heads": 4, "hidden_size": 48, "intermediate_size": 100},
     {"family": "qwen2", "num_attention_heads": 14, "num_key_value_heads": 2, "hidden_size": 56},
     {"family": "qwen2", "num_attention_heads": 7, "num_key_value_heads": 1, "hidden_size": 56, "tie": True},
+    {"family": "qwen3", "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 16},
 ]
 
 
@@ -137,9 +138,9 @@ def test_padding_contributes_nothing(tmp_path: Path) -> None:
         def __init__(self, shard: Shard) -> None:
             self.shard = shard
 
-        def tree_attention(self, qkv: Tensor, plan: Any, layer: int) -> Tensor:
+        def tree_attention(self, qkv: Tensor, plan: Any, layer: int, qk_norm: Any) -> Tensor:
             assert (qkv[:, self.shard.qkv < 0] == 0).all()
-            out = reference.tree_attention(qkv, plan, layer)
+            out = reference.tree_attention(qkv, plan, layer, qk_norm)
             out[:, self.shard.o < 0] = 1e30
             seen.append("heads")
             return out

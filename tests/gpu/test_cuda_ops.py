@@ -11,7 +11,7 @@ from swiftspec.backends import cuda, reference
 from swiftspec.backends.cuda.tree import DeviceTree
 from swiftspec.backends.reference import Scores, noise
 from swiftspec.model.batch import Batch
-from swiftspec.model.config import RopeConfig
+from swiftspec.model.spec import RopeSpec
 from tests.gpu.device import DEVICE, EMULATED, captured, most, needs_kernels
 
 pytestmark = [pytest.mark.gpu, needs_kernels]
@@ -45,7 +45,7 @@ class Cache:
 
 
 def tables(dim: int, length: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    cos, sin = reference.rope_tables(RopeConfig(theta=1e4), dim, length, BF16, DEVICE)
+    cos, sin = reference.rope_tables(RopeSpec(theta=1e4), dim, length, BF16, DEVICE)
     return cos.to(dtype), sin.to(dtype)
 
 

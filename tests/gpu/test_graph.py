@@ -22,6 +22,7 @@ from swiftspec.llm import LLM
 from swiftspec.model.checkpoint_files import read_config
 from swiftspec.model.loader import load_model
 from swiftspec.model.shard import Shard
+from swiftspec.model.spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, RopeSpec
 from swiftspec.model.transformer import Transformer
 from swiftspec.model.weights import DenseWeight, LayerWeights, ModelWeights
 from swiftspec.params import SamplingParams
@@ -79,8 +80,10 @@ def test_the_gpu_generates_the_text_of_the_cpu(plan: EngineConfig) -> None:
 
 def random_model(group: Any = None, seed: int = 1) -> Transformer:
     """Two layers with heads of 64, which the CUDA operators support, and random weights; for a rank, its shard."""
-    shape = {"hidden_size": 256, "num_heads": 4, "num_kv_heads": 2, "head_dim": 64, "intermediate_size": 512}
-    config = replace(read_config(DEMO / "draft"), num_layers=2, vocab_size=VOCAB, **shape)
+    mixer = AttentionSpec(num_heads=4, num_kv_heads=2, head_dim=64, rope=RopeSpec(10000.0))
+    layers = (LayerSpec(mixer, MlpSpec(512)),) * 2
+    spec = ModelSpec(VOCAB, 256, layers, norm_eps=1e-5, tie_word_embeddings=False)
+    config = replace(read_config(DEMO / "draft"), spec=spec)
     dice = torch.Generator().manual_seed(seed)
 
     def dense(outputs: int, inputs: int) -> DenseWeight:
@@ -93,7 +96,7 @@ def random_model(group: Any = None, seed: int = 1) -> Transformer:
     weights = ModelWeights(dense(VOCAB, 256).weight, [layer, layer], torch.ones(256), lambda: dense(VOCAB, 256))
     share = None if group is None else Shard.of(config, group.rank, group.size)
     weights = weights if share is None else share.cut(weights)
-    return Transformer(config, weights, cuda, DEVICE, torch.bfloat16, 512, shard=share, group=group)
+    return Transformer(spec, weights, cuda, DEVICE, torch.bfloat16, 512, shard=share, group=group)
 
 
 def group_of_one(gather: Any = None, rows: int = 32) -> PeerMemoryGroup:

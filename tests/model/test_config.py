@@ -10,12 +10,13 @@ import pytest
 
 from swiftspec.errors import UserError
 from swiftspec.model.checkpoint_files import read_config
-from swiftspec.model.config import ModelConfig, RopeConfig
+from swiftspec.model.config import ModelConfig
 from swiftspec.model.config_json import parse_config
 from swiftspec.model.formats import format_of
 from swiftspec.model.formats.awq import Awq
 from swiftspec.model.formats.compressed_tensors import CompressedTensors
-from tests.support.tiny_checkpoints import ROPES, make_model
+from swiftspec.model.spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, RopeSpec
+from tests.support.tiny_checkpoints import FAMILIES, ROPES, make_model
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -69,30 +70,25 @@ def read(**changes: Any) -> ModelConfig:
     return parse_config({k: v for k, v in (LLAMA | changes).items() if v is not ...})
 
 
+def mixer(**changes: Any) -> AttentionSpec:
+    return read(**changes).spec.layer.mixer
+
+
 def test_a_version_4_config() -> None:
     config = read()
-    assert (config.family, config.vocab_size, config.hidden_size, config.num_layers) == ("llama", 128, 64, 2)
-    assert (config.num_heads, config.num_kv_heads, config.head_dim) == (4, 2, 16)
-    assert config.rope == RopeConfig(500000.0) and config.rms_norm_eps == 1e-5
-    assert config.eos_token_ids == (2, 3)
-    assert config.dtype == "bfloat16" and not config.quantization and not config.tie_word_embeddings
-    assert not (config.qkv_bias or config.o_bias or config.mlp_bias)
+    layer = LayerSpec(AttentionSpec(4, 2, 16, RopeSpec(500000.0)), MlpSpec(96))
+    assert config.spec == ModelSpec(128, 64, (layer, layer), norm_eps=1e-5, tie_word_embeddings=False)
+    assert config.eos_token_ids == (2, 3) and config.max_position_embeddings == 256
+    assert config.dtype == "bfloat16" and not config.quantization
 
 
 def test_defaults_and_either_spelling() -> None:
-    assert read(num_key_value_heads=...).num_kv_heads == 4
-    assert read(head_dim=None).head_dim == 16 and read(head_dim=32).head_dim == 32
+    assert mixer(num_key_value_heads=...).num_kv_heads == 4
+    assert mixer(head_dim=None).head_dim == 16 and mixer(head_dim=32).head_dim == 32
     assert read(eos_token_id=7).eos_token_ids == (7,) and read(eos_token_id=None).eos_token_ids == ()
     assert read(torch_dtype=..., dtype="float16").dtype == "float16"
     assert read(torch_dtype=...).dtype == "float32"
-    assert read(architectures=...).family == "llama"
-
-
-def test_biases() -> None:
-    qwen = read(architectures=["Qwen2ForCausalLM"], model_type="qwen2", use_sliding_window=False)
-    assert (qwen.family, qwen.qkv_bias, qwen.o_bias, qwen.mlp_bias) == ("qwen2", True, False, False)
-    llama = read(attention_bias=True, mlp_bias=True)
-    assert llama.qkv_bias and llama.o_bias and llama.mlp_bias
+    assert read(architectures=...).spec == read().spec
 
 
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
@@ -101,27 +97,27 @@ LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "origi
 @pytest.mark.parametrize(
     ("fields", "want"),
     [
-        ({"rope_scaling": None}, RopeConfig(500000.0)),
-        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, RopeConfig(500000.0, "linear", 2.0)),
-        ({"rope_scaling": {"rope_type": "llama3", **LLAMA3}}, RopeConfig(500000.0, "llama3", 8.0, 1.0, 4.0, 64)),
-        ({"rope_theta": ..., "rope_parameters": {"rope_type": "default", "rope_theta": 5.0}}, RopeConfig(5.0)),
+        ({"rope_scaling": None}, RopeSpec(500000.0)),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, RopeSpec(500000.0, "linear", 2.0)),
+        ({"rope_scaling": {"rope_type": "llama3", **LLAMA3}}, RopeSpec(500000.0, "llama3", 8.0, 1.0, 4.0, 64)),
+        ({"rope_theta": ..., "rope_parameters": {"rope_type": "default", "rope_theta": 5.0}}, RopeSpec(5.0)),
         (
             {"rope_theta": ..., "rope_parameters": {"rope_type": "linear", "rope_theta": 5.0, "factor": 4}},
-            RopeConfig(5.0, "linear", 4.0),
+            RopeSpec(5.0, "linear", 4.0),
         ),
     ],
 )
-def test_rope(fields: dict[str, Any], want: RopeConfig) -> None:
-    assert read(**fields).rope == want
+def test_rope(fields: dict[str, Any], want: RopeSpec) -> None:
+    assert mixer(**fields).rope == want
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2"])
+@pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("rope", ROPES)
 def test_configs_written_by_transformers(tmp_path: Path, family: str, rope: str) -> None:
     make_model(family=family, rope=ROPES[rope]).config.save_pretrained(tmp_path)
-    config = read_config(tmp_path)
-    assert (config.family, config.rope.kind, config.rope.theta) == (family, rope, ROPES[rope]["rope_theta"])
-    assert config.rope.factor == ROPES[rope].get("factor", 1.0) and config.head_dim == 8
+    mixer = read_config(tmp_path).spec.layer.mixer
+    assert (mixer.rope.kind, mixer.rope.theta) == (rope, ROPES[rope]["rope_theta"])
+    assert mixer.rope.factor == ROPES[rope].get("factor", 1.0) and mixer.head_dim == 8
 
 
 def test_quantisation() -> None:
@@ -227,7 +223,7 @@ def test_hostile_values_are_refused_by_name(changes: dict[str, Any], names: str)
 
 
 def test_a_whole_number_may_be_written_as_a_float() -> None:
-    assert read(num_hidden_layers=2.0).num_layers == 2
+    assert len(read(num_hidden_layers=2.0).spec.layers) == 2
     assert format_of(read(quantization_config=AWQ | {"bits": 4.0, "group_size": 128.0})) == Awq(128)
     assert read(eos_token_id=[2, -1]).eos_token_ids == (2,)  # a negative number means none
 

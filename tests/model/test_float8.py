@@ -43,11 +43,12 @@ def runner_of(path: Path, dtype: torch.dtype, *, moved: bool) -> Runner:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("family", ["int4", "qwen2"])
+@pytest.mark.parametrize("family", ["int4", "qwen2", "qwen3"])
 def test_rescaled_weights_give_bitwise_identical_logits(tmp_path: Path, family: str, dtype: torch.dtype) -> None:
-    """For the int4 demo target, and for a model with biases."""
+    """For the int4 demo target, a model with biases, and one whose norms of query and key heads cancel the scale of a
+    projection."""
     path = DEMO / "target" if family == "int4" else tmp_path
-    if family == "qwen2":
+    if family != "int4":
         make_checkpoint(path, family=family, dtype=torch.bfloat16)
     tokens = torch.randint(3, 64, (40,), generator=torch.Generator().manual_seed(1)).tolist()
     plain, moved = (runner_of(path, dtype, moved=moved) for moved in (False, True))
@@ -61,17 +62,35 @@ def test_rescaled_weights_give_bitwise_identical_logits(tmp_path: Path, family: 
 def test_no_key_or_value_can_overflow(tmp_path: Path) -> None:
     """The largest rows that a norm can output come near the bound, but not beyond it."""
     make_checkpoint(tmp_path, family="qwen2", dtype=torch.float32)
-    c = read_config(tmp_path)
-    weights = Checkpoint(c, open_tensors(tmp_path)).read()
-    for read in Fp8KVScale(c.num_heads, c.num_kv_heads, c.head_dim).of_weights(weights).layers:
+    spec = read_config(tmp_path).spec
+    weights, mixer = Checkpoint(spec, open_tensors(tmp_path)).read(), spec.layer.mixer
+    for read in Fp8KVScale(mixer.num_heads, mixer.num_kv_heads, mixer.head_dim).of_weights(weights).layers:
         layer = read()
         assert layer.qkv.bias is not None
-        matrix = (layer.qkv.dequantize(torch.float32) * layer.input_norm)[c.num_heads * c.head_dim :]
-        worst = matrix / matrix.norm(dim=1, keepdim=True) * c.hidden_size**0.5  # parallel to each output's weights
-        out = torch.cat((worst, -worst)) @ matrix.T + layer.qkv.bias[c.num_heads * c.head_dim :]
-        keys, values = out.view(-1, 2, c.num_kv_heads, 2, c.head_dim // 2).unbind(1)
+        matrix = (layer.qkv.dequantize(torch.float32) * layer.input_norm)[mixer.q_size :]
+        worst = matrix / matrix.norm(dim=1, keepdim=True) * spec.hidden_size**0.5  # parallel to each output's weights
+        out = torch.cat((worst, -worst)) @ matrix.T + layer.qkv.bias[mixer.q_size :]
+        keys, values = out.view(-1, 2, mixer.num_kv_heads, 2, mixer.head_dim // 2).unbind(1)
         assert LARGEST / 4 < float(keys.norm(dim=2).max()) <= LARGEST
         assert LARGEST / 4 < float(values.abs().max()) <= LARGEST
+
+
+def test_no_key_with_a_norm_can_overflow(tmp_path: Path) -> None:
+    """A head with all its length in the pair with the largest weight, rotated onto one element, comes near the
+    bound."""
+    make_checkpoint(tmp_path, family="qwen3", dtype=torch.float32)
+    spec = read_config(tmp_path).spec
+    weights, mixer = Checkpoint(spec, open_tensors(tmp_path)).read(), spec.layer.mixer
+    scale = Fp8KVScale(mixer.num_heads, mixer.num_kv_heads, mixer.head_dim)
+    for plain, read in zip(weights.layers, scale.of_weights(weights).layers):
+        before, after = plain(), read()
+        assert before.q_norm is not None and before.k_norm is not None
+        assert after.q_norm is not None and after.k_norm is not None
+        assert torch.equal(after.q_norm * after.k_norm, before.q_norm * before.k_norm)
+        rows = slice(0, mixer.q_size + mixer.kv_size)  # the norms would cancel a scale of these
+        assert torch.equal(after.qkv.dequantize(torch.float32)[rows], before.qkv.dequantize(torch.float32)[rows])
+        largest = mixer.head_dim**0.5 * float(after.k_norm.abs().max())
+        assert LARGEST / 4 < largest <= LARGEST
 
 
 @pytest.mark.parametrize(

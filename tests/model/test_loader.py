@@ -37,8 +37,8 @@ def load(path: Path, **options: Any) -> Transformer:
 
 def logits(path: Path, **options: Any) -> Tensor:
     model = load(path, **options)
-    c = model.config
-    kv = KVCache(c.num_layers, c.num_kv_heads, c.head_dim, 32, reference.make_slot_mover, dtype=model.dtype)
+    mixer, layers = model.spec.layer.mixer, len(model.spec.layers)
+    kv = KVCache(layers, mixer.num_kv_heads, mixer.head_dim, 32, reference.make_slot_mover, dtype=model.dtype)
     out = model.forward(chain(TOKENS), ModelCache(kv))
     assert out is not None
     return out

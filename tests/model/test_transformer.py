@@ -16,7 +16,7 @@ from swiftspec.cache.model_cache import ModelCache
 from swiftspec.model.batch import Batch
 from swiftspec.model.loader import load_model
 from swiftspec.model.transformer import Transformer
-from tests.support.tiny_checkpoints import ROPES, chain, make_checkpoint, make_model
+from tests.support.tiny_checkpoints import FAMILIES, ROPES, chain, make_checkpoint, make_model
 
 CAPACITY = 96
 TOKENS = [5, 17, 3, 29, 11, 8, 2, 30, 44, 1, 7, 9, 60, 3, 3, 21, 50, 33, 4, 6]
@@ -27,8 +27,8 @@ def load(path: Path, dtype: torch.dtype = torch.float64) -> Transformer:
 
 
 def new_cache(model: Transformer, sequences: int = 1) -> ModelCache:
-    c = model.config
-    size = (c.num_layers, c.num_kv_heads, c.head_dim, CAPACITY)
+    mixer = model.spec.layer.mixer
+    size = (len(model.spec.layers), mixer.num_kv_heads, mixer.head_dim, CAPACITY)
     return ModelCache(KVCache(*size, reference.make_slot_mover, dtype=model.dtype), sequences)
 
 
@@ -44,7 +44,7 @@ def alone(model: Transformer, tokens: Sequence[int]) -> Tensor:
 
 
 CASES: list[dict[str, Any]] = [
-    *({"family": family, "rope": ROPES[rope]} for family in ("llama", "qwen2") for rope in ROPES),
+    *({"family": family, "rope": ROPES[rope]} for family in FAMILIES for rope in ROPES),
     {"family": "llama", "tie": True},
     {"family": "qwen2", "tie": True, "vocab": 152},
     {"family": "llama", "attention_bias": True, "mlp_bias": True},
@@ -52,6 +52,8 @@ CASES: list[dict[str, Any]] = [
     {"family": "llama", "num_key_value_heads": 1, "head_dim": 16},
     {"family": "qwen2", "num_attention_heads": 6, "num_key_value_heads": 2, "hidden_size": 48, "vocab": 65},
     {"family": "llama", "rms_norm_eps": 0.1, "layers": 3},
+    {"family": "qwen3", "tie": True, "attention_bias": True, "head_dim": 16},
+    {"family": "qwen3", "num_attention_heads": 6, "num_key_value_heads": 1, "head_dim": 8, "rms_norm_eps": 0.1},
 ]
 
 

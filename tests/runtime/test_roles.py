@@ -37,10 +37,11 @@ GUIDED = SamplingParams(temperature=0, guidance_scale=2.0, negative_prompt_ids=N
 POISON = 1e4  # in every free slot, so that an invalid read is detected
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture(scope="module", params=["llama", "qwen3"])
+def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Without and with a norm of query and key heads."""
     path = tmp_path_factory.mktemp("model")
-    make_checkpoint(path, family="llama", vocab=VOCAB, layers=2, dtype=torch.float64, seed=3)
+    make_checkpoint(path, family=request.param, vocab=VOCAB, layers=2, dtype=torch.float64, seed=3)
     return path
 
 

@@ -49,7 +49,7 @@ def test_the_models_are_small_and_document_their_origin() -> None:
         assert what in text.lower(), f"the provenance says nothing of {what}"
     target, draft = read_config(TARGET), read_config(DRAFT)
     assert isinstance(format_of(target), Awq) and format_of(draft) is None
-    assert target.vocab_size == draft.vocab_size == 4096 and draft.dtype == "bfloat16"
+    assert target.spec.vocab_size == draft.spec.vocab_size == 4096 and draft.dtype == "bfloat16"
 
 
 @pytest.mark.parametrize(

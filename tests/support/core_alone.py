@@ -73,7 +73,7 @@ def make_runner(seed: int, noise: float) -> Any:
 
     from swiftspec.backends import reference
     from swiftspec.model.checkpoint import FLOATS, Checkpoint
-    from swiftspec.model.config import ModelConfig, RopeConfig
+    from swiftspec.model.spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, RopeSpec
     from swiftspec.model.transformer import Transformer
     from swiftspec.runtime.runner import Runner
 
@@ -92,15 +92,12 @@ def make_runner(seed: int, noise: float) -> Any:
             made += noise * torch.randn(shape, generator=self.more, dtype=torch.float64)
             return made / shape[-1] ** 0.5 if len(shape) > 1 else made.abs() + 0.5
 
-    sizes = {"vocab_size": 32, "hidden_size": 16, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8}
-    biases = {"qkv_bias": False, "o_bias": False, "mlp_bias": False, "tie_word_embeddings": False}
-    config = ModelConfig(
-        family="llama", **sizes, intermediate_size=32, rms_norm_eps=1e-6, rope=RopeConfig(10000.0),
-        max_position_embeddings=128, **biases, dtype="float64", quantization={}, eos_token_ids=(),
-    )  # fmt: skip
-    weights = Checkpoint(config, Random()).read()
-    model = Transformer(config, weights, reference, "cpu", torch.float64, 128)
-    return Runner(model, reference, config.vocab_size, context=72, tree_slots=40)
+    mixer = AttentionSpec(num_heads=4, num_kv_heads=2, head_dim=8, rope=RopeSpec(10000.0))
+    layers = (LayerSpec(mixer, MlpSpec(intermediate_size=32)),) * 2
+    spec = ModelSpec(vocab_size=32, hidden_size=16, layers=layers, norm_eps=1e-6, tie_word_embeddings=False)
+    weights = Checkpoint(spec, Random()).read()
+    model = Transformer(spec, weights, reference, "cpu", torch.float64, 128)
+    return Runner(model, reference, spec.vocab_size, context=72, tree_slots=40)
 
 
 if __name__ == "__main__":

@@ -26,12 +26,12 @@ from tests.support.roles import SequentialPopulation, make_population, make_runn
 TextDistribution = dict[tuple[int, ...], float]  # text -> mass
 
 POISON = 1e6
-CONFIG = parse_config(
+SPEC = parse_config(
     {
         "architectures": ["LlamaForCausalLM"], "vocab_size": 8, "hidden_size": 2, "num_hidden_layers": 1,
         "num_attention_heads": 1, "num_key_value_heads": 1, "intermediate_size": 2, "dtype": "float64",
     }
-)  # fmt: skip
+).spec  # fmt: skip
 
 
 class HistoryModel:
@@ -43,7 +43,7 @@ class HistoryModel:
     kv_heads = 1
 
     def __init__(self, vocab: int, seed: int, sharpness: float = 1.5, device: str = "cpu") -> None:
-        self.config = replace(CONFIG, vocab_size=vocab)
+        self.spec = replace(SPEC, vocab_size=vocab)
         self.device = torch.device(device)
         self.vocab, self._sharpness = vocab, sharpness
         drawn = torch.rand(2, vocab, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)

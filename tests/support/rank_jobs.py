@@ -189,7 +189,7 @@ def logits(model: str, tokens: list[int], dtype: str = "float64", native: bool =
     if group is not None:
         rows = group.all_gather(rows).transpose(0, 1).flatten(1)
         group.close()
-    rows = rows[:, : whole.config.vocab_size]
+    rows = rows[:, : whole.spec.vocab_size]
     return {"values": rows[0].tolist(), "bits": rows.numpy().tobytes().hex()}
 
 

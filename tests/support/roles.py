@@ -35,7 +35,7 @@ def request_start(
 
 def make_runner(model: Any, ops: Any, vocab: int | None = None, *, context: int, tree_slots: int) -> Runner:
     """A runner on a model of this process; in a group, on this rank's shard."""
-    size: int = model.config.vocab_size if vocab is None else vocab
+    size: int = model.spec.vocab_size if vocab is None else vocab
     shard = None if model.group is None else VocabShard(model.group, model.head_rows, size)
     return Runner(model, ops, size, context=context, tree_slots=tree_slots, shard=shard)
 

@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging
 
+from swiftspec.model.architectures import ARCHITECTURES
 from swiftspec.model.batch import Batch
 
 ROPES: dict[str, dict[str, Any]] = {
@@ -23,7 +24,7 @@ ROPES: dict[str, dict[str, Any]] = {
         "original_max_position_embeddings": 64,
     },
 }
-_CLASSES = {"llama": (LlamaConfig, LlamaForCausalLM), "qwen2": (Qwen2Config, Qwen2ForCausalLM)}
+FAMILIES = [architecture.model_type for architecture in ARCHITECTURES.values()]
 
 
 def make_model(
@@ -52,8 +53,9 @@ def make_model(
         "bos_token_id": 1,
         "eos_token_id": 2,
     }
-    config_class, model_class = _CLASSES[family]
-    model = model_class(config_class(**(fields | config))).to(dtype).eval()
+    fields |= config
+    fields.setdefault("head_dim", fields["hidden_size"] // fields["num_attention_heads"])
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **fields)).to(dtype).eval()
     noise = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, weight in model.named_parameters():

@@ -15,7 +15,6 @@ import pytest
 import torch
 
 from bench.data.heldout import DEMO
-from swiftspec.model.checkpoint_files import read_config
 from tools.gpu import steps
 from tools.gpu.steps import ROOT, plan, slug
 from tools.width_expand.shapes import FIELDS, grown_config
@@ -134,7 +133,7 @@ def test_a_width_expanded_pair_decodes_without_a_tokenizer(tmp_path: Path) -> No
     shapes = []
     for role, sizes in (("target", (512, 9, 8, 2, 128, 1152, 4224)), ("draft", (256, 3, 8, 2, 64, 512, 4224))):
         shape: dict[str, Any] = dict(zip(FIELDS, (*sizes, False), strict=True))
-        config = grown_config(read_config(DEMO / role), shape, "int4")
+        config = grown_config(DEMO / role, shape, "int4")
         shapes.append(str(tmp_path / f"{role}.json"))
         Path(shapes[-1]).write_text(json.dumps(config))
     done = bare(

@@ -17,10 +17,10 @@ from swiftspec.config import EngineConfig
 from swiftspec.errors import UserError
 from swiftspec.llm import LLM
 from swiftspec.model.checkpoint_files import read_config
-from swiftspec.model.config import ModelConfig
 from swiftspec.model.config_json import parse_config
 from swiftspec.model.formats.int4 import Int4Weight, unpack_int4
 from swiftspec.model.loader import load_model
+from swiftspec.model.spec import ModelSpec
 from swiftspec.params import SamplingParams
 from tests.support.tiny_checkpoints import ROPES, chain, make_checkpoint
 from tools.width_expand.checkpoint import write
@@ -43,20 +43,21 @@ LARGE_DRAFT = shape(512, 3, 6, 2, 128, 512, 4608, tie=True)
 
 
 class Cache:
-    def __init__(self, config: ModelConfig, dtype: torch.dtype, length: int = 64) -> None:
-        size = (config.num_layers, 1, config.num_kv_heads, length, config.head_dim)
+    def __init__(self, spec: ModelSpec, dtype: torch.dtype, length: int = 64) -> None:
+        mixer = spec.layer.mixer
+        size = (len(spec.layers), 1, mixer.num_kv_heads, length, mixer.head_dim)
         self.k, self.v = torch.zeros(size, dtype=dtype), torch.zeros(size, dtype=dtype)
 
 
 def logits(model: Any, tokens: list[int]) -> Tensor:
-    return model.forward(chain(tokens), Cache(model.config, model.dtype))
+    return model.forward(chain(tokens), Cache(model.spec, model.dtype))
 
 
 def both(path: Path, sizes: dict[str, Any], kind: Kind, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Logits of the small and of the expanded model."""
     small = load_model(path, dtype=dtype, ops=reference, max_positions=64)
     large = load(path, sizes, kind, device="cpu", ops=reference, max_positions=64, dtype=dtype)
-    tokens = torch.randint(0, small.config.vocab_size, (24,), generator=torch.Generator().manual_seed(1)).tolist()
+    tokens = torch.randint(0, small.spec.vocab_size, (24,), generator=torch.Generator().manual_seed(1)).tolist()
     return logits(small, tokens), logits(large, tokens)
 
 
@@ -171,13 +172,19 @@ def test_shapes_that_are_too_small_are_refused(sizes: dict[str, Any], message: s
         list(Grown.of(TARGET, sizes, "int4", "cpu", 0).layers())
 
 
+def test_a_norm_of_heads_is_refused(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, family="qwen3")
+    with pytest.raises(UserError, match=r"\(qk_norm\) cannot be width-expanded"):
+        Grown.of(tmp_path, shape(128, 2, 16, 4, 8, 128, 64), "f32", "cpu", 0)
+
+
 def test_shapes(tmp_path: Path) -> None:
     """By name, or from a config.json; every named shape has room for the demo models, or reports that it has not."""
-    config = grown_config(read_config(TARGET), read_shape("Llama-3-70B"), "int4")
+    config = grown_config(TARGET, read_shape("Llama-3-70B"), "int4")
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert read_shape(str(tmp_path / "config.json")) == read_shape("Llama-3-70B")
     for name in SHAPES:
-        large = parse_config(grown_config(read_config(DRAFT), read_shape(name), "int4"))
+        large = parse_config(grown_config(DRAFT, read_shape(name), "int4"))
         map_layer(read_config(DRAFT), large)
     with pytest.raises(UserError, match="or the path of a config"):
         read_shape("Llama-4")

@@ -11,7 +11,6 @@ from typing import Any
 from safetensors.torch import save_file
 from torch import Tensor
 
-from swiftspec.model.checkpoint_files import read_config
 from swiftspec.model.config import ModelConfig
 from swiftspec.model.formats.int4 import AWQ_ORDER, Int4Weight, pack_int4, unpack_int4
 from swiftspec.model.weights import DenseWeight, LayerWeights, Weight
@@ -22,7 +21,7 @@ from tools.width_expand.shapes import DTYPES, Kind, grown_config
 def write_config(path: str | Path, sizes: dict[str, Any], kind: Kind, out: Path) -> None:
     """Writes the width-expanded model's config.json, and the small model's tokenizer if it has one."""
     out.mkdir(parents=True, exist_ok=True)
-    config = grown_config(read_config(path), sizes, kind)
+    config = grown_config(path, sizes, kind)
     (out / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     for name in ("tokenizer.json", "tokenizer_config.json"):
         if (Path(path) / name).is_file():
@@ -33,10 +32,11 @@ def write(path: str | Path, sizes: dict[str, Any], kind: Kind, out: Path, device
     """Writes the width-expanded model as a checkpoint with one file per layer, in int4 as AutoAWQ "gemm"."""
     grown = Grown.of(path, sizes, kind, device, seed)
     write_config(path, sizes, kind, out)
-    weights, where, count = grown.weights(), dict[str, str](), grown.large.num_layers
-    rest = {"model.embed_tokens.weight": weights.embedding, "model.norm.weight": weights.norm}
-    if not grown.large.tie_word_embeddings:
-        rest["lm_head.weight"] = weights.head().dequantize(DTYPES[kind])
+    weights, where, count = grown.weights(), dict[str, str](), len(grown.large.spec.layers)
+    names = grown.large.names
+    rest = {f"{names.embedding}.weight": weights.embedding, f"{names.norm}.weight": weights.norm}
+    if not grown.large.spec.tie_word_embeddings:
+        rest[f"{names.head}.weight"] = weights.head().dequantize(DTYPES[kind])
     files = itertools.chain([rest], (_named(grown.large, i, read()) for i, read in enumerate(weights.layers)))
     for number, tensors in enumerate(files):
         file = f"model-{number:05}-of-{count:05}.safetensors"
@@ -48,21 +48,20 @@ def write(path: str | Path, sizes: dict[str, Any], kind: Kind, out: Path, device
 
 def _named(config: ModelConfig, number: int, layer: LayerWeights) -> dict[str, Tensor]:
     """Returns a layer's tensors by their Hugging Face names."""
-    q, kv, inner = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim, config.intermediate_size
-    prefix = f"model.layers.{number}"
+    spec, names = config.spec, config.names
+    q, kv, inner = spec.layer.mixer.q_size, spec.layer.mixer.kv_size, spec.layer.mlp.intermediate_size
+    prefix = names.layer(number)
     modules: list[tuple[str, Weight, int, int]] = [
-        ("self_attn.q_proj", layer.qkv, 0, q),
-        ("self_attn.k_proj", layer.qkv, q, q + kv),
-        ("self_attn.v_proj", layer.qkv, q + kv, q + 2 * kv),
-        ("self_attn.o_proj", layer.o, 0, config.hidden_size),
-        ("mlp.gate_proj", layer.gate_up, 0, inner),
-        ("mlp.up_proj", layer.gate_up, inner, 2 * inner),
-        ("mlp.down_proj", layer.down, 0, config.hidden_size),
+        (names.q, layer.qkv, 0, q),
+        (names.k, layer.qkv, q, q + kv),
+        (names.v, layer.qkv, q + kv, q + 2 * kv),
+        (names.o, layer.o, 0, spec.hidden_size),
+        (names.gate, layer.gate_up, 0, inner),
+        (names.up, layer.gate_up, inner, 2 * inner),
+        (names.down, layer.down, 0, spec.hidden_size),
     ]
-    tensors = {
-        f"{prefix}.input_layernorm.weight": layer.input_norm,
-        f"{prefix}.post_attention_layernorm.weight": layer.post_norm,
-    }
+    norms = {names.input_norm: layer.input_norm, names.post_norm: layer.post_norm}
+    tensors = {f"{prefix}.{name}.weight": norm for name, norm in norms.items()}
     for name, weight, start, stop in modules:
         tensors |= {f"{prefix}.{name}.{part}": tensor for part, tensor in _parts(weight, start, stop).items()}
     return tensors

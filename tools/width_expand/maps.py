@@ -14,6 +14,7 @@ from torch import Tensor
 from swiftspec.errors import UserError
 from swiftspec.model.config import ModelConfig
 from swiftspec.model.formats import format_of
+from swiftspec.model.spec import AttentionSpec
 
 SILENT = LOUD = -1
 FREE = QUIET = -2
@@ -65,10 +66,11 @@ def map_layer(small: ModelConfig, large: ModelConfig) -> Maps:
     # int4
     layout = format_of(small)
     run, slot = (1, 1) if layout is None else (layout.group_size, GROUP)
-    hidden = spread(small.hidden_size, large.hidden_size, SILENT, run, slot)
-    inner = spread(small.intermediate_size, large.intermediate_size, SILENT, run, slot)
-    ups = torch.where(inner < 0, SILENT, inner + small.intermediate_size)
-    qkv, o = _map_heads(small, large)
+    hidden = spread(small.spec.hidden_size, large.spec.hidden_size, SILENT, run, slot)
+    small_inner, large_inner = (config.spec.layer.mlp.intermediate_size for config in (small, large))
+    inner = spread(small_inner, large_inner, SILENT, run, slot)
+    ups = torch.where(inner < 0, SILENT, inner + small_inner)
+    qkv, o = _map_heads(small.spec.layer.mixer, large.spec.layer.mixer)
     return Maps(
         hidden=hidden,
         input=torch.where(hidden < 0, QUIET, hidden),
@@ -79,13 +81,16 @@ def map_layer(small: ModelConfig, large: ModelConfig) -> Maps:
     )
 
 
-def _map_heads(small: ModelConfig, large: ModelConfig) -> tuple[Tensor, Tensor]:
+def _map_heads(small: AttentionSpec, large: AttentionSpec) -> tuple[Tensor, Tensor]:
     """Returns the map of the rows of QKV and that of the columns of O.
 
     RoPE rotates dimensions i and i + head_dim / 2 of a head by theta^(-2i / head_dim). In a large head, s times as wide
     and with the same theta, the pair s * i rotates equally, so dimension d of the small head is dimension s * d of the
-    large one. Raises UserError if the large head dimension is not a multiple of the small one.
+    large one. Raises UserError if the large head dimension is not a multiple of the small one, or if the heads have a
+    norm, whose epsilon cannot be scaled for a head apart from that of the other norms.
     """
+    if small.qk_norm:
+        raise UserError("a model with a norm of query and key heads (qk_norm) cannot be width-expanded")
     group, wide = small.num_heads // small.num_kv_heads, large.num_heads // large.num_kv_heads
     stride, rest = divmod(large.head_dim, small.head_dim)
     if rest or stride == 0:
@@ -104,7 +109,7 @@ def _map_heads(small: ModelConfig, large: ModelConfig) -> tuple[Tensor, Tensor]:
     columns = _cross(q, dims, small.head_dim)
     columns[(q.unsqueeze(1) == LOUD) & (dims >= 0)] = LOUD  # the head attends to real values
     columns[(q.unsqueeze(1) == QUIET) | (dims < 0)] = QUIET
-    before_k, before_v = (small.num_heads * small.head_dim, (small.num_heads + small.num_kv_heads) * small.head_dim)
+    before_k, before_v = small.q_size, small.q_size + small.kv_size
     values = _cross(kv, dims, small.head_dim)
     keys = torch.where(values < 0, SILENT, values + before_k)
     keys[kv < 0] = FREE  # scores of heads with zero values

@@ -41,14 +41,14 @@ class Grown:
     def of(path: str | Path, sizes: dict[str, Any], kind: Kind, device: torch.device | str, seed: int) -> Grown:
         """Reads the small model. Raises UserError if it does not fit the shape."""
         small = read_config(path)
-        source = Checkpoint(small, open_tensors(path), format_of(small)).read()
-        large = parse_config(grown_config(small, sizes, kind))
-        spare = large.hidden_size - small.hidden_size
-        if large.vocab_size < small.vocab_size or (large.vocab_size > small.vocab_size and spare < 1):
+        source = Checkpoint(small.spec, open_tensors(path), format_of(small), small.names).read()
+        large = parse_config(grown_config(path, sizes, kind))
+        new, old = large.spec, small.spec
+        if new.vocab_size < old.vocab_size or (new.vocab_size > old.vocab_size and new.hidden_size <= old.hidden_size):
             raise UserError(f"{path}: the vocabulary cannot shrink, and can grow only together with the hidden size")
-        if large.tie_word_embeddings and not small.tie_word_embeddings:
+        if new.tie_word_embeddings and not old.tie_word_embeddings:
             raise UserError(f"{path}: this shape requires tied embeddings, but the LM head is separate")
-        if large.hidden_size % GROUP or large.intermediate_size % GROUP or large.num_heads * large.head_dim % GROUP:
+        if any(size % GROUP for size in (new.hidden_size, new.layer.mlp.intermediate_size, new.layer.mixer.q_size)):
             raise UserError(f"the sizes of the shape must be multiples of {GROUP}")
         noise = torch.Generator(device).manual_seed(seed)
         return Grown(small, large, source, map_layer(small, large), Filler(noise, DTYPES[kind], kind == "int4"))
@@ -56,21 +56,22 @@ class Grown:
     @property
     def constant(self) -> int | None:
         """Column of the residual stream with the constant, or None if no tokens have to be masked."""
-        if self.large.vocab_size == self.small.vocab_size:
+        if self.large.spec.vocab_size == self.small.spec.vocab_size:
             return None
         return int((self.maps.hidden == SILENT).nonzero()[0])
 
     def weights(self) -> ModelWeights:
         """Returns the weights of the large model, with layers that are built on demand."""
-        known, constant, filler = self.small.vocab_size, self.constant, replace(self.filler, int4=False)
-        rows = torch.cat((torch.arange(known), torch.full((self.large.vocab_size - known,), FREE)))
+        small, large, known = self.small.spec, self.large.spec, self.small.spec.vocab_size
+        constant, filler = self.constant, replace(self.filler, int4=False)
+        rows = torch.cat((torch.arange(known), torch.full((large.vocab_size - known,), FREE)))
         columns = self.maps.hidden  # the other entries of a known token's row are zero
         embedding = filler.dense_matrix(DenseWeight(self.source.embedding), rows, columns)
         if constant is not None:
-            embedding[:known, constant] = (self.small.rms_norm_eps * self.small.hidden_size / 2) ** 0.5
+            embedding[:known, constant] = (small.norm_eps * small.hidden_size / 2) ** 0.5
             embedding[known:, constant] = MASK  # not used as an embedding, because these tokens do not occur
         head = embedding
-        if not self.large.tie_word_embeddings:
+        if not large.tie_word_embeddings:
             columns = self.maps.input.clone()
             if constant is not None:
                 columns[constant] = LOUD
@@ -78,19 +79,20 @@ class Grown:
             if constant is not None:
                 head[known:, constant] = MASK
         layers, norm = self.layers(), self._norm(self.source.norm, 1.0)
-        one_by_one = [partial(next, layers)] * self.large.num_layers
+        one_by_one = [partial(next, layers)] * len(large.layers)
         return ModelWeights(embedding, one_by_one, norm, lambda: DenseWeight(head))
 
     def layers(self) -> Iterator[LayerWeights]:
         """Yields all layers of the large model, with those of the small one among them."""
         layers = iter(self.source.layers)
-        for number in spread(self.small.num_layers, self.large.num_layers, FREE).tolist():
+        for number in spread(len(self.small.spec.layers), len(self.large.spec.layers), FREE).tolist():
             yield self._layer(next(layers)() if number >= 0 else None)
 
     def _layer(self, source: LayerWeights | None) -> LayerWeights:
         matrix, maps = self.filler.matrix, self.maps
         gain = torch.ones(maps.qkv.shape[0])
-        gain[: maps.o.shape[0]] = (self.large.head_dim / self.small.head_dim) ** 0.5
+        small, large = self.small.spec.layer.mixer, self.large.spec.layer.mixer
+        gain[: maps.o.shape[0]] = (large.head_dim / small.head_dim) ** 0.5
         if source is None:
             source, maps = self._nothing(), maps.blank()
         return LayerWeights(
@@ -104,19 +106,18 @@ class Grown:
 
     def _nothing(self) -> LayerWeights:
         """Returns the source of a blank layer: zero biases, and matrices from which no row is copied."""
-        config = self.small
-        heads, kv_heads, inner = config.num_heads, config.num_kv_heads, config.intermediate_size
+        hidden, mixer, mlp = self.small.spec.hidden_size, self.small.spec.layer.mixer, self.small.spec.layer.mlp
 
         def weight(rows: int, columns: int, bias: bool) -> Weight:
             return DenseWeight(torch.zeros(rows, columns), torch.zeros(rows) if bias else None)
 
         return LayerWeights(
-            input_norm=torch.ones(config.hidden_size),
-            qkv=weight((heads + 2 * kv_heads) * config.head_dim, config.hidden_size, config.qkv_bias),
-            o=weight(config.hidden_size, heads * config.head_dim, config.o_bias),
-            post_norm=torch.ones(config.hidden_size),
-            gate_up=weight(2 * inner, config.hidden_size, config.mlp_bias),
-            down=weight(config.hidden_size, inner, config.mlp_bias),
+            input_norm=torch.ones(hidden),
+            qkv=weight(mixer.q_size + 2 * mixer.kv_size, hidden, mixer.qkv_bias),
+            o=weight(hidden, mixer.q_size, mixer.o_bias),
+            post_norm=torch.ones(hidden),
+            gate_up=weight(2 * mlp.intermediate_size, hidden, mlp.bias),
+            down=weight(hidden, mlp.intermediate_size, mlp.bias),
         )
 
     def _norm(self, source: Tensor, constant: float) -> Tensor:
@@ -124,7 +125,7 @@ class Grown:
         constant."""
         columns = self.maps.hidden
         weight = torch.where(columns < 0, 1.0, source.float()[columns.clamp_min(0)])
-        weight *= (self.small.hidden_size / self.large.hidden_size) ** 0.5
+        weight *= (self.small.spec.hidden_size / self.large.spec.hidden_size) ** 0.5
         if self.constant is not None:
             weight[self.constant] = constant
         return weight.to(self.filler.device)
@@ -147,7 +148,8 @@ def load(
     It writes no file and keeps no second copy.
     """
     grown = Grown.of(path, sizes, kind, device, seed)
-    large, weights = grown.large, grown.weights()
+    spec, weights = grown.large.spec, grown.weights()
     if cache_dtype == FLOAT8:
-        weights = Fp8KVScale(large.num_heads, large.num_kv_heads, large.head_dim).of_weights(weights)
-    return Transformer(large, weights, ops, device, dtype or DTYPES[kind], max_positions, cache_dtype=cache_dtype)
+        mixer = spec.layer.mixer
+        weights = Fp8KVScale(mixer.num_heads, mixer.num_kv_heads, mixer.head_dim).of_weights(weights)
+    return Transformer(spec, weights, ops, device, dtype or DTYPES[kind], max_positions, cache_dtype=cache_dtype)

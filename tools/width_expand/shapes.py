@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 
 from swiftspec.errors import UserError
-from swiftspec.model.config import ModelConfig
+from swiftspec.model.checkpoint_files import read_config
 from swiftspec.model.config_json import parse_config
 from tools.width_expand.maps import GROUP
 
@@ -34,33 +34,24 @@ def read_shape(shape: str) -> dict[str, Any]:
     if not Path(shape).is_file():
         raise UserError(f"{shape}: expected {', '.join(SHAPES)}, or the path of a config.json")
     data = json.loads(Path(shape).read_text(encoding="utf-8"))
-    config = parse_config(data)
-    sizes = (config.hidden_size, config.num_layers, config.num_heads, config.num_kv_heads, config.head_dim)
-    rest = (config.intermediate_size, config.vocab_size, config.tie_word_embeddings)
+    spec = parse_config(data).spec
+    mixer, mlp = spec.layer.mixer, spec.layer.mlp
+    sizes = (spec.hidden_size, len(spec.layers), mixer.num_heads, mixer.num_kv_heads, mixer.head_dim)
+    rest = (mlp.intermediate_size, spec.vocab_size, spec.tie_word_embeddings)
     return dict(zip(FIELDS, sizes + rest, strict=True))
 
 
-def grown_config(small: ModelConfig, sizes: dict[str, Any], kind: Kind) -> dict[str, Any]:
-    """Returns the config.json of the small model in the large shape `sizes`, with weights of type `kind`."""
-    share = small.hidden_size / sizes["hidden_size"]
-    rope: dict[str, Any] = {"rope_theta": small.rope.theta, "rope_type": small.rope.kind}
-    if small.rope.kind != "default":
-        rope |= {"factor": small.rope.factor}
-    if small.rope.kind == "llama3":
-        rope |= {"low_freq_factor": small.rope.low_freq_factor, "high_freq_factor": small.rope.high_freq_factor}
-        rope |= {"original_max_position_embeddings": small.rope.original_max_position}
-    family = "Llama" if small.family == "llama" else "Qwen2"
+def grown_config(path: str | Path, sizes: dict[str, Any], kind: Kind) -> dict[str, Any]:
+    """Returns the config.json of the small model at `path` in the large shape `sizes`, with weights of type `kind`. Its
+    other fields, such as family, biases and RoPE, are those of the small model."""
+    small, own = read_config(path), json.loads((Path(path) / "config.json").read_text(encoding="utf-8"))
+    share = small.spec.hidden_size / sizes["hidden_size"]
     quant = {"quant_method": "awq", "version": "gemm", "bits": 4, "group_size": GROUP, "zero_point": True}
-    return sizes | {
-        "architectures": [f"{family}ForCausalLM"],
-        "model_type": small.family,
-        "hidden_act": "silu",
-        "rms_norm_eps": small.rms_norm_eps * share / (2 if sizes["vocab_size"] > small.vocab_size else 1),
-        "rope_parameters": rope,
-        "max_position_embeddings": small.max_position_embeddings,
-        "attention_bias": small.family == "llama" and small.qkv_bias,
-        "mlp_bias": small.mlp_bias,
+    changed = sizes | {
+        "rms_norm_eps": small.spec.norm_eps * share / (2 if sizes["vocab_size"] > small.spec.vocab_size else 1),
         "eos_token_id": list(small.eos_token_ids),
         "torch_dtype": str(DTYPES[kind]).removeprefix("torch."),
         **({"quantization_config": quant} if kind == "int4" else {}),
     }
+    replaced = ("dtype", "quantization_config", "layer_types")  # `layer_types` has an entry per layer
+    return {name: value for name, value in own.items() if name not in replaced} | changed

@@ -1,8 +1,8 @@
 """CPU backend: fused operators for x86-64 CPUs with AVX2 or more, in the native extension.
 
-It implements the functions of reference/ for bfloat16 and float32 models (`fits`) with bfloat16, float32, int4 or int8
-weights. Products are accumulated in float32. A row's result does not depend (bitwise) on the other rows of its batch,
-on their number, or on the slots of its keys.
+It implements the functions of reference/ for bfloat16 and float32 models (`check_supported`) with bfloat16, float32,
+int4 or int8 weights. Products are accumulated in float32. A row's result does not depend (bitwise) on the other rows of
+its batch, on their number, or on the slots of its keys.
 """
 
 from __future__ import annotations
@@ -20,21 +20,22 @@ from swiftspec.backends.cpu.decoder import fuse
 from swiftspec.backends.cpu.packing import PackedLinear, pack
 from swiftspec.backends.reference import DEFAULT_SCORES, MAX_CAPTURED_SEQUENCES, Scores, device_tree, embed, rope_tables
 from swiftspec.backends.reference.resampling import ResamplingState
+from swiftspec.errors import UserError
 from swiftspec.model.packed_model import KVTensors
 
 if TYPE_CHECKING:
     from swiftspec.model.batch import Batch
-    from swiftspec.model.config import ModelConfig
+    from swiftspec.model.spec import ModelSpec
 
 __all__ = [
     "MAX_CAPTURED_SEQUENCES",
     "Scores",
+    "check_supported",
     "children",
     "device_tree",
     "draw",
     "draw_keyed",
     "embed",
-    "fits",
     "fuse",
     "gumbel_rows",
     "level",
@@ -57,6 +58,8 @@ __all__ = [
     "use_level",
 ]
 
+MAX_HEAD_DIM = 256
+
 level = _C.level  # returns the ISA level in use, such as "avx512_bf16"; "none" if the CPU lacks AVX2
 
 set_threads = _C.set_threads  # number of threads that share large products and prompt chunks; 1 by default
@@ -65,11 +68,21 @@ use_level = _C.use_level  # selects an ISA level for tests and benchmarks; retur
 peak = _C.peak  # peak(rounds, float32) runs a loop of products only and returns its number of floating-point operations
 
 
-def fits(config: ModelConfig, dtype: torch.dtype, device: torch.device | str) -> bool:
-    """Returns whether this backend can run the model in `dtype` on `device`."""
-    if torch.device(device).type != "cpu" or dtype not in (torch.bfloat16, torch.float32) or level() == "none":
-        return False
-    return config.head_dim % 16 == 0 and config.head_dim <= 256
+def check_supported(spec: ModelSpec, dtype: torch.dtype, device: torch.device | str) -> None:
+    """Raises UserError if these operators cannot run the model because of its dtype, its layers, the device, or the
+    CPU."""
+    if torch.device(device).type != "cpu":
+        raise UserError(f"the CPU operators need a CPU, not {device}")
+    if level() == "none":
+        raise UserError("the CPU operators need a CPU with AVX2")
+    if dtype not in (torch.bfloat16, torch.float32):
+        raise UserError(f"the CPU operators compute in bfloat16 or float32, not {str(dtype).removeprefix('torch.')}")
+    mixer = spec.layer.mixer
+    if mixer.head_dim % 16 or mixer.head_dim > MAX_HEAD_DIM:
+        limits = f"a head dimension that is a multiple of 16 and at most {MAX_HEAD_DIM}"
+        raise UserError(f"the CPU operators need {limits}, not {mixer.head_dim}")
+    if mixer.qk_norm:
+        raise UserError("the CPU operators have no norm of query and key heads (qk_norm)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,9 +188,10 @@ def prepare(batch: Batch, cache: KVTensors, cos: Tensor, sin: Tensor, num_heads:
     return CpuAttentionPlan(parts, _C.Cache(cache.k, cache.v), num_heads * head_dim)
 
 
-def tree_attention(qkv: Tensor, plan: CpuAttentionPlan, layer: int) -> Tensor:
+def tree_attention(qkv: Tensor, plan: CpuAttentionPlan, layer: int, qk_norm: object = None) -> Tensor:
     """Applies RoPE, appends keys and values to the cache, and computes masked attention: qkv [rows, (heads + 2 *
-    kv_heads) * head_dim] -> [rows, heads * head_dim]."""
+    kv_heads) * head_dim] -> [rows, heads * head_dim]. `qk_norm`: None, see `check_supported`."""
+    assert qk_norm is None
     out = qkv.new_empty(qkv.shape[0], plan.out_width)
     for part in plan.parts:
         mine = qkv if part.rows is None else qkv[part.rows]

@@ -21,7 +21,9 @@ if TYPE_CHECKING:
 
 def fuse(stack: PackedModel) -> HostDecoder | None:
     """Returns a decoder that runs a forward in one native call, or None if the model is sharded over ranks without
-    shared memory."""
+    shared memory, or has a norm of query and key heads."""
+    if any(layer.qk_norm is not None for layer in stack.layers):
+        return None
     return HostDecoder(stack) if stack.group is None or stack.group.memory is not None else None
 
 

@@ -108,11 +108,11 @@ class CacheEntry:
     folder: Path
     missing: set[str] = field(default_factory=set)  # names of the units that this process had to pack
 
-    def load(self, weights: ModelWeights, dtype: torch.dtype, skip: Callable[[str], object]) -> ModelWeights:
+    def load(self, weights: ModelWeights, dtype: torch.dtype, skip: Callable[[int | None], object]) -> ModelWeights:
         """Returns `weights` with cached packed units instead of the weights that would be read from the checkpoint.
 
-        `dtype`: that of the model, to which the embedding is converted. `skip`: called with the name prefix of
-        checkpoint tensors that cached units replace.
+        `dtype`: that of the model, to which the embedding is converted. `skip`: called when a cached unit replaces
+        weights of the checkpoint, with the index of the layer, or with None for the LM head.
         """
         with contextlib.suppress(OSError):
             os.utime(self.folder)  # marks the entry as used
@@ -138,18 +138,18 @@ class CacheEntry:
                 size, work = names[name]().nbytes, partial(self._write, name, names[name])
                 self.cache.writer.add(self.folder / name, size, work)
 
-    def _layer(self, index: int, read: Callable[[], LayerWeights], skip: Callable[[str], object]) -> LayerWeights:
+    def _layer(self, index: int, read: Callable[[], LayerWeights], skip: Callable[[int], object]) -> LayerWeights:
         found = self._read_unit(_name(index), _layer_of)
         if found is None:
             return read()
-        skip(f"model.layers.{index}.")
+        skip(index)
         return found
 
-    def _head(self, read: Callable[[], Weight], skip: Callable[[str], object]) -> Weight:
+    def _head(self, read: Callable[[], Weight], skip: Callable[[None], object]) -> Weight:
         found = self._read_unit("head", lambda unit: _packed(unit, "head"))
         if found is None:
             return read()
-        skip("lm_head.")
+        skip(None)
         return found
 
     def _read_unit(self, name: str, make: Callable[[PackedUnit], T]) -> T | None:
@@ -175,12 +175,16 @@ def _name(index: int) -> str:
 
 def _layer_of(unit: PackedUnit) -> LayerWeights:
     fields: dict[str, Any] = {name: unit.tensors[name] for name in NORMS}
+    if "qk_norm" in unit.tensors:  # has a row per head; those of the query heads are equal, and come first
+        fields |= {"q_norm": unit.tensors["qk_norm"][0], "k_norm": unit.tensors["qk_norm"][-1]}
     fields |= {name: _packed(unit, name) for name in MATRICES}
     return LayerWeights(**fields)
 
 
 def _unit_of(layer: PackedLayer) -> PackedUnit:
     norms = {name: getattr(layer, name).weight for name in NORMS}
+    if layer.qk_norm is not None:
+        norms["qk_norm"] = layer.qk_norm.weight
     unit = _unit(**{name: getattr(layer, name) for name in MATRICES})
     return replace(unit, tensors={**unit.tensors, **norms})
 

@@ -27,7 +27,7 @@ from swiftspec.errors import UserError
 from swiftspec.model.packed_model import PackedModel
 
 if TYPE_CHECKING:
-    from swiftspec.model.config import ModelConfig
+    from swiftspec.model.spec import ModelSpec
 
 __all__ = [
     "DEFAULT_SCORES",
@@ -73,17 +73,21 @@ class CudaNorm:
     eps: float
 
 
-def check_supported(config: ModelConfig, dtype: torch.dtype, device: torch.device | str) -> None:
-    """Raises UserError if these operators cannot run the model because of its dtype or shape, the build, or the GPU."""
+def check_supported(spec: ModelSpec, dtype: torch.dtype, device: torch.device | str) -> None:
+    """Raises UserError if these operators cannot run the model because of its dtype, its layers, the build, or the
+    GPU."""
     require_usable(device)
     if dtype != torch.bfloat16:
         raise UserError(f"the CUDA operators compute in bfloat16, not {str(dtype).removeprefix('torch.')}")
-    if config.head_dim not in HEAD_DIMS:
-        raise UserError(f"the CUDA operators need head dimension 64 or 128, not {config.head_dim}; use ops reference")
-    if config.num_heads // config.num_kv_heads > MAX_HEADS_PER_KV_HEAD:
+    mixer = spec.layer.mixer
+    if mixer.head_dim not in HEAD_DIMS:
+        raise UserError(f"the CUDA operators need head dimension 64 or 128, not {mixer.head_dim}; use ops reference")
+    if mixer.num_heads // mixer.num_kv_heads > MAX_HEADS_PER_KV_HEAD:
         raise UserError(f"the CUDA operators need at most {MAX_HEADS_PER_KV_HEAD} heads per KV head; use ops reference")
-    if config.hidden_size % 8:
-        raise UserError(f"the CUDA operators require a multiple of 8 as hidden size, not {config.hidden_size}")
+    if spec.hidden_size % 8:
+        raise UserError(f"the CUDA operators require a multiple of 8 as hidden size, not {spec.hidden_size}")
+    if mixer.qk_norm:
+        raise UserError("the CUDA operators have no norm of query and key heads (qk_norm); use ops auto")
 
 
 def pack_norm(weight: Tensor, eps: float, dtype: torch.dtype, device: torch.device | str) -> CudaNorm:

@@ -73,9 +73,10 @@ def prepare(batch: Batch, cache: KVTensors, cos: Tensor, sin: Tensor, num_heads:
     return CudaAttentionPlan(slices, num_heads * dim)
 
 
-def tree_attention(qkv: Tensor, plan: CudaAttentionPlan, layer: int) -> Tensor:
+def tree_attention(qkv: Tensor, plan: CudaAttentionPlan, layer: int, qk_norm: object = None) -> Tensor:
     """Applies RoPE, appends keys and values to the cache, and computes masked attention: qkv [rows, (heads + 2 *
-    kv_heads) * head_dim] -> [rows, heads * head_dim]."""
+    kv_heads) * head_dim] -> [rows, heads * head_dim]. `qk_norm`: None, see `check_supported`."""
+    assert qk_norm is None
     out = qkv.new_empty(qkv.shape[0], plan.out_width)
     for chunk, native in plan.slices:
         native.attend(qkv[chunk], layer, out[chunk], current_stream())

@@ -10,13 +10,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from swiftspec.backends.reference.linear import rms_norm
+from swiftspec.backends.reference.packing import ReferenceNorm
 from swiftspec.model.batch import Batch
-from swiftspec.model.config import RopeConfig
 from swiftspec.model.packed_model import KVTensors
+from swiftspec.model.spec import RopeSpec
 
 
 def rope_tables(
-    rope: RopeConfig, head_dim: int, length: int, dtype: torch.dtype, device: torch.device | str
+    rope: RopeSpec, head_dim: int, length: int, dtype: torch.dtype, device: torch.device | str
 ) -> tuple[Tensor, Tensor]:
     """Returns the RoPE tables cos and sin [length, head_dim]. The sine includes the sign of the rotation:
     x' = x * cos + roll(x, head_dim / 2) * sin.
@@ -30,7 +32,7 @@ def rope_tables(
     return torch.cat((cos, cos), 1), torch.cat((-sin, sin), 1)
 
 
-def _scale_frequencies(frequencies: Tensor, rope: RopeConfig) -> Tensor:
+def _scale_frequencies(frequencies: Tensor, rope: RopeSpec) -> Tensor:
     """Applies RoPE scaling to `frequencies`. "llama3" keeps high frequencies, divides low ones by the factor, and
     interpolates in between."""
     if rope.kind == "default":
@@ -106,13 +108,20 @@ def _mask(window: Tensor, length: int, group: int, dtype: torch.dtype) -> Tensor
     return mask.expand(group, -1, -1).reshape(1, 1, -1, length)
 
 
-def tree_attention(qkv: Tensor, plan: ReferenceAttentionPlan, layer: int) -> Tensor:
+def tree_attention(
+    qkv: Tensor, plan: ReferenceAttentionPlan, layer: int, qk_norm: ReferenceNorm | None = None
+) -> Tensor:
     """Applies RoPE, appends keys and values to the cache, and computes masked attention: qkv [rows, (heads + 2 *
-    kv_heads) * head_dim] -> [rows, heads * head_dim]."""
+    kv_heads) * head_dim] -> [rows, heads * head_dim].
+
+    `qk_norm`: RMSNorm of each query and key head before RoPE, with weight [heads + kv_heads, head_dim].
+    """
     rows, head_dim = qkv.shape[0], plan.cos.shape[-1]
     heads = qkv.view(rows, -1, head_dim)
     kv_heads = (heads.shape[1] - plan.num_heads) // 2
     rotated, v = heads.split((plan.num_heads + kv_heads, kv_heads), 1)
+    if qk_norm is not None:
+        rotated = rms_norm(rotated, qk_norm)
     # three operations: roll by half a head, and multiply by the signed sine
     rotated = torch.addcmul(rotated * plan.cos, rotated.roll(head_dim // 2, -1), plan.sin)
     q, k = rotated.split((plan.num_heads, kv_heads), 1)

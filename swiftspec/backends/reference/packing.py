@@ -18,7 +18,7 @@ LinearFn = Callable[[Tensor], Tensor]  # a packed projection: [rows, inputs] -> 
 class ReferenceNorm:
     """A packed RMSNorm."""
 
-    weight: Tensor  # [hidden]
+    weight: Tensor  # [hidden], or [heads, head_dim] for a norm of each head
     eps: Tensor  # [], in the dtype in which the variance is computed
 
 
@@ -34,6 +34,7 @@ def pack(weight: Weight, dtype: torch.dtype, device: torch.device | str) -> Line
 
 
 def pack_norm(weight: Tensor, eps: float, dtype: torch.dtype, device: torch.device | str) -> ReferenceNorm:
-    """Packs an RMSNorm with weight [hidden]. The variance is computed in float32, or in float64 in a float64 model."""
+    """Packs an RMSNorm with weight [hidden] or [heads, head_dim]. The variance is computed in float32, or in float64 in
+    a float64 model."""
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     return ReferenceNorm(weight.to(device, dtype), torch.tensor(eps, dtype=wide, device=device))

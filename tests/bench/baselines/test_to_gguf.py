@@ -53,17 +53,17 @@ def neighbours(rows: np.ndarray, heads: int) -> np.ndarray:
 
 def theirs(name: str, weights: Weights) -> np.ndarray:
     """The tensor of the checkpoint as its GGUF should contain it."""
-    config = read_config(TARGET)
+    mixer = read_config(TARGET).spec.layer.mixer
     dense = weights.dense(name, torch.float32).numpy()
-    heads = {"q_proj": config.num_heads, "k_proj": config.num_kv_heads}.get(name.split(".")[-2])
+    heads = {"q_proj": mixer.num_heads, "k_proj": mixer.num_kv_heads}.get(name.split(".")[-2])
     return dense if heads is None else neighbours(dense, heads)
 
 
 def test_q4_1_has_the_codes_of_awq(tmp_path: Path) -> None:
     """Every int4 weight is restored, except for the rounding of its minimum to fp16."""
-    file, weights, config = Written(TARGET, "q4_1", tmp_path), Weights(TARGET), read_config(TARGET)
+    file, weights, spec = Written(TARGET, "q4_1", tmp_path), Weights(TARGET), read_config(TARGET).spec
     pairs = {"q_proj": "attn_q", "k_proj": "attn_k", "o_proj": "attn_output", "down_proj": "ffn_down"}
-    for layer in (0, config.num_layers - 1):
+    for layer in (0, len(spec.layers) - 1):
         for ours, place in pairs.items():
             room = "mlp" if ours == "down_proj" else "self_attn"
             wanted, name = theirs(f"model.layers.{layer}.{room}.{ours}.weight", weights), f"blk.{layer}.{place}.weight"
@@ -72,9 +72,9 @@ def test_q4_1_has_the_codes_of_awq(tmp_path: Path) -> None:
             assert (np.abs(file.decoded(name) - wanted) <= least + 1e-7).all()
     assert len(file.tensors) == len(weights.names)
     assert file.tensors["token_embd.weight"].tensor_type == GGMLQuantizationType.Q8_0
-    assert file.fact("llama.block_count") == config.num_layers and file.fact("llama.attention.head_count_kv") == 2
+    assert file.fact("llama.block_count") == len(spec.layers) and file.fact("llama.attention.head_count_kv") == 2
     tokens, types = file.fact("tokenizer.ggml.tokens"), file.fact("tokenizer.ggml.token_type")
-    assert len(tokens) == len(types) == config.vocab_size
+    assert len(tokens) == len(types) == spec.vocab_size
 
 
 def test_q4_0_is_close_and_norms_are_exact(tmp_path: Path) -> None:

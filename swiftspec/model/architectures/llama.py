@@ -1,0 +1,13 @@
+"""Llama: Llama 2 and 3, DeepSeek-Coder and models with the same layers."""
+
+from __future__ import annotations
+
+from swiftspec.file_io import Fields
+from swiftspec.model.architectures.decoder import decoder_spec
+from swiftspec.model.spec import ModelSpec
+
+
+def llama_spec(fields: Fields) -> ModelSpec:
+    """Returns the spec of a LlamaForCausalLM."""
+    bias = fields.boolean("attention_bias")
+    return decoder_spec(fields, qkv_bias=bias, o_bias=bias, mlp_bias=fields.boolean("mlp_bias"), qk_norm=False)

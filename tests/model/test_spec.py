@@ -1,0 +1,112 @@
+"""The spec decides what is read from a checkpoint and how large it is, layer by layer."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from swiftspec.builder.memory_estimate import MemoryEstimate, kv_bytes_per_token
+from swiftspec.errors import UserError
+from swiftspec.model.checkpoint import Checkpoint
+from swiftspec.model.config import ModelConfig
+from swiftspec.model.shard import Shard
+from swiftspec.model.spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, RopeSpec
+from swiftspec.model.tensor_names import HF_NAMES, TensorNames
+
+PLAIN = LayerSpec(AttentionSpec(num_heads=4, num_kv_heads=2, head_dim=8, rope=RopeSpec(10000.0)), MlpSpec(48))
+FULL = LayerSpec(replace(PLAIN.mixer, qkv_bias=True, o_bias=True, qk_norm=True), MlpSpec(48, bias=True))
+
+
+def spec_of(*layers: LayerSpec, tie: bool = False) -> ModelSpec:
+    return ModelSpec(64, 32, layers, norm_eps=1e-6, tie_word_embeddings=tie)
+
+
+def config_of(spec: ModelSpec) -> ModelConfig:
+    return ModelConfig(spec, HF_NAMES, 128, "float32", {}, ())
+
+
+class Recorder:
+    """A checkpoint that contains every tensor, and records the shapes of those that are read."""
+
+    folder = Path("recorder")
+
+    def __init__(self) -> None:
+        self.shapes: dict[str, tuple[int, ...]] = {}
+
+    def __contains__(self, name: str) -> bool:
+        return True
+
+    def take(self, name: str, *shape: int, kinds: Any = None) -> Tensor:
+        self.shapes[name] = shape
+        return torch.zeros(shape)
+
+
+def read(spec: ModelSpec, names: TensorNames = HF_NAMES) -> dict[str, tuple[int, ...]]:
+    """The tensors that are read, and their shapes."""
+    tensors = Recorder()
+    weights = Checkpoint(spec, tensors, names=names).read()
+    for layer in weights.layers:
+        layer()
+    weights.head()
+    return tensors.shapes
+
+
+def layer_of(shapes: dict[str, tuple[int, ...]], index: int) -> dict[str, tuple[int, ...]]:
+    prefix = f"model.layers.{index}."
+    return {name.removeprefix(prefix): shape for name, shape in shapes.items() if name.startswith(prefix)}
+
+
+MATRICES = {
+    "input_layernorm.weight": (32,), "self_attn.q_proj.weight": (32, 32), "self_attn.k_proj.weight": (16, 32),
+    "self_attn.v_proj.weight": (16, 32), "self_attn.o_proj.weight": (32, 32),
+    "post_attention_layernorm.weight": (32,), "mlp.gate_proj.weight": (48, 32), "mlp.up_proj.weight": (48, 32),
+    "mlp.down_proj.weight": (32, 48),
+}  # fmt: skip
+BIASES = {
+    "self_attn.q_proj.bias": (32,), "self_attn.k_proj.bias": (16,), "self_attn.v_proj.bias": (16,),
+    "self_attn.o_proj.bias": (32,), "mlp.gate_proj.bias": (48,), "mlp.up_proj.bias": (48,), "mlp.down_proj.bias": (32,),
+}  # fmt: skip
+HEAD_NORMS = {"self_attn.q_norm.weight": (8,), "self_attn.k_norm.weight": (8,)}
+
+
+def test_every_field_decides_what_is_read() -> None:
+    """Each layer is read by its own spec."""
+    wide = replace(PLAIN, mlp=MlpSpec(80))
+    shapes = read(spec_of(PLAIN, FULL, wide))
+    assert layer_of(shapes, 0) == MATRICES
+    assert layer_of(shapes, 1) == MATRICES | BIASES | HEAD_NORMS
+    assert layer_of(shapes, 2)["mlp.down_proj.weight"] == (32, 80)
+    ends = {"model.embed_tokens.weight": (64, 32), "model.norm.weight": (32,)}
+    assert {name: shape for name, shape in shapes.items() if ".layers." not in name} == {
+        **ends, "lm_head.weight": (64, 32)
+    }  # fmt: skip
+    assert "lm_head.weight" not in read(spec_of(PLAIN, tie=True))
+
+
+def test_an_architecture_can_rename_tensors() -> None:
+    names = TensorNames(layers="language_model.layers", q="attention.wq", k_norm="attention.key_norm")
+    shapes = read(spec_of(FULL), names)
+    assert shapes["language_model.layers.0.attention.wq.weight"] == (32, 32)
+    assert shapes["language_model.layers.0.attention.key_norm.weight"] == (8,)
+    assert not any(name.startswith("model.layers.") for name in shapes)
+
+
+def test_memory_is_the_sum_over_the_layers() -> None:
+    wide = replace(PLAIN, mixer=replace(PLAIN.mixer, num_kv_heads=4), mlp=MlpSpec(80))
+    assert kv_bytes_per_token(spec_of(PLAIN, wide), torch.bfloat16) == 2 * 2 * (2 + 4) * 8
+    tables = 2 * 64 * 32
+    matrices = 32 * (32 + 16 + 16 + 32 + 3 * 48) + 32 * (4 * 32 + 3 * 80)
+    need = MemoryEstimate(config_of(spec_of(PLAIN, wide)), torch.float32, 8, 1)
+    assert need.weights == 4 * (tables + matrices)
+
+
+def test_layers_that_differ_are_refused_where_all_have_one_shape() -> None:
+    spec = spec_of(PLAIN, replace(PLAIN, mlp=MlpSpec(80)))
+    with pytest.raises(UserError, match="layers differ"):
+        Shard.of(config_of(spec), 0, 2)
+    assert spec_of(PLAIN, PLAIN).layer == PLAIN
