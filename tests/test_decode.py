@@ -65,7 +65,7 @@ def plain_text(target: Path, temperature: float, count: int = TOKENS) -> list[in
 @pytest.mark.parametrize("tie", [True, False])
 def test_ar_equals_transformers(tmp_path: Path, family: str, rope: str, tie: bool) -> None:
     model: Any = make_checkpoint(
-        tmp_path, family=family, rope=ROPES[rope], tie=tie, vocab=72, layers=2, dtype=torch.float64
+        tmp_path, family=family, rope=ROPES[rope], tie=tie, vocab=72, layers=2, dtype=torch.float64, seed=6
     )
     ids = torch.tensor([PROMPT])
     with torch.no_grad():
