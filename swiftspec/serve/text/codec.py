@@ -57,7 +57,7 @@ def locate_model(name: str, revision: str | None = None) -> Path:
     try:
         return Path(snapshot_download(name, revision=revision, allow_patterns=list(HUB_FILES)))
     except Exception as error:  # of the client, its HTTP library or the disk: the model is unavailable
-        reason = HUB_REFUSALS.get(type(error).__name__) or _one_line(error)
+        reason = HUB_REFUSALS.get(type(error).__name__) or file_io.one_line(error)
         raise UserError(
             f"{name} is not a directory and cannot be downloaded from the Hugging Face Hub: {reason}"
         ) from None
@@ -76,7 +76,7 @@ class TextCodec:
             self.tokenizer = _read_tokenizer(path)
             self.vocab: dict[str, int] = self.tokenizer.get_vocab()
         except Exception as error:  # transformers and tokenizers raise anything on damaged files
-            raise UserError(f"{path}: the tokenizer cannot be read ({_one_line(error)})") from None
+            raise UserError(f"{path}: the tokenizer cannot be read ({file_io.one_line(error)})") from None
         if not self.vocab:
             raise UserError(f"{path}: the tokenizer is empty; is tokenizer.json missing?")
         self.size = max(self.vocab.values()) + 1  # of the base vocabulary
@@ -127,7 +127,7 @@ class TextCodec:
         try:
             return str(self.tokenizer.get_chat_template(tools=None if tools is None else [dict(t) for t in tools]))
         except ValueError as error:
-            raise UserError(f"{self.path}: the chat template failed ({_one_line(error)})") from None
+            raise UserError(f"{self.path}: the chat template failed ({file_io.one_line(error)})") from None
 
     def encode_chat(
         self,
@@ -236,9 +236,3 @@ def check_same_vocabulary(target: TextCodec, draft: TextCodec) -> None:
 
 def _quoted(token: str | None) -> str:
     return "unused" if token is None else repr(token)
-
-
-def _one_line(error: Exception) -> str:
-    """Returns the message of an exception, on one line of bounded length."""
-    words = " ".join(str(error).split()) or type(error).__name__
-    return words if len(words) <= 300 else words[:297] + "..."

@@ -8,16 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
-import select
 import signal
+import socket
 import subprocess
 import sys
-import time
 import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from swiftspec.errors import UserError
 from swiftspec.serve.text import template_process
@@ -56,12 +54,15 @@ class TemplateRenderer:
         """Starts the process in the background, unless one is running."""
         if self._process is not None:
             return
-        self._process = subprocess.Popen(  # in its own session, so that Ctrl-C does not reach it
-            [sys.executable, "-P", template_process.__file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL, start_new_session=True, bufsize=0,
-        )  # fmt: skip
+        self._connection, remote_end = socket.socketpair()
+        with remote_end:
+            self._process = subprocess.Popen(  # in its own session, so that Ctrl-C does not reach it
+                [sys.executable, "-P", template_process.__file__], stdin=remote_end.fileno(), stdout=remote_end.fileno(),
+                stderr=subprocess.DEVNULL, start_new_session=True,
+            )  # fmt: skip
+        self._replies = self._connection.makefile("rb")
         self._ready = False
-        self._finalizer = weakref.finalize(self, _kill, self._process)
+        self._finalizer = weakref.finalize(self, _kill, self._process, self._connection, self._replies)
 
     def close(self) -> None:
         """Kills the process. The next rendering starts a new one."""
@@ -125,17 +126,16 @@ class TemplateRenderer:
         """Sends a request to the process, which is started if necessary, and returns the reply. Raises UserError on a
         timeout, and OSError or ValueError if no valid reply of at most `max_bytes` arrives."""
         self.start()
-        assert self._process is not None and self._process.stdin is not None and self._process.stdout is not None
-        request_fd, reply_fd = self._process.stdin.fileno(), self._process.stdout.fileno()
         if not self._ready:
-            first = _receive(reply_fd, REPLY_OVERHEAD_BYTES, time.monotonic() + STARTUP_TIMEOUT_S)
+            self._connection.settimeout(STARTUP_TIMEOUT_S)
+            first = _receive(self._replies, REPLY_OVERHEAD_BYTES)
             if "ready" not in first:
                 raise UserError(f"chat templates cannot be rendered: {first.get('error')}")
             self._ready = True
-        deadline = time.monotonic() + self._timeout_s
+        self._connection.settimeout(self._timeout_s)
         try:
-            _send(request_fd, template_process.LENGTH.pack(len(data)) + data, deadline)
-            return _receive(reply_fd, max_bytes, deadline)
+            self._connection.sendall(template_process.LENGTH.pack(len(data)) + data)
+            return _receive(self._replies, max_bytes)
         except TimeoutError:
             raise UserError(
                 f"{self._model}: the chat template took longer than {self._timeout_s:g} s: {ADVICE}"
@@ -151,49 +151,21 @@ class TemplateRenderer:
         return "terminated the process that renders it"
 
 
-def _send(file: int, data: bytes, deadline: float) -> None:
-    """Writes all data. Raises TimeoutError at `deadline` (monotonic clock), BrokenPipeError if the reader exits."""
-    rest = memoryview(data)
-    while rest:
-        _wait(file, select.POLLOUT, deadline)
-        rest = rest[os.write(file, rest[: select.PIPE_BUF]) :]  # PIPE_BUF bytes fit without blocking
-
-
-def _receive(file: int, max_bytes: int, deadline: float) -> dict[str, Any]:
-    """Reads a frame of at most `max_bytes`. Raises TimeoutError at `deadline` (monotonic clock), BrokenPipeError if the
-    writer exits, and ValueError if the frame is invalid."""
-    (length,) = template_process.LENGTH.unpack(_read(file, template_process.LENGTH.size, deadline))
+def _receive(replies: BinaryIO, max_bytes: int) -> dict[str, Any]:
+    """Reads a frame of at most `max_bytes`. Raises TimeoutError if none arrives in time, and ValueError if it is
+    invalid or cut off."""
+    length = int.from_bytes(replies.read(template_process.LENGTH.size), "big")
     if length > max_bytes:
         raise ValueError("frame too long")
-    reply = json.loads(_read(file, length, deadline).decode("utf-8", "surrogatepass"))
+    reply = json.loads(replies.read(length).decode("utf-8", "surrogatepass"))
     if not isinstance(reply, dict):
         raise ValueError("not a JSON object")
     return reply
 
 
-def _read(file: int, count: int, deadline: float) -> bytes:
-    data = bytearray()
-    while len(data) < count:
-        _wait(file, select.POLLIN, deadline)
-        piece = os.read(file, min(count - len(data), 1 << 20))
-        if not piece:
-            raise BrokenPipeError("end of file")
-        data += piece
-    return bytes(data)
-
-
-def _wait(file: int, event: int, deadline: float) -> None:
-    poll = select.poll()
-    poll.register(file, event)
-    left = deadline - time.monotonic()
-    if left <= 0 or not poll.poll(left * 1000):
-        raise TimeoutError
-
-
-def _kill(process: subprocess.Popen[bytes]) -> None:
-    """Kills and reaps the process and closes its pipes."""
+def _kill(process: subprocess.Popen[bytes], connection: socket.socket, replies: BinaryIO) -> None:
+    """Kills and reaps the process and closes the connection to it."""
     process.kill()
     process.wait()
-    for pipe in (process.stdin, process.stdout):
-        if pipe is not None:
-            pipe.close()
+    replies.close()
+    connection.close()

@@ -178,7 +178,7 @@ def test_ctrl_c_while_a_template_is_rendered(codecs: Any, monkeypatch: pytest.Mo
     def interrupted(*args: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("swiftspec.serve.text.template._wait", interrupted)
+    monkeypatch.setattr("swiftspec.serve.text.template._receive", interrupted)
     with pytest.raises(KeyboardInterrupt):
         codec.encode_chat([USER])
     assert child.returncode == -signal.SIGKILL
