@@ -13,15 +13,22 @@ from swiftspec.model.tensor_parallel import TensorParallelGroup
 
 
 @dataclass(frozen=True, slots=True)
+class PackedMlp:
+    """A dense SwiGLU MLP with packed weights."""
+
+    gate_up: Any
+    down: Any
+
+
+@dataclass(frozen=True, slots=True)
 class PackedLayer:
-    """One layer with packed weights."""
+    """One layer with packed weights: two norms, the projections of attention, the MLP."""
 
     input_norm: Any
     qkv: Any
     o: Any
     post_norm: Any
-    gate_up: Any
-    down: Any
+    mlp: PackedMlp
     qk_norm: Any = None  # norm of the query and key heads, weight [num_heads + kv_heads, head_dim]; None: no norm
 
 
@@ -37,7 +44,7 @@ class PackedModel:
     sin: Tensor
     num_heads: int
     kv_heads: int
-    group: TensorParallelGroup | None  # all-reduces the outputs of `o` and `down`; None: the model is not sharded
+    group: TensorParallelGroup | None  # all-reduces the outputs of attention and MLP; None: the model is not sharded
 
 
 class KVTensors(Protocol):

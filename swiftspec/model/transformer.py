@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from swiftspec.model.batch import Batch
-from swiftspec.model.packed_model import FusedModel, LayerCaches, PackedLayer, PackedModel
+from swiftspec.model.packed_model import FusedModel, LayerCaches, PackedLayer, PackedMlp, PackedModel
 from swiftspec.model.spec import ModelSpec
 from swiftspec.model.tensor_parallel import TensorParallelGroup
 from swiftspec.model.weights import LayerWeights, ModelWeights, Weight
@@ -17,7 +17,12 @@ from swiftspec.model.weights import LayerWeights, ModelWeights, Weight
 
 class ModelOps(Protocol):
     """Module of the fused operators that the model calls; swiftspec.backends.reference documents them. Packed weights
-    are opaque to the model."""
+    are opaque to the model.
+
+    Contract of every operator: the bits of a row of the result depend on the inputs of that row and on its position,
+    never on the other rows of the batch, their number or their slots. Trees, batches and particles are exact because
+    of it. The docstring of a backend names the operators that keep it only up to rounding.
+    """
 
     def pack(self, weight: Weight, dtype: torch.dtype, device: torch.device | str, /) -> Any: ...
     def pack_norm(self, weight: Tensor, eps: float, dtype: torch.dtype, device: torch.device | str, /) -> Any: ...
@@ -32,7 +37,10 @@ class ModelOps(Protocol):
     def linear_residual(
         self, x: Tensor, packed: Any, residual: Tensor, reduce: Callable[[Tensor], Tensor] | None, /
     ) -> Tensor: ...
-    def norm_swiglu(self, x: Tensor, norm: Any, gate_up: Any, /) -> Tensor: ...
+    def mlp(
+        self, hidden: Tensor, norm: Any, weights: PackedMlp, residual: Tensor,
+        reduce: Callable[[Tensor], Tensor] | None, /,
+    ) -> Tensor: ...  # fmt: skip
     def norm_head(self, x: Tensor, norm: Any, packed: Any, /) -> Tensor: ...
 
 
@@ -81,7 +89,7 @@ class Transformer:
         if layer.q_norm is not None and layer.k_norm is not None:
             per_head = (layer.q_norm.expand(self.num_heads, -1), layer.k_norm.expand(self.kv_heads, -1))
             qk_norm = self._pack_norm(torch.cat(per_head))
-        return PackedLayer(first, qkv, o, second, gate_up, down, qk_norm)
+        return PackedLayer(first, qkv, o, second, PackedMlp(gate_up, down), qk_norm)
 
     def _pack_norm(self, weight: Tensor) -> Any:
         return self._ops.pack_norm(weight, self.spec.norm_eps, self.dtype, self.device)
@@ -110,6 +118,5 @@ class Transformer:
             qkv = ops.norm_linear(hidden, layer.input_norm, layer.qkv)
             mixed = ops.tree_attention(qkv, plan, index, layer.qk_norm)
             hidden = ops.linear_residual(mixed, layer.o, hidden, reduce)
-            gated = ops.norm_swiglu(hidden, layer.post_norm, layer.gate_up)
-            hidden = ops.linear_residual(gated, layer.down, hidden, reduce)
+            hidden = ops.mlp(hidden, layer.post_norm, layer.mlp, hidden, reduce)
         return hidden

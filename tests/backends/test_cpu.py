@@ -25,6 +25,7 @@ from swiftspec.model.batch import Batch
 from swiftspec.model.config_json import parse_config
 from swiftspec.model.formats.int4 import Int4Weight, pack_int4
 from swiftspec.model.loader import load_model
+from swiftspec.model.packed_model import PackedMlp
 from swiftspec.model.weights import DenseWeight
 from swiftspec.params import SamplingParams
 from tests.support.cases import fast_first
@@ -119,6 +120,27 @@ def test_the_error_of_int4_is_that_of_rounding_the_exact_product(level: str) -> 
     got = host.linear_residual(x, host.pack(weight, BF16, "cpu"), torch.zeros(8, 128, dtype=BF16))
     want = x.double() @ weight.dequantize(F64).T
     assert float((got.double() - want).norm() / want.norm()) < 2e-3
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_mlp(level: str, dtype: torch.dtype) -> None:
+    """Close to the reference; a row is bitwise identical in batches of any size."""
+    both, down = Both(int4(208, 128, 64, 3), 128, dtype), dense(128, 104, 5, dtype, bias=True)
+    mlp = PackedMlp(both.weight, host.pack(down, dtype, "cpu"))
+    exact = PackedMlp(both.exact, reference.pack(down, both.wide, "cpu"))
+    x, residual = random(21, 128, seed=1, scale=3.0, dtype=dtype), random(21, 128, seed=2, dtype=dtype)
+    alone = torch.cat([host.mlp(x[r : r + 1], both.norm, mlp, residual[r : r + 1]) for r in range(21)])
+    for count in (1, 2, 5, 8, 13, 21):
+        part = slice(21 - count, 21)
+        assert torch.equal(host.mlp(x[part], both.norm, mlp, residual[part]), alone[part])
+    wide, added = x.to(both.wide), residual.to(both.wide)
+    close(alone, reference.mlp(wide, both.exact_norm, exact, added))
+
+    def double(product: Tensor) -> Tensor:
+        return product * 2
+
+    doubled = host.mlp(x, both.norm, mlp, residual, reduce=double)
+    close(doubled, reference.mlp(wide, both.exact_norm, exact, added, reduce=double))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

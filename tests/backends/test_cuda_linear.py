@@ -12,6 +12,7 @@ from swiftspec import _C
 from swiftspec.backends import cuda
 from swiftspec.backends.cuda import linear as cuda_linear
 from swiftspec.errors import UserError
+from swiftspec.model.packed_model import PackedLayer, PackedMlp
 from swiftspec.model.weights import DenseWeight
 
 WEIGHT = DenseWeight(torch.ones(32, 64, dtype=torch.bfloat16))
@@ -32,7 +33,10 @@ def test_each_projection_prefetches_the_tiles_of_the_next() -> None:
         return SimpleNamespace(native=native, tiles=torch.empty(tiles, dtype=torch.uint8, device="meta"))
 
     sizes = {"qkv": 3, "o": cuda.PREFETCH_BYTES + 256, "gate_up": cuda.PREFETCH_BYTES + 512, "down": 5}
-    layers = [SimpleNamespace(**{name: matrix(f"{name} {i}", size) for name, size in sizes.items()}) for i in (0, 1)]
+    layers: list[PackedLayer] = []
+    for i in (0, 1):
+        qkv, o, gate_up, down = (matrix(f"{name} {i}", size) for name, size in sizes.items())
+        layers.append(PackedLayer(None, qkv, o, None, PackedMlp(gate_up, down)))
     stack: Any = SimpleNamespace(layers=layers, head=matrix("head", cuda.PREFETCH_BYTES + 1))
     assert cuda.fuse(stack) is None
     prefetched = {"qkv": cuda.PREFETCH_BYTES + 256, "o": cuda.PREFETCH_BYTES, "gate_up": 5, "down": 3}

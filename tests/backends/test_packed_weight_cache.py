@@ -61,7 +61,8 @@ def start(folder: Path, model: Path = TARGET, dtype: torch.dtype = torch.bfloat1
 
 def tensors(model: Transformer) -> list[Tensor]:
     stack = model.stack
-    matrices = [stack.head, *(getattr(layer, name) for layer in stack.layers for name in caches.MATRICES)]
+    layers = [(layer.qkv, layer.o, layer.mlp.gate_up, layer.mlp.down) for layer in stack.layers]
+    matrices = [stack.head, *(matrix for layer in layers for matrix in layer)]
     norms = [getattr(layer, name).weight for layer in stack.layers for name in caches.NORMS]
     parts = [part for matrix in matrices for part in (*matrix.tensors(), matrix.bias) if part is not None]
     return [stack.embedding, *norms, *parts]

@@ -16,6 +16,7 @@ from torch import Tensor
 from swiftspec.backends import reference as ops
 from swiftspec.model.architectures.decoder import parse_rope
 from swiftspec.model.batch import Batch
+from swiftspec.model.packed_model import PackedMlp
 from swiftspec.model.spec import RopeSpec
 from swiftspec.model.weights import DenseWeight
 from tests.support.tiny_checkpoints import ROPES, make_model
@@ -62,6 +63,9 @@ def test_projections(dtype: torch.dtype, rows: int, bias: bool) -> None:
     product = gated.double() @ down.double().T
     close(ops.linear_residual(gated, last, x), product + x.double(), dtype)
     close(ops.linear_residual(gated, last, x, lambda y: y * 2), 2 * product + x.double(), dtype)
+    mlp, residual = PackedMlp(packed, last), random(rows, 48, seed=5, dtype=dtype)
+    close(ops.mlp(x, norm, mlp, residual), product + residual.double(), dtype)
+    close(ops.mlp(x, norm, mlp, residual, lambda y: y * 2), 2 * product + residual.double(), dtype)
     assert torch.equal(x, kept), "the residual is the caller's"
 
 

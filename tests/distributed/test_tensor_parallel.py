@@ -20,6 +20,7 @@ from swiftspec.distributed.collectives.torch_dist import sum_in_rank_order
 from swiftspec.errors import UserError
 from swiftspec.model.checkpoint_files import read_config
 from swiftspec.model.loader import load_model
+from swiftspec.model.packed_model import PackedMlp
 from swiftspec.model.shard import Shard
 from swiftspec.model.tensor_parallel import TensorParallelGroup
 from tests.model.test_loader import quantise
@@ -145,11 +146,12 @@ def test_padding_contributes_nothing(tmp_path: Path) -> None:
             seen.append("heads")
             return out
 
-        def norm_swiglu(self, x: Tensor, norm: Any, gate_up: Any) -> Tensor:
-            out = reference.norm_swiglu(x, norm, gate_up)
-            assert (out[:, self.shard.down < 0] == 0).all()
-            out[:, self.shard.down < 0] = 1e30
-            return out
+        def mlp(self, x: Tensor, norm: Any, weights: PackedMlp, residual: Tensor, reduce: Any) -> Tensor:
+            gated = reference.norm_swiglu(x, norm, weights.gate_up)
+            assert (gated[:, self.shard.down < 0] == 0).all()
+            gated[:, self.shard.down < 0] = 1e30
+            seen.append("mlp")
+            return reference.linear_residual(gated, weights.down, residual, reduce)
 
     config = read_config(tmp_path)
     want = logits(tmp_path, None)
@@ -157,7 +159,7 @@ def test_padding_contributes_nothing(tmp_path: Path) -> None:
         assert any((Shard.of(config, rank, size).o < 0).any() for rank in range(size))
         got = on_ranks(size, lambda group: logits(tmp_path, group, ops=Spy(Shard.of(config, group.rank, group.size))))
         torch.testing.assert_close(got[0], want, rtol=1e-10, atol=1e-10)
-    assert seen
+    assert set(seen) == {"heads", "mlp"}
 
 
 def test_more_ranks_than_heads(tmp_path: Path) -> None:

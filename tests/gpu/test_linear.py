@@ -15,6 +15,7 @@ from swiftspec.backends.cuda import large_m
 from swiftspec.backends.cuda import linear as ops
 from swiftspec.backends.cuda.sampling import children
 from swiftspec.model.formats.int4 import Int4Weight, pack_int4
+from swiftspec.model.packed_model import PackedMlp
 from swiftspec.model.weights import DenseWeight
 from tests.gpu.device import DEVICE, EMULATED, FEW, captured, emulated_gpu, most, needs_kernels
 
@@ -121,6 +122,13 @@ def test_a_prompts_chunk(k: int, n: int, group: int, monkeypatch: pytest.MonkeyP
     gate, up = want.bfloat16().double().chunk(2, -1)
     gated = torch.nn.functional.silu(gate).bfloat16().double() * up
     assert error(ops.norm_swiglu(x, norm, packed), gated) <= 3 * TOLERANCE
+
+
+def test_the_mlp_launches_its_two_projections() -> None:
+    norm, x, residual = norm_of(256), rows_of(9, 256), rows_of(9, 256, 3)
+    mlp = PackedMlp(*(ops.pack(weight(k, n, 128), torch.bfloat16, DEVICE) for k, n in ((256, 512), (256, 256))))
+    want = ops.linear_residual(ops.norm_swiglu(x, norm, mlp.gate_up), mlp.down, residual)
+    assert torch.equal(ops.mlp(x, norm, mlp, residual), want)
 
 
 def test_candidates_right_after_the_head() -> None:

@@ -21,7 +21,7 @@ from swiftspec.backends.cpu.packing import PackedLinear, pack
 from swiftspec.backends.reference import DEFAULT_SCORES, MAX_CAPTURED_SEQUENCES, Scores, device_tree, embed, rope_tables
 from swiftspec.backends.reference.resampling import ResamplingState
 from swiftspec.errors import UserError
-from swiftspec.model.packed_model import KVTensors
+from swiftspec.model.packed_model import KVTensors, PackedMlp
 
 if TYPE_CHECKING:
     from swiftspec.model.batch import Batch
@@ -43,6 +43,7 @@ __all__ = [
     "log_probs",
     "log_top_k",
     "make_slot_mover",
+    "mlp",
     "norm_head",
     "norm_linear",
     "norm_swiglu",
@@ -131,6 +132,21 @@ def linear_residual(
     if reduce is None:
         return _linear(x, packed, torch.empty_like(residual), residual=residual)
     return reduce(_linear(x, packed, torch.empty_like(residual))).add_(residual)
+
+
+def mlp(
+    hidden: Tensor,
+    norm: CpuNorm,
+    weights: PackedMlp,
+    residual: Tensor,
+    reduce: Callable[[Tensor], Tensor] | None = None,
+) -> Tensor:
+    """Applies RMSNorm, the MLP down(SiLU(gate) * up), the all-reduce over the ranks of a group with `reduce`, and adds
+    the residual: hidden [rows, hidden] and residual [rows, hidden] -> [rows, hidden].
+
+    Contract: a row's bits depend on its own inputs, never on the other rows, their number or their slots.
+    """
+    return linear_residual(norm_swiglu(hidden, norm, weights.gate_up), weights.down, residual, reduce)
 
 
 def norm_head(x: Tensor, norm: CpuNorm, packed: PackedLinear) -> Tensor:

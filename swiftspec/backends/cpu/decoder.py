@@ -36,7 +36,7 @@ class HostDecoder:
         layers = [
             (
                 layer.input_norm.weight, layer.qkv.native, layer.o.native,
-                layer.post_norm.weight, layer.gate_up.native, layer.down.native,
+                layer.post_norm.weight, layer.mlp.gate_up.native, layer.mlp.down.native,
             )
             for layer in stack.layers
         ]  # fmt: skip

@@ -185,7 +185,7 @@ def _unit_of(layer: PackedLayer) -> PackedUnit:
     norms = {name: getattr(layer, name).weight for name in NORMS}
     if layer.qk_norm is not None:
         norms["qk_norm"] = layer.qk_norm.weight
-    unit = _unit(**{name: getattr(layer, name) for name in MATRICES})
+    unit = _unit(qkv=layer.qkv, o=layer.o, gate_up=layer.mlp.gate_up, down=layer.mlp.down)
     return replace(unit, tensors={**unit.tensors, **norms})
 
 

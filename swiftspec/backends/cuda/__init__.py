@@ -18,7 +18,7 @@ from torch import Tensor
 from swiftspec import _C
 from swiftspec.backends.cuda.attention import HEAD_DIMS, MAX_HEADS_PER_KV_HEAD, prepare, tree_attention
 from swiftspec.backends.cuda.devices import require_usable
-from swiftspec.backends.cuda.linear import linear_residual, norm_head, norm_linear, norm_swiglu, pack
+from swiftspec.backends.cuda.linear import linear_residual, mlp, norm_head, norm_linear, norm_swiglu, pack
 from swiftspec.backends.cuda.sampling import children, draw, draw_keyed, gumbel_rows, log_probs, log_top_k, resample
 from swiftspec.backends.cuda.torch_interop import current_stream, native_cache
 from swiftspec.backends.cuda.tree import DeviceTree, device_tree
@@ -47,6 +47,7 @@ __all__ = [
     "log_probs",
     "log_top_k",
     "make_slot_mover",
+    "mlp",
     "norm_head",
     "norm_linear",
     "norm_swiglu",
@@ -114,7 +115,7 @@ def enable_weight_prefetch(model: PackedModel, enabled: bool = True) -> None:
     switches prefetching off."""
     following = [*(layer.qkv for layer in model.layers[1:]), model.head]
     for layer, after_layer in zip(model.layers, following, strict=True):
-        matrices = (layer.qkv, layer.o, layer.gate_up, layer.down, after_layer)
+        matrices = (layer.qkv, layer.o, layer.mlp.gate_up, layer.mlp.down, after_layer)
         for matrix, next_matrix in pairwise(matrices):
             prefetch_bytes = next_matrix.tiles.shape[0] if matrix is layer.qkv else PREFETCH_BYTES
             matrix.native.precede(next_matrix.tiles[: prefetch_bytes if enabled else 0])

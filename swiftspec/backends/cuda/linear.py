@@ -21,6 +21,7 @@ from swiftspec.backends.cuda.devices import require_usable
 from swiftspec.backends.cuda.large_m import NormWeights
 from swiftspec.backends.cuda.torch_interop import current_stream, on_gpu, use_current_device
 from swiftspec.errors import UserError
+from swiftspec.model.packed_model import PackedMlp
 from swiftspec.model.weights import Weight
 
 MAX_REDUCED_ROWS = 32  # rows of one launch that all-reduces in its kernel
@@ -214,6 +215,22 @@ def linear_residual(
     if reduce is None or isinstance(reduce, PeerCommunicator):
         return _linear(x, packed, out, residual=residual, channel=reduce)
     return reduce(_linear(x, packed, out)).add_(residual)
+
+
+def mlp(
+    hidden: Tensor,
+    norm: NormWeights,
+    weights: PackedMlp,
+    residual: Tensor,
+    reduce: PeerCommunicator | Callable[[Tensor], Tensor] | None = None,
+) -> Tensor:
+    """Applies RMSNorm, the MLP down(SiLU(gate) * up), the all-reduce over the ranks of a group with `reduce`, and adds
+    the residual: hidden [rows, hidden] and residual [rows, hidden] -> [rows, hidden].
+
+    Contract: a row's bits depend on its own inputs, never on the other rows, their number or their slots, except in
+    long prefill chunks (large_m.py).
+    """
+    return linear_residual(norm_swiglu(hidden, norm, weights.gate_up), weights.down, residual, reduce)
 
 
 def norm_head(x: Tensor, norm: NormWeights, packed: CudaLinear) -> Tensor:

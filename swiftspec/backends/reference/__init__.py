@@ -2,6 +2,9 @@
 
 In shapes, `rows` is the number of tokens of a forward, `hidden` the hidden size, `inputs` and `outputs` are those of a
 projection, `heads` is the number of query heads, `window` the number of columns of the mask (`Batch.mask`).
+
+A row's result does not depend on the other rows of its batch, on their number or on the slots of its keys, up to
+rounding: torch may sum a product of more rows in another order.
 """
 
 from __future__ import annotations
@@ -9,7 +12,7 @@ from __future__ import annotations
 import torch
 
 from swiftspec.backends.reference.attention import make_slot_mover, prepare, rope_tables, tree_attention
-from swiftspec.backends.reference.linear import embed, linear_residual, norm_head, norm_linear, norm_swiglu
+from swiftspec.backends.reference.linear import embed, linear_residual, mlp, norm_head, norm_linear, norm_swiglu
 from swiftspec.backends.reference.noise import gumbel_rows
 from swiftspec.backends.reference.packing import pack, pack_norm
 from swiftspec.backends.reference.sampling import (
@@ -38,6 +41,7 @@ __all__ = [
     "log_probs",
     "log_top_k",
     "make_slot_mover",
+    "mlp",
     "norm_head",
     "norm_linear",
     "norm_swiglu",

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from swiftspec.backends.reference.packing import LinearFn, ReferenceNorm
+from swiftspec.model.packed_model import PackedMlp
 
 
 def embed(tokens: Tensor, weight: Tensor) -> Tensor:
@@ -48,6 +49,22 @@ def linear_residual(
     if reduce is not None:
         product = reduce(product)
     return product.add_(residual)
+
+
+def mlp(
+    hidden: Tensor,
+    norm: ReferenceNorm,
+    weights: PackedMlp,
+    residual: Tensor,
+    reduce: Callable[[Tensor], Tensor] | None = None,
+) -> Tensor:
+    """Applies RMSNorm, the MLP down(SiLU(gate) * up), the all-reduce over the ranks of a group with `reduce`, and adds
+    the residual: hidden [rows, hidden] and residual [rows, hidden] -> [rows, hidden].
+
+    Contract, here up to rounding: a row's bits depend on its own inputs, never on the other rows, their number or
+    their slots.
+    """
+    return linear_residual(norm_swiglu(hidden, norm, weights.gate_up), weights.down, residual, reduce)
 
 
 def norm_head(x: Tensor, norm: ReferenceNorm, packed: LinearFn) -> Tensor:
