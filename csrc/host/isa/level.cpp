@@ -1,67 +1,45 @@
 // Selects the ISA level and forwards the operators of kernels_host.h to its kernels.
 #include "host/isa/level.h"
 
+#include <atomic>
 #include <stdexcept>
+#include <vector>
 
 #include "common/noise.h"
-
-#ifdef SWIFTSPEC_X86
-#include <cpuid.h>
-#endif
+#include "host/ops/threads.h"
 
 namespace swiftspec::host {
 
 namespace {
-
-struct Level {
-  const char* name;
-  bool (*supported)();
-  Kernels (*kernels)();
-};
-
-#ifdef SWIFTSPEC_X86
-
-#define SWIFTSPEC_HAS(feature) (__builtin_cpu_supports(feature) != 0)
-
-// CPUID leaf 7.1, which __builtin_cpu_supports of older compilers lacks
-bool has_avxvnni_bit() {
-  unsigned a = 0, b = 0, c = 0, d = 0;
-  return __get_cpuid_count(7, 1, &a, &b, &c, &d) != 0 && (a & 1U << 4) != 0;
-}
-
-bool has_avx2() { return SWIFTSPEC_HAS("avx2") && SWIFTSPEC_HAS("fma") && SWIFTSPEC_HAS("f16c"); }
-bool has_avx_vnni() { return has_avx2() && has_avxvnni_bit(); }
-bool has_avx512() {
-  return has_avx2() && SWIFTSPEC_HAS("avx512f") && SWIFTSPEC_HAS("avx512bw") && SWIFTSPEC_HAS("avx512dq") &&
-         SWIFTSPEC_HAS("avx512vl");
-}
-bool has_avx512_vnni() { return has_avx512() && SWIFTSPEC_HAS("avx512vnni"); }
-bool has_avx512_bf16() { return has_avx512_vnni() && SWIFTSPEC_HAS("avx512bf16"); }
-
-const Level kLevels[] = {{"avx512_bf16", has_avx512_bf16, avx512_bf16_kernels},
-                         {"avx512_vnni", has_avx512_vnni, avx512_vnni_kernels},
-                         {"avx512", has_avx512, avx512_kernels},
-                         {"avx_vnni", has_avx_vnni, avx_vnni_kernels},
-                         {"avx2", has_avx2, avx2_kernels},
-#else
-const Level kLevels[] = {
-#endif
-                         {"none", [] { return true; }, [] { return Kernels{}; }}};
 
 struct Selection {
   const char* name;
   Kernels kernels;
 };
 
-Selection detect() {
-  const Level* level = kLevels;
-  while (!level->supported()) ++level;
-  return {level->name, level->kernels()};
+// The levels that this CPU supports, the preferred one first.
+const std::vector<Selection>& supported_levels() {
+  static const std::vector<Selection> found = [] {
+    std::vector<Selection> supported;
+    for (const Level& level : levels()) {
+      if (level.supported()) supported.push_back({level.name, level.kernels()});
+    }
+    return supported;
+  }();
+  return found;
 }
 
-Selection& selected() {
-  static Selection chosen = detect();
+std::atomic<const Selection*>& selected() {
+  static std::atomic<const Selection*> chosen{supported_levels().data()};
   return chosen;
+}
+
+// The kernels in use, for which the calling thread is prepared. An operator calls this once, so it runs at one level
+// even if `use_level` selects another one meanwhile.
+const Kernels& kernels() {
+  const Kernels& found = selected().load(std::memory_order_acquire)->kernels;
+  prepare_thread(found.init_thread);
+  return found;
 }
 
 template <class F>
@@ -72,12 +50,12 @@ F require_kernel(F kernel) {
 
 }  // namespace
 
-const char* level() { return selected().name; }
+const char* level() { return selected().load(std::memory_order_acquire)->name; }
 
 bool use_level(const std::string& name) {
-  for (const Level& level : kLevels) {
-    if (name != level.name || !level.supported()) continue;
-    selected() = {level.name, level.kernels()};
+  for (const Selection& level : supported_levels()) {
+    if (name != level.name) continue;
+    selected().store(&level, std::memory_order_release);
     return true;
   }
   return false;
@@ -85,60 +63,61 @@ bool use_level(const std::string& name) {
 
 int64_t peak(int64_t rounds, bool is_f32) {
   float seed[16] = {};
-  return require_kernel(is_f32 ? selected().kernels.peak_f32 : selected().kernels.peak_bf16)(rounds, seed);
+  const Kernels& k = kernels();
+  return require_kernel(is_f32 ? k.peak_f32 : k.peak_bf16)(rounds, seed);
 }
 
 void linear(const LinearArgs& args, bool is_f32) {
-  const Kernels& k = selected().kernels;
+  const Kernels& k = kernels();
   require_kernel(is_f32 ? k.linear_f32 : k.linear_bf16)(args);
 }
 
 void add(const void* x, int64_t count, void* into, bool is_f32) {
-  const Kernels& k = selected().kernels;
+  const Kernels& k = kernels();
   if (is_f32) return require_kernel(k.add_f32)(static_cast<const float*>(x), count, static_cast<float*>(into));
   require_kernel(k.add_bf16)(static_cast<const uint16_t*>(x), count, static_cast<uint16_t*>(into));
 }
 
 void attention(const AttentionArgs& args, bool is_f32) {
-  const Kernels& k = selected().kernels;
+  const Kernels& k = kernels();
   require_kernel(is_f32 ? k.attention_f32 : k.attention_bf16)(args);
 }
 
 void gumbel(const uint32_t* bits, int64_t count, float* out) {
-  require_kernel(selected().kernels.gumbel)(bits, count, out);
+  require_kernel(kernels().gumbel)(bits, count, out);
 }
 
 void gumbel_rows(uint64_t seed, uint32_t stream, const int32_t* positions, int64_t rows, uint32_t first,
                  int64_t count, float* out) {
-  const auto kernel = require_kernel(selected().kernels.gumbel_row);
+  const auto kernel = require_kernel(kernels().gumbel_row);
   for (int64_t row = 0; row < rows; ++row) {
     kernel(noise::row_key(seed, stream, static_cast<uint32_t>(positions[row])), first, count, out + row * count);
   }
 }
 
 void gumbel_keyed(const uint32_t* keys, int64_t rows, uint32_t first, int64_t count, float* out) {
-  const auto kernel = require_kernel(selected().kernels.gumbel_row);
+  const auto kernel = require_kernel(kernels().gumbel_row);
   for (int64_t row = 0; row < rows; ++row) kernel(keys[row], first, count, out + row * count);
 }
 
 void draw(const ScoreArgs& args, int64_t* tokens, float* values) {
-  require_kernel(selected().kernels.draw)(args, tokens, values);
+  require_kernel(kernels().draw)(args, tokens, values);
 }
 
 void children(const ScoreArgs& args, int64_t k, int64_t* tokens, float* values, float* totals) {
-  require_kernel(selected().kernels.children)(args, k, tokens, values, totals);
+  require_kernel(kernels().children)(args, k, tokens, values, totals);
 }
 
 void log_probs(const ScoreArgs& args, const int64_t* tokens, float* out) {
-  require_kernel(selected().kernels.log_probs)(args, tokens, out);
+  require_kernel(kernels().log_probs)(args, tokens, out);
 }
 
 void draw_keyed(const ScoreArgs& args, const uint32_t* keys, int64_t* tokens, float* log_probs) {
-  require_kernel(selected().kernels.draw_keyed)(args, keys, tokens, log_probs);
+  require_kernel(kernels().draw_keyed)(args, keys, tokens, log_probs);
 }
 
 int64_t draw_residual(const ScoreArgs& p, const ScoreArgs& q, uint32_t key) {
-  return require_kernel(selected().kernels.draw_residual)(p, q, key);
+  return require_kernel(kernels().draw_residual)(p, q, key);
 }
 
 }  // namespace swiftspec::host

@@ -1,7 +1,8 @@
-// Runtime ISA dispatch: one table of kernels per ISA level, selected at the first call.
+// Runtime ISA dispatch: one table of kernels per ISA level. The first call selects the best level of the CPU.
 #pragma once
 
 #include <cstdint>
+#include <span>
 
 #include "kernels_host.h"
 
@@ -40,7 +41,19 @@ struct Kernels {
   void (*log_probs)(const ScoreArgs&, const int64_t* tokens, float* out);
   void (*draw_keyed)(const ScoreArgs&, const uint32_t* keys, int64_t* tokens, float* log_probs);
   int64_t (*draw_residual)(const ScoreArgs& p, const ScoreArgs& q, uint32_t key);
+  // Prepares a thread for these kernels, such as by loading the tile configuration of matrix units; or null. Runs once
+  // on each thread, before its first kernel; again only after the `init_thread` of another level ran there.
+  void (*init_thread)() = nullptr;
 };
+
+struct Level {
+  const char* name;
+  bool (*supported)();   // whether this CPU supports the level
+  Kernels (*kernels)();  // may be called only if it does
+};
+
+// All levels, the preferred one first; the last one is always supported. Defined in cpu_levels.cpp.
+std::span<const Level> levels();
 
 // Defined in level_<name>.cpp.
 Kernels avx2_kernels();
