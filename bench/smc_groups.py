@@ -134,7 +134,7 @@ def plain(llm: LLM, at_once: int, forwards: int = 8) -> float:
     batch, seconds = Batch(rows, after, after, mask, rows, ends), []
 
     def forward() -> Tensor:
-        logits = target.model.forward(batch, cache)
+        logits = target.model.forward(batch, cache).logits
         assert logits is not None
         return logits
 

@@ -32,8 +32,10 @@ class Decoder:
         kv_heads: int,
         group: ShmGroup | None,
         timeout_s: float,
+        hidden_layers: Sequence[int],
     ) -> None:
-        """Each of `layers`: input norm, qkv, o, post norm, gate_up, down. Keeps all arguments alive."""
+        """Each of `layers`: input norm, qkv, o, post norm, gate_up, down. `hidden_layers`: the layers whose hidden
+        states each forward keeps. Keeps all arguments alive."""
     def forward(
         self,
         tokens: Array,
@@ -46,6 +48,9 @@ class Decoder:
         logits: Array | None,
     ) -> None:
         """Runs a batch (model/batch.py) whose rows are sorted by sequence. Skips the LM head without `logits`."""
+    def hidden_states(self, out: Array) -> None:
+        """Copies the hidden states of the first rows of the last forward, that of a native round included, to `out`
+        [rows, hidden_layers, hidden]."""
 
 class FastReply:
     """The state from which a draft replies without Python; see host/decoder/fast_reply.h."""

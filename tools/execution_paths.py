@@ -50,10 +50,11 @@ class Machine:
     group: bool = False
     messages: bool = False
 
-    def runner(self) -> Any:
+    def runner(self, hidden_layers: tuple[int, ...] = ()) -> Any:
         """Returns a stand-in for the runner of either model."""
         group = SimpleNamespace(captures=lambda x: self.messages) if self.group else None
-        model = SimpleNamespace(group=group, dtype=torch.float32, device=torch.device("cpu"))
+        cpu = torch.device("cpu")
+        model = SimpleNamespace(group=group, dtype=torch.float32, device=cpu, hidden_layers=hidden_layers)
         shard = SimpleNamespace(num_exchanged=DEEP) if self.group else None
         return SimpleNamespace(model=model, shard=shard, vocab=1, tree_slots=16)
 
@@ -91,11 +92,12 @@ MACHINES = (
 
 @dataclass(frozen=True, slots=True)
 class RequestCase:
-    """A request, and the engine configuration for it."""
+    """A request, the engine configuration for it, and the layers whose hidden states the target keeps."""
 
     name: str
     sampling: SamplingParams
     config: EngineConfig = SERIAL
+    hidden_layers: tuple[int, ...] = ()
 
     @property
     def start(self) -> RequestStart:
@@ -112,6 +114,7 @@ GUIDANCE = RequestCase("guidance", SamplingParams(guidance_scale=2.0))
 GRAMMAR = RequestCase("a grammar", SamplingParams(grammar="start: /a/"))
 SCORED = RequestCase("log-probabilities", SamplingParams(logprobs=1))
 SHAPED = (GREEDY, TEMPERATURE, BIAS, FILTERS, DEEP_FILTERS, PENALTIES, GUIDANCE, GRAMMAR, SCORED)
+HIDDEN = RequestCase("a target that keeps hidden states", SamplingParams(), hidden_layers=(0,))
 SAMPLE = RequestCase("`--proposal sample`", SamplingParams(), DRAWN)
 REJECT = RequestCase("`--verify reject`", SamplingParams(), REJECTED)
 COLD = RequestCase("`--proposal sample` at temperature 0", SamplingParams(temperature=0.0), DRAWN)
@@ -131,20 +134,22 @@ def verification_executor(machine: Machine, case: RequestCase) -> TreeExecutor:
     """Returns the executor that runs the target on a proposal."""
     case.config.check_request(case.sampling)
     rejection = RejectionSampling if case.config.verify == "reject" else None
-    return TargetVerifier(machine.runner(), machine.verification_executors(), rejection).select_executor(case.start)
+    runner = machine.runner(case.hidden_layers)
+    return TargetVerifier(runner, machine.verification_executors(), rejection).select_executor(case.start)
 
 
 def population_executor(machine: Machine, case: RequestCase) -> Executor:
     """Returns the executor that runs a round of particles."""
     check_sampling(case.sampling)
-    return select_executor(machine.population_executors(), features_of(case.sampling, "population"))
+    hidden = ["hidden states"] if case.hidden_layers else []
+    return select_executor(machine.population_executors(), features_of(case.sampling, "population", *hidden))
 
 
 SelectExecutor = Callable[[Machine, RequestCase], Executor]
 PHASES: tuple[tuple[str, SelectExecutor, tuple[RequestCase, ...]], ...] = (
     ("Expansions of the draft tree", expansion_executor, (*SHAPED, SAMPLE, REJECT, COLD)),
-    ("Verifications", verification_executor, (*SHAPED, SAMPLE, REJECT, COLD)),
-    ("Population rounds (mode smc)", population_executor, SHAPED),
+    ("Verifications", verification_executor, (*SHAPED, HIDDEN, SAMPLE, REJECT, COLD)),
+    ("Population rounds (mode smc)", population_executor, (*SHAPED, HIDDEN)),
 )
 
 

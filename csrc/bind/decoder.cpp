@@ -4,6 +4,7 @@
 #include <pybind11/stl.h>
 
 #include <algorithm>
+#include <cstring>
 #include <list>
 #include <memory>
 #include <optional>
@@ -41,7 +42,8 @@ host::PackedLayer layer_of(const LayerArgs& args, const host::PackedModel& s) {
 std::unique_ptr<host::Decoder> make_decoder(const Array& embedding, const Array& cos, const Array& sin,
                                             const Array& norm, float eps, const Weights& head,
                                             const std::vector<LayerArgs>& layers, int64_t heads, int64_t kv_heads,
-                                            std::optional<host::ShmGroup*> group, double timeout_s) {
+                                            std::optional<host::ShmGroup*> group, double timeout_s,
+                                            std::vector<int64_t> hidden_layers) {
   const bool is_f32 = embedding.type() == kFloat32;
   const Type type = model_type(is_f32);
   const int64_t vocab = embedding.size(0), hidden = embedding.size(1), positions = cos.size(0), dim = cos.size(1);
@@ -63,9 +65,11 @@ std::unique_ptr<host::Decoder> make_decoder(const Array& embedding, const Array&
                                 &head,
                                 group.value_or(nullptr),
                                 timeout_s};
+  check_range(hidden_layers.data(), static_cast<int64_t>(hidden_layers.size()), static_cast<int64_t>(layers.size()),
+              "a hidden layer is not a layer of the model");
   std::vector<host::PackedLayer> made;
   for (const LayerArgs& layer : layers) made.push_back(layer_of(layer, model));
-  return std::make_unique<host::Decoder>(model, std::move(made));
+  return std::make_unique<host::Decoder>(model, std::move(made), std::move(hidden_layers));
 }
 
 // The last `width` columns of some rows of a mask, copied if they are not contiguous.
@@ -125,6 +129,14 @@ void forward(host::Decoder& decoder, const Array& tokens, const Array& positions
   decoder.forward(args);
 }
 
+void hidden_states(const host::Decoder& decoder, const Array& out) {
+  const host::PackedModel& model = decoder.model();
+  const int64_t rows = out.size(0), layers = decoder.num_hidden_layers();
+  void* to = out.at(model_type(model.is_f32), kCpu, "out", {rows, layers, model.hidden});
+  check(rows <= decoder.hidden_rows(), "the last forward has kept the hidden states of fewer rows");
+  if (out.bytes() > 0) std::memcpy(to, decoder.hidden_states(), static_cast<size_t>(out.bytes()));
+}
+
 }  // namespace
 
 void bind_decoder(py::module_& m) {
@@ -132,12 +144,16 @@ void bind_decoder(py::module_& m) {
                             "Decoder forward as one call; see PackedModel and ForwardArgs in host/decoder/decoder.h.")
       .def(py::init(&make_decoder), py::arg("embedding"), py::arg("cos"), py::arg("sin"), py::arg("norm"),
            py::arg("eps"), py::arg("head"), py::arg("layers"), py::arg("heads"), py::arg("kv_heads"), py::arg("group"),
-           py::arg("timeout_s"), py::keep_alive<1, 2>(), py::keep_alive<1, 3>(), py::keep_alive<1, 4>(),
+           py::arg("timeout_s"), py::arg("hidden_layers"), py::keep_alive<1, 2>(), py::keep_alive<1, 3>(), py::keep_alive<1, 4>(),
            py::keep_alive<1, 5>(), py::keep_alive<1, 7>(), py::keep_alive<1, 8>(), py::keep_alive<1, 11>(),
-           "Each of `layers`: input norm, qkv, o, post norm, gate_up, down. Keeps all arguments alive.")
+           "Each of `layers`: input norm, qkv, o, post norm, gate_up, down. `hidden_layers`: the layers whose hidden "
+           "states each forward keeps. Keeps all arguments alive.")
       .def("forward", &forward, py::arg("tokens"), py::arg("positions"), py::arg("slots"), py::arg("sequence"),
            py::arg("kv_len"), py::arg("mask"), py::arg("cache"), py::arg("logits"),
-           "Runs a batch (model/batch.py) whose rows are sorted by sequence. Skips the LM head without `logits`.");
+           "Runs a batch (model/batch.py) whose rows are sorted by sequence. Skips the LM head without `logits`.")
+      .def("hidden_states", &hidden_states, py::arg("out"),
+           "Copies the hidden states of the first rows of the last forward, that of a native round included, to `out` "
+           "[rows, hidden_layers, hidden].");
 }
 
 }  // namespace swiftspec::binding

@@ -1,8 +1,9 @@
-"""Input of a forward: `Batch` on the model's device, `HostBatch` in host memory."""
+"""Input of a forward, `Batch` on the model's device or `HostBatch` in host memory, and its `ForwardOutput`."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -30,6 +31,17 @@ class Batch:
 
     def __len__(self) -> int:
         return self.tokens.shape[0]
+
+
+class ForwardOutput(NamedTuple):
+    """The output of a forward, on the model's device.
+
+    Hidden states are the residual stream after a layer, which the next layer or the final norm reads, in the dtype of
+    the model. In a group every rank has all of them.
+    """
+
+    logits: Tensor | None  # [rows, vocab], in a group of this rank's part of the vocabulary; None: no LM head was run
+    hidden: Tensor | None  # [rows, hidden layers, hidden size]; None if the model keeps no hidden states
 
 
 @dataclass(frozen=True, slots=True)

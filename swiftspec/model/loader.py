@@ -60,13 +60,14 @@ def load_model(
     cache_dtype: torch.dtype | None = None,
     progress: Progress | None = None,
     packed_cache: PackedWeightSource | None = None,
+    hidden_layers: tuple[int, ...] = (),
 ) -> Transformer:
     """Loads a checkpoint directory as a model that computes in `dtype`; None: the dtype of config.json.
 
     `max_positions`: length of the RoPE tables. `group`: loads only this rank's shard; every rank of the group must run
     the same forwards. `quantization`: what is quantised at load. `cache_dtype`: dtype of the KV cache; None: that of
     the model; for float8 the weights are scaled so that keys and values fit (float8.py). `packed_cache`: cache for
-    weights that `ops` packs.
+    weights that `ops` packs. `hidden_layers`: the layers whose hidden states every forward returns.
 
     Raises UserError if the checkpoint is damaged, is not supported, or cannot be divided over the ranks of `group`.
     """
@@ -98,8 +99,9 @@ def load_model(
 
         weights = entry.load(weights, kind, skip)
     model = Transformer(
-        spec, weights, ops, device, kind, max_positions, shard=shard, group=group, cache_dtype=cache_dtype
-    )
+        spec, weights, ops, device, kind, max_positions, shard=shard, group=group, cache_dtype=cache_dtype,
+        hidden_layers=hidden_layers,
+    )  # fmt: skip
     tensors.check_all_taken()
     if entry is not None:
         entry.store(model.stack)

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from swiftspec.model.batch import Batch
+from swiftspec.model.batch import Batch, ForwardOutput
 from swiftspec.model.tensor_parallel import TensorParallelGroup
 
 
@@ -45,6 +45,7 @@ class PackedModel:
     num_heads: int
     kv_heads: int
     group: TensorParallelGroup | None  # all-reduces the outputs of attention and MLP; None: the model is not sharded
+    hidden_layers: tuple[int, ...] = ()  # layers whose hidden states a forward returns, ascending
 
 
 class KVTensors(Protocol):
@@ -65,7 +66,6 @@ class LayerCaches(Protocol):
 class FusedModel(Protocol):
     """A model whose forward is one native call."""
 
-    def forward(self, batch: Batch, cache: Any, head: bool, /) -> Tensor | None:
-        """Runs a forward and writes its keys and values to `cache`. Returns logits [rows, vocab] (in a group: of this
-        rank's part of the vocabulary), or None if `head` is false."""
+    def forward(self, batch: Batch, cache: Any, head: bool, /) -> ForwardOutput:
+        """Runs a forward, without the LM head if `head` is false, and writes its keys and values to `cache`."""
         ...

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from swiftspec.model.batch import Batch
+from swiftspec.model.batch import Batch, ForwardOutput
 from swiftspec.model.packed_model import FusedModel, LayerCaches, PackedLayer, PackedMlp, PackedModel
 from swiftspec.model.spec import ModelSpec
 from swiftspec.model.tensor_parallel import TensorParallelGroup
@@ -60,25 +60,31 @@ class Transformer:
 
     `max_positions`: length of the RoPE tables. `shard`, `group`: given if the model is sharded. `weights` are then one
     rank's, `shard` has their sizes, and `group` does the all-reduces. Allocate the KV cache with this object's
-    `kv_heads` and `cache_dtype`.
+    `kv_heads` and `cache_dtype`. `hidden_layers`: the layers, ascending from 0, whose hidden states every forward
+    returns.
     """
 
     def __init__(
         self, spec: ModelSpec, weights: ModelWeights, ops: ModelOps, device: torch.device | str, dtype: torch.dtype,
         max_positions: int, *, shard: ShardInfo | None = None, group: TensorParallelGroup | None = None,
-        cache_dtype: torch.dtype | None = None,
+        cache_dtype: torch.dtype | None = None, hidden_layers: tuple[int, ...] = (),
     ) -> None:  # fmt: skip
+        if sorted({*hidden_layers} & {*range(len(spec.layers))}) != [*hidden_layers]:
+            raise ValueError(f"hidden_layers: {hidden_layers} are not ascending layers below {len(spec.layers)}")
         mixer = spec.layer.mixer
         self.spec, self.device, self.dtype = spec, torch.device(device), dtype
         self.num_heads = mixer.num_heads if shard is None else shard.num_heads
         self.kv_heads = mixer.num_kv_heads if shard is None else shard.kv_heads
         self.head_rows = spec.vocab_size if shard is None else shard.head_rows  # of this rank, including padding
         self.group, self._ops, self.cache_dtype = group, ops, cache_dtype or dtype
+        self.hidden_layers = hidden_layers
         cos, sin = ops.rope_tables(mixer.rope, mixer.head_dim, max_positions, dtype, device)
         head = ops.pack(weights.head(), dtype, device)  # first, because packing needs the largest matrix twice
         embedding, layers = weights.embedding.to(device, dtype), [self._pack(read()) for read in weights.layers]
         norm = self._pack_norm(weights.norm)
-        self.stack = PackedModel(embedding, layers, norm, head, cos, sin, self.num_heads, self.kv_heads, group)
+        self.stack = PackedModel(
+            embedding, layers, norm, head, cos, sin, self.num_heads, self.kv_heads, group, hidden_layers
+        )
         self.fused: Any = ops.fuse(self.stack)  # a `FusedModel` or None; native executors call further methods of it
 
     def _pack(self, layer: LayerWeights) -> PackedLayer:
@@ -95,28 +101,31 @@ class Transformer:
         return self._ops.pack_norm(weight, self.spec.norm_eps, self.dtype, self.device)
 
     @torch.no_grad()
-    def forward(self, batch: Batch, cache: LayerCaches, *, head: bool = True) -> Tensor | None:
-        """Runs a forward and writes the states of its rows to `cache`. Returns logits [rows, head_rows], or None if
-        `head` is false.
+    def forward(self, batch: Batch, cache: LayerCaches, *, head: bool = True) -> ForwardOutput:
+        """Runs a forward, without the LM head if `head` is false, and writes the states of its rows to `cache`.
 
-        In a group the logits are those of this rank's part of the vocabulary; they are not gathered.
+        In a group the logits [rows, head_rows] are those of this rank's part of the vocabulary; they are not gathered.
         """
         if self.fused is not None:
             return self.fused.forward(batch, cache.kv, head)
-        hidden = self._hidden(batch, cache)
-        return self._ops.norm_head(hidden, self.stack.norm, self.stack.head) if head else None
+        hidden, kept = self._run_layers(batch, cache)
+        logits = self._ops.norm_head(hidden, self.stack.norm, self.stack.head) if head else None
+        return ForwardOutput(logits, torch.stack(kept, 1) if kept else None)
 
-    # inference mode saves 1 us per operator; the head is outside, so that logits are ordinary tensors
+    # inference mode saves 1 us per operator; the head is outside, so that outputs are ordinary tensors
     @torch.inference_mode()
-    def _hidden(self, batch: Batch, cache: LayerCaches) -> Tensor:
-        """Returns the hidden states [rows, hidden] before the final norm."""
+    def _run_layers(self, batch: Batch, cache: LayerCaches) -> tuple[Tensor, list[Tensor]]:
+        """Returns the hidden states [rows, hidden] after the last layer, and those after each of `hidden_layers`."""
         ops, stack = self._ops, self.stack
         reduce = None if self.group is None else self.group.all_reduce
         plan = ops.prepare(batch, cache.kv, stack.cos, stack.sin, self.num_heads)
         hidden = ops.embed(batch.tokens, stack.embedding)
+        kept: list[Tensor] = []
         for index, layer in enumerate(stack.layers):
             qkv = ops.norm_linear(hidden, layer.input_norm, layer.qkv)
             mixed = ops.tree_attention(qkv, plan, index, layer.qk_norm)
             hidden = ops.linear_residual(mixed, layer.o, hidden, reduce)
             hidden = ops.mlp(hidden, layer.post_norm, layer.mlp, hidden, reduce)
-        return hidden
+            if index in stack.hidden_layers:
+                kept.append(hidden)
+        return hidden, kept

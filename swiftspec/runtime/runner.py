@@ -13,7 +13,7 @@ from torch import Tensor
 
 from swiftspec.cache.kv import KVCache, MoveSlots
 from swiftspec.cache.model_cache import ModelCache
-from swiftspec.model.batch import HostBatch, Ints
+from swiftspec.model.batch import ForwardOutput, HostBatch, Ints
 from swiftspec.model.transformer import Transformer
 from swiftspec.params import SamplingParams
 from swiftspec.sampling import sampler
@@ -69,6 +69,10 @@ class Runner:
         self.prefill_chunk_rows = PREFILL_CHUNK_TOKENS  # tokens per prefill chunk if no logits are needed
         # receives the logits of the prompt's tokens, one prefill chunk at a time
         self.on_prompt_logits: Callable[[Tensor], None] | None = None
+        # receives the hidden states of the prompt's tokens that are prefilled, one chunk at a time, after the position
+        # of the first of them; with guidance those of the conditional prompt
+        self.on_prompt_hidden: Callable[[int, Tensor], None] | None = None
+        self.hidden: Tensor | None = None  # hidden states (`ForwardOutput`) of the last forward, until the next one
 
     def sampler(self, params: SamplingParams, prompt: Sequence[int]) -> Sampler:
         """Returns the sampler of one request for this model's logits."""
@@ -112,10 +116,11 @@ class Runner:
     def _prefill_chunk(self, chunk: Ints, sequence: int) -> None:
         first = self.cache.append_prefix(len(chunk), sequence)
         batch = self._batch(chunk, None, {sequence: first}, 0, tree_mask.causal(len(chunk)))
-        if (
-            logits := self.run(batch, head=self.on_prompt_logits is not None)
-        ) is not None and self.on_prompt_logits is not None:
+        logits, hidden = self.run(batch, head=self.on_prompt_logits is not None)
+        if logits is not None and self.on_prompt_logits is not None:
             self.on_prompt_logits(logits)
+        if hidden is not None and self.on_prompt_hidden is not None and sequence == 0:
+            self.on_prompt_hidden(first, hidden)
 
     def chain_batch(self, tokens: Sequence[int]) -> HostBatch:
         """Allocates the slots of `tokens` and returns their batch. The last token is the root and gets tree slot 0; the
@@ -133,20 +138,21 @@ class Runner:
     def logits(self, batch: HostBatch) -> Tensor:
         """Runs a forward and returns its logits [rows, vocab]. With guidance the conditional and the unconditional row
         of each token are combined into one."""
-        logits = self.run(batch)
+        logits = self.run(batch).logits
         assert logits is not None
         return logits if self.guidance is None else self.guidance.combine(logits)
 
-    def run(self, batch: HostBatch, *, head: bool = True) -> Tensor | None:
-        """Runs a forward and waits for it. Returns its logits, or None if `head` (the LM head) is False."""
+    def run(self, batch: HostBatch, *, head: bool = True) -> ForwardOutput:
+        """Runs a forward, without the LM head if `head` is False, and waits for it."""
         device, began = self.model.device, time.perf_counter()
         with self.translate_peer_errors():
-            logits = self.model.forward(batch.to(device), self.cache, head=head)
+            output = self.model.forward(batch.to(device), self.cache, head=head)
             if device.type == "cuda":
                 # without this the measured time would be that of the launch, and inputs could be overwritten
                 torch.cuda.current_stream(device).synchronize()
         self.record_step(began, len(batch))
-        return logits
+        self.hidden = output.hidden
+        return output
 
     def record_step(self, began: float, rows: int, seconds: float | None = None) -> None:
         """Calls the hooks for a step that has just finished, and adds its duration to `busy`: the measured `seconds`,

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+from torch import Tensor
+
 from swiftspec.errors import NonFiniteLogits
 from swiftspec.messages import Proposal, RequestStart, VerifyResult
 from swiftspec.params import SamplingParams
@@ -59,9 +61,13 @@ class LocalVerifier:
 
     def required_features(self, sampling: SamplingParams) -> Features:
         """Returns the features that an executor must support to run a request."""
-        shard, more = self.runner.shard, ["guidance"] if sampling.guided else []
-        deep = shard is not None and sampling.filtered and sampling.top_k >= shard.num_exchanged
-        return features_of(sampling, *more, *(["deep top-k"] if deep else []))
+        shard = self.runner.shard
+        more = {
+            "guidance": sampling.guided,
+            "deep top-k": shard is not None and sampling.filtered and sampling.top_k >= shard.num_exchanged,
+            "hidden states": len(self.runner.model.hidden_layers) > 0,
+        }
+        return features_of(sampling, *(name for name, there in more.items() if there))
 
     def acceptance_rule(self, sampler: Sampler) -> AcceptFn:
         """Returns the function that decides which nodes of a request's proposals are accepted."""
@@ -98,6 +104,12 @@ class LocalVerifier:
             raise NonFiniteLogits
         about = proposal.request, proposal.round, proposal.prefix_len
         return VerifyResult(*about, tuple(accepted.path), tuple(accepted.tokens), accepted.overlaps)
+
+    def accepted_hidden(self) -> Tensor | None:
+        """Returns the hidden states [nodes, hidden layers, hidden size] of the accepted path's nodes, root first, on
+        the model's device, or None if the model keeps none. May be called after `verify`, until the target's next
+        forward. `Runner.on_prompt_hidden` provides those of the prompt."""
+        return self.executor.hidden_states(self._accepted.path)
 
     def settle(self) -> None:
         self.executor.settle(self._accepted.path)

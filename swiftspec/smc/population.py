@@ -130,7 +130,8 @@ class LocalPopulation:
     def select_executor(self, start: RequestStart) -> PopulationExecutor:
         """Returns the executor for a request: the one that the leader has chosen, otherwise the fastest that supports
         it."""
-        return select_executor(self.executors, features_of(start.sampling, "population"), start.executor)
+        hidden = ["hidden states"] if self.target.model.hidden_layers else []
+        return select_executor(self.executors, features_of(start.sampling, "population", *hidden), start.executor)
 
     def admit(self, start: RequestStart, stops: Collection[int], limit: int) -> SequenceGroup:
         """Prefills the prompt on both models and fans out N particles. Returns their group. Other groups are not

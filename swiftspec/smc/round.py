@@ -343,7 +343,7 @@ class PopulationRound:
         for start in range(0, rows, PREFILL_CHUNK_TOKENS):
             some = slice(start, start + PREFILL_CHUNK_TOKENS)
             batch = Batch(tokens[some], positions[some], slots[some], mask[some], sequence[some], context.kv_len)
-            logits = runner.model.forward(batch, runner.cache)
+            logits = runner.model.forward(batch, runner.cache).logits
             assert logits is not None
             parts.append(logits if group is None else torch.cat(group.all_gather(logits).unbind(0), 1))
         runner.record_step(began, rows)

@@ -272,7 +272,7 @@ def test_a_model_is_as_accurate_as_on_the_reference(tmp_path: Path, level: str, 
 
     def logits(ops: Any, dtype: torch.dtype) -> Tensor:
         model = load_model(tmp_path, dtype=dtype, ops=ops, max_positions=64)
-        out = model.forward(batch, ModelCache(KVCache(3, 2, 32, 64, ops.make_slot_mover, dtype=dtype)))
+        out = model.forward(batch, ModelCache(KVCache(3, 2, 32, 64, ops.make_slot_mover, dtype=dtype))).logits
         assert out is not None
         return out.double()
 

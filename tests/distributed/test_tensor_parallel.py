@@ -41,7 +41,7 @@ def logits(
     cache = ModelCache(KVCache(len(spec.layers), model.kv_heads, mixer.head_dim, 32, ops.make_slot_mover, dtype=dtype))
     rows: list[Tensor] = []
     for first, last in ((0, 7), (7, 8), (8, len(TOKENS))):
-        out = model.forward(chain(TOKENS[first:last], first), cache)
+        out = model.forward(chain(TOKENS[first:last], first), cache).logits
         assert out is not None
         rows.append(out)
     local = torch.cat(rows)
@@ -160,6 +160,24 @@ def test_padding_contributes_nothing(tmp_path: Path) -> None:
         got = on_ranks(size, lambda group: logits(tmp_path, group, ops=Spy(Shard.of(config, group.rank, group.size))))
         torch.testing.assert_close(got[0], want, rtol=1e-10, atol=1e-10)
     assert set(seen) == {"heads", "mlp"}
+
+
+def test_hidden_states_are_complete_on_every_rank(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, dtype=torch.float64, num_attention_heads=8, num_key_value_heads=2)
+
+    def hidden(group: TensorParallelGroup | None) -> Tensor:
+        model = load_model(
+            tmp_path, dtype=torch.float64, ops=reference, max_positions=64, group=group, hidden_layers=(0, 1)
+        )
+        head_dim, hidden_size = model.spec.layer.mixer.head_dim, model.spec.hidden_size
+        kv = KVCache(2, model.kv_heads, head_dim, 32, reference.make_slot_mover, dtype=torch.float64)
+        states = model.forward(chain(TOKENS), ModelCache(kv)).hidden
+        assert states is not None and states.shape == (len(TOKENS), 2, hidden_size)
+        return states
+
+    one, other = on_ranks(2, hidden)
+    assert torch.equal(one, other)
+    torch.testing.assert_close(one, hidden(None), rtol=1e-10, atol=1e-10)
 
 
 def test_more_ranks_than_heads(tmp_path: Path) -> None:

@@ -39,7 +39,7 @@ def logits(path: Path, **options: Any) -> Tensor:
     model = load(path, **options)
     mixer, layers = model.spec.layer.mixer, len(model.spec.layers)
     kv = KVCache(layers, mixer.num_kv_heads, mixer.head_dim, 32, reference.make_slot_mover, dtype=model.dtype)
-    out = model.forward(chain(TOKENS), ModelCache(kv))
+    out = model.forward(chain(TOKENS), ModelCache(kv)).logits
     assert out is not None
     return out
 

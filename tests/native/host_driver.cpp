@@ -139,7 +139,8 @@ struct Model {
     }
     return {{is_f32, 1e-5f, kHidden, kHeads, kKvHeads, kDim, kVocab, kSlots, embedding.data(), cos.data(), sin.data(),
              norm.data(), &weights.back().weights, nullptr, 0.0},
-            layers};
+            layers,
+            {1}};
   }
 
   // Several rounds: expands a tree with pending tokens, verifies a proposal on the same model, re-roots the tree.
@@ -169,6 +170,9 @@ struct Model {
       const TokenMask allowed = round % 2 == 0 ? TokenMask{} : after(nodes);
       rounds.verify(tokens, parents, prefix + kTree, scoring, allowed, path, sampled);  // after the draft's slots
       trace.insert(trace.end(), sampled.begin(), sampled.end());
+      require(own_decoder.hidden_rows() == static_cast<int64_t>(tokens.size()), "hidden states of other rows");
+      const auto* hidden = static_cast<const uint8_t*>(own_decoder.hidden_states());
+      trace.insert(trace.end(), hidden, hidden + own_decoder.hidden_rows() * kHidden * (is_f32 ? 4 : 2));
       Words result{1, round, 30, static_cast<int32_t>(path.size())};
       result.insert(result.end(), path.begin(), path.end());
       result.insert(result.end(), sampled.begin(), sampled.end());

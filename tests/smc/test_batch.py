@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from swiftspec import _C
 from swiftspec.backends import cpu, reference
@@ -18,7 +17,7 @@ from swiftspec.config import EngineConfig, PopulationConfig
 from swiftspec.engine import Stats, StopCriteria
 from swiftspec.errors import NonFiniteLogits, UserError
 from swiftspec.llm import LLM
-from swiftspec.model.batch import Batch
+from swiftspec.model.batch import Batch, ForwardOutput
 from swiftspec.params import SamplingParams
 from swiftspec.smc.decoding import BatchRequest, ParticleDecoding
 from swiftspec.smc.limits import region_slots
@@ -112,9 +111,10 @@ def test_a_batch_runs_sequentially_if_only_one_fits(pair: tuple[Path, Path]) -> 
 class NonFiniteModel(HistoryModel):
     """A model whose logits after one token, at any position, are not finite."""
 
-    def forward(self, batch: Batch, cache: ModelCache, *, head: bool = True) -> Tensor:
-        found = super().forward(batch, cache, head=head)
-        return torch.where((batch.tokens == self.vocab - 1)[:, None], torch.nan, found)
+    def forward(self, batch: Batch, cache: ModelCache, *, head: bool = True) -> ForwardOutput:
+        found = super().forward(batch, cache, head=head).logits
+        assert found is not None
+        return ForwardOutput(torch.where((batch.tokens == self.vocab - 1)[:, None], torch.nan, found), None)
 
 
 @pytest.mark.parametrize("lag", [0, 1])

@@ -3,33 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
 
+T = TypeVar("T")
 HOST_READS = {"aten::_local_scalar_dense", "aten::is_nonzero", "aten::nonzero", "aten::equal", "aten::masked_select"}
 
 
 class Rerun:
-    """A stand-in for a capture: the result stays in one tensor, which each replay overwrites."""
+    """A stand-in for a capture: the result stays in the same tensors, which each replay overwrites."""
 
     def __init__(self) -> None:
         self.captures = self.replays = 0
 
     def __call__(
-        self, forward: Callable[[], Tensor], restore: Callable[[], None] = lambda: None, /
-    ) -> tuple[Tensor, Callable[[], None]]:
+        self, forward: Callable[[], T], restore: Callable[[], None] = lambda: None, /
+    ) -> tuple[T, Callable[[], None]]:
         self.captures += 1
-        logits = torch.empty_like(forward())
+        out = tree_map_only(Tensor, torch.empty_like, forward())
         restore()
 
         def replay() -> None:
             self.replays += 1
-            logits.copy_(forward())
+            for old, new in zip(_tensors(out), _tensors(forward()), strict=True):
+                old.copy_(new)
 
-        return logits, replay
+        return out, replay
 
 
 class Recording(TorchDispatchMode):
@@ -66,8 +69,8 @@ class Recorder(Rerun):
     ours."""
 
     def __call__(
-        self, forward: Callable[[], Tensor], restore: Callable[[], None] = lambda: None, /
-    ) -> tuple[Tensor, Callable[[], None]]:
+        self, forward: Callable[[], T], restore: Callable[[], None] = lambda: None, /
+    ) -> tuple[T, Callable[[], None]]:
         self.captures += 1
         forward()
         restore()
@@ -86,9 +89,9 @@ class RerunWithoutReads(Rerun):
     """A rerun that must not read values."""
 
     def __call__(
-        self, forward: Callable[[], Tensor], restore: Callable[[], None] = lambda: None, /
-    ) -> tuple[Tensor, Callable[[], None]]:
-        def blind() -> Tensor:
+        self, forward: Callable[[], T], restore: Callable[[], None] = lambda: None, /
+    ) -> tuple[T, Callable[[], None]]:
+        def blind() -> T:
             with Recording():
                 return forward()
 

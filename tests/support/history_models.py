@@ -16,7 +16,7 @@ from torch import Tensor
 from swiftspec.backends import reference
 from swiftspec.cache.model_cache import ModelCache
 from swiftspec.config import PopulationConfig
-from swiftspec.model.batch import Batch
+from swiftspec.model.batch import Batch, ForwardOutput
 from swiftspec.model.config_json import parse_config
 from swiftspec.model.tensor_parallel import TensorParallelGroup
 from swiftspec.params import SamplingParams
@@ -40,6 +40,7 @@ class HistoryModel:
     dtype = cache_dtype = torch.float64
     group: TensorParallelGroup | None = None
     fused: NativeModel | None = None
+    hidden_layers: tuple[int, ...] = ()
     kv_heads = 1
 
     def __init__(self, vocab: int, seed: int, sharpness: float = 1.5, device: str = "cpu") -> None:
@@ -50,7 +51,7 @@ class HistoryModel:
         self._turns, self._phases = (5 + 7 * drawn[0]).to(device), (6.28 * drawn[1]).to(device)
         self.forwards: list[int] = []
 
-    def forward(self, batch: Batch, cache: ModelCache, *, head: bool = True) -> Tensor:
+    def forward(self, batch: Batch, cache: ModelCache, *, head: bool = True) -> ForwardOutput:
         self.forwards.append(len(batch))
         keys = cache.kv.k[0, :, 0, :, 0]  # [S, capacity]
         keys.index_put_(
@@ -61,7 +62,7 @@ class HistoryModel:
         column = place - end + width
         window = (column < 0) | batch.mask.gather(1, column.clamp(0, width - 1))
         window &= place < end
-        return self.logits(torch.where(window, keys[batch.sequence], 0).sum(1))
+        return ForwardOutput(self.logits(torch.where(window, keys[batch.sequence], 0).sum(1)), None)
 
     def logits(self, spelled: Tensor) -> Tensor:
         return self._sharpness * torch.sin(spelled[:, None].remainder(1009) * self._turns + self._phases)

@@ -69,9 +69,18 @@ def sampled_tokens(verifier: LocalVerifier, proposal: Proposal) -> list[int]:
     with ExitStack() as patches:
         patches.enter_context(mock.patch.object(sampler, "draw", recorded(sampler.draw)))
         if isinstance(steps, GraphForwardExecutor):
-            patches.enter_context(mock.patch.object(steps.graphs, "run_batch", recorded(steps.graphs.run_batch)))
+            patches.enter_context(mock.patch.object(steps, "run_batch", recorded(steps.run_batch)))
         verifier.submit(proposal).wait()
     return found[-1].tolist()
+
+
+def same_hidden(one: Tensor | None, other: Tensor | None, rows: int) -> None:
+    """Both are None, or the hidden states of this many rows."""
+    if one is None or other is None:
+        assert one is other
+    else:
+        assert one.shape == other.shape and len(one) == rows
+        assert (one - other).abs().max() < 1e-12
 
 
 def same_verifications(
@@ -99,6 +108,7 @@ def same_verifications(
             proposal = replace(proposal, tokens=(root, *guesses))
             assert sampled_tokens(other, proposal) == sampled_tokens(one, proposal)
             assert other._accepted == one._accepted
+            same_hidden(one.accepted_hidden(), other.accepted_hidden(), len(one._accepted.path))
             root = one._accepted.tokens[-1]
             for verifier in (one, other):
                 verifier.settle()

@@ -24,11 +24,12 @@ def test_the_committed_page_is_current(name: str) -> None:
 @pytest.mark.parametrize("machine", execution_paths.MACHINES, ids=lambda machine: machine.name)
 def test_no_executor_supports_more_than_a_slower_one(machine: execution_paths.Machine) -> None:
     """docs/paths.md relies on it: for a request with several features the slowest row applies."""
-    for offer in (machine.expansion_executors(), machine.verification_executors(), machine.population_executors()):
+    populations = machine.population_executors()
+    for offer in (machine.expansion_executors(), machine.verification_executors(), populations):
         taken = [frozenset(name for name in FEATURES if kind.supports(frozenset({name}))) for kind in offer]
         assert all(kind.supports(all_of_them) for kind, all_of_them in zip(offer, taken))
         assert all(faster <= slower for faster, slower in pairwise(taken))
-        assert taken[-1] == set(FEATURES)
+        assert taken[-1] == set(FEATURES) - ({"hidden states"} if offer is populations else set())
 
 
 @dataclass(frozen=True)

@@ -50,7 +50,7 @@ class Cache:
 
 
 def logits(model: Any, tokens: list[int]) -> Tensor:
-    return model.forward(chain(tokens), Cache(model.spec, model.dtype))
+    return model.forward(chain(tokens), Cache(model.spec, model.dtype)).logits
 
 
 def both(path: Path, sizes: dict[str, Any], kind: Kind, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -1,5 +1,6 @@
 #include "host/decoder/decoder.h"
 
+#include <algorithm>
 #include <cstring>
 #include <utility>
 
@@ -19,8 +20,11 @@ void gather_rows(const void* table, const int64_t* index, int64_t rows, int64_t 
 
 }  // namespace
 
-Decoder::Decoder(const PackedModel& model, std::vector<PackedLayer> layers)
-    : model_(model), layers_(std::move(layers)), size_(model.is_f32 ? 4 : 2) {}
+Decoder::Decoder(const PackedModel& model, std::vector<PackedLayer> layers, std::vector<int64_t> hidden_layers)
+    : model_(model),
+      layers_(std::move(layers)),
+      hidden_layers_(std::move(hidden_layers)),
+      size_(model.is_f32 ? 4 : 2) {}
 
 // Returns the buffer, which grows to the largest forward.
 void* Decoder::reserve(Buffer& buffer, int64_t elements) const {
@@ -66,9 +70,22 @@ void Decoder::add_linear(const Weights& weights, const void* x, int64_t rows) {
   add(product, count, hidden, model_.is_f32);
 }
 
+// Copies hidden_ to `hidden_states_` if the hidden states of this layer are wanted.
+void Decoder::keep_hidden(int64_t layer, int64_t rows) {
+  const auto found = std::find(hidden_layers_.begin(), hidden_layers_.end(), layer);
+  if (found == hidden_layers_.end()) return;
+  const int64_t bytes = model_.hidden * size_;
+  void* states = reserve(hidden_states_, rows * num_hidden_layers() * model_.hidden);
+  for (int64_t row = 0; row < rows; ++row) {
+    const int64_t index = row * num_hidden_layers() + (found - hidden_layers_.begin());
+    std::memcpy(at(states, index * bytes), at(hidden_.data(), row * bytes), static_cast<size_t>(bytes));
+  }
+}
+
 void Decoder::forward(const ForwardArgs& args) {
   const PackedModel& s = model_;
   const int64_t rows = args.rows;
+  hidden_rows_ = 0;
   gather(args);
   for (size_t i = 0; i < layers_.size(); ++i) {
     const PackedLayer& layer = layers_[i];
@@ -81,7 +98,9 @@ void Decoder::forward(const ForwardArgs& args) {
             reserve(projected_, rows * layer.gate_up->n / 2), nullptr, true, rows},
            s.is_f32);
     add_linear(*layer.down, projected_.data(), rows);
+    keep_hidden(static_cast<int64_t>(i), rows);
   }
+  if (!hidden_layers_.empty()) hidden_rows_ = rows;
   if (args.logits == nullptr) return;
   const void* last = at(hidden_.data(), args.logits_from * s.hidden * size_);
   linear({s.head, last, s.norm, s.eps, nullptr, nullptr, args.logits, false, rows - args.logits_from}, s.is_f32);

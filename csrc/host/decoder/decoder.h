@@ -1,5 +1,5 @@
-// Decoder forward as one call: embedding, layers, LM head. It runs the operators of kernels_host.h on buffers that are
-// allocated once.
+// Decoder forward as one call: embedding, layers, LM head. It runs the operators of kernels_host.h on buffers that grow
+// to the largest forward.
 #pragma once
 
 #include <cstdint>
@@ -56,7 +56,8 @@ struct ForwardArgs {
 
 class Decoder {
  public:
-  Decoder(const PackedModel& model, std::vector<PackedLayer> layers);
+  // `hidden_layers`: the layers whose hidden states each forward keeps.
+  Decoder(const PackedModel& model, std::vector<PackedLayer> layers, std::vector<int64_t> hidden_layers = {});
 
   // Appends the keys and values of the rows to the cache and writes `logits`. Throws the exceptions of
   // ShmGroup::all_reduce.
@@ -65,6 +66,12 @@ class Decoder {
   const PackedModel& model() const { return model_; }
   int64_t layers() const { return static_cast<int64_t>(layers_.size()); }
 
+  // The hidden states of the last forward, that of a native round included: [hidden_rows, num_hidden_layers, hidden] T,
+  // the residual stream after each of the `hidden_layers`.
+  const void* hidden_states() const { return hidden_states_.data(); }
+  int64_t hidden_rows() const { return hidden_rows_; }  // 0 without `hidden_layers`, and after a failed forward
+  int64_t num_hidden_layers() const { return static_cast<int64_t>(hidden_layers_.size()); }
+
  private:
   using Buffer = std::vector<uint8_t>;
 
@@ -72,11 +79,14 @@ class Decoder {
   void gather(const ForwardArgs& args);
   void attend(const ForwardArgs& args, int64_t layer);
   void add_linear(const Weights& weights, const void* x, int64_t rows);
+  void keep_hidden(int64_t layer, int64_t rows);
 
   PackedModel model_;
   std::vector<PackedLayer> layers_;
+  std::vector<int64_t> hidden_layers_;
+  int64_t hidden_rows_ = 0;
   int64_t size_;  // sizeof(T)
-  Buffer hidden_, cos_, sin_, projected_, attended_, product_;
+  Buffer hidden_, cos_, sin_, projected_, attended_, product_, hidden_states_;
 };
 
 }  // namespace swiftspec::host

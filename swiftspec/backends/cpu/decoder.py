@@ -12,6 +12,7 @@ from torch import Tensor
 
 from swiftspec import _C
 from swiftspec.backends.cpu.shm import ShmCollectives
+from swiftspec.model.batch import ForwardOutput
 from swiftspec.model.packed_model import KVTensors, PackedModel
 
 if TYPE_CHECKING:
@@ -32,6 +33,7 @@ class HostDecoder:
 
     def __init__(self, stack: PackedModel) -> None:
         self._group, self._outputs = stack.group, stack.head.outputs
+        self._hidden_shape, self._dtype = (len(stack.hidden_layers), stack.embedding.shape[1]), stack.embedding.dtype
         shared: ShmCollectives | None = None if stack.group is None else stack.group.memory
         layers = [
             (
@@ -43,7 +45,7 @@ class HostDecoder:
         self._native = _C.Decoder(
             stack.embedding, stack.cos, stack.sin, stack.norm.weight, stack.norm.eps, stack.head.native, layers,
             stack.num_heads, stack.kv_heads, None if shared is None else shared.native,
-            0.0 if shared is None else shared.timeout_s,
+            0.0 if shared is None else shared.timeout_s, [*stack.hidden_layers],
         )  # fmt: skip
 
     def rounds(self, cache: KVTensors) -> _C.Rounds:
@@ -70,9 +72,18 @@ class HostDecoder:
             config.chains or "weigh", config.power, config.ess_threshold, config.deferred_bonus,
         )  # fmt: skip
 
-    def forward(self, batch: Batch, cache: KVTensors, head: bool) -> Tensor | None:
-        """Runs a forward and writes its keys and values to `cache`. Returns float32 logits [rows, vocab], or None if
-        `head` is false. If a peer is lost, raises the exception of `TensorParallelGroup.lost`."""
+    def hidden_states(self, rows: int) -> Tensor | None:
+        """Returns the hidden states [rows, hidden layers, hidden size] of the first `rows` rows of the last forward,
+        that of a native round included, or None if the model keeps none."""
+        if self._hidden_shape[0] == 0:
+            return None
+        out = torch.empty(rows, *self._hidden_shape, dtype=self._dtype)
+        self._native.hidden_states(out)
+        return out
+
+    def forward(self, batch: Batch, cache: KVTensors, head: bool) -> ForwardOutput:
+        """Runs a forward, without the LM head if `head` is false, and writes its keys and values to `cache`. Logits are
+        float32. If a peer is lost, raises the exception of `TensorParallelGroup.lost`."""
         order = None
         if cache.k.shape[1] > 1 and bool((batch.sequence.diff() < 0).any()):
             order = batch.sequence.argsort(stable=True)  # the rows of a sequence must be consecutive
@@ -87,4 +98,8 @@ class HostDecoder:
         except OSError as error:
             lost = None if self._group is None else self._group.lost(error)
             raise lost or error from None
-        return logits if logits is None or order is None else logits[order.argsort()]
+        output = ForwardOutput(logits, self.hidden_states(len(batch)))
+        if order is None:
+            return output
+        place = order.argsort()
+        return ForwardOutput(*(None if rows is None else rows[place] for rows in output))

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from swiftspec.errors import UserError
 from swiftspec.messages import Proposal
 from swiftspec.params import SamplingParams
 from swiftspec.sampling.sampler import Paths, Sampler
@@ -36,6 +37,7 @@ FEATURES = {
     "log-probabilities": "logprobs",
     "grammar": "a grammar",
     "population": "mode smc",
+    "hidden states": "a target that keeps hidden states",
 }
 Features = frozenset[str]  # keys of FEATURES: the properties of a request that decide which executors support it
 # as `ChildSelector.rank`
@@ -110,6 +112,10 @@ class TreeExecutor(Executor, Protocol):
         """Returns the target's probability of each node's token given its parent, the root excluded, for the proposal
         that was verified last, or None if the host has no complete logits of it."""
 
+    def hidden_states(self, nodes: Sequence[int]) -> Tensor | None:
+        """Returns the hidden states [nodes, hidden layers, hidden size] of nodes of the proposal that was verified last
+        (`ForwardOutput`), or None if the model keeps none. May be called until the model's next forward."""
+
     def settle(self, path: Sequence[int]) -> None:
         """Commits the accepted path's KV to the prefix, unless `verify` has already done so."""
 
@@ -124,5 +130,10 @@ T = TypeVar("T", bound=Executor)
 
 def select_executor(kinds: Sequence[T], required: Features, named: str = "") -> T:
     """Returns the first executor that supports the `required` features, or the one with the name `named`, which a
-    leader has selected."""
-    return next(kind for kind in kinds if kind.name == named or (not named and kind.supports(required)))
+    leader has selected. Raises UserError if there is none."""
+    for kind in kinds:
+        if kind.name == named or (not named and kind.supports(required)):
+            return kind
+    alone = sorted(name for name in required if not any(kind.supports(frozenset((name,))) for kind in kinds))
+    causes = ", ".join(FEATURES[name] for name in alone or sorted(required))
+    raise UserError(f"no executor of this mode supports {causes}; choose another mode")

@@ -28,6 +28,7 @@ from swiftspec.runtime.runner import Runner
 from swiftspec.sampling.noise import PositionNoise
 
 T = TypeVar("T")
+RowOutputs = tuple[Tensor, Tensor | None]  # a tensor with one row per row of a batch, such as logits; hidden states
 
 CAPTURED_ROWS = (1, 2, 4, 8, 16, 32)  # rows per sequence of captured batches; larger batches run eagerly
 MAX_GRAPH_SETS = 5  # graph sets that are kept: forwards, and four combinations of logits parameters
@@ -41,13 +42,13 @@ def _nothing() -> None:
 
 
 class Capture(Protocol):
-    """Captures the operators that `work` launches as a CUDA graph. Returns the output tensor of `work` and a function
-    that replays the graph, which reads the current contents of the input tensors and overwrites the output. `restore`:
-    undoes the changes of a run of `work`; called after each warm-up run."""
+    """Captures the operators that `work` launches as a CUDA graph. Returns the output of `work`, a tensor or a tuple of
+    tensors, and a function that replays the graph, which reads the current contents of the input tensors and overwrites
+    the output. `restore`: undoes the changes of a run of `work`; called after each warm-up run."""
 
     def __call__(
-        self, work: Callable[[], Tensor], restore: Callable[[], None] = _nothing, /
-    ) -> tuple[Tensor, Callable[[], None]]: ...
+        self, work: Callable[[], T], restore: Callable[[], None] = _nothing, /
+    ) -> tuple[T, Callable[[], None]]: ...
 
 
 class GraphInputs:
@@ -85,9 +86,9 @@ class GraphInputs:
 
 @dataclass(frozen=True, slots=True)
 class CapturedGraph:
-    """A captured function, with the output tensor that each replay overwrites."""
+    """A captured function, with the output tensors that each replay overwrites."""
 
-    out: Tensor
+    out: Any
     replay: Callable[[], None]
     inputs: GraphInputs | None = None
 
@@ -149,11 +150,11 @@ class GraphCache:
         return graphs[key].out
 
     def run_batch(
-        self, name: Hashable, batch: HostBatch, work: Callable[[Batch], Tensor], device: torch.device,
+        self, name: Hashable, batch: HostBatch, work: Callable[[Batch], RowOutputs], device: torch.device,
         shape: Hashable = None,
-    ) -> Tensor:  # fmt: skip
+    ) -> RowOutputs:  # fmt: skip
         """As `run`, for a `work` over a batch of at most CAPTURED_ROWS[-1] rows per sequence. The graph's key is the
-        shape of the padded batch, and `shape`, the shape of other inputs of `work`. Returns the output [rows, ...] for
+        shape of the padded batch, and `shape`, the shape of other inputs of `work`. Returns the outputs [rows, ...] for
         the rows of the first sequence, without padding."""
         graphs = self._graph_sets[name].graphs
         rows, width = padded_rows(rows_per_sequence(batch)), batch.mask.shape[1]
@@ -167,7 +168,8 @@ class GraphCache:
             assert captured.inputs is not None
             captured.inputs.fill(batch)
         captured.replay()
-        return captured.out[: rows_per_sequence(batch)]
+        (out, hidden), count = captured.out, rows_per_sequence(batch)
+        return out[:count], None if hidden is None else hidden[:count]
 
 
 def rows_per_sequence(batch: HostBatch) -> int:
@@ -214,18 +216,25 @@ class GraphForwardExecutor(EagerExecutor):
         if rows_per_sequence(batch) > CAPTURED_ROWS[-1]:
             return super().forward(batch)
         device, began = self.runner.model.device, time.perf_counter()
-        logits = self.graphs.run_batch(self._forwards, batch, self.model_forward, device)
+        logits = self.run_batch(self._forwards, batch, self.model_forward)
         if device.type == "cuda":
             torch.cuda.current_stream(device).synchronize()
         self.runner.record_step(began, len(batch))
         return logits
 
-    def model_forward(self, batch: Batch) -> Tensor:
-        """Runs the operators of a forward, which a graph captures, and returns the logits. With guidance the
-        conditional and the unconditional row of each token are combined into one."""
-        logits, guidance = self.runner.model.forward(batch, self.runner.cache), self.runner.guidance
+    def run_batch(
+        self, graph_set: Hashable, batch: HostBatch, work: Callable[[Batch], RowOutputs], shape: Hashable = None
+    ) -> Tensor:
+        """As `GraphCache.run_batch`, which also returns the hidden states; these are left in `Runner.hidden`."""
+        out, self.runner.hidden = self.graphs.run_batch(graph_set, batch, work, self.runner.model.device, shape)
+        return out
+
+    def model_forward(self, batch: Batch) -> RowOutputs:
+        """Runs the operators of a forward, which a graph captures, and returns the logits and the hidden states. With
+        guidance the logits of the conditional and the unconditional row of each token are combined into one."""
+        (logits, hidden), guidance = self.runner.model.forward(batch, self.runner.cache), self.runner.guidance
         assert logits is not None
-        return logits if guidance is None else guidance.combine(logits)
+        return logits if guidance is None else guidance.combine(logits), hidden
 
 
 class StaticNoiseBuffer:
@@ -276,8 +285,8 @@ class CudaCapture:
         )
 
     def __call__(
-        self, work: Callable[[], Tensor], restore: Callable[[], None] = _nothing, /
-    ) -> tuple[Tensor, Callable[[], None]]:
+        self, work: Callable[[], T], restore: Callable[[], None] = _nothing, /
+    ) -> tuple[T, Callable[[], None]]:
         side, current = self._stream, torch.cuda.current_stream()
         graph = torch.cuda.CUDAGraph()
         with self._lock:

@@ -112,7 +112,7 @@ class GraphExpansionExecutor(GraphForwardExecutor):
             rows = self._tree.best_leaves(prefix)
             batch = Batch(rows.tokens, rows.positions, rows.slots, rows.mask, self._sequence, end)
             # if there are fewer than w leaves, the other rows have arbitrary contents and their children are never used
-            self._tree.add_children(*self._children(self.model_forward(batch), rows.positions + 1))
+            self._tree.add_children(*self._children(self.model_forward(batch)[0], rows.positions + 1))
         return self._tree.logprob
 
     def _children(self, logits: Tensor, after: Tensor) -> tuple[Tensor, Tensor]:

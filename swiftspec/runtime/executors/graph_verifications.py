@@ -30,6 +30,7 @@ from swiftspec.runtime.executors.graph import (
     CAPTURED_ROWS,
     GraphCache,
     GraphForwardExecutor,
+    RowOutputs,
     StaticNoiseBuffer,
     logits_key,
     padded_rows,
@@ -47,7 +48,9 @@ class GraphVerificationExecutor(GraphForwardExecutor):
     """Graph executor of verifications: one CUDA graph and one wait of the host each."""
 
     name = "graph"
-    SUPPORTED: Features = frozenset({"greedy", "sampled", "logit bias", "filters", "penalties", "rejection"})
+    SUPPORTED: Features = frozenset(
+        {"greedy", "sampled", "logit bias", "filters", "penalties", "rejection", "hidden states"}
+    )
 
     def __init__(self, runner: Runner, graphs: GraphCache, guided: bool = False) -> None:
         super().__init__(runner, graphs, guided)
@@ -90,31 +93,28 @@ class GraphVerificationExecutor(GraphForwardExecutor):
     def _drawn(self, proposal: Proposal, batch: HostBatch) -> Tensor:
         """Returns the target's token after each node, [nodes] int64, or with rejection sampling the result of
         `RejectionSampling.verdicts`. Rows in which the top candidates do not suffice for a filter are UNDECIDED."""
-        device = self.runner.model.device
         if self._rejection is None:
-            return self.graphs.run_batch(self._graph_set, batch, self._tokens, device)
+            return self.run_batch(self._graph_set, batch, self._tokens)
         numbers, width = rejection.pack_draft_probs(proposal, padded_rows(rows_per_sequence(batch)), padded_rows)
         packed = self._draws.place(torch.from_numpy(numbers))
         self._shape = numbers.shape, width
-        return self.graphs.run_batch(
-            self._graph_set, batch, lambda placed: self._verdicts(placed, packed, width), device, self._shape
-        )
+        return self.run_batch(self._graph_set, batch, lambda placed: self._verdicts(placed, packed, width), self._shape)
 
     def _key(self, batch: Batch | HostBatch) -> tuple[Any, ...]:
         """Returns the key that `GraphCache.run_batch` uses for the graph of this batch."""
         return padded_rows(len(batch) // len(batch.kv_len)), batch.mask.shape[1], self._shape
 
-    def _tokens(self, batch: Batch) -> Tensor:
+    def _tokens(self, batch: Batch) -> RowOutputs:
         return self._shaped(batch, self._draws.sampler.draw)
 
-    def _verdicts(self, batch: Batch, packed: Tensor, width: int) -> Tensor:
+    def _verdicts(self, batch: Batch, packed: Tensor, width: int) -> RowOutputs:
         verdicts = self._draws.rejection.verdicts
         return self._shaped(batch, lambda logits, paths, positions: verdicts(logits, paths, positions, packed, width))
 
-    def _shaped(self, batch: Batch, draw: Callable[[Tensor, Any, Tensor], Tensor]) -> Tensor:
+    def _shaped(self, batch: Batch, draw: Callable[[Tensor, Any, Tensor], Tensor]) -> RowOutputs:
         """Runs the forward of a batch and returns the result of `draw` on its logits, paths and positions, with rows
-        UNDECIDED where an assumption of `draw` does not hold."""
-        draws, logits = self._draws, self.model_forward(batch)
+        UNDECIDED where an assumption of `draw` does not hold, and the hidden states."""
+        draws, (logits, hidden) = self._draws, self.model_forward(batch)
         draws.assumptions.clear()  # left over from a failed draw
         ancestors = None if draws.history is None else AncestorPaths.of(batch)
         found = draw(logits, ancestors, batch.positions[: len(logits)])
@@ -124,7 +124,7 @@ class GraphVerificationExecutor(GraphForwardExecutor):
         while draws.assumptions:
             holds = draws.assumptions.pop().view(-1)
             found = found.masked_fill(~(holds if found.dim() == 1 else holds.unsqueeze(1)), UNDECIDED)
-        return found
+        return found, hidden
 
 
 class _GraphSampler:

@@ -50,6 +50,11 @@ class NativeModel(FusedModel, Protocol):
     """A model in native code that also implements the phases of a round, a draft tree and the rounds of a population
     (native_population.py)."""
 
+    def hidden_states(self, rows: int, /) -> Tensor | None:
+        """Returns the hidden states [rows, hidden layers, hidden size] of the first `rows` rows of the last forward,
+        that of a round included, or None if the model keeps none."""
+        ...
+
     def rounds(self, cache: Any, /) -> NativeTreeRounds:
         """Returns the phases of a round on a KV cache with one sequence."""
         ...
@@ -104,7 +109,7 @@ class NativeExecutor(EagerExecutor):
     """Native executor of expansions and verifications. The draft tree must be a `NativeTree`."""
 
     name = "native"
-    SUPPORTED = frozenset({"greedy", "sampled", "logit bias", "grammar"})
+    SUPPORTED = frozenset({"greedy", "sampled", "logit bias", "grammar", "hidden states"})
 
     def __init__(self, runner: Runner, fused: NativeModel) -> None:
         super().__init__(runner)
@@ -170,6 +175,10 @@ class NativeExecutor(EagerExecutor):
     def probabilities(self, tokens: Sequence[int], parents: Sequence[int]) -> list[float] | None:
         """See `TreeExecutor.probabilities`. With a grammar they are normalised over the allowed tokens."""
         return None if self._group is not None else self._rounds.probabilities(tokens, parents, self._scoring)
+
+    def hidden_states(self, nodes: Sequence[int]) -> Tensor | None:
+        states = self._fused.hidden_states(max(nodes) + 1)
+        return None if states is None else states[list(nodes)]
 
     def _reason(self, error: OSError) -> Exception:
         """Returns RankLost if a lost rank has caused this error in the ranks' shared memory, otherwise the error."""

@@ -88,12 +88,13 @@ class PopulationExecutor(Executor, Protocol):
 
 
 class EagerPopulationExecutor:
-    """Eager executor of population rounds: launches operator by operator; supports every request and device."""
+    """Eager executor of population rounds: launches operator by operator; supports every request of a target that keeps
+    no hidden states, and every device."""
 
     name = "eager"
 
     def supports(self, required: Features) -> bool:
-        return True
+        return "hidden states" not in required
 
     def window(self, slots: int) -> int:
         return -(-slots // EAGER_WINDOW_SLOTS) * EAGER_WINDOW_SLOTS
@@ -113,7 +114,7 @@ class GraphPopulationExecutor(EagerPopulationExecutor):
     them. The time of each model cannot be measured, so `Runner.busy` does not include it."""
 
     name = "graph"
-    SUPPORTED: Features = frozenset(FEATURES) - {"guidance"}
+    SUPPORTED: Features = frozenset(FEATURES) - {"guidance", "hidden states"}
 
     def __init__(self, graphs: GraphCache) -> None:
         self.graphs = graphs

@@ -68,7 +68,9 @@ def test_a_few_shapes_cover_all_numbers_of_rows() -> None:
     graphs.open("forwards", lambda: None)
 
     def forwards(batch: HostBatch) -> list[float]:
-        return graphs.run_batch("forwards", batch, lambda placed: placed.tokens.float(), CPU).tolist()
+        found, hidden = graphs.run_batch("forwards", batch, lambda placed: (placed.tokens.float(), None), CPU)
+        assert hidden is None
+        return found.tolist()
 
     for rows in range(1, CAPTURED_ROWS[-1] + 1):
         batch = random_batch(rows, 8, rows)
