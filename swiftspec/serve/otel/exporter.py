@@ -1,9 +1,11 @@
 """OpenTelemetry tracer provider that exports spans to a collector (extra `otel`). The OpenTelemetry packages are
-imported only if --otlp-endpoint is set."""
+imported only if --otlp-endpoint is set. OpenTelemetry's environment variables apply, such as OTEL_SERVICE_NAME and
+OTEL_EXPORTER_OTLP_HEADERS."""
 
 from __future__ import annotations
 
 import logging
+import os
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -18,7 +20,8 @@ if TYPE_CHECKING:
     from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
     from opentelemetry.sdk.trace.export import SpanExporter
 
-EXPORT_TIMEOUT_S = 2.0  # timeout of one request to the collector
+EXPORT_TIMEOUT_S = 2.0  # timeout of one request to the collector, unless one of TIMEOUT_VARIABLES is set
+TIMEOUT_VARIABLES = ("OTEL_EXPORTER_OTLP_TIMEOUT", "OTEL_EXPORTER_OTLP_TRACES_TIMEOUT")
 RETRY_AFTER_S = 5.0  # pause of the export after a failure
 MAX_QUEUED_SPANS = 1 << 16  # the oldest ones are dropped if more are queued
 TRACES_PATH = "/v1/traces"
@@ -44,7 +47,7 @@ def make_tracer_provider(endpoint: str, exporter: Callable[[str], SpanExporter] 
     """
     address = check_otlp_endpoint(endpoint)
     from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
-    from opentelemetry.sdk.resources import Resource
+    from opentelemetry.sdk.resources import OTELResourceDetector, Resource
     from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
@@ -53,10 +56,10 @@ def make_tracer_provider(endpoint: str, exporter: Callable[[str], SpanExporter] 
         log.addHandler(FirstErrorHandler())
         log.propagate = False
     resource = Resource.create({"service.name": "swiftspec", "service.version": __version__})
+    resource = resource.merge(OTELResourceDetector().detect())  # the user's OTEL_SERVICE_NAME wins
     made = TracerProvider(resource=resource, shutdown_on_exit=False)
-    sends: Any = BackoffExporter(
-        OTLPSpanExporter(address, timeout=EXPORT_TIMEOUT_S) if exporter is None else exporter(address)
-    )
+    timeout = None if any(name in os.environ for name in TIMEOUT_VARIABLES) else EXPORT_TIMEOUT_S
+    sends: Any = BackoffExporter(OTLPSpanExporter(address, timeout=timeout) if exporter is None else exporter(address))
     made.add_span_processor(BatchSpanProcessor(sends, MAX_QUEUED_SPANS))
     return made
 

@@ -214,7 +214,7 @@ def until_it_drafts(running: LLMBase) -> list[int]:
 def test_all_spans_of_a_long_answer_are_sent_and_a_lost_collector_is_one_line(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("swiftspec.serve.otel.exporter.EXPORT_TIMEOUT_S", 0.1)
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "0.1")
     for address, exporter in (("http://collector:4318", InMemorySpanExporter()), ("http://127.0.0.1:1", None)):
         rpcs = RpcLog()
 

@@ -105,6 +105,16 @@ def test_spans_are_exported_over_http() -> None:
     assert "swiftspec" in [item.value.string_value for item in frames.resource.attributes if item.key == "service.name"]
 
 
+def test_standard_variables_name_the_service(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OTEL_SERVICE_NAME", "mine")
+    monkeypatch.setenv("OTEL_RESOURCE_ATTRIBUTES", "service.version=7,deployment.environment.name=lab")
+    provider = exporter.make_tracer_provider("http://collector:4318", lambda address: InMemorySpanExporter())
+    provider.shutdown()
+    attributes = provider.resource.attributes
+    assert (attributes["service.name"], attributes["service.version"]) == ("mine", "7")
+    assert attributes["deployment.environment.name"] == "lab"
+
+
 @pytest.mark.parametrize("parent", ["", "00-zz-zz-01", "x" * 200])
 def test_an_invalid_traceparent_is_ignored(parent: str) -> None:
     (span,) = spans(
