@@ -18,10 +18,11 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from bench import rpc_latency
 from bench.data.heldout import texts
+from bench.figure import svg_axes
 from bench.workers import LEAVES, NODES, PACES, SHAPE, started, workers
 from swiftspec.lab import network_prediction, predict
 from swiftspec.lab.network_link import Link
@@ -29,6 +30,9 @@ from swiftspec.lab.simulation import RecordedAcceptance, SimulatedTimes
 from swiftspec.serve.cli.arguments import parse_command
 from swiftspec.serve.remote_session import open_local_or_remote
 from swiftspec.serve.terminal import StartupProgress
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 PROMPTS = 12  # those of the recorded rounds
 MODES = ("serial", "async")
@@ -84,15 +88,8 @@ def rows(delays: Sequence[float], bandwidth: str, tokens: int) -> Iterator[dict[
                     yield {**about, "mode": mode, "predicted": expected[mode], **measure(mode, urls, tokens)}
 
 
-def plot(found: Sequence[dict[str, Any]], file: Path) -> None:
-    """Plots tokens per second against delay, measured values as lines and predictions as crosses."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    pyplot.rcParams |= {"svg.fonttype": "none", "svg.hashsalt": "wire"}  # letters as text make the file much smaller
-    figure, axes = pyplot.subplots(figsize=(6, 3.5))
+def draw(axes: Axes, found: Sequence[dict[str, Any]]) -> None:
+    """Draws tokens per second against delay, measured values as lines and predictions as crosses."""
     for mode in MODES:
         own = [row for row in found if row["mode"] == mode]
         delays = [row["delay_ms"] for row in own]
@@ -103,7 +100,6 @@ def plot(found: Sequence[dict[str, Any]], file: Path) -> None:
     axes.set_xticks(known, [f"{delay:g}" for delay in known], minor=False)
     axes.minorticks_off()
     axes.legend()
-    figure.savefig(file, bbox_inches="tight", metadata={"Date": None})
 
 
 def main() -> None:
@@ -127,7 +123,8 @@ def main() -> None:
     if args.json is not None:
         args.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     if args.plot is not None:
-        plot(found, args.plot)
+        with svg_axes(args.plot) as axes:
+            draw(axes, found)
 
 
 if __name__ == "__main__":

@@ -19,18 +19,23 @@ from dataclasses import asdict, dataclass, replace
 from itertools import product
 from pathlib import Path
 from statistics import fmean, stdev
+from typing import TYPE_CHECKING
 
 import torch
 from transformers import AutoTokenizer
 
 from bench.common.roles import decode_on, growing_ahead, local_roles
 from bench.data.heldout import DEMO, read_prompts
+from bench.figure import svg_axes
 from swiftspec.config import PROPOSAL_METHODS, EngineConfig
 from swiftspec.decode import decode
 from swiftspec.llm import LLM
 from swiftspec.messages import RequestStart
 from swiftspec.params import SamplingParams
 from swiftspec.runtime.lookahead_drafter import LookaheadDrafter
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 COLOURS = {"top": "#d1495b", "coupled": "#1b6ca8", "sample": "#3a7d44"}
 
@@ -112,32 +117,15 @@ def same_text(args: argparse.Namespace) -> None:
             print(f"text at T {source:g}, rounds at T {temperature:g}: {fmean(counts):.3f} +- {error:.3f} tokens")
 
 
-def plot(points: Sequence[Point], file: Path) -> None:
-    """Plots tokens per round in serial mode against temperature as SVG. Lines: one per proposal, dashed for top-p below
-    1."""
+def draw(axes: Axes, points: Sequence[Point]) -> None:
+    """Draws tokens per round in serial mode against temperature: a line per proposal, dashed for top-p below 1."""
     in_turn = [point for point in points if not point.ahead]
-    right, high = max(p.temperature for p in in_turn), 1.1 * max(p.ratio for p in in_turn)
-
-    def at(x: float, y: float) -> str:
-        return f"{60 + 520 * x / right:.0f},{20 + 320 * (high - y) / (high - 1):.0f}"
-
-    out = ['<svg xmlns="http://www.w3.org/2000/svg" width="640" height="400" font-family="sans-serif" font-size="12">']
-    out.append('<rect width="640" height="400" fill="white"/>')
-    for y in range(1, int(high) + 1):
-        a, b = at(0, y).split(","), at(right, y).split(",")
-        out.append(f'<line x1="{a[0]}" y1="{a[1]}" x2="{b[0]}" y2="{b[1]}" stroke="#ddd"/>')
-        out.append(f'<text x="40" y="{a[1]}">{y}</text>')
-    for index, (proposal, colour) in enumerate(COLOURS.items()):
-        for top_p, dash in sorted({(p.top_p, "4" if p.top_p < 1 else "0") for p in in_turn}):
-            mine = sorted((p.temperature, p.ratio) for p in in_turn if (p.proposal, p.top_p) == (proposal, top_p))
-            path = " ".join(at(x, y) for x, y in mine)
-            out.append(f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-dasharray="{dash}"/>')
-        out.append(f'<text x="{80 + 90 * index}" y="330" fill="{colour}">{proposal}</text>')
-    for x in sorted({p.temperature for p in in_turn}):
-        out.append(f'<text x="{int(at(x, 1).split(",")[0]) - 8}" y="358">{x:g}</text>')
-    out.append('<text x="200" y="385">temperature (dashed: top-p below 1)</text>')
-    out.append('<text transform="translate(18 220) rotate(-90)">tokens per round</text>')
-    file.write_text("\n".join([*out, "</svg>\n"]), encoding="utf-8")
+    for proposal, top_p in sorted({(p.proposal, p.top_p) for p in in_turn}):
+        mine = sorted((p.temperature, p.ratio) for p in in_turn if (p.proposal, p.top_p) == (proposal, top_p))
+        style, label = ("--", None) if top_p < 1 else ("-", proposal)
+        axes.plot(*zip(*mine), style, color=COLOURS[proposal], label=label)
+    axes.set(xlabel="temperature (dashed: top-p below 1)", ylabel="tokens per round", ylim=(1, None))
+    axes.legend(frameon=False)
 
 
 def numbers(text: str) -> list[float]:
@@ -174,7 +162,8 @@ def main() -> None:
     if args.json:
         args.json.write_text(json.dumps([asdict(point) for point in points], indent=1) + "\n")
     if args.plot:
-        plot(points, args.plot)
+        with svg_axes(args.plot) as axes:
+            draw(axes, points)
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -32,14 +32,17 @@ import torch
 from bench.data.functions import FUNCTIONS, Function
 from bench.data.heldout import DEMO
 from bench.data.tasks import load, numbers_of
+from bench.figure import scale_speeds, svg_axes
 from bench.sandbox import Sandbox
 from bench.smc import scorer
-from bench.svg import scatter
 from swiftspec.config import EngineConfig, PopulationConfig
 from swiftspec.engine import Completion
 from swiftspec.llm import LLM
 from swiftspec.params import SamplingParams
 from swiftspec.serve.text.codec import TextCodec
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 SHAPES = ((1, 4, 1.0), (4, 4, 1.0), (16, 4, 1.0), (4, 1, 1.0), (4, 4, 2.0), (16, 4, 2.0), (16, 4, 4.0))  # N, K, alpha
 FEW = 4  # answers of which any may pass, for systems without particles
@@ -204,6 +207,21 @@ def table(rows: Sequence[Row]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
+def draw(axes: Axes, points: Sequence[tuple[str, float, float, float]], title: str) -> None:
+    """Draws the share of completions that pass against speed, with numbered points and a legend.
+
+    `points`: name, relative speed, share, and standard error of the share.
+    """
+    for number, (name, speed, share, error) in enumerate(points, 1):
+        colour = "C3" if "smc" in name else "C0"
+        axes.errorbar(speed, share, error, marker="o", markersize=4, color=colour, label=f"{number}  {name}")
+        axes.annotate(str(number), (speed, share), (4, 4), textcoords="offset points", color=colour)
+    scale_speeds(axes)
+    axes.yaxis.set_major_formatter("{x:.0%}")
+    axes.set(title=title, xlabel="tokens per second relative to plain sampling")
+    axes.legend(frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5))
+
+
 def tasks(
     args: argparse.Namespace, codec: TextCodec
 ) -> tuple[list[list[int]], Callable[[int, Sequence[int]], str], Any]:
@@ -257,7 +275,8 @@ def main() -> None:
         plain = rows[0].system.rate
         points = [(row.system.name, row.system.rate / plain, *row.passes) for row in rows]
         title = f"completions that pass their asserts: {len(prompts)} functions, {args.seeds} seeds each"
-        args.plot.write_text(scatter(points, title, "tokens per second relative to plain sampling"), encoding="utf-8")
+        with svg_axes(args.plot) as axes:
+            draw(axes, points, title)
 
 
 if __name__ == "__main__":

@@ -17,18 +17,18 @@ import argparse
 import json
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from transformers import AutoTokenizer
 
 from bench.data.heldout import DEMO, read_prompts
+from bench.figure import scale_speeds, svg_axes
 from bench.smc_groups import add_flags, compare
-from bench.svg import line_of, text_of
 from swiftspec.backends import reference
 from swiftspec.config import EngineConfig, PopulationConfig
 from swiftspec.engine import Completion
@@ -40,10 +40,11 @@ from swiftspec.runtime.runner import Runner
 from swiftspec.smc.population import LocalPopulation
 from swiftspec.tree import mask
 
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
 CONTEXT = 1536
 PLAIN = 8  # plain texts per request: they are fast, and every distance is relative to their mean
-COLOURS = ("#1b6ca8", "#d1495b", "#3a7d44", "#b07d12", "#6a4c93")
-LABELS = ((5, -7, "start"), (5, 15, "start"), (-5, -7, "end"), (-5, 15, "end"))  # position of N, for each curve
 Y_AXIS = "log p per token, relative to plain sampling (± standard error)"
 
 
@@ -180,53 +181,21 @@ def memory(args: argparse.Namespace) -> None:
     )
 
 
-def plot(results: Sequence[Result], file: Path, title: str) -> None:
-    """Plots distance in likelihood against speed as SVG, one line per K."""
+def draw(axes: Axes, results: Sequence[Result], title: str) -> None:
+    """Draws distance in likelihood against speed, one line per K, with N at each point."""
     plain, rest = results[0], results[1:]
-    points = {(r.particles, r.steps): (r.rate / plain.rate, *distance(r, plain)) for r in rest}
-    speeds = [1.0, *(speed for speed, _, _ in points.values())]
-    ends = [0.0, *(mean + side * error for _, mean, error in points.values() for side in (-1, 1))]
-    first, last = math.floor(math.log2(min(speeds))), math.ceil(math.log2(max(speeds)))
-    low, high = math.floor(4 * min(ends)), math.ceil(4 * max(ends))  # in quarters
-
-    def at(speed: float, distance: float) -> tuple[float, float]:
-        across, up = (math.log2(speed) - first) / (last - first), (4 * distance - low) / (high - low)
-        return 80 + 600 * across, 400 - 330 * up
-
-    out = ['<svg xmlns="http://www.w3.org/2000/svg" width="720" height="470" font-family="sans-serif" font-size="12">']
-    out += ['<rect width="720" height="470" fill="white"/>', text_of(80, 22, title, "#333", size=14)]
-    for power in range(first, last + 1):
-        name = f"{2**power}x" if power >= 0 else f"1/{2**-power}x"
-        x, bottom = at(2.0**power, low / 4)
-        out += [line_of(x, bottom, x, 70, "#999" if power == 0 else "#e4e4e4"), text_of(x, 420, name, "#333", "middle")]
-    for quarter in range(low, high + 1):
-        x, y = at(2.0**first, quarter / 4)
-        out += [line_of(x, y, 680, y, "#999" if quarter == 0 else "#e4e4e4")]
-        out += [text_of(72, y + 4, f"{quarter / 4:+.2f}" if quarter else "0", "#333", "end")]
-    out += [text_of(380, 450, "tokens per second relative to plain sampling; numbers: N", "#333", "middle")]
-    out += [f'<g transform="translate(22 235) rotate(-90)">{text_of(0, 0, Y_AXIS, "#333", "middle")}</g>']
-    for index, steps in enumerate(sorted({r.steps for r in rest})):
-        mine = {r.particles: points[r.particles, steps] for r in rest if r.steps == steps}
-        out += _curve(mine, at, COLOURS[index % len(COLOURS)], LABELS[index % len(LABELS)])
-        x = 80 + 90 * index
-        out += [line_of(x, 46, x + 22, 46, COLOURS[index % len(COLOURS)]), text_of(x + 28, 50, f"K = {steps}", "#333")]
-    file.write_text("\n".join([*out, "</svg>\n"]), encoding="utf-8")
-
-
-def _curve(
-    points: Mapping[int, tuple[float, float, float]],
-    at: Callable[[float, float], tuple[float, float]],
-    colour: str,
-    label: tuple[float, float, str],
-) -> list[str]:
-    """Draws the curve of one K, each point with its N and its standard error."""
-    path = " ".join("{:.1f},{:.1f}".format(*at(speed, mean)) for speed, mean, _ in points.values())
-    out = [f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="1.5"/>']
-    for particles, (speed, mean, error) in points.items():
-        (x, y), (_, top), (_, bottom) = at(speed, mean), at(speed, mean + error), at(speed, mean - error)
-        out += [line_of(x, top, x, bottom, colour), f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{colour}"/>']
-        out += [text_of(x + label[0], y + label[1], str(particles), colour, label[2])]
-    return out
+    for steps in sorted({r.steps for r in rest}):
+        mine = [r for r in rest if r.steps == steps]
+        speeds, distances = [r.rate / plain.rate for r in mine], [distance(r, plain) for r in mine]
+        means, errors = zip(*distances)
+        axes.errorbar(speeds, means, errors, marker="o", markersize=4, label=f"K = {steps}")
+        for result, speed, mean in zip(mine, speeds, means):
+            axes.annotate(str(result.particles), (speed, mean), (4, 4), textcoords="offset points")
+    axes.axvline(1, color="#999", linewidth=0.8)
+    axes.axhline(0, color="#999", linewidth=0.8)
+    scale_speeds(axes)
+    axes.set(title=title, xlabel="tokens per second relative to plain sampling; numbers: N", ylabel=Y_AXIS)
+    axes.legend(frameon=False)
 
 
 def distance(result: Result, plain: Result) -> tuple[float, float]:
@@ -283,7 +252,8 @@ def main() -> None:
     if args.plot:
         requests = len(results[0].likelihood)
         title = f"mode smc on the embedded pair, temperature {args.temperature:g}, power {args.power:g}"
-        plot(results, args.plot, f"{title}, {requests} requests of {args.max_tokens} tokens")
+        with svg_axes(args.plot) as axes:
+            draw(axes, results, f"{title}, {requests} requests of {args.max_tokens} tokens")
 
 
 if __name__ == "__main__":

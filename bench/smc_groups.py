@@ -13,19 +13,18 @@ begins the next), and the round in one call (native or graph; without it operato
 from __future__ import annotations
 
 import argparse
-import math
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from threading import Lock
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from bench.svg import line_of, text_of
+from bench.figure import svg_axes
 from swiftspec.config import EngineConfig, PopulationConfig
 from swiftspec.llm import LLM
 from swiftspec.model.batch import Batch
@@ -34,12 +33,14 @@ from swiftspec.runtime.executors.graph import CudaCapture
 from swiftspec.smc.decoding import BatchRequest
 from swiftspec.smc.population import LocalPopulation
 
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
 KINDS = ("smc", "match", "reject")
 ABLATED = ("deferred bonus", "late host", "round in one call")
 Shape = tuple[str, int, int, str]  # kind, N, K and the optimization that is left out
 PROMPT = 64  # tokens per prompt
 WINDOW = 16  # width of the mask in `plain`, in slots
-COLOURS = ("#1b6ca8", "#d1495b", "#3a7d44", "#777777", "#b07d12", "#6a4c93")
 
 
 @dataclass
@@ -188,34 +189,18 @@ def compare(prompts: Sequence[Sequence[int]], args: argparse.Namespace) -> None:
             ]
             for kind, n, k, without in shapes
         }
-        plot(args.groups, {**rates, "plain": [rate_alone[g] for g in args.groups]}, args.plot)
+        with svg_axes(args.plot) as axes:
+            draw(axes, args.groups, {**rates, "plain": [rate_alone[g] for g in args.groups]})
 
 
-def plot(groups: Sequence[int], rates: Mapping[str, Sequence[float]], file: Path) -> None:
-    """Plots total tokens per second against the number of concurrent requests as SVG."""
-    first, last = math.log2(min(groups)), math.log2(max(max(groups), 2 * min(groups)))
-    top = max(max(each) for each in rates.values())
-
-    def at(count: int, rate: float) -> tuple[float, float]:
-        return 80 + 600 * (math.log2(count) - first) / (last - first), 400 - 320 * rate / top
-
-    size = f'width="720" height="{470 + 20 * len(rates)}"'
-    out = [f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="sans-serif" font-size="12">']
-    out += [f'<rect {size} fill="white"/>']
-    for quarter in range(5):
-        x, y = at(min(groups), quarter * top / 4)
-        out += [line_of(x, y, 680, y, "#e4e4e4"), text_of(72, y + 4, f"{quarter * top / 4:.1f}", "#333", "end")]
-    out += [text_of(at(count, 0)[0], 420, str(count), "#333", "middle") for count in groups]
-    out += [text_of(380, 450, "concurrent requests; vertical axis: total tokens per second", "#333", "middle")]
-    for index, (name, mine) in enumerate(rates.items()):
-        colour = COLOURS[index % len(COLOURS)]
-        points = [at(*point) for point in zip(groups, mine, strict=True)]
-        path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
-        out += [f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="1.5"/>']
-        out += [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{colour}"/>' for x, y in points]
-        out += [line_of(80, 470 + 20 * index, 102, 470 + 20 * index, colour)]
-        out += [text_of(108, 474 + 20 * index, name, "#333")]
-    file.write_text("\n".join([*out, "</svg>\n"]), encoding="utf-8")
+def draw(axes: Axes, groups: Sequence[int], rates: Mapping[str, Sequence[float]]) -> None:
+    """Draws total tokens per second against the number of concurrent requests."""
+    for name, mine in rates.items():
+        axes.plot(groups, mine, marker="o", markersize=4, label=name)
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(groups, [str(count) for count in groups])
+    axes.set(xlabel="concurrent requests", ylabel="total tokens per second", ylim=(0, None))
+    axes.legend(frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.15))
 
 
 def kinds(text: str) -> list[str]:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 from typing import Any
-from xml.etree import ElementTree
 
+import numpy as np
 import pytest
+from matplotlib.figure import Figure
 
 from bench.data.functions import FUNCTIONS, Function
 from bench.data.tasks import numbers_of
-from bench.quality import System, finished, judged, of_functions, of_sums, stratified, table
+from bench.quality import System, draw, finished, judged, of_functions, of_sums, stratified, table
 from bench.sandbox import Sandbox
-from bench.svg import scatter
 
 METHOD = "class A:\n    def f(self):\n        return"
 
@@ -82,9 +82,8 @@ def test_sums_are_compared_by_their_last_number() -> None:
 
 def test_the_figure_contains_every_point() -> None:
     points = [("plain", 1.0, 0.41, 0.02), ("smc N = 4", 0.3, 0.44, 0.02), ("smc N = 16", 0.12, 0.5, 0.01)]
-    drawn = ElementTree.fromstring(scatter(points, "title", "speed"))
-    circles = drawn.findall("{http://www.w3.org/2000/svg}circle")
-    assert len(circles) == 3
-    across, up = ([float(each.attrib[name]) for each in circles] for name in ("cx", "cy"))
-    assert across[0] > across[1] > across[2] and up[0] > up[1] > up[2]
-    assert all(60 <= x <= 500 and 60 <= y <= 400 for x, y in zip(across, up, strict=True))
+    axes = Figure().add_subplot()
+    draw(axes, points, "title")
+    drawn = [[np.asarray(values, float).item() for values in line.get_data()] for line in axes.lines]
+    assert drawn == [[speed, share] for _, speed, share, _ in points]
+    assert [label.get_text() for label in axes.texts] == ["1", "2", "3"]
