@@ -32,11 +32,12 @@ def is_user_interface(path: str) -> bool:
 
 
 def sockets_in_distributed_only(path: str, source: str) -> list[str]:
-    """Process groups are used in distributed/ only; sockets also in the HTTP server and the supervisor."""
+    """Process groups are used in distributed/ only; sockets also in the HTTP server, in the supervisor, and to the
+    process that renders chat templates."""
     if package(path) == "distributed":
         return []
-    serving = path.startswith(("serve/http/", "serve/supervisor/")) or path == "serve/rank_process.py"
-    banned = {"torch.distributed", *(() if serving else ("socket.socket",))}
+    local = ("serve/http/", "serve/supervisor/", "serve/rank_process.py", "serve/text/template.py")
+    banned = {"torch.distributed", *(() if path.startswith(local) else ("socket.socket",))}
     return [f"{path} uses {name}" for name in uses(path, source, banned)]
 
 

@@ -57,8 +57,8 @@ class TemplateRenderer:
         self._connection, remote_end = socket.socketpair()
         with remote_end:
             self._process = subprocess.Popen(  # in its own session, so that Ctrl-C does not reach it
-                [sys.executable, "-P", template_process.__file__], stdin=remote_end.fileno(), stdout=remote_end.fileno(),
-                stderr=subprocess.DEVNULL, start_new_session=True,
+                [sys.executable, "-P", template_process.__file__], stdin=remote_end.fileno(),
+                stdout=remote_end.fileno(), stderr=subprocess.DEVNULL, start_new_session=True,
             )  # fmt: skip
         self._replies = self._connection.makefile("rb")
         self._ready = False
