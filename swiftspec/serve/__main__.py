@@ -120,8 +120,12 @@ def _dispatch(argv: Sequence[str], first: bool) -> int:
     """Runs a command: on a single rank in this process; as a server or on several ranks in supervised processes.
     `first`: whether this process is rank 0."""
     here = launched()
-    if argv[:1] in (["worker"], ["generate"]):
-        return _run_with_workers(argv[0], argv[1:], here)
+    if argv[:1] == ["worker"]:
+        from swiftspec.serve.cli import worker
+
+        return worker.run_worker_command(argv[1:], join_launched_world)
+    if argv[:1] == ["generate"]:
+        return _run_subcommand("generate", argv[1:], first)
     if not first:
         assert here is not None
         from swiftspec.serve.supervisor.job import supervise_rank
@@ -148,7 +152,7 @@ def _dispatch(argv: Sequence[str], first: bool) -> int:
     return supervise_command(here, ranks, argv)
 
 
-def _run_subcommand(name: str, argv: list[str], first: bool) -> int:
+def _run_subcommand(name: str, argv: Sequence[str], first: bool) -> int:
     """Runs `swiftspec chat|serve|generate` like `python -m swiftspec.serve` with the same flags. Raises UsageError if
     the flags or the terminal do not fit the sub-command."""
     from swiftspec.serve.cli.arguments import HELP_PAGES, parse_command
@@ -170,29 +174,6 @@ def _run_subcommand(name: str, argv: list[str], first: bool) -> int:
     if name == "generate" and first and not has_prompt and (terminal or sys.stdin is None):
         raise UsageError("no prompt: pass it with --prompt, --prompt-file or standard input")
     return _dispatch(argv, first)
-
-
-def _run_with_workers(name: str, argv: Sequence[str], here: LaunchedRank | None) -> int:
-    """Runs `worker`, or `generate` with --target-url. `here`: this process's rank; None without a launcher."""
-    from swiftspec.serve.cli import generate, worker
-    from swiftspec.serve.cli.arguments import parse_command
-    from swiftspec.serve.settings.settings import UsageError
-
-    if name == "worker":
-        return worker.run_worker_command(argv, join_launched_world)
-    if here is not None and here.size > 1:
-        raise UsageError("`swiftspec generate` runs in one process: start it without torchrun")
-    command = parse_command(argv)
-    if command.settings.target_url is None:
-        raise UsageError(
-            "`python -m swiftspec.serve generate` needs --target-url; for a local model use `swiftspec generate`"
-        )
-    if command.settings.port is not None:
-        raise UsageError("--port is not supported by `swiftspec generate`; remove it, or use `swiftspec serve`")
-    prompt = generate.read_prompt(command)
-    if prompt is None:
-        raise UsageError("no prompt: pass it with --prompt, --prompt-file or standard input")
-    return generate.run_generate(command, prompt)
 
 
 def _supervise_server(command: ParsedCommand, here: LaunchedRank | None, ranks: int, argv: Sequence[str]) -> int:

@@ -207,7 +207,7 @@ NONSENSE = [
     (("worker", "target", "--listen", "0.0.0.0:1"), "open to other machines"),
     (("worker", "target", "--listen", "nowhere"), "HOST:PORT"),
     (("worker", "target", "--prompt", "x"), "--prompt-file and --json are not supported by a worker"),
-    (("generate", "--prompt", "x"), "--target-url"),
+    (("generate", "--target-url", "127.0.0.1:1", "--port", "1"), "--port is not supported by `swiftspec generate`"),
     (("generate", "--target-url", "example.com:1", "--prompt", "x"), "another machine"),
     (("--target-url", "127.0.0.1:1", "--model", "x", "--prompt", "x"), "specify the same model"),
     (("--draft-url", "127.0.0.1:1", "--mode", "smc", "--prompt", "x"), "not supported in mode smc"),

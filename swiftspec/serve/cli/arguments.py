@@ -26,7 +26,7 @@ serves that page for a recorded trace, without a model. The default models are a
 USAGE = """python -m swiftspec.serve [flags]
        python -m swiftspec.serve replay FILE [--host H] [--port N]
        python -m swiftspec.serve worker draft|target [--model M] [--listen HOST:PORT] [flags]
-       python -m swiftspec.serve generate --target-url HOST:PORT [--draft-url HOST:PORT] --prompt TEXT [flags]"""
+       python -m swiftspec.serve generate --prompt TEXT [--target-url HOST:PORT] [--draft-url HOST:PORT] [flags]"""
 PRECEDENCE = "Precedence: flag > environment variable > --config file > default."
 
 

@@ -110,6 +110,13 @@ def test_generate_takes_a_prompt_or_a_pipe(
     assert "no prompt: pass it with --prompt, --prompt-file or standard input" in capsys.readouterr().err
 
 
+def test_generate_of_the_serve_module_is_the_subcommand(monkeypatch: pytest.MonkeyPatch) -> None:
+    commands: list[Any] = []
+    monkeypatch.setattr(serve_main, "run_rank", lambda command, first: commands.append(command) or 0)
+    assert serve_main.main(["generate", "--prompt", "a"]) == main(["generate", "--prompt", "a"]) == 0
+    assert commands[0] == commands[1] and commands[0].prompt == "a"
+
+
 def test_chat_needs_a_terminal(
     dispatched: list[list[str]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
