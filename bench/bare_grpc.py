@@ -24,7 +24,7 @@ from typing import Any
 import grpc
 
 from bench.workers import started
-from swiftspec.distributed.rpc import connection, server
+from swiftspec.distributed.transport.grpc import client, server
 from swiftspec.observe.step_time_emulation import wait_until
 
 METHOD = ("bench.Bare", "Echo")
@@ -64,7 +64,7 @@ def overhead(url: str, exchange: Exchange) -> float:
     out: SimpleQueue[bytes | None] = SimpleQueue()
     ask = ASK.pack(exchange.rest, exchange.back).ljust(exchange.there, b"\0")
     seconds: list[float] = []
-    with grpc.insecure_channel(url, connection.OPTIONS) as channel:
+    with grpc.insecure_channel(url, client.OPTIONS) as channel:
         answers: Any = channel.stream_stream("/" + "/".join(METHOD))(iter(out.get, None))
         for _ in range(ROUNDS):
             wait_until(time.perf_counter() + exchange.between)

@@ -30,7 +30,7 @@ from swiftspec.cache.model_cache import ModelCache
 from swiftspec.config import EngineConfig
 from swiftspec.distributed.launch.supervision import SupervisorLink
 from swiftspec.distributed.launch.world import World, join_world
-from swiftspec.distributed.transport.shm_channel import SharedMemoryChannel
+from swiftspec.distributed.transport.shm import ShmTransport
 from swiftspec.llm import LLM, serve_rank
 from swiftspec.params import SamplingParams
 from swiftspec.runtime.executors.native import NativeExecutor, NativeTree
@@ -43,8 +43,8 @@ from swiftspec.tree.tree import DraftTree
 
 TIMED: list[tuple[Any, str]] = [
     (Runner, "_batch"), (Runner, "run"), (NativeExecutor, "verify"), (NativeExecutor, "expand"),
-    (SharedMemoryChannel, "send"),
-    (SharedMemoryChannel, "recv"), (SharedMemoryChannel, "recv_or_reply"),
+    (ShmTransport, "send"),
+    (ShmTransport, "recv"), (ShmTransport, "recv_or_reply"),
     (ModelCache, "commit"), (Sampler, "draw"), (Sampler, "children"), (DraftTree, "best_leaves"),
     (DraftTree, "add_children"), (tree_walk, "match_path"),
     *((tree, name) for tree in (DraftTree, NativeTree) for name in ("best_subtree", "match_prefix", "reroot")),

@@ -17,14 +17,13 @@ import json
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import grpc
-from google.protobuf.message import Message
 
 from bench import bare_grpc
 from bench.data.heldout import texts
@@ -32,14 +31,17 @@ from bench.workers import LEAVES, NODES, PACES, workers
 from swiftspec.builder.load_options import WorkerAddress
 from swiftspec.builder.remote_roles import RemoteTarget, build_remote_roles
 from swiftspec.config import EngineConfig
-from swiftspec.distributed.rpc.connection import MessageStream
-from swiftspec.distributed.rpc.endpoint import RpcSecurity
-from swiftspec.distributed.rpc.service import TARGET_SERVICE
+from swiftspec.distributed.remote.session_messages import unpack_timed
+from swiftspec.distributed.transport.codec import Frame, unpack_tree_delta
+from swiftspec.distributed.transport.grpc.client import GrpcTransport
+from swiftspec.distributed.transport.grpc.endpoint import TARGET_SERVICE, RpcSecurity
+from swiftspec.distributed.transport.opcodes import Opcode
 from swiftspec.llm import LLMBase
 from swiftspec.params import SamplingParams
 from swiftspec.serve.model_resolution import demo_model_path
 from swiftspec.serve.text.codec import TextCodec
 
+MEASURED = (Opcode.DRAFTER_OPEN, Opcode.OBSERVE, Opcode.VERIFIER_OPEN, Opcode.VERIFY)  # messages with an answer
 PROMPTS = slice(12, 16)  # different from the prompts of the predicted rounds
 MODES = ("serial", "async")
 
@@ -72,34 +74,39 @@ class RpcTimes:
 
 @contextmanager
 def measured(times: dict[str, RpcTimes]) -> Iterator[None]:
-    """Adds times and sizes of the messages of all streams to `times`, by side, inside the context."""
-    send, recv = MessageStream.send, MessageStream.recv
+    """Adds times and sizes of the messages of all transports to `times`, by side, inside the context."""
+    send, recv = GrpcTransport.send, GrpcTransport.recv
 
-    def of(stream: Any) -> RpcTimes:
-        return times["target" if "--target-url" in stream._peer else "draft"]
+    def of(transport: GrpcTransport) -> RpcTimes:
+        return times["target" if "--target-url" in transport.peer else "draft"]
 
-    def timed_send(self: Any, message: Message) -> None:
-        entry, entry.sent_at = of(self), time.perf_counter()
-        send(self, message)
-        entry.between.append(entry.sent_at - entry.received_at)
-        entry.sent_bytes.append(message.ByteSize())
+    def timed_send(self: GrpcTransport, kind: int, words: Sequence[int] = ()) -> None:
+        entry = of(self)
+        if kind in MEASURED:
+            entry.sent_at = time.perf_counter()
+            entry.between.append(entry.sent_at - entry.received_at)
+            entry.sent_bytes.append(4 * len(words))
+        send(self, kind, words)
 
-    def timed_recv(self: Any, timeout: float) -> Any:
-        answer, entry = recv(self, timeout), of(self)
-        entry.received_at = time.perf_counter()
-        entry.model.append(1e-9 * answer.telemetry.model)
-        entry.worker_overhead.append(1e-9 * answer.telemetry.wall - entry.model[-1])
-        entry.overhead.append(entry.received_at - entry.sent_at - entry.model[-1])
-        entry.received_bytes.append(answer.ByteSize())
-        if (expansions := getattr(answer, "delta", None) and answer.delta.expansions) and answer.telemetry.wall:
-            entry.expansion.append(1e-9 * answer.telemetry.wall / expansions)
-        return answer
+    def timed_recv(self: GrpcTransport, timeout: float | None = None) -> Frame:
+        kind, words = recv(self, timeout)
+        entry, received_at = of(self), time.perf_counter()
+        if kind == Opcode.TIMED_ANSWER:
+            cost, inner, body = unpack_timed(words)
+            entry.received_at = received_at
+            entry.model.append(1e-6 * body[0])
+            entry.worker_overhead.append(1e-9 * cost.wall - entry.model[-1])
+            entry.overhead.append(received_at - entry.sent_at - entry.model[-1])
+            entry.received_bytes.append(4 * len(words))
+            if inner == Opcode.TREE_DELTA and (expansions := unpack_tree_delta(body[1:]).expansions):
+                entry.expansion.append(1e-9 * cost.wall / expansions)
+        return kind, words
 
-    MessageStream.send, MessageStream.recv = timed_send, timed_recv  # type: ignore[method-assign]
+    GrpcTransport.send, GrpcTransport.recv = timed_send, timed_recv  # type: ignore[method-assign]
     try:
         yield
     finally:
-        MessageStream.send, MessageStream.recv = send, recv  # type: ignore[method-assign]
+        GrpcTransport.send, GrpcTransport.recv = send, recv  # type: ignore[method-assign]
 
 
 def rounds(mode: str, urls: dict[str, str], tokens: int) -> tuple[dict[str, RpcTimes], int]:

@@ -16,10 +16,10 @@ from swiftspec.builder.locked_engine import LockedEngine
 from swiftspec.builder.model_pair import ModelPair
 from swiftspec.builder.roles import MakeRemoteDrafter, Roles, build_roles
 from swiftspec.config import EngineConfig
-from swiftspec.distributed.draft.failover import Outage
 from swiftspec.distributed.launch.config_check import report_startup_error
 from swiftspec.distributed.launch.world import World
 from swiftspec.distributed.rank_startup import EngineRank
+from swiftspec.distributed.remote.failover import Outage
 from swiftspec.engine import Completion, Stats, TokenChunk
 from swiftspec.extras import require_extra
 from swiftspec.observe.recorder import TraceListener

@@ -15,7 +15,7 @@ from pathlib import Path
 from grpc_tools import protoc
 
 ROOT = Path(__file__).resolve().parents[1]
-PROTO = "swiftspec/distributed/rpc/swiftspec.proto"
+PROTO = "swiftspec/distributed/transport/grpc/swiftspec.proto"
 MADE = tuple(PROTO.replace(".proto", end) for end in ("_pb2.py", "_pb2.pyi"))
 
 

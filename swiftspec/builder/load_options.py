@@ -12,7 +12,7 @@ import torch
 from swiftspec.backends import cpu, cuda, reference, unfused
 from swiftspec.backends.cuda.devices import why_no_gpu
 from swiftspec.distributed.rank_startup import Progress
-from swiftspec.distributed.rpc.endpoint import RpcSecurity
+from swiftspec.distributed.transport.grpc.endpoint import RpcSecurity
 from swiftspec.errors import UserError, truncated_repr
 from swiftspec.model.float8 import FLOAT8
 from swiftspec.model.formats.int8 import LoadTimeQuantization
@@ -49,14 +49,14 @@ class WorkerAddress:
     `url`: HOST:PORT, as the user wrote it.
     `flag`: the command-line flag that names the worker, for messages.
     `timeout`: seconds within which the worker must answer a round; a prefill may take ten times as long.
-    `tokenizer`: hash that the worker's tokenizer must have; None: any.
+    `tokenizer`: hash that the worker's tokenizer must have, in hexadecimal; None: any.
     """
 
     url: str
     flag: str
     security: RpcSecurity
     timeout: float
-    tokenizer: bytes | None = None
+    tokenizer: str | None = None
 
 
 class LoadOptions(TypedDict, total=False):

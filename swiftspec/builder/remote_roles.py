@@ -12,17 +12,17 @@ from swiftspec.builder.load_options import LoadOptions, WorkerAddress
 from swiftspec.builder.model_pair import ModelPair, draft_tree_slots
 from swiftspec.builder.roles import EngineLimits, Roles, TreeRoles, check_request, make_tree_decoding
 from swiftspec.config import EngineConfig
-from swiftspec.distributed.draft.failover import RemoteDraft
-from swiftspec.distributed.group.request_state import ModelLimits
-from swiftspec.distributed.rpc import swiftspec_pb2 as pb
-from swiftspec.distributed.rpc.connection import WorkerConnection
-from swiftspec.distributed.rpc.draft_stream import DraftStream
-from swiftspec.distributed.rpc.drafter import GrpcDrafter, GrpcTreeDeltaLink
-from swiftspec.distributed.rpc.protobuf_codec import ModelIdentity, streams_tree_deltas
-from swiftspec.distributed.rpc.reconnect import PING_TIMEOUT_S, WorkerReconnector
-from swiftspec.distributed.rpc.service import DRAFT_SERVICE, TARGET_SERVICE
-from swiftspec.distributed.rpc.status import WorkerLost
-from swiftspec.distributed.rpc.verifier import GrpcVerifier
+from swiftspec.distributed.remote.client import DraftLink, RemoteDrafter, RemoteTreeDeltaLink
+from swiftspec.distributed.remote.failover import RemoteDraft
+from swiftspec.distributed.remote.reconnect import Reconnector
+from swiftspec.distributed.remote.served_roles import streams_tree_deltas
+from swiftspec.distributed.remote.server_link import ServerLink, read_tokenizer
+from swiftspec.distributed.remote.session_messages import ModelIdentity, ModelInfo, SessionStart
+from swiftspec.distributed.remote.verifier import RemoteVerifier
+from swiftspec.distributed.transport.grpc.client import GrpcConnection
+from swiftspec.distributed.transport.grpc.endpoint import DRAFT_SERVICE, TARGET_SERVICE
+from swiftspec.distributed.transport.request_state import ModelLimits, RequestState
+from swiftspec.distributed.transport.transport import Transport
 from swiftspec.errors import UserError
 from swiftspec.observe.recorder import Recorder
 from swiftspec.observe.rpc_latency import clock_reading
@@ -34,27 +34,43 @@ from swiftspec.sampling.grammar import GrammarCompiler
 from swiftspec.tree.replica import TreeReplica
 from swiftspec.tree.tree import DraftTree
 
+PING_TIMEOUT_S = 2.0  # seconds; timeout of a ping
 Disconnect = Callable[[], None]
 
 
 class RemoteTarget:
     """Connection to a target worker. The constructor pings the worker and raises UserError if it does not answer.
-    `about`: the worker's answer, which has the identity and the limits of its model."""
+    `info`: the worker's answer, which has the identity and the limits of its model."""
 
     def __init__(self, worker: WorkerAddress) -> None:
         self.worker = worker
-        self.link = WorkerConnection(worker.url, worker.flag, TARGET_SERVICE, pb.VerifyAnswer, worker.security)
+        self.connection = GrpcConnection(worker.url, worker.flag, TARGET_SERVICE, worker.security)
         try:
-            self.about = self.link.ping(worker.timeout)
-        except WorkerLost as error:
+            self.info = ping(self.connection, worker.timeout)
+        except ConnectionError as error:
             raise UserError(f"{error}; start it with `swiftspec worker target`") from None
 
     def files(self) -> dict[str, bytes]:
-        """Returns the worker's tokenizer files, by name. Raises UserError if the worker is lost."""
+        """Returns the worker's tokenizer files, by name. Raises UserError if the worker is lost or sends invalid
+        files."""
+        transport = self.connection.transport()
         try:
-            return dict(self.link.read_tokenizer(10 * self.worker.timeout))
-        except WorkerLost as error:
+            return read_tokenizer(transport, 10 * self.worker.timeout)
+        except (ConnectionError, TimeoutError) as error:
             raise UserError(str(error)) from None
+        except ValueError as error:
+            raise UserError(f"{self.connection.peer}: {error}") from None
+        finally:
+            transport.close()
+
+
+def ping(connection: GrpcConnection, timeout: float) -> ModelInfo:
+    """Returns the worker's model info. Raises ConnectionError if the worker does not answer within `timeout` seconds,
+    and UserError if it has another protocol version or refuses the call."""
+    try:
+        return ModelInfo.from_json(connection.ping(timeout))
+    except ValueError as error:
+        raise UserError(f"{connection.peer}: {error}") from None
 
 
 def build_remote_drafter(
@@ -66,41 +82,50 @@ def build_remote_drafter(
     pinged in the background until it answers. Raises UserError if the worker does not match the target. `bounds`: the
     target's limits.
     """
-    link = WorkerConnection(worker.url, worker.flag, DRAFT_SERVICE, pb.DraftAnswer, worker.security)
-    redial = WorkerReconnector(link, partial(_check, worker, bounds))
-    stream = DraftStream(link, config, bounds, PING_TIMEOUT_S)
+    connection = GrpcConnection(worker.url, worker.flag, DRAFT_SERVICE, worker.security)
+    session = SessionStart(ModelIdentity("", ""), config)
+
+    def connect() -> Transport:
+        info = ping(connection, PING_TIMEOUT_S)
+        _check(worker, bounds, info)
+        session.identity = info.identity
+        return connection.transport()
+
+    server = ServerLink(connection.transport(), RequestState(bounds, config.verify == "reject"), "draft", session)
+    link = DraftLink(server, lost_reason=f"{connection.peer} has not been reached", answer_timeout_s=PING_TIMEOUT_S)
+    reconnector = Reconnector(connect, on_demand=True)
     try:
-        stream.attach(redial.probe())
-    except WorkerLost as error:
+        link.attach(connect())
+    except ConnectionError as error:
         note(f"{error}; decoding without a draft until it answers")
-        redial.on_lost()
+        reconnector.on_lost()
     except UserError:
-        redial.close()
-        link.close()
+        reconnector.close()
+        connection.close()
         raise
 
     def leave() -> None:
-        redial.close()
-        stream.end_session()
-        link.close()
+        reconnector.close()
+        link.end_session()
+        connection.close()
 
-    if not streams_tree_deltas(config):
-        return RemoteDraft(GrpcDrafter(stream), stream, redial, stream.rpc_log), leave
-    slots = draft_tree_slots(config)
-    replica = TreeReplica(DraftTree(1 + slots * config.children_per_leaf, slots), bounds.vocab_size)
-    return RemoteDraft(
-        ReplicaDrafter(GrpcTreeDeltaLink(stream), replica, config), stream, redial, stream.rpc_log
-    ), leave
+    if streams_tree_deltas(config):
+        slots = draft_tree_slots(config)
+        replica = TreeReplica(DraftTree(1 + slots * config.children_per_leaf, slots), bounds.vocab_size)
+        drafter = ReplicaDrafter(RemoteTreeDeltaLink(link), replica, config)
+    else:
+        drafter = RemoteDrafter(link, config.initial_draft_steps)
+    return RemoteDraft(drafter, link, reconnector, link.rpc_log), leave
 
 
-def _check(worker: WorkerAddress, bounds: ModelLimits, about: pb.PingAnswer) -> None:
+def _check(worker: WorkerAddress, bounds: ModelLimits, info: ModelInfo) -> None:
     """Raises UserError if a draft worker does not match the target: its tokenizer differs or its context is shorter."""
-    if worker.tokenizer is not None and about.tokenizer != worker.tokenizer:
+    if worker.tokenizer is not None and info.tokenizer != worker.tokenizer:
         raise UserError(f"{worker.flag} {worker.url} does not match this target: their tokenizers differ")
-    if about.max_model_len < bounds.max_model_len:
+    if info.max_model_len < bounds.max_model_len:
         raise UserError(
-            f"{worker.flag} {worker.url} has a context of {about.max_model_len} tokens: use --max-model-len"
-            f" {about.max_model_len}"
+            f"{worker.flag} {worker.url} has a context of {info.max_model_len} tokens: use --max-model-len"
+            f" {info.max_model_len}"
         )
 
 
@@ -112,26 +137,27 @@ def build_remote_roles(
     `draft`: a draft model to load in this process; None without a draft, or with a draft worker.
     `tokenizer`: folder with the target's tokenizer files.
     """
-    about, note = target.about, options.get("note") or (lambda line: None)
-    length = min(options.get("max_model_len") or about.max_model_len, about.max_model_len)
+    info, note = target.info, options.get("note") or (lambda line: None)
+    length = min(options.get("max_model_len") or info.max_model_len, info.max_model_len)
     models = None
     if draft is not None:
-        options |= {"only": "draft", "max_model_len": length, "vocab_size": about.vocab_size}
+        options |= {"only": "draft", "max_model_len": length, "vocab_size": info.vocab_size}
         models = ModelPair.create(draft, draft, config, None, options)
-    bounds = ModelLimits(about.vocab_size, length, config.verify_batch)
-    identity, worker = ModelIdentity(about.model, about.tokenizer), options.get("draft_worker")
+    bounds = ModelLimits(info.vocab_size, length, config.verify_batch)
+    worker = options.get("draft_worker")
     away, leave_draft, local = None, lambda: None, None
     if models is not None:
         local = models.drafter(config, None, options.get("progress"))
     elif worker is not None and config.mode != "ar":
-        away, leave_draft = build_remote_drafter(replace(worker, tokenizer=about.tokenizer), note, config, bounds)
+        away, leave_draft = build_remote_drafter(replace(worker, tokenizer=info.tokenizer), note, config, bounds)
     drafter = local or (NoDrafter() if away is None else away.drafter)
-    verifier = GrpcVerifier(target.link, identity, config, bounds, target.worker.timeout)
+    session = SessionStart(info.identity, config)
+    verifier = RemoteVerifier(target.connection.transport(), session, bounds, target.worker.timeout)
 
     def leave() -> None:
         leave_draft()
         verifier.end_session()
-        target.link.close()
+        target.connection.close()
 
     trace = options.get("trace")
     recorder = Recorder(None if trace is None else TraceFile(trace))
@@ -142,14 +168,14 @@ def build_remote_roles(
     }
     rpc_log = verifier.rpc_log if away is None or away.rpc_log is None else away.rpc_log
     verifier.rpc_log = rpc_log
-    head = trace_header({"mode": config.mode, **shape, "model": about.name} | clock_reading())
+    head = trace_header({"mode": config.mode, **shape, "model": info.name} | clock_reading())
     if recorder.file is not None:
         recorder.file.write([head])
     parts = TreeRoles(drafter, verifier)
     decoding = make_tree_decoding(parts, config, recorder, lambda tokens, parents: None, local, away, rpc_log)
     if away is not None:
         verifier.while_waiting = lambda: decoding.active_drafter.grow()  # applies received tree deltas
-    eos = tuple(about.eos_token_ids)
-    check = partial(check_request, config, GrammarCompiler(tokenizer, eos, about.vocab_size))
-    limits = EngineLimits(length, about.vocab_size, eos, check)
+    eos = info.eos_token_ids
+    check = partial(check_request, config, GrammarCompiler(tokenizer, eos, info.vocab_size))
+    limits = EngineLimits(length, info.vocab_size, eos, check)
     return Roles(decoding, parts, config, limits, None, recorder, head, leave, rpc_log)

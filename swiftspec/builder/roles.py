@@ -13,11 +13,11 @@ from swiftspec.control.controller import Controller
 from swiftspec.control.round_stats import RoundStats
 from swiftspec.control.step_times import SteppedDrafter
 from swiftspec.decode import Observer, no_observer
-from swiftspec.distributed.draft.client import DraftGroupClient
-from swiftspec.distributed.draft.failover import FailoverDrafter, Outage, RemoteDraft
-from swiftspec.distributed.group.request_state import ModelLimits
 from swiftspec.distributed.launch.world import World
 from swiftspec.distributed.rank_startup import EngineRank, Progress
+from swiftspec.distributed.remote.client import RemoteDrafter
+from swiftspec.distributed.remote.failover import FailoverDrafter, Outage, RemoteDraft
+from swiftspec.distributed.transport.request_state import ModelLimits
 from swiftspec.engine import Decoding, TreeDecoding
 from swiftspec.errors import UserError
 from swiftspec.model.checkpoint_files import read_config
@@ -173,7 +173,7 @@ def _tree(
     if rank is not None:
         verifier, drafter, config = rank.leader_roles(config, recorder)
         alone, local, parts = rank.verifier, rank.drafter, TreeRoles(drafter, verifier)
-        away = RemoteDraft(drafter, drafter, rank.recovery) if isinstance(drafter, DraftGroupClient) else None
+        away = RemoteDraft(drafter, drafter.link, rank.recovery) if isinstance(drafter, RemoteDrafter) else None
     else:
         alone = models.verifier(config, None, progress)
         local = None if config.mode == "ar" or config.draft_remote else models.drafter(config, None, progress)
@@ -226,7 +226,8 @@ def _observers(
     """Returns the observer that records the rounds of rank 0, with the draft's timeline if the draft runs in this
     process. It is enabled while there is a trace file or a listener."""
     drafter_active = (lambda: True) if controller is None else (lambda: controller.round_stats.speculating)
-    on_change = parts.drafter.set_trace if isinstance(parts.drafter, DraftGroupClient) else lambda on: None
+    link = parts.drafter.link if isinstance(parts.drafter, RemoteDrafter) else None
+    on_change = (lambda on: None) if link is None or link.recorder is None else link.set_trace
     timeline = None if local is None else DraftTimeline(local)
     drain = () if rpc_log is None else (rpc_log.drain,)
     watcher = TreeTrace(recorder, lambda: parts.verifier.busy, drafter_active, probabilities, timeline, *drain)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from swiftspec.builder.load_options import LoadOptions, Side
 from swiftspec.builder.model_pair import ModelPair, build_drafter, build_verifier
@@ -13,17 +12,21 @@ from swiftspec.config import EngineConfig
 from swiftspec.distributed.collectives.join import RankGroup
 from swiftspec.distributed.group.follower_dispatch import FollowerDispatcher
 from swiftspec.distributed.group.leader import LeaderDrafter, LeaderVerifier
-from swiftspec.distributed.group.request_state import ModelLimits
 from swiftspec.distributed.launch.config_check import report_startup_error
 from swiftspec.distributed.launch.world import World
 from swiftspec.distributed.rank_startup import executor_names, restrict_executors
-from swiftspec.distributed.rpc.draft_session import DraftSession
-from swiftspec.distributed.rpc.protobuf_codec import ModelIdentity, streams_tree_deltas
-from swiftspec.distributed.rpc.service import DraftWorkerService, ModelInfo, TargetWorkerService, WorkerService
-from swiftspec.distributed.rpc.sessions import WorkerSessions
-from swiftspec.distributed.rpc.tree_stream_session import TreeStreamSession
-from swiftspec.distributed.rpc.verify_session import VerifySession
+from swiftspec.distributed.remote.served_roles import (
+    ServedDrafter,
+    ServedRole,
+    ServedTreeDrafter,
+    ServedVerifier,
+    streams_tree_deltas,
+)
+from swiftspec.distributed.remote.session_messages import ModelInfo
+from swiftspec.distributed.remote.sessions import WorkerSessions
+from swiftspec.distributed.remote.worker import Worker
 from swiftspec.distributed.transport.opcodes import Opcode
+from swiftspec.distributed.transport.request_state import ModelLimits
 from swiftspec.distributed.worker_group import SessionFollowerGroup, WorkerGroup, WorkerRank
 from swiftspec.errors import UserError
 from swiftspec.model.checkpoint_files import read_config
@@ -130,53 +133,40 @@ class WorkerModel:
         return FollowerDispatcher(None, self.drafter(shape, cancel_check), None, self.bounds(shape))
 
 
-def make_service(model: WorkerModel, name: str, tokenizer: bytes, files: tuple[Path, ...]) -> WorkerService[Any]:
-    """Returns the gRPC service of a worker, which its rank 0 runs.
+def make_worker(model: WorkerModel, name: str, tokenizer: bytes, files: tuple[Path, ...]) -> Worker:
+    """Returns the worker that rank 0 runs.
 
     `name`: name of the model.
     `tokenizer`: hash of the tokenizer's id-to-token map.
     `files`: the tokenizer files that a client needs.
     """
     models, limits = model.models, model.limits
-    about = ModelInfo(
-        ModelIdentity(bytes.fromhex(fingerprint(model.path)), tokenizer), name, models.vocab_size, models.max_model_len,
+    info = ModelInfo(
+        fingerprint(model.path), tokenizer.hex(), name, models.vocab_size, models.max_model_len,
         read_config(model.path).eos_token_ids, str(model.loaded.model.dtype).removeprefix("torch."),
     )  # fmt: skip
     group = WorkerGroup(()) if model.rank is None else model.rank.worker_group
-    followers: dict[Any, SessionFollowerGroup] = {}  # of each session
+    followers: dict[ServedRole, SessionFollowerGroup] = {}  # of each session
 
-    def open_session(shape: EngineConfig) -> tuple[ModelLimits, CancelCheck, SessionFollowerGroup]:
+    def open_session(shape: EngineConfig) -> ServedRole:
         bounds, cancel_check, session_followers = model.bounds(shape), CancelCheck(), group.new_session(shape)
         cancel_check.on_continue = partial(session_followers.broadcast, Opcode.PREFILL_CONTINUE)
-        return bounds, cancel_check, session_followers
-
-    def open_draft_session(shape: EngineConfig) -> DraftSession | TreeStreamSession:
-        bounds, cancel_check, session_followers = open_session(shape)
-        drafter = model.drafter(shape, cancel_check)
-        leading = LeaderDrafter(drafter, session_followers)
-        if streams_tree_deltas(shape):
-            assert isinstance(drafter, LookaheadDrafter)
-            work: DraftSession | TreeStreamSession = TreeStreamSession(drafter, leading, shape, bounds, cancel_check)
+        if model.side == "target":
+            verifier = LeaderVerifier(model.verifier(shape, cancel_check), session_followers)
+            role: ServedRole = ServedVerifier(verifier, bounds, cancel_check, shape)
         else:
-            work = DraftSession(leading, shape, bounds, cancel_check)
-        followers[work] = session_followers
-        return work
+            drafter = model.drafter(shape, cancel_check)
+            leading = LeaderDrafter(drafter, session_followers)
+            if streams_tree_deltas(shape):
+                assert isinstance(drafter, LookaheadDrafter)
+                role = ServedTreeDrafter(drafter, leading, bounds, cancel_check, shape)
+            else:
+                role = ServedDrafter(leading, bounds, cancel_check, shape)
+        followers[role] = session_followers
+        return role
 
-    def open_verify_session(shape: EngineConfig) -> VerifySession:
-        bounds, cancel_check, session_followers = open_session(shape)
-        work = VerifySession(
-            LeaderVerifier(model.verifier(shape, cancel_check), session_followers), shape, bounds, cancel_check
-        )
-        followers[work] = session_followers
-        return work
+    def close_session(role: ServedRole) -> None:
+        group.end_session(followers.pop(role))
 
-    def close_session(work: Any) -> None:
-        group.end_session(followers.pop(work))
-
-    if model.side == "draft":
-        return DraftWorkerService(
-            about, WorkerSessions(open_draft_session, limits.sessions, limits.idle_timeout_s, on_end=close_session)
-        )
-    return TargetWorkerService(
-        about, WorkerSessions(open_verify_session, limits.sessions, limits.idle_timeout_s, on_end=close_session), files
-    )
+    sessions = WorkerSessions(open_session, limits.sessions, limits.idle_timeout_s, on_end=close_session)
+    return Worker(model.side, info, sessions, files)

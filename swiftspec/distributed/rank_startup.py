@@ -12,9 +12,6 @@ import torch
 from swiftspec.config import EngineConfig
 from swiftspec.control.step_times import SteppedDrafter, measure_verification_time, steps_for
 from swiftspec.distributed.collectives.join import RankGroup, join_group
-from swiftspec.distributed.draft.client import DraftGroupClient
-from swiftspec.distributed.draft.recovery import DraftGroupRecovery
-from swiftspec.distributed.draft.server import DraftGroupServer, DraftTraceSender
 from swiftspec.distributed.group.leader import (
     FollowerGroup,
     LeaderDrafter,
@@ -23,13 +20,19 @@ from swiftspec.distributed.group.leader import (
     run_follower,
     wait_for_shutdown,
 )
-from swiftspec.distributed.group.request_state import ModelLimits
 from swiftspec.distributed.launch.config_check import RankConfig, RankRole, check_consistent, report_startup_error
 from swiftspec.distributed.launch.supervision import Heartbeat, RankTable
 from swiftspec.distributed.launch.world import World, pin_to_cores
-from swiftspec.distributed.transport.channel import Channel
+from swiftspec.distributed.remote.client import DraftLink, RemoteDrafter
+from swiftspec.distributed.remote.draft_group import DraftGroupRecovery
+from swiftspec.distributed.remote.reconnect import Reconnector
+from swiftspec.distributed.remote.served_roles import DraftTraceSender
+from swiftspec.distributed.remote.server import DraftGroupServer
+from swiftspec.distributed.remote.server_link import ServerLink
 from swiftspec.distributed.transport.connections import Connections
 from swiftspec.distributed.transport.opcodes import Opcode
+from swiftspec.distributed.transport.request_state import ModelLimits, RequestState
+from swiftspec.distributed.transport.transport import Transport
 from swiftspec.errors import DrafterLost, RankLost, UserError
 from swiftspec.model.tensor_parallel import TensorParallelGroup
 from swiftspec.observe.recorder import Recorder
@@ -127,7 +130,7 @@ class EngineRank:
         self.drafter: LocalDrafter | None = None
         self.population: LocalPopulation | None = None
         self._group: RankGroup | None = None
-        self.recovery: DraftGroupRecovery | None = None  # set on rank 0 if a supervisor restarts a lost draft group
+        self.recovery: Reconnector | None = None  # set on rank 0 if a supervisor restarts a lost draft group
         error: str | None = None
         try:
             self._builder = builder = builder.with_vocab(vocab)
@@ -149,7 +152,8 @@ class EngineRank:
         for role in ("target", "draft"):
             self.rank_table.set_state(role, "up")
         if keeping is not None and self._connections.draft_leader is not None:
-            self.recovery = DraftGroupRecovery(whole, config, facts, vocab, self.rank_table, self._connections)
+            recovery = DraftGroupRecovery(whole, config, facts, vocab, self.rank_table, self._connections)
+            self.recovery = recovery.reconnector
 
     def _loading(self, what: str, step: int, steps: int) -> None:
         """Default progress callback: marks the rank as busy while it loads weights."""
@@ -189,13 +193,9 @@ class EngineRank:
         team = self._follower_group()
         verifier = LeaderVerifier(self.verifier, team)
         if self._connections.draft_leader is not None:
-            drafter = DraftGroupClient(
-                self._connections.draft_leader,
-                config.initial_draft_steps,
-                self._limits,
-                rejection_sampling=config.verify == "reject",
-                recorder=log,
-            )
+            state = RequestState(self._limits, rejection_sampling=config.verify == "reject")
+            link = DraftLink(ServerLink(self._connections.draft_leader, state, "draft"), recorder=log)
+            drafter = RemoteDrafter(link, config.initial_draft_steps)
             if config.draft_steps is None:
                 config = replace(config, draft_steps=self._measure_draft_steps(config, verifier, drafter))
             return verifier, drafter, config
@@ -215,7 +215,7 @@ class EngineRank:
         self._builder.cancel_check.on_continue = partial(team.broadcast, Opcode.PREFILL_CONTINUE)
         return team
 
-    def _measure_draft_steps(self, config: EngineConfig, verifier: LeaderVerifier, drafter: DraftGroupClient) -> int:
+    def _measure_draft_steps(self, config: EngineConfig, verifier: LeaderVerifier, drafter: RemoteDrafter) -> int:
         """Returns the d that follows from measured draft and target times, and sets it on the drafter. Returns the
         config's initial d if the draft group fails.
 
@@ -256,7 +256,7 @@ class EngineRank:
         finally:
             self.leave(restarting=comes_again)
 
-    def _follow(self, leader: Channel) -> None:
+    def _follow(self, leader: Transport) -> None:
         """Executes the leader's commands until SHUTDOWN.
 
         If the model of this rank fails: a supervised rank raises RankLost, so that it is restarted; a draft follower

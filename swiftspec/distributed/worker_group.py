@@ -20,17 +20,21 @@ from swiftspec.distributed.launch.config_check import RankConfig, check_consiste
 from swiftspec.distributed.launch.supervision import Heartbeat
 from swiftspec.distributed.launch.world import World, pin_to_cores
 from swiftspec.distributed.rank_startup import RoleBuilder
-from swiftspec.distributed.transport.channel import Channel
-from swiftspec.distributed.transport.codec import Message, Words, single_word, text_to_words, words_to_text
+from swiftspec.distributed.transport.codec import (
+    Message,
+    Words,
+    shape_from_json,
+    shape_to_json,
+    single_word,
+    text_to_words,
+    words_to_text,
+)
 from swiftspec.distributed.transport.connections import Connections
 from swiftspec.distributed.transport.opcodes import Opcode
+from swiftspec.distributed.transport.transport import Transport
 from swiftspec.errors import RankLost, UserError
 from swiftspec.runtime.cancellation import CancelCheck
 
-SHAPE_FIELDS = (
-    "mode", "verify_batch", "draft_leaves", "draft_steps", "verify", "proposal", "calibration", "catch_up",
-    "adapt_steps",
-)  # fmt: skip
 EXIT_POLL_S = 0.2  # seconds within which the exit of a follower is detected
 MakeFollower = Callable[
     [EngineConfig, CancelCheck], FollowerDispatcher
@@ -48,7 +52,7 @@ class WorkerGroup:
     `broken`: the reason why the group cannot continue, or None.
     """
 
-    def __init__(self, followers: Sequence[Channel]) -> None:
+    def __init__(self, followers: Sequence[Transport]) -> None:
         self.followers = followers
         self.broken: str | None = None
         self._on_lost: Callable[[str], None] = lambda why: None
@@ -75,8 +79,8 @@ class WorkerGroup:
             if over.opened:
                 self._send(Opcode.SESSION_CLOSE, [over.number])
         if not team.opened:
-            values = {name: getattr(team.shape, name) for name in SHAPE_FIELDS}
-            self._send(Opcode.SESSION_OPEN, [team.number, *text_to_words(json.dumps(values))])
+            shape = text_to_words(json.dumps(shape_to_json(team.shape)))
+            self._send(Opcode.SESSION_OPEN, [team.number, *shape])
             team.opened = True
         self._send(Opcode.SESSION_SELECT, [team.number])
         self._selected = team
@@ -177,9 +181,10 @@ class FollowerSessionRegistry:
 
 def _shape(words: Words) -> EngineConfig:
     try:
-        return EngineConfig(**json.loads(words_to_text(words)))
-    except (ValueError, TypeError, UserError) as error:
-        raise ValueError(f"a session's configuration is invalid ({str(error)[:200]})") from None
+        values = json.loads(words_to_text(words))
+    except (ValueError, RecursionError):
+        raise ValueError("a session's configuration is not valid JSON") from None
+    return shape_from_json(values)
 
 
 class WorkerRank:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from swiftspec.builder.roles import TreeRoles
 from swiftspec.control.step_times import CONTEXT_TOKENS, GREEDY, measure_verification_time
-from swiftspec.distributed.draft.client import DraftGroupClient
+from swiftspec.distributed.remote.client import RemoteDrafter
 from swiftspec.lab import timeline
 from swiftspec.lab.timeline import Trace
 from swiftspec.llm import LLM
@@ -137,7 +137,7 @@ def phase_times(llm: LLM) -> tuple[float, float]:
     """Measures (seconds of a verification, seconds of an expansion) of an asynchronous engine, both concurrently, so
     that each includes the slowdown by the other."""
     roles, room = tree_roles(llm), llm.max_model_len - 1
-    assert isinstance(roles.drafter, DraftGroupClient)
+    assert isinstance(roles.drafter, RemoteDrafter)
     roles.drafter.measure(room)
     return measure_verification_time(roles.verifier, llm.config.verify_batch, room), roles.drafter.times().expansion
 

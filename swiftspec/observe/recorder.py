@@ -26,7 +26,7 @@ class Recorder:
 
     `listener`: receives whole requests, so a change during a request takes effect with the next one. None: no listener.
     `drain`: called at the end of a request if the draft's timeline of its last round is missing, with the number of the
-    round; receives it from the draft's process. `DraftGroupClient` sets this function.
+    round; receives it from the draft's process. `RemoteDrafter` sets this function.
     """
 
     def __init__(self, file: TraceFile | None = None) -> None:

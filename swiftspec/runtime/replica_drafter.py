@@ -81,7 +81,7 @@ class ReplicaDrafter:
         self._expansions_received = (
             self._shape.initial_draft_steps
         )  # expansions whose deltas have arrived in this round; initially of an assumed round before the first one
-        self._replica.open(start.tokens[-1])
+        self._replica.open(start.tokens[-1], self._root_at)
         self._start_round()
         self._link.open(start)
 

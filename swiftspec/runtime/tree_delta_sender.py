@@ -56,7 +56,7 @@ class TreeDeltaSender:
         steps = 1 if self.free else shape.initial_draft_steps
         if self._group_drafter.draft_steps != steps:
             self._group_drafter.draft_steps = steps
-        self._request = start.request
+        self._request, self._prefix_len = start.request, len(start.tokens) - 1
         self._ids.open()
         self._start_round(0)
         self._group_drafter.open(start)
@@ -67,6 +67,7 @@ class TreeDeltaSender:
         self._expand_owed()
         self._drafter.settle()
         self._ids.follow(self._drafter.tree, result.tokens)
+        self._prefix_len = result.prefix_len + len(result.tokens)
         self._start_round(result.round + 1)
         self._group_drafter.observe(result)
         self._after_update()
@@ -112,4 +113,4 @@ class TreeDeltaSender:
         self._ended = tree.count == known
         parents = self._ids.ids[tree.parent[new]]
         added = parents, tree.token[new].copy(), tree.logprob[new].copy()
-        self._send(TreeDelta(self._request, self._round, expansions, first, *added))
+        self._send(TreeDelta(self._request, self._round, self._prefix_len, expansions, first, *added))

@@ -11,7 +11,7 @@ from swiftspec.observe.acceptance_stats import Acceptance
 from swiftspec.params import SamplingParams
 
 if TYPE_CHECKING:
-    from swiftspec.distributed.draft.failover import Outage
+    from swiftspec.distributed.remote.failover import Outage
     from swiftspec.engine import Stats
 
 Json = dict[str, Any]

@@ -67,8 +67,8 @@ def _open(
         renderer.start()  # its imports run concurrently with those of this process, which take as long
     phases.begin("tokenizers")
     codec = TextCodec(path, renderer)
-    if codec.digest != target.about.tokenizer:
-        raise UserError(f"{target.link.peer} sent a tokenizer that does not match its digest: restart the worker")
+    if codec.digest.hex() != target.info.tokenizer:
+        raise UserError(f"{target.connection.peer} sent a tokenizer that does not match its digest: restart the worker")
     draft = None if settings.draft_model is None or settings.mode == "ar" else locate_model(settings.draft_model)
     plan = settings.make_plan(draft is not None or settings.draft_url is not None)
     plan.check_request(settings.sampling_params(defaults))
@@ -85,7 +85,7 @@ def _open(
         running.roles.recorder.file.token_text = lambda token: codec.token_text([token])
     phases.ready()
     drafts = settings.draft_model or settings.draft_url if plan.mode != "ar" else None
-    about = target.about
+    about = target.info
     return Session(running, codec, about.name, drafts, False, about.dtype, threads, defaults, tokenizer_folder=folder)
 
 

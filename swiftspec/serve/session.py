@@ -182,7 +182,7 @@ def _load_llm(
     options, dtype, threads = load_options(settings, resolved.target, world)
     options |= {"vocab_size": codec.size, "progress": WeightProgress(phases), "note": phases.note}
     if (worker := options.get("draft_worker")) is not None:
-        options["draft_worker"] = replace(worker, tokenizer=codec.digest)
+        options["draft_worker"] = replace(worker, tokenizer=codec.digest.hex())
     try:
         llm = LLM(resolved.target, resolved.draft, resolved.plan, world=world, **options)
     except (MemoryError, RuntimeError) as error:

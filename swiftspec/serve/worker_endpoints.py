@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from swiftspec import file_io
-from swiftspec.distributed.rpc.endpoint import Endpoint, RpcSecurity
+from swiftspec.distributed.transport.grpc.endpoint import Endpoint, RpcSecurity
 from swiftspec.errors import UserError
 from swiftspec.serve.settings.settings import Settings, UsageError
 

@@ -36,6 +36,7 @@ class TreeDelta:
 
     request: int
     round: int
+    prefix_len: int  # verified tokens before the root of `round`
     expansions: int  # number of expansions requested since the previous delta; a full tree performs fewer
     first: int
     parents: Ints  # [nodes] ids
@@ -55,8 +56,9 @@ def merge_deltas(deltas: Sequence[TreeDelta]) -> TreeDelta:
             raise ValueError(f"delta starts at node {after.first}, expected node {before.first + len(before)}")
     parts = ([getattr(delta, name) for delta in deltas] for name in ("parents", "tokens", "weights"))
     parents, tokens, weights = map(np.concatenate, parts)
-    expansions = sum(delta.expansions for delta in deltas)
-    return TreeDelta(deltas[0].request, deltas[0].round, expansions, deltas[0].first, parents, tokens, weights)
+    expansions, place = sum(delta.expansions for delta in deltas), deltas[0]
+    head = place.request, place.round, place.prefix_len, expansions, place.first
+    return TreeDelta(*head, parents, tokens, weights)
 
 
 class NodeIds:
@@ -98,13 +100,13 @@ class TreeReplica:
     def __init__(self, tree: DraftTree, vocab: int) -> None:
         self.tree, self._vocab, self._ids = tree, vocab, NodeIds()
 
-    def open(self, token: int) -> None:
-        """Starts a request. `token`: token of the root."""
+    def open(self, token: int, prefix_len: int) -> None:
+        """Starts a request. `token`: token of the root. `prefix_len`: verified tokens before it."""
         self.tree.reset(token)
         self._ids.open()
         # root of proposals: its token, and its node or None while the tree does not contain it
         self._token, self._root = token, 0
-        self._round = 0  # the round whose root is node 0
+        self._round, self._prefix_len = 0, prefix_len  # the round whose root is node 0; verified tokens before it
         # results that no delta covers yet: the round that each one starts, and its verified tokens
         self._ahead: deque[tuple[int, tuple[int, ...]]] = deque()
 
@@ -150,6 +152,7 @@ class TreeReplica:
         before = len(self._ahead)
         while self._ahead and self._ahead[0][0] <= round_:
             self._round, tokens = self._ahead.popleft()
+            self._prefix_len += len(tokens)
             node = self._ids.follow(self.tree, tokens)
             if node is None:
                 self.tree.reset(tokens[-1])
@@ -163,6 +166,8 @@ class TreeReplica:
         tree, n, there = self.tree, len(delta), self.tree.count
         if delta.round != self._round:
             raise ValueError(f"delta of round {delta.round}, expected round {self._round}")
+        if delta.prefix_len != self._prefix_len:
+            raise ValueError(f"delta after {delta.prefix_len} verified tokens, expected {self._prefix_len}")
         if delta.first != self._ids.next or delta.expansions < 1:
             raise ValueError(f"delta starts at node {delta.first}, expected node {self._ids.next}")
         if not len(delta.parents) == len(delta.weights) == n:

@@ -194,7 +194,7 @@ def test_a_violation_is_found(rule: Rule, path: str, source: str) -> None:
 GOOD = [
     ("distributed/collectives/torch_dist.py", "import torch.distributed as dist\ndist.all_reduce(x)"),
     ("distributed/launch/launcher.py", "import os\nrank = os.environ['RANK']"),
-    ("distributed/rpc/connection.py", "import grpc"),
+    ("distributed/transport/grpc/client.py", "import grpc"),
     ("tree/tree.py", "KINDS = {'a': 1}\nx = KINDS['a']\n__all__ = ['x']"),
     ("tree/tree.py", "def f(state):\n    out = []\n    out.append(state.print)\n    state.load(1)"),
     ("runtime/executors/graph.py", "import torch\ng = torch.cuda.CUDAGraph()"),

@@ -20,7 +20,8 @@ LAYERS = {name: layer for layer, name in enumerate(reversed(CONTRACT["layers"]))
 USER_INTERFACE = LAYERS["profiles"]  # from this layer on, packages print and read the environment
 CORE_LIBRARIES = set(sys.stdlib_module_names) | {"torch", "numpy", "safetensors", "swiftspec"}
 ALLOWED_LIBRARIES = {  # by file or folder
-    "distributed/rpc/": {"grpc", "grpc_health", "grpc_reflection", "google"}, "sampling/grammar.py": {"llguidance"},
+    "distributed/transport/grpc/": {"grpc", "grpc_health", "grpc_reflection", "google"},
+    "sampling/grammar.py": {"llguidance"},
 }  # fmt: skip
 
 
@@ -116,7 +117,7 @@ BAD: list[tuple[Rule, str, str]] = [
     (native_extension_in_backends, "runtime/runner.py", "from swiftspec import _C"),
     (core_libraries_only, "engine.py", "import transformers"),
     (core_libraries_only, "model/loader.py", "from huggingface_hub import snapshot_download"),
-    (core_libraries_only, "distributed/draft/client.py", "import grpc"),
+    (core_libraries_only, "distributed/remote/client.py", "import grpc"),
     (forbidden_knowledge, "tree/verify.py", "import torch\ntorch.distributed.barrier()"),
     (forbidden_knowledge, "tree/verify.py", "from ..model import loader"),
     (forbidden_knowledge, "model/transformer.py", "from swiftspec.sampling.sampler import sample"),
@@ -138,7 +139,7 @@ GOOD = [
     ("backends/cpu/x.py", "from swiftspec import _C\nfrom .. import reference"),
     ("model/weights.py", "from safetensors import safe_open\nfrom .config import ModelConfig"),
     ("runtime/drafter.py", "from swiftspec.model.loader import load\nlogits = self.model.forward(batch)"),
-    ("distributed/rpc/connection.py", "import grpc"),
+    ("distributed/transport/grpc/client.py", "import grpc"),
     ("serve/cli/chat.py", "from swiftspec import demo\nimport typer"),
     ("__init__.py", "import importlib\nif TYPE_CHECKING:\n    from swiftspec.llm import LLM\n__version__ = '1'"),
 ]

@@ -155,9 +155,14 @@ class Script:
         pass
 
 
-def delta(round_: int, first: int, parents: list[int], tokens: list[int], request: int = 1) -> TreeDelta:
-    weights = -np.arange(first, first + len(parents)) / 8
-    return TreeDelta(request, round_, 1, first, np.array(parents, np.int64), np.array(tokens, np.int64), weights)
+def delta(
+    round_: int, first: int, parents: list[int], tokens: list[int], request: int = 1, verified: int = 0
+) -> TreeDelta:
+    """`verified`: tokens that the target has verified since the prompt."""
+    weights, prefix_len = -np.arange(first, first + len(parents)) / 8, len(PROMPT) - 1 + verified
+    return TreeDelta(
+        request, round_, prefix_len, 1, first, np.array(parents, np.int64), np.array(tokens, np.int64), weights
+    )
 
 
 def scripted(
@@ -175,8 +180,9 @@ def test_with_free_d_it_waits_only_for_missing_nodes() -> None:
     drafter, link = scripted(
         None, None, stale, delta(0, 1, [0, 0, 1, 1, 3], [8, 9, 8, 9, 8]), None,  # a wait, then a proposal
         None, None,  # the next delta has already arrived
-        None, None, delta(1, 6, [4], [7]), delta(2, 8, [7, 7, 7], [1, 2, 3]), None,  # text beyond the tree
-        delta(3, 11, [], []),  # and the draft's last delta
+        None, None, delta(1, 6, [4], [7], verified=1),
+        delta(2, 8, [7, 7, 7], [1, 2, 3], verified=2), None,  # text beyond the tree
+        delta(3, 11, [], [], verified=3),  # and the draft's last delta
     )  # fmt: skip
     first = drafter.propose()
     assert (link.waits, first.tokens, first.parents) == (1, (PROMPT[-1], 8, 9), (-1, 0, 0))
@@ -199,8 +205,9 @@ def test_with_free_d_it_waits_only_for_missing_nodes() -> None:
 def test_with_fixed_d_a_round_without_a_proposal_also_has_deltas() -> None:
     drafter, link = scripted(
         replace(delta(0, 1, [0, 0], [8, 9]), expansions=4), replace(delta(0, 3, [1], [8]), expansions=4),
-        delta(1, 5, [4, 4], [8, 9]), replace(delta(1, 7, [5], [8]), expansions=4),  # where the text left the tree
-        delta(4, 9, [8, 8], [8, 9]),  # and again, three rounds later
+        delta(1, 5, [4, 4], [8, 9], verified=1),
+        replace(delta(1, 7, [5], [8], verified=1), expansions=4),  # where the text left the tree
+        delta(4, 9, [8, 8], [8, 9], verified=4),  # and again, three rounds later
         steps=4, catch_up=False,
     )  # fmt: skip
     at = drafter.propose().prefix_len
@@ -216,9 +223,9 @@ def test_with_fixed_d_a_round_without_a_proposal_also_has_deltas() -> None:
 def test_with_free_d_it_waits_for_a_profitable_expansion(catch_up: bool, waits: int) -> None:
     many = replace(delta(0, 1, [0, 0], [8, 9]), expansions=10)  # a tenth of a round each
     drafter, link = scripted(
-        many, None, None, None, None, delta(1, 4, [3, 3], [8, 9]),  # where the text left the tree
-        None, None, delta(1, 6, [4, 4, 5], [8, 9, 8]),
-        None, None, delta(1, 9, [], []),
+        many, None, None, None, None, delta(1, 4, [3, 3], [8, 9], verified=1),  # where the text left the tree
+        None, None, delta(1, 6, [4, 4, 5], [8, 9, 8], verified=1),
+        None, None, delta(1, 9, [], [], verified=1),
         catch_up=catch_up,
     )  # fmt: skip
     first = drafter.propose()
@@ -266,7 +273,7 @@ def test_a_late_draft_has_caught_up_once_it_has_answered(steps: int | None) -> N
     drafter.catch_up(VerifyResult(1, 3, at, (0, 1, 2), (8, 7, 5)))  # it has the first two of these
     with pytest.raises(DrafterLost, match="late"):
         drafter.propose()
-    link.deltas += [delta(4, 5, [4, 4], [1, 2])]
+    link.deltas += [delta(4, 5, [4, 4], [1, 2], verified=3)]
     assert drafter.poll()
     assert drafter.propose() == Proposal.from_draft_model(1, 4, at + 3, (5, 1, 2), (-1, 0, 0), (0, -5 / 8, -3 / 4))
 
@@ -276,8 +283,8 @@ def test_the_end_of_expansions_is_detected_between_deltas() -> None:
     config = EngineConfig(mode="async", verify_batch=16, draft_leaves=2)
     tokens, end = np.arange(3), np.zeros(0, np.int64)
     arrivals = [
-        TreeDelta(1, 0, 1, 1, np.zeros(3, np.int64), tokens, np.full(3, -0.1)),
-        TreeDelta(1, 0, 1, 4, end, end, np.zeros(0)),
+        TreeDelta(1, 0, len(PROMPT) - 1, 1, 1, np.zeros(3, np.int64), tokens, np.full(3, -0.1)),
+        TreeDelta(1, 0, len(PROMPT) - 1, 1, 4, end, end, np.zeros(0)),
     ]
 
     class ReplyLink(ThreadedLink):

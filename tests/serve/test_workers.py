@@ -17,12 +17,11 @@ from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
 
-import grpc
 import httpx
 import pytest
 
 from swiftspec.builder.load_options import WorkerAddress as Named
-from swiftspec.distributed.rpc.endpoint import RpcSecurity
+from swiftspec.distributed.transport.grpc.endpoint import RpcSecurity
 from swiftspec.errors import UserError
 from swiftspec.params import SamplingParams
 from swiftspec.serve.__main__ import main
@@ -193,9 +192,9 @@ def test_a_worker_that_cannot_listen_shuts_down_its_other_ranks(monkeypatch: pyt
     left: list[str] = []
     rank = SimpleNamespace(leave=lambda: left.append("home"))
     model = SimpleNamespace(side="draft", path=Path("model"), rank=rank)
-    service = SimpleNamespace(name="none", handlers=lambda: grpc.method_handlers_generic_handler("none", {}))
+    worker = SimpleNamespace(serve=None, model_info=SimpleNamespace(to_json=lambda: "{}"))
     monkeypatch.setattr("swiftspec.serve.cli.worker._load", lambda *args: (model, SimpleNamespace(digest=b"")))
-    monkeypatch.setattr("swiftspec.builder.worker_model.make_service", lambda *args: service)
+    monkeypatch.setattr("swiftspec.builder.worker_model.make_worker", lambda *args: worker)
     with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(UserError, match="cannot listen"):
         run_worker("draft", Settings(listen=f"127.0.0.1:{taken.getsockname()[1]}"), lambda: None)
     assert left == ["home"]

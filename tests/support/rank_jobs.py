@@ -20,12 +20,11 @@ from swiftspec.config import EngineConfig, PopulationConfig
 from swiftspec.control import policy
 from swiftspec.control.round_stats import Decision, RoundStats
 from swiftspec.distributed.collectives.shm import SharedMemoryGroup
-from swiftspec.distributed.draft import failover
 from swiftspec.distributed.launch.world import join_world
-from swiftspec.distributed.rpc import swiftspec_pb2 as pb
-from swiftspec.distributed.rpc.connection import WorkerConnection
-from swiftspec.distributed.rpc.protobuf_codec import ModelIdentity, proposal_to_proto, request_start_to_proto
-from swiftspec.distributed.rpc.status import WorkerRefused
+from swiftspec.distributed.remote import failover
+from swiftspec.distributed.remote.session_messages import unpack_error
+from swiftspec.distributed.transport.codec import pack_message
+from swiftspec.distributed.transport.opcodes import Opcode
 from swiftspec.engine import TokenChunk
 from swiftspec.errors import NonFiniteLogits, UserError
 from swiftspec.llm import LLM, serve_rank
@@ -40,7 +39,7 @@ from swiftspec.runtime.runner import Runner
 from swiftspec.tree.tree import DraftTree
 from tests.support.proposals import draft_proposal
 from tests.support.roles import make_runner
-from tests.support.workers import OPEN, StartedWorker, client_on_workers
+from tests.support.workers import RawClient, StartedWorker, client_on_workers
 
 Json = dict[str, Any]
 
@@ -140,12 +139,9 @@ def refuse_on_group(side: Side, model: str) -> list[str] | None:
         worker.load().follow()
         return None
     worker.start()
-    request_type, response_type = (
-        (pb.VerifyRequest, pb.VerifyAnswer) if side == "target" else (pb.DraftRequest, pb.DraftAnswer)
-    )
-    link = WorkerConnection(f"127.0.0.1:{worker.port}", "--url", worker.service.name, response_type, OPEN)
-    about, errors = link.ping(10), list[str]()
-    text, most, own = (5, 17, 3), about.max_model_len, ModelIdentity(about.model, about.tokenizer)
+    client = RawClient(worker, EngineConfig("serial", draft_steps=2))
+    text, most, errors = (5, 17, 3), client.info.max_model_len, list[str]()
+    client.attach()
     starts = [
         RequestStart(1, text, SamplingParams(temperature=0, grammar="no grammar"), 3),
         RequestStart(1, (5,) * (most + 1), SamplingParams(temperature=0), 3),
@@ -156,18 +152,14 @@ def refuse_on_group(side: Side, model: str) -> list[str] | None:
     ]
     try:
         for start in starts:
-            stream, at = link.stream(), len(start.tokens) - 1
-            stream.send(request_type(opening=request_start_to_proto(start, EngineConfig("serial", draft_steps=2), own)))
-            try:
-                opened = stream.recv(20)
-                if side == "target":
-                    proposal = proposal_to_proto(draft_proposal(1, 0, at, (start.tokens[-1], 9), (-1, 0)))
-                    stream.send(pb.VerifyRequest(session=opened.session, proposal=proposal))
-                    opened = stream.recv(20)
-                errors.append("" if opened.session else "no session")
-            except WorkerRefused as error:
-                errors.append(str(error))
-            stream.close()
+            kind, words = client.ask(
+                Opcode.VERIFIER_OPEN if side == "target" else Opcode.DRAFTER_OPEN, pack_message(start)
+            )
+            if kind != Opcode.ERROR and side == "target":
+                proposal = draft_proposal(1, 0, len(start.tokens) - 1, (start.tokens[-1], 9), (-1, 0))
+                kind, words = client.ask(Opcode.VERIFY, pack_message(proposal))
+            errors.append(unpack_error(words)[-1] if kind == Opcode.ERROR else "")
+        client.close()
         return errors
     finally:
         worker.stop()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -12,11 +12,15 @@ import torch
 
 from swiftspec.builder.load_options import LoadOptions, Side, WorkerAddress
 from swiftspec.builder.remote_roles import RemoteTarget, build_remote_roles
-from swiftspec.builder.worker_model import WorkerLimits, WorkerModel, make_service
+from swiftspec.builder.worker_model import WorkerLimits, WorkerModel, make_worker
 from swiftspec.config import EngineConfig
 from swiftspec.distributed.launch.world import World
-from swiftspec.distributed.rpc.endpoint import Endpoint, RpcSecurity
-from swiftspec.distributed.rpc.server import RpcServer
+from swiftspec.distributed.remote.session_messages import ModelInfo, SessionStart, unpack_error, unpack_timed
+from swiftspec.distributed.transport.codec import Frame, words_to_bytes, words_to_text
+from swiftspec.distributed.transport.grpc.client import GrpcConnection
+from swiftspec.distributed.transport.grpc.endpoint import SERVICES, Endpoint, RpcSecurity
+from swiftspec.distributed.transport.grpc.server import RpcServer
+from swiftspec.distributed.transport.opcodes import Opcode
 from swiftspec.llm import LLM, LLMBase
 
 TOKENIZER = bytes(32)  # the models of the tests have none
@@ -48,8 +52,10 @@ class StartedWorker:
 
     def start(self) -> StartedWorker:
         self.loaded = model = self.load()
-        self.service = make_service(model, self.side, self.tokenizer, ())
-        self.server = RpcServer(self.service, Endpoint("127.0.0.1", self.port), self.security, self.sessions)
+        self.worker = make_worker(model, self.side, self.tokenizer, ())
+        info, endpoint = self.worker.model_info.to_json(), Endpoint("127.0.0.1", self.port)
+        service = SERVICES[self.side]
+        self.server = RpcServer(service, self.worker.serve, info, endpoint, self.security, self.sessions)
         self.port = self.server.port
         return self
 
@@ -61,6 +67,47 @@ class StartedWorker:
     def client_address(self, timeout: float = 20.0, security: RpcSecurity = OPEN) -> WorkerAddress:
         """The address as a client names it."""
         return WorkerAddress(f"127.0.0.1:{self.port}", f"--{self.side}-url", security, timeout)
+
+
+class RawClient:
+    """Exchanges messages with a worker, without the checks of the real client.
+
+    `info`: the worker's model info. `session`: the session start that is sent first.
+    """
+
+    def __init__(self, worker: StartedWorker, shape: EngineConfig, session: str = "", security: RpcSecurity = OPEN):
+        self._connection = GrpcConnection(f"127.0.0.1:{worker.port}", "--url", SERVICES[worker.side], security)
+        self.info = ModelInfo.from_json(self._connection.ping(10))
+        self.transport = self._connection.transport()
+        self.session = SessionStart(self.info.identity, shape, session)
+
+    def attach(self) -> str:
+        """Opens or resumes the session and returns its id."""
+        kind, words = self.ask(Opcode.SESSION_ATTACH, self.session.pack())
+        assert kind == Opcode.SESSION_ATTACHED, words_to_text(words[4:])
+        self.session.session = words_to_bytes(words).hex()
+        return self.session.session
+
+    def ask(self, kind: int, words: Sequence[int] = ()) -> Frame:
+        """Sends a message and returns the answer, without its times."""
+        self.transport.send(kind, words)
+        return self.recv()
+
+    def recv(self) -> Frame:
+        kind, words = self.transport.recv(20)
+        return (kind, words) if kind != Opcode.TIMED_ANSWER else unpack_timed(words)[1:]
+
+    def refused(self, kind: int, words: Sequence[int] = ()) -> str:
+        """Sends a message that the worker refuses, and returns the reason."""
+        answer, words = self.ask(kind, words)
+        assert answer == Opcode.ERROR, answer
+        reason = unpack_error(words)[-1]
+        assert reason and "\n" not in reason and len(reason) < 400
+        return reason
+
+    def close(self) -> None:
+        self.transport.close()
+        self._connection.close()
 
 
 @contextmanager

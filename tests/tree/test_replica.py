@@ -35,7 +35,7 @@ class ReplicaMachine(RuleBasedStateMachine):
         self.tree.reset(ROOT)
         self.ids.open()
         self.replica = TreeReplica(self.make(), VOCAB)
-        self.replica.open(ROOT)
+        self.replica.open(ROOT, 0)
         self.text: Path = (ROOT,)
         self.round = self.applied = 0
         self.results: deque[Path] = deque()  # not yet processed by the draft
@@ -58,7 +58,9 @@ class ReplicaMachine(RuleBasedStateMachine):
         new = slice(before, self.tree.count)
         self.ids.add(self.tree.count - before)
         parents, weights = self.ids.ids[self.tree.parent[new]], self.tree.logprob[new].copy()
-        delta = TreeDelta(1, self.applied, count, first, parents, self.tree.token[new].copy(), weights)
+        delta = TreeDelta(
+            1, self.applied, len(self.base) - 1, count, first, parents, self.tree.token[new].copy(), weights
+        )
         paths = [(*self.base, *path) for path in self.tree.path_tokens(range(before, self.tree.count))]
         self.send(delta, dict(zip(paths, (weights + self.weight).tolist(), strict=True)))
 
@@ -90,7 +92,12 @@ class ReplicaMachine(RuleBasedStateMachine):
         self.roots[self.base] = self.weight
         if speaks:
             empty = np.array([], np.int64)
-            self.send(TreeDelta(1, self.applied, 1, self.ids.next, empty, empty, empty.astype(np.float64)), {})
+            self.send(
+                TreeDelta(
+                    1, self.applied, len(self.base) - 1, 1, self.ids.next, empty, empty, empty.astype(np.float64)
+                ),
+                {},
+            )
 
     def send(self, delta: TreeDelta, nodes: dict[Path, float]) -> None:
         self.deltas.append((delta, self.roots | nodes))
@@ -146,12 +153,13 @@ TestNativeReplica = NativeReplicaMachine.TestCase
 
 
 def delta(parents: Sequence[int], tokens: Sequence[int], weights: Sequence[float], first: int = 1) -> TreeDelta:
-    return TreeDelta(1, 0, 1, first, np.array(parents), np.array(tokens), np.array(weights))
+    return TreeDelta(1, 0, 7, 1, first, np.array(parents), np.array(tokens), np.array(weights))
 
 
 GOOD = delta([0, 0, 1], [1, 2, 1], [-1.0, -2.0, -1.5])
 BAD = {
     "expected round 0": replace(GOOD, round=1),
+    "after 6 verified tokens, expected 7": replace(GOOD, prefix_len=6),
     "expected node 1": replace(GOOD, first=2),
     "does not fit 7 free nodes": delta([0] * 9, range(9), [-1.0] * 9),
     "not in the tree": delta([0, 2], [1, 2], [-1.0, -2.0]),
@@ -168,7 +176,7 @@ BAD = {
 @pytest.mark.parametrize("reason", BAD)
 def test_invalid_deltas_change_nothing(reason: str) -> None:
     replica = TreeReplica(DraftTree(8, 3), VOCAB)
-    replica.open(ROOT)
+    replica.open(ROOT, 7)
     with pytest.raises(ValueError, match=reason.partition(",")[0]):
         replica.apply(BAD[reason])
     replica.apply(GOOD)

@@ -1,27 +1,31 @@
-"""Stream of the commands that a rank receives from the rank that leads it. Detects cancellation during a prefill."""
+"""Stream of the messages that a follower receives from its leader, or a server from its client. Detects cancellation
+during a prefill."""
 
 from __future__ import annotations
 
-from swiftspec.distributed.transport.channel import Channel
-from swiftspec.distributed.transport.codec import Words
+from swiftspec.distributed.transport.codec import Frame
 from swiftspec.distributed.transport.opcodes import Opcode
+from swiftspec.distributed.transport.transport import Receiver
 from swiftspec.errors import RankLost
 
-# A message with one of these opcodes means that the target has ended the request.
-END_OPCODES = (Opcode.DRAFTER_OPEN, Opcode.DRAFTER_CLOSE, Opcode.SHUTDOWN)
+# A message with one of these opcodes means that the client has ended the request.
+END_OPCODES = (
+    Opcode.DRAFTER_OPEN, Opcode.DRAFTER_CLOSE, Opcode.VERIFIER_OPEN, Opcode.VERIFIER_CLOSE, Opcode.SESSION_ATTACH,
+    Opcode.SESSION_CLOSE, Opcode.SHUTDOWN,
+)  # fmt: skip
 
 
 class CommandStream:
-    """The commands that a follower receives from its leader, or the draft's leader from the target's leader, in order.
-    Commands that arrive during a prefill are buffered."""
+    """The messages of a leader or client, in order. Messages that arrive during a prefill are buffered."""
 
-    def __init__(self, giver: Channel) -> None:
-        self._channel = giver
-        self.buffered: list[tuple[int, Words]] = []  # received during a prefill and not yet returned by `recv`
+    def __init__(self, receiver: Receiver) -> None:
+        self._receiver = receiver
+        self.buffered: list[Frame] = []  # received during a prefill and not yet returned by `recv`
 
-    def recv(self) -> tuple[int, Words]:
-        """Returns opcode and words of the next message; blocks until a message arrives."""
-        return self.buffered.pop(0) if self.buffered else self._channel.recv()
+    def recv(self, timeout: float | None = None) -> Frame:
+        """Returns opcode and words of the next message. Raises TimeoutError if it does not arrive within `timeout`
+        seconds (None: no limit)."""
+        return self.buffered.pop(0) if self.buffered else self._receiver.recv(timeout)
 
     def prefill_aborted(self) -> bool:
         """Returns whether the leader has aborted the prefill; blocks until it continues or aborts. Raises RankLost if
@@ -35,11 +39,13 @@ class CommandStream:
         return bool(self.buffered)
 
     def request_ended(self) -> bool:
-        """Returns whether the target has already ended the request, or its connection is lost. Does not block."""
+        """Returns whether the client has already ended the request, or its connection is lost. Does not block."""
         try:
-            self.buffered.append(self._channel.recv(0.0))
+            while True:
+                self.buffered.append(self._receiver.recv(0.0))
+                if self.buffered[-1][0] in END_OPCODES:
+                    return True
         except TimeoutError:
             return False
-        except ConnectionError:  # the next `recv` raises it again
+        except (ConnectionError, ValueError):  # a lost connection raises again in the next `recv`
             return True
-        return self.buffered[-1][0] in END_OPCODES

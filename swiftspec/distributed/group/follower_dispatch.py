@@ -7,7 +7,6 @@ from functools import partial
 from typing import Any
 
 from swiftspec.config import MAX_TREE_NODES
-from swiftspec.distributed.group.request_state import ModelLimits, RequestState, in_range
 from swiftspec.distributed.transport.codec import (
     Words,
     single_word,
@@ -16,6 +15,7 @@ from swiftspec.distributed.transport.codec import (
     unpack_result,
 )
 from swiftspec.distributed.transport.opcodes import Opcode
+from swiftspec.distributed.transport.request_state import ModelLimits, RequestState, in_range
 from swiftspec.messages import Proposal, RequestStart
 from swiftspec.runtime.local_drafter import LocalDrafter
 from swiftspec.runtime.prefix_caching import with_cached_lengths

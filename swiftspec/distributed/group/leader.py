@@ -15,11 +15,11 @@ from typing import Any, TypeVar
 
 from swiftspec.distributed.group.command_stream import CommandStream
 from swiftspec.distributed.group.follower_dispatch import Action, FollowerDispatcher
-from swiftspec.distributed.group.request_state import ModelLimits
 from swiftspec.distributed.launch.supervision import Heartbeat
-from swiftspec.distributed.transport.channel import Channel
 from swiftspec.distributed.transport.codec import Message, Words, pack_message
 from swiftspec.distributed.transport.opcodes import Opcode
+from swiftspec.distributed.transport.request_state import ModelLimits
+from swiftspec.distributed.transport.transport import Transport
 from swiftspec.errors import RankLost, RequestFailed
 from swiftspec.messages import Proposal, RequestStart, VerifyResult
 from swiftspec.runtime.cancellation import CancelCheck
@@ -41,7 +41,7 @@ class FollowerGroup:
     for every later call.
     """
 
-    def __init__(self, followers: Sequence[Channel]) -> None:
+    def __init__(self, followers: Sequence[Transport]) -> None:
         self._followers = followers
         self.broken: str | None = None  # why the group is broken
 
@@ -229,7 +229,7 @@ def _read_grammar(start: RequestStart, runner: Runner) -> None:
 
 
 def run_follower(
-    leader: Channel,
+    leader: Transport,
     verifier: LocalVerifier | None,
     drafter: LocalDrafter | None,
     smc: LocalPopulation | None,
@@ -251,7 +251,7 @@ def run_follower(
 
 
 def dispatch_loop(
-    leader: Channel, commands: CommandStream, decode: Callable[[int, Words], Action], heartbeat: Heartbeat
+    leader: Transport, commands: CommandStream, decode: Callable[[int, Words], Action], heartbeat: Heartbeat
 ) -> None:
     """Executes the leader's commands until SHUTDOWN.
 
@@ -276,7 +276,7 @@ def dispatch_loop(
             act()
 
 
-def received_shutdown(peer: Channel) -> bool:
+def received_shutdown(peer: Transport) -> bool:
     """Returns whether a lost peer has sent SHUTDOWN before its end. Reads and discards its remaining messages."""
     with contextlib.suppress(ConnectionError, TimeoutError):
         while True:
@@ -285,7 +285,7 @@ def received_shutdown(peer: Channel) -> bool:
     return False
 
 
-def wait_for_shutdown(leader: Channel) -> None:
+def wait_for_shutdown(leader: Transport) -> None:
     """Blocks until the leader sends SHUTDOWN or is gone; discards all other messages."""
     with contextlib.suppress(ConnectionError):
         while leader.recv()[0] != Opcode.SHUTDOWN:

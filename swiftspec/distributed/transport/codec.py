@@ -1,4 +1,5 @@
-"""Codec of the messages between ranks: flat lists of 32-bit words. Unpacking invalid words raises ValueError."""
+"""Codec of the messages between ranks, and between workers and their clients: flat lists of 32-bit words. Unpacking
+invalid words raises ValueError."""
 
 from __future__ import annotations
 
@@ -11,14 +12,22 @@ from typing import Any
 
 import numpy as np
 
+from swiftspec.config import EngineConfig
 from swiftspec.errors import UserError
-from swiftspec.messages import DraftProbs, NodeSource, Proposal, RequestStart, VerifyResult
+from swiftspec.messages import DraftProbs, Logprob, NodeSource, Proposal, RequestStart, VerifyResult
 from swiftspec.params import SamplingParams
+from swiftspec.tree.replica import TreeDelta
 
+PROTOCOL_VERSION = 4  # a peer with another version is refused
 Words = list[int]  # flat; each is a 32-bit integer
+Frame = tuple[int, Words]  # opcode and words of a message
 MAX_REASON_CHARS = 200  # longest quotation of a peer's data in an error message, in characters
 Message = RequestStart | Proposal | VerifyResult | int
 SOURCES_BY_VALUE = {int(source): source for source in NodeSource}  # a lookup costs a tenth of a call of the enum
+SHAPE_FIELDS = (
+    "mode", "verify_batch", "draft_leaves", "draft_steps", "verify", "proposal", "calibration", "catch_up",
+    "adapt_steps",
+)  # fmt: skip
 
 
 def pack_message(message: Message) -> Words:
@@ -33,8 +42,8 @@ def pack_message(message: Message) -> Words:
     """
     match message:
         case RequestStart():
-            told = {"steps": message.executor, "kept": message.num_cached_tokens, "sampling": asdict(message.sampling)}
-            text = json.dumps(told).encode()
+            values = {"executor": message.executor, "num_cached_tokens": message.num_cached_tokens}
+            text = json.dumps({**values, "sampling": asdict(message.sampling)}).encode()
             head = [message.request, message.prompt_len, len(message.tokens)]
             return [*head, *message.tokens, len(text), *bytes_to_words(text)]
         case Proposal():
@@ -101,14 +110,15 @@ def unpack_request_start(flat: Words) -> RequestStart:
     if count < 1 or not 1 <= prompt_len <= count or not rest or 4 * len(rest) < 4 + rest[0] or rest[0] < 2:
         raise ValueError(f"a request start of {len(flat)} words does not match its {count} tokens")
     try:
-        told = json.loads(words_to_bytes(rest[1:])[: rest[0]])
-        steps, kept, sampling = str(told["steps"]), _kept(told["kept"]), _sampling(told["sampling"])
+        values = json.loads(words_to_bytes(rest[1:])[: rest[0]])
+        executor, cached = str(values["executor"]), _num_cached_tokens(values["num_cached_tokens"])
+        sampling = _sampling(values["sampling"])
     except (ValueError, TypeError, KeyError, AttributeError, ArithmeticError, RecursionError, UserError) as error:
         raise ValueError(f"a request start has invalid sampling parameters ({str(error)[:MAX_REASON_CHARS]})") from None
-    return RequestStart(request, tuple(tokens), sampling, prompt_len, steps, kept)
+    return RequestStart(request, tuple(tokens), sampling, prompt_len, executor, cached)
 
 
-def _kept(counts: Any) -> tuple[int, ...] | None:
+def _num_cached_tokens(counts: Any) -> tuple[int, ...] | None:
     """Returns the validated number of cached tokens per sequence; None if the sender has not chosen it."""
     if counts is None:
         return None
@@ -124,6 +134,114 @@ def _sampling(values: dict[str, Any]) -> SamplingParams:
         raise ValueError("wrong number of fields")
     bias = {int(token): value for token, value in values["logit_bias"].items()}
     return SamplingParams(**{**values, "logit_bias": bias})
+
+
+def pack_scored_result(result: VerifyResult) -> Words:
+    """Packs a result with its overlaps and log-probabilities; `unpack_scored_result` is the inverse.
+
+    The words are those of `pack_message`, the number of overlaps and the overlaps as doubles of two words each, then
+    the log-probabilities of the tokens and those of the prompt, each as the number of positions (-1 for None), the
+    number of top tokens per position, the log-probabilities, the top tokens and their log-probabilities.
+    """
+    words = [*pack_message(result), len(result.overlaps), *doubles_to_words(result.overlaps)]
+    for logprobs in (result.logprobs, result.prompt_logprobs):
+        if logprobs is None:
+            words += [-1, 0]
+            continue
+        top = [pair for each in logprobs for pair in each.top]
+        words += [len(logprobs), len(logprobs[0].top) if logprobs else 0]
+        words += doubles_to_words([each.logprob for each in logprobs])
+        words += [*(token for token, _ in top), *doubles_to_words([logprob for _, logprob in top])]
+    return words
+
+
+def unpack_scored_result(flat: Words) -> VerifyResult:
+    """Unpacks a result from the words that `pack_scored_result` returned."""
+    reader = WordReader(flat, "result")
+    head = reader.take(4)
+    result = unpack_result([*head, *reader.take(2 * head[3])])
+    overlaps = tuple(reader.doubles(reader.count()))
+    logprobs, prompt_logprobs = _read_logprobs(reader), _read_logprobs(reader)
+    reader.finish()
+    if logprobs is not None and len(logprobs) != len(result.tokens):
+        raise ValueError(f"a result has {len(logprobs)} log-probabilities for {len(result.tokens)} tokens")
+    place = result.request, result.round, result.prefix_len
+    return VerifyResult(*place, result.path, result.tokens, overlaps, logprobs, prompt_logprobs)
+
+
+def _read_logprobs(reader: WordReader) -> tuple[Logprob, ...] | None:
+    (count,), width = reader.take(1), reader.count()
+    if count < 0:
+        return None
+    logprobs = reader.doubles(count)
+    top = [*zip(reader.take(count * width), reader.doubles(count * width), strict=True)]
+    return tuple(Logprob(each, tuple(top[i * width : (i + 1) * width])) for i, each in enumerate(logprobs))
+
+
+def pack_tree_delta(delta: TreeDelta) -> Words:
+    """Packs a tree delta; `unpack_tree_delta` is the inverse. The words are request, round, prefix_len, number of
+    expansions, first id, parents, tokens, then the weights as doubles of two words each."""
+    head = [delta.request, delta.round, delta.prefix_len, delta.expansions, delta.first]
+    nodes = np.concatenate((delta.parents, delta.tokens)).tolist()
+    return [*head, *nodes, *np.ascontiguousarray(delta.weights, np.float64).view(np.int32).tolist()]
+
+
+def unpack_tree_delta(flat: Words) -> TreeDelta:
+    """Unpacks a tree delta from the words that `pack_tree_delta` returned. Whether it fits the tree is checked by the
+    replica."""
+    request, round_, prefix_len, expansions, first = _at_least(5, flat, "tree delta")[:5]
+    nodes, rest = np.array(flat[5:], np.int32), divmod(len(flat) - 5, 4)
+    if rest[1] != 0:
+        raise ValueError(f"a tree delta of {len(flat)} words does not match its nodes")
+    count = rest[0]
+    parents, tokens = nodes[: 2 * count].astype(np.int64).reshape(2, count)
+    weights = nodes[2 * count :].view(np.float64)
+    return TreeDelta(request, round_, prefix_len, expansions, first, parents, tokens, weights)
+
+
+def shape_to_json(config: EngineConfig) -> dict[str, Any]:
+    """Returns the fields of a config that determine a session's rounds, as values for JSON."""
+    return {name: getattr(config, name) for name in SHAPE_FIELDS}
+
+
+def shape_from_json(values: Any) -> EngineConfig:
+    """Returns the config for the result of `shape_to_json`. Raises ValueError if it is invalid."""
+    try:
+        return EngineConfig(**values)
+    except (ValueError, TypeError, ArithmeticError, UserError) as error:
+        raise ValueError(f"a session's configuration is invalid ({str(error)[:MAX_REASON_CHARS]})") from None
+
+
+class WordReader:
+    """Reads the parts of a message in order. Every call raises ValueError if the message is too short. `what`: name of
+    the message in the error."""
+
+    def __init__(self, flat: Words, what: str) -> None:
+        self._flat, self._at, self._what = flat, 0, what
+
+    def take(self, count: int) -> Words:
+        """Returns the next `count` words."""
+        end = self._at + count
+        if count < 0 or end > len(self._flat):
+            raise ValueError(f"a {self._what} of {len(self._flat)} words is too short")
+        words, self._at = self._flat[self._at : end], end
+        return words
+
+    def count(self) -> int:
+        """Returns the next word, which must not be negative."""
+        (count,) = self.take(1)
+        if count < 0:
+            raise ValueError(f"a {self._what} contains a negative count")
+        return count
+
+    def doubles(self, count: int) -> list[float]:
+        """Returns the next `count` doubles, of two words each."""
+        return words_to_doubles(self.take(2 * count))
+
+    def finish(self) -> None:
+        """Raises ValueError if words are left."""
+        if self._at < len(self._flat):
+            raise ValueError(f"a {self._what} of {len(self._flat)} words is too long")
 
 
 def single_word(flat: Words, what: str) -> int:
@@ -154,6 +272,16 @@ def bytes_to_words(data: bytes) -> Words:
 def words_to_bytes(words: Words) -> bytes:
     """Returns the bytes that `bytes_to_words` has packed, with the padding at their end."""
     return np.array(words, np.int32).tobytes()
+
+
+def doubles_to_words(values: Sequence[float]) -> Words:
+    """Encodes each value as a double of two words."""
+    return np.array(values, np.float64).view(np.int32).tolist()
+
+
+def words_to_doubles(words: Words) -> list[float]:
+    """Decodes words of `doubles_to_words`."""
+    return np.array(words, np.int32).view(np.float64).tolist()
 
 
 def _at_least(count: int, flat: Words, what: str) -> Words:

@@ -10,11 +10,12 @@ from swiftspec.config import EngineConfig
 from swiftspec.distributed.launch.config_check import RankRole
 from swiftspec.distributed.launch.startup_barrier import first_line
 from swiftspec.distributed.launch.world import World
-from swiftspec.distributed.transport.channel import Channel, accept, dial
 from swiftspec.distributed.transport.codec import single_word, text_to_words, words_to_text
 from swiftspec.distributed.transport.opcodes import Opcode
+from swiftspec.distributed.transport.transport import Transport, accept, dial
 from swiftspec.errors import RankLost, UserError
 
+LEADERS_KEY = "draft-leader"  # key of the store for the connection between the leaders of the two groups
 CONNECT_TIMEOUT_S = 60.0  # seconds; all ranks have just passed the startup barrier
 
 
@@ -26,10 +27,10 @@ class Connections:
     connected to each other: `draft_leader` is set on the target's leader, and `target_leader` on the draft's leader.
     """
 
-    leader: Channel | None = None
-    followers: list[Channel] = field(default_factory=list)
-    draft_leader: Channel | None = None
-    target_leader: Channel | None = None
+    leader: Transport | None = None
+    followers: list[Transport] = field(default_factory=list)
+    draft_leader: Transport | None = None
+    target_leader: Transport | None = None
 
     @staticmethod
     def connect(world: World, plan: EngineConfig) -> Connections:
@@ -50,7 +51,7 @@ class Connections:
             if plan.mode == "async" and here.group == "target":
                 links.draft_leader = accept_draft_leader(world, CONNECT_TIMEOUT_S)
             elif plan.mode == "async":
-                links.target_leader = dial(store, "bridge", "the target group", spin=spin, timeout=CONNECT_TIMEOUT_S)
+                links.target_leader = dial(store, LEADERS_KEY, "the target group", spin=spin, timeout=CONNECT_TIMEOUT_S)
         except (OSError, RuntimeError, ValueError) as error:  # the store raises RuntimeError
             raise RankLost(f"rank {world.rank} could not connect to its peers: {first_line(error)}") from None
         return links
@@ -104,11 +105,11 @@ class Connections:
                 channel.close()
 
 
-def accept_draft_leader(world: World, timeout: float) -> Channel:
+def accept_draft_leader(world: World, timeout: float) -> Transport:
     """Opens the target leader's channel to the draft's leader, and blocks until it is connected. Raises OSError if the
     draft's leader does not connect within `timeout` seconds."""
     return accept(
-        world.store, "bridge", "the draft group", host=_host(world), spin=world.spin, timeout=timeout
+        world.store, LEADERS_KEY, "the draft group", host=_host(world), spin=world.spin, timeout=timeout
     )  # fmt: skip
 
 
@@ -117,7 +118,7 @@ def _host(world: World) -> str | None:
     return None if world.one_machine else _address_towards(world.host)
 
 
-def _recv_ready(channel: Channel) -> tuple[str | None, set[str]]:
+def _recv_ready(channel: Transport) -> tuple[str | None, set[str]]:
     """Blocks until the rank at the other end of `channel` has loaded or failed. Returns the error, or None, and the
     names of the executors that the rank supports. A lost connection is returned as an error."""
     try:

@@ -1,4 +1,4 @@
-"""Channel over TCP, for jobs that span several machines."""
+"""Transport over TCP, for jobs that span several machines."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ AUTH_TIMEOUT_S = 2.0  # seconds that a client has to send its token; other clien
 SEND_TIMEOUT_S = 30.0  # seconds; longest time that a send blocks while the peer does not read
 
 
-class TcpChannel:
-    """A `Channel` over a socket. After an exception in the middle of a message, every call raises ConnectionError."""
+class TcpTransport:
+    """A `Transport` over a socket. After an exception in the middle of a message, every call raises ConnectionError."""
 
     def __init__(self, sock: socket.socket, peer: str) -> None:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -54,6 +54,9 @@ class TcpChannel:
     def recv_or_reply(self, reply: Any, asks: int, answers: int, note: int) -> tuple[int, Words, bool]:
         """Receives like `recv`, without a timeout. Never replies in native code, so the last value is False."""
         return *self.recv(), False
+
+    def restart(self) -> None:
+        pass  # the same connection serves all requests
 
     def close(self) -> None:
         self._usable = False
@@ -91,7 +94,7 @@ class TcpChannel:
         except TimeoutError:
             self._usable = False
             raise ConnectionError(f"{self.peer} did not read a message within {SEND_TIMEOUT_S:g} s") from None
-        except OSError as error:  # the channel stays usable: messages that arrived earlier can still be read
+        except OSError as error:  # the transport stays usable: messages that arrived earlier can still be read
             raise ConnectionError(f"{self.peer} disconnected ({error})") from None
         except BaseException:  # an interrupt may have left a partial message
             self._usable = False
@@ -107,8 +110,8 @@ class Listener:
         self._auth_token = secrets.token_bytes(16)
         self.address = f"{host} {self._server.getsockname()[1]} {self._auth_token.hex()}"
 
-    def accept(self, peer: str, timeout: float) -> TcpChannel:
-        """Returns the channel to the client that sends the token; closes connections of other clients. Raises
+    def accept(self, peer: str, timeout: float) -> TcpTransport:
+        """Returns the transport to the client that sends the token; closes connections of other clients. Raises
         TimeoutError if that client does not connect within `timeout` seconds."""
         end = time.monotonic() + timeout
         with self._server:
@@ -117,17 +120,17 @@ class Listener:
                 sock, _ = self._server.accept()
                 sock.settimeout(AUTH_TIMEOUT_S)
                 if secrets.compare_digest(_recv_exactly(sock, len(self._auth_token)), self._auth_token):
-                    return TcpChannel(sock, peer)
+                    return TcpTransport(sock, peer)
                 sock.close()
 
 
-def connect(address: str, peer: str, timeout: float) -> TcpChannel:
+def connect(address: str, peer: str, timeout: float) -> TcpTransport:
     """Connects to the `Listener` at `address`: host, port and token, separated by spaces. Raises OSError if that fails
     or takes longer than `timeout` seconds."""
     host, port, ticket = address.split()
     sock = socket.create_connection((host, int(port)), timeout)
     sock.sendall(bytes.fromhex(ticket))
-    return TcpChannel(sock, peer)
+    return TcpTransport(sock, peer)
 
 
 def _recv_exactly(sock: socket.socket, count: int) -> bytes:

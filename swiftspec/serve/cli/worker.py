@@ -23,7 +23,7 @@ from swiftspec.serve.worker_endpoints import load_security
 if TYPE_CHECKING:
     from swiftspec.builder.worker_model import WorkerModel
     from swiftspec.distributed.launch.world import World
-    from swiftspec.distributed.rpc.endpoint import Endpoint, RpcSecurity
+    from swiftspec.distributed.transport.grpc.endpoint import Endpoint, RpcSecurity
 
 DEFAULT_PORTS = {"target": 7070, "draft": 7071}  # ports of 127.0.0.1 that are used without --listen
 JoinFn = Callable[[], "World | None"]
@@ -59,7 +59,7 @@ def run_worker(side: Literal["draft", "target"], settings: Settings, join: JoinF
     UserError if gRPC is not installed.
     """
     require_extra("network", "`swiftspec worker`")
-    from swiftspec.distributed.rpc.endpoint import Endpoint
+    from swiftspec.distributed.transport.grpc.endpoint import Endpoint
 
     endpoint, security = (
         Endpoint.parse(settings.listen or f"127.0.0.1:{DEFAULT_PORTS[side]}", "--listen"),
@@ -97,13 +97,14 @@ def _serve(
 
     `tokenizer`: digest of the tokenizer.
     """
-    from swiftspec.builder.worker_model import make_service
-    from swiftspec.distributed.rpc.endpoint import Endpoint
-    from swiftspec.distributed.rpc.server import RpcServer
+    from swiftspec.builder.worker_model import make_worker
+    from swiftspec.distributed.transport.grpc.endpoint import SERVICES, Endpoint
+    from swiftspec.distributed.transport.grpc.server import RpcServer
 
     tokenizer_files = tuple(model.path / name for name in TOKENIZER_FILES if (model.path / name).is_file())
-    service = make_service(model, model.path.name, tokenizer, tokenizer_files)
-    server = RpcServer(service, endpoint, security, settings.max_sessions)
+    worker = make_worker(model, model.path.name, tokenizer, tokenizer_files)
+    info = worker.model_info.to_json()
+    server = RpcServer(SERVICES[model.side], worker.serve, info, endpoint, security, settings.max_sessions)
     phases.ready()
     address = Endpoint(endpoint.host, server.port)
     print(f"swiftspec: {model.side} worker listening on {address}", file=sys.stderr, flush=True)
@@ -111,11 +112,11 @@ def _serve(
     stop_queue = SimpleQueue[int]()  # its `put` is reentrant, so that a signal handler may call it
     with GracefulStop(stop_queue.put):
         if group is None:
-            server.run(stop_queue)
+            server.run(stop_queue, worker.sweep)
         else:
             group.on_lost(lambda why: stop_queue.put(0))
-            server.run(stop_queue, partial(group.check_followers, 0.0))
-            service.run_if_idle(group.check_followers)  # SIGTERM may come from a launcher that has lost a rank
+            server.run(stop_queue, partial(worker.sweep, partial(group.check_followers, 0.0)))
+            worker.run_if_idle(group.check_followers)  # SIGTERM may come from a launcher that has lost a rank
         server.stop(settings.drain_timeout if group is None or group.broken is None else 0.0)
     if group is not None and group.broken is not None:
         raise RankLost(group.broken)

@@ -12,15 +12,15 @@ import pytest
 from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]
 
 from swiftspec.config import EngineConfig
-from swiftspec.distributed.draft.recovery import DraftGroupRecovery
 from swiftspec.distributed.launch.config_check import RankConfig, check_consistent, settings_of
 from swiftspec.distributed.launch.rendezvous import DEAD_AFTER_S, Rendezvous
 from swiftspec.distributed.launch.startup_barrier import Timeouts
 from swiftspec.distributed.launch.supervision import JobEnded, RankInfo, RankTable, SupervisorLink
 from swiftspec.distributed.launch.world import World, rejoin
-from swiftspec.distributed.transport.channel import Channel
+from swiftspec.distributed.remote.draft_group import DraftGroupRecovery
 from swiftspec.distributed.transport.connections import Connections
 from swiftspec.distributed.transport.opcodes import Opcode
+from swiftspec.distributed.transport.transport import Transport
 from swiftspec.errors import RankLost, UserError
 
 SOON = Timeouts(timeout_s=20.0, first_log_s=0.05, log_interval_s=0.05, grace_s=10.0)
@@ -126,12 +126,12 @@ def test_a_waiting_rank_logs_and_times_out() -> None:
 
 
 def test_a_restarted_draft_group_is_admitted() -> None:
-    page, seen = HashStore(), list[Channel]()
+    page, seen = HashStore(), list[Transport]()
     states: list[list[str]] = []
     members = RankTable(lambda now: states.append([f"{m.role} {m.state} {m.restarts}" for m in now]))
     members.update(RankInfo(rank, "target" if rank == 0 else "draft", 100 + rank, "up", 0) for rank in range(2))
     links = Connections()
-    back = DraftGroupRecovery(world(page, 0, 0, 2), PLAN, FACTS, 40, members, links)
+    back = DraftGroupRecovery(world(page, 0, 0, 2), PLAN, FACTS, 40, members, links).reconnector
 
     def leader(incarnation: int, loads: bool) -> None:
         job = rejoin(world(page, 1, incarnation, 2)).next_engine()

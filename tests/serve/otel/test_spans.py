@@ -158,16 +158,18 @@ class RemoteClock:
     """A worker on a machine whose clock is ahead by this number of seconds."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, ahead: dict[str, int]) -> None:
-        from swiftspec.distributed.rpc.service import WorkerService
+        from swiftspec.distributed.remote.worker import WorkerServer
 
-        timed = WorkerService._timed
+        timed = WorkerServer._timed
 
-        def shifted(service: Any, session: Any, act: Any) -> Any:
-            made, cost = timed(service, session, act)
-            cost.began += ahead[service.name.rpartition(".")[2]] * SECOND
-            return made, cost
+        def shifted(server: Any, execute: Any) -> Any:
+            answers = timed(server, execute)
+            for answer in answers[:1]:
+                began = answer.times.began + ahead[server._worker.side] * SECOND
+                return [replace(answer, times=replace(answer.times, began=began)), *answers[1:]]
+            return answers
 
-        monkeypatch.setattr(WorkerService, "_timed", shifted)
+        monkeypatch.setattr(WorkerServer, "_timed", shifted)
 
 
 @pytest.mark.parametrize("mode", ["serial", "async"])
@@ -176,7 +178,7 @@ def test_the_clock_offset_of_a_late_or_restarted_worker(
 ) -> None:
     """During a request, and between two requests."""
     models, file = make_pair(tmp_path), tmp_path / "trace.jsonl"
-    ahead = {"TargetService": 1000, "DraftService": 2000}
+    ahead = {"target": 1000, "draft": 2000}
     RemoteClock(monkeypatch, ahead)
     late = StartedWorker("draft", models[1]).start()
     late.stop()
@@ -188,11 +190,11 @@ def test_the_clock_offset_of_a_late_or_restarted_worker(
         late.start()
         whole.append(until_it_drafts(running))
         target.stop()
-        ahead["TargetService"] = 3000
+        ahead["target"] = 3000
         target.start()
         whole.append(until_it_drafts(running))
         late.stop()
-        ahead["DraftService"] = 4000
+        ahead["draft"] = 4000
         late.start()
         whole.append(until_it_drafts(running))
     late.stop()

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 from hypothesis import strategies as st
 
-from swiftspec.distributed.draft.trace_codec import COUNTS, pack_record
-from swiftspec.distributed.group.request_state import ModelLimits
+from swiftspec.distributed.remote.trace_codec import COUNTS, pack_record
 from swiftspec.distributed.transport.codec import Words, bytes_to_words, pack_message, text_to_words
 from swiftspec.distributed.transport.opcodes import Opcode
+from swiftspec.distributed.transport.request_state import ModelLimits
 from swiftspec.messages import DraftProbs, Proposal, RequestStart, VerifyResult
 from swiftspec.params import SamplingParams
 from tests.support.proposals import draft_proposal
@@ -88,7 +88,11 @@ def mistyped_start(draw: st.DrawFn) -> Words:
     values: dict[str, Any] = json.loads(json.dumps(asdict(SamplingParams())))
     for name in draw(st.lists(st.sampled_from([*values, "more"]), max_size=2)):
         values[name] = draw(VALUES)
-    fields = {"steps": draw(st.sampled_from(["", "eager"])), "kept": draw(st.just([0]) | VALUES), "sampling": values}
+    fields = {
+        "executor": draw(st.sampled_from(["", "eager"])),
+        "num_cached_tokens": draw(st.just([0]) | VALUES),
+        "sampling": values,
+    }
     text_json = st.just(json.dumps(fields))
     text = draw(text_json | text_json | JUNK_TEXT).encode()
     return [1, 2, len(TEXT), *TEXT, len(text), *bytes_to_words(text)]

@@ -15,15 +15,17 @@ import numpy as np
 from hypothesis import strategies as st
 
 from swiftspec.config import EngineConfig
-from swiftspec.distributed.draft.client import DraftGroupClient
-from swiftspec.distributed.draft.server import DraftGroupServer, DraftTraceSender
-from swiftspec.distributed.draft.trace_codec import unpack_record
 from swiftspec.distributed.group.command_stream import CommandStream
 from swiftspec.distributed.group.follower_dispatch import FollowerDispatcher
 from swiftspec.distributed.group.leader import FollowerGroup, LeaderDrafter, run_follower
 from swiftspec.distributed.group.leader import dispatch_loop as follow_calls
 from swiftspec.distributed.launch.launcher import launched
 from swiftspec.distributed.launch.supervision import Heartbeat
+from swiftspec.distributed.remote.client import DraftLink, RemoteDrafter
+from swiftspec.distributed.remote.served_roles import DraftTraceSender
+from swiftspec.distributed.remote.server import DraftGroupServer
+from swiftspec.distributed.remote.server_link import ServerLink
+from swiftspec.distributed.remote.trace_codec import unpack_record
 from swiftspec.distributed.transport.codec import (
     Words,
     pack_message,
@@ -31,7 +33,8 @@ from swiftspec.distributed.transport.codec import (
     unpack_request_start,
     unpack_result,
 )
-from swiftspec.distributed.transport.tcp import HEADER, TcpChannel
+from swiftspec.distributed.transport.request_state import RequestState
+from swiftspec.distributed.transport.tcp import HEADER, TcpTransport
 from swiftspec.distributed.worker_group import FollowerSessionRegistry
 from swiftspec.errors import DrafterLost, RankLost, UserError
 from swiftspec.messages import Proposal, RequestStart
@@ -80,7 +83,7 @@ def feed_socket(pieces: tuple[bytes, list[int]]) -> str:
     """Bytes in pieces of any size, then the end."""
     data, cuts = pieces
     ours, theirs = socket.socketpair()
-    channel = TcpChannel.__new__(TcpChannel)
+    channel = TcpTransport.__new__(TcpTransport)
     channel.peer, channel._sock, channel._buffer, channel._usable = "rank 9", ours, bytearray(), True
     places = [0, *sorted(min(cut, len(data)) for cut in cuts), len(data)]
     with ours, theirs:
@@ -102,16 +105,22 @@ def read_timeline(parse: Callable[[], object]) -> None:
         parse()
 
 
+def group_client(messages: Sequence[Message], records: Any) -> RemoteDrafter:
+    """The client of a draft group that sends these messages."""
+    server = ServerLink(FakeChannel(messages), RequestState(BOUNDS), "draft")
+    return RemoteDrafter(DraftLink(server, recorder=records), 3)
+
+
 def run_draft_client(messages: Sequence[Message]) -> str:
     """A target's leader with a draft that sends arbitrary messages."""
     records = SimpleNamespace(draft=lambda request, round_, lane: read_timeline(lane), awaits_draft=lambda round_: True)
-    drafter = DraftGroupClient(FakeChannel(messages), 3, BOUNDS, recorder=records)  # type: ignore[arg-type]
+    drafter = group_client(messages, records)
     try:
         drafter.open(RequestStart(1, TEXT, SamplingParams(), len(TEXT)))
         found = drafter.propose()
     except DrafterLost as lost:
         assert "\n" not in str(lost)[:1000] and len(str(lost)) < 1000
-        drafter.drain(0)
+        drafter.link.drain_trace(0)
         return "refused"
     assert_valid_tokens(found.tokens, BOUNDS.max_nodes)
     assert found.tokens[0] == TEXT[-1] and found.prefix_len == 2 and drafter.busy >= 0
@@ -121,7 +130,7 @@ def run_draft_client(messages: Sequence[Message]) -> str:
 def read_step_times(messages: Sequence[Message]) -> str:
     """The step times that a draft reports."""
     try:
-        times = DraftGroupClient(FakeChannel(messages), 3, BOUNDS).times()  # type: ignore[arg-type]
+        times = group_client(messages, None).times()
     except DrafterLost:
         return "refused"
     assert times.overhead >= 0 and times.expansion > 0
@@ -209,9 +218,9 @@ TARGETS = (
         RECORDS | RANDOM,
         lambda words: check_round_trip(lambda flat: unpack_record(flat, BOUNDS.vocab_size), words),
     ),
-    target("TcpChannel", st.tuples(STREAM, st.lists(st.integers(0, 60), max_size=4)), feed_socket),
-    target("DraftGroupClient", DRAFT, run_draft_client),
-    target("DraftGroupClient.times", TIMES, read_step_times),
+    target("TcpTransport", st.tuples(STREAM, st.lists(st.integers(0, 60), max_size=4)), feed_socket),
+    target("RemoteDrafter", DRAFT, run_draft_client),
+    target("RemoteDrafter.times", TIMES, read_step_times),
     target("DraftService", after(OPENED), run_draft_server),
     target("follow target", after(OPENED_TARGET), follow_target),
     target("follow draft", after(OPENED), follow_draft),

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 
+from swiftspec.distributed.transport.codec import Words
 from swiftspec.messages import Proposal, RequestStart, VerifyResult
 from swiftspec.params import SamplingParams
 from swiftspec.tree.tree import DraftTree
@@ -33,6 +35,11 @@ class FakeChannel:
         except StopIteration:
             raise ConnectionError("rank 9 is gone") from None
         return kind, list(words)
+
+    def recv_or_reply(self, reply: Any, asks: int, answers: int, note: int) -> tuple[int, Words, bool]:
+        return *self.recv(), False
+
+    def restart(self) -> None: ...
 
     def close(self) -> None: ...
 

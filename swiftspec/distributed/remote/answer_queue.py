@@ -1,0 +1,93 @@
+"""Queue of answers between the thread that expands a tree and the thread that sends its tree deltas."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from functools import reduce
+from itertools import groupby
+from operator import add
+from queue import Empty, Full, Queue
+from threading import Thread
+
+from swiftspec.distributed.remote.session_messages import Answer
+from swiftspec.tree.replica import TreeDelta, merge_deltas
+
+MAX_QUEUED_ANSWERS = 64  # unsent answers; beyond that, expansion blocks
+POLL_S = 1.0  # seconds between two checks whether the queue was closed
+
+
+class AnswerQueue:
+    """Queue that a background thread fills with `answers`, until those end or `close` is called.
+
+    Sending a message delays the expansions only while the message is serialized, because serialization holds the GIL.
+    """
+
+    def __init__(self, answers: Iterable[Answer]) -> None:
+        self._ready: Queue[Answer | Exception | None] = Queue(MAX_QUEUED_ANSWERS)
+        self._closed = False
+        self._error: Exception | None = None  # the exception that `answers` has raised
+        self._ended = False
+        Thread(target=self._run, args=(answers,), name="growth", daemon=True).start()
+
+    def take(self) -> list[Answer]:
+        """Blocks until there are new answers and returns them; tree deltas of one round are merged if they may be.
+        Returns an empty list if the answers have ended, and raises their exception if they have failed."""
+        found: list[Answer] = []
+        while not self._ended:
+            try:
+                each = self._ready.get(block=not found)
+            except Empty:
+                break
+            if isinstance(each, Answer):
+                found.append(each)
+            else:
+                self._ended, self._error = True, each
+        if not found and self._error is not None:
+            raise self._error
+        return _merge(found)
+
+    def close(self) -> None:
+        """Stops the thread at its next answer. Answers in the queue are discarded."""
+        self._closed = True
+
+    def _run(self, answers: Iterable[Answer]) -> None:
+        try:
+            for each in answers:
+                if not self._put(each):
+                    return
+            self._put(None)
+        except Exception as error:
+            self._put(error)
+
+    def _put(self, what: Answer | Exception | None) -> bool:
+        while not self._closed:
+            try:
+                self._ready.put(what, timeout=POLL_S)
+                return True
+            except Full:
+                continue
+        return False
+
+
+def _merge(answers: list[Answer]) -> list[Answer]:
+    """Merges the tree deltas of each round and sums their times. Empty deltas, which end a round, stay separate."""
+    found: list[Answer] = []
+    for key, same in groupby(answers, _merge_key):
+        group = [*same]
+        if key is None or len(group) == 1:
+            found += group
+            continue
+        deltas = [each.words for each in group if isinstance(each.words, TreeDelta)]
+        times = [each.times for each in group if each.times is not None]
+        spent = sum(each.model_us or 0 for each in group)
+        merged = replace(group[0], words=merge_deltas(deltas), model_us=spent)
+        found.append(replace(merged, times=reduce(add, times) if times else None))
+    return found
+
+
+def _merge_key(answer: Answer) -> tuple[int, int, bool] | None:
+    """Returns a key that is equal for answers that may be merged; None for an answer that may not be."""
+    if not (answer.mergeable and isinstance(answer.words, TreeDelta)):
+        return None
+    return answer.words.request, answer.words.round, len(answer.words) == 0
