@@ -15,13 +15,13 @@ from swiftspec.backends import cpu as host
 from swiftspec.backends import reference, unfused
 from swiftspec.config import PopulationConfig
 from swiftspec.errors import UserError
-from swiftspec.messages import Proposal
 from swiftspec.model.loader import load_model
 from swiftspec.params import SamplingParams
 from swiftspec.runtime.runner import PREFILL_CHUNK_TOKENS
 from swiftspec.runtime.verifier import LocalVerifier
 from tests.support.fake_cuda_graphs import Recorder
 from tests.support.history_models import HistoryModel
+from tests.support.proposals import draft_proposal
 from tests.support.roles import make_population, make_runner, make_verifier, request_start, restrict_executors
 from tests.support.same_rounds import same_verifications
 from tests.support.tiny_checkpoints import chain, make_checkpoint
@@ -67,11 +67,11 @@ def test_the_native_executor(checkpoint: Path, dtype: torch.dtype) -> None:
         verifier.open(request_start([3, 1, 4, 1, 5, root], SAMPLED))
     for round_, parents in enumerate([(-1, 0, 1, 2), (-1, 0, 0, 1, 1, 4), (-1,), (-1, 0, 0, 1)] * 2):
         tokens, at = [root, *dice.integers(0, VOCAB, len(parents) - 1).tolist()], eager.runner.cache.prefix_len[0]
-        guess = Proposal(1, round_, at, tuple(tokens), parents)
+        guess = draft_proposal(1, round_, at, tokens, parents)
         for child in [node for node, parent in enumerate(parents) if parent == 0][:1]:  # one child is accepted
             tokens[child] = eager.verify(guess).tokens[0]
             eager.runner.cache.commit(())
-        proposal = Proposal(1, round_, at, tuple(tokens), parents)
+        proposal = draft_proposal(1, round_, at, tokens, parents)
         results = [verifier.verify(proposal) for verifier in (eager, native)]
         want, got = (verifier.accepted_hidden() for verifier in (eager, native))
         assert want is not None and got is not None
@@ -112,7 +112,7 @@ def test_prompt_rows(checkpoint: Path, sampling: SamplingParams) -> None:
 def test_guided_verifications_provide_the_conditional_rows(checkpoint: Path) -> None:
     verifier = verifier_on(checkpoint, "eager", reference, torch.float64)
     verifier.open(request_start([3, 1, 4], GUIDED))
-    verifier.verify(Proposal(1, 0, 2, (4,), (-1,)))
+    verifier.verify(draft_proposal(1, 0, 2, (4,), (-1,)))
     cache = make_runner(verifier.runner.model, reference, context=9, tree_slots=1).cache
     want, got = verifier.runner.model.forward(chain([3, 1, 4]), cache).hidden, verifier.accepted_hidden()
     assert want is not None and got is not None
