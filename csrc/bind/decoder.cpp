@@ -144,8 +144,9 @@ void bind_decoder(py::module_& m) {
                             "Decoder forward as one call; see PackedModel and ForwardArgs in host/decoder/decoder.h.")
       .def(py::init(&make_decoder), py::arg("embedding"), py::arg("cos"), py::arg("sin"), py::arg("norm"),
            py::arg("eps"), py::arg("head"), py::arg("layers"), py::arg("heads"), py::arg("kv_heads"), py::arg("group"),
-           py::arg("timeout_s"), py::arg("hidden_layers"), py::keep_alive<1, 2>(), py::keep_alive<1, 3>(), py::keep_alive<1, 4>(),
-           py::keep_alive<1, 5>(), py::keep_alive<1, 7>(), py::keep_alive<1, 8>(), py::keep_alive<1, 11>(),
+           py::arg("timeout_s"), py::arg("hidden_layers"), py::keep_alive<1, 2>(), py::keep_alive<1, 3>(),
+           py::keep_alive<1, 4>(), py::keep_alive<1, 5>(), py::keep_alive<1, 7>(), py::keep_alive<1, 8>(),
+           py::keep_alive<1, 11>(),
            "Each of `layers`: input norm, qkv, o, post norm, gate_up, down. `hidden_layers`: the layers whose hidden "
            "states each forward keeps. Keeps all arguments alive.")
       .def("forward", &forward, py::arg("tokens"), py::arg("positions"), py::arg("slots"), py::arg("sequence"),
