@@ -40,5 +40,5 @@ def test_a_dense_copy_has_the_same_weights(tmp_path: Path) -> None:
 
 def test_only_unmodified_llama_models_are_written(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, family="qwen2")
-    with pytest.raises(UserError, match="only Llama with unscaled RoPE"):
+    with pytest.raises(UserError, match="only Llama without biases and with unscaled RoPE"):
         to_gguf.write_gguf(tmp_path, tmp_path / "model.gguf", "bf16")
