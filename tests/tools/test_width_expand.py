@@ -13,6 +13,8 @@ from torch import Tensor
 from bench.data.heldout import DEMO
 from swiftspec.backends import reference
 from swiftspec.builder.load_options import LoadOptions
+from swiftspec.cache.kv import KVCache
+from swiftspec.cache.model_cache import ModelCache
 from swiftspec.config import EngineConfig
 from swiftspec.errors import UserError
 from swiftspec.llm import LLM
@@ -20,7 +22,6 @@ from swiftspec.model.checkpoint_files import read_config
 from swiftspec.model.config_json import parse_config
 from swiftspec.model.formats.int4 import Int4Weight, unpack_int4
 from swiftspec.model.loader import load_model
-from swiftspec.model.spec import ModelSpec
 from swiftspec.params import SamplingParams
 from tests.support.tiny_checkpoints import ROPES, chain, make_checkpoint
 from tools.width_expand.checkpoint import write
@@ -42,15 +43,10 @@ LARGE_TARGET = shape(1024, 10, 16, 4, 128, 1280, 4608)
 LARGE_DRAFT = shape(512, 3, 6, 2, 128, 512, 4608, tie=True)
 
 
-class Cache:
-    def __init__(self, spec: ModelSpec, dtype: torch.dtype, length: int = 64) -> None:
-        mixer = spec.layer.mixer
-        size = (len(spec.layers), 1, mixer.num_kv_heads, length, mixer.head_dim)
-        self.k, self.v = torch.zeros(size, dtype=dtype), torch.zeros(size, dtype=dtype)
-
-
 def logits(model: Any, tokens: list[int]) -> Tensor:
-    return model.forward(chain(tokens), Cache(model.spec, model.dtype)).logits
+    mixer, layers = model.spec.layer.mixer, len(model.spec.layers)
+    kv = KVCache(layers, mixer.num_kv_heads, mixer.head_dim, 64, reference.make_slot_mover, dtype=model.dtype)
+    return model.forward(chain(tokens), ModelCache(kv)).logits
 
 
 def both(path: Path, sizes: dict[str, Any], kind: Kind, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
