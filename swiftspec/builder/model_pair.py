@@ -138,7 +138,7 @@ class ModelPair:
         if self.draft is not None and plan.mode != "ar":
             sides["draft"] = self.draft
         if self.only is not None:
-            sides = {self.only: sides[self.only]}
+            sides = {side: path for side, path in sides.items() if side == self.only}
         needs: list[MemoryEstimate] = []
         for side, path in sides.items():
             config = read_config(path)

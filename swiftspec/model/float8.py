@@ -72,9 +72,8 @@ class Fp8KVScale:
             most = most + part.bias.float().abs()
         keys, values = most.view(2, self.kv_heads, 2, self.head_dim // 2)
         if layer.k_norm is not None:
-            keys = layer.k_norm.float().abs().view(1, 2, -1)
             # a rotated pair has at most the length of the head, times the larger of its two weights
-            return math.sqrt(self.head_dim) * float(keys.max()), float(values.max())
+            return math.sqrt(self.head_dim) * float(layer.k_norm.float().abs().max()), float(values.max())
         # RoPE rotates pairs of elements, one of each half of a key
         return float(keys.norm(dim=1).max()), float(values.max())
 

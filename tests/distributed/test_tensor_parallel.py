@@ -69,7 +69,7 @@ CASES: list[dict[str, Any]] = [
     {"num_attention_heads": 12, "num_key_value_heads": 4, "hidden_size": 48, "intermediate_size": 100},
     {"family": "qwen2", "num_attention_heads": 14, "num_key_value_heads": 2, "hidden_size": 56},
     {"family": "qwen2", "num_attention_heads": 7, "num_key_value_heads": 1, "hidden_size": 56, "tie": True},
-    {"family": "qwen3", "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 16},
+    {"family": "qwen3", "num_attention_heads": 14, "num_key_value_heads": 2, "head_dim": 16},
 ]
 
 

@@ -83,9 +83,10 @@ def test_one_answer_as_text(command: Command, pair: list[str]) -> None:
     code, out, err = command(*pair, *fixed, "--prompt", PROMPT, "--max-tokens", "30", "--temperature", "0")
     assert code == 0
     assert out.endswith("\n")
-    assert err.splitlines()[:4] == [
-        f"swiftspec: {w}" for w in ("libraries", "tokenizers", "target weights", "draft weights")
-    ]
+    reason = "runs on torch's own operators: the CPU operators need"
+    progress = [line for line in err.splitlines() if reason not in line]
+    assert progress[:4] == [f"swiftspec: {w}" for w in ("libraries", "tokenizers", "target weights", "draft weights")]
+    assert err.count(reason) == 2, "the heads of both models are narrower than the native operators support"
     assert "swiftspec: ready in " in err
     assert err.splitlines()[-1].startswith("swiftspec: 30 tok, ")
     assert err.splitlines()[-1].endswith(" tok/round")

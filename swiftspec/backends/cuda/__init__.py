@@ -88,7 +88,7 @@ def check_supported(spec: ModelSpec, dtype: torch.dtype, device: torch.device | 
     if spec.hidden_size % 8:
         raise UserError(f"the CUDA operators require a multiple of 8 as hidden size, not {spec.hidden_size}")
     if mixer.qk_norm:
-        raise UserError("the CUDA operators have no norm of query and key heads (qk_norm); use ops auto")
+        raise UserError("the CUDA operators have no norm of query and key heads (qk_norm); use ops unfused")
 
 
 def pack_norm(weight: Tensor, eps: float, dtype: torch.dtype, device: torch.device | str) -> CudaNorm:
