@@ -4,7 +4,7 @@ invalid words raises ValueError."""
 from __future__ import annotations
 
 import json
-from array import array
+import struct
 from collections.abc import Sequence
 from dataclasses import asdict, fields
 from math import inf
@@ -49,7 +49,9 @@ def pack_message(message: Message) -> Words:
         case Proposal():
             head = [message.request, message.round, message.prefix_len, len(message.tokens)]
             words, drawn = [*head, *message.tokens, *message.parents], message.draft_probs
-            words += [*memoryview(array("f", message.weights)).cast("B").cast("i"), *message.sources]
+            count = len(message.weights)
+            words += struct.unpack(f"{count}i", struct.pack(f"{count}f", *message.weights))
+            words += message.sources
             if drawn is not None:
                 words += [*drawn.tokens.ravel().tolist(), *drawn.probs.view(np.int32).ravel().tolist()]
             return words
@@ -66,7 +68,7 @@ def unpack_proposal(flat: Words) -> Proposal:
     if count < 1 or len(body) < 4 * count:
         raise ValueError(f"a proposal of {len(flat)} words does not match its {count} nodes")
     parents = tuple(body[count : 2 * count])
-    weights = tuple(memoryview(array("i", body[2 * count : 3 * count])).cast("B").cast("f"))
+    weights = struct.unpack(f"{count}f", struct.pack(f"{count}i", *body[2 * count : 3 * count]))
     sources = check_nodes(parents, weights, body[3 * count : 4 * count])
     drawn = None if len(body) == 4 * count else _read_drawn(body[4 * count :], len({*parents[1:]}))
     return Proposal(request, round_, prefix_len, tuple(body[:count]), parents, weights, sources, drawn)
@@ -75,14 +77,21 @@ def unpack_proposal(flat: Words) -> Proposal:
 def check_nodes(parents: Sequence[int], weights: Sequence[float], sources: Sequence[int]) -> tuple[NodeSource, ...]:
     """Validates the nodes of a received proposal by the rules of `Proposal`, and returns their sources. Raises
     ValueError if they break one."""
-    if parents[0] != -1 or any(not 0 <= parent < node for node, parent in enumerate(parents[1:], 1)):
-        raise ValueError("a proposal's nodes are not in topological order")
-    if weights[0] != 0 or not all(-inf < weight <= weights[parent] for weight, parent in zip(weights[1:], parents[1:])):
-        raise ValueError("the weight of a proposal's node is not finite or exceeds that of its parent")
-    found = tuple(SOURCES_BY_VALUE[source] for source in sources if source in SOURCES_BY_VALUE)
-    if len(found) < len(sources) or found[0] != NodeSource.ROOT or NodeSource.ROOT in found[1:]:
-        raise ValueError("the source of a proposal's node is unknown, or a node other than the first is a root")
-    return found
+    nodes = zip(parents, weights, strict=True)
+    if next(nodes) != (-1, 0):
+        raise ValueError("a proposal's first node is not a root of weight 0")
+    for node, (parent, weight) in enumerate(nodes, 1):
+        if not 0 <= parent < node:
+            raise ValueError("a proposal's nodes are not in topological order")
+        if not -inf < weight <= weights[parent]:  # also refuses NaN
+            raise ValueError("the weight of a proposal's node is not finite or exceeds that of its parent")
+    try:
+        root, *others = map(SOURCES_BY_VALUE.__getitem__, sources)
+    except KeyError as error:
+        raise ValueError(f"a proposal's node has the unknown source {error}") from None
+    if root is not NodeSource.ROOT or NodeSource.ROOT in others:
+        raise ValueError("a proposal's first node must be its only root")
+    return (root, *others)
 
 
 def _read_drawn(flat: Words, rows: int) -> DraftProbs:

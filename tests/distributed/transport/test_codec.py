@@ -21,7 +21,7 @@ from swiftspec.distributed.transport.codec import (
 )  # fmt: skip
 from swiftspec.messages import DraftProbs, NodeSource, Proposal, RequestStart, VerifyResult
 from swiftspec.params import SamplingParams
-from tests.support.proposals import LOOKUP, draft_proposal, proposals
+from tests.support.proposals import draft_proposal, proposals
 
 words = st.integers(0, 2**31 - 1)
 
@@ -50,18 +50,18 @@ MODEL = NodeSource.DRAFT_MODEL
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"parents": (0, 0, 1)}, "topological order"),
+        ({"parents": (0, 0, 1)}, "not a root"),
         ({"parents": (-1, 1, 1)}, "topological order"),
         ({"parents": (-1, -1, 1)}, "topological order"),
-        ({"weights": (-1.0, -1.0, -2.0)}, "weight"),
+        ({"weights": (-1.0, -1.0, -2.0)}, "not a root of weight 0"),
         ({"weights": (0.0, 1.0, -2.0)}, "exceeds that of its parent"),
         ({"weights": (0.0, -2.0, -1.0)}, "exceeds that of its parent"),
         ({"weights": (0.0, -1.0, -inf)}, "not finite"),
         ({"weights": (0.0, nan, -1.0)}, "not finite"),
-        ({"weights": (nan, -1.0, -2.0)}, "not finite"),
-        ({"sources": (NodeSource.ROOT, MODEL, LOOKUP)}, "source of a proposal's node is unknown"),
-        ({"sources": (MODEL, MODEL, MODEL)}, "source"),
-        ({"sources": (NodeSource.ROOT, NodeSource.ROOT, MODEL)}, "other than the first is a root"),
+        ({"weights": (nan, -1.0, -2.0)}, "not a root of weight 0"),
+        ({"sources": (NodeSource.ROOT, MODEL, 99)}, "unknown source 99"),
+        ({"sources": (MODEL, MODEL, MODEL)}, "only root"),
+        ({"sources": (NodeSource.ROOT, NodeSource.ROOT, MODEL)}, "only root"),
     ],
 )
 def test_an_invalid_node_is_refused(change: dict[str, Any], reason: str) -> None:
