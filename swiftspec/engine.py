@@ -5,17 +5,24 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from swiftspec.decode import Observer, decode, no_observer
 from swiftspec.errors import UserError
-from swiftspec.messages import Logprob, Proposal, RequestStart, VerifyResult
+from swiftspec.messages import Logprob, NodeSource, Proposal, RequestStart, VerifyResult
 from swiftspec.params import SamplingParams
 from swiftspec.runtime.drafter import Drafter, NoDrafter
 from swiftspec.runtime.verifier import Verifier
 
-# `Proposal.parents`, `VerifyResult.path` and `VerifyResult.overlaps` of a round
-Verified = tuple[tuple[int, ...], tuple[int, ...], tuple[float, ...]]
+
+class VerifiedRound(NamedTuple):
+    """What was verified in a round: fields of its proposal and of its result. Without `sources`, the draft model is the
+    source of all nodes except the root."""
+
+    parents: tuple[int, ...]
+    path: tuple[int, ...]
+    overlaps: tuple[float, ...] = ()
+    sources: tuple[NodeSource, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +55,7 @@ class Stats:
     draft_busy_time: float = 0.0  # the same for the draft
     drafter_lost: str | None = None  # why the drafter is lost; None while it is available
     finish_reason: str | None = None  # as on the last chunk
-    verified: list[Verified] = field(default_factory=list)  # one entry per round, before stop criteria
+    verified: list[VerifiedRound] = field(default_factory=list)  # one entry per round, before stop criteria
     policy: Any = None  # `PolicyReport` at the end of the request (control/controller.py)
     population: Any = None  # mode smc: `GroupResult` at the end of the request (smc/group_result.py)
 
@@ -230,7 +237,7 @@ def _count(stats: Stats, proposal: Proposal, result: VerifyResult) -> None:
     stats.rounds += 1
     stats.drafted += len(proposal.tokens) - 1
     stats.accepted += len(result.tokens) - 1
-    stats.verified.append((proposal.parents, result.path, result.overlaps))
+    stats.verified.append(VerifiedRound(proposal.parents, result.path, result.overlaps, proposal.sources))
 
 
 def _cut(result: VerifyResult, budget: int, stops: Collection[int]) -> TokenChunk:

@@ -74,7 +74,7 @@ def test_every_shape_has_the_same_text(pair: Pair, name: str, request_: str) -> 
         params = sampling(request_, verify_batch=bs, draft_steps=d)
         got = llm.generate(PROMPT, params)
         assert got.token_ids == plain and got.stats.drafter_lost is None, (bs, d)
-        sizes = [len(parents) for parents, _, _ in got.stats.verified]
+        sizes = [len(parents) for parents, *_ in got.stats.verified]
         assert max(sizes) == (bs or config.verify_batch), (bs, d)
         report = answer_stats.metrics(llm.config.for_request(params), got.stats, TOKENS)
         assert report["verify_batch"] == max(sizes) and report["policy"] is None
@@ -155,7 +155,7 @@ def test_rejection_sampling_proposes_at_most_the_requested_nodes(pair: Pair) -> 
     for bs, d in ((None, None), (1, None), (2, 1), (5, 2), (None, 3)):
         stats = llm.generate(PROMPT, sampling("sampled", verify_batch=bs, draft_steps=d)).stats
         assert stats.tokens == TOKENS and stats.drafter_lost is None
-        assert max(len(parents) for parents, _, _ in stats.verified) == (bs or 8)
+        assert max(len(parents) for parents, *_ in stats.verified) == (bs or 8)
 
 
 def test_bounds_follow_from_the_tree_capacity(pair: Pair) -> None:

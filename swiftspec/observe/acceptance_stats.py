@@ -1,8 +1,13 @@
-"""Acceptance statistics: by depth, by the rank of a node among its siblings, and the expected acceptance rate."""
+"""Acceptance statistics: by depth, by the rank of a node among its siblings, by source, and the expected acceptance
+rate."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
+from typing import Any
+
+from swiftspec.messages import NodeSource
 
 
 class Acceptance:
@@ -14,6 +19,7 @@ class Acceptance:
     `tried_child[r]`: number of nodes on accepted paths with more than r proposed children. Siblings are in the draft's
     order, the most likely one first, so the child of rank 0 is the draft's first choice.
     `accepted_child[r]`: number of those whose child of rank r was accepted.
+    `proposed_by_source`, `accepted_by_source`: number of proposed and of accepted nodes of each source.
 
     With sampled children and rejection sampling, the first child of a node is accepted with probability 1 - TV(p, q),
     where TV is the total variation distance (Leviathan et al. 2023, theorem 3.5). `expected` is the sum of this
@@ -26,12 +32,14 @@ class Acceptance:
         self.accepted_at_depth: list[int] = []
         self.tried_child: list[int] = []
         self.accepted_child: list[int] = []
+        self.proposed_by_source = Counter[NodeSource]()
+        self.accepted_by_source = Counter[NodeSource]()
         self.expected = 0.0
         self.judged = 0
 
     @staticmethod
-    def from_rounds(rounds: Iterable[tuple[Sequence[int], Sequence[int], Sequence[float]]]) -> Acceptance:
-        """Returns the statistics of `rounds`, each a tuple (parents, path, overlaps) as in `add`."""
+    def from_rounds(rounds: Iterable[tuple[Any, ...]]) -> Acceptance:
+        """Returns the statistics of `rounds`, each a tuple of the arguments of `add`, such as `VerifiedRound`."""
         seen = Acceptance()
         for round_ in rounds:
             seen.add(*round_)
@@ -42,13 +50,23 @@ class Acceptance:
         """Mean of 1 - TV(p, q), the expected acceptance rate of the first child. None if no round had overlaps."""
         return self.expected / self.judged if self.judged else None
 
-    def add(self, parents: Sequence[int], path: Sequence[int], overlaps: Sequence[float] = ()) -> None:
+    def add(
+        self,
+        parents: Sequence[int],
+        path: Sequence[int],
+        overlaps: Sequence[float] = (),
+        sources: Sequence[NodeSource] = (),
+    ) -> None:
         """Adds a round.
 
         `parents`: parent of each node of the proposal, -1 for the root.
         `path`: nodes of the accepted path, the root first.
         `overlaps`: 1 - TV(p, q) of each node of the path that has sampled children.
+        `sources`: source of each node of the proposal; if empty, the draft model for all nodes except the root.
         """
+        sources = sources or (NodeSource.ROOT, *[NodeSource.DRAFT_MODEL] * (len(parents) - 1))
+        self.proposed_by_source.update(sources[1:])
+        self.accepted_by_source.update(sources[node] for node in path[1:])
         self.expected += sum(overlaps)
         self.judged += len(overlaps)
         _add(self.histogram, len(path) - 1)

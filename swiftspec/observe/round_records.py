@@ -49,7 +49,8 @@ class RoundRecord:
         """Returns the trace line of the round. Omits an invalid draft timeline."""
         proposal, times, first = self.proposal, self.times, self.proposal.round == 0
         began, proposed, grown, verified, _ = times[-5:]
-        nodes: Record = {"tokens": proposal.tokens, "parents": proposal.parents}
+        sources = [source.label for source in proposal.sources]
+        nodes: Record = {"tokens": proposal.tokens, "parents": proposal.parents, "sources": sources}
         if self.p is not None:
             nodes["p"] = [None, *(round(value, LOGPROB_DIGITS) for value in self.p)]
         line: Record = {"request": proposal.request, "round": proposal.round}

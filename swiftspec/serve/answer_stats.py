@@ -143,6 +143,8 @@ def speculation_stats(plan: EngineConfig, stats: Stats) -> Json | None:
     Accepted tokens and attempts (`num_chances_*`; see `Acceptance`) are counted in `*_per_pos` by depth in the tree,
     from depth 1, and in `*_per_child` by the rank of a child among its siblings, the most likely first.
 
+    `acceptance_by_source` has the numbers of proposed and accepted nodes of each source (`NodeSource`), by its label.
+
     `expected_first_child_acceptance_rate` is the mean of 1 - TV(p, q), where TV is the total variation distance; null
     without rejection sampling. `break_even_acceptance_length` (tokens per round at which speculation is as fast as
     decoding without the draft) and `speedup_over_plain` are null until rounds without the draft have been measured.
@@ -163,6 +165,10 @@ def speculation_stats(plan: EngineConfig, stats: Stats) -> Json | None:
         "num_chances_per_pos": _padded(seen.tried_at_depth, most),
         "num_accepted_tokens_per_child": _padded(seen.accepted_child, most),
         "num_chances_per_child": _padded(seen.tried_child, most),
+        "acceptance_by_source": {
+            source.label: {"num_draft_tokens": count, "num_accepted_draft_tokens": seen.accepted_by_source[source]}
+            for source, count in sorted(seen.proposed_by_source.items())
+        },
         "expected_first_child_acceptance_rate": seen.expected_rate,
         "break_even_acceptance_length": times and times.break_even,
         "speedup_over_plain": times and times.speedup,
@@ -192,13 +198,20 @@ def mean_acceptance_length(stats: Stats) -> float:
 
 
 def summary_line(stats: Stats, tokens: int) -> str:
-    """Returns a line such as `312 tok, 348 tok/s, TTFT 41 ms, 3.4 tok/round`. `tokens`: output tokens."""
+    """Returns a line such as `312 tok, 348 tok/s, TTFT 41 ms, 3.4 tok/round`. It has the acceptance of each source if
+    there is more than one. `tokens`: output tokens."""
     parts = [
         f"{tokens} tok",
         format_speed(_share(tokens, stats.decode_time)),
         f"TTFT {stats.first_token_time * 1e3:.0f} ms",
         f"{mean_acceptance_length(stats):.1f} tok/round",
     ]
+    seen = Acceptance.from_rounds(stats.verified)
+    if len(seen.proposed_by_source) > 1:
+        parts += [
+            f"{source.label} {seen.accepted_by_source[source]} of {count} accepted"
+            for source, count in sorted(seen.proposed_by_source.items())
+        ]
     if stats.cached_tokens:
         parts.append(f"{stats.cached_tokens} of {stats.prompt_tokens} prompt tokens cached")
     if stats.policy is not None and stats.policy.ar_rounds:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from swiftspec.decode import Observer, no_observer
-from swiftspec.engine import Stats, StopCriteria, TokenChunk
+from swiftspec.engine import Stats, StopCriteria, TokenChunk, VerifiedRound
 from swiftspec.errors import NonFiniteLogits, UserError
 from swiftspec.messages import RequestStart
 from swiftspec.runtime.cancellation import Cancelled
@@ -218,7 +218,8 @@ class ParticleDecoding:
             new = group.accepted[len(stats.verified) :]
             accepted = min(sum(new), len(tokens))
             stats.verified += [
-                (chain_parents(self.population.draft_tokens_per_round), tuple(range(count + 1)), ()) for count in new
+                VerifiedRound(chain_parents(self.population.draft_tokens_per_round), tuple(range(count + 1)))
+                for count in new
             ]
             stats.accepted += sum(new)
             stats.rounds = len(stats.verified)

@@ -9,7 +9,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from swiftspec.config import EngineConfig
@@ -142,6 +142,7 @@ def test_a_truncated_proposal_counts_as_a_whole_one() -> None:
     assert drafter.draft_steps == 4
 
 
+@settings(deadline=None)
 @given(proposals(), st.integers(1, 9))
 def test_a_cut_proposal_has_the_nodes_with_the_largest_weights(proposal: Proposal, nodes: int) -> None:
     cut = _truncate(proposal, nodes)
@@ -151,6 +152,7 @@ def test_a_cut_proposal_has_the_nodes_with_the_largest_weights(proposal: Proposa
     assert {*map(tuple, paths[0])} <= {*map(tuple, paths[1])}
 
 
+@settings(deadline=None)
 @given(proposals(), st.integers(1, 9))
 def test_a_proposal_in_the_order_of_its_weights_is_cut_at_its_end(proposal: Proposal, nodes: int) -> None:
     """The order in which drafters propose."""

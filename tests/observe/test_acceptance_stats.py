@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from swiftspec.messages import NodeSource
 from swiftspec.observe.acceptance_stats import Acceptance
 from swiftspec.tree.acceptance import match_path
+from tests.support.proposals import LOOKUP
 
 
 def test_one_round_by_hand() -> None:
@@ -26,6 +28,17 @@ def test_one_round_by_hand() -> None:
     assert counts.expected_rate == 0.375
 
 
+def test_each_node_counts_for_its_source() -> None:
+    counts, model = Acceptance(), NodeSource.DRAFT_MODEL
+    counts.add((-1, 0, 1, 0, 3), (0, 3, 4), (), (NodeSource.ROOT, model, model, model, LOOKUP))
+    counts.add((-1, 0, 0), (0,), (), (NodeSource.ROOT, model, LOOKUP))
+    counts.add((-1,), (0,), (), (NodeSource.ROOT,))
+    assert counts.proposed_by_source == {model: 4, LOOKUP: 2} and counts.accepted_by_source == {model: 1, LOOKUP: 1}
+    counts.add((-1, 0, 1), (0, 1))
+    assert counts.proposed_by_source[model] == 6 and counts.accepted_by_source[model] == 2, "unless sources are given"
+
+
+@settings(deadline=None)
 @given(st.data())
 def test_sums(data: st.DataObject) -> None:
     """Each accepted token counts once by depth and once by rank; attempts are never fewer."""
@@ -39,6 +52,7 @@ def test_sums(data: st.DataObject) -> None:
         counts.add(parents, path)
         accepted += len(path) - 1
     assert sum(counts.histogram) == rounds
+    assert counts.accepted_by_source.total() == accepted <= counts.proposed_by_source.total()
     assert sum(j * n for j, n in enumerate(counts.histogram)) == accepted
     for tried, taken in (
         (counts.tried_at_depth, counts.accepted_at_depth),

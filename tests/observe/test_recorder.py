@@ -134,13 +134,14 @@ def test_a_late_draft_timeline_is_dropped(monkeypatch: pytest.MonkeyPatch) -> No
     assert recorder.awaits_draft(1) and len(received) == 2
     recorder.end(Stats())
     assert drained == [1]
+    root = {"tokens": (4,), "parents": (-1,), "sources": ["root"]}
     assert received[1:-1] == [
         {
-            "request": 2, "round": 0, "wait": (2.0, 3.0), "proposal": {"tokens": (4,), "parents": (-1,)}, "path": (0,),
+            "request": 2, "round": 0, "wait": (2.0, 3.0), "proposal": root, "path": (0,),
             "tokens": (5,), "target": {"open": (1.0, 2.0), "verify": (4.0, 5.0), "forward": 0.5}, "draft": {"nodes": 2},
         },
         {
-            "request": 2, "round": 1, "wait": (2.0, 3.0), "proposal": {"tokens": (4,), "parents": (-1,)}, "path": (0,),
+            "request": 2, "round": 1, "wait": (2.0, 3.0), "proposal": root, "path": (0,),
             "tokens": (5,), "target": {"verify": (4.0, 5.0), "forward": 0.5},
         },
     ]  # fmt: skip

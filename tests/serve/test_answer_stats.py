@@ -5,8 +5,10 @@ from __future__ import annotations
 from swiftspec.config import EngineConfig
 from swiftspec.control.controller import PolicyReport
 from swiftspec.control.round_stats import Decision
-from swiftspec.engine import Stats
+from swiftspec.engine import Stats, VerifiedRound
+from swiftspec.messages import NodeSource
 from swiftspec.serve.answer_stats import metrics, summary_line
+from tests.support.proposals import LOOKUP
 
 
 def test_the_policy_reports_measurements_and_decisions() -> None:
@@ -35,10 +37,24 @@ def test_the_policy_reports_measurements_and_decisions() -> None:
 
 
 def test_expected_acceptance_is_reported_with_measured_acceptance() -> None:
-    stats = Stats(verified=[((-1, 0, 0), (0, 1), (0.75,)), ((-1, 0), (0,), (0.25,))])
+    stats = Stats(verified=[VerifiedRound((-1, 0, 0), (0, 1), (0.75,)), VerifiedRound((-1, 0), (0,), (0.25,))])
     spec = metrics(EngineConfig(), stats, 3)["speculative_decoding"]
     assert spec["expected_first_child_acceptance_rate"] == 0.5
     assert (spec["num_accepted_tokens_per_child"][0], spec["num_chances_per_child"][0]) == (1, 2)
+
+
+def test_acceptance_is_reported_by_source() -> None:
+    """The line of an answer has it only if there is more than one source."""
+    model, path = NodeSource.DRAFT_MODEL, (0, 2)
+    stats = Stats(verified=[VerifiedRound((-1, 0, 0), path, (), (NodeSource.ROOT, model, model))])
+    spec = metrics(EngineConfig(), stats, 3)["speculative_decoding"]
+    assert spec["acceptance_by_source"] == {"draft_model": {"num_draft_tokens": 2, "num_accepted_draft_tokens": 1}}
+    assert "draft_model" not in summary_line(stats, 90)
+    stats.verified.append(VerifiedRound((-1, 0, 0), path, (), (NodeSource.ROOT, model, LOOKUP)))
+    spec = metrics(EngineConfig(), stats, 3)["speculative_decoding"]
+    assert spec["acceptance_by_source"]["lookup"] == {"num_draft_tokens": 1, "num_accepted_draft_tokens": 1}
+    assert summary_line(stats, 90).endswith(", draft_model 1 of 3 accepted, lookup 1 of 1 accepted")
+    assert metrics(EngineConfig(), Stats(), 0)["speculative_decoding"]["acceptance_by_source"] == {}
 
 
 def test_values_that_were_not_measured_are_null() -> None:

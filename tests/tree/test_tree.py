@@ -95,7 +95,9 @@ class TreeMachine(RuleBasedStateMachine):
         best = sorted((n.weight for n in live), reverse=True)[:bs]
         np.testing.assert_allclose(sorted((self.nodes[i].weight for i in chosen), reverse=True), best)
         np.testing.assert_allclose(weights, [self.nodes[i].weight for i in chosen], rtol=1e-6, atol=1e-9)
-        assert weights == sorted(np.float32(weights).tolist(), reverse=True), "float32 numbers, the largest first"
+        assert weights == sorted(np.array(weights, np.float32).tolist(), reverse=True), (
+            "float32 numbers, the largest first"
+        )
         assert chosen[0] == 0 and parents[0] == -1
         for place in range(1, len(chosen)):
             node = self.nodes[chosen[place]]

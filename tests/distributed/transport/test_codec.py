@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from swiftspec.distributed.transport.codec import (
@@ -26,6 +26,7 @@ from tests.support.proposals import draft_proposal, proposals
 words = st.integers(0, 2**31 - 1)
 
 
+@settings(deadline=None)
 @given(proposals())
 def test_a_proposal_is_unchanged(proposal: Proposal) -> None:
     unpacked = unpack_proposal(pack_message(proposal))

@@ -13,6 +13,7 @@ from fastapi import APIRouter, Response
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 
+from swiftspec.messages import NodeSource
 from swiftspec.serve.http.engine_link.engine_client import EngineClient
 from swiftspec.serve.http.engine_link.frames import RankState
 from swiftspec.serve.http.observe.request_metrics import RequestRecord
@@ -102,11 +103,11 @@ class PrometheusMetrics:
         spec = metrics["speculative_decoding"]
         if spec is None:  # mode smc: nothing is accepted or rejected
             return
-        drafted, accepted = spec["num_draft_tokens"], spec["num_accepted_draft_tokens"]
         self._num_drafts.inc(spec["num_spec_steps"])
-        self._draft_tokens.inc(drafted)
-        self._accepted_tokens.inc(accepted)
-        self._wasted_nodes.inc(drafted - accepted)
+        self._wasted_nodes.inc(spec["num_draft_tokens"] - spec["num_accepted_draft_tokens"])
+        for source, numbers in spec["acceptance_by_source"].items():
+            self._draft_tokens.labels(self._model_name, source).inc(numbers["num_draft_tokens"])
+            self._accepted_tokens.labels(self._model_name, source).inc(numbers["num_accepted_draft_tokens"])
         for position, number in enumerate(spec["num_accepted_tokens_per_pos"]):
             self._accepted_by_position.labels(self._model_name, str(position)).inc(number)
 
@@ -154,8 +155,14 @@ class PrometheusMetrics:
 
     def _create_speculation_metrics(self) -> None:
         self._num_drafts = self._counter("spec_decode_num_drafts", "Rounds of completed requests.")
-        self._draft_tokens = self._counter("spec_decode_num_draft_tokens", "Nodes of draft trees that were verified.")
-        self._accepted_tokens = self._counter("spec_decode_num_accepted_tokens", "Verified nodes that were accepted.")
+        self._draft_tokens = self._labelled(
+            "spec_decode_num_draft_tokens", "Proposed nodes that were verified, by source.", ["source"]
+        )
+        self._accepted_tokens = self._labelled(
+            "spec_decode_num_accepted_tokens", "Verified nodes that were accepted, by source.", ["source"]
+        )
+        for counter in (self._draft_tokens, self._accepted_tokens):
+            counter.labels(self._model_name, NodeSource.DRAFT_MODEL.label)  # exported as 0 before the first request
         self._accepted_by_position = self._labelled(
             "spec_decode_num_accepted_tokens_per_pos", "Accepted nodes by depth in the tree, from 0.", ["position"]
         )

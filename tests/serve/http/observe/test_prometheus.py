@@ -16,7 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
-from swiftspec.engine import Stats
+from swiftspec.engine import Stats, VerifiedRound
+from swiftspec.messages import NodeSource
 from swiftspec.serve.http.engine_link.engine_client import (
     EngineRequest,
     EngineState,
@@ -26,6 +27,7 @@ from swiftspec.serve.http.engine_link.engine_client import (
 from swiftspec.serve.http.engine_link.frames import RankState
 from swiftspec.serve.http.observe.prometheus import PrometheusMetrics, metrics_router
 from swiftspec.serve.http.observe.request_metrics import InstrumentedEngine
+from tests.support.proposals import LOOKUP
 from tests.support.scripted_engine import ScriptedEngine, TickingClock, collect_frames, complete_frames
 
 ROOT = Path(__file__).parents[4]
@@ -62,6 +64,12 @@ def total(found: Samples, name: str, **labels: str) -> float:
     return found.get((name, tuple(sorted(labels.items()))), 0.0)
 
 
+def any_sources(draw: st.DrawFn, nodes: int) -> tuple[NodeSource, ...]:
+    """Each node except the root has one of two sources."""
+    source = st.sampled_from([NodeSource.DRAFT_MODEL, LOOKUP])
+    return NodeSource.ROOT, *draw(st.lists(source, min_size=nodes, max_size=nodes))
+
+
 @st.composite
 def costs(draw: st.DrawFn) -> Stats:
     """Statistics of a request: rounds over chains of nodes, each accepted up to some depth."""
@@ -71,7 +79,7 @@ def costs(draw: st.DrawFn) -> Stats:
         prompt_tokens=3, cached_tokens=draw(st.integers(0, 3)), prompt_time=times[0], first_token_time=times[1],
         decode_time=times[2], target_busy_time=times[3], draft_busy_time=times[4], rounds=len(rounds),
         drafted=sum(n for n, _ in rounds), accepted=sum(a for _, a in rounds),
-        verified=[((-1, *range(n)), tuple(range(a + 1)), ()) for n, a in rounds],
+        verified=[VerifiedRound((-1, *range(n)), tuple(range(a + 1)), (), any_sources(draw, n)) for n, a in rounds],
     )  # fmt: skip
 
 
@@ -82,17 +90,20 @@ def test_totals_are_the_sums_over_the_answers(stats: list[Stats]) -> None:
     found = after(*answers)
     done_frames = [frames[-1] for frames in answers]
     spec = [one.metrics["speculative_decoding"] for one in done_frames]  # pyright: ignore[reportAttributeAccessIssue]
-    for name, field in (
-        ("num_drafts", "num_spec_steps"), ("num_draft_tokens", "num_draft_tokens"),
-        ("num_accepted_tokens", "num_accepted_draft_tokens"),
-    ):  # fmt: skip
-        assert total(found, f"spec_decode_{name}_total") == sum(one[field] for one in spec)
+    assert total(found, "spec_decode_num_drafts_total") == sum(one["num_spec_steps"] for one in spec)
+    for name in (drafted := "spec_decode_num_draft_tokens_total", accepted := "spec_decode_num_accepted_tokens_total"):
+        field = name.removeprefix("spec_decode_").removesuffix("_total").replace("accepted", "accepted_draft")
+        by_source = [total(found, name, source=source) for source in ("draft_model", "lookup")]
+        assert sum(by_source) == sum(one[field] for one in spec)
+        for source, number in zip(("draft_model", "lookup"), by_source, strict=True):
+            none = {field: 0}
+            assert number == sum(one["acceptance_by_source"].get(source, none)[field] for one in spec)
     for position in range(7):
         told_there = sum(one["num_accepted_tokens_per_pos"][position] for one in spec)
         name = "spec_decode_num_accepted_tokens_per_pos_total"
         assert total(found, name, position=str(position)) == told_there
-    wasted = total(found, "spec_decode_num_draft_tokens_total") - total(found, "spec_decode_num_accepted_tokens_total")
-    assert total(found, "draft_nodes_wasted_total") == wasted
+    sums = [sum(total(found, name, source=each) for each in ("draft_model", "lookup")) for name in (drafted, accepted)]
+    assert total(found, "draft_nodes_wasted_total") == sums[0] - sums[1]
     timings: list[dict[str, Any]] = [one.timings for one in done_frames]  # pyright: ignore[reportAttributeAccessIssue]
     assert total(found, "prompt_tokens_total") == sum(one["prompt_n"] + one["cache_n"] for one in timings)
     assert total(found, "prefix_cache_hits_total") == sum(one["cache_n"] for one in timings)
@@ -169,7 +180,7 @@ def test_ranks_that_are_up_and_their_restart_counts() -> None:
 
 
 def metric_names() -> set[str]:
-    found = after(complete_frames(Stats(verified=[((-1, 0), (0, 1), ())]), [1, 1]))
+    found = after(complete_frames(Stats(verified=[VerifiedRound((-1, 0), (0, 1))]), [1, 1]))
     return {re.sub(r"_bucket$", "", name) for name, _ in found}
 
 

@@ -14,7 +14,7 @@ from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import SpanExporter
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from swiftspec.engine import Stats
+from swiftspec.engine import Stats, VerifiedRound
 from swiftspec.errors import UserError
 from swiftspec.observe.rpc_latency import ClockOffset, RpcRecord
 from swiftspec.serve.http.engine_link.engine_client import EngineRequest, RequestRejectedError
@@ -56,7 +56,7 @@ def test_a_request_is_one_span_under_that_of_its_client() -> None:
     ask = EngineRequest([1, 2, 3], {"temperature": 0.5, "seed": 2**64 - 1, "stop_token_ids": [1]})
     cost = Stats(
         prompt_tokens=3, cached_tokens=1, prompt_time=0.5, first_token_time=0.75, decode_time=2.0, rounds=1, drafted=3,
-        accepted=1, verified=[((-1, 0, 0, 0), (0, 1), ())], target_busy_time=1.0,
+        accepted=1, verified=[VerifiedRound((-1, 0, 0, 0), (0, 1))], target_busy_time=1.0,
     )  # fmt: skip
     (span,) = spans(visit, ask, complete_frames(cost, [2, 1]))
     assert span.name == "chat m" and span.parent is not None and span.context is not None
