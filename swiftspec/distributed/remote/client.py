@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from swiftspec.control.step_times import DraftTimes
-from swiftspec.distributed.remote.server_link import RequestRefused, ServerLink
+from swiftspec.distributed.remote.server_link import LATE_DRAIN_S, RequestRefused, ServerLink
 from swiftspec.distributed.remote.sessions import SessionGone
 from swiftspec.distributed.remote.trace_codec import unpack_record
 from swiftspec.distributed.transport.codec import Words, pack_message, unpack_proposal, unpack_tree_delta
@@ -127,17 +127,20 @@ class DraftLink:
         Raises DrafterLate at `deadline`, a `time.monotonic` time; None means that the call does not block. Raises
         DrafterLost if the draft reports an error.
         """
+        end = time.monotonic() if deadline is None else deadline
         while True:
             if self.lost_reason is not None:
                 raise DrafterLost(self.lost_reason)
             try:
-                kind, words = self._server.recv(deadline)
+                kind, words = self._server.recv(end)
                 if kind == wanted:
                     return words
                 if kind == Opcode.TRACE_RECORD:
                     self._record(words)
                 elif kind not in ANSWER_OPCODES:
                     raise ValueError(f"unexpected opcode {kind}")
+                if time.monotonic() > end + LATE_DRAIN_S:  # even if the draft keeps sending other messages
+                    raise TimeoutError
             except TimeoutError:
                 raise DrafterLate(LATE_MESSAGE) from None
             except (ConnectionError, SessionGone) as error:

@@ -15,7 +15,7 @@ from swiftspec.distributed.remote.session_messages import (
     unpack_file_piece,
     unpack_timed,
 )
-from swiftspec.distributed.remote.sessions import SessionGone
+from swiftspec.distributed.remote.sessions import ID_BYTES, SessionGone
 from swiftspec.distributed.transport.codec import Frame, Words, words_to_bytes
 from swiftspec.distributed.transport.opcodes import Opcode
 from swiftspec.distributed.transport.request_state import RequestState, in_range
@@ -26,7 +26,6 @@ from swiftspec.observe.rpc_latency import RpcLog, RpcRecord
 TIMED_OPCODES = (Opcode.PROPOSAL, Opcode.RESULT, Opcode.REQUEST_OPENED, Opcode.TREE_DELTA)  # with microseconds
 LATE_DRAIN_S = 1.0  # seconds after a deadline during which messages already received are still read
 END_SESSION_TIMEOUT_S = 1.0  # seconds; longest wait for the end of a session
-SESSION_ID_BYTES = 16
 
 
 class RequestRefused(Exception):
@@ -75,19 +74,18 @@ class ServerLink:
             self._sent_at[words[1]] = time.time_ns()
         self.transport.send(kind, words)
 
-    def recv(self, deadline: float | None) -> Frame:
+    def recv(self, deadline: float) -> Frame:
         """Returns opcode and words of the next answer; answers about earlier requests or rounds are included, except
         errors.
 
-        Raises TimeoutError at `deadline`, a `time.monotonic` time; None means that the call does not block. Reads the
-        transport at least once, since an answer may have arrived before the deadline without being read. Raises
-        ConnectionError if the server is lost, SessionGone if a worker does not have the session, RequestRefused if the
-        server reports another error, and ValueError if it sends an invalid message.
+        Raises TimeoutError at `deadline`, a `time.monotonic` time. Reads the transport at least once, since an answer
+        may have arrived before the deadline without being read. Raises ConnectionError if the server is lost,
+        SessionGone if a worker does not have the session, RequestRefused if the server reports another error, and
+        ValueError if it sends an invalid message.
         """
-        end = time.monotonic() if deadline is None else deadline
         while True:
-            left = end - time.monotonic()
-            kind, words = self.transport.recv(max(left, 0.0) if deadline is not None else 0.0)
+            left = deadline - time.monotonic()
+            kind, words = self.transport.recv(max(left, 0.0))
             times = None
             if kind == Opcode.TIMED_ANSWER:
                 times, kind, words = unpack_timed(words)
@@ -117,7 +115,7 @@ class ServerLink:
 
     def _set_session(self, session: SessionStart, words: Words) -> None:
         name = words_to_bytes(words)
-        if len(name) != SESSION_ID_BYTES:
+        if len(name) != ID_BYTES:
             raise ValueError(f"a session id of {len(words)} words is invalid")
         self.resumed, session.session = name.hex() == session.session, name.hex()
 

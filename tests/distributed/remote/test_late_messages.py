@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 
 from swiftspec.config import EngineConfig
+from swiftspec.distributed.remote import client
 from swiftspec.distributed.remote.client import DrafterLate, DraftLink, RemoteDrafter
 from swiftspec.distributed.remote.served_roles import ServedDrafter
 from swiftspec.distributed.remote.server_link import ServerLink
@@ -87,6 +88,17 @@ def test_a_late_answer_of_a_draft_is_discarded(ends: Ends, name: str) -> None:
     ends[1].send(*LATE[name])
     ends[1].send(*sent_proposal(CURRENT))
     assert drafter.propose() == CURRENT
+
+
+def test_a_draft_that_sends_only_other_messages_is_late(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
+    drafter = drafting(ends)
+    monkeypatch.setattr(client, "LATE_DRAIN_S", -1.0)
+    for _ in range(3):
+        ends[1].send(Opcode.STEP_TIMES, [1, 1])
+    drafter.link.answer_timeout_s = 0.5
+    with pytest.raises(DrafterLate):
+        drafter.propose()
+    assert ends[0].recv(10) == (Opcode.STEP_TIMES, [1, 1]), "it has not read all of them"
 
 
 def test_a_draft_may_answer_after_the_timeout(ends: Ends) -> None:
