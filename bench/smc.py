@@ -30,6 +30,7 @@ from bench.data.heldout import DEMO, read_prompts
 from bench.figure import scale_speeds, svg_axes
 from bench.smc_groups import add_flags, compare
 from swiftspec.backends import reference
+from swiftspec.batching.scheduler import BatchScheduler
 from swiftspec.config import EngineConfig, PopulationConfig
 from swiftspec.engine import Completion
 from swiftspec.llm import LLM
@@ -37,7 +38,6 @@ from swiftspec.messages import RequestStart
 from swiftspec.model.loader import load_model
 from swiftspec.params import SamplingParams
 from swiftspec.runtime.runner import Runner
-from swiftspec.smc.population import LocalPopulation
 from swiftspec.tree import mask
 
 if TYPE_CHECKING:
@@ -162,7 +162,8 @@ def memory(args: argparse.Namespace) -> None:
     particle."""
     llm = build(64, 4, args)
     smc = llm.roles.inner_roles
-    assert isinstance(smc, LocalPopulation)
+    assert isinstance(smc, BatchScheduler)
+    particles = smc.method.rows
     each = sum(2 * r.cache.kv.k[:, 0, :, 0].numel() * r.cache.kv.k.element_size() for r in (smc.target, smc.draft))
     prompt = tuple((7 * i) % 4000 + 5 for i in range(1000))
     group = smc.admit(RequestStart(1, prompt, SamplingParams(temperature=args.temperature), len(prompt)), (), 64)
@@ -176,7 +177,7 @@ def memory(args: argparse.Namespace) -> None:
     print(f"  maximum while 64 tokens were added to each: {max(counts)} slots, {max(counts) * each / 2**20:.1f} MiB")
     print(f"  with a copy per particle: {64 * 1064} slots, {64 * 1064 * each / 2**20:.1f} MiB")
     print(
-        f"  KV moved by fan-out and resampling ({int(smc.particles.resampled)} times): none; by {answer.compactions}"
+        f"  KV moved by fan-out and resampling ({int(particles.resampled)} times): none; by {answer.compactions}"
         f" compactions: {answer.moved_slots} slots"
     )
 

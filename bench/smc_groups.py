@@ -25,13 +25,13 @@ import torch
 from torch import Tensor
 
 from bench.figure import svg_axes
+from swiftspec.batching.decoding import BatchRequest
+from swiftspec.batching.scheduler import BatchScheduler
 from swiftspec.config import EngineConfig, PopulationConfig
 from swiftspec.llm import LLM
 from swiftspec.model.batch import Batch
 from swiftspec.params import SamplingParams
 from swiftspec.runtime.executors.graph import CudaCapture
-from swiftspec.smc.decoding import BatchRequest
-from swiftspec.smc.population import LocalPopulation
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -76,7 +76,7 @@ def build(kind: str, particles: int, steps: int, without: str, args: argparse.Na
         config = EngineConfig("serial", draft_steps=steps, verify=kind, max_num_seqs=most)
     llm = LLM(args.target, args.draft, config, **options)
     population = llm.roles.inner_roles
-    assert isinstance(population, LocalPopulation)
+    assert isinstance(population, BatchScheduler)
     rounds = "eager" if without == "round in one call" else args.rounds
     if rounds is not None:
         population.executors = [known for known in population.executors if known.name in (rounds, "eager")]
@@ -124,7 +124,7 @@ def plain(llm: LLM, at_once: int, forwards: int = 8) -> float:
     The prompts are those that earlier requests left in the cache. The time is the median of `forwards` forwards.
     """
     population = llm.roles.inner_roles
-    assert isinstance(population, LocalPopulation)
+    assert isinstance(population, BatchScheduler)
     target = population.target
     device, cache = target.model.device, target.cache
     mask = torch.zeros(at_once, WINDOW, dtype=torch.bool, device=device)

@@ -1,4 +1,4 @@
-"""Engine configuration: the mode, the split of the ranks, the shape of the tree or of the population.
+"""Engine configuration: the mode, the split of the ranks, the shape of the tree, of the batch or of the population.
 
 Each setting is declared once, at its dataclass field, with its limits and help text (see settings_schema.py). The
 methods here check only rules that involve several fields.
@@ -25,9 +25,48 @@ DRAFT, TREE, LOOKAHEAD, POPULATION = "draft", "draft tree", "tree that grows dur
 
 
 @dataclass(frozen=True, slots=True)
+class GroupShape:
+    """Shape of the sequence groups that are decoded concurrently."""
+
+    max_groups: int  # also the number of sequences in the KV cache of a model
+    rows: int  # rows per group: 1, the chain of an exact request, or N particles
+    draft_tokens: int  # draft tokens per row and round
+    deferred_bonus: bool = True  # False: an additional forward computes the last draft token's KV
+
+    @property
+    def slots_per_round(self) -> int:
+        """Tree slots that a round allocates for each group: one per row for each draft token and the bonus token."""
+        return self.rows * (self.draft_tokens + 1)
+
+
+@dataclass(frozen=True, slots=True)
+class NativeRoundParams:
+    """Parameters of rounds in native code (csrc/host/decoder/population.h)."""
+
+    draft_tokens: int  # per row and round
+    verify_mode: str  # weigh: particles; match, reject: chains, as `EngineConfig.verify`
+    power: float = 1.0  # of particles, as `PopulationConfig.power`
+    ess_threshold: float = 0.0  # of particles, as `PopulationConfig.ess_threshold`
+    deferred_bonus: bool = True  # as `GroupShape.deferred_bonus`
+
+
+@dataclass(frozen=True, slots=True)
+class BatchConfig:
+    """Configuration of an exact batch: each request is a sequence group with one chain of draft tokens, which the
+    target verifies."""
+
+    max_num_seqs: int  # requests decoded concurrently
+    draft_tokens: int  # length of a chain
+    verify: str  # one of VERIFY_METHODS
+
+    @property
+    def shape(self) -> GroupShape:
+        return GroupShape(self.max_num_seqs, 1, self.draft_tokens)
+
+
+@dataclass(frozen=True, slots=True)
 class PopulationConfig:
-    """Configuration of a population: the particles of mode smc, or exact batching if `chains` is set. Raises UserError
-    on invalid values."""
+    """Configuration of a population: the particles of mode smc. Raises UserError on invalid values."""
 
     particles: int = setting(4, "Particles per request.", PARTICLES, "N", ge=1, le=1024, applies_to=POPULATION)
     smc_draft_tokens: int = setting(
@@ -50,7 +89,6 @@ class PopulationConfig:
         1, "Requests decoded concurrently, each with its own particles.", PARTICLES, "G", ge=1,
         le=MAX_CONCURRENT_REQUESTS, applies_to=POPULATION,
     )  # fmt: skip
-    chains: str | None = None  # match, reject: how the chain of a single particle is verified; None: weights
     deferred_bonus: bool = True  # False, for benchmarks: an additional forward computes the last draft token's KV
 
     def __post_init__(self) -> None:
@@ -62,20 +100,14 @@ class PopulationConfig:
         )
 
     @property
-    def num_rejection_tokens(self) -> int:
-        """Number of leading draft tokens per round that are verified by rejection sampling."""
-        return self.smc_draft_tokens if self.chains == "reject" else self.smc_exact
-
-    @property
-    def slots_per_round(self) -> int:
-        """Tree slots that a round allocates for each group: K + 1 for each of its N particles."""
-        return self.particles * (self.smc_draft_tokens + 1)
+    def shape(self) -> GroupShape:
+        return GroupShape(self.smc_groups, self.particles, self.smc_draft_tokens, self.deferred_bonus)
 
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """Configuration of the engine: mode, split of the ranks, tree shape and population. Raises UserError on an invalid
-    combination.
+    """Configuration of the engine: mode, split of the ranks, tree shape, batch and population. Raises UserError on an
+    invalid combination.
 
     In mode async the first `target_tp` ranks run the target and the next `draft_tp` ranks run the draft. With
     `target_tp` 1 and `draft_tp` 0, a single rank runs both models concurrently on its GPU, unless a worker runs one of
@@ -123,8 +155,8 @@ class EngineConfig:
         applies_to=LOOKAHEAD,
     )  # fmt: skip
     max_num_seqs: int = setting(
-        1, "Requests decoded concurrently in mode serial; above 1 each has a chain of D draft tokens instead of a"
-        " tree.", SPECULATION, "G", ge=1, le=MAX_CONCURRENT_REQUESTS,
+        1, "Requests decoded concurrently in mode serial, guided ones counted twice; above 1 each has a chain of D"
+        " draft tokens instead of a tree.", SPECULATION, "G", ge=1, le=MAX_CONCURRENT_REQUESTS,
     )  # fmt: skip
     self_switch: bool = False  # decode without the draft while that is faster; rounds then depend on the clock
     adapt_steps: bool = False  # d follows measurements of running requests; rounds then depend on the clock
@@ -260,21 +292,25 @@ class EngineConfig:
         return self.target_tp + (self.draft_tp if self.mode == "async" else 0)
 
     @property
-    def effective_population(self) -> PopulationConfig | None:
-        """Configuration of the sequence groups that decode requests: `population` in mode smc, groups of one particle
-        whose chain is verified if `max_num_seqs` is above 1, otherwise None, since a draft tree decodes one request at
-        a time."""
-        if self.mode == "smc":
-            return self.population
+    def batch(self) -> BatchConfig | None:
+        """Configuration of the exact batch if `max_num_seqs` is above 1, otherwise None."""
         if self.max_num_seqs == 1:
             return None
-        return PopulationConfig(1, self.initial_draft_steps, smc_groups=self.max_num_seqs, chains=self.verify)
+        return BatchConfig(self.max_num_seqs, self.initial_draft_steps, self.verify)
+
+    @property
+    def group_shape(self) -> GroupShape | None:
+        """Shape of the sequence groups that decode requests, in mode smc and in an exact batch; None if a draft tree
+        decodes one request at a time."""
+        if self.mode == "smc":
+            return self.population.shape
+        return None if self.batch is None else self.batch.shape
 
     @property
     def num_sequences(self) -> int:
-        """Number of sequences in the KV cache of a model: one for each concurrent request. A guided request allocates a
-        second one."""
-        return 1 if self.effective_population is None else self.effective_population.smc_groups
+        """Number of sequences in the KV cache of a model: one for each concurrent request. A guided request takes two
+        of several; a single one allocates a second one."""
+        return 1 if self.group_shape is None else self.group_shape.max_groups
 
     @property
     def overlap_on_one_gpu(self) -> bool:

@@ -1,4 +1,4 @@
-"""The engine: decodes one request at a time, on token ids, with a draft tree or a population."""
+"""The engine: decodes one request at a time, on token ids, with a draft tree or sequence groups."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ class StopCriteria:
 
 
 class Decoding(Protocol):
-    """Decoding strategy of the engine: a draft tree (`TreeDecoding`) or a population (`ParticleDecoding`)."""
+    """Decoding strategy of the engine: a draft tree (`TreeDecoding`) or sequence groups (`BatchDecoding`)."""
 
     @property
     def busy(self) -> tuple[float, float]:

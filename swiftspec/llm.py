@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Unpack
 
 from swiftspec.backends.cpu.packed_weight_cache import BackgroundWriter
+from swiftspec.batching.decoding import BatchRequest
 from swiftspec.builder.load_options import LoadOptions
 from swiftspec.builder.locked_engine import LockedEngine
 from swiftspec.builder.model_pair import ModelPair
@@ -25,7 +26,6 @@ from swiftspec.extras import require_extra
 from swiftspec.observe.recorder import TraceListener
 from swiftspec.params import SamplingParams
 from swiftspec.runtime.cancellation import CancelCheck
-from swiftspec.smc.decoding import BatchRequest
 
 
 class LLMBase:

@@ -35,9 +35,9 @@ PATHS_HEAD = """\
 # Which executor runs which request
 
 An *executor* runs the phases of a round on one model: an expansion of the draft tree, a verification of a proposal, or
-a population round. All executors compute the same; the faster ones support fewer requests. When a request opens, each
-of its roles (draft, target, population) selects the first executor that its model can use and that supports the
-request, and keeps it to the end. Draft and target may differ. In a group of ranks the leader selects among the
+a round of sequence groups. All executors compute the same; the faster ones support fewer requests. When a request
+opens, each of its roles (draft, target, scheduler) selects the first executor that its model can use and that supports
+the request, and keeps it to the end. Draft and target may differ. In a group of ranks the leader selects among the
 executors that all ranks have.
 
 A request with several of these features runs on the slowest executor among their rows; no executor supports more than a

@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from swiftspec.config import EngineConfig, PopulationConfig
+from swiftspec.batching.limits import check_batch_sampling
+from swiftspec.config import BatchConfig, EngineConfig, NativeRoundParams, PopulationConfig
 from swiftspec.errors import UserError
 from swiftspec.messages import RequestStart
 from swiftspec.params import SamplingParams
@@ -22,7 +23,7 @@ from swiftspec.runtime.executors.population_rounds import PopulationExecutor
 from swiftspec.runtime.local_drafter import LocalDrafter
 from swiftspec.runtime.target_verifier import TargetVerifier
 from swiftspec.sampling.vocab import TOP_CANDIDATES
-from swiftspec.smc.limits import check_sampling
+from swiftspec.smc.limits import check_particle_sampling
 from swiftspec.tree.rejection import RejectionSampling
 
 REFUSED = "refused"
@@ -74,10 +75,13 @@ class Machine:
     def verification_executors(self) -> list[TreeExecutor]:
         return available.target_executors(self.runner(), self.deps())
 
+    def batch_executors(self, verify: str) -> list[PopulationExecutor]:
+        shape, params = BatchConfig(2, 1, verify).shape, NativeRoundParams(1, verify)
+        return available.population_executors(self.runner(), self.runner(), self.deps(), self.deps(), shape, params)
+
     def population_executors(self) -> list[PopulationExecutor]:
-        return available.population_executors(
-            self.runner(), self.runner(), self.deps(), self.deps(), PopulationConfig()
-        )
+        shape, params = PopulationConfig().shape, NativeRoundParams(1, "weigh")
+        return available.population_executors(self.runner(), self.runner(), self.deps(), self.deps(), shape, params)
 
 
 MACHINES = (
@@ -140,15 +144,26 @@ def verification_executor(machine: Machine, case: RequestCase) -> TreeExecutor:
 
 def population_executor(machine: Machine, case: RequestCase) -> Executor:
     """Returns the executor that runs a round of particles."""
-    check_sampling(case.sampling)
+    check_particle_sampling(case.sampling)
     hidden = ["hidden states"] if case.hidden_layers else []
     return select_executor(machine.population_executors(), features_of(case.sampling, "population", *hidden))
+
+
+def batch_executor(machine: Machine, case: RequestCase) -> Executor:
+    """Returns the executor that runs a round of chains."""
+    check_batch_sampling(case.sampling)
+    case.config.check_request(case.sampling)
+    more = ["guidance"] if case.sampling.guided else []
+    more += ["hidden states"] if case.hidden_layers else []
+    required = features_of(case.sampling, "population", *more)
+    return select_executor(machine.batch_executors(case.config.verify), required)
 
 
 SelectExecutor = Callable[[Machine, RequestCase], Executor]
 PHASES: tuple[tuple[str, SelectExecutor, tuple[RequestCase, ...]], ...] = (
     ("Expansions of the draft tree", expansion_executor, (*SHAPED, SAMPLE, REJECT, COLD)),
     ("Verifications", verification_executor, (*SHAPED, HIDDEN, SAMPLE, REJECT, COLD)),
+    ("Rounds of an exact batch (`--max-num-seqs`)", batch_executor, (*SHAPED, HIDDEN, REJECT)),
     ("Population rounds (mode smc)", population_executor, (*SHAPED, HIDDEN)),
 )
 

@@ -51,7 +51,7 @@ WITHOUT_BULK = dict.fromkeys(("linear_kernel", "large_m_kernel"),
                       ("cp.async.cg.shared", "cp.async.mbarrier.arrive.noinc", "mbarrier.test_wait",
                        "prefetch.global.L2"))  # fmt: skip
 CLUSTERS = dict.fromkeys(("attention_kernel", "children_kernel", "draw_keyed_kernel", "large_m_kernel",
-                          "pack_activations_kernel"),
+                          "pack_activations_kernel", "verify_chains_kernel"),
                           ("mapa", "barrier.cluster.arrive", "barrier.cluster.wait"))  # fmt: skip
 # blocks of resample_kernel synchronise, but do not read each other's shared memory
 CLUSTERS |= {"resample_kernel": ("barrier.cluster.arrive", "barrier.cluster.wait")}

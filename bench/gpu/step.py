@@ -31,6 +31,7 @@ import torch
 from bench.common.roles import decode_on, growing_ahead, local_roles
 from bench.data.heldout import DEMO, ROOT, read_token_ids
 from swiftspec.backends import cuda
+from swiftspec.batching.scheduler import BatchScheduler
 from swiftspec.builder.load_options import CacheName, HeadName, LoadModel, LoadOptions
 from swiftspec.config import EngineConfig, PopulationConfig
 from swiftspec.errors import UserError
@@ -46,7 +47,6 @@ from swiftspec.runtime.local_drafter import LocalDrafter
 from swiftspec.runtime.lookahead_drafter import LookaheadDrafter
 from swiftspec.runtime.overlapped import ThreadedVerifier
 from swiftspec.runtime.verifier import LocalVerifier
-from swiftspec.smc.population import LocalPopulation
 from swiftspec.tree import mask as tree_mask
 from tools.width_expand.checkpoint import write_config
 from tools.width_expand.model import load as load_grown
@@ -237,7 +237,7 @@ def measure_particles(pair: str, args: argparse.Namespace, note: Callable[[dict[
             llm = LLM(paths[0], paths[1], config, **options)
             result[f"smc {count}"] = decode(llm, prompts, args.tokens, WARM)[1]
             population = llm.roles.inner_roles
-            assert isinstance(population, LocalPopulation)
+            assert isinstance(population, BatchScheduler)
             result["rounds"] = population.executors[0].name
             note(result)
             llm.close()

@@ -32,33 +32,38 @@ host::ModelWithCache side_of(host::Decoder& decoder, const Cache& cache) {
   return {decoder, cache.keys, cache.values, cache.capacity, cache.layer_bytes(), cache.region_bytes()};
 }
 
-// In the order of PopulationRound.tensors (swiftspec/smc/round.py).
+// In the order of GroupRound.tensors (swiftspec/batching/round.py). Chains have no weights: 6 tensors fewer.
 Particles particles_of(const std::vector<Array>& tensors) {
-  check(tensors.size() == 17, "expected the 17 tensors of a population");
-  const Array &mask = tensors[0], &keys = tensors[11], &resampling = tensors[13], &stops = tensors[16];
+  check(tensors.size() == 11 || tensors.size() == 17, "expected the 11 tensors of chains or the 17 of particles");
+  const bool weighted = tensors.size() == 17;
+  const auto* keys = &tensors[weighted ? 11 : 6];  // after the rows and their weights
+  const auto* books = &tensors[tensors.size() - 3];
+  const Array &mask = tensors[0], &path = tensors[2], &stops = books[2];
   Particles p{};
   p.groups = mask.size(0), p.count = mask.size(1), p.slots = mask.size(2), p.vocab = stops.size(1);
-  p.max_rounds = resampling.size(1), p.streams = keys.size(2);
   const int64_t g = p.groups, n = p.count;
-  p.max_tokens = tensors[2].size(2) - Particles::kHeaderWords;
-  check(p.streams >= n && p.max_tokens > 0, "keys or paths do not fit the particles");
+  p.max_tokens = path.size(2) - Particles::kHeaderWords;
+  check(p.max_tokens > 0, "paths do not fit the rows");
   p.mask = mask.at<bool>(kCpu, "mask", {g, n, p.slots});
   p.ends = tensors[1].at<bool>(kCpu, "ends", {g, n, 2});
-  p.path = tensors[2].at<int64_t>(kCpu, "path", {g, n, kAny});
-  p.log_weights = tensors[3].at<double>(kCpu, "log_weights", {g, n});
-  p.base = tensors[4].at<int64_t>(kCpu, "base", {g});
-  p.clock = tensors[5].at<int64_t>(kCpu, "clock", {g});
-  p.limit = tensors[6].at<int64_t>(kCpu, "limit", {g});
+  p.path = path.at<int64_t>(kCpu, "path", {g, n, kAny});
+  p.base = tensors[3].at<int64_t>(kCpu, "base", {g});
+  p.clock = tensors[4].at<int64_t>(kCpu, "clock", {g});
+  p.limit = tensors[5].at<int64_t>(kCpu, "limit", {g});
+  p.keys = keys[0].at<uint32_t>(kCpu, "keys", {g, Particles::kPurposes, n});
+  p.target = keys[1].at<uint32_t>(kCpu, "target", {g});
+  p.prefix = books[0].at<int64_t>(kCpu, "prefix", {g});
+  p.sequences = books[1].at<int64_t>(kCpu, "sequences", {g});
+  p.stops = stops.at<bool>(kCpu, "stops", {g, p.vocab});
+  if (!weighted) return p;
+  const Array& resampling = keys[2];
+  p.max_rounds = resampling.size(1);
+  p.log_weights = tensors[6].at<double>(kCpu, "log_weights", {g, n});
   p.log_z = tensors[7].at<double>(kCpu, "log_z", {g});
   p.ess = tensors[8].at<double>(kCpu, "ess", {g});
   p.resampled = tensors[9].at<int64_t>(kCpu, "resampled", {g});
   p.rounds = tensors[10].at<int64_t>(kCpu, "rounds", {g});
-  p.keys = keys.at<uint32_t>(kCpu, "keys", {g, Particles::kPurposes, p.streams});
-  p.target = tensors[12].at<uint32_t>(kCpu, "target", {g});
   p.resampling = resampling.at<double>(kCpu, "resampling", {g, p.max_rounds});
-  p.prefix = tensors[14].at<int64_t>(kCpu, "prefix", {g});
-  p.sequences = tensors[15].at<int64_t>(kCpu, "sequences", {g});
-  p.stops = stops.at<bool>(kCpu, "stops", {g, p.vocab});
   return p;
 }
 
@@ -76,6 +81,7 @@ std::unique_ptr<Population> make_population(host::Decoder& draft, const Cache& d
   p.steps = size_arg("steps", steps, 1);
   check(p.max_tokens > steps, "a path is too short for a round");
   check(power > 0, "power must be above 0");
+  check((p.log_weights != nullptr) == (verify_mode == "weigh"), "particles have weights, chains have none");
   for (const host::Decoder* decoder : {&draft, &target}) {
     const host::PackedModel& model = decoder->model();
     check(p.vocab <= model.vocab && p.vocab <= model.head->n, "a model is smaller than the vocabulary");
@@ -89,7 +95,8 @@ void check_group(const Population& population, int64_t group, int64_t sequences)
   const Particles& p = population.particles();
   check(p.base[group] >= 1 && p.width(group) <= p.slots, "the tree's region is full");
   check_range(p.sequences + group, 1, sequences, "a sequence is out of range");
-  check(p.rounds[group] >= 0 && p.rounds[group] < p.max_rounds - 1, "more rounds than resampling numbers");
+  check(p.rounds == nullptr || (p.rounds[group] >= 0 && p.rounds[group] < p.max_rounds - 1),
+        "more rounds than resampling numbers");
   int64_t furthest = 0;
   for (int64_t i = 0; i < p.count; ++i) {
     const host::Particle row = p.row(group, i);
@@ -160,11 +167,11 @@ void bind_population(py::module_& m) {
            py::arg("target_cache"), py::arg("tensors"), py::arg("steps"), py::arg("verify_mode"), py::arg("power"),
            py::arg("threshold"), py::arg("deferred_bonus"), py::keep_alive<1, 2>(), py::keep_alive<1, 3>(),
            py::keep_alive<1, 4>(), py::keep_alive<1, 5>(), py::keep_alive<1, 6>(),
-           "`tensors`: those of PopulationRound.tensors. `verify_mode`: weigh, match or reject. Keeps all arguments "
+           "`tensors`: those of GroupRound.tensors. `verify_mode`: weigh, match or reject. Keeps all arguments "
            "alive.")
       .def("round", &round, py::arg("spans"), py::arg("summary"), py::arg("on_forward"),
            "Runs a round of the first groups. Each span is (groups, temperature, bias [vocab]); temperature 0 draws "
-           "without noise. Fills `summary` [groups, 3 + max_tokens + width] as PopulationRound does. Calls "
+           "without noise. Fills `summary` [groups, 3 + max_tokens + width] as GroupRound does. Calls "
            "on_forward(is_target, rows, seconds) after each forward. Returns the seconds of the draft's forwards and "
            "of the target's.")
       .def("compact", &compact, py::arg("group"), py::arg("promoted"), py::arg("surviving"),

@@ -10,13 +10,13 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 import torch
 
+from swiftspec.batching.decoding import BatchDecoding, BatchRequest, IsCancelled, NextRequest
 from swiftspec.engine import Decoding, Engine, RequestLimits, Stats, TokenChunk
 from swiftspec.errors import NonFiniteLogits, UserError, truncated_repr
 from swiftspec.messages import RequestStart
 from swiftspec.params import SamplingParams
 from swiftspec.runtime.cancellation import CancelCheck, Cancelled
 from swiftspec.settings_schema import coerce, require
-from swiftspec.smc.decoding import BatchRequest, IsCancelled, NextRequest, ParticleDecoding
 
 Piece = TypeVar("Piece")
 OUT_OF_MEMORY = "not enough memory for this request: use a smaller max_model_len, or disable guidance"
@@ -107,7 +107,7 @@ class LockedEngine(Engine):
         `next_request`: returns the next waiting request, or None.
         `cancelled`: called between rounds and before each prefill chunk; returns True to end a request.
 
-        Finish reasons are those of `ParticleDecoding.batch`.
+        Finish reasons are those of `BatchDecoding.batch`.
         """
         prefilling: BatchRequest | None = None
 
@@ -118,7 +118,7 @@ class LockedEngine(Engine):
 
         decoding = self.decoding
         with self._engine_lock():
-            if isinstance(decoding, ParticleDecoding) and decoding.population.max_requests > 1:
+            if isinstance(decoding, BatchDecoding) and decoding.scheduler.max_requests > 1:
                 chunks = self._batch(decoding.batch(fetch, cancelled))
             else:
                 chunks = self._run_one_by_one(fetch, cancelled)

@@ -7,12 +7,19 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from threading import Lock
+from typing import Any
 
 import torch
 
 from swiftspec import __version__
 from swiftspec.backends import cpu, cuda
 from swiftspec.backends.cpu.packed_weight_cache import PackedWeightCache
+from swiftspec.backends.reference import resampling
+from swiftspec.backends.reference.resampling import Resample
+from swiftspec.batching.chains import make_chains
+from swiftspec.batching.group_method import GroupMethod
+from swiftspec.batching.limits import chain_region_slots
+from swiftspec.batching.scheduler import BatchScheduler
 from swiftspec.builder.load_options import (
     PREFIX_CACHE_MEMORY_MIB,
     ActivationsName,
@@ -30,7 +37,7 @@ from swiftspec.builder.load_options import (
 )
 from swiftspec.builder.loaded_model import LoadedModel
 from swiftspec.builder.memory_estimate import MemoryEstimate, check_memory, kv_bytes_per_token
-from swiftspec.config import EngineConfig
+from swiftspec.config import BatchConfig, EngineConfig, PopulationConfig
 from swiftspec.distributed.launch.config_check import RankConfig, settings_of
 from swiftspec.distributed.rank_startup import Progress
 from swiftspec.errors import UserError
@@ -54,8 +61,8 @@ from swiftspec.runtime.target_verifier import TargetVerifier
 from swiftspec.runtime.verifier import LocalVerifier
 from swiftspec.sampling.grammar import GrammarCompiler
 from swiftspec.settings_schema import require
-from swiftspec.smc.limits import region_slots
-from swiftspec.smc.population import LocalPopulation
+from swiftspec.smc.limits import particle_region_slots
+from swiftspec.smc.particle_method import ParticleMethod
 from swiftspec.tree.children import ChildSelector, TopChildren
 from swiftspec.tree.rejection import RejectionSampling
 from swiftspec.tree.sampled_children import MAX_REROOTS, SampledChildren
@@ -223,19 +230,18 @@ class ModelPair:
         """Loads the draft and returns a drafter on it, for the mode of `plan`."""
         return build_drafter(*self._runner("draft", plan, group, progress), plan)
 
-    def population(
+    def scheduler(
         self, plan: EngineConfig, group: TensorParallelGroup | None = None, progress: Progress | None = None
-    ) -> LocalPopulation:
-        """Loads both models and returns a population on them."""
+    ) -> BatchScheduler:
+        """Loads both models and returns a scheduler of sequence groups on them, for the batch or population of
+        `plan`."""
         target, deps = self._runner("target", plan, group, progress)
         draft, draft_deps = self._runner("draft", plan, group, progress)
         lag = 1 if self.device.type == "cuda" else 0  # on a CPU rounds are synchronous
-        config = plan.effective_population
-        assert config is not None
-        executors = available.population_executors(target, draft, deps, draft_deps, config)
-        return LocalPopulation(
-            target, draft, executors, config,
-            max_tokens=self.max_model_len, lag=lag, reuse_prefixes=self.prefix_cache_memory > 0,
+        method = make_group_method(plan.batch or plan.population, target, draft, self.max_model_len)
+        executors = available.population_executors(target, draft, deps, draft_deps, method.shape, method.native_params)
+        return BatchScheduler(
+            target, draft, executors, method, lag=lag, reuse_prefixes=self.prefix_cache_memory > 0
         )  # fmt: skip
 
     def _runner(
@@ -270,8 +276,10 @@ class ModelPair:
 
     def tree_slots(self, side: Side, plan: EngineConfig) -> int:
         """Returns the number of tree slots in the KV cache of target or draft."""
-        if plan.effective_population is not None:
-            return region_slots(plan.effective_population, self.max_model_len)
+        if plan.batch is not None:
+            return chain_region_slots(plan.batch)
+        if plan.mode == "smc":
+            return particle_region_slots(plan.population, self.max_model_len)
         if side == "target":
             return plan.verify_batch
         return draft_tree_slots(plan)
@@ -314,6 +322,18 @@ def _model_fingerprint(path: Path) -> str:
         return fingerprint(path)
     except OSError as error:
         raise UserError(f"{error.filename} cannot be read: {error.strerror}") from None
+
+
+def make_group_method(
+    config: BatchConfig | PopulationConfig, target: Runner, draft: Runner, max_tokens: int
+) -> GroupMethod[Any, Any]:
+    """Returns the chains of an exact batch, or the particles of mode smc. `max_tokens`: maximum length of an answer."""
+    slots, device = min(target.tree_slots, draft.tree_slots), target.model.device
+    if isinstance(config, BatchConfig):
+        return make_chains(config, slots, max_tokens, device)
+    # optional operator: backends without it use the reference implementation
+    resample: Resample = getattr(target.ops, "resample", resampling.resample)
+    return ParticleMethod(config, slots, max_tokens, device, resample)
 
 
 def build_verifier(runner: Runner, deps: ExecutorDeps, plan: EngineConfig) -> LocalVerifier:

@@ -7,6 +7,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from swiftspec.batching.decoding import BatchDecoding
+from swiftspec.batching.limits import check_batch_sampling
+from swiftspec.batching.scheduler import BatchScheduler
 from swiftspec.builder.model_pair import ModelPair
 from swiftspec.config import EngineConfig
 from swiftspec.control.controller import Controller
@@ -34,9 +37,7 @@ from swiftspec.runtime.overlapped import ThreadedVerifier, warm_up
 from swiftspec.runtime.target_verifier import TargetVerifier
 from swiftspec.runtime.verifier import Verifier
 from swiftspec.sampling.grammar import GrammarCompiler
-from swiftspec.smc.decoding import ParticleDecoding
-from swiftspec.smc.limits import check_sampling
-from swiftspec.smc.population import LocalPopulation
+from swiftspec.smc.limits import check_particle_sampling
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +91,7 @@ class Roles:
     is filled in."""
 
     decoding: Decoding
-    inner_roles: TreeRoles | LocalPopulation
+    inner_roles: TreeRoles | BatchScheduler
     config: EngineConfig
     limits: EngineLimits
     rank: EngineRank | None
@@ -127,8 +128,8 @@ def build_roles(
     away, leave = None, lambda: None
     if worker is not None and config.draft_remote and config.mode != "ar":
         away, leave = worker(config, ModelLimits(models.vocab_size, models.max_model_len, config.verify_batch))
-    if config.effective_population is not None:
-        parts, decoding = _population(models, config, rank, recorder, progress)
+    if config.group_shape is not None:
+        parts, decoding = _batch(models, config, rank, recorder, progress)
     else:
         parts, decoding, config = _tree(models, config, rank, away, recorder, progress)
     eos = read_config(models.target).eos_token_ids
@@ -142,22 +143,24 @@ def build_roles(
 
 def check_request(config: EngineConfig, grammars: GrammarCompiler, sampling: SamplingParams) -> None:
     """Raises UserError if the mode does not support the sampling parameters, or if the grammar is invalid."""
-    if config.effective_population is not None:
-        check_sampling(sampling, chains=config.effective_population.chains is not None)
+    if config.mode == "smc":
+        check_particle_sampling(sampling)
+    elif config.batch is not None:
+        check_batch_sampling(sampling)
     config.check_request(sampling)
     if sampling.grammar is not None:
         grammars.compile(sampling.grammar)
 
 
-def _population(
+def _batch(
     models: ModelPair, config: EngineConfig, rank: EngineRank | None, recorder: Recorder, progress: Progress | None
-) -> tuple[LocalPopulation, ParticleDecoding]:
-    """Returns the population on rank 0 and the decoding on it, which forwards every call to the followers if there are
-    several ranks."""
-    population = models.population(config, None, progress) if rank is None else rank.population
-    assert population is not None
-    on_event = ObserverToggle(lambda: recorder.enabled, ParticleTrace(population.target, population.draft, recorder))
-    return population, ParticleDecoding(population if rank is None else rank.leader_population(), on_event)
+) -> tuple[BatchScheduler, BatchDecoding]:
+    """Returns the scheduler of sequence groups on rank 0 and the decoding on it, which forwards every call to the
+    followers if there are several ranks."""
+    scheduler = models.scheduler(config, None, progress) if rank is None else rank.scheduler
+    assert scheduler is not None
+    on_event = ObserverToggle(lambda: recorder.enabled, ParticleTrace(scheduler.target, scheduler.draft, recorder))
+    return scheduler, BatchDecoding(scheduler if rank is None else rank.leader_scheduler(), on_event)
 
 
 def _tree(

@@ -9,13 +9,14 @@ from typing import Any, Protocol
 
 import torch
 
+from swiftspec.batching.scheduler import BatchScheduler
 from swiftspec.config import EngineConfig
 from swiftspec.control.step_times import SteppedDrafter, measure_verification_time, steps_for
 from swiftspec.distributed.collectives.join import RankGroup, join_group
 from swiftspec.distributed.group.leader import (
     FollowerGroup,
     LeaderDrafter,
-    LeaderPopulation,
+    LeaderScheduler,
     LeaderVerifier,
     run_follower,
     wait_for_shutdown,
@@ -41,7 +42,6 @@ from swiftspec.runtime.drafter import NoDrafter
 from swiftspec.runtime.fallback_drafter import FAILURES
 from swiftspec.runtime.local_drafter import LocalDrafter
 from swiftspec.runtime.verifier import LocalVerifier
-from swiftspec.smc.population import LocalPopulation
 
 Progress = Callable[[str, int, int], None]  # description, step, number of steps
 
@@ -84,12 +84,12 @@ class RoleBuilder(Protocol):
     def drafter(
         self, config: EngineConfig, group: TensorParallelGroup | None, progress: Progress | None, /
     ) -> LocalDrafter: ...
-    def population(
+    def scheduler(
         self, config: EngineConfig, group: TensorParallelGroup | None, progress: Progress | None, /
-    ) -> LocalPopulation: ...
+    ) -> BatchScheduler: ...
 
 
-Role = LocalVerifier | LocalDrafter | LocalPopulation
+Role = LocalVerifier | LocalDrafter | BatchScheduler
 
 
 def executor_names(role: Role) -> set[str]:
@@ -128,7 +128,7 @@ class EngineRank:
         self._limits = ModelLimits(vocab, builder.max_model_len, config.verify_batch)
         self.verifier: LocalVerifier | None = None
         self.drafter: LocalDrafter | None = None
-        self.population: LocalPopulation | None = None
+        self.scheduler: BatchScheduler | None = None
         self._group: RankGroup | None = None
         self.recovery: Reconnector | None = None  # set on rank 0 if a supervisor restarts a lost draft group
         error: str | None = None
@@ -173,8 +173,8 @@ class EngineRank:
                 self._world, here.group, here.group_rank, here.group_size, device=builder.device,
                 share_device=builder.share_device, width=builder.peer_all_reduce_width(**holds),
             )  # fmt: skip
-        if config.effective_population is not None:
-            self.population = builder.population(config, self._group, progress)
+        if config.group_shape is not None:
+            self.scheduler = builder.scheduler(config, self._group, progress)
             return
         if here.group == "target":
             self.verifier = builder.verifier(config, self._group, progress)
@@ -182,7 +182,7 @@ class EngineRank:
             self.drafter = builder.drafter(config, self._group, progress)
 
     def _roles(self) -> list[Role]:
-        return [role for role in (self.verifier, self.drafter, self.population) if role is not None]
+        return [role for role in (self.verifier, self.drafter, self.scheduler) if role is not None]
 
     def leader_roles(
         self, config: EngineConfig, log: Recorder | None = None
@@ -203,10 +203,10 @@ class EngineRank:
             return verifier, LeaderDrafter(self.drafter, team), config
         return verifier, NoDrafter(), config
 
-    def leader_population(self) -> LeaderPopulation:
-        """Returns rank 0's population, if requests are decoded in sequence groups (mode smc, or `max_num_seqs` > 1)."""
-        assert self.population is not None
-        return LeaderPopulation(self.population, self._follower_group())
+    def leader_scheduler(self) -> LeaderScheduler:
+        """Returns rank 0's scheduler, if requests are decoded in sequence groups (mode smc, or `max_num_seqs` > 1)."""
+        assert self.scheduler is not None
+        return LeaderScheduler(self.scheduler, self._follower_group())
 
     def _follower_group(self) -> FollowerGroup:
         """Returns the followers of this leader, and makes its cancellation check send them PREFILL_CONTINUE before each
@@ -263,13 +263,13 @@ class EngineRank:
         without a supervisor ignores all further commands until SHUTDOWN, since the job continues without the draft; any
         other rank raises the error.
         """
-        roles = self.verifier, self.drafter, self.population
+        roles = self.verifier, self.drafter, self.scheduler
         try:
             run_follower(leader, *roles, self._limits, self._builder.cancel_check, self._heartbeat)
         except FAILURES as error:
             if self._world.supervisor is not None:
                 raise RankLost(f"the model failed: {str(error) or type(error).__name__}") from error
-            if self.verifier is not None or self.population is not None:
+            if self.verifier is not None or self.scheduler is not None:
                 raise
             self.drafter = None
             wait_for_shutdown(leader)

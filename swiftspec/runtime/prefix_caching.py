@@ -3,8 +3,8 @@
 The KV of the last request stays in the live KV cache at no cost. When a new request is about to overwrite much of it,
 the KV is copied into the prefix cache, which has a budget in tokens and evicts the least recently used entry first.
 Entries are matched by their tokens. The contents follow from the requests and their results alone, so all ranks of a
-group hold the same entries, and the leader sends the number of cached tokens with each request. Sequence groups (mode
-smc, exact batching) have smc/prefix_reuse.py instead.
+group hold the same entries, and the leader sends the number of cached tokens with each request. Sequence groups
+(exact batches, mode smc) have batching/prefix_reuse.py instead.
 """
 
 from __future__ import annotations

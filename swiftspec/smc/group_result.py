@@ -1,4 +1,4 @@
-"""The result of a sequence group: the texts of its particles, one of which is the answer, and their weights."""
+"""The result of a group of particles: the texts of its particles, one of which is the answer, and their weights."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from swiftspec.batching.sequence_group import GroupAnswer
 from swiftspec.smc import weights
 
 
@@ -18,20 +19,15 @@ class Particle:
     weight: float  # normalised: the weights of a group add up to 1
 
 
-@dataclass(frozen=True, slots=True)
-class GroupResult:
-    """The answer of a sequence group, which is the text of the particle that was picked, and statistics of the
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupResult(GroupAnswer):
+    """The answer of a group of particles, which is the text of the particle that was picked, and statistics of the
     group."""
 
-    tokens: list[int]  # the answer
-    stopped: bool  # by a stop token
     coalesced_prefix: int  # number of leading tokens that all particles share
     ess_mean: float  # effective sample size, mean over the rounds
     resample_rate: float  # share of rounds with a resampling
     log_z: float  # estimate of log Z, the log-normaliser of the power target (smc/weights.py)
-    full: bool  # the group ended because its tree region had no room for another round
-    compactions: int  # number of compactions of its tree region
-    moved_slots: int  # slots whose KV compactions moved; fan-out and resampling move no KV
     particles: tuple[Particle, ...] = ()  # all of them; their weights add up to 1
     uniform: float = 0.5  # uniform number in (0, 1) by which the answer was picked
 

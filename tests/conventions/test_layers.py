@@ -47,21 +47,23 @@ def core_libraries_only(path: str, source: str) -> list[str]:
 
 
 def forbidden_knowledge(path: str, source: str) -> list[str]:
-    """tree/, sampling/ and cache/ use neither models nor ranks; model/ uses neither trees nor samplers; smc/ uses no
-    ranks, and of model/ only the batch and cache types."""
+    """tree/, sampling/ and cache/ use neither models nor ranks; model/ uses neither trees nor samplers; batching/ and
+    smc/ use no ranks, and of model/ only the batch and cache types."""
     ranks = {"torch.distributed", "socket", "grpc", "swiftspec.distributed"}
+    weights = {"swiftspec.model.transformer", "swiftspec.model.loader", "swiftspec.model.tensor_parallel"}
     others = {
         "tree": {"swiftspec.model", *ranks},
         "sampling": {"swiftspec.model", *ranks},
         "cache": {"swiftspec.model", *ranks},
-        "smc": {"swiftspec.model.transformer", "swiftspec.model.loader", "swiftspec.model.tensor_parallel", *ranks},
+        "batching": {*weights, *ranks},
+        "smc": {*weights, *ranks},
         "model": {"swiftspec.tree", "swiftspec.sampling", "sampler", *ranks},
     }
     return [f"{path} uses {name}" for name in uses(path, source, others.get(package(path), set()))]
 
 
 def forward_calls(path: str, source: str) -> list[str]:
-    if package(path) in ("runtime", "smc"):
+    if package(path) in ("runtime", "batching"):
         return []
     calls = [node for node in ast.walk(parsed(source)) if isinstance(node, ast.Call)]
     called = [ast.unparse(call.func) for call in calls]
@@ -122,7 +124,7 @@ BAD: list[tuple[Rule, str, str]] = [
     (forbidden_knowledge, "tree/verify.py", "from ..model import loader"),
     (forbidden_knowledge, "model/transformer.py", "from swiftspec.sampling.sampler import sample"),
     (forbidden_knowledge, "model/transformer.py", "import swiftspec.runtime.sampler"),
-    (forbidden_knowledge, "smc/population.py", "from swiftspec.model.transformer import Transformer"),
+    (forbidden_knowledge, "batching/scheduler.py", "from swiftspec.model.transformer import Transformer"),
     (forward_calls, "builder/model_pair.py", "logits = runner.model.forward(batch, cache)"),
     (forward_calls, "serve/cli/chat.py", "model.forward(batch)"),
 ]

@@ -17,7 +17,7 @@ from swiftspec.runtime.executors.graph import CudaCapture
 from swiftspec.smc.group_result import GroupResult
 from tests.gpu.device import EMULATED, most, needs_kernels, real
 from tests.gpu.test_graph import VOCAB, group_of_one, new_capture, random_model
-from tests.support.roles import SequentialPopulation, make_population, make_runner, request_start
+from tests.support.roles import SequentialScheduler, make_runner, make_scheduler, request_start
 
 pytestmark = pytest.mark.gpu
 PENALISED: dict[str, Any] = {"repetition_penalty": 1.3, "presence_penalty": 0.2, "frequency_penalty": 0.3}
@@ -30,13 +30,13 @@ def test_replay_equals_eager_twice_in_a_row(exact: int, shaped: dict[str, Any]) 
     """In float32, with the host one round behind; the second request replays the graphs of the first."""
     models = [load_model(DEMO / side, dtype=torch.float32, device="cuda", ops=unfused, max_positions=1024)
               for side in ("target", "draft")]  # fmt: skip
-    workers: list[SequentialPopulation] = []
+    workers: list[SequentialScheduler] = []
     for captured in (False, True):
         turn = Lock()
         captures = (CudaCapture(turn), CudaCapture(turn)) if captured else (None, None)
         target, draft = (make_runner(model, unfused, context=256, tree_slots=768) for model in models)
         config = PopulationConfig(4, 4, 0.5, 1.0, exact)
-        workers.append(make_population(target, draft, config, max_tokens=128, lag=1, captures=captures))
+        workers.append(make_scheduler(target, draft, config, max_tokens=128, lag=1, captures=captures))
     for seed in (1, 2):
         sampling = SamplingParams(temperature=0.7, seed=seed, **shaped)
         eager, graphed = (answer(worker, sampling, range(50, 90), 60) for worker in workers)
@@ -64,14 +64,14 @@ def test_rounds_of_the_kernels_as_one_graph(particles: int, steps: int, shaped: 
         assert graphed == eager
 
 
-def population(models: list[Any], particles: int, steps: int, capture: Any) -> SequentialPopulation:
+def population(models: list[Any], particles: int, steps: int, capture: Any) -> SequentialScheduler:
     """A population of two models on the CUDA operators, with the host one round behind."""
     target, draft = (make_runner(model, cuda, VOCAB, context=64, tree_slots=256) for model in models)
     config = PopulationConfig(particles, steps, 0.9, 1.0)
-    return make_population(target, draft, config, max_tokens=24, lag=1, captures=(capture, capture))
+    return make_scheduler(target, draft, config, max_tokens=24, lag=1, captures=(capture, capture))
 
 
-def answer(worker: SequentialPopulation, sampling: SamplingParams, prompt: range, limit: int) -> GroupResult:
+def answer(worker: SequentialScheduler, sampling: SamplingParams, prompt: range, limit: int) -> GroupResult:
     worker.open(request_start(prompt, sampling), (), limit)
     while worker.launch():
         worker.collect()

@@ -21,7 +21,7 @@ from swiftspec.model.loader import load_model
 from swiftspec.params import SamplingParams
 from swiftspec.runtime.runner import Runner
 from tests.support.cases import fast_first
-from tests.support.roles import make_runner, population_of, verifier_of
+from tests.support.roles import make_runner, scheduler_of, verifier_of
 from tests.support.tiny_checkpoints import make_checkpoint, make_pair
 
 GREEDY = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
@@ -117,7 +117,7 @@ def test_particles_fan_out_over_float8(pair: tuple[Path, Path]) -> None:
     """The same text for the same seed, after any earlier requests."""
     plan = EngineConfig("smc")
     llm, other = (LLM(*pair, plan, dtype=torch.float64, ops="reference", kv_cache_dtype="fp8") for _ in range(2))
-    assert population_of(llm).target.cache.kv.v.dtype == FLOAT8
+    assert scheduler_of(llm).target.cache.kv.v.dtype == FLOAT8
     other.generate(PROMPTS[1], replace(SEEDED, seed=1))
     assert llm.generate(PROMPTS[0], SEEDED).token_ids == other.generate(PROMPTS[0], SEEDED).token_ids
 

@@ -20,7 +20,7 @@ from swiftspec.llm import LLM
 from swiftspec.params import SamplingParams
 from swiftspec.runtime.prefix_caching import PrefixCachingRunner, with_cached_lengths
 from swiftspec.runtime.runner import PREFILL_CHUNK_TOKENS
-from tests.support.roles import drafter_of, population_of, request_start, verifier_of
+from tests.support.roles import drafter_of, request_start, scheduler_of, verifier_of
 from tests.support.tiny_checkpoints import make_checkpoint, make_pair
 
 VOCAB, CONTEXT = 40, 160
@@ -48,7 +48,7 @@ def make(pair: Pair, mode: str = "serial", cache_memory: int = 1, **config: Any)
 
 def runners(llm: LLM) -> list[PrefixCachingRunner]:
     if llm.config.mode == "smc":
-        both: list[Any] = [population_of(llm).target, population_of(llm).draft]
+        both: list[Any] = [scheduler_of(llm).target, scheduler_of(llm).draft]
     else:
         both = [verifier_of(llm).runner, *([] if llm.config.mode == "ar" else [drafter_of(llm).runner])]
     assert all(isinstance(runner, PrefixCachingRunner) for runner in both)

@@ -17,14 +17,17 @@ SOME = (
     Particle((1,), True, 0.125), Particle((2, 3), False, 0.125), Particle((1,), True, 0.375),
     Particle((4,), True, 0.25), Particle((5,), False, 0.125), Particle((6,), False, 0.0),
 )  # fmt: skip
-ANSWER = GroupResult([1], True, 0, 3.0, 0.0, 0.0, False, 0, 0, SOME)
+ANSWER = GroupResult(
+    tokens=[1], stopped=True, full=False, compactions=0, moved_slots=0,
+    coalesced_prefix=0, ess_mean=3.0, resample_rate=0.0, log_z=0.0, particles=SOME,
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("count", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_choices_follow_the_distribution_of_the_population(count: int) -> None:
     """The estimate of Z times a choice's weight is unbiased for p(text)^power, as for the population as a whole."""
     plan, sampling, target = PopulationConfig(24, 2, 0.7, 2.0), SamplingParams(temperature=0.7), HistoryModel(3, 1)
-    worker = make_worker(target, HistoryModel(3, 2, 0.6), plan, slots=1 + 4 * plan.slots_per_round)
+    worker = make_worker(target, HistoryModel(3, 2, 0.6), plan, slots=1 + 4 * plan.shape.slots_per_round)
     found = RunResults(target, [])
     for seed in range(80):
         decode(worker, PROMPT, replace(sampling, seed=seed), STOPS, 4)

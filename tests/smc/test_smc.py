@@ -11,18 +11,18 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from swiftspec.backends import reference
+from swiftspec.batching.decoding import decode_groups
 from swiftspec.config import EngineConfig, PopulationConfig
 from swiftspec.errors import UserError
 from swiftspec.llm import LLM
 from swiftspec.model.loader import load_model
 from swiftspec.params import SamplingParams
 from swiftspec.runtime.runner import PREFILL_CHUNK_TOKENS
-from swiftspec.smc.decoding import decode_population
-from swiftspec.smc.limits import region_slots
+from swiftspec.smc.limits import particle_region_slots
 from tests.support.cases import fast_first
 from tests.support.history_models import HistoryModel, make_worker
 from tests.support.history_models import run as decode
-from tests.support.roles import make_population, make_runner, population_of, request_start
+from tests.support.roles import make_runner, make_scheduler, particles_of, request_start, scheduler_of
 from tests.support.tiny_checkpoints import make_checkpoint
 
 WARM = SamplingParams(temperature=0.8, seed=5)
@@ -116,7 +116,7 @@ def test_streaming_returns_the_common_prefix_and_the_rest_at_the_end() -> None:
     for seed in range(16):
         worker.open(request_start([0, 1], replace(WARM, seed=seed)), {1}, 14)
         streamed: list[int] = []
-        for group, tokens in decode_population(worker):
+        for group, tokens in decode_groups(worker):
             if group.answer is None:
                 streamed += tokens
                 rows, lengths = worker.particles.tokens[0].tolist(), worker.particles.length[0].tolist()
@@ -171,7 +171,7 @@ def test_every_live_slot_holds_the_kv_of_its_path(pair: tuple[Path, Path], exact
         model = load_model(path, dtype=torch.float64, ops=reference, max_positions=400)
         runners.append(make_runner(model, reference, context=64, tree_slots=128))
         oracles.append(make_runner(model, reference, context=64, tree_slots=128))
-    worker = make_population(runners[0], runners[1], PopulationConfig(4, 2, 0.8, 1.0, exact), max_tokens=40)
+    worker = make_scheduler(runners[0], runners[1], PopulationConfig(4, 2, 0.8, 1.0, exact), max_tokens=40)
     worker.open(request_start(PROMPT, replace(WARM, temperature=0.5, seed=9)), {7}, 30)
     checked = 0
     while worker.launch():
@@ -234,7 +234,7 @@ def test_a_stream_closed_midway_does_not_affect_the_next_request(pair: tuple[Pat
 def test_a_long_prompt_is_shared(pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """64 particles over 1,000 tokens: only new tokens use slots, and fan-out and resampling move no KV."""
     engine = llm(pair, particles=64, smc_draft_tokens=3)
-    smc = population_of(engine)
+    smc = scheduler_of(engine)
     moves: list[int] = []
     cache = smc.target.cache
     move = cache.kv.move
@@ -246,7 +246,7 @@ def test_a_long_prompt_is_shared(pair: tuple[Path, Path], monkeypatch: pytest.Mo
         smc.collect()
         rounds.append((cache.prefix_len[0] + group.used_slots - 1000, sum(moves)))
     assert all(added <= 64 * 4 * (i + 1) for i, (added, _) in enumerate(rounds))
-    assert int(smc.particles.resampled) > group.compactions and sum(moves) == group.moved_slots
+    assert int(particles_of(smc).resampled) > group.compactions and sum(moves) == group.moved_slots
     assert rounds[-1][0] < 64 * 24, "lineages coalesce"
     assert 1000 + rounds[-1][0] < 64 * 1000 / 20, "a copy for each particle would take 64,000 slots"
 
@@ -276,8 +276,8 @@ def test_a_population_runs_on_one_group() -> None:
 
 def test_a_population_beyond_the_cache_reports_how_many_fit() -> None:
     with pytest.raises(UserError, match="use at most 252 particles"):
-        region_slots(PopulationConfig(1024, 64), 512)
-    assert region_slots(PopulationConfig(252, 64), 512) <= 32768
+        particle_region_slots(PopulationConfig(1024, 64), 512)
+    assert particle_region_slots(PopulationConfig(252, 64), 512) <= 32768
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 from swiftspec.backends.reference import resampling
 from swiftspec.backends.reference.noise import counters, noise_bits, row_bits, row_key
+from swiftspec.batching.noise_streams import StreamPurpose, stream_of
 from swiftspec.smc import weights
-from swiftspec.smc.noise_streams import ParticleStreams, StreamPurpose, stream_of
+from swiftspec.smc.noise_streams import ParticleStreams
 
 POWERS = [0.5, 1.0, 2.0]
 

@@ -15,13 +15,13 @@ from torch import Tensor
 
 from swiftspec.backends import reference
 from swiftspec.cache.model_cache import ModelCache
-from swiftspec.config import PopulationConfig
+from swiftspec.config import BatchConfig, PopulationConfig
 from swiftspec.model.batch import Batch, ForwardOutput
 from swiftspec.model.config_json import parse_config
 from swiftspec.model.tensor_parallel import TensorParallelGroup
 from swiftspec.params import SamplingParams
 from swiftspec.runtime.executors.native import NativeModel
-from tests.support.roles import SequentialPopulation, make_population, make_runner, request_start
+from tests.support.roles import SequentialScheduler, make_runner, make_scheduler, request_start
 
 TextDistribution = dict[tuple[int, ...], float]  # text -> mass
 
@@ -76,16 +76,16 @@ class HistoryModel:
 def make_worker(
     target: HistoryModel,
     draft: HistoryModel,
-    plan: PopulationConfig,
+    plan: BatchConfig | PopulationConfig,
     *,
     max_tokens: int = 16,
     slots: int = 64,
     lag: int = 0,
-) -> SequentialPopulation:
+) -> SequentialScheduler:
     runners = [make_runner(model, reference, context=max_tokens + 16, tree_slots=slots) for model in (target, draft)]
     for runner in runners:
         runner.cache.kv.k.fill_(POISON)
-    return make_population(runners[0], runners[1], plan, max_tokens=max_tokens, lag=lag)
+    return make_scheduler(runners[0], runners[1], plan, max_tokens=max_tokens, lag=lag)
 
 
 def texts(model: HistoryModel, stops: set[int], limit: int) -> Iterator[tuple[int, ...]]:
@@ -168,7 +168,7 @@ def distance(one: TextDistribution, other: TextDistribution) -> float:
 
 
 def run(
-    worker: SequentialPopulation, prompt: Sequence[int], sampling: SamplingParams, stops: set[int], limit: int
+    worker: SequentialScheduler, prompt: Sequence[int], sampling: SamplingParams, stops: set[int], limit: int
 ) -> None:
     """Runs to the end."""
     worker.open(request_start(prompt, sampling), stops, limit)
@@ -177,7 +177,7 @@ def run(
     worker.drain()
 
 
-def population(worker: SequentialPopulation, group: int = 0) -> TextDistribution:
+def population(worker: SequentialScheduler, group: int = 0) -> TextDistribution:
     """The weighted distribution over texts of the group at that index, times its estimate of Z."""
     p = worker.particles
     shares = p.log_weights[group].softmax(0) * p.log_evidence()[group].exp()

@@ -6,9 +6,11 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
-from swiftspec.builder.model_pair import build_drafter
+from swiftspec.batching.scheduler import BatchScheduler
+from swiftspec.batching.sequence_group import SequenceGroup
+from swiftspec.builder.model_pair import build_drafter, make_group_method
 from swiftspec.builder.roles import TreeRoles, make_fallback_decoding
-from swiftspec.config import EngineConfig, PopulationConfig
+from swiftspec.config import BatchConfig, EngineConfig, PopulationConfig
 from swiftspec.llm import LLM
 from swiftspec.messages import RequestStart
 from swiftspec.params import SamplingParams
@@ -22,7 +24,7 @@ from swiftspec.runtime.target_verifier import TargetVerifier
 from swiftspec.runtime.verifier import LocalVerifier, Verifier
 from swiftspec.sampling.vocab import VocabShard
 from swiftspec.smc.group_result import GroupResult
-from swiftspec.smc.population import LocalPopulation, SequenceGroup
+from swiftspec.smc.particles import Particles
 from swiftspec.tree.rejection import RejectionSampling
 
 
@@ -64,19 +66,26 @@ def make_verifier(runner: Runner, method: str = "match", capture: Capture | None
     )
 
 
-class SequentialPopulation(LocalPopulation):
+class SequentialScheduler(BatchScheduler):
     """Serves one request at a time, as an engine does whose caller waits for each."""
 
     group: SequenceGroup
 
+    @property
+    def particles(self) -> Particles:
+        """The rows of all groups, in mode smc."""
+        return particles_of(self)
+
     def open(self, start: RequestStart, stops: Collection[int], limit: int) -> SequenceGroup:
         for group in [*self.groups]:
-            self.release(group)
+            self.evict(group)
         self.group = self.admit(start, stops, limit)
         return self.group
 
     def answer(self) -> GroupResult:
-        return self.finish(self.group)
+        answer = self.finish(self.group)
+        assert isinstance(answer, GroupResult)
+        return answer
 
     def drain(self) -> None:
         """Reads the results of all rounds so far."""
@@ -84,22 +93,29 @@ class SequentialPopulation(LocalPopulation):
             self._read_result()
 
 
-def make_population(
+def particles_of(scheduler: BatchScheduler) -> Particles:
+    """The rows of all groups, in mode smc."""
+    assert isinstance(scheduler.method.rows, Particles)
+    return scheduler.method.rows
+
+
+def make_scheduler(
     target: Runner,
     draft: Runner,
-    config: PopulationConfig,
+    config: BatchConfig | PopulationConfig,
     *,
     max_tokens: int,
     lag: int = 0,
     captures: tuple[Capture | None, Capture | None] = (None, None),
-) -> SequentialPopulation:
-    """Particles on two models of this process."""
+) -> SequentialScheduler:
+    """A scheduler of sequence groups on two models of this process."""
     made = executor_deps(target, captures[0]), executor_deps(draft, captures[1])
-    steps = available.population_executors(target, draft, *made, config)
-    return SequentialPopulation(target, draft, steps, config, max_tokens=max_tokens, lag=lag)
+    method = make_group_method(config, target, draft, max_tokens)
+    steps = available.population_executors(target, draft, *made, method.shape, method.native_params)
+    return SequentialScheduler(target, draft, steps, method, lag=lag)
 
 
-def restrict_executors(role: LocalDrafter | LocalVerifier | LocalPopulation, *names: str) -> None:
+def restrict_executors(role: LocalDrafter | LocalVerifier | BatchScheduler, *names: str) -> None:
     """Restricts a role to these executors."""
     left: list[Any] = [kind for kind in role.executors if kind.name in names]
     role.executors = left
@@ -125,9 +141,9 @@ def verifier_of(llm: LLM) -> LocalVerifier:
     return verifier
 
 
-def population_of(llm: LLM) -> LocalPopulation:
-    """The particles of an engine in mode smc."""
-    assert isinstance(llm.roles.inner_roles, LocalPopulation)
+def scheduler_of(llm: LLM) -> BatchScheduler:
+    """The scheduler of an engine that decodes sequence groups."""
+    assert isinstance(llm.roles.inner_roles, BatchScheduler)
     return llm.roles.inner_roles
 
 

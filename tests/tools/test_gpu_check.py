@@ -114,7 +114,8 @@ def test_files_are_named_as_the_predictor_names_gpus(gpu: str, name: str) -> Non
 def collected() -> str:
     """The tests of tests/gpu, in a process that has imported everything that the steps import, without the front
     end."""
-    modules = "bench.gpu.constants, bench.gpu.kernels, bench.gpu.step, tools.gpu_check, swiftspec.engine"
+    modules = "bench.gpu.constants, bench.gpu.kernels, bench.gpu.step, bench.gpu.verify_chains, tools.gpu_check"
+    modules += ", swiftspec.engine"
     done = bare(f"import {modules}, pytest\nsys.exit(pytest.main(['tests/gpu', '-m', 'gpu', '--collect-only']))")
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     return done.stdout

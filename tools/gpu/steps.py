@@ -44,6 +44,7 @@ def plan(output: Path, gpu: str) -> list[Step]:
     kept, many = output / f"{gpu}-kernels.json", SCRATCH / "many-rows.json"
     rows = (python, "-m", "bench.gpu.kernels", "--only", "Llama-3-70B TP1", "--rows", "32,64,128,256")
     rows += ("--budget", SECONDS, "--json", str(many), "--constants", str(constants))
+    verify = (python, "-m", "bench.gpu.verify_chains", "--batch")
     measure = (python, "-m", "bench.gpu.constants", "--json", str(constants))
     return [
         Step("constants", measure, 30, constants, output / f"{gpu}-constants.json"),
@@ -63,6 +64,8 @@ def plan(output: Path, gpu: str) -> list[Step]:
         decode(PAIR, 70, "--context", "32000", extra=True),
         decode(MIDDLE_PAIR, 70, extra=True),
         decode(PAIR, 70, "--ops", "unfused", extra=True),  # base configuration of the paper's Figure 8
+        Step("verify 1 x 8", (*verify, "1", "--steps", "8"), 20, extra=True),
+        Step("verify 16 x 5", (*verify, "16", "--steps", "5"), 20, extra=True),
         Step("kernels, many rows", rows, 60, many, output / f"{gpu}-many-rows.json", extra=True),
         sanitize("racecheck", "virtual and 4", 60, extra=True),  # four ranks; it may report false positives
         Step("kernels, the rest", (*bench, "--resume"), 300, kernels, kept, extra=True),

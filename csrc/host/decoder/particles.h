@@ -1,5 +1,5 @@
-// Sequence groups of particles on the tensors of swiftspec/smc (particles.py, noise_streams.py and round.py document
-// them), and their updates in a round.
+// Sequence groups of particles or chains on the tensors of swiftspec/batching (rows.py, noise_streams.py and round.py
+// document them) and swiftspec/smc/particles.py, and their updates in a round.
 #pragma once
 
 #include <cstdint>
@@ -23,12 +23,12 @@ struct Verdict {
   std::vector<double> terms;          // [N, K + 1], log-weight of each token
 };
 
-// G groups of N rows, K draft tokens per round.
+// G groups of N rows, K draft tokens per round. Chains have no weights: log_weights, log_z, ess, resampled, rounds and
+// resampling are null.
 struct Particles {
   int64_t groups, count, steps;
   int64_t slots, max_tokens;  // slots of a group's tree region; capacity of a row, in tokens
   int64_t max_rounds;         // columns of `resampling`; the last one is for the final pick
-  int64_t streams;            // keys per purpose, at least N
   int64_t vocab;
   uint8_t* mask;                  // [G, N, slots]
   uint8_t* ends;                  // [G, N, 2]
@@ -37,13 +37,13 @@ struct Particles {
   int64_t *base, *clock, *limit;  // [G]
   double *log_z, *ess;            // [G]
   int64_t *resampled, *rounds;    // [G]
-  const uint32_t* keys;           // [G, kPurposes, streams]
+  const uint32_t* keys;           // [G, kPurposes, N]
   const uint32_t* target;         // [G]
   const double* resampling;       // [G, max_rounds]
   int64_t *prefix, *sequences;    // [G]
   const uint8_t* stops;           // [G, vocab]
 
-  static constexpr int64_t kHeaderWords = 7, kPurposes = 4, kDraft = 0, kBonus = 1, kCoin = 2;
+  static constexpr int64_t kHeaderWords = 7, kPurposes = 3, kDraft = 0, kBonus = 1, kCoin = 2;
 
   Particle row(int64_t group, int64_t row) const;
   int64_t slots_per_round() const { return count * (steps + 1); }  // of one group

@@ -1,5 +1,5 @@
 // A round of particles, or of exact chains, as one call: K draft forwards, one target forward, verification, weights
-// and resampling. Same results as swiftspec/smc/round.py for requests without filters and penalties.
+// and resampling. Same results as swiftspec/batching/round.py for requests without filters and penalties.
 #pragma once
 
 #include <cstdint>
@@ -20,8 +20,9 @@ struct ModelWithCache {
   int64_t capacity, layer_stride, region_stride;  // slots of a region; bytes to the next layer and to the next sequence
 };
 
-// How draft tokens are verified (swiftspec/smc/verification.py). weigh: all are accepted, and particles are weighted.
-// match: those that equal the draws of autoregressive decoding. reject: rejection sampling.
+// How draft tokens are verified (swiftspec/batching/chains.py and swiftspec/smc/verification.py). weigh: all are
+// accepted, and particles are weighted. match: those that equal the draws of autoregressive decoding. reject: rejection
+// sampling.
 enum class VerifyMode : uint8_t { weigh, match, reject };
 
 // Consecutive groups whose requests share temperature and bias. Temperature 0 draws without noise.

@@ -1,4 +1,5 @@
-// Verification of a round's draft tokens; the reference is swiftspec/smc/verification.py.
+// Verification of a round's draft tokens; the references are swiftspec/batching/chains.py and
+// swiftspec/smc/verification.py.
 #include <algorithm>
 #include <cmath>
 #include <limits>

@@ -16,7 +16,7 @@ from swiftspec.model.batch import ForwardOutput
 from swiftspec.model.packed_model import KVTensors, PackedModel
 
 if TYPE_CHECKING:
-    from swiftspec.config import PopulationConfig
+    from swiftspec.config import NativeRoundParams
     from swiftspec.model.batch import Batch
 
 
@@ -63,13 +63,13 @@ class HostDecoder:
         draft: HostDecoder,
         draft_cache: KVTensors,
         tensors: Sequence[Tensor],
-        config: PopulationConfig,
+        params: NativeRoundParams,
     ) -> _C.Population:
-        """Returns native rounds of a population with this model as target. `tensors`: `PopulationRound.tensors`."""
+        """Returns native rounds of a population with this model as target. `tensors`: `GroupRound.tensors`."""
         caches = _C.Cache(draft_cache.k, draft_cache.v), _C.Cache(cache.k, cache.v)
         return _C.Population(
-            draft._native, caches[0], self._native, caches[1], [*tensors], config.smc_draft_tokens,
-            config.chains or "weigh", config.power, config.ess_threshold, config.deferred_bonus,
+            draft._native, caches[0], self._native, caches[1], [*tensors], params.draft_tokens,
+            params.verify_mode, params.power, params.ess_threshold, params.deferred_bonus,
         )  # fmt: skip
 
     def hidden_states(self, rows: int) -> Tensor | None:

@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+from swiftspec.batching.scheduler import BatchScheduler
+from swiftspec.batching.sequence_group import SequenceGroup
 from swiftspec.config import MAX_TREE_NODES
 from swiftspec.distributed.transport.codec import (
     Words,
@@ -21,7 +23,6 @@ from swiftspec.runtime.local_drafter import LocalDrafter
 from swiftspec.runtime.prefix_caching import with_cached_lengths
 from swiftspec.runtime.runner import Runner
 from swiftspec.runtime.verifier import LocalVerifier
-from swiftspec.smc.population import LocalPopulation, SequenceGroup
 
 Action = Callable[[], object]
 
@@ -36,11 +37,11 @@ class FollowerDispatcher:
         self,
         verifier: LocalVerifier | None,
         drafter: LocalDrafter | None,
-        smc: LocalPopulation | None,
+        scheduler: BatchScheduler | None,
         bounds: ModelLimits,
     ) -> None:
-        self._verifier, self._drafter, self._smc, self._bounds = verifier, drafter, smc, bounds
-        self._target, self._draft, self._population = (RequestState(bounds) for _ in range(3))
+        self._verifier, self._drafter, self._scheduler, self._bounds = verifier, drafter, scheduler, bounds
+        self._target, self._draft, self._group = (RequestState(bounds) for _ in range(3))
 
     def decode(self, kind: int, words: Words) -> Action:
         """Returns a function that executes the command with opcode `kind`. Raises ValueError if the command is
@@ -49,8 +50,8 @@ class FollowerDispatcher:
             return self._decode_verifier(self._verifier, kind, words)
         if self._drafter is not None and (Opcode.DRAFTER_OPEN <= kind <= Opcode.SET_DRAFT_STEPS):
             return self._decode_drafter(self._drafter, kind, words)
-        if self._smc is not None and (Opcode.POPULATION_OPEN <= kind <= Opcode.POPULATION_CLOSE):
-            return self._decode_population(self._smc, kind, words)
+        if self._scheduler is not None and (Opcode.POPULATION_OPEN <= kind <= Opcode.POPULATION_CLOSE):
+            return self._decode_scheduler(self._scheduler, kind, words)
         raise ValueError(f"unexpected opcode {kind} from the leader")
 
     def _decode_verifier(self, verifier: LocalVerifier, kind: int, words: Words) -> Action:
@@ -91,36 +92,31 @@ class FollowerDispatcher:
                 steps = in_range(single_word(words, "number of steps"), 1, MAX_TREE_NODES, "steps")
                 return partial(setattr, drafter, "draft_steps", steps)
 
-    def _decode_population(self, smc: LocalPopulation, kind: int, words: Words) -> Action:
+    def _decode_scheduler(self, scheduler: BatchScheduler, kind: int, words: Words) -> Action:
         match kind:
             case Opcode.POPULATION_OPEN:
-                start = _opening(words, self._population, smc, smc.target, smc.draft)
+                start = _opening(words, self._group, scheduler, scheduler.target, scheduler.draft)
                 ends = start.sampling
                 if ends.max_tokens is None:
                     raise ValueError("the request start of a sequence group lacks max_tokens")
-                if not smc.has_room:
-                    raise ValueError("the population has no room for another sequence group")
-                most = self._bounds.max_model_len - len(start.tokens)
+                if not scheduler.has_room(ends):
+                    raise ValueError("the scheduler has no room for another sequence group")
+                most = self._bounds.max_model_len - len(start.tokens) - self._group.extra_negative_tokens
                 in_range(ends.max_tokens, 1, max(most, 1), "max_tokens of a sequence group")
-                return partial(smc.admit, start, ends.stop_token_ids, ends.max_tokens)
+                return partial(scheduler.admit, start, ends.stop_token_ids, ends.max_tokens)
             case Opcode.POPULATION_ROUND:
-                if not smc.groups:
+                if not scheduler.groups:
                     raise ValueError("no request is open")
-                return partial(_round, smc)
+                return scheduler.step
             case _:
                 sequence = single_word(words, "sequence")
-                leaving = [group for group in smc.groups if group.sequence == sequence]
-                return partial(_leave, smc, leaving)
+                leaving = [group for group in scheduler.groups if group.sequence == sequence]
+                return partial(_evict, scheduler, leaving)
 
 
-def _round(smc: LocalPopulation) -> None:
-    smc.launch()
-    smc.collect()
-
-
-def _leave(smc: LocalPopulation, groups: Sequence[SequenceGroup]) -> None:
+def _evict(scheduler: BatchScheduler, groups: Sequence[SequenceGroup]) -> None:
     for group in groups:
-        smc.release(group)
+        scheduler.evict(group)
 
 
 def _opening(words: Words, standing: RequestState, role: Any, *runners: Runner, guided: bool = False) -> RequestStart:

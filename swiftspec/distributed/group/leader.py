@@ -1,5 +1,5 @@
 """Replicated execution within a tensor-parallel group: the leader broadcasts every call of a role (verifier, drafter or
-population), and the followers execute the same call on their own role.
+scheduler), and the followers execute the same call on their own role.
 
 Logits are bitwise identical on all ranks of a group, so the same calls in the same order have the same results on every
 rank, and no messages are needed inside a round. Only the leader reads clocks, sockets and user input.
@@ -13,6 +13,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
+from swiftspec.batching.scheduler import BatchScheduler
+from swiftspec.batching.sequence_group import GroupAnswer, SequenceGroup
 from swiftspec.distributed.group.command_stream import CommandStream
 from swiftspec.distributed.group.follower_dispatch import Action, FollowerDispatcher
 from swiftspec.distributed.launch.supervision import Heartbeat
@@ -20,16 +22,15 @@ from swiftspec.distributed.transport.codec import Message, Words, pack_message
 from swiftspec.distributed.transport.opcodes import Opcode
 from swiftspec.distributed.transport.request_state import ModelLimits
 from swiftspec.distributed.transport.transport import Transport
-from swiftspec.errors import RankLost, RequestFailed
+from swiftspec.errors import NonFiniteLogits, RankLost, RequestFailed
 from swiftspec.messages import Proposal, RequestStart, VerifyResult
+from swiftspec.params import SamplingParams
 from swiftspec.runtime.cancellation import CancelCheck
 from swiftspec.runtime.fallback_drafter import FAILURES
 from swiftspec.runtime.local_drafter import LocalDrafter
 from swiftspec.runtime.prefix_caching import with_cached_lengths
 from swiftspec.runtime.runner import Runner
 from swiftspec.runtime.verifier import LocalVerifier
-from swiftspec.smc.group_result import GroupResult
-from swiftspec.smc.population import LocalPopulation, SequenceGroup
 
 T = TypeVar("T")
 
@@ -171,54 +172,57 @@ class LeaderDrafter:
         self._team.run_close(Opcode.DRAFTER_CLOSE, self.drafter.close)
 
 
-class LeaderPopulation:
-    """Population on the leader: broadcasts every call to the followers and executes it on the leader's `population`."""
+class LeaderScheduler:
+    """Scheduler on the leader: broadcasts every call to the followers and executes it on the leader's `scheduler`."""
 
-    def __init__(self, population: LocalPopulation, team: FollowerGroup) -> None:
-        self.population = population
+    def __init__(self, scheduler: BatchScheduler, team: FollowerGroup) -> None:
+        self.scheduler = scheduler
         self._team = team
 
     @property
     def draft_tokens_per_round(self) -> int:
-        return self.population.draft_tokens_per_round
+        return self.scheduler.draft_tokens_per_round
 
     @property
     def busy(self) -> tuple[float, float]:
-        return self.population.busy
+        return self.scheduler.busy
 
     @property
     def groups(self) -> Sequence[SequenceGroup]:
-        return self.population.groups
+        return self.scheduler.groups
 
     @property
     def exact(self) -> bool:
-        return self.population.exact
+        return self.scheduler.exact
 
     @property
     def max_requests(self) -> int:
-        return self.population.max_requests
+        return self.scheduler.max_requests
 
-    @property
-    def has_room(self) -> bool:
-        return self.population.has_room
+    def has_room(self, sampling: SamplingParams) -> bool:
+        return self.scheduler.has_room(sampling)
 
     def admit(self, start: RequestStart, stops: Collection[int], limit: int) -> SequenceGroup:
         ends = replace(start.sampling, stop_token_ids=tuple(sorted(stops)), max_tokens=limit)
-        start = replace(start, sampling=ends, executor=self.population.select_executor(start).name)
-        start = with_cached_lengths(start, self.population.target, self.population.draft)
-        return self._team.run(Opcode.POPULATION_OPEN, start, partial(self.population.admit, start, stops, limit))
+        start = replace(start, sampling=ends, executor=self.scheduler.select_executor(start).name)
+        start = with_cached_lengths(start, self.scheduler.target, self.scheduler.draft)
+        return self._team.run(Opcode.POPULATION_OPEN, start, partial(self.scheduler.admit, start, stops, limit))
 
-    def launch(self) -> bool:
-        return self._team.run(Opcode.POPULATION_ROUND, None, self.population.launch)
+    def step(self) -> bool:
+        return self._team.run(Opcode.POPULATION_ROUND, None, self.scheduler.step)
 
-    def collect(self) -> None:
-        self.population.collect()  # a follower collects immediately after each launch
+    def finish(self, group: SequenceGroup) -> GroupAnswer:
+        return self.scheduler.finish(group)  # runs no forward
 
-    def finish(self, group: SequenceGroup) -> GroupResult:
-        return self.population.finish(group)  # runs no forward
+    def cancel(self, group: SequenceGroup) -> GroupAnswer | None:
+        with contextlib.suppress(NonFiniteLogits):
+            self.scheduler.finish(group)
+        if group in self.groups:
+            self.evict(group)
+        return group.answer
 
-    def release(self, group: SequenceGroup) -> None:
-        self._team.run_close(Opcode.POPULATION_CLOSE, partial(self.population.release, group), group.sequence)
+    def evict(self, group: SequenceGroup) -> None:
+        self._team.run_close(Opcode.POPULATION_CLOSE, partial(self.scheduler.evict, group), group.sequence)
 
 
 def _read_grammar(start: RequestStart, runner: Runner) -> None:
@@ -232,20 +236,20 @@ def run_follower(
     leader: Transport,
     verifier: LocalVerifier | None,
     drafter: LocalDrafter | None,
-    smc: LocalPopulation | None,
+    scheduler: BatchScheduler | None,
     bounds: ModelLimits,
     cancel_check: CancelCheck,
     heartbeat: Heartbeat,
 ) -> None:
     """Runs the main loop of a follower: executes the leader's calls on its own roles until SHUTDOWN.
 
-    `smc`: the population.
+    `scheduler`: the scheduler of sequence groups.
     `bounds`: limits against which messages are validated.
     `cancel_check`: cancellation check of the roles' runners during prefill.
     `heartbeat`: records when this rank is busy.
     Raises RankLost if the leader is gone without SHUTDOWN or sends an invalid message.
     """
-    follower, orders = FollowerDispatcher(verifier, drafter, smc, bounds), CommandStream(leader)
+    follower, orders = FollowerDispatcher(verifier, drafter, scheduler, bounds), CommandStream(leader)
     cancel_check.cancelled = orders.prefill_aborted
     dispatch_loop(leader, orders, follower.decode, heartbeat)
 

@@ -1,4 +1,4 @@
-"""Executors run the phases of a round on a model: expansions, verifications, population rounds.
+"""Executors run the phases of a round on a model: expansions, verifications, rounds of sequence groups.
 
 The eager executor (eager.py) supports every request. The others are faster and support some requests: the native one
 (native.py) runs a phase as one C++ call, the graph executors run a forward (graph.py) or a whole phase (graph_*.py) as
@@ -36,7 +36,7 @@ FEATURES = {
     "rejection": "verify reject, at a temperature above 0",
     "log-probabilities": "logprobs",
     "grammar": "a grammar",
-    "population": "mode smc",
+    "population": "sequence groups: max_num_seqs above 1, or mode smc",
     "hidden states": "a target that keeps hidden states",
 }
 Features = frozenset[str]  # keys of FEATURES: the properties of a request that decide which executors support it

@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from swiftspec.config import EngineConfig, PopulationConfig
+from swiftspec.config import EngineConfig, GroupShape, NativeRoundParams
 from swiftspec.runtime.executors import TreeExecutor
 from swiftspec.runtime.executors.eager import EagerExecutor
 from swiftspec.runtime.executors.graph import CAPTURED_ROWS, Capture, GraphCache, GraphForwardExecutor
@@ -87,19 +87,28 @@ def draft_executors(runner: Runner, deps: ExecutorDeps, config: EngineConfig) ->
 
 
 def population_executors(
-    target: Runner, draft: Runner, deps: ExecutorDeps, draft_deps: ExecutorDeps, config: PopulationConfig
+    target: Runner,
+    draft: Runner,
+    deps: ExecutorDeps,
+    draft_deps: ExecutorDeps,
+    shape: GroupShape,
+    native_params: NativeRoundParams | None,
 ) -> list[PopulationExecutor]:
-    """Returns the executors that can run population rounds, the fastest first. `deps`: of the target. `draft_deps`: of
-    the draft."""
+    """Returns the executors that can run rounds of sequence groups, the fastest first.
+
+    `deps`: of the target. `draft_deps`: of the draft.
+    `shape`: shape of the sequence groups.
+    `native_params`: parameters of native rounds; None if native rounds do not support what the groups do.
+    """
     executors: list[PopulationExecutor] = []
-    alone, groups = target.model.group is None, config.smc_groups
+    alone, groups = target.model.group is None, shape.max_groups
     fused = deps.fused, draft_deps.fused
-    if alone and fused[0] is not None and fused[1] is not None and config.smc_exact == 0:
-        executors.append(NativePopulationExecutor(target, draft, (fused[0], fused[1]), config))
+    if alone and fused[0] is not None and fused[1] is not None and native_params is not None:
+        executors.append(NativePopulationExecutor(target, draft, (fused[0], fused[1]), native_params))
     sequences = min(deps.ops.MAX_CAPTURED_SEQUENCES, draft_deps.ops.MAX_CAPTURED_SEQUENCES)
     if groups <= max(sequences, 1) and deps.graphs is not None and draft_deps.graphs is not None:
         rows = min(
-            groups * config.slots_per_round, PREFILL_CHUNK_TOKENS
+            groups * shape.slots_per_round, PREFILL_CHUNK_TOKENS
         )  # largest number of rows of a forward; the ranks of a group gather its logits
         if all(_captures(runner, rows, runner.vocab) for runner in (target, draft)):
             executors.append(GraphPopulationExecutor(deps.graphs))

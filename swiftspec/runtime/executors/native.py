@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from numpy.typing import NDArray
 from torch import Tensor
 
-from swiftspec.config import PopulationConfig
+from swiftspec.config import NativeRoundParams
 from swiftspec.messages import Proposal
 from swiftspec.model.packed_model import FusedModel
 from swiftspec.runtime.executors import Accepted, ExecutorRequest, Features
@@ -64,7 +64,7 @@ class NativeModel(FusedModel, Protocol):
         ...
 
     def population(
-        self, cache: Any, draft: Any, draft_cache: Any, tensors: Sequence[Tensor], config: PopulationConfig, /
+        self, cache: Any, draft: Any, draft_cache: Any, tensors: Sequence[Tensor], params: NativeRoundParams, /
     ) -> NativePopulation:
         """Returns the native rounds of a population, with this model as the target, on the KV caches of both models.
         `tensors`: `RoundProgram.tensors`."""

@@ -1,4 +1,4 @@
-"""Native executor of population rounds: each round is one C++ call on a CPU.
+"""Native executor of rounds of sequence groups: each round is one C++ call on a CPU.
 
 The native code works on the population's tensors and on both KV caches, so eager and native rounds can alternate. It
 supports only requests whose logits need no more than a bias, a temperature and noise.
@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from swiftspec.config import PopulationConfig
+from swiftspec.config import NativeRoundParams
 from swiftspec.runtime.executors import Features
 from swiftspec.runtime.executors.population_rounds import RoundProgram
 from swiftspec.runtime.runner import Runner
@@ -24,7 +24,7 @@ ForwardCallback = Callable[[bool, int, float], None]  # after each forward: whet
 
 
 class NativePopulation(Protocol):
-    """Population rounds in native code, on tensors at fixed addresses. csrc/bind/population.cpp implements and
+    """Rounds of sequence groups in native code, on tensors at fixed addresses. csrc/bind/population.cpp implements and
     documents them."""
 
     def round(
@@ -34,11 +34,11 @@ class NativePopulation(Protocol):
 
 
 class NativePopulationModel(Protocol):
-    """A target in native code that also runs population rounds with a draft in native code, see
+    """A target in native code that also runs rounds of sequence groups with a draft in native code, see
     `NativeModel.population`."""
 
     def population(
-        self, cache: Any, draft: Any, draft_cache: Any, tensors: Sequence[Tensor], config: PopulationConfig, /
+        self, cache: Any, draft: Any, draft_cache: Any, tensors: Sequence[Tensor], params: NativeRoundParams, /
     ) -> NativePopulation: ...
 
 
@@ -53,15 +53,15 @@ class ReadyResult:
 
 
 class NativePopulationExecutor:
-    """Native executor of population rounds; both models must be in native code."""
+    """Native executor of rounds of sequence groups; both models must be in native code."""
 
     name = "native"
     SUPPORTED: Features = frozenset({"greedy", "sampled", "logit bias", "population"})
 
     def __init__(
-        self, target: Runner, draft: Runner, models: tuple[NativePopulationModel, Any], config: PopulationConfig
+        self, target: Runner, draft: Runner, models: tuple[NativePopulationModel, Any], params: NativeRoundParams
     ) -> None:
-        self._runners, self._models, self._config = (target, draft), models, config
+        self._runners, self._models, self._params = (target, draft), models, params
         self._program: RoundProgram | None = None  # `_native` was made for this program and these caches
         self._target: Tensor | None = None
         self._draft: Tensor | None = None
@@ -93,7 +93,7 @@ class NativePopulationExecutor:
     def _native_of(self, program: RoundProgram) -> NativePopulation:
         target, draft = (runner.cache.kv for runner in self._runners)
         if self._program is not program or self._target is not target.k or self._draft is not draft.k:
-            self._native = self._models[0].population(target, self._models[1], draft, program.tensors, self._config)
+            self._native = self._models[0].population(target, self._models[1], draft, program.tensors, self._params)
             self._program, self._target, self._draft = program, target.k, draft.k
         return self._native
 

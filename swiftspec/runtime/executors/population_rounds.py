@@ -1,4 +1,4 @@
-"""Executors of population rounds. A round runs as a whole, with the forwards of both models."""
+"""Executors of rounds of sequence groups. A round runs as a whole, with the forwards of both models."""
 
 from __future__ import annotations
 
@@ -22,12 +22,13 @@ class RoundResult(Protocol):
 
     def read(self) -> NDArray:
         """Waits for the round. Returns [groups, `RoundProgram.header_len` + width] int64: per group the values that
-        swiftspec/smc/round.py describes."""
+        swiftspec/batching/round.py describes."""
         ...
 
 
 class RoundProgram(Protocol):
-    """A round of a population as operators on tensors at fixed addresses; swiftspec/smc/round.py implements it."""
+    """A round of sequence groups as operators on tensors at fixed addresses; implemented by
+    swiftspec/batching/round.py."""
 
     @property
     def key(self) -> Hashable:
@@ -67,7 +68,7 @@ class RoundProgram(Protocol):
 
 
 class PopulationExecutor(Executor, Protocol):
-    """An executor of population rounds."""
+    """An executor of rounds of sequence groups."""
 
     def window(self, slots: int) -> int:
         """Returns the width of the mask window for a round over `slots` tree slots: at least `slots`."""
@@ -88,8 +89,8 @@ class PopulationExecutor(Executor, Protocol):
 
 
 class EagerPopulationExecutor:
-    """Eager executor of population rounds: launches operator by operator; supports every request of a target that keeps
-    no hidden states, and every device."""
+    """Eager executor of rounds of sequence groups: launches operator by operator; supports every request of a target
+    that keeps no hidden states, and every device."""
 
     name = "eager"
 
@@ -110,8 +111,8 @@ class EagerPopulationExecutor:
 
 
 class GraphPopulationExecutor(EagerPopulationExecutor):
-    """Executor that runs a population round as one CUDA graph, with the forwards of both models and everything between
-    them. The time of each model cannot be measured, so `Runner.busy` does not include it."""
+    """Executor that runs a round of sequence groups as one CUDA graph, with the forwards of both models and everything
+    between them. The time of each model cannot be measured, so `Runner.busy` does not include it."""
 
     name = "graph"
     SUPPORTED: Features = frozenset(FEATURES) - {"guidance", "hidden states"}

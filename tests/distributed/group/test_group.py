@@ -133,6 +133,8 @@ def test_several_requests_on_a_group_equal_one_rank(pool: Pool, pairs: Pairs, si
     warm = {"temperature": 0.8, "stop_token_ids": [3, 7], "logit_bias": {"3": -1.0}}
     cut = {"max_tokens": 60, "cut": 4, "stop_token_ids": [], "ignore_eos": True}
     shapes: list[Any] = [{"max_tokens": 40}, {"max_tokens": 9}, cut, {"top_k": 9}, {"top_p": 0.9}]
+    if plan["mode"] == "serial":
+        shapes.append({"guidance_scale": 2.0, "negative_prompt_ids": [5, 6, 7, 8]})
     requests = [
         (PROMPT[: 3 + seed], {"max_tokens": 30, **warm, **shape, "seed": seed}) for seed, shape in enumerate(shapes)
     ]

@@ -31,7 +31,7 @@ from swiftspec.runtime.executors.graph import (
 from swiftspec.tree import mask as tree_mask
 from tests.support.fake_cuda_graphs import Rerun
 from tests.support.history_models import HistoryModel
-from tests.support.roles import make_population, make_runner, request_start
+from tests.support.roles import make_runner, make_scheduler, request_start
 from tests.support.thread_group import ThreadGroup, on_ranks, peers
 from tests.support.tiny_checkpoints import make_checkpoint
 
@@ -145,7 +145,7 @@ def test_a_population_with_graphs_equals_one_without(exact: int) -> None:
         models = HistoryModel(3, 1), HistoryModel(3, 2)
         pair = [make_runner(model, reference, context=40, tree_slots=256) for model in models]
         plan = PopulationConfig(3, 2, 0.7, 1.0, exact)
-        workers.append(make_population(pair[0], pair[1], plan, max_tokens=20, captures=(capture, capture)))
+        workers.append(make_scheduler(pair[0], pair[1], plan, max_tokens=20, captures=(capture, capture)))
     shaped: list[dict[str, Any]] = [{}, {}, {"logit_bias": {1: 0.5}}, {"logit_bias": {1: -0.5}}, PENALISED, PENALISED]
     counts = []
     for number, more in enumerate(shaped):
@@ -182,7 +182,7 @@ def test_rounds_of_a_group_of_ranks_equal_those_of_one(checkpoint: Path, tmp_pat
             runners.append(make_runner(model, unfused, context=64, tree_slots=256))
         capture = None if group is None else Rerun()
         plan = PopulationConfig(3, 2, 0.8, 1.5)
-        worker = make_population(runners[0], runners[1], plan, max_tokens=40, captures=(capture, capture))
+        worker = make_scheduler(runners[0], runners[1], plan, max_tokens=40, captures=(capture, capture))
         found = []
         for seed in (1, 2):
             sampling = SamplingParams(temperature=0.8, seed=seed, **more)

@@ -22,7 +22,7 @@ from swiftspec.runtime.verifier import LocalVerifier
 from tests.support.fake_cuda_graphs import Recorder
 from tests.support.history_models import HistoryModel
 from tests.support.proposals import draft_proposal
-from tests.support.roles import make_population, make_runner, make_verifier, request_start, restrict_executors
+from tests.support.roles import make_runner, make_scheduler, make_verifier, request_start, restrict_executors
 from tests.support.same_rounds import same_verifications
 from tests.support.tiny_checkpoints import chain, make_checkpoint
 
@@ -122,8 +122,8 @@ def test_guided_verifications_provide_the_conditional_rows(checkpoint: Path) -> 
 def test_populations_refuse_a_target_that_keeps_hidden_states() -> None:
     target, draft = HistoryModel(4, 1), HistoryModel(4, 2)
     runners = [make_runner(model, reference, context=20, tree_slots=64) for model in (target, draft)]
-    population = make_population(runners[0], runners[1], PopulationConfig(2, 2), max_tokens=8)
-    assert population.select_executor(request_start([1, 2], SAMPLED)).name == "eager"
+    scheduler = make_scheduler(runners[0], runners[1], PopulationConfig(2, 2), max_tokens=8)
+    assert scheduler.select_executor(request_start([1, 2], SAMPLED)).name == "eager"
     target.hidden_layers = (0,)
     with pytest.raises(UserError, match="no executor of this mode supports a target that keeps hidden states"):
-        population.select_executor(request_start([1, 2], SAMPLED))
+        scheduler.select_executor(request_start([1, 2], SAMPLED))

@@ -77,7 +77,7 @@ def test_concurrent_requests_equal_requests_alone(server: ServerProcess) -> None
                     raw.recv(1 << 16)
 
         def refused(number: int) -> None:
-            bad = client.post("/v1/completions", json=request_body(number) | {"guidance_scale": 2.0})
+            bad = client.post("/v1/completions", json=request_body(number) | {"logprobs": 1})
             assert bad.status_code == 400 and "\n" not in bad.json()["error"]["message"]
 
         watching = pool.submit(watch)
@@ -93,6 +93,26 @@ def test_concurrent_requests_equal_requests_alone(server: ServerProcess) -> None
         while client.get("/health").json()["running"]:
             assert time.monotonic() < end
         assert client.get("/health/generate").json()["status"] == "ok"
+
+
+def test_guided_requests_are_answered_in_a_batch() -> None:
+    """Each takes both sequences of this server, so the others wait for it."""
+    guidance = {"guidance_scale": 2.0, "negative_prompt": "def other():\n", "stop": None}
+    bodies = [request_body(number) | (guidance if number % 2 else {}) for number in range(6)]
+    with (
+        ServerProcess([*EXACT, "--max-num-seqs", "2"]) as server,
+        httpx.Client(base_url=server.url, timeout=120) as client,
+        ThreadPoolExecutor(len(bodies)) as pool,
+    ):
+
+        def text(body: dict[str, Any]) -> str:
+            answer = client.post("/v1/completions", json=body)
+            assert answer.status_code == 200, answer.text
+            return answer.json()["choices"][0]["text"]
+
+        alone = [text(body) for body in bodies]
+        assert [*pool.map(text, bodies)] == alone
+        assert all(text(body | {"guidance_scale": 1.0}) != alone[i] for i, body in enumerate(bodies) if i % 2)
 
 
 def test_choices_of_one_request(server: ServerProcess) -> None:

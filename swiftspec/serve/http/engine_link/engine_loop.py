@@ -21,10 +21,10 @@ from swiftspec.serve.http.engine_link import frames
 from swiftspec.serve.http.engine_link.frames import FrontEndLost
 
 if TYPE_CHECKING:
+    from swiftspec.batching.decoding import BatchRequest
     from swiftspec.engine import Stats, TokenChunk
     from swiftspec.llm import LLMBase
     from swiftspec.messages import Logprob
-    from swiftspec.smc.decoding import BatchRequest
 
 
 class FrameLink(Protocol):

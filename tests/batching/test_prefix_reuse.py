@@ -12,13 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from swiftspec.backends import reference
+from swiftspec.batching.prefix_reuse import SequencePrefixes
 from swiftspec.cache.kv import KVCache
 from swiftspec.cache.model_cache import ModelCache
 from swiftspec.config import EngineConfig, PopulationConfig
 from swiftspec.llm import LLM, Completion
 from swiftspec.params import SamplingParams
-from swiftspec.smc.prefix_reuse import SequencePrefixes
-from tests.support.roles import population_of
+from tests.support.roles import scheduler_of
 from tests.support.tiny_checkpoints import make_pair
 
 TEXTS = st.lists(st.integers(0, 1), min_size=1, max_size=80)
@@ -33,13 +33,13 @@ def test_cached_prefixes_equal_what_was_prefilled(requests: Sequence[tuple[list[
     cache = ModelCache(KVCache(1, 1, 1, 80, reference.make_slot_mover), 3)
     texts, busy = SequencePrefixes([cache]), list[int]()
     for text, goes_on in requests:
-        sequence, cached = texts.acquire(text, busy)
+        sequence, cached = texts.acquire(text, busy, 1)
         assert sequence not in busy and cached <= len(text) - 1
         assert cache.kv.k[0, sequence, 0, :cached, 0].tolist() == text[:cached]
         first = cache.append_prefix(len(text) - 1 - cached, sequence)
         cache.kv.k[0, sequence, 0, first : len(text) - 1, 0] = torch.tensor(text[cached:-1], dtype=torch.float32)
-        texts.set_prefix(sequence, text[:-1])
-        again = [texts.acquire(text, [*busy, sequence])[1]] if len(busy) < 2 else []
+        texts.set_prefix(sequence, text[:-1], 1)
+        again = [texts.acquire(text, [*busy, sequence], 1)[1]] if len(busy) < 2 else []
         assert again in ([], [len(text) - 1])
         busy = [*busy, sequence][-2:] if goes_on else busy
 
@@ -50,9 +50,9 @@ def test_the_least_recently_used_sequence_is_reused() -> None:
 
     def read(*tokens: int) -> tuple[int, int]:
         text = [token for token in tokens for _ in range(40)] + [0]
-        sequence, cached = texts.acquire(text, ())
+        sequence, cached = texts.acquire(text, (), 1)
         cache.append_prefix(len(text) - 1 - cached, sequence)
-        texts.set_prefix(sequence, text[:-1])
+        texts.set_prefix(sequence, text[:-1], 1)
         return sequence, cached
 
     one, two, three = read(1, 2), read(3, 4), read(5)
@@ -91,6 +91,6 @@ def test_a_batch_prefills_only_new_tokens(pair: tuple[Path, Path], plan: EngineC
     for each, turn in zip(next_turn, turns, strict=False):
         assert least - 1 <= each.stats.cached_tokens < len(turn)
     assert next_turn[2].stats.cached_tokens == 0
-    assert not population_of(engine).groups
+    assert not scheduler_of(engine).groups
     forgetful = LLM(*pair, plan, prefix_cache_memory=0, **options).generate_batch(questions, sampling)
     assert [(each.token_ids, each.stats.cached_tokens) for each in forgetful] == [(each.token_ids, 0) for each in first]

@@ -3,6 +3,7 @@ leaked."""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
@@ -13,17 +14,16 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from swiftspec.backends import reference
+from swiftspec.batching.decoding import decode_groups
+from swiftspec.batching.rows import DEAD
+from swiftspec.batching.sequence_group import SequenceGroup
 from swiftspec.config import PopulationConfig
 from swiftspec.params import SamplingParams
-from swiftspec.smc.decoding import decode_population
-from swiftspec.smc.group_result import GroupResult
-from swiftspec.smc.particles import DEAD
-from swiftspec.smc.population import SequenceGroup
 from tests.smc.test_smc_distribution import RunResults, check_unbiased
 from tests.support.fake_cuda_graphs import Rerun
 from tests.support.history_models import HistoryModel, global_power, make_worker, population
 from tests.support.history_models import run as decode
-from tests.support.roles import SequentialPopulation, make_population, make_runner, request_start
+from tests.support.roles import SequentialScheduler, make_runner, make_scheduler, request_start
 
 WARM = SamplingParams(temperature=0.8)
 FILTERED: dict[str, Any] = {"top_k": 2, "min_p": 0.05}
@@ -40,7 +40,7 @@ class RequestSpec:
     stops: frozenset[int]
     limit: int
 
-    def admit(self, worker: SequentialPopulation) -> SequenceGroup:
+    def admit(self, worker: SequentialScheduler) -> SequenceGroup:
         return worker.admit(request_start(self.prompt, self.sampling), self.stops, self.limit)
 
 
@@ -53,19 +53,20 @@ def mixed(count: int) -> list[RequestSpec]:
     return [RequestSpec(*spec, *end) for spec, end in zip(zip(prompts, sampling), ends)]
 
 
-def decode_together(worker: SequentialPopulation, requests: Sequence[RequestSpec]) -> dict[int, GroupResult]:
+def decode_together(worker: SequentialScheduler, requests: Sequence[RequestSpec]) -> dict[int, Any]:
     """Decodes all of them as sequences become free, and checks that the streamed tokens of each form its answer."""
-    waiting, numbers = iter(enumerate(requests)), dict[SequenceGroup, int]()
+    waiting, numbers = deque(enumerate(requests)), dict[SequenceGroup, int]()
     streamed: dict[int, list[int]] = {}
-    answers: dict[int, GroupResult] = {}
+    answers: dict[int, Any] = {}
 
     def admit() -> bool:
-        number, spec = next(waiting, (0, None))
-        if spec is not None:
-            numbers[spec.admit(worker)] = number
-        return spec is not None
+        if not waiting or not worker.has_room(waiting[0][1].sampling):
+            return False
+        number, spec = waiting.popleft()
+        numbers[spec.admit(worker)] = number
+        return True
 
-    for group, tokens in decode_population(worker, admit):
+    for group, tokens in decode_groups(worker, admit):
         streamed.setdefault(numbers[group], []).extend(tokens)
         if group.answer is not None:
             answers[numbers[group]] = group.answer
@@ -77,7 +78,7 @@ def decode_together(worker: SequentialPopulation, requests: Sequence[RequestSpec
 def test_each_group_equals_itself_alone(plan: PopulationConfig) -> None:
     """With any number of groups, with room or compacted often, and with the host one round behind."""
     requests, alone = mixed(10), make_worker(*MODELS, plan, max_tokens=24, slots=400)
-    wanted = dict[int, GroupResult]()
+    wanted = dict[int, Any]()
     for number, spec in enumerate(requests):
         decode(alone, spec.prompt, spec.sampling, set(spec.stops), spec.limit)
         wanted[number] = alone.answer()
@@ -107,10 +108,10 @@ def test_captured_rounds_do_not_change_idle_groups(slots: int, lag: int) -> None
     plan = PopulationConfig(3, 2, 0.0, smc_groups=4)
     specs = [(0, 24, ()), (1, 4, ()), (2, 4, {1}), (3, 4, ()), *((seed, 24, ()) for seed in (4, 5, 6)), (7, 9, {1})]
     requests = [RequestSpec((0, 1), replace(WARM, seed=seed), frozenset(stops), limit) for seed, limit, stops in specs]
-    found: list[dict[int, GroupResult]] = []
+    found: list[dict[int, Any]] = []
     for capture in (None, Rerun()):
         target, draft = (make_runner(model, Capturing(), context=40, tree_slots=slots) for model in MODELS)
-        worker = make_population(target, draft, plan, max_tokens=24, lag=lag, captures=(capture, capture))
+        worker = make_scheduler(target, draft, plan, max_tokens=24, lag=lag, captures=(capture, capture))
         found.append(decode_together(worker, requests))
         assert (worker.executors[0].name == "graph") == (capture is not None)
         assert capture is None or capture.captures > 2
@@ -125,7 +126,7 @@ def test_several_groups_follow_the_distribution() -> None:
     sequence, with another prompt and penalties."""
     plan, limit = PopulationConfig(48, 2, 0.7, 2.0, smc_groups=3), 4
     target, draft = HistoryModel(3, 1), HistoryModel(3, 2, 0.6)
-    worker = make_worker(target, draft, plan, slots=1 + 4 * plan.slots_per_round)
+    worker = make_worker(target, draft, plan, slots=1 + 4 * plan.shape.slots_per_round)
     specs = [((0, 1), replace(WARM, temperature=0.7)), ((0, 1), replace(WARM, **FILTERED))]
     specs.append(((2, 0), replace(WARM, **PENALISED)))
     found = [RunResults(target, []) for _ in specs]
@@ -136,14 +137,14 @@ def test_several_groups_follow_the_distribution() -> None:
         worker.launch()
         worker.collect()
         assert not visitor.is_finished
-        worker.release(visitor)
+        worker.evict(visitor)
         groups.append(late.admit(worker))
         assert groups[-1].sequence == visitor.sequence
         while worker.launch():
             worker.collect()
         for group, each in zip(groups, found, strict=True):
-            each.distributions.append(population(worker, worker._order.index(group.sequence)))
-            worker.release(group)
+            each.distributions.append(population(worker, worker.round.order.index(group.sequence)))
+            worker.evict(group)
     for (prompt, sampling), each in zip(specs, found, strict=True):
         check_unbiased(each, global_power(target, prompt, sampling, 2.0, {2}, limit))
 
@@ -177,7 +178,7 @@ class SequenceGroups(RuleBasedStateMachine):
     )  # fmt: skip
     def admit(self, prompt: list[int], seed: int, shaped: dict[str, Any], stops: frozenset[int], limit: int) -> None:
         spec = RequestSpec(tuple(prompt), replace(WARM, seed=seed, **shaped), stops, limit)
-        assert self.worker.has_room
+        assert self.worker.has_room(WARM)
         self.admitted[spec.admit(self.worker)] = spec
 
     @rule()
@@ -188,7 +189,7 @@ class SequenceGroups(RuleBasedStateMachine):
         assert all(group.rounds == rounds + 1 for group, rounds in going.items() if not group.full)
         for group in [group for group in self.admitted if group.is_finished]:
             spec, answer = self.admitted.pop(group), self.worker.finish(group)
-            self.worker.release(group)
+            self.worker.evict(group)
             assert answer.tokens == self.wanted(spec)
             assert answer.tokens[: len(group.tokens)] == group.tokens
 
@@ -197,16 +198,16 @@ class SequenceGroups(RuleBasedStateMachine):
     def cancel(self, which: int) -> None:
         group = [*self.admitted][which % len(self.admitted)]
         del self.admitted[group]
-        self.worker.release(group)
+        self.worker.evict(group)
 
     @invariant()
     def no_place_is_lost(self) -> None:
         worker, p = self.worker, self.worker.particles
-        assert worker.groups == [*self.admitted] and worker.has_room == (len(self.admitted) < self.G)
-        assert sorted(worker._order) == [*range(self.G)] == sorted(worker.round._sequences.tolist())
+        assert worker.groups == [*self.admitted] and worker.has_room(WARM) == (len(self.admitted) < self.G)
+        assert sorted(worker.round.order) == [*range(self.G)] == sorted(worker.round._sequences.tolist())
         assert len({group.sequence for group in self.admitted}) == len(self.admitted)
         used = {group.sequence: group.used_slots for group in self.admitted}
-        for at, sequence in enumerate(worker._order):
+        for at, sequence in enumerate(worker.round.order):
             state = p.slot_states(self.SLOTS)[at]
             if sequence not in used:
                 assert (state == DEAD).all() and p.finished[at].all(), "a slot is leaked"

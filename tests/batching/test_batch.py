@@ -12,6 +12,7 @@ import torch
 
 from swiftspec import _C
 from swiftspec.backends import cpu, reference
+from swiftspec.batching.decoding import BatchDecoding, BatchRequest
 from swiftspec.cache.model_cache import ModelCache
 from swiftspec.config import EngineConfig, PopulationConfig
 from swiftspec.engine import Stats, StopCriteria
@@ -19,11 +20,10 @@ from swiftspec.errors import NonFiniteLogits, UserError
 from swiftspec.llm import LLM
 from swiftspec.model.batch import Batch, ForwardOutput
 from swiftspec.params import SamplingParams
-from swiftspec.smc.decoding import BatchRequest, ParticleDecoding
-from swiftspec.smc.limits import region_slots
+from swiftspec.smc.limits import particle_region_slots
 from tests.model.test_loader import quantise
 from tests.support.history_models import HistoryModel, make_worker
-from tests.support.roles import population_of, request_start
+from tests.support.roles import request_start, scheduler_of
 from tests.support.tiny_checkpoints import make_pair
 
 
@@ -69,7 +69,7 @@ def test_each_request_of_a_batch_equals_itself_alone(
     """Native operators in bfloat16, whose rows are bitwise independent; reference operators in float64."""
     pair = request.getfixturevalue(models)
     several, one = llm(pair, groups, dtype=dtype), llm(pair, 1, dtype=dtype)
-    assert population_of(several).target.ops is (cpu if dtype == torch.bfloat16 else reference)
+    assert scheduler_of(several).target.ops is (cpu if dtype == torch.bfloat16 else reference)
     prompts, sampling = zip(*requests_of(count), strict=True)
     assert max(map(len, prompts)) > 90 and min(map(len, prompts)) < 40
     found = several.generate_batch(prompts, sampling)
@@ -90,11 +90,11 @@ def test_a_cancelled_request_does_not_affect_others(pair: tuple[Path, Path]) -> 
         outputs[index] += chunk.token_ids
         reasons[index] = chunk.finish_reason
     assert (outputs[0], outputs[2]) == (wanted[0], wanted[2]) and reasons == {0: "length", 1: "abort", 2: "length"}
-    assert not population_of(engine).groups
+    assert not scheduler_of(engine).groups
     left = engine.stream_batch([[7, 8]] * 3, sampling)
     next(left)
     left.close()
-    assert not population_of(engine).groups and engine.generate([7, 8], sampling[0]).token_ids == wanted[0]
+    assert not scheduler_of(engine).groups and engine.generate([7, 8], sampling[0]).token_ids == wanted[0]
 
 
 def test_a_batch_runs_sequentially_if_only_one_fits(pair: tuple[Path, Path]) -> None:
@@ -122,7 +122,7 @@ def test_logits_that_are_not_finite_end_only_their_request(lag: int) -> None:
     """A prompt may end with that token; the other requests avoid it."""
     plan = PopulationConfig(3, 2, smc_groups=3)
     worker = make_worker(NonFiniteModel(4, 1), HistoryModel(4, 2), plan, max_tokens=12, slots=64, lag=lag)
-    decoding = ParticleDecoding(worker)
+    decoding = BatchDecoding(worker)
     bias = {3: -1e9}  # no request generates it
     ends = StopCriteria(9, ())
     requests = [
@@ -163,4 +163,4 @@ def test_an_invalid_batch_is_refused(pair: tuple[Path, Path]) -> None:
     with pytest.raises(
         UserError, match=r"8 particles with 64 draft tokens in each of 40 groups do not fit .* at most 5"
     ):
-        region_slots(PopulationConfig(8, 64, smc_groups=40), 512)
+        particle_region_slots(PopulationConfig(8, 64, smc_groups=40), 512)

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from swiftspec.smc import chain_verification as verify
+from swiftspec.backends.reference import chains as verify
 from swiftspec.tree import acceptance as tree_walk
 from tests.support.cases import fast_first
 from tests.tree.test_rejection import KINDS, distributions

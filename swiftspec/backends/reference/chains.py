@@ -1,9 +1,9 @@
 """Batched verification of draft chains: the number of draft tokens that the target accepts, and its bonus token.
 
-`verify_by_rejection` and `accept_matching_prefix` run on the device, without branches and without loops over requests.
-Trees are verified on the host, one at a time (tree/acceptance.py, tree/rejection.py). Both functions are exact for any
-sampling parameters: the caller applies temperature, filters, penalties and bias to the logits, and forbidden tokens are
--inf.
+The functions run on the device, without branches and without loops over requests. They are exact for any sampling
+parameters: the caller applies filters and penalties to the logits, and forbidden tokens are -inf. Not part of the
+operator protocol of the backends, since only batches need them. Trees are verified on the host, one at a time
+(tree/acceptance.py, tree/rejection.py).
 
 Shapes: one chain of K draft tokens per request, V tokens in the vocabulary.
 """

@@ -3,18 +3,24 @@ synchronisation."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
 import torch
 from torch import Tensor
 
-from swiftspec.backends.reference import Scores
+from swiftspec.backends.reference import Scores, chains
+from swiftspec.backends.reference.chains import ChainVerdict
+from swiftspec.backends.reference.noise import counters, gumbel, row_bits
 from swiftspec.params import SamplingParams
 from swiftspec.runtime.executors.graph import logits_key
 from swiftspec.sampling import filters
 from swiftspec.sampling.sampler import Sampler, SamplerOps
+
+# operators of backends/cuda/chains.py
+MatchChains = Callable[[Tensor, int, Tensor, Tensor | None, Scores], ChainVerdict]
+RejectChains = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], ChainVerdict]
 
 
 class LogitsProcessor:
@@ -87,14 +93,58 @@ class LogitsProcessor:
 
         Returns the tokens [rows], -1 where logits are not finite.
         """
-        params, bias, temperature = self._draft.params, self._draft.bias, 1.0
+        logits, scores = self._autoregressive_scores(logits)
+        if self.greedy or keys is None:
+            return self._ops.draw(logits, self._vocab, scores)
+        return self._ops.draw_keyed(logits, self._vocab, keys, scores)[0]
+
+    def match_chains(self, logits: Tensor, tokens: Tensor, keys: Tensor | None) -> ChainVerdict:
+        """Accepts the draft tokens before the first one that differs from the token of autoregressive decoding.
+
+        `logits`: the target's raw logits, [requests, K + 1, at least V].
+        `tokens`: [requests, K].
+        `keys`: [requests, K + 1], keys of the sampling noise; None at temperature 0.
+
+        The bonus token is -1 where logits are not finite.
+        """
+        shape, rows, keys = logits.shape[:2], logits.flatten(0, 1), None if self.greedy else keys
+        # optional operator: backends without it use the reference implementation
+        fused: MatchChains | None = getattr(self._ops, "match_chains", None)
+        if fused is None:
+            best = self.draw_autoregressive(rows, None if keys is None else keys.flatten())
+            return chains.accept_matching_prefix(best.view(shape), tokens)
+        rows, scores = self._autoregressive_scores(rows)
+        return fused(rows.view(*shape, -1), self._vocab, tokens, keys, scores)
+
+    def reject_chains(
+        self, logits: Tensor, draft: Tensor, tokens: Tensor, uniforms: Tensor, keys: Tensor
+    ) -> ChainVerdict:
+        """Accepts draft tokens by rejection sampling.
+
+        `logits`: the target's raw logits, [requests, K + 1, at least V].
+        `draft`: the draft's processed logits, [requests, K, V].
+        `tokens`: [requests, K], sampled from the draft's distribution.
+        `uniforms`: [requests, K], uniform in (0, 1).
+        `keys`: [requests], keys of the noise of the token after the accepted ones.
+
+        The bonus token is -1 where logits are not finite.
+        """
+        target = self.target(logits.flatten(0, 1)).view(*logits.shape[:2], -1)
+        # optional operator: backends without it use the reference implementation
+        fused: RejectChains | None = getattr(self._ops, "reject_chains", None)
+        if fused is not None:
+            return fused(target, draft, tokens, uniforms, keys)
+        noise = gumbel(row_bits(keys, counters(range(self._vocab), keys.device)), target.dtype)
+        found = chains.verify_by_rejection(target, draft, tokens, uniforms, noise)
+        last = target.gather(1, found.count[:, None, None].expand(-1, 1, target.shape[-1]))
+        return replace(found, bonus=torch.where(last.isnan().flatten(1).any(-1), -1, found.bonus))
+
+    def _autoregressive_scores(self, logits: Tensor) -> tuple[Tensor, Scores]:
+        """Returns logits [rows, at least V], and the bias and temperature still to be applied to them, from which
+        autoregressive decoding draws tokens. `logits`: raw."""
         if self.filtered:
-            logits, bias = self.target(logits), None
-        elif not params.greedy:
-            temperature = params.temperature
-        if params.greedy or keys is None:
-            return self._ops.draw(logits, self._vocab, Scores(temperature, bias))
-        return self._ops.draw_keyed(logits, self._vocab, keys, Scores(temperature, bias))[0]
+            return self.target(logits), Scores()
+        return logits, Scores(1.0 if self.greedy else self._draft.params.temperature, self._draft.bias)
 
     def log_probs(self, logits: Tensor, tokens: Tensor) -> Tensor:
         """Returns the log-probabilities [rows] of `tokens` [rows] under raw logits [rows, at least V] with bias and

@@ -1,49 +1,45 @@
-"""One round of all groups on the device: K draft forwards, one target forward, weights, bonus token, resampling; no
-host work.
+"""One round of all groups on the device: K draft forwards, one target forward, verification; no host work.
 
 A round has the same shape whatever it samples, and tensors on the device hold its state, so it never synchronises with
 the host. Everything that it reads and writes stays at fixed addresses, so that a CUDA graph can capture it: one graph
 per window width and number of groups.
 
 The groups that take part are the first ones in every tensor, ordered by cache sequence. They form one flat batch,
-ordered by group, then step, then particle. Each forward runs over the whole batch, and so does all later processing,
+ordered by group, then step, then row. Each forward runs over the whole batch, and so does all later processing,
 except where requests have different logits parameters: then each run of consecutive groups with equal parameters
 (`GroupSpan`) is processed separately.
 
-Shapes: `groups` is the number of groups that take part, `width` the number of tree slots in use (the window); N
-particles per group, K draft tokens per round, V tokens in the vocabulary. Source: SMC-SD engine v0.1 section 3.3, v0.2
-sections 3 to 5; smc/weights.py derives the distribution.
+Shapes: `groups` is the number of groups that take part, `width` the number of tree slots in use (the window); N rows
+per group, K draft tokens per round, V tokens in the vocabulary. Source: SMC-SD engine v0.1 section 3.3, v0.2 sections
+3 to 5.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Hashable, Iterator, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import repeat
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from swiftspec.backends.reference import resampling
-from swiftspec.backends.reference.resampling import Resample
-from swiftspec.config import PopulationConfig
+from swiftspec.batching.group_method import DraftedTokens, GroupMethod, RoundVerdict, join_verdicts
+from swiftspec.batching.logits_processor import GroupSpan, LogitsProcessor, concatenate, group_spans, penalise_spans
+from swiftspec.batching.rows import GroupRows
+from swiftspec.batching.sequence_group import CompanionSequence
 from swiftspec.model.batch import Batch
 from swiftspec.params import SamplingParams
 from swiftspec.runtime.executors.graph import logits_key
 from swiftspec.runtime.runner import PREFILL_CHUNK_TOKENS, Runner
-from swiftspec.smc.logits_processor import GroupSpan, LogitsProcessor, concatenate, group_spans, penalise_spans
-from swiftspec.smc.noise_streams import ParticleStreams
-from swiftspec.smc.particles import Particles
-from swiftspec.smc.verification import DraftedTokens, RoundVerdict, verify_round
 
 
 @dataclass(frozen=True, slots=True)
 class RoundContext:
     """Inputs of a round, the same for all its steps."""
 
-    particles: Particles  # the groups that take part
+    rows: GroupRows  # of the groups that take part
     spans: list[GroupSpan]
     width: int  # tree slots in use, rounded up to a mask width
     slots: Tensor  # [groups, N, K + 1], tree slots of the round's tokens
@@ -52,65 +48,64 @@ class RoundContext:
 
 @dataclass(frozen=True, slots=True)
 class DraftChains:
-    """The draft tokens of a round, one chain per particle, and what the verification needs of them."""
+    """The draft tokens of a round, one chain per row, and what the verification needs of them."""
 
     tokens: Tensor  # [groups, N, K]
     log_q: Tensor  # [groups, N, K], log-probabilities of the tokens under q
     logits: list[list[Tensor]]  # per span: the draft's logits [rows, V] of each step that may be rejected
-    keys: list[Tensor | None]  # noise keys [groups * N] of each step with coupled verification, else empty
+    keys: list[Tensor | None]  # noise keys [groups * N] of each step
     pending_slots: Tensor  # [groups, N], tree slots of the pending tokens
     views: list[Tensor]  # K + 1 tree masks [groups, N, width]: of the pending token, then of each draft token
     counts: list[Tensor]  # K + 1 token counts [groups, N, V] of the text up to each of them; empty without penalties
 
 
-class PopulationRound:
-    """Device side of a population: the tensors of all groups and their noise, and the operators of a round on both
-    models."""
+class GroupRound:
+    """Device side of a scheduler: the tensors of all groups, and the operators of a round on both models."""
 
-    def __init__(self, target: Runner, draft: Runner, config: PopulationConfig, max_tokens: int) -> None:
-        vocab, groups, device = target.vocab, config.smc_groups, target.model.device
-        self._target, self._draft, self._config, self._vocab = target, draft, config, vocab
-        slots = min(target.tree_slots, draft.tree_slots)
-        # optional operator: backends without it use the reference implementation
-        resample: Resample = getattr(target.ops, "resample", resampling.resample)
-        shape = groups, config.particles, config.smc_draft_tokens, slots, max_tokens
-        self.particles = Particles(*shape, device, resample)
-        self._by_count = [self.particles.first_groups(count) for count in range(groups + 1)]
-        # every round adds at least one token, so there are at most max_tokens rounds
-        self.streams = ParticleStreams(groups, config.particles, device, max_tokens)
+    def __init__(self, target: Runner, draft: Runner, method: GroupMethod[Any, Any]) -> None:
+        vocab, shape, device = target.vocab, method.shape, target.model.device
+        groups = shape.max_groups
+        self._target, self._draft, self._method, self._vocab = target, draft, method, vocab
+        self._by_count = [method.rows.first_groups(count) for count in range(groups + 1)]
         self._prefix = torch.zeros(groups, dtype=torch.int64, device=device)  # prefix lengths, equal in both caches
         self._sequences = torch.arange(groups, device=device)
         self._stops = torch.zeros(groups, vocab, dtype=torch.bool, device=device)
         self._prompts = torch.zeros_like(self._stops)  # the tokens of each prompt, for penalties
         self._processors: list[LogitsProcessor | None] = [None] * groups
-        self._sampling_spans: dict[
-            int, list[tuple[int, float, Tensor | None]]
-        ] = {}  # cache of `sampling_spans`, by number of groups
-        self._ticks = torch.arange(config.smc_draft_tokens + 1, device=device)
+        self._companions: list[CompanionSequence | None] = [None] * groups
+        self.order = [*range(groups)]  # cache sequence of the group at each position of the tensors
+        # cache of `sampling_spans`, by number of groups
+        self._sampling_spans: dict[int, list[tuple[int, float, Tensor | None]]] = {}
         self._no_kv_len = torch.zeros(groups, dtype=torch.int64, device=device)
-        books = [self._prefix, self._sequences, self._stops]
-        self._header_len = 3 + self.particles.tokens.shape[-1]
-        self._tensors = [*self.particles.state, *self.streams.state, *books]
+        self._header_len = 3 + method.rows.tokens.shape[-1]
+        self._tensors = [
+            *method.rows.state, *method.streams.state, self._prefix, self._sequences, self._stops
+        ]  # fmt: skip
 
     def open(
-        self, group: int, prompt: Sequence[int], sampling: SamplingParams, stops: Collection[int], limit: int
-    ) -> None:
-        """Starts a request in the group at position `group`: fans out N particles from `prompt`, whose tokens except
-        the last are prefilled. `stops`: stop tokens. `limit`: maximum number of output tokens."""
+        self, group: int, prompt: Sequence[int], sampling: SamplingParams, stops: Collection[int], limit: int,
+        companion: CompanionSequence | None = None,
+    ) -> None:  # fmt: skip
+        """Starts a request in the group at position `group`: N rows from `prompt`, whose tokens except the last are
+        prefilled. `stops`: stop tokens. `limit`: maximum number of output tokens. `companion`: the unconditional
+        sequence of a guided request, which is prefilled too."""
         key = logits_key(sampling)
         alike = [processor for processor in self._processors if processor is not None and processor.key == key]
         # reuse an equal processor, since graphs have captured its tensors
         processor = alike[0] if alike else LogitsProcessor(sampling, self._vocab, self._stops.device, self._target.ops)
         self._processors[group] = processor
         self._sampling_spans.clear()
-        self.streams.seed(group, sampling.seed)
+        self._method.streams.seed(group, sampling.seed)
         self._stops[group] = False
         known = torch.tensor([token for token in stops if token < self._vocab], dtype=torch.int64)
         self._stops[group, known.to(self._stops.device)] = True
         self._prompts[group] = False
         self._prompts[group, torch.tensor(prompt, device=self._prompts.device)] = True
         self._prefix[group].fill_(len(prompt) - 1)
-        self.particles.fan_out(group, prompt[-1], len(prompt) - 1, limit)
+        self._companions[group] = companion
+        if companion is not None:
+            self._prefix[self._place_of(companion)].fill_(len(companion.guidance.tokens) - 1)
+        self._method.rows.open(group, prompt[-1], len(prompt) - 1, limit)
 
     def rearrange(self, order: Sequence[int]) -> None:
         """Moves the group at position `order[i]` to position i, for every i."""
@@ -118,22 +113,27 @@ class PopulationRound:
         for tensor in (*self.tensors, self._prompts):
             tensor.index_copy_(0, moved[:, 0], tensor.index_select(0, moved[:, 1]))
         self._processors = [self._processors[place] for place in order]
+        self._companions = [self._companions[place] for place in order]
+        self.order = [self.order[place] for place in order]
         self._sampling_spans.clear()
 
     def compact(self, group: int, path: Sequence[int], keep: Sequence[int]) -> None:
-        """Updates the group at position `group` after `ModelCache.commit_sequence(path, keep)` in both caches."""
-        self.particles.compact(group, path, keep)
+        """Updates the group at position `group` after `ModelCache.commit_sequence(path, keep)` in the caches of its
+        sequences."""
+        self._method.rows.compact(group, path, keep)
         self._prefix[group] += len(path)
+        companion = self._companions[group]
+        if companion is not None:
+            self._prefix[self._place_of(companion)] += len(path)
 
-    def rejects(self, sampling: SamplingParams) -> bool:
-        """Returns whether a round may reject draft tokens of a request with these parameters, so that its particles
-        grow by fewer than K + 1 tokens."""
-        return sampling.filtered or self._config.smc_exact > 0 or self._config.chains is not None
+    def _place_of(self, companion: CompanionSequence) -> int:
+        """Returns the position of a companion sequence in the tensors; no group has its rows there."""
+        return self.order.index(companion.sequence)
 
     @property
     def state(self) -> list[Tensor]:
         """The tensors that a round changes, except keys and values, which a repeated round overwrites."""
-        return self.particles.state
+        return self._method.rows.state
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -172,48 +172,33 @@ class PopulationRound:
         `width`: number of tree slots in each group's window, including those that the round allocates.
 
         Returns [groups, header_len + width] int64, to be read by the host. Per group: length of the common prefix, or
-        -1 if logits or weights are not finite; number of finished particles; number of accepted draft tokens of all
-        particles; the tokens of row 0; the state of each slot of the window (`Particles.slot_states`).
+        -1 if logits or weights are not finite; number of finished rows; number of accepted draft tokens of all
+        rows; the tokens of row 0; the state of each slot of the window (`GroupRows.slot_states`).
         """
-        p = self._by_count[groups]
-        kv_len = self._no_kv_len.index_copy(0, self._sequences[:groups], self._prefix[:groups] + width)
-        context = RoundContext(p, group_spans(self._processors[:groups]), width, p.new_slots(), kv_len)
-        keys = self._keys(context)
+        rows, method = self._by_count[groups], self._method
+        spans = group_spans(self._processors[:groups])
+        context = RoundContext(rows, spans, width, rows.new_slots(), self._kv_len(slice(groups), width))
+        keys = method.noise_keys(rows, spans)
         chains = self._draft_tokens(context, keys)
         verdict = self._verify(context, self._score(context, chains), chains, next(keys))
-        broken = (verdict.bonus < 0).any(-1) | verdict.log_weight_increments.isnan().flatten(1).any(-1)
-        p.append_round(
-            chains.tokens,
-            verdict.accepted,
-            verdict.bonus.clamp_min(0),
-            verdict.log_weight_increments,
-            self._stops[:groups],
-            width,
-        )
-        if self._config.chains is None:
-            p.resample(self._config.ess_threshold, self.streams.resampling(p.rounds), width)
+        not_finite = verdict.not_finite()
+        method.append(rows, chains.tokens, verdict, self._stops[:groups], width)
         books = torch.stack(
-            (torch.where(broken, -1, p.common_lengths()), p.finished.sum(-1), verdict.accepted.sum(-1)), 1
+            (torch.where(not_finite, -1, rows.common_lengths()), rows.finished.sum(-1), verdict.accepted.sum(-1)), 1
         )
-        return torch.cat((books, p.tokens[:, 0], p.slot_states(width)), 1)
+        return torch.cat((books, rows.tokens[:, 0], rows.slot_states(width)), 1)
 
-    def _keys(self, context: RoundContext) -> Iterator[Tensor | None]:
-        """Yields the noise keys [groups * N] of each draft step, then those of the token after the draft tokens. Chains
-        with coupled verification get the keys of autoregressive decoding, so that the draft samples with the target's
-        noise, or None if all requests are greedy."""
-        p = context.particles
-        if self._config.chains != "match":
-            return self.streams.round_keys(p.clock[:, None] + self._ticks)
-        if all(span.processor.greedy for span in context.spans):
-            return repeat(None)
-        return self.streams.target_keys(p.tail_positions[..., 1:] + 1 + self._ticks)
+    def _kv_len(self, places: Tensor | slice, width: int) -> Tensor:
+        """Returns for each cache sequence the slot at which its window ends, [sequences]; 0 for those that are not at
+        `places` in the tensors."""
+        return self._no_kv_len.index_copy(0, self._sequences[places], self._prefix[places] + width)
 
     def _draft_tokens(self, context: RoundContext, keys: Iterator[Tensor | None]) -> DraftChains:
         """Samples K draft tokens per row with K draft forwards, the first over the last two tokens of each row, which
         have no draft KV."""
-        p, n = context.particles, context.particles.count
+        p, n = context.rows, context.rows.count
         tail, last, pending = self._tail(context)
-        count, deferred = self._config.smc_draft_tokens, self._config.deferred_bonus
+        count, deferred = self._method.shape.draft_tokens, self._method.shape.deferred_bonus
         m = 2 if deferred else 1  # 1: the KV of the last draft token was computed at the end of its round
         tails = p.tail_tokens, p.tail_positions, tail
         unread, at, slots = (each[..., -m:].transpose(1, 2).contiguous() for each in tails)
@@ -232,14 +217,14 @@ class PopulationRound:
                     0, 1
                 )
             given, drawn, log = next(keys), list[Tensor](), list[Tensor]()
-            if self._config.chains == "match":
-                drawn_by.append(given)
+            drawn_by.append(given)
             for span, kept in zip(context.spans, shaped, strict=True):
                 mine = span.rows(n)
-                token, log_of = self._draw(span.processor, logits[mine], None if given is None else given[mine])
+                noise = None if given is None else given[mine]
+                token, log_of = self._method.draw(span.processor, logits[mine], noise)
                 drawn.append(token)
                 log.append(log_of)
-                if self._keeps_logits(span.processor, step):
+                if self._method.keeps_logits(span.processor, step):
                     kept.append(span.processor.tempered(logits[mine]))
             tokens.append(concatenate(drawn).view(p.groups, n))
             log_q.append(concatenate(log).view(p.groups, n))
@@ -252,31 +237,13 @@ class PopulationRound:
         log = torch.stack(log_q, -1).to(torch.float64)
         return DraftChains(torch.stack(tokens, -1), log, shaped, drawn_by, tail[..., 1], views, counts)
 
-    def _draw(self, processor: LogitsProcessor, logits: Tensor, keys: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Samples a draft token from each row. Returns the tokens [rows] and their log-probabilities [rows], which are
-        0 for coupled verification, where they are not used."""
-        if self._config.chains == "match":
-            tokens = processor.draw_autoregressive(logits, keys)
-            tokens = tokens.clamp_min_(0)  # -1 marks logits that are not finite; any token is a valid proposal
-            return tokens, torch.zeros_like(tokens, dtype=torch.float64)
-        assert keys is not None
-        tokens, log_probs = processor.draw(logits, keys)
-        return tokens.clamp_min_(
-            0
-        ), log_probs  # -1 marks logits that are not finite: its weight is NaN, or it is rejected
-
-    def _keeps_logits(self, processor: LogitsProcessor, step: int) -> bool:
-        """Returns whether the verification of a draft step needs the draft's logits."""
-        outside = processor.filtered and self._config.chains is None
-        return outside or step < self._config.num_rejection_tokens
-
     def _tail(self, context: RoundContext) -> tuple[Tensor, Tensor, Tensor]:
         """Returns the tree slots [groups, N, 2] of the last two tokens of each row, which have no draft KV, and the
         tree masks [groups, N, width] of the first and of the second of them.
 
         A finished row has freed its slots, so it writes to one of its new slots, which is never read.
         """
-        p = context.particles
+        p = context.rows
         window = p.mask[..., : context.width]
         tail = torch.where(p.finished[..., None], context.slots[..., -1:], p.tail_slots)
         last, pending = tail[..., :1], tail[..., 1:]
@@ -286,19 +253,47 @@ class PopulationRound:
     def _score(self, context: RoundContext, chains: DraftChains) -> Tensor:
         """Runs the target over pending and draft tokens. Returns logits [groups, K + 1, N, at least V], with the
         penalties applied if a request has any."""
-        p = context.particles
-        logits = self._forward(
-            self._target,
-            context,
+        p = context.rows
+        inputs = (
             torch.cat((p.tail_tokens[..., 1:], chains.tokens), -1).transpose(1, 2),
-            p.tail_positions[:, None, :, 1] + self._ticks[:, None],
+            p.tail_positions[:, None, :, 1] + p.steps[:, None],
             torch.cat((chains.pending_slots[..., None], context.slots[..., :-1]), -1).transpose(1, 2),
             torch.stack(chains.views, 1),
         )
-        logits = logits.view(p.groups, p.step, p.count, -1)
+        guided = {place: each for place, each in enumerate(self._companions[: p.groups]) if each is not None}
+        if guided:
+            logits = self._guided_logits(context, inputs, guided)
+        else:
+            logits = self._forward(self._target, context, *inputs).view(p.groups, p.step, p.count, -1)
         if not chains.counts:
             return logits
         return penalise_spans(context.spans, logits, self._prompts, torch.stack(chains.counts, 1))
+
+    def _guided_logits(
+        self, context: RoundContext, inputs: tuple[Tensor, ...], guided: Mapping[int, CompanionSequence]
+    ) -> Tensor:
+        """Runs the target over the rows of all groups, and over those of the `guided` groups in their companion
+        sequences too, in one batch. Returns logits [groups, K + 1, N, at least V], which are combined for guided
+        groups. `inputs`: tokens, positions, tree slots and masks of the rows, [groups, K + 1, N, ...]."""
+        groups, device = context.rows.groups, self._prefix.device
+
+        def column(values: Iterable[int]) -> Tensor:
+            return torch.tensor([*values], device=device)[:, None, None]
+
+        companions = [*guided.values()]
+        tokens, positions, slots, mask = (each[column(guided).flatten()] for each in inputs)
+        positions = positions + column(each.offset for each in companions)
+        # the two sequences may begin with different roots
+        root_positions = column(len(each.guidance.tokens) - 1 for each in companions)
+        roots = column(each.guidance.tokens[-1] for each in companions)
+        tokens = torch.where(positions == root_positions, roots, tokens)
+        places = torch.tensor([*range(groups), *map(self._place_of, companions)], device=device)
+        both = [torch.cat(pair) for pair in zip(inputs, (tokens, positions, slots, mask), strict=True)]
+        logits = self._forward(self._target, context, *both, places=places)
+        logits = logits.view(len(places), context.rows.step, context.rows.count, -1)
+        for row, (place, companion) in enumerate(guided.items(), groups):
+            logits[place] = companion.guidance.combine(torch.stack((logits[place], logits[row]))).squeeze(0)
+        return logits[:groups]
 
     def _verify(self, context: RoundContext, logits: Tensor, chains: DraftChains, last: Tensor | None) -> RoundVerdict:
         """Verifies the draft tokens, each span of groups with its own logits processor. `logits`: the target's. `last`:
@@ -308,41 +303,42 @@ class PopulationRound:
         for span, kept in zip(context.spans, chains.logits, strict=True):
             some = span.groups
             uniforms = partial(self._uniforms, context, some)
-            rows = span.rows(context.particles.count)
+            rows = span.rows(context.rows.count)
             mine = [None if each is None else each[rows] for each in keys]
             drafted = DraftedTokens(chains.tokens[some], chains.log_q[some], kept, mine, uniforms)
-            found.append(verify_round(span.processor, self._config, logits[some], drafted))
-        if len(found) == 1:
-            return found[0]
-        names = ("accepted", "bonus", "log_weight_increments")
-        return RoundVerdict(*(concatenate([getattr(each, name) for each in found]) for name in names))
+            found.append(self._method.verify(span.processor, logits[some], drafted))
+        return join_verdicts(found)
 
-    def _uniforms(self, context: RoundContext, groups: slice) -> Tensor:
-        clock = context.particles.clock[:, None] + self._ticks[: self._config.num_rejection_tokens]
-        return self.streams.uniforms(clock)[groups]
+    def _uniforms(self, context: RoundContext, groups: slice, count: int) -> Tensor:
+        clock = context.rows.clock[:, None] + context.rows.steps[:count]
+        return self._method.streams.uniforms(clock)[groups]
 
     def _forward(
-        self, runner: Runner, context: RoundContext, tokens: Tensor, positions: Tensor, slots: Tensor, mask: Tensor
-    ) -> Tensor:
+        self, runner: Runner, context: RoundContext, tokens: Tensor, positions: Tensor, slots: Tensor, mask: Tensor, *,
+        places: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
         """Runs a model over rows of all groups, whose tree slots are allocated, and returns logits [rows, at least V].
 
         `tokens`, `positions`, `slots`: [groups, ...], equally many rows for every group.
         `mask`: [groups, ..., width], over the tree slots of the window.
+        `places`: positions in the tensors of the cache sequences, [groups]; None: 0, 1, ...
 
         The rows of a group are in topological order, so they can be split into chunks. The window contains the tree
         slots 0..width - 1; slots in it that are not allocated are masked for all rows.
         """
-        began, groups = time.perf_counter(), context.particles.groups
-        slots = slots.reshape(groups, -1)
+        began, some, kv_len = time.perf_counter(), slice(context.rows.groups), context.kv_len
+        if places is not None:
+            some, kv_len = places, self._kv_len(places, context.width)
+        slots = slots.reshape(len(tokens), -1)
         rows, m = slots.numel(), slots.shape[1]
-        slots = (slots + self._prefix[:groups, None]).flatten()
-        sequence = self._sequences[:groups].repeat_interleave(m)
+        slots = (slots + self._prefix[some, None]).flatten()
+        sequence = self._sequences[some].repeat_interleave(m)
         tokens, positions, mask = tokens.flatten(), positions.flatten(), mask.reshape(rows, context.width)
         parts: list[Tensor] = []
         group = runner.model.group
         for start in range(0, rows, PREFILL_CHUNK_TOKENS):
-            some = slice(start, start + PREFILL_CHUNK_TOKENS)
-            batch = Batch(tokens[some], positions[some], slots[some], mask[some], sequence[some], context.kv_len)
+            chunk = slice(start, start + PREFILL_CHUNK_TOKENS)
+            batch = Batch(tokens[chunk], positions[chunk], slots[chunk], mask[chunk], sequence[chunk], kv_len)
             logits = runner.model.forward(batch, runner.cache).logits
             assert logits is not None
             parts.append(logits if group is None else torch.cat(group.all_gather(logits).unbind(0), 1))

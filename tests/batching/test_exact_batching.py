@@ -11,14 +11,19 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from swiftspec import _C
-from swiftspec.config import EngineConfig, PopulationConfig
+from swiftspec.backends import reference
+from swiftspec.backends.reference import chains as reference_chains
+from swiftspec.backends.reference.noise import counters, gumbel, row_bits
+from swiftspec.config import BatchConfig, EngineConfig
 from swiftspec.errors import UserError
 from swiftspec.llm import LLM
 from swiftspec.params import SamplingParams
-from tests.smc.test_groups import FILTERED, MODELS, RequestSpec, decode_together, mixed
+from tests.batching.test_groups import FILTERED, MODELS, RequestSpec, decode_together, mixed
 from tests.support.history_models import HistoryModel, global_power, make_worker
+from tests.support.roles import make_runner, make_scheduler
 from tests.support.tiny_checkpoints import make_pair
 
 SHAPES: list[dict[str, Any]] = [
@@ -82,7 +87,7 @@ def test_rejection_sampled_chains_equal_themselves_alone(pair: tuple[Path, Path]
 @pytest.mark.parametrize("shaped", [{}, FILTERED], ids=["plain", "filtered"])
 def test_texts_follow_the_target(verify: str, shaped: dict[str, Any]) -> None:
     """By enumeration of all texts of up to four tokens: chi-square over the likely ones."""
-    plan = PopulationConfig(1, 2, smc_groups=16, chains=verify)
+    plan = BatchConfig(16, 2, verify)
     target, draft = HistoryModel(3, 1), HistoryModel(3, 2)
     worker = make_worker(target, draft, plan, max_tokens=8, slots=32)
     warm = SamplingParams(temperature=0.8, **shaped)
@@ -102,13 +107,55 @@ def test_texts_follow_the_target(verify: str, shaped: dict[str, Any]) -> None:
 def test_chains_are_admitted_and_released_in_one_batch() -> None:
     """Also with the host one round behind."""
     requests = mixed(10)
-    alone = make_worker(*MODELS, PopulationConfig(1, 3, smc_groups=1, chains="match"), max_tokens=24, slots=64)
+    alone = make_worker(*MODELS, BatchConfig(1, 3, "match"), max_tokens=24, slots=64)
     wanted = decode_together(alone, requests)
     for lag in (0, 1):
-        plan = PopulationConfig(1, 3, smc_groups=4, chains="match")
+        plan = BatchConfig(4, 3, "match")
         found = decode_together(make_worker(*MODELS, plan, max_tokens=24, slots=64, lag=lag), requests)
         assert {n: found[n].tokens for n in found} == {n: wanted[n].tokens for n in wanted}
         assert sum(answer.compactions for answer in found.values()) > 5
+
+
+class FusedChains:
+    """The reference operators, and those for chains that only the CUDA backend has."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(reference, name)
+
+    def match_chains(self, logits: Tensor, vocab: int, tokens: Tensor, keys: Tensor | None, scores: Any) -> Any:
+        self.calls += 1
+        assert logits.shape[:2] == (len(tokens), tokens.shape[1] + 1) and logits.shape[2] >= vocab
+        rows = logits.flatten(0, 1)
+        if keys is None:
+            best = reference.draw(rows, vocab, scores)
+        else:
+            assert keys.shape == logits.shape[:2]
+            best = reference.draw_keyed(rows, vocab, keys.flatten(), scores)[0]
+        return reference_chains.accept_matching_prefix(best.view(logits.shape[:2]), tokens)
+
+    def reject_chains(self, target: Tensor, draft: Tensor, tokens: Tensor, uniforms: Tensor, keys: Tensor) -> Any:
+        self.calls += 1
+        noise = gumbel(row_bits(keys, counters(range(target.shape[-1]))), target.dtype)
+        return reference_chains.verify_by_rejection(target, draft, tokens, uniforms, noise)
+
+
+@pytest.mark.parametrize("verify", ["match", "reject"])
+def test_the_operators_of_a_backend_verify_chains(verify: str) -> None:
+    """They get what the reference implementation gets: with filters, penalties and bias, greedy, and guided."""
+    requests = mixed(8)
+    changes: list[dict[str, Any]] = [{"logit_bias": {1: 0.5}}, {"guidance_scale": 2.0}]
+    changes += [{"temperature": 0.0}] if verify == "match" else []
+    for i, change in enumerate(changes):
+        requests[i] = replace(requests[i], sampling=replace(requests[i].sampling, **change))
+    plan, ops, found = BatchConfig(4, 3, verify), FusedChains(), list[dict[int, list[int]]]()
+    for each in (reference, ops):
+        target, draft = (make_runner(model, each, context=40, tree_slots=64) for model in MODELS)
+        answers = decode_together(make_scheduler(target, draft, plan, max_tokens=24), requests)
+        found.append({number: answer.tokens for number, answer in answers.items()})
+    assert found[0] == found[1] and ops.calls > 10
 
 
 def test_requests_that_chains_do_not_support_are_refused(pair: tuple[Path, Path]) -> None:
@@ -126,8 +173,7 @@ def test_requests_that_chains_do_not_support_are_refused(pair: tuple[Path, Path]
     llm = engine(pair, 2)
     assert (llm.config.verify_batch, llm.config.draft_leaves, llm.max_num_seqs) == (4, 1, 2)
     requests: Sequence[tuple[dict[str, Any], str]] = [
-        ({"guidance_scale": 2.0}, "guidance is not supported with max_num_seqs above 1; .*, or use max_num_seqs 1"),
-        ({"logprobs": 1}, "log-probabilities are not supported"),
+        ({"logprobs": 1}, "log-probabilities are not supported with max_num_seqs above 1; .*, or use max_num_seqs 1"),
         ({"draft_steps": 2}, "verify_batch and draft_steps are not supported"),
     ]
     for sampling, message in requests:
