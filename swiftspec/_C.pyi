@@ -88,8 +88,7 @@ class Population:
         threshold: float,
         deferred_bonus: bool,
     ) -> None:
-        """`tensors`: those of GroupRound.tensors. `verify_mode`: weigh, match or reject. Keeps all arguments
-        alive."""
+        """`tensors`: those of GroupRound.tensors. `verify_mode`: weigh, match or reject. Keeps all arguments alive."""
     def compact(self, group: int, promoted: int, surviving: Sequence[int]) -> None:
         """Follows a compaction of both caches: the first `promoted` slots joined the prefix, slots `surviving` are
         kept."""
@@ -97,9 +96,8 @@ class Population:
         self, spans: Sequence[tuple[int, float, Array | None]], summary: Array, on_forward: Callable | None
     ) -> tuple[float, float]:
         """Runs a round of the first groups. Each span is (groups, temperature, bias [vocab]); temperature 0 draws
-        without noise. Fills `summary` [groups, 3 + max_tokens + width] as GroupRound does. Calls
-        on_forward(is_target, rows, seconds) after each forward. Returns the seconds of the draft's forwards and of the
-        target's."""
+        without noise. Fills `summary` [groups, 3 + max_tokens + width] as GroupRound does. Calls on_forward(is_target,
+        rows, seconds) after each forward. Returns the seconds of the draft's forwards and of the target's."""
 
 class Rounds:
     """Expansions and verifications as one call each, for one decoder and a cache of one sequence; see
@@ -538,6 +536,9 @@ def resample_cuda(
     """Normalises the weights of groups of particles and resamples uneven groups, in one launch; see ResampleArgs in
     kernels_cuda.h."""
 
+def use_cuda_device(ordinal: int) -> None:
+    """Selects the GPU of this thread's next calls."""
+
 def verify_chains_cuda(
     *,
     target: Array,
@@ -555,6 +556,3 @@ def verify_chains_cuda(
     stream: int,
 ) -> None:
     """Verifies chains of draft tokens in one launch; see VerifyChainsArgs in kernels_cuda.h."""
-
-def use_cuda_device(ordinal: int) -> None:
-    """Selects the GPU of this thread's next calls."""

@@ -179,8 +179,10 @@ def test_a_draft_whose_logits_overflow_costs_speed_only(llm: LLM, monkeypatch: p
     forward = runner.model.forward
 
     def overflowing(*args: Any, **kwargs: Any) -> Any:
-        logits = forward(*args, **kwargs)
-        return None if logits is None else logits.fill_(float("nan"))
+        output = forward(*args, **kwargs)
+        if output.logits is not None:
+            output.logits.fill_(float("nan"))
+        return output
 
     monkeypatch.setattr(runner.model, "forward", overflowing)
     answer = llm.generate(PROMPT, FREE)

@@ -262,8 +262,8 @@ def test_kv_of_logits_that_are_not_finite_is_not_cached(pair: Pair) -> None:
     forward = runner.model.forward
 
     def broken(*args: Any, **kwargs: Any) -> Any:
-        logits = forward(*args, **kwargs)
-        return None if logits is None else logits * float("nan")
+        output = forward(*args, **kwargs)
+        return output if output.logits is None else output._replace(logits=output.logits * float("nan"))
 
     runner.model.forward = broken  # type: ignore[method-assign]
     with pytest.raises(NonFiniteLogits):

@@ -67,7 +67,10 @@ def test_text_and_footer(capsys: pytest.CaptureFixture[str], pair: list[str]) ->
 
 
 def test_a_full_cache_is_reported_as_the_reason() -> None:
-    end = GroupResult([7, 8], False, 1, 2.0, 0.0, 0.0, full=True, compactions=0, moved_slots=0)
+    end = GroupResult(
+        tokens=[7, 8], stopped=False, full=True, compactions=0, moved_slots=0,
+        coalesced_prefix=1, ess_mean=2.0, resample_rate=0.0, log_z=0.0,
+    )  # fmt: skip
     stats = Stats(prompt_tokens=3, tokens=2, rounds=1, decode_time=0.1, population=end)
     assert population_stats(EngineConfig("smc"), stats)["cache_full"] is True
     assert "approximate, ended because the KV cache has no room for another round" in summary_line(stats, 2)
@@ -87,10 +90,15 @@ def test_reference_operators_can_be_requested(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, pair: list[str]
 ) -> None:
     requested: list[object] = []
-    monkeypatch.setattr(host, "fits", lambda *about: bool(requested.append(about)))
+
+    def refuse(*about: object) -> None:
+        requested.append(about)
+        raise UserError("refused")
+
+    monkeypatch.setattr(host, "check_supported", refuse)
     answer(capsys, *pair, "--max-tokens", "4")
     assert requested
-    monkeypatch.setattr(host, "fits", lambda *about: pytest.fail("nobody wants native operators"))
+    monkeypatch.setattr(host, "check_supported", lambda *about: pytest.fail("nobody wants native operators"))
     assert answer(capsys, *pair, "--max-tokens", "4", "--ops", "reference")["token_ids"]
     monkeypatch.setenv("SWIFTSPEC_OPS", "reference")
     assert answer(capsys, *pair, "--max-tokens", "4")["token_ids"]

@@ -37,6 +37,7 @@ TIMINGS = {
 }  # fmt: skip
 SPECULATION = {
     "num_spec_steps": 3, "num_draft_tokens": 9, "num_accepted_draft_tokens": 4, "num_accepted_tokens_per_pos": [3, 1],
+    "acceptance_by_source": {"draft_model": {"num_draft_tokens": 9, "num_accepted_draft_tokens": 4}},
 }  # fmt: skip
 METRICS = {
     "time_to_first_token_ms": 2.5, "generation_time_ms": 4.0, "speculative_decoding": SPECULATION, "mode": "serial",

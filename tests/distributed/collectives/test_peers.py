@@ -25,6 +25,7 @@ from swiftspec.backends.cuda.peers import PeerAccessError
 from swiftspec.builder.model_pair import ModelPair
 from swiftspec.distributed.collectives import peers
 from swiftspec.errors import RankLost, UserError
+from swiftspec.model.batch import ForwardOutput
 from swiftspec.model.loader import load_model
 from swiftspec.params import SamplingParams
 from tests.support.proposals import draft_proposal
@@ -272,7 +273,7 @@ def test_a_peer_that_never_arrives_is_named(machine: Machine, tmp_path: Path, wo
     with pytest.raises(kind, match=text):
         runner.prefill([1, 2])
     verifier = make_verifier(runner)
-    model.forward = lambda *args, **more: torch.zeros(1, 64)
+    model.forward = lambda *args, **more: ForwardOutput(torch.zeros(1, 64), None)
     group.all_gather = fail  # the descriptions of the logits by the ranks
     stands_in[2].communicator.supports = lambda x: False
     verifier.open(request_start([1], SamplingParams(temperature=0), request=0))

@@ -184,7 +184,10 @@ def test_stats(chat_room: ChatRoom) -> None:
 
 def test_stats_of_a_population(chat_room: ChatRoom) -> None:
     chat_room.engine.config = EngineConfig("smc")
-    chat_room.engine.population = GroupResult([1], True, 1, 2.5, 0.25, -0.5, False, 0, 0)
+    chat_room.engine.population = GroupResult(
+        tokens=[1], stopped=True, full=False, compactions=0, moved_slots=0,
+        coalesced_prefix=1, ess_mean=2.5, resample_rate=0.25, log_z=-0.5,
+    )  # fmt: skip
     output = chat_room.run("a", "/stats", EOFError)
     stats = json.loads(output[output.index("{") : output.rindex("}") + 1])
     assert (stats["exact"], stats["particles"], stats["ess_mean"], stats["log_z"]) == (False, 4, 2.5, -0.5)

@@ -44,7 +44,7 @@ def test_refused_and_answered_requests_are_counted(player: Player) -> None:
         'requests_refused_total{model_name="toy",reason="body_too_large"} 1.0',
         'request_success_total{finished_reason="stop",model_name="toy"} 1.0',  # by a stop string, not cancelled
         'prompt_tokens_total{model_name="toy"} 1.0',
-        'spec_decode_num_draft_tokens_total{model_name="toy"} 9.0',
+        'spec_decode_num_draft_tokens_total{model_name="toy",source="draft_model"} 9.0',
     ):
         assert f"swiftspec:{line}" in metrics.text
 
