@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from swiftspec.backends import cuda, reference
+from swiftspec.backends import cuda
 from swiftspec.backends.reference import Scores
-from swiftspec.backends.reference.chains import ChainVerdict
+from swiftspec.backends.reference.chains import ChainVerdict, accept_matching_prefix
 from tests.gpu.device import DEVICE, EMULATED, captured, most, needs_kernels
 from tests.support.chains import Chains, check_equal, make_chains, matched, rejected
 
@@ -62,7 +62,7 @@ def test_matching_equals_keyed_draws() -> None:
     tokens = best[:, :steps].clamp_min(0)
     tokens[2:, -1] += 1
     tokens %= vocab
-    want = reference.chains.accept_matching_prefix(best, tokens)
+    want = accept_matching_prefix(best, tokens)
     found = cuda.match_chains(target, vocab, tokens, keys, scores)
     assert all(torch.equal(a, b) for a, b in zip(tensors(found), tensors(want), strict=True))
     assert found.bonus.tolist()[:2] == [-1, -1] and found.count.tolist()[:2] == [0, 1]

@@ -11,14 +11,13 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
 from swiftspec.backends import reference
 from swiftspec.cache.model_cache import ModelCache
 from swiftspec.config import EngineConfig
 from swiftspec.llm import LLM
 from swiftspec.messages import Proposal, VerifyResult
-from swiftspec.model.batch import Batch
+from swiftspec.model.batch import Batch, ForwardOutput
 from swiftspec.model.loader import load_model
 from swiftspec.params import SamplingParams
 from swiftspec.runtime.local_drafter import LocalDrafter
@@ -185,7 +184,7 @@ def test_nothing_is_computed_twice(checkpoint: Path, target_text: list[int]) -> 
     runner = make_runner(checkpoint)
     rows, forward = 0, runner.model.forward
 
-    def count(batch: Batch, cache: ModelCache, *, head: bool = True) -> Tensor | None:
+    def count(batch: Batch, cache: ModelCache, *, head: bool = True) -> ForwardOutput:
         nonlocal rows
         rows += len(batch)
         return forward(batch, cache, head=head)

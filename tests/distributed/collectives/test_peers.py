@@ -261,7 +261,7 @@ def test_a_peer_that_never_arrives_is_named(machine: Machine, tmp_path: Path, wo
     model.group = peers.PeerMemoryGroup(*stands_in)
     runner = make_runner(model, unfused, context=32, tree_slots=8)
 
-    def fail(*args: Any, **more: Any) -> Tensor:
+    def fail(*args: Any, **more: Any) -> Any:
         raise RuntimeError("CUDA error: unspecified launch failure\nand advice")
 
     model.forward = fail

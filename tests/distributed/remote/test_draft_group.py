@@ -87,7 +87,7 @@ def serve(far: Transport, draft: Any) -> DraftGroupServer:
     return DraftGroupServer(far, LeaderDrafter(draft, FollowerGroup([])), BOUNDS, recording, CancelCheck(), Heartbeat())
 
 
-def make_client(transport: Transport, **timeouts: float) -> RemoteDrafter:
+def make_client(transport: Transport, **timeouts: Any) -> RemoteDrafter:
     """The target's side, with d = 3."""
     return RemoteDrafter(DraftLink(ServerLink(transport, RequestState(BOUNDS), "draft"), **timeouts), 3)
 

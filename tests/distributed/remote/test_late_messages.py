@@ -12,7 +12,7 @@ import pytest
 from swiftspec.config import EngineConfig
 from swiftspec.distributed.remote import client
 from swiftspec.distributed.remote.client import DrafterLate, DraftLink, RemoteDrafter
-from swiftspec.distributed.remote.served_roles import ServedDrafter
+from swiftspec.distributed.remote.served_roles import ServedDrafter, ServedRole
 from swiftspec.distributed.remote.server_link import ServerLink
 from swiftspec.distributed.remote.session_messages import (
     ErrorCode,
@@ -203,7 +203,11 @@ class FixedDrafter:
 
 def serve(far: Transport) -> None:
     """A worker over any transport, for one stream."""
-    sessions = WorkerSessions(lambda shape: ServedDrafter(FixedDrafter(), BOUNDS, CancelCheck(), shape), 2, 60.0)
+
+    def make(shape: EngineConfig) -> ServedRole:
+        return ServedDrafter(FixedDrafter(), BOUNDS, CancelCheck(), shape)
+
+    sessions = WorkerSessions(make, 2, 60.0)
     for frame in Worker("draft", ModelInfo("", "", "", 40, 200, (), ""), sessions).serve(far):
         far.send(*frame)
 

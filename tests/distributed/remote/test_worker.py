@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from queue import SimpleQueue
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
@@ -281,14 +282,13 @@ def test_an_idle_worker_checks_its_group(target: StartedWorker, monkeypatch: pyt
     target.server.run(over, lambda: target.worker.sweep(lambda: over.put(0)))  # ends because of what it received
 
 
-class SessionRole:
-    def __init__(self, shape: EngineConfig) -> None:
-        self.shape = shape
+def session_role(shape: EngineConfig) -> Any:
+    return SimpleNamespace(shape=shape)
 
 
 def test_idle_sessions_are_evicted() -> None:
     now = [0.0]
-    sessions = WorkerSessions(SessionRole, max_sessions=2, idle_timeout_s=10.0, clock=lambda: now[0])
+    sessions = WorkerSessions(session_role, max_sessions=2, idle_timeout_s=10.0, clock=lambda: now[0])
     first, second = (sessions.open("", SHAPE) for _ in range(2))
     assert sessions.open(first.id, SHAPE) is first
     now[0] = 1.0
@@ -309,7 +309,7 @@ def test_idle_sessions_are_evicted() -> None:
 def test_a_session_that_is_about_to_become_idle_is_evicted(monkeypatch: pytest.MonkeyPatch) -> None:
     """It has responded and is finishing its round when another one is opened."""
     monkeypatch.setattr("swiftspec.distributed.remote.sessions.IDLE_GRACE_S", 60.0)
-    sessions, opened = WorkerSessions(SessionRole, max_sessions=1, idle_timeout_s=10.0), SimpleQueue[Any]()
+    sessions, opened = WorkerSessions(session_role, max_sessions=1, idle_timeout_s=10.0), SimpleQueue[Any]()
     first = sessions.open("", SHAPE)
     with sessions.in_use(first):
         other = threading.Thread(target=lambda: opened.put(sessions.open("", SHAPE)))

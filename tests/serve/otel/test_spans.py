@@ -163,7 +163,7 @@ class RemoteClock:
         timed = WorkerServer._timed
 
         def shifted(server: Any, execute: Any) -> Any:
-            answers = timed(server, execute)
+            answers: list[Any] = timed(server, execute)
             for answer in answers[:1]:
                 began = answer.times.began + ahead[server._worker.side] * SECOND
                 return [replace(answer, times=replace(answer.times, began=began)), *answers[1:]]
