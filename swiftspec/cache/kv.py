@@ -26,11 +26,6 @@ class KVCache:
         self.k = self.v = torch.empty(0)
         self._move: MoveSlots | None = None
 
-    @property
-    def bytes_per_token(self) -> int:
-        layers, kv_heads, _, head_dim = self._shape
-        return 2 * layers * kv_heads * head_dim * self._dtype.itemsize
-
     def allocate(self, sequences: int) -> None:
         self.k = self.v = torch.empty(0)  # frees the old buffers before the new ones are allocated
         self._move = None

@@ -13,11 +13,6 @@ class LayerCache(Protocol):
     allocates the slots and calls the methods below, which move or copy states between slots and never recompute them.
     """
 
-    @property
-    def bytes_per_token(self) -> int:
-        """Size in bytes of one slot in all layers of the kind."""
-        ...
-
     def allocate(self, sequences: int) -> None:
         """Allocates zeroed buffers for `sequences` sequences. The old buffers are freed first."""
         ...

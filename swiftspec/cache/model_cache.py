@@ -28,11 +28,6 @@ class ModelCache:
         self.prefix_len: list[int] = []
         self.reset(sequences)
 
-    @property
-    def bytes_per_token(self) -> int:
-        """Size in bytes of one slot in all layers of the model."""
-        return sum(kind.bytes_per_token for kind in self.kinds)
-
     def reset(self, sequences: int = 1) -> None:
         """Empties the cache. A different number of sequences reallocates the buffers."""
         if sequences != len(self.prefix_len):
