@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from queue import Empty, SimpleQueue
 from typing import Any
@@ -60,7 +60,7 @@ class GrpcServerEnd:
         self._receiver: Receiver | None = None
         self._out: SimpleQueue[Frame | None] = SimpleQueue()
 
-    def serve(self, receiver: Receiver) -> Iterator[Frame]:
+    def serve(self, receiver: Receiver, cancelled: Callable[[], bool]) -> Iterator[Frame]:
         out = self._out = SimpleQueue()
         self._arrived.put(receiver)
         yield from iter(out.get, None)

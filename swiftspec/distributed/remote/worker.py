@@ -50,9 +50,10 @@ class Worker:
         self.side, self.model_info, self.sessions, self.files = side, model_info, sessions, files
         self.lock = FairLock()  # held during each use of the model
 
-    def serve(self, receiver: Receiver) -> Iterator[Frame]:
-        """Yields the answers to the messages of one stream, until the client ends it or is lost."""
-        server = WorkerServer(self, receiver)
+    def serve(self, receiver: Receiver, cancelled: Callable[[], bool] | None = None) -> Iterator[Frame]:
+        """Yields the answers to the messages of one stream, until the client ends it or is lost. `cancelled`: returns
+        whether the client has cancelled the stream; None: a prefill polls `receiver` for the end of the request."""
+        server = WorkerServer(self, receiver, cancelled)
         answers = server.answers()
         with suppress(ConnectionError):
             for answer in answers:
@@ -83,9 +84,10 @@ class Worker:
 class WorkerServer(SessionServer):
     """Server of one stream to a worker, for one request. Its session outlives it."""
 
-    def __init__(self, worker: Worker, receiver: Receiver) -> None:
+    def __init__(self, worker: Worker, receiver: Receiver, cancelled: Callable[[], bool] | None) -> None:
+        """`cancelled`: see `Worker.serve`."""
         super().__init__(receiver)
-        self._worker = worker
+        self._worker, self._cancelled = worker, cancelled or self._commands.request_ended
         self._session: WorkerSession[ServedRole] | None = None
 
     def _execute(self, frame: Frame | None) -> Iterable[Answer]:
@@ -119,7 +121,7 @@ class WorkerServer(SessionServer):
 
     def _take_over(self, session: WorkerSession[ServedRole]) -> None:
         with self._worker.sessions.in_use(session):
-            session.stream, session.role.cancel_check.cancelled = self, self._commands.request_ended
+            session.stream, session.role.cancel_check.cancelled = self, self._cancelled
         self._session, self.role = session, session.role
 
     def _execute_in_session(self, frame: Frame | None) -> list[Answer]:

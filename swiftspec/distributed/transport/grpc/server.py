@@ -36,7 +36,8 @@ OPTIONS = (
     *KEEPALIVE_OPTIONS, *SIZE_OPTIONS, ("grpc.so_reuseport", 0), ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.min_recv_ping_interval_without_data_ms", KEEPALIVE_TIME_MS // 2), ("grpc.http2.max_ping_strikes", 0),
 )  # fmt: skip
-Serve = Callable[[Receiver], Iterator[Frame]]  # returns the answers to the messages of one stream
+# receiver, whether the client has cancelled the stream -> the answers to the messages of one stream
+Serve = Callable[[Receiver, Callable[[], bool]], Iterator[Frame]]
 
 
 class RpcServer:
@@ -88,25 +89,28 @@ class RpcServer:
         self._server.stop(grace).wait()
 
     def _stream(self, requests: Iterator[bytes], context: Any) -> Iterator[bytes]:
-        for kind, words in self._serve(GrpcReceiver(requests, context)):
+        for kind, words in self._serve(GrpcReceiver(requests, context), lambda: not context.is_active()):
             yield pack_grpc_frame(kind, words)
 
 
 class GrpcReceiver:
-    """The `Receiver` of a worker's end of a stream. A background thread reads the frames, so that `recv` can have any
-    timeout. Raises ConnectionError at the end of the stream, and ValueError on an invalid frame."""
+    """The `Receiver` of a worker's end of a stream. Raises ConnectionError at the end of the stream, and ValueError on
+    an invalid frame.
+
+    From the first call of `recv` with a timeout on, a background thread reads the frames. Until then the calling thread
+    reads them, which saves a switch of threads for each message.
+    """
 
     peer = "the client"
 
     def __init__(self, requests: Iterator[bytes], context: Any) -> None:
         self._requests, self._context = requests, context
-        self._read: Queue[bytes | None] = Queue(MAX_BUFFERED_REQUESTS)
+        self._read: Queue[bytes | None] | None = None  # filled by the background thread
         self._ended = False
-        Thread(target=self._run, name="requests", daemon=True).start()
 
     def recv(self, timeout: float | None = None) -> Frame:
         try:
-            data = None if self._ended else self._read.get(timeout != 0.0, timeout)
+            data = None if self._ended else self._next(timeout)
         except Empty:
             raise TimeoutError(f"no message from {self.peer} within {timeout:g} s") from None
         if data is None:
@@ -114,16 +118,27 @@ class GrpcReceiver:
             raise ConnectionError(f"{self.peer} disconnected")
         return unpack_grpc_frame(data)
 
-    def _run(self) -> None:
-        with suppress(grpc.RpcError):  # the call was cancelled or the connection lost
-            for data in self._requests:
-                self._put(data)
-        self._put(None)
+    def _next(self, timeout: float | None) -> bytes | None:
+        """Returns the bytes of the next frame, or None at the end of the stream. Raises Empty after `timeout`."""
+        if self._read is None:
+            if timeout is None:
+                with suppress(grpc.RpcError):  # the call was cancelled or the connection lost
+                    return next(self._requests, None)
+                return None
+            self._read = Queue(MAX_BUFFERED_REQUESTS)
+            Thread(target=self._run, args=(self._read,), name="requests", daemon=True).start()
+        return self._read.get(timeout != 0.0, timeout)
 
-    def _put(self, data: bytes | None) -> None:
+    def _run(self, read: Queue[bytes | None]) -> None:
+        with suppress(grpc.RpcError):
+            for data in self._requests:
+                self._put(read, data)
+        self._put(read, None)
+
+    def _put(self, read: Queue[bytes | None], data: bytes | None) -> None:
         while True:
             try:
-                self._read.put(data, timeout=POLL_S)
+                read.put(data, timeout=POLL_S)
                 return
             except Full:
                 if not self._context.is_active():
