@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 from functools import reduce
-from itertools import groupby
 from operator import add
 from queue import Empty, Full, Queue
 from threading import Thread
@@ -72,22 +71,28 @@ class AnswerQueue:
 
 def _merge(answers: list[Answer]) -> list[Answer]:
     """Merges the tree deltas of each round and sums their times. Empty deltas, which end a round, stay separate."""
-    found: list[Answer] = []
-    for key, same in groupby(answers, _merge_key):
-        group = [*same]
-        if key is None or len(group) == 1:
-            found += group
-            continue
-        deltas = [each.words for each in group if isinstance(each.words, TreeDelta)]
-        times = [each.times for each in group if each.times is not None]
-        spent = sum(each.model_us or 0 for each in group)
-        merged = replace(group[0], words=merge_deltas(deltas), model_us=spent)
-        found.append(replace(merged, times=reduce(add, times) if times else None))
-    return found
+    groups: list[list[Answer]] = []
+    for each in answers:
+        if groups and _continues(groups[-1][-1], each):
+            groups[-1].append(each)
+        else:
+            groups.append([each])
+    return [group[0] if len(group) == 1 else _merge_group(group) for group in groups]
 
 
-def _merge_key(answer: Answer) -> tuple[int, int, bool] | None:
-    """Returns a key that is equal for answers that may be merged; None for an answer that may not be."""
-    if not (answer.mergeable and isinstance(answer.words, TreeDelta)):
-        return None
-    return answer.words.request, answer.words.round, len(answer.words) == 0
+def _continues(before: Answer, after: Answer) -> bool:
+    """Returns whether two answers are tree deltas that may be merged: of one round, and with consecutive ids, since a
+    client may open the same request again."""
+    one, other = before.words, after.words
+    if not (before.mergeable and after.mergeable and isinstance(one, TreeDelta) and isinstance(other, TreeDelta)):
+        return False
+    same_round = (one.request, one.round, len(one) == 0) == (other.request, other.round, len(other) == 0)
+    return same_round and other.first == one.first + len(one)
+
+
+def _merge_group(group: list[Answer]) -> Answer:
+    deltas = [each.words for each in group if isinstance(each.words, TreeDelta)]
+    times = [each.times for each in group if each.times is not None]
+    spent = sum(each.model_us or 0 for each in group)
+    merged = replace(group[0], words=merge_deltas(deltas), model_us=spent)
+    return replace(merged, times=reduce(add, times) if times else None)

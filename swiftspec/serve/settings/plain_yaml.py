@@ -45,8 +45,8 @@ class PlainLoader(yaml.BaseLoader):
 def parse_mapping(text: str) -> dict[str, Any]:
     """Parses a text that contains one mapping. A value is text, None for null, or a list or mapping of values. Raises
     UnsupportedYaml on any other content."""
-    loader = PlainLoader(text)
     try:
+        loader = PlainLoader(text)
         root = loader.get_single_node()
         if root is None or _is_null(root):
             return {}

@@ -136,6 +136,7 @@ def test_bad_flags(argv: list[str], message: str) -> None:
         ("[" * 100_000, "is nested too deeply"),
         ("[seed]", "must contain `flag: value` lines, not a list"),
         ("{a: b}: c", "is not YAML: while constructing a mapping"),
+        ("\x00", "is not YAML: unacceptable character"),
         ("seed: &a 1", "contains an anchor, an alias or a tag"),
         ("seed: *a", "contains an anchor, an alias or a tag"),
         ("seed: !!int 1", "contains an anchor, an alias or a tag"),
