@@ -67,7 +67,7 @@ def load_model(
     `max_positions`: length of the RoPE tables. `group`: loads only this rank's shard; every rank of the group must run
     the same forwards. `quantization`: what is quantised at load. `cache_dtype`: dtype of the KV cache; None: that of
     the model; for float8 the weights are scaled so that keys and values fit (float8.py). `packed_cache`: cache for
-    weights that `ops` packs. `hidden_layers`: the layers whose hidden states every forward returns.
+    weights that `ops` packs. `hidden_layers`: the layers after which every forward keeps the hidden states.
 
     Raises UserError if the checkpoint is damaged, is not supported, or cannot be divided over the ranks of `group`.
     """

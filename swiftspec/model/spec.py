@@ -36,7 +36,8 @@ class AttentionSpec:
     rope: RopeSpec
     qkv_bias: bool = False
     o_bias: bool = False
-    qk_norm: bool = False  # RMSNorm of each query head and each key head, with one weight each, before RoPE
+    # RMSNorm of each query head and each key head before RoPE; the weights [head_dim] are shared by all heads
+    qk_norm: bool = False
 
     @property
     def q_size(self) -> int:

@@ -60,8 +60,8 @@ class Transformer:
 
     `max_positions`: length of the RoPE tables. `shard`, `group`: given if the model is sharded. `weights` are then one
     rank's, `shard` has their sizes, and `group` does the all-reduces. Allocate the KV cache with this object's
-    `kv_heads` and `cache_dtype`. `hidden_layers`: the layers, ascending from 0, whose hidden states every forward
-    returns.
+    `kv_heads` and `cache_dtype`. `hidden_layers`: the layers, ascending from 0, after which every forward keeps the
+    hidden states.
     """
 
     def __init__(
