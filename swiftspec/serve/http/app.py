@@ -63,8 +63,7 @@ def create_app(
     `always_usage`: whether streams contain `usage` even if the request does not ask for it.
     """
     if codec is None:
-        text_codec = _load_codec(_model_folder(engine))
-        codec = lambda: text_codec  # noqa: E731
+        codec = _codec_of(_model_folder(engine))
     model_names = model_names or [_model_folder(engine).name]
     metrics = metrics or PrometheusMetrics(engine, model_names[0])
     instrumented = InstrumentedEngine(engine, [metrics.record_request, *on_finished])
@@ -89,11 +88,13 @@ def create_app(
     return app
 
 
-def _load_codec(folder: Path) -> TextCodec:
+def _codec_of(folder: Path) -> Callable[[], TextCodec]:
+    """Loads the tokenizer of a model folder. Returns a function that returns it."""
     renderer = TemplateRenderer(folder)
     if may_have_template(folder):
         renderer.start()  # starts the template process early: its imports take seconds
-    return TextCodec(folder, renderer)
+    codec = TextCodec(folder, renderer)
+    return lambda: codec
 
 
 def _model_folder(engine: EngineClient) -> Path:
