@@ -129,7 +129,7 @@ def decode(
         stats = llm.generate(prompt, sampling).stats
         if number:  # the first prompt is the warm-up
             busy, spent = busy + stats.target_busy_time, spent + stats.decode_time
-            tokens, count = tokens + stats.accepted + stats.rounds, count + stats.rounds
+            tokens, count = tokens + stats.tokens, count + stats.rounds
     llm.close()
     return llm, busy / spent, tokens / count
 

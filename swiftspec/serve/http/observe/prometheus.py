@@ -73,7 +73,7 @@ class PrometheusMetrics:
             self.record_refusal(record.outcome)
             return
         self._success.labels(self._model_name, record.outcome).inc()
-        self._generated_tokens.inc(record.num_tokens)
+        self._generated_tokens.inc(record.num_output_tokens)
         self._e2e.observe(record.ended_at - record.started_at)
         if record.token_times:
             self._prompt_tokens.inc(len(record.request.prompt))
