@@ -73,10 +73,10 @@ def _trial_failed(m: RoundStats) -> bool:
         return False
     if m.ar_round_time is None:
         return True
-    share = (m.trial_hits + 1) / (m.trial_rounds + 1)  # an upper estimate, of every depth
+    chance = (m.trial_hits + 0.5) / (m.trial_rounds + 1)  # that the accepted path continues, at any depth
     forecast = CostModel(m)
     bs, d = min(_batch_sizes(m)) if m.config.adapt_batch else m.nodes, 1 if m.config.adapt_steps else m.steps
-    return forecast.round_time(d, bs) * (1 - share) >= m.ar_round_time * SWITCH_OFF_FACTOR
+    return forecast.round_time(d, bs) * (1 - chance) >= m.ar_round_time * SWITCH_OFF_FACTOR
 
 
 def _first_decision(m: RoundStats) -> Decision:
