@@ -24,6 +24,7 @@ from swiftspec.distributed.rank_startup import EngineRank
 from swiftspec.distributed.remote.failover import Outage
 from swiftspec.engine import Completion, Stats, TokenChunk
 from swiftspec.extras import require_extra
+from swiftspec.observe.draft_monitor import DraftMonitor
 from swiftspec.observe.recorder import TraceListener
 from swiftspec.params import SamplingParams
 from swiftspec.runtime.cancellation import CancelCheck
@@ -42,15 +43,20 @@ class LLMBase:
         load_time: float = 0.0,
         writer: BackgroundWriter | None = None,
         pause: CancelCheck | None = None,
+        note: Callable[[str], object] = lambda line: None,
     ) -> None:
         """`load_time`: seconds that loading took.
         `writer`: background thread that writes packed weights to the disk cache between requests; None without a disk
         cache.
         `pause`: cancellation check that the runners of the roles call before each prefill chunk.
+        `note`: receives a line if hardly any token of the draft is accepted.
         """
         self.roles, self.load_time, self.writer = roles, load_time, writer
         self.config = roles.config
-        self.engine = LockedEngine(roles.decoding, roles.limits, writer, pause)
+        monitor = DraftMonitor(note)
+        self.engine = LockedEngine(
+            roles.decoding, roles.limits, writer, pause, lambda stats: monitor.add_rounds(stats.verified)
+        )
 
     @property
     def stats(self) -> Stats:
@@ -194,7 +200,8 @@ class LLM(LLMBase):
         world: World | None = None,
         **options: Unpack[LoadOptions],
     ) -> None:
-        options = {**options, "note": options.get("note") or _log}
+        note = options.get("note") or _log
+        options = {**options, "note": note}
         config = (config if config is not None else EngineConfig()).for_models(draft)
         with report_startup_error(world):
             models = ModelPair.create(target, draft, config, world, options)
@@ -202,7 +209,7 @@ class LLM(LLMBase):
         began = time.perf_counter()
         roles = build_roles(models, config, world, options.get("progress"), _drafter_elsewhere(options))
         writer = None if models.cache is None else models.cache.writer
-        super().__init__(roles, time.perf_counter() - began, writer, models.cancel_check)
+        super().__init__(roles, time.perf_counter() - began, writer, models.cancel_check, note)
         worker = options.get("draft_worker")
         self.model, self.device = Path(target), models.device
         self.dtype, self.threads = models.dtype, models.threads

@@ -79,7 +79,7 @@ def _open(
     from swiftspec.llm import LLMBase
 
     roles = build_remote_roles(target, draft, plan, path, **options)
-    running = LLMBase(roles, time.perf_counter() - began)
+    running = LLMBase(roles, time.perf_counter() - began, note=phases.note)
     if running.roles.recorder.file is not None:
         running.roles.recorder.file.token_text = lambda token: codec.token_text([token])
     phases.ready()
