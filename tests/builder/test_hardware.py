@@ -35,7 +35,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 def test_python_and_the_command_choose_the_same(
     dtype: Any, draft: Path | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The checkpoint's dtype is float16, as that of AutoAWQ's checkpoints, which the native operators do not support."""
+    """The dtype in config.json is float16, as in AutoAWQ's checkpoints; the native operators do not support it."""
     monkeypatch.setattr(hardware, "physical_cores", lambda: 3)
     target = DEMO_DIR / "target"
 
