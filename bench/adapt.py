@@ -219,7 +219,8 @@ def run(
 ) -> list[tuple[float, str]]:
     """Decodes every half and returns its tokens per second and its final tree shape (empty without adaptation)."""
     alone = replace(plan, mode="serial", adapt_steps=True)  # a tree with slots for any d
-    llm, clock = LLM(DEMO / "target", DEMO / "draft", alone, dtype=torch.bfloat16), Clock(*times)
+    llm = LLM(DEMO / "target", DEMO / "draft", alone, dtype=torch.bfloat16, device="cpu", threads=1)
+    clock = Clock(*times)
     drafter, verifier = local_roles(llm)
     timed = TimedDrafter(drafter, clock)
     if plan.mode == "async":
@@ -267,7 +268,6 @@ def main() -> None:
     parser.add_argument("--sets", type=int, default=1, help="sets of prompts, run separately")
     parser.add_argument("--fixed", action=argparse.BooleanOptionalAction, default=True, help="also run fixed shapes")
     args = parser.parse_args()
-    torch.set_num_threads(1)
     sets = halves(args.limit, args.sets)
     for mode in args.modes.split(","):
         for name, times in TIMES.items():

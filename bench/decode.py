@@ -32,6 +32,7 @@ from bench.baselines.llama_plain import LlamaCpp, has_llama_cpp
 from bench.data import tasks
 from bench.data.heldout import DEMO, read_prompts
 from swiftspec.backends import cpu as host
+from swiftspec.builder.load_options import LoadOptions
 from swiftspec.config import PROPOSAL_METHODS, VERIFY_METHODS, EngineConfig
 from swiftspec.distributed.launch.world import available_cores, join_world, pin_to_cores
 from swiftspec.errors import UserError
@@ -40,6 +41,8 @@ from swiftspec.model.checkpoint_files import read_config
 from swiftspec.params import SamplingParams
 
 DEFAULTS = EngineConfig()
+# every system sets its own threads before it decodes
+OPTIONS: LoadOptions = {"device": "cpu", "threads": 1, "set_torch_threads": False}
 
 
 @dataclass(frozen=True)
@@ -195,7 +198,7 @@ def build(args: argparse.Namespace) -> dict[str, Generate]:
         for what, model in models.items():
             for mode in args.modes.split(","):
                 draft_path = args.draft_model if mode != "ar" else None
-                llm = LLM(model, draft_path, config_of(mode, args), dtype=dtype)
+                llm = LLM(model, draft_path, config_of(mode, args), dtype=dtype, **OPTIONS)
                 systems[f"swiftspec {mode}{what}"] = our_system(llm, args, every)
     return systems | llama_cpp_systems(args)
 
@@ -299,8 +302,9 @@ def main() -> None:
     world = join_world()
     if world is not None and world.rank > 0:
         torch.set_num_threads(1)
-        host.set_threads(1)
-        serve_rank(world, args.model, args.draft_model, config_of("async", args), dtype=getattr(torch, args.dtype))
+        serve_rank(
+            world, args.model, args.draft_model, config_of("async", args), dtype=getattr(torch, args.dtype), **OPTIONS
+        )
         return
     if world is not None:
         pin_to_cores(set(world.cores))  # the other systems' threads may use all cores
@@ -313,7 +317,7 @@ def main() -> None:
     systems, together = build(args), None
     if world is not None:
         config, dtype = config_of("async", args), getattr(torch, args.dtype)
-        together = LLM(args.model, args.draft_model, config, world=world, dtype=dtype)
+        together = LLM(args.model, args.draft_model, config, world=world, dtype=dtype, **OPTIONS)
         systems["swiftspec async 1 + 1"] = our_system(together, args, world.own_cores())
     result = report(measure(systems, prompts, args.repeats), args, len(prompts))
     if together is not None:

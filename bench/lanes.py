@@ -129,7 +129,7 @@ def decode(
         stats = llm.generate(prompt, sampling).stats
         if number:  # the first prompt is the warm-up
             busy, spent = busy + stats.target_busy_time, spent + stats.decode_time
-            tokens, count = tokens + stats.accepted + stats.rounds, count + stats.rounds
+            tokens, count = tokens + stats.tokens, count + stats.rounds
     llm.close()
     return llm, busy / spent, tokens / count
 
@@ -178,7 +178,7 @@ def main() -> None:
     if whole is None or whole.size != 2:
         parser.error("requires two ranks; start it with torchrun --standalone --nproc-per-node 2 -m bench.lanes")
     torch.set_num_threads(1)
-    options: LoadOptions = {"dtype": torch.bfloat16, "ops": args.ops}
+    options: LoadOptions = {"dtype": torch.bfloat16, "ops": args.ops, "device": "cpu", "threads": 1}
     config, spans = EngineConfig("async", draft_steps=args.steps), []
     plain, close = (replace(whole, store=PrefixStore(name, whole.store)) for name in ("plain", "close"))
     if whole.rank:

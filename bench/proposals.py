@@ -57,7 +57,7 @@ def engine(proposal: str, ahead: bool, calibration: float | None, args: argparse
     verify = "reject" if proposal == "sample" else "match"
     config = EngineConfig(draft_steps=args.ahead_steps if ahead else args.steps, proposal=proposal, verify=verify,
                 calibration=calibration)  # fmt: skip
-    llm = LLM(DEMO / "target", DEMO / "draft", config, dtype=torch.bfloat16)
+    llm = LLM(DEMO / "target", DEMO / "draft", config, dtype=torch.bfloat16, device="cpu", threads=1)
     if ahead:
         drafter, verifier = local_roles(llm)
         decode_on(llm, growing_ahead(drafter, config, LookaheadDrafter), verifier)
@@ -150,7 +150,6 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--plot", type=Path)
     args = parser.parse_args()
-    torch.set_num_threads(1)
     if args.same_text:
         same_text(args)
         return

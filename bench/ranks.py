@@ -18,14 +18,13 @@ import torch
 from transformers import AutoTokenizer
 
 from bench.data.heldout import DEMO, read_prompts
-from swiftspec.backends import cpu as host
 from swiftspec.builder.load_options import LoadOptions
 from swiftspec.config import EngineConfig
 from swiftspec.distributed.launch.world import World, join_world, pin_to_cores
 from swiftspec.llm import LLM, serve_rank
 from swiftspec.params import SamplingParams
 
-OPTIONS: LoadOptions = {"dtype": torch.bfloat16}
+OPTIONS: LoadOptions = {"dtype": torch.bfloat16, "device": "cpu", "threads": 1}
 DRAFT_STEPS = 3
 
 
@@ -103,8 +102,6 @@ def main() -> None:
     world = join_world()
     if world is None:
         sys.exit("requires several ranks; start it with torchrun --standalone --nproc-per-node 2 -m bench.ranks")
-    torch.set_num_threads(1)
-    host.set_threads(1)
     if world.rank:
         follow(world, args.passes)
         return

@@ -18,6 +18,7 @@ import torch
 from transformers import AutoTokenizer
 
 from bench.data.heldout import DEMO, read_prompts
+from swiftspec.builder.load_options import LoadOptions
 from swiftspec.cache.model_cache import ModelCache
 from swiftspec.config import EngineConfig
 from swiftspec.llm import LLM
@@ -27,6 +28,7 @@ from swiftspec.tree import acceptance as tree_walk
 from swiftspec.tree import mask
 from swiftspec.tree.tree import DraftTree
 
+OPTIONS: LoadOptions = {"dtype": torch.bfloat16, "device": "cpu", "threads": 1}
 PARTS: list[tuple[Any, str]] = [
     (DraftTree, "best_leaves"),
     (DraftTree, "add_children"),
@@ -93,12 +95,11 @@ def main() -> None:
     parser.add_argument("--steps", default="1,2,4,8")
     parser.add_argument("--limit", type=int, default=6)
     args = parser.parse_args()
-    torch.set_num_threads(1)
     time.perf_counter = time.thread_time  # clock of the engine; one thread does all the work here
     prompts = read_prompts(AutoTokenizer.from_pretrained(DEMO / "target"))[: args.limit]
     sampling = SamplingParams(temperature=args.temperature, max_tokens=128, ignore_eos=True)
     for d in map(int, args.steps.split(",")):
-        llm = LLM(DEMO / "target", DEMO / "draft", EngineConfig(draft_steps=d), dtype=torch.bfloat16)
+        llm = LLM(DEMO / "target", DEMO / "draft", EngineConfig(draft_steps=d), **OPTIONS)
         decode(llm, prompts[:1], sampling)
         best = min((decode(llm, prompts, sampling) for _ in range(3)), key=lambda r: r["host"])
         budget = 0.4 + 0.15 * d
@@ -106,7 +107,7 @@ def main() -> None:
             f"d={d}: {best['tokens']:.2f} tok/round; ms per round: target {best['target']:.2f},"
             f" draft {best['draft']:.2f}, host {best['host']:.2f} (budget {budget:.2f})"
         )
-    llm = LLM(DEMO / "target", DEMO / "draft", EngineConfig(draft_steps=4), dtype=torch.bfloat16)
+    llm = LLM(DEMO / "target", DEMO / "draft", EngineConfig(draft_steps=4), **OPTIONS)
     for name, count, milliseconds in breakdown(llm, prompts, sampling):
         print(f"  {name:24} {count:5.2f} per round  {milliseconds:.3f} ms")
 

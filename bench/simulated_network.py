@@ -15,8 +15,6 @@ from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch
-
 from bench.data.heldout import texts
 from bench.workers import NODES, PACES
 from swiftspec.builder.model_pair import ModelPair, build_drafter, draft_tree_slots
@@ -48,7 +46,7 @@ class CountedLink:
     def __init__(self, config: EngineConfig, delay: float, expansion: float) -> None:
         path = Path(demo_model_path("draft"))
         shape = EngineConfig(verify_batch=NODES, draft_leaves=config.draft_leaves, adapt_steps=True)
-        models = ModelPair.create(path, path, shape, None, {"only": "draft"})
+        models = ModelPair.create(path, path, shape, None, {"only": "draft", "device": "cpu"})
         drafter = build_drafter(
             *models.load_side("draft", config, None, None).runner(draft_tree_slots(config), CancelCheck()), config
         )
@@ -155,9 +153,8 @@ def main() -> None:
     parser.add_argument("--expansion", type=float, default=3.4)
     parser.add_argument("--host", type=float, default=1.0)
     args = parser.parse_args()
-    torch.set_num_threads(1)
     target = Path(demo_model_path("target"))
-    codec, llm = TextCodec(target), LLM(target, None, EngineConfig("ar"))
+    codec, llm = TextCodec(target), LLM(target, None, EngineConfig("ar"), device="cpu", threads=1)
     known: list[Text] = []
     for prompt in texts()[:PROMPTS]:
         tokens = codec.encode(prompt, 1024)

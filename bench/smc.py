@@ -102,6 +102,7 @@ def scorer(temperature: float) -> Callable[[Sequence[int], Sequence[int]], float
 
 def build(particles: int, steps: int, args: argparse.Namespace) -> LLM:
     kind: Any = {"dtype": torch.bfloat16, "ops": args.ops, "max_model_len": CONTEXT, "device": args.device}
+    kind["threads"] = args.threads
     if particles == 0:
         return LLM(DEMO / "target", config=EngineConfig("ar"), **kind)
     population = PopulationConfig(particles, steps, args.ess_threshold, args.power)

@@ -57,7 +57,8 @@ def main() -> None:
         parser.error("requires two ranks; start it with torchrun --standalone --nproc-per-node 2 -m bench.table6")
     torch.set_num_threads(1)
     text, target, draft = spec("parallel")
-    options: LoadOptions = {"dtype": torch.bfloat16, "emulate": emulation.parse_emulation(text)}
+    options: LoadOptions = {"dtype": torch.bfloat16, "device": "cpu", "threads": 1}
+    options["emulate"] = emulation.parse_emulation(text)
     pool = RankPool(Pair(DEMO / "target", DEMO / "draft", options, threads=1), world)
     if world.rank > 0:
         pool.follow()

@@ -13,6 +13,7 @@ MODES = ("ar", "serial", "async", "smc")
 DEFAULT_DRAFT_STEPS = 3  # default d: the fastest for the demo models in mode serial (docs/decisions/tree-and-cache.md)
 MAX_MEASURED_DRAFT_STEPS = 16  # limit of a measured d: deeper nodes are hardly ever accepted
 MAX_CONCURRENT_REQUESTS = 256
+MAX_THREADS = 8  # threads of one operator by default: more take longer to synchronise than short rounds compute
 MAX_TREE_NODES = 64  # limit of bs, w and d: a larger round costs more than it can save
 VERIFY_METHODS = ("match", "reject")
 PROPOSAL_METHODS = ("top", "coupled", "sample")
@@ -112,10 +113,10 @@ class EngineConfig:
     In mode async the first `target_tp` ranks run the target and the next `draft_tp` ranks run the draft. With
     `target_tp` 1 and `draft_tp` 0, a single rank runs both models concurrently on its GPU, unless a worker runs one of
     them. In modes serial and smc the same ranks run both models alternately, so `target_tp` and `draft_tp` are equal.
-    Mode ar has no draft.
+    Mode ar has no draft. Mode auto is serial with a draft and ar without one.
     """
 
-    mode: str = setting("serial", choices=MODES)
+    mode: str = setting("auto", choices=("auto", *MODES))
     verify_batch: int = setting(
         8,
         "Tree nodes verified per round, including the root.",
@@ -162,7 +163,7 @@ class EngineConfig:
     adapt_steps: bool = False  # d follows measurements of running requests; rounds then depend on the clock
     adapt_batch: bool = False  # bs follows measurements, up to verify_batch; rounds then depend on the clock
     target_tp: int = setting(1, ge=1)
-    draft_tp: int = -1  # -1: default of the mode (async 1, or 0 with a worker; serial, smc: target_tp; ar: 0)
+    draft_tp: int = -1  # -1: default of the mode (async 1, or 0 with a worker; ar 0; others target_tp)
     target_remote: bool = False  # a worker runs the target instead of the ranks of this job
     draft_remote: bool = False  # the same for the draft
     population: PopulationConfig = PopulationConfig()  # mode smc
@@ -200,7 +201,7 @@ class EngineConfig:
     def _make_chains(self) -> None:
         """Sets w and bs so that the tree is a chain of d draft tokens, all of which are verified. Raises UserError if
         another field requires a tree."""
-        here = self.mode == "serial" and not (self.target_remote or self.draft_remote)
+        here = self.mode in ("auto", "serial") and not (self.target_remote or self.draft_remote)
         require(here, "max_num_seqs above 1 requires mode serial without workers; in mode smc use smc_groups")
         require(
             not self.is_adaptive, "self_switch and adapt_* are not supported with max_num_seqs above 1; remove them"
@@ -214,6 +215,13 @@ class EngineConfig:
         )
         object.__setattr__(self, "draft_leaves", 1)
         object.__setattr__(self, "verify_batch", self.initial_draft_steps + 1)
+
+    def for_models(self, draft: object) -> "EngineConfig":
+        """Returns the configuration with mode auto resolved. `draft`: the local draft model; None: there is none."""
+        if self.mode != "auto":
+            return self
+        has_draft = draft is not None or self.draft_remote
+        return replace(self, mode="serial" if has_draft else "ar", draft_tp=-1)
 
     def check_request(self, sampling: SamplingParams) -> None:
         """Raises UserError if `sampling` does not fit this configuration: its mode, its proposal method, or the largest

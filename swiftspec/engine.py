@@ -5,24 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 from swiftspec.decode import Observer, decode, no_observer
 from swiftspec.errors import UserError
-from swiftspec.messages import Logprob, NodeSource, Proposal, RequestStart, VerifyResult
+from swiftspec.messages import Logprob, Proposal, RequestStart, VerifiedRound, VerifyResult, cut_rounds
 from swiftspec.params import SamplingParams
 from swiftspec.runtime.drafter import Drafter, NoDrafter
 from swiftspec.runtime.verifier import Verifier
-
-
-class VerifiedRound(NamedTuple):
-    """What was verified in a round: fields of its proposal and of its result. Without `sources`, the draft model is the
-    source of all nodes except the root."""
-
-    parents: tuple[int, ...]
-    path: tuple[int, ...]
-    overlaps: tuple[float, ...] = ()
-    sources: tuple[NodeSource, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,14 +40,25 @@ class Stats:
     tokens: int = 0  # output tokens
     rounds: int = 0
     drafted: int = 0  # proposed draft tokens
-    accepted: int = 0  # accepted draft tokens
+    # output tokens except one per round, so tokens = rounds + accepted; 0 in mode smc
+    accepted: int = 0
     target_busy_time: float = 0.0  # the target's forwards while decoding
     draft_busy_time: float = 0.0  # the same for the draft
     drafter_lost: str | None = None  # why the drafter is lost; None while it is available
     finish_reason: str | None = None  # as on the last chunk
-    verified: list[VerifiedRound] = field(default_factory=list)  # one entry per round, before stop criteria
+    verified: list[VerifiedRound] = field(default_factory=list)  # one entry per round; empty in mode smc
     policy: Any = None  # `PolicyReport` at the end of the request (control/controller.py)
     population: Any = None  # mode smc: `GroupResult` at the end of the request (smc/group_result.py)
+
+    def keep_tokens(self, tokens: int) -> None:
+        """Counts only the first `tokens` output tokens and their rounds, of an output that ended before the engine. The
+        times stay unchanged, and so do the counts of rounds in mode smc."""
+        self.tokens = min(self.tokens, tokens)
+        if self.verified:
+            cut_rounds(self.verified, self.tokens)
+            self.rounds = len(self.verified)
+            self.drafted = sum(len(each.parents) - 1 for each in self.verified)
+            self.accepted = sum(len(each.path) - 1 for each in self.verified)
 
     def record_times(self, produced_token: bool, began: float, opened: float, busy: Sequence[float]) -> None:
         """Updates the times after a round.
@@ -143,10 +144,9 @@ class TreeDecoding:
 
     def chunks(self, stop_criteria: StopCriteria, stats: Stats) -> Iterator[TokenChunk]:
         for proposal, result in decode(self.active_drafter, self.verifier, self._notify):
-            _count(stats, proposal, result)
             stats.drafter_lost = self._drafter_loss() if self.active_drafter is self.drafter else None
             chunk = _cut(result, stop_criteria.max_tokens - stats.tokens, stop_criteria.stop_token_ids)
-            stats.tokens += len(chunk.token_ids)
+            _count(stats, proposal, result, len(chunk.token_ids))
             stats.finish_reason = chunk.finish_reason
             yield chunk
 
@@ -231,13 +231,16 @@ class Engine:
         return StopCriteria(budget, {*sampling.stop_token_ids, *eos})
 
 
-def _count(stats: Stats, proposal: Proposal, result: VerifyResult) -> None:
-    """Adds a round to `stats`. Called before the tokens of the round are cut, so that the acceptance rate does not
-    depend on the stop criteria."""
+def _count(stats: Stats, proposal: Proposal, result: VerifyResult, kept: int) -> None:
+    """Adds a round to `stats`. `kept`: number of its tokens that are part of the output, at least 1."""
     stats.rounds += 1
+    stats.tokens += kept
     stats.drafted += len(proposal.tokens) - 1
-    stats.accepted += len(result.tokens) - 1
-    stats.verified.append(VerifiedRound(proposal.parents, result.path, result.overlaps, proposal.sources))
+    stats.accepted += kept - 1
+    is_cut = kept < len(result.tokens)
+    stats.verified.append(
+        VerifiedRound(proposal.parents, result.path[:kept], result.overlaps, proposal.sources, is_cut)
+    )
 
 
 def _cut(result: VerifyResult, budget: int, stops: Collection[int]) -> TokenChunk:

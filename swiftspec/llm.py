@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import signal
 import time
 from collections.abc import Callable, Generator, Sequence
@@ -23,6 +24,7 @@ from swiftspec.distributed.rank_startup import EngineRank
 from swiftspec.distributed.remote.failover import Outage
 from swiftspec.engine import Completion, Stats, TokenChunk
 from swiftspec.extras import require_extra
+from swiftspec.observe.draft_monitor import DraftMonitor
 from swiftspec.observe.recorder import TraceListener
 from swiftspec.params import SamplingParams
 from swiftspec.runtime.cancellation import CancelCheck
@@ -41,15 +43,20 @@ class LLMBase:
         load_time: float = 0.0,
         writer: BackgroundWriter | None = None,
         pause: CancelCheck | None = None,
+        note: Callable[[str], object] = lambda line: None,
     ) -> None:
         """`load_time`: seconds that loading took.
         `writer`: background thread that writes packed weights to the disk cache between requests; None without a disk
         cache.
         `pause`: cancellation check that the runners of the roles call before each prefill chunk.
+        `note`: receives a line if hardly any token of the draft is accepted.
         """
         self.roles, self.load_time, self.writer = roles, load_time, writer
         self.config = roles.config
-        self.engine = LockedEngine(roles.decoding, roles.limits, writer, pause)
+        monitor = DraftMonitor(note)
+        self.engine = LockedEngine(
+            roles.decoding, roles.limits, writer, pause, lambda stats: monitor.add_rounds(stats.verified)
+        )
 
     @property
     def stats(self) -> Stats:
@@ -167,14 +174,21 @@ def _numbered(chunks: Generator[tuple[BatchRequest, TokenChunk]]) -> Generator[t
 class LLM(LLMBase):
     """A target model and optionally a draft model, loaded and ready to decode token ids.
 
-    Decodes one request at a time, or up to `max_num_seqs` concurrently. `config` defaults to mode serial with a draft
-    and to mode ar without one. With a `world`, which describes the ranks of a job, this process is rank 0, and the
+    Decodes one request at a time, or up to `max_num_seqs` concurrently. The mode defaults to serial with a draft and to
+    ar without one. With a `world`, which describes the ranks of a job, this process is rank 0, and the
     other ranks run `serve_rank` with the same arguments. Raises UserError if a model cannot be loaded or the two models
     are not compatible.
+
+    Without options, dtype, operators and numbers of threads are those of `swiftspec serve`. This includes the number of
+    torch's CPU threads, which holds for the whole process and stays after `close`: 1 if the models run on the native
+    operators. `set_torch_threads=False` leaves it unchanged. Notices, such as models that run on torch's own operators,
+    go to `note`, by default to the logger "swiftspec" as warnings.
 
     `model`: folder of the target.
     `draft_model`: folder of the draft, or address of its worker; None without a draft.
     `device`: device of this process.
+    `dtype`: torch dtype of both models.
+    `threads`: CPU threads of one operator.
     """
 
     def __init__(
@@ -186,15 +200,19 @@ class LLM(LLMBase):
         world: World | None = None,
         **options: Unpack[LoadOptions],
     ) -> None:
-        config = config if config is not None else EngineConfig(mode="serial" if draft is not None else "ar")
+        note = options.get("note") or _log
+        options = {**options, "note": note}
+        config = (config if config is not None else EngineConfig()).for_models(draft)
         with report_startup_error(world):
             models = ModelPair.create(target, draft, config, world, options)
+        models.set_thread_counts(config, set_torch_threads=options.get("set_torch_threads", True))
         began = time.perf_counter()
         roles = build_roles(models, config, world, options.get("progress"), _drafter_elsewhere(options))
         writer = None if models.cache is None else models.cache.writer
-        super().__init__(roles, time.perf_counter() - began, writer, models.cancel_check)
+        super().__init__(roles, time.perf_counter() - began, writer, models.cancel_check, note)
         worker = options.get("draft_worker")
         self.model, self.device = Path(target), models.device
+        self.dtype, self.threads = models.dtype, models.threads
         self.draft_model = worker.url if worker is not None else None if draft is None else str(draft)
 
 
@@ -207,7 +225,12 @@ def _drafter_elsewhere(options: LoadOptions) -> MakeRemoteDrafter | None:
     require_extra("network", worker.flag)
     from swiftspec.builder.remote_roles import build_remote_drafter  # gRPC takes a while to import
 
-    return partial(build_remote_drafter, worker, options.get("note") or (lambda line: None))
+    return partial(build_remote_drafter, worker, options.get("note") or _log)
+
+
+def _log(line: str) -> None:
+    """Default `note`: logs a warning, which Python prints on stderr unless logging is configured."""
+    logging.getLogger("swiftspec").warning(line)
 
 
 def serve_rank(
@@ -216,8 +239,10 @@ def serve_rank(
     """Loads and runs a rank other than rank 0 until rank 0 closes its `LLM`. Takes the arguments of that `LLM`. Raises
     UserError if they are invalid or differ between ranks, and RankLost if rank 0 or the leader of this rank's group
     exits without shutting this rank down."""
+    config = config.for_models(draft)
     with report_startup_error(world):
         models = ModelPair.create(target, draft, config, world, options)
+    models.set_thread_counts(config, set_torch_threads=options.get("set_torch_threads", True))
     rank = EngineRank(world, config, models, options.get("progress"))
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 handles interrupts and ends the other ranks
     try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -130,3 +131,25 @@ class VerifyResult:
     prompt_logprobs: tuple[Logprob, ...] | None = field(
         default=None, compare=False
     )  # in the first result of a request: see engine.TokenChunk
+
+
+class VerifiedRound(NamedTuple):
+    """What was verified in a round: fields of its proposal and of its result. Without `sources`, the draft model is the
+    source of all nodes except the root."""
+
+    parents: tuple[int, ...]
+    path: tuple[int, ...]  # as many nodes as the round has output tokens: all of them but one were accepted
+    overlaps: tuple[float, ...] = ()
+    sources: tuple[NodeSource, ...] = ()
+    is_cut: bool = False  # the output ended within the round, and `path` has only the nodes of its output tokens
+
+
+def cut_rounds(rounds: list[VerifiedRound], tokens: int) -> None:
+    """Cuts the rounds of an output, in place, so that they have at most `tokens` output tokens: drops the rounds after
+    them and cuts the path of the last one."""
+    surplus = sum(len(each.path) for each in rounds) - tokens
+    while surplus > 0:
+        last = rounds.pop()
+        surplus -= len(last.path)
+        if surplus < 0:
+            rounds.append(last._replace(path=last.path[:-surplus], is_cut=True))

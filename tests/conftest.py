@@ -8,10 +8,12 @@ import pytest
 import torch
 
 from swiftspec import _C
+from swiftspec.builder import hardware
 from tests.support.ranks import Pool
 
 # The models here are tiny: a second thread costs more in barriers than it computes, above all on a busy machine.
 torch.set_num_threads(1)
+hardware.physical_cores = lambda: 1  # from which `LLM` and the commands derive their numbers of threads
 
 # A shell ignores SIGINT in jobs that it starts in the background, and processes inherit that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

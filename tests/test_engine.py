@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +12,7 @@ import pytest
 import torch
 
 from swiftspec.config import EngineConfig
+from swiftspec.engine import Stats
 from swiftspec.errors import UserError
 from swiftspec.llm import LLM
 from swiftspec.observe.acceptance_stats import Acceptance
@@ -90,6 +94,16 @@ def test_the_end_token_of_the_model_stops_unless_ignored(llm: LLM) -> None:
     assert longest(llm) == text
 
 
+def test_the_end_token_of_the_tokenizer_stops_too(llm: LLM, path: Path, tmp_path: Path) -> None:
+    text = longest(llm)
+    folder = Path(shutil.copytree(path, tmp_path / "model"))
+    names = {"eos_token": "<end>", "added_tokens_decoder": {str(text[5]): {"content": "<end>"}}}
+    (folder / "tokenizer_config.json").write_text(json.dumps(names))
+    with_end = LLM(folder, dtype=torch.float64, max_model_len=CONTEXT)
+    assert with_end.eos_token_ids == (*llm.eos_token_ids, text[5])
+    assert with_end.generate(PROMPT, SamplingParams(temperature=0)).token_ids == text[: text.index(text[5]) + 1]
+
+
 def test_chunks_distinguish_draft_tokens_from_bonus_tokens(llm: LLM) -> None:
     chunks = list(llm.stream(PROMPT, FREE))
     assert all(0 <= c.accepted <= len(c.token_ids) for c in chunks)
@@ -97,13 +111,38 @@ def test_chunks_distinguish_draft_tokens_from_bonus_tokens(llm: LLM) -> None:
     assert max(c.accepted for c in chunks) >= 2 and chunks[-1].finish_reason == "length"
 
 
+def assert_counts_only_output(stats: Stats) -> None:
+    """tokens = rounds + accepted, also by round and by depth."""
+    seen = Acceptance.from_rounds(stats.verified)
+    assert stats.tokens == stats.rounds + stats.accepted and stats.accepted <= stats.drafted
+    assert sum(seen.histogram) == stats.rounds
+    assert sum(j * n for j, n in enumerate(seen.histogram)) == sum(seen.accepted_at_depth) == stats.accepted
+    chances = [*seen.tried_at_depth, *[0] * len(seen.accepted_at_depth)]
+    assert all(hits <= tried for hits, tried in zip(seen.accepted_at_depth, chances, strict=False))
+
+
+@pytest.mark.parametrize("budget", [1, 2, 3, 7])
+def test_acceptance_is_counted_for_output_tokens_only(llm: LLM, budget: int) -> None:
+    """At the token limit, at a stop token within a round, and after a cut by the caller."""
+    text = longest(llm)
+    limited = llm.generate(PROMPT, replace(FREE, max_tokens=budget)).stats
+    assert limited.tokens == budget
+    assert_counts_only_output(limited)
+    stopped = llm.generate(PROMPT, replace(FREE, stop_token_ids=(text[budget],))).stats
+    assert stopped.tokens == text.index(text[budget]) + 1 and stopped.finish_reason == "stop"
+    assert_counts_only_output(stopped)
+    whole = llm.generate(PROMPT, FREE).stats
+    whole.keep_tokens(budget)
+    assert (whole.tokens, whole.rounds, whole.accepted) == (limited.tokens, limited.rounds, limited.accepted)
+    assert_counts_only_output(whole)
+    whole.keep_tokens(0)
+    assert (whole.tokens, whole.rounds, whole.accepted, whole.drafted) == (0, 0, 0, 0)
+
+
 def test_the_statistics_are_consistent(llm: LLM) -> None:
     answer = llm.generate(PROMPT, FREE)
     stats = answer.stats
-    histogram = Acceptance.from_rounds(stats.verified).histogram
-    assert sum(histogram) == stats.rounds
-    assert sum(j * n for j, n in enumerate(histogram)) == stats.accepted <= stats.drafted
-    assert 0 <= stats.accepted + stats.rounds - stats.tokens < llm.config.verify_batch  # the last round is cut
+    assert_counts_only_output(stats)
     assert stats.tokens == len(answer.token_ids) and stats.prompt_tokens == len(PROMPT)
     assert stats.target_busy_time > 0 and stats.draft_busy_time > 0
     assert stats.target_busy_time + stats.draft_busy_time <= stats.decode_time
@@ -208,12 +247,18 @@ def test_a_bias_on_an_unknown_token_is_refused(llm: LLM) -> None:
         llm.stream(PROMPT, SamplingParams(logit_bias={64: 1.0}))
 
 
+def test_the_mode_follows_from_the_models(path: Path) -> None:
+    plain = LLM(path, None, EngineConfig(draft_steps=4), dtype=torch.float64)
+    assert plain.config.mode == "ar" and plain.generate(PROMPT, replace(FREE, max_tokens=3)).stats.drafted == 0
+    assert LLM(path, path, EngineConfig(draft_steps=4), dtype="float64").config.mode == "serial"
+
+
 def test_invalid_engine_settings_are_refused(path: Path) -> None:
     with pytest.raises(UserError, match="requires a draft model"):
         LLM(path, config=EngineConfig(mode="serial"))
     with pytest.raises(UserError, match=r"max_model_len must lie in 2\.\.512"):
         LLM(path, max_model_len=513)
-    with pytest.raises(UserError, match="the tokenizer has 70 tokens"):
+    with pytest.raises(UserError, match=f"the tokenizer has 70 tokens, but the LM head of {path} has only 64 rows"):
         LLM(path, vocab_size=70)
     with pytest.raises(UserError, match="no such directory"):
         LLM(path / "nowhere")

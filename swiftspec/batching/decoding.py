@@ -11,9 +11,9 @@ from typing import Protocol
 from swiftspec.batching.scheduler import EITHER_MODEL
 from swiftspec.batching.sequence_group import GroupAnswer, SequenceGroup
 from swiftspec.decode import Observer, no_observer
-from swiftspec.engine import Stats, StopCriteria, TokenChunk, VerifiedRound
+from swiftspec.engine import Stats, StopCriteria, TokenChunk
 from swiftspec.errors import NonFiniteLogits, UserError
-from swiftspec.messages import RequestStart
+from swiftspec.messages import RequestStart, VerifiedRound
 from swiftspec.params import SamplingParams
 from swiftspec.runtime.cancellation import Cancelled
 
@@ -217,7 +217,6 @@ class BatchDecoding:
 
     def _chunk(self, group: SequenceGroup, tokens: tuple[int, ...], stats: Stats) -> TokenChunk:
         answer = group.answer
-        stats.rounds, stats.drafted = group.rounds, group.rounds * self.scheduler.draft_tokens_per_round
         stats.tokens += len(tokens)
         accepted = 0
         if self.scheduler.exact:
@@ -230,7 +229,10 @@ class BatchDecoding:
             stats.accepted += sum(new)
             stats.rounds = len(stats.verified)
             stats.drafted = stats.rounds * self.scheduler.draft_tokens_per_round
+            if answer is not None:  # the last round may be cut
+                stats.keep_tokens(stats.tokens)
         else:
+            stats.rounds, stats.drafted = group.rounds, group.rounds * self.scheduler.draft_tokens_per_round
             stats.population = answer
         stats.finish_reason = None if answer is None else "stop" if answer.stopped else "length"
         return TokenChunk(tokens, accepted, stats.finish_reason)

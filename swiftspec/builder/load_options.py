@@ -10,7 +10,6 @@ from typing import Any, Literal, Protocol, TypedDict, get_args
 import torch
 
 from swiftspec.backends import cpu, cuda, reference, unfused
-from swiftspec.backends.cuda.devices import why_no_gpu
 from swiftspec.distributed.rank_startup import Progress
 from swiftspec.distributed.transport.grpc.endpoint import RpcSecurity
 from swiftspec.errors import UserError, truncated_repr
@@ -60,10 +59,17 @@ class WorkerAddress:
 
 
 class LoadOptions(TypedDict, total=False):
-    """Options for loading the models. `dtype`, `max_model_len` and `vocab_size` default to the models' own values."""
+    """Options for loading the models. `max_model_len` and `vocab_size` default to the models' own values."""
 
-    dtype: torch.dtype | None
-    device: torch.device | str  # default cpu; with "cuda" each rank of a machine takes its own GPU
+    # of both models, also by name; default auto: bfloat16 for a target with 16-bit weights if the device supports it,
+    # otherwise the target's own
+    dtype: torch.dtype | str | None
+    # default auto: cuda if PyTorch finds an NVIDIA GPU, otherwise cpu; with "cuda" each rank of a machine takes its own
+    device: torch.device | str
+    threads: int | None  # CPU threads of one operator; default: the rank's share of the physical cores, at most 8
+    # default True: sets torch's CPU threads for the whole process, to 1 if the models run on the native operators and
+    # otherwise to `threads`; False leaves them unchanged
+    set_torch_threads: bool
     share_device: bool  # allows more ranks than GPUs
     max_model_len: int | None  # maximum number of prompt and output tokens
     vocab_size: int | None  # base vocabulary that both tokenizers share; logits beyond it count as -inf
@@ -150,12 +156,8 @@ def resolve_cache_dtype(name: CacheName, ops: OpsName, device: torch.device) -> 
 
 def rank_device(device: torch.device, ranks: RankLayout | None, share: bool) -> torch.device:
     """Returns the device of this rank: with device cuda, its own GPU among those of its machine, otherwise `device`.
-    Raises UserError if there is no GPU, or if there are more ranks than GPUs and `share` is False."""
-    if device.type != "cuda":
-        return device
-    if not torch.cuda.is_available():
-        raise UserError(f"device cuda: PyTorch finds no NVIDIA GPU ({why_no_gpu()}); use device cpu")
-    if device.index is not None or ranks is None:
+    Raises UserError if there are more ranks than GPUs and `share` is False."""
+    if device.type != "cuda" or device.index is not None or ranks is None:
         return device
     count = torch.cuda.device_count()
     if ranks.local_size > count and not share:

@@ -43,12 +43,15 @@ class LockedEngine(Engine):
         limits: RequestLimits,
         background: BackgroundWork | None = None,
         cancel_check: CancelCheck | None = None,
+        on_finished: Callable[[Stats], object] = lambda stats: None,
     ) -> None:
         """`background`: work that is paused while a request runs.
         `cancel_check`: the check that the runners of `decoding` call before each prefill chunk.
+        `on_finished`: called with the statistics of each request when it ends.
         """
         super().__init__(decoding, limits)
         self._background, self._cancel_check = background, cancel_check if cancel_check is not None else CancelCheck()
+        self._on_finished = on_finished
         self._lock = threading.RLock()  # held during a round
         self._open: tuple[Generator[Any], int] | None = None  # the running request and its thread
         self._closed = False
@@ -124,6 +127,17 @@ class LockedEngine(Engine):
                 chunks = self._run_one_by_one(fetch, cancelled)
             return self._rounds(chunks, lambda: prefilling is not None and cancelled(prefilling))
 
+    def _stream(self, prompt: tuple[int, ...], sampling: SamplingParams) -> Generator[TokenChunk]:
+        stats: Stats | None = None
+        with closing(super()._stream(prompt, sampling)) as chunks:
+            try:
+                for chunk in chunks:
+                    stats = self.stats if stats is None else stats
+                    yield chunk
+            finally:
+                if stats is not None:
+                    self._on_finished(stats)
+
     def _batch(self, chunks: Generator[tuple[BatchRequest, TokenChunk]]) -> Generator[tuple[BatchRequest, TokenChunk]]:
         """Yields the chunks of a batch. Raises UserError once a later request has ended the batch."""
         self._requests += 1
@@ -131,6 +145,8 @@ class LockedEngine(Engine):
         with closing(chunks):
             for request, chunk in chunks:
                 self.stats = request.stats
+                if chunk.finish_reason is not None:
+                    self._on_finished(request.stats)
                 yield request, chunk
                 require(self._requests == number, "this batch was ended by a later request: read it to its end first")
 

@@ -20,6 +20,7 @@ from swiftspec.batching.chains import make_chains
 from swiftspec.batching.group_method import GroupMethod
 from swiftspec.batching.limits import chain_region_slots
 from swiftspec.batching.scheduler import BatchScheduler
+from swiftspec.builder import hardware
 from swiftspec.builder.load_options import (
     PREFIX_CACHE_MEMORY_MIB,
     ActivationsName,
@@ -43,6 +44,7 @@ from swiftspec.distributed.rank_startup import Progress
 from swiftspec.errors import UserError
 from swiftspec.model.checkpoint_files import read_config
 from swiftspec.model.config import ModelConfig
+from swiftspec.model.end_tokens import end_tokens
 from swiftspec.model.fingerprint import fingerprint
 from swiftspec.model.formats.int8 import LoadTimeQuantization
 from swiftspec.model.loader import load_model
@@ -74,8 +76,9 @@ class ModelPair:
 
     target: Path
     draft: Path | None
-    dtype: torch.dtype | None
+    dtype: torch.dtype  # of both models
     device: torch.device
+    threads: int  # CPU threads of one operator
     share_device: bool
     max_model_len: int
     vocab_size: int
@@ -88,6 +91,7 @@ class ModelPair:
     trace: Path | None
     prefix_cache_memory: int  # MiB, of both models on all ranks
     cache: PackedWeightCache | None  # disk cache of packed weights
+    eos_token_ids: tuple[int, ...]  # end-of-text tokens of the target
     grammars: GrammarCompiler
     only: Side | None = None  # the only model that this process loads; None: both
     sessions: int = 1  # maximum number of a worker's sessions
@@ -101,40 +105,27 @@ class ModelPair:
     ) -> ModelPair:
         """Returns the model pair of a job. Raises UserError, before anything is loaded, if models, configuration, ranks
         and options are not consistent. `plan`: the engine configuration. `ranks`: None for a single process."""
-        if plan.mode != "ar" and draft is None and not plan.draft_remote:
-            raise UserError(f"mode {plan.mode} requires a draft model: specify one, or use mode ar")
-        count = 1 if ranks is None else ranks.size
-        if plan.num_ranks != count:
-            split = f"mode {plan.mode} with target_tp {plan.target_tp} and draft_tp {plan.draft_tp}"
-            required = f"{plan.num_ranks} rank{'s' if plan.num_ranks > 1 else ''}"
-            raise UserError(f"{split} requires {required}, not {count}: start that many with torchrun")
-        config = read_config(target)
-        longest = config.max_position_embeddings
-        length = options.get("max_model_len")
-        length = longest if length is None else length
-        if not 2 <= length <= longest:
-            raise UserError(f"max_model_len must lie in 2..{longest} for this target, not {length}")
-        heads = [config.spec.vocab_size, *([] if draft is None else [read_config(draft).spec.vocab_size])]
-        vocab = options.get("vocab_size") or min(heads)
-        if vocab > min(heads):
-            raise UserError(f"the tokenizer has {vocab} tokens, but an LM head has only {min(heads)} rows")
+        _check_ranks(plan, draft, ranks)
+        config, draft_path = read_config(target), None if draft is None else Path(draft)
+        length, vocab = _context_length(config, options), _vocab_size(Path(target), draft_path, options)
         share = options.get("share_device", False)
-        device = rank_device(torch.device(options.get("device", "cpu")), ranks, share)
+        device = rank_device(hardware.resolve_device(options.get("device", "auto")), ranks, share)
         if plan.overlap_on_one_gpu and device.type != "cuda":
             raise UserError(f"mode async on one rank requires a GPU, not {device}: start two ranks")
-        draft_path = None if draft is None else Path(draft)
         ops, load = options.get("ops", "auto"), options.get("load", load_model)
+        dtype = hardware.resolve_dtype(options.get("dtype"), config.dtype, ops, device)
+        threads = hardware.thread_count(options.get("threads"), 1 if ranks is None else ranks.local_size)
         emulate, trace = options.get("emulate") or StepTimeEmulation(), options.get("trace")
         activations, head = options.get("activations", "auto"), options.get("head", "auto")
         check_quantization(activations, head, ops, device)
         stored = resolve_cache_dtype(options.get("kv_cache_dtype", "auto"), ops, device)
         prefix_cache = options.get("prefix_cache_memory", PREFIX_CACHE_MEMORY_MIB)
         require(prefix_cache >= 0, f"prefix_cache_memory must be at least 0 MiB, not {prefix_cache}")
-        packed = options.get("packed_cache")
+        packed, ends = options.get("packed_cache"), end_tokens(Path(target))
         models = ModelPair(
-            Path(target), draft_path, options.get("dtype"), device, share, length, vocab, ops, activations, stored,
-            head, load, emulate, trace, prefix_cache, None if packed is None else PackedWeightCache(packed),
-            GrammarCompiler(Path(target), config.eos_token_ids, vocab), options.get("only"), options.get("sessions", 1),
+            Path(target), draft_path, dtype, device, threads, share, length, vocab, ops, activations, stored, head,
+            load, emulate, trace, prefix_cache, None if packed is None else PackedWeightCache(packed), ends,
+            GrammarCompiler(Path(target), ends, vocab), options.get("only"), options.get("sessions", 1),
             options.get("hidden_layers", ()),
         )  # fmt: skip
         models.check_operators(plan, options.get("note") or (lambda line: None))
@@ -151,18 +142,24 @@ class ModelPair:
         needs: list[MemoryEstimate] = []
         for side, path in sides.items():
             config = read_config(path)
-            dtype = self._dtype_of(config)
-            select_operators(self.ops, config.spec, dtype, self.device)
-            why = why_not_native(config.spec, dtype, self.device) if self.ops == "auto" else None
+            select_operators(self.ops, config.spec, self.dtype, self.device)
+            why = why_not_native(config.spec, self.dtype, self.device) if self.ops == "auto" else None
             if why is not None:
                 note(f"the {side} runs on torch's own operators: {why}")
             ranks = plan.draft_tp if side == "draft" and plan.mode == "async" else plan.target_tp
             slots = self.sessions * plan.num_sequences * (self._context(plan) + self.tree_slots(side, plan))
-            needs.append(MemoryEstimate(config, dtype, slots, max(ranks, 1), self.cache_dtype))
+            needs.append(MemoryEstimate(config, self.dtype, slots, max(ranks, 1), self.cache_dtype))
         apart = plan.mode == "async" and plan.num_ranks > 1  # each rank holds one of the two models
         unchecked = self.share_device or self.device.type != "cuda"
         for held in [] if unchecked else [[need] for need in needs] if apart else [needs]:
             check_memory(held, self.device)
+
+    def set_thread_counts(self, plan: EngineConfig, *, set_torch_threads: bool = True) -> None:
+        """Sets the CPU threads of the native operators, and with `set_torch_threads` those of torch, for the whole
+        process. Called before the models are loaded, since packing uses the threads, too."""
+        specs = [read_config(path).spec for path in self._paths(target=True, draft=plan.mode != "ar")]
+        native = all(select_operators(self.ops, spec, self.dtype, self.device) is cpu for spec in specs)
+        hardware.set_thread_counts(self.threads, native=native, set_torch_threads=set_torch_threads)
 
     def with_vocab(self, vocab_size: int) -> ModelPair:
         """Returns a copy with the vocabulary size that rank 0 determined for all ranks. Raises UserError if a model's
@@ -171,7 +168,7 @@ class ModelPair:
             raise UserError(
                 f"rank 0's vocabulary has {vocab_size} tokens, but the LM head of this rank has {self.vocab_size} rows"
             )
-        grammars = GrammarCompiler(self.target, read_config(self.target).eos_token_ids, vocab_size)
+        grammars = GrammarCompiler(self.target, self.eos_token_ids, vocab_size)
         return replace(self, vocab_size=vocab_size, grammars=grammars)
 
     def rank_config(self, config: EngineConfig, *, target: bool, draft: bool) -> RankConfig:
@@ -181,7 +178,7 @@ class ModelPair:
         paces = {"emulate target": self.emulate.target, "emulate draft": self.emulate.draft}
         settings = {
             **settings_of(config),
-            "dtype": None if self.dtype is None else str(self.dtype).removeprefix("torch."),
+            "dtype": str(self.dtype).removeprefix("torch."),
             "device": self.device.type,
             "share_gpus": self.share_device,
             "ops": self.ops,
@@ -213,9 +210,8 @@ class ModelPair:
         model."""
         width = 0
         for path in self._paths(target=target, draft=draft):
-            config = read_config(path)
-            spec, dtype = config.spec, self._dtype_of(config)
-            if self.share_device or select_operators(self.ops, spec, dtype, self.device) is not cuda:
+            spec = read_config(path).spec
+            if self.share_device or select_operators(self.ops, spec, self.dtype, self.device) is not cuda:
                 return 0
             width = max(width, spec.hidden_size)
         return width
@@ -259,11 +255,10 @@ class ModelPair:
         path, times = (self.target, self.emulate.target) if side == "target" else (self.draft, self.emulate.draft)
         assert path is not None
         context, config = self._context(plan), read_config(path)
-        dtype = self._dtype_of(config)
-        ops = select_operators(self.ops, config.spec, dtype, self.device)
+        ops = select_operators(self.ops, config.spec, self.dtype, self.device)
         model = self.load(
-            path, dtype=dtype, device=self.device, ops=ops, max_positions=context + self.tree_slots(side, plan),
-            progress=progress, group=group, quantization=self._quantization(side, ops, dtype),
+            path, dtype=self.dtype, device=self.device, ops=ops, max_positions=context + self.tree_slots(side, plan),
+            progress=progress, group=group, quantization=self._quantization(side, ops),
             cache_dtype=self.cache_dtype, packed_cache=self.cache if ops is cpu else None,
             hidden_layers=self.hidden_layers if side == "target" else (),
         )  # fmt: skip
@@ -287,9 +282,9 @@ class ModelPair:
             return plan.verify_batch
         return draft_tree_slots(plan)
 
-    def _quantization(self, side: Side, ops: object, dtype: torch.dtype) -> LoadTimeQuantization:
+    def _quantization(self, side: Side, ops: object) -> LoadTimeQuantization:
         """Returns what is quantised when the target or the draft is loaded."""
-        usual = ops is cpu and dtype == torch.bfloat16
+        usual = ops is cpu and self.dtype == torch.bfloat16
         activations = usual if self.activations == "auto" else self.activations == "int8"
         if self.head != "auto":
             return LoadTimeQuantization(activations, None if self.head == "native" else self.head)
@@ -302,8 +297,7 @@ class ModelPair:
         all ranks have the same budget."""
         size = 0  # bytes of one token's keys and values
         for path in self._paths(target=True, draft=plan.mode != "ar"):
-            config = read_config(path)
-            size += kv_bytes_per_token(config.spec, self.cache_dtype or self._dtype_of(config))
+            size += kv_bytes_per_token(read_config(path).spec, self.cache_dtype or self.dtype)
         return self.prefix_cache_memory * 2**20 // size
 
     def _paths(self, *, target: bool, draft: bool) -> list[Path]:
@@ -315,8 +309,37 @@ class ModelPair:
         )
         return [path for path in paths if path is not None]
 
-    def _dtype_of(self, config: ModelConfig) -> torch.dtype:
-        return self.dtype if self.dtype is not None else getattr(torch, config.dtype)
+
+def _check_ranks(plan: EngineConfig, draft: str | Path | None, ranks: RankLayout | None) -> None:
+    """Raises UserError if the mode requires a draft and there is none, or if the number of ranks is wrong."""
+    if plan.mode != "ar" and draft is None and not plan.draft_remote:
+        raise UserError(f"mode {plan.mode} requires a draft model: specify one, or use mode ar")
+    count = 1 if ranks is None else ranks.size
+    if plan.num_ranks != count:
+        split = f"mode {plan.mode} with target_tp {plan.target_tp} and draft_tp {plan.draft_tp}"
+        required = f"{plan.num_ranks} rank{'s' if plan.num_ranks > 1 else ''}"
+        raise UserError(f"{split} requires {required}, not {count}: start that many with torchrun")
+
+
+def _context_length(config: ModelConfig, options: LoadOptions) -> int:
+    """Returns the maximum number of prompt and output tokens. Raises UserError if the target does not support it."""
+    longest, length = config.max_position_embeddings, options.get("max_model_len")
+    length = longest if length is None else length
+    if not 2 <= length <= longest:
+        raise UserError(f"max_model_len must lie in 2..{longest} for this target, not {length}")
+    return length
+
+
+def _vocab_size(target: Path, draft: Path | None, options: LoadOptions) -> int:
+    """Returns the size of the base vocabulary. Raises UserError if the LM head of a model has fewer rows."""
+    rows = {path: read_config(path).spec.vocab_size for path in (target, draft) if path is not None}
+    smallest = min(rows, key=lambda path: rows[path])
+    vocab = options.get("vocab_size") or rows[smallest]
+    if vocab > rows[smallest]:
+        raise UserError(
+            f"the tokenizer has {vocab} tokens, but the LM head of {smallest} has only {rows[smallest]} rows"
+        )
+    return vocab
 
 
 def _model_fingerprint(path: Path) -> str:

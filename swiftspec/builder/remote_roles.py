@@ -143,6 +143,7 @@ def build_remote_roles(
     if draft is not None:
         options |= {"only": "draft", "max_model_len": length, "vocab_size": info.vocab_size}
         models = ModelPair.create(draft, draft, config, None, options)
+        models.set_thread_counts(config, set_torch_threads=options.get("set_torch_threads", True))
     bounds = ModelLimits(info.vocab_size, length, config.verify_batch)
     worker = options.get("draft_worker")
     away, leave_draft, local = None, lambda: None, None

@@ -23,7 +23,6 @@ from swiftspec.distributed.remote.failover import FailoverDrafter, Outage, Remot
 from swiftspec.distributed.transport.request_state import ModelLimits
 from swiftspec.engine import Decoding, TreeDecoding
 from swiftspec.errors import UserError
-from swiftspec.model.checkpoint_files import read_config
 from swiftspec.observe.recorder import Recorder
 from swiftspec.observe.rpc_latency import RpcLog, clock_reading
 from swiftspec.observe.trace import DraftTimeline, ObserverToggle, ParticleTrace, Probabilities, TreeTrace
@@ -132,12 +131,11 @@ def build_roles(
         parts, decoding = _batch(models, config, rank, recorder, progress)
     else:
         parts, decoding, config = _tree(models, config, rank, away, recorder, progress)
-    eos = read_config(models.target).eos_token_ids
     rpc_log = None if away is None else away.rpc_log
     head = trace_header(models.trace_metadata(config) | ({} if rpc_log is None else clock_reading()))
     if recorder.file is not None:
         recorder.file.write([head])
-    limits = EngineLimits(models.max_model_len, models.vocab_size, eos, check)
+    limits = EngineLimits(models.max_model_len, models.vocab_size, models.eos_token_ids, check)
     return Roles(decoding, parts, config, limits, rank, recorder, head, leave, rpc_log)
 
 

@@ -29,7 +29,6 @@ from swiftspec.distributed.transport.opcodes import Opcode
 from swiftspec.distributed.transport.request_state import ModelLimits
 from swiftspec.distributed.worker_group import SessionFollowerGroup, WorkerGroup, WorkerRank
 from swiftspec.errors import UserError
-from swiftspec.model.checkpoint_files import read_config
 from swiftspec.model.fingerprint import fingerprint
 from swiftspec.runtime.cancellation import CancelCheck
 from swiftspec.runtime.local_drafter import LocalDrafter
@@ -78,6 +77,7 @@ class WorkerModel:
         self.limits, self.path = limits, model
         with report_startup_error(world):
             models = ModelPair.create(model, model if side == "draft" else None, limits.shape, world, options)
+        models.set_thread_counts(limits.shape, set_torch_threads=options.get("set_torch_threads", True))
         self.rank: WorkerRank | None = None
         self._progress = options.get("progress")
         if world is None:
@@ -143,7 +143,7 @@ def make_worker(model: WorkerModel, name: str, tokenizer: bytes, files: tuple[Pa
     models, limits = model.models, model.limits
     info = ModelInfo(
         fingerprint(model.path), tokenizer.hex(), name, models.vocab_size, models.max_model_len,
-        read_config(model.path).eos_token_ids, str(model.loaded.model.dtype).removeprefix("torch."),
+        models.eos_token_ids, str(model.loaded.model.dtype).removeprefix("torch."),
     )  # fmt: skip
     group = WorkerGroup(()) if model.rank is None else model.rank.worker_group
     followers: dict[ServedRole, SessionFollowerGroup] = {}  # of each session

@@ -34,9 +34,9 @@ class Controller:
     """Drafter that calls an inner drafter in speculative rounds and proposes only the root in autoregressive rounds.
 
     During autoregressive rounds the inner drafter is idle. Before the next speculative round it receives the missed
-    rounds as one merged result. The controller runs on rank 0, because only rank 0 reads a clock. A smaller bs reaches
-    the other ranks as a smaller proposal, an autoregressive round as a root-only proposal, and d as the drafter's
-    `draft_steps`.
+    rounds as one merged result; if a request begins with autoregressive rounds, the drafter opens it then. The
+    controller runs on rank 0, because only rank 0 reads a clock. A smaller bs reaches the other ranks as a smaller
+    proposal, an autoregressive round as a root-only proposal, and d as the drafter's `draft_steps`.
     """
 
     def __init__(
@@ -57,6 +57,7 @@ class Controller:
         """Resets the per-request state."""
         self._ar_rounds = 0
         self._changes: list[tuple[int, Decision]] = []
+        self._unopened: RequestStart | None = None  # the request, until the inner drafter has opened it
         self._missed: list[VerifyResult] = []  # results that the idle drafter has not received
         self._proposal: Proposal | None = None  # the drafter's whole proposal; None in an autoregressive round
         self._began = self._proposed = 0.0  # clock times of the start of the round and of its proposal
@@ -72,9 +73,17 @@ class Controller:
         self.round_stats = self._stats_for(start.sampling)
         self.round_stats.start_request()
         self._none.open(start)
-        self._set_steps()
-        self._drafter.open(start)
-        self._busy = self._drafter.busy
+        self._unopened = start
+        if self.round_stats.speculating:
+            self._open_drafter()
+
+    def _open_drafter(self) -> None:
+        """Opens the request on the inner drafter, which prefills the prompt, unless that was done before."""
+        if self._unopened is not None:
+            start, self._unopened = self._unopened, None
+            self._set_steps()
+            self._drafter.open(start)
+            self._busy = self._drafter.busy
 
     def _stats_for(self, sampling: SamplingParams) -> RoundStats:
         """Returns the measurements that a request continues: those of all ordinary requests or of all requests with
@@ -107,6 +116,7 @@ class Controller:
         came = self._clock()
         if self.round_stats.speculating:
             self._drafter.observe(result)
+            self.round_stats.count_trial(len(result.tokens))
         else:
             self._missed.append(result)
             self._ar_rounds += 1
@@ -120,7 +130,8 @@ class Controller:
             self.round_stats.apply(decision)
             self._changes.append((result.round + 1, decision))
             self._skip = SKIPPED_ROUNDS
-            self._set_steps()
+            if self._unopened is None:
+                self._set_steps()
 
     def catch_up(self, result: VerifyResult) -> None:
         """Applies `result`, which merges rounds that were decoded without this drafter. These rounds are not
@@ -134,7 +145,8 @@ class Controller:
         self._skip = SKIPPED_ROUNDS
 
     def close(self) -> None:
-        self._drafter.close()
+        if self._unopened is None:
+            self._drafter.close()
 
     def report(self) -> PolicyReport | None:
         """Returns the report of the request so far, or None if the config enables no adaptation."""
@@ -165,7 +177,9 @@ class Controller:
         return RoundSample(seconds, target, self._draft, len(result.tokens), tuple(rank[node] for node in hits))
 
     def _catch_up(self) -> None:
-        """Sends the missed rounds to the inner drafter as one merged result."""
+        """Opens the request on the inner drafter, if that is still due, and sends it the missed rounds as one merged
+        result."""
+        self._open_drafter()
         if self._missed:
             self._drafter.observe(merge_results(self._missed))
             self._missed.clear()

@@ -30,12 +30,16 @@ def decide(m: RoundStats) -> Decision:
     rounds ago. If speculation is slower, rounds become autoregressive, and after `m.retry_after` rounds at the latest
     speculation is tried again.
 
+    A trial of a draft that is hardly ever right ends early; see `_trial_failed`.
+
     The first decision is made after `FIRST_DECISION_ROUNDS` rounds, which suffice for the cost of forwards but not for
     the acceptance rate. With a typical acceptance rate it already chooses d for models of any size, and also bs if the
     time of an autoregressive round is known.
     """
     if not m.config.is_adaptive:
         return m.current
+    if m.config.self_switch and _trial_failed(m):
+        return NO_SPECULATION
     if (
         m.config.adapt_steps
         and len(m.speculative_rounds) == FIRST_DECISION_ROUNDS
@@ -56,6 +60,23 @@ def decide(m: RoundStats) -> Decision:
         if not pays and (m.speculating or m.rounds < m.retry_after):
             return NO_SPECULATION
     return Decision(*best, True)
+
+
+def _trial_failed(m: RoundStats) -> bool:
+    """Returns whether speculation ends before the regular decision, because the trial accepted so few tokens that no
+    shape pays, or to measure the time of an autoregressive round first. It is evaluated after each round of a trial
+    with rare acceptance, and once an autoregressive round has been measured."""
+    at_end_of_probe = not m.speculating and m.rounds == PROBE_ROUNDS
+    if not (m.rarely_accepts and (m.speculating or at_end_of_probe)):
+        return False
+    if len(m.speculative_rounds) < FIRST_DECISION_ROUNDS or m.trial_rounds > WINDOW_ROUNDS:
+        return False
+    if m.ar_round_time is None:
+        return True
+    chance = (m.trial_hits + 0.5) / (m.trial_rounds + 1)  # that the accepted path continues, at any depth
+    forecast = CostModel(m)
+    bs, d = min(_batch_sizes(m)) if m.config.adapt_batch else m.nodes, 1 if m.config.adapt_steps else m.steps
+    return forecast.round_time(d, bs) * (1 - chance) >= m.ar_round_time * SWITCH_OFF_FACTOR
 
 
 def _first_decision(m: RoundStats) -> Decision:

@@ -13,6 +13,11 @@ WINDOW_ROUNDS = 16  # speculative rounds that a decision is based on
 PROBE_ROUNDS = 4  # autoregressive rounds that a decision is based on
 RETRY_AFTER_ROUNDS = 64  # autoregressive rounds before speculation is retried; doubled per retry until one lasts
 MAX_RETRY_ROUNDS = 16 * RETRY_AFTER_ROUNDS  # upper bound of the doubled number
+# A trial with few accepted tokens (`RoundStats.rarely_accepts`) can end after this number of rounds.
+MIN_TRIAL_ROUNDS = 4
+RARE_HITS_SHARE = 0.25  # share of the rounds in which a token is accepted, below which acceptance is rare
+FAILED_RETRY_FACTOR = 4  # as doubling, after a trial with rare acceptance
+MAX_FAILED_TRIALS = 2  # successive ones, after which a request does not begin with another trial
 RAISE_COOLDOWN_ROUNDS = 120  # rounds in which d and bs are not increased, after an increase was soon reverted
 
 
@@ -56,6 +61,10 @@ class RoundStats:
     ar_age: int = 0  # rounds measured since the last autoregressive round
     verify_times: dict[int, float] = field(default_factory=dict)  # latest measured seconds of a verification, by bs
     retry_after: int = RETRY_AFTER_ROUNDS  # autoregressive rounds before speculation is retried
+    # Rounds of the current trial, which begins when speculation does: measured or not, and those that accepted a token.
+    trial_rounds: int = 0
+    trial_hits: int = 0
+    failed_trials: int = 0  # successive trials with rare acceptance before the current or latest one
     raised: bool = False  # whether the last change of the shape increased d or bs
     raise_cooldown: int = 0  # rounds until d and bs may be increased again; not positive: they may
 
@@ -81,10 +90,32 @@ class RoundStats:
         """Begins a request. Its first rounds are speculative, with the d and bs of the previous request's last
         speculative round. If the previous request ended with autoregressive rounds, the count of measured rounds
         restarts, so that the next decision waits for new speculative rounds. The back-off times of the previous request
-        are reset."""
+        are reset.
+
+        After `MAX_FAILED_TRIALS` failed trials an autoregressive phase continues instead, with its back-off time.
+        """
+        if not self.speculating and self.failed_trials + self.rarely_accepts >= MAX_FAILED_TRIALS:
+            self.retry_after = min(self.retry_after, FAILED_RETRY_FACTOR * RETRY_AFTER_ROUNDS)
+            return
+        self._begin_trial()
         if not self.speculating:
             self.speculating, self.rounds = True, 0
         self.retry_after, self.raise_cooldown = RETRY_AFTER_ROUNDS, 0
+
+    @property
+    def rarely_accepts(self) -> bool:
+        """Whether the current or latest trial has enough rounds to judge it, and accepted a token in few of them."""
+        return self.trial_rounds >= MIN_TRIAL_ROUNDS and self.trial_hits <= RARE_HITS_SHARE * self.trial_rounds
+
+    def count_trial(self, tokens: int) -> None:
+        """Counts a speculative round with `tokens` output tokens, whether it is measured or not."""
+        self.trial_rounds += 1
+        self.trial_hits += tokens > 1
+
+    def _begin_trial(self) -> None:
+        if self.trial_rounds >= MIN_TRIAL_ROUNDS:
+            self.failed_trials = self.failed_trials + 1 if self.rarely_accepts else 0
+        self.trial_rounds = self.trial_hits = 0
 
     def add(self, seen: RoundSample) -> None:
         """Adds the measurement of a round of the current kind."""
@@ -103,7 +134,9 @@ class RoundStats:
         if not to.speculate and not short:
             self.retry_after = RETRY_AFTER_ROUNDS
         if to.speculate and not self.speculating and self.rounds >= self.retry_after:
-            self.retry_after = min(2 * self.retry_after, MAX_RETRY_ROUNDS)
+            factor = FAILED_RETRY_FACTOR if self.rarely_accepts else 2
+            self.retry_after = min(factor * self.retry_after, MAX_RETRY_ROUNDS)
+            self._begin_trial()
         if to.speculate and (to.steps, to.nodes) != (self.steps, self.nodes):
             if self.speculative_rounds:
                 self.verify_times[self.nodes] = median(tree.target for tree in self.speculative_rounds)

@@ -114,7 +114,7 @@ class EngineRank:
 
     def __init__(self, world: World, config: EngineConfig, builder: RoleBuilder, progress: Progress | None) -> None:
         here = RankRole.of(world.rank, config)
-        holds = {"target": here.group == "target", "draft": here.group == "draft" or config.mode in ("serial", "smc")}
+        holds = {"target": here.group == "target", "draft": here.group == "draft" or config.mode not in ("ar", "async")}
         with report_startup_error(world):
             facts = builder.rank_config(config, **holds)
         whole = world

@@ -28,7 +28,7 @@ class OutOfTime(Exception):
 class RequestProgress(NamedTuple):
     """Progress of a request at one moment.
 
-    `tokens`: verified tokens, before truncation at the token limit (mode smc: output tokens).
+    `tokens`: output tokens.
     `seconds`: since the end of the prefill.
     `busy`: seconds that the target has spent in forwards since the prefill.
     """
@@ -42,8 +42,7 @@ class RequestProgress(NamedTuple):
     def of(llm: LLM) -> RequestProgress:
         """Returns the progress of the engine's most recent request."""
         stats = llm.stats
-        tokens = stats.tokens if llm.config.mode == "smc" else stats.accepted + stats.rounds
-        return RequestProgress(tokens, stats.rounds, stats.decode_time, stats.target_busy_time)
+        return RequestProgress(stats.tokens, stats.rounds, stats.decode_time, stats.target_busy_time)
 
 
 @dataclass(slots=True)

@@ -99,30 +99,27 @@ def sweep(args: argparse.Namespace) -> int:
     found = ResolvedModels.resolve(settings, 1, StartupProgress(quiet=True))
     if found.draft is None:
         raise UserError("a sweep requires a draft model: specify one with --draft-model")
-    options, dtype, _ = load_options(settings, found.target, world)
-    pool = RankPool(Pair(found.target, found.draft, options, settings.threads), world)
+    pool = RankPool(Pair(found.target, found.draft, load_options(settings), settings.threads), world)
     if world is not None and world.rank > 0:
         pool.follow()
         return 0
     try:
-        made = _prepare(args, settings, pool, found.model, dtype, world)
+        made = _prepare(args, settings, pool, found.model, world)
         return 0 if made is None else _measure(made)
     finally:
         pool.dismiss()
 
 
-def _prepare(
-    args: argparse.Namespace, settings: Settings, pool: Any, model: str, dtype: str, world: World | None
-) -> Sweep | None:
+def _prepare(args: argparse.Namespace, settings: Settings, pool: Any, model: str, world: World | None) -> Sweep | None:
     """Builds the sweep for these flags. With --dry-run, prints what it would measure and returns None."""
     from swiftspec.lab import sweep as sweeps
     from swiftspec.lab.progress import SweepProgressBar
     from swiftspec.profiles import store
+    from swiftspec.serve.model_resolution import profile_key
 
     pair = pool.pair
     request = _request(args, pool.ranks, pair.target, pair.draft, settings)
-    emulate, device = pair.options.get("emulate"), str(pair.options.get("device", "cpu"))
-    key = store.ProfileKey.of(device, pool.ranks, pair.target, pair.draft, dtype, settings.ops, emulate)
+    key = profile_key(settings, pair.target, pair.draft, pool.ranks)
     file = args.output / f"{store.file_stem(key, 'embedded' if settings.model is None else Path(model).name)}.json"
     if args.dry_run:
         print("\n".join([*sweeps.describe_trials(request, pool.ranks), f"output {file}, budget {request.budget:g} s"]))

@@ -14,14 +14,12 @@ from typing import Any, Literal
 
 import torch
 
-from swiftspec.backends import cpu as host
 from swiftspec.builder.load_options import LoadOptions
-from swiftspec.config import EngineConfig, PopulationConfig
+from swiftspec.config import MAX_THREADS, EngineConfig, PopulationConfig
 from swiftspec.distributed.launch.world import World, available_cores, pin_to_cores
 from swiftspec.errors import RankLost, UserError
 from swiftspec.llm import LLM, serve_rank
 from swiftspec.observe.step_time_emulation import StepTimeEmulation
-from swiftspec.serve.settings.flags import MAX_THREADS
 
 Ops = Literal["auto", "reference"]
 
@@ -85,6 +83,7 @@ class RankPool:
         self.pair = pair
         self._world = world
         self._orders = 0
+        self._threads = 1  # of one operator, in the current build
 
     @property
     def ranks(self) -> int:
@@ -99,7 +98,7 @@ class RankPool:
         if self._world is not None:
             self._world.store.set(f"order {self._orders}", order.pack())
         part = self._part(order)
-        llm = LLM(*self.pair.models(order), order.plan, world=part, **self.pair.options_for(order))
+        llm = LLM(*self.pair.models(order), order.plan, world=part, **self._options(order))
         try:
             yield llm
         finally:
@@ -123,9 +122,13 @@ class RankPool:
             part = self._part(order)
             if part is not None and part.rank < part.size:
                 with contextlib.suppress(UserError):  # rank 0 raises the same error and reports it
-                    serve_rank(part, *self.pair.models(order), order.plan, **self.pair.options_for(order))
+                    serve_rank(part, *self.pair.models(order), order.plan, **self._options(order))
         assert self._world is not None
         self._world.store.set(f"gone {self._world.rank}", "")
+
+    def _options(self, order: EngineBuild) -> LoadOptions:
+        """Returns the load options of a build, with the number of threads that `_part` has set."""
+        return {**self.pair.options_for(order), "threads": self._threads, "set_torch_threads": False}
 
     def _next(self) -> str:
         assert self._world is not None
@@ -146,9 +149,8 @@ class RankPool:
         alone = part is None or part.size == 1
         cores = part.own_cores() if part is not None and part.rank < part.size else available_cores()
         pin_to_cores(cores)
-        threads = self.pair.threads or min(len(cores) if part is None or part.spin else 1, MAX_THREADS)
-        host.set_threads(threads)
-        torch.set_num_threads(threads if self._world is None and order.ops == "reference" else 1)
+        self._threads = self.pair.threads or min(len(cores) if part is None or part.spin else 1, MAX_THREADS)
+        torch.set_num_threads(self._threads if self._world is None and order.ops == "reference" else 1)
         if alone and part is not None and part.rank == 0:
             return None
         return part

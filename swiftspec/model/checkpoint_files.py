@@ -15,7 +15,7 @@ from swiftspec.errors import UserError, truncated_repr
 from swiftspec.file_io import Fields, is_file, is_folder, one_line, read_object
 from swiftspec.model.checkpoint import FLOATS
 from swiftspec.model.config import ModelConfig
-from swiftspec.model.config_json import parse_config, stop_tokens
+from swiftspec.model.config_json import NO_GGUF, parse_config, stop_tokens
 from swiftspec.model.formats import format_of
 
 Progress = Callable[[str, int, int], None]  # arguments: name of the directory, bytes read so far, bytes in total
@@ -25,8 +25,7 @@ _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 
 
 def read_config(path: str | Path) -> ModelConfig:
-    """Reads config.json of a checkpoint directory. An `eos_token_id` in generation_config.json replaces that of
-    config.json.
+    """Reads config.json of a checkpoint directory, and `eos_token_id` also from generation_config.json.
 
     Raises UserError if there is no config.json, or if the model or the format of its weights is not supported.
     """
@@ -35,7 +34,7 @@ def read_config(path: str | Path) -> ModelConfig:
     if not is_folder(folder):
         raise UserError(f"{folder}: no such directory")
     if not is_file(file):
-        raise UserError(f"{folder}: no config.json; expected a Hugging Face model directory")
+        raise UserError(f"{folder}: {_not_a_model(folder)}")
     data = read_object(file)
     try:
         config = parse_config(data)
@@ -43,7 +42,8 @@ def read_config(path: str | Path) -> ModelConfig:
     except UserError as error:
         raise UserError(f"{file}: {error}") from None
     named = Fields(read_object(stops) if is_file(stops) else {}, f"{stops}: ")
-    return config if named.data.get("eos_token_id") is None else replace(config, eos_token_ids=stop_tokens(named))
+    ends = dict.fromkeys((*config.eos_token_ids, *stop_tokens(named)))
+    return replace(config, eos_token_ids=(*ends,))
 
 
 class Tensors:
@@ -115,9 +115,8 @@ class Tensors:
 
     def check_all_taken(self) -> None:
         """Raises UserError if a tensor was not taken: the checkpoint then has weights that this architecture lacks."""
-        # Some checkpoints contain the RoPE frequencies (old transformers) or a tied LM head. Both are redundant.
-        redundant = ("rotary_emb.inv_freq", "lm_head.weight")
-        extra = sorted(name for name in self._left if not name.endswith(redundant))
+        # Some checkpoints contain the RoPE frequencies (old transformers), which are redundant.
+        extra = sorted(name for name in self._left if not name.endswith("rotary_emb.inv_freq"))
         if extra:
             name = extra[0] if extra[0].isprintable() and len(extra[0]) <= 200 else truncated_repr(extra[0])
             order = " (activation order is not supported)" if extra[0].endswith("g_idx") else ""
@@ -134,7 +133,18 @@ def open_tensors(path: str | Path, progress: Progress | None = None) -> Tensors:
         return Tensors(folder, [_SINGLE], progress)
     if any(any(folder.glob(pattern)) for pattern in ("*.bin", "*.pt", "*.pth", "*.ckpt")):
         raise UserError(f"{folder}: pickle weights can execute code and are not loaded; convert them to safetensors")
+    if any(folder.glob("*.gguf")):
+        raise UserError(f"{folder}: {NO_GGUF}")
     raise UserError(f"{folder}: no weights; expected {_SINGLE} or {_INDEX}")
+
+
+def _not_a_model(folder: Path) -> str:
+    """Returns the reason why a directory without config.json is not a model."""
+    if is_file(folder / "adapter_config.json"):
+        return (
+            "a LoRA adapter; merge it into its base model (PEFT: merge_and_unload, save_pretrained) and use the result"
+        )
+    return NO_GGUF if any(folder.glob("*.gguf")) else "no config.json; expected a Hugging Face model directory"
 
 
 def _indexed_files(folder: Path) -> list[str]:

@@ -19,4 +19,4 @@ class ModelConfig:
     max_position_embeddings: int
     dtype: str  # name of a torch dtype
     quantization: Mapping[str, Any]  # `quantization_config` of config.json, empty if all weights are dense
-    eos_token_ids: tuple[int, ...]
+    eos_token_ids: tuple[int, ...]  # without those of the tokenizer; see end_tokens.py

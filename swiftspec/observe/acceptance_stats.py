@@ -56,13 +56,15 @@ class Acceptance:
         path: Sequence[int],
         overlaps: Sequence[float] = (),
         sources: Sequence[NodeSource] = (),
+        is_cut: bool = False,
     ) -> None:
         """Adds a round.
 
         `parents`: parent of each node of the proposal, -1 for the root.
-        `path`: nodes of the accepted path, the root first.
+        `path`: nodes of the accepted path, the root first, as many as the round has output tokens.
         `overlaps`: 1 - TV(p, q) of each node of the path that has sampled children.
         `sources`: source of each node of the proposal; if empty, the draft model for all nodes except the root.
+        `is_cut`: the output ended at the last node of `path`; whether one of its children was accepted does not count.
         """
         sources = sources or (NodeSource.ROOT, *[NodeSource.DRAFT_MODEL] * (len(parents) - 1))
         self.proposed_by_source.update(sources[1:])
@@ -74,7 +76,7 @@ class Acceptance:
         siblings = [0] * len(path)  # children seen so far of each node of the path
         for child, parent in enumerate(parents):
             depth = depths.get(parent)
-            if depth is None:
+            if depth is None or (is_cut and depth == len(path) - 1):
                 continue
             rank = siblings[depth]
             siblings[depth] += 1

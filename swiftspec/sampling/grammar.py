@@ -71,7 +71,7 @@ class GrammarCompiler:
         from llguidance import LLTokenizer
 
         if self._tokenizer is None:
-            require(bool(self._eos), "a grammar needs an end-of-text token, but the target's config.json has none")
+            require(bool(self._eos), "a grammar needs an end-of-text token, but the target's files name none")
             file = self._folder / "tokenizer.json"
             require(file.is_file(), f"a grammar needs the target's tokenizer, but {file} does not exist")
             try:

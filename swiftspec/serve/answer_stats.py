@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from swiftspec.config import EngineConfig
+from swiftspec.messages import VerifiedRound, cut_rounds
 from swiftspec.observe.acceptance_stats import Acceptance
 from swiftspec.params import SamplingParams
 
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from swiftspec.engine import Stats
 
 Json = dict[str, Any]
+DECIMALS = 4  # of all ratios and speeds
 
 
 def answer_summary(
@@ -63,9 +65,9 @@ def population_stats(plan: EngineConfig, stats: Stats) -> Json:
     return {
         "exact": False,
         "particles": plan.population.particles,
-        "ess_mean": end and end.ess_mean,
-        "resample_rate": end and end.resample_rate,
-        "log_z": end and end.log_z,
+        "ess_mean": end and _rounded(end.ess_mean),
+        "resample_rate": end and _rounded(end.resample_rate),
+        "log_z": end and _rounded(end.log_z),
         "coalesced_prefix": end and end.coalesced_prefix,
         "cache_full": end and end.full,
     }
@@ -94,9 +96,9 @@ def timings(stats: Stats, tokens: int, load_time: float) -> Json:
 def metrics(plan: EngineConfig, stats: Stats, tokens: int, outages: Sequence[Outage] = ()) -> Json:
     """Returns metrics under vLLM's names; the fields from `mode` on are SwiftSpec's own.
 
-    Acceptance statistics count all accepted tokens of the last round, even if the answer ends before them.
-    `target_busy` and `draft_busy` are the shares of the decode time in the forwards of each model; their sum can exceed
-    1, because in mode async they run concurrently.
+    Acceptance statistics count output tokens only, so that tokens = rounds + accepted tokens, even if the answer ends
+    within the last round. `target_busy` and `draft_busy` are the shares of the decode time in the forwards of each
+    model; their sum can exceed 1, because in mode async they run concurrently.
 
     `plan`: the configuration for this request. `tokens`: output tokens. `outages`: intervals without the draft group.
     """
@@ -152,13 +154,25 @@ def speculation_stats(plan: EngineConfig, stats: Stats) -> Json | None:
     if plan.mode == "smc":
         return None
     most = 0 if plan.mode == "ar" else plan.verify_batch - 1
-    seen, times = Acceptance.from_rounds(stats.verified), stats.policy
+    times = stats.policy
     return {
-        "mean_acceptance_length": mean_acceptance_length(stats),
-        "draft_acceptance_rate": _share(stats.accepted, stats.drafted),
-        "num_spec_steps": stats.rounds,
-        "num_draft_tokens": stats.drafted,
-        "num_accepted_draft_tokens": stats.accepted,
+        **_acceptance_stats(stats.verified, most),
+        "break_even_acceptance_length": times and _rounded(times.break_even),
+        "speedup_over_plain": times and _rounded(times.speedup),
+    }
+
+
+def _acceptance_stats(rounds: Sequence[VerifiedRound], most: int) -> Json:
+    """Returns the part of `speculation_stats` that follows from the rounds. `most`: limit of the accepted tokens of a
+    round."""
+    seen, drafted = Acceptance.from_rounds(rounds), sum(len(each.parents) - 1 for each in rounds)
+    accepted = sum(len(each.path) - 1 for each in rounds)
+    return {
+        "mean_acceptance_length": _share(len(rounds) + accepted, len(rounds)),
+        "draft_acceptance_rate": _share(accepted, drafted),
+        "num_spec_steps": len(rounds),
+        "num_draft_tokens": drafted,
+        "num_accepted_draft_tokens": accepted,
         "num_spec_tokens": most,
         "acceptance_histogram": _padded(seen.histogram, most + 1),
         "num_accepted_tokens_per_pos": _padded(seen.accepted_at_depth, most),
@@ -169,10 +183,26 @@ def speculation_stats(plan: EngineConfig, stats: Stats) -> Json | None:
             source.label: {"num_draft_tokens": count, "num_accepted_draft_tokens": seen.accepted_by_source[source]}
             for source, count in sorted(seen.proposed_by_source.items())
         },
-        "expected_first_child_acceptance_rate": seen.expected_rate,
-        "break_even_acceptance_length": times and times.break_even,
-        "speedup_over_plain": times and times.speedup,
+        "expected_first_child_acceptance_rate": _rounded(seen.expected_rate),
     }
+
+
+def keep_tokens(timings: Json, metrics: Json, rounds: Sequence[VerifiedRound], tokens: int) -> None:
+    """Changes the statistics of an answer, in place, to those of its first `tokens` tokens, for an answer that ended
+    there, at a stop string for instance, although the engine decoded more. The times stay unchanged.
+
+    `rounds`: the verified rounds; without rounds, as in mode smc, nothing changes.
+    """
+    if not rounds or tokens >= timings["predicted_n"]:
+        return
+    kept = list(rounds)
+    cut_rounds(kept, tokens)
+    spec = metrics["speculative_decoding"]
+    spec |= _acceptance_stats(kept, spec["num_spec_tokens"])
+    speed = _share(tokens, timings["predicted_ms"] / 1e3)
+    timings |= {"predicted_n": tokens, "predicted_per_second": speed}
+    timings |= {"draft_n": spec["num_draft_tokens"], "draft_n_accepted": spec["num_accepted_draft_tokens"]}
+    metrics["tokens_per_second"] = speed
 
 
 def policy_stats(stats: Stats) -> Json | None:
@@ -193,8 +223,8 @@ def mean_acceptance_length(stats: Stats) -> float:
     """Returns the mean tokens per round: accepted draft tokens and the bonus token; in mode smc the output tokens.
     Returns 0 before the first round."""
     if stats.population is not None:
-        return stats.tokens / max(stats.rounds, 1)
-    return 1 + stats.accepted / stats.rounds if stats.rounds else 0.0
+        return _share(stats.tokens, stats.rounds)
+    return _share(stats.rounds + stats.accepted, stats.rounds)
 
 
 def summary_line(stats: Stats, tokens: int) -> str:
@@ -241,6 +271,10 @@ def _ms(seconds: float) -> float:
 
 
 def _share(part: float, whole: float) -> float:
-    """Returns part / whole; 0 if `whole` is not positive or the quotient is not finite."""
+    """Returns part / whole, rounded; 0 if `whole` is not positive or the quotient is not finite."""
     value = part / whole if whole > 0 else 0.0
-    return value if math.isfinite(value) else 0.0
+    return round(value, DECIMALS) if math.isfinite(value) else 0.0
+
+
+def _rounded(value: float | None) -> float | None:
+    return None if value is None else round(value, DECIMALS)

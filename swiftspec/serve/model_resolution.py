@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -12,7 +13,6 @@ from swiftspec.extras import require_extra
 from swiftspec.file_io import Fields, expand_user, is_file, is_folder, read_object
 from swiftspec.model.checkpoint_files import read_config
 from swiftspec.params import SamplingParams
-from swiftspec.serve.hardware import resolve_device, resolve_dtype
 from swiftspec.serve.settings.flags import FLAGS
 from swiftspec.serve.settings.settings import Settings, UsageError, flag_name
 from swiftspec.serve.terminal import StartupProgress
@@ -20,6 +20,7 @@ from swiftspec.serve.text.codec import locate_model
 
 if TYPE_CHECKING:
     from swiftspec.observe.step_time_emulation import StepTimeEmulation
+    from swiftspec.profiles.store import ProfileKey
 
 DEMO_DIR = Path(__file__).resolve().parent.parent / "demo"
 GENERATION_CONFIG_NAMES = {  # name in generation_config.json: name of the setting
@@ -57,10 +58,9 @@ class ResolvedModels:
         drafts = draft_model is not None or settings.draft_url is not None
         plan = settings.make_plan(drafts, ranks)  # reports invalid settings before a download
         requested_emulation(settings)
-        if not all(is_folder(expand_user(name)) for name in (model, draft_model) if name is not None):
-            phases.begin("download")
-        target = locate_model(model, settings.revision)
-        draft = None if draft_model is None else locate_model(draft_model)
+        announce = partial(phases.begin, "download")
+        target = locate_model(model, settings.revision, announce)
+        draft = None if draft_model is None else locate_model(draft_model, None, announce)
         for path in (target, draft):
             if path is not None:
                 read_config(path)  # reports a directory without a model early
@@ -88,9 +88,7 @@ def apply_profile(settings: Settings, target: Path, draft: Path, ranks: int, pha
         return settings
     from swiftspec.profiles import store
 
-    device = resolve_device(settings.device)
-    dtype, emulate = resolve_dtype(settings, target, device), requested_emulation(settings)
-    key = store.ProfileKey.of(device, ranks, target, draft, dtype, settings.ops, emulate)
+    key = profile_key(settings, target, draft, ranks)
     if named:
         file = Path(settings.plan)
         profile = store.load(file)
@@ -120,6 +118,17 @@ def apply_profile(settings: Settings, target: Path, draft: Path, ranks: int, pha
         return settings
     phases.note(f"plan: {store.plan_title(run['plan'])} of {file}, measured at {store.median_speed(run):.0f} tok/s")
     return filled
+
+
+def profile_key(settings: Settings, target: Path, draft: Path, ranks: int) -> ProfileKey:
+    """Returns the key of a profile of this pair on this machine. Raises UserError if the device is not available."""
+    from swiftspec.builder.hardware import resolve_device, resolve_dtype
+    from swiftspec.profiles import store
+
+    device = resolve_device(settings.device)
+    dtype = str(resolve_dtype(settings.dtype, read_config(target).dtype, settings.ops, device)).removeprefix("torch.")
+    emulate = requested_emulation(settings)
+    return store.ProfileKey.of(device.type, ranks, target, draft, dtype, settings.ops, emulate)
 
 
 def _check_profile_usable(settings: Settings, draft: Path | None) -> None:

@@ -11,13 +11,12 @@ from typing import TYPE_CHECKING
 from swiftspec.builder.load_options import LoadOptions
 from swiftspec.errors import UserError
 from swiftspec.serve.model_resolution import check_worker_settings, generation_defaults
-from swiftspec.serve.session import Session, WeightProgress, load_options, open_session
+from swiftspec.serve.session import Session, WeightProgress, check_draft_tokenizer, load_options, open_session
 from swiftspec.serve.settings.settings import Settings
 from swiftspec.serve.terminal import StartupProgress
 from swiftspec.serve.text.codec import (
     TOKENIZER_FILES,
     TextCodec,
-    check_same_vocabulary,
     locate_model,
     may_have_template,
 )
@@ -80,7 +79,7 @@ def _open(
     from swiftspec.llm import LLMBase
 
     roles = build_remote_roles(target, draft, plan, path, **options)
-    running = LLMBase(roles, time.perf_counter() - began)
+    running = LLMBase(roles, time.perf_counter() - began, note=phases.note)
     if running.roles.recorder.file is not None:
         running.roles.recorder.file.token_text = lambda token: codec.token_text([token])
     phases.ready()
@@ -97,9 +96,11 @@ def _options(
     if draft is None:
         worker = draft_worker(settings)
         return {"draft_worker": worker, "max_model_len": settings.max_model_len, "note": phases.note, "trace": trace}, 1
-    check_same_vocabulary(codec, TextCodec(draft))
+    check_draft_tokenizer(codec, draft, phases)
     phases.begin("draft weights")
-    options, _, threads = load_options(settings, draft, None)
+    from swiftspec.builder.hardware import thread_count
+
+    options = load_options(settings)
     options["progress"] = WeightProgress(phases, "draft weights")
     options["note"] = phases.note
-    return options, threads
+    return options, thread_count(settings.threads, 1)

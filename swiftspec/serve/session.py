@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -11,20 +12,20 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from swiftspec.errors import UserError
+from swiftspec.file_io import expand_user
 from swiftspec.params import SamplingParams
-from swiftspec.serve.hardware import (
-    available_cpus,
-    packed_cache_folder,
-    resolve_device,
-    resolve_dtype,
-    set_thread_counts,
-)
 from swiftspec.serve.model_resolution import ResolvedModels, generation_defaults, requested_emulation
 from swiftspec.serve.rank_plan import acceptance_advice
 from swiftspec.serve.settings.settings import Settings
 from swiftspec.serve.stdio import warn
 from swiftspec.serve.terminal import StartupProgress
-from swiftspec.serve.text.codec import ChatMessage, TextCodec, check_same_vocabulary, may_have_template
+from swiftspec.serve.text.codec import (
+    ChatMessage,
+    TextCodec,
+    check_same_vocabulary,
+    has_tokenizer,
+    may_have_template,
+)
 from swiftspec.serve.text.stream import TextStream
 from swiftspec.serve.text.template import TemplateRenderer
 from swiftspec.serve.worker_endpoints import draft_worker
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
     from swiftspec.builder.load_options import LoadOptions
     from swiftspec.distributed.launch.world import World
     from swiftspec.engine import TokenChunk
-    from swiftspec.llm import LLMBase
+    from swiftspec.llm import LLM, LLMBase
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,15 +127,24 @@ def open_session(
     resolved.plan.check_request(sampling)
     codec = _load_tokenizer(resolved, phases, start_renderer=render_chats and not settings.raw)
     _print_advice(settings, resolved, sampling, world, phases)
-    llm, dtype, threads = _load_llm(settings, resolved, codec, world, phases)
+    llm = _load_llm(settings, resolved, codec, world, phases)
     if warm_up:
         phases.begin("warm-up")
-        llm.generate([0], SamplingParams(max_tokens=2, ignore_eos=True))
+        _warm_up(llm, phases)
     phases.ready()
     return Session(
-        llm, codec, resolved.model, resolved.draft_model, settings.model is None, dtype, threads, defaults,
-        settings.packed_cache,
+        llm, codec, resolved.model, resolved.draft_model, settings.model is None,
+        str(llm.dtype).removeprefix("torch."), llm.threads, defaults, settings.packed_cache,
     )  # fmt: skip
+
+
+def _warm_up(llm: LLM, phases: StartupProgress) -> None:
+    """Decodes two tokens. Raises NonFiniteLogits if the target's logits are not finite; prints a warning if it must be
+    the draft's, because it proposes nothing."""
+    stats = llm.generate([0], SamplingParams(max_tokens=2, ignore_eos=True)).stats
+    trees = llm.config.mode in ("serial", "async") and llm.config.verify_batch > 1
+    if trees and stats.drafted == 0 and stats.drafter_lost is None:
+        phases.warn(f"{llm.draft_model} proposes no tokens, so its logits are not finite: check the draft's weights")
 
 
 def _load_tokenizer(resolved: ResolvedModels, phases: StartupProgress, *, start_renderer: bool) -> TextCodec:
@@ -147,14 +157,25 @@ def _load_tokenizer(resolved: ResolvedModels, phases: StartupProgress, *, start_
     phases.begin("tokenizers")
     codec = TextCodec(resolved.target, renderer)
     if resolved.draft is not None:
-        check_same_vocabulary(codec, TextCodec(resolved.draft))
+        check_draft_tokenizer(codec, resolved.draft, phases)
     return codec
+
+
+def check_draft_tokenizer(codec: TextCodec, draft: Path, phases: StartupProgress) -> None:
+    """Raises UserError if the draft has another vocabulary than the target. Prints a note if it has no tokenizer.
+    `codec`: that of the target."""
+    if has_tokenizer(draft):
+        check_same_vocabulary(codec, TextCodec(draft))
+    else:
+        phases.note(f"{draft} has no tokenizer: the draft must have been trained with the target's")
 
 
 def _print_advice(
     settings: Settings, resolved: ResolvedModels, sampling: SamplingParams, world: World | None, phases: StartupProgress
 ) -> None:
     """Prints warnings about slow settings, and notes on settings without effect."""
+    from swiftspec.builder.hardware import available_cpus, resolve_device
+
     if world is not None and not world.spin:
         phases.warn(f"{world.local_size} ranks share this machine's cores and slow each other down: start fewer ranks")
     for advice in (settings.guidance_note(), acceptance_advice(resolved.plan, sampling)):
@@ -167,19 +188,18 @@ def _print_advice(
         )
     for line in settings.ignored_settings(resolved.plan.mode):
         phases.note(line)
-    if settings.share_gpus and resolve_device(settings.device) == "cpu":
+    if settings.share_gpus and resolve_device(settings.device).type == "cpu":
         phases.note("--share-gpus has no effect: the models run on the CPU")
 
 
 def _load_llm(
     settings: Settings, resolved: ResolvedModels, codec: TextCodec, world: World | None, phases: StartupProgress
-) -> tuple[LLMBase, str, int]:
-    """Loads the models. Returns them with the name of the dtype and the number of threads of one operator. Raises
-    UserError if there is not enough memory."""
+) -> LLM:
+    """Loads the models. Raises UserError if there is not enough memory."""
     phases.begin("target weights")
     from swiftspec.llm import LLM
 
-    options, dtype, threads = load_options(settings, resolved.target, world)
+    options = load_options(settings)
     options |= {"vocab_size": codec.size, "progress": WeightProgress(phases), "note": phases.note}
     if (worker := options.get("draft_worker")) is not None:
         options["draft_worker"] = replace(worker, tokenizer=codec.digest.hex())
@@ -193,7 +213,7 @@ def _load_llm(
         ) from None
     if llm.roles.recorder.file is not None:
         llm.roles.recorder.file.token_text = lambda token: codec.token_text([token])
-    return llm, dtype, threads
+    return llm
 
 
 def run_follower_rank(settings: Settings, world: World) -> None:
@@ -204,21 +224,16 @@ def run_follower_rank(settings: Settings, world: World) -> None:
 
     with report_startup_error(world):
         found = ResolvedModels.resolve(settings, world.size, StartupProgress(quiet=True))
-        options, _, _ = load_options(settings, found.target, world)
-    llm.serve_rank(world, found.target, found.draft, found.plan, **options)
+    llm.serve_rank(world, found.target, found.draft, found.plan, **load_options(settings))
 
 
-def load_options(settings: Settings, target: Path, world: World | None) -> tuple[LoadOptions, str, int]:
-    """Sets the thread counts of this process. Returns the options for loading the models, and for display the name of
-    the dtype and the number of threads of one operator."""
-    import torch
-
-    device = resolve_device(settings.device)
-    dtype = resolve_dtype(settings, target, device)
-    threads = set_thread_counts(settings, target, dtype, device, 1 if world is None else world.local_size)
-    options: LoadOptions = {
-        "dtype": getattr(torch, dtype),
-        "device": device,
+def load_options(settings: Settings) -> LoadOptions:
+    """Returns the options for loading the models. Raises UserError if there is no home directory for a path that begins
+    with `~`."""
+    return {
+        "dtype": settings.dtype,
+        "device": settings.device,
+        "threads": settings.threads,
         "max_model_len": settings.max_model_len,
         "prefix_cache_memory": settings.prefix_cache_memory,
         "share_device": settings.share_gpus,
@@ -228,10 +243,20 @@ def load_options(settings: Settings, target: Path, world: World | None) -> tuple
         "head": settings.head,
         "emulate": requested_emulation(settings),
         "trace": None if settings.trace is None else Path(settings.trace),
-        "packed_cache": packed_cache_folder(settings),
+        "packed_cache": _packed_cache_folder(settings),
         "draft_worker": draft_worker(settings),
     }
-    return options, dtype, threads
+
+
+def _packed_cache_folder(settings: Settings) -> Path | None:
+    """Returns the directory in which packed weights are stored; None if they are not stored (`--packed-cache off`, or
+    no home directory)."""
+    if settings.packed_cache is not None:
+        return None if settings.packed_cache == "off" else expand_user(settings.packed_cache)
+    try:
+        return expand_user(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "swiftspec" / "packed"
+    except UserError:  # no home directory
+        return None
 
 
 class WeightProgress:

@@ -64,7 +64,7 @@ def test_coupled_chains_equal_autoregressive_decoding(pair: tuple[Path, Path], d
     for answer in found:
         stats = answer.stats
         assert stats.population is None and stats.rounds == len(stats.verified) and stats.drafted == 3 * stats.rounds
-        assert stats.tokens <= stats.rounds + stats.accepted
+        assert stats.tokens == stats.rounds + stats.accepted
     if dtype == torch.float64:  # in bfloat16 the draft's head is rounded
         config = EngineConfig("serial", max_num_seqs=2, draft_steps=3)
         same = LLM(pair[0], pair[0], config, max_model_len=96, dtype=dtype)

@@ -13,6 +13,8 @@ from swiftspec.config import EngineConfig
 from swiftspec.control.controller import SKIPPED_ROUNDS, Controller
 from swiftspec.control.policy import DECISION_INTERVAL_ROUNDS, FIRST_DECISION_ROUNDS, REFRESH_ROUNDS, decide
 from swiftspec.control.round_stats import (
+    FAILED_RETRY_FACTOR,
+    MIN_TRIAL_ROUNDS,
     NO_SPECULATION,
     PROBE_ROUNDS,
     RETRY_AFTER_ROUNDS,
@@ -116,6 +118,36 @@ def test_speculation_resumes_when_the_times_change() -> None:
     assert rounds.switch.round_stats.retry_after > RETRY_AFTER_ROUNDS
     rounds.switch.round_stats.apply(NO_SPECULATION)
     assert rounds.switch.round_stats.retry_after == RETRY_AFTER_ROUNDS
+
+
+def test_a_draft_that_is_never_right_is_tried_briefly() -> None:
+    """A few rounds decide, the back-off is longer, and after two such trials a request begins without one: the drafter
+    opens it when the back-off has passed."""
+    stats = RoundStats(EngineConfig(self_switch=True))
+    first = FakeRounds(lambda _: (2.0, 1, 1.0), stats)
+    start, trial, wait = SKIPPED_ROUNDS + FIRST_DECISION_ROUNDS, MIN_TRIAL_ROUNDS, GLANCE + RETRY_AFTER_ROUNDS
+    want = start * "s" + wait * "p" + trial * "s" + (GLANCE + FAILED_RETRY_FACTOR * RETRY_AFTER_ROUNDS) * "p"
+    assert first.run(len(want) - 50) == want[:-50]
+    second = FakeRounds(lambda _: (1.0, 3, 1.0), stats)
+    opened: list[RequestStart] = []
+    open_draft = second.drafter.open
+
+    def open_and_record(start: RequestStart) -> None:
+        opened.append(start)
+        open_draft(start)
+
+    second.drafter.open = open_and_record
+    second.switch.open(request_start([0], GREEDY))
+    assert not opened
+    kinds = second.run(300)
+    tried = kinds.index("s")
+    assert len(opened) == 1 and kinds[tried:] == (300 - tried) * "s", "now it is right, and speculation lasts"
+    assert FakeRounds(lambda _: (1.0, 3, 1.0), stats).run(10) == 10 * "s"
+
+
+def test_a_trial_with_some_accepted_tokens_runs_to_its_end() -> None:
+    rounds = FakeRounds(lambda number: (2.0, 2 if number % 3 == 0 else 1, 1.0))
+    assert rounds.run(TRIAL + 1) == TRIAL * "s" + "p"
 
 
 def test_one_slow_round_changes_nothing() -> None:

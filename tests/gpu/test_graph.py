@@ -72,7 +72,7 @@ def test_the_gpu_generates_the_text_of_the_cpu(plan: EngineConfig) -> None:
     """Serially, and with both models concurrently on two streams of one GPU."""
     sampling = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True)
     prompt = list(range(50, 90))
-    plain = LLM(DEMO / "target", dtype=torch.float32, max_model_len=128).generate(prompt, sampling)
+    plain = LLM(DEMO / "target", dtype=torch.float32, max_model_len=128, device="cpu").generate(prompt, sampling)
     pair: tuple[Path, Path, EngineConfig] = (DEMO / "target", DEMO / "draft", plan)
     tree = LLM(*pair, dtype=torch.float32, max_model_len=128, ops="unfused", device="cuda").generate(prompt, sampling)
     assert tree.token_ids == plain.token_ids and tree.stats.drafter_lost is None

@@ -237,6 +237,10 @@ def test_directories(tmp_path: Path) -> None:
 
     assert "no such directory" in message(tmp_path / "none")
     assert "no config.json" in message(tmp_path)
+    (tmp_path / "model.gguf").touch()
+    assert "GGUF is not supported; use the safetensors checkpoint" in message(tmp_path)
+    (tmp_path / "adapter_config.json").touch()
+    assert "a LoRA adapter; merge it into its base model" in message(tmp_path)
     file = tmp_path / "config.json"
     sizes = json.dumps({**LLAMA, "hidden_size": 0})
     quantised = json.dumps({**LLAMA, "quantization_config": {"quant_method": "gptq"}})
@@ -251,7 +255,7 @@ def test_generation_config_names_the_stop_tokens(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
     assert read_config(tmp_path).eos_token_ids == (2, 3)
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [5, 6]}))
-    assert read_config(tmp_path).eos_token_ids == (5, 6)
+    assert read_config(tmp_path).eos_token_ids == (2, 3, 5, 6)
     (tmp_path / "generation_config.json").write_text("{}")
     assert read_config(tmp_path).eos_token_ids == (2, 3)
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": "x"}')

@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
 from swiftspec.backends import reference
 from swiftspec.cache.kv import KVCache
@@ -97,7 +98,7 @@ def test_open_tensors(single: Path) -> None:
     tensors = open_tensors(single)
     assert "model.norm.weight" in tensors and "model.nonsense" not in tensors
     assert tensors.take("model.norm.weight", 32).shape == (32,)
-    with pytest.raises(UserError, match=r"tensor model\.embed_tokens\.weight is not part"):
+    with pytest.raises(UserError, match=r"tensor lm_head\.weight is not part"):
         tensors.check_all_taken()
 
 
@@ -111,6 +112,27 @@ def test_a_tied_head_may_also_be_stored(tmp_path: Path) -> None:
 
     change_tensors(tmp_path, spoil)
     assert torch.equal(logits(tmp_path), want)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_a_head_that_differs_from_tied_embeddings_is_used(tmp_path: Path, dtype: torch.dtype) -> None:
+    """As transformers does: the checkpoint equals an untied one with the same tensors."""
+    make_checkpoint(tmp_path / "tied", tie=True, dtype=torch.bfloat16)
+
+    def own_head(tensors: dict[str, Tensor]) -> None:
+        tensors["lm_head.weight"] = -tensors["model.embed_tokens.weight"].to(dtype)
+
+    change_tensors(tmp_path / "tied", own_head)
+    shutil.copytree(tmp_path / "tied", tmp_path / "untied")
+    change_config(tmp_path / "untied", tie_word_embeddings=False)
+    assert torch.equal(logits(tmp_path / "tied"), logits(tmp_path / "untied"))
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "tied", dtype=torch.float64)
+    with torch.no_grad():
+        want = theirs(torch.tensor([TOKENS])).logits[0]
+    torch.testing.assert_close(logits(tmp_path / "tied"), want, rtol=1e-3, atol=1e-4)
+    change_tensors(tmp_path / "tied", lambda tensors: tensors.update({"lm_head.weight": torch.ones(3, 32)}))
+    with pytest.raises(UserError, match=r"lm_head\.weight has shape \[3, 32\]"):
+        load(tmp_path / "tied")
 
 
 def quantise(path: Path, layout: str, skip: tuple[str, ...] = (), group: int = 32) -> Path:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from swiftspec.config import EngineConfig
 from swiftspec.control.controller import PolicyReport
 from swiftspec.control.round_stats import Decision
-from swiftspec.engine import Stats, VerifiedRound
-from swiftspec.messages import NodeSource
+from swiftspec.engine import Stats
+from swiftspec.messages import NodeSource, VerifiedRound
 from swiftspec.serve.answer_stats import metrics, summary_line
 from tests.support.proposals import LOOKUP
 

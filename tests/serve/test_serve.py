@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from swiftspec.config import EngineConfig
 from swiftspec.engine import Stats
@@ -255,6 +256,10 @@ def bad_models(folder: Path) -> Iterator[tuple[Path, str]]:
     path = write_tokenizer(write_model(folder / "pickle", weights), tokenizer)
     (path / "model.safetensors").rename(path / "pytorch_model.bin")
     yield path, "pickle weights"
+    path = write_tokenizer(write_model(folder / "gguf", weights), tokenizer)
+    (path / "model.safetensors").rename(path / "model.gguf")
+    yield path, "GGUF is not supported; use the safetensors checkpoint that it was converted from"
+    yield path / "model.gguf", "model.gguf: GGUF is not supported"
     path = write_tokenizer(write_model(folder / "cut", weights), tokenizer)
     data = (path / "model.safetensors").read_bytes()
     (path / "model.safetensors").write_bytes(data[: len(data) // 2])
@@ -267,7 +272,7 @@ def bad_models(folder: Path) -> Iterator[tuple[Path, str]]:
     path = write_tokenizer(write_model(folder / "garbled", weights), tokenizer)
     (path / "config.json").write_text("{")
     yield path, "not valid JSON"
-    yield write_model(folder / "mute", weights), "the tokenizer cannot be read"
+    yield write_model(folder / "mute", weights), "no tokenizer; expected tokenizer.json or tokenizer.model"
     path = write_tokenizer(write_model(folder / "hot", weights), tokenizer)
     (path / "generation_config.json").write_text('{"temperature": -1}')
     yield path, "temperature must be 0"
@@ -294,6 +299,12 @@ def test_models_that_do_not_match(command: Command, pair: list[str], tmp_path: P
     message = command.refuses(*pair[:2], "--draft-model", str(other), "--prompt", "a", code=1)
     assert "the tokenizers of target" in message
     assert "at id 1: '<|user|>' (target), '<|bot|>' (draft)" in message
+    small = write_model(tmp_path / "small", random_weights(2))
+    table = load_file(small / "model.safetensors")
+    rows = {name: table[name][:200].clone() for name in ("lm_head.weight", "model.embed_tokens.weight")}
+    write_model(small, {**table, **rows}, vocab_size=200)
+    message = command.refuses(*pair[:2], "--draft-model", str(small), "--prompt", "a", code=1)
+    assert f"but the LM head of {small} has only 200 rows" in message, "a draft without tokenizer"
     base = write_model(tmp_path / "base", random_weights(2))
     write_tokenizer(base, byte_level_tokenizer(), None)
     assert "use --raw to continue plain text" in command.refuses("--model", str(base), "--prompt", "a", code=1)

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from swiftspec.errors import UserError
 from swiftspec.profiles import store
 from swiftspec.serve.model_resolution import DEMO_DIR, apply_profile
+from swiftspec.serve.session import open_session
 from swiftspec.serve.settings.settings import Settings, UsageError
 from swiftspec.serve.terminal import StartupProgress
 from tests.support.profiles import profile, run
+from tests.support.toy_pair import make_pair
 
 TARGET, DRAFT = DEMO_DIR / "target", DEMO_DIR / "draft"
 
@@ -69,6 +73,17 @@ def test_an_unusable_profile_is_reported_and_the_start_continues(folder: Path) -
         assert any(f"{name}.json" in line and words in line for line in log.lines)
         with pytest.raises(UserError, match=words):
             plan(Log(), plan=str(folder / f"{name}.json"))
+
+
+@pytest.mark.parametrize("value", [math.nan, 1.0], ids=["NaN", "sound"])
+def test_a_draft_of_nan_is_reported_at_the_warm_up(tmp_path: Path, value: float) -> None:
+    target, draft = make_pair(tmp_path)
+    weights = load_file(draft / "model.safetensors")
+    save_file({name: tensor * value for name, tensor in weights.items()}, draft / "model.safetensors")
+    log = Log()
+    open_session(Settings(model=str(target), draft_model=str(draft), device="cpu", raw=True), log, warm_up=True)
+    reported = [line for line in log.lines if "proposes no tokens, so its logits are not finite" in line]
+    assert len(reported) == math.isnan(value)
 
 
 def test_an_unusable_plan_is_not_reported_as_a_flag_error(folder: Path) -> None:

@@ -199,6 +199,7 @@ class Chat:
         if stream.text and not stream.text.endswith("\n"):
             self._console.print()
         stats, llm = self._session.llm.stats, self._session.llm
+        stats.keep_tokens(len(stream.token_ids))
         self._last_summary = answer_stats.answer_summary(
             model=self._session.model, draft_model=self._session.draft_model, plan=llm.config, stats=stats,
             text=stream.text, token_ids=stream.token_ids, prompt_token_ids=prompt,

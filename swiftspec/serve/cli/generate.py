@@ -98,6 +98,7 @@ def _answer(command: ParsedCommand, prompt: str, session: Session) -> int:
             if not command.json:
                 print(show(piece.text), end="", flush=True)
     stats = session.llm.stats
+    stats.keep_tokens(len(stream.token_ids))
     if command.json:
         result = answer_stats.answer_summary(
             model=session.model, draft_model=session.draft_model, plan=session.llm.config, stats=stats,

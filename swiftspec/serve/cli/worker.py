@@ -135,7 +135,7 @@ def _load(
         phases.begin("tokenizers")
         codec = TextCodec(path)
         phases.begin("libraries")
-        options, _, _ = load_options(settings, path, world)
+        options = load_options(settings)
         options |= {
             "vocab_size": codec.size,
             "progress": WeightProgress(phases, f"{side} weights"),

@@ -11,6 +11,7 @@ from typing import Any, Literal, get_args, get_origin
 from swiftspec.config import (
     DRAFT,
     LOOKAHEAD,
+    MAX_THREADS,
     MODES,
     PARTICLES,
     POPULATION,
@@ -34,7 +35,6 @@ IGNORED_PARTS = {
     "async": (),
     "smc": (),
 }  # by mode: settings that apply to these parts of the engine are ignored, with a note
-MAX_THREADS = 8  # rounds are short: with more threads, synchronisation takes longer than the computation
 
 
 @dataclass

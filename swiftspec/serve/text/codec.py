@@ -7,13 +7,15 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Mapping, Sequence
-from functools import cached_property
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from swiftspec import file_io
 from swiftspec.errors import UserError, truncated_repr
+from swiftspec.model.config_json import NO_GGUF
 from swiftspec.serve.text.template import PromptTooLong, TemplateRenderer
 
 if TYPE_CHECKING:
@@ -36,26 +38,39 @@ TOKENIZER_FILES = (  # all files of a model that its tokenizer reads, and its co
     "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "chat_template.jinja",
     "chat_template.json",
 )  # fmt: skip
+VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")  # each tokenizer has one of these
 MAX_TEXT_BYTES = 64 << 20  # limit of a text if the context length is not known
 FAST_TOKENIZER_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")  # classes that read only tokenizer.json
 
 
-def locate_model(name: str, revision: str | None = None) -> Path:
+def locate_model(name: str, revision: str | None = None, on_download: Callable[[], object] = lambda: None) -> Path:
     """Returns the directory of a model. Downloads a hub id: safetensors, configuration and tokenizer, never code.
-    Raises UserError if `name` is neither a directory nor an available hub id."""
+    Raises UserError if `name` is neither a directory nor an available hub id.
+
+    `on_download`: called before the download of a model that the cache does not contain.
+    """
     path = file_io.expand_user(name)
     if file_io.is_folder(path):
         return path
     if os.path.exists(path):  # noqa: PTH110  (pathlib raises on names too long)
+        if name.endswith(".gguf"):
+            raise UserError(f"{name}: {NO_GGUF}")
         raise UserError(f"{name} is a file: specify the model's directory")
     if not HUB_ID_PATTERN.fullmatch(name):
         raise UserError(f"{truncated_repr(name, 300)[1:-1]}: no such directory")
-    from huggingface_hub import snapshot_download
+    from huggingface_hub import HfApi, snapshot_download
     from huggingface_hub.utils.logging import set_verbosity_error
 
     set_verbosity_error()
+    download = partial(snapshot_download, name, revision=revision, allow_patterns=list(HUB_FILES))
     try:
-        return Path(snapshot_download(name, revision=revision, allow_patterns=list(HUB_FILES)))
+        download(local_files_only=True)
+    except Exception:  # not in the cache, or any error that the download then raises, too
+        with suppress(Exception):
+            HfApi().model_info(name, revision=revision)  # raises if the hub cannot be reached or lacks the model
+            on_download()
+    try:
+        return Path(download())
     except Exception as error:  # of the client, its HTTP library or the disk: the model is unavailable
         reason = HUB_REFUSALS.get(type(error).__name__) or file_io.one_line(error)
         raise UserError(
@@ -76,6 +91,8 @@ class TextCodec:
             self.tokenizer = _read_tokenizer(path)
             self.vocab: dict[str, int] = self.tokenizer.get_vocab()
         except Exception as error:  # transformers and tokenizers raise anything on damaged files
+            if not has_tokenizer(path):
+                raise UserError(f"{path}: no tokenizer; expected {' or '.join(VOCABULARY_FILES)}") from None
             raise UserError(f"{path}: the tokenizer cannot be read ({file_io.one_line(error)})") from None
         if not self.vocab:
             raise UserError(f"{path}: the tokenizer is empty; is tokenizer.json missing?")
@@ -184,6 +201,11 @@ class TextCodec:
         ):  # short texts need no search for the longest token
             where = "any context" if context is None else f"the context of {context} with room for an answer"
             raise PromptTooLong(f"the prompt of {size} bytes does not fit {where}: shorten it or raise max_model_len")
+
+
+def has_tokenizer(path: Path) -> bool:
+    """Returns whether the directory of a model contains a tokenizer."""
+    return any((path / name).is_file() for name in VOCABULARY_FILES)
 
 
 def may_have_template(path: Path) -> bool:

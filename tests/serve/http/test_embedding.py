@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -12,7 +13,7 @@ import httpx
 import pytest
 from fastapi import FastAPI
 
-from swiftspec import LLM, AsyncEngine, SamplingParams
+from swiftspec import LLM, AsyncEngine, EngineConfig, SamplingParams
 from swiftspec.errors import UserError
 from swiftspec.serve.http.app import create_app
 from swiftspec.serve.http.middleware.security import SecurityMiddleware
@@ -65,6 +66,53 @@ def url(outer: FastAPI) -> Iterator[str]:
     """The outer application behind a server in a thread."""
     with serving(outer) as url:
         yield f"{url}/llm"
+
+
+def test_acceptance_is_counted_for_output_tokens_only(pair: tuple[Path, Path]) -> None:
+    """tokens = rounds + accepted: in usage, timings, metrics and by position, wherever the answer ends in a round."""
+    total = {"tokens": 0, "rounds": 0, "accepted": 0}
+
+    async def scene(client: httpx.AsyncClient) -> None:
+        async def complete(**fields: Any) -> Any:
+            response = await client.post("/v1/completions", json={**GREEDY, "max_tokens": 24, **fields})
+            answer = response.json()
+            usage, timings = answer["usage"], answer["timings"]
+            spec = answer["metrics"]["speculative_decoding"]
+            details, done = usage["completion_tokens_details"], usage["completion_tokens"]
+            assert done == timings["predicted_n"] == spec["num_spec_steps"] + spec["num_accepted_draft_tokens"]
+            assert details["accepted_prediction_tokens"] == timings["draft_n_accepted"]
+            assert timings["draft_n_accepted"] == spec["num_accepted_draft_tokens"]
+            assert sum(details[f"{name}_prediction_tokens"] for name in ("accepted", "rejected")) == timings["draft_n"]
+            assert sum(spec["num_accepted_tokens_per_pos"]) == spec["num_accepted_draft_tokens"]
+            assert sum(spec["acceptance_histogram"]) == spec["num_spec_steps"]
+            total["tokens"] += done
+            total["rounds"] += spec["num_spec_steps"]
+            total["accepted"] += spec["num_accepted_draft_tokens"]
+            return answer
+
+        text = (await complete())["choices"][0]["text"]
+        for max_tokens in (1, 2, 3):
+            await complete(max_tokens=max_tokens)
+        for at in (1, 4, 7):  # in one round, over two, and near the end
+            stopped = await complete(stop=text[at : at + 2])
+            assert stopped["choices"][0]["finish_reason"] == "stop"
+        exported = (await client.get("/metrics")).text
+        for name, value in (
+            ("generation_tokens_total", total["tokens"]),
+            ("spec_decode_num_drafts_total", total["rounds"]),
+        ):
+            assert f'swiftspec:{name}{{model_name="target"}} {value:.1f}' in exported
+        by_depth = re.findall(r"spec_decode_num_accepted_tokens_per_pos_total\{.*\} (\S+)", exported)
+        assert sum(map(float, by_depth)) == total["accepted"] > 10
+        assert 'draft_acceptance_low{model_name="target"} 0.0' in exported
+
+    async def main() -> None:
+        async with AsyncEngine(LLM(pair[0], pair[0], EngineConfig(draft_steps=8, verify_batch=16))) as engine:
+            transport = httpx.ASGITransport(create_app(engine))
+            async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+                await asyncio.wait_for(scene(client), 100)
+
+    asyncio.run(main())
 
 
 def test_the_openai_client(url: str, engine: AsyncEngine) -> None:

@@ -4,6 +4,7 @@ import random
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import huggingface_hub
 import pytest
 from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
@@ -269,10 +270,10 @@ def test_broken_tokenizers(tmp_path: Path) -> None:
         damage(tmp_path / "empty", "tokenizer.json", ""),
         damage(tmp_path / "config", "tokenizer_config.json", "{"),
         damage(tmp_path / "list", "tokenizer_config.json", "[]"),
-        tmp_path,
     ]
-    for folder in folders:
-        with pytest.raises(UserError, match="the tokenizer cannot be read") as caught:
+    for folder in (*folders, tmp_path):
+        reason = "no tokenizer; expected tokenizer.json" if folder is tmp_path else "the tokenizer cannot be read"
+        with pytest.raises(UserError, match=reason) as caught:
             TextCodec(folder)
         assert "\n" not in str(caught.value)
 
@@ -288,5 +289,22 @@ def test_locations_of_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         ("nobody/no-such-model", "cannot be downloaded from the Hugging Face Hub"),
     ):
         with pytest.raises(UserError, match=message) as caught:
-            locate_model(name)
+            locate_model(name, on_download=lambda: pytest.fail("nothing is downloaded"))
         assert "\n" not in str(caught.value)
+
+
+def test_a_download_is_announced_unless_the_model_is_cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cached: list[bool] = []
+
+    def snapshot_download(name: str, *, local_files_only: bool = False, **options: object) -> str:
+        if local_files_only and not cached:
+            raise FileNotFoundError
+        cached.append(True)
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", lambda *args, **options: None)
+    announced: list[str] = []
+    for _ in range(2):
+        assert locate_model("some/model", on_download=lambda: announced.append("download")) == tmp_path
+    assert announced == ["download"]

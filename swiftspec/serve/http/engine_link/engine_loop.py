@@ -196,7 +196,7 @@ class EngineLoop:
         if choices is not None and stats.population is not None:
             choice_frames = [frames.Choice([*each.tokens], "stop" if each.stopped else "length", each.weight)
                     for each in stats.population.choices(*choices)]  # fmt: skip
-        return frames.DoneFrame(request.number, timings, metrics, extra, choice_frames)
+        return frames.DoneFrame(request.number, timings, metrics, extra, choice_frames, stats.verified)
 
 
 def to_token_logprobs(logprobs: Sequence[Logprob]) -> list[frames.TokenLogprob]:

@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 from swiftspec.errors import UserError
+from swiftspec.messages import VerifiedRound
 from swiftspec.observe.rpc_latency import RpcRecord
 
 MAX_FRAME_BYTES = 64 << 20  # enough for a prompt of millions of tokens, or for its log-probabilities
@@ -191,6 +192,8 @@ class DoneFrame(Frame, frozen=True):
     `timings`, `metrics`: see `serve.answer_stats`.
     `extra`: further fields of the response (`exact`, `particles`, ...).
     `choices`: the requested texts of the population (mode smc); empty for a single text.
+    `rounds`: the verified rounds that the statistics are made of, for an answer that the front end cuts (see
+    `answer_stats.keep_tokens`); empty in mode smc.
     """
 
     request: int
@@ -198,6 +201,7 @@ class DoneFrame(Frame, frozen=True):
     metrics: dict[str, Any]
     extra: dict[str, Any]
     choices: list[Choice] = []
+    rounds: list[VerifiedRound] = []
 
 
 class FailedFrame(Frame, frozen=True):

@@ -9,6 +9,7 @@ from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from swiftspec.serve import answer_stats
 from swiftspec.serve.http.engine_link.engine_client import EngineClient, EngineRequest, GenerationFailedError
 from swiftspec.serve.http.engine_link.frames import Choice, DoneFrame, PromptLogprobsFrame, TokenLogprob, TokensFrame
 from swiftspec.serve.http.format.reasoning import ReasoningParser
@@ -76,7 +77,6 @@ class GenerationOutput:
     After the last round, `choices` holds the outputs that the client gets: this output itself, or in mode smc the
     requested texts of the population, each with its `weight`.
 
-    `num_accepted`: accepted draft tokens in the output.
     `done`: the engine's last frame; None before it arrives.
     `started`: whether the engine has sent a frame.
     """
@@ -91,7 +91,6 @@ class GenerationOutput:
     tool_calls: list[ParsedToolCall] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
-    num_accepted: int = 0
     done: DoneFrame | None = None
     started: bool = False
     weight: float | None = None
@@ -134,6 +133,7 @@ class GenerationOutput:
                     self.prompt_logprobs = frame.logprobs
                 elif isinstance(frame, DoneFrame):
                     self.done = frame
+                    answer_stats.keep_tokens(frame.timings, frame.metrics, frame.rounds, len(self.tokens))
                 elif self.text_builder.finish_reason is None:
                     if self.request.prompt_only:
                         frame = TokensFrame(frame.request, [], 0, finish_reason="length")
@@ -166,7 +166,6 @@ class GenerationOutput:
         first_token = len(self.tokens)
         text = "".join(piece.text for piece in self.text_builder.push(frame))
         end_token = len(self.tokens)
-        self.num_accepted += min(frame.accepted, end_token - first_token)
         if frame.logprobs is not None:
             self.logprobs += frame.logprobs[: end_token - first_token]
         ended = self.text_builder.finish_reason is not None
@@ -196,10 +195,19 @@ class GenerationOutput:
         return bisect_left(self.text_builder.text_offsets, self.reasoning_parser.reasoning_end)
 
     @property
+    def num_accepted(self) -> int:
+        """Accepted draft tokens: all tokens except one per round."""
+        return self._speculation_count("num_accepted_draft_tokens")
+
+    @property
     def num_rejected(self) -> int:
         """Draft tokens that were verified and not accepted."""
+        return self._speculation_count("num_draft_tokens") - self.num_accepted
+
+    def _speculation_count(self, name: str) -> int:
+        """Returns a count of the engine's statistics; 0 until the request completes, and in mode smc."""
         spec = (self.done.metrics.get("speculative_decoding") if self.done else None) or {}
-        return int(spec.get("num_draft_tokens", 0)) - int(spec.get("num_accepted_draft_tokens", 0))
+        return int(spec.get(name, 0))
 
     def usage(self) -> dict[str, Any]:
         """Returns OpenAI's `usage` object. Output tokens are summed over all choices."""

@@ -14,6 +14,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 
 from swiftspec.messages import NodeSource
+from swiftspec.observe.draft_monitor import DraftMonitor
 from swiftspec.serve.http.engine_link.engine_client import EngineClient
 from swiftspec.serve.http.engine_link.frames import RankState
 from swiftspec.serve.http.observe.request_metrics import RequestRecord
@@ -45,6 +46,7 @@ class PrometheusMetrics:
         self._running.set(state.running)
         self._waiting.set(state.waiting)
         self._up.set(state.phase == "ready")
+        self._low_acceptance.set(self._draft_monitor.is_low)
         self._update_ranks(state.ranks)
         if info is not None:
             self._loading.set(info.load_ms / 1e3)
@@ -73,7 +75,7 @@ class PrometheusMetrics:
             self.record_refusal(record.outcome)
             return
         self._success.labels(self._model_name, record.outcome).inc()
-        self._generated_tokens.inc(record.num_tokens)
+        self._generated_tokens.inc(record.num_output_tokens)
         self._e2e.observe(record.ended_at - record.started_at)
         if record.token_times:
             self._prompt_tokens.inc(len(record.request.prompt))
@@ -108,6 +110,8 @@ class PrometheusMetrics:
         for source, numbers in spec["acceptance_by_source"].items():
             self._draft_tokens.labels(self._model_name, source).inc(numbers["num_draft_tokens"])
             self._accepted_tokens.labels(self._model_name, source).inc(numbers["num_accepted_draft_tokens"])
+        if spec["num_chances_per_pos"]:
+            self._draft_monitor.add(spec["num_chances_per_pos"][0], spec["num_accepted_tokens_per_pos"][0])
         for position, number in enumerate(spec["num_accepted_tokens_per_pos"]):
             self._accepted_by_position.labels(self._model_name, str(position)).inc(number)
 
@@ -115,6 +119,10 @@ class PrometheusMetrics:
         self._running = self._gauge("num_requests_running", "Requests that are being decoded.")
         self._waiting = self._gauge("num_requests_waiting", "Requests in the queue.")
         self._up = self._gauge("ready", "1 while rank 0 serves.")
+        self._low_acceptance = self._gauge(
+            "draft_acceptance_low", "1 if hardly any round accepts a token of the draft: check the draft model."
+        )
+        self._draft_monitor = DraftMonitor()
         help = "Ranks that are up."
         self._ranks_up = Gauge(f"{PREFIX}ranks_up", help, [MODEL_LABEL, "role"], registry=self._registry)
         self._restarts = self._labelled("rank_restarts", "Restarts of ranks.", ["role"])

@@ -44,7 +44,7 @@ class RequestRecord:
     started_at: float
     context: RequestContext
     token_times: list[float] = field(default_factory=list)  # when the tokens of each round arrived
-    num_tokens: int = 0
+    num_tokens: int = 0  # that arrived
     rpc_records: list[RpcRecord] = field(default_factory=list)  # RPCs to workers
     ended_at: float = 0.0
     outcome: str = "error"  # stop, length, abort, error, busy, unavailable or invalid
@@ -55,6 +55,11 @@ class RequestRecord:
     def accepted(self) -> bool:
         """Whether the engine accepted the request; False if it was refused."""
         return self.outcome in ("stop", "length", "abort", "error")
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Tokens of the answer. Of a completed request these are fewer than arrived if a stop string cut the answer."""
+        return self.num_tokens if self.done is None else int(self.done.timings.get("predicted_n", self.num_tokens))
 
     @property
     def queue_time_s(self) -> float | None:

@@ -79,7 +79,7 @@ def _sampling_attributes(sampling: dict[str, Any]) -> dict[str, Any]:
 def _outcome_attributes(record: RequestRecord) -> dict[str, Any]:
     """Returns token usage, times and statistics of a request as span attributes."""
     attributes: dict[str, Any] = {
-        "gen_ai.usage.input_tokens": len(record.request.prompt), "gen_ai.usage.output_tokens": record.num_tokens,
+        "gen_ai.usage.input_tokens": len(record.request.prompt), "gen_ai.usage.output_tokens": record.num_output_tokens,
     }  # fmt: skip
     if record.accepted:
         attributes["gen_ai.response.finish_reasons"] = [record.outcome]

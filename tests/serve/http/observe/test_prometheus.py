@@ -16,8 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
-from swiftspec.engine import Stats, VerifiedRound
-from swiftspec.messages import NodeSource
+from swiftspec.engine import Stats
+from swiftspec.messages import NodeSource, VerifiedRound
 from swiftspec.serve.http.engine_link.engine_client import (
     EngineRequest,
     EngineState,

@@ -14,8 +14,9 @@ from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import SpanExporter
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from swiftspec.engine import Stats, VerifiedRound
+from swiftspec.engine import Stats
 from swiftspec.errors import UserError
+from swiftspec.messages import VerifiedRound
 from swiftspec.observe.rpc_latency import ClockOffset, RpcRecord
 from swiftspec.serve.http.engine_link.engine_client import EngineRequest, RequestRejectedError
 from swiftspec.serve.http.engine_link.frames import TokensFrame

@@ -1,0 +1,103 @@
+"""Device, dtype and number of CPU threads that a model pair uses on this machine. `LLM` and the commands choose them
+here."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import torch
+
+from swiftspec.backends import cpu as host
+from swiftspec.backends.cuda.devices import why_no_gpu
+from swiftspec.config import MAX_THREADS
+from swiftspec.errors import UserError, truncated_repr
+from swiftspec.model.config_json import DTYPES
+from swiftspec.settings_schema import require
+
+MOST_THREADS = 1024  # limit of a given number of threads, as of --threads
+DEVICE_TYPES = ("cpu", "cuda")
+
+
+def resolve_device(device: torch.device | str) -> torch.device:
+    """Returns the device for a value such as "cuda:1"; "auto" is cuda if PyTorch finds an NVIDIA GPU, otherwise cpu.
+    Raises UserError if the device is unknown, or cuda without a GPU."""
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        found = torch.device(device)
+    except (RuntimeError, TypeError, ValueError):
+        found = None
+    if found is None or found.type not in DEVICE_TYPES:
+        raise UserError(f"device must be auto, cpu or cuda, not {truncated_repr(device)}")
+    if found.type == "cuda" and not torch.cuda.is_available():
+        raise UserError(f"device cuda: PyTorch finds no NVIDIA GPU ({why_no_gpu()}); use device cpu")
+    return found
+
+
+def resolve_dtype(dtype: torch.dtype | str | None, own: str, ops: str, device: torch.device) -> torch.dtype:
+    """Returns the dtype for a torch dtype or its name. For "auto" and None this is bfloat16 if the checkpoint has
+    16-bit weights and bfloat16 is fast on the device, otherwise the checkpoint's own. Raises UserError on anything
+    else.
+
+    `own`: name of the checkpoint's dtype. `ops`: name of the operators, as in `LoadOptions`.
+    """
+    if dtype is None or dtype == "auto":
+        fast = device.type == "cuda" or (ops == "auto" and host.level() != "none") or _cpu_has_bf16()
+        dtype = "bfloat16" if own in ("bfloat16", "float16") and fast else own
+    name = str(dtype).removeprefix("torch.")
+    if name not in DTYPES or not isinstance(dtype, torch.dtype | str):
+        raise UserError(f"dtype must be auto or one of {', '.join(DTYPES)}, not {truncated_repr(dtype)}")
+    found: torch.dtype = getattr(torch, name)
+    return found
+
+
+def _cpu_has_bf16() -> bool:
+    """Returns whether the CPU has bfloat16 instructions. Without them bfloat16 is slower than float32."""
+    try:
+        flags = set(Path("/proc/cpuinfo").read_text(encoding="utf-8").split())
+    except OSError:
+        return False
+    return bool(flags & {"avx512_bf16", "amx_bf16", "bf16"})
+
+
+def thread_count(threads: int | None, ranks: int) -> int:
+    """Returns the number of CPU threads of one operator: `threads`, or for None this rank's share of the physical
+    cores, at most MAX_THREADS. Raises UserError if `threads` is out of range.
+
+    `ranks`: ranks on this machine, which share its cores.
+    """
+    if threads is None:
+        return min(max(physical_cores() // ranks, 1), MAX_THREADS)
+    require(1 <= threads <= MOST_THREADS, f"threads must lie in 1..{MOST_THREADS}, not {threads}")
+    return threads
+
+
+def set_thread_counts(threads: int, *, native: bool, set_torch_threads: bool) -> None:
+    """Sets the CPU threads of the native operators, and with `set_torch_threads` those of torch, both for the whole
+    process.
+
+    `native`: whether all models run on the native CPU operators. torch then gets one thread: its remaining operations
+    are too small for more, and its idle threads would compete with those of the operators.
+    """
+    host.set_threads(threads)
+    if set_torch_threads:
+        torch.set_num_threads(1 if native else threads)
+
+
+def available_cpus() -> set[int]:
+    """Returns the numbers of the logical CPUs that this process may run on."""
+    affinity = getattr(os, "sched_getaffinity", None)
+    return affinity(0) if affinity is not None else set(range(os.cpu_count() or 1))
+
+
+def physical_cores() -> int:
+    """Returns the number of physical cores that this process may run on."""
+    cores = set()
+    for number in available_cpus():
+        siblings = Path(f"/sys/devices/system/cpu/cpu{number}/topology/thread_siblings_list")
+        try:
+            cores.add(siblings.read_text(encoding="utf-8").strip())
+        except OSError:
+            cores.add(str(number))
+    return max(len(cores), 1)

@@ -1,0 +1,113 @@
+"""Device, dtype and threads: the same for `LLM` and for the commands."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from swiftspec.backends import cpu, reference
+from swiftspec.builder import hardware
+from swiftspec.config import EngineConfig
+from swiftspec.errors import UserError
+from swiftspec.llm import LLM
+from swiftspec.serve.model_resolution import DEMO_DIR
+from swiftspec.serve.session import open_session
+from swiftspec.serve.settings.settings import Settings
+from swiftspec.serve.terminal import StartupProgress
+from tests.support.roles import drafter_of, verifier_of
+from tests.support.toy_pair import make_pair
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    return make_pair(tmp_path_factory.mktemp("pair"))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "draft"), [("auto", DEMO_DIR / "draft"), ("auto", None), ("float16", None)], ids=["pair", "alone", "fp16"]
+)
+def test_python_and_the_command_choose_the_same(
+    dtype: Any, draft: Path | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The dtype in config.json is float16, as in AutoAWQ's checkpoints; the native operators do not support it."""
+    monkeypatch.setattr(hardware, "physical_cores", lambda: 3)
+    target = DEMO_DIR / "target"
+
+    def chosen(llm: LLM) -> dict[str, Any]:
+        runners = [verifier_of(llm).runner, *([drafter_of(llm).runner] if draft else [])]
+        return {
+            "mode": llm.config.mode,
+            "operators": [runner.ops for runner in runners],
+            "dtypes": [llm.dtype, *(runner.model.dtype for runner in runners)],
+            "threads": (llm.threads, torch.get_num_threads()),
+        }
+
+    ours = chosen(LLM(target, draft) if dtype == "auto" else LLM(target, draft, dtype=dtype))
+    torch.set_num_threads(1)
+    settings = Settings(model=str(target), draft_model=draft and str(draft), device="cpu", dtype=dtype)
+    session = open_session(settings, StartupProgress(quiet=True))
+    assert isinstance(session.llm, LLM) and chosen(session.llm) == ours
+    assert ours["threads"][0] == 3
+    if cpu.level() != "none":
+        native = dtype != "float16"
+        assert set(ours["operators"]) == {cpu if native else reference}
+        assert ours["threads"][1] == (1 if native else 3)
+        assert ours["dtypes"][0] == (torch.bfloat16 if dtype == "auto" else getattr(torch, dtype))
+
+
+def test_torchs_threads_can_stay_unchanged(pair: tuple[Path, Path]) -> None:
+    torch.set_num_threads(2)
+    assert LLM(pair[0], threads=5, set_torch_threads=False).threads == 5
+    assert torch.get_num_threads() == 2
+    with pytest.raises(UserError, match=r"threads must lie in 1\.\.1024, not 0"):
+        LLM(pair[0], threads=0)
+
+
+def test_torchs_own_operators_are_reported(pair: tuple[Path, Path], caplog: pytest.LogCaptureFixture) -> None:
+    """To the logger, or to the function `note`."""
+    with caplog.at_level(logging.WARNING, "swiftspec"):
+        LLM(DEMO_DIR / "target")
+        assert cpu.level() == "none" or not caplog.records
+        LLM(pair[0], dtype="float16")
+    [record] = caplog.records[-1:]
+    assert record.getMessage().startswith("the target runs on torch's own operators: ")
+    lines: list[str] = []
+    LLM(pair[0], dtype="float16", note=lines.append)
+    assert lines == [record.getMessage()] and caplog.records[-1] is record
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "int8", torch.int8, 16, "float16 "], ids=str)
+def test_unknown_dtypes_are_refused(pair: tuple[Path, Path], dtype: Any) -> None:
+    with pytest.raises(UserError, match="dtype must be auto or one of bfloat16, float16, float32, float64, not"):
+        LLM(pair[0], dtype=dtype)
+
+
+@pytest.mark.parametrize("device", ["gpu", "mps", "cpu:x", 3.5, None], ids=str)
+def test_unknown_devices_are_refused(pair: tuple[Path, Path], device: Any) -> None:
+    with pytest.raises(UserError, match="device must be auto, cpu or cuda, not"):
+        LLM(pair[0], device=device)
+
+
+def test_dtypes_are_resolved_by_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = torch.device("cuda")
+    assert hardware.resolve_dtype("auto", "float16", "auto", cuda) == torch.bfloat16
+    assert hardware.resolve_dtype(None, "float32", "auto", cuda) == torch.float32
+    assert hardware.resolve_dtype("torch.float16", "float32", "auto", CPU) == torch.float16
+    monkeypatch.setattr(hardware, "_cpu_has_bf16", lambda: False)
+    assert hardware.resolve_dtype("auto", "float16", "reference", CPU) == torch.float16
+
+
+def test_mode_auto_is_resolved_once() -> None:
+    auto = EngineConfig(draft_steps=4)
+    assert auto.for_models(None) == EngineConfig("ar", draft_steps=4)
+    assert auto.for_models("draft") == EngineConfig("serial", draft_steps=4)
+    assert EngineConfig("async").for_models("draft") == EngineConfig("async")
+    assert EngineConfig(target_tp=2).for_models(None).draft_tp == 0
+    with pytest.raises(UserError, match="max_num_seqs above 1 requires mode serial"):
+        EngineConfig(max_num_seqs=2).for_models(None)
