@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from swiftspec.engine import Stats
 
 Json = dict[str, Any]
+DECIMALS = 3  # of the numbers in JSON
 
 
 def answer_summary(
@@ -63,9 +64,9 @@ def population_stats(plan: EngineConfig, stats: Stats) -> Json:
     return {
         "exact": False,
         "particles": plan.population.particles,
-        "ess_mean": end and end.ess_mean,
-        "resample_rate": end and end.resample_rate,
-        "log_z": end and end.log_z,
+        "ess_mean": end and _rounded(end.ess_mean),
+        "resample_rate": end and _rounded(end.resample_rate),
+        "log_z": end and _rounded(end.log_z),
         "coalesced_prefix": end and end.coalesced_prefix,
         "cache_full": end and end.full,
     }
@@ -154,7 +155,7 @@ def speculation_stats(plan: EngineConfig, stats: Stats) -> Json | None:
     most = 0 if plan.mode == "ar" else plan.verify_batch - 1
     seen, times = Acceptance.from_rounds(stats.verified), stats.policy
     return {
-        "mean_acceptance_length": mean_acceptance_length(stats),
+        "mean_acceptance_length": _rounded(mean_acceptance_length(stats)),
         "draft_acceptance_rate": _share(stats.accepted, stats.drafted),
         "num_spec_steps": stats.rounds,
         "num_draft_tokens": stats.drafted,
@@ -169,9 +170,9 @@ def speculation_stats(plan: EngineConfig, stats: Stats) -> Json | None:
             source.label: {"num_draft_tokens": count, "num_accepted_draft_tokens": seen.accepted_by_source[source]}
             for source, count in sorted(seen.proposed_by_source.items())
         },
-        "expected_first_child_acceptance_rate": seen.expected_rate,
-        "break_even_acceptance_length": times and times.break_even,
-        "speedup_over_plain": times and times.speedup,
+        "expected_first_child_acceptance_rate": _rounded(seen.expected_rate),
+        "break_even_acceptance_length": times and _rounded(times.break_even),
+        "speedup_over_plain": times and _rounded(times.speedup),
     }
 
 
@@ -227,6 +228,18 @@ def summary_line(stats: Stats, tokens: int) -> str:
     return ", ".join(parts)
 
 
+def ending_notes(stats: Stats, finish_reason: str | None, tokens: int, max_tokens: int | None) -> list[str]:
+    """Returns why an answer of this many tokens ended, unless it ended by itself. `finish_reason`: None after Ctrl-C.
+    `max_tokens`: its token limit."""
+    if finish_reason is None:
+        return ["stopped"]
+    if finish_reason != "length" or (stats.population is not None and stats.population.full):
+        return []  # `summary_line` reports a full cache of particles
+    if max_tokens is not None and tokens >= max_tokens:
+        return [f"cut at max_tokens {max_tokens}"]
+    return ["cut because the context is full"]
+
+
 def format_speed(value: float) -> str:
     """Formats tokens per second: `348 tok/s`, `2.5 tok/s`."""
     return f"{value:.0f} tok/s" if value >= 10 else f"{value:.2g} tok/s"
@@ -237,10 +250,14 @@ def _padded(counts: list[int], length: int) -> list[int]:
 
 
 def _ms(seconds: float) -> float:
-    return round(seconds * 1e3, 3)
+    return round(seconds * 1e3, DECIMALS)
+
+
+def _rounded(value: float | None) -> float | None:
+    return None if value is None else round(value, DECIMALS)
 
 
 def _share(part: float, whole: float) -> float:
-    """Returns part / whole; 0 if `whole` is not positive or the quotient is not finite."""
+    """Returns part / whole, rounded; 0 if `whole` is not positive or the quotient is not finite."""
     value = part / whole if whole > 0 else 0.0
-    return value if math.isfinite(value) else 0.0
+    return round(value, DECIMALS) if math.isfinite(value) else 0.0

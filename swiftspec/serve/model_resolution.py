@@ -16,7 +16,7 @@ from swiftspec.serve.hardware import resolve_device, resolve_dtype
 from swiftspec.serve.settings.flags import FLAGS
 from swiftspec.serve.settings.settings import Settings, UsageError, flag_name
 from swiftspec.serve.terminal import StartupProgress
-from swiftspec.serve.text.codec import locate_model
+from swiftspec.serve.text.codec import is_hub_id, locate_model
 
 if TYPE_CHECKING:
     from swiftspec.observe.step_time_emulation import StepTimeEmulation
@@ -57,7 +57,7 @@ class ResolvedModels:
         drafts = draft_model is not None or settings.draft_url is not None
         plan = settings.make_plan(drafts, ranks)  # reports invalid settings before a download
         requested_emulation(settings)
-        if not all(is_folder(expand_user(name)) for name in (model, draft_model) if name is not None):
+        if any(is_hub_id(name) for name in (model, draft_model) if name is not None):
             phases.begin("download")
         target = locate_model(model, settings.revision)
         draft = None if draft_model is None else locate_model(draft_model)

@@ -116,7 +116,7 @@ def test_bad_flags(argv: list[str], message: str) -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("topp: 0.9", "unknown key 'topp' (did you mean 'top-p'?)"),
+        ("topp: 0.9", "unknown key 'topp' (did you mean top-p?)"),
         ("prompt: hi", "unknown key 'prompt'"),
         ("top-p: 7", "top-p in {file} must be above 0"),
         ("verify-batch: many", "verify-batch in {file} must be a whole number, not 'many'"),
