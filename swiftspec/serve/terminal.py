@@ -51,7 +51,7 @@ def line_reader() -> Callable[[], str]:
     def _(event: KeyPressEvent) -> None:
         event.current_buffer.insert_text("\n")
 
-    def continuation(width: int, line: int, wrapped: bool) -> str:
+    def continuation(width: int, line: int, wrapped: int) -> str:
         return "" if wrapped else "... "  # a long line of input contains no newline
 
     session: PromptSession[str] = PromptSession(">>> ", key_bindings=keys, prompt_continuation=continuation)

@@ -11,7 +11,7 @@ Segment = tuple[str, bool]  # text, and whether it comes from accepted draft tok
 class WordWrap:
     """Breaks streamed text between words, at the width of a terminal.
 
-    Characters are returned as they arrive. If a word turns out not to fit, control sequences move it from the end of
+    Characters are returned as they arrive. Control sequences move a word that turns out not to fit from the end of
     the line to the next one. Words longer than a line, and text before and after a wide character, are broken anywhere.
     """
 

@@ -164,6 +164,14 @@ def test_the_process_of_the_template(command: Command, pair: list[str], monkeypa
     assert all(process.returncode is not None for process in started)
 
 
+def test_a_system_prompt_and_a_chat_template(command: Command, pair: list[str], tmp_path: Path) -> None:
+    file = tmp_path / "t.jinja"
+    file.write_text("{% for m in messages %}{{ m.role + '=' + m.content + ';' }}{% endfor %}")
+    flags = ["--chat-template", str(file), "--system-prompt", "s", "--prompt", "a", "--max-tokens", "1"]
+    tokens = command.json(*pair, *flags)["prompt_token_ids"]
+    assert byte_level_tokenizer().decode(tokens) == "system=s;user=a;"
+
+
 def test_prompts_from_all_sources(command: Command, pair: list[str], tmp_path: Path) -> None:
     file = tmp_path / "prompt"
     file.write_bytes(PROMPT.encode())  # ends in a newline

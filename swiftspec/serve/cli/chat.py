@@ -16,7 +16,7 @@ from swiftspec.errors import UserError
 from swiftspec.params import SAMPLING, STOPPING
 from swiftspec.serve import answer_stats
 from swiftspec.serve.cli.banner import show_banner
-from swiftspec.serve.cli.conversation import Conversation, Turn
+from swiftspec.serve.cli.chat_history import ChatHistory, Turn
 from swiftspec.serve.cli.race import race
 from swiftspec.serve.cli.tree_view import RoundHistory
 from swiftspec.serve.otel.spans import traced_session
@@ -99,7 +99,7 @@ class Chat:
         self._initial_settings = settings.model_copy(deep=True)
         self._console = console
         self._read_line = read_line
-        self._conversation = Conversation(settings.system_prompt)
+        self._conversation = ChatHistory(settings.system_prompt)
         self._last_prompt: list[int] | None = None
         self._last_text: str | None = None  # the last message with --raw, where there is no conversation
         self._retries = 0  # of the last answer

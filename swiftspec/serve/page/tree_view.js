@@ -30,7 +30,7 @@ export class TreeView {
     this.movedAt = -1; // time when the transition began, seconds; -1: there is none
     this.now = null;
     this.nothing = "Send a prompt or choose an example. The draft tree of each round is drawn here. "
-      + "Recordings has a race of a 70B target.";
+      + "The menu Recordings has a race of a 70B target.";
     this.frames = { count: 0, spent: 0 };
     this.listeners = new Set(); // called when the moment shown changes
     this.wire();

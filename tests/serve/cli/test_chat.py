@@ -21,7 +21,7 @@ from swiftspec.engine import Stats, TokenChunk
 from swiftspec.errors import UserError
 from swiftspec.params import SamplingParams
 from swiftspec.serve.cli.chat import Chat
-from swiftspec.serve.cli.conversation import Turn
+from swiftspec.serve.cli.chat_history import Turn
 from swiftspec.serve.session import Session
 from swiftspec.serve.settings.config_sources import load_settings
 from swiftspec.serve.settings.settings import Settings, env_name

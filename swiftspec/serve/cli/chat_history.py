@@ -26,7 +26,7 @@ class Turn:
     tokens: tuple[int, ...] = ()
 
 
-class Conversation:
+class ChatHistory:
     """The turns of a chat. `system`: the system prompt; None: the chat template's own."""
 
     def __init__(self, system: str | None = None) -> None:
@@ -93,14 +93,14 @@ def read_messages(file: Path) -> list[dict[str, str]]:
     """Reads a JSON file of messages, a list or an object with field `messages`. Raises UserError unless it begins with
     at most one system message, and user and assistant alternate after it to the assistant's last answer."""
     data: Any = file_io.parse_json(file_io.read_text(file, max_bytes=MAX_TEXT_BYTES), str(file))
-    messages = data.get("messages") if isinstance(data, dict) else data
-    valid = isinstance(messages, list) and all(
-        isinstance(one, dict) and isinstance(one.get("role"), str) and isinstance(one.get("content"), str)
-        for one in messages
-    )
-    if not valid:
+    messages: Any = data.get("messages") if isinstance(data, dict) else data
+    if not (isinstance(messages, list) and all(_is_message(one) for one in messages)):
         raise UserError(f"{file} does not contain {EXPECTED}")
     turns = messages[1:] if messages and messages[0]["role"] == "system" else messages
     if len(turns) % 2 or any(one["role"] != ROLES[at % 2] for at, one in enumerate(turns)):
         raise UserError(f"{file} does not contain {EXPECTED}, up to an answer of the assistant")
     return messages
+
+
+def _is_message(value: Any) -> bool:
+    return isinstance(value, dict) and all(isinstance(value.get(name), str) for name in ("role", "content"))
