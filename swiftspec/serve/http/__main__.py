@@ -33,8 +33,7 @@ from swiftspec.serve.http.observe.prometheus import PrometheusMetrics
 from swiftspec.serve.http.observe.tracing import RequestTracing
 from swiftspec.serve.supervisor.control_protocol import HEARTBEAT_INTERVAL_S
 from swiftspec.serve.supervisor.supervisor_client import SupervisorClient
-from swiftspec.serve.text.codec import TextCodec, may_have_template
-from swiftspec.serve.text.template import TemplateRenderer
+from swiftspec.serve.text.codec import TextCodec, template_renderer
 
 MAX_CONNECTIONS = 1024
 IDLE_CONNECTION_TIMEOUT_S = 60
@@ -54,7 +53,7 @@ async def serve_frontend(supervisor: SupervisorClient, listener: socket.socket) 
     """Runs the HTTP server, the heartbeats and the connection to rank 0. When rank 0 or the supervisor requests the
     shutdown, drains the running requests, shuts rank 0 down and closes everything."""
     config = msgspec.msgpack.decode(supervisor.first_message, type=FrontendConfig)
-    engine, tokenizer_loader = RemoteEngineClient(config), TokenizerLoader()
+    engine, tokenizer_loader = RemoteEngineClient(config), TokenizerLoader(config.chat_template)
     tracing = None if config.otlp_endpoint is None else RequestTracing(config.otlp_endpoint, config.model_name)
     app = build_app(engine, tokenizer_loader.get, config, tracing)
     server = NoSignalHandlerServer(
@@ -138,10 +137,11 @@ def build_app(
 
 
 class TokenizerLoader:
-    """Loader of the target's tokenizer, whose path rank 0 sends."""
+    """Loader of the target's tokenizer, whose path rank 0 sends. `chat_template`: file that replaces its template."""
 
-    def __init__(self) -> None:
+    def __init__(self, chat_template: str | None = None) -> None:
         self._codec: TextCodec | None = None
+        self._chat_template = None if chat_template is None else Path(chat_template)
 
     def get(self) -> TextCodec | None:
         """Returns the tokenizer, or None while it loads."""
@@ -151,11 +151,9 @@ class TokenizerLoader:
         """Loads the tokenizer in a thread, then notifies rank 0 that the front end accepts requests. A UserError
         is ignored here, since rank 0 loads the same tokenizer and reports the error."""
         folder = Path(await engine.target_folder)
-        renderer = TemplateRenderer(folder)
-        if may_have_template(folder):
-            renderer.start()  # starts the template process early: its imports take seconds
+        renderer = template_renderer(folder, self._chat_template, start=True)
         with contextlib.suppress(UserError):
-            self._codec = await asyncio.to_thread(TextCodec, folder, renderer)
+            self._codec = await asyncio.to_thread(TextCodec, folder, renderer, self._chat_template)
             await engine.was_ready.wait()
             engine.announce_serving()
 

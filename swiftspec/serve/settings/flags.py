@@ -109,6 +109,13 @@ class CommandSettings:
         "DIR|off", "the user's cache directory", profile=True,
     )  # fmt: skip
     raw: bool = setting(False, "Continue the raw prompt, without a chat template.", MODELS)
+    chat_template: str | None = setting(
+        None, "Jinja file that replaces the chat template of the target.", MODELS, "FILE", "the target's own"
+    )
+    system_prompt: str | None = setting(
+        None, "System message of a chat in the terminal, or of --prompt.", MODELS, "TEXT",
+        "none; chat templates can add one",
+    )  # fmt: skip
 
     port: int | None = setting(
         None, "Serve OpenAI's and Anthropic's HTTP APIs on this port. 0: any free port.", SERVER, "N", "off",

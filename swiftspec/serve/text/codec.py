@@ -16,7 +16,9 @@ from typing import TYPE_CHECKING, Any
 from swiftspec import file_io
 from swiftspec.errors import UserError, truncated_repr
 from swiftspec.model.config_json import NO_GGUF
-from swiftspec.serve.text.template import PromptTooLong, TemplateRenderer
+from swiftspec.observe.trace_format import TokenText
+from swiftspec.serve.text.stream import REPLACEMENT_CHARACTER
+from swiftspec.serve.text.template import PromptTooLong, TemplateRenderer, read_template
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -78,15 +80,28 @@ def locate_model(name: str, revision: str | None = None, on_download: Callable[[
         ) from None
 
 
+def _byte_letters() -> dict[str, int]:
+    """Returns the byte for each character of a byte-level vocabulary (the inverse of GPT-2's `bytes_to_unicode`)."""
+    plain = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in plain]
+    return {chr(byte): byte for byte in plain} | {chr(256 + at): byte for at, byte in enumerate(others)}
+
+
+BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+BYTE_LETTERS = _byte_letters()
+
+
 class TextCodec:
     """The tokenizer of one model. Raises UserError if it cannot be read, or if its chat template fails.
 
     `renderer`: renderer of the model's chat template, if the caller has started one already.
+    `chat_template`: file of a Jinja template that replaces the model's own.
     """
 
-    def __init__(self, path: Path, renderer: TemplateRenderer | None = None) -> None:
+    def __init__(self, path: Path, renderer: TemplateRenderer | None = None, chat_template: Path | None = None) -> None:
         self.path = path
-        self._renderer = renderer or TemplateRenderer(path)
+        self._renderer = renderer or TemplateRenderer(chat_template or path)
+        template = None if chat_template is None else read_template(chat_template)
         try:
             self.tokenizer = _read_tokenizer(path)
             self.vocab: dict[str, int] = self.tokenizer.get_vocab()
@@ -96,12 +111,12 @@ class TextCodec:
             raise UserError(f"{path}: the tokenizer cannot be read ({file_io.one_line(error)})") from None
         if not self.vocab:
             raise UserError(f"{path}: the tokenizer is empty; is tokenizer.json missing?")
+        if template is not None:
+            self.tokenizer.chat_template = template
         self.size = max(self.vocab.values()) + 1  # of the base vocabulary
         added = self.tokenizer.added_tokens_decoder
         self.special = frozenset(token for token, what in added.items() if what.special)
-        self.byte_tokens = frozenset(
-            number for token, number in self.vocab.items() if re.fullmatch(r"<0x[0-9A-Fa-f]{2}>", token)
-        )
+        self.byte_tokens = frozenset(number for token, number in self.vocab.items() if BYTE_TOKEN.fullmatch(token))
 
     @property
     def digest(self) -> bytes:
@@ -140,7 +155,7 @@ class TextCodec:
         """Returns the source of the chat template. If there are several, this is the default one, or with `tools` the
         one for tools. Raises UserError if there is none."""
         if not self.has_template:
-            raise UserError(f"{self.path} has no chat template: use --raw to continue plain text")
+            raise UserError(f"{self.path} has no chat template: use --raw to continue plain text, or --chat-template")
         try:
             return str(self.tokenizer.get_chat_template(tools=None if tools is None else [dict(t) for t in tools]))
         except ValueError as error:
@@ -179,6 +194,35 @@ class TextCodec:
     def decode(self, tokens: Sequence[int]) -> str:
         """Decodes tokens; special tokens are left out."""
         return self.token_text([token for token in tokens if token not in self.special])
+
+    def without_final_special(self, tokens: Sequence[int]) -> Sequence[int]:
+        """Returns tokens without the special tokens at their end, such as the end-of-text token."""
+        end = len(tokens)
+        while end and tokens[end - 1] in self.special:
+            end -= 1
+        return tokens[:end]
+
+    def single_token_text(self, token: int) -> str:
+        """Decodes one token, with its leading space, which some tokenizers drop at the start of a text."""
+        return self.token_text([token, token])[len(self.token_text([token])) :]
+
+    def token_bytes(self, token: int) -> bytes:
+        """Returns the bytes of a token in a byte-level vocabulary, or of a byte token; empty for other tokens."""
+        name = self.tokenizer.convert_ids_to_tokens(token)
+        if not isinstance(name, str):  # the model's vocabulary can be larger than the tokenizer's
+            return b""
+        single = BYTE_TOKEN.fullmatch(name)
+        if single:
+            return bytes([int(single[1], 16)])
+        if all(letter in BYTE_LETTERS for letter in name):
+            return bytes(BYTE_LETTERS[letter] for letter in name)
+        return b""
+
+    def trace_text(self, token: int) -> TokenText:
+        """Returns the text of a token for traces."""
+        text = self.single_token_text(token)
+        data = self.token_bytes(token) if REPLACEMENT_CHARACTER in text else b""
+        return TokenText(text, data or None, token in self.special)
 
     def token_text(self, tokens: Sequence[int]) -> str:
         """Decodes tokens, including special ones."""
@@ -220,6 +264,15 @@ def may_have_template(path: Path) -> bool:
             return b'"chat_template"' in stream.read(4 << 20)
     except OSError:
         return False
+
+
+def template_renderer(path: Path, chat_template: Path | None = None, *, start: bool = False) -> TemplateRenderer:
+    """Returns the renderer of a model's chat template. `chat_template`: file of a template that replaces it. `start`:
+    starts its process now if there may be a template, because its imports take seconds."""
+    renderer = TemplateRenderer(chat_template or path)
+    if start and (chat_template is not None or may_have_template(path)):
+        renderer.start()
+    return renderer
 
 
 def _read_tokenizer(path: Path) -> PreTrainedTokenizerBase:

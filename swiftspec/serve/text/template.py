@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from swiftspec import file_io
 from swiftspec.errors import UserError
 from swiftspec.serve.text import template_process
 
@@ -26,6 +27,15 @@ STARTUP_TIMEOUT_S = 120.0  # for the imports, on a busy machine
 REPLY_OVERHEAD_BYTES = 1 << 20  # size limit of a reply, in addition to the rendered text
 MAX_JSON_BYTES_PER_BYTE = 6  # longest JSON escape of one byte of text
 ADVICE = "use another template, or --raw to continue plain text"
+
+
+def read_template(file: Path) -> str:
+    """Reads the file of --chat-template, a Jinja template. Raises UserError if it cannot be read or is empty."""
+    name = f"--chat-template {file}"
+    text = file_io.read_text(file, name, file_io.SMALL_FILE_BYTES)
+    if not text.strip():
+        raise UserError(f"{name} is empty: it must contain a Jinja template")
+    return text
 
 
 class PromptTooLong(UserError):

@@ -79,6 +79,7 @@ class FrontendConfig(Frame, frozen=True):
     drain_timeout: float
     host: str = "127.0.0.1"  # the address that the server listens on
     otlp_endpoint: str | None = None  # OpenTelemetry collector; None: no spans
+    chat_template: str | None = None  # file of a chat template; None: that of the tokenizer
 
 
 # From rank 0 to the front end.

@@ -19,6 +19,7 @@ from swiftspec.serve.settings.flags import FLAGS
 from swiftspec.serve.settings.settings import Settings, UsageError, flag_name
 from swiftspec.serve.stdio import warn
 from swiftspec.serve.supervisor.supervised_process import Program
+from swiftspec.serve.text.template import read_template
 
 BACKLOG_CONNECTIONS = 128  # connections that the kernel holds until the front end, or its successor, accepts them
 HEARTBEAT_TIMEOUT_S = 15.0  # without a heartbeat of the event loop for this long, the front end is restarted
@@ -32,6 +33,10 @@ DEFAULTABLE_FIELDS = (  # sampling flags that are valid as defaults of all reque
 def check_frontend_settings(settings: Settings) -> None:
     """Validates the front end's settings before any model is loaded. Raises UserError if one is invalid."""
     sampling_defaults(settings)
+    if settings.system_prompt is not None:
+        raise UsageError("--system-prompt is not supported by a server, whose clients send it as a message; remove it")
+    if settings.chat_template_file is not None:
+        read_template(settings.chat_template_file)
     if settings.otlp_endpoint is not None:
         exporter.check_otlp_endpoint(settings.otlp_endpoint)
     if not settings.api_key and local_host_names(settings.host) is None:
@@ -112,4 +117,5 @@ def frontend_config(settings: Settings) -> frames.FrontendConfig:
         drain_timeout=settings.drain_timeout,
         host=settings.host,
         otlp_endpoint=settings.otlp_endpoint,
+        chat_template=None if settings.chat_template_file is None else str(settings.chat_template_file.resolve()),
     )
