@@ -1,4 +1,4 @@
-"""The front end's process: the URL and the host names of its address."""
+"""The front end's process: the URL and the host names of its address, and its settings."""
 
 from __future__ import annotations
 
@@ -7,7 +7,15 @@ from typing import Any
 
 import pytest
 
-from swiftspec.serve.http.engine_link.frontend_process import LOOPBACK, listener_url, local_host_names
+from swiftspec.serve.http.engine_link.frontend_process import (
+    LOOPBACK,
+    check_frontend_settings,
+    frontend_config,
+    listener_url,
+    local_host_names,
+)
+from swiftspec.serve.settings.config_sources import load_settings
+from swiftspec.serve.settings.settings import UsageError
 
 
 def test_host_names_depend_on_the_address() -> None:
@@ -26,3 +34,14 @@ def test_host_names_depend_on_the_address() -> None:
 def test_the_url_of_an_ipv6_address_has_brackets(address: tuple[object, ...], url: str) -> None:
     listener: Any = SimpleNamespace(getsockname=lambda: address)
     assert listener_url(listener) == url
+
+
+def test_allowed_origins_are_validated() -> None:
+    origins = ["https://example.com", "http://localhost:3000", "*", "null"]
+    settings = load_settings({"allowed_origin": origins, "response_store_memory": 3})
+    check_frontend_settings(settings)
+    config = frontend_config(settings)
+    assert config.allowed_origins == origins and config.response_store_bytes == 3 << 20
+    for origin in ("https://example.com/", "example.com", ""):
+        with pytest.raises(UsageError, match=r"--allowed-origin: .* is not an origin"):
+            check_frontend_settings(load_settings({"allowed_origin": [origin]}))
