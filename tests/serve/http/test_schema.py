@@ -73,9 +73,11 @@ def test_random_requests_from_the_document(plain_player: Player) -> None:
     ]  # fmt: skip
 
     found = [read.ok() for read in schema.get_all_operations() if isinstance(read, Ok)]
-    assert len(found) == len(PATHS)
+    assert {operation.path for operation in found} == PATHS
     for operation in found:
         if operation.path == "/v1/spec/events":  # its response does not end
+            continue
+        if operation.path == "/v1/responses/input_tokens":  # its body is that of /v1/responses
             continue
         for mode in schemathesis.GenerationMode:
 
@@ -87,4 +89,4 @@ def test_random_requests_from_the_document(plain_player: Player) -> None:
             try:
                 each()
             except Unsatisfiable:  # nothing that it forbids
-                assert operation.method == "get"
+                assert not operation.body

@@ -220,6 +220,26 @@ def test_a_background_stream_is_resumed(player: Player, client: httpx.Client) ->
     assert sse(client.post(RESPONSES, json=body).text)[-1][0] == "response.completed"
 
 
+def test_cancellations_at_any_time_agree(plain_player: Player) -> None:
+    """Two cancellations at once, before, during and after the generation: both return the last state."""
+    player = SuspendingPlayer(plain_player.codec)
+
+    async def scene(client: httpx.AsyncClient) -> None:
+        statuses = list[str]()
+        for steps in range(10):
+            queued = (await client.post(RESPONSES, json={"input": "a", "background": True})).json()
+            for _ in range(steps):
+                await asyncio.sleep(0)
+            path = f"{RESPONSES}/{queued['id']}"
+            one, two = await asyncio.gather(client.post(f"{path}/cancel"), client.post(f"{path}/cancel"))
+            assert one.json() == two.json() == (await client.get(path)).json()
+            statuses.append(one.json()["status"])
+        assert statuses == sorted(statuses) and set(statuses) == {"cancelled", "completed"}
+        assert len(player.closed) == statuses.count("cancelled")
+
+    run(application(player), scene)
+
+
 def test_background_requests_that_are_refused(player: Player, client: httpx.Client) -> None:
     body = {"input": "a", "background": True}
     refused = client.post(RESPONSES, json={**body, "store": False})
