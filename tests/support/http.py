@@ -128,10 +128,11 @@ def application(player: Player, **options: Any) -> FastAPI:
 
 
 @contextlib.contextmanager
-def serving(app: ASGIApp, port: int = 0) -> Iterator[str]:
-    """Runs a server in a thread of this process; yields its URL."""
+def serving(app: ASGIApp, port: int = 0, **options: Any) -> Iterator[str]:
+    """Runs a server in a thread of this process; yields its URL. `options`: of `uvicorn.Config`."""
     listener = socket.create_server(("127.0.0.1", port))
-    server = uvicorn.Server(uvicorn.Config(RequestIdMiddleware(app), log_level="error", timeout_graceful_shutdown=1))
+    options = {"log_level": "error", "timeout_graceful_shutdown": 1, **options}
+    server = uvicorn.Server(uvicorn.Config(RequestIdMiddleware(app), **options))
     thread = threading.Thread(target=server.run, args=([listener],), daemon=True)
     thread.start()
     until(lambda: server.started)

@@ -26,6 +26,7 @@ from swiftspec.serve.http.engine_link.frame_socket import AsyncFrameSocket
 from swiftspec.serve.http.engine_link.frames import FrontendConfig
 from swiftspec.serve.http.engine_link.frontend_process import local_host_names
 from swiftspec.serve.http.engine_link.remote_engine_client import RemoteEngineClient
+from swiftspec.serve.http.middleware.cors import CorsMiddleware
 from swiftspec.serve.http.middleware.request_id import RequestIdMiddleware
 from swiftspec.serve.http.middleware.request_timeout import MAX_HEAD_BYTES, RequestTimeoutProtocol
 from swiftspec.serve.http.middleware.security import SecurityMiddleware
@@ -123,17 +124,20 @@ def build_app(
     engine: EngineClient, codec: Callable[[], TextCodec | None], config: FrontendConfig,
     tracing: RequestTracing | None = None,
 ) -> ASGIApp:  # fmt: skip
-    """Builds the front end's ASGI application: the endpoints behind the security and request-id middleware.
+    """Builds the front end's ASGI application: the endpoints behind the security, CORS and request-id middleware.
 
     `codec`: returns the target's tokenizer, or None while it loads.
     `tracing`: exports a span per request; None disables it.
     """
     metrics = PrometheusMetrics(engine, config.model_name)
     on_finished = [] if tracing is None else [tracing.record]
-    app = create_app(engine, codec, [config.model_name], metrics=metrics, on_finished=on_finished)
+    app = create_app(
+        engine, codec, [config.model_name], metrics=metrics, on_finished=on_finished,
+        response_store_bytes=config.response_store_bytes,
+    )  # fmt: skip
     allowed_hosts = None if config.api_keys else local_host_names(config.host)
     secured = SecurityMiddleware(app, config.api_keys, allowed_hosts, metrics.record_refusal)
-    return RequestIdMiddleware(secured)
+    return RequestIdMiddleware(CorsMiddleware(secured, config.allowed_origins, metrics.record_refusal))
 
 
 class TokenizerLoader:

@@ -1,4 +1,4 @@
-"""Conversion of exceptions to HTTP error responses: in Anthropic's schema below /v1/messages, else in OpenAI's."""
+"""Conversion of exceptions to HTTP error responses, in the schema of OpenAI's or of Anthropic's API."""
 
 from __future__ import annotations
 
@@ -30,6 +30,9 @@ FAILURE_STATUS = {"engine_error": 500, "timeout": 504, "replaced": 409}
 NESTED_TOO_DEEPLY = "the body is nested too deeply"
 MAX_MESSAGE_CHARS = 600
 ANTHROPIC_PATH = "/v1/messages"
+MODELS_PATH = "/v1/models"  # both APIs have it
+ANTHROPIC_HEADER = b"anthropic-version"  # every client of Anthropic's API sends it
+MAX_PATH_CHARS = 100  # of a path in a message
 ANTHROPIC_ERROR_TYPES = {  # by OpenAI's error type; the other types are equal
     "unavailable_error": "overloaded_error", "timeout": "timeout_error", "engine_error": "api_error",
     "replaced": "invalid_request_error",
@@ -119,17 +122,27 @@ def route_path(scope: Scope) -> str:
     return str(scope["path"]).removeprefix(scope.get("root_path", ""))
 
 
-def error_body(error: ApiError, path: str) -> dict[str, Any]:
-    """Returns the JSON object of an error, in Anthropic's schema if `path` is below /v1/messages, else in OpenAI's."""
-    if path.startswith(ANTHROPIC_PATH):
+def uses_anthropic_schema(scope: Scope) -> bool:
+    """Returns whether a request belongs to Anthropic's API: below /v1/messages, or below /v1/models with the header
+    `anthropic-version`."""
+    path = route_path(scope)
+    if path.startswith(MODELS_PATH):
+        return any(name == ANTHROPIC_HEADER for name, _ in scope["headers"])
+    return path.startswith(ANTHROPIC_PATH)
+
+
+def error_body(error: ApiError, anthropic: bool = False) -> dict[str, Any]:
+    """Returns the JSON object of an error. `anthropic`: in the schema of Anthropic's API, else of OpenAI's."""
+    if anthropic:
         kind = ANTHROPIC_ERROR_TYPES.get(error.kind, error.kind)
         return {"type": "error", "error": {"type": kind, "message": error.message}}
     text = {"message": error.message, "type": error.kind, "param": error.param, "code": error.code}
     return {"error": text}
 
 
-def error_response(error: ApiError, path: str) -> Response:
-    data = msgspec.json.encode(error_body(error, path))
+def error_response(error: ApiError, scope: Scope) -> Response:
+    """Returns the response for an error, in the schema of the API that the request belongs to."""
+    data = msgspec.json.encode(error_body(error, uses_anthropic_schema(scope)))
     return Response(data, error.status, error.headers, media_type="application/json")
 
 
@@ -139,11 +152,21 @@ def install_error_handlers(app: FastAPI) -> None:
     async def handle(request: Request, error: Exception) -> Response:
         if isinstance(error, ClientDisconnect):
             return Response(status_code=499)  # the client has disconnected and does not receive the response
-        return error_response(to_api_error(error), route_path(request.scope))
+        return error_response(to_api_error(error), request.scope)
+
+    async def handle_unknown_route(request: Request, error: Exception) -> Response:
+        """Names method and path, since Starlette's message does not."""
+        api_error = to_api_error(error)
+        if isinstance(error, HTTPException) and error.status_code in (404, 405):
+            route = f"{request.method} {route_path(request.scope)[:MAX_PATH_CHARS]}"
+            known = "" if api_error.headers.get("Allow") is None else f" (allowed: {api_error.headers['Allow']})"
+            message = f"{route} is not an endpoint of this server{known}: see /openapi.json"
+            api_error = ApiError(error.status_code, message, headers=error.headers)
+        return error_response(api_error, request.scope)
 
     handled = (
-        ApiError, UserError, RequestValidationError, HTTPException, RecursionError, UnicodeEncodeError,
-        ClientDisconnect,
+        ApiError, UserError, RequestValidationError, RecursionError, UnicodeEncodeError, ClientDisconnect,
     )  # fmt: skip
     for kind in handled:
         app.add_exception_handler(kind, handle)
+    app.add_exception_handler(HTTPException, handle_unknown_route)

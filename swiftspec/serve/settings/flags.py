@@ -131,6 +131,14 @@ class CommandSettings:
         (), "Require this API key from clients; may be given several times. Other users of this machine can read the"
         " command line: prefer the environment variable.", SERVER, "KEY", "none",
     )  # fmt: skip
+    allowed_origin: tuple[str, ...] = setting(
+        (), "Let web pages of this origin, such as https://example.com, call the server; may be given several times."
+        " *: pages of all origins.", SERVER, "ORIGIN", "none",
+    )  # fmt: skip
+    response_store_memory: int = setting(
+        256, "Memory for the stored responses of /v1/responses; the least recently used are evicted. 0 stores none.",
+        SERVER, "MIB", ge=0, le=2**20,
+    )  # fmt: skip
     max_queue: int = setting(
         8, "Requests that may wait in the queue; further ones are refused (429).", SERVER, "N", ge=0, le=10_000
     )

@@ -42,6 +42,7 @@ TOKENIZER_FILES = (  # all files of a model that its tokenizer reads, and its co
 )  # fmt: skip
 VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")  # each tokenizer has one of these
 MAX_TEXT_BYTES = 64 << 20  # limit of a text if the context length is not known
+PATH_FIELDS = {"name_or_path", "tokenizer_file", "vocab_file", "merges_file"}  # of tokenizer_config.json
 FAST_TOKENIZER_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")  # classes that read only tokenizer.json
 
 
@@ -123,6 +124,15 @@ class TextCodec:
         """SHA-256 of the vocabulary. Target and draft need equal ones."""
         known = sorted((number, token) for token, number in self.vocab.items())
         return hashlib.sha256(json.dumps(known, separators=(",", ":")).encode()).digest()
+
+    def tokenizer_info(self) -> dict[str, Any]:
+        """Returns the contents of tokenizer_config.json, with the class of the tokenizer and its chat template. Raises
+        UserError if the file cannot be read."""
+        file = self.path / "tokenizer_config.json"
+        config = file_io.read_object(file) if file_io.is_file(file) else {}
+        shown = {name: value for name, value in config.items() if name not in PATH_FIELDS}
+        tokenizer_class = type(self.tokenizer).__name__
+        return {**shown, "tokenizer_class": tokenizer_class, "chat_template": self.tokenizer.chat_template}
 
     def close(self) -> None:
         """Ends the process that renders the chat template, if one runs."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Any, Protocol
 
 from fastapi import Request
@@ -177,9 +177,13 @@ def _marker_ids(codec: TextCodec, words: Sequence[str]) -> frozenset[int]:
 
 
 async def respond(
-    context: AppContext, request: Request, output: GenerationOutput, writer: OutputWriter, stream: bool | None
-) -> Response:
-    """Runs the generation and returns the response of `writer`: a JSON object, or with `stream` server-sent events."""
+    context: AppContext, request: Request, output: GenerationOutput, writer: OutputWriter, stream: bool | None,
+    error_events: Callable[[ApiError], bytes] | None = None,
+) -> Response:  # fmt: skip
+    """Runs the generation and returns the response of `writer`: a JSON object, or with `stream` server-sent events.
+
+    `error_events`: returns the last events of a stream that fails; by default one event in the schema of the API.
+    """
     if not stream:
 
         async def run_to_end() -> None:
@@ -189,15 +193,15 @@ async def respond(
 
         await cancel_on_disconnect(request.receive, run_to_end())
         return Response(ENCODER.encode(writer.full_response()), media_type="application/json")
-    path = errors.route_path(request.scope)
+    anthropic = errors.uses_anthropic_schema(request.scope)
 
     def error_event(error: Exception) -> bytes:
         api_error = to_api_error(error)
         if api_error.code == "internal_error":
             LOG.error("a streamed response failed", exc_info=error)
-        return sse_event(
-            errors.error_body(api_error, path), "error" if path.startswith(errors.ANTHROPIC_PATH) else None
-        )
+        if error_events is not None:
+            return error_events(api_error)
+        return sse_event(errors.error_body(api_error, anthropic), "error" if anthropic else None)
 
     def comment() -> bytes:
         return b": queued\n\n" if not output.started and context.engine.state.waiting else b": keep-alive\n\n"

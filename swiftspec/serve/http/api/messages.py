@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Request, Response
 from pydantic import Field
 
+from swiftspec.params import MAX_TOKEN_COUNT
 from swiftspec.serve.http.api.generation import JSON_OR_SSE, chat_generation_request, encode_conversation, respond
 from swiftspec.serve.http.api.sampling import GrammarRequest
 from swiftspec.serve.http.app_context import AppContext, new_id
-from swiftspec.serve.http.errors import unsupported
+from swiftspec.serve.http.errors import ApiError, unsupported
 from swiftspec.serve.http.format.conversation import (
     Conversation,
     Name,
@@ -22,6 +24,7 @@ from swiftspec.serve.http.format.conversation import (
 from swiftspec.serve.http.format.generation_output import GenerationOutput, OutputDelta
 from swiftspec.serve.http.format.tools import ParsedToolCall
 from swiftspec.serve.http.schema import (
+    INTEGRAL,
     SINGLE_CHOICE,
     UNSUPPORTED,
     Body,
@@ -35,6 +38,9 @@ from swiftspec.serve.http.schema import (
 )
 from swiftspec.serve.http.sse import sse_event
 
+MIN_THINKING_BUDGET_TOKENS = 1024  # Anthropic's limit
+# Unsupported fields, each with the values that are accepted because they change nothing.
+MESSAGES_UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {**UNSUPPORTED, **SINGLE_CHOICE, "mcp_servers": ([],)}
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
 
@@ -74,6 +80,9 @@ class AnthropicToolChoice(Body):
 
 class Thinking(Body):
     type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: Annotated[int, Field(ge=MIN_THINKING_BUDGET_TOKENS, le=MAX_TOKEN_COUNT), INTEGRAL] | None = Field(
+        None, description="Validated and otherwise ignored: the model decides how long it reasons."
+    )
 
 
 class OutputFormat(Body):
@@ -84,10 +93,6 @@ class OutputFormat(Body):
 class OutputConfig(Body):
     effort: Annotated[str, Field(max_length=32)] | None = None
     format: OutputFormat | None = None
-
-    def grammar_request(self) -> GrammarRequest | None:
-        """Returns the grammar that constrains the output, or None."""
-        return None if self.format is None else ("json_schema", json.dumps(self.format.schema_), "output_config.format")
 
 
 class CountRequest(Body):
@@ -100,6 +105,9 @@ class CountRequest(Body):
     tool_choice: AnthropicToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
+    output_format: OutputFormat | None = Field(None, description="Earlier name of output_config.format.")
+    # Field of Anthropic that this server does not support: see MESSAGES_UNSUPPORTED.
+    mcp_servers: Annotated[list[JsonObject], Field(max_length=128)] | None = None
 
 
 class MessagesRequest(CountRequest, SamplingFields):
@@ -108,6 +116,18 @@ class MessagesRequest(CountRequest, SamplingFields):
     max_tokens: Positive
     stop_sequences: Stops | None = None
     stream: bool | None = None
+
+
+def messages_grammar_request(body: CountRequest) -> GrammarRequest | None:
+    """Returns the grammar that constrains the output, or None. Raises ApiError if the request contains two formats."""
+    config = None if body.output_config is None else body.output_config.format
+    if config is not None and body.output_format is not None:
+        raise ApiError(400, "output_format: the earlier name of output_config.format; omit it", "output_format")
+    if config is not None:
+        return "json_schema", json.dumps(config.schema_), "output_config.format"
+    if body.output_format is not None:
+        return "json_schema", json.dumps(body.output_format.schema_), "output_format"
+    return None
 
 
 def blocks_text(content: str | list[Block] | None, field_path: str) -> str:
@@ -239,9 +259,9 @@ class MessageWriter:
         return out
 
     def end_events(self) -> bytes:
-        """Returns the last events: stop reason, usage and statistics."""
+        """Returns the last events: stop reason and usage."""
         delta = {"stop_reason": self._stop_reason(), "stop_sequence": self._output.text_builder.stop_string}
-        last = self._event("message_delta", delta=delta, usage=self._usage(), **self._output.stats())
+        last = self._event("message_delta", delta=delta, usage=self._usage())
         return self._close_block() + last + self._event("message_stop")
 
     def full_response(self) -> dict[str, Any]:
@@ -257,7 +277,7 @@ class MessageWriter:
         return {
             **self._common_fields, "content": content, "stop_reason": self._stop_reason(), "stop_sequence":
             output.text_builder.stop_string,
-            "usage": self._usage(), **output.stats(),
+            "usage": self._usage(),
         }  # fmt: skip
 
     def _stop_reason(self) -> str:
@@ -306,11 +326,11 @@ def messages_router(context: AppContext) -> APIRouter:
     async def create_message(body: MessagesRequest, request: Request) -> Response:
         _, codec = context.require_ready()
         model = context.resolve_model_name(body.model)
-        reject_unsupported(body, {**UNSUPPORTED, **SINGLE_CHOICE})
+        reject_unsupported(body, MESSAGES_UNSUPPORTED)
         generation_request = await chat_generation_request(
             context, request, body, anthropic_to_conversation(body), limit=body.max_tokens, stops=body.stop_sequences
             or (),
-            grammar=body.output_config and body.output_config.grammar_request(),
+            grammar=messages_grammar_request(body),
         )  # fmt: skip
         output = GenerationOutput.create(generation_request, codec)
         return await respond(context, request, output, MessageWriter(output, model), body.stream)
@@ -319,6 +339,7 @@ def messages_router(context: AppContext) -> APIRouter:
     async def count_tokens(body: CountRequest) -> dict[str, int]:
         context.require_ready()
         context.resolve_model_name(body.model)
+        reject_unsupported(body, MESSAGES_UNSUPPORTED)
         return {"input_tokens": len(await encode_conversation(context, anthropic_to_conversation(body)))}
 
     return router

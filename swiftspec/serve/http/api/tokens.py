@@ -1,4 +1,4 @@
-"""Endpoints /tokenize and /detokenize: the target's tokenizer, in vLLM's schema."""
+"""Endpoints /tokenize, /detokenize and /tokenizer_info: the target's tokenizer, in vLLM's schema."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class DetokenizeRequest(Body):
 
 
 def tokens_router(context: AppContext) -> APIRouter:
-    """Returns the router of /tokenize and /detokenize."""
+    """Returns the router of /tokenize, /detokenize and /tokenizer_info."""
     router = APIRouter()
 
     @router.post("/tokenize")
@@ -63,5 +63,10 @@ def tokens_router(context: AppContext) -> APIRouter:
         context.resolve_model_name(body.model)
         check_tokens(body.tokens, info, "tokens")
         return {"prompt": await context.run_in_tokenizer_thread(codec.token_text, body.tokens)}
+
+    @router.get("/tokenizer_info")
+    async def tokenizer_info() -> dict[str, Any]:
+        _, codec = context.require_ready()
+        return await context.run_in_tokenizer_thread(codec.tokenizer_info)
 
     return router

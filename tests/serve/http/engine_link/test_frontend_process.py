@@ -17,6 +17,7 @@ from swiftspec.serve.http.engine_link.frontend_process import (
     local_host_names,
 )
 from swiftspec.serve.settings.config_sources import load_settings
+from swiftspec.serve.settings.settings import UsageError
 
 
 def test_host_names_depend_on_the_address() -> None:
@@ -48,3 +49,14 @@ def test_a_chat_template_is_passed_and_a_system_prompt_refused(tmp_path: Path) -
     assert frontend_config(load_settings({})).chat_template is None
     with pytest.raises(UserError, match=r"^--system-prompt is not supported by a server"):
         check_frontend_settings(load_settings({"system_prompt": "x"}))
+
+
+def test_allowed_origins_are_validated() -> None:
+    origins = ["https://example.com", "http://localhost:3000", "*", "null"]
+    settings = load_settings({"allowed_origin": origins, "response_store_memory": 3})
+    check_frontend_settings(settings)
+    config = frontend_config(settings)
+    assert config.allowed_origins == origins and config.response_store_bytes == 3 << 20
+    for origin in ("https://example.com/", "example.com", ""):
+        with pytest.raises(UsageError, match=r"--allowed-origin: .* is not an origin"):
+            check_frontend_settings(load_settings({"allowed_origin": [origin]}))
