@@ -120,7 +120,7 @@ def _best_fit(validation_errors: Sequence[Any], body: Any) -> tuple[Any, list[st
     """Returns the error that describes the first invalid field, and the path of the field that this error names.
 
     A field with several shapes has an error for each shape. The best one is of the shape that fits the value furthest:
-    it names the innermost field, and does not just say that the value has another type.
+    it names the innermost field, or it is not about the type of the value.
     """
     paths = [_field_path(error, body) for error in validation_errors]
     first, shape = paths[0]

@@ -17,10 +17,16 @@ from swiftspec.serve.http.api.sampling import GrammarRequest, sampling_params
 from swiftspec.serve.http.app_context import AppContext
 from swiftspec.serve.http.engine_link.engine_client import EngineRequest
 from swiftspec.serve.http.errors import ApiError, to_api_error, unsupported
-from swiftspec.serve.http.format.conversation import Conversation
+from swiftspec.serve.http.format.conversation import Conversation, template_message
 from swiftspec.serve.http.format.generation_output import GenerationOutput, GenerationRequest, OutputDelta
 from swiftspec.serve.http.format.reasoning import REASONING_CLOSE, REASONING_OPEN, ReasoningParser
-from swiftspec.serve.http.format.tools import ToolCallFormat, ToolCallParser, detect_tool_format, tool_call_grammar
+from swiftspec.serve.http.format.tools import (
+    AllowedText,
+    ToolCallFormat,
+    ToolCallParser,
+    detect_tool_format,
+    tool_call_grammar,
+)
 from swiftspec.serve.http.schema import SamplingFields
 from swiftspec.serve.http.sse import ENCODER, EventStream, cancel_on_disconnect, sse_event
 from swiftspec.serve.text.codec import TextCodec
@@ -117,7 +123,7 @@ async def chat_generation_request(
     prompt = await encode_conversation(context, conversation)
     negative = None
     if body.guidance_scale not in (None, 1):
-        user = {"role": "user", "content": body.negative_prompt or ""}
+        user = template_message("user", body.negative_prompt or "")
         negative = await encode_conversation(
             context, Conversation([user], template_variables=conversation.template_variables)
         )
@@ -126,7 +132,9 @@ async def chat_generation_request(
         sampling["logprobs"] = logprobs
     template = codec.template_source(conversation.tools or None)
     tool_format = _tool_format(conversation, template)
+    allowed: AllowedText = "any"
     if tool_format is not None:
+        allowed = "calls" if conversation.forces_tool_call else "calls_or_answer" if _is_format(grammar) else "any"
         grammar = _grammar_with_tools(grammar, tool_format, conversation, codec)
     if grammar is not None:
         sampling["grammar"] = await context.compile_grammar(grammar)
@@ -143,9 +151,7 @@ async def chat_generation_request(
         reasoning_parser=ReasoningParser(codec.token_text(prompt[-8:]).rstrip().endswith(REASONING_OPEN))
         if thinks
         else None,
-        tool_call_parser=None
-        if tool_format is None
-        else ToolCallParser(tool_format, names, conversation.forces_tool_call),
+        tool_call_parser=None if tool_format is None else ToolCallParser(tool_format, names, allowed),
         single_tool_call=conversation.single_tool_call and tool_format is not None,
         marker_tokens=_marker_ids(
             codec,
@@ -164,6 +170,10 @@ def _tool_format(conversation: Conversation, template: str) -> ToolCallFormat | 
     return tool_format
 
 
+def _is_format(grammar: GrammarRequest | None) -> bool:
+    return grammar is not None and grammar[2] in ANSWER_FORMATS
+
+
 def _grammar_with_tools(
     grammar: GrammarRequest | None, tool_format: ToolCallFormat, conversation: Conversation, codec: TextCodec
 ) -> GrammarRequest | None:
@@ -173,11 +183,10 @@ def _grammar_with_tools(
     Otherwise the format of the answer (`ANSWER_FORMATS`) restricts only an answer without calls, and any other
     constraint the whole output. Raises ApiError if such a constraint excludes the call.
     """
-    has_format = grammar is not None and grammar[2] in ANSWER_FORMATS
     forced = conversation.forces_tool_call
-    if not forced and not has_format:
+    if not forced and not _is_format(grammar):
         return grammar
-    if grammar is not None and not has_format:
+    if grammar is not None and not _is_format(grammar):
         raise ApiError(400, f"{grammar[2]} and tool_choice both constrain the answer; omit one of them", "tool_choice")
     tools = {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in conversation.tools}
     if forced and conversation.tool_choice in tools:

@@ -8,7 +8,7 @@ import re
 import secrets
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from swiftspec.serve.http.format.reasoning import partial_marker_length
 from swiftspec.serve.http.grammar import ANY_OBJECT, bound_whitespace
@@ -81,18 +81,21 @@ def detect_tool_format(template: str) -> ToolCallFormat | None:
     return LLAMA if LLAMA_PATTERN.search(template) else None
 
 
+AllowedText = Literal["any", "calls", "answer", "calls_or_answer"]
+
+
 class ToolCallParser:
     """Parser that separates tool calls from content in streamed text. A call is returned when it is complete. Text that
     turns out not to be a call is returned as content, unchanged; blanks next to a call are dropped.
 
     `tool_names`: names of the available tools. In a format without markers, a JSON object is a call only if its name is
         one of these.
-    `calls_only`: whether a grammar restricts the text to a call. Text that is not a complete call, because a limit cut
-        it, is then dropped.
+    `allowed`: what a grammar restricts the text to, either calls or an answer without calls. Text with calls has no
+        content then: a call that a limit cut is dropped.
     """
 
-    def __init__(self, format: ToolCallFormat, tool_names: Collection[str], calls_only: bool = False) -> None:
-        self._format, self._tool_names, self._calls_only = format, tool_names, calls_only
+    def __init__(self, format: ToolCallFormat, tool_names: Collection[str], allowed: AllowedText = "any") -> None:
+        self._format, self._tool_names, self._allowed = format, tool_names, allowed
         self._buffer = ""
         self._in_call = False
         self._blanks_before_call = ""  # dropped if the text after the marker is a call
@@ -106,6 +109,14 @@ class ToolCallParser:
         text follows, so that all buffered text is returned."""
         self._buffer += text
         parts: list[str | ParsedToolCall] = []
+        if self._allowed == "calls_or_answer":
+            self._allowed = self._first_kind(last)
+        if self._allowed == "calls_or_answer":
+            return parts
+        if self._allowed == "answer":
+            self._append_content(parts, self._buffer)
+            self._buffer = ""
+            return parts
         while True:
             if not self._in_call:
                 self._append_content(parts, self._read_content(last))
@@ -125,8 +136,18 @@ class ToolCallParser:
                 return parts
             self._in_call, self._blanks_before_call, self._searched = False, "", 0
 
+    def _first_kind(self, last: bool) -> AllowedText:
+        """Returns whether the text begins with a call or with an answer; the argument of the parser while both are
+        possible."""
+        text, begin = self._buffer, self._format.begin
+        if not begin:
+            return "any"
+        if text.startswith(begin) or (last and text and begin.startswith(text)):
+            return "calls"
+        return "calls_or_answer" if begin.startswith(text) and not last else "answer"
+
     def _append_content(self, parts: list[str | ParsedToolCall], content: str) -> None:
-        if not content or self._calls_only:
+        if not content or self._allowed == "calls":
             return
         self._content_since_call = True
         if parts and isinstance(parts[-1], str):
@@ -219,7 +240,7 @@ def tool_call_grammar(
     `tools`: JSON schema of the arguments by tool name.
     `marker`: id of the special token that begins a call; None if a call begins with the ordinary text `format.begin`.
     `answer_schema`: JSON schema of an answer that is accepted instead of calls; None: only calls are accepted.
-    `single`: whether exactly one call is accepted; always so beside an answer if calls have no marker.
+    `single`: whether exactly one call is accepted; always so with an `answer_schema` if calls have no marker.
     """
     if answer_schema is not None and not format.begin:
         return f"start: %json {json.dumps(bound_whitespace(_answer_or_call(format, tools, answer_schema)))}"

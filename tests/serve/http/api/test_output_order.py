@@ -1,4 +1,4 @@
-"""Answers of each chat endpoint with many tokens per round equal those with one token per round, as in mode ar: text
+"""Answers of each endpoint with many tokens per round equal those with one token per round, as in mode ar: text
 and calls keep the order of generation, and an answer ends with the token that ends it."""
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.serve.http.test_app import CHAT, HELLO, MESSAGES, RESPONSES
+from tests.serve.http.test_app import CHAT, HELLO, MESSAGES, RESPONSES, TEXT
 from tests.support.http import Player
 
 CALL = '<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>'
@@ -26,8 +26,9 @@ BODIES: dict[str, dict[str, Any]] = {
     CHAT: {**HELLO, "tools": [{"type": "function", "function": {"name": "f"}}], "logprobs": True, "top_logprobs": 1},
     RESPONSES: {"input": "hello", "tools": [{"type": "function", "name": "f"}], "top_logprobs": 1},
     MESSAGES: {**HELLO, "tools": [{"name": "f", "input_schema": SCHEMA}]},
+    TEXT: {"prompt": "hello", "logprobs": 1},
 }
-LIMIT = {CHAT: "max_tokens", RESPONSES: "max_output_tokens", MESSAGES: "max_tokens"}
+LIMIT = {CHAT: "max_tokens", RESPONSES: "max_output_tokens", MESSAGES: "max_tokens", TEXT: "max_tokens"}
 SINGLE: dict[str, dict[str, Any]] = {
     CHAT: {"parallel_tool_calls": False},
     RESPONSES: {"parallel_tool_calls": False},
@@ -106,7 +107,11 @@ def messages_parts(events: list[dict[str, Any]]) -> list[Part]:
     return parts
 
 
-STREAMED = {CHAT: chat_parts, RESPONSES: responses_parts, MESSAGES: messages_parts}
+def completion_parts(events: list[dict[str, Any]]) -> list[Part]:
+    return [("text", "".join(event["choices"][0]["text"] for event in events))]
+
+
+STREAMED = {CHAT: chat_parts, RESPONSES: responses_parts, MESSAGES: messages_parts, TEXT: completion_parts}
 ORDERS: list[list[Part]] = [
     [("reasoning", "hm"), ("text", "Sure."), ("call", "f"), ("text", "Done.")],
     [("call", "f"), ("call", "f")],
@@ -116,14 +121,15 @@ ORDERS: list[list[Part]] = [
 ]
 
 
-@pytest.mark.parametrize("path", [CHAT, RESPONSES, MESSAGES])
+@pytest.mark.parametrize("path", [CHAT, RESPONSES, MESSAGES, TEXT])
 def test_rounds_do_not_change_an_answer(thinker: Player, thinking_client: httpx.Client, path: str) -> None:
     for text, order in zip(TEXTS, ORDERS):
         answers = []
         for size in SIZES:
             thinker.prepare(text=text, size=size)
             answers.append(answer(thinking_client, path))
-            assert STREAMED[path](stream(thinking_client, path)) == order, (text, size)
+            expected = [("text", text)] if path == TEXT else order
+            assert STREAMED[path](stream(thinking_client, path)) == expected, (text, size)
         assert answers[1:] == answers[:1] * (len(SIZES) - 1), text
 
 
@@ -169,8 +175,13 @@ def test_a_single_call_ends_the_answer_with_its_last_token(
 
 @pytest.mark.parametrize("path", [CHAT, RESPONSES, MESSAGES])
 def test_a_forced_call_that_is_cut_shows_no_markup(thinker: Player, thinking_client: httpx.Client, path: str) -> None:
-    choice: dict[str, Any] = {"tool_choice": {"type": "any"} if path == MESSAGES else "required"}
-    for limit in (1, len(thinker.tokens(CALL)) - 15):
+    forced: dict[str, Any] = {"tool_choice": {"type": "any"} if path == MESSAGES else "required"}
+    chosen: dict[str, Any] = {  # a call instead of an answer in this format
+        CHAT: {"response_format": {"type": "json_object"}},
+        RESPONSES: {"text": {"format": {"type": "json_object"}}},
+        MESSAGES: {"output_config": {"format": {"type": "json_schema", "schema": SCHEMA}}},
+    }[path]
+    for choice, limit in ((forced, 1), (forced, len(thinker.tokens(CALL)) - 15), (chosen, 9)):
         for size in (1, 200):
             thinker.prepare(text=CALL, size=size)
             whole = answer(thinking_client, path, limit, **choice)

@@ -13,6 +13,7 @@ from swiftspec.serve.http.format.tools import (
     HERMES,
     LLAMA,
     MISTRAL,
+    AllowedText,
     ParsedToolCall,
     ToolCallFormat,
     ToolCallParser,
@@ -47,16 +48,20 @@ CASES = [
 ]
 
 
-def read(format: ToolCallFormat, text: str, cuts: list[int]) -> tuple[str, list[str], list[str]]:
-    parts = split_parts(format, text, cuts)
+def read(
+    format: ToolCallFormat, text: str, cuts: list[int], allowed: AllowedText = "any"
+) -> tuple[str, list[str], list[str]]:
+    parts = split_parts(format, text, cuts, allowed)
     calls = [part for part in parts if not isinstance(part, str)]
     content = "".join(part for part in parts if isinstance(part, str))
     return content, [call.name for call in calls], [call.arguments_json for call in calls]
 
 
-def split_parts(format: ToolCallFormat, text: str, cuts: list[int]) -> list[str | ParsedToolCall]:
+def split_parts(
+    format: ToolCallFormat, text: str, cuts: list[int], allowed: AllowedText = "any"
+) -> list[str | ParsedToolCall]:
     """The parts of a text that is pushed in pieces."""
-    parser, at = ToolCallParser(format, ("f", "g")), 0
+    parser, at = ToolCallParser(format, ("f", "g"), allowed), 0
     parts: list[str | ParsedToolCall] = []
     for end in sorted({min(cut, len(text)) for cut in cuts}):
         parts += parser.push(text[at:end])
@@ -101,8 +106,23 @@ def test_content_and_calls_keep_their_order() -> None:
 def test_a_forced_call_that_is_cut_is_no_content(format: ToolCallFormat) -> None:
     whole = f"{format.begin}\n{OTHER.replace('arguments', format.arguments_key)}"
     for length in range(len(whole)):
-        parser = ToolCallParser(format, ("g",), calls_only=True)
+        parser = ToolCallParser(format, ("g",), "calls")
         assert parser.push(whole[: length // 2]) + parser.push(whole[length // 2 : length], last=True) == []
+
+
+@pytest.mark.parametrize("format", [HERMES, MISTRAL])
+def test_a_text_of_either_calls_or_an_answer(format: ToolCallFormat) -> None:
+    """As the grammar of a format beside tools accepts it: calls have no content, and an answer has no calls."""
+    answer = json.dumps({"a": f"{format.begin}{OTHER}{format.end or ''}"})
+    call = f"{format.begin}{OTHER}{format.end}" if format.end else f"{format.begin}[{OTHER}]"
+    for text, content, names in (
+        (answer, answer, []),
+        (f"{call}\n{format.begin}" if format.end else call, "", ["g"]),
+        (format.begin[:-2], "", []),
+        ("", "", []),
+    ):
+        for cuts in ([], range(len(text))):
+            assert read(format, text, [*cuts], "calls_or_answer")[:2] == (content, names), text
 
 
 def test_a_call_is_returned_when_it_is_complete() -> None:
