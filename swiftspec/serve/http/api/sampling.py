@@ -25,6 +25,7 @@ PASSED_THROUGH = (
     "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
     "guidance_scale", "ignore_eos", "stop_token_ids", "verify_batch", "draft_steps",
 )  # fmt: skip
+SCHEMAS_BY_NAME = ("properties", "patternProperties", "$defs", "definitions")  # keys of a JSON schema
 GrammarRequest = tuple[str, str, str]  # kind, text (see `build_grammar`), and the request field that contained it
 
 
@@ -170,6 +171,8 @@ def _with_json_options(request: GrammarRequest, structured: StructuredOutputs) -
             raise ValueError("must be a JSON object")
     except (ValueError, RecursionError) as error:
         raise ApiError(400, f"{param}: {error}", param) from None
+    given = schema.get("x-guidance")
+    options = {**given, **options} if isinstance(given, dict) else options
     return kind, json.dumps({**schema, "x-guidance": options} if options else schema), param
 
 
@@ -180,7 +183,12 @@ def close_objects(schema: Any) -> Any:
         return [close_objects(item) for item in schema]
     if not isinstance(schema, dict):
         return schema
-    closed = {name: close_objects(value) for name, value in schema.items()}
+    closed = {
+        name: {key: close_objects(item) for key, item in value.items()}
+        if name in SCHEMAS_BY_NAME and isinstance(value, dict)
+        else close_objects(value)
+        for name, value in schema.items()
+    }
     if "properties" in schema or "patternProperties" in schema:
         closed.setdefault("additionalProperties", False)
     return closed

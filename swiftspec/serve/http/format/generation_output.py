@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import copy
 from bisect import bisect_left
-from collections.abc import AsyncGenerator, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any, Literal
 
 from swiftspec.serve.http.engine_link.engine_client import EngineClient, EngineRequest, GenerationFailedError
@@ -88,20 +89,22 @@ class OutputDelta:
         return "".join(piece.text for piece in self.pieces if piece.kind == "content")
 
 
-def append_piece(pieces: list[OutputPiece], new: OutputPiece) -> None:
-    """Appends a piece; text that continues the last piece is added to it."""
-    last = pieces[-1] if pieces else None
-    if last is None or new.tool_call is not None or last.kind != new.kind:
-        pieces.append(replace(new))
-    else:
-        last.text += new.text
-        last.end_token = new.end_token
+def merge_pieces(pieces: Iterable[OutputPiece]) -> list[OutputPiece]:
+    """Joins adjacent pieces of text of the same kind."""
+    merged: list[OutputPiece] = []
+    for _, group in groupby(pieces, key=lambda piece: piece.kind):
+        same = list(group)
+        if same[0].kind == "tool_call":
+            merged += same
+        else:
+            text = "".join(piece.text for piece in same)
+            merged.append(OutputPiece(same[0].kind, text, None, same[0].first_token, same[-1].end_token))
+    return merged
 
 
 @dataclass(slots=True)
 class GenerationOutput:
-    """The output of a generation so far: `pieces` in the order of generation, `reasoning_text`, `content` and
-    `tool_calls` of all pieces, tokens and log-probabilities.
+    """The output of a generation so far: pieces in the order of generation, tokens and log-probabilities.
 
     Rounds have no influence on the output: what ends or separates it is determined token by token.
 
@@ -118,10 +121,7 @@ class GenerationOutput:
     text_builder: TextBuilder
     reasoning_parser: ReasoningParser | None
     tool_call_parser: ToolCallParser | None
-    pieces: list[OutputPiece] = field(default_factory=list)
-    reasoning_text: str = ""
-    content: str = ""
-    tool_calls: list[ParsedToolCall] = field(default_factory=list)
+    round_pieces: list[OutputPiece] = field(default_factory=list)  # of all rounds, merged within each
     logprobs: list[TokenLogprob] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
     num_accepted: int = 0
@@ -145,6 +145,23 @@ class GenerationOutput:
     @property
     def tokens(self) -> list[int]:
         return self.text_builder.token_ids
+
+    @property
+    def pieces(self) -> list[OutputPiece]:
+        """The output in the order of generation."""
+        return merge_pieces(self.round_pieces)
+
+    @property
+    def reasoning_text(self) -> str:
+        return "".join(piece.text for piece in self.round_pieces if piece.kind == "reasoning")
+
+    @property
+    def content(self) -> str:
+        return "".join(piece.text for piece in self.round_pieces if piece.kind == "content")
+
+    @property
+    def tool_calls(self) -> list[ParsedToolCall]:
+        return [piece.tool_call for piece in self.round_pieces if piece.tool_call is not None]
 
     @property
     def finish_reason(self) -> str:
@@ -192,12 +209,10 @@ class GenerationOutput:
     def _add_frame(self, frame: TokensFrame) -> OutputDelta:
         """Adds the output of a round."""
         first_token = len(self.tokens)
-        delta: list[OutputPiece] = []
+        pieces: list[OutputPiece] = []
         for text in self.text_builder.push_by_token(frame):
             for piece in self._parse(text):
-                append_piece(delta, piece)
-                append_piece(self.pieces, piece)
-                self._add_to_totals(piece)
+                pieces.append(piece)
                 if self.request.single_tool_call and piece.tool_call is not None:
                     self.text_builder.finish_reason = "stop"  # the token that completes the call is the last one
                     break
@@ -205,7 +220,9 @@ class GenerationOutput:
         self.num_accepted += min(frame.accepted, end_token - first_token)
         if frame.logprobs is not None:
             self.logprobs += frame.logprobs[: end_token - first_token]
-        return OutputDelta(delta, first_token, end_token)
+        merged = merge_pieces(pieces)
+        self.round_pieces += merged
+        return OutputDelta(merged, first_token, end_token)
 
     def _parse(self, text: str) -> Iterator[OutputPiece]:
         """Yields the pieces that the text after one token completes."""
@@ -224,14 +241,6 @@ class GenerationOutput:
                 yield OutputPiece("content", part, None, first_token, end_token)
             else:
                 yield OutputPiece("tool_call", "", part, first_token, end_token)
-
-    def _add_to_totals(self, piece: OutputPiece) -> None:
-        if piece.tool_call is not None:
-            self.tool_calls.append(piece.tool_call)
-        elif piece.kind == "content":
-            self.content += piece.text
-        else:
-            self.reasoning_text += piece.text
 
     @property
     def num_cached_tokens(self) -> int:

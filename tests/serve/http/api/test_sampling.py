@@ -10,6 +10,7 @@ import msgspec
 import pytest
 
 from swiftspec.params import SamplingParams
+from swiftspec.serve.http.api.sampling import close_objects
 from tests.serve.http.test_app import CHAT, HELLO, TEXT, refused
 from tests.support.grammars import accepts
 from tests.support.http import READY, Player
@@ -111,6 +112,7 @@ def test_options_of_json(player: Player, client: httpx.Client) -> None:
         grammar = engine_request(client, player, **closed)["grammar"]
         assert accepts(grammar, '{"a": {"b": 1}}')
         assert accepts(grammar, '{"a": {"c": 1}}') is not close
+    assert close_objects({"properties": {"properties": {}}})["properties"] == {"properties": {}}, "a name, no keyword"
 
 
 @pytest.mark.parametrize(
