@@ -27,7 +27,9 @@ ERROR_TYPES = {
     500: "api_error", 503: "unavailable_error", 504: "timeout",
 }  # fmt: skip
 FAILURE_STATUS = {"engine_error": 500, "timeout": 504, "replaced": 409}
+UNREADABLE_BODY = "the body must be JSON in UTF-8, not compressed, with numbers of at most 4300 digits"
 NESTED_TOO_DEEPLY = "the body is nested too deeply"
+WRONG_TYPE = "_type"  # end of the names of pydantic's errors for a value of another type
 MAX_MESSAGE_CHARS = 600
 ANTHROPIC_PATH = "/v1/messages"
 MODELS_PATH = "/v1/models"  # both APIs have it
@@ -91,9 +93,9 @@ def to_api_error(error: Exception) -> ApiError:
         case InvalidRequestError() | UserError():
             return ApiError(400, str(error))
         case RequestValidationError():
-            return _invalid(error.errors())
+            return _invalid(error.errors(), error.body)
         case HTTPException():
-            message = f"{error.status_code}: {error.detail}" if error.status_code != 400 else str(error.detail)
+            message = f"{error.status_code}: {error.detail}" if error.status_code != 400 else UNREADABLE_BODY
             return ApiError(error.status_code, message, headers=error.headers)
         case RecursionError():
             return ApiError(400, NESTED_TOO_DEEPLY)
@@ -103,18 +105,58 @@ def to_api_error(error: Exception) -> ApiError:
             return ApiError(500, "internal server error; see the server's log", code="internal_error")
 
 
-def _invalid(validation_errors: Sequence[Any]) -> ApiError:
-    """Converts the first of pydantic's validation errors to an ApiError that names the invalid field."""
+def _invalid(validation_errors: Sequence[Any], body: Any) -> ApiError:
+    """Converts pydantic's validation errors to an ApiError that names the first invalid field."""
     first = validation_errors[0]
     if first["type"] == "json_invalid":
         return ApiError(400, f"the body is not JSON: {first['ctx']['error']} at character {first['loc'][-1]}")
     if first["loc"] == ("body",):
         hint = "" if first["type"] == "missing" else ", sent as Content-Type: application/json"
         return ApiError(400, f"the body must be a JSON object{hint}")
-    words = [str(word) for word in first["loc"][1:]]
-    param = ".".join(word for word in words if word.isidentifier() or word.isdigit())[:200]
-    text = str(first["msg"])
+    best, path = _best_fit(validation_errors, body)
+    param = ".".join(path)[:200]
+    text = str(best["msg"])
     return ApiError(400, f"{param}: {text[:1].lower()}{text[1:]}", param)
+
+
+def _best_fit(validation_errors: Sequence[Any], body: Any) -> tuple[Any, list[str]]:
+    """Returns the error that describes the first invalid field, and the path of the field that this error names.
+
+    A field with several shapes has an error for each shape. The best one is of the shape that fits the value furthest:
+    it names the innermost field, or it is not about the type of the value.
+    """
+    paths = [_field_path(error, body) for error in validation_errors]
+    first, shape = paths[0]
+    root = first[:shape]
+    fits = [
+        (len(path), not error["type"].endswith(WRONG_TYPE), -index)
+        for index, (error, (path, _)) in enumerate(zip(validation_errors, paths))
+        if path[:shape] == root
+    ]
+    index = -max(fits)[2]
+    return validation_errors[index], paths[index][0]
+
+
+def _field_path(error: Any, body: Any) -> tuple[list[str], int]:
+    """Returns the path of the field that an error names, and the length of its part before the first value with several
+    shapes. pydantic's location also contains names of shapes, which are neither keys nor indices of the value."""
+    where, *words = error["loc"]
+    if where != "body":
+        return [str(word) for word in words], len(words)
+    path: list[str] = []
+    shape, value = None, body
+    for number, word in enumerate(words, 1):
+        if isinstance(value, dict | list) and _has(value, word):
+            value = value[word]
+        elif error["type"] != "missing" or number < len(words):
+            shape = len(path) if shape is None else shape
+            continue
+        path.append(str(word))
+    return path, len(path) if shape is None else shape
+
+
+def _has(value: dict[Any, Any] | list[Any], word: Any) -> bool:
+    return word in value if isinstance(value, dict) else isinstance(word, int) and word < len(value)
 
 
 def route_path(scope: Scope) -> str:

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 ChatMessage = Mapping[
     str, Any
 ]  # role, content, and other fields that a template may read: tool_calls, tool_call_id, ...
+COMMON_ROLES = ("system", "user", "assistant", "tool")
 HUB_ID_PATTERN = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 HUB_FILES = ("*.safetensors", "*.safetensors.index.json", "*.json", "*.jinja", "tokenizer.model", "merges.txt")
 
@@ -178,6 +179,7 @@ class TextCodec:
         tools: Sequence[Mapping[str, Any]] | None = None,
         variables: Mapping[str, Any] | None = None,
         continue_final_message: bool = False,
+        add_generation_prompt: bool = True,
     ) -> list[int]:
         """Renders a conversation with the chat template and encodes it.
 
@@ -185,6 +187,7 @@ class TextCodec:
 
         `context`: see `encode`. `tools`: JSON schemas of the tools. `variables`: additional variables of the template.
         `continue_final_message`: leave the last message open, instead of beginning the assistant's turn.
+        `add_generation_prompt`: begin the assistant's turn, unless the last message is left open.
         """
         template = self.template_source(tools)
         for message in messages:
@@ -197,9 +200,18 @@ class TextCodec:
         }
         known = {**(variables or {}), **special}
         text = self._renderer.render(
-            template, messages, known, self.max_text_bytes(context), tools, continue_final_message
-        )
+            template, messages, known, self.max_text_bytes(context), tools, continue_final_message,
+            add_generation_prompt and not continue_final_message,
+        )  # fmt: skip
+        self._check_roles(messages, text)
         return self._encode(text, context, special=False)
+
+    def _check_roles(self, messages: Sequence[ChatMessage], text: str) -> None:
+        """Raises UserError if the template has left out a message with a role that few templates know."""
+        for message in messages:
+            role, content = message.get("role"), message.get("content")
+            if role not in COMMON_ROLES and isinstance(content, str) and content.strip() not in text:
+                raise UserError(f"{self.path}: the chat template does not render messages of role {role!r}")
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Decodes tokens; special tokens are left out."""

@@ -88,21 +88,23 @@ class TemplateRenderer:
         max_bytes: int,
         tools: Sequence[Mapping[str, Any]] | None = None,
         continue_final_message: bool = False,
+        add_generation_prompt: bool = True,
     ) -> str:
         """Renders a conversation.
 
         `variables`: the special tokens by name, and other variables of the template.
         `max_bytes`: limit of the result's length in bytes.
         `tools`: JSON schemas of the tools.
-        `continue_final_message`: leave the last message open, instead of beginning the assistant's turn.
+        `continue_final_message`: leave the last message open.
+        `add_generation_prompt`: begin the assistant's turn.
 
         Raises UserError if the template fails or exceeds a limit, PromptTooLong if the result exceeds `max_bytes`.
         """
         request = {
             "template": template, "messages": [dict(message) for message in messages], "variables": dict(variables),
             "tools": None if tools is None else [dict(tool) for tool in tools],
-            "continue_final_message": continue_final_message, "max_bytes": max_bytes, "timeout_s": self._timeout_s,
-            "memory_bytes": self._memory_bytes,
+            "continue_final_message": continue_final_message, "add_generation_prompt": add_generation_prompt,
+            "max_bytes": max_bytes, "timeout_s": self._timeout_s, "memory_bytes": self._memory_bytes,
         }  # fmt: skip
         try:
             reply = self._exchange(

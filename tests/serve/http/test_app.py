@@ -222,6 +222,57 @@ def test_fields_that_are_refused(
     assert not player.requests
 
 
+@pytest.mark.parametrize(
+    ("path", "body", "message"),
+    [
+        (
+            CHAT,
+            {"messages": [{"role": "user", "content": [{"text": "a"}]}]},
+            "messages.0.content.0.type: field required",
+        ),
+        (CHAT, {"messages": [{"role": "user", "content": 5}]}, "messages.0.content: input should be a valid string"),
+        (CHAT, {**HELLO, "tool_choice": {"type": "allowed_tools"}}, "tool_choice.type: input should be 'function'"),
+        (CHAT, {**HELLO, "tool_choice": {"type": "function"}}, "tool_choice.function: field required"),
+        (CHAT, {**HELLO, "stop": [""]}, "stop.0: string should have at least 1 character"),
+        (CHAT, {**HELLO, "tools": [{"function": {}}]}, "tools.0.function.name: field required"),
+        (TEXT, {"prompt": [-1]}, "prompt.0: input should be greater than or equal to 0"),
+        (TEXT, {"prompt": "a", "stop": 5}, "stop: input should be a valid string"),
+        (TEXT, {"prompt": "a", "logit_bias": {"7": 101}}, "logit_bias.7: input should be less than or equal to 100"),
+        (RESPONSES, {"input": []}, "input: list should have at least 1 item after validation, not 0"),
+        (RESPONSES, {"input": [{"role": "robot", "content": "a"}]}, "input.0.role: input should be 'system', "),
+        (RESPONSES, {"input": [{"role": "user", "content": [{"type": 5}]}]}, "input.0.content.0.type: input should be"),
+    ],
+    ids=str,
+)
+def test_errors_of_fields_with_several_shapes_name_the_shape_that_fits(
+    client: httpx.Client, path: str, body: dict[str, Any], message: str
+) -> None:
+    assert refused(client, path, body, message.partition(":")[0]).startswith(message)
+
+
+def test_usage_in_every_chunk(player: Player, client: httpx.Client) -> None:
+    """With vLLM's option; the fingerprint is the same in each response."""
+    for path, body in ((CHAT, HELLO), (TEXT, {"prompt": "a", "max_tokens": 50})):
+        for continuous in (False, True):
+            options = {"include_usage": True, "continuous_usage_stats": continuous}
+            text = client.post(path, json={**body, "stream": True, "stream_options": options}).text
+            events = [json.loads(line.removeprefix("data: ")) for line in text.split("\n\n")[:-2]]
+            usages = [event.get("usage") for event in events]
+            assert all(usages) if continuous else usages[:-1] == [None] * (len(events) - 1)
+            counts = [usage["completion_tokens"] for usage in usages if usage]
+            assert counts == sorted(counts) and counts[-1] == 14
+            assert events[0]["choices"] and events[-1]["choices"] == []
+            whole = client.post(path, json=body).json()
+            assert usages[-1] == whole["usage"]
+            assert {event["system_fingerprint"] for event in events} == {whole["system_fingerprint"]}
+            assert whole["system_fingerprint"].startswith("fp_")
+        only = {**body, "stream": True, "stream_options": {"continuous_usage_stats": True}}
+        assert '"usage"' not in client.post(path, json=only).text
+        for stream in ({}, {"stream": False}):
+            unused = {**body, **stream, "stream_options": {"include_usage": True}}
+            assert "only allowed with stream: true" in refused(client, path, unused, "stream_options")
+
+
 def test_fields_that_are_ignored(player: Player, client: httpx.Client) -> None:
     """Unknown fields, and unsupported fields with values that change nothing."""
     body = {**HELLO, "n": 1, "user": "u", "store": True, "made_up": {"a": 1}, "min_tokens": 0, "modalities": ["text"]}

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from swiftspec.serve.http.engine_link.engine_client import GenerationFailedError, RequestRejectedError
+from swiftspec.serve.http.grammar import bound_whitespace
 from tests.support.clients import anthropic, openai
 from tests.support.http import TIMINGS, Player
 
@@ -226,11 +227,12 @@ def test_a_json_schema(player: Player, plain_url: str) -> None:
     form: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
     client = theirs(plain_url)
     client.chat.completions.create(model="toy", messages=HELLO, response_format=form)
-    assert json.loads(player.requests[-1].sampling["grammar"])["grammars"][0]["json_schema"] == schema
+    bounded = bound_whitespace(schema)
+    assert json.loads(player.requests[-1].sampling["grammar"])["grammars"][0]["json_schema"] == bounded
     text: Any = {"format": {"type": "json_schema", "name": "x", "schema": schema}}
     client.responses.create(model="toy", input="hello", text=text)
-    assert json.loads(player.requests[-1].sampling["grammar"])["grammars"][0]["json_schema"] == schema
+    assert json.loads(player.requests[-1].sampling["grammar"])["grammars"][0]["json_schema"] == bounded
     form = {"type": "json_schema", "schema": schema}
     config: Any = {"format": form}
     anthropics(plain_url).messages.create(model="toy", max_tokens=9, messages=HELLO, output_config=config)
-    assert json.loads(player.requests[-1].sampling["grammar"])["grammars"][0]["json_schema"] == schema
+    assert json.loads(player.requests[-1].sampling["grammar"])["grammars"][0]["json_schema"] == bounded

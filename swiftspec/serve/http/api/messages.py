@@ -18,7 +18,7 @@ from swiftspec.serve.http.format.conversation import (
     Conversation,
     Name,
     TemplateMessages,
-    template_tool,
+    template_message,
     template_tool_call,
 )
 from swiftspec.serve.http.format.generation_output import GenerationOutput, OutputDelta
@@ -34,6 +34,7 @@ from swiftspec.serve.http.schema import (
     ShortText,
     Stops,
     Text,
+    Variables,
     reject_unsupported,
 )
 from swiftspec.serve.http.sse import sse_event
@@ -45,7 +46,7 @@ STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_
 
 
 class Block(Body):
-    """A content block: text, thinking, tool_use or tool_result."""
+    """A content block: text, document (of text), thinking, tool_use or tool_result."""
 
     type: ShortText
     text: Text | None = None
@@ -55,6 +56,9 @@ class Block(Body):
     input: JsonObject | None = None
     tool_use_id: ShortText | None = None
     content: Any = None
+    source: Any = Field(None, description="Of a document: plain text (type text), or content of text blocks.")
+    title: Text | None = None
+    context: Text | None = None
 
 
 Blocks = Annotated[list[Block], Field(max_length=4096)]
@@ -70,6 +74,13 @@ class InputTool(Body):
     name: Name
     description: Text | None = None
     input_schema: JsonObject | None = None
+    strict: bool | None = None
+
+    def to_template(self) -> JsonObject:
+        """Returns the tool in OpenAI's schema, the form that chat templates take, with the fields that were sent."""
+        fields = self.model_dump(include={"name", "description", "strict"}, exclude_none=True)
+        parameters = {} if self.input_schema is None else {"parameters": self.input_schema}
+        return {"type": "function", "function": {**fields, **parameters}}
 
 
 class AnthropicToolChoice(Body):
@@ -108,6 +119,7 @@ class CountRequest(Body):
     output_format: OutputFormat | None = Field(None, description="Earlier name of output_config.format.")
     # Field of Anthropic that this server does not support: see MESSAGES_UNSUPPORTED.
     mcp_servers: Annotated[list[JsonObject], Field(max_length=128)] | None = None
+    chat_template_kwargs: Variables | None = None
 
 
 class MessagesRequest(CountRequest, SamplingFields):
@@ -130,14 +142,31 @@ def messages_grammar_request(body: CountRequest) -> GrammarRequest | None:
     return None
 
 
-def blocks_text(content: str | list[Block] | None, field_path: str) -> str:
-    """Returns the text of a message; text blocks are joined by newlines. Raises ApiError on a block of another type."""
+def blocks_text(content: Any, field_path: str) -> str:
+    """Returns the text of a message, a tool result or a document: a string, or blocks, whose texts are joined by
+    newlines. Raises ApiError on a block that is neither text nor a document of text."""
     if content is None or isinstance(content, str):
         return content or ""
-    for block in content:
-        if block.type != "text":
-            raise unsupported(field_path, f"blocks of type {block.type[:40]!r} are not supported; use text")
-    return "\n".join(block.text or "" for block in content)
+    blocks = content if isinstance(content, list) else [content]
+    return "\n".join(_block_text(block, field_path) for block in blocks)
+
+
+def _block_text(block: Any, field_path: str) -> str:
+    fields = block.model_dump(exclude_none=True) if isinstance(block, Block) else block
+    kind = fields.get("type") if isinstance(fields, dict) else None
+    if kind == "text" and isinstance(fields.get("text", ""), str):
+        return fields.get("text", "")
+    if kind != "document":
+        raise unsupported(field_path, f"blocks of type {str(kind)[:40]!r} are not supported; use text")
+    source = fields.get("source")
+    origin = source.get("type") if isinstance(source, dict) else None
+    if not isinstance(source, dict) or origin not in ("text", "content"):
+        raise unsupported(
+            field_path, f"documents from a source of type {str(origin)[:40]!r} are not supported; use type text"
+        )
+    text = blocks_text(source.get("data" if origin == "text" else "content"), field_path)
+    head = [fields.get(name) for name in ("title", "context")]
+    return "\n".join([line for line in head if isinstance(line, str) and line] + [text])
 
 
 def anthropic_to_template_messages(body: CountRequest) -> TemplateMessages:
@@ -145,11 +174,11 @@ def anthropic_to_template_messages(body: CountRequest) -> TemplateMessages:
     template_messages: TemplateMessages = []
     system = blocks_text(body.system, "system")
     if system:
-        template_messages.append({"role": "system", "content": system})
+        template_messages.append(template_message("system", system))
     for index, message in enumerate(body.messages):
         field_path = f"messages.{index}.content"
         if isinstance(message.content, str):
-            template_messages.append({"role": message.role, "content": message.content})
+            template_messages.append(template_message(message.role, message.content))
         elif message.role == "assistant":
             template_messages.append(_assistant_message(message.content, field_path))
         else:
@@ -160,43 +189,21 @@ def anthropic_to_template_messages(body: CountRequest) -> TemplateMessages:
 def _assistant_message(blocks: list[Block], field_path: str) -> dict[str, Any]:
     texts = [block for block in blocks if block.type not in ("tool_use", "thinking", "redacted_thinking")]
     calls = [template_tool_call(b.id, b.name or "", b.input or {}) for b in blocks if b.type == "tool_use"]
-    text = blocks_text(texts, field_path)
-    item: dict[str, Any] = {"role": "assistant", "content": text or (None if calls else "")}
     reasoning = "".join(block.thinking or "" for block in blocks if block.type == "thinking")
-    return {
-        **item,
-        **({"reasoning_content": reasoning} if reasoning else {}),
-        **({"tool_calls": calls} if calls else {}),
-    }
+    return template_message("assistant", blocks_text(texts, field_path), calls, reasoning_content=reasoning or None)
 
 
 def _user_messages(role: str, blocks: list[Block], field_path: str) -> TemplateMessages:
     """Converts a message of the user. Each tool result becomes a separate message before the remaining content."""
-    template_messages: TemplateMessages = []
-    for block in blocks:
-        if block.type == "tool_result":
-            template_messages.append(
-                {
-                    "role": "tool",
-                    "tool_call_id": block.tool_use_id,
-                    "content": _tool_result_text(block.content, field_path),
-                }
-            )
+    template_messages = [
+        template_message("tool", blocks_text(block.content, field_path), tool_call_id=block.tool_use_id)
+        for block in blocks
+        if block.type == "tool_result"
+    ]
     others = [block for block in blocks if block.type != "tool_result"]
     if others or not template_messages:
-        template_messages.append({"role": role, "content": blocks_text(others, field_path)})
+        template_messages.append(template_message(role, blocks_text(others, field_path)))
     return template_messages
-
-
-def _tool_result_text(content: Any, field_path: str) -> str:
-    """Returns the text of a tool result, which is a string or text blocks. Raises ApiError on any other content."""
-    if content is None or isinstance(content, str):
-        return content or ""
-    parts = content if isinstance(content, list) else [content]
-    texts = [part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None for part in parts]
-    if not all(isinstance(text, str) for text in texts):
-        raise unsupported(field_path, "a tool_result must be text")
-    return "\n".join(str(text) for text in texts)
 
 
 def anthropic_to_conversation(body: CountRequest) -> Conversation:
@@ -208,11 +215,11 @@ def anthropic_to_conversation(body: CountRequest) -> Conversation:
             raise unsupported(
                 f"tools.{index}", f"tools of type {(tool.type or '')[:40]!r} are not supported; use type custom"
             )
-        tools.append(template_tool(tool.name, tool.description, tool.input_schema))
+        tools.append(tool.to_template())
     tool_choice = body.tool_choice
     names = {} if tool_choice is None else {"any": "required", "tool": tool_choice.name or ""}
     choice = "auto" if tool_choice is None else names.get(tool_choice.type, tool_choice.type)
-    variables: dict[str, Any] = {}
+    variables = dict(body.chat_template_kwargs or {})
     if body.thinking is not None:
         variables["enable_thinking"] = body.thinking.type != "disabled"
     if body.output_config is not None and body.output_config.effort is not None:
@@ -246,16 +253,15 @@ class MessageWriter:
         return self._event("message_start", message=message)
 
     def delta_events(self, delta: OutputDelta) -> bytes:
-        """Returns a delta for each kind of text in the round, and a block for each tool call."""
+        """Returns a delta for each piece of text in the round, and a block for each tool call."""
         out = b""
-        if delta.reasoning_text:
-            out += self._delta_events(
-                "thinking", {"thinking": "", "signature": ""}, "thinking_delta", delta.reasoning_text
-            )
-        if delta.content:
-            out += self._delta_events("text", {"text": ""}, "text_delta", delta.content)
-        for call in delta.tool_calls:
-            out += self._call_events(call)
+        for piece in delta.pieces:
+            if piece.tool_call is not None:
+                out += self._call_events(piece.tool_call)
+            elif piece.kind == "reasoning":
+                out += self._delta_events("thinking", {"thinking": "", "signature": ""}, "thinking_delta", piece.text)
+            else:
+                out += self._delta_events("text", {"text": ""}, "text_delta", piece.text)
         return out
 
     def end_events(self) -> bytes:
@@ -268,12 +274,16 @@ class MessageWriter:
         """Returns the complete message."""
         output = self._output
         content: list[dict[str, Any]] = []
-        if output.reasoning_text:
-            content.append({"type": "thinking", "thinking": output.reasoning_text, "signature": ""})
-        if output.content or not output.tool_calls:
-            content.append({"type": "text", "text": output.content})
-        for call in output.tool_calls:
-            content.append({"type": "tool_use", "id": call.id, "name": call.name, "input": call.arguments})
+        for piece in output.pieces:
+            if piece.tool_call is not None:
+                call = piece.tool_call
+                content.append({"type": "tool_use", "id": call.id, "name": call.name, "input": call.arguments})
+            elif piece.kind == "reasoning":
+                content.append({"type": "thinking", "thinking": piece.text, "signature": ""})
+            else:
+                content.append({"type": "text", "text": piece.text})
+        if not output.content and not output.tool_calls:
+            content.append({"type": "text", "text": ""})
         return {
             **self._common_fields, "content": content, "stop_reason": self._stop_reason(), "stop_sequence":
             output.text_builder.stop_string,

@@ -21,10 +21,11 @@ from swiftspec.serve.http.format.conversation import (
     Content,
     Conversation,
     Name,
+    SentBody,
     TemplateMessages,
     content_text,
     parse_arguments,
-    template_tool,
+    template_message,
     template_tool_call,
 )
 from swiftspec.serve.http.format.generation_output import GenerationOutput
@@ -70,11 +71,16 @@ class Item(Body):
     output: Content | None = None
 
 
-class ResponseTool(Body):
+class ResponseTool(SentBody):
     type: ShortText
     name: Name | None = None
     description: Text | None = None
     parameters: JsonObject | None = None
+
+    def to_template(self) -> JsonObject:
+        """Returns the tool in the schema of chat completions, the form that chat templates take, with the fields that
+        the client sent."""
+        return {"type": "function", "function": {name: value for name, value in self.sent.items() if name != "type"}}
 
 
 class ChosenTool(Body):
@@ -129,9 +135,9 @@ def responses_to_template_messages(body: ResponsesRequest) -> TemplateMessages:
     """Converts the input to the messages that chat templates take. Raises ApiError on an unsupported item."""
     template_messages: TemplateMessages = []
     if body.instructions:
-        template_messages.append({"role": "system", "content": body.instructions})
+        template_messages.append(template_message("system", body.instructions))
     if isinstance(body.input, str):
-        return [*template_messages, {"role": "user", "content": body.input}]
+        return [*template_messages, template_message("user", body.input)]
     reasoning = ""
     for index, item in enumerate(body.input):
         field_path = f"input.{index}"
@@ -142,12 +148,11 @@ def responses_to_template_messages(body: ResponsesRequest) -> TemplateMessages:
         if kind == "function_call":
             _add_call(template_messages, item, field_path)
         elif kind == "function_call_output":
-            template_messages.append(
-                {"role": "tool", "tool_call_id": item.call_id, "content": content_text(item.output, field_path)}
-            )
+            text = content_text(item.output, field_path)
+            template_messages.append(template_message("tool", text, tool_call_id=item.call_id))
         elif kind == "message" and item.role is not None:
-            role = "system" if item.role == "developer" else item.role
-            template_messages.append({"role": role, "content": content_text(item.content, f"{field_path}.content")})
+            text = content_text(item.content, f"{field_path}.content")
+            template_messages.append(template_message(item.role, text))
         else:
             raise unsupported(field_path, f"unsupported item of type {kind[:40]!r}, or a message without a role")
         if reasoning and template_messages[-1]["role"] == "assistant":
@@ -169,7 +174,7 @@ def _add_call(template_messages: TemplateMessages, item: Item, field_path: str) 
         raise ApiError(400, f"{field_path}.name: required in a function_call", f"{field_path}.name")
     call = template_tool_call(item.call_id, item.name, parse_arguments(item.arguments or "", f"{field_path}.arguments"))
     if not template_messages or template_messages[-1]["role"] != "assistant":
-        template_messages.append({"role": "assistant", "content": None})
+        template_messages.append(template_message("assistant", ""))
     template_messages[-1].setdefault("tool_calls", []).append(call)
 
 
@@ -181,7 +186,7 @@ def responses_to_conversation(body: ResponsesRequest) -> Conversation:
             raise unsupported(
                 f"tools.{index}", f"unsupported tool of type {tool.type[:40]!r}, or a function without a name"
             )
-        tools.append(template_tool(tool.name, tool.description, tool.parameters))
+        tools.append(tool.to_template())
     tool_choice = body.tool_choice
     choice = tool_choice.name if isinstance(tool_choice, ChosenTool) else tool_choice or "auto"
     effort = {} if body.reasoning is None or body.reasoning.effort is None else body.reasoning.model_dump()

@@ -48,7 +48,7 @@ class ResponsesWriter:
         }
         self._items: list[dict[str, Any]] = []
         self._open_text = ""  # text of the open item
-        self._first_token = 0  # index of the open item's first token
+        self._first_token = self._end_token = 0  # tokens of the open item so far
         self._open_kind: str | None = None
         self._sequence_number = 0
         self._set_state("in_progress")
@@ -80,18 +80,20 @@ class ResponsesWriter:
         return self._event("response.in_progress", response=self._response)
 
     def delta_events(self, delta: OutputDelta) -> bytes:
-        """Returns a delta for each kind of text in the round, and an item for each tool call."""
+        """Returns a delta for each piece of text in the round, and an item for each tool call."""
         out = b""
-        if delta.reasoning_text:
-            out += self._open_item(REASONING, delta) + self._delta_event(
-                "response.reasoning_text.delta", delta.reasoning_text
-            )
-        if delta.content:
-            out += self._open_item(MESSAGE, delta)
-            logprobs = self._logprobs(delta.first_token, delta.end_token)
-            out += self._delta_event("response.output_text.delta", delta.content, logprobs=logprobs)
-        for call in delta.tool_calls:
-            out += self._close_item(delta.end_token) + self._call_events(call)
+        for piece in delta.pieces:
+            if piece.tool_call is not None:
+                out += self._close_item(self._end_token) + self._call_events(piece.tool_call)
+                continue
+            kind = REASONING if piece.kind == "reasoning" else MESSAGE
+            out += self._open_item(kind, piece.first_token)
+            first_token, self._end_token = self._end_token, piece.end_token
+            if kind == REASONING:
+                out += self._delta_event("response.reasoning_text.delta", piece.text)
+            else:
+                logprobs = self._logprobs(first_token, piece.end_token)
+                out += self._delta_event("response.output_text.delta", piece.text, logprobs=logprobs)
         return out
 
     def end_events(self) -> bytes:
@@ -142,11 +144,12 @@ class ResponsesWriter:
         state = {"status": status, "error": None, "incomplete_details": None, "usage": None, "output": []}
         self._response = {**self._common_fields, **state, **fields}
 
-    def _open_item(self, kind: str, delta: OutputDelta) -> bytes:
+    def _open_item(self, kind: str, first_token: int) -> bytes:
         if self._open_kind == kind:
             return b""
-        out = self._close_item(delta.first_token)
-        self._open_kind, self._open_text, self._first_token = kind, "", delta.first_token
+        out = self._close_item(self._end_token)
+        self._open_kind, self._open_text = kind, ""
+        self._first_token = self._end_token = first_token
         item: dict[str, Any] = {"id": new_id("rs_" if kind == REASONING else "msg_"), "type": kind, "content": []}
         item |= {"status": "in_progress"} | ({"summary": []} if kind == REASONING else {"role": "assistant"})
         self._items.append(item)

@@ -10,7 +10,7 @@ from pydantic import Field
 from swiftspec.serve.http.api.generation import encode_conversation
 from swiftspec.serve.http.app_context import AppContext, check_tokens
 from swiftspec.serve.http.errors import ApiError
-from swiftspec.serve.http.format.conversation import Conversation, Message, TemplateFields, Tool, to_template_messages
+from swiftspec.serve.http.format.conversation import Message, TemplateFields, Tool
 from swiftspec.serve.http.schema import Body, ShortText, Text, Token
 
 
@@ -44,15 +44,7 @@ def tokens_router(context: AppContext) -> APIRouter:
             special = body.add_special_tokens is not False
             tokens = await context.run_in_tokenizer_thread(codec.encode, body.prompt, info.max_model_len, special)
         else:
-            tools = [item.to_template() for item in body.tools or ()]
-            continues_last_message = bool(body.continue_final_message)
-            conversation = Conversation(
-                to_template_messages(body.messages or ()),
-                tools,
-                "auto",
-                body.template_variables(),
-                continues_last_message,
-            )
+            conversation = body.to_conversation(body.messages or (), body.tools)
             tokens = await encode_conversation(context, conversation)
         names = [codec.tokenizer.convert_ids_to_tokens(token) for token in tokens] if body.return_token_strs else None
         return {"count": len(tokens), "max_model_len": info.max_model_len, "tokens": tokens, "token_strs": names}
