@@ -256,9 +256,7 @@ def target(name: str, strategy: st.SearchStrategy[Any], run: Any) -> Target:
     return Target(name, strategy, lambda value, folder: run(value))
 
 
-DELTA = st.builds(
-    delta_words, st.just((0, 1, 1)) | st.tuples(SMALL, SMALL, SMALL), st.lists(NODES, max_size=4)
-)
+DELTA = st.builds(delta_words, st.just((0, 1, 1)) | st.tuples(SMALL, SMALL, SMALL), st.lists(NODES, max_size=4))
 FILE_PIECE = st.tuples(
     st.just(int(Opcode.FILE_PIECE)),
     st.sampled_from([[1, 2, 0x636261], [0, 0], [0, 3, 0x636261], [9, 9, 1]]) | RANDOM,

@@ -8,8 +8,9 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Request, Response
 from pydantic import Field
 
+from swiftspec.serve.http.api.choices import requested_choices, sampled_requests
 from swiftspec.serve.http.api.generation import JSON_OR_SSE, chat_generation_request, respond
-from swiftspec.serve.http.api.sampling import grammar_request, requested_choices
+from swiftspec.serve.http.api.sampling import grammar_request
 from swiftspec.serve.http.app_context import AppContext, new_id
 from swiftspec.serve.http.errors import ApiError
 from swiftspec.serve.http.format.conversation import (
@@ -21,12 +22,13 @@ from swiftspec.serve.http.format.conversation import (
     ToolChoice,
     to_template_messages,
 )
-from swiftspec.serve.http.format.generation_output import GenerationOutput, OutputDelta, choice_end_fields
+from swiftspec.serve.http.format.generation_output import GenerationOutput, OutputDelta, RequestOutputs
 from swiftspec.serve.http.format.logprobs import LogprobFormatter
 from swiftspec.serve.http.format.tools import ParsedToolCall
 from swiftspec.serve.http.schema import (
     CHAT_UNSUPPORTED,
     INTEGRAL,
+    N_DESCRIPTION,
     ConstraintFields,
     Count,
     JsonObject,
@@ -57,7 +59,7 @@ class ChatRequest(SamplingFields, ConstraintFields, TemplateFields):
     tools: Annotated[list[Tool], Field(max_length=128)] | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
-    n: Count | None = Field(None, description="With smc: number of texts of the population, each with its weight.")
+    n: Count | None = Field(None, description=N_DESCRIPTION)
     # Fields of OpenAI or vLLM that this server does not support: see CHAT_UNSUPPORTED.
     audio: JsonObject | None = None
     modalities: Annotated[list[ShortText], Field(max_length=8)] | None = None
@@ -104,30 +106,42 @@ def assistant_message(output: GenerationOutput) -> dict[str, Any]:
 
 
 class ChatWriter:
-    """Formatter of a generation as a response of OpenAI's chat completions endpoint.
+    """Formatter of the outputs of a request as a response of OpenAI's chat completions endpoint.
 
     `top`: number of top log-probabilities per token; None: no log-probabilities.
     `usage`: whether a stream ends with a usage chunk.
     """
 
     def __init__(
-        self, output: GenerationOutput, model: str, logprob_formatter: LogprobFormatter, top: int | None, usage: bool
+        self, outputs: RequestOutputs, model: str, logprob_formatter: LogprobFormatter, top: int | None, usage: bool
     ) -> None:
-        self._output, self._logprob_formatter, self._top, self._usage = output, logprob_formatter, top, usage
+        self._outputs, self._logprob_formatter, self._top, self._usage = outputs, logprob_formatter, top, usage
         self._common_fields = {
             "id": new_id("chatcmpl-"),
             "object": "chat.completion.chunk",
             "created": int(time.time()),
         }
         self._common_fields["model"] = model
-        self._num_calls = 0
+        self._streaming = False
+        self._num_calls: dict[int, int] = {}  # tool calls so far, by choice that has begun
 
     def start_events(self) -> bytes:
-        """Returns the first chunk, which contains the role."""
-        return self._chunk({"role": "assistant", "content": ""})
+        """Returns nothing: each choice begins with a chunk of its own."""
+        self._streaming = True
+        return b""
 
     def delta_events(self, delta: OutputDelta) -> bytes:
-        """Returns the chunk of one round; empty if the round adds nothing visible."""
+        """Returns the chunk of one round, after the chunk with the role if it is the first of its choice. The last
+        delta of a choice becomes the chunk with the finish reason. Returns nothing if the round adds nothing visible,
+        or if the response is not a stream."""
+        if not self._streaming:
+            return b""
+        choice, head = delta.choice, b""
+        if choice not in self._num_calls:
+            self._num_calls[choice] = 0
+            head = self._chunk(choice, {"role": "assistant", "content": ""})
+        if delta.last:
+            return head + self._end_chunk(choice)
         fields: dict[str, Any] = {}
         if delta.reasoning_text:
             fields["reasoning_content"] = delta.reasoning_text
@@ -135,49 +149,55 @@ class ChatWriter:
             fields["content"] = delta.content
         if delta.tool_calls:
             fields["tool_calls"] = [
-                {"index": self._num_calls + index, **openai_tool_call(call)}
+                {"index": self._num_calls[choice] + index, **openai_tool_call(call)}
                 for index, call in enumerate(delta.tool_calls)
             ]
-            self._num_calls += len(delta.tool_calls)
+            self._num_calls[choice] += len(delta.tool_calls)
         if self._top is None and fields == {"content": ""}:
-            return b""
-        return self._chunk(fields, logprobs=self._logprobs(delta.first_token, delta.end_token))
+            return head
+        logprobs = self._logprobs(self._outputs.outputs[choice], delta.first_token, delta.end_token)
+        return head + self._chunk(choice, fields, logprobs)
 
     def end_events(self) -> bytes:
-        """Returns the last chunks: finish reason, usage and statistics."""
-        output = self._output
-        stats = output.stats()
-        last = self._chunk(
-            {}, output.finish_reason, stop_reason=output.text_builder.stop_string, **({} if self._usage else stats)
-        )
+        """Returns the usage chunk, if requested, and the end of the stream."""
+        outputs, last = self._outputs, b""
         if self._usage:
-            last += sse_event({**self._common_fields, "choices": [], "usage": output.usage(), **stats})
+            last = sse_event({**self._common_fields, "choices": [], "usage": outputs.usage(), **outputs.stats()})
         return last + DONE_EVENT
 
     def full_response(self) -> dict[str, Any]:
         """Returns the complete response."""
-        output = self._output
-        logprobs = self._logprobs(0, len(output.tokens))
+        outputs = self._outputs
         choices = [
-            {"index": index, "message": assistant_message(choice), "logprobs": logprobs, "finish_reason":
-            choice.finish_reason,
-             **choice_end_fields(choice)}
-            for index, choice in enumerate(output.choices)
+            {
+                "index": index, "message": assistant_message(choice),
+                "logprobs": self._logprobs(choice, 0, len(choice.tokens)), "finish_reason": choice.finish_reason,
+                **outputs.choice_end_fields(choice),
+            }
+            for index, choice in outputs.choices()
         ]  # fmt: skip
         head = {**self._common_fields, "object": "chat.completion"}
-        return {**head, "choices": choices, "usage": output.usage(), **output.stats()}
+        return {**head, "choices": choices, "usage": outputs.usage(), **outputs.stats()}
 
-    def _logprobs(self, first: int, last: int) -> dict[str, Any] | None:
+    def _logprobs(self, output: GenerationOutput, first: int, last: int) -> dict[str, Any] | None:
         if self._top is None:
             return None
-        output = self._output
         items = self._logprob_formatter.chat_logprobs(output.tokens[first:last], output.logprobs[first:last], self._top)
         return {"content": items, "refusal": None}
 
-    def _chunk(self, delta: dict[str, Any], finish: str | None = None, logprobs: Any = None, **more: Any) -> bytes:
-        stop = {"stop_reason": more.pop("stop_reason")} if "stop_reason" in more else {}
-        choice = {"index": 0, "delta": delta, "logprobs": logprobs, "finish_reason": finish, **stop}
-        return sse_event({**self._common_fields, "choices": [choice], **more})
+    def _end_chunk(self, choice: int) -> bytes:
+        """Returns the chunk with the finish reason. That of the last choice has the statistics of the request, unless
+        the usage chunk has them."""
+        output = self._outputs.outputs[choice]
+        fields = {"finish_reason": output.finish_reason, **self._outputs.choice_end_fields(output)}
+        return self._chunk(choice, {}, None, fields, {} if self._usage else self._outputs.stats())
+
+    def _chunk(
+        self, choice: int, delta: dict[str, Any], logprobs: Any = None, end: dict[str, Any] | None = None,
+        stats: dict[str, Any] | None = None,
+    ) -> bytes:  # fmt: skip
+        item = {"index": choice, "delta": delta, "logprobs": logprobs, **(end or {"finish_reason": None})}
+        return sse_event({**self._common_fields, "choices": [item], **(stats or {})})
 
 
 def chat_router(context: AppContext) -> APIRouter:
@@ -186,21 +206,22 @@ def chat_router(context: AppContext) -> APIRouter:
 
     @router.post("/v1/chat/completions", responses=JSON_OR_SSE)
     async def chat_completions(body: ChatRequest, request: Request) -> Response:
-        _, codec = context.require_ready()
+        info, codec = context.require_ready()
         model = context.resolve_model_name(body.model)
         reject_unsupported(body, CHAT_UNSUPPORTED)
+        choices = requested_choices(body, body.n, body.stream, info)
         if body.top_logprobs and not body.logprobs:
             raise ApiError(400, "top_logprobs: needs logprobs to be true", "top_logprobs")
         top = (body.top_logprobs or 0) if body.logprobs else None
         limit = body.max_completion_tokens or body.max_tokens
         generation_request = await chat_generation_request(
             context, request, body, chat_to_conversation(body), limit=limit, stops=stop_list(body.stop),
-            grammar=grammar_request(body), logprobs=top,
-            choices=requested_choices(body, body.n, body.stream, context.require_ready()[0]),
+            grammar=grammar_request(body), logprobs=top, choices=choices.population,
         )  # fmt: skip
         usage = context.always_usage or bool(body.stream_options and body.stream_options.include_usage)
-        output = GenerationOutput.create(generation_request, codec)
-        writer = ChatWriter(output, model, LogprobFormatter(codec), top, usage)
-        return await respond(context, request, output, writer, body.stream)
+        requests = sampled_requests(generation_request, choices.num_samples, body.seed is not None)
+        outputs = RequestOutputs.create([requests], codec, choices.n)
+        writer = ChatWriter(outputs, model, LogprobFormatter(codec), top, usage)
+        return await respond(context, request, outputs, writer, body.stream)
 
     return router

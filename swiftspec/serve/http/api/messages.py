@@ -25,6 +25,7 @@ from swiftspec.serve.http.schema import (
     SINGLE_CHOICE,
     UNSUPPORTED,
     Body,
+    Count,
     JsonObject,
     Positive,
     SamplingFields,
@@ -108,6 +109,7 @@ class MessagesRequest(CountRequest, SamplingFields):
     max_tokens: Positive
     stop_sequences: Stops | None = None
     stream: bool | None = None
+    n: Count | None = None  # not supported, except 1
 
 
 def blocks_text(content: str | list[Block] | None, field_path: str) -> str:
