@@ -184,7 +184,8 @@ def test_a_request_ends_early_with_its_cost(pair: tuple[Path, Path]) -> None:
 def test_requests_of_one_caller_equal_each_alone(pair: tuple[Path, Path], config: EngineConfig) -> None:
     """Choices of one prompt, and other prompts."""
     llm = load(pair, config)
-    requests = [([5, 1], replace(LONG, seed=seed, max_tokens=9 + seed)) for seed in range(3)] + [([7, 2, 3], LONG)]
+    samplings = [replace(LONG, seed=seed, max_tokens=4 + seed) for seed in range(3)]
+    requests = [*(([5, 1], sampling) for sampling in samplings), ([7, 2, 3], samplings[2])]
     alone = [llm.generate(*request).token_ids for request in requests]
 
     async def scene(engine: AsyncEngine) -> None:

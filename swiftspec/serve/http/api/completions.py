@@ -261,12 +261,13 @@ async def completion_requests(
         negative = await context.run_in_tokenizer_thread(codec.encode, body.negative_prompt or "", info.max_model_len)
     limit = DEFAULT_MAX_TOKENS if body.max_tokens is None else max(body.max_tokens, 1)
     grammar = grammar_request(body)
-    more = {} if grammar is None else {"grammar": await context.compile_grammar(grammar)}
-    logprobs = body.logprobs
-    if logprobs is None and choices.num_samples > choices.n:
-        more["logprobs"] = 0  # ranks the samples
-    elif logprobs is not None:
-        more |= {"logprobs": logprobs, **({"prompt_logprobs": logprobs} if body.echo else {})}
+    more: dict[str, Any] = {} if grammar is None else {"grammar": await context.compile_grammar(grammar)}
+    if body.logprobs is not None:
+        more["logprobs"] = body.logprobs
+        if body.echo:
+            more["prompt_logprobs"] = body.logprobs
+    elif choices.num_samples > choices.n:
+        more["logprobs"] = 0  # of the sampled tokens alone, which rank the samples
     stops = [body.stop] if isinstance(body.stop, str) else body.stop or []
     key = replace_key(request, body)
     requests: list[list[GenerationRequest]] = []

@@ -1,5 +1,5 @@
-"""Requests in the queue or in the engine: `PendingGroup`, the engine requests of one caller, and `PendingRequest`, one
-of them."""
+"""Request groups in the queue or in the engine: `PendingGroup`, the engine requests of one caller, and
+`PendingRequest`, one of them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class PendingRequest:
 
 
 class PendingGroup:
-    """Engine requests of one caller and their unread frames. They enter the queue together, share one time limit, and
+    """Request group: the engine requests of one caller and their unread frames. They enter the queue together, share one time limit, and
     an error ends all of them. Belongs to the event loop that creates it; frames may arrive from any thread.
 
     `deadline`: time of the event loop's clock at which waiting or running times out; None: no limit.

@@ -114,7 +114,7 @@ def _engine_attributes(done_frames: Sequence[DoneFrame]) -> dict[str, Any]:
         attributes[f"swiftspec.{name}"] = busy_ms / sum(decode_ms) if sum(decode_ms) else 0.0
     specs = [each["speculative_decoding"] for each in metrics if each["speculative_decoding"]]
     if specs:
-        counts = {
+        counts: dict[str, float] = {
             name: sum(spec[name] for spec in specs)
             for name in ("num_spec_steps", "num_draft_tokens", "num_accepted_draft_tokens")
         }
