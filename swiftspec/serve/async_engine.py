@@ -23,7 +23,8 @@ from swiftspec.params import SamplingParams
 from swiftspec.serve.http.engine_link import frames
 from swiftspec.serve.http.engine_link.engine_client import EngineRequest
 from swiftspec.serve.http.engine_link.engine_loop import EngineLoop, engine_info
-from swiftspec.serve.http.engine_link.request_queue import PendingRequest, RequestQueue
+from swiftspec.serve.http.engine_link.pending_request import PendingGroup
+from swiftspec.serve.http.engine_link.request_queue import RequestQueue
 from swiftspec.serve.model_resolution import generation_defaults
 
 LOG = logging.getLogger("swiftspec.serve")
@@ -54,7 +55,8 @@ class AsyncEngine(RequestQueue):
         request_timeout_s: float | None = None,
         sampling_defaults: Mapping[str, Any] | None = None,
     ) -> None:
-        """`max_queue`: number of requests that may wait; further ones are rejected.
+        """`max_queue`: number of requests that may wait; further ones are rejected. The choices of an HTTP request
+            count as one.
         `queue_timeout_s`, `request_timeout_s`: how long a request may wait and be decoded; None: no limit.
         `sampling_defaults`: fields of SamplingParams for HTTP requests that do not set them; they override those of the
             model's generation_config.json.
@@ -76,20 +78,20 @@ class AsyncEngine(RequestQueue):
 
         `replace_key`: the request replaces unfinished requests with the same key, which raise GenerationFailedError.
         """
-        return self._chunks(self._pending(prompt, sampling, replace_key))
+        return self._chunks(self._group(prompt, sampling, replace_key))
 
     async def generate(
         self, prompt: Sequence[int], sampling: SamplingParams | None = None, *, replace_key: str | None = None
     ) -> Completion:
         """Decodes one request to its end and returns the completion, as `LLM.generate` does. Cancelling the task
         cancels the request. `replace_key`: see `stream`."""
-        pending = self._pending(prompt, sampling, replace_key)
+        group = self._group(prompt, sampling, replace_key)
         tokens, reason = list[int](), None
-        async with aclosing(self._chunks(pending)) as chunks:
+        async with aclosing(self._chunks(group)) as chunks:
             async for chunk in chunks:
                 tokens += chunk.token_ids
                 reason = chunk.finish_reason
-        return Completion(tokens, reason or "length", pending.stats or Stats())
+        return Completion(tokens, reason or "length", group.members[0].stats or Stats())
 
     async def close(self, drain_timeout_s: float = 0.0) -> None:
         """Rejects new and waiting requests, waits up to `drain_timeout_s` seconds for the running ones, fails those
@@ -106,16 +108,17 @@ class AsyncEngine(RequestQueue):
     async def __aexit__(self, *error: object) -> None:
         await self.close()
 
-    def _pending(self, prompt: Sequence[int], sampling: SamplingParams | None, key: str | None) -> PendingRequest:
+    def _group(self, prompt: Sequence[int], sampling: SamplingParams | None, key: str | None) -> PendingGroup:
+        """Returns a group of one request."""
         sampling = sampling or SamplingParams()
         values = {field.name: getattr(sampling, field.name) for field in fields(sampling)}
-        return PendingRequest(EngineRequest(list(token_ids(prompt)), values, key), self._queue_timeout_s)
+        return PendingGroup([EngineRequest(list(token_ids(prompt)), values, key)], self._queue_timeout_s)
 
-    async def _chunks(self, pending: PendingRequest) -> AsyncGenerator[TokenChunk]:
+    async def _chunks(self, group: PendingGroup) -> AsyncGenerator[TokenChunk]:
         """Yields the output of a request, converted from frames."""
         prompt_logprobs = None
-        async with aclosing(self._frames(pending)) as received:
-            async for frame in received:
+        async with aclosing(self._frames(group)) as received:
+            async for _, frame in received:
                 if isinstance(frame, frames.PromptLogprobsFrame):
                     prompt_logprobs = to_logprobs(frame.logprobs)
                 elif isinstance(frame, frames.TokensFrame):

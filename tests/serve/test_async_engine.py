@@ -8,7 +8,7 @@ import json
 import threading
 from collections.abc import Awaitable, Callable, Generator
 from contextlib import aclosing, closing
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from swiftspec.serve.http.engine_link.engine_client import (
     InvalidRequestError,
     RequestRejectedError,
 )
-from swiftspec.serve.http.engine_link.frames import DoneFrame
+from swiftspec.serve.http.engine_link.frames import DoneFrame, TokensFrame
 from tests.support.tiny_checkpoints import make_pair
 
 TREE = EngineConfig("serial", draft_steps=2)
@@ -172,12 +172,34 @@ def test_a_request_ends_early_with_its_cost(pair: tuple[Path, Path]) -> None:
         request = EngineRequest([5, 1], {"max_tokens": 30, "ignore_eos": True})
         async with aclosing(engine.stream_frames(request)) as frames:
             await anext(frames)
-            frame: Any = await frames.asend(True)
+            _, frame = await frames.asend(True)
             while not isinstance(frame, DoneFrame):
-                frame = await anext(frames)
+                _, frame = await anext(frames)
             assert frame.timings["predicted_n"] > 0 and frame.metrics["mode"] == "serial"
 
     run(load(pair), scene)
+
+
+@pytest.mark.parametrize("config", [TREE, CHAINS, PARTICLES], ids=["tree", "chains", "particles"])
+def test_requests_of_one_caller_equal_each_alone(pair: tuple[Path, Path], config: EngineConfig) -> None:
+    """Choices of one prompt, and other prompts."""
+    llm = load(pair, config)
+    samplings = [replace(LONG, seed=seed, max_tokens=4 + seed) for seed in range(3)]
+    requests = [*(([5, 1], sampling) for sampling in samplings), ([7, 2, 3], samplings[2])]
+    alone = [llm.generate(*request).token_ids for request in requests]
+
+    async def scene(engine: AsyncEngine) -> None:
+        engine_requests = [EngineRequest(prompt, asdict(sampling)) for prompt, sampling in requests]
+        found: list[list[int]] = [[] for _ in requests]
+        num_running = set[int]()
+        async with aclosing(engine.stream_frames(*engine_requests)) as frames:
+            async for index, frame in frames:
+                num_running.add(engine.state.running)
+                if isinstance(frame, TokensFrame):
+                    found[index] += frame.token_ids
+        assert found == alone and max(num_running) == llm.max_num_seqs
+
+    run(llm, scene)
 
 
 def test_texts_of_a_population_are_returned_if_requested(pair: tuple[Path, Path]) -> None:
@@ -187,7 +209,7 @@ def test_texts_of_a_population_are_returned_if_requested(pair: tuple[Path, Path]
     async def scene(engine: AsyncEngine) -> None:
         sampling = {"temperature": 0.8, "seed": 1, "max_tokens": 30, "ignore_eos": True}
         async with aclosing(engine.stream_frames(EngineRequest([5, 1], sampling, choices=(2, 2)))) as frames:
-            *_, done = [frame async for frame in frames]
+            *_, (_, done) = [each async for each in frames]
         assert isinstance(done, DoneFrame) and done.extra["particles"] == 2
         assert [choice.token_ids for choice in done.choices] == [[*each.tokens] for each in alone]
 

@@ -7,6 +7,7 @@ import contextlib
 import socket
 import threading
 import time
+from collections import deque
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -17,7 +18,7 @@ from starlette.concurrency import run_in_threadpool
 from starlette.types import ASGIApp
 
 from swiftspec.serve.http.app import create_app
-from swiftspec.serve.http.engine_link.engine_client import EngineRequest, EngineState
+from swiftspec.serve.http.engine_link.engine_client import EngineRequest, EngineState, RequestFrame
 from swiftspec.serve.http.engine_link.frames import (
     Choice,
     DoneFrame,
@@ -46,23 +47,27 @@ METRICS = {
 READY = EngineInfo("target", "draft", 256, 320, [0], {}, {"mode": "serial"}, 1.0)
 
 
-def token_logprobs(tokens: Sequence[int], count: int) -> list[TokenLogprob]:
+def token_logprobs(tokens: Sequence[int], count: int, logprob: float = -0.5) -> list[TokenLogprob]:
     """Log-probabilities as an engine returns them: the token itself first."""
-    tops = [[(token, -0.5), *((other, -2.0 - other) for other in range(1, 30))][:count] for token in tokens]
-    return [TokenLogprob(-0.5, top) for top in tops]
+    tops = [[(token, logprob), *((other, -2.0 - other) for other in range(1, 30))][:count] for token in tokens]
+    return [TokenLogprob(logprob, top) for top in tops]
 
 
 @dataclass
 class Player:
     """An engine that generates `text` in rounds of `size` tokens, or raises `raises` after `after` rounds. After `hold`
     rounds it waits until its client disconnects. It records all `requests`, the cancelled ones in `closed` and those
-    that were ended early in `stopped`."""
+    that were ended early in `stopped`.
+
+    `texts`: text and log-probability of each token, of the first requests; the others have `text`.
+    """
 
     codec: TextCodec
     text: str = "def add(a, b):\n    return a + b\n"
     size: int = 3
     reason: str = "stop"
     more: dict[str, Any] = field(default_factory=dict)
+    texts: list[tuple[str, float]] = field(default_factory=list)
     choices: list[tuple[str, str, float]] = field(default_factory=list)  # text, finish reason and weight of each
     raises: Exception | None = None
     after: int = 0
@@ -83,15 +88,36 @@ class Player:
         """Resets everything and sets these fields."""
         self.__dict__.update(replace(Player(self.codec), **values).__dict__)
 
-    async def stream_frames(
-        self, request: EngineRequest
-    ) -> AsyncGenerator[PromptLogprobsFrame | TokensFrame | DoneFrame, bool | None]:
+    async def stream_frames(self, *requests: EngineRequest) -> AsyncGenerator[tuple[int, RequestFrame], bool | None]:
+        """Answers the requests one after the other, or round by round if the engine decodes several concurrently."""
+        answers = [self._answer(request) for request in requests]
+        waiting = deque((index, False) for index in range(len(requests)))
+        concurrent = self.info is not None and self.info.max_num_seqs > 1
+        try:
+            while waiting:
+                index, stop = waiting.popleft()
+                try:
+                    frame = await answers[index].asend(stop or None)
+                except StopAsyncIteration:
+                    continue
+                item = index, bool((yield index, frame))
+                if concurrent:
+                    waiting.append(item)
+                else:
+                    waiting.appendleft(item)
+        finally:
+            for answer in answers:
+                await answer.aclose()
+
+    async def _answer(self, request: EngineRequest) -> AsyncGenerator[RequestFrame, bool | None]:
+        number = len(self.requests)
         self.requests.append(request)
+        text, logprob = self.texts[number] if number < len(self.texts) else (self.text, -0.5)
         ended = False
         try:
             if "prompt_logprobs" in request.sampling:
                 yield PromptLogprobsFrame(1, token_logprobs(request.prompt[1:], request.sampling["prompt_logprobs"]))
-            tokens = self.tokens()
+            tokens = self.tokens(text)
             cut = tokens[: request.sampling["max_tokens"]]
             rounds = [cut[at : at + self.size] for at in range(0, len(cut), self.size)]
             for number, part in enumerate(rounds):
@@ -103,12 +129,12 @@ class Player:
                 last = number + 1 == len(rounds)
                 reason = None if not last else self.reason if cut == tokens else "length"
                 top = request.sampling.get("logprobs")
-                frame_logprobs = None if top is None else token_logprobs(part, top)
+                frame_logprobs = None if top is None else token_logprobs(part, top, logprob)
                 if (yield TokensFrame(1, part, len(part) - 1, frame_logprobs, reason)):
                     self.stopped.append(request)
                     break
             ended = True
-            choices = () if request.choices is None else self.choices
+            choices = () if request.choices is None else self.choices[: request.choices[0]]
             choice_frames = [Choice(self.tokens(text), why, weight) for text, why, weight in choices]
             yield DoneFrame(1, TIMINGS, METRICS, self.more, choice_frames)
         finally:

@@ -20,20 +20,20 @@ INFO = EngineInfo("/models/target", "/models/draft", 100, 50, [1], {}, PLAN, 150
 
 
 class ScriptedEngine:
-    """Yields the frames of one list per request; an exception in a list is raised. `num_stops`: how often the caller
-    ended a request early."""
+    """Yields the frames of one list per call, or (index, frame) pairs of several requests; an exception in a list is
+    raised. `num_stops`: how often the caller ended a request early."""
 
     def __init__(self, *responses: Sequence[Any]) -> None:
         self.state, self.info = EngineState("ready", "", 1, 2, RANKS), INFO
         self.events = TraceEventBuffer(lambda on: None)
         self._responses, self.closed, self.num_stops = list(responses), 0, 0
 
-    async def stream_frames(self, request: EngineRequest) -> AsyncGenerator[Any, bool | None]:
+    async def stream_frames(self, *requests: EngineRequest) -> AsyncGenerator[Any, bool | None]:
         try:
             for frame in self._responses.pop(0):
                 if isinstance(frame, BaseException):
                     raise frame
-                self.num_stops += bool((yield frame))
+                self.num_stops += bool((yield frame if isinstance(frame, tuple) else (0, frame)))
         finally:
             self.closed += 1
 
@@ -56,13 +56,14 @@ def complete_frames(stats: Stats, tokens: Sequence[int] = (), mode: str = "seria
 
 
 async def collect_frames(
-    engine: InstrumentedEngine, request: EngineRequest, max_frames: int | None = None
+    engine: InstrumentedEngine, *requests: EngineRequest, max_frames: int | None = None
 ) -> list[Any]:
-    """The frames of a request up to DoneFrame, or the first `max_frames`."""
+    """The frames of requests up to the last DoneFrame, or the first `max_frames`."""
     received: list[Any] = []
-    async with aclosing(engine.stream_frames(request)) as frames:
-        async for frame in frames:
+    async with aclosing(engine.stream_frames(*requests)) as frames:
+        async for _, frame in frames:
             received.append(frame)
-            if isinstance(frame, DoneFrame) or len(received) == max_frames:
+            num_done = sum(isinstance(frame, DoneFrame) for frame in received)
+            if num_done == len(requests) or len(received) == max_frames:
                 break
     return received

@@ -99,8 +99,13 @@ def run_link(scene: Callable[[Link], Awaitable[None]], *first_frames: Any, **lim
 
 async def collect(answer: AsyncGenerator[Any]) -> list[Any]:
     async with aclosing(answer):
-        return [frame async for frame in answer]
+        return [frame async for _, frame in answer]
 
 
 def start_request(engine: RemoteEngineClient, *prompt: int, key: str | None = None) -> asyncio.Task[list[Any]]:
     return asyncio.create_task(collect(engine.stream_frames(EngineRequest(list(prompt), {}, key))))
+
+
+def start_group(engine: RemoteEngineClient, *prompts: int, key: str | None = None) -> asyncio.Task[list[Any]]:
+    """Starts requests of one caller, each with a prompt of one token."""
+    return asyncio.create_task(collect(engine.stream_frames(*(EngineRequest([one], {}, key) for one in prompts))))

@@ -86,7 +86,7 @@ class SamplingFields(Body):
         None, description="A request replaces unfinished requests with the same key."
     )
     best_of: Count | None = Field(
-        None, description="With smc: number of texts that are sampled, of which n are returned."
+        None, description="Number of choices that are sampled, of which the n best are returned."
     )
     # Fields of vLLM that this server does not support: see UNSUPPORTED.
     min_tokens: Count | None = None
@@ -173,6 +173,7 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "allowed_token_ids": (), "include_stop_str_in_output": (False,), "skip_special_tokens": (True,),
     "truncate_prompt_tokens": (), "prompt_logprobs": (), "logits_processors": ([],),
 }  # fmt: skip
+N_DESCRIPTION = "Number of choices: independent samples, or with smc texts of the population with their weights."
 SINGLE_CHOICE: Mapping[str, tuple[Any, ...]] = {"n": (1,), "best_of": (0, 1)}
 CHAT_UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     **UNSUPPORTED, "audio": (), "modalities": (["text"], []), "functions": ([],), "function_call": ("none",),

@@ -181,11 +181,11 @@ def test_bodies_that_are_not_json(client: httpx.Client) -> None:
 @pytest.mark.parametrize(
     ("path", "body", "param"),
     [
-        (TEXT, {"prompt": "a", "n": 2}, "n"),
-        (TEXT, {"prompt": "a", "best_of": 3}, "best_of"),
+        (RESPONSES, {"input": "a", "n": 2}, "n"),
+        (RESPONSES, {"input": "a", "best_of": 3}, "best_of"),
         (TEXT, {"prompt": "a", "min_tokens": 3}, "min_tokens"),
         (TEXT, {"prompt": "a", "use_beam_search": True}, "use_beam_search"),
-        (TEXT, {"prompt": ["a", "b"]}, "prompt"),
+        (TEXT, {"prompt": []}, "prompt"),
         (TEXT, {"prompt": "a", "suffix": "b"}, "suffix"),
         (TEXT, {"prompt": [1, 999]}, "prompt"),
         (TEXT, {"prompt": ""}, "prompt"),

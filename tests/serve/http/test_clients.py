@@ -182,14 +182,30 @@ def test_anthropic_messages(thinker: Player, hermes_url: str) -> None:
     assert client.models.list().data[0].id == "toy"
 
 
+def test_several_choices_and_prompts(player: Player, plain_url: str) -> None:
+    client = theirs(plain_url)
+    chat = client.chat.completions.create(model="toy", messages=HELLO, n=2, seed=5, temperature=0.5)
+    assert [choice.message.content for choice in chat.choices] == [TEXT, TEXT]
+    with client.chat.completions.stream(model="toy", messages=HELLO, n=2) as stream:
+        final = stream.get_final_completion()
+    assert [(choice.message.content, choice.finish_reason) for choice in final.choices] == [(TEXT, "stop")] * 2
+    text = client.completions.create(model="toy", prompt=[[274, 5], [274, 6]], n=2, max_tokens=100)
+    assert [(choice.index, choice.text) for choice in text.choices] == [(at, TEXT) for at in range(4)]
+    assert text.usage and (text.usage.prompt_tokens, text.usage.completion_tokens) == (4, 56)
+
+
 def test_langchain(player: Player, plain_url: str) -> None:
-    from langchain_openai import ChatOpenAI  # takes seconds
+    from langchain_openai import ChatOpenAI, OpenAI  # takes seconds
 
     model = ChatOpenAI(model="toy", base_url=f"{plain_url}/v1", api_key="-")  # pyright: ignore[reportArgumentType]
     assert model.invoke("hello").content == TEXT
     assert "".join(str(chunk.content) for chunk in model.stream("hello")) == TEXT
     newer = model.model_copy(update={"use_responses_api": True})
     assert newer.invoke("hello").text == TEXT
+    completions = OpenAI(model="toy", base_url=f"{plain_url}/v1", api_key="-")  # pyright: ignore[reportArgumentType]
+    player.prepare()
+    assert completions.batch(["a", "b", "c"]) == [TEXT] * 3
+    assert [player.codec.token_text(request.prompt) for request in player.requests] == ["a", "b", "c"]
 
 
 def test_errors_have_the_types_of_the_libraries(player: Player, plain_url: str) -> None:
@@ -197,8 +213,8 @@ def test_errors_have_the_types_of_the_libraries(player: Player, plain_url: str) 
     with pytest.raises(openai.NotFoundError, match="'gpt' is not served by this server: use toy, other"):
         client.chat.completions.create(model="gpt", messages=HELLO)
     with pytest.raises(openai.BadRequestError) as caught:
-        client.chat.completions.create(model="toy", messages=HELLO, n=2)
-    assert (caught.value.param, caught.value.code) == ("n", "unsupported_parameter")
+        client.chat.completions.create(model="toy", messages=HELLO, extra_body={"use_beam_search": True})
+    assert (caught.value.param, caught.value.code) == ("use_beam_search", "unsupported_parameter")
     player.prepare(raises=RequestRejectedError("the queue is full", 429, 1.5))
     with pytest.raises(openai.RateLimitError) as refused:
         client.chat.completions.create(model="toy", messages=HELLO, stream=True)

@@ -116,7 +116,7 @@ def test_guided_requests_are_answered_in_a_batch() -> None:
 
 
 def test_choices_of_one_request(server: ServerProcess) -> None:
-    """Texts of its particles, all cut at the stop string; chains have none."""
+    """With `smc` texts of its particles, all cut at the stop string; chains have none."""
     body = {"prompt": "def add(a, b):\n    return", "temperature": 0.9, "max_tokens": 12, "smc": {}, "n": 3}
     with httpx.Client(base_url=server.url, timeout=120) as client:
         answers = [client.post("/v1/completions", json=body | {"seed": seed}).json() for seed in range(6)]
@@ -131,3 +131,20 @@ def test_choices_of_one_request(server: ServerProcess) -> None:
         cut = client.post("/v1/completions", json=body | {"stop": ["\n"], "seed": 0, "max_tokens": 60}).json()
         assert all("\n" not in choice["text"] for choice in cut["choices"])
         assert client.get("/health").json()["running"] == 0
+
+
+def test_choices_and_prompts_are_independent_samples(server: ServerProcess) -> None:
+    """They run concurrently, and equal the requests that have one of them."""
+    prompts = [f"{'x = 1' * number}def function_{number}(" for number in range(4)]
+    body = {"temperature": 0.7, "seed": 5, "max_tokens": 20}
+    with httpx.Client(base_url=server.url, timeout=120) as client:
+
+        def texts(**more: Any) -> list[str]:
+            answer = client.post("/v1/completions", json=body | more)
+            assert answer.status_code == 200, answer.text
+            return [choice["text"] for choice in answer.json()["choices"]]
+
+        alone = [texts(prompt=prompt, n=2) for prompt in prompts]
+        assert [texts(prompt=prompt) for prompt in prompts] == [pair[:1] for pair in alone]
+        assert texts(prompt=prompts, n=2) == [text for pair in alone for text in pair]
+        assert any(first != second for first, second in alone)

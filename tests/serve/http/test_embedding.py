@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import statistics
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -158,6 +159,42 @@ def test_other_endpoints_and_the_outer_application(outer: FastAPI) -> None:
         assert 'swiftspec:ready{model_name="target"} 1.0' in metrics and 'mode="serial"' in metrics
         assert (await client.get("/llm/")).text.count('"page/app.js"') == 1
         assert (await client.get("/llm/page/app.js")).status_code == 200
+
+    run(outer, scene)
+
+
+def test_choices_and_prompts_equal_requests_with_one(outer: FastAPI) -> None:
+    body: dict[str, Any] = {"temperature": 0.9, "max_tokens": 8, "seed": 3, "logprobs": 1, "echo": True}
+    prompts = ["def f", "class", [5, 6]]
+
+    async def scene(client: httpx.AsyncClient) -> None:
+        async def answer(**more: Any) -> dict[str, Any]:
+            response = await client.post("/llm/v1/completions", json=body | more)
+            assert response.status_code == 200, response.text
+            return response.json()
+
+        def without_stats(choice: dict[str, Any]) -> dict[str, Any]:
+            return {name: choice[name] for name in ("text", "logprobs", "finish_reason")}
+
+        alone = [await answer(prompt=prompt) for prompt in prompts]
+        together = await answer(prompt=["def f", "class"])
+        assert [without_stats(choice) for choice in together["choices"]] == [
+            without_stats(each["choices"][0]) for each in alone[:2]
+        ]
+        assert together["usage"]["prompt_tokens"] == sum(each["usage"]["prompt_tokens"] for each in alone[:2])
+        samples = await answer(prompt="def f", n=4)
+        assert without_stats(samples["choices"][0]) == without_stats(alone[0]["choices"][0])
+        assert len({choice["text"] for choice in samples["choices"]}) > 1
+        assert [without_stats(choice) for choice in (await answer(prompt="def f", n=4))["choices"]] == [
+            without_stats(choice) for choice in samples["choices"]
+        ]
+        best = await answer(prompt="def f", best_of=4, echo=False)
+
+        def mean(choice: dict[str, Any]) -> float:
+            return statistics.fmean(choice["logprobs"]["token_logprobs"][-8:])
+
+        likeliest = max(samples["choices"], key=mean)
+        assert best["choices"][0]["text"] == likeliest["text"].removeprefix("def f")
 
     run(outer, scene)
 

@@ -9,16 +9,17 @@ from typing import Any
 
 import httpx
 import pytest
+from msgspec import structs
 from starlette.types import Message
 
 from swiftspec.serve.http.engine_link.engine_client import (
     EngineRequest,
     EngineState,
     GenerationFailedError,
+    RequestFrame,
     RequestRejectedError,
 )
-from swiftspec.serve.http.engine_link.frames import DoneFrame, PromptLogprobsFrame, TokensFrame
-from tests.support.http import Player, application
+from tests.support.http import READY, Player, application
 
 HELLO: dict[str, Any] = {"messages": [{"role": "user", "content": "hello"}]}
 CHAT = "/v1/chat/completions"
@@ -84,6 +85,20 @@ def test_a_disconnect_ends_the_request(player: Player, stream: bool, rounds: int
     asyncio.run(leave())
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_disconnect_ends_all_choices(player: Player, stream: bool) -> None:
+    async def leave() -> None:
+        player.prepare(hold=1, info=structs.replace(READY, max_num_seqs=3))
+        caller = Caller(player, {**HELLO, "stream": stream, "n": 3})
+        running = asyncio.ensure_future(caller.run())
+        await until(player)
+        caller.disconnected.set()
+        await running
+        assert len(player.closed) == len(player.requests) == 3 and "[DONE]" not in caller.text
+
+    asyncio.run(leave())
+
+
 def test_a_dropped_connection_ends_the_request(player: Player, client: httpx.Client) -> None:
     """The same over a real connection."""
     player.prepare(hold=1)
@@ -127,11 +142,11 @@ def test_keep_alive_comments_while_there_is_no_output(player: Player, rounds: in
 def test_a_refusal_after_a_comment_is_an_event(player: Player) -> None:
     class Late(Player):
         async def stream_frames(
-            self, request: EngineRequest
-        ) -> AsyncGenerator[PromptLogprobsFrame | TokensFrame | DoneFrame, bool | None]:
+            self, *requests: EngineRequest
+        ) -> AsyncGenerator[tuple[int, RequestFrame], bool | None]:
             await going.wait()
-            async for frame in super().stream_frames(request):
-                yield frame
+            async for each in super().stream_frames(*requests):
+                yield each
 
     going = asyncio.Event()
 

@@ -8,8 +8,9 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Request, Response
 from pydantic import Field
 
+from swiftspec.serve.http.api.choices import requested_choices, sampled_requests
 from swiftspec.serve.http.api.generation import JSON_OR_SSE, chat_generation_request, respond
-from swiftspec.serve.http.api.sampling import grammar_request, requested_choices
+from swiftspec.serve.http.api.sampling import grammar_request
 from swiftspec.serve.http.app_context import AppContext, new_id
 from swiftspec.serve.http.errors import ApiError
 from swiftspec.serve.http.format.conversation import (
@@ -24,13 +25,14 @@ from swiftspec.serve.http.format.generation_output import (
     GenerationOutput,
     OutputDelta,
     OutputPiece,
-    choice_end_fields,
+    RequestOutputs,
 )
 from swiftspec.serve.http.format.logprobs import LogprobFormatter
 from swiftspec.serve.http.format.tools import ParsedToolCall
 from swiftspec.serve.http.schema import (
     CHAT_UNSUPPORTED,
     INTEGRAL,
+    N_DESCRIPTION,
     ConstraintFields,
     Count,
     JsonObject,
@@ -63,7 +65,7 @@ class ChatRequest(SamplingFields, ConstraintFields, TemplateFields):
     tools: Annotated[list[Tool], Field(max_length=128)] | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
-    n: Count | None = Field(None, description="With smc: number of texts of the population, each with its weight.")
+    n: Count | None = Field(None, description=N_DESCRIPTION)
     echo: bool | None = Field(
         None, description="Begin the answer with the text of the last message, if that has the same role."
     )
@@ -120,7 +122,7 @@ def answer_message(output: GenerationOutput, role: str = "assistant", echo: str 
 
 
 class ChatWriter:
-    """Formatter of a generation as a response of OpenAI's chat completions endpoint.
+    """Formatter of the outputs of a request as a response of OpenAI's chat completions endpoint.
 
     `top`: number of top log-probabilities per token; None: no log-probabilities.
     `usage`: the usage that a stream contains.
@@ -129,10 +131,10 @@ class ChatWriter:
     """
 
     def __init__(
-        self, output: GenerationOutput, model: str, logprob_formatter: LogprobFormatter, top: int | None,
+        self, outputs: RequestOutputs, model: str, logprob_formatter: LogprobFormatter, top: int | None,
         usage: StreamUsage, fingerprint: str, role: str = "assistant", echo: str = "",
     ) -> None:  # fmt: skip
-        self._output, self._logprob_formatter, self._top, self._usage = output, logprob_formatter, top, usage
+        self._outputs, self._logprob_formatter, self._top, self._usage = outputs, logprob_formatter, top, usage
         self._role, self._echo = role, echo
         self._common_fields = {
             "id": new_id("chatcmpl-"),
@@ -140,73 +142,91 @@ class ChatWriter:
             "created": int(time.time()),
         }
         self._common_fields |= {"model": model, "system_fingerprint": fingerprint}
-        self._num_calls = 0
+        self._streaming = False
+        self._num_calls: dict[int, int] = {}  # tool calls so far, by choice that has begun
 
     def start_events(self) -> bytes:
-        """Returns the first chunk, which contains the role, and a chunk with the echoed text."""
-        first = self._chunk({"role": self._role, "content": ""}, end_token=0)
-        return first + (self._chunk({"content": self._echo}, end_token=0) if self._echo else b"")
+        """Returns nothing: each choice begins with a chunk of its own."""
+        self._streaming = True
+        return b""
 
     def delta_events(self, delta: OutputDelta) -> bytes:
-        """Returns a chunk for each piece of the round, in their order; without log-probabilities nothing if the round
-        adds nothing visible. Clients read either content or tool calls in one chunk."""
+        """Returns a chunk for each piece of the round, in their order, because clients read either content or tool
+        calls in one chunk. Chunks with the role and the echoed text precede the first round of a choice. The last delta
+        of a choice becomes the chunk with the finish reason. Without log-probabilities, returns nothing if the round
+        adds nothing visible; returns nothing if the response is not a stream."""
+        if not self._streaming:
+            return b""
+        choice, out = delta.choice, b""
+        if choice not in self._num_calls:
+            self._num_calls[choice] = 0
+            out = self._chunk(choice, {"role": self._role, "content": ""}, 0)
+            out += self._chunk(choice, {"content": self._echo}, 0) if self._echo else b""
+        if delta.last:
+            return out + self._end_chunk(choice)
+        if not delta.pieces and self._top is not None:
+            logprobs = self._logprobs(self._outputs.outputs[choice], delta.first_token, delta.end_token)
+            return out + self._chunk(choice, {"content": ""}, delta.end_token, logprobs)
+        return out + self._piece_chunks(delta)
+
+    def _piece_chunks(self, delta: OutputDelta) -> bytes:
         out, first_token = b"", delta.first_token
         for index, piece in enumerate(delta.pieces, 1):
             end_token = delta.end_token if index == len(delta.pieces) else piece.end_token
-            logprobs = self._logprobs(first_token, end_token)
-            out += self._chunk(self._delta_fields(piece), logprobs=logprobs, end_token=end_token)
+            logprobs = self._logprobs(self._outputs.outputs[delta.choice], first_token, end_token)
+            out += self._chunk(delta.choice, self._delta_fields(delta.choice, piece), end_token, logprobs)
             first_token = end_token
-        if delta.pieces or self._top is None:
-            return out
-        logprobs = self._logprobs(delta.first_token, delta.end_token)
-        return self._chunk({"content": ""}, logprobs=logprobs, end_token=delta.end_token)
+        return out
 
-    def _delta_fields(self, piece: OutputPiece) -> dict[str, Any]:
+    def _delta_fields(self, choice: int, piece: OutputPiece) -> dict[str, Any]:
         if piece.tool_call is None:
             return {"content" if piece.kind == "content" else "reasoning_content": piece.text}
-        self._num_calls += 1
-        return {"tool_calls": [{"index": self._num_calls - 1, **openai_tool_call(piece.tool_call)}]}
+        self._num_calls[choice] += 1
+        return {"tool_calls": [{"index": self._num_calls[choice] - 1, **openai_tool_call(piece.tool_call)}]}
 
     def end_events(self) -> bytes:
-        """Returns the last chunks: finish reason, usage and statistics."""
-        output = self._output
-        stats = output.stats()
-        last = self._chunk(
-            {}, output.finish_reason, stop_reason=output.text_builder.stop_string,
-            end_token=len(output.tokens), **({} if self._usage.at_end else stats),
-        )  # fmt: skip
+        """Returns the usage chunk, if requested, and the end of the stream."""
+        outputs, last = self._outputs, b""
         if self._usage.at_end:
-            last += sse_event({**self._common_fields, "choices": [], "usage": output.usage(), **stats})
+            last = sse_event({**self._common_fields, "choices": [], "usage": outputs.usage(), **outputs.stats()})
         return last + DONE_EVENT
 
     def full_response(self) -> dict[str, Any]:
         """Returns the complete response."""
-        output = self._output
-        logprobs = self._logprobs(0, len(output.tokens))
+        outputs = self._outputs
         choices = [
-            {"index": index, "message": answer_message(choice, self._role, self._echo), "logprobs": logprobs,
-             "finish_reason": choice.finish_reason, **choice_end_fields(choice)}
-            for index, choice in enumerate(output.choices)
+            {
+                "index": index, "message": answer_message(choice, self._role, self._echo),
+                "logprobs": self._logprobs(choice, 0, len(choice.tokens)), "finish_reason": choice.finish_reason,
+                **outputs.choice_end_fields(choice),
+            }
+            for index, choice in outputs.choices()
         ]  # fmt: skip
         head = {**self._common_fields, "object": "chat.completion"}
-        return {**head, "choices": choices, "usage": output.usage(), **output.stats()}
+        return {**head, "choices": choices, "usage": outputs.usage(), **outputs.stats()}
 
-    def _logprobs(self, first: int, last: int) -> dict[str, Any] | None:
+    def _logprobs(self, output: GenerationOutput, first: int, last: int) -> dict[str, Any] | None:
         if self._top is None:
             return None
-        output = self._output
         items = self._logprob_formatter.chat_logprobs(output.tokens[first:last], output.logprobs[first:last], self._top)
         return {"content": items, "refusal": None}
 
+    def _end_chunk(self, choice: int) -> bytes:
+        """Returns the chunk with the finish reason. That of the last choice has the statistics of the request, unless
+        the usage chunk has them."""
+        output = self._outputs.outputs[choice]
+        fields = {"finish_reason": output.finish_reason, **self._outputs.choice_end_fields(output)}
+        stats = {} if self._usage.at_end else self._outputs.stats()
+        return self._chunk(choice, {}, len(output.tokens), None, fields, stats)
+
     def _chunk(
-        self, delta: dict[str, Any], finish: str | None = None, logprobs: Any = None, *, end_token: int, **more: Any
-    ) -> bytes:
-        """Returns a chunk. `end_token`: number of output tokens so far."""
-        if self._usage.in_chunks:
-            more["usage"] = self._output.usage_so_far(end_token)
-        stop = {"stop_reason": more.pop("stop_reason")} if "stop_reason" in more else {}
-        choice = {"index": 0, "delta": delta, "logprobs": logprobs, "finish_reason": finish, **stop}
-        return sse_event({**self._common_fields, "choices": [choice], **more})
+        self, choice: int, delta: dict[str, Any], end_token: int, logprobs: Any = None,
+        end: dict[str, Any] | None = None, stats: dict[str, Any] | None = None,
+    ) -> bytes:  # fmt: skip
+        """Returns a chunk. `end_token`: number of the choice's output tokens so far."""
+        usage = {"usage": self._outputs.outputs[choice].usage_so_far(end_token)} if self._usage.in_chunks else {}
+        item = {"index": choice, "delta": delta, "logprobs": logprobs, **(end or {"finish_reason": None})}
+        return sse_event({**self._common_fields, "choices": [item], **usage, **(stats or {})})
 
 
 def chat_router(context: AppContext) -> APIRouter:
@@ -215,10 +235,11 @@ def chat_router(context: AppContext) -> APIRouter:
 
     @router.post("/v1/chat/completions", responses=JSON_OR_SSE)
     async def chat_completions(body: ChatRequest, request: Request) -> Response:
-        _, codec = context.require_ready()
+        info, codec = context.require_ready()
         model = context.resolve_model_name(body.model)
         reject_unsupported(body, CHAT_UNSUPPORTED)
         usage = stream_usage(body.stream, body.stream_options, context.always_usage)
+        choices = requested_choices(body, body.n, body.stream, info)
         if body.top_logprobs and not body.logprobs:
             raise ApiError(400, "top_logprobs: needs logprobs to be true", "top_logprobs")
         top = (body.top_logprobs or 0) if body.logprobs else None
@@ -226,14 +247,14 @@ def chat_router(context: AppContext) -> APIRouter:
         conversation = chat_to_conversation(body)
         generation_request = await chat_generation_request(
             context, request, body, conversation, limit=limit, stops=stop_list(body.stop),
-            grammar=grammar_request(body), logprobs=top,
-            choices=requested_choices(body, body.n, body.stream, context.require_ready()[0]),
+            grammar=grammar_request(body), logprobs=top, choices=choices.population,
         )  # fmt: skip
-        output = GenerationOutput.create(generation_request, codec)
+        requests = sampled_requests(generation_request, choices.num_samples, body.seed is not None)
+        outputs = RequestOutputs.create([requests], codec, choices.n)
         writer = ChatWriter(
-            output, model, LogprobFormatter(codec), top, usage, context.system_fingerprint(),
+            outputs, model, LogprobFormatter(codec), top, usage, context.system_fingerprint(),
             response_role(body), echoed_text(body, conversation),
         )  # fmt: skip
-        return await respond(context, request, output, writer, body.stream)
+        return await respond(context, request, outputs, writer, body.stream)
 
     return router

@@ -4,26 +4,30 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Request, Response
 from pydantic import Field
 
+from swiftspec.errors import UserError
+from swiftspec.serve.http.api.choices import RequestedChoices, requested_choices, sampled_requests
 from swiftspec.serve.http.api.generation import JSON_OR_SSE, replace_key, respond
-from swiftspec.serve.http.api.sampling import grammar_request, requested_choices, sampling_params
+from swiftspec.serve.http.api.sampling import grammar_request, sampling_params
 from swiftspec.serve.http.app_context import AppContext, check_tokens, new_id
 from swiftspec.serve.http.engine_link.engine_client import EngineRequest
 from swiftspec.serve.http.engine_link.frames import EngineInfo, TokenLogprob, TokensFrame
-from swiftspec.serve.http.errors import ApiError, unsupported
+from swiftspec.serve.http.errors import ApiError, to_api_error, unsupported
 from swiftspec.serve.http.format.generation_output import (
     GenerationOutput,
     GenerationRequest,
     OutputDelta,
-    choice_end_fields,
+    RequestOutputs,
 )
 from swiftspec.serve.http.format.logprobs import LogprobFormatter
 from swiftspec.serve.http.schema import (
     INTEGRAL,
+    N_DESCRIPTION,
     UNSUPPORTED,
     ConstraintFields,
     Count,
@@ -44,8 +48,11 @@ from swiftspec.serve.text.stream import TextBuilder
 
 DEFAULT_MAX_TOKENS = 16  # as in OpenAI's API
 TokenList = Annotated[list[Token], Field(min_length=1, max_length=1 << 22)]
-TextList = Annotated[list[Text], Field(max_length=128)]
-TokenLists = Annotated[list[TokenList], Field(max_length=128)]
+MAX_PROMPTS = 128
+# Longer than MAX_PROMPTS, so that `prompt_list` refuses a list that is too long: pydantic's error would name the types.
+TextList = Annotated[list[Text], Field(max_length=1 << 16)]
+TokenLists = Annotated[list[TokenList], Field(max_length=1 << 16)]
+Prompt = str | list[int]
 # Fill-in-the-middle tokens that precede the prefix, the suffix and the middle. One row each for Qwen and Gemma,
 # StarCoder and Granite, DeepSeek, Code Llama.
 FIM_TOKENS = (
@@ -60,7 +67,9 @@ class CompletionRequest(SamplingFields, ConstraintFields):
     """Request of OpenAI's completions endpoint, with vLLM's sampling parameters."""
 
     model: ShortText | None = None
-    prompt: Text | TokenList | TextList | TokenLists
+    prompt: Text | TokenList | TextList | TokenLists = Field(
+        description=f"A text, a list of token ids, or a list of up to {MAX_PROMPTS} of these."
+    )
     suffix: Text | None = None
     max_tokens: Count | None = Field(
         DEFAULT_MAX_TOKENS, description="0 only with echo: returns the log-probabilities of the prompt."
@@ -71,26 +80,28 @@ class CompletionRequest(SamplingFields, ConstraintFields):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     add_special_tokens: bool | None = None
-    n: Count | None = Field(None, description="With smc: number of texts of the population, each with its weight.")
+    n: Count | None = Field(None, description=N_DESCRIPTION)
 
 
-def single_prompt(prompt: str | list[int] | list[str] | list[list[int]]) -> str | list[int]:
-    """Returns the prompt as text or token ids. Raises ApiError if `prompt` is a list of zero or several prompts."""
+def prompt_list(prompt: str | list[int] | list[str] | list[list[int]]) -> list[Prompt]:
+    """Returns the prompts of a request. Raises ApiError if there is none, or more than MAX_PROMPTS."""
     if isinstance(prompt, str):
-        return prompt
+        return [prompt]
     tokens = [token for token in prompt if isinstance(token, int)]
-    if tokens:
-        return tokens
-    prompts = [item for item in prompt if not isinstance(item, int)]
-    if len(prompts) != 1:
-        raise unsupported("prompt", f"only one prompt per request is supported, not {len(prompts)}")
-    return prompts[0]
+    prompts: list[Prompt] = [tokens] if tokens else [item for item in prompt if not isinstance(item, int)]
+    if not prompts:
+        raise ApiError(400, "prompt: must not be empty", "prompt")
+    if len(prompts) > MAX_PROMPTS:
+        message = f"{len(prompts)} prompts are more than {MAX_PROMPTS}; send several requests"
+        raise ApiError(400, f"prompt: {message}", "prompt")
+    return prompts
 
 
-async def encode_prompt(context: AppContext, info: EngineInfo, codec: TextCodec, body: CompletionRequest) -> list[int]:
-    """Returns the token ids of the prompt. With a suffix they have the fill-in-the-middle format of the model. Raises
+async def encode_prompt(
+    context: AppContext, info: EngineInfo, codec: TextCodec, body: CompletionRequest, prompt: Prompt
+) -> list[int]:
+    """Returns the token ids of a prompt. With a suffix they have the fill-in-the-middle format of the model. Raises
     ApiError on a prompt that is empty or invalid."""
-    prompt = single_prompt(body.prompt)
     if body.suffix:
         return await _encode_fill_in_the_middle(context, info, codec, prompt, body.suffix)
     if not isinstance(prompt, str):
@@ -105,7 +116,7 @@ async def encode_prompt(context: AppContext, info: EngineInfo, codec: TextCodec,
 
 
 async def _encode_fill_in_the_middle(
-    context: AppContext, info: EngineInfo, codec: TextCodec, prompt: str | list[int], suffix: str
+    context: AppContext, info: EngineInfo, codec: TextCodec, prompt: Prompt, suffix: str
 ) -> list[int]:
     markers = next((names for names in FIM_TOKENS if all(name in codec.vocab for name in names)), None)
     if markers is None:
@@ -127,21 +138,32 @@ def prompt_text(codec: TextCodec, tokens: Sequence[int]) -> TextBuilder:
     return builder
 
 
+@dataclass(frozen=True, slots=True)
+class Echo:
+    """The prompt at the beginning of a choice.
+
+    `text`: empty if no echo is requested.
+    `builder`: the prompt's tokens and their offsets; None unless its log-probabilities are requested.
+    """
+
+    text: str = ""
+    builder: TextBuilder | None = None
+
+
 class CompletionWriter:
-    """Formatter of a generation as a response of OpenAI's completions endpoint.
+    """Formatter of the outputs of a request as a response of OpenAI's completions endpoint.
 
     `top`: number of top log-probabilities per token; None: no log-probabilities.
     `usage`: the usage that a stream contains.
-    `echo`: the prompt's text, which precedes the generated text; empty if not requested.
-    `prompt`: tokens of the prompt and their offsets; None unless the prompt's log-probabilities are requested.
+    `echoes`: one for each prompt.
     """
 
     def __init__(
-        self, output: GenerationOutput, model: str, logprob_formatter: LogprobFormatter, top: int | None,
-        usage: StreamUsage, fingerprint: str, echo: str, prompt: TextBuilder | None,
+        self, outputs: RequestOutputs, model: str, logprob_formatter: LogprobFormatter, top: int | None,
+        usage: StreamUsage, fingerprint: str, echoes: Sequence[Echo],
     ) -> None:  # fmt: skip
-        self._output, self._logprob_formatter, self._top, self._usage = output, logprob_formatter, top, usage
-        self._echo, self._prompt = echo, prompt
+        self._outputs, self._logprob_formatter, self._top, self._usage = outputs, logprob_formatter, top, usage
+        self._echoes = echoes
         self._common_fields = {
             "id": new_id("cmpl-"),
             "object": "text_completion",
@@ -149,84 +171,145 @@ class CompletionWriter:
             "model": model,
             "system_fingerprint": fingerprint,
         }
+        self._streaming = False
+        self._begun: set[int] = set()  # choices of which a chunk was sent
 
     def start_events(self) -> bytes:
-        """Returns a chunk with the echoed prompt; empty if no echo is requested."""
-        return self._chunk(self._echo, self._logprobs(0, 0, True), 0) if self._echo or self._prompt else b""
+        """Returns nothing: each choice begins with a chunk of its own, if an echo is requested."""
+        self._streaming = True
+        return b""
 
     def delta_events(self, delta: OutputDelta) -> bytes:
-        """Returns the chunk of one round; empty if the round adds nothing visible."""
-        if self._top is None and not delta.content:
+        """Returns the chunk of one round, after the echoed prompt if it is the first of its choice. The last delta of a
+        choice becomes the chunk with the finish reason. Returns nothing if the round adds nothing visible, or if the
+        response is not a stream."""
+        if not self._streaming:
             return b""
-        logprobs = self._logprobs(delta.first_token, delta.end_token, False)
-        return self._chunk(delta.content, logprobs, delta.end_token)
+        output, head = self._outputs.outputs[delta.choice], b""
+        echo = self._echo(delta.choice)
+        if delta.choice not in self._begun:
+            self._begun.add(delta.choice)
+            if echo.text or echo.builder:
+                head = self._chunk(delta.choice, echo.text, 0, self._logprobs(output, echo, 0, 0, True))
+        if delta.last:
+            return head + self._end_chunk(delta.choice)
+        if self._top is None and not delta.content:
+            return head
+        logprobs = self._logprobs(output, echo, delta.first_token, delta.end_token, False)
+        return head + self._chunk(delta.choice, delta.content, delta.end_token, logprobs)
 
     def end_events(self) -> bytes:
-        """Returns the last chunks: finish reason, usage and statistics."""
-        output = self._output
-        stats = output.stats()
-        more = {} if self._usage.at_end else stats
-        last = self._chunk("", None, len(output.tokens), output.finish_reason, **more)
+        """Returns the usage chunk, if requested, and the end of the stream."""
+        outputs, last = self._outputs, b""
         if self._usage.at_end:
-            last += sse_event({**self._common_fields, "choices": [], "usage": output.usage(), **stats})
+            last = sse_event({**self._common_fields, "choices": [], "usage": outputs.usage(), **outputs.stats()})
         return last + DONE_EVENT
 
     def full_response(self) -> dict[str, Any]:
         """Returns the complete response."""
-        output = self._output
-        logprobs = self._logprobs(0, len(output.tokens), True)
-        choices = [self._choice(self._echo + choice.content, logprobs, choice.finish_reason, index)
-                   for index, choice in enumerate(output.choices)]  # fmt: skip
-        return {**self._common_fields, "choices": choices, "usage": output.usage(), **output.stats()}
+        outputs = self._outputs
+        choices = [self._full_choice(index, choice) for index, choice in outputs.choices()]
+        return {**self._common_fields, "choices": choices, "usage": outputs.usage(), **outputs.stats()}
 
-    def _logprobs(self, first: int, last: int, with_prompt: bool) -> dict[str, Any] | None:
+    def _full_choice(self, index: int, choice: GenerationOutput) -> dict[str, Any]:
+        echo = self._echo(index)
+        logprobs = self._logprobs(choice, echo, 0, len(choice.tokens), True)
+        return {
+            "index": index, "text": echo.text + choice.content, "logprobs": logprobs,
+            "finish_reason": choice.finish_reason, **self._outputs.choice_end_fields(choice),
+        }  # fmt: skip
+
+    def _echo(self, choice: int) -> Echo:
+        return self._echoes[choice // self._outputs.n]
+
+    def _logprobs(
+        self, output: GenerationOutput, echo: Echo, first: int, last: int, with_prompt: bool
+    ) -> dict[str, Any] | None:
         if self._top is None:
             return None
-        output = self._output
         tokens = output.tokens[first:last]
         logprobs: list[TokenLogprob | None] = [*output.logprobs[first:last]]
-        starts = [len(self._echo) + start for start in output.text_builder.text_offsets[first:last]]
-        if with_prompt and self._prompt is not None:
+        starts = [len(echo.text) + start for start in output.text_builder.text_offsets[first:last]]
+        if with_prompt and echo.builder is not None:
             tokens = [*output.prompt, *tokens]
             logprobs = [None, *output.prompt_logprobs, *logprobs]
-            starts = [*self._prompt.text_offsets, *starts]
+            starts = [*echo.builder.text_offsets, *starts]
         return self._logprob_formatter.completion_logprobs(tokens, logprobs, self._top, starts)
 
-    def _choice(self, text: str, logprobs: Any, finish: str | None, index: int = 0) -> dict[str, Any]:
-        ended = {} if finish is None else choice_end_fields(self._output.choices[index])
-        return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish, **ended}
+    def _end_chunk(self, choice: int) -> bytes:
+        """Returns the chunk with the finish reason. That of the last choice has the statistics of the request, unless
+        the usage chunk has them."""
+        output = self._outputs.outputs[choice]
+        fields = {"finish_reason": output.finish_reason, **self._outputs.choice_end_fields(output)}
+        stats = {} if self._usage.at_end else self._outputs.stats()
+        return self._chunk(choice, "", len(output.tokens), None, fields, stats)
 
-    def _chunk(self, text: str, logprobs: Any, end_token: int, finish: str | None = None, **more: Any) -> bytes:
-        """Returns a chunk. `end_token`: number of output tokens so far."""
-        if self._usage.in_chunks:
-            more["usage"] = self._output.usage_so_far(end_token)
-        return sse_event({**self._common_fields, "choices": [self._choice(text, logprobs, finish)], **more})
+    def _chunk(
+        self, choice: int, text: str, end_token: int, logprobs: Any = None, end: dict[str, Any] | None = None,
+        stats: dict[str, Any] | None = None,
+    ) -> bytes:  # fmt: skip
+        """Returns a chunk. `end_token`: number of the choice's output tokens so far."""
+        usage = {"usage": self._outputs.outputs[choice].usage_so_far(end_token)} if self._usage.in_chunks else {}
+        item = {"index": choice, "text": text, "logprobs": logprobs, **(end or {"finish_reason": None})}
+        return sse_event({**self._common_fields, "choices": [item], **usage, **(stats or {})})
 
 
-async def completion_request(context: AppContext, request: Request, body: CompletionRequest) -> GenerationRequest:
-    """Builds the generation request of a completion. Raises ApiError on an unsupported combination of fields."""
+async def completion_requests(
+    context: AppContext, request: Request, body: CompletionRequest, prompts: Sequence[Prompt], choices: RequestedChoices
+) -> list[list[GenerationRequest]]:
+    """Builds the generation requests of a completion: for each prompt, those of its choices. Raises ApiError on an
+    unsupported combination of fields."""
     info, codec = context.require_ready()
     if body.max_tokens == 0 and not body.echo:
         raise ApiError(400, "max_tokens: 0 is only supported with echo", "max_tokens")
-    prompt = await encode_prompt(context, info, codec, body)
     negative = None
     if body.guidance_scale not in (None, 1):
         negative = await context.run_in_tokenizer_thread(codec.encode, body.negative_prompt or "", info.max_model_len)
     limit = DEFAULT_MAX_TOKENS if body.max_tokens is None else max(body.max_tokens, 1)
-    sampling = sampling_params(body, info, prompt, negative, limit)
-    if body.logprobs is not None:
-        sampling["logprobs"] = body.logprobs
-        if body.echo:
-            sampling["prompt_logprobs"] = body.logprobs
     grammar = grammar_request(body)
-    if grammar is not None:
-        sampling["grammar"] = await context.compile_grammar(grammar)
+    more: dict[str, Any] = {} if grammar is None else {"grammar": await context.compile_grammar(grammar)}
+    if body.logprobs is not None:
+        more["logprobs"] = body.logprobs
+        if body.echo:
+            more["prompt_logprobs"] = body.logprobs
+    elif choices.num_samples > choices.n:
+        more["logprobs"] = 0  # of the sampled tokens alone, which rank the samples
     stops = [body.stop] if isinstance(body.stop, str) else body.stop or []
-    return GenerationRequest(
-        EngineRequest(prompt, sampling, replace_key(request, body), requested_choices(body, body.n, body.stream,
-        info)), stops,
-        continues_text=not body.suffix, prompt_only=body.max_tokens == 0,
-    )  # fmt: skip
+    key = replace_key(request, body)
+    requests: list[list[GenerationRequest]] = []
+    for number, prompt in enumerate(prompts):
+        try:
+            tokens = await encode_prompt(context, info, codec, body, prompt)
+            sampling = {**sampling_params(body, info, tokens, negative, limit), **more}
+        except (ApiError, UserError) as error:
+            raise _prompt_error(error, number, len(prompts)) from None
+        generation_request = GenerationRequest(
+            EngineRequest(tokens, sampling, key, choices.population), stops,
+            continues_text=not body.suffix, prompt_only=body.max_tokens == 0,
+        )  # fmt: skip
+        requests.append(sampled_requests(generation_request, choices.num_samples, body.seed is not None))
+    return requests
+
+
+def _prompt_error(error: Exception, number: int, num_prompts: int) -> ApiError:
+    """Returns an error of one prompt; if there are several, it names the prompt's index."""
+    found = to_api_error(error)
+    if num_prompts == 1:
+        return found
+    return ApiError(found.status, f"prompt {number}: {found.message}", found.param, found.code, found.kind)
+
+
+async def prompt_echo(
+    context: AppContext, codec: TextCodec, body: CompletionRequest, prompt: Prompt, tokens: Sequence[int]
+) -> Echo:
+    """Returns the echo of a prompt, whose token ids are `tokens`."""
+    if not body.echo:
+        return Echo()
+    text = prompt if isinstance(prompt, str) else codec.decode(prompt)
+    builder = None
+    if body.logprobs is not None:
+        builder = await context.run_in_tokenizer_thread(prompt_text, codec, tokens)
+    return Echo(text, builder)
 
 
 def completions_router(context: AppContext) -> APIRouter:
@@ -235,23 +318,21 @@ def completions_router(context: AppContext) -> APIRouter:
 
     @router.post("/v1/completions", responses=JSON_OR_SSE)
     async def completions(body: CompletionRequest, request: Request) -> Response:
-        _, codec = context.require_ready()
+        info, codec = context.require_ready()
         model = context.resolve_model_name(body.model)
         reject_unsupported(body, UNSUPPORTED)
         usage = stream_usage(body.stream, body.stream_options, context.always_usage)
-        generation_request = await completion_request(context, request, body)
-        output = GenerationOutput.create(generation_request, codec)
-        echo, prompt = "", None
-        if body.echo:
-            prompt_input = single_prompt(body.prompt)
-            echo = prompt_input if isinstance(prompt_input, str) else codec.decode(prompt_input)
-            if body.logprobs is not None:
-                prompt = await context.run_in_tokenizer_thread(
-                    prompt_text, codec, generation_request.engine_request.prompt
-                )
+        prompts = prompt_list(body.prompt)
+        choices = requested_choices(body, body.n, body.stream, info, num_prompts=len(prompts), ranked=True)
+        requests = await completion_requests(context, request, body, prompts, choices)
+        outputs = RequestOutputs.create(requests, codec, choices.n)
+        echoes = [
+            await prompt_echo(context, codec, body, prompt, group[0].engine_request.prompt)
+            for prompt, group in zip(prompts, requests)
+        ]
         writer = CompletionWriter(
-            output, model, LogprobFormatter(codec), body.logprobs, usage, context.system_fingerprint(), echo, prompt
+            outputs, model, LogprobFormatter(codec), body.logprobs, usage, context.system_fingerprint(), echoes
         )
-        return await respond(context, request, output, writer, body.stream)
+        return await respond(context, request, outputs, writer, body.stream)
 
     return router

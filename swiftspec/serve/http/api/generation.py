@@ -15,10 +15,10 @@ from swiftspec.errors import UserError
 from swiftspec.serve.http import errors
 from swiftspec.serve.http.api.sampling import GrammarRequest, sampling_params
 from swiftspec.serve.http.app_context import AppContext
-from swiftspec.serve.http.engine_link.engine_client import EngineRequest
+from swiftspec.serve.http.engine_link.engine_client import EngineClient, EngineRequest
 from swiftspec.serve.http.errors import ApiError, to_api_error, unsupported
 from swiftspec.serve.http.format.conversation import Conversation, template_message
-from swiftspec.serve.http.format.generation_output import GenerationOutput, GenerationRequest, OutputDelta
+from swiftspec.serve.http.format.generation_output import GenerationRequest, OutputDelta
 from swiftspec.serve.http.format.reasoning import REASONING_CLOSE, REASONING_OPEN, ReasoningParser
 from swiftspec.serve.http.format.tools import (
     AllowedText,
@@ -52,15 +52,24 @@ ANSWER_FORMATS = ("response_format", "text.format", "output_config.format")  # c
 NO_TOOL_FORMAT = "this model's chat template does not support tools, or its tool call format is unknown"
 
 
+class OutputSource(Protocol):
+    """The outputs of one HTTP request: a `GenerationOutput` or `RequestOutputs`."""
+
+    @property
+    def started(self) -> bool: ...
+    def deltas(self, engine: EngineClient) -> AsyncGenerator[OutputDelta]: ...
+
+
 class OutputWriter(Protocol):
-    """Formatter of a generation in the schema of one endpoint."""
+    """Formatter of the outputs of a request in the schema of one endpoint."""
 
     def start_events(self) -> bytes:
         """Returns the events before the first delta."""
         ...
 
     def delta_events(self, delta: OutputDelta) -> bytes:
-        """Returns the events of one round; empty if the round adds nothing visible."""
+        """Returns the events of one round; empty if the round adds nothing visible. Also called without `stream`, when
+        `start_events` is not."""
         ...
 
     def end_events(self) -> bytes:
@@ -204,7 +213,7 @@ def _marker_ids(codec: TextCodec, words: Sequence[str]) -> frozenset[int]:
 
 
 async def respond(
-    context: AppContext, request: Request, output: GenerationOutput, writer: OutputWriter, stream: bool | None,
+    context: AppContext, request: Request, output: OutputSource, writer: OutputWriter, stream: bool | None,
     error_events: Callable[[ApiError], bytes] | None = None,
 ) -> Response:  # fmt: skip
     """Runs the generation and returns the response of `writer`: a JSON object, or with `stream` server-sent events.
@@ -236,7 +245,7 @@ async def respond(
     return EventStream(_events(context, output, writer), error_event, comment, context.keep_alive_s)
 
 
-async def _events(context: AppContext, output: GenerationOutput, writer: OutputWriter) -> AsyncGenerator[bytes]:
+async def _events(context: AppContext, output: OutputSource, writer: OutputWriter) -> AsyncGenerator[bytes]:
     start_events = writer.start_events
     async with contextlib.aclosing(output.deltas(context.engine)) as deltas:
         async for delta in deltas:

@@ -28,6 +28,7 @@ from swiftspec.serve.http.schema import (
     SINGLE_CHOICE,
     UNSUPPORTED,
     Body,
+    Count,
     JsonObject,
     Positive,
     SamplingFields,
@@ -128,6 +129,7 @@ class MessagesRequest(CountRequest, SamplingFields):
     max_tokens: Positive
     stop_sequences: Stops | None = None
     stream: bool | None = None
+    n: Count | None = None  # not supported, except 1
 
 
 def messages_grammar_request(body: CountRequest) -> GrammarRequest | None:

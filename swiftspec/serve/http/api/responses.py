@@ -37,6 +37,7 @@ from swiftspec.serve.http.schema import (
     UNSUPPORTED,
     Body,
     ConstraintFields,
+    Count,
     JsonObject,
     JsonSchema,
     Positive,
@@ -129,6 +130,7 @@ class ResponsesRequest(SamplingFields, ConstraintFields):
     prompt: JsonObject | None = None
     max_tool_calls: Positive | None = None
     truncation: ShortText | None = None
+    n: Count | None = None
 
 
 def responses_to_template_messages(body: ResponsesRequest) -> TemplateMessages:

@@ -13,7 +13,6 @@ from swiftspec.serve.http.engine_link.frames import EngineInfo
 from swiftspec.serve.http.errors import ApiError, unsupported
 from swiftspec.serve.http.grammar import ANY_OBJECT
 from swiftspec.serve.http.schema import (
-    SINGLE_CHOICE,
     ConstraintFields,
     JsonObject,
     SamplingFields,
@@ -57,7 +56,7 @@ def sampling_params(
         raise context_exceeded_error(longest_prompt, info)
     requested_max = limit if limit is not None else values.get("max_tokens")
     values["max_tokens"] = max_new_tokens if requested_max is None else min(requested_max, max_new_tokens)
-    _check_population(body.smc, info)
+    check_population(body.smc, info)
     return values
 
 
@@ -69,7 +68,8 @@ def context_exceeded_error(tokens: int, info: EngineInfo) -> ApiError:
     return ApiError(400, message, code="context_length_exceeded")
 
 
-def _check_population(smc: Smc | None, info: EngineInfo) -> None:
+def check_population(smc: Smc | None, info: EngineInfo) -> None:
+    """Raises ApiError if the server does not run the requested particle population."""
     if smc is None:
         return
     requested = smc.model_dump(exclude_none=True)
@@ -82,30 +82,6 @@ def _check_population(smc: Smc | None, info: EngineInfo) -> None:
     for name, value in requested.items():
         if population.get(name) != value:
             raise unsupported("smc", f"{name} is {population.get(name)} on this server, not {value}{hint}")
-
-
-def requested_choices(
-    body: SamplingFields, n: int | None, stream: bool | None, info: EngineInfo
-) -> tuple[int, int] | None:
-    """Returns (`n`, `best_of`), the numbers of texts to return and to sample from the population in mode smc, or None
-    for a single text. Raises ApiError if several texts are requested in another mode, as a stream, or beyond the
-    number of particles."""
-    requested = {"n": 1 if n is None else n, "best_of": body.best_of or (1 if n is None else n)}
-    field = next((name for name, value in requested.items() if value not in SINGLE_CHOICE[name]), None)
-    if field is None:
-        return None
-    if body.smc is None:
-        raise unsupported(field, 'only 1 is supported, except in mode smc with "smc": {}; omit it')
-    _check_population(body.smc, info)
-    particles = info.plan.get("population", {}).get("particles", 1)
-    if not 1 <= requested["n"] <= requested["best_of"] <= particles:
-        message = f"n must be in 1..best_of, and best_of at most {particles}, the particles of this server"
-        raise ApiError(400, f"{field}: {message}", field)
-    if stream:
-        raise ApiError(
-            400, f"{field}: not supported with stream, because the texts are selected at the end; omit stream", field
-        )
-    return requested["n"], requested["best_of"]
 
 
 def grammar_request(body: ConstraintFields) -> GrammarRequest | None:

@@ -10,6 +10,8 @@ from swiftspec.errors import UserError
 from swiftspec.serve.http.engine_link.frames import DoneFrame, EngineInfo, PromptLogprobsFrame, RankState, TokensFrame
 from swiftspec.serve.http.engine_link.trace_events import TraceEventBuffer
 
+RequestFrame = PromptLogprobsFrame | TokensFrame | DoneFrame  # output of a request
+
 
 @dataclass(frozen=True, slots=True)
 class EngineRequest:
@@ -57,7 +59,7 @@ class EngineState:
 
     `phase`: "loading", "ready", "recovering" (rank 0 restarts), "draining" or "dead" (shutting down without rank 0).
     `detail`: progress of loading, or the reason for the loss of rank 0.
-    `running`, `waiting`: number of requests in rank 0 and in the queue.
+    `running`, `waiting`: number of requests in rank 0 and in the queue; each choice counts.
     `ranks`: states that rank 0 last reported.
     """
 
@@ -89,14 +91,16 @@ class EngineClient(Protocol):
         """Trace events, which the engine records while there are subscribers."""
         ...
 
-    def stream_frames(
-        self, request: EngineRequest
-    ) -> AsyncGenerator[PromptLogprobsFrame | TokensFrame | DoneFrame, bool | None]:
-        """Yields the frames of one request, `DoneFrame` last. The first frame follows after the time in the queue.
+    def stream_frames(self, *requests: EngineRequest) -> AsyncGenerator[tuple[int, RequestFrame], bool | None]:
+        """Yields the frames of the requests of one caller, each with the index of its request; `DoneFrame` is the last
+        one of a request. The first frame follows after the time in the queue.
 
-        `asend(True)` ends the request early: `DoneFrame` still follows, possibly after further tokens. Closing the
-        generator cancels the request; callers must close it (`contextlib.aclosing`).
-        Raises RequestRejectedError if the engine cannot accept the request, InvalidRequestError if its contents are
-        invalid, and GenerationFailedError if it fails later.
+        The requests enter the queue together, all or none, and run concurrently as far as the engine supports it,
+        otherwise one after the other. They count as one request for the queue's limits and do not replace one another.
+
+        `asend(True)` ends the request of the last frame early: its `DoneFrame` still follows, possibly after further
+        tokens. Closing the generator cancels all requests; callers must close it (`contextlib.aclosing`).
+        Raises RequestRejectedError if the engine cannot accept the requests, InvalidRequestError if the contents of one
+        are invalid, and GenerationFailedError if one fails later.
         """
         ...

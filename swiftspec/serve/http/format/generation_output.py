@@ -1,17 +1,23 @@
-"""Output of one generation: converts the engine's frames to reasoning, content and tool calls, round by round."""
+"""Outputs of a request: convert the engine's frames to reasoning, content and tool calls, round by round."""
 
 from __future__ import annotations
 
 import contextlib
 import copy
+import math
 from bisect import bisect_left
 from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Any, Literal
 
 from swiftspec.serve import answer_stats
-from swiftspec.serve.http.engine_link.engine_client import EngineClient, EngineRequest, GenerationFailedError
+from swiftspec.serve.http.engine_link.engine_client import (
+    EngineClient,
+    EngineRequest,
+    GenerationFailedError,
+    RequestFrame,
+)
 from swiftspec.serve.http.engine_link.frames import Choice, DoneFrame, PromptLogprobsFrame, TokenLogprob, TokensFrame
 from swiftspec.serve.http.format.reasoning import ReasoningParser
 from swiftspec.serve.http.format.tools import ParsedToolCall, ToolCallParser
@@ -54,12 +60,6 @@ class GenerationRequest:
     marker_tokens: frozenset[int] = frozenset()
 
 
-def choice_end_fields(answer: GenerationOutput) -> dict[str, Any]:
-    """Returns a finished choice's `stop_reason` (its stop string or None), and in mode smc also its `weight`."""
-    weight = {} if answer.weight is None else {"weight": answer.weight}
-    return {"stop_reason": answer.text_builder.stop_string, **weight}
-
-
 @dataclass(slots=True)
 class OutputPiece:
     """Adjacent output of one kind: reasoning, content or one tool call. It was complete with the tokens
@@ -78,11 +78,17 @@ class OutputPiece:
 @dataclass(slots=True)
 class OutputDelta:
     """Output that one round adds, in the order of generation. Its tokens are `tokens[first_token:end_token]` of the
-    `GenerationOutput`."""
+    `GenerationOutput`.
+
+    `choice`: index of that output among those of the request.
+    `last`: the output is complete. This delta adds nothing to it, and no further one follows.
+    """
 
     pieces: list[OutputPiece]
     first_token: int
     end_token: int
+    choice: int = 0
+    last: bool = False
 
     @property
     def content(self) -> str:
@@ -168,45 +174,46 @@ class GenerationOutput:
         reason = self.text_builder.finish_reason or "stop"
         return "tool_calls" if self.tool_calls and reason == "stop" else reason
 
-    async def deltas(self, engine: EngineClient) -> AsyncGenerator[OutputDelta]:
-        """Runs the request and yields the output of each round. A stop string ends the request early; closing this
-        generator cancels the request. Raises the exceptions of `EngineClient.stream_frames`."""
-        stop: bool | None = None
-        async with contextlib.aclosing(engine.stream_frames(self.request.engine_request)) as frames:
-            while self.done is None:
-                try:
-                    frame = await frames.asend(stop)
-                except StopAsyncIteration:
-                    break
-                self.started, stop = True, None
-                if isinstance(frame, PromptLogprobsFrame):
-                    self.prompt_logprobs = frame.logprobs
-                elif isinstance(frame, DoneFrame):
-                    self.done = frame
-                    answer_stats.keep_tokens(frame.timings, frame.metrics, frame.rounds, len(self.tokens))
-                elif self.text_builder.finish_reason is None:
-                    if self.request.prompt_only:
-                        frame = TokensFrame(frame.request, [], 0, finish_reason="length")
-                    delta = self._add_frame(frame)
-                    stop = self.text_builder.finish_reason is not None and frame.finish_reason is None
-                    yield delta
+    def deltas(self, engine: EngineClient) -> AsyncGenerator[OutputDelta]:
+        """Runs the request and yields the output of each round; see `stream_deltas`."""
+        return stream_deltas([self], engine)
+
+    def add_frame(self, frame: RequestFrame) -> tuple[OutputDelta | None, bool]:
+        """Adds a frame. Returns the output that it adds, and whether the engine is to end the request early."""
+        self.started = True
+        if isinstance(frame, PromptLogprobsFrame):
+            self.prompt_logprobs = frame.logprobs
+        elif isinstance(frame, DoneFrame):
+            self.done = frame
+            answer_stats.keep_tokens(frame.timings, frame.metrics, frame.rounds, len(self.tokens))
+        elif self.text_builder.finish_reason is None:
+            if self.request.prompt_only:
+                frame = TokensFrame(frame.request, [], 0, finish_reason="length")
+            delta = self._add_tokens(frame)
+            return delta, self.text_builder.finish_reason is not None and frame.finish_reason is None
+        return None, False
+
+    def finish(self) -> OutputDelta:
+        """Completes `choices` after the engine's last frame and returns the last delta. Raises GenerationFailedError if
+        the frames contain no finish reason."""
         if self.text_builder.finish_reason is None:
             raise GenerationFailedError("the engine ended the answer without a finish reason", "engine_error")
         choice_frames = [] if self.done is None else self.done.choices
         self.choices = [self._from_choice(choice) for choice in choice_frames] or [self]
         if not choice_frames and self.request.engine_request.choices is not None:
             self.weight = 1.0  # a stop string ended the request before the population diverged
+        return OutputDelta([], len(self.tokens), len(self.tokens), last=True)
 
     def _from_choice(self, choice: Choice) -> GenerationOutput:
         """Returns the output for one text of the population (mode smc)."""
         other = GenerationOutput.create(self.request, self.codec)
-        other.weight = choice.weight
-        other._add_frame(
+        other.weight, other.done = choice.weight, self.done
+        other._add_tokens(
             TokensFrame(0, [] if self.request.prompt_only else choice.token_ids, 0, finish_reason=choice.finish_reason)
         )
         return other
 
-    def _add_frame(self, frame: TokensFrame) -> OutputDelta:
+    def _add_tokens(self, frame: TokensFrame) -> OutputDelta:
         """Adds the output of a round."""
         first_token = len(self.tokens)
         pieces: list[OutputPiece] = []
@@ -269,21 +276,10 @@ class GenerationOutput:
         spec = (self.done.metrics.get("speculative_decoding") if self.done else None) or {}
         return int(spec.get(name, 0))
 
-    def usage(self) -> dict[str, Any]:
-        """Returns OpenAI's `usage` object. Output tokens are summed over all choices."""
-        choices = self.choices or [self]
-        tokens = sum(len(choice.tokens) for choice in choices)
-        return {
-            "prompt_tokens": len(self.prompt),
-            "completion_tokens": tokens,
-            "total_tokens": len(self.prompt) + tokens,
-            "prompt_tokens_details": {"cached_tokens": self.num_cached_tokens},
-            "completion_tokens_details": {
-                "accepted_prediction_tokens": self.num_accepted,
-                "rejected_prediction_tokens": self.num_rejected,
-                "reasoning_tokens": sum(choice.reasoning_tokens for choice in choices),
-            },
-        }
+    @property
+    def mean_logprob(self) -> float:
+        """Mean log-probability per output token; -inf without tokens or log-probabilities."""
+        return sum(one.logprob for one in self.logprobs) / len(self.logprobs) if self.logprobs else -math.inf
 
     def usage_so_far(self, num_tokens: int) -> dict[str, int]:
         """Returns the `usage` object of a chunk in a stream, as in vLLM, after `num_tokens` output tokens."""
@@ -295,3 +291,111 @@ class GenerationOutput:
         if self.done is None:
             return {}
         return {"timings": self.done.timings, "metrics": self.done.metrics, **self.done.extra}
+
+
+class RequestOutputs:
+    """The outputs of all engine requests of one HTTP request, which may have several prompts and choices.
+
+    `prompts`: for each prompt, the outputs of its engine requests.
+    `n`: number of choices that each prompt returns. If it has more outputs than that, the ones with the highest mean
+        log-probability are returned.
+    """
+
+    def __init__(self, prompts: Sequence[Sequence[GenerationOutput]], n: int = 1) -> None:
+        self.prompts, self.n = prompts, n
+        self.outputs = [output for outputs in prompts for output in outputs]
+
+    @staticmethod
+    def create(prompts: Sequence[Sequence[GenerationRequest]], codec: TextCodec, n: int = 1) -> RequestOutputs:
+        """Creates empty outputs for these requests."""
+        return RequestOutputs(
+            [[GenerationOutput.create(request, codec) for request in requests] for requests in prompts], n
+        )
+
+    @property
+    def started(self) -> bool:
+        """Whether the engine has sent a frame."""
+        return any(output.started for output in self.outputs)
+
+    def deltas(self, engine: EngineClient) -> AsyncGenerator[OutputDelta]:
+        """Runs all requests and yields the output of each round; see `stream_deltas`."""
+        return stream_deltas(self.outputs, engine)
+
+    def choices(self) -> Iterator[tuple[int, GenerationOutput]]:
+        """Yields the choices that the client gets, after the last delta, each with its index. The index is that of the
+        prompt times `n` plus the number of the choice, also if a prompt has fewer than `n` (mode smc)."""
+        for number, outputs in enumerate(self.prompts):
+            if len(outputs) > self.n:
+                outputs = sorted(outputs, key=lambda output: output.mean_logprob, reverse=True)[: self.n]
+            for index, choice in enumerate(choice for output in outputs for choice in output.choices):
+                yield number * self.n + index, choice
+
+    def choice_end_fields(self, choice: GenerationOutput) -> dict[str, Any]:
+        """Returns the `stop_reason` of a finished choice (its stop string or None), in mode smc its `weight`, and if
+        the request has several outputs the statistics of this one."""
+        weight = {} if choice.weight is None else {"weight": choice.weight}
+        return {
+            "stop_reason": choice.text_builder.stop_string,
+            **weight,
+            **(choice.stats() if len(self.outputs) > 1 else {}),
+        }
+
+    def usage(self) -> dict[str, Any]:
+        """Returns OpenAI's `usage` object: each prompt counts once, and the output tokens are summed over all outputs,
+        also those that are not returned."""
+        prompt_tokens = sum(len(outputs[0].prompt) for outputs in self.prompts)
+        choices = [choice for output in self.outputs for choice in output.choices or [output]]
+        tokens = sum(len(choice.tokens) for choice in choices)
+        return {
+            "prompt_tokens": prompt_tokens,
+            "completion_tokens": tokens,
+            "total_tokens": prompt_tokens + tokens,
+            "prompt_tokens_details": {"cached_tokens": sum(outputs[0].num_cached_tokens for outputs in self.prompts)},
+            "completion_tokens_details": {
+                "accepted_prediction_tokens": sum(output.num_accepted for output in self.outputs),
+                "rejected_prediction_tokens": sum(output.num_rejected for output in self.outputs),
+                "reasoning_tokens": sum(choice.reasoning_tokens for choice in choices),
+            },
+        }
+
+    def stats(self) -> dict[str, Any]:
+        """Returns the statistics of the only output. Of several outputs these are part of the choices, and the sum of
+        their `timings` is returned; {} until all are complete."""
+        done_frames = [output.done for output in self.outputs if output.done is not None]
+        if len(done_frames) < len(self.outputs):
+            return {}
+        if len(self.outputs) == 1:
+            return self.outputs[0].stats()
+        return {"timings": _combined_timings([done.timings for done in done_frames])}
+
+
+async def stream_deltas(outputs: Sequence[GenerationOutput], engine: EngineClient) -> AsyncGenerator[OutputDelta]:
+    """Runs the requests of these outputs and yields the output of each round, and a last delta for each output. A stop
+    string ends its request early; closing this generator cancels all requests. Raises the exceptions of
+    `EngineClient.stream_frames`."""
+    stop: bool | None = None
+    unfinished = set(range(len(outputs)))
+    requests = [output.request.engine_request for output in outputs]
+    async with contextlib.aclosing(engine.stream_frames(*requests)) as frames:
+        while unfinished:
+            try:
+                index, frame = await frames.asend(stop)
+            except StopAsyncIteration:
+                break
+            delta, stop = outputs[index].add_frame(frame)
+            if delta is not None:
+                delta.choice = index
+                yield delta
+            if isinstance(frame, DoneFrame):
+                unfinished.remove(index)
+                yield replace(outputs[index].finish(), choice=index)
+    for index in sorted(unfinished):
+        yield replace(outputs[index].finish(), choice=index)
+
+
+def _combined_timings(timings: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Returns the sums of these `timings`. The times of outputs that are decoded concurrently overlap."""
+    total = {name: sum(each.get(name, 0) for each in timings) for name in timings[0]}
+    seconds = total["predicted_ms"] / 1e3
+    total |= {"predicted_per_second": total["predicted_n"] / seconds if seconds else 0.0}
+    return total | {"load_ms": timings[0]["load_ms"]} if "load_ms" in total else total

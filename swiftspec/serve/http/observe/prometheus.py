@@ -17,7 +17,7 @@ from swiftspec.messages import NodeSource
 from swiftspec.observe.draft_monitor import DraftMonitor
 from swiftspec.serve.http.engine_link.engine_client import EngineClient
 from swiftspec.serve.http.engine_link.frames import RankState
-from swiftspec.serve.http.observe.request_metrics import RequestRecord
+from swiftspec.serve.http.observe.request_metrics import ChoiceRecord, RequestRecord
 
 PREFIX = "swiftspec:"
 MODEL_LABEL = "model_name"
@@ -75,17 +75,23 @@ class PrometheusMetrics:
             self.record_refusal(record.outcome)
             return
         self._success.labels(self._model_name, record.outcome).inc()
-        self._generated_tokens.inc(record.num_output_tokens)
         self._e2e.observe(record.ended_at - record.started_at)
-        if record.token_times:
-            self._prompt_tokens.inc(len(record.request.prompt))
-            self._ttft.observe(record.token_times[0] - record.started_at)
-        for earlier, later in zip(record.token_times, record.token_times[1:]):
-            self._inter_token.observe(later - earlier)
+        if record.time_to_first_token_s is not None:
+            self._ttft.observe(record.time_to_first_token_s)
         if record.queue_time_s is not None:
             self._queue.observe(record.queue_time_s)
-        if record.done is not None:
-            self._record_engine_stats(record.done.timings, record.done.metrics)
+        for choice in record.choices:
+            self._record_choice(choice)
+
+    def _record_choice(self, choice: ChoiceRecord) -> None:
+        """Updates the metrics with one choice of a request that has ended."""
+        self._generated_tokens.inc(choice.num_output_tokens)
+        if choice.token_times:
+            self._prompt_tokens.inc(len(choice.request.prompt))
+        for earlier, later in zip(choice.token_times, choice.token_times[1:]):
+            self._inter_token.observe(later - earlier)
+        if choice.done is not None:
+            self._record_engine_stats(choice.done.timings, choice.done.metrics)
 
     def _record_engine_stats(self, timings: dict[str, Any], metrics: dict[str, Any]) -> None:
         """Updates the metrics with the statistics in the `DoneFrame` of a completed request."""

@@ -16,9 +16,10 @@ from swiftspec.serve.http.engine_link.engine_client import (
     EngineState,
     GenerationFailedError,
     InvalidRequestError,
+    RequestFrame,
     RequestRejectedError,
 )
-from swiftspec.serve.http.engine_link.frames import DoneFrame, EngineInfo, PromptLogprobsFrame, TokensFrame
+from swiftspec.serve.http.engine_link.frames import DoneFrame, EngineInfo, TokensFrame
 from swiftspec.serve.http.engine_link.trace_events import TraceEventBuffer
 
 
@@ -41,19 +42,33 @@ REQUEST_CONTEXT: ContextVar[RequestContext] = ContextVar("visit", default=NO_CON
 
 
 @dataclass(slots=True)
+class ChoiceRecord:
+    """Measurements of one engine request, which decodes one choice of a request. Times are seconds of the monotonic
+    clock."""
+
+    request: EngineRequest
+    token_times: list[float] = field(default_factory=list)  # when the tokens of each round arrived
+    num_tokens: int = 0  # that arrived
+    finish_reason: str | None = None
+    done: DoneFrame | None = None  # statistics of the engine; None if the engine request did not complete
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Tokens of the answer. Of a completed request these are fewer than arrived if a stop string cut the answer."""
+        return self.num_tokens if self.done is None else int(self.done.timings.get("predicted_n", self.num_tokens))
+
+
+@dataclass(slots=True)
 class RequestRecord:
     """Measurements of one request in the front end. Times are seconds of the monotonic clock."""
 
-    request: EngineRequest
+    choices: list[ChoiceRecord]
     started_at: float
     context: RequestContext
-    token_times: list[float] = field(default_factory=list)  # when the tokens of each round arrived
-    num_tokens: int = 0  # that arrived
     rpc_records: list[RpcRecord] = field(default_factory=list)  # RPCs to workers
     ended_at: float = 0.0
     outcome: str = "error"  # stop, length, abort, error, busy, unavailable or invalid
     error: Exception | None = None
-    done: DoneFrame | None = None  # statistics of the engine; None if the request did not complete
 
     @property
     def accepted(self) -> bool:
@@ -61,17 +76,32 @@ class RequestRecord:
         return self.outcome in ("stop", "length", "abort", "error")
 
     @property
-    def num_output_tokens(self) -> int:
-        """Tokens of the answer. Of a completed request these are fewer than arrived if a stop string cut the answer."""
-        return self.num_tokens if self.done is None else int(self.done.timings.get("predicted_n", self.num_tokens))
+    def first_choice(self) -> ChoiceRecord | None:
+        """The choice that produced the first tokens; None if there are none."""
+        started = [choice for choice in self.choices if choice.token_times]
+        return min(started, key=lambda choice: choice.token_times[0], default=None)
+
+    @property
+    def time_to_first_token_s(self) -> float | None:
+        """Time to the first tokens of any choice, in seconds, the queue included. None without tokens."""
+        first = self.first_choice
+        return None if first is None else first.token_times[0] - self.started_at
 
     @property
     def queue_time_s(self) -> float | None:
-        """Time in the queue in seconds: `token_times[0] - started_at`, minus rank 0's time to first token, which begins
-        after the queue. None if the request did not complete or has no tokens."""
-        if self.done is None or not self.token_times:
+        """Time in the queue in seconds: the time to the first token, minus rank 0's, which begins after the queue. None
+        if that choice did not complete or has no tokens."""
+        first = self.first_choice
+        if first is None or first.done is None:
             return None
-        return max(self.token_times[0] - self.started_at - 1e-3 * self.done.metrics["time_to_first_token_ms"], 0.0)
+        engine_s = 1e-3 * first.done.metrics["time_to_first_token_ms"]
+        return max(first.token_times[0] - self.started_at - engine_s, 0.0)
+
+    def finish_reason(self) -> str | None:
+        """Returns the finish reason of the request, or None if a choice has not ended: "length" if it is that of any
+        choice."""
+        reasons = [choice.finish_reason for choice in self.choices]
+        return None if None in reasons else next((reason for reason in reasons if reason != "stop"), "stop")
 
 
 class InstrumentedEngine:
@@ -101,45 +131,47 @@ class InstrumentedEngine:
     def events(self) -> TraceEventBuffer:
         return self._engine.events
 
-    async def stream_frames(
-        self, request: EngineRequest
-    ) -> AsyncGenerator[PromptLogprobsFrame | TokensFrame | DoneFrame, bool | None]:
+    async def stream_frames(self, *requests: EngineRequest) -> AsyncGenerator[tuple[int, RequestFrame], bool | None]:
         """See `EngineClient.stream_frames`."""
-        record = RequestRecord(request, self._clock(), REQUEST_CONTEXT.get())
+        record = RequestRecord([ChoiceRecord(request) for request in requests], self._clock(), REQUEST_CONTEXT.get())
         stop: bool | None = None
+        cancelled = False
         try:
-            async with aclosing(self._engine.stream_frames(request)) as frames:
+            async with aclosing(self._engine.stream_frames(*requests)) as frames:
                 while True:
-                    frame = await frames.asend(stop)
-                    self._record_frame(record, frame)
-                    stop = yield frame
+                    index, frame = await frames.asend(stop)
+                    self._record_frame(record, record.choices[index], frame)
+                    stop = yield index, frame
                     if stop:
-                        record.outcome = "stop"
+                        record.choices[index].finish_reason = "stop"
         except StopAsyncIteration:
             return
         except (
             GeneratorExit,
             asyncio.CancelledError,
         ):  # the client disconnected, or the caller closed the generator after the end
-            record.outcome = "abort" if record.outcome == "error" else record.outcome
+            cancelled = True
             raise
         except Exception as error:
-            record.error, record.outcome = error, _outcome(error)
+            record.error = error
             raise
         finally:
             record.ended_at = self._clock()
+            if record.error is not None:
+                record.outcome = _outcome(record.error)
+            else:
+                record.outcome = record.finish_reason() or ("abort" if cancelled else "error")
             for callback in self._on_finished:
                 callback(record)
 
-    def _record_frame(self, record: RequestRecord, frame: PromptLogprobsFrame | TokensFrame | DoneFrame) -> None:
+    def _record_frame(self, record: RequestRecord, choice: ChoiceRecord, frame: RequestFrame) -> None:
         if isinstance(frame, DoneFrame):
-            record.done = frame
+            choice.done = frame
         elif isinstance(frame, TokensFrame):
-            record.token_times.append(self._clock())
-            record.num_tokens += len(frame.token_ids)
+            choice.token_times.append(self._clock())
+            choice.num_tokens += len(frame.token_ids)
             record.rpc_records += frame.rpc_records
-            if frame.finish_reason is not None and record.outcome == "error":
-                record.outcome = frame.finish_reason
+            choice.finish_reason = choice.finish_reason or frame.finish_reason
 
 
 def _outcome(error: Exception) -> str:

@@ -6,10 +6,11 @@ OpenTelemetry is an optional dependency, imported only with --otlp-endpoint.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from swiftspec import __version__
+from swiftspec.serve.http.engine_link.frames import DoneFrame
 from swiftspec.serve.http.observe.request_metrics import RequestContext, RequestRecord
 from swiftspec.serve.otel import exporter as otel_exporter
 from swiftspec.serve.otel.spans import add_rpc_spans
@@ -51,7 +52,7 @@ class RequestTracing:
             attributes={
                 "gen_ai.operation.name": operation, "gen_ai.provider.name": "swiftspec",
                 "gen_ai.request.model": self._name, **_context_attributes(context),
-                **_sampling_attributes(record.request.sampling), **_outcome_attributes(record),
+                **_sampling_attributes(record), **_outcome_attributes(record),
             },
         )  # fmt: skip
         add_rpc_spans(self._tracer, span, record.rpc_records)
@@ -70,33 +71,54 @@ def _context_attributes(context: RequestContext) -> dict[str, str]:
     return {name: value for name, value in attributes.items() if value}
 
 
-def _sampling_attributes(sampling: dict[str, Any]) -> dict[str, Any]:
-    """Returns sampling parameters as span attributes. A seed beyond OTLP's signed 64-bit integers becomes text."""
+def _sampling_attributes(record: RequestRecord) -> dict[str, Any]:
+    """Returns the sampling parameters of the first choice, and the number of choices if there are several, as span
+    attributes. A seed beyond OTLP's signed 64-bit integers becomes text."""
+    sampling = record.choices[0].request.sampling
     attributes = {name: sampling[name] for name in SAMPLING_ATTRIBUTES if sampling.get(name) is not None}
+    if len(record.choices) > 1:
+        attributes["choice.count"] = len(record.choices)
     return {f"gen_ai.request.{name}": value if abs(value) < 2**63 else str(value) for name, value in attributes.items()}
 
 
 def _outcome_attributes(record: RequestRecord) -> dict[str, Any]:
-    """Returns token usage, times and statistics of a request as span attributes."""
+    """Returns token usage, times and statistics of a request as span attributes. Tokens and times are summed over the
+    choices."""
     attributes: dict[str, Any] = {
-        "gen_ai.usage.input_tokens": len(record.request.prompt), "gen_ai.usage.output_tokens": record.num_output_tokens,
-    }  # fmt: skip
+        "gen_ai.usage.input_tokens": sum(len(choice.request.prompt) for choice in record.choices),
+        "gen_ai.usage.output_tokens": sum(choice.num_output_tokens for choice in record.choices),
+    }
     if record.accepted:
-        attributes["gen_ai.response.finish_reasons"] = [record.outcome]
-    if record.token_times:
-        attributes["gen_ai.response.time_to_first_chunk"] = record.token_times[0] - record.started_at
+        reasons = [choice.finish_reason for choice in record.choices]
+        attributes["gen_ai.response.finish_reasons"] = [record.outcome] if None in reasons else reasons
+    if record.time_to_first_token_s is not None:
+        attributes["gen_ai.response.time_to_first_chunk"] = record.time_to_first_token_s
     if record.queue_time_s is not None:
         attributes["swiftspec.queue_seconds"] = record.queue_time_s
-    if record.done is None:
-        return attributes
-    timings, metrics = record.done.timings, record.done.metrics
-    attributes["gen_ai.usage.cache_read.input_tokens"] = timings["cache_n"]
-    attributes["swiftspec.prefill_seconds"] = timings["prompt_ms"] / 1e3
-    attributes["swiftspec.decode_seconds"] = timings["predicted_ms"] / 1e3
-    attributes |= {f"swiftspec.{name}": metrics[name] for name in ("mode", "target_busy", "draft_busy")}
-    spec = metrics["speculative_decoding"] or {}
-    return attributes | {
-        f"swiftspec.{name}": spec[name]
-        for name in ("num_spec_steps", "num_draft_tokens", "num_accepted_draft_tokens", "mean_acceptance_length")
-        if name in spec
+    done_frames = [choice.done for choice in record.choices if choice.done is not None]
+    return attributes | (_engine_attributes(done_frames) if done_frames else {})
+
+
+def _engine_attributes(done_frames: Sequence[DoneFrame]) -> dict[str, Any]:
+    """Returns the engine's statistics of the completed choices as span attributes."""
+    timings, metrics = [done.timings for done in done_frames], [done.metrics for done in done_frames]
+    decode_ms = [each["predicted_ms"] for each in timings]
+    attributes: dict[str, Any] = {
+        "gen_ai.usage.cache_read.input_tokens": sum(each["cache_n"] for each in timings),
+        "swiftspec.prefill_seconds": sum(each["prompt_ms"] for each in timings) / 1e3,
+        "swiftspec.decode_seconds": sum(decode_ms) / 1e3,
+        "swiftspec.mode": metrics[0]["mode"],
     }
+    for name in ("target_busy", "draft_busy"):
+        busy_ms = sum(each[name] * ms for each, ms in zip(metrics, decode_ms))
+        attributes[f"swiftspec.{name}"] = busy_ms / sum(decode_ms) if sum(decode_ms) else 0.0
+    specs = [each["speculative_decoding"] for each in metrics if each["speculative_decoding"]]
+    if specs:
+        counts: dict[str, float] = {
+            name: sum(spec[name] for spec in specs)
+            for name in ("num_spec_steps", "num_draft_tokens", "num_accepted_draft_tokens")
+        }
+        rounds = counts["num_spec_steps"]
+        counts["mean_acceptance_length"] = 1 + counts["num_accepted_draft_tokens"] / rounds if rounds else 0.0
+        attributes |= {f"swiftspec.{name}": value for name, value in counts.items()}
+    return attributes

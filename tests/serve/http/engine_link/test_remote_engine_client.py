@@ -16,7 +16,7 @@ from swiftspec.serve.http.engine_link.engine_client import (
     RequestRejectedError,
 )
 from swiftspec.serve.http.engine_link.remote_engine_client import RemoteEngineClient
-from tests.support.scripted_rank import READY, Rank0, run_with_rank0, start_request
+from tests.support.scripted_rank import READY, Rank0, run_with_rank0, start_group, start_request
 
 
 def test_a_cancelled_request_reports_its_cost() -> None:
@@ -26,11 +26,11 @@ def test_a_cancelled_request_reports_its_cost() -> None:
             first = asyncio.create_task(anext(answer))
             assert isinstance(await rank0.next(), frames.StartFrame)
             rank0.send(chunk)
-            assert await first == chunk
+            assert await first == (0, chunk)
             last = asyncio.create_task(answer.asend(True))
             assert await rank0.next() == frames.CancelFrame(1)
             rank0.finish(1)
-            assert isinstance(await last, frames.DoneFrame)
+            assert await last == (0, frames.DoneFrame(1, {}, {}, {}))
         other = start_request(engine, 2)
         assert isinstance(await rank0.next(), frames.StartFrame), "and no second Cancel before it"
         rank0.finish(2)
@@ -188,6 +188,122 @@ def test_a_request_has_a_time_limit() -> None:
         rank0.finish(1)
 
     run_with_rank0(scene, request_timeout=0.1)
+
+
+async def started(rank0: Rank0) -> frames.StartFrame:
+    start = await rank0.next()
+    assert isinstance(start, frames.StartFrame)
+    return start
+
+
+def test_requests_of_one_caller_count_as_one_in_the_queue() -> None:
+    """They are admitted together, and run before those of later callers."""
+
+    async def scene(engine: RemoteEngineClient, rank0: Rank0) -> None:
+        running, group, other = start_group(engine, 0, 1), start_group(engine, 2, 3, 4, 5), start_request(engine, 6)
+        first = await started(rank0)
+        assert (engine.state.running, engine.state.waiting) == (1, 6)
+        with pytest.raises(RequestRejectedError, match=r"the queue is full \(2 requests wait\)"):
+            await start_group(engine, 7, 8)
+        rank0.finish(first.request)
+        for prompt in range(1, 7):
+            start = await started(rank0)
+            assert start.prompt == [prompt]
+            rank0.send(frames.TokensFrame(start.request, [prompt], 0, None, "stop"))
+            rank0.finish(start.request)
+        assert len(await running) == 3 and len(await group) == 8 and len(await other) == 2
+
+    run_with_rank0(scene)
+
+
+def test_frames_of_one_caller_have_the_index_of_their_request() -> None:
+    async def scene(engine: RemoteEngineClient, rank0: Rank0) -> None:
+        rank0.send(structs.replace(READY, max_num_seqs=2))
+        while engine.state.phase != "ready":
+            await asyncio.sleep(0)
+        async with aclosing(engine.stream_frames(*(EngineRequest([n], {}) for n in range(3)))) as answer:
+            first = asyncio.create_task(anext(answer))
+            assert [(await started(rank0)).prompt for _ in range(2)] == [[0], [1]]
+            rank0.send(frames.TokensFrame(2, [7], 0), frames.TokensFrame(1, [5], 0))
+            assert await first == (1, frames.TokensFrame(2, [7], 0))
+            second = asyncio.create_task(answer.asend(True))
+            assert await rank0.next() == frames.CancelFrame(2), "only this request ends early"
+            assert await second == (0, frames.TokensFrame(1, [5], 0))
+            rank0.finish(2)
+            assert await anext(answer) == (1, frames.DoneFrame(2, {}, {}, {}))
+            assert (await started(rank0)).prompt == [2]
+        assert await rank0.next() == frames.CancelFrame(1) and await rank0.next() == frames.CancelFrame(3)
+        rank0.finish(1)
+        rank0.finish(3)
+
+    run_with_rank0(scene, ready=False)
+
+
+def test_the_time_limits_of_one_caller_cover_all_its_requests() -> None:
+    """The queue timeout ends with the start of the first one."""
+
+    async def scene(engine: RemoteEngineClient, rank0: Rank0) -> None:
+        group, other = start_group(engine, 0, 1), start_request(engine, 2)
+        start = await started(rank0)
+        with pytest.raises(RequestRejectedError, match="queue timeout"):
+            await other
+        rank0.finish(start.request)
+        start = await started(rank0)
+        with pytest.raises(GenerationFailedError, match=r"longer than 0\.2 s"):
+            await group
+        assert await rank0.next() == frames.CancelFrame(start.request)
+        rank0.finish(start.request)
+
+    run_with_rank0(scene, queue_timeout=0.05, request_timeout=0.2)
+
+
+def test_an_error_of_one_request_ends_those_of_its_caller() -> None:
+    async def scene(engine: RemoteEngineClient, rank0: Rank0) -> None:
+        for user, kind in ((True, InvalidRequestError), (False, GenerationFailedError)):
+            group, other = start_group(engine, 0, 1, 2), start_request(engine, 3)
+            rank0.send(frames.FailedFrame((await started(rank0)).request, "no", user))
+            start = await started(rank0)
+            assert start.prompt == [3], "the others do not start"
+            with pytest.raises(kind, match="no"):
+                await group
+            rank0.finish(start.request)
+            await other
+
+    run_with_rank0(scene)
+
+
+def test_the_newest_caller_of_a_key_replaces_all_requests_of_the_earlier_one() -> None:
+    async def scene(engine: RemoteEngineClient, rank0: Rank0) -> None:
+        older, newest = start_group(engine, 0, 1, key="a"), start_group(engine, 2, 3, key="a")
+        with pytest.raises(GenerationFailedError, match="newer"):
+            await older
+        start = await started(rank0)
+        assert await rank0.next() == frames.CancelFrame(start.request)
+        rank0.finish(start.request)
+        for prompt in (2, 3):
+            start = await started(rank0)
+            assert start.prompt == [prompt]
+            rank0.finish(start.request)
+        assert len(await newest) == 2
+
+    run_with_rank0(scene)
+
+
+def test_a_drain_completes_all_requests_of_a_caller_that_has_started() -> None:
+    async def scene(engine: RemoteEngineClient, rank0: Rank0) -> None:
+        running, waiting = start_group(engine, 0, 1), start_group(engine, 2, 3)
+        start = await started(rank0)
+        drained = asyncio.create_task(engine.drain())
+        with pytest.raises(RequestRejectedError, match="draining"):
+            await waiting
+        rank0.finish(start.request)
+        start = await started(rank0)
+        assert start.prompt == [1] and not drained.done()
+        rank0.finish(start.request)
+        assert len(await running) == 2
+        await drained
+
+    run_with_rank0(scene)
 
 
 def test_requests_are_refused_while_loading_and_draining() -> None:

@@ -15,7 +15,7 @@ from swiftspec.serve.http.engine_link.engine_client import (
     RequestRejectedError,
 )
 from swiftspec.serve.http.engine_link.remote_engine_client import RemoteEngineClient
-from tests.support.scripted_rank import READY, Link, Rank0, run_link, start_request
+from tests.support.scripted_rank import READY, Link, Rank0, run_link, start_group, start_request
 
 LOST = frames.EngineLostFrame("rank 1 is gone")
 RANKS = [frames.RankState(n, "target", 100 + n, "up", 0) for n in range(2)]
@@ -47,7 +47,7 @@ def test_a_request_without_output_is_retried_before_all_others(last_frames: list
         rank0.send(
             frames.TokensFrame(before.request, [8], 0), frames.TokensFrame(again.request, [9], 0)
         )  # the former has exceeded its time
-        assert await first == frames.TokensFrame(again.request, [9], 0)
+        assert await first == (0, frames.TokensFrame(again.request, [9], 0))
         rank0.finish(before.request)  # too late
         rank0.finish(again.request)
         rank0.finish((await started(rank0)).request)
@@ -88,10 +88,10 @@ def test_a_request_with_output_ends_with_its_number_of_tokens(
         other = start_request(link.engine, 2)
         sent = frames_of((await started(link.rank0)).request)
         link.rank0.send(*sent)
-        read = [await first]
+        read = [(await first)[1]]
         await link.lose_rank0(LOST)
         with pytest.raises(GenerationFailedError, match=message) as broken:
-            async for frame in answer:
+            async for _, frame in answer:
                 read.append(frame)
         assert broken.value.kind == "engine_error" and read == sent
         rank0 = await link.restart_rank0(READY)
@@ -99,6 +99,34 @@ def test_a_request_with_output_ends_with_its_number_of_tokens(
         assert start.prompt == [2], "those that waited go on"
         rank0.finish(start.request)
         await other
+
+    run_link(scene, READY)
+
+
+def test_the_requests_of_one_caller_are_retried_one_by_one() -> None:
+    """Those that were complete are not repeated; one that was interrupted ends all of them."""
+
+    async def scene(link: Link) -> None:
+        group, interrupted = start_group(link.engine, 0, 1, 2), start_group(link.engine, 3, 4)
+        start = await started(link.rank0)
+        link.rank0.send(frames.TokensFrame(start.request, [5, 6], 0, None, "stop"))
+        link.rank0.finish(start.request)
+        assert (await started(link.rank0)).prompt == [1]
+        await link.lose_rank0(LOST)
+        rank0 = await link.restart_rank0(READY)
+        for prompt in (1, 2):
+            start = await started(rank0)
+            assert start.prompt == [prompt]
+            rank0.finish(start.request)
+        assert len(await group) == 4
+        start = await started(rank0)
+        rank0.send(frames.TokensFrame(start.request, [5], 0), frames.LoadingFrame("read"))
+        await link.until(lambda: link.engine.state.detail == "read")
+        await asyncio.sleep(0)
+        await link.lose_rank0(LOST)
+        with pytest.raises(GenerationFailedError, match="after 1 token: rank 1 is gone"):
+            await interrupted
+        await link.restart_rank0(READY)
 
     run_link(scene, READY)
 

@@ -45,7 +45,7 @@ def samples(metrics: PrometheusMetrics) -> Samples:
     return found
 
 
-def after(*answers: Any) -> Samples:
+def after(*answers: Any, num_choices: int = 1) -> Samples:
     """The metrics after these requests."""
     engine = ScriptedEngine(*answers)
     metrics = PrometheusMetrics(engine, "m")
@@ -54,7 +54,7 @@ def after(*answers: Any) -> Samples:
     async def all_of_them() -> None:
         for _ in answers:
             with suppress(RequestRejectedError, GenerationFailedError):
-                await collect_frames(watched, EngineRequest([1, 2, 3], {}))
+                await collect_frames(watched, *[EngineRequest([1, 2, 3], {})] * num_choices)
 
     asyncio.run(all_of_them())
     return samples(metrics)
@@ -116,6 +116,17 @@ def test_totals_are_the_sums_over_the_answers(stats: list[Stats]) -> None:
     assert all(seconds >= 0 for seconds in phases) and sum(phases) >= decoding - 1e-9
     assert total(found, "inter_token_latency_seconds_count") == len(stats)
     assert total(found, "time_to_first_token_seconds_sum") == len(stats)  # one tick each
+
+
+def test_a_request_with_several_choices_counts_once_and_its_tokens_for_each() -> None:
+    choices = [complete_frames(Stats(prompt_tokens=3, decode_time=1.0), [2, 1]) for _ in range(2)]
+    found = after([(index, frame) for index, frames in enumerate(choices) for frame in frames], num_choices=2)
+    assert total(found, "request_success_total", finished_reason="stop") == 1
+    for name in ("time_to_first_token_seconds", "e2e_request_latency_seconds", "request_queue_time_seconds"):
+        assert total(found, f"{name}_count") == 1
+    assert (total(found, "prompt_tokens_total"), total(found, "generation_tokens_total")) == (6, 6)
+    assert total(found, "inter_token_latency_seconds_count") == 2
+    assert total(found, "request_decode_time_seconds_sum") == 2
 
 
 def test_the_rest_of_a_round_excludes_both_models() -> None:

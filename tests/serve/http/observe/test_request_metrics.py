@@ -8,6 +8,7 @@ from contextlib import aclosing
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from swiftspec.engine import Stats
 from swiftspec.serve.http.engine_link.engine_client import (
@@ -29,9 +30,15 @@ def test_a_complete_answer() -> None:
     instrumented = InstrumentedEngine(engine, [records.append], TickingClock())
     assert asyncio.run(collect_frames(instrumented, REQUEST)) == frames and engine.closed == 1
     (record,) = records
-    assert (record.num_tokens, record.outcome, record.done, record.accepted) == (5, "stop", frames[-1], True)
-    assert (record.started_at, record.token_times, record.ended_at, record.queue_time_s) == (1.0, [2.0, 3.0], 4.0, 0.75)
+    (choice,) = record.choices
+    assert (choice.num_tokens, record.outcome, choice.done, record.accepted) == (5, "stop", frames[-1], True)
+    assert (record.started_at, choice.token_times, record.ended_at, record.queue_time_s) == (1.0, [2.0, 3.0], 4.0, 0.75)
     assert (instrumented.state, instrumented.info) == (engine.state, INFO)
+
+
+def outcomes(records: list[RequestRecord]) -> list[Any]:
+    """Outcome, tokens and last frame of each request of one choice."""
+    return [(record.outcome, record.choices[0].num_tokens, record.choices[0].done) for record in records]
 
 
 @pytest.mark.parametrize(
@@ -61,22 +68,21 @@ def test_an_answer_ended_at_a_stop_string_has_finish_reason_stop() -> None:
 
     async def request() -> None:
         async with aclosing(InstrumentedEngine(engine, [records.append]).stream_frames(REQUEST)) as frames:
-            frame, over = await anext(frames), True
+            (_, frame), over = await anext(frames), True
             while frame != done:
-                frame, over = await frames.asend(over), None
+                (_, frame), over = await frames.asend(over), None
 
     asyncio.run(request())
-    assert [(record.outcome, record.num_tokens, record.done) for record in records] == [("stop", 9, done)]
+    assert outcomes(records) == [("stop", 9, done)]
     assert engine.num_stops == 1 and engine.closed == 1
 
 
 def test_an_answer_closed_early_is_aborted() -> None:
     records: list[RequestRecord] = []
     engine = ScriptedEngine(complete_frames(Stats(), [3, 2]))
-    assert len(asyncio.run(collect_frames(InstrumentedEngine(engine, [records.append]), REQUEST, 1))) == 1
-    assert [(record.outcome, record.num_tokens, record.done) for record in records] == [
-        ("abort", 3, None)
-    ] and engine.closed == 1
+    instrumented = InstrumentedEngine(engine, [records.append])
+    assert len(asyncio.run(collect_frames(instrumented, REQUEST, max_frames=1))) == 1
+    assert outcomes(records) == [("abort", 3, None)] and engine.closed == 1
 
 
 @pytest.mark.parametrize("waits", [False, True])
@@ -85,9 +91,9 @@ def test_a_disconnect_aborts_the_request(waits: bool) -> None:
     records: list[RequestRecord] = []
 
     class Endless(ScriptedEngine):
-        async def stream_frames(self, request: EngineRequest) -> AsyncGenerator[Any, bool | None]:
+        async def stream_frames(self, *requests: EngineRequest) -> AsyncGenerator[Any, bool | None]:
             try:
-                yield complete_frames(Stats(), [1, 1])[0]
+                yield 0, complete_frames(Stats(), [1, 1])[0]
                 await asyncio.Event().wait()
             finally:
                 self.closed += 1
@@ -113,4 +119,17 @@ def test_a_disconnect_aborts_the_request(waits: bool) -> None:
             await task
 
     asyncio.run(scene())
-    assert [(record.outcome, record.num_tokens) for record in records] == [("abort", 1)] and engine.closed == 1
+    assert outcomes(records) == [("abort", 1, None)] and engine.closed == 1
+
+
+def test_the_choices_of_a_request_are_one_record() -> None:
+    first, second = complete_frames(Stats(first_token_time=0.25), [3, 2]), complete_frames(Stats(), [4])
+    last = structs.replace(second[0], finish_reason="length")
+    pairs = [(1, last), (0, first[0]), (0, first[1]), (1, second[1]), (0, first[2])]
+    records: list[RequestRecord] = []
+    instrumented = InstrumentedEngine(ScriptedEngine(pairs), [records.append], TickingClock())
+    asyncio.run(collect_frames(instrumented, REQUEST, REQUEST))
+    (record,) = records
+    assert [(choice.num_tokens, choice.finish_reason) for choice in record.choices] == [(5, "stop"), (4, "length")]
+    assert (record.outcome, record.time_to_first_token_s, record.queue_time_s) == ("length", 1.0, 1.0)
+    assert [choice.done for choice in record.choices] == [first[2], second[1]]

@@ -29,7 +29,9 @@ from tests.support.scripted_engine import ScriptedEngine, TickingClock, collect_
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
 
-def spans(visit: RequestContext, ask: EngineRequest, *answers: Sequence[Any]) -> list[ReadableSpan]:
+def spans(
+    visit: RequestContext, ask: EngineRequest, *answers: Sequence[Any], num_choices: int = 1
+) -> list[ReadableSpan]:
     """The spans of these requests; closing exports all of them."""
     memory, addresses = InMemorySpanExporter(), list[str]()
 
@@ -44,7 +46,7 @@ def spans(visit: RequestContext, ask: EngineRequest, *answers: Sequence[Any]) ->
         REQUEST_CONTEXT.set(visit)
         for _ in answers:
             with suppress(RequestRejectedError):
-                await collect_frames(watched, ask)
+                await collect_frames(watched, *[ask] * num_choices)
 
     asyncio.run(all_of_them())
     traced.close()
@@ -74,6 +76,20 @@ def test_a_request_is_one_span_under_that_of_its_client() -> None:
         "swiftspec.draft_busy": 0.0, "swiftspec.num_spec_steps": 1, "swiftspec.num_draft_tokens": 3,
         "swiftspec.num_accepted_draft_tokens": 1, "swiftspec.mean_acceptance_length": 2.0,
     }  # fmt: skip
+
+
+def test_choices_share_the_span_of_their_request() -> None:
+    first = complete_frames(Stats(prompt_tokens=3, decode_time=1.0, target_busy_time=1.0, rounds=1, accepted=1), [2])
+    second = complete_frames(Stats(prompt_tokens=3, cached_tokens=2, decode_time=3.0, rounds=2, accepted=5), [4])
+    pairs = [*((0, frame) for frame in first), *((1, frame) for frame in second)]
+    (span,) = spans(RequestContext(), EngineRequest([1, 2, 3], {}), pairs, num_choices=2)
+    attributes = dict(span.attributes or {})
+    assert attributes["gen_ai.request.choice.count"] == 2
+    assert attributes["gen_ai.response.finish_reasons"] == ("stop", "stop")
+    assert (attributes["gen_ai.usage.input_tokens"], attributes["gen_ai.usage.output_tokens"]) == (6, 6)
+    assert attributes["gen_ai.usage.cache_read.input_tokens"] == 2
+    assert (attributes["swiftspec.decode_seconds"], attributes["swiftspec.target_busy"]) == (4.0, 0.25)
+    assert (attributes["swiftspec.num_spec_steps"], attributes["swiftspec.mean_acceptance_length"]) == (3, 3.0)
 
 
 def test_rpcs_are_child_spans_of_their_request() -> None:

@@ -1,0 +1,107 @@
+"""Several choices per request: the fields `n` and `best_of`, and the seeds of independent samples."""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+from dataclasses import dataclass, replace
+
+from swiftspec.serve.http.api.sampling import check_population
+from swiftspec.serve.http.engine_link.frames import EngineInfo
+from swiftspec.serve.http.errors import ApiError, unsupported
+from swiftspec.serve.http.format.generation_output import GenerationRequest
+from swiftspec.serve.http.schema import SamplingFields
+
+MAX_CHOICES = 512  # engine requests of one HTTP request
+
+
+@dataclass(frozen=True, slots=True)
+class RequestedChoices:
+    """Numbers of texts for each prompt.
+
+    `n`: number of choices that are returned.
+    `num_samples`: number of independent samples, each with an engine request of its own.
+    `population`: (number of texts to return, number to sample) of a particle population in mode smc; None: one text.
+    """
+
+    n: int = 1
+    num_samples: int = 1
+    population: tuple[int, int] | None = None
+
+
+def requested_choices(
+    body: SamplingFields, n: int | None, stream: bool | None, info: EngineInfo, *, num_prompts: int = 1,
+    ranked: bool = False,
+) -> RequestedChoices:  # fmt: skip
+    """Returns the numbers of choices that a request asks for. With the field `smc` they are texts of one population,
+    otherwise independent samples. Raises ApiError if they are invalid, too many or not supported with other fields.
+
+    `ranked`: whether the endpoint supports `best_of` without `smc`, that is, ranks samples by log-probability.
+    """
+    n = 1 if n is None else n
+    best_of = body.best_of or n
+    if body.smc is not None and (n, best_of) != (1, 1):
+        choices = _population_choices(body, n, best_of, stream, info)
+    else:
+        choices = RequestedChoices(n, best_of)
+        if n < 1:
+            raise ApiError(400, "n: must be at least 1", "n")
+        if best_of != n:
+            _check_best_of(n, best_of, stream, info, ranked)
+    total = num_prompts * choices.num_samples
+    if total > MAX_CHOICES:
+        field = "n" if best_of == n else "best_of"
+        prompts = f" for each of {num_prompts} prompts" if num_prompts > 1 else ""
+        message = f"{choices.num_samples} choices{prompts} are more than {MAX_CHOICES} in total; send several requests"
+        raise ApiError(400, f"{field}: {message}", field)
+    return choices
+
+
+def _population_choices(
+    body: SamplingFields, n: int, best_of: int, stream: bool | None, info: EngineInfo
+) -> RequestedChoices:
+    check_population(body.smc, info)
+    field = "best_of" if n == 1 else "n"
+    particles = info.plan.get("population", {}).get("particles", 1)
+    if not 1 <= n <= best_of <= particles:
+        message = f"n must be in 1..best_of, and best_of at most {particles}, the particles of this server"
+        raise ApiError(400, f"{field}: {message}", field)
+    if stream:
+        message = "not supported with stream and smc, because the texts are selected at the end; omit stream"
+        raise ApiError(400, f"{field}: {message}", field)
+    return RequestedChoices(n, 1, (n, best_of))
+
+
+def _check_best_of(n: int, best_of: int, stream: bool | None, info: EngineInfo, ranked: bool) -> None:
+    """Raises ApiError if the `n` best of `best_of` samples cannot be returned."""
+    if not ranked:
+        raise unsupported("best_of", 'only supported by /v1/completions, or in mode smc with "smc": {}; omit it')
+    if best_of < n:
+        raise ApiError(400, f"best_of: must be at least n, which is {n}", "best_of")
+    if stream:
+        message = "not supported with stream unless it equals n, because the best choices are known at the end"
+        raise ApiError(400, f"best_of: {message}; omit stream", "best_of")
+    if info.max_num_seqs > 1 or info.plan.get("mode") == "smc":
+        message = "needs log-probabilities, which a server with --max-num-seqs above 1 or --mode smc does not compute"
+        raise unsupported("best_of", f"{message}; use n")
+
+
+def sampled_requests(request: GenerationRequest, count: int, seeded: bool) -> list[GenerationRequest]:
+    """Returns `count` requests that differ in their seeds. The first one is `request`; the seeds of the others are
+    derived from its seed if the client has set it (`seeded`), otherwise they are random."""
+    engine_request = request.engine_request
+    seed = engine_request.sampling["seed"]
+    requests = [request]
+    for index in range(1, count):
+        sampling = {
+            **engine_request.sampling,
+            "seed": choice_seed(seed, index) if seeded else secrets.randbits(63),
+        }
+        requests.append(replace(request, engine_request=replace(engine_request, sampling=sampling)))
+    return requests
+
+
+def choice_seed(seed: int, index: int) -> int:
+    """Returns the seed of a choice other than the first: 8 bytes of the BLAKE2b hash of "seed:index". Neighbouring
+    seeds of requests share no choices, as they would with seed + index."""
+    return int.from_bytes(hashlib.blake2b(f"{seed}:{index}".encode(), digest_size=8).digest(), "little")
