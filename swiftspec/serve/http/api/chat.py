@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Request, Response
@@ -10,6 +11,7 @@ from pydantic import Field
 
 from swiftspec.serve.http.api.generation import JSON_OR_SSE, chat_generation_request, respond
 from swiftspec.serve.http.api.sampling import grammar_request, requested_choices
+from swiftspec.serve.http.api.token_fields import listed_logprobs
 from swiftspec.serve.http.app_context import AppContext, new_id
 from swiftspec.serve.http.errors import ApiError
 from swiftspec.serve.http.format.conversation import (
@@ -22,27 +24,25 @@ from swiftspec.serve.http.format.conversation import (
     to_template_messages,
 )
 from swiftspec.serve.http.format.generation_output import GenerationOutput, OutputDelta, choice_end_fields
-from swiftspec.serve.http.format.logprobs import LogprobFormatter
+from swiftspec.serve.http.format.logprobs import LogprobFormatter, TokenFields
 from swiftspec.serve.http.format.tools import ParsedToolCall
+from swiftspec.serve.http.known_fields import reject_unsupported
 from swiftspec.serve.http.schema import (
-    CHAT_UNSUPPORTED,
-    INTEGRAL,
     ConstraintFields,
     Count,
-    JsonObject,
+    LogprobCount,
     Positive,
     SamplingFields,
+    ScoringFields,
     ShortText,
     Stop,
     Stops,
     StreamOptions,
-    Text,
-    reject_unsupported,
 )
 from swiftspec.serve.http.sse import DONE_EVENT, sse_event
 
 
-class ChatRequest(SamplingFields, ConstraintFields, TemplateFields):
+class ChatRequest(SamplingFields, ConstraintFields, TemplateFields, ScoringFields):
     """Request of OpenAI's chat completions endpoint, with vLLM's sampling parameters."""
 
     model: ShortText | None = None
@@ -53,21 +53,11 @@ class ChatRequest(SamplingFields, ConstraintFields, TemplateFields):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=20), INTEGRAL] | None = None
+    top_logprobs: LogprobCount | None = Field(None, description="Requires logprobs. -1: all tokens.")
     tools: Annotated[list[Tool], Field(max_length=128)] | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     n: Count | None = Field(None, description="With smc: number of texts of the population, each with its weight.")
-    # Fields of OpenAI or vLLM that this server does not support: see CHAT_UNSUPPORTED.
-    audio: JsonObject | None = None
-    modalities: Annotated[list[ShortText], Field(max_length=8)] | None = None
-    functions: Annotated[list[Any], Field(max_length=128)] | None = None
-    function_call: ShortText | JsonObject | None = None
-    chat_template: Text | None = None
-    documents: Annotated[list[Any], Field(max_length=4096)] | None = None
-    echo: bool | None = None
-    add_generation_prompt: bool | None = None
-    web_search_options: JsonObject | None = None
 
 
 def chat_to_conversation(body: ChatRequest) -> Conversation:
@@ -108,11 +98,14 @@ class ChatWriter:
 
     `top`: number of top log-probabilities per token; None: no log-probabilities.
     `usage`: whether a stream ends with a usage chunk.
+    `token_fields`: formatter of vLLM's additional fields.
     """
 
     def __init__(
-        self, output: GenerationOutput, model: str, logprob_formatter: LogprobFormatter, top: int | None, usage: bool
-    ) -> None:
+        self, output: GenerationOutput, model: str, logprob_formatter: LogprobFormatter, top: int | None, usage: bool,
+        token_fields: TokenFields,
+    ) -> None:  # fmt: skip
+        self._token_fields = token_fields
         self._output, self._logprob_formatter, self._top, self._usage = output, logprob_formatter, top, usage
         self._common_fields = {
             "id": new_id("chatcmpl-"),
@@ -124,7 +117,7 @@ class ChatWriter:
 
     def start_events(self) -> bytes:
         """Returns the first chunk, which contains the role."""
-        return self._chunk({"role": "assistant", "content": ""})
+        return self._chunk({"role": "assistant", "content": ""}, **self._token_fields.of_prompt(self._output.prompt))
 
     def delta_events(self, delta: OutputDelta) -> bytes:
         """Returns the chunk of one round; empty if the round adds nothing visible."""
@@ -139,17 +132,18 @@ class ChatWriter:
                 for index, call in enumerate(delta.tool_calls)
             ]
             self._num_calls += len(delta.tool_calls)
-        if self._top is None and fields == {"content": ""}:
+        if self._top is None and fields == {"content": ""} and not self._token_fields.token_ids:
             return b""
-        return self._chunk(fields, logprobs=self._logprobs(delta.first_token, delta.end_token))
+        tokens = self._output.tokens[delta.first_token : delta.end_token]
+        logprobs = self._logprobs(delta.first_token, delta.end_token)
+        return self._chunk(fields, logprobs=logprobs, choice_fields=self._token_fields.of_output(tokens))
 
     def end_events(self) -> bytes:
         """Returns the last chunks: finish reason, usage and statistics."""
         output = self._output
         stats = output.stats()
-        last = self._chunk(
-            {}, output.finish_reason, stop_reason=output.text_builder.stop_string, **({} if self._usage else stats)
-        )
+        stop_reason = {"stop_reason": output.stop_reason}
+        last = self._chunk({}, output.finish_reason, choice_fields=stop_reason, **({} if self._usage else stats))
         if self._usage:
             last += sse_event({**self._common_fields, "choices": [], "usage": output.usage(), **stats})
         return last + DONE_EVENT
@@ -161,11 +155,12 @@ class ChatWriter:
         choices = [
             {"index": index, "message": assistant_message(choice), "logprobs": logprobs, "finish_reason":
             choice.finish_reason,
-             **choice_end_fields(choice)}
+             **choice_end_fields(choice), **self._token_fields.of_output(choice.tokens)}
             for index, choice in enumerate(output.choices)
         ]  # fmt: skip
         head = {**self._common_fields, "object": "chat.completion"}
-        return {**head, "choices": choices, "usage": output.usage(), **output.stats()}
+        prompt_fields = self._token_fields.of_prompt(output.prompt, output.prompt_logprobs)
+        return {**head, "choices": choices, "usage": output.usage(), **prompt_fields, **output.stats()}
 
     def _logprobs(self, first: int, last: int) -> dict[str, Any] | None:
         if self._top is None:
@@ -174,9 +169,11 @@ class ChatWriter:
         items = self._logprob_formatter.chat_logprobs(output.tokens[first:last], output.logprobs[first:last], self._top)
         return {"content": items, "refusal": None}
 
-    def _chunk(self, delta: dict[str, Any], finish: str | None = None, logprobs: Any = None, **more: Any) -> bytes:
-        stop = {"stop_reason": more.pop("stop_reason")} if "stop_reason" in more else {}
-        choice = {"index": 0, "delta": delta, "logprobs": logprobs, "finish_reason": finish, **stop}
+    def _chunk(
+        self, delta: dict[str, Any], finish: str | None = None, logprobs: Any = None, *,
+        choice_fields: Mapping[str, Any] | None = None, **more: Any,
+    ) -> bytes:  # fmt: skip
+        choice = {"index": 0, "delta": delta, "logprobs": logprobs, "finish_reason": finish, **(choice_fields or {})}
         return sse_event({**self._common_fields, "choices": [choice], **more})
 
 
@@ -188,7 +185,7 @@ def chat_router(context: AppContext) -> APIRouter:
     async def chat_completions(body: ChatRequest, request: Request) -> Response:
         _, codec = context.require_ready()
         model = context.resolve_model_name(body.model)
-        reject_unsupported(body, CHAT_UNSUPPORTED)
+        reject_unsupported(body)
         if body.top_logprobs and not body.logprobs:
             raise ApiError(400, "top_logprobs: needs logprobs to be true", "top_logprobs")
         top = (body.top_logprobs or 0) if body.logprobs else None
@@ -196,11 +193,16 @@ def chat_router(context: AppContext) -> APIRouter:
         generation_request = await chat_generation_request(
             context, request, body, chat_to_conversation(body), limit=limit, stops=stop_list(body.stop),
             grammar=grammar_request(body), logprobs=top,
-            choices=requested_choices(body, body.n, body.stream, context.require_ready()[0]),
+            choices=requested_choices(body, body.n, body.stream, context.require_ready()[0]), scoring=body,
+            stream=body.stream,
         )  # fmt: skip
         usage = context.always_usage or bool(body.stream_options and body.stream_options.include_usage)
         output = GenerationOutput.create(generation_request, codec)
-        writer = ChatWriter(output, model, LogprobFormatter(codec), top, usage)
+        formatter = LogprobFormatter(codec, bool(body.return_tokens_as_token_ids))
+        token_fields = TokenFields(
+            formatter, bool(body.return_token_ids), listed_logprobs(ScoringFields(), body.prompt_logprobs)
+        )
+        writer = ChatWriter(output, model, formatter, listed_logprobs(body, top), usage, token_fields)
         return await respond(context, request, output, writer, body.stream)
 
     return router

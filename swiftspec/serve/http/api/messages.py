@@ -21,17 +21,16 @@ from swiftspec.serve.http.format.conversation import (
 )
 from swiftspec.serve.http.format.generation_output import GenerationOutput, OutputDelta
 from swiftspec.serve.http.format.tools import ParsedToolCall
+from swiftspec.serve.http.known_fields import reject_unsupported
 from swiftspec.serve.http.schema import (
-    SINGLE_CHOICE,
-    UNSUPPORTED,
     Body,
+    ExtensibleBody,
     JsonObject,
     Positive,
     SamplingFields,
     ShortText,
     Stops,
     Text,
-    reject_unsupported,
 )
 from swiftspec.serve.http.sse import sse_event
 
@@ -90,7 +89,7 @@ class OutputConfig(Body):
         return None if self.format is None else ("json_schema", json.dumps(self.format.schema_), "output_config.format")
 
 
-class CountRequest(Body):
+class CountRequest(ExtensibleBody):
     """Request of the count_tokens endpoint."""
 
     model: ShortText | None = None
@@ -306,7 +305,7 @@ def messages_router(context: AppContext) -> APIRouter:
     async def create_message(body: MessagesRequest, request: Request) -> Response:
         _, codec = context.require_ready()
         model = context.resolve_model_name(body.model)
-        reject_unsupported(body, {**UNSUPPORTED, **SINGLE_CHOICE})
+        reject_unsupported(body, ["best_of"])
         generation_request = await chat_generation_request(
             context, request, body, anthropic_to_conversation(body), limit=body.max_tokens, stops=body.stop_sequences
             or (),

@@ -24,10 +24,9 @@ from swiftspec.serve.http.format.conversation import (
 )
 from swiftspec.serve.http.format.generation_output import GenerationOutput
 from swiftspec.serve.http.format.logprobs import LogprobFormatter
+from swiftspec.serve.http.known_fields import reject_unsupported
 from swiftspec.serve.http.schema import (
     INTEGRAL,
-    SINGLE_CHOICE,
-    UNSUPPORTED,
     Body,
     ConstraintFields,
     JsonObject,
@@ -38,17 +37,10 @@ from swiftspec.serve.http.schema import (
     ShortText,
     Text,
     Variables,
-    reject_unsupported,
 )
 from swiftspec.serve.http.sse import ENCODER
 
 LOGPROBS = "message.output_text.logprobs"
-# Unsupported fields, each with the values that are accepted because they change nothing.
-RESPONSES_UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    **UNSUPPORTED, **SINGLE_CHOICE, "previous_response_id": (), "conversation": (), "background": (False,), "prompt":
-    (),
-    "max_tool_calls": (), "truncation": ("disabled",),
-}  # fmt: skip
 
 
 class Item(Body):
@@ -104,13 +96,6 @@ class ResponsesRequest(SamplingFields, ConstraintFields):
     include: Annotated[list[ShortText], Field(max_length=32)] | None = None
     metadata: Annotated[dict[str, Any], Field(max_length=16)] | None = None
     chat_template_kwargs: Variables | None = None
-    # Fields of OpenAI that this server does not support: see RESPONSES_UNSUPPORTED.
-    previous_response_id: ShortText | None = None
-    conversation: ShortText | JsonObject | None = None
-    background: bool | None = None
-    prompt: JsonObject | None = None
-    max_tool_calls: Positive | None = None
-    truncation: ShortText | None = None
 
 
 def responses_to_template_messages(body: ResponsesRequest) -> TemplateMessages:
@@ -204,7 +189,7 @@ def responses_router(context: AppContext) -> APIRouter:
     async def create_response(body: ResponsesRequest, request: Request) -> Response:
         _, codec = context.require_ready()
         model = context.resolve_model_name(body.model)
-        reject_unsupported(body, RESPONSES_UNSUPPORTED)
+        reject_unsupported(body, ["best_of"])
         top = body.top_logprobs or 0 if body.top_logprobs or LOGPROBS in (body.include or ()) else None
         generation_request = await chat_generation_request(
             context, request, body, responses_to_conversation(body), limit=body.max_output_tokens,

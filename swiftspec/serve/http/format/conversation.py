@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from swiftspec.serve.http.errors import ApiError, unsupported
-from swiftspec.serve.http.schema import Body, JsonObject, ShortText, Text, Variables
+from swiftspec.serve.http.schema import Body, ExtensibleBody, JsonObject, ShortText, Text, Variables
 
 RESERVED_VARIABLES = frozenset({
     "conversation", "conversations", "messages", "tools", "documents", "chat_template", "add_generation_prompt",
@@ -182,7 +182,7 @@ def template_tool(name: str, description: str | None, parameters: JsonObject | N
     }
 
 
-class TemplateFields(Body):
+class TemplateFields(ExtensibleBody):
     """Request fields that are passed to the chat template."""
 
     chat_template_kwargs: Variables | None = None
