@@ -48,7 +48,8 @@ READY = EngineInfo("target", "draft", 256, 320, [0], {}, {"mode": "serial"}, 1.0
 
 def token_logprobs(tokens: Sequence[int], count: int) -> list[TokenLogprob]:
     """Log-probabilities as an engine returns them: the token itself first."""
-    tops = [[(token, -0.5), *((other, -2.0 - other) for other in range(1, 30))][:count] for token in tokens]
+    length = None if count < 0 else count  # -1: as many as this engine knows
+    tops = [[(token, -0.5), *((other, -2.0 - other) for other in range(1, 30))][:length] for token in tokens]
     return [TokenLogprob(-0.5, top, 1) for top in tops]
 
 
