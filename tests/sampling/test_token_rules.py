@@ -38,7 +38,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
 
 def engine(pair: Pair, mode: str, dtype: torch.dtype = torch.float64) -> LLM:
     """An engine; mode "ahead" has a lookahead drafter in the same process, mode "batch" two sequences."""
-    config = EngineConfig("ar" if mode == "ar" else "serial", **({"max_num_seqs": 2} if mode == "batch" else {}))
+    config = EngineConfig("ar" if mode == "ar" else "serial", max_num_seqs=2 if mode == "batch" else 1)
     llm = LLM(pair[0], None if mode == "ar" else pair[1], config, dtype=dtype, max_model_len=128)
     if mode == "ahead":
         drafter: Any = tree_of(llm).drafter
@@ -100,13 +100,11 @@ def test_the_text_equals_a_direct_computation(pair: Pair) -> None:
     model: Any = AutoModelForCausalLM.from_pretrained(pair[0], dtype=torch.float64)
     llm = engine(pair, "serial")
     for params in (each for each in rules_of(llm).values() if each.greedy):
-        tokens: list[int] = []
-        while len(tokens) < params.max_tokens and not (tokens and {EOS, *params.stop_token_ids} & {tokens[-1]}):
+        tokens, ends = list[int](), {*params.stop_token_ids, *([] if params.ignore_eos else [EOS])}
+        while len(tokens) < 30 and ends.isdisjoint(tokens[-1:]):
             with torch.no_grad():
                 order = model(torch.tensor([[*PROMPT, *tokens]])).logits[0, -1].argsort(descending=True).tolist()
             tokens.append(next(token for token in order if follows_rules([*tokens, token], params)))
-            if params.ignore_eos and len(tokens) == params.max_tokens:
-                break
         assert llm.generate(PROMPT, params).token_ids == tokens
 
 

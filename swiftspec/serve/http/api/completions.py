@@ -140,7 +140,7 @@ def echoed_text(
     """
     if isinstance(prompt, str):
         sent = codec.encode(prompt, None, add_special_tokens=False)
-        added = len(tokens) - len(sent)  # such as BOS, which is no part of the text
+        added = len(tokens) - len(sent)  # such as BOS, which the text does not contain
         for before in (added, 0):
             if added >= 0 and list(tokens[before : before + len(sent)]) == sent:
                 return prompt, [*[0] * before, *_text_of(MarkerCodec(codec, skip_special=False), tokens[before:])[1]]

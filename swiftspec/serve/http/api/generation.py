@@ -119,12 +119,7 @@ async def chat_generation_request(
     info, codec = context.require_ready()
     prompt = await encode_conversation(context, conversation, any_length=truncates(body))
     prompt = truncate_prompt(prompt, body, info, limit)
-    negative = None
-    if body.guidance_scale not in (None, 1):
-        user = {"role": "user", "content": body.negative_prompt or ""}
-        negative = await encode_conversation(
-            context, Conversation([user], template_variables=conversation.template_variables)
-        )
+    negative = await _negative_prompt(context, body, conversation)
     sampling = sampling_params(body, info, prompt, negative, limit) | await bad_word_ids(context, codec, body)
     sampling |= scoring_params(scoring or ScoringFields(), info, sampling, prompt, logprobs, stream=stream)
     template = codec.template_source(conversation.tools or None)
@@ -161,6 +156,14 @@ async def chat_generation_request(
         end_tokens=info.eos_token_ids,
         skip_special_tokens=body.skip_special_tokens is not False,
     )
+
+
+async def _negative_prompt(context: AppContext, body: SamplingFields, conversation: Conversation) -> list[int] | None:
+    """Returns the token ids of the negative prompt as a conversation, or None without guidance."""
+    if body.guidance_scale in (None, 1):
+        return None
+    user = {"role": "user", "content": body.negative_prompt or ""}
+    return await encode_conversation(context, Conversation([user], template_variables=conversation.template_variables))
 
 
 def _tool_format(conversation: Conversation, template: str) -> ToolCallFormat | None:

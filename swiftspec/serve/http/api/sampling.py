@@ -59,7 +59,7 @@ def sampling_params(
 
 
 def token_biases(biases: Mapping[str, float], info: EngineInfo) -> dict[int, float]:
-    """Converts the keys of `logit_bias` to token ids. Raises ApiError, which names all keys that are none."""
+    """Converts the keys of `logit_bias` to token ids. Raises ApiError, which names all invalid keys."""
     valid = {key: int(key) for key in biases if key.isascii() and key.isdecimal() and int(key) < info.vocab_size}
     wrong = [key for key in biases if key not in valid]
     if wrong:

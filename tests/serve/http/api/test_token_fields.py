@@ -61,8 +61,9 @@ def test_all_invalid_keys_of_logit_bias_are_named(player: Player, client: httpx.
 @pytest.mark.parametrize(("count", "side"), [(3, None), (3, "left"), (3, "right"), (250, None), (-1, "right")])
 def test_truncation(player: Player, client: httpx.Client, path: str, count: int, side: str | None) -> None:
     text = "ab " * 700
-    body = {"messages": [{"role": "user", "content": text}]} if path == CHAT else {"prompt": text}
-    whole = player.codec.encode_chat(body["messages"]) if path == CHAT else player.codec.encode(text)
+    messages = [{"role": "user", "content": text}]
+    body: Json = {"messages": messages} if path == CHAT else {"prompt": text}
+    whole = player.codec.encode_chat(messages) if path == CHAT else player.codec.encode(text)
     kept = 256 - 6 if count < 0 else count
     response = answer(client, path, **body, max_tokens=6, truncate_prompt_tokens=count, truncation_side=side)
     assert player.requests[-1].prompt == (whole[:kept] if side == "right" else whole[-kept:])
