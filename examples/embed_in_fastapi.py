@@ -1,8 +1,8 @@
 """Embedding: a FastAPI application with the server's endpoints below /llm, and one of its own on the same engine.
 
-    python examples/embed_in_fastapi.py --port 8000
-    curl 'localhost:8000/complete?text=def%20fib(n):'
-    curl localhost:8000/llm/v1/completions -H 'content-type: application/json' -d '{"prompt": "def fib(n):"}'
+python examples/embed_in_fastapi.py --port 8000
+curl 'localhost:8000/complete?text=def%20fib(n):'
+curl localhost:8000/llm/v1/completions -H 'content-type: application/json' -d '{"prompt": "def fib(n):"}'
 """
 
 import argparse

@@ -35,7 +35,7 @@ IGNORED = frozenset({
     "safety_identifier", "service_tier", "store", "stream_options", "stream_options.include_obfuscation", "user",
     "verbosity",
     # Anthropic
-    "cache_control", "inference_geo",
+    "cache_control", "context_management", "inference_geo",
     # vLLM
     "guided_decoding_backend", "length_penalty", "media_io_kwargs", "mm_processor_kwargs", "request_id", "session_id",
     "spaces_between_special_tokens", "structured_outputs.disable_fallback",
@@ -98,7 +98,6 @@ REFUSED: Mapping[str, Refusal] = {
     "return_routed_experts": Refusal(harmless=(False,)),
     "return_cached_tokens_details": Refusal("usage contains cached_tokens", (False,)),
     "return_meta_info": Refusal("metrics contains the statistics", (False,)),
-    "stream_options.continuous_usage_stats": Refusal("use stream_options.include_usage", (False,)),
     # sampling
     "typical_p": Refusal(NO_SAMPLER, (1, 1.0)),
     "tfs_z": Refusal(NO_SAMPLER, (1, 1.0)),
@@ -157,7 +156,6 @@ REFUSED: Mapping[str, Refusal] = {
     "web_search_options": Refusal("use tools of type function"),
     "mcp_servers": Refusal("use tools", ([],)),
     "container": Refusal("use tools"),
-    "context_management": Refusal(SESSIONS),
     "reasoning_effort": Refusal("use reasoning.effort in /v1/responses, output_config.effort in /v1/messages"),
     "reasoning": Refusal("use reasoning_effort, in /v1/messages thinking"),
     "thinking": Refusal("use chat_template_kwargs, such as enable_thinking"),

@@ -164,6 +164,11 @@ class ConstraintFields(ExtensibleBody):
 
 class StreamOptions(ExtensibleBody):
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = Field(None, description="With include_usage: usage in every chunk.")
+
+    @property
+    def usage_in_every_chunk(self) -> bool:
+        return bool(self.include_usage and self.continuous_usage_stats)
 
 
 # Number of choices without `smc`.

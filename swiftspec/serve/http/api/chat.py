@@ -174,7 +174,8 @@ class ChatWriter:
         choice_fields: Mapping[str, Any] | None = None, **more: Any,
     ) -> bytes:  # fmt: skip
         choice = {"index": 0, "delta": delta, "logprobs": logprobs, "finish_reason": finish, **(choice_fields or {})}
-        return sse_event({**self._common_fields, "choices": [choice], **more})
+        usage = self._token_fields.of_chunk(self._output.usage)
+        return sse_event({**self._common_fields, "choices": [choice], **usage, **more})
 
 
 def chat_router(context: AppContext) -> APIRouter:
@@ -200,8 +201,9 @@ def chat_router(context: AppContext) -> APIRouter:
         output = GenerationOutput.create(generation_request, codec)
         formatter = LogprobFormatter(codec, bool(body.return_tokens_as_token_ids))
         token_fields = TokenFields(
-            formatter, bool(body.return_token_ids), listed_logprobs(ScoringFields(), body.prompt_logprobs)
-        )
+            formatter, bool(body.return_token_ids), listed_logprobs(ScoringFields(), body.prompt_logprobs),
+            bool(body.stream_options and body.stream_options.usage_in_every_chunk),
+        )  # fmt: skip
         writer = ChatWriter(output, model, formatter, listed_logprobs(body, top), usage, token_fields)
         return await respond(context, request, output, writer, body.stream)
 

@@ -235,7 +235,8 @@ class CompletionWriter:
         **more: Any,
     ) -> bytes:  # fmt: skip
         choice = {**self._choice(text, logprobs, finish), **(choice_fields or {})}
-        return sse_event({**self._common_fields, "choices": [choice], **more})
+        usage = self._token_fields.of_chunk(self._output.usage)
+        return sse_event({**self._common_fields, "choices": [choice], **usage, **more})
 
 
 async def completion_request(context: AppContext, request: Request, body: CompletionRequest) -> GenerationRequest:
@@ -283,8 +284,9 @@ def completions_router(context: AppContext) -> APIRouter:
         usage = context.always_usage or bool(body.stream_options and body.stream_options.include_usage)
         formatter = LogprobFormatter(codec, bool(body.return_tokens_as_token_ids))
         token_fields = TokenFields(
-            formatter, bool(body.return_token_ids), listed_logprobs(ScoringFields(), body.prompt_logprobs)
-        )
+            formatter, bool(body.return_token_ids), listed_logprobs(ScoringFields(), body.prompt_logprobs),
+            bool(body.stream_options and body.stream_options.usage_in_every_chunk),
+        )  # fmt: skip
         writer = CompletionWriter(
             output, model, formatter, listed_logprobs(body, body.logprobs), usage, echo,
             None if body.logprobs is None else offsets, token_fields,

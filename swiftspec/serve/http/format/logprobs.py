@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from swiftspec.serve.http.engine_link.frames import TokenLogprob
@@ -116,14 +116,20 @@ class LogprobFormatter:
 
 
 class TokenFields:
-    """Formatter of vLLM's additional fields of a response: token ids, and log-probabilities of the prompt.
+    """Formatter of vLLM's additional fields of a response: token ids, log-probabilities of the prompt, and the usage so
+    far in a stream.
 
     `token_ids`: whether token ids are requested.
     `prompt_top`: number of top log-probabilities per prompt token; None: none.
+    `usage_in_every_chunk`: whether every chunk of a stream contains the usage so far.
     """
 
-    def __init__(self, formatter: LogprobFormatter, token_ids: bool = False, prompt_top: int | None = None) -> None:
+    def __init__(
+        self, formatter: LogprobFormatter, token_ids: bool = False, prompt_top: int | None = None,
+        usage_in_every_chunk: bool = False,
+    ) -> None:  # fmt: skip
         self._formatter, self.token_ids, self._prompt_top = formatter, token_ids, prompt_top
+        self._usage_in_every_chunk = usage_in_every_chunk
 
     def of_prompt(self, prompt: Sequence[int], logprobs: Sequence[TokenLogprob] = ()) -> dict[str, Any]:
         """Returns the requested fields of the prompt. `logprobs`: one item per token except the first."""
@@ -131,6 +137,10 @@ class TokenFields:
         if self._prompt_top is not None:
             fields["prompt_logprobs"] = self._formatter.prompt_logprobs(prompt, logprobs, self._prompt_top)
         return fields
+
+    def of_chunk(self, usage: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """Returns the requested fields of a chunk of a stream. `usage`: returns the usage so far."""
+        return {"usage": usage()} if self._usage_in_every_chunk else {}
 
     def of_output(self, tokens: Sequence[int]) -> dict[str, Any]:
         """Returns the requested fields of output tokens."""

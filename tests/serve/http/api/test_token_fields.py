@@ -92,6 +92,15 @@ def test_token_ids(player: Player, client: httpx.Client, path: str) -> None:
 
 
 @PATHS
+def test_usage_in_every_chunk(player: Player, client: httpx.Client, path: str) -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    counts = [chunk["usage"]["completion_tokens"] for chunk in chunks(client, path, stream_options=options)]
+    assert counts == sorted(counts) and counts[-1] == len(player.tokens()) and len({*counts}) > 3
+    alone = chunks(client, path, stream_options={"continuous_usage_stats": True})
+    assert not any("usage" in chunk for chunk in alone)
+
+
+@PATHS
 def test_prompt_log_probabilities(player: Player, client: httpx.Client, path: str) -> None:
     response = answer(client, path, prompt_logprobs=2)
     found = (response if path == CHAT else response["choices"][0])["prompt_logprobs"]
