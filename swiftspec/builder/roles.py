@@ -68,12 +68,21 @@ class EngineLimits:
         for name, ids in (("the prompt", prompt), negative, *others):
             if not all(0 <= token < vocab for token in ids):
                 raise UserError(f"{name} contains a token outside 0..{vocab - 1}")
+        self._check_min_tokens(sampling)
         if sampling.prompt_logprobs == -1 and len(prompt) * vocab > MAX_PROMPT_LOGPROBS:
             raise UserError(
                 f"prompt_logprobs -1 returns {vocab} values per token, so the prompt can have at most"
                 f" {MAX_PROMPT_LOGPROBS // vocab} tokens: use 0..{MAX_LOGPROBS}, or shorten the prompt"
             )
         self.check_sampling(sampling)
+
+    def _check_min_tokens(self, sampling: SamplingParams) -> None:
+        """Raises UserError if all tokens that the other rules allow would end the output before `min_tokens`."""
+        allowed = sampling.allowed_token_ids
+        excluded = {word[0] for word in sampling.bad_words_ids if len(word) == 1}
+        excluded |= {*self.eos_token_ids, *sampling.stop_token_ids}
+        if sampling.min_tokens > 0 and allowed is not None and excluded.issuperset(allowed):
+            raise UserError("min_tokens excludes all allowed_token_ids, since each of them would end the output")
 
 
 @dataclass(frozen=True, slots=True)

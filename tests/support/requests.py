@@ -38,7 +38,7 @@ def a_request(dice: random.Random) -> tuple[list[int], Json]:
             bad_words_ids=[tokens(3) for _ in range(dice.randint(1, 40))],
         ),
     }
-    if dice.random() < 0.35:
+    if dice.random() < 0.35 and "allowed_token_ids" not in sampling:
         sampling["min_tokens"] = dice.randint(1, sampling["max_tokens"])
     if {word[0] for word in sampling.get("bad_words_ids", ()) if len(word) == 1}.issuperset(
         sampling.get("allowed_token_ids", range(VOCAB))

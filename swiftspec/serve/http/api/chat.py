@@ -11,7 +11,7 @@ from pydantic import Field
 
 from swiftspec.serve.http.api.generation import JSON_OR_SSE, chat_generation_request, respond
 from swiftspec.serve.http.api.sampling import grammar_request, requested_choices
-from swiftspec.serve.http.api.token_fields import listed_logprobs
+from swiftspec.serve.http.api.token_fields import listed_logprobs, response_fields
 from swiftspec.serve.http.app_context import AppContext, new_id
 from swiftspec.serve.http.errors import ApiError
 from swiftspec.serve.http.format.conversation import (
@@ -200,10 +200,7 @@ def chat_router(context: AppContext) -> APIRouter:
         usage = context.always_usage or bool(body.stream_options and body.stream_options.include_usage)
         output = GenerationOutput.create(generation_request, codec)
         formatter = LogprobFormatter(codec, bool(body.return_tokens_as_token_ids))
-        token_fields = TokenFields(
-            formatter, bool(body.return_token_ids), listed_logprobs(ScoringFields(), body.prompt_logprobs),
-            bool(body.stream_options and body.stream_options.usage_in_every_chunk),
-        )  # fmt: skip
+        token_fields = response_fields(body, body.stream_options, formatter)
         writer = ChatWriter(output, model, formatter, listed_logprobs(body, top), usage, token_fields)
         return await respond(context, request, output, writer, body.stream)
 

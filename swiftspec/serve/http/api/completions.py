@@ -14,6 +14,7 @@ from swiftspec.serve.http.api.sampling import grammar_request, requested_choices
 from swiftspec.serve.http.api.token_fields import (
     bad_word_ids,
     listed_logprobs,
+    response_fields,
     scoring_params,
     truncate_prompt,
     truncates,
@@ -283,10 +284,7 @@ def completions_router(context: AppContext) -> APIRouter:
             )
         usage = context.always_usage or bool(body.stream_options and body.stream_options.include_usage)
         formatter = LogprobFormatter(codec, bool(body.return_tokens_as_token_ids))
-        token_fields = TokenFields(
-            formatter, bool(body.return_token_ids), listed_logprobs(ScoringFields(), body.prompt_logprobs),
-            bool(body.stream_options and body.stream_options.usage_in_every_chunk),
-        )  # fmt: skip
+        token_fields = response_fields(body, body.stream_options, formatter)
         writer = CompletionWriter(
             output, model, formatter, listed_logprobs(body, body.logprobs), usage, echo,
             None if body.logprobs is None else offsets, token_fields,

@@ -8,7 +8,8 @@ from typing import Any
 from swiftspec.serve.http.app_context import AppContext, check_tokens
 from swiftspec.serve.http.engine_link.frames import EngineInfo
 from swiftspec.serve.http.errors import ApiError
-from swiftspec.serve.http.schema import SamplingFields, ScoringFields
+from swiftspec.serve.http.format.logprobs import LogprobFormatter, TokenFields
+from swiftspec.serve.http.schema import SamplingFields, ScoringFields, StreamOptions
 from swiftspec.serve.text.codec import TextCodec
 
 MAX_LOGPROB_VALUES = 2**20  # log-probabilities in one response, if those of all tokens are requested
@@ -63,7 +64,8 @@ def scoring_params(
         check_tokens(body.logprob_token_ids, info, "logprob_token_ids")
         values |= {"logprob_token_ids": [*dict.fromkeys(body.logprob_token_ids)], "logprobs": 0}
     elif logprobs == -1:
-        _check_size("logprobs", "max_tokens", sampling["max_tokens"], info)
+        name = "top_logprobs" if "top_logprobs" in type(body).model_fields else "logprobs"
+        _check_size(name, "max_tokens", sampling["max_tokens"], info)
     if body.prompt_logprobs is not None and stream:
         raise ApiError(400, "prompt_logprobs: not supported with stream; omit stream", "prompt_logprobs")
     requested = [count for count in (logprobs if echo else None, body.prompt_logprobs) if count is not None]
@@ -85,3 +87,10 @@ def listed_logprobs(body: ScoringFields, requested: int | None) -> int | None:
     """Returns how many of the engine's top log-probabilities a response lists per token; None: no log-probabilities.
     `requested`: see `scoring_params`."""
     return EVERY_TOKEN if requested is not None and (requested < 0 or body.logprob_token_ids) else requested
+
+
+def response_fields(body: ScoringFields, options: StreamOptions | None, formatter: LogprobFormatter) -> TokenFields:
+    """Returns the formatter of the additional response fields that a request asks for."""
+    prompt_top = EVERY_TOKEN if body.prompt_logprobs == -1 else body.prompt_logprobs
+    running = options is not None and options.usage_in_every_chunk
+    return TokenFields(formatter, bool(body.return_token_ids), prompt_top, running)
