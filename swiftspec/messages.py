@@ -107,10 +107,16 @@ class Proposal:
 
 @dataclass(frozen=True, slots=True)
 class Logprob:
-    """Log-probability of a token under the target, and the most likely tokens at the same position."""
+    """Log-probability of a token under the target, and other tokens at the same position.
+
+    `top`: (token, log-probability) pairs: the most likely tokens, the most likely first, or the requested
+    `logprob_token_ids` in their order.
+    `rank`: 1 for the most likely token of the vocabulary, 2 for the next one, ...
+    """
 
     logprob: float
-    top: tuple[tuple[int, float], ...]  # (token, log-probability) pairs, the most likely first
+    top: tuple[tuple[int, float], ...]
+    rank: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,5 +1,6 @@
 """Sampling parameters of a request. Each is declared once, at its field (see settings_schema.py)."""
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from swiftspec.settings_schema import check_fields, require, setting
@@ -7,6 +8,7 @@ from swiftspec.settings_schema import check_fields, require, setting
 MIN_TEMPERATURE = 0.001  # float32 logits divided by a smaller value may overflow
 MAX_BIAS = 1e9  # effectively infinite, without overflow in float32
 MAX_TOKEN_COUNT = 2**31 - 1  # limit of every setting in tokens
+MAX_LOGPROBS = 20  # most likely tokens per position; -1 stands for the whole vocabulary
 SAMPLING, STOPPING = "sampling", "length and stopping"  # headings of --help
 
 
@@ -14,7 +16,8 @@ SAMPLING, STOPPING = "sampling", "length and stopping"  # headings of --help
 class SamplingParams:
     """Parameters of the target's distribution and of the end of the output. Raises UserError on invalid values.
 
-    Logits are processed in this order: guidance, grammar, logit_bias, penalties, temperature, min_p, top_k, top_p.
+    Logits are processed in this order: guidance, grammar, allowed_token_ids, bad_words_ids, min_tokens, logit_bias,
+    penalties, temperature, min_p, top_k, top_p.
     repetition_penalty applies to the tokens of prompt and output, presence_penalty and frequency_penalty only to those
     of the output; at a node of a draft tree, the tokens on the path to the node count as output. Temperature 0 is
     greedy.
@@ -22,8 +25,14 @@ class SamplingParams:
     `grammar`: a grammar for llguidance that the output follows, in Lark or as JSON. An end-of-text token is allowed
     only where the grammar may end, and ends the output.
 
-    `logprobs` = k: output tokens are returned with their log-probabilities and with the k most likely tokens, computed
-    after guidance and before all other processing. `prompt_logprobs`: the same for the prompt tokens.
+    `allowed_token_ids`: the only tokens that are sampled; None: all. `bad_words_ids`: token sequences that the output
+    does not contain: the last token of a sequence is excluded where the output ends with the tokens before it.
+    `min_tokens`: end-of-text tokens and `stop_token_ids` are excluded before this many output tokens. With a grammar, a
+    rule that would leave no token is not applied at that position.
+
+    `logprobs` = k: output tokens are returned with their log-probabilities and with the k most likely tokens (-1: with
+    all tokens), computed after guidance and before all other processing. `logprob_token_ids`: instead of the most
+    likely tokens, these. `prompt_logprobs`: as `logprobs`, for the prompt tokens.
 
     `verify_batch` (bs; 1: without the draft) and `draft_steps` (d) override the engine's values for this request. They
     do not change the output; with rejection sampling they may change its tokens, but not their distribution.
@@ -73,14 +82,20 @@ class SamplingParams:
     stop: tuple[str, ...] = setting((), "Stop before this text. May be given several times.", STOPPING, "TEXT", "none")
     stop_token_ids: tuple[int, ...] = setting((), "Stop after any of these tokens.", STOPPING, "ID[,ID]", "none")
     ignore_eos: bool = setting(False, "Continue after an end-of-text token.", STOPPING)
-    logprobs: int | None = setting(None, ge=0, le=20)
-    prompt_logprobs: int | None = setting(None, ge=0, le=20)
+    logprobs: int | None = setting(None, ge=-1, le=MAX_LOGPROBS, rule=f"lie in 0..{MAX_LOGPROBS} (-1: all tokens)")
+    prompt_logprobs: int | None = setting(
+        None, ge=-1, le=MAX_LOGPROBS, rule=f"lie in 0..{MAX_LOGPROBS} (-1: all tokens)"
+    )
     grammar: str | None = setting(
         None, "Grammar of the output, for llguidance: Lark or JSON.", SAMPLING, "TEXT", "none"
     )
     negative_prompt_ids: tuple[int, ...] = ()  # negative prompt of guidance; empty: the last token of the prompt
     verify_batch: int | None = setting(None, ge=1)
     draft_steps: int | None = setting(None, ge=1)
+    min_tokens: int = setting(0, ge=0, le=MAX_TOKEN_COUNT)
+    allowed_token_ids: tuple[int, ...] | None = None
+    bad_words_ids: tuple[tuple[int, ...], ...] = ()
+    logprob_token_ids: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -93,6 +108,24 @@ class SamplingParams:
         require(
             all(abs(b) <= MAX_BIAS for b in self.logit_bias.values()),
             f"logit_bias must lie in -{MAX_BIAS:g}..{MAX_BIAS:g}",
+        )
+        self._check_rules()
+
+    def _check_rules(self) -> None:
+        """Raises UserError if token rules contradict each other."""
+        require(
+            self.max_tokens is None or self.min_tokens <= self.max_tokens,
+            f"min_tokens {self.min_tokens} exceeds max_tokens {self.max_tokens}",
+        )
+        require(all(self.bad_words_ids), "a sequence in bad_words_ids must not be empty")
+        single = {word[0] for word in self.bad_words_ids if len(word) == 1}
+        require(
+            self.allowed_token_ids is None or not single.issuperset(self.allowed_token_ids),
+            "no token is left: allowed_token_ids is empty, or bad_words_ids exclude all of its tokens",
+        )
+        require(
+            self.logprobs is not None or not self.logprob_token_ids,
+            "logprob_token_ids requires logprobs; set logprobs to 0",
         )
 
     @property
@@ -113,3 +146,23 @@ class SamplingParams:
     def penalised(self) -> bool:
         """Whether a penalty is set, so that logits depend on the preceding tokens."""
         return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1.0, 0.0, 0.0)
+
+    def rule_token_ids(self) -> Iterator[tuple[str, Iterable[int]]]:
+        """Yields the name and the token ids of each field that refers to tokens by id, except prompts and stop
+        tokens."""
+        yield "logit_bias", self.logit_bias
+        yield "allowed_token_ids", self.allowed_token_ids or ()
+        yield "bad_words_ids", (token for word in self.bad_words_ids for token in word)
+        yield "logprob_token_ids", self.logprob_token_ids
+
+    @property
+    def excludes_tokens(self) -> bool:
+        """Whether some tokens are excluded at every position: all but `allowed_token_ids`, or a bad word that is one
+        token."""
+        return self.allowed_token_ids is not None or any(len(word) == 1 for word in self.bad_words_ids)
+
+    @property
+    def has_path_rules(self) -> bool:
+        """Whether the tokens that are excluded depend on the preceding output: `min_tokens`, or a bad word of several
+        tokens."""
+        return self.min_tokens > 0 or any(len(word) > 1 for word in self.bad_words_ids)

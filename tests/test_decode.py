@@ -251,8 +251,12 @@ def test_unsupported_sampled_proposals_are_refused(pair: tuple[Path, Path]) -> N
         make_llm(*pair, verify="reject").generate(PROMPT, GREEDY)
     with pytest.raises(UserError, match=r"verify reject requires proposal sample, not coupled"):
         make_llm(*pair, verify="reject", proposal="coupled")
-    with pytest.raises(UserError, match="top_k 65 exceeds the vocabulary size 64: lower it, or disable it with 0"):
-        make_llm(*pair).generate(PROMPT, SamplingParams(top_k=65))
+
+
+def test_a_top_k_above_the_vocabulary_filters_nothing(pair: tuple[Path, Path]) -> None:
+    sampling = SamplingParams(seed=3, max_tokens=12, ignore_eos=True)
+    wanted = make_llm(pair[0]).generate(PROMPT, sampling).token_ids
+    assert make_llm(*pair).generate(PROMPT, replace(sampling, top_k=50_000)).token_ids == wanted
 
 
 def test_sampled_children_with_coupled_verification(pair: tuple[Path, Path]) -> None:

@@ -110,14 +110,18 @@ class RequestCase:
 
 TEMPERATURE = RequestCase("temperature above 0", SamplingParams())
 GREEDY = RequestCase("temperature 0", SamplingParams(temperature=0.0))
-BIAS = RequestCase("logit bias", SamplingParams(logit_bias={0: 1.0}))
+BIAS = RequestCase("logit bias, allowed tokens, or a bad word of one token", SamplingParams(logit_bias={0: 1.0}))
 FILTERS = RequestCase("top-k, top-p or min-p", SamplingParams(top_p=0.9))
 DEEP_FILTERS = RequestCase(f"top-k of {TOP_CANDIDATES} or more for each rank of a group", SamplingParams(top_k=DEEP))
 PENALTIES = RequestCase("repetition, presence or frequency penalty", SamplingParams(presence_penalty=1.0))
 GUIDANCE = RequestCase("guidance", SamplingParams(guidance_scale=2.0))
 GRAMMAR = RequestCase("a grammar", SamplingParams(grammar="start: /a/"))
+MIN_TOKENS = RequestCase("`min_tokens`", SamplingParams(min_tokens=2))
+BAD_WORDS = RequestCase("a bad word of several tokens", SamplingParams(bad_words_ids=((1, 2),)))
 SCORED = RequestCase("log-probabilities", SamplingParams(logprobs=1))
-SHAPED = (GREEDY, TEMPERATURE, BIAS, FILTERS, DEEP_FILTERS, PENALTIES, GUIDANCE, GRAMMAR, SCORED)
+SHAPED = (
+    GREEDY, TEMPERATURE, BIAS, FILTERS, DEEP_FILTERS, PENALTIES, GUIDANCE, GRAMMAR, MIN_TOKENS, BAD_WORDS, SCORED,
+)  # fmt: skip
 HIDDEN = RequestCase("a target that keeps hidden states", SamplingParams(), hidden_layers=(0,))
 SAMPLE = RequestCase("`--proposal sample`", SamplingParams(), DRAWN)
 REJECT = RequestCase("`--verify reject`", SamplingParams(), REJECTED)

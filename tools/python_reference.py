@@ -73,11 +73,13 @@ Lark, or its
   finish reason "stop" where it can only end, even with `ignore_eos`. It needs the target's `tokenizer.json` and works
   in
   every mode except `smc`. An invalid or too complex grammar raises `UserError`.
+- `min_tokens`, `allowed_token_ids` and `bad_words_ids` exclude tokens in every mode, with the text of autoregressive
+  decoding; bad words of several tokens are not supported with sequence groups (`max_num_seqs` above 1, mode `smc`).
 - `logprobs=k` adds log-probabilities to each chunk: the token's own and the k most likely, from the model's
 distribution
-  after guidance and before grammar, bias, penalties and temperature. `prompt_logprobs=k` adds those of the prompt to
-  the first chunk; the
-  prompt is then prefilled completely. `generate` returns neither.
+  after guidance and before grammar, token rules, bias, penalties and temperature; -1 adds those of the whole
+  vocabulary, `logprob_token_ids` those of these tokens instead. `prompt_logprobs=k` adds those of the prompt to the
+  first chunk; the prompt is then prefilled completely. `generate` returns neither.
 """
 
 

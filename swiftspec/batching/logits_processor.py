@@ -28,40 +28,45 @@ class LogitsProcessor:
     parameters.
 
     Filters (min_p, top_k, top_p) apply to p only, because q must reach every token that p reaches (smc/weights.py).
-    Penalties apply to both: if `penalised`, the input of all other methods is the output of `penalise` instead of raw
-    logits. `key`: equal for requests that can share a processor.
+    Penalties and `min_tokens` apply to both: if `penalised`, the input of all other methods is the output of `penalise`
+    instead of raw logits. `key`: equal for requests that can share a processor.
     """
 
     def __init__(self, sampling: SamplingParams, vocab: int, device: torch.device, ops: SamplerOps) -> None:
         self.key, self.filtered, self.greedy = logits_key(sampling), sampling.filtered, sampling.greedy
         self._ops, self._vocab, self._top_p = ops, vocab, sampling.top_p
-        self._penalties = Sampler(sampling, (), vocab, device) if sampling.penalised else None
-        if sampling.penalised:
+        self._min_tokens, penalised = sampling.min_tokens, sampling.penalised or sampling.min_tokens > 0
+        self._penalties = Sampler(sampling, (), vocab, device) if penalised else None
+        if penalised:
             no = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
-            sampling = replace(sampling, logit_bias={}, **no)
+            sampling = replace(sampling, logit_bias={}, allowed_token_ids=None, bad_words_ids=(), **no)
         self._draft = Sampler(replace(sampling, top_k=0, top_p=1.0, min_p=0.0), (), vocab, device)
         self._target = Sampler(replace(sampling, top_p=1.0), (), vocab, device)
         self.temperature, self.bias = sampling.temperature, self._draft.bias  # complete without filters and penalties
 
     @property
     def penalised(self) -> bool:
-        """Whether a penalty is set, so that logits depend on the preceding tokens."""
+        """Whether a penalty or `min_tokens` is set, so that logits depend on the preceding tokens."""
         return self._penalties is not None
 
-    def penalise(self, logits: Tensor, prompts: Tensor, counts: Tensor) -> Tensor:
-        """Applies bias and penalties to raw logits [groups, ..., N, at least V] and returns [groups, ..., N, V].
-        Without penalties it applies neither and only cuts the logits to the vocabulary.
+    def penalise(self, logits: Tensor, prompts: Tensor, counts: Tensor, ends: Tensor) -> Tensor:
+        """Applies `min_tokens`, bias and penalties to raw logits [groups, ..., N, at least V] and returns [groups, ...,
+        N, V]. Unless `penalised` it applies none of them and only cuts the logits to the vocabulary.
 
         `prompts`: [groups, V] bool, whether a token occurs in the group's prompt.
         `counts`: [groups, ..., N, V], occurrences of each token in the output before the row's next token.
+        `ends`: [groups, V] bool, the tokens that `min_tokens` excludes.
         """
         logits = logits[..., : self._vocab]
         if self._penalties is None:
             return logits
+        per_group = len(prompts), *[1] * (logits.dim() - 2), self._vocab
+        if self._min_tokens > 0:
+            early = counts.sum(-1, keepdim=True) < self._min_tokens
+            logits = logits.masked_fill(ends.view(per_group) & early, filters.NEG_INF)
         if self._penalties.bias is not None:
             logits = logits + self._penalties.bias.to(logits.dtype)
-        prompts = prompts.view(len(prompts), *[1] * (logits.dim() - 2), self._vocab)
-        return self._penalties.apply_penalties(logits, prompts, counts)
+        return self._penalties.apply_penalties(logits, prompts.view(per_group), counts)
 
     def target(self, logits: Tensor) -> Tensor:
         """Returns the target's processed logits [rows, V]: raw logits [rows, at least V] with bias, temperature and
@@ -180,10 +185,11 @@ def group_spans(processors: Sequence[LogitsProcessor | None]) -> list[GroupSpan]
     return spans
 
 
-def penalise_spans(spans: Sequence[GroupSpan], logits: Tensor, prompts: Tensor, counts: Tensor) -> Tensor:
+def penalise_spans(spans: Sequence[GroupSpan], logits: Tensor, prompts: Tensor, counts: Tensor, ends: Tensor) -> Tensor:
     """Applies `LogitsProcessor.penalise` to raw logits [groups, ..., N, at least V], each group with its own
     processor."""
-    return concatenate([s.processor.penalise(logits[s.groups], prompts[s.groups], counts[s.groups]) for s in spans])
+    per_group = logits, prompts, counts, ends
+    return concatenate([span.processor.penalise(*(each[span.groups] for each in per_group)) for span in spans])
 
 
 def concatenate(parts: Sequence[Tensor]) -> Tensor:

@@ -71,6 +71,7 @@ class GroupRound:
         self._sequences = torch.arange(groups, device=device)
         self._stops = torch.zeros(groups, vocab, dtype=torch.bool, device=device)
         self._prompts = torch.zeros_like(self._stops)  # the tokens of each prompt, for penalties
+        self._suppressed = torch.zeros_like(self._stops)  # the tokens that `min_tokens` excludes
         self._processors: list[LogitsProcessor | None] = [None] * groups
         self._companions: list[CompanionSequence | None] = [None] * groups
         self.order = [*range(groups)]  # cache sequence of the group at each position of the tensors
@@ -96,9 +97,12 @@ class GroupRound:
         self._processors[group] = processor
         self._sampling_spans.clear()
         self._method.streams.seed(group, sampling.seed)
-        self._stops[group] = False
-        known = torch.tensor([token for token in stops if token < self._vocab], dtype=torch.int64)
-        self._stops[group, known.to(self._stops.device)] = True
+        for table, tokens in (
+            (self._stops, stops), (self._suppressed, {*self._target.eos_token_ids, *sampling.stop_token_ids})
+        ):  # fmt: skip
+            table[group] = False
+            known = torch.tensor([token for token in tokens if token < self._vocab], dtype=torch.int64)
+            table[group, known.to(table.device)] = True
         self._prompts[group] = False
         self._prompts[group, torch.tensor(prompt, device=self._prompts.device)] = True
         self._prefix[group].fill_(len(prompt) - 1)
@@ -110,7 +114,7 @@ class GroupRound:
     def rearrange(self, order: Sequence[int]) -> None:
         """Moves the group at position `order[i]` to position i, for every i."""
         moved = torch.tensor([pair for pair in enumerate(order) if pair[0] != pair[1]], device=self._prefix.device)
-        for tensor in (*self.tensors, self._prompts):
+        for tensor in (*self.tensors, self._prompts, self._suppressed):
             tensor.index_copy_(0, moved[:, 0], tensor.index_select(0, moved[:, 1]))
         self._processors = [self._processors[place] for place in order]
         self._companions = [self._companions[place] for place in order]
@@ -213,9 +217,8 @@ class GroupRound:
                 at = p.tail_positions[..., 1] + step
                 logits = self._forward(self._draft, context, tokens[-1], at, context.slots[..., step - 1], views[-1])
             if counts:
-                logits = penalise_spans(context.spans, logits.view(p.groups, n, -1), self._prompts, counts[-1]).flatten(
-                    0, 1
-                )
+                rows = logits.view(p.groups, n, -1)
+                logits = penalise_spans(context.spans, rows, self._prompts, counts[-1], self._suppressed).flatten(0, 1)
             given, drawn, log = next(keys), list[Tensor](), list[Tensor]()
             drawn_by.append(given)
             for span, kept in zip(context.spans, shaped, strict=True):
@@ -267,7 +270,7 @@ class GroupRound:
             logits = self._forward(self._target, context, *inputs).view(p.groups, p.step, p.count, -1)
         if not chains.counts:
             return logits
-        return penalise_spans(context.spans, logits, self._prompts, torch.stack(chains.counts, 1))
+        return penalise_spans(context.spans, logits, self._prompts, torch.stack(chains.counts, 1), self._suppressed)
 
     def _guided_logits(
         self, context: RoundContext, inputs: tuple[Tensor, ...], guided: Mapping[int, CompanionSequence]

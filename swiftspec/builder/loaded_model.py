@@ -28,6 +28,7 @@ class LoadedModel:
     context: int  # maximum tokens of a sequence, including the overshoot of its last round
     prefix_cache_tokens: int  # budget of each runner; 0 disables the prefix cache
     make_constraint: Callable[[str], TokenConstraint]  # compiles a grammar
+    eos_token_ids: tuple[int, ...]  # end-of-text tokens of the target
     hook: StepHook | None  # prolongs steps, for emulated step times
     capture: Callable[[], Capture] | None  # creates a graph capture; each runner has its own
 
@@ -42,6 +43,7 @@ class LoadedModel:
         else:
             runner = Runner(self.model, self.ops, self.vocab, **sizes)
         runner.make_constraint, runner.cancel_check = self.make_constraint, cancel_check
+        runner.eos_token_ids = self.eos_token_ids
         if self.ops is cuda:
             runner.prefill_chunk_rows = cuda.PREFILL_CHUNK_ROWS
         if self.hook is not None:

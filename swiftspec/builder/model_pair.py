@@ -267,7 +267,10 @@ class ModelPair:
         priority = DRAFT_STREAM_PRIORITY if side == "draft" and plan.overlap_on_one_gpu else 0
         capture = partial(CudaCapture, self.capture_lock, priority) if captures else None
         prefix_tokens = self._prefix_cache_tokens(plan) // self.sessions if plan.num_sequences == 1 else 0
-        return LoadedModel(model, ops, self.vocab_size, context, prefix_tokens, self.grammars.compile, hook, capture)
+        return LoadedModel(
+            model, ops, self.vocab_size, context, prefix_tokens, self.grammars.compile, self.grammars.eos_token_ids,
+            hook, capture,
+        )  # fmt: skip
 
     def _context(self, plan: EngineConfig) -> int:
         return self.max_model_len + plan.verify_batch  # the last round may overshoot

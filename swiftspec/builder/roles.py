@@ -28,7 +28,7 @@ from swiftspec.observe.rpc_latency import RpcLog, clock_reading
 from swiftspec.observe.trace import DraftTimeline, ObserverToggle, ParticleTrace, Probabilities, TreeTrace
 from swiftspec.observe.trace_file import TraceFile
 from swiftspec.observe.trace_format import Record, trace_header
-from swiftspec.params import SamplingParams
+from swiftspec.params import MAX_LOGPROBS, SamplingParams
 from swiftspec.runtime.drafter import Drafter, NoDrafter
 from swiftspec.runtime.fallback_drafter import FallbackDrafter
 from swiftspec.runtime.local_drafter import LocalDrafter
@@ -37,6 +37,8 @@ from swiftspec.runtime.target_verifier import TargetVerifier
 from swiftspec.runtime.verifier import Verifier
 from swiftspec.sampling.grammar import GrammarCompiler
 from swiftspec.smc.limits import check_particle_sampling
+
+MAX_PROMPT_LOGPROBS = 2**20  # values of all prompt tokens, which are sent as one message
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,15 +63,25 @@ class EngineLimits:
                     f"{name} of {len(ids)} tokens does not fit the context of {length} with room for an answer: shorten"
                     " it or raise max_model_len"
                 )
-        others = ("logit_bias", sampling.logit_bias), ("stop_token_ids", sampling.stop_token_ids)
+        others = ("stop_token_ids", sampling.stop_token_ids), *sampling.rule_token_ids()
         for name, ids in (("the prompt", prompt), negative, *others):
             if not all(0 <= token < vocab for token in ids):
                 raise UserError(f"{name} contains a token outside 0..{vocab - 1}")
-        if sampling.top_k > vocab:
+        self._check_min_tokens(sampling)
+        if sampling.prompt_logprobs == -1 and len(prompt) * vocab > MAX_PROMPT_LOGPROBS:
             raise UserError(
-                f"top_k {sampling.top_k} exceeds the vocabulary size {vocab}: lower it, or disable it with 0"
+                f"prompt_logprobs -1 returns {vocab} values per token, so the prompt can have at most"
+                f" {MAX_PROMPT_LOGPROBS // vocab} tokens: use 0..{MAX_LOGPROBS}, or shorten the prompt"
             )
         self.check_sampling(sampling)
+
+    def _check_min_tokens(self, sampling: SamplingParams) -> None:
+        """Raises UserError if all tokens that the other rules allow would end the output before `min_tokens`."""
+        allowed = sampling.allowed_token_ids
+        excluded = {word[0] for word in sampling.bad_words_ids if len(word) == 1}
+        excluded |= {*self.eos_token_ids, *sampling.stop_token_ids}
+        if sampling.min_tokens > 0 and allowed is not None and excluded.issuperset(allowed):
+            raise UserError("min_tokens excludes all allowed_token_ids, since each of them would end the output")
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,7 @@ from swiftspec.params import SamplingParams
 from swiftspec.sampling import sampler
 from swiftspec.sampling.guidance import Guidance
 from swiftspec.sampling.sampler import Sampler, ShardedVocab, TokenConstraint
+from swiftspec.sampling.token_rules import TokenRules
 from swiftspec.tree import mask as tree_mask
 
 PREFILL_CHUNK_TOKENS = 256  # large enough to be compute-bound, small enough to be interrupted
@@ -65,6 +66,7 @@ class Runner:
         self.hooks: list[StepHook] = []
         self.cancel_check: Callable[[], None] = lambda: None  # called before each prefill chunk; may raise Cancelled
         self.make_constraint: Callable[[str], TokenConstraint] | None = None  # compiles a grammar
+        self.eos_token_ids: tuple[int, ...] = ()  # end-of-text tokens, which `min_tokens` excludes
         self.guidance: Guidance | None = None
         self.prefill_chunk_rows = PREFILL_CHUNK_TOKENS  # tokens per prefill chunk if no logits are needed
         # receives the logits of the prompt's tokens, one prefill chunk at a time
@@ -80,6 +82,8 @@ class Runner:
         constraint = None
         if params.grammar is not None and self.make_constraint is not None:
             constraint = self.make_constraint(params.grammar)
+        if params.has_path_rules or (constraint is not None and params.excludes_tokens):
+            constraint = TokenRules(params, self.vocab, self.eos_token_ids, constraint)
         return Sampler(params, prompt, self.vocab, self.model.device, self.ops, self.shard, constraint)
 
     def open(

@@ -46,13 +46,14 @@ class TargetVerifier(LocalVerifier):
         return decide if params.logprobs is None else self._with_logprobs(decide, sampler, params.logprobs)
 
     def _with_logprobs(self, decide: AcceptFn, sampler: Sampler, k: int) -> AcceptFn:
-        """Wraps the acceptance rule `decide` so that it also records the log-probabilities of the output tokens, and of
-        the `k` most likely tokens at each."""
+        """Wraps the acceptance rule `decide` so that it also records the log-probabilities of the output tokens, and at
+        each of them those of the `k` most likely tokens, or of the request's `logprob_token_ids`."""
+        others = sampler.params.logprob_token_ids
 
         def accept(proposal: Proposal, logits: Tensor, paths: Paths | None, positions: Tensor) -> Accepted:
             accepted = decide(proposal, logits, paths, positions)
             if accepted.tokens[-1] >= 0:
-                self._logprobs = token_logprobs(sampler, logits[accepted.path], accepted.tokens, k)
+                self._logprobs = token_logprobs(sampler, logits[accepted.path], accepted.tokens, k, others)
             return accepted
 
         return accept

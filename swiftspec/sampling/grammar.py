@@ -43,7 +43,7 @@ class GrammarCompiler:
 
     def __init__(self, folder: Path, eos: Sequence[int], vocab: int) -> None:
         """`folder`: the target's model folder. `eos`: its end-of-text tokens. `vocab`: size of the base vocabulary."""
-        self._folder, self._eos, self._vocab = folder, tuple(eos), vocab
+        self._folder, self.eos_token_ids, self._vocab = folder, tuple(eos), vocab
         self._tokenizer: Any = None
         self._ready: dict[str, Any] = {}  # parsers in their initial state, least recently used first
 
@@ -54,7 +54,7 @@ class GrammarCompiler:
         self._ready[text] = parser
         if len(self._ready) > MAX_COMPILED_GRAMMARS:
             del self._ready[next(iter(self._ready))]
-        return GrammarConstraint(parser.deep_copy(), self._eos, self._vocab, self._read_tokenizer().vocab_size)
+        return GrammarConstraint(parser.deep_copy(), self.eos_token_ids, self._vocab, self._read_tokenizer().vocab_size)
 
     def _compile(self, text: str) -> Any:
         require(
@@ -71,11 +71,11 @@ class GrammarCompiler:
         from llguidance import LLTokenizer
 
         if self._tokenizer is None:
-            require(bool(self._eos), "a grammar needs an end-of-text token, but the target's files name none")
+            require(bool(self.eos_token_ids), "a grammar needs an end-of-text token, but the target's files name none")
             file = self._folder / "tokenizer.json"
             require(file.is_file(), f"a grammar needs the target's tokenizer, but {file} does not exist")
             try:
-                self._tokenizer = LLTokenizer(str(file), eos_token=list(self._eos))
+                self._tokenizer = LLTokenizer(str(file), eos_token=list(self.eos_token_ids))
             except Exception as error:  # the type depends on the contents of the file
                 raise UserError(f"{file} cannot be used for grammars: {_reason(error)}") from None
         return self._tokenizer

@@ -12,24 +12,32 @@ from swiftspec.messages import Logprob
 from swiftspec.sampling.sampler import Sampler
 
 
-def token_logprobs(sampler: Sampler, logits: Tensor, tokens: Sequence[int], k: int) -> tuple[Logprob, ...]:
-    """Returns the log-probability of each of the `tokens` [n], and the `k` most likely tokens with theirs.
+def token_logprobs(
+    sampler: Sampler, logits: Tensor, tokens: Sequence[int], k: int, others: Sequence[int] = ()
+) -> tuple[Logprob, ...]:
+    """Returns the log-probability and the rank of each of the `tokens` [n], and the log-probabilities of the `k` most
+    likely tokens (-1: of all tokens), or instead of the tokens `others` if there are any.
 
     `logits` [n, >= V]: raw; row i is the distribution of `tokens[i]`. In a tensor-parallel group they are this rank's
     columns, and every rank must call the function; all get the same result.
     """
     vocab, shard = sampler.vocab, sampler.shard
     logits = logits[:, : vocab if shard is None else len(shard.tokens)]
-    wanted = torch.tensor(list(tokens), dtype=torch.int64, device=logits.device)[:, None]
+    wanted = torch.tensor([(token, *others) for token in tokens], dtype=torch.int64, device=logits.device)
     if shard is None:
-        own, total = logits.gather(-1, wanted), logits.logsumexp(-1, keepdim=True)
-        ids, values = log_top_k(logits, min(k, vocab))
+        found, total = logits.gather(-1, wanted), logits.logsumexp(-1, keepdim=True)
+        above = (logits > found[:, :1]).sum(-1)
     else:
-        own, total = shard.values(logits, wanted)
-        ids, values = shard.log_top_k(logits, min(k, vocab))
-    logprobs = (own - total).clamp_max(0).squeeze(-1).tolist()
+        found, total = shard.values(logits, wanted)
+        above = shard.count_above(logits, found[:, :1])
+    logprobs = (found - total).clamp_max(0)
+    if others:
+        ids, values = wanted[:, 1:], logprobs[:, 1:]
+    else:
+        count = vocab if k < 0 else min(k, vocab)
+        ids, values = log_top_k(logits, count) if shard is None else shard.log_top_k(logits, count)
     tops = [tuple(zip(*row)) for row in zip(ids.tolist(), values.tolist())]
-    return tuple(map(Logprob, logprobs, tops))
+    return tuple(map(Logprob, logprobs[:, 0].tolist(), tops, (above + 1).tolist()))
 
 
 class PromptLogprobs:

@@ -11,7 +11,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from swiftspec.backends import reference
@@ -47,6 +49,7 @@ class ShardedVocab(Protocol):
     def argmax(self, scores: Tensor, /) -> Tensor: ...
     def log_top_k(self, scores: Tensor, k: int, /) -> tuple[Tensor, Tensor]: ...
     def values(self, scores: Tensor, tokens: Tensor, /) -> tuple[Tensor, Tensor]: ...
+    def count_above(self, scores: Tensor, limits: Tensor, /) -> Tensor: ...
     def apply_filters(self, logits: Tensor, params: SamplingParams, sure: filters.FastPathCheck, /) -> Tensor: ...
 
 
@@ -81,6 +84,16 @@ class TokenConstraint(Protocol):
     def observe(self, tokens: Sequence[int], /) -> None: ...  # advances by verified output tokens
 
 
+def always_allowed(params: SamplingParams, vocab: int) -> NDArray[np.bool_] | None:
+    """Returns the tokens [V] that `allowed_token_ids` and bad words of one token allow; None if they allow all."""
+    if not params.excludes_tokens:
+        return None
+    allowed = np.full(vocab, params.allowed_token_ids is None)
+    allowed[list(params.allowed_token_ids or ())] = True
+    allowed[[word[0] for word in params.bad_words_ids if len(word) == 1]] = False
+    return allowed
+
+
 class Sampler:
     """Sampler of one request: processes logits, samples the target's tokens and ranks the draft's children.
 
@@ -98,10 +111,14 @@ class Sampler:
         self.noise_rows: NoiseRows = self.noise.rows
         self.check_all = filters.all_on_host  # decides whether filters may use their fast path
         self.history = History(prompt, vocab, device) if params.penalised else None
-        self.bias: Tensor | None = None  # [V] float32
-        if params.logit_bias:
+        self.bias: Tensor | None = None  # [V] float32; -inf for tokens that are excluded at every position
+        # with a grammar, `TokenRules` excludes these tokens, since they may be the only ones that the grammar allows
+        allowed = None if params.grammar is not None else always_allowed(params, vocab)
+        if params.logit_bias or allowed is not None:
             bias = torch.zeros(vocab)
             bias[list(params.logit_bias)] = torch.tensor(list(params.logit_bias.values()))
+            if allowed is not None:
+                bias[torch.from_numpy(~allowed)] = filters.NEG_INF
             self.bias = bias.to(device)
 
     @property

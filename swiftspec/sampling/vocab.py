@@ -89,6 +89,10 @@ class VocabShard:
         values, totals = self.group.all_gather(message).split((tokens.shape[-1], 1), -1)
         return values.amax(0), totals.logsumexp(0)
 
+    def count_above(self, scores: Tensor, limits: Tensor) -> Tensor:
+        """Returns for each row how many of the `scores` [n, m] of all ranks exceed its limit [n, 1], as [n]."""
+        return self.group.all_gather((scores > limits).sum(-1).double()).sum(0).long()
+
     def apply_filters(self, logits: Tensor, params: SamplingParams, check_all: FastPathCheck = all_on_host) -> Tensor:
         """Applies `filters.apply_filters` to this rank's `logits` [n, m]. Gathers whole rows only if `check_all` does
         not confirm that the exchanged top candidates suffice."""

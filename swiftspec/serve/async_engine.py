@@ -202,4 +202,4 @@ class InProcessLink:
 
 def to_logprobs(logprobs: Sequence[frames.TokenLogprob]) -> tuple[Logprob, ...]:
     """Converts the `TokenLogprob` objects of a frame to the engine's `Logprob` objects."""
-    return tuple(Logprob(one.logprob, tuple(one.top)) for one in logprobs)
+    return tuple(Logprob(one.logprob, tuple(one.top), one.rank) for one in logprobs)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from swiftspec.builder.roles import EngineLimits
 from swiftspec.config import EngineConfig
 from swiftspec.engine import TokenChunk
 from swiftspec.errors import UserError
@@ -116,6 +117,26 @@ def test_zero_log_probabilities_return_only_the_token_itself(pair: tuple[Path, P
     assert zero.logprobs is not None and zero.logprobs[0].top == () and zero.logprobs[0].logprob < 0
 
 
+@pytest.mark.parametrize("mode", ["ar", "serial"])
+def test_log_probabilities_of_all_tokens_and_of_requested_ones(pair: tuple[Path, Path], mode: str) -> None:
+    llm, params = make(pair, mode), replace(SHAPED, logprobs=-1, prompt_logprobs=-1, max_tokens=9)
+    for wanted in ((), (9, 0, 63)):
+        chunks = list(llm.stream(PROMPT[:7], replace(params, logprob_token_ids=wanted)))
+        tokens = [token for chunk in chunks for token in chunk.token_ids]
+        rows = rows_of(pair, [*PROMPT[:7], *tokens])
+        found = [*(chunks[0].prompt_logprobs or ()), *(one for chunk in chunks for one in chunk.logprobs or ())]
+        for place, (one, token, row) in enumerate(zip(found, [*PROMPT[1:7], *tokens], rows, strict=True)):
+            order = row.argsort(descending=True).tolist()
+            assert order[one.rank - 1] == token and one.logprob == pytest.approx(float(row[token]), abs=1e-5)
+            assert [other for other, _ in one.top] == (list(wanted) if wanted and place >= 6 else order)
+            assert [value for _, value in one.top] == pytest.approx([float(row[t]) for t, _ in one.top], abs=1e-5)
+
+
+def test_the_size_of_prompt_log_probabilities_is_limited(pair: tuple[Path, Path]) -> None:
+    with pytest.raises(UserError, match="at most 16384 tokens"):
+        EngineLimits(2**20, VOCAB, (), lambda sampling: None).check([1] * 16385, SamplingParams(prompt_logprobs=-1))
+
+
 def test_log_probabilities_end_with_the_stop_token(pair: tuple[Path, Path]) -> None:
     llm = make(pair, "serial")
     tokens = llm.generate(PROMPT, REQUESTS[0]).token_ids
@@ -131,27 +152,30 @@ def test_only_verifications_need_another_executor(pair: tuple[Path, Path]) -> No
 
 
 @pytest.mark.parametrize("size", [2, 3, 5])
-@pytest.mark.parametrize("k", [0, 4, 20])
+@pytest.mark.parametrize("k", [0, 4, 20, -1])
 def test_a_sharded_vocabulary_gives_the_log_probabilities_of_one_rank(size: int, k: int) -> None:
     vocab, rows, params = 23, 4, SamplingParams()
     logits = 3 * torch.randn(rows, vocab, dtype=torch.float64, generator=torch.Generator().manual_seed(size))
     tokens = [0, 22, 7, 11]
-    want = token_logprobs(Sampler(params, (), vocab, "cpu"), logits, tokens, k)
+    others = (22, 3) if k == 0 else ()
+    want = token_logprobs(Sampler(params, (), vocab, "cpu"), logits, tokens, k, others)
     width = -(-vocab // size)
     padded = torch.nn.functional.pad(logits, (0, size * width - vocab))
 
     def on_rank(group: Any) -> tuple[Logprob, ...]:
         sampler = Sampler(params, (), vocab, "cpu", shard=VocabShard(group, width, vocab))
-        return token_logprobs(sampler, padded[:, group.rank * width : (group.rank + 1) * width], tokens, k)
+        return token_logprobs(sampler, padded[:, group.rank * width : (group.rank + 1) * width], tokens, k, others)
 
     ranks = on_ranks(size, on_rank)
     assert all(rank == ranks[0] for rank in ranks)
     for one, other in zip(want, ranks[0], strict=True):
-        assert one.logprob == pytest.approx(other.logprob) and len(one.top) == k
-        assert [token for token, _ in one.top] == [token for token, _ in other.top]
+        assert one.logprob == pytest.approx(other.logprob) and len(one.top) == (len(others) or (vocab if k < 0 else k))
+        assert [token for token, _ in one.top] == [token for token, _ in other.top] and one.rank == other.rank
 
 
-WRONG: list[dict[str, Any]] = [{"logprobs": 21}, {"prompt_logprobs": -1}, {"prompt_logprobs": 1, "guidance_scale": 2}]
+WRONG: list[dict[str, Any]] = [
+    {"logprobs": 21}, {"prompt_logprobs": -2}, {"prompt_logprobs": 1, "guidance_scale": 2}, {"logprob_token_ids": (3,)},
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("wrong", WRONG)

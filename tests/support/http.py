@@ -49,8 +49,9 @@ READY = EngineInfo("target", "draft", 256, 320, [0], {}, {"mode": "serial"}, 1.0
 
 def token_logprobs(tokens: Sequence[int], count: int, logprob: float = -0.5) -> list[TokenLogprob]:
     """Log-probabilities as an engine returns them: the token itself first."""
-    tops = [[(token, logprob), *((other, -2.0 - other) for other in range(1, 30))][:count] for token in tokens]
-    return [TokenLogprob(logprob, top) for top in tops]
+    length = None if count < 0 else count  # -1: as many as this engine knows
+    tops = [[(token, logprob), *((other, -2.0 - other) for other in range(1, 30))][:length] for token in tokens]
+    return [TokenLogprob(logprob, top, 1) for top in tops]
 
 
 @dataclass

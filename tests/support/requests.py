@@ -33,9 +33,17 @@ def a_request(dice: random.Random) -> tuple[list[int], Json]:
             guidance_scale=dice.choice([0.0, 0.5, 1.5, 7.0]),
             ignore_eos=True,
             stop_token_ids=tokens(3),
-            logprobs=dice.choice([0, 2, 20]),
+            logprobs=dice.choice([-1, 0, 2, 20]),
+            allowed_token_ids=tokens(30),
+            bad_words_ids=[tokens(3) for _ in range(dice.randint(1, 40))],
         ),
     }
+    if dice.random() < 0.35 and "allowed_token_ids" not in sampling:
+        sampling["min_tokens"] = dice.randint(1, sampling["max_tokens"])
+    if {word[0] for word in sampling.get("bad_words_ids", ()) if len(word) == 1}.issuperset(
+        sampling.get("allowed_token_ids", range(VOCAB))
+    ):
+        del sampling["bad_words_ids"]
     if "guidance_scale" in sampling:
         sampling |= some(negative_prompt_ids=tokens(8))
     return tokens(dice.choice([1, 5, 60])), sampling

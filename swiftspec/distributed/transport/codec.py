@@ -18,7 +18,7 @@ from swiftspec.messages import DraftProbs, Logprob, NodeSource, Proposal, Reques
 from swiftspec.params import SamplingParams
 from swiftspec.tree.replica import TreeDelta
 
-PROTOCOL_VERSION = 4  # a peer with another version is refused
+PROTOCOL_VERSION = 5  # a peer with another version is refused
 Words = Sequence[int]  # flat; each is a 32-bit integer. A gRPC stream receives them as a memoryview
 Frame = tuple[int, Words]  # opcode and words of a message
 MAX_REASON_CHARS = 200  # longest quotation of a peer's data in an error message, in characters
@@ -150,7 +150,7 @@ def pack_scored_result(result: VerifyResult) -> Words:
 
     The words are those of `pack_message`, the number of overlaps and the overlaps as doubles of two words each, then
     the log-probabilities of the tokens and those of the prompt, each as the number of positions (-1 for None), the
-    number of top tokens per position, the log-probabilities, the top tokens and their log-probabilities.
+    number of top tokens per position, the log-probabilities, the ranks, the top tokens and their log-probabilities.
     """
     words = [*pack_message(result), len(result.overlaps), *doubles_to_words(result.overlaps)]
     for logprobs in (result.logprobs, result.prompt_logprobs):
@@ -160,6 +160,7 @@ def pack_scored_result(result: VerifyResult) -> Words:
         top = [pair for each in logprobs for pair in each.top]
         words += [len(logprobs), len(logprobs[0].top) if logprobs else 0]
         words += doubles_to_words([each.logprob for each in logprobs])
+        words += [each.rank for each in logprobs]
         words += [*(token for token, _ in top), *doubles_to_words([logprob for _, logprob in top])]
     return words
 
@@ -182,9 +183,10 @@ def _read_logprobs(reader: WordReader) -> tuple[Logprob, ...] | None:
     (count,), width = reader.take(1), reader.count()
     if count < 0:
         return None
-    logprobs = reader.doubles(count)
+    logprobs, ranks = reader.doubles(count), reader.take(count)
     top = [*zip(reader.take(count * width), reader.doubles(count * width), strict=True)]
-    return tuple(Logprob(each, tuple(top[i * width : (i + 1) * width])) for i, each in enumerate(logprobs))
+    tops = [tuple(top[i * width : (i + 1) * width]) for i in range(count)]
+    return tuple(map(Logprob, logprobs, tops, ranks))
 
 
 def pack_tree_delta(delta: TreeDelta, before: Sequence[int] = ()) -> Words:

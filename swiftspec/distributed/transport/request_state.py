@@ -171,8 +171,7 @@ def _check_tokens(tokens: Iterable[int], bounds: ModelLimits, what: str, most: i
 def _check_sampling(sampling: SamplingParams, bounds: ModelLimits) -> None:
     """Raises ValueError if a parameter exceeds the models' limits. SamplingParams validates everything else itself."""
     _check_tokens(sampling.negative_prompt_ids, bounds, "a negative prompt")
-    _check_tokens(sampling.logit_bias, bounds, "a logit_bias", most=None)
-    if sampling.top_k > bounds.vocab_size:
-        raise ValueError(f"top_k {sampling.top_k} exceeds the vocabulary size {bounds.vocab_size}")
+    for name, tokens in sampling.rule_token_ids():
+        _check_tokens(tokens, bounds, f"a request's {name}", most=None)
     in_range(sampling.verify_batch or 1, 1, bounds.max_nodes, "a request's verify_batch")
     in_range(sampling.draft_steps or 1, 1, MAX_TREE_NODES, "a request's draft_steps")

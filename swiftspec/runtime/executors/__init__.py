@@ -27,7 +27,7 @@ from swiftspec.tree.tree import DraftTree, Leaves
 FEATURES = {
     "greedy": "temperature 0",
     "sampled": "temperature above 0",
-    "logit bias": "logit_bias",
+    "logit bias": "logit_bias, allowed_token_ids, or a bad word that is one token",
     "filters": "top_k, top_p or min_p, at a temperature above 0",
     "deep top-k": "top_k above what the ranks of a group exchange, 64 tokens each",
     "penalties": "repetition, presence or frequency penalty",
@@ -36,6 +36,7 @@ FEATURES = {
     "rejection": "verify reject, at a temperature above 0",
     "log-probabilities": "logprobs",
     "grammar": "a grammar",
+    "token rules": "min_tokens, or a bad word of several tokens",
     "population": "sequence groups: max_num_seqs above 1, or mode smc",
     "hidden states": "a target that keeps hidden states",
 }
@@ -50,10 +51,11 @@ def features_of(sampling: SamplingParams, *more: str) -> Features:
     found = {
         "greedy": sampling.greedy,
         "sampled": not sampling.greedy,
-        "logit bias": bool(sampling.logit_bias),
+        "logit bias": bool(sampling.logit_bias) or sampling.excludes_tokens,
         "filters": sampling.filtered,
         "penalties": sampling.penalised,
         "grammar": sampling.grammar is not None,
+        "token rules": sampling.has_path_rules,
     }
     return frozenset(name for name, requested in found.items() if requested) | frozenset(more)
 

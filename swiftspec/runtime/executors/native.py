@@ -109,7 +109,7 @@ class NativeExecutor(EagerExecutor):
     """Native executor of expansions and verifications. The draft tree must be a `NativeTree`."""
 
     name = "native"
-    SUPPORTED = frozenset({"greedy", "sampled", "logit bias", "grammar", "hidden states"})
+    SUPPORTED = frozenset({"greedy", "sampled", "logit bias", "grammar", "token rules", "hidden states"})
 
     def __init__(self, runner: Runner, fused: NativeModel) -> None:
         super().__init__(runner)

@@ -1,19 +1,18 @@
 """Request fields that several endpoints share.
 
-Unknown fields are ignored. Every number has a range and every list and text a maximum length. Fields that OpenAI or
-vLLM define but this server does not support are accepted only with values that change nothing (`reject_unsupported`).
+Unknown fields are ignored. Every number has a range and every list and text a maximum length. Fields that other servers
+define but this server does not are accepted only with values that change nothing (known_fields.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
-from swiftspec.params import MAX_TOKEN_COUNT
-from swiftspec.serve.http.errors import ApiError, unsupported
+from swiftspec.params import MAX_LOGPROBS, MAX_TOKEN_COUNT
+from swiftspec.serve.http.errors import ApiError
 
 
 def _integral(value: object) -> object:
@@ -30,9 +29,9 @@ Stops = Annotated[list[Stop], Field(max_length=16)]
 Text = Annotated[str, Field(max_length=8 << 20)]
 ShortText = Annotated[str, Field(max_length=256)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
-Bias = Annotated[dict[Annotated[str, Field(pattern=r"^[0-9]{1,10}$")], Annotated[float, Field(ge=-100, le=100)]], Field(
-    max_length=1024
-)]  # fmt: skip
+Bias = Annotated[dict[ShortText, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=1024)]
+Word = Annotated[str, Field(min_length=1, max_length=256)]
+LogprobCount = Annotated[int, Field(ge=-1, le=MAX_LOGPROBS), INTEGRAL]
 JsonObject = dict[str, Any]
 Choices = Annotated[list[Annotated[str, Field(min_length=1, max_length=4096)]], Field(min_length=1, max_length=1024)]
 Variables = Annotated[dict[str, Any], Field(max_length=32)]
@@ -42,6 +41,12 @@ class Body(BaseModel):
     """Base of request models. Strict: numbers in strings, NaN and infinities are rejected."""
 
     model_config = ConfigDict(extra="ignore", protected_namespaces=(), allow_inf_nan=False, strict=True)
+
+
+class ExtensibleBody(Body):
+    """A `Body` that keeps undeclared fields, so that `known_fields.reject_unsupported` can check them."""
+
+    model_config = ConfigDict(extra="allow")
 
 
 class Smc(Body):
@@ -54,7 +59,7 @@ class Smc(Body):
     smc_exact: Annotated[int, Field(ge=0, le=64), INTEGRAL] | None = None
 
 
-class SamplingFields(Body):
+class SamplingFields(ExtensibleBody):
     """Sampling parameters with vLLM's names. Missing values default to the server's flags, then to the model's
     generation config, then to vLLM's defaults."""
 
@@ -67,7 +72,7 @@ class SamplingFields(Body):
     repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
-    logit_bias: Bias | None = Field(None, description="Added to the logits, by token id.")
+    logit_bias: Bias | None = Field(None, description="Added to the logits; the keys are token ids.")
     seed: Annotated[int, Field(ge=-(2**63), le=2**64 - 1), INTEGRAL] | None = Field(
         None, description="Seed of the noise; random by default. A negative seed is reduced modulo 2^64."
     )
@@ -88,19 +93,37 @@ class SamplingFields(Body):
     best_of: Count | None = Field(
         None, description="Number of choices that are sampled, of which the n best are returned."
     )
-    # Fields of vLLM that this server does not support: see UNSUPPORTED.
-    min_tokens: Count | None = None
-    use_beam_search: bool | None = None
-    bad_words: Annotated[list[ShortText], Field(max_length=1024)] | None = None
-    allowed_token_ids: Annotated[list[Token], Field(max_length=1 << 20)] | None = None
+    min_tokens: Count | None = Field(
+        None, description="End-of-text tokens, stop_token_ids and stop strings do not end a shorter output."
+    )
+    bad_words: Annotated[list[Word], Field(max_length=1024)] | None = Field(
+        None, description="Words that the output does not contain, with and without a space before them."
+    )
+    allowed_token_ids: Annotated[list[Token], Field(min_length=1, max_length=1 << 20)] | None = Field(
+        None, description="The only tokens that are sampled."
+    )
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
-    truncate_prompt_tokens: Annotated[int, Field(ge=-1, le=MAX_TOKEN_COUNT), INTEGRAL] | None = None
-    prompt_logprobs: Annotated[int, Field(ge=-1, le=MAX_TOKEN_COUNT), INTEGRAL] | None = None
-    logits_processors: list[Any] | None = Field(None, max_length=64)
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1, le=MAX_TOKEN_COUNT), INTEGRAL] | None = Field(
+        None, description="Maximum number of prompt tokens; -1: as many as the context holds with room for max_tokens."
+    )
+    truncation_side: Literal["left", "right"] | None = Field(
+        None, description="The end of the prompt at which truncate_prompt_tokens removes tokens; left by default."
+    )
 
 
-class StructuredOutputs(Body):
+class ScoringFields(ExtensibleBody):
+    """vLLM's fields for log-probabilities and token ids in the response."""
+
+    prompt_logprobs: LogprobCount | None = Field(None, description="-1: of all tokens. Not with stream.")
+    logprob_token_ids: Annotated[list[Token], Field(min_length=1, max_length=1024)] | None = Field(
+        None, description="Tokens that are listed at each position instead of the most likely ones; needs logprobs."
+    )
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = Field(None, description='In logprobs, "token_id:29" instead of text.')
+
+
+class StructuredOutputs(ExtensibleBody):
     """vLLM's `structured_outputs`: exactly one constraint, and for JSON the options below it."""
 
     json_: JsonObject | Text | None = Field(None, alias="json")
@@ -130,10 +153,11 @@ class ResponseFormat(Body):
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
+    schema_: JsonObject | None = Field(None, alias="schema", description="Schema of a json_object, as in llama.cpp.")
 
 
-class ConstraintFields(Body):
-    """Output constraints; at most one may be set."""
+class ConstraintFields(ExtensibleBody):
+    """Output constraints with the names of OpenAI, vLLM, llama.cpp and SGLang; at most one may be set."""
 
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
@@ -141,9 +165,13 @@ class ConstraintFields(Body):
     guided_regex: Annotated[str, Field(max_length=1 << 16)] | None = None
     guided_choice: Choices | None = None
     guided_grammar: Annotated[str, Field(max_length=1 << 18)] | None = None
+    grammar: Annotated[str, Field(max_length=1 << 18)] | None = None
+    json_schema: JsonObject | Text | None = None
+    regex: Annotated[str, Field(max_length=1 << 16)] | None = None
+    ebnf: Annotated[str, Field(max_length=1 << 18)] | None = None
 
 
-class StreamOptions(Body):
+class StreamOptions(ExtensibleBody):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = Field(
         None, description="With include_usage: the usage so far in every chunk, as in vLLM."
@@ -167,25 +195,4 @@ def stream_usage(stream: bool | None, options: StreamOptions | None, always: boo
     return StreamUsage(at_end, at_end and bool(options and options.continuous_usage_stats))
 
 
-# Unsupported fields, each with the values that are accepted because they change nothing.
-UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
-    "min_tokens": (0,), "use_beam_search": (False,), "bad_words": ([],),
-    "allowed_token_ids": (), "include_stop_str_in_output": (False,), "skip_special_tokens": (True,),
-    "truncate_prompt_tokens": (), "prompt_logprobs": (), "logits_processors": ([],),
-}  # fmt: skip
 N_DESCRIPTION = "Number of choices: independent samples, or with smc texts of the population with their weights."
-SINGLE_CHOICE: Mapping[str, tuple[Any, ...]] = {"n": (1,), "best_of": (0, 1)}
-CHAT_UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
-    **UNSUPPORTED, "audio": (), "modalities": (["text"], []), "functions": ([],), "function_call": ("none",),
-    "chat_template": (), "documents": ([],),
-    "web_search_options": (),
-}  # fmt: skip
-
-
-def reject_unsupported(body: Body, unsupported_fields: Mapping[str, tuple[Any, ...]]) -> None:
-    """Raises ApiError if a field of `body` has a value that `unsupported_fields` does not list as accepted."""
-    for name, allowed in unsupported_fields.items():
-        value = getattr(body, name, None)
-        if value is not None and value not in allowed:
-            only = f" (except {allowed[0]!r})" if allowed and allowed[0] != [] else ""
-            raise unsupported(name, f"not supported{only}; omit it")

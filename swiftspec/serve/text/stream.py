@@ -3,7 +3,7 @@ stop string."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -112,24 +112,29 @@ class StopStrings:
     first; if several are complete at the same character, before the longest. The result does not depend on how the text
     is split.
 
+    `include`: the text ends after the stop string instead.
     `matched`: that stop string; None until one is complete.
     """
 
-    def __init__(self, stops: Sequence[str]) -> None:
+    def __init__(self, stops: Sequence[str], *, include: bool = False) -> None:
         self.matched: str | None = None
+        self._include = include
         self._stops = tuple(stops)
         self._max_stop_chars = max(map(len, stops), default=0)
         self._buffer = ""
 
-    def push(self, text: str) -> tuple[int, bool]:
+    def push(self, text: str, may_end: bool = True) -> tuple[int, bool]:
         """Adds text. Returns how many of the characters that are held back can be released now, and whether the text
-        ends after them. Characters that may begin a stop string are held back."""
+        ends after them. Characters that may begin a stop string are held back. `may_end`: whether a stop string that is
+        complete in this text ends it."""
+        searched = len(self._buffer)
         self._buffer += text
-        ends = [(at + len(stop), at) for stop in self._stops if (at := self._buffer.find(stop)) >= 0]
-        if ends:
+        found = [(stop, self._buffer.find(stop, max(searched - len(stop) + 1, 0))) for stop in self._stops]
+        ends = [(at + len(stop), at) for stop, at in found if at >= 0]
+        if ends and may_end:
             end, at = min(ends)
             self.matched = self._buffer[at:end]
-            return at, True
+            return end if self._include else at, True
         hold = next(
             (n for n in range(min(self._max_stop_chars - 1, len(self._buffer)), 0, -1) if self._may_begin(n)), 0
         )
@@ -152,11 +157,20 @@ class TextPiece:
 
 class TextBuilder:
     """Builder of one answer's text from chunks of tokens. `finish_reason` is None until the answer is complete; after
-    that no chunk may be pushed."""
+    that no chunk may be pushed.
 
-    def __init__(self, codec: TokenCodec, stops: Sequence[str] = (), context: Sequence[int] = ()) -> None:
+    `min_tokens`: stop strings that are complete within this many tokens do not end the answer.
+    `include_stop`: the text ends after the stop string, not before it.
+    `hidden_ends`: tokens that have no text if they end the answer.
+    """
+
+    def __init__(
+        self, codec: TokenCodec, stops: Sequence[str] = (), context: Sequence[int] = (), *, min_tokens: int = 0,
+        include_stop: bool = False, hidden_ends: Collection[int] = (),
+    ) -> None:  # fmt: skip
         self._detokenizer = Detokenizer(codec, context)
-        self._stops = StopStrings(stops)
+        self._stops = StopStrings(stops, include=include_stop)
+        self._min_tokens, self._hidden_ends = min_tokens, hidden_ends
         self._held_pieces: list[TextPiece] = []
         self._text_length = 0
         self.token_ids: list[int] = []  # up to the token that completed a stop string
@@ -183,7 +197,9 @@ class TextBuilder:
         for index, token in enumerate(chunk.token_ids):
             self.token_ids.append(token)
             self.text_offsets.append(self._text_length)
-            yield self._add(TextPiece(self._detokenizer.push((token,)), index < chunk.accepted))
+            ends = chunk.finish_reason == "stop" and index + 1 == len(chunk.token_ids)
+            shown = () if ends and token in self._hidden_ends else (token,)
+            yield self._add(TextPiece(self._detokenizer.push(shown), index < chunk.accepted))
             if self.finish_reason is not None:
                 return
         if chunk.finish_reason is not None:
@@ -202,7 +218,7 @@ class TextBuilder:
         """Adds a piece and returns the pieces that can be shown. `last`: no further piece follows."""
         self._held_pieces.append(piece)
         self._text_length += len(piece.text)
-        count, ended = self._stops.push(piece.text)
+        count, ended = self._stops.push(piece.text, may_end=len(self.token_ids) > self._min_tokens)
         if ended:
             self.finish_reason = "stop"
         elif last:

@@ -41,6 +41,8 @@ SAMPLINGS = [
     SamplingParams(temperature=0.8, seed=5),
     SamplingParams(temperature=1.3, seed=6, logit_bias={7: 2.0, 9: -3.0}),
     SamplingParams(temperature=0.9, seed=7, grammar="dice"),
+    SamplingParams(temperature=0.9, seed=8, allowed_token_ids=tuple(range(1, VOCAB, 3)), bad_words_ids=((4,), (7, 10))),
+    SamplingParams(temperature=0.7, seed=9, min_tokens=8, stop_token_ids=(5, 6, 7), logit_bias={5: 3.0}),
 ]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Request, Response
@@ -11,6 +12,7 @@ from pydantic import Field
 from swiftspec.serve.http.api.choices import requested_choices, sampled_requests
 from swiftspec.serve.http.api.generation import JSON_OR_SSE, chat_generation_request, respond
 from swiftspec.serve.http.api.sampling import grammar_request
+from swiftspec.serve.http.api.token_fields import listed_logprobs, response_fields
 from swiftspec.serve.http.app_context import AppContext, new_id
 from swiftspec.serve.http.errors import ApiError
 from swiftspec.serve.http.format.conversation import (
@@ -27,30 +29,28 @@ from swiftspec.serve.http.format.generation_output import (
     OutputPiece,
     RequestOutputs,
 )
-from swiftspec.serve.http.format.logprobs import LogprobFormatter
+from swiftspec.serve.http.format.logprobs import LogprobFormatter, TokenFields
 from swiftspec.serve.http.format.tools import ParsedToolCall
+from swiftspec.serve.http.known_fields import reject_unsupported
 from swiftspec.serve.http.schema import (
-    CHAT_UNSUPPORTED,
-    INTEGRAL,
     N_DESCRIPTION,
     ConstraintFields,
     Count,
-    JsonObject,
+    LogprobCount,
     Positive,
     SamplingFields,
+    ScoringFields,
     ShortText,
     Stop,
     Stops,
     StreamOptions,
     StreamUsage,
-    Text,
-    reject_unsupported,
     stream_usage,
 )
 from swiftspec.serve.http.sse import DONE_EVENT, sse_event
 
 
-class ChatRequest(SamplingFields, ConstraintFields, TemplateFields):
+class ChatRequest(SamplingFields, ConstraintFields, TemplateFields, ScoringFields):
     """Request of OpenAI's chat completions endpoint, with vLLM's sampling parameters."""
 
     model: ShortText | None = None
@@ -61,7 +61,7 @@ class ChatRequest(SamplingFields, ConstraintFields, TemplateFields):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=20), INTEGRAL] | None = None
+    top_logprobs: LogprobCount | None = Field(None, description="Requires logprobs. -1: all tokens.")
     tools: Annotated[list[Tool], Field(max_length=128)] | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
@@ -69,14 +69,6 @@ class ChatRequest(SamplingFields, ConstraintFields, TemplateFields):
     echo: bool | None = Field(
         None, description="Begin the answer with the text of the last message, if that has the same role."
     )
-    # Fields of OpenAI or vLLM that this server does not support: see CHAT_UNSUPPORTED.
-    audio: JsonObject | None = None
-    modalities: Annotated[list[ShortText], Field(max_length=8)] | None = None
-    functions: Annotated[list[Any], Field(max_length=128)] | None = None
-    function_call: ShortText | JsonObject | None = None
-    chat_template: Text | None = None
-    documents: Annotated[list[Any], Field(max_length=4096)] | None = None
-    web_search_options: JsonObject | None = None
 
 
 def chat_to_conversation(body: ChatRequest) -> Conversation:
@@ -128,14 +120,15 @@ class ChatWriter:
     `usage`: the usage that a stream contains.
     `role`: role of the answer.
     `echo`: text that precedes the generated content.
+    `token_fields`: formatter of vLLM's additional fields.
     """
 
     def __init__(
         self, outputs: RequestOutputs, model: str, logprob_formatter: LogprobFormatter, top: int | None,
-        usage: StreamUsage, fingerprint: str, role: str = "assistant", echo: str = "",
+        usage: StreamUsage, fingerprint: str, token_fields: TokenFields, role: str = "assistant", echo: str = "",
     ) -> None:  # fmt: skip
         self._outputs, self._logprob_formatter, self._top, self._usage = outputs, logprob_formatter, top, usage
-        self._role, self._echo = role, echo
+        self._role, self._echo, self._token_fields = role, echo, token_fields
         self._common_fields = {
             "id": new_id("chatcmpl-"),
             "object": "chat.completion.chunk",
@@ -153,30 +146,37 @@ class ChatWriter:
     def delta_events(self, delta: OutputDelta) -> bytes:
         """Returns a chunk for each piece of the round, in their order, because clients read either content or tool
         calls in one chunk. Chunks with the role and the echoed text precede the first round of a choice. The last delta
-        of a choice becomes the chunk with the finish reason. Without log-probabilities, returns nothing if the round
-        adds nothing visible; returns nothing if the response is not a stream."""
+        of a choice becomes the chunk with the finish reason. Returns nothing if the round adds nothing to the response,
+        or if the response is not a stream."""
         if not self._streaming:
             return b""
         choice, out = delta.choice, b""
         if choice not in self._num_calls:
             self._num_calls[choice] = 0
-            out = self._chunk(choice, {"role": self._role, "content": ""}, 0)
+            prompt_fields = self._token_fields.of_prompt_ids(self._outputs.outputs[choice].prompt)
+            out = self._chunk(choice, {"role": self._role, "content": ""}, 0, more=prompt_fields)
             out += self._chunk(choice, {"content": self._echo}, 0) if self._echo else b""
         if delta.last:
             return out + self._end_chunk(choice)
-        if not delta.pieces and self._top is not None:
-            logprobs = self._logprobs(self._outputs.outputs[choice], delta.first_token, delta.end_token)
-            return out + self._chunk(choice, {"content": ""}, delta.end_token, logprobs)
+        if not delta.pieces and (self._top is not None or self._token_fields.token_ids):
+            return out + self._token_chunk(choice, {"content": ""}, delta.first_token, delta.end_token)
         return out + self._piece_chunks(delta)
 
     def _piece_chunks(self, delta: OutputDelta) -> bytes:
         out, first_token = b"", delta.first_token
         for index, piece in enumerate(delta.pieces, 1):
             end_token = delta.end_token if index == len(delta.pieces) else piece.end_token
-            logprobs = self._logprobs(self._outputs.outputs[delta.choice], first_token, end_token)
-            out += self._chunk(delta.choice, self._delta_fields(delta.choice, piece), end_token, logprobs)
+            fields = self._delta_fields(delta.choice, piece)
+            out += self._token_chunk(delta.choice, fields, first_token, end_token)
             first_token = end_token
         return out
+
+    def _token_chunk(self, choice: int, fields: dict[str, Any], first_token: int, end_token: int) -> bytes:
+        """Returns a chunk with these output tokens."""
+        output = self._outputs.outputs[choice]
+        logprobs = self._logprobs(output, first_token, end_token)
+        token_fields = self._token_fields.of_output(output.tokens[first_token:end_token])
+        return self._chunk(choice, fields, end_token, logprobs, token_fields)
 
     def _delta_fields(self, choice: int, piece: OutputPiece) -> dict[str, Any]:
         if piece.tool_call is None:
@@ -198,12 +198,14 @@ class ChatWriter:
             {
                 "index": index, "message": answer_message(choice, self._role, self._echo),
                 "logprobs": self._logprobs(choice, 0, len(choice.tokens)), "finish_reason": choice.finish_reason,
-                **outputs.choice_end_fields(choice),
+                **outputs.choice_end_fields(choice), **self._token_fields.of_output(choice.tokens),
             }
             for index, choice in outputs.choices()
         ]  # fmt: skip
         head = {**self._common_fields, "object": "chat.completion"}
-        return {**head, "choices": choices, "usage": outputs.usage(), **outputs.stats()}
+        first = outputs.outputs[0]
+        prompt_fields = self._token_fields.of_prompt(first.prompt, first.prompt_logprobs)
+        return {**head, "choices": choices, "usage": outputs.usage(), **prompt_fields, **outputs.stats()}
 
     def _logprobs(self, output: GenerationOutput, first: int, last: int) -> dict[str, Any] | None:
         if self._top is None:
@@ -221,12 +223,13 @@ class ChatWriter:
 
     def _chunk(
         self, choice: int, delta: dict[str, Any], end_token: int, logprobs: Any = None,
-        end: dict[str, Any] | None = None, stats: dict[str, Any] | None = None,
+        fields: Mapping[str, Any] | None = None, more: Mapping[str, Any] | None = None,
     ) -> bytes:  # fmt: skip
-        """Returns a chunk. `end_token`: number of the choice's output tokens so far."""
+        """Returns a chunk. `end_token`: number of the choice's output tokens so far. `fields`: further fields of the
+        choice. `more`: further fields of the chunk."""
         usage = {"usage": self._outputs.outputs[choice].usage_so_far(end_token)} if self._usage.in_chunks else {}
-        item = {"index": choice, "delta": delta, "logprobs": logprobs, **(end or {"finish_reason": None})}
-        return sse_event({**self._common_fields, "choices": [item], **usage, **(stats or {})})
+        item = {"index": choice, "delta": delta, "logprobs": logprobs, "finish_reason": None, **(fields or {})}
+        return sse_event({**self._common_fields, "choices": [item], **usage, **(more or {})})
 
 
 def chat_router(context: AppContext) -> APIRouter:
@@ -237,7 +240,7 @@ def chat_router(context: AppContext) -> APIRouter:
     async def chat_completions(body: ChatRequest, request: Request) -> Response:
         info, codec = context.require_ready()
         model = context.resolve_model_name(body.model)
-        reject_unsupported(body, CHAT_UNSUPPORTED)
+        reject_unsupported(body)
         usage = stream_usage(body.stream, body.stream_options, context.always_usage)
         choices = requested_choices(body, body.n, body.stream, info)
         if body.top_logprobs and not body.logprobs:
@@ -247,13 +250,14 @@ def chat_router(context: AppContext) -> APIRouter:
         conversation = chat_to_conversation(body)
         generation_request = await chat_generation_request(
             context, request, body, conversation, limit=limit, stops=stop_list(body.stop),
-            grammar=grammar_request(body), logprobs=top, choices=choices.population,
+            grammar=grammar_request(body), logprobs=top, choices=choices.population, scoring=body, stream=body.stream,
         )  # fmt: skip
         requests = sampled_requests(generation_request, choices.num_samples, body.seed is not None)
         outputs = RequestOutputs.create([requests], codec, choices.n)
+        formatter = LogprobFormatter(codec, bool(body.return_tokens_as_token_ids))
         writer = ChatWriter(
-            outputs, model, LogprobFormatter(codec), top, usage, context.system_fingerprint(),
-            response_role(body), echoed_text(body, conversation),
+            outputs, model, formatter, listed_logprobs(body, top), usage, context.system_fingerprint(),
+            response_fields(body, formatter), response_role(body), echoed_text(body, conversation),
         )  # fmt: skip
         return await respond(context, request, outputs, writer, body.stream)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -14,6 +14,14 @@ from swiftspec.errors import UserError
 from swiftspec.serve.http.api.choices import RequestedChoices, requested_choices, sampled_requests
 from swiftspec.serve.http.api.generation import JSON_OR_SSE, replace_key, respond
 from swiftspec.serve.http.api.sampling import grammar_request, sampling_params
+from swiftspec.serve.http.api.token_fields import (
+    bad_word_ids,
+    listed_logprobs,
+    response_fields,
+    scoring_params,
+    truncate_prompt,
+    truncates,
+)
 from swiftspec.serve.http.app_context import AppContext, check_tokens, new_id
 from swiftspec.serve.http.engine_link.engine_client import EngineRequest
 from swiftspec.serve.http.engine_link.frames import EngineInfo, TokenLogprob, TokensFrame
@@ -21,17 +29,19 @@ from swiftspec.serve.http.errors import ApiError, to_api_error, unsupported
 from swiftspec.serve.http.format.generation_output import (
     GenerationOutput,
     GenerationRequest,
+    MarkerCodec,
     OutputDelta,
     RequestOutputs,
 )
-from swiftspec.serve.http.format.logprobs import LogprobFormatter
+from swiftspec.serve.http.format.logprobs import LogprobFormatter, TokenFields
+from swiftspec.serve.http.known_fields import reject_unsupported
 from swiftspec.serve.http.schema import (
-    INTEGRAL,
     N_DESCRIPTION,
-    UNSUPPORTED,
     ConstraintFields,
     Count,
+    LogprobCount,
     SamplingFields,
+    ScoringFields,
     ShortText,
     Stop,
     Stops,
@@ -39,12 +49,11 @@ from swiftspec.serve.http.schema import (
     StreamUsage,
     Text,
     Token,
-    reject_unsupported,
     stream_usage,
 )
 from swiftspec.serve.http.sse import DONE_EVENT, sse_event
 from swiftspec.serve.text.codec import TextCodec
-from swiftspec.serve.text.stream import TextBuilder
+from swiftspec.serve.text.stream import TextBuilder, TokenCodec
 
 DEFAULT_MAX_TOKENS = 16  # as in OpenAI's API
 TokenList = Annotated[list[Token], Field(min_length=1, max_length=1 << 22)]
@@ -63,7 +72,7 @@ FIM_TOKENS = (
 )
 
 
-class CompletionRequest(SamplingFields, ConstraintFields):
+class CompletionRequest(SamplingFields, ConstraintFields, ScoringFields):
     """Request of OpenAI's completions endpoint, with vLLM's sampling parameters."""
 
     model: ShortText | None = None
@@ -75,7 +84,7 @@ class CompletionRequest(SamplingFields, ConstraintFields):
         DEFAULT_MAX_TOKENS, description="0 only with echo: returns the log-probabilities of the prompt."
     )
     echo: bool | None = None
-    logprobs: Annotated[int, Field(ge=0, le=20), INTEGRAL] | None = None
+    logprobs: LogprobCount | None = Field(None, description="-1: of all tokens.")
     stop: Stop | Stops | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -102,17 +111,19 @@ async def encode_prompt(
 ) -> list[int]:
     """Returns the token ids of a prompt. With a suffix they have the fill-in-the-middle format of the model. Raises
     ApiError on a prompt that is empty or invalid."""
+    limit = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
     if body.suffix:
+        if truncates(body):
+            raise unsupported("truncate_prompt_tokens", "not supported with suffix; omit it")
         return await _encode_fill_in_the_middle(context, info, codec, prompt, body.suffix)
     if not isinstance(prompt, str):
         check_tokens(prompt, info, "prompt")
-        return prompt
-    tokens = await context.run_in_tokenizer_thread(
-        codec.encode, prompt, info.max_model_len, body.add_special_tokens is not False
-    )
+        return truncate_prompt(prompt, body, info, limit)
+    longest = None if truncates(body) else info.max_model_len
+    tokens = await context.run_in_tokenizer_thread(codec.encode, prompt, longest, body.add_special_tokens is not False)
     if not tokens:
         raise ApiError(400, "prompt: must not be empty", "prompt")
-    return tokens
+    return truncate_prompt(tokens, body, info, limit)
 
 
 async def _encode_fill_in_the_middle(
@@ -131,11 +142,28 @@ async def _encode_fill_in_the_middle(
     return [*bos, prefix_token, *before, suffix_token, *after, middle_token]
 
 
-def prompt_text(codec: TextCodec, tokens: Sequence[int]) -> TextBuilder:
-    """Returns a `TextBuilder` with the prompt's text and the offset of each token in it."""
+def echoed_text(codec: TextCodec, prompt: Prompt, tokens: Sequence[int], truncated: bool) -> tuple[str, list[int]]:
+    """Returns the text of a prompt for `echo`, and the position of each token in it.
+
+    `prompt`: the prompt as it was sent. A text is returned as it is, unless it was truncated; tokens are decoded
+    without special tokens.
+    `tokens`: the prompt's token ids.
+    `truncated`: whether some of them may have been removed.
+    """
+    if isinstance(prompt, str):
+        sent = codec.encode(prompt, None, add_special_tokens=False)
+        added = len(tokens) - len(sent)  # such as BOS, which the text does not contain
+        for before in (added, 0):
+            if added >= 0 and list(tokens[before : before + len(sent)]) == sent:
+                return prompt, [*[0] * before, *_text_of(MarkerCodec(codec, skip_special=False), tokens[before:])[1]]
+    text, offsets = _text_of(codec, tokens)
+    return prompt if isinstance(prompt, str) and not truncated else text, offsets
+
+
+def _text_of(codec: TokenCodec, tokens: Sequence[int]) -> tuple[str, list[int]]:
     builder = TextBuilder(codec)
     builder.push(TokensFrame(0, list(tokens), 0, finish_reason="length"))
-    return builder
+    return builder.text, builder.text_offsets
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,11 +171,11 @@ class Echo:
     """The prompt at the beginning of a choice.
 
     `text`: empty if no echo is requested.
-    `builder`: the prompt's tokens and their offsets; None unless its log-probabilities are requested.
+    `offsets`: positions of the prompt's tokens in the text; None unless their log-probabilities are requested.
     """
 
     text: str = ""
-    builder: TextBuilder | None = None
+    offsets: Sequence[int] | None = None
 
 
 class CompletionWriter:
@@ -156,14 +184,15 @@ class CompletionWriter:
     `top`: number of top log-probabilities per token; None: no log-probabilities.
     `usage`: the usage that a stream contains.
     `echoes`: one for each prompt.
+    `token_fields`: formatter of vLLM's additional fields.
     """
 
     def __init__(
         self, outputs: RequestOutputs, model: str, logprob_formatter: LogprobFormatter, top: int | None,
-        usage: StreamUsage, fingerprint: str, echoes: Sequence[Echo],
+        usage: StreamUsage, fingerprint: str, echoes: Sequence[Echo], token_fields: TokenFields,
     ) -> None:  # fmt: skip
         self._outputs, self._logprob_formatter, self._top, self._usage = outputs, logprob_formatter, top, usage
-        self._echoes = echoes
+        self._echoes, self._token_fields = echoes, token_fields
         self._common_fields = {
             "id": new_id("cmpl-"),
             "object": "text_completion",
@@ -175,28 +204,36 @@ class CompletionWriter:
         self._begun: set[int] = set()  # choices of which a chunk was sent
 
     def start_events(self) -> bytes:
-        """Returns nothing: each choice begins with a chunk of its own, if an echo is requested."""
+        """Returns nothing: each choice begins with a chunk of its own, if an echo or token ids are requested."""
         self._streaming = True
         return b""
 
     def delta_events(self, delta: OutputDelta) -> bytes:
-        """Returns the chunk of one round, after the echoed prompt if it is the first of its choice. The last delta of a
-        choice becomes the chunk with the finish reason. Returns nothing if the round adds nothing visible, or if the
-        response is not a stream."""
+        """Returns the chunk of one round, after the echoed prompt or its token ids if it is the first of its choice.
+        The last delta of a choice becomes the chunk with the finish reason. Returns nothing if the round adds nothing
+        to the response, or if the response is not a stream."""
         if not self._streaming:
             return b""
-        output, head = self._outputs.outputs[delta.choice], b""
-        echo = self._echo(delta.choice)
+        head = b""
         if delta.choice not in self._begun:
             self._begun.add(delta.choice)
-            if echo.text or echo.builder:
-                head = self._chunk(delta.choice, echo.text, 0, self._logprobs(output, echo, 0, 0, True))
+            head = self._prompt_chunk(delta.choice)
         if delta.last:
             return head + self._end_chunk(delta.choice)
-        if self._top is None and not delta.content:
+        if self._top is None and not delta.content and not self._token_fields.token_ids:
             return head
+        output, echo = self._outputs.outputs[delta.choice], self._echo(delta.choice)
         logprobs = self._logprobs(output, echo, delta.first_token, delta.end_token, False)
-        return head + self._chunk(delta.choice, delta.content, delta.end_token, logprobs)
+        token_fields = self._token_fields.of_output(output.tokens[delta.first_token : delta.end_token])
+        return head + self._chunk(delta.choice, delta.content, delta.end_token, logprobs, token_fields)
+
+    def _prompt_chunk(self, choice: int) -> bytes:
+        """Returns a chunk with the echoed prompt or its token ids; empty if neither is requested."""
+        output, echo = self._outputs.outputs[choice], self._echo(choice)
+        if not echo.text and echo.offsets is None and not self._token_fields.token_ids:
+            return b""
+        fields = {**self._token_fields.of_prompt_ids(output.prompt), **self._token_fields.of_output(())}
+        return self._chunk(choice, echo.text, 0, self._logprobs(output, echo, 0, 0, True), fields)
 
     def end_events(self) -> bytes:
         """Returns the usage chunk, if requested, and the end of the stream."""
@@ -217,6 +254,8 @@ class CompletionWriter:
         return {
             "index": index, "text": echo.text + choice.content, "logprobs": logprobs,
             "finish_reason": choice.finish_reason, **self._outputs.choice_end_fields(choice),
+            **self._token_fields.of_output(choice.tokens),
+            **self._token_fields.of_prompt(choice.prompt, choice.prompt_logprobs),
         }  # fmt: skip
 
     def _echo(self, choice: int) -> Echo:
@@ -230,10 +269,10 @@ class CompletionWriter:
         tokens = output.tokens[first:last]
         logprobs: list[TokenLogprob | None] = [*output.logprobs[first:last]]
         starts = [len(echo.text) + start for start in output.text_builder.text_offsets[first:last]]
-        if with_prompt and echo.builder is not None:
+        if with_prompt and echo.offsets is not None:
             tokens = [*output.prompt, *tokens]
             logprobs = [None, *output.prompt_logprobs, *logprobs]
-            starts = [*echo.builder.text_offsets, *starts]
+            starts = [*echo.offsets, *starts]
         return self._logprob_formatter.completion_logprobs(tokens, logprobs, self._top, starts)
 
     def _end_chunk(self, choice: int) -> bytes:
@@ -245,13 +284,14 @@ class CompletionWriter:
         return self._chunk(choice, "", len(output.tokens), None, fields, stats)
 
     def _chunk(
-        self, choice: int, text: str, end_token: int, logprobs: Any = None, end: dict[str, Any] | None = None,
-        stats: dict[str, Any] | None = None,
+        self, choice: int, text: str, end_token: int, logprobs: Any = None,
+        fields: Mapping[str, Any] | None = None, more: Mapping[str, Any] | None = None,
     ) -> bytes:  # fmt: skip
-        """Returns a chunk. `end_token`: number of the choice's output tokens so far."""
+        """Returns a chunk. `end_token`: number of the choice's output tokens so far. `fields`: further fields of the
+        choice. `more`: further fields of the chunk."""
         usage = {"usage": self._outputs.outputs[choice].usage_so_far(end_token)} if self._usage.in_chunks else {}
-        item = {"index": choice, "text": text, "logprobs": logprobs, **(end or {"finish_reason": None})}
-        return sse_event({**self._common_fields, "choices": [item], **usage, **(stats or {})})
+        item = {"index": choice, "text": text, "logprobs": logprobs, "finish_reason": None, **(fields or {})}
+        return sse_event({**self._common_fields, "choices": [item], **usage, **(more or {})})
 
 
 async def completion_requests(
@@ -260,32 +300,33 @@ async def completion_requests(
     """Builds the generation requests of a completion: for each prompt, those of its choices. Raises ApiError on an
     unsupported combination of fields."""
     info, codec = context.require_ready()
-    if body.max_tokens == 0 and not body.echo:
-        raise ApiError(400, "max_tokens: 0 is only supported with echo", "max_tokens")
+    if body.max_tokens == 0 and not body.echo and body.prompt_logprobs is None:
+        raise ApiError(400, "max_tokens: 0 is only supported with echo or prompt_logprobs", "max_tokens")
     negative = None
     if body.guidance_scale not in (None, 1):
         negative = await context.run_in_tokenizer_thread(codec.encode, body.negative_prompt or "", info.max_model_len)
     limit = DEFAULT_MAX_TOKENS if body.max_tokens is None else max(body.max_tokens, 1)
     grammar = grammar_request(body)
-    more: dict[str, Any] = {} if grammar is None else {"grammar": await context.compile_grammar(grammar)}
-    if body.logprobs is not None:
-        more["logprobs"] = body.logprobs
-        if body.echo:
-            more["prompt_logprobs"] = body.logprobs
-    elif choices.num_samples > choices.n:
-        more["logprobs"] = 0  # of the sampled tokens alone, which rank the samples
+    more = await bad_word_ids(context, codec, body)
+    if grammar is not None:
+        more["grammar"] = await context.compile_grammar(grammar)
+    # without log-probabilities in the response, those of the sampled tokens alone rank the samples of best_of
+    logprobs = 0 if body.logprobs is None and choices.num_samples > choices.n else body.logprobs
     stops = [body.stop] if isinstance(body.stop, str) else body.stop or []
     key = replace_key(request, body)
     requests: list[list[GenerationRequest]] = []
     for number, prompt in enumerate(prompts):
         try:
             tokens = await encode_prompt(context, info, codec, body, prompt)
-            sampling = {**sampling_params(body, info, tokens, negative, limit), **more}
+            sampling = sampling_params(body, info, tokens, negative, limit) | more
+            sampling |= scoring_params(body, info, sampling, tokens, logprobs, echo=bool(body.echo), stream=body.stream)
         except (ApiError, UserError) as error:
             raise _prompt_error(error, number, len(prompts)) from None
         generation_request = GenerationRequest(
             EngineRequest(tokens, sampling, key, choices.population), stops,
             continues_text=not body.suffix, prompt_only=body.max_tokens == 0,
+            include_stop=bool(body.include_stop_str_in_output), end_tokens=info.eos_token_ids,
+            skip_special_tokens=body.skip_special_tokens is not False,
         )  # fmt: skip
         requests.append(sampled_requests(generation_request, choices.num_samples, body.seed is not None))
     return requests
@@ -305,11 +346,8 @@ async def prompt_echo(
     """Returns the echo of a prompt, whose token ids are `tokens`."""
     if not body.echo:
         return Echo()
-    text = prompt if isinstance(prompt, str) else codec.decode(prompt)
-    builder = None
-    if body.logprobs is not None:
-        builder = await context.run_in_tokenizer_thread(prompt_text, codec, tokens)
-    return Echo(text, builder)
+    text, offsets = await context.run_in_tokenizer_thread(echoed_text, codec, prompt, tokens, truncates(body))
+    return Echo(text, None if body.logprobs is None else offsets)
 
 
 def completions_router(context: AppContext) -> APIRouter:
@@ -320,7 +358,7 @@ def completions_router(context: AppContext) -> APIRouter:
     async def completions(body: CompletionRequest, request: Request) -> Response:
         info, codec = context.require_ready()
         model = context.resolve_model_name(body.model)
-        reject_unsupported(body, UNSUPPORTED)
+        reject_unsupported(body)
         usage = stream_usage(body.stream, body.stream_options, context.always_usage)
         prompts = prompt_list(body.prompt)
         choices = requested_choices(body, body.n, body.stream, info, num_prompts=len(prompts), ranked=True)
@@ -330,9 +368,11 @@ def completions_router(context: AppContext) -> APIRouter:
             await prompt_echo(context, codec, body, prompt, group[0].engine_request.prompt)
             for prompt, group in zip(prompts, requests)
         ]
+        formatter = LogprobFormatter(codec, bool(body.return_tokens_as_token_ids))
         writer = CompletionWriter(
-            outputs, model, LogprobFormatter(codec), body.logprobs, usage, context.system_fingerprint(), echoes
-        )
+            outputs, model, formatter, listed_logprobs(body, body.logprobs), usage, context.system_fingerprint(),
+            echoes, response_fields(body, formatter),
+        )  # fmt: skip
         return await respond(context, request, outputs, writer, body.stream)
 
     return router

@@ -14,6 +14,7 @@ from fastapi.responses import Response
 from swiftspec.errors import UserError
 from swiftspec.serve.http import errors
 from swiftspec.serve.http.api.sampling import GrammarRequest, sampling_params
+from swiftspec.serve.http.api.token_fields import bad_word_ids, scoring_params, truncate_prompt, truncates
 from swiftspec.serve.http.app_context import AppContext
 from swiftspec.serve.http.engine_link.engine_client import EngineClient, EngineRequest
 from swiftspec.serve.http.errors import ApiError, to_api_error, unsupported
@@ -27,7 +28,7 @@ from swiftspec.serve.http.format.tools import (
     detect_tool_format,
     tool_call_grammar,
 )
-from swiftspec.serve.http.schema import SamplingFields
+from swiftspec.serve.http.schema import SamplingFields, ScoringFields
 from swiftspec.serve.http.sse import ENCODER, EventStream, cancel_on_disconnect, sse_event
 from swiftspec.serve.text.codec import TextCodec
 from swiftspec.serve.text.template import PromptTooLong
@@ -90,9 +91,12 @@ def replace_key(request: Request, body: SamplingFields) -> str | None:
     return key
 
 
-async def encode_conversation(context: AppContext, conversation: Conversation) -> list[int]:
+async def encode_conversation(
+    context: AppContext, conversation: Conversation, *, any_length: bool = False
+) -> list[int]:
     """Renders a conversation with the model's chat template and tokenizes it. Raises ApiError if the
-    conversation is invalid, too long, or rejected by the template."""
+    conversation is invalid, too long, or rejected by the template. `any_length`: whether it may be longer than the
+    context."""
     info, codec = context.require_ready()
     conversation.validate()
     if not codec.has_template:
@@ -102,7 +106,7 @@ async def encode_conversation(context: AppContext, conversation: Conversation) -
         return await context.run_in_tokenizer_thread(
             codec.encode_chat,
             conversation.messages,
-            info.max_model_len,
+            None if any_length else info.max_model_len,
             tools,
             conversation.template_variables,
             conversation.continues_last_message,
@@ -117,7 +121,7 @@ async def encode_conversation(context: AppContext, conversation: Conversation) -
 async def chat_generation_request(
     context: AppContext, request: Request, body: SamplingFields, conversation: Conversation, *, limit: int | None,
     stops: Sequence[str] = (), grammar: GrammarRequest | None = None, logprobs: int | None = None,
-    choices: tuple[int, int] | None = None,
+    choices: tuple[int, int] | None = None, scoring: ScoringFields | None = None, stream: bool | None = None,
 ) -> GenerationRequest:  # fmt: skip
     """Builds the generation request for the answer to a conversation.
 
@@ -126,19 +130,18 @@ async def chat_generation_request(
     `grammar`: constraint of the output. A tool that must be called replaces a format of the answer.
     `logprobs`: number of top log-probabilities per token; None: no log-probabilities.
     `choices`: (number of texts to return, number to sample) in mode smc; None: a single text.
+    `scoring`: the request's fields for log-probabilities; None if the endpoint has none.
+    `stream`: the field of the request.
     Raises ApiError on an unsupported combination of fields.
     """
     info, codec = context.require_ready()
-    prompt = await encode_conversation(context, conversation)
-    negative = None
-    if body.guidance_scale not in (None, 1):
-        user = template_message("user", body.negative_prompt or "")
-        negative = await encode_conversation(
-            context, Conversation([user], template_variables=conversation.template_variables)
-        )
-    sampling = sampling_params(body, info, prompt, negative, limit)
-    if logprobs is not None:
-        sampling["logprobs"] = logprobs
+    prompt = await encode_conversation(context, conversation, any_length=truncates(body))
+    prompt = truncate_prompt(prompt, body, info, limit)
+    negative = await _negative_prompt(context, body, conversation)
+    sampling = sampling_params(body, info, prompt, negative, limit) | await bad_word_ids(context, codec, body)
+    sampling |= scoring_params(
+        scoring or ScoringFields.model_validate({}), info, sampling, prompt, logprobs, stream=stream
+    )
     template = codec.template_source(conversation.tools or None)
     tool_format = _tool_format(conversation, template)
     allowed: AllowedText = "any"
@@ -167,7 +170,18 @@ async def chat_generation_request(
             [REASONING_OPEN, REASONING_CLOSE] * thinks
             + ([tool_format.begin, tool_format.end or ""] if tool_format else []),
         ),
+        include_stop=bool(body.include_stop_str_in_output),
+        end_tokens=info.eos_token_ids,
+        skip_special_tokens=body.skip_special_tokens is not False,
     )
+
+
+async def _negative_prompt(context: AppContext, body: SamplingFields, conversation: Conversation) -> list[int] | None:
+    """Returns the token ids of the negative prompt as a conversation, or None without guidance."""
+    if body.guidance_scale in (None, 1):
+        return None
+    user = template_message("user", body.negative_prompt or "")
+    return await encode_conversation(context, Conversation([user], template_variables=conversation.template_variables))
 
 
 def _tool_format(conversation: Conversation, template: str) -> ToolCallFormat | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Request, Response
@@ -23,12 +22,12 @@ from swiftspec.serve.http.format.conversation import (
 )
 from swiftspec.serve.http.format.generation_output import GenerationOutput, OutputDelta
 from swiftspec.serve.http.format.tools import ParsedToolCall
+from swiftspec.serve.http.known_fields import reject_unsupported
 from swiftspec.serve.http.schema import (
     INTEGRAL,
-    SINGLE_CHOICE,
-    UNSUPPORTED,
     Body,
     Count,
+    ExtensibleBody,
     JsonObject,
     Positive,
     SamplingFields,
@@ -36,13 +35,11 @@ from swiftspec.serve.http.schema import (
     Stops,
     Text,
     Variables,
-    reject_unsupported,
 )
 from swiftspec.serve.http.sse import sse_event
 
 MIN_THINKING_BUDGET_TOKENS = 1024  # Anthropic's limit
 # Unsupported fields, each with the values that are accepted because they change nothing.
-MESSAGES_UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {**UNSUPPORTED, **SINGLE_CHOICE, "mcp_servers": ([],)}
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
 
@@ -107,7 +104,7 @@ class OutputConfig(Body):
     format: OutputFormat | None = None
 
 
-class CountRequest(Body):
+class CountRequest(ExtensibleBody):
     """Request of the count_tokens endpoint."""
 
     model: ShortText | None = None
@@ -338,7 +335,7 @@ def messages_router(context: AppContext) -> APIRouter:
     async def create_message(body: MessagesRequest, request: Request) -> Response:
         _, codec = context.require_ready()
         model = context.resolve_model_name(body.model)
-        reject_unsupported(body, MESSAGES_UNSUPPORTED)
+        reject_unsupported(body, ["best_of"])
         generation_request = await chat_generation_request(
             context, request, body, anthropic_to_conversation(body), limit=body.max_tokens, stops=body.stop_sequences
             or (),
@@ -351,7 +348,7 @@ def messages_router(context: AppContext) -> APIRouter:
     async def count_tokens(body: CountRequest) -> dict[str, int]:
         context.require_ready()
         context.resolve_model_name(body.model)
-        reject_unsupported(body, MESSAGES_UNSUPPORTED)
+        reject_unsupported(body)
         return {"input_tokens": len(await encode_conversation(context, anthropic_to_conversation(body)))}
 
     return router

@@ -30,14 +30,12 @@ from swiftspec.serve.http.format.conversation import (
 )
 from swiftspec.serve.http.format.generation_output import GenerationOutput
 from swiftspec.serve.http.format.logprobs import LogprobFormatter
+from swiftspec.serve.http.known_fields import reject_unsupported
 from swiftspec.serve.http.observe.request_metrics import REQUEST_CONTEXT
 from swiftspec.serve.http.schema import (
     INTEGRAL,
-    SINGLE_CHOICE,
-    UNSUPPORTED,
     Body,
     ConstraintFields,
-    Count,
     JsonObject,
     JsonSchema,
     Positive,
@@ -46,17 +44,11 @@ from swiftspec.serve.http.schema import (
     ShortText,
     Text,
     Variables,
-    reject_unsupported,
 )
 from swiftspec.serve.http.sse import ENCODER, EventLog
 
 LOGPROBS = "message.output_text.logprobs"
 STORE_DISABLED = "this server stores no responses (--response-store-memory 0)"
-# Unsupported fields, each with the values that are accepted because they change nothing.
-RESPONSES_UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    **UNSUPPORTED, **SINGLE_CHOICE, "conversation": (), "prompt": (), "max_tool_calls": (),
-    "truncation": ("disabled",),
-}  # fmt: skip
 
 
 class Item(Body):
@@ -125,12 +117,6 @@ class ResponsesRequest(SamplingFields, ConstraintFields):
     background: bool | None = Field(
         None, description="Return a queued response immediately and generate its output in the background."
     )
-    # Fields of OpenAI that this server does not support: see RESPONSES_UNSUPPORTED.
-    conversation: ShortText | JsonObject | None = None
-    prompt: JsonObject | None = None
-    max_tool_calls: Positive | None = None
-    truncation: ShortText | None = None
-    n: Count | None = None
 
 
 def responses_to_template_messages(body: ResponsesRequest) -> TemplateMessages:
@@ -277,7 +263,7 @@ def responses_router(context: AppContext, store: ResponseStore) -> APIRouter:
     async def create_response(body: ResponsesRequest, request: Request) -> Response:
         _, codec = context.require_ready()
         model = context.resolve_model_name(body.model)
-        reject_unsupported(body, RESPONSES_UNSUPPORTED)
+        reject_unsupported(body, ["best_of"])
         is_stored, earlier_items = _is_stored(body, store), previous_items(body, store)
         conversation = responses_to_conversation(with_previous_items(body, earlier_items))
         top = body.top_logprobs or 0 if body.top_logprobs or LOGPROBS in (body.include or ()) else None
@@ -308,7 +294,7 @@ def responses_router(context: AppContext, store: ResponseStore) -> APIRouter:
     async def count_input_tokens(body: ResponsesRequest) -> dict[str, Any]:
         context.require_ready()
         context.resolve_model_name(body.model)
-        reject_unsupported(body, RESPONSES_UNSUPPORTED)
+        reject_unsupported(body, ["best_of"])
         full_body = with_previous_items(body, previous_items(body, store))
         tokens = await encode_conversation(context, responses_to_conversation(full_body))
         return {"object": "response.input_tokens", "input_tokens": len(tokens)}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from swiftspec.params import MIN_TEMPERATURE
@@ -22,9 +22,10 @@ from swiftspec.serve.http.schema import (
 
 PASSED_THROUGH = (
     "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
-    "guidance_scale", "ignore_eos", "stop_token_ids", "verify_batch", "draft_steps",
+    "guidance_scale", "ignore_eos", "stop_token_ids", "allowed_token_ids", "verify_batch", "draft_steps",
 )  # fmt: skip
 SCHEMAS_BY_NAME = ("properties", "patternProperties", "$defs", "definitions")  # keys of a JSON schema
+MAX_LISTED_KEYS = 16  # invalid keys of logit_bias that an error message names
 GrammarRequest = tuple[str, str, str]  # kind, text (see `build_grammar`), and the request field that contained it
 
 
@@ -43,10 +44,10 @@ def sampling_params(
     values |= {name: value for name in PASSED_THROUGH if (value := getattr(body, name)) is not None}
     if 0 < values.get("temperature", 1.0) < MIN_TEMPERATURE:
         values["temperature"] = MIN_TEMPERATURE
-    check_tokens(values.get("stop_token_ids", ()), info, "stop_token_ids")
+    for name in ("stop_token_ids", "allowed_token_ids"):
+        check_tokens(values.get(name, ()), info, name)
     if body.logit_bias:
-        values["logit_bias"] = {int(token): bias for token, bias in body.logit_bias.items()}
-        check_tokens([*values["logit_bias"]], info, "logit_bias")
+        values["logit_bias"] = token_biases(body.logit_bias, info)
     if negative is not None:
         values["negative_prompt_ids"] = list(negative)
     values["seed"] = secrets.randbits(63) if body.seed is None else body.seed % 2**64
@@ -56,8 +57,24 @@ def sampling_params(
         raise context_exceeded_error(longest_prompt, info)
     requested_max = limit if limit is not None else values.get("max_tokens")
     values["max_tokens"] = max_new_tokens if requested_max is None else min(requested_max, max_new_tokens)
+    if body.min_tokens:
+        if requested_max is not None and body.min_tokens > requested_max:
+            raise ApiError(400, f"min_tokens: {body.min_tokens} exceeds max_tokens {requested_max}", "min_tokens")
+        values["min_tokens"] = min(body.min_tokens, values["max_tokens"])
     check_population(body.smc, info)
     return values
+
+
+def token_biases(biases: Mapping[str, float], info: EngineInfo) -> dict[int, float]:
+    """Converts the keys of `logit_bias` to token ids. Raises ApiError, which names all invalid keys."""
+    valid = {key: int(key) for key in biases if key.isascii() and key.isdecimal() and int(key) < info.vocab_size}
+    wrong = [key for key in biases if key not in valid]
+    if wrong:
+        names = ", ".join(map(repr, (key[:20] for key in wrong[:MAX_LISTED_KEYS])))
+        more = f" and {len(wrong) - MAX_LISTED_KEYS} more" if len(wrong) > MAX_LISTED_KEYS else ""
+        message = f"logit_bias: {names}{more}: a key must be a token id in 0..{info.vocab_size - 1}"
+        raise ApiError(400, message, "logit_bias")
+    return {token: biases[key] for key, token in valid.items()}
 
 
 def context_exceeded_error(tokens: int, info: EngineInfo) -> ApiError:
@@ -90,7 +107,8 @@ def grammar_request(body: ConstraintFields) -> GrammarRequest | None:
     requests: list[GrammarRequest] = []
     response_format = body.response_format
     if response_format is not None and response_format.type == "json_object":
-        requests.append(("json_schema", json.dumps(ANY_OBJECT), "response_format"))
+        schema = ANY_OBJECT if response_format.schema_ is None else response_format.schema_
+        requests.append(("json_schema", json.dumps(schema), "response_format"))
     elif response_format is not None and response_format.type == "json_schema":
         if response_format.json_schema is None or response_format.json_schema.schema_ is None:
             raise ApiError(400, "response_format: json_schema.schema is missing", "response_format")
@@ -99,6 +117,10 @@ def grammar_request(body: ConstraintFields) -> GrammarRequest | None:
         "guided_", json_=body.guided_json, regex=body.guided_regex, choice=body.guided_choice,
         grammar=body.guided_grammar,
     )  # fmt: skip
+    requests += _requested_constraints(
+        "", json_=body.json_schema, regex=body.regex, choice=None, grammar=body.grammar or None, json_name="json_schema"
+    )
+    requests += [] if body.ebnf is None else [("grammar", body.ebnf, "ebnf")]
     if body.structured_outputs is not None:
         requests += _structured_constraints(body.structured_outputs)
     if len(requests) > 1:
@@ -171,11 +193,12 @@ def close_objects(schema: Any) -> Any:
 
 
 def _requested_constraints(
-    prefix: str, json_: dict[str, Any] | str | None, regex: str | None, choice: list[str] | None, grammar: str | None
-) -> list[GrammarRequest]:
+    prefix: str, json_: dict[str, Any] | str | None, regex: str | None, choice: list[str] | None, grammar: str | None,
+    json_name: str = "json",
+) -> list[GrammarRequest]:  # fmt: skip
     requests: list[GrammarRequest] = []
     if json_ is not None:
-        requests.append(("json_schema", json_ if isinstance(json_, str) else json.dumps(json_), f"{prefix}json"))
+        requests.append(("json_schema", json_ if isinstance(json_, str) else json.dumps(json_), f"{prefix}{json_name}"))
     if regex is not None:
         requests.append(("regex", regex, f"{prefix}regex"))
     if choice is not None:

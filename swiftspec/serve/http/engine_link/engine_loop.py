@@ -201,7 +201,7 @@ class EngineLoop:
 
 def to_token_logprobs(logprobs: Sequence[Logprob]) -> list[frames.TokenLogprob]:
     """Converts the engine's `Logprob` objects to the `TokenLogprob` objects of a frame."""
-    return [frames.TokenLogprob(one.logprob, list(one.top)) for one in logprobs]
+    return [frames.TokenLogprob(one.logprob, list(one.top), one.rank) for one in logprobs]
 
 
 def to_trace_frame(entries: Sequence[TraceEntry]) -> frames.TraceEventsFrame:

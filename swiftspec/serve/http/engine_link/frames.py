@@ -137,10 +137,12 @@ class RankStatesFrame(Frame, frozen=True):
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
-    """Log-probability of a token under the target. `top`: (id, log-probability) of each of the most likely tokens."""
+    """Log-probability of a token under the target, and other tokens at the same position; see `messages.Logprob`.
+    `top`: (id, log-probability) pairs."""
 
     logprob: float
     top: list[tuple[int, float]]
+    rank: int
 
 
 class TokensFrame(Frame, frozen=True):

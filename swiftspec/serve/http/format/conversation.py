@@ -11,7 +11,7 @@ from pydantic import Field, ModelWrapValidatorHandler, PrivateAttr, model_valida
 
 from swiftspec.serve.http.errors import ApiError, unsupported
 from swiftspec.serve.http.format.tools import STRICT_JSON
-from swiftspec.serve.http.schema import Body, JsonObject, ShortText, Text, Variables
+from swiftspec.serve.http.schema import Body, ExtensibleBody, JsonObject, ShortText, Text, Variables
 
 RESERVED_VARIABLES = frozenset({
     "conversation", "conversations", "messages", "tools", "documents", "chat_template", "add_generation_prompt",
@@ -216,7 +216,7 @@ def to_template_messages(messages: Sequence[Message]) -> TemplateMessages:
     return template_messages
 
 
-class TemplateFields(Body):
+class TemplateFields(ExtensibleBody):
     """Request fields that are passed to the chat template."""
 
     chat_template_kwargs: Variables | None = None

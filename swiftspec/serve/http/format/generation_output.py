@@ -28,11 +28,14 @@ CONTEXT_TOKENS = 16  # last prompt tokens that precede the output in detokenizat
 
 
 class MarkerCodec:
-    """Codec that detokenizes the special tokens in `marker_tokens`, which delimit reasoning and tool calls."""
+    """Codec that detokenizes the special tokens in `marker_tokens`, which delimit reasoning and tool calls; without
+    `skip_special` all special tokens."""
 
-    def __init__(self, codec: TextCodec, marker_tokens: frozenset[int]) -> None:
+    def __init__(
+        self, codec: TextCodec, marker_tokens: frozenset[int] = frozenset(), skip_special: bool = True
+    ) -> None:
         self.codec = codec
-        self.special = codec.special - marker_tokens
+        self.special = codec.special - marker_tokens if skip_special else frozenset[int]()
         self.byte_tokens = codec.byte_tokens
 
     def token_text(self, tokens: Sequence[int]) -> str:
@@ -48,6 +51,9 @@ class GenerationRequest:
     `single_tool_call`: whether the output ends after the first tool call.
     `prompt_only`: whether only the prompt's log-probabilities are requested; the one generated token is then dropped.
     `marker_tokens`: special tokens that are detokenized because the parsers search for their text.
+    `include_stop`: whether the text contains the stop string or the text of the token that ends it.
+    `end_tokens`: end-of-text tokens of the model.
+    `skip_special_tokens`: whether special tokens are left out of the text.
     """
 
     engine_request: EngineRequest
@@ -58,6 +64,23 @@ class GenerationRequest:
     single_tool_call: bool = False
     prompt_only: bool = False
     marker_tokens: frozenset[int] = frozenset()
+    include_stop: bool = False
+    end_tokens: Sequence[int] = ()
+    skip_special_tokens: bool = True
+
+    @property
+    def stop_token_ids(self) -> Sequence[int]:
+        """Tokens that the request names as ends of its output."""
+        return self.engine_request.sampling.get("stop_token_ids") or ()
+
+    def text_builder(self, codec: TextCodec) -> TextBuilder:
+        """Returns an empty builder of the output's text."""
+        context = self.engine_request.prompt[-CONTEXT_TOKENS:] if self.continues_text else ()
+        return TextBuilder(
+            MarkerCodec(codec, self.marker_tokens, self.skip_special_tokens), self.stop_strings, context,
+            min_tokens=self.engine_request.sampling.get("min_tokens") or 0, include_stop=self.include_stop,
+            hidden_ends=() if self.include_stop else {*self.end_tokens, *self.stop_token_ids},
+        )  # fmt: skip
 
 
 @dataclass(slots=True)
@@ -138,10 +161,8 @@ class GenerationOutput:
     @staticmethod
     def create(request: GenerationRequest, codec: TextCodec) -> GenerationOutput:
         """Creates an empty output with its own copies of the request's parsers."""
-        marker_codec = MarkerCodec(codec, request.marker_tokens)
-        context = request.engine_request.prompt[-CONTEXT_TOKENS:] if request.continues_text else ()
         parsers = copy.deepcopy(request.reasoning_parser), copy.deepcopy(request.tool_call_parser)  # parsers have state
-        return GenerationOutput(request, codec, TextBuilder(marker_codec, request.stop_strings, context), *parsers)
+        return GenerationOutput(request, codec, request.text_builder(codec), *parsers)
 
     @property
     def prompt(self) -> list[int]:
@@ -173,6 +194,13 @@ class GenerationOutput:
         """Finish reason in OpenAI's terms: "stop", "length" or "tool_calls"."""
         reason = self.text_builder.finish_reason or "stop"
         return "tool_calls" if self.tool_calls and reason == "stop" else reason
+
+    @property
+    def stop_reason(self) -> str | int | None:
+        """What ended the output: a stop string, a token of `stop_token_ids`, or neither (None)."""
+        if self.text_builder.stop_string is not None or self.text_builder.finish_reason != "stop" or not self.tokens:
+            return self.text_builder.stop_string
+        return self.tokens[-1] if self.tokens[-1] in self.request.stop_token_ids else None
 
     def deltas(self, engine: EngineClient) -> AsyncGenerator[OutputDelta]:
         """Runs the request and yields the output of each round; see `stream_deltas`."""
@@ -331,11 +359,11 @@ class RequestOutputs:
                 yield number * self.n + index, choice
 
     def choice_end_fields(self, choice: GenerationOutput) -> dict[str, Any]:
-        """Returns the `stop_reason` of a finished choice (its stop string or None), in mode smc its `weight`, and if
+        """Returns the `stop_reason` of a finished choice, in mode smc its `weight`, and if
         the request has several outputs the statistics of this one."""
         weight = {} if choice.weight is None else {"weight": choice.weight}
         return {
-            "stop_reason": choice.text_builder.stop_string,
+            "stop_reason": choice.stop_reason,
             **weight,
             **(choice.stats() if len(self.outputs) > 1 else {}),
         }

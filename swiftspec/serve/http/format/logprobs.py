@@ -13,11 +13,15 @@ MIN_LOGPROB = -9999.0  # replaces -inf, which JSON cannot represent
 
 
 class LogprobFormatter:
-    """Formatter of tokens and their log-probabilities in OpenAI's schemas."""
+    """Formatter of tokens and their log-probabilities in OpenAI's schemas. `as_token_ids`: tokens are written as
+    `token_id:29`."""
 
-    def __init__(self, codec: TextCodec) -> None:
-        self._codec = codec
+    def __init__(self, codec: TextCodec, as_token_ids: bool = False) -> None:
+        self._codec, self._as_token_ids = codec, as_token_ids
         self._cache: dict[int, tuple[str, bytes]] = {}
+
+    def _name(self, token: int) -> str:
+        return f"token_id:{token}" if self._as_token_ids else self._token(token)[0]
 
     def _token(self, token: int) -> tuple[str, bytes]:
         """Returns the text and the bytes of a token. The text of an incomplete character is like `bytes:\\xe2\\x80`."""
@@ -34,8 +38,8 @@ class LogprobFormatter:
         return cached
 
     def _entry(self, token: int, logprob: float) -> dict[str, Any]:
-        text, data = self._token(token)
-        return {"token": text, "logprob": max(logprob, MIN_LOGPROB), "bytes": list(data)}
+        data = self._token(token)[1]
+        return {"token": self._name(token), "logprob": max(logprob, MIN_LOGPROB), "bytes": list(data)}
 
     def chat_logprobs(self, tokens: Sequence[int], logprobs: Sequence[TokenLogprob], top: int) -> list[dict[str, Any]]:
         """Returns the items of `logprobs.content` in a chat completion, each with the `top` most likely tokens."""
@@ -52,13 +56,13 @@ class LogprobFormatter:
         `logprobs`: one item per token; None for the first prompt token.
         `text_offsets`: position of each token in the text, in characters.
         """
-        texts = [self._token(token)[0] for token in tokens]
+        texts = [self._name(token) for token in tokens]
         top_logprobs: list[dict[str, float] | None] = []
         for text, logprob in zip(texts, logprobs):
             if logprob is None:
                 top_logprobs.append(None)
                 continue
-            best = {self._token(token)[0]: max(value, MIN_LOGPROB) for token, value in logprob.top[:top]}
+            best = {self._name(token): max(value, MIN_LOGPROB) for token, value in logprob.top[:top]}
             top_logprobs.append({**best, text: max(logprob.logprob, MIN_LOGPROB)})
         return {
             "tokens": texts,
@@ -66,3 +70,47 @@ class LogprobFormatter:
             "top_logprobs": top_logprobs,
             "text_offset": list(text_offsets),
         }
+
+    def prompt_logprobs(
+        self, prompt: Sequence[int], logprobs: Sequence[TokenLogprob], top: int
+    ) -> list[dict[str, dict[str, Any]] | None]:
+        """Returns vLLM's `prompt_logprobs`: None for the first token, and for each other one, by token id, the
+        log-probability, rank and text of the token and of the `top` most likely ones.
+
+        `logprobs`: one item per token except the first.
+        """
+        items: list[dict[str, dict[str, Any]] | None] = [None]
+        for token, one in zip(prompt[1:], logprobs):
+            entries: dict[str, dict[str, Any]] = {}
+            best = [(other, value, rank) for rank, (other, value) in enumerate(one.top[:top], 1)]
+            for other, value, rank in [(token, one.logprob, one.rank), *best]:
+                entry = {"logprob": max(value, MIN_LOGPROB), "rank": rank, "decoded_token": self._token(other)[0]}
+                entries.setdefault(str(other), entry)
+            items.append(entries)
+        return items
+
+
+class TokenFields:
+    """Formatter of vLLM's additional fields of a response: token ids, and log-probabilities of the prompt.
+
+    `token_ids`: whether token ids are requested.
+    `prompt_top`: number of top log-probabilities per prompt token; None: none.
+    """
+
+    def __init__(self, formatter: LogprobFormatter, token_ids: bool = False, prompt_top: int | None = None) -> None:
+        self._formatter, self.token_ids, self._prompt_top = formatter, token_ids, prompt_top
+
+    def of_prompt_ids(self, prompt: Sequence[int]) -> dict[str, Any]:
+        """Returns the token ids of the prompt, if requested."""
+        return {"prompt_token_ids": list(prompt)} if self.token_ids else {}
+
+    def of_prompt(self, prompt: Sequence[int], logprobs: Sequence[TokenLogprob]) -> dict[str, Any]:
+        """Returns the requested fields of the prompt. `logprobs`: one item per token except the first."""
+        fields = self.of_prompt_ids(prompt)
+        if self._prompt_top is not None:
+            fields["prompt_logprobs"] = self._formatter.prompt_logprobs(prompt, logprobs, self._prompt_top)
+        return fields
+
+    def of_output(self, tokens: Sequence[int]) -> dict[str, Any]:
+        """Returns the requested fields of output tokens."""
+        return {"token_ids": list(tokens)} if self.token_ids else {}

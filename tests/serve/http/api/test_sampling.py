@@ -88,11 +88,14 @@ def test_grammars(player: Player, client: httpx.Client) -> None:
         {"guided_regex": "a+"}, {"guided_choice": ["a", "b"]}, {"guided_json": {"type": "object"}},
         {"guided_json": '{"type": "object"}'}, {"guided_grammar": 'start: "a"'}, {"structured_outputs": {"regex": "a"}},
         {"structured_outputs": {"json": {"type": "object"}}}, {"structured_outputs": {"json_object": True}},
-        {"response_format": {"type": "json_object"}},
+        {"response_format": {"type": "json_object"}}, {"grammar": 'root ::= "a"'}, {"ebnf": 'root ::= "a"'},
+        {"regex": "a+"}, {"json_schema": {"type": "object"}}, {"json_schema": '{"type": "object"}'},
+        {"response_format": {"type": "json_object", "schema": {"type": "array"}}},
     ]  # fmt: skip
     for body in bodies:
         assert engine_request(client, player, **body)["grammar"], body
     assert "grammar" not in engine_request(client, player, response_format={"type": "text"})
+    assert "array" in engine_request(client, player, **bodies[-1])["grammar"]
 
 
 def test_options_of_json(player: Player, client: httpx.Client) -> None:

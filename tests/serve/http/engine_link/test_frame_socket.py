@@ -37,7 +37,7 @@ def test_an_invalid_frame_is_refused(data: bytes) -> None:
 
 def test_log_probabilities_are_unchanged_by_the_link() -> None:
     chunk = frames.TokensFrame(
-        1, [5, 6], 1, [frames.TokenLogprob(-0.5, [(5, -0.5)]), frames.TokenLogprob(-1.0, [])], "stop"
+        1, [5, 6], 1, [frames.TokenLogprob(-0.5, [(5, -0.5)], 1), frames.TokenLogprob(-1.0, [], 3)], "stop"
     )
     assert FrameDecoder(FromEngine).push(encode_frame(chunk)) == [chunk]
 

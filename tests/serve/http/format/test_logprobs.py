@@ -19,7 +19,7 @@ def test_the_bytes_of_all_tokens_form_the_text(tmp_path: Path, make: Callable[[]
     codec = TextCodec(write_tokenizer(tmp_path / "m", make(), None))
     scores, text = LogprobFormatter(codec), "def a é中😀 b"
     tokens = codec.encode(text)
-    items = scores.chat_logprobs(tokens, [TokenLogprob(-float("inf"), [(token, -0.1)]) for token in tokens], 1)
+    items = scores.chat_logprobs(tokens, [TokenLogprob(-float("inf"), [(token, -0.1)], 2) for token in tokens], 1)
     assert bytes(byte for item in items for byte in item["bytes"]).decode().strip() == text
     assert all(item["logprob"] == -9999.0 for item in items)
     halves = [item["token"] for item in items if item["token"].startswith("bytes:")]

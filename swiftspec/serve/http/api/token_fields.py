@@ -1,0 +1,95 @@
+"""Request fields about tokens: bad words, truncation of the prompt, log-probabilities and token ids of the response."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from swiftspec.serve.http.app_context import AppContext, check_tokens
+from swiftspec.serve.http.engine_link.frames import EngineInfo
+from swiftspec.serve.http.errors import ApiError
+from swiftspec.serve.http.format.logprobs import LogprobFormatter, TokenFields
+from swiftspec.serve.http.schema import SamplingFields, ScoringFields
+from swiftspec.serve.text.codec import TextCodec
+
+MAX_LOGPROB_VALUES = 2**20  # log-probabilities in one response, if those of all tokens are requested
+EVERY_TOKEN = 1 << 31  # number of top log-probabilities in a response that lists all that the engine returns
+
+
+def truncates(body: SamplingFields) -> bool:
+    """Returns whether a request truncates its prompt. Raises ApiError if it would remove the whole prompt."""
+    if body.truncate_prompt_tokens == 0:
+        raise ApiError(400, "truncate_prompt_tokens: must be -1 or at least 1", "truncate_prompt_tokens")
+    return body.truncate_prompt_tokens is not None
+
+
+def truncate_prompt(prompt: list[int], body: SamplingFields, info: EngineInfo, limit: int | None) -> list[int]:
+    """Returns the prompt without the tokens that `truncate_prompt_tokens` removes. `limit`: maximum number of output
+    tokens, for which -1 leaves room; None: the server's default."""
+    if not truncates(body) or body.truncate_prompt_tokens is None:
+        return prompt
+    count = body.truncate_prompt_tokens
+    if count < 0:
+        count = max(info.max_model_len - (limit or info.defaults.get("max_tokens") or 1), 1)
+    return prompt[:count] if body.truncation_side == "right" else prompt[-count:]
+
+
+async def bad_word_ids(context: AppContext, codec: TextCodec, body: SamplingFields) -> dict[str, Any]:
+    """Returns the field `bad_words_ids` of SamplingParams: the tokens of each bad word at the start of a text, and of
+    the word after a space."""
+    if not body.bad_words:
+        return {}
+    words = [text for word in body.bad_words for text in (word.lstrip(), f" {word.lstrip()}")]
+    ids = await context.run_in_tokenizer_thread(lambda: [codec.encode(word, None, False) for word in words])
+    if not all(ids):
+        raise ApiError(400, "bad_words: a word must contain more than blanks", "bad_words")
+    return {"bad_words_ids": [*dict.fromkeys(map(tuple, ids))]}
+
+
+def scoring_params(
+    body: ScoringFields, info: EngineInfo, sampling: Mapping[str, Any], prompt: Sequence[int], logprobs: int | None,
+    *, echo: bool = False, stream: bool | None = None,
+) -> dict[str, Any]:  # fmt: skip
+    """Returns the fields of SamplingParams for log-probabilities.
+
+    `sampling`: the other fields of SamplingParams.
+    `logprobs`: requested number of top log-probabilities per token; -1: of all tokens; None: none.
+    `echo`: whether they are requested for the prompt, too.
+    Raises ApiError if the request is incomplete, or if its response would be too large.
+    """
+    values: dict[str, Any] = {} if logprobs is None else {"logprobs": logprobs}
+    if body.logprob_token_ids:
+        if logprobs is None:
+            raise ApiError(400, "logprob_token_ids: requires logprobs; set it", "logprob_token_ids")
+        check_tokens(body.logprob_token_ids, info, "logprob_token_ids")
+        values |= {"logprob_token_ids": [*dict.fromkeys(body.logprob_token_ids)], "logprobs": 0}
+    elif logprobs == -1:
+        name = "top_logprobs" if "top_logprobs" in type(body).model_fields else "logprobs"
+        _check_size(name, "max_tokens", sampling["max_tokens"], info)
+    if body.prompt_logprobs is not None and stream:
+        raise ApiError(400, "prompt_logprobs: not supported with stream; omit stream", "prompt_logprobs")
+    requested = [count for count in (logprobs if echo else None, body.prompt_logprobs) if count is not None]
+    if requested:
+        values["prompt_logprobs"] = -1 if -1 in requested else max(requested)
+        if -1 in requested:
+            _check_size("prompt_logprobs", "the prompt's length", len(prompt), info)
+    return values
+
+
+def _check_size(name: str, what: str, positions: int, info: EngineInfo) -> None:
+    most = MAX_LOGPROB_VALUES // info.vocab_size
+    if positions > most:
+        message = f"{name}: -1 returns {info.vocab_size} values per token, so {what} must be at most {most}"
+        raise ApiError(400, f"{message}, not {positions}", name)
+
+
+def listed_logprobs(body: ScoringFields, requested: int | None) -> int | None:
+    """Returns how many of the engine's top log-probabilities a response lists per token; None: no log-probabilities.
+    `requested`: see `scoring_params`."""
+    return EVERY_TOKEN if requested is not None and (requested < 0 or body.logprob_token_ids) else requested
+
+
+def response_fields(body: ScoringFields, formatter: LogprobFormatter) -> TokenFields:
+    """Returns the formatter of the additional response fields that a request asks for."""
+    prompt_top = EVERY_TOKEN if body.prompt_logprobs == -1 else body.prompt_logprobs
+    return TokenFields(formatter, bool(body.return_token_ids), prompt_top)

@@ -1,0 +1,218 @@
+"""Request fields of OpenAI, Anthropic, vLLM, llama.cpp and SGLang: which are served, ignored or refused.
+
+An endpoint serves the fields that its request class declares. Of the others, those in IGNORED have no effect on the
+output that a client could miss, and those in REFUSED return an error unless their value changes nothing. A name with a
+dot is a field of an object, such as `stream_options`. Names in neither table are unknown and ignored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from swiftspec.serve.http.errors import unsupported
+from swiftspec.serve.http.schema import ExtensibleBody
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """Why a field is refused: `advice` states what to use instead. `harmless`: values that change nothing and are
+    accepted; null always is."""
+
+    advice: str = "omit it"
+    harmless: tuple[Any, ...] = ()
+
+    def accepts(self, value: Any) -> bool:
+        """Returns whether a value changes nothing."""
+        return value is None or any(type(value) is type(each) and value == each for each in self.harmless)
+
+
+# Identifiers, hints, and parameters of features that are refused when they are switched on.
+IGNORED = frozenset({
+    # OpenAI
+    "metadata", "prediction", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention",
+    "safety_identifier", "service_tier", "store", "stream_options", "stream_options.include_obfuscation", "user",
+    "verbosity",
+    # Anthropic
+    "cache_control", "context_management", "inference_geo",
+    # vLLM
+    "guided_decoding_backend", "length_penalty", "media_io_kwargs", "mm_processor_kwargs", "request_id", "session_id",
+    "spaces_between_special_tokens", "structured_outputs.disable_fallback",
+    # llama.cpp
+    "cache_prompt", "chat_format", "dry_allowed_length", "dry_base", "dry_penalty_last_n", "dry_sequence_breakers",
+    "dynatemp_exponent", "id_slot", "min_keep", "mirostat_eta", "mirostat_tau", "n_cache_reuse", "n_discard",
+    "parse_tool_calls", "repeat_last_n", "xtc_threshold",
+    # SGLang
+    "data_parallel_rank", "rid", "routed_dp_rank",
+})  # fmt: skip
+
+STRUCTURED = "use structured_outputs or response_format, in /v1/messages output_config.format"
+CHAT_ONLY = "use /v1/chat/completions"
+EXTRA_LOGPROBS = "use logprobs of /v1/chat/completions or /v1/completions"
+ONE_MODEL = "the model is chosen when the server starts"
+SESSIONS = "send the whole conversation"
+NO_MEDIA = "this model reads and writes text only"
+NO_SAMPLER = "use temperature, top_p, top_k or min_p"
+
+REFUSED: Mapping[str, Refusal] = {
+    # prompts, messages and limits under the name of another endpoint
+    "messages": Refusal("use prompt in /v1/completions, input in /v1/responses"),
+    "prompt": Refusal("use messages in /v1/chat/completions and /v1/messages, input in /v1/responses"),
+    "input": Refusal("use messages, in /v1/completions prompt"),
+    "instructions": Refusal("use a system message"),
+    "system": Refusal("use a system message, in /v1/responses instructions"),
+    "suffix": Refusal("use /v1/completions", ("",)),
+    "echo": Refusal("use /v1/completions", (False,)),
+    "max_tokens": Refusal("use max_output_tokens"),
+    "max_completion_tokens": Refusal("use max_tokens, in /v1/responses max_output_tokens"),
+    "max_output_tokens": Refusal("use max_tokens"),
+    "n_predict": Refusal("use max_tokens", (-1,)),
+    "min_new_tokens": Refusal("use min_tokens", (0,)),
+    "stop": Refusal("use stop_sequences in /v1/messages; /v1/responses has no stop strings", ([], "")),
+    "stop_sequences": Refusal("use stop", ([],)),
+    "stop_regex": Refusal("use stop", ([], "")),
+    "no_stop_trim": Refusal("use include_stop_str_in_output", (False,)),
+    "n": Refusal("use /v1/chat/completions or /v1/completions", (1,)),
+    "best_of": Refusal("use /v1/chat/completions or /v1/completions", (0, 1)),
+    "use_beam_search": Refusal(NO_SAMPLER, (False,)),
+    "truncation": Refusal("use truncate_prompt_tokens", ("disabled",)),
+    "n_keep": Refusal("use truncate_prompt_tokens", (0,)),
+    "add_special_tokens": Refusal("the chat template adds special tokens", (False,)),
+    "t_max_predict_ms": Refusal("close the connection to end an output", (0, -1)),
+    # log-probabilities, token ids and other parts of the response
+    "logprobs": Refusal("use top_logprobs; /v1/messages has no log-probabilities", (False,)),
+    "top_logprobs": Refusal("use logprobs in /v1/completions; /v1/messages has no log-probabilities", (0,)),
+    "prompt_logprobs": Refusal(EXTRA_LOGPROBS),
+    "logprob_token_ids": Refusal(EXTRA_LOGPROBS),
+    "return_token_ids": Refusal("use /v1/chat/completions or /v1/completions", (False,)),
+    "return_tokens_as_token_ids": Refusal(EXTRA_LOGPROBS, (False,)),
+    "return_prompt_text": Refusal("use echo in /v1/completions", (False,)),
+    "return_tokens": Refusal("use return_token_ids", (False,)),
+    "n_probs": Refusal("use logprobs", (0,)),
+    "post_sampling_probs": Refusal("use logprobs", (False,)),
+    "timings_per_token": Refusal("the last chunk contains timings", (False,)),
+    "return_progress": Refusal(harmless=(False,)),
+    "response_fields": Refusal(harmless=([],)),
+    "return_hidden_states": Refusal(harmless=(False,)),
+    "return_routed_experts": Refusal(harmless=(False,)),
+    "return_cached_tokens_details": Refusal("usage contains cached_tokens", (False,)),
+    "return_meta_info": Refusal("metrics contains the statistics", (False,)),
+    # sampling
+    "typical_p": Refusal(NO_SAMPLER, (1, 1.0)),
+    "tfs_z": Refusal(NO_SAMPLER, (1, 1.0)),
+    "top_a": Refusal(NO_SAMPLER, (0, 0.0)),
+    "top_n_sigma": Refusal(NO_SAMPLER, (0, 0.0, -1, -1.0)),
+    "mirostat": Refusal(NO_SAMPLER, (0,)),
+    "dynatemp_range": Refusal(NO_SAMPLER, (0, 0.0)),
+    "xtc_probability": Refusal(NO_SAMPLER, (0, 0.0)),
+    "adaptive_target": Refusal(NO_SAMPLER, (-1, -1.0)),
+    "samplers": Refusal("the order is that of vLLM"),
+    "repeat_penalty": Refusal("use repetition_penalty", (1, 1.0)),
+    "dry_multiplier": Refusal("use repetition_penalty or frequency_penalty", (0, 0.0)),
+    "repetition_detection": Refusal("use repetition_penalty or frequency_penalty"),
+    "sampling_seed": Refusal("use seed"),
+    "sampling_params": Refusal("give its fields in the body", ({},)),
+    "logits_processors": Refusal("use logit_bias, allowed_token_ids or bad_words", ([],)),
+    "custom_logit_processor": Refusal("use logit_bias, allowed_token_ids or bad_words"),
+    "custom_params": Refusal(harmless=({},)),
+    "vllm_xargs": Refusal(harmless=({},)),
+    "watermarking": Refusal(harmless=(False,)),
+    "backend_sampling": Refusal(harmless=(False,)),
+    # constraints
+    "response_format": Refusal("use output_config.format", ({"type": "text"},)),
+    "text": Refusal("use response_format", ({"format": {"type": "text"}}, {})),
+    "output_config": Refusal("use response_format"),
+    "output_format": Refusal("use output_config.format, elsewhere response_format"),
+    "structured_outputs": Refusal(STRUCTURED),
+    "guided_json": Refusal(STRUCTURED),
+    "guided_regex": Refusal(STRUCTURED),
+    "guided_choice": Refusal(STRUCTURED),
+    "guided_grammar": Refusal(STRUCTURED),
+    "guided_whitespace_pattern": Refusal(STRUCTURED),
+    "grammar": Refusal(STRUCTURED, ("",)),
+    "json_schema": Refusal(STRUCTURED),
+    "regex": Refusal(STRUCTURED),
+    "ebnf": Refusal(STRUCTURED),
+    "structural_tag": Refusal(STRUCTURED),
+    "grammar_lazy": Refusal("use tools", (False,)),
+    "grammar_triggers": Refusal("use tools", ([],)),
+    "structured_outputs.structural_tag": Refusal("use structured_outputs.grammar"),
+    "structured_outputs.disable_any_whitespace": Refusal("use structured_outputs.grammar", (False,)),
+    "structured_outputs.disable_additional_properties": Refusal("set additionalProperties in the schema", (False,)),
+    "structured_outputs.whitespace_pattern": Refusal("use structured_outputs.grammar"),
+    # conversations, tools and reasoning
+    "chat_template": Refusal("use chat_template_kwargs"),
+    "chat_template_kwargs": Refusal(CHAT_ONLY, ({},)),
+    "add_generation_prompt": Refusal("use continue_final_message", (True,)),
+    "continue_final_message": Refusal("end with an assistant message in /v1/messages, or " + CHAT_ONLY, (False,)),
+    "documents": Refusal("put them into a message", ([],)),
+    "tools": Refusal(CHAT_ONLY, ([],)),
+    "tool_choice": Refusal(CHAT_ONLY, ("none", "auto")),
+    "parallel_tool_calls": Refusal("use tool_choice.disable_parallel_tool_use in /v1/messages", (True,)),
+    "max_tool_calls": Refusal("use parallel_tool_calls"),
+    "functions": Refusal("use tools", ([],)),
+    "function_call": Refusal("use tool_choice", ("none", "auto")),
+    "web_search_options": Refusal("use tools of type function"),
+    "mcp_servers": Refusal("use tools", ([],)),
+    "container": Refusal("use tools"),
+    "reasoning_effort": Refusal("use reasoning.effort in /v1/responses, output_config.effort in /v1/messages"),
+    "reasoning": Refusal("use reasoning_effort, in /v1/messages thinking"),
+    "thinking": Refusal("use chat_template_kwargs, such as enable_thinking"),
+    "thinking_token_budget": Refusal("use max_tokens, or reasoning_effort if the chat template reads it", (-1,)),
+    "thinking_budget_tokens": Refusal("use max_tokens, or reasoning_effort if the chat template reads it", (-1,)),
+    "reasoning_budget": Refusal("use max_tokens, or reasoning_effort if the chat template reads it", (-1,)),
+    "thinking_forced_open": Refusal("the chat template determines it", (False,)),
+    "include_reasoning": Refusal("read content and not reasoning_content", (True,)),
+    "separate_reasoning": Refusal("read reasoning_content", (True,)),
+    "stream_reasoning": Refusal("read content and not reasoning_content", (True,)),
+    "reasoning_format": Refusal("read reasoning_content", ("auto", "deepseek")),
+    "previous_response_id": Refusal(SESSIONS),
+    "conversation": Refusal(SESSIONS),
+    "session_params": Refusal(SESSIONS),
+    "background": Refusal(harmless=(False,)),
+    "include": Refusal("use logprobs and top_logprobs", ([],)),
+    # media
+    "audio": Refusal(NO_MEDIA),
+    "modalities": Refusal(NO_MEDIA, (["text"], [])),
+    "image_data": Refusal(NO_MEDIA, ([],)),
+    "multimodal_data": Refusal(NO_MEDIA, ([],)),
+    # infilling of llama.cpp
+    "input_prefix": Refusal("use prompt and suffix of /v1/completions", ("",)),
+    "input_suffix": Refusal("use prompt and suffix of /v1/completions", ("",)),
+    "input_extra": Refusal("use prompt and suffix of /v1/completions", ([],)),
+    "n_indent": Refusal(harmless=(0,)),
+    # serving
+    "priority": Refusal("requests are served in the order of their arrival", (0,)),
+    "cache_salt": Refusal("the prefix cache is shared; disable it with --prefix-cache-memory 0"),
+    "extra_key": Refusal("the prefix cache is shared; disable it with --prefix-cache-memory 0"),
+    "kv_transfer_params": Refusal(harmless=({},)),
+    "ec_transfer_params": Refusal(harmless=({},)),
+    "bootstrap_host": Refusal(),
+    "bootstrap_port": Refusal(),
+    "bootstrap_room": Refusal(),
+    "lora": Refusal(ONE_MODEL, ([],)),
+    "lora_path": Refusal(ONE_MODEL),
+    "models": Refusal(ONE_MODEL, ([],)),
+}
+
+
+def reject_unsupported(body: ExtensibleBody, also: Collection[str] = ()) -> None:
+    """Raises ApiError if a field that the endpoint does not serve has a value that asks for something. `also`: fields
+    that the class of `body` declares although the endpoint does not serve them."""
+    declared = ((name, getattr(body, name)) for name in also)
+    for name, value in (*declared, *_undeclared(body)):
+        refusal = REFUSED.get(name)
+        if refusal is not None and not refusal.accepts(value):
+            only = f" (except {refusal.harmless[0]!r})" if refusal.harmless and refusal.harmless[0] != [] else ""
+            raise unsupported(name, f"not supported{only}; {refusal.advice}")
+
+
+def _undeclared(body: ExtensibleBody, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yields name and value of each field that the class of `body`, or of an object in it, does not declare."""
+    for name, value in (body.model_extra or {}).items():
+        yield prefix + name, value
+    for name in type(body).model_fields:
+        value = getattr(body, name)
+        if isinstance(value, ExtensibleBody):
+            yield from _undeclared(value, f"{prefix}{name}.")
