@@ -31,8 +31,9 @@ class PendingRequest:
 
 
 class PendingGroup:
-    """Request group: the engine requests of one caller and their unread frames. They enter the queue together, share one time limit, and
-    an error ends all of them. Belongs to the event loop that creates it; frames may arrive from any thread.
+    """Request group: the engine requests of one caller and their unread frames. They enter the queue together, share
+    one time limit, and an error ends all of them. Belongs to the event loop that creates it; frames may arrive from any
+    thread.
 
     `deadline`: time of the event loop's clock at which waiting or running times out; None: no limit.
     """
