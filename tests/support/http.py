@@ -38,6 +38,7 @@ TIMINGS = {
 }  # fmt: skip
 SPECULATION = {
     "num_spec_steps": 3, "num_draft_tokens": 9, "num_accepted_draft_tokens": 4, "num_accepted_tokens_per_pos": [3, 1],
+    "num_chances_per_pos": [3, 3],
     "acceptance_by_source": {"draft_model": {"num_draft_tokens": 9, "num_accepted_draft_tokens": 4}},
 }  # fmt: skip
 METRICS = {

@@ -24,9 +24,9 @@ Scene = Callable[[httpx.AsyncClient], Awaitable[None]]
 class SuspendingPlayer(Player):
     """Yields to the event loop before each frame, as an engine in another process does."""
 
-    async def stream_frames(self, request: EngineRequest) -> AsyncGenerator[Any, bool | None]:
+    async def stream_frames(self, *requests: EngineRequest) -> AsyncGenerator[Any, bool | None]:
         stop = None
-        async with aclosing(super().stream_frames(request)) as frames:
+        async with aclosing(super().stream_frames(*requests)) as frames:
             while True:
                 await asyncio.sleep(0)
                 try:

@@ -79,8 +79,11 @@ def test_a_request_is_one_span_under_that_of_its_client() -> None:
 
 
 def test_choices_share_the_span_of_their_request() -> None:
-    first = complete_frames(Stats(prompt_tokens=3, decode_time=1.0, target_busy_time=1.0, rounds=1, accepted=1), [2])
-    second = complete_frames(Stats(prompt_tokens=3, cached_tokens=2, decode_time=3.0, rounds=2, accepted=5), [4])
+    one, two = VerifiedRound((-1, 0), (0, 1)), VerifiedRound((-1, 0, 1), (0, 1, 2))  # accepted tokens
+    stats = Stats(prompt_tokens=3, decode_time=1.0, target_busy_time=1.0, rounds=1, accepted=1, verified=[one])
+    first = complete_frames(stats, [2])
+    stats = Stats(prompt_tokens=3, cached_tokens=2, decode_time=3.0, rounds=1, accepted=2, verified=[two])
+    second = complete_frames(stats, [4])
     pairs = [*((0, frame) for frame in first), *((1, frame) for frame in second)]
     (span,) = spans(RequestContext(), EngineRequest([1, 2, 3], {}), pairs, num_choices=2)
     attributes = dict(span.attributes or {})
@@ -89,7 +92,7 @@ def test_choices_share_the_span_of_their_request() -> None:
     assert (attributes["gen_ai.usage.input_tokens"], attributes["gen_ai.usage.output_tokens"]) == (6, 6)
     assert attributes["gen_ai.usage.cache_read.input_tokens"] == 2
     assert (attributes["swiftspec.decode_seconds"], attributes["swiftspec.target_busy"]) == (4.0, 0.25)
-    assert (attributes["swiftspec.num_spec_steps"], attributes["swiftspec.mean_acceptance_length"]) == (3, 3.0)
+    assert (attributes["swiftspec.num_spec_steps"], attributes["swiftspec.mean_acceptance_length"]) == (2, 2.5)
 
 
 def test_rpcs_are_child_spans_of_their_request() -> None:
