@@ -11,8 +11,9 @@ Segment = tuple[str, bool]  # text, and whether it comes from accepted draft tok
 class WordWrap:
     """Breaks streamed text between words, at the width of a terminal.
 
-    Characters are returned as they arrive. Control sequences move a word that turns out not to fit from the end of
-    the line to the next one. Words longer than a line, and text before and after a wide character, are broken anywhere.
+    Characters are returned as they arrive. The end of a line that turns out to be part of a longer word is moved to the
+    next line by control sequences. Words longer than a line, and text before and after a wide character, are broken
+    anywhere.
     """
 
     def __init__(self) -> None:

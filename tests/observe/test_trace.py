@@ -162,7 +162,7 @@ def test_the_summary_lists_waits_and_their_reasons() -> None:
     assert "still expanding                1000.000 ms, in 1 rounds" in text
     assert "expanding before proposing     1500.000 ms, in 1 rounds, 1 expansions" in text
     assert "4 nodes reused, 12 wasted (75%)" in text
-    assert text.startswith("mode async, split 1+1, bs 8, w 8, d 2: 4 rounds, 8 tokens\n")
+    assert text.startswith("mode async, split 1+1, bs 8, w 8, d 2: 4 rounds, 8 tokens (2.00 per round)\n")
     assert timeline.summary(Trace({**HEAD, "mode": "ar"}, [])).startswith("mode ar, split 1: 0 rounds, 0 tokens\n")
     plain = lines((0, 0, 0.5), (0, 0, 0.5))
     del plain[1]["wait"], plain[1]["draft"]

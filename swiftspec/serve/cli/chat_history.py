@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,7 +55,7 @@ class ChatHistory:
         """Writes the messages to a JSON file. Raises UserError if the file cannot be written, or if it exists and does
         not contain messages."""
         file = file_io.expand_user(name)
-        if file.exists():
+        if os.path.exists(file):  # noqa: PTH110  (pathlib raises on names too long)
             try:
                 read_messages(file)
             except UserError:

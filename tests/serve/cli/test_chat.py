@@ -341,6 +341,8 @@ def test_save_and_load(codec: TextCodec, tmp_path: Path) -> None:
         other.write_text(content)
         output = fresh.run(f"/load {other}", f"/save {other}", f"/load {tmp_path / 'none'}", EOFError)
         assert output.count("error: ") == 3 and "exists and contains no messages" in output
+    for name in ("x" * 5000, str(tmp_path), "~nosuchuser/x"):
+        assert fresh.run(f"/load {name}", f"/save {name}", EOFError).count("error: ") == 2
     assert len(fresh.chat._conversation.turns) == 2
     other.write_text('{"messages": []}')
     assert "0 messages loaded" in fresh.run(f"/load {other}", EOFError)
