@@ -10,20 +10,42 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from swiftspec.config import EngineConfig
+    from swiftspec.errors import UserError
     from swiftspec.llm import LLM
     from swiftspec.params import SamplingParams
     from swiftspec.serve.async_engine import AsyncEngine
+    from swiftspec.serve.http.engine_link.engine_client import (
+        GenerationFailedError,
+        InvalidRequestError,
+        RequestRejectedError,
+    )
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "AsyncEngine", "EngineConfig", "SamplingParams", "__version__"]
+__all__ = [
+    "LLM",
+    "AsyncEngine",
+    "EngineConfig",
+    "GenerationFailedError",
+    "InvalidRequestError",
+    "RequestRejectedError",
+    "SamplingParams",
+    "UserError",
+    "__version__",
+]
+_MODULES = {
+    "LLM": "swiftspec.llm",
+    "AsyncEngine": "swiftspec.serve.async_engine",
+    "EngineConfig": "swiftspec.config",
+    "GenerationFailedError": "swiftspec.serve.http.engine_link.engine_client",
+    "InvalidRequestError": "swiftspec.serve.http.engine_link.engine_client",
+    "RequestRejectedError": "swiftspec.serve.http.engine_link.engine_client",
+    "SamplingParams": "swiftspec.params",
+    "UserError": "swiftspec.errors",
+}
 
 
 def __getattr__(name: str) -> Any:
     """Imports an exported name on first access, because importing torch takes seconds."""
-    if name not in __all__:
+    if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    homes = {
-        "LLM": "swiftspec.llm", "AsyncEngine": "swiftspec.serve.async_engine", "EngineConfig": "swiftspec.config",
-        "SamplingParams": "swiftspec.params",
-    }  # fmt: skip
-    return getattr(importlib.import_module(homes[name]), name)
+    return getattr(importlib.import_module(_MODULES[name]), name)

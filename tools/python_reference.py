@@ -39,13 +39,17 @@ import asyncio
 from contextlib import aclosing
 
 from swiftspec import LLM, AsyncEngine, SamplingParams
+from tokenizers import Tokenizer
+from tokenizers.decoders import DecodeStream
 
 engine = AsyncEngine(LLM("path/to/target", "path/to/draft"))
+tokenizer = Tokenizer.from_file("path/to/target/tokenizer.json")
 completions = await asyncio.gather(*(engine.generate(ids) for ids in prompts))  # queued, or `max_num_seqs` at a time
 
+text = DecodeStream(skip_special_tokens=True)  # a character can consist of the tokens of several chunks
 async with aclosing(engine.stream(prompt_ids, SamplingParams(max_tokens=64))) as chunks:
     async for chunk in chunks:  # leaving the loop cancels the request
-        print(tokenizer.decode(chunk.token_ids), end="")
+        print(*(text.step(tokenizer, token) or "" for token in chunk.token_ids), sep="", end="")
 
 await engine.close()
 ```
@@ -84,7 +88,8 @@ def page() -> str:
     parts += [_config(swiftspec.SamplingParams, "SamplingParams")]
     for kind in (Completion, TokenChunk, Stats, Logprob):
         parts.append(_dataclass(kind))
-    parts.append(f"## UserError\n\n{_doc(UserError)}\n")
+    errors = UserError, swiftspec.InvalidRequestError, swiftspec.RequestRejectedError, swiftspec.GenerationFailedError
+    parts += [f"## {error.__name__}\n\n{_doc(error)}\n" for error in errors]
     return "\n".join([*parts, NOTES])
 
 

@@ -82,6 +82,7 @@ class LoadOptions(TypedDict, total=False):
     kv_cache_dtype: CacheName  # default auto: the model's dtype; fp8: float8 e4m3
     head: HeadName  # default auto: draft only, int8 if activations are, int4 on the CUDA operators
     load: LoadModel  # loads a model directory; default load_model
+    hidden_layers: tuple[int, ...]  # layers of the target, ascending, after which forwards keep the hidden states
     emulate: StepTimeEmulation | None  # minimum time of each forward, to emulate larger models
     trace: Path | None  # trace file of rank 0; other ranks only check whether it is set
     progress: Progress | None  # called while models are loaded: description, step, number of steps
@@ -110,6 +111,7 @@ class LoadModel(Protocol):
         cache_dtype: torch.dtype | None,
         progress: Progress | None,
         packed_cache: PackedWeightSource | None,
+        hidden_layers: tuple[int, ...],
     ) -> Transformer: ...
 
 

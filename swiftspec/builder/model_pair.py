@@ -95,6 +95,7 @@ class ModelPair:
     grammars: GrammarCompiler
     only: Side | None = None  # the only model that this process loads; None: both
     sessions: int = 1  # maximum number of a worker's sessions
+    hidden_layers: tuple[int, ...] = ()  # layers of the target after which forwards keep the hidden states
     cancel_check: CancelCheck = field(default_factory=CancelCheck)  # shared by the runners of this process
     capture_lock: Lock = field(default_factory=Lock)  # serialises graph captures of this process
 
@@ -125,6 +126,7 @@ class ModelPair:
             Path(target), draft_path, dtype, device, threads, share, length, vocab, ops, activations, stored, head,
             load, emulate, trace, prefix_cache, None if packed is None else PackedWeightCache(packed), ends,
             GrammarCompiler(Path(target), ends, vocab), options.get("only"), options.get("sessions", 1),
+            options.get("hidden_layers", ()),
         )  # fmt: skip
         models.check_operators(plan, options.get("note") or (lambda line: None))
         return models
@@ -258,6 +260,7 @@ class ModelPair:
             path, dtype=self.dtype, device=self.device, ops=ops, max_positions=context + self.tree_slots(side, plan),
             progress=progress, group=group, quantization=self._quantization(side, ops),
             cache_dtype=self.cache_dtype, packed_cache=self.cache if ops is cpu else None,
+            hidden_layers=self.hidden_layers if side == "target" else (),
         )  # fmt: skip
         hook = None if times is None else step_time_emulation.make_hook(times, 1 if group is None else group.size)
         captures = self.device.type == "cuda" and ops.MAX_CAPTURED_SEQUENCES > 0

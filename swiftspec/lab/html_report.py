@@ -65,9 +65,9 @@ def _table(profile: Json, winner: Json | None) -> str:
             cells += [f"{median:.1f}", f"{least:.1f}–{most:.1f}", len(run["speeds"]), f"{run['tokens_per_round']:.2f}"]
         else:
             cells += ["", "", 0, ""]
-        cells.append(run["dropped"] or "")
+        cells.append(store.run_note(run))
         rows.append(f"<tr{kind}>" + "".join(f"<td>{_text(cell)}</td>" for cell in cells) + "</tr>")
-    names = ("run", "operators", "tok/s", "least–most", "repeats", "tok/round", "dropped")
+    names = ("run", "operators", "tok/s", "least–most", "repeats", "tok/round", "note")
     return "<table><tr>" + "".join(f"<th>{name}</th>" for name in names) + "</tr>" + "".join(rows) + "</table>"
 
 

@@ -184,7 +184,9 @@ def compare_with_profile(rows: Sequence[Row], profile: dict[str, Any], bs: int, 
 
 def build_predict_parser() -> argparse.ArgumentParser:
     """Builds the parser of the flags of `predict`."""
-    made = argparse.ArgumentParser(prog="python -m swiftspec.profile predict", description=__doc__)
+    from swiftspec.serve.cli.arguments import FlagParser
+
+    made = FlagParser(prog="python -m swiftspec.profile predict", description=__doc__)
     made.add_argument("--hardware", help=f"GPU and count, such as h200x8; GPUs: {', '.join(latency_model.GPUS)}")
     made.add_argument("--model", type=Path, help="config.json of the target, or its directory")
     made.add_argument("--draft-model", type=Path, help="config.json of the draft, or its directory")

@@ -61,7 +61,9 @@ def _run(argv: list[str], prog: str) -> int:
 
 def build_profile_parser(prog: str = "python -m swiftspec.profile") -> argparse.ArgumentParser:
     """Builds the parser of the flags of a sweep."""
-    made = argparse.ArgumentParser(prog=prog, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    from swiftspec.serve.cli.arguments import FlagParser
+
+    made = FlagParser(prog=prog, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name in model_settings():
         made.add_argument("--" + name.replace("_", "-"), dest=name, metavar="X", help="as in `serve`")
     made.add_argument("--splits", default="all", help="all, or target+draft such as 3+1,2+2 (default: all)")
@@ -212,8 +214,9 @@ def seconds(text: str) -> float:
 def show_trace(argv: Sequence[str], prog: str = "python -m swiftspec.profile") -> int:
     """Writes the timeline of a trace for Perfetto or Chrome, and prints a summary of its waiting times."""
     from swiftspec.lab import timeline
+    from swiftspec.serve.cli.arguments import FlagParser
 
-    made = argparse.ArgumentParser(prog=f"{prog} trace", description=show_trace.__doc__)
+    made = FlagParser(prog=f"{prog} trace", description=show_trace.__doc__)
     made.add_argument("file", type=Path, help="trace written by `serve --trace FILE`")
     made.add_argument("-o", "--output", type=Path, help="timeline to write (default: FILE with suffix .trace.json)")
     args = made.parse_args(argv)
@@ -229,8 +232,9 @@ def write_report(argv: Sequence[str], prog: str = "python -m swiftspec.profile")
     """Writes the CSV, the HTML report and the recommended settings of a profile."""
     from swiftspec.lab import outputs, results
     from swiftspec.profiles import store
+    from swiftspec.serve.cli.arguments import FlagParser
 
-    made = argparse.ArgumentParser(prog=f"{prog} report", description=write_report.__doc__)
+    made = FlagParser(prog=f"{prog} report", description=write_report.__doc__)
     made.add_argument("file", type=Path, help="profile written by a sweep")
     args = made.parse_args(argv)
     profile = store.load(args.file)

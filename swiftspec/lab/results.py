@@ -47,13 +47,13 @@ def format_profile(profile: Mapping[str, Any]) -> str:
     rows = [("", "run", "ops", "tok/s", "least..most", "tok/round", "busy", "")]
     for run in sorted(profile["runs"], key=store.median_speed, reverse=True):
         if not run["speeds"]:
-            rows.append(("", store.plan_title(run["plan"]), run["ops"], "-", "", "", "", run["dropped"] or ""))
+            rows.append(("", store.plan_title(run["plan"]), run["ops"], "-", "", "", "", store.run_note(run)))
             continue
         median, least, most = store.median_min_max(run["speeds"])
         rows.append(
             ("*" if run is winner else "", store.plan_title(run["plan"]), run["ops"], f"{median:.1f}",
              f"{least:.1f}..{most:.1f}", f"{run['tokens_per_round']:.2f}", f"{run['target_busy']:.2f}",
-             run["dropped"] or "")
+             store.run_note(run))
         )  # fmt: skip
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]

@@ -20,10 +20,12 @@ TARGET, DRAFT = 1, 2  # thread ids of the timeline
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """A trace file: its header line and its rounds in order. Other lines are ignored."""
+    """A trace file: its header line, its rounds in order, and the number of output tokens of all requests that have
+    ended. Other lines are ignored."""
 
     head: Json
     rounds: list[Json]
+    output_tokens: int = 0
 
     @staticmethod
     def read(file: Path) -> Trace:
@@ -33,6 +35,7 @@ class Trace:
         """
         head: Json = {}
         rounds: list[Json] = []
+        output_tokens = 0
         for name, data in trace_file.read_trace(file, LARGEST):
             if not head:
                 schema.validate(schema.TraceHeader, data, name)
@@ -40,7 +43,9 @@ class Trace:
             elif "round" in data or not data.keys() & {"begin", "end"}:
                 schema.validate(schema.TraceRound, data, name)
                 rounds.append(data)
-        return Trace(head, rounds)
+            elif isinstance(end := data.get("end"), dict) and isinstance(end.get("tokens"), int):
+                output_tokens += end["tokens"]
+        return Trace(head, rounds, output_tokens)
 
     def successive(self) -> Iterator[tuple[Json, Json]]:
         """Yields pairs of successive rounds of one request.
@@ -152,13 +157,12 @@ def _spans(line: Json) -> Iterator[tuple[int, str, float, float, Json]]:
 def summary(trace: Trace) -> str:
     """Formats a summary: mean times per round, and how long draft and target waited for each other and why."""
     rounds, head = costs(trace), trace.head
-    tokens = sum(len(line["tokens"]) for line in trace.rounds)
     split = f"{head['target_tp']}+{head['draft_tp']}" if head["mode"] == "async" else head["target_tp"]
     tree = f", bs {head['verify_batch']}, w {head['draft_leaves']}, d {head['draft_steps']}"
     shape = tree if head["mode"] in ("serial", "async") else ""
     plain = sum("verify" in line.get("target", {}) and "wait" not in line for line in trace.rounds)
     count = f"{len(trace.rounds)} rounds{f' ({plain} of them without the draft)' if plain else ''}"
-    lines = [f"mode {head['mode']}, split {split}{shape}: {count}, {tokens} tokens"]
+    lines = [f"mode {head['mode']}, split {split}{shape}: {count}, {_count_tokens(trace)}"]
     if not rounds:
         return "\n".join([*lines, "no statistics: the trace has no two successive rounds with a verification"])
 
@@ -187,6 +191,16 @@ def summary(trace: Trace) -> str:
         reused, wasted = (sum(lane.get(name, 0) for lane in lanes) for name in ("reused", "wasted"))
         lines.append(f"draft KV: {reused} nodes reused, {wasted} wasted ({wasted / max(reused + wasted, 1):.0%})")
     return "\n".join(lines)
+
+
+def _count_tokens(trace: Trace) -> str:
+    """Returns the number of tokens of all rounds, in total and per round, and of the output if that is less: a last
+    round can have tokens after the end of the output."""
+    tokens = sum(len(line["tokens"]) for line in trace.rounds)
+    words = f"{tokens} tokens"
+    if trace.head["mode"] != "smc" and trace.rounds:
+        words += f" ({tokens / len(trace.rounds):.2f} per round)"
+    return words + (f", {trace.output_tokens} of them output" if 0 < trace.output_tokens < tokens else "")
 
 
 def _draft_idle(trace: Trace) -> list[float]:

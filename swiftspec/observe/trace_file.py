@@ -13,7 +13,7 @@ from typing import Any
 from swiftspec import file_io
 from swiftspec.errors import UserError
 from swiftspec.observe.round_records import TraceEntry, to_record
-from swiftspec.observe.trace_format import TRACE_VERSION, Record, TokenTexts, to_json
+from swiftspec.observe.trace_format import TRACE_VERSION, Record, TokenText, TokenTexts, to_json
 
 MAX_LINE_BYTES = 32 << 20  # limit for reading; the longest line contains a prompt and the texts of its tokens
 
@@ -25,14 +25,14 @@ class TraceFile:
     affect requests: it sets `error`, and all further entries are dropped.
 
     `error`: message of the first write error, or None.
-    `token_text`: converts a token id to text. If set, each line has the field `texts` for the tokens that no earlier
-    line contains.
+    `token_text`: returns the text of a token id. If set, each line has the fields of `text_fields` for the tokens that
+    no earlier line contains.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.error: str | None = None
-        self.token_text: Callable[[int], str] | None = None
+        self.token_text: Callable[[int], TokenText] | None = None
         self._texts = TokenTexts()
         try:
             self._file = os.fdopen(_opened(path), "w", encoding="utf-8")

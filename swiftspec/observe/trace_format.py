@@ -5,9 +5,9 @@ A line may contain NumPy arrays, which `to_json` converts to lists when the line
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import fields
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -49,18 +49,33 @@ def tokens_in(line: Record) -> set[int]:
     return found
 
 
+class TokenText(NamedTuple):
+    """What a trace contains about a token: its text; its bytes if they are not whole characters, else None; whether it
+    is special, so that the text of an answer leaves it out."""
+
+    text: str
+    data: bytes | None = None
+    special: bool = False
+
+
+def text_fields(tokens: Mapping[int, TokenText]) -> Record:
+    """Returns the fields `texts`, `bytes` and `special` of a line, of which empty ones are left out."""
+    named = {
+        "texts": {str(token): found.text for token, found in tokens.items()},
+        "bytes": {str(token): found.data.hex() for token, found in tokens.items() if found.data is not None},
+        "special": [token for token, found in tokens.items() if found.special],
+    }
+    return {name: value for name, value in named.items() if value}
+
+
 class TokenTexts:
-    """Makes field `texts` of trace lines, so that each token's text is written once."""
+    """Makes the fields of `text_fields` for trace lines, so that each token is written once."""
 
     def __init__(self) -> None:
         self._given: set[int] = set()
 
-    def new(self, line: Record, token_text: Callable[[int], str]) -> Record:
-        """Returns field `texts` for the tokens that no earlier line contains; no field if there are none."""
-        return self.of(tokens_in(line), token_text)
-
-    def of(self, tokens: set[int], token_text: Callable[[int], str]) -> Record:
-        """Like `new`, for a set of token ids instead of a line."""
-        missing = sorted(tokens - self._given)
+    def new(self, line: Record, token_text: Callable[[int], TokenText]) -> Record:
+        """Returns the fields for the tokens that no earlier line contains; no field if there are none."""
+        missing = sorted(tokens_in(line) - self._given)
         self._given.update(missing)
-        return {"texts": {str(token): token_text(token) for token in missing}} if missing else {}
+        return text_fields({token: token_text(token) for token in missing})

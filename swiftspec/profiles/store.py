@@ -226,6 +226,11 @@ def plan_title(plan: Mapping[str, Any]) -> str:
     return f"{plan['mode']} {split} bs {plan['verify_batch']} w {plan['draft_leaves']}{d}"
 
 
+def run_note(run: Mapping[str, Any]) -> str:
+    """Returns why a run was dropped, or that its text is approximate; empty for other runs."""
+    return run["dropped"] or ("approximate" if run["plan"]["mode"] == "smc" else "")
+
+
 def find(folder: Path, key: ProfileKey) -> tuple[Json | None, Path | None, list[str]]:
     """Returns (profile, file, []) for the profile in `folder` whose key equals `key`. If there is none, returns (None,
     None, reasons), one reason for each file that cannot be read or that is a profile of the same model pair with

@@ -70,7 +70,8 @@ class Runner:
         # receives the logits of the prompt's tokens, one prefill chunk at a time
         self.on_prompt_logits: Callable[[Tensor], None] | None = None
         # receives the hidden states of the prompt's tokens that are prefilled, one chunk at a time, after the position
-        # of the first of them; with guidance those of the conditional prompt
+        # of the first of them; with guidance those of the conditional prompt. A drafter that needs them has been opened
+        # already, because `TreeDecoding.open` opens the drafter before the verifier
         self.on_prompt_hidden: Callable[[int, Tensor], None] | None = None
         self.hidden: Tensor | None = None  # hidden states (`ForwardOutput`) of the last forward, until the next one
 

@@ -108,8 +108,8 @@ class LocalVerifier:
     def accepted_hidden(self) -> Tensor | None:
         """Returns the hidden states [nodes, hidden layers, hidden size] of the accepted path's nodes, root first, on
         the model's device, or None if the model keeps none. May be called after `verify`, until the target's next
-        forward. `Runner.on_prompt_hidden` provides those of the prompt's
-        tokens that are prefilled; tokens from the prefix cache have none."""
+        forward. `Runner.on_prompt_hidden` provides those of the prompt's tokens that are prefilled; tokens from the
+        prefix cache have none."""
         return self.executor.hidden_states(self._accepted.path)
 
     def settle(self) -> None:

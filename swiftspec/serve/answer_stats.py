@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from swiftspec.engine import Stats
 
 Json = dict[str, Any]
-DECIMALS = 4  # of all ratios and speeds
+DECIMALS = 3  # of the numbers in JSON
 
 
 def answer_summary(
@@ -257,6 +257,18 @@ def summary_line(stats: Stats, tokens: int) -> str:
     return ", ".join(parts)
 
 
+def ending_notes(stats: Stats, finish_reason: str | None, tokens: int, max_tokens: int | None) -> list[str]:
+    """Returns why an answer of this many tokens ended, unless it ended by itself. `finish_reason`: None after Ctrl-C.
+    `max_tokens`: its token limit."""
+    if finish_reason is None:
+        return ["stopped"]
+    if finish_reason != "length" or (stats.population is not None and stats.population.full):
+        return []  # `summary_line` reports a full cache of particles
+    if max_tokens is not None and tokens >= max_tokens:
+        return [f"cut at max_tokens {max_tokens}"]
+    return ["cut because the context is full"]
+
+
 def format_speed(value: float) -> str:
     """Formats tokens per second: `348 tok/s`, `2.5 tok/s`."""
     return f"{value:.0f} tok/s" if value >= 10 else f"{value:.2g} tok/s"
@@ -267,14 +279,14 @@ def _padded(counts: list[int], length: int) -> list[int]:
 
 
 def _ms(seconds: float) -> float:
-    return round(seconds * 1e3, 3)
+    return round(seconds * 1e3, DECIMALS)
+
+
+def _rounded(value: float | None) -> float | None:
+    return None if value is None else round(value, DECIMALS)
 
 
 def _share(part: float, whole: float) -> float:
     """Returns part / whole, rounded; 0 if `whole` is not positive or the quotient is not finite."""
     value = part / whole if whole > 0 else 0.0
     return round(value, DECIMALS) if math.isfinite(value) else 0.0
-
-
-def _rounded(value: float | None) -> float | None:
-    return None if value is None else round(value, DECIMALS)

@@ -18,9 +18,8 @@ from swiftspec.serve.text.codec import (
     TOKENIZER_FILES,
     TextCodec,
     locate_model,
-    may_have_template,
+    template_renderer,
 )
-from swiftspec.serve.text.template import TemplateRenderer
 from swiftspec.serve.worker_endpoints import draft_worker, target_worker
 
 if TYPE_CHECKING:
@@ -61,11 +60,10 @@ def _open(
         if name in TOKENIZER_FILES:  # a worker must not make this process write other files
             (path / name).write_bytes(data)
     defaults = generation_defaults(path)
-    renderer = TemplateRenderer(path)
-    if not settings.raw and may_have_template(path):
-        renderer.start()  # its imports run concurrently with those of this process, which take as long
+    template = settings.chat_template_file
+    renderer = template_renderer(path, template, start=not settings.raw)
     phases.begin("tokenizers")
-    codec = TextCodec(path, renderer)
+    codec = TextCodec(path, renderer, template)
     if codec.digest.hex() != target.info.tokenizer:
         raise UserError(f"{target.connection.peer} sent a tokenizer that does not match its digest: restart the worker")
     draft = None if settings.draft_model is None or settings.mode == "ar" else locate_model(settings.draft_model)
@@ -81,7 +79,7 @@ def _open(
     roles = build_remote_roles(target, draft, plan, path, **options)
     running = LLMBase(roles, time.perf_counter() - began, note=phases.note)
     if running.roles.recorder.file is not None:
-        running.roles.recorder.file.token_text = lambda token: codec.token_text([token])
+        running.roles.recorder.file.token_text = codec.trace_text
     phases.ready()
     drafts = settings.draft_model or settings.draft_url if plan.mode != "ar" else None
     about = target.info

@@ -19,15 +19,8 @@ from swiftspec.serve.rank_plan import acceptance_advice
 from swiftspec.serve.settings.settings import Settings
 from swiftspec.serve.stdio import warn
 from swiftspec.serve.terminal import StartupProgress
-from swiftspec.serve.text.codec import (
-    ChatMessage,
-    TextCodec,
-    check_same_vocabulary,
-    has_tokenizer,
-    may_have_template,
-)
+from swiftspec.serve.text.codec import ChatMessage, TextCodec, check_same_vocabulary, has_tokenizer, template_renderer
 from swiftspec.serve.text.stream import TextStream
-from swiftspec.serve.text.template import TemplateRenderer
 from swiftspec.serve.worker_endpoints import draft_worker
 
 if TYPE_CHECKING:
@@ -53,11 +46,13 @@ class Session:
     tokenizer_folder: TemporaryDirectory[str] | None = None  # contains the tokenizer files of a remote target
     wrap_chunks: Callable[[Iterator[TokenChunk]], Iterator[TokenChunk]] = lambda chunks: chunks  # wraps each answer
 
-    def encode(self, text: str, settings: Settings) -> list[int]:
-        """Encodes a single prompt: as raw text with --raw, otherwise as the only turn of a chat."""
+    def encode(self, text: str, settings: Settings, system: str | None = None) -> list[int]:
+        """Encodes a single prompt: as raw text with --raw, otherwise as the only turn of a chat. `system`: the system
+        prompt of the chat."""
         if settings.raw:
             return self.codec.encode(text, self.llm.max_model_len)
-        return self.encode_chat([{"role": "user", "content": text}])
+        messages = [] if system is None else [{"role": "system", "content": system}]
+        return self.encode_chat([*messages, {"role": "user", "content": text}])
 
     def encode_chat(self, messages: Sequence[ChatMessage]) -> list[int]:
         """Encodes a conversation with the chat template. Raises PromptTooLong if it cannot fit the context."""
@@ -125,7 +120,7 @@ def open_session(
     defaults = generation_defaults(resolved.target)
     sampling = settings.sampling_params(defaults)  # invalid settings are reported before the weights are loaded
     resolved.plan.check_request(sampling)
-    codec = _load_tokenizer(resolved, phases, start_renderer=render_chats and not settings.raw)
+    codec = _load_tokenizer(settings, resolved, phases, start_renderer=render_chats and not settings.raw)
     _print_advice(settings, resolved, sampling, world, phases)
     llm = _load_llm(settings, resolved, codec, world, phases)
     if warm_up:
@@ -147,15 +142,16 @@ def _warm_up(llm: LLM, phases: StartupProgress) -> None:
         phases.warn(f"{llm.draft_model} proposes no tokens, so its logits are not finite: check the draft's weights")
 
 
-def _load_tokenizer(resolved: ResolvedModels, phases: StartupProgress, *, start_renderer: bool) -> TextCodec:
+def _load_tokenizer(
+    settings: Settings, resolved: ResolvedModels, phases: StartupProgress, *, start_renderer: bool
+) -> TextCodec:
     """Imports torch and loads the target's tokenizer. Raises UserError if the draft has another vocabulary."""
-    renderer = TemplateRenderer(resolved.target)
-    if start_renderer and may_have_template(resolved.target):
-        renderer.start()  # its imports run concurrently with those of this process, which take as long
+    template = settings.chat_template_file
+    renderer = template_renderer(resolved.target, template, start=start_renderer)
     phases.begin("libraries")
     importlib.import_module("torch")  # takes most of the startup time of small models
     phases.begin("tokenizers")
-    codec = TextCodec(resolved.target, renderer)
+    codec = TextCodec(resolved.target, renderer, template)
     if resolved.draft is not None:
         check_draft_tokenizer(codec, resolved.draft, phases)
     return codec
@@ -212,7 +208,7 @@ def _load_llm(
             "not enough memory for these models: use a smaller --max-model-len, or --dtype bfloat16"
         ) from None
     if llm.roles.recorder.file is not None:
-        llm.roles.recorder.file.token_text = lambda token: codec.token_text([token])
+        llm.roles.recorder.file.token_text = codec.trace_text
     return llm
 
 

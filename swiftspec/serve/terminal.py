@@ -16,6 +16,7 @@ from rich.status import Status
 from rich.text import Text
 
 from swiftspec.serve.signals import SignalHandlers
+from swiftspec.serve.word_wrap import WordWrap
 
 if TYPE_CHECKING:
     from swiftspec.engine import TokenChunk
@@ -50,30 +51,38 @@ def line_reader() -> Callable[[], str]:
     def _(event: KeyPressEvent) -> None:
         event.current_buffer.insert_text("\n")
 
-    session: PromptSession[str] = PromptSession(">>> ", key_bindings=keys, prompt_continuation="... ")
+    def continuation(width: int, line: int, wrapped: int) -> str:
+        return "" if wrapped else "... "  # a long line of input contains no newline
+
+    session: PromptSession[str] = PromptSession(">>> ", key_bindings=keys, prompt_continuation=continuation)
     return session.prompt
 
 
 def print_note(console: Console, text: str, style: str = "dim") -> None:
-    """Prints a line that is not part of an answer."""
-    console.print(Text(visible(text), style), soft_wrap=True)
+    """Prints a line that is not part of an answer; in a terminal it is wrapped between words."""
+    console.print(Text(visible(text), style), soft_wrap=not console.is_terminal)
 
 
 class Painter:
-    """Output of an answer to a terminal: accepted draft tokens are underlined and, unless NO_COLOR is set, coloured."""
+    """Output of one answer: accepted draft tokens are underlined and, unless NO_COLOR is set, coloured. In a terminal
+    lines are wrapped between words."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
+        self._wrap = WordWrap() if console.is_terminal and not console.is_dumb_terminal else None
         with console.capture() as capture:  # the escape sequences for this terminal, as rich writes them
             console.print(Text("x", ACCEPTED_STYLE), end="")
         self._before, _, self._after = capture.get().partition("x")
 
     def write(self, text: str, accepted: bool) -> None:
         text = visible(text)
-        if accepted:  # an underline must not continue past the end of a line
-            text = "\n".join(f"{self._before}{line}{self._after}" if line else "" for line in text.split("\n"))
-        self._console.file.write(text)
+        segments = [(text, accepted)] if self._wrap is None else self._wrap.push(text, accepted, self._console.width)
+        self._console.file.write("".join(self._styled(part) if marked else part for part, marked in segments))
         self._console.file.flush()
+
+    def _styled(self, text: str) -> str:
+        """Marks text as accepted, line by line: an underline must not continue past the end of a line."""
+        return "\n".join(f"{self._before}{line}{self._after}" if line else "" for line in text.split("\n"))
 
 
 class Interrupt(SignalHandlers):
@@ -104,22 +113,31 @@ class Interrupt(SignalHandlers):
                 close()
 
 
-class KeyInterrupt(Interrupt):
-    """Interrupt for a rank under a launcher such as torchrun, which would end all ranks on the terminal's SIGINT.
-    During an answer the terminal delivers Ctrl-C as a character instead of a signal. It is read between two rounds;
-    other keys are discarded."""
+class EchoOffInterrupt(Interrupt):
+    """Interrupt of an answer in a terminal, which does not echo keys meanwhile: neither `^C` nor typed text appears in
+    the answer. Standard input must be the terminal."""
+
+    DISABLED_MODES = termios.ECHO  # local modes of the terminal that are off during the answer
 
     def __enter__(self) -> Self:
         super().__enter__()
         self._terminal = termios.tcgetattr(0)
-        keys = termios.tcgetattr(0)
-        keys[3] &= ~(termios.ISIG | termios.ICANON | termios.ECHO)
-        termios.tcsetattr(0, termios.TCSADRAIN, keys)
+        modes = termios.tcgetattr(0)
+        modes[3] &= ~self.DISABLED_MODES
+        termios.tcsetattr(0, termios.TCSADRAIN, modes)
         return self
 
     def __exit__(self, *error: object) -> None:
         termios.tcsetattr(0, termios.TCSADRAIN, self._terminal)
         super().__exit__(*error)
+
+
+class KeyInterrupt(EchoOffInterrupt):
+    """Interrupt for a rank under a launcher such as torchrun, which would end all ranks on the terminal's SIGINT.
+    During an answer the terminal delivers Ctrl-C as a character instead of a signal. It is read between two rounds;
+    other keys are discarded."""
+
+    DISABLED_MODES = termios.ISIG | termios.ICANON | termios.ECHO
 
     def until_pressed(self, chunks: Iterator[TokenChunk]) -> Iterator[TokenChunk]:
         for chunk in super().until_pressed(chunks):

@@ -27,6 +27,13 @@ def test_valid_lines(tmp_path: Path) -> None:
     assert timeline.to_chrome_trace(read(tmp_path, HEAD, {**PARTICLES, "population": [1.0, 1.0]}))["traceEvents"]
 
 
+def test_tokens_per_round_count_all_verified_tokens(tmp_path: Path) -> None:
+    rounds = [TIMELINE | {"tokens": [1, 2]}, TIMELINE | {"round": 2, "tokens": [3, 4, 5]}]
+    end = {"request": 0, "end": {"tokens": 3}}
+    assert "5 tokens (2.50 per round), 3 of them output" in timeline.summary(read(tmp_path, HEAD, *rounds, end))
+    assert "2 rounds, 5 tokens (2.50 per round)\n" in timeline.summary(read(tmp_path, HEAD, *rounds))
+
+
 @pytest.mark.parametrize(
     ("line", "reason"),
     [

@@ -194,6 +194,7 @@ def test_settings_and_table_contain_the_result(tmp_path: Path) -> None:
         "d",
         "4",
     ]
+    assert results.format_profile(profile(run("smc", 1, 1, 900))).splitlines()[1].endswith("approximate")
     rows = list(csv.DictReader(io.StringIO(results.as_csv(whole))))
     assert [(row["mode"], row["tokens_per_second"]) for row in rows] == [
         ("ar", "200"),

@@ -23,8 +23,8 @@ SHARED_RENDERER = SharedRenderer(Path())
 
 @pytest.fixture(autouse=True)
 def one_renderer(monkeypatch: pytest.MonkeyPatch) -> None:
-    def shared_renderer(model: Path) -> TemplateRenderer:
-        SHARED_RENDERER._model = model
+    def shared_renderer(model: Path, chat_template: Path | None = None, *, start: bool = False) -> TemplateRenderer:
+        SHARED_RENDERER._model = chat_template or model
         return SHARED_RENDERER
 
-    monkeypatch.setattr(session, "TemplateRenderer", shared_renderer)
+    monkeypatch.setattr(session, "template_renderer", shared_renderer)

@@ -19,7 +19,7 @@ from swiftspec.serve.__main__ import main
 from swiftspec.serve.cli import generate
 from swiftspec.serve.cli.arguments import parse_command
 from swiftspec.serve.settings.settings import Settings, env_name
-from swiftspec.serve.text.template import TemplateRenderer
+from swiftspec.serve.text.codec import template_renderer
 from tests.support.toy_pair import (
     CONTEXT,
     byte_level_tokenizer,
@@ -111,7 +111,8 @@ def check_invariants(result: dict[str, Any], bs: int) -> None:
     assert accepted == [sum(histogram[depth:]) for depth in range(1, bs)]
     assert all(few <= many for few, many in zip(accepted, chances, strict=True))
     assert sum(spec["num_accepted_tokens_per_child"]) == sum(accepted)
-    assert spec["mean_acceptance_length"] == 1 + spec["num_accepted_draft_tokens"] / spec["num_spec_steps"]
+    mean = 1 + spec["num_accepted_draft_tokens"] / spec["num_spec_steps"]
+    assert spec["mean_acceptance_length"] == round(mean, 3)
     assert 0 <= spec["draft_acceptance_rate"] <= 1
     assert 0 < metrics["target_busy"] <= 1
     assert metrics["time_to_first_token_ms"] > 0
@@ -155,13 +156,21 @@ def test_the_process_of_the_template(command: Command, pair: list[str], monkeypa
         return started[-1]
 
     monkeypatch.setattr("swiftspec.serve.text.template.subprocess.Popen", noted)
-    monkeypatch.setattr("swiftspec.serve.session.TemplateRenderer", TemplateRenderer)
+    monkeypatch.setattr("swiftspec.serve.session.template_renderer", template_renderer)
     command.json(*pair, "--raw", "--prompt", "a", "--max-tokens", "1")
     assert not started
     command.json(*pair, "--prompt", "a", "--max-tokens", "1")
     assert len(started) == 1 and started[0].returncode is not None
     command.refuses(*pair, "--draft-model", str(Path(pair[1]) / "nowhere"), "--prompt", "a", code=1)
     assert all(process.returncode is not None for process in started)
+
+
+def test_a_system_prompt_and_a_chat_template(command: Command, pair: list[str], tmp_path: Path) -> None:
+    file = tmp_path / "t.jinja"
+    file.write_text("{% for m in messages %}{{ m.role + '=' + m.content + ';' }}{% endfor %}")
+    flags = ["--chat-template", str(file), "--system-prompt", "s", "--prompt", "a", "--max-tokens", "1"]
+    tokens = command.json(*pair, *flags)["prompt_token_ids"]
+    assert byte_level_tokenizer().decode(tokens) == "system=s;user=a;"
 
 
 def test_prompts_from_all_sources(command: Command, pair: list[str], tmp_path: Path) -> None:

@@ -99,7 +99,7 @@ def run_tests(
     ("arch", "only", "which", "cases"),
     [
         pytest.param(HOPPER, DIFFERENT, "", "few", marks=pytest.mark.slow),
-        pytest.param(AMPERE, MOST, SHORT, "few", marks=pytest.mark.slow),
+        pytest.param(AMPERE, MOST, SHORT, "few", marks=pytest.mark.long),
         pytest.param(HOPPER, None, "", "more", marks=pytest.mark.long),
         pytest.param(AMPERE, DIFFERENT, "", "more", marks=pytest.mark.long),
     ],

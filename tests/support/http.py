@@ -37,6 +37,7 @@ TIMINGS = {
 }  # fmt: skip
 SPECULATION = {
     "num_spec_steps": 3, "num_draft_tokens": 9, "num_accepted_draft_tokens": 4, "num_accepted_tokens_per_pos": [3, 1],
+    "num_chances_per_pos": [3, 3],
     "acceptance_by_source": {"draft_model": {"num_draft_tokens": 9, "num_accepted_draft_tokens": 4}},
 }  # fmt: skip
 METRICS = {
@@ -128,10 +129,11 @@ def application(player: Player, **options: Any) -> FastAPI:
 
 
 @contextlib.contextmanager
-def serving(app: ASGIApp, port: int = 0) -> Iterator[str]:
-    """Runs a server in a thread of this process; yields its URL."""
+def serving(app: ASGIApp, port: int = 0, **options: Any) -> Iterator[str]:
+    """Runs a server in a thread of this process; yields its URL. `options`: of `uvicorn.Config`."""
     listener = socket.create_server(("127.0.0.1", port))
-    server = uvicorn.Server(uvicorn.Config(RequestIdMiddleware(app), log_level="error", timeout_graceful_shutdown=1))
+    options = {"log_level": "error", "timeout_graceful_shutdown": 1, **options}
+    server = uvicorn.Server(uvicorn.Config(RequestIdMiddleware(app), **options))
     thread = threading.Thread(target=server.run, args=([listener],), daemon=True)
     thread.start()
     until(lambda: server.started)

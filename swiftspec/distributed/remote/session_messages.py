@@ -6,13 +6,12 @@ Unpacking invalid words raises ValueError.
 from __future__ import annotations
 
 import json
+import struct
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from enum import IntEnum
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from swiftspec import __version__, file_io
 from swiftspec.config import EngineConfig
@@ -141,6 +140,17 @@ class AnswerTimes:
         """Returns the times of two expansions that are sent as one."""
         return AnswerTimes(self.span, self.began, self.wall + other.wall, self.queue + other.queue)
 
+    def pack(self) -> Words:
+        return struct.unpack("8i", struct.pack("Q3q", self.span, self.began, self.wall, self.queue))
+
+    @staticmethod
+    def unpack(words: Words) -> AnswerTimes:
+        """Returns the times from the words of `pack`. Raises ValueError if one is negative."""
+        times = AnswerTimes(*struct.unpack("Q3q", struct.pack("8i", *words)))
+        if min(times.began, times.wall, times.queue) < 0:
+            raise ValueError("a timed answer contains a negative time")
+        return times
+
 
 @dataclass(frozen=True, slots=True)
 class Answer:
@@ -160,25 +170,22 @@ class Answer:
 
     def frame(self) -> Frame:
         """Returns opcode and words of the message."""
-        words = pack_tree_delta(self.words) if isinstance(self.words, TreeDelta) else self.words
+        kind, before = self.kind, list[int]()
+        if self.times is not None:
+            kind = Opcode.TIMED_ANSWER
+            before += [*self.times.pack(), self.kind]
         if self.model_us is not None:
-            words = [self.model_us, *words]
-        if self.times is None:
-            return self.kind, words
-        times = np.array([self.times.span], np.uint64).view(np.int32).tolist()
-        times += np.array([self.times.began, self.times.wall, self.times.queue], np.int64).view(np.int32).tolist()
-        return Opcode.TIMED_ANSWER, [*times, self.kind, *words]
+            before.append(self.model_us)
+        if isinstance(self.words, TreeDelta):
+            return kind, pack_tree_delta(self.words, before)
+        return kind, [*before, *self.words]
 
 
 def unpack_timed(words: Words) -> tuple[AnswerTimes, int, Words]:
     """Returns times, opcode and words of a TIMED_ANSWER."""
     if len(words) <= TIMES_WORDS:
         raise ValueError(f"a timed answer of {len(words)} words is too short")
-    data = np.array(words[:TIMES_WORDS], np.int32)
-    (span,), times = data[:2].view(np.uint64).tolist(), data[2:].view(np.int64).tolist()
-    if min(times) < 0:
-        raise ValueError("a timed answer contains a negative time")
-    return AnswerTimes(span, *times), words[TIMES_WORDS], words[TIMES_WORDS + 1 :]
+    return AnswerTimes.unpack(words[:TIMES_WORDS]), words[TIMES_WORDS], words[TIMES_WORDS + 1 :]
 
 
 class ErrorCode(IntEnum):

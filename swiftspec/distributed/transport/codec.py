@@ -19,7 +19,7 @@ from swiftspec.params import SamplingParams
 from swiftspec.tree.replica import TreeDelta
 
 PROTOCOL_VERSION = 4  # a peer with another version is refused
-Words = list[int]  # flat; each is a 32-bit integer
+Words = Sequence[int]  # flat; each is a 32-bit integer. A gRPC stream receives them as a memoryview
 Frame = tuple[int, Words]  # opcode and words of a message
 MAX_REASON_CHARS = 200  # longest quotation of a peer's data in an error message, in characters
 Message = RequestStart | Proposal | VerifyResult | int
@@ -187,12 +187,17 @@ def _read_logprobs(reader: WordReader) -> tuple[Logprob, ...] | None:
     return tuple(Logprob(each, tuple(top[i * width : (i + 1) * width])) for i, each in enumerate(logprobs))
 
 
-def pack_tree_delta(delta: TreeDelta) -> Words:
-    """Packs a tree delta; `unpack_tree_delta` is the inverse. The words are request, round, prefix_len, number of
-    expansions, first id, parents, tokens, then the weights as doubles of two words each."""
-    head = [delta.request, delta.round, delta.prefix_len, delta.expansions, delta.first]
-    nodes = np.concatenate((delta.parents, delta.tokens)).tolist()
-    return [*head, *nodes, *np.ascontiguousarray(delta.weights, np.float64).view(np.int32).tolist()]
+def pack_tree_delta(delta: TreeDelta, before: Sequence[int] = ()) -> Words:
+    """Packs a tree delta after the words `before`; `unpack_tree_delta` is the inverse for the words after them. The
+    words are request, round, prefix_len, number of expansions, first id, parents, tokens, then the weights as doubles
+    of two words each.
+
+    Returns a memoryview: a round may have thousands of nodes, whose conversion to Python integers would hold the GIL.
+    """
+    head = [*before, delta.request, delta.round, delta.prefix_len, delta.expansions, delta.first]
+    nodes = delta.parents.astype(np.int32), delta.tokens.astype(np.int32)
+    weights = np.ascontiguousarray(delta.weights, np.float64).view(np.int32)
+    return np.concatenate((np.array(head, np.int32), *nodes, weights)).data
 
 
 def unpack_tree_delta(flat: Words) -> TreeDelta:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from swiftspec.config import PARTICLES, SPECULATION
 from swiftspec.params import SAMPLING, STOPPING
 from swiftspec.serve.settings.config_sources import load_settings
 from swiftspec.serve.settings.flags import FLAGS, GROUPS, RENAMED_SETTINGS, SERVER, Flag
+from swiftspec.serve.settings.other_flags import OTHER_FLAGS, flag_hint
 from swiftspec.serve.settings.settings import Settings, UsageError, env_name, flag_name
 
 DESCRIPTION = """\
@@ -82,12 +84,50 @@ class ParsedCommand:
     json: bool
 
 
-class CommandParser(argparse.ArgumentParser):
+class FlagParser(argparse.ArgumentParser):
+    """Argument parser that accepts `_` for `-` in the names of flags, as vLLM does, and that names the flag of this
+    command for an unknown one, such as a flag of another engine."""
+
+    def parse_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: None = None
+    ) -> argparse.Namespace:
+        arguments = self._canonical(sys.argv[1:] if args is None else args)
+        for argument in arguments:  # argparse would parse `-hf X` as -h
+            if argument in OTHER_FLAGS and argument.startswith("-h"):
+                self._refuse([argument])
+        found, unknown = self.parse_known_args(arguments)
+        if unknown:
+            self._refuse(unknown)
+        return found
+
+    def parse_known_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: None = None
+    ) -> tuple[argparse.Namespace, list[str]]:
+        return super().parse_known_args(self._canonical(sys.argv[1:] if args is None else args))
+
+    def _canonical(self, arguments: Sequence[str]) -> list[str]:
+        """Returns the arguments with `-` for `_` in the names of known flags."""
+        changed = list[str]()
+        for argument in arguments:
+            name, separator, value = argument.partition("=")
+            dashed = name.replace("_", "-")
+            changed.append(dashed + separator + value if dashed in self._option_string_actions else argument)
+        return changed
+
+    def _refuse(self, unknown: Sequence[str]) -> NoReturn:
+        names = [argument.partition("=")[0] for argument in unknown if re.match("-{1,2}[A-Za-z]", argument)]
+        hints = {name: hint for name in names if (hint := flag_hint(name, self._option_string_actions)) is not None}
+        several = len(hints) > 1
+        words = "; ".join(f"{name}: {hint}" if several else hint for name, hint in hints.items())
+        self.error(f"unrecognized arguments: {' '.join(unknown)}" + (f" ({words})" if hints else ""))
+
+
+class CommandParser(FlagParser):
     """Argument parser that reports an error by raising a UsageError with a one-line message, instead of exiting."""
 
     def error(self, message: str) -> NoReturn:
         words = message.removeprefix("argument ").replace(": expected one argument", " needs a value", 1)
-        raise UsageError(f"{words} (--help lists the flags)")
+        raise UsageError(words if words.endswith(")") else f"{words} (--help lists the flags)")
 
 
 def parse_command(argv: Sequence[str] | None = None, page: HelpPage = DEFAULT_PAGE) -> ParsedCommand:
@@ -100,7 +140,7 @@ def parse_command(argv: Sequence[str] | None = None, page: HelpPage = DEFAULT_PA
     arguments = list(sys.argv[1:] if argv is None else argv)
     for argument in arguments:
         for old, new in RENAMED_SETTINGS.items():
-            if argument.partition("=")[0] == flag_name(old):
+            if argument.partition("=")[0].replace("_", "-") == flag_name(old):
                 raise UsageError(f"{flag_name(old)} was renamed to {flag_name(new)}")
     given = vars(build_parser(page).parse_args(arguments))
     prompt, prompt_file, config = (given.pop(name, None) for name in ("prompt", "prompt_file", "config"))
@@ -108,6 +148,9 @@ def parse_command(argv: Sequence[str] | None = None, page: HelpPage = DEFAULT_PA
     if prompt is not None and prompt_file is not None:
         raise UsageError("--prompt and --prompt-file are mutually exclusive")
     settings = load_settings(given, None if config is None else Path(config))
+    for name in ("system_prompt", "chat_template"):
+        if settings.raw and getattr(settings, name) is not None:
+            raise UsageError(f"{flag_name(name)} has no effect with --raw, without a chat template; remove one of them")
     return ParsedCommand(settings, prompt, None if prompt_file is None else Path(prompt_file), as_json)
 
 

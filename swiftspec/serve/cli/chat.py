@@ -16,6 +16,7 @@ from swiftspec.errors import UserError
 from swiftspec.params import SAMPLING, STOPPING
 from swiftspec.serve import answer_stats
 from swiftspec.serve.cli.banner import show_banner
+from swiftspec.serve.cli.chat_history import ChatHistory, Turn
 from swiftspec.serve.cli.race import race
 from swiftspec.serve.cli.tree_view import RoundHistory
 from swiftspec.serve.otel.spans import traced_session
@@ -26,7 +27,15 @@ from swiftspec.serve.settings.flags import FLAGS
 from swiftspec.serve.settings.settings import Settings, describe_validation_error
 from swiftspec.serve.signals import SignalHandlers
 from swiftspec.serve.stdio import OutputLost
-from swiftspec.serve.terminal import Interrupt, KeyInterrupt, Painter, StartupProgress, line_reader, print_note
+from swiftspec.serve.terminal import (
+    EchoOffInterrupt,
+    Interrupt,
+    KeyInterrupt,
+    Painter,
+    StartupProgress,
+    line_reader,
+    print_note,
+)
 from swiftspec.serve.text.template import PromptTooLong
 
 if TYPE_CHECKING:
@@ -36,13 +45,20 @@ if TYPE_CHECKING:
 HELP = """\
 /set NAME VALUE   change a sampling value, the seed or a limit: /set temperature 0.7; VALUE `default` resets it
 /set              show the current values
+/system [TEXT]    show or change the system prompt; TEXT `default` resets it to --system-prompt
+/retry            decode the last answer again, with the next seed
+/undo             remove the last message and its answer
+/clear            clear the conversation; the system prompt stays
+/save FILE        write the messages to a JSON file; /load FILE continues the conversation of one
 /stats [on|off]   show a line of statistics after each answer; /stats last: all statistics of the last one as JSON
 /race [TEXT]      decode this message, or the last one, without and with the draft; compare speed and text
 /tree on, /tree   record rounds; show the draft tree of the last round, or with /tree N of the Nth before it
-/clear            clear the conversation
 /help             show this page
 /quit             exit (also Ctrl-D, or Ctrl-C twice)
 Enter sends, Alt-Enter begins a new line, pasted lines stay together. Ctrl-C stops an answer and keeps its text."""
+EXIT_COMMANDS = ("/quit", "/exit", "/bye")
+MAX_NOTE_CHARS = 60  # of a message that a note repeats
+NUM_SEEDS = 2**64
 ANSWER_RESERVE_TOKENS = 256  # reserved for an answer without a token limit; at most a quarter of the context
 
 
@@ -56,8 +72,8 @@ def run_chat(settings: Settings, world: World | None = None) -> int:
     ignore_late_press = SignalHandlers(lambda number: None, (signal.SIGINT,))  # a Ctrl-C just after an answer
     with closing(session), ignore_late_press:
         if not settings.raw and not session.codec.has_template:
-            raise UserError(f"{session.model} has no chat template: use --raw to continue plain text")
-        interrupt = Interrupt if world is None else KeyInterrupt
+            raise UserError(f"{session.model} has no chat template: use --raw for plain text, or --chat-template")
+        interrupt = EchoOffInterrupt if world is None else KeyInterrupt
         with traced_session(session, settings) as observed:
             Chat(observed, settings, Console(highlight=False), line_reader(), interrupt).run()
     return 0
@@ -83,14 +99,29 @@ class Chat:
         self._initial_settings = settings.model_copy(deep=True)
         self._console = console
         self._read_line = read_line
-        self._painter = Painter(console)
-        self._history: list[dict[str, str]] = []
+        self._conversation = ChatHistory(settings.system_prompt)
         self._last_prompt: list[int] | None = None
+        self._last_text: str | None = None  # the last message with --raw, where there is no conversation
+        self._retries = 0  # of the last answer
         self._rounds = RoundHistory(
             lambda listener: session.llm.listen(listener), lambda token: session.codec.token_text([token])
         )
         self._show_stats = True
         self._last_summary: dict[str, Any] | None = None
+        self._commands: dict[str, Callable[[str], None]] = {
+            "/help": lambda rest: console.print(Text(HELP)),
+            "/?": lambda rest: console.print(Text(HELP)),
+            "/set": self._set,
+            "/system": self._set_system_prompt,
+            "/retry": self._retry,
+            "/undo": self._undo,
+            "/clear": self._clear,
+            "/save": self._save,
+            "/load": self._load,
+            "/stats": self._stats,
+            "/race": self._race,
+            "/tree": lambda rest: self._rounds.command(rest, console),
+        }
 
     def run(self) -> None:
         """Reads and answers messages until the user exits."""
@@ -127,72 +158,118 @@ class Chat:
             self._answer(text)
             return True
         command, _, rest = text.strip().partition(" ")
-        rest = rest.strip()
-        match command:
-            case "/quit" | "/exit" | "/bye":
-                return False
-            case "/help" | "/?":
-                self._console.print(Text(HELP))
-            case "/clear":
-                self._history.clear()
-                self._note("conversation cleared")
-            case "/set":
-                self._set(rest)
-            case "/race":
-                self._race(rest)
-            case "/tree":
-                self._rounds.command(rest, self._console)
-            case "/stats":
-                self._stats(rest)
-            case _:
-                raise UserError(f"unknown command {command}; /help lists the commands")
+        if command in EXIT_COMMANDS:
+            return False
+        if command not in self._commands:
+            raise UserError(f"unknown command {command}; /help lists the commands")
+        self._commands[command](rest.strip())
         return True
 
-    def _answer(self, text: str) -> None:
-        before = list(self._history)
+    def _answer(self, text: str, retries: int = 0) -> bool:
+        """Decodes and shows the answer to a message. Returns whether it has text. `retries`: number of earlier answers
+        to the message, added to the seed."""
+        sampling = self._session.sampling_params(self._settings)
+        before = list(self._conversation.turns)
         with self._interrupt() as interrupt:
             try:
                 prompt = self._last_prompt = self._encode_message(text)
-                stream = self._stream(prompt, interrupt)
+                seed = (sampling.seed + retries) % NUM_SEEDS
+                stream = self._stream(prompt, interrupt, seed)
             except BaseException:
-                self._history = before
+                self._conversation.turns = before
                 raise
-        if not self._settings.raw:
-            if stream.text:
-                self._history.append({"role": "assistant", "content": stream.text})
-            else:
-                self._history.pop()  # roles must alternate, so a message without an answer is removed
+        self._last_text, self._retries = text, retries
+        if stream.text and not self._settings.raw:
+            tokens = self._session.codec.without_final_special(stream.token_ids)
+            self._conversation.turns.append(Turn(text, stream.text, (*prompt, *tokens)))
         self._finish_answer(stream, prompt)
+        return bool(stream.text)
 
     def _encode_message(self, text: str) -> list[int]:
-        """Adds a message to the conversation and returns the tokens of the whole prompt. With --raw, returns only the
-        tokens of the message."""
+        """Returns the tokens of the conversation with the message `text`; with --raw, those of the message alone."""
         if self._settings.raw:
             return self._session.encode(text, self._settings)
-        self._history.append({"role": "user", "content": text})
-        return self._encode_history()
+        return self._encode_conversation(text)
+
+    def _retry(self, rest: str) -> None:
+        """Runs `/retry`: replaces the last answer. It stays if the new one has no text."""
+        before = list(self._conversation.turns)
+        text = self._last_text if self._settings.raw else before[-1].user if before else None
+        if text is None:
+            raise UserError("/retry: there is no answer yet")
+        sampling = self._session.sampling_params(self._settings)
+        if sampling.greedy:
+            self._note("temperature 0: the answer is the same again; use /set temperature")
+        else:
+            self._note(f"seed {(sampling.seed + self._retries + 1) % NUM_SEEDS}")
+        self._conversation.turns = before[:-1]
+        replaced = False
+        try:
+            replaced = self._answer(text, self._retries + 1)
+        finally:
+            if not replaced:
+                self._conversation.turns = before
+
+    def _undo(self, rest: str) -> None:
+        self._require_conversation("/undo")
+        if not self._conversation.turns:
+            raise UserError("/undo: there is no message yet")
+        removed = " ".join(self._conversation.turns.pop().user.split())
+        self._retries = 0
+        cut = removed if len(removed) <= MAX_NOTE_CHARS else removed[: MAX_NOTE_CHARS - 1] + "…"
+        self._note(f"removed: {cut}")
+
+    def _clear(self, rest: str) -> None:
+        self._conversation.turns.clear()
+        self._note("conversation cleared")
+
+    def _set_system_prompt(self, text: str) -> None:
+        self._require_conversation("/system")
+        if text:
+            self._conversation.system = self._initial_settings.system_prompt if text == "default" else text
+        self._note(f"system prompt: {self._conversation.system or 'that of the chat template'}")
+
+    def _save(self, name: str) -> None:
+        self._require_conversation("/save")
+        if not name:
+            raise UserError("/save needs the name of a file")
+        file = self._conversation.save(name)
+        self._note(f"{len(self._conversation.messages())} messages saved to {file}")
+
+    def _load(self, name: str) -> None:
+        self._require_conversation("/load")
+        if not name:
+            raise UserError("/load needs the name of a file")
+        file = self._conversation.load(name)
+        self._retries = 0
+        self._note(f"{len(self._conversation.messages())} messages loaded from {file}")
+
+    def _require_conversation(self, command: str) -> None:
+        if self._settings.raw:
+            raise UserError(f"{command} is not supported with --raw, which has no conversation")
 
     def _race(self, text: str) -> None:
         """Runs `/race TEXT`, or for an empty text `/race` on the last prompt. The conversation does not change."""
-        before = list(self._history)
+        before = list(self._conversation.turns)
         try:
             prompt = self._encode_message(text) if text else self._last_prompt
         finally:
-            self._history = before
+            self._conversation.turns = before
         if prompt is None:
             raise UserError("there is no message yet: use /race TEXT")
         self._last_prompt = prompt
         race(self._session, self._settings, prompt, self._console, self._interrupt)
 
-    def _stream(self, prompt: list[int], interrupt: Interrupt) -> TextStream:
-        stream = self._session.answer(prompt, self._settings, interrupt.until_pressed)
+    def _stream(self, prompt: list[int], interrupt: Interrupt, seed: int) -> TextStream:
+        stream = self._session.answer(prompt, self._settings, interrupt.until_pressed, seed=seed)
+        painter = Painter(self._console)
         try:
             for piece in stream:
-                self._painter.write(piece.text, piece.accepted)
+                painter.write(piece.text, piece.accepted)
         except KeyboardInterrupt:
             pass  # during the prefill, or pressed twice
         for piece in stream.flush():
-            self._painter.write(piece.text, piece.accepted)
+            painter.write(piece.text, piece.accepted)
         return stream
 
     def _finish_answer(self, stream: TextStream, prompt: list[int]) -> None:
@@ -200,37 +277,40 @@ class Chat:
             self._console.print()
         stats, llm = self._session.llm.stats, self._session.llm
         stats.keep_tokens(len(stream.token_ids))
+        sampling = self._session.sampling_params(self._settings)
         self._last_summary = answer_stats.answer_summary(
             model=self._session.model, draft_model=self._session.draft_model, plan=llm.config, stats=stats,
             text=stream.text, token_ids=stream.token_ids, prompt_token_ids=prompt,
-            finish_reason=stream.finish_reason or "abort", sampling=self._session.sampling_params(self._settings),
-            load_time=llm.load_time,
+            finish_reason=stream.finish_reason or "abort", sampling=sampling, load_time=llm.load_time,
         )  # fmt: skip
+        notes = answer_stats.ending_notes(stats, stream.finish_reason, len(stream.token_ids), sampling.max_tokens)
         if self._show_stats:
-            stopped = "" if stream.finish_reason is not None else "stopped, "
-            self._note(stopped + answer_stats.summary_line(stats, len(stream.token_ids)))
+            notes.append(answer_stats.summary_line(stats, len(stream.token_ids)))
         elif stats.drafter_lost is not None:
-            self._note(f"the drafter was lost ({stats.drafter_lost}); decoding continued without it")
+            notes.append(f"the drafter was lost ({stats.drafter_lost}); decoding continued without it")
+        if notes:
+            self._note(", ".join(notes))
         self._console.print()
 
-    def _encode_history(self) -> list[int]:
-        """Encodes the conversation; drops the oldest turns until there is room for an answer."""
-        limit = self._session.llm.max_model_len
+    def _encode_conversation(self, text: str) -> list[int]:
+        """Encodes the conversation with the message `text`; drops the oldest turns until there is room for an
+        answer."""
+        limit, turns = self._session.llm.max_model_len, self._conversation.turns
         room = min(self._settings.max_tokens or ANSWER_RESERVE_TOKENS, limit // 4)
         dropped = 0
         while True:
             try:
-                prompt = self._session.encode_chat(self._history)
-                if len(prompt) + room <= limit or len(self._history) == 1:
+                prompt = self._conversation.encode(text, self._session.encode_chat, self._session.codec)
+                if len(prompt) + room <= limit or not turns:
                     break
             except PromptTooLong:
-                if len(self._history) == 1:
+                if not turns:
                     raise
-            del self._history[:2]
+            del turns[0]
             dropped += 1
         if dropped:
-            turns = "turn was" if dropped == 1 else f"{dropped} turns were"
-            self._note(f"the oldest {turns} dropped: the context holds {limit} tokens")
+            words = "turn was" if dropped == 1 else f"{dropped} turns were"
+            self._note(f"the oldest {words} dropped: the context holds {limit} tokens")
         return prompt
 
     def _set(self, rest: str) -> None:
@@ -294,4 +374,4 @@ def _format_json(value: Any, indent: str = "") -> str:
         deeper = indent + "  "
         lines = ",\n".join(f"{deeper}{json.dumps(key)}: {_format_json(item, deeper)}" for key, item in value.items())
         return f"{{\n{lines}\n{indent}}}"
-    return json.dumps(round(value, 3) if isinstance(value, float) else value)
+    return json.dumps(value)

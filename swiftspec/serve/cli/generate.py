@@ -81,7 +81,7 @@ def run_generate(command: ParsedCommand, prompt: str, world: World | None = None
 
 
 def _answer(command: ParsedCommand, prompt: str, session: Session) -> int:
-    tokens = session.encode(prompt, command.settings)
+    tokens = session.encode(prompt, command.settings, command.settings.system_prompt)
     show = visible if sys.stdout.isatty() else str
     lost: OutputLost | None = None
     with Interrupt() as interrupt:
@@ -97,19 +97,21 @@ def _answer(command: ParsedCommand, prompt: str, session: Session) -> int:
         for piece in stream.flush():
             if not command.json:
                 print(show(piece.text), end="", flush=True)
-    stats = session.llm.stats
+    stats, sampling = session.llm.stats, session.sampling_params(command.settings)
     stats.keep_tokens(len(stream.token_ids))
     if command.json:
         result = answer_stats.answer_summary(
             model=session.model, draft_model=session.draft_model, plan=session.llm.config, stats=stats,
             text=stream.text, token_ids=stream.token_ids, prompt_token_ids=tokens,
-            finish_reason=stream.finish_reason or "abort", sampling=session.sampling_params(command.settings),
+            finish_reason=stream.finish_reason or "abort", sampling=sampling,
             load_time=session.llm.load_time, outages=session.llm.outages,
         )  # fmt: skip
         print(json.dumps(result, ensure_ascii=False, allow_nan=False), flush=True)
     else:
         print(end="" if stream.text.endswith("\n") else "\n", flush=True)
-        print(f"swiftspec: {answer_stats.summary_line(stats, len(stream.token_ids))}", file=sys.stderr, flush=True)
+        notes = answer_stats.ending_notes(stats, stream.finish_reason, len(stream.token_ids), sampling.max_tokens)
+        notes.append(answer_stats.summary_line(stats, len(stream.token_ids)))
+        print(f"swiftspec: {', '.join(notes)}", file=sys.stderr, flush=True)
     if lost is not None:
         raise lost
     return 0 if stream.finish_reason is not None else EXIT_INTERRUPTED

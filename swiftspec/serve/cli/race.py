@@ -16,18 +16,19 @@ from swiftspec.serve.settings.settings import Settings
 from swiftspec.serve.terminal import Interrupt, Painter, print_note
 
 MAX_ANSWER_TOKENS = 256  # token limit of an answer if the settings have none
-BAR_WIDTH_CHARS = 40  # length of the faster run's bar
+LABEL_WIDTH_CHARS = 11  # "speculative"
+BAR_WIDTH_CHARS, MIN_BAR_WIDTH_CHARS = 40, 8  # length of the faster run's bar, in a wide and in a narrow terminal
 
 
 @dataclass(frozen=True, slots=True)
 class RaceResult:
     """Result of one of the two runs, which has at least one token. `seconds`: from the end of the prefill to the last
-    token."""
+    token. `tokens_per_round`: as in the statistics of an answer."""
 
     name: str
     tokens: Sequence[int]
     seconds: float
-    rounds: int
+    tokens_per_round: float
     drafter_lost: str | None  # the reason, if the draft was lost
 
     @property
@@ -55,7 +56,7 @@ def race(
             print_note(console, "the race was stopped")
             return
         results.append(result)
-    for line in compare_results(results[0], results[1], plan):
+    for line in compare_results(results[0], results[1], plan, console.width):
         print_note(console, line, "")
     console.print()
 
@@ -75,17 +76,24 @@ def _run(
         pass  # during the prefill, or pressed twice
     painter.write("" if stream.text.endswith("\n") else "\n", False)
     stats = session.llm.stats
-    lane = RaceResult(name, stream.token_ids, stats.decode_time, stats.rounds, stats.drafter_lost)
+    tokens_per_round = answer_stats.mean_acceptance_length(stats)
+    lane = RaceResult(name, stream.token_ids, stats.decode_time, tokens_per_round, stats.drafter_lost)
     return lane if stream.finish_reason is not None else None
 
 
-def compare_results(plain: RaceResult, fast: RaceResult, plan: EngineConfig) -> list[str]:
-    """Returns lines that compare speed and text of the two runs."""
+def compare_results(plain: RaceResult, fast: RaceResult, plan: EngineConfig, width: int) -> list[str]:
+    """Returns lines that compare speed and text of the two runs. `width`: cells of the terminal, which the bars are
+    fitted to."""
     most, lines = max(plain.speed, fast.speed), list[str]()
-    for lane in (plain, fast):
-        bar = "█" * max(round(BAR_WIDTH_CHARS * lane.speed / most), 1)
-        each = f"{len(lane.tokens)} tok in {lane.seconds:.2f} s, {len(lane.tokens) / lane.rounds:.1f} tok/round"
-        lines.append(f"{lane.name:11}  {bar:{BAR_WIDTH_CHARS}}  {answer_stats.format_speed(lane.speed):>10}  ({each})")
+    details = [
+        f"{answer_stats.format_speed(lane.speed):>10}  ({len(lane.tokens)} tok in {lane.seconds:.2f} s,"
+        f" {lane.tokens_per_round:.1f} tok/round)"
+        for lane in (plain, fast)
+    ]
+    longest = min(max(width - LABEL_WIDTH_CHARS - 4 - max(map(len, details)), MIN_BAR_WIDTH_CHARS), BAR_WIDTH_CHARS)
+    for lane, detail in zip((plain, fast), details):
+        bar = "█" * max(round(longest * lane.speed / most), 1)
+        lines.append(f"{lane.name:{LABEL_WIDTH_CHARS}}  {bar:{longest}}  {detail}")
     first, second = sorted((fast, plain), key=lambda lane: -lane.speed)
     faster = f"{first.name} is {first.speed / second.speed:.2f} times as fast"
     lines.append(f"{faster}; {_compare_texts(plain, fast, plan)}")

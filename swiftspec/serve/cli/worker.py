@@ -43,7 +43,8 @@ def run_worker_command(argv: Sequence[str], join: JoinFn) -> int:
     if command.prompt is not None or command.prompt_file is not None or command.json:
         raise UsageError("--prompt, --prompt-file and --json are not supported by a worker; remove them")
     settings = command.settings
-    for name in ("port", "draft_model", "draft_url", "target_url", "target_tp", "draft_tp"):
+    unsupported = ("port", "draft_model", "draft_url", "target_url", "target_tp", "draft_tp")
+    for name in (*unsupported, "chat_template", "system_prompt"):
         if name in settings.model_fields_set and getattr(settings, name) is not None:
             raise UsageError(
                 f"--{name.replace('_', '-')} is not supported by a worker, which runs only --model; remove it"

@@ -26,6 +26,7 @@ from swiftspec.serve.http.engine_link.frame_socket import AsyncFrameSocket
 from swiftspec.serve.http.engine_link.frames import FrontendConfig
 from swiftspec.serve.http.engine_link.frontend_process import local_host_names
 from swiftspec.serve.http.engine_link.remote_engine_client import RemoteEngineClient
+from swiftspec.serve.http.middleware.cors import CorsMiddleware
 from swiftspec.serve.http.middleware.request_id import RequestIdMiddleware
 from swiftspec.serve.http.middleware.request_timeout import MAX_HEAD_BYTES, RequestTimeoutProtocol
 from swiftspec.serve.http.middleware.security import SecurityMiddleware
@@ -33,8 +34,7 @@ from swiftspec.serve.http.observe.prometheus import PrometheusMetrics
 from swiftspec.serve.http.observe.tracing import RequestTracing
 from swiftspec.serve.supervisor.control_protocol import HEARTBEAT_INTERVAL_S
 from swiftspec.serve.supervisor.supervisor_client import SupervisorClient
-from swiftspec.serve.text.codec import TextCodec, may_have_template
-from swiftspec.serve.text.template import TemplateRenderer
+from swiftspec.serve.text.codec import TextCodec, template_renderer
 
 MAX_CONNECTIONS = 1024
 IDLE_CONNECTION_TIMEOUT_S = 60
@@ -54,7 +54,7 @@ async def serve_frontend(supervisor: SupervisorClient, listener: socket.socket) 
     """Runs the HTTP server, the heartbeats and the connection to rank 0. When rank 0 or the supervisor requests the
     shutdown, drains the running requests, shuts rank 0 down and closes everything."""
     config = msgspec.msgpack.decode(supervisor.first_message, type=FrontendConfig)
-    engine, tokenizer_loader = RemoteEngineClient(config), TokenizerLoader()
+    engine, tokenizer_loader = RemoteEngineClient(config), TokenizerLoader(config.chat_template)
     tracing = None if config.otlp_endpoint is None else RequestTracing(config.otlp_endpoint, config.model_name)
     app = build_app(engine, tokenizer_loader.get, config, tracing)
     server = NoSignalHandlerServer(
@@ -124,24 +124,28 @@ def build_app(
     engine: EngineClient, codec: Callable[[], TextCodec | None], config: FrontendConfig,
     tracing: RequestTracing | None = None,
 ) -> ASGIApp:  # fmt: skip
-    """Builds the front end's ASGI application: the endpoints behind the security and request-id middleware.
+    """Builds the front end's ASGI application: the endpoints behind the security, CORS and request-id middleware.
 
     `codec`: returns the target's tokenizer, or None while it loads.
     `tracing`: exports a span per request; None disables it.
     """
     metrics = PrometheusMetrics(engine, config.model_name)
     on_finished = [] if tracing is None else [tracing.record]
-    app = create_app(engine, codec, [config.model_name], metrics=metrics, on_finished=on_finished)
+    app = create_app(
+        engine, codec, [config.model_name], metrics=metrics, on_finished=on_finished,
+        response_store_bytes=config.response_store_bytes,
+    )  # fmt: skip
     allowed_hosts = None if config.api_keys else local_host_names(config.host)
     secured = SecurityMiddleware(app, config.api_keys, allowed_hosts, metrics.record_refusal)
-    return RequestIdMiddleware(secured)
+    return RequestIdMiddleware(CorsMiddleware(secured, config.allowed_origins, metrics.record_refusal))
 
 
 class TokenizerLoader:
-    """Loader of the target's tokenizer, whose path rank 0 sends."""
+    """Loader of the target's tokenizer, whose path rank 0 sends. `chat_template`: file that replaces its template."""
 
-    def __init__(self) -> None:
+    def __init__(self, chat_template: str | None = None) -> None:
         self._codec: TextCodec | None = None
+        self._chat_template = None if chat_template is None else Path(chat_template)
 
     def get(self) -> TextCodec | None:
         """Returns the tokenizer, or None while it loads."""
@@ -151,11 +155,9 @@ class TokenizerLoader:
         """Loads the tokenizer in a thread, then notifies rank 0 that the front end accepts requests. A UserError
         is ignored here, since rank 0 loads the same tokenizer and reports the error."""
         folder = Path(await engine.target_folder)
-        renderer = TemplateRenderer(folder)
-        if may_have_template(folder):
-            renderer.start()  # starts the template process early: its imports take seconds
+        renderer = template_renderer(folder, self._chat_template, start=True)
         with contextlib.suppress(UserError):
-            self._codec = await asyncio.to_thread(TextCodec, folder, renderer)
+            self._codec = await asyncio.to_thread(TextCodec, folder, renderer, self._chat_template)
             await engine.was_ready.wait()
             engine.announce_serving()
 

@@ -12,7 +12,8 @@ from pydantic import BaseModel
 from swiftspec import __version__
 from swiftspec.errors import UserError
 from swiftspec.serve.http import errors, page
-from swiftspec.serve.http.api import chat, completions, events, info, messages, responses, tokens
+from swiftspec.serve.http.api import chat, completions, events, info, messages, responses, stored_responses, tokens
+from swiftspec.serve.http.api.response_store import ResponseStore
 from swiftspec.serve.http.app_context import AppContext, CompileGrammar
 from swiftspec.serve.http.engine_link.engine_client import EngineClient
 from swiftspec.serve.http.grammar_compiler import SandboxedGrammarCompiler
@@ -21,6 +22,8 @@ from swiftspec.serve.http.observe.prometheus import PrometheusMetrics, metrics_r
 from swiftspec.serve.http.observe.request_metrics import InstrumentedEngine, RequestRecord
 from swiftspec.serve.text.codec import TextCodec, may_have_template
 from swiftspec.serve.text.template import TemplateRenderer
+
+DEFAULT_STORE_BYTES = 256 << 20
 
 
 class ErrorBody(BaseModel):
@@ -48,6 +51,7 @@ def create_app(
     compile: CompileGrammar | None = None,
     keep_alive_s: float = 15.0,
     always_usage: bool = False,
+    response_store_bytes: int = DEFAULT_STORE_BYTES,
 ) -> FastAPI:
     """Creates the FastAPI application that serves `engine`. Its requests need no API key; another ASGI application can
     mount it below a path. `engine` is not closed when the application shuts down.
@@ -61,10 +65,10 @@ def create_app(
         compiles in a process with limits on time and memory.
     `keep_alive_s`: seconds without output after which a stream sends a comment.
     `always_usage`: whether streams contain `usage` even if the request does not ask for it.
+    `response_store_bytes`: limit of the memory of stored responses (/v1/responses); 0 stores none.
     """
     if codec is None:
-        text_codec = _load_codec(_model_folder(engine))
-        codec = lambda: text_codec  # noqa: E731
+        codec = _codec_of(_model_folder(engine))
     model_names = model_names or [_model_folder(engine).name]
     metrics = metrics or PrometheusMetrics(engine, model_names[0])
     instrumented = InstrumentedEngine(engine, [metrics.record_request, *on_finished])
@@ -77,10 +81,13 @@ def create_app(
         description="Low-latency speculative decoding behind OpenAI's and Anthropic's endpoints.",
     )  # fmt: skip
     for create_router in (
-        chat.chat_router, completions.completions_router, responses.responses_router, messages.messages_router,
-        tokens.tokens_router, info.info_router,
+        chat.chat_router, completions.completions_router, messages.messages_router, tokens.tokens_router,
+        info.info_router,
     ):  # fmt: skip
         app.include_router(create_router(context))
+    store = ResponseStore(response_store_bytes)
+    app.include_router(responses.responses_router(context, store))
+    app.include_router(stored_responses.stored_responses_router(store, keep_alive_s))
     app.include_router(events.trace_events_router(engine.events, codec, keep_alive_s))
     app.include_router(metrics_router(metrics))
     app.router.routes.extend(page.page_routes())
@@ -89,11 +96,13 @@ def create_app(
     return app
 
 
-def _load_codec(folder: Path) -> TextCodec:
+def _codec_of(folder: Path) -> Callable[[], TextCodec]:
+    """Loads the tokenizer of a model folder. Returns a function that returns it."""
     renderer = TemplateRenderer(folder)
     if may_have_template(folder):
         renderer.start()  # starts the template process early: its imports take seconds
-    return TextCodec(folder, renderer)
+    codec = TextCodec(folder, renderer)
+    return lambda: codec
 
 
 def _model_folder(engine: EngineClient) -> Path:

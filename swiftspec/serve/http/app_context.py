@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import json
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -11,6 +13,7 @@ from typing import ParamSpec, TypeVar
 
 from starlette.concurrency import run_in_threadpool
 
+from swiftspec import __version__
 from swiftspec.serve.http.engine_link.engine_client import EngineClient
 from swiftspec.serve.http.engine_link.frames import EngineInfo
 from swiftspec.serve.http.errors import ApiError, unavailable_error
@@ -49,6 +52,13 @@ class AppContext:
                 f"Loading model: {state.detail}" if state.detail else "Loading model", RETRY_AFTER_S
             )
         return info, codec
+
+    def system_fingerprint(self) -> str:
+        """Returns OpenAI's `system_fingerprint`: an identifier of the version, the models and the plan, with which
+        equal seeds give equal answers."""
+        info, _ = self.require_ready()
+        state = json.dumps([__version__, info.model, info.draft_model, info.plan], sort_keys=True, default=str)
+        return f"fp_{hashlib.sha256(state.encode()).hexdigest()[:10]}"
 
     def resolve_model_name(self, requested: str | None) -> str:
         """Returns the requested model name, or the default one. Raises ApiError (404) if the name is not served."""

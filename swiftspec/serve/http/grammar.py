@@ -9,12 +9,27 @@ from __future__ import annotations
 import json
 import resource
 import sys
+from typing import Any
 
 from llguidance import LLMatcher, grammar_from
 
 KINDS = ("json_schema", "regex", "grammar", "choice", "lark")  # "grammar": Lark, or the GBNF of llama.cpp
-ANY_OBJECT = '{"type":"object"}'  # JSON schema of `response_format: json_object`
+ANY_OBJECT = {"type": "object"}  # JSON schema of `response_format: json_object`
+# White space between the tokens of JSON: enough for indented JSON, and not endless as llguidance's default, which lets
+# a model fill the answer with blanks.
+WHITESPACE_PATTERN = r" |(\r?\n){1,2}[ \t]{0,32}"
 MAX_ERROR_CHARS = 300
+
+
+def bound_whitespace(schema: Any) -> Any:
+    """Returns a JSON schema with llguidance's option that bounds the white space between tokens, unless the schema has
+    an option for white space. Values other than objects are returned unchanged."""
+    if not isinstance(schema, dict):
+        return schema
+    options = schema.get("x-guidance", {})
+    if not isinstance(options, dict) or options.keys() & {"whitespace_pattern", "whitespace_flexible"}:
+        return schema
+    return {**schema, "x-guidance": {**options, "whitespace_pattern": WHITESPACE_PATTERN}}
 
 
 def build_grammar(kind: str, text: str) -> str:
@@ -27,6 +42,8 @@ def build_grammar(kind: str, text: str) -> str:
     if kind not in KINDS:
         raise ValueError(f"unknown kind of grammar: {kind}")
     try:
+        if kind == "json_schema":
+            text = json.dumps(bound_whitespace(json.loads(text)))
         grammar = str(grammar_from(kind, text))  # pyright: ignore[reportArgumentType]
         error_text = LLMatcher.validate_grammar(grammar)
     except Exception as error:  # the converters raise arbitrary exceptions on invalid input

@@ -7,12 +7,13 @@ vLLM define but this server does not support are accepted only with values that 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from swiftspec.params import MAX_TOKEN_COUNT
-from swiftspec.serve.http.errors import unsupported
+from swiftspec.serve.http.errors import ApiError, unsupported
 
 
 def _integral(value: object) -> object:
@@ -100,13 +101,21 @@ class SamplingFields(Body):
 
 
 class StructuredOutputs(Body):
-    """vLLM's `structured_outputs`; at most one field may be set."""
+    """vLLM's `structured_outputs`: exactly one constraint, and for JSON the options below it."""
 
     json_: JsonObject | Text | None = Field(None, alias="json")
     regex: Annotated[str, Field(max_length=1 << 16)] | None = None
     choice: Choices | None = None
     grammar: Annotated[str, Field(max_length=1 << 18)] | None = None
     json_object: bool | None = None
+    structural_tag: Any = Field(None, description="Not supported.")
+    disable_any_whitespace: bool | None = Field(None, description="JSON without white space between its tokens.")
+    whitespace_pattern: Annotated[str, Field(max_length=1024)] | None = Field(
+        None, description="Regular expression of the white space between two tokens of JSON."
+    )
+    disable_additional_properties: bool | None = Field(
+        None, description="Objects in JSON have no properties beyond those of their schema."
+    )
 
 
 class JsonSchema(Body):
@@ -136,6 +145,26 @@ class ConstraintFields(Body):
 
 class StreamOptions(Body):
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = Field(
+        None, description="With include_usage: the usage so far in every chunk, as in vLLM."
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class StreamUsage:
+    """Usage in a stream. `at_end`: in the last chunk; `in_chunks`: in all chunks, the usage so far."""
+
+    at_end: bool
+    in_chunks: bool
+
+
+def stream_usage(stream: bool | None, options: StreamOptions | None, always: bool) -> StreamUsage:
+    """Returns the usage that a stream contains. `always`: also if the request does not ask for it. Raises ApiError if
+    there are options without a stream."""
+    if options is not None and not stream:
+        raise ApiError(400, "stream_options: only allowed with stream: true", "stream_options")
+    at_end = always or bool(options and options.include_usage)
+    return StreamUsage(at_end, at_end and bool(options and options.continuous_usage_stats))
 
 
 # Unsupported fields, each with the values that are accepted because they change nothing.
@@ -147,7 +176,7 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
 SINGLE_CHOICE: Mapping[str, tuple[Any, ...]] = {"n": (1,), "best_of": (0, 1)}
 CHAT_UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     **UNSUPPORTED, "audio": (), "modalities": (["text"], []), "functions": ([],), "function_call": ("none",),
-    "chat_template": (), "documents": ([],), "echo": (False,), "add_generation_prompt": (True,),
+    "chat_template": (), "documents": ([],),
     "web_search_options": (),
 }  # fmt: skip
 

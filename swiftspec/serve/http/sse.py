@@ -21,6 +21,7 @@ SSE_HEADERS = {
     "x-accel-buffering": "no",
 }
 DONE_EVENT = b"data: [DONE]\n\n"
+EVENT_END = b"\n\n"  # JSON data has no line breaks
 
 
 def sse_event(data: Any, name: str | None = None) -> bytes:
@@ -47,6 +48,42 @@ async def cancel_on_disconnect(receive: Receive, coroutine: Coroutine[Any, Any, 
 async def _wait_for_disconnect(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
+
+
+class EventLog:
+    """Log of encoded events, which any number of readers follow while it grows. `num_bytes`: size of all events."""
+
+    def __init__(self) -> None:
+        self._events: list[bytes] = []
+        self._changed = asyncio.Event()  # set and replaced when events are added or the log is closed
+        self._closed = False
+        self.num_bytes = 0
+
+    def add(self, events: bytes) -> None:
+        """Appends encoded events; there can be several in `events`, or none."""
+        self._events += [event + EVENT_END for event in events.split(EVENT_END)[:-1]]
+        self.num_bytes += len(events)
+        self._notify()
+
+    def close(self) -> None:
+        """Ends the log: readers return after the last event."""
+        self._closed = True
+        self._notify()
+
+    async def read(self, start: int) -> AsyncGenerator[bytes]:
+        """Yields the events from index `start` on, until the log is closed."""
+        while True:
+            changed = self._changed
+            while start < len(self._events):
+                yield self._events[start]
+                start += 1
+            if self._closed:
+                return
+            await changed.wait()
+
+    def _notify(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
 
 
 class EventStream(Response):

@@ -40,7 +40,7 @@ class App {
     this.write(written());
     const kept = recall();
     if (kept) this.requests.restore(kept);
-    else this.load("page/traces/large.jsonl", LARGE);
+    else this.showLive();
     this.server.start();
   }
 
@@ -167,7 +167,7 @@ class App {
 
   /** Returns the name of a request in the list: the beginning of its prompt. */
   nameOf(request) {
-    const prompt = (request.begin.prompt ?? []).slice(0, NAMED).map((token) => this.shown.text(token)).join("");
+    const prompt = this.shown.pieces((request.begin.prompt ?? []).slice(0, NAMED), { special: true }).join("");
     return cut(safe(this.requests.asked.get(request) ?? prompt).replace(/\s+/g, " "), NAMED);
   }
 

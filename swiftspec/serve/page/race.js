@@ -115,7 +115,7 @@ export class Race {
       $(`${side}-clock`).replaceChildren(seconds(clock), small);
       $(`${side}-progress`).value = count / Math.max(tokens.length, 1);
       const pre = $(`${side}-text`);
-      pre.textContent = safe(tokens.slice(0, count).map((token) => this.recording.text(token)).join(""));
+      pre.textContent = safe(this.recording.pieces(tokens.slice(0, count)).join(""));
       pre.scrollTop = pre.scrollHeight;
     }
   }

@@ -9,6 +9,8 @@ export class Recording {
   constructor() {
     this.head = null;
     this.texts = new Map(); // token id -> text
+    this.bytes = new Map(); // token id -> bytes in hexadecimal, of tokens that are not whole characters
+    this.special = new Set(); // ids of tokens that are no part of the text
     this.requests = []; // {id, begin, rounds, end, missed}
     this.byId = new Map();
     this.count = 0; // rounds of all requests
@@ -19,6 +21,8 @@ export class Recording {
     const isObject = line !== null && typeof line === "object" && !Array.isArray(line);
     if (!isObject) throw new BadTrace("a line is not a JSON object");
     for (const [id, text] of Object.entries(line.texts ?? {})) this.texts.set(Number(id), String(text));
+    for (const [id, hex] of Object.entries(line.bytes ?? {})) this.bytes.set(Number(id), String(hex));
+    for (const id of line.special ?? []) this.special.add(id);
     if (line.swiftspec_trace !== undefined) {
       const version = line.swiftspec_trace;
       if (version !== 1) throw new BadTrace(`trace version ${version} is not supported`);
@@ -54,17 +58,37 @@ export class Recording {
     }
   }
 
+  /** Returns the label of a single token. */
   text(token) {
-    return this.texts.get(token) ?? `⟨${token}⟩`;
+    const hex = this.bytes.get(token);
+    return hex === undefined ? this.texts.get(token) ?? `⟨${token}⟩` : `⟨${hex.toUpperCase()}⟩`;
+  }
+
+  /**
+   * Returns the text that each of successive tokens adds. A character of several tokens belongs to the last of them.
+   * `special`: keep the text of special tokens. `whole`: nothing follows, so that an incomplete character is shown.
+   */
+  pieces(tokens, { special = false, whole = false } = {}) {
+    const decoder = new TextDecoder("utf-8", { ignoreBOM: true });
+    const pieces = tokens.map((token) => {
+      const hex = this.bytes.get(token);
+      if (hex !== undefined) return decoder.decode(bytesOf(hex), { stream: true });
+      return decoder.decode() + (this.special.has(token) && !special ? "" : this.text(token));
+    });
+    if (whole && pieces.length > 0) pieces[pieces.length - 1] += decoder.decode();
+    return pieces;
   }
 
   /** Returns the recording as the lines of a trace file. */
   lines() {
     const bare = (line) => {
-      const { texts, ...rest } = line;
+      const { texts, bytes, special, ...rest } = line;
       return rest;
     };
-    const head = { swiftspec_trace: 1, ...bare(this.head ?? {}), texts: Object.fromEntries(this.texts) };
+    const named = {
+      texts: Object.fromEntries(this.texts), bytes: Object.fromEntries(this.bytes), special: [...this.special],
+    };
+    const head = { swiftspec_trace: 1, ...bare(this.head ?? {}), ...named };
     const lines = [head];
     for (const { id, begin, rounds, end } of this.requests) {
       lines.push({ request: id, begin }, ...rounds.map(bare));
@@ -72,6 +96,10 @@ export class Recording {
     }
     return lines.map((line) => JSON.stringify(line) + "\n");
   }
+}
+
+function bytesOf(hex) {
+  return Uint8Array.from(hex.match(/../g) ?? [], (pair) => Number.parseInt(pair, 16));
 }
 
 /** Parses the text of a trace file into a recording; a last line that was cut off is left out. Throws BadTrace, which

@@ -4,6 +4,7 @@ import { ServerError } from "./api.js";
 import { Chat } from "./chat.js";
 import { OwnRequests } from "./own_requests.js";
 import { keep } from "./storage.js";
+import { MAX_TOKENS } from "./server.js";
 import { blamed, settings } from "./settings.js";
 import { CONTINUES, Message, TALKS } from "./transcript.js";
 
@@ -72,7 +73,7 @@ export class Requests {
     if (!this.ready(text, "Write a text first: the race runs it twice.")) return;
     this.app.tab("race");
     await this.working(async () => {
-      const asked = settings();
+      const asked = { max_tokens: MAX_TOKENS, ...settings() };
       this.app.showLive();
       const run = async (said, more) => {
         this.app.race.waiting(said);

@@ -4,6 +4,7 @@ import { ask, key, listen, setKey } from "./api.js";
 
 const $ = (id) => document.getElementById(id);
 const EMBEDDED = "swiftspec-demo"; // the demo model; its chat template only joins the turns to one source text
+export const MAX_TOKENS = 256; // default of a race, and of a model without a chat template, which may never end
 const EXAMPLES = {
   text: ["def read_lines(path):\n", "class Stack:\n    def __init__(self", "def main(argv=None):\n"],
   talk: ["Explain in three sentences how a hash table works.", "Write a Python function that merges two sorted lists."],
@@ -48,7 +49,10 @@ export class Server {
     const often = embedded ? "; with models as small as these it is often slower" : "";
     $("race-this").title = `The same prompt without, then with speculation${often}`;
     if (this.app.shown === this.app.live) this.app.race.show(this.app.live, true);
-    if (!talks) $("temperature").value ||= "0.6";
+    if (!talks) {
+      $("temperature").value ||= "0.6";
+      $("max_tokens").value ||= String(MAX_TOKENS);
+    }
     const examples = EXAMPLES[talks ? "talk" : "text"].map((text) => {
       const button = document.createElement("button");
       button.type = "button";
@@ -90,7 +94,7 @@ export class Server {
     $("key").value = "";
     dialog.showModal();
     dialog.addEventListener("close", () => {
-      if (dialog.returnValue !== "ok" || $("key").value === "") return;
+      if (dialog.returnValue !== "ok" || $("key").value === "") return this.app.raceLarge();
       setKey($("key").value.trim());
       this.start();
     }, { once: true });

@@ -5,26 +5,27 @@ import { answerOf, spanOf } from "./recording.js";
 
 /**
  * Returns statistics of the rounds 0 to `last`. `held[j]` is the number of rounds that accepted j draft tokens;
- * `targetBusy` and `draftBusy` are shares of the time of the last 61 rounds.
+ * `perRound` counts all tokens of a last round that the answer's end cuts, as the server's statistics do; `targetBusy`
+ * and `draftBusy` are shares of the time of the last 61 rounds.
  */
 export function statsOf(request, last) {
-  let tokens = 0;
+  let verified = 0;
   const held = [];
   for (let at = 0; at <= last; at += 1) {
     const round = request.rounds[at];
-    tokens += round.tokens.length;
+    verified += round.tokens.length;
     if (!round.path) continue;
     const accepted = Math.max(round.path.length - 1, 0);
     held[accepted] = (held[accepted] ?? 0) + 1;
   }
-  tokens = Math.min(tokens, answerOf(request).length);
+  const tokens = Math.min(verified, answerOf(request).length);
   const begin = spanOf(request, 0).begin;
   const end = spanOf(request, last).end;
   const lanes = timelinesOf(request, last - 60, last);
   const since = spanOf(request, Math.max(last - 60, 0)).begin;
   return {
     tokens, rounds: last + 1, seconds: end - begin, held: Array.from(held, (count) => count ?? 0),
-    speed: end > begin ? tokens / (end - begin) : NaN, perRound: tokens / (last + 1),
+    speed: end > begin ? tokens / (end - begin) : NaN, perRound: verified / (last + 1),
     targetBusy: busy(lanes.target, since, end), draftBusy: busy(lanes.draft, since, end),
   };
 }

@@ -1,6 +1,6 @@
 // The messages of the conversation: prompts and answers, with accepted draft tokens underlined.
 
-import { answerOf } from "./recording.js";
+import { answerOf, isEmulated } from "./recording.js";
 import { number, safe, seconds } from "./tokens.js";
 import { statsOf } from "./stats.js";
 
@@ -24,6 +24,7 @@ export class Message {
     this.asked = asked;
     this.labels = labels;
     this.request = null;
+    this.emulated = false; // whether the step times of the request were emulated
     this.text = "";
     this.pieces = []; // a {span, round} for each token of the answer; span: its element
     this.now = null; // the highlighted round; null: none was yet
@@ -61,6 +62,7 @@ export class Message {
   /** Replaces the streamed text by the tokens of the recording, unless their text differs. */
   tell(recording, request) {
     this.request = request;
+    this.emulated = isEmulated(recording);
     const most = answerOf(request).length;
     const pieces = [];
     for (const [round, { tokens }] of request.rounds.entries()) {
@@ -68,7 +70,7 @@ export class Message {
         if (pieces.length < most) pieces.push({ token, round, guessed: at + 1 < tokens.length });
       }
     }
-    const spelled = pieces.map(({ token }) => recording.text(token));
+    const spelled = recording.pieces(pieces.map(({ token }) => token), { whole: true });
     if (this.text !== "" && spelled.join("").trimEnd() !== this.text.trimEnd()) return;
     this.answer.replaceChildren();
     this.pieces = pieces.map(({ round, guessed }, at) => {
@@ -88,7 +90,7 @@ export class Message {
     if (!request?.rounds.length) return "";
     const { tokens, seconds: took, speed, perRound } = statsOf(request, request.rounds.length - 1);
     const each = `${number(speed)} tokens per second, ${number(perRound)} per pass of the target`;
-    return `${tokens} tokens in ${seconds(took)}: ${each}.`;
+    return `${tokens} tokens in ${seconds(took)}${this.emulated ? " of emulated step times" : ""}: ${each}.`;
   }
 
   /** Scrolls the message into view. */
@@ -139,7 +141,7 @@ export function transcribe(log, recording) {
   log.replaceChildren();
   const messages = new Map();
   for (const request of recording.requests) {
-    const prompt = request.begin.prompt?.map((token) => recording.text(token)).join("");
+    const prompt = request.begin.prompt && recording.pieces(request.begin.prompt, { special: true }).join("");
     const message = new Message(log, prompt ?? "(not in this trace)", ["Prompt", "Continued"]);
     message.tell(recording, request);
     message.sum(request);

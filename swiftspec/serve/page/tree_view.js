@@ -4,6 +4,7 @@ import { TreeCanvas } from "./draw.js";
 import { TimelinesCanvas } from "./timelines.js";
 import { Player } from "./player.js";
 import { drawHistogram, statsOf } from "./stats.js";
+import { isEmulated } from "./recording.js";
 import { number, percent, visible } from "./tokens.js";
 import { Trees } from "./tree.js";
 import { about, caption } from "./captions.js";
@@ -28,7 +29,8 @@ export class TreeView {
     this.saidAt = 0; // time when the texts were set, seconds
     this.movedAt = -1; // time when the transition began, seconds; -1: there is none
     this.now = null;
-    this.nothing = "No requests yet.";
+    this.nothing = "Send a prompt or choose an example. The draft tree of each round is drawn here. "
+      + "The menu Recordings has a race of a 70B target.";
     this.frames = { count: 0, spent: 0 };
     this.listeners = new Set(); // called when the moment shown changes
     this.wire();
@@ -65,6 +67,13 @@ export class TreeView {
     this.request = request;
     this.trees = request && new Trees(request);
     this.now = null;
+    $("panel-tree").dataset.empty = String(request === null);
+    $("panel-tree").dataset.early = "true";
+    this.timelines.resize(); // it may have been hidden
+    if (request === null) {
+      $("caption").textContent = "\u00a0";
+      for (const id of ["so-far", "note"]) $(id).replaceChildren();
+    }
     this.player.show(request, { following: Boolean(how.following), playing: !this.still.matches });
     this.point(null);
     this.changed();
@@ -95,7 +104,8 @@ export class TreeView {
     if (nothing) {
       $("tree").dataset.nodes = "0";
       const missed = Boolean(this.request?.missed);
-      $("empty").textContent = missed ? "The rounds of this request were missed." : this.nothing;
+      const waiting = this.request === null ? this.nothing : "Waiting for the first round.";
+      $("empty").textContent = missed ? "The rounds of this request were missed." : waiting;
       this.canvas.context.clearRect(0, 0, this.canvas.width, this.canvas.height);
       this.timelines.context.clearRect(0, 0, this.timelines.width, this.timelines.height);
       this.now = null;
@@ -160,35 +170,37 @@ export class TreeView {
     for (const listener of this.listeners) listener(this.request, answered ? index : index - 1);
   }
 
-  /** Shows statistics of the rounds up to `last`; -1: before the first. */
+  /** Shows statistics of the rounds up to `last`; -1: none yet. */
   numbers(last) {
-    const stats = last < 0 ? { held: [], tokens: 0 } : statsOf(this.request, last);
+    $("panel-tree").dataset.early = String(last < 0);
+    if (last < 0) return;
+    const stats = statsOf(this.request, last);
     $("per-round").textContent = number(stats.perRound);
     $("speed-now").textContent = number(stats.speed);
     $("tokens-now").textContent = String(stats.tokens);
-    $("target-busy").textContent = last < 0 ? "" : `busy ${percent(stats.targetBusy)}`;
-    $("draft-busy").textContent = last < 0 ? "" : `busy ${percent(stats.draftBusy)}`;
+    $("speed-kind").textContent = isEmulated(this.recording) ? "(emulated)" : "";
+    $("target-busy").textContent = `busy ${percent(stats.targetBusy)}`;
+    $("draft-busy").textContent = `busy ${percent(stats.draftBusy)}`;
     drawHistogram($("held"), stats.held);
   }
 
   /** Shows the end of the text before the tree's root. `rounds`: number of rounds that belong to the text. */
   soFar(rounds) {
-    const pieces = [];
-    for (let at = rounds - 1; at >= 0 && pieces.length < CONTEXT; at -= 1) {
-      const { tokens } = this.request.rounds[at];
-      for (let back = tokens.length - 1; back >= 0; back -= 1) {
-        pieces.unshift([tokens[back], back === tokens.length - 1 ? "drawn" : "guessed"]);
-      }
+    const tokens = [];
+    for (let at = rounds - 1; at >= 0 && tokens.length < CONTEXT; at -= 1) {
+      const added = this.request.rounds[at].tokens;
+      tokens.unshift(...added.map((token, nth) => [token, nth === added.length - 1 ? "drawn" : "guessed"]));
     }
-    if (pieces.length < CONTEXT) {
-      const prompt = (this.request.begin.prompt ?? []).slice(pieces.length - CONTEXT);
-      pieces.unshift(...prompt.map((token) => [token, "prompt"]));
+    if (tokens.length < CONTEXT) {
+      const prompt = (this.request.begin.prompt ?? []).slice(tokens.length - CONTEXT);
+      tokens.unshift(...prompt.map((token) => [token, "prompt"]));
     }
+    const pieces = this.recording.pieces(tokens.map(([token]) => token), { special: true });
     const line = $("so-far");
-    line.replaceChildren(...pieces.map(([token, kind]) => {
+    line.replaceChildren(...tokens.map(([, kind], at) => {
       const piece = document.createElement("span");
       piece.className = kind;
-      piece.textContent = visible(this.recording.text(token));
+      piece.textContent = pieces[at] === "" ? "" : visible(pieces[at]);
       return piece;
     }));
     line.scrollLeft = line.scrollWidth;

@@ -12,6 +12,7 @@ from pydantic import ValidationError
 from swiftspec import file_io
 from swiftspec.errors import UserError, truncated_repr
 from swiftspec.serve.settings.flags import FLAGS, RENAMED_SETTINGS
+from swiftspec.serve.settings.other_flags import flag_hint
 from swiftspec.serve.settings.settings import (
     ENV_PREFIX,
     Settings,
@@ -78,8 +79,9 @@ def _read_yaml(file: Path) -> dict[str, object]:
         if field in RENAMED_SETTINGS:
             raise UsageError(f"{name}: {key} was renamed to {flag_name(RENAMED_SETTINGS[field])[2:]}")
         if field not in FLAGS:
-            hint = _hint(key.replace("_", "-"), [known.replace("_", "-") for known in FLAGS])
-            raise UsageError(f"{name}: unknown key {truncated_repr(key)}{hint}")
+            hint = flag_hint(flag_name(field), [flag_name(known) for known in FLAGS])
+            words = "" if hint is None else f" ({hint.replace('--', '')})"  # keys are written without dashes
+            raise UsageError(f"{name}: unknown key {truncated_repr(key)}{words}")
         if field in values:
             raise UsageError(f"{name}: {flag_name(field)[2:]} is given twice: remove one of them")
         values[field] = value

@@ -109,6 +109,13 @@ class CommandSettings:
         "DIR|off", "the user's cache directory", profile=True,
     )  # fmt: skip
     raw: bool = setting(False, "Continue the raw prompt, without a chat template.", MODELS)
+    chat_template: str | None = setting(
+        None, "Jinja file that replaces the chat template of the target.", MODELS, "FILE", "the target's own"
+    )
+    system_prompt: str | None = setting(
+        None, "System message of a chat in the terminal, or of --prompt.", MODELS, "TEXT",
+        "none; chat templates can add one",
+    )  # fmt: skip
 
     port: int | None = setting(
         None, "Serve OpenAI's and Anthropic's HTTP APIs on this port. 0: any free port.", SERVER, "N", "off",
@@ -123,6 +130,14 @@ class CommandSettings:
     api_key: tuple[str, ...] = setting(
         (), "Require this API key from clients; may be given several times. Other users of this machine can read the"
         " command line: prefer the environment variable.", SERVER, "KEY", "none",
+    )  # fmt: skip
+    allowed_origin: tuple[str, ...] = setting(
+        (), "Let web pages of this origin, such as https://example.com, call the server; may be given several times."
+        " *: pages of all origins.", SERVER, "ORIGIN", "none",
+    )  # fmt: skip
+    response_store_memory: int = setting(
+        256, "Memory for the stored responses of /v1/responses; the least recently used are evicted. 0 stores none.",
+        SERVER, "MIB", ge=0, le=2**20,
     )  # fmt: skip
     max_queue: int = setting(
         8, "Requests that may wait in the queue; further ones are refused (429).", SERVER, "N", ge=0, le=10_000

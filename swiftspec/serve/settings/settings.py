@@ -6,13 +6,14 @@ Imports must stay cheap (no torch, no transformers), because `--help` needs this
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, create_model, field_validator
 
 from swiftspec.config import EngineConfig, PopulationConfig
 from swiftspec.errors import UserError, truncated_repr
-from swiftspec.file_io import parse_json
+from swiftspec.file_io import expand_user, parse_json
 from swiftspec.params import SamplingParams
 from swiftspec.serve.rank_plan import split_ranks
 from swiftspec.serve.settings.flags import FLAGS, IGNORED_PARTS, UNSUPPORTED_PARTS, CommandSettings
@@ -148,6 +149,11 @@ class Settings(SettingsFields):
             "adapt_steps": adapts and "draft_steps" not in self.model_fields_set,
             "adapt_batch": adapts and "verify_batch" not in self.model_fields_set,
         }
+
+    @property
+    def chat_template_file(self) -> Path | None:
+        """The file of --chat-template. Raises UserError if its `~` cannot be expanded."""
+        return None if self.chat_template is None else expand_user(self.chat_template)
 
     def _config_values(self, config: type) -> dict[str, Any]:
         """Returns the settings that are not None and that the engine dataclass `config` declares."""

@@ -16,7 +16,9 @@ from typing import TYPE_CHECKING, Any
 from swiftspec import file_io
 from swiftspec.errors import UserError, truncated_repr
 from swiftspec.model.config_json import NO_GGUF
-from swiftspec.serve.text.template import PromptTooLong, TemplateRenderer
+from swiftspec.observe.trace_format import TokenText
+from swiftspec.serve.text.stream import REPLACEMENT_CHARACTER
+from swiftspec.serve.text.template import PromptTooLong, TemplateRenderer, read_template
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
 ChatMessage = Mapping[
     str, Any
 ]  # role, content, and other fields that a template may read: tool_calls, tool_call_id, ...
+COMMON_ROLES = ("system", "user", "assistant", "tool")
 HUB_ID_PATTERN = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 HUB_FILES = ("*.safetensors", "*.safetensors.index.json", "*.json", "*.jinja", "tokenizer.model", "merges.txt")
 
@@ -40,6 +43,7 @@ TOKENIZER_FILES = (  # all files of a model that its tokenizer reads, and its co
 )  # fmt: skip
 VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")  # each tokenizer has one of these
 MAX_TEXT_BYTES = 64 << 20  # limit of a text if the context length is not known
+PATH_FIELDS = {"name_or_path", "tokenizer_file", "vocab_file", "merges_file"}  # of tokenizer_config.json
 FAST_TOKENIZER_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")  # classes that read only tokenizer.json
 
 
@@ -78,15 +82,28 @@ def locate_model(name: str, revision: str | None = None, on_download: Callable[[
         ) from None
 
 
+def _byte_letters() -> dict[str, int]:
+    """Returns the byte for each character of a byte-level vocabulary (the inverse of GPT-2's `bytes_to_unicode`)."""
+    plain = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in plain]
+    return {chr(byte): byte for byte in plain} | {chr(256 + at): byte for at, byte in enumerate(others)}
+
+
+BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+BYTE_LETTERS = _byte_letters()
+
+
 class TextCodec:
     """The tokenizer of one model. Raises UserError if it cannot be read, or if its chat template fails.
 
     `renderer`: renderer of the model's chat template, if the caller has started one already.
+    `chat_template`: file of a Jinja template that replaces the model's own.
     """
 
-    def __init__(self, path: Path, renderer: TemplateRenderer | None = None) -> None:
+    def __init__(self, path: Path, renderer: TemplateRenderer | None = None, chat_template: Path | None = None) -> None:
         self.path = path
-        self._renderer = renderer or TemplateRenderer(path)
+        self._renderer = renderer or TemplateRenderer(chat_template or path)
+        template = None if chat_template is None else read_template(chat_template)
         try:
             self.tokenizer = _read_tokenizer(path)
             self.vocab: dict[str, int] = self.tokenizer.get_vocab()
@@ -96,18 +113,27 @@ class TextCodec:
             raise UserError(f"{path}: the tokenizer cannot be read ({file_io.one_line(error)})") from None
         if not self.vocab:
             raise UserError(f"{path}: the tokenizer is empty; is tokenizer.json missing?")
+        if template is not None:
+            self.tokenizer.chat_template = template
         self.size = max(self.vocab.values()) + 1  # of the base vocabulary
         added = self.tokenizer.added_tokens_decoder
         self.special = frozenset(token for token, what in added.items() if what.special)
-        self.byte_tokens = frozenset(
-            number for token, number in self.vocab.items() if re.fullmatch(r"<0x[0-9A-Fa-f]{2}>", token)
-        )
+        self.byte_tokens = frozenset(number for token, number in self.vocab.items() if BYTE_TOKEN.fullmatch(token))
 
     @property
     def digest(self) -> bytes:
         """SHA-256 of the vocabulary. Target and draft need equal ones."""
         known = sorted((number, token) for token, number in self.vocab.items())
         return hashlib.sha256(json.dumps(known, separators=(",", ":")).encode()).digest()
+
+    def tokenizer_info(self) -> dict[str, Any]:
+        """Returns the contents of tokenizer_config.json, with the class of the tokenizer and its chat template. Raises
+        UserError if the file cannot be read."""
+        file = self.path / "tokenizer_config.json"
+        config = file_io.read_object(file) if file_io.is_file(file) else {}
+        shown = {name: value for name, value in config.items() if name not in PATH_FIELDS}
+        tokenizer_class = type(self.tokenizer).__name__
+        return {**shown, "tokenizer_class": tokenizer_class, "chat_template": self.tokenizer.chat_template}
 
     def close(self) -> None:
         """Ends the process that renders the chat template, if one runs."""
@@ -140,7 +166,7 @@ class TextCodec:
         """Returns the source of the chat template. If there are several, this is the default one, or with `tools` the
         one for tools. Raises UserError if there is none."""
         if not self.has_template:
-            raise UserError(f"{self.path} has no chat template: use --raw to continue plain text")
+            raise UserError(f"{self.path} has no chat template: use --raw to continue plain text, or --chat-template")
         try:
             return str(self.tokenizer.get_chat_template(tools=None if tools is None else [dict(t) for t in tools]))
         except ValueError as error:
@@ -153,6 +179,7 @@ class TextCodec:
         tools: Sequence[Mapping[str, Any]] | None = None,
         variables: Mapping[str, Any] | None = None,
         continue_final_message: bool = False,
+        add_generation_prompt: bool = True,
     ) -> list[int]:
         """Renders a conversation with the chat template and encodes it.
 
@@ -160,6 +187,7 @@ class TextCodec:
 
         `context`: see `encode`. `tools`: JSON schemas of the tools. `variables`: additional variables of the template.
         `continue_final_message`: leave the last message open, instead of beginning the assistant's turn.
+        `add_generation_prompt`: begin the assistant's turn, unless the last message is left open.
         """
         template = self.template_source(tools)
         for message in messages:
@@ -172,13 +200,51 @@ class TextCodec:
         }
         known = {**(variables or {}), **special}
         text = self._renderer.render(
-            template, messages, known, self.max_text_bytes(context), tools, continue_final_message
-        )
+            template, messages, known, self.max_text_bytes(context), tools, continue_final_message,
+            add_generation_prompt and not continue_final_message,
+        )  # fmt: skip
+        self._check_roles(messages, text)
         return self._encode(text, context, special=False)
+
+    def _check_roles(self, messages: Sequence[ChatMessage], text: str) -> None:
+        """Raises UserError if the template has left out a message with a role that few templates know."""
+        for message in messages:
+            role, content = message.get("role"), message.get("content")
+            if role not in COMMON_ROLES and isinstance(content, str) and content.strip() not in text:
+                raise UserError(f"{self.path}: the chat template does not render messages of role {role!r}")
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Decodes tokens; special tokens are left out."""
         return self.token_text([token for token in tokens if token not in self.special])
+
+    def without_final_special(self, tokens: Sequence[int]) -> Sequence[int]:
+        """Returns tokens without the special tokens at their end, such as the end-of-text token."""
+        end = len(tokens)
+        while end and tokens[end - 1] in self.special:
+            end -= 1
+        return tokens[:end]
+
+    def single_token_text(self, token: int) -> str:
+        """Decodes one token, with its leading space, which some tokenizers drop at the start of a text."""
+        return self.token_text([token, token])[len(self.token_text([token])) :]
+
+    def token_bytes(self, token: int) -> bytes:
+        """Returns the bytes of a token in a byte-level vocabulary, or of a byte token; empty for other tokens."""
+        name = self.tokenizer.convert_ids_to_tokens(token)
+        if not isinstance(name, str):  # the model's vocabulary can be larger than the tokenizer's
+            return b""
+        single = BYTE_TOKEN.fullmatch(name)
+        if single:
+            return bytes([int(single[1], 16)])
+        if all(letter in BYTE_LETTERS for letter in name):
+            return bytes(BYTE_LETTERS[letter] for letter in name)
+        return b""
+
+    def trace_text(self, token: int) -> TokenText:
+        """Returns the text of a token for traces."""
+        text = self.single_token_text(token)
+        data = self.token_bytes(token) if REPLACEMENT_CHARACTER in text else b""
+        return TokenText(text, data or None, token in self.special)
 
     def token_text(self, tokens: Sequence[int]) -> str:
         """Decodes tokens, including special ones."""
@@ -220,6 +286,15 @@ def may_have_template(path: Path) -> bool:
             return b'"chat_template"' in stream.read(4 << 20)
     except OSError:
         return False
+
+
+def template_renderer(path: Path, chat_template: Path | None = None, *, start: bool = False) -> TemplateRenderer:
+    """Returns the renderer of a model's chat template. `chat_template`: file of a template that replaces it. `start`:
+    starts its process now if there may be a template, because its imports take seconds."""
+    renderer = TemplateRenderer(chat_template or path)
+    if start and (chat_template is not None or may_have_template(path)):
+        renderer.start()
+    return renderer
 
 
 def _read_tokenizer(path: Path) -> PreTrainedTokenizerBase:

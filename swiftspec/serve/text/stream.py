@@ -171,18 +171,25 @@ class TextBuilder:
 
     def push(self, chunk: ChunkLike) -> list[TextPiece]:
         """Adds the tokens of a round and returns the text that can be shown, up to the first stop string."""
-        out: list[TextPiece] = []
+        return self._merge(piece for pieces in self._push_tokens(chunk) for piece in pieces)
+
+    def push_by_token(self, chunk: ChunkLike) -> Iterator[str]:
+        """Adds the tokens of a round and yields the text that can be shown after each of them. If the chunk is the last
+        one, the rest of the text follows. A caller that sets `finish_reason` ends the text after the current token."""
+        for pieces in self._push_tokens(chunk):
+            yield "".join(piece.text for piece in self._merge(pieces))
+
+    def _push_tokens(self, chunk: ChunkLike) -> Iterator[list[TextPiece]]:
         for index, token in enumerate(chunk.token_ids):
             self.token_ids.append(token)
             self.text_offsets.append(self._text_length)
-            out += self._add(TextPiece(self._detokenizer.push((token,)), index < chunk.accepted))
+            yield self._add(TextPiece(self._detokenizer.push((token,)), index < chunk.accepted))
             if self.finish_reason is not None:
-                break
-        else:
-            if chunk.finish_reason is not None:
-                out += self._add(TextPiece(self._detokenizer.finish(), False), last=True)
-                self.finish_reason = self.finish_reason or chunk.finish_reason
-        return self._merge(out)
+                return
+        if chunk.finish_reason is not None:
+            rest = self._add(TextPiece(self._detokenizer.finish(), False), last=True)
+            self.finish_reason = self.finish_reason or chunk.finish_reason
+            yield rest
 
     def flush(self) -> list[TextPiece]:
         """Ends an answer that was cancelled: returns the text that was held back. Returns nothing if the answer is

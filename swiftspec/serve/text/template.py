@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from swiftspec import file_io
 from swiftspec.errors import UserError
 from swiftspec.serve.text import template_process
 
@@ -26,6 +27,15 @@ STARTUP_TIMEOUT_S = 120.0  # for the imports, on a busy machine
 REPLY_OVERHEAD_BYTES = 1 << 20  # size limit of a reply, in addition to the rendered text
 MAX_JSON_BYTES_PER_BYTE = 6  # longest JSON escape of one byte of text
 ADVICE = "use another template, or --raw to continue plain text"
+
+
+def read_template(file: Path) -> str:
+    """Reads the file of --chat-template, a Jinja template. Raises UserError if it cannot be read or is empty."""
+    name = f"--chat-template {file}"
+    text = file_io.read_text(file, name, file_io.SMALL_FILE_BYTES)
+    if not text.strip():
+        raise UserError(f"{name} is empty: it must contain a Jinja template")
+    return text
 
 
 class PromptTooLong(UserError):
@@ -78,21 +88,23 @@ class TemplateRenderer:
         max_bytes: int,
         tools: Sequence[Mapping[str, Any]] | None = None,
         continue_final_message: bool = False,
+        add_generation_prompt: bool = True,
     ) -> str:
         """Renders a conversation.
 
         `variables`: the special tokens by name, and other variables of the template.
         `max_bytes`: limit of the result's length in bytes.
         `tools`: JSON schemas of the tools.
-        `continue_final_message`: leave the last message open, instead of beginning the assistant's turn.
+        `continue_final_message`: leave the last message open.
+        `add_generation_prompt`: begin the assistant's turn.
 
         Raises UserError if the template fails or exceeds a limit, PromptTooLong if the result exceeds `max_bytes`.
         """
         request = {
             "template": template, "messages": [dict(message) for message in messages], "variables": dict(variables),
             "tools": None if tools is None else [dict(tool) for tool in tools],
-            "continue_final_message": continue_final_message, "max_bytes": max_bytes, "timeout_s": self._timeout_s,
-            "memory_bytes": self._memory_bytes,
+            "continue_final_message": continue_final_message, "add_generation_prompt": add_generation_prompt,
+            "max_bytes": max_bytes, "timeout_s": self._timeout_s, "memory_bytes": self._memory_bytes,
         }  # fmt: skip
         try:
             reply = self._exchange(

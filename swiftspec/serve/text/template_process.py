@@ -47,20 +47,51 @@ def _reply(requests: BinaryIO, length: int, base_memory: int, render: Any) -> di
         _limit(resource.RLIMIT_AS, base_memory + request["memory_bytes"] + MEMORY_BYTES_PER_REQUEST_BYTE * length)
         used = resource.getrusage(resource.RUSAGE_SELF)
         _limit(resource.RLIMIT_CPU, math.ceil(used.ru_utime + used.ru_stime + request["timeout_s"]) + 1)
-        texts, _ = render(
-            conversations=[request["messages"]],
-            chat_template=request["template"],
-            tools=request["tools"],
-            add_generation_prompt=not request["continue_final_message"],
-            continue_final_message=request["continue_final_message"],
-            **request["variables"],
-        )
-        size = len(texts[0].encode("utf-8", "surrogatepass"))
-        return {"text": texts[0]} if size <= request["max_bytes"] else {"size": size}
+        text = _render(render, request)
+        size = len(text.encode("utf-8", "surrogatepass"))
+        return {"text": text} if size <= request["max_bytes"] else {"size": size}
     except MemoryError:
         return {"memory": True}
     except Exception as error:
         return {"error": _error_text(error)}
+
+
+def _render(render: Any, request: dict[str, Any]) -> str:
+    """Renders a request. Most templates expect the arguments of tool calls as objects; one that concatenates them with
+    text raises TypeError, and then gets their JSON."""
+
+    def rendered(messages: list[dict[str, Any]]) -> str:
+        texts, _ = render(
+            conversations=[messages],
+            chat_template=request["template"],
+            tools=request["tools"],
+            add_generation_prompt=request["add_generation_prompt"],
+            continue_final_message=request["continue_final_message"],
+            **request["variables"],
+        )
+        return str(texts[0])
+
+    try:
+        return rendered(request["messages"])
+    except TypeError:
+        with_json = [_with_json_arguments(message) for message in request["messages"]]
+        if with_json == request["messages"]:
+            raise
+        return rendered(with_json)
+
+
+def _with_json_arguments(message: dict[str, Any]) -> dict[str, Any]:
+    """Returns a message in which the arguments of tool calls are JSON."""
+    calls = message.get("tool_calls")
+    if not isinstance(calls, list):
+        return message
+    functions = [call["function"] for call in calls]
+    arguments = [json.dumps(function["arguments"], ensure_ascii=False) for function in functions]
+    changed = [
+        {**call, "function": {**function, "arguments": text}}
+        for call, function, text in zip(calls, functions, arguments)
+    ]
+    return {**message, "tool_calls": changed}
 
 
 def _send(replies: BinaryIO, reply: dict[str, Any]) -> None:

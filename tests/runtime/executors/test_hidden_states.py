@@ -13,8 +13,9 @@ from torch import Tensor
 from swiftspec import _C
 from swiftspec.backends import cpu as host
 from swiftspec.backends import reference, unfused
-from swiftspec.config import PopulationConfig
+from swiftspec.config import EngineConfig, PopulationConfig
 from swiftspec.errors import UserError
+from swiftspec.llm import LLM
 from swiftspec.model.loader import load_model
 from swiftspec.params import SamplingParams
 from swiftspec.runtime.runner import PREFILL_CHUNK_TOKENS
@@ -127,3 +128,13 @@ def test_populations_refuse_a_target_that_keeps_hidden_states() -> None:
     target.hidden_layers = (0,)
     with pytest.raises(UserError, match="no executor of this mode supports a target that keeps hidden states"):
         scheduler.select_executor(request_start([1, 2], SAMPLED))
+
+
+def test_the_load_option_applies_to_the_target(checkpoint: Path) -> None:
+    options: dict[str, Any] = {"dtype": torch.float32, "max_model_len": 64, "hidden_layers": (0, 2)}
+    llm = LLM(checkpoint, checkpoint, EngineConfig("serial"), **options)
+    llm.generate([3, 1, 4], SamplingParams(temperature=0, max_tokens=8, ignore_eos=True))
+    roles: Any = llm.roles.inner_roles
+    assert roles.verifier.accepted_hidden().shape[1:] == (2, 64)
+    assert roles.drafter.runner.model.hidden_layers == ()
+    llm.close()

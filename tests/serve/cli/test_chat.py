@@ -13,6 +13,7 @@ import pytest
 from prompt_toolkit.application import create_app_session
 from prompt_toolkit.input import create_pipe_input
 from prompt_toolkit.output import DummyOutput
+from rich.cells import cell_len
 from rich.console import Console
 
 from swiftspec.config import EngineConfig
@@ -20,11 +21,13 @@ from swiftspec.engine import Stats, TokenChunk
 from swiftspec.errors import UserError
 from swiftspec.params import SamplingParams
 from swiftspec.serve.cli.chat import Chat
+from swiftspec.serve.cli.chat_history import Turn
 from swiftspec.serve.session import Session
 from swiftspec.serve.settings.config_sources import load_settings
 from swiftspec.serve.settings.settings import Settings, env_name
 from swiftspec.serve.terminal import Painter, line_reader, visible
 from swiftspec.serve.text.codec import TextCodec
+from swiftspec.serve.word_wrap import WordWrap
 from swiftspec.smc.group_result import GroupResult
 from tests.support.pty_terminal import Terminal
 from tests.support.toy_pair import CONTEXT, byte_level_tokenizer, make_pair, write_tokenizer
@@ -48,6 +51,9 @@ class FakeEngine:
         self.lost: str | None = None
         self.population: GroupResult | None = None
         self.requests: list[tuple[str, SamplingParams]] = []
+        self.prompts: list[list[int]] = []
+        self.tokenize: Callable[[str], list[int]] = codec.encode  # of the reply
+        self.ending = "stop"
         self.stats = Stats()
         self._codec = codec
 
@@ -55,14 +61,15 @@ class FakeEngine:
         if len(prompt) >= self.max_model_len:
             raise UserError("the prompt does not fit")
         self.requests.append((self._codec.token_text(prompt), sampling))
+        self.prompts.append(list(prompt))
         return self._stream()
 
     def _stream(self) -> Iterator[TokenChunk]:
         self.stats = Stats(decode_time=0.5, first_token_time=0.041, drafter_lost=self.lost, population=self.population)
-        tokens = self._codec.encode(self.reply)
+        tokens = self.tokenize(self.reply)
         for at in range(0, len(tokens), 3):
             self.stats.rounds, self.stats.accepted = self.stats.rounds + 1, self.stats.accepted + 2
-            yield TokenChunk(tuple(tokens[at : at + 3]), 2, "stop" if at + 3 >= len(tokens) else None)
+            yield TokenChunk(tuple(tokens[at : at + 3]), 2, self.ending if at + 3 >= len(tokens) else None)
             self.during()
 
 
@@ -256,14 +263,13 @@ def test_an_answer_without_text_leaves_no_trace(chat_room: ChatRoom) -> None:
 
 def test_a_conversation_far_beyond_the_context_drops_turns(chat_room: ChatRoom) -> None:
     """Even if its text is refused before it is tokenized."""
-    roles = ("user", "assistant")
-    chat_room.chat._history = [{"role": roles[at % 2], "content": "x" * 100} for at in range(40)]
+    chat_room.chat._conversation.turns = [Turn("x" * 100, "x" * 100) for _ in range(20)]
     assert "turns were dropped" in chat_room.run("last", EOFError)
     assert chat_room.engine.requests[-1][0].endswith("<|user|>last<|end|><|bot|>")
-    assert len(chat_room.chat._history) < 40
-    history = list(chat_room.chat._history)
+    turns = list(chat_room.chat._conversation.turns)
+    assert len(turns) < 20
     assert "error: the prompt of 9000 bytes does not fit the context of 200" in chat_room.run("y" * 9000, EOFError)
-    assert chat_room.chat._history == history
+    assert chat_room.chat._conversation.turns == turns
 
 
 def test_raw_continues_each_text_independently(codec: TextCodec) -> None:
@@ -276,6 +282,134 @@ def test_slashes_in_pasted_code_are_not_commands(chat_room: ChatRoom) -> None:
     chat_room.run("/usr/bin\n/quit", EOFError)
     assert chat_room.engine.requests[-1][0] == "<|user|>/usr/bin\n/quit<|end|><|bot|>"
     assert chat_room.lines == []
+
+
+def test_undo_and_retry(chat_room: ChatRoom) -> None:
+    assert "/undo: there is no message yet" in chat_room.run("/undo", EOFError)
+    assert "/retry: there is no answer yet" in chat_room.run("/retry", EOFError)
+    output = chat_room.run("one", "two", "/undo", "three", "/retry", "/retry", "four", EOFError)
+    assert "removed: two\n" in output and "seed 1\n" in output and "seed 2\n" in output
+    answered = "<|user|>one<|end|><|bot|>return a + b, read<|end|>"
+    third = f"{answered}<|user|>three<|end|><|bot|>"
+    assert [prompt for prompt, _ in chat_room.engine.requests[2:5]] == [third] * 3
+    assert chat_room.engine.requests[5][0] == f"{third}return a + b, read<|end|><|user|>four<|end|><|bot|>"
+    assert [sampling.seed for _, sampling in chat_room.engine.requests] == [0, 0, 0, 1, 2, 0]
+    assert "the answer is the same again" in chat_room.run("/set temperature 0", "/retry", EOFError)
+
+
+def test_a_failed_retry_keeps_the_answer(chat_room: ChatRoom) -> None:
+    chat_room.run("one", EOFError)
+    turns = list(chat_room.chat._conversation.turns)
+    chat_room.engine.reply = ""
+    chat_room.run("/retry", EOFError)
+    chat_room.engine.max_model_len = 3
+    assert "error:" in chat_room.run("/retry", EOFError)
+    assert chat_room.chat._conversation.turns == turns
+
+
+def test_retry_of_raw_text(codec: TextCodec) -> None:
+    chat_room = ChatRoom(codec, raw=True)
+    chat_room.run("def a", "/retry", EOFError)
+    assert [(prompt, sampling.seed) for prompt, sampling in chat_room.engine.requests] == [("def a", 0), ("def a", 1)]
+    for line in ("/undo", "/system x", "/save x", "/load x"):
+        assert f"error: {line.split()[0]} is not supported with --raw" in chat_room.run(line, EOFError)
+
+
+def test_a_system_prompt(codec: TextCodec) -> None:
+    chat_room = ChatRoom(codec, system_prompt="be brief")
+    assert "system prompt: be long" in chat_room.run("one", "/system be long", "two", "/clear", "three", EOFError)
+    chat_room.run("/system default", "four", EOFError)
+    prompts = [prompt.partition("<|user|>")[0] for prompt, _ in chat_room.engine.requests]
+    assert prompts == [f"<|bot|>be {word}<|end|>" for word in ("brief", "long", "long", "brief")]
+    assert "system prompt: be brief" in chat_room.run("/system", EOFError)
+    assert "system prompt: that of the chat template" in ChatRoom(codec).run("/system", EOFError)
+
+
+def test_save_and_load(codec: TextCodec, tmp_path: Path) -> None:
+    file, other = tmp_path / "saved.json", tmp_path / "other.json"
+    chat_room = ChatRoom(codec, system_prompt="be brief")
+    output = chat_room.run("one é", f"/save {file}", f"/save {file}", "/save", "/load", EOFError)
+    assert output.count(f"3 messages saved to {file}") == 2
+    assert "/save needs the name of a file" in output and "/load needs the name of a file" in output
+    answer = chat_room.engine.reply
+    messages = [("system", "be brief"), ("user", "one é"), ("assistant", answer)]
+    assert [(one["role"], one["content"]) for one in json.loads(file.read_text())] == messages
+    fresh = ChatRoom(codec)
+    assert "3 messages loaded" in fresh.run(f"/load {file}", "two", EOFError)
+    assert fresh.engine.requests[0][0].startswith(f"<|bot|>be brief<|end|><|user|>one é<|end|><|bot|>{answer}<|end|>")
+    for content in ("{", "[1]", '{"messages": [{"role": "user", "content": "x"}]}', '[{"role": "user"}]'):
+        other.write_text(content)
+        output = fresh.run(f"/load {other}", f"/save {other}", f"/load {tmp_path / 'none'}", EOFError)
+        assert output.count("error: ") == 3 and "exists and contains no messages" in output
+    assert len(fresh.chat._conversation.turns) == 2
+    other.write_text('{"messages": []}')
+    assert "0 messages loaded" in fresh.run(f"/load {other}", EOFError)
+
+
+def test_the_next_turn_reuses_the_tokens_of_an_answer(chat_room: ChatRoom) -> None:
+    """They can differ from those of its text, and only the same tokens are in the KV cache."""
+    codec, engine = chat_room.codec, chat_room.engine
+    engine.tokenize = lambda text: [codec.encode(letter)[0] for letter in text]
+    answer = engine.tokenize(engine.reply)
+    assert answer != codec.encode(engine.reply)
+    chat_room.run("one", "two", EOFError)
+    first, second = engine.prompts
+    assert second[: len(first) + len(answer)] == first + answer
+    assert engine.requests[1][0].endswith("return a + b, read<|end|><|user|>two<|end|><|bot|>")
+    chat_room.chat._conversation.system = "another"  # the text before the answer changes
+    chat_room.run("three", EOFError)
+    assert engine.prompts[2] == codec.encode(engine.requests[2][0], add_special_tokens=False)
+
+
+def test_an_answer_that_was_cut_is_marked(chat_room: ChatRoom) -> None:
+    chat_room.engine.ending = "length"
+    assert re.search(r"cut because the context is full, \d+ tok", chat_room.run("one", EOFError))
+    for lines in (("/set max_tokens 3", "two"), ("/stats off", "three")):
+        output = chat_room.run(*lines, EOFError)
+        assert re.search(r"\ncut at max_tokens 3[,\n]", output)
+
+
+def wrapped(width: int, *pieces: str) -> str:
+    """What a terminal of this width shows: the control sequences of `WordWrap` are executed."""
+    wrap, lines = WordWrap(), [""]
+    for piece in pieces:
+        text = "".join(part for part, _ in wrap.push(piece, False, width))
+        for token in re.findall(r"\x1b\[(\d+)G\x1b\[K|(.|\n)", text):
+            if token[0]:
+                lines[-1] = cells_before(lines[-1], int(token[0]) - 1)
+            elif token[1] == "\n":
+                lines.append("")
+            else:
+                lines[-1] += token[1]
+                assert cell_len(lines[-1].expandtabs()) <= width
+    return "\n".join(lines)
+
+
+def cells_before(line: str, cells: int) -> str:
+    return next(line[:at] for at in range(len(line) + 1) if cell_len(line[:at].expandtabs()) == cells)
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("an integer without words", "an integer\nwithout \nwords"),
+        ("a integerwithoutend b", "a \nintegerwit\nhoutend b"),
+        ("x\n    four five six", "x\n    four \nfive six"),
+        ("one 中文字中文字 two", "one 中文字\n中文字 two"),
+        ("0123456789 x", "0123456789\nx"),
+        ("0123456789\nx", "0123456789\nx"),
+        ("a e\u0301clairs e\u0301te\u0301", "a e\u0301clairs \ne\u0301te\u0301"),
+        ("a\tbcd", "a\t\nbcd"),
+    ],
+)
+def test_words_are_wrapped_whole(text: str, shown: str) -> None:
+    assert wrapped(10, text) == wrapped(10, *text) == shown
+
+
+def test_a_resize_moves_no_text() -> None:
+    wrap = WordWrap()
+    wrap.push("one two", False, 10)
+    assert wrap.push("three", False, 6) == [("\nthree", False)]
 
 
 def paint(**console: Any) -> str:
@@ -293,6 +427,10 @@ def test_colours_and_underlines(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NO_COLOR", "1")
     assert paint() == "\x1b[4ma\x1b[0m\n\x1b[4mb\x1b[0mc"
     assert paint(color_system=None) == "a\nbc"
+    out = io.StringIO()
+    painter = Painter(Console(file=out, width=6))  # no terminal
+    painter.write("words that are longer", True)
+    assert out.getvalue() == "words that are longer"
 
 
 def test_an_answer_cannot_steer_the_terminal() -> None:
@@ -328,6 +466,8 @@ def test_in_a_real_terminal(tmp_path: Path) -> None:
     terminal.until(r"20 tok, [\d.e+]+ tok/s, TTFT \d+ ms, \d\.\d tok/round[\s\S]*>>>")
     terminal.send("/race\r")
     terminal.until(r"times as fast; the text is the same: all 20 tokens are equal[\s\S]*>>>")
+    terminal.send("/retry\r")
+    terminal.until(r"seed 1\b[\s\S]*cut at max_tokens 20, 20 tok[\s\S]*>>>")
     terminal.send("/set top-p 3\r")
     terminal.until(r"error: top_p must be above 0[\s\S]*>>>")
     terminal.send("/set max-tokens 200\r")
@@ -338,6 +478,7 @@ def test_in_a_real_terminal(tmp_path: Path) -> None:
     terminal.until(r"<sent>[\s\S]{8}")
     terminal.send("\x03")
     stopped = terminal.until(r"stopped, \d+ tok, [\s\S]*>>>")
+    assert "^C" not in stopped
     assert int(re.search(r"stopped, (\d+)", stopped).group(1)) < min(200, CONTEXT - 40)  # type: ignore[union-attr]
     terminal.send("/stats\r")
     terminal.until(r'"finish_reason": "abort"[\s\S]*"mode": "serial"[\s\S]*>>>')

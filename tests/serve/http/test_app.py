@@ -80,7 +80,8 @@ def test_an_interrupted_answer_reports_its_number_of_tokens(player: Player, clie
     player.prepare(raises=GenerationFailedError(line, "engine_error"), after=2)
     events = client.post(path, json={**body, "stream": True}).text.strip().split("\n\n")
     name, _, last = events[-1].rpartition("data: ")
-    assert json.loads(last)["error"]["message"] == line and len(events) > 1
+    error = json.loads(last)["response"]["error"] if path == RESPONSES else json.loads(last)["error"]
+    assert error["message"] == line and len(events) > 1
     if path == MESSAGES:
         assert name == "event: error\n" and json.loads(last)["type"] == "error"
 
@@ -90,18 +91,32 @@ def test_the_server_describes_itself(player: Player, client: httpx.Client) -> No
     assert client.get("/health/generate").json()["status"] == "ok"
     assert player.requests[0].sampling["max_tokens"] == 1
     assert client.get("/version").json()["version"]
-    assert client.get("/v1/models/other").json()["id"] == "other"
+    assert client.get("/ping").json() == client.post("/ping").json() == client.get("/health").json()
+    player.state = EngineState("ready", "", 1, 2)
+    assert client.get("/load").json() == {"server_load": 3}
+    card = client.get("/v1/models/other").json()
+    assert (card["id"], card["root"], card["parent"], card["permission"]) == ("other", "toy", None, [])
+    assert card["max_model_len"] == 256
     assert client.get("/v1/models/none").status_code == 404
 
 
 def test_tokens_and_text(player: Player, client: httpx.Client) -> None:
+    assert client.post("/tokenize", json={"prompt": "a"}).json()["token_strs"] is None
     answer = client.post("/tokenize", json={"prompt": "def é", "return_token_strs": True}).json()
+    assert set(answer) == {"count", "max_model_len", "tokens", "token_strs"}
     assert answer["count"] == len(answer["tokens"]) == len(answer["token_strs"]) and answer["max_model_len"] == 256
     assert client.post("/detokenize", json={"tokens": answer["tokens"]}).json() == {"prompt": "def é"}
     whole = client.post("/tokenize", json=HELLO).json()["tokens"]
     assert player.codec.token_text(whole) == "<|user|>hello<|end|><|bot|>"
     assert refused(client, "/tokenize", {}, "prompt") == "prompt: specify either prompt or messages"
     assert "token 999 is outside the vocabulary of 320" in refused(client, "/detokenize", {"tokens": [999]}, "tokens")
+
+
+def test_the_tokenizer_is_described(player: Player, client: httpx.Client) -> None:
+    info = client.get("/tokenizer_info").json()
+    assert info["tokenizer_class"] == type(player.codec.tokenizer).__name__
+    assert info["chat_template"] == player.codec.template_source()
+    assert not {"name_or_path", "tokenizer_file"} & set(info) and str(player.codec.path) not in str(info)
 
 
 def test_valid_request_ids_are_returned_and_invalid_ones_replaced(player: Player, client: httpx.Client) -> None:
@@ -156,7 +171,11 @@ def test_bodies_that_are_not_json(client: httpx.Client) -> None:
     answer = client.post(CHAT, content=b"{}", headers={"content-type": "text/plain"})
     assert answer.status_code == 400 and "Content-Type: application/json" in answer.json()["error"]["message"]
     assert client.get(CHAT).status_code == 405 and client.get(CHAT).headers["allow"] == "POST"
-    assert client.get("/nothing").json()["error"]["type"] == "not_found_error"
+    message = "GET /v1/chat/completions is not an endpoint of this server (allowed: POST): see /openapi.json"
+    assert client.get(CHAT).json()["error"]["message"] == message
+    error = client.post("/v1/nothing", json={}).json()["error"]
+    assert error["message"] == "POST /v1/nothing is not an endpoint of this server: see /openapi.json"
+    assert error["type"] == "not_found_error"
 
 
 @pytest.mark.parametrize(
@@ -201,6 +220,57 @@ def test_fields_that_are_refused(
 ) -> None:
     assert refused(client, path, body, param).startswith(param)
     assert not player.requests
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "message"),
+    [
+        (
+            CHAT,
+            {"messages": [{"role": "user", "content": [{"text": "a"}]}]},
+            "messages.0.content.0.type: field required",
+        ),
+        (CHAT, {"messages": [{"role": "user", "content": 5}]}, "messages.0.content: input should be a valid string"),
+        (CHAT, {**HELLO, "tool_choice": {"type": "allowed_tools"}}, "tool_choice.type: input should be 'function'"),
+        (CHAT, {**HELLO, "tool_choice": {"type": "function"}}, "tool_choice.function: field required"),
+        (CHAT, {**HELLO, "stop": [""]}, "stop.0: string should have at least 1 character"),
+        (CHAT, {**HELLO, "tools": [{"function": {}}]}, "tools.0.function.name: field required"),
+        (TEXT, {"prompt": [-1]}, "prompt.0: input should be greater than or equal to 0"),
+        (TEXT, {"prompt": "a", "stop": 5}, "stop: input should be a valid string"),
+        (TEXT, {"prompt": "a", "logit_bias": {"7": 101}}, "logit_bias.7: input should be less than or equal to 100"),
+        (RESPONSES, {"input": []}, "input: list should have at least 1 item after validation, not 0"),
+        (RESPONSES, {"input": [{"role": "robot", "content": "a"}]}, "input.0.role: input should be 'system', "),
+        (RESPONSES, {"input": [{"role": "user", "content": [{"type": 5}]}]}, "input.0.content.0.type: input should be"),
+    ],
+    ids=str,
+)
+def test_errors_of_fields_with_several_shapes_name_the_shape_that_fits(
+    client: httpx.Client, path: str, body: dict[str, Any], message: str
+) -> None:
+    assert refused(client, path, body, message.partition(":")[0]).startswith(message)
+
+
+def test_usage_in_every_chunk(player: Player, client: httpx.Client) -> None:
+    """With vLLM's option; the fingerprint is the same in each response."""
+    for path, body in ((CHAT, HELLO), (TEXT, {"prompt": "a", "max_tokens": 50})):
+        for continuous in (False, True):
+            options = {"include_usage": True, "continuous_usage_stats": continuous}
+            text = client.post(path, json={**body, "stream": True, "stream_options": options}).text
+            events = [json.loads(line.removeprefix("data: ")) for line in text.split("\n\n")[:-2]]
+            usages = [event.get("usage") for event in events]
+            assert all(usages) if continuous else usages[:-1] == [None] * (len(events) - 1)
+            counts = [usage["completion_tokens"] for usage in usages if usage]
+            assert counts == sorted(counts) and counts[-1] == 14
+            assert events[0]["choices"] and events[-1]["choices"] == []
+            whole = client.post(path, json=body).json()
+            assert usages[-1] == whole["usage"]
+            assert {event["system_fingerprint"] for event in events} == {whole["system_fingerprint"]}
+            assert whole["system_fingerprint"].startswith("fp_")
+        only = {**body, "stream": True, "stream_options": {"continuous_usage_stats": True}}
+        assert '"usage"' not in client.post(path, json=only).text
+        for stream in ({}, {"stream": False}):
+            unused = {**body, **stream, "stream_options": {"include_usage": True}}
+            assert "only allowed with stream: true" in refused(client, path, unused, "stream_options")
 
 
 def test_fields_that_are_ignored(player: Player, client: httpx.Client) -> None:

@@ -51,9 +51,11 @@ def test_refused_and_answered_requests_are_counted(player: Player) -> None:
 
 def test_without_keys_only_this_machine_is_served(player: Player) -> None:
     foreign: dict[str, Any] = {"headers": {"Host": "evil.example"}}
+    page: dict[str, Any] = {"headers": {"Origin": "http://evil.example", "Access-Control-Request-Method": "GET"}}
     local, stranger, preflight = responses(
         player, [], ("GET", "/v1/models", {}), ("GET", "/v1/models", foreign),
-        ("OPTIONS", "/v1/models", {"headers": {"Origin": "http://evil.example"}}),
+        ("OPTIONS", "/v1/models", page),
     )  # fmt: skip
-    assert [local.status_code, stranger.status_code, preflight.status_code] == [200, 403, 405]
+    assert [local.status_code, stranger.status_code, preflight.status_code] == [200, 403, 403]
+    assert "--allowed-origin http://evil.example" in preflight.json()["error"]["message"]
     assert not [name for name in preflight.headers if name.startswith("access-control")]

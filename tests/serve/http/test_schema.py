@@ -15,7 +15,9 @@ from tests.support.http import Player, application
 PATHS = {
     "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/v1/messages/count_tokens",
     "/v1/models", "/v1/models/{model}", "/health", "/health/generate", "/version", "/tokenize", "/detokenize",
-    "/metrics", "/v1/spec/events",
+    "/metrics", "/v1/spec/events", "/v1/responses/input_tokens", "/v1/responses/{response_id}",
+    "/v1/responses/{response_id}/input_items", "/v1/responses/{response_id}/cancel", "/ping", "/load",
+    "/tokenizer_info",
 }  # fmt: skip
 
 SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much, HealthCheck.large_base_example]
@@ -71,9 +73,11 @@ def test_random_requests_from_the_document(plain_player: Player) -> None:
     ]  # fmt: skip
 
     found = [read.ok() for read in schema.get_all_operations() if isinstance(read, Ok)]
-    assert len(found) == len(PATHS)
+    assert {operation.path for operation in found} == PATHS
     for operation in found:
         if operation.path == "/v1/spec/events":  # its response does not end
+            continue
+        if operation.path == "/v1/responses/input_tokens":  # its body is that of /v1/responses
             continue
         for mode in schemathesis.GenerationMode:
 
@@ -85,4 +89,4 @@ def test_random_requests_from_the_document(plain_player: Player) -> None:
             try:
                 each()
             except Unsatisfiable:  # nothing that it forbids
-                assert operation.method == "get"
+                assert not operation.body

@@ -49,6 +49,20 @@ test("a trace is read, and written as it was", () => {
   assert.deepEqual(answerOf(again.requests[0]), [2, 3, 1]);
 });
 
+test("characters of several tokens are put together, and special tokens are no text", () => {
+  const recording = new Recording();
+  recording.add({ ...HEAD, texts: { 1: "a", 5: "\ufffd", 6: "\ufffd", 9: "<|end|>" }, bytes: { 5: "e288", 6: "9a" }, special: [9] });
+  assert.deepEqual(recording.pieces([1, 5, 6, 1, 9]), ["a", "", "√", "a", ""]);
+  assert.deepEqual(recording.pieces([1, 9], { special: true }), ["a", "<|end|>"]);
+  assert.deepEqual(recording.pieces([1, 5]), ["a", ""]);
+  assert.deepEqual(recording.pieces([1, 5], { whole: true }), ["a", "\ufffd"]);
+  assert.deepEqual(recording.pieces([5, 1]), ["", "\ufffda"]);
+  assert.deepEqual(recording.pieces([], { whole: true }), []);
+  assert.equal(recording.text(5), "⟨E288⟩");
+  const again = parse(recording.lines().join(""));
+  assert.deepEqual(again.pieces([5, 6, 9]), ["", "√", ""]);
+});
+
 test("a last line that was cut off is left out", () => {
   const whole = '{"swiftspec_trace":1}\n{"request":1,"begin":{"at":0,"prompt":[1],"sampling":{}}}\n';
   assert.equal(parse(`${whole}{"request":1,"rou`).requests.length, 1);
@@ -132,6 +146,9 @@ test("the clock plays, seeks, and steps by half rounds", () => {
 test("numbers of a request", () => {
   const stats = statsOf(recorded().requests[0], 1);
   assert.deepEqual([stats.tokens, stats.rounds, stats.seconds, stats.perRound, stats.held], [3, 2, 4, 1.5, [1, 1]]);
+  const cut = recorded();
+  cut.requests[0].end.tokens = 2; // the last token is after the end of the answer
+  assert.deepEqual([statsOf(cut.requests[0], 1).tokens, statsOf(cut.requests[0], 1).perRound], [2, 1.5]);
   assert.equal(busy([[0, 1], [2, 4]], 0, 4), 0.75);
 });
 

@@ -72,8 +72,29 @@ def player(folder: Path, **plays: Any) -> FastAPI:
     return application(made)
 
 
+def open_recording(page: Page, name: str) -> None:
+    page.driver.find_element("css selector", "#files summary").click()
+    page.click(name)
+
+
+def test_the_page_begins_with_an_empty_chat_and_examples(page: Page, url: str) -> None:
+    page.open(url)
+    page.wait_for_text("hint", "Python")
+    page.wait_for_text("empty", "Send a prompt or choose an example.")
+    assert page.text("messages") == page.text("talk-title") == page.text("caption").strip() == ""
+    assert not page.at("strip").is_displayed() and not page.at("play").is_displayed()
+    assert not page.at("tokens-now").is_displayed() and not page.at("request").is_displayed()
+    page.driver.find_element("css selector", "#examples button").click()
+    page.wait(lambda: page.data("nodes") > 5 and page.at("play").is_displayed())
+    assert page.run("return document.getElementById('lanes').width") > 0
+    page.wait_for_text("caption", "from one pass")
+    page.wait(lambda: page.at("tokens-now").is_displayed() and page.text("per-round") != "–")
+
+
 def test_a_tree_expands_and_re_roots_on_the_page(page: Page, url: str) -> None:
     page.open(url)
+    page.wait_for_text("hint", "Python")
+    open_recording(page, "open-large")
     page.wait_for_text("caption", "Round 1.")
     page.wait(lambda: page.data("nodes") > 20 and page.data("proposed") > 1)
     page.wait_for_text("caption", "Round 3.")
@@ -98,7 +119,7 @@ def test_a_chat_is_streamed_and_its_rounds_are_shown(page: Page, url: str) -> No
     assert "def read_lines(path):" in page.text("messages") and page.text("talk-title") == ""
     assert page.run("return document.querySelectorAll('.message .guessed').length") > 5
     page.run("const s = document.getElementById('scrub'); s.value = 1000; s.dispatchEvent(new Event('input'))")
-    page.wait(lambda: page.text("tokens-now") == "128")
+    page.wait(lambda: page.text("tokens-now") == "256")
     before = page.text("round")
     page.click("back", "back")
     page.wait(lambda: page.text("round") != before)
@@ -130,13 +151,15 @@ def test_a_conversation_continues_and_can_be_stopped(page: Page, tmp_path: Path)
 def test_a_race_shows_that_the_texts_are_equal(page: Page, url: str) -> None:
     page.open(url)
     page.wait_for_text("hint", "Python")
-    assert page.text("strip-text") == "Recording: 70B target, step times emulated"
+    open_recording(page, "open-large")
+    page.wait_for_text("strip-text", "Recording: 70B target, step times emulated")
     assert not page.at("strip-back").is_displayed()
+    assert "ms of emulated step times: 212 tokens per second" in page.text("messages")
     page.click("race-this")
     page.wait_for_text("trouble", "Write a text first")
     page.keys("composer-text", "class Stack:")
     page.click("race-this")
-    page.wait_for_text("race-result", "The text is the same: all 128 tokens compared, one by one.")
+    page.wait_for_text("race-result", "The text is the same: all 256 tokens compared, one by one.")
     assert page.at("race-result").get_attribute("data-equal") == "true"
     assert page.text("plain-text") == page.text("fast-text") != ""
     page.click("race-large")
@@ -254,7 +277,7 @@ def test_a_server_that_restarts(page: Page, tmp_path: Path) -> None:
 
 def test_traces_are_opened_and_saved(page: Page, url: str, folder: Path, tmp_path: Path) -> None:
     page.open(url)
-    page.wait(lambda: page.data("nodes") > 20)
+    page.wait_for_text("hint", "Python")
     file = synthetic_traces.write(tmp_path / "mine.jsonl", [synthetic_traces.head(), *synthetic_traces.race(6)])
     page.keys("file", str(file))
     page.wait_for_text("talk-title", "mine.jsonl")

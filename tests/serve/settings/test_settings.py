@@ -15,6 +15,7 @@ from swiftspec.serve.cli.arguments import build_parser, parse_command
 from swiftspec.serve.model_resolution import ResolvedModels, generation_defaults
 from swiftspec.serve.settings.config_sources import load_settings, unknown_variable_warnings
 from swiftspec.serve.settings.flags import FLAGS
+from swiftspec.serve.settings.other_flags import OTHER_FLAGS, flag_hint
 from swiftspec.serve.settings.settings import Settings, UsageError, env_name, flag_name
 from swiftspec.serve.terminal import StartupProgress
 
@@ -100,7 +101,14 @@ BAD = [
     (["--prompt"], "--prompt needs a value"),
     (["--prompt", "a", "--prompt-file", "b"], "--prompt and --prompt-file are mutually exclusive"),
     (["--top", "0.9"], "unrecognized arguments: --top 0.9"),
-    (["stray"], "unrecognized arguments: stray"),
+    (["stray"], "unrecognized arguments: stray (--help lists the flags)"),
+    (["--temprature", "1"], "unrecognized arguments: --temprature 1 (did you mean --temperature?)"),
+    (["--tensor-parallel-size=2"], "unrecognized arguments: --tensor-parallel-size=2 (did you mean --target-tp?)"),
+    (["--gpu_memory_utilization", "0.9"], "unrecognized arguments: --gpu_memory_utilization 0.9 (memory follows from"),
+    (["-hf", "a/b"], "unrecognized arguments: -hf (did you mean --model?)"),
+    (["-ngl", "9", "-c", "9"], "unrecognized arguments: -ngl 9 -c 9 (-ngl: all layers run on --device; -c: did you"),
+    (["--kept_memory", "3"], "--kept-memory was renamed"),
+    (["--raw", "--system-prompt", "x"], "--system-prompt has no effect with --raw"),
     (["--config", "/nowhere.yaml"], "--config /nowhere.yaml cannot be read: No such file"),
 ]
 
@@ -116,7 +124,8 @@ def test_bad_flags(argv: list[str], message: str) -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("topp: 0.9", "unknown key 'topp' (did you mean 'top-p'?)"),
+        ("topp: 0.9", "unknown key 'topp' (did you mean top-p?)"),
+        ("ctx_size: 9", "unknown key 'ctx_size' (did you mean max-model-len?)"),
         ("prompt: hi", "unknown key 'prompt'"),
         ("top-p: 7", "top-p in {file} must be above 0"),
         ("verify-batch: many", "verify-batch in {file} must be a whole number, not 'many'"),
@@ -168,6 +177,20 @@ def test_yaml_values_are_taken_as_text(tmp_path: Path) -> None:
     assert (found.max_tokens, found.ignore_eos, found.adapt, found.stop) == (10, True, False, ["yes"])
     assert (found.revision, found.model, found.trace, found.logit_bias) == ("2020-01-01", None, None, {5: -1.0})
     assert (found.stop_token_ids, found.top_p, found.negative_prompt) == ([3, 4, 5], 0.5, "null")
+
+
+def test_flags_accept_underscores() -> None:
+    settings = parse_command(["--top_p", "0.5", "--draft_steps=3", "--no-self_switch", "--stop", "--a b"]).settings
+    assert (settings.top_p, settings.draft_steps, settings.self_switch, settings.stop) == (0.5, 3, False, ["--a b"])
+
+
+def test_hints_name_existing_flags() -> None:
+    known = build_parser()._option_string_actions
+    assert not OTHER_FLAGS.keys() & known.keys()
+    for other in OTHER_FLAGS:
+        hint = flag_hint(other, known)
+        assert hint is not None and all(flag in known for flag in re.findall(r"--[a-z-]+", hint))
+        assert flag_hint(other, ["--splits"]) is None or not OTHER_FLAGS[other].startswith("--")
 
 
 def test_an_old_name_names_the_new_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

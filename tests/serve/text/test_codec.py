@@ -12,6 +12,7 @@ from transformers import AutoTokenizer
 
 from swiftspec.engine import TokenChunk
 from swiftspec.errors import UserError
+from swiftspec.observe.trace_format import TokenText, text_fields
 from swiftspec.serve.text.codec import TextCodec, check_same_vocabulary, locate_model
 from swiftspec.serve.text.stream import (
     MAX_PENDING_TOKENS,
@@ -239,6 +240,35 @@ def test_no_template_and_bad_templates(tmp_path: Path, byte_fallback: TextCodec)
         with pytest.raises(UserError, match="the chat template failed") as caught:
             codec.encode_chat([{"role": "user", "content": "a"}])
         assert "\n" not in str(caught.value)
+
+
+def test_a_template_from_a_file(tmp_path: Path) -> None:
+    model = write_tokenizer(tmp_path / "model", byte_level_tokenizer(), None)
+    (tmp_path / "t.jinja").write_text(f"{USER}{{{{ messages[0].content }}}}")
+    codec = TextCodec(model, chat_template=tmp_path / "t.jinja")
+    assert codec.token_text(codec.encode_chat([{"role": "user", "content": "a"}])) == f"{USER}a"
+    (tmp_path / "t.jinja").write_text("{% if %}")
+    with pytest.raises(UserError, match=r"t\.jinja: the chat template failed"):
+        TextCodec(model, chat_template=tmp_path / "t.jinja").encode_chat([{"role": "user", "content": "a"}])
+    (tmp_path / "t.jinja").write_text(" \n")
+    for file, reason in ((tmp_path / "t.jinja", "is empty"), (tmp_path / "none", "No such file")):
+        with pytest.raises(UserError, match=f"^--chat-template {file}.*{reason}"):
+            TextCodec(model, chat_template=file)
+
+
+def test_what_a_trace_contains_about_a_token(byte_level: TextCodec, byte_fallback: TextCodec) -> None:
+    for codec in (byte_level, byte_fallback):
+        tokens = [token for token in codec.encode("😀") if codec.token_bytes(token)]
+        texts = [codec.trace_text(token) for token in tokens]
+        assert len(texts) > 1 and b"".join(one.data or b"" for one in texts).decode() == "😀"
+        assert codec.trace_text(codec.encode("def")[-1]).data is None
+    assert byte_fallback.trace_text(byte_fallback.vocab["▁"]).text == " ", "as within a text"
+    end = byte_level.trace_text(byte_level.vocab[END])
+    assert end == TokenText(END, None, True)
+    assert text_fields({7: end, 8: TokenText("�", b"\xe2")}) == {
+        "texts": {"7": END, "8": "�"}, "bytes": {"8": "e2"}, "special": [7],
+    }  # fmt: skip
+    assert text_fields({7: TokenText("a")}) == {"texts": {"7": "a"}} and text_fields({}) == {}
 
 
 def test_a_prompt_that_is_not_unicode(byte_level: TextCodec) -> None:

@@ -156,7 +156,7 @@ def test_a_process_that_exits(codecs: Any) -> None:
 def test_without_waiting_clients_it_exits() -> None:
     """At the end of its input; in an endless template, at its CPU time limit."""
     request = {"template": LOOP, "messages": [USER], "variables": {}, "tools": None, "continue_final_message": False}
-    request |= {"max_bytes": 9, "timeout_s": 0.1, "memory_bytes": 1 << 30}
+    request |= {"add_generation_prompt": True, "max_bytes": 9, "timeout_s": 0.1, "memory_bytes": 1 << 30}
     data = json.dumps(request).encode()
     for frame, code in ((b"", 0), (template_process.LENGTH.pack(len(data)) + data, -signal.SIGXCPU)):
         child = subprocess.Popen(

@@ -17,11 +17,11 @@ def pack_grpc_frame(kind: int, words: Sequence[int] = ()) -> bytes:
 
 
 def unpack_grpc_frame(data: bytes) -> Frame:
-    """Returns opcode and words of a frame. Raises ValueError on invalid bytes."""
+    """Returns opcode and words of a frame, the words as a memoryview. Raises ValueError on invalid bytes."""
     try:
         frame = pb.Frame.FromString(data)
     except DecodeError:
         raise ValueError(f"{len(data)} bytes are not a valid frame") from None
     if len(frame.words) % 4:
         raise ValueError(f"a frame contains {len(frame.words)} bytes, which are not 32-bit words")
-    return frame.opcode, np.frombuffer(frame.words, "<i4").tolist()
+    return frame.opcode, np.frombuffer(frame.words, "<i4").data

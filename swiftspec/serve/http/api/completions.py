@@ -32,9 +32,11 @@ from swiftspec.serve.http.schema import (
     Stop,
     Stops,
     StreamOptions,
+    StreamUsage,
     Text,
     Token,
     reject_unsupported,
+    stream_usage,
 )
 from swiftspec.serve.http.sse import DONE_EVENT, sse_event
 from swiftspec.serve.text.codec import TextCodec
@@ -129,15 +131,14 @@ class CompletionWriter:
     """Formatter of a generation as a response of OpenAI's completions endpoint.
 
     `top`: number of top log-probabilities per token; None: no log-probabilities.
-    `usage`: whether a stream ends with a usage chunk.
+    `usage`: the usage that a stream contains.
     `echo`: the prompt's text, which precedes the generated text; empty if not requested.
     `prompt`: tokens of the prompt and their offsets; None unless the prompt's log-probabilities are requested.
     """
 
     def __init__(
-        self, output: GenerationOutput, model: str, logprob_formatter: LogprobFormatter, top: int | None, usage: bool,
-        echo: str,
-        prompt: TextBuilder | None,
+        self, output: GenerationOutput, model: str, logprob_formatter: LogprobFormatter, top: int | None,
+        usage: StreamUsage, fingerprint: str, echo: str, prompt: TextBuilder | None,
     ) -> None:  # fmt: skip
         self._output, self._logprob_formatter, self._top, self._usage = output, logprob_formatter, top, usage
         self._echo, self._prompt = echo, prompt
@@ -146,24 +147,27 @@ class CompletionWriter:
             "object": "text_completion",
             "created": int(time.time()),
             "model": model,
+            "system_fingerprint": fingerprint,
         }
 
     def start_events(self) -> bytes:
         """Returns a chunk with the echoed prompt; empty if no echo is requested."""
-        return self._chunk(self._echo, self._logprobs(0, 0, True)) if self._echo or self._prompt else b""
+        return self._chunk(self._echo, self._logprobs(0, 0, True), 0) if self._echo or self._prompt else b""
 
     def delta_events(self, delta: OutputDelta) -> bytes:
         """Returns the chunk of one round; empty if the round adds nothing visible."""
         if self._top is None and not delta.content:
             return b""
-        return self._chunk(delta.content, self._logprobs(delta.first_token, delta.end_token, False))
+        logprobs = self._logprobs(delta.first_token, delta.end_token, False)
+        return self._chunk(delta.content, logprobs, delta.end_token)
 
     def end_events(self) -> bytes:
         """Returns the last chunks: finish reason, usage and statistics."""
         output = self._output
         stats = output.stats()
-        last = self._chunk("", None, output.finish_reason, **({} if self._usage else stats))
-        if self._usage:
+        more = {} if self._usage.at_end else stats
+        last = self._chunk("", None, len(output.tokens), output.finish_reason, **more)
+        if self._usage.at_end:
             last += sse_event({**self._common_fields, "choices": [], "usage": output.usage(), **stats})
         return last + DONE_EVENT
 
@@ -192,7 +196,10 @@ class CompletionWriter:
         ended = {} if finish is None else choice_end_fields(self._output.choices[index])
         return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish, **ended}
 
-    def _chunk(self, text: str, logprobs: Any, finish: str | None = None, **more: Any) -> bytes:
+    def _chunk(self, text: str, logprobs: Any, end_token: int, finish: str | None = None, **more: Any) -> bytes:
+        """Returns a chunk. `end_token`: number of output tokens so far."""
+        if self._usage.in_chunks:
+            more["usage"] = self._output.usage_so_far(end_token)
         return sse_event({**self._common_fields, "choices": [self._choice(text, logprobs, finish)], **more})
 
 
@@ -231,6 +238,7 @@ def completions_router(context: AppContext) -> APIRouter:
         _, codec = context.require_ready()
         model = context.resolve_model_name(body.model)
         reject_unsupported(body, UNSUPPORTED)
+        usage = stream_usage(body.stream, body.stream_options, context.always_usage)
         generation_request = await completion_request(context, request, body)
         output = GenerationOutput.create(generation_request, codec)
         echo, prompt = "", None
@@ -241,8 +249,9 @@ def completions_router(context: AppContext) -> APIRouter:
                 prompt = await context.run_in_tokenizer_thread(
                     prompt_text, codec, generation_request.engine_request.prompt
                 )
-        usage = context.always_usage or bool(body.stream_options and body.stream_options.include_usage)
-        writer = CompletionWriter(output, model, LogprobFormatter(codec), body.logprobs, usage, echo, prompt)
+        writer = CompletionWriter(
+            output, model, LogprobFormatter(codec), body.logprobs, usage, context.system_fingerprint(), echo, prompt
+        )
         return await respond(context, request, output, writer, body.stream)
 
     return router

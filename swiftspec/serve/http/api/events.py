@@ -11,6 +11,7 @@ from typing import Annotated
 from fastapi import APIRouter, Header, Query
 from fastapi.responses import Response
 
+from swiftspec.observe.trace_format import TokenText, text_fields
 from swiftspec.serve.http.engine_link.frames import TraceEvent
 from swiftspec.serve.http.engine_link.trace_events import NumberedEvent, TraceEventBuffer
 from swiftspec.serve.http.sse import ENCODER, EventStream
@@ -25,10 +26,10 @@ class TokenTextCache:
     """Cache of token texts: each token is detokenized once, and its text is sent once to each subscriber."""
 
     def __init__(self, codec: Callable[[], TextCodec | None]) -> None:
-        self._codec, self._texts = codec, dict[int, str]()
+        self._codec, self._texts = codec, dict[int, TokenText]()
 
     async def line_with_texts(self, event: TraceEvent, sent_tokens: set[int]) -> bytes:
-        """Returns the line of an event with a field `texts`: the text of each of its tokens that is not in
+        """Returns the line of an event with the fields of `text_fields` for its tokens that are not in
         `sent_tokens`. Adds these tokens to `sent_tokens`. Returns the line unchanged while the tokenizer loads."""
         codec, new = self._codec(), [token for token in event.tokens if token not in sent_tokens]
         if codec is None or not new:
@@ -39,12 +40,12 @@ class TokenTextCache:
         else:
             self._add_texts(codec, unknown)
         sent_tokens.update(new)
-        texts = ENCODER.encode({str(token): self._texts[token] for token in new})
-        return event.line[:-1] + b',"texts":' + texts + b"}"
+        fields = ENCODER.encode(text_fields({token: self._texts[token] for token in new}))
+        return event.line[:-1] + b"," + fields[1:]
 
     def _add_texts(self, codec: TextCodec, tokens: list[int]) -> None:
         for token in tokens:
-            self._texts[token] = codec.token_text([token])
+            self._texts[token] = codec.trace_text(token)
 
 
 def trace_events_router(

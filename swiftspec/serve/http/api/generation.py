@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Any, Protocol
 
 from fastapi import Request
@@ -16,10 +17,16 @@ from swiftspec.serve.http.api.sampling import GrammarRequest, sampling_params
 from swiftspec.serve.http.app_context import AppContext
 from swiftspec.serve.http.engine_link.engine_client import EngineRequest
 from swiftspec.serve.http.errors import ApiError, to_api_error, unsupported
-from swiftspec.serve.http.format.conversation import Conversation
+from swiftspec.serve.http.format.conversation import Conversation, template_message
 from swiftspec.serve.http.format.generation_output import GenerationOutput, GenerationRequest, OutputDelta
 from swiftspec.serve.http.format.reasoning import REASONING_CLOSE, REASONING_OPEN, ReasoningParser
-from swiftspec.serve.http.format.tools import ToolCallFormat, ToolCallParser, detect_tool_format, forced_call_grammar
+from swiftspec.serve.http.format.tools import (
+    AllowedText,
+    ToolCallFormat,
+    ToolCallParser,
+    detect_tool_format,
+    tool_call_grammar,
+)
 from swiftspec.serve.http.schema import SamplingFields
 from swiftspec.serve.http.sse import ENCODER, EventStream, cancel_on_disconnect, sse_event
 from swiftspec.serve.text.codec import TextCodec
@@ -41,6 +48,7 @@ JSON_OR_SSE: dict[int | str, dict[str, Any]] = {  # for the OpenAPI document
         },
     }
 }
+ANSWER_FORMATS = ("response_format", "text.format", "output_config.format")  # constrain the answer, but not tool calls
 NO_TOOL_FORMAT = "this model's chat template does not support tools, or its tool call format is unknown"
 
 
@@ -89,6 +97,7 @@ async def encode_conversation(context: AppContext, conversation: Conversation) -
             tools,
             conversation.template_variables,
             conversation.continues_last_message,
+            conversation.add_generation_prompt,
         )
     except UserError as error:  # the path of the model is not shown to clients
         message = str(error).replace(f"{codec.path}: ", "")
@@ -105,7 +114,7 @@ async def chat_generation_request(
 
     `limit`: maximum number of output tokens; None: the server's default, or the rest of the context.
     `stops`: stop strings.
-    `grammar`: constraint of the output.
+    `grammar`: constraint of the output. A tool that must be called replaces a format of the answer.
     `logprobs`: number of top log-probabilities per token; None: no log-probabilities.
     `choices`: (number of texts to return, number to sample) in mode smc; None: a single text.
     Raises ApiError on an unsupported combination of fields.
@@ -114,7 +123,7 @@ async def chat_generation_request(
     prompt = await encode_conversation(context, conversation)
     negative = None
     if body.guidance_scale not in (None, 1):
-        user = {"role": "user", "content": body.negative_prompt or ""}
+        user = template_message("user", body.negative_prompt or "")
         negative = await encode_conversation(
             context, Conversation([user], template_variables=conversation.template_variables)
         )
@@ -123,12 +132,10 @@ async def chat_generation_request(
         sampling["logprobs"] = logprobs
     template = codec.template_source(conversation.tools or None)
     tool_format = _tool_format(conversation, template)
-    if tool_format is not None and conversation.tool_choice != "auto":
-        if grammar is not None:
-            raise ApiError(
-                400, f"{grammar[2]} and tool_choice both constrain the answer; omit one of them", "tool_choice"
-            )
-        grammar = _forced_tool_grammar(tool_format, conversation, codec)
+    allowed: AllowedText = "any"
+    if tool_format is not None:
+        allowed = "calls" if conversation.forces_tool_call else "calls_or_answer" if _is_format(grammar) else "any"
+        grammar = _grammar_with_tools(grammar, tool_format, conversation, codec)
     if grammar is not None:
         sampling["grammar"] = await context.compile_grammar(grammar)
     thinks = (
@@ -144,7 +151,7 @@ async def chat_generation_request(
         reasoning_parser=ReasoningParser(codec.token_text(prompt[-8:]).rstrip().endswith(REASONING_OPEN))
         if thinks
         else None,
-        tool_call_parser=None if tool_format is None else ToolCallParser(tool_format, names),
+        tool_call_parser=None if tool_format is None else ToolCallParser(tool_format, names, allowed),
         single_tool_call=conversation.single_tool_call and tool_format is not None,
         marker_tokens=_marker_ids(
             codec,
@@ -163,13 +170,33 @@ def _tool_format(conversation: Conversation, template: str) -> ToolCallFormat | 
     return tool_format
 
 
-def _forced_tool_grammar(tool_format: ToolCallFormat, conversation: Conversation, codec: TextCodec) -> GrammarRequest:
-    """Returns a grammar that accepts exactly one tool call: of any tool, or of the tool that `tool_choice` names."""
-    tools = {tool["function"]["name"]: tool["function"]["parameters"] for tool in conversation.tools}
-    if conversation.tool_choice != "required":
+def _is_format(grammar: GrammarRequest | None) -> bool:
+    return grammar is not None and grammar[2] in ANSWER_FORMATS
+
+
+def _grammar_with_tools(
+    grammar: GrammarRequest | None, tool_format: ToolCallFormat, conversation: Conversation, codec: TextCodec
+) -> GrammarRequest | None:
+    """Returns the grammar of an output that can call tools.
+
+    If a tool must be called, the grammar accepts exactly one call: of any tool, or of the one that `tool_choice` names.
+    Otherwise the format of the answer (`ANSWER_FORMATS`) restricts only an answer without calls, and any other
+    constraint the whole output. Raises ApiError if such a constraint excludes the call.
+    """
+    forced = conversation.forces_tool_call
+    if not forced and not _is_format(grammar):
+        return grammar
+    if grammar is not None and not _is_format(grammar):
+        raise ApiError(400, f"{grammar[2]} and tool_choice both constrain the answer; omit one of them", "tool_choice")
+    tools = {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in conversation.tools}
+    if forced and conversation.tool_choice in tools:
         tools = {conversation.tool_choice: tools[conversation.tool_choice]}
-    marker = codec.vocab.get(tool_format.begin)
-    return "lark", forced_call_grammar(tool_format, tools, marker if marker in codec.special else None), "tool_choice"
+    begin = codec.vocab.get(tool_format.begin)
+    marker = begin if begin in codec.special else None
+    if forced or grammar is None:
+        return "lark", tool_call_grammar(tool_format, tools, marker), "tool_choice"
+    text = tool_call_grammar(tool_format, tools, marker, json.loads(grammar[1]), conversation.single_tool_call)
+    return "lark", text, grammar[2]
 
 
 def _marker_ids(codec: TextCodec, words: Sequence[str]) -> frozenset[int]:
@@ -177,9 +204,13 @@ def _marker_ids(codec: TextCodec, words: Sequence[str]) -> frozenset[int]:
 
 
 async def respond(
-    context: AppContext, request: Request, output: GenerationOutput, writer: OutputWriter, stream: bool | None
-) -> Response:
-    """Runs the generation and returns the response of `writer`: a JSON object, or with `stream` server-sent events."""
+    context: AppContext, request: Request, output: GenerationOutput, writer: OutputWriter, stream: bool | None,
+    error_events: Callable[[ApiError], bytes] | None = None,
+) -> Response:  # fmt: skip
+    """Runs the generation and returns the response of `writer`: a JSON object, or with `stream` server-sent events.
+
+    `error_events`: returns the last events of a stream that fails; by default one event in the schema of the API.
+    """
     if not stream:
 
         async def run_to_end() -> None:
@@ -189,15 +220,15 @@ async def respond(
 
         await cancel_on_disconnect(request.receive, run_to_end())
         return Response(ENCODER.encode(writer.full_response()), media_type="application/json")
-    path = errors.route_path(request.scope)
+    anthropic = errors.uses_anthropic_schema(request.scope)
 
     def error_event(error: Exception) -> bytes:
         api_error = to_api_error(error)
         if api_error.code == "internal_error":
             LOG.error("a streamed response failed", exc_info=error)
-        return sse_event(
-            errors.error_body(api_error, path), "error" if path.startswith(errors.ANTHROPIC_PATH) else None
-        )
+        if error_events is not None:
+            return error_events(api_error)
+        return sse_event(errors.error_body(api_error, anthropic), "error" if anthropic else None)
 
     def comment() -> bytes:
         return b": queued\n\n" if not output.started and context.engine.state.waiting else b": keep-alive\n\n"

@@ -1,4 +1,4 @@
-"""Endpoints about the server: /v1/models, /health, /health/generate and /version."""
+"""Endpoints about the server: /v1/models, /health, /health/generate, /ping, /load and /version."""
 
 from __future__ import annotations
 
@@ -35,6 +35,18 @@ def info_router(context: AppContext) -> APIRouter:
     async def health() -> Response:
         return _health(context)
 
+    @router.get("/ping")
+    @router.post("/ping")
+    async def ping() -> Response:
+        """As /health, for SageMaker."""
+        return _health(context)
+
+    @router.get("/load")
+    async def load() -> dict[str, int]:
+        """Returns the number of requests that run or wait."""
+        state = context.engine.state
+        return {"server_load": state.running + state.waiting}
+
     @router.get("/health/generate")
     async def health_generate(request: Request) -> dict[str, Any]:
         """Generates one token, which checks that the engine decodes."""
@@ -55,11 +67,12 @@ def info_router(context: AppContext) -> APIRouter:
 
 
 def _model_card(context: AppContext, name: str) -> dict[str, Any]:
-    """Returns the description of a model, with the fields of both OpenAI's and Anthropic's API."""
+    """Returns the description of a model, with the fields of OpenAI's, Anthropic's and vLLM's API."""
     info, codec = context.engine.info, context.codec()
     return {
         "id": name, "object": "model", "created": context.created, "owned_by": "swiftspec",
-        "max_model_len": info and info.max_model_len, "type": "model", "display_name": name,
+        "root": context.model_names[0], "parent": None, "max_model_len": info and info.max_model_len, "permission": [],
+        "type": "model", "display_name": name,
         "created_at": datetime.fromtimestamp(context.created, UTC).isoformat(timespec="seconds"),
         "chat_template": codec and codec.has_template,  # None while the tokenizer loads
     }  # fmt: skip
@@ -81,7 +94,7 @@ def _health(context: AppContext) -> Response:
         info = _require_up(context)
     except ApiError as error:
         phase = "loading" if state.phase == "ready" else state.phase  # the tokenizer still loads
-        content = ENCODER.encode({"status": phase, **status, **error_body(error, "/health")})
+        content = ENCODER.encode({"status": phase, **status, **error_body(error)})
         return Response(content, error.status, error.headers, media_type="application/json")
     summary = "ok" if state.all_ranks_up else "degraded"
     content = ENCODER.encode({"status": summary, "mode": info.plan.get("mode"), **status})

@@ -3,25 +3,28 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Request, Response
 from pydantic import Field
 
+from swiftspec.params import MAX_TOKEN_COUNT
 from swiftspec.serve.http.api.generation import JSON_OR_SSE, chat_generation_request, encode_conversation, respond
 from swiftspec.serve.http.api.sampling import GrammarRequest
 from swiftspec.serve.http.app_context import AppContext, new_id
-from swiftspec.serve.http.errors import unsupported
+from swiftspec.serve.http.errors import ApiError, unsupported
 from swiftspec.serve.http.format.conversation import (
     Conversation,
     Name,
     TemplateMessages,
-    template_tool,
+    template_message,
     template_tool_call,
 )
 from swiftspec.serve.http.format.generation_output import GenerationOutput, OutputDelta
 from swiftspec.serve.http.format.tools import ParsedToolCall
 from swiftspec.serve.http.schema import (
+    INTEGRAL,
     SINGLE_CHOICE,
     UNSUPPORTED,
     Body,
@@ -31,15 +34,19 @@ from swiftspec.serve.http.schema import (
     ShortText,
     Stops,
     Text,
+    Variables,
     reject_unsupported,
 )
 from swiftspec.serve.http.sse import sse_event
 
+MIN_THINKING_BUDGET_TOKENS = 1024  # Anthropic's limit
+# Unsupported fields, each with the values that are accepted because they change nothing.
+MESSAGES_UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {**UNSUPPORTED, **SINGLE_CHOICE, "mcp_servers": ([],)}
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
 
 class Block(Body):
-    """A content block: text, thinking, tool_use or tool_result."""
+    """A content block: text, document (of text), thinking, tool_use or tool_result."""
 
     type: ShortText
     text: Text | None = None
@@ -49,6 +56,9 @@ class Block(Body):
     input: JsonObject | None = None
     tool_use_id: ShortText | None = None
     content: Any = None
+    source: Any = Field(None, description="Of a document: plain text (type text), or content of text blocks.")
+    title: Text | None = None
+    context: Text | None = None
 
 
 Blocks = Annotated[list[Block], Field(max_length=4096)]
@@ -64,6 +74,13 @@ class InputTool(Body):
     name: Name
     description: Text | None = None
     input_schema: JsonObject | None = None
+    strict: bool | None = None
+
+    def to_template(self) -> JsonObject:
+        """Returns the tool in OpenAI's schema, the form that chat templates take, with the fields that were sent."""
+        fields = self.model_dump(include={"name", "description", "strict"}, exclude_none=True)
+        parameters = {} if self.input_schema is None else {"parameters": self.input_schema}
+        return {"type": "function", "function": {**fields, **parameters}}
 
 
 class AnthropicToolChoice(Body):
@@ -74,6 +91,9 @@ class AnthropicToolChoice(Body):
 
 class Thinking(Body):
     type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: Annotated[int, Field(ge=MIN_THINKING_BUDGET_TOKENS, le=MAX_TOKEN_COUNT), INTEGRAL] | None = Field(
+        None, description="Validated and otherwise ignored: the model decides how long it reasons."
+    )
 
 
 class OutputFormat(Body):
@@ -84,10 +104,6 @@ class OutputFormat(Body):
 class OutputConfig(Body):
     effort: Annotated[str, Field(max_length=32)] | None = None
     format: OutputFormat | None = None
-
-    def grammar_request(self) -> GrammarRequest | None:
-        """Returns the grammar that constrains the output, or None."""
-        return None if self.format is None else ("json_schema", json.dumps(self.format.schema_), "output_config.format")
 
 
 class CountRequest(Body):
@@ -100,6 +116,10 @@ class CountRequest(Body):
     tool_choice: AnthropicToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
+    output_format: OutputFormat | None = Field(None, description="Earlier name of output_config.format.")
+    # Field of Anthropic that this server does not support: see MESSAGES_UNSUPPORTED.
+    mcp_servers: Annotated[list[JsonObject], Field(max_length=128)] | None = None
+    chat_template_kwargs: Variables | None = None
 
 
 class MessagesRequest(CountRequest, SamplingFields):
@@ -110,14 +130,43 @@ class MessagesRequest(CountRequest, SamplingFields):
     stream: bool | None = None
 
 
-def blocks_text(content: str | list[Block] | None, field_path: str) -> str:
-    """Returns the text of a message; text blocks are joined by newlines. Raises ApiError on a block of another type."""
+def messages_grammar_request(body: CountRequest) -> GrammarRequest | None:
+    """Returns the grammar that constrains the output, or None. Raises ApiError if the request contains two formats."""
+    config = None if body.output_config is None else body.output_config.format
+    if config is not None and body.output_format is not None:
+        raise ApiError(400, "output_format: the earlier name of output_config.format; omit it", "output_format")
+    if config is not None:
+        return "json_schema", json.dumps(config.schema_), "output_config.format"
+    if body.output_format is not None:
+        return "json_schema", json.dumps(body.output_format.schema_), "output_format"
+    return None
+
+
+def blocks_text(content: Any, field_path: str) -> str:
+    """Returns the text of a message, a tool result or a document: a string, or blocks, whose texts are joined by
+    newlines. Raises ApiError on a block that is neither text nor a document of text."""
     if content is None or isinstance(content, str):
         return content or ""
-    for block in content:
-        if block.type != "text":
-            raise unsupported(field_path, f"blocks of type {block.type[:40]!r} are not supported; use text")
-    return "\n".join(block.text or "" for block in content)
+    blocks = content if isinstance(content, list) else [content]
+    return "\n".join(_block_text(block, field_path) for block in blocks)
+
+
+def _block_text(block: Any, field_path: str) -> str:
+    fields = block.model_dump(exclude_none=True) if isinstance(block, Block) else block
+    kind = fields.get("type") if isinstance(fields, dict) else None
+    if kind == "text" and isinstance(fields.get("text", ""), str):
+        return fields.get("text", "")
+    if kind != "document":
+        raise unsupported(field_path, f"blocks of type {str(kind)[:40]!r} are not supported; use text")
+    source = fields.get("source")
+    origin = source.get("type") if isinstance(source, dict) else None
+    if not isinstance(source, dict) or origin not in ("text", "content"):
+        raise unsupported(
+            field_path, f"documents from a source of type {str(origin)[:40]!r} are not supported; use type text"
+        )
+    text = blocks_text(source.get("data" if origin == "text" else "content"), field_path)
+    head = [fields.get(name) for name in ("title", "context")]
+    return "\n".join([line for line in head if isinstance(line, str) and line] + [text])
 
 
 def anthropic_to_template_messages(body: CountRequest) -> TemplateMessages:
@@ -125,11 +174,11 @@ def anthropic_to_template_messages(body: CountRequest) -> TemplateMessages:
     template_messages: TemplateMessages = []
     system = blocks_text(body.system, "system")
     if system:
-        template_messages.append({"role": "system", "content": system})
+        template_messages.append(template_message("system", system))
     for index, message in enumerate(body.messages):
         field_path = f"messages.{index}.content"
         if isinstance(message.content, str):
-            template_messages.append({"role": message.role, "content": message.content})
+            template_messages.append(template_message(message.role, message.content))
         elif message.role == "assistant":
             template_messages.append(_assistant_message(message.content, field_path))
         else:
@@ -140,43 +189,21 @@ def anthropic_to_template_messages(body: CountRequest) -> TemplateMessages:
 def _assistant_message(blocks: list[Block], field_path: str) -> dict[str, Any]:
     texts = [block for block in blocks if block.type not in ("tool_use", "thinking", "redacted_thinking")]
     calls = [template_tool_call(b.id, b.name or "", b.input or {}) for b in blocks if b.type == "tool_use"]
-    text = blocks_text(texts, field_path)
-    item: dict[str, Any] = {"role": "assistant", "content": text or (None if calls else "")}
     reasoning = "".join(block.thinking or "" for block in blocks if block.type == "thinking")
-    return {
-        **item,
-        **({"reasoning_content": reasoning} if reasoning else {}),
-        **({"tool_calls": calls} if calls else {}),
-    }
+    return template_message("assistant", blocks_text(texts, field_path), calls, reasoning_content=reasoning or None)
 
 
 def _user_messages(role: str, blocks: list[Block], field_path: str) -> TemplateMessages:
     """Converts a message of the user. Each tool result becomes a separate message before the remaining content."""
-    template_messages: TemplateMessages = []
-    for block in blocks:
-        if block.type == "tool_result":
-            template_messages.append(
-                {
-                    "role": "tool",
-                    "tool_call_id": block.tool_use_id,
-                    "content": _tool_result_text(block.content, field_path),
-                }
-            )
+    template_messages = [
+        template_message("tool", blocks_text(block.content, field_path), tool_call_id=block.tool_use_id)
+        for block in blocks
+        if block.type == "tool_result"
+    ]
     others = [block for block in blocks if block.type != "tool_result"]
     if others or not template_messages:
-        template_messages.append({"role": role, "content": blocks_text(others, field_path)})
+        template_messages.append(template_message(role, blocks_text(others, field_path)))
     return template_messages
-
-
-def _tool_result_text(content: Any, field_path: str) -> str:
-    """Returns the text of a tool result, which is a string or text blocks. Raises ApiError on any other content."""
-    if content is None or isinstance(content, str):
-        return content or ""
-    parts = content if isinstance(content, list) else [content]
-    texts = [part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None for part in parts]
-    if not all(isinstance(text, str) for text in texts):
-        raise unsupported(field_path, "a tool_result must be text")
-    return "\n".join(str(text) for text in texts)
 
 
 def anthropic_to_conversation(body: CountRequest) -> Conversation:
@@ -188,11 +215,11 @@ def anthropic_to_conversation(body: CountRequest) -> Conversation:
             raise unsupported(
                 f"tools.{index}", f"tools of type {(tool.type or '')[:40]!r} are not supported; use type custom"
             )
-        tools.append(template_tool(tool.name, tool.description, tool.input_schema))
+        tools.append(tool.to_template())
     tool_choice = body.tool_choice
     names = {} if tool_choice is None else {"any": "required", "tool": tool_choice.name or ""}
     choice = "auto" if tool_choice is None else names.get(tool_choice.type, tool_choice.type)
-    variables: dict[str, Any] = {}
+    variables = dict(body.chat_template_kwargs or {})
     if body.thinking is not None:
         variables["enable_thinking"] = body.thinking.type != "disabled"
     if body.output_config is not None and body.output_config.effort is not None:
@@ -226,38 +253,41 @@ class MessageWriter:
         return self._event("message_start", message=message)
 
     def delta_events(self, delta: OutputDelta) -> bytes:
-        """Returns a delta for each kind of text in the round, and a block for each tool call."""
+        """Returns a delta for each piece of text in the round, and a block for each tool call."""
         out = b""
-        if delta.reasoning_text:
-            out += self._delta_events(
-                "thinking", {"thinking": "", "signature": ""}, "thinking_delta", delta.reasoning_text
-            )
-        if delta.content:
-            out += self._delta_events("text", {"text": ""}, "text_delta", delta.content)
-        for call in delta.tool_calls:
-            out += self._call_events(call)
+        for piece in delta.pieces:
+            if piece.tool_call is not None:
+                out += self._call_events(piece.tool_call)
+            elif piece.kind == "reasoning":
+                out += self._delta_events("thinking", {"thinking": "", "signature": ""}, "thinking_delta", piece.text)
+            else:
+                out += self._delta_events("text", {"text": ""}, "text_delta", piece.text)
         return out
 
     def end_events(self) -> bytes:
-        """Returns the last events: stop reason, usage and statistics."""
+        """Returns the last events: stop reason and usage."""
         delta = {"stop_reason": self._stop_reason(), "stop_sequence": self._output.text_builder.stop_string}
-        last = self._event("message_delta", delta=delta, usage=self._usage(), **self._output.stats())
+        last = self._event("message_delta", delta=delta, usage=self._usage())
         return self._close_block() + last + self._event("message_stop")
 
     def full_response(self) -> dict[str, Any]:
         """Returns the complete message."""
         output = self._output
         content: list[dict[str, Any]] = []
-        if output.reasoning_text:
-            content.append({"type": "thinking", "thinking": output.reasoning_text, "signature": ""})
-        if output.content or not output.tool_calls:
-            content.append({"type": "text", "text": output.content})
-        for call in output.tool_calls:
-            content.append({"type": "tool_use", "id": call.id, "name": call.name, "input": call.arguments})
+        for piece in output.pieces:
+            if piece.tool_call is not None:
+                call = piece.tool_call
+                content.append({"type": "tool_use", "id": call.id, "name": call.name, "input": call.arguments})
+            elif piece.kind == "reasoning":
+                content.append({"type": "thinking", "thinking": piece.text, "signature": ""})
+            else:
+                content.append({"type": "text", "text": piece.text})
+        if not output.content and not output.tool_calls:
+            content.append({"type": "text", "text": ""})
         return {
             **self._common_fields, "content": content, "stop_reason": self._stop_reason(), "stop_sequence":
             output.text_builder.stop_string,
-            "usage": self._usage(), **output.stats(),
+            "usage": self._usage(),
         }  # fmt: skip
 
     def _stop_reason(self) -> str:
@@ -306,11 +336,11 @@ def messages_router(context: AppContext) -> APIRouter:
     async def create_message(body: MessagesRequest, request: Request) -> Response:
         _, codec = context.require_ready()
         model = context.resolve_model_name(body.model)
-        reject_unsupported(body, {**UNSUPPORTED, **SINGLE_CHOICE})
+        reject_unsupported(body, MESSAGES_UNSUPPORTED)
         generation_request = await chat_generation_request(
             context, request, body, anthropic_to_conversation(body), limit=body.max_tokens, stops=body.stop_sequences
             or (),
-            grammar=body.output_config and body.output_config.grammar_request(),
+            grammar=messages_grammar_request(body),
         )  # fmt: skip
         output = GenerationOutput.create(generation_request, codec)
         return await respond(context, request, output, MessageWriter(output, model), body.stream)
@@ -319,6 +349,7 @@ def messages_router(context: AppContext) -> APIRouter:
     async def count_tokens(body: CountRequest) -> dict[str, int]:
         context.require_ready()
         context.resolve_model_name(body.model)
+        reject_unsupported(body, MESSAGES_UNSUPPORTED)
         return {"input_tokens": len(await encode_conversation(context, anthropic_to_conversation(body)))}
 
     return router

@@ -1,29 +1,36 @@
-"""Endpoint /v1/responses: OpenAI's Responses API without stored state: each request contains the whole conversation."""
+"""Endpoints /v1/responses and /v1/responses/input_tokens: OpenAI's Responses API."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Request, Response
 from pydantic import Field
 
-from swiftspec.serve.http.api.generation import JSON_OR_SSE, chat_generation_request, respond
+from swiftspec.serve.http.api.background import BackgroundGeneration
+from swiftspec.serve.http.api.generation import JSON_OR_SSE, chat_generation_request, encode_conversation, respond
+from swiftspec.serve.http.api.response_items import conversation_items, listed_items
+from swiftspec.serve.http.api.response_store import ResponseStore, StoredResponse
 from swiftspec.serve.http.api.responses_writer import ResponsesWriter
 from swiftspec.serve.http.api.sampling import GrammarRequest, grammar_request
+from swiftspec.serve.http.api.stored_responses import NOT_FOUND, stored_response
 from swiftspec.serve.http.app_context import AppContext
 from swiftspec.serve.http.errors import ApiError, unsupported
 from swiftspec.serve.http.format.conversation import (
     Content,
     Conversation,
     Name,
+    SentBody,
     TemplateMessages,
     content_text,
     parse_arguments,
-    template_tool,
+    template_message,
     template_tool_call,
 )
 from swiftspec.serve.http.format.generation_output import GenerationOutput
 from swiftspec.serve.http.format.logprobs import LogprobFormatter
+from swiftspec.serve.http.observe.request_metrics import REQUEST_CONTEXT
 from swiftspec.serve.http.schema import (
     INTEGRAL,
     SINGLE_CHOICE,
@@ -40,20 +47,21 @@ from swiftspec.serve.http.schema import (
     Variables,
     reject_unsupported,
 )
-from swiftspec.serve.http.sse import ENCODER
+from swiftspec.serve.http.sse import ENCODER, EventLog
 
 LOGPROBS = "message.output_text.logprobs"
+STORE_DISABLED = "this server stores no responses (--response-store-memory 0)"
 # Unsupported fields, each with the values that are accepted because they change nothing.
 RESPONSES_UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    **UNSUPPORTED, **SINGLE_CHOICE, "previous_response_id": (), "conversation": (), "background": (False,), "prompt":
-    (),
-    "max_tool_calls": (), "truncation": ("disabled",),
+    **UNSUPPORTED, **SINGLE_CHOICE, "conversation": (), "prompt": (), "max_tool_calls": (),
+    "truncation": ("disabled",),
 }  # fmt: skip
 
 
 class Item(Body):
     """An input item: a message (`role`, `content`), function_call, function_call_output or reasoning."""
 
+    id: ShortText | None = None
     type: ShortText | None = None
     role: Literal["system", "developer", "user", "assistant"] | None = None
     content: Content | None = None
@@ -63,11 +71,16 @@ class Item(Body):
     output: Content | None = None
 
 
-class ResponseTool(Body):
+class ResponseTool(SentBody):
     type: ShortText
     name: Name | None = None
     description: Text | None = None
     parameters: JsonObject | None = None
+
+    def to_template(self) -> JsonObject:
+        """Returns the tool in the schema of chat completions, the form that chat templates take, with the fields that
+        the client sent."""
+        return {"type": "function", "function": {name: value for name, value in self.sent.items() if name != "type"}}
 
 
 class ChosenTool(Body):
@@ -104,10 +117,15 @@ class ResponsesRequest(SamplingFields, ConstraintFields):
     include: Annotated[list[ShortText], Field(max_length=32)] | None = None
     metadata: Annotated[dict[str, Any], Field(max_length=16)] | None = None
     chat_template_kwargs: Variables | None = None
+    store: bool | None = Field(None, description="Whether the response can be retrieved later; by default it can.")
+    previous_response_id: ShortText | None = Field(
+        None, description="A stored response, whose input and output precede the input."
+    )
+    background: bool | None = Field(
+        None, description="Return a queued response immediately and generate its output in the background."
+    )
     # Fields of OpenAI that this server does not support: see RESPONSES_UNSUPPORTED.
-    previous_response_id: ShortText | None = None
     conversation: ShortText | JsonObject | None = None
-    background: bool | None = None
     prompt: JsonObject | None = None
     max_tool_calls: Positive | None = None
     truncation: ShortText | None = None
@@ -117,9 +135,9 @@ def responses_to_template_messages(body: ResponsesRequest) -> TemplateMessages:
     """Converts the input to the messages that chat templates take. Raises ApiError on an unsupported item."""
     template_messages: TemplateMessages = []
     if body.instructions:
-        template_messages.append({"role": "system", "content": body.instructions})
+        template_messages.append(template_message("system", body.instructions))
     if isinstance(body.input, str):
-        return [*template_messages, {"role": "user", "content": body.input}]
+        return [*template_messages, template_message("user", body.input)]
     reasoning = ""
     for index, item in enumerate(body.input):
         field_path = f"input.{index}"
@@ -130,12 +148,11 @@ def responses_to_template_messages(body: ResponsesRequest) -> TemplateMessages:
         if kind == "function_call":
             _add_call(template_messages, item, field_path)
         elif kind == "function_call_output":
-            template_messages.append(
-                {"role": "tool", "tool_call_id": item.call_id, "content": content_text(item.output, field_path)}
-            )
+            text = content_text(item.output, field_path)
+            template_messages.append(template_message("tool", text, tool_call_id=item.call_id))
         elif kind == "message" and item.role is not None:
-            role = "system" if item.role == "developer" else item.role
-            template_messages.append({"role": role, "content": content_text(item.content, f"{field_path}.content")})
+            text = content_text(item.content, f"{field_path}.content")
+            template_messages.append(template_message(item.role, text))
         else:
             raise unsupported(field_path, f"unsupported item of type {kind[:40]!r}, or a message without a role")
         if reasoning and template_messages[-1]["role"] == "assistant":
@@ -157,7 +174,7 @@ def _add_call(template_messages: TemplateMessages, item: Item, field_path: str) 
         raise ApiError(400, f"{field_path}.name: required in a function_call", f"{field_path}.name")
     call = template_tool_call(item.call_id, item.name, parse_arguments(item.arguments or "", f"{field_path}.arguments"))
     if not template_messages or template_messages[-1]["role"] != "assistant":
-        template_messages.append({"role": "assistant", "content": None})
+        template_messages.append(template_message("assistant", ""))
     template_messages[-1].setdefault("tool_calls", []).append(call)
 
 
@@ -169,7 +186,7 @@ def responses_to_conversation(body: ResponsesRequest) -> Conversation:
             raise unsupported(
                 f"tools.{index}", f"unsupported tool of type {tool.type[:40]!r}, or a function without a name"
             )
-        tools.append(template_tool(tool.name, tool.description, tool.parameters))
+        tools.append(tool.to_template())
     tool_choice = body.tool_choice
     choice = tool_choice.name if isinstance(tool_choice, ChosenTool) else tool_choice or "auto"
     effort = {} if body.reasoning is None or body.reasoning.effort is None else body.reasoning.model_dump()
@@ -196,8 +213,62 @@ def responses_grammar_request(body: ResponsesRequest) -> GrammarRequest | None:
     return grammar[0], grammar[1], "text.format"
 
 
-def responses_router(context: AppContext) -> APIRouter:
-    """Returns the router of /v1/responses."""
+def previous_items(body: ResponsesRequest, store: ResponseStore) -> list[dict[str, Any]]:
+    """Returns the items of the previous response of a request, input and output; [] if it names none. Raises ApiError
+    if that response is not stored or still runs."""
+    field = "previous_response_id"
+    if body.previous_response_id is None:
+        return []
+    if not store.enabled:
+        raise unsupported(field, f"{STORE_DISABLED}; send the whole conversation as input")
+    previous = store.get(body.previous_response_id, REQUEST_CONTEXT.get().api_key)
+    if previous is None:
+        message = f"{field}: Previous response with id {body.previous_response_id[:100]!r} {NOT_FOUND}"
+        raise ApiError(400, message, field, "previous_response_not_found")
+    if previous.running:
+        raise ApiError(400, f"{field}: the response is {previous.status}; wait until it ends", field)
+    return conversation_items(previous)
+
+
+def with_previous_items(body: ResponsesRequest, items: list[dict[str, Any]]) -> ResponsesRequest:
+    """Returns the request with the items of its previous response before its input. Raises ApiError on an unsupported
+    new item."""
+    if not items:
+        return body
+    responses_to_template_messages(body)  # here an error has the index of the item in the request
+    new_items = [Item(role="user", content=body.input)] if isinstance(body.input, str) else body.input
+    return body.model_copy(update={"input": [*map(Item.model_validate, items), *new_items]})
+
+
+def _is_stored(body: ResponsesRequest, store: ResponseStore) -> bool:
+    """Returns whether the response is to be stored. Raises ApiError if it is not and `background` is set."""
+    is_stored = store.enabled and body.store is not False
+    if body.background and not is_stored:
+        reason = "omit store" if store.enabled else STORE_DISABLED
+        raise ApiError(400, f"background can only be used when `store` is true: {reason}", "background")
+    return is_stored
+
+
+def _echoed_fields(body: ResponsesRequest, model: str, sampling: Mapping[str, Any], is_stored: bool) -> dict[str, Any]:
+    """Returns the fields of a request that its response repeats. Raises UnicodeEncodeError on an unpaired surrogate,
+    before the engine gets the request."""
+    fields = {
+        "instructions": body.instructions, "metadata": body.metadata or {}, "model": model,
+        "temperature": sampling.get("temperature", 1.0), "top_p": sampling.get("top_p", 1.0),
+        "max_output_tokens": body.max_output_tokens, "previous_response_id": body.previous_response_id,
+        "parallel_tool_calls": body.parallel_tool_calls is not False,
+        "tool_choice": "auto" if body.tool_choice is None else _plain(body.tool_choice),
+        "tools": [{"strict": False, **_plain(tool)} for tool in body.tools or ()],
+        "text": {"format": {"type": "text"}} if body.text is None else _plain(body.text),
+        "reasoning": {} if body.reasoning is None else _plain(body.reasoning),
+        "truncation": "disabled", "store": is_stored, "background": bool(body.background),
+    }  # fmt: skip
+    ENCODER.encode(fields)
+    return fields
+
+
+def responses_router(context: AppContext, store: ResponseStore) -> APIRouter:
+    """Returns the router of /v1/responses and /v1/responses/input_tokens."""
     router = APIRouter()
 
     @router.post("/v1/responses", responses=JSON_OR_SSE)
@@ -205,28 +276,40 @@ def responses_router(context: AppContext) -> APIRouter:
         _, codec = context.require_ready()
         model = context.resolve_model_name(body.model)
         reject_unsupported(body, RESPONSES_UNSUPPORTED)
+        is_stored, earlier_items = _is_stored(body, store), previous_items(body, store)
+        conversation = responses_to_conversation(with_previous_items(body, earlier_items))
         top = body.top_logprobs or 0 if body.top_logprobs or LOGPROBS in (body.include or ()) else None
         generation_request = await chat_generation_request(
-            context, request, body, responses_to_conversation(body), limit=body.max_output_tokens,
-            grammar=responses_grammar_request(body),
-            logprobs=top,
+            context, request, body, conversation, limit=body.max_output_tokens,
+            grammar=responses_grammar_request(body), logprobs=top,
         )  # fmt: skip
         output = GenerationOutput.create(generation_request, codec)
-        sampling = generation_request.engine_request.sampling
-        echoed_fields = {
-            "instructions": body.instructions, "metadata": body.metadata or {}, "model": model,
-            "temperature": sampling.get("temperature", 1.0), "top_p": sampling.get("top_p", 1.0),
-            "max_output_tokens": body.max_output_tokens, "previous_response_id": None,
-            "parallel_tool_calls": body.parallel_tool_calls is not False,
-            "tool_choice": "auto" if body.tool_choice is None else _plain(body.tool_choice),
-            "tools": [{"strict": False, **_plain(tool)} for tool in body.tools or ()],
-            "text": {"format": {"type": "text"}} if body.text is None else _plain(body.text),
-            "reasoning": {} if body.reasoning is None else _plain(body.reasoning),
-            "truncation": "disabled", "store": False, "background": False,
-        }  # fmt: skip
-        ENCODER.encode(echoed_fields)  # raises on an unpaired surrogate before the engine gets the request
-        writer = ResponsesWriter(output, echoed_fields, LogprobFormatter(codec), top)
-        return await respond(context, request, output, writer, body.stream)
+        fields = _echoed_fields(body, model, generation_request.engine_request.sampling, is_stored)
+        writer = ResponsesWriter(output, fields, LogprobFormatter(codec), top)
+        if not is_stored:
+            return await respond(context, request, output, writer, body.stream, writer.error_events)
+        input_items = ENCODER.encode([*earlier_items, *listed_items(body.input)])
+        stored = StoredResponse(writer.response_id, REQUEST_CONTEXT.get().api_key, input_items)
+        if body.background:
+            stored.events = EventLog() if body.stream else None
+            queued_response = await BackgroundGeneration(context.engine, output, writer, store, stored).start()
+            return stored_response(queued_response, stored.events, 0, context.keep_alive_s)
+
+        def save() -> None:
+            stored.update(writer.response)
+            store.put(stored)
+
+        writer.on_end = save
+        return await respond(context, request, output, writer, body.stream, writer.error_events)
+
+    @router.post("/v1/responses/input_tokens")
+    async def count_input_tokens(body: ResponsesRequest) -> dict[str, Any]:
+        context.require_ready()
+        context.resolve_model_name(body.model)
+        reject_unsupported(body, RESPONSES_UNSUPPORTED)
+        full_body = with_previous_items(body, previous_items(body, store))
+        tokens = await encode_conversation(context, responses_to_conversation(full_body))
+        return {"object": "response.input_tokens", "input_tokens": len(tokens)}
 
     return router
 

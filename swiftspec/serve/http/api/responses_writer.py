@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from swiftspec.serve.http.app_context import new_id
+from swiftspec.serve.http.errors import ApiError, error_body
 from swiftspec.serve.http.format.generation_output import GenerationOutput, OutputDelta
 from swiftspec.serve.http.format.logprobs import LogprobFormatter
 from swiftspec.serve.http.format.tools import ParsedToolCall
 from swiftspec.serve.http.sse import sse_event
 
 REASONING, MESSAGE = "reasoning", "message"
+ERROR_CODES = {400: "invalid_prompt", 429: "rate_limit_exceeded"}  # of a failed response, by HTTP status
+SERVER_ERROR = "server_error"
+
+
+def ignore_end() -> None:
+    """Default `on_end` of `ResponsesWriter`: does nothing."""
 
 
 class ResponsesWriter:
@@ -20,6 +27,7 @@ class ResponsesWriter:
 
     `echoed_fields`: fields of the request that the response repeats.
     `top`: number of top log-probabilities per token of the message; None: no log-probabilities.
+    `on_end`: called when `response` has reached its last state.
     """
 
     def __init__(
@@ -30,52 +38,94 @@ class ResponsesWriter:
         top: int | None,
     ) -> None:
         self._output, self._logprob_formatter, self._top = output, logprob_formatter, top
+        self.on_end: Callable[[], None] = ignore_end
+        self.response_id = new_id("resp_")
         self._common_fields = {
-            "id": new_id("resp_"),
+            "id": self.response_id,
             "object": "response",
             "created_at": int(time.time()),
             **echoed_fields,
         }
         self._items: list[dict[str, Any]] = []
         self._open_text = ""  # text of the open item
-        self._first_token = 0  # index of the open item's first token
+        self._first_token = self._end_token = 0  # tokens of the open item so far
         self._open_kind: str | None = None
         self._sequence_number = 0
+        self._set_state("in_progress")
+
+    @property
+    def response(self) -> dict[str, Any]:
+        """The response in its current state. Its output is empty until it ends."""
+        return self._response
+
+    @property
+    def status(self) -> str:
+        """The field `status` of the response."""
+        return str(self._response["status"])
 
     def start_events(self) -> bytes:
         """Returns the start events, which contain an empty response."""
-        response = self._response("in_progress")
-        return self._event("response.created", response=response) + self._event(
-            "response.in_progress", response=response
+        return self._event("response.created", response=self._response) + self.in_progress_event()
+
+    def queued_events(self) -> bytes:
+        """Returns the start events of a background response, whose status becomes "queued"."""
+        self._set_state("queued")
+        return self._event("response.created", response=self._response) + self._event(
+            "response.queued", response=self._response
         )
 
+    def in_progress_event(self) -> bytes:
+        """Returns the event of a response whose generation starts; its status becomes "in_progress"."""
+        self._set_state("in_progress")
+        return self._event("response.in_progress", response=self._response)
+
     def delta_events(self, delta: OutputDelta) -> bytes:
-        """Returns a delta for each kind of text in the round, and an item for each tool call."""
+        """Returns a delta for each piece of text in the round, and an item for each tool call."""
         out = b""
-        if delta.reasoning_text:
-            out += self._open_item(REASONING, delta) + self._delta_event(
-                "response.reasoning_text.delta", delta.reasoning_text
-            )
-        if delta.content:
-            out += self._open_item(MESSAGE, delta)
-            logprobs = self._logprobs(delta.first_token, delta.end_token)
-            out += self._delta_event("response.output_text.delta", delta.content, logprobs=logprobs)
-        for call in delta.tool_calls:
-            out += self._close_item(delta.end_token) + self._call_events(call)
+        for piece in delta.pieces:
+            if piece.tool_call is not None:
+                out += self._close_item(self._end_token) + self._call_events(piece.tool_call)
+                continue
+            kind = REASONING if piece.kind == "reasoning" else MESSAGE
+            out += self._open_item(kind, piece.first_token)
+            first_token, self._end_token = self._end_token, piece.end_token
+            if kind == REASONING:
+                out += self._delta_event("response.reasoning_text.delta", piece.text)
+            else:
+                logprobs = self._logprobs(first_token, piece.end_token)
+                out += self._delta_event("response.output_text.delta", piece.text, logprobs=logprobs)
         return out
 
     def end_events(self) -> bytes:
         """Returns the last events of the open item, and the complete response."""
-        out = self._close_item(len(self._output.tokens))
-        if self._output.finish_reason == "length":
-            return out + self._event("response.incomplete", response=self.full_response())
-        return out + self._event("response.completed", response=self.full_response())
+        out = self._close_last_item(cut=self._output.finish_reason == "length")
+        response = self.full_response()
+        return out + self._event(f"response.{self.status}", response=response)
+
+    def error_events(self, error: ApiError) -> bytes:
+        """Returns the last events of a response whose generation failed: an error, in the schema of OpenAI's other
+        endpoints too, and the failed response."""
+        out = self._close_last_item(cut=True)
+        code = ERROR_CODES.get(error.status, SERVER_ERROR)
+        self._set_state("failed", error={"code": code, "message": error.message}, output=list(self._items))
+        self.on_end()
+        fields = {"code": error.code or error.kind, "message": error.message, "param": error.param}
+        out += self._event("error", **fields, **error_body(error))
+        return out + self._event("response.failed", response=self._response)
+
+    def cancel_events(self) -> bytes:
+        """Returns the last events of a response that was cancelled: those of the open item, since there is no event for
+        a cancelled response."""
+        out = self._close_last_item(cut=True)
+        self._set_state("cancelled", output=list(self._items))
+        self.on_end()
+        return out
 
     def full_response(self) -> dict[str, Any]:
         """Returns the complete response."""
         output = self._output
-        self._close_item(len(output.tokens))
         cut = output.finish_reason == "length"
+        self._close_last_item(cut)
         usage = {
             "input_tokens": len(output.prompt),
             "input_tokens_details": {"cached_tokens": output.num_cached_tokens},
@@ -83,18 +133,23 @@ class ResponsesWriter:
             "output_tokens_details": {"reasoning_tokens": output.reasoning_tokens},
             "total_tokens": len(output.prompt) + len(output.tokens),
         }
-        done = self._response("incomplete" if cut else "completed", {"reason": "max_output_tokens"} if cut else None)
-        return {**done, "usage": usage, **output.stats()}
+        self._set_state(
+            "incomplete" if cut else "completed", output=list(self._items), usage=usage,
+            incomplete_details={"reason": "max_output_tokens"} if cut else None, **output.stats(),
+        )  # fmt: skip
+        self.on_end()
+        return self._response
 
-    def _response(self, status: str, incomplete: dict[str, str] | None = None) -> dict[str, Any]:
-        state = {"status": status, "error": None, "incomplete_details": incomplete, "usage": None}
-        return {**self._common_fields, **state, "output": list(self._items)}
+    def _set_state(self, status: str, **fields: Any) -> None:
+        state = {"status": status, "error": None, "incomplete_details": None, "usage": None, "output": []}
+        self._response = {**self._common_fields, **state, **fields}
 
-    def _open_item(self, kind: str, delta: OutputDelta) -> bytes:
+    def _open_item(self, kind: str, first_token: int) -> bytes:
         if self._open_kind == kind:
             return b""
-        out = self._close_item(delta.first_token)
-        self._open_kind, self._open_text, self._first_token = kind, "", delta.first_token
+        out = self._close_item(self._end_token)
+        self._open_kind, self._open_text = kind, ""
+        self._first_token = self._end_token = first_token
         item: dict[str, Any] = {"id": new_id("rs_" if kind == REASONING else "msg_"), "type": kind, "content": []}
         item |= {"status": "in_progress"} | ({"summary": []} if kind == REASONING else {"role": "assistant"})
         self._items.append(item)
@@ -107,7 +162,11 @@ class ResponsesWriter:
         self._open_text += text
         return self._event(name, **self._position(), delta=text, **more)
 
-    def _close_item(self, end_token: int) -> bytes:
+    def _close_last_item(self, cut: bool) -> bytes:
+        """Closes the open item at the end of the output. `cut`: whether the output ended before the item did."""
+        return self._close_item(len(self._output.tokens), "incomplete" if cut else "completed")
+
+    def _close_item(self, end_token: int, status: str = "completed") -> bytes:
         """Closes the open item, if any, and returns its last events. Its tokens end before the index `end_token`."""
         if self._open_kind is None:
             return b""
@@ -116,7 +175,7 @@ class ResponsesWriter:
         more = {} if self._open_kind == REASONING else {"logprobs": content["logprobs"]}
         out = self._event(name, **self._position(), text=self._open_text, **more)
         out += self._event("response.content_part.done", **self._position(), part=content)
-        item = self._items[-1] = {**self._items[-1], "status": "completed", "content": [content]}
+        item = self._items[-1] = {**self._items[-1], "status": status, "content": [content]}
         self._open_kind = None
         return out + self._event("response.output_item.done", output_index=len(self._items) - 1, item=item)
 

@@ -12,12 +12,20 @@ from swiftspec.serve.http.app_context import check_tokens
 from swiftspec.serve.http.engine_link.frames import EngineInfo
 from swiftspec.serve.http.errors import ApiError, unsupported
 from swiftspec.serve.http.grammar import ANY_OBJECT
-from swiftspec.serve.http.schema import SINGLE_CHOICE, ConstraintFields, SamplingFields, Smc
+from swiftspec.serve.http.schema import (
+    SINGLE_CHOICE,
+    ConstraintFields,
+    JsonObject,
+    SamplingFields,
+    Smc,
+    StructuredOutputs,
+)
 
 PASSED_THROUGH = (
     "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
     "guidance_scale", "ignore_eos", "stop_token_ids", "verify_batch", "draft_steps",
 )  # fmt: skip
+SCHEMAS_BY_NAME = ("properties", "patternProperties", "$defs", "definitions")  # keys of a JSON schema
 GrammarRequest = tuple[str, str, str]  # kind, text (see `build_grammar`), and the request field that contained it
 
 
@@ -106,7 +114,7 @@ def grammar_request(body: ConstraintFields) -> GrammarRequest | None:
     requests: list[GrammarRequest] = []
     response_format = body.response_format
     if response_format is not None and response_format.type == "json_object":
-        requests.append(("json_schema", ANY_OBJECT, "response_format"))
+        requests.append(("json_schema", json.dumps(ANY_OBJECT), "response_format"))
     elif response_format is not None and response_format.type == "json_schema":
         if response_format.json_schema is None or response_format.json_schema.schema_ is None:
             raise ApiError(400, "response_format: json_schema.schema is missing", "response_format")
@@ -115,22 +123,75 @@ def grammar_request(body: ConstraintFields) -> GrammarRequest | None:
         "guided_", json_=body.guided_json, regex=body.guided_regex, choice=body.guided_choice,
         grammar=body.guided_grammar,
     )  # fmt: skip
-    structured = body.structured_outputs
-    if structured is not None:
-        requests += _requested_constraints(
-            "structured_outputs.",
-            json_=structured.json_,
-            regex=structured.regex,
-            choice=structured.choice,
-            grammar=structured.grammar,
-        )
-        if structured.json_object:
-            requests.append(("json_schema", ANY_OBJECT, "structured_outputs.json_object"))
+    if body.structured_outputs is not None:
+        requests += _structured_constraints(body.structured_outputs)
     if len(requests) > 1:
         raise ApiError(
             400, f"{requests[1][2]} and {requests[0][2]} both constrain the answer; omit one of them", requests[1][2]
         )
     return requests[0] if requests else None
+
+
+def _structured_constraints(structured: StructuredOutputs) -> list[GrammarRequest]:
+    if structured.structural_tag is not None:
+        raise unsupported("structured_outputs.structural_tag", "not supported; use json, regex, choice or grammar")
+    requests = _requested_constraints(
+        "structured_outputs.", json_=structured.json_, regex=structured.regex, choice=structured.choice,
+        grammar=structured.grammar,
+    )  # fmt: skip
+    if structured.json_object:
+        requests.append(("json_schema", json.dumps(ANY_OBJECT), "structured_outputs.json_object"))
+    if not requests and structured.json_object is None:
+        message = "structured_outputs: needs one of json, json_object, regex, choice and grammar"
+        raise ApiError(400, message, "structured_outputs")
+    return [_with_json_options(request, structured) for request in requests]
+
+
+def _with_json_options(request: GrammarRequest, structured: StructuredOutputs) -> GrammarRequest:
+    """Returns the request with the options for JSON, which other constraints do not have. Raises ApiError if such an
+    option is used with another constraint."""
+    kind, text, param = request
+    options: JsonObject = {}
+    if structured.disable_any_whitespace:
+        options["whitespace_flexible"] = False
+    if structured.whitespace_pattern is not None:
+        options["whitespace_pattern"] = structured.whitespace_pattern
+    if not options and not structured.disable_additional_properties:
+        return request
+    if len(options) > 1:
+        name = "structured_outputs.whitespace_pattern"
+        raise ApiError(400, f"{name}: not together with disable_any_whitespace; omit one of them", name)
+    if kind != "json_schema":
+        raise ApiError(400, f"{param}: the other options of structured_outputs are for JSON only", param)
+    try:
+        schema = json.loads(text)
+        if structured.disable_additional_properties:
+            schema = close_objects(schema)
+        if not isinstance(schema, dict):
+            raise ValueError("must be a JSON object")
+    except (ValueError, RecursionError) as error:
+        raise ApiError(400, f"{param}: {error}", param) from None
+    given = schema.get("x-guidance")
+    options = {**given, **options} if isinstance(given, dict) else options
+    return kind, json.dumps({**schema, "x-guidance": options} if options else schema), param
+
+
+def close_objects(schema: Any) -> Any:
+    """Returns a JSON schema whose objects have no properties beyond those that the schema names, as vLLM's
+    `disable_additional_properties`. An object with a value of `additionalProperties` keeps it."""
+    if isinstance(schema, list):
+        return [close_objects(item) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    closed = {
+        name: {key: close_objects(item) for key, item in value.items()}
+        if name in SCHEMAS_BY_NAME and isinstance(value, dict)
+        else close_objects(value)
+        for name, value in schema.items()
+    }
+    if "properties" in schema or "patternProperties" in schema:
+        closed.setdefault("additionalProperties", False)
+    return closed
 
 
 def _requested_constraints(

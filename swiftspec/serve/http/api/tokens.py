@@ -1,4 +1,4 @@
-"""Endpoints /tokenize and /detokenize: the target's tokenizer, in vLLM's schema."""
+"""Endpoints /tokenize, /detokenize and /tokenizer_info: the target's tokenizer, in vLLM's schema."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pydantic import Field
 from swiftspec.serve.http.api.generation import encode_conversation
 from swiftspec.serve.http.app_context import AppContext, check_tokens
 from swiftspec.serve.http.errors import ApiError
-from swiftspec.serve.http.format.conversation import Conversation, Message, TemplateFields, Tool, to_template_messages
+from swiftspec.serve.http.format.conversation import Message, TemplateFields, Tool
 from swiftspec.serve.http.schema import Body, ShortText, Text, Token
 
 
@@ -31,7 +31,7 @@ class DetokenizeRequest(Body):
 
 
 def tokens_router(context: AppContext) -> APIRouter:
-    """Returns the router of /tokenize and /detokenize."""
+    """Returns the router of /tokenize, /detokenize and /tokenizer_info."""
     router = APIRouter()
 
     @router.post("/tokenize")
@@ -44,15 +44,7 @@ def tokens_router(context: AppContext) -> APIRouter:
             special = body.add_special_tokens is not False
             tokens = await context.run_in_tokenizer_thread(codec.encode, body.prompt, info.max_model_len, special)
         else:
-            tools = [item.to_template() for item in body.tools or ()]
-            continues_last_message = bool(body.continue_final_message)
-            conversation = Conversation(
-                to_template_messages(body.messages or ()),
-                tools,
-                "auto",
-                body.template_variables(),
-                continues_last_message,
-            )
+            conversation = body.to_conversation(body.messages or (), body.tools)
             tokens = await encode_conversation(context, conversation)
         names = [codec.tokenizer.convert_ids_to_tokens(token) for token in tokens] if body.return_token_strs else None
         return {"count": len(tokens), "max_model_len": info.max_model_len, "tokens": tokens, "token_strs": names}
@@ -63,5 +55,10 @@ def tokens_router(context: AppContext) -> APIRouter:
         context.resolve_model_name(body.model)
         check_tokens(body.tokens, info, "tokens")
         return {"prompt": await context.run_in_tokenizer_thread(codec.token_text, body.tokens)}
+
+    @router.get("/tokenizer_info")
+    async def tokenizer_info() -> dict[str, Any]:
+        _, codec = context.require_ready()
+        return await context.run_in_tokenizer_thread(codec.tokenizer_info)
 
     return router

@@ -79,6 +79,9 @@ class FrontendConfig(Frame, frozen=True):
     drain_timeout: float
     host: str = "127.0.0.1"  # the address that the server listens on
     otlp_endpoint: str | None = None  # OpenTelemetry collector; None: no spans
+    chat_template: str | None = None  # file of a chat template; None: that of the tokenizer
+    response_store_bytes: int = 0  # memory of stored responses; 0: none are stored
+    allowed_origins: list[str] = []  # origins of web pages that may call the server; ["*"]: all
 
 
 # From rank 0 to the front end.

@@ -5,13 +5,14 @@ This module imports neither FastAPI nor uvicorn, since the supervisor imports it
 
 from __future__ import annotations
 
+import re
 import socket
 import sys
 from typing import Any
 
 import msgspec
 
-from swiftspec.errors import UserError
+from swiftspec.errors import UserError, truncated_repr
 from swiftspec.params import SamplingParams
 from swiftspec.serve.http.engine_link import frames
 from swiftspec.serve.otel import exporter
@@ -19,10 +20,12 @@ from swiftspec.serve.settings.flags import FLAGS
 from swiftspec.serve.settings.settings import Settings, UsageError, flag_name
 from swiftspec.serve.stdio import warn
 from swiftspec.serve.supervisor.supervised_process import Program
+from swiftspec.serve.text.template import read_template
 
 BACKLOG_CONNECTIONS = 128  # connections that the kernel holds until the front end, or its successor, accepts them
 HEARTBEAT_TIMEOUT_S = 15.0  # without a heartbeat of the event loop for this long, the front end is restarted
 LOOPBACK = frozenset({"localhost", "127.0.0.1", "[::1]"})
+ORIGIN_PATTERN = re.compile(r"\*|null|[a-z][a-z0-9+.-]*://[^/\s]+")  # "null": a page from a file
 DEFAULTABLE_FIELDS = (  # sampling flags that are valid as defaults of all requests
     "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
     "max_tokens", "stop_token_ids", "ignore_eos",
@@ -32,8 +35,18 @@ DEFAULTABLE_FIELDS = (  # sampling flags that are valid as defaults of all reque
 def check_frontend_settings(settings: Settings) -> None:
     """Validates the front end's settings before any model is loaded. Raises UserError if one is invalid."""
     sampling_defaults(settings)
+    if settings.system_prompt is not None:
+        raise UsageError("--system-prompt is not supported by a server, whose clients send it as a message; remove it")
+    if settings.chat_template_file is not None:
+        read_template(settings.chat_template_file)
     if settings.otlp_endpoint is not None:
         exporter.check_otlp_endpoint(settings.otlp_endpoint)
+    for origin in settings.allowed_origin or ():
+        if ORIGIN_PATTERN.fullmatch(origin) is None:
+            raise UsageError(
+                f"--allowed-origin: {truncated_repr(origin)} is not an origin: use scheme://host or scheme://host:port,"
+                " without a path, or * for all"
+            )
     if not settings.api_key and local_host_names(settings.host) is None:
         warn(f"--host {settings.host} without --api-key: anyone who can reach this machine can send requests")
 
@@ -112,4 +125,7 @@ def frontend_config(settings: Settings) -> frames.FrontendConfig:
         drain_timeout=settings.drain_timeout,
         host=settings.host,
         otlp_endpoint=settings.otlp_endpoint,
+        chat_template=None if settings.chat_template_file is None else str(settings.chat_template_file.resolve()),
+        response_store_bytes=settings.response_store_memory << 20,
+        allowed_origins=list(settings.allowed_origin or []),
     )

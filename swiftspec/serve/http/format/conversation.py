@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, ModelWrapValidatorHandler, PrivateAttr, model_validator
 
 from swiftspec.serve.http.errors import ApiError, unsupported
+from swiftspec.serve.http.format.tools import STRICT_JSON
 from swiftspec.serve.http.schema import Body, JsonObject, ShortText, Text, Variables
 
 RESERVED_VARIABLES = frozenset({
@@ -43,7 +44,9 @@ class ToolCall(Body):
 
 
 class Message(Body):
-    role: Literal["system", "developer", "user", "assistant", "tool"]
+    role: Name = Field(
+        description="system, developer, user, assistant, tool, or another role that the chat template renders."
+    )
     content: Content | None = None
     name: ShortText | None = None
     reasoning_content: Text | None = None
@@ -57,13 +60,31 @@ class Function(Body):
     parameters: JsonObject | None = None
 
 
-class Tool(Body):
+class SentBody(Body):
+    """Request model that keeps the JSON object of the client, with the order of its fields and with unknown fields."""
+
+    _sent: JsonObject = PrivateAttr(default_factory=dict)
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _keep_sent(cls, value: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
+        body = handler(value)
+        body._sent = value if isinstance(value, dict) else body.model_dump(exclude_unset=True)
+        return body
+
+    @property
+    def sent(self) -> JsonObject:
+        """The JSON object of the client."""
+        return self._sent
+
+
+class Tool(SentBody):
     type: Literal["function"] = "function"
     function: Function
 
-    def to_template(self) -> dict[str, Any]:
-        """Converts the tool to the form that chat templates take."""
-        return template_tool(self.function.name, self.function.description, self.function.parameters)
+    def to_template(self) -> JsonObject:
+        """Returns the tool as the client sent it, which is the form that chat templates take."""
+        return {"type": self.type, **self.sent}
 
 
 class NamedFunction(Body):
@@ -84,6 +105,8 @@ class Conversation:
 
     `tool_choice`: "none", "auto", "required", or the name of a tool.
     `template_variables`: further variables of the chat template.
+    `add_generation_prompt`: whether the prompt ends with the beginning of the assistant's message. Has no effect if
+        `continues_last_message` is set.
     `continues_last_message`: whether the output continues the last message, which must be the assistant's, instead of
         starting a new message.
     `single_tool_call`: whether the output ends after its first tool call.
@@ -95,6 +118,12 @@ class Conversation:
     template_variables: Mapping[str, Any] = field(default_factory=dict)
     continues_last_message: bool = False
     single_tool_call: bool = False
+    add_generation_prompt: bool = True
+
+    @property
+    def forces_tool_call(self) -> bool:
+        """Whether the output must be a tool call."""
+        return bool(self.tools) and self.tool_choice not in ("none", "auto")
 
     def validate(self) -> None:
         """Raises ApiError on an unknown tool choice, a reserved template variable or an invalid last message."""
@@ -133,15 +162,36 @@ def content_text(content: str | Sequence[ContentPart] | None, param: str) -> str
 
 
 def template_tool_call(call_id: str | None, name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a tool call of an earlier message in the form that chat templates take."""
-    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": dict(arguments)}}
+    """Returns a tool call of an earlier message in the form that chat templates take. `arguments`: values by parameter
+    name; templates get an object, not its JSON."""
+    call = {"type": "function", "function": {"name": name, "arguments": dict(arguments)}}
+    return call if call_id is None else {"id": call_id, **call}
+
+
+def template_message(
+    role: str, content: str, tool_calls: Iterable[dict[str, Any]] = (), **fields: str | None
+) -> dict[str, Any]:
+    """Returns a message in the form that chat templates take. All chat endpoints build their messages here.
+
+    Templates concatenate and split the content without a check of its type, so it is a text in every message, also in
+    one that only calls tools.
+
+    `role`: "developer" becomes "system", which templates know.
+    `tool_calls`: results of `template_tool_call`.
+    `fields`: other fields, such as `tool_call_id`; those that are None are left out.
+    """
+    message: dict[str, Any] = {"role": "system" if role == "developer" else role, "content": content}
+    calls = list(tool_calls)
+    if calls:
+        message["tool_calls"] = calls
+    return message | {name: value for name, value in fields.items() if value is not None}
 
 
 def parse_arguments(text: str, param: str) -> dict[str, Any]:
     """Parses the arguments of a tool call. Raises ApiError, which names the field `param`, if they are not a JSON
     object."""
     try:
-        value = json.loads(text or "{}")
+        value = STRICT_JSON.decode(text or "{}")
     except (ValueError, RecursionError):
         value = None
     if not isinstance(value, dict):
@@ -154,32 +204,16 @@ def to_template_messages(messages: Sequence[Message]) -> TemplateMessages:
     template_messages: TemplateMessages = []
     for index, message in enumerate(messages):
         field_path = f"messages.{index}"
+        calls = [
+            template_tool_call(
+                call.id, call.function.name, parse_arguments(call.function.arguments, f"{field_path}.tool_calls")
+            )
+            for call in message.tool_calls or ()
+        ]
         text = content_text(message.content, f"{field_path}.content")
-        item: dict[str, Any] = {"role": "system" if message.role == "developer" else message.role, "content": text}
-        if message.tool_calls:
-            item["tool_calls"] = [
-                template_tool_call(
-                    call.id, call.function.name, parse_arguments(call.function.arguments, f"{field_path}.tool_calls")
-                )
-                for call in message.tool_calls
-            ]
-            if message.content is None:
-                item["content"] = None
-        for name in ("name", "reasoning_content", "tool_call_id"):
-            value = getattr(message, name)
-            if value is not None:
-                item[name] = value
-        template_messages.append(item)
+        fields = {name: getattr(message, name) for name in ("name", "reasoning_content", "tool_call_id")}
+        template_messages.append(template_message(message.role, text, calls, **fields))
     return template_messages
-
-
-def template_tool(name: str, description: str | None, parameters: JsonObject | None) -> dict[str, Any]:
-    """Returns a tool in the form that chat templates take. `parameters`: JSON schema of the arguments."""
-    schema = parameters or {"type": "object", "properties": {}}
-    return {
-        "type": "function",
-        "function": {"name": name, "description": description or "", "parameters": schema},
-    }
 
 
 class TemplateFields(Body):
@@ -188,7 +222,32 @@ class TemplateFields(Body):
     chat_template_kwargs: Variables | None = None
     reasoning_effort: Annotated[str, Field(max_length=32)] | None = None
     continue_final_message: bool | None = None
+    add_generation_prompt: bool | None = Field(
+        None, description="Begin a message of the assistant (default); not together with continue_final_message."
+    )
 
     def template_variables(self) -> dict[str, Any]:
         effort = {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
         return {**effort, **(self.chat_template_kwargs or {})}
+
+    def to_conversation(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Tool] | None,
+        tool_choice: str = "auto",
+        single_tool_call: bool = False,
+    ) -> Conversation:
+        """Converts messages and tools to a conversation. Raises ApiError on content that is not text, or if both
+        `continue_final_message` and `add_generation_prompt` are true."""
+        if self.continue_final_message and self.add_generation_prompt:
+            message = "continue_final_message and add_generation_prompt cannot both be true: omit one of them"
+            raise ApiError(400, message, "add_generation_prompt")
+        return Conversation(
+            to_template_messages(messages),
+            [tool.to_template() for tool in tools or ()],
+            tool_choice,
+            self.template_variables(),
+            bool(self.continue_final_message),
+            single_tool_call,
+            self.add_generation_prompt is not False,
+        )

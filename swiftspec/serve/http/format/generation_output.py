@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import copy
 from bisect import bisect_left
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from itertools import groupby
+from typing import Any, Literal
 
 from swiftspec.serve import answer_stats
 from swiftspec.serve.http.engine_link.engine_client import EngineClient, EngineRequest, GenerationFailedError
@@ -60,19 +61,53 @@ def choice_end_fields(answer: GenerationOutput) -> dict[str, Any]:
 
 
 @dataclass(slots=True)
-class OutputDelta:
-    """Output that one round adds. Its tokens are `tokens[first_token:end_token]` of the `GenerationOutput`."""
+class OutputPiece:
+    """Adjacent output of one kind: reasoning, content or one tool call. It was complete with the tokens
+    `tokens[first_token:end_token]` of the `GenerationOutput`.
 
-    reasoning_text: str
-    content: str
-    tool_calls: list[ParsedToolCall]
+    `text`: the text; empty for a tool call.
+    """
+
+    kind: Literal["reasoning", "content", "tool_call"]
+    text: str
+    tool_call: ParsedToolCall | None
     first_token: int
     end_token: int
 
 
 @dataclass(slots=True)
+class OutputDelta:
+    """Output that one round adds, in the order of generation. Its tokens are `tokens[first_token:end_token]` of the
+    `GenerationOutput`."""
+
+    pieces: list[OutputPiece]
+    first_token: int
+    end_token: int
+
+    @property
+    def content(self) -> str:
+        """The content of all pieces."""
+        return "".join(piece.text for piece in self.pieces if piece.kind == "content")
+
+
+def merge_pieces(pieces: Iterable[OutputPiece]) -> list[OutputPiece]:
+    """Joins adjacent pieces of text of the same kind."""
+    merged: list[OutputPiece] = []
+    for _, group in groupby(pieces, key=lambda piece: piece.kind):
+        same = list(group)
+        if same[0].kind == "tool_call":
+            merged += same
+        else:
+            text = "".join(piece.text for piece in same)
+            merged.append(OutputPiece(same[0].kind, text, None, same[0].first_token, same[-1].end_token))
+    return merged
+
+
+@dataclass(slots=True)
 class GenerationOutput:
-    """The output of a generation so far: `reasoning_text`, `content`, `tool_calls`, tokens and log-probabilities.
+    """The output of a generation so far: pieces in the order of generation, tokens and log-probabilities.
+
+    Rounds have no influence on the output: what ends or separates it is determined token by token.
 
     After the last round, `choices` holds the outputs that the client gets: this output itself, or in mode smc the
     requested texts of the population, each with its `weight`.
@@ -86,9 +121,7 @@ class GenerationOutput:
     text_builder: TextBuilder
     reasoning_parser: ReasoningParser | None
     tool_call_parser: ToolCallParser | None
-    reasoning_text: str = ""
-    content: str = ""
-    tool_calls: list[ParsedToolCall] = field(default_factory=list)
+    round_pieces: list[OutputPiece] = field(default_factory=list)  # of all rounds, merged within each
     logprobs: list[TokenLogprob] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
     done: DoneFrame | None = None
@@ -111,6 +144,23 @@ class GenerationOutput:
     @property
     def tokens(self) -> list[int]:
         return self.text_builder.token_ids
+
+    @property
+    def pieces(self) -> list[OutputPiece]:
+        """The output in the order of generation."""
+        return merge_pieces(self.round_pieces)
+
+    @property
+    def reasoning_text(self) -> str:
+        return "".join(piece.text for piece in self.round_pieces if piece.kind == "reasoning")
+
+    @property
+    def content(self) -> str:
+        return "".join(piece.text for piece in self.round_pieces if piece.kind == "content")
+
+    @property
+    def tool_calls(self) -> list[ParsedToolCall]:
+        return [piece.tool_call for piece in self.round_pieces if piece.tool_call is not None]
 
     @property
     def finish_reason(self) -> str:
@@ -138,7 +188,7 @@ class GenerationOutput:
                     if self.request.prompt_only:
                         frame = TokensFrame(frame.request, [], 0, finish_reason="length")
                     delta = self._add_frame(frame)
-                    stop = self._should_stop(frame)
+                    stop = self.text_builder.finish_reason is not None and frame.finish_reason is None
                     yield delta
         if self.text_builder.finish_reason is None:
             raise GenerationFailedError("the engine ended the answer without a finish reason", "engine_error")
@@ -156,30 +206,40 @@ class GenerationOutput:
         )
         return other
 
-    def _should_stop(self, frame: TokensFrame) -> bool:
-        """Returns whether the output has ended although the engine would decode further tokens."""
-        if self.request.single_tool_call and self.tool_calls:
-            self.text_builder.finish_reason = self.text_builder.finish_reason or "stop"
-        return self.text_builder.finish_reason is not None and frame.finish_reason is None
-
     def _add_frame(self, frame: TokensFrame) -> OutputDelta:
+        """Adds the output of a round."""
         first_token = len(self.tokens)
-        text = "".join(piece.text for piece in self.text_builder.push(frame))
+        pieces: list[OutputPiece] = []
+        for text in self.text_builder.push_by_token(frame):
+            for piece in self._parse(text):
+                pieces.append(piece)
+                if self.request.single_tool_call and piece.tool_call is not None:
+                    self.text_builder.finish_reason = "stop"  # the token that completes the call is the last one
+                    break
         end_token = len(self.tokens)
         if frame.logprobs is not None:
             self.logprobs += frame.logprobs[: end_token - first_token]
-        ended = self.text_builder.finish_reason is not None
-        reasoning_text, content, tool_calls = "", text, list[ParsedToolCall]()
+        merged = merge_pieces(pieces)
+        self.round_pieces += merged
+        return OutputDelta(merged, first_token, end_token)
+
+    def _parse(self, text: str) -> Iterator[OutputPiece]:
+        """Yields the pieces that the text after one token completes."""
+        ended, end_token = self.text_builder.finish_reason is not None, len(self.tokens)
+        first_token = max(end_token - 1, 0)
+        reasoning, content = "", text
         if self.reasoning_parser is not None:
-            reasoning_text, content = self.reasoning_parser.push(text, ended)
+            reasoning, content = self.reasoning_parser.push(text, ended)
+        parts: list[str | ParsedToolCall] = [content] if content else []
         if self.tool_call_parser is not None:
-            content, tool_calls = self.tool_call_parser.push(content, ended)
-        if self.request.single_tool_call and tool_calls:
-            tool_calls = tool_calls[: 1 - len(self.tool_calls)]
-        self.reasoning_text += reasoning_text
-        self.content += content
-        self.tool_calls += tool_calls
-        return OutputDelta(reasoning_text, content, tool_calls, first_token, end_token)
+            parts = self.tool_call_parser.push(content, ended)
+        if reasoning:
+            yield OutputPiece("reasoning", reasoning, None, first_token, end_token)
+        for part in parts:
+            if isinstance(part, str):
+                yield OutputPiece("content", part, None, first_token, end_token)
+            else:
+                yield OutputPiece("tool_call", "", part, first_token, end_token)
 
     @property
     def num_cached_tokens(self) -> int:
@@ -224,6 +284,11 @@ class GenerationOutput:
                 "reasoning_tokens": sum(choice.reasoning_tokens for choice in choices),
             },
         }
+
+    def usage_so_far(self, num_tokens: int) -> dict[str, int]:
+        """Returns the `usage` object of a chunk in a stream, as in vLLM, after `num_tokens` output tokens."""
+        prompt = len(self.prompt)
+        return {"prompt_tokens": prompt, "completion_tokens": num_tokens, "total_tokens": prompt + num_tokens}
 
     def stats(self) -> dict[str, Any]:
         """Returns llama.cpp's `timings`, vLLM's `metrics` and further statistics; {} until the request completes."""

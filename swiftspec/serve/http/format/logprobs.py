@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,17 +10,6 @@ from swiftspec.serve.text.codec import TextCodec
 from swiftspec.serve.text.stream import REPLACEMENT_CHARACTER
 
 MIN_LOGPROB = -9999.0  # replaces -inf, which JSON cannot represent
-BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
-
-
-def _byte_letters() -> dict[str, int]:
-    """Returns the byte for each character of a byte-level vocabulary (the inverse of GPT-2's `bytes_to_unicode`)."""
-    plain = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in plain]
-    return {chr(byte): byte for byte in plain} | {chr(256 + at): byte for at, byte in enumerate(others)}
-
-
-BYTE_LETTERS = _byte_letters()
 
 
 class LogprobFormatter:
@@ -35,28 +23,15 @@ class LogprobFormatter:
         """Returns the text and the bytes of a token. The text of an incomplete character is like `bytes:\\xe2\\x80`."""
         cached = self._cache.get(token)
         if cached is None:
-            text = self._codec.token_text([token, token])[
-                len(self._codec.token_text([token])) :
-            ]  # the second occurrence keeps its leading space
+            text = self._codec.single_token_text(token)
             data = text.encode()
             if REPLACEMENT_CHARACTER in text or not text:
-                data = self._bytes(token) or data
+                data = self._codec.token_bytes(token) or data
                 text = data.decode("utf-8", "ignore")
                 if text.encode() != data:
                     text = "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
             cached = self._cache[token] = text, data
         return cached
-
-    def _bytes(self, token: int) -> bytes:
-        name = self._codec.tokenizer.convert_ids_to_tokens(token)
-        if not isinstance(name, str):  # the model's vocabulary can be larger than the tokenizer's
-            return b""
-        single = BYTE_TOKEN.fullmatch(name)
-        if single:
-            return bytes([int(single[1], 16)])
-        if all(letter in BYTE_LETTERS for letter in name):
-            return bytes(BYTE_LETTERS[letter] for letter in name)
-        return b""
 
     def _entry(self, token: int, logprob: float) -> dict[str, Any]:
         text, data = self._token(token)

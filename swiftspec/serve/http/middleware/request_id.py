@@ -67,7 +67,7 @@ class UnexpectedErrorMiddleware:
             LOG.error("request %s failed", request_id(scope), exc_info=error)
             if started:
                 raise
-            await errors.error_response(errors.to_api_error(error), errors.route_path(scope))(scope, receive, send)
+            await errors.error_response(errors.to_api_error(error), scope)(scope, receive, send)
 
 
 def request_id(scope: Scope) -> str:

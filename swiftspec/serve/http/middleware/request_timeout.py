@@ -1,4 +1,4 @@
-"""HTTP protocol for uvicorn that limits the time in which a request must arrive."""
+"""HTTP protocol for uvicorn that limits the time in which a request must arrive, and ignores upgrade requests."""
 
 from __future__ import annotations
 
@@ -33,6 +33,11 @@ class RequestTimeoutProtocol(H11Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._cancel_timer()
         super().connection_lost(exc)
+
+    def _should_upgrade(self) -> bool:
+        """Answers a request to upgrade to WebSocket or HTTP/2 as the HTTP/1.1 request that it is. uvicorn would also
+        log two warnings for each."""
+        return False
 
     def _update_timer(self) -> None:
         if self.conn.their_state not in (h11.IDLE, h11.SEND_BODY):

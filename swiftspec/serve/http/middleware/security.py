@@ -60,22 +60,24 @@ class SecurityMiddleware:
             await self._app(scope, receive, send)
             return
         headers, path = Headers(scope=scope), errors.route_path(scope)
+        api_key = self._find_key(headers)
         try:
-            self._check_headers(path, headers)
+            self._check_headers(path, headers, api_key)
             body = await _read_body(headers, receive, self._max_body_bytes)
             if body is None:  # the client disconnected
                 return
             _check_body(body)
         except _Refusal as refusal:
             self._on_refusal(refusal.reason)
-            await errors.error_response(refusal.error, path)(scope, receive, send)
+            await errors.error_response(refusal.error, scope)(scope, receive, send)
             return
         trace_headers = headers.get("traceparent", ""), headers.get("tracestate", "")
-        REQUEST_CONTEXT.set(RequestContext(path, request_id(scope), *trace_headers))
+        REQUEST_CONTEXT.set(RequestContext(path, request_id(scope), *trace_headers, api_key))
         await self._app(scope, _replay_body(body, receive), send)
 
-    def _check_headers(self, path: str, headers: Headers) -> None:
-        """Validates the headers: number, sizes, host and API key. Raises _Refusal if one is not accepted."""
+    def _check_headers(self, path: str, headers: Headers, api_key: int | None) -> None:
+        """Validates the headers: number, sizes, host and API key. Raises _Refusal if one is not accepted. `api_key`:
+        see `_find_key`."""
         if len(headers.raw) > MAX_HEADERS or any(
             len(name) + len(value) > MAX_HEADER_BYTES for name, value in headers.raw
         ):
@@ -88,19 +90,20 @@ class SecurityMiddleware:
                         "foreign_host", 403, f"the host {host[:100]!r} is not allowed: use localhost or 127.0.0.1, or"
                         " start the server with --api-key, which allows any name",
                     )  # fmt: skip
-        if self._keys and path not in PUBLIC_PATHS and not is_page_path(path) and not self._has_valid_key(headers):
+        if self._keys and path not in PUBLIC_PATHS and not is_page_path(path) and api_key is None:
             raise _Refusal(
                 "unauthorized", 401, "missing or wrong API key: send one as 'Authorization: Bearer KEY' or 'x-api-key:"
                 " KEY'", {"WWW-Authenticate": "Bearer"}, "invalid_api_key",
             )  # fmt: skip
 
-    def _has_valid_key(self, headers: Headers) -> bool:
-        """Returns whether the request has a valid key. Compares in constant time, which reveals no key."""
+    def _find_key(self, headers: Headers) -> int | None:
+        """Returns the index of the request's API key, or None if it has no valid key. Compares in constant time, which
+        reveals no key."""
         scheme, _, token = headers.get("authorization", "").partition(" ")
         candidates = [token.strip() if scheme.lower() == "bearer" else "", headers.get("x-api-key", "")]
         encoded = [candidate.encode("latin-1") for candidate in candidates]
-        matches = [hmac.compare_digest(key, candidate) for key in self._keys for candidate in encoded]
-        return any(matches)
+        matches = [[hmac.compare_digest(key, candidate) for candidate in encoded] for key in self._keys]
+        return next((index for index, of_key in enumerate(matches) if any(of_key)), None)
 
 
 class _Refusal(Exception):

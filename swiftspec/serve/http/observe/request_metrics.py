@@ -24,12 +24,16 @@ from swiftspec.serve.http.engine_link.trace_events import TraceEventBuffer
 
 @dataclass(frozen=True, slots=True)
 class RequestContext:
-    """The HTTP request that an engine request belongs to: path, request id and W3C trace headers."""
+    """The HTTP request that an engine request belongs to: path, request id and W3C trace headers.
+
+    `api_key`: index of the client's key in the server's list; None if the server requires no key.
+    """
 
     path: str = ""
     id: str = ""
     traceparent: str = ""
     tracestate: str = ""
+    api_key: int | None = None
 
 
 NO_CONTEXT = RequestContext()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 from swiftspec.serve.text.codec import TextCodec
 from swiftspec.serve.text.template import TemplateRenderer
 from tests.serve.http.test_app import CHAT, HELLO, MESSAGES, RESPONSES, refused
+from tests.support.grammars import accepts
 from tests.support.http import Player, application
 from tests.support.toy_pair import SPECIAL, byte_level_tokenizer, write_tokenizer
 
@@ -43,7 +45,7 @@ def prompt(player: Player) -> str:
 def test_a_tool_that_must_be_called(thinker: Player) -> None:
     ask(thinker, CHAT, **HELLO, tools=TOOLS, tool_choice="required")
     grammar = thinker.requests[-1].sampling["grammar"]
-    assert grammar.startswith('start: "<tool_call>" "\\n" call "\\n" "</tool_call>"') and "call_1" in grammar
+    assert '\nblock: "<tool_call>" "\\n" call "\\n" "</tool_call>"\n' in grammar and "call_1" in grammar
     one = {"type": "function", "function": {"name": "g"}}
     ask(thinker, CHAT, **HELLO, tools=TOOLS, tool_choice=one)
     assert "call_1" not in thinker.requests[-1].sampling["grammar"]
@@ -63,6 +65,27 @@ def test_an_unknown_tool(thinker: Player, thinking_client: httpx.Client) -> None
     refused(thinking_client, CHAT, body, "tool_choice")
 
 
+def test_a_forced_call_replaces_the_format_of_the_answer(thinker: Player) -> None:
+    """The format is that of an answer without calls, as with OpenAI. If the model chooses, both are accepted."""
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+    schema["additionalProperties"] = False
+    form = {"type": "json_schema", "name": "x", "schema": schema}
+    bodies: dict[str, dict[str, Any]] = {
+        CHAT: {**HELLO, "tools": TOOLS, "response_format": {"type": "json_schema", "json_schema": form}},
+        RESPONSES: {"input": "a", "tools": [{"type": "function", "name": "f"}], "text": {"format": form}},
+        MESSAGES: {**HELLO, "max_tokens": 9, "tools": [{"name": "f"}], "output_config": {"format": form}},
+    }
+    call = '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
+    for path, body in bodies.items():
+        for choice in ("auto", "any" if path == MESSAGES else "required"):
+            ask(thinker, path, **body, tool_choice={"type": choice} if path == MESSAGES else choice)
+            grammar = thinker.requests[-1].sampling["grammar"]
+            assert accepts(grammar, call) and not accepts(grammar, '{"a": ""}'), path
+            assert accepts(grammar, '{"a": 1}') is (choice == "auto"), path
+    ask(thinker, CHAT, **bodies[CHAT], tool_choice="none")
+    assert not accepts(thinker.requests[-1].sampling["grammar"], call)
+
+
 def test_one_call_without_parallel_tool_calls(thinker: Player) -> None:
     for single, names in ((None, ["f", "g"]), (False, ["f"])):
         thinker.prepare(text=TWO + " and so on", size=200)
@@ -78,7 +101,10 @@ def test_no_reasoning_if_a_grammar_forbids_it(thinker: Player) -> None:
 
 
 def test_the_variables_of_a_template(thinker: Player) -> None:
-    ask(thinker, CHAT, **HELLO, chat_template_kwargs={"effort": "much", "tools_in_user_message": False})
+    variables = {"effort": "much", "tools_in_user_message": False}
+    ask(thinker, CHAT, **HELLO, chat_template_kwargs=variables)
+    assert prompt(thinker).startswith("much<|user|>")
+    ask(thinker, MESSAGES, **HELLO, max_tokens=5, chat_template_kwargs=variables)
     assert prompt(thinker).startswith("much<|user|>")
     with_special = {"effort": "x", "eos_token": "forged"}
     ask(thinker, CHAT, **HELLO, chat_template_kwargs=with_special)
@@ -94,6 +120,47 @@ def test_continuing_the_last_message(thinker: Player) -> None:
     assert prompt(thinker) == expected
     ask(thinker, CHAT, messages=messages)
     assert prompt(thinker) == expected + "<|end|><|bot|>"
+
+
+def test_the_generation_prompt(thinker: Player) -> None:
+    """As in vLLM: without it the answer follows the last message, or continues it."""
+    messages = [*HELLO["messages"], {"role": "assistant", "content": "so far"}]
+    ended, begun = "<|user|>hello<|end|><|bot|>so far<|end|>", "<|user|>hello<|end|><|bot|>so far"
+    for fields, expected in (
+        ({"add_generation_prompt": False}, ended),
+        ({"add_generation_prompt": False, "continue_final_message": False}, ended),
+        ({"add_generation_prompt": False, "continue_final_message": True}, begun),
+        ({"add_generation_prompt": True, "continue_final_message": False}, ended + "<|bot|>"),
+        ({"continue_final_message": True}, begun),
+    ):
+        ask(thinker, CHAT, messages=messages, **fields)
+        assert prompt(thinker) == expected, fields
+        tokens = ask(thinker, "/tokenize", messages=messages, **fields)["tokens"]
+        assert thinker.codec.token_text(tokens) == expected, fields
+
+
+def test_a_continued_message_is_not_a_new_one(thinking_client: httpx.Client) -> None:
+    messages = [{"role": "assistant", "content": "so far"}]
+    body = {"messages": messages, "continue_final_message": True, "add_generation_prompt": True}
+    for path in (CHAT, "/tokenize"):
+        assert "cannot both be true" in refused(thinking_client, path, body, "add_generation_prompt")
+
+
+def test_an_echo_of_the_last_message(thinker: Player, thinking_client: httpx.Client) -> None:
+    """As in vLLM: if the last message has the role of the answer."""
+    messages = [*HELLO["messages"], {"role": "assistant", "content": [{"type": "text", "text": "so far: "}]}]
+    for fields, role, text in (
+        ({"messages": messages, "continue_final_message": True}, "assistant", "so far: "),
+        ({"messages": messages}, "assistant", "so far: "),
+        (HELLO, "assistant", ""),
+        ({**HELLO, "add_generation_prompt": False}, "user", "hello"),
+    ):
+        message = ask(thinker, CHAT, **fields, echo=True)["choices"][0]["message"]
+        assert (message["role"], message["content"]) == (role, text + thinker.text)
+        events = thinking_client.post(CHAT, json={**fields, "echo": True, "stream": True}).text.split("\n\n")
+        deltas = [json.loads(event.removeprefix("data: "))["choices"][0]["delta"] for event in events[:-2]]
+        assert deltas[0]["role"] == role
+        assert "".join(delta.get("content", "") for delta in deltas) == text + thinker.text
 
 
 def test_parts_of_text(thinker: Player) -> None:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import httpx
 import msgspec
+import pytest
 
 from swiftspec.params import SamplingParams
+from swiftspec.serve.http.api.sampling import close_objects
 from tests.serve.http.test_app import CHAT, HELLO, TEXT, refused
+from tests.support.grammars import accepts
 from tests.support.http import READY, Player
 
 
@@ -89,6 +93,50 @@ def test_grammars(player: Player, client: httpx.Client) -> None:
     for body in bodies:
         assert engine_request(client, player, **body)["grammar"], body
     assert "grammar" not in engine_request(client, player, response_format={"type": "text"})
+
+
+def test_options_of_json(player: Player, client: httpx.Client) -> None:
+    """The options of `structured_outputs` for JSON, with each of its constraints that is JSON."""
+    item = {"type": "object", "properties": {"b": {"type": "integer"}}}
+    schema = {"type": "object", "properties": {"a": item}, "required": ["a"]}
+    constraints: list[tuple[str, Any]] = [("json", schema), ("json", json.dumps(schema)), ("json_object", True)]
+    for name, constraint in constraints:
+        compact: dict[str, Any] = {"structured_outputs": {name: constraint, "disable_any_whitespace": True}}
+        grammar = engine_request(client, player, **compact)["grammar"]
+        assert accepts(grammar, '{"a":{"b":1}}') and not accepts(grammar, '{"a": {"b":1}}')
+        spaced: dict[str, Any] = {"structured_outputs": {name: constraint, "whitespace_pattern": "_{1,2}"}}
+        grammar = engine_request(client, player, **spaced)["grammar"]
+        assert accepts(grammar, '{"a":__{"b":_1}}') and not accepts(grammar, '{"a": {"b":1}}')
+    for close in (False, True):
+        closed: dict[str, Any] = {"structured_outputs": {"json": schema, "disable_additional_properties": close}}
+        grammar = engine_request(client, player, **closed)["grammar"]
+        assert accepts(grammar, '{"a": {"b": 1}}')
+        assert accepts(grammar, '{"a": {"c": 1}}') is not close
+    assert close_objects({"properties": {"properties": {}}})["properties"] == {"properties": {}}, "a name, no keyword"
+
+
+@pytest.mark.parametrize(
+    ("options", "param"),
+    [
+        ({}, "structured_outputs"),
+        ({"disable_any_whitespace": True}, "structured_outputs"),
+        ({"structural_tag": "{}"}, "structured_outputs.structural_tag"),
+        ({"structural_tag": "{}", "regex": "a"}, "structured_outputs.structural_tag"),
+        ({"regex": "a", "whitespace_pattern": " "}, "structured_outputs.regex"),
+        ({"json": "{", "disable_any_whitespace": True}, "structured_outputs.json"),
+        ({"json": "[]", "disable_any_whitespace": True}, "structured_outputs.json"),
+        ({"json": {}, "whitespace_pattern": "("}, "structured_outputs.json"),
+        ({"json": {}, "whitespace_pattern": " ", "disable_any_whitespace": True},
+         "structured_outputs.whitespace_pattern"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_structured_outputs_that_are_refused(
+    player: Player, client: httpx.Client, options: dict[str, Any], param: str
+) -> None:
+    for path, body in ((TEXT, {"prompt": "a"}), (CHAT, HELLO)):
+        assert param in refused(client, path, {**body, "structured_outputs": options}, param)
+    assert not player.requests
 
 
 def test_filling_in_the_middle(player: Player, client: httpx.Client) -> None:

@@ -1,13 +1,23 @@
-"""The front end's process: the URL and the host names of its address."""
+"""The front end's process: the URL and the host names of its address, and its settings."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from swiftspec.serve.http.engine_link.frontend_process import LOOPBACK, listener_url, local_host_names
+from swiftspec.errors import UserError
+from swiftspec.serve.http.engine_link.frontend_process import (
+    LOOPBACK,
+    check_frontend_settings,
+    frontend_config,
+    listener_url,
+    local_host_names,
+)
+from swiftspec.serve.settings.config_sources import load_settings
+from swiftspec.serve.settings.settings import UsageError
 
 
 def test_host_names_depend_on_the_address() -> None:
@@ -26,3 +36,27 @@ def test_host_names_depend_on_the_address() -> None:
 def test_the_url_of_an_ipv6_address_has_brackets(address: tuple[object, ...], url: str) -> None:
     listener: Any = SimpleNamespace(getsockname=lambda: address)
     assert listener_url(listener) == url
+
+
+def test_a_chat_template_is_passed_and_a_system_prompt_refused(tmp_path: Path) -> None:
+    file = tmp_path / "t.jinja"
+    settings = load_settings({"chat_template": str(file)})
+    with pytest.raises(UserError, match=r"^--chat-template .*No such file"):
+        check_frontend_settings(settings)
+    file.write_text("{{ messages }}")
+    check_frontend_settings(settings)
+    assert frontend_config(settings).chat_template == str(file.resolve())
+    assert frontend_config(load_settings({})).chat_template is None
+    with pytest.raises(UserError, match=r"^--system-prompt is not supported by a server"):
+        check_frontend_settings(load_settings({"system_prompt": "x"}))
+
+
+def test_allowed_origins_are_validated() -> None:
+    origins = ["https://example.com", "http://localhost:3000", "*", "null"]
+    settings = load_settings({"allowed_origin": origins, "response_store_memory": 3})
+    check_frontend_settings(settings)
+    config = frontend_config(settings)
+    assert config.allowed_origins == origins and config.response_store_bytes == 3 << 20
+    for origin in ("https://example.com/", "example.com", ""):
+        with pytest.raises(UsageError, match=r"--allowed-origin: .* is not an origin"):
+            check_frontend_settings(load_settings({"allowed_origin": [origin]}))
