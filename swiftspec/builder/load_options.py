@@ -59,16 +59,20 @@ class WorkerAddress:
 
 
 class LoadOptions(TypedDict, total=False):
-    """Options for loading the models. `max_model_len` and `vocab_size` default to the models' own values."""
+    """Options for loading the models. `max_model_len` and `vocab_size` default to the models' own values.
 
-    # of both models, also by name; default auto: bfloat16 for a target with 16-bit weights if the device supports it,
-    # otherwise the target's own
+    `dtype`: of both models, a torch dtype or its name. "auto", the default, is bfloat16 for a target with 16-bit
+    weights if bfloat16 is fast on the device, otherwise the target's own.
+    `device`: "auto", the default, is cuda if PyTorch finds an NVIDIA GPU, otherwise cpu. With "cuda" each rank of a
+    machine takes its own GPU.
+    `threads`: CPU threads of one operator; by default this rank's share of the physical cores, at most 8.
+    `set_torch_threads`: True, the default, sets torch's CPU threads for the whole process: to 1 if the models run on
+    the native operators, otherwise to `threads`. False leaves them unchanged.
+    """
+
     dtype: torch.dtype | str | None
-    # default auto: cuda if PyTorch finds an NVIDIA GPU, otherwise cpu; with "cuda" each rank of a machine takes its own
     device: torch.device | str
-    threads: int | None  # CPU threads of one operator; default: the rank's share of the physical cores, at most 8
-    # default True: sets torch's CPU threads for the whole process, to 1 if the models run on the native operators and
-    # otherwise to `threads`; False leaves them unchanged
+    threads: int | None
     set_torch_threads: bool
     share_device: bool  # allows more ranks than GPUs
     max_model_len: int | None  # maximum number of prompt and output tokens

@@ -38,8 +38,8 @@ def _tokenizer_end(folder: Path, vocab: int) -> Iterator[int]:
 
 
 def _ids_in_tokenizer(file: Path, text: str) -> Iterator[int]:
-    """Yields the id of a token in tokenizer.json, as an added token or in the vocabulary of its model; nothing if there
-    is none."""
+    """Yields the id of a token in tokenizer.json, as an added token or in the vocabulary of its model, if it is
+    there."""
     if not is_file(file):
         return
     fields = Fields(read_object(file, max_bytes=MAX_TOKENIZER_BYTES), f"{file}: ")
