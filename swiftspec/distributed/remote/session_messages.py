@@ -145,7 +145,7 @@ class AnswerTimes:
 
     @staticmethod
     def unpack(words: Words) -> AnswerTimes:
-        """Returns the times from the words of `pack`. Raises ValueError if one is negative."""
+        """Returns the times that `pack` has packed. Raises ValueError if one is negative."""
         times = AnswerTimes(*struct.unpack("Q3q", struct.pack("8i", *words)))
         if min(times.began, times.wall, times.queue) < 0:
             raise ValueError("a timed answer contains a negative time")

@@ -153,7 +153,7 @@ class ChatWriter:
         choice, out = delta.choice, b""
         if choice not in self._num_calls:
             self._num_calls[choice] = 0
-            prompt_fields = self._token_fields.of_prompt_ids(self._outputs.outputs[choice].prompt)
+            prompt_fields = self._token_fields.prompt_chunk(self._outputs.outputs[choice].prompt)
             out = self._chunk(choice, {"role": self._role, "content": ""}, 0, more=prompt_fields)
             out += self._chunk(choice, {"content": self._echo}, 0) if self._echo else b""
         if delta.last:
@@ -175,7 +175,7 @@ class ChatWriter:
         """Returns a chunk with these output tokens."""
         output = self._outputs.outputs[choice]
         logprobs = self._logprobs(output, first_token, end_token)
-        token_fields = self._token_fields.of_output(output.tokens[first_token:end_token])
+        token_fields = self._token_fields.output_chunk(output.tokens[first_token:end_token])
         return self._chunk(choice, fields, end_token, logprobs, token_fields)
 
     def _delta_fields(self, choice: int, piece: OutputPiece) -> dict[str, Any]:
@@ -198,13 +198,13 @@ class ChatWriter:
             {
                 "index": index, "message": answer_message(choice, self._role, self._echo),
                 "logprobs": self._logprobs(choice, 0, len(choice.tokens)), "finish_reason": choice.finish_reason,
-                **outputs.choice_end_fields(choice), **self._token_fields.of_output(choice.tokens),
+                **outputs.choice_end_fields(choice), **self._token_fields.whole_output(choice.tokens),
             }
             for index, choice in outputs.choices()
         ]  # fmt: skip
         head = {**self._common_fields, "object": "chat.completion"}
         first = outputs.outputs[0]
-        prompt_fields = self._token_fields.of_prompt(first.prompt, first.prompt_logprobs)
+        prompt_fields = self._token_fields.whole_prompt(first.prompt, first.prompt_logprobs)
         return {**head, "choices": choices, "usage": outputs.usage(), **prompt_fields, **outputs.stats()}
 
     def _logprobs(self, output: GenerationOutput, first: int, last: int) -> dict[str, Any] | None:

@@ -224,7 +224,7 @@ class CompletionWriter:
             return head
         output, echo = self._outputs.outputs[delta.choice], self._echo(delta.choice)
         logprobs = self._logprobs(output, echo, delta.first_token, delta.end_token, False)
-        token_fields = self._token_fields.of_output(output.tokens[delta.first_token : delta.end_token])
+        token_fields = self._token_fields.output_chunk(output.tokens[delta.first_token : delta.end_token])
         return head + self._chunk(delta.choice, delta.content, delta.end_token, logprobs, token_fields)
 
     def _prompt_chunk(self, choice: int) -> bytes:
@@ -232,7 +232,7 @@ class CompletionWriter:
         output, echo = self._outputs.outputs[choice], self._echo(choice)
         if not echo.text and echo.offsets is None and not self._token_fields.token_ids:
             return b""
-        fields = {**self._token_fields.of_prompt_ids(output.prompt), **self._token_fields.of_output(())}
+        fields = {**self._token_fields.prompt_chunk(output.prompt), **self._token_fields.output_chunk(())}
         return self._chunk(choice, echo.text, 0, self._logprobs(output, echo, 0, 0, True), fields)
 
     def end_events(self) -> bytes:
@@ -254,8 +254,8 @@ class CompletionWriter:
         return {
             "index": index, "text": echo.text + choice.content, "logprobs": logprobs,
             "finish_reason": choice.finish_reason, **self._outputs.choice_end_fields(choice),
-            **self._token_fields.of_output(choice.tokens),
-            **self._token_fields.of_prompt(choice.prompt, choice.prompt_logprobs),
+            **self._token_fields.whole_output(choice.tokens),
+            **self._token_fields.whole_prompt(choice.prompt, choice.prompt_logprobs),
         }  # fmt: skip
 
     def _echo(self, choice: int) -> Echo:

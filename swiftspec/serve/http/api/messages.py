@@ -236,6 +236,14 @@ def anthropic_to_conversation(body: CountRequest) -> Conversation:
     )
 
 
+def anthropic_usage(input_tokens: int, output_tokens: int, cached_tokens: int) -> dict[str, int]:
+    """Returns Anthropic's `usage` object. `input_tokens`: without those that the prefix cache supplied."""
+    return {
+        "input_tokens": input_tokens, "output_tokens": output_tokens, "cache_read_input_tokens": cached_tokens,
+        "cache_creation_input_tokens": 0,
+    }  # fmt: skip
+
+
 class MessageWriter:
     """Formatter of a generation as an Anthropic message: a sequence of thinking, text and tool_use blocks."""
 
@@ -247,7 +255,7 @@ class MessageWriter:
 
     def start_events(self) -> bytes:
         """Returns the start event, which contains an empty message."""
-        usage = {"input_tokens": len(self._output.prompt), "output_tokens": 0, "cache_read_input_tokens": 0}
+        usage = anthropic_usage(len(self._output.prompt), 0, 0)
         message = {**self._common_fields, "content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}
         return self._event("message_start", message=message)
 
@@ -299,7 +307,7 @@ class MessageWriter:
     def _usage(self) -> dict[str, Any]:
         cached = self._output.num_cached_tokens
         prefilled, generated = len(self._output.prompt) - cached, len(self._output.tokens)
-        return {"input_tokens": prefilled, "output_tokens": generated, "cache_read_input_tokens": cached}
+        return anthropic_usage(prefilled, generated, cached)
 
     def _delta_events(self, kind: str, empty: dict[str, str], name: str, text: str) -> bytes:
         out = b""

@@ -100,17 +100,21 @@ class TokenFields:
     def __init__(self, formatter: LogprobFormatter, token_ids: bool = False, prompt_top: int | None = None) -> None:
         self._formatter, self.token_ids, self._prompt_top = formatter, token_ids, prompt_top
 
-    def of_prompt_ids(self, prompt: Sequence[int]) -> dict[str, Any]:
-        """Returns the token ids of the prompt, if requested."""
+    def prompt_chunk(self, prompt: Sequence[int]) -> dict[str, Any]:
+        """Returns the fields of the prompt in a stream: its token ids, if requested."""
         return {"prompt_token_ids": list(prompt)} if self.token_ids else {}
 
-    def of_prompt(self, prompt: Sequence[int], logprobs: Sequence[TokenLogprob]) -> dict[str, Any]:
-        """Returns the requested fields of the prompt. `logprobs`: one item per token except the first."""
-        fields = self.of_prompt_ids(prompt)
-        if self._prompt_top is not None:
-            fields["prompt_logprobs"] = self._formatter.prompt_logprobs(prompt, logprobs, self._prompt_top)
-        return fields
-
-    def of_output(self, tokens: Sequence[int]) -> dict[str, Any]:
-        """Returns the requested fields of output tokens."""
+    def output_chunk(self, tokens: Sequence[int]) -> dict[str, Any]:
+        """Returns the fields of output tokens in a chunk of a stream: their ids, if requested."""
         return {"token_ids": list(tokens)} if self.token_ids else {}
+
+    def whole_prompt(self, prompt: Sequence[int], logprobs: Sequence[TokenLogprob]) -> dict[str, Any]:
+        """Returns the fields of the prompt in a complete response; null as in vLLM unless requested. `logprobs`: one
+        item per token except the first."""
+        top = self._prompt_top
+        items = None if top is None else self._formatter.prompt_logprobs(prompt, logprobs, top)
+        return {"prompt_token_ids": list(prompt) if self.token_ids else None, "prompt_logprobs": items}
+
+    def whole_output(self, tokens: Sequence[int]) -> dict[str, Any]:
+        """Returns the fields of the output in a complete response; null as in vLLM unless requested."""
+        return {"token_ids": list(tokens) if self.token_ids else None}
