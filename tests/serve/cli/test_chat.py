@@ -19,6 +19,7 @@ from rich.console import Console
 from swiftspec.config import EngineConfig
 from swiftspec.engine import Stats, TokenChunk
 from swiftspec.errors import UserError
+from swiftspec.messages import VerifiedRound
 from swiftspec.params import SamplingParams
 from swiftspec.serve.cli.chat import Chat
 from swiftspec.serve.cli.chat_history import Turn
@@ -69,6 +70,7 @@ class FakeEngine:
         tokens = self.tokenize(self.reply)
         for at in range(0, len(tokens), 3):
             self.stats.rounds, self.stats.accepted = self.stats.rounds + 1, self.stats.accepted + 2
+            self.stats.verified.append(VerifiedRound((-1, 0, 1), (0, 1, 2)))
             yield TokenChunk(tuple(tokens[at : at + 3]), 2, self.ending if at + 3 >= len(tokens) else None)
             self.during()
 
