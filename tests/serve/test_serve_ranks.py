@@ -255,7 +255,7 @@ def test_an_error_of_one_rank_ends_the_others(pair: list[str], started: list[Ran
     started.append(ranks)
     (code, err), (other, _) = ranks.end(60)
     assert (code, other) == (1, 1)
-    assert err.splitlines()[-1].startswith("swiftspec: error: rank 1: --device cuda: PyTorch finds no NVIDIA GPU")
+    assert err.splitlines()[-1].startswith("swiftspec: error: rank 1: device cuda: PyTorch finds no NVIDIA GPU")
 
 
 @pytest.mark.slow

@@ -19,6 +19,7 @@ from rich.console import Console
 from swiftspec.config import EngineConfig
 from swiftspec.engine import Stats, TokenChunk
 from swiftspec.errors import UserError
+from swiftspec.messages import VerifiedRound
 from swiftspec.params import SamplingParams
 from swiftspec.serve.cli.chat import Chat
 from swiftspec.serve.cli.chat_history import Turn
@@ -68,8 +69,11 @@ class FakeEngine:
         self.stats = Stats(decode_time=0.5, first_token_time=0.041, drafter_lost=self.lost, population=self.population)
         tokens = self.tokenize(self.reply)
         for at in range(0, len(tokens), 3):
-            self.stats.rounds, self.stats.accepted = self.stats.rounds + 1, self.stats.accepted + 2
-            yield TokenChunk(tuple(tokens[at : at + 3]), 2, self.ending if at + 3 >= len(tokens) else None)
+            chunk = tuple(tokens[at : at + 3])
+            self.stats.tokens, self.stats.rounds = self.stats.tokens + len(chunk), self.stats.rounds + 1
+            self.stats.accepted += len(chunk) - 1
+            self.stats.verified.append(VerifiedRound((-1, 0, 1), tuple(range(len(chunk)))))
+            yield TokenChunk(chunk, 2, self.ending if at + 3 >= len(tokens) else None)
             self.during()
 
 
