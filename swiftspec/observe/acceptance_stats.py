@@ -62,15 +62,13 @@ class Acceptance:
 
         `parents`: parent of each node of the proposal, -1 for the root.
         `path`: nodes of the accepted path, the root first, as many as the round has output tokens.
-        `overlaps`: 1 - TV(p, q) of each node of the path that has sampled children.
+        `overlaps`: 1 - TV(p, q) of each node that has sampled children, in the order of the path before it was cut.
         `sources`: source of each node of the proposal; if empty, the draft model for all nodes except the root.
         `is_cut`: the output ended at the last node of `path`; whether one of its children was accepted does not count.
         """
         sources = sources or (NodeSource.ROOT, *[NodeSource.DRAFT_MODEL] * (len(parents) - 1))
         self.proposed_by_source.update(sources[1:])
         self.accepted_by_source.update(sources[node] for node in path[1:])
-        self.expected += sum(overlaps)
-        self.judged += len(overlaps)
         _add(self.histogram, len(path) - 1)
         depths = {node: depth for depth, node in enumerate(path)}
         siblings = [0] * len(path)  # children seen so far of each node of the path
@@ -87,6 +85,9 @@ class Acceptance:
         for depth, children in enumerate(siblings):
             if children:
                 _add(self.tried_at_depth, depth)
+        judged = overlaps[: sum(children > 0 for children in siblings)] if is_cut else overlaps
+        self.expected += sum(judged)
+        self.judged += len(judged)
 
 
 def _add(counts: list[int], at: int) -> None:

@@ -95,7 +95,9 @@ class RawClient:
 
     def recv(self) -> Frame:
         kind, words = self.transport.recv(20)
-        return (kind, words) if kind != Opcode.TIMED_ANSWER else unpack_timed(words)[1:]
+        if kind == Opcode.TIMED_ANSWER:
+            _, kind, words = unpack_timed(words)
+        return kind, list(words)
 
     def refused(self, kind: int, words: Sequence[int] = ()) -> str:
         """Sends a message that the worker refuses, and returns the reason."""

@@ -137,10 +137,6 @@ REFUSED: Mapping[str, Refusal] = {
     "structural_tag": Refusal(STRUCTURED),
     "grammar_lazy": Refusal("use tools", (False,)),
     "grammar_triggers": Refusal("use tools", ([],)),
-    "structured_outputs.structural_tag": Refusal("use structured_outputs.grammar"),
-    "structured_outputs.disable_any_whitespace": Refusal("use structured_outputs.grammar", (False,)),
-    "structured_outputs.disable_additional_properties": Refusal("set additionalProperties in the schema", (False,)),
-    "structured_outputs.whitespace_pattern": Refusal("use structured_outputs.grammar"),
     # conversations, tools and reasoning
     "chat_template": Refusal("use chat_template_kwargs"),
     "chat_template_kwargs": Refusal(CHAT_ONLY, ({},)),

@@ -98,7 +98,8 @@ def test_a_draft_that_sends_only_other_messages_is_late(ends: Ends, monkeypatch:
     drafter.link.answer_timeout_s = 0.5
     with pytest.raises(DrafterLate):
         drafter.propose()
-    assert ends[0].recv(10) == (Opcode.STEP_TIMES, [1, 1]), "it has not read all of them"
+    kind, words = ends[0].recv(10)
+    assert (kind, list(words)) == (Opcode.STEP_TIMES, [1, 1]), "it has not read all of them"
 
 
 def test_a_draft_may_answer_after_the_timeout(ends: Ends) -> None:

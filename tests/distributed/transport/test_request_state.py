@@ -74,7 +74,6 @@ def test_rejection_sampling_requires_the_draft_probabilities() -> None:
     [
         replace(OPENING, tokens=(3, 40)),
         replace(OPENING, tokens=(1,) * 99),
-        replace(OPENING, sampling=SamplingParams(top_k=41)),
         replace(OPENING, sampling=SamplingParams(verify_batch=9)),
         replace(OPENING, sampling=SamplingParams(draft_steps=65)),
         replace(OPENING, sampling=SamplingParams(logit_bias={-1: 1.0})),

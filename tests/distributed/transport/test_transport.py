@@ -21,13 +21,18 @@ def ends(request: pytest.FixtureRequest) -> Iterator[tuple[Transport, Transport]
         yield ends
 
 
+def received(end: Transport) -> tuple[int, list[int]]:
+    kind, words = end.recv(10)
+    return kind, list(words)
+
+
 def test_messages_arrive_complete_and_in_order(ends: tuple[Transport, Transport]) -> None:
     near, far = ends
     messages = [list(range(-7, n - 7)) for n in (0, 1, 5, 1000, 40_000)]
     sender = threading.Thread(target=lambda: [near.send(kind, words) for kind, words in enumerate(messages)])
     sender.start()
     for kind, words in enumerate(messages):
-        assert far.recv(10) == (kind, words)
+        assert received(far) == (kind, words)
     sender.join()
     far.send(99)
     assert near.recv()[0] == 99
@@ -41,7 +46,7 @@ def test_a_wait_times_out_and_can_be_repeated(ends: tuple[Transport, Transport])
             near.recv(timeout)
         assert time.monotonic() - began >= timeout
     far.send(3, [4])
-    assert near.recv(5) == (3, [4])
+    assert received(near) == (3, [4])
 
 
 def test_a_lost_peer_is_detected(ends: tuple[Transport, Transport]) -> None:

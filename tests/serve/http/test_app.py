@@ -183,9 +183,6 @@ def test_bodies_that_are_not_json(client: httpx.Client) -> None:
     [
         (RESPONSES, {"input": "a", "n": 2}, "n"),
         (RESPONSES, {"input": "a", "best_of": 3}, "best_of"),
-        (TEXT, {"prompt": "a", "min_tokens": 3}, "min_tokens"),
-        (TEXT, {"prompt": "a", "n": 2}, "n"),
-        (TEXT, {"prompt": "a", "best_of": 3}, "best_of"),
         (TEXT, {"prompt": "a", "min_tokens": 17}, "min_tokens"),
         (TEXT, {"prompt": "a", "allowed_token_ids": [5, 320]}, "allowed_token_ids"),
         (TEXT, {"prompt": "a", "bad_words": [" "]}, "bad_words"),

@@ -142,7 +142,9 @@ async def _encode_fill_in_the_middle(
     return [*bos, prefix_token, *before, suffix_token, *after, middle_token]
 
 
-def echoed_text(codec: TextCodec, prompt: Prompt, tokens: Sequence[int], truncated: bool) -> tuple[str, list[int]]:
+def prompt_text_and_offsets(
+    codec: TextCodec, prompt: Prompt, tokens: Sequence[int], truncated: bool
+) -> tuple[str, list[int]]:
     """Returns the text of a prompt for `echo`, and the position of each token in it.
 
     `prompt`: the prompt as it was sent. A text is returned as it is, unless it was truncated; tokens are decoded
@@ -346,7 +348,9 @@ async def prompt_echo(
     """Returns the echo of a prompt, whose token ids are `tokens`."""
     if not body.echo:
         return Echo()
-    text, offsets = await context.run_in_tokenizer_thread(echoed_text, codec, prompt, tokens, truncates(body))
+    text, offsets = await context.run_in_tokenizer_thread(
+        prompt_text_and_offsets, codec, prompt, tokens, truncates(body)
+    )
     return Echo(text, None if body.logprobs is None else offsets)
 
 

@@ -26,7 +26,6 @@ from swiftspec.serve.http.known_fields import reject_unsupported
 from swiftspec.serve.http.schema import (
     INTEGRAL,
     Body,
-    Count,
     ExtensibleBody,
     JsonObject,
     Positive,
@@ -115,8 +114,6 @@ class CountRequest(ExtensibleBody):
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
     output_format: OutputFormat | None = Field(None, description="Earlier name of output_config.format.")
-    # Field of Anthropic that this server does not support: see MESSAGES_UNSUPPORTED.
-    mcp_servers: Annotated[list[JsonObject], Field(max_length=128)] | None = None
     chat_template_kwargs: Variables | None = None
 
 
@@ -126,7 +123,6 @@ class MessagesRequest(CountRequest, SamplingFields):
     max_tokens: Positive
     stop_sequences: Stops | None = None
     stream: bool | None = None
-    n: Count | None = None  # not supported, except 1
 
 
 def messages_grammar_request(body: CountRequest) -> GrammarRequest | None:

@@ -77,18 +77,25 @@ def test_a_truncated_prompt_is_echoed(player: Player, client: httpx.Client) -> N
     refused(client, TEXT, {"prompt": "a", "truncate_prompt_tokens": 2, "suffix": "b"}, "truncate_prompt_tokens")
 
 
+def prompt_owner(response: dict[str, Any], path: str) -> dict[str, Any]:
+    """The object with the fields of the prompt."""
+    return response if path == CHAT else response["choices"][0]
+
+
 @PATHS
 def test_token_ids(player: Player, client: httpx.Client, path: str) -> None:
     response = answer(client, path, return_token_ids=True)
     choice, prompt = response["choices"][0], player.requests[-1].prompt
     assert choice["token_ids"] == player.tokens()
-    assert (response if path == CHAT else choice)["prompt_token_ids"] == prompt
+    assert prompt_owner(response, path)["prompt_token_ids"] == prompt
     first, *others = chunks(client, path, return_token_ids=True)
     assert (first if path == CHAT else first["choices"][0])["prompt_token_ids"] == prompt
     assert not any("prompt_token_ids" in json.dumps(chunk) for chunk in others)
     streamed = [token for chunk in others for token in chunk["choices"][0].get("token_ids") or ()]
     assert streamed == player.tokens()
-    assert "token_ids" not in json.dumps([answer(client, path), *chunks(client, path)])
+    assert "token_ids" not in json.dumps(chunks(client, path))
+    plain = answer(client, path)
+    assert (plain["choices"][0]["token_ids"], prompt_owner(plain, path)["prompt_token_ids"]) == (None, None)
 
 
 @PATHS
@@ -103,14 +110,14 @@ def test_usage_in_every_chunk(player: Player, client: httpx.Client, path: str) -
 @PATHS
 def test_prompt_log_probabilities(player: Player, client: httpx.Client, path: str) -> None:
     response = answer(client, path, prompt_logprobs=2)
-    found = (response if path == CHAT else response["choices"][0])["prompt_logprobs"]
+    found = prompt_owner(response, path)["prompt_logprobs"]
     prompt = player.requests[-1].prompt
     assert found[0] is None and len(found) == len(prompt)
     for token, entry in zip(prompt[1:], found[1:], strict=True):
         text = player.codec.token_text([token])
         assert entry[str(token)] == {"logprob": -0.5, "rank": 1, "decoded_token": text}
         assert [each["rank"] for each in entry.values()] == [1, 2] or token == 1
-    assert "prompt_logprobs" not in json.dumps(answer(client, path))
+    assert prompt_owner(answer(client, path), path)["prompt_logprobs"] is None
     assert player.requests[-2].sampling["prompt_logprobs"] == 2
     assert engine_request(client, player, path, prompt_logprobs=-1)["prompt_logprobs"] == -1
 
