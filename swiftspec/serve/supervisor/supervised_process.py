@@ -16,6 +16,7 @@ from swiftspec.serve.supervisor import control_protocol
 from swiftspec.serve.supervisor.restart_policy import RestartPolicy
 
 STARTUP_HEARTBEAT_TIMEOUT_S = 30.0  # until the process is ready: imports of large libraries hold the interpreter lock
+EXIT_HEARTBEAT_TIMEOUT_S = 15.0  # once it was asked to exit: the interpreter's shutdown sends no heartbeats
 WORK_UNIT_TIMEOUT_S = 300.0  # limit of one operation; a prefill chunk may take a minute on a slow machine
 SHM_DIR = Path("/dev/shm")
 FINAL_EXIT_CODES = {0, 2, 128 + signal.SIGHUP, 128 + signal.SIGINT, 141, 128 + signal.SIGTERM}  # of intended exits
@@ -63,6 +64,7 @@ class SupervisedProcess:
         self._last_heartbeat = self._timers_reset_at = 0.0
         self._busy_since: float | None = None
         self._ready_at: float | None = None
+        self._exit_requested = False
 
     def start(self, now: float) -> None:
         """Starts the next incarnation. Raises OSError if the process cannot be created."""
@@ -70,6 +72,7 @@ class SupervisedProcess:
         self.incarnation, self.restart_at, self.kill_reason, self._receive_buffer = self.incarnation + 1, None, "", b""
         self._last_heartbeat = self._timers_reset_at = now
         self._busy_since = self._ready_at = None
+        self._exit_requested = False
         self.control, remote_end = socket.socketpair()
         with remote_end:
             try:
@@ -121,6 +124,7 @@ class SupervisedProcess:
         if self.process is None or timeout is None or self.kill_reason:
             return
         limit = timeout if self._ready_at is not None else max(timeout, STARTUP_HEARTBEAT_TIMEOUT_S)
+        limit = max(limit, EXIT_HEARTBEAT_TIMEOUT_S) if self._exit_requested else limit
         if now - self._last_heartbeat > limit:
             self.kill_reason = f"sent no heartbeat for {limit:g} s"
         elif (
@@ -155,6 +159,10 @@ class SupervisedProcess:
         delay = self._restart_policy.next_delay(now, 0.0 if self._ready_at is None else now - self._ready_at)
         self.restart_at = None if delay is None else now + delay
         return delay is not None
+
+    def expect_exit(self) -> None:
+        """Extends the heartbeat timeout of the process, because it was asked to exit."""
+        self._exit_requested = True
 
     def signal(self, number: int) -> None:
         """Sends a signal to the process, if one is running."""

@@ -158,6 +158,7 @@ class Supervisor:
         """Forwards each signal to the leader. If the leader is not running, the signal ends the job."""
         while self._received_signals:
             number = self._received_signals.pop(0)
+            self._leader.expect_exit()
             if number == signal.SIGINT and self._shares_terminal:
                 continue
             self._first_signal = self._first_signal or number
@@ -170,6 +171,8 @@ class Supervisor:
 
     def _shut_down(self, wakeup: int) -> None:
         """Waits for all processes to exit. Ranks that do not exit get SIGTERM, then SIGKILL."""
+        for child in self._children:
+            child.expect_exit()
         if self._frontend is not None:
             self._frontend.send(control_protocol.SHUTDOWN)
         ranks = [child for child in self._children if child is not self._frontend]

@@ -14,6 +14,7 @@ import pytest
 
 from swiftspec.distributed.launch.supervision import EXIT_PEER_LOST
 from swiftspec.serve.supervisor.supervised_process import (
+    EXIT_HEARTBEAT_TIMEOUT_S,
     STARTUP_HEARTBEAT_TIMEOUT_S,
     WORK_UNIT_TIMEOUT_S,
     SupervisedProcess,
@@ -80,6 +81,16 @@ def test_a_process_without_heartbeats_is_killed(processes: list[SupervisedProces
     process.kill_if_hung(now + 3.1)
     assert process.kill_reason == "sent no heartbeat for 3 s"
     assert (exit_code(process), process.process, process.control) == (-9, None, None)
+
+
+def test_the_heartbeat_timeout_is_longer_once_the_process_is_to_exit(processes: list[SupervisedProcess]) -> None:
+    process, now = started(processes, "client.set_ready()"), time.monotonic()
+    receive_heartbeats(process, now, 2)
+    process.expect_exit()
+    process.kill_if_hung(now + EXIT_HEARTBEAT_TIMEOUT_S - 0.1)
+    assert not process.kill_reason
+    process.kill_if_hung(now + EXIT_HEARTBEAT_TIMEOUT_S + 0.1)
+    assert process.kill_reason == f"sent no heartbeat for {EXIT_HEARTBEAT_TIMEOUT_S:g} s"
 
 
 def test_the_heartbeat_timeout_is_longer_during_startup(processes: list[SupervisedProcess]) -> None:
