@@ -42,7 +42,11 @@ from swiftspec.params import SamplingParams
 
 DEFAULTS = EngineConfig()
 # every system sets its own threads before it decodes
-OPTIONS: LoadOptions = {"device": "cpu", "threads": 1, "set_torch_threads": False}
+
+
+def load_options(dtype: torch.dtype) -> LoadOptions:
+    """Returns the options with which SwiftSpec's systems are loaded."""
+    return {"device": "cpu", "threads": 1, "set_torch_threads": False, "dtype": dtype}
 
 
 @dataclass(frozen=True)
@@ -198,7 +202,7 @@ def build(args: argparse.Namespace) -> dict[str, Generate]:
         for what, model in models.items():
             for mode in args.modes.split(","):
                 draft_path = args.draft_model if mode != "ar" else None
-                llm = LLM(model, draft_path, config_of(mode, args), dtype=dtype, **OPTIONS)
+                llm = LLM(model, draft_path, config_of(mode, args), **load_options(dtype))
                 systems[f"swiftspec {mode}{what}"] = our_system(llm, args, every)
     return systems | llama_cpp_systems(args)
 
@@ -303,7 +307,7 @@ def main() -> None:
     if world is not None and world.rank > 0:
         torch.set_num_threads(1)
         serve_rank(
-            world, args.model, args.draft_model, config_of("async", args), dtype=getattr(torch, args.dtype), **OPTIONS
+            world, args.model, args.draft_model, config_of("async", args), **load_options(getattr(torch, args.dtype))
         )
         return
     if world is not None:
@@ -317,7 +321,7 @@ def main() -> None:
     systems, together = build(args), None
     if world is not None:
         config, dtype = config_of("async", args), getattr(torch, args.dtype)
-        together = LLM(args.model, args.draft_model, config, world=world, dtype=dtype, **OPTIONS)
+        together = LLM(args.model, args.draft_model, config, world=world, **load_options(dtype))
         systems["swiftspec async 1 + 1"] = our_system(together, args, world.own_cores())
     result = report(measure(systems, prompts, args.repeats), args, len(prompts))
     if together is not None:

@@ -86,7 +86,7 @@ def test_the_draft_probabilities_are_sent_with_a_proposal() -> None:
     )
     assert np.array_equal(unpacked.draft_probs.tokens, tokens) and np.array_equal(unpacked.draft_probs.probs, probs)
     nan = np.full(2, np.float32("nan")).view(np.int32).tolist()
-    for broken in (flat[:-1], flat[:-2] + nan, [*flat[:-3], 0, 0, 0]):
+    for broken in (flat[:-1], [*flat[:-2], *nan], [*flat[:-3], 0, 0, 0]):
         with pytest.raises(ValueError, match="distribution"):
             unpack_proposal(broken)
 
