@@ -321,7 +321,8 @@ async def completion_requests(
         try:
             tokens = await encode_prompt(context, info, codec, body, prompt)
             sampling = sampling_params(body, info, tokens, negative, limit) | more
-            sampling |= scoring_params(body, info, sampling, tokens, logprobs, echo=bool(body.echo), stream=body.stream)
+            with_prompt = bool(body.echo and body.logprobs is not None)
+            sampling |= scoring_params(body, info, sampling, tokens, logprobs, echo=with_prompt, stream=body.stream)
         except (ApiError, UserError) as error:
             raise _prompt_error(error, number, len(prompts)) from None
         generation_request = GenerationRequest(
