@@ -466,7 +466,7 @@ def test_in_a_real_terminal(tmp_path: Path) -> None:
     flags = ["--model", str(target), "--draft-model", str(draft), "--threads", "1", "--ignore-eos"]
     flags += ["--emulate", "target=10ms"]  # leaves time for a Ctrl-C before an answer ends
     terminal = Terminal(["-m", "swiftspec.serve", *flags], TERM="xterm", SWIFTSPEC_MAX_TOKENS="20", NO_COLOR="")
-    terminal.until(r"ready in [\s\S]*target, draft .*draft; mode serial")
+    terminal.until(r"ready in [\s\S]*target, draft .*draft; mode\s+serial")
     terminal.until(">>>")
     terminal.send("def f():\r")
     terminal.until(r"20 tok, [\d.e+]+ tok/s, TTFT \d+ ms, \d\.\d tok/round[\s\S]*>>>")
