@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Request, Response
@@ -12,7 +12,7 @@ from pydantic import Field
 from swiftspec.serve.http.api.choices import requested_choices, sampled_requests
 from swiftspec.serve.http.api.generation import JSON_OR_SSE, chat_generation_request, respond
 from swiftspec.serve.http.api.sampling import grammar_request
-from swiftspec.serve.http.api.token_fields import listed_logprobs, response_fields
+from swiftspec.serve.http.api.token_fields import listed_logprobs, logprob_formatter, response_fields
 from swiftspec.serve.http.app_context import AppContext, new_id
 from swiftspec.serve.http.errors import ApiError
 from swiftspec.serve.http.format.conversation import (
@@ -66,6 +66,7 @@ class ChatRequest(SamplingFields, ConstraintFields, TemplateFields, ScoringField
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     n: Count | None = Field(None, description=N_DESCRIPTION)
+    include_reasoning: bool | None = Field(None, description="false: the answer has no reasoning_content.")
     echo: bool | None = Field(
         None, description="Begin the answer with the text of the last message, if that has the same role."
     )
@@ -99,7 +100,9 @@ def openai_tool_call(call: ParsedToolCall) -> dict[str, Any]:
     return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments_json}}
 
 
-def answer_message(output: GenerationOutput, role: str = "assistant", echo: str = "") -> dict[str, Any]:
+def answer_message(
+    output: GenerationOutput, role: str = "assistant", echo: str = "", *, with_reasoning: bool = True
+) -> dict[str, Any]:
     """Returns the complete message. `echo`: text that precedes the generated content."""
     content = echo + output.content
     message: dict[str, Any] = {"role": role, "content": content, "refusal": None}
@@ -108,7 +111,7 @@ def answer_message(output: GenerationOutput, role: str = "assistant", echo: str 
             "content": content or None,
             "tool_calls": [openai_tool_call(call) for call in output.tool_calls],
         }
-    if output.reasoning_text:
+    if output.reasoning_text and with_reasoning:
         message["reasoning_content"] = output.reasoning_text
     return message
 
@@ -121,14 +124,17 @@ class ChatWriter:
     `role`: role of the answer.
     `echo`: text that precedes the generated content.
     `token_fields`: formatter of vLLM's additional fields.
+    `with_reasoning`: whether the response contains the reasoning.
     """
 
     def __init__(
         self, outputs: RequestOutputs, model: str, logprob_formatter: LogprobFormatter, top: int | None,
         usage: StreamUsage, fingerprint: str, token_fields: TokenFields, role: str = "assistant", echo: str = "",
+        with_reasoning: bool = True,
     ) -> None:  # fmt: skip
         self._outputs, self._logprob_formatter, self._top, self._usage = outputs, logprob_formatter, top, usage
         self._role, self._echo, self._token_fields = role, echo, token_fields
+        self._with_reasoning = with_reasoning
         self._common_fields = {
             "id": new_id("chatcmpl-"),
             "object": "chat.completion.chunk",
@@ -158,14 +164,15 @@ class ChatWriter:
             out += self._chunk(choice, {"content": self._echo}, 0) if self._echo else b""
         if delta.last:
             return out + self._end_chunk(choice)
-        if not delta.pieces and (self._top is not None or self._token_fields.token_ids):
+        pieces = [piece for piece in delta.pieces if self._with_reasoning or piece.kind != "reasoning"]
+        if not pieces and (self._top is not None or self._token_fields.token_ids):
             return out + self._token_chunk(choice, {"content": ""}, delta.first_token, delta.end_token)
-        return out + self._piece_chunks(delta)
+        return out + self._piece_chunks(delta, pieces)
 
-    def _piece_chunks(self, delta: OutputDelta) -> bytes:
+    def _piece_chunks(self, delta: OutputDelta, pieces: Sequence[OutputPiece]) -> bytes:
         out, first_token = b"", delta.first_token
-        for index, piece in enumerate(delta.pieces, 1):
-            end_token = delta.end_token if index == len(delta.pieces) else piece.end_token
+        for index, piece in enumerate(pieces, 1):
+            end_token = delta.end_token if index == len(pieces) else piece.end_token
             fields = self._delta_fields(delta.choice, piece)
             out += self._token_chunk(delta.choice, fields, first_token, end_token)
             first_token = end_token
@@ -196,7 +203,9 @@ class ChatWriter:
         outputs = self._outputs
         choices = [
             {
-                "index": index, "message": answer_message(choice, self._role, self._echo),
+                "index": index, "message": answer_message(
+                    choice, self._role, self._echo, with_reasoning=self._with_reasoning
+                ),
                 "logprobs": self._logprobs(choice, 0, len(choice.tokens)), "finish_reason": choice.finish_reason,
                 **outputs.choice_end_fields(choice), **self._token_fields.whole_output(choice.tokens),
             }
@@ -254,10 +263,11 @@ def chat_router(context: AppContext) -> APIRouter:
         )  # fmt: skip
         requests = sampled_requests(generation_request, choices.num_samples, body.seed is not None)
         outputs = RequestOutputs.create([requests], codec, choices.n)
-        formatter = LogprobFormatter(codec, bool(body.return_tokens_as_token_ids))
+        formatter = logprob_formatter(body, codec)
         writer = ChatWriter(
             outputs, model, formatter, listed_logprobs(body, top), usage, context.system_fingerprint(),
             response_fields(body, formatter), response_role(body), echoed_text(body, conversation),
+            body.include_reasoning is not False,
         )  # fmt: skip
         return await respond(context, request, outputs, writer, body.stream)
 

@@ -17,6 +17,7 @@ from swiftspec.serve.http.api.sampling import grammar_request, sampling_params
 from swiftspec.serve.http.api.token_fields import (
     bad_word_ids,
     listed_logprobs,
+    logprob_formatter,
     response_fields,
     scoring_params,
     truncate_prompt,
@@ -373,7 +374,7 @@ def completions_router(context: AppContext) -> APIRouter:
             await prompt_echo(context, codec, body, prompt, group[0].engine_request.prompt)
             for prompt, group in zip(prompts, requests)
         ]
-        formatter = LogprobFormatter(codec, bool(body.return_tokens_as_token_ids))
+        formatter = logprob_formatter(body, codec)
         writer = CompletionWriter(
             outputs, model, formatter, listed_logprobs(body, body.logprobs), usage, context.system_fingerprint(),
             echoes, response_fields(body, formatter),

@@ -89,6 +89,11 @@ def listed_logprobs(body: ScoringFields, requested: int | None) -> int | None:
     return EVERY_TOKEN if requested is not None and (requested < 0 or body.logprob_token_ids) else requested
 
 
+def logprob_formatter(body: ScoringFields, codec: TextCodec) -> LogprobFormatter:
+    """Returns the formatter of the log-probabilities that a request asks for."""
+    return LogprobFormatter(codec, bool(body.return_tokens_as_token_ids), bool(body.logprob_token_ids))
+
+
 def response_fields(body: ScoringFields, formatter: LogprobFormatter) -> TokenFields:
     """Returns the formatter of the additional response fields that a request asks for."""
     prompt_top = EVERY_TOKEN if body.prompt_logprobs == -1 else body.prompt_logprobs

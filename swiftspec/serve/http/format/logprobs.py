@@ -13,11 +13,14 @@ MIN_LOGPROB = -9999.0  # replaces -inf, which JSON cannot represent
 
 
 class LogprobFormatter:
-    """Formatter of tokens and their log-probabilities in OpenAI's schemas. `as_token_ids`: tokens are written as
-    `token_id:29`."""
+    """Formatter of tokens and their log-probabilities in OpenAI's schemas.
 
-    def __init__(self, codec: TextCodec, as_token_ids: bool = False) -> None:
-        self._codec, self._as_token_ids = codec, as_token_ids
+    `as_token_ids`: tokens are written as `token_id:29`.
+    `list_sampled`: the token itself is also listed among the top log-probabilities, first, if it is not one of them.
+    """
+
+    def __init__(self, codec: TextCodec, as_token_ids: bool = False, list_sampled: bool = False) -> None:
+        self._codec, self._as_token_ids, self._list_sampled = codec, as_token_ids, list_sampled
         self._cache: dict[int, tuple[str, bytes]] = {}
 
     def _name(self, token: int) -> str:
@@ -44,9 +47,19 @@ class LogprobFormatter:
     def chat_logprobs(self, tokens: Sequence[int], logprobs: Sequence[TokenLogprob], top: int) -> list[dict[str, Any]]:
         """Returns the items of `logprobs.content` in a chat completion, each with the `top` most likely tokens."""
         return [
-            {**self._entry(token, logprob.logprob), "top_logprobs": [self._entry(*one) for one in logprob.top[:top]]}
+            {
+                **self._entry(token, logprob.logprob),
+                "top_logprobs": [self._entry(*one) for one in self._listed(token, logprob, top)],
+            }
             for token, logprob in zip(tokens, logprobs)
         ]
+
+    def _listed(self, token: int, logprob: TokenLogprob, top: int) -> list[tuple[int, float]]:
+        """Returns the tokens that are listed at the position of `token`, with their log-probabilities."""
+        listed = [*logprob.top[:top]]
+        if self._list_sampled and all(other != token for other, _ in listed):
+            listed.insert(0, (token, logprob.logprob))
+        return listed
 
     def completion_logprobs(
         self, tokens: Sequence[int], logprobs: Sequence[TokenLogprob | None], top: int, text_offsets: Sequence[int]

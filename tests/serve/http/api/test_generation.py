@@ -100,6 +100,16 @@ def test_no_reasoning_if_a_grammar_forbids_it(thinker: Player) -> None:
     assert ask(thinker, CHAT, **HELLO)["choices"][0]["message"]["reasoning_content"] == "a"
 
 
+def test_reasoning_can_be_omitted(thinker: Player, thinking_client: httpx.Client) -> None:
+    thinker.prepare(text="<think>a</think>b")
+    answer = ask(thinker, CHAT, **HELLO, include_reasoning=False)
+    assert answer["choices"][0]["message"] == {"role": "assistant", "content": "b", "refusal": None}
+    for logprobs in (False, True):
+        body = {**HELLO, "include_reasoning": False, "stream": True, "logprobs": logprobs}
+        stream = thinking_client.post(CHAT, json=body).text
+        assert "reasoning_content" not in stream and '"content":"b"' in stream.replace(" ", "")
+
+
 def test_the_variables_of_a_template(thinker: Player) -> None:
     variables = {"effort": "much", "tools_in_user_message": False}
     ask(thinker, CHAT, **HELLO, chat_template_kwargs=variables)

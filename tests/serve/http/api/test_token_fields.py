@@ -9,6 +9,8 @@ from typing import Any
 import httpx
 import pytest
 
+from swiftspec.serve.http.engine_link.frames import TokenLogprob
+from swiftspec.serve.http.format.logprobs import LogprobFormatter
 from tests.serve.http.api.test_sampling import engine_request
 from tests.serve.http.test_app import CHAT, HELLO, TEXT, refused
 from tests.support.http import Player
@@ -140,6 +142,14 @@ def test_counts_of_log_probabilities(player: Player, client: httpx.Client) -> No
         assert all(len(entry) <= max(length, 1) for entry in logprobs["top_logprobs"])
     sampling = engine_request(client, player, CHAT, logprobs=True, top_logprobs=3, logprob_token_ids=[7, 7, 9])
     assert (sampling["logprobs"], sampling["logprob_token_ids"]) == (0, [7, 9])
+
+
+def test_the_sampled_token_is_listed_beside_the_requested_ones(player: Player) -> None:
+    formatter = LogprobFormatter(player.codec, list_sampled=True)
+    listed = TokenLogprob(-0.5, [(7, -1.0), (9, -2.0)], 1)
+    for token, others in ((7, [7, 9]), (8, [8, 7, 9])):
+        (item,) = formatter.chat_logprobs([token], [listed], 99)
+        assert [each["logprob"] for each in item["top_logprobs"]] == [-0.5, -1.0, -2.0][-len(others) :]
 
 
 @pytest.mark.parametrize("body", [{"logprobs": -1, "max_tokens": 99}, {"prompt_logprobs": -1}])
