@@ -6,12 +6,14 @@
 Every source is compiled for every architecture. The rules apply to every kernel and compiler release: no spills, no
 stack, no local memory, and the instructions that `required` lists. The figures (registers, and instruction counts if
 nvdisasm is found in PATH or in the package nvidia-cuda-nvdisasm) are for Hopper; they are compared only if the same
-nvcc release wrote them.
+nvcc release wrote them. The file also has the digest of the sources that were checked last; a fast test compares it, so
+that every change of a kernel is compiled and checked.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import re
 import shutil
@@ -104,6 +106,16 @@ class Report:
     @property
     def figures(self) -> dict[str, dict[str, int]]:
         return {name: kernel.figures() for name, kernel in sorted(self.kernels.items()) if kernel.arch == HOPPER}
+
+
+def sources_digest() -> str:
+    """Returns the SHA-256 digest of every file that the kernels are compiled from."""
+    csrc = ROOT / "csrc"
+    files = [csrc / "kernels_cuda.h", *(csrc / "cuda").rglob("*.*"), *(csrc / "common").rglob("*.*")]
+    digest = hashlib.sha256()
+    for file in sorted(files):
+        digest.update(f"{file.relative_to(csrc).as_posix()}\0".encode() + file.read_bytes() + b"\0")
+    return digest.hexdigest()
 
 
 def nvcc_release(nvcc: str) -> str:
@@ -241,7 +253,8 @@ def main() -> None:
     if arguments.write and find_nvdisasm() is None:
         raise SystemExit("the figures need nvdisasm: pip install nvidia-cuda-nvdisasm")
     if arguments.write and not complaints:
-        FIGURES.write_text(json.dumps({"nvcc": report.release, "kernels": report.figures}, indent=1) + "\n")
+        written = {"nvcc": report.release, "sources": sources_digest(), "kernels": report.figures}
+        FIGURES.write_text(json.dumps(written, indent=1) + "\n")
     elif not arguments.write:
         complaints += changed_figures(report, json.loads(FIGURES.read_text()))
     for line in complaints:

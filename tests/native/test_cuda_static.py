@@ -62,7 +62,12 @@ def test_faults_are_detected() -> None:
     assert len(sass_gate.changed_figures(Report("1"), written)) == 1
 
 
-@pytest.mark.slow
+def test_the_present_sources_were_checked() -> None:
+    message = "the CUDA sources changed: run `python -m tools.sass_gate --write`"
+    assert json.loads(sass_gate.FIGURES.read_text())["sources"] == sass_gate.sources_digest(), message
+
+
+@pytest.mark.long
 @pytest.mark.timeout(900)
 @pytest.mark.skipif(NVCC is None or shutil.which("c++filt") is None, reason="no nvcc, or no c++filt")
 def test_the_code_of_nvcc_passes_the_checks() -> None:
