@@ -98,7 +98,7 @@ class ResponsesWriter:
 
     def end_events(self) -> bytes:
         """Returns the last events of the open item, and the complete response."""
-        out = self._close_last_item(cut=self._output.finish_reason == "length")
+        out = self._open_if_empty() + self._close_last_item(cut=self._output.finish_reason == "length")
         response = self.full_response()
         return out + self._event(f"response.{self.status}", response=response)
 
@@ -125,6 +125,7 @@ class ResponsesWriter:
         """Returns the complete response."""
         output = self._output
         cut = output.finish_reason == "length"
+        self._open_if_empty()
         self._close_last_item(cut)
         usage = {
             "input_tokens": len(output.prompt),
@@ -143,6 +144,11 @@ class ResponsesWriter:
     def _set_state(self, status: str, **fields: Any) -> None:
         state = {"status": status, "error": None, "incomplete_details": None, "usage": None, "output": []}
         self._response = {**self._common_fields, **state, **fields}
+
+    def _open_if_empty(self) -> bytes:
+        """Opens an empty message if there is no item, as after a forced tool call that was cut: a complete response has
+        at least one item."""
+        return b"" if self._items else self._open_item(MESSAGE, 0)
 
     def _open_item(self, kind: str, first_token: int) -> bytes:
         if self._open_kind == kind:
