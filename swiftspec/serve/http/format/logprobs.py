@@ -76,7 +76,7 @@ class LogprobFormatter:
                 top_logprobs.append(None)
                 continue
             best = {self._name(token): max(value, MIN_LOGPROB) for token, value in logprob.top[:top]}
-            top_logprobs.append({**best, text: max(logprob.logprob, MIN_LOGPROB)})
+            top_logprobs.append({text: max(logprob.logprob, MIN_LOGPROB), **best})  # the token itself first, as in vLLM
         return {
             "tokens": texts,
             "token_logprobs": [None if logprob is None else max(logprob.logprob, MIN_LOGPROB) for logprob in logprobs],
