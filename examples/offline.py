@@ -1,7 +1,7 @@
 """Offline generation: one prompt, one completion.
 
-    python examples/offline.py
-    python examples/offline.py --model TARGET --draft-model DRAFT --prompt "def fib(n):"
+python examples/offline.py
+python examples/offline.py --model TARGET --draft-model DRAFT --prompt "def fib(n):"
 """
 
 import argparse

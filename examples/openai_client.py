@@ -1,7 +1,7 @@
 """The openai client against a running server.
 
-    swiftspec serve --port 8000
-    python examples/openai_client.py --base-url http://localhost:8000/v1
+swiftspec serve --port 8000
+python examples/openai_client.py --base-url http://localhost:8000/v1
 """
 
 import argparse

@@ -1,6 +1,6 @@
 """Streaming: prints each chunk when it is verified. Accepted draft tokens are in brackets, bonus tokens are not.
 
-    python examples/streaming.py
+python examples/streaming.py
 """
 
 from transformers import AutoTokenizer

@@ -1,6 +1,6 @@
 """Tracing: prints the draft tree, the accepted path and the times of one round.
 
-    python examples/trace_one_round.py
+python examples/trace_one_round.py
 """
 
 import json

@@ -1,6 +1,6 @@
 """Asynchronous mode on two ranks: rank 0 runs the target, rank 1 the draft, at the same time.
 
-    torchrun --standalone --nproc-per-node 2 examples/two_ranks.py
+torchrun --standalone --nproc-per-node 2 examples/two_ranks.py
 """
 
 from transformers import AutoTokenizer

@@ -221,6 +221,7 @@ class EngineConfig:
         if self.mode != "auto":
             return self
         has_draft = draft is not None or self.draft_remote
+        require(has_draft or self.max_num_seqs == 1, "max_num_seqs above 1 requires a draft model: specify one")
         return replace(self, mode="serial" if has_draft else "ar", draft_tp=-1)
 
     def check_request(self, sampling: SamplingParams) -> None:

@@ -11,6 +11,7 @@ import math
 import os
 import stat
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
@@ -101,6 +102,24 @@ def read_text(file: Path, name: str | None = None, max_bytes: int = MAX_FILE_BYT
     than `max_bytes`. `name`: as in `open_file`."""
     name = _display_name(file, name)
     return decode_utf8(read_bytes(file, name, max_bytes), name)
+
+
+def write_text(file: Path, text: str) -> None:
+    """Writes a file atomically, and its folder if that is missing: a reader sees either the old or the new contents.
+    Raises UserError if that fails."""
+    draft = file.with_name(f".{file.name}.{os.getpid()}")
+    try:
+        data = text.encode()
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with draft.open("wb") as stream:
+            stream.write(data)
+            stream.flush()
+            os.fsync(stream.fileno())
+        draft.replace(file)
+    except (OSError, ValueError) as error:
+        with suppress(OSError, ValueError):
+            draft.unlink(missing_ok=True)
+        raise UserError(f"{file} cannot be written: {_reason(error)}") from None
 
 
 def read_lines(

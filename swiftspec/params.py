@@ -8,6 +8,7 @@ from swiftspec.settings_schema import check_fields, require, setting
 MIN_TEMPERATURE = 0.001  # float32 logits divided by a smaller value may overflow
 MAX_BIAS = 1e9  # effectively infinite, without overflow in float32
 MAX_TOKEN_COUNT = 2**31 - 1  # limit of every setting in tokens
+MAX_LOGPROB_VALUES = 2**20  # log-probabilities in one message, if those of the whole vocabulary are requested
 MAX_LOGPROBS = 20  # most likely tokens per position; -1 stands for the whole vocabulary
 SAMPLING, STOPPING = "sampling", "length and stopping"  # headings of --help
 
@@ -27,8 +28,8 @@ class SamplingParams:
 
     `allowed_token_ids`: the only tokens that are sampled; None: all. `bad_words_ids`: token sequences that the output
     does not contain: the last token of a sequence is excluded where the output ends with the tokens before it.
-    `min_tokens`: end-of-text tokens and `stop_token_ids` are excluded before this many output tokens. With a grammar, a
-    rule that would leave no token is not applied at that position.
+    `min_tokens`: end-of-text tokens and `stop_token_ids` are excluded before this many output tokens. A rule
+    that would leave no token, in combination with a grammar or another rule, is not applied at that position.
 
     `logprobs` = k: output tokens are returned with their log-probabilities and with the k most likely tokens (-1: with
     all tokens), computed after guidance and before all other processing. `logprob_token_ids`: instead of the most
@@ -118,9 +119,8 @@ class SamplingParams:
             f"min_tokens {self.min_tokens} exceeds max_tokens {self.max_tokens}",
         )
         require(all(self.bad_words_ids), "a sequence in bad_words_ids must not be empty")
-        single = {word[0] for word in self.bad_words_ids if len(word) == 1}
         require(
-            self.allowed_token_ids is None or not single.issuperset(self.allowed_token_ids),
+            self.allowed_token_ids is None or not self.bad_tokens.issuperset(self.allowed_token_ids),
             "no token is left: allowed_token_ids is empty, or bad_words_ids exclude all of its tokens",
         )
         require(
@@ -147,6 +147,16 @@ class SamplingParams:
         """Whether a penalty is set, so that logits depend on the preceding tokens."""
         return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1.0, 0.0, 0.0)
 
+    @property
+    def bad_tokens(self) -> set[int]:
+        """The bad words of one token, which are excluded at every position."""
+        return {word[0] for word in self.bad_words_ids if len(word) == 1}
+
+    @property
+    def bad_sequences(self) -> tuple[tuple[int, ...], ...]:
+        """The bad words of several tokens."""
+        return tuple(word for word in self.bad_words_ids if len(word) > 1)
+
     def rule_token_ids(self) -> Iterator[tuple[str, Iterable[int]]]:
         """Yields the name and the token ids of each field that refers to tokens by id, except prompts and stop
         tokens."""
@@ -159,10 +169,10 @@ class SamplingParams:
     def excludes_tokens(self) -> bool:
         """Whether some tokens are excluded at every position: all but `allowed_token_ids`, or a bad word that is one
         token."""
-        return self.allowed_token_ids is not None or any(len(word) == 1 for word in self.bad_words_ids)
+        return self.allowed_token_ids is not None or bool(self.bad_tokens)
 
     @property
     def has_path_rules(self) -> bool:
         """Whether the tokens that are excluded depend on the preceding output: `min_tokens`, or a bad word of several
         tokens."""
-        return self.min_tokens > 0 or any(len(word) > 1 for word in self.bad_words_ids)
+        return self.min_tokens > 0 or bool(self.bad_sequences)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from swiftspec import file_io
 from swiftspec.errors import UserError, truncated_repr
 from swiftspec.file_io import (
     MAX_JSON_DEPTH,
@@ -143,3 +144,19 @@ def test_fields_are_typed_and_bounded() -> None:
         with pytest.raises(UserError) as caught:
             read()
         assert str(caught.value) == message
+
+
+def test_an_interrupted_write_leaves_the_old_file_intact(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "p.json"
+    file_io.write_text(file, "old")
+
+    def full(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    with pytest.raises(UserError, match="cannot be written: "):
+        file_io.write_text(file, "\ud800")
+    monkeypatch.setattr("os.fsync", full)
+    with pytest.raises(UserError, match="cannot be written: No space left"):
+        file_io.write_text(file, "new")
+    assert file.read_text() == "old"
+    assert [path.name for path in tmp_path.iterdir()] == ["p.json"]

@@ -61,25 +61,19 @@ NOTES = """\
 ## Notes
 
 - One request at a time, or several with `max_num_seqs` or `smc_groups`. A call from a second thread during a request
-raises
-  `UserError`, and so does any call after `close`. Token ids and sampling values may be NumPy or torch scalars.
-- Closing the iterator of `stream` ends its request. Prefill happens in the iterator's first step; `cancelled` is
-called before
-  each prompt chunk (256 tokens on a CPU, 1,024 on a GPU), and a true value ends the stream without a chunk.
+  raises `UserError`, and so does any call after `close`. Token ids and sampling values may be NumPy or torch scalars.
+- Closing the iterator of `stream` ends its request. Prefill happens in the iterator's first step; `cancelled` is called
+  before each prompt chunk (256 tokens on a CPU, 1,024 on a GPU), and a true value ends the stream without a chunk.
 - `SamplingParams(grammar=...)` takes a grammar of [llguidance](https://github.com/guidance-ai/llguidance) as text:
-Lark, or its
-  JSON form, for example from `llguidance.LLMatcher.grammar_from_json_schema`. The answer matches the grammar and ends
-  with
-  finish reason "stop" where it can only end, even with `ignore_eos`. It needs the target's `tokenizer.json` and works
-  in
-  every mode except `smc`. An invalid or too complex grammar raises `UserError`.
+  Lark, or its JSON form, for example from `llguidance.LLMatcher.grammar_from_json_schema`. The answer matches the
+  grammar and ends with finish reason "stop" where it can only end, even with `ignore_eos`. It needs the target's
+  `tokenizer.json` and works in every mode except `smc`. An invalid or too complex grammar raises `UserError`.
 - `min_tokens`, `allowed_token_ids` and `bad_words_ids` exclude tokens in every mode, with the text of autoregressive
   decoding; bad words of several tokens are not supported with sequence groups (`max_num_seqs` above 1, mode `smc`).
 - `logprobs=k` adds log-probabilities to each chunk: the token's own and the k most likely, from the model's
-distribution
-  after guidance and before grammar, token rules, bias, penalties and temperature; -1 adds those of the whole
-  vocabulary, `logprob_token_ids` those of these tokens instead. `prompt_logprobs=k` adds those of the prompt to the
-  first chunk; the prompt is then prefilled completely. `generate` returns neither.
+  distribution after guidance and before grammar, token rules, bias, penalties and temperature; -1 adds those of the
+  whole vocabulary, `logprob_token_ids` those of these tokens instead. `prompt_logprobs=k` adds those of the prompt to
+  the first chunk; the prompt is then prefilled completely. `generate` returns neither.
 """
 
 

@@ -29,5 +29,5 @@ def check_group_sampling(sampling: SamplingParams, where: str, instead: str) -> 
         raise UserError(f"verify_batch and draft_steps are not supported {where}; remove them, or {instead}")
     if sampling.grammar is not None:
         raise UserError(f"grammars are not supported {where}; remove the grammar, or {instead}")
-    if any(len(word) > 1 for word in sampling.bad_words_ids):
+    if sampling.bad_sequences:
         raise UserError(f"bad words of several tokens are not supported {where}; remove them, or {instead}")

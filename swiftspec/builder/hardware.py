@@ -3,7 +3,6 @@ here."""
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import torch
@@ -11,6 +10,7 @@ import torch
 from swiftspec.backends import cpu as host
 from swiftspec.backends.cuda.devices import why_no_gpu
 from swiftspec.config import MAX_THREADS
+from swiftspec.distributed.launch.world import available_cores
 from swiftspec.errors import UserError, truncated_repr
 from swiftspec.model.config_json import DTYPES
 from swiftspec.settings_schema import require
@@ -32,6 +32,8 @@ def resolve_device(device: torch.device | str) -> torch.device:
         raise UserError(f"device must be auto, cpu or cuda, not {truncated_repr(device)}")
     if found.type == "cuda" and not torch.cuda.is_available():
         raise UserError(f"device cuda: PyTorch finds no NVIDIA GPU ({why_no_gpu()}); use device cpu")
+    if found.type == "cuda" and (found.index or 0) >= torch.cuda.device_count():
+        raise UserError(f"device {found}: this machine has {torch.cuda.device_count()} GPUs, counted from 0")
     return found
 
 
@@ -63,13 +65,14 @@ def _cpu_has_bf16() -> bool:
 
 def thread_count(threads: int | None, ranks: int) -> int:
     """Returns the number of CPU threads of one operator: `threads`, or for None this rank's share of the physical
-    cores, at most MAX_THREADS. Raises UserError if `threads` is out of range.
+    cores, at most MAX_THREADS. Raises UserError if `threads` is not an integer or out of range.
 
     `ranks`: ranks on this machine, which share its cores.
     """
     if threads is None:
         return min(max(physical_cores() // ranks, 1), MAX_THREADS)
-    require(1 <= threads <= MOST_THREADS, f"threads must lie in 1..{MOST_THREADS}, not {threads}")
+    valid = type(threads) is int and 1 <= threads <= MOST_THREADS
+    require(valid, f"threads must lie in 1..{MOST_THREADS}, not {truncated_repr(threads)}")
     return threads
 
 
@@ -85,16 +88,10 @@ def set_thread_counts(threads: int, *, native: bool, set_torch_threads: bool) ->
         torch.set_num_threads(1 if native else threads)
 
 
-def available_cpus() -> set[int]:
-    """Returns the numbers of the logical CPUs that this process may run on."""
-    affinity = getattr(os, "sched_getaffinity", None)
-    return affinity(0) if affinity is not None else set(range(os.cpu_count() or 1))
-
-
 def physical_cores() -> int:
     """Returns the number of physical cores that this process may run on."""
     cores = set()
-    for number in available_cpus():
+    for number in available_cores():
         siblings = Path(f"/sys/devices/system/cpu/cpu{number}/topology/thread_siblings_list")
         try:
             cores.add(siblings.read_text(encoding="utf-8").strip())

@@ -41,7 +41,7 @@ from swiftspec.builder.memory_estimate import MemoryEstimate, check_memory, kv_b
 from swiftspec.config import BatchConfig, EngineConfig, PopulationConfig
 from swiftspec.distributed.launch.config_check import RankConfig, settings_of
 from swiftspec.distributed.rank_startup import Progress
-from swiftspec.errors import UserError
+from swiftspec.errors import UserError, truncated_repr
 from swiftspec.model.checkpoint_files import read_config
 from swiftspec.model.config import ModelConfig
 from swiftspec.model.end_tokens import end_tokens
@@ -126,7 +126,7 @@ class ModelPair:
             Path(target), draft_path, dtype, device, threads, share, length, vocab, ops, activations, stored, head,
             load, emulate, trace, prefix_cache, None if packed is None else PackedWeightCache(packed), ends,
             GrammarCompiler(Path(target), ends, vocab), options.get("only"), options.get("sessions", 1),
-            options.get("hidden_layers", ()),
+            _hidden_layers(config, options),
         )  # fmt: skip
         models.check_operators(plan, options.get("note") or (lambda line: None))
         return models
@@ -185,6 +185,7 @@ class ModelPair:
             "activations": self.activations,
             "kv_cache_dtype": "auto" if self.cache_dtype is None else "fp8",
             "head": self.head,
+            "hidden_layers": list(self.hidden_layers),
             **{name: None if times is None else str(times.points) for name, times in paces.items()},
             "max_model_len": self.max_model_len,
             "prefix_cache_memory": self.prefix_cache_memory,
@@ -343,6 +344,18 @@ def _vocab_size(target: Path, draft: Path | None, options: LoadOptions) -> int:
             f"the tokenizer has {vocab} tokens, but the LM head of {smallest} has only {rows[smallest]} rows"
         )
     return vocab
+
+
+def _hidden_layers(config: ModelConfig, options: LoadOptions) -> tuple[int, ...]:
+    """Returns the layers of the target after which forwards keep the hidden states. Raises UserError if they are not
+    ascending layers of the model."""
+    layers, count = options.get("hidden_layers", ()), len(config.spec.layers)
+    valid = isinstance(layers, list | tuple) and all(type(layer) is int and 0 <= layer < count for layer in layers)
+    require(
+        valid and sorted({*layers}) == [*layers],
+        f"hidden_layers must be ascending layers in 0..{count - 1}, not {truncated_repr(layers)}",
+    )
+    return tuple(layers)
 
 
 def _model_fingerprint(path: Path) -> str:

@@ -178,5 +178,5 @@ def build_remote_roles(
         verifier.while_waiting = lambda: decoding.active_drafter.grow()  # applies received tree deltas
     eos = info.eos_token_ids
     check = partial(check_request, config, GrammarCompiler(tokenizer, eos, info.vocab_size))
-    limits = EngineLimits(length, info.vocab_size, eos, check)
+    limits = EngineLimits(length, info.vocab_size, eos, check, config.verify_batch)
     return Roles(decoding, parts, config, limits, None, recorder, head, leave, rpc_log)

@@ -28,7 +28,7 @@ from swiftspec.observe.rpc_latency import RpcLog, clock_reading
 from swiftspec.observe.trace import DraftTimeline, ObserverToggle, ParticleTrace, Probabilities, TreeTrace
 from swiftspec.observe.trace_file import TraceFile
 from swiftspec.observe.trace_format import Record, trace_header
-from swiftspec.params import MAX_LOGPROBS, SamplingParams
+from swiftspec.params import MAX_LOGPROB_VALUES, MAX_LOGPROBS, SamplingParams
 from swiftspec.runtime.drafter import Drafter, NoDrafter
 from swiftspec.runtime.fallback_drafter import FallbackDrafter
 from swiftspec.runtime.local_drafter import LocalDrafter
@@ -38,18 +38,17 @@ from swiftspec.runtime.verifier import Verifier
 from swiftspec.sampling.grammar import GrammarCompiler
 from swiftspec.smc.limits import check_particle_sampling
 
-MAX_PROMPT_LOGPROBS = 2**20  # values of all prompt tokens, which are sent as one message
-
 
 @dataclass(frozen=True, slots=True)
 class EngineLimits:
     """Limits that a request on a pair of models must respect. `check_sampling`: raises UserError for parameters that
-    the mode does not support."""
+    the mode does not support. `max_round_tokens`: largest number of output tokens of a round."""
 
     max_model_len: int
     vocab_size: int
     eos_token_ids: tuple[int, ...]
     check_sampling: Callable[[SamplingParams], None]
+    max_round_tokens: int = 1
 
     def check(self, prompt: Sequence[int], sampling: SamplingParams) -> None:
         """Raises UserError if a request cannot be served. Called before anything is computed for the request."""
@@ -67,21 +66,25 @@ class EngineLimits:
         for name, ids in (("the prompt", prompt), negative, *others):
             if not all(0 <= token < vocab for token in ids):
                 raise UserError(f"{name} contains a token outside 0..{vocab - 1}")
-        self._check_min_tokens(sampling)
-        if sampling.prompt_logprobs == -1 and len(prompt) * vocab > MAX_PROMPT_LOGPROBS:
-            raise UserError(
-                f"prompt_logprobs -1 returns {vocab} values per token, so the prompt can have at most"
-                f" {MAX_PROMPT_LOGPROBS // vocab} tokens: use 0..{MAX_LOGPROBS}, or shorten the prompt"
-            )
+        self._check_rules(sampling)
+        round_tokens = min(self.max_round_tokens, length if sampling.max_tokens is None else sampling.max_tokens)
+        for name, tokens in (("prompt_logprobs", len(prompt)), ("logprobs", round_tokens)):
+            if getattr(sampling, name) == -1 and tokens * vocab > MAX_LOGPROB_VALUES:
+                raise UserError(
+                    f"{name} -1 returns {vocab} values per token, and a message contains up to {tokens} tokens, more"
+                    f" than the limit of {MAX_LOGPROB_VALUES} values: use 0..{MAX_LOGPROBS}"
+                )
         self.check_sampling(sampling)
 
-    def _check_min_tokens(self, sampling: SamplingParams) -> None:
-        """Raises UserError if all tokens that the other rules allow would end the output before `min_tokens`."""
+    def _check_rules(self, sampling: SamplingParams) -> None:
+        """Raises UserError if the token rules exclude every token at the beginning of the output."""
+        excluded = sampling.bad_tokens
+        if sampling.min_tokens > 0:
+            excluded |= {*self.eos_token_ids, *sampling.stop_token_ids}
         allowed = sampling.allowed_token_ids
-        excluded = {word[0] for word in sampling.bad_words_ids if len(word) == 1}
-        excluded |= {*self.eos_token_ids, *sampling.stop_token_ids}
-        if sampling.min_tokens > 0 and allowed is not None and excluded.issuperset(allowed):
-            raise UserError("min_tokens excludes all allowed_token_ids, since each of them would end the output")
+        remaining = self.vocab_size - len(excluded) if allowed is None else len({*allowed} - excluded)
+        if remaining <= 0:
+            raise UserError("allowed_token_ids, bad_words_ids and min_tokens exclude every token")
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +150,7 @@ def build_roles(
     head = trace_header(models.trace_metadata(config) | ({} if rpc_log is None else clock_reading()))
     if recorder.file is not None:
         recorder.file.write([head])
-    limits = EngineLimits(models.max_model_len, models.vocab_size, models.eos_token_ids, check)
+    limits = EngineLimits(models.max_model_len, models.vocab_size, models.eos_token_ids, check, config.verify_batch)
     return Roles(decoding, parts, config, limits, rank, recorder, head, leave, rpc_log)
 
 

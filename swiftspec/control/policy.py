@@ -101,7 +101,8 @@ def _first_decision(m: RoundStats) -> Decision:
 
 def _batch_sizes(m: RoundStats) -> list[int]:
     """Returns the candidates for bs: the configured value, its half, its quarter and so on, down to 2 or 3."""
-    return [m.config.verify_batch >> i for i in range(m.config.verify_batch.bit_length() - 1)]
+    most = m.config.verify_batch
+    return [most >> i for i in range(max(most.bit_length() - 1, 1))]
 
 
 def _best_shape(m: RoundStats, forecast: CostModel) -> tuple[int, int]:
@@ -114,9 +115,8 @@ def _best_shape(m: RoundStats, forecast: CostModel) -> tuple[int, int]:
     gain.
     """
     ahead, most = m.config.mode == "async", max(MAX_MEASURED_DRAFT_STEPS, m.config.initial_draft_steps)
-    halves = _batch_sizes(m)
     promises = {}
-    for bs in halves if m.config.adapt_batch and halves else [m.nodes]:
+    for bs in _batch_sizes(m) if m.config.adapt_batch else [m.nodes]:
         least = forecast.steps_per_verification(bs) if ahead else 1
         highest = min((least if ahead else m.steps) + MAX_RAISE_STEPS, most)
         for d in range(least, highest + 1) if m.config.adapt_steps else [m.steps]:

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from swiftspec import file_io
 from swiftspec.lab import html_report, results
 from swiftspec.profiles import store
 
@@ -19,13 +20,13 @@ def write_outputs(profile: Mapping[str, Any], file: Path) -> Iterator[Path]:
     yield file
     base = file.with_suffix("")
     table_file = base.with_suffix(".csv") if "." not in base.name else base.with_name(base.name + ".csv")
-    store.save(table_file, results.as_csv(profile))
+    file_io.write_text(table_file, results.as_csv(profile))
     yield table_file
     winner = store.best_run(profile)
     if winner is not None:
         settings = base.with_name(base.name + ".best.yaml")
-        store.save(settings, results.as_yaml(winner, file.name))
+        file_io.write_text(settings, results.as_yaml(winner, file.name))
         yield settings
     page = base.with_name(base.name + ".html")
-    store.save(page, html_report.html(profile))
+    file_io.write_text(page, html_report.html(profile))
     yield page

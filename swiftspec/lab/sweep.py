@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
+from swiftspec import file_io
 from swiftspec.config import EngineConfig
 from swiftspec.errors import UserError
 from swiftspec.lab import measurement, timeline, trials
@@ -92,7 +93,7 @@ class Sweep:
         if not any(run["speeds"] for run in self.profile["runs"]):
             raise UserError(f"nothing could be measured: {self.profile['stopped'] or self._first_reason()}")
         self.profile["runs"] = [run for run in self.profile["runs"] if run["speeds"] or run["dropped"]]
-        store.save(self.file, json.dumps(self.profile, indent=1) + "\n")
+        file_io.write_text(self.file, json.dumps(self.profile, indent=1) + "\n")
         self._partial.unlink(missing_ok=True)
 
     def close(self) -> None:
@@ -296,7 +297,7 @@ class Sweep:
         return self._began + self._request.budget
 
     def _save(self) -> None:
-        store.save(self._partial, json.dumps(self.profile) + "\n")
+        file_io.write_text(self._partial, json.dumps(self.profile) + "\n")
 
 
 def plan_matches(plan: Json, wanted: Json) -> bool:

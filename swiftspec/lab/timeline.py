@@ -20,12 +20,12 @@ TARGET, DRAFT = 1, 2  # thread ids of the timeline
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """A trace file: its header line, its rounds in order, and the number of output tokens of all requests that have
+    """A trace file: its header line, its rounds in order, and the number of output tokens, or None if a request has not
     ended. Other lines are ignored."""
 
     head: Json
     rounds: list[Json]
-    output_tokens: int = 0
+    output_tokens: int | None = None
 
     @staticmethod
     def read(file: Path) -> Trace:
@@ -35,7 +35,7 @@ class Trace:
         """
         head: Json = {}
         rounds: list[Json] = []
-        output_tokens = 0
+        output_tokens = running = 0
         for name, data in trace_file.read_trace(file, LARGEST):
             if not head:
                 schema.validate(schema.TraceHeader, data, name)
@@ -43,9 +43,12 @@ class Trace:
             elif "round" in data or not data.keys() & {"begin", "end"}:
                 schema.validate(schema.TraceRound, data, name)
                 rounds.append(data)
+            elif "begin" in data:
+                running += 1
             elif isinstance(end := data.get("end"), dict) and isinstance(end.get("tokens"), int):
+                running -= 1
                 output_tokens += end["tokens"]
-        return Trace(head, rounds, output_tokens)
+        return Trace(head, rounds, None if running > 0 else output_tokens)
 
     def successive(self) -> Iterator[tuple[Json, Json]]:
         """Yields pairs of successive rounds of one request.
@@ -200,7 +203,8 @@ def _count_tokens(trace: Trace) -> str:
     words = f"{tokens} tokens"
     if trace.head["mode"] != "smc" and trace.rounds:
         words += f" ({tokens / len(trace.rounds):.2f} per round)"
-    return words + (f", {trace.output_tokens} of them output" if 0 < trace.output_tokens < tokens else "")
+    output = trace.output_tokens
+    return words + (f", {output} of them output" if output is not None and 0 < output < tokens else "")
 
 
 def _draft_idle(trace: Trace) -> list[float]:

@@ -160,21 +160,6 @@ def load(file: Path) -> Json:
     return data
 
 
-def save(file: Path, text: str) -> None:
-    """Writes a file atomically: a reader sees either the old or the new contents. Raises UserError if that fails."""
-    draft = file.with_name(f".{file.name}.{os.getpid()}")
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with draft.open("w", encoding="utf-8") as stream:
-            stream.write(text)
-            stream.flush()
-            os.fsync(stream.fileno())
-        draft.replace(file)
-    except OSError as error:
-        draft.unlink(missing_ok=True)
-        raise UserError(f"{file} cannot be written: {error.strerror}") from None
-
-
 def median_speed(run: Mapping[str, Any]) -> float:
     """Returns the median speed of a run over its repeats, in tokens per second; 0 if the run was not measured."""
     return statistics.median(run["speeds"]) if run["speeds"] else 0.0

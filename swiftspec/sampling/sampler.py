@@ -90,7 +90,7 @@ def always_allowed(params: SamplingParams, vocab: int) -> NDArray[np.bool_] | No
         return None
     allowed = np.full(vocab, params.allowed_token_ids is None)
     allowed[list(params.allowed_token_ids or ())] = True
-    allowed[[word[0] for word in params.bad_words_ids if len(word) == 1]] = False
+    allowed[list(params.bad_tokens)] = False
     return allowed
 
 

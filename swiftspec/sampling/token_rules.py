@@ -30,7 +30,7 @@ class TokenRules:
         self._base, self._vocab, self._min_tokens = base, vocab, params.min_tokens
         self._always = always_allowed(params, vocab)
         self._ends = [token for token in {*eos, *params.stop_token_ids} if token < vocab]
-        self._words = [word for word in params.bad_words_ids if len(word) > 1]
+        self._words = params.bad_sequences
         self._longest = max(map(len, self._words), default=1) - 1  # most tokens that precede the last one of a sequence
         self._tail: tuple[int, ...] = ()  # the last verified output tokens, `_longest` at most
         self._count = 0  # verified output tokens

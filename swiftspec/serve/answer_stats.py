@@ -187,7 +187,7 @@ def _acceptance_stats(rounds: Sequence[VerifiedRound], most: int) -> Json:
     }
 
 
-def keep_tokens(timings: Json, metrics: Json, rounds: Sequence[VerifiedRound], tokens: int) -> None:
+def cut_statistics(timings: Json, metrics: Json, rounds: Sequence[VerifiedRound], tokens: int) -> None:
     """Changes the statistics of an answer, in place, to those of its first `tokens` tokens, for an answer that ended
     there, at a stop string for instance, although the engine decoded more. The times stay unchanged.
 

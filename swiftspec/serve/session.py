@@ -170,14 +170,15 @@ def _print_advice(
     settings: Settings, resolved: ResolvedModels, sampling: SamplingParams, world: World | None, phases: StartupProgress
 ) -> None:
     """Prints warnings about slow settings, and notes on settings without effect."""
-    from swiftspec.builder.hardware import available_cpus, resolve_device
+    from swiftspec.builder.hardware import resolve_device
+    from swiftspec.distributed.launch.world import available_cores
 
     if world is not None and not world.spin:
         phases.warn(f"{world.local_size} ranks share this machine's cores and slow each other down: start fewer ranks")
     for advice in (settings.guidance_note(), acceptance_advice(resolved.plan, sampling)):
         if advice is not None:
             phases.warn(advice)
-    cpus = len(available_cpus())
+    cpus = len(available_cores())
     if (settings.threads or 0) > cpus:
         phases.warn(
             f"--threads {settings.threads} exceeds the {cpus} available CPUs, which is slow: use at most {cpus}"

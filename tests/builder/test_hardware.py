@@ -65,8 +65,6 @@ def test_torchs_threads_can_stay_unchanged(pair: tuple[Path, Path]) -> None:
     torch.set_num_threads(2)
     assert LLM(pair[0], threads=5, set_torch_threads=False).threads == 5
     assert torch.get_num_threads() == 2
-    with pytest.raises(UserError, match=r"threads must lie in 1\.\.1024, not 0"):
-        LLM(pair[0], threads=0)
 
 
 def test_torchs_own_operators_are_reported(pair: tuple[Path, Path], caplog: pytest.LogCaptureFixture) -> None:
@@ -80,6 +78,18 @@ def test_torchs_own_operators_are_reported(pair: tuple[Path, Path], caplog: pyte
     lines: list[str] = []
     LLM(pair[0], dtype="float16", note=lines.append)
     assert lines == [record.getMessage()] and caplog.records[-1] is record
+
+
+@pytest.mark.parametrize("threads", [0, 2000, "two", True, 1.5], ids=str)
+def test_invalid_thread_counts_are_refused(pair: tuple[Path, Path], threads: Any) -> None:
+    with pytest.raises(UserError, match=r"threads must lie in 1\.\.1024, not"):
+        LLM(pair[0], threads=threads)
+
+
+@pytest.mark.parametrize("layers", [3, "01", (99,), (1, 0), (0, 0), ("a",)], ids=str)
+def test_invalid_hidden_layers_are_refused(pair: tuple[Path, Path], layers: Any) -> None:
+    with pytest.raises(UserError, match=r"hidden_layers must be ascending layers in 0\.\.\d, not"):
+        LLM(pair[0], hidden_layers=layers)
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "int8", torch.int8, 16, "float16 "], ids=str)
@@ -109,5 +119,5 @@ def test_mode_auto_is_resolved_once() -> None:
     assert auto.for_models("draft") == EngineConfig("serial", draft_steps=4)
     assert EngineConfig("async").for_models("draft") == EngineConfig("async")
     assert EngineConfig(target_tp=2).for_models(None).draft_tp == 0
-    with pytest.raises(UserError, match="max_num_seqs above 1 requires mode serial"):
+    with pytest.raises(UserError, match="max_num_seqs above 1 requires a draft model"):
         EngineConfig(max_num_seqs=2).for_models(None)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
@@ -242,3 +243,14 @@ def test_measured_autoregressive_rounds_let_the_first_rounds_choose_bs(row: floa
     m.apply(decided)
     m.add(RoundSample(1.3, 1.0, 0.3, 1, ()))
     assert decide(m) == decided, "from now on acceptance counts, once it is known"
+
+
+@pytest.mark.parametrize("mode", ["serial", "async"])
+def test_a_verification_of_one_row_is_kept(mode: Literal["serial", "async"]) -> None:
+    """`verify_batch` 1 has no smaller candidate."""
+    m = RoundStats(EngineConfig(mode, verify_batch=1, self_switch=True, adapt_steps=True, adapt_batch=True))
+    for _ in range(3 * WINDOW_ROUNDS):
+        decided = decide(m)
+        assert decided.nodes == 1
+        m.apply(decided)
+        m.add(RoundSample(1.3, 1.0, 0.3, 1, ()) if decided.speculate else RoundSample(1.0, 1.0, 0.0, 1, ()))

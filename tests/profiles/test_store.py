@@ -14,25 +14,12 @@ from typing import Any
 import pytest
 import yaml
 
+from swiftspec import file_io
 from swiftspec.errors import UserError
 from swiftspec.lab import outputs, results
 from swiftspec.profiles import store
 from swiftspec.serve.settings.config_sources import load_settings as load_settings
 from tests.support.profiles import KEY, profile, run
-
-
-def test_an_interrupted_write_leaves_the_old_file_intact(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file = tmp_path / "p.json"
-    store.save(file, "old")
-
-    def full(descriptor: int) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("os.fsync", full)
-    with pytest.raises(UserError, match="cannot be written: No space left"):
-        store.save(file, "new")
-    assert file.read_text() == "old"
-    assert [path.name for path in tmp_path.iterdir()] == ["p.json"]
 
 
 @pytest.mark.parametrize(
@@ -86,7 +73,7 @@ COMPLETE = profile(
 )  # fmt: skip
 def test_every_field_is_typed(place: tuple[Any, ...], value: object, tmp_path: Path) -> None:
     data = copy.deepcopy(COMPLETE)
-    store.save(tmp_path / "p.json", json.dumps(data))
+    file_io.write_text(tmp_path / "p.json", json.dumps(data))
     assert store.load(tmp_path / "p.json") == COMPLETE
     holder: Any = data
     for step in place[:-1]:
@@ -95,7 +82,7 @@ def test_every_field_is_typed(place: tuple[Any, ...], value: object, tmp_path: P
         del holder[place[-1]]
     else:
         holder[place[-1]] = value
-    store.save(tmp_path / "p.json", json.dumps(data))
+    file_io.write_text(tmp_path / "p.json", json.dumps(data))
     with pytest.raises(UserError, match=r"is damaged .*: measure again") as caught:
         store.load(tmp_path / "p.json")
     assert str(caught.value).isprintable() and len(str(caught.value)) < 600
@@ -111,7 +98,7 @@ def test_a_folder_with_damaged_profiles_gives_reasons(tmp_path: Path) -> None:
     assert found is None and [reason.partition(".json ")[2][:14] for reason in reasons] == [
         "is damaged (it", "cannot be read", "is damaged (ke", "is damaged (it", "cannot be read",
     ]  # fmt: skip
-    store.save(tmp_path / "sound.json", json.dumps(profile()))
+    file_io.write_text(tmp_path / "sound.json", json.dumps(profile()))
     assert store.find(tmp_path, store.ProfileKey(**KEY))[0] == profile()
 
 
@@ -148,14 +135,14 @@ def test_the_best_run_is_exact_and_uses_all_ranks() -> None:
 
 def test_the_matching_profile_of_a_folder_is_used(tmp_path: Path) -> None:
     key = store.ProfileKey(**KEY)
-    store.save(tmp_path / "a.json", json.dumps(profile(key={**KEY, "ranks": 2})))
-    store.save(tmp_path / "b.json", json.dumps(profile(key={**KEY, "target": "other"})))
-    store.save(tmp_path / "kernels.json", "{}")
-    store.save(tmp_path / "x.partial.json", json.dumps(profile()))
+    file_io.write_text(tmp_path / "a.json", json.dumps(profile(key={**KEY, "ranks": 2})))
+    file_io.write_text(tmp_path / "b.json", json.dumps(profile(key={**KEY, "target": "other"})))
+    file_io.write_text(tmp_path / "kernels.json", "{}")
+    file_io.write_text(tmp_path / "x.partial.json", json.dumps(profile()))
     found, _, reasons = store.find(tmp_path, key)
     assert found is None
     assert len(reasons) == 1 and "a different value of ranks (2," in reasons[0]
-    store.save(tmp_path / "c.json", json.dumps(profile()))
+    file_io.write_text(tmp_path / "c.json", json.dumps(profile()))
     assert store.find(tmp_path, key) == (profile(), tmp_path / "c.json", [])
 
 
@@ -163,7 +150,7 @@ def test_a_profile_of_emulated_times_is_ignored_by_other_runs(tmp_path: Path) ->
     """Such a profile is in every checkout and does not apply to a run without emulation."""
     emulated = {**KEY, "emulate": {"target": {"points": [[1, 8, 0.01]]}, "draft": None}}
     other_machine = {**emulated, "hardware": {"kind": "cpu", "name": "else", "count": 64}}
-    store.save(tmp_path / "a.json", json.dumps(profile(key=other_machine)))
+    file_io.write_text(tmp_path / "a.json", json.dumps(profile(key=other_machine)))
     assert store.find(tmp_path, store.ProfileKey(**KEY)) == (None, None, [])
     _, _, reasons = store.find(tmp_path, store.ProfileKey(**emulated))
     assert len(reasons) == 1 and "another machine (64 x else" in reasons[0]

@@ -133,7 +133,7 @@ def test_log_probabilities_of_all_tokens_and_of_requested_ones(pair: tuple[Path,
 
 
 def test_the_size_of_prompt_log_probabilities_is_limited(pair: tuple[Path, Path]) -> None:
-    with pytest.raises(UserError, match="at most 16384 tokens"):
+    with pytest.raises(UserError, match="more than the limit of 1048576 values"):
         EngineLimits(2**20, VOCAB, (), lambda sampling: None).check([1] * 16385, SamplingParams(prompt_logprobs=-1))
 
 

@@ -168,7 +168,7 @@ def test_excluded_tokens_have_no_probability() -> None:
         ({"allowed_token_ids": ()}, "no token is left"),
         ({"allowed_token_ids": (4, 5), "bad_words_ids": ((4,), (5,))}, "no token is left"),
         ({"bad_words_ids": ((),)}, "must not be empty"),
-        ({"min_tokens": 1, "allowed_token_ids": (EOS, 9), "stop_token_ids": (9,)}, "excludes all allowed_token_ids"),
+        ({"min_tokens": 1, "allowed_token_ids": (EOS, 9), "stop_token_ids": (9,)}, "exclude every token"),
         ({"allowed_token_ids": (VOCAB,)}, "allowed_token_ids contains a token outside"),
         ({"bad_words_ids": ((3, -1),)}, "bad_words_ids contains a token outside"),
         ({"logprobs": 0, "logprob_token_ids": (VOCAB,)}, "logprob_token_ids contains a token outside"),

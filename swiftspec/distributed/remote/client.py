@@ -47,7 +47,7 @@ class DraftLink:
 
     `lost_reason`: the reason why the draft cannot be used; None while it can, and again after `attach`.
     `answer_timeout_s`, `open_timeout_s`: longest wait in seconds for a proposal, and for the first proposal of a
-    request.
+        request. That one follows the prefill, also if the request was opened after some rounds without the draft.
     `recorder`: receives the trace records that the draft sends while tracing is on.
     """
 
@@ -63,6 +63,7 @@ class DraftLink:
         self.lost_reason, self.recorder = lost_reason, recorder
         self.answer_timeout_s, self.open_timeout_s = answer_timeout_s, open_timeout_s
         self._server, self._tracing = server, False
+        self._has_answered = False  # whether the draft has answered since the open request was sent
 
     @property
     def busy(self) -> float:
@@ -82,7 +83,11 @@ class DraftLink:
     @property
     def timeout_s(self) -> float:
         """Longest wait for the next proposal, in seconds."""
-        return self.answer_timeout_s if self.state.round else self.open_timeout_s
+        return self.answer_timeout_s if self._has_answered else self.open_timeout_s
+
+    def note_answer(self, request: int) -> None:
+        """Records that the draft has sent a proposal or a tree delta of a request."""
+        self._has_answered = self._has_answered or request == self.state.request
 
     def attach(self, transport: Transport) -> None:
         """Replaces the lost connection by `transport`, to a draft that has no open request."""
@@ -97,6 +102,7 @@ class DraftLink:
             self.state.open(start)
         except ValueError as error:
             raise DrafterLost(f"this request cannot be sent to the draft: {error}") from None
+        self._has_answered = False
         self._send_all([
             *([] if steps is None else [(Opcode.SET_DRAFT_STEPS, [steps])]),
             (Opcode.DRAFTER_OPEN, pack_message(start)),
@@ -274,6 +280,7 @@ class RemoteDrafter:
             words = self.link.recv(Opcode.PROPOSAL, deadline)
             try:
                 proposal = unpack_proposal(words)
+                self.link.note_answer(proposal.request)
                 if state.is_current(proposal):
                     state.check_proposal(proposal)
                     return proposal
@@ -305,7 +312,9 @@ class RemoteTreeDeltaLink:
         """Returns the next tree delta. Raises DrafterLate if it has not arrived at `deadline`, a `time.monotonic` time.
         Without a deadline, returns None if no tree delta has arrived yet."""
         try:
-            return unpack_tree_delta(self._link.recv(Opcode.TREE_DELTA, deadline))
+            delta = unpack_tree_delta(self._link.recv(Opcode.TREE_DELTA, deadline))
+            self._link.note_answer(delta.request)
+            return delta
         except DrafterLate:
             if deadline is None:
                 return None

@@ -93,7 +93,7 @@ class FlagParser(argparse.ArgumentParser):
     ) -> argparse.Namespace:
         arguments = self._canonical(sys.argv[1:] if args is None else args)
         for argument in arguments:  # argparse would parse `-hf X` as -h
-            if argument in OTHER_FLAGS and argument.startswith("-h"):
+            if argument.startswith("-h") and argument.partition("=")[0] in OTHER_FLAGS:
                 self._refuse([argument])
         found, unknown = self.parse_known_args(arguments)
         if unknown:

@@ -101,7 +101,7 @@ class Chat:
         self._read_line = read_line
         self._conversation = ChatHistory(settings.system_prompt)
         self._last_prompt: list[int] | None = None
-        self._last_text: str | None = None  # the last message with --raw, where there is no conversation
+        self._last_text: str | None = None  # the last message; None if it was removed from the conversation
         self._retries = 0  # of the last answer
         self._rounds = RoundHistory(
             lambda listener: session.llm.listen(listener), lambda token: session.codec.token_text([token])
@@ -192,17 +192,20 @@ class Chat:
         return self._encode_conversation(text)
 
     def _retry(self, rest: str) -> None:
-        """Runs `/retry`: replaces the last answer. It stays if the new one has no text."""
+        """Runs `/retry`: decodes the last message again. Its answer stays if the new one has no text."""
+        _refuse_argument("/retry", rest)
         before = list(self._conversation.turns)
-        text = self._last_text if self._settings.raw else before[-1].user if before else None
+        last = before[-1].user if before else None
+        text = last if self._last_text is None else self._last_text
         if text is None:
-            raise UserError("/retry: there is no answer yet")
+            raise UserError("/retry: there is no message yet")
         sampling = self._session.sampling_params(self._settings)
         if sampling.greedy:
             self._note("temperature 0: the answer is the same again; use /set temperature")
         else:
             self._note(f"seed {(sampling.seed + self._retries + 1) % NUM_SEEDS}")
-        self._conversation.turns = before[:-1]
+        if text == last:  # otherwise the last message has no answer
+            self._conversation.turns = before[:-1]
         replaced = False
         try:
             replaced = self._answer(text, self._retries + 1)
@@ -211,16 +214,19 @@ class Chat:
                 self._conversation.turns = before
 
     def _undo(self, rest: str) -> None:
+        _refuse_argument("/undo", rest)
         self._require_conversation("/undo")
         if not self._conversation.turns:
             raise UserError("/undo: there is no message yet")
         removed = " ".join(self._conversation.turns.pop().user.split())
-        self._retries = 0
+        self._forget_last()
         cut = removed if len(removed) <= MAX_NOTE_CHARS else removed[: MAX_NOTE_CHARS - 1] + "…"
         self._note(f"removed: {cut}")
 
     def _clear(self, rest: str) -> None:
+        _refuse_argument("/clear", rest)
         self._conversation.turns.clear()
+        self._forget_last()
         self._note("conversation cleared")
 
     def _set_system_prompt(self, text: str) -> None:
@@ -241,8 +247,13 @@ class Chat:
         if not name:
             raise UserError("/load needs the name of a file")
         file = self._conversation.load(name)
-        self._retries = 0
+        self._forget_last()
         self._note(f"{len(self._conversation.messages())} messages loaded from {file}")
+
+    def _forget_last(self) -> None:
+        """Forgets the last message, which is no longer part of the conversation."""
+        self._last_prompt = self._last_text = None
+        self._retries = 0
 
     def _require_conversation(self, command: str) -> None:
         if self._settings.raw:
@@ -362,6 +373,11 @@ class Chat:
 
     def _note(self, text: str, style: str = "dim") -> None:
         print_note(self._console, text, style)
+
+
+def _refuse_argument(command: str, rest: str) -> None:
+    if rest:
+        raise UserError(f"{command} has no argument")
 
 
 def _settable() -> Iterator[str]:

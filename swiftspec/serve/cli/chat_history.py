@@ -60,10 +60,7 @@ class ChatHistory:
                 read_messages(file)
             except UserError:
                 raise UserError(f"{file} exists and contains no messages: use another name") from None
-        try:
-            file.write_text(json.dumps(self.messages(), ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
-        except (OSError, ValueError) as error:
-            raise UserError(f"{file} cannot be written: {file_io.one_line(error)}") from None
+        file_io.write_text(file, json.dumps(self.messages(), ensure_ascii=False, indent=1) + "\n")
         return file
 
     def load(self, name: str) -> Path:

@@ -76,6 +76,7 @@ def _run(
         pass  # during the prefill, or pressed twice
     painter.write("" if stream.text.endswith("\n") else "\n", False)
     stats = session.llm.stats
+    stats.keep_tokens(len(stream.token_ids))
     tokens_per_round = answer_stats.mean_acceptance_length(stats)
     lane = RaceResult(name, stream.token_ids, stats.decode_time, tokens_per_round, stats.drafter_lost)
     return lane if stream.finish_reason is not None else None

@@ -7,6 +7,7 @@ dot is a field of an object, such as `stream_options`. Names in neither table ar
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -49,9 +50,10 @@ IGNORED = frozenset({
 
 STRUCTURED = "use structured_outputs or response_format, in /v1/messages output_config.format"
 CHAT_ONLY = "use /v1/chat/completions"
-EXTRA_LOGPROBS = "use logprobs of /v1/chat/completions or /v1/completions"
+COMPLETIONS = "use /v1/chat/completions or /v1/completions"
+STOP = "use stop in /v1/chat/completions and /v1/completions, stop_sequences in /v1/messages"
 ONE_MODEL = "the model is chosen when the server starts"
-SESSIONS = "send the whole conversation"
+SESSIONS = "use previous_response_id in /v1/responses, or send the whole conversation"
 NO_MEDIA = "this model reads and writes text only"
 NO_SAMPLER = "use temperature, top_p, top_k or min_p"
 
@@ -63,18 +65,18 @@ REFUSED: Mapping[str, Refusal] = {
     "instructions": Refusal("use a system message"),
     "system": Refusal("use a system message, in /v1/responses instructions"),
     "suffix": Refusal("use /v1/completions", ("",)),
-    "echo": Refusal("use /v1/completions", (False,)),
+    "echo": Refusal(COMPLETIONS, (False,)),
     "max_tokens": Refusal("use max_output_tokens"),
     "max_completion_tokens": Refusal("use max_tokens, in /v1/responses max_output_tokens"),
     "max_output_tokens": Refusal("use max_tokens"),
     "n_predict": Refusal("use max_tokens", (-1,)),
     "min_new_tokens": Refusal("use min_tokens", (0,)),
-    "stop": Refusal("use stop_sequences in /v1/messages; /v1/responses has no stop strings", ([], "")),
-    "stop_sequences": Refusal("use stop", ([],)),
-    "stop_regex": Refusal("use stop", ([], "")),
+    "stop": Refusal(STOP, ([], "")),
+    "stop_sequences": Refusal(STOP, ([],)),
+    "stop_regex": Refusal(STOP, ([], "")),
     "no_stop_trim": Refusal("use include_stop_str_in_output", (False,)),
-    "n": Refusal("use /v1/chat/completions or /v1/completions", (1,)),
-    "best_of": Refusal("use /v1/chat/completions or /v1/completions", (0, 1)),
+    "n": Refusal(COMPLETIONS, (1,)),
+    "best_of": Refusal("use /v1/completions", (0, 1)),
     "use_beam_search": Refusal(NO_SAMPLER, (False,)),
     "truncation": Refusal("use truncate_prompt_tokens", ("disabled",)),
     "n_keep": Refusal("use truncate_prompt_tokens", (0,)),
@@ -83,10 +85,10 @@ REFUSED: Mapping[str, Refusal] = {
     # log-probabilities, token ids and other parts of the response
     "logprobs": Refusal("use top_logprobs; /v1/messages has no log-probabilities", (False,)),
     "top_logprobs": Refusal("use logprobs in /v1/completions; /v1/messages has no log-probabilities", (0,)),
-    "prompt_logprobs": Refusal(EXTRA_LOGPROBS),
-    "logprob_token_ids": Refusal(EXTRA_LOGPROBS),
-    "return_token_ids": Refusal("use /v1/chat/completions or /v1/completions", (False,)),
-    "return_tokens_as_token_ids": Refusal(EXTRA_LOGPROBS, (False,)),
+    "prompt_logprobs": Refusal(COMPLETIONS),
+    "logprob_token_ids": Refusal(COMPLETIONS),
+    "return_token_ids": Refusal(COMPLETIONS, (False,)),
+    "return_tokens_as_token_ids": Refusal(COMPLETIONS, (False,)),
     "return_prompt_text": Refusal("use echo in /v1/completions", (False,)),
     "return_tokens": Refusal("use return_token_ids", (False,)),
     "n_probs": Refusal("use logprobs", (0,)),
@@ -121,8 +123,8 @@ REFUSED: Mapping[str, Refusal] = {
     "backend_sampling": Refusal(harmless=(False,)),
     # constraints
     "response_format": Refusal("use output_config.format", ({"type": "text"},)),
-    "text": Refusal("use response_format", ({"format": {"type": "text"}}, {})),
-    "output_config": Refusal("use response_format"),
+    "text": Refusal("use response_format, in /v1/messages output_config.format", ({"format": {"type": "text"}}, {})),
+    "output_config": Refusal("use response_format and reasoning_effort, in /v1/responses text.format and reasoning"),
     "output_format": Refusal("use output_config.format, elsewhere response_format"),
     "structured_outputs": Refusal(STRUCTURED),
     "guided_json": Refusal(STRUCTURED),
@@ -140,7 +142,7 @@ REFUSED: Mapping[str, Refusal] = {
     # conversations, tools and reasoning
     "chat_template": Refusal("use chat_template_kwargs"),
     "chat_template_kwargs": Refusal(CHAT_ONLY, ({},)),
-    "add_generation_prompt": Refusal("use continue_final_message", (True,)),
+    "add_generation_prompt": Refusal(CHAT_ONLY, (True,)),
     "continue_final_message": Refusal("end with an assistant message in /v1/messages, or " + CHAT_ONLY, (False,)),
     "documents": Refusal("put them into a message", ([],)),
     "tools": Refusal(CHAT_ONLY, ([],)),
@@ -159,14 +161,14 @@ REFUSED: Mapping[str, Refusal] = {
     "thinking_budget_tokens": Refusal("use max_tokens, or reasoning_effort if the chat template reads it", (-1,)),
     "reasoning_budget": Refusal("use max_tokens, or reasoning_effort if the chat template reads it", (-1,)),
     "thinking_forced_open": Refusal("the chat template determines it", (False,)),
-    "include_reasoning": Refusal("read content and not reasoning_content", (True,)),
+    "include_reasoning": Refusal(CHAT_ONLY, (True,)),
     "separate_reasoning": Refusal("read reasoning_content", (True,)),
-    "stream_reasoning": Refusal("read content and not reasoning_content", (True,)),
+    "stream_reasoning": Refusal("use include_reasoning in /v1/chat/completions", (True,)),
     "reasoning_format": Refusal("read reasoning_content", ("auto", "deepseek")),
     "previous_response_id": Refusal(SESSIONS),
     "conversation": Refusal(SESSIONS),
     "session_params": Refusal(SESSIONS),
-    "background": Refusal(harmless=(False,)),
+    "background": Refusal("use /v1/responses", (False,)),
     "include": Refusal("use logprobs and top_logprobs", ([],)),
     # media
     "audio": Refusal(NO_MEDIA),
@@ -193,15 +195,18 @@ REFUSED: Mapping[str, Refusal] = {
 }
 
 
-def reject_unsupported(body: ExtensibleBody, also: Collection[str] = ()) -> None:
-    """Raises ApiError if a field that the endpoint does not serve has a value that asks for something. `also`: fields
-    that the class of `body` declares although the endpoint does not serve them."""
+def reject_unsupported(body: ExtensibleBody, also: Collection[str] = (), ignored: Collection[str] = ()) -> None:
+    """Raises ApiError if a field that the endpoint does not serve has a value that asks for something.
+
+    `also`: fields that the class of `body` declares although the endpoint does not serve them.
+    `ignored`: fields that have no effect on this endpoint, such as those of a request whose tokens it counts.
+    """
     declared = ((name, getattr(body, name)) for name in also)
     for name, value in (*declared, *_undeclared(body)):
-        refusal = REFUSED.get(name)
+        refusal = None if name in ignored else REFUSED.get(name)
         if refusal is not None and not refusal.accepts(value):
-            only = f" (except {refusal.harmless[0]!r})" if refusal.harmless and refusal.harmless[0] != [] else ""
-            raise unsupported(name, f"not supported{only}; {refusal.advice}")
+            only = ", ".join(map(json.dumps, refusal.harmless))
+            raise unsupported(name, f"not supported{f' (except {only})' if only else ''}; {refusal.advice}")
 
 
 def _undeclared(body: ExtensibleBody, prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -117,7 +117,8 @@ class ScoringFields(ExtensibleBody):
 
     prompt_logprobs: LogprobCount | None = Field(None, description="-1: of all tokens. Not with stream.")
     logprob_token_ids: Annotated[list[Token], Field(min_length=1, max_length=1024)] | None = Field(
-        None, description="Tokens that are listed at each position instead of the most likely ones; needs logprobs."
+        None,
+        description="Tokens that are listed with the sampled one, instead of the most likely ones; needs logprobs.",
     )
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = Field(None, description='In logprobs, "token_id:29" instead of text.')

@@ -127,6 +127,8 @@ class EventStream(Response):
             await self._write(send, data)
         finally:
             keep_alive.cancel()
+        if not self._started:  # a stream without events
+            await self._write(send, b"")
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _write(self, send: Send, data: bytes) -> None:

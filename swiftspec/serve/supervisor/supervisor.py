@@ -158,9 +158,9 @@ class Supervisor:
         """Forwards each signal to the leader. If the leader is not running, the signal ends the job."""
         while self._received_signals:
             number = self._received_signals.pop(0)
-            self._leader.expect_exit()
-            if number == signal.SIGINT and self._shares_terminal:
+            if number == signal.SIGINT and self._shares_terminal:  # it may only stop an answer of the chat
                 continue
+            self._leader.expect_exit()
             self._first_signal = self._first_signal or number
             for child in self._children:
                 child.restart_at = None

@@ -8,7 +8,6 @@ import json
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,6 +29,7 @@ COMMON_ROLES = ("system", "user", "assistant", "tool")
 HUB_ID_PATTERN = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 HUB_FILES = ("*.safetensors", "*.safetensors.index.json", "*.json", "*.jinja", "tokenizer.model", "merges.txt")
 
+HUB_TIMEOUT_S = 10.0  # of the request whether the hub has a model
 HUB_REFUSALS = {
     "LocalEntryNotFoundError": "the hub cannot be reached, and the model is not in the cache",
     "GatedRepoError": "accept the model's licence on the hub, then run `hf auth login`",
@@ -62,7 +62,7 @@ def locate_model(name: str, revision: str | None = None, on_download: Callable[[
         raise UserError(f"{name} is a file: specify the model's directory")
     if not HUB_ID_PATTERN.fullmatch(name):
         raise UserError(f"{truncated_repr(name, 300)[1:-1]}: no such directory")
-    from huggingface_hub import HfApi, snapshot_download
+    from huggingface_hub import snapshot_download
     from huggingface_hub.utils.logging import set_verbosity_error
 
     set_verbosity_error()
@@ -70,8 +70,7 @@ def locate_model(name: str, revision: str | None = None, on_download: Callable[[
     try:
         download(local_files_only=True)
     except Exception:  # not in the cache, or any error that the download then raises, too
-        with suppress(Exception):
-            HfApi().model_info(name, revision=revision)  # raises if the hub cannot be reached or lacks the model
+        if _is_on_hub(name, revision):
             on_download()
     try:
         return Path(download())
@@ -80,6 +79,17 @@ def locate_model(name: str, revision: str | None = None, on_download: Callable[[
         raise UserError(
             f"{name} is not a directory and cannot be downloaded from the Hugging Face Hub: {reason}"
         ) from None
+
+
+def _is_on_hub(name: str, revision: str | None) -> bool:
+    """Returns whether the hub can be reached and has the model."""
+    from huggingface_hub import HfApi
+
+    try:
+        HfApi().model_info(name, revision=revision, timeout=HUB_TIMEOUT_S)
+    except Exception:  # the download raises it again and has the reason
+        return False
+    return True
 
 
 def _byte_letters() -> dict[str, int]:

@@ -105,11 +105,27 @@ def test_a_tree_stops_expanding_when_its_deltas_are_not_read() -> None:
     stuck.close()
 
 
+def make_link(transport: Any) -> DraftLink:
+    session = SessionStart(ModelIdentity("", ""), EngineConfig(mode="async"))
+    return DraftLink(ServerLink(transport, RequestState(ModelLimits(64, 100, 16)), "draft", session))
+
+
+def test_the_first_answer_of_a_late_opened_request_has_time_for_the_prefill() -> None:
+    transport: Any = FakeChannel([])
+    link = make_link(transport)
+    link.answer_timeout_s, link.open_timeout_s = 1.0, 9.0
+    link.open(RequestStart(1, (5, 17), SamplingParams(), 2), None)
+    link.send_result(VerifyResult(1, 0, 1, (0,), (9,)))
+    link.note_answer(0)
+    assert link.timeout_s == 9.0
+    link.note_answer(1)
+    assert link.timeout_s == 1.0
+
+
 def test_the_time_of_expansions_is_attributed_to_the_request_message() -> None:
     answers = [delta(0, 1), delta(0, 3, times=None), delta(1, 5)]
     transport: Any = FakeChannel([(int(kind), words) for kind, words in (each.frame() for each in answers)])
-    session = SessionStart(ModelIdentity("", ""), EngineConfig(mode="async"))
-    link = DraftLink(ServerLink(transport, RequestState(ModelLimits(64, 100, 16)), "draft", session))
+    link = make_link(transport)
     link.open(RequestStart(1, (5, 17), SamplingParams(), 2), None)
     link.send_result(VerifyResult(1, 0, 1, (0,), (9,)))
     for _ in range(3):

@@ -290,7 +290,7 @@ def test_slashes_in_pasted_code_are_not_commands(chat_room: ChatRoom) -> None:
 
 def test_undo_and_retry(chat_room: ChatRoom) -> None:
     assert "/undo: there is no message yet" in chat_room.run("/undo", EOFError)
-    assert "/retry: there is no answer yet" in chat_room.run("/retry", EOFError)
+    assert "/retry: there is no message yet" in chat_room.run("/retry", EOFError)
     output = chat_room.run("one", "two", "/undo", "three", "/retry", "/retry", "four", EOFError)
     assert "removed: two\n" in output and "seed 1\n" in output and "seed 2\n" in output
     answered = "<|user|>one<|end|><|bot|>return a + b, read<|end|>"
@@ -299,6 +299,18 @@ def test_undo_and_retry(chat_room: ChatRoom) -> None:
     assert chat_room.engine.requests[5][0] == f"{third}return a + b, read<|end|><|user|>four<|end|><|bot|>"
     assert [sampling.seed for _, sampling in chat_room.engine.requests] == [0, 0, 0, 1, 2, 0]
     assert "the answer is the same again" in chat_room.run("/set temperature 0", "/retry", EOFError)
+
+
+def test_a_message_without_an_answer_is_retried(chat_room: ChatRoom) -> None:
+    chat_room.run("one", EOFError)
+    reply, chat_room.engine.reply = chat_room.engine.reply, ""
+    chat_room.run("two", EOFError)
+    chat_room.engine.reply = reply
+    turns = list(chat_room.chat._conversation.turns)
+    chat_room.run("/retry", EOFError)
+    assert chat_room.engine.requests[-1][0] == chat_room.engine.requests[-2][0]
+    assert [turn.user for turn in chat_room.chat._conversation.turns] == [*(turn.user for turn in turns), "two"]
+    assert "/retry has no argument" in chat_room.run("/retry now", EOFError)
 
 
 def test_a_failed_retry_keeps_the_answer(chat_room: ChatRoom) -> None:

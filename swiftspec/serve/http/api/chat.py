@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Request, Response
 from pydantic import Field
 
+from swiftspec.serve.http.api.choice_writer import ChoiceWriter
 from swiftspec.serve.http.api.choices import requested_choices, sampled_requests
 from swiftspec.serve.http.api.generation import JSON_OR_SSE, chat_generation_request, respond
-from swiftspec.serve.http.api.sampling import grammar_request
-from swiftspec.serve.http.api.token_fields import listed_logprobs, logprob_formatter, response_fields
+from swiftspec.serve.http.api.sampling import grammar_request, stop_list
+from swiftspec.serve.http.api.token_fields import (
+    check_logprob_size,
+    listed_logprobs,
+    logprob_formatter,
+    response_fields,
+)
 from swiftspec.serve.http.app_context import AppContext, new_id
 from swiftspec.serve.http.errors import ApiError
 from swiftspec.serve.http.format.conversation import (
@@ -47,7 +53,6 @@ from swiftspec.serve.http.schema import (
     StreamUsage,
     stream_usage,
 )
-from swiftspec.serve.http.sse import DONE_EVENT, sse_event
 
 
 class ChatRequest(SamplingFields, ConstraintFields, TemplateFields, ScoringFields):
@@ -87,12 +92,8 @@ def response_role(body: ChatRequest) -> str:
 def echoed_text(body: ChatRequest, conversation: Conversation) -> str:
     """Returns the text that precedes the answer with `echo`: that of the last message if it has the role of the
     answer, as in vLLM."""
-    last = conversation.messages[-1]
-    return last["content"] if body.echo and last["role"] == response_role(body) else ""
-
-
-def stop_list(stop: str | list[str] | None) -> list[str]:
-    return [stop] if isinstance(stop, str) else stop or []
+    echoes = body.echo and body.messages[-1].role == response_role(body)
+    return conversation.messages[-1]["content"] if echoes else ""
 
 
 def openai_tool_call(call: ParsedToolCall) -> dict[str, Any]:
@@ -116,11 +117,10 @@ def answer_message(
     return message
 
 
-class ChatWriter:
+class ChatWriter(ChoiceWriter):
     """Formatter of the outputs of a request as a response of OpenAI's chat completions endpoint.
 
     `top`: number of top log-probabilities per token; None: no log-probabilities.
-    `usage`: the usage that a stream contains.
     `role`: role of the answer.
     `echo`: text that precedes the generated content.
     `token_fields`: formatter of vLLM's additional fields.
@@ -132,22 +132,15 @@ class ChatWriter:
         usage: StreamUsage, fingerprint: str, token_fields: TokenFields, role: str = "assistant", echo: str = "",
         with_reasoning: bool = True,
     ) -> None:  # fmt: skip
-        self._outputs, self._logprob_formatter, self._top, self._usage = outputs, logprob_formatter, top, usage
+        common_fields = {
+            "id": new_id("chatcmpl-"), "object": "chat.completion.chunk", "created": int(time.time()), "model": model,
+            "system_fingerprint": fingerprint,
+        }  # fmt: skip
+        super().__init__(outputs, usage, common_fields)
+        self._logprob_formatter, self._top = logprob_formatter, top
         self._role, self._echo, self._token_fields = role, echo, token_fields
         self._with_reasoning = with_reasoning
-        self._common_fields = {
-            "id": new_id("chatcmpl-"),
-            "object": "chat.completion.chunk",
-            "created": int(time.time()),
-        }
-        self._common_fields |= {"model": model, "system_fingerprint": fingerprint}
-        self._streaming = False
         self._num_calls: dict[int, int] = {}  # tool calls so far, by choice that has begun
-
-    def start_events(self) -> bytes:
-        """Returns nothing: each choice begins with a chunk of its own."""
-        self._streaming = True
-        return b""
 
     def delta_events(self, delta: OutputDelta) -> bytes:
         """Returns a chunk for each piece of the round, in their order, because clients read either content or tool
@@ -160,10 +153,10 @@ class ChatWriter:
         if choice not in self._num_calls:
             self._num_calls[choice] = 0
             prompt_fields = self._token_fields.prompt_chunk(self._outputs.outputs[choice].prompt)
-            out = self._chunk(choice, {"role": self._role, "content": ""}, 0, more=prompt_fields)
-            out += self._chunk(choice, {"content": self._echo}, 0) if self._echo else b""
+            out = self._chunk(choice, {"delta": {"role": self._role, "content": ""}}, 0, more=prompt_fields)
+            out += self._chunk(choice, {"delta": {"content": self._echo}}, 0) if self._echo else b""
         if delta.last:
-            return out + self._end_chunk(choice)
+            return out + self._end_chunk(choice, {"delta": {}})
         pieces = [piece for piece in delta.pieces if self._with_reasoning or piece.kind != "reasoning"]
         if not pieces and (self._top is not None or self._token_fields.token_ids):
             return out + self._token_chunk(choice, {"content": ""}, delta.first_token, delta.end_token)
@@ -183,20 +176,13 @@ class ChatWriter:
         output = self._outputs.outputs[choice]
         logprobs = self._logprobs(output, first_token, end_token)
         token_fields = self._token_fields.output_chunk(output.tokens[first_token:end_token])
-        return self._chunk(choice, fields, end_token, logprobs, token_fields)
+        return self._chunk(choice, {"delta": fields}, end_token, logprobs, token_fields)
 
     def _delta_fields(self, choice: int, piece: OutputPiece) -> dict[str, Any]:
         if piece.tool_call is None:
             return {"content" if piece.kind == "content" else "reasoning_content": piece.text}
         self._num_calls[choice] += 1
         return {"tool_calls": [{"index": self._num_calls[choice] - 1, **openai_tool_call(piece.tool_call)}]}
-
-    def end_events(self) -> bytes:
-        """Returns the usage chunk, if requested, and the end of the stream."""
-        outputs, last = self._outputs, b""
-        if self._usage.at_end:
-            last = sse_event({**self._common_fields, "choices": [], "usage": outputs.usage(), **outputs.stats()})
-        return last + DONE_EVENT
 
     def full_response(self) -> dict[str, Any]:
         """Returns the complete response."""
@@ -222,24 +208,6 @@ class ChatWriter:
         items = self._logprob_formatter.chat_logprobs(output.tokens[first:last], output.logprobs[first:last], self._top)
         return {"content": items, "refusal": None}
 
-    def _end_chunk(self, choice: int) -> bytes:
-        """Returns the chunk with the finish reason. That of the last choice has the statistics of the request, unless
-        the usage chunk has them."""
-        output = self._outputs.outputs[choice]
-        fields = {"finish_reason": output.finish_reason, **self._outputs.choice_end_fields(output)}
-        stats = {} if self._usage.at_end else self._outputs.stats()
-        return self._chunk(choice, {}, len(output.tokens), None, fields, stats)
-
-    def _chunk(
-        self, choice: int, delta: dict[str, Any], end_token: int, logprobs: Any = None,
-        fields: Mapping[str, Any] | None = None, more: Mapping[str, Any] | None = None,
-    ) -> bytes:  # fmt: skip
-        """Returns a chunk. `end_token`: number of the choice's output tokens so far. `fields`: further fields of the
-        choice. `more`: further fields of the chunk."""
-        usage = {"usage": self._outputs.outputs[choice].usage_so_far(end_token)} if self._usage.in_chunks else {}
-        item = {"index": choice, "delta": delta, "logprobs": logprobs, "finish_reason": None, **(fields or {})}
-        return sse_event({**self._common_fields, "choices": [item], **usage, **(more or {})})
-
 
 def chat_router(context: AppContext) -> APIRouter:
     """Returns the router of /v1/chat/completions."""
@@ -262,6 +230,7 @@ def chat_router(context: AppContext) -> APIRouter:
             grammar=grammar_request(body), logprobs=top, choices=choices.population, scoring=body, stream=body.stream,
         )  # fmt: skip
         requests = sampled_requests(generation_request, choices.num_samples, body.seed is not None)
+        check_logprob_size(body, info, requests)
         outputs = RequestOutputs.create([requests], codec, choices.n)
         formatter = logprob_formatter(body, codec)
         writer = ChatWriter(

@@ -88,13 +88,15 @@ def _check_best_of(n: int, best_of: int, stream: bool | None, info: EngineInfo, 
 
 def sampled_requests(request: GenerationRequest, count: int, seeded: bool) -> list[GenerationRequest]:
     """Returns `count` requests that differ in their seeds. The first one is `request`; the seeds of the others are
-    derived from its seed if the client has set it (`seeded`), otherwise they are random."""
+    derived from its seed if the client has set it (`seeded`), otherwise they are random. Only the first one computes
+    the log-probabilities of the prompt, so that the others can use the prefix cache."""
     engine_request = request.engine_request
     seed = engine_request.sampling["seed"]
+    shared = {name: value for name, value in engine_request.sampling.items() if name != "prompt_logprobs"}
     requests = [request]
     for index in range(1, count):
         sampling = {
-            **engine_request.sampling,
+            **shared,
             "seed": choice_seed(seed, index) if seeded else secrets.randbits(63),
         }
         requests.append(replace(request, engine_request=replace(engine_request, sampling=sampling)))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -11,11 +11,13 @@ from fastapi import APIRouter, Request, Response
 from pydantic import Field
 
 from swiftspec.errors import UserError
+from swiftspec.serve.http.api.choice_writer import ChoiceWriter
 from swiftspec.serve.http.api.choices import RequestedChoices, requested_choices, sampled_requests
 from swiftspec.serve.http.api.generation import JSON_OR_SSE, replace_key, respond
-from swiftspec.serve.http.api.sampling import grammar_request, sampling_params
+from swiftspec.serve.http.api.sampling import grammar_request, sampling_params, stop_list
 from swiftspec.serve.http.api.token_fields import (
     bad_word_ids,
+    check_logprob_size,
     listed_logprobs,
     logprob_formatter,
     response_fields,
@@ -52,7 +54,6 @@ from swiftspec.serve.http.schema import (
     Token,
     stream_usage,
 )
-from swiftspec.serve.http.sse import DONE_EVENT, sse_event
 from swiftspec.serve.text.codec import TextCodec
 from swiftspec.serve.text.stream import TextBuilder, TokenCodec
 
@@ -82,7 +83,7 @@ class CompletionRequest(SamplingFields, ConstraintFields, ScoringFields):
     )
     suffix: Text | None = None
     max_tokens: Count | None = Field(
-        DEFAULT_MAX_TOKENS, description="0 only with echo: returns the log-probabilities of the prompt."
+        DEFAULT_MAX_TOKENS, description="0 only with echo or prompt_logprobs: generates nothing."
     )
     echo: bool | None = None
     logprobs: LogprobCount | None = Field(None, description="-1: of all tokens.")
@@ -108,11 +109,10 @@ def prompt_list(prompt: str | list[int] | list[str] | list[list[int]]) -> list[P
 
 
 async def encode_prompt(
-    context: AppContext, info: EngineInfo, codec: TextCodec, body: CompletionRequest, prompt: Prompt
+    context: AppContext, info: EngineInfo, codec: TextCodec, body: CompletionRequest, prompt: Prompt, limit: int
 ) -> list[int]:
     """Returns the token ids of a prompt. With a suffix they have the fill-in-the-middle format of the model. Raises
-    ApiError on a prompt that is empty or invalid."""
-    limit = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
+    ApiError on a prompt that is empty or invalid. `limit`: maximum number of output tokens."""
     if body.suffix:
         if truncates(body):
             raise unsupported("truncate_prompt_tokens", "not supported with suffix; omit it")
@@ -181,11 +181,10 @@ class Echo:
     offsets: Sequence[int] | None = None
 
 
-class CompletionWriter:
+class CompletionWriter(ChoiceWriter):
     """Formatter of the outputs of a request as a response of OpenAI's completions endpoint.
 
     `top`: number of top log-probabilities per token; None: no log-probabilities.
-    `usage`: the usage that a stream contains.
     `echoes`: one for each prompt.
     `token_fields`: formatter of vLLM's additional fields.
     """
@@ -194,22 +193,14 @@ class CompletionWriter:
         self, outputs: RequestOutputs, model: str, logprob_formatter: LogprobFormatter, top: int | None,
         usage: StreamUsage, fingerprint: str, echoes: Sequence[Echo], token_fields: TokenFields,
     ) -> None:  # fmt: skip
-        self._outputs, self._logprob_formatter, self._top, self._usage = outputs, logprob_formatter, top, usage
-        self._echoes, self._token_fields = echoes, token_fields
-        self._common_fields = {
-            "id": new_id("cmpl-"),
-            "object": "text_completion",
-            "created": int(time.time()),
-            "model": model,
+        common_fields = {
+            "id": new_id("cmpl-"), "object": "text_completion", "created": int(time.time()), "model": model,
             "system_fingerprint": fingerprint,
-        }
-        self._streaming = False
+        }  # fmt: skip
+        super().__init__(outputs, usage, common_fields)
+        self._logprob_formatter, self._top = logprob_formatter, top
+        self._echoes, self._token_fields = echoes, token_fields
         self._begun: set[int] = set()  # choices of which a chunk was sent
-
-    def start_events(self) -> bytes:
-        """Returns nothing: each choice begins with a chunk of its own, if an echo or token ids are requested."""
-        self._streaming = True
-        return b""
 
     def delta_events(self, delta: OutputDelta) -> bytes:
         """Returns the chunk of one round, after the echoed prompt or its token ids if it is the first of its choice.
@@ -222,13 +213,13 @@ class CompletionWriter:
             self._begun.add(delta.choice)
             head = self._prompt_chunk(delta.choice)
         if delta.last:
-            return head + self._end_chunk(delta.choice)
+            return head + self._end_chunk(delta.choice, {"text": ""})
         if self._top is None and not delta.content and not self._token_fields.token_ids:
             return head
-        output, echo = self._outputs.outputs[delta.choice], self._echo(delta.choice)
-        logprobs = self._logprobs(output, echo, delta.first_token, delta.end_token, False)
+        output = self._outputs.outputs[delta.choice]
+        logprobs = self._logprobs(delta.choice, output, delta.first_token, delta.end_token)
         token_fields = self._token_fields.output_chunk(output.tokens[delta.first_token : delta.end_token])
-        return head + self._chunk(delta.choice, delta.content, delta.end_token, logprobs, token_fields)
+        return head + self._chunk(delta.choice, {"text": delta.content}, delta.end_token, logprobs, token_fields)
 
     def _prompt_chunk(self, choice: int) -> bytes:
         """Returns a chunk with the echoed prompt or its token ids; empty if neither is requested."""
@@ -236,14 +227,8 @@ class CompletionWriter:
         if not echo.text and echo.offsets is None and not self._token_fields.token_ids:
             return b""
         fields = {**self._token_fields.prompt_chunk(output.prompt), **self._token_fields.output_chunk(())}
-        return self._chunk(choice, echo.text, 0, self._logprobs(output, echo, 0, 0, True), fields)
-
-    def end_events(self) -> bytes:
-        """Returns the usage chunk, if requested, and the end of the stream."""
-        outputs, last = self._outputs, b""
-        if self._usage.at_end:
-            last = sse_event({**self._common_fields, "choices": [], "usage": outputs.usage(), **outputs.stats()})
-        return last + DONE_EVENT
+        logprobs = self._logprobs(choice, output, 0, 0, with_prompt=True)
+        return self._chunk(choice, {"text": echo.text}, 0, logprobs, fields)
 
     def full_response(self) -> dict[str, Any]:
         """Returns the complete response."""
@@ -252,49 +237,34 @@ class CompletionWriter:
         return {**self._common_fields, "choices": choices, "usage": outputs.usage(), **outputs.stats()}
 
     def _full_choice(self, index: int, choice: GenerationOutput) -> dict[str, Any]:
-        echo = self._echo(index)
-        logprobs = self._logprobs(choice, echo, 0, len(choice.tokens), True)
+        logprobs = self._logprobs(index, choice, 0, len(choice.tokens), with_prompt=True)
         return {
-            "index": index, "text": echo.text + choice.content, "logprobs": logprobs,
+            "index": index, "text": self._echo(index).text + choice.content, "logprobs": logprobs,
             "finish_reason": choice.finish_reason, **self._outputs.choice_end_fields(choice),
             **self._token_fields.whole_output(choice.tokens),
-            **self._token_fields.whole_prompt(choice.prompt, choice.prompt_logprobs),
+            **self._token_fields.whole_prompt(choice.prompt, self._prompt_logprobs(index)),
         }  # fmt: skip
 
     def _echo(self, choice: int) -> Echo:
         return self._echoes[choice // self._outputs.n]
 
+    def _prompt_logprobs(self, choice: int) -> list[TokenLogprob]:
+        """Returns the log-probabilities of the prompt of a choice, which the first output of the prompt has."""
+        return self._outputs.prompts[choice // self._outputs.n][0].prompt_logprobs
+
     def _logprobs(
-        self, output: GenerationOutput, echo: Echo, first: int, last: int, with_prompt: bool
+        self, choice: int, output: GenerationOutput, first: int, last: int, *, with_prompt: bool = False
     ) -> dict[str, Any] | None:
         if self._top is None:
             return None
-        tokens = output.tokens[first:last]
+        echo, tokens = self._echo(choice), output.tokens[first:last]
         logprobs: list[TokenLogprob | None] = [*output.logprobs[first:last]]
         starts = [len(echo.text) + start for start in output.text_builder.text_offsets[first:last]]
         if with_prompt and echo.offsets is not None:
             tokens = [*output.prompt, *tokens]
-            logprobs = [None, *output.prompt_logprobs, *logprobs]
+            logprobs = [None, *self._prompt_logprobs(choice), *logprobs]
             starts = [*echo.offsets, *starts]
         return self._logprob_formatter.completion_logprobs(tokens, logprobs, self._top, starts)
-
-    def _end_chunk(self, choice: int) -> bytes:
-        """Returns the chunk with the finish reason. That of the last choice has the statistics of the request, unless
-        the usage chunk has them."""
-        output = self._outputs.outputs[choice]
-        fields = {"finish_reason": output.finish_reason, **self._outputs.choice_end_fields(output)}
-        stats = {} if self._usage.at_end else self._outputs.stats()
-        return self._chunk(choice, "", len(output.tokens), None, fields, stats)
-
-    def _chunk(
-        self, choice: int, text: str, end_token: int, logprobs: Any = None,
-        fields: Mapping[str, Any] | None = None, more: Mapping[str, Any] | None = None,
-    ) -> bytes:  # fmt: skip
-        """Returns a chunk. `end_token`: number of the choice's output tokens so far. `fields`: further fields of the
-        choice. `more`: further fields of the chunk."""
-        usage = {"usage": self._outputs.outputs[choice].usage_so_far(end_token)} if self._usage.in_chunks else {}
-        item = {"index": choice, "text": text, "logprobs": logprobs, "finish_reason": None, **(fields or {})}
-        return sse_event({**self._common_fields, "choices": [item], **usage, **(more or {})})
 
 
 async def completion_requests(
@@ -305,6 +275,8 @@ async def completion_requests(
     info, codec = context.require_ready()
     if body.max_tokens == 0 and not body.echo and body.prompt_logprobs is None:
         raise ApiError(400, "max_tokens: 0 is only supported with echo or prompt_logprobs", "max_tokens")
+    if body.suffix and body.echo and body.logprobs is not None:
+        raise unsupported("echo", "not supported with suffix and logprobs; omit one of them")
     negative = None
     if body.guidance_scale not in (None, 1):
         negative = await context.run_in_tokenizer_thread(codec.encode, body.negative_prompt or "", info.max_model_len)
@@ -313,21 +285,19 @@ async def completion_requests(
     more = await bad_word_ids(context, codec, body)
     if grammar is not None:
         more["grammar"] = await context.compile_grammar(grammar)
-    # without log-probabilities in the response, those of the sampled tokens alone rank the samples of best_of
-    logprobs = 0 if body.logprobs is None and choices.num_samples > choices.n else body.logprobs
-    stops = [body.stop] if isinstance(body.stop, str) else body.stop or []
+    is_ranked = body.logprobs is None and choices.num_samples > choices.n  # by log-probability, for best_of
     key = replace_key(request, body)
     requests: list[list[GenerationRequest]] = []
     for number, prompt in enumerate(prompts):
         try:
-            tokens = await encode_prompt(context, info, codec, body, prompt)
+            tokens = await encode_prompt(context, info, codec, body, prompt, limit)
             sampling = sampling_params(body, info, tokens, negative, limit) | more
-            with_prompt = bool(body.echo and body.logprobs is not None)
-            sampling |= scoring_params(body, info, sampling, tokens, logprobs, echo=with_prompt, stream=body.stream)
+            sampling |= scoring_params(body, info, body.logprobs, echo=bool(body.echo), stream=body.stream)
+            sampling |= {"logprobs": 0} if is_ranked else {}
         except (ApiError, UserError) as error:
             raise _prompt_error(error, number, len(prompts)) from None
         generation_request = GenerationRequest(
-            EngineRequest(tokens, sampling, key, choices.population), stops,
+            EngineRequest(tokens, sampling, key, choices.population), stop_list(body.stop),
             continues_text=not body.suffix, prompt_only=body.max_tokens == 0,
             include_stop=bool(body.include_stop_str_in_output), end_tokens=info.eos_token_ids,
             skip_special_tokens=body.skip_special_tokens is not False,
@@ -369,6 +339,7 @@ def completions_router(context: AppContext) -> APIRouter:
         prompts = prompt_list(body.prompt)
         choices = requested_choices(body, body.n, body.stream, info, num_prompts=len(prompts), ranked=True)
         requests = await completion_requests(context, request, body, prompts, choices)
+        check_logprob_size(body, info, [each for group in requests for each in group])
         outputs = RequestOutputs.create(requests, codec, choices.n)
         echoes = [
             await prompt_echo(context, codec, body, prompt, group[0].engine_request.prompt)

@@ -139,9 +139,7 @@ async def chat_generation_request(
     prompt = truncate_prompt(prompt, body, info, limit)
     negative = await _negative_prompt(context, body, conversation)
     sampling = sampling_params(body, info, prompt, negative, limit) | await bad_word_ids(context, codec, body)
-    sampling |= scoring_params(
-        scoring or ScoringFields.model_validate({}), info, sampling, prompt, logprobs, stream=stream
-    )
+    sampling |= scoring_params(scoring or ScoringFields.model_validate({}), info, logprobs, stream=stream)
     template = codec.template_source(conversation.tools or None)
     tool_format = _tool_format(conversation, template)
     allowed: AllowedText = "any"

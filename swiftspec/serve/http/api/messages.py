@@ -38,7 +38,6 @@ from swiftspec.serve.http.schema import (
 from swiftspec.serve.http.sse import sse_event
 
 MIN_THINKING_BUDGET_TOKENS = 1024  # Anthropic's limit
-# Unsupported fields, each with the values that are accepted because they change nothing.
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
 
@@ -269,9 +268,10 @@ class MessageWriter:
 
     def end_events(self) -> bytes:
         """Returns the last events: stop reason and usage."""
+        out = b"" if self._has_content() else self._close_block() + self._start_block("text", {"text": ""})
         delta = {"stop_reason": self._stop_reason(), "stop_sequence": self._output.text_builder.stop_string}
         last = self._event("message_delta", delta=delta, usage=self._usage())
-        return self._close_block() + last + self._event("message_stop")
+        return out + self._close_block() + last + self._event("message_stop")
 
     def full_response(self) -> dict[str, Any]:
         """Returns the complete message."""
@@ -285,13 +285,17 @@ class MessageWriter:
                 content.append({"type": "thinking", "thinking": piece.text, "signature": ""})
             else:
                 content.append({"type": "text", "text": piece.text})
-        if not output.content and not output.tool_calls:
+        if not self._has_content():
             content.append({"type": "text", "text": ""})
         return {
             **self._common_fields, "content": content, "stop_reason": self._stop_reason(), "stop_sequence":
             output.text_builder.stop_string,
             "usage": self._usage(),
         }  # fmt: skip
+
+    def _has_content(self) -> bool:
+        """Whether the output contains more than reasoning. Otherwise the message ends with an empty text block."""
+        return bool(self._output.content or self._output.tool_calls)
 
     def _stop_reason(self) -> str:
         return (
@@ -352,7 +356,7 @@ def messages_router(context: AppContext) -> APIRouter:
     async def count_tokens(body: CountRequest) -> dict[str, int]:
         context.require_ready()
         context.resolve_model_name(body.model)
-        reject_unsupported(body)
+        reject_unsupported(body, ignored=MessagesRequest.model_fields)
         return {"input_tokens": len(await encode_conversation(context, anthropic_to_conversation(body)))}
 
     return router

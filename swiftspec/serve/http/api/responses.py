@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, Request, Response
 from pydantic import Field
 
+from swiftspec.params import MAX_LOGPROBS
 from swiftspec.serve.http.api.background import BackgroundGeneration
 from swiftspec.serve.http.api.generation import JSON_OR_SSE, chat_generation_request, encode_conversation, respond
 from swiftspec.serve.http.api.response_items import conversation_items, listed_items
@@ -15,6 +16,7 @@ from swiftspec.serve.http.api.response_store import ResponseStore, StoredRespons
 from swiftspec.serve.http.api.responses_writer import ResponsesWriter
 from swiftspec.serve.http.api.sampling import GrammarRequest, grammar_request
 from swiftspec.serve.http.api.stored_responses import NOT_FOUND, stored_response
+from swiftspec.serve.http.api.token_fields import truncate_prompt, truncates
 from swiftspec.serve.http.app_context import AppContext
 from swiftspec.serve.http.errors import ApiError, unsupported
 from swiftspec.serve.http.format.conversation import (
@@ -106,7 +108,7 @@ class ResponsesRequest(SamplingFields, ConstraintFields):
     tools: Annotated[list[ResponseTool], Field(max_length=128)] | None = None
     tool_choice: Literal["none", "auto", "required"] | ChosenTool | None = None
     parallel_tool_calls: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=20), INTEGRAL] | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS), INTEGRAL] | None = None
     include: Annotated[list[ShortText], Field(max_length=32)] | None = None
     metadata: Annotated[dict[str, Any], Field(max_length=16)] | None = None
     chat_template_kwargs: Variables | None = None
@@ -246,7 +248,7 @@ def _echoed_fields(body: ResponsesRequest, model: str, sampling: Mapping[str, An
         "max_output_tokens": body.max_output_tokens, "previous_response_id": body.previous_response_id,
         "parallel_tool_calls": body.parallel_tool_calls is not False,
         "tool_choice": "auto" if body.tool_choice is None else _plain(body.tool_choice),
-        "tools": [{"strict": False, **_plain(tool)} for tool in body.tools or ()],
+        "tools": [{"strict": False, **tool.sent} for tool in body.tools or ()],
         "text": {"format": {"type": "text"}} if body.text is None else _plain(body.text),
         "reasoning": {} if body.reasoning is None else _plain(body.reasoning),
         "truncation": "disabled", "store": is_stored, "background": bool(body.background),
@@ -292,11 +294,13 @@ def responses_router(context: AppContext, store: ResponseStore) -> APIRouter:
 
     @router.post("/v1/responses/input_tokens")
     async def count_input_tokens(body: ResponsesRequest) -> dict[str, Any]:
-        context.require_ready()
+        info, _ = context.require_ready()
         context.resolve_model_name(body.model)
         reject_unsupported(body, ["best_of"])
         full_body = with_previous_items(body, previous_items(body, store))
-        tokens = await encode_conversation(context, responses_to_conversation(full_body))
+        conversation = responses_to_conversation(full_body)
+        tokens = await encode_conversation(context, conversation, any_length=truncates(body))
+        tokens = truncate_prompt(tokens, body, info, body.max_output_tokens)
         return {"object": "response.input_tokens", "input_tokens": len(tokens)}
 
     return router

@@ -65,6 +65,11 @@ def sampling_params(
     return values
 
 
+def stop_list(stop: str | list[str] | None) -> list[str]:
+    """Returns the stop strings of OpenAI's field `stop`."""
+    return [stop] if isinstance(stop, str) else stop or []
+
+
 def token_biases(biases: Mapping[str, float], info: EngineInfo) -> dict[int, float]:
     """Converts the keys of `logit_bias` to token ids. Raises ApiError, which names all invalid keys."""
     valid = {key: int(key) for key in biases if key.isascii() and key.isdecimal() and int(key) < info.vocab_size}

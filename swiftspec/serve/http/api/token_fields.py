@@ -2,35 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
+from swiftspec.params import MAX_LOGPROB_VALUES
 from swiftspec.serve.http.app_context import AppContext, check_tokens
 from swiftspec.serve.http.engine_link.frames import EngineInfo
 from swiftspec.serve.http.errors import ApiError
+from swiftspec.serve.http.format.generation_output import GenerationRequest
 from swiftspec.serve.http.format.logprobs import LogprobFormatter, TokenFields
 from swiftspec.serve.http.schema import SamplingFields, ScoringFields
 from swiftspec.serve.text.codec import TextCodec
 
-MAX_LOGPROB_VALUES = 2**20  # log-probabilities in one response, if those of all tokens are requested
 EVERY_TOKEN = 1 << 31  # number of top log-probabilities in a response that lists all that the engine returns
 
 
 def truncates(body: SamplingFields) -> bool:
-    """Returns whether a request truncates its prompt. Raises ApiError if it would remove the whole prompt."""
-    if body.truncate_prompt_tokens == 0:
-        raise ApiError(400, "truncate_prompt_tokens: must be -1 or at least 1", "truncate_prompt_tokens")
+    """Returns whether a request truncates its prompt."""
     return body.truncate_prompt_tokens is not None
 
 
 def truncate_prompt(prompt: list[int], body: SamplingFields, info: EngineInfo, limit: int | None) -> list[int]:
     """Returns the prompt without the tokens that `truncate_prompt_tokens` removes. `limit`: maximum number of output
-    tokens, for which -1 leaves room; None: the server's default."""
-    if not truncates(body) or body.truncate_prompt_tokens is None:
-        return prompt
+    tokens, for which -1 leaves room; None: the server's default, or one token. Raises ApiError if nothing would be
+    left of the prompt."""
     count = body.truncate_prompt_tokens
+    if count is None:
+        return prompt
+    if count == 0:
+        raise ApiError(400, "truncate_prompt_tokens: must be -1 or at least 1", "truncate_prompt_tokens")
     if count < 0:
-        count = max(info.max_model_len - (limit or info.defaults.get("max_tokens") or 1), 1)
+        count = info.max_model_len - max(info.defaults.get("max_tokens") or 1 if limit is None else limit, 1)
+        if count < 1:
+            message = f"-1 leaves no room for a prompt in the context of {info.max_model_len}: use a smaller max_tokens"
+            raise ApiError(400, f"truncate_prompt_tokens: {message}", "truncate_prompt_tokens")
     return prompt[:count] if body.truncation_side == "right" else prompt[-count:]
 
 
@@ -47,15 +52,12 @@ async def bad_word_ids(context: AppContext, codec: TextCodec, body: SamplingFiel
 
 
 def scoring_params(
-    body: ScoringFields, info: EngineInfo, sampling: Mapping[str, Any], prompt: Sequence[int], logprobs: int | None,
-    *, echo: bool = False, stream: bool | None = None,
-) -> dict[str, Any]:  # fmt: skip
-    """Returns the fields of SamplingParams for log-probabilities.
+    body: ScoringFields, info: EngineInfo, logprobs: int | None, *, echo: bool = False, stream: bool | None = None
+) -> dict[str, Any]:
+    """Returns the fields of SamplingParams for log-probabilities. Raises ApiError if the request is incomplete.
 
-    `sampling`: the other fields of SamplingParams.
     `logprobs`: requested number of top log-probabilities per token; -1: of all tokens; None: none.
     `echo`: whether they are requested for the prompt, too.
-    Raises ApiError if the request is incomplete, or if its response would be too large.
     """
     values: dict[str, Any] = {} if logprobs is None else {"logprobs": logprobs}
     if body.logprob_token_ids:
@@ -63,24 +65,28 @@ def scoring_params(
             raise ApiError(400, "logprob_token_ids: requires logprobs; set it", "logprob_token_ids")
         check_tokens(body.logprob_token_ids, info, "logprob_token_ids")
         values |= {"logprob_token_ids": [*dict.fromkeys(body.logprob_token_ids)], "logprobs": 0}
-    elif logprobs == -1:
-        name = "top_logprobs" if "top_logprobs" in type(body).model_fields else "logprobs"
-        _check_size(name, "max_tokens", sampling["max_tokens"], info)
     if body.prompt_logprobs is not None and stream:
         raise ApiError(400, "prompt_logprobs: not supported with stream; omit stream", "prompt_logprobs")
     requested = [count for count in (logprobs if echo else None, body.prompt_logprobs) if count is not None]
     if requested:
         values["prompt_logprobs"] = -1 if -1 in requested else max(requested)
-        if -1 in requested:
-            _check_size("prompt_logprobs", "the prompt's length", len(prompt), info)
     return values
 
 
-def _check_size(name: str, what: str, positions: int, info: EngineInfo) -> None:
+def check_logprob_size(body: ScoringFields, info: EngineInfo, requests: Sequence[GenerationRequest]) -> None:
+    """Raises ApiError if the log-probabilities of all tokens are requested at too many positions. `requests`: those of
+    all prompts and choices."""
+    positions = 0
+    for request in requests:
+        sampling = request.engine_request.sampling
+        positions += sampling["max_tokens"] if sampling.get("logprobs") == -1 else 0
+        positions += len(request.engine_request.prompt) if sampling.get("prompt_logprobs") == -1 else 0
     most = MAX_LOGPROB_VALUES // info.vocab_size
     if positions > most:
-        message = f"{name}: -1 returns {info.vocab_size} values per token, so {what} must be at most {most}"
-        raise ApiError(400, f"{message}, not {positions}", name)
+        names = ("logprobs", "top_logprobs", "prompt_logprobs")
+        name = next(each for each in names if getattr(body, each, None) == -1)
+        message = f"-1 returns {info.vocab_size} values per token, so all choices and prompts must have at most {most}"
+        raise ApiError(400, f"{name}: {message} tokens together, not {positions}", name)
 
 
 def listed_logprobs(body: ScoringFields, requested: int | None) -> int | None:

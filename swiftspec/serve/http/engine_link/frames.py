@@ -198,7 +198,7 @@ class DoneFrame(Frame, frozen=True):
     `extra`: further fields of the response (`exact`, `particles`, ...).
     `choices`: the requested texts of the population (mode smc); empty for a single text.
     `rounds`: the verified rounds that the statistics are made of, for an answer that the front end cuts (see
-    `answer_stats.keep_tokens`); empty in mode smc.
+    `answer_stats.cut_statistics`); empty in mode smc.
     """
 
     request: int

@@ -213,7 +213,7 @@ class GenerationOutput:
             self.prompt_logprobs = frame.logprobs
         elif isinstance(frame, DoneFrame):
             self.done = frame
-            answer_stats.keep_tokens(frame.timings, frame.metrics, frame.rounds, len(self.tokens))
+            answer_stats.cut_statistics(frame.timings, frame.metrics, frame.rounds, len(self.tokens))
         elif self.text_builder.finish_reason is None:
             if self.request.prompt_only:
                 frame = TokensFrame(frame.request, [], 0, finish_reason="length")

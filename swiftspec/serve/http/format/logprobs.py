@@ -16,7 +16,8 @@ class LogprobFormatter:
     """Formatter of tokens and their log-probabilities in OpenAI's schemas.
 
     `as_token_ids`: tokens are written as `token_id:29`.
-    `list_sampled`: the token itself is also listed among the top log-probabilities, first, if it is not one of them.
+    `list_sampled`: in chat completions the token itself is listed before the top log-probabilities if it is not one of
+        them; in completions it always is.
     """
 
     def __init__(self, codec: TextCodec, as_token_ids: bool = False, list_sampled: bool = False) -> None:
@@ -64,7 +65,8 @@ class LogprobFormatter:
     def completion_logprobs(
         self, tokens: Sequence[int], logprobs: Sequence[TokenLogprob | None], top: int, text_offsets: Sequence[int]
     ) -> dict[str, Any]:
-        """Returns the `logprobs` object of a completion, with the `top` most likely tokens at each position.
+        """Returns the `logprobs` object of a completion, with the token itself and the `top` most likely ones at each
+        position.
 
         `logprobs`: one item per token; None for the first prompt token.
         `text_offsets`: position of each token in the text, in characters.

@@ -60,10 +60,11 @@ def test_thinking_of_earlier_turns_is_left_to_the_template(thinker: Player, thin
         {"type": "text", "text": "fine"},
     ]  # fmt: skip
     counts = []
-    for content in (blocks, "fine"):
+    for more, content in ({"max_tokens": 64, "stream": True}, blocks), ({}, "fine"):
         turns = [*HELLO["messages"], {"role": "assistant", "content": content}, {"role": "user", "content": "more"}]
         assert thinking_client.post(MESSAGES, json={**HELLO, "messages": turns}).status_code == 200
-        counts.append(thinking_client.post(f"{MESSAGES}/count_tokens", json={"messages": turns}).json()["input_tokens"])
+        body = {"messages": turns, **more}
+        counts.append(thinking_client.post(f"{MESSAGES}/count_tokens", json=body).json()["input_tokens"])
     assert counts[0] == counts[1] == len(thinker.requests[-1].prompt)
 
 

@@ -215,6 +215,8 @@ def test_a_background_stream_is_resumed(player: Player, client: httpx.Client) ->
     assert [data["sequence_number"] for _, data in events] == list(range(len(events)))
     assert events[-1][0] == "response.output_item.done" and events[-1][1]["item"]["status"] == "incomplete"
     assert sse(client.get(f"{RESPONSES}/{name}", params={"stream": True, "starting_after": 4}).text) == events[5:]
+    beyond = client.get(f"{RESPONSES}/{name}", params={"stream": True, "starting_after": len(events)})
+    assert beyond.status_code == 200 and beyond.text == ""
     player.prepare()
     body = {"input": "a", "background": True, "stream": True}
     assert sse(client.post(RESPONSES, json=body).text)[-1][0] == "response.completed"

@@ -72,6 +72,13 @@ def test_truncation(player: Player, client: httpx.Client, path: str, count: int,
     assert response["usage"]["prompt_tokens"] == kept
 
 
+def test_truncation_that_leaves_no_prompt_is_refused(player: Player, client: httpx.Client) -> None:
+    nothing = {"prompt": "a", "truncate_prompt_tokens": 0}
+    assert "at least 1" in refused(client, TEXT, nothing, "truncate_prompt_tokens")
+    full = {"prompt": "a", "truncate_prompt_tokens": -1, "max_tokens": 256}
+    assert "use a smaller max_tokens" in refused(client, TEXT, full, "truncate_prompt_tokens")
+
+
 def test_a_truncated_prompt_is_echoed(player: Player, client: httpx.Client) -> None:
     response = answer(client, TEXT, prompt="a = b + c", truncate_prompt_tokens=2, echo=True, max_tokens=0, logprobs=0)
     assert text_of(response) == player.codec.decode(player.requests[-1].prompt) and len(player.requests[-1].prompt) == 2
@@ -152,14 +159,25 @@ def test_the_sampled_token_is_listed_beside_the_requested_ones(player: Player) -
         assert [each["logprob"] for each in item["top_logprobs"]] == [-0.5, -1.0, -2.0][-len(others) :]
 
 
-@pytest.mark.parametrize("body", [{"logprobs": -1, "max_tokens": 99}, {"prompt_logprobs": -1}])
+def test_one_choice_computes_the_prompt(player: Player, client: httpx.Client) -> None:
+    response = answer(client, TEXT, n=2, prompt_logprobs=1)
+    assert sorted(request.sampling.get("prompt_logprobs") is None for request in player.requests[-2:]) == [False, True]
+    one, two = (choice["prompt_logprobs"] for choice in response["choices"])
+    assert one == two and len(one) == len(player.requests[-1].prompt)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [{"logprobs": -1, "max_tokens": 99}, {"logprobs": -1, "max_tokens": 2, "n": 2}, {"prompt_logprobs": -1}],
+)
 def test_the_log_probabilities_of_all_tokens_are_limited(
     player: Player, client: httpx.Client, body: Json, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("swiftspec.serve.http.api.token_fields.MAX_LOGPROB_VALUES", 3 * 320)
     name = next(iter(body))
     message = refused(client, TEXT, {"prompt": "a = b + c", **body}, name)
-    assert message.startswith(f"{name}: -1 returns 320 values per token, so ") and "at most 3, not " in message
+    assert message.startswith(f"{name}: -1 returns 320 values per token, so ")
+    assert "at most 3 tokens together, not " in message
 
 
 def test_tokens_as_token_ids(player: Player, client: httpx.Client) -> None:
