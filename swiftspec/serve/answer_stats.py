@@ -105,6 +105,7 @@ def metrics(plan: EngineConfig, stats: Stats, tokens: int, outages: Sequence[Out
     return {
         "time_to_first_token_ms": _ms(stats.first_token_time),
         "generation_time_ms": _ms(stats.decode_time),
+        **_mean_itl(stats, tokens),
         "tokens_per_second": _share(tokens, stats.decode_time),
         "speculative_decoding": speculation_stats(plan, stats),
         "mode": plan.mode,
@@ -116,6 +117,15 @@ def metrics(plan: EngineConfig, stats: Stats, tokens: int, outages: Sequence[Out
         **final_round_shape(plan, stats),
         "policy": policy_stats(stats),
     }
+
+
+def _mean_itl(stats: Stats, tokens: int) -> Json:
+    """Returns the mean time from one output token to the next; {} with fewer than two tokens. The tokens of a round
+    arrive together."""
+    if tokens < 2:
+        return {}
+    since_first_token = stats.prompt_time + stats.decode_time - stats.first_token_time
+    return {"mean_itl_ms": _ms(since_first_token / (tokens - 1))}
 
 
 def final_round_shape(plan: EngineConfig, stats: Stats) -> Json:
@@ -200,6 +210,9 @@ def cut_statistics(timings: Json, metrics: Json, rounds: Sequence[VerifiedRound]
     spec = metrics["speculative_decoding"]
     spec |= _acceptance_stats(kept, spec["num_spec_tokens"])
     speed = _share(tokens, timings["predicted_ms"] / 1e3)
+    if "mean_itl_ms" in metrics:  # absent if one token remains
+        between = metrics.pop("mean_itl_ms") * (timings["predicted_n"] - 1)
+        metrics |= {"mean_itl_ms": round(between / (tokens - 1), 3)} if tokens > 1 else {}
     timings |= {"predicted_n": tokens, "predicted_per_second": speed}
     timings |= {"draft_n": spec["num_draft_tokens"], "draft_n_accepted": spec["num_accepted_draft_tokens"]}
     metrics["tokens_per_second"] = speed

@@ -7,7 +7,7 @@ from swiftspec.control.controller import PolicyReport
 from swiftspec.control.round_stats import Decision
 from swiftspec.engine import Stats
 from swiftspec.messages import NodeSource, VerifiedRound
-from swiftspec.serve.answer_stats import metrics, summary_line
+from swiftspec.serve.answer_stats import cut_statistics, metrics, summary_line, timings
 from tests.support.proposals import LOOKUP
 
 
@@ -41,6 +41,17 @@ def test_expected_acceptance_is_reported_with_measured_acceptance() -> None:
     spec = metrics(EngineConfig(), stats, 3)["speculative_decoding"]
     assert spec["expected_first_child_acceptance_rate"] == 0.5
     assert (spec["num_accepted_tokens_per_child"][0], spec["num_chances_per_child"][0]) == (1, 2)
+
+
+def test_the_mean_inter_token_latency_begins_at_the_first_token() -> None:
+    stats = Stats(prompt_time=2.0, first_token_time=2.5, decode_time=1.5)
+    assert metrics(EngineConfig(), stats, 5)["mean_itl_ms"] == 250.0
+    assert "mean_itl_ms" not in metrics(EngineConfig(), stats, 1)
+    for kept, expected in ((3, 500.0), (1, None)):
+        stats.verified = [VerifiedRound((-1, 0), (0, 1))] * 2 + [VerifiedRound((-1,), (0,))]
+        timed, measured = timings(stats, 5, 0.0), metrics(EngineConfig(), stats, 5)
+        cut_statistics(timed, measured, stats.verified, kept)
+        assert measured.get("mean_itl_ms") == expected
 
 
 def test_acceptance_is_reported_by_source() -> None:

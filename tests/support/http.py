@@ -42,8 +42,8 @@ SPECULATION = {
     "acceptance_by_source": {"draft_model": {"num_draft_tokens": 9, "num_accepted_draft_tokens": 4}},
 }  # fmt: skip
 METRICS = {
-    "time_to_first_token_ms": 2.5, "generation_time_ms": 4.0, "speculative_decoding": SPECULATION, "mode": "serial",
-    "target_busy": 0.5, "draft_busy": 0.25,
+    "queue_time_ms": 0.5, "time_to_first_token_ms": 2.5, "generation_time_ms": 4.0,
+    "speculative_decoding": SPECULATION, "mode": "serial", "target_busy": 0.5, "draft_busy": 0.25,
 }  # fmt: skip
 READY = EngineInfo("target", "draft", 256, 320, [0], {}, {"mode": "serial"}, 1.0)
 

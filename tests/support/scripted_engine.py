@@ -52,7 +52,8 @@ def complete_frames(stats: Stats, tokens: Sequence[int] = (), mode: str = "seria
     """The frames of a complete request, one TokensFrame per number in `tokens`."""
     chunks = [TokensFrame(1, [0] * n, 0, None, "stop" if at == len(tokens) else None) for at, n in enumerate(tokens, 1)]
     timings = answer_stats.timings(stats, sum(tokens), 0.0)
-    return [*chunks, DoneFrame(1, timings, answer_stats.metrics(EngineConfig(mode=mode), stats, sum(tokens)), {})]
+    metrics = answer_stats.metrics(EngineConfig(mode=mode), stats, sum(tokens)) | {"queue_time_ms": 750.0}
+    return [*chunks, DoneFrame(1, timings, metrics, {})]
 
 
 async def collect_frames(

@@ -71,7 +71,7 @@ class ChatRequest(SamplingFields, ConstraintFields, TemplateFields, ScoringField
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     n: Count | None = Field(None, description=N_DESCRIPTION)
-    include_reasoning: bool | None = Field(None, description="false: the answer has no reasoning_content.")
+    include_reasoning: bool | None = Field(None, description="false: the answer has no reasoning.")
     echo: bool | None = Field(
         None, description="Begin the answer with the text of the last message, if that has the same role."
     )
@@ -101,6 +101,11 @@ def openai_tool_call(call: ParsedToolCall) -> dict[str, Any]:
     return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments_json}}
 
 
+def _reasoning_fields(text: str) -> dict[str, str]:
+    """Returns the reasoning under the name of DeepSeek and llama.cpp and under that of vLLM."""
+    return {"reasoning_content": text, "reasoning": text}
+
+
 def answer_message(
     output: GenerationOutput, role: str = "assistant", echo: str = "", *, with_reasoning: bool = True
 ) -> dict[str, Any]:
@@ -113,7 +118,7 @@ def answer_message(
             "tool_calls": [openai_tool_call(call) for call in output.tool_calls],
         }
     if output.reasoning_text and with_reasoning:
-        message["reasoning_content"] = output.reasoning_text
+        message |= _reasoning_fields(output.reasoning_text)
     return message
 
 
@@ -180,7 +185,7 @@ class ChatWriter(ChoiceWriter):
 
     def _delta_fields(self, choice: int, piece: OutputPiece) -> dict[str, Any]:
         if piece.tool_call is None:
-            return {"content" if piece.kind == "content" else "reasoning_content": piece.text}
+            return {"content": piece.text} if piece.kind == "content" else _reasoning_fields(piece.text)
         self._num_calls[choice] += 1
         return {"tool_calls": [{"index": self._num_calls[choice] - 1, **openai_tool_call(piece.tool_call)}]}
 
@@ -228,6 +233,7 @@ def chat_router(context: AppContext) -> APIRouter:
         generation_request = await chat_generation_request(
             context, request, body, conversation, limit=limit, stops=stop_list(body.stop),
             grammar=grammar_request(body), logprobs=top, choices=choices.population, scoring=body, stream=body.stream,
+            keep_cut_call=True,
         )  # fmt: skip
         requests = sampled_requests(generation_request, choices.num_samples, body.seed is not None)
         check_logprob_size(body, info, requests)

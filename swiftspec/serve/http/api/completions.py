@@ -148,8 +148,8 @@ def prompt_text_and_offsets(
 ) -> tuple[str, list[int]]:
     """Returns the text of a prompt for `echo`, and the position of each token in it.
 
-    `prompt`: the prompt as it was sent. A text is returned as it is, unless it was truncated; tokens are decoded
-    without special tokens.
+    `prompt`: the prompt as it was sent. A text is returned as it is, or if it was truncated, decoded without special
+        tokens, which the tokenizer may have added. Token ids are decoded with special tokens.
     `tokens`: the prompt's token ids.
     `truncated`: whether some of them may have been removed.
     """
@@ -159,7 +159,7 @@ def prompt_text_and_offsets(
         for before in (added, 0):
             if added >= 0 and list(tokens[before : before + len(sent)]) == sent:
                 return prompt, [*[0] * before, *_text_of(MarkerCodec(codec, skip_special=False), tokens[before:])[1]]
-    text, offsets = _text_of(codec, tokens)
+    text, offsets = _text_of(codec if isinstance(prompt, str) else MarkerCodec(codec, skip_special=False), tokens)
     return prompt if isinstance(prompt, str) and not truncated else text, offsets
 
 

@@ -122,6 +122,7 @@ async def chat_generation_request(
     context: AppContext, request: Request, body: SamplingFields, conversation: Conversation, *, limit: int | None,
     stops: Sequence[str] = (), grammar: GrammarRequest | None = None, logprobs: int | None = None,
     choices: tuple[int, int] | None = None, scoring: ScoringFields | None = None, stream: bool | None = None,
+    keep_cut_call: bool = False,
 ) -> GenerationRequest:  # fmt: skip
     """Builds the generation request for the answer to a conversation.
 
@@ -132,6 +133,7 @@ async def chat_generation_request(
     `choices`: (number of texts to return, number to sample) in mode smc; None: a single text.
     `scoring`: the request's fields for log-probabilities; None if the endpoint has none.
     `stream`: the field of the request.
+    `keep_cut_call`: whether the output has a tool call whose arguments a limit cut, if a tool must be called.
     Raises ApiError on an unsupported combination of fields.
     """
     info, codec = context.require_ready()
@@ -161,7 +163,7 @@ async def chat_generation_request(
         reasoning_parser=ReasoningParser(codec.token_text(prompt[-8:]).rstrip().endswith(REASONING_OPEN))
         if thinks
         else None,
-        tool_call_parser=None if tool_format is None else ToolCallParser(tool_format, names, allowed),
+        tool_call_parser=None if tool_format is None else ToolCallParser(tool_format, names, allowed, keep_cut_call),
         single_tool_call=conversation.single_tool_call and tool_format is not None,
         marker_tokens=_marker_ids(
             codec,

@@ -77,7 +77,7 @@ def token_biases(biases: Mapping[str, float], info: EngineInfo) -> dict[int, flo
     if wrong:
         names = ", ".join(map(repr, (key[:20] for key in wrong[:MAX_LISTED_KEYS])))
         more = f" and {len(wrong) - MAX_LISTED_KEYS} more" if len(wrong) > MAX_LISTED_KEYS else ""
-        message = f"logit_bias: {names}{more}: a key must be a token id in 0..{info.vocab_size - 1}"
+        message = f"logit_bias: {names}{more}: a key must be a token id below the vocabulary size {info.vocab_size}"
         raise ApiError(400, message, "logit_bias")
     return {token: biases[key] for key, token in valid.items()}
 

@@ -27,6 +27,7 @@ class PendingRequest:
         self.num_tokens = 0  # tokens received from the engine
         self.has_output = False  # the caller has received a frame
         self.retried = False  # the engine was lost during an earlier attempt
+        self.queue_time_s = 0.0  # in the queue, until its last start
         self.stats: Stats | None = None  # of a request that an engine in this process has completed
 
 
@@ -44,6 +45,7 @@ class PendingGroup:
         self.finished = False  # failed, or closed by its caller
         self._updates: deque[tuple[PendingRequest, RequestFrame] | Exception] = deque()  # an exception ends the group
         self._changed = LoopEvent()  # set when `_updates` or `deadline` changes
+        self._queued_at = self._changed.time()
         self.wait(timeout_s)
 
     def wait(self, timeout_s: float | None) -> None:
@@ -51,9 +53,10 @@ class PendingGroup:
         self.started = False
         self._set_deadline(timeout_s)
 
-    def start(self, timeout_s: float | None) -> None:
-        """Marks the group as running. The first start begins the time limit of `timeout_s` seconds, which covers all
-        members, including those that still wait."""
+    def start(self, member: PendingRequest, timeout_s: float | None) -> None:
+        """Marks a request as running. The first start in a group begins the time limit of `timeout_s` seconds, which
+        covers all members, including those that still wait."""
+        member.queue_time_s = self._changed.time() - self._queued_at
         if not self.started:
             self.started = True
             self._set_deadline(timeout_s)

@@ -145,7 +145,7 @@ class RequestQueue(ABC):
         while self._has_capacity and self._waiting and (self._phase == "ready" or self._waiting[0].group.started):
             pending = self._waiting.popleft()
             pending.attempt = next(self._attempts)
-            pending.group.start(self._request_timeout_s)
+            pending.group.start(pending, self._request_timeout_s)
             self._running[pending.attempt] = pending
             request = pending.request
             self._send(frames.StartFrame(pending.attempt, request.prompt, request.sampling, request.choices))
@@ -182,6 +182,8 @@ class RequestQueue(ABC):
                 )
                 self._drop_finished()
             else:
+                if isinstance(frame, DoneFrame):
+                    frame.metrics["queue_time_ms"] = round(pending.queue_time_s * 1e3, 3)
                 pending.group.put(pending, frame)
             if isinstance(frame, DoneFrame | FailedFrame):
                 del self._running[frame.request]

@@ -50,6 +50,7 @@ class Message(Body):
     content: Content | None = None
     name: ShortText | None = None
     reasoning_content: Text | None = None
+    reasoning: Text | None = Field(None, description="The same as reasoning_content.")
     tool_calls: Annotated[list[ToolCall], Field(max_length=128)] | None = None
     tool_call_id: ShortText | None = None
 
@@ -211,8 +212,9 @@ def to_template_messages(messages: Sequence[Message]) -> TemplateMessages:
             for call in message.tool_calls or ()
         ]
         text = content_text(message.content, f"{field_path}.content")
-        fields = {name: getattr(message, name) for name in ("name", "reasoning_content", "tool_call_id")}
-        template_messages.append(template_message(message.role, text, calls, **fields))
+        reasoning = message.reasoning if message.reasoning_content is None else message.reasoning_content
+        names = {"name": message.name, "tool_call_id": message.tool_call_id}
+        template_messages.append(template_message(message.role, text, calls, reasoning_content=reasoning, **names))
     return template_messages
 
 

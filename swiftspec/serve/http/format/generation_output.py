@@ -193,7 +193,8 @@ class GenerationOutput:
     def finish_reason(self) -> str:
         """Finish reason in OpenAI's terms: "stop", "length" or "tool_calls"."""
         reason = self.text_builder.finish_reason or "stop"
-        return "tool_calls" if self.tool_calls and reason == "stop" else reason
+        complete = any(call.cut_json is None for call in self.tool_calls)
+        return "tool_calls" if complete and reason == "stop" else reason
 
     @property
     def stop_reason(self) -> str | int | None:

@@ -33,16 +33,21 @@ STRICT_JSON = json.JSONDecoder(parse_constant=_reject_constant, parse_float=_fin
 
 @dataclass(frozen=True, slots=True)
 class ParsedToolCall:
-    """Tool call in generated text. `arguments`: values by parameter name."""
+    """Tool call in generated text.
+
+    `arguments`: values by parameter name; empty if the call was cut.
+    `cut_json`: the text of the arguments as far as it was generated, if a limit cut the call; else None.
+    """
 
     id: str
     name: str
     arguments: dict[str, Any]
+    cut_json: str | None = None
 
     @property
     def arguments_json(self) -> str:
-        """The arguments as JSON."""
-        return json.dumps(self.arguments, ensure_ascii=False)
+        """The arguments as JSON, which is incomplete if the call was cut."""
+        return json.dumps(self.arguments, ensure_ascii=False) if self.cut_json is None else self.cut_json
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +69,7 @@ HERMES = ToolCallFormat("<tool_call>", "</tool_call>", "arguments")
 MISTRAL = ToolCallFormat("[TOOL_CALLS]", None, "arguments")
 LLAMA = ToolCallFormat("", None, "parameters", leading=True)
 LLAMA_PATTERN = re.compile(r"""["']name\\?["']:.{1,60}["']parameters\\?["']:""")
+CUT_CALL = r"""\{\s*"name"\s*:\s*"([^"\\]+)"\s*,\s*"KEY"\s*:\s*"""  # a call up to its arguments
 UNSUPPORTED_MARKERS = (
     "<function=",
     "<arg_key>",
@@ -91,11 +97,17 @@ class ToolCallParser:
     `tool_names`: names of the available tools. In a format without markers, a JSON object is a call only if its name is
         one of these.
     `allowed`: what a grammar restricts the text to, either calls or an answer without calls. Text with calls has no
-        content then: a call that a limit cut is dropped.
+        content then.
+    `keep_cut_call`: whether a call that a limit cut after its name is returned if a grammar restricts the text to
+        calls; otherwise it is dropped.
     """
 
-    def __init__(self, format: ToolCallFormat, tool_names: Collection[str], allowed: AllowedText = "any") -> None:
+    def __init__(
+        self, format: ToolCallFormat, tool_names: Collection[str], allowed: AllowedText = "any",
+        keep_cut_call: bool = False,
+    ) -> None:  # fmt: skip
         self._format, self._tool_names, self._allowed = format, tool_names, allowed
+        self._keep_cut_call = keep_cut_call
         self._buffer = ""
         self._in_call = False
         self._blanks_before_call = ""  # dropped if the text after the marker is a call
@@ -129,6 +141,9 @@ class ToolCallParser:
                 parts += calls
                 self._content_since_call = False
                 self.num_calls += len(calls)
+            elif last and self._allowed == "calls":
+                parts += self._read_cut_calls() if self._keep_cut_call else []
+                self._buffer = ""
             elif last:  # the call is not closed, or is not JSON
                 self._append_content(parts, no_call + self._buffer)
                 self._buffer = ""
@@ -200,6 +215,26 @@ class ToolCallParser:
             self._buffer = ""
         return calls
 
+    def _read_cut_calls(self) -> list[ParsedToolCall]:
+        """Returns the calls of the buffer, of which the last one is cut."""
+        complete: list[ParsedToolCall] = []
+        text = self._buffer.lstrip("[ \n")
+        while (call := self._first_call(text)) is not None:
+            complete.append(call[0])
+            text = text[call[1] :].lstrip(",; \n")
+        if (begin := re.match(CUT_CALL.replace("KEY", self._format.arguments_key), text)) is None:
+            return complete
+        return [*complete, ParsedToolCall(self._new_id(), begin[1], {}, cut_json=text[begin.end() :])]
+
+    def _first_call(self, text: str) -> tuple[ParsedToolCall, int] | None:
+        """Returns the complete call at the start of `text` and its length, or None."""
+        try:
+            value, length = STRICT_JSON.raw_decode(text)
+        except (ValueError, RecursionError):
+            return None
+        call = self._to_call(value)
+        return None if call is None else (call, length)
+
     def _parse_calls(self, text: str) -> list[ParsedToolCall] | None:
         """Parses a call, a list of calls, or calls separated by semicolons. Returns None if `text` is anything else."""
         parsed: list[Any] = []
@@ -223,9 +258,11 @@ class ToolCallParser:
             return None
         if self._format.leading and name not in self._tool_names:
             return None
+        return ParsedToolCall(self._new_id(), name, arguments)
+
+    def _new_id(self) -> str:
         # Mistral's templates accept only ids of nine characters.
-        call_id = secrets.token_hex(5)[:9] if self._format == MISTRAL else f"call_{secrets.token_hex(12)}"
-        return ParsedToolCall(call_id, name, arguments)
+        return secrets.token_hex(5)[:9] if self._format == MISTRAL else f"call_{secrets.token_hex(12)}"
 
 
 def tool_call_grammar(

@@ -89,13 +89,10 @@ class RequestRecord:
 
     @property
     def queue_time_s(self) -> float | None:
-        """Time in the queue in seconds: the time to the first token, minus rank 0's, which begins after the queue. None
-        if that choice did not complete or has no tokens."""
+        """Time in the queue in seconds, of the choice that produced the first tokens. None if that choice did not
+        complete or has no tokens."""
         first = self.first_choice
-        if first is None or first.done is None:
-            return None
-        engine_s = 1e-3 * first.done.metrics["time_to_first_token_ms"]
-        return max(first.token_times[0] - self.started_at - engine_s, 0.0)
+        return None if first is None or first.done is None else 1e-3 * first.done.metrics["queue_time_ms"]
 
     def finish_reason(self) -> str | None:
         """Returns the finish reason of the request, or None if a choice has not ended: "length" if it is that of any

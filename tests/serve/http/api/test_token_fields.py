@@ -51,7 +51,7 @@ def test_rules_reach_the_engine(player: Player, client: httpx.Client, path: str)
 def test_all_invalid_keys_of_logit_bias_are_named(player: Player, client: httpx.Client) -> None:
     biases = {"5": 1, "-1": 1, "x": 1, "320": 1, "1.5": 2, "٣": 1}
     message = refused(client, TEXT, {"prompt": "a", "logit_bias": biases}, "logit_bias")
-    assert message == "logit_bias: '-1', 'x', '320', '1.5', '٣': a key must be a token id in 0..319"
+    assert message == "logit_bias: '-1', 'x', '320', '1.5', '٣': a key must be a token id below the vocabulary size 320"
     many = refused(client, TEXT, {"prompt": "a", "logit_bias": {f"k{i}": 1 for i in range(40)}}, "logit_bias")
     assert "'k15' and 24 more" in many
     assert engine_request(client, player, logit_bias={"319": -100, "007": 100})["logit_bias"] == {319: -100, 7: 100}

@@ -30,7 +30,8 @@ def test_a_cancelled_request_reports_its_cost() -> None:
             last = asyncio.create_task(answer.asend(True))
             assert await rank0.next() == frames.CancelFrame(1)
             rank0.finish(1)
-            assert await last == (0, frames.DoneFrame(1, {}, {}, {}))
+            _, done = await last
+            assert isinstance(done, frames.DoneFrame) and done.request == 1
         other = start_request(engine, 2)
         assert isinstance(await rank0.next(), frames.StartFrame), "and no second Cancel before it"
         rank0.finish(2)
@@ -41,7 +42,7 @@ def test_a_cancelled_request_reports_its_cost() -> None:
 
 def test_requests_run_one_after_the_other_in_their_order() -> None:
     async def scene(engine: RemoteEngineClient, rank0: Rank0) -> None:
-        tasks = [start_request(engine, n) for n in range(3)]
+        tasks, waits = [start_request(engine, n) for n in range(3)], list[float]()
         for n in range(3):
             start = await rank0.next()
             assert isinstance(start, frames.StartFrame) and start.prompt == [n]
@@ -49,7 +50,10 @@ def test_requests_run_one_after_the_other_in_their_order() -> None:
             chunk = frames.TokensFrame(start.request, [n], 0, None, "stop")
             rank0.send(chunk)
             rank0.finish(start.request)
-            assert (await tasks[n])[0] == chunk
+            first, done = await tasks[n]
+            assert first == chunk and isinstance(done, frames.DoneFrame)
+            waits.append(done.metrics["queue_time_ms"])
+        assert waits == sorted(waits) and waits[0] < waits[2], "each request waits for the ones before it"
         assert (engine.state.running, engine.state.waiting) == (0, 0)
 
     run_with_rank0(scene)
@@ -85,7 +89,7 @@ def test_a_disconnect_cancels_and_the_next_request_starts_afterwards() -> None:
         later = await rank0.next()
         assert isinstance(later, frames.StartFrame) and later.prompt == [2]
         rank0.finish(later.request)
-        assert await third == [frames.DoneFrame(later.request, {}, {}, {})]
+        assert [type(frame) for frame in await third] == [frames.DoneFrame]
 
     run_with_rank0(scene)
 
@@ -230,7 +234,8 @@ def test_frames_of_one_caller_have_the_index_of_their_request() -> None:
             assert await rank0.next() == frames.CancelFrame(2), "only this request ends early"
             assert await second == (0, frames.TokensFrame(1, [5], 0))
             rank0.finish(2)
-            assert await anext(answer) == (1, frames.DoneFrame(2, {}, {}, {}))
+            index, done = await anext(answer)
+            assert index == 1 and isinstance(done, frames.DoneFrame) and done.request == 2
             assert (await started(rank0)).prompt == [2]
         assert await rank0.next() == frames.CancelFrame(1) and await rank0.next() == frames.CancelFrame(3)
         rank0.finish(1)

@@ -110,6 +110,24 @@ def test_a_forced_call_that_is_cut_is_no_content(format: ToolCallFormat) -> None
         assert parser.push(whole[: length // 2]) + parser.push(whole[length // 2 : length], last=True) == []
 
 
+@pytest.mark.parametrize(("format", "first"), [(HERMES, ""), (MISTRAL, f"[{ONE}, "), (LLAMA, "")])
+def test_a_forced_call_that_is_cut_is_kept_from_its_arguments_on(format: ToolCallFormat, first: str) -> None:
+    call = OTHER.replace("arguments", format.arguments_key)
+    before, begin = f"{format.begin}\n{first}", call.index(": {") + 1
+    whole = f"{before}{call}\n</tool_c"
+    for length in range(len(whole)):
+        parts = ToolCallParser(format, ("f", "g"), "calls", keep_cut_call=True).push(whole[:length], last=True)
+        calls = [part for part in parts if isinstance(part, ParsedToolCall)]
+        assert len(calls) == len(parts), "no content"
+        generated = whole[len(before) : length]
+        expected = ["g"] * (len(generated) >= begin)
+        assert [part.name for part in calls if part.name == "g"] == expected
+        if expected:
+            assert calls[-1].arguments_json == generated[begin:].strip() if len(generated) < len(call) else "{}"
+            assert (calls[-1].cut_json is None) == (len(generated) >= len(call))
+            assert [part.cut_json for part in calls[:-1]] == [None] * bool(first)
+
+
 @pytest.mark.parametrize("format", [HERMES, MISTRAL])
 def test_a_text_of_either_calls_or_an_answer(format: ToolCallFormat) -> None:
     """As the grammar of a format beside tools accepts it: calls have no content, and an answer has no calls."""

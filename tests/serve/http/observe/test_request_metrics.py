@@ -131,5 +131,5 @@ def test_the_choices_of_a_request_are_one_record() -> None:
     asyncio.run(collect_frames(instrumented, REQUEST, REQUEST))
     (record,) = records
     assert [(choice.num_tokens, choice.finish_reason) for choice in record.choices] == [(5, "stop"), (4, "length")]
-    assert (record.outcome, record.time_to_first_token_s, record.queue_time_s) == ("length", 1.0, 1.0)
+    assert (record.outcome, record.time_to_first_token_s, record.queue_time_s) == ("length", 1.0, 0.75)
     assert [choice.done for choice in record.choices] == [first[2], second[1]]

@@ -71,7 +71,7 @@ def test_a_request_is_one_span_under_that_of_its_client() -> None:
         "url.path": "/v1/chat/completions", "swiftspec.request.id": "r1", "gen_ai.request.temperature": 0.5,
         "gen_ai.request.seed": str(2**64 - 1), "gen_ai.usage.input_tokens": 3, "gen_ai.usage.output_tokens": 3,
         "gen_ai.usage.cache_read.input_tokens": 1, "gen_ai.response.finish_reasons": ("stop",),
-        "gen_ai.response.time_to_first_chunk": 1.0, "swiftspec.queue_seconds": 0.25, "swiftspec.prefill_seconds": 0.5,
+        "gen_ai.response.time_to_first_chunk": 1.0, "swiftspec.queue_seconds": 0.75, "swiftspec.prefill_seconds": 0.5,
         "swiftspec.decode_seconds": 2.0, "swiftspec.mode": "serial", "swiftspec.target_busy": 0.5,
         "swiftspec.draft_busy": 0.0, "swiftspec.num_spec_steps": 1, "swiftspec.num_draft_tokens": 3,
         "swiftspec.num_accepted_draft_tokens": 1, "swiftspec.mean_acceptance_length": 2.0,
