@@ -9,8 +9,8 @@ from typing import Any, Protocol
 import numpy as np
 
 from swiftspec.messages import Proposal, RequestStart, VerifyResult
-from swiftspec.runtime.executors import ExecutorRequest, ExpansionShape, TreeExecutor, features_of, select_executor
 from swiftspec.params import SamplingParams
+from swiftspec.runtime.executors import ExecutorRequest, ExpansionShape, TreeExecutor, features_of, select_executor
 from swiftspec.runtime.runner import Runner
 from swiftspec.tree.children import ChildSelector
 from swiftspec.tree.tree import DraftTree

@@ -5,16 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from torch import Tensor
-
 from swiftspec.messages import Logprob, Proposal, RequestStart, VerifyResult
 from swiftspec.params import SamplingParams
 from swiftspec.runtime.executors import Features, TreeExecutor
 from swiftspec.runtime.runner import Runner
 from swiftspec.runtime.verifier import LocalVerifier
 from swiftspec.sampling.logprobs import PromptLogprobs, token_logprobs
-from swiftspec.sampling.sampler import Paths, Sampler
-from swiftspec.tree.acceptance import Accepted, AcceptFn
+from swiftspec.sampling.sampler import Sampler
+from swiftspec.tree.acceptance import AcceptFn
 
 
 class TargetVerifier(LocalVerifier):
