@@ -16,12 +16,6 @@ struct ScoreArgs {
   int64_t rows, vocab, stride;
 };
 
-// Filters of a distribution; see swiftspec/sampling/filters.py. 0, 1 and 0 keep all tokens.
-struct FilterArgs {
-  int64_t top_k;
-  float top_p, min_p;
-};
-
 // Move of KV slots: slot source[i] goes to start + i. `source` is ascending and source[i] >= start + i. Sizes are in
 // bytes, so that any element type works.
 struct MoveArgs {
