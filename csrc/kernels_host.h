@@ -132,4 +132,14 @@ void draw_keyed(const ScoreArgs& args, const uint32_t* keys, int64_t* tokens, fl
 // Returns -1 if the difference is zero or a score is NaN. Noise and tau of the arguments are ignored.
 int64_t draw_residual(const ScoreArgs& p, const ScoreArgs& q, uint32_t key);
 
+// Filters of a distribution; see swiftspec/sampling/filters.py. 0, 1 and 0 keep all tokens.
+struct FilterArgs {
+  int64_t top_k;
+  float top_p, min_p;
+};
+
+// Per row the token of `draw` among the tokens that the filters keep, under the noise of `gumbel_keyed`; -1 also if a
+// score is NaN. The noise and tau of the arguments are ignored.
+void draw_filtered(const ScoreArgs& args, const FilterArgs& filter, const uint32_t* keys, int64_t* tokens);
+
 }  // namespace swiftspec::host

@@ -100,9 +100,9 @@ class Population:
         rows, seconds) after each forward. Returns the seconds of the draft's forwards and of the target's."""
 
 class Rounds:
-    """Expansions and verifications as one call each, for one decoder and a cache of one sequence; see
-    host/decoder/rounds.h. The ranks of a group make the same calls and merge their best tokens. Raises OSError if a
-    rank is lost."""
+    """Expansions and verifications as one call each, for one decoder and a cache of one sequence, or of two for
+    verifications of guided requests; see host/decoder/rounds.h. The ranks of a group make the same calls and merge
+    their best tokens. Raises OSError if a rank is lost."""
     def __init__(self, decoder: Decoder, cache: Cache) -> None: ...
     def expand(
         self,
@@ -119,6 +119,9 @@ class Rounds:
         """Expands the likeliest leaves. `prefix`: number of verified tokens with KV. `pending`: verified tokens without
         KV, only before the first expansion. `allowed`: maps the leaves to their token masks, uint8 [leaves, bytes], one
         bit per token; None allows all. Returns the number of expanded leaves and the seconds of the forward."""
+    def logits(self, nodes: Sequence[int], out: Array) -> None:
+        """Copies the raw logits of these nodes of the proposal that was verified last to `out` [nodes, outputs of the
+        head]. Raises ValueError if it had fewer nodes."""
     def probabilities(self, tokens: Sequence[int], parents: Sequence[int], scoring: Scoring) -> list[float]:
         """Target probabilities of each node's token after its parent, root excluded, for the proposal that was verified
         last. Raises ValueError if it had fewer nodes."""
@@ -127,14 +130,27 @@ class Rounds:
     ) -> Scoring:
         """`bias`: [vocab] float32. `noisy`: add the noise of `seed` and `stream`."""
     def verify(
-        self, tokens: Sequence[int], parents: Sequence[int], prefix: int, scoring: Scoring, allowed: Array | None
+        self,
+        tokens: Sequence[int],
+        parents: Sequence[int],
+        prefix: int,
+        scoring: Scoring,
+        allowed: Array | None,
+        guidance: tuple[int, int, float] | None,
     ) -> tuple[list[int], list[int], float]:
-        """Verifies a proposal. `allowed`: token masks of the nodes, uint8 [nodes, bytes], or None. Returns the accepted
-        path, whose KV now follows the prefix, the token drawn after each of its nodes, and the seconds of the
-        forward."""
+        """Verifies a proposal. `allowed`: token masks of the nodes, uint8 [nodes, bytes], or None. `guidance`: root
+        token, prefix and scale of the unconditional sequence of a guided request, or None. Returns the accepted path,
+        whose KV now follows the prefix, the token drawn after each of its nodes, and the seconds of the forward."""
 
 class Scoring:
-    """Scores of one request's logits: temperature, bias and noise. Created by `Rounds.scoring`."""
+    """Scores of one request's logits: temperature, bias, penalties, filters and noise. Created by `Rounds.scoring`."""
+    def set_filter(self, top_k: int, top_p: float, min_p: float) -> None:
+        """Filters of verifications; 0, 1 and 0 keep all tokens."""
+    def set_penalties(
+        self, repetition: float, presence: float, frequency: float, prompt: Sequence[int], output: Sequence[int]
+    ) -> None:
+        """Penalties of verifications. `prompt`, `output`: the verified tokens; those of later verifications are added
+        by `Rounds.verify`."""
 
 class ShmGroup:
     """Collectives over shared memory; see ShmGroup in host/shm/ll_shm.h."""
@@ -220,6 +236,19 @@ def draw(
     tokens: Array,
 ) -> None:
     """Per row the token of the highest score; see ScoreArgs in common/arguments.h."""
+
+def draw_filtered(
+    logits: Array,
+    vocab: int,
+    bias: Array | None,
+    temperature: float,
+    top_k: int,
+    top_p: float,
+    min_p: float,
+    keys: Array,
+    tokens: Array,
+) -> None:
+    """Per row the token of the highest score with the noise of its key, among the tokens that the filters keep."""
 
 def draw_keyed(
     logits: Array, vocab: int, bias: Array | None, temperature: float, keys: Array, tokens: Array, values: Array

@@ -54,6 +54,16 @@ The columns:
 - *everything else*: plain torch on a CPU, and ranks that share a GPU.
 """
 PATHS_NOTES = f"""\
+## Why a request runs eagerly
+
+- Draft trees are expanded without filters and penalties, which change the draft's ranking little; the verification
+  applies them. Children that are sampled (`--proposal sample`, `--verify reject`) need the draft's exact distribution,
+  with filters and penalties, on the host.
+- The native rejection sampling is that of chains (exact batches and mode `smc`), not that of trees.
+- Native rounds of sequence groups need the log-probabilities of whole distributions, in several places. They have no
+  filters, penalties and rules of positions (`min_tokens`), and no guidance.
+- A CUDA graph with torch's own operators has one sequence; guidance and exact batches have several.
+
 ## Exceptions
 
 Some single phases run differently from the request that they belong to:

@@ -23,12 +23,12 @@ using host::Tree;
 
 std::unique_ptr<Rounds> make_rounds(host::Decoder& decoder, const Cache& cache) {
   const host::PackedModel& model = decoder.model();
-  check(cache.sequences == 1, "the cache must have exactly one sequence");
+  check(cache.sequences <= 2, "the cache must have one sequence, or two for guided requests");
   check(cache.type == model_type(model.is_f32) && cache.layers == decoder.layers() &&
             cache.kv_heads == model.kv_heads && cache.head_dim == model.dim,
         "the cache does not fit the model");
-  return std::make_unique<Rounds>(decoder,
-                                  host::Region{cache.keys, cache.values, cache.capacity, cache.layer_bytes()});
+  return std::make_unique<Rounds>(decoder, host::Regions{cache.keys, cache.values, cache.capacity, cache.layer_bytes(),
+                                                         cache.sequences, cache.region_bytes()});
 }
 
 // `bias` [vocab]; the columns of this rank are read.
@@ -42,10 +42,37 @@ std::unique_ptr<Scoring> make_scoring(const Rounds& rounds, int64_t vocab, doubl
                                    stream);
 }
 
+// Checks tokens of a request: inside the vocabulary of the scoring.
+void check_vocab(const Nodes& tokens, const Scoring& scoring) {
+  check_range(tokens.data(), static_cast<int64_t>(tokens.size()), scoring.columns().vocab,
+              "a token lies outside the vocabulary");
+}
+
+void set_penalties(Scoring& scoring, float repetition, float presence, float frequency, const Nodes& prompt,
+                   const Nodes& output) {
+  check(repetition > 0, "the repetition penalty must be above 0");
+  check_vocab(prompt, scoring);
+  check_vocab(output, scoring);
+  scoring.penalties.emplace(scoring.columns().vocab, repetition, presence, frequency, prompt, output);
+}
+
+void set_filter(Scoring& scoring, int64_t top_k, float top_p, float min_p) {
+  check(top_k >= 0 && top_p > 0 && top_p <= 1 && min_p >= 0 && min_p <= 1, "a filter is out of range");
+  check(scoring.noisy(), "filters need noise");
+  scoring.filter.emplace(FilterArgs{top_k, top_p, min_p});
+}
+
+// `out` [nodes, outputs of the head].
+void copy_logits(const Rounds& rounds, const Nodes& nodes, const Array& out) {
+  const auto count = static_cast<int64_t>(nodes.size());
+  for (const int64_t node : nodes) check(node >= 0, "a node is negative");
+  rounds.copy_logits(nodes, out.at<float>(kCpu, "out", {count, rounds.decoder().model().head->n}));
+}
+
 // Checks that `rows` slots after the prefix fit the region, and that `scoring` fits the decoder.
 void check_room(const Rounds& rounds, int64_t prefix, int64_t rows, const Scoring& scoring) {
   const host::PackedModel& model = rounds.decoder().model();
-  check(prefix >= 0 && prefix + rows <= rounds.region().capacity, "the rows do not fit the cache");
+  check(prefix >= 0 && prefix + rows <= rounds.regions().capacity, "the rows do not fit the cache");
   check(prefix + rows <= model.positions, "a position lies outside the context");
   check(scoring.columns().count <= model.head->n, "the scoring belongs to another decoder");
 }
@@ -97,15 +124,24 @@ void check_nodes(const Rounds& rounds, const Nodes& tokens, const Nodes& parents
 
 // Returns the path, the sampled tokens and the seconds of the forward.
 std::tuple<Nodes, Nodes, double> verify(Rounds& rounds, const Nodes& tokens, const Nodes& parents, int64_t prefix,
-                                        Scoring& scoring, const MaybeArray& allowed) {
+                                        Scoring& scoring, const MaybeArray& allowed,
+                                        const std::optional<std::tuple<int64_t, int64_t, float>>& guidance) {
   const auto count = static_cast<int64_t>(tokens.size());
   check_nodes(rounds, tokens, parents);
+  if (scoring.penalties) check_vocab(tokens, scoring);
   check_room(rounds, prefix, count, scoring);
+  std::optional<host::Guidance> guided;
+  if (guidance) {
+    guided = std::make_from_tuple<host::Guidance>(*guidance);
+    check(rounds.regions().sequences == 2, "guidance needs a cache of two sequences");
+    check_room(rounds, guided->prefix, count, scoring);
+    check_range(&guided->root, 1, rounds.decoder().model().vocab, "a token lies outside the vocabulary");
+  }
   const host::TokenMask follow = allowed_from(allowed, count, scoring);
   Nodes path, sampled;
   {
     py::gil_scoped_release unlocked;
-    rounds.verify(tokens, parents, prefix, scoring, follow, path, sampled);
+    rounds.verify(tokens, parents, prefix, guided, scoring, follow, path, sampled);
   }
   return {std::move(path), std::move(sampled), rounds.seconds()};
 }
@@ -123,9 +159,17 @@ std::vector<float> probabilities(Rounds& rounds, const Nodes& tokens, const Node
 
 void bind_rounds(py::module_& m) {
   py::class_<Scoring>(m, "Scoring",
-                      "Scores of one request's logits: temperature, bias and noise. Created by `Rounds.scoring`.");
+                      "Scores of one request's logits: temperature, bias, penalties, filters and noise. Created by "
+                      "`Rounds.scoring`.")
+      .def("set_penalties", &set_penalties, py::arg("repetition"), py::arg("presence"), py::arg("frequency"),
+           py::arg("prompt"), py::arg("output"),
+           "Penalties of verifications. `prompt`, `output`: the verified tokens; those of later verifications are "
+           "added by `Rounds.verify`.")
+      .def("set_filter", &set_filter, py::arg("top_k"), py::arg("top_p"), py::arg("min_p"),
+           "Filters of verifications; 0, 1 and 0 keep all tokens.");
   py::class_<Rounds>(m, "Rounds",
-                     "Expansions and verifications as one call each, for one decoder and a cache of one sequence; see "
+                     "Expansions and verifications as one call each, for one decoder and a cache of one sequence, or of "
+                     "two for verifications of guided requests; see "
                      "host/decoder/rounds.h. The ranks of a group make the same calls and merge their best tokens. "
                      "Raises OSError if a rank is lost.")
       .def(py::init(&make_rounds), py::arg("decoder"), py::arg("cache"), py::keep_alive<1, 2>(),
@@ -140,13 +184,17 @@ void bind_rounds(py::module_& m) {
            "[leaves, bytes], one bit per token; None allows all. Returns the number of expanded leaves and the "
            "seconds of the forward.")
       .def("verify", &verify, py::arg("tokens"), py::arg("parents"), py::arg("prefix"), py::arg("scoring"),
-           py::arg("allowed"),
-           "Verifies a proposal. `allowed`: token masks of the nodes, uint8 [nodes, bytes], or None. Returns the "
-           "accepted path, whose KV now follows the prefix, the token drawn after each of its nodes, and the seconds "
-           "of the forward.")
+           py::arg("allowed"), py::arg("guidance"),
+           "Verifies a proposal. `allowed`: token masks of the nodes, uint8 [nodes, bytes], or None. `guidance`: root "
+           "token, prefix and scale of the unconditional sequence of a guided request, or None. Returns the accepted "
+           "path, whose KV now follows the prefix, the token drawn after each of its nodes, and the seconds of the "
+           "forward.")
       .def("probabilities", &probabilities, py::arg("tokens"), py::arg("parents"), py::arg("scoring"),
            "Target probabilities of each node's token after its parent, root excluded, for the proposal that was "
-           "verified last. Raises ValueError if it had fewer nodes.");
+           "verified last. Raises ValueError if it had fewer nodes.")
+      .def("logits", &copy_logits, py::arg("nodes"), py::arg("out"),
+           "Copies the raw logits of these nodes of the proposal that was verified last to `out` [nodes, outputs of "
+           "the head]. Raises ValueError if it had fewer nodes.");
 }
 
 }  // namespace swiftspec::binding

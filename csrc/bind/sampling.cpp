@@ -99,6 +99,15 @@ void draw_keyed(const Array& logits, int64_t vocab, const MaybeArray& bias, floa
   host::draw_keyed(args, of, out, log_probs);
 }
 
+void draw_filtered(const Array& logits, int64_t vocab, const MaybeArray& bias, float temperature, int64_t top_k,
+                   float top_p, float min_p, const Array& keys, const Array& tokens) {
+  const ScoreArgs args = score_args(logits, vocab, bias, {}, {}, temperature, 1.0f);
+  const auto* of = keys.at<uint32_t>(kCpu, "keys", {args.rows});
+  auto* out = tokens.at<int64_t>(kCpu, "tokens", {args.rows});
+  py::gil_scoped_release unlocked;
+  host::draw_filtered(args, {top_k, top_p, min_p}, of, out);
+}
+
 }  // namespace
 
 void bind_sampling(py::module_& m) {
@@ -123,6 +132,9 @@ void bind_sampling(py::module_& m) {
   m.def("draw_keyed", &draw_keyed, py::arg("logits"), py::arg("vocab"), py::arg("bias"), py::arg("temperature"),
         py::arg("keys"), py::arg("tokens"), py::arg("values"),
         "Per row the token of the highest score with the noise of its key, and log_softmax(scores) at that token.");
+  m.def("draw_filtered", &draw_filtered, py::arg("logits"), py::arg("vocab"), py::arg("bias"), py::arg("temperature"),
+        py::arg("top_k"), py::arg("top_p"), py::arg("min_p"), py::arg("keys"), py::arg("tokens"),
+        "Per row the token of the highest score with the noise of its key, among the tokens that the filters keep.");
 }
 
 }  // namespace swiftspec::binding

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 import numpy as np
 
 from swiftspec.messages import Proposal, RequestStart, VerifyResult
+from swiftspec.params import SamplingParams
 from swiftspec.runtime.executors import ExecutorRequest, ExpansionShape, TreeExecutor, features_of, select_executor
 from swiftspec.runtime.runner import Runner
 from swiftspec.tree.children import ChildSelector
@@ -67,7 +69,18 @@ class LocalDrafter:
     def select_executor(self, start: RequestStart) -> TreeExecutor:
         """Returns the executor that runs a request."""
         drawn = ("drawn proposals",) if self._children.sampled else ()
-        return select_executor(self.executors, features_of(start.sampling, *drawn), start.executor)
+        return select_executor(self.executors, features_of(self._draft_params(start), *drawn), start.executor)
+
+    def _draft_params(self, start: RequestStart) -> SamplingParams:
+        """Returns the sampling parameters of the draft. Children that are ranked and not sampled need neither filters
+        nor penalties: the verification applies both, and without them the draft is faster by more than the few accepted
+        tokens that they add."""
+        if self._children.sampled:
+            return start.sampling
+        return replace(
+            start.sampling, top_k=0, top_p=1.0, min_p=0.0, repetition_penalty=1.0, presence_penalty=0.0,
+            frequency_penalty=0.0,
+        )  # fmt: skip
 
     def open(self, start: RequestStart) -> None:
         config, sampling = self._config, start.sampling
@@ -75,7 +88,7 @@ class LocalDrafter:
         self._request, self._round = start.request, 0
         self._root_at = len(start.tokens) - 1  # absolute position
         self.pending, self._root = [], 0
-        sampler = self._sampler = self.runner.sampler(sampling, start.prompt)
+        sampler = self._sampler = self.runner.sampler(self._draft_params(start), start.prompt)
         sampler.observe(start.output)
         tau = config.calibration_for(sampling.greedy)
         self._children.open(sampler, self._root_at, tau)

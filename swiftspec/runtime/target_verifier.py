@@ -5,16 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from torch import Tensor
-
 from swiftspec.messages import Logprob, Proposal, RequestStart, VerifyResult
 from swiftspec.params import SamplingParams
 from swiftspec.runtime.executors import Features, TreeExecutor
 from swiftspec.runtime.runner import Runner
 from swiftspec.runtime.verifier import LocalVerifier
 from swiftspec.sampling.logprobs import PromptLogprobs, token_logprobs
-from swiftspec.sampling.sampler import Paths, Sampler
-from swiftspec.tree.acceptance import Accepted, AcceptFn
+from swiftspec.sampling.sampler import Sampler
+from swiftspec.tree.acceptance import AcceptFn
 
 
 class TargetVerifier(LocalVerifier):
@@ -27,7 +25,6 @@ class TargetVerifier(LocalVerifier):
         super().__init__(runner, executors)
         self._rejection = rejection
         self._prompt_logprobs: tuple[Logprob, ...] | None = None  # to be sent with the next result
-        self._logprobs: tuple[Logprob, ...] | None = None  # of the output tokens of the last verification
 
     def _rejects(self, sampling: SamplingParams) -> bool:
         """Returns whether a request is verified by rejection sampling. At temperature 0 both rules give the same
@@ -39,27 +36,12 @@ class TargetVerifier(LocalVerifier):
         return super().required_features(sampling) | {name for name, there in more.items() if there}
 
     def acceptance_rule(self, sampler: Sampler) -> AcceptFn:
-        params, rejection = sampler.params, self._rejection
-        decide = (
-            rejection(sampler) if rejection is not None and self._rejects(params) else super().acceptance_rule(sampler)
-        )
-        return decide if params.logprobs is None else self._with_logprobs(decide, sampler, params.logprobs)
-
-    def _with_logprobs(self, decide: AcceptFn, sampler: Sampler, k: int) -> AcceptFn:
-        """Wraps the acceptance rule `decide` so that it also records the log-probabilities of the output tokens, and at
-        each of them those of the `k` most likely tokens, or of the request's `logprob_token_ids`."""
-        others = sampler.params.logprob_token_ids
-
-        def accept(proposal: Proposal, logits: Tensor, paths: Paths | None, positions: Tensor) -> Accepted:
-            accepted = decide(proposal, logits, paths, positions)
-            if accepted.tokens[-1] >= 0:
-                self._logprobs = token_logprobs(sampler, logits[accepted.path], accepted.tokens, k, others)
-            return accepted
-
-        return accept
+        if self._rejection is not None and self._rejects(sampler.params):
+            return self._rejection(sampler)
+        return super().acceptance_rule(sampler)
 
     def open(self, start: RequestStart) -> int:
-        self._prompt_logprobs = self._logprobs = None
+        self._prompt_logprobs = None
         k = start.sampling.prompt_logprobs
         if k is None:
             return super().open(start)
@@ -81,8 +63,13 @@ class TargetVerifier(LocalVerifier):
 
     def verify(self, proposal: Proposal) -> VerifyResult:
         result = super().verify(proposal)
-        if self._logprobs is None and self._prompt_logprobs is None:
+        params, logprobs = self._sampler.params, None
+        if params.logprobs is not None:
+            with self.runner.translate_peer_errors():
+                rows = self.executor.logits(result.path)
+                logprobs = token_logprobs(self._sampler, rows, result.tokens, params.logprobs, params.logprob_token_ids)
+        if logprobs is None and self._prompt_logprobs is None:
             return result
-        result = replace(result, logprobs=self._logprobs, prompt_logprobs=self._prompt_logprobs)
+        result = replace(result, logprobs=logprobs, prompt_logprobs=self._prompt_logprobs)
         self._prompt_logprobs = None
         return result

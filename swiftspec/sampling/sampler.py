@@ -62,6 +62,11 @@ class History:
         self.prompt[torch.tensor(list(prompt), dtype=torch.int64, device=device)] = True
         self.output = torch.zeros(vocab, device=device)
 
+    def tokens(self) -> tuple[list[int], list[int]]:
+        """Returns the tokens of the prompt, each once, and those of the verified output, in ascending order."""
+        ids = torch.arange(len(self.output), device=self.output.device)
+        return ids[self.prompt].tolist(), ids.repeat_interleave(self.output.long()).tolist()
+
     def observe(self, tokens: Sequence[int]) -> None:
         """Counts verified output tokens."""
         index = torch.tensor(list(tokens), dtype=torch.int64, device=self.output.device)

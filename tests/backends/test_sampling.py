@@ -14,6 +14,8 @@ from swiftspec import _C
 from swiftspec.backends import cpu as host
 from swiftspec.backends import reference
 from swiftspec.backends.reference import Scores, noise
+from swiftspec.params import SamplingParams
+from swiftspec.sampling import filters
 
 U32 = 2**32 - 1
 
@@ -200,6 +202,39 @@ def test_keyed_draws_without_a_token(level: str) -> None:
         assert tokens[:3].tolist() == [-1, -1, -1] and 0 <= tokens[3] < 40
         assert values.isnan().tolist() == [True, True, True, False]
         assert (ops.draw_keyed(logits[:1], 39, keys[:1])[0] >= 0).all(), "beyond the vocabulary"
+
+
+FILTERS = [
+    {"top_k": 1}, {"top_k": 20}, {"top_k": 300}, {"top_p": 0.9}, {"top_p": 0.999999}, {"top_p": 1e-6}, {"min_p": 0.05},
+    {"top_k": 20, "top_p": 0.95}, {"min_p": 0.01, "top_p": 0.8}, {"top_k": 12, "top_p": 0.7, "min_p": 0.001},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("vocab", [1, 15, 16, 33, 4097])
+@pytest.mark.parametrize("spread", [0.0, 1.0, 30.0])
+def test_filtered_draws_equal_draws_from_filtered_logits(level: str, vocab: int, spread: float) -> None:
+    """For flat logits, in which all tokens are tied, and for peaked ones."""
+    positions, rows = torch.arange(32), 32
+    keys = torch.tensor([noise.row_key(9, 40, p) for p in positions.tolist()], dtype=torch.uint32).view(torch.int32)
+    logits = spread * torch.randn(rows, vocab + 3, generator=torch.Generator().manual_seed(vocab))
+    logits[:, vocab:] = 1e9
+    if vocab > 1:
+        logits[3, : vocab // 2] = -torch.inf
+    bias = torch.randn(vocab, generator=torch.Generator().manual_seed(1))
+    gumbel = Scores(1.0, None, host.gumbel_rows(9, 40, positions, range(vocab)), torch.arange(rows))
+    for values in FILTERS:
+        params = SamplingParams(temperature=0.7, **values)
+        tokens = torch.empty(rows, dtype=torch.int64)
+        _C.draw_filtered(logits, vocab, bias, 0.7, params.top_k, params.top_p, params.min_p, keys, tokens)
+        kept = filters.apply_filters((logits[:, :vocab] + bias) / 0.7, params)
+        assert torch.equal(tokens, host.draw(kept, vocab, gumbel)), values
+
+
+def test_filtered_draws_without_a_token(level: str) -> None:
+    logits, tokens = torch.zeros(4, 40), torch.empty(4, dtype=torch.int64)
+    logits[0, 39], logits[1, 7], logits[2] = torch.nan, torch.inf, -torch.inf
+    _C.draw_filtered(logits, 40, None, 1.0, 3, 0.9, 0.0, torch.arange(4, dtype=torch.int32), tokens)
+    assert tokens[:3].tolist() == [-1, -1, -1] and 0 <= tokens[3] < 40
 
 
 @pytest.mark.parametrize("vocab", [1, 15, 16, 33, 4097])

@@ -6,7 +6,9 @@
 #include <limits>
 #include <numeric>
 #include <stdexcept>
+#include <utility>
 
+#include "common/noise.h"
 #include "kernels_host.h"
 
 namespace swiftspec::host {
@@ -46,7 +48,50 @@ ScoreArgs Scoring::args(const float* logits, int64_t stride, const std::vector<i
   return out;
 }
 
-Rounds::Rounds(Decoder& decoder, const Region& region) : decoder_(decoder), region_(region) {
+uint32_t Scoring::key(int64_t position) const {
+  return noise::row_key(seed_, stream_, static_cast<uint32_t>(position + 1));
+}
+
+Penalties::Penalties(int64_t vocab, float repetition, float presence, float frequency, const Nodes& prompt,
+                     const Nodes& output)
+    : repetition_(repetition),
+      presence_(presence),
+      frequency_(frequency),
+      in_prompt_(static_cast<size_t>(vocab)),
+      counts_(static_cast<size_t>(vocab)) {
+  for (const int64_t token : prompt) {
+    uint8_t& found = in_prompt_[static_cast<size_t>(token)];
+    if (found == 0) seen_.push_back(token);
+    found = 1;
+  }
+  observe(output);
+}
+
+void Penalties::count(int64_t token) {
+  const auto at = static_cast<size_t>(token);
+  if (counts_[at]++ == 0 && in_prompt_[at] == 0) seen_.push_back(token);
+}
+
+void Penalties::observe(const Nodes& tokens) {
+  for (const int64_t token : tokens) count(token);
+}
+
+void Penalties::apply(float* logits, const VocabShard& shard, const Nodes& path) {
+  const size_t verified = seen_.size();
+  observe(path);
+  for (const int64_t token : seen_) {
+    const int64_t column = token - shard.first;
+    if (column < 0 || column >= shard.count) continue;
+    float& logit = logits[column];
+    const auto times = static_cast<float>(counts_[static_cast<size_t>(token)]);
+    logit = logit > 0.0f ? logit / repetition_ : logit * repetition_;
+    logit = logit - frequency_ * times - (times > 0.0f ? presence_ : 0.0f);
+  }
+  for (const int64_t token : path) --counts_[static_cast<size_t>(token)];
+  seen_.resize(verified);
+}
+
+Rounds::Rounds(Decoder& decoder, const Regions& regions) : decoder_(decoder), regions_(regions) {
   const PackedModel& model = decoder.model();
   if (model.group != nullptr) merger_.emplace(*model.group, model.timeout_s);
 }
@@ -61,8 +106,14 @@ VocabShard Rounds::columns(int64_t vocab) const {
   return {first, std::min(width, vocab - first), vocab};
 }
 
-// Runs the rows in `tokens_`, `positions_`, `slots_` and `mask_` [rows, width]; logits of rows from `logits_from` on.
-void Rounds::forward(int64_t prefix, int64_t width, int64_t logits_from) {
+// The rows from `first` on, whose mask is `mask_` [rows, width].
+SequenceRows Rounds::rows_of(int64_t sequence, int64_t first, int64_t prefix, int64_t width) const {
+  const int64_t rows = static_cast<int64_t>(mask_.size()) / width, skipped = sequence * regions_.sequence_stride;
+  return {first, rows, mask_.data(), width, prefix + width, regions_.keys + skipped, regions_.values + skipped};
+}
+
+// Runs the rows in `tokens_`, `positions_` and `slots_`; logits of rows from `logits_from` on.
+void Rounds::forward(std::vector<SequenceRows> sequence_rows, int64_t logits_from) {
   const auto rows = static_cast<int64_t>(tokens_.size());
   logits_.resize(static_cast<size_t>((rows - logits_from) * decoder_.model().head->n));
   const auto began = std::chrono::steady_clock::now();
@@ -70,20 +121,39 @@ void Rounds::forward(int64_t prefix, int64_t width, int64_t logits_from) {
                     positions_.data(),
                     slots_.data(),
                     rows,
-                    {{0, rows, mask_.data(), width, prefix + width, region_.keys, region_.values}},
-                    region_.capacity,
-                    region_.layer_stride,
+                    std::move(sequence_rows),
+                    regions_.capacity,
+                    regions_.layer_stride,
                     logits_from,
                     logits_.data()});
   seconds_ = std::chrono::duration<double>(std::chrono::steady_clock::now() - began).count();
 }
 
+// Runs the rows in `tokens_`, `positions_` and `slots_` in both sequences and combines their logits.
+void Rounds::forward_guided(int64_t prefix, const Guidance& guidance) {
+  const size_t count = tokens_.size();
+  for (size_t i = 0; i < count; ++i) {
+    tokens_.push_back(i == 0 ? guidance.root : tokens_[i]);
+    positions_.push_back(positions_[i] - prefix + guidance.prefix);
+    slots_.push_back(slots_[i] - prefix + guidance.prefix);
+  }
+  const auto rows = static_cast<int64_t>(count);
+  forward({rows_of(0, 0, prefix, rows), rows_of(1, rows, guidance.prefix, rows)}, 0);
+  positions_.resize(count);
+  const size_t half = logits_.size() / 2;
+  for (size_t i = 0; i < half; ++i) {
+    const float unconditional = logits_[half + i];
+    logits_[i] = (logits_[i] - unconditional) * guidance.scale + unconditional;
+  }
+  logits_.resize(half);
+}
+
 // Sets the logits of forbidden tokens to -inf.
-void Rounds::apply_token_mask(int64_t rows, const VocabShard& columns, const TokenMask& allowed) {
+void Rounds::apply_token_mask(float* all, int64_t rows, const VocabShard& columns, const TokenMask& allowed) const {
   if (allowed.bits == nullptr) return;
   for (int64_t row = 0; row < rows; ++row) {
     const uint8_t* bits = allowed.bits + row * allowed.bytes;
-    float* logits = logits_.data() + row * decoder_.model().head->n;
+    float* logits = all + row * decoder_.model().head->n;
     for (int64_t column = 0; column < columns.count; ++column) {
       const int64_t token = columns.first + column;
       if ((bits[token / 8] >> (token % 8) & 1) == 0) logits[column] = -std::numeric_limits<float>::infinity();
@@ -114,8 +184,8 @@ int64_t Rounds::expand(Tree& tree, int64_t prefix, const Nodes& pending, int64_t
     slots_.push_back(prefix + num_pending + first + i);
     positions_.push_back(prefix + num_pending + std::count(sees, sees + after, uint8_t{1}) - 1);
   }
-  forward(prefix, width, num_pending);
-  apply_token_mask(count, scoring.columns(), follow);
+  forward({rows_of(0, 0, prefix, width)}, num_pending);
+  apply_token_mask(logits_.data(), count, scoring.columns(), follow);
   positions_.erase(positions_.begin(), positions_.begin() + num_pending);
   sampled_.resize(static_cast<size_t>(count * k));
   values_.resize(sampled_.size());
@@ -127,8 +197,8 @@ int64_t Rounds::expand(Tree& tree, int64_t prefix, const Nodes& pending, int64_t
   return count;
 }
 
-void Rounds::verify(const Nodes& tokens, const Nodes& parents, int64_t prefix, Scoring& scoring,
-                    const TokenMask& allowed, Nodes& path, Nodes& sampled) {
+void Rounds::verify(const Nodes& tokens, const Nodes& parents, int64_t prefix, const std::optional<Guidance>& guidance,
+                    Scoring& scoring, const TokenMask& allowed, Nodes& path, Nodes& sampled) {
   const auto count = static_cast<int64_t>(tokens.size());
   tokens_ = tokens;
   mask_.assign(static_cast<size_t>(count * count), 0);
@@ -142,13 +212,12 @@ void Rounds::verify(const Nodes& tokens, const Nodes& parents, int64_t prefix, S
     row[i] = 1;
     positions_.push_back(parent < 0 ? prefix : positions_[static_cast<size_t>(parent)] + 1);
   }
-  forward(prefix, count, 0);
-  apply_token_mask(count, scoring.columns(), allowed);
-  sampled_.resize(tokens.size());
-  values_.resize(tokens.size());
-  draw(scoring.args(logits_.data(), decoder_.model().head->n, positions_, scoring.noisy(), 1.0), sampled_.data(),
-       values_.data());
-  if (merger_) (*merger_)(scoring.columns().first, count, 1, sampled_.data(), values_.data(), nullptr);
+  if (guidance) {
+    forward_guided(prefix, *guidance);
+  } else {
+    forward({rows_of(0, 0, prefix, count)}, 0);
+  }
+  draw_nodes(tokens, parents, scoring, allowed);
   path.assign(1, 0);
   sampled.assign(1, sampled_[0]);
   for (int64_t node = 1; node < count; ++node) {  // children come after their parents
@@ -157,7 +226,79 @@ void Rounds::verify(const Nodes& tokens, const Nodes& parents, int64_t prefix, S
     path.push_back(node);
     sampled.push_back(sampled_[i]);
   }
-  commit(prefix, path);
+  if (scoring.penalties && sampled.back() >= 0) scoring.penalties->observe(sampled);
+  commit(0, prefix, path);
+  if (guidance) commit(1, guidance->prefix, path);
+}
+
+// Draws the token after each node into `sampled_`, from the logits of the last forward.
+void Rounds::draw_nodes(const Nodes& tokens, const Nodes& parents, Scoring& scoring, const TokenMask& allowed) {
+  const auto count = static_cast<int64_t>(tokens.size());
+  sampled_.resize(tokens.size());
+  values_.resize(tokens.size());
+  const bool process = allowed.bits != nullptr || scoring.penalties || scoring.filter;
+  if (process) process_rows(tokens, parents, scoring, allowed);
+  if (scoring.filter) {
+    keys_.clear();
+    for (const int64_t position : positions_) keys_.push_back(scoring.key(position));
+    return draw_filtered(gather_whole_rows(count, scoring), *scoring.filter, keys_.data(), sampled_.data());
+  }
+  const float* logits = process ? processed_.data() : logits_.data();
+  ScoreArgs args = scoring.args(logits, decoder_.model().head->n, positions_, scoring.noisy(), 1.0);
+  if (process) args.bias = nullptr;
+  draw(args, sampled_.data(), values_.data());
+  if (merger_) (*merger_)(scoring.columns().first, count, 1, sampled_.data(), values_.data(), nullptr);
+}
+
+// Writes the logits with token mask, bias and penalties, this rank's columns, to `processed_`.
+void Rounds::process_rows(const Nodes& tokens, const Nodes& parents, Scoring& scoring, const TokenMask& allowed) {
+  const auto count = static_cast<int64_t>(tokens.size()), stride = decoder_.model().head->n;
+  const VocabShard columns = scoring.columns();
+  processed_.assign(logits_.begin(), logits_.begin() + count * stride);
+  apply_token_mask(processed_.data(), count, columns, allowed);
+  for (int64_t row = 0; row < count; ++row) {
+    float* logits = processed_.data() + row * stride;
+    if (scoring.bias() != nullptr) {
+      for (int64_t column = 0; column < columns.count; ++column) logits[column] += scoring.bias()[column];
+    }
+    if (!scoring.penalties) continue;
+    Nodes path;
+    for (auto node = static_cast<size_t>(row); parents[node] >= 0; node = static_cast<size_t>(parents[node])) {
+      path.push_back(tokens[node]);
+    }
+    scoring.penalties->apply(logits, columns, path);
+  }
+}
+
+// Returns the processed logits of all columns; those of a group are gathered from its ranks.
+ScoreArgs Rounds::gather_whole_rows(int64_t rows, const Scoring& scoring) {
+  const int64_t width = decoder_.model().head->n, vocab = scoring.columns().vocab;
+  ShmGroup* group = decoder_.model().group;
+  ScoreArgs args{processed_.data(), nullptr, nullptr, nullptr, scoring.temperature(), 1.0f, rows, vocab, width};
+  if (group == nullptr) return args;
+  const int64_t size = group->size();
+  gathered_.resize(static_cast<size_t>(size * rows * width));
+  whole_.resize(gathered_.size());
+  group->all_gather(processed_.data(), rows * width * static_cast<int64_t>(sizeof(float)), gathered_.data(),
+                    decoder_.model().timeout_s);
+  for (int64_t rank = 0; rank < size; ++rank) {
+    for (int64_t row = 0; row < rows; ++row) {
+      std::copy_n(gathered_.data() + (rank * rows + row) * width, width, whole_.data() + (row * size + rank) * width);
+    }
+  }
+  args.logits = whole_.data();
+  args.stride = size * width;
+  return args;
+}
+
+void Rounds::copy_logits(const Nodes& nodes, float* out) const {
+  const int64_t stride = decoder_.model().head->n;
+  for (const int64_t node : nodes) {
+    if ((node + 1) * stride > static_cast<int64_t>(logits_.size())) {
+      throw std::invalid_argument("the proposal has more nodes than were verified");
+    }
+    out = std::copy_n(logits_.data() + node * stride, stride, out);
+  }
 }
 
 std::vector<float> Rounds::probabilities(const Nodes& tokens, const Nodes& parents, const Scoring& scoring) {
@@ -182,14 +323,14 @@ std::vector<float> Rounds::probabilities(const Nodes& tokens, const Nodes& paren
   return out;
 }
 
-void Rounds::commit(int64_t prefix, const Nodes& path) {
+void Rounds::commit(int64_t sequence, int64_t prefix, const Nodes& path) {
   slots_.clear();
   for (const int64_t node : path) slots_.push_back(prefix + node);
   const PackedModel& model = decoder_.model();
   const int64_t slot_bytes = model.dim * (model.is_f32 ? 4 : 2);
-  for (void* cache : {region_.keys, region_.values}) {
-    move_kv({static_cast<uint8_t*>(cache), region_.layer_stride, decoder_.layers(), model.kv_heads, region_.capacity,
-             slot_bytes, slots_.data(), static_cast<int64_t>(path.size()), prefix});
+  for (uint8_t* cache : {regions_.keys, regions_.values}) {
+    move_kv({cache + sequence * regions_.sequence_stride, regions_.layer_stride, decoder_.layers(), model.kv_heads,
+             regions_.capacity, slot_bytes, slots_.data(), static_cast<int64_t>(path.size()), prefix});
   }
 }
 

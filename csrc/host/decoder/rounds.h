@@ -18,14 +18,40 @@ struct VocabShard {
   int64_t first, count, vocab;
 };
 
-// Scores of one request's logits: temperature, bias and position-keyed noise. Noise is generated in blocks of
-// positions, since the nodes of a tree share few positions in consecutive rounds.
+// Repetition, presence and frequency penalty of one request, with the counts of the verified output's tokens.
+class Penalties {
+ public:
+  Penalties(int64_t vocab, float repetition, float presence, float frequency, const Nodes& prompt, const Nodes& output);
+
+  void observe(const Nodes& tokens);  // adds verified output tokens
+
+  // Applies the penalties to a row of logits in place. The row has the columns `shard`; `path`: unverified tokens that
+  // precede the row's next token.
+  void apply(float* logits, const VocabShard& shard, const Nodes& path);
+
+ private:
+  void count(int64_t token);
+
+  float repetition_, presence_, frequency_;
+  std::vector<uint8_t> in_prompt_;  // [vocab]
+  std::vector<int32_t> counts_;     // [vocab], of the output
+  Nodes seen_;                      // tokens of prompt or output
+};
+
+// Scores of one request's logits: temperature, bias, penalties, filters and position-keyed noise. Noise is generated in
+// blocks of positions, since the nodes of a tree share few positions in consecutive rounds.
 class Scoring {
  public:
+  std::optional<Penalties> penalties;  // of verifications
+  std::optional<FilterArgs> filter;    // the same
+
   // `bias`: of these columns, or null. `seed`, `stream`: of the noise, if `noisy`.
   Scoring(VocabShard columns, double temperature, const float* bias, bool noisy, uint64_t seed, uint32_t stream);
 
   bool noisy() const { return noisy_; }
+  const float* bias() const { return bias_; }
+  float temperature() const { return static_cast<float>(temperature_); }
+  uint32_t key(int64_t position) const;  // of the noise of the token after this position
   VocabShard columns() const { return columns_; }
 
   // The arguments for rows of logits at `positions`. The noise of a row is that of the next position; without `noisy`
@@ -56,18 +82,26 @@ struct TokenMask {
 // Computes the masks of these leaves; called before their forward.
 using TokenMaskFn = std::function<TokenMask(const Nodes& leaves)>;
 
-// The region of one sequence in a KV cache.
-struct Region {
-  void *keys, *values;  // first layer
+// The regions of the sequences of a KV cache.
+struct Regions {
+  uint8_t *keys, *values;  // first layer, first sequence
   int64_t capacity, layer_stride;
+  int64_t sequences, sequence_stride;
 };
 
-// Runs the rounds of one decoder in one region; buffers are allocated once. Slots before `prefix` hold verified tokens,
-// the following ones the tree. The ranks of a group make the same calls, merge the best tokens of their logits and get
-// the same result.
+// The unconditional sequence of a guided request, which is the second one of the KV cache.
+struct Guidance {
+  int64_t root;    // its root token
+  int64_t prefix;  // number of its verified tokens with KV
+  float scale;
+};
+
+// Runs the rounds of one decoder on one sequence, or verifications of a guided request on two; buffers are allocated
+// once. Slots before `prefix` hold verified tokens, the following ones the tree. The ranks of a group make the same
+// calls, merge the best tokens of their logits and get the same result.
 class Rounds {
  public:
-  Rounds(Decoder& decoder, const Region& region);
+  Rounds(Decoder& decoder, const Regions& regions);
 
   VocabShard columns(int64_t vocab) const;  // this rank's; throws std::invalid_argument if the head is too small
 
@@ -78,29 +112,41 @@ class Rounds {
                  double tau, const TokenMaskFn& allowed);
 
   // Draws the target's token after every node of a proposal and follows the drawn tokens down the tree. `path`: the
-  // accepted nodes, root first, whose slots are moved to the end of the prefix; `sampled`: the token drawn after each.
-  void verify(const Nodes& tokens, const Nodes& parents, int64_t prefix, Scoring& scoring, const TokenMask& allowed,
-              Nodes& path, Nodes& sampled);
+  // accepted nodes, root first, whose slots are moved to the end of the prefix; `sampled`: the token drawn after each,
+  // which the penalties of `scoring` observe. With `guidance` every node runs in both sequences, and the guided logits
+  // u + scale (c - u) take the place of the conditional ones c.
+  void verify(const Nodes& tokens, const Nodes& parents, int64_t prefix, const std::optional<Guidance>& guidance,
+              Scoring& scoring, const TokenMask& allowed, Nodes& path, Nodes& sampled);
 
   // Target probabilities of each node's token after its parent, root excluded, from the logits of the last
   // verification.
   std::vector<float> probabilities(const Nodes& tokens, const Nodes& parents, const Scoring& scoring);
 
+  // The raw logits of these nodes of the last verification, this rank's columns: [nodes, outputs of the head].
+  void copy_logits(const Nodes& nodes, float* out) const;
+
   double seconds() const { return seconds_; }  // of the last forward
   const Decoder& decoder() const { return decoder_; }
-  const Region& region() const { return region_; }
+  const Regions& regions() const { return regions_; }
 
  private:
-  void forward(int64_t prefix, int64_t width, int64_t logits_from);
-  void apply_token_mask(int64_t rows, const VocabShard& columns, const TokenMask& allowed);
-  void commit(int64_t prefix, const Nodes& path);
+  SequenceRows rows_of(int64_t sequence, int64_t first, int64_t prefix, int64_t width) const;
+  void forward(std::vector<SequenceRows> sequence_rows, int64_t logits_from);
+  void forward_guided(int64_t prefix, const Guidance& guidance);
+  void apply_token_mask(float* logits, int64_t rows, const VocabShard& columns, const TokenMask& allowed) const;
+  void draw_nodes(const Nodes& tokens, const Nodes& parents, Scoring& scoring, const TokenMask& allowed);
+  void process_rows(const Nodes& tokens, const Nodes& parents, Scoring& scoring, const TokenMask& allowed);
+  ScoreArgs gather_whole_rows(int64_t rows, const Scoring& scoring);
+  void commit(int64_t sequence, int64_t prefix, const Nodes& path);
 
   Decoder& decoder_;
-  Region region_;
+  Regions regions_;
   std::optional<TopKMerger> merger_;  // set in a group
   Nodes tokens_, positions_, slots_, sampled_;
   std::vector<uint8_t> mask_;
   std::vector<float> logits_, values_, totals_;
+  std::vector<float> processed_, gathered_, whole_;  // logits with mask, bias and penalties; those of all ranks
+  std::vector<uint32_t> keys_;
   double seconds_ = 0.0;
 };
 

@@ -120,4 +120,8 @@ int64_t draw_residual(const ScoreArgs& p, const ScoreArgs& q, uint32_t key) {
   return require_kernel(kernels().draw_residual)(p, q, key);
 }
 
+void draw_filtered(const ScoreArgs& args, const FilterArgs& filter, const uint32_t* keys, int64_t* tokens) {
+  require_kernel(kernels().draw_filtered)(args, filter, keys, tokens);
+}
+
 }  // namespace swiftspec::host

@@ -19,6 +19,7 @@ namespace {
 #include "host/ops/linear.h"
 #include "host/ops/attention.h"
 #include "host/ops/sampling.h"
+#include "host/ops/filters.h"
 // clang-format on
 }  // namespace
 }  // namespace avx2
@@ -38,7 +39,8 @@ Kernels avx2_kernels() {
           avx2::children,
           avx2::log_probs,
           avx2::draw_keyed,
-          avx2::draw_residual};
+          avx2::draw_residual,
+          avx2::draw_filtered};
 }
 
 }  // namespace swiftspec::host

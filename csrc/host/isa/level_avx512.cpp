@@ -19,6 +19,7 @@ namespace {
 #include "host/ops/linear.h"
 #include "host/ops/attention.h"
 #include "host/ops/sampling.h"
+#include "host/ops/filters.h"
 // clang-format on
 }  // namespace
 }  // namespace avx512
@@ -38,7 +39,8 @@ Kernels avx512_kernels() {
           avx512::children,
           avx512::log_probs,
           avx512::draw_keyed,
-          avx512::draw_residual};
+          avx512::draw_residual,
+          avx512::draw_filtered};
 }
 
 }  // namespace swiftspec::host

@@ -32,7 +32,7 @@ class HostDecoder:
     """A packed model whose forward is one native call. Buffers grow to the largest batch. Not thread-safe."""
 
     def __init__(self, stack: PackedModel) -> None:
-        self._group, self._outputs = stack.group, stack.head.outputs
+        self._group, self.num_logits = stack.group, stack.head.outputs
         self._hidden_shape, self._dtype = (len(stack.hidden_layers), stack.embedding.shape[1]), stack.embedding.dtype
         shared: ShmCollectives | None = None if stack.group is None else stack.group.memory
         layers = [
@@ -89,7 +89,7 @@ class HostDecoder:
             order = batch.sequence.argsort(stable=True)  # the rows of a sequence must be consecutive
             rows = ("tokens", "positions", "slots", "mask", "sequence")
             batch = replace(batch, **{name: getattr(batch, name)[order] for name in rows})
-        logits = torch.empty(len(batch), self._outputs) if head else None
+        logits = torch.empty(len(batch), self.num_logits) if head else None
         native = _C.Cache(cache.k, cache.v)
         try:
             self._native.forward(

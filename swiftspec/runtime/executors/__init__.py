@@ -114,6 +114,11 @@ class TreeExecutor(Executor, Protocol):
         """Returns the target's probability of each node's token given its parent, the root excluded, for the proposal
         that was verified last, or None if the host has no complete logits of it."""
 
+    def logits(self, nodes: Sequence[int]) -> Tensor:
+        """Returns the raw target logits [nodes, >= vocab] of nodes of the proposal that was verified last, in a group
+        this rank's columns. Only for requests with the feature `log-probabilities`."""
+        ...
+
     def hidden_states(self, nodes: Sequence[int]) -> Tensor | None:
         """Returns the hidden states [nodes, hidden layers, hidden size] of nodes of the proposal that was verified last
         (`ForwardOutput`), or None if the model keeps none. May be called until the model's next forward."""

@@ -89,6 +89,10 @@ class EagerExecutor:
         logits, above = self._logits[:, : self.runner.vocab].float(), list(parents[1:])
         return (logits[above, list(tokens[1:])] - logits.logsumexp(-1)[above]).exp().tolist()
 
+    def logits(self, nodes: Sequence[int]) -> Tensor:
+        assert self._logits is not None
+        return self._logits[list(nodes)]
+
     def hidden_states(self, nodes: Sequence[int]) -> Tensor | None:
         return None if self.runner.hidden is None else self.runner.hidden[list(nodes)]
 

@@ -1,8 +1,8 @@
 """Native executor: each phase as one C++ call on a CPU, since Python would dominate the round of a small model.
 
-The native code computes rows, masks and positions itself, keeps the logits and returns tokens. It therefore supports
-only requests whose logits need no more than a token constraint, a bias, a temperature and noise. A verification also
-commits the accepted path.
+The native code computes rows, masks and positions itself, keeps the logits and returns tokens. An expansion supports a
+token constraint, a bias, a temperature and noise; a verification also penalties and filters, and commits the accepted
+path.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -28,27 +29,43 @@ from swiftspec.tree.tree import DraftTree, SubTree
 AllowedTokenBits = Callable[[list[int]], NDArray]  # leaf nodes -> uint8 bitmasks [leaves, bytes] of the allowed tokens
 
 
+class NativeScoring(Protocol):
+    """The logits processing of one request in native code; csrc/bind/rounds.cpp documents it."""
+
+    def set_penalties(
+        self, repetition: float, presence: float, frequency: float, prompt: Sequence[int], output: Sequence[int], /
+    ) -> None: ...
+    def set_filter(self, top_k: int, top_p: float, min_p: float, /) -> None: ...
+
+
 class NativeTreeRounds(Protocol):
-    """The phases of a round as native calls, on a KV cache with one sequence. They return tokens but no logits. The
-    ranks of a group must make the same calls, which raise OSError if a rank is lost. csrc/bind/rounds.cpp implements
-    and documents them."""
+    """The phases of a round as native calls, on a KV cache with one sequence. They return tokens; `logits` copies the
+    logits of the last verification. The ranks of a group must make the same calls, which raise OSError if a rank is
+    lost. csrc/bind/rounds.cpp implements and documents them."""
 
     def scoring(
         self, vocab: int, temperature: float, bias: Tensor | None, noisy: bool, seed: int, stream: int, /
-    ) -> Any: ...
+    ) -> NativeScoring: ...
     def expand(
         self, tree: Any, prefix: int, pending: list[int], w: int, k: int, scoring: Any, coupled: bool, tau: float,
         allowed: AllowedTokenBits | None, /,
     ) -> tuple[int, float]: ...  # fmt: skip
     def verify(
-        self, tokens: Sequence[int], parents: Sequence[int], prefix: int, scoring: Any, allowed: NDArray | None, /
-    ) -> tuple[list[int], list[int], float]: ...
+        self, tokens: Sequence[int], parents: Sequence[int], prefix: int, scoring: Any, allowed: NDArray | None,
+        guidance: tuple[int, int, float] | None, /,
+    ) -> tuple[list[int], list[int], float]: ...  # fmt: skip
     def probabilities(self, tokens: Sequence[int], parents: Sequence[int], scoring: Any, /) -> list[float]: ...
+    def logits(self, nodes: Sequence[int], out: Tensor, /) -> None: ...
 
 
 class NativeModel(FusedModel, Protocol):
     """A model in native code that also implements the phases of a round, a draft tree and the rounds of a population
     (native_population.py)."""
+
+    @property
+    def num_logits(self) -> int:
+        """Outputs of this rank's LM head."""
+        ...
 
     def hidden_states(self, rows: int, /) -> Tensor | None:
         """Returns the hidden states [rows, hidden layers, hidden size] of the first `rows` rows of the last forward,
@@ -109,7 +126,10 @@ class NativeExecutor(EagerExecutor):
     """Native executor of expansions and verifications. The draft tree must be a `NativeTree`."""
 
     name = "native"
-    SUPPORTED = frozenset({"greedy", "sampled", "logit bias", "grammar", "token rules", "hidden states"})
+    SUPPORTED = frozenset({
+        "greedy", "sampled", "logit bias", "filters", "deep top-k", "penalties", "log-probabilities", "grammar",
+        "token rules", "guidance", "hidden states",
+    })  # fmt: skip
 
     def __init__(self, runner: Runner, fused: NativeModel) -> None:
         super().__init__(runner)
@@ -131,6 +151,11 @@ class NativeExecutor(EagerExecutor):
         self._scoring = self._rounds.scoring(
             sampler.vocab, temperature, sampler.bias, not p.greedy, p.seed, TARGET_STREAM
         )
+        if p.filtered:
+            self._scoring.set_filter(p.top_k, p.top_p, p.min_p)
+        if sampler.history is not None:
+            penalties = p.repetition_penalty, p.presence_penalty, p.frequency_penalty
+            self._scoring.set_penalties(*penalties, *sampler.history.tokens())
 
     def expand(self, tree: DraftTree, pending: list[int], count: int) -> None:
         assert isinstance(tree, NativeTree)
@@ -164,17 +189,33 @@ class NativeExecutor(EagerExecutor):
         allowed = None if rules is None else rules.bitmask(tree_mask.paths(proposal.tokens, proposal.parents))
         try:
             path, tokens, seconds = self._rounds.verify(
-                proposal.tokens, proposal.parents, prefix, self._scoring, allowed
+                proposal.tokens, proposal.parents, prefix, self._scoring, allowed, self._guidance(proposal.tokens[0])
             )
         except OSError as error:
             raise self._reason(error) from None
-        runner.cache.append_prefix(len(path))
-        runner.record_step(began, len(proposal.tokens), seconds)
+        sequences = range(len(runner.cache.prefix_len))
+        for sequence in sequences:
+            runner.cache.append_prefix(len(path), sequence)
+        runner.record_step(began, len(proposal.tokens) * len(sequences), seconds)
         return Accepted(path, tokens)
 
+    def _guidance(self, root: int) -> tuple[int, int, float] | None:
+        """Returns root token, prefix and scale of the unconditional sequence, or None without guidance. `root`: root
+        token of the conditional sequence, which is that of both unless it is the last token of the prompt."""
+        guidance = self.runner.guidance
+        if guidance is None:
+            return None
+        prefix = self.runner.cache.prefix_len[1]
+        return guidance.tokens[-1] if prefix == len(guidance.tokens) - 1 else root, prefix, guidance.scale
+
     def probabilities(self, tokens: Sequence[int], parents: Sequence[int]) -> list[float] | None:
-        """See `TreeExecutor.probabilities`. With a grammar they are normalised over the allowed tokens."""
+        """See `TreeExecutor.probabilities`."""
         return None if self._group is not None else self._rounds.probabilities(tokens, parents, self._scoring)
+
+    def logits(self, nodes: Sequence[int]) -> Tensor:
+        out = torch.empty(len(nodes), self._fused.num_logits)
+        self._rounds.logits(nodes, out)
+        return out
 
     def hidden_states(self, nodes: Sequence[int]) -> Tensor | None:
         states = self._fused.hidden_states(max(nodes) + 1)

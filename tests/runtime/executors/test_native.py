@@ -43,6 +43,11 @@ SAMPLINGS = [
     SamplingParams(temperature=0.9, seed=7, grammar="dice"),
     SamplingParams(temperature=0.9, seed=8, allowed_token_ids=tuple(range(1, VOCAB, 3)), bad_words_ids=((4,), (7, 10))),
     SamplingParams(temperature=0.7, seed=9, min_tokens=8, stop_token_ids=(5, 6, 7), logit_bias={5: 3.0}),
+    SamplingParams(temperature=0.6, seed=10, top_k=7, top_p=0.95, repetition_penalty=1.05),
+    SamplingParams(temperature=1.1, seed=11, min_p=0.02, logit_bias={7: 2.0}, presence_penalty=0.4),
+    SamplingParams(temperature=0.9, seed=12, top_p=0.8, grammar="dice", frequency_penalty=0.7),
+    SamplingParams(temperature=0, repetition_penalty=1.4, presence_penalty=-0.3, frequency_penalty=0.2),
+    SamplingParams(temperature=0.8, seed=13, guidance_scale=1.7, negative_prompt_ids=(2, 7, 1), top_p=0.9),
 ]
 
 
@@ -237,17 +242,28 @@ def test_a_group_of_ranks(checkpoint: Path, size: int, sampling: SamplingParams)
     assert any(len(result.tokens) > 1 for _, result, *_ in first), "the target follows a child now and then"
 
 
-def test_requests_that_need_python_run_eagerly(checkpoint: Path) -> None:
-    """Also on a follower whose leader has selected the eager executor."""
+def test_requests_that_a_leader_runs_eagerly_run_eagerly(checkpoint: Path) -> None:
+    """Also on a follower, which receives the leader's choice. Children that are sampled need Python."""
     verifier = roles.make_verifier(make_runner(checkpoint, torch.float32))
     for sampling in SAMPLINGS:
         assert verifier.select_executor(request_start(PROMPT, sampling)).name == "native"
         assert verifier.select_executor(replace(request_start(PROMPT, sampling), executor="eager")).name == "eager"
-    plain = SamplingParams(temperature=0.8)
-    for values in ({"top_k": 5}, {"top_p": 0.9}, {"min_p": 0.1}, {"repetition_penalty": 1.1}, {"guidance_scale": 2.0}):
-        assert verifier.select_executor(request_start(PROMPT, replace(plain, **values))).name == "eager"
     drawing = roles.make_drafter(make_runner(checkpoint, torch.float32), EngineConfig(proposal="sample"))
-    assert drawing.select_executor(request_start(PROMPT, plain)).name == "eager"
+    assert drawing.select_executor(request_start(PROMPT, SamplingParams(temperature=0.8))).name == "eager"
+
+
+@pytest.mark.parametrize("sampling", [SAMPLINGS[1], SAMPLINGS[8], SAMPLINGS[10]])
+def test_log_probabilities_are_those_of_the_raw_logits(checkpoint: Path, sampling: SamplingParams) -> None:
+    """Also if a grammar, penalties or filters change the logits that tokens are drawn from, and with guidance."""
+    sampling, found = replace(sampling, logprobs=3), list[Any]()
+    for name in ("native", "eager"):
+        verifier = roles.make_verifier(make_runner(checkpoint, torch.float32))
+        roles.restrict_executors(verifier, name)
+        verifier.open(request_start(PROMPT, sampling))
+        result = verifier.verify(draft_proposal(1, 0, len(PROMPT) - 1, (PROMPT[-1], 4, 5, 6), (-1, 0, 0, 1)))
+        found.append((result, result.logprobs))
+        assert verifier.executor.name == name and result.logprobs is not None
+    assert found[0] == found[1]
 
 
 def test_invalid_arguments_are_refused(checkpoint: Path) -> None:
@@ -263,9 +279,21 @@ def test_invalid_arguments_are_refused(checkpoint: Path) -> None:
         ([1, 2], [-1, 0], 200 + TREE - 1, "fit the cache"),
     ]:
         with pytest.raises(ValueError, match=message):
-            rounds.verify(tokens, parents, prefix, scoring, None)
+            rounds.verify(tokens, parents, prefix, scoring, None, None)
     with pytest.raises(ValueError, match="allowed"):
-        rounds.verify([1, 2], [-1, 0], 0, scoring, np.zeros((2, VOCAB // 8 - 1), np.uint8))
+        rounds.verify([1, 2], [-1, 0], 0, scoring, np.zeros((2, VOCAB // 8 - 1), np.uint8), None)
+    with pytest.raises(ValueError, match="two sequences"):
+        rounds.verify([1, 2], [-1, 0], 0, scoring, None, (1, 0, 2.0))
+    with pytest.raises(ValueError, match="need noise"):
+        scoring.set_filter(5, 1.0, 0.0)
+    for values in ((-1, 1.0, 0.0), (0, 1.5, 0.0), (0, 0.5, -1.0)):
+        with pytest.raises(ValueError, match="out of range"):
+            rounds.scoring(VOCAB, 1.0, None, True, 0, 0).set_filter(*values)
+    for prompt, output in (([VOCAB], []), ([1], [-1])):
+        with pytest.raises(ValueError, match="vocabulary"):
+            scoring.set_penalties(1.1, 0.0, 0.0, prompt, output)
+    with pytest.raises(ValueError, match="than were verified"):
+        rounds.logits([0], np.zeros((1, model.fused.num_logits), np.float32))
     drafter = roles.make_drafter(runner, EngineConfig())
     tree: Any = drafter.tree
     with pytest.raises(ValueError, match="full"):
