@@ -59,7 +59,7 @@ void set_penalties(Scoring& scoring, float repetition, float presence, float fre
 void set_filter(Scoring& scoring, int64_t top_k, float top_p, float min_p) {
   check(top_k >= 0 && top_p > 0 && top_p <= 1 && min_p >= 0 && min_p <= 1, "a filter is out of range");
   check(scoring.noisy(), "filters need noise");
-  scoring.filter.emplace(FilterArgs{top_k, top_p, min_p});
+  scoring.filter.emplace(host::FilterArgs{top_k, top_p, min_p});
 }
 
 // `out` [nodes, outputs of the head].
