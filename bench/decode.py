@@ -5,7 +5,8 @@ and llama.cpp if installed (extra `bench`).
     torchrun --standalone --nproc-per-node 2 -m bench.decode        # also mode async, with the draft on rank 1
 
 An int4 target is also run dense, for a comparison at equal precision. Decoding is greedy unless --temperature is given;
-then the baselines sample too, and the texts differ. Every figure covers whole requests, prefill included, except
+then the baselines sample too, and the texts differ. The sampling defaults of many models are `--temperature 0.6 --top-p
+0.95 --top-k 20 --repetition-penalty 1.05`. Every figure covers whole requests, prefill included, except
 `decode`: tokens per second after the prefill. The systems alternate on every prompt, so that varying machine load
 affects all of them.
 """
@@ -28,7 +29,7 @@ from typing import Any
 import torch
 
 from bench.baselines.engines import load_transformers, write_dense
-from bench.baselines.llama_plain import LlamaCpp, has_llama_cpp
+from bench.baselines.llama_plain import LlamaCpp, LlamaSampling, has_llama_cpp
 from bench.data import tasks
 from bench.data.heldout import DEMO, read_prompts
 from swiftspec.backends import cpu as host
@@ -99,7 +100,10 @@ def transformers_system(target: Any, draft: Any | None, args: argparse.Namespace
         forwards += 1
 
     target.register_forward_hook(count)
-    sampling = {"do_sample": True, "temperature": args.temperature} if args.temperature else {"do_sample": False}
+    sampling: dict[str, Any] = {"do_sample": False, "repetition_penalty": args.repetition_penalty}
+    if args.temperature:
+        filters = {"top_k": args.top_k, "top_p": args.top_p}
+        sampling |= {"do_sample": True, "temperature": args.temperature, **filters}
     extra = {"assistant_model": draft} if draft is not None else {}
 
     def generate(prompt: list[int]) -> Answer:
@@ -121,7 +125,10 @@ def transformers_system(target: Any, draft: Any | None, args: argparse.Namespace
 
 def our_system(llm: LLM, args: argparse.Namespace, cores: set[int]) -> Generate:
     """Returns a system that decodes with the engine `llm` on the CPU cores `cores`."""
-    sampling = SamplingParams(temperature=args.temperature, max_tokens=args.max_tokens, ignore_eos=True, seed=args.seed)
+    sampling = SamplingParams(
+        temperature=args.temperature, top_k=args.top_k, top_p=args.top_p, repetition_penalty=args.repetition_penalty,
+        max_tokens=args.max_tokens, ignore_eos=True, seed=args.seed,
+    )  # fmt: skip
 
     def generate(prompt: list[int]) -> Answer:
         every, threads = available_cores(), torch.get_num_threads()
@@ -148,6 +155,7 @@ def llama_cpp_systems(args: argparse.Namespace) -> dict[str, Generate]:
         return {}
     from bench.baselines.to_gguf import TYPES, write_gguf  # needs the extra `bench`, as llama.cpp does
 
+    sampling = LlamaSampling(args.temperature, args.top_k, args.top_p, args.repetition_penalty, args.seed)
     systems: dict[str, Generate] = {}
     with TemporaryDirectory() as folder:  # may be deleted afterwards, because a loaded model keeps its file mapped
         for kind in TYPES:
@@ -159,7 +167,7 @@ def llama_cpp_systems(args: argparse.Namespace) -> dict[str, Generate]:
                 return {}
             for threads in sorted({1, args.threads}):
                 name = f"llama.cpp {kind}, {threads} thread{'s' if threads > 1 else ''}"
-                systems[name] = llama_cpp_system(LlamaCpp(file, threads, args.temperature, args.seed), args)
+                systems[name] = llama_cpp_system(LlamaCpp(file, threads, sampling), args)
     return systems
 
 
@@ -285,6 +293,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--top-p", type=float, default=1.0)
+    parser.add_argument("--top-k", type=int, default=0)
+    parser.add_argument("--repetition-penalty", type=float, default=1.0)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--verify-batch", type=int, default=DEFAULTS.verify_batch)
     parser.add_argument("--draft-leaves", type=int, default=DEFAULTS.draft_leaves)

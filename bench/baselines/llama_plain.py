@@ -10,6 +10,7 @@ import importlib.util
 import subprocess
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -33,13 +34,40 @@ def has_llama_cpp(python: str = sys.executable) -> bool:
         raise UserError(f"{python}: cannot run ({error.strerror})") from None
 
 
+@dataclass(frozen=True)
+class LlamaSampling:
+    """Sampling parameters; temperature 0 is greedy. The repetition penalty covers all tokens of the context."""
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    repetition_penalty: float = 1.0
+    seed: int = 0
+
+    def samplers(self, c: Any) -> list[Any]:
+        """Returns the samplers of llama.cpp's chain, in their order. `c`: its C interface."""
+        steps = []
+        if self.repetition_penalty != 1:
+            steps.append(c.llama_sampler_init_penalties(CONTEXT, self.repetition_penalty, 0.0, 0.0))
+        if not self.temperature:
+            return [*steps, c.llama_sampler_init_greedy()]
+        if self.top_k:
+            steps.append(c.llama_sampler_init_top_k(self.top_k))
+        if self.top_p < 1:
+            steps.append(c.llama_sampler_init_top_p(self.top_p, 1))
+        return [*steps, c.llama_sampler_init_temp(self.temperature), c.llama_sampler_init_dist(self.seed)]
+
+
+GREEDY = LlamaSampling()
+
+
 class LlamaCpp:
     """A GGUF model, loaded and run by llama.cpp.
 
     It is driven through the C interface with two calls per token, so the overhead of Python is negligible.
     """
 
-    def __init__(self, file: Path, threads: int, temperature: float, seed: int) -> None:
+    def __init__(self, file: Path, threads: int, sampling: LlamaSampling = GREEDY) -> None:
         import llama_cpp  # pyright: ignore[reportMissingImports] # optional
 
         self._c: Any = llama_cpp
@@ -53,10 +81,7 @@ class LlamaCpp:
             verbose=False,
         )
         self._sampler = self._c.llama_sampler_chain_init(self._c.llama_sampler_chain_default_params())
-        steps = [self._c.llama_sampler_init_greedy()]
-        if temperature:
-            steps = [self._c.llama_sampler_init_temp(temperature), self._c.llama_sampler_init_dist(seed)]
-        for step in steps:
+        for step in sampling.samplers(self._c):
             self._c.llama_sampler_chain_add(self._sampler, step)
 
     @property
@@ -89,7 +114,7 @@ def main() -> None:
     """Runs a task and prints its measurements."""
     task = Task.given()
     began = time.monotonic()
-    llama = LlamaCpp(Path(task.what["file"]), task.what["threads"], 0.0, 0)
+    llama = LlamaCpp(Path(task.what["file"]), task.what["threads"])
     now = time.monotonic()
     measured = Measured(now - task.began, load=now - began, notes={"version": llama.version})
     llama.generate(task.work.short[0], WARM_UP)
