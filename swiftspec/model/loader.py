@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
@@ -15,7 +16,7 @@ from swiftspec.model.float8 import FLOAT8, Fp8KVScale
 from swiftspec.model.formats import format_of
 from swiftspec.model.formats.int8 import LoadTimeQuantization
 from swiftspec.model.packed_model import PackedModel
-from swiftspec.model.shard import Shard
+from swiftspec.model.shard import EIGHT, Shard
 from swiftspec.model.tensor_parallel import TensorParallelGroup
 from swiftspec.model.transformer import ModelOps, Transformer
 from swiftspec.model.weights import ModelWeights
@@ -61,6 +62,7 @@ def load_model(
     progress: Progress | None = None,
     packed_cache: PackedWeightSource | None = None,
     hidden_layers: tuple[int, ...] = (),
+    vocab_rows: int = 0,
 ) -> Transformer:
     """Loads a checkpoint directory as a model that computes in `dtype`; None: the dtype of config.json.
 
@@ -68,19 +70,23 @@ def load_model(
     the same forwards. `quantization`: what is quantised at load. `cache_dtype`: dtype of the KV cache; None: that of
     the model; for float8 the weights are scaled so that keys and values fit (float8.py). `packed_cache`: cache for
     weights that `ops` packs. `hidden_layers`: the layers after which every forward keeps the hidden states.
+    `vocab_rows`: embedding and LM head with fewer rows are padded to that many, with zeros.
 
     Raises UserError if the checkpoint is damaged, is not supported, or cannot be divided over the ranks of `group`.
     """
     config = read_config(path)
     spec, names = config.spec, config.names
+    padded = -(-vocab_rows // EIGHT) * EIGHT if vocab_rows > spec.vocab_size else spec.vocab_size
     shard = None
     if group is not None:
         try:
-            shard = Shard.of(config, group.rank, group.size)
+            shard = Shard.of(replace(config, spec=replace(spec, vocab_size=padded)), group.rank, group.size)
         except UserError as error:
             raise UserError(f"{path}: {error}") from None
     tensors = open_tensors(path, progress)
     weights = Checkpoint(spec, tensors, format_of(config), names).read()
+    if padded > spec.vocab_size:
+        weights = weights.with_vocab_rows(padded)
     weights = quantization.of_weights(weights if shard is None else shard.cut(weights))
     if cache_dtype == FLOAT8:
         mixer = spec.layer.mixer
@@ -94,6 +100,7 @@ def load_model(
         if spec.tie_word_embeddings and f"{names.head}.weight" in tensors:
             facts["head"] = "checkpoint"  # an entry without this fact may contain the embedding as the head
         facts |= {} if cache_dtype is None else {"cache": str(cache_dtype)}
+        facts |= {} if padded == spec.vocab_size else {"vocab_rows": padded}
         entry = packed_cache.entry({**facts, "quantization": repr(quantization)})
 
         def skip(layer: int | None) -> None:
@@ -101,8 +108,8 @@ def load_model(
 
         weights = entry.load(weights, kind, skip)
     model = Transformer(
-        spec, weights, ops, device, kind, max_positions, shard=shard, group=group, cache_dtype=cache_dtype,
-        hidden_layers=hidden_layers,
+        replace(spec, vocab_size=padded), weights, ops, device, kind, max_positions, shard=shard, group=group,
+        cache_dtype=cache_dtype, hidden_layers=hidden_layers,
     )  # fmt: skip
     tensors.check_all_taken()
     if entry is not None:

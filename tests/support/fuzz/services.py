@@ -110,7 +110,7 @@ def serve_drafter(messages: Sequence[Message]) -> str:
 def serve_tree_drafter(messages: Sequence[Message]) -> str:
     """A lookahead draft, with fixed d or expanding until the next message."""
 
-    def make(shape: EngineConfig) -> ServedRole:
+    def make(shape: EngineConfig, masked: tuple[int, ...]) -> ServedRole:
         role: Any = LookaheadRole()
         if shape.mode == "serial" or shape.proposal == "sample":
             return ServedDrafter(role, BOUNDS, CancelCheck(), shape)
