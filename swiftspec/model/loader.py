@@ -12,6 +12,7 @@ import torch
 from swiftspec.errors import UserError
 from swiftspec.model.checkpoint import Checkpoint
 from swiftspec.model.checkpoint_files import Progress, open_tensors, read_config
+from swiftspec.model.config import ModelConfig
 from swiftspec.model.float8 import FLOAT8, Fp8KVScale
 from swiftspec.model.formats import format_of
 from swiftspec.model.formats.int8 import LoadTimeQuantization
@@ -74,19 +75,12 @@ def load_model(
 
     Raises UserError if the checkpoint is damaged, is not supported, or cannot be divided over the ranks of `group`.
     """
-    config = read_config(path)
+    stored = read_config(path)
+    config = _with_vocab_rows(stored, vocab_rows)
     spec, names = config.spec, config.names
-    padded = -(-vocab_rows // EIGHT) * EIGHT if vocab_rows > spec.vocab_size else spec.vocab_size
-    shard = None
-    if group is not None:
-        try:
-            shard = Shard.of(replace(config, spec=replace(spec, vocab_size=padded)), group.rank, group.size)
-        except UserError as error:
-            raise UserError(f"{path}: {error}") from None
+    shard = None if group is None else _shard_of(config, group, path)
     tensors = open_tensors(path, progress)
-    weights = Checkpoint(spec, tensors, format_of(config), names).read()
-    if padded > spec.vocab_size:
-        weights = weights.with_vocab_rows(padded)
+    weights = Checkpoint(stored.spec, tensors, format_of(config), names).read().with_vocab_rows(spec.vocab_size)
     weights = quantization.of_weights(weights if shard is None else shard.cut(weights))
     if cache_dtype == FLOAT8:
         mixer = spec.layer.mixer
@@ -100,7 +94,6 @@ def load_model(
         if spec.tie_word_embeddings and f"{names.head}.weight" in tensors:
             facts["head"] = "checkpoint"  # an entry without this fact may contain the embedding as the head
         facts |= {} if cache_dtype is None else {"cache": str(cache_dtype)}
-        facts |= {} if padded == spec.vocab_size else {"vocab_rows": padded}
         entry = packed_cache.entry({**facts, "quantization": repr(quantization)})
 
         def skip(layer: int | None) -> None:
@@ -108,10 +101,25 @@ def load_model(
 
         weights = entry.load(weights, kind, skip)
     model = Transformer(
-        replace(spec, vocab_size=padded), weights, ops, device, kind, max_positions, shard=shard, group=group,
+        spec, weights, ops, device, kind, max_positions, shard=shard, group=group,
         cache_dtype=cache_dtype, hidden_layers=hidden_layers,
     )  # fmt: skip
     tensors.check_all_taken()
     if entry is not None:
         entry.store(model.stack)
     return model
+
+
+def _shard_of(config: ModelConfig, group: TensorParallelGroup, path: str | Path) -> Shard:
+    """Returns this rank's shard. Raises UserError, which names the model, if it cannot be divided."""
+    try:
+        return Shard.of(config, group.rank, group.size)
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from None
+
+
+def _with_vocab_rows(config: ModelConfig, rows: int) -> ModelConfig:
+    """Returns the config with at least `rows` rows in embedding and LM head, rounded up to whole groups of eight."""
+    if rows <= config.spec.vocab_size:
+        return config
+    return replace(config, spec=replace(config.spec, vocab_size=-(-rows // EIGHT) * EIGHT))

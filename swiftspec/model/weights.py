@@ -118,6 +118,8 @@ class ModelWeights:
     def with_vocab_rows(self, rows: int) -> ModelWeights:
         """Returns the weights of a whole model with `rows` rows in embedding and LM head: those of tokens that it does
         not have are zeros."""
+        if rows == len(self.embedding):
+            return self
         index = torch.arange(rows)
         index[len(self.embedding) :] = -1
         return replace(self, embedding=select(self.embedding, 0, index), head=lambda: self.head().outputs(index))
