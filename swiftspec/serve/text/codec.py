@@ -45,11 +45,15 @@ PATH_FIELDS = {"name_or_path", "tokenizer_file", "vocab_file", "merges_file"}  #
 FAST_TOKENIZER_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")  # classes that read only tokenizer.json
 
 
-def locate_model(name: str, revision: str | None = None, on_download: Callable[[], object] = lambda: None) -> Path:
+def locate_model(
+    name: str, revision: str | None = None, on_download: Callable[[], object] = lambda: None,
+    files: Sequence[str] = HUB_FILES,
+) -> Path:  # fmt: skip
     """Returns the directory of a model. Downloads a hub id: safetensors, configuration and tokenizer, never code.
     Raises UserError if `name` is neither a directory nor an available hub id.
 
-    `on_download`: called before the download of a model that the cache does not contain.
+    `on_download`: called before the download of a model that the cache does not contain. `files`: patterns of the
+    files to download.
     """
     path = file_io.expand_user(name)
     if file_io.is_folder(path):
@@ -64,7 +68,7 @@ def locate_model(name: str, revision: str | None = None, on_download: Callable[[
     from huggingface_hub.utils.logging import set_verbosity_error
 
     set_verbosity_error()
-    download = partial(snapshot_download, name, revision=revision, allow_patterns=list(HUB_FILES))
+    download = partial(snapshot_download, name, revision=revision, allow_patterns=list(files))
     try:
         download(local_files_only=True)
     except Exception:  # not in the cache, or any error that the download then raises, too
