@@ -210,9 +210,7 @@ def _run(argv: Sequence[str], prog: str) -> int:
     if not found:
         print("the Hugging Face cache contains no other model; name directories that do")
     if machine is None:
-        print(
-            "this GPU is not known to the latency model: predict with --hardware, or measure with `swiftspec profile`"
-        )
+        print("the latency model does not know this GPU: name another with --hardware, or use `swiftspec profile`")
     return 0
 
 

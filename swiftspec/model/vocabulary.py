@@ -98,9 +98,9 @@ class Vocabulary:
                 f"target {self.name} has {last + 1} ordinary tokens, but the LM head of draft {draft.name} has only"
                 f" {draft_rows} rows"
             )
-        identity = VocabularyIdentity("", self.added, self.size)
-        masked = identity.masked_tokens(VocabularyIdentity("", draft.added, draft.size), draft_rows)
-        return tuple(token for token in masked if token < self.size)
+        own = VocabularyIdentity("", self.added, self.size)
+        masked = own.masked_tokens(VocabularyIdentity("", draft.added, own.size), draft_rows)
+        return tuple(token for token in masked if token < own.size)
 
     def _describe(self, number: int) -> str:
         if number in self.ordinary:
