@@ -29,13 +29,13 @@ EXTRAS: dict[ExtraName, Extra] = {
 def require_extra(name: ExtraName, needed_by: str) -> None:
     """Raises UserError unless the extra `name` is installed; imports none of its modules. `needed_by`: the flag or
     command that needs it."""
-    if missing_modules(name):
+    if not has_extra(name):
         raise UserError(f"{needed_by} needs {EXTRAS[name].library}: pip install 'swiftspec[{name}]'")
 
 
-def missing_modules(name: ExtraName) -> list[str]:
-    """Returns the modules of the extra `name` that are not installed."""
-    return [module for module in EXTRAS[name].modules if not _is_installed(module)]
+def has_extra(name: ExtraName) -> bool:
+    """Returns whether the extra `name` is installed; imports none of its modules."""
+    return all(_is_installed(module) for module in EXTRAS[name].modules)
 
 
 def _is_installed(module: str) -> bool:

@@ -12,11 +12,12 @@ from pathlib import Path
 
 import torch
 
-from swiftspec import _C, __version__
+from swiftspec import __version__
 from swiftspec.backends import cpu as host
-from swiftspec.backends.cuda.devices import require_usable, why_no_gpu
+from swiftspec.backends.cuda.devices import build_info, driver_version, require_usable, why_no_gpu
+from swiftspec.distributed.collectives.torch_dist import nccl_version
 from swiftspec.errors import UserError
-from swiftspec.extras import EXTRAS, missing_modules
+from swiftspec.extras import EXTRAS, has_extra
 from swiftspec.lab import machine
 from swiftspec.profiles.store import hardware
 
@@ -56,14 +57,14 @@ class Report:
 def examine() -> Report:
     """Examines this machine. Takes less than a second."""
     facts = (
-        ("swiftspec", f"{__version__}, {_C.build_info}"),
+        ("swiftspec", f"{__version__}, {build_info()}"),
         ("python", f"{platform.python_version()} on {platform.system()} {platform.release()} {platform.machine()}"),
         ("torch", f"{torch.__version__}, {_torch_build()}"),
         ("cpu", _cpu()),
         ("memory", _memory()),
         ("pages", _pages()),
         ("gpus", "; ".join(_gpu(index) for index in _gpu_indices()) or f"none: {why_no_gpu()}"),
-        ("extras", ", ".join(f"{name} {'missing' if missing_modules(name) else 'installed'}" for name in EXTRAS)),
+        ("extras", ", ".join(f"{name} {'installed' if has_extra(name) else 'missing'}" for name in EXTRAS)),
     )
     findings = (*_cpu_findings(), *_memory_findings(), *_gpu_findings(), *_extra_findings())
     return Report(facts, findings)
@@ -72,10 +73,9 @@ def examine() -> Report:
 def _torch_build() -> str:
     if torch.version.cuda is None:
         return "without CUDA"
-    driver = int(getattr(torch._C, "_cuda_getDriverVersion", int)())
-    nccl = torch.cuda.nccl.version() if torch.distributed.is_nccl_available() else ()
-    words = [f"CUDA {torch.version.cuda}", f"driver for CUDA {driver // 1000}.{driver % 1000 // 10}"]
-    return ", ".join([*words, f"NCCL {'.'.join(map(str, nccl))}" if nccl else "no NCCL"])
+    driver, nccl = driver_version(), nccl_version()
+    words = [f"CUDA {torch.version.cuda}", "no driver" if driver is None else f"driver for CUDA {driver}"]
+    return ", ".join([*words, "no NCCL" if nccl is None else f"NCCL {nccl}"])
 
 
 def _cpu() -> str:
@@ -179,14 +179,14 @@ def _gpu_findings() -> Iterator[Finding]:
             "sums over GPUs", f"GPUs {apart[0][0]} and {apart[0][1]} cannot access each other's memory, so NCCL sums",
             "use GPUs that are connected by NVLink or one PCIe switch",
         )  # fmt: skip
-    if count > 1 and not torch.distributed.is_nccl_available():
+    if count > 1 and nccl_version() is None:
         yield Finding("several GPUs", "this PyTorch has no NCCL", "install a CUDA build of PyTorch for Linux")
 
 
 def _extra_findings() -> Iterator[Finding]:
     uses = {"network": "workers", "otel": "spans of requests", "report": "HTML reports of profiles"}
     for name, extra in EXTRAS.items():
-        if missing_modules(name):
+        if not has_extra(name):
             yield Finding(uses[name], f"{extra.library} is not installed", f"pip install 'swiftspec[{name}]'")
 
 

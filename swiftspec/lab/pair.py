@@ -38,7 +38,7 @@ class LocalModel:
 @dataclass(frozen=True, slots=True)
 class PairedDraft:
     """A model that can draft for the target. `best`: the fastest prediction with it. `plain`: that without a draft.
-    `note`: about its tokenizer; None if there is nothing to say. They are None if the machine is not known."""
+    `note`: difference of its tokenizer, or None. The predictions are None if the machine is not known."""
 
     model: LocalModel
     parameters: int

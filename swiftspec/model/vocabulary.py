@@ -1,6 +1,6 @@
 """Vocabularies of a target and its draft: whether they match, and which tokens the draft must not propose.
 
-A tokenizer has ordinary tokens, those of its model, and added tokens: special tokens such as `<|eot_id|>`, and words
+A tokenizer has ordinary tokens, those of its model, and added tokens: special tokens such as `<|eot_id|>`, and others
 that were added to a finished vocabulary. A pair needs equal ordinary tokens, id by id. Added tokens may differ in name
 or number: the target's meaning holds, and the draft never proposes the ids on which the two disagree.
 """

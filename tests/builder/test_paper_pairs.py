@@ -138,7 +138,7 @@ def test_the_pair_is_accepted_on_every_split(
 
 
 def test_a_pair_of_two_families_is_refused(words: dict[int, dict[str, int]]) -> None:
-    with pytest.raises(UserError, match="the tokenizers of target Llama-3-70B and draft Qwen2-1.5B differ") as caught:
+    with pytest.raises(UserError, match=r"the tokenizers of target Llama-3-70B and draft Qwen2-1\.5B differ") as caught:
         vocabulary("Llama-3-70B", words).check_draft(vocabulary("Qwen2-1.5B", words))
     assert "id 128000 is the added token '<|begin_of_text|>' in the target's, 't128000' in" in str(caught.value)
 

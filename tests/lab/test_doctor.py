@@ -37,7 +37,7 @@ def patched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, **values: Any) -> l
     """The findings on a machine without problems, except for `values`."""
     usual: dict[str, Any] = {
         "level": "avx512_bf16", "cores": (8, 8, 8), "quota": None, "load": 0.0, "shm": tmp_path,
-        "memory": MemorySizes(int(64e9), int(60e9), None), "missing": [],
+        "memory": MemorySizes(int(64e9), int(60e9), None), "extras": True,
     }  # fmt: skip
     given = usual | values
     monkeypatch.setattr(cpu, "level", lambda: given["level"])
@@ -46,7 +46,7 @@ def patched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, **values: Any) -> l
     monkeypatch.setattr(machine, "memory_sizes", lambda: given["memory"])
     monkeypatch.setattr("os.getloadavg", lambda: (given["load"],) * 3)
     monkeypatch.setattr(doctor, "SHM", given["shm"])
-    monkeypatch.setattr(doctor, "missing_modules", lambda name: given["missing"])
+    monkeypatch.setattr(doctor, "has_extra", lambda name: given["extras"])
     monkeypatch.setattr(doctor, "NVIDIA_DEVICE", given.get("device", tmp_path / "none"))
     report = doctor.examine()
     assert all("\n" not in str(finding) for finding in report.findings)
@@ -78,7 +78,7 @@ def test_each_problem_has_one_line_with_its_fix(
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here")
 def test_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    found = patched(monkeypatch, tmp_path, missing=["grpc"])
+    found = patched(monkeypatch, tmp_path, extras=False)
     assert "workers: gRPC is not installed; pip install 'swiftspec[network]'" in found and len(found) == 3
 
 
@@ -88,7 +88,7 @@ def test_problems_of_gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: data)
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda a, b: False)
-    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: False)
+    monkeypatch.setattr(doctor, "nccl_version", lambda: None)
 
     def refuse(device: str) -> torch.device:
         if device == "cuda:1":
