@@ -62,7 +62,8 @@ class ProposalLog:
 
 
 def options(dtype: torch.dtype, ops: Any, **more: Any) -> LoadOptions:
-    return {"dtype": dtype, "ops": ops, "vocab_size": VOCAB, "max_model_len": 128, "device": "cpu", **more}
+    made: LoadOptions = {"dtype": dtype, "ops": ops, "vocab_size": VOCAB, "max_model_len": 128, "device": "cpu"}
+    return {**made, **more}  # type: ignore[typeddict-item]
 
 
 @pytest.mark.parametrize(

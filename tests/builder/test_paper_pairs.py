@@ -131,7 +131,7 @@ def test_the_pair_is_accepted_on_every_split(
     plans = [EngineConfig("serial", target_tp=size) for size in SIZES]
     plans += [EngineConfig("async", target_tp=size, draft_tp=8 - size) for size in range(1, 8)]
     for plan in plans:
-        ranks = SimpleNamespace(size=plan.num_ranks, local_rank=0, local_size=plan.num_ranks)
+        ranks: Any = SimpleNamespace(size=plan.num_ranks, local_rank=0, local_size=plan.num_ranks)
         pair = ModelPair.create(folder / target, folder / draft, plan, ranks if plan.num_ranks > 1 else None, options)
         assert (pair.vocab_size, pair.masked_tokens) == (ours.size, masked)
         assert pair.with_vocab(ours.size, masked).masked_tokens == masked

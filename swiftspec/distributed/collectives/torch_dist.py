@@ -106,4 +106,6 @@ def nccl_version() -> str | None:
     """Returns the version of the NCCL that torch was built with; None without NCCL."""
     if not dist.is_nccl_available():
         return None
-    return ".".join(map(str, torch.cuda.nccl.version()))
+    from torch.cuda import nccl
+
+    return ".".join(map(str, nccl.version()))
