@@ -8,6 +8,7 @@ from __future__ import annotations
 import difflib
 import sys
 from collections.abc import Sequence
+from importlib import import_module
 from typing import NoReturn
 
 SUBCOMMANDS = {
@@ -17,7 +18,17 @@ SUBCOMMANDS = {
     "worker": "Run one model for clients on other machines or devices (gRPC).",
     "profile": "Measure the fastest settings for a pair of models on this machine.",
     "exactness": "Test whether speculation changes the output.",
+    "pair": "List the models on this machine that can draft for a target, and their predicted speed.",
+    "quantize": "Write a model with its weights rounded to int4.",
+    "doctor": "Show what this machine has, and what would be slow and why.",
     "replay": "Serve the page for a recorded trace, without a model.",
+}
+LAB_MODULES = {  # modules with the `main` of the sub-commands that serve nothing
+    "profile": "swiftspec.lab.profile",
+    "exactness": "swiftspec.lab.exactness.command",
+    "pair": "swiftspec.lab.pair",
+    "quantize": "swiftspec.lab.quantize",
+    "doctor": "swiftspec.lab.doctor",
 }
 USAGE_EXIT_CODE = 2
 
@@ -67,14 +78,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run_subcommand(name: str, argv: Sequence[str]) -> int:
     """Imports and runs a sub-command. Returns its exit code."""
-    if name == "profile":
-        from swiftspec.lab import profile
-
-        return profile.main(argv, prog="swiftspec profile")
-    if name == "exactness":
-        from swiftspec.lab.exactness import command as exactness
-
-        return exactness.main(argv, prog="swiftspec exactness")
+    if name in LAB_MODULES:
+        return import_module(LAB_MODULES[name]).main(argv, prog=f"swiftspec {name}")
     from swiftspec.serve.__main__ import main as serve_main
 
     if name in ("worker", "replay"):

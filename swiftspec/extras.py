@@ -29,9 +29,13 @@ EXTRAS: dict[ExtraName, Extra] = {
 def require_extra(name: ExtraName, needed_by: str) -> None:
     """Raises UserError unless the extra `name` is installed; imports none of its modules. `needed_by`: the flag or
     command that needs it."""
-    extra = EXTRAS[name]
-    if not all(_is_installed(module) for module in extra.modules):
-        raise UserError(f"{needed_by} needs {extra.library}: pip install 'swiftspec[{name}]'")
+    if not has_extra(name):
+        raise UserError(f"{needed_by} needs {EXTRAS[name].library}: pip install 'swiftspec[{name}]'")
+
+
+def has_extra(name: ExtraName) -> bool:
+    """Returns whether the extra `name` is installed; imports none of its modules."""
+    return all(_is_installed(module) for module in EXTRAS[name].modules)
 
 
 def _is_installed(module: str) -> bool:

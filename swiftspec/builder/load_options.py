@@ -19,6 +19,7 @@ from swiftspec.model.loader import PackedWeightSource
 from swiftspec.model.spec import ModelSpec
 from swiftspec.model.tensor_parallel import TensorParallelGroup
 from swiftspec.model.transformer import Transformer
+from swiftspec.model.vocabulary import VocabularyIdentity
 from swiftspec.observe.step_time_emulation import StepTimeEmulation
 
 PREFIX_CACHE_MEMORY_MIB = 1024
@@ -48,14 +49,14 @@ class WorkerAddress:
     `url`: HOST:PORT, as the user wrote it.
     `flag`: the command-line flag that names the worker, for messages.
     `timeout`: seconds within which the worker must answer a round; a prefill may take ten times as long.
-    `tokenizer`: hash that the worker's tokenizer must have, in hexadecimal; None: any.
+    `vocabulary`: the target's, which the worker's must match; None: any.
     """
 
     url: str
     flag: str
     security: RpcSecurity
     timeout: float
-    tokenizer: str | None = None
+    vocabulary: VocabularyIdentity | None = None
 
 
 class LoadOptions(TypedDict, total=False):
@@ -76,7 +77,8 @@ class LoadOptions(TypedDict, total=False):
     set_torch_threads: bool
     share_device: bool  # allows more ranks than GPUs
     max_model_len: int | None  # maximum number of prompt and output tokens
-    vocab_size: int | None  # base vocabulary that both tokenizers share; logits beyond it count as -inf
+    vocab_size: int | None  # the target's base vocabulary; logits beyond it count as -inf
+    masked_tokens: tuple[int, ...]  # tokens below it that the draft never proposes (model/vocabulary.py)
     ops: OpsName  # default auto: the fastest that fit; see --ops of `swiftspec serve`
     activations: ActivationsName  # default auto: int8 for int4 weights in a bfloat16 model on a CPU
     kv_cache_dtype: CacheName  # default auto: the model's dtype; fp8: float8 e4m3
@@ -112,6 +114,7 @@ class LoadModel(Protocol):
         progress: Progress | None,
         packed_cache: PackedWeightSource | None,
         hidden_layers: tuple[int, ...],
+        vocab_rows: int,
     ) -> Transformer: ...
 
 

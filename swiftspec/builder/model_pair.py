@@ -95,6 +95,7 @@ class ModelPair:
     grammars: GrammarCompiler
     only: Side | None = None  # the only model that this process loads; None: both
     sessions: int = 1  # maximum number of a worker's sessions
+    masked_tokens: tuple[int, ...] = ()  # tokens that the draft never proposes, ascending
     hidden_layers: tuple[int, ...] = ()  # layers of the target after which forwards keep the hidden states
     cancel_check: CancelCheck = field(default_factory=CancelCheck)  # shared by the runners of this process
     capture_lock: Lock = field(default_factory=Lock)  # serialises graph captures of this process
@@ -107,7 +108,8 @@ class ModelPair:
         and options are not consistent. `plan`: the engine configuration. `ranks`: None for a single process."""
         _check_ranks(plan, draft, ranks)
         config, draft_path = read_config(target), None if draft is None else Path(draft)
-        length, vocab = _context_length(config, options), _vocab_size(Path(target), draft_path, options)
+        length, masked = _context_length(config, options), tuple(options.get("masked_tokens", ()))
+        vocab = _vocab_size(Path(target), draft_path, options.get("vocab_size"), masked)
         share = options.get("share_device", False)
         device = rank_device(hardware.resolve_device(options.get("device", "auto")), ranks, share)
         if plan.overlap_on_one_gpu and device.type != "cuda":
@@ -126,7 +128,7 @@ class ModelPair:
             Path(target), draft_path, dtype, device, threads, share, length, vocab, ops, activations, stored, head,
             load, emulate, trace, prefix_cache, None if packed is None else PackedWeightCache(packed), ends,
             GrammarCompiler(Path(target), ends, vocab), options.get("only"), options.get("sessions", 1),
-            _hidden_layers(config, options),
+            masked, _hidden_layers(config, options),
         )  # fmt: skip
         models.check_operators(plan, options.get("note") or (lambda line: None))
         return models
@@ -161,15 +163,12 @@ class ModelPair:
         native = all(select_operators(self.ops, spec, self.dtype, self.device) is cpu for spec in specs)
         hardware.set_thread_counts(self.threads, native=native, set_torch_threads=set_torch_threads)
 
-    def with_vocab(self, vocab_size: int) -> ModelPair:
-        """Returns a copy with the vocabulary size that rank 0 determined for all ranks. Raises UserError if a model's
-        LM head has fewer rows."""
-        if not 1 <= vocab_size <= self.vocab_size:
-            raise UserError(
-                f"rank 0's vocabulary has {vocab_size} tokens, but the LM head of this rank has {self.vocab_size} rows"
-            )
+    def with_vocab(self, vocab_size: int, masked_tokens: tuple[int, ...]) -> ModelPair:
+        """Returns a copy with the vocabulary size and the masked tokens of rank 0, the only rank that has the
+        tokenizers. Raises UserError if a model's LM head has fewer rows."""
+        _vocab_size(self.target, self.draft, vocab_size, masked_tokens)
         grammars = GrammarCompiler(self.target, self.eos_token_ids, vocab_size)
-        return replace(self, vocab_size=vocab_size, grammars=grammars)
+        return replace(self, vocab_size=vocab_size, masked_tokens=masked_tokens, grammars=grammars)
 
     def rank_config(self, config: EngineConfig, *, target: bool, draft: bool) -> RankConfig:
         """Returns the settings and model fingerprints of this rank that must equal those of the other ranks of its job
@@ -262,7 +261,10 @@ class ModelPair:
             progress=progress, group=group, quantization=self._quantization(side, ops),
             cache_dtype=self.cache_dtype, packed_cache=self.cache if ops is cpu else None,
             hidden_layers=self.hidden_layers if side == "target" else (),
+            vocab_rows=self.vocab_size if side == "draft" else 0,
         )  # fmt: skip
+        if side == "draft":
+            model = model.with_masked_tokens(self.masked_tokens)
         hook = None if times is None else step_time_emulation.make_hook(times, 1 if group is None else group.size)
         captures = self.device.type == "cuda" and ops.MAX_CAPTURED_SEQUENCES > 0
         priority = DRAFT_STREAM_PRIORITY if side == "draft" and plan.overlap_on_one_gpu else 0
@@ -334,15 +336,18 @@ def _context_length(config: ModelConfig, options: LoadOptions) -> int:
     return length
 
 
-def _vocab_size(target: Path, draft: Path | None, options: LoadOptions) -> int:
-    """Returns the size of the base vocabulary. Raises UserError if the LM head of a model has fewer rows."""
+def _vocab_size(target: Path, draft: Path | None, vocab: int | None, masked: tuple[int, ...]) -> int:
+    """Returns the size of the base vocabulary: `vocab`, or for None the number of rows of the smaller LM head. Raises
+    UserError if the target's LM head has fewer rows, or the draft's has no row for a token that is not `masked`."""
     rows = {path: read_config(path).spec.vocab_size for path in (target, draft) if path is not None}
-    smallest = min(rows, key=lambda path: rows[path])
-    vocab = options.get("vocab_size") or rows[smallest]
-    if vocab > rows[smallest]:
-        raise UserError(
-            f"the tokenizer has {vocab} tokens, but the LM head of {smallest} has only {rows[smallest]} rows"
-        )
+    vocab = vocab or min(rows.values())
+    require(
+        all(0 <= token < vocab for token in masked) and len({*masked}) < vocab,
+        f"masked_tokens must be token ids in 0..{vocab - 1}, and not all of them",
+    )
+    for path, count in rows.items():
+        if vocab > count and (path == target or not {*range(count, vocab)} <= {*masked}):
+            raise UserError(f"the tokenizer has {vocab} tokens, but the LM head of {path} has only {count} rows")
     return vocab
 
 

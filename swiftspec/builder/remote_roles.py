@@ -24,6 +24,7 @@ from swiftspec.distributed.transport.grpc.endpoint import DRAFT_SERVICE, TARGET_
 from swiftspec.distributed.transport.request_state import ModelLimits, RequestState
 from swiftspec.distributed.transport.transport import Transport
 from swiftspec.errors import UserError
+from swiftspec.model.vocabulary import describe_masked
 from swiftspec.observe.recorder import Recorder
 from swiftspec.observe.rpc_latency import clock_reading
 from swiftspec.observe.trace_file import TraceFile
@@ -84,11 +85,16 @@ def build_remote_drafter(
     """
     connection = GrpcConnection(worker.url, worker.flag, DRAFT_SERVICE, worker.security)
     session = SessionStart(ModelIdentity("", ""), config)
+    reported: list[str | None] = []  # what `note` has received about masked tokens, once
 
     def connect() -> Transport:
         info = ping(connection, PING_TIMEOUT_S)
-        _check(worker, bounds, info)
+        session.masked_tokens = _check(worker, bounds, info)
         session.identity = info.identity
+        if worker.vocabulary is not None and not reported:
+            reported.append(describe_masked(session.masked_tokens, worker.vocabulary.added, info.added_tokens))
+            if reported[0] is not None:
+                note(reported[0])
         return connection.transport()
 
     server = ServerLink(connection.transport(), RequestState(bounds, config.verify == "reject"), "draft", session)
@@ -118,15 +124,26 @@ def build_remote_drafter(
     return RemoteDraft(drafter, link, reconnector, link.rpc_log), leave
 
 
-def _check(worker: WorkerAddress, bounds: ModelLimits, info: ModelInfo) -> None:
-    """Raises UserError if a draft worker does not match the target: its tokenizer differs or its context is shorter."""
-    if worker.tokenizer is not None and info.tokenizer != worker.tokenizer:
-        raise UserError(f"{worker.flag} {worker.url} does not match this target: their tokenizers differ")
+def _check(worker: WorkerAddress, bounds: ModelLimits, info: ModelInfo) -> tuple[int, ...]:
+    """Returns the tokens that a draft worker must not propose. Raises UserError if it does not match the target: its
+    tokenizer has other ordinary tokens, its LM head has too few rows, or its context is shorter."""
+    if worker.vocabulary is not None and info.tokenizer != worker.vocabulary.ordinary:
+        raise UserError(
+            f"{worker.flag} {worker.url} does not match this target: the ordinary tokens of their tokenizers differ"
+        )
+    if info.vocab_size < bounds.vocab_size:
+        raise UserError(
+            f"{worker.flag} {worker.url} has {info.vocab_size} rows in its LM head, but the target has"
+            f" {bounds.vocab_size} tokens: run the draft in this process with --draft-model"
+        )
     if info.max_model_len < bounds.max_model_len:
         raise UserError(
             f"{worker.flag} {worker.url} has a context of {info.max_model_len} tokens: use --max-model-len"
             f" {info.max_model_len}"
         )
+    if worker.vocabulary is None:
+        return tuple(range(bounds.vocab_size, info.vocab_size))
+    return worker.vocabulary.masked_tokens(info.vocabulary, info.vocab_size)
 
 
 def build_remote_roles(
@@ -150,7 +167,7 @@ def build_remote_roles(
     if models is not None:
         local = models.drafter(config, None, options.get("progress"))
     elif worker is not None and config.mode != "ar":
-        away, leave_draft = build_remote_drafter(replace(worker, tokenizer=info.tokenizer), note, config, bounds)
+        away, leave_draft = build_remote_drafter(replace(worker, vocabulary=info.vocabulary), note, config, bounds)
     drafter = local or (NoDrafter() if away is None else away.drafter)
     session = SessionStart(info.identity, config)
     verifier = RemoteVerifier(target.connection.transport(), session, bounds, target.worker.timeout)

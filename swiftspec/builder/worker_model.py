@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 
 from swiftspec.builder.load_options import LoadOptions, Side
+from swiftspec.builder.loaded_model import LoadedModel
 from swiftspec.builder.model_pair import ModelPair, build_drafter, build_verifier
 from swiftspec.config import EngineConfig
 from swiftspec.distributed.collectives.join import RankGroup
@@ -30,6 +31,7 @@ from swiftspec.distributed.transport.request_state import ModelLimits
 from swiftspec.distributed.worker_group import SessionFollowerGroup, WorkerGroup, WorkerRank
 from swiftspec.errors import UserError
 from swiftspec.model.fingerprint import fingerprint
+from swiftspec.model.vocabulary import VocabularyIdentity
 from swiftspec.runtime.cancellation import CancelCheck
 from swiftspec.runtime.local_drafter import LocalDrafter
 from swiftspec.runtime.lookahead_drafter import LookaheadDrafter
@@ -80,6 +82,7 @@ class WorkerModel:
         models.set_thread_counts(limits.shape, set_torch_threads=options.get("set_torch_threads", True))
         self.rank: WorkerRank | None = None
         self._progress = options.get("progress")
+        self._masked: dict[tuple[int, ...], LoadedModel] = {}  # by masked tokens, those of the last session
         if world is None:
             self._load(models, None)
         else:
@@ -107,6 +110,15 @@ class WorkerModel:
         self.limits.check(shape, self.side)
         return ModelLimits(self.models.vocab_size, self.models.max_model_len, shape.verify_batch)
 
+    def _with_masked(self, masked: tuple[int, ...]) -> LoadedModel:
+        """Returns the model with `masked` tokens, on the same weights. Raises UserError if a token has no row in the LM
+        head."""
+        if not {*masked} < {*range(self.models.vocab_size)}:
+            raise UserError(f"masked tokens must be in 0..{self.models.vocab_size - 1}, and not all of them")
+        if masked not in self._masked:
+            self._masked = {masked: replace(self.loaded, model=self.loaded.model.with_masked_tokens(masked))}
+        return self._masked[masked]
+
     def verifier(self, shape: EngineConfig, cancel_check: CancelCheck) -> LocalVerifier:
         """Returns a verifier for a session, with its own KV cache."""
         verifier = build_verifier(*self.loaded.runner(self.models.tree_slots(self.side, shape), cancel_check), shape)
@@ -114,9 +126,10 @@ class WorkerModel:
             restrict_executors(verifier, self.rank.executor_names)
         return verifier
 
-    def drafter(self, shape: EngineConfig, cancel_check: CancelCheck) -> LocalDrafter:
-        """Returns a drafter for a session, with its own KV cache."""
-        drafter = build_drafter(*self.loaded.runner(self.models.tree_slots(self.side, shape), cancel_check), shape)
+    def drafter(self, shape: EngineConfig, masked: tuple[int, ...], cancel_check: CancelCheck) -> LocalDrafter:
+        """Returns a drafter for a session, with its own KV cache, that never proposes `masked` tokens."""
+        slots = self.models.tree_slots(self.side, shape)
+        drafter = build_drafter(*self._with_masked(masked).runner(slots, cancel_check), shape)
         if self.rank is not None:
             restrict_executors(drafter, self.rank.executor_names)
         return drafter
@@ -127,35 +140,35 @@ class WorkerModel:
         assert self.rank is not None
         self.rank.run_follower(self._follower)
 
-    def _follower(self, shape: EngineConfig, cancel_check: CancelCheck) -> FollowerDispatcher:
+    def _follower(self, shape: EngineConfig, masked: tuple[int, ...], cancel_check: CancelCheck) -> FollowerDispatcher:
         if self.side == "target":
             return FollowerDispatcher(self.verifier(shape, cancel_check), None, None, self.bounds(shape))
-        return FollowerDispatcher(None, self.drafter(shape, cancel_check), None, self.bounds(shape))
+        return FollowerDispatcher(None, self.drafter(shape, masked, cancel_check), None, self.bounds(shape))
 
 
-def make_worker(model: WorkerModel, name: str, tokenizer: bytes, files: tuple[Path, ...]) -> Worker:
+def make_worker(model: WorkerModel, name: str, vocabulary: VocabularyIdentity, files: tuple[Path, ...]) -> Worker:
     """Returns the worker that rank 0 runs.
 
     `name`: name of the model.
-    `tokenizer`: hash of the tokenizer's id-to-token map.
+    `vocabulary`: that of its tokenizer.
     `files`: the tokenizer files that a client needs.
     """
     models, limits = model.models, model.limits
     info = ModelInfo(
-        fingerprint(model.path), tokenizer.hex(), name, models.vocab_size, models.max_model_len,
-        models.eos_token_ids, str(model.loaded.model.dtype).removeprefix("torch."),
+        fingerprint(model.path), vocabulary.ordinary, name, models.vocab_size, models.max_model_len,
+        models.eos_token_ids, str(model.loaded.model.dtype).removeprefix("torch."), vocabulary.added,
     )  # fmt: skip
     group = WorkerGroup(()) if model.rank is None else model.rank.worker_group
     followers: dict[ServedRole, SessionFollowerGroup] = {}  # of each session
 
-    def open_session(shape: EngineConfig) -> ServedRole:
-        bounds, cancel_check, session_followers = model.bounds(shape), CancelCheck(), group.new_session(shape)
+    def open_session(shape: EngineConfig, masked: tuple[int, ...]) -> ServedRole:
+        bounds, cancel_check, session_followers = model.bounds(shape), CancelCheck(), group.new_session(shape, masked)
         cancel_check.on_continue = partial(session_followers.broadcast, Opcode.PREFILL_CONTINUE)
         if model.side == "target":
             verifier = LeaderVerifier(model.verifier(shape, cancel_check), session_followers)
             role: ServedRole = ServedVerifier(verifier, bounds, cancel_check, shape)
         else:
-            drafter = model.drafter(shape, cancel_check)
+            drafter = model.drafter(shape, masked, cancel_check)
             leading = LeaderDrafter(drafter, session_followers)
             if streams_tree_deltas(shape):
                 assert isinstance(drafter, LookaheadDrafter)

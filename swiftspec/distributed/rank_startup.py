@@ -61,9 +61,12 @@ class RoleBuilder(Protocol):
     @property
     def vocab_size(self) -> int: ...
     @property
+    def masked_tokens(self) -> tuple[int, ...]: ...
+    @property
     def cancel_check(self) -> CancelCheck: ...
-    def with_vocab(self, vocab_size: int, /) -> RoleBuilder:
-        """Returns a copy with the vocabulary size of the job. Raises UserError if a model's vocabulary is smaller."""
+    def with_vocab(self, vocab_size: int, masked_tokens: tuple[int, ...], /) -> RoleBuilder:
+        """Returns a copy with the vocabulary size of the job and the tokens that its draft never proposes. Raises
+        UserError if a model's vocabulary is smaller."""
         ...
 
     def rank_config(self, config: EngineConfig, *, target: bool, draft: bool) -> RankConfig:
@@ -124,7 +127,7 @@ class EngineRank:
         self.rank_table = RankTable((lambda members: None) if keeping is None else keeping.on_ranks_changed)
         self.rank_table.update(check_consistent(world, config, facts))
         self._connections = Connections.connect(world, config)
-        vocab = self._connections.broadcast_value(builder.vocab_size)
+        vocab, *masked = self._connections.broadcast_vocab(builder.vocab_size, builder.masked_tokens)
         self._limits = ModelLimits(vocab, builder.max_model_len, config.verify_batch)
         self.verifier: LocalVerifier | None = None
         self.drafter: LocalDrafter | None = None
@@ -133,7 +136,7 @@ class EngineRank:
         self.recovery: Reconnector | None = None  # set on rank 0 if a supervisor restarts a lost draft group
         error: str | None = None
         try:
-            self._builder = builder = builder.with_vocab(vocab)
+            self._builder = builder = builder.with_vocab(vocab, tuple(masked))
             self._builder.cancel_check.on_progress = self._heartbeat.mark_busy
             self._load(here, config, builder, holds, progress or self._loading)
         except UserError as problem:
@@ -152,7 +155,7 @@ class EngineRank:
         for role in ("target", "draft"):
             self.rank_table.set_state(role, "up")
         if keeping is not None and self._connections.draft_leader is not None:
-            recovery = DraftGroupRecovery(whole, config, facts, vocab, self.rank_table, self._connections)
+            recovery = DraftGroupRecovery(whole, config, facts, [vocab, *masked], self.rank_table, self._connections)
             self.recovery = recovery.reconnector
 
     def _loading(self, what: str, step: int, steps: int) -> None:

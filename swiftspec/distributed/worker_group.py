@@ -23,6 +23,7 @@ from swiftspec.distributed.rank_startup import RoleBuilder
 from swiftspec.distributed.transport.codec import (
     Message,
     Words,
+    masked_from_json,
     shape_from_json,
     shape_to_json,
     single_word,
@@ -37,8 +38,8 @@ from swiftspec.runtime.cancellation import CancelCheck
 
 EXIT_POLL_S = 0.2  # seconds within which the exit of a follower is detected
 MakeFollower = Callable[
-    [EngineConfig, CancelCheck], FollowerDispatcher
-]  # returns the dispatcher of a new session with that config and its own KV cache
+    [EngineConfig, tuple[int, ...], CancelCheck], FollowerDispatcher
+]  # returns the dispatcher of a new session with that config, those masked tokens and its own KV cache
 
 
 class WorkerGroup:
@@ -60,10 +61,11 @@ class WorkerGroup:
         self._selected: SessionFollowerGroup | None = None  # the session whose calls the followers execute
         self._ended: list[SessionFollowerGroup] = []
 
-    def new_session(self, shape: EngineConfig) -> SessionFollowerGroup:
-        """Returns the follower group of a new session. `shape`: config of the session's rounds."""
+    def new_session(self, shape: EngineConfig, masked: tuple[int, ...]) -> SessionFollowerGroup:
+        """Returns the follower group of a new session. `shape`: config of the session's rounds. `masked`: tokens that
+        a draft never proposes."""
         self._count += 1
-        return SessionFollowerGroup(self, self._count, shape)
+        return SessionFollowerGroup(self, self._count, shape, masked)
 
     def end_session(self, team: SessionFollowerGroup) -> None:
         """Marks a session as ended. The followers free its KV cache at the next change of the selected session."""
@@ -79,8 +81,8 @@ class WorkerGroup:
             if over.opened:
                 self._send(Opcode.SESSION_CLOSE, [over.number])
         if not team.opened:
-            shape = text_to_words(json.dumps(shape_to_json(team.shape)))
-            self._send(Opcode.SESSION_OPEN, [team.number, *shape])
+            config = {"shape": shape_to_json(team.shape), "masked_tokens": team.masked}
+            self._send(Opcode.SESSION_OPEN, [team.number, *text_to_words(json.dumps(config))])
             team.opened = True
         self._send(Opcode.SESSION_SELECT, [team.number])
         self._selected = team
@@ -118,9 +120,9 @@ class SessionFollowerGroup(FollowerGroup):
     """The follower group of one session: before each call, selects the session on the followers. `opened`: whether they
     have received SESSION_OPEN."""
 
-    def __init__(self, workers: WorkerGroup, number: int, shape: EngineConfig) -> None:
+    def __init__(self, workers: WorkerGroup, number: int, shape: EngineConfig, masked: tuple[int, ...]) -> None:
         super().__init__(workers.followers)
-        self.number, self.shape, self.opened = number, shape, False
+        self.number, self.shape, self.masked, self.opened = number, shape, masked, False
         self._group = workers
 
     def broadcast(self, call: Opcode, message: Message | None = None) -> None:
@@ -141,9 +143,9 @@ class SessionFollowerGroup(FollowerGroup):
 
 class FollowerSessionRegistry:
     """The sessions of a follower. Decodes session commands, and passes all other commands to the dispatcher of the
-    selected session. `make`: returns the dispatcher of a new session with the given config."""
+    selected session. `make`: returns the dispatcher of a new session with the given config and masked tokens."""
 
-    def __init__(self, make: Callable[[EngineConfig], FollowerDispatcher]) -> None:
+    def __init__(self, make: Callable[[EngineConfig, tuple[int, ...]], FollowerDispatcher]) -> None:
         self._make = make
         self._sessions: dict[int, FollowerDispatcher] = {}
         self._selected: FollowerDispatcher | None = None
@@ -153,10 +155,10 @@ class FollowerSessionRegistry:
         invalid."""
         match kind:
             case Opcode.SESSION_OPEN:
-                number, shape = words[0] if words else 0, _shape(words[1:])
+                number, config = words[0] if words else 0, _session_config(words[1:])
                 if number in self._sessions:
                     raise ValueError(f"session {number} is already open")
-                return partial(self._open, number, shape)
+                return partial(self._open, number, *config)
             case Opcode.SESSION_SELECT:
                 self._selected = self._find(words)
                 return lambda: None
@@ -169,8 +171,8 @@ class FollowerSessionRegistry:
             case _:
                 return self._selected.decode(kind, words)
 
-    def _open(self, number: int, shape: EngineConfig) -> None:
-        self._sessions[number] = self._make(shape)
+    def _open(self, number: int, shape: EngineConfig, masked: tuple[int, ...]) -> None:
+        self._sessions[number] = self._make(shape, masked)
 
     def _find(self, words: Words) -> FollowerDispatcher:
         number = single_word(words, "session")
@@ -179,12 +181,13 @@ class FollowerSessionRegistry:
         return self._sessions[number]
 
 
-def _shape(words: Words) -> EngineConfig:
+def _session_config(words: Words) -> tuple[EngineConfig, tuple[int, ...]]:
+    """Returns the config of a session's rounds and the tokens that a draft never proposes."""
     try:
-        values = json.loads(words_to_text(words))
-    except (ValueError, RecursionError):
+        values: dict[str, Any] = dict(json.loads(words_to_text(words)))
+    except (ValueError, TypeError, RecursionError):
         raise ValueError("a session's configuration is not valid JSON") from None
-    return shape_from_json(values)
+    return shape_from_json(values.get("shape")), masked_from_json(values.get("masked_tokens"))
 
 
 class WorkerRank:
@@ -214,11 +217,11 @@ class WorkerRank:
         self._world = world = world.next_engine()
         check_consistent(world, plan, RankConfig({**facts.settings, **settings}, facts.files, facts.group_files))
         self._connections = Connections.connect(world, plan)
-        vocab = self._connections.broadcast_value(builder.vocab_size)
+        vocab, *masked = self._connections.broadcast_vocab(builder.vocab_size, builder.masked_tokens)
         self._group: RankGroup | None = None
         error, kinds = None, set[str]()
         try:
-            builder = builder.with_vocab(vocab)
+            builder = builder.with_vocab(vocab, tuple(masked))
             self._group = join_group(
                 world, "target", world.rank, world.size, device=builder.device, share_device=builder.share_device,
                 width=builder.peer_all_reduce_width(**held),
@@ -242,10 +245,10 @@ class WorkerRank:
         assert leader is not None
         orders = CommandStream(leader)
 
-        def made(shape: EngineConfig) -> FollowerDispatcher:
+        def made(shape: EngineConfig, masked: tuple[int, ...]) -> FollowerDispatcher:
             pause = CancelCheck()
             pause.cancelled = orders.prefill_aborted
-            return make(shape, pause)
+            return make(shape, masked, pause)
 
         try:
             dispatch_loop(leader, orders, FollowerSessionRegistry(made).decode, Heartbeat())

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -15,8 +15,10 @@ from typing import Any, Protocol
 from swiftspec.config import MAX_CONCURRENT_REQUESTS, PopulationConfig
 from swiftspec.errors import UserError
 from swiftspec.lab import batching_prediction, latency_model, network_prediction, simulation
+from swiftspec.lab.latency_model import Constants
 from swiftspec.lab.network_link import Link
 from swiftspec.lab.simulation import RecordedAcceptance, SimulatedTimes
+from swiftspec.model.config import ModelConfig
 from swiftspec.observe.step_time_emulation import StepTimeEmulation
 from swiftspec.profiles import emulation, store
 
@@ -286,6 +288,37 @@ def _table(args: argparse.Namespace, given: StepTimeEmulation, around: dict[str,
     return step_times
 
 
+def modelled_step_times(
+    target: ModelConfig, draft: ModelConfig, ends: tuple[Constants, Constants], draft_leaves: int, *,
+    int4: bool = False, context: int = latency_model.CONTEXT_TOKENS, around: Mapping[str, float] = ASSUMED,
+) -> StepTimesOf:  # fmt: skip
+    """Returns the step times of a pair by the latency model.
+
+    `ends`: (slow, fast) constants. `draft_leaves`: rows of a draft forward, w. `int4`, `context`: see
+    `latency_model.forward`. `around`: seconds outside the forwards, fields of `SimulatedTimes`.
+    """
+
+    def step_times(
+        x: int, y: int, rows: int, leaves: int | None = None, sequences: int = 1
+    ) -> tuple[SimulatedTimes, SimulatedTimes]:
+        slow, fast = (
+            SimulatedTimes(
+                latency_model.forward(target, x, rows, lines, int4, context, sequences),
+                latency_model.forward(draft, y, leaves or draft_leaves, lines, int4, context, sequences),
+                **around,
+            )
+            for lines in ends
+        )
+        return slow, fast
+
+    return step_times
+
+
+def demo_acceptance() -> RecordedAcceptance:
+    """Returns the rounds that were recorded with the demo models."""
+    return RecordedAcceptance(_records(None))
+
+
 def _gpus(args: argparse.Namespace, around: dict[str, float]) -> tuple[int, StepTimesOf, str]:
     name, count = latency_model.parse_hardware(args.hardware)
     if args.model is None or args.draft_model is None:
@@ -298,19 +331,7 @@ def _gpus(args: argparse.Namespace, around: dict[str, float]) -> tuple[int, Step
         if measured
         else latency_model.constants(latency_model.GPUS[name])
     )
-
-    def step_times(
-        x: int, y: int, rows: int, leaves: int | None = None, sequences: int = 1
-    ) -> tuple[SimulatedTimes, SimulatedTimes]:
-        drafted = leaves or args.draft_leaves
-        slow, fast = (
-            SimulatedTimes(
-                latency_model.forward(target, x, rows, lines, args.int4, args.context, sequences),
-                latency_model.forward(draft, y, drafted, lines, args.int4, args.context, sequences),
-                **around,
-            )
-            for lines in ends
-        )
-        return slow, fast
-
+    step_times = modelled_step_times(
+        target, draft, ends, args.draft_leaves, int4=args.int4, context=args.context, around=around
+    )
     return count, step_times, f"operators: {ends[0].origin}, link: predicted"

@@ -67,6 +67,10 @@ class Tensors:
     def __contains__(self, name: str) -> bool:
         return name in self._where
 
+    def shapes(self) -> dict[str, list[int]]:
+        """Returns the shape of every tensor by name, file by file. Reads only the headers."""
+        return {name: list(self._handle(file)[0].get_slice(name).get_shape()) for name, file in self._where.items()}
+
     def take(self, name: str, *shape: int, kinds: tuple[torch.dtype, ...] = FLOATS) -> Tensor:
         """Maps the tensor `name` and marks it as taken. Raises UserError if it is missing or unreadable, its shape is
         not `shape`, or its dtype is not in `kinds`."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
@@ -11,11 +12,12 @@ import torch
 from swiftspec.errors import UserError
 from swiftspec.model.checkpoint import Checkpoint
 from swiftspec.model.checkpoint_files import Progress, open_tensors, read_config
+from swiftspec.model.config import ModelConfig
 from swiftspec.model.float8 import FLOAT8, Fp8KVScale
 from swiftspec.model.formats import format_of
 from swiftspec.model.formats.int8 import LoadTimeQuantization
 from swiftspec.model.packed_model import PackedModel
-from swiftspec.model.shard import Shard
+from swiftspec.model.shard import EIGHT, Shard
 from swiftspec.model.tensor_parallel import TensorParallelGroup
 from swiftspec.model.transformer import ModelOps, Transformer
 from swiftspec.model.weights import ModelWeights
@@ -61,6 +63,7 @@ def load_model(
     progress: Progress | None = None,
     packed_cache: PackedWeightSource | None = None,
     hidden_layers: tuple[int, ...] = (),
+    vocab_rows: int = 0,
 ) -> Transformer:
     """Loads a checkpoint directory as a model that computes in `dtype`; None: the dtype of config.json.
 
@@ -68,19 +71,16 @@ def load_model(
     the same forwards. `quantization`: what is quantised at load. `cache_dtype`: dtype of the KV cache; None: that of
     the model; for float8 the weights are scaled so that keys and values fit (float8.py). `packed_cache`: cache for
     weights that `ops` packs. `hidden_layers`: the layers after which every forward keeps the hidden states.
+    `vocab_rows`: embedding and LM head with fewer rows are padded to that many, with zeros.
 
     Raises UserError if the checkpoint is damaged, is not supported, or cannot be divided over the ranks of `group`.
     """
-    config = read_config(path)
+    stored = read_config(path)
+    config = _with_vocab_rows(stored, vocab_rows)
     spec, names = config.spec, config.names
-    shard = None
-    if group is not None:
-        try:
-            shard = Shard.of(config, group.rank, group.size)
-        except UserError as error:
-            raise UserError(f"{path}: {error}") from None
+    shard = None if group is None else _shard_of(config, group, path)
     tensors = open_tensors(path, progress)
-    weights = Checkpoint(spec, tensors, format_of(config), names).read()
+    weights = Checkpoint(stored.spec, tensors, format_of(config), names).read().with_vocab_rows(spec.vocab_size)
     weights = quantization.of_weights(weights if shard is None else shard.cut(weights))
     if cache_dtype == FLOAT8:
         mixer = spec.layer.mixer
@@ -101,10 +101,25 @@ def load_model(
 
         weights = entry.load(weights, kind, skip)
     model = Transformer(
-        spec, weights, ops, device, kind, max_positions, shard=shard, group=group, cache_dtype=cache_dtype,
-        hidden_layers=hidden_layers,
+        spec, weights, ops, device, kind, max_positions, shard=shard, group=group,
+        cache_dtype=cache_dtype, hidden_layers=hidden_layers,
     )  # fmt: skip
     tensors.check_all_taken()
     if entry is not None:
         entry.store(model.stack)
     return model
+
+
+def _shard_of(config: ModelConfig, group: TensorParallelGroup, path: str | Path) -> Shard:
+    """Returns this rank's shard. Raises UserError, which names the model, if it cannot be divided."""
+    try:
+        return Shard.of(config, group.rank, group.size)
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from None
+
+
+def _with_vocab_rows(config: ModelConfig, rows: int) -> ModelConfig:
+    """Returns the config with at least `rows` rows in embedding and LM head, rounded up to whole groups of eight."""
+    if rows <= config.spec.vocab_size:
+        return config
+    return replace(config, spec=replace(config.spec, vocab_size=-(-rows // EIGHT) * EIGHT))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
@@ -42,6 +44,7 @@ class ModelOps(Protocol):
         reduce: Callable[[Tensor], Tensor] | None, /,
     ) -> Tensor: ...  # fmt: skip
     def norm_head(self, x: Tensor, norm: Any, packed: Any, /) -> Tensor: ...
+    def mask_outputs(self, packed: Any, outputs: Sequence[int], device: torch.device | str, /) -> Any: ...
 
 
 class ShardInfo(Protocol):
@@ -86,6 +89,18 @@ class Transformer:
             embedding, layers, norm, head, cos, sin, self.num_heads, self.kv_heads, group, hidden_layers
         )
         self.fused: Any = ops.fuse(self.stack)  # a `FusedModel` or None; native executors call further methods of it
+
+    def with_masked_tokens(self, tokens: Sequence[int]) -> Transformer:
+        """Returns a model on the same weights whose logits of `tokens` are -inf in every forward, whatever executes it;
+        the other logits keep their bits. The tokens may lie outside this rank's part of the vocabulary."""
+        if not tokens:
+            return self
+        first = 0 if self.group is None else self.group.rank * self.head_rows
+        own = [token - first for token in tokens if 0 <= token - first < self.head_rows]
+        masked = copy.copy(self)
+        masked.stack = replace(self.stack, head=self._ops.mask_outputs(self.stack.head, own, self.device))
+        masked.fused = self._ops.fuse(masked.stack)
+        return masked
 
     def _pack(self, layer: LayerWeights) -> PackedLayer:
         first, second = self._pack_norm(layer.input_norm), self._pack_norm(layer.post_norm)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -114,3 +114,12 @@ class ModelWeights:
     layers: Sequence[Callable[[], LayerWeights]]
     norm: Tensor  # [hidden]
     head: Callable[[], Weight]  # [vocab, hidden]; in a shard, this rank's rows
+
+    def with_vocab_rows(self, rows: int) -> ModelWeights:
+        """Returns the weights of a whole model with `rows` rows in embedding and LM head: those of tokens that it does
+        not have are zeros."""
+        if rows == len(self.embedding):
+            return self
+        index = torch.arange(rows)
+        index[len(self.embedding) :] = -1
+        return replace(self, embedding=select(self.embedding, 0, index), head=lambda: self.head().outputs(index))

@@ -64,7 +64,7 @@ def _open(
     renderer = template_renderer(path, template, start=not settings.raw)
     phases.begin("tokenizers")
     codec = TextCodec(path, renderer, template)
-    if codec.digest.hex() != target.info.tokenizer:
+    if codec.vocabulary.identity() != target.info.vocabulary:
         raise UserError(f"{target.connection.peer} sent a tokenizer that does not match its digest: restart the worker")
     draft = None if settings.draft_model is None or settings.mode == "ar" else locate_model(settings.draft_model)
     plan = settings.make_plan(draft is not None or settings.draft_url is not None)
@@ -94,11 +94,12 @@ def _options(
     if draft is None:
         worker = draft_worker(settings)
         return {"draft_worker": worker, "max_model_len": settings.max_model_len, "note": phases.note, "trace": trace}, 1
-    check_draft_tokenizer(codec, draft, phases)
+    masked = check_draft_tokenizer(codec, draft, phases)
     phases.begin("draft weights")
     from swiftspec.builder.hardware import thread_count
 
     options = load_options(settings)
     options["progress"] = WeightProgress(phases, "draft weights")
     options["note"] = phases.note
+    options["masked_tokens"] = masked
     return options, thread_count(settings.threads, 1)

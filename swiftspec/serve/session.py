@@ -13,13 +13,15 @@ from typing import TYPE_CHECKING, Any
 
 from swiftspec.errors import UserError
 from swiftspec.file_io import expand_user
+from swiftspec.model.checkpoint_files import read_config
+from swiftspec.model.vocabulary import describe_masked
 from swiftspec.params import SamplingParams
 from swiftspec.serve.model_resolution import ResolvedModels, generation_defaults, requested_emulation
 from swiftspec.serve.rank_plan import acceptance_advice
 from swiftspec.serve.settings.settings import Settings
 from swiftspec.serve.stdio import warn
 from swiftspec.serve.terminal import StartupProgress
-from swiftspec.serve.text.codec import ChatMessage, TextCodec, check_same_vocabulary, has_tokenizer, template_renderer
+from swiftspec.serve.text.codec import ChatMessage, TextCodec, has_tokenizer, template_renderer
 from swiftspec.serve.text.stream import TextStream
 from swiftspec.serve.worker_endpoints import draft_worker
 
@@ -120,9 +122,9 @@ def open_session(
     defaults = generation_defaults(resolved.target)
     sampling = settings.sampling_params(defaults)  # invalid settings are reported before the weights are loaded
     resolved.plan.check_request(sampling)
-    codec = _load_tokenizer(settings, resolved, phases, start_renderer=render_chats and not settings.raw)
+    codec, masked = _load_tokenizer(settings, resolved, phases, start_renderer=render_chats and not settings.raw)
     _print_advice(settings, resolved, sampling, world, phases)
-    llm = _load_llm(settings, resolved, codec, world, phases)
+    llm = _load_llm(settings, resolved, codec, masked, world, phases)
     if warm_up:
         phases.begin("warm-up")
         _warm_up(llm, phases)
@@ -144,26 +146,32 @@ def _warm_up(llm: LLM, phases: StartupProgress) -> None:
 
 def _load_tokenizer(
     settings: Settings, resolved: ResolvedModels, phases: StartupProgress, *, start_renderer: bool
-) -> TextCodec:
-    """Imports torch and loads the target's tokenizer. Raises UserError if the draft has another vocabulary."""
+) -> tuple[TextCodec, tuple[int, ...]]:
+    """Imports torch and loads the target's tokenizer. Returns it with the tokens that the draft must not propose.
+    Raises UserError if the draft has other ordinary tokens."""
     template = settings.chat_template_file
     renderer = template_renderer(resolved.target, template, start=start_renderer)
     phases.begin("libraries")
     importlib.import_module("torch")  # takes most of the startup time of small models
     phases.begin("tokenizers")
     codec = TextCodec(resolved.target, renderer, template)
-    if resolved.draft is not None:
-        check_draft_tokenizer(codec, resolved.draft, phases)
-    return codec
+    return codec, () if resolved.draft is None else check_draft_tokenizer(codec, resolved.draft, phases)
 
 
-def check_draft_tokenizer(codec: TextCodec, draft: Path, phases: StartupProgress) -> None:
-    """Raises UserError if the draft has another vocabulary than the target. Prints a note if it has no tokenizer.
-    `codec`: that of the target."""
-    if has_tokenizer(draft):
-        check_same_vocabulary(codec, TextCodec(draft))
-    else:
+def check_draft_tokenizer(codec: TextCodec, draft: Path, phases: StartupProgress) -> tuple[int, ...]:
+    """Returns the tokens that the draft must not propose, and prints a note if there are special ones among them, or if
+    the draft has no tokenizer. Raises UserError if the draft has other ordinary tokens than the target. `codec`: that
+    of the target."""
+    if not has_tokenizer(draft):
         phases.note(f"{draft} has no tokenizer: the draft must have been trained with the target's")
+        return ()
+    ours, theirs = codec.vocabulary, TextCodec(draft).vocabulary
+    ours.check_draft(theirs)
+    masked = ours.masked_tokens(theirs, read_config(draft).spec.vocab_size)
+    line = describe_masked(masked, ours.added, theirs.added)
+    if line is not None:
+        phases.note(line)
+    return masked
 
 
 def _print_advice(
@@ -190,16 +198,19 @@ def _print_advice(
 
 
 def _load_llm(
-    settings: Settings, resolved: ResolvedModels, codec: TextCodec, world: World | None, phases: StartupProgress
-) -> LLM:
-    """Loads the models. Raises UserError if there is not enough memory."""
+    settings: Settings, resolved: ResolvedModels, codec: TextCodec, masked: tuple[int, ...], world: World | None,
+    phases: StartupProgress,
+) -> LLM:  # fmt: skip
+    """Loads the models. `masked`: tokens that the draft must not propose. Raises UserError if there is not enough
+    memory."""
     phases.begin("target weights")
     from swiftspec.llm import LLM
 
     options = load_options(settings)
     options |= {"vocab_size": codec.size, "progress": WeightProgress(phases), "note": phases.note}
+    options["masked_tokens"] = masked
     if (worker := options.get("draft_worker")) is not None:
-        options["draft_worker"] = replace(worker, tokenizer=codec.digest.hex())
+        options["draft_worker"] = replace(worker, vocabulary=codec.vocabulary.identity())
     try:
         llm = LLM(resolved.target, resolved.draft, resolved.plan, world=world, **options)
     except (MemoryError, RuntimeError) as error:

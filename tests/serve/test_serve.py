@@ -304,10 +304,10 @@ def test_a_missing_gpu(command: Command, pair: list[str]) -> None:
 
 def test_models_that_do_not_match(command: Command, pair: list[str], tmp_path: Path) -> None:
     other = write_model(tmp_path / "other", random_weights(2))
-    write_tokenizer(other, byte_level_tokenizer(("<|end|>", "<|bot|>", "<|user|>")))
+    write_tokenizer(other, byte_level_tokenizer(("<|end|>", "<|bot|>")))
     message = command.refuses(*pair[:2], "--draft-model", str(other), "--prompt", "a", code=1)
-    assert "the tokenizers of target" in message
-    assert "at id 1: '<|user|>' (target), '<|bot|>' (draft)" in message
+    assert "have different tokenizers (" in message and "heterogeneous vocabulary" in message
+    assert "id 2 is the added token '<|bot|>' in the target's, '!' in the draft's" in message
     small = write_model(tmp_path / "small", random_weights(2))
     table = load_file(small / "model.safetensors")
     rows = {name: table[name][:200].clone() for name in ("lm_head.weight", "model.embed_tokens.weight")}
@@ -318,6 +318,17 @@ def test_models_that_do_not_match(command: Command, pair: list[str], tmp_path: P
     write_tokenizer(base, byte_level_tokenizer(), None)
     assert "use --raw to continue plain text" in command.refuses("--model", str(base), "--prompt", "a", code=1)
     assert command.json("--model", str(base), "--prompt", "a", "--raw", "--max-tokens", "2")["text"]
+
+
+def test_special_tokens_may_differ_in_name(command: Command, pair: list[str], tmp_path: Path) -> None:
+    """The target's meaning holds, and one line reports what the draft never proposes."""
+    other = write_model(tmp_path / "other", random_weights(2))
+    write_tokenizer(other, byte_level_tokenizer(("<|end|>", "<|bot|>", "<|user|>")))
+    flags = ["--prompt", "def add(a", "--max-tokens", "12", "--ignore-eos", "--seed", "3"]
+    code, out, err = command(*pair[:2], "--draft-model", str(other), *flags)
+    line = "the draft never proposes 2 special tokens on which the tokenizers differ, such as id 1: <|user|> in the"
+    assert code == 0 and line in err
+    assert out == command(*pair[:2], *flags)[1]
 
 
 def test_the_demo_models_may_be_missing(command: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

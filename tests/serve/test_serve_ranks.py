@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -20,7 +21,7 @@ import pytest
 from swiftspec.serve.__main__ import main
 from tests.support.pty_terminal import Terminal
 from tests.support.server_process import restore_signals
-from tests.support.toy_pair import CONTEXT, make_pair
+from tests.support.toy_pair import CONTEXT, byte_level_tokenizer, make_pair, write_tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
@@ -111,6 +112,26 @@ def test_the_output_under_torchrun_equals_that_of_one_process(
     metrics = answer["metrics"]
     assert (metrics["mode"], metrics["split"]) == ("async", {"target_tp": 1, "draft_tp": 1})
     assert metrics["drafter_lost"] is None and metrics["speculative_decoding"]["num_spec_steps"] < 50
+
+
+@pytest.mark.slow
+def test_the_ranks_mask_what_rank_0_has_found(
+    pair: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Only rank 0 has the tokenizers. Here the draft is the target with two renamed special tokens, and a bias makes
+    the target draw them."""
+    draft = tmp_path / "draft"
+    shutil.copytree(pair[1], draft)
+    write_tokenizer(draft, byte_level_tokenizer(("<|end|>", "<|bot|>", "<|user|>")))
+    flags = [*pair[:2], *pair[4:], *EXACT, "--max-tokens", "40", "--logit-bias", '{"1": 4, "2": 4}']
+    assert main([*flags, "--mode", "ar"]) == 0
+    alone = json.loads(capsys.readouterr().out)
+    both = python(*SERVE, *flags, "--draft-model", str(draft), "--target-tp", "2", "--draft-tp", "2")
+    assert both.returncode == 0 and "never proposes" not in both.stderr  # --json
+    answer, masked = json.loads(both.stdout), [token for token in alone["token_ids"] if token in (1, 2)]
+    assert answer["token_ids"] == alone["token_ids"] and masked
+    accepted = answer["metrics"]["speculative_decoding"]
+    assert accepted["num_spec_steps"] >= len(masked), "each of them ends a round"
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@ import random
 import resource
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ from swiftspec.errors import NonFiniteLogits, UserError
 from swiftspec.llm import LLM, serve_rank
 from swiftspec.messages import Logprob, RequestStart
 from swiftspec.model.loader import load_model
+from swiftspec.model.vocabulary import VocabularyIdentity
 from swiftspec.params import SamplingParams
 from swiftspec.runtime.executors import TreeExecutor, available
 from swiftspec.runtime.executors.available import ExecutorDeps
@@ -93,11 +95,12 @@ def decode(
 
 
 def decode_on_group(
-    side: Side, model: str, other: str, plan: Json, requests: Sequence[tuple[list[int], Json]], more_on: int = -1
-) -> list[Any] | None:
+    side: Side, model: str, other: str, plan: Json, requests: Sequence[tuple[list[int], Json]], more_on: int = -1,
+    renamed: Sequence[int] = (),
+) -> list[Any] | None:  # fmt: skip
     """A worker on all ranks, whose rank 0 also decodes on it: two sessions that alternate round by round. `more_on`: a
-    rank that has an executor that the others lack."""
-    worker = StartedWorker(side, Path(model), world=join_world())
+    rank that has an executor that the others lack. `renamed`: tokens to which the clients' targets give other names."""
+    worker = StartedWorker(side, Path(model), world=join_world(), added_tokens=dict.fromkeys(renamed, "<name>"))
     assert worker.world is not None
     if worker.world.rank == more_on:
         with _with_faster_executor():
@@ -116,6 +119,9 @@ def _decode_on_group(
     models = (
         (worker.client_address(), Path(other)) if worker.side == "target" else (Path(other), worker.client_address())
     )
+    if worker.added_tokens:
+        others = VocabularyIdentity(worker.tokenizer.hex(), dict.fromkeys(worker.added_tokens, "<other>"), 64)
+        models = (models[0], replace(worker.client_address(), vocabulary=others))
     try:
         with client_on_workers(*models, **plan) as one, client_on_workers(*models, **plan) as two:
             found = []

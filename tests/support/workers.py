@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -22,6 +22,7 @@ from swiftspec.distributed.transport.grpc.endpoint import SERVICES, Endpoint, Rp
 from swiftspec.distributed.transport.grpc.server import RpcServer
 from swiftspec.distributed.transport.opcodes import Opcode
 from swiftspec.llm import LLM, LLMBase
+from swiftspec.model.vocabulary import VocabularyIdentity
 
 TOKENIZER = bytes(32)  # the models of the tests have none
 OPTIONS: LoadOptions = {"dtype": torch.float64}
@@ -42,6 +43,7 @@ class StartedWorker:
     security: RpcSecurity = OPEN
     port: int = 0
     tokenizer: bytes = TOKENIZER
+    added_tokens: Mapping[int, str] = field(default_factory=dict[int, str])
     world: World | None = None
     options: LoadOptions = field(default_factory=LoadOptions)
 
@@ -52,7 +54,8 @@ class StartedWorker:
 
     def start(self) -> StartedWorker:
         self.loaded = model = self.load()
-        self.worker = make_worker(model, self.side, self.tokenizer, ())
+        vocabulary = VocabularyIdentity(self.tokenizer.hex(), self.added_tokens, model.models.vocab_size)
+        self.worker = make_worker(model, self.side, vocabulary, ())
         info, endpoint = self.worker.model_info.to_json(), Endpoint("127.0.0.1", self.port)
         service = SERVICES[self.side]
         self.server = RpcServer(service, self.worker.serve, info, endpoint, self.security, self.sessions)

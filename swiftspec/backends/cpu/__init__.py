@@ -17,7 +17,7 @@ from torch import Tensor
 from swiftspec import _C
 from swiftspec.backends import reference
 from swiftspec.backends.cpu.decoder import fuse
-from swiftspec.backends.cpu.packing import PackedLinear, pack
+from swiftspec.backends.cpu.packing import PackedLinear, mask_outputs, pack
 from swiftspec.backends.reference import DEFAULT_SCORES, MAX_CAPTURED_SEQUENCES, Scores, device_tree, embed, rope_tables
 from swiftspec.backends.reference.resampling import ResamplingState
 from swiftspec.errors import UserError
@@ -43,6 +43,7 @@ __all__ = [
     "log_probs",
     "log_top_k",
     "make_slot_mover",
+    "mask_outputs",
     "mlp",
     "norm_head",
     "norm_linear",

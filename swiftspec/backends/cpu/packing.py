@@ -99,6 +99,13 @@ def pack(weight: Weight | PackedLinear, dtype: torch.dtype, device: torch.device
     return PackedLinear.create(inputs, outputs, False, _pack_dense(dense, dtype), None, None, bias)
 
 
+def mask_outputs(packed: PackedLinear, outputs: Sequence[int], device: torch.device | str) -> PackedLinear:
+    """Returns a projection with the same weights whose `outputs` are -inf. Used for the LM head of a draft."""
+    bias = torch.zeros(packed.outputs, device=device) if packed.bias is None else packed.bias.clone()
+    bias[list(outputs)] = -torch.inf
+    return PackedLinear.create(packed.inputs, packed.outputs, packed.int8_activations, *packed.tensors(), bias)
+
+
 def _blocks(outputs: int) -> int:
     return -(-outputs // BLOCK_OUTPUTS)
 

@@ -19,7 +19,15 @@ from swiftspec import _C
 from swiftspec.backends.cuda.attention import HEAD_DIMS, MAX_HEADS_PER_KV_HEAD, prepare, tree_attention
 from swiftspec.backends.cuda.chains import match_chains, reject_chains
 from swiftspec.backends.cuda.devices import require_usable
-from swiftspec.backends.cuda.linear import linear_residual, mlp, norm_head, norm_linear, norm_swiglu, pack
+from swiftspec.backends.cuda.linear import (
+    linear_residual,
+    mask_outputs,
+    mlp,
+    norm_head,
+    norm_linear,
+    norm_swiglu,
+    pack,
+)
 from swiftspec.backends.cuda.sampling import children, draw, draw_keyed, gumbel_rows, log_probs, log_top_k, resample
 from swiftspec.backends.cuda.torch_interop import current_stream, native_cache
 from swiftspec.backends.cuda.tree import DeviceTree, device_tree
@@ -48,6 +56,7 @@ __all__ = [
     "log_probs",
     "log_top_k",
     "make_slot_mover",
+    "mask_outputs",
     "match_chains",
     "mlp",
     "norm_head",

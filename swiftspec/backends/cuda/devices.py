@@ -40,6 +40,17 @@ def require_usable(device: torch.device | str) -> torch.device:
     return device
 
 
+def build_info() -> str:
+    """Returns in one line which GPUs the extension was built for, or why it was built without CUDA."""
+    return str(_C.build_info)
+
+
+def driver_version() -> str | None:
+    """Returns the CUDA version that the NVIDIA driver supports, such as "12.8"; None without a driver."""
+    driver = int(getattr(torch._C, "_cuda_getDriverVersion", int)())
+    return f"{driver // 1000}.{driver % 1000 // 10}" if driver else None
+
+
 def why_no_gpu() -> str:
     """Returns in one line why torch finds no GPU and how to fix it."""
     if torch.version.cuda is None:

@@ -39,6 +39,7 @@ class CudaLinear:
     outputs: int
     tiles: Tensor  # uint8; layout: csrc/cuda/linear/tiles.h
     bias: Tensor | None  # [outputs] float32
+    group: int  # inputs per scale of int4 weights; 0 for bfloat16 weights
 
 
 def pack(weight: Weight, dtype: torch.dtype, device: torch.device | str) -> CudaLinear:
@@ -62,7 +63,18 @@ def pack(weight: Weight, dtype: torch.dtype, device: torch.device | str) -> Cuda
         # a projection loads its weights before it waits for preceding kernels, so packing must have finished
         torch.cuda.current_stream().synchronize()
         native = _C.CudaWeights(tiles, bias, inputs, outputs, group)
-    return CudaLinear(native, inputs, outputs, tiles, bias)
+    return CudaLinear(native, inputs, outputs, tiles, bias, group)
+
+
+def mask_outputs(packed: CudaLinear, outputs: Sequence[int], device: torch.device | str) -> CudaLinear:
+    """Returns a projection with the same weights whose `outputs` are -inf. Used for the LM head of a draft."""
+    bias = torch.zeros(packed.outputs, device=device) if packed.bias is None else packed.bias.clone()
+    with torch.cuda.device(device):
+        use_current_device()
+        bias[list(outputs)] = -torch.inf
+        torch.cuda.current_stream().synchronize()  # a projection may load its bias before it waits for other kernels
+        native = _C.CudaWeights(packed.tiles, bias, packed.inputs, packed.outputs, packed.group)
+    return CudaLinear(native, packed.inputs, packed.outputs, packed.tiles, bias, packed.group)
 
 
 def _int4_tiles(weight: Int4Source, group: int, device: torch.device) -> tuple[Tensor, int, int]:

@@ -14,7 +14,7 @@ import torch
 from swiftspec.backends.reference.attention import make_slot_mover, prepare, rope_tables, tree_attention
 from swiftspec.backends.reference.linear import embed, linear_residual, mlp, norm_head, norm_linear, norm_swiglu
 from swiftspec.backends.reference.noise import gumbel_rows
-from swiftspec.backends.reference.packing import pack, pack_norm
+from swiftspec.backends.reference.packing import mask_outputs, pack, pack_norm
 from swiftspec.backends.reference.sampling import (
     DEFAULT_SCORES,
     Scores,
@@ -41,6 +41,7 @@ __all__ = [
     "log_probs",
     "log_top_k",
     "make_slot_mover",
+    "mask_outputs",
     "mlp",
     "norm_head",
     "norm_linear",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -31,6 +31,12 @@ def pack(weight: Weight, dtype: torch.dtype, device: torch.device | str) -> Line
     dense = weight.dequantize(dtype).to(device)
     bias = None if weight.bias is None else weight.bias.to(device, dtype)
     return lambda x: F.linear(x, dense, bias)
+
+
+def mask_outputs(packed: LinearFn, outputs: Sequence[int], device: torch.device | str) -> LinearFn:
+    """Returns a projection with the same weights whose `outputs` are -inf. Used for the LM head of a draft."""
+    index = torch.tensor([*outputs], dtype=torch.int64, device=device)
+    return lambda x: packed(x).index_fill_(-1, index, -torch.inf)
 
 
 def pack_norm(weight: Tensor, eps: float, dtype: torch.dtype, device: torch.device | str) -> ReferenceNorm:

@@ -100,3 +100,12 @@ def _line(error: BaseException) -> str:
     """Returns torch's error message on one line, without source location and advice."""
     text = " ".join(str(error).split())
     return re.sub(r"^\[[^\]]*\] ", "", text).partition(". ")[0] or type(error).__name__
+
+
+def nccl_version() -> str | None:
+    """Returns the version of the NCCL that torch was built with; None without NCCL."""
+    if not dist.is_nccl_available():
+        return None
+    from torch.cuda import nccl
+
+    return ".".join(map(str, nccl.version()))

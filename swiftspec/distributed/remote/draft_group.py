@@ -14,6 +14,7 @@ from swiftspec.distributed.launch.rendezvous import RendezvousInfo
 from swiftspec.distributed.launch.supervision import RankTable
 from swiftspec.distributed.launch.world import World
 from swiftspec.distributed.remote.reconnect import MIN_DELAY_S, Reconnector
+from swiftspec.distributed.transport.codec import Words
 from swiftspec.distributed.transport.connections import Connections, accept_draft_leader
 from swiftspec.distributed.transport.opcodes import Opcode
 from swiftspec.distributed.transport.transport import Transport
@@ -31,19 +32,19 @@ class DraftGroupRecovery:
         world: World,
         plan: EngineConfig,
         rank_config: RankConfig,
-        vocab_size: int,
+        vocab: Words,
         rank_table: RankTable,
         connections: Connections,
     ) -> None:
         """`world`: the world that `join_world` has returned.
 
         `rank_config`: configuration of rank 0, which the restarted ranks must match.
-        `vocab_size`: vocabulary size of the job.
+        `vocab`: vocabulary size of the job, then the tokens that its draft never proposes.
         `rank_table`: receives the states of the draft's ranks.
         `connections`: connections of rank 0. A recovery replaces the transport to the draft's leader in it, so that a
         draft group that has just recovered receives SHUTDOWN at the end.
         """
-        self._world, self._plan, self._rank_config, self._vocab_size = world, plan, rank_config, vocab_size
+        self._world, self._plan, self._rank_config, self._vocab = world, plan, rank_config, vocab
         self._rank_table, self._connections = rank_table, connections
         self._ranks = range(plan.target_tp, plan.num_ranks)
         self.reconnector = Reconnector(
@@ -72,7 +73,7 @@ class DraftGroupRecovery:
         )
         transport = accept_draft_leader(world, self._world.timeouts.grace_s)
         try:
-            transport.send(Opcode.READY, [self._vocab_size])
+            transport.send(Opcode.READY, self._vocab)
             loaded = self._await_loaded(transport) == Opcode.READY
         except BaseException:
             transport.close()

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields
 from enum import IntEnum
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from swiftspec.distributed.transport.codec import (
     WordReader,
     Words,
     bytes_to_words,
+    masked_from_json,
     pack_tree_delta,
     shape_from_json,
     shape_to_json,
@@ -31,6 +32,7 @@ from swiftspec.distributed.transport.codec import (
 from swiftspec.distributed.transport.opcodes import Opcode
 from swiftspec.errors import UserError
 from swiftspec.model.fingerprint import LARGEST
+from swiftspec.model.vocabulary import VocabularyIdentity
 from swiftspec.tree.replica import TreeDelta
 
 TIMES_WORDS = 8  # words of AnswerTimes: four integers of 64 bits
@@ -40,7 +42,7 @@ MAX_TOKENIZER_BYTES = 512 << 20  # bytes; larger tokenizers are rejected
 
 @dataclass(frozen=True, slots=True)
 class ModelIdentity:
-    """Hashes of a worker's model and tokenizer, in hexadecimal."""
+    """Hashes of a worker's model and of its tokenizer's ordinary tokens, in hexadecimal."""
 
     model: str
     tokenizer: str
@@ -48,7 +50,11 @@ class ModelIdentity:
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """Description of a worker's model, which a ping returns as JSON."""
+    """Description of a worker's model, which a ping returns as JSON.
+
+    `tokenizer`: hash of the tokenizer's ordinary tokens. `added_tokens`: its added tokens by id.
+    `vocab_size`: of a target, the size of its vocabulary; of a draft, the rows of its LM head.
+    """
 
     model: str
     tokenizer: str
@@ -57,14 +63,19 @@ class ModelInfo:
     max_model_len: int
     eos_token_ids: tuple[int, ...]
     dtype: str
+    added_tokens: Mapping[int, str] = field(default_factory=dict[int, str])
     version: str = __version__
 
     @property
     def identity(self) -> ModelIdentity:
         return ModelIdentity(self.model, self.tokenizer)
 
+    @property
+    def vocabulary(self) -> VocabularyIdentity:
+        return VocabularyIdentity(self.tokenizer, self.added_tokens, self.vocab_size)
+
     def to_json(self) -> str:
-        return json.dumps({field.name: getattr(self, field.name) for field in fields(self)})
+        return json.dumps({each.name: getattr(self, each.name) for each in fields(self)})
 
     @staticmethod
     def from_json(text: str) -> ModelInfo:
@@ -72,11 +83,12 @@ class ModelInfo:
         try:
             values = json.loads(text)
             values["eos_token_ids"] = tuple(values["eos_token_ids"])
+            values["added_tokens"] = {int(number): token for number, token in dict(values["added_tokens"]).items()}
             info = ModelInfo(**values)
         except (ValueError, TypeError, KeyError, RecursionError):
             raise ValueError("the model info is invalid") from None
-        sizes = (info.vocab_size, info.max_model_len, *info.eos_token_ids)
-        texts = (info.model, info.tokenizer, info.name, info.dtype, info.version)
+        sizes = (info.vocab_size, info.max_model_len, *info.eos_token_ids, *info.added_tokens)
+        texts = (info.model, info.tokenizer, info.name, info.dtype, info.version, *info.added_tokens.values())
         if all(type(size) is int and 0 <= size < 2**31 for size in sizes) and all(type(each) is str for each in texts):
             return info
         raise ValueError("the model info is invalid")
@@ -88,17 +100,20 @@ class SessionStart:
 
     `identity`: identity that the worker must have.
     `shape`: config of the session's rounds.
+    `masked_tokens`: tokens that a draft never proposes in the session.
     `session`: id of the session in hexadecimal; empty to open another one.
     """
 
     identity: ModelIdentity
     shape: EngineConfig
     session: str = ""
+    masked_tokens: tuple[int, ...] = ()
 
     def pack(self) -> Words:
         """Packs the message; `unpack` is the inverse."""
         names = {"model": self.identity.model, "tokenizer": self.identity.tokenizer}
         values = {"protocol": PROTOCOL_VERSION, "session": self.session, "shape": shape_to_json(self.shape)}
+        values["masked_tokens"] = self.masked_tokens
         return text_to_words(json.dumps(names | values))
 
     @staticmethod
@@ -120,7 +135,8 @@ class SessionStart:
             raise UserError("the worker's model has changed since the client connected: restart the client")
         if not isinstance(session := values.get("session"), str):
             raise ValueError("the session id of a session start is not text")
-        return SessionStart(own, shape_from_json(values.get("shape")), session)
+        masked = masked_from_json(values.get("masked_tokens"))
+        return SessionStart(own, shape_from_json(values.get("shape")), session, masked)
 
 
 @dataclass(frozen=True, slots=True)

@@ -77,6 +77,7 @@ R = TypeVar("R", bound=SessionRole)
 class WorkerSession(Generic[R]):
     """Session of one client.
 
+    `masked`: tokens that a draft never proposes.
     `lock`: held by the thread that executes a message of the session.
     `stream`: server of the stream that has attached the session last.
     `last_answer`: last message and its answers.
@@ -84,6 +85,7 @@ class WorkerSession(Generic[R]):
 
     id: str
     role: R
+    masked: tuple[int, ...]
     last_used: float  # time of the last message, in seconds of the sessions' clock
     lock: Lock = field(default_factory=Lock)
     ended: bool = False
@@ -97,14 +99,14 @@ class WorkerSessions(Generic[R]):
 
     def __init__(
         self,
-        make: Callable[[EngineConfig], R],
+        make: Callable[[EngineConfig, tuple[int, ...]], R],
         max_sessions: int,
         idle_timeout_s: float,
         clock: Callable[[], float] = time.monotonic,
         on_end: Callable[[R], None] = lambda role: None,
     ) -> None:
-        """`make`: returns the role of a new session with that config and its own KV cache. Raises UserError if the
-        config exceeds the worker's memory.
+        """`make`: returns the role of a new session with that config and those masked tokens, and with its own KV
+        cache. Raises UserError if the config exceeds the worker's memory.
 
         `on_end`: called with the role of each session that has ended.
         """
@@ -133,27 +135,28 @@ class WorkerSessions(Generic[R]):
             yield
             session.last_used = self._clock()
 
-    def open(self, name: str, shape: EngineConfig) -> WorkerSession[R]:
-        """Returns the session with the id `name` if it exists and has the config `shape`, otherwise a new session.
-        Raises WorkerFull if all sessions are in use."""
+    def open(self, name: str, shape: EngineConfig, masked: tuple[int, ...] = ()) -> WorkerSession[R]:
+        """Returns the session with the id `name` if it exists and has the config `shape` and the tokens `masked`,
+        otherwise a new session. Raises WorkerFull if all sessions are in use."""
         with suppress(SessionGone):
             session = self.find(name)
-            if session.role.shape == shape:
+            if session.role.shape == shape and session.masked == masked:
                 return session
             self.end(name)
         try:
-            return self._create(shape)
+            return self._create(shape, masked)
         except (
             WorkerFull
         ):  # a session that still does the work after its answer becomes idle soon; other sessions continue meanwhile
             self._wait_for_idle_session()
-            return self._create(shape)
+            return self._create(shape, masked)
 
-    def _create(self, shape: EngineConfig) -> WorkerSession[R]:
+    def _create(self, shape: EngineConfig, masked: tuple[int, ...]) -> WorkerSession[R]:
         with self._lock:
             while len(self._sessions) >= self._most:
                 self._evict()
-            session = WorkerSession(secrets.token_hex(ID_BYTES), self._make(shape), self._clock())
+            role = self._make(shape, masked)
+            session = WorkerSession(secrets.token_hex(ID_BYTES), role, masked, self._clock())
             self._sessions[session.id] = session
             return session
 

@@ -111,11 +111,11 @@ class WorkerServer(SessionServer):
         """Opens a session, or resumes it on this stream: another stream of the session is refused from then on."""
         start = SessionStart.unpack(words, self._worker.model_info.identity)
         sessions = self._worker.sessions
-        session = sessions.open(start.session, start.shape)
+        session = sessions.open(start.session, start.shape, start.masked_tokens)
         try:
             self._take_over(session)
         except SessionGone:  # another client has evicted it
-            session = sessions.open("", start.shape)
+            session = sessions.open("", start.shape, start.masked_tokens)
             self._take_over(session)
         return [Answer(Opcode.SESSION_ATTACHED, bytes_to_words(bytes.fromhex(session.id)))]
 

@@ -18,7 +18,7 @@ from swiftspec.messages import DraftProbs, Logprob, NodeSource, Proposal, Reques
 from swiftspec.params import SamplingParams
 from swiftspec.tree.replica import TreeDelta
 
-PROTOCOL_VERSION = 5  # a peer with another version is refused
+PROTOCOL_VERSION = 6  # a peer with another version is refused
 Words = Sequence[int]  # flat; each is a 32-bit integer. A gRPC stream receives them as a memoryview
 Frame = tuple[int, Words]  # opcode and words of a message
 MAX_REASON_CHARS = 200  # longest quotation of a peer's data in an error message, in characters
@@ -226,6 +226,13 @@ def shape_from_json(values: Any) -> EngineConfig:
         return EngineConfig(**values)
     except (ValueError, TypeError, ArithmeticError, UserError) as error:
         raise ValueError(f"a session's configuration is invalid ({str(error)[:MAX_REASON_CHARS]})") from None
+
+
+def masked_from_json(values: Any) -> tuple[int, ...]:
+    """Returns the masked tokens of a session from JSON. Raises ValueError if they are not a list of token ids."""
+    if not isinstance(values, list) or not all(type(token) is int and 0 <= token < 2**31 for token in values):
+        raise ValueError("a session's masked tokens are not a list of token ids")
+    return tuple(values)
 
 
 class WordReader:

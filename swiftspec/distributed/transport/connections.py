@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import socket
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from swiftspec.config import EngineConfig
 from swiftspec.distributed.launch.config_check import RankRole
 from swiftspec.distributed.launch.startup_barrier import first_line
 from swiftspec.distributed.launch.world import World
-from swiftspec.distributed.transport.codec import single_word, text_to_words, words_to_text
+from swiftspec.distributed.transport.codec import text_to_words, words_to_text
 from swiftspec.distributed.transport.opcodes import Opcode
 from swiftspec.distributed.transport.transport import Transport, accept, dial
 from swiftspec.errors import RankLost, UserError
@@ -56,18 +57,21 @@ class Connections:
             raise RankLost(f"rank {world.rank} could not connect to its peers: {first_line(error)}") from None
         return links
 
-    def broadcast_value(self, value: int) -> int:
-        """Returns rank 0's value on all ranks. Raises RankLost if a peer is gone or sends an invalid message."""
-        up = self.leader or self.target_leader
+    def broadcast_vocab(self, size: int, masked: Sequence[int]) -> list[int]:
+        """Returns rank 0's vocabulary on all ranks: its size, then the tokens that the draft never proposes. Raises
+        RankLost if a peer is gone or sends an invalid message."""
+        up, vocab = self.leader or self.target_leader, [size, *masked]
         try:
             if up is not None:
                 kind, words = up.recv()
-                value = single_word(words if kind == Opcode.READY else [], "value")
+                vocab = [*words] if kind == Opcode.READY else []
+                if not vocab or vocab[0] < 1:
+                    raise ValueError(f"{up.peer} sent an invalid vocabulary")
             for channel in (*self.followers, *([] if self.draft_leader is None else [self.draft_leader])):
-                channel.send(Opcode.READY, [value])
+                channel.send(Opcode.READY, vocab)
         except (ConnectionError, ValueError) as error:
             raise RankLost(str(error)) from None
-        return value
+        return vocab
 
     def wait_ready(self, error: str | None, executor_names: set[str]) -> set[str]:
         """Blocks until the ranks that this rank leads have loaded or failed, and reports to this rank's own leader

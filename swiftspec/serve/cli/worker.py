@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from swiftspec.builder.worker_model import WorkerModel
     from swiftspec.distributed.launch.world import World
     from swiftspec.distributed.transport.grpc.endpoint import Endpoint, RpcSecurity
+    from swiftspec.model.vocabulary import VocabularyIdentity
 
 DEFAULT_PORTS = {"target": 7070, "draft": 7071}  # ports of 127.0.0.1 that are used without --listen
 JoinFn = Callable[[], "World | None"]
@@ -76,7 +77,7 @@ def run_worker(side: Literal["draft", "target"], settings: Settings, join: JoinF
     try:
         model, codec = _load(side, settings, world, phases)
         try:
-            _serve(model, codec.digest, endpoint, security, settings, phases)
+            _serve(model, codec.vocabulary.identity(), endpoint, security, settings, phases)
         finally:
             if model.rank is not None:
                 model.rank.leave()
@@ -87,7 +88,7 @@ def run_worker(side: Literal["draft", "target"], settings: Settings, join: JoinF
 
 def _serve(
     model: WorkerModel,
-    tokenizer: bytes,
+    vocabulary: VocabularyIdentity,
     endpoint: Endpoint,
     security: RpcSecurity,
     settings: Settings,
@@ -96,14 +97,14 @@ def _serve(
     """Serves clients until a signal. Raises UserError if the address is not available, and RankLost if another rank is
     lost.
 
-    `tokenizer`: digest of the tokenizer.
+    `vocabulary`: that of the tokenizer.
     """
     from swiftspec.builder.worker_model import make_worker
     from swiftspec.distributed.transport.grpc.endpoint import SERVICES, Endpoint
     from swiftspec.distributed.transport.grpc.server import RpcServer
 
     tokenizer_files = tuple(model.path / name for name in TOKENIZER_FILES if (model.path / name).is_file())
-    worker = make_worker(model, model.path.name, tokenizer, tokenizer_files)
+    worker = make_worker(model, model.path.name, vocabulary, tokenizer_files)
     info = worker.model_info.to_json()
     server = RpcServer(SERVICES[model.side], worker.serve, info, endpoint, security, settings.max_sessions)
     phases.ready()
@@ -138,7 +139,8 @@ def _load(
         phases.begin("libraries")
         options = load_options(settings)
         options |= {
-            "vocab_size": codec.size,
+            # a draft's depends on the client's target, so its sessions use all rows of the LM head
+            "vocab_size": codec.size if side == "target" else None,
             "progress": WeightProgress(phases, f"{side} weights"),
             "note": phases.note,
         }

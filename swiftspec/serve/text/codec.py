@@ -1,10 +1,7 @@
-"""Tokenizer of a model: encoding, chat template, decoding, comparison of two vocabularies; and search for the directory
-of a model."""
+"""Tokenizer of a model: encoding, chat template, decoding, vocabulary; and search for the directory of a model."""
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -15,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from swiftspec import file_io
 from swiftspec.errors import UserError, truncated_repr
 from swiftspec.model.config_json import NO_GGUF
+from swiftspec.model.vocabulary import Vocabulary
 from swiftspec.observe.trace_format import TokenText
 from swiftspec.serve.text.stream import REPLACEMENT_CHARACTER
 from swiftspec.serve.text.template import PromptTooLong, TemplateRenderer, read_template
@@ -47,11 +45,15 @@ PATH_FIELDS = {"name_or_path", "tokenizer_file", "vocab_file", "merges_file"}  #
 FAST_TOKENIZER_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")  # classes that read only tokenizer.json
 
 
-def locate_model(name: str, revision: str | None = None, on_download: Callable[[], object] = lambda: None) -> Path:
+def locate_model(
+    name: str, revision: str | None = None, on_download: Callable[[], object] = lambda: None,
+    files: Sequence[str] = HUB_FILES,
+) -> Path:  # fmt: skip
     """Returns the directory of a model. Downloads a hub id: safetensors, configuration and tokenizer, never code.
     Raises UserError if `name` is neither a directory nor an available hub id.
 
-    `on_download`: called before the download of a model that the cache does not contain.
+    `on_download`: called before the download of a model that the cache does not contain. `files`: patterns of the
+    files to download.
     """
     path = file_io.expand_user(name)
     if file_io.is_folder(path):
@@ -66,7 +68,7 @@ def locate_model(name: str, revision: str | None = None, on_download: Callable[[
     from huggingface_hub.utils.logging import set_verbosity_error
 
     set_verbosity_error()
-    download = partial(snapshot_download, name, revision=revision, allow_patterns=list(HUB_FILES))
+    download = partial(snapshot_download, name, revision=revision, allow_patterns=list(files))
     try:
         download(local_files_only=True)
     except Exception:  # not in the cache, or any error that the download then raises, too
@@ -130,11 +132,11 @@ class TextCodec:
         self.special = frozenset(token for token, what in added.items() if what.special)
         self.byte_tokens = frozenset(number for token, number in self.vocab.items() if BYTE_TOKEN.fullmatch(token))
 
-    @property
-    def digest(self) -> bytes:
-        """SHA-256 of the vocabulary. Target and draft need equal ones."""
-        known = sorted((number, token) for token, number in self.vocab.items())
-        return hashlib.sha256(json.dumps(known, separators=(",", ":")).encode()).digest()
+    @cached_property
+    def vocabulary(self) -> Vocabulary:
+        """The tokens by id, for comparison with those of another model."""
+        kind = type(self.tokenizer).__name__
+        return Vocabulary.of(str(self.path), kind, self.vocab, self.tokenizer.added_tokens_decoder)
 
     def tokenizer_info(self) -> dict[str, Any]:
         """Returns the contents of tokenizer_config.json, with the class of the tokenizer and its chat template. Raises
@@ -325,21 +327,3 @@ def _read_tokenizer(path: Path) -> PreTrainedTokenizerBase:
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
-
-
-def check_same_vocabulary(target: TextCodec, draft: TextCodec) -> None:
-    """Raises UserError, which names the first difference, unless both tokenizers map the same ids to the same
-    tokens."""
-    if target.vocab == draft.vocab:
-        return
-    ours = {number: token for token, number in target.vocab.items()}
-    theirs = {number: token for token, number in draft.vocab.items()}
-    at = min((i for i in ours.keys() | theirs.keys() if ours.get(i) != theirs.get(i)), default=None)
-    difference = (
-        "" if at is None else f" at id {at}: {_quoted(ours.get(at))} (target), {_quoted(theirs.get(at))} (draft)"
-    )
-    raise UserError(f"the tokenizers of target {target.path} and draft {draft.path} differ{difference}")
-
-
-def _quoted(token: str | None) -> str:
-    return "unused" if token is None else repr(token)

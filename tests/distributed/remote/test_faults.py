@@ -235,14 +235,14 @@ def test_another_tokenizer_or_version_is_refused_at_the_start(
     target = both["target"].client_address()
     with (
         started("draft", tmp_path, tokenizer=bytes(31) + b"x") as draft,
-        pytest.raises(UserError, match=r"--draft-url \S+ does not match this target: their tokenizers differ"),
+        pytest.raises(UserError, match=r"--draft-url \S+ does not match this target: the ordinary tokens"),
         client_on_workers(target, draft.client_address()),
     ):
         pass
     monkeypatch.setattr(client, "PROTOCOL_VERSION", 1)
     for models in ((target, None), (pair[0], both["draft"].client_address())):
         with (
-            pytest.raises(UserError, match="uses protocol version 5, not 1"),
+            pytest.raises(UserError, match="uses protocol version 6, not 1"),
             client_on_workers(*models),
         ):
             pass

@@ -205,7 +205,7 @@ class FixedDrafter:
 def serve(far: Transport) -> None:
     """A worker over any transport, for one stream."""
 
-    def make(shape: EngineConfig) -> ServedRole:
+    def make(shape: EngineConfig, masked: tuple[int, ...]) -> ServedRole:
         return ServedDrafter(FixedDrafter(), BOUNDS, CancelCheck(), shape)
 
     sessions = WorkerSessions(make, 2, 60.0)

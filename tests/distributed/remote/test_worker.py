@@ -161,7 +161,7 @@ def test_a_session_for_another_model_is_refused(target: StartedWorker, monkeypat
     monkeypatch.undo()
     reason = client.refused(Opcode.SESSION_ATTACH, words)
     assert reason == (
-        "the worker uses protocol version 5, the client version 1: install the same SwiftSpec version on both"
+        "the worker uses protocol version 6, the client version 1: install the same SwiftSpec version on both"
     )
     client.close()
 
@@ -282,7 +282,7 @@ def test_an_idle_worker_checks_its_group(target: StartedWorker, monkeypatch: pyt
     target.server.run(over, lambda: target.worker.sweep(lambda: over.put(0)))  # ends because of what it received
 
 
-def session_role(shape: EngineConfig) -> Any:
+def session_role(shape: EngineConfig, masked: tuple[int, ...]) -> Any:
     return SimpleNamespace(shape=shape)
 
 

@@ -43,6 +43,21 @@ def test_the_text_equals_that_of_one_rank(pool: Pool, tmp_path: Path, side: str,
 
 
 @pytest.mark.slow
+def test_all_ranks_mask_the_tokens_of_a_session(pool: Pool, tmp_path: Path) -> None:
+    """The draft is the target, which draws one of two tokens: with one of them masked, no round accepts it."""
+    target, _ = make_pair(tmp_path)
+    often = SamplingParams(max_tokens=24, seed=2, ignore_eos=True, logit_bias={10: 40.0, 50: 40.0})
+    job = {"side": "draft", "model": str(target), "other": str(target), "requests": [(PROMPT, asdict(often))]}
+    plan = {"mode": "serial", "draft_steps": 3, "self_switch": False}
+    plain = LLM(target, None, **OPTIONS).generate(PROMPT, often).token_ids
+    assert {*plain} == {10, 50}
+    ((one, two, lost, accepted),) = pool.run(2, "decode_on_group", plan=plan, **job)[0]
+    assert one == two == plain and lost == [None, None] and accepted > 12
+    ((one, two, lost, accepted),) = pool.run(2, "decode_on_group", plan=plan, renamed=[10, 50], **job)[0]
+    assert one == two == plain and lost == [None, None] and accepted == 0
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("side", ["target", "draft"])
 def test_all_ranks_use_an_executor_that_all_have(pool: Pool, tmp_path: Path, side: str, rank: int) -> None:

@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 from swiftspec.engine import TokenChunk
 from swiftspec.errors import UserError
 from swiftspec.observe.trace_format import TokenText, text_fields
-from swiftspec.serve.text.codec import TextCodec, check_same_vocabulary, locate_model
+from swiftspec.serve.text.codec import TextCodec, locate_model
 from swiftspec.serve.text.stream import (
     MAX_PENDING_TOKENS,
     REPLACEMENT_CHARACTER,
@@ -274,17 +274,6 @@ def test_what_a_trace_contains_about_a_token(byte_level: TextCodec, byte_fallbac
 def test_a_prompt_that_is_not_unicode(byte_level: TextCodec) -> None:
     with pytest.raises(UserError, match="not valid UTF-8"):
         byte_level.encode("a\udcff")
-
-
-def test_a_pair_must_have_one_vocabulary(tmp_path: Path, byte_level: TextCodec) -> None:
-    check_same_vocabulary(byte_level, TextCodec(write_tokenizer(tmp_path / "same", byte_level_tokenizer())))
-    swapped = TextCodec(write_tokenizer(tmp_path / "swapped", byte_level_tokenizer((END, BOT, USER))))
-    with pytest.raises(UserError, match=r"at id 1: '<\|user\|>' \(target\), '<\|bot\|>' \(draft\)"):
-        check_same_vocabulary(byte_level, swapped)
-    more = byte_level_tokenizer()
-    more.add_special_tokens(["<|more|>"])
-    with pytest.raises(UserError, match=r"at id 300: unused \(target\), '<\|more\|>' \(draft\)"):
-        check_same_vocabulary(byte_level, TextCodec(write_tokenizer(tmp_path / "more", more)))
 
 
 def damage(folder: Path, name: str, content: str) -> Path:

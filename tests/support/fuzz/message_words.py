@@ -187,7 +187,11 @@ def after(opened: st.SearchStrategy[Message]) -> st.SearchStrategy[list[Message]
 
 
 NUMBER = st.sampled_from([1, 2])
-SHAPE = st.sampled_from(['{"mode": "serial"}', '{"mode": "async", "draft_steps": 2}', '{"mode": 3}', "{", "[]"])
+SHAPE = st.sampled_from([
+    '{"shape": {"mode": "serial"}, "masked_tokens": [1, 2]}',
+    '{"shape": {"mode": "async", "draft_steps": 2}, "masked_tokens": []}',
+    '{"shape": {"mode": "serial"}, "masked_tokens": [-1]}', '{"shape": {"mode": 3}}', '{"shape": {}}', "{", "[]",
+])  # fmt: skip
 SESSION_MESSAGE = (
     st.builds(lambda number, text: (int(Opcode.SESSION_OPEN), [number, *text_to_words(text)]), NUMBER, SHAPE)
     | st.builds(lambda number: (int(Opcode.SESSION_SELECT), [number]), NUMBER)
@@ -197,7 +201,7 @@ SESSION_MESSAGE = (
     | st.builds(lambda number: (int(Opcode.SESSION_CLOSE), [number]), NUMBER)
 )
 SESSION_STARTED = [
-    (int(Opcode.SESSION_OPEN), [1, *text_to_words('{"mode": "serial"}')]),
+    (int(Opcode.SESSION_OPEN), [1, *text_to_words('{"shape": {"mode": "serial"}, "masked_tokens": []}')]),
     (int(Opcode.SESSION_SELECT), [1]),
 ]
 SESSIONS = st.builds(

@@ -158,7 +158,7 @@ def follow_target(messages: Sequence[Message]) -> str:
 def follow_sessions(messages: Sequence[Message]) -> str:
     """A follower of a worker's rank 0, which has several sessions."""
 
-    def make(shape: EngineConfig) -> FollowerDispatcher:
+    def make(shape: EngineConfig, masked: tuple[int, ...]) -> FollowerDispatcher:
         role: Any = FakeRole()
         return FollowerDispatcher(role, None, None, BOUNDS)
 

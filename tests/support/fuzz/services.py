@@ -82,7 +82,7 @@ class Role(FakeRole):
         return self.verify(self._asked)
 
 
-def serve_messages(make: Callable[[EngineConfig], ServedRole], messages: Sequence[Message]) -> str:
+def serve_messages(make: Callable[[EngineConfig, tuple[int, ...]], ServedRole], messages: Sequence[Message]) -> str:
     """The stream of one client, whose messages are answered or refused."""
     worker, outcome = Worker("target", INFO, WorkerSessions(make, 2, 60.0)), "refused"
     for kind, words in worker.serve(FakeChannel(messages)):
@@ -100,17 +100,25 @@ def serve_messages(make: Callable[[EngineConfig], ServedRole], messages: Sequenc
 
 
 def serve_verifier(messages: Sequence[Message]) -> str:
-    return serve_messages(lambda shape: ServedVerifier(Role(), BOUNDS, CancelCheck(), shape), messages)  # type: ignore[arg-type]
+    def make(shape: EngineConfig, masked: tuple[int, ...]) -> ServedRole:
+        role: Any = Role()
+        return ServedVerifier(role, BOUNDS, CancelCheck(), shape)
+
+    return serve_messages(make, messages)
 
 
 def serve_drafter(messages: Sequence[Message]) -> str:
-    return serve_messages(lambda shape: ServedDrafter(FakeRole(), BOUNDS, CancelCheck(), shape), messages)  # type: ignore[arg-type]
+    def make(shape: EngineConfig, masked: tuple[int, ...]) -> ServedRole:
+        role: Any = FakeRole()
+        return ServedDrafter(role, BOUNDS, CancelCheck(), shape)
+
+    return serve_messages(make, messages)
 
 
 def serve_tree_drafter(messages: Sequence[Message]) -> str:
     """A lookahead draft, with fixed d or expanding until the next message."""
 
-    def make(shape: EngineConfig) -> ServedRole:
+    def make(shape: EngineConfig, masked: tuple[int, ...]) -> ServedRole:
         role: Any = LookaheadRole()
         if shape.mode == "serial" or shape.proposal == "sample":
             return ServedDrafter(role, BOUNDS, CancelCheck(), shape)

@@ -1,0 +1,135 @@
+"""`swiftspec pair`: which models of the cache and of directories can draft for a target, and why others cannot."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from swiftspec.__main__ import main
+from swiftspec.lab import pair
+from swiftspec.lab.latency_model import GPUS, constants
+from swiftspec.lab.machine import PredictedMachine
+from swiftspec.lab.pair import LocalModel, PairedDraft, PairFinder, RefusedDraft, parameters
+from swiftspec.model.checkpoint_files import read_config
+from tests.support.toy_pair import (
+    byte_fallback_tokenizer,
+    byte_level_tokenizer,
+    make_pair,
+    random_weights,
+    write_model,
+    write_tokenizer,
+)
+
+MACHINE = PredictedMachine("h200x2", constants(GPUS["h200"]), 2)
+
+
+def small(folder: Path, tokenizer: Any = None, **config: object) -> Path:
+    """A model of a few weights, which are never read."""
+    (folder / "model").mkdir(parents=True)
+    shutil.rmtree(folder / "model")
+    write_model(folder, random_weights(1), **{"vocab_size": 320, "hidden_size": 8, "intermediate_size": 8, **config})
+    return folder if tokenizer is None else write_tokenizer(folder, tokenizer)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models")
+    make_pair(folder)
+    (folder / "draft").rename(folder / "as-large")
+    small(folder / "good", byte_level_tokenizer())
+    small(folder / "renamed", byte_level_tokenizer(("<|end|>", "<|bot|>", "<|user|>")))
+    small(folder / "other", byte_fallback_tokenizer())
+    small(folder / "bare")
+    small(folder / "short", vocab_size=100)
+    small(folder / "weightless", byte_level_tokenizer())
+    (folder / "weightless" / "model.safetensors").unlink()
+    small(folder / "mamba", architectures=["MambaForCausalLM"], model_type="mamba")
+    return folder
+
+
+def test_every_model_is_a_draft_or_has_a_reason(models: Path) -> None:
+    finder = PairFinder(models / "target", MACHINE)
+    found = {name: finder.check(LocalModel(name, models / name)) for name in (
+        "good", "renamed", "bare", "as-large", "other", "short", "weightless", "mamba",
+    )}  # fmt: skip
+    drafts = {name: each for name, each in found.items() if isinstance(each, PairedDraft)}
+    assert drafts.keys() == {"good", "renamed", "bare"}
+    assert drafts["good"].note is None and "must have been trained with" in (drafts["bare"].note or "")
+    assert "never proposes 2 special tokens" in (drafts["renamed"].note or "")
+    reasons = {name: each.reason for name, each in found.items() if isinstance(each, RefusedDraft)}
+    for name, words in {
+        "as-large": "not smaller than the target", "other": "have different tokenizers", "weightless": "no weights",
+        "short": "no tokenizer, and the target's has 300 tokens for 100 rows", "mamba": "MambaForCausalLM",
+    }.items():  # fmt: skip
+        assert words in reasons[name] and "\n" not in reasons[name]
+    for each in drafts.values():
+        assert each.best is not None and each.plain is not None
+        assert each.best.mode != "ar" and each.plain.mode == "ar"
+        assert 0 < each.best.low <= each.best.speed <= each.best.high
+
+
+def test_the_number_of_parameters(models: Path) -> None:
+    config = read_config(models / "target")
+    stored = sum(tensor.numel() for name, tensor in random_weights(0).items() if "norm" not in name)
+    assert parameters(config) == stored
+
+
+def test_the_command(
+    models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cache = tmp_path / "hub"
+    snapshot = cache / "models--toy--good" / "snapshots" / ("0" * 40)
+    shutil.copytree(models / "good", snapshot)
+    (cache / "models--toy--good" / "refs").mkdir()
+    (cache / "models--toy--good" / "refs" / "main").write_text("0" * 40)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(cache))
+    monkeypatch.setattr(pair, "this_machine", lambda: MACHINE)
+    assert main(["pair", str(models / "target"), str(models)]) == 0
+    out = capsys.readouterr().out
+    table, _, rest = out.partition("\n\n")
+    assert [line.split()[0] for line in table.splitlines()[1:4]] == ["toy/good", str(models / "bare"),
+                                                                     str(models / "good")]  # fmt: skip
+    assert "async 1+1" in table or "serial 2" in table
+    assert f"{models / 'target'}: " not in out and str(models / "target") not in table, "no draft of itself"
+    assert "not drafts:" in rest and f"{models / 'other'}: target" in rest and "predicted for h200x2" in rest
+    monkeypatch.setattr(pair, "this_machine", lambda: None)
+    assert main(["pair", str(models / "target"), str(models / "good")]) == 0
+    out = capsys.readouterr().out
+    assert "the latency model does not know this GPU" in out and "toy/good" in out and "tok/s: predicted" not in out
+    assert main(["pair", str(models / "target"), str(models / "good"), "--hardware", "h100x1"]) == 0
+    assert "predicted for h100x1" in capsys.readouterr().out
+
+
+def test_no_model_can_draft(
+    models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "none"))
+    monkeypatch.setattr(pair, "this_machine", lambda: MACHINE)
+    assert main(["pair", str(models / "target")]) == 0
+    out = capsys.readouterr().out
+    assert "no model on this machine can draft" in out and "name directories that do" in out
+
+
+def test_bad_arguments_take_one_line(
+    models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(pair, "this_machine", lambda: MACHINE)
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "config.json").write_text(json.dumps([]))
+    target = str(models / "target")
+    for argv, words, code in (
+        ([str(tmp_path / "none")], "no such directory", 1),
+        ([str(tmp_path / "broken")], "not a JSON object", 1),
+        ([target, str(tmp_path / "none")], "no such directory", 1),
+        ([target, str(tmp_path / "empty")], "no model, and no directories with models", 1),
+        ([target, "--hardware", "abacus"], "expected GPU and count", 1),
+        ([], "the following arguments are required: TARGET", 2),
+    ):
+        assert main(["pair", *argv]) == code
+        err = capsys.readouterr().err
+        assert words in err and err.count("\n") == 1
