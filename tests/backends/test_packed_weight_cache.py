@@ -63,7 +63,7 @@ def tensors(model: Transformer) -> list[Tensor]:
     stack = model.stack
     layers = [(layer.qkv, layer.o, layer.mlp.gate_up, layer.mlp.down) for layer in stack.layers]
     matrices = [stack.head, *(matrix for layer in layers for matrix in layer)]
-    norms = [getattr(layer, name).weight for layer in stack.layers for name in caches.NORMS]
+    norms = [norm.weight for layer in stack.layers for norm in (layer.input_norm, layer.mlp_norm)]
     parts = [part for matrix in matrices for part in (*matrix.tensors(), matrix.bias) if part is not None]
     return [stack.embedding, *norms, *parts]
 

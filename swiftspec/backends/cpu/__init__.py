@@ -21,11 +21,11 @@ from swiftspec.backends.cpu.packing import PackedLinear, pack
 from swiftspec.backends.reference import DEFAULT_SCORES, MAX_CAPTURED_SEQUENCES, Scores, device_tree, embed, rope_tables
 from swiftspec.backends.reference.resampling import ResamplingState
 from swiftspec.errors import UserError
-from swiftspec.model.packed_model import KVTensors, PackedMlp
+from swiftspec.model.packed_model import PLAIN_ATTENTION, AttentionOptions, KVTensors, PackedMlp
+from swiftspec.model.spec import ModelSpec, unknown_fields
 
 if TYPE_CHECKING:
     from swiftspec.model.batch import Batch
-    from swiftspec.model.spec import ModelSpec
 
 __all__ = [
     "MAX_CAPTURED_SEQUENCES",
@@ -78,12 +78,13 @@ def check_supported(spec: ModelSpec, dtype: torch.dtype, device: torch.device | 
         raise UserError("the CPU operators need a CPU with AVX2")
     if dtype not in (torch.bfloat16, torch.float32):
         raise UserError(f"the CPU operators compute in bfloat16 or float32, not {str(dtype).removeprefix('torch.')}")
-    mixer = spec.layer.mixer
-    if mixer.head_dim % 16 or mixer.head_dim > MAX_HEAD_DIM:
-        limits = f"a head dimension that is a multiple of 16 and at most {MAX_HEAD_DIM}"
-        raise UserError(f"the CPU operators need {limits}, not {mixer.head_dim}")
-    if mixer.qk_norm:
-        raise UserError("the CPU operators have no norm of query and key heads (qk_norm)")
+    for head_dim in (layer.mixer.head_dim for layer in spec.layers):
+        if head_dim % 16 or head_dim > MAX_HEAD_DIM:
+            limits = f"a head dimension that is a multiple of 16 and at most {MAX_HEAD_DIM}"
+            raise UserError(f"the CPU operators need {limits}, not {head_dim}")
+    missing = unknown_fields(spec)
+    if missing is not None:
+        raise UserError(f"the CPU operators have no {missing}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,10 +126,13 @@ def norm_swiglu(x: Tensor, norm: CpuNorm, gate_up: PackedLinear) -> Tensor:
 
 
 def linear_residual(
-    x: Tensor, packed: PackedLinear, residual: Tensor, reduce: Callable[[Tensor], Tensor] | None = None
-) -> Tensor:
+    x: Tensor, packed: PackedLinear, residual: Tensor, reduce: Callable[[Tensor], Tensor] | None = None,
+    norm: CpuNorm | None = None, multiplier: float = 1.0,
+) -> Tensor:  # fmt: skip
     """Applies a projection (O, down), all-reduces it over the ranks of a group with `reduce`, and adds the residual: x
-    [rows, inputs] and residual [rows, hidden] -> [rows, hidden]."""
+    [rows, inputs] and residual [rows, hidden] -> [rows, hidden]. `norm`, `multiplier`: None and 1, see
+    `check_supported`."""
+    assert norm is None and multiplier == 1
     if reduce is None:
         return _linear(x, packed, torch.empty_like(residual), residual=residual)
     return reduce(_linear(x, packed, torch.empty_like(residual))).add_(residual)
@@ -140,18 +144,26 @@ def mlp(
     weights: PackedMlp,
     residual: Tensor,
     reduce: Callable[[Tensor], Tensor] | None = None,
+    output_norm: CpuNorm | None = None,
+    multiplier: float = 1.0,
 ) -> Tensor:
     """Applies RMSNorm, the MLP down(SiLU(gate) * up), the all-reduce over the ranks of a group with `reduce`, and adds
     the residual: hidden [rows, hidden] and residual [rows, hidden] -> [rows, hidden].
 
     Contract: a row's bits depend on its own inputs, never on the other rows, their number or their slots.
+    `output_norm`, `multiplier`: None and 1, see `check_supported`.
     """
-    return linear_residual(norm_swiglu(hidden, norm, weights.gate_up), weights.down, residual, reduce)
+    assert weights.activation == "silu"
+    gated = norm_swiglu(hidden, norm, weights.gate_up)
+    return linear_residual(gated, weights.down, residual, reduce, output_norm, multiplier)
 
 
-def norm_head(x: Tensor, norm: CpuNorm, packed: PackedLinear) -> Tensor:
+def norm_head(
+    x: Tensor, norm: CpuNorm, packed: PackedLinear, multiplier: float = 1.0, softcap: float | None = None
+) -> Tensor:
     """Applies the final RMSNorm and the LM head: x [rows, hidden] -> logits [rows, vocab], float32, not rounded to
-    bfloat16."""
+    bfloat16. `multiplier`, `softcap`: 1 and None, see `check_supported`."""
+    assert multiplier == 1 and softcap is None
     out = torch.empty(x.shape[0], packed.outputs, dtype=torch.float32)
     return _linear(x, packed, out, norm=norm)
 
@@ -178,8 +190,13 @@ class CpuAttentionPlan:
     out_width: int
 
 
-def prepare(batch: Batch, cache: KVTensors, cos: Tensor, sin: Tensor, num_heads: int) -> CpuAttentionPlan:
-    """Prepares the attention of a forward, before its layers. `cos` and `sin` are the tables of `rope_tables`."""
+def prepare(
+    batch: Batch, cache: KVTensors, cos: Tensor, sin: Tensor, num_heads: int,
+    options: AttentionOptions = PLAIN_ATTENTION,
+) -> CpuAttentionPlan:  # fmt: skip
+    """Prepares the attention of a forward, before its layers. `cos` and `sin` are the tables of `rope_tables`.
+    `options`: the defaults, see `check_supported`."""
+    assert not options.in_use
     sequences, head_dim = cache.k.shape[1], cache.k.shape[4]
     present = [0] if sequences == 1 else sorted(set(batch.sequence.tolist()))
     lengths = batch.kv_len.tolist()

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 def fuse(stack: PackedModel) -> HostDecoder | None:
     """Returns a decoder that runs a forward in one native call, or None if the model is sharded over ranks without
-    shared memory, or has a norm of query and key heads."""
-    if any(layer.qk_norm is not None for layer in stack.layers):
+    shared memory, or has features that the native decoder lacks."""
+    if any(layer.qk_norm is not None for layer in stack.layers) or len(stack.attention) > 1:
         return None
     return HostDecoder(stack) if stack.group is None or stack.group.memory is not None else None
 
@@ -38,13 +38,14 @@ class HostDecoder:
         layers = [
             (
                 layer.input_norm.weight, layer.qkv.native, layer.o.native,
-                layer.post_norm.weight, layer.mlp.gate_up.native, layer.mlp.down.native,
+                layer.mlp_norm.weight, layer.mlp.gate_up.native, layer.mlp.down.native,
             )
             for layer in stack.layers
         ]  # fmt: skip
+        (attention,) = stack.attention
         self._native = _C.Decoder(
-            stack.embedding, stack.cos, stack.sin, stack.norm.weight, stack.norm.eps, stack.head.native, layers,
-            stack.num_heads, stack.kv_heads, None if shared is None else shared.native,
+            stack.embedding, attention.cos, attention.sin, stack.norm.weight, stack.norm.eps, stack.head.native, layers,
+            attention.num_heads, attention.kv_heads, None if shared is None else shared.native,
             0.0 if shared is None else shared.timeout_s, [*stack.hidden_layers],
         )  # fmt: skip
 
