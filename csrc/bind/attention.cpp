@@ -1,4 +1,9 @@
 // Attention on the CPU.
+#include <pybind11/stl.h>
+
+#include <optional>
+
+#include "bind/attention_options.h"
 #include "bind/cache.h"
 #include "bind/module.h"
 #include "kernels_host.h"
@@ -8,7 +13,9 @@ namespace swiftspec::binding {
 namespace {
 
 void attention(const Array& qkv, const Array& cos, const Array& sin, const Array& slots, const Array& mask,
-               const Cache& cache, int64_t layer, int64_t sequence, int64_t length, const Array& out) {
+               const Cache& cache, int64_t layer, int64_t sequence, int64_t length, const Array& out,
+               const MaybeArray& qk_norm, float eps, std::optional<int64_t> window, std::optional<float> scale,
+               std::optional<float> softcap, const MaybeArray& query_scale) {
   const int64_t rows = qkv.size(0), dim = cache.head_dim, width = mask.size(1);
   const int64_t heads = qkv.size(1) / dim - 2 * cache.kv_heads;
   const bool is_f32 = qkv.type() == kFloat32;
@@ -32,7 +39,9 @@ void attention(const Array& qkv, const Array& cos, const Array& sin, const Array
                                  cache.capacity,
                                  length,
                                  width,
-                                 dim};
+                                 dim,
+                                 attention_options(window, scale, softcap, query_scale, rows),
+                                 head_norm(qk_norm, eps, heads, cache.kv_heads, dim)};
   check_range(args.slots, rows, length, "a slot is not in use");
   py::gil_scoped_release unlocked;
   host::attention(args, is_f32);
@@ -42,7 +51,8 @@ void attention(const Array& qkv, const Array& cos, const Array& sin, const Array
 
 void bind_attention(py::module_& m) {
   m.def("attention", &attention, py::arg("qkv"), py::arg("cos"), py::arg("sin"), py::arg("slots"), py::arg("mask"),
-        py::arg("cache"), py::arg("layer"), py::arg("sequence"), py::arg("length"), py::arg("out"),
+        py::arg("cache"), py::arg("layer"), py::arg("sequence"), py::arg("length"), py::arg("out"), py::arg("qk_norm"),
+        py::arg("eps"), py::arg("window"), py::arg("scale"), py::arg("softcap"), py::arg("query_scale"),
         "RoPE, KV append and masked attention of the rows of one sequence with `length` slots in use; see "
         "AttentionArgs in kernels_host.h.");
 }

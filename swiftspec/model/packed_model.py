@@ -61,7 +61,7 @@ class AttentionOptions:
     window: int | None = None
     scale: float | None = None
     softcap: float | None = None
-    query_scale: Tensor | None = None  # [positions], factor of a query at a position
+    query_scale: Tensor | None = None  # [positions] float32, factor of a query at a position
     projection_norm: ProjectionNorm | None = None  # qk_norm is a norm of whole projections
 
     @property

@@ -130,7 +130,7 @@ class Transformer:
         scale = whole = None
         if mixer.query_scale_beta:
             periods = torch.arange(self.max_positions, dtype=torch.float32) / mixer.rope.original_max_position
-            scale = (1 + mixer.query_scale_beta * (1 + periods.floor()).log()).to(self.device, self.dtype)
+            scale = (1 + mixer.query_scale_beta * (1 + periods.floor()).log()).to(self.device)
         if mixer.qk_norm == "projection":
             reduce = None if self.group is None else self.group.all_reduce
             whole = ProjectionNorm(mixer.q_size, mixer.kv_size, counted, reduce)

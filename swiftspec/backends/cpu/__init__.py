@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ from swiftspec.backends.reference import DEFAULT_SCORES, MAX_CAPTURED_SEQUENCES,
 from swiftspec.backends.reference.resampling import ResamplingState
 from swiftspec.errors import UserError
 from swiftspec.model.packed_model import PLAIN_ATTENTION, AttentionOptions, KVTensors, PackedMlp
-from swiftspec.model.spec import ModelSpec, unknown_fields
+from swiftspec.model.spec import Activation, ModelSpec, unknown_fields
 
 if TYPE_CHECKING:
     from swiftspec.model.batch import Batch
@@ -60,6 +60,11 @@ __all__ = [
 ]
 
 MAX_HEAD_DIM = 256
+# optional fields of a spec that these operators implement
+KNOWN_FIELDS = (
+    "activation", "embedding_multiplier", "logit_multiplier", "logit_softcap", "norm_unit_offset", "norms",
+    "output_scale", "qk_norm", "query_scale_beta", "residual_multiplier", "scale", "softcap", "v_norm", "window",
+)  # fmt: skip
 
 level = _C.level  # returns the ISA level in use, such as "avx512_bf16"; "none" if the CPU lacks AVX2
 
@@ -82,23 +87,27 @@ def check_supported(spec: ModelSpec, dtype: torch.dtype, device: torch.device | 
         if head_dim % 16 or head_dim > MAX_HEAD_DIM:
             limits = f"a head dimension that is a multiple of 16 and at most {MAX_HEAD_DIM}"
             raise UserError(f"the CPU operators need {limits}, not {head_dim}")
-    missing = unknown_fields(spec)
+    missing = unknown_fields(spec, KNOWN_FIELDS)
     if missing is not None:
         raise UserError(f"the CPU operators have no {missing}")
+    if any(layer.mixer.qk_norm == "projection" for layer in spec.layers):
+        raise UserError("the CPU operators have no norm of whole query and key projections (qk_norm)")
+    if len(spec.cache_shapes) > 1:
+        raise UserError("the CPU operators need the same KV heads and head dimension in all layers")
 
 
 @dataclass(frozen=True, slots=True)
 class CpuNorm:
     """A packed RMSNorm."""
 
-    weight: Tensor  # [hidden] in the model's dtype
+    weight: Tensor  # [hidden] or [heads, head_dim] float32
     eps: float
 
 
 def pack_norm(weight: Tensor, eps: float, dtype: torch.dtype, device: torch.device | str) -> CpuNorm:
-    """Packs an RMSNorm with weight [hidden]. Copies it, since a view would keep the pages of a mapped file in
-    memory."""
-    return CpuNorm(weight.to(device, dtype, copy=True).contiguous(), eps)
+    """Packs an RMSNorm with weight [hidden] or [heads, head_dim]. Copies it, since a view would keep the pages of a
+    mapped file in memory."""
+    return CpuNorm(weight.to(device, torch.float32, copy=True).contiguous(), eps)
 
 
 def _linear(
@@ -108,64 +117,71 @@ def _linear(
     *,
     norm: CpuNorm | None = None,
     residual: Tensor | None = None,
-    swiglu: bool = False,
+    gate: Activation | Literal["none"] = "none",
+    scale: float = 1.0,
+    softcap: float | None = None,
 ) -> Tensor:
     weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
-    _C.linear(packed.native, x, weight, eps, residual, out, swiglu)
+    _C.linear(packed.native, x, weight, eps, residual, out, gate, scale, softcap or 0.0)
     return out
 
 
-def norm_linear(x: Tensor, norm: CpuNorm, packed: PackedLinear) -> Tensor:
-    """Applies RMSNorm, then a projection (QKV): x [rows, hidden] -> [rows, outputs]."""
+def norm_linear(x: Tensor, norm: CpuNorm | None, packed: PackedLinear) -> Tensor:
+    """Applies RMSNorm, if there is one, then a projection (QKV): x [rows, hidden] -> [rows, outputs]."""
     return _linear(x, packed, x.new_empty(x.shape[0], packed.outputs), norm=norm)
 
 
-def norm_swiglu(x: Tensor, norm: CpuNorm, gate_up: PackedLinear) -> Tensor:
-    """Applies RMSNorm, the gate and up projections and SiLU(gate) * up: x [rows, hidden] -> [rows, outputs / 2]."""
-    return _linear(x, gate_up, x.new_empty(x.shape[0], gate_up.outputs // 2), norm=norm, swiglu=True)
+def norm_swiglu(x: Tensor, norm: CpuNorm | None, gate_up: PackedLinear, activation: Activation = "silu") -> Tensor:
+    """Applies RMSNorm, if there is one, the gate and up projections and activation(gate) * up: x [rows, hidden] ->
+    [rows, outputs / 2]."""
+    return _linear(x, gate_up, x.new_empty(x.shape[0], gate_up.outputs // 2), norm=norm, gate=activation)
 
 
 def linear_residual(
     x: Tensor, packed: PackedLinear, residual: Tensor, reduce: Callable[[Tensor], Tensor] | None = None,
     norm: CpuNorm | None = None, multiplier: float = 1.0,
 ) -> Tensor:  # fmt: skip
-    """Applies a projection (O, down), all-reduces it over the ranks of a group with `reduce`, and adds the residual: x
-    [rows, inputs] and residual [rows, hidden] -> [rows, hidden]. `norm`, `multiplier`: None and 1, see
-    `check_supported`."""
-    assert norm is None and multiplier == 1
-    if reduce is None:
-        return _linear(x, packed, torch.empty_like(residual), residual=residual)
-    return reduce(_linear(x, packed, torch.empty_like(residual))).add_(residual)
+    """Applies a projection (O, down), all-reduces it over the ranks of a group with `reduce`, applies RMSNorm, if there
+    is one, multiplies by `multiplier`, and adds the residual: x [rows, inputs] and residual [rows, hidden] -> [rows,
+    hidden]."""
+    if reduce is None and norm is None:
+        return _linear(x, packed, torch.empty_like(residual), residual=residual, scale=multiplier)
+    product = _linear(x, packed, torch.empty_like(residual))
+    if reduce is not None:
+        product = reduce(product)
+    if norm is None and multiplier == 1:
+        return product.add_(residual)
+    out, (weight, eps) = residual.clone(), (None, 0.0) if norm is None else (norm.weight, norm.eps)
+    _C.norm_add(product, weight, eps, multiplier, out)
+    return out
 
 
 def mlp(
     hidden: Tensor,
-    norm: CpuNorm,
+    norm: CpuNorm | None,
     weights: PackedMlp,
     residual: Tensor,
     reduce: Callable[[Tensor], Tensor] | None = None,
     output_norm: CpuNorm | None = None,
     multiplier: float = 1.0,
 ) -> Tensor:
-    """Applies RMSNorm, the MLP down(SiLU(gate) * up), the all-reduce over the ranks of a group with `reduce`, and adds
-    the residual: hidden [rows, hidden] and residual [rows, hidden] -> [rows, hidden].
+    """Applies RMSNorm, the MLP down(activation(gate) * up), the all-reduce over the ranks of a group with `reduce`, the
+    norm of the output, `multiplier`, and adds the residual: hidden [rows, hidden] and residual [rows, hidden] -> [rows,
+    hidden].
 
     Contract: a row's bits depend on its own inputs, never on the other rows, their number or their slots.
-    `output_norm`, `multiplier`: None and 1, see `check_supported`.
     """
-    assert weights.activation == "silu"
-    gated = norm_swiglu(hidden, norm, weights.gate_up)
+    gated = norm_swiglu(hidden, norm, weights.gate_up, weights.activation)
     return linear_residual(gated, weights.down, residual, reduce, output_norm, multiplier)
 
 
 def norm_head(
     x: Tensor, norm: CpuNorm, packed: PackedLinear, multiplier: float = 1.0, softcap: float | None = None
 ) -> Tensor:
-    """Applies the final RMSNorm and the LM head: x [rows, hidden] -> logits [rows, vocab], float32, not rounded to
-    bfloat16. `multiplier`, `softcap`: 1 and None, see `check_supported`."""
-    assert multiplier == 1 and softcap is None
+    """Applies the final RMSNorm and the LM head, multiplies by `multiplier` and applies the soft cap: x [rows, hidden]
+    -> logits [rows, vocab], float32, not rounded to bfloat16."""
     out = torch.empty(x.shape[0], packed.outputs, dtype=torch.float32)
-    return _linear(x, packed, out, norm=norm)
+    return _linear(x, packed, out, norm=norm, scale=multiplier, softcap=softcap)
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,24 +195,25 @@ class CpuSequenceRows:
     mask: Tensor  # [m, window] bool; window is at most `length`
     length: int  # slots in use
     sequence: int  # index in the cache
+    query_scale: Tensor | None = None  # [m] float32
 
 
 @dataclass(frozen=True, slots=True)
 class CpuAttentionPlan:
-    """Inputs of attention that are the same in every layer of a forward."""
+    """Inputs of attention that are the same in every layer of one kind in a forward."""
 
     parts: list[CpuSequenceRows]
     cache: _C.Cache
     out_width: int
+    options: AttentionOptions = PLAIN_ATTENTION
 
 
 def prepare(
     batch: Batch, cache: KVTensors, cos: Tensor, sin: Tensor, num_heads: int,
     options: AttentionOptions = PLAIN_ATTENTION,
 ) -> CpuAttentionPlan:  # fmt: skip
-    """Prepares the attention of a forward, before its layers. `cos` and `sin` are the tables of `rope_tables`.
-    `options`: the defaults, see `check_supported`."""
-    assert not options.in_use
+    """Prepares the attention of a forward, before its layers. `cos` and `sin` are the tables of `rope_tables`."""
+    assert options.projection_norm is None  # see `check_supported`
     sequences, head_dim = cache.k.shape[1], cache.k.shape[4]
     present = [0] if sequences == 1 else sorted(set(batch.sequence.tolist()))
     lengths = batch.kv_len.tolist()
@@ -216,22 +233,28 @@ def prepare(
                 mask[:, max(mask.shape[1] - length, 0) :].contiguous(),
                 length,
                 sequence,
+                None if options.query_scale is None else options.query_scale.index_select(0, positions),
             )
         )
-    return CpuAttentionPlan(parts, _C.Cache(cache.k, cache.v), num_heads * head_dim)
+    return CpuAttentionPlan(parts, _C.Cache(cache.k, cache.v), num_heads * head_dim, options)
 
 
-def tree_attention(qkv: Tensor, plan: CpuAttentionPlan, layer: int, qk_norm: object = None) -> Tensor:
+def tree_attention(qkv: Tensor, plan: CpuAttentionPlan, layer: int, qk_norm: CpuNorm | None = None) -> Tensor:
     """Applies RoPE, appends keys and values to the cache, and computes masked attention: qkv [rows, (heads + 2 *
-    kv_heads) * head_dim] -> [rows, heads * head_dim]. `qk_norm`: None, see `check_supported`."""
-    assert qk_norm is None
+    kv_heads) * head_dim] -> [rows, heads * head_dim].
+
+    `layer`: index of the layer in the cache. `qk_norm`: RMSNorm of each query and key head before RoPE, with weight
+    [heads + kv_heads, head_dim]; with weight [heads + 2 * kv_heads, head_dim] also of each value head.
+    """
+    options, (weight, eps) = plan.options, (None, 0.0) if qk_norm is None else (qk_norm.weight, qk_norm.eps)
     out = qkv.new_empty(qkv.shape[0], plan.out_width)
     for part in plan.parts:
         mine = qkv if part.rows is None else qkv[part.rows]
         result = out if part.rows is None else out.new_empty(mine.shape[0], out.shape[1])
         _C.attention(
-            mine, part.cos, part.sin, part.slots, part.mask, plan.cache, layer, part.sequence, part.length, result
-        )
+            mine, part.cos, part.sin, part.slots, part.mask, plan.cache, layer, part.sequence, part.length, result,
+            weight, eps, options.window, options.scale, options.softcap, part.query_scale,
+        )  # fmt: skip
         if part.rows is not None:
             out[part.rows] = result
     return out

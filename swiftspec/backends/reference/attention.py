@@ -129,7 +129,7 @@ def plan_of(
     cos, sin = (table.index_select(0, batch.positions).unsqueeze(1) for table in (cos, sin))
     scale = options.query_scale
     if scale is not None:
-        scale = scale.index_select(0, batch.positions).view(-1, 1, 1)
+        scale = scale.index_select(0, batch.positions).to(cos.dtype).view(-1, 1, 1)
     return ReferenceAttentionPlan(cos, sin, num_heads, parts, options, scale)
 
 
