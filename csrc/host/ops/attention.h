@@ -59,8 +59,8 @@ void append(const AttentionArgs& a) {
   }
 }
 
-// The slots that the rows of one tile see: slots `begin` to `base`, and a list of further slots per row. The slots before
-// `base` are visible to all rows but for their sliding windows, so that a slot is the position of its key.
+// The slots that the rows of one tile see: slots `begin` to `base`, and a list of further slots per row. Without
+// sliding windows all rows see the slots before `base`, so each of these slots is the position of its key.
 struct VisibleSlots {
   int64_t begin = 0;  // a multiple of 16: the key at position p is in lane p % 16 of every sum, whatever the tile
   int64_t base = 0;

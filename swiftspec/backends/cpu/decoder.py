@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from numpy.typing import NDArray
@@ -16,7 +16,6 @@ from swiftspec.model.batch import ForwardOutput
 from swiftspec.model.packed_model import KVTensors, PackedModel
 
 if TYPE_CHECKING:
-    from swiftspec.backends.cpu import CpuNorm
     from swiftspec.config import NativeRoundParams
     from swiftspec.model.batch import Batch
 
@@ -114,5 +113,6 @@ class HostDecoder:
         return ForwardOutput(*(None if rows is None else rows[place] for rows in output))
 
 
-def _weight(norm: CpuNorm | None) -> Tensor | None:
+def _weight(norm: Any) -> Tensor | None:
+    """Returns the weight of a packed norm, or None without a norm."""
     return None if norm is None else norm.weight
