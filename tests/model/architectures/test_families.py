@@ -78,8 +78,8 @@ def logits(path: Path, ops: Any, group: TensorParallelGroup | None = None, posit
     return local if group is None else torch.cat(group.all_gather(local).unbind(0), -1)[:, : model.spec.vocab_size]
 
 
-def new_cache(model: Transformer, ops: Any) -> ModelCache:
-    kv, *further = (KVCache(*shape, CAPACITY, ops.make_slot_mover, dtype=model.dtype) for shape in model.cache_shapes)
+def new_cache(model: Transformer, ops: Any, capacity: int = CAPACITY) -> ModelCache:
+    kv, *further = (KVCache(*shape, capacity, ops.make_slot_mover, dtype=model.dtype) for shape in model.cache_shapes)
     return ModelCache(kv, further=further)
 
 
@@ -98,8 +98,7 @@ def test_longrope_beyond_the_trained_length(tmp_path: Path) -> None:
     theirs = make_checkpoint(tmp_path, family="phi3", dtype=torch.float64)
     tokens = [(7 * i * i + i) % 64 for i in range(70)]
     model = load_model(tmp_path, dtype=torch.float64, ops=reference, max_positions=128)
-    shapes = ((*shape, 80) for shape in model.cache_shapes)
-    cache = ModelCache(*(KVCache(*shape, reference.make_slot_mover, dtype=torch.float64) for shape in shapes))
+    cache = new_cache(model, reference, capacity=80)
     torch.testing.assert_close(model.forward(chain(tokens), cache).logits, expected(theirs, tokens), rtol=0, atol=1e-9)
 
 

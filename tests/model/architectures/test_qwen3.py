@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -78,7 +77,8 @@ def test_operators_without_a_feature_never_ignore_it() -> None:
     plan: Any = None
     with pytest.raises(AssertionError):
         cuda.tree_attention(torch.empty(0), plan, 0, object())
-    tables, empty = torch.empty(0, 0), torch.empty(0)
+    tables = torch.empty(0, 0)
     batch: Any = None
+    cache: Any = None
     with pytest.raises(AssertionError):
-        cuda.prepare(batch, SimpleNamespace(k=empty, v=empty), tables, tables, 1, AttentionOptions(window=3))
+        cuda.prepare(batch, cache, tables, tables, 1, AttentionOptions(window=3))
