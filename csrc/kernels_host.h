@@ -87,11 +87,14 @@ struct AttentionOptions {
   const float* query_scale = nullptr;  // factor of a row's queries: [rows]; in the decoder [positions]
 };
 
-// RMSNorm of each query and key head before RoPE, and optionally of each value head.
+// RMSNorm of each query and key head before RoPE, and optionally of each value head; or of all query heads together and
+// of all key heads together.
 struct HeadNorm {
   const float* weight = nullptr;  // [heads + kv_heads, dim], with values [heads + 2 kv_heads, dim]; null: no norm
   bool values = false;
   float eps = 0.0f;
+  const float* sums = nullptr;  // [rows, 2], sums of squares of all query and of all key heads; null: a norm per head
+  float q_size = 1.0f, k_size = 1.0f;  // with `sums`: elements of all query and of all key heads
 };
 
 // RoPE of q and k, append of k and v to the cache at each row's slot, masked attention; all in T. Keys are summed in
@@ -112,6 +115,11 @@ struct AttentionArgs {
   HeadNorm norm;
 };
 void attention(const AttentionArgs& args, bool is_f32);
+
+// sums[row] = the sums of squares of a row's query heads and of its key heads, [rows, 2]. qkv: as in AttentionArgs.
+// `counted` [kv_heads]: the key heads that count; null: all.
+void projection_sums(const void* qkv, int64_t rows, int64_t heads, int64_t kv_heads, int64_t dim,
+                     const uint8_t* counted, float* sums, bool is_f32);
 
 // KV commit: moves slots of one sequence's region, in every layer and head.
 void move_kv(const MoveArgs& args);

@@ -23,7 +23,9 @@ class Decoder:
         self,
         embedding: Array,
         embedding_multiplier: float,
-        kinds: Sequence[tuple[Array, Array, int | None, float | None, float | None, Array | None]],
+        kinds: Sequence[
+            tuple[Array, Array, int | None, float | None, float | None, Array | None, int, int, Array | None]
+        ],
         norm: Array,
         eps: float,
         head: Weights,
@@ -52,10 +54,11 @@ class Decoder:
         timeout_s: float,
         hidden_layers: Sequence[int],
     ) -> None:
-        """`kinds`: of attention, each cos, sin, window, scale of scores, soft cap, scale of queries. Each of `layers`:
-        input norm, qkv, o, norm before the MLP, gate_up, down, gate, kind, norm of heads, norms of the outputs of
-        attention and MLP, residual multiplier, scale of the output. `hidden_layers`: the layers whose hidden states
-        each forward keeps. Keeps all arguments alive."""
+        """`kinds`: of attention, each cos, sin, window, scale of scores, soft cap, scale of queries, sizes of the
+        projections that a norm covers or zeros, key heads that count. Each of `layers`: input norm, qkv, o, norm before
+        the MLP, gate_up, down, gate, kind, norm of heads, norms of the outputs of attention and MLP, residual
+        multiplier, scale of the output. `hidden_layers`: the layers whose hidden states each forward keeps. Keeps all
+        arguments alive."""
     def forward(
         self,
         tokens: Array,
@@ -232,6 +235,9 @@ def attention(
     scale: float | None,
     softcap: float | None,
     query_scale: Array | None,
+    norm_sums: Array | None,
+    q_size: int,
+    k_size: int,
 ) -> None:
     """RoPE, KV append and masked attention of the rows of one sequence with `length` slots in use; see AttentionArgs in
     kernels_host.h."""
@@ -338,6 +344,9 @@ def pack_int8(matrix: Array, data: Array, scales: Array) -> None:
 
 def peak(rounds: int, float32: bool) -> int:
     """Runs `rounds` iterations of a loop of products only. Returns its number of floating-point operations."""
+
+def projection_sums(qkv: Array, heads: int, kv_heads: int, dim: int, counted: Array | None, sums: Array) -> None:
+    """Sums of squares of all query heads and of all key heads that are `counted`: `sums` [rows, 2]."""
 
 def resample(
     *,

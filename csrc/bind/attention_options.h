@@ -32,7 +32,10 @@ inline host::AttentionOptions attention_options(std::optional<int64_t> window, s
 inline host::HeadNorm head_norm(const MaybeArray& weight, float eps, int64_t heads, int64_t kv_heads, int64_t dim) {
   if (!weight) return {};
   const bool values = weight->size(0) == heads + 2 * kv_heads;
-  return {weight->at<float>(kCpu, "qk_norm", {heads + (values ? 2 : 1) * kv_heads, dim}), values, eps};
+  host::HeadNorm norm;
+  norm.weight = weight->at<float>(kCpu, "qk_norm", {heads + (values ? 2 : 1) * kv_heads, dim});
+  norm.values = values, norm.eps = eps;
+  return norm;
 }
 
 }  // namespace swiftspec::binding

@@ -26,8 +26,10 @@ using host::Weights;
 // mixer and MLP, residual multiplier, scale of the output
 using LayerArgs = std::tuple<MaybeArray, const Weights*, const Weights*, MaybeArray, const Weights*, const Weights*,
                              std::string, int64_t, MaybeArray, MaybeArray, MaybeArray, float, float>;
-// cos, sin, window, scale of scores, soft cap, scale of queries
-using KindArgs = std::tuple<Array, Array, std::optional<int64_t>, std::optional<float>, std::optional<float>, MaybeArray>;
+// cos, sin, window, scale of scores, soft cap, scale of queries, sizes of the projections that a norm covers or zeros,
+// key heads that count
+using KindArgs = std::tuple<Array, Array, std::optional<int64_t>, std::optional<float>, std::optional<float>, MaybeArray,
+                            int64_t, int64_t, MaybeArray>;
 using Copies = std::list<std::vector<uint8_t>>;
 
 bool has_shape(const Weights* weights, int64_t n, int64_t k, bool is_f32) {
@@ -77,9 +79,11 @@ std::unique_ptr<host::Decoder> make_decoder(const Array& embedding, float embedd
   check(has_shape(&head, head.n, hidden, is_f32), "the head does not fit the hidden size");
   check(!logit_softcap || *logit_softcap > 0.0f, "a soft cap must be above 0");
   std::vector<host::AttentionKind> made_kinds;
-  for (const auto& [cos, sin, window, scale, softcap, query_scale] : kinds) {
+  for (const auto& [cos, sin, window, scale, softcap, query_scale, q_size, k_size, counted] : kinds) {
+    check(q_size >= 0 && (q_size > 0) == (k_size > 0), "the sizes of both projections must be given");
     made_kinds.push_back({cos.at(type, kCpu, "cos", {positions, dim}), sin.at(type, kCpu, "sin", {positions, dim}),
-                          attention_options(window, scale, softcap, query_scale, positions)});
+                          attention_options(window, scale, softcap, query_scale, positions), q_size, k_size,
+                          at_or_null<bool>(counted, kCpu, "counted", {kv_heads})});
   }
   const host::PackedModel model{is_f32,
                                 eps,
@@ -180,7 +184,8 @@ void bind_decoder(py::module_& m) {
            py::arg("layers"), py::arg("heads"), py::arg("kv_heads"), py::arg("group"), py::arg("timeout_s"),
            py::arg("hidden_layers"), py::keep_alive<1, 2>(), py::keep_alive<1, 4>(), py::keep_alive<1, 5>(),
            py::keep_alive<1, 7>(), py::keep_alive<1, 10>(), py::keep_alive<1, 13>(),
-           "`kinds`: of attention, each cos, sin, window, scale of scores, soft cap, scale of queries. Each of `layers`: "
+           "`kinds`: of attention, each cos, sin, window, scale of scores, soft cap, scale of queries, sizes of "
+           "the projections that a norm covers or zeros, key heads that count. Each of `layers`: "
            "input norm, qkv, o, norm before the MLP, gate_up, down, gate, kind, norm of heads, norms of the outputs of "
            "attention and MLP, residual multiplier, scale of the output. `hidden_layers`: the layers whose hidden states "
            "each forward keeps. Keeps all arguments alive.")

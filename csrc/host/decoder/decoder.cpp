@@ -56,13 +56,24 @@ void Decoder::gather(const ForwardArgs& args) {
 void Decoder::attend(const ForwardArgs& args, int64_t layer) {
   const PackedModel& s = model_;
   const auto kind = static_cast<size_t>(layers_[static_cast<size_t>(layer)].kind);
-  const HeadNorm& norm = layers_[static_cast<size_t>(layer)].head_norm;
+  const AttentionKind& traits = s.kinds[kind];
+  HeadNorm norm = layers_[static_cast<size_t>(layer)].head_norm;
+  if (traits.q_size > 0) {
+    projection_sums_.resize(static_cast<size_t>(2 * args.rows));
+    projection_sums(projected_.data(), args.rows, s.heads, s.kv_heads, s.dim, traits.counted, projection_sums_.data(),
+                    s.is_f32);
+    if (s.group != nullptr) {
+      s.group->all_reduce(projection_sums_.data(), 2 * args.rows, Element::kFloat32, s.timeout_s);
+    }
+    norm.q_size = static_cast<float>(traits.q_size), norm.k_size = static_cast<float>(traits.k_size);
+  }
   const int64_t in = (s.heads + 2 * s.kv_heads) * s.dim * size_, out = s.heads * s.dim * size_;
   const int64_t rope_bytes = s.dim * size_;
   reserve(attended_, args.rows * s.heads * s.dim);
   for (const SequenceRows& seq : args.sequence_rows) {
     const int64_t first = seq.first;
-    AttentionOptions options = s.kinds[kind].options;
+    AttentionOptions options = traits.options;
+    if (traits.q_size > 0) norm.sums = projection_sums_.data() + 2 * first;
     if (options.query_scale != nullptr) options.query_scale = query_scale_[kind].data() + first;
     attention({at(projected_.data(), first * in), at(cos_[kind].data(), first * rope_bytes),
                at(sin_[kind].data(), first * rope_bytes), args.slots + first, seq.mask,

@@ -15,6 +15,10 @@ struct AttentionKind {
   const void* cos;           // [positions, dim] T
   const void* sin;           // the same, negative in its first half
   AttentionOptions options;  // with query_scale [positions]
+  // if the norms of the layers are of whole projections: elements of all query and of all key heads of all ranks, and
+  // the key heads that count [kv_heads], null: all; otherwise 0
+  int64_t q_size = 0, k_size = 0;
+  const uint8_t* counted = nullptr;
 };
 
 // A norm is null if the layer does not have it.
@@ -104,6 +108,7 @@ class Decoder {
   int64_t size_;                    // sizeof(T)
   std::vector<Buffer> cos_, sin_;   // by kind of attention layer
   std::vector<std::vector<float>> query_scale_;
+  std::vector<float> projection_sums_;
   Buffer hidden_, projected_, attended_, product_, hidden_states_;
 };
 

@@ -100,6 +100,16 @@ void attention(const AttentionArgs& args, bool is_f32) {
   require_kernel(is_f32 ? k.attention_f32 : k.attention_bf16)(args);
 }
 
+void projection_sums(const void* qkv, int64_t rows, int64_t heads, int64_t kv_heads, int64_t dim,
+                     const uint8_t* counted, float* sums, bool is_f32) {
+  const Kernels& k = kernels();
+  if (is_f32) {
+    return require_kernel(k.projection_sums_f32)(static_cast<const float*>(qkv), rows, heads, kv_heads, dim, counted,
+                                                 sums);
+  }
+  require_kernel(k.projection_sums_bf16)(static_cast<const uint16_t*>(qkv), rows, heads, kv_heads, dim, counted, sums);
+}
+
 void gumbel(const uint32_t* bits, int64_t count, float* out) {
   require_kernel(kernels().gumbel)(bits, count, out);
 }

@@ -37,6 +37,8 @@ Kernels avx2_kernels() {
           avx2::multiply<uint16_t>,
           avx2::attention<float>,
           avx2::attention<uint16_t>,
+          avx2::projection_sums<float>,
+          avx2::projection_sums<uint16_t>,
           avx2::gumbel,
           avx2::gumbel_row,
           avx2::draw,

@@ -27,10 +27,28 @@ void rotate(const T* x, const T* cos, const T* sin, int64_t dim, X* out) {
 
 // The RMSNorm of head number `head` of a row, or its values `x` if the layer has no norm.
 template <class T>
-const T* norm_head(const AttentionArgs& a, const T* x, int64_t head, T* normed) {
-  if (a.norm.weight == nullptr) return x;
-  rms_norm(x, a.norm.weight + head * a.dim, a.norm.eps, a.dim, normed);
+const T* norm_head(const AttentionArgs& a, const T* x, int64_t row, int64_t head, T* normed) {
+  const HeadNorm& norm = a.norm;
+  if (norm.weight == nullptr) return x;
+  const float* weight = norm.weight + head * a.dim;
+  if (norm.sums == nullptr) {
+    rms_norm(x, weight, norm.eps, a.dim, normed);
+  } else {
+    const bool key = head >= a.heads;
+    apply_norm(x, weight, norm_scale(norm.sums[2 * row + key], key ? norm.k_size : norm.q_size, norm.eps), a.dim, normed);
+  }
   return normed;
+}
+
+template <class T>
+void projection_sums(const T* qkv, int64_t rows, int64_t heads, int64_t kv_heads, int64_t dim, const uint8_t* counted,
+                     float* sums) {
+  for (int64_t row = 0; row < rows; ++row, qkv += (heads + 2 * kv_heads) * dim, sums += 2) {
+    sums[0] = sum_of_squares(qkv, heads * dim), sums[1] = 0.0f;
+    for (int64_t g = 0; g < kv_heads; ++g) {
+      if (counted == nullptr || counted[g] != 0) sums[1] += sum_of_squares(qkv + (heads + g) * dim, dim);
+    }
+  }
 }
 
 #ifdef SWIFTSPEC_DOT_BF16  // the dot instruction consumes two values, so probabilities are bfloat16 too
@@ -51,9 +69,9 @@ void append(const AttentionArgs& a) {
     for (int64_t g = 0; g < a.kv_heads; ++g) {
       const int64_t at = (g * a.capacity + a.slots[row]) * a.dim;
       T normed[kMaxDim];
-      rotate(norm_head(a, k + g * a.dim, a.heads + g, normed), cos, sin, a.dim, static_cast<T*>(a.keys) + at);
+      rotate(norm_head(a, k + g * a.dim, row, a.heads + g, normed), cos, sin, a.dim, static_cast<T*>(a.keys) + at);
       const T* value = k + (a.kv_heads + g) * a.dim;
-      if (a.norm.values) value = norm_head(a, value, a.heads + a.kv_heads + g, normed);
+      if (a.norm.values) value = norm_head(a, value, row, a.heads + a.kv_heads + g, normed);
       std::memcpy(static_cast<T*>(a.values) + at, value, static_cast<size_t>(a.dim) * sizeof(T));
     }
   }
@@ -276,7 +294,7 @@ void attend(const AttentionArgs& a, int64_t row, int64_t rows, int64_t g, const 
   for (int64_t q = 0; q < queries; ++q) {
     const int64_t r = row + q / group, head = g * group + q % group;
     T normed[kMaxDim];
-    const T* query = norm_head(a, static_cast<const T*>(a.qkv) + r * width + head * dim, head, normed);
+    const T* query = norm_head(a, static_cast<const T*>(a.qkv) + r * width + head * dim, r, head, normed);
     rotate(query, static_cast<const T*>(a.cos) + r * dim, static_cast<const T*>(a.sin) + r * dim, dim,
            x.data() + q * dim);
   }

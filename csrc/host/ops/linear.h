@@ -1,19 +1,34 @@
 // Small-M linear layers with fused prologue (RMSNorm) and epilogue (bias, scale, residual or activation(gate) * up).
 // Included inside the namespace of an ISA level.
 
-// RMSNorm of one row of k, rounded to the model's type before the weight is applied, as transformers does.
-template <class T, class X>
-void rms_norm(const T* x, const float* weight, float eps, int64_t k, X* out) {
+template <class T>
+float sum_of_squares(const T* x, int64_t k) {
   F square = zeros();
   for (int64_t i = 0; i < k; i += kLanes) {
     const F v = load_partial(x + i, k - i);
     square = fma(v, v, square);
   }
-  const F scale = broadcast(1.0f / __builtin_sqrtf(reduce_add(square) / static_cast<float>(k) + eps));
+  return reduce_add(square);
+}
+
+// The factor of an RMSNorm over `count` elements.
+inline float norm_scale(float squares, float count, float eps) { return 1.0f / __builtin_sqrtf(squares / count + eps); }
+
+// Applies an RMSNorm with the factor `by` to k elements, rounded to the model's type before the weight is applied, as
+// transformers does.
+template <class T, class X>
+void apply_norm(const T* x, const float* weight, float by, int64_t k, X* out) {
+  const F scale = broadcast(by);
   for (int64_t i = 0; i < k; i += kLanes) {
     const F v = rounded<T>(mul(load_partial(x + i, k - i), scale));
     store_partial(out + i, rounded<T>(mul(v, load_partial(weight + i, k - i))), k - i);
   }
+}
+
+// RMSNorm of one row of k.
+template <class T, class X>
+void rms_norm(const T* x, const float* weight, float eps, int64_t k, X* out) {
+  apply_norm(x, weight, norm_scale(sum_of_squares(x, k), static_cast<float>(k), eps), k, out);
 }
 
 // Returns the input rows as values of type X: normalised if there is a norm, and padded with zeros to a multiple of 8

@@ -21,7 +21,7 @@ from swiftspec.backends.cpu.packing import PackedLinear, pack
 from swiftspec.backends.reference import DEFAULT_SCORES, MAX_CAPTURED_SEQUENCES, Scores, device_tree, embed, rope_tables
 from swiftspec.backends.reference.resampling import ResamplingState
 from swiftspec.errors import UserError
-from swiftspec.model.packed_model import PLAIN_ATTENTION, AttentionOptions, KVTensors, PackedMlp
+from swiftspec.model.packed_model import PLAIN_ATTENTION, AttentionOptions, KVTensors, PackedMlp, ProjectionNorm
 from swiftspec.model.spec import Activation, ModelSpec, unknown_fields
 
 if TYPE_CHECKING:
@@ -90,8 +90,6 @@ def check_supported(spec: ModelSpec, dtype: torch.dtype, device: torch.device | 
     missing = unknown_fields(spec, KNOWN_FIELDS)
     if missing is not None:
         raise UserError(f"the CPU operators have no {missing}")
-    if any(layer.mixer.qk_norm == "projection" for layer in spec.layers):
-        raise UserError("the CPU operators have no norm of whole query and key projections (qk_norm)")
     if len(spec.cache_shapes) > 1:
         raise UserError("the CPU operators need the same KV heads and head dimension in all layers")
 
@@ -213,7 +211,6 @@ def prepare(
     options: AttentionOptions = PLAIN_ATTENTION,
 ) -> CpuAttentionPlan:  # fmt: skip
     """Prepares the attention of a forward, before its layers. `cos` and `sin` are the tables of `rope_tables`."""
-    assert options.projection_norm is None  # see `check_supported`
     sequences, head_dim = cache.k.shape[1], cache.k.shape[4]
     present = [0] if sequences == 1 else sorted(set(batch.sequence.tolist()))
     lengths = batch.kv_len.tolist()
@@ -247,6 +244,9 @@ def tree_attention(qkv: Tensor, plan: CpuAttentionPlan, layer: int, qk_norm: Cpu
     [heads + kv_heads, head_dim]; with weight [heads + 2 * kv_heads, head_dim] also of each value head.
     """
     options, (weight, eps) = plan.options, (None, 0.0) if qk_norm is None else (qk_norm.weight, qk_norm.eps)
+    sums, sizes = None, (0, 0)
+    if options.projection_norm is not None:
+        sums, sizes = _projection_sums(qkv, plan, options.projection_norm)
     out = qkv.new_empty(qkv.shape[0], plan.out_width)
     for part in plan.parts:
         mine = qkv if part.rows is None else qkv[part.rows]
@@ -254,10 +254,21 @@ def tree_attention(qkv: Tensor, plan: CpuAttentionPlan, layer: int, qk_norm: Cpu
         _C.attention(
             mine, part.cos, part.sin, part.slots, part.mask, plan.cache, layer, part.sequence, part.length, result,
             weight, eps, options.window, options.scale, options.softcap, part.query_scale,
+            sums if sums is None or part.rows is None else sums[part.rows], *sizes,
         )  # fmt: skip
         if part.rows is not None:
             out[part.rows] = result
     return out
+
+
+def _projection_sums(qkv: Tensor, plan: CpuAttentionPlan, whole: ProjectionNorm) -> tuple[Tensor, tuple[int, int]]:
+    """Returns the sums of squares of all query heads and of all key heads of all ranks, [rows, 2], and their numbers of
+    elements."""
+    dim = plan.parts[0].cos.shape[1]
+    heads = plan.out_width // dim
+    sums = torch.empty(qkv.shape[0], 2)
+    _C.projection_sums(qkv, heads, (qkv.shape[1] // dim - heads) // 2, dim, whole.counted, sums)
+    return sums if whole.reduce is None else whole.reduce(sums), (whole.q_size, whole.k_size)
 
 
 def make_slot_mover(k: Tensor, v: Tensor) -> Callable[[int, Sequence[int], int], None]:

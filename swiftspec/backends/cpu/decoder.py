@@ -23,8 +23,7 @@ if TYPE_CHECKING:
 def fuse(stack: PackedModel) -> HostDecoder | None:
     """Returns a decoder that runs a forward in one native call, or None if the model is sharded over ranks without
     shared memory, or has features that the native decoder lacks."""
-    shapes = {(kind.num_heads, kind.kv_heads, kind.cos.shape[1]) for kind in stack.attention}
-    if len(shapes) > 1 or any(kind.options.projection_norm is not None for kind in stack.attention):
+    if len({(kind.num_heads, kind.kv_heads, kind.cos.shape[1]) for kind in stack.attention}) > 1:
         return None
     return HostDecoder(stack) if stack.group is None or stack.group.memory is not None else None
 
@@ -46,7 +45,15 @@ class HostDecoder:
             for layer in stack.layers
         ]  # fmt: skip
         kinds = [
-            (kind.cos, kind.sin, each.window, each.scale, each.softcap, each.query_scale)
+            (
+                kind.cos,
+                kind.sin,
+                each.window,
+                each.scale,
+                each.softcap,
+                each.query_scale,
+                *((0, 0, None) if (norm := each.projection_norm) is None else (norm.q_size, norm.k_size, norm.counted)),
+            )
             for kind, each in ((kind, kind.options) for kind in stack.attention)
         ]
         self._native = _C.Decoder(
