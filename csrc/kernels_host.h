@@ -47,25 +47,55 @@ struct Weights {
   bool int8_activations;  // rows are quantised to int8 per group, sums are integers; required for int8 weights
 };
 
+// Gate of an MLP: the first n / 2 outputs of a projection are gates of the others, activation(gate) * up.
+enum class Gate : uint8_t { none, silu, gelu_tanh };
+
 // out = epilogue(norm(x) W^T + bias), sums in float32. T is float32 or bfloat16, the model's type; float32 weights need
 // a float32 model. A row's result does not depend on other rows (bitwise). Exactly one of out and logits is set.
 struct LinearArgs {
-  const Weights* weights;
-  const void* x;         // [rows, k] T
-  const void* norm;      // [k] T, weight of an RMSNorm applied to x, or null
-  float eps;             // of that norm
-  const void* residual;  // [rows, n] T, added to the rounded product; or null
-  void* out;             // [rows, n] T; with swiglu [rows, n / 2]; or null
-  float* logits;         // [rows, n], or null
-  bool swiglu;           // the first n / 2 outputs are gates of the others: SiLU(gate) * up
-  int64_t rows;
+  const Weights* weights = nullptr;
+  const void* x = nullptr;         // [rows, k] T
+  const float* norm = nullptr;     // [k], weight of an RMSNorm applied to x, or null
+  float eps = 0.0f;                // of that norm
+  const void* residual = nullptr;  // [rows, n] T, added to the rounded product; or null
+  void* out = nullptr;             // [rows, n] T; with a gate [rows, n / 2]; or null
+  float* logits = nullptr;         // [rows, n], or null
+  Gate gate = Gate::none;
+  int64_t rows = 0;
+  float scale = 1.0f;    // of the outputs, before residual and soft cap; not with a gate
+  float softcap = 0.0f;  // c > 0: logits s become c tanh(s / c)
 };
 void linear(const LinearArgs& args, bool is_f32);  // is_f32: T is float32
 
 // into[i] += x[i] in T: the residual after an all-reduce.
 void add(const void* x, int64_t count, void* into, bool is_f32);
 
+// into += scale norm(x) for rows of n elements in T: the residual after an RMSNorm with weight `norm` [n], or null.
+void norm_add(const void* x, int64_t rows, int64_t n, const float* norm, float eps, float scale, void* into,
+              bool is_f32);
+
+// x[i] *= factor in T.
+void multiply(void* x, int64_t count, float factor, bool is_f32);
+
 // ---- attention
+
+// Variations of attention. With the defaults a layer has none of them.
+struct AttentionOptions {
+  int64_t window = 0;                  // visible slots of a row, the last ones; 0: all
+  float scale = 0.0f;                  // of the scores; 0: 1 / sqrt(dim)
+  float softcap = 0.0f;                // c > 0: scores s become c tanh(s / c)
+  const float* query_scale = nullptr;  // factor of a row's queries: [rows]; in the decoder [positions]
+};
+
+// RMSNorm of each query and key head before RoPE, and optionally of each value head; or of all query heads together and
+// of all key heads together.
+struct HeadNorm {
+  const float* weight = nullptr;  // [heads + kv_heads, dim], with values [heads + 2 kv_heads, dim]; null: no norm
+  bool values = false;
+  float eps = 0.0f;
+  const float* sums = nullptr;  // [rows, 2], sums of squares of all query and of all key heads; null: a norm per head
+  float q_size = 1.0f, k_size = 1.0f;  // with `sums`: elements of all query and of all key heads
+};
 
 // RoPE of q and k, append of k and v to the cache at each row's slot, masked attention; all in T. Keys are summed in
 // the order of positions, which is the order of a row's visible slots, so a row's result does not depend (bitwise) on
@@ -81,8 +111,15 @@ struct AttentionArgs {
   void* out;             // [rows, heads * dim]
   int64_t rows, heads, kv_heads, capacity, length, width;
   int64_t dim;  // head_dim, a multiple of 16, at most 256
+  AttentionOptions options;
+  HeadNorm norm;
 };
 void attention(const AttentionArgs& args, bool is_f32);
+
+// sums[row] = the sums of squares of a row's query heads and of its key heads, [rows, 2]. qkv: as in AttentionArgs.
+// `counted` [kv_heads]: the key heads that count; null: all.
+void projection_sums(const void* qkv, int64_t rows, int64_t heads, int64_t kv_heads, int64_t dim,
+                     const uint8_t* counted, float* sums, bool is_f32);
 
 // KV commit: moves slots of one sequence's region, in every layer and head.
 void move_kv(const MoveArgs& args);

@@ -22,20 +22,43 @@ class Decoder:
     def __init__(
         self,
         embedding: Array,
-        cos: Array,
-        sin: Array,
+        embedding_multiplier: float,
+        kinds: Sequence[
+            tuple[Array, Array, int | None, float | None, float | None, Array | None, int, int, Array | None]
+        ],
         norm: Array,
         eps: float,
         head: Weights,
-        layers: Sequence[tuple[Array, Weights, Weights, Array, Weights, Weights]],
+        logit_multiplier: float,
+        logit_softcap: float | None,
+        layers: Sequence[
+            tuple[
+                Array | None,
+                Weights,
+                Weights,
+                Array | None,
+                Weights,
+                Weights,
+                str,
+                int,
+                Array | None,
+                Array | None,
+                Array | None,
+                float,
+                float,
+            ]
+        ],
         heads: int,
         kv_heads: int,
         group: ShmGroup | None,
         timeout_s: float,
         hidden_layers: Sequence[int],
     ) -> None:
-        """Each of `layers`: input norm, qkv, o, post norm, gate_up, down. `hidden_layers`: the layers whose hidden
-        states each forward keeps. Keeps all arguments alive."""
+        """`kinds`: of attention, each cos, sin, window, scale of scores, soft cap, scale of queries, sizes of the
+        projections that a norm covers or zeros, key heads that count. Each of `layers`: input norm, qkv, o, norm before
+        the MLP, gate_up, down, gate, kind, norm of heads, norms of the outputs of attention and MLP, residual
+        multiplier, scale of the output. `hidden_layers`: the layers whose hidden states each forward keeps. Keeps all
+        arguments alive."""
     def forward(
         self,
         tokens: Array,
@@ -206,6 +229,15 @@ def attention(
     sequence: int,
     length: int,
     out: Array,
+    qk_norm: Array | None,
+    eps: float,
+    window: int | None,
+    scale: float | None,
+    softcap: float | None,
+    query_scale: Array | None,
+    norm_sums: Array | None,
+    q_size: int,
+    k_size: int,
 ) -> None:
     """RoPE, KV append and masked attention of the rows of one sequence with `length` slots in use; see AttentionArgs in
     kernels_host.h."""
@@ -268,16 +300,27 @@ def level() -> str:
     """The ISA level in use: avx512_bf16, avx512_vnni, avx512, avx_vnni, avx2 or none."""
 
 def linear(
-    weights: Weights, x: Array, norm: Array | None, eps: float, residual: Array | None, out: Array, swiglu: bool
+    weights: Weights,
+    x: Array,
+    norm: Array | None,
+    eps: float,
+    residual: Array | None,
+    out: Array,
+    gate: str,
+    scale: float,
+    softcap: float,
 ) -> None:
     """RMSNorm, product and epilogue; see LinearArgs in kernels_host.h. A float32 `out` of a bfloat16 model receives
-    logits, which are not rounded."""
+    logits, which are not rounded. `gate`: none, silu or gelu_tanh."""
 
 def log_probs(logits: Array, vocab: int, bias: Array | None, temperature: float, tokens: Array, out: Array) -> None:
     """Per row log_softmax(scores) at its token."""
 
 def noise_bits(seed: int, stream: int, positions: Array, out: Array) -> None:
     """Fills `out` [rows, vocab] with noise bits of the positions [rows]; all int32."""
+
+def norm_add(x: Array, norm: Array | None, eps: float, scale: float, into: Array) -> None:
+    """Adds `scale` times the RMSNorm of the rows of `x` to `into`; without `norm`, `scale` times the rows."""
 
 def pack_dense(matrix: Array, data: Array) -> None:
     """Packs a bfloat16 or float32 matrix [n, k] into blocks of 16 outputs, padded with zeros."""
@@ -301,6 +344,9 @@ def pack_int8(matrix: Array, data: Array, scales: Array) -> None:
 
 def peak(rounds: int, float32: bool) -> int:
     """Runs `rounds` iterations of a loop of products only. Returns its number of floating-point operations."""
+
+def projection_sums(qkv: Array, heads: int, kv_heads: int, dim: int, counted: Array | None, sums: Array) -> None:
+    """Sums of squares of all query heads and of all key heads that are `counted`: `sums` [rows, 2]."""
 
 def resample(
     *,

@@ -28,6 +28,8 @@ from swiftspec.errors import UserError
 from swiftspec.model.checkpoint_files import read_config
 from swiftspec.model.config import ModelConfig
 from swiftspec.model.formats.int4 import Int4Weight, unpack_int4
+from swiftspec.model.spec import RopeSpec, unknown_fields
+from swiftspec.model.tensor_names import HF_NAMES
 
 TYPES = ("bf16", "q8_0")  # for any checkpoint
 INT4_TYPES = ("q4_0", "q4_1")  # for an int4 checkpoint
@@ -44,7 +46,8 @@ def write_gguf(model: Path, out: Path, kind: str) -> None:
     """
     config = read_config(model)
     mixer = config.spec.layer.mixer
-    if mixer.qkv_bias or mixer.qk_norm or mixer.rope.kind != "default":
+    plain = unknown_fields(config.spec) is None and mixer.rope == RopeSpec(mixer.rope.theta)
+    if mixer.qkv_bias or not plain or config.names != HF_NAMES:
         raise UserError(f"{model}: GGUF export supports only Llama without biases and with unscaled RoPE")
     weights = Weights(model)
     if kind in INT4_TYPES and not weights.has_int4:

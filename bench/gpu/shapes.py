@@ -57,9 +57,9 @@ class RankShape:
             "quantization_config": {"quant_method": "awq", "group_size": GROUP},
         }  # fmt: skip
         shard = Shard.of(parse_config(data), 0, tp)
-        o_group = GROUP if tp == 1 else math.gcd(GROUP, width)
-        down, head = shard.down.numel(), shard.vocab.numel()
-        return RankShape(hidden, shard.num_heads, shard.kv_heads, width, down, head, o_group)
+        o_group, layer = GROUP if tp == 1 else math.gcd(GROUP, width), shard.layers[0]
+        down, head = layer.down.numel(), shard.vocab.numel()
+        return RankShape(hidden, layer.num_heads, layer.kv_heads, width, down, head, o_group)
 
     def projection(self, op: str) -> tuple[int, int, int]:
         """Returns outputs, inputs and the inputs per int4 group (0: bfloat16) of a projection."""

@@ -8,10 +8,12 @@
 #include <list>
 #include <memory>
 #include <optional>
+#include <string>
 #include <tuple>
 #include <utility>
 #include <vector>
 
+#include "bind/attention_options.h"
 #include "bind/cache.h"
 #include "bind/module.h"
 
@@ -20,8 +22,14 @@ namespace swiftspec::binding {
 namespace {
 
 using host::Weights;
-// input norm, qkv, o, post norm, gate_up, down
-using LayerArgs = std::tuple<Array, const Weights*, const Weights*, Array, const Weights*, const Weights*>;
+// input norm, qkv, o, norm before the MLP, gate_up, down, gate, kind of attention, norm of heads, norms of the outputs of
+// mixer and MLP, residual multiplier, scale of the output
+using LayerArgs = std::tuple<MaybeArray, const Weights*, const Weights*, MaybeArray, const Weights*, const Weights*,
+                             std::string, int64_t, MaybeArray, MaybeArray, MaybeArray, float, float>;
+// cos, sin, window, scale of scores, soft cap, scale of queries, sizes of the projections that a norm covers or zeros,
+// key heads that count
+using KindArgs = std::tuple<Array, Array, std::optional<int64_t>, std::optional<float>, std::optional<float>, MaybeArray,
+                            int64_t, int64_t, MaybeArray>;
 using Copies = std::list<std::vector<uint8_t>>;
 
 bool has_shape(const Weights* weights, int64_t n, int64_t k, bool is_f32) {
@@ -29,27 +37,54 @@ bool has_shape(const Weights* weights, int64_t n, int64_t k, bool is_f32) {
 }
 
 host::PackedLayer layer_of(const LayerArgs& args, const host::PackedModel& s) {
-  const auto& [input_norm, qkv, o, post_norm, gate_up, down] = args;
+  const auto& [input_norm, qkv, o, mlp_norm, gate_up, down, gate, kind, qk_norm, mixer_output_norm, mlp_output_norm,
+               residual_multiplier, output_scale] = args;
   check(has_shape(qkv, (s.heads + 2 * s.kv_heads) * s.dim, s.hidden, s.is_f32) &&
             has_shape(o, s.hidden, s.heads * s.dim, s.is_f32) && gate_up != nullptr && gate_up->n % 2 == 0 &&
             has_shape(gate_up, gate_up->n, s.hidden, s.is_f32) && has_shape(down, s.hidden, gate_up->n / 2, s.is_f32),
         "a layer's projections do not fit each other");
-  const Type type = model_type(s.is_f32);
-  return {input_norm.at(type, kCpu, "input_norm", {s.hidden}), qkv,     o,
-          post_norm.at(type, kCpu, "post_norm", {s.hidden}),   gate_up, down};
+  check(kind >= 0 && kind < static_cast<int64_t>(s.kinds.size()), "a layer's kind of attention is unknown");
+  check(gate_of(gate) != host::Gate::none, "a layer's MLP has no gate");
+  const auto norm = [&](const MaybeArray& weight, const char* name) {
+    return at_or_null<float>(weight, kCpu, name, {s.hidden});
+  };
+  return {norm(input_norm, "input_norm"),
+          qkv,
+          o,
+          norm(mlp_norm, "mlp_norm"),
+          gate_up,
+          down,
+          gate_of(gate),
+          kind,
+          head_norm(qk_norm, s.eps, s.heads, s.kv_heads, s.dim),
+          norm(mixer_output_norm, "mixer_output_norm"),
+          norm(mlp_output_norm, "mlp_output_norm"),
+          residual_multiplier,
+          output_scale};
 }
 
-std::unique_ptr<host::Decoder> make_decoder(const Array& embedding, const Array& cos, const Array& sin,
-                                            const Array& norm, float eps, const Weights& head,
-                                            const std::vector<LayerArgs>& layers, int64_t heads, int64_t kv_heads,
-                                            std::optional<host::ShmGroup*> group, double timeout_s,
-                                            std::vector<int64_t> hidden_layers) {
+std::unique_ptr<host::Decoder> make_decoder(const Array& embedding, float embedding_multiplier,
+                                            const std::vector<KindArgs>& kinds, const Array& norm, float eps,
+                                            const Weights& head, float logit_multiplier,
+                                            std::optional<float> logit_softcap, const std::vector<LayerArgs>& layers,
+                                            int64_t heads, int64_t kv_heads, std::optional<host::ShmGroup*> group,
+                                            double timeout_s, std::vector<int64_t> hidden_layers) {
   const bool is_f32 = embedding.type() == kFloat32;
   const Type type = model_type(is_f32);
-  const int64_t vocab = embedding.size(0), hidden = embedding.size(1), positions = cos.size(0), dim = cos.size(1);
+  check(!kinds.empty(), "a model needs a kind of attention");
+  const Array& table = std::get<0>(kinds[0]);
+  const int64_t vocab = embedding.size(0), hidden = embedding.size(1), positions = table.size(0), dim = table.size(1);
   check(kv_heads >= 1 && heads >= kv_heads && heads % kv_heads == 0, "heads must be a multiple of kv_heads");
   check(dim % 16 == 0 && dim >= 16 && dim <= 256, "head_dim must be a multiple of 16 up to 256");
   check(has_shape(&head, head.n, hidden, is_f32), "the head does not fit the hidden size");
+  check(!logit_softcap || *logit_softcap > 0.0f, "a soft cap must be above 0");
+  std::vector<host::AttentionKind> made_kinds;
+  for (const auto& [cos, sin, window, scale, softcap, query_scale, q_size, k_size, counted] : kinds) {
+    check(q_size >= 0 && (q_size > 0) == (k_size > 0), "the sizes of both projections must be given");
+    made_kinds.push_back({cos.at(type, kCpu, "cos", {positions, dim}), sin.at(type, kCpu, "sin", {positions, dim}),
+                          attention_options(window, scale, softcap, query_scale, positions), q_size, k_size,
+                          at_or_null<bool>(counted, kCpu, "counted", {kv_heads})});
+  }
   const host::PackedModel model{is_f32,
                                 eps,
                                 hidden,
@@ -59,10 +94,12 @@ std::unique_ptr<host::Decoder> make_decoder(const Array& embedding, const Array&
                                 vocab,
                                 positions,
                                 embedding.at(type, kCpu, "embedding", {kAny, kAny}),
-                                cos.at(type, kCpu, "cos", {kAny, kAny}),
-                                sin.at(type, kCpu, "sin", {positions, dim}),
-                                norm.at(type, kCpu, "norm", {hidden}),
+                                embedding_multiplier,
+                                std::move(made_kinds),
+                                norm.at<float>(kCpu, "norm", {hidden}),
                                 &head,
+                                logit_multiplier,
+                                logit_softcap.value_or(0.0f),
                                 group.value_or(nullptr),
                                 timeout_s};
   check_range(hidden_layers.data(), static_cast<int64_t>(hidden_layers.size()), static_cast<int64_t>(layers.size()),
@@ -142,13 +179,16 @@ void hidden_states(const host::Decoder& decoder, const Array& out) {
 void bind_decoder(py::module_& m) {
   py::class_<host::Decoder>(m, "Decoder",
                             "Decoder forward as one call; see PackedModel and ForwardArgs in host/decoder/decoder.h.")
-      .def(py::init(&make_decoder), py::arg("embedding"), py::arg("cos"), py::arg("sin"), py::arg("norm"),
-           py::arg("eps"), py::arg("head"), py::arg("layers"), py::arg("heads"), py::arg("kv_heads"), py::arg("group"),
-           py::arg("timeout_s"), py::arg("hidden_layers"), py::keep_alive<1, 2>(), py::keep_alive<1, 3>(),
-           py::keep_alive<1, 4>(), py::keep_alive<1, 5>(), py::keep_alive<1, 7>(), py::keep_alive<1, 8>(),
-           py::keep_alive<1, 11>(),
-           "Each of `layers`: input norm, qkv, o, post norm, gate_up, down. `hidden_layers`: the layers whose hidden "
-           "states each forward keeps. Keeps all arguments alive.")
+      .def(py::init(&make_decoder), py::arg("embedding"), py::arg("embedding_multiplier"), py::arg("kinds"),
+           py::arg("norm"), py::arg("eps"), py::arg("head"), py::arg("logit_multiplier"), py::arg("logit_softcap"),
+           py::arg("layers"), py::arg("heads"), py::arg("kv_heads"), py::arg("group"), py::arg("timeout_s"),
+           py::arg("hidden_layers"), py::keep_alive<1, 2>(), py::keep_alive<1, 4>(), py::keep_alive<1, 5>(),
+           py::keep_alive<1, 7>(), py::keep_alive<1, 10>(), py::keep_alive<1, 13>(),
+           "`kinds`: of attention, each cos, sin, window, scale of scores, soft cap, scale of queries, sizes of "
+           "the projections that a norm covers or zeros, key heads that count. Each of `layers`: "
+           "input norm, qkv, o, norm before the MLP, gate_up, down, gate, kind, norm of heads, norms of the outputs of "
+           "attention and MLP, residual multiplier, scale of the output. `hidden_layers`: the layers whose hidden states "
+           "each forward keeps. Keeps all arguments alive.")
       .def("forward", &forward, py::arg("tokens"), py::arg("positions"), py::arg("slots"), py::arg("sequence"),
            py::arg("kv_len"), py::arg("mask"), py::arg("cache"), py::arg("logits"),
            "Runs a batch (model/batch.py) whose rows are sorted by sequence. Skips the LM head without `logits`.")

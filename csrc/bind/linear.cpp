@@ -2,8 +2,10 @@
 #include <pybind11/stl.h>
 
 #include <memory>
+#include <string>
 
 #include "bind/arguments.h"
+#include "bind/attention_options.h"
 #include "bind/module.h"
 #include "kernels_host.h"
 
@@ -53,25 +55,40 @@ std::unique_ptr<Weights> make_weights(const Array& data, const MaybeArray& scale
 }
 
 void linear(const Weights& weights, const Array& x, const MaybeArray& norm, float eps, const MaybeArray& residual,
-            const Array& out, bool swiglu) {
+            const Array& out, const std::string& gate_name, float scale, float softcap) {
   const int64_t rows = x.size(0), n = weights.n;
-  const bool is_f32 = x.type() == kFloat32, logits = out.type() == kFloat32 && !is_f32;
+  const bool is_f32 = x.type() == kFloat32, logits = out.type() == kFloat32 && (!is_f32 || softcap > 0.0f);
   const Type type = model_type(is_f32);
-  check(!swiglu || (n % 2 == 0 && !residual && !logits), "swiglu halves the outputs into out");
+  const host::Gate gate = gate_of(gate_name);
+  const bool gated = gate != host::Gate::none;
+  check(!gated || (n % 2 == 0 && !residual && !logits && scale == 1.0f), "a gate halves the outputs into out");
   check(!logits || !residual, "logits have no residual");
   check(is_f32 || weights.format != Format::f32, "float32 weights need a float32 model");
   const host::LinearArgs args{
       &weights,
       x.at(type, kCpu, "x", {kAny, weights.k}),
-      norm ? norm->at(type, kCpu, "norm", {weights.k}) : nullptr,
+      at_or_null<float>(norm, kCpu, "norm", {weights.k}),
       eps,
       residual ? residual->at(type, kCpu, "residual", {rows, n}) : nullptr,
-      logits ? nullptr : out.at(type, kCpu, "out", {rows, swiglu ? n / 2 : n}),
+      logits ? nullptr : out.at(type, kCpu, "out", {rows, gated ? n / 2 : n}),
       logits ? out.at<float>(kCpu, "out", {rows, n}) : nullptr,
-      swiglu,
-      rows};
+      gate,
+      rows,
+      scale,
+      softcap};
   py::gil_scoped_release unlocked;
   host::linear(args, is_f32);
+}
+
+void norm_add(const Array& x, const MaybeArray& norm, float eps, float scale, const Array& into) {
+  const int64_t rows = x.size(0), n = x.size(1);
+  const bool is_f32 = x.type() == kFloat32;
+  const Type type = model_type(is_f32);
+  const void* from = x.at(type, kCpu, "x", {kAny, kAny});
+  const auto* weight = at_or_null<float>(norm, kCpu, "norm", {n});
+  void* to = into.at(type, kCpu, "into", {rows, n});
+  py::gil_scoped_release unlocked;
+  host::norm_add(from, rows, n, weight, eps, scale, to, is_f32);
 }
 
 }  // namespace
@@ -84,9 +101,11 @@ void bind_linear(py::module_& m) {
            "`data`: blocks of 16 outputs in float32 or bfloat16; int8 if `scales` are given; int4 if `zeros` are given "
            "too (layouts: host/ops/product.h). `int8_activations`: rows are quantised to int8.");
   m.def("linear", &linear, py::arg("weights"), py::arg("x"), py::arg("norm"), py::arg("eps"), py::arg("residual"),
-        py::arg("out"), py::arg("swiglu"),
+        py::arg("out"), py::arg("gate"), py::arg("scale"), py::arg("softcap"),
         "RMSNorm, product and epilogue; see LinearArgs in kernels_host.h. A float32 `out` of a bfloat16 model receives "
-        "logits, which are not rounded.");
+        "logits, which are not rounded. `gate`: none, silu or gelu_tanh.");
+  m.def("norm_add", &norm_add, py::arg("x"), py::arg("norm"), py::arg("eps"), py::arg("scale"), py::arg("into"),
+        "Adds `scale` times the RMSNorm of the rows of `x` to `into`; without `norm`, `scale` times the rows.");
 }
 
 }  // namespace swiftspec::binding

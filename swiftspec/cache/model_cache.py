@@ -11,7 +11,8 @@ from swiftspec.cache.layer_cache import LayerCache
 
 
 class ModelCache:
-    """Cache of one model. `kv` holds the keys and values of its attention layers.
+    """Cache of one model. `kv` holds the keys and values of its attention layers, those of the first shape if the
+    layers differ in KV heads or head dimension; `further` holds those of the other shapes.
 
     Each sequence s has `capacity` slots: `prefix_len[s]` slots of verified tokens, then `tree_len` slots of the tree,
     the same number in every sequence (except after `commit_sequence`). Tree slots are allocated in order and never
@@ -22,9 +23,9 @@ class ModelCache:
     `LayerCache` and no change here or in the code that commits, compacts or copies.
     """
 
-    def __init__(self, kv: KVCache, sequences: int = 1) -> None:
+    def __init__(self, kv: KVCache, sequences: int = 1, further: Sequence[KVCache] = ()) -> None:
         self.kv, self.capacity = kv, kv.capacity
-        self.kinds: tuple[LayerCache, ...] = (kv,)
+        self.kinds: tuple[LayerCache, ...] = (kv, *further)
         self.prefix_len: list[int] = []
         self.reset(sequences)
 

@@ -9,6 +9,7 @@ latency of an all-reduce is always modelled, never measured.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from swiftspec.errors import UserError
 from swiftspec.file_io import Fields
 from swiftspec.model.checkpoint_files import read_config
 from swiftspec.model.config import ModelConfig
+from swiftspec.model.spec import LayerSpec
 
 H200_COPY_BYTES_PER_S = 4.3e12  # memory bandwidth of a plain copy on an H200, for which `constants` was written
 INT4_BITS = 4.156  # 4 bits per weight, plus a 16-bit scale and a 4-bit zero point per group of 128 weights
@@ -142,21 +144,26 @@ def forward(
     `sequences`: number of requests that the rows belong to.
     """
     bits = INT4_BITS if int4 or config.quantization else 16.0
-    spec, mixer = config.spec, config.spec.layer.mixer
-    heads, kv_heads = math.ceil(mixer.num_heads / tp), math.ceil(mixer.num_kv_heads / tp)
-    hidden, inner, width = spec.hidden_size, math.ceil(spec.layer.mlp.intermediate_size / tp), mixer.head_dim
+    spec = config.spec
 
     def product(inputs: int, outputs: int, bits: float = bits) -> float:
         least = lines.linear.at(inputs * outputs * bits / 8 + 2 * rows * (inputs + outputs))
         return max(least, lines.linear.fixed + 2 * rows * inputs * outputs / lines.flops)
 
-    layer = product(hidden, (heads + 2 * kv_heads) * width) + product(heads * width, hidden)
-    layer += product(hidden, 2 * inner) + product(inner, hidden)
-    layer += lines.attention.at(2 * 2 * kv_heads * width * context * sequences)
-    if tp > 1:
-        layer += 2 * lines.all_reduce.at(2 * (tp - 1) * rows * hidden * 2)  # twice: half of an LL line is flags
-    head = product(hidden, math.ceil(spec.vocab_size / tp), 16.0)
-    return len(spec.layers) * layer + head + lines.sampler
+    def time_of(layer: LayerSpec) -> float:
+        mixer, hidden, width = layer.mixer, spec.hidden_size, layer.mixer.head_dim
+        heads, kv_heads = math.ceil(mixer.num_heads / tp), math.ceil(mixer.num_kv_heads / tp)
+        inner = math.ceil(layer.mlp.intermediate_size / tp)
+        seconds = product(hidden, (heads + 2 * kv_heads) * width) + product(heads * width, hidden)
+        seconds += product(hidden, 2 * inner) + product(inner, hidden)
+        seconds += lines.attention.at(2 * 2 * kv_heads * width * context * sequences)
+        if tp > 1:
+            # twice: half of an LL line is flags
+            seconds += 2 * lines.all_reduce.at(2 * (tp - 1) * rows * hidden * 2)
+        return seconds
+
+    head = product(spec.hidden_size, math.ceil(spec.vocab_size / tp), 16.0)
+    return sum(count * time_of(layer) for layer, count in Counter(spec.layers).items()) + head + lines.sampler
 
 
 def config_at(path: Path) -> ModelConfig:

@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from swiftspec.model.spec import LayerSpec, ModelSpec
+from swiftspec.model.spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec
 from swiftspec.model.tensor_names import HF_NAMES, TensorNames
 from swiftspec.model.weights import DenseWeight, LayerWeights, ModelWeights, Weight, fuse_weights
 
@@ -68,26 +68,75 @@ class Checkpoint:
 
     def _layer(self, prefix: str, layer: LayerSpec) -> LayerWeights:
         mixer, mlp, names, hidden = layer.mixer, layer.mlp, self.names, self.spec.hidden_size
-        heads = ((names.q, mixer.q_size), (names.k, mixer.kv_size), (names.v, mixer.kv_size))
-        qkv = [self._linear(f"{prefix}.{name}", rows, hidden, mixer.qkv_bias) for name, rows in heads]
-        halves = (names.gate, names.up)
-        gate_up = [self._linear(f"{prefix}.{name}", mlp.intermediate_size, hidden, mlp.bias) for name in halves]
-        q_norm = k_norm = None
-        if mixer.qk_norm:
-            q_norm, k_norm = (self._norm(f"{prefix}.{name}", mixer.head_dim) for name in (names.q_norm, names.k_norm))
+        q_norm, k_norm = self._head_norms(prefix, mixer)
+        before, after = layer.norms != "after", layer.norms != "before"
+
+        def norm(name: str, present: bool) -> Tensor | None:
+            return self._norm(f"{prefix}.{name}", hidden) if present else None
+
         return LayerWeights(
-            input_norm=self._norm(f"{prefix}.{names.input_norm}", hidden),
-            qkv=fuse_weights(qkv),
+            input_norm=norm(names.input_norm, before),
+            qkv=self._qkv(prefix, mixer),
             o=self._linear(f"{prefix}.{names.o}", hidden, mixer.q_size, mixer.o_bias),
-            post_norm=self._norm(f"{prefix}.{names.post_norm}", hidden),
-            gate_up=fuse_weights(gate_up),
+            mlp_norm=norm(names.mlp_norm, before),
+            gate_up=self._gate_up(prefix, mlp),
             down=self._linear(f"{prefix}.{names.down}", hidden, mlp.intermediate_size, mlp.bias),
             q_norm=q_norm,
             k_norm=k_norm,
+            v_norm=torch.ones(1, mixer.head_dim) if mixer.v_norm else None,
+            mixer_output_norm=norm(names.mixer_output_norm, after),
+            mlp_output_norm=norm(names.mlp_output_norm, after),
+            output_scale=self.tensors.take(f"{prefix}.{names.output_scale}", 1) if layer.output_scale else None,
         )
 
+    def _qkv(self, prefix: str, mixer: AttentionSpec) -> Weight:
+        """Reads the projection of queries, keys and values, with the rows of each head in the order of
+        `_rope_order`."""
+        names, hidden = self.names, self.spec.hidden_size
+        heads = [(names.q, mixer.q_size), (names.k, mixer.kv_size), (names.v, mixer.kv_size)]
+        if names.qkv:
+            heads = [(names.qkv, mixer.q_size + 2 * mixer.kv_size)]
+        elif mixer.keys_as_values:
+            heads = heads[:2]
+        parts = [self._linear(f"{prefix}.{name}", rows, hidden, mixer.qkv_bias) for name, rows in heads]
+        if mixer.keys_as_values:
+            parts.append(parts[1])
+        qkv, order = fuse_weights(parts), _rope_order(mixer)
+        if order is None:
+            return qkv
+        rotated = mixer.num_heads + mixer.num_kv_heads
+        first = torch.arange(rotated).unsqueeze(1) * mixer.head_dim
+        values = torch.arange(rotated * mixer.head_dim, mixer.q_size + 2 * mixer.kv_size)
+        if mixer.rope.interleaved and not isinstance(qkv, DenseWeight):
+            # the rows that a quantised format packs together are not neighbours in the new order
+            qkv = DenseWeight(qkv.dequantize(torch.float32), qkv.bias)
+        return qkv.outputs(torch.cat(((first + order).flatten(), values)))
+
+    def _head_norms(self, prefix: str, mixer: AttentionSpec) -> tuple[Tensor, Tensor] | tuple[None, None]:
+        """Reads the weights of the norms of queries and keys, [heads, head_dim] or [1, head_dim] each."""
+        if mixer.qk_norm == "none":
+            return None, None
+        whole, order = mixer.qk_norm == "projection", _rope_order(mixer)
+        counts = (mixer.num_heads, mixer.num_kv_heads) if whole else (1, 1)
+        q_norm, k_norm = (
+            self._norm(f"{prefix}.{name}", heads * mixer.head_dim).view(heads, mixer.head_dim)
+            for name, heads in zip((self.names.q_norm, self.names.k_norm), counts, strict=True)
+        )
+        return (q_norm, k_norm) if order is None else (q_norm[:, order], k_norm[:, order])
+
+    def _gate_up(self, prefix: str, mlp: MlpSpec) -> Weight:
+        names, inner, hidden = self.names, mlp.intermediate_size, self.spec.hidden_size
+        if names.gate_up:
+            return self._linear(f"{prefix}.{names.gate_up}", 2 * inner, hidden, mlp.bias)
+        halves = [self._linear(f"{prefix}.{name}", inner, hidden, mlp.bias) for name in (names.gate, names.up)]
+        return fuse_weights(halves)
+
     def _norm(self, module: str, size: int) -> Tensor:
-        return self.tensors.take(f"{module}.weight", size)
+        """Reads the weights of an RMSNorm. 1 + weight is computed in float32, or in float64 for float64 weights."""
+        weight = self.tensors.take(f"{module}.weight", size)
+        if not self.spec.norm_unit_offset:
+            return weight
+        return 1 + (weight if weight.dtype == torch.float64 else weight.float())
 
     def _linear(self, module: str, rows: int, columns: int, bias: bool) -> Weight:
         """Reads the matrix [rows, columns] of `module`. A quantised checkpoint may have dense matrices, too: those
@@ -96,3 +145,15 @@ class Checkpoint:
         if self.layout is None or f"{module}.weight" in self.tensors:
             return DenseWeight(self.tensors.take(f"{module}.weight", rows, columns), shift)
         return self.layout.linear(self.tensors, module, rows, columns, shift)
+
+
+def _rope_order(mixer: AttentionSpec) -> Tensor | None:
+    """Returns for each element of a query or key head its index in the checkpoint, [head_dim], so that the elements of
+    a rotated pair become half a head apart; None if they already are. Scores do not depend on the order."""
+    dim, rope = mixer.head_dim, mixer.rope
+    count = rope.rotated(dim)
+    if rope.kind == "none" or (count == dim and not rope.interleaved):
+        return None
+    rotated, rest = torch.arange(count), torch.arange(count, dim)
+    first, second = (rotated[::2], rotated[1::2]) if rope.interleaved else rotated.chunk(2)
+    return torch.cat((first, rest[: len(rest) // 2], second, rest[len(rest) // 2 :]))

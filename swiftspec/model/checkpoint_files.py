@@ -117,10 +117,12 @@ class Tensors:
                 raise UserError(f"{self.folder / file} was changed while it was read; restart")
         return self._open[1:]
 
-    def check_all_taken(self) -> None:
-        """Raises UserError if a tensor was not taken: the checkpoint then has weights that this architecture lacks."""
+    def check_all_taken(self, prefixes: tuple[str, ...] = ("",)) -> None:
+        """Raises UserError if a tensor whose name begins with one of `prefixes` was not taken: the checkpoint then has
+        weights that this architecture lacks."""
         # Some checkpoints contain the RoPE frequencies (old transformers), which are redundant.
-        extra = sorted(name for name in self._left if not name.endswith("rotary_emb.inv_freq"))
+        left = (name for name in self._left if name.startswith(prefixes))
+        extra = sorted(name for name in left if not name.endswith("rotary_emb.inv_freq"))
         if extra:
             name = extra[0] if extra[0].isprintable() and len(extra[0]) <= 200 else truncated_repr(extra[0])
             order = " (activation order is not supported)" if extra[0].endswith("g_idx") else ""

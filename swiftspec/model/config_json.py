@@ -7,7 +7,7 @@ from typing import Any
 
 from swiftspec.errors import UserError, truncated_repr
 from swiftspec.file_io import Fields
-from swiftspec.model.architectures import architecture_of
+from swiftspec.model.architectures import architecture_of, text_model_fields
 from swiftspec.model.architectures.decoder import MOST_POSITIONS
 from swiftspec.model.config import ModelConfig
 
@@ -18,10 +18,11 @@ DTYPES = ("bfloat16", "float16", "float32", "float64")
 
 def parse_config(data: Json) -> ModelConfig:
     """Parses a config.json of transformers 4 or 5. Raises UserError on unsupported features."""
-    fields = Fields(data)
-    architecture = architecture_of(fields)
+    whole = Fields(data)
+    architecture = architecture_of(whole)
+    fields = architecture.with_defaults(text_model_fields(whole))
     return ModelConfig(
-        spec=architecture.spec(fields),
+        spec=architecture.read_spec(fields),
         names=architecture.names,
         max_position_embeddings=fields.integer("max_position_embeddings", 2048, ge=2, le=MOST_POSITIONS),
         dtype=_dtype(fields),

@@ -35,35 +35,42 @@ SLACK = 1.0625  # margin for rounding errors
 
 @dataclass(frozen=True, slots=True)
 class Fp8KVScale:
-    """Scaling of a model's weights for a float8 KV cache. Sizes are those of the model, or of a rank's shard."""
+    """Scaling of a layer's weights for a float8 KV cache. Sizes are those of the model, or of a rank's shard."""
 
     heads: int
     kv_heads: int
     head_dim: int
+    key_factor: float = 1.0  # of the keys, from the RoPE tables
 
     def of_weights(self, weights: ModelWeights) -> ModelWeights:
         """Returns weights that compute the same function, with keys and values that fit float8."""
-        return replace(weights, layers=[partial(self._layer, read) for read in weights.layers])
+        return replace(weights, layers=[partial(self.of_layer, read) for read in weights.layers])
 
-    def _layer(self, read: Callable[[], LayerWeights]) -> LayerWeights:
+    def of_layer(self, read: Callable[[], LayerWeights]) -> LayerWeights:
+        """Reads a layer and scales it."""
         layer = read()
         keys, values = (2.0 ** _exponent(reach) for reach in self.max_magnitudes(layer))
         kv = self.kv_heads * self.head_dim
         normed = layer.q_norm is not None and layer.k_norm is not None
         q_rows, k_rows = (1.0, 1.0) if normed else (keys, 1 / keys)
-        runs = ((self.heads * self.head_dim, q_rows), (kv, k_rows), (kv, 1 / values))
+        v_rows = 1 / values if layer.v_norm is None else 1.0
+        runs = ((self.heads * self.head_dim, q_rows), (kv, k_rows), (kv, v_rows))
+        assert layer.input_norm is not None
         full = partial(torch.full, dtype=torch.float32, device=layer.input_norm.device)
         factors = torch.cat([full((rows,), factor) for rows, factor in runs])
         qkv: Any = _scaled(layer.qkv, factors)
         if qkv.bias is not None:
             qkv = replace(qkv, bias=qkv.bias * factors)
-        layer = replace(layer, qkv=qkv, o=_scaled(layer.o, full(layer.input_norm.shape, values)))
+        o = _scaled(layer.o, full(layer.input_norm.shape, values))
+        v_norm = None if layer.v_norm is None else layer.v_norm / values
+        layer = replace(layer, qkv=qkv, o=o, v_norm=v_norm)
         if layer.q_norm is None or layer.k_norm is None:
             return layer
         return replace(layer, q_norm=layer.q_norm * keys, k_norm=layer.k_norm / keys)
 
     def max_magnitudes(self, layer: LayerWeights) -> tuple[float, float]:
         """Returns upper bounds of the magnitude of a key's and of a value's elements, before rounding."""
+        assert layer.input_norm is not None
         first, count = self.heads * self.head_dim, 2 * self.kv_heads * self.head_dim
         part = layer.qkv.outputs(torch.arange(first, first + count))
         matrix = part.dequantize(torch.float32) * layer.input_norm.float()
@@ -71,11 +78,14 @@ class Fp8KVScale:
         if part.bias is not None:
             most = most + part.bias.float().abs()
         keys, values = most.view(2, self.kv_heads, 2, self.head_dim // 2)
-        if layer.k_norm is not None:
-            # a rotated pair has at most the length of the head, times the larger of its two weights
-            return math.sqrt(self.head_dim) * float(layer.k_norm.float().abs().max()), float(values.max())
         # RoPE rotates pairs of elements, one of each half of a key
-        return float(keys.norm(dim=1).max()), float(values.max())
+        key, value = float(keys.norm(dim=1).max()), float(values.max())
+        if layer.k_norm is not None:
+            # a rotated pair has at most the length of the normed elements, times the larger of its two weights
+            key = math.sqrt(layer.k_norm.numel()) * float(layer.k_norm.float().abs().max())
+        if layer.v_norm is not None:
+            value = math.sqrt(self.head_dim)
+        return key * self.key_factor, value
 
 
 def _exponent(reach: float) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -18,6 +19,7 @@ from swiftspec.model.formats import format_of
 from swiftspec.model.formats.int8 import LoadTimeQuantization
 from swiftspec.model.packed_model import PackedModel
 from swiftspec.model.shard import EIGHT, Shard
+from swiftspec.model.spec import ModelSpec
 from swiftspec.model.tensor_parallel import TensorParallelGroup
 from swiftspec.model.transformer import ModelOps, Transformer
 from swiftspec.model.weights import ModelWeights
@@ -77,15 +79,14 @@ def load_model(
     """
     stored = read_config(path)
     config = _with_vocab_rows(stored, vocab_rows)
-    spec, names = config.spec, config.names
+    spec = config.spec
     shard = None if group is None else _shard_of(config, group, path)
     tensors = open_tensors(path, progress)
+    names = config.names.found_in(tensors)
     weights = Checkpoint(stored.spec, tensors, format_of(config), names).read().with_vocab_rows(spec.vocab_size)
     weights = quantization.of_weights(weights if shard is None else shard.cut(weights))
     if cache_dtype == FLOAT8:
-        mixer = spec.layer.mixer
-        heads = (mixer.num_heads, mixer.num_kv_heads) if shard is None else (shard.num_heads, shard.kv_heads)
-        weights = Fp8KVScale(*heads, mixer.head_dim).of_weights(weights)
+        weights = _scale_for_float8(path, spec, weights, shard)
     kind: torch.dtype = dtype or getattr(torch, config.dtype)
     entry = None
     if packed_cache is not None:
@@ -104,7 +105,7 @@ def load_model(
         spec, weights, ops, device, kind, max_positions, shard=shard, group=group,
         cache_dtype=cache_dtype, hidden_layers=hidden_layers,
     )  # fmt: skip
-    tensors.check_all_taken()
+    tensors.check_all_taken(names.text_prefixes)
     if entry is not None:
         entry.store(model.stack)
     return model
@@ -123,3 +124,18 @@ def _with_vocab_rows(config: ModelConfig, rows: int) -> ModelConfig:
     if rows <= config.spec.vocab_size:
         return config
     return replace(config, spec=replace(config.spec, vocab_size=-(-rows // EIGHT) * EIGHT))
+
+
+def _scale_for_float8(path: str | Path, spec: ModelSpec, weights: ModelWeights, shard: Shard | None) -> ModelWeights:
+    """Returns weights whose keys and values fit float8. Raises UserError if keys and values have no bound."""
+    mixers = [layer.mixer for layer in spec.layers]
+    if any(layer.norms == "after" for layer in spec.layers):
+        raise UserError(f"{path}: a float8 KV cache needs a norm before attention, which this model does not have")
+    counts = [(mixer.num_heads, mixer.num_kv_heads) for mixer in mixers]
+    if shard is not None:
+        counts = [(part.num_heads, part.kv_heads) for part in shard.layers]
+    layers = [
+        partial(Fp8KVScale(*heads, mixer.head_dim, mixer.rope.attention_factor).of_layer, read)
+        for heads, mixer, read in zip(counts, mixers, weights.layers, strict=True)
+    ]
+    return replace(weights, layers=layers)

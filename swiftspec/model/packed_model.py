@@ -2,34 +2,87 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
 from typing import Any, Protocol
 
 from torch import Tensor
 
 from swiftspec.model.batch import Batch, ForwardOutput
+from swiftspec.model.spec import Activation
 from swiftspec.model.tensor_parallel import TensorParallelGroup
 
 
 @dataclass(frozen=True, slots=True)
 class PackedMlp:
-    """A dense SwiGLU MLP with packed weights."""
+    """A dense gated MLP with packed weights."""
 
     gate_up: Any
     down: Any
+    activation: Activation = "silu"
 
 
 @dataclass(frozen=True, slots=True)
 class PackedLayer:
-    """One layer with packed weights: two norms, the projections of attention, the MLP."""
+    """One layer with packed weights: norms, the projections of attention, the MLP. A norm is None if the layer does not
+    have it."""
 
     input_norm: Any
     qkv: Any
     o: Any
-    post_norm: Any
+    mlp_norm: Any  # before the MLP
     mlp: PackedMlp
-    qk_norm: Any = None  # norm of the query and key heads, weight [num_heads + kv_heads, head_dim]; None: no norm
+    # norm of the query and key heads, weight [num_heads + kv_heads, head_dim]; with a norm of the value heads, too,
+    # weight [num_heads + 2 * kv_heads, head_dim]
+    qk_norm: Any = None
+    mixer_output_norm: Any = None
+    mlp_output_norm: Any = None
+    residual_multiplier: float = 1.0
+    output_scale: Tensor | None = None  # [1], in the dtype of the model
+    attention: int = 0  # index in `PackedModel.attention`
+    cache_layer: int = 0  # index of the layer in its KV cache
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ProjectionNorm:
+    """RMSNorm over all query heads together and over all key heads together, of a model or of one rank's shard."""
+
+    q_size: int  # elements of all query heads of the whole model
+    k_size: int
+    counted: Tensor | None = None  # [kv_heads] bool, key heads of which this rank has the first copy; None: all
+    reduce: Callable[[Tensor], Tensor] | None = None  # sums over the ranks of a group
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AttentionOptions:
+    """Variations of attention, which all layers of one kind share. `swiftspec.model.spec.AttentionSpec` documents
+    them."""
+
+    window: int | None = None
+    scale: float | None = None
+    softcap: float | None = None
+    query_scale: Tensor | None = None  # [positions] float32, factor of a query at a position
+    projection_norm: ProjectionNorm | None = None  # qk_norm is a norm of whole projections
+
+    @property
+    def in_use(self) -> tuple[str, ...]:
+        """Names of the options that differ from their defaults."""
+        return tuple(field.name for field in fields(self) if getattr(self, field.name) is not None)
+
+
+PLAIN_ATTENTION = AttentionOptions()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PackedAttention:
+    """RoPE tables, head counts and options of the attention layers of one kind, for a model or one rank's shard."""
+
+    cos: Tensor  # [positions, head_dim]
+    sin: Tensor
+    num_heads: int
+    kv_heads: int
+    options: AttentionOptions = PLAIN_ATTENTION
+    cache: int = 0  # index of its KV cache in `LayerCaches.kinds`
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,27 +93,29 @@ class PackedModel:
     layers: Sequence[PackedLayer]
     norm: Any
     head: Any
-    cos: Tensor  # [positions, head_dim]
-    sin: Tensor
-    num_heads: int
-    kv_heads: int
+    attention: Sequence[PackedAttention]  # by kind of attention layer
     group: TensorParallelGroup | None  # all-reduces the outputs of attention and MLP; None: the model is not sharded
     hidden_layers: tuple[int, ...] = ()  # layers whose hidden states a forward returns, ascending
+    embedding_multiplier: float = 1.0  # rounded to the dtype of the model
+    logit_multiplier: float = 1.0
+    logit_softcap: float | None = None
 
 
 class KVTensors(Protocol):
-    """Keys and values of the attention layers: `k` and `v` are [layers, sequences, kv_heads, capacity, head_dim]. A
-    forward writes the slots of its rows."""
+    """Keys and values of attention layers of one shape: `k` and `v` are [layers, sequences, kv_heads, capacity,
+    head_dim]. A forward writes the slots of its rows."""
 
     k: Tensor
     v: Tensor
 
 
 class LayerCaches(Protocol):
-    """Cache of a model, by kind of layer."""
+    """Cache of a model, by kind of layer. `kv`: the first of the kinds."""
 
     @property
     def kv(self) -> KVTensors: ...
+    @property
+    def kinds(self) -> Sequence[Any]: ...
 
 
 class FusedModel(Protocol):

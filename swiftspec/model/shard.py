@@ -17,7 +17,8 @@ from torch import Tensor
 from swiftspec.errors import UserError
 from swiftspec.model.config import ModelConfig
 from swiftspec.model.formats import format_of
-from swiftspec.model.weights import LayerWeights, ModelWeights, Weight
+from swiftspec.model.spec import LayerSpec
+from swiftspec.model.weights import LayerWeights, ModelWeights, Weight, select
 
 INNER_UNIT = 16  # kernels require a projection's inputs to be a multiple of this
 EIGHT = 8  # int4 weights are packed in groups of eight outputs
@@ -65,16 +66,14 @@ class HeadPartition:
 
 
 @dataclass(frozen=True, slots=True)
-class Shard:
-    """One rank's shard of a model: for each matrix the indices (int64) of its rows or columns in the whole matrix; -1
+class LayerShard:
+    """One rank's shard of a layer: for each matrix the indices (int64) of its rows or columns in the whole matrix; -1
     marks zero padding.
 
     The columns of a padding query head in O and of a padding row of the MLP in `down` are zero, so both contribute
     nothing.
     """
 
-    rank: int
-    size: int
     num_heads: int  # query heads of this rank, including padding
     kv_heads: int
     head_dim: int
@@ -83,27 +82,23 @@ class Shard:
     o: Tensor  # columns: [num_heads * head_dim], in aligned runs of head_dim
     gate_up: Tensor  # rows
     down: Tensor  # columns
-    vocab: Tensor  # rows of the LM head, following those of the previous rank
+    q_heads: Tensor  # [num_heads], indices of the heads
+    k_heads: Tensor  # [kv_heads]
+    counted: Tensor  # [kv_heads] bool, the key heads of which no earlier rank or unit has a copy
 
     @staticmethod
-    def of(config: ModelConfig, rank: int, size: int) -> Shard:
-        """Returns the shard of `rank`. Raises UserError if the model cannot be divided over `size` ranks."""
-        layer = config.spec.layer
+    def of(layer: LayerSpec, unit: int, rank: int, size: int) -> LayerShard:
+        """Returns the shard of `rank`. `unit`: see `inner_unit`."""
         heads, kv_heads, width = layer.mixer.num_heads, layer.mixer.num_kv_heads, layer.mixer.head_dim
         inner = layer.mlp.intermediate_size
-        if size > heads:
-            raise UserError(f"{heads} query heads cannot be sharded over {size} ranks; use at most {heads} ranks")
-        layout = format_of(config)
-        if size > 1 and layout is not None and width % EIGHT:
-            raise UserError(f"sharded int4 weights need a head dimension divisible by 8, not {width}; use one rank")
         cut = HeadPartition.of(heads, kv_heads, size)
         q_heads, own_kv_heads = cut.heads_of(rank, heads, kv_heads)
         q, kv = _expand_head_rows(q_heads, width), _expand_head_rows(own_kv_heads, width)
-        unit = INNER_UNIT if layout is None else layout.group_size
         rows = _partition_rows(inner, unit, rank, size)
-        return Shard(
-            rank=rank,
-            size=size,
+        earlier = [head for before in range(rank) for head in cut.heads_of(before, heads, kv_heads)[1]]
+        everything = [*earlier, *own_kv_heads]
+        counted = [head >= 0 and head not in everything[: len(earlier) + i] for i, head in enumerate(own_kv_heads)]
+        return LayerShard(
             num_heads=len(q_heads),
             kv_heads=len(own_kv_heads),
             head_dim=width,
@@ -112,6 +107,52 @@ class Shard:
             o=q,
             gate_up=torch.cat((rows, _after(inner, rows))),
             down=rows,
+            q_heads=torch.tensor(q_heads),
+            k_heads=torch.tensor(own_kv_heads),
+            counted=torch.tensor(counted),
+        )
+
+    def cut(self, layer: LayerWeights, *, first: bool) -> LayerWeights:
+        """Cuts a layer. The ranks' outputs of O and down are summed, so only the first rank keeps their biases."""
+        o, down = layer.o.inputs(self.o, self.head_dim), layer.down.inputs(self.down, self.inner_unit)
+        if not first:
+            o, down = _without_bias(o), _without_bias(down)
+        qkv, gate_up = layer.qkv.outputs(self.qkv), layer.gate_up.outputs(self.gate_up)
+        norms = {"q_norm": (layer.q_norm, self.q_heads), "k_norm": (layer.k_norm, self.k_heads)}
+        own = {
+            name: select(norm, 0, heads)
+            for name, (norm, heads) in norms.items()
+            if norm is not None and norm.shape[0] > 1
+        }
+        return replace(layer, qkv=qkv, o=o, gate_up=gate_up, down=down, **own)
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """One rank's shard of a model."""
+
+    rank: int
+    size: int
+    layers: tuple[LayerShard, ...]
+    vocab: Tensor  # rows of the LM head (int64), following those of the previous rank; -1 marks zero padding
+
+    @staticmethod
+    def of(config: ModelConfig, rank: int, size: int) -> Shard:
+        """Returns the shard of `rank`. Raises UserError if the model cannot be divided over `size` ranks."""
+        layout = format_of(config)
+        unit = INNER_UNIT if layout is None else layout.group_size
+        made: dict[LayerSpec, LayerShard] = {}
+        for layer in dict.fromkeys(config.spec.layers):
+            heads, width = layer.mixer.num_heads, layer.mixer.head_dim
+            if size > heads:
+                raise UserError(f"{heads} query heads cannot be sharded over {size} ranks; use at most {heads} ranks")
+            if size > 1 and layout is not None and width % EIGHT:
+                raise UserError(f"sharded int4 weights need a head dimension divisible by 8, not {width}; use one rank")
+            made[layer] = LayerShard.of(layer, unit, rank, size)
+        return Shard(
+            rank=rank,
+            size=size,
+            layers=tuple(made[layer] for layer in config.spec.layers),
             vocab=_partition_rows(config.spec.vocab_size, EIGHT, rank, size),
         )
 
@@ -121,20 +162,13 @@ class Shard:
         return len(self.vocab)
 
     def cut(self, weights: ModelWeights) -> ModelWeights:
-        """Returns this rank's shard of `weights`. The embedding and the norms, also those of a
-        head, are complete on every rank."""
-        layers = [partial(self._layer, read) for read in weights.layers]
+        """Returns this rank's shard of `weights`. The embedding and the norms, also those of a head, are complete on
+        every rank, except norms with weights for each head."""
+        layers = [partial(self._layer, *pair) for pair in zip(self.layers, weights.layers, strict=True)]
         return replace(weights, layers=layers, head=lambda: weights.head().outputs(self.vocab))
 
-    def _layer(self, read: Callable[[], LayerWeights]) -> LayerWeights:
-        """Reads one layer and cuts it. The ranks' outputs of O and down are summed, so only rank 0 keeps their
-        biases."""
-        layer = read()
-        o, down = layer.o.inputs(self.o, self.head_dim), layer.down.inputs(self.down, self.inner_unit)
-        if self.rank > 0:
-            o, down = _without_bias(o), _without_bias(down)
-        qkv, gate_up = layer.qkv.outputs(self.qkv), layer.gate_up.outputs(self.gate_up)
-        return replace(layer, qkv=qkv, o=o, gate_up=gate_up, down=down)
+    def _layer(self, part: LayerShard, read: Callable[[], LayerWeights]) -> LayerWeights:
+        return part.cut(read(), first=self.rank == 0)
 
 
 def _ceil(a: int, b: int) -> int:

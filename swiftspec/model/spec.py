@@ -1,28 +1,50 @@
 """Model spec: what a decoder is made of, as data. Each variation of a model family is a field, and no other code knows
 families; architectures/ builds the spec of each family from its config.json.
 
-A code path that cannot honour a field refuses a model by it (`check_supported` of a backend, tools/width_expand).
+A field with a default is optional. A code path refuses a model by the optional fields that it does not know
+(`unknown_fields`), so that a new field is never ignored: `check_supported` of a backend, tools/width_expand.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Collection, Iterator
+from dataclasses import MISSING, dataclass, fields
+from typing import Any, Literal
 
 from swiftspec.errors import UserError
+
+RopeKind = Literal["default", "linear", "llama3", "yarn", "longrope", "proportional", "none"]
 
 
 @dataclass(frozen=True, slots=True)
 class RopeSpec:
     """Rotary position embedding (RoPE): base `theta`, and the frequency scaling for contexts beyond the trained
-    length."""
+    length.
+
+    The checkpoint reader orders the rows of queries and keys so that the elements of a rotated pair are half a head
+    apart, and the RoPE tables leave the other elements unchanged. Therefore operators read only the tables, and
+    implement every field.
+    """
 
     theta: float
-    kind: Literal["default", "linear", "llama3"] = "default"
+    kind: RopeKind = "default"  # none: the layer has no position embedding (NoPE)
     factor: float = 1.0
-    low_freq_factor: float = 1.0  # this field and the next two are for llama3 only
+    low_freq_factor: float = 1.0  # this field and the next one are for llama3 only
     high_freq_factor: float = 4.0
-    original_max_position: int = 8192
+    original_max_position: int = 8192  # trained length, for llama3, yarn and longrope
+    beta_fast: float = 32.0  # this field and the next two are for yarn only
+    beta_slow: float = 1.0
+    truncate: bool = True
+    attention_factor: float = 1.0  # factor of the rotated elements, for yarn and longrope
+    short_factors: tuple[float, ...] = ()  # longrope: divisors of the frequencies within the trained length
+    long_factors: tuple[float, ...] = ()  # longrope: divisors beyond it
+    share: float = 1.0  # rotated share of a head's elements (partial RoPE)
+    interleaved: bool = False  # the pairs are neighbours in the checkpoint: elements 2i and 2i + 1
+
+    def rotated(self, head_dim: int) -> int:
+        """Returns the number of a head's elements to which the pairs of the checkpoint belong. "proportional" has all
+        of them, with frequency 0 for those that `share` excludes."""
+        return head_dim if self.kind == "proportional" else int(head_dim * self.share)
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +58,16 @@ class AttentionSpec:
     rope: RopeSpec
     qkv_bias: bool = False
     o_bias: bool = False
-    # RMSNorm of each query head and each key head before RoPE; the weights [head_dim] are shared by all heads
-    qk_norm: bool = False
+    # RMSNorm of queries and keys before RoPE. head: of each head, with weights [head_dim] that all heads share.
+    # projection: of all query heads together and of all key heads together, with a weight for each element.
+    qk_norm: Literal["none", "head", "projection"] = "none"
+    v_norm: bool = False  # RMSNorm of each value head, without weights; requires qk_norm "head"
+    keys_as_values: bool = False  # the values are the keys before norm and RoPE (K = V)
+    window: int | None = None  # sliding window: a position attends to this many positions, itself included
+    scale: float | None = None  # of the attention scores; None: head_dim ** -0.5
+    softcap: float | None = None  # c: a score s becomes c tanh(s / c)
+    # b: a query at position p is multiplied by 1 + b log(1 + floor(p / rope.original_max_position)), as in Llama 4
+    query_scale_beta: float = 0.0
 
     @property
     def q_size(self) -> int:
@@ -50,20 +80,28 @@ class AttentionSpec:
         return self.num_kv_heads * self.head_dim
 
 
+Activation = Literal["silu", "gelu_tanh"]
+
+
 @dataclass(frozen=True, slots=True)
 class MlpSpec:
-    """Dense SwiGLU MLP: down(SiLU(gate(x)) * up(x))."""
+    """Dense gated MLP: down(activation(gate(x)) * up(x)). SwiGLU with "silu", GeGLU with "gelu_tanh"."""
 
     intermediate_size: int
     bias: bool = False  # of all three projections
+    activation: Activation = "silu"
 
 
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
-    """One decoder layer: a token mixer and an MLP, each after an RMSNorm and with a residual connection."""
+    """One decoder layer: a token mixer and an MLP, each with a residual connection."""
 
     mixer: AttentionSpec
     mlp: MlpSpec
+    # RMSNorm before mixer and MLP, after them (before the residual is added), or both
+    norms: Literal["before", "after", "both"] = "before"
+    residual_multiplier: float = 1.0  # of the outputs of mixer and MLP, before the residual is added
+    output_scale: bool = False  # the checkpoint has a number with which the output of the layer is multiplied
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,12 +113,64 @@ class ModelSpec:
     layers: tuple[LayerSpec, ...]
     norm_eps: float  # of every RMSNorm
     tie_word_embeddings: bool  # the embedding is also the LM head
+    norm_unit_offset: bool = False  # an RMSNorm multiplies by 1 + weight
+    embedding_multiplier: float = 1.0
+    logit_multiplier: float = 1.0
+    logit_softcap: float | None = None  # c: a logit s becomes c tanh(s / c)
 
     @property
     def layer(self) -> LayerSpec:
-        """The spec of every layer. Raises UserError if the layers differ: the KV cache, the RoPE tables and the shards
-        have one shape for all layers."""
+        """The spec of every layer. Raises UserError if the layers differ."""
         first = self.layers[0]
         if any(layer != first for layer in self.layers):
             raise UserError("models whose layers differ in shape are not supported")
         return first
+
+    @property
+    def cache_shapes(self) -> tuple[tuple[int, int], ...]:
+        """The distinct pairs of KV heads and head dimension of the layers, in the order of the layers. Each has a KV
+        cache of its own."""
+        return tuple(dict.fromkeys((layer.mixer.num_kv_heads, layer.mixer.head_dim) for layer in self.layers))
+
+
+FEATURES = {  # optional fields, for messages
+    "qk_norm": "norm of query and key heads",
+    "v_norm": "norm of value heads",
+    "window": "sliding window",
+    "scale": "scale of attention scores",
+    "softcap": "soft cap of attention scores",
+    "query_scale_beta": "scale of queries by position",
+    "activation": "GeGLU",
+    "norms": "norms after attention and MLP",
+    "residual_multiplier": "residual multiplier",
+    "output_scale": "scale of a layer's output",
+    "norm_unit_offset": "norms with 1 + weight",
+    "embedding_multiplier": "embedding multiplier",
+    "logit_multiplier": "logit multiplier",
+    "logit_softcap": "soft cap of logits",
+}
+# Optional fields that the checkpoint reader alone implements; RopeSpec: see there
+READER_FIELDS = frozenset(("qkv_bias", "o_bias", "bias", "keys_as_values"))
+
+
+def unknown_fields(spec: ModelSpec, known: Collection[str] = ()) -> str | None:
+    """Returns a description of the optional fields of a model that are in use and not in `known`, or None.
+
+    `known`: names of optional fields that a code path implements, in addition to those of `READER_FIELDS`.
+    """
+    used = dict.fromkeys(name for part in _parts(spec) for name in _used_fields(part))
+    found = [f"{FEATURES.get(name, 'support')} ({name})" for name in used if name not in READER_FIELDS.union(known)]
+    return ", no ".join(found) or None
+
+
+def _parts(spec: ModelSpec) -> Iterator[Any]:
+    yield spec
+    for layer in dict.fromkeys(spec.layers):
+        yield from (layer, layer.mixer, layer.mlp)
+
+
+def _used_fields(part: Any) -> Iterator[str]:
+    """Yields the names of the optional fields whose value is not the default."""
+    for field in fields(part):
+        if field.default is not MISSING and getattr(part, field.name) != field.default:
+            yield field.name

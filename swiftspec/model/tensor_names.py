@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Container
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,17 +20,51 @@ class TensorNames:
     q: str = "self_attn.q_proj"
     k: str = "self_attn.k_proj"
     v: str = "self_attn.v_proj"
+    qkv: str = ""  # one module for queries, keys and values, instead of the three before
     o: str = "self_attn.o_proj"
     q_norm: str = "self_attn.q_norm"
     k_norm: str = "self_attn.k_norm"
-    post_norm: str = "post_attention_layernorm"
+    mixer_output_norm: str = "post_attention_layernorm"
+    mlp_norm: str = "post_attention_layernorm"
+    mlp_output_norm: str = "post_feedforward_layernorm"
     gate: str = "mlp.gate_proj"
     up: str = "mlp.up_proj"
+    gate_up: str = ""  # one module for gate and up, instead of the two before
     down: str = "mlp.down_proj"
+    output_scale: str = "layer_scalar"  # the name of the tensor
+    # of a multimodal checkpoint: names in files with another layout, and prefixes of the text model's tensors, beyond
+    # which tensors belong to other modalities
+    alternative: TensorNames | None = None
+    text_prefixes: tuple[str, ...] = ("",)
 
     def layer(self, index: int) -> str:
         """Returns the module name of a layer."""
         return f"{self.layers}.{index}"
+
+    def found_in(self, tensors: Container[str]) -> TensorNames:
+        """Returns these names, or the alternative ones if only those have an embedding in `tensors`."""
+        other = self.alternative
+        has = other is not None and f"{other.embedding}.weight" in tensors
+        return other if other is not None and has and f"{self.embedding}.weight" not in tensors else self
+
+    def of_text(self) -> TensorNames:
+        """Returns the names of a text model inside a multimodal checkpoint: those that transformers 5 writes, and as
+        alternative those of earlier versions."""
+        first, *others = (
+            replace(
+                self,
+                embedding=f"{root}.embed_tokens",
+                layers=f"{root}.layers",
+                norm=f"{root}.norm",
+                head=head,
+                text_prefixes=(f"{root}.", f"{head}."),
+            )
+            for root, head in (
+                ("model.language_model", "lm_head"),
+                ("language_model.model", "language_model.lm_head"),
+            )
+        )
+        return replace(first, alternative=others[0])
 
 
 HF_NAMES = TensorNames()

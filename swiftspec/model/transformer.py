@@ -11,8 +11,17 @@ import torch
 from torch import Tensor
 
 from swiftspec.model.batch import Batch, ForwardOutput
-from swiftspec.model.packed_model import FusedModel, LayerCaches, PackedLayer, PackedMlp, PackedModel
-from swiftspec.model.spec import ModelSpec
+from swiftspec.model.packed_model import (
+    AttentionOptions,
+    FusedModel,
+    LayerCaches,
+    PackedAttention,
+    PackedLayer,
+    PackedMlp,
+    PackedModel,
+    ProjectionNorm,
+)
+from swiftspec.model.spec import AttentionSpec, LayerSpec, ModelSpec
 from swiftspec.model.tensor_parallel import TensorParallelGroup
 from swiftspec.model.weights import LayerWeights, ModelWeights, Weight
 
@@ -32,28 +41,40 @@ class ModelOps(Protocol):
         self, rope: Any, head_dim: int, length: int, dtype: torch.dtype, device: torch.device | str, /
     ) -> tuple[Tensor, Tensor]: ...
     def fuse(self, stack: PackedModel, /) -> FusedModel | None: ...
-    def prepare(self, batch: Batch, cache: Any, cos: Tensor, sin: Tensor, num_heads: int, /) -> Any: ...
-    def embed(self, tokens: Tensor, weight: Tensor, /) -> Tensor: ...
+    def prepare(
+        self, batch: Batch, cache: Any, cos: Tensor, sin: Tensor, num_heads: int, options: AttentionOptions, /
+    ) -> Any: ...
+    def embed(self, tokens: Tensor, weight: Tensor, multiplier: float, /) -> Tensor: ...
     def norm_linear(self, x: Tensor, norm: Any, packed: Any, /) -> Tensor: ...
     def tree_attention(self, qkv: Tensor, plan: Any, layer: int, qk_norm: Any, /) -> Tensor: ...
     def linear_residual(
-        self, x: Tensor, packed: Any, residual: Tensor, reduce: Callable[[Tensor], Tensor] | None, /
-    ) -> Tensor: ...
+        self, x: Tensor, packed: Any, residual: Tensor, reduce: Callable[[Tensor], Tensor] | None, norm: Any,
+        multiplier: float, /,
+    ) -> Tensor: ...  # fmt: skip
     def mlp(
         self, hidden: Tensor, norm: Any, weights: PackedMlp, residual: Tensor,
-        reduce: Callable[[Tensor], Tensor] | None, /,
+        reduce: Callable[[Tensor], Tensor] | None, output_norm: Any, multiplier: float, /,
     ) -> Tensor: ...  # fmt: skip
-    def norm_head(self, x: Tensor, norm: Any, packed: Any, /) -> Tensor: ...
+    def norm_head(self, x: Tensor, norm: Any, packed: Any, multiplier: float, softcap: float | None, /) -> Tensor: ...
     def mask_outputs(self, packed: Any, outputs: Sequence[int], device: torch.device | str, /) -> Any: ...
+
+
+class HeadCounts(Protocol):
+    """Attention heads of one rank's shard of a layer, including padding; `shard.LayerShard` implements it."""
+
+    @property
+    def num_heads(self) -> int: ...
+    @property
+    def kv_heads(self) -> int: ...
+    @property
+    def counted(self) -> Tensor: ...
 
 
 class ShardInfo(Protocol):
     """Sizes of one rank's shard, including padding; `shard.Shard` implements it."""
 
     @property
-    def num_heads(self) -> int: ...
-    @property
-    def kv_heads(self) -> int: ...
+    def layers(self) -> Sequence[HeadCounts]: ...
     @property
     def head_rows(self) -> int: ...
 
@@ -62,8 +83,8 @@ class Transformer:
     """A decoder whose operators come from the module `ops`.
 
     `max_positions`: length of the RoPE tables. `shard`, `group`: given if the model is sharded. `weights` are then one
-    rank's, `shard` has their sizes, and `group` does the all-reduces. Allocate the KV cache with this object's
-    `kv_heads` and `cache_dtype`. `hidden_layers`: the layers, ascending from 0, after which every forward keeps the
+    rank's, `shard` has their sizes, and `group` does the all-reduces. Allocate the KV caches with this object's
+    `cache_shapes` and `cache_dtype`. `hidden_layers`: the layers, ascending from 0, after which every forward keeps the
     hidden states.
     """
 
@@ -74,21 +95,28 @@ class Transformer:
     ) -> None:  # fmt: skip
         if sorted({*hidden_layers} & {*range(len(spec.layers))}) != [*hidden_layers]:
             raise ValueError(f"hidden_layers: {hidden_layers} are not ascending layers below {len(spec.layers)}")
-        mixer = spec.layer.mixer
-        self.spec, self.device, self.dtype = spec, torch.device(device), dtype
-        self.num_heads = mixer.num_heads if shard is None else shard.num_heads
-        self.kv_heads = mixer.num_kv_heads if shard is None else shard.kv_heads
+        self.spec, self.device, self.dtype, self.max_positions = spec, torch.device(device), dtype, max_positions
         self.head_rows = spec.vocab_size if shard is None else shard.head_rows  # of this rank, including padding
         self.group, self._ops, self.cache_dtype = group, ops, cache_dtype or dtype
-        self.hidden_layers = hidden_layers
-        cos, sin = ops.rope_tables(mixer.rope, mixer.head_dim, max_positions, dtype, device)
+        self.hidden_layers, self._shard = hidden_layers, shard
+        places = [spec.cache_shapes.index((m.num_kv_heads, m.head_dim)) for m in (each.mixer for each in spec.layers)]
+        kinds = list(dict.fromkeys(layer.mixer for layer in spec.layers))
+        attention = [self._attention(kind) for kind in kinds]
         head = ops.pack(weights.head(), dtype, device)  # first, because packing needs the largest matrix twice
-        embedding, layers = weights.embedding.to(device, dtype), [self._pack(read()) for read in weights.layers]
-        norm = self._pack_norm(weights.norm)
+        embedding, layers = weights.embedding.to(device, dtype), list[PackedLayer]()
+        for index, read in enumerate(weights.layers):
+            place = kinds.index(spec.layers[index].mixer), places[:index].count(places[index])
+            layers.append(self._pack(read(), spec.layers[index], attention[place[0]], place))
         self.stack = PackedModel(
-            embedding, layers, norm, head, cos, sin, self.num_heads, self.kv_heads, group, hidden_layers
-        )
+            embedding, layers, self._pack_norm(weights.norm), head, attention, group, hidden_layers,
+            float(torch.tensor(spec.embedding_multiplier, dtype=dtype)), spec.logit_multiplier, spec.logit_softcap,
+        )  # fmt: skip
         self.fused: Any = ops.fuse(self.stack)  # a `FusedModel` or None; native executors call further methods of it
+        # by KV cache: number of layers, KV heads of this rank, head dimension
+        self.cache_shapes = tuple(
+            (places.count(place), next(a.kv_heads for a in attention if a.cache == place), head_dim)
+            for place, (_, head_dim) in enumerate(spec.cache_shapes)
+        )
 
     def with_masked_tokens(self, tokens: Sequence[int]) -> Transformer:
         """Returns a model on the same weights whose logits of `tokens` are -inf in every forward, whatever executes it;
@@ -102,17 +130,63 @@ class Transformer:
         masked.fused = self._ops.fuse(masked.stack)
         return masked
 
-    def _pack(self, layer: LayerWeights) -> PackedLayer:
-        first, second = self._pack_norm(layer.input_norm), self._pack_norm(layer.post_norm)
+    @property
+    def kv_heads(self) -> int:
+        """KV heads of this rank in the layers of the first cache, including padding."""
+        return self.stack.attention[0].kv_heads
+
+    def _attention(self, mixer: AttentionSpec) -> PackedAttention:
+        """Returns the tables and options of the layers with this mixer."""
+        spec, heads, kv_heads, counted = self.spec, mixer.num_heads, mixer.num_kv_heads, None
+        if self._shard is not None:
+            part = next(p for p, each in zip(self._shard.layers, spec.layers, strict=True) if each.mixer == mixer)
+            heads, kv_heads, counted = part.num_heads, part.kv_heads, part.counted.to(self.device)
+        cos, sin = self._ops.rope_tables(mixer.rope, mixer.head_dim, self.max_positions, self.dtype, self.device)
+        scale = whole = None
+        if mixer.query_scale_beta:
+            periods = torch.arange(self.max_positions, dtype=torch.float32) / mixer.rope.original_max_position
+            scale = (1 + mixer.query_scale_beta * (1 + periods.floor()).log()).to(self.device)
+        if mixer.qk_norm == "projection":
+            reduce = None if self.group is None else self.group.all_reduce
+            whole = ProjectionNorm(mixer.q_size, mixer.kv_size, counted, reduce)
+        options = AttentionOptions(mixer.window, mixer.scale, mixer.softcap, scale, whole)
+        cache = spec.cache_shapes.index((mixer.num_kv_heads, mixer.head_dim))
+        return PackedAttention(cos, sin, heads, kv_heads, options, cache)
+
+    def _pack(
+        self, layer: LayerWeights, spec: LayerSpec, attention: PackedAttention, place: tuple[int, int]
+    ) -> PackedLayer:
+        """`place`: kind of attention, index in its KV cache."""
         matrices = (layer.qkv, layer.o, layer.gate_up, layer.down)
         qkv, o, gate_up, down = (self._ops.pack(matrix, self.dtype, self.device) for matrix in matrices)
-        qk_norm = None
-        if layer.q_norm is not None and layer.k_norm is not None:
-            per_head = (layer.q_norm.expand(self.num_heads, -1), layer.k_norm.expand(self.kv_heads, -1))
-            qk_norm = self._pack_norm(torch.cat(per_head))
-        return PackedLayer(first, qkv, o, second, PackedMlp(gate_up, down), qk_norm)
+        return PackedLayer(
+            input_norm=self._pack_norm(layer.input_norm),
+            qkv=qkv,
+            o=o,
+            mlp_norm=self._pack_norm(layer.mlp_norm),
+            mlp=PackedMlp(gate_up, down, spec.mlp.activation),
+            qk_norm=self._pack_head_norms(layer, attention),
+            mixer_output_norm=self._pack_norm(layer.mixer_output_norm),
+            mlp_output_norm=self._pack_norm(layer.mlp_output_norm),
+            residual_multiplier=spec.residual_multiplier,
+            output_scale=None if layer.output_scale is None else layer.output_scale.to(self.device, self.dtype),
+            attention=place[0],
+            cache_layer=place[1],
+        )
 
-    def _pack_norm(self, weight: Tensor) -> Any:
+    def _pack_head_norms(self, layer: LayerWeights, attention: PackedAttention) -> Any:
+        if layer.q_norm is None or layer.k_norm is None:
+            return None
+        norms = [(layer.q_norm, attention.num_heads), (layer.k_norm, attention.kv_heads)]
+        if layer.v_norm is not None:
+            norms.append((layer.v_norm, attention.kv_heads))
+        return self._pack_norm(torch.cat([norm.expand(heads, -1) for norm, heads in norms]))
+
+    def _pack_norm(self, weight: Tensor | None) -> Any:
+        if weight is None:
+            return None
+        if not self.spec.norm_unit_offset:  # 1 + weight is not rounded to the dtype of the model
+            weight = weight.to(self.dtype)
         return self._ops.pack_norm(weight, self.spec.norm_eps, self.dtype, self.device)
 
     @torch.no_grad()
@@ -123,8 +197,11 @@ class Transformer:
         """
         if self.fused is not None:
             return self.fused.forward(batch, cache.kv, head)
+        stack = self.stack
         hidden, kept = self._run_layers(batch, cache)
-        logits = self._ops.norm_head(hidden, self.stack.norm, self.stack.head) if head else None
+        logits = None
+        if head:
+            logits = self._ops.norm_head(hidden, stack.norm, stack.head, stack.logit_multiplier, stack.logit_softcap)
         return ForwardOutput(logits, torch.stack(kept, 1) if kept else None)
 
     # inference mode saves 1 us per operator; the head is outside, so that outputs are ordinary tensors
@@ -133,14 +210,20 @@ class Transformer:
         """Returns the hidden states [rows, hidden] after the last layer, and those after each of `hidden_layers`."""
         ops, stack = self._ops, self.stack
         reduce = None if self.group is None else self.group.all_reduce
-        plan = ops.prepare(batch, cache.kv, stack.cos, stack.sin, self.num_heads)
-        hidden = ops.embed(batch.tokens, stack.embedding)
+        plans = [
+            ops.prepare(batch, cache.kinds[kind.cache], kind.cos, kind.sin, kind.num_heads, kind.options)
+            for kind in stack.attention
+        ]
+        hidden = ops.embed(batch.tokens, stack.embedding, stack.embedding_multiplier)
         kept: list[Tensor] = []
         for index, layer in enumerate(stack.layers):
             qkv = ops.norm_linear(hidden, layer.input_norm, layer.qkv)
-            mixed = ops.tree_attention(qkv, plan, index, layer.qk_norm)
-            hidden = ops.linear_residual(mixed, layer.o, hidden, reduce)
-            hidden = ops.mlp(hidden, layer.post_norm, layer.mlp, hidden, reduce)
+            mixed = ops.tree_attention(qkv, plans[layer.attention], layer.cache_layer, layer.qk_norm)
+            times = layer.residual_multiplier
+            hidden = ops.linear_residual(mixed, layer.o, hidden, reduce, layer.mixer_output_norm, times)
+            hidden = ops.mlp(hidden, layer.mlp_norm, layer.mlp, hidden, reduce, layer.mlp_output_norm, times)
+            if layer.output_scale is not None:
+                hidden = hidden * layer.output_scale
             if index in stack.hidden_layers:
                 kept.append(hidden)
         return hidden, kept

@@ -93,16 +93,21 @@ def fuse_weights(parts: Sequence[Weight]) -> Weight:
 
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
-    """Weights of one layer, or of one rank's shard of it."""
+    """Weights of one layer, or of one rank's shard of it. A norm is None if the layer does not have it."""
 
-    input_norm: Tensor  # [hidden]
+    input_norm: Tensor | None  # [hidden]
     qkv: Weight  # [(num_heads + 2 * kv_heads) * head_dim, hidden]
     o: Weight  # [hidden, num_heads * head_dim]
-    post_norm: Tensor  # [hidden]
+    mlp_norm: Tensor | None  # [hidden], before the MLP
     gate_up: Weight  # [2 * intermediate_size, hidden]
     down: Weight  # [hidden, intermediate_size]
-    q_norm: Tensor | None = None  # [head_dim], of each query head; None if the model has no qk_norm
-    k_norm: Tensor | None = None  # [head_dim], of each key head
+    # of queries and keys: [1, head_dim] if all heads share the weights, otherwise [num_heads or kv_heads, head_dim]
+    q_norm: Tensor | None = None
+    k_norm: Tensor | None = None
+    v_norm: Tensor | None = None  # [1, head_dim]
+    mixer_output_norm: Tensor | None = None  # [hidden]
+    mlp_output_norm: Tensor | None = None  # [hidden]
+    output_scale: Tensor | None = None  # [1]
 
 
 @dataclass(frozen=True, slots=True)

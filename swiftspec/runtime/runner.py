@@ -59,9 +59,11 @@ class Runner:
         `shard`: this rank's part of the vocabulary, in a tensor-parallel group.
         """
         self.model, self.ops, self.vocab, self.shard, self.tree_slots = model, ops, vocab, shard, tree_slots
-        shape = len(model.spec.layers), model.kv_heads, model.spec.layer.mixer.head_dim, context + tree_slots
-        kv = KVCache(*shape, ops.make_slot_mover, dtype=model.cache_dtype, device=model.device)
-        self.cache = ModelCache(kv)
+        kv, *further = (
+            KVCache(*shape, context + tree_slots, ops.make_slot_mover, dtype=model.cache_dtype, device=model.device)
+            for shape in model.cache_shapes
+        )
+        self.cache = ModelCache(kv, further=further)
         self.busy = 0.0
         self.hooks: list[StepHook] = []
         self.cancel_check: Callable[[], None] = lambda: None  # called before each prefill chunk; may raise Cancelled

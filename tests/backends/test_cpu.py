@@ -25,7 +25,7 @@ from swiftspec.model.batch import Batch
 from swiftspec.model.config_json import parse_config
 from swiftspec.model.formats.int4 import Int4Weight, pack_int4
 from swiftspec.model.loader import load_model
-from swiftspec.model.packed_model import PackedMlp
+from swiftspec.model.packed_model import PLAIN_ATTENTION, AttentionOptions, PackedMlp
 from swiftspec.model.weights import DenseWeight
 from swiftspec.params import SamplingParams
 from tests.support.cases import fast_first
@@ -175,13 +175,20 @@ def tables(dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return reference.rope_tables(parse_config(CONFIG).spec.layer.mixer.rope, dim, 200, dtype, "cpu")
 
 
-def check_attention(batch: Batch, sequences: int, heads: int, kv_heads: int, dim: int, dtype: torch.dtype) -> None:
+def check_attention(
+    batch: Batch, sequences: int, heads: int, kv_heads: int, dim: int, dtype: torch.dtype,
+    options: AttentionOptions = PLAIN_ATTENTION, normed: int = 0,
+) -> None:  # fmt: skip
+    """Native attention close to that of the reference. `normed`: heads that have a norm."""
     ours, theirs = (Cache(sequences, kv_heads, 128, dim, dtype) for _ in range(2))
     qkv, (cos, sin) = random(len(batch), (heads + 2 * kv_heads) * dim, seed=4, dtype=dtype), tables(dim, dtype)
-    got = host.tree_attention(qkv, host.prepare(batch, ours, cos, sin, heads), 1)
-    close(got, reference.tree_attention(qkv, reference.prepare(batch, theirs, cos, sin, heads), 1))
+    weight = 1 + 0.3 * random(normed, dim, seed=5)
+    mine, exact = (ops.pack_norm(weight, 1e-5, dtype, "cpu") if normed else None for ops in (host, reference))
+    got = host.tree_attention(qkv, host.prepare(batch, ours, cos, sin, heads, options), 1, mine)
+    close(got, reference.tree_attention(qkv, reference.prepare(batch, theirs, cos, sin, heads, options), 1, exact))
     close(ours.k, theirs.k)
-    assert torch.equal(ours.v, theirs.v) and torch.equal(ours.k[0], theirs.k[0])
+    close(ours.v, theirs.v)
+    assert (normed > heads + kv_heads or torch.equal(ours.v, theirs.v)) and torch.equal(ours.k[0], theirs.k[0])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -198,6 +205,30 @@ def test_attention(
     check_attention(batch, 1, heads, kv_heads, dim, dtype)
 
 
+OPTIONS = [
+    (AttentionOptions(window=1), 0),
+    (AttentionOptions(window=9), 6),
+    (AttentionOptions(window=20, softcap=2.0), 0),
+    (AttentionOptions(scale=0.4, softcap=3.0, query_scale=torch.linspace(0.5, 2, 200)), 8),
+    (AttentionOptions(window=300), 6),
+]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("options", "normed"), OPTIONS)
+@pytest.mark.parametrize(("rows", "length", "window"), [(1, 1, 8), (5, 41, 16), (20, 100, 64), (40, 60, 60)])
+def test_attention_with_options(
+    level: str, dtype: torch.dtype, options: AttentionOptions, normed: int, rows: int, length: int, window: int
+) -> None:
+    """Sliding windows that begin before, in and after the mask; 4 query heads on 2 key heads, some or all normed."""
+    slots = torch.arange(length - rows, length)
+    columns = torch.arange(length - window, length)
+    mask = torch.rand(rows, window, generator=torch.Generator().manual_seed(length)) < 0.7
+    mask = mask & (columns < slots[:, None]) | (columns == slots[:, None])
+    batch = Batch(slots, slots, slots, mask, torch.zeros_like(slots), torch.tensor([length]))
+    check_attention(batch, 1, 4, 2, 32, dtype, options, normed)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_attention_over_two_sequences_with_slots_out_of_order(level: str, dtype: torch.dtype) -> None:
     sequence, slots = torch.tensor([1, 0, 1, 0, 1]), torch.tensor([6, 9, 4, 8, 5])
@@ -208,7 +239,8 @@ def test_attention_over_two_sequences_with_slots_out_of_order(level: str, dtype:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("seed", range(12))
 def test_a_row_of_attention_depends_only_on_its_own_keys(level: str, dtype: torch.dtype, seed: int) -> None:
-    """A row's result is bitwise identical whether its keys are consecutive or scattered over a tree."""
+    """A row's result is bitwise identical whether its keys are consecutive or scattered over a tree, without
+    and with a sliding window."""
     noise = torch.Generator().manual_seed(seed)
 
     def pick(low: int, high: int) -> int:
@@ -217,6 +249,7 @@ def test_a_row_of_attention_depends_only_on_its_own_keys(level: str, dtype: torc
     heads, kv_heads, dim, count = 6, 2, (32, 48, 64)[seed % 3], pick(1, 70)
     path_k, path_v = (random(kv_heads, count, dim, seed=seed + s, dtype=dtype) for s in (50, 60))
     qkv, (cos, sin) = random(12, (heads + 2 * kv_heads) * dim, seed=seed, dtype=dtype), tables(dim, dtype)
+    options = AttentionOptions(window=pick(1, 80)) if seed % 2 else PLAIN_ATTENTION
 
     def run(prefix: int, places: list[int], length: int, window: int, others: list[int]) -> Tensor:
         """`count` keys in the first `prefix` slots and in `places`, the last one the row's own; `others`: more rows."""
@@ -232,7 +265,7 @@ def test_a_row_of_attention_depends_only_on_its_own_keys(level: str, dtype: torc
         rows = torch.randperm(len(slots), generator=noise)
         positions = torch.full_like(slots, count - 1)
         batch = Batch(slots, positions, slots[rows], mask[rows], torch.zeros_like(slots), torch.tensor([length]))
-        plan = host.prepare(batch, cache, cos, sin, heads)
+        plan = host.prepare(batch, cache, cos, sin, heads, options)
         return host.tree_attention(qkv[: len(slots)][rows].contiguous(), plan, 1)[rows == 0]
 
     alone = run(count - 1, [count - 1], count, min(8, count), [])
@@ -246,7 +279,7 @@ def test_a_row_of_attention_depends_only_on_its_own_keys(level: str, dtype: torc
         assert torch.equal(run(prefix, places, length, min(length - prefix + pick(0, 9), length), others), alone)
 
 
-def test_unsupported_models_are_refused_with_the_reason() -> None:
+def test_unsupported_models_are_refused_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     def check(dtype: torch.dtype, device: str = "cpu", **fields: Any) -> None:
         host.check_supported(parse_config(CONFIG | fields).spec, dtype, device)
 
@@ -258,10 +291,12 @@ def test_unsupported_models_are_refused_with_the_reason() -> None:
                 check(dtype, head_dim=head_dim)
         with pytest.raises(UserError, match="need a CPU, not meta"):
             check(dtype, "meta")
-        with pytest.raises(UserError, match=r"no norm of query and key heads \(qk_norm\)"):
-            check(dtype, architectures=["Qwen3ForCausalLM"])
+        check(dtype, architectures=["Qwen3ForCausalLM"])
     with pytest.raises(UserError, match="compute in bfloat16 or float32, not float64"):
         check(F64)
+    monkeypatch.setattr(host, "KNOWN_FIELDS", ())
+    with pytest.raises(UserError, match=r"no norm of query and key heads \(qk_norm\)"):
+        check(BF16, architectures=["Qwen3ForCausalLM"])
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2"])

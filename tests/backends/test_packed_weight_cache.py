@@ -63,7 +63,7 @@ def tensors(model: Transformer) -> list[Tensor]:
     stack = model.stack
     layers = [(layer.qkv, layer.o, layer.mlp.gate_up, layer.mlp.down) for layer in stack.layers]
     matrices = [stack.head, *(matrix for layer in layers for matrix in layer)]
-    norms = [getattr(layer, name).weight for layer in stack.layers for name in caches.NORMS]
+    norms = [norm.weight for layer in stack.layers for norm in (layer.input_norm, layer.mlp_norm)]
     parts = [part for matrix in matrices for part in (*matrix.tensors(), matrix.bias) if part is not None]
     return [stack.embedding, *norms, *parts]
 
@@ -135,12 +135,12 @@ def test_a_changed_checkpoint_has_a_separate_entry(tmp_path: Path) -> None:
 
 
 def test_norms_of_heads_are_cached(tmp_path: Path) -> None:
-    make_checkpoint(tmp_path / "model", family="qwen3", dtype=torch.bfloat16)
+    make_checkpoint(tmp_path / "model", family="qwen3", head_dim=16, dtype=torch.bfloat16)
     packed = start(tmp_path / "packed", tmp_path / "model")[0].stack.layers
     mapped, missing = start(tmp_path / "packed", tmp_path / "model")
     assert missing == set() and len(packed) == 2
     for one, other in zip(packed, mapped.stack.layers):
-        assert one.qk_norm.weight.shape == (6, 8) and torch.equal(one.qk_norm.weight, other.qk_norm.weight)
+        assert one.qk_norm.weight.shape == (6, 16) and torch.equal(one.qk_norm.weight, other.qk_norm.weight)
 
 
 def test_all_levels_read_the_same_entry(whole: tuple[Path, Transformer], level: str) -> None:

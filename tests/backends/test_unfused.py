@@ -33,6 +33,10 @@ class Cache:
 class Caches:
     kv: Cache
 
+    @property
+    def kinds(self) -> list[Cache]:
+        return [self.kv]
+
 
 class NoHost(TorchDispatchMode):
     """Fails if a value is read on the host or a size depends on one, which a graph could not replay."""

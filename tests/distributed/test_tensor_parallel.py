@@ -137,7 +137,7 @@ def test_padding_contributes_nothing(tmp_path: Path) -> None:
             return getattr(reference, name)
 
         def __init__(self, shard: Shard) -> None:
-            self.shard = shard
+            self.shard = shard.layers[0]
 
         def tree_attention(self, qkv: Tensor, plan: Any, layer: int, qk_norm: Any) -> Tensor:
             assert (qkv[:, self.shard.qkv < 0] == 0).all()
@@ -146,17 +146,17 @@ def test_padding_contributes_nothing(tmp_path: Path) -> None:
             seen.append("heads")
             return out
 
-        def mlp(self, x: Tensor, norm: Any, weights: PackedMlp, residual: Tensor, reduce: Any) -> Tensor:
+        def mlp(self, x: Tensor, norm: Any, weights: PackedMlp, residual: Tensor, reduce: Any, *rest: Any) -> Tensor:
             gated = reference.norm_swiglu(x, norm, weights.gate_up)
             assert (gated[:, self.shard.down < 0] == 0).all()
             gated[:, self.shard.down < 0] = 1e30
             seen.append("mlp")
-            return reference.linear_residual(gated, weights.down, residual, reduce)
+            return reference.linear_residual(gated, weights.down, residual, reduce, *rest)
 
     config = read_config(tmp_path)
     want = logits(tmp_path, None)
     for size in (3, 5):
-        assert any((Shard.of(config, rank, size).o < 0).any() for rank in range(size))
+        assert any((Shard.of(config, rank, size).layers[0].o < 0).any() for rank in range(size))
         got = on_ranks(size, lambda group: logits(tmp_path, group, ops=Spy(Shard.of(config, group.rank, group.size))))
         torch.testing.assert_close(got[0], want, rtol=1e-10, atol=1e-10)
     assert set(seen) == {"heads", "mlp"}

@@ -126,7 +126,8 @@ def test_a_prompts_chunk(k: int, n: int, group: int, monkeypatch: pytest.MonkeyP
 
 def test_the_mlp_launches_its_two_projections() -> None:
     norm, x, residual = norm_of(256), rows_of(9, 256), rows_of(9, 256, 3)
-    mlp = PackedMlp(*(ops.pack(weight(k, n, 128), torch.bfloat16, DEVICE) for k, n in ((256, 512), (256, 256))))
+    gate_up, down = (ops.pack(weight(k, n, 128), torch.bfloat16, DEVICE) for k, n in ((256, 512), (256, 256)))
+    mlp = PackedMlp(gate_up, down)
     want = ops.linear_residual(ops.norm_swiglu(x, norm, mlp.gate_up), mlp.down, residual)
     assert torch.equal(ops.mlp(x, norm, mlp, residual), want)
 

@@ -128,25 +128,23 @@ def test_quantisation() -> None:
     assert format_of(asymmetric) == CompressedTensors(32, zero_point=True)
 
 
-SLIDING = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
-
-
 @pytest.mark.parametrize(
     ("changes", "names"),
     [
-        ({"architectures": ["MistralForCausalLM"], "model_type": "mistral"}, "MistralForCausalLM"),
+        ({"architectures": ["MambaForCausalLM"], "model_type": "mamba"}, "MambaForCausalLM"),
         ({"architectures": ..., "model_type": "gpt2"}, "gpt2"),
         ({"architectures": ..., "model_type": ...}, "architecture None"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "yarn"),
+        ({"rope_scaling": {"rope_type": "yarn"}}, "factor is missing"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "original_max_position_embeddings is missing"),
         ({"rope_parameters": {"rope_type": "dynamic", "factor": 4.0}}, "dynamic"),
-        ({"rope_scaling": {"type": "longrope"}}, "longrope"),
+        ({"rope_scaling": {"type": "longrope"}}, "original_max_position_embeddings is missing"),
         ({"rope_scaling": {"rope_type": "linear"}}, "factor is missing"),
         ({"rope_scaling": {"rope_type": "llama3", **LLAMA3, "low_freq_factor": 4.0}}, "low_freq_factor"),
         ({"rope_scaling": "linear"}, "rope_scaling"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         ({"rope_theta": -1}, "rope_theta"),
-        (SLIDING | {"use_sliding_window": True}, "sliding window"),
-        (SLIDING | {"layer_types": ["full_attention", "sliding_attention"]}, "sliding window"),
+        ({"use_sliding_window": True}, "sliding window"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding window"),
         ({"hidden_act": "gelu"}, "gelu"),
         ({"torch_dtype": "float8_e4m3fn"}, "float8_e4m3fn"),
         ({"hidden_size": 0}, "hidden_size"),

@@ -66,7 +66,7 @@ def test_no_key_or_value_can_overflow(tmp_path: Path) -> None:
     weights, mixer = Checkpoint(spec, open_tensors(tmp_path)).read(), spec.layer.mixer
     for read in Fp8KVScale(mixer.num_heads, mixer.num_kv_heads, mixer.head_dim).of_weights(weights).layers:
         layer = read()
-        assert layer.qkv.bias is not None
+        assert layer.qkv.bias is not None and layer.input_norm is not None
         matrix = (layer.qkv.dequantize(torch.float32) * layer.input_norm)[mixer.q_size :]
         worst = matrix / matrix.norm(dim=1, keepdim=True) * spec.hidden_size**0.5  # parallel to each output's weights
         out = torch.cat((worst, -worst)) @ matrix.T + layer.qkv.bias[mixer.q_size :]

@@ -84,22 +84,26 @@ def test_every_row_and_column_is_on_a_rank(
     size, width = min(size, heads), 8
     c = config(heads, kv_heads, width=width, inner=inner, vocab=vocab, group=group)
     shards = [Shard.of(c, rank, size) for rank in range(size)]
-    for name in ("qkv", "o", "gate_up", "down", "vocab"):
-        assert len({getattr(shard, name).shape for shard in shards}) == 1, "the ranks have one shape"
+    layers = [shard.layers[0] for shard in shards]
+    for name in ("qkv", "o", "gate_up", "down"):
+        assert len({getattr(layer, name).shape for layer in layers}) == 1, "the ranks have one shape"
+    assert len({shard.vocab.shape for shard in shards}) == 1
     q, kv = heads * width, kv_heads * width
-    for shard in shards:
+    for shard in layers:
         own_q, own_k, own_v = shard.qkv.split([n * width for n in (shard.num_heads, shard.kv_heads, shard.kv_heads)])
         assert torch.equal(own_q, shard.o)
         assert torch.equal(own_k >= 0, own_v >= 0) and held(own_v) == [row + kv for row in held(own_k)]
         gate, up = shard.gate_up.chunk(2)
         assert torch.equal(gate, shard.down) and held(up) == [row + inner for row in held(gate)]
         assert shard.down.numel() % shard.inner_unit == 0 and shard.inner_unit == (group or 16)
-    assert [row for shard in shards for row in held(shard.o)] == list(range(q))
-    assert {row for shard in shards for row in held(shard.qkv)} == set(range(q + 2 * kv))
-    assert [row for shard in shards for row in held(shard.down)] == list(range(inner))
+    assert [row for layer in layers for row in held(layer.o)] == list(range(q))
+    assert {row for layer in layers for row in held(layer.qkv)} == set(range(q + 2 * kv))
+    assert [row for layer in layers for row in held(layer.down)] == list(range(inner))
     whole = torch.cat([shard.vocab for shard in shards])
     assert whole[:vocab].tolist() == list(range(vocab)) and held(whole) == list(range(vocab)), "padding comes last"
     assert len(whole) < vocab + 8 * size
+    counted = [head for layer in layers for head in layer.k_heads[layer.counted].tolist()]
+    assert sorted(counted) == list(range(kv_heads)), "each key head is counted once"
 
 
 def test_models_that_cannot_be_sharded() -> None:
@@ -107,5 +111,5 @@ def test_models_that_cannot_be_sharded() -> None:
         Shard.of(config(4, 2), 0, 5)
     with pytest.raises(UserError, match="divisible by 8, not 12"):
         Shard.of(config(4, 2, width=12, group=32), 0, 2)
-    assert Shard.of(config(4, 2, width=12), 0, 2).head_dim == 12
-    assert Shard.of(config(4, 2, width=12, group=32), 0, 1).num_heads == 4
+    assert Shard.of(config(4, 2, width=12), 0, 2).layers[0].head_dim == 12
+    assert Shard.of(config(4, 2, width=12, group=32), 0, 1).layers[0].num_heads == 4

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import MISSING, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +15,20 @@ from swiftspec.errors import UserError
 from swiftspec.model.checkpoint import Checkpoint
 from swiftspec.model.config import ModelConfig
 from swiftspec.model.shard import Shard
-from swiftspec.model.spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, RopeSpec
+from swiftspec.model.spec import (
+    FEATURES,
+    READER_FIELDS,
+    AttentionSpec,
+    LayerSpec,
+    MlpSpec,
+    ModelSpec,
+    RopeSpec,
+    unknown_fields,
+)
 from swiftspec.model.tensor_names import HF_NAMES, TensorNames
 
 PLAIN = LayerSpec(AttentionSpec(num_heads=4, num_kv_heads=2, head_dim=8, rope=RopeSpec(10000.0)), MlpSpec(48))
-FULL = LayerSpec(replace(PLAIN.mixer, qkv_bias=True, o_bias=True, qk_norm=True), MlpSpec(48, bias=True))
+FULL = LayerSpec(replace(PLAIN.mixer, qkv_bias=True, o_bias=True, qk_norm="head"), MlpSpec(48, bias=True))
 
 
 def spec_of(*layers: LayerSpec, tie: bool = False) -> ModelSpec:
@@ -106,8 +115,55 @@ def test_memory_is_the_sum_over_the_layers() -> None:
     assert need.weights == 4 * (tables + matrices)
 
 
-def test_layers_that_differ_are_refused_where_all_have_one_shape() -> None:
+def test_layers_that_differ_are_refused_where_all_must_be_alike() -> None:
     spec = spec_of(PLAIN, replace(PLAIN, mlp=MlpSpec(80)))
     with pytest.raises(UserError, match="layers differ"):
-        Shard.of(config_of(spec), 0, 2)
+        _ = spec.layer
     assert spec_of(PLAIN, PLAIN).layer == PLAIN
+
+
+def test_each_layer_is_sharded_by_its_own_shape() -> None:
+    wide = replace(PLAIN, mixer=replace(PLAIN.mixer, num_kv_heads=4, head_dim=16), mlp=MlpSpec(80))
+    first, second = Shard.of(config_of(spec_of(PLAIN, wide)), 0, 2).layers
+    assert (first.num_heads, first.kv_heads, first.head_dim, len(first.down)) == (2, 1, 8, 32)
+    assert (second.num_heads, second.kv_heads, second.head_dim, len(second.down)) == (2, 2, 16, 48)
+
+
+def test_norms_fused_and_renamed_matrices() -> None:
+    names = TensorNames(qkv="attention.qkv", gate_up="mlp.both", mixer_output_norm="a", mlp_output_norm="b")
+    after = replace(FULL, norms="after", mixer=replace(FULL.mixer, qk_norm="projection"), output_scale=True)
+    shapes = layer_of(read(spec_of(after), names), 0)
+    assert shapes == {
+        "attention.qkv.weight": (64, 32), "attention.qkv.bias": (64,), "self_attn.o_proj.weight": (32, 32),
+        "self_attn.o_proj.bias": (32,), "self_attn.q_norm.weight": (32,), "self_attn.k_norm.weight": (16,),
+        "a.weight": (32,), "b.weight": (32,), "mlp.both.weight": (96, 32), "mlp.both.bias": (96,),
+        "mlp.down_proj.weight": (32, 48), "mlp.down_proj.bias": (32,), "layer_scalar": (1,),
+    }  # fmt: skip
+    both = layer_of(read(spec_of(replace(PLAIN, norms="both")), names), 0)
+    assert both.keys() == MATRICES.keys() - {f"self_attn.{name}_proj.weight" for name in "qkv"} - {
+        "mlp.gate_proj.weight",
+        "mlp.up_proj.weight",
+    } | {"attention.qkv.weight", "mlp.both.weight", "a.weight", "b.weight"}
+    shared = replace(PLAIN, mixer=replace(PLAIN.mixer, keys_as_values=True))
+    assert layer_of(read(spec_of(shared)), 0).keys() == MATRICES.keys() - {"self_attn.v_proj.weight"}
+
+
+def test_optional_fields_in_use_are_named_unless_they_are_known() -> None:
+    """A field that nobody declares as known is refused, too."""
+    assert unknown_fields(spec_of(PLAIN)) is None
+    biased = replace(PLAIN, mixer=replace(PLAIN.mixer, qkv_bias=True, o_bias=True, keys_as_values=True))
+    assert unknown_fields(spec_of(biased)) is None, "the reader of the checkpoint handles them"
+    windowed = replace(PLAIN, mixer=replace(PLAIN.mixer, window=8), norms="both")
+    spec = replace(spec_of(PLAIN, windowed), logit_softcap=30.0)
+    assert unknown_fields(spec) == (
+        "soft cap of logits (logit_softcap), no norms after attention and MLP (norms), no sliding window (window)"
+    )
+    assert unknown_fields(spec, ("window", "norms")) == "soft cap of logits (logit_softcap)"
+    assert unknown_fields(spec, ("window", "norms", "logit_softcap")) is None
+    optional = {
+        field.name
+        for part in (spec, *spec.layers, PLAIN.mixer, PLAIN.mlp)
+        for field in fields(part)
+        if field.default is not MISSING
+    }
+    assert optional == FEATURES.keys() | READER_FIELDS, "every optional field has a description"

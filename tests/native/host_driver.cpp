@@ -54,7 +54,7 @@ struct Linear {
          bool int8_activations = false)
       : is_f32(is_f32_), swiglu(swiglu_), normed(rows_ % 2 == 0), rows(rows_), k(k_), n(n_) {
     const int64_t padded = (k + 7) / 8 * 8, blocks = (n + 15) / 16;
-    x = numbers(rows * k, is_f32), norm = numbers(k, is_f32), residual = numbers(rows * n, is_f32),
+    x = numbers(rows * k, is_f32), norm = numbers(k, true), residual = numbers(rows * n, is_f32),
     bias = numbers(n, true);
     const int64_t codes = format == Format::int4 ? 8 : format == Format::int8 ? 4 : 1;  // codes per 32 bits
     data = numbers(blocks * 16 * padded / codes, format != Format::bf16);
@@ -69,8 +69,8 @@ struct Linear {
 
   std::vector<uint8_t> run() const {
     std::vector<uint8_t> out(static_cast<size_t>(rows * (swiglu ? n / 2 : n) * (is_f32 ? 4 : 2)));
-    linear({&weights, x.data(), normed ? norm.data() : nullptr, 1e-5f, swiglu ? nullptr : residual.data(),
-            out.data(), nullptr, swiglu, rows},
+    linear({&weights, x.data(), normed ? floats(norm) : nullptr, 1e-5f, swiglu ? nullptr : residual.data(),
+            out.data(), nullptr, swiglu ? Gate::silu : Gate::none, rows},
            is_f32);
     return out;
   }
@@ -79,8 +79,10 @@ struct Linear {
 struct Attention {
   bool is_f32;
   int64_t rows, heads, kv_heads, length, width, dim;
-  std::vector<uint8_t> qkv, cos, sin, keys, values, mask;
+  std::vector<uint8_t> qkv, cos, sin, keys, values, mask, norm, query_scale;
   std::vector<int64_t> slots;
+  AttentionOptions options;
+  HeadNorm head_norm;
 
   Attention(bool is_f32_, int64_t rows_, int64_t heads_, int64_t kv_heads_, int64_t length_, int64_t width_,
             int64_t dim_)
@@ -102,10 +104,18 @@ struct Attention {
     }
   }
 
+  // With every option, and a sliding window of this many positions.
+  Attention& with_options(int64_t window) {
+    norm = numbers((heads + 2 * kv_heads) * dim, true), query_scale = numbers(rows, true);
+    options = {window, 0.3f, 20.0f, floats(query_scale)};
+    head_norm = {floats(norm), true, 1e-5f};
+    return *this;
+  }
+
   std::vector<uint8_t> run() {
     std::vector<uint8_t> out(static_cast<size_t>(rows * heads * dim * (is_f32 ? 4 : 2)));
     attention({qkv.data(), cos.data(), sin.data(), slots.data(), mask.data(), keys.data(), values.data(),
-               out.data(), rows, heads, kv_heads, length, length, width, dim},
+               out.data(), rows, heads, kv_heads, length, length, width, dim, options, head_norm},
               is_f32);
     return out;
   }
@@ -115,11 +125,12 @@ struct Attention {
 struct Model {
   static constexpr int64_t kHidden = 48, kHeads = 4, kKvHeads = 2, kDim = 16, kWidth = 40, kVocab = 50, kSlots = 120;
   bool is_f32;
-  std::vector<uint8_t> embedding, cos, sin, norm, keys, values;
+  std::vector<uint8_t> embedding, cos, sin, norm, head_norm, keys, values;
   std::vector<Linear> weights;  // qkv, o, gate_up, down of each layer, then the head
 
   explicit Model(bool is_f32_) : is_f32(is_f32_) {
-    embedding = numbers(kVocab * kHidden, is_f32), norm = numbers(kHidden, is_f32);
+    embedding = numbers(kVocab * kHidden, is_f32), norm = numbers(kHidden, true);
+    head_norm = numbers((kHeads + kKvHeads) * kDim, true);
     cos = numbers(kSlots * kDim, is_f32), sin = numbers(kSlots * kDim, is_f32);
     keys = numbers(2 * kKvHeads * kSlots * kDim, is_f32), values = numbers(2 * kKvHeads * kSlots * kDim, is_f32);
     const Format format = is_f32 ? Format::f32 : Format::bf16;
@@ -134,11 +145,16 @@ struct Model {
   Decoder decoder() const {
     std::vector<PackedLayer> layers;
     for (size_t i = 0; i < 8; i += 4) {
-      layers.push_back({norm.data(), &weights[i].weights, &weights[i + 1].weights, norm.data(),
-                        &weights[i + 2].weights, &weights[i + 3].weights});
+      // the first layer has no option, the second one has all
+      const bool all = i > 0;
+      layers.push_back({floats(norm), &weights[i].weights, &weights[i + 1].weights, floats(norm),
+                        &weights[i + 2].weights, &weights[i + 3].weights, all ? Gate::gelu_tanh : Gate::silu, all,
+                        all ? HeadNorm{floats(head_norm), false, 1e-5f} : HeadNorm{}, all ? floats(norm) : nullptr,
+                        all ? floats(norm) : nullptr, all ? 0.7f : 1.0f, all ? 0.9f : 1.0f});
     }
-    return {{is_f32, 1e-5f, kHidden, kHeads, kKvHeads, kDim, kVocab, kSlots, embedding.data(), cos.data(), sin.data(),
-             norm.data(), &weights.back().weights, nullptr, 0.0},
+    const std::vector<AttentionKind> kinds = {{cos.data(), sin.data(), {}}, {sin.data(), cos.data(), {7, 0.3f, 20.0f}}};
+    return {{is_f32, 1e-5f, kHidden, kHeads, kKvHeads, kDim, kVocab, kSlots, embedding.data(), 1.5f, kinds,
+             floats(norm), &weights.back().weights, 0.8f, 30.0f, nullptr, 0.0},
             layers,
             {1}};
   }
@@ -230,6 +246,8 @@ void check_level() {
       Attention chunk(is_f32, rows, 8, 4, 200, std::max<int64_t>(rows, 3), 64);
       check(tree, "attention"), check(all_seen, "attention without a mask"),
           check(chunk, "attention of a chunk");
+      check(tree.with_options(9), "attention with a short window"),
+          check(chunk.with_options(50), "attention of a chunk with a window");
     }
   }
   for (const int64_t vocab : {1, 15, 16, 300}) check_scores(5, vocab);

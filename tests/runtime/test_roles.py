@@ -36,9 +36,12 @@ GUIDED = SamplingParams(temperature=0, guidance_scale=2.0, negative_prompt_ids=N
 POISON = 1e4  # in every free slot, so that an invalid read is detected
 
 
-@pytest.fixture(scope="module", params=["llama", "qwen3"])
+SLIDING = pytest.param("gemma3_text", marks=pytest.mark.slow)
+
+
+@pytest.fixture(scope="module", params=["llama", "qwen3", SLIDING])
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Without and with a norm of query and key heads."""
+    """Without and with a norm of query and key heads, and with sliding windows."""
     path = tmp_path_factory.mktemp("model")
     make_checkpoint(path, family=request.param, vocab=VOCAB, layers=2, dtype=torch.float64, seed=3)
     return path

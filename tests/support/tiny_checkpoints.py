@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,6 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging
 
-from swiftspec.model.architectures import ARCHITECTURES
 from swiftspec.model.batch import Batch
 
 ROPES: dict[str, dict[str, Any]] = {
@@ -24,36 +24,83 @@ ROPES: dict[str, dict[str, Any]] = {
         "original_max_position_embeddings": 64,
     },
 }
-FAMILIES = [architecture.model_type for architecture in ARCHITECTURES.values()]
+FAMILIES = ["llama", "qwen2", "qwen3"]  # those whose layers are alike and that accept each of ROPES
+YARN = {
+    "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32,
+    "beta_fast": 4.0, "beta_slow": 1.0,
+}  # fmt: skip
+LONGROPE = {
+    "rope_type": "longrope", "rope_theta": 10000.0, "partial_rotary_factor": 0.75,
+    "short_factor": [1.0, 1.5, 2.0], "long_factor": [2.0, 4.0, 8.0], "original_max_position_embeddings": 64,
+}  # fmt: skip
+# what the checkpoints of the other families have in addition; windows are shorter than the texts of the tests
+OTHER_FAMILIES: dict[str, dict[str, Any]] = {
+    "mistral": {"sliding_window": 6},
+    "ministral3": {
+        "rope": {**YARN, "mscale": 1.0, "mscale_all_dim": 0.5, "llama_4_scaling_beta": 0.3},
+        "sliding_window": None,
+    },
+    "smollm3": {"layers": 4, "tie": True},
+    "granite": {
+        "embedding_multiplier": 3.0, "residual_multiplier": 0.7, "attention_multiplier": 0.2, "logits_scaling": 2.5,
+    },
+    "olmo2": {"num_key_value_heads": 4, "rope": YARN},
+    "olmo3": {
+        "layers": 4, "sliding_window": 5,
+        "rope": {"full_attention": YARN, "sliding_attention": ROPES["default"]},
+    },
+    "phi3": {"sliding_window": 9, "rope": LONGROPE, "original_max_position_embeddings": 64},
+    "glm": {"rope": {**ROPES["default"], "partial_rotary_factor": 0.5}, "attention_bias": True},
+    "glm4": {"rope": {**ROPES["default"], "partial_rotary_factor": 0.5}, "attention_bias": True, "head_dim": 12},
+    "gemma3_text": {
+        "layers": 3, "sliding_window": 5, "sliding_window_pattern": 3, "query_pre_attn_scalar": 20, "tie": True,
+        "rope": {"full_attention": ROPES["linear"], "sliding_attention": ROPES["default"]},
+        "final_logit_softcapping": 3.0,
+    },
+    "gemma4_text": {
+        "layers": 3, "sliding_window": 5, "tie": True, "global_head_dim": 16, "num_global_key_value_heads": 1,
+        "attention_k_eq_v": True, "hidden_size_per_layer_input": 0, "final_logit_softcapping": 3.0,
+        "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+        "rope": {
+            "full_attention": {"rope_type": "proportional", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+            "sliding_attention": ROPES["default"],
+        },
+    },
+}  # fmt: skip
+ALL_FAMILIES = [*FAMILIES, *OTHER_FAMILIES]
 
 
 def make_model(
     *,
     family: str = "llama",
     rope: dict[str, Any] | None = None,
-    tie: bool = False,
+    tie: bool | None = None,
     vocab: int = 64,
-    layers: int = 2,
+    layers: int | None = None,
     dtype: torch.dtype = torch.float32,
     seed: int = 0,
     **config: Any,
 ) -> PreTrainedModel:
     """A random transformers model; `config` overrides any field, such as num_key_value_heads or attention_bias."""
+    given = OTHER_FAMILIES.get(family, {}) | config
+    own = {name: given.pop(name, None) for name in ("rope", "tie", "layers")}
+    rope, tie = rope or own["rope"], bool(own["tie"]) if tie is None else tie
     fields: dict[str, Any] = {
         "vocab_size": vocab,
         "hidden_size": 32,
-        "num_hidden_layers": layers,
+        "num_hidden_layers": layers or own["layers"] or 2,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "intermediate_size": 48,
         "max_position_embeddings": 512,
-        "rope_parameters": dict(rope or ROPES["default"]),
+        "rope_parameters": deepcopy(rope or ROPES["default"]),
         "tie_word_embeddings": tie,
         "dtype": dtype,
         "bos_token_id": 1,
         "eos_token_id": 2,
+        "pad_token_id": 0,
     }
-    fields |= config
+    fields |= given
     fields.setdefault("head_dim", fields["hidden_size"] // fields["num_attention_heads"])
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **fields)).to(dtype).eval()
     noise = torch.Generator().manual_seed(seed)
@@ -63,6 +110,9 @@ def make_model(
             scale = 1.0 if "embed" in name else 2.5 / weight.shape[-1] ** 0.5 if weight.ndim == 2 else 0.3
             drawn = scale * torch.randn(weight.shape, generator=noise, dtype=torch.float64)
             weight.copy_(1 + drawn if "norm" in name else drawn)
+        for name, scale in model.named_buffers():
+            if name.endswith("layer_scalar"):
+                scale.fill_(0.8)
     return model
 
 
@@ -98,7 +148,7 @@ def chain(tokens: list[int], start: int = 0, sequence: int = 0, sequences: int =
 
 def make_pair(folder: Path, *, vocab: int = 64, seed: int = 1, **shape: Any) -> tuple[Path, Path]:
     """Checkpoints of a target and of a draft that often agrees with it: the same model with noise on its weights."""
-    model = make_checkpoint(folder / "target", vocab=vocab, layers=2, dtype=torch.float64, seed=seed, **shape)
+    model = make_checkpoint(folder / "target", vocab=vocab, dtype=torch.float64, seed=seed, **shape)
     noise = torch.Generator().manual_seed(2)
     with torch.no_grad():
         for weight in model.parameters():

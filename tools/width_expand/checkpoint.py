@@ -60,8 +60,8 @@ def _named(config: ModelConfig, number: int, layer: LayerWeights) -> dict[str, T
         (names.up, layer.gate_up, inner, 2 * inner),
         (names.down, layer.down, 0, spec.hidden_size),
     ]
-    norms = {names.input_norm: layer.input_norm, names.post_norm: layer.post_norm}
-    tensors = {f"{prefix}.{name}.weight": norm for name, norm in norms.items()}
+    norms = {names.input_norm: layer.input_norm, names.mlp_norm: layer.mlp_norm}
+    tensors = {f"{prefix}.{name}.weight": norm for name, norm in norms.items() if norm is not None}
     for name, weight, start, stop in modules:
         tensors |= {f"{prefix}.{name}.{part}": tensor for part, tensor in _parts(weight, start, stop).items()}
     return tensors

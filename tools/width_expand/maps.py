@@ -14,7 +14,8 @@ from torch import Tensor
 from swiftspec.errors import UserError
 from swiftspec.model.config import ModelConfig
 from swiftspec.model.formats import format_of
-from swiftspec.model.spec import AttentionSpec
+from swiftspec.model.spec import AttentionSpec, unknown_fields
+from swiftspec.model.tensor_names import HF_NAMES
 
 SILENT = LOUD = -1
 FREE = QUIET = -2
@@ -61,7 +62,13 @@ def spread(count: int, size: int, filler: int, run: int = 1, slot: int = 1) -> T
 
 
 def map_layer(small: ModelConfig, large: ModelConfig) -> Maps:
-    """Returns the maps of a layer. Raises UserError if the small model does not fit."""
+    """Returns the maps of a layer. Raises UserError if the small model does not fit, or has a feature of which no large
+    model with the same function is known, such as norms of heads, whose epsilon cannot be scaled."""
+    feature, rope = unknown_fields(small.spec), small.spec.layer.mixer.rope
+    if feature is not None:
+        raise UserError(f"a model with a {feature} cannot be width-expanded")
+    if rope.kind not in ("default", "linear", "llama3") or rope.share != 1 or small.names != HF_NAMES:
+        raise UserError("a model with this RoPE or with these matrices cannot be width-expanded")
     # runs keep the scale of a small group whole; dense columns are spread singly, for finer groups when converted to
     # int4
     layout = format_of(small)
@@ -86,11 +93,8 @@ def _map_heads(small: AttentionSpec, large: AttentionSpec) -> tuple[Tensor, Tens
 
     RoPE rotates dimensions i and i + head_dim / 2 of a head by theta^(-2i / head_dim). In a large head, s times as wide
     and with the same theta, the pair s * i rotates equally, so dimension d of the small head is dimension s * d of the
-    large one. Raises UserError if the large head dimension is not a multiple of the small one, or if the heads have a
-    norm, whose epsilon cannot be scaled for a head apart from that of the other norms.
+    large one. Raises UserError if the large head dimension is not a multiple of the small one.
     """
-    if small.qk_norm:
-        raise UserError("a model with a norm of query and key heads (qk_norm) cannot be width-expanded")
     group, wide = small.num_heads // small.num_kv_heads, large.num_heads // large.num_kv_heads
     stride, rest = divmod(large.head_dim, small.head_dim)
     if rest or stride == 0:

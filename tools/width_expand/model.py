@@ -99,7 +99,7 @@ class Grown:
             input_norm=self._norm(source.input_norm, 0.0),
             qkv=matrix(source.qkv, maps.qkv, maps.input, gain),
             o=matrix(source.o, maps.hidden, maps.o),
-            post_norm=self._norm(source.post_norm, 0.0),
+            mlp_norm=self._norm(source.mlp_norm, 0.0),
             gate_up=matrix(source.gate_up, maps.gate_up, maps.input),
             down=matrix(source.down, maps.hidden, maps.down),
         )
@@ -115,14 +115,15 @@ class Grown:
             input_norm=torch.ones(hidden),
             qkv=weight(mixer.q_size + 2 * mixer.kv_size, hidden, mixer.qkv_bias),
             o=weight(hidden, mixer.q_size, mixer.o_bias),
-            post_norm=torch.ones(hidden),
+            mlp_norm=torch.ones(hidden),
             gate_up=weight(2 * mlp.intermediate_size, hidden, mlp.bias),
             down=weight(hidden, mlp.intermediate_size, mlp.bias),
         )
 
-    def _norm(self, source: Tensor, constant: float) -> Tensor:
+    def _norm(self, source: Tensor | None, constant: float) -> Tensor:
         """Returns a norm weight expanded to [large hidden size] float32, with `constant` in the column of the
         constant."""
+        assert source is not None
         columns = self.maps.hidden
         weight = torch.where(columns < 0, 1.0, source.float()[columns.clamp_min(0)])
         weight *= (self.small.spec.hidden_size / self.large.spec.hidden_size) ** 0.5

@@ -24,7 +24,10 @@ Decoder::Decoder(const PackedModel& model, std::vector<PackedLayer> layers, std:
     : model_(model),
       layers_(std::move(layers)),
       hidden_layers_(std::move(hidden_layers)),
-      size_(model.is_f32 ? 4 : 2) {}
+      size_(model.is_f32 ? 4 : 2),
+      cos_(model.kinds.size()),
+      sin_(model.kinds.size()),
+      query_scale_(model.kinds.size()) {}
 
 // Returns the buffer, which grows to the largest forward.
 void* Decoder::reserve(Buffer& buffer, int64_t elements) const {
@@ -36,38 +39,68 @@ void* Decoder::reserve(Buffer& buffer, int64_t elements) const {
 void Decoder::gather(const ForwardArgs& args) {
   const PackedModel& s = model_;
   gather_rows(s.embedding, args.tokens, args.rows, s.hidden * size_, reserve(hidden_, args.rows * s.hidden));
-  gather_rows(s.cos, args.positions, args.rows, s.dim * size_, reserve(cos_, args.rows * s.dim));
-  gather_rows(s.sin, args.positions, args.rows, s.dim * size_, reserve(sin_, args.rows * s.dim));
+  if (s.embedding_multiplier != 1.0f) {
+    multiply(hidden_.data(), args.rows * s.hidden, s.embedding_multiplier, s.is_f32);
+  }
+  for (size_t i = 0; i < s.kinds.size(); ++i) {
+    const AttentionKind& kind = s.kinds[i];
+    gather_rows(kind.cos, args.positions, args.rows, s.dim * size_, reserve(cos_[i], args.rows * s.dim));
+    gather_rows(kind.sin, args.positions, args.rows, s.dim * size_, reserve(sin_[i], args.rows * s.dim));
+    if (kind.options.query_scale == nullptr) continue;
+    query_scale_[i].resize(static_cast<size_t>(args.rows));
+    gather_rows(kind.options.query_scale, args.positions, args.rows, 4, query_scale_[i].data());
+  }
 }
 
 // Attention of q, k and v in `projected_`; the result is in `attended_`.
 void Decoder::attend(const ForwardArgs& args, int64_t layer) {
   const PackedModel& s = model_;
+  const auto kind = static_cast<size_t>(layers_[static_cast<size_t>(layer)].kind);
+  const AttentionKind& traits = s.kinds[kind];
+  HeadNorm norm = layers_[static_cast<size_t>(layer)].head_norm;
+  if (traits.q_size > 0) {
+    projection_sums_.resize(static_cast<size_t>(2 * args.rows));
+    projection_sums(projected_.data(), args.rows, s.heads, s.kv_heads, s.dim, traits.counted, projection_sums_.data(),
+                    s.is_f32);
+    if (s.group != nullptr) {
+      s.group->all_reduce(projection_sums_.data(), 2 * args.rows, Element::kFloat32, s.timeout_s);
+    }
+    norm.q_size = static_cast<float>(traits.q_size), norm.k_size = static_cast<float>(traits.k_size);
+  }
   const int64_t in = (s.heads + 2 * s.kv_heads) * s.dim * size_, out = s.heads * s.dim * size_;
   const int64_t rope_bytes = s.dim * size_;
   reserve(attended_, args.rows * s.heads * s.dim);
   for (const SequenceRows& seq : args.sequence_rows) {
     const int64_t first = seq.first;
-    attention({at(projected_.data(), first * in), at(cos_.data(), first * rope_bytes),
-               at(sin_.data(), first * rope_bytes), args.slots + first, seq.mask,
+    AttentionOptions options = traits.options;
+    if (traits.q_size > 0) norm.sums = projection_sums_.data() + 2 * first;
+    if (options.query_scale != nullptr) options.query_scale = query_scale_[kind].data() + first;
+    attention({at(projected_.data(), first * in), at(cos_[kind].data(), first * rope_bytes),
+               at(sin_[kind].data(), first * rope_bytes), args.slots + first, seq.mask,
                at(seq.keys, layer * args.layer_stride), at(seq.values, layer * args.layer_stride),
-               at(attended_.data(), first * out), seq.rows, s.heads, s.kv_heads, args.capacity, seq.length, seq.width, s.dim},
+               at(attended_.data(), first * out), seq.rows, s.heads, s.kv_heads, args.capacity, seq.length, seq.width, s.dim,
+               options, norm},
               s.is_f32);
   }
 }
 
-// hidden_ += x W^T, summed over the ranks of a group.
-void Decoder::add_linear(const Weights& weights, const void* x, int64_t rows) {
+// hidden_ += multiplier norm(x W^T), where the product is summed over the ranks of a group. `norm` may be null.
+void Decoder::add_linear(const Weights& weights, const void* x, int64_t rows, const float* norm, float multiplier) {
+  const PackedModel& s = model_;
   void* hidden = hidden_.data();
-  if (model_.group == nullptr) {
-    linear({&weights, x, nullptr, 0.0f, hidden, hidden, nullptr, false, rows}, model_.is_f32);
+  if (s.group == nullptr && norm == nullptr) {
+    linear({.weights = &weights, .x = x, .residual = hidden, .out = hidden, .rows = rows, .scale = multiplier},
+           s.is_f32);
     return;
   }
-  const int64_t count = rows * model_.hidden;
+  const int64_t count = rows * s.hidden;
   void* product = reserve(product_, count);
-  linear({&weights, x, nullptr, 0.0f, nullptr, product, nullptr, false, rows}, model_.is_f32);
-  model_.group->all_reduce(product, count, model_.is_f32 ? Element::kFloat32 : Element::kBfloat16, model_.timeout_s);
-  add(product, count, hidden, model_.is_f32);
+  linear({.weights = &weights, .x = x, .out = product, .rows = rows}, s.is_f32);
+  if (s.group != nullptr) {
+    s.group->all_reduce(product, count, s.is_f32 ? Element::kFloat32 : Element::kBfloat16, s.timeout_s);
+  }
+  if (norm == nullptr && multiplier == 1.0f) return add(product, count, hidden, s.is_f32);
+  norm_add(product, rows, s.hidden, norm, s.eps, multiplier, hidden, s.is_f32);
 }
 
 // Copies hidden_ to `hidden_states_` if the hidden states of this layer are wanted.
@@ -89,21 +122,24 @@ void Decoder::forward(const ForwardArgs& args) {
   gather(args);
   for (size_t i = 0; i < layers_.size(); ++i) {
     const PackedLayer& layer = layers_[i];
-    linear({layer.qkv, hidden_.data(), layer.input_norm, s.eps, nullptr, reserve(projected_, rows * layer.qkv->n),
-            nullptr, false, rows},
+    linear({.weights = layer.qkv, .x = hidden_.data(), .norm = layer.input_norm, .eps = s.eps,
+            .out = reserve(projected_, rows * layer.qkv->n), .rows = rows},
            s.is_f32);
     attend(args, static_cast<int64_t>(i));
-    add_linear(*layer.o, attended_.data(), rows);
-    linear({layer.gate_up, hidden_.data(), layer.post_norm, s.eps, nullptr,
-            reserve(projected_, rows * layer.gate_up->n / 2), nullptr, true, rows},
+    add_linear(*layer.o, attended_.data(), rows, layer.mixer_output_norm, layer.residual_multiplier);
+    linear({.weights = layer.gate_up, .x = hidden_.data(), .norm = layer.mlp_norm, .eps = s.eps,
+            .out = reserve(projected_, rows * layer.gate_up->n / 2), .gate = layer.gate, .rows = rows},
            s.is_f32);
-    add_linear(*layer.down, projected_.data(), rows);
+    add_linear(*layer.down, projected_.data(), rows, layer.mlp_output_norm, layer.residual_multiplier);
+    if (layer.output_scale != 1.0f) multiply(hidden_.data(), rows * s.hidden, layer.output_scale, s.is_f32);
     keep_hidden(static_cast<int64_t>(i), rows);
   }
   if (!hidden_layers_.empty()) hidden_rows_ = rows;
   if (args.logits == nullptr) return;
   const void* last = at(hidden_.data(), args.logits_from * s.hidden * size_);
-  linear({s.head, last, s.norm, s.eps, nullptr, nullptr, args.logits, false, rows - args.logits_from}, s.is_f32);
+  linear({.weights = s.head, .x = last, .norm = s.norm, .eps = s.eps, .logits = args.logits,
+          .rows = rows - args.logits_from, .scale = s.logit_multiplier, .softcap = s.logit_softcap},
+         s.is_f32);
 }
 
 }  // namespace swiftspec::host

@@ -10,13 +10,32 @@
 
 namespace swiftspec::host {
 
+// RoPE tables and options of the attention layers of one kind.
+struct AttentionKind {
+  const void* cos;           // [positions, dim] T
+  const void* sin;           // the same, negative in its first half
+  AttentionOptions options;  // with query_scale [positions]
+  // if the norms of the layers are of whole projections: elements of all query and of all key heads of all ranks, and
+  // the key heads that count [kv_heads], null: all; otherwise 0
+  int64_t q_size = 0, k_size = 0;
+  const uint8_t* counted = nullptr;
+};
+
+// A norm is null if the layer does not have it.
 struct PackedLayer {
-  const void* input_norm;  // [hidden] T
-  const Weights* qkv;      // hidden -> (heads + 2 kv_heads) dim
-  const Weights* o;        // heads dim -> hidden
-  const void* post_norm;   // [hidden] T
-  const Weights* gate_up;  // hidden -> 2 width of the MLP
+  const float* input_norm;  // [hidden]
+  const Weights* qkv;       // hidden -> (heads + 2 kv_heads) dim
+  const Weights* o;         // heads dim -> hidden
+  const float* mlp_norm;    // [hidden], before the MLP
+  const Weights* gate_up;   // hidden -> 2 width of the MLP
   const Weights* down;
+  Gate gate;
+  int64_t kind;  // index in `PackedModel::kinds`
+  HeadNorm head_norm;
+  const float* mixer_output_norm;  // [hidden]
+  const float* mlp_output_norm;    // [hidden]
+  float residual_multiplier;       // of the outputs of attention and MLP
+  float output_scale;              // of the output of the layer
 };
 
 // The weights of a model, or of one rank's shard. T is float32 or bfloat16.
@@ -24,12 +43,13 @@ struct PackedModel {
   bool is_f32;  // T is float32
   float eps;    // of every RMSNorm
   int64_t hidden, heads, kv_heads, dim;
-  int64_t vocab, positions;  // rows of the embedding; rows of cos and sin
+  int64_t vocab, positions;  // rows of the embedding; rows of the RoPE tables
   const void* embedding;     // [vocab, hidden] T
-  const void* cos;           // [positions, dim] T
-  const void* sin;           // the same, negative in its first half
-  const void* norm;          // [hidden] T, final RMSNorm
+  float embedding_multiplier;
+  std::vector<AttentionKind> kinds;
+  const float* norm;  // [hidden], final RMSNorm
   const Weights* head;
+  float logit_multiplier, logit_softcap;  // a soft cap of 0: none
   ShmGroup* group;   // all-reduces the outputs of `o` and `down`, or null
   double timeout_s;  // limit of each all-reduce, in seconds
 };
@@ -78,15 +98,18 @@ class Decoder {
   void* reserve(Buffer& buffer, int64_t elements) const;
   void gather(const ForwardArgs& args);
   void attend(const ForwardArgs& args, int64_t layer);
-  void add_linear(const Weights& weights, const void* x, int64_t rows);
+  void add_linear(const Weights& weights, const void* x, int64_t rows, const float* norm, float multiplier);
   void keep_hidden(int64_t layer, int64_t rows);
 
   PackedModel model_;
   std::vector<PackedLayer> layers_;
   std::vector<int64_t> hidden_layers_;
   int64_t hidden_rows_ = 0;
-  int64_t size_;  // sizeof(T)
-  Buffer hidden_, cos_, sin_, projected_, attended_, product_, hidden_states_;
+  int64_t size_;                    // sizeof(T)
+  std::vector<Buffer> cos_, sin_;   // by kind of attention layer
+  std::vector<std::vector<float>> query_scale_;
+  std::vector<float> projection_sums_;
+  Buffer hidden_, projected_, attended_, product_, hidden_states_;
 };
 
 }  // namespace swiftspec::host

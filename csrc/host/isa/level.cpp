@@ -78,9 +78,36 @@ void add(const void* x, int64_t count, void* into, bool is_f32) {
   require_kernel(k.add_bf16)(static_cast<const uint16_t*>(x), count, static_cast<uint16_t*>(into));
 }
 
+void norm_add(const void* x, int64_t rows, int64_t n, const float* norm, float eps, float scale, void* into,
+              bool is_f32) {
+  const Kernels& k = kernels();
+  if (is_f32) {
+    return require_kernel(k.norm_add_f32)(static_cast<const float*>(x), rows, n, norm, eps, scale,
+                                          static_cast<float*>(into));
+  }
+  require_kernel(k.norm_add_bf16)(static_cast<const uint16_t*>(x), rows, n, norm, eps, scale,
+                                  static_cast<uint16_t*>(into));
+}
+
+void multiply(void* x, int64_t count, float factor, bool is_f32) {
+  const Kernels& k = kernels();
+  if (is_f32) return require_kernel(k.multiply_f32)(static_cast<float*>(x), count, factor);
+  require_kernel(k.multiply_bf16)(static_cast<uint16_t*>(x), count, factor);
+}
+
 void attention(const AttentionArgs& args, bool is_f32) {
   const Kernels& k = kernels();
   require_kernel(is_f32 ? k.attention_f32 : k.attention_bf16)(args);
+}
+
+void projection_sums(const void* qkv, int64_t rows, int64_t heads, int64_t kv_heads, int64_t dim,
+                     const uint8_t* counted, float* sums, bool is_f32) {
+  const Kernels& k = kernels();
+  if (is_f32) {
+    return require_kernel(k.projection_sums_f32)(static_cast<const float*>(qkv), rows, heads, kv_heads, dim, counted,
+                                                 sums);
+  }
+  require_kernel(k.projection_sums_bf16)(static_cast<const uint16_t*>(qkv), rows, heads, kv_heads, dim, counted, sums);
 }
 
 void gumbel(const uint32_t* bits, int64_t count, float* out) {

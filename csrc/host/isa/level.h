@@ -32,8 +32,17 @@ struct Kernels {
   void (*linear_bf16)(const LinearArgs&);
   void (*add_f32)(const float* x, int64_t count, float* into);
   void (*add_bf16)(const uint16_t* x, int64_t count, uint16_t* into);
+  void (*norm_add_f32)(const float* x, int64_t rows, int64_t n, const float* norm, float eps, float scale, float* into);
+  void (*norm_add_bf16)(const uint16_t* x, int64_t rows, int64_t n, const float* norm, float eps, float scale,
+                        uint16_t* into);
+  void (*multiply_f32)(float* x, int64_t count, float factor);
+  void (*multiply_bf16)(uint16_t* x, int64_t count, float factor);
   void (*attention_f32)(const AttentionArgs&);
   void (*attention_bf16)(const AttentionArgs&);
+  void (*projection_sums_f32)(const float* qkv, int64_t rows, int64_t heads, int64_t kv_heads, int64_t dim,
+                              const uint8_t* counted, float* sums);
+  void (*projection_sums_bf16)(const uint16_t* qkv, int64_t rows, int64_t heads, int64_t kv_heads, int64_t dim,
+                               const uint8_t* counted, float* sums);
   void (*gumbel)(const uint32_t* bits, int64_t count, float* out);
   void (*gumbel_row)(uint32_t key, uint32_t first, int64_t count, float* out);
   void (*draw)(const ScoreArgs&, int64_t* tokens, float* values);

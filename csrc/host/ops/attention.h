@@ -25,6 +25,32 @@ void rotate(const T* x, const T* cos, const T* sin, int64_t dim, X* out) {
   }
 }
 
+// The RMSNorm of head number `head` of a row, or its values `x` if the layer has no norm.
+template <class T>
+const T* norm_head(const AttentionArgs& a, const T* x, int64_t row, int64_t head, T* normed) {
+  const HeadNorm& norm = a.norm;
+  if (norm.weight == nullptr) return x;
+  const float* weight = norm.weight + head * a.dim;
+  if (norm.sums == nullptr) {
+    rms_norm(x, weight, norm.eps, a.dim, normed);
+  } else {
+    const bool key = head >= a.heads;
+    apply_norm(x, weight, norm_scale(norm.sums[2 * row + key], key ? norm.k_size : norm.q_size, norm.eps), a.dim, normed);
+  }
+  return normed;
+}
+
+template <class T>
+void projection_sums(const T* qkv, int64_t rows, int64_t heads, int64_t kv_heads, int64_t dim, const uint8_t* counted,
+                     float* sums) {
+  for (int64_t row = 0; row < rows; ++row, qkv += (heads + 2 * kv_heads) * dim, sums += 2) {
+    sums[0] = sum_of_squares(qkv, heads * dim), sums[1] = 0.0f;
+    for (int64_t g = 0; g < kv_heads; ++g) {
+      if (counted == nullptr || counted[g] != 0) sums[1] += sum_of_squares(qkv + (heads + g) * dim, dim);
+    }
+  }
+}
+
 #ifdef SWIFTSPEC_DOT_BF16  // the dot instruction consumes two values, so probabilities are bfloat16 too
 using Prob = uint16_t;
 constexpr int64_t kProbStep = 2;
@@ -42,21 +68,43 @@ void append(const AttentionArgs& a) {
             *sin = static_cast<const T*>(a.sin) + row * a.dim;
     for (int64_t g = 0; g < a.kv_heads; ++g) {
       const int64_t at = (g * a.capacity + a.slots[row]) * a.dim;
-      rotate(k + g * a.dim, cos, sin, a.dim, static_cast<T*>(a.keys) + at);
-      std::memcpy(static_cast<T*>(a.values) + at, k + (a.kv_heads + g) * a.dim,
-                  static_cast<size_t>(a.dim) * sizeof(T));
+      T normed[kMaxDim];
+      rotate(norm_head(a, k + g * a.dim, row, a.heads + g, normed), cos, sin, a.dim, static_cast<T*>(a.keys) + at);
+      const T* value = k + (a.kv_heads + g) * a.dim;
+      if (a.norm.values) value = norm_head(a, value, row, a.heads + a.kv_heads + g, normed);
+      std::memcpy(static_cast<T*>(a.values) + at, value, static_cast<size_t>(a.dim) * sizeof(T));
     }
   }
 }
 
-// The slots that the rows of one tile see: the first `base` slots, and a list of further slots per row.
+// The slots that the rows of one tile see: slots `begin` to `base`, and a list of further slots per row. Without
+// sliding windows all rows see the slots before `base`, so each of these slots is the position of its key.
 struct VisibleSlots {
+  int64_t begin = 0;  // a multiple of 16: the key at position p is in lane p % 16 of every sum, whatever the tile
   int64_t base = 0;
   std::vector<int32_t> slots;    // of all rows, one after the other
   int64_t first[kTileRows + 1];  // index of each row's first entry in `slots`
+  int64_t before[kTileRows];     // positions from `begin` on that lie before each row's window
+  int64_t shared() const { return base - begin; }
   const int32_t* slots_of(int64_t row) const { return slots.data() + first[row]; }
   int64_t count(int64_t row) const { return first[row + 1] - first[row]; }
 };
+
+// Moves `begin` to the first position in the sliding window of any row. Returns the number of entries that the list of
+// each row loses.
+inline int64_t limit_to_window(const AttentionArgs& a, const uint8_t* mask, int64_t rows, VisibleSlots& visible) {
+  int64_t starts[kTileRows], least = std::numeric_limits<int64_t>::max();
+  for (int64_t r = 0; r < rows; ++r) {
+    int64_t count = a.length - a.width;
+    for (int64_t i = 0; i < a.width; ++i) count += mask[r * a.width + i] != 0;
+    starts[r] = std::max<int64_t>(count - a.options.window, 0);
+    least = std::min(least, starts[r]);
+  }
+  visible.begin = least / kLanes * kLanes;
+  for (int64_t r = 0; r < rows; ++r) visible.before[r] = starts[r] - visible.begin;
+  const int64_t skipped = std::max<int64_t>(visible.begin - visible.base, 0);
+  return skipped;
+}
 
 inline void find_visible(const AttentionArgs& a, int64_t row, int64_t rows, VisibleSlots& visible) {
   const int64_t window = a.length - a.width;
@@ -66,13 +114,19 @@ inline void find_visible(const AttentionArgs& a, int64_t row, int64_t rows, Visi
     const void* hidden = std::memchr(mask + r * a.width, 0, static_cast<size_t>(run));
     if (hidden != nullptr) run = static_cast<const uint8_t*>(hidden) - (mask + r * a.width);
   }
-  visible.base = (window + run) / kProbStep * kProbStep;
+  const int64_t base = (window + run) / kProbStep * kProbStep;
+  visible.base = base, visible.begin = 0;
+  std::fill(visible.before, visible.before + kTileRows, 0);
+  const int64_t skipped = a.options.window > 0 ? limit_to_window(a, mask, rows, visible) : 0;
+  visible.base += skipped;
   visible.slots.clear();
   for (int64_t r = 0; r < rows; ++r) {
     visible.first[r] = static_cast<int64_t>(visible.slots.size());
-    for (int64_t slot = visible.base; slot < a.length; ++slot) {
-      if (slot < window || mask[r * a.width + slot - window] != 0)
-        visible.slots.push_back(static_cast<int32_t>(slot));
+    int64_t left = skipped;
+    for (int64_t slot = base; slot < a.length; ++slot) {
+      if (slot >= window && mask[r * a.width + slot - window] == 0) continue;
+      if (left-- > 0) continue;
+      visible.slots.push_back(static_cast<int32_t>(slot));
     }
   }
   visible.first[rows] = static_cast<int64_t>(visible.slots.size());
@@ -109,8 +163,16 @@ void score(const Query<T>* x, int64_t queries, const T* keys, const int32_t* lis
 }
 
 // Softmax numerators: probs[i] = e^(scale (score[i] - max)), padded with zeros to a multiple of 16. Returns their sum.
-inline float softmax(float* scores, int64_t count, float scale, Prob* probs) {
+// The first `before` scores are those of masked keys. `softcap`: c > 0: scores s become c tanh(scale s / c).
+inline float softmax(float* scores, int64_t before, int64_t count, float scale, float softcap, Prob* probs) {
   const int64_t end = (count + kLanes - 1) / kLanes * kLanes;
+  if (softcap > 0.0f) {
+    for (int64_t i = 0; i < end; i += kLanes) {
+      store(scores + i, soft_cap(mul(load(scores + i), broadcast(scale)), softcap));
+    }
+    scale = 1.0f;
+  }
+  std::fill(scores, scores + before, -std::numeric_limits<float>::infinity());
   std::fill(scores + count, scores + end, -std::numeric_limits<float>::infinity());
   F top = broadcast(-std::numeric_limits<float>::infinity());
   for (int64_t i = 0; i < end; i += kLanes) top = max(top, load(scores + i));
@@ -118,10 +180,11 @@ inline float softmax(float* scores, int64_t count, float scale, Prob* probs) {
   F total = zeros();
   for (int64_t i = 0; i < end; i += kLanes) {
     F prob = rounded<Prob>(exponential(mul(sub(load(scores + i), max_score), factor)));
-    if (count - i < kLanes) {
+    if (count - i < kLanes || before > i) {
       float some[kLanes];
       store(some, prob);
-      std::fill(some + (count - i), some + kLanes, 0.0f);
+      std::fill(some, some + std::clamp<int64_t>(before - i, 0, kLanes), 0.0f);
+      std::fill(some + std::min(count - i, kLanes), some + kLanes, 0.0f);
       prob = load(some);
     }
     store_as(probs + i, prob);
@@ -230,29 +293,34 @@ void attend(const AttentionArgs& a, int64_t row, int64_t rows, int64_t g, const 
   const int64_t width = (a.heads + 2 * a.kv_heads) * dim;
   for (int64_t q = 0; q < queries; ++q) {
     const int64_t r = row + q / group, head = g * group + q % group;
-    rotate(static_cast<const T*>(a.qkv) + r * width + head * dim, static_cast<const T*>(a.cos) + r * dim,
-           static_cast<const T*>(a.sin) + r * dim, dim, x.data() + q * dim);
+    T normed[kMaxDim];
+    const T* query = norm_head(a, static_cast<const T*>(a.qkv) + r * width + head * dim, r, head, normed);
+    rotate(query, static_cast<const T*>(a.cos) + r * dim, static_cast<const T*>(a.sin) + r * dim, dim,
+           x.data() + q * dim);
   }
   const T* keys = static_cast<const T*>(a.keys) + g * a.capacity * dim;
   const T* values = static_cast<const T*>(a.values) + g * a.capacity * dim;
-  const float scale = 1.0f / __builtin_sqrtf(static_cast<float>(dim));
-  score<T>(x.data(), queries, keys, nullptr, visible.base, dim, scores.data(), stride);
+  const AttentionOptions& options = a.options;
+  const float plain_scale = options.scale > 0.0f ? options.scale : 1.0f / __builtin_sqrtf(static_cast<float>(dim));
+  const int64_t shared = visible.shared(), skipped = visible.begin * dim;
+  score<T>(x.data(), queries, keys + skipped, nullptr, shared, dim, scores.data(), stride);
   for (int64_t q = 0; q < queries; q += group) {
     const int64_t r = q / group;
     float* row_values = scores.data() + q * stride;
-    score<T>(x.data() + q * dim, group, keys, visible.slots_of(r), visible.count(r), dim, row_values + visible.base,
-             stride);
+    score<T>(x.data() + q * dim, group, keys, visible.slots_of(r), visible.count(r), dim, row_values + shared, stride);
+    const float scale = options.query_scale == nullptr ? plain_scale : plain_scale * options.query_scale[row + r];
     for (int64_t h = 0; h < group; ++h, row_values += stride) {
       totals[static_cast<size_t>(q + h)] =
-          softmax(row_values, visible.base + visible.count(r), scale, probs.data() + (q + h) * stride);
+          softmax(row_values, visible.before[r], shared + visible.count(r), scale, options.softcap,
+                  probs.data() + (q + h) * stride);
     }
   }
-  accumulate_values(probs.data(), queries, stride, values, nullptr, visible.base, dim, out.data(), out_stride);
+  accumulate_values(probs.data(), queries, stride, values + skipped, nullptr, shared, dim, out.data(), out_stride);
   for (int64_t q = 0; q < queries; ++q) {
     const int64_t r = q / group;
     float* row_values = out.data() + q * out_stride;
     if (q % group == 0) {
-      const Prob* rest = probs.data() + q * stride + visible.base;
+      const Prob* rest = probs.data() + q * stride + shared;
       accumulate_values(rest, group, stride, values, visible.slots_of(r), visible.count(r), dim, row_values,
                         out_stride);
     }

@@ -1,19 +1,34 @@
-// Small-M linear layers with fused prologue (RMSNorm) and epilogue (bias, residual or SiLU(gate) * up). Included inside
-// the namespace of an ISA level.
+// Small-M linear layers with fused prologue (RMSNorm) and epilogue (bias, scale, residual or activation(gate) * up).
+// Included inside the namespace of an ISA level.
 
-// RMSNorm of one row of k, rounded to the model's type before the weight is applied, as transformers does.
-template <class T, class X>
-void rms_norm(const T* x, const T* weight, float eps, int64_t k, X* out) {
+template <class T>
+float sum_of_squares(const T* x, int64_t k) {
   F square = zeros();
   for (int64_t i = 0; i < k; i += kLanes) {
     const F v = load_partial(x + i, k - i);
     square = fma(v, v, square);
   }
-  const F scale = broadcast(1.0f / __builtin_sqrtf(reduce_add(square) / static_cast<float>(k) + eps));
+  return reduce_add(square);
+}
+
+// The factor of an RMSNorm over `count` elements.
+inline float norm_scale(float squares, float count, float eps) { return 1.0f / __builtin_sqrtf(squares / count + eps); }
+
+// Applies an RMSNorm with the factor `by` to k elements, rounded to the model's type before the weight is applied, as
+// transformers does.
+template <class T, class X>
+void apply_norm(const T* x, const float* weight, float by, int64_t k, X* out) {
+  const F scale = broadcast(by);
   for (int64_t i = 0; i < k; i += kLanes) {
     const F v = rounded<T>(mul(load_partial(x + i, k - i), scale));
     store_partial(out + i, rounded<T>(mul(v, load_partial(weight + i, k - i))), k - i);
   }
+}
+
+// RMSNorm of one row of k.
+template <class T, class X>
+void rms_norm(const T* x, const float* weight, float eps, int64_t k, X* out) {
+  apply_norm(x, weight, norm_scale(sum_of_squares(x, k), static_cast<float>(k), eps), k, out);
 }
 
 // Returns the input rows as values of type X: normalised if there is a norm, and padded with zeros to a multiple of 8
@@ -29,7 +44,7 @@ const X* prepare_rows(const LinearArgs& a, std::vector<X>& scratch) {
     for (int64_t r = 0; r < a.rows; ++r) {
       X* out = scratch.data() + r * padded;
       if (a.norm != nullptr) {
-        rms_norm(rows + r * w.k, static_cast<const T*>(a.norm), a.eps, w.k, out);
+        rms_norm(rows + r * w.k, a.norm, a.eps, w.k, out);
       } else {
         for (int64_t i = 0; i < w.k; i += kLanes)
           store_partial(out + i, load_partial(rows + r * w.k + i, w.k - i), w.k - i);
@@ -81,15 +96,21 @@ inline F add_bias(F x, const float* bias, int64_t column, int64_t count) {
   return bias == nullptr ? x : add(x, load_partial(bias + column, count));
 }
 
+// soft_cap, except that the logits of masked outputs, which are -inf, stay -inf.
+inline F soft_cap_logits(F x, float c) {
+  return add(soft_cap(x, c), sub(x, max(x, broadcast(std::numeric_limits<float>::lowest()))));
+}
+
 // Adds the bias and the residual to one row's sums and stores them; columns from `end` on are not stored.
 template <class T>
 void store_outputs(const LinearArgs& a, const float* sums, int64_t row, int64_t column, int64_t end) {
   const int64_t n = a.weights->n;
   for (; column < end; column += kLanes, sums += kLanes) {
     const int64_t at = row * n + column, count = end - column;
-    const F value = add_bias(load(sums), a.weights->bias, column, count);
+    F value = add_bias(load(sums), a.weights->bias, column, count);
+    if (a.scale != 1.0f) value = mul(value, broadcast(a.scale));
     if (a.logits != nullptr) {
-      store_partial(a.logits + at, value, count);
+      store_partial(a.logits + at, a.softcap > 0.0f ? soft_cap_logits(value, a.softcap) : value, count);
     } else if (a.residual != nullptr) {
       const F before = load_partial(static_cast<const T*>(a.residual) + at, count);
       store_partial(static_cast<T*>(a.out) + at, add(rounded<T>(value), before), count);
@@ -99,24 +120,35 @@ void store_outputs(const LinearArgs& a, const float* sums, int64_t row, int64_t 
   }
 }
 
-// Stores SiLU(gate) * up of one row. Gates start at `column`, the corresponding ups in the second half of the outputs.
+// SiLU(x) = x / (1 + e^-x).
+inline F silu(F x) { return div(x, add(broadcast(1.0f), exponential(sub(zeros(), x)))); }
+
+// GELU in its approximation by tanh: x / (1 + e^(-2 u)), u = sqrt(2 / pi) (x + 0.044715 x^3).
+inline F gelu_tanh(F x) {
+  const F cubic = mul(mul(x, x), mul(x, broadcast(0.044715f)));
+  const F u = mul(add(x, cubic), broadcast(-2.0f * 0.7978845608f));
+  return div(x, add(broadcast(1.0f), exponential(u)));
+}
+
+// Stores activation(gate) * up of one row. Gates start at `column`, the corresponding ups in the second half of the
+// outputs.
 template <class T>
-void store_swiglu(const LinearArgs& a, const float* gates, const float* ups, int64_t row, int64_t column,
+void store_gated(const LinearArgs& a, const float* gates, const float* ups, int64_t row, int64_t column,
                   int64_t end) {
   const int64_t half = a.weights->n / 2;
   for (; column < end; column += kLanes, gates += kLanes, ups += kLanes) {
     const int64_t count = end - column;
     const F gate = rounded<T>(add_bias(load(gates), a.weights->bias, column, count));
     const F up = rounded<T>(add_bias(load(ups), a.weights->bias, half + column, count));
-    const F silu = div(gate, add(broadcast(1.0f), exponential(sub(zeros(), gate))));
-    store_partial(static_cast<T*>(a.out) + row * half + column, mul(rounded<T>(silu), up), count);
+    const F activated = a.gate == Gate::silu ? silu(gate) : gelu_tanh(gate);
+    store_partial(static_cast<T*>(a.out) + row * half + column, mul(rounded<T>(activated), up), count);
   }
 }
 
 // Blocks of outputs computed for all rows before the next ones, so that their weights stay in the CPU cache.
 constexpr int64_t kStripBlocks = 8;
 
-// Computes the outputs of strip number `strip` for all rows. With swiglu a strip has half as many gates, and their ups.
+// Computes the outputs of strip number `strip` for all rows. With a gate a strip has half as many gates, and their ups.
 template <class T, class In>
 void linear_strip(const LinearArgs& a, const In& in, int64_t strip) {
   const Weights& w = *a.weights;
@@ -125,8 +157,9 @@ void linear_strip(const LinearArgs& a, const In& in, int64_t strip) {
                       static_cast<const uint8_t*>(w.scales), w.scale_type, w.zeros, w.group};
   constexpr int64_t kStride = (kStripBlocks + 1) * kLanes;
   float sums[kRowTile * kStride], ups[kRowTile * kStride];
-  const int64_t half = w.n / 2, outputs = a.swiglu ? half : w.n,
-                width = (a.swiglu ? kStripBlocks / 2 : kStripBlocks) * kLanes;
+  const bool gated = a.gate != Gate::none;
+  const int64_t half = w.n / 2, outputs = gated ? half : w.n,
+                width = (gated ? kStripBlocks / 2 : kStripBlocks) * kLanes;
   const int64_t column = strip * width, end = std::min(outputs, column + width);
   const int64_t blocks = (end - column + kLanes - 1) / kLanes;
   const int64_t up_block = (half + column) / kLanes, up_shift = (half + column) % kLanes;
@@ -135,11 +168,11 @@ void linear_strip(const LinearArgs& a, const In& in, int64_t strip) {
     const int64_t rows = std::min<int64_t>(kRowTile, a.rows - row);
     const In tile = in.from(row, whole);
     dispatch_product(w.format, tile, advance(whole, column / kLanes), rows, blocks, sums, kStride);
-    if (a.swiglu) dispatch_product(w.format, tile, advance(whole, up_block), rows, up_blocks, ups, kStride);
+    if (gated) dispatch_product(w.format, tile, advance(whole, up_block), rows, up_blocks, ups, kStride);
     for (int64_t r = 0; r < rows; ++r) {
       const float* row_sums = sums + r * kStride;
-      if (a.swiglu) {
-        store_swiglu<T>(a, row_sums, ups + r * kStride + up_shift, row + r, column, end);
+      if (gated) {
+        store_gated<T>(a, row_sums, ups + r * kStride + up_shift, row + r, column, end);
       } else {
         store_outputs<T>(a, row_sums, row + r, column, end);
       }
@@ -149,8 +182,9 @@ void linear_strip(const LinearArgs& a, const In& in, int64_t strip) {
 
 template <class T, class In>
 void linear_strips(const LinearArgs& a, const In& in) {
-  const int64_t width = (a.swiglu ? kStripBlocks / 2 : kStripBlocks) * kLanes;
-  const int64_t strips = ((a.swiglu ? a.weights->n / 2 : a.weights->n) + width - 1) / width;
+  const bool gated = a.gate != Gate::none;
+  const int64_t width = (gated ? kStripBlocks / 2 : kStripBlocks) * kLanes;
+  const int64_t strips = ((gated ? a.weights->n / 2 : a.weights->n) + width - 1) / width;
   const auto body = [&](int64_t strip) { linear_strip<T>(a, in, strip); };
   if (a.rows * a.weights->n * a.weights->k >= kMinParallelWork) return parallel_for(strips, body);
   for (int64_t strip = 0; strip < strips; ++strip) body(strip);
@@ -174,5 +208,27 @@ template <class T>
 void add_to(const T* x, int64_t count, T* into) {
   for (int64_t i = 0; i < count; i += kLanes) {
     store_partial(into + i, add(load_partial(x + i, count - i), load_partial(into + i, count - i)), count - i);
+  }
+}
+
+template <class T>
+void norm_add(const T* x, int64_t rows, int64_t n, const float* norm, float eps, float scale, T* into) {
+  thread_local std::vector<T> normed;  // grows to the longest row once
+  normed.resize(static_cast<size_t>(n));
+  const F factor = broadcast(scale);
+  for (int64_t row = 0; row < rows; ++row, x += n, into += n) {
+    if (norm != nullptr) rms_norm(x, norm, eps, n, normed.data());
+    const T* from = norm == nullptr ? x : normed.data();
+    for (int64_t i = 0; i < n; i += kLanes) {
+      const F value = rounded<T>(mul(load_partial(from + i, n - i), factor));
+      store_partial(into + i, add(value, load_partial(into + i, n - i)), n - i);
+    }
+  }
+}
+
+template <class T>
+void multiply(T* x, int64_t count, float factor) {
+  for (int64_t i = 0; i < count; i += kLanes) {
+    store_partial(x + i, mul(load_partial(x + i, count - i), broadcast(factor)), count - i);
   }
 }

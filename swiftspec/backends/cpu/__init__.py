@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
@@ -21,11 +21,11 @@ from swiftspec.backends.cpu.packing import PackedLinear, mask_outputs, pack
 from swiftspec.backends.reference import DEFAULT_SCORES, MAX_CAPTURED_SEQUENCES, Scores, device_tree, embed, rope_tables
 from swiftspec.backends.reference.resampling import ResamplingState
 from swiftspec.errors import UserError
-from swiftspec.model.packed_model import KVTensors, PackedMlp
+from swiftspec.model.packed_model import PLAIN_ATTENTION, AttentionOptions, KVTensors, PackedMlp, ProjectionNorm
+from swiftspec.model.spec import Activation, ModelSpec, unknown_fields
 
 if TYPE_CHECKING:
     from swiftspec.model.batch import Batch
-    from swiftspec.model.spec import ModelSpec
 
 __all__ = [
     "MAX_CAPTURED_SEQUENCES",
@@ -61,6 +61,11 @@ __all__ = [
 ]
 
 MAX_HEAD_DIM = 256
+# optional fields of a spec that these operators implement
+KNOWN_FIELDS = (
+    "activation", "embedding_multiplier", "logit_multiplier", "logit_softcap", "norm_unit_offset", "norms",
+    "output_scale", "qk_norm", "query_scale_beta", "residual_multiplier", "scale", "softcap", "v_norm", "window",
+)  # fmt: skip
 
 level = _C.level  # returns the ISA level in use, such as "avx512_bf16"; "none" if the CPU lacks AVX2
 
@@ -79,26 +84,29 @@ def check_supported(spec: ModelSpec, dtype: torch.dtype, device: torch.device | 
         raise UserError("the CPU operators need a CPU with AVX2")
     if dtype not in (torch.bfloat16, torch.float32):
         raise UserError(f"the CPU operators compute in bfloat16 or float32, not {str(dtype).removeprefix('torch.')}")
-    mixer = spec.layer.mixer
-    if mixer.head_dim % 16 or mixer.head_dim > MAX_HEAD_DIM:
-        limits = f"a head dimension that is a multiple of 16 and at most {MAX_HEAD_DIM}"
-        raise UserError(f"the CPU operators need {limits}, not {mixer.head_dim}")
-    if mixer.qk_norm:
-        raise UserError("the CPU operators have no norm of query and key heads (qk_norm)")
+    for head_dim in (layer.mixer.head_dim for layer in spec.layers):
+        if head_dim % 16 or head_dim > MAX_HEAD_DIM:
+            limits = f"a head dimension that is a multiple of 16 and at most {MAX_HEAD_DIM}"
+            raise UserError(f"the CPU operators need {limits}, not {head_dim}")
+    missing = unknown_fields(spec, KNOWN_FIELDS)
+    if missing is not None:
+        raise UserError(f"the CPU operators have no {missing}")
+    if len(spec.cache_shapes) > 1:
+        raise UserError("the CPU operators need the same KV heads and head dimension in all layers")
 
 
 @dataclass(frozen=True, slots=True)
 class CpuNorm:
     """A packed RMSNorm."""
 
-    weight: Tensor  # [hidden] in the model's dtype
+    weight: Tensor  # [hidden] or [heads, head_dim] float32
     eps: float
 
 
 def pack_norm(weight: Tensor, eps: float, dtype: torch.dtype, device: torch.device | str) -> CpuNorm:
-    """Packs an RMSNorm with weight [hidden]. Copies it, since a view would keep the pages of a mapped file in
-    memory."""
-    return CpuNorm(weight.to(device, dtype, copy=True).contiguous(), eps)
+    """Packs an RMSNorm with weight [hidden] or [heads, head_dim]. Copies it, since a view would keep the pages of a
+    mapped file in memory."""
+    return CpuNorm(weight.to(device, torch.float32, copy=True).contiguous(), eps)
 
 
 def _linear(
@@ -108,53 +116,71 @@ def _linear(
     *,
     norm: CpuNorm | None = None,
     residual: Tensor | None = None,
-    swiglu: bool = False,
+    gate: Activation | Literal["none"] = "none",
+    scale: float = 1.0,
+    softcap: float | None = None,
 ) -> Tensor:
     weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
-    _C.linear(packed.native, x, weight, eps, residual, out, swiglu)
+    _C.linear(packed.native, x, weight, eps, residual, out, gate, scale, softcap or 0.0)
     return out
 
 
-def norm_linear(x: Tensor, norm: CpuNorm, packed: PackedLinear) -> Tensor:
-    """Applies RMSNorm, then a projection (QKV): x [rows, hidden] -> [rows, outputs]."""
+def norm_linear(x: Tensor, norm: CpuNorm | None, packed: PackedLinear) -> Tensor:
+    """Applies RMSNorm, if there is one, then a projection (QKV): x [rows, hidden] -> [rows, outputs]."""
     return _linear(x, packed, x.new_empty(x.shape[0], packed.outputs), norm=norm)
 
 
-def norm_swiglu(x: Tensor, norm: CpuNorm, gate_up: PackedLinear) -> Tensor:
-    """Applies RMSNorm, the gate and up projections and SiLU(gate) * up: x [rows, hidden] -> [rows, outputs / 2]."""
-    return _linear(x, gate_up, x.new_empty(x.shape[0], gate_up.outputs // 2), norm=norm, swiglu=True)
+def norm_swiglu(x: Tensor, norm: CpuNorm | None, gate_up: PackedLinear, activation: Activation = "silu") -> Tensor:
+    """Applies RMSNorm, if there is one, the gate and up projections and activation(gate) * up: x [rows, hidden] ->
+    [rows, outputs / 2]."""
+    return _linear(x, gate_up, x.new_empty(x.shape[0], gate_up.outputs // 2), norm=norm, gate=activation)
 
 
 def linear_residual(
-    x: Tensor, packed: PackedLinear, residual: Tensor, reduce: Callable[[Tensor], Tensor] | None = None
-) -> Tensor:
-    """Applies a projection (O, down), all-reduces it over the ranks of a group with `reduce`, and adds the residual: x
-    [rows, inputs] and residual [rows, hidden] -> [rows, hidden]."""
-    if reduce is None:
-        return _linear(x, packed, torch.empty_like(residual), residual=residual)
-    return reduce(_linear(x, packed, torch.empty_like(residual))).add_(residual)
+    x: Tensor, packed: PackedLinear, residual: Tensor, reduce: Callable[[Tensor], Tensor] | None = None,
+    norm: CpuNorm | None = None, multiplier: float = 1.0,
+) -> Tensor:  # fmt: skip
+    """Applies a projection (O, down), all-reduces it over the ranks of a group with `reduce`, applies RMSNorm, if there
+    is one, multiplies by `multiplier`, and adds the residual: x [rows, inputs] and residual [rows, hidden] -> [rows,
+    hidden]."""
+    if reduce is None and norm is None:
+        return _linear(x, packed, torch.empty_like(residual), residual=residual, scale=multiplier)
+    product = _linear(x, packed, torch.empty_like(residual))
+    if reduce is not None:
+        product = reduce(product)
+    if norm is None and multiplier == 1:
+        return product.add_(residual)
+    out, (weight, eps) = residual.clone(), (None, 0.0) if norm is None else (norm.weight, norm.eps)
+    _C.norm_add(product, weight, eps, multiplier, out)
+    return out
 
 
 def mlp(
     hidden: Tensor,
-    norm: CpuNorm,
+    norm: CpuNorm | None,
     weights: PackedMlp,
     residual: Tensor,
     reduce: Callable[[Tensor], Tensor] | None = None,
+    output_norm: CpuNorm | None = None,
+    multiplier: float = 1.0,
 ) -> Tensor:
-    """Applies RMSNorm, the MLP down(SiLU(gate) * up), the all-reduce over the ranks of a group with `reduce`, and adds
-    the residual: hidden [rows, hidden] and residual [rows, hidden] -> [rows, hidden].
+    """Applies RMSNorm, the MLP down(activation(gate) * up), the all-reduce over the ranks of a group with `reduce`, the
+    norm of the output, `multiplier`, and adds the residual: hidden [rows, hidden] and residual [rows, hidden] -> [rows,
+    hidden].
 
     Contract: a row's bits depend on its own inputs, never on the other rows, their number or their slots.
     """
-    return linear_residual(norm_swiglu(hidden, norm, weights.gate_up), weights.down, residual, reduce)
+    gated = norm_swiglu(hidden, norm, weights.gate_up, weights.activation)
+    return linear_residual(gated, weights.down, residual, reduce, output_norm, multiplier)
 
 
-def norm_head(x: Tensor, norm: CpuNorm, packed: PackedLinear) -> Tensor:
-    """Applies the final RMSNorm and the LM head: x [rows, hidden] -> logits [rows, vocab], float32, not rounded to
-    bfloat16."""
+def norm_head(
+    x: Tensor, norm: CpuNorm, packed: PackedLinear, multiplier: float = 1.0, softcap: float | None = None
+) -> Tensor:
+    """Applies the final RMSNorm and the LM head, multiplies by `multiplier` and applies the soft cap: x [rows, hidden]
+    -> logits [rows, vocab], float32, not rounded to bfloat16."""
     out = torch.empty(x.shape[0], packed.outputs, dtype=torch.float32)
-    return _linear(x, packed, out, norm=norm)
+    return _linear(x, packed, out, norm=norm, scale=multiplier, softcap=softcap)
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,18 +194,23 @@ class CpuSequenceRows:
     mask: Tensor  # [m, window] bool; window is at most `length`
     length: int  # slots in use
     sequence: int  # index in the cache
+    query_scale: Tensor | None = None  # [m] float32
 
 
 @dataclass(frozen=True, slots=True)
 class CpuAttentionPlan:
-    """Inputs of attention that are the same in every layer of a forward."""
+    """Inputs of attention that are the same in every layer of one kind in a forward."""
 
     parts: list[CpuSequenceRows]
     cache: _C.Cache
     out_width: int
+    options: AttentionOptions = PLAIN_ATTENTION
 
 
-def prepare(batch: Batch, cache: KVTensors, cos: Tensor, sin: Tensor, num_heads: int) -> CpuAttentionPlan:
+def prepare(
+    batch: Batch, cache: KVTensors, cos: Tensor, sin: Tensor, num_heads: int,
+    options: AttentionOptions = PLAIN_ATTENTION,
+) -> CpuAttentionPlan:  # fmt: skip
     """Prepares the attention of a forward, before its layers. `cos` and `sin` are the tables of `rope_tables`."""
     sequences, head_dim = cache.k.shape[1], cache.k.shape[4]
     present = [0] if sequences == 1 else sorted(set(batch.sequence.tolist()))
@@ -200,25 +231,45 @@ def prepare(batch: Batch, cache: KVTensors, cos: Tensor, sin: Tensor, num_heads:
                 mask[:, max(mask.shape[1] - length, 0) :].contiguous(),
                 length,
                 sequence,
+                None if options.query_scale is None else options.query_scale.index_select(0, positions),
             )
         )
-    return CpuAttentionPlan(parts, _C.Cache(cache.k, cache.v), num_heads * head_dim)
+    return CpuAttentionPlan(parts, _C.Cache(cache.k, cache.v), num_heads * head_dim, options)
 
 
-def tree_attention(qkv: Tensor, plan: CpuAttentionPlan, layer: int, qk_norm: object = None) -> Tensor:
+def tree_attention(qkv: Tensor, plan: CpuAttentionPlan, layer: int, qk_norm: CpuNorm | None = None) -> Tensor:
     """Applies RoPE, appends keys and values to the cache, and computes masked attention: qkv [rows, (heads + 2 *
-    kv_heads) * head_dim] -> [rows, heads * head_dim]. `qk_norm`: None, see `check_supported`."""
-    assert qk_norm is None
+    kv_heads) * head_dim] -> [rows, heads * head_dim].
+
+    `layer`: index of the layer in the cache. `qk_norm`: RMSNorm of each query and key head before RoPE, with weight
+    [heads + kv_heads, head_dim]; with weight [heads + 2 * kv_heads, head_dim] also of each value head.
+    """
+    options, (weight, eps) = plan.options, (None, 0.0) if qk_norm is None else (qk_norm.weight, qk_norm.eps)
+    sums, sizes = None, (0, 0)
+    if options.projection_norm is not None:
+        sums, sizes = _projection_sums(qkv, plan, options.projection_norm)
     out = qkv.new_empty(qkv.shape[0], plan.out_width)
     for part in plan.parts:
         mine = qkv if part.rows is None else qkv[part.rows]
         result = out if part.rows is None else out.new_empty(mine.shape[0], out.shape[1])
         _C.attention(
-            mine, part.cos, part.sin, part.slots, part.mask, plan.cache, layer, part.sequence, part.length, result
-        )
+            mine, part.cos, part.sin, part.slots, part.mask, plan.cache, layer, part.sequence, part.length, result,
+            weight, eps, options.window, options.scale, options.softcap, part.query_scale,
+            sums if sums is None or part.rows is None else sums[part.rows], *sizes,
+        )  # fmt: skip
         if part.rows is not None:
             out[part.rows] = result
     return out
+
+
+def _projection_sums(qkv: Tensor, plan: CpuAttentionPlan, whole: ProjectionNorm) -> tuple[Tensor, tuple[int, int]]:
+    """Returns the sums of squares of all query heads and of all key heads of all ranks, [rows, 2], and their numbers of
+    elements."""
+    dim = plan.parts[0].cos.shape[1]
+    heads = plan.out_width // dim
+    sums = torch.empty(qkv.shape[0], 2)
+    _C.projection_sums(qkv, heads, (qkv.shape[1] // dim - heads) // 2, dim, whole.counted, sums)
+    return sums if whole.reduce is None else whole.reduce(sums), (whole.q_size, whole.k_size)
 
 
 def make_slot_mover(k: Tensor, v: Tensor) -> Callable[[int, Sequence[int], int], None]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from numpy.typing import NDArray
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 def fuse(stack: PackedModel) -> HostDecoder | None:
     """Returns a decoder that runs a forward in one native call, or None if the model is sharded over ranks without
-    shared memory, or has a norm of query and key heads."""
-    if any(layer.qk_norm is not None for layer in stack.layers):
+    shared memory, or has features that the native decoder lacks."""
+    if len({(kind.num_heads, kind.kv_heads, kind.cos.shape[1]) for kind in stack.attention}) > 1:
         return None
     return HostDecoder(stack) if stack.group is None or stack.group.memory is not None else None
 
@@ -37,14 +37,29 @@ class HostDecoder:
         shared: ShmCollectives | None = None if stack.group is None else stack.group.memory
         layers = [
             (
-                layer.input_norm.weight, layer.qkv.native, layer.o.native,
-                layer.post_norm.weight, layer.mlp.gate_up.native, layer.mlp.down.native,
+                _weight(layer.input_norm), layer.qkv.native, layer.o.native, _weight(layer.mlp_norm),
+                layer.mlp.gate_up.native, layer.mlp.down.native, layer.mlp.activation, layer.attention,
+                _weight(layer.qk_norm), _weight(layer.mixer_output_norm), _weight(layer.mlp_output_norm),
+                layer.residual_multiplier, 1.0 if layer.output_scale is None else float(layer.output_scale),
             )
             for layer in stack.layers
         ]  # fmt: skip
+        kinds = [
+            (
+                kind.cos,
+                kind.sin,
+                each.window,
+                each.scale,
+                each.softcap,
+                each.query_scale,
+                *((0, 0, None) if (norm := each.projection_norm) is None else (norm.q_size, norm.k_size, norm.counted)),
+            )
+            for kind, each in ((kind, kind.options) for kind in stack.attention)
+        ]
         self._native = _C.Decoder(
-            stack.embedding, stack.cos, stack.sin, stack.norm.weight, stack.norm.eps, stack.head.native, layers,
-            stack.num_heads, stack.kv_heads, None if shared is None else shared.native,
+            stack.embedding, stack.embedding_multiplier, kinds, stack.norm.weight, stack.norm.eps, stack.head.native,
+            stack.logit_multiplier, stack.logit_softcap, layers, stack.attention[0].num_heads,
+            stack.attention[0].kv_heads, None if shared is None else shared.native,
             0.0 if shared is None else shared.timeout_s, [*stack.hidden_layers],
         )  # fmt: skip
 
@@ -103,3 +118,8 @@ class HostDecoder:
             return output
         place = order.argsort()
         return ForwardOutput(*(None if rows is None else rows[place] for rows in output))
+
+
+def _weight(norm: Any) -> Tensor | None:
+    """Returns the weight of a packed norm, or None without a norm."""
+    return None if norm is None else norm.weight

@@ -26,15 +26,17 @@ from torch import Tensor
 from swiftspec.backends.cpu import packed_weight_file
 from swiftspec.backends.cpu.packed_weight_file import PackedUnit
 from swiftspec.backends.cpu.packing import PackedLinear
-from swiftspec.model.packed_model import PackedLayer, PackedModel
+from swiftspec.model.packed_model import PackedAttention, PackedLayer, PackedModel
 from swiftspec.model.weights import LayerWeights, ModelWeights, Weight
 
-LAYOUT_VERSION = "v2-"  # name prefix of entry folders; must change with the packed layout and the files
+LAYOUT_VERSION = "v3-"  # name prefix of entry folders; must change with the packed layout and the files
 MIN_MODEL_BYTES = 64 << 20  # smaller models are not cached
 MAX_CACHE_BYTES = 32 << 30  # of all entries; beyond, the least recently used are evicted
 MIN_FREE_BYTES = 1 << 30  # left free on the disk
 STALE_TEMP_FILE_S = 3600.0  # after this age an incomplete file counts as abandoned
-MATRICES, NORMS = ("qkv", "o", "gate_up", "down"), ("input_norm", "post_norm")
+MATRICES = ("qkv", "o", "gate_up", "down")
+NORMS = ("input_norm", "mlp_norm", "mixer_output_norm", "mlp_output_norm")
+OPTIONAL_TENSORS = ("q_norm", "k_norm", "v_norm", "output_scale")
 T = TypeVar("T")
 
 
@@ -129,7 +131,7 @@ class CacheEntry:
         `min_model_bytes`."""
         names: dict[str, Callable[[], PackedUnit]] = {}
         for index, layer in enumerate(stack.layers):
-            names[_name(index)] = partial(_unit_of, layer)
+            names[_name(index)] = partial(_unit_of, layer, stack.attention[layer.attention])
         names["head"] = partial(_unit, head=stack.head)
         names["embedding"] = lambda: PackedUnit({"embedding": stack.embedding}, {})
         total = sum(make().nbytes for name, make in names.items() if name != "embedding")
@@ -174,17 +176,18 @@ def _name(index: int) -> str:
 
 
 def _layer_of(unit: PackedUnit) -> LayerWeights:
-    fields: dict[str, Any] = {name: unit.tensors[name] for name in NORMS}
-    if "qk_norm" in unit.tensors:  # has a row per head; those of the query heads are equal, and come first
-        fields |= {"q_norm": unit.tensors["qk_norm"][0], "k_norm": unit.tensors["qk_norm"][-1]}
+    fields: dict[str, Any] = {name: unit.tensors.get(name) for name in (*NORMS, *OPTIONAL_TENSORS)}
     fields |= {name: _packed(unit, name) for name in MATRICES}
     return LayerWeights(**fields)
 
 
-def _unit_of(layer: PackedLayer) -> PackedUnit:
-    norms = {name: getattr(layer, name).weight for name in NORMS}
+def _unit_of(layer: PackedLayer, attention: PackedAttention) -> PackedUnit:
+    norms = {name: norm.weight for name in NORMS if (norm := getattr(layer, name)) is not None}
     if layer.qk_norm is not None:
-        norms["qk_norm"] = layer.qk_norm.weight
+        queries, rest = layer.qk_norm.weight[: attention.num_heads], layer.qk_norm.weight[attention.num_heads :]
+        norms |= dict(zip(OPTIONAL_TENSORS, (queries, *rest.split(attention.kv_heads)), strict=False))
+    if layer.output_scale is not None:
+        norms["output_scale"] = layer.output_scale
     unit = _unit(qkv=layer.qkv, o=layer.o, gate_up=layer.mlp.gate_up, down=layer.mlp.down)
     return replace(unit, tensors={**unit.tensors, **norms})
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -34,9 +33,7 @@ from swiftspec.backends.cuda.tree import DeviceTree, device_tree
 from swiftspec.backends.reference import DEFAULT_SCORES, Scores, rope_tables
 from swiftspec.errors import UserError
 from swiftspec.model.packed_model import PackedModel
-
-if TYPE_CHECKING:
-    from swiftspec.model.spec import ModelSpec
+from swiftspec.model.spec import ModelSpec, unknown_fields
 
 __all__ = [
     "DEFAULT_SCORES",
@@ -92,15 +89,20 @@ def check_supported(spec: ModelSpec, dtype: torch.dtype, device: torch.device | 
     require_usable(device)
     if dtype != torch.bfloat16:
         raise UserError(f"the CUDA operators compute in bfloat16, not {str(dtype).removeprefix('torch.')}")
-    mixer = spec.layer.mixer
-    if mixer.head_dim not in HEAD_DIMS:
-        raise UserError(f"the CUDA operators need head dimension 64 or 128, not {mixer.head_dim}; use ops reference")
-    if mixer.num_heads // mixer.num_kv_heads > MAX_HEADS_PER_KV_HEAD:
-        raise UserError(f"the CUDA operators need at most {MAX_HEADS_PER_KV_HEAD} heads per KV head; use ops reference")
+    for mixer in dict.fromkeys(layer.mixer for layer in spec.layers):
+        if mixer.head_dim not in HEAD_DIMS:
+            raise UserError(
+                f"the CUDA operators need head dimension 64 or 128, not {mixer.head_dim}; use ops reference"
+            )
+        if mixer.num_heads // mixer.num_kv_heads > MAX_HEADS_PER_KV_HEAD:
+            raise UserError(
+                f"the CUDA operators need at most {MAX_HEADS_PER_KV_HEAD} heads per KV head; use ops reference"
+            )
     if spec.hidden_size % 8:
         raise UserError(f"the CUDA operators require a multiple of 8 as hidden size, not {spec.hidden_size}")
-    if mixer.qk_norm:
-        raise UserError("the CUDA operators have no norm of query and key heads (qk_norm); use ops unfused")
+    missing = unknown_fields(spec)
+    if missing is not None:
+        raise UserError(f"the CUDA operators have no {missing}; use ops unfused")
 
 
 def pack_norm(weight: Tensor, eps: float, dtype: torch.dtype, device: torch.device | str) -> CudaNorm:
@@ -108,8 +110,10 @@ def pack_norm(weight: Tensor, eps: float, dtype: torch.dtype, device: torch.devi
     return CudaNorm(weight.to(device, dtype).contiguous(), eps)
 
 
-def embed(tokens: Tensor, weight: Tensor) -> Tensor:
-    """Embedding lookup: tokens [rows], weight [vocab, hidden] -> [rows, hidden]."""
+def embed(tokens: Tensor, weight: Tensor, multiplier: float = 1.0) -> Tensor:
+    """Embedding lookup: tokens [rows], weight [vocab, hidden] -> [rows, hidden]. `multiplier`: 1, see
+    `check_supported`."""
+    assert multiplier == 1
     out = weight.new_empty(tokens.shape[0], weight.shape[1])
     _C.embed_cuda(tokens, weight, out, current_stream())
     return out

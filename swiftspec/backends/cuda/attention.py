@@ -15,7 +15,7 @@ from torch import Tensor
 from swiftspec import _C
 from swiftspec.backends.cuda.torch_interop import current_stream, native_cache
 from swiftspec.model.batch import Batch
-from swiftspec.model.packed_model import KVTensors
+from swiftspec.model.packed_model import PLAIN_ATTENTION, AttentionOptions, KVTensors
 
 HEAD_DIMS = (64, 128)
 MAX_HEADS_PER_KV_HEAD = 64  # query heads that share one key-value head
@@ -32,9 +32,14 @@ class CudaAttentionPlan:
     out_width: int
 
 
-def prepare(batch: Batch, cache: KVTensors, cos: Tensor, sin: Tensor, num_heads: int) -> CudaAttentionPlan:
+def prepare(
+    batch: Batch, cache: KVTensors, cos: Tensor, sin: Tensor, num_heads: int,
+    options: AttentionOptions = PLAIN_ATTENTION,
+) -> CudaAttentionPlan:  # fmt: skip
     """Prepares the attention of a forward, before its layers. `cos` and `sin` are the tables of `rope_tables`. The slot
-    of every row must lie in the window of the mask, as `Batch` requires."""
+    of every row must lie in the window of the mask, as `Batch` requires. `options`: the defaults, see
+    `check_supported`."""
+    assert not options.in_use
     _, sequences, kv_heads, capacity, dim = cache.k.shape
     rows, width = batch.mask.shape
     device = cache.k.device

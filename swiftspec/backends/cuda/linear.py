@@ -211,13 +211,16 @@ def linear_residual(
     packed: CudaLinear,
     residual: Tensor,
     reduce: PeerCommunicator | Callable[[Tensor], Tensor] | None = None,
+    norm: None = None,
+    multiplier: float = 1.0,
 ) -> Tensor:
     """Applies a projection (O, down), all-reduces it over the ranks of a group with `reduce`, and adds the residual: x
     [rows, inputs] and residual [rows, hidden] -> [rows, hidden].
 
     A PeerCommunicator all-reduces in the kernel of the projection, any other callable after it; RowwiseReduce selects
-    by the number of rows.
+    by the number of rows. `norm`, `multiplier`: None and 1, see `check_supported`.
     """
+    assert norm is None and multiplier == 1
     if isinstance(reduce, RowwiseReduce):
         reduce = reduce.fused if x.shape[0] <= MAX_REDUCED_ROWS else reduce.library
     if large_m.uses_library(x, packed) and not isinstance(reduce, PeerCommunicator):
@@ -235,18 +238,25 @@ def mlp(
     weights: PackedMlp,
     residual: Tensor,
     reduce: PeerCommunicator | Callable[[Tensor], Tensor] | None = None,
+    output_norm: None = None,
+    multiplier: float = 1.0,
 ) -> Tensor:
     """Applies RMSNorm, the MLP down(SiLU(gate) * up), the all-reduce over the ranks of a group with `reduce`, and adds
     the residual: hidden [rows, hidden] and residual [rows, hidden] -> [rows, hidden].
 
     Contract: a row's bits depend on its own inputs, never on the other rows, their number or their slots, except in
-    long prefill chunks (large_m.py).
+    long prefill chunks (large_m.py). `output_norm`, `multiplier`: None and 1, see `check_supported`.
     """
-    return linear_residual(norm_swiglu(hidden, norm, weights.gate_up), weights.down, residual, reduce)
+    assert weights.activation == "silu"
+    gated = norm_swiglu(hidden, norm, weights.gate_up)
+    return linear_residual(gated, weights.down, residual, reduce, output_norm, multiplier)
 
 
-def norm_head(x: Tensor, norm: NormWeights, packed: CudaLinear) -> Tensor:
+def norm_head(
+    x: Tensor, norm: NormWeights, packed: CudaLinear, multiplier: float = 1.0, softcap: float | None = None
+) -> Tensor:
     """Applies the final RMSNorm and the LM head: x [rows, hidden] -> logits [rows, vocab], float32, not rounded to
-    bfloat16."""
+    bfloat16. `multiplier`, `softcap`: 1 and None, see `check_supported`."""
+    assert multiplier == 1 and softcap is None
     out = torch.empty(x.shape[0], packed.outputs, dtype=torch.float32, device=x.device)
     return _linear(x, packed, out, norm=norm)

@@ -10,10 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from swiftspec.backends.reference.linear import rms_norm
+from swiftspec.backends.reference.linear import apply_norm, rms_norm, soft_cap
 from swiftspec.backends.reference.packing import ReferenceNorm
 from swiftspec.model.batch import Batch
-from swiftspec.model.packed_model import KVTensors
+from swiftspec.model.packed_model import PLAIN_ATTENTION, AttentionOptions, KVTensors, ProjectionNorm
 from swiftspec.model.spec import RopeSpec
 
 
@@ -21,29 +21,64 @@ def rope_tables(
     rope: RopeSpec, head_dim: int, length: int, dtype: torch.dtype, device: torch.device | str
 ) -> tuple[Tensor, Tensor]:
     """Returns the RoPE tables cos and sin [length, head_dim]. The sine includes the sign of the rotation:
-    x' = x * cos + roll(x, head_dim / 2) * sin.
+    x' = x * cos + roll(x, head_dim / 2) * sin. Elements that are not rotated have cos 1 and sin 0.
 
-    Angles are computed in float32 for every model dtype, as in transformers' modeling_rope_utils.
+    Angles are computed in float32 for every model dtype, as in transformers' modeling_rope_utils. With longrope,
+    `length` decides whether the factors of the trained length or those beyond it apply.
     """
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
-    frequencies = _scale_frequencies(1.0 / (rope.theta**exponents), rope)
-    angles = torch.outer(torch.arange(length, dtype=torch.float32), frequencies)
-    cos, sin = angles.cos().to(device, dtype), angles.sin().to(device, dtype)
+    count = rope.rotated(head_dim)
+    if rope.kind == "none":
+        angles = torch.zeros(length, count // 2)
+    else:
+        angles = torch.outer(torch.arange(length, dtype=torch.float32), _frequencies(rope, count, length))
+    rest = (head_dim - count) // 2
+    cos = F.pad(angles.cos() * rope.attention_factor, (0, rest), value=1.0).to(device, dtype)
+    sin = F.pad(angles.sin() * rope.attention_factor, (0, rest)).to(device, dtype)
     return torch.cat((cos, cos), 1), torch.cat((-sin, sin), 1)
 
 
-def _scale_frequencies(frequencies: Tensor, rope: RopeSpec) -> Tensor:
-    """Applies RoPE scaling to `frequencies`. "llama3" keeps high frequencies, divides low ones by the factor, and
-    interpolates in between."""
-    if rope.kind == "default":
-        return frequencies
-    if rope.kind == "linear":
+def _frequencies(rope: RopeSpec, count: int, length: int) -> Tensor:
+    """Returns the frequencies [count / 2] of a head with `count` rotated elements, in radians per position."""
+    exponents = torch.arange(0, count, 2, dtype=torch.float32) / count
+    frequencies = 1.0 / (rope.theta**exponents)
+    if rope.kind in ("linear", "proportional"):
+        still = int(rope.share * count // 2) if rope.kind == "proportional" else count // 2
+        frequencies[still:] = 0
         return frequencies / rope.factor
+    if rope.kind == "llama3":
+        return _llama3_frequencies(frequencies, rope)
+    if rope.kind == "yarn":
+        return _yarn_frequencies(rope, count)
+    if rope.kind == "longrope":
+        factors = rope.short_factors if length <= rope.original_max_position else rope.long_factors
+        return 1.0 / (torch.tensor(factors, dtype=torch.float32) * rope.theta**exponents)
+    return frequencies
+
+
+def _llama3_frequencies(frequencies: Tensor, rope: RopeSpec) -> Tensor:
+    """Keeps high frequencies, divides low ones by the factor, and interpolates in between."""
     wavelengths = rope.original_max_position / (2 * math.pi / frequencies)  # number of periods in the original context
     share = (wavelengths - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
     blend = (1 - share) * frequencies / rope.factor + share * frequencies
     stretched = torch.where(wavelengths < rope.low_freq_factor, frequencies / rope.factor, blend)
     return torch.where(wavelengths > rope.high_freq_factor, frequencies, stretched)
+
+
+def _yarn_frequencies(rope: RopeSpec, count: int) -> Tensor:
+    """YaRN: keeps frequencies with more than `beta_fast` periods in the original context, divides those with fewer than
+    `beta_slow` by the factor, and interpolates linearly in between (arXiv 2309.00071)."""
+
+    def index_of(periods: float) -> float:
+        return count * math.log(rope.original_max_position / (periods * 2 * math.pi)) / (2 * math.log(rope.theta))
+
+    low, high = index_of(rope.beta_fast), index_of(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, count - 1)
+    ramp = (torch.arange(count // 2, dtype=torch.float32) - low) / (high - low if high != low else 0.001)
+    kept = 1 - ramp.clamp(0, 1)
+    periods = rope.theta ** (torch.arange(0, count, 2, dtype=torch.float32) / count)
+    return 1.0 / (rope.factor * periods) * (1 - kept) + 1.0 / periods * kept
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,29 +96,48 @@ class ReferenceSequenceRows:
 
 @dataclass(frozen=True, slots=True)
 class ReferenceAttentionPlan:
-    """Inputs of attention that are the same in every layer of a forward."""
+    """Inputs of attention that are the same in every layer of one kind in a forward."""
 
     cos: Tensor  # [rows, 1, head_dim]
     sin: Tensor  # [rows, 1, head_dim]
     num_heads: int
     parts: list[ReferenceSequenceRows]
+    options: AttentionOptions = PLAIN_ATTENTION
+    query_scale: Tensor | None = None  # [rows, 1, 1]
 
 
-def prepare(batch: Batch, cache: KVTensors, cos: Tensor, sin: Tensor, num_heads: int) -> ReferenceAttentionPlan:
+def prepare(
+    batch: Batch, cache: KVTensors, cos: Tensor, sin: Tensor, num_heads: int,
+    options: AttentionOptions = PLAIN_ATTENTION,
+) -> ReferenceAttentionPlan:  # fmt: skip
     """Prepares the attention of a forward, before its layers. `cos` and `sin` are the tables of `rope_tables`."""
     lengths = batch.kv_len.tolist()
     present = sorted(set(batch.sequence.tolist()))
     parts: list[ReferenceSequenceRows] = []
+    shape = num_heads // cache.k.shape[2], cos.dtype, options.window
     for sequence in present:
         rows = None if len(present) == 1 else (batch.sequence == sequence).nonzero().squeeze(1)
-        parts.append(_sequence_rows(batch, cache, sequence, rows, lengths[sequence], num_heads, cos.dtype))
-    cos, sin = cos.index_select(0, batch.positions), sin.index_select(0, batch.positions)
-    return ReferenceAttentionPlan(cos.unsqueeze(1), sin.unsqueeze(1), num_heads, parts)
+        parts.append(_sequence_rows(batch, cache, sequence, rows, lengths[sequence], shape))
+    return plan_of(batch, cos, sin, num_heads, parts, options)
+
+
+def plan_of(
+    batch: Batch, cos: Tensor, sin: Tensor, num_heads: int, parts: list[ReferenceSequenceRows],
+    options: AttentionOptions,
+) -> ReferenceAttentionPlan:  # fmt: skip
+    """Returns a plan with the values of the rows' positions from the tables."""
+    cos, sin = (table.index_select(0, batch.positions).unsqueeze(1) for table in (cos, sin))
+    scale = options.query_scale
+    if scale is not None:
+        scale = scale.index_select(0, batch.positions).to(cos.dtype).view(-1, 1, 1)
+    return ReferenceAttentionPlan(cos, sin, num_heads, parts, options, scale)
 
 
 def _sequence_rows(
-    batch: Batch, cache: KVTensors, sequence: int, rows: Tensor | None, length: int, num_heads: int, dtype: torch.dtype
-) -> ReferenceSequenceRows:
+    batch: Batch, cache: KVTensors, sequence: int, rows: Tensor | None, length: int,
+    shape: tuple[int, torch.dtype, int | None],
+) -> ReferenceSequenceRows:  # fmt: skip
+    """`shape`: query heads that share keys, dtype of the mask, sliding window."""
     slots, window = (each if rows is None else each[rows] for each in (batch.slots, batch.mask))
     indices = slots.tolist()
     first, count = indices[0], len(indices)
@@ -92,20 +146,28 @@ def _sequence_rows(
     k, v = cache.k[:, sequence : sequence + 1], cache.v[:, sequence : sequence + 1]
     to_k, to_v = (list(part[:, 0, :, target].transpose(1, 2).unbind(0)) for part in (k, v))
     keys, values = (list(part[:, :, :, :length].unbind(0)) for part in (k, v))
-    mask = _mask(window, length, num_heads // cache.k.shape[2], dtype)
-    return ReferenceSequenceRows(rows, None if run else slots, to_k, to_v, keys, values, mask)
+    return ReferenceSequenceRows(rows, None if run else slots, to_k, to_v, keys, values, _mask(window, length, *shape))
 
 
-def _mask(window: Tensor, length: int, group: int, dtype: torch.dtype) -> Tensor | None:
+def _mask(window: Tensor, length: int, group: int, dtype: torch.dtype, most: int | None) -> Tensor | None:
     """Converts a bool mask [rows, window], right-aligned at `length`, to one of 0 and -inf [1, 1, group * rows,
     length]: the rows repeated for each of the `group` query heads that share keys. Returns None if all slots are
-    visible."""
+    visible. `most`: number of visible slots of a row, the last ones; None: all."""
     window = window[:, max(window.shape[1] - length, 0) :]
+    if most is not None and most < length:
+        window = last_visible(F.pad(window, (length - window.shape[1], 0), value=True), most)
     if window.all():
         return None
     mask = torch.zeros(window.shape[0], length, dtype=dtype, device=window.device)
     mask[:, length - window.shape[1] :].masked_fill_(~window, -math.inf)
     return mask.expand(group, -1, -1).reshape(1, 1, -1, length)
+
+
+def last_visible(visible: Tensor, count: int) -> Tensor:
+    """Returns a bool mask [rows, slots] with only the last `count` visible slots of each row: a sliding window, since
+    the visible slots of a row ascend with their positions and end with its own."""
+    later = visible.flip(1).cumsum(1).flip(1)  # visible slots from this one on
+    return visible & (later <= count)
 
 
 def tree_attention(
@@ -114,27 +176,54 @@ def tree_attention(
     """Applies RoPE, appends keys and values to the cache, and computes masked attention: qkv [rows, (heads + 2 *
     kv_heads) * head_dim] -> [rows, heads * head_dim].
 
-    `qk_norm`: RMSNorm of each query and key head before RoPE, with weight [heads + kv_heads, head_dim].
+    `layer`: index of the layer in the cache. `qk_norm`: RMSNorm of queries and keys before RoPE, with weight [heads +
+    kv_heads, head_dim]; with weight [heads + 2 * kv_heads, head_dim] also of the values.
     """
     rows, head_dim = qkv.shape[0], plan.cos.shape[-1]
     heads = qkv.view(rows, -1, head_dim)
     kv_heads = (heads.shape[1] - plan.num_heads) // 2
-    rotated, v = heads.split((plan.num_heads + kv_heads, kv_heads), 1)
-    if qk_norm is not None:
+    counts = (plan.num_heads + kv_heads, kv_heads)
+    rotated, v = heads.split(counts, 1)
+    if qk_norm is not None and plan.options.projection_norm is not None:
+        rotated = _norm_projections(rotated, qk_norm, plan.options.projection_norm, kv_heads)
+    elif qk_norm is not None and qk_norm.weight.shape[0] == heads.shape[1]:
+        rotated, v = rms_norm(heads, qk_norm).split(counts, 1)
+    elif qk_norm is not None:
         rotated = rms_norm(rotated, qk_norm)
     # three operations: roll by half a head, and multiply by the signed sine
     rotated = torch.addcmul(rotated * plan.cos, rotated.roll(head_dim // 2, -1), plan.sin)
     q, k = rotated.split((plan.num_heads, kv_heads), 1)
+    if plan.query_scale is not None:
+        q = q * plan.query_scale
     if len(plan.parts) == 1:
-        return _attend(q, k, v, plan.parts[0], layer)
+        return _attend(q, k, v, plan.parts[0], layer, plan.options)
     out = qkv.new_empty(rows, plan.num_heads * head_dim)
     for part in plan.parts:
         if part.rows is not None:
-            out[part.rows] = _attend(q[part.rows], k[part.rows], v[part.rows], part, layer)
+            out[part.rows] = _attend(q[part.rows], k[part.rows], v[part.rows], part, layer, plan.options)
     return out
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, part: ReferenceSequenceRows, layer: int) -> Tensor:
+def _norm_projections(x: Tensor, norm: ReferenceNorm, whole: ProjectionNorm, kv_heads: int) -> Tensor:
+    """Returns the RMSNorm of all query heads together and of all key heads together: x [rows, heads + kv_heads,
+    head_dim]."""
+    squares = x.to(norm.eps.dtype).square().sum(-1)  # [rows, heads + kv_heads]
+    q, k = squares.split((x.shape[1] - kv_heads, kv_heads), 1)
+    if whole.counted is not None:
+        k = k.where(whole.counted, 0)
+    sums = torch.stack((q.sum(1), k.sum(1)), 1)
+    if whole.reduce is not None:
+        sums = whole.reduce(sums)
+    q_scale, k_scale = (
+        (total / size + norm.eps).rsqrt_().unsqueeze(1).expand(-1, count)
+        for total, size, count in zip(sums.unbind(1), (whole.q_size, whole.k_size), (q.shape[1], kv_heads), strict=True)
+    )
+    return apply_norm(x, torch.cat((q_scale, k_scale), 1).unsqueeze(2), norm)
+
+
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, part: ReferenceSequenceRows, layer: int, options: AttentionOptions
+) -> Tensor:
     """Writes the keys and values of one sequence's rows to the cache and returns their attention outputs: q [rows,
     heads, head_dim], k and v [rows, kv_heads, head_dim] -> [rows, heads * head_dim].
 
@@ -146,12 +235,19 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, part: ReferenceSequenceRows, layer:
             target.copy_(new)
         else:
             target[part.slots] = new.to(target.dtype)
-    folded = q.view(rows, kv_heads, -1, head_dim).permute(1, 2, 0, 3).reshape(1, kv_heads, -1, head_dim)
+    folded = q.reshape(rows, kv_heads, -1, head_dim).permute(1, 2, 0, 3).reshape(1, kv_heads, -1, head_dim)
     keys, values = (
         part.keys[layer].to(q.dtype),
         part.values[layer].to(q.dtype),
     )  # the new keys too are read in the precision of the cache
-    out = F.scaled_dot_product_attention(folded, keys, values, part.mask)
+    if options.softcap is None:
+        out = F.scaled_dot_product_attention(folded, keys, values, part.mask, scale=options.scale)
+    else:
+        scores = folded @ keys.mT * (options.scale or head_dim**-0.5)
+        scores = soft_cap(scores.to(torch.promote_types(q.dtype, torch.float32)), options.softcap)
+        if part.mask is not None:
+            scores += part.mask
+        out = scores.softmax(-1).to(q.dtype) @ values
     return out.view(kv_heads, -1, rows, head_dim).permute(2, 0, 1, 3).reshape(rows, -1)
 
 

@@ -10,11 +10,13 @@ from torch import Tensor
 
 from swiftspec.backends.reference.packing import LinearFn, ReferenceNorm
 from swiftspec.model.packed_model import PackedMlp
+from swiftspec.model.spec import Activation
 
 
-def embed(tokens: Tensor, weight: Tensor) -> Tensor:
-    """Embedding lookup: tokens [rows], weight [vocab, hidden] -> [rows, hidden]."""
-    return weight.index_select(0, tokens)
+def embed(tokens: Tensor, weight: Tensor, multiplier: float = 1.0) -> Tensor:
+    """Embedding lookup, times `multiplier`: tokens [rows], weight [vocab, hidden] -> [rows, hidden]."""
+    rows = weight.index_select(0, tokens)
+    return rows if multiplier == 1 else rows.mul_(multiplier)
 
 
 def rms_norm(x: Tensor, norm: ReferenceNorm) -> Tensor:
@@ -25,49 +27,82 @@ def rms_norm(x: Tensor, norm: ReferenceNorm) -> Tensor:
     """
     length = torch.linalg.vector_norm(x, 2, -1, True, dtype=norm.eps.dtype)
     scale = torch.addcmul(norm.eps, length, length, value=1 / x.shape[-1]).rsqrt_()
+    return apply_norm(x, scale, norm)
+
+
+def apply_norm(x: Tensor, scale: Tensor, norm: ReferenceNorm) -> Tensor:
+    """Returns x times `scale`, rounded to the dtype of x, times the weight of `norm`."""
     # the product is computed in the dtype of `scale` and rounded by `out`, which saves a cast
     return torch.mul(x, scale, out=torch.empty_like(x)).mul_(norm.weight)
 
 
-def norm_linear(x: Tensor, norm: ReferenceNorm, packed: LinearFn) -> Tensor:
-    """Applies RMSNorm, then a projection (QKV): x [rows, hidden] -> [rows, outputs]."""
-    return packed(rms_norm(x, norm))
+def soft_cap(x: Tensor, cap: float) -> Tensor:
+    """Returns cap * tanh(x / cap), in place."""
+    return x.div_(cap).tanh_().mul_(cap)
 
 
-def norm_swiglu(x: Tensor, norm: ReferenceNorm, gate_up: LinearFn) -> Tensor:
-    """Applies RMSNorm, the gate and up projections and SiLU(gate) * up: x [rows, hidden] -> [rows, outputs / 2]."""
-    gate, up = gate_up(rms_norm(x, norm)).chunk(2, -1)
-    return F.silu(gate).mul_(up)
+def norm_linear(x: Tensor, norm: ReferenceNorm | None, packed: LinearFn) -> Tensor:
+    """Applies RMSNorm, if there is one, then a projection (QKV): x [rows, hidden] -> [rows, outputs]."""
+    return packed(x if norm is None else rms_norm(x, norm))
+
+
+def norm_swiglu(x: Tensor, norm: ReferenceNorm | None, gate_up: LinearFn, activation: Activation = "silu") -> Tensor:
+    """Applies RMSNorm, if there is one, the gate and up projections and activation(gate) * up: x [rows, hidden] ->
+    [rows, outputs / 2]."""
+    gate, up = norm_linear(x, norm, gate_up).chunk(2, -1)
+    return (F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")).mul_(up)
 
 
 def linear_residual(
-    x: Tensor, packed: LinearFn, residual: Tensor, reduce: Callable[[Tensor], Tensor] | None = None
+    x: Tensor,
+    packed: LinearFn,
+    residual: Tensor,
+    reduce: Callable[[Tensor], Tensor] | None = None,
+    norm: ReferenceNorm | None = None,
+    multiplier: float = 1.0,
 ) -> Tensor:
-    """Applies a projection (O, down), all-reduces it over the ranks of a group with `reduce`, and adds the residual: x
-    [rows, inputs] and residual [rows, hidden] -> [rows, hidden]."""
+    """Applies a projection (O, down), all-reduces it over the ranks of a group with `reduce`, applies RMSNorm, if there
+    is one, multiplies by `multiplier`, and adds the residual: x [rows, inputs] and residual [rows, hidden] -> [rows,
+    hidden]."""
     product = packed(x)
     if reduce is not None:
         product = reduce(product)
+    if norm is not None:
+        product = rms_norm(product, norm)
+    if multiplier != 1:
+        product.mul_(multiplier)
     return product.add_(residual)
 
 
 def mlp(
     hidden: Tensor,
-    norm: ReferenceNorm,
+    norm: ReferenceNorm | None,
     weights: PackedMlp,
     residual: Tensor,
     reduce: Callable[[Tensor], Tensor] | None = None,
+    output_norm: ReferenceNorm | None = None,
+    multiplier: float = 1.0,
 ) -> Tensor:
-    """Applies RMSNorm, the MLP down(SiLU(gate) * up), the all-reduce over the ranks of a group with `reduce`, and adds
-    the residual: hidden [rows, hidden] and residual [rows, hidden] -> [rows, hidden].
+    """Applies RMSNorm, the MLP down(activation(gate) * up), the all-reduce over the ranks of a group with `reduce`, the
+    norm of the output, `multiplier`, and adds the residual: hidden [rows, hidden] and residual [rows, hidden] -> [rows,
+    hidden].
 
     Contract, here up to rounding: a row's bits depend on its own inputs, never on the other rows, their number or
     their slots.
     """
-    return linear_residual(norm_swiglu(hidden, norm, weights.gate_up), weights.down, residual, reduce)
+    gated = norm_swiglu(hidden, norm, weights.gate_up, weights.activation)
+    return linear_residual(gated, weights.down, residual, reduce, output_norm, multiplier)
 
 
-def norm_head(x: Tensor, norm: ReferenceNorm, packed: LinearFn) -> Tensor:
-    """Applies the final RMSNorm and the LM head: x [rows, hidden] -> logits [rows, vocab], float32, or float64 in a
-    float64 model."""
-    return packed(rms_norm(x, norm)).to(norm.eps.dtype)
+def norm_head(
+    x: Tensor, norm: ReferenceNorm, packed: LinearFn, multiplier: float = 1.0, softcap: float | None = None
+) -> Tensor:
+    """Applies the final RMSNorm and the LM head, multiplies by `multiplier` and applies the soft cap: x [rows, hidden]
+    -> logits [rows, vocab], float32, or float64 in a float64 model."""
+    logits = packed(rms_norm(x, norm)).to(norm.eps.dtype)
+    if multiplier != 1:
+        logits.mul_(multiplier)
+    if softcap is None:
+        return logits
+    masked = logits == -torch.inf  # the outputs of `mask_outputs` stay -inf
+    return soft_cap(logits, softcap).masked_fill_(masked, -torch.inf)

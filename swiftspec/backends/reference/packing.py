@@ -41,6 +41,6 @@ def mask_outputs(packed: LinearFn, outputs: Sequence[int], device: torch.device 
 
 def pack_norm(weight: Tensor, eps: float, dtype: torch.dtype, device: torch.device | str) -> ReferenceNorm:
     """Packs an RMSNorm with weight [hidden] or [heads, head_dim]. The variance is computed in float32, or in float64 in
-    a float64 model."""
+    a float64 model, and the weight is kept in that dtype."""
     wide = torch.float64 if dtype == torch.float64 else torch.float32
-    return ReferenceNorm(weight.to(device, dtype), torch.tensor(eps, dtype=wide, device=device))
+    return ReferenceNorm(weight.to(device, wide), torch.tensor(eps, dtype=wide, device=device))

@@ -38,10 +38,15 @@ from swiftspec.backends.reference import (
     rope_tables,
     tree_attention,
 )
-from swiftspec.backends.reference.attention import ReferenceAttentionPlan, ReferenceSequenceRows
+from swiftspec.backends.reference.attention import (
+    ReferenceAttentionPlan,
+    ReferenceSequenceRows,
+    last_visible,
+    plan_of,
+)
 from swiftspec.backends.reference.packing import LinearFn
 from swiftspec.model.batch import Batch
-from swiftspec.model.packed_model import KVTensors
+from swiftspec.model.packed_model import PLAIN_ATTENTION, AttentionOptions, KVTensors
 from swiftspec.model.weights import Weight
 
 __all__ = [
@@ -106,16 +111,21 @@ def _unpack(words: Tensor) -> Tensor:
     return (words.unsqueeze(-1) >> shifts).bitwise_and_(15).flatten(1)
 
 
-def prepare(batch: Batch, cache: KVTensors, cos: Tensor, sin: Tensor, num_heads: int) -> ReferenceAttentionPlan:
+def prepare(
+    batch: Batch, cache: KVTensors, cos: Tensor, sin: Tensor, num_heads: int,
+    options: AttentionOptions = PLAIN_ATTENTION,
+) -> ReferenceAttentionPlan:  # fmt: skip
     """Prepares the attention of a forward, before its layers. For a cache of several sequences it calls reference/,
     which reads on the host."""
     if cache.k.shape[1] > 1:
-        return reference.prepare(batch, cache, cos, sin, num_heads)
+        return reference.prepare(batch, cache, cos, sin, num_heads, options)
     group, capacity, width = num_heads // cache.k.shape[2], cache.k.shape[3], batch.mask.shape[1]
     column = torch.arange(capacity, device=batch.mask.device) - (batch.kv_len - width)
     window = F.pad(batch.mask, (0, 1)).index_select(1, column.clamp(0, width))  # slots after the window are unused
-    hidden = ~(window | (column < 0))
-    mask = torch.zeros(hidden.shape, dtype=cos.dtype, device=hidden.device).masked_fill_(hidden, -math.inf)
+    visible = window | (column < 0)
+    if options.window is not None and options.window < capacity:
+        visible = last_visible(visible, options.window)
+    mask = torch.zeros(visible.shape, dtype=cos.dtype, device=visible.device).masked_fill_(~visible, -math.inf)
     part = ReferenceSequenceRows(
         rows=None,
         slots=batch.slots,
@@ -125,5 +135,4 @@ def prepare(batch: Batch, cache: KVTensors, cos: Tensor, sin: Tensor, num_heads:
         values=list(cache.v.unbind(0)),
         mask=mask.repeat(group, 1)[None, None],
     )
-    cos, sin = cos.index_select(0, batch.positions), sin.index_select(0, batch.positions)
-    return ReferenceAttentionPlan(cos.unsqueeze(1), sin.unsqueeze(1), num_heads, [part])
+    return plan_of(batch, cos, sin, num_heads, [part], options)

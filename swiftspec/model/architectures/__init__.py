@@ -3,11 +3,15 @@ and an entry in ARCHITECTURES."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+from typing import Any
 
 from swiftspec.errors import UserError, truncated_repr
 from swiftspec.file_io import Fields
+from swiftspec.model.architectures import gemma3, gemma4, glm4, mistral, olmo, phi3, smollm3
+from swiftspec.model.architectures.granite import granite_spec
 from swiftspec.model.architectures.llama import llama_spec
 from swiftspec.model.architectures.qwen2 import qwen2_spec
 from swiftspec.model.architectures.qwen3 import qwen3_spec
@@ -20,29 +24,97 @@ class Architecture:
     """A model family.
 
     `model_type`: field of config.json that names the family if `architectures` is missing.
-    `spec`: builds the spec from config.json. Raises UserError on unsupported features.
+    `read_spec`: builds the spec from config.json. Raises UserError on unsupported features.
     `names`: names of the checkpoint's tensors.
+    `defaults`: values of the fields that config.json may omit.
     """
 
     model_type: str
-    spec: Callable[[Fields], ModelSpec]
+    read_spec: Callable[[Fields], ModelSpec]
     names: TensorNames = HF_NAMES
+    defaults: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
+
+    def with_defaults(self, fields: Fields) -> Fields:
+        """Returns the fields with the family's defaults for those that are missing; a field that is null is not."""
+        return replace(fields, data={**self.defaults, **fields.data})
+
+    def spec(self, fields: Fields) -> ModelSpec:
+        """Returns the spec of a model. Raises UserError on unsupported features."""
+        return self.read_spec(self.with_defaults(fields))
 
 
 ARCHITECTURES = {
     "LlamaForCausalLM": Architecture("llama", llama_spec),
     "Qwen2ForCausalLM": Architecture("qwen2", qwen2_spec),
     "Qwen3ForCausalLM": Architecture("qwen3", qwen3_spec),
+    "MistralForCausalLM": Architecture("mistral", mistral.mistral_spec, defaults=mistral.MISTRAL_DEFAULTS),
+    "Ministral3ForCausalLM": Architecture("ministral3", mistral.ministral3_spec, defaults=mistral.MINISTRAL3_DEFAULTS),
+    "SmolLM3ForCausalLM": Architecture("smollm3", smollm3.smollm3_spec, defaults=smollm3.DEFAULTS),
+    "GraniteForCausalLM": Architecture("granite", granite_spec),
+    "Olmo2ForCausalLM": Architecture("olmo2", olmo.olmo2_spec, defaults=olmo.OLMO2_DEFAULTS),
+    "Olmo3ForCausalLM": Architecture("olmo3", olmo.olmo3_spec, defaults=olmo.OLMO3_DEFAULTS),
+    "Phi3ForCausalLM": Architecture("phi3", phi3.phi3_spec, phi3.NAMES, phi3.DEFAULTS),
+    "GlmForCausalLM": Architecture("glm", glm4.glm_spec, glm4.GLM_NAMES, glm4.DEFAULTS),
+    "Glm4ForCausalLM": Architecture("glm4", glm4.glm4_spec, glm4.GLM4_NAMES, glm4.DEFAULTS),
+    "Gemma3ForCausalLM": Architecture("gemma3_text", gemma3.gemma3_spec, gemma3.NAMES, gemma3.DEFAULTS),
+    "Gemma4ForCausalLM": Architecture("gemma4_text", gemma4.gemma4_spec, gemma3.NAMES, gemma4.DEFAULTS),
+    "Gemma4UnifiedForCausalLM": Architecture(
+        "gemma4_unified_text", gemma4.gemma4_spec, gemma3.NAMES, gemma4.UNIFIED_DEFAULTS
+    ),
 }
 
 
+@dataclass(frozen=True, slots=True)
+class MultimodalArchitecture:
+    """A family with other modalities, of which only the text model is used.
+
+    `model_type`: as of `Architecture`.
+    `text_type`: `model_type` of the text model if `text_config` in config.json does not name it.
+    """
+
+    model_type: str
+    text_type: str
+
+
+MULTIMODAL_ARCHITECTURES = {
+    "Mistral3ForConditionalGeneration": MultimodalArchitecture("mistral3", "mistral"),
+    "Gemma3ForConditionalGeneration": MultimodalArchitecture("gemma3", "gemma3_text"),
+    "Gemma4ForConditionalGeneration": MultimodalArchitecture("gemma4", "gemma4_text"),
+    "Gemma4UnifiedForConditionalGeneration": MultimodalArchitecture("gemma4_unified", "gemma4_unified_text"),
+}
+# fields of a multimodal config.json that the text model uses if `text_config` does not have them
+SHARED_FIELDS = ("dtype", "torch_dtype", "quantization_config", "eos_token_id", "tie_word_embeddings")
+
+
 def architecture_of(fields: Fields) -> Architecture:
-    """Returns the family of a config.json. Raises UserError if it is not supported."""
-    names, kind = fields.strings("architectures"), fields.string("model_type", "")
-    by_type = {each.model_type: name for name, each in ARCHITECTURES.items()}
-    name = names[0] if names else by_type.get(kind, kind or None)
+    """Returns the family of a config.json, for a multimodal one that of its text model. Raises UserError if it is not
+    supported."""
+    name = _name_of(fields)
+    if name in MULTIMODAL_ARCHITECTURES:
+        kind = fields.object("text_config").string("model_type", MULTIMODAL_ARCHITECTURES[name].text_type)
+        architecture = next((each for each in ARCHITECTURES.values() if each.model_type == kind), None)
+        if architecture is None:
+            raise UserError(f"text model {truncated_repr(kind)} of {name} is not supported")
+        return replace(architecture, names=architecture.names.of_text())
     if name not in ARCHITECTURES:
-        *most, last = ARCHITECTURES
+        names = (*ARCHITECTURES, *MULTIMODAL_ARCHITECTURES)
+        *most, last = dict.fromkeys(each.partition("For")[0] for each in names)
         known = f"{', '.join(most)} and {last}"
         raise UserError(f"architecture {truncated_repr(name)} is not supported; {known} are")
     return ARCHITECTURES[name]
+
+
+def text_model_fields(fields: Fields) -> Fields:
+    """Returns the fields that describe the text model: those of `text_config` in a multimodal config.json."""
+    if _name_of(fields) not in MULTIMODAL_ARCHITECTURES:
+        return fields
+    text = fields.object("text_config")
+    shared = {name: fields.data[name] for name in SHARED_FIELDS if fields.data.get(name) is not None}
+    own = {name: value for name, value in text.data.items() if value is not None or name not in SHARED_FIELDS}
+    return replace(text, data={**shared, **own})
+
+
+def _name_of(fields: Fields) -> str | None:
+    names, kind = fields.strings("architectures"), fields.string("model_type", "")
+    by_type = {each.model_type: name for name, each in (ARCHITECTURES | MULTIMODAL_ARCHITECTURES).items()}
+    return names[0] if names else by_type.get(kind, kind or None)

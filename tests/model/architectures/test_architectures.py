@@ -27,7 +27,7 @@ def test_what_each_family_determines() -> None:
 
     def traits(name: str, **fields: Any) -> tuple[bool, ...]:
         found = layer(name, **fields)
-        return found.mixer.qkv_bias, found.mixer.o_bias, found.mlp.bias, found.mixer.qk_norm
+        return found.mixer.qkv_bias, found.mixer.o_bias, found.mlp.bias, found.mixer.qk_norm == "head"
 
     biases = {"attention_bias": True, "mlp_bias": True}
     assert traits("LlamaForCausalLM") == (False, False, False, False)
@@ -46,14 +46,70 @@ def test_the_model_type_replaces_missing_architectures(name: str) -> None:
 
 def test_an_unknown_architecture_is_refused_with_the_list_of_known_ones() -> None:
     with pytest.raises(UserError) as caught:
-        architecture_of(Fields({"architectures": ["MistralForCausalLM"]}))
-    known = "LlamaForCausalLM, Qwen2ForCausalLM and Qwen3ForCausalLM are"
-    assert str(caught.value) == f"architecture 'MistralForCausalLM' is not supported; {known}"
+        architecture_of(Fields({"architectures": ["MambaForCausalLM"]}))
+    known = (
+        "Llama, Qwen2, Qwen3, Mistral, Ministral3, SmolLM3, Granite, Olmo2, Olmo3, Phi3, Glm, Glm4, Gemma3, Gemma4,"
+        " Gemma4Unified and Mistral3 are"
+    )
+    assert str(caught.value) == f"architecture 'MambaForCausalLM' is not supported; {known}"
 
 
-@pytest.mark.parametrize("name", ARCHITECTURES)
-def test_sliding_windows_are_refused(name: str) -> None:
+@pytest.mark.parametrize("name", ["LlamaForCausalLM", "GraniteForCausalLM", "Olmo2ForCausalLM", "Glm4ForCausalLM"])
+def test_sliding_windows_are_refused_by_families_without_them(name: str) -> None:
     for fields in ({"use_sliding_window": True}, {"layer_types": ["full_attention", "sliding_attention"]}):
-        with pytest.raises(UserError, match="sliding window attention is not supported"):
+        with pytest.raises(UserError, match="sliding window attention is not supported in this architecture"):
             layer(name, **fields)
     assert layer(name, use_sliding_window=False, sliding_window=4096, layer_types=["full_attention"] * 2)
+
+
+def windows(name: str, count: int = 8, **fields: Any) -> list[int | None]:
+    data = Fields(SIZES | {"architectures": [name], "num_hidden_layers": count} | fields)
+    return [each.mixer.window for each in architecture_of(data).spec(data).layers]
+
+
+def test_which_layers_have_a_sliding_window() -> None:
+    assert windows("MistralForCausalLM") == [4096] * 8, "the default of transformers"
+    assert windows("MistralForCausalLM", sliding_window=None) == [None] * 8
+    assert windows("Qwen3ForCausalLM", sliding_window=64) == [None] * 8, "use_sliding_window is false"
+    qwen = {"use_sliding_window": True, "sliding_window": 64}
+    assert windows("Qwen2ForCausalLM", max_window_layers=6, **qwen) == [None] * 6 + [64] * 2
+    assert windows("Olmo3ForCausalLM", sliding_window=9) == [9, 9, 9, None] * 2
+    assert windows("Gemma3ForCausalLM", sliding_window=9) == [9] * 5 + [None] + [9] * 2
+    assert windows("Gemma3ForCausalLM", 4, sliding_window=9, sliding_window_pattern=2) == [9, None] * 2
+    plain = {"hidden_size_per_layer_input": 0, "sliding_window": 9}
+    assert windows("Gemma4ForCausalLM", **plain) == [9] * 5 + [None, 9, None], "the last layer has full attention"
+    assert windows("SmolLM3ForCausalLM", 4, **qwen) == [None, None, None, 64], "the layers without RoPE"
+    assert windows("Phi3ForCausalLM", 2, sliding_window=9) == [9, 9]
+
+
+@pytest.mark.parametrize(
+    ("name", "fields", "message"),
+    [
+        ("Qwen2ForCausalLM", {"use_sliding_window": True, "layer_types": ["sliding_attention"] * 2}, "sliding_window"),
+        ("Qwen2ForCausalLM", {"use_sliding_window": True, "layer_types": ["linear_attention"] * 2}, "linear_attention"),
+        ("Olmo3ForCausalLM", {"layer_types": ["full_attention"]}, "layer_types has 1 entries for 2 layers"),
+        ("Gemma3ForCausalLM", {"use_bidirectional_attention": True}, "bidirectional attention"),
+        ("Gemma3ForCausalLM", {"hidden_activation": "silu"}, "hidden_act 'silu'"),
+        ("Gemma4ForCausalLM", {}, "embeddings per layer"),
+        ("Gemma4ForCausalLM", {"enable_moe_block": True}, "with experts"),
+        ("Gemma4ForCausalLM", {"hidden_size_per_layer_input": 0, "num_kv_shared_layers": 1}, "shared KV layers"),
+        (
+            "Gemma4UnifiedForCausalLM",
+            {"per_layer_config": {"full_attention": {"num_attention_heads": 2}}},
+            "per_layer_config with 'num_attention_heads'",
+        ),
+        ("SmolLM3ForCausalLM", {"no_rope_layers": [1]}, "no_rope_layers has 1 entries"),
+        ("Phi3ForCausalLM", {"partial_rotary_factor": 0.4}, "partial_rotary_factor 0.4 of head_dim 8 is not"),
+        (
+            "Phi3ForCausalLM",
+            {"rope_scaling": {"type": "longrope", "short_factor": [1.0], "long_factor": [1.0] * 4}},
+            "short_factor has 1 numbers instead of 4",
+        ),
+        ("Phi3ForCausalLM", {"rope_scaling": {"type": "longrope", "short_factor": ["x"]}}, "short_factor"),
+    ],
+)
+def test_what_a_family_does_not_support_is_refused_by_name(name: str, fields: dict[str, Any], message: str) -> None:
+    data = Fields(SIZES | {"architectures": [name]} | fields)
+    with pytest.raises(UserError) as caught:
+        architecture_of(data).spec(data)
+    assert message in str(caught.value) and "\n" not in str(caught.value)

@@ -1,5 +1,5 @@
-"""Qwen3, the family with a norm of query and key heads: every mode, cache and number of ranks as for other models, on
-library operators."""
+"""Qwen3, the family with a norm of query and key heads: every mode and cache as for other models, and which operators
+take it."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ from typing import Any
 import pytest
 import torch
 
-from swiftspec.backends import cpu, cuda, reference, unfused
+from swiftspec.backends import cpu, cuda, unfused
 from swiftspec.builder.load_options import select_operators
 from swiftspec.builder.model_pair import ModelPair
 from swiftspec.config import EngineConfig
+from swiftspec.errors import UserError
 from swiftspec.llm import LLM
 from swiftspec.model.checkpoint_files import read_config
-from swiftspec.model.loader import load_model
+from swiftspec.model.packed_model import AttentionOptions
 from swiftspec.params import SamplingParams
 from tests.support.tiny_checkpoints import make_checkpoint, make_pair
 
@@ -43,30 +44,41 @@ def test_a_draft_does_not_change_the_text(pair: tuple[Path, Path], ops: str, cac
 
 @pytest.fixture
 def native_head(tmp_path: Path) -> Path:
-    """A checkpoint whose other sizes the native operators support."""
+    """A checkpoint whose sizes the native operators support."""
     make_checkpoint(tmp_path, family="qwen3", hidden_size=128, head_dim=64, dtype=torch.bfloat16)
     return tmp_path
 
 
-def test_native_operators_decline_with_one_line(native_head: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cpu_operators_have_the_norm_and_the_cuda_operators_decline(
+    native_head: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if cpu.level() == "none":
         pytest.skip("there are no native operators here")
     monkeypatch.setattr(cuda, "require_usable", torch.device)
     spec = read_config(native_head).spec
-    for device, library in (("cpu", reference), ("cuda", unfused)):
+    for device, library in (("cpu", cpu), ("cuda", unfused)):
         assert select_operators("auto", spec, torch.bfloat16, torch.device(device)) is library
+    with pytest.raises(UserError, match=r"no norm of query and key heads \(qk_norm\); use ops unfused"):
+        cuda.check_supported(spec, torch.bfloat16, "cuda")
+
+
+def test_a_model_that_native_operators_decline_gets_one_line(tmp_path: Path) -> None:
+    if cpu.level() == "none":
+        pytest.skip("there are no native operators here")
+    make_checkpoint(tmp_path, family="gemma4_text", head_dim=16, global_head_dim=32, dtype=torch.bfloat16)
     lines: list[str] = []
-    ModelPair.create(native_head, None, EngineConfig("ar"), None, {"note": lines.append})
-    reason = "the CPU operators have no norm of query and key heads (qk_norm)"
+    ModelPair.create(tmp_path, None, EngineConfig("ar"), None, {"note": lines.append})
+    reason = "the CPU operators need the same KV heads and head dimension in all layers"
     assert lines == [f"the target runs on torch's own operators: {reason}"]
 
 
-def test_native_operators_never_ignore_the_norm(native_head: Path) -> None:
-    """Even if a program requests them: no fused forward, and attention raises."""
-    if cpu.level() == "none":
-        pytest.skip("there are no native operators here")
-    model = load_model(native_head, ops=cpu, max_positions=64)
-    assert model.fused is None
+def test_operators_without_a_feature_never_ignore_it() -> None:
+    """Even if a program requests them: attention raises."""
     plan: Any = None
     with pytest.raises(AssertionError):
-        cpu.tree_attention(torch.empty(0), plan, 0, model.stack.layers[0].qk_norm)
+        cuda.tree_attention(torch.empty(0), plan, 0, object())
+    tables = torch.empty(0, 0)
+    batch: Any = None
+    cache: Any = None
+    with pytest.raises(AssertionError):
+        cuda.prepare(batch, cache, tables, tables, 1, AttentionOptions(window=3))
