@@ -34,17 +34,19 @@ enum class Format : uint8_t { f32, bf16, int4, int8 };
 enum class ScaleType : uint8_t { f32, bf16, f16 };
 
 // A projection packed at load in blocks of 16 outputs (layout: host/ops/product.h). The outputs are padded to a
-// multiple of 16, the inputs to one of 8. An int4 or int8 weight is (code - zero) * scale, with one scale and one zero
-// per group of inputs.
+// multiple of 16, the inputs to one of 8. An int4 or int8 weight is (code - zero) * scale + minimum, with one scale per
+// group of inputs, and either one zero or one minimum. The codes of int8 are bytes with a zero of 128.
 struct Weights {
   Format format;
   const void* data;
   const void* scales;  // int4 and int8: [n / 16][k / group][16] of scale_type; else null
   ScaleType scale_type;
-  const uint8_t* zeros;   // int4: [n / 16][k / group][16]; else null (the zero of int8 is 128)
+  const uint8_t* zeros;   // int4: [n / 16][k / group][16], or null: 0 if there are minima, otherwise 8
+  const void* minima;     // [n / 16][k / group][16] of scale_type, or null
+  const int32_t* order;   // [k], the input of x that each input of the matrix multiplies; or null: the same input
   const float* bias;      // [n], or null
   int64_t k, n, group;    // inputs, outputs, inputs per group: a multiple of 16 that divides k
-  bool int8_activations;  // rows are quantised to int8 per group, sums are integers; required for int8 weights
+  bool int8_activations;  // rows are quantised to int8 per group, sums are integers
 };
 
 // out = epilogue(norm(x) W^T + bias), sums in float32. T is float32 or bfloat16, the model's type; float32 weights need

@@ -47,6 +47,8 @@ from swiftspec.model.config import ModelConfig
 from swiftspec.model.end_tokens import end_tokens
 from swiftspec.model.fingerprint import fingerprint
 from swiftspec.model.formats.int8 import LoadTimeQuantization
+from swiftspec.model.gguf.file import GgufFile, is_gguf
+from swiftspec.model.gguf.tokenizer import tokenizer_json
 from swiftspec.model.loader import load_model
 from swiftspec.model.tensor_parallel import TensorParallelGroup
 from swiftspec.observe import step_time_emulation
@@ -125,7 +127,7 @@ class ModelPair:
         models = ModelPair(
             Path(target), draft_path, dtype, device, threads, share, length, vocab, ops, activations, stored, head,
             load, emulate, trace, prefix_cache, None if packed is None else PackedWeightCache(packed), ends,
-            GrammarCompiler(Path(target), ends, vocab), options.get("only"), options.get("sessions", 1),
+            grammar_compiler(Path(target), ends, vocab), options.get("only"), options.get("sessions", 1),
             _hidden_layers(config, options),
         )  # fmt: skip
         models.check_operators(plan, options.get("note") or (lambda line: None))
@@ -168,7 +170,7 @@ class ModelPair:
             raise UserError(
                 f"rank 0's vocabulary has {vocab_size} tokens, but the LM head of this rank has {self.vocab_size} rows"
             )
-        grammars = GrammarCompiler(self.target, self.eos_token_ids, vocab_size)
+        grammars = grammar_compiler(self.target, self.eos_token_ids, vocab_size)
         return replace(self, vocab_size=vocab_size, grammars=grammars)
 
     def rank_config(self, config: EngineConfig, *, target: bool, draft: bool) -> RankConfig:
@@ -323,6 +325,12 @@ def _check_ranks(plan: EngineConfig, draft: str | Path | None, ranks: RankLayout
         split = f"mode {plan.mode} with target_tp {plan.target_tp} and draft_tp {plan.draft_tp}"
         required = f"{plan.num_ranks} rank{'s' if plan.num_ranks > 1 else ''}"
         raise UserError(f"{split} requires {required}, not {count}: start that many with torchrun")
+
+
+def grammar_compiler(target: Path, eos: tuple[int, ...], vocab_size: int) -> GrammarCompiler:
+    """Returns the compiler of grammars for the tokenizer of a model, which it reads on first use."""
+    tokenizer = (lambda: tokenizer_json(GgufFile.read(target))) if is_gguf(target) else None
+    return GrammarCompiler(target, eos, vocab_size, tokenizer)
 
 
 def _context_length(config: ModelConfig, options: LoadOptions) -> int:

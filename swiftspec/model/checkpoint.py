@@ -52,19 +52,20 @@ class Checkpoint:
         called."""
         spec, names, hidden, vocab = self.spec, self.names, self.spec.hidden_size, self.spec.vocab_size
         layers = [partial(self._layer, names.layer(index), layer) for index, layer in enumerate(spec.layers)]
-        table = partial(self.tensors.take, f"{names.embedding}.weight", vocab, hidden)
+        table = self.tensors.take(f"{names.embedding}.weight", vocab, hidden)
         own = partial(self._linear, names.head, vocab, hidden, bias=False)
-        head = (lambda: DenseWeight(self._tied_head(table()))) if spec.tie_word_embeddings else own
-        return ModelWeights(table(), layers, self._norm(names.norm, hidden), head)
+        head = self._tied_head if spec.tie_word_embeddings else own
+        return ModelWeights(table, layers, self._norm(names.norm, hidden), head)
 
-    def _tied_head(self, embedding: Tensor) -> Tensor:
+    def _tied_head(self) -> Weight:
         """Returns the LM head of a model with tied embeddings: the embedding, unless the checkpoint has a different
         head, as fine-tuned models may. transformers uses that head, too."""
-        name = f"{self.names.head}.weight"
-        if name not in self.tensors:
-            return embedding
-        own = self.tensors.take(name, *embedding.shape)
-        return embedding if own.dtype == embedding.dtype and torch.equal(own, embedding) else own
+        vocab, hidden = self.spec.vocab_size, self.spec.hidden_size
+        tied = self._linear(self.names.embedding, vocab, hidden, bias=False)
+        if f"{self.names.head}.weight" not in self.tensors or not isinstance(tied, DenseWeight):
+            return tied
+        own = self.tensors.take(f"{self.names.head}.weight", vocab, hidden)
+        return tied if own.dtype == tied.weight.dtype and torch.equal(own, tied.weight) else DenseWeight(own)
 
     def _layer(self, prefix: str, layer: LayerSpec) -> LayerWeights:
         mixer, mlp, names, hidden = layer.mixer, layer.mlp, self.names, self.spec.hidden_size

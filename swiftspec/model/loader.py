@@ -1,4 +1,4 @@
-"""Loads a checkpoint directory as a model, or as the shard of one rank."""
+"""Loads a checkpoint as a model, or as the shard of one rank."""
 
 from __future__ import annotations
 
@@ -62,7 +62,8 @@ def load_model(
     packed_cache: PackedWeightSource | None = None,
     hidden_layers: tuple[int, ...] = (),
 ) -> Transformer:
-    """Loads a checkpoint directory as a model that computes in `dtype`; None: the dtype of config.json.
+    """Loads a checkpoint as a model that computes in `dtype`; None: the dtype of the checkpoint. `path`: a directory or
+    a GGUF file.
 
     `max_positions`: length of the RoPE tables. `group`: loads only this rank's shard; every rank of the group must run
     the same forwards. `quantization`: what is quantised at load. `cache_dtype`: dtype of the KV cache; None: that of
@@ -79,14 +80,14 @@ def load_model(
             shard = Shard.of(config, group.rank, group.size)
         except UserError as error:
             raise UserError(f"{path}: {error}") from None
-    tensors = open_tensors(path, progress)
+    kind: torch.dtype = dtype or getattr(torch, config.dtype)
+    tensors = open_tensors(path, progress, kind)
     weights = Checkpoint(spec, tensors, format_of(config), names).read()
     weights = quantization.of_weights(weights if shard is None else shard.cut(weights))
     if cache_dtype == FLOAT8:
         mixer = spec.layer.mixer
         heads = (mixer.num_heads, mixer.num_kv_heads) if shard is None else (shard.num_heads, shard.kv_heads)
         weights = Fp8KVScale(*heads, mixer.head_dim).of_weights(weights)
-    kind: torch.dtype = dtype or getattr(torch, config.dtype)
     entry = None
     if packed_cache is not None:
         share = [0, 1] if shard is None else [shard.rank, shard.size]

@@ -193,7 +193,10 @@ def _unit(**matrices: PackedLinear) -> PackedUnit:
     tensors: dict[str, Tensor] = {}
     metadata: dict[str, Any] = {}
     for name, matrix in matrices.items():
-        parts = {"data": matrix.data, "scales": matrix.scales, "zeros": matrix.zeros, "bias": matrix.bias}
+        parts = {
+            "data": matrix.data, "scales": matrix.scales, "zeros": matrix.zeros, "bias": matrix.bias,
+            "minima": matrix.minima, "order": matrix.order,
+        }  # fmt: skip
         tensors |= {f"{name}.{part}": tensor for part, tensor in parts.items() if tensor is not None}
         metadata[name] = {"inputs": matrix.inputs, "outputs": matrix.outputs, "rounds": matrix.int8_activations}
     return PackedUnit(tensors, metadata)
@@ -201,7 +204,7 @@ def _unit(**matrices: PackedLinear) -> PackedUnit:
 
 def _packed(unit: PackedUnit, name: str) -> Weight:
     """Returns the matrix `name` of a unit as a `PackedLinear`, which `pack` returns unchanged."""
-    tensors = (unit.tensors.get(f"{name}.{part}") for part in ("scales", "zeros", "bias"))
+    tensors = (unit.tensors.get(f"{name}.{part}") for part in ("scales", "zeros", "bias", "minima", "order"))
     shape = unit.metadata[name]
     packed = PackedLinear.create(
         shape["inputs"], shape["outputs"], shape["rounds"], unit.tensors[f"{name}.data"], *tensors

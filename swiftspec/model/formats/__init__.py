@@ -8,9 +8,10 @@ from swiftspec.file_io import Fields
 from swiftspec.model.checkpoint import Format
 from swiftspec.model.config import ModelConfig
 from swiftspec.model.formats.awq import Awq
+from swiftspec.model.formats.blocks import GGUF_METHOD, Blocks
 from swiftspec.model.formats.compressed_tensors import CompressedTensors
 
-FORMATS = {"awq": Awq.of, "compressed-tensors": CompressedTensors.of}
+FORMATS = {"awq": Awq.of, "compressed-tensors": CompressedTensors.of, GGUF_METHOD: Blocks.of}
 
 
 def format_of(config: ModelConfig) -> Format | None:
