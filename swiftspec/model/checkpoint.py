@@ -13,6 +13,7 @@ from swiftspec.model.spec import LayerSpec, ModelSpec
 from swiftspec.model.tensor_names import HF_NAMES, TensorNames
 from swiftspec.model.weights import DenseWeight, LayerWeights, ModelWeights, Weight, fuse_weights
 
+SCALES = ("weight_scale", "weight_scale_inv")  # of a tensor "weight" with int8 or float8 codes
 FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
@@ -22,6 +23,10 @@ class Source(Protocol):
     folder: Path  # for error messages
 
     def __contains__(self, name: str, /) -> bool: ...
+    def shape_of(self, name: str, /) -> tuple[int, ...]:
+        """Returns the shape of the tensor `name`. Raises UserError if it is missing."""
+        ...
+
     def take(self, name: str, /, *shape: int, kinds: tuple[torch.dtype, ...] = FLOATS) -> Tensor:
         """Returns the tensor `name`. Raises UserError if it is missing, its shape is not `shape`, or its dtype is not
         in `kinds`."""
@@ -92,8 +97,9 @@ class Checkpoint:
 
     def _linear(self, module: str, rows: int, columns: int, bias: bool) -> Weight:
         """Reads the matrix [rows, columns] of `module`. A quantised checkpoint may have dense matrices, too: those
-        whose tensor is named "weight"."""
+        whose tensor is named "weight" and has no scale."""
         shift = self.tensors.take(f"{module}.bias", rows) if bias else None
-        if self.layout is None or f"{module}.weight" in self.tensors:
+        scaled = any(f"{module}.{scale}" in self.tensors for scale in SCALES)
+        if self.layout is None or (f"{module}.weight" in self.tensors and not scaled):
             return DenseWeight(self.tensors.take(f"{module}.weight", rows, columns), shift)
         return self.layout.linear(self.tensors, module, rows, columns, shift)

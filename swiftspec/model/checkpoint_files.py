@@ -74,16 +74,24 @@ class Tensors:
     def __contains__(self, name: str) -> bool:
         return name in self._where
 
+    def shape_of(self, name: str) -> tuple[int, ...]:
+        """Returns the shape of the tensor `name`. Raises UserError if it is missing or unreadable."""
+        if name not in self._where:
+            raise UserError(f"{self.folder}: tensor {name} is missing")
+        file = self._where[name]
+        try:
+            return tuple(self._handle(file)[0].get_slice(name).get_shape())  # reads only the header
+        except (SafetensorError, OSError, ValueError, RuntimeError) as error:
+            raise UserError(f"{self.folder / file}: cannot read {name} ({one_line(error)})") from None
+
     def take(self, name: str, *shape: int, kinds: tuple[torch.dtype, ...] = FLOATS) -> Tensor:
         """Maps the tensor `name` and marks it as taken. Raises UserError if it is missing or unreadable, its shape is
         not `shape`, or its dtype is not in `kinds`."""
-        if name not in self._where:
-            raise UserError(f"{self.folder}: tensor {name} is missing")
+        found = [*self.shape_of(name)]
         file = self._where[name]
         self._tell()
         handle, taken = self._handle(file)
         try:
-            found = list(handle.get_slice(name).get_shape())  # reads only the header
             if found != list(shape):
                 raise UserError(
                     f"{self.folder / file}: {name} has shape {truncated_repr(found)}, config.json implies {list(shape)}"
@@ -126,8 +134,7 @@ class Tensors:
         extra = sorted(name for name in self._left if not name.endswith("rotary_emb.inv_freq"))
         if extra:
             name = extra[0] if extra[0].isprintable() and len(extra[0]) <= 200 else truncated_repr(extra[0])
-            order = " (activation order is not supported)" if extra[0].endswith("g_idx") else ""
-            raise UserError(f"{self.folder}: tensor {name} is not part of the architecture in config.json{order}")
+            raise UserError(f"{self.folder}: tensor {name} is not part of the architecture in config.json")
 
 
 def open_tensors(

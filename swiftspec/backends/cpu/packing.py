@@ -28,6 +28,7 @@ class Int4Source(Protocol):
     group_size: int
     int8_activations: bool  # whether activations are quantised to int8
     order: str
+    permutation: Tensor | None
 
     @property
     def shape(self) -> tuple[int, int]: ...
@@ -124,7 +125,9 @@ def pack(weight: Weight | PackedLinear, dtype: torch.dtype, device: torch.device
     bias = None if weight.bias is None else weight.bias.to(device, torch.float32, copy=True)
     if isinstance(weight, Int4Source) and weight.group_size % 16 == 0:
         outputs, inputs = weight.shape
-        return PackedLinear.create(inputs, outputs, weight.int8_activations, *_pack_codes(weight), bias)
+        order = None if weight.permutation is None else weight.permutation.to(torch.int32)
+        codes = _pack_codes(weight)
+        return PackedLinear.create(inputs, outputs, weight.int8_activations, *codes, bias, order=order)
     if isinstance(weight, BlockSource):
         outputs, inputs = weight.shape
         data, scales, minima = _pack_blocks(weight)

@@ -33,7 +33,10 @@ def _half(blocks: Tensor, at: int) -> Tensor:
 def _nibbles(codes: Tensor, run: int) -> Tensor:
     """Unpacks bytes [..., bytes] to codes [..., 2 * bytes]: of each `run` bytes the low nibbles, then the high ones."""
     parts = codes.unflatten(-1, (-1, run))
-    return torch.stack((parts & 15, parts >> 4), -2).flatten(-3)
+    out = torch.empty(*parts.shape[:-1], 2, run, dtype=torch.uint8)
+    torch.bitwise_and(parts, 15, out=out[..., 0, :])
+    torch.bitwise_right_shift(parts, 4, out=out[..., 1, :])
+    return out.flatten(-3)
 
 
 def _q4_0(blocks: Tensor) -> Unpacked:
@@ -112,6 +115,10 @@ BLOCK_TYPES = {
 }
 
 
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat([*parts])
+
+
 @dataclass(frozen=True, slots=True)
 class BlockWeight:
     """Matrix in quantised blocks as they are in the file; converted only when a backend packs it."""
@@ -138,8 +145,8 @@ class BlockWeight:
         """Returns the same matrix with int8 codes and float32 scales."""
         parts = [self.kind.unpack(part.rows) for part in self.parts]
         codes, scales, minima = ([part[i] for part in parts if part[i] is not None] for i in range(3))
-        lowest = torch.cat(minima) if minima else None
-        return Int8Weight(torch.cat(codes), torch.cat(scales), self.bias, lowest, self.int8_activations)
+        lowest = _joined(minima) if minima else None
+        return Int8Weight(_joined(codes), _joined(scales), self.bias, lowest, self.int8_activations)
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
         """Returns the dense matrix [outputs, inputs] in `dtype`: GGML's float32 values, rounded once."""

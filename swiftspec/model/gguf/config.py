@@ -131,7 +131,10 @@ def _number(value: Any) -> float:
 
 
 def _scalar(value: Any, key: str) -> Any:
-    """Returns a value, which may be given for each layer. Raises UserError if the layers differ."""
+    """Returns a value, which may be given for each layer. A number that is stored as float32 becomes the shortest
+    decimal one that it stands for, such as 1e-06. Raises UserError if the layers differ."""
+    if isinstance(value, float):
+        return float(str(np.float32(value)))
     if not isinstance(value, np.ndarray):
         return value
     if len(value) == 0 or (value != value[0]).any():

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import mmap
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,6 +40,28 @@ TENSOR_TYPES = {  # numbers of ggml_type
 DENSE_BYTES = {"F32": 4, "F16": 2, "BF16": 2}  # bytes per number
 
 
+STRING_TOO_LONG = "damaged: strings are longer than the file, or longer than any that are supported"
+LENGTH = struct.Struct("<Q")  # of a string
+
+
+@dataclass(frozen=True, slots=True)
+class GgufStrings:
+    """A list of strings in the metadata, which is decoded only when it is used: a configuration needs no vocabulary."""
+
+    data: bytes  # each string after its length
+    count: int
+
+    def decode(self) -> list[str]:
+        """Returns the strings. Some vocabularies have tokens that are not UTF-8; their invalid bytes become U+FFFD."""
+        strings: list[str] = []
+        at = 0
+        for _ in range(self.count):
+            end = at + LENGTH.size + LENGTH.unpack_from(self.data, at)[0]
+            strings.append(self.data[at + LENGTH.size : end].decode("utf-8", "replace"))
+            at = end
+        return strings
+
+
 @dataclass(frozen=True, slots=True)
 class GgufTensor:
     """A tensor in the file. Its type is in DENSE_BYTES or in BLOCK_TYPES."""
@@ -56,7 +78,7 @@ class GgufFile:
     """Header of a GGUF file."""
 
     path: Path
-    metadata: Mapping[str, Any]  # numbers, strings, lists of strings, and numpy arrays of numbers
+    metadata: Mapping[str, Any]  # numbers, strings, GgufStrings, and numpy arrays of numbers
     tensors: Mapping[str, GgufTensor]
 
     @staticmethod
@@ -104,7 +126,7 @@ class _Header:
     """Parser of a header at a position that advances. Raises UserError, or struct.error at the end of the file."""
 
     def __init__(self, data: mmap.mmap) -> None:
-        self._data, self._at, self._elements, self._string_bytes = data, 0, 0, 0
+        self._data, self._at, self._elements, self._string_bytes = data, 0, 0, 0  # the last two: so far
         if data[: len(MAGIC)] != MAGIC:
             raise UserError("not a GGUF file")
         self._at = len(MAGIC)
@@ -154,21 +176,18 @@ class _Header:
     def _bytes(self, most: int) -> bytes:
         size, start = self._scalar("Q"), self._at
         if size > min(most, len(self._data) - start):
-            raise UserError("damaged: a string is longer than the file, or longer than any that is supported")
+            raise UserError(STRING_TOO_LONG)
         self._at += size
         return self._data[start : self._at]
 
     def _key(self) -> str:
         return self._bytes(MAX_KEY_BYTES).decode()
 
-    def _string(self) -> str:
-        text = self._bytes(MAX_STRING_BYTES - self._string_bytes)
-        self._string_bytes += len(text)
-        return text.decode("utf-8", "replace")  # some vocabularies have tokens that are not UTF-8
-
     def _value(self, kind: int, key: str) -> Any:
         if kind == STRING:
-            return self._string()
+            text = self._bytes(MAX_STRING_BYTES - self._string_bytes)
+            self._string_bytes += len(text)
+            return text.decode("utf-8", "replace")
         if kind != ARRAY:
             return self._scalar(self._scalar_format(kind, key))
         kind, count = self._scalar("I"), self._scalar("Q")
@@ -176,7 +195,7 @@ class _Header:
         if self._elements > MAX_ELEMENTS:
             raise UserError(f"damaged: metadata {truncated_repr(key)} has {count} elements")
         if kind == STRING:
-            return list(self._strings(count))
+            return self._strings(count)
         numbers = np.dtype(f"<{self._scalar_format(kind, key)}")
         size, start = count * numbers.itemsize, self._at
         if size > len(self._data) - start:
@@ -184,9 +203,16 @@ class _Header:
         self._at += size
         return np.frombuffer(self._data[start : self._at], numbers)
 
-    def _strings(self, count: int) -> Iterator[str]:
+    def _strings(self, count: int) -> GgufStrings:
+        data, start, end = self._data, self._at, self._at
+        most = min(len(data), start + MAX_STRING_BYTES - self._string_bytes)
         for _ in range(count):
-            yield self._string()
+            end += LENGTH.size + LENGTH.unpack_from(data, end)[0]
+            if end > most:
+                raise UserError(STRING_TOO_LONG)
+        self._at = end
+        self._string_bytes += end - start
+        return GgufStrings(data[start:end], count)
 
     def _scalar_format(self, kind: int, key: str) -> str:
         if kind not in SCALARS:

@@ -47,6 +47,12 @@ class GgufTensors:
         """Returns whether there is a dense tensor `name`."""
         return name in self._file.tensors and self._file.tensors[name].type in DENSE_BYTES
 
+    def shape_of(self, name: str) -> tuple[int, ...]:
+        """Returns the shape of the tensor `name`. Raises UserError if it is missing."""
+        if name not in self._file.tensors:
+            raise UserError(f"{self.folder}: tensor {name} is missing")
+        return self._file.tensors[name].shape
+
     def take(self, name: str, *shape: int, kinds: tuple[torch.dtype, ...] = FLOATS) -> Tensor:
         """Maps the tensor `name` and marks it as taken. A quantised one is dequantised. Raises UserError if it is
         missing, its shape is not `shape`, or its dtype is not in `kinds`."""
@@ -79,14 +85,10 @@ class GgufTensors:
             raise UserError(f"{self.folder}: tensor {shown} is not part of the architecture in the metadata")
 
     def _find(self, name: str, shape: tuple[int, ...]) -> GgufTensor:
-        tensor = self._file.tensors.get(name)
-        if tensor is None:
-            raise UserError(f"{self.folder}: tensor {name} is missing")
-        if tensor.shape != shape:
-            raise UserError(
-                f"{self.folder}: {name} has shape {truncated_repr([*tensor.shape])}, the metadata imply {[*shape]}"
-            )
-        return tensor
+        found = self.shape_of(name)
+        if found != shape:
+            raise UserError(f"{self.folder}: {name} has shape {truncated_repr([*found])}, the metadata imply {[*shape]}")
+        return self._file.tensors[name]
 
     def _map(self, tensor: GgufTensor) -> Tensor:
         """Returns the bytes of a tensor, and marks it as taken. Raises UserError if the file has changed since it was
@@ -107,7 +109,7 @@ class GgufTensors:
             return tensor
         size = math.prod(tensor.shape[:1])
         order = torch.arange(size).view(heads, -1, 2).transpose(1, 2).flatten()
-        return tensor[order]
+        return tensor.index_select(0, order)
 
     def _tell(self) -> None:
         if self._progress is not None:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from swiftspec.errors import UserError, truncated_repr
-from swiftspec.model.gguf.file import GgufFile
+from swiftspec.model.gguf.file import GgufFile, GgufStrings
 
 KEY = "tokenizer.ggml."
 UNKNOWN, CONTROL, USER_DEFINED = 2, 3, 4  # kinds of tokens in `token_type`; of the others the text is ordinary
@@ -253,6 +253,6 @@ def _token_id(metadata: Mapping[str, Any], kind: str, count: int) -> int | None:
 
 def _strings(metadata: Mapping[str, Any], name: str) -> list[str]:
     found = metadata.get(f"{KEY}{name}")
-    if not isinstance(found, list):
+    if not isinstance(found, GgufStrings):
         raise UserError(f"damaged: {KEY}{name} is not a list of strings")
-    return found
+    return found.decode()
