@@ -45,7 +45,8 @@ def pack(weight: Weight, dtype: torch.dtype, device: torch.device | str) -> Cuda
     """Packs a matrix [outputs, inputs] of a checkpoint into tiles on `device`; returns after the device has finished.
 
     int4 groups whose size is not 32, 64 or 128 are split into groups of such a size; if that is impossible, the matrix
-    is dequantised, as is one whose inputs are permuted. Raises UserError if the CUDA operators cannot run on `device` or do not support the matrix.
+    is dequantised, as is one whose inputs are permuted. Raises UserError if the CUDA operators cannot run on `device`
+    or do not support the matrix.
     """
     device = require_usable(device)
     if dtype != torch.bfloat16:

@@ -1,5 +1,5 @@
-"""Float8 weights: w = q * s, where q is a float8 e4m3 number, and s the scale of the matrix, of its output, or of a block
-of outputs and inputs."""
+"""Float8 weights: w = q * s, where q is a float8 e4m3 number, and s the scale of the matrix, of its output, or of a
+block of outputs and inputs."""
 
 from __future__ import annotations
 

@@ -82,9 +82,7 @@ def gguf_architecture(file: GgufFile) -> GgufArchitecture:
     found = GGUF_ARCHITECTURES.get(name) if isinstance(name, str) else None
     if found is None:
         *most, last = GGUF_ARCHITECTURES
-        raise UserError(
-            f"GGUF architecture {truncated_repr(name)} is not supported; {', '.join(most)} and {last} are"
-        )
+        raise UserError(f"GGUF architecture {truncated_repr(name)} is not supported; {', '.join(most)} and {last} are")
     return found
 
 
@@ -94,11 +92,7 @@ def config_object(file: GgufFile) -> dict[str, Any]:
     name, names = str(file.metadata["general.architecture"]), architecture.names
     if _number(file.metadata.get("split.count")) > 1:
         raise UserError("one of several files of a model; merge them with `llama-gguf-split --merge`")
-    own = {
-        key.removeprefix(f"{name}."): value
-        for key, value in file.metadata.items()
-        if key.startswith(f"{name}.")
-    }
+    own = {key.removeprefix(f"{name}."): value for key, value in file.metadata.items() if key.startswith(f"{name}.")}
     fields = {**FIELDS, **architecture.fields}
     for feature in CHANGES:
         if feature not in fields and _number(own.get(feature)) != 0:

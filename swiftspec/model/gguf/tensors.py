@@ -87,7 +87,9 @@ class GgufTensors:
     def _find(self, name: str, shape: tuple[int, ...]) -> GgufTensor:
         found = self.shape_of(name)
         if found != shape:
-            raise UserError(f"{self.folder}: {name} has shape {truncated_repr([*found])}, the metadata imply {[*shape]}")
+            raise UserError(
+                f"{self.folder}: {name} has shape {truncated_repr([*found])}, the metadata imply {[*shape]}"
+            )
         return self._file.tensors[name]
 
     def _map(self, tensor: GgufTensor) -> Tensor:

@@ -20,6 +20,7 @@ KEY = "tokenizer.ggml."
 UNKNOWN, CONTROL, USER_DEFINED = 2, 3, 4  # kinds of tokens in `token_type`; of the others the text is ordinary
 SPACE = "\u2581"  # stands for a space in a SentencePiece vocabulary
 MAX_MERGED_CHARS = 256  # longer pieces of a SentencePiece vocabulary are not split into merges
+MAX_MERGES = 1 << 21  # several times those of a vocabulary of 262,144 pieces
 SPECIAL_NAMES = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
 TEMPLATE = "tokenizer.chat_template"
 
@@ -118,7 +119,9 @@ def _tokenizer(file: GgufFile) -> dict[str, Any]:
     elif kind == "llama":
         parts, bos = _sentence_piece(metadata, tokens, vocab)
     else:
-        raise UserError(f"tokenizer of kind {truncated_repr(kind)} is not supported; 'gpt2' (BPE) and 'llama' (SPM) are")
+        raise UserError(
+            f"tokenizer of kind {truncated_repr(kind)} is not supported; 'gpt2' (BPE) and 'llama' (SPM) are"
+        )
     ends = {"add_bos_token": ("bos", bos), "add_eos_token": ("eos", False)}
     around = {
         name: _token_id(metadata, name, len(tokens))
@@ -183,6 +186,8 @@ def _sentence_piece(
                 left, right = piece[:at], piece[at:]
                 if left in vocab and right in vocab:
                     ranked.append((score, len(left), len(right), left, right))
+        if len(ranked) > MAX_MERGES:
+            raise UserError(f"damaged: the vocabulary has more than {MAX_MERGES} merges")
     ranked.sort(key=lambda merge: merge[:3], reverse=True)
     prefix = metadata.get(f"{KEY}add_space_prefix", True) is True
     replace_space = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}

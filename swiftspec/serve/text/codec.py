@@ -348,6 +348,17 @@ def _gguf_tokenizer(path: Path) -> PreTrainedTokenizerBase:
     return PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(tokenizer_json(file)), **settings)
 
 
+def write_tokenizer_files(path: Path, folder: Path) -> Path:
+    """Writes the tokenizer in a GGUF file to `folder` as files of a Hugging Face directory, and returns `folder`.
+    Raises UserError if there is none, or one of a kind that is not supported."""
+    file = GgufFile.read(path)
+    text = tokenizer_json(file)
+    settings = {**tokenizer_settings(file), "tokenizer_class": FAST_TOKENIZER_CLASSES[0]}
+    file_io.write_text(folder / "tokenizer.json", text)
+    file_io.write_text(folder / "tokenizer_config.json", json.dumps(settings))
+    return folder
+
+
 def check_same_vocabulary(target: TextCodec, draft: TextCodec) -> None:
     """Raises UserError, which names the first difference, unless both tokenizers map the same ids to the same
     tokens."""

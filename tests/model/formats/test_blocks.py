@@ -18,8 +18,8 @@ from swiftspec.errors import UserError
 from swiftspec.model.formats.blocks import BLOCK_TYPES, Blocks, BlockType, BlockWeight
 from swiftspec.model.formats.int8 import Int8Weight
 from swiftspec.model.weights import fuse_weights
-from tests.model.formats.test_gptq import Dictionary
 from tests.support.gguf_files import random_blocks
+from tests.support.memory_tensors import MemoryTensors
 
 ROWS, COLUMNS = 40, 512
 BY_NAME = pytest.mark.parametrize("kind", BLOCK_TYPES.values(), ids=BLOCK_TYPES)
@@ -86,7 +86,9 @@ def test_matrices_of_one_type_stay_blocks_and_those_of_several_become_int8() -> 
     fused, mixed = fuse_weights(same), fuse_weights([*same, other])
     assert isinstance(fused, BlockWeight) and isinstance(mixed, Int8Weight) and mixed.group_size == 16
     want = torch.cat([values_of(weight) for weight in (*same, other)])
-    assert torch.equal(fused.dequantize(torch.float32), want[:16]) and torch.equal(mixed.dequantize(torch.float32), want)
+    assert torch.equal(fused.dequantize(torch.float32), want[:16]) and torch.equal(
+        mixed.dequantize(torch.float32), want
+    )
     assert torch.equal(fused.outputs(torch.arange(4, 12)).dequantize(torch.float32), want[4:12])
 
 
@@ -114,4 +116,4 @@ def test_the_native_product(kind: BlockType, rounded: bool) -> None:
 
 def test_a_safetensors_checkpoint_with_this_method_is_refused() -> None:
     with pytest.raises(UserError, match="quantisation method 'gguf' occurs in GGUF files only"):
-        Blocks.of({}).linear(Dictionary({}), "m", 8, 32, None)
+        Blocks.of({}).linear(MemoryTensors({}), "m", 8, 32, None)

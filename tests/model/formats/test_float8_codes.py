@@ -13,7 +13,7 @@ from swiftspec.errors import UserError
 from swiftspec.model.formats.compressed_tensors import CompressedTensors
 from swiftspec.model.formats.float8_codes import E4M3, Float8, Float8Weight
 from swiftspec.model.weights import fuse_weights
-from tests.model.formats.test_gptq import Dictionary
+from tests.support.memory_tensors import MemoryTensors
 
 ROWS, COLUMNS = 40, 96
 SCALES = {  # shape of the scale, by the numbers of outputs and inputs that share one
@@ -36,7 +36,7 @@ def matrix(kind: str, name: str = "weight_scale") -> tuple[dict[str, Tensor], Te
 def test_blocks_as_in_deepseek() -> None:
     tensors, want = matrix("block", "weight_scale_inv")
     layout = Float8.of({"quant_method": "fp8", "weight_block_size": [16, 40], "activation_scheme": "dynamic"})
-    weight = layout.linear(Dictionary(tensors), "m", ROWS, COLUMNS, None)
+    weight = layout.linear(MemoryTensors(tensors), "m", ROWS, COLUMNS, None)
     assert layout.group_size == 40 and torch.equal(weight.dequantize(torch.float32), want)
     assert torch.equal(weight.dequantize(torch.bfloat16), want.bfloat16()) and weight.product("cpu") is None
 
@@ -44,7 +44,7 @@ def test_blocks_as_in_deepseek() -> None:
 @pytest.mark.parametrize("kind", ["tensor", "one", "output"])
 def test_a_scale_per_tensor_or_output(kind: str) -> None:
     tensors, want = matrix(kind)
-    weight = Float8.of({"quant_method": "fp8"}).linear(Dictionary(tensors), "m", ROWS, COLUMNS, None)
+    weight = Float8.of({"quant_method": "fp8"}).linear(MemoryTensors(tensors), "m", ROWS, COLUMNS, None)
     assert torch.equal(weight.dequantize(torch.float32), want)
 
 
@@ -55,13 +55,13 @@ def test_compressed_tensors(kind: str, strategy: str) -> None:
     group = {"weights": weights, "input_activations": {"num_bits": 8, "dynamic": True}}
     layout = CompressedTensors.of({"format": "float-quantized", "config_groups": {"group_0": group}})
     tensors, want = matrix(kind)
-    weight = layout.linear(Dictionary(tensors), "m", ROWS, COLUMNS, None)
+    weight = layout.linear(MemoryTensors(tensors), "m", ROWS, COLUMNS, None)
     assert isinstance(weight, Float8Weight) and torch.equal(weight.dequantize(torch.float32), want)
 
 
 def test_shards_and_stacks() -> None:
     tensors, values = matrix("block")
-    weight = Float8((16, 40)).linear(Dictionary(tensors), "m", ROWS, COLUMNS, torch.arange(ROWS).float())
+    weight = Float8((16, 40)).linear(MemoryTensors(tensors), "m", ROWS, COLUMNS, torch.arange(ROWS).float())
     fused = fuse_weights([weight, weight])
     dense = F.pad(torch.cat((values, values)), (0, 1, 0, 1))
     rows = torch.cat((torch.arange(38, 44), torch.full((2,), -1)))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
@@ -14,36 +12,18 @@ from swiftspec import _C
 from swiftspec.backends.cpu.packing import pack
 from swiftspec.backends.unfused import pack as pack_unfused
 from swiftspec.errors import UserError
-from swiftspec.model.checkpoint import FLOATS
 from swiftspec.model.formats.gptq import Gptq, from_gptq
 from swiftspec.model.formats.int4 import Int4Weight, pack_int4, unpack_int4
 from swiftspec.model.weights import DenseWeight, fuse_weights
+from tests.support.memory_tensors import MemoryTensors
 
 ROWS, COLUMNS, GROUP = 48, 256, 64
 NATIVE = pytest.mark.skipif(_C.level() == "none", reason="this CPU has no AVX2")
 
 
-class Dictionary:
-    """Tensors of a checkpoint in memory."""
-
-    folder = Path("memory")
-
-    def __init__(self, tensors: dict[str, Tensor]) -> None:
-        self.tensors = tensors
-
-    def __contains__(self, name: str) -> bool:
-        return name in self.tensors
-
-    def shape_of(self, name: str) -> tuple[int, ...]:
-        return tuple(self.tensors[name].shape)
-
-    def take(self, name: str, *shape: int, kinds: tuple[torch.dtype, ...] = FLOATS) -> Tensor:
-        found = self.tensors[name]
-        assert found.shape == shape and found.dtype in kinds
-        return found
-
-
-def matrix(seed: int = 0, *, group: int = GROUP, ordered: bool = True, offset: int = 1) -> tuple[dict[str, Tensor], Tensor]:
+def matrix(
+    seed: int = 0, *, group: int = GROUP, ordered: bool = True, offset: int = 1
+) -> tuple[dict[str, Tensor], Tensor]:
     """The tensors of a matrix as AutoGPTQ packs them, and its values."""
     draw = torch.Generator().manual_seed(seed)
     count = COLUMNS // group
@@ -64,7 +44,7 @@ def matrix(seed: int = 0, *, group: int = GROUP, ordered: bool = True, offset: i
 
 
 def read(tensors: dict[str, Tensor], group: int = GROUP, offset: int = 1) -> Int4Weight:
-    return Gptq(group, offset).linear(Dictionary(tensors), "m", ROWS, COLUMNS, None)
+    return Gptq(group, offset).linear(MemoryTensors(tensors), "m", ROWS, COLUMNS, None)
 
 
 @pytest.mark.parametrize("ordered", [True, False])
@@ -106,7 +86,9 @@ def test_shards_and_stacks_in_activation_order() -> None:
     cut = weight.inputs(columns, 32)
     assert isinstance(cut, DenseWeight)
     torch.testing.assert_close(cut.weight, values[:, columns], rtol=1e-6, atol=1e-6)
-    torch.testing.assert_close(weight.outputs(torch.arange(8)).dequantize(torch.float32), values[:8], rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(
+        weight.outputs(torch.arange(8)).dequantize(torch.float32), values[:8], rtol=1e-6, atol=1e-6
+    )
     same, several = fuse_weights([weight, weight]), fuse_weights([weight, read(other)])
     assert isinstance(same, Int4Weight) and isinstance(several, DenseWeight)
     torch.testing.assert_close(same.dequantize(torch.float32), torch.cat((values, values)), rtol=1e-6, atol=1e-6)

@@ -14,7 +14,7 @@ from swiftspec.backends.cpu.packing import pack
 from swiftspec.model.formats.compressed_tensors import CompressedTensors
 from swiftspec.model.formats.int8 import Int8Weight, LoadTimeQuantization
 from swiftspec.model.weights import DenseWeight, LayerWeights, ModelWeights
-from tests.model.formats.test_gptq import Dictionary
+from tests.support.memory_tensors import MemoryTensors
 
 ROWS, COLUMNS = 40, 192
 NATIVE = pytest.mark.skipif(_C.level() == "none", reason="this CPU has no AVX2")
@@ -42,7 +42,7 @@ def matrix(layout: str, groups: int) -> tuple[dict[str, Tensor], Tensor]:
 @pytest.mark.parametrize(("strategy", "groups"), [("channel", 1), ("group", 6)])
 def test_values(layout: str, strategy: str, groups: int) -> None:
     tensors, want = matrix(layout, groups)
-    weight = reader(layout, strategy).linear(Dictionary(tensors), "m", ROWS, COLUMNS, None)
+    weight = reader(layout, strategy).linear(MemoryTensors(tensors), "m", ROWS, COLUMNS, None)
     assert isinstance(weight, Int8Weight) and weight.group_size == (64 if groups == 1 else 32)
     assert torch.equal(weight.dequantize(torch.float32), want) and weight.product("cpu") is None
 
@@ -70,7 +70,9 @@ def test_activations_are_quantised_on_request() -> None:
     weight = Int8Weight(torch.ones(8, 32, dtype=torch.int8), torch.ones(8, 1), int8_activations=False)
     norm, dense = torch.ones(8), DenseWeight(torch.ones(8, 32))
     layer = LayerWeights(norm, weight, weight, norm, weight, dense)
-    weights = LoadTimeQuantization(activations=True).of_weights(ModelWeights(norm, [lambda: layer], norm, lambda: weight))
+    weights = LoadTimeQuantization(activations=True).of_weights(
+        ModelWeights(norm, [lambda: layer], norm, lambda: weight)
+    )
     read = weights.layers[0]()
     assert isinstance(read.qkv, Int8Weight) and read.qkv.int8_activations and read.down is dense
     head = weights.head()

@@ -88,12 +88,12 @@ DAMAGES: dict[str, tuple[bytes, str]] = {
     "an array beyond the end": (
         header([entry("a", 9, struct.pack("<IQ", 4, MAX_ELEMENTS))], []), "metadata 'a' is longer than the file"),
     "strings beyond the end": (header([entry("a", 9, struct.pack("<IQ", 8, 1000))], []), "damaged"),
-    "an array of arrays": (header([entry("a", 9, struct.pack("<IQ", 9, 1))], []), "metadata 'a' has the unknown type 9"),
+    "an array of arrays": (header([entry("a", 9, struct.pack("<IQ", 9, 1))], []), "'a' has the unknown type 9"),
     "an unknown type": (header([entry("a", 77, b"")], []), "metadata 'a' has the unknown type 77"),
     "a key twice": (header([entry("a", 4, bytes(4))] * 2, []), "metadata 'a' occurs twice"),
     "alignment 0": (header([entry("general.alignment", 4, bytes(4))], []), "general.alignment must be a power of two"),
     "alignment 24": (
-        header([entry("general.alignment", 4, struct.pack("<I", 24))], []), "must be a power of two in 8..65536, not 24"),
+        header([entry("general.alignment", 4, struct.pack("<I", 24))], []), "a power of two in 8..65536, not 24"),
     "an alignment in words": (header([entry("general.alignment", 8, text("x"))], []), "not 'x'"),
     "a tensor twice": (header([], [tensor("t", (4,))] * 2), "tensor 't' occurs twice"),
     "no dimensions": (header([], [tensor("t", ())]), "tensor 't' has 0 dimensions"),
@@ -103,7 +103,7 @@ DAMAGES: dict[str, tuple[bytes, str]] = {
     "an odd offset": (header([], [tensor("t", (4,), offset=1)]), "damaged: tensor 't' [4] F32 at 1"),
     "an empty tensor": (header([], [tensor("t", (0,))]), "damaged: tensor 't' [0] F32 at 0"),
     "part of a block": (header([], [tensor("t", (33,), 2)]), "damaged: tensor 't' [33] Q4_0 at 0"),
-    "IQ4_XS": (header([], [tensor("t", (256,), 23)]), "tensor 't' has type IQ4_XS, which is not supported; use a file of"),
+    "IQ4_XS": (header([], [tensor("t", (256,), 23)]), "'t' has type IQ4_XS, which is not supported; use a file of"),
     "type 99": (header([], [tensor("t", (256,), 99)]), "tensor 't' has type number 99"),
 }  # fmt: skip
 

@@ -86,7 +86,11 @@ def test_bos_and_eos(tmp_path: Path) -> None:
     plain = original.encode("Hello").ids
     cases: list[tuple[str, dict[str, Any], list[int]]] = [
         ("gpt-2", {}, plain),
-        ("llama3", {}, [0, *TextCodec(write(tmp_path / "b.gguf", original, "llama3", add_add_bos_token=False)).encode("Hello")]),
+        (
+            "llama3",
+            {},
+            [0, *TextCodec(write(tmp_path / "b.gguf", original, "llama3", add_add_bos_token=False)).encode("Hello")],
+        ),
         ("gpt-2", {"add_add_bos_token": True, "add_add_eos_token": True}, [0, *plain, 1]),
     ]
     for pre, metadata, want in cases:
