@@ -62,8 +62,7 @@ def load_model(
     packed_cache: PackedWeightSource | None = None,
     hidden_layers: tuple[int, ...] = (),
 ) -> Transformer:
-    """Loads a checkpoint as a model that computes in `dtype`; None: the dtype of the checkpoint. `path`: a directory or
-    a GGUF file.
+    """Loads a directory or GGUF file as a model that computes in `dtype`; None: the dtype of the checkpoint.
 
     `max_positions`: length of the RoPE tables. `group`: loads only this rank's shard; every rank of the group must run
     the same forwards. `quantization`: what is quantised at load. `cache_dtype`: dtype of the KV cache; None: that of

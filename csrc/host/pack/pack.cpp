@@ -117,7 +117,7 @@ void pack_eight(const uint32_t* rows, int64_t num_rows, int64_t words, int64_t s
   }
 }
 
-// Packs words of eight inputs, in rows of one word per output: only the order within a word changes.
+// Packs words of eight inputs, in rows of one 32-bit word per output: only the order of the nibbles changes.
 void pack_gptq(const Int4Part& part, int64_t first, uint32_t* data) {
   parallel_for(part.n / kHalf, [&](int64_t half) {
     uint32_t* out = half_block(data, first / kHalf + half, part.k / 8);

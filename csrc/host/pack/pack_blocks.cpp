@@ -34,7 +34,7 @@ float to_float(uint16_t half) {
   return sign != 0 ? -small : small;
 }
 
-// The even bytes of eight nibbles in the low half of a word, the odd ones in the high half.
+// Packs eight nibbles, one per byte: the even bytes in the low half of the result, the odd ones in the high half.
 uint32_t word_of_nibbles(uint64_t eight) {
   const auto gather = [](uint64_t x) {
     x &= 0x000f000f000f000f;

@@ -54,7 +54,7 @@ class CompressedTensors:
 
     layout: Layout
     bits: int  # of a code; 4 only in "pack-quantized"
-    inputs_per_scale: int | None  # None: as the shape of the scale says
+    inputs_per_scale: int | None  # None: the shape of the scale determines it
     zero_point: bool  # whether the file has zero points
     block: tuple[int, int] | None = None  # outputs and inputs that share a scale
 

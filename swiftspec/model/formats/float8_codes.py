@@ -72,9 +72,9 @@ def take_scaled(
     """Reads the tensor "weight" [rows, columns] of dtype `kind` and its scale. Returns codes [rows, columns], scales
     [rows, groups] float32, and the number of inputs per scale.
 
-    `block`: (outputs, inputs) that share a scale; None: the scale is that of the matrix, or one per output, or one per
-    output and group of inputs, as its shape says. Scales of activations are ignored: activations are not rounded to the
-    checkpoint's format. Raises UserError if a tensor is missing or its shape or dtype does not fit.
+    `block`: (outputs, inputs) that share a scale; None: the shape of the scale determines whether it is that of the
+    matrix, one per output, or one per output and group of inputs. Scales of activations are ignored: activations are
+    not rounded to the checkpoint's format. Raises UserError if a tensor is missing or its shape or dtype does not fit.
     """
     codes = tensors.take(f"{module}.weight", rows, columns, kinds=(kind,))
     name = next((f"{module}.{scale}" for scale in SCALES if f"{module}.{scale}" in tensors), f"{module}.{SCALES[0]}")

@@ -43,7 +43,7 @@ class PreTokenizer:
 
     `patterns`: regular expressions, each of which isolates its matches in the pieces of the previous one. `digits`:
     isolate each digit first. `nfc`: normalise the text to NFC. `whole_words`: a piece that is in the vocabulary is one
-    token, whatever the merges. `bos`: whether texts begin with BOS if the file does not say.
+    token, whatever the merges. `bos`: whether texts begin with BOS if the metadata lack `add_bos_token`.
     """
 
     patterns: tuple[str, ...]
@@ -72,7 +72,7 @@ PRE_TOKENIZERS = {
 
 
 def has_vocabulary(file: GgufFile) -> bool:
-    """Returns whether a file contains a tokenizer; the value "no_vocab" of its kind says that it does not."""
+    """Returns whether a file contains a tokenizer. A file without one has the kind "no_vocab" or no tokens."""
     return f"{KEY}tokens" in file.metadata and file.metadata.get(f"{KEY}model") != "no_vocab"
 
 

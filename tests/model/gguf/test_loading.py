@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 
 from swiftspec import _C
-from swiftspec.backends import cpu
+from swiftspec.backends import cpu, reference
+from swiftspec.cache.kv import KVCache
+from swiftspec.cache.model_cache import ModelCache
 from swiftspec.config import EngineConfig
 from swiftspec.errors import UserError
 from swiftspec.llm import LLM
@@ -19,10 +21,12 @@ from swiftspec.model.fingerprint import fingerprint
 from swiftspec.model.formats.int8 import LoadTimeQuantization
 from swiftspec.model.gguf.config import GGUF_ARCHITECTURES, ROPE_FREQS, gguf_config
 from swiftspec.model.gguf.file import GgufFile
+from swiftspec.model.loader import load_model
 from swiftspec.params import SamplingParams
-from tests.model.test_loader import logits
+from tests.model.test_loader import TOKENS, logits
 from tests.support.gguf_files import SHAPE, write_gguf, write_twin
-from tests.support.tiny_checkpoints import ROPES, make_model
+from tests.support.thread_group import ThreadGroup, on_ranks
+from tests.support.tiny_checkpoints import ROPES, chain, make_model
 
 FAMILIES = [name for name in GGUF_ARCHITECTURES if name != "llama"]
 MIXED = {"v_proj": "Q6_K", "down_proj": "Q5_K", "embed_tokens": "Q8_0", "lm_head": "Q6_K"}  # others: Q4_K
@@ -54,6 +58,22 @@ def test_a_llama_of_each_type(tmp_path: Path, kind: str) -> None:
 def test_other_families(tmp_path: Path, family: str) -> None:
     path, twin = pair(tmp_path, "Q4_0", family=family, layers=2)
     torch.testing.assert_close(logits(path, dtype=torch.float32), logits(twin, dtype=torch.float32), **TOLERANCE)
+
+
+@pytest.mark.parametrize("kind", ["Q4_1", "mixed"])
+def test_two_ranks(tmp_path: Path, kind: str) -> None:
+    """Whole blocks of the MLP on each rank, and heads of a part of a block of 256."""
+    path, _ = pair(tmp_path, kind, family="llama", intermediate_size=512)
+
+    def work(group: ThreadGroup) -> Tensor:
+        model = load_model(path, dtype=torch.float32, ops=reference, max_positions=64, group=group)
+        kv = KVCache(1, model.stack.kv_heads, 64, 32, reference.make_slot_mover, dtype=torch.float32)
+        found = model.forward(chain(TOKENS), ModelCache(kv)).logits
+        assert found is not None
+        return found
+
+    both = torch.cat(on_ranks(2, work), 1)[:, :64]
+    torch.testing.assert_close(both, logits(path, dtype=torch.float32), **TOLERANCE)
 
 
 @pytest.mark.skipif(_C.level() == "none", reason="this CPU has no AVX2")
