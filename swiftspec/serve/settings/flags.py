@@ -47,7 +47,7 @@ class CommandSettings:
     """
 
     model: str | None = setting(
-        None, "Target model: a Hugging Face directory or hub id with safetensors files.", MODELS, "PATH|HUB_ID",
+        None, "Target model: a Hugging Face directory or hub id with safetensors files, or a GGUF file.", MODELS, "PATH|HUB_ID",
         "the demo code model", profile=True,
     )  # fmt: skip
     draft_model: str | None = setting(
