@@ -19,6 +19,7 @@ from swiftspec.errors import UserError
 from swiftspec.file_io import Fields
 from swiftspec.model.checkpoint_files import read_config
 from swiftspec.model.config import ModelConfig
+from swiftspec.model.formats import format_of
 
 H200_COPY_BYTES_PER_S = 4.3e12  # memory bandwidth of a plain copy on an H200, for which `constants` was written
 INT4_BITS = 4.156  # 4 bits per weight, plus a 16-bit scale and a 4-bit zero point per group of 128 weights
@@ -141,7 +142,8 @@ def forward(
     `context`: tokens in the KV cache of each request.
     `sequences`: number of requests that the rows belong to.
     """
-    bits = INT4_BITS if int4 or config.quantization else 16.0
+    layout = format_of(config)
+    bits = INT4_BITS if int4 or (layout is not None and layout.is_int4) else 16.0
     spec, mixer = config.spec, config.spec.layer.mixer
     heads, kv_heads = math.ceil(mixer.num_heads / tp), math.ceil(mixer.num_kv_heads / tp)
     hidden, inner, width = spec.hidden_size, math.ceil(spec.layer.mlp.intermediate_size / tp), mixer.head_dim

@@ -38,6 +38,8 @@ class Format(Protocol):
 
     @property
     def group_size(self) -> int: ...  # inputs that share a scale
+    @property
+    def is_int4(self) -> bool: ...  # whether matrices are `Int4Weight`s, which operators on a GPU keep as they are
     def linear(self, tensors: Source, module: str, rows: int, columns: int, bias: Tensor | None) -> Weight:
         """Reads the matrix [rows, columns] of the linear layer `module`, such as "model.layers.0.mlp.down_proj"."""
         ...

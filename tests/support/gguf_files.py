@@ -75,7 +75,7 @@ def write_gguf(
         kind = type_of(name) if value.ndim == 2 else "F32"
         enum = GGMLQuantizationType[kind]
         if kind in BLOCK_TYPES:
-            raw = random_blocks(BLOCK_TYPES[kind], *value.shape, noise)
+            raw = random_blocks(BLOCK_TYPES[kind], len(value), value.shape[1], noise)
         else:
             raw = gguf.quantize(value.numpy(), enum)
         stored = torch.from_numpy(np.array(gguf.dequantize(raw, enum)))

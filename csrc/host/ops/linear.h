@@ -132,7 +132,8 @@ void linear_strip(const LinearArgs& a, const In& in, int64_t strip) {
   const int64_t k = (w.k + 7) / 8 * 8;
   const Operand whole{static_cast<const uint8_t*>(w.data), k * kLanes * bits_of(w.format) / 8, k,
                       static_cast<const uint8_t*>(w.scales), w.scale_type, w.zeros,
-                      static_cast<const uint8_t*>(w.minima), w.group};
+                      static_cast<const uint8_t*>(w.minima), static_cast<const uint8_t*>(w.super_scales),
+                      static_cast<const uint8_t*>(w.super_minima), w.group};
   constexpr int64_t kStride = (kStripBlocks + 1) * kLanes;
   float sums[kRowTile * kStride], ups[kRowTile * kStride];
   const int64_t half = w.n / 2, outputs = a.swiglu ? half : w.n,

@@ -15,10 +15,15 @@ struct Operand {
   ScaleType scale_type = ScaleType::f32;
   const uint8_t* zeros = nullptr;
   const uint8_t* minima = nullptr;
+  const uint8_t* super_scales = nullptr;
+  const uint8_t* super_minima = nullptr;
   int64_t group = 0;
 };
 
-inline int64_t scale_bytes(ScaleType scale_type) { return scale_type == ScaleType::f32 ? 4 : 2; }
+inline bool has_supers(ScaleType scale_type) { return scale_type == ScaleType::u8 || scale_type == ScaleType::i8; }
+inline int64_t scale_bytes(ScaleType scale_type) {
+  return has_supers(scale_type) ? 1 : scale_type == ScaleType::f32 ? 4 : 2;
+}
 
 // The operand `blocks` blocks further.
 inline Operand advance(Operand w, int64_t blocks) {
@@ -28,19 +33,26 @@ inline Operand advance(Operand w, int64_t blocks) {
   w.scales += count * scale_bytes(w.scale_type);
   if (w.zeros != nullptr) w.zeros += count;
   if (w.minima != nullptr) w.minima += count * scale_bytes(w.scale_type);
+  const int64_t super_bytes = blocks * (w.k / kSuperInputs) * kLanes * 2;
+  if (w.super_scales != nullptr) w.super_scales += super_bytes;
+  if (w.super_minima != nullptr) w.super_minima += super_bytes;
   return w;
 }
 
 // The scales or the minima of a group; `group` counts the groups of all blocks.
-inline F load_by_group(const Operand& w, const uint8_t* values, int64_t group) {
+inline F load_by_group(const Operand& w, const uint8_t* values, const uint8_t* supers, int64_t group) {
   const uint8_t* p = values + group * kLanes * scale_bytes(w.scale_type);
+  if (has_supers(w.scale_type)) {
+    const F super = widen_half(supers + group / (kSuperInputs / w.group) * kLanes * 2);
+    return mul(w.scale_type == ScaleType::i8 ? widen_bytes(reinterpret_cast<const int8_t*>(p)) : widen_bytes(p), super);
+  }
   if (w.scale_type == ScaleType::f16) return widen_half(p);
   if (w.scale_type == ScaleType::bf16) return widen(reinterpret_cast<const uint16_t*>(p));
   return load(reinterpret_cast<const float*>(p));
 }
 
-inline F load_scales(const Operand& w, int64_t group) { return load_by_group(w, w.scales, group); }
-inline F load_minima(const Operand& w, int64_t group) { return load_by_group(w, w.minima, group); }
+inline F load_scales(const Operand& w, int64_t group) { return load_by_group(w, w.scales, w.super_scales, group); }
+inline F load_minima(const Operand& w, int64_t group) { return load_by_group(w, w.minima, w.super_minima, group); }
 
 // The zero points of a group of int4 codes.
 inline F load_zeros(const Operand& w, int64_t group) {

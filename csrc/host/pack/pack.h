@@ -50,13 +50,16 @@ struct BlockTargets {
   uint32_t* data;  // [blocks, k / 8, 16] for 4 bits per code, [blocks, k / 4, 16] for 8
   void* scales;    // [blocks, k / group, 16]
   void* minima;    // the same, or null
+  uint16_t* super_scales;  // [blocks, k / 256, 16] float16 if scales are bytes, else null
+  uint16_t* super_minima;  // the same, for minima
 };
 
 // A type of blocks, and the function that packs rows of them as the outputs from `first` on.
 struct BlockLayout {
   int64_t inputs, bytes;              // of one block
   int64_t group, bits;                // inputs per scale; of a packed code
-  int64_t scale_bytes;                // 2: float16, 4: float32; of scales and minima
+  int64_t scale_bytes;                // 2: float16; 1: bytes with a super-scale; of scales and minima
+  bool signed_scales;                 // whether scales of one byte are signed
   bool minima;                        // whether weights have a minimum per group
   void (*pack)(const BlockPart& part, int64_t first, const BlockTargets& to);
 };

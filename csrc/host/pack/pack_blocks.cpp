@@ -2,7 +2,6 @@
 // bytes, the lowest byte being the first input.
 #include <cstring>
 
-#include "common/ieee.h"
 #include "host/ops/threads.h"
 #include "host/pack/pack.h"
 
@@ -26,14 +25,6 @@ uint16_t load_half(const uint8_t* p) {
   return half;
 }
 
-float to_float(uint16_t half) {
-  const uint32_t sign = static_cast<uint32_t>(half & 0x8000) << 16, magnitude = half & 0x7fff;
-  if (magnitude >= 0x7c00) return ieee::of_bits(sign | 0x7f800000 | (magnitude & 0x3ff) << 13);
-  if (magnitude >= 0x400) return ieee::of_bits(sign | ((magnitude << 13) + (112u << 23)));
-  const float small = static_cast<float>(magnitude) * 0x1p-24f;  // subnormal
-  return sign != 0 ? -small : small;
-}
-
 // Packs eight nibbles, one per byte: the even bytes in the low half of the result, the odd ones in the high half.
 uint32_t word_of_nibbles(uint64_t eight) {
   const auto gather = [](uint64_t x) {
@@ -49,6 +40,8 @@ struct Lane {
   uint32_t* words;
   void* scales;
   void* minima;  // or null
+  uint16_t* super_scales;
+  uint16_t* super_minima;
 
   void store_int4(uint64_t eight) {
     *words = word_of_nibbles(eight);
@@ -80,7 +73,7 @@ void store_nibbles(const uint8_t* from, Lane& to) {
 
 struct Q4_0 {
   static constexpr int64_t kInputs = 32, kBytes = 18, kGroup = 32, kBits = 4, kScaleBytes = 2;
-  static constexpr bool kMinima = false;
+  static constexpr bool kMinima = false, kSignedScales = false;
   static void pack(const uint8_t* from, Lane& to) {
     Lane::store_value(to.scales, load_half(from));
     store_nibbles(from + 2, to);
@@ -89,7 +82,7 @@ struct Q4_0 {
 
 struct Q4_1 {
   static constexpr int64_t kInputs = 32, kBytes = 20, kGroup = 32, kBits = 4, kScaleBytes = 2;
-  static constexpr bool kMinima = true;
+  static constexpr bool kMinima = true, kSignedScales = false;
   static void pack(const uint8_t* from, Lane& to) {
     Lane::store_value(to.scales, load_half(from));
     Lane::store_value(to.minima, load_half(from + 2));
@@ -99,7 +92,7 @@ struct Q4_1 {
 
 struct Q8_0 {
   static constexpr int64_t kInputs = 32, kBytes = 34, kGroup = 32, kBits = 8, kScaleBytes = 2;
-  static constexpr bool kMinima = false;
+  static constexpr bool kMinima = false, kSignedScales = false;
   static void pack(const uint8_t* from, Lane& to) {
     Lane::store_value(to.scales, load_half(from));
     for (int i = 0; i < 32; i += 8) to.store_int8(load_eight(from + 2 + i) ^ kHighBits);
@@ -107,21 +100,23 @@ struct Q8_0 {
 };
 
 // Stores the scales and minima of the eight groups of a block of Q4_K or Q5_K: two halves, then twelve bytes with six
-// bits of each.
+// bits of each. Minima are subtracted, so their super-scale changes its sign.
 void store_super_groups(const uint8_t* from, Lane& to) {
-  const float d = to_float(load_half(from)), m = to_float(load_half(from + 2));
+  *to.super_scales = load_half(from);
+  *to.super_minima = load_half(from + 2) ^ 0x8000;
+  to.super_scales += kBlock, to.super_minima += kBlock;
   const uint8_t* q = from + 4;
   for (int j = 0; j < kSuperGroups; ++j) {
     const int scale = j < 4 ? q[j] & 63 : (q[j + 4] & 15) | q[j - 4] >> 6 << 4;
     const int minimum = j < 4 ? q[j + 4] & 63 : q[j + 4] >> 4 | q[j] >> 6 << 4;
-    Lane::store_value(to.scales, d * static_cast<float>(scale));
-    Lane::store_value(to.minima, -(m * static_cast<float>(minimum)));
+    Lane::store_value(to.scales, static_cast<uint8_t>(scale));
+    Lane::store_value(to.minima, static_cast<uint8_t>(minimum));
   }
 }
 
 struct Q4_K {
-  static constexpr int64_t kInputs = 256, kBytes = 144, kGroup = 32, kBits = 4, kScaleBytes = 4;
-  static constexpr bool kMinima = true;
+  static constexpr int64_t kInputs = 256, kBytes = 144, kGroup = 32, kBits = 4, kScaleBytes = 1;
+  static constexpr bool kMinima = true, kSignedScales = false;
   static void pack(const uint8_t* from, Lane& to) {
     store_super_groups(from, to);
     for (const uint8_t* codes = from + 16; codes != from + kBytes; codes += 32) {
@@ -133,8 +128,8 @@ struct Q4_K {
 };
 
 struct Q5_K {
-  static constexpr int64_t kInputs = 256, kBytes = 176, kGroup = 32, kBits = 8, kScaleBytes = 4;
-  static constexpr bool kMinima = true;
+  static constexpr int64_t kInputs = 256, kBytes = 176, kGroup = 32, kBits = 8, kScaleBytes = 1;
+  static constexpr bool kMinima = true, kSignedScales = false;
   static void pack(const uint8_t* from, Lane& to) {
     store_super_groups(from, to);
     const uint8_t *high = from + 16, *codes = from + 48;
@@ -149,13 +144,12 @@ struct Q5_K {
 };
 
 struct Q6_K {
-  static constexpr int64_t kInputs = 256, kBytes = 210, kGroup = 16, kBits = 8, kScaleBytes = 4;
-  static constexpr bool kMinima = false;
+  static constexpr int64_t kInputs = 256, kBytes = 210, kGroup = 16, kBits = 8, kScaleBytes = 1;
+  static constexpr bool kMinima = false, kSignedScales = true;
   static void pack(const uint8_t* from, Lane& to) {
-    const float d = to_float(load_half(from + 208));
-    for (int j = 0; j < 16; ++j) {
-      Lane::store_value(to.scales, d * static_cast<float>(static_cast<int8_t>(from[192 + j])));
-    }
+    *to.super_scales = load_half(from + 208);
+    to.super_scales += kBlock;
+    for (int j = 0; j < 16; ++j) Lane::store_value(to.scales, from[192 + j]);
     for (int j = 0; j < kSuperGroups; ++j) {  // groups of 32 inputs
       const uint8_t *low = from + j / 4 * 64 + j % 2 * 32, *high = from + 128 + j / 4 * 32;
       for (int i = 0; i < 32; i += 8) {
@@ -170,6 +164,7 @@ struct Q6_K {
 template <class Kind>
 void pack_kind(const BlockPart& part, int64_t first, const BlockTargets& to) {
   const int64_t words = part.k * Kind::kBits / 32, groups = part.k / Kind::kGroup;
+  const int64_t supers = Kind::kScaleBytes == 1 ? part.k / Kind::kInputs : 0;
   const int64_t begin = first / kBlock, end = (first + part.n + kBlock - 1) / kBlock;
   parallel_for(end - begin, [&](int64_t index) {
     const int64_t block = begin + index;
@@ -178,7 +173,8 @@ void pack_kind(const BlockPart& part, int64_t first, const BlockTargets& to) {
       if (row < 0 || row >= part.n) continue;
       const int64_t at = block * groups * kBlock + lane;
       Lane out{to.data + block * words * kBlock + lane, static_cast<uint8_t*>(to.scales) + at * Kind::kScaleBytes,
-               Kind::kMinima ? static_cast<uint8_t*>(to.minima) + at * Kind::kScaleBytes : nullptr};
+               Kind::kMinima ? static_cast<uint8_t*>(to.minima) + at * Kind::kScaleBytes : nullptr,
+               to.super_scales + supers * block * kBlock + lane, to.super_minima + supers * block * kBlock + lane};
       const uint8_t* from = part.rows + row * part.stride;
       for (int64_t k = 0; k < part.k; k += Kind::kInputs, from += Kind::kBytes) Kind::pack(from, out);
     }
@@ -187,7 +183,8 @@ void pack_kind(const BlockPart& part, int64_t first, const BlockTargets& to) {
 
 template <class Kind>
 constexpr BlockLayout layout_of() {
-  return {Kind::kInputs, Kind::kBytes, Kind::kGroup, Kind::kBits, Kind::kScaleBytes, Kind::kMinima, &pack_kind<Kind>};
+  return {Kind::kInputs, Kind::kBytes, Kind::kGroup, Kind::kBits, Kind::kScaleBytes, Kind::kSignedScales,
+          Kind::kMinima, &pack_kind<Kind>};
 }
 
 }  // namespace

@@ -35,6 +35,7 @@ MAX_CACHE_BYTES = 32 << 30  # of all entries; beyond, the least recently used ar
 MIN_FREE_BYTES = 1 << 30  # left free on the disk
 STALE_TEMP_FILE_S = 3600.0  # after this age an incomplete file counts as abandoned
 MATRICES, NORMS = ("qkv", "o", "gate_up", "down"), ("input_norm", "post_norm")
+PACKED_PARTS = ("scales", "zeros", "bias", "minima", "order", "super_scales", "super_minima")  # optional tensors
 T = TypeVar("T")
 
 
@@ -195,7 +196,8 @@ def _unit(**matrices: PackedLinear) -> PackedUnit:
     for name, matrix in matrices.items():
         parts = {
             "data": matrix.data, "scales": matrix.scales, "zeros": matrix.zeros, "bias": matrix.bias,
-            "minima": matrix.minima, "order": matrix.order,
+            "minima": matrix.minima, "order": matrix.order, "super_scales": matrix.super_scales,
+            "super_minima": matrix.super_minima,
         }  # fmt: skip
         tensors |= {f"{name}.{part}": tensor for part, tensor in parts.items() if tensor is not None}
         metadata[name] = {"inputs": matrix.inputs, "outputs": matrix.outputs, "rounds": matrix.int8_activations}
@@ -204,7 +206,7 @@ def _unit(**matrices: PackedLinear) -> PackedUnit:
 
 def _packed(unit: PackedUnit, name: str) -> Weight:
     """Returns the matrix `name` of a unit as a `PackedLinear`, which `pack` returns unchanged."""
-    tensors = (unit.tensors.get(f"{name}.{part}") for part in ("scales", "zeros", "bias", "minima", "order"))
+    tensors = (unit.tensors.get(f"{name}.{part}") for part in PACKED_PARTS)
     shape = unit.metadata[name]
     packed = PackedLinear.create(
         shape["inputs"], shape["outputs"], shape["rounds"], unit.tensors[f"{name}.data"], *tensors

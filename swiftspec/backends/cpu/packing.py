@@ -15,6 +15,7 @@ from swiftspec.model.weights import DenseWeight, Weight
 
 BLOCK_OUTPUTS = 16
 MAX_GROUP = 128  # inputs per scale
+SUPER_INPUTS = 256  # inputs per super-scale
 STRIP_ROWS = 4096  # rows of a dense matrix converted at a time if its dtype or layout differs
 
 
@@ -61,7 +62,7 @@ class BlockKind(Protocol):
     @property
     def bits(self) -> int: ...  # of a packed code
     @property
-    def scale_dtype(self) -> torch.dtype: ...
+    def scale_dtype(self) -> torch.dtype: ...  # uint8 or int8: there are super-scales
     @property
     def minima(self) -> bool: ...
 
@@ -103,15 +104,23 @@ class PackedLinear:
     bias: Tensor | None  # [outputs] float32
     minima: Tensor | None = None  # int4, int8: [outputs / 16, groups, 16], of the dtype of `scales`
     order: Tensor | None = None  # [inputs] int32, the input of x that each input of the matrix multiplies
+    super_scales: Tensor | None = None  # [outputs / 16, inputs / 256, 16] float16, factors of scales of one byte
+    super_minima: Tensor | None = None  # the same, for minima
 
     @staticmethod
     def create(
         inputs: int, outputs: int, int8_activations: bool, data: Tensor, scales: Tensor | None, zeros: Tensor | None,
         bias: Tensor | None, minima: Tensor | None = None, order: Tensor | None = None,
+        super_scales: Tensor | None = None, super_minima: Tensor | None = None,
     ) -> PackedLinear:  # fmt: skip
         """Creates a packed projection with its native object. Raises ValueError if shapes or dtypes do not match."""
-        native = _C.Weights(data, scales, zeros, bias, inputs, outputs, int8_activations, minima, order)
-        return PackedLinear(native, inputs, outputs, int8_activations, data, scales, zeros, bias, minima, order)
+        native = _C.Weights(
+            data, scales, zeros, bias, inputs, outputs, int8_activations, minima, order, super_scales, super_minima
+        )
+        return PackedLinear(
+            native, inputs, outputs, int8_activations, data, scales, zeros, bias, minima, order, super_scales,
+            super_minima,
+        )  # fmt: skip
 
     def tensors(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Returns data, scales and zero points."""
@@ -129,9 +138,7 @@ def pack(weight: Weight | PackedLinear, dtype: torch.dtype, device: torch.device
         codes = _pack_codes(weight)
         return PackedLinear.create(inputs, outputs, weight.int8_activations, *codes, bias, order=order)
     if isinstance(weight, BlockSource):
-        outputs, inputs = weight.shape
-        data, scales, minima = _pack_blocks(weight)
-        return PackedLinear.create(inputs, outputs, weight.int8_activations, data, scales, None, bias, minima)
+        return _pack_blocks(weight, bias)
     if isinstance(weight, UnquantizedSource):
         outputs, inputs = weight.dense.shape
         return PackedLinear.create(inputs, outputs, True, *_quantize(weight.dense, weight.group_size), None, bias)
@@ -168,23 +175,29 @@ def _pack_codes(weight: Int4Source) -> tuple[Tensor, Tensor, Tensor]:
     return data, scales, zeros
 
 
-def _pack_blocks(weight: BlockSource) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Returns codes [outputs / 16, inputs * bits / 32, 16] int32, scales and minima as in `PackedLinear`. An int32
-    contains eight int4 codes as in `_pack_codes`, or four int8 codes as in `_pack_bytes`."""
+def _pack_blocks(weight: BlockSource, bias: Tensor | None) -> PackedLinear:
+    """Packs blocks to codes [outputs / 16, inputs * bits / 32, 16] int32. An int32 contains eight int4 codes as in
+    `_pack_codes`, or four int8 codes as in `_pack_bytes`."""
     (outputs, inputs), kind = weight.shape, weight.kind
     blocks, groups = _blocks(outputs), inputs // kind.group_size
     data = torch.empty(blocks, inputs * kind.bits // 32, BLOCK_OUTPUTS, dtype=torch.int32)
     scales = torch.empty(blocks, groups, BLOCK_OUTPUTS, dtype=kind.scale_dtype)
     minima = torch.empty_like(scales) if kind.minima else None
+    super_scales = super_minima = None
+    if not kind.scale_dtype.is_floating_point:
+        super_scales = torch.empty(blocks, inputs // SUPER_INPUTS, BLOCK_OUTPUTS, dtype=torch.float16)
+        super_minima = torch.empty_like(super_scales) if kind.minima else None
     if outputs % BLOCK_OUTPUTS:
-        for tensor in (data, scales, minima):
+        for tensor in (data, scales, minima, super_scales, super_minima):
             if tensor is not None:
                 tensor[-1].zero_()
     first = 0
     for part in weight.parts:
-        _C.pack_blocks(part.rows, kind.name, first, data, scales, minima)
+        _C.pack_blocks(part.rows, kind.name, first, data, scales, minima, super_scales, super_minima)
         first += part.shape[0]
-    return data, scales, minima
+    return PackedLinear.create(
+        inputs, outputs, weight.int8_activations, data, scales, None, bias, minima, None, super_scales, super_minima
+    )
 
 
 def _strips(dense: Tensor, kinds: Sequence[torch.dtype]) -> Iterator[tuple[slice, Tensor]]:

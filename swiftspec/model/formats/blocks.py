@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -87,7 +87,7 @@ class BlockType:
     bytes: int  # bytes per block
     group_size: int  # inputs per scale
     bits: int  # of a code when it is packed for an operator: 4 (0..15) or 8
-    scale_dtype: torch.dtype  # that holds scales and minima exactly
+    scale_dtype: torch.dtype  # of packed scales and minima; if it has one byte, each block has a float16 factor of them
     minima: bool
     unpack_blocks: Callable[[Tensor], Unpacked]
 
@@ -108,9 +108,9 @@ BLOCK_TYPES = {
         BlockType("Q4_0", 32, 18, 32, 4, torch.float16, False, _q4_0),
         BlockType("Q4_1", 32, 20, 32, 4, torch.float16, True, _q4_1),
         BlockType("Q8_0", 32, 34, 32, 8, torch.float16, False, _q8_0),
-        BlockType("Q4_K", SUPER_BLOCK, 144, 32, 4, torch.float32, True, _q4_k),
-        BlockType("Q5_K", SUPER_BLOCK, 176, 32, 8, torch.float32, True, _q5_k),
-        BlockType("Q6_K", SUPER_BLOCK, 210, 16, 8, torch.float32, False, _q6_k),
+        BlockType("Q4_K", SUPER_BLOCK, 144, 32, 4, torch.uint8, True, _q4_k),
+        BlockType("Q5_K", SUPER_BLOCK, 176, 32, 8, torch.uint8, True, _q5_k),
+        BlockType("Q6_K", SUPER_BLOCK, 210, 16, 8, torch.int8, False, _q6_k),
     )
 }
 
@@ -143,9 +143,11 @@ class BlockWeight:
 
     def unpacked(self) -> Int8Weight:
         """Returns the same matrix with int8 codes and float32 scales."""
-        parts = [self.kind.unpack(part.rows) for part in self.parts]
-        codes, scales, minima = ([part[i] for part in parts if part[i] is not None] for i in range(3))
-        lowest = _joined(minima) if minima else None
+        codes: tuple[Tensor, ...]
+        scales: tuple[Tensor, ...]
+        minima: tuple[Any, ...]
+        codes, scales, minima = zip(*(self.kind.unpack(part.rows) for part in self.parts))
+        lowest = _joined(minima) if self.kind.minima else None
         return Int8Weight(_joined(codes), _joined(scales), self.bias, lowest, self.int8_activations)
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
@@ -204,6 +206,10 @@ class Blocks:
     """Reader of the quantised matrices of a GGUF file."""
 
     group_size: int  # inputs of the largest block
+
+    @property
+    def is_int4(self) -> bool:
+        return False
 
     @staticmethod
     def of(data: Json) -> Blocks:

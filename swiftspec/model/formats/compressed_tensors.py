@@ -62,6 +62,10 @@ class CompressedTensors:
     def group_size(self) -> int:
         return (SHARD_UNIT if self.block is None else self.block[1]) if self.bits == 8 else self.inputs_per_scale or 0
 
+    @property
+    def is_int4(self) -> bool:
+        return self.bits == 4
+
     @staticmethod
     def of(data: Json) -> CompressedTensors:
         """Parses config.json's `quantization_config`. Raises UserError if a feature is not supported."""

@@ -112,6 +112,10 @@ class Float8:
     def group_size(self) -> int:
         return SHARD_UNIT if self.block is None else self.block[1]
 
+    @property
+    def is_int4(self) -> bool:
+        return False
+
     @staticmethod
     def of(data: Json) -> Float8:
         """Parses config.json's `quantization_config` of method "fp8" or "fbgemm_fp8". Raises UserError if a feature is

@@ -66,6 +66,10 @@ class Gptq:
     def group_size(self) -> int:
         return WHOLE_INPUT_GROUP if self.inputs_per_scale < 0 else self.inputs_per_scale
 
+    @property
+    def is_int4(self) -> bool:
+        return True
+
     @staticmethod
     def of(data: Json) -> Gptq:
         """Parses config.json's `quantization_config`. Raises UserError if a feature is not supported."""

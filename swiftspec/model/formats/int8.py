@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Literal, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -57,7 +57,10 @@ def _quantize_layer_activations(read: Callable[[], LayerWeights]) -> LayerWeight
 
 
 def _quantize_activations(weight: Weight) -> Weight:
-    return replace(weight, int8_activations=True) if isinstance(weight, WithActivations) else weight
+    if not isinstance(weight, WithActivations):
+        return weight
+    quantised: Any = weight  # each such class is a dataclass
+    return replace(quantised, int8_activations=True)
 
 
 @runtime_checkable
@@ -179,7 +182,7 @@ class LazyInt8Weight:
         """Returns the matrix [outputs, inputs], quantised to int8, in `dtype`."""
         return self.rounded().dequantize(dtype)
 
-    def product(self, device: torch.device | str) -> Callable[[Tensor], Tensor]:
+    def product(self, device: torch.device | str) -> Callable[[Tensor], Tensor] | None:
         """See `Weight.product`."""
         return self.rounded().product(device)
 

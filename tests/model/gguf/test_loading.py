@@ -30,7 +30,7 @@ from tests.support.tiny_checkpoints import ROPES, chain, make_model
 
 FAMILIES = [name for name in GGUF_ARCHITECTURES if name != "llama"]
 MIXED = {"v_proj": "Q6_K", "down_proj": "Q5_K", "embed_tokens": "Q8_0", "lm_head": "Q6_K"}  # others: Q4_K
-TOLERANCE = {"rtol": 1e-4, "atol": 1e-4}
+TOLERANCE: dict[str, Any] = {"rtol": 1e-4, "atol": 1e-4}
 
 
 def mixed(name: str) -> str:
