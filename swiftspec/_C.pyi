@@ -193,11 +193,14 @@ class Weights:
         int8_activations: bool,
         minima: Array | None = None,
         order: Array | None = None,
+        super_scales: Array | None = None,
+        super_minima: Array | None = None,
     ) -> None:
         """`data`: blocks of 16 outputs in float32 or bfloat16; with `scales` int4 of k / 8 words or int8 of k / 4 words
         (layouts: host/ops/product.h). `zeros`: of int4, by default 0 if there are `minima`, otherwise 8.
         `int8_activations`: rows are quantised to int8. `minima`: added to the weights of a group. `order`: the input of
-        x for each input of the matrix."""
+        x for each input of the matrix. `super_scales`, `super_minima`: float16 factors, per 256 inputs, of scales and
+        minima of one byte."""
 
 def attention(
     qkv: Array,
@@ -283,9 +286,19 @@ def log_probs(logits: Array, vocab: int, bias: Array | None, temperature: float,
 def noise_bits(seed: int, stream: int, positions: Array, out: Array) -> None:
     """Fills `out` [rows, vocab] with noise bits of the positions [rows]; all int32."""
 
-def pack_blocks(rows: Array, type: str, first: int, data: Array, scales: Array, minima: Array | None) -> None:
+def pack_blocks(
+    rows: Array,
+    type: str,
+    first: int,
+    data: Array,
+    scales: Array,
+    minima: Array | None,
+    super_scales: Array | None,
+    super_minima: Array | None,
+) -> None:
     """Packs n rows of GGML's quantised blocks [n, bytes] uint8 of type "Q4_0", "Q4_1", "Q4_K" (to int4), "Q8_0", "Q5_K"
-    or "Q6_K" (to int8) as the outputs from `first` on. `minima`: of Q4_1, Q4_K and Q5_K."""
+    or "Q6_K" (to int8) as the outputs from `first` on. `minima`: of Q4_1, Q4_K and Q5_K. `super_scales`,
+    `super_minima`: of the K types."""
 
 def pack_dense(matrix: Array, data: Array) -> None:
     """Packs a bfloat16 or float32 matrix [n, k] into blocks of 16 outputs, padded with zeros."""
