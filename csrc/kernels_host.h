@@ -36,21 +36,21 @@ constexpr int64_t kSuperInputs = 256;  // inputs per super-scale
 
 // A projection packed at load in blocks of 16 outputs (layout: host/ops/product.h). The outputs are padded to a
 // multiple of 16, the inputs to one of 8. An int4 or int8 weight is (code - zero) * scale + minimum, with one scale per
-// group of inputs, and either one zero or one minimum. The codes of int8 are bytes with a zero of 128. Scales and minima
-// of one byte are multiplied by a float16 super-scale per kSuperInputs inputs.
+// group of inputs, and either one zero or one minimum. The codes of int8 are bytes with a zero of 128. Scales and
+// minima of one byte are multiplied by a float16 super-scale per kSuperInputs inputs.
 struct Weights {
   Format format;
   const void* data;
   const void* scales;  // int4 and int8: [n / 16][k / group][16] of scale_type; else null
   ScaleType scale_type;
-  const uint8_t* zeros;   // int4: [n / 16][k / group][16], or null: 0 if there are minima, otherwise 8
-  const void* minima;     // [n / 16][k / group][16] of scale_type (u8 if that is i8), or null
-  const void* super_scales;  // [n / 16][k / kSuperInputs][16] float16 for the scale_types u8 and i8; else null
+  const uint8_t* zeros;      // int4: [n / 16][k / group][16], or null: 0 if there are minima, otherwise 8
+  const void* minima;        // [n / 16][k / group][16] of scale_type (u8 if that is i8), or null
+  const void* super_scales;  // [n / 16][k / kSuperInputs][16] float16 for the scale types u8 and i8; else null
   const void* super_minima;  // the same, for minima
-  const int32_t* order;   // [k], the input of x that each input of the matrix multiplies; or null: the same input
-  const float* bias;      // [n], or null
-  int64_t k, n, group;    // inputs, outputs, inputs per group: a multiple of 16 that divides k
-  bool int8_activations;  // rows are quantised to int8 per group, sums are integers
+  const int32_t* order;      // [k], the input of x that each input of the matrix multiplies, or null: in order
+  const float* bias;         // [n], or null
+  int64_t k, n, group;       // inputs, outputs, inputs per group: a multiple of 16 that divides k
+  bool int8_activations;     // rows are quantised to int8 per group, sums are integers
 };
 
 // out = epilogue(norm(x) W^T + bias), sums in float32. T is float32 or bfloat16, the model's type; float32 weights need

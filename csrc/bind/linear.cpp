@@ -105,8 +105,8 @@ void bind_linear(py::module_& m) {
            "`data`: blocks of 16 outputs in float32 or bfloat16; with `scales` int4 of k / 8 words or int8 of k / 4 "
            "words (layouts: host/ops/product.h). `zeros`: of int4, by default 0 if there are `minima`, otherwise 8. "
            "`int8_activations`: rows are quantised to int8. `minima`: added to the weights of a group. `order`: the "
-           "input of x for each input of the matrix. `super_scales`, `super_minima`: float16 factors, per 256 inputs, of "
-           "scales and minima of one byte.");
+           "input of x for each input of the matrix. `super_scales`, `super_minima`: float16 factors, per 256 inputs, "
+           "of scales and minima of one byte.");
   m.def("linear", &linear, py::arg("weights"), py::arg("x"), py::arg("norm"), py::arg("eps"), py::arg("residual"),
         py::arg("out"), py::arg("swiglu"),
         "RMSNorm, product and epilogue; see LinearArgs in kernels_host.h. A float32 `out` of a bfloat16 model receives "

@@ -24,8 +24,8 @@ void reorder_row(const int32_t* order, int64_t k, X* row) {
   for (int64_t i = 0; i < k; ++i) row[i] = before[static_cast<size_t>(order[i])];
 }
 
-// Returns the input rows as values of type X: normalised if there is a norm, in the order of the matrix, and padded with
-// zeros to a multiple of 8 inputs. Returns `a.x` itself if it has this form already.
+// Returns the input rows as values of type X: normalised if there is a norm, in the order of the matrix, and padded
+// with zeros to a multiple of 8 inputs. Returns `a.x` itself if it has this form already.
 template <class T, class X>
 const X* prepare_rows(const LinearArgs& a, std::vector<X>& scratch) {
   const Weights& w = *a.weights;
