@@ -31,20 +31,26 @@ int64_t peak(int64_t rounds, bool is_f32);
 // ---- linear
 
 enum class Format : uint8_t { f32, bf16, int4, int8 };
-enum class ScaleType : uint8_t { f32, bf16, f16 };
+enum class ScaleType : uint8_t { f32, bf16, f16, u8, i8 };
+constexpr int64_t kSuperInputs = 256;  // inputs per super-scale
 
 // A projection packed at load in blocks of 16 outputs (layout: host/ops/product.h). The outputs are padded to a
-// multiple of 16, the inputs to one of 8. An int4 or int8 weight is (code - zero) * scale, with one scale and one zero
-// per group of inputs.
+// multiple of 16, the inputs to one of 8. An int4 or int8 weight is (code - zero) * scale + minimum, with one scale per
+// group of inputs, and either one zero or one minimum. The codes of int8 are bytes with a zero of 128. Scales and
+// minima of one byte are multiplied by a float16 super-scale per kSuperInputs inputs.
 struct Weights {
   Format format;
   const void* data;
   const void* scales;  // int4 and int8: [n / 16][k / group][16] of scale_type; else null
   ScaleType scale_type;
-  const uint8_t* zeros;   // int4: [n / 16][k / group][16]; else null (the zero of int8 is 128)
-  const float* bias;      // [n], or null
-  int64_t k, n, group;    // inputs, outputs, inputs per group: a multiple of 16 that divides k
-  bool int8_activations;  // rows are quantised to int8 per group, sums are integers; required for int8 weights
+  const uint8_t* zeros;      // int4: [n / 16][k / group][16], or null: 0 if there are minima, otherwise 8
+  const void* minima;        // [n / 16][k / group][16] of scale_type (u8 if that is i8), or null
+  const void* super_scales;  // [n / 16][k / kSuperInputs][16] float16 for the scale types u8 and i8; else null
+  const void* super_minima;  // the same, for minima
+  const int32_t* order;      // [k], the input of x that each input of the matrix multiplies, or null: in order
+  const float* bias;         // [n], or null
+  int64_t k, n, group;       // inputs, outputs, inputs per group: a multiple of 16 that divides k
+  bool int8_activations;     // rows are quantised to int8 per group, sums are integers
 };
 
 // Gate of an MLP: the first n / 2 outputs of a projection are gates of the others, activation(gate) * up.

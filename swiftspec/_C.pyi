@@ -214,9 +214,16 @@ class Weights:
         k: int,
         n: int,
         int8_activations: bool,
+        minima: Array | None = None,
+        order: Array | None = None,
+        super_scales: Array | None = None,
+        super_minima: Array | None = None,
     ) -> None:
-        """`data`: blocks of 16 outputs in float32 or bfloat16; int8 if `scales` are given; int4 if `zeros` are given
-        too (layouts: host/ops/product.h). `int8_activations`: rows are quantised to int8."""
+        """`data`: blocks of 16 outputs in float32 or bfloat16; with `scales` int4 of k / 8 words or int8 of k / 4 words
+        (layouts: host/ops/product.h). `zeros`: of int4, by default 0 if there are `minima`, otherwise 8.
+        `int8_activations`: rows are quantised to int8. `minima`: added to the weights of a group. `order`: the input of
+        x for each input of the matrix. `super_scales`, `super_minima`: float16 factors, per 256 inputs, of scales and
+        minima of one byte."""
 
 def attention(
     qkv: Array,
@@ -322,6 +329,20 @@ def noise_bits(seed: int, stream: int, positions: Array, out: Array) -> None:
 def norm_add(x: Array, norm: Array | None, eps: float, scale: float, into: Array) -> None:
     """Adds `scale` times the RMSNorm of the rows of `x` to `into`; without `norm`, `scale` times the rows."""
 
+def pack_blocks(
+    rows: Array,
+    type: str,
+    first: int,
+    data: Array,
+    scales: Array,
+    minima: Array | None,
+    super_scales: Array | None,
+    super_minima: Array | None,
+) -> None:
+    """Packs n rows of GGML's quantised blocks [n, bytes] uint8 of type "Q4_0", "Q4_1", "Q4_K" (to int4), "Q8_0", "Q5_K"
+    or "Q6_K" (to int8) as the outputs from `first` on. `minima`: of Q4_1, Q4_K and Q5_K. `super_scales`,
+    `super_minima`: of the K types."""
+
 def pack_dense(matrix: Array, data: Array) -> None:
     """Packs a bfloat16 or float32 matrix [n, k] into blocks of 16 outputs, padded with zeros."""
 
@@ -337,7 +358,7 @@ def pack_int4(
 ) -> None:
     """Packs n outputs of an int4 matrix into blocks, from output `first` on. `order` "outputs" or "awq": codes [k, n /
     8] int32, scales [k / group, n], zeros [k / group, n / 8]; "inputs": codes [n, k / 8], scales [n, k / group], zeros
-    [n / 8, k / group]. `zeros` None: 8."""
+    [n / 8, k / group]; "gptq": codes [k / 8, n], scales and zeros as for "outputs". `zeros` None: 8."""
 
 def pack_int8(matrix: Array, data: Array, scales: Array) -> None:
     """Quantises a bfloat16 or float32 matrix [n, k] to int8 and packs it into blocks of 16 outputs."""

@@ -53,6 +53,16 @@ def one_line(error: BaseException) -> str:
     return words if len(words) <= MAX_ERROR_CHARS else words[: MAX_ERROR_CHARS - 3] + "..."
 
 
+def file_facts(file: Path) -> tuple[int, ...]:
+    """Returns attributes of a file that change when its contents change: size, times of modification and status change,
+    inode. Raises UserError if the file cannot be accessed."""
+    try:
+        now = file.stat()
+    except OSError as error:
+        raise UserError(f"{file} cannot be read: {error.strerror}") from None
+    return now.st_size, now.st_mtime_ns, now.st_ctime_ns, now.st_ino
+
+
 def open_file(file: Path, name: str | None = None) -> BinaryIO:
     """Opens a regular file for reading. Raises UserError, without blocking, on a pipe, a device or a file that cannot
     be opened. `name`: the file's name in error messages; default its path."""

@@ -20,8 +20,8 @@ struct Type {
   uint8_t code, bits;
   bool operator==(const Type&) const = default;
 };
-inline constexpr Type kBool{6, 8}, kUint8{1, 8}, kInt32{0, 32}, kUint32{1, 32}, kInt64{0, 64}, kFloat32{2, 32},
-    kFloat64{2, 64}, kFloat16{2, 16}, kBfloat16{4, 16};
+inline constexpr Type kBool{6, 8}, kUint8{1, 8}, kInt8{0, 8}, kInt32{0, 32}, kUint32{1, 32}, kInt64{0, 64},
+    kFloat32{2, 32}, kFloat64{2, 64}, kFloat16{2, 16}, kBfloat16{4, 16};
 
 // Maps a C++ element type to its `type` and to its storage type `C`.
 struct Bfloat16;

@@ -1,6 +1,7 @@
 // Linear layers on the CPU.
 #include <pybind11/stl.h>
 
+#include <algorithm>
 #include <memory>
 #include <string>
 
@@ -20,11 +21,15 @@ constexpr int64_t kBlock = 16;  // outputs of a block; host/ops/product.h has th
 
 host::ScaleType scale_type_of(const Array& scales) {
   if (scales.type() == kFloat16) return host::ScaleType::f16;
+  if (scales.type() == kUint8) return host::ScaleType::u8;
+  if (scales.type() == kInt8) return host::ScaleType::i8;
   return scales.type() == kBfloat16 ? host::ScaleType::bf16 : host::ScaleType::f32;
 }
 
 std::unique_ptr<Weights> make_weights(const Array& data, const MaybeArray& scales, const MaybeArray& zeros,
-                                      const MaybeArray& bias, int64_t k, int64_t n, bool int8_activations) {
+                                      const MaybeArray& bias, int64_t k, int64_t n, bool int8_activations,
+                                      const MaybeArray& minima, const MaybeArray& order,
+                                      const MaybeArray& super_scales, const MaybeArray& super_minima) {
   size_arg("k", k, 1);
   size_arg("n", n, 1);
   const int64_t blocks = (n + kBlock - 1) / kBlock, padded = (k + 7) / 8 * 8;
@@ -39,10 +44,19 @@ std::unique_ptr<Weights> make_weights(const Array& data, const MaybeArray& scale
     made.group = count == 0 ? 0 : k / count;
     check(made.group >= 16 && made.group % 16 == 0 && made.group <= 128 && made.group * count == k,
           "a group must be a multiple of 16, at most 128, that divides k");
-    made.format = zeros ? Format::int4 : Format::int8;
-    check(zeros || int8_activations, "int8 weights need int8 activations");
+    made.format = zeros || data.size(1) == k / 8 ? Format::int4 : Format::int8;
+    check(!zeros || !minima, "int4 weights have zeros or minima");
     if (zeros) made.zeros = zeros->at<uint8_t>(kCpu, "zeros", {blocks, count, kBlock});
-    made.data = data.at<int32_t>(kCpu, "data", {blocks, k / (zeros ? 8 : 4), kBlock});
+    const bool supers = made.scale_type == host::ScaleType::u8 || made.scale_type == host::ScaleType::i8;
+    check(supers == super_scales.has_value() && (supers && minima) == super_minima.has_value(),
+          "scales and minima of one byte have super-scales, others have none");
+    check(!supers || k % host::kSuperInputs == 0, "super-scales need a multiple of 256 inputs");
+    const Type minima_type = supers ? kUint8 : type;
+    if (minima) made.minima = minima->at(minima_type, kCpu, "minima", {blocks, count, kBlock});
+    const Shape super_shape{blocks, k / host::kSuperInputs, kBlock};
+    if (super_scales) made.super_scales = super_scales->at(kFloat16, kCpu, "super_scales", super_shape);
+    if (super_minima) made.super_minima = super_minima->at(kFloat16, kCpu, "super_minima", super_shape);
+    made.data = data.at<int32_t>(kCpu, "data", {blocks, k / (made.format == Format::int4 ? 8 : 4), kBlock});
   } else if (data.type() == kBfloat16) {
     made.format = Format::bf16;
     made.data = data.at<Bfloat16>(kCpu, "data", {blocks, padded / 2, kBlock, 2});
@@ -51,6 +65,11 @@ std::unique_ptr<Weights> make_weights(const Array& data, const MaybeArray& scale
     made.data = data.at<float>(kCpu, "data", {blocks, padded, kBlock});
   }
   check(!int8_activations || scales, "int8 activations need int4 or int8 weights");
+  if (order) {
+    made.order = order->at<int32_t>(kCpu, "order", {k});
+    check(std::all_of(made.order, made.order + k, [k](int32_t input) { return input >= 0 && input < k; }),
+          "order must consist of inputs");
+  }
   return std::make_unique<Weights>(made);
 }
 
@@ -96,10 +115,15 @@ void norm_add(const Array& x, const MaybeArray& norm, float eps, float scale, co
 void bind_linear(py::module_& m) {
   py::class_<Weights>(m, "Weights", "Packed weights of a projection of k inputs and n outputs. Keeps its arrays alive.")
       .def(py::init(&make_weights), py::arg("data"), py::arg("scales"), py::arg("zeros"), py::arg("bias"), py::arg("k"),
-           py::arg("n"), py::arg("int8_activations"), py::keep_alive<1, 2>(), py::keep_alive<1, 3>(),
-           py::keep_alive<1, 4>(), py::keep_alive<1, 5>(),
-           "`data`: blocks of 16 outputs in float32 or bfloat16; int8 if `scales` are given; int4 if `zeros` are given "
-           "too (layouts: host/ops/product.h). `int8_activations`: rows are quantised to int8.");
+           py::arg("n"), py::arg("int8_activations"), py::arg("minima") = py::none(), py::arg("order") = py::none(),
+           py::arg("super_scales") = py::none(), py::arg("super_minima") = py::none(),
+           py::keep_alive<1, 2>(), py::keep_alive<1, 3>(), py::keep_alive<1, 4>(), py::keep_alive<1, 5>(),
+           py::keep_alive<1, 9>(), py::keep_alive<1, 10>(), py::keep_alive<1, 11>(), py::keep_alive<1, 12>(),
+           "`data`: blocks of 16 outputs in float32 or bfloat16; with `scales` int4 of k / 8 words or int8 of k / 4 "
+           "words (layouts: host/ops/product.h). `zeros`: of int4, by default 0 if there are `minima`, otherwise 8. "
+           "`int8_activations`: rows are quantised to int8. `minima`: added to the weights of a group. `order`: the "
+           "input of x for each input of the matrix. `super_scales`, `super_minima`: float16 factors, per 256 inputs, "
+           "of scales and minima of one byte.");
   m.def("linear", &linear, py::arg("weights"), py::arg("x"), py::arg("norm"), py::arg("eps"), py::arg("residual"),
         py::arg("out"), py::arg("gate"), py::arg("scale"), py::arg("softcap"),
         "RMSNorm, product and epilogue; see LinearArgs in kernels_host.h. A float32 `out` of a bfloat16 model receives "

@@ -19,7 +19,8 @@ using host::CodeOrder;
 constexpr int64_t kBlock = 16, kEight = 8;
 
 CodeOrder order_of(const std::string& name) {
-  check(name == "outputs" || name == "awq" || name == "inputs", "order must be outputs, awq or inputs");
+  if (name == "gptq") return CodeOrder::gptq;
+  check(name == "outputs" || name == "awq" || name == "inputs", "order must be outputs, awq, inputs or gptq");
   return name == "inputs" ? CodeOrder::inputs : name == "awq" ? CodeOrder::awq : CodeOrder::outputs;
 }
 
@@ -37,9 +38,9 @@ host::GroupedView grouped(const Array& array, Type type, const char* name, int64
 void pack_int4(const Array& codes, const Array& scales, const MaybeArray& zeros, const std::string& order,
                int64_t first, const Array& data, const Array& block_scales, const Array& block_zeros) {
   const CodeOrder kind = order_of(order);
-  const bool transposed = kind == CodeOrder::inputs;
-  const int64_t n = codes.size(transposed ? 0 : 1) * (transposed ? 1 : kEight);
-  const int64_t k = codes.size(transposed ? 1 : 0) * (transposed ? kEight : 1);
+  const bool transposed = kind == CodeOrder::inputs, by_inputs = transposed || kind == CodeOrder::gptq;
+  const int64_t n = codes.size(transposed ? 0 : 1) * (by_inputs ? 1 : kEight);
+  const int64_t k = codes.size(transposed ? 1 : 0) * (by_inputs ? kEight : 1);
   const int64_t groups = scales.size(transposed ? 1 : 0), blocks = data.size(0);
   check(n % kEight == 0 && first >= 0 && first % kEight == 0, "outputs must be a multiple of 8");
   check(groups > 0 && k % groups == 0 && k / groups % kEight == 0, "a group must be a multiple of 8 that divides k");
@@ -81,6 +82,33 @@ void pack_int8(const Array& matrix, const Array& data, const Array& scales) {
   host::pack_int8(rows, is_f32, n, k, matrix.stride(0), k / groups, words, to_scales);
 }
 
+void pack_blocks(const Array& rows, const std::string& type, int64_t first, const Array& data, const Array& scales,
+                 const MaybeArray& minima, const MaybeArray& super_scales, const MaybeArray& super_minima) {
+  const auto layout = host::block_layout(type);
+  check(layout.has_value(), "an unknown type of blocks");
+  check(rows.size(1) % layout->bytes == 0, "rows must consist of whole blocks");
+  const int64_t n = rows.size(0), k = rows.size(1) / layout->bytes * layout->inputs, blocks = data.size(0);
+  check(first >= 0 && first + n <= blocks * kBlock, "the outputs do not fit the blocks");
+  check(minima.has_value() == layout->minima, "this type of blocks has minima, or it has none");
+  const bool supers = layout->scale_bytes == 1;
+  check(supers == super_scales.has_value() && (supers && minima) == super_minima.has_value(),
+        "this type of blocks has super-scales, or it has none");
+  const Type kind = supers ? layout->signed_scales ? kInt8 : kUint8 : kFloat16;
+  const auto super = [&](const MaybeArray& array, const char* name) {
+    void* at = array ? array->at(kFloat16, kCpu, name, {blocks, k / layout->inputs, kBlock}) : nullptr;
+    return static_cast<uint16_t*>(at);
+  };
+  const host::BlockPart part{static_cast<const uint8_t*>(rows.rows_at(kUint8, kCpu, "rows", {kAny, kAny})),
+                             rows.stride(0), n, k};
+  const host::BlockTargets to{
+      data.at<uint32_t>(kCpu, "data", {blocks, k * layout->bits / 32, kBlock}),
+      scales.at(kind, kCpu, "scales", {blocks, k / layout->group, kBlock}),
+      minima ? minima->at(kind, kCpu, "minima", {blocks, k / layout->group, kBlock}) : nullptr,
+      super(super_scales, "super_scales"), super(super_minima, "super_minima")};
+  py::gil_scoped_release unlocked;
+  layout->pack(part, first, to);
+}
+
 py::bytes checksums(const Array& data) {
   const int64_t bytes = data.count(), pieces = (bytes + host::kChecksumBlockBytes - 1) / host::kChecksumBlockBytes;
   const auto* from = data.at<uint8_t>(kCpu, "data", {kAny});
@@ -99,7 +127,13 @@ void bind_pack(py::module_& m) {
         py::arg("first"), py::arg("data"), py::arg("block_scales"), py::arg("block_zeros"),
         "Packs n outputs of an int4 matrix into blocks, from output `first` on. `order` \"outputs\" or \"awq\": codes "
         "[k, n / 8] int32, scales [k / group, n], zeros [k / group, n / 8]; \"inputs\": codes [n, k / 8], scales "
-        "[n, k / group], zeros [n / 8, k / group]. `zeros` None: 8.");
+        "[n, k / group], zeros [n / 8, k / group]; \"gptq\": codes [k / 8, n], scales and zeros as for \"outputs\". "
+        "`zeros` None: 8.");
+  m.def("pack_blocks", &pack_blocks, py::arg("rows"), py::arg("type"), py::arg("first"), py::arg("data"),
+        py::arg("scales"), py::arg("minima"), py::arg("super_scales"), py::arg("super_minima"),
+        "Packs n rows of GGML's quantised blocks [n, bytes] uint8 of type \"Q4_0\", \"Q4_1\", \"Q4_K\" (to int4), "
+        "\"Q8_0\", \"Q5_K\" or \"Q6_K\" (to int8) as the outputs from `first` on. `minima`: of Q4_1, Q4_K and Q5_K. "
+        "`super_scales`, `super_minima`: of the K types.");
   m.def("pack_dense", &pack_dense, py::arg("matrix"), py::arg("data"),
         "Packs a bfloat16 or float32 matrix [n, k] into blocks of 16 outputs, padded with zeros.");
   m.def("pack_int8", &pack_int8, py::arg("matrix"), py::arg("data"), py::arg("scales"),

@@ -11,6 +11,7 @@ from swiftspec.backends.cuda import PREFILL_CHUNK_ROWS
 from swiftspec.backends.cuda.large_m import MAX_KERNEL_ROWS, SCRATCH_BYTES
 from swiftspec.errors import UserError
 from swiftspec.model.config import ModelConfig
+from swiftspec.model.formats import format_of
 from swiftspec.model.spec import ModelSpec
 
 INT4_BITS_PER_WEIGHT = 4.25  # with scales and zero points in groups of 128
@@ -39,7 +40,8 @@ class MemoryEstimate:
         outputs = sum(
             2 * layer.mixer.q_size + 2 * layer.mixer.kv_size + 3 * layer.mlp.intermediate_size for layer in spec.layers
         )  # of a layer's projections, except O and down: their inputs
-        bits = INT4_BITS_PER_WEIGHT if self.config.quantization else 8 * self.dtype.itemsize
+        layout = format_of(self.config)
+        bits = INT4_BITS_PER_WEIGHT if layout is not None and layout.is_int4 else 8 * self.dtype.itemsize
         matrices = spec.hidden_size * outputs
         tables = 2 * spec.vocab_size * spec.hidden_size  # the head is packed separately, even if it is tied
         return (matrices * bits / 8 + tables * self.dtype.itemsize) / self.ranks

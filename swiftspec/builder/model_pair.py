@@ -47,6 +47,8 @@ from swiftspec.model.config import ModelConfig
 from swiftspec.model.end_tokens import end_tokens
 from swiftspec.model.fingerprint import fingerprint
 from swiftspec.model.formats.int8 import LoadTimeQuantization
+from swiftspec.model.gguf.file import GgufFile, is_gguf
+from swiftspec.model.gguf.tokenizer import tokenizer_json
 from swiftspec.model.loader import load_model
 from swiftspec.model.tensor_parallel import TensorParallelGroup
 from swiftspec.observe import step_time_emulation
@@ -127,7 +129,7 @@ class ModelPair:
         models = ModelPair(
             Path(target), draft_path, dtype, device, threads, share, length, vocab, ops, activations, stored, head,
             load, emulate, trace, prefix_cache, None if packed is None else PackedWeightCache(packed), ends,
-            GrammarCompiler(Path(target), ends, vocab), options.get("only"), options.get("sessions", 1),
+            grammar_compiler(Path(target), ends, vocab), options.get("only"), options.get("sessions", 1),
             masked, _hidden_layers(config, options),
         )  # fmt: skip
         models.check_operators(plan, options.get("note") or (lambda line: None))
@@ -167,7 +169,7 @@ class ModelPair:
         """Returns a copy with the vocabulary size and the masked tokens of rank 0, the only rank that has the
         tokenizers. Raises UserError if a model's LM head has fewer rows."""
         _vocab_size(self.target, self.draft, vocab_size, masked_tokens)
-        grammars = GrammarCompiler(self.target, self.eos_token_ids, vocab_size)
+        grammars = grammar_compiler(self.target, self.eos_token_ids, vocab_size)
         return replace(self, vocab_size=vocab_size, masked_tokens=masked_tokens, grammars=grammars)
 
     def rank_config(self, config: EngineConfig, *, target: bool, draft: bool) -> RankConfig:
@@ -325,6 +327,12 @@ def _check_ranks(plan: EngineConfig, draft: str | Path | None, ranks: RankLayout
         split = f"mode {plan.mode} with target_tp {plan.target_tp} and draft_tp {plan.draft_tp}"
         required = f"{plan.num_ranks} rank{'s' if plan.num_ranks > 1 else ''}"
         raise UserError(f"{split} requires {required}, not {count}: start that many with torchrun")
+
+
+def grammar_compiler(target: Path, eos: tuple[int, ...], vocab_size: int) -> GrammarCompiler:
+    """Returns the compiler of grammars for the tokenizer of a model, which it reads on first use."""
+    tokenizer = (lambda: tokenizer_json(GgufFile.read(target))) if is_gguf(target) else None
+    return GrammarCompiler(target, eos, vocab_size, tokenizer)
 
 
 def _context_length(config: ModelConfig, options: LoadOptions) -> int:

@@ -20,6 +20,7 @@ from swiftspec.errors import UserError
 from swiftspec.file_io import Fields
 from swiftspec.model.checkpoint_files import read_config
 from swiftspec.model.config import ModelConfig
+from swiftspec.model.formats import format_of
 from swiftspec.model.spec import LayerSpec
 
 H200_COPY_BYTES_PER_S = 4.3e12  # memory bandwidth of a plain copy on an H200, for which `constants` was written
@@ -143,7 +144,8 @@ def forward(
     `context`: tokens in the KV cache of each request.
     `sequences`: number of requests that the rows belong to.
     """
-    bits = INT4_BITS if int4 or config.quantization else 16.0
+    layout = format_of(config)
+    bits = INT4_BITS if int4 or (layout is not None and layout.is_int4) else 16.0
     spec = config.spec
 
     def product(inputs: int, outputs: int, bits: float = bits) -> float:

@@ -13,6 +13,7 @@ from swiftspec.model.spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec
 from swiftspec.model.tensor_names import HF_NAMES, TensorNames
 from swiftspec.model.weights import DenseWeight, LayerWeights, ModelWeights, Weight, fuse_weights
 
+SCALES = ("weight_scale", "weight_scale_inv")  # of a tensor "weight" with int8 or float8 codes
 FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
@@ -22,6 +23,10 @@ class Source(Protocol):
     folder: Path  # for error messages
 
     def __contains__(self, name: str, /) -> bool: ...
+    def shape_of(self, name: str, /) -> tuple[int, ...]:
+        """Returns the shape of the tensor `name`. Raises UserError if it is missing."""
+        ...
+
     def take(self, name: str, /, *shape: int, kinds: tuple[torch.dtype, ...] = FLOATS) -> Tensor:
         """Returns the tensor `name`. Raises UserError if it is missing, its shape is not `shape`, or its dtype is not
         in `kinds`."""
@@ -33,6 +38,8 @@ class Format(Protocol):
 
     @property
     def group_size(self) -> int: ...  # inputs that share a scale
+    @property
+    def is_int4(self) -> bool: ...  # whether matrices are `Int4Weight`s, which operators on a GPU keep as they are
     def linear(self, tensors: Source, module: str, rows: int, columns: int, bias: Tensor | None) -> Weight:
         """Reads the matrix [rows, columns] of the linear layer `module`, such as "model.layers.0.mlp.down_proj"."""
         ...
@@ -52,19 +59,20 @@ class Checkpoint:
         called."""
         spec, names, hidden, vocab = self.spec, self.names, self.spec.hidden_size, self.spec.vocab_size
         layers = [partial(self._layer, names.layer(index), layer) for index, layer in enumerate(spec.layers)]
-        table = partial(self.tensors.take, f"{names.embedding}.weight", vocab, hidden)
+        table = self.tensors.take(f"{names.embedding}.weight", vocab, hidden)
         own = partial(self._linear, names.head, vocab, hidden, bias=False)
-        head = (lambda: DenseWeight(self._tied_head(table()))) if spec.tie_word_embeddings else own
-        return ModelWeights(table(), layers, self._norm(names.norm, hidden), head)
+        head = self._tied_head if spec.tie_word_embeddings else own
+        return ModelWeights(table, layers, self._norm(names.norm, hidden), head)
 
-    def _tied_head(self, embedding: Tensor) -> Tensor:
+    def _tied_head(self) -> Weight:
         """Returns the LM head of a model with tied embeddings: the embedding, unless the checkpoint has a different
         head, as fine-tuned models may. transformers uses that head, too."""
-        name = f"{self.names.head}.weight"
-        if name not in self.tensors:
-            return embedding
-        own = self.tensors.take(name, *embedding.shape)
-        return embedding if own.dtype == embedding.dtype and torch.equal(own, embedding) else own
+        vocab, hidden = self.spec.vocab_size, self.spec.hidden_size
+        tied = self._linear(self.names.embedding, vocab, hidden, bias=False)
+        if f"{self.names.head}.weight" not in self.tensors or not isinstance(tied, DenseWeight):
+            return tied
+        own = self.tensors.take(f"{self.names.head}.weight", vocab, hidden)
+        return tied if own.dtype == tied.weight.dtype and torch.equal(own, tied.weight) else DenseWeight(own)
 
     def _layer(self, prefix: str, layer: LayerSpec) -> LayerWeights:
         mixer, mlp, names, hidden = layer.mixer, layer.mlp, self.names, self.spec.hidden_size
@@ -140,9 +148,10 @@ class Checkpoint:
 
     def _linear(self, module: str, rows: int, columns: int, bias: bool) -> Weight:
         """Reads the matrix [rows, columns] of `module`. A quantised checkpoint may have dense matrices, too: those
-        whose tensor is named "weight"."""
+        whose tensor is named "weight" and has no scale."""
         shift = self.tensors.take(f"{module}.bias", rows) if bias else None
-        if self.layout is None or f"{module}.weight" in self.tensors:
+        scaled = any(f"{module}.{scale}" in self.tensors for scale in SCALES)
+        if self.layout is None or (f"{module}.weight" in self.tensors and not scaled):
             return DenseWeight(self.tensors.take(f"{module}.weight", rows, columns), shift)
         return self.layout.linear(self.tensors, module, rows, columns, shift)
 

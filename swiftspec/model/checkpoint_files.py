@@ -1,4 +1,4 @@
-"""Files of a checkpoint directory: config.json, and the weights as safetensors."""
+"""Files of a checkpoint: a directory with config.json and the weights as safetensors, or a GGUF file."""
 
 from __future__ import annotations
 
@@ -12,24 +12,31 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from swiftspec.errors import UserError, truncated_repr
-from swiftspec.file_io import Fields, is_file, is_folder, one_line, read_object
+from swiftspec.file_io import Fields, file_facts, is_file, is_folder, one_line, read_object
 from swiftspec.model.checkpoint import FLOATS
 from swiftspec.model.config import ModelConfig
-from swiftspec.model.config_json import NO_GGUF, parse_config, stop_tokens
+from swiftspec.model.config_json import parse_config, stop_tokens
 from swiftspec.model.formats import format_of
+from swiftspec.model.gguf.config import gguf_config
+from swiftspec.model.gguf.file import GgufFile, is_gguf
+from swiftspec.model.gguf.tensors import GgufTensors
 
 Progress = Callable[[str, int, int], None]  # arguments: name of the directory, bytes read so far, bytes in total
 LARGEST_MAPPED = 64 << 20  # bytes read through one mapping of a file; see Tensors._handle
 LARGEST_INDEX = 64 << 20  # bytes; about ten times the index of the largest mixture-of-experts checkpoint
+WHICH_GGUF = "GGUF files are loaded one at a time: name the file instead of its directory"
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 
 
 def read_config(path: str | Path) -> ModelConfig:
-    """Reads config.json of a checkpoint directory, and `eos_token_id` also from generation_config.json.
+    """Reads config.json of a checkpoint directory, and `eos_token_id` also from generation_config.json; or the metadata
+    of a GGUF file.
 
     Raises UserError if there is no config.json, or if the model or the format of its weights is not supported.
     """
     folder = Path(path)
+    if is_gguf(folder):
+        return gguf_config(GgufFile.read(folder))
     file, stops = folder / "config.json", folder / "generation_config.json"
     if not is_folder(folder):
         raise UserError(f"{folder}: no such directory")
@@ -61,7 +68,7 @@ class Tensors:
         for file in files:  # reads the headers, so that a truncated file is found before any tensor is read
             self._where.update(dict.fromkeys(_open(folder / file).keys(), file))
         self._left = set(self._where)
-        self.facts = {file: _facts(folder / file) for file in files}  # attributes that change with the contents
+        self.facts = {file: file_facts(folder / file) for file in files}  # attributes that change with the contents
         self._read, self._bytes = 0, sum(size for size, *_ in self.facts.values())
 
     def __contains__(self, name: str) -> bool:
@@ -71,16 +78,24 @@ class Tensors:
         """Returns the shape of every tensor by name, file by file. Reads only the headers."""
         return {name: list(self._handle(file)[0].get_slice(name).get_shape()) for name, file in self._where.items()}
 
+    def shape_of(self, name: str) -> tuple[int, ...]:
+        """Returns the shape of the tensor `name`. Raises UserError if it is missing or unreadable."""
+        if name not in self._where:
+            raise UserError(f"{self.folder}: tensor {name} is missing")
+        file = self._where[name]
+        try:
+            return tuple(self._handle(file)[0].get_slice(name).get_shape())  # reads only the header
+        except (SafetensorError, OSError, ValueError, RuntimeError) as error:
+            raise UserError(f"{self.folder / file}: cannot read {name} ({one_line(error)})") from None
+
     def take(self, name: str, *shape: int, kinds: tuple[torch.dtype, ...] = FLOATS) -> Tensor:
         """Maps the tensor `name` and marks it as taken. Raises UserError if it is missing or unreadable, its shape is
         not `shape`, or its dtype is not in `kinds`."""
-        if name not in self._where:
-            raise UserError(f"{self.folder}: tensor {name} is missing")
+        found = [*self.shape_of(name)]
         file = self._where[name]
         self._tell()
         handle, taken = self._handle(file)
         try:
-            found = list(handle.get_slice(name).get_shape())  # reads only the header
             if found != list(shape):
                 raise UserError(
                     f"{self.folder / file}: {name} has shape {truncated_repr(found)}, config.json implies {list(shape)}"
@@ -113,7 +128,7 @@ class Tensors:
         if self._open is None or self._open[0] != file or self._open[2] > LARGEST_MAPPED:
             self._open = None
             self._open = file, _open(self.folder / file), 0
-            if _facts(self.folder / file) != self.facts[file]:
+            if file_facts(self.folder / file) != self.facts[file]:
                 raise UserError(f"{self.folder / file} was changed while it was read; restart")
         return self._open[1:]
 
@@ -125,14 +140,18 @@ class Tensors:
         extra = sorted(name for name in left if not name.endswith("rotary_emb.inv_freq"))
         if extra:
             name = extra[0] if extra[0].isprintable() and len(extra[0]) <= 200 else truncated_repr(extra[0])
-            order = " (activation order is not supported)" if extra[0].endswith("g_idx") else ""
-            raise UserError(f"{self.folder}: tensor {name} is not part of the architecture in config.json{order}")
+            raise UserError(f"{self.folder}: tensor {name} is not part of the architecture in config.json")
 
 
-def open_tensors(path: str | Path, progress: Progress | None = None) -> Tensors:
-    """Opens the safetensors files of a checkpoint directory. `progress`: called before each tensor, at first with 0
-    bytes. Raises UserError if there are no such files or one is damaged."""
+def open_tensors(
+    path: str | Path, progress: Progress | None = None, dtype: torch.dtype = torch.float32
+) -> Tensors | GgufTensors:
+    """Opens the safetensors files of a checkpoint directory, or a GGUF file. `progress`: called before each tensor, at
+    first with 0 bytes. `dtype`: that of a GGUF file's quantised matrices where a dense one is taken. Raises UserError
+    if there are no such files or one is damaged."""
     folder = Path(path)
+    if is_gguf(folder):
+        return GgufTensors(folder, progress, dtype)
     if is_file(folder / _INDEX):
         return Tensors(folder, _indexed_files(folder), progress)
     if is_file(folder / _SINGLE):
@@ -140,7 +159,7 @@ def open_tensors(path: str | Path, progress: Progress | None = None) -> Tensors:
     if any(any(folder.glob(pattern)) for pattern in ("*.bin", "*.pt", "*.pth", "*.ckpt")):
         raise UserError(f"{folder}: pickle weights can execute code and are not loaded; convert them to safetensors")
     if any(folder.glob("*.gguf")):
-        raise UserError(f"{folder}: {NO_GGUF}")
+        raise UserError(f"{folder}: {WHICH_GGUF}")
     raise UserError(f"{folder}: no weights; expected {_SINGLE} or {_INDEX}")
 
 
@@ -150,7 +169,7 @@ def _not_a_model(folder: Path) -> str:
         return (
             "a LoRA adapter; merge it into its base model (PEFT: merge_and_unload, save_pretrained) and use the result"
         )
-    return NO_GGUF if any(folder.glob("*.gguf")) else "no config.json; expected a Hugging Face model directory"
+    return WHICH_GGUF if any(folder.glob("*.gguf")) else "no config.json; expected a Hugging Face model directory"
 
 
 def _indexed_files(folder: Path) -> list[str]:
@@ -165,16 +184,6 @@ def _indexed_files(folder: Path) -> list[str]:
         if not is_file(folder / file):
             raise UserError(f"{folder / file}: not found, but listed in {_INDEX}")
     return files
-
-
-def _facts(file: Path) -> tuple[int, ...]:
-    """Returns attributes of a file that change when its contents change: size, times of modification and status change,
-    inode. Raises UserError if the file cannot be accessed."""
-    try:
-        now = file.stat()
-    except OSError as error:
-        raise UserError(f"{file} cannot be read: {error.strerror}") from None
-    return now.st_size, now.st_mtime_ns, now.st_ctime_ns, now.st_ino
 
 
 def _open(file: Path) -> Any:

@@ -12,7 +12,6 @@ from swiftspec.model.architectures.decoder import MOST_POSITIONS
 from swiftspec.model.config import ModelConfig
 
 Json = Mapping[str, Any]
-NO_GGUF = "GGUF is not supported; use the safetensors checkpoint that it was converted from"
 DTYPES = ("bfloat16", "float16", "float32", "float64")
 
 

@@ -12,9 +12,9 @@ MAX_TOKENIZER_BYTES = 256 << 20  # several times the size of tokenizer.json of t
 
 
 def end_tokens(folder: Path) -> tuple[int, ...]:
-    """Returns the ids of the end-of-text tokens of a checkpoint directory: the union of `eos_token_id` in config.json
-    and in generation_config.json and of `eos_token` in tokenizer_config.json. Fine-tuned models often name the token
-    that ends a turn in one of these files only. Raises UserError if a file is damaged."""
+    """Returns the ids of the end-of-text tokens of a checkpoint: those in the metadata of a GGUF file, or the union of
+    `eos_token_id` in config.json and in generation_config.json and of `eos_token` in tokenizer_config.json. Fine-tuned
+    models often name the token that ends a turn in one of these files only. Raises UserError if a file is damaged."""
     config = read_config(folder)
     return (*dict.fromkeys((*config.eos_token_ids, *_tokenizer_end(folder, config.spec.vocab_size))),)
 

@@ -100,5 +100,5 @@ def _scaled(weight: Any, factors: Tensor) -> Any:
         weight = weight.joined()
         across = factors.unsqueeze(1) if weight.order == "inputs" else factors
         return replace(weight, scales=weight.scales * across)
-    assert isinstance(weight, DenseWeight)
-    return replace(weight, weight=weight.weight * factors.unsqueeze(1))
+    matrix = weight.weight if isinstance(weight, DenseWeight) else weight.dequantize(torch.float32)
+    return DenseWeight(matrix * factors.unsqueeze(1), weight.bias)

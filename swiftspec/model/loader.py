@@ -1,4 +1,4 @@
-"""Loads a checkpoint directory as a model, or as the shard of one rank."""
+"""Loads a checkpoint as a model, or as the shard of one rank."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def load_model(
     hidden_layers: tuple[int, ...] = (),
     vocab_rows: int = 0,
 ) -> Transformer:
-    """Loads a checkpoint directory as a model that computes in `dtype`; None: the dtype of config.json.
+    """Loads a directory or GGUF file as a model that computes in `dtype`; None: the dtype of the checkpoint.
 
     `max_positions`: length of the RoPE tables. `group`: loads only this rank's shard; every rank of the group must run
     the same forwards. `quantization`: what is quantised at load. `cache_dtype`: dtype of the KV cache; None: that of
@@ -81,13 +81,13 @@ def load_model(
     config = _with_vocab_rows(stored, vocab_rows)
     spec = config.spec
     shard = None if group is None else _shard_of(config, group, path)
-    tensors = open_tensors(path, progress)
+    kind: torch.dtype = dtype or getattr(torch, config.dtype)
+    tensors = open_tensors(path, progress, kind)
     names = config.names.found_in(tensors)
     weights = Checkpoint(stored.spec, tensors, format_of(config), names).read().with_vocab_rows(spec.vocab_size)
     weights = quantization.of_weights(weights if shard is None else shard.cut(weights))
     if cache_dtype == FLOAT8:
         weights = _scale_for_float8(path, spec, weights, shard)
-    kind: torch.dtype = dtype or getattr(torch, config.dtype)
     entry = None
     if packed_cache is not None:
         share = [0, 1] if shard is None else [shard.rank, shard.size]

@@ -80,13 +80,15 @@ def fuse_weights(parts: Sequence[Weight]) -> Weight:
     """Concatenates the outputs of `parts` to one weight, so that a single product computes all of them. Either all
     parts have a bias or none.
 
-    If some parts are dense and others quantised, the result is dense.
+    If some parts are dense and others quantised, the result is dense, in float32 or the dense parts' wider dtype.
     """
     biases = [part.bias for part in parts if part.bias is not None]
     assert len(biases) in (0, len(parts))
     bias = torch.cat(biases) if biases else None
     if len({type(part) for part in parts}) > 1:
-        dtype = next(part.weight.dtype for part in parts if isinstance(part, DenseWeight))
+        dtype = torch.float32
+        for part in parts:
+            dtype = torch.promote_types(dtype, part.weight.dtype) if isinstance(part, DenseWeight) else dtype
         return DenseWeight(torch.cat([part.dequantize(dtype) for part in parts]), bias)
     return parts[0].stack(parts[1:], bias)
 

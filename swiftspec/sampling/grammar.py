@@ -7,7 +7,7 @@ vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import takewhile
 from pathlib import Path
 from typing import Any, TypeVar
@@ -41,9 +41,13 @@ class GrammarTooComplex(RequestFailed):
 class GrammarCompiler:
     """Grammar compiler for the target's tokenizer, with an LRU cache of compiled grammars."""
 
-    def __init__(self, folder: Path, eos: Sequence[int], vocab: int) -> None:
-        """`folder`: the target's model folder. `eos`: its end-of-text tokens. `vocab`: size of the base vocabulary."""
+    def __init__(
+        self, folder: Path, eos: Sequence[int], vocab: int, tokenizer: Callable[[], str] | None = None
+    ) -> None:
+        """`folder`: the target's model folder. `eos`: its end-of-text tokens. `vocab`: size of the base vocabulary.
+        `tokenizer`: returns the text of tokenizer.json; None: that of the file in `folder`."""
         self._folder, self.eos_token_ids, self._vocab = folder, tuple(eos), vocab
+        self._tokenizer_text = tokenizer
         self._tokenizer: Any = None
         self._ready: dict[str, Any] = {}  # parsers in their initial state, least recently used first
 
@@ -72,10 +76,13 @@ class GrammarCompiler:
 
         if self._tokenizer is None:
             require(bool(self.eos_token_ids), "a grammar needs an end-of-text token, but the target's files name none")
-            file = self._folder / "tokenizer.json"
-            require(file.is_file(), f"a grammar needs the target's tokenizer, but {file} does not exist")
+            file = self._folder
+            if self._tokenizer_text is None:
+                file = self._folder / "tokenizer.json"
+                require(file.is_file(), f"a grammar needs the target's tokenizer, but {file} does not exist")
+            text = str(file) if self._tokenizer_text is None else self._tokenizer_text()
             try:
-                self._tokenizer = LLTokenizer(str(file), eos_token=list(self.eos_token_ids))
+                self._tokenizer = LLTokenizer(text, eos_token=list(self.eos_token_ids))
             except Exception as error:  # the type depends on the contents of the file
                 raise UserError(f"{file} cannot be used for grammars: {_reason(error)}") from None
         return self._tokenizer

@@ -51,10 +51,10 @@ class ResolvedModels:
         if settings.target_url is not None:
             raise UsageError("--target-url is only supported by `chat` and `generate`; remove it and specify --model")
         model, draft_model = _model_names(settings)
-        if settings.revision is not None and is_folder(expand_user(model)):
-            raise UsageError(
-                f"--revision {settings.revision} applies to a hub id, but {model} is a directory; remove it"
-            )
+        local = expand_user(model)
+        if settings.revision is not None and (is_folder(local) or is_file(local)):
+            kind = "directory" if is_folder(local) else "file"
+            raise UsageError(f"--revision {settings.revision} applies to a hub id, but {model} is a {kind}; remove it")
         drafts = draft_model is not None or settings.draft_url is not None
         plan = settings.make_plan(drafts, ranks)  # reports invalid settings before a download
         requested_emulation(settings)

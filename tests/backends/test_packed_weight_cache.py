@@ -32,7 +32,8 @@ from swiftspec.llm import LLM
 from swiftspec.model.loader import load_model
 from swiftspec.model.transformer import Transformer
 from swiftspec.params import SamplingParams
-from tests.support.tiny_checkpoints import make_checkpoint
+from tests.support.gguf_files import SHAPE, write_gguf
+from tests.support.tiny_checkpoints import make_checkpoint, make_model
 
 pytestmark = pytest.mark.skipif(_C.level() == "none", reason="this CPU has no AVX2")
 
@@ -64,8 +65,9 @@ def tensors(model: Transformer) -> list[Tensor]:
     layers = [(layer.qkv, layer.o, layer.mlp.gate_up, layer.mlp.down) for layer in stack.layers]
     matrices = [stack.head, *(matrix for layer in layers for matrix in layer)]
     norms = [norm.weight for layer in stack.layers for norm in (layer.input_norm, layer.mlp_norm)]
-    parts = [part for matrix in matrices for part in (*matrix.tensors(), matrix.bias) if part is not None]
-    return [stack.embedding, *norms, *parts]
+    names = ("data", *caches.PACKED_PARTS)
+    parts = [getattr(matrix, name) for matrix in matrices for name in names]
+    return [stack.embedding, *norms, *(part for part in parts if part is not None)]
 
 
 def same(one: Transformer, other: Transformer) -> None:
@@ -96,6 +98,25 @@ def test_the_next_start_maps_the_cached_weights(whole: tuple[Path, Transformer])
     assert {file: file.stat().st_mtime_ns for file in only_entry(folder).iterdir()} == files
     maps = Path("/proc/self/maps").read_text(encoding="utf-8")
     assert all(str(file) in maps for file in files)
+
+
+def test_a_gguf_file(tmp_path: Path) -> None:
+    """Of all types of blocks, so that units have minima and super-scales."""
+    kinds = dict(
+        zip(("q_proj", "k_proj", "v_proj", "o_proj", "gate", "up"), ("Q4_K", "Q4_K", "Q4_K", "Q6_K", "Q5_K", "Q5_K"))
+    )
+    path = tmp_path / "model.gguf"
+    write_gguf(
+        path, make_model(layers=1, **SHAPE), lambda name: next((kinds[part] for part in kinds if part in name), "Q4_1")
+    )
+    model, packed = start(tmp_path / "packed", path)
+    assert packed == {"layer-00000", "head"}
+    again, packed = start(tmp_path / "packed", path)
+    assert packed == set()
+    same(again, model)
+    assert all(
+        getattr(model.stack.layers[0].qkv, part) is not None for part in ("minima", "super_scales", "super_minima")
+    )
 
 
 def test_missing_or_damaged_units_are_packed_again(whole: tuple[Path, Transformer], tmp_path: Path) -> None:

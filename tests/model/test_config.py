@@ -15,6 +15,8 @@ from swiftspec.model.config_json import parse_config
 from swiftspec.model.formats import format_of
 from swiftspec.model.formats.awq import Awq
 from swiftspec.model.formats.compressed_tensors import CompressedTensors
+from swiftspec.model.formats.float8_codes import Float8
+from swiftspec.model.formats.gptq import Gptq
 from swiftspec.model.spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, RopeSpec
 from tests.support.tiny_checkpoints import FAMILIES, ROPES, make_model
 
@@ -123,9 +125,18 @@ def test_configs_written_by_transformers(tmp_path: Path, family: str, rope: str)
 def test_quantisation() -> None:
     assert format_of(read()) is None
     assert format_of(read(quantization_config=AWQ)) == Awq(128)
-    assert format_of(read(quantization_config=packed())) == CompressedTensors(32, zero_point=False)
+    assert format_of(read(quantization_config=packed())) == CompressedTensors("pack-quantized", 4, 32, zero_point=False)
     asymmetric = read(quantization_config=packed({"symmetric": False}))
-    assert format_of(asymmetric) == CompressedTensors(32, zero_point=True)
+    assert format_of(asymmetric) == CompressedTensors("pack-quantized", 4, 32, zero_point=True)
+    int8 = read(quantization_config=packed({"num_bits": 8, "strategy": "channel"}))
+    assert format_of(int8) == CompressedTensors("pack-quantized", 8, None, zero_point=False)
+    assert format_of(read(quantization_config={"quant_method": "gptq", "bits": 4, "group_size": -1})) == Gptq(-1, 1)
+    block = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
+    assert format_of(read(quantization_config=block)) == Float8((128, 128))
+
+
+FLOAT = {"format": "float-quantized"}
+SLIDING = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
 
 
 @pytest.mark.parametrize(
@@ -155,14 +166,20 @@ def test_quantisation() -> None:
         ({"vocab_size": True}, "vocab_size"),
         ({"rms_norm_eps": 0.0}, "rms_norm_eps"),
         ({"eos_token_id": "</s>"}, "eos_token_id"),
-        ({"quantization_config": {"quant_method": "gptq"}}, "gptq"),
+        ({"quantization_config": {"quant_method": "bitsandbytes"}}, "bitsandbytes"),
+        ({"quantization_config": {"quant_method": "gptq", "bits": 3}}, "GPTQ with 3 bits"),
+        ({"quantization_config": {"quant_method": "gptq", "checkpoint_format": "marlin"}}, "GPTQ format 'marlin'"),
+        ({"quantization_config": {"quant_method": "fp8", "fmt": "e5m2"}}, "fp8 of format 'e5m2'"),
+        ({"quantization_config": {"quant_method": "fp8", "weight_block_size": [128]}}, "weight_block_size"),
         ({"quantization_config": AWQ | {"version": "gemv"}}, "gemv"),
         ({"quantization_config": AWQ | {"version": "GEMV_fast"}}, "gemv_fast"),
         ({"quantization_config": AWQ | {"bits": 8}}, "8 bits"),
         ({"quantization_config": AWQ | {"group_size": -1}}, "group size -1"),
         ({"quantization_config": AWQ | {"zero_point": False}}, "zero points"),
-        ({"quantization_config": packed({"num_bits": 8})}, "8 bits"),
-        ({"quantization_config": packed({"actorder": "weight"})}, "activation order 'weight'"),
+        ({"quantization_config": packed({"num_bits": 3})}, "3 bits"),
+        ({"quantization_config": packed({"num_bits": 8, "symmetric": False})}, "zero points of int8"),
+        ({"quantization_config": packed({"num_bits": 6, "type": "float", "strategy": "channel"}) | FLOAT}, "6 bits"),
+        ({"quantization_config": packed({"actorder": "sideways"})}, "activation order 'sideways'"),
         ({"quantization_config": packed({"strategy": "channel"})}, "strategy 'channel'"),
         ({"quantization_config": packed({"type": "float"})}, "weight type 'float'"),
         ({"quantization_config": packed(input_activations={"num_bits": 8})}, "quantised activations"),
@@ -236,13 +253,14 @@ def test_directories(tmp_path: Path) -> None:
     assert "no such directory" in message(tmp_path / "none")
     assert "no config.json" in message(tmp_path)
     (tmp_path / "model.gguf").touch()
-    assert "GGUF is not supported; use the safetensors checkpoint" in message(tmp_path)
+    assert "name the file instead of its directory" in message(tmp_path)
+    assert "an empty file, not a GGUF file" in message(tmp_path / "model.gguf")
     (tmp_path / "adapter_config.json").touch()
     assert "a LoRA adapter; merge it into its base model" in message(tmp_path)
     file = tmp_path / "config.json"
     sizes = json.dumps({**LLAMA, "hidden_size": 0})
-    quantised = json.dumps({**LLAMA, "quantization_config": {"quant_method": "gptq"}})
-    for text, names in (("{", "JSON"), ("[]", "JSON object"), (sizes, "hidden_size"), (quantised, "gptq")):
+    quantised = json.dumps({**LLAMA, "quantization_config": {"quant_method": "hqq"}})
+    for text, names in (("{", "JSON"), ("[]", "JSON object"), (sizes, "hidden_size"), (quantised, "hqq")):
         file.write_text(text)
         assert names in message(tmp_path) and "config.json" in message(tmp_path)
     file.write_bytes(b"\xff\xfe")

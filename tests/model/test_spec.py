@@ -51,6 +51,9 @@ class Recorder:
     def __contains__(self, name: str) -> bool:
         return name != self.missing
 
+    def shape_of(self, name: str) -> tuple[int, ...]:
+        return self.shapes[name]
+
     def take(self, name: str, *shape: int, kinds: Any = None) -> Tensor:
         self.shapes[name] = shape
         return torch.zeros(shape)

@@ -165,7 +165,8 @@ def test_selecting(size: tuple[int, int, int, int], run: int, data: st.DataObjec
         assert some.bias is not None and torch.equal(some.bias, torch.nn.functional.pad(bias, (0, 1))[rows])
         some = whole.inputs(columns, run)
         assert torch.equal(dense(some), padded[:-1][:, columns]) and some.bias is bias
-    assert weight.inputs(columns, run).group_size == min(run, drawn.group_size)
+    part = weight.inputs(columns, run)
+    assert isinstance(part, Int4Weight) and part.group_size == min(run, drawn.group_size)
 
 
 def test_selections_that_no_kernel_supports_are_refused() -> None:
@@ -175,7 +176,8 @@ def test_selections_that_no_kernel_supports_are_refused() -> None:
             weight.outputs(rows)
     with pytest.raises(AssertionError, match="aligned runs of 32"):
         weight.inputs(torch.arange(16, 48), 32)
-    assert weight.inputs(torch.arange(16, 48), 16).group_size == 16
+    part = weight.inputs(torch.arange(16, 48), 16)
+    assert isinstance(part, Int4Weight) and part.group_size == 16
     assert weight.regroup(32) is weight and torch.equal(dense(weight.regroup(4)), dense(weight))
 
 

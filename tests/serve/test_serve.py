@@ -267,8 +267,8 @@ def bad_models(folder: Path) -> Iterator[tuple[Path, str]]:
     yield path, "pickle weights"
     path = write_tokenizer(write_model(folder / "gguf", weights), tokenizer)
     (path / "model.safetensors").rename(path / "model.gguf")
-    yield path, "GGUF is not supported; use the safetensors checkpoint that it was converted from"
-    yield path / "model.gguf", "model.gguf: GGUF is not supported"
+    yield path, "name the file instead of its directory"
+    yield path / "model.gguf", "model.gguf: not a GGUF file"
     path = write_tokenizer(write_model(folder / "cut", weights), tokenizer)
     data = (path / "model.safetensors").read_bytes()
     (path / "model.safetensors").write_bytes(data[: len(data) // 2])

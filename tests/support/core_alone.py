@@ -87,6 +87,9 @@ def make_runner(seed: int, noise: float) -> Any:
         def __contains__(self, name: str) -> bool:
             return True
 
+        def shape_of(self, name: str) -> tuple[int, ...]:
+            raise NotImplementedError("read of formats only")
+
         def take(self, name: str, *shape: int, kinds: tuple[torch.dtype, ...] = FLOATS) -> torch.Tensor:
             made = torch.randn(shape, generator=self.dice, dtype=torch.float64)
             made += noise * torch.randn(shape, generator=self.more, dtype=torch.float64)

@@ -55,8 +55,11 @@ inline F widen(const uint16_t* p) {
 }
 
 inline F widen_half(const void* p) { return _mm512_cvtph_ps(_mm256_loadu_si256(static_cast<const __m256i*>(p))); }
-inline F widen_bytes(const uint8_t* p) {  // unsigned
+inline F widen_bytes(const uint8_t* p) {
   return _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
+}
+inline F widen_bytes(const int8_t* p) {
+  return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
 }
 inline __m128i narrow_bytes(I x) { return _mm512_cvtepi32_epi8(x); }
 

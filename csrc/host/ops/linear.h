@@ -31,15 +31,23 @@ void rms_norm(const T* x, const float* weight, float eps, int64_t k, X* out) {
   apply_norm(x, weight, norm_scale(sum_of_squares(x, k), static_cast<float>(k), eps), k, out);
 }
 
-// Returns the input rows as values of type X: normalised if there is a norm, and padded with zeros to a multiple of 8
-// inputs. Returns `a.x` itself if it has this form already.
+// Reorders the k values of a row: value i becomes value order[i].
+template <class X>
+void reorder_row(const int32_t* order, int64_t k, X* row) {
+  thread_local std::vector<X> before;
+  before.assign(row, row + k);
+  for (int64_t i = 0; i < k; ++i) row[i] = before[static_cast<size_t>(order[i])];
+}
+
+// Returns the input rows as values of type X: normalised if there is a norm, in the order of the matrix, and padded
+// with zeros to a multiple of 8 inputs. Returns `a.x` itself if it has this form already.
 template <class T, class X>
 const X* prepare_rows(const LinearArgs& a, std::vector<X>& scratch) {
   const Weights& w = *a.weights;
   const int64_t padded = (w.k + 7) / 8 * 8;
   const T* rows = static_cast<const T*>(a.x);
   const X* x = reinterpret_cast<const X*>(rows);
-  if (!std::is_same_v<T, X> || a.norm != nullptr || padded != w.k) {
+  if (!std::is_same_v<T, X> || a.norm != nullptr || w.order != nullptr || padded != w.k) {
     scratch.resize(static_cast<size_t>(a.rows * padded));
     for (int64_t r = 0; r < a.rows; ++r) {
       X* out = scratch.data() + r * padded;
@@ -49,6 +57,7 @@ const X* prepare_rows(const LinearArgs& a, std::vector<X>& scratch) {
         for (int64_t i = 0; i < w.k; i += kLanes)
           store_partial(out + i, load_partial(rows + r * w.k + i, w.k - i), w.k - i);
       }
+      if (w.order != nullptr) reorder_row(w.order, w.k, out);
       std::fill(out + w.k, out + padded, X{});
     }
     x = scratch.data();
@@ -154,7 +163,9 @@ void linear_strip(const LinearArgs& a, const In& in, int64_t strip) {
   const Weights& w = *a.weights;
   const int64_t k = (w.k + 7) / 8 * 8;
   const Operand whole{static_cast<const uint8_t*>(w.data), k * kLanes * bits_of(w.format) / 8, k,
-                      static_cast<const uint8_t*>(w.scales), w.scale_type, w.zeros, w.group};
+                      static_cast<const uint8_t*>(w.scales), w.scale_type, w.zeros,
+                      static_cast<const uint8_t*>(w.minima), static_cast<const uint8_t*>(w.super_scales),
+                      static_cast<const uint8_t*>(w.super_minima), w.group};
   constexpr int64_t kStride = (kStripBlocks + 1) * kLanes;
   float sums[kRowTile * kStride], ups[kRowTile * kStride];
   const bool gated = a.gate != Gate::none;

@@ -14,10 +14,16 @@ struct Operand {
   const uint8_t* scales = nullptr;  // this and the following members as in Weights, from this block on
   ScaleType scale_type = ScaleType::f32;
   const uint8_t* zeros = nullptr;
+  const uint8_t* minima = nullptr;
+  const uint8_t* super_scales = nullptr;
+  const uint8_t* super_minima = nullptr;
   int64_t group = 0;
 };
 
-inline int64_t scale_bytes(ScaleType scale_type) { return scale_type == ScaleType::f32 ? 4 : 2; }
+inline bool has_supers(ScaleType scale_type) { return scale_type == ScaleType::u8 || scale_type == ScaleType::i8; }
+inline int64_t scale_bytes(ScaleType scale_type) {
+  return has_supers(scale_type) ? 1 : scale_type == ScaleType::f32 ? 4 : 2;
+}
 
 // The operand `blocks` blocks further.
 inline Operand advance(Operand w, int64_t blocks) {
@@ -26,21 +32,38 @@ inline Operand advance(Operand w, int64_t blocks) {
   const int64_t count = blocks * (w.k / w.group) * kLanes;
   w.scales += count * scale_bytes(w.scale_type);
   if (w.zeros != nullptr) w.zeros += count;
+  if (w.minima != nullptr) w.minima += count * scale_bytes(w.scale_type);
+  const int64_t super_bytes = blocks * (w.k / kSuperInputs) * kLanes * 2;
+  if (w.super_scales != nullptr) w.super_scales += super_bytes;
+  if (w.super_minima != nullptr) w.super_minima += super_bytes;
   return w;
 }
 
-// The scales of a group; `group` counts the groups of all blocks.
-inline F load_scales(const Operand& w, int64_t group) {
-  const uint8_t* p = w.scales + group * kLanes * scale_bytes(w.scale_type);
+// The scales or the minima of a group; `group` counts the groups of all blocks.
+inline F load_by_group(const Operand& w, const uint8_t* values, const uint8_t* supers, int64_t group) {
+  const uint8_t* p = values + group * kLanes * scale_bytes(w.scale_type);
+  if (has_supers(w.scale_type)) {
+    const F super = widen_half(supers + group / (kSuperInputs / w.group) * kLanes * 2);
+    return mul(w.scale_type == ScaleType::i8 ? widen_bytes(reinterpret_cast<const int8_t*>(p)) : widen_bytes(p), super);
+  }
   if (w.scale_type == ScaleType::f16) return widen_half(p);
   if (w.scale_type == ScaleType::bf16) return widen(reinterpret_cast<const uint16_t*>(p));
   return load(reinterpret_cast<const float*>(p));
 }
 
+inline F load_scales(const Operand& w, int64_t group) { return load_by_group(w, w.scales, w.super_scales, group); }
+inline F load_minima(const Operand& w, int64_t group) { return load_by_group(w, w.minima, w.super_minima, group); }
+
+// The zero points of a group of int4 codes.
+inline F load_zeros(const Operand& w, int64_t group) {
+  if (w.zeros != nullptr) return widen_bytes(w.zeros + group * kLanes);
+  return broadcast(w.minima == nullptr ? 8.0f : 0.0f);
+}
+
 template <class X>
 struct Inputs {
   const X* x;         // [rows, k]
-  const float* sums;  // [rows, K / group], sums of each group's inputs; for int4
+  const float* sums;  // [rows, K / group], sums of each group's inputs; for int4 and int8
 
   Inputs from(int64_t row, const Operand& w) const {
     return {x + row * w.k, w.group == 0 ? nullptr : sums + row * (w.k / w.group)};
@@ -69,6 +92,9 @@ inline Pair nibble_pair(I codes) {
       0xc000, 0xbf80, 0x0000, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0};
   return (Pair)_mm512_permutexvar_epi16(_mm512_srli_epi16(codes, 4 * N), _mm512_load_si512(kTable));
 }
+inline Pair make_pair(F even, F odd) {  // of values that bfloat16 holds exactly
+  return (Pair)bit_or(shift_right<16>(as_int(even)), bit_and(as_int(odd), broadcast_int(0xffff0000)));
+}
 
 #else
 
@@ -90,6 +116,7 @@ template <int N>
 inline Pair nibble_pair(I codes) {
   return {nibble<N>(codes), nibble<N + 4>(codes)};
 }
+inline Pair make_pair(F even, F odd) { return {even, odd}; }
 
 #endif
 
@@ -110,6 +137,21 @@ inline void add_codes(F (&sum)[M][B], const I (&codes)[B], const X* x, int64_t s
 #pragma GCC unroll 8
   for (int b = 0; b < B; ++b) weights[b] = nibble_pair<N>(codes[b]);
   add_pair(sum, weights, x + 2 * N, stride);
+}
+
+// Byte N of each word, less 128, as float32.
+template <int N>
+inline F signed_byte(I codes) {
+  return to_float(sub(bit_and(shift_right<8 * N>(codes), broadcast_int(255)), broadcast_int(128)));
+}
+
+// Adds the products of two inputs, whose codes are bytes N and N + 2 of the words.
+template <int N, int M, int B, class X>
+inline void add_bytes(F (&sum)[M][B], const I (&codes)[B], const X* x, int64_t stride) {
+  Pair weights[B];
+#pragma GCC unroll 8
+  for (int b = 0; b < B; ++b) weights[b] = make_pair(signed_byte<N>(codes[b]), signed_byte<N + 2>(codes[b]));
+  add_pair(sum, weights, x, stride);
 }
 
 template <int M, int B>
@@ -176,7 +218,27 @@ void product_f32(const Inputs<float>& in, const Operand& w, float* out, int64_t 
   store_sums(sum, out, stride);
 }
 
-// The dequantised weight (q - z) s is never formed: a group's codes are summed, then shifted and scaled in float32.
+// Adds the sums of group g to the outputs. `sum`: products with the codes less `Offset`, the zero point of int8 codes
+// being subtracted already.
+template <int Offset, int M, int B, class X>
+inline void add_group(const Inputs<X>& in, const Operand& w, int64_t g, const F (&sum)[M][B], float* out,
+                      int64_t stride) {
+  const int64_t groups = w.k / w.group;
+  for (int b = 0; b < B; ++b) {
+    const F scale = load_scales(w, b * groups + g);
+    const F shift = Offset == 0 ? zeros() : sub(broadcast(Offset), load_zeros(w, b * groups + g));
+    const F minimum = w.minima == nullptr ? zeros() : load_minima(w, b * groups + g);
+    for (int m = 0; m < M; ++m) {
+      float* at = out + m * stride + b * kLanes;
+      const F row = broadcast(in.sums[m * groups + g]);
+      const F shifted = Offset == 0 ? sum[m][b] : fma(shift, row, sum[m][b]);
+      const F before = w.minima == nullptr ? load(at) : fma(minimum, row, load(at));
+      store(at, fma(shifted, scale, before));
+    }
+  }
+}
+
+// The dequantised weight (q - z) s + m is never formed: a group's codes are summed, then shifted and scaled in float32.
 template <int M, int B, class X>
 void product_int4(const Inputs<X>& in, const Operand& w, float* out, int64_t stride) {
   F sum[M][B];
@@ -198,14 +260,34 @@ void product_int4(const Inputs<X>& in, const Operand& w, float* out, int64_t str
       add_codes<2>(sum, codes, in.x + k, w.k);
       add_codes<3>(sum, codes, in.x + k, w.k);
     }
-    for (int b = 0; b < B; ++b) {
-      const F scale = load_scales(w, b * groups + g);
-      const F shift = sub(broadcast(8.0f), widen_bytes(w.zeros + (b * groups + g) * kLanes));
-      for (int m = 0; m < M; ++m) {
-        float* at = out + m * stride + b * kLanes;
-        store(at, fma(fma(shift, broadcast(in.sums[m * groups + g]), sum[m][b]), scale, load(at)));
+    add_group<8>(in, w, g, sum, out, stride);
+  }
+}
+
+template <int M, int B, class X>
+void product_int8(const Inputs<X>& in, const Operand& w, float* out, int64_t stride) {
+  F sum[M][B];
+  clear(sum);
+  store_sums(sum, out, stride);
+  const int64_t distance = prefetch_distance(w, B);
+  const int64_t groups = w.k / w.group;
+  for (int64_t g = 0; g < groups; ++g) {
+    clear(sum);
+    for (int64_t k = g * w.group; k < (g + 1) * w.group; k += 8) {
+      I first[B], second[B];  // inputs 0 4 1 5 and 2 6 3 7
+#pragma GCC unroll 8
+      for (int b = 0; b < B; ++b) {
+        const uint8_t* p = w.data + b * w.block_bytes + k * 16;
+        first[b] = load_int(p), second[b] = load_int(p + 64);
+        prefetch(p + distance);
+        prefetch(p + 64 + distance);
       }
+      add_bytes<0>(sum, first, in.x + k, w.k);
+      add_bytes<0>(sum, second, in.x + k + 2, w.k);
+      add_bytes<1>(sum, first, in.x + k + 4, w.k);
+      add_bytes<1>(sum, second, in.x + k + 6, w.k);
     }
+    add_group<0>(in, w, g, sum, out, stride);
   }
 }
 

@@ -2,6 +2,7 @@
 // holds them exactly: every ISA level and the reference compute bitwise identical results.
 //
 //   out += float(sum of code * byte - zero * sum of byte) * (weight scale * row scale), group by group
+//   out += sum of byte * (minimum * row scale), after that, if the weights have minima
 
 struct QuantizedRows {
   const uint32_t* words;  // tiles of kRowTile rows, the last one shorter: [K / 4][rows of the tile]
@@ -129,14 +130,17 @@ void product_quantized(const QuantizedRows& in, const Operand& w, float* out, in
 #pragma GCC unroll 8
     for (int b = 0; b < B; ++b) {
       const F scale = load_scales(w, b * groups + g);
-      const F zero =
-          W == Format::int4 ? widen_bytes(w.zeros + (b * groups + g) * kLanes) : broadcast(kInt8ZeroPoint);
+      const F zero = W == Format::int4 ? load_zeros(w, b * groups + g) : broadcast(kInt8ZeroPoint);
+      const F minimum = w.minima == nullptr ? zeros() : load_minima(w, b * groups + g);
 #pragma GCC unroll 8
       for (int m = 0; m < M; ++m) {
         const I int_sum = kUnroll == 2 ? add(sum[0][m][b], sum[kUnroll - 1][m][b]) : sum[0][m][b];
-        const F exact = fma(sub(zeros(), zero), broadcast(in.sums[g * M + m]), to_float(int_sum));
+        const F row = broadcast(in.sums[g * M + m]), row_scale = broadcast(in.scales[g * M + m]);
+        const F exact = fma(sub(zeros(), zero), row, to_float(int_sum));
         float* at = out + m * stride + b * kLanes;
-        store(at, add(load(at), mul(exact, mul(scale, broadcast(in.scales[g * M + m])))));
+        F result = add(load(at), mul(exact, mul(scale, row_scale)));
+        if (w.minima != nullptr) result = add(result, mul(row, mul(minimum, row_scale)));
+        store(at, result);
       }
     }
   }

@@ -8,6 +8,8 @@ inline void product_tile(const In& in, const Operand& w, float* out, int64_t str
     product_bf16<M, B>(in, w, out, stride);
   } else if constexpr (W == Format::int4) {
     product_int4<M, B>(in, w, out, stride);
+  } else if constexpr (W == Format::int8) {
+    product_int8<M, B>(in, w, out, stride);
   } else {
     product_f32<M, B>(in, w, out, stride);
   }
@@ -57,6 +59,8 @@ void dispatch_product(Format format, const Inputs<X>& in, const Operand& w, int6
     product<Format::bf16>(in, w, rows, blocks, out, stride);
   } else if (format == Format::int4) {
     product<Format::int4>(in, w, rows, blocks, out, stride);
+  } else if (format == Format::int8) {
+    product<Format::int8>(in, w, rows, blocks, out, stride);
   } else if constexpr (std::is_same_v<X, float>) {
     product<Format::f32>(in, w, rows, blocks, out, stride);
   }

@@ -49,15 +49,17 @@ void transpose_nibbles(Tile& tile) {
   swap_parts<1, 0x0f0f0f0f, 4>(tile);
 }
 
+// Nibbles 0, 2, 4 and 6.
+uint32_t gather_nibbles(uint32_t x) {
+  x &= 0x0f0f0f0f;
+  x = (x | (x >> 4)) & 0x00ff00ff;
+  return (x | (x >> 8)) & 0x0000ffff;
+}
+
 // Reorders the codes of eight consecutive inputs to the order of a block's word: even inputs in the low half.
 void reorder(Tile& tile) {
-  const auto gather = [](uint32_t x) {  // nibbles 0, 2, 4 and 6
-    x &= 0x0f0f0f0f;
-    x = (x | (x >> 4)) & 0x00ff00ff;
-    return (x | (x >> 8)) & 0x0000ffff;
-  };
   for (auto& row : tile) {
-    for (uint32_t& word : row) word = gather(word) | (gather(word >> 4) << 16);
+    for (uint32_t& word : row) word = gather_nibbles(word) | (gather_nibbles(word >> 4) << 16);
   }
 }
 
@@ -113,6 +115,17 @@ void pack_eight(const uint32_t* rows, int64_t num_rows, int64_t words, int64_t s
     if (Reorder) reorder(tile);
     scatter_columns(tile, count, kInOrder, [&](int64_t c) { return out + (w + c) * kBlock; });
   }
+}
+
+// Packs words of eight inputs, in rows of one 32-bit word per output: only the order of the nibbles changes.
+void pack_gptq(const Int4Part& part, int64_t first, uint32_t* data) {
+  parallel_for(part.n / kHalf, [&](int64_t half) {
+    uint32_t* out = half_block(data, first / kHalf + half, part.k / 8);
+    for (int64_t k = 0; k < part.k / 8; ++k, out += kBlock) {
+      const uint32_t* row = part.codes + k * part.row + half * kHalf;
+      for (int i = 0; i < kHalf; ++i) out[i] = gather_nibbles(row[i]) | gather_nibbles(row[i] >> 4) << 16;
+    }
+  });
 }
 
 template <class T>
@@ -222,6 +235,8 @@ void pack_int4(const Int4Part& part, int64_t first, int64_t scale_bytes, uint32_
       pack_eight<true>(part.codes + half * kHalf * part.row, kHalf, part.k / 8, part.row,
                        half_block(data, first / kHalf + half, part.k / 8));
     });
+  } else if (part.order == CodeOrder::gptq) {
+    pack_gptq(part, first, data);
   } else {
     const int64_t across = (halves + kTileWords - 1) / kTileWords, down = (part.k + kTileRows - 1) / kTileRows;
     parallel_for(across * down, [&](int64_t piece) {

@@ -37,6 +37,7 @@ STALE_TEMP_FILE_S = 3600.0  # after this age an incomplete file counts as abando
 MATRICES = ("qkv", "o", "gate_up", "down")
 NORMS = ("input_norm", "mlp_norm", "mixer_output_norm", "mlp_output_norm")
 OPTIONAL_TENSORS = ("q_norm", "k_norm", "v_norm", "output_scale")
+PACKED_PARTS = ("scales", "zeros", "bias", "minima", "order", "super_scales", "super_minima")  # optional tensors
 T = TypeVar("T")
 
 
@@ -196,7 +197,11 @@ def _unit(**matrices: PackedLinear) -> PackedUnit:
     tensors: dict[str, Tensor] = {}
     metadata: dict[str, Any] = {}
     for name, matrix in matrices.items():
-        parts = {"data": matrix.data, "scales": matrix.scales, "zeros": matrix.zeros, "bias": matrix.bias}
+        parts = {
+            "data": matrix.data, "scales": matrix.scales, "zeros": matrix.zeros, "bias": matrix.bias,
+            "minima": matrix.minima, "order": matrix.order, "super_scales": matrix.super_scales,
+            "super_minima": matrix.super_minima,
+        }  # fmt: skip
         tensors |= {f"{name}.{part}": tensor for part, tensor in parts.items() if tensor is not None}
         metadata[name] = {"inputs": matrix.inputs, "outputs": matrix.outputs, "rounds": matrix.int8_activations}
     return PackedUnit(tensors, metadata)
@@ -204,7 +209,7 @@ def _unit(**matrices: PackedLinear) -> PackedUnit:
 
 def _packed(unit: PackedUnit, name: str) -> Weight:
     """Returns the matrix `name` of a unit as a `PackedLinear`, which `pack` returns unchanged."""
-    tensors = (unit.tensors.get(f"{name}.{part}") for part in ("scales", "zeros", "bias"))
+    tensors = (unit.tensors.get(f"{name}.{part}") for part in PACKED_PARTS)
     shape = unit.metadata[name]
     packed = PackedLinear.create(
         shape["inputs"], shape["outputs"], shape["rounds"], unit.tensors[f"{name}.data"], *tensors

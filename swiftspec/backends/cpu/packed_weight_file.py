@@ -28,7 +28,8 @@ ALIGNMENT_BYTES = 64  # a cache line
 CHUNK_BYTES = 1 << 20  # bytes written between two calls of `check_stop`
 LENGTH_BYTES = 8  # of the header's length
 DTYPES = {
-    torch.int32: "I32", torch.uint8: "U8", torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32",
+    torch.int32: "I32", torch.uint8: "U8", torch.int8: "I8", torch.bfloat16: "BF16", torch.float16: "F16",
+    torch.float32: "F32",
 }  # fmt: skip
 
 

@@ -14,6 +14,8 @@ from swiftspec import _C
 from swiftspec.model.weights import DenseWeight, Weight
 
 BLOCK_OUTPUTS = 16
+MAX_GROUP = 128  # inputs per scale
+SUPER_INPUTS = 256  # inputs per super-scale
 STRIP_ROWS = 4096  # rows of a dense matrix converted at a time if its dtype or layout differs
 
 
@@ -27,6 +29,7 @@ class Int4Source(Protocol):
     group_size: int
     int8_activations: bool  # whether activations are quantised to int8
     order: str
+    permutation: Tensor | None
 
     @property
     def shape(self) -> tuple[int, int]: ...
@@ -42,6 +45,41 @@ class Int8Source(Protocol):
 
     codes: Tensor  # [outputs, inputs] int8
     scales: Tensor  # [outputs, groups]
+    minima: Tensor | None  # [outputs, groups]
+    int8_activations: bool
+
+    @property
+    def group_size(self) -> int: ...
+
+
+class BlockKind(Protocol):
+    """Type of GGML's quantised blocks; see model.formats.blocks.BlockType."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def group_size(self) -> int: ...
+    @property
+    def bits(self) -> int: ...  # of a packed code
+    @property
+    def scale_dtype(self) -> torch.dtype: ...  # uint8 or int8: there are super-scales
+    @property
+    def minima(self) -> bool: ...
+
+
+@runtime_checkable
+class BlockSource(Protocol):
+    """Weights in GGML's quantised blocks; see model.formats.blocks.BlockWeight."""
+
+    rows: Tensor  # [outputs, bytes] uint8
+    int8_activations: bool
+
+    @property
+    def kind(self) -> BlockKind: ...
+    @property
+    def shape(self) -> tuple[int, int]: ...
+    @property
+    def parts(self) -> Sequence[Self]: ...
 
 
 @runtime_checkable
@@ -62,17 +100,27 @@ class PackedLinear:
     int8_activations: bool  # activations are quantised to int8
     data: Tensor  # blocks of 16 outputs (layouts: csrc/host/ops/product.h)
     scales: Tensor | None  # int4, int8: [outputs / 16, groups, 16]
-    zeros: Tensor | None  # int4: [outputs / 16, groups, 16] uint8
+    zeros: Tensor | None  # int4: [outputs / 16, groups, 16] uint8; None: 0 if there are minima, otherwise 8
     bias: Tensor | None  # [outputs] float32
+    minima: Tensor | None = None  # int4, int8: [outputs / 16, groups, 16], of the dtype of `scales`
+    order: Tensor | None = None  # [inputs] int32, the input of x that each input of the matrix multiplies
+    super_scales: Tensor | None = None  # [outputs / 16, inputs / 256, 16] float16, factors of scales of one byte
+    super_minima: Tensor | None = None  # the same, for minima
 
     @staticmethod
     def create(
         inputs: int, outputs: int, int8_activations: bool, data: Tensor, scales: Tensor | None, zeros: Tensor | None,
-        bias: Tensor | None,
+        bias: Tensor | None, minima: Tensor | None = None, order: Tensor | None = None,
+        super_scales: Tensor | None = None, super_minima: Tensor | None = None,
     ) -> PackedLinear:  # fmt: skip
         """Creates a packed projection with its native object. Raises ValueError if shapes or dtypes do not match."""
-        native = _C.Weights(data, scales, zeros, bias, inputs, outputs, int8_activations)
-        return PackedLinear(native, inputs, outputs, int8_activations, data, scales, zeros, bias)
+        native = _C.Weights(
+            data, scales, zeros, bias, inputs, outputs, int8_activations, minima, order, super_scales, super_minima
+        )
+        return PackedLinear(
+            native, inputs, outputs, int8_activations, data, scales, zeros, bias, minima, order, super_scales,
+            super_minima,
+        )  # fmt: skip
 
     def tensors(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Returns data, scales and zero points."""
@@ -86,14 +134,19 @@ def pack(weight: Weight | PackedLinear, dtype: torch.dtype, device: torch.device
     bias = None if weight.bias is None else weight.bias.to(device, torch.float32, copy=True)
     if isinstance(weight, Int4Source) and weight.group_size % 16 == 0:
         outputs, inputs = weight.shape
-        return PackedLinear.create(inputs, outputs, weight.int8_activations, *_pack_codes(weight), bias)
+        order = None if weight.permutation is None else weight.permutation.to(torch.int32)
+        codes = _pack_codes(weight)
+        return PackedLinear.create(inputs, outputs, weight.int8_activations, *codes, bias, order=order)
+    if isinstance(weight, BlockSource):
+        return _pack_blocks(weight, bias)
     if isinstance(weight, UnquantizedSource):
         outputs, inputs = weight.dense.shape
         return PackedLinear.create(inputs, outputs, True, *_quantize(weight.dense, weight.group_size), None, bias)
-    if isinstance(weight, Int8Source):
+    if isinstance(weight, Int8Source) and weight.group_size % 16 == 0 and weight.group_size <= MAX_GROUP:
         outputs, inputs = weight.codes.shape
         data, scales = _pack_bytes(weight.codes), _by_blocks(weight.scales.T)
-        return PackedLinear.create(inputs, outputs, True, data, scales, None, bias)
+        minima = None if weight.minima is None else _by_blocks(weight.minima.T)
+        return PackedLinear.create(inputs, outputs, weight.int8_activations, data, scales, None, bias, minima)
     dense = weight.weight if isinstance(weight, DenseWeight) else weight.dequantize(dtype)
     outputs, inputs = dense.shape
     return PackedLinear.create(inputs, outputs, False, _pack_dense(dense, dtype), None, None, bias)
@@ -127,6 +180,31 @@ def _pack_codes(weight: Int4Source) -> tuple[Tensor, Tensor, Tensor]:
         _C.pack_int4(part.packed, part.scales.to(kind), part.zeros, part.order, first, data, scales, zeros)
         first += part.shape[0]
     return data, scales, zeros
+
+
+def _pack_blocks(weight: BlockSource, bias: Tensor | None) -> PackedLinear:
+    """Packs blocks to codes [outputs / 16, inputs * bits / 32, 16] int32. An int32 contains eight int4 codes as in
+    `_pack_codes`, or four int8 codes as in `_pack_bytes`."""
+    (outputs, inputs), kind = weight.shape, weight.kind
+    blocks, groups = _blocks(outputs), inputs // kind.group_size
+    data = torch.empty(blocks, inputs * kind.bits // 32, BLOCK_OUTPUTS, dtype=torch.int32)
+    scales = torch.empty(blocks, groups, BLOCK_OUTPUTS, dtype=kind.scale_dtype)
+    minima = torch.empty_like(scales) if kind.minima else None
+    super_scales = super_minima = None
+    if not kind.scale_dtype.is_floating_point:
+        super_scales = torch.empty(blocks, inputs // SUPER_INPUTS, BLOCK_OUTPUTS, dtype=torch.float16)
+        super_minima = torch.empty_like(super_scales) if kind.minima else None
+    if outputs % BLOCK_OUTPUTS:
+        for tensor in (data, scales, minima, super_scales, super_minima):
+            if tensor is not None:
+                tensor[-1].zero_()
+    first = 0
+    for part in weight.parts:
+        _C.pack_blocks(part.rows, kind.name, first, data, scales, minima, super_scales, super_minima)
+        first += part.shape[0]
+    return PackedLinear.create(
+        inputs, outputs, weight.int8_activations, data, scales, None, bias, minima, None, super_scales, super_minima
+    )
 
 
 def _strips(dense: Tensor, kinds: Sequence[torch.dtype]) -> Iterator[tuple[slice, Tensor]]:

@@ -46,14 +46,17 @@ def pack(weight: Weight, dtype: torch.dtype, device: torch.device | str) -> Cuda
     """Packs a matrix [outputs, inputs] of a checkpoint into tiles on `device`; returns after the device has finished.
 
     int4 groups whose size is not 32, 64 or 128 are split into groups of such a size; if that is impossible, the matrix
-    is dequantised. Raises UserError if the CUDA operators cannot run on `device` or do not support the matrix.
+    is dequantised, as is one whose inputs are permuted. Raises UserError if the CUDA operators cannot run on `device`
+    or do not support the matrix.
     """
     device = require_usable(device)
     if dtype != torch.bfloat16:
         raise UserError(f"the CUDA operators compute in bfloat16, not {str(dtype).removeprefix('torch.')}")
     with torch.cuda.device(device):
         use_current_device()
-        group = math.gcd(weight.group_size, 128) if isinstance(weight, Int4Source) else 0
+        group = 0
+        if isinstance(weight, Int4Source) and weight.permutation is None:
+            group = math.gcd(weight.group_size, 128)
         if isinstance(weight, Int4Source) and group in INT4_GROUP_SIZES:
             tiles, inputs, outputs = _int4_tiles(weight, group, device)
         else:

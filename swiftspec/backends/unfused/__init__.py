@@ -98,7 +98,10 @@ def pack(weight: Weight, dtype: torch.dtype, device: torch.device | str) -> Line
         laid_out = aten._convert_weight_to_int4pack_for_cpu(codes.contiguous(), INNER_TILES)
         product = aten._weight_int4pack_mm_for_cpu
 
+    order = None if weight.permutation is None else weight.permutation.to(device)
+
     def apply(x: Tensor) -> Tensor:
+        x = x if order is None else x.index_select(1, order)
         out: Tensor = product(x, laid_out, group, pairs)
         return out if bias is None else out.add_(bias)
 

@@ -8,9 +8,19 @@ from swiftspec.file_io import Fields
 from swiftspec.model.checkpoint import Format
 from swiftspec.model.config import ModelConfig
 from swiftspec.model.formats.awq import Awq
+from swiftspec.model.formats.blocks import GGUF_METHOD, Blocks
 from swiftspec.model.formats.compressed_tensors import CompressedTensors
+from swiftspec.model.formats.float8_codes import Float8
+from swiftspec.model.formats.gptq import Gptq
 
-FORMATS = {"awq": Awq.of, "compressed-tensors": CompressedTensors.of}
+FORMATS = {
+    "awq": Awq.of,
+    "gptq": Gptq.of,
+    "fp8": Float8.of,
+    "fbgemm_fp8": Float8.of,
+    "compressed-tensors": CompressedTensors.of,
+    GGUF_METHOD: Blocks.of,
+}
 
 
 def format_of(config: ModelConfig) -> Format | None:
@@ -20,5 +30,7 @@ def format_of(config: ModelConfig) -> Format | None:
         return None
     method = Fields(config.quantization, "quantization_config.").string("quant_method", "none")
     if method not in FORMATS:
-        raise UserError(f"quantisation method {truncated_repr(method)} is not supported; {' and '.join(FORMATS)} are")
+        *most, last = FORMATS
+        known = f"{', '.join(most)} and {last}"
+        raise UserError(f"quantisation method {truncated_repr(method)} is not supported; {known} are")
     return FORMATS[method](config.quantization)

@@ -30,11 +30,14 @@ def quantize_rows(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
     return (groups * inverse.unsqueeze(2)).round_(), scales
 
 
-def quantized_matmul(x: Tensor, codes: Tensor, scales: Tensor, zeros: Tensor, bias: Tensor | None) -> Tensor:
-    """Quantises x [rows, inputs] and multiplies it by the matrix (codes - zeros) * scales. Returns [rows, outputs] in
-    the dtype of x.
+def quantized_matmul(
+    x: Tensor, codes: Tensor, scales: Tensor, zeros: Tensor, bias: Tensor | None, minima: Tensor | None = None
+) -> Tensor:
+    """Quantises x [rows, inputs] and multiplies it by the matrix (codes - zeros) * scales + minima. Returns [rows,
+    outputs] in the dtype of x.
 
-    `codes` [groups, group size, outputs], `scales` and `zeros` [groups, outputs] and `bias` [outputs] are float32.
+    `codes` [groups, group size, outputs], `scales`, `zeros` and `minima` [groups, outputs] and `bias` [outputs] are
+    float32.
     """
     rows, by_row = quantize_rows(x, codes.shape[1])
     sums = rows.sum(2)
@@ -42,4 +45,6 @@ def quantized_matmul(x: Tensor, codes: Tensor, scales: Tensor, zeros: Tensor, bi
     for group in range(codes.shape[0]):  # in order, because these sums are rounded
         exact = rows[:, group] @ codes[group] - sums[:, group, None] * zeros[group]
         out += exact * (scales[group] * by_row[:, group, None])
+        if minima is not None:
+            out += sums[:, group, None] * (minima[group] * by_row[:, group, None])
     return (out if bias is None else out + bias).to(x.dtype)

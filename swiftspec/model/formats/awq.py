@@ -28,6 +28,10 @@ class Awq:
 
     group_size: int  # inputs that share a scale
 
+    @property
+    def is_int4(self) -> bool:
+        return True
+
     @staticmethod
     def of(data: Json) -> Awq:
         """Parses config.json's `quantization_config`. Raises UserError if a feature is not supported."""

@@ -14,11 +14,12 @@ from torch import Tensor
 from swiftspec.errors import UserError
 from swiftspec.model.checkpoint import Source
 from swiftspec.model.formats.activation_quantization import quantized_matmul
-from swiftspec.model.weights import select
+from swiftspec.model.weights import DenseWeight, select
 
 GROUP_SIZES = (32, 64, 128)
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # nibble i of an int32 contains column AWQ_ORDER[i] of its eight
-Order = Literal["outputs", "awq", "inputs"]
+Order = Literal["outputs", "awq", "inputs", "gptq"]
+BY_INPUTS = ("inputs", "gptq")  # orders in which an int32 contains inputs
 _IN_ORDER = tuple(range(8))
 
 
@@ -68,6 +69,10 @@ def _runs(index: Tensor, width: int) -> Tensor:
     return runs
 
 
+def _same(a: Tensor | None, b: Tensor | None) -> bool:
+    return a is b if a is None or b is None else torch.equal(a, b)
+
+
 @dataclass(frozen=True, slots=True)
 class Int4Weight:
     """Int4 matrix in the layout of its checkpoint, which is converted only when a backend packs it. In shapes, groups =
@@ -78,6 +83,7 @@ class Int4Weight:
     "awq": like "outputs", but nibble i of column c is output 8c + AWQ_ORDER[i].
     "inputs": packed [outputs, inputs / 8] with eight consecutive inputs per int32, scales [outputs, groups], zeros
     [outputs / 8, groups] with eight consecutive outputs per int32.
+    "gptq": packed [inputs / 8, outputs] with eight consecutive inputs per int32, scales and zeros as in "outputs".
     """
 
     packed: Tensor  # [inputs, outputs / 8] int32, nibble i of column c is the code of output 8c + i
@@ -88,6 +94,7 @@ class Int4Weight:
     int8_activations: bool = False  # whether activations are quantised to int8 for the product
     order: Order = "outputs"
     rest: tuple[Int4Weight, ...] = ()  # matrices with further outputs, in the same `order`
+    permutation: Tensor | None = None  # [inputs] int64: input i of the matrix multiplies x[permutation[i]]; None: x[i]
 
     @staticmethod
     def of(dense: Tensor, group: int, bias: Tensor | None = None) -> Int4Weight:
@@ -111,8 +118,12 @@ class Int4Weight:
     @property
     def shape(self) -> tuple[int, int]:
         """(outputs, inputs), including the outputs in `rest`."""
-        rows, words = self.packed.shape
-        outputs, inputs = (rows, 8 * words) if self.order == "inputs" else (8 * words, rows)
+        rows, columns = self.packed.shape
+        outputs, inputs = 8 * columns, rows
+        if self.order == "inputs":
+            outputs, inputs = rows, 8 * columns
+        elif self.order == "gptq":
+            outputs, inputs = columns, 8 * rows
         return outputs + sum(part.shape[0] for part in self.rest), inputs
 
     @property
@@ -147,6 +158,8 @@ class Int4Weight:
         order = AWQ_ORDER if self.order == "awq" else _IN_ORDER
         if self.order == "inputs":
             return unpack_int4(weight.packed).T, weight.scales.T, unpack_int4(weight.zeros.T)
+        if self.order == "gptq":
+            return unpack_int4(weight.packed.T).T, weight.scales, unpack_int4(weight.zeros)
         return unpack_int4(weight.packed, order), weight.scales, unpack_int4(weight.zeros, order)
 
     def in_order(self) -> Int4Weight:
@@ -159,12 +172,16 @@ class Int4Weight:
         return replace(weight, packed=packed, scales=scales.contiguous(), zeros=zeros, order="outputs")
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
-        """Returns the dense matrix [outputs, inputs] in `dtype`: (q - z) * s, rounded once."""
+        """Returns the dense matrix [outputs, inputs] in `dtype`: (q - z) * s, rounded once, for the inputs in their
+        original order."""
         wide = torch.float64 if dtype == torch.float64 else torch.float32
         codes, scales, zeros = self.unpack()
         weight = codes.to(wide, copy=True).unflatten(0, (-1, self.group_size))
         weight.sub_(zeros.to(wide).unsqueeze(1)).mul_(scales.to(wide).unsqueeze(1))
-        return weight.flatten(0, 1).T.contiguous().to(dtype)
+        rows = weight.flatten(0, 1)
+        if self.permutation is not None:
+            rows = torch.empty_like(rows).index_copy_(0, self.permutation, rows)
+        return rows.T.contiguous().to(dtype)
 
     def product(self, device: torch.device | str) -> Callable[[Tensor], Tensor] | None:
         """Returns the product with int8 activations, or None if `int8_activations` is not set; see `Weight.product`."""
@@ -173,27 +190,36 @@ class Int4Weight:
         codes, scales, zeros = (tensor.to(device, torch.float32).contiguous() for tensor in self.unpack())
         codes = codes.unflatten(0, (-1, self.group_size))
         bias = None if self.bias is None else self.bias.to(device, torch.float32)
-        return partial(quantized_matmul, codes=codes, scales=scales, zeros=zeros, bias=bias)
+        product = partial(quantized_matmul, codes=codes, scales=scales, zeros=zeros, bias=bias)
+        if self.permutation is None:
+            return product
+        order = self.permutation.to(device)
+        return lambda x: product(x.index_select(1, order))
 
     def outputs(self, index: Tensor) -> Int4Weight:
         """See `Weight.outputs`. `index` consists of runs of eight outputs that start at a multiple of eight."""
         weight, across, eights = self.joined(), self._across, _runs(index, 8)
-        packed = select(weight.packed, across, index if self.order == "inputs" else eights)
+        packed = select(weight.packed, across, index if self.order in BY_INPUTS else eights)
         scales, zeros = select(weight.scales, across, index), select(weight.zeros, across, eights)
         bias = None if self.bias is None else select(self.bias, 0, index)
         return replace(weight, packed=packed, scales=scales, zeros=zeros, bias=bias)
 
-    def inputs(self, index: Tensor, run: int) -> Int4Weight:
+    def inputs(self, index: Tensor, run: int) -> Int4Weight | DenseWeight:
         """See `Weight.inputs`. If a run is not a multiple of the group size, because heads are smaller than a group,
-        the groups are split."""
+        the groups are split. A permuted matrix becomes dense, because its runs have inputs of many groups."""
+        if self.permutation is not None:
+            return DenseWeight(self.dequantize(torch.float32), self.bias).inputs(index, run)
         weight, down = self.joined().regroup(math.gcd(self.group_size, run)), 1 - self._across
         groups = _runs(index, weight.group_size)
-        packed = select(weight.packed, down, _runs(index, 8) if self.order == "inputs" else index)
+        packed = select(weight.packed, down, _runs(index, 8) if self.order in BY_INPUTS else index)
         scales, zeros = select(weight.scales, down, groups), select(weight.zeros, down, groups)
         return replace(weight, packed=packed, scales=scales, zeros=zeros)
 
-    def stack(self, others: Sequence[Int4Weight], bias: Tensor | None) -> Int4Weight:
+    def stack(self, others: Sequence[Int4Weight], bias: Tensor | None) -> Int4Weight | DenseWeight:
+        """See `Weight.stack`. Matrices with different permutations become a dense one."""
         first, *rest = (part for weight in (self, *others) for part in weight.parts)
+        if not all(_same(first.permutation, part.permutation) for part in rest):
+            return DenseWeight(torch.cat([part.dequantize(torch.float32) for part in (first, *rest)]), bias)
         return replace(first, rest=tuple(rest), bias=bias)
 
     def regroup(self, group_size: int) -> Int4Weight:

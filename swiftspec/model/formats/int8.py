@@ -1,4 +1,5 @@
-"""Quantisation at load. An int8 weight is w = q * s, where each output has one scale s per group of inputs."""
+"""Int8 weights and quantisation at load. An int8 weight is w = q * s + m, where each output has one scale s and, in
+some formats, one minimum m per group of inputs."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Literal
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -26,13 +27,13 @@ def group_of(inputs: int) -> int | None:
 @dataclass(frozen=True, slots=True)
 class LoadTimeQuantization:
     """What is quantised at load. A dense LM head is quantised to the format `head` if its shape allows it. An int8 head
-    always takes int8 activations."""
+    that is quantised here always takes int8 activations."""
 
-    activations: bool = False  # whether the activations of int4 matrices are quantised to int8
+    activations: bool = False  # whether the activations of quantised matrices are quantised to int8
     head: Literal["int8", "int4"] | None = None  # None: a dense LM head stays dense
 
     def of_weights(self, weights: ModelWeights) -> ModelWeights:
-        """Returns the weights with this quantisation. Int4 matrices keep their codes."""
+        """Returns the weights with this quantisation. Quantised matrices keep their codes."""
         layers = weights.layers
         if self.activations:
             layers = [partial(_quantize_layer_activations, read) for read in layers]
@@ -56,16 +57,28 @@ def _quantize_layer_activations(read: Callable[[], LayerWeights]) -> LayerWeight
 
 
 def _quantize_activations(weight: Weight) -> Weight:
-    return replace(weight, int8_activations=True) if isinstance(weight, Int4Weight) else weight
+    if not isinstance(weight, WithActivations):
+        return weight
+    quantised: Any = weight  # each such class is a dataclass
+    return replace(quantised, int8_activations=True)
+
+
+@runtime_checkable
+class WithActivations(Protocol):
+    """A weight whose product can quantise activations to int8."""
+
+    int8_activations: bool
 
 
 @dataclass(frozen=True, slots=True)
 class Int8Weight:
-    """Int8 matrix [outputs, inputs]; activations are quantised to int8 for the product."""
+    """Int8 matrix [outputs, inputs]."""
 
-    codes: Tensor  # [outputs, inputs] int8, -127..127
-    scales: Tensor  # [outputs, groups] bfloat16
+    codes: Tensor  # [outputs, inputs] int8
+    scales: Tensor  # [outputs, groups]
     bias: Tensor | None = None  # [outputs]
+    minima: Tensor | None = None  # [outputs, groups]; None: 0
+    int8_activations: bool = True  # whether activations are quantised to int8 for the product
 
     @staticmethod
     def of(dense: Tensor, bias: Tensor | None = None) -> Int8Weight | None:
@@ -88,32 +101,60 @@ class Int8Weight:
         return self.codes.shape[1] // self.scales.shape[1]
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
-        """Returns the dense matrix [outputs, inputs] in `dtype`."""
-        wide = self.codes.float().unflatten(1, (-1, self.group_size))
-        return wide.mul_(self.scales.float().unsqueeze(2)).flatten(1).to(dtype)
+        """Returns the dense matrix [outputs, inputs] in `dtype`: q * s + m in float32, rounded once."""
+        wide = self.codes.float().unflatten(1, (-1, self.group_size)).mul_(self.scales.float().unsqueeze(2))
+        if self.minima is not None:
+            wide.add_(self.minima.float().unsqueeze(2))
+        return wide.flatten(1).to(dtype)
 
-    def product(self, device: torch.device | str) -> Callable[[Tensor], Tensor]:
-        """See `Weight.product`."""
+    def product(self, device: torch.device | str) -> Callable[[Tensor], Tensor] | None:
+        """Returns the product with int8 activations, or None if `int8_activations` is not set; see `Weight.product`."""
+        if not self.int8_activations:
+            return None
         codes = self.codes.to(device, torch.float32).T.unflatten(0, (-1, self.group_size)).contiguous()
         scales = self.scales.to(device, torch.float32).T.contiguous()
+        minima = None if self.minima is None else self.minima.to(device, torch.float32).T.contiguous()
         bias = None if self.bias is None else self.bias.to(device, torch.float32)
-        return partial(quantized_matmul, codes=codes, scales=scales, zeros=torch.zeros_like(scales), bias=bias)
+        zeros = torch.zeros_like(scales)
+        return partial(quantized_matmul, codes=codes, scales=scales, zeros=zeros, bias=bias, minima=minima)
 
     def outputs(self, index: Tensor) -> Int8Weight:
         """See `Weight.outputs`."""
         bias = None if self.bias is None else select(self.bias, 0, index)
-        return Int8Weight(select(self.codes, 0, index), select(self.scales, 0, index), bias)
+        minima = None if self.minima is None else select(self.minima, 0, index)
+        codes, scales = select(self.codes, 0, index), select(self.scales, 0, index)
+        return replace(self, codes=codes, scales=scales, minima=minima, bias=bias)
 
     def inputs(self, index: Tensor, run: int) -> Int8Weight:
         """See `Weight.inputs`. If a run is not a multiple of the group size, the groups are split."""
-        group = math.gcd(self.group_size, run)
-        scales = self.scales.repeat_interleave(self.group_size // group, 1)
-        groups = torch.div(index[::group], group, rounding_mode="floor")
-        return Int8Weight(select(self.codes, 1, index), select(scales, 1, groups), self.bias)
+        weight = self.regroup(math.gcd(self.group_size, run))
+        groups = torch.div(index[:: weight.group_size], weight.group_size, rounding_mode="floor")
+        minima = None if weight.minima is None else select(weight.minima, 1, groups)
+        return replace(
+            weight, codes=select(self.codes, 1, index), scales=select(weight.scales, 1, groups), minima=minima
+        )
 
     def stack(self, others: Sequence[Int8Weight], bias: Tensor | None) -> Int8Weight:
+        """See `Weight.stack`. All parts have minima, or none has."""
         parts = (self, *others)
-        return Int8Weight(torch.cat([part.codes for part in parts]), torch.cat([part.scales for part in parts]), bias)
+        minima = [part.minima for part in parts if part.minima is not None]
+        assert len(minima) in (0, len(parts))
+        codes, scales = torch.cat([part.codes for part in parts]), torch.cat([part.scales for part in parts])
+        return replace(self, codes=codes, scales=scales, minima=torch.cat(minima) if minima else None, bias=bias)
+
+    def regroup(self, group_size: int) -> Int8Weight:
+        """Returns the same matrix in smaller groups, with repeated scales and minima. `group_size` must divide the
+        present one."""
+        times, rest = divmod(self.group_size, group_size)
+        assert rest == 0
+        if times == 1:
+            return self
+        minima = None if self.minima is None else self.minima.repeat_interleave(times, 1)
+        return replace(self, scales=self.scales.repeat_interleave(times, 1), minima=minima)
+
+    def with_minima(self) -> Int8Weight:
+        """Returns the same matrix with minima, which are 0 if it has none."""
+        return self if self.minima is not None else replace(self, minima=torch.zeros_like(self.scales))
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +182,7 @@ class LazyInt8Weight:
         """Returns the matrix [outputs, inputs], quantised to int8, in `dtype`."""
         return self.rounded().dequantize(dtype)
 
-    def product(self, device: torch.device | str) -> Callable[[Tensor], Tensor]:
+    def product(self, device: torch.device | str) -> Callable[[Tensor], Tensor] | None:
         """See `Weight.product`."""
         return self.rounded().product(device)
 

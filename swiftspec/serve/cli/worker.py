@@ -5,19 +5,22 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from queue import SimpleQueue
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Literal
 
 from swiftspec.config import EngineConfig
 from swiftspec.errors import RankLost, UserError
 from swiftspec.extras import require_extra
+from swiftspec.model.gguf.file import is_gguf
 from swiftspec.serve.cli.arguments import HELP_PAGES, parse_command
 from swiftspec.serve.model_resolution import demo_model_path
 from swiftspec.serve.session import WeightProgress, load_options
 from swiftspec.serve.settings.settings import Settings, UsageError
 from swiftspec.serve.signals import GracefulStop, ignore_signals
 from swiftspec.serve.terminal import StartupProgress
-from swiftspec.serve.text.codec import TOKENIZER_FILES, TextCodec, locate_model
+from swiftspec.serve.text.codec import TOKENIZER_FILES, TextCodec, locate_model, write_tokenizer_files
 from swiftspec.serve.worker_endpoints import load_security
 
 if TYPE_CHECKING:
@@ -99,11 +102,30 @@ def _serve(
 
     `vocabulary`: that of the tokenizer.
     """
+    folder = TemporaryDirectory(prefix="swiftspec-") if is_gguf(model.path) else None
+    try:
+        files = model.path if folder is None else write_tokenizer_files(model.path, Path(folder.name))
+        _serve_files(model, files, vocabulary, endpoint, security, settings, phases)
+    finally:
+        if folder is not None:
+            folder.cleanup()
+
+
+def _serve_files(
+    model: WorkerModel,
+    folder: Path,
+    vocabulary: VocabularyIdentity,
+    endpoint: Endpoint,
+    security: RpcSecurity,
+    settings: Settings,
+    phases: StartupProgress,
+) -> None:
+    """Serves clients, which receive the tokenizer's files in `folder`; see `_serve`."""
     from swiftspec.builder.worker_model import make_worker
     from swiftspec.distributed.transport.grpc.endpoint import SERVICES, Endpoint
     from swiftspec.distributed.transport.grpc.server import RpcServer
 
-    tokenizer_files = tuple(model.path / name for name in TOKENIZER_FILES if (model.path / name).is_file())
+    tokenizer_files = tuple(folder / name for name in TOKENIZER_FILES if (folder / name).is_file())
     worker = make_worker(model, model.path.name, vocabulary, tokenizer_files)
     info = worker.model_info.to_json()
     server = RpcServer(SERVICES[model.side], worker.serve, info, endpoint, security, settings.max_sessions)

@@ -47,8 +47,8 @@ class CommandSettings:
     """
 
     model: str | None = setting(
-        None, "Target model: a Hugging Face directory or hub id with safetensors files.", MODELS, "PATH|HUB_ID",
-        "the demo code model", profile=True,
+        None, "Target model: a Hugging Face directory or hub id with safetensors files, or a GGUF file.", MODELS,
+        "PATH|HUB_ID", "the demo code model", profile=True,
     )  # fmt: skip
     draft_model: str | None = setting(
         None, "Draft model: a much smaller model with the same tokenizer.", MODELS, "PATH|HUB_ID",

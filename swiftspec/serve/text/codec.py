@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -11,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from swiftspec import file_io
 from swiftspec.errors import UserError, truncated_repr
-from swiftspec.model.config_json import NO_GGUF
+from swiftspec.model.gguf.file import GgufFile, is_gguf
+from swiftspec.model.gguf.tokenizer import has_vocabulary, tokenizer_json, tokenizer_settings
 from swiftspec.model.vocabulary import Vocabulary
 from swiftspec.observe.trace_format import TokenText
 from swiftspec.serve.text.stream import REPLACEMENT_CHARACTER
@@ -49,8 +51,8 @@ def locate_model(
     name: str, revision: str | None = None, on_download: Callable[[], object] = lambda: None,
     files: Sequence[str] = HUB_FILES,
 ) -> Path:  # fmt: skip
-    """Returns the directory of a model. Downloads a hub id: safetensors, configuration and tokenizer, never code.
-    Raises UserError if `name` is neither a directory nor an available hub id.
+    """Returns the directory or the GGUF file of a model. Downloads a hub id: safetensors, configuration and tokenizer,
+    never code. Raises UserError if `name` is neither a directory, nor a GGUF file, nor an available hub id.
 
     `on_download`: called before the download of a model that the cache does not contain. `files`: patterns of the
     files to download.
@@ -58,10 +60,10 @@ def locate_model(
     path = file_io.expand_user(name)
     if file_io.is_folder(path):
         return path
+    if is_gguf(path):
+        return path
     if os.path.exists(path):  # noqa: PTH110  (pathlib raises on names too long)
-        if name.endswith(".gguf"):
-            raise UserError(f"{name}: {NO_GGUF}")
-        raise UserError(f"{name} is a file: specify the model's directory")
+        raise UserError(f"{name} is a file, but not a GGUF file: specify the model's directory")
     if not HUB_ID_PATTERN.fullmatch(name):
         raise UserError(f"{truncated_repr(name, 300)[1:-1]}: no such directory")
     from huggingface_hub import snapshot_download
@@ -120,6 +122,8 @@ class TextCodec:
             self.tokenizer = _read_tokenizer(path)
             self.vocab: dict[str, int] = self.tokenizer.get_vocab()
         except Exception as error:  # transformers and tokenizers raise anything on damaged files
+            if is_gguf(path) and isinstance(error, UserError):  # names the file
+                raise
             if not has_tokenizer(path):
                 raise UserError(f"{path}: no tokenizer; expected {' or '.join(VOCABULARY_FILES)}") from None
             raise UserError(f"{path}: the tokenizer cannot be read ({file_io.one_line(error)})") from None
@@ -282,12 +286,17 @@ class TextCodec:
 
 
 def has_tokenizer(path: Path) -> bool:
-    """Returns whether the directory of a model contains a tokenizer."""
+    """Returns whether the directory or the GGUF file of a model contains a tokenizer. Raises UserError if the GGUF file
+    is damaged."""
+    if is_gguf(path):
+        return has_vocabulary(GgufFile.read(path))
     return any((path / name).is_file() for name in VOCABULARY_FILES)
 
 
 def may_have_template(path: Path) -> bool:
     """Guesses from the files of a model whether it has a chat template, without loading the tokenizer."""
+    if is_gguf(path):
+        return True
     if any((path / name).is_file() for name in ("chat_template.jinja", "chat_template.json")):
         return True
     file = path / "tokenizer_config.json"
@@ -318,6 +327,8 @@ def _read_tokenizer(path: Path) -> PreTrainedTokenizerBase:
     from transformers.utils.logging import set_verbosity_error
 
     set_verbosity_error()
+    if is_gguf(path):
+        return _gguf_tokenizer(path)
     if (path / "tokenizer.json").is_file() and (path / "tokenizer_config.json").is_file():
         config = file_io.read_object(path / "tokenizer_config.json")
         if config.get("tokenizer_class") in FAST_TOKENIZER_CLASSES and "auto_map" not in config:
@@ -327,3 +338,25 @@ def _read_tokenizer(path: Path) -> PreTrainedTokenizerBase:
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+
+
+def _gguf_tokenizer(path: Path) -> PreTrainedTokenizerBase:
+    """Builds the tokenizer in a GGUF file. Raises UserError if there is none, or one of a kind that is not
+    supported."""
+    from tokenizers import Tokenizer
+    from transformers import PreTrainedTokenizerFast
+
+    file = GgufFile.read(path)
+    settings = tokenizer_settings(file) if has_vocabulary(file) else {}
+    return PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(tokenizer_json(file)), **settings)
+
+
+def write_tokenizer_files(path: Path, folder: Path) -> Path:
+    """Writes the tokenizer in a GGUF file to `folder` as files of a Hugging Face directory, and returns `folder`.
+    Raises UserError if there is none, or one of a kind that is not supported."""
+    file = GgufFile.read(path)
+    text = tokenizer_json(file)
+    settings = {**tokenizer_settings(file), "tokenizer_class": FAST_TOKENIZER_CLASSES[0]}
+    file_io.write_text(folder / "tokenizer.json", text)
+    file_io.write_text(folder / "tokenizer_config.json", json.dumps(settings))
+    return folder

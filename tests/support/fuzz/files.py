@@ -19,14 +19,18 @@ from swiftspec.lab.simulation import RecordedAcceptance
 from swiftspec.llm import LLM
 from swiftspec.model.checkpoint_files import open_tensors, read_config
 from swiftspec.model.fingerprint import fingerprint
+from swiftspec.model.gguf.file import GgufFile
 from swiftspec.params import SamplingParams
 from swiftspec.profiles import emulation, store
 from swiftspec.serve.model_resolution import generation_defaults
 from swiftspec.serve.settings import config_sources
 from swiftspec.serve.settings.settings import Settings
+from swiftspec.serve.text.codec import TextCodec
 from tests.support.fuzz import Target
 from tests.support.fuzz.json_text import SCALARS, damaged, mutated, texts, written
+from tests.support.gguf_files import write_gguf
 from tests.support.profiles import KEY, profile, run
+from tests.support.tiny_checkpoints import make_model
 
 ROOT = Path(__file__).resolve().parents[3]
 CONFIG: dict[str, Any] = {
@@ -131,6 +135,53 @@ def _safetensors(data: bytes, folder: Path) -> None:
     (folder / "config.json").write_bytes(written(CONFIG))
     (folder / "model.safetensors").write_bytes(data)
     decode(folder)
+
+
+@functools.cache
+def _gguf() -> tuple[bytes, int]:
+    """A GGUF file of a small model, and the length of its header."""
+    file = Path(tempfile.mkdtemp()) / "model.gguf"
+    write_gguf(file, make_model(layers=1, hidden_size=32, intermediate_size=32), lambda name: "Q4_0")
+    return file.read_bytes(), min(tensor.offset for tensor in GgufFile.read(file).tensors.values())
+
+
+EXTREMES = [0, 1, 2, 3, 7, 8, 9, 31, 33, 255, 2**31 - 1, 2**31, 2**32 - 1, 2**62, 2**63, 2**64 - 1]
+
+
+@st.composite
+def gguf_files(draw: st.DrawFn) -> bytes:
+    """A GGUF file in whose header some numbers, lengths and bytes differ, or that is cut."""
+    whole, header = _gguf()
+    data = bytearray(whole)
+    for _ in range(draw(st.integers(0, 3))):
+        at, size = draw(st.integers(0, header - 8)), draw(st.sampled_from([1, 4, 8]))
+        value = draw(st.sampled_from(EXTREMES) | st.integers(0, 2**64 - 1)) % 2 ** (8 * size)
+        data[at : at + size] = value.to_bytes(size, "little")
+    for key in draw(st.lists(st.sampled_from(GGUF_KEYS), max_size=2)):  # the value of an entry, or its type before it
+        start = data.find(key) + len(key)
+        if start >= len(key):
+            value = draw(st.sampled_from(EXTREMES))
+            at, size = draw(st.sampled_from([(start, 4), (start + 4, 4), (start + 4, 8), (start + 8, 8)]))
+            data[at : at + size] = (value % 2 ** (8 * size)).to_bytes(size, "little")
+    cut = draw(st.sampled_from([len(data), len(data), len(data), len(data) - 1, header, header // 2, 4, 0]))
+    return bytes(data[:cut])
+
+
+GGUF_KEYS = [
+    b"general.architecture", b"llama.block_count", b"llama.context_length", b"llama.embedding_length",
+    b"llama.feed_forward_length", b"llama.attention.head_count", b"llama.attention.key_length",
+    b"llama.rope.freq_base", b"llama.attention.layer_norm_rms_epsilon", b"llama.rope.dimension_count",
+    b"tokenizer.ggml.model", b"tokenizer.ggml.pre", b"tokenizer.ggml.tokens", b"tokenizer.ggml.token_type",
+    b"tokenizer.ggml.merges", b"tokenizer.ggml.bos_token_id", b"tokenizer.ggml.eos_token_id", b"token_embd.weight",
+    b"blk.0.attn_q.weight", b"blk.0.ffn_down.weight", b"output_norm.weight",
+]  # fmt: skip
+
+
+def _gguf_model(data: bytes, folder: Path) -> None:
+    file = folder / "model.gguf"
+    file.write_bytes(data)
+    decode(file)
+    TextCodec(file).encode("AB")
 
 
 def _index(text: bytes, folder: Path) -> None:
@@ -268,6 +319,7 @@ TARGETS = [
     Target("quantised config.json", texts(*QUANTISED), _quantised),
     Target("generation_config.json", texts(GENERATION), _generation),
     Target("safetensors header", safetensors(), _safetensors),
+    Target("GGUF", gguf_files(), _gguf_model, cost=2),
     Target("safetensors index", texts({"metadata": {}, "weight_map": {"model.norm.weight": "a.safetensors"}}), _index),
     Target("profile", texts(PROFILE), _profile),
     Target("report of a profile", texts(PROFILE), _report, cost=8),

@@ -1,0 +1,1 @@
+"""GGUF files: header (file.py), configuration (config.py) and tensors (tensors.py)."""

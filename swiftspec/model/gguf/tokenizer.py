@@ -1,0 +1,263 @@
+"""Tokenizer of a GGUF file: its vocabulary, merges and special tokens as a tokenizer.json.
+
+llama.cpp names the rule that splits a text before the merges (`tokenizer.ggml.pre`); src/llama-vocab.cpp of llama.cpp
+and the tokenizer.json of the models define what the names mean.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from swiftspec.errors import UserError, truncated_repr
+from swiftspec.model.gguf.file import GgufFile, GgufStrings
+
+KEY = "tokenizer.ggml."
+UNKNOWN, CONTROL, USER_DEFINED = 2, 3, 4  # kinds of tokens in `token_type`; of the others the text is ordinary
+SPACE = "\u2581"  # stands for a space in a SentencePiece vocabulary
+MAX_MERGED_CHARS = 256  # longer pieces of a SentencePiece vocabulary are not split into merges
+MAX_MERGES = 1 << 21  # several times those of a vocabulary of 262,144 pieces
+SPECIAL_NAMES = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
+TEMPLATE = "tokenizer.chat_template"
+
+CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+LLAMA3 = rf"{CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}|{REST}"
+QWEN2 = rf"{CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}|{REST}"
+TEKKEN = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+CHINESE_KOREAN = "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+"
+
+
+@dataclass(frozen=True, slots=True)
+class PreTokenizer:
+    """How a text is split before the merges.
+
+    `patterns`: regular expressions, each of which isolates its matches in the pieces of the previous one. `digits`:
+    isolate each digit first. `nfc`: normalise the text to NFC. `whole_words`: a piece that is in the vocabulary is one
+    token, whatever the merges. `bos`: whether texts begin with BOS if the metadata lack `add_bos_token`.
+    """
+
+    patterns: tuple[str, ...]
+    digits: bool = False
+    nfc: bool = False
+    whole_words: bool = False
+    bos: bool = False
+
+
+BY_DIGIT = PreTokenizer((GPT2,), digits=True)
+PRE_TOKENIZERS = {
+    "default": PreTokenizer((r"[\p{P}\$\+<=>\^~\|]+", GPT2, r"\p{N}+", "[0-9][0-9][0-9]")),
+    "gpt-2": PreTokenizer((GPT2,)),
+    "olmo": PreTokenizer((GPT2,)),
+    "llama-bpe": PreTokenizer((LLAMA3,), whole_words=True, bos=True),
+    "llama3": PreTokenizer((LLAMA3,), whole_words=True, bos=True),
+    "smaug-bpe": PreTokenizer((LLAMA3,)),
+    "dbrx": PreTokenizer((LLAMA3,)),
+    "glm4": PreTokenizer((LLAMA3,)),
+    "qwen2": PreTokenizer((QWEN2,), nfc=True),
+    "deepseek-r1-qwen": PreTokenizer((QWEN2,), nfc=True),
+    "deepseek-coder": PreTokenizer((r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", CHINESE_KOREAN, r"\p{N}")),
+    "tekken": PreTokenizer((TEKKEN,), whole_words=True, bos=True),
+    **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone"), BY_DIGIT),
+}
+
+
+def has_vocabulary(file: GgufFile) -> bool:
+    """Returns whether a file contains a tokenizer. A file without one has the kind "no_vocab" or no tokens."""
+    return f"{KEY}tokens" in file.metadata and file.metadata.get(f"{KEY}model") != "no_vocab"
+
+
+def tokenizer_json(file: GgufFile) -> str:
+    """Returns the tokenizer of a file in the format of tokenizer.json. Raises UserError if there is none, or one of a
+    kind that is not supported."""
+    try:
+        return json.dumps(_tokenizer(file))
+    except UserError as error:
+        raise UserError(f"{file.path}: {error}") from None
+
+
+def tokenizer_settings(file: GgufFile) -> dict[str, Any]:
+    """Returns the special tokens and the chat template of a file, by their names in tokenizer_config.json."""
+    tokens = _strings(file.metadata, "tokens")
+    found: dict[str, Any] = {}
+    for kind, name in SPECIAL_NAMES.items():
+        number = _token_id(file.metadata, kind, len(tokens))
+        if number is not None:
+            found[name] = tokens[number]
+    templates = {
+        key.removeprefix(f"{TEMPLATE}.") if key != TEMPLATE else "default": text
+        for key, text in file.metadata.items()
+        if (key == TEMPLATE or key.startswith(f"{TEMPLATE}.")) and isinstance(text, str) and text.strip()
+    }
+    if templates:
+        found["chat_template"] = templates["default"] if [*templates] == ["default"] else templates
+    return found
+
+
+def _tokenizer(file: GgufFile) -> dict[str, Any]:
+    if not has_vocabulary(file):
+        raise UserError("no tokenizer in the metadata")
+    metadata = file.metadata
+    tokens, kind = _strings(metadata, "tokens"), metadata.get(f"{KEY}model")
+    vocab = {token: number for number, token in enumerate(tokens)}
+    if len(vocab) != len(tokens):
+        raise UserError("damaged: the vocabulary contains a token twice")
+    types = metadata.get(f"{KEY}token_type", np.ones(len(tokens)))
+    if not isinstance(types, np.ndarray) or len(types) != len(tokens):
+        raise UserError(f"damaged: {KEY}token_type does not fit the {len(tokens)} tokens")
+    if kind == "gpt2":
+        parts, bos = _byte_level(metadata, vocab)
+    elif kind == "llama":
+        parts, bos = _sentence_piece(metadata, tokens, vocab)
+    else:
+        raise UserError(
+            f"tokenizer of kind {truncated_repr(kind)} is not supported; 'gpt2' (BPE) and 'llama' (SPM) are"
+        )
+    ends = {"add_bos_token": ("bos", bos), "add_eos_token": ("eos", False)}
+    around = {
+        name: _token_id(metadata, name, len(tokens))
+        for key, (name, usual) in ends.items()
+        if metadata.get(f"{KEY}{key}", usual) is True
+    }
+    return {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [
+            _added(number, tokens[number], special=int(types[number]) != USER_DEFINED)
+            for number in np.flatnonzero((types == CONTROL) | (types == USER_DEFINED) | (types == UNKNOWN)).tolist()
+        ],
+        "post_processor": _post_processor({name: n for name, n in around.items() if n is not None}, tokens),
+        **parts,
+    }
+
+
+def _byte_level(metadata: Mapping[str, Any], vocab: Mapping[str, int]) -> tuple[dict[str, Any], bool]:
+    """Returns the parts of tokenizer.json of a byte-level BPE, and whether texts begin with BOS by default."""
+    name = metadata.get(f"{KEY}pre", "default")
+    rule = PRE_TOKENIZERS.get(name) if isinstance(name, str) else None
+    if rule is None:
+        known = ", ".join(PRE_TOKENIZERS)
+        raise UserError(f"pre-tokenizer {truncated_repr(name)} is not supported; {known} are")
+    merges = [_split_merge(merge) for merge in _strings(metadata, "merges")]
+    steps: list[dict[str, Any]] = [{"type": "Digits", "individual_digits": True}] if rule.digits else []
+    steps += [
+        {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+        for pattern in rule.patterns
+    ]
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    parts = {
+        "normalizer": {"type": "NFC"} if rule.nfc else None,
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [*steps, byte_level]},
+        "decoder": byte_level,
+        "model": _bpe(vocab, merges, None, byte_fallback=False, ignore_merges=rule.whole_words),
+    }
+    return parts, rule.bos
+
+
+def _split_merge(merge: str) -> tuple[str, str]:
+    at = merge.find(" ", 1)
+    if at < 0:
+        raise UserError(f"damaged: merge {truncated_repr(merge)} has no second part")
+    return merge[:at], merge[at + 1 :]
+
+
+def _sentence_piece(
+    metadata: Mapping[str, Any], tokens: Sequence[str], vocab: Mapping[str, int]
+) -> tuple[dict[str, Any], bool]:
+    """Returns the parts of tokenizer.json of a SentencePiece BPE, and whether texts begin with BOS by default. The
+    pieces with the highest scores are merged first, as SentencePiece does."""
+    scores = metadata.get(f"{KEY}scores")
+    if not isinstance(scores, np.ndarray) or len(scores) != len(tokens):
+        raise UserError(f"damaged: {KEY}scores does not fit the {len(tokens)} tokens")
+    ranked: list[tuple[float, int, int, str, str]] = []
+    for piece, score in zip(tokens, scores.tolist()):
+        if 1 < len(piece) <= MAX_MERGED_CHARS:
+            for at in range(1, len(piece)):
+                left, right = piece[:at], piece[at:]
+                if left in vocab and right in vocab:
+                    ranked.append((score, len(left), len(right), left, right))
+        if len(ranked) > MAX_MERGES:
+            raise UserError(f"damaged: the vocabulary has more than {MAX_MERGES} merges")
+    ranked.sort(key=lambda merge: merge[:3], reverse=True)
+    prefix = metadata.get(f"{KEY}add_space_prefix", True) is True
+    replace_space = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}
+    replace_back = {"type": "Replace", "pattern": {"String": SPACE}, "content": " "}
+    strip = [{"type": "Strip", "content": " ", "start": 1, "stop": 0}] if prefix else []
+    number = _token_id(metadata, "unknown", len(tokens))
+    merges = [(left, right) for *_, left, right in ranked]
+    parts = {
+        "normalizer": {
+            "type": "Sequence",
+            "normalizers": [*([{"type": "Prepend", "prepend": SPACE}] if prefix else []), replace_space],
+        },
+        "pre_tokenizer": None,
+        "decoder": {
+            "type": "Sequence",
+            "decoders": [replace_back, {"type": "ByteFallback"}, {"type": "Fuse"}, *strip],
+        },
+        "model": _bpe(
+            vocab, merges, None if number is None else tokens[number], byte_fallback=True, ignore_merges=False
+        ),
+    }
+    return parts, True
+
+
+def _bpe(
+    vocab: Mapping[str, int], merges: Sequence[tuple[str, str]], unknown: str | None, *, byte_fallback: bool,
+    ignore_merges: bool,
+) -> dict[str, Any]:  # fmt: skip
+    return {
+        "type": "BPE", "dropout": None, "unk_token": unknown, "continuing_subword_prefix": None,
+        "end_of_word_suffix": None, "fuse_unk": byte_fallback, "byte_fallback": byte_fallback,
+        "ignore_merges": ignore_merges, "vocab": dict(vocab), "merges": merges,
+    }  # fmt: skip
+
+
+def _added(number: int, content: str, *, special: bool) -> dict[str, Any]:
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    return {"id": number, "content": content, **flags, "special": special}
+
+
+def _post_processor(around: Mapping[str, int], tokens: Sequence[str]) -> dict[str, Any] | None:
+    """Returns the step that puts `around`, BOS or EOS, around a text; None if there are none."""
+    if not around:
+        return None
+
+    def sequence(kind: str, index: int) -> list[dict[str, Any]]:
+        text = {"Sequence": {"id": kind, "type_id": index}}
+        before, after = (
+            [{"SpecialToken": {"id": tokens[around[name]], "type_id": index}}] if name in around else []
+            for name in ("bos", "eos")
+        )
+        return [*before, text, *after]
+
+    special = {tokens[n]: {"id": tokens[n], "ids": [n], "tokens": [tokens[n]]} for n in around.values()}
+    return {
+        "type": "TemplateProcessing",
+        "single": sequence("A", 0),
+        "pair": [*sequence("A", 0), *sequence("B", 1)],
+        "special_tokens": special,
+    }
+
+
+def _token_id(metadata: Mapping[str, Any], kind: str, count: int) -> int | None:
+    """Returns the id of the special token `kind`; None if there is none in a vocabulary of `count` tokens."""
+    number = metadata.get(f"{KEY}{kind}_token_id")
+    return number if type(number) is int and 0 <= number < count else None
+
+
+def _strings(metadata: Mapping[str, Any], name: str) -> list[str]:
+    found = metadata.get(f"{KEY}{name}")
+    if not isinstance(found, GgufStrings):
+        raise UserError(f"damaged: {KEY}{name} is not a list of strings")
+    return found.decode()

@@ -1,0 +1,164 @@
+"""Tokenizers of GGUF files: the ids of the original tokenizer, special tokens and chat templates."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from gguf import GGUFWriter, TokenType
+from tokenizers import Regex, Tokenizer, decoders, normalizers, pre_tokenizers
+from tokenizers.models import BPE
+from tokenizers.trainers import BpeTrainer
+
+from swiftspec.errors import UserError
+from swiftspec.model.gguf.file import GgufFile
+from swiftspec.model.gguf.tokenizer import PRE_TOKENIZERS, SPACE, has_vocabulary, tokenizer_json, tokenizer_settings
+from swiftspec.serve.text.codec import TextCodec, has_tokenizer
+
+TEXTS = [
+    "Hello world! It's 12345 things, don't you think?", "def f(x):\n    return x + 1\n\n\n", "  two  spaces\t\ttabs ",
+    "Gr\u00f6\u00dfe \u6771\u4eac \U0001f600 1a2b", "HELLO'S we'Ll", "", " ", "\r\n", "a\u0301",
+]  # fmt: skip
+LLAMA3_SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)  # as in the tokenizer.json of Llama 3
+SPLITS: dict[str, list[Any]] = {
+    "gpt-2": [pre_tokenizers.ByteLevel(add_prefix_space=False)],
+    "smollm": [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)],
+    "llama-bpe": [
+        pre_tokenizers.Split(Regex(LLAMA3_SPLIT), "isolated"),
+        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+    ],
+}
+
+
+def byte_level(name: str) -> Tokenizer:
+    """A tokenizer trained on TEXTS, as its model's tokenizer.json has it."""
+    made = Tokenizer(BPE(ignore_merges=name == "llama-bpe"))
+    made.pre_tokenizer = pre_tokenizers.Sequence(SPLITS[name])
+    made.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    special = ["<s>", "</s>", "<unk>"]
+    made.train_from_iterator(TEXTS * 4, BpeTrainer(vocab_size=400, special_tokens=special, initial_alphabet=alphabet))
+    return made
+
+
+def write(path: Path, made: Tokenizer, pre: str | None, **metadata: Any) -> Path:
+    """A GGUF file with the vocabulary of a tokenizer, and nothing else."""
+    data = json.loads(made.to_str())
+    vocab: dict[str, int] = data["model"]["vocab"]
+    tokens = sorted(vocab, key=lambda token: vocab[token])
+    writer = GGUFWriter(path, "llama")
+    writer.add_tokenizer_model("gpt2" if pre is not None else "llama")
+    if pre is not None:
+        writer.add_tokenizer_pre(pre)
+        writer.add_token_merges([" ".join(merge) for merge in data["model"]["merges"]])
+    writer.add_token_list(tokens)
+    writer.add_token_types([TokenType.CONTROL if n < 3 else TokenType.NORMAL for n in range(len(tokens))])
+    writer.add_bos_token_id(0)
+    writer.add_eos_token_id(1)
+    for name, value in metadata.items():
+        getattr(writer, name)(value)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+@pytest.mark.parametrize("name", SPLITS)
+def test_the_ids_are_those_of_the_original(tmp_path: Path, name: str) -> None:
+    original = byte_level(name)
+    ours = TextCodec(write(tmp_path / "a.gguf", original, name, add_add_bos_token=False))
+    assert ours.vocab == original.get_vocab()
+    for text in TEXTS:
+        ids = ours.encode(text)
+        assert ids == original.encode(text).ids and ours.decode(ids) == text
+    assert ours.encode("<s>A</s>") == [0, *original.encode("A").ids, 1] and ours.special == {0, 1, 2}
+
+
+def test_bos_and_eos(tmp_path: Path) -> None:
+    original = byte_level("gpt-2")
+    plain = original.encode("Hello").ids
+    cases: list[tuple[str, dict[str, Any], list[int]]] = [
+        ("gpt-2", {}, plain),
+        (
+            "llama3",
+            {},
+            [0, *TextCodec(write(tmp_path / "b.gguf", original, "llama3", add_add_bos_token=False)).encode("Hello")],
+        ),
+        ("gpt-2", {"add_add_bos_token": True, "add_add_eos_token": True}, [0, *plain, 1]),
+    ]
+    for pre, metadata, want in cases:
+        codec = TextCodec(write(tmp_path / "a.gguf", original, pre, **metadata))
+        assert codec.encode("Hello") == want
+        assert codec.encode("Hello", add_special_tokens=False)[0] != 0
+
+
+def sentence_piece() -> tuple[Tokenizer, list[float]]:
+    """A tokenizer like Llama 2's, and the scores of its tokens."""
+    made = Tokenizer(BPE(unk_token="<unk>", fuse_unk=True, byte_fallback=True))
+    made.normalizer = normalizers.Sequence([normalizers.Prepend(SPACE), normalizers.Replace(" ", SPACE)])
+    steps = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    made.decoder = decoders.Sequence(steps)
+    data = [f"<0x{byte:02X}>" for byte in range(256)]
+    trainer = BpeTrainer(vocab_size=400, special_tokens=["<s>", "</s>", "<unk>", *data], limit_alphabet=60)
+    made.train_from_iterator([text.replace(" ", SPACE) for text in TEXTS * 4], trainer)
+    saved = json.loads(made.to_str())
+    saved["added_tokens"] = saved["added_tokens"][:3]  # bytes are ordinary tokens of the vocabulary
+    made = Tokenizer.from_str(json.dumps(saved))
+    merged = {"".join(merge): -float(rank) for rank, merge in enumerate(saved["model"]["merges"], 1)}
+    vocab: dict[str, int] = saved["model"]["vocab"]
+    return made, [merged.get(token, -1000.0) for token in sorted(vocab, key=lambda token: vocab[token])]
+
+
+def test_a_sentence_piece_vocabulary(tmp_path: Path) -> None:
+    original, scores = sentence_piece()
+    path = write(tmp_path / "a.gguf", original, None, add_token_scores=scores, add_unk_token_id=2)
+    ours = TextCodec(path)
+    for text in TEXTS:
+        ids = ours.encode(text)
+        assert ids == [0, *original.encode(text).ids] and ours.decode(ids) == text
+    assert len(ours.byte_tokens) == 256
+
+
+def test_special_tokens_and_templates(tmp_path: Path) -> None:
+    one = {"add_chat_template": "{{ messages[0].content }}", "add_unk_token_id": 2, "add_pad_token_id": 9999}
+    file = GgufFile.read(write(tmp_path / "a.gguf", byte_level("gpt-2"), "gpt-2", **one))
+    template = "{{ messages[0].content }}"
+    assert tokenizer_settings(file) == {
+        "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "chat_template": template}  # fmt: skip
+    several = [{"name": "default", "template": "a"}, {"name": "tool_use", "template": "b"}]
+    path = write(tmp_path / "b.gguf", byte_level("gpt-2"), "gpt-2", add_chat_template=several)
+    codec = TextCodec(path)
+    assert codec.template_source() == "a" and codec.template_source([{}]) == "b"
+    assert codec.tokenizer_info()["tokenizer_class"] and has_tokenizer(path)
+
+
+def test_what_is_not_supported_gets_one_line(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.gguf", byte_level("gpt-2"), "gpt-2")
+    good = GgufFile.read(path)
+    key = "tokenizer.ggml."
+    tokens = good.metadata[f"{key}tokens"]
+    cases: list[tuple[dict[str, object], str]] = [
+        ({f"{key}model": "bert"}, "tokenizer of kind 'bert' is not supported"),
+        ({f"{key}model": 3}, "tokenizer of kind 3"),
+        ({f"{key}pre": "klingon"}, "pre-tokenizer 'klingon' is not supported; default, gpt-2"),
+        ({f"{key}pre": np.ones(2)}, "pre-tokenizer array"),
+        ({f"{key}token_type": np.ones(3)}, "token_type does not fit"),
+        ({f"{key}merges": 5}, "merges is not a list of strings"),
+        ({f"{key}merges": type(tokens)(b"\1\0\0\0\0\0\0\0a", 1)}, "merge 'a' has no second part"),
+        ({f"{key}tokens": type(tokens)(b"\1\0\0\0\0\0\0\0a" * 2, 2)}, "contains a token twice"),
+        ({f"{key}model": "llama"}, "scores does not fit"),
+        ({f"{key}model": "no_vocab"}, "no tokenizer in the metadata"),
+    ]
+    for change, words in cases:
+        with pytest.raises(UserError) as caught:
+            tokenizer_json(GgufFile(path, {**good.metadata, **change}, {}))
+        assert words in str(caught.value) and str(caught.value).startswith(f"{path}: "), words
+    assert not has_vocabulary(GgufFile(path, {}, {}))
+    assert {"smollm", "qwen2", "llama-bpe"} <= {*PRE_TOKENIZERS}

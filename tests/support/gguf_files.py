@@ -1,0 +1,125 @@
+"""Tiny GGUF files of random models, and what they contain."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import torch
+from gguf import GGMLQuantizationType, GGUFWriter, TokenType
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from swiftspec.model.formats.blocks import BLOCK_TYPES, BlockType
+from swiftspec.model.gguf.config import GGUF_ARCHITECTURES, GGUF_NAMES
+from swiftspec.model.tensor_names import HF_NAMES
+
+HALVES = {"Q4_0": (0,), "Q4_1": (0, 2), "Q8_0": (0,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}  # byte positions
+SHAPE: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 256, "num_attention_heads": 4}  # whole super-blocks
+LETTERS = [chr(code) for code in range(33, 97)]  # 64 tokens
+
+
+def random_blocks(kind: BlockType, rows: int, columns: int, noise: np.random.Generator) -> np.ndarray:
+    """Rows of blocks [rows, bytes] uint8 with random codes, whose values are about as large as those of a model."""
+    raw = noise.integers(0, 256, (rows, kind.row_bytes(columns)), dtype=np.uint8)
+    blocks = raw.reshape(rows, -1, kind.bytes)
+    size = 2.0 / columns**0.5 / 2 ** (kind.bits - 1) / (40 if kind.name.endswith("_K") else 1)
+    for at in HALVES[kind.name]:
+        values = (size * noise.standard_normal(blocks.shape[:2])).astype(np.float16)
+        blocks[..., at : at + 2] = values[..., None].view(np.uint8)
+    return raw
+
+
+def gguf_name(name: str) -> str:
+    """The name in a GGUF file of a tensor of a Hugging Face checkpoint."""
+    ours = {getattr(HF_NAMES, part): getattr(GGUF_NAMES, part) for part in HF_NAMES.__dataclass_fields__}
+    module, kind = name.rsplit(".", 1)
+    if not module.startswith(f"{HF_NAMES.layers}."):
+        return f"{ours[module]}.{kind}"
+    index, _, rest = module.removeprefix(f"{HF_NAMES.layers}.").partition(".")
+    return f"{GGUF_NAMES.layer(int(index))}.{ours[rest]}.{kind}"
+
+
+def rotated_pairs(rows: int, heads: int) -> Tensor:
+    """The order in which a GGUF file of a Llama has the rows of queries or keys."""
+    return torch.arange(rows).view(heads, 2, -1).transpose(1, 2).flatten()
+
+
+def write_gguf(
+    path: Path,
+    model: PreTrainedModel,
+    type_of: Callable[[str], str] = lambda name: "F32",
+    metadata: Callable[[GGUFWriter], object] = lambda writer: None,
+) -> dict[str, Tensor]:
+    """Writes a model with matrices of the types that `type_of` gives for their names in Hugging Face; those in blocks
+    get random values. Returns the values in float32, as a Hugging Face checkpoint has them."""
+    config, values = model.config, {}
+    family = {one.family: name for name, one in GGUF_ARCHITECTURES.items()}[type(model).__name__]
+    heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
+    noise, writer = np.random.default_rng(0), GGUFWriter(path, family)
+    add_shape(writer, config)
+    add_vocabulary(writer, config.vocab_size)
+    metadata(writer)
+    for name, tensor in model.state_dict().items():
+        if name == "lm_head.weight" and config.tie_word_embeddings:
+            continue
+        module, value = name.split(".")[-2], tensor.float()
+        order = None
+        if GGUF_ARCHITECTURES[family].rotates_pairs and module in heads:
+            order = rotated_pairs(len(value), heads[module])
+            value = value[order]
+        kind = type_of(name) if value.ndim == 2 else "F32"
+        enum = GGMLQuantizationType[kind]
+        if kind in BLOCK_TYPES:
+            raw = random_blocks(BLOCK_TYPES[kind], len(value), value.shape[1], noise)
+        else:
+            raw = gguf.quantize(value.numpy(), enum)
+        stored = torch.from_numpy(np.array(gguf.dequantize(raw, enum)))
+        values[name] = stored if order is None else torch.empty_like(stored).index_copy_(0, order, stored)
+        writer.add_tensor(gguf_name(name), raw, raw_dtype=enum)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return values
+
+
+def write_twin(folder: Path, model: PreTrainedModel, values: Mapping[str, Tensor]) -> Path:
+    """Writes a Hugging Face checkpoint in float32 with the values of a GGUF file."""
+    folder.mkdir()
+    model.config.save_pretrained(folder)
+    save_file({name: value.contiguous() for name, value in values.items()}, folder / "model.safetensors")
+    return folder
+
+
+def add_shape(writer: GGUFWriter, config: Any) -> None:
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_key_length(config.head_dim)
+    writer.add_value_length(config.head_dim)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_dimension_count(config.head_dim)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+
+
+def add_vocabulary(writer: GGUFWriter, size: int) -> None:
+    """A byte-level vocabulary of single characters and one merge, with <s> and </s> as tokens 1 and 2."""
+    tokens = [*LETTERS[:size]]
+    tokens[1], tokens[2], tokens[-1] = "<s>", "</s>", "AB"
+    types = [TokenType.NORMAL] * len(tokens)
+    types[1] = types[2] = TokenType.CONTROL
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    writer.add_token_list(tokens)
+    writer.add_token_types(types)
+    writer.add_token_merges(["A B"])
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
