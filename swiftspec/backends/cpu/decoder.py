@@ -114,8 +114,10 @@ def _kind_args(
 ) -> tuple[Tensor, Tensor, int | None, float | None, float | None, Tensor | None, int, int, Tensor | None]:
     """Returns the arguments of one kind of attention; see `_C.Decoder`."""
     options, whole = kind.options, kind.options.projection_norm
-    sizes = (0, 0, None) if whole is None else (whole.q_size, whole.k_size, whole.counted)
-    return kind.cos, kind.sin, options.window, options.scale, options.softcap, options.query_scale, *sizes
+    q_size, k_size, counted = (0, 0, None) if whole is None else (whole.q_size, whole.k_size, whole.counted)
+    return (
+        kind.cos, kind.sin, options.window, options.scale, options.softcap, options.query_scale, q_size, k_size, counted,
+    )  # fmt: skip
 
 
 def _weight(norm: Any) -> Tensor | None:
