@@ -116,7 +116,8 @@ def _kind_args(
     options, whole = kind.options, kind.options.projection_norm
     q_size, k_size, counted = (0, 0, None) if whole is None else (whole.q_size, whole.k_size, whole.counted)
     return (
-        kind.cos, kind.sin, options.window, options.scale, options.softcap, options.query_scale, q_size, k_size, counted,
+        kind.cos, kind.sin, options.window, options.scale, options.softcap, options.query_scale, q_size, k_size,
+        counted,
     )  # fmt: skip
 
 
