@@ -13,7 +13,7 @@ from torch import Tensor
 from swiftspec import _C
 from swiftspec.backends.cpu.shm import ShmCollectives
 from swiftspec.model.batch import ForwardOutput
-from swiftspec.model.packed_model import KVTensors, PackedModel
+from swiftspec.model.packed_model import KVTensors, PackedAttention, PackedModel
 
 if TYPE_CHECKING:
     from swiftspec.config import NativeRoundParams
@@ -44,18 +44,7 @@ class HostDecoder:
             )
             for layer in stack.layers
         ]  # fmt: skip
-        kinds = [
-            (
-                kind.cos,
-                kind.sin,
-                each.window,
-                each.scale,
-                each.softcap,
-                each.query_scale,
-                *((0, 0, None) if (norm := each.projection_norm) is None else (norm.q_size, norm.k_size, norm.counted)),
-            )
-            for kind, each in ((kind, kind.options) for kind in stack.attention)
-        ]
+        kinds = [_kind_args(kind) for kind in stack.attention]
         self._native = _C.Decoder(
             stack.embedding, stack.embedding_multiplier, kinds, stack.norm.weight, stack.norm.eps, stack.head.native,
             stack.logit_multiplier, stack.logit_softcap, layers, stack.attention[0].num_heads,
@@ -118,6 +107,18 @@ class HostDecoder:
             return output
         place = order.argsort()
         return ForwardOutput(*(None if rows is None else rows[place] for rows in output))
+
+
+def _kind_args(
+    kind: PackedAttention,
+) -> tuple[Tensor, Tensor, int | None, float | None, float | None, Tensor | None, int, int, Tensor | None]:
+    """Returns the arguments of one kind of attention; see `_C.Decoder`."""
+    options, whole = kind.options, kind.options.projection_norm
+    q_size, k_size, counted = (0, 0, None) if whole is None else (whole.q_size, whole.k_size, whole.counted)
+    return (
+        kind.cos, kind.sin, options.window, options.scale, options.softcap, options.query_scale, q_size, k_size,
+        counted,
+    )  # fmt: skip
 
 
 def _weight(norm: Any) -> Tensor | None:
