@@ -65,7 +65,7 @@ struct Linear {
       for (uint8_t& zero : zeros) zero = dice() % 16;
     }
     weights = {format, data.data(), codes > 1 ? scales.data() : nullptr, swiftspec::host::ScaleType::f32,
-               codes == 8 ? zeros.data() : nullptr, floats(bias), k, n, codes > 1 ? group : 0, int8_activations};
+               codes == 8 ? zeros.data() : nullptr, nullptr, nullptr, nullptr, nullptr, floats(bias), k, n, codes > 1 ? group : 0, int8_activations};
   }
 
   std::vector<uint8_t> run() const {
