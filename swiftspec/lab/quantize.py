@@ -29,6 +29,7 @@ from swiftspec.errors import UserError
 from swiftspec.model.checkpoint_files import Progress, Tensors, open_tensors, read_config
 from swiftspec.model.config import ModelConfig
 from swiftspec.model.formats.int4 import AWQ_ORDER, GROUP_SIZES, pack_int4
+from swiftspec.model.gguf.file import is_gguf
 
 SHARD_BYTES = 1 << 30  # size above which a file of the result ends; the tensors of one file are in memory
 CHUNK_OUTPUTS = 1024  # outputs of a matrix that are rounded at a time, because intermediates are float32
@@ -166,6 +167,8 @@ def quantize(model: Path, out: Path, group: int, on_tensor: Progress | None = No
     if config.quantization:
         method = str(config.quantization.get("quant_method"))
         raise UserError(f"{model} is quantised already ({method[:40]}): use the dense checkpoint that it was made from")
+    if is_gguf(model):
+        raise UserError(f"{model} is a GGUF file: use the safetensors checkpoint that it was made from")
     _check_free(out)
     draft = out.with_name(f".{out.name}.{os.getpid()}")
     try:
@@ -198,6 +201,7 @@ def _write(
 ) -> tuple[int, int, int]:
     writer, matrices = ShardWriter(folder), 0
     tensors = open_tensors(model, on_tensor)
+    assert isinstance(tensors, Tensors)
     before = sum(size for size, *_ in tensors.facts.values())
     for written, quantised in quantized_tensors(tensors, config, group):
         writer.add(written)

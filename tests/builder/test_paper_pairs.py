@@ -155,11 +155,13 @@ def test_shards_cover_the_model(name: str, folder: Path) -> None:
     mixer, inner = model.spec.layer.mixer, model.spec.layer.mlp.intermediate_size
     for size in SIZES:
         shards = [Shard.of(model, rank, size) for rank in range(size)]
-        assert len({(shard.num_heads, shard.kv_heads, shard.head_rows) for shard in shards}) == 1
-        assert covered((shard.o for shard in shards), mixer.q_size)
-        assert covered((shard.qkv for shard in shards), mixer.q_size + 2 * mixer.kv_size)
-        assert covered((shard.down for shard in shards), inner)
-        assert covered((shard.gate_up for shard in shards), 2 * inner)
+        layers = [shard.layers[0] for shard in shards]
+        assert len({(layer.num_heads, layer.kv_heads) for layer in layers}) == 1
+        assert len({shard.head_rows for shard in shards}) == 1
+        assert covered((layer.o for layer in layers), mixer.q_size)
+        assert covered((layer.qkv for layer in layers), mixer.q_size + 2 * mixer.kv_size)
+        assert covered((layer.down for layer in layers), inner)
+        assert covered((layer.gate_up for layer in layers), 2 * inner)
         assert covered((shard.vocab for shard in shards), model.spec.vocab_size)
 
 

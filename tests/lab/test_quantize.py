@@ -18,7 +18,8 @@ from swiftspec.lab.quantize import AwqMatrix
 from swiftspec.llm import LLM
 from swiftspec.model.formats.awq import from_awq
 from swiftspec.params import SamplingParams
-from tests.support.tiny_checkpoints import make_checkpoint
+from tests.support.gguf_files import write_gguf
+from tests.support.tiny_checkpoints import make_checkpoint, make_model
 
 ROOT = Path(__file__).resolve().parents[2]
 GREEDY = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
@@ -147,8 +148,10 @@ def test_what_cannot_be_quantised_takes_one_line(
     save_file(weights, bad / "model.safetensors", metadata={"format": "pt"})
     (tmp_path / "file").write_text("x")
     awq, out = ROOT / "tests" / "data" / "awq_gemm_tiny", tmp_path / "out"
+    write_gguf(tmp_path / "model.gguf", make_model(hidden_size=64, intermediate_size=64, layers=1))
     cases: list[tuple[Any, Any, str, int]] = [
         (awq, out, "is quantised already (awq)", 1),
+        (tmp_path / "model.gguf", out, "is a GGUF file: use the safetensors checkpoint that it was made from", 1),
         (tmp_path / "none", out, "no such directory", 1),
         (model, tmp_path / "narrow", "exists already: choose a new directory", 1),
         (model, tmp_path / "file" / "out", "cannot be written", 1),

@@ -23,6 +23,7 @@ import pytest
 from swiftspec.builder.load_options import WorkerAddress as Named
 from swiftspec.distributed.transport.grpc.endpoint import RpcSecurity
 from swiftspec.errors import UserError
+from swiftspec.model.vocabulary import Vocabulary
 from swiftspec.params import SamplingParams
 from swiftspec.serve.__main__ import main
 from swiftspec.serve.cli.worker import run_worker
@@ -192,8 +193,9 @@ def test_a_worker_that_cannot_listen_shuts_down_its_other_ranks(monkeypatch: pyt
     left: list[str] = []
     rank = SimpleNamespace(leave=lambda: left.append("home"))
     model = SimpleNamespace(side="draft", path=Path("model"), rank=rank)
+    codec = SimpleNamespace(vocabulary=Vocabulary("model", "", {0: "a"}, {}))
     worker = SimpleNamespace(serve=None, model_info=SimpleNamespace(to_json=lambda: "{}"))
-    monkeypatch.setattr("swiftspec.serve.cli.worker._load", lambda *args: (model, SimpleNamespace(digest=b"")))
+    monkeypatch.setattr("swiftspec.serve.cli.worker._load", lambda *args: (model, codec))
     monkeypatch.setattr("swiftspec.builder.worker_model.make_worker", lambda *args: worker)
     with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(UserError, match="cannot listen"):
         run_worker("draft", Settings(listen=f"127.0.0.1:{taken.getsockname()[1]}"), lambda: None)

@@ -163,6 +163,8 @@ def _rope_scaling(file: GgufFile, own: Mapping[str, Any], data: Mapping[str, Any
     kind = own.get("rope.scaling.type")
     if kind is None or (isinstance(kind, str) and kind == "none"):
         return {}
+    if kind != "linear":
+        raise UserError(f"RoPE type {truncated_repr(kind)} is not supported in GGUF files; none and linear are")
     return {"rope_type": kind, "factor": own.get("rope.scaling.factor", 1.0)}
 
 

@@ -131,7 +131,7 @@ def test_a_restarted_draft_group_is_admitted() -> None:
     members = RankTable(lambda now: states.append([f"{m.role} {m.state} {m.restarts}" for m in now]))
     members.update(RankInfo(rank, "target" if rank == 0 else "draft", 100 + rank, "up", 0) for rank in range(2))
     links = Connections()
-    back = DraftGroupRecovery(world(page, 0, 0, 2), PLAN, FACTS, 40, members, links).reconnector
+    back = DraftGroupRecovery(world(page, 0, 0, 2), PLAN, FACTS, (40,), members, links).reconnector
 
     def leader(incarnation: int, loads: bool) -> None:
         job = rejoin(world(page, 1, incarnation, 2)).next_engine()

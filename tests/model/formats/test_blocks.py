@@ -105,7 +105,7 @@ def test_the_native_product(kind: BlockType, rounded: bool) -> None:
     assert (own is not None) == rounded
     for source in (weight, weight.unpacked()):
         packed, out = pack(source, torch.float32, "cpu"), torch.empty(5, ROWS + 7)
-        _C.linear(packed.native, x, None, 0.0, None, out, False)
+        _C.linear(packed.native, x, None, 0.0, None, out, "none", 1.0, 0.0)
         if own is None:
             torch.testing.assert_close(out, dense, rtol=1e-5, atol=1e-5)
         else:

@@ -60,8 +60,8 @@ def test_the_native_product(dtype: torch.dtype, minima: bool) -> None:
     want = F.linear(x.float(), weight.dequantize(torch.float32), torch.ones(ROWS))
     for rows in range(1, 7):
         out, alone = x.new_empty(rows, ROWS), x.new_empty(1, ROWS)
-        _C.linear(packed.native, x[:rows], None, 0.0, None, out, False)
-        _C.linear(packed.native, x[rows - 1 : rows], None, 0.0, None, alone, False)
+        _C.linear(packed.native, x[:rows], None, 0.0, None, out, "none", 1.0, 0.0)
+        _C.linear(packed.native, x[rows - 1 : rows], None, 0.0, None, alone, "none", 1.0, 0.0)
         torch.testing.assert_close(out.float(), want[:rows], rtol=1e-2 if dtype == torch.bfloat16 else 1e-4, atol=1e-3)
         assert torch.equal(out[rows - 1 :], alone)
 

@@ -67,7 +67,7 @@ def test_two_ranks(tmp_path: Path, kind: str) -> None:
 
     def work(group: ThreadGroup) -> Tensor:
         model = load_model(path, dtype=torch.float32, ops=reference, max_positions=64, group=group)
-        kv = KVCache(1, model.stack.kv_heads, 64, 32, reference.make_slot_mover, dtype=torch.float32)
+        kv = KVCache(1, model.kv_heads, 64, 32, reference.make_slot_mover, dtype=torch.float32)
         found = model.forward(chain(TOKENS), ModelCache(kv)).logits
         assert found is not None
         return found
