@@ -371,3 +371,17 @@ def test_threads_change_nothing() -> None:
     finally:
         host.set_threads(1)
     assert host.threads() == 1 and same()
+
+
+@pytest.mark.parametrize("softcap", [None, 2.0])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_masked_outputs_stay_impossible_under_a_soft_cap(level: str, dtype: torch.dtype, softcap: float | None) -> None:
+    draw = torch.Generator().manual_seed(0)
+    weight, x = torch.randn(40, 64, generator=draw).to(dtype), torch.randn(3, 64, generator=draw).to(dtype)
+    for ops in (host, reference):
+        head, norm = ops.pack(DenseWeight(weight), dtype, "cpu"), ops.pack_norm(torch.ones(64), 1e-6, dtype, "cpu")
+        plain = ops.norm_head(x, norm, head, 1.0, softcap)
+        masked = ops.norm_head(x, norm, ops.mask_outputs(head, [3, 39], "cpu"), 1.0, softcap)
+        assert (masked[:, [3, 39]] == -torch.inf).all() and plain.isfinite().all()
+        kept = [column for column in range(40) if column not in (3, 39)]
+        assert torch.equal(masked[:, kept], plain[:, kept])
