@@ -18,7 +18,7 @@ from swiftspec.sampling.noise import PositionNoise
 from swiftspec.serve.cli.arguments import PRECEDENCE, add_run_flags
 from swiftspec.serve.settings.flags import FLAGS, GROUPS, Flag
 from swiftspec.serve.settings.settings import env_name, flag_name
-from tools import execution_paths, python_reference
+from tools import execution_paths, operator_support, python_reference
 
 ROOT = Path(__file__).resolve().parent.parent
 FLAGS_HEAD = f"""\
@@ -135,7 +135,13 @@ def _code(text: str) -> str:
     return f"`{text}`"
 
 
+def operators_page() -> str:
+    """Returns the page on operators: which of them run which model family."""
+    return operator_support.PAGE + table(operator_support.HEAD, operator_support.rows())
+
+
 PAGES: dict[str, Callable[[], str]] = {
+    "docs/operators.md": operators_page,
     "docs/reference/flags.md": flags_page,
     "docs/paths.md": paths_page,
     "docs/reference/python.md": python_reference.page,

@@ -82,6 +82,11 @@ def check_supported(spec: ModelSpec, dtype: torch.dtype, device: torch.device | 
         raise UserError(f"the CPU operators need a CPU, not {device}")
     if level() == "none":
         raise UserError("the CPU operators need a CPU with AVX2")
+    check_spec(spec, dtype)
+
+
+def check_spec(spec: ModelSpec, dtype: torch.dtype) -> None:
+    """Raises UserError if these operators cannot run the model on any CPU, because of its dtype or its layers."""
     if dtype not in (torch.bfloat16, torch.float32):
         raise UserError(f"the CPU operators compute in bfloat16 or float32, not {str(dtype).removeprefix('torch.')}")
     for head_dim in (layer.mixer.head_dim for layer in spec.layers):

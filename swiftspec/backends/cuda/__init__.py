@@ -87,6 +87,11 @@ def check_supported(spec: ModelSpec, dtype: torch.dtype, device: torch.device | 
     """Raises UserError if these operators cannot run the model because of its dtype, its layers, the build, or the
     GPU."""
     require_usable(device)
+    check_spec(spec, dtype)
+
+
+def check_spec(spec: ModelSpec, dtype: torch.dtype) -> None:
+    """Raises UserError if these operators cannot run the model on any GPU, because of its dtype or its layers."""
     if dtype != torch.bfloat16:
         raise UserError(f"the CUDA operators compute in bfloat16, not {str(dtype).removeprefix('torch.')}")
     for mixer in dict.fromkeys(layer.mixer for layer in spec.layers):
