@@ -70,7 +70,8 @@ def grown_pair(shapes: list[str], seed: int = 0) -> Iterator[tuple[list[Path], L
         def load(path: Path, /, **options: Any) -> Transformer:
             if options.pop("group") is not None:
                 raise UserError("a width-expanded model needs one rank, or to be written to disk first")
-            del options["progress"], options["quantization"], options["packed_cache"], options["hidden_layers"]
+            for name in ("progress", "quantization", "packed_cache", "hidden_layers", "vocab_rows"):
+                del options[name]
             sizes = read_shape(str(path / "config.json"))
             return load_grown(smalls[path], sizes, "int4", seed=seed, **options)
 

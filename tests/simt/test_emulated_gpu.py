@@ -75,7 +75,7 @@ def module(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
     return functools.cache(lambda arch: build(COMPILER, folder, arch))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_signal_ends_an_endless_kernel(module: Callable[[int], Path]) -> None:
     """For example the signal of pytest's timeout; the emulated GPU remains usable."""
     command = [sys.executable, "-c", SPIN, str(module(HOPPER))]
@@ -101,7 +101,7 @@ def run_tests(
 @pytest.mark.parametrize(
     ("arch", "only", "which", "cases"),
     [
-        pytest.param(HOPPER, DIFFERENT, "", "few", marks=pytest.mark.slow),
+        pytest.param(HOPPER, DIFFERENT, "", "few", marks=pytest.mark.long),
         pytest.param(AMPERE, MOST, SHORT, "few", marks=pytest.mark.long),
         pytest.param(HOPPER, None, "", "more", marks=pytest.mark.long),
         pytest.param(AMPERE, DIFFERENT, "", "more", marks=pytest.mark.long),

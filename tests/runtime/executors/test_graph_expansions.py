@@ -136,9 +136,8 @@ def test_rounds_equal_those_that_synchronise_with_the_host(
     host, ours, capture = drafters(checkpoint, plan)
     calls = expansions(ours)
     same_rounds(host, ours, sampling, 64)
-    plain = sampling.repetition_penalty == 1 and sampling.top_p == 1
-    assert (ours.executor.name == "graph") == bool(grown(ours)) == plain and capture.captures > 0
-    if plain and mode == "serial":
+    assert ours.executor.name == "graph" and grown(ours) and capture.captures > 0
+    if mode == "serial":
         assert "tree_batch" not in calls[:10], "after the root no expansion has the host"
 
 
