@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
@@ -102,48 +103,38 @@ def _serve(
 
     `vocabulary`: that of the tokenizer.
     """
-    folder = TemporaryDirectory(prefix="swiftspec-") if is_gguf(model.path) else None
-    try:
-        files = model.path if folder is None else write_tokenizer_files(model.path, Path(folder.name))
-        _serve_files(model, files, vocabulary, endpoint, security, settings, phases)
-    finally:
-        if folder is not None:
-            folder.cleanup()
-
-
-def _serve_files(
-    model: WorkerModel,
-    folder: Path,
-    vocabulary: VocabularyIdentity,
-    endpoint: Endpoint,
-    security: RpcSecurity,
-    settings: Settings,
-    phases: StartupProgress,
-) -> None:
-    """Serves clients, which receive the tokenizer's files in `folder`; see `_serve`."""
     from swiftspec.builder.worker_model import make_worker
     from swiftspec.distributed.transport.grpc.endpoint import SERVICES, Endpoint
     from swiftspec.distributed.transport.grpc.server import RpcServer
 
-    tokenizer_files = tuple(folder / name for name in TOKENIZER_FILES if (folder / name).is_file())
-    worker = make_worker(model, model.path.name, vocabulary, tokenizer_files)
-    info = worker.model_info.to_json()
-    server = RpcServer(SERVICES[model.side], worker.serve, info, endpoint, security, settings.max_sessions)
-    phases.ready()
-    address = Endpoint(endpoint.host, server.port)
-    print(f"swiftspec: {model.side} worker listening on {address}", file=sys.stderr, flush=True)
-    group = None if model.rank is None else model.rank.worker_group
-    stop_queue = SimpleQueue[int]()  # its `put` is reentrant, so that a signal handler may call it
-    with GracefulStop(stop_queue.put):
-        if group is None:
-            server.run(stop_queue, worker.sweep)
-        else:
-            group.on_lost(lambda why: stop_queue.put(0))
-            server.run(stop_queue, partial(worker.sweep, partial(group.check_followers, 0.0)))
-            worker.run_if_idle(group.check_followers)  # SIGTERM may come from a launcher that has lost a rank
-        server.stop(settings.drain_timeout if group is None or group.broken is None else 0.0)
-    if group is not None and group.broken is not None:
-        raise RankLost(group.broken)
+    with _tokenizer_files(model.path) as files:
+        worker = make_worker(model, model.path.name, vocabulary, files)
+        info = worker.model_info.to_json()
+        server = RpcServer(SERVICES[model.side], worker.serve, info, endpoint, security, settings.max_sessions)
+        phases.ready()
+        address = Endpoint(endpoint.host, server.port)
+        print(f"swiftspec: {model.side} worker listening on {address}", file=sys.stderr, flush=True)
+        group = None if model.rank is None else model.rank.worker_group
+        stop_queue = SimpleQueue[int]()  # its `put` is reentrant, so that a signal handler may call it
+        with GracefulStop(stop_queue.put):
+            if group is None:
+                server.run(stop_queue, worker.sweep)
+            else:
+                group.on_lost(lambda why: stop_queue.put(0))
+                server.run(stop_queue, partial(worker.sweep, partial(group.check_followers, 0.0)))
+                worker.run_if_idle(group.check_followers)  # SIGTERM may come from a launcher that has lost a rank
+            server.stop(settings.drain_timeout if group is None or group.broken is None else 0.0)
+        if group is not None and group.broken is not None:
+            raise RankLost(group.broken)
+
+
+@contextmanager
+def _tokenizer_files(model: Path) -> Iterator[tuple[Path, ...]]:
+    """Returns a context manager with the files of the tokenizer, which clients receive; those of a GGUF file are
+    temporary ones."""
+    with TemporaryDirectory(prefix="swiftspec-") as temporary:
+        folder = write_tokenizer_files(model, Path(temporary)) if is_gguf(model) else model
+        yield tuple(folder / name for name in TOKENIZER_FILES if (folder / name).is_file())
 
 
 def _load(

@@ -65,7 +65,8 @@ def locate_model(
     if os.path.exists(path):  # noqa: PTH110  (pathlib raises on names too long)
         raise UserError(f"{name} is a file, but not a GGUF file: specify the model's directory")
     if not HUB_ID_PATTERN.fullmatch(name):
-        raise UserError(f"{truncated_repr(name, 300)[1:-1]}: no such directory")
+        kind = "file" if name.endswith(".gguf") else "directory"
+        raise UserError(f"{truncated_repr(name, 300)[1:-1]}: no such {kind}")
     from huggingface_hub import snapshot_download
     from huggingface_hub.utils.logging import set_verbosity_error
 
