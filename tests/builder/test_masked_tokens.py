@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -26,7 +26,7 @@ from swiftspec.model.transformer import Transformer
 from swiftspec.model.vocabulary import VocabularyIdentity
 from swiftspec.params import SamplingParams
 from swiftspec.runtime.verifier import Verifier
-from tests.support.roles import drafter_of, replace_roles, restrict_executors, scheduler_of, verifier_of
+from tests.support.roles import drafter_of, replace_roles, restrict_executors, scheduler_of, tree_of, verifier_of
 from tests.support.thread_group import on_ranks
 from tests.support.tiny_checkpoints import chain, make_checkpoint
 from tests.support.workers import client_on_workers, started
@@ -62,8 +62,8 @@ class ProposalLog:
 
 
 def options(dtype: torch.dtype, ops: Any, **more: Any) -> LoadOptions:
-    made: LoadOptions = {"dtype": dtype, "ops": ops, "vocab_size": VOCAB, "max_model_len": 128, "device": "cpu"}
-    return {**made, **more}  # type: ignore[typeddict-item]
+    made = {"dtype": dtype, "ops": ops, "vocab_size": VOCAB, "max_model_len": 128, "device": "cpu", **more}
+    return cast("LoadOptions", made)
 
 
 @pytest.mark.parametrize(
@@ -81,8 +81,8 @@ def test_masked_tokens_are_never_proposed(
     model: Path, dtype: torch.dtype, ops: Any, plan: dict[str, Any], sampling: SamplingParams
 ) -> None:
     llm = LLM(model, model, EngineConfig(draft_steps=2, **plan), **options(dtype, ops, masked_tokens=MASKED))
-    log = ProposalLog(verifier_of(llm))
-    replace_roles(llm, verifier=log)  # type: ignore[arg-type]
+    log: Any = ProposalLog(verifier_of(llm))
+    replace_roles(llm, verifier=log)
     result = llm.generate(PROMPT, sampling)
     assert len({*log.tokens}) > 8 and not {*log.tokens} & {*MASKED} and max(log.tokens) < VOCAB
     assert {*result.token_ids} & {*MASKED}, "the target draws them nevertheless"
@@ -194,8 +194,8 @@ def test_a_worker_masks_what_its_client_needs(model: Path, worker: Any, mode: st
     address = replace(worker.client_address(), vocabulary=target)
     llm = LLM(model, None, config, **options(torch.float64, "reference", draft_worker=address, note=lines.append))
     try:
-        log = ProposalLog(llm.roles.inner_roles.verifier)  # type: ignore[union-attr]
-        replace_roles(llm, verifier=log)  # type: ignore[arg-type]
+        log: Any = ProposalLog(tree_of(llm).verifier)
+        replace_roles(llm, verifier=log)
         for seed in range(3):
             sampling = SamplingParams(max_tokens=24, seed=seed, ignore_eos=True, logit_bias={10: 4.0, 20: 4.0})
             text = llm.generate(PROMPT, sampling).token_ids

@@ -70,7 +70,8 @@ def test_the_layout_is_that_of_autoawq() -> None:
         stored[f"{name}.qweight"].shape,
         stored[f"{name}.qzeros"].shape,
     )
-    theirs = from_awq(*(stored[f"{name}.{part}"] for part in ("qweight", "qzeros", "scales")), 128)  # type: ignore[arg-type]
+    qweight, qzeros, scales = (stored[f"{name}.{part}"] for part in ("qweight", "qzeros", "scales"))
+    theirs = from_awq(qweight, qzeros, scales, 128)
     ours = from_awq(again.qweight, again.qzeros, again.scales, 128)
     step = again.scales.float().amax()
     assert (ours.dequantize(torch.float32) - theirs.dequantize(torch.float32)).abs().max() <= step
@@ -114,8 +115,8 @@ def test_the_result_loads_and_decodes(
     values = {name: tensors[name].float() for name in kept}
     for name in dense.keys() - kept:
         module = name.removesuffix(".weight")
-        parts = [tensors[f"{module}.{part}"] for part in ("qweight", "qzeros", "scales")]
-        values[name] = from_awq(*parts, 128).dequantize(torch.float32)  # type: ignore[arg-type]
+        qweight, qzeros, scales = (tensors[f"{module}.{part}"] for part in ("qweight", "qzeros", "scales"))
+        values[name] = from_awq(qweight, qzeros, scales, 128).dequantize(torch.float32)
     save_file(values, expanded / "model.safetensors", metadata={"format": "pt"})
     del config["quantization_config"]
     (expanded / "config.json").write_text(json.dumps({**config, "dtype": "float32"}))
