@@ -31,6 +31,7 @@ LAB_MODULES = {  # modules with the `main` of the sub-commands that serve nothin
     "doctor": "swiftspec.lab.doctor",
 }
 USAGE_EXIT_CODE = 2
+INTERRUPT_EXIT_CODE = 130
 
 
 def help_page() -> str:
@@ -79,7 +80,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run_subcommand(name: str, argv: Sequence[str]) -> int:
     """Imports and runs a sub-command. Returns its exit code."""
     if name in LAB_MODULES:
-        return import_module(LAB_MODULES[name]).main(argv, prog=f"swiftspec {name}")
+        try:
+            module = import_module(LAB_MODULES[name])
+        except KeyboardInterrupt:  # torch takes a second to import; later the command handles the signal
+            return INTERRUPT_EXIT_CODE
+        return module.main(argv, prog=f"swiftspec {name}")
     from swiftspec.serve.__main__ import main as serve_main
 
     if name in ("worker", "replay"):

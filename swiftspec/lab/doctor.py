@@ -130,8 +130,8 @@ def _cpu_findings() -> Iterator[Finding]:
     load = os.getloadavg()[0]
     if load > usable / 2:
         yield Finding(
-            "everything", f"other processes keep {load:.1f} of {usable} CPUs busy (1-minute load)",
-            "stop them, since ranks and threads wait for each other",
+            "everything", f"the load average of the last minute is {load:.1f} with {usable} CPUs",
+            "stop other processes, since ranks and threads wait for each other",
         )  # fmt: skip
 
 

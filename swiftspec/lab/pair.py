@@ -20,6 +20,7 @@ from swiftspec.lab.predict import Row, demo_acceptance, modelled_step_times, pre
 from swiftspec.lab.simulation import RecordedAcceptance
 from swiftspec.model.checkpoint_files import open_tensors, read_config
 from swiftspec.model.config import ModelConfig
+from swiftspec.model.gguf.file import is_gguf
 from swiftspec.model.vocabulary import Vocabulary, describe_masked
 from swiftspec.serve.text.codec import TOKENIZER_FILES, TextCodec, has_tokenizer, locate_model
 
@@ -71,8 +72,11 @@ def cached_models() -> Iterator[LocalModel]:
 
 
 def models_in(folder: Path) -> Iterator[LocalModel]:
-    """Yields the model of a directory, or those of its sub-directories. Raises UserError if there is none, or if it
-    cannot be read."""
+    """Yields the model of a directory or GGUF file, or the GGUF files and the models of the sub-directories of a
+    directory. Raises UserError if there is none, or if it cannot be read."""
+    if is_gguf(folder):
+        yield LocalModel(str(folder), folder)
+        return
     if not file_io.is_folder(folder):
         raise UserError(f"{folder}: no such directory")
     if file_io.is_file(folder / "config.json"):
@@ -82,7 +86,7 @@ def models_in(folder: Path) -> Iterator[LocalModel]:
         inside = sorted(folder.iterdir())[:MAX_MODEL_FOLDERS]
     except OSError as error:
         raise UserError(f"{folder} cannot be read: {error.strerror}") from None
-    found = [each for each in inside if file_io.is_file(each / "config.json")]
+    found = [each for each in inside if file_io.is_file(each / "config.json") or is_gguf(each)]
     if not found:
         raise UserError(f"{folder}: no model, and no directories with models")
     yield from (LocalModel(str(each), each) for each in found)
@@ -118,7 +122,7 @@ class PairFinder:
             open_tensors(model.path)
             note = self._check_tokenizer(model, config)
         except UserError as error:
-            return RefusedDraft(model, str(error).removeprefix(f"{model.path}: "))
+            return RefusedDraft(model, str(error).replace(f"{model.path}/", "").removeprefix(f"{model.path}: "))
         best, plain = self._predict(config)
         return PairedDraft(model, count, best, plain, note)
 
@@ -192,8 +196,8 @@ def _run(argv: Sequence[str], prog: str) -> int:
     parser = CommandParser(prog, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("target", metavar="TARGET", help="directory or hub id; its weights are not needed")
     parser.add_argument(
-        "folders", metavar="DIRECTORY", nargs="*", type=file_io.expand_user,
-        help="further models, or directories that contain models",
+        "folders", metavar="PATH", nargs="*", default=[], type=file_io.expand_user,
+        help="further models, also GGUF files, or directories that contain models",
     )  # fmt: skip
     parser.add_argument(
         "--hardware", metavar="GPUxN",

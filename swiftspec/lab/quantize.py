@@ -125,7 +125,8 @@ def quantized_tensors(tensors: Tensors, config: ModelConfig, group: int) -> Iter
     Raises UserError if a matrix cannot be divided into groups, or contains a weight that int4 cannot represent.
     """
     shapes = tensors.shapes()
-    matrices = {name: shape for name, shape in sorted(shapes.items()) if _is_matrix(name, shape, config)}
+    layers = config.names.found_in(tensors).layers
+    matrices = {name: shape for name, shape in sorted(shapes.items()) if _is_matrix(name, shape, layers)}
     _check_shapes(matrices, group)
     for name, shape in shapes.items():
         tensor = tensors.take(name, *shape)
@@ -139,9 +140,10 @@ def quantized_tensors(tensors: Tensors, config: ModelConfig, group: int) -> Iter
             yield {name: (tensor.half() if wide else tensor).contiguous()}, False
 
 
-def _is_matrix(name: str, shape: Sequence[int], config: ModelConfig) -> bool:
-    """Returns whether a tensor is the matrix of a linear layer of the decoder's layers."""
-    return name.startswith(f"{config.names.layers}.") and name.endswith(".weight") and len(shape) == 2
+def _is_matrix(name: str, shape: Sequence[int], layers: str) -> bool:
+    """Returns whether a tensor is the matrix of a linear layer of the decoder's layers, which have the prefix
+    `layers`."""
+    return name.startswith(f"{layers}.") and name.endswith(".weight") and len(shape) == 2
 
 
 def _check_shapes(matrices: dict[str, list[int]], group: int) -> None:
@@ -163,12 +165,12 @@ def quantize(model: Path, out: Path, group: int, on_tensor: Progress | None = No
     `on_tensor`: called before each tensor, as `checkpoint_files.Progress`. Raises UserError if the model cannot be
     quantised or `out` cannot be written; `out` then does not exist.
     """
-    config = read_config(model)
+    config, out = read_config(model), out.resolve()
+    if is_gguf(model):
+        raise UserError(f"{model} is a GGUF file: use the safetensors checkpoint that it was made from")
     if config.quantization:
         method = str(config.quantization.get("quant_method"))
         raise UserError(f"{model} is quantised already ({method[:40]}): use the dense checkpoint that it was made from")
-    if is_gguf(model):
-        raise UserError(f"{model} is a GGUF file: use the safetensors checkpoint that it was made from")
     _check_free(out)
     draft = out.with_name(f".{out.name}.{os.getpid()}")
     try:
@@ -217,9 +219,11 @@ def _write(
 def _quantized_config(model: Path, group: int) -> dict[str, Any]:
     """Returns the config.json of the result."""
     config = file_io.read_object(model / "config.json")
-    for name in ("torch_dtype", "dtype"):  # of transformers 4 and 5
-        if config.get(name) in ("float32", "float64"):
-            config[name] = "float16"
+    text = config.get("text_config")  # of a multimodal checkpoint
+    for fields in (config, text if isinstance(text, dict) else {}):
+        for name in ("torch_dtype", "dtype"):  # of transformers 4 and 5
+            if fields.get(name) in ("float32", "float64"):
+                fields[name] = "float16"
     if "torch_dtype" not in config and "dtype" not in config:
         config["torch_dtype"] = "float16"
     kind = {"quant_method": "awq", "version": "gemm", "bits": 4, "group_size": group, "zero_point": True}

@@ -115,8 +115,8 @@ class Checkpoint:
         rotated = mixer.num_heads + mixer.num_kv_heads
         first = torch.arange(rotated).unsqueeze(1) * mixer.head_dim
         values = torch.arange(rotated * mixer.head_dim, mixer.q_size + 2 * mixer.kv_size)
-        if mixer.rope.interleaved and not isinstance(qkv, DenseWeight):
-            # the rows that a quantised format packs together are not neighbours in the new order
+        if not isinstance(qkv, DenseWeight) and not _keeps_eights(order):
+            # int4 formats pack eight rows, which are not neighbours in the new order
             qkv = DenseWeight(qkv.dequantize(torch.float32), qkv.bias)
         return qkv.outputs(torch.cat(((first + order).flatten(), values)))
 
@@ -154,6 +154,14 @@ class Checkpoint:
         if self.layout is None or (f"{module}.weight" in self.tensors and not scaled):
             return DenseWeight(self.tensors.take(f"{module}.weight", rows, columns), shift)
         return self.layout.linear(self.tensors, module, rows, columns, shift)
+
+
+def _keeps_eights(order: Tensor) -> bool:
+    """Returns whether an order consists of runs of eight consecutive numbers that start at a multiple of eight."""
+    if len(order) % 8:
+        return False
+    runs = order.view(-1, 8)
+    return bool((runs[:, :1] % 8 == 0).all() and (runs == runs[:, :1] + torch.arange(8)).all())
 
 
 def _rope_order(mixer: AttentionSpec) -> Tensor | None:

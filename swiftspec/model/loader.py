@@ -92,8 +92,6 @@ def load_model(
     if packed_cache is not None:
         share = [0, 1] if shard is None else [shard.rank, shard.size]
         facts = {"files": tensors.facts, "config": repr(config), "dtype": str(kind), "share": share}
-        if spec.tie_word_embeddings and f"{names.head}.weight" in tensors:
-            facts["head"] = "checkpoint"  # an entry without this fact may contain the embedding as the head
         facts |= {} if cache_dtype is None else {"cache": str(cache_dtype)}
         entry = packed_cache.entry({**facts, "quantization": repr(quantization)})
 

@@ -73,8 +73,7 @@ class LocalDrafter:
 
     def _draft_params(self, start: RequestStart) -> SamplingParams:
         """Returns the sampling parameters of the draft. Children that are ranked and not sampled need neither filters
-        nor penalties: the verification applies both, and without them the draft is faster by more than the few accepted
-        tokens that they add."""
+        nor penalties: the verification applies both, and without them the draft runs on faster executors."""
         if self._children.sampled:
             return start.sampling
         return replace(

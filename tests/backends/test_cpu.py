@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -23,12 +25,15 @@ from swiftspec.errors import UserError
 from swiftspec.llm import LLM
 from swiftspec.model.batch import Batch
 from swiftspec.model.config_json import parse_config
+from swiftspec.model.formats.blocks import BLOCK_TYPES, BlockWeight
 from swiftspec.model.formats.int4 import Int4Weight, pack_int4
+from swiftspec.model.formats.int8 import Int8Weight
 from swiftspec.model.loader import load_model
 from swiftspec.model.packed_model import PLAIN_ATTENTION, AttentionOptions, PackedMlp
 from swiftspec.model.weights import DenseWeight
 from swiftspec.params import SamplingParams
 from tests.support.cases import fast_first
+from tests.support.gguf_files import random_blocks
 from tests.support.roles import drafter_of
 from tests.support.tiny_checkpoints import make_checkpoint
 
@@ -373,15 +378,29 @@ def test_threads_change_nothing() -> None:
     assert host.threads() == 1 and same()
 
 
-@pytest.mark.parametrize("softcap", [None, 2.0])
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_masked_outputs_stay_impossible_under_a_soft_cap(level: str, dtype: torch.dtype, softcap: float | None) -> None:
+def lm_heads() -> dict[str, Any]:
+    """A matrix [48, 256] in each format that an LM head can have."""
     draw = torch.Generator().manual_seed(0)
-    weight, x = torch.randn(40, 64, generator=draw).to(dtype), torch.randn(3, 64, generator=draw).to(dtype)
+    codes = torch.randint(-128, 128, (48, 256), generator=draw).to(torch.int8)
+    scales, minima = torch.rand(2, 48, 16, generator=draw) / 100
+    dense = torch.randn(48, 256, generator=draw)
+    ordered = replace(Int4Weight.of(dense, 32), permutation=torch.randperm(256, generator=draw))
+    noise = np.random.default_rng(0)
+    blocks = {
+        name: BlockWeight(torch.from_numpy(random_blocks(kind, 48, 256, noise)), kind)
+        for name, kind in BLOCK_TYPES.items()
+    }
+    return {"dense": DenseWeight(dense), "int8": Int8Weight(codes, scales, None, minima), "int4": ordered, **blocks}
+
+
+@pytest.mark.parametrize("softcap", [None, 2.0])
+@pytest.mark.parametrize("name", lm_heads())
+def test_masked_outputs_are_impossible_and_the_others_keep_their_bits(name: str, softcap: float | None) -> None:
+    x = torch.randn(3, 256, generator=torch.Generator().manual_seed(1))
     for ops in (host, reference):
-        head, norm = ops.pack(DenseWeight(weight), dtype, "cpu"), ops.pack_norm(torch.ones(64), 1e-6, dtype, "cpu")
+        head, norm = ops.pack(lm_heads()[name], F32, "cpu"), ops.pack_norm(torch.ones(256), 1e-6, F32, "cpu")
         plain = ops.norm_head(x, norm, head, 1.0, softcap)
         masked = ops.norm_head(x, norm, ops.mask_outputs(head, [3, 39], "cpu"), 1.0, softcap)
         assert (masked[:, [3, 39]] == -torch.inf).all() and plain.isfinite().all()
-        kept = [column for column in range(40) if column not in (3, 39)]
+        kept = [column for column in range(48) if column not in (3, 39)]
         assert torch.equal(masked[:, kept], plain[:, kept])

@@ -25,6 +25,7 @@ from swiftspec.backends.cpu import packed_weight_cache as caches
 from swiftspec.backends.cpu import packed_weight_file
 from swiftspec.backends.cpu.packed_weight_cache import BackgroundWriter, CacheEntry, PackedWeightCache, WriterStopped
 from swiftspec.backends.cpu.packed_weight_file import PackedUnit
+from swiftspec.backends.cpu.packing import OPTIONAL_TENSORS
 from swiftspec.builder import model_pair
 from swiftspec.config import EngineConfig
 from swiftspec.errors import UserError
@@ -65,7 +66,7 @@ def tensors(model: Transformer) -> list[Tensor]:
     layers = [(layer.qkv, layer.o, layer.mlp.gate_up, layer.mlp.down) for layer in stack.layers]
     matrices = [stack.head, *(matrix for layer in layers for matrix in layer)]
     norms = [norm.weight for layer in stack.layers for norm in (layer.input_norm, layer.mlp_norm)]
-    names = ("data", *caches.PACKED_PARTS)
+    names = ("data", *OPTIONAL_TENSORS)
     parts = [getattr(matrix, name) for matrix in matrices for name in names]
     return [stack.embedding, *norms, *(part for part in parts if part is not None)]
 

@@ -62,7 +62,7 @@ def patched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, **values: Any) -> l
         ({"level": "none"}, "plain torch runs; use a CPU with AVX2"),
         ({"level": "avx2"}, "level avx2, below AVX-512 BF16; use 4-bit weights"),
         ({"quota": 2.5}, "may use 2.5 CPUs, but 8 cores are visible; pass --threads 2"),
-        ({"load": 6.0}, "other processes keep 6.0 of 8 CPUs busy"),
+        ({"load": 6.0}, "the load average of the last minute is 6.0 with 8 CPUs"),
         ({"memory": MemorySizes(int(64e9), int(1e9), None)}, "only 1.0 GB of memory are available"),
         ({"memory": MemorySizes(int(64e9), int(60e9), int(1.5e9))}, "only 1.5 GB of memory are available"),
         ({"shm": Path("/nonexistent")}, "several ranks: /nonexistent does not exist"),

@@ -13,8 +13,10 @@ from swiftspec.__main__ import main
 from swiftspec.lab import pair
 from swiftspec.lab.latency_model import GPUS, constants
 from swiftspec.lab.machine import PredictedMachine
-from swiftspec.lab.pair import LocalModel, PairedDraft, PairFinder, RefusedDraft, parameters
+from swiftspec.lab.pair import LocalModel, PairedDraft, PairFinder, RefusedDraft, models_in, parameters
 from swiftspec.model.checkpoint_files import read_config
+from tests.support.gguf_files import write_gguf
+from tests.support.tiny_checkpoints import make_model
 from tests.support.toy_pair import (
     byte_fallback_tokenizer,
     byte_level_tokenizer,
@@ -102,6 +104,13 @@ def test_the_command(
     assert "the latency model does not know this GPU" in out and "toy/good" in out and "tok/s: predicted" not in out
     assert main(["pair", str(models / "target"), str(models / "good"), "--hardware", "h100x1"]) == 0
     assert "predicted for h100x1" in capsys.readouterr().out
+
+
+def test_gguf_files_are_models(tmp_path: Path) -> None:
+    """By their name, and in a directory."""
+    write_gguf(tmp_path / "small.gguf", make_model(hidden_size=64, intermediate_size=64, layers=1))
+    found = [[model.path for model in models_in(path)] for path in (tmp_path / "small.gguf", tmp_path)]
+    assert found == [[tmp_path / "small.gguf"]] * 2
 
 
 def test_no_model_can_draft(

@@ -10,16 +10,20 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from swiftspec.__main__ import main
-from swiftspec.backends import cpu
+from swiftspec.backends import cpu, reference
+from swiftspec.cache.kv import KVCache
+from swiftspec.cache.model_cache import ModelCache
 from swiftspec.lab import quantize
 from swiftspec.lab.quantize import AwqMatrix
 from swiftspec.llm import LLM
 from swiftspec.model.formats.awq import from_awq
+from swiftspec.model.loader import load_model
 from swiftspec.params import SamplingParams
 from tests.support.gguf_files import write_gguf
-from tests.support.tiny_checkpoints import make_checkpoint, make_model
+from tests.support.tiny_checkpoints import chain, make_checkpoint, make_model
 
 ROOT = Path(__file__).resolve().parents[2]
 GREEDY = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
@@ -138,6 +142,33 @@ def test_wide_weights_become_float16(tmp_path: Path) -> None:
     assert config["quantization_config"]["group_size"] == 64
 
 
+def test_the_result_may_be_an_empty_directory(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also the current one, and the target of a symbolic link."""
+    for name in ("here", "there"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "there")
+    monkeypatch.chdir(tmp_path / "here")
+    for out in (Path(), tmp_path / "link"):
+        quantize.quantize(model, out, 128)
+    assert all((tmp_path / name / "config.json").is_file() for name in ("here", "there"))
+
+
+def test_a_partial_rope_that_separates_eights(tmp_path: Path) -> None:
+    """24 of the 32 elements of a head are rotated, so rows that int4 packs together do not stay neighbours."""
+    rope = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.75}
+    shape = {"hidden_size": 128, "intermediate_size": 128, "num_attention_heads": 4, "head_dim": 32, "layers": 1}
+    make_checkpoint(tmp_path / "model", family="phi3", rope=rope, **shape)
+    quantize.quantize(tmp_path / "model", tmp_path / "out", 32)
+    found: list[Tensor] = []
+    for name in ("model", "out"):
+        model = load_model(tmp_path / name, dtype=torch.float32, ops=reference, max_positions=32)
+        kv = KVCache(1, model.kv_heads, 32, 16, reference.make_slot_mover, dtype=torch.float32)
+        logits = model.forward(chain([*range(9)]), ModelCache(kv)).logits
+        assert logits is not None
+        found.append(logits)
+    assert torch.cosine_similarity(*found, dim=-1).mean() > 0.9
+
+
 def test_what_cannot_be_quantised_takes_one_line(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -160,6 +191,8 @@ def test_what_cannot_be_quantised_takes_one_line(
         (bad, out, "model.layers.0.mlp.up_proj.weight cannot be quantised: a weight is not finite", 1),
         (model, "", "the following arguments are required: OUT", 2),
     ]
+    (tmp_path / "link").symlink_to(tmp_path / "narrow")
+    cases.append((model, tmp_path / "link", "exists already: choose a new directory", 1))
     for source, target, words, code in cases:
         capsys.readouterr()
         assert main(["quantize", str(source), *([str(target)] if target else [])]) == code, words

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from swiftspec.backends.cpu import packed_weight_file
 from swiftspec.backends.cpu.packed_weight_file import PackedUnit
-from swiftspec.backends.cpu.packing import PackedLinear
+from swiftspec.backends.cpu.packing import OPTIONAL_TENSORS, PackedLinear
 from swiftspec.model.packed_model import PackedAttention, PackedLayer, PackedModel
 from swiftspec.model.weights import LayerWeights, ModelWeights, Weight
 
@@ -36,8 +36,7 @@ MIN_FREE_BYTES = 1 << 30  # left free on the disk
 STALE_TEMP_FILE_S = 3600.0  # after this age an incomplete file counts as abandoned
 MATRICES = ("qkv", "o", "gate_up", "down")
 NORMS = ("input_norm", "mlp_norm", "mixer_output_norm", "mlp_output_norm")
-OPTIONAL_TENSORS = ("q_norm", "k_norm", "v_norm", "output_scale")
-PACKED_PARTS = ("scales", "zeros", "bias", "minima", "order", "super_scales", "super_minima")  # optional tensors
+OPTIONAL_WEIGHTS = ("q_norm", "k_norm", "v_norm", "output_scale")
 T = TypeVar("T")
 
 
@@ -177,7 +176,7 @@ def _name(index: int) -> str:
 
 
 def _layer_of(unit: PackedUnit) -> LayerWeights:
-    fields: dict[str, Any] = {name: unit.tensors.get(name) for name in (*NORMS, *OPTIONAL_TENSORS)}
+    fields: dict[str, Any] = {name: unit.tensors.get(name) for name in (*NORMS, *OPTIONAL_WEIGHTS)}
     fields |= {name: _packed(unit, name) for name in MATRICES}
     return LayerWeights(**fields)
 
@@ -186,7 +185,7 @@ def _unit_of(layer: PackedLayer, attention: PackedAttention) -> PackedUnit:
     norms = {name: norm.weight for name in NORMS if (norm := getattr(layer, name)) is not None}
     if layer.qk_norm is not None:
         queries, rest = layer.qk_norm.weight[: attention.num_heads], layer.qk_norm.weight[attention.num_heads :]
-        norms |= dict(zip(OPTIONAL_TENSORS, (queries, *rest.split(attention.kv_heads)), strict=False))
+        norms |= dict(zip(OPTIONAL_WEIGHTS, (queries, *rest.split(attention.kv_heads)), strict=False))
     if layer.output_scale is not None:
         norms["output_scale"] = layer.output_scale
     unit = _unit(qkv=layer.qkv, o=layer.o, gate_up=layer.mlp.gate_up, down=layer.mlp.down)
@@ -197,11 +196,7 @@ def _unit(**matrices: PackedLinear) -> PackedUnit:
     tensors: dict[str, Tensor] = {}
     metadata: dict[str, Any] = {}
     for name, matrix in matrices.items():
-        parts = {
-            "data": matrix.data, "scales": matrix.scales, "zeros": matrix.zeros, "bias": matrix.bias,
-            "minima": matrix.minima, "order": matrix.order, "super_scales": matrix.super_scales,
-            "super_minima": matrix.super_minima,
-        }  # fmt: skip
+        parts = {"data": matrix.data, **matrix.optional_tensors()}
         tensors |= {f"{name}.{part}": tensor for part, tensor in parts.items() if tensor is not None}
         metadata[name] = {"inputs": matrix.inputs, "outputs": matrix.outputs, "rounds": matrix.int8_activations}
     return PackedUnit(tensors, metadata)
@@ -209,10 +204,10 @@ def _unit(**matrices: PackedLinear) -> PackedUnit:
 
 def _packed(unit: PackedUnit, name: str) -> Weight:
     """Returns the matrix `name` of a unit as a `PackedLinear`, which `pack` returns unchanged."""
-    tensors = (unit.tensors.get(f"{name}.{part}") for part in PACKED_PARTS)
+    tensors = {part: unit.tensors.get(f"{name}.{part}") for part in OPTIONAL_TENSORS}
     shape = unit.metadata[name]
     packed = PackedLinear.create(
-        shape["inputs"], shape["outputs"], shape["rounds"], unit.tensors[f"{name}.data"], *tensors
+        shape["inputs"], shape["outputs"], shape["rounds"], unit.tensors[f"{name}.data"], **tensors
     )
     return cast(Weight, packed)
 

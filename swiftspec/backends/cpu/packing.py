@@ -16,6 +16,7 @@ from swiftspec.model.weights import DenseWeight, Weight
 BLOCK_OUTPUTS = 16
 MAX_GROUP = 128  # inputs per scale
 SUPER_INPUTS = 256  # inputs per super-scale
+OPTIONAL_TENSORS = ("scales", "zeros", "bias", "minima", "order", "super_scales", "super_minima")  # of PackedLinear
 STRIP_ROWS = 4096  # rows of a dense matrix converted at a time if its dtype or layout differs
 
 
@@ -122,9 +123,9 @@ class PackedLinear:
             super_minima,
         )  # fmt: skip
 
-    def tensors(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Returns data, scales and zero points."""
-        return self.data, self.scales, self.zeros
+    def optional_tensors(self) -> dict[str, Tensor | None]:
+        """Returns all tensors but `data`, as the arguments of `create`."""
+        return {name: getattr(self, name) for name in OPTIONAL_TENSORS}
 
 
 def pack(weight: Weight | PackedLinear, dtype: torch.dtype, device: torch.device | str) -> PackedLinear:
@@ -156,7 +157,8 @@ def mask_outputs(packed: PackedLinear, outputs: Sequence[int], device: torch.dev
     """Returns a projection with the same weights whose `outputs` are -inf. Used for the LM head of a draft."""
     bias = torch.zeros(packed.outputs, device=device) if packed.bias is None else packed.bias.clone()
     bias[list(outputs)] = -torch.inf
-    return PackedLinear.create(packed.inputs, packed.outputs, packed.int8_activations, *packed.tensors(), bias)
+    tensors = packed.optional_tensors() | {"bias": bias}
+    return PackedLinear.create(packed.inputs, packed.outputs, packed.int8_activations, packed.data, **tensors)
 
 
 def _blocks(outputs: int) -> int:

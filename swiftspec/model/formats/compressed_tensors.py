@@ -126,7 +126,7 @@ class CompressedTensors:
         codes = (packed.view(torch.uint8) ^ 128).view(torch.int8)
         found = tensors.shape_of(f"{module}.weight_scale")
         count = found[1] if len(found) == 2 and found[1] > 0 and columns % found[1] == 0 else 1
-        scales = tensors.take(f"{module}.weight_scale", rows, count)
+        scales = tensors.take(f"{module}.weight_scale", rows, count).float()
         _check_shape(tensors, module, rows, columns)
         return codes, scales, columns // count
 

@@ -160,6 +160,8 @@ def _rope_scaling(file: GgufFile, own: Mapping[str, Any], data: Mapping[str, Any
         raise UserError(f"RoPE of {rotated:.0f} of {width:.0f} dimensions of a head is not supported")
     if ROPE_FREQS in file.tensors:
         return _llama3_rope(file, theta or DEFAULT_THETA, width)
+    if _number(own.get("rope.scale_linear")) not in (0, 1):  # of old files
+        raise UserError(f"rope.scale_linear {truncated_repr(own['rope.scale_linear'])} is not supported")
     kind = own.get("rope.scaling.type")
     if kind is None or (isinstance(kind, str) and kind == "none"):
         return {}

@@ -142,6 +142,7 @@ def test_the_rope_of_llama_3(tmp_path: Path) -> None:
         ("llama.expert_count", 8, "llama.expert_count 8 is not supported"),
         ("llama.rope.dimension_count", 16, "RoPE of 16 of 64 dimensions"),
         ("llama.rope.scaling.type", "yarn", "RoPE type 'yarn'"),
+        ("llama.rope.scale_linear", 0.5, "rope.scale_linear 0.5 is not supported"),
         ("split.count", 3, "merge them"),
         ("llama.block_count", "two", "num_hidden_layers must be a whole number"),
     ],

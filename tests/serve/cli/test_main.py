@@ -164,3 +164,11 @@ def test_the_module_is_the_same_command() -> None:
         [sys.executable, "-m", "swiftspec", "--help"], cwd=ROOT, capture_output=True, text=True, check=True
     )
     assert done.stdout == swiftspec_main.help_page() + "\n"
+
+
+def test_an_interrupt_while_a_command_is_imported_ends_it_quietly(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(name: str) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(swiftspec_main, "import_module", interrupted)
+    assert main(["doctor"]) == 130

@@ -93,7 +93,8 @@ class EngineClient(Protocol):
 
     def stream_frames(self, *requests: EngineRequest) -> AsyncGenerator[tuple[int, RequestFrame], bool | None]:
         """Yields the frames of the requests of one caller, each with the index of its request; `DoneFrame` is the last
-        one of a request. The first frame follows after the time in the queue.
+        one of a request, and its `metrics` include `queue_time_ms`. The first frame follows after the time in the
+        queue.
 
         The requests enter the queue together, all or none, and run concurrently as far as the engine supports it,
         otherwise one after the other. They count as one request for the queue's limits and do not replace one another.

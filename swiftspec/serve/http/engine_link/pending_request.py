@@ -27,7 +27,8 @@ class PendingRequest:
         self.num_tokens = 0  # tokens received from the engine
         self.has_output = False  # the caller has received a frame
         self.retried = False  # the engine was lost during an earlier attempt
-        self.queue_time_s = 0.0  # in the queue, until its last start
+        self.waiting_since = group.time()  # when it entered the queue, or entered it again after a loss
+        self.queue_time_s = 0.0  # in the queue, over all attempts
         self.stats: Stats | None = None  # of a request that an engine in this process has completed
 
 
@@ -41,11 +42,10 @@ class PendingGroup:
 
     def __init__(self, requests: Sequence[EngineRequest], timeout_s: float | None) -> None:
         """`timeout_s`: seconds that the group may wait for the start of its first request; None: no limit."""
-        self.members = [PendingRequest(self, index, request) for index, request in enumerate(requests)]
         self.finished = False  # failed, or closed by its caller
         self._updates: deque[tuple[PendingRequest, RequestFrame] | Exception] = deque()  # an exception ends the group
         self._changed = LoopEvent()  # set when `_updates` or `deadline` changes
-        self._queued_at = self._changed.time()
+        self.members = [PendingRequest(self, index, request) for index, request in enumerate(requests)]
         self.wait(timeout_s)
 
     def wait(self, timeout_s: float | None) -> None:
@@ -56,14 +56,18 @@ class PendingGroup:
     def start(self, member: PendingRequest, timeout_s: float | None) -> None:
         """Marks a request as running. The first start in a group begins the time limit of `timeout_s` seconds, which
         covers all members, including those that still wait."""
-        member.queue_time_s = self._changed.time() - self._queued_at
+        member.queue_time_s += self.time() - member.waiting_since
         if not self.started:
             self.started = True
             self._set_deadline(timeout_s)
 
     def _set_deadline(self, timeout_s: float | None) -> None:
-        self.deadline = None if timeout_s is None else self._changed.time() + timeout_s
+        self.deadline = None if timeout_s is None else self.time() + timeout_s
         self._changed.set()
+
+    def time(self) -> float:
+        """Returns the time of the event loop's clock, in seconds. Thread-safe."""
+        return self._changed.time()
 
     @property
     def num_tokens(self) -> int:
@@ -90,7 +94,7 @@ class PendingGroup:
 
     def reset_for_retry(self, member: PendingRequest) -> None:
         """Discards the unread frames of an attempt that was lost with the engine."""
-        member.retried, member.num_tokens, member.attempt = True, 0, 0
+        member.retried, member.num_tokens, member.attempt, member.waiting_since = True, 0, 0, self.time()
         self._updates = deque(
             update for update in self._updates if isinstance(update, Exception) or update[0] is not member
         )

@@ -193,8 +193,7 @@ class GenerationOutput:
     def finish_reason(self) -> str:
         """Finish reason in OpenAI's terms: "stop", "length" or "tool_calls"."""
         reason = self.text_builder.finish_reason or "stop"
-        complete = any(call.cut_json is None for call in self.tool_calls)
-        return "tool_calls" if complete and reason == "stop" else reason
+        return "tool_calls" if self.tool_calls and reason == "stop" else reason
 
     @property
     def stop_reason(self) -> str | int | None:
@@ -274,7 +273,7 @@ class GenerationOutput:
         for part in parts:
             if isinstance(part, str):
                 yield OutputPiece("content", part, None, first_token, end_token)
-            else:
+            elif part.cut_json is None or self.text_builder.finish_reason == "length":  # not if a stop string cut it
                 yield OutputPiece("tool_call", "", part, first_token, end_token)
 
     @property

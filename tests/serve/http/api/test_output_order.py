@@ -198,6 +198,13 @@ def test_a_forced_call_that_is_cut_shows_no_markup(thinker: Player, thinking_cli
                 assert '"name"' not in str(whole)
 
 
+def test_a_forced_call_that_a_stop_string_cuts_is_dropped(thinker: Player, thinking_client: httpx.Client) -> None:
+    """Its arguments are no JSON, and the finish reason "stop" does not say so."""
+    thinker.prepare(text=CALL, size=1)
+    choice = answer(thinking_client, CHAT, tool_choice="required", stop=['"a"'])["choices"][0]
+    assert choice["finish_reason"] == "stop" and not choice["message"].get("tool_calls")
+
+
 def without_logprobs(value: dict[str, Any]) -> dict[str, Any]:
     """A response of chat completions without the tokens of its log-probabilities."""
     choices = [
