@@ -96,7 +96,8 @@ def make_weight(kind: str, n: int, k: int) -> tuple[Any, int]:
     else:
         weight = DenseWeight(torch.randn(n, k).to(dtype))
     packed = host.pack(weight, dtype, "cpu")
-    return packed, sum(t.nbytes for t in packed.tensors() if t is not None)
+    tensors = packed.data, *packed.optional_tensors().values()
+    return packed, sum(each.nbytes for each in tensors if each is not None)
 
 
 def linear_cases(rows: tuple[int, ...], names: list[str]) -> Iterator[Case]:
