@@ -74,8 +74,28 @@ def logits(path: Path, ops: Any, group: TensorParallelGroup | None = None, posit
         out = model.forward(chain(TOKENS[first:last], first), cache).logits
         assert out is not None
         rows.append(out)
-    local = torch.cat(rows)
-    return local if group is None else torch.cat(group.all_gather(local).unbind(0), -1)[:, : model.spec.vocab_size]
+    return gathered(torch.cat(rows), model)
+
+
+def gathered(local: Tensor, model: Transformer) -> Tensor:
+    """The logits of the whole vocabulary."""
+    if model.group is None:
+        return local
+    return torch.cat(model.group.all_gather(local).unbind(0), -1)[:, : model.spec.vocab_size]
+
+
+def greedy_text(path: Path, group: TensorParallelGroup, count: int) -> list[int]:
+    """Greedy text of one rank of a group."""
+    length = len(TOKENS) + count
+    model = load_model(path, dtype=torch.float64, ops=reference, max_positions=length, group=group)
+    cache, tokens = new_cache(model, reference, length), list(TOKENS)
+    first = 0
+    while len(tokens) < length:
+        out = model.forward(chain(tokens[first:], first), cache).logits
+        assert out is not None
+        first = len(tokens)
+        tokens.append(int(gathered(out[-1:], model).argmax()))
+    return tokens[len(TOKENS) :]
 
 
 def new_cache(model: Transformer, ops: Any, capacity: int = CAPACITY) -> ModelCache:
@@ -144,7 +164,7 @@ def text_by_transformers(model: Any, count: int) -> list[int]:
 
 @pytest.mark.parametrize("family", fast_first(["gemma3_text", *(f for f in ALL_FAMILIES if f != "gemma3_text")], 1))
 def test_greedy_text_in_every_mode(tmp_path: Path, family: str) -> None:
-    """48 tokens as transformers generates them: without and with a draft tree, with either operators."""
+    """48 tokens as transformers generates them: without and with a draft tree, with either operators; on two ranks."""
     # tied embeddings repeat a token; longrope of transformers depends on the length of the text
     shape: dict[str, Any] = {"family": family, "tie": False, "seed": 1}
     if family == "phi3":
@@ -157,6 +177,7 @@ def test_greedy_text_in_every_mode(tmp_path: Path, family: str) -> None:
         assert LLM(target, ops=ops, **options).generate(TOKENS, GREEDY).token_ids == want
         answer = LLM(target, draft, EngineConfig("serial"), ops=ops, **options).generate(TOKENS, GREEDY)
         assert answer.token_ids == want and answer.stats.accepted > 5 and len(set(want)) > 5
+    assert on_ranks(2, lambda group: greedy_text(target, group, 48)) == [want, want]
 
 
 @pytest.mark.slow
