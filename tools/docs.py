@@ -137,7 +137,10 @@ def _code(text: str) -> str:
 
 def operators_page() -> str:
     """Returns the page on operators: which of them run which model family."""
-    return operator_support.PAGE + table(operator_support.HEAD, operator_support.rows())
+    guide, families = operator_support.GUIDE, table(operator_support.FAMILY_HEAD, operator_support.family_rows())
+    formats = table(operator_support.FORMAT_HEAD, operator_support.format_rows())
+    page = [operator_support.PAGE, operator_support.FAMILIES, families, "\n", operator_support.FORMATS, formats]
+    return "".join(page).replace("{guide}", guide)
 
 
 PAGES: dict[str, Callable[[], str]] = {

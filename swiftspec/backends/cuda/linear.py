@@ -54,19 +54,24 @@ def pack(weight: Weight, dtype: torch.dtype, device: torch.device | str) -> Cuda
         raise UserError(f"the CUDA operators compute in bfloat16, not {str(dtype).removeprefix('torch.')}")
     with torch.cuda.device(device):
         use_current_device()
-        group = 0
-        if isinstance(weight, Int4Source) and weight.permutation is None:
-            group = math.gcd(weight.group_size, 128)
-        if isinstance(weight, Int4Source) and group in INT4_GROUP_SIZES:
+        group = int4_group_size(weight)
+        if isinstance(weight, Int4Source) and group != 0:
             tiles, inputs, outputs = _int4_tiles(weight, group, device)
         else:
-            group = 0
             tiles, inputs, outputs = _bf16_tiles(weight.dequantize(dtype).to(device))
         bias = None if weight.bias is None else weight.bias.to(device, torch.float32).contiguous()
         # a projection loads its weights before it waits for preceding kernels, so packing must have finished
         torch.cuda.current_stream().synchronize()
         native = _C.CudaWeights(tiles, bias, inputs, outputs, group)
     return CudaLinear(native, inputs, outputs, tiles, bias, group)
+
+
+def int4_group_size(weight: Weight) -> int:
+    """Returns the inputs per scale of the tiles that keep the int4 codes of a matrix; 0 if it is dequantised."""
+    if not isinstance(weight, Int4Source) or weight.permutation is not None:
+        return 0
+    group = math.gcd(weight.group_size, 128)
+    return group if group in INT4_GROUP_SIZES else 0
 
 
 def mask_outputs(packed: CudaLinear, outputs: Sequence[int], device: torch.device | str) -> CudaLinear:

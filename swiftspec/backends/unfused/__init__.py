@@ -79,10 +79,15 @@ MAX_CAPTURED_SEQUENCES = 1  # only forwards of one sequence do not synchronise w
 INNER_TILES = 8  # tiles of 16 inputs in a block of the layout of torch's int4 kernels
 
 
+def keeps_int4(weight: Weight, dtype: torch.dtype) -> bool:
+    """Returns whether `pack` keeps the int4 codes of a matrix instead of dequantising it."""
+    return dtype == torch.bfloat16 and isinstance(weight, Int4Source) and weight.shape[1] % (16 * INNER_TILES) == 0
+
+
 def pack(weight: Weight, dtype: torch.dtype, device: torch.device | str) -> LinearFn:
     """Packs a matrix [outputs, inputs] for torch's int4 product if dtype and shape allow it, otherwise as reference/
     does."""
-    if dtype != torch.bfloat16 or not isinstance(weight, Int4Source) or weight.shape[1] % (16 * INNER_TILES):
+    if not isinstance(weight, Int4Source) or not keeps_int4(weight, dtype):
         return reference.pack(weight, dtype, device)
     weight = weight.to(device).in_order()
     codes, scales = _unpack(weight.packed).t(), weight.scales.float()
