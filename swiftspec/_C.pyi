@@ -294,6 +294,11 @@ def draw_keyed(
 ) -> None:
     """Per row the token of the highest score with the noise of its key, and log_softmax(scores) at that token."""
 
+def filter_scores(
+    logits: Array, vocab: int, bias: Array | None, temperature: float, top_k: int, top_p: float, min_p: float
+) -> None:
+    """Replaces logits by scores, and the scores that the filters exclude by -inf."""
+
 def gumbel_keyed(keys: Array, first: int, out: Array) -> None:
     """As gumbel_rows, for the row keys [rows] int32."""
 
